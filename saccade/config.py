@@ -1,0 +1,291 @@
+"""What a checkpoint is (`ModelConfig`) and what a user may set (`Options`). Pure data: nothing here opens a file.
+
+Checkpoints come in two dialects: the flat configs that were published (`rope_scaling`, text fields at the top level) and
+the nested ones that Transformers 5 saves (`text_config`, `rope_parameters`). Both are read here, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+
+class ConfigError(ValueError):
+    """The operator's mistake: a setting or a checkpoint that cannot work, with the values and what to change."""
+
+
+# --- the checkpoint -----------------------------------------------------------------------------------------------
+
+# Published configs leave out whatever equals the default of their text model's class.
+_TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "llama": {
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "vocab_size": 32000,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+    },
+}
+_VISION_DEFAULTS: Mapping[str, Any] = {
+    "in_channels": 3,
+    "patch_size": 14,
+    "spatial_merge_size": 1,
+    "temporal_patch_size": 1,
+    "hidden_act": "quick_gelu",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TextConfig:
+    """The decoder's shape."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position: int
+    rms_norm_eps: float
+    rope_theta: float
+    mrope_section: tuple[int, ...] | None  # frequencies per axis; None for plain RoPE
+    rope_scaling: Mapping[str, Any]  # what is left of rope_scaling / rope_parameters, for decoders that scale
+    tie_word_embeddings: bool
+    model_type: str
+
+
+@dataclass(frozen=True, slots=True)
+class VisionConfig:
+    """The vision tower's shape."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    patch_size: int
+    in_channels: int
+    image_size: int | None  # side of the square input, for towers that take one size only
+    spatial_merge_size: int  # patches per token along each side
+    temporal_patch_size: int  # frames per patch
+    hidden_act: str
+
+    @property
+    def patch_dim(self) -> int:
+        """Values in one flattened patch."""
+        return self.in_channels * self.temporal_patch_size * self.patch_size**2
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    model_type: str
+    text: TextConfig
+    vision: VisionConfig | None
+    image_token_id: int | None
+    video_token_id: int | None
+    dtype: str  # as the checkpoint was saved: "float32", "bfloat16", "float16"
+    eos_token_ids: frozenset[int]
+    raw: Mapping[str, Any] = field(repr=False)  # config.json, for what only one family reads
+
+
+def model_config(raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
+    """Read config.json (and generation_config.json, which may name more end tokens) in either dialect."""
+    model_type = raw.get("model_type")
+    if not isinstance(model_type, str):
+        raise ConfigError("config.json has no model_type, so this is not a Hugging Face checkpoint Saccade can read")
+    nested = raw.get("text_config") or {}
+    text = {**_TEXT_DEFAULTS.get(nested.get("model_type", ""), {}), **_flat_text(raw), **nested}
+    vision = raw.get("vision_config")
+    return ModelConfig(
+        model_type=model_type,
+        text=_text_config(text, raw),
+        vision=_vision_config(vision) if vision else None,
+        image_token_id=_first(raw, "image_token_id", "image_token_index"),
+        video_token_id=_first(raw, "video_token_id", "video_token_index"),
+        dtype=_dtype_name(raw, text),
+        eos_token_ids=_eos_ids(generation or {}, raw, text),
+        raw=raw,
+    )
+
+
+def _flat_text(raw: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in raw.items() if k not in ("text_config", "vision_config", "model_type")}
+
+
+def _text_config(text: Mapping[str, Any], raw: Mapping[str, Any]) -> TextConfig:
+    heads, hidden = _need(text, "num_attention_heads"), _need(text, "hidden_size")
+    rope = {**(text.get("rope_scaling") or {}), **(text.get("rope_parameters") or {})}
+    section = rope.pop("mrope_section", None)
+    theta = rope.pop("rope_theta", text.get("rope_theta", 10000.0))
+    tie = raw.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
+    return TextConfig(
+        hidden_size=hidden,
+        intermediate_size=_need(text, "intermediate_size"),
+        num_layers=_need(text, "num_hidden_layers"),
+        num_heads=heads,
+        num_kv_heads=text.get("num_key_value_heads") or heads,
+        head_dim=text.get("head_dim") or hidden // heads,
+        vocab_size=_need(text, "vocab_size"),
+        max_position=_need(text, "max_position_embeddings"),
+        rms_norm_eps=text.get("rms_norm_eps", 1e-6),
+        rope_theta=float(theta),
+        mrope_section=tuple(section) if section else None,
+        rope_scaling=rope,
+        tie_word_embeddings=bool(tie),
+        model_type=text.get("model_type", raw["model_type"]),
+    )
+
+
+def _vision_config(given: Mapping[str, Any]) -> VisionConfig:
+    vision = {**_VISION_DEFAULTS, **given}
+    hidden = _first(vision, "embed_dim", "hidden_size")
+    if hidden is None:
+        raise ConfigError("config.json: vision_config has neither embed_dim nor hidden_size")
+    return VisionConfig(
+        hidden_size=hidden,
+        intermediate_size=vision.get("intermediate_size") or int(hidden * vision.get("mlp_ratio", 4)),
+        num_layers=_need(vision, "depth", "num_hidden_layers"),
+        num_heads=_need(vision, "num_heads", "num_attention_heads"),
+        patch_size=vision["patch_size"],
+        in_channels=_first(given, "in_channels", "in_chans", "num_channels") or vision["in_channels"],
+        image_size=vision.get("image_size"),
+        spatial_merge_size=vision["spatial_merge_size"],
+        temporal_patch_size=vision["temporal_patch_size"],
+        hidden_act=vision["hidden_act"],
+    )
+
+
+def _first(values: Mapping[str, Any], *names: str) -> Any:
+    return next((values[n] for n in names if values.get(n) is not None), None)
+
+
+def _need(values: Mapping[str, Any], *names: str) -> int:
+    found = _first(values, *names)
+    if not isinstance(found, int):
+        raise ConfigError(f"config.json has no {' or '.join(names)}, which the model's shape needs")
+    return found
+
+
+def _dtype_name(raw: Mapping[str, Any], text: Mapping[str, Any]) -> str:
+    name = _first(raw, "dtype", "torch_dtype") or _first(text, "dtype", "torch_dtype") or "float32"
+    return str(name).removeprefix("torch.")
+
+
+def _eos_ids(*sources: Mapping[str, Any]) -> frozenset[int]:
+    """The first source that names end tokens wins: generation_config.json, then config.json, then its text part."""
+    for source in sources:
+        ids = source.get("eos_token_id")
+        if ids is not None:
+            return frozenset(ids if isinstance(ids, list) else [ids])
+    return frozenset()
+
+
+# --- what a user may set ------------------------------------------------------------------------------------------
+
+
+def _option(default: Any, help: str) -> Any:
+    if isinstance(default, dict):
+        return field(default_factory=lambda: dict(default), metadata={"help": help})
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Every setting of the engine, with its default. The command line is made from this class; None means automatic."""
+
+    model: str | None = _option(None, "folder or hub id of a checkpoint")
+    dtype: str = _option("auto", "float32, bfloat16 or float16; auto: the checkpoint's, where the device is good at it")
+    device: str = _option("auto", "cpu or cuda; auto: cuda when there is one")
+    load_format: str = _option("auto", "auto, or dummy for random weights made from the config alone")
+    seed: int = _option(0, "of dummy weights and of requests that set none")
+    max_model_len: int | None = _option(None, "longest prompt plus answer, in tokens; automatic: what model and KV allow")
+    max_num_batched_tokens: int = _option(2048, "tokens computed per step; smaller steps mean smoother streams")
+    max_num_seqs: int = _option(64, "requests that run at the same time")
+    max_waiting: int | None = _option(None, "requests that may wait; more are refused at once")
+    block_size: int = _option(16, "tokens per KV block")
+    gpu_memory_utilization: float = _option(0.9, "share of a GPU's memory the engine may take")
+    kv_cache_gb: float | None = _option(None, "GiB for KV blocks; automatic: from the memory that is free")
+    encoder_budget: int | None = _option(None, "embeddings encoded per step; automatic: holds the largest picture")
+    encoder_cache_gb: float | None = _option(
+        None, "GiB for embeddings of pictures seen before; 0 keeps none; automatic: 0.5, or more if one picture needs it"
+    )
+    enable_prefix_caching: bool = _option(True, "reuse KV blocks of equal beginnings")
+    limit_mm_per_prompt: dict[str, int] = _option({"image": 16, "video": 1}, "media per prompt, such as image=4,video=1")
+    min_pixels: int | None = _option(None, "smaller pictures are enlarged to this; automatic: the checkpoint's")
+    max_pixels: int | None = _option(None, "larger pictures are reduced to this; automatic: the checkpoint's")
+    max_image_bytes: int = _option(64 << 20, "compressed size of one picture")
+    max_image_pixels: int = _option(100_000_000, "width x height of one picture before it is resized")
+    encode_layers_per_step: int | None = _option(
+        None, "encoder layers run per step while others decode; automatic: whole pictures at once"
+    )
+    decode_threads: int | None = _option(None, "threads that decode pictures; automatic: one per core, at most 8")
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_batched_tokens", "max_num_seqs", "block_size", "max_image_bytes", "max_image_pixels"):
+            _positive(name, getattr(self, name))
+        for name in ("max_model_len", "encoder_budget", "min_pixels", "max_pixels", "encode_layers_per_step"):
+            if getattr(self, name) is not None:
+                _positive(name, getattr(self, name))
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(f"gpu_memory_utilization must be above 0 and at most 1, not {self.gpu_memory_utilization}")
+        if self.load_format not in ("auto", "safetensors", "dummy"):
+            raise ConfigError(f"load_format must be auto, safetensors or dummy, not {self.load_format!r}")
+        if self.min_pixels is not None and self.max_pixels is not None and self.min_pixels > self.max_pixels:
+            raise ConfigError(f"min_pixels={self.min_pixels} is above max_pixels={self.max_pixels}")
+        for kind, count in self.limit_mm_per_prompt.items():
+            if kind not in ("image", "video") or count < 0:
+                raise ConfigError(f"limit_mm_per_prompt takes image=N,video=N with N >= 0, not {kind}={count}")
+
+
+def _positive(name: str, value: int) -> None:
+    if not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name} must be a whole number of 1 or more, not {value!r}")
+
+
+def options(**given: Any) -> Options:
+    """Options from keyword arguments, as `LLM(...)` takes them. An unknown name is an error, never dropped."""
+    pixels = dict(given.pop("mm_processor_kwargs", None) or {})
+    unknown = set(pixels) - {"min_pixels", "max_pixels"}
+    if unknown:
+        raise ConfigError(f"mm_processor_kwargs takes min_pixels and max_pixels, not {', '.join(sorted(unknown))}")
+    known = {f.name for f in fields(Options)}
+    unknown = set(given) - known
+    if unknown:
+        raise ConfigError(f"unknown option {', '.join(sorted(unknown))}; the options are {', '.join(sorted(known))}")
+    return Options(**{**pixels, **given})
+
+
+# --- what the parts get -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Resolved limits the scheduler works under. Tokens, blocks and slots only."""
+
+    max_model_len: int
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    block_size: int
+    num_blocks: int
+    encoder_budget: int  # embedding slots newly encoded per step
+    encoder_cache_slots: int  # embedding slots that may be resident or in flight
+    keep_idle_embeddings: bool = True  # False: an embedding is dropped as soon as no request holds it
+    enable_prefix_caching: bool = True
+    encode_layers_per_step: int | None = None  # see Options
+    max_waiting: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MediaPolicy:
+    """Resolved limits the processor works under."""
+
+    limits: Mapping[str, int]  # media per prompt, by kind
+    min_pixels: int | None
+    max_pixels: int | None
+    max_image_bytes: int
+    max_image_pixels: int

@@ -1,0 +1,113 @@
+"""Every formula once: bytes of weights, KV and embeddings; blocks; FLOPs; how many requests fit. Pure functions.
+
+How a picture's size becomes tokens depends on the model family and lives in `processor/families/`; everything that
+follows from the number of tokens is here.
+"""
+
+from __future__ import annotations
+
+from saccade.config import ModelConfig, TextConfig, VisionConfig
+
+GIB = 1 << 30
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def dtype_bytes(dtype: str) -> int:
+    if dtype not in _DTYPE_BYTES:
+        raise ValueError(f"dtype must be one of {', '.join(_DTYPE_BYTES)}, not {dtype!r}")
+    return _DTYPE_BYTES[dtype]
+
+
+def blocks_for(tokens: int, block_size: int = 16) -> int:
+    """KV blocks that hold this many tokens."""
+    return -(-tokens // block_size)
+
+
+# --- KV cache -----------------------------------------------------------------------------------------------------
+
+
+def kv_bytes_per_token_layer(num_kv_heads: int, head_dim: int, dtype: str) -> int:
+    """Keys and values of one token in one layer."""
+    return 2 * num_kv_heads * head_dim * dtype_bytes(dtype)
+
+
+def kv_bytes_per_token(text: TextConfig, dtype: str) -> int:
+    return text.num_layers * kv_bytes_per_token_layer(text.num_kv_heads, text.head_dim, dtype)
+
+
+def kv_bytes_per_block(text: TextConfig, dtype: str, block_size: int = 16) -> int:
+    return block_size * kv_bytes_per_token(text, dtype)
+
+
+def kv_blocks_in(budget_bytes: float, text: TextConfig, dtype: str, block_size: int = 16) -> int:
+    return int(budget_bytes // kv_bytes_per_block(text, dtype, block_size))
+
+
+def concurrent_requests(budget_bytes: float, request_bytes: float) -> int:
+    """How many requests of this KV size fit side by side, to the nearest whole request."""
+    return round(budget_bytes / request_bytes)
+
+
+# --- embeddings ---------------------------------------------------------------------------------------------------
+
+
+def embedding_bytes_per_slot(text: TextConfig, dtype: str) -> int:
+    """One resident picture embedding: a vector of the decoder's width."""
+    return text.hidden_size * dtype_bytes(dtype)
+
+
+def embedding_slots_in(budget_bytes: float, text: TextConfig, dtype: str) -> int:
+    return int(budget_bytes // embedding_bytes_per_slot(text, dtype))
+
+
+# --- weights ------------------------------------------------------------------------------------------------------
+
+
+def decoder_layer_params(text: TextConfig) -> int:
+    """Matrix parameters of one decoder layer (norms and biases are noise beside them)."""
+    q = text.hidden_size * text.num_heads * text.head_dim
+    kv = 2 * text.hidden_size * text.num_kv_heads * text.head_dim
+    mlp = 3 * text.hidden_size * text.intermediate_size
+    return 2 * q + kv + mlp
+
+
+def decoder_params(text: TextConfig) -> int:
+    """All decoder layers plus the embedding table and, where it is not tied, the output projection."""
+    tables = 1 if text.tie_word_embeddings else 2
+    return text.num_layers * decoder_layer_params(text) + tables * text.vocab_size * text.hidden_size
+
+
+def encoder_layer_params(vision: VisionConfig) -> int:
+    return 4 * vision.hidden_size**2 + 2 * vision.hidden_size * vision.intermediate_size
+
+
+def encoder_params(vision: VisionConfig, text: TextConfig) -> int:
+    """Vision layers, patch embedding and the projection to the decoder's width."""
+    merged = vision.hidden_size * vision.spatial_merge_size**2
+    projector = merged * merged + merged * text.hidden_size
+    return vision.num_layers * encoder_layer_params(vision) + vision.patch_dim * vision.hidden_size + projector
+
+
+def weight_bytes(model: ModelConfig, dtype: str) -> int:
+    vision = encoder_params(model.vision, model.text) if model.vision else 0
+    return (decoder_params(model.text) + vision) * dtype_bytes(dtype)
+
+
+# --- FLOPs --------------------------------------------------------------------------------------------------------
+
+
+def prefill_flops(text: TextConfig, new_tokens: int, context: int = 0) -> int:
+    """Multiply-adds (x 2) to compute `new_tokens` after `context` tokens, logits of the last one included."""
+    matrices = 2 * new_tokens * text.num_layers * decoder_layer_params(text)
+    pairs = new_tokens * context + new_tokens * (new_tokens + 1) // 2
+    attention = 4 * pairs * text.num_layers * text.num_heads * text.head_dim
+    return matrices + attention + 2 * text.vocab_size * text.hidden_size
+
+
+def encode_flops(vision: VisionConfig, text: TextConfig, patches: int) -> int:
+    """One picture through the tower (full attention between its patches) and the projection."""
+    matrices = 2 * patches * (vision.num_layers * encoder_layer_params(vision) + vision.patch_dim * vision.hidden_size)
+    attention = 4 * patches**2 * vision.num_layers * vision.hidden_size
+    merged = vision.hidden_size * vision.spatial_merge_size**2
+    tokens = patches // vision.spatial_merge_size**2
+    return matrices + attention + 2 * tokens * (merged * merged + merged * text.hidden_size)

@@ -1,0 +1,122 @@
+"""Sampling parameters: what a client may ask of the sampler, checked on construction."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from saccade.types import RequestError
+
+MAX_N = 64
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 64
+MAX_LOGIT_BIAS = 1024
+MAX_SEED = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is chosen and when to stop.
+
+    `temperature=0` is greedy. A `seed` makes the text repeatable whatever else runs beside it.
+    """
+
+    n: int = 1  # independent answers to one prompt
+    temperature: float = 1.0
+    top_p: float = 1.0  # keep the smallest set of tokens whose probabilities reach this sum
+    top_k: int = 0  # keep the k most likely tokens; 0 or -1 keeps all
+    min_p: float = 0.0  # keep tokens at least this fraction as likely as the most likely one
+    presence_penalty: float = 0.0  # subtracted once from tokens already generated
+    frequency_penalty: float = 0.0  # subtracted for each time a token was generated
+    repetition_penalty: float = 1.0  # divides (or multiplies) logits of tokens in the prompt or the answer
+    seed: int | None = None
+    stop: str | Sequence[str] | None = None  # strings that end the answer; not included in it
+    stop_token_ids: Sequence[int] = field(default_factory=tuple)
+    max_tokens: int | None = 16  # None: as many as the context holds
+    min_tokens: int = 0  # no end token before this many
+    ignore_eos: bool = False
+    logprobs: int | None = None  # how many alternatives to report beside the chosen token
+    logit_bias: Mapping[int, float] | None = None  # added to the logits of these tokens
+
+    def __post_init__(self) -> None:
+        self._check_types()
+        self._check_ranges()
+        self._check_sizes()
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0
+
+    def _check_types(self) -> None:
+        for name in ("n", "top_k", "min_tokens"):
+            _require(_is_int(getattr(self, name)), name, getattr(self, name), "a whole number")
+        for name in ("seed", "max_tokens", "logprobs"):
+            value = getattr(self, name)
+            _require(value is None or _is_int(value), name, value, "a whole number or nothing")
+        for name in _FLOATS:
+            value = getattr(self, name)
+            _require(_is_number(value) and math.isfinite(value), name, value, "a finite number")
+        for stop in self.stop_strings:
+            _require(isinstance(stop, str) and stop != "", "stop", stop, "a string that is not empty")
+        for token in self.stop_token_ids:
+            _require(_is_int(token), "stop_token_ids", token, "a list of whole numbers")
+
+    def _check_ranges(self) -> None:
+        _require(1 <= self.n <= MAX_N, "n", self.n, f"from 1 to {MAX_N}")
+        _require(self.temperature >= 0, "temperature", self.temperature, "0 or more")
+        _require(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
+        _require(self.top_k >= -1, "top_k", self.top_k, "-1 or more")
+        _require(0 <= self.min_p <= 1, "min_p", self.min_p, "from 0 to 1")
+        _require(-2 <= self.presence_penalty <= 2, "presence_penalty", self.presence_penalty, "from -2 to 2")
+        _require(-2 <= self.frequency_penalty <= 2, "frequency_penalty", self.frequency_penalty, "from -2 to 2")
+        _require(self.repetition_penalty > 0, "repetition_penalty", self.repetition_penalty, "above 0")
+        _require(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", self.max_tokens, "1 or more")
+        _require(self.min_tokens >= 0, "min_tokens", self.min_tokens, "0 or more")
+        limit = self.max_tokens if self.max_tokens is not None else self.min_tokens
+        _require(self.min_tokens <= limit, "min_tokens", self.min_tokens, f"at most max_tokens={self.max_tokens}")
+        _require(self.seed is None or abs(self.seed) <= MAX_SEED, "seed", self.seed, "a 64-bit number")
+        in_range = self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS
+        _require(in_range, "logprobs", self.logprobs, f"from 0 to {MAX_LOGPROBS}")
+
+    def _check_sizes(self) -> None:
+        count = len(self.stop_strings)
+        _require(count <= MAX_STOP_STRINGS, "stop", f"{count} strings", f"at most {MAX_STOP_STRINGS} strings")
+        count = len(self.stop_token_ids)
+        _require(count <= MAX_STOP_STRINGS, "stop_token_ids", f"{count} ids", f"at most {MAX_STOP_STRINGS} ids")
+        bias = self.logit_bias or {}
+        _require(
+            len(bias) <= MAX_LOGIT_BIAS, "logit_bias", f"{len(bias)} tokens", f"at most {MAX_LOGIT_BIAS} tokens"
+        )
+        for token, value in bias.items():
+            _require(_is_int(token) and token >= 0, "logit_bias", token, "a map from token ids")
+            _require(_is_number(value) and -100 <= value <= 100, "logit_bias", value, "from -100 to 100")
+
+
+_FLOATS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _require(condition: bool, name: str, given: object, allowed: str) -> None:
+    if not condition:
+        raise RequestError(f"{name} must be {allowed}, but {given!r} was given", param=name)

@@ -1,0 +1,252 @@
+"""The nouns that cross borders between packages. Small, frozen, standard library only.
+
+Nothing here reads files, knows a model family or imports an array library: the scheduler imports this module and must
+run anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from saccade.params import SamplingParams
+
+Key = bytes
+"""A content key: 32 bytes of hash over source bytes, processing policy, model fingerprint and salt."""
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+RECORD_BYTES = 40
+"""Width of one position's record in `Prompt.identity`: 32 bytes of content key (zeros for text), 8 bytes of token id
+(text) or of offset inside the span (media)."""
+
+
+class RequestError(ValueError):
+    """The client's mistake: one readable sentence with the values in it. It ends one request and nothing else."""
+
+    def __init__(self, message: str, *, code: str | None = None, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.code = code  # one of OpenAI's error codes, where one fits
+        self.param = param  # the part of the request at fault, such as "messages[2].content[1].image_url"
+
+
+class Size(NamedTuple):
+    width: int
+    height: int
+
+
+class Grid(NamedTuple):
+    """Patches the encoder sees: time x height x width, before any merging."""
+
+    t: int
+    h: int
+    w: int
+
+    @property
+    def patches(self) -> int:
+        return self.t * self.h * self.w
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a picture's header says, read without decoding a pixel."""
+
+    format: str  # "jpeg", "png", "webp", "gif", "bmp", "tiff", or "rgb" for pixels that arrived decoded
+    size: Size  # as a viewer shows it: after the EXIF orientation is applied
+    orientation: int  # EXIF orientation 1-8; 1 when absent or broken
+    frames: int  # 1 for a still picture
+    mode: str  # Pillow's mode of the stored pixels, "RGB" for "rgb"
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """What a header becomes under a model's resolution policy. A pure function of size and policy."""
+
+    resized: Size  # after the resize, before any crop
+    grid: Grid  # patches that enter the vision tower
+    tokens: int  # prompt positions the item covers
+    slots: int  # embeddings the encoder returns; differs from `tokens` where separators sit between rows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MediaItem:
+    """One picture on its way to the encoder: still compressed, its cost already known."""
+
+    key: Key
+    kind: Literal["image", "video"]
+    data: bytes  # the bytes as they arrived; for format "rgb": height x width x 3 bytes
+    header: Header
+    geometry: Geometry
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Where one media item's embeddings go in the prompt."""
+
+    start: int  # first prompt position
+    length: int  # positions covered
+    key: Key
+    slots: int  # embeddings the encoder returns for it
+    is_embed: tuple[bool, ...] | None = None  # which positions take an embedding; None means all of them
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prompt:
+    """Tokens plus spans: everything the engine needs to know about what the client sent."""
+
+    token_ids: Sequence[int]  # expanded: one entry per position the engine charges
+    spans: tuple[Span, ...]  # in prompt order, disjoint
+    items: tuple[MediaItem, ...]  # items[i] belongs to spans[i]; the same picture twice is the same object twice
+    positions: npt.NDArray[np.int32]  # [axes, tokens]: 1 axis for RoPE, 3 (time, height, width) for M-RoPE
+    next_position: int  # rotary position of the first generated token
+    identity: bytes  # RECORD_BYTES per position: what the prefix cache hashes
+    salt: bytes = b""  # separates tenants in both caches
+    text: str | None = None  # the prompt as the client or the template wrote it, for showing
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    request_id: str
+    prompt: Prompt
+    params: SamplingParams
+    max_tokens: int  # resolved: params.max_tokens or what is left of the context
+    eos_token_ids: frozenset[int]  # the model's own end tokens; empty when the request ignores them
+    seed: int  # of its sampling noise; set for every request, so a resumed one repeats itself
+
+
+# --- one step -----------------------------------------------------------------------------------------------------
+
+
+class Work(NamedTuple):
+    """A window [start, end) of one request's tokens to compute in this step. Decode is a window of one."""
+
+    request_id: str
+    start: int
+    end: int
+    new_blocks: tuple[int, ...]  # KV blocks added to the request's table for this window, in order
+    samples: bool  # the window reaches the last known token, so the step yields the next one
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Admission:
+    """A request that enters the runner: newly, or again after preemption."""
+
+    request: Request
+    output_token_ids: tuple[int, ...]  # tokens generated before a preemption
+    block_ids: tuple[int, ...]  # KV blocks found in the prefix cache, already computed
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepPlan:
+    """What the scheduler decided. The runner does exactly this, in this order: forget, evict, admit, encode, compute."""
+
+    step: int
+    works: tuple[Work, ...]
+    admitted: tuple[Admission, ...] = ()
+    forgotten: tuple[str, ...] = ()  # requests finished, aborted or preempted since the last plan
+    evicted: tuple[Key, ...] = ()  # embeddings to drop; each key is told once
+    encode: tuple[MediaItem, ...] = ()  # newly given to the encoder; slots are reserved
+    encode_layers: int | None = None  # encoder layers to advance in this step; None: until all is encoded
+    prefetch: tuple[MediaItem, ...] = ()  # likely next: decoding may begin
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.works or self.encode or self.evicted or self.forgotten or self.admitted)
+
+
+class Logprobs(NamedTuple):
+    """Log probabilities at one position, from the model's own distribution before temperature and filters."""
+
+    logprob: float  # of the sampled token
+    rank: int  # 1 is the most likely token
+    top: tuple[tuple[int, float], ...]  # (token id, log probability), most likely first
+
+
+class Sample(NamedTuple):
+    token_id: int
+    logprobs: Logprobs | None
+
+
+class MediaTimes(NamedTuple):
+    decode_ms: float
+    encode_ms: float  # this picture's share, by patches, of the pass it was encoded in
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepResult:
+    samples: Mapping[str, Sample]  # by request id
+    encoded: Mapping[Key, MediaTimes] = field(default_factory=dict)  # embeddings that became resident
+    failed: Mapping[Key, RequestError] = field(default_factory=dict)  # pictures that cannot be had, with the reason
+
+
+class TokenEvent(NamedTuple):
+    """What the engine tells about one request after a step. The last one has a finish reason."""
+
+    request_id: str
+    token_id: int | None  # None in a terminal event that brings no token
+    logprobs: Logprobs | None
+    finish_reason: FinishReason | None
+    stop_token_id: int | None = None  # which token ended it, when one did
+    error: RequestError | None = None
+    usage: Usage | None = None  # with the terminal event
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a finished request consumed, as the scheduler counted it. Times are seconds on the engine's clock."""
+
+    cached_tokens: int  # prompt tokens that came from the prefix cache when it first ran
+    num_preemptions: int
+    arrived: float
+    first_scheduled: float | None
+    first_token: float | None
+    finished: float
+    decode_ms: float  # picture decoding done for this request (0 when its pictures were resident)
+    encode_ms: float
+
+
+# --- the bill -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class BillItem:
+    """The cost of one picture."""
+
+    kind: str
+    width: int
+    height: int
+    resized_width: int
+    resized_height: int
+    tokens: int
+    kv_blocks: int
+    key: str  # hex, shortened: enough to recognise a repeated picture
+
+
+@dataclass(frozen=True, slots=True)
+class Bill:
+    """What a request costs. Known before a pixel is decoded; the times and cached tokens are filled in afterwards."""
+
+    text_tokens: int
+    image_tokens: int
+    video_tokens: int
+    kv_blocks: int  # for the prompt
+    items: tuple[BillItem, ...]
+    cached_tokens: int = 0
+    times_ms: Mapping[str, float] = field(default_factory=dict)  # queue, decode, encode, first_token, total
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.text_tokens + self.image_tokens + self.video_tokens
