@@ -1,0 +1,22 @@
+"""Saccade: an inference engine for vision-language models."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from saccade.params import SamplingParams
+
+if TYPE_CHECKING:
+    from saccade.llm import LLM
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "SamplingParams", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    """`LLM` needs torch; counting tokens and serving do not, so it is loaded when it is first asked for."""
+    if name == "LLM":
+        from saccade.llm import LLM
+
+        return LLM
+    raise AttributeError(f"module 'saccade' has no attribute {name!r}")

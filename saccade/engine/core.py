@@ -1,0 +1,64 @@
+"""The step loop: plan, run, commit. Knows neither text nor HTTP; the clock is read here and passed on."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from saccade.scheduler.scheduler import Scheduler
+from saccade.types import Request, RequestError, StepPlan, StepResult, TokenEvent
+
+logger = logging.getLogger("saccade.engine")
+
+
+class StepRunner(Protocol):
+    """What the core needs of a runner; tests put a fake here."""
+
+    def execute(self, plan: StepPlan) -> StepResult: ...
+
+    def reset(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class EngineCore:
+    def __init__(
+        self, scheduler: Scheduler, runner: StepRunner, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.scheduler = scheduler
+        self.runner = runner
+        self.clock = clock
+        self.num_steps = 0
+
+    def step(self) -> list[TokenEvent]:
+        plan = self.scheduler.schedule(self.clock())
+        try:
+            result = self.runner.execute(plan)
+        except Exception:
+            return self._fail_step(plan)
+        self.num_steps += 1
+        return self.scheduler.commit(plan, result, self.clock())
+
+    def add(self, request: Request) -> None:
+        self.scheduler.add(request, self.clock())
+
+    def abort(self, request_id: str) -> TokenEvent | None:
+        return self.scheduler.abort(request_id, self.clock())
+
+    def has_unfinished(self) -> bool:
+        return self.scheduler.has_unfinished()
+
+    def stats(self) -> dict[str, Any]:
+        return {**self.scheduler.stats(), "steps": self.num_steps}
+
+    def close(self) -> None:
+        self.runner.close()
+
+    def _fail_step(self, plan: StepPlan) -> list[TokenEvent]:
+        """The step itself broke: nothing in the caches can be trusted, every open request ends, the engine goes on."""
+        logger.exception("step %d with %d windows failed; all open requests end", plan.step, len(plan.works))
+        self.runner.reset()
+        error = RequestError("the engine failed while computing this request; it was not the request's fault", code="engine_error")
+        return self.scheduler.fail_all(error, self.clock())

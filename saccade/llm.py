@@ -1,0 +1,285 @@
+"""The offline face: a processor and an engine core in one process, without a server."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tqdm import tqdm
+
+from saccade.config import ConfigError, MediaPolicy, Options, SchedulerConfig, options
+from saccade.engine.build import build_core
+from saccade.outputs import RequestOutput
+from saccade.params import SamplingParams
+from saccade.processor.answer import Answer
+from saccade.processor.checkpoint import open_checkpoint
+from saccade.processor.prompt import Processor
+from saccade.types import Bill, Prompt, Request, RequestError, TokenEvent
+
+PromptInput = str | Mapping[str, Any]
+Message = Mapping[str, Any]
+
+
+@dataclass(eq=False, slots=True)
+class _Open:
+    """A request on its way: n answers to one prompt."""
+
+    request_id: str
+    prompt: Prompt
+    answers: list[Answer]
+    prepare_ms: float  # what the processor took
+    error: RequestError | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        return all(answer.is_finished for answer in self.answers)
+
+
+class Engine:
+    """Steps by hand: add requests, call `step` until none is unfinished."""
+
+    def __init__(self, opts: Options, *, progress: bool = True) -> None:
+        if opts.model is None:
+            raise ConfigError("no model was given; pass a checkpoint folder or a hub id such as Qwen/Qwen2-VL-2B-Instruct")
+        checkpoint = open_checkpoint(opts.model, weights=opts.load_format != "dummy")
+        policy = MediaPolicy(
+            limits=opts.limit_mm_per_prompt,
+            min_pixels=opts.min_pixels,
+            max_pixels=opts.max_pixels,
+            max_image_bytes=opts.max_image_bytes,
+            max_image_pixels=opts.max_image_pixels,
+        )
+        self.processor = Processor(checkpoint, policy)
+        self.core = build_core(
+            checkpoint.path,
+            checkpoint.config,
+            checkpoint.image_processor,
+            opts,
+            self.processor.largest_item(),
+            progress=progress,
+        )
+        self._open: dict[str, _Open] = {}
+        self._seeds = random.Random(opts.seed)
+
+    @property
+    def limits(self) -> SchedulerConfig:
+        return self.core.scheduler.config
+
+    def add_request(self, request_id: str, prompt: PromptInput, params: SamplingParams | None = None) -> None:
+        """Refuses with a RequestError when the request can never run; nothing is kept of it then."""
+        self.add_with(request_id, lambda: self.processor.from_prompt(prompt), params)
+
+    def add_chat(self, request_id: str, messages: Sequence[Message], params: SamplingParams, **how: Any) -> None:
+        """The same for OpenAI-style messages, through the checkpoint's chat template."""
+        self.add_with(request_id, lambda: self.processor.from_chat(messages, **how), params)
+
+    def add_with(self, request_id: str, make: Callable[[], Prompt], params: SamplingParams | None) -> None:
+        if request_id in self._open:
+            raise RequestError(f"request id {request_id!r} is already in use")
+        params = params or SamplingParams()
+        start = time.perf_counter()
+        prompt = make()
+        prepare_ms = (time.perf_counter() - start) * 1e3
+        answers = [Answer(i, self.processor.tokenizer, params) for i in range(params.n)]
+        opened = _Open(request_id, prompt, answers, prepare_ms)
+        self._admit(opened, params)
+        self._open[request_id] = opened
+
+    def _admit(self, opened: _Open, params: SamplingParams) -> None:
+        room = self.limits.max_model_len - len(opened.prompt)
+        seed = params.seed if params.seed is not None else self._seeds.getrandbits(62)
+        added: list[str] = []
+        try:
+            for answer in opened.answers:
+                request = Request(
+                    request_id=_child_id(opened.request_id, answer.index),
+                    prompt=opened.prompt,
+                    params=params,
+                    max_tokens=params.max_tokens if params.max_tokens is not None else max(room, 1),
+                    eos_token_ids=frozenset() if params.ignore_eos else self.processor.eos_token_ids,
+                    seed=seed + answer.index,
+                )
+                self.core.add(request)
+                added.append(request.request_id)
+        except RequestError:
+            for child in added:
+                self.core.abort(child)
+            raise
+
+    def abort_request(self, request_id: str) -> None:
+        opened = self._open.pop(request_id, None)
+        for answer in opened.answers if opened else ():
+            self.core.abort(_child_id(request_id, answer.index))
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self._open)
+
+    def step(self) -> list[RequestOutput]:
+        """One scheduler step; the outputs so far of the requests it touched."""
+        return [self._output(opened) for opened in self._advance()]
+
+    def finished_after_step(self) -> list[RequestOutput]:
+        """One step, for callers that want whole answers only: unfinished requests cost nothing to report."""
+        return [self._output(opened) for opened in self._advance() if opened.is_finished]
+
+    def _advance(self) -> list[_Open]:
+        touched: dict[str, _Open] = {}
+        for event in self.core.step():
+            parent, _, index = event.request_id.rpartition("/")
+            opened = self._open.get(parent)
+            if opened is not None:
+                self._take(opened, opened.answers[int(index)], event)
+                touched[parent] = opened
+        for request_id, opened in touched.items():
+            if opened.is_finished:
+                del self._open[request_id]
+        return list(touched.values())
+
+    def _take(self, opened: _Open, answer: Answer, event: TokenEvent) -> None:
+        answer.push(event)
+        opened.error = event.error or opened.error
+        if answer.is_finished and event.finish_reason is None:  # a stop string, which only text can see
+            ended = self.core.abort(event.request_id)
+            answer.usage = ended.usage if ended else None
+
+    def _output(self, opened: _Open) -> RequestOutput:
+        bill = self.bill(opened.prompt)
+        usage = opened.answers[0].usage
+        return RequestOutput(
+            request_id=opened.request_id,
+            prompt=opened.prompt.text,
+            prompt_token_ids=list(opened.prompt.token_ids),
+            outputs=[answer.output() for answer in opened.answers],
+            finished=opened.is_finished,
+            bill=_with_times(bill, opened) if usage else bill,
+            error=opened.error,
+            num_cached_tokens=usage.cached_tokens if usage else 0,
+        )
+
+    def bill(self, prompt: Prompt) -> Bill:
+        return self.processor.bill(prompt, self.limits.block_size)
+
+    def close(self) -> None:
+        self.core.close()
+
+
+def _child_id(request_id: str, index: int) -> str:
+    return f"{request_id}/{index}"
+
+
+def _with_times(bill: Bill, opened: _Open) -> Bill:
+    usage = opened.answers[0].usage
+    assert usage is not None
+    times = {"prepare": opened.prepare_ms, "decode": usage.decode_ms, "encode": usage.encode_ms}
+    if usage.first_scheduled is not None:
+        times["queue"] = (usage.first_scheduled - usage.arrived) * 1e3
+    if usage.first_token is not None:
+        times["first_token"] = (usage.first_token - usage.arrived) * 1e3
+    times["total"] = (usage.finished - usage.arrived) * 1e3
+    rounded = {name: round(value, 3) for name, value in times.items()}
+    return replace(bill, cached_tokens=usage.cached_tokens, times_ms=rounded)
+
+
+class LLM:
+    """A vision-language model to call from Python.
+
+    >>> llm = LLM(model="Qwen/Qwen2-VL-2B-Instruct")
+    >>> outs = llm.chat([{"role": "user", "content": [
+    ...     {"type": "image", "image": "photo.jpg"}, {"type": "text", "text": "What is this?"}]}])
+    >>> print(outs[0].outputs[0].text)
+
+    Every option of the command line is a keyword here (see `saccade.config.Options`).
+    """
+
+    def __init__(self, model: str | None = None, **given: Any) -> None:
+        progress = given.pop("use_tqdm", True)
+        self.engine = Engine(options(model=model, **given), progress=progress)
+        self._count = 0
+
+    def generate(
+        self,
+        prompts: PromptInput | Sequence[PromptInput],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer one prompt or many, in order.
+
+        A bad prompt given alone raises RequestError. In a list it hurts only itself: its output has `error` set and no
+        answers, and all others are answered.
+        """
+        is_single = isinstance(prompts, (str, Mapping))
+        many: Sequence[PromptInput] = [prompts] if isinstance(prompts, (str, Mapping)) else prompts
+        makers = [lambda p=p: self.engine.processor.from_prompt(p) for p in many]
+        return self._run(makers, sampling_params, use_tqdm, raise_errors=is_single)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        **how: Any,
+    ) -> list[RequestOutput]:
+        """Answer one conversation (OpenAI-style messages) or a list of them; `how` goes to the chat template."""
+        is_single = not messages or isinstance(messages[0], Mapping)
+        many: Sequence[Any] = [messages] if is_single else messages
+        makers = [lambda m=m: self.engine.processor.from_chat(m, **how) for m in many]
+        return self._run(makers, sampling_params, use_tqdm, raise_errors=is_single)
+
+    def stats(self) -> dict[str, Any]:
+        """Counters of the engine: kv, prefix_cache, encoder_cache, encoder, steps."""
+        return self.engine.core.stats()
+
+    def close(self) -> None:
+        self.engine.close()
+
+    def _run(
+        self,
+        makers: Sequence[Callable[[], Prompt]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool,
+        *,
+        raise_errors: bool,
+    ) -> list[RequestOutput]:
+        results: dict[str, RequestOutput] = {}
+        ids: list[str] = []
+        for make, params in zip(makers, _spread(sampling_params, len(makers)), strict=True):
+            request_id = str(self._count)
+            self._count += 1
+            ids.append(request_id)
+            try:
+                self.engine.add_with(request_id, make, params)
+            except RequestError as error:
+                results[request_id] = RequestOutput(request_id, None, [], [], True, None, error)
+        try:
+            self._drain(ids, results, use_tqdm)
+        except BaseException:  # the caller gave up (Ctrl-C): nothing of this call stays behind
+            for request_id in ids:
+                self.engine.abort_request(request_id)
+            raise
+        first_error = results[ids[0]].error if ids else None
+        if raise_errors and first_error:
+            raise first_error
+        return [results[request_id] for request_id in ids]
+
+    def _drain(self, ids: Sequence[str], results: dict[str, RequestOutput], use_tqdm: bool) -> None:
+        """Step until every request of this call is finished."""
+        mine, tokens, start = set(ids), 0, time.perf_counter()
+        with tqdm(total=len(ids), initial=len(results), desc="requests", disable=not use_tqdm) as bar:
+            while len(results) < len(ids):
+                for output in self.engine.finished_after_step():
+                    if output.request_id in mine:
+                        results[output.request_id] = output
+                        tokens += sum(len(answer.token_ids) for answer in output.outputs)
+                        bar.set_postfix_str(f"{tokens / (time.perf_counter() - start):.1f} tokens/s", refresh=False)
+                        bar.update()
+
+
+def _spread(given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
+    if given is None or isinstance(given, SamplingParams):
+        return [given or SamplingParams()] * count
+    if len(given) != count:
+        raise RequestError(f"{count} prompts were given with {len(given)} sampling params; give one for all or one each")
+    return given

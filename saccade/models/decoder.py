@@ -1,0 +1,146 @@
+"""The decoder of the Llama and Qwen line, over packed tokens. Where keys and values are kept is the attention's business."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from saccade.config import ConfigError, TextConfig
+from saccade.models.interface import Attention
+from saccade.models.layers import Linear, Parameters, RMSNorm, cos_sin, frequencies, rotate
+from saccade.models.weights import Rule
+
+
+class Biases(NamedTuple):
+    """Which projections add a bias; this is how the members of the line differ."""
+
+    qkv: bool = False
+    out: bool = False
+    mlp: bool = False
+
+
+class Decoder:
+    def __init__(self, params: Parameters, text: TextConfig, biases: Biases) -> None:
+        if text.num_heads % text.num_kv_heads:
+            raise ConfigError(f"{text.num_heads} attention heads cannot share {text.num_kv_heads} key-value heads")
+        self.table = params.new("embed.weight", text.vocab_size, text.hidden_size)
+        self.rotary = Rotary(text, params.device)
+        layers = params.within("layers")
+        self.layers = [DecoderLayer(layers.within(i), text, biases) for i in range(text.num_layers)]
+        self.norm = RMSNorm(params.within("norm"), text.hidden_size, text.rms_norm_eps)
+        self.head = self.table if text.tie_word_embeddings else params.new("head.weight", *self.table.shape)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        return F.embedding(token_ids, self.table)
+
+    def forward(self, embeds: Tensor, positions: Tensor, attention: Attention) -> Tensor:
+        cos, sin = self.rotary(positions, embeds.dtype)  # [T, 1, d]
+        x = embeds
+        for index, layer in enumerate(self.layers):
+            x = layer(x, cos, sin, attention, index)
+        return self.norm(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden, self.head).float()
+
+
+class DecoderLayer:
+    def __init__(self, params: Parameters, text: TextConfig, biases: Biases) -> None:
+        self.heads, self.kv_heads, self.head_dim = text.num_heads, text.num_kv_heads, text.head_dim
+        hidden, q, kv = text.hidden_size, self.heads * self.head_dim, self.kv_heads * self.head_dim
+        wide = text.intermediate_size
+        self.attention_norm = RMSNorm(params.within("attention_norm"), hidden, text.rms_norm_eps)
+        self.qkv = Linear(params.within("qkv"), hidden, {"q": q, "k": kv, "v": kv}, bias=biases.qkv)
+        self.out = Linear(params.within("out"), q, hidden, bias=biases.out)
+        self.mlp_norm = RMSNorm(params.within("mlp_norm"), hidden, text.rms_norm_eps)
+        self.gate_up = Linear(params.within("gate_up"), hidden, {"gate": wide, "up": wide}, bias=biases.mlp)
+        self.down = Linear(params.within("down"), wide, hidden, bias=biases.mlp)
+
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention, index: int) -> Tensor:
+        x = self.attend(self.attention_norm(x), cos, sin, attention, index).add_(x)
+        gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
+        return self.down(F.silu(gate).mul_(up)).add_(x)
+
+    def attend(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention, index: int) -> Tensor:
+        qkv = self.qkv(x).view(len(x), -1, self.head_dim)  # [T, heads + 2 kv_heads, d]
+        v = qkv[:, self.heads + self.kv_heads :]
+        # Queries and keys lie side by side, so one rotation serves both.
+        turned = rotate(qkv[:, : self.heads + self.kv_heads], cos, sin)
+        mixed = attention(index, turned[:, : self.heads], turned[:, self.heads :], v)
+        return self.out(mixed.reshape(len(x), -1))
+
+
+# --- rotary positions ---------------------------------------------------------------------------------------------
+
+
+class Rotary:
+    """RoPE, and M-RoPE: there each section of the frequencies turns with its own axis (time, height, width)."""
+
+    def __init__(self, text: TextConfig, device: torch.device) -> None:
+        plain = frequencies(text.head_dim, text.rope_theta, device)
+        self.frequencies = _scale(plain, text.rope_scaling, text.max_position)  # float32 [d / 2]
+        sections = text.mrope_section or (text.head_dim // 2,)
+        if sum(sections) != text.head_dim // 2:
+            raise ConfigError(f"mrope_section {list(sections)} must add up to half the head size {text.head_dim}")
+        axes = [axis for axis, size in enumerate(sections) for _ in range(size)]
+        self.axes = torch.tensor(axes, device=device)  # int64 [d / 2]: the axis each frequency turns with
+
+    def __call__(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """[axes, T] -> cosines and sines, each [T, 1, d]."""
+        per_frequency = positions.float().index_select(0, self.axes)  # [d / 2, T]
+        angles = per_frequency.T * self.frequencies  # [T, d / 2]
+        return cos_sin(angles[:, None], dtype)
+
+
+def _scale(plain: Tensor, scaling: Mapping[str, Any], max_position: int) -> Tensor:
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if kind in ("default", "mrope"):
+        return plain
+    if kind == "linear":
+        return plain / scaling["factor"]
+    if kind == "llama3":
+        return _scale_llama3(plain, scaling, max_position)
+    raise ConfigError(f"config.json asks for rope scaling of type {kind!r}; known are default, mrope, linear, llama3")
+
+
+def _scale_llama3(plain: Tensor, scaling: Mapping[str, Any], max_position: int) -> Tensor:
+    """Slow down long waves by `factor`, leave short ones alone, and blend in between."""
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    turns = plain * (scaling.get("original_max_position_embeddings") or max_position) / (2 * math.pi)
+    share = ((turns - low) / (high - low)).clamp(0, 1)  # of the unscaled frequency
+    return share * plain + (1 - share) * plain / scaling["factor"]
+
+
+# --- the weight map -----------------------------------------------------------------------------------------------
+
+
+def decoder_rules(text: TextConfig) -> tuple[Rule, ...]:
+    """Names below the decoder's own level in a checkpoint, and where they go."""
+    layer = {
+        "input_layernorm": "attention_norm",
+        "self_attn.q_proj": "qkv.q",
+        "self_attn.k_proj": "qkv.k",
+        "self_attn.v_proj": "qkv.v",
+        "self_attn.o_proj": "out",
+        "post_attention_layernorm": "mlp_norm",
+        "mlp.gate_proj": "gate_up.gate",
+        "mlp.up_proj": "gate_up.up",
+        "mlp.down_proj": "down",
+    }
+    return (
+        Rule("embed_tokens.weight", "embed.weight"),
+        *(Rule(f"layers.{{}}.{name}.*", f"layers.{{}}.{ours}.*") for name, ours in layer.items()),
+        Rule("norm.weight", "norm.weight"),
+        Rule("rotary_emb.inv_freq", None),
+        Rule("layers.{}.self_attn.rotary_emb.inv_freq", None),
+    )
+
+
+def head_rule(text: TextConfig) -> Rule:
+    """Some checkpoints store a tied head as well; the embedding table is used then."""
+    return Rule("lm_head.weight", None if text.tie_word_embeddings else "head.weight")

@@ -1,0 +1,38 @@
+"""What the engine may ask of a model, whatever its family. Tensors in, tensors out: no requests, no blocks, no text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from saccade.config import ModelConfig
+from saccade.types import Geometry, Grid
+
+Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""(layer, q [T, heads, d], k [T, kv_heads, d], v [T, kv_heads, d]) -> [T, heads, d]. It also keeps k and v for later."""
+
+Encoding = Generator[None, None, list[Tensor]]
+"""Encoding of some pictures, layer by layer: pauses after each layer, returns one [slots, hidden] tensor per picture."""
+
+
+class VisionLanguageModel(Protocol):
+    config: ModelConfig
+
+    def prepare(self, image: npt.NDArray[np.uint8], geometry: Geometry) -> Tensor:
+        """Resize, crop, normalise and cut an RGB picture [H, W, 3] -> [patches, patch_dim] on the model's device."""
+
+    def encode(self, patches: Tensor, grids: Sequence[Grid]) -> Encoding:
+        """Run the vision tower over the packed patches of several pictures [sum of patches, patch_dim]."""
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """[T] -> [T, hidden]"""
+
+    def forward(self, embeds: Tensor, positions: Tensor, attention: Attention) -> Tensor:
+        """Packed tokens [T, hidden] at rotary positions [axes, T] -> [T, hidden], final norm applied."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[N, hidden] -> float32 [N, vocabulary]"""

@@ -1,0 +1,150 @@
+"""Building blocks shared by decoders and vision towers. They know tensors and names, not models or checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from saccade.config import ConfigError
+
+
+class Parameters:
+    """Allocates a model's tensors and remembers each under a name, so that weights can stream into them later.
+
+    `targets` holds one entry per tensor of a checkpoint. Where several are merged into one for speed (q, k and v, say),
+    the entries are views of the parts: filling the parts fills the whole.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype = dtype
+        self.device = device
+        self.targets: dict[str, Tensor] = {}
+        self._prefix = ""
+
+    def within(self, name: str | int) -> Parameters:
+        """The same collection, with this level added in front of every name."""
+        inner = Parameters(self.dtype, self.device)
+        inner.targets = self.targets
+        inner._prefix = f"{self._prefix}{name}."
+        return inner
+
+    def empty(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        self.targets[self._prefix + name] = tensor
+
+    def new(self, name: str, *shape: int) -> Tensor:
+        tensor = self.empty(*shape)
+        self.add(name, tensor)
+        return tensor
+
+
+class Linear:
+    """x @ weight.T + bias. Several projections of the same input are one product: give `outputs` as {name: size}."""
+
+    def __init__(
+        self, params: Parameters, inputs: int, outputs: int | Mapping[str, int], *, bias: bool = False
+    ) -> None:
+        parts = {"": outputs} if isinstance(outputs, int) else outputs
+        sizes = list(parts.values())
+        self.weight = params.empty(sum(sizes), inputs)  # [outputs, inputs]
+        self.bias = params.empty(sum(sizes)) if bias else None  # [outputs]
+        for name, rows in zip(parts, self.weight.split(sizes), strict=True):
+            params.add(_join(name, "weight"), rows)
+        if self.bias is not None:
+            for name, values in zip(parts, self.bias.split(sizes), strict=True):
+                params.add(_join(name, "bias"), values)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class PatchLinear:
+    """A convolution whose stride is its kernel, as one product over flattened patches [patches, channels x ... x side]."""
+
+    def __init__(self, params: Parameters, kernel: tuple[int, ...], outputs: int) -> None:
+        stored = params.new("weight", outputs, *kernel)
+        self.weight = stored.view(outputs, -1)  # [outputs, patch_dim]
+
+    def __call__(self, patches: Tensor) -> Tensor:
+        return F.linear(patches, self.weight)
+
+
+class RMSNorm:
+    def __init__(self, params: Parameters, size: int, eps: float) -> None:
+        self.weight = params.new("weight", size)
+        self.eps = eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class LayerNorm:
+    def __init__(self, params: Parameters, size: int, eps: float) -> None:
+        self.weight = params.new("weight", size)
+        self.bias = params.new("bias", size)
+        self.eps = eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+
+# --- activations --------------------------------------------------------------------------------------------------
+
+Activation = Callable[[Tensor], Tensor]
+
+
+def quick_gelu(x: Tensor) -> Tensor:
+    """x * sigmoid(1.702 x), in place: a vision tower's widest tensors pass through here."""
+    return F.silu(x.mul_(1.702), inplace=True).mul_(1 / 1.702)
+
+
+def tanh_gelu(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+_ACTIVATIONS: Mapping[str, Activation] = {
+    "gelu": F.gelu,
+    "gelu_new": tanh_gelu,
+    "gelu_pytorch_tanh": tanh_gelu,
+    "quick_gelu": quick_gelu,
+    "relu": F.relu,
+    "silu": F.silu,
+}
+
+
+def activation(name: str) -> Activation:
+    """The function of this name. It may overwrite its argument."""
+    if name not in _ACTIVATIONS:
+        raise ConfigError(f"config.json asks for the activation {name!r}; known are {', '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[name]
+
+
+# --- rotary positions ---------------------------------------------------------------------------------------------
+
+
+def frequencies(rotated: int, theta: float, device: torch.device) -> Tensor:
+    """Angle per position of each pair of `rotated` dimensions: float32 [rotated / 2], from 1 down to about 1 / theta."""
+    exponents = torch.arange(0, rotated, 2, dtype=torch.float32, device=device) / rotated
+    return 1.0 / theta**exponents
+
+
+def cos_sin(angles: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Angles [..., d / 2] -> what `rotate` takes, both [..., d]; the sine carries the sign of its half."""
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((-sin, sin), dim=-1).to(dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn dimension i and i + d / 2 of x [..., d] as a pair."""
+    half = x.shape[-1] // 2
+    swapped = torch.cat((x[..., half:], x[..., :half]), dim=-1)
+    return swapped.mul_(sin).addcmul_(x, cos)
+
+
+def _join(*names: str) -> str:
+    return ".".join(name for name in names if name)

@@ -1,0 +1,60 @@
+"""Turns one request's token events into text: incremental detokenization, stop strings, finish reason."""
+
+from __future__ import annotations
+
+from saccade.outputs import CompletionOutput
+from saccade.params import SamplingParams
+from saccade.processor.detokenize import Detokenizer
+from saccade.processor.tokenizer import Tokenizer
+from saccade.types import FinishReason, Logprobs, TokenEvent, Usage
+
+
+class Answer:
+    def __init__(self, index: int, tokenizer: Tokenizer, params: SamplingParams) -> None:
+        self.index = index
+        self.token_ids: list[int] = []
+        self.logprobs: list[Logprobs] | None = [] if params.logprobs is not None else None
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+        self.usage: Usage | None = None
+        self._caller_stops = frozenset(params.stop_token_ids)
+        self._detokenizer = Detokenizer(tokenizer, params.stop_strings)
+
+    @property
+    def is_finished(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def text(self) -> str:
+        return self._detokenizer.text
+
+    def push(self, event: TokenEvent) -> str:
+        """Take one event; the new text. After a stop string the answer is finished and the request can be aborted."""
+        new = self._push_token(event) if event.token_id is not None else ""
+        if self._detokenizer.stopped is not None:
+            self.finish_reason, self.stop_reason = "stop", self._detokenizer.stopped
+        elif event.finish_reason is not None:
+            new += self._detokenizer.finish()
+            self.finish_reason = event.finish_reason
+            if event.stop_token_id in self._caller_stops:
+                self.stop_reason = event.stop_token_id
+        self.usage = event.usage or self.usage
+        return new
+
+    def _push_token(self, event: TokenEvent) -> str:
+        assert event.token_id is not None
+        self.token_ids.append(event.token_id)
+        if self.logprobs is not None and event.logprobs is not None:
+            self.logprobs.append(event.logprobs)
+        # The token that ends an answer is counted but not shown.
+        return "" if event.stop_token_id is not None else self._detokenizer.push(event.token_id)
+
+    def output(self) -> CompletionOutput:
+        return CompletionOutput(
+            index=self.index,
+            text=self.text,
+            token_ids=list(self.token_ids),
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            logprobs=list(self.logprobs) if self.logprobs is not None else None,
+        )

@@ -1,0 +1,243 @@
+"""Walks over picture files: frames, EXIF and, where Pillow would do more than look, size and mode. Decodes nothing.
+
+Each walk takes a bounded number of steps whatever the bytes say, so that a file made of a million empty pieces costs no
+more than a photo. A walk that cannot make sense of the bytes raises ValueError.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+from saccade.types import Size
+
+MAX_STEPS = 20_000
+"""Segments looked at in one file. Counting frames stops here: a longer animation reports the frames seen so far."""
+
+
+class Outline(NamedTuple):
+    """What a walk found. `size` and `mode` are None where Pillow's own header reader is asked instead."""
+
+    frames: int = 1
+    exif: bytes | None = None  # the TIFF structure inside an EXIF block
+    size: Size | None = None  # as stored
+    mode: str | None = None
+
+
+# --- JPEG ---------------------------------------------------------------------------------------------------------
+
+_EXIF_MARK = b"Exif\x00\x00"
+_JPEG_MODES = {1: "L", 3: "RGB", 4: "CMYK"}
+_MARKER_START = re.compile(rb"\xff+")  # any number of padding bytes may come before a marker
+_NOT_A_FRAME = frozenset({0xC4, 0xC8, 0xCC})  # in the range of frame headers, but tables
+
+
+def walk_jpeg(data: bytes) -> Outline:
+    """Segments up to the frame header, which has the size. EXIF comes before it."""
+    exif = None
+    for marker, body in _jpeg_segments(data):
+        if marker == 0xE1 and exif is None and body[:6] == _EXIF_MARK:
+            exif = bytes(body[6:])
+        if 0xC0 <= marker <= 0xCF and marker not in _NOT_A_FRAME:
+            _, height, width, channels = struct.unpack_from(">BHHB", body)
+            if channels not in _JPEG_MODES:
+                raise ValueError("a JPEG has 1, 3 or 4 channels")
+            return Outline(1, exif, Size(width, height), _JPEG_MODES[channels])
+    raise ValueError("no frame header")
+
+
+def _jpeg_segments(data: bytes) -> Iterator[tuple[int, memoryview]]:
+    view, at = memoryview(data), 2
+    for _ in range(MAX_STEPS):
+        run = _MARKER_START.search(data, at)
+        if run is None or run.end() + 3 > len(data):
+            return
+        at = run.end() - 1
+        if data[at + 1] in (0xD9, 0xDA):  # end of picture, start of pixels
+            return
+        marker = data[at + 1]
+        if marker in (0x00, 0x01) or 0xD0 <= marker <= 0xD8:  # stand alone, without a length
+            at += 2
+            continue
+        length = struct.unpack_from(">H", data, at + 2)[0]
+        yield marker, view[at + 4 : at + 2 + length]
+        at += 2 + length
+
+
+# --- PNG ----------------------------------------------------------------------------------------------------------
+
+
+def walk_png(data: bytes) -> Outline:
+    """Chunks before the pixels. An EXIF chunk behind them is not looked for."""
+    frames, exif, at = 1, None, 8
+    for _ in range(MAX_STEPS):
+        length, kind = struct.unpack_from(">I4s", data, at)
+        if kind in (b"IDAT", b"IEND"):
+            return Outline(frames, exif)
+        if kind == b"acTL":
+            frames = max(1, struct.unpack_from(">I", data, at + 8)[0])
+        if kind == b"eXIf":
+            exif = data[at + 8 : at + 8 + length]
+        at += 12 + length
+    raise ValueError("too many chunks before the pixels")
+
+
+# --- WebP ---------------------------------------------------------------------------------------------------------
+
+
+def walk_webp(data: bytes) -> Outline:
+    """RIFF chunks. Pillow is not asked: opening a WebP there already allocates its canvas."""
+    size, mode, frames, exif, at = None, "RGB", 0, None, 12
+    for _ in range(MAX_STEPS):
+        if at + 8 > len(data):
+            break
+        kind, length = struct.unpack_from("<4sI", data, at)
+        if kind == b"EXIF":
+            exif = data[at + 8 : at + 8 + length].removeprefix(_EXIF_MARK)
+        if kind == b"ANMF":
+            frames += 1
+        if kind in _WEBP_SIZES and size is None:
+            size, has_alpha = _WEBP_SIZES[kind](data, at + 8)
+            mode = "RGBA" if has_alpha else "RGB"
+        at += 8 + length + length % 2
+    if size is None:
+        raise ValueError("no picture chunk")
+    return Outline(max(1, frames), exif, size, mode)
+
+
+def _vp8x(data: bytes, at: int) -> tuple[Size, bool]:
+    width = int.from_bytes(data[at + 4 : at + 7], "little") + 1
+    height = int.from_bytes(data[at + 7 : at + 10], "little") + 1
+    return Size(width, height), bool(data[at] & 0x10)
+
+
+def _vp8(data: bytes, at: int) -> tuple[Size, bool]:
+    mark, width, height = struct.unpack_from("<3x3sHH", data, at)
+    if mark != b"\x9d\x01\x2a":
+        raise ValueError("no key frame")
+    return Size(width & 0x3FFF, height & 0x3FFF), False
+
+
+def _vp8l(data: bytes, at: int) -> tuple[Size, bool]:
+    mark, bits = struct.unpack_from("<BI", data, at)
+    if mark != 0x2F:
+        raise ValueError("no lossless header")
+    return Size((bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1), bool(bits >> 28 & 1)
+
+
+_WEBP_SIZES: Mapping[bytes, Callable[[bytes, int], tuple[Size, bool]]] = {b"VP8X": _vp8x, b"VP8 ": _vp8, b"VP8L": _vp8l}
+
+
+# --- GIF ----------------------------------------------------------------------------------------------------------
+
+
+def walk_gif(data: bytes) -> Outline:
+    """Blocks, counting picture descriptors. A first frame that sticks out of the screen enlarges it, as in Pillow."""
+    width, height, flags = struct.unpack_from("<6xHHB", data)
+    at = 13 + _palette_bytes(flags)
+    frames = steps = 0
+    while steps < MAX_STEPS and at < len(data) and data[at] in (0x21, 0x2C):
+        if data[at] == 0x2C:
+            left, top, w, h, local = struct.unpack_from("<HHHHB", data, at + 1)
+            if frames == 0:
+                width, height = max(width, left + w), max(height, top + h)
+            frames += 1
+            at += 11 + _palette_bytes(local)  # descriptor, palette, code size
+        else:
+            at += 2
+        at, steps = _skip_sub_blocks(data, at, steps + 1)
+    if frames == 0:
+        raise ValueError("no picture descriptor")
+    return Outline(frames, None, Size(width, height), "P")
+
+
+def _palette_bytes(flags: int) -> int:
+    return 3 << ((flags & 7) + 1) if flags & 0x80 else 0
+
+
+def _skip_sub_blocks(data: bytes, at: int, steps: int) -> tuple[int, int]:
+    while at < len(data) and data[at] and steps < MAX_STEPS:
+        at, steps = at + 1 + data[at], steps + 1
+    return at + 1, steps
+
+
+# --- TIFF ---------------------------------------------------------------------------------------------------------
+
+_TIFF_TYPE_BYTES = {
+    1: 1,
+    2: 1,
+    3: 2,
+    4: 4,
+    5: 8,
+    6: 1,
+    7: 1,
+    8: 2,
+    9: 4,
+    10: 8,
+    11: 4,
+    12: 8,
+    13: 4,
+    16: 8,
+    17: 8,
+    18: 8,
+}
+
+
+class _TiffLayout(NamedTuple):
+    count: str  # struct formats: entries in a directory, one entry's type and count, offset of the next directory
+    entry: str
+    offset: str
+    entry_bytes: int
+    first: int  # where the offset of the first directory is
+
+
+def walk_tiff(data: bytes) -> Outline:
+    """Directories, one per page. Pillow turns TIFF pictures upright by itself, so there is no EXIF to pass on."""
+    order = "<" if data[:2] == b"II" else ">"
+    is_big = data[2:4] in (b"+\x00", b"\x00+")
+    layout = _TiffLayout("Q", "HHQ", "Q", 20, 8) if is_big else _TiffLayout("H", "HHI", "I", 12, 4)
+    at = struct.unpack_from(order + layout.offset, data, layout.first)[0]
+    _check_tiff_values(data, at, order, layout)
+    frames, seen = 0, set[int]()
+    while at and at not in seen and frames < MAX_STEPS and at + 2 <= len(data):
+        seen.add(at)
+        frames += 1
+        at = _next_directory(data, at, order, layout)
+    return Outline(max(1, frames))
+
+
+def _next_directory(data: bytes, at: int, order: str, layout: _TiffLayout) -> int:
+    entries = struct.unpack_from(order + layout.count, data, at)[0]
+    at += struct.calcsize(order + layout.count) + entries * layout.entry_bytes
+    if at + struct.calcsize(order + layout.offset) > len(data):
+        return 0
+    return int(struct.unpack_from(order + layout.offset, data, at)[0])
+
+
+def _check_tiff_values(data: bytes, at: int, order: str, layout: _TiffLayout) -> None:
+    """Entries may all point at the same bytes, and a reader would copy them once for each: refuse more than the file has."""
+    entries = struct.unpack_from(order + layout.count, data, at)[0]
+    if entries > MAX_STEPS:
+        raise ValueError("too many entries")
+    at, total = at + struct.calcsize(order + layout.count), 0
+    for entry in range(entries):
+        _, kind, count = struct.unpack_from(order + layout.entry, data, at + entry * layout.entry_bytes)
+        total += count * _TIFF_TYPE_BYTES.get(kind, 0)
+    if total > 2 * len(data):
+        raise ValueError("entries claim more bytes than there are")
+
+
+def walk_bmp(data: bytes) -> Outline:
+    return Outline()
+
+
+WALKS: Mapping[str, Callable[[bytes], Outline]] = {
+    "jpeg": walk_jpeg,
+    "png": walk_png,
+    "webp": walk_webp,
+    "gif": walk_gif,
+    "bmp": walk_bmp,
+    "tiff": walk_tiff,
+}

@@ -1,0 +1,92 @@
+"""How any picture becomes upright 8-bit RGB, one rule per mode. Knows Pillow images only: no files, no limits, no models."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from PIL import Image, ImageCms
+
+from saccade.types import RequestError
+
+_TRANSPOSE = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+_CONVERTIBLE = frozenset({"1", "L", "P", "RGB", "RGBX", "CMYK", "YCbCr", "HSV"})
+_WIDE_GREY = frozenset({"I", "I;16", "I;16L", "I;16B", "I;16N"})
+_WHITE = (255, 255, 255, 255)
+
+
+def to_rgb(image: Image.Image) -> Image.Image:
+    """The picture in mode RGB. A file with several frames gives the one it stands at, which is the first when just opened.
+
+    | stored pixels                                   | what comes out                                                 |
+    | ----------------------------------------------- | -------------------------------------------------------------- |
+    | alpha channel (RGBA, LA, PA, RGBa, La)          | composited on white                                            |
+    | one transparent colour or palette (tRNS)        | composited on white; ignored for 16-bit grey                   |
+    | 1 bit, 8-bit grey, palette, RGB                 | same colours                                                   |
+    | 16-bit grey (I;16, I)                           | the upper 8 of 16 bits, so the whole range is kept             |
+    | float grey (F)                                  | 0..1 scaled to 0..255 if nothing exceeds 1; else clipped 0..255|
+    | CMYK, YCCK, YCbCr, HSV                          | Pillow's plain formulas, no colour management                  |
+    | LAB                                             | sRGB through LittleCMS                                         |
+    | anything else                                   | RequestError `invalid_image_mode`                              |
+
+    Embedded ICC profiles are ignored, as the models' own processors ignore them.
+    """
+    if image.mode in _WIDE_GREY:
+        return _from_wide_grey(image)
+    if image.mode == "F":
+        return _from_float(image)
+    if image.mode == "LAB":
+        return _from_lab(image)
+    if image.has_transparency_data:
+        return _on_white(image)
+    if image.mode in _CONVERTIBLE:
+        return image.convert("RGB")
+    raise RequestError(
+        f"a picture of mode {image.mode} cannot be converted; send it as 8-bit RGB, grey or palette",
+        code="invalid_image_mode",
+    )
+
+
+def upright(image: Image.Image, orientation: int) -> Image.Image:
+    """The picture as a viewer shows it, for an EXIF orientation of 1 to 8."""
+    method = _TRANSPOSE.get(orientation)
+    return image if method is None else image.transpose(method)
+
+
+def _on_white(image: Image.Image) -> Image.Image:
+    colour = image.info.get("transparency")
+    if image.mode == "RGB" and isinstance(colour, tuple) and max(colour) > 255:
+        # A 16-bit file names its transparent colour in 16 bits, but Pillow keeps 8 bits of its pixels.
+        image = image.copy()
+        image.info["transparency"] = tuple(c >> 8 for c in colour)
+    layer = image.convert("RGBA")
+    return Image.alpha_composite(Image.new("RGBA", layer.size, _WHITE), layer).convert("RGB")
+
+
+def _from_wide_grey(image: Image.Image) -> Image.Image:
+    return image.convert("I").point(lambda value: value * (1 / 256)).convert("L").convert("RGB")
+
+
+def _from_float(image: Image.Image) -> Image.Image:
+    _, highest = image.getextrema()
+    scale = 255.0 if isinstance(highest, float) and highest <= 1 else 1.0
+    # Converting to L truncates, so half a step is added to round.
+    return image.point(lambda value: value * scale + 0.5).convert("L").convert("RGB")
+
+
+def _from_lab(image: Image.Image) -> Image.Image:
+    converted = ImageCms.applyTransform(image, _lab_to_srgb())
+    assert converted is not None, "only an in-place transform returns nothing"
+    return converted
+
+
+@lru_cache(maxsize=1)
+def _lab_to_srgb() -> ImageCms.ImageCmsTransform:
+    return ImageCms.buildTransform(ImageCms.createProfile("LAB"), ImageCms.createProfile("sRGB"), "LAB", "RGB")

@@ -1,0 +1,137 @@
+"""What the runner remembers of each request, and how a step's windows become packed tensors.
+
+    works      A: [3, 7)        B: [40, 41)   C: [0, 5)
+    packed     a3 a4 a5 a6      b40           c0 c1 c2 c3 c4       one row per token, no padding
+    query_lens 4                1             5
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from saccade.models.attention import AttentionBatch
+from saccade.runner.sampler import Row
+from saccade.types import Admission, Request, Span, Work
+
+Ints = npt.NDArray[np.int64]
+
+
+class RequestState:
+    """One admitted request: its tokens, positions and block table. Dropped when the plan says so."""
+
+    def __init__(self, admission: Admission) -> None:
+        prompt = admission.request.prompt
+        self.request: Request = admission.request
+        self.num_prompt = len(prompt)
+        self.spans: tuple[Span, ...] = prompt.spans
+        self.blocks: list[int] = list(admission.block_ids)
+        self._tokens = np.empty(self.num_prompt + 64, np.int64)  # grows by doubling
+        self._tokens[: self.num_prompt] = prompt.token_ids
+        self.num_tokens = self.num_prompt
+        for token in admission.output_token_ids:
+            self.append(token)
+
+    def append(self, token: int) -> None:
+        if self.num_tokens == len(self._tokens):
+            self._tokens = np.concatenate([self._tokens, np.empty_like(self._tokens)])
+        self._tokens[self.num_tokens] = token
+        self.num_tokens += 1
+
+    def tokens(self, start: int, end: int) -> Ints:
+        assert end <= self.num_tokens, "a window ends at the last known token"
+        return self._tokens[start:end]
+
+    def positions(self, start: int, end: int) -> Ints:  # [axes, end - start]
+        """Prompt positions come from the processor; behind the prompt every axis counts on by one."""
+        prompt = self.request.prompt
+        inside = prompt.positions[:, start : min(end, self.num_prompt)].astype(np.int64)
+        if end <= self.num_prompt:
+            return inside
+        first = max(start, self.num_prompt)
+        behind = np.arange(first, end) - self.num_prompt + prompt.next_position
+        return np.concatenate([inside, np.broadcast_to(behind, (len(inside), len(behind)))], axis=1)
+
+    def row(self) -> Row:
+        request = self.request
+        return Row(
+            params=request.params,
+            prompt_ids=self._tokens[: self.num_prompt],
+            output_ids=self._tokens[self.num_prompt : self.num_tokens],
+            end_ids=request.eos_token_ids | frozenset(request.params.stop_token_ids),
+            seed=request.seed,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step's input on the device."""
+
+    token_ids: Tensor  # [T]
+    positions: Tensor  # [axes, T]
+    attention: AttentionBatch
+    last_rows: Tensor  # [samples]: packed row of each request that samples
+    sampled: list[str]  # their request ids, in the same order
+
+
+def build_batch(works: Sequence[Work], states: Sequence[RequestState], block_size: int, device: torch.device) -> Batch:
+    query_lens = [work.end - work.start for work in works]
+    ends = np.cumsum(query_lens)
+    samples = [i for i, work in enumerate(works) if work.samples]
+    pairs = list(zip(works, states, strict=True))
+    tables = _block_tables(states)
+    slots = np.concatenate([_slots(work, tables[i], block_size) for i, work in enumerate(works)])
+    attention = AttentionBatch(
+        query_lens=query_lens,
+        context_lens=[work.end for work in works],
+        block_tables=torch.from_numpy(tables).to(device),
+        slots=torch.from_numpy(slots).to(device),
+        block_size=block_size,
+    )
+    return Batch(
+        token_ids=torch.from_numpy(np.concatenate([s.tokens(w.start, w.end) for w, s in pairs])).to(device),
+        positions=torch.from_numpy(np.concatenate([s.positions(w.start, w.end) for w, s in pairs], axis=1)).to(device),
+        attention=attention,
+        last_rows=torch.from_numpy(ends[samples] - 1).to(device),
+        sampled=[works[i].request_id for i in samples],
+    )
+
+
+def _block_tables(states: Sequence[RequestState]) -> Ints:  # [requests, most blocks], padded with 0
+    tables = np.zeros((len(states), max(len(s.blocks) for s in states)), np.int64)
+    for i, state in enumerate(states):
+        tables[i, : len(state.blocks)] = state.blocks
+    return tables
+
+
+def _slots(work: Work, table: Ints, block_size: int) -> Ints:
+    """Where each new token's keys and values go: block * block_size + offset."""
+    index = np.arange(work.start, work.end)
+    return table[index // block_size] * block_size + index % block_size
+
+
+# --- splicing pictures in -----------------------------------------------------------------------------------------
+
+
+def overlapping(spans: Sequence[Span], start: int, end: int) -> list[Span]:
+    """The spans that the window [start, end) touches."""
+    return [span for span in spans if span.start < end and start < span.end]
+
+
+def splice(embeds: Tensor, row: int, work: Work, span: Span, embedding: Tensor) -> None:
+    """Overwrite the placeholder rows of `span` inside the window; `row` is the packed row of the window's start."""
+    first, last = max(work.start, span.start), min(work.end, span.end)
+    low, high = first - span.start, last - span.start  # the slice of the span that the window covers
+    target = embeds[row + first - work.start : row + last - work.start]
+    if span.is_embed is None:
+        target.copy_(embedding[low:high])
+        return
+    mask = np.asarray(span.is_embed)
+    before = int(mask[:low].sum())
+    inside = mask[low:high]
+    target[torch.from_numpy(inside).to(target.device)] = embedding[before : before + int(inside.sum())]

@@ -1,0 +1,46 @@
+"""Puts a runner together: weights, KV blocks, encoder stage."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from saccade.config import ModelConfig, Options
+from saccade.models import load_model
+from saccade.models.attention import PagedKV
+from saccade.runner.encoder import LocalEncoder
+from saccade.runner.memory import MemoryPlan
+from saccade.runner.runner import Runner
+
+_MOST_DECODE_THREADS = 8
+
+
+def build_runner(
+    path: Path,
+    config: ModelConfig,
+    image_processor: Mapping[str, Any],
+    options: Options,
+    plan: MemoryPlan,
+    *,
+    progress: bool = True,
+) -> Runner:
+    model = load_model(
+        path,
+        config,
+        dtype=plan.dtype,
+        device=plan.device,
+        load_format=options.load_format,
+        seed=options.seed,
+        progress=progress,
+        image_processor=image_processor,
+    )
+    sizes = plan.scheduler
+    kv = PagedKV.allocate(config.text, sizes.num_blocks, sizes.block_size, plan.dtype, plan.device)
+    encoder = None
+    if config.vision is not None:
+        patches_per_slot = config.vision.spatial_merge_size**2
+        threads = options.decode_threads or min(os.cpu_count() or 1, _MOST_DECODE_THREADS)
+        encoder = LocalEncoder(model, sizes.encoder_budget * patches_per_slot, threads)
+    return Runner(model, kv, encoder, sizes.block_size)

@@ -1,0 +1,56 @@
+"""Compressed bytes to upright RGB pixels. Owns no threads: the encoder stage calls this from its pool."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from saccade.rgb import to_rgb, upright
+from saccade.types import MediaItem, RequestError, Size
+
+
+def decode(item: MediaItem) -> npt.NDArray[np.uint8]:  # [height, width, 3]
+    """The picture as a viewer shows it. Any fault of the bytes becomes one RequestError without library text."""
+    width, height = item.header.size
+    if item.header.format == "rgb":
+        return np.frombuffer(item.data, np.uint8).reshape(height, width, 3)
+    try:
+        pixels = _decode_file(item)
+    except RequestError:
+        raise
+    except MemoryError:
+        raise RequestError(
+            f"a picture of {width}x{height} pixels does not fit into memory while it is decoded", code="image_too_large"
+        ) from None
+    except Exception:  # Pillow raises a dozen kinds for broken files; all of them mean the same to a client
+        raise RequestError(
+            f"the {item.header.format.upper()} picture of {width}x{height} pixels ({len(item.data)} bytes) is damaged "
+            "or cut short and cannot be decoded",
+            code="image_parse_error",
+        ) from None
+    if pixels.shape[:2] != (height, width):
+        raise RequestError(
+            f"the picture's header says {width}x{height} pixels but {pixels.shape[1]}x{pixels.shape[0]} were decoded",
+            code="image_parse_error",
+        )
+    return pixels
+
+
+def _decode_file(item: MediaItem) -> npt.NDArray[np.uint8]:
+    with Image.open(io.BytesIO(item.data), formats=[item.header.format.upper()]) as image:
+        _check_stored_size(Size(*image.size), item)
+        image.load()
+        return np.asarray(upright(to_rgb(image), item.header.orientation))
+
+
+def _check_stored_size(stored: Size, item: MediaItem) -> None:
+    """The raster about to be allocated is the one that was billed, so a header cannot promise little and cost much."""
+    width, height = item.header.size
+    if stored.width * stored.height != width * height:
+        raise RequestError(
+            f"the picture's header says {width}x{height} pixels but its data says {stored.width}x{stored.height}",
+            code="image_parse_error",
+        )

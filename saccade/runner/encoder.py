@@ -1,0 +1,252 @@
+"""The encoder stage: decodes pictures in a pool and turns them into embeddings, some layers at a time.
+
+It owns pixels and the pass that is under way. It does not know requests, caches or why a picture is wanted; the
+scheduler never submits a key that is resident or in flight.
+
+    submit ─► queue ─► decode + prepare (threads) ─► pass (packed patches, layer by layer) ─► poll
+              bounded: patches decoded ahead <= 2 passes
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Generator, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from saccade.models.interface import VisionLanguageModel
+from saccade.runner.decode import decode
+from saccade.types import Key, MediaItem, MediaTimes, RequestError
+
+
+class Encoded(NamedTuple):
+    """What became of the pictures since the last poll."""
+
+    embeddings: dict[Key, Tensor]  # [slots, hidden] each
+    times: dict[Key, MediaTimes]
+    errors: dict[Key, RequestError]
+
+
+class Encoder(Protocol):
+    """The border of the stage: a local one is below; a remote one has the same two methods and advances by itself."""
+
+    def submit(self, items: Sequence[MediaItem]) -> None: ...
+
+    def poll(self) -> Encoded: ...
+
+
+class Prepared(NamedTuple):
+    patches: Tensor  # [patches, patch_dim]
+    decode_ms: float
+
+
+@dataclass(eq=False)
+class _Pass:
+    """Pictures that go through the tower together."""
+
+    items: list[MediaItem]
+    decode_ms: list[float]
+    layers: Generator[None, None, list[Tensor]]
+    seconds: float = 0.0
+
+
+@dataclass
+class EncoderCounters:
+    decoded: int = 0
+    encoded: int = 0
+    passes: int = 0
+    failed: int = 0
+    peak_patches: int = field(default=0)  # most patches held at once: decoded ahead plus in the current pass
+
+
+class LocalEncoder:
+    """Encodes on the model's own device, in the engine's thread; only decoding runs beside it."""
+
+    def __init__(self, model: VisionLanguageModel, max_patches: int, threads: int) -> None:
+        self.model = model
+        self.max_patches = max_patches  # per pass; a larger single picture gets a pass of its own
+        self.counters = EncoderCounters()
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="saccade-decode")
+        self._queue: OrderedDict[Key, MediaItem] = OrderedDict()  # submitted, not yet in a pass
+        self._decoding: OrderedDict[Key, tuple[MediaItem, Future[Prepared]]] = OrderedDict()
+        self._alone: set[Key] = set()  # were in a pass that failed; each tries again by itself
+        self._current: _Pass | None = None
+        self._done = Encoded({}, {}, {})
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._queue and self._current is None
+
+    def submit(self, items: Sequence[MediaItem]) -> None:
+        for item in items:
+            assert item.key not in self._queue, "a key is submitted once until it is polled"
+            self._queue[item.key] = item
+        self._start_decoding(self._queue.values())
+
+    def prefetch(self, items: Sequence[MediaItem]) -> None:
+        """Begin to decode what will probably be submitted soon; forget earlier guesses that were not."""
+        wanted = {item.key for item in items} | self._queue.keys()
+        for key in [k for k in self._decoding if k not in wanted]:
+            self._decoding.pop(key)[1].cancel()
+        self._start_decoding(items)
+
+    def advance(self, layers: int | None) -> None:
+        """Run up to this many layers; None: until everything submitted is encoded."""
+        while layers is None or layers > 0:
+            if self._current is None and not self._begin_pass():
+                return
+            done = self._run_layer()
+            if layers is not None:
+                layers -= 1
+            if done:
+                self._start_decoding(self._queue.values())
+
+    def poll(self) -> Encoded:
+        done, self._done = self._done, Encoded({}, {}, {})
+        return done
+
+    def clear(self) -> None:
+        """Drop everything under way: after a failed step nobody waits for it."""
+        for _, future in self._decoding.values():
+            future.cancel()
+        self._queue.clear()
+        self._decoding.clear()
+        self._alone.clear()
+        self._current = None
+        self.poll()
+
+    def close(self) -> None:
+        self.clear()
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    # --- decoding -------------------------------------------------------------------------------------------------
+
+    def _start_decoding(self, items: Iterable[MediaItem]) -> None:
+        """Fill the pool in order, never holding more decoded patches than two passes (or one picture) need."""
+        held = sum(item.geometry.grid.patches for item, _ in self._decoding.values())
+        for item in items:
+            if item.key in self._decoding:
+                continue
+            if held and held + item.geometry.grid.patches > 2 * self.max_patches:
+                return
+            self._decoding[item.key] = (item, self._pool.submit(self._prepare, item))
+            held += item.geometry.grid.patches
+        current = sum(i.geometry.grid.patches for i in self._current.items) if self._current else 0
+        self.counters.peak_patches = max(self.counters.peak_patches, held + current)
+
+    def _prepare(self, item: MediaItem) -> Prepared:
+        start = time.perf_counter()
+        with torch.inference_mode():
+            patches = self.model.prepare(decode(item), item.geometry)
+        return Prepared(patches, (time.perf_counter() - start) * 1e3)
+
+    def _take(self, item: MediaItem) -> Prepared | None:
+        """The decoded picture, or None when it cannot be had: the reason is then in the errors."""
+        try:
+            if item.key in self._decoding:
+                prepared = self._decoding.pop(item.key)[1].result()
+            else:  # what was decoded ahead left no room for it
+                prepared = self._prepare(item)
+        except RequestError as error:
+            self._fail(item, error)
+            return None
+        self.counters.decoded += 1
+        return prepared
+
+    # --- passes ---------------------------------------------------------------------------------------------------
+
+    def _begin_pass(self) -> bool:
+        """Take pictures from the queue, in order, up to the patch budget, and set the tower up for them."""
+        batch: list[tuple[MediaItem, Prepared]] = []
+        patches = 0
+        while self._queue:
+            item = next(iter(self._queue.values()))
+            size = item.geometry.grid.patches
+            if batch and (patches + size > self.max_patches or item.key in self._alone):
+                break
+            del self._queue[item.key]
+            prepared = self._take(item)
+            if prepared is None:
+                continue
+            batch.append((item, prepared))
+            patches += size
+            if item.key in self._alone:
+                break
+        if batch:
+            self._current = self._make_pass(batch)
+        return bool(batch)
+
+    def _make_pass(self, batch: list[tuple[MediaItem, Prepared]]) -> _Pass:
+        self.counters.passes += 1
+        items = [item for item, _ in batch]
+        parts = [prepared.patches for _, prepared in batch]
+        packed = parts[0] if len(parts) == 1 else torch.cat(parts)
+        layers = self.model.encode(packed, [item.geometry.grid for item in items])
+        return _Pass(items, [prepared.decode_ms for _, prepared in batch], layers)
+
+    def _run_layer(self) -> bool:
+        """Advance the current pass by one layer; True when it is over."""
+        current = self._current
+        assert current is not None
+        start = time.perf_counter()
+        try:
+            embeddings = _next_layer(current.layers)
+        except (RuntimeError, MemoryError) as error:  # out of memory is a RuntimeError on accelerators
+            self._current = None
+            self._retry_or_fail(current, error)
+            return True
+        current.seconds += time.perf_counter() - start
+        if embeddings is None:
+            return False
+        self._current = None
+        self._finish(current, embeddings)
+        return True
+
+    def _finish(self, current: _Pass, embeddings: list[Tensor]) -> None:
+        total = sum(item.geometry.grid.patches for item in current.items)
+        for item, embedding, decode_ms in zip(current.items, embeddings, current.decode_ms, strict=True):
+            assert embedding.shape[0] == item.geometry.slots, "the bill and the tower disagree"
+            share = item.geometry.grid.patches / total
+            # A copy of its own: a view would keep the whole pass in memory after its neighbours are evicted.
+            self._done.embeddings[item.key] = embedding.clone() if len(current.items) > 1 else embedding
+            self._done.times[item.key] = MediaTimes(decode_ms, current.seconds * 1e3 * share)
+            self._alone.discard(item.key)
+            self.counters.encoded += 1
+
+    def _retry_or_fail(self, failed: _Pass, error: Exception) -> None:
+        """One picture must not take its neighbours along: after a failure each goes through the tower alone."""
+        if len(failed.items) > 1:
+            for item in reversed(failed.items):
+                self._alone.add(item.key)
+                self._queue[item.key] = item
+                self._queue.move_to_end(item.key, last=False)
+            return
+        item = failed.items[0]
+        self._alone.discard(item.key)
+        size = item.header.size
+        self._fail(
+            item,
+            RequestError(
+                f"the picture of {size.width}x{size.height} pixels ({item.geometry.tokens} tokens) could not be encoded "
+                f"({type(error).__name__}); a smaller max_pixels may help",
+                code="invalid_image",
+            ),
+        )
+
+    def _fail(self, item: MediaItem, error: RequestError) -> None:
+        self.counters.failed += 1
+        self._done.errors[item.key] = error
+
+
+def _next_layer(layers: Generator[None, None, list[Tensor]]) -> list[Tensor] | None:
+    """Run one more layer; the embeddings once there are none left."""
+    try:
+        next(layers)
+    except StopIteration as stop:
+        return list(stop.value)
+    return None

@@ -1,0 +1,158 @@
+"""Sizes everything once, before weights are loaded: dtype, context, KV blocks, encoder budget and cache.
+
+Each automatic value comes with the reason it was chosen; a setting that cannot work is refused with the numbers.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+from saccade import costs
+from saccade.config import ConfigError, ModelConfig, Options, SchedulerConfig
+from saccade.types import Geometry
+
+_CPU_KV_GIB = 4.0  # most that is taken on a CPU without being asked
+_CPU_KV_SHARE = 0.3  # of the memory that is free once the weights are in
+_EMBEDDING_CACHE_GIB = 0.5
+_ACTIVATION_SHARE = 0.1  # of a GPU's budget, left for activations
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    device: torch.device
+    dtype: torch.dtype
+    scheduler: SchedulerConfig
+    reasons: tuple[str, ...]  # one line per choice, for the start-up log
+
+
+def plan_memory(
+    options: Options, model: ModelConfig, largest: Geometry | None, free_bytes: int | None = None
+) -> MemoryPlan:
+    """`largest` is the most expensive picture the limits allow; `free_bytes` is measured when it is not given."""
+    device = _device(options.device)
+    dtype, why_dtype = _dtype(options.dtype, model.dtype, device)
+    free = free_bytes if free_bytes is not None else _free_bytes(device, options.gpu_memory_utilization)
+    left = free - costs.weight_bytes(model, dtype)
+    slots, why_cache, keep_idle = _encoder_slots(options, model, dtype)
+    blocks, why_kv = _kv_blocks(options, model, dtype, left, device)
+    length, why_length = _model_len(options, model, blocks)
+    biggest = min(largest.slots, length) if largest else 0
+    budget, why_budget = _encoder_budget(options, biggest)
+    slots, why_cache = _hold_largest(options, slots, why_cache, max(biggest, 0 if keep_idle else budget))
+    scheduler = SchedulerConfig(
+        max_model_len=length,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        max_num_seqs=options.max_num_seqs,
+        block_size=options.block_size,
+        num_blocks=blocks,
+        encoder_budget=budget,
+        encoder_cache_slots=slots,
+        keep_idle_embeddings=keep_idle,
+        enable_prefix_caching=options.enable_prefix_caching,
+        encode_layers_per_step=options.encode_layers_per_step,
+        max_waiting=options.max_waiting,
+    )
+    reasons = (f"device {device}", why_dtype, why_length, why_kv, why_budget, why_cache)
+    return MemoryPlan(device, getattr(torch, dtype), scheduler, reasons)
+
+
+def _device(wanted: str) -> torch.device:
+    if wanted == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if wanted.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"device={wanted} was asked for, but PyTorch sees no CUDA device here; use --device cpu")
+    try:
+        return torch.device(wanted)
+    except RuntimeError:
+        raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, not {wanted!r}") from None
+
+
+def _dtype(wanted: str, saved: str, device: torch.device) -> tuple[str, str]:
+    if wanted != "auto":
+        try:
+            costs.dtype_bytes(wanted)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        return wanted, f"dtype {wanted}: as asked"
+    if saved == "float32" or device.type != "cpu":
+        return saved, f"dtype {saved}: as the checkpoint was saved"
+    if torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return "bfloat16", f"dtype bfloat16: the checkpoint is {saved} and this CPU multiplies bfloat16 natively"
+    return "float32", f"dtype float32: the checkpoint is {saved}, which this CPU would only emulate"
+
+
+def _free_bytes(device: torch.device, utilization: float) -> int:
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return int((free - total * (1 - utilization)) * (1 - _ACTIVATION_SHARE))
+    return int(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+
+
+def _kv_blocks(options: Options, model: ModelConfig, dtype: str, left: int, device: torch.device) -> tuple[int, str]:
+    per_block = costs.kv_bytes_per_block(model.text, dtype, options.block_size)
+    if options.kv_cache_gb is not None:
+        size, why = options.kv_cache_gb * costs.GIB, "as asked"
+    elif device.type == "cpu":
+        size = min(_CPU_KV_GIB * costs.GIB, left * _CPU_KV_SHARE)
+        why = f"{_CPU_KV_SHARE:.0%} of the memory left beside the weights, at most {_CPU_KV_GIB:.0f} GiB on a CPU"
+    else:
+        cache = options.encoder_cache_gb if options.encoder_cache_gb is not None else _EMBEDDING_CACHE_GIB
+        size, why = left - cache * costs.GIB, "what gpu_memory_utilization leaves beside weights and embeddings"
+    blocks = int(size // per_block)
+    if blocks < 1:
+        raise ConfigError(
+            f"there is no room for KV blocks: {size / costs.GIB:.2f} GiB are left and one block of "
+            f"{options.block_size} tokens takes {per_block} bytes; lower max_pixels or free memory, or set --kv-cache-gb"
+        )
+    tokens = blocks * options.block_size
+    return blocks, f"KV cache {blocks} blocks = {tokens} tokens, {blocks * per_block / costs.GIB:.2f} GiB: {why}"
+
+
+def _model_len(options: Options, model: ModelConfig, blocks: int) -> tuple[int, str]:
+    """Every request that is let in must be able to finish alone, so the context never exceeds the KV cache."""
+    room, trained = blocks * options.block_size, model.text.max_position
+    if options.max_model_len is None:
+        length = min(trained, room)
+        why = "the model's own" if length == trained else f"all the KV cache holds (the model allows {trained})"
+        return length, f"context {length} tokens: {why}"
+    if options.max_model_len > room:
+        needed = costs.blocks_for(options.max_model_len, options.block_size)
+        raise ConfigError(
+            f"max_model_len={options.max_model_len} needs {needed} KV blocks but only {blocks} fit; lower "
+            f"--max-model-len to {room} or raise --kv-cache-gb"
+        )
+    return options.max_model_len, f"context {options.max_model_len} tokens: as asked"
+
+
+def _encoder_budget(options: Options, biggest: int) -> tuple[int, str]:
+    if options.encoder_budget is None:
+        budget = max(options.max_num_batched_tokens, biggest)
+        return budget, f"encoder budget {budget} embeddings a step: a full step, and the largest picture ({biggest})"
+    if options.encoder_budget < biggest:
+        raise ConfigError(
+            f"encoder_budget={options.encoder_budget} is below the largest picture the limits allow ({biggest} "
+            "embeddings); raise --encoder-budget or lower --max-pixels"
+        )
+    return options.encoder_budget, f"encoder budget {options.encoder_budget} embeddings a step: as asked"
+
+
+def _encoder_slots(options: Options, model: ModelConfig, dtype: str) -> tuple[int, str, bool]:
+    """Slots, the reason, and whether unused embeddings are kept. 0 GiB keeps none, only what a step works on."""
+    size = options.encoder_cache_gb if options.encoder_cache_gb is not None else _EMBEDDING_CACHE_GIB
+    slots = costs.embedding_slots_in(size * costs.GIB, model.text, dtype)
+    why = "as asked" if options.encoder_cache_gb is not None else "the default"
+    return slots, f"encoder cache {slots} embeddings, {size:.2f} GiB: {why}", size > 0
+
+
+def _hold_largest(options: Options, slots: int, why: str, needed: int) -> tuple[int, str]:
+    if slots >= needed:
+        return slots, why
+    if options.encoder_cache_gb:
+        raise ConfigError(
+            f"encoder_cache_gb={options.encoder_cache_gb} holds {slots} embeddings but the largest picture the limits "
+            f"allow needs {needed}; raise --encoder-cache-gb or lower --max-pixels"
+        )
+    return needed, f"encoder cache {needed} embeddings: what one step works on"

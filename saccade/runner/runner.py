@@ -1,0 +1,105 @@
+"""Does what a plan says. The only owner of device memory: weights, KV blocks and resident embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from saccade.models.attention import PagedAttention, PagedKV
+from saccade.models.interface import VisionLanguageModel
+from saccade.runner.batch import Batch, RequestState, build_batch, overlapping, splice
+from saccade.runner.encoder import LocalEncoder
+from saccade.runner.sampler import sample
+from saccade.types import Key, RequestError, Sample, StepPlan, StepResult, Work
+
+
+class Runner:
+    def __init__(self, model: VisionLanguageModel, kv: PagedKV, encoder: LocalEncoder | None, block_size: int) -> None:
+        self.model = model
+        self.kv = kv
+        self.encoder = encoder  # None for a model without a vision tower
+        self.block_size = block_size
+        self.embeddings: dict[Key, Tensor] = {}  # [slots, hidden] each; which keys are here is the scheduler's decision
+        self._states: dict[str, RequestState] = {}
+        self._scale = model.config.text.head_dim**-0.5
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepResult:
+        self._update_state(plan)
+        result = self._encode(plan)
+        works = [w for work in plan.works if (w := self._before_failed(work, result.failed))]
+        if not works:
+            return result
+        batch = build_batch(works, [self._states[w.request_id] for w in works], self.block_size, self.kv.k.device)
+        hidden = self._forward(batch, works)
+        return StepResult(self._sample(batch, hidden), result.encoded, result.failed)
+
+    def reset(self) -> None:
+        """Forget all requests and everything under way; resident embeddings go when the scheduler says so."""
+        self._states.clear()
+        if self.encoder:
+            self.encoder.clear()
+
+    def close(self) -> None:
+        if self.encoder:
+            self.encoder.close()
+
+    def _update_state(self, plan: StepPlan) -> None:
+        for request_id in plan.forgotten:
+            self._states.pop(request_id, None)
+        for key in plan.evicted:
+            self.embeddings.pop(key, None)
+        for admission in plan.admitted:
+            self._states[admission.request.request_id] = RequestState(admission)
+        for work in plan.works:
+            self._states[work.request_id].blocks.extend(work.new_blocks)
+
+    def _encode(self, plan: StepPlan) -> StepResult:
+        """Give the stage its new pictures, advance it as far as the plan allows, and take what is ready."""
+        if self.encoder is None:
+            return StepResult({})
+        if plan.encode:
+            self.encoder.submit(plan.encode)
+        self.encoder.advance(plan.encode_layers)
+        self.encoder.prefetch(plan.prefetch)
+        done = self.encoder.poll()
+        self.embeddings.update(done.embeddings)
+        return StepResult({}, done.times, done.errors)
+
+    def _before_failed(self, work: Work, failed: Mapping[Key, RequestError]) -> Work | None:
+        """Cut a window before a picture that could not be had: others may share the blocks of the text before it."""
+        if not failed:
+            return work
+        spans = overlapping(self._states[work.request_id].spans, work.start, work.end)
+        bad = [span.start for span in spans if span.key in failed]
+        if not bad:
+            return work
+        end = max(work.start, min(bad))
+        return work._replace(end=end, samples=False) if end > work.start else None
+
+    def _forward(self, batch: Batch, works: list[Work]) -> Tensor:
+        embeds = self.model.embed(batch.token_ids)  # [T, H]
+        self._splice(embeds, works)
+        attention = PagedAttention(self.kv, batch.attention, self._scale)
+        return self.model.forward(embeds, batch.positions, attention)
+
+    def _splice(self, embeds: Tensor, works: list[Work]) -> None:
+        row = 0
+        for work in works:
+            state = self._states[work.request_id]
+            if work.start < state.num_prompt:
+                for span in overlapping(state.spans, work.start, work.end):
+                    splice(embeds, row, work, span, self.embeddings[span.key])
+            row += work.end - work.start
+
+    def _sample(self, batch: Batch, hidden: Tensor) -> dict[str, Sample]:
+        if not batch.sampled:
+            return {}
+        logits = self.model.logits(hidden[batch.last_rows])  # [samples, V]
+        states = [self._states[request_id] for request_id in batch.sampled]
+        samples = sample(logits, [state.row() for state in states])
+        for state, chosen in zip(states, samples, strict=True):
+            state.append(chosen.token_id)
+        return dict(zip(batch.sampled, samples, strict=True))

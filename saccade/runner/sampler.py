@@ -1,0 +1,188 @@
+"""From logits to tokens, for all requests of a step at once. Stateless: noise is a function of (seed, position).
+
+So a seeded request gives the same text whatever it is batched with, and a preempted one goes on as it began.
+`reference_sample` does the same for one row, slowly and obviously; a test compares the two.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from saccade.params import SamplingParams
+from saccade.types import Logprobs, Sample
+
+_NEVER = float("-inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One request's turn at the sampler."""
+
+    params: SamplingParams
+    prompt_ids: npt.NDArray[np.int64]
+    output_ids: npt.NDArray[np.int64]
+    end_ids: frozenset[int]  # forbidden until min_tokens are out
+    seed: int
+
+
+def sample(logits: Tensor, rows: Sequence[Row]) -> list[Sample]:
+    """One token per row. `logits` is [rows, vocabulary] in float32 and may be changed in place."""
+    logprobs = _gather_logprobs(logits, rows)  # before anything below changes the distribution
+    _adjust(logits, rows)
+    tokens = logits.argmax(-1)
+    random = [i for i, row in enumerate(rows) if not row.params.is_greedy]
+    if random:
+        index = torch.tensor(random, device=logits.device)
+        tokens[index] = _draw(logits[index], [rows[i] for i in random])
+    chosen: list[int] = tokens.tolist()
+    return [
+        Sample(token, _logprobs(logprobs[i], token, row.params.logprobs) if i in logprobs else None)
+        for i, (token, row) in enumerate(zip(chosen, rows, strict=True))
+    ]
+
+
+# --- adjusting logits ---------------------------------------------------------------------------------------------
+
+
+def _adjust(logits: Tensor, rows: Sequence[Row]) -> None:
+    """Bias, penalties and forbidden end tokens, in place; rows that ask for none cost nothing."""
+    penalised = [i for i, row in enumerate(rows) if _has_penalty(row.params)]
+    if penalised:
+        _penalise(logits, penalised, [rows[i] for i in penalised])
+    where: list[int] = []
+    tokens: list[int] = []
+    added: list[float] = []
+    for i, row in enumerate(rows):
+        for token, value in (row.params.logit_bias or {}).items():
+            if token < logits.shape[-1]:
+                where.append(i)
+                tokens.append(token)
+                added.append(value)
+        if len(row.output_ids) < row.params.min_tokens:
+            where.extend([i] * len(row.end_ids))
+            tokens.extend(row.end_ids)
+            added.extend([_NEVER] * len(row.end_ids))
+    if where:
+        index = (torch.tensor(where, device=logits.device), torch.tensor(tokens, device=logits.device))
+        logits.index_put_(index, torch.tensor(added, device=logits.device), accumulate=True)
+
+
+def _has_penalty(params: SamplingParams) -> bool:
+    return params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
+
+
+def _penalise(logits: Tensor, where: list[int], rows: Sequence[Row]) -> None:
+    """Repetition counts prompt and answer; presence and frequency count the answer alone."""
+    vocabulary = logits.shape[-1]
+    outputs = torch.from_numpy(_counts([r.output_ids for r in rows], vocabulary)).to(logits.device)  # [n, V]
+    prompts = torch.from_numpy(_counts([r.prompt_ids for r in rows], vocabulary)).to(logits.device)
+    index = torch.tensor(where, device=logits.device)
+    part = logits[index]
+    repetition = _column([r.params.repetition_penalty for r in rows], logits)
+    repeated = torch.where(part > 0, part / repetition, part * repetition)
+    part = torch.where((outputs + prompts) > 0, repeated, part)
+    part -= _column([r.params.frequency_penalty for r in rows], logits) * outputs
+    part -= _column([r.params.presence_penalty for r in rows], logits) * (outputs > 0)
+    logits[index] = part
+
+
+def _counts(ids: Sequence[npt.NDArray[np.int64]], vocabulary: int) -> npt.NDArray[np.float32]:
+    counts = [np.bincount(row, minlength=vocabulary)[:vocabulary] for row in ids]
+    return np.stack(counts).astype(np.float32)
+
+
+def _column(values: Sequence[float], like: Tensor) -> Tensor:
+    return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]
+
+
+# --- drawing ------------------------------------------------------------------------------------------------------
+
+
+def _draw(logits: Tensor, rows: Sequence[Row]) -> Tensor:
+    """Filter by top-k, then top-p, then min-p, and invert the cumulative distribution at one uniform number a row."""
+    params = [row.params for row in rows]
+    scaled = logits.double() / _column([p.temperature for p in params], logits)  # sums over a vocabulary want precision
+    ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(logits.shape[-1], device=logits.device)[None]  # [1, V]
+    top_k = _column([p.top_k if p.top_k > 0 else logits.shape[-1] for p in params], logits)
+    probs = ordered.masked_fill(rank >= top_k, _NEVER).softmax(-1)
+    before = probs.cumsum(-1) - probs
+    keep = (before < _column([p.top_p for p in params], logits)) & (
+        probs >= _column([p.min_p for p in params], logits) * probs[:, :1]
+    )
+    cumulative = (probs * keep).cumsum(-1)
+    target = uniforms(rows).to(logits.device)[:, None] * cumulative[:, -1:]
+    place = torch.searchsorted(cumulative, target, right=True)
+    last = (keep & (probs > 0)).int().cumsum(-1).argmax(-1, keepdim=True)  # rounding must not step past the last one
+    return order.gather(-1, torch.minimum(place, last))[:, 0]
+
+
+def uniforms(rows: Sequence[Row]) -> Tensor:
+    """One number in [0, 1) per row, from its seed and the position of the token: no state, no order of calls."""
+    return torch.tensor([uniform(row.seed, len(row.output_ids)) for row in rows], dtype=torch.float64)
+
+
+def uniform(seed: int, position: int) -> float:
+    """A 64-bit mixing function (the finaliser of splitmix64) over seed and position."""
+    mask = (1 << 64) - 1
+    x = (seed * 0x9E3779B97F4A7C15 + (position + 1) * 0xD1B54A32D192ED03) & mask
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        x = ((x ^ (x >> shift)) * factor) & mask
+    x ^= x >> 31
+    return (x >> 11) / (1 << 53)
+
+
+# --- log probabilities --------------------------------------------------------------------------------------------
+
+
+def _gather_logprobs(logits: Tensor, rows: Sequence[Row]) -> dict[int, Tensor]:
+    wanted = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
+    if not wanted:
+        return {}
+    values = logits[torch.tensor(wanted, device=logits.device)].log_softmax(-1)
+    return dict(zip(wanted, values, strict=True))
+
+
+def _logprobs(values: Tensor, token: int, count: int | None) -> Logprobs:
+    chosen = values[token]
+    rank = int((values > chosen).sum()) + 1
+    top, ids = values.topk(count or 0)
+    return Logprobs(float(chosen), rank, tuple(zip(ids.tolist(), top.tolist(), strict=True)))
+
+
+# --- the reference ------------------------------------------------------------------------------------------------
+
+
+def reference_sample(logits: Sequence[float], row: Row) -> int:
+    """One row in plain Python, step by step."""
+    params, values = row.params, list(logits)
+    outputs, prompts = row.output_ids.tolist(), row.prompt_ids.tolist()
+    for token in set(outputs) | set(prompts):
+        values[token] *= params.repetition_penalty if values[token] <= 0 else 1 / params.repetition_penalty
+    for token in set(outputs):
+        values[token] -= params.frequency_penalty * outputs.count(token) + params.presence_penalty
+    for token, bias in (params.logit_bias or {}).items():
+        values[token] += bias
+    if len(outputs) < params.min_tokens:
+        for token in row.end_ids:
+            values[token] = _NEVER
+    ranked = sorted(range(len(values)), key=lambda t: -values[t])
+    if params.is_greedy:
+        return ranked[0]
+    ranked = ranked[: params.top_k] if params.top_k > 0 else ranked
+    weights = [math.exp((values[t] - values[ranked[0]]) / params.temperature) for t in ranked]
+    probs = [w / sum(weights) for w in weights]
+    kept = [i for i, p in enumerate(probs) if sum(probs[:i]) < params.top_p and p >= params.min_p * probs[0]]
+    target, running = uniform(row.seed, len(outputs)) * sum(probs[i] for i in kept), 0.0
+    for i in kept:
+        running += probs[i]
+        if running > target:
+            return ranked[i]
+    return ranked[kept[-1]]

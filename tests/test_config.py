@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from saccade.config import ConfigError, Options, model_config, options
+
+PUBLISHED = {
+    "model_type": "qwen2_vl",
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "image_token_id": 151655,
+    "eos_token_id": 151645,
+    "vision_config": {"depth": 32, "embed_dim": 1280, "num_heads": 16, "mlp_ratio": 4, "in_chans": 3, "hidden_size": 1536,
+                      "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2},
+}  # fmt: skip
+
+
+def nested(flat: dict[str, Any]) -> dict[str, Any]:
+    """The same model as Transformers 5 writes it."""
+    top = ("model_type", "image_token_id", "vision_config", "tie_word_embeddings")
+    text = {k: v for k, v in flat.items() if k not in (*top, "rope_scaling", "rope_theta", "torch_dtype")}
+    text["model_type"] = "qwen2_vl_text"
+    text["rope_parameters"] = {"rope_type": "default", "rope_theta": flat["rope_theta"], "mrope_section": [16, 24, 24]}
+    return {**{k: flat[k] for k in top}, "dtype": "bfloat16", "text_config": text}
+
+
+def test_both_dialects_describe_the_same_model() -> None:
+    old, new = model_config(PUBLISHED), model_config(nested(PUBLISHED))
+    for name in ("hidden_size", "num_layers", "num_kv_heads", "head_dim", "rope_theta", "mrope_section", "max_position"):
+        assert getattr(old.text, name) == getattr(new.text, name)
+    assert old.vision == new.vision
+    assert (old.dtype, old.image_token_id) == (new.dtype, new.image_token_id) == ("bfloat16", 151655)
+
+
+def test_a_llava_config_that_leaves_out_defaults_is_a_llama_7b() -> None:
+    raw = {
+        "model_type": "llava",
+        "image_token_index": 32000,
+        "text_config": {"model_type": "llama", "vocab_size": 32064, "max_position_embeddings": 4096},
+    }
+    config = model_config(raw)
+    assert (config.text.hidden_size, config.text.num_layers, config.text.vocab_size) == (4096, 32, 32064)
+    assert config.image_token_id == 32000
+
+
+def test_generation_config_names_the_end_tokens_first() -> None:
+    config = model_config(PUBLISHED, {"eos_token_id": [151645, 151643]})
+    assert config.eos_token_ids == {151645, 151643}
+    assert model_config(PUBLISHED).eos_token_ids == {151645}
+
+
+@pytest.mark.parametrize("name", ["hidden_size", "num_hidden_layers", "vocab_size", "max_position_embeddings"])
+def test_a_config_without_a_needed_field_says_which(name: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        model_config({k: v for k, v in PUBLISHED.items() if k != name})
+
+
+def test_a_config_without_a_model_type_is_refused() -> None:
+    with pytest.raises(ConfigError, match="model_type"):
+        model_config({})
+
+
+def test_an_unknown_option_is_an_error_that_lists_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"unknown option max_modle_len; the options are .*max_model_len"):
+        options(max_modle_len=3)
+
+
+def test_mm_processor_kwargs_set_the_pixel_limits_and_refuse_anything_else() -> None:
+    assert options(mm_processor_kwargs={"max_pixels": 1003520}).max_pixels == 1003520
+    with pytest.raises(ConfigError, match="not size"):
+        options(mm_processor_kwargs={"size": 1})
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"block_size": 0},
+        {"max_num_seqs": -1},
+        {"gpu_memory_utilization": 1.5},
+        {"load_format": "pickle"},
+        {"min_pixels": 10, "max_pixels": 5},
+        {"limit_mm_per_prompt": {"audio": 1}},
+        {"limit_mm_per_prompt": {"image": -1}},
+    ],
+)
+def test_an_option_out_of_range_is_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        Options(**given)

@@ -1,0 +1,69 @@
+"""The arithmetic of the seeds: what a picture costs in blocks, bytes and concurrency."""
+
+from __future__ import annotations
+
+import pytest
+
+from saccade import costs
+from saccade.config import ModelConfig, model_config
+
+LLAMA_90B = {
+    "model_type": "llava",
+    "text_config": {
+        "model_type": "llama",
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "max_position_embeddings": 131072,
+    },
+}
+
+
+@pytest.fixture
+def model() -> ModelConfig:
+    return model_config(LLAMA_90B)
+
+
+def test_one_llava_picture_of_576_tokens_takes_36_blocks() -> None:
+    assert (336 // 14) ** 2 == 576
+    assert costs.blocks_for(576) == 36
+
+
+def test_a_token_takes_4096_bytes_a_layer_with_8_kv_heads_of_128_in_fp16() -> None:
+    assert costs.kv_bytes_per_token_layer(8, 128, "float16") == 4096
+
+
+def test_a_576_token_picture_takes_188_7_megabytes_over_80_layers(model: ModelConfig) -> None:
+    assert round(576 * costs.kv_bytes_per_token(model.text, "float16") / 1e6, 1) == 188.7
+
+
+def test_fifty_gigabytes_hold_305_text_requests_or_142_with_a_picture(model: ModelConfig) -> None:
+    per_token = costs.kv_bytes_per_token(model.text, "float16")
+    assert costs.concurrent_requests(50e9, 500 * per_token) == 305
+    assert costs.concurrent_requests(50e9, 1076 * per_token) == 142
+
+
+@pytest.mark.parametrize(("tokens", "blocks"), [(0, 0), (1, 1), (16, 1), (17, 2), (1421, 89)])
+def test_blocks_are_rounded_up(tokens: int, blocks: int) -> None:
+    assert costs.blocks_for(tokens) == blocks
+
+
+def test_kv_blocks_fill_a_budget_without_exceeding_it(model: ModelConfig) -> None:
+    per_block = costs.kv_bytes_per_block(model.text, "float16")
+    assert costs.kv_blocks_in(10 * per_block + 1, model.text, "float16") == 10
+    assert costs.kv_blocks_in(10 * per_block - 1, model.text, "float16") == 9
+
+
+def test_prefill_in_two_windows_costs_the_same_matrices_and_attention_as_in_one(model: ModelConfig) -> None:
+    head = 2 * model.text.vocab_size * model.text.hidden_size
+    whole = costs.prefill_flops(model.text, 100)
+    parts = costs.prefill_flops(model.text, 60) + costs.prefill_flops(model.text, 40, context=60)
+    assert parts == whole + head
+
+
+def test_an_unknown_dtype_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="float32, bfloat16, float16, not 'int3'"):
+        costs.dtype_bytes("int3")

@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from saccade import SamplingParams
+from saccade.types import RequestError
+
+
+@pytest.mark.parametrize(
+    ("given", "part"),
+    [
+        ({"n": 0}, "n must be from 1"),
+        ({"n": 10**9}, "1000000000"),
+        ({"n": True}, "n must be a whole number"),
+        ({"temperature": -0.1}, "temperature must be 0 or more"),
+        ({"temperature": float("nan")}, "temperature must be a finite number"),
+        ({"temperature": float("inf")}, "temperature must be a finite number"),
+        ({"top_p": 0}, "top_p must be above 0"),
+        ({"top_p": 1.5}, "1.5"),
+        ({"top_k": -2}, "top_k must be -1 or more"),
+        ({"top_k": 1.5}, "top_k must be a whole number"),
+        ({"min_p": 2}, "min_p must be from 0 to 1"),
+        ({"presence_penalty": 3}, "from -2 to 2"),
+        ({"frequency_penalty": "high"}, "frequency_penalty must be a finite number"),
+        ({"repetition_penalty": 0}, "above 0"),
+        ({"max_tokens": 0}, "max_tokens must be 1 or more"),
+        ({"max_tokens": -1}, "-1"),
+        ({"min_tokens": 20, "max_tokens": 10}, "at most max_tokens=10"),
+        ({"seed": 2**70}, "64-bit"),
+        ({"logprobs": 1000}, "from 0 to 20"),
+        ({"stop": ""}, "not empty"),
+        ({"stop": ["a"] * 1000}, "1000 strings"),
+        ({"stop_token_ids": ["x"]}, "whole numbers"),
+        ({"logit_bias": {i: 1.0 for i in range(2000)}}, "2000 tokens"),
+        ({"logit_bias": {1: 1e9}}, "from -100 to 100"),
+    ],
+)
+def test_a_bad_parameter_is_refused_with_its_value(given: dict[str, Any], part: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(**given)
+    assert part in str(caught.value)
+    assert caught.value.param in given
+
+
+def test_defaults_are_valid_and_sample_at_temperature_one() -> None:
+    params = SamplingParams()
+    assert params.temperature == 1.0
+    assert not params.is_greedy
+
+
+def test_one_stop_string_and_a_list_of_one_mean_the_same() -> None:
+    assert SamplingParams(stop="END").stop_strings == SamplingParams(stop=["END"]).stop_strings == ("END",)
