@@ -16,7 +16,7 @@ from typing import Any
 
 from saccade import __version__
 from saccade.config import ConfigError, Options
-from saccade.counting import count_files, table
+from saccade.processor.count import count_files, table
 from saccade.types import RequestError
 
 
@@ -84,10 +84,12 @@ def _add_chat(commands: Any) -> None:
     command = commands.add_parser(
         "chat",
         help="ask a model about pictures in the terminal",
+        usage='saccade chat MODEL [--image FILE]... ["question"] [options]',
         description="Answer one question, or hold a conversation when no question is given.",
         epilog='Example: saccade chat Qwen/Qwen2-VL-2B-Instruct --image photo.jpg "What is in this picture?"',
     )
-    command.add_argument("words", nargs="+", metavar="[MODEL] [QUESTION]", help="folder or hub id, then the question")
+    command.add_argument("model", metavar="MODEL", help="folder or hub id of a checkpoint")
+    command.add_argument("question", nargs="?", help="leave it out to hold a conversation")
     command.add_argument("--image", action="append", default=[], metavar="FILE", help="a picture; may be repeated")
     command.add_argument("--max-tokens", type=int, default=512, help="longest answer (default: 512)")
     command.add_argument("--temperature", type=float, default=0.0, help="0 always takes the likeliest token (default)")
@@ -98,11 +100,8 @@ def _add_chat(commands: Any) -> None:
 def _chat(args: argparse.Namespace) -> int:
     from saccade.chat import converse  # needs torch
 
-    model, *question = args.words
-    if len(question) > 1:
-        raise ConfigError(f"chat takes a model and one question, but {len(question)} were given; put it into quotes")
-    opts = engine_options(args, model)
-    return converse(opts, question[0] if question else None, args.image, args.max_tokens, args.temperature)
+    opts = engine_options(args, args.model)
+    return converse(opts, args.question, args.image, args.max_tokens, args.temperature)
 
 
 # --- flags made from the options ----------------------------------------------------------------------------------

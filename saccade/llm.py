@@ -66,7 +66,7 @@ class Engine:
 
     @property
     def limits(self) -> SchedulerConfig:
-        return self.core.scheduler.config
+        return self.core.limits
 
     def add_request(self, request_id: str, prompt: PromptInput, params: SamplingParams | None = None) -> None:
         """Refuses with a RequestError when the request can never run; nothing is kept of it then."""
@@ -74,7 +74,7 @@ class Engine:
 
     def add_chat(self, request_id: str, messages: Sequence[Message], params: SamplingParams, **how: Any) -> None:
         """The same for OpenAI-style messages, through the checkpoint's chat template."""
-        self.add_with(request_id, lambda: self.processor.from_chat(messages, **how), params)
+        self.add_with(request_id, lambda: self.processor.from_chat(messages, allow_paths=True, **how), params)
 
     def add_with(self, request_id: str, make: Callable[[], Prompt], params: SamplingParams | None) -> None:
         if request_id in self._open:
@@ -225,7 +225,7 @@ class LLM:
         """Answer one conversation (OpenAI-style messages) or a list of them; `how` goes to the chat template."""
         is_single = not messages or isinstance(messages[0], Mapping)
         many: Sequence[Any] = [messages] if is_single else messages
-        makers = [lambda m=m: self.engine.processor.from_chat(m, **how) for m in many]
+        makers = [lambda m=m: self.engine.processor.from_chat(m, allow_paths=True, **how) for m in many]
         return self._run(makers, sampling_params, use_tqdm, raise_errors=is_single)
 
     def stats(self) -> dict[str, Any]:

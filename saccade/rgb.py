@@ -1,4 +1,4 @@
-"""How any picture becomes upright 8-bit RGB, one rule per mode. Knows Pillow images only: no files, no limits, no models."""
+"""How any picture becomes upright 8-bit RGB, one rule per mode. Knows Pillow images: no files, limits or models."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _WHITE = (255, 255, 255, 255)
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """The picture in mode RGB. A file with several frames gives the one it stands at, which is the first when just opened.
+    """The picture in mode RGB. Of several frames it is the one the image stands at: the first when just opened.
 
     | stored pixels                                   | what comes out                                                 |
     | ----------------------------------------------- | -------------------------------------------------------------- |

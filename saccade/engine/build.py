@@ -11,7 +11,6 @@ from saccade.config import ModelConfig, Options
 from saccade.engine.core import EngineCore
 from saccade.runner.build import build_runner
 from saccade.runner.memory import plan_memory
-from saccade.scheduler.scheduler import Scheduler
 from saccade.types import Geometry
 
 logger = logging.getLogger("saccade.engine")
@@ -31,4 +30,4 @@ def build_core(
     for reason in plan.reasons:
         logger.info("%s", reason)
     runner = build_runner(path, config, image_processor, options, plan, progress=progress)
-    return EngineCore(Scheduler(plan.scheduler), runner)
+    return EngineCore(plan.scheduler, runner)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from saccade.config import SchedulerConfig
 from saccade.scheduler.scheduler import Scheduler
 from saccade.types import Request, RequestError, StepPlan, StepResult, TokenEvent
 
@@ -20,17 +21,21 @@ class StepRunner(Protocol):
 
     def reset(self) -> None: ...
 
+    def stats(self) -> dict[str, Any]: ...
+
     def close(self) -> None: ...
 
 
 class EngineCore:
+    """A scheduler and a runner in lockstep. `limits` is what requests are admitted under."""
+
     def __init__(
-        self, scheduler: Scheduler, runner: StepRunner, clock: Callable[[], float] = time.perf_counter
+        self, limits: SchedulerConfig, runner: StepRunner, clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        self.scheduler = scheduler
+        self.limits = limits
+        self.scheduler = Scheduler(limits)
         self.runner = runner
         self.clock = clock
-        self.num_steps = 0
 
     def step(self) -> list[TokenEvent]:
         plan = self.scheduler.schedule(self.clock())
@@ -38,7 +43,6 @@ class EngineCore:
             result = self.runner.execute(plan)
         except Exception:
             return self._fail_step(plan)
-        self.num_steps += 1
         return self.scheduler.commit(plan, result, self.clock())
 
     def add(self, request: Request) -> None:
@@ -51,7 +55,7 @@ class EngineCore:
         return self.scheduler.has_unfinished()
 
     def stats(self) -> dict[str, Any]:
-        return {**self.scheduler.stats(), "steps": self.num_steps}
+        return {**self.scheduler.stats(), **self.runner.stats()}
 
     def close(self) -> None:
         self.runner.close()
@@ -60,5 +64,8 @@ class EngineCore:
         """The step itself broke: nothing in the caches can be trusted, every open request ends, the engine goes on."""
         logger.exception("step %d with %d windows failed; all open requests end", plan.step, len(plan.works))
         self.runner.reset()
-        error = RequestError("the engine failed while computing this request; it was not the request's fault", code="engine_error")
+        error = RequestError(
+            f"the engine failed in step {plan.step} while {len(plan.works)} requests were computed; send the request again",
+            code="engine_error",
+        )
         return self.scheduler.fail_all(error, self.clock())

@@ -1,0 +1,51 @@
+"""The table of model families, and loading. What a family computes is in the file named like its `model_type`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from saccade.config import ConfigError, ModelConfig
+from saccade.models.interface import VisionLanguageModel
+from saccade.models.layers import Parameters
+from saccade.models.weights import fill_random, load_weights
+
+_FAMILIES: Mapping[str, tuple[str, str]] = {  # model_type -> (module, class); a module is imported when it is needed
+    "llava": ("saccade.models.llava", "Llava"),
+    "qwen2_vl": ("saccade.models.qwen2_vl", "Qwen2VL"),
+}
+
+
+def load_model(
+    path: Path | None,
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    load_format: str = "auto",
+    seed: int = 0,
+    progress: bool = True,
+    image_processor: Mapping[str, Any] | None = None,
+) -> VisionLanguageModel:
+    """Build the model that config.json describes and fill it: from the folder, or ("dummy") at random from the seed."""
+    params = Parameters(dtype, device)
+    model = _family(config.model_type)(config, params, image_processor or {})
+    if load_format == "dummy":
+        fill_random(params.targets, seed)
+    elif path is None:
+        raise ConfigError(f"load_format={load_format!r} needs a folder to load from; only 'dummy' works without one")
+    else:
+        load_weights(path, params.targets, model.rules(), progress=progress)
+    loaded: VisionLanguageModel = model
+    return loaded
+
+
+def _family(model_type: str) -> Any:
+    if model_type not in _FAMILIES:
+        raise ConfigError(f"model_type {model_type!r} is not supported; known are {', '.join(sorted(_FAMILIES))}")
+    module, name = _FAMILIES[model_type]
+    return getattr(import_module(module), name)

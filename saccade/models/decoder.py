@@ -1,4 +1,4 @@
-"""The decoder of the Llama and Qwen line, over packed tokens. Where keys and values are kept is the attention's business."""
+"""The decoder of the Llama and Qwen line, over packed tokens. Where keys and values stay is not its business."""
 
 from __future__ import annotations
 
@@ -98,22 +98,24 @@ class Rotary:
 
 
 def _scale(plain: Tensor, scaling: Mapping[str, Any], max_position: int) -> Tensor:
+    factor = float(scaling.get("factor") or 1)
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind in ("default", "mrope"):
         return plain
     if kind == "linear":
-        return plain / scaling["factor"]
+        return plain / factor
     if kind == "llama3":
-        return _scale_llama3(plain, scaling, max_position)
+        return _scale_llama3(plain, factor, scaling, max_position)
     raise ConfigError(f"config.json asks for rope scaling of type {kind!r}; known are default, mrope, linear, llama3")
 
 
-def _scale_llama3(plain: Tensor, scaling: Mapping[str, Any], max_position: int) -> Tensor:
+def _scale_llama3(plain: Tensor, factor: float, scaling: Mapping[str, Any], max_position: int) -> Tensor:
     """Slow down long waves by `factor`, leave short ones alone, and blend in between."""
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    turns = plain * (scaling.get("original_max_position_embeddings") or max_position) / (2 * math.pi)
+    low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
+    trained = int(scaling.get("original_max_position_embeddings") or max_position)
+    turns = plain * trained / (2 * math.pi)  # of each wave over the length the model was trained on
     share = ((turns - low) / (high - low)).clamp(0, 1)  # of the unscaled frequency
-    return share * plain + (1 - share) * plain / scaling["factor"]
+    return share * plain + (1 - share) * plain / factor
 
 
 # --- the weight map -----------------------------------------------------------------------------------------------

@@ -13,10 +13,10 @@ from saccade.config import ModelConfig
 from saccade.types import Geometry, Grid
 
 Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""(layer, q [T, heads, d], k [T, kv_heads, d], v [T, kv_heads, d]) -> [T, heads, d]. It also keeps k and v for later."""
+"""(layer, q [T, heads, d], k [T, kv_heads, d], v [T, kv_heads, d]) -> [T, heads, d]. It keeps k and v for later."""
 
 Encoding = Generator[None, None, list[Tensor]]
-"""Encoding of some pictures, layer by layer: pauses after each layer, returns one [slots, hidden] tensor per picture."""
+"""Encoding of some pictures: pauses after each layer, returns one [slots, hidden] tensor per picture."""
 
 
 class VisionLanguageModel(Protocol):

@@ -53,10 +53,10 @@ class Linear:
         sizes = list(parts.values())
         self.weight = params.empty(sum(sizes), inputs)  # [outputs, inputs]
         self.bias = params.empty(sum(sizes)) if bias else None  # [outputs]
-        for name, rows in zip(parts, self.weight.split(sizes), strict=True):
+        for name, rows in zip(parts, torch.split(self.weight, sizes), strict=True):
             params.add(_join(name, "weight"), rows)
         if self.bias is not None:
-            for name, values in zip(parts, self.bias.split(sizes), strict=True):
+            for name, values in zip(parts, torch.split(self.bias, sizes), strict=True):
                 params.add(_join(name, "bias"), values)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ class Linear:
 
 
 class PatchLinear:
-    """A convolution whose stride is its kernel, as one product over flattened patches [patches, channels x ... x side]."""
+    """A convolution whose stride is its kernel: one product over flattened patches [patches, patch_dim]."""
 
     def __init__(self, params: Parameters, kernel: tuple[int, ...], outputs: int) -> None:
         stored = params.new("weight", outputs, *kernel)
@@ -128,7 +128,7 @@ def activation(name: str) -> Activation:
 
 
 def frequencies(rotated: int, theta: float, device: torch.device) -> Tensor:
-    """Angle per position of each pair of `rotated` dimensions: float32 [rotated / 2], from 1 down to about 1 / theta."""
+    """Angle per position of each pair of `rotated` dimensions: float32 [rotated / 2], from 1 to about 1 / theta."""
     exponents = torch.arange(0, rotated, 2, dtype=torch.float32, device=device) / rotated
     return 1.0 / theta**exponents
 

@@ -1,13 +1,15 @@
-"""Filling a model's tensors from safetensors files or from a random generator. Knows names and shapes, not what they do."""
+"""Filling a model's tensors from safetensors files or at random. Knows names and shapes, not what they mean."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -30,12 +32,6 @@ class Rule:
     source: str
     target: str | None
 
-    def match(self, name: str) -> tuple[str, ...] | None:
-        """What stands for `{}` and `*` in this name, or None when the rule is not about it."""
-        pattern = re.escape(self.source).replace(r"\{\}", r"(\d+)").replace(r"\*", r"(\w+)")
-        found = re.fullmatch(pattern, name)
-        return found.groups() if found else None
-
 
 def under(rules: Iterable[Rule], sources: Sequence[str], target: str) -> tuple[Rule, ...]:
     """The same rules one level deeper. Checkpoints of different ages put a part at different places: all `sources`."""
@@ -44,3 +40,155 @@ def under(rules: Iterable[Rule], sources: Sequence[str], target: str) -> tuple[R
         for rule in rules
         for source in sources
     )
+
+
+# --- from a checkpoint --------------------------------------------------------------------------------------------
+
+
+def load_weights(folder: Path, targets: Mapping[str, Tensor], rules: Sequence[Rule], *, progress: bool) -> None:
+    """Stream a folder's safetensors into `targets`, one tensor at a time. Every target must be met exactly once."""
+    homes = _homes(folder)
+    plan = _plan(homes, targets, rules)
+    with tqdm(total=len(plan), desc="Loading weights", unit=" tensors", disable=not progress) as bar:
+        for file, names in _by_file(plan, homes).items():
+            with _open(file) as handle:
+                for name in names:
+                    _copy(handle.get_tensor(name), targets[plan[name]], name, file)
+                    bar.update()
+
+
+def _homes(folder: Path) -> dict[str, Path]:
+    """The file that holds each tensor."""
+    homes: dict[str, Path] = {}
+    for file in _files(folder):
+        with _open(file) as handle:
+            homes |= dict.fromkeys(handle.keys(), file)
+    return homes
+
+
+def _files(folder: Path) -> list[Path]:
+    index = folder / _INDEX
+    if index.is_file():
+        return _shards(index)
+    single = folder / "model.safetensors"
+    files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
+    if not files:
+        others = ", ".join(sorted(p.name for p in folder.glob("*.bin"))[:_SHOWN])
+        hint = f"; {others} cannot be read, convert to safetensors first" if others else ""
+        raise ConfigError(f"{folder} holds no .safetensors file{hint}")
+    return files
+
+
+def _shards(index: Path) -> list[Path]:
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError) as error:
+        raise ConfigError(f"{index} is not a readable list of weight files; download the folder again") from error
+    missing = [name for name in names if not (index.parent / name).is_file()]
+    if missing:
+        raise ConfigError(
+            f"{index.parent} lacks {len(missing)} of the {len(names)} weight files that {_INDEX} names "
+            f"({_some(missing)}); the download is incomplete, run it again"
+        )
+    return [index.parent / name for name in names]
+
+
+def _open(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt", device="cpu")
+    except SafetensorError as error:
+        raise ConfigError(f"{file} is damaged or half-downloaded ({error}); download it again") from error
+
+
+def _plan(names: Iterable[str], targets: Mapping[str, Tensor], rules: Sequence[Rule]) -> dict[str, str]:
+    """Checkpoint name -> target, for all that are needed; leftovers no rule knows and unmet targets are errors."""
+    found = {name: _translate(name, rules) for name in names}
+    unexpected = [n for n, hit in found.items() if hit is None or (hit.target and hit.target not in targets)]
+    if unexpected:
+        raise ConfigError(
+            f"the checkpoint has {len(unexpected)} tensors that a model of this config.json has no place for "
+            f"({_some(unexpected)})"
+        )
+    plan = {name: hit.target for name, hit in found.items() if hit and hit.target}
+    by_target = {target: name for name, target in plan.items()}
+    twice = [name for name, target in plan.items() if by_target[target] != name]
+    if twice:
+        pairs = [f"{name} and {by_target[plan[name]]}" for name in twice]
+        raise ConfigError(f"the checkpoint holds {len(twice)} tensors under two names ({_some(pairs)})")
+    missing = [_name_in(found, target, rules) for target in targets.keys() - by_target.keys()]
+    if missing:
+        raise ConfigError(f"the checkpoint lacks {len(missing)} tensors that config.json asks for ({_some(missing)})")
+    return plan
+
+
+def _translate(name: str, rules: Sequence[Rule]) -> Rule | None:
+    """The first rule about this name, with its blanks filled in."""
+    for rule in rules:
+        blanks = _match(rule.source, name)
+        if blanks is not None:
+            return Rule(name, None if rule.target is None else _fill(rule.target, blanks))
+    return None
+
+
+def _name_in(found: Iterable[str], target: str, rules: Sequence[Rule]) -> str:
+    """What a checkpoint that names its tensors like `found` would call this target."""
+    candidates = [
+        _fill(rule.source, blanks)
+        for rule in rules
+        if rule.target is not None and (blanks := _match(rule.target, target)) is not None
+    ]
+    return max(candidates, key=lambda name: max((_shared_levels(name, other) for other in found), default=0))
+
+
+def _shared_levels(name: str, other: str) -> int:
+    pairs = zip(name.split("."), other.split("."), strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def _match(template: str, name: str) -> tuple[str, ...] | None:
+    """What stands for the blanks of the template in this name, or None when it does not fit."""
+    pattern = re.escape(template).replace(r"\{\}", r"(\d+)").replace(r"\*", r"(\w+)")
+    found = re.fullmatch(pattern, name)
+    return found.groups() if found else None
+
+
+def _fill(template: str, blanks: tuple[str, ...]) -> str:
+    return template.replace("*", "{}").format(*blanks)
+
+
+def _by_file(plan: Iterable[str], homes: Mapping[str, Path]) -> dict[Path, list[str]]:
+    files: dict[Path, list[str]] = {}
+    for name in plan:
+        files.setdefault(homes[name], []).append(name)
+    return files
+
+
+def _copy(tensor: Tensor, target: Tensor, name: str, file: Path) -> None:
+    if tensor.shape != target.shape:
+        raise ConfigError(
+            f"{name} in {file.name} has the shape {list(tensor.shape)}, but config.json asks for {list(target.shape)}"
+        )
+    target.copy_(tensor)  # converts and moves to the device on the way
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = sorted(names)[:_SHOWN]
+    return ", ".join(shown) + (", ..." if len(names) > _SHOWN else "")
+
+
+# --- from nothing -------------------------------------------------------------------------------------------------
+
+
+def fill_random(targets: Mapping[str, Tensor], seed: int) -> None:
+    """Random weights at the scale that keeps activations, and so logits, alive through any number of layers."""
+    generators: dict[torch.device, torch.Generator] = {}
+    for name, tensor in targets.items():
+        if name.endswith("bias"):
+            tensor.zero_()
+        elif name.endswith("weight") and tensor.dim() == 1:  # of a norm
+            tensor.fill_(1)
+        else:
+            if tensor.device not in generators:
+                generators[tensor.device] = torch.Generator(tensor.device).manual_seed(seed)
+            fan_in = math.prod(tensor.shape[1:]) if tensor.dim() > 1 else len(tensor)
+            tensor.normal_(std=fan_in**-0.5, generator=generators[tensor.device])

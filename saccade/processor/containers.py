@@ -165,28 +165,12 @@ def _skip_sub_blocks(data: bytes, at: int, steps: int) -> tuple[int, int]:
 
 # --- TIFF ---------------------------------------------------------------------------------------------------------
 
-_TIFF_TYPE_BYTES = {
-    1: 1,
-    2: 1,
-    3: 2,
-    4: 4,
-    5: 8,
-    6: 1,
-    7: 1,
-    8: 2,
-    9: 4,
-    10: 8,
-    11: 4,
-    12: 8,
-    13: 4,
-    16: 8,
-    17: 8,
-    18: 8,
-}
+_BYTES_OF_TYPES = ((1, (1, 2, 6, 7)), (2, (3, 8)), (4, (4, 9, 11, 13)), (8, (5, 10, 12, 16, 17, 18)))
+_TYPE_BYTES = {kind: width for width, kinds in _BYTES_OF_TYPES for kind in kinds}
 
 
 class _TiffLayout(NamedTuple):
-    count: str  # struct formats: entries in a directory, one entry's type and count, offset of the next directory
+    entries: str  # struct formats: entries in a directory; one entry's tag, type and count; offset of a directory
     entry: str
     offset: str
     entry_bytes: int
@@ -209,22 +193,22 @@ def walk_tiff(data: bytes) -> Outline:
 
 
 def _next_directory(data: bytes, at: int, order: str, layout: _TiffLayout) -> int:
-    entries = struct.unpack_from(order + layout.count, data, at)[0]
-    at += struct.calcsize(order + layout.count) + entries * layout.entry_bytes
+    entries = struct.unpack_from(order + layout.entries, data, at)[0]
+    at += struct.calcsize(order + layout.entries) + entries * layout.entry_bytes
     if at + struct.calcsize(order + layout.offset) > len(data):
         return 0
     return int(struct.unpack_from(order + layout.offset, data, at)[0])
 
 
 def _check_tiff_values(data: bytes, at: int, order: str, layout: _TiffLayout) -> None:
-    """Entries may all point at the same bytes, and a reader would copy them once for each: refuse more than the file has."""
-    entries = struct.unpack_from(order + layout.count, data, at)[0]
+    """Entries may all point at the same bytes and a reader would copy them for each: refuse more than the file has."""
+    entries = struct.unpack_from(order + layout.entries, data, at)[0]
     if entries > MAX_STEPS:
         raise ValueError("too many entries")
-    at, total = at + struct.calcsize(order + layout.count), 0
+    at, total = at + struct.calcsize(order + layout.entries), 0
     for entry in range(entries):
         _, kind, count = struct.unpack_from(order + layout.entry, data, at + entry * layout.entry_bytes)
-        total += count * _TIFF_TYPE_BYTES.get(kind, 0)
+        total += count * _TYPE_BYTES.get(kind, 0)
     if total > 2 * len(data):
         raise ValueError("entries claim more bytes than there are")
 

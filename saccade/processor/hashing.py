@@ -20,7 +20,7 @@ _RECORD_WORDS = RECORD_BYTES // 8
 
 
 def content_key(loaded: Loaded, policy_tag: bytes, fingerprint: bytes, salt: bytes) -> Key:
-    """Equal for equal bytes under one policy, model and salt. Each field carries its length, so none can pose as another."""
+    """Equal for equal bytes under one policy, model and salt. Fields carry their lengths, so none poses as another."""
     header = loaded.header
     # Compressed bytes say their own size and orientation; bare pixels do not.
     shape = struct.pack("<QQ", *header.size) if header.format == "rgb" else b""

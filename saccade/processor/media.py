@@ -36,7 +36,7 @@ class Loaded:
 
 
 def load_image(source: Any, policy: MediaPolicy, *, param: str | None = None, allow_paths: bool = True) -> Loaded:
-    """A PIL image, path, bytes, NumPy array or data: URL. `allow_paths=False` is for strings that came from a client."""
+    """A PIL image, path, bytes, NumPy array or data: URL. `allow_paths=False` is for strings that a client sent."""
     try:
         return _load(source, policy, allow_paths)
     except RequestError as error:
@@ -193,9 +193,10 @@ def _from_array(array: npt.NDArray[Any], policy: MediaPolicy) -> Loaded:
 
 def _to_bytes(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
     if array.dtype == np.uint8:
-        return array
+        return array.view(np.uint8)
     if array.dtype == np.uint16:
-        return (array >> 8).astype(np.uint8)
+        high_bits: npt.NDArray[np.uint8] = (array >> 8).astype(np.uint8)
+        return high_bits
     if np.issubdtype(array.dtype, np.floating):
         low, high = float(array.min()), float(array.max())
         if not (low >= 0 and high <= 1):  # also false for NaN
@@ -204,7 +205,8 @@ def _to_bytes(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
                 "divide by 255 or pass uint8",
                 code="invalid_image",
             )
-        return np.rint(array * 255).astype(np.uint8)
+        rounded: npt.NDArray[np.uint8] = np.rint(array * 255).astype(np.uint8)
+        return rounded
     raise RequestError(
         f"a picture array holds uint8, uint16 or float values, not {array.dtype}", code="invalid_image_mode"
     )

@@ -48,7 +48,7 @@ _OTHERS: tuple[tuple[bytes, str], ...] = (
 _BRANDS = {b"avif": "AVIF", b"avis": "AVIF", b"heic": "HEIC", b"heix": "HEIC", b"mif1": "HEIF", b"msf1": "HEIF"}
 FORMATS = "JPEG, PNG, WebP, GIF, BMP and TIFF"
 
-# These readers stop at the pixels. They are called directly because `Image.open` adds its own size limit with a warning.
+# These readers stop at the pixels. They are called directly because `Image.open` has a size limit and a warning.
 _READERS: Mapping[str, Callable[[io.BytesIO], Image.Image]] = {
     "png": PngImageFile,
     "bmp": BmpImageFile,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,6 +43,10 @@ class Runner:
         self._states.clear()
         if self.encoder:
             self.encoder.clear()
+
+    def stats(self) -> dict[str, Any]:
+        """Counters of pictures: decoded, encoded, passes through the tower, failures, most patches held at once."""
+        return {"encoder": asdict(self.encoder.counters) if self.encoder else {}}
 
     def close(self) -> None:
         if self.encoder:

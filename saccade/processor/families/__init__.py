@@ -1,0 +1,34 @@
+"""The table of model families. The only place in this package that names them."""
+
+from __future__ import annotations
+
+from saccade.config import ConfigError, ModelConfig
+from saccade.processor.families.base import Expansion, Family, Files
+from saccade.processor.families.llava import Llava
+from saccade.processor.families.qwen2_vl import Qwen2VL
+
+FAMILIES: dict[str, type[Family]] = {"llava": Llava, "qwen2_vl": Qwen2VL}
+
+
+def family_for(config: ModelConfig) -> type[Family]:
+    if config.model_type not in FAMILIES:
+        raise ConfigError(
+            f"model_type {config.model_type!r} is not supported; the supported ones are {', '.join(sorted(FAMILIES))}"
+        )
+    return FAMILIES[config.model_type]
+
+
+def default_family() -> Family:
+    """The rules that apply when no model is named: Qwen2-VL as it was published."""
+    return Qwen2VL(
+        patch_size=14,
+        merge_size=2,
+        min_pixels=56 * 56,
+        max_pixels=28 * 28 * 16384,
+        image_token_id=151655,
+        placeholder_ids=(151655, 151656),
+        settings={},
+    )
+
+
+__all__ = ["FAMILIES", "Expansion", "Family", "Files", "default_family", "family_for"]

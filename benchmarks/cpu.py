@@ -1,0 +1,196 @@
+"""A short benchmark on the CPU, as ratios within one run: `make bench`. Prints a table, then one line of JSON.
+
+The checkpoint is random (about 120 million parameters, made on the first run). Requests are JPEG bytes plus a question, so
+decoding and preprocessing count on both sides.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+
+from benchmarks.models import qwen2_vl_120m
+from benchmarks.scheduling import schedule_and_commit_ms
+from benchmarks.transformers_side import TransformersSide
+from saccade import LLM, SamplingParams, costs
+
+PICTURE = "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>"
+QUESTIONS = ("What is in this picture?", "How many red circles are there in it?")
+END = "<|im_end|>\n<|im_start|>assistant\n"
+TOKENS = 32
+Request = tuple[str, bytes]
+
+
+def photo(seed: int, width: int = 640, height: int = 480) -> bytes:
+    """A smooth random picture as JPEG bytes."""
+    small = np.random.default_rng(seed).integers(0, 255, (height // 40, width // 40, 3), dtype=np.uint8)
+    stream = io.BytesIO()
+    Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC).save(stream, "JPEG", quality=90)
+    return stream.getvalue()
+
+
+def workload(seed: int) -> list[Request]:
+    """16 requests over 8 pictures: picture first, two questions each."""
+    pictures = [photo(1000 * seed + i) for i in range(8)]
+    return [(f"{PICTURE}{question}{END}", data) for data in pictures for question in QUESTIONS]
+
+
+def greedy(tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+
+
+def make_llm(folder: Path, **given: object) -> LLM:
+    return LLM(model=str(folder), max_model_len=2048, dtype="float32", use_tqdm=False, **given)
+
+
+def as_prompt(request: Request) -> dict[str, object]:
+    return {"prompt": request[0], "multi_modal_data": {"image": request[1]}}
+
+
+def seconds(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+# --- throughput ---------------------------------------------------------------------------------------------------
+
+
+def throughput(folder: Path, rounds: int) -> dict[str, float]:
+    """Requests per second: ours, Transformers one by one, and its best batch size. Rounds are interleaved."""
+    llm, other = make_llm(folder), TransformersSide(folder)
+    llm.generate([as_prompt(r) for r in workload(99)[:2]], greedy(4), use_tqdm=False)
+    other.generate(workload(99)[:1], 4)
+    times: dict[str, list[float]] = {"saccade": [], "sequential": [], "batch 4": [], "batch 8": [], "batch 16": []}
+    for index in range(rounds):
+        requests = workload(index)
+        ours = [as_prompt(r) for r in requests]
+        times["saccade"].append(seconds(lambda ours=ours: llm.generate(ours, greedy(TOKENS), use_tqdm=False)))
+        for name, size in (("sequential", 1), ("batch 4", 4), ("batch 8", 8), ("batch 16", 16)):
+            times[name].append(seconds(lambda size=size, r=requests: _in_batches(other, r, size)))
+    llm.close()
+    return {name: 16 / min(values) for name, values in times.items()}
+
+
+def _in_batches(other: TransformersSide, requests: Sequence[Request], size: int) -> None:
+    for start in range(0, len(requests), size):
+        other.generate(list(requests[start : start + size]), TOKENS)
+
+
+# --- first token --------------------------------------------------------------------------------------------------
+
+
+def first_token(llm: LLM, prompt: dict[str, object]) -> float:
+    return seconds(lambda: llm.generate(prompt, greedy(1), use_tqdm=False))
+
+
+def seen_picture(folder: Path, rounds: int) -> dict[str, float]:
+    """A picture whose embeddings are at hand against text of as many tokens; then the same with cached prefixes."""
+    ids = np.random.default_rng(0)
+    data = photo(7)
+    result: dict[str, float] = {}
+    for name, caching in (("no prefix cache", False), ("prefix cache", True)):
+        llm = make_llm(folder, enable_prefix_caching=caching)
+        tokens = len(llm.generate(as_prompt((f"{PICTURE}{QUESTIONS[0]}{END}", data)), greedy(1), use_tqdm=False)[0].prompt_token_ids)
+        before = llm.stats()["encoder"]
+        base = ids.integers(0, 400, tokens).tolist()
+        llm.generate({"prompt_token_ids": base}, greedy(1), use_tqdm=False)
+        pictures, texts = [], []
+        for index in range(rounds):
+            question = f"Question {index:03d}, what is in this picture?"
+            asked = as_prompt((f"{PICTURE}{question}{END}", data))
+            size = len(llm.engine.processor.from_prompt(asked))
+            start = len(llm.engine.processor.from_prompt(as_prompt((PICTURE, data)))) // 16 * 16
+            text = [*base[:start], *ids.integers(0, 400, size - start).tolist()]
+            pictures.append(first_token(llm, asked))
+            texts.append(first_token(llm, {"prompt_token_ids": text}))
+        after = llm.stats()["encoder"]
+        assert after["encoded"] == before["encoded"] and after["decoded"] == before["decoded"], "a seen picture is free"
+        result[name] = statistics.median(pictures) / statistics.median(texts)
+        llm.close()
+    return result
+
+
+# --- distance from the matrix products ----------------------------------------------------------------------------
+
+
+def matrix_products(folder: Path, rounds: int) -> dict[str, float]:
+    """Time of our prefill, decode and encode over the time of bare matrix products of the same shapes."""
+    llm = make_llm(folder, enable_prefix_caching=False)
+    config = llm.engine.processor.checkpoint.config
+    text, vision = config.text, config.vision
+    assert vision is not None
+    ids = np.random.default_rng(1)
+    prefill = min(first_token(llm, {"prompt_token_ids": ids.integers(0, 400, 420).tolist()}) for _ in range(rounds))
+    prompts = [{"prompt_token_ids": ids.integers(0, 400, 420).tolist()} for _ in range(16)]
+    short = min(seconds(lambda: llm.generate(prompts, greedy(2), use_tqdm=False)) for _ in range(rounds))
+    long = min(seconds(lambda: llm.generate(prompts, greedy(18), use_tqdm=False)) for _ in range(rounds))
+    encodes = []
+    for index in range(rounds):
+        out = llm.generate(as_prompt((f"{PICTURE}?{END}", photo(500 + index))), greedy(1), use_tqdm=False)[0]
+        encodes.append(out.bill.times_ms["encode"] / 1e3)
+    llm.close()
+    qkv = (text.num_heads + 2 * text.num_kv_heads) * text.head_dim
+    layer = [(text.hidden_size, qkv), (text.num_heads * text.head_dim, text.hidden_size)]
+    layer += [(text.hidden_size, 2 * text.intermediate_size), (text.intermediate_size, text.hidden_size)]
+    head = [(text.hidden_size, text.vocab_size)]
+    width = vision.hidden_size
+    tower = [(width, 3 * width), (width, width), (width, vision.intermediate_size), (vision.intermediate_size, width)]
+    return {
+        "prefill of 420 tokens": prefill / _products([*layer * text.num_layers], 420, rounds),
+        "decode step of 16": (long - short) / 16 / _products([*layer * text.num_layers, *head], 16, rounds),
+        "encode of 1564 patches": min(encodes) / _products(tower * vision.num_layers, 1564, rounds),
+    }
+
+
+def _products(shapes: Sequence[tuple[int, int]], rows: int, rounds: int) -> float:
+    weights = [torch.randn(outputs, inputs) for inputs, outputs in shapes]
+    inputs = {n: torch.randn(rows, n) for n, _ in shapes}
+    with torch.inference_mode():
+        return min(seconds(lambda: [torch.nn.functional.linear(inputs[w.shape[1]], w) for w in weights]) for _ in range(rounds))
+
+
+# --- report -------------------------------------------------------------------------------------------------------
+
+
+def report(rows: Sequence[tuple[str, float, str]]) -> None:
+    print(f"{'measure':58} {'value':>9}  goal")
+    for name, value, goal in rows:
+        print(f"{name:58} {value:9.3f}  {goal}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model-dir", type=Path, default=Path("build/bench-qwen2-vl-120m"), help="made when it is missing")
+    parser.add_argument("--rounds", type=int, default=3, help="repeats of the slow parts")
+    args = parser.parse_args()
+    folder = qwen2_vl_120m(args.model_dir)
+    rates = throughput(folder, args.rounds)
+    best = max(rate for name, rate in rates.items() if name.startswith("batch"))
+    seen = seen_picture(folder, 4 * args.rounds)
+    products = matrix_products(folder, args.rounds)
+    step = schedule_and_commit_ms(64)
+    rows = [
+        *((f"requests/s, {name}", rate, "") for name, rate in rates.items()),
+        ("times sequential generate", rates["saccade"] / rates["sequential"], ">= 2.5"),
+        ("times the best batched generate", rates["saccade"] / best, ">= 1.4"),
+        ("first token, seen picture / text of as many tokens", seen["no prefix cache"], "<= 1.15"),
+        ("the same, both prefixes cached", seen["prefix cache"], "<= 1.3"),
+        *((f"{name} / its matrix products", value, "") for name, value in products.items()),
+        ("schedule + commit of 64 running requests, ms", step, "< 1"),
+    ]
+    report(rows)
+    print(json.dumps({name: round(value, 4) for name, value, _ in rows}))
+
+
+if __name__ == "__main__":
+    main()

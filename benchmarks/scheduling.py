@@ -1,0 +1,41 @@
+"""How long the scheduler thinks: schedule plus commit for many running requests, without a model."""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import numpy as np
+
+from saccade import SamplingParams
+from saccade.config import SchedulerConfig
+from saccade.processor.hashing import identity
+from saccade.scheduler.scheduler import Scheduler
+from saccade.types import Prompt, Request, Sample, StepResult
+
+
+def _request(index: int, tokens: int) -> Request:
+    ids = np.random.default_rng(index).integers(0, 30000, tokens)
+    prompt = Prompt(ids.tolist(), (), (), np.arange(tokens, dtype=np.int32)[None], tokens, identity(ids, ()))
+    return Request(str(index), prompt, SamplingParams(max_tokens=None), 2000, frozenset(), index)
+
+
+def schedule_and_commit_ms(running: int, steps: int = 300, prompt_tokens: int = 500) -> float:
+    """Median over decode steps, block boundaries and hashing included."""
+    limits = SchedulerConfig(
+        max_model_len=4096, max_num_batched_tokens=10**6, max_num_seqs=running, block_size=16,
+        num_blocks=running * 200, encoder_budget=4096, encoder_cache_slots=4096,
+    )  # fmt: skip
+    scheduler = Scheduler(limits)
+    for index in range(running):
+        scheduler.add(_request(index, prompt_tokens), 0.0)
+    times = []
+    for step in range(steps + 1):
+        start = time.perf_counter()
+        plan = scheduler.schedule(0.0)
+        planned = time.perf_counter()
+        result = StepResult({work.request_id: Sample(step % 1000, None) for work in plan.works})
+        resumed = time.perf_counter()
+        scheduler.commit(plan, result, 0.0)
+        times.append((time.perf_counter() - resumed + planned - start) * 1e3)
+    return statistics.median(times[1:])  # the first step is the prefill

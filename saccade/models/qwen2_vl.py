@@ -1,0 +1,118 @@
+"""Qwen2-VL: pictures of any size, 2-D rotary positions in the tower, four patches a token, M-RoPE in the decoder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from saccade.config import ModelConfig, VisionConfig
+from saccade.models.decoder import Biases, Decoder, decoder_rules, head_rule
+from saccade.models.interface import Attention, Encoding
+from saccade.models.layers import LayerNorm, Linear, Parameters, PatchLinear
+from saccade.models.pixels import normalise, on_device, patchify, pixel_policy, resize
+from saccade.models.vision import VisionBlock, grid_angles, vision_config
+from saccade.models.weights import Rule, under
+from saccade.types import Geometry, Grid
+
+_EPS = 1e-6  # of the tower's norms; no config names it
+
+
+class Qwen2VL:
+    def __init__(self, config: ModelConfig, params: Parameters, image_processor: Mapping[str, Any]) -> None:
+        self.config = config
+        self.params = params
+        self.pixels = pixel_policy(image_processor)
+        self.vision = vision_config(config)
+        self.tower = Tower(params.within("vision"), self.vision, config.text.hidden_size, _vision_theta(config))
+        self.decoder = Decoder(params.within("decoder"), config.text, Biases(qkv=True))
+
+    def prepare(self, image: npt.NDArray[np.uint8], geometry: Geometry) -> Tensor:
+        vision, small = self.vision, resize(image, geometry.resized, self.pixels.resample)
+        patches = patchify(
+            on_device(small, self.params.device),
+            geometry.grid,
+            vision.patch_size,
+            merge=vision.spatial_merge_size,
+            frames=vision.temporal_patch_size,
+        )
+        return normalise(patches, self.pixels, self.params.dtype)
+
+    def encode(self, patches: Tensor, grids: Sequence[Grid]) -> Encoding:
+        return self.tower.encode(patches, grids)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        return self.decoder.embed(token_ids)
+
+    def forward(self, embeds: Tensor, positions: Tensor, attention: Attention) -> Tensor:
+        return self.decoder.forward(embeds, positions, attention)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.decoder.logits(hidden)
+
+    def rules(self) -> tuple[Rule, ...]:
+        decoder = under(decoder_rules(self.config.text), ("model.language_model.", "model."), "decoder.")
+        head = under([head_rule(self.config.text)], ("",), "decoder.")
+        return (*decoder, *head, *under(_TOWER_RULES, ("model.visual.", "visual."), "vision."))
+
+
+class Tower:
+    def __init__(self, params: Parameters, vision: VisionConfig, outputs: int, theta: float) -> None:
+        self.head_dim = vision.hidden_size // vision.num_heads
+        self.theta = theta
+        self.merge = vision.spatial_merge_size
+        kernel = (vision.in_channels, vision.temporal_patch_size, vision.patch_size, vision.patch_size)
+        self.patch = PatchLinear(params.within("patch"), kernel, vision.hidden_size)
+        blocks = params.within("blocks")
+        self.blocks = [
+            VisionBlock(blocks.within(i), vision, eps=_EPS, is_qkv_fused=True) for i in range(vision.num_layers)
+        ]
+        self.merger = Merger(params.within("merger"), vision, outputs)
+
+    def encode(self, patches: Tensor, grids: Sequence[Grid]) -> Encoding:
+        angles = grid_angles(grids, self.head_dim, self.theta, self.merge, patches.device)
+        lengths = [grid.h * grid.w for grid in grids for _ in range(grid.t)]  # attention stays inside a frame
+        x = self.patch(patches)
+        for block in self.blocks:
+            x = block(x, lengths, angles)
+            yield
+        return list(torch.split(self.merger(x), [grid.patches // self.merge**2 for grid in grids]))
+
+
+class Merger:
+    """Four neighbouring patches become one embedding of the decoder's width."""
+
+    def __init__(self, params: Parameters, vision: VisionConfig, outputs: int) -> None:
+        merged = vision.hidden_size * vision.spatial_merge_size**2
+        self.norm = LayerNorm(params.within("norm"), vision.hidden_size, _EPS)
+        self.up = Linear(params.within("up"), merged, merged, bias=True)
+        self.down = Linear(params.within("down"), merged, outputs, bias=True)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        # `patchify` put the patches of a token next to each other, so merging is a change of shape.
+        return self.down(F.gelu(self.up(self.norm(x).view(-1, self.up.weight.shape[1]))))
+
+
+def _vision_theta(config: ModelConfig) -> float:
+    rope = config.raw["vision_config"].get("rope_parameters") or {}
+    return float(rope.get("rope_theta", 10000.0))
+
+
+_TOWER_RULES = (
+    Rule("patch_embed.proj.weight", "patch.weight"),
+    Rule("blocks.{}.norm1.*", "blocks.{}.attention_norm.*"),
+    Rule("blocks.{}.attn.qkv.*", "blocks.{}.qkv.*"),
+    Rule("blocks.{}.attn.proj.*", "blocks.{}.out.*"),
+    Rule("blocks.{}.norm2.*", "blocks.{}.mlp_norm.*"),
+    Rule("blocks.{}.mlp.fc1.*", "blocks.{}.up.*"),
+    Rule("blocks.{}.mlp.fc2.*", "blocks.{}.down.*"),
+    Rule("merger.ln_q.*", "merger.norm.*"),
+    Rule("merger.mlp.0.*", "merger.up.*"),
+    Rule("merger.mlp.2.*", "merger.down.*"),
+    Rule("rotary_pos_emb.inv_freq", None),
+)

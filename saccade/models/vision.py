@@ -1,0 +1,77 @@
+"""Transformer blocks of vision towers, over the packed patches of any number of pictures. Knows no model family."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from saccade.config import ConfigError, ModelConfig, VisionConfig
+from saccade.models.attention import packed_attention
+from saccade.models.layers import LayerNorm, Linear, Parameters, activation, cos_sin, frequencies, rotate
+from saccade.types import Grid
+
+
+class Angles(NamedTuple):
+    """Rotary positions of packed patches."""
+
+    cos: Tensor  # float32 [T, d]
+    sin: Tensor
+
+
+class VisionBlock:
+    """Attention inside each picture, then an MLP; each works on a LayerNorm of its input and is added to it."""
+
+    def __init__(self, params: Parameters, vision: VisionConfig, *, eps: float, is_qkv_fused: bool) -> None:
+        hidden, wide = vision.hidden_size, vision.intermediate_size
+        self.heads = vision.num_heads
+        self.scale = (hidden // vision.num_heads) ** -0.5
+        qkv = 3 * hidden if is_qkv_fused else {"q": hidden, "k": hidden, "v": hidden}
+        self.attention_norm = LayerNorm(params.within("attention_norm"), hidden, eps)
+        self.qkv = Linear(params.within("qkv"), hidden, qkv, bias=True)
+        self.out = Linear(params.within("out"), hidden, hidden, bias=True)
+        self.mlp_norm = LayerNorm(params.within("mlp_norm"), hidden, eps)
+        self.up = Linear(params.within("up"), hidden, wide, bias=True)
+        self.act = activation(vision.hidden_act)
+        self.down = Linear(params.within("down"), wide, hidden, bias=True)
+
+    def __call__(self, x: Tensor, lengths: Sequence[int], angles: Angles | None = None) -> Tensor:
+        x = self.attend(self.attention_norm(x), lengths, angles).add_(x)
+        return self.down(self.act(self.up(self.mlp_norm(x)))).add_(x)
+
+    def attend(self, x: Tensor, lengths: Sequence[int], angles: Angles | None) -> Tensor:
+        qkv = self.qkv(x).view(len(x), 3, self.heads, -1).permute(1, 2, 0, 3)  # [3, heads, T, d]
+        q, k, v = qkv
+        if angles is not None:
+            # In float32, as the towers were trained; the result is contiguous per head, which attention reads faster.
+            q, k = rotate(qkv[:2].float(), *angles).to(x.dtype)
+        mixed = packed_attention(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), lengths, self.scale)
+        return self.out(mixed.flatten(1))
+
+
+def grid_angles(grids: Sequence[Grid], head_dim: int, theta: float, merge: int, device: torch.device) -> Angles:
+    """Half of each head turns with a patch's row, half with its column."""
+    places = torch.cat([_places(grid, merge, device) for grid in grids])  # [T, 2]
+    per_axis = frequencies(head_dim // 2, theta, device)  # [d / 4]
+    return Angles(*cos_sin((places[..., None] * per_axis).flatten(1), torch.float32))
+
+
+def _places(grid: Grid, merge: int, device: torch.device) -> Tensor:
+    """Row and column of each patch of a picture, in the order of `pixels.patchify`: float32 [patches, 2]."""
+    rows, columns = torch.meshgrid(
+        torch.arange(grid.h, device=device), torch.arange(grid.w, device=device), indexing="ij"
+    )
+    cells = torch.stack((rows, columns), dim=-1).view(grid.h // merge, merge, grid.w // merge, merge, 2)
+    return cells.transpose(1, 2).reshape(-1, 2).repeat(grid.t, 1).float()
+
+
+def vision_config(config: ModelConfig) -> VisionConfig:
+    if config.vision is None:
+        raise ConfigError(f"config.json of a {config.model_type} model needs a vision_config")
+    if config.vision.hidden_size % config.vision.num_heads:
+        raise ConfigError(
+            f"vision_config: width {config.vision.hidden_size} does not divide into {config.vision.num_heads} heads"
+        )
+    return config.vision

@@ -1,0 +1,127 @@
+"""OpenAI-style messages: what they may contain, and the plain form a chat template takes. Knows no tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from saccade.processor.pictures import Picture
+from saccade.processor.template import render
+from saccade.types import RequestError
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+_VIDEO_PARTS = ("video", "video_url", "input_video")
+_PROBE = "5a17c3"
+
+
+class Chat(NamedTuple):
+    messages: list[dict[str, Any]]  # for the template; every string has passed through `clean`
+    pictures: list[Picture]  # in the order of the parts
+
+
+class Form(NamedTuple):
+    """Which form of `content` a template understands."""
+
+    takes_strings: bool
+    takes_parts: bool
+
+
+def read_messages(messages: Any, form: Form, clean: Callable[[str], str], *, allow_paths: bool) -> Chat:
+    """Check the messages, take the pictures out, and put the rest into the form the template understands."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+        raise RequestError("messages must be a list with at least one message", param="messages")
+    chat = Chat([], [])
+    for index, message in enumerate(messages):
+        where = f"messages[{index}]"
+        _check_role(message, where)
+        rest = {k: v for k, v in message.items() if k != "content"}
+        parts = _parts(message.get("content"), where, chat.pictures, allow_paths)
+        content = cleaned(_in_form(parts, form), clean)
+        chat.messages.append({**cleaned(rest, clean), "content": content})
+    return chat
+
+
+def cleaned(value: Any, clean: Callable[[str], str]) -> Any:
+    """A copy with every string in it, keys included, passed through `clean`. Templates get nothing but plain JSON."""
+    if isinstance(value, str):
+        return clean(str(value))
+    if isinstance(value, Mapping):
+        return {cleaned(k, clean): cleaned(v, clean) for k, v in value.items()}
+    if isinstance(value, Sequence):
+        return [cleaned(v, clean) for v in value]
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    raise RequestError(f"messages and tools hold plain JSON values, not {type(value).__name__}", param="messages")
+
+
+@lru_cache(maxsize=8)
+def form_of(template: str) -> Form:
+    """Found out by trying: some published templates silently drop a plain string, others print a list as it is."""
+    return Form(_shows(template, _PROBE), _shows(template, [{"type": "text", "text": _PROBE}]))
+
+
+def _shows(template: str, content: Any) -> bool:
+    try:
+        rendered = render(template, [{"role": "user", "content": content}])
+    except RequestError:
+        return True  # the template wants more than one user message: give it what the client sent
+    return _PROBE in rendered and "'type'" not in rendered
+
+
+def _check_role(message: Any, where: str) -> None:
+    if not isinstance(message, Mapping):
+        raise RequestError(f"{where} must be an object with role and content", param=where)
+    role = message.get("role")
+    if role not in ROLES:
+        raise RequestError(f"the role {role!r} is unknown; use one of {', '.join(ROLES)}", param=f"{where}.role")
+
+
+def _parts(content: Any, where: str, pictures: list[Picture], allow_paths: bool) -> str | list[dict[str, Any]]:
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, Sequence):
+        raise RequestError(f"{where}.content must be a string or a list of parts", param=f"{where}.content")
+    return [_part(part, f"{where}.content[{i}]", pictures, allow_paths) for i, part in enumerate(content)]
+
+
+def _part(part: Any, where: str, pictures: list[Picture], allow_paths: bool) -> dict[str, Any]:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind == "text":
+        if not isinstance(part.get("text"), str):
+            raise RequestError("a text part needs a string under text", param=f"{where}.text")
+        return {"type": "text", "text": part["text"]}
+    if kind == "image_url":
+        pictures.append(_linked(part.get("image_url"), f"{where}.image_url"))
+        return {"type": "image"}
+    if kind == "image":
+        pictures.append(_given(part, f"{where}.image", allow_paths))
+        return {"type": "image"}
+    if kind in _VIDEO_PARTS:
+        raise RequestError("video is not supported by this version; send pictures", param=where)
+    raise RequestError(f"the part type {kind!r} is unknown; use text, image_url or image", param=f"{where}.type")
+
+
+def _linked(link: Any, where: str) -> Picture:
+    """A URL as clients send it, alone or with `detail` beside it."""
+    fields = {"url": link} if isinstance(link, str) else link
+    if not isinstance(fields, Mapping) or not isinstance(fields.get("url"), str):
+        raise RequestError("image_url needs an object with a string under url", code="invalid_image_url", param=where)
+    return Picture(fields["url"], where, fields.get("detail") or "auto", allow_path=False)
+
+
+def _given(part: Mapping[str, Any], where: str, allow_paths: bool) -> Picture:
+    """A picture object as Python callers pass it."""
+    if part.get("image") is None:
+        raise RequestError("an image part needs the picture under image", code="invalid_image", param=where)
+    return Picture(part["image"], where, part.get("detail") or "auto", allow_paths)
+
+
+def _in_form(content: str | list[dict[str, Any]], form: Form) -> str | list[dict[str, Any]]:
+    if isinstance(content, str) and not form.takes_strings and form.takes_parts:
+        return [{"type": "text", "text": content}]
+    if isinstance(content, list) and not form.takes_parts and form.takes_strings:
+        return "".join(part.get("text", "") for part in content)
+    return content

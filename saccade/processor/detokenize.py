@@ -1,0 +1,62 @@
+"""An answer's text as its tokens arrive: never half a character, never the beginning of a stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from saccade.processor.tokenizer import Tokenizer
+
+
+class Detokenizer:
+    """Text of one answer. `text` is what may be shown so far; `stopped` is the stop string that ended it."""
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+        self._stream = tokenizer.stream()
+        self._stop = tuple(stop)
+        self._shown: list[str] = []
+        self._held = ""  # may be the beginning of a stop string
+        self.stopped: str | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(self._shown)
+
+    def push(self, token_id: int) -> str:
+        """The text this token adds, as far as it is certain."""
+        return "" if self.stopped is not None else self._take(self._stream.push(token_id))
+
+    def finish(self) -> str:
+        """No token follows: whatever was held back comes out."""
+        if self.stopped is not None:
+            return ""
+        new = self._take(self._stream.finish())
+        rest, self._held = self._held, ""
+        return new + self._show(rest)
+
+    def _take(self, new: str) -> str:
+        if not new or not self._stop:
+            return self._show(new)
+        text = self._held + new
+        found = self._first_stop(text)
+        if found is not None:
+            self.stopped, self._held = found, ""
+            return self._show(text[: text.index(found)])
+        keep = self._undecided(text)
+        self._held = text[len(text) - keep :]
+        return self._show(text[: len(text) - keep])
+
+    def _show(self, text: str) -> str:
+        if text:
+            self._shown.append(text)
+        return text
+
+    def _first_stop(self, text: str) -> str | None:
+        """The one that is complete first, character by character: how tokens cut the text must not matter."""
+        ends = [(text.index(s) + len(s), -len(s), s) for s in self._stop if s in text]
+        return min(ends)[2] if ends else None
+
+    def _undecided(self, text: str) -> int:
+        """Length of the longest ending of the text that begins a stop string."""
+        longest = min(len(text), max(map(len, self._stop)) - 1)
+        lengths = range(longest, 0, -1)
+        return next((n for n in lengths if any(s.startswith(text[-n:]) for s in self._stop)), 0)

@@ -1,0 +1,90 @@
+"""What a model family must say about pictures, and the parts the families share. Pure functions of sizes and ids."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from saccade.config import ModelConfig
+from saccade.types import Geometry, Grid, RequestError, Size, Span
+
+MAX_ASPECT_RATIO = 200
+"""Longer pictures are refused for every family: a thin strip costs far more to resize than its tokens say."""
+
+
+class Files(Protocol):
+    """The part of a checkpoint that a family reads."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+    @property
+    def image_processor(self) -> Mapping[str, Any]: ...
+    @property
+    def processor(self) -> Mapping[str, Any]: ...
+
+
+class Expansion(NamedTuple):
+    """The tokens that stand for one picture in the prompt."""
+
+    token_ids: npt.NDArray[np.int64]  # [tokens]
+    is_embed: tuple[bool, ...] | None  # which of them take an embedding; None means all
+
+
+class Family(Protocol):
+    """How a header becomes a grid and tokens, and what positions the tokens get."""
+
+    @property
+    def is_fixed_size(self) -> bool:
+        """Every picture costs the same; pixel limits have no effect."""
+
+    @classmethod
+    def from_checkpoint(cls, files: Files) -> Self: ...
+
+    @property
+    def image_token_id(self) -> int: ...
+
+    @property
+    def placeholder_ids(self) -> tuple[int, ...]:
+        """Every token that stands for media; a client's text must never contain one."""
+
+    def policy(self, min_pixels: int | None, max_pixels: int | None) -> tuple[int, int]:
+        """The pixel limits in force: what is given, else the checkpoint's."""
+
+    def policy_tag(self, min_pixels: int, max_pixels: int) -> bytes:
+        """Every setting that decides which pixels reach the encoder, for the content key."""
+
+    def geometry(self, size: Size, min_pixels: int, max_pixels: int) -> Geometry: ...
+
+    def largest(self, min_pixels: int, max_pixels: int) -> Geometry:
+        """At least as many tokens as any picture can have under these limits."""
+
+    def expand(self, geometry: Geometry) -> Expansion: ...
+
+    def positions(
+        self, token_ids: Sequence[int] | npt.NDArray[np.int64], spans: Sequence[Span], grids: Sequence[Grid]
+    ) -> tuple[npt.NDArray[np.int32], int]:
+        """Rotary positions [axes, tokens] and the position of the first generated token."""
+
+
+def check_aspect_ratio(size: Size) -> None:
+    ratio = max(size) / min(size)
+    if ratio > MAX_ASPECT_RATIO:
+        raise RequestError(
+            f"the picture is {size.width}x{size.height}, an aspect ratio of {ratio:.1f}; at most {MAX_ASPECT_RATIO} is "
+            "allowed",
+            code="image_too_large",
+        )
+
+
+def tag(settings: Mapping[str, Any]) -> bytes:
+    return json.dumps(settings, sort_keys=True).encode()
+
+
+def pixel_settings(image_processor: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings all image processors share. Absent ones stay out: two checkpoints never share a key anyway."""
+    names = ("resample", "do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std")
+    return {name: image_processor[name] for name in names if name in image_processor}

@@ -1,0 +1,111 @@
+"""LLaVA-1.5: every picture is resized by its short side and cropped to one square; plain rotary positions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from saccade.config import ConfigError
+from saccade.processor.families.base import Expansion, Files, check_aspect_ratio, pixel_settings, tag
+from saccade.types import Geometry, Grid, Size, Span
+
+_DEFAULT_SIDE = 224  # what CLIP's image processor assumes when a checkpoint is silent
+
+
+@dataclass(frozen=True, slots=True)
+class Llava:
+    short_side: int | None  # pictures are resized to this short side; None: stretched to the crop
+    crop: Size
+    patch_size: int
+    extra_tokens: int  # beside the patches: +1 for a class token that is kept
+    image_token_id: int
+    settings: Mapping[str, Any]
+    is_fixed_size: bool = True
+
+    @classmethod
+    def from_checkpoint(cls, files: Files) -> Self:
+        config, given, processor = files.config, files.image_processor, files.processor
+        if config.vision is None or config.image_token_id is None:
+            raise ConfigError("config.json has no vision_config or no image_token_id, so this model takes no pictures")
+        if given.get("do_pad"):
+            raise ConfigError("the image processor says do_pad=true, but pictures are cropped here, not padded")
+        short_side, crop = _resize_and_crop(given)
+        return cls(
+            short_side=short_side,
+            crop=crop,
+            patch_size=processor.get("patch_size") or config.vision.patch_size,
+            extra_tokens=_extra_tokens(processor, config.raw),
+            image_token_id=config.image_token_id,
+            settings=pixel_settings(given),
+        )
+
+    @property
+    def placeholder_ids(self) -> tuple[int, ...]:
+        return (self.image_token_id,)
+
+    def policy(self, min_pixels: int | None, max_pixels: int | None) -> tuple[int, int]:
+        """The tower takes one size only, so limits a deployment sets have nothing to act on and are left aside."""
+        pixels = self.crop.width * self.crop.height
+        return pixels, pixels
+
+    def policy_tag(self, min_pixels: int, max_pixels: int) -> bytes:
+        return tag({**self.settings, "short_side": self.short_side, "crop": self.crop, "patch": self.patch_size})
+
+    def geometry(self, size: Size, min_pixels: int, max_pixels: int) -> Geometry:
+        check_aspect_ratio(size)
+        return self._of(self._resized(size))
+
+    def largest(self, min_pixels: int, max_pixels: int) -> Geometry:
+        return self._of(self.crop)
+
+    def _resized(self, size: Size) -> Size:
+        if self.short_side is None:
+            return self.crop
+        longer = int(self.short_side * max(size) / min(size))  # truncated, not rounded
+        return Size(self.short_side, longer) if size.width <= size.height else Size(longer, self.short_side)
+
+    def _of(self, resized: Size) -> Geometry:
+        grid = Grid(1, self.crop.height // self.patch_size, self.crop.width // self.patch_size)
+        tokens = grid.patches + self.extra_tokens
+        return Geometry(resized, grid, tokens, tokens)
+
+    def expand(self, geometry: Geometry) -> Expansion:
+        return Expansion(np.full(geometry.tokens, self.image_token_id, np.int64), None)
+
+    def positions(
+        self, token_ids: Sequence[int] | npt.NDArray[np.int64], spans: Sequence[Span], grids: Sequence[Grid]
+    ) -> tuple[npt.NDArray[np.int32], int]:
+        return np.arange(len(token_ids), dtype=np.int32)[None], len(token_ids)  # [1, tokens]
+
+
+def _resize_and_crop(given: Mapping[str, Any]) -> tuple[int | None, Size]:
+    """`size` and `crop_size` are numbers in old checkpoints, mappings in newer ones."""
+    size = given.get("size", {"shortest_edge": _DEFAULT_SIDE})
+    short_side = size if isinstance(size, int) else size.get("shortest_edge")
+    crop = given.get("crop_size", _DEFAULT_SIDE) if given.get("do_center_crop", True) else size
+    if not given.get("do_resize", True):
+        raise ConfigError("the image processor says do_resize=false; the vision tower takes pictures of one size only")
+    if isinstance(crop, int):
+        crop = {"height": crop, "width": crop}
+    if "height" not in crop or "width" not in crop:
+        raise ConfigError(f"the image processor neither crops nor resizes to one height and width (size={size})")
+    return short_side, Size(crop["width"], crop["height"])
+
+
+def _extra_tokens(processor: Mapping[str, Any], raw: Mapping[str, Any]) -> int:
+    """Tokens beside one per patch. Checkpoints from before the processor knew its patch size rely on the tower's own
+    output: CLIP puts a class token in front, and the strategy "default" drops it."""
+    strategy = processor.get("vision_feature_select_strategy") or raw.get("vision_feature_select_strategy", "default")
+    added = processor.get("num_additional_image_tokens") if processor.get("patch_size") else 1
+    dropped = 1 if strategy == "default" else 0
+    extra = (1 if added is None else int(added)) - dropped
+    if extra < 0:
+        raise ConfigError(
+            f"processor_config.json counts {added} extra image tokens but drops {dropped}; set "
+            "num_additional_image_tokens to 1, the tower's class token"
+        )
+    return extra

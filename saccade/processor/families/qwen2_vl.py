@@ -1,0 +1,177 @@
+"""Qwen2-VL: any size, rounded to whole tokens within pixel limits; three-axis rotary positions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from saccade.config import ConfigError
+from saccade.processor.families.base import (
+    MAX_ASPECT_RATIO,
+    Expansion,
+    Files,
+    check_aspect_ratio,
+    pixel_settings,
+    tag,
+)
+from saccade.types import Geometry, Grid, Size, Span
+
+_MIN_PIXELS = 56 * 56  # what the image processor assumes when a checkpoint is silent
+_MAX_PIXELS = 28 * 28 * 1280
+_SLACK = 1 + 1e-9  # a bound must not be missed by the rounding error of a square root
+
+
+@dataclass(frozen=True, slots=True)
+class Qwen2VL:
+    patch_size: int  # pixels along one side of a patch
+    merge_size: int  # patches along one side of a token
+    min_pixels: int  # the checkpoint's own limits
+    max_pixels: int
+    image_token_id: int
+    placeholder_ids: tuple[int, ...]
+    settings: Mapping[str, Any]
+    is_fixed_size: bool = False
+
+    @classmethod
+    def from_checkpoint(cls, files: Files) -> Self:
+        config, given = files.config, files.image_processor
+        if config.vision is None or config.image_token_id is None:
+            raise ConfigError("config.json has no vision_config or no image_token_id, so this model takes no pictures")
+        if not given.get("do_resize", True):
+            raise ConfigError("the image processor says do_resize=false; pictures must be resized to whole patches")
+        lowest, highest = _checkpoint_limits(given)
+        return cls(
+            patch_size=given.get("patch_size") or config.vision.patch_size,
+            merge_size=given.get("merge_size") or config.vision.spatial_merge_size,
+            min_pixels=lowest,
+            max_pixels=highest,
+            image_token_id=config.image_token_id,
+            placeholder_ids=tuple(i for i in (config.image_token_id, config.video_token_id) if i is not None),
+            settings=pixel_settings(given),
+        )
+
+    @classmethod
+    def published(cls) -> Self:
+        """The settings of the checkpoints on the hub, 2B to 72B."""
+        return cls(
+            14, 2, 56 * 56, 28 * 28 * 16384, image_token_id=151655, placeholder_ids=(151655, 151656), settings={}
+        )
+
+    @property
+    def token_side(self) -> int:
+        """Pixels along one side of the square that becomes one token."""
+        return self.patch_size * self.merge_size
+
+    def policy(self, min_pixels: int | None, max_pixels: int | None) -> tuple[int, int]:
+        highest = self.max_pixels if max_pixels is None else max_pixels
+        # A deployment that only lowers the maximum means it, even below the checkpoint's own minimum.
+        lowest = min(self.min_pixels, highest) if min_pixels is None else min_pixels
+        if lowest > highest:
+            raise ConfigError(
+                f"min_pixels={lowest} is above max_pixels={highest}; raise max_pixels or lower min_pixels"
+            )
+        return lowest, highest
+
+    def policy_tag(self, min_pixels: int, max_pixels: int) -> bytes:
+        sides = {"patch": self.patch_size, "merge": self.merge_size}
+        return tag({**self.settings, **sides, "min_pixels": min_pixels, "max_pixels": max_pixels})
+
+    def geometry(self, size: Size, min_pixels: int, max_pixels: int) -> Geometry:
+        check_aspect_ratio(size)
+        return self._of(fit(size, self.token_side, min_pixels, max_pixels))
+
+    def largest(self, min_pixels: int, max_pixels: int) -> Geometry:
+        return self._of(largest_fit(self.token_side, min_pixels, max_pixels))
+
+    def _of(self, resized: Size) -> Geometry:
+        grid = Grid(1, resized.height // self.patch_size, resized.width // self.patch_size)
+        tokens = grid.patches // self.merge_size**2
+        return Geometry(resized, grid, tokens, tokens)
+
+    def expand(self, geometry: Geometry) -> Expansion:
+        return Expansion(np.full(geometry.tokens, self.image_token_id, np.int64), None)
+
+    def positions(
+        self, token_ids: Sequence[int] | npt.NDArray[np.int64], spans: Sequence[Span], grids: Sequence[Grid]
+    ) -> tuple[npt.NDArray[np.int32], int]:
+        """Text counts on along all three axes; a picture spreads over height and width and ends at its longer side.
+
+            text  picture of 2 x 3 tokens   text
+        t   0 1   2 2 2 2 2 2               5
+        h   0 1   2 2 2 3 3 3               5
+        w   0 1   2 3 4 2 3 4               5
+        """
+        positions = np.empty((3, len(token_ids)), np.int32)  # [axes, tokens]
+        done, shift = 0, 0  # tokens written; rotary position minus index for the text that comes next
+        for span, grid in zip(spans, grids, strict=True):
+            positions[:, done : span.start] = np.arange(done + shift, span.start + shift, dtype=np.int32)
+            first = span.start + shift
+            h, w = grid.h // self.merge_size, grid.w // self.merge_size
+            positions[:, span.start : span.end] = _picture_positions(grid.t, h, w) + first
+            done, shift = span.end, first + max(h, w) - span.end
+        positions[:, done:] = np.arange(done + shift, len(token_ids) + shift, dtype=np.int32)
+        return positions, len(token_ids) + shift
+
+
+@lru_cache(maxsize=64)
+def _picture_positions(t: int, h: int, w: int) -> npt.NDArray[np.int32]:  # [3, t * h * w]
+    return np.indices((t, h, w), dtype=np.int32).reshape(3, -1)
+
+
+def fit(size: Size, side: int, min_pixels: int, max_pixels: int) -> Size:
+    """The nearest whole number of tokens along each side, then shrunk or grown until the area is within the limits.
+
+    A strip whose short side rounds to nothing still gets one token across, so thin pictures can end up above
+    `max_pixels`; the model's own processor does the same.
+    """
+    width, height = size
+    rounded = Size(round(width / side) * side, round(height / side) * side)
+    area = rounded.width * rounded.height
+    if area > max_pixels:
+        scale = math.sqrt(height * width / max_pixels)
+        return Size(*(max(side, math.floor(length / scale / side) * side) for length in size))
+    if area < min_pixels:
+        scale = math.sqrt(min_pixels / (height * width))
+        return Size(*(math.ceil(length * scale / side) * side for length in size))
+    return rounded
+
+
+def largest_fit(side: int, min_pixels: int, max_pixels: int) -> Size:
+    """A size that `fit` never exceeds in tokens. Three ways lead to many of them; the worst one counts."""
+    candidates = (_fullest(max_pixels // side**2), _thinnest(side, max_pixels), _most_enlarged(side, min_pixels))
+    rows, columns = max(candidates, key=math.prod)
+    return Size(columns * side, rows * side)
+
+
+def _fullest(tokens: int) -> tuple[int, int]:
+    """Most tokens in a rectangle of at most this many, the squarest one where several tie."""
+    if tokens < 1:
+        return 1, 1
+    return max(((rows, tokens // rows) for rows in range(math.isqrt(tokens), 0, -1)), key=math.prod)
+
+
+def _thinnest(side: int, max_pixels: int) -> tuple[int, int]:
+    """A strip at the aspect limit, shrunk: its length shrinks by the area, but one token across is always left."""
+    return 1, max(1, math.floor(math.sqrt(max_pixels * MAX_ASPECT_RATIO) / side * _SLACK))
+
+
+def _most_enlarged(side: int, min_pixels: int) -> tuple[int, int]:
+    """Growing to the minimum rounds up along both sides; the worst shapes are just past a whole number of columns."""
+    tokens = min_pixels / side**2 * _SLACK
+    squarest, widest = math.floor(math.sqrt(tokens)), math.floor(math.sqrt(tokens * MAX_ASPECT_RATIO))
+    shapes = [(math.ceil(tokens / columns), columns + 1) for columns in range(max(1, squarest), widest + 1)]
+    return max([(1, 1), *shapes], key=math.prod)
+
+
+def _checkpoint_limits(given: Mapping[str, Any]) -> tuple[int, int]:
+    """Published checkpoints say min_pixels and max_pixels; newer ones keep the same numbers as edges of `size`."""
+    size = given.get("size") or {}
+    lowest = given.get("min_pixels") or size.get("shortest_edge") or size.get("min_pixels") or _MIN_PIXELS
+    highest = given.get("max_pixels") or size.get("longest_edge") or size.get("max_pixels") or _MAX_PIXELS
+    return int(lowest), int(highest)

@@ -1,0 +1,129 @@
+"""From whatever stands for a picture to a `MediaItem` with its key and cost. Needs no tokenizer and no template."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from saccade.config import MediaPolicy
+from saccade.costs import blocks_for
+from saccade.processor.checkpoint import Checkpoint
+from saccade.processor.families import Family, family_for
+from saccade.processor.hashing import content_key
+from saccade.processor.media import load_image
+from saccade.types import BillItem, Geometry, Key, MediaItem, RequestError
+
+LOW_DETAIL_PIXELS = 512 * 512
+"""What OpenAI's `detail: "low"` allows; auto, high and original mean the deployment's own limit."""
+_DETAILS = ("auto", "low", "high", "original")
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Pixel limits in force for one picture."""
+
+    min_pixels: int
+    max_pixels: int
+
+    def lowered(self, max_pixels: int) -> Limits:
+        highest = min(self.max_pixels, max_pixels)
+        return Limits(min(self.min_pixels, highest), highest)
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A picture as a caller gave it."""
+
+    source: Any
+    param: str  # where it stands in the request, for errors
+    detail: str = "auto"
+    allow_path: bool = True  # False for strings that a client sent
+
+
+class Pictures:
+    """Resolves pictures under one deployment's policy."""
+
+    def __init__(self, checkpoint: Checkpoint, policy: MediaPolicy) -> None:
+        self.family: Family = family_for(checkpoint.config).from_checkpoint(checkpoint)
+        self.policy = policy
+        self.limits = Limits(*self.family.policy(policy.min_pixels, policy.max_pixels))
+        self._fingerprint = checkpoint.fingerprint
+
+    def largest(self) -> Geometry | None:
+        """The most expensive picture a request may bring; None when it may bring none."""
+        if self.policy.limits.get("image", 0) < 1:
+            return None
+        return self.family.largest(self.limits.min_pixels, self.limits.max_pixels)
+
+    def resolve(self, pictures: list[Picture], limits: Limits, salt: bytes) -> list[MediaItem]:
+        """One item per picture. The same picture twice is hashed once and comes out as the same object."""
+        by_source: dict[tuple[int, str], MediaItem] = {}
+        by_key: dict[Key, MediaItem] = {}
+        items = []
+        for picture in pictures:
+            same = (id(picture.source), picture.detail)
+            if same not in by_source:
+                item = self.item(picture, limits, salt)
+                by_source[same] = by_key.setdefault(item.key, item)
+            items.append(by_source[same])
+        return items
+
+    def item(self, picture: Picture, limits: Limits, salt: bytes = b"") -> MediaItem:
+        limits = self._for_detail(picture, limits)
+        loaded = load_image(picture.source, self.policy, param=picture.param, allow_paths=picture.allow_path)
+        try:
+            geometry = self.family.geometry(loaded.header.size, limits.min_pixels, limits.max_pixels)
+        except RequestError as error:
+            raise RequestError(error.message, code=error.code, param=picture.param) from None
+        tag = self.family.policy_tag(limits.min_pixels, limits.max_pixels)
+        key = content_key(loaded, tag, self._fingerprint, salt)
+        return MediaItem(key, "image", loaded.data, loaded.header, geometry)
+
+    def _for_detail(self, picture: Picture, limits: Limits) -> Limits:
+        if picture.detail not in _DETAILS:
+            raise RequestError(
+                f"detail must be one of {', '.join(_DETAILS)}, but {picture.detail!r} was given", param=picture.param
+            )
+        return limits.lowered(LOW_DETAIL_PIXELS) if picture.detail == "low" else limits
+
+    def request_limits(self, given: Any) -> Limits:
+        """Limits of one request from its mm_processor_kwargs, which may ask for fewer pixels, never for more."""
+        if not given:
+            return self.limits
+        _check_names(given)
+        if self.family.is_fixed_size:
+            raise RequestError(
+                "this model takes pictures of one size only, so mm_processor_kwargs cannot change it; leave it out",
+                param="mm_processor_kwargs",
+            )
+        highest = _pixels(given, "max_pixels", self.limits.max_pixels, self.limits.max_pixels)
+        lowest = _pixels(given, "min_pixels", min(self.limits.min_pixels, highest), highest)
+        return Limits(lowest, highest)
+
+
+def bill_item(item: MediaItem, block_size: int) -> BillItem:
+    width, height = item.header.size
+    resized, tokens = item.geometry.resized, item.geometry.tokens
+    blocks = blocks_for(tokens, block_size)
+    return BillItem(item.kind, width, height, resized.width, resized.height, tokens, blocks, item.key.hex()[:16])
+
+
+def _check_names(given: Any) -> None:
+    unknown = sorted(set(given) - {"min_pixels", "max_pixels"}) if isinstance(given, dict) else [repr(given)]
+    if unknown:
+        raise RequestError(
+            f"mm_processor_kwargs takes min_pixels and max_pixels, not {', '.join(map(str, unknown))}",
+            param="mm_processor_kwargs",
+        )
+
+
+def _pixels(given: dict[str, Any], name: str, default: int, ceiling: int) -> int:
+    value = given.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= ceiling:
+        raise RequestError(
+            f"{name} must be a whole number from 1 to {ceiling}, the limit in force, but {value!r} was given",
+            param=f"mm_processor_kwargs.{name}",
+        )
+    return value

@@ -1,0 +1,249 @@
+"""Builds prompts: text and pictures in; token ids, spans, positions and the bill out. Decodes no pixels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from saccade.config import ConfigError, MediaPolicy
+from saccade.costs import blocks_for
+from saccade.processor.chat import cleaned, form_of, read_messages
+from saccade.processor.checkpoint import Checkpoint
+from saccade.processor.detokenize import Detokenizer
+from saccade.processor.hashing import identity
+from saccade.processor.pictures import Picture, Pictures, bill_item
+from saccade.processor.template import render, required
+from saccade.processor.tokenizer import Tokenizer
+from saccade.types import Bill, Geometry, MediaItem, Prompt, RequestError, Span
+
+_PROMPT_KEYS = ("prompt", "prompt_token_ids", "multi_modal_data", "mm_processor_kwargs", "cache_salt")
+_TEMPLATE_KEYS = frozenset({"messages", "tools", "add_generation_prompt", "documents", "template", "tokenize"})
+
+Ids = npt.NDArray[np.int64]
+
+
+class Processor:
+    """Everything between a client's words and pictures and a `Prompt`, for one checkpoint and one media policy."""
+
+    def __init__(self, checkpoint: Checkpoint, policy: MediaPolicy) -> None:
+        self.checkpoint = checkpoint
+        self.policy = policy
+        self.pictures = Pictures(checkpoint, policy)
+        self.family = self.pictures.family
+        self.tokenizer = Tokenizer(checkpoint.path, protect=self.family.placeholder_ids)
+        self._placeholder = self.tokenizer.token(self.family.image_token_id)
+        if self._placeholder is None:
+            raise ConfigError(
+                f"config.json names image_token_id={self.family.image_token_id}, but tokenizer.json has no such token; "
+                "the two files do not belong together"
+            )
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """The model's own end tokens; the tokenizer's where the config names none."""
+        fallback = self.tokenizer.eos_token_id
+        return self.checkpoint.config.eos_token_ids or frozenset(() if fallback is None else (fallback,))
+
+    def largest_item(self) -> Geometry | None:
+        """The most expensive picture the limits allow; None when they allow none."""
+        return self.pictures.largest()
+
+    def detokenizer(self, stop: Sequence[str] = ()) -> Detokenizer:
+        return Detokenizer(self.tokenizer, stop)
+
+    # --- the two ways in ------------------------------------------------------------------------------------------
+
+    def from_prompt(self, prompt: str | Mapping[str, Any], *, salt: str = "") -> Prompt:
+        """A raw prompt: text or ids with one placeholder per picture, as the caller wrote them."""
+        given: Mapping[str, Any] = {"prompt": prompt} if isinstance(prompt, str) else prompt
+        _check_prompt(given)
+        text = given.get("prompt")
+        ids = self._given_ids(given["prompt_token_ids"]) if text is None else self._encode(text)
+        pictures = _given_pictures(given.get("multi_modal_data"))
+        tenant = _salt(salt, given.get("cache_salt") or "")
+        return self._build(ids, pictures, given.get("mm_processor_kwargs"), tenant, text)
+
+    def from_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+        salt: str = "",
+        allow_paths: bool = False,
+    ) -> Prompt:
+        """OpenAI-style messages through the checkpoint's template. What a client wrote never becomes a control token.
+
+        `allow_paths` lets a string in an `image` part name a local file: for Python callers, never for a server.
+        """
+        template, clean = required(self.checkpoint.chat_template), self.tokenizer.shield
+        extra = self._template_kwargs(chat_template_kwargs)
+        chat = read_messages(messages, form_of(template), clean, allow_paths=allow_paths)
+        try:
+            rendered = render(
+                template,
+                chat.messages,
+                tools=cleaned(tools, clean),
+                add_generation_prompt=add_generation_prompt,
+                **extra,
+            )
+        except RequestError as error:
+            raise RequestError(self.tokenizer.unshield(error.message), param=error.param) from None
+        ids = np.array(self.tokenizer.encode_template(rendered), np.int64)
+        text = self.tokenizer.unshield(rendered)
+        return self._build(ids, chat.pictures, mm_processor_kwargs, _salt(salt, ""), text)
+
+    def _template_kwargs(self, given: Mapping[str, Any] | None) -> dict[str, Any]:
+        named = self.tokenizer.named_tokens
+        taken = sorted((_TEMPLATE_KEYS | set(named)) & set(given or {}))
+        if taken:
+            raise RequestError(
+                f"chat_template_kwargs cannot set {', '.join(taken)}", param=f"chat_template_kwargs.{taken[0]}"
+            )
+        return {**named, **cleaned(given or {}, self.tokenizer.shield)}
+
+    # --- ids ------------------------------------------------------------------------------------------------------
+
+    def _encode(self, text: Any) -> Ids:
+        if not isinstance(text, str) or not text:
+            raise RequestError("the prompt is empty; give at least one character of text", param="prompt")
+        return np.array(self.tokenizer.encode(text), np.int64)
+
+    def _given_ids(self, given: Any) -> Ids:
+        try:
+            ids = np.array(given, np.int64)
+        except (TypeError, ValueError, OverflowError):
+            ids = np.empty((0, 0), np.int64)
+        if ids.ndim != 1 or not len(ids) or not _are_whole(given):
+            raise RequestError(
+                "prompt_token_ids must be a list of token ids that is not empty", param="prompt_token_ids"
+            )
+        vocab_size = self.checkpoint.config.text.vocab_size
+        wrong = ids[(ids < 0) | (ids >= vocab_size)]
+        if len(wrong):
+            raise RequestError(
+                f"prompt_token_ids holds {wrong[0]}, but this model's ids go from 0 to {vocab_size - 1}",
+                param="prompt_token_ids",
+            )
+        return ids
+
+    # --- putting it together --------------------------------------------------------------------------------------
+
+    def _build(self, ids: Ids, pictures: list[Picture], pixels: Any, salt: bytes, text: str | None) -> Prompt:
+        limits = self.pictures.request_limits(pixels)
+        starts = self._check_counts(ids, len(pictures))
+        items = self.pictures.resolve(pictures, limits, salt) if pictures else []
+        expanded, spans = self._expand(ids, starts, items) if items else (ids, ())
+        positions, next_position = self.family.positions(expanded, spans, [item.geometry.grid for item in items])
+        return Prompt(
+            token_ids=expanded.tolist(),
+            spans=tuple(spans),
+            items=tuple(items),
+            positions=positions,
+            next_position=next_position,
+            identity=identity(expanded, spans),
+            salt=salt,
+            text=text,
+        )
+
+    def _check_counts(self, ids: Ids, given: int) -> Ids:
+        """Where the placeholders are. As many as pictures, and no more pictures than allowed."""
+        allowed = self.policy.limits.get("image", 0)
+        if given > allowed:
+            raise RequestError(
+                f"at most {allowed} images per prompt are allowed (limit_mm_per_prompt image={allowed}), but {given} "
+                "were given",
+                param="image",
+            )
+        starts = np.flatnonzero(ids == self.family.image_token_id)
+        if len(starts) != given:
+            raise RequestError(
+                f"the prompt has {len(starts)} image placeholders ({self._placeholder}), but {given} images were given",
+                param="image",
+            )
+        self._check_no_video(ids)
+        return starts
+
+    def _check_no_video(self, ids: Ids) -> None:
+        video = self.checkpoint.config.video_token_id
+        if video is not None and (ids == video).any():
+            raise RequestError(
+                f"the prompt has a video placeholder ({self.tokenizer.token(video)}), but video is not supported by "
+                "this version; send pictures",
+                param="video",
+            )
+
+    def _expand(self, ids: Ids, starts: Ids, items: list[MediaItem]) -> tuple[Ids, Sequence[Span]]:
+        """Replace each placeholder by its picture's tokens."""
+        pieces, spans, done, length = [], [], 0, 0
+        for start, item in zip(starts.tolist(), items, strict=True):
+            tokens, is_embed = self.family.expand(item.geometry)
+            pieces += [ids[done:start], tokens]
+            first = length + start - done
+            spans.append(Span(first, len(tokens), item.key, item.geometry.slots, is_embed))
+            done, length = start + 1, first + len(tokens)
+        return np.concatenate([*pieces, ids[done:]]), spans
+
+    # --- the bill -------------------------------------------------------------------------------------------------
+
+    def bill(self, prompt: Prompt, block_size: int) -> Bill:
+        """What the prompt costs, from its headers alone."""
+        image_tokens = sum(span.length for span in prompt.spans)
+        return Bill(
+            text_tokens=len(prompt) - image_tokens,
+            image_tokens=image_tokens,
+            video_tokens=0,
+            kv_blocks=blocks_for(len(prompt), block_size),
+            items=tuple(bill_item(item, block_size) for item in prompt.items),
+        )
+
+
+def _check_prompt(given: Any) -> None:
+    if not isinstance(given, Mapping):
+        raise RequestError(f"a prompt is a string or a mapping, not {type(given).__name__}", param="prompt")
+    unknown = sorted(str(name) for name in set(given) - set(_PROMPT_KEYS))
+    if unknown:
+        raise RequestError(f"unknown prompt key {', '.join(unknown)}; the keys are {', '.join(_PROMPT_KEYS)}")
+    if (given.get("prompt") is None) == (given.get("prompt_token_ids") is None):
+        raise RequestError("give either prompt or prompt_token_ids", param="prompt")
+
+
+def _given_pictures(data: Any) -> list[Picture]:
+    if not data:
+        return []
+    if not isinstance(data, Mapping):
+        raise RequestError("multi_modal_data must be a mapping such as {'image': picture}", param="multi_modal_data")
+    if "video" in data:
+        raise RequestError("video is not supported by this version; send pictures", param="multi_modal_data.video")
+    unknown = sorted(str(name) for name in set(data) - {"image"})
+    if unknown:
+        raise RequestError(f"multi_modal_data takes image, not {', '.join(unknown)}", param="multi_modal_data")
+    return list(_listed(data.get("image")))
+
+
+def _listed(images: Any) -> Iterator[Picture]:
+    if images is None:
+        return
+    if not isinstance(images, (list, tuple)):
+        yield Picture(images, "multi_modal_data.image")
+        return
+    for index, image in enumerate(images):
+        yield Picture(image, f"multi_modal_data.image[{index}]")
+
+
+def _are_whole(given: Any) -> bool:
+    if isinstance(given, np.ndarray):
+        return bool(np.issubdtype(given.dtype, np.integer))
+    return all(isinstance(i, (int, np.integer)) and not isinstance(i, bool) for i in given)
+
+
+def _salt(tenant: str, request: str) -> bytes:
+    """One salt from the caller's and the request's. The length keeps ("a", "bc") and ("ab", "c") apart."""
+    if not isinstance(request, str):
+        raise RequestError(f"cache_salt must be a string, not {type(request).__name__}", param="cache_salt")
+    return f"{len(tenant)}:{tenant}{request}".encode() if tenant or request else b""

@@ -1,0 +1,242 @@
+"""Text to ids and back, from a checkpoint's tokenizer.json. Knows which text may become a control token.
+
+A raw prompt is trusted: control tokens in it count. In a chat only the template may write them; what a client wrote
+stays plain text. Yet the rendered chat must be tokenized as one string, or merges across the seams would come out
+differently. So client text is *shielded* before the template runs: a marker breaks every control token in it. What the
+template wrote is whole afterwards and is replaced by a secret *alias*; then the markers go, and a second tokenizer that
+knows only the aliases encodes the lot.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+
+import tokenizers
+
+from saccade.config import ConfigError
+from saccade.types import RequestError
+
+_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class Tokenizer:
+    """`protect` names ids that a client's text must never become, beside the tokens marked special."""
+
+    def __init__(self, path: Path, *, protect: Iterable[int] = ()) -> None:
+        self._file = path / "tokenizer.json"
+        self._inner = _open(self._file)
+        self._named = _named_tokens(path / "tokenizer_config.json")
+        added = self._inner.get_added_tokens_decoder()
+        self._special_ids = frozenset(i for i, token in added.items() if token.special)
+        guarded = {*self._special_ids, *protect}
+        named = set(self._named.values())
+        self._protected = {t.content: i for i, t in added.items() if i in guarded or t.content in named}
+
+    # --- trusted text ---------------------------------------------------------------------------------------------
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Ids of a raw prompt: control tokens in the text count, and the tokenizer adds its own (such as BOS)."""
+        return self._inner.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return self._inner.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def stream(self) -> DecodeStream:
+        return DecodeStream(self)
+
+    def token(self, token_id: int) -> str | None:
+        return self._inner.id_to_token(token_id)
+
+    def token_id(self, token: str) -> int | None:
+        return self._inner.token_to_id(token)
+
+    def is_special(self, token_id: int) -> bool:
+        return token_id in self._special_ids
+
+    @property
+    def named_tokens(self) -> Mapping[str, str]:
+        """bos_token, eos_token and so on as tokenizer_config.json gives them; templates use these names."""
+        return self._named
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return self._inner.token_to_id(self._named["eos_token"]) if "eos_token" in self._named else None
+
+    @cached_property
+    def byte_ids(self) -> frozenset[int]:
+        """Tokens that stand for one raw byte, where the vocabulary spells rare characters that way."""
+        ids = [self._inner.token_to_id(f"<0x{byte:02X}>") for byte in range(256)]
+        letter = ids[ord("A")]
+        if letter is None or self._inner.decode([letter]) != "A":
+            return frozenset()
+        return frozenset(i for i in ids if i is not None)
+
+    # --- text from a client ---------------------------------------------------------------------------------------
+
+    def shield(self, text: str) -> str:
+        """Client text in which no control token is whole, nor can become whole beside what comes before or after it."""
+        return self._shield(text)
+
+    def unshield(self, rendered: str) -> str:
+        """A rendered chat as a reader should see it."""
+        return rendered.replace(self._shield.marker, "")
+
+    def encode_template(self, rendered: str) -> list[int]:
+        """Ids of a chat rendered from shielded text. BOS is added unless the template wrote it first."""
+        bos = self._named.get("bos_token")
+        ids = self._aliased.encode(rendered, self._shield.marker)
+        if bos and rendered.startswith(bos):
+            return ids
+        before, after = self._frame
+        return [*before, *ids, *after]
+
+    @cached_property
+    def _shield(self) -> _Shield:
+        return _Shield(self._protected)
+
+    @cached_property
+    def _aliased(self) -> _AliasTokenizer:
+        return _AliasTokenizer(self._file, self._inner, self._protected)
+
+    @cached_property
+    def _frame(self) -> tuple[list[int], list[int]]:
+        """What the tokenizer puts before and after every text."""
+        bare, framed = self.encode("a", add_special_tokens=False), self.encode("a")
+        starts = (at for at in range(len(framed)) if framed[at : at + len(bare)] == bare)
+        at = next(starts, 0)
+        return framed[:at], framed[at + len(bare) :]
+
+
+class _Shield:
+    """Breaks control tokens in client text with a marker nobody outside this process can write."""
+
+    def __init__(self, protected: Mapping[str, int]) -> None:
+        # Digits between private-use characters: no case, no white space, nothing a template filter would change.
+        self.marker = f"\ue0f0{secrets.randbits(128):039d}\ue0f1"
+        self._whole = re.compile(f"(?={_any_of(protected)})") if protected else None
+        self._heads = {token[:n] for token in protected for n in range(1, len(token))}
+        self._tails = {token[n:] for token in protected for n in range(1, len(token))}
+        self._longest = max(map(len, protected), default=1) - 1
+
+    def __call__(self, text: str) -> str:
+        cuts = self._cuts(text)
+        if not cuts:
+            return text
+        pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+        return self.marker.join(pieces)
+
+    def _cuts(self, text: str) -> list[int]:
+        """Where markers go: inside each control token, a beginning of one at the end, an ending of one at the start."""
+        inside = {match.start() + 1 for match in self._whole.finditer(text)} if self._whole else set()
+        reach = range(1, min(self._longest, len(text)) + 1)
+        at_end = {len(text) - n + 1 for n in reach if text[-n:] in self._heads}
+        at_start = {n - 1 for n in reach if text[:n] in self._tails}
+        return sorted(inside | at_end | at_start)
+
+
+class _AliasTokenizer:
+    """The same tokenizer with every protected token under a secret name, so its real name is plain text."""
+
+    def __init__(self, file: Path, real: tokenizers.Tokenizer, protected: Mapping[str, int]) -> None:
+        nonce = f"{secrets.randbits(128):039d}"
+        self._aliases = {token: f"\ue0f2{nonce}{i:08d}\ue0f3" for token, i in protected.items()}
+        self._written = re.compile(_any_of(protected)) if protected else None
+        self._names = {i: token for token, i in protected.items()}
+        spec = json.loads(file.read_text(encoding="utf-8"))
+        for token in spec["added_tokens"]:
+            token["content"] = self._aliases.get(token["content"], token["content"])
+        self._inner = _whole_texts(tokenizers.Tokenizer.from_str(json.dumps(spec)))
+        self._real_ids = self._map_ids(real)
+        # A real name that still has an id is in the model's own vocabulary. Only "unknown" may come from there.
+        unknown = {spec["model"].get("unk_id"), real.token_to_id(spec["model"].get("unk_token") or "")}
+        in_vocabulary = {i for token, i in protected.items() if self._inner.token_to_id(token) == i}
+        self._forged = frozenset(in_vocabulary - unknown)
+
+    def _map_ids(self, real: tokenizers.Tokenizer) -> dict[int, int]:
+        """Renamed tokens get fresh ids, which also moves the ids of added tokens that kept their names."""
+        names = {alias: token for token, alias in self._aliases.items()}
+        here = self._inner.get_added_tokens_decoder()
+        found = {i: real.token_to_id(names.get(token.content, token.content)) for i, token in here.items()}
+        return {i: real_id for i, real_id in found.items() if real_id is not None}
+
+    def encode(self, rendered: str, marker: str) -> list[int]:
+        if self._written is not None:
+            rendered = self._written.sub(lambda match: self._aliases[match[0]], rendered)
+        ids = self._inner.encode(rendered.replace(marker, ""), add_special_tokens=False).ids
+        forged = self._forged.intersection(ids)
+        if forged:
+            raise RequestError(
+                f"the text contains {self._names[min(forged)]!r}, which this tokenizer cannot read as plain text",
+                param="messages",
+            )
+        return [self._real_ids.get(i, i) for i in ids]
+
+
+class DecodeStream:
+    """Ids in, text out as soon as it can no longer change. All pieces together equal one decode of all ids."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._window: list[int] = []  # the last token whose text is out, then those whose text is not
+        self._shown = ""  # text of the window that is already out
+
+    def push(self, token_id: int) -> str:
+        if self._tokenizer.is_special(token_id):
+            return ""
+        self._window.append(token_id)
+        if token_id in self._tokenizer.byte_ids:
+            return ""  # raw bytes in a row are decoded together: one bad byte spoils its neighbours
+        text = self._tokenizer.decode(self._window)
+        # A character cut in the middle shows as one replacement character at the end.
+        is_whole = not text.endswith("\ufffd")
+        new = self._emit(text if is_whole else text[:-1])
+        if is_whole:
+            # One token of context stays: the first token of a decode may lose its leading space.
+            self._window = [token_id]
+            self._shown = self._tokenizer.decode(self._window)
+        return new
+
+    def finish(self) -> str:
+        return self._emit(self._tokenizer.decode(self._window))
+
+    def _emit(self, text: str) -> str:
+        new = text[len(self._shown) :]
+        self._shown = text if new else self._shown
+        return new
+
+
+# --- reading the files --------------------------------------------------------------------------------------------
+
+
+def _open(file: Path) -> tokenizers.Tokenizer:
+    if not file.is_file():
+        raise ConfigError(f"{file} is missing; save the tokenizer in its fast form (tokenizer.json)")
+    try:
+        return _whole_texts(tokenizers.Tokenizer.from_file(str(file)))
+    except Exception as error:  # the library raises nothing narrower
+        raise ConfigError(f"{file} cannot be read as a tokenizer ({error}); download it again") from None
+
+
+def _whole_texts(tokenizer: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """A file may carry the truncation and padding its training used."""
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _named_tokens(path: Path) -> dict[str, str]:
+    """Named tokens are strings, or mappings with the string under "content" in older files."""
+    config = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    found = {name: config.get(name) for name in _NAMED}
+    plain = {name: value.get("content") if isinstance(value, dict) else value for name, value in found.items()}
+    return {name: value for name, value in plain.items() if isinstance(value, str)}
+
+
+def _any_of(tokens: Iterable[str]) -> str:
+    """Longest first, as the tokenizer itself prefers."""
+    return "|".join(re.escape(token) for token in sorted(tokens, key=len, reverse=True))

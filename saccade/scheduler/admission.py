@@ -1,0 +1,56 @@
+"""Requests that could never run are refused when they arrive, with the numbers and the flag that moves the limit."""
+
+from __future__ import annotations
+
+from saccade.config import SchedulerConfig
+from saccade.types import Request, RequestError, Span
+
+
+def refuse_impossible(request: Request, config: SchedulerConfig) -> None:
+    """Raise RequestError if the request could not run even alone."""
+    _check_length(request, config)
+    _check_blocks(request, config)
+    for index, span in enumerate(request.prompt.spans):
+        _check_span(index, span, config)
+
+
+def _check_length(request: Request, config: SchedulerConfig) -> None:
+    num_prompt = len(request.prompt)
+    if num_prompt == 0:
+        raise RequestError("the prompt is empty; it needs at least one token")
+    total = num_prompt + request.max_tokens
+    if total > config.max_model_len or request.max_tokens < 1:
+        num_media = sum(span.length for span in request.prompt.spans)
+        raise RequestError(
+            f"the prompt has {num_prompt} tokens ({num_media} of them for pictures) and max_tokens is "
+            f"{request.max_tokens}, {total} together, but prompt and answer may have {config.max_model_len} with at "
+            "least 1 for the answer; send less, lower max_tokens or raise --max-model-len",
+            code="context_length_exceeded",
+        )
+
+
+def _check_blocks(request: Request, config: SchedulerConfig) -> None:
+    # The last token of the answer is never computed, so it needs no place.
+    num_positions = len(request.prompt) + request.max_tokens - 1
+    num_needed = -(-num_positions // config.block_size)
+    if num_needed > config.num_blocks:
+        raise RequestError(
+            f"the prompt of {len(request.prompt)} tokens with max_tokens {request.max_tokens} needs {num_needed} KV "
+            f"blocks of {config.block_size} tokens, but there are {config.num_blocks}; send less, lower max_tokens or "
+            "raise --kv-cache-gb",
+            code="context_length_exceeded",
+        )
+
+
+def _check_span(index: int, span: Span, config: SchedulerConfig) -> None:
+    limits = (
+        (config.encoder_budget, "may be encoded in one step", "--encoder-budget"),
+        (config.encoder_cache_slots, "fit in the encoder cache", "--encoder-cache-gb"),
+    )
+    for limit, what, flag in limits:
+        if span.slots > limit:
+            raise RequestError(
+                f"picture {index + 1} of the prompt has {span.slots} embeddings, but {limit} {what}; send it smaller, "
+                f"lower --max-pixels or raise {flag}",
+                code="image_too_large",
+            )

@@ -1,0 +1,201 @@
+"""Paged KV memory by the block: who uses which block, and which blocks can be found again by what they hold.
+
+Owns numbers and hashes only. A position's record says what stands there; that some come from pictures is unknown here.
+
+    used:  in at least one request's table        free + idle + used = all blocks
+    idle:  in no table, content still findable; reused last, the longest unused first
+    free:  in no table, content worthless
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from saccade.types import RECORD_BYTES
+
+_TEXT_KEY = bytes(32)  # stands where a media record has its content key
+
+
+def text_record(token_id: int) -> bytes:
+    """The record of one generated token, in the layout of `Prompt.identity`."""
+    return _TEXT_KEY + token_id.to_bytes(8, "little")
+
+
+class Chain:
+    """The digests of one request's blocks: digest i covers every position up to the end of block i.
+
+    Hashed on demand and once: a prompt that misses early is not hashed to its end, and a decode step hashes only when a
+    block fills.
+    """
+
+    def __init__(self, identity: bytes, salt: bytes, block_size: int, generated: Sequence[int]) -> None:
+        self._identity = identity
+        self._generated = generated  # the request's own list, which grows as it decodes
+        self._block_size = block_size
+        self._digests = [hashlib.sha256(salt).digest()]  # the root: other salts share nothing
+
+    def digest(self, index: int) -> bytes:
+        digests = self._digests
+        for i in range(len(digests) - 1, index + 1):
+            digests.append(hashlib.sha256(digests[i] + self.records(i)).digest())
+        return digests[index + 1]
+
+    def records(self, index: int) -> bytes:
+        """What stands in block `index`; the block must be full."""
+        width = self._block_size * RECORD_BYTES
+        start = index * width
+        records = self._identity[start : start + width]
+        if len(records) == width:
+            return records
+        first = max(0, start - len(self._identity)) // RECORD_BYTES
+        count = (width - len(records)) // RECORD_BYTES
+        return records + b"".join(map(text_record, self._generated[first : first + count]))
+
+
+class BlockPool:
+    """Gives out blocks, counts their users and finds full blocks again by digest."""
+
+    def __init__(self, num_blocks: int, block_size: int, enable_caching: bool) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._enable_caching = enable_caching
+        self._users = [0] * num_blocks
+        self._labels: list[tuple[bytes, bytes] | None] = [None] * num_blocks  # digest and records of a findable block
+        self._by_digest: dict[bytes, int] = {}
+        self._free = list(range(num_blocks - 1, -1, -1))  # a stack
+        self._idle: OrderedDict[int, None] = OrderedDict()  # the longest unused first
+        self._queries = self._hits = self._evictions = 0
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that can be given out: free ones, then idle ones."""
+        return len(self._free) + len(self._idle)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    # --- finding ------------------------------------------------------------------------------------------------------
+
+    def find(self, chain: Chain, num_tokens: int) -> list[int]:
+        """Blocks that already hold the beginning of a request of `num_tokens`. Changes nothing.
+
+        The last token is always left to compute, because the next one is sampled from it.
+        """
+        found: list[int] = []
+        if self._enable_caching:
+            for index in range((num_tokens - 1) // self.block_size):
+                block = self._by_digest.get(chain.digest(index))
+                if block is None or not self._holds(block, chain.records(index)):
+                    break
+                found.append(block)
+        return found
+
+    def covers(self, chain: Chain, end: int, num_tokens: int) -> bool:
+        """Whether a request of `num_tokens` would probably find all positions before `end`. Looks at one block only."""
+        index = (end - 1) // self.block_size
+        findable = self._enable_caching and index < (num_tokens - 1) // self.block_size
+        return findable and chain.digest(index) in self._by_digest
+
+    def count_lookup(self, num_tokens: int, num_found: int) -> None:
+        """Once per admission, so that a request tried at every step counts once."""
+        self._queries += num_tokens
+        self._hits += num_found
+
+    def publish(self, block: int, chain: Chain, index: int) -> None:
+        """Make a block findable: done when the window that fills it is planned, so that requests of one step share it.
+        The runner writes a layer's keys and values for all windows before any of them attends.
+        """
+        if not self._enable_caching:
+            return
+        digest = chain.digest(index)
+        if digest not in self._by_digest:  # the first of two equal blocks stays the one that is found
+            self._by_digest[digest] = block
+            self._labels[block] = (digest, chain.records(index))
+
+    def uncache(self, block: int) -> None:
+        """Make a block unfindable: its content never became valid, or it is about to be overwritten."""
+        label = self._labels[block]
+        if label is None:
+            return
+        del self._by_digest[label[0]]
+        self._labels[block] = None
+        if block in self._idle:
+            del self._idle[block]
+            self._free.append(block)
+
+    def _holds(self, block: int, records: bytes) -> bool:
+        label = self._labels[block]
+        return label is not None and label[1] == records
+
+    # --- giving out ---------------------------------------------------------------------------------------------------
+
+    def can_give(self, count: int, shared: Sequence[int] = ()) -> bool:
+        """Whether `count` blocks can be given out beside `shared` ones that were found."""
+        return count <= self.num_available - sum(not self._users[block] for block in shared)
+
+    def share(self, blocks: Sequence[int]) -> None:
+        """One more user for blocks that were found."""
+        for block in blocks:
+            if not self._users[block]:
+                del self._idle[block]
+            self._users[block] += 1
+
+    def allocate(self, count: int) -> tuple[int, ...]:
+        assert count <= self.num_available, f"{count} blocks asked for, {self.num_available} available"
+        return tuple([self._take() for _ in range(count)])
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """One user less. The tail goes idle before the head, so a prefix outlives what followed it."""
+        for block in reversed(blocks):
+            self._users[block] -= 1
+            if self._users[block]:
+                continue
+            if self._labels[block] is None:
+                self._free.append(block)
+            else:
+                self._idle[block] = None
+
+    def reset(self) -> None:
+        """Nothing can be found any more."""
+        for block in range(self.num_blocks):
+            self.uncache(block)
+
+    def _take(self) -> int:
+        if not self._free:
+            self.uncache(next(iter(self._idle)))
+            self._evictions += 1
+        block = self._free.pop()
+        self._users[block] = 1
+        return block
+
+    # --- telling ------------------------------------------------------------------------------------------------------
+
+    def users(self, block: int) -> int:
+        return self._users[block]
+
+    def stats(self) -> dict[str, int]:
+        free, idle = len(self._free), len(self._idle)
+        return {
+            "total": self.num_blocks,
+            "used": self.num_blocks - free - idle,
+            "idle": idle,
+            "free": free,
+            "queries": self._queries,
+            "hits": self._hits,
+            "evictions": self._evictions,
+        }
+
+    def check(self) -> None:
+        """The conservation laws."""
+        free, idle = set(self._free), set(self._idle)
+        used = {block for block, users in enumerate(self._users) if users}
+        assert len(free) == len(self._free), "a block is free twice"
+        assert not (free & idle or free & used or idle & used), "a block is in two states"
+        assert len(free) + len(idle) + len(used) == self.num_blocks, "a block is lost"
+        assert min(self._users, default=0) >= 0, "a block has fewer than no users"
+        labelled = {block: label[0] for block, label in enumerate(self._labels) if label is not None}
+        assert labelled == {block: digest for digest, block in self._by_digest.items()}, "labels and index disagree"
+        assert idle <= labelled.keys(), "an idle block cannot be found"
+        assert not free & labelled.keys(), "a free block can be found"

@@ -1,0 +1,200 @@
+"""Which pictures' embeddings exist, who needs them, and how many slots they take. The tensors live with the runner.
+
+in flight:  reserved, being encoded; cannot be evicted
+pinned:     resident and held by at least one request's span; cannot be evicted
+idle:       resident and held by nobody; evicted when room is needed, the longest unused first
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+
+from saccade.types import Key
+
+Holder = tuple[str, int]
+"""A request and the index of one of its spans: the same picture twice in a request is two holders."""
+
+
+@dataclass(slots=True)
+class _Entry:
+    slots: int
+    holders: set[Holder]
+    is_in_flight: bool = True
+    is_unused: bool = field(init=False)  # encoded ahead and not yet entered: its miss is counted, its first hit is not
+
+    def __post_init__(self) -> None:
+        self.is_unused = not self.holders
+
+
+class EncoderCache:
+    """Accounting of embedding slots, keyed by content."""
+
+    def __init__(self, slots: int, keep_idle: bool = True) -> None:
+        self._slots = slots
+        self._keep_idle = keep_idle
+        self._entries: dict[Key, _Entry] = {}
+        self._idle: OrderedDict[Key, None] = OrderedDict()  # the longest unused first
+        self._held: dict[Holder, Key] = {}
+        self._evicted: dict[Key, None] = {}  # not yet told to the runner
+        self._used_slots = self._idle_slots = self._flight_slots = 0
+        self._hits = self._misses = self._evictions = 0
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._entries
+
+    @property
+    def room(self) -> int:
+        """Slots that are free or can be freed."""
+        return self._slots - self._used_slots + self._idle_slots
+
+    @property
+    def slots_in_flight(self) -> int:
+        return self._flight_slots
+
+    def is_resident(self, key: Key) -> bool:
+        entry = self._entries.get(key)
+        return entry is not None and not entry.is_in_flight
+
+    def can_ever_fit(self, slots: int) -> bool:
+        return slots <= self._slots
+
+    def room_taken_by(self, key: Key, slots: int) -> int:
+        """How much smaller `room` gets when `key`, an item of so many slots, is acquired or reserved."""
+        return slots if key in self._idle or key not in self._entries else 0
+
+    # --- the life of an entry -----------------------------------------------------------------------------------------
+
+    def reserve(self, key: Key, slots: int, holder: Holder | None, keep: Collection[Key] = ()) -> bool:
+        """Begin a flight, evicting idle entries as needed but none in `keep`. False, and nothing done, if full."""
+        assert key not in self._entries, "reserved twice"
+        victims = self._victims(slots, keep)
+        if victims is None:
+            return False
+        for victim in victims:
+            self._evict(victim)
+        self._evicted.pop(key, None)  # it is encoded anew, which overwrites what the runner still has
+        self._entries[key] = _Entry(slots, {holder} if holder else set())
+        if holder:
+            self._held[holder] = key
+        self._used_slots += slots
+        self._flight_slots += slots
+        self._misses += 1
+        return True
+
+    def acquire(self, key: Key, holder: Holder) -> bool:
+        """Pin an entry that is resident or in flight; False if there is none."""
+        entry = self._entries.get(key)
+        if entry is None:
+            return False
+        assert holder not in self._held, f"{holder} already holds an entry"
+        if key in self._idle:
+            del self._idle[key]
+            self._idle_slots -= entry.slots
+        self._hits += not entry.is_unused
+        entry.is_unused = False
+        entry.holders.add(holder)
+        self._held[holder] = key
+        return True
+
+    def release(self, holder: Holder) -> None:
+        key = self._held.pop(holder)
+        entry = self._entries[key]
+        entry.holders.remove(holder)
+        if entry.holders or entry.is_in_flight:
+            return
+        self._rest(key, entry)
+        if not self._keep_idle:
+            self._evict(key)
+
+    def encoded(self, key: Key) -> None:
+        """The flight ended well: resident, and idle if nobody holds it."""
+        entry = self._entries[key]
+        self._land(entry)
+        if not entry.holders:
+            self._rest(key, entry)
+
+    def failed(self, key: Key) -> tuple[Holder, ...]:
+        """The flight ended badly: the entry is gone. Returns who held it."""
+        entry = self._entries.pop(key)
+        self._land(entry)
+        self._used_slots -= entry.slots
+        for holder in entry.holders:
+            del self._held[holder]
+        self._evicted[key] = None  # an older tensor may still be there, when eviction and reservation fell in one step
+        return tuple(sorted(entry.holders))
+
+    def drain_evicted(self) -> tuple[Key, ...]:
+        """Keys evicted since the last call, each once."""
+        evicted = tuple(self._evicted)
+        self._evicted.clear()
+        return evicted
+
+    def reset(self, untold: Iterable[Key] = ()) -> None:
+        """Drop every entry. The runner is told all of them, and `untold` from a plan that it may never have read."""
+        assert not self._held, "reset while requests hold embeddings"
+        self._evicted.update(dict.fromkeys((*untold, *self._entries)))
+        self._entries.clear()
+        self._idle.clear()
+        self._used_slots = self._idle_slots = self._flight_slots = 0
+
+    def _victims(self, slots: int, keep: Collection[Key]) -> list[Key] | None:
+        missing = slots - (self._slots - self._used_slots)
+        victims: list[Key] = []
+        for key in self._idle:
+            if missing <= 0:
+                break
+            if key not in keep:
+                victims.append(key)
+                missing -= self._entries[key].slots
+        return victims if missing <= 0 else None
+
+    def _evict(self, key: Key) -> None:
+        entry = self._entries.pop(key)
+        del self._idle[key]
+        self._idle_slots -= entry.slots
+        self._used_slots -= entry.slots
+        self._evicted[key] = None
+        self._evictions += 1
+
+    def _land(self, entry: _Entry) -> None:
+        assert entry.is_in_flight, "an embedding arrived that nobody asked for"
+        entry.is_in_flight = False
+        self._flight_slots -= entry.slots
+
+    def _rest(self, key: Key, entry: _Entry) -> None:
+        self._idle[key] = None
+        self._idle_slots += entry.slots
+
+    # --- telling ------------------------------------------------------------------------------------------------------
+
+    def holders(self) -> set[Holder]:
+        return set(self._held)
+
+    def stats(self) -> dict[str, int]:
+        return {
+            "slots_total": self._slots,
+            "slots_used": self._used_slots,
+            "slots_pinned": self._used_slots - self._idle_slots - self._flight_slots,
+            "slots_idle": self._idle_slots,
+            "slots_in_flight": self._flight_slots,
+            "entries": len(self._entries),
+            "hits": self._hits,
+            "misses": self._misses,
+            "evictions": self._evictions,
+        }
+
+    def check(self) -> None:
+        """The conservation laws."""
+        entries = self._entries
+        idle = {key for key, entry in entries.items() if not entry.is_in_flight and not entry.holders}
+        assert set(self._idle) == idle, "idle entries and the eviction order disagree"
+        assert self._used_slots == sum(entry.slots for entry in entries.values()), "used slots miscounted"
+        assert self._idle_slots == sum(entries[key].slots for key in idle), "idle slots miscounted"
+        flight = sum(entry.slots for entry in entries.values() if entry.is_in_flight)
+        assert self._flight_slots == flight, "slots in flight miscounted"
+        assert self._used_slots <= self._slots, f"{self._used_slots} slots used of {self._slots}"
+        held = {holder: key for key, entry in entries.items() for holder in entry.holders}
+        assert held == self._held, "holders and entries disagree"
+        assert not self._evicted.keys() & entries.keys(), "an entry is about to be dropped by the runner"

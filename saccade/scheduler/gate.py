@@ -1,0 +1,166 @@
+"""The one rule: a window ends before the first span whose embeddings are neither resident nor can be had in this step.
+
+Owns the encoder budget of a step and the order in which pictures are encoded. Knows nothing of blocks or token budgets.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from saccade.scheduler.encoder_cache import EncoderCache
+from saccade.scheduler.sequence import Sequence
+from saccade.types import Key, MediaItem, Span
+
+
+class Reach(NamedTuple):
+    end: int  # where the window has to end
+    spans: tuple[int, ...]  # spans it enters that the request does not hold yet
+
+
+class _Line:
+    """Keeps those who came later behind a request that was refused, in this step and the next.
+
+    Not longer: a request that is not even looked at in a step (no token budget, no place) must hold nobody up.
+    """
+
+    def __init__(self) -> None:
+        self._head = self._next_head = math.inf  # arrival order of the first in line
+
+    def turn(self) -> None:
+        self._head, self._next_head = self._next_head, math.inf
+
+    def refuse(self, seq: Sequence) -> None:
+        self._head, self._next_head = min(self._head, seq.order), min(self._next_head, seq.order)
+
+    def bars(self, seq: Sequence) -> bool:
+        return seq.order > self._head
+
+
+class Gate:
+    """Lets windows into spans and starts encodings, one step after the other.
+
+    A refusal puts a request in line only when nothing but pins and flights stands in its way: those end by themselves.
+    What else might stand there (blocks it waits for, its own earlier spans) may depend on the requests behind it.
+    """
+
+    def __init__(self, cache: EncoderCache, encoder_budget: int) -> None:
+        self.encode: list[MediaItem] = []  # given to the encoder in this step
+        self.is_sliced = False
+        self._cache = cache
+        self._encoder_budget = encoder_budget
+        self._budget = 0  # slots that may still be given to the encoder in this step
+        self._requesters: dict[Key, str] = {}  # of what is in flight: who asked for it
+        self._encode_line = _Line()  # for the encoder
+        self._room_line = _Line()  # for room in the cache: even pinning what is resident would keep room away
+
+    def begin_step(self, is_sliced: bool) -> None:
+        """`is_sliced`: encoding goes on a few layers a step, so what is in flight cannot be used in this step."""
+        self.is_sliced = is_sliced
+        self.encode = []
+        # What earlier steps left in flight counts too: the encoder's memory is bounded by the budget whatever the mode.
+        self._budget = self._encoder_budget - self._cache.slots_in_flight
+        self._encode_line.turn()
+        self._room_line.turn()
+
+    def reach(self, seq: Sequence, start: int, end: int) -> Reach:
+        """How far the window [start, end) may go. Takes nothing, so it can be asked before blocks are certain."""
+        entered: list[int] = []
+        room, budget = self._cache.room, self._budget
+        seen: set[Key] = set()
+        for index in range(seq.next_span, len(seq.spans)):
+            span = seq.spans[index]
+            if span.start >= end:
+                break
+            if span.end <= start or index in seq.held:
+                continue
+            if span.key not in seen:
+                if not self._may_enter(seq, span):
+                    return Reach(max(start, span.start), tuple(entered))
+                seen.add(span.key)
+                room -= self._cache.room_taken_by(span.key, span.slots)
+                budget -= 0 if span.key in self._cache else span.slots
+                if room < 0 or budget < 0:  # spans before it in this window take what it would need
+                    return Reach(max(start, span.start), tuple(entered))
+            entered.append(index)
+        return Reach(end, tuple(entered))
+
+    def enter(self, seq: Sequence, spans: Iterable[int]) -> None:
+        """Pin the embeddings of spans that `reach` allowed, and encode those that are missing."""
+        # What is there is pinned first: room for the missing ones must not be made by evicting it.
+        missing = [index for index in spans if not self._pin(seq, index)]
+        for index in missing:
+            if not self._pin(seq, index):  # the same picture may come twice in one window
+                is_reserved = self._cache.reserve(seq.spans[index].key, seq.spans[index].slots, seq.holder(index))
+                assert is_reserved, "a span was entered without room for it"
+                self._start(seq, index)
+        seq.held.update(spans)
+
+    def look_ahead(self, ahead: Iterable[tuple[Sequence, int]]) -> None:
+        """Start encoding what will be needed next, in order, without a pin: who waits must not hold room.
+
+        No idle entry is evicted that someone further ahead still wants.
+        """
+        wanted: set[Key] = set()
+        for seq, index in ahead:
+            span = seq.spans[index]
+            if span.key not in self._cache:
+                if self._encode_line.bars(seq):
+                    continue
+                if not self._can_encode(seq, span) or not self._cache.reserve(span.key, span.slots, None, keep=wanted):
+                    return
+                self._start(seq, index)
+            wanted.add(span.key)
+
+    def prefetch(self, ahead: Iterable[tuple[Sequence, int]]) -> tuple[MediaItem, ...]:
+        """What will be encoded next, as much as one step may encode, so that decoding can begin."""
+        items: dict[Key, MediaItem] = {}
+        budget = self._encoder_budget
+        for seq, index in ahead:
+            span = seq.spans[index]
+            if span.key in self._cache or span.key in items:
+                continue
+            budget -= span.slots
+            if budget < 0:
+                break
+            items[span.key] = seq.request.prompt.items[index]
+        return tuple(items.values())
+
+    def pop_requester(self, key: Key) -> str:
+        """A flight ended: which request had asked for it."""
+        return self._requesters.pop(key)
+
+    def reset(self) -> None:
+        """Nothing is in flight any more."""
+        self._requesters.clear()
+
+    def check(self) -> None:
+        in_flight = self._cache.slots_in_flight
+        assert in_flight <= self._encoder_budget, f"{in_flight} slots in flight, {self._encoder_budget} allowed"
+
+    def _may_enter(self, seq: Sequence, span: Span) -> bool:
+        if self._room_line.bars(seq):
+            return False
+        if span.key in self._cache:
+            return not self.is_sliced or self._cache.is_resident(span.key)
+        return not self.is_sliced and self._can_encode(seq, span)
+
+    def _can_encode(self, seq: Sequence, span: Span) -> bool:
+        if self._encode_line.bars(seq):
+            return False
+        if span.slots > self._cache.room:
+            self._room_line.refuse(seq)
+        elif span.slots <= self._budget:
+            return True
+        self._encode_line.refuse(seq)
+        return False
+
+    def _pin(self, seq: Sequence, index: int) -> bool:
+        return self._cache.acquire(seq.spans[index].key, seq.holder(index))
+
+    def _start(self, seq: Sequence, index: int) -> None:
+        span = seq.spans[index]
+        self.encode.append(seq.request.prompt.items[index])
+        self._budget -= span.slots
+        self._requesters[span.key] = seq.request_id

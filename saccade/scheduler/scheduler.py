@@ -1,0 +1,368 @@
+"""Plans steps and books their results: which request gets which window of its tokens, and what it holds meanwhile.
+
+Owns the queue, the blocks and the encoder slots as numbers. Has no clock, and sees neither tensors nor pixels nor text.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+from saccade.config import SchedulerConfig
+from saccade.scheduler.admission import refuse_impossible
+from saccade.scheduler.blocks import BlockPool
+from saccade.scheduler.encoder_cache import EncoderCache
+from saccade.scheduler.gate import Gate, Reach
+from saccade.scheduler.sequence import Sequence
+from saccade.types import (
+    RECORD_BYTES,
+    Admission,
+    FinishReason,
+    Key,
+    MediaTimes,
+    Request,
+    RequestError,
+    Sample,
+    StepPlan,
+    StepResult,
+    TokenEvent,
+    Work,
+)
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A plan in the making."""
+
+    now: float
+    num_tokens: int  # budget that is left
+    works: list[Work] = field(default_factory=list)
+    admitted: list[Admission] = field(default_factory=list)
+    has_preempted: bool = False
+
+
+class Scheduler:
+    """schedule() -> the runner runs the plan -> commit(); add() and abort() between steps."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self._pool = BlockPool(config.num_blocks, config.block_size, config.enable_prefix_caching)
+        self._encoder = EncoderCache(config.encoder_cache_slots, config.keep_idle_embeddings)
+        self._gate = Gate(self._encoder, config.encoder_budget)
+        self._open: dict[str, Sequence] = {}  # running and waiting
+        self._running: list[Sequence] = []  # in order of arrival, as is the next one
+        self._waiting: list[Sequence] = []
+        self._forgotten: list[str] = []  # not yet told to the runner
+        self._plan: StepPlan | None = None  # being run
+        self._num_added = self._num_steps = self._num_preemptions = 0
+
+    # --- requests come and go -----------------------------------------------------------------------------------------
+
+    def add(self, request: Request, now: float) -> None:
+        """Queue a request; RequestError if it can never run or the queue is full."""
+        self._refuse(request)
+        identity = request.prompt.identity
+        assert len(identity) == RECORD_BYTES * len(request.prompt), "identity and tokens differ in length"
+        seq = Sequence(request, self._num_added, now, self.config.block_size)
+        self._num_added += 1
+        self._open[seq.request_id] = seq
+        self._waiting.append(seq)
+
+    def abort(self, request_id: str, now: float) -> TokenEvent | None:
+        """End a request between two steps. None if it is not open."""
+        seq = self._open.get(request_id)
+        return self._finish(seq, "abort", now) if seq else None
+
+    def fail_all(self, error: RequestError, now: float) -> list[TokenEvent]:
+        """A step broke: end every request and forget what both caches hold, since nobody knows what was written."""
+        events = [self._finish(seq, "error", now, error=error) for seq in tuple(self._open.values())]
+        plan, self._plan = self._plan, None
+        # The runner may have broken off before it read the plan, so what the plan told is told again.
+        told = (plan.forgotten, plan.evicted) if plan else ((), ())
+        self._forgotten = list(dict.fromkeys((*told[0], *self._forgotten)))
+        self._pool.reset()
+        self._encoder.reset(untold=told[1])
+        self._gate.reset()
+        return events
+
+    def has_unfinished(self) -> bool:
+        return bool(self._open)
+
+    def _refuse(self, request: Request) -> None:
+        if request.request_id in self._open:
+            raise RequestError(f"a request with the id {request.request_id!r} is already open; choose another id")
+        limit = self.config.max_waiting
+        if limit is not None and len(self._waiting) >= limit:
+            raise RequestError(
+                f"{len(self._waiting)} requests are waiting and {limit} may; try again later or raise --max-waiting",
+                code="overloaded",
+            )
+        refuse_impossible(request, self.config)
+
+    # --- planning -----------------------------------------------------------------------------------------------------
+
+    def schedule(self, now: float) -> StepPlan:
+        config, gate = self.config, self._gate
+        layers = config.encode_layers_per_step if any(seq.is_decoding for seq in self._running) else None
+        gate.begin_step(is_sliced=layers is not None)
+        draft = _Draft(now, config.max_num_batched_tokens)
+        self._serve_running(draft)
+        if not draft.has_preempted:  # whoever was preempted goes first, and there is no place for it
+            self._admit_waiting(draft)
+        prefetch = () if gate.is_sliced else gate.prefetch(self._spans_ahead())
+        if gate.is_sliced:
+            gate.look_ahead(self._spans_ahead())
+        self._num_steps += 1
+        forgotten, self._forgotten = tuple(self._forgotten), []
+        self._plan = StepPlan(
+            step=self._num_steps,
+            works=tuple(draft.works),
+            admitted=tuple(draft.admitted),
+            forgotten=forgotten,
+            evicted=self._encoder.drain_evicted(),
+            encode=tuple(gate.encode),
+            encode_layers=layers,
+            prefetch=prefetch,
+        )
+        return self._plan
+
+    def _serve_running(self, draft: _Draft) -> None:
+        index = 0
+        while index < len(self._running) and draft.num_tokens:  # preemption shortens the list from its end
+            seq = self._running[index]
+            index += 1
+            start = seq.num_computed
+            reach = self._reach(seq, start, draft)
+            while reach.end > start and not self._pool.can_give(self._num_missing(seq, reach.end)):
+                self._preempt(self._running[-1])
+                draft.has_preempted = True
+                if not seq.is_running:
+                    return  # it was the last one itself
+                reach = self._reach(seq, start, draft)  # a victim's pins are gone now
+            if reach.end > start:
+                self._give_work(draft, seq, start, reach)
+
+    def _admit_waiting(self, draft: _Draft) -> None:
+        index = 0
+        while index < len(self._waiting) and draft.num_tokens and len(self._running) < self.config.max_num_seqs:
+            seq = self._waiting[index]
+            found = self._pool.find(seq.chain, seq.num_tokens)
+            start = len(found) * self.config.block_size
+            reach = self._reach(seq, start, draft)
+            if reach.end == start:
+                index += 1  # its picture keeps it; it keeps its place, and others may pass
+            elif self._pool.can_give(self._pool.blocks_for(reach.end) - len(found), shared=found):
+                del self._waiting[index]
+                self._admit(draft, seq, found)
+                self._give_work(draft, seq, start, reach)
+            else:
+                return  # nobody passes, or it would never find enough blocks
+
+    def _reach(self, seq: Sequence, start: int, draft: _Draft) -> Reach:
+        end = min(seq.num_tokens, start + draft.num_tokens)
+        if seq.next_span == len(seq.spans):  # no pictures, or all behind it
+            return Reach(end, ())
+        return self._gate.reach(seq, start, end)
+
+    def _num_missing(self, seq: Sequence, end: int) -> int:
+        return self._pool.blocks_for(end) - len(seq.blocks)
+
+    def _admit(self, draft: _Draft, seq: Sequence, found: list[int]) -> None:
+        self._pool.share(found)
+        seq.blocks = found
+        seq.num_published = len(found)
+        seq.num_computed = len(found) * self.config.block_size
+        self._pool.count_lookup(seq.num_tokens, seq.num_computed)
+        self._leave_spans(seq)
+        if seq.first_scheduled is None:
+            seq.first_scheduled = draft.now
+            seq.cached_tokens = seq.num_computed
+        seq.is_running = True
+        insort(self._running, seq, key=_arrival)
+        draft.admitted.append(Admission(seq.request, tuple(seq.output), tuple(found)))
+
+    def _give_work(self, draft: _Draft, seq: Sequence, start: int, reach: Reach) -> None:
+        end = reach.end
+        num_missing = self._num_missing(seq, end)
+        new_blocks = self._pool.allocate(num_missing) if num_missing > 0 else ()
+        seq.blocks.extend(new_blocks)
+        if reach.spans:
+            self._gate.enter(seq, reach.spans)
+        num_full = end // self.config.block_size
+        for index in range(seq.num_published, num_full):
+            self._pool.publish(seq.blocks[index], seq.chain, index)
+        seq.num_published = num_full
+        draft.num_tokens -= end - start
+        draft.works.append(Work(seq.request_id, start, end, new_blocks, end == seq.num_tokens))
+
+    def _preempt(self, seq: Sequence) -> None:
+        self._let_go(seq)
+        seq.num_preemptions += 1
+        self._num_preemptions += 1
+        insort(self._waiting, seq, key=_arrival)
+
+    def _spans_ahead(self) -> Iterator[tuple[Sequence, int]]:
+        """Spans still to be computed: of running requests, then of as many waiting ones as could run at once."""
+        for seq in self._running:
+            for index in range(seq.next_span, len(seq.spans)):
+                yield seq, index
+        for seq in islice(self._waiting, self.config.max_num_seqs):
+            for index, span in enumerate(seq.spans):
+                if not self._pool.covers(seq.chain, span.end, seq.num_tokens):
+                    yield seq, index
+
+    # --- booking ------------------------------------------------------------------------------------------------------
+
+    def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[TokenEvent]:
+        """Book what a step did. Returns one event for each request that has a new token or ended."""
+        self._plan = None
+        for key, times in result.encoded.items():
+            self._book_encoded(key, times)
+        events = self._end_failed(plan, result, now) if result.failed else []
+        is_all_encoded = plan.encode_layers is not None or not plan.works or not self._encoder.slots_in_flight
+        assert is_all_encoded, "the step should have encoded everything, but something is still in flight"
+        for work in plan.works:
+            seq = self._open.get(work.request_id)
+            if seq is None:
+                continue  # it ended with its picture
+            seq.num_computed = work.end
+            if seq.next_span < len(seq.spans):
+                self._leave_spans(seq)
+            if work.samples:
+                events.append(self._take_sample(seq, result.samples[work.request_id], now))
+        return events
+
+    def _book_encoded(self, key: Key, times: MediaTimes) -> None:
+        self._encoder.encoded(key)
+        seq = self._open.get(self._gate.pop_requester(key))
+        if seq:
+            seq.decode_ms += times.decode_ms
+            seq.encode_ms += times.encode_ms
+
+    def _leave_spans(self, seq: Sequence) -> None:
+        """Give back the embeddings of spans that are wholly computed."""
+        spans = seq.spans
+        while seq.next_span < len(spans) and spans[seq.next_span].end <= seq.num_computed:
+            if seq.next_span in seq.held:
+                seq.held.remove(seq.next_span)
+                self._encoder.release(seq.holder(seq.next_span))
+            seq.next_span += 1
+
+    def _take_sample(self, seq: Sequence, sample: Sample, now: float) -> TokenEvent:
+        token, output = sample.token_id, seq.output
+        output.append(token)
+        seq.num_tokens += 1
+        if seq.first_token is None:
+            seq.first_token = now
+        if token in seq.stop_ids and len(output) >= seq.request.params.min_tokens:
+            return self._finish(seq, "stop", now, sample)
+        if len(output) >= seq.request.max_tokens:
+            return self._finish(seq, "length", now, sample)
+        return TokenEvent(seq.request_id, token, sample.logprobs, None)
+
+    def _end_failed(self, plan: StepPlan, result: StepResult, now: float) -> list[TokenEvent]:
+        """End the requests that asked for a failed picture, entered it, or share blocks with one that entered it."""
+        doomed: dict[str, RequestError] = {}
+        bad_from: dict[str, int] = {}  # position from which a request's window holds nothing valid
+        for key, error in result.failed.items():
+            doomed.setdefault(self._gate.pop_requester(key), error)
+            for request_id, index in self._encoder.failed(key):
+                doomed.setdefault(request_id, error)
+                seq = self._open[request_id]
+                seq.held.remove(index)
+                bad_from[request_id] = min(bad_from.get(request_id, seq.num_tokens), seq.spans[index].start)
+        self._uncache_spoiled(plan, doomed, bad_from)
+        failing = [(self._open[request_id], error) for request_id, error in doomed.items() if request_id in self._open]
+        return [self._finish(seq, "error", now, error=error) for seq, error in failing]
+
+    def _uncache_spoiled(self, plan: StepPlan, doomed: dict[str, RequestError], bad_from: dict[str, int]) -> None:
+        """Make unfindable what this plan published and never wrote; who found it in the same step is doomed as well."""
+        spoiled: dict[int, RequestError] = {}
+        for work in plan.works:  # who shares a block comes after the one that was to fill it
+            seq = self._open[work.request_id]
+            shared = next((block for block in seq.blocks if block in spoiled), None)
+            if shared is not None:
+                doomed.setdefault(work.request_id, spoiled[shared])
+                bad_from[work.request_id] = work.start
+            if work.request_id in bad_from:
+                first = max(work.start, bad_from[work.request_id]) // self.config.block_size
+                for block in seq.blocks[first:]:
+                    self._pool.uncache(block)
+                    spoiled[block] = doomed[work.request_id]
+
+    # --- letting go ---------------------------------------------------------------------------------------------------
+
+    def _finish(
+        self,
+        seq: Sequence,
+        reason: FinishReason,
+        now: float,
+        sample: Sample | None = None,
+        error: RequestError | None = None,
+    ) -> TokenEvent:
+        """The one place where a request ends, so it ends once."""
+        del self._open[seq.request_id]
+        if seq.is_running:
+            self._let_go(seq)
+        else:
+            self._waiting.remove(seq)
+        token = sample.token_id if sample else None
+        return TokenEvent(
+            request_id=seq.request_id,
+            token_id=token,
+            logprobs=sample.logprobs if sample else None,
+            finish_reason=reason,
+            stop_token_id=token if reason == "stop" else None,
+            error=error,
+            usage=seq.usage(now),
+        )
+
+    def _let_go(self, seq: Sequence) -> None:
+        """A running request gives back all it holds: the same path for finish, abort, failure and preemption."""
+        self._running.remove(seq)
+        for index in seq.held:
+            self._encoder.release(seq.holder(index))
+        self._pool.release(seq.blocks)
+        seq.held.clear()
+        seq.blocks = []
+        seq.num_computed = seq.num_published = seq.next_span = 0
+        seq.is_running = False
+        self._forgotten.append(seq.request_id)
+
+    # --- telling ------------------------------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        pool = self._pool.stats()
+        return {
+            "steps": self._num_steps,
+            "running": len(self._running),
+            "waiting": len(self._waiting),
+            "preemptions": self._num_preemptions,
+            "kv": {name: pool[name] for name in ("total", "used", "idle", "free")},
+            "prefix_cache": {name: pool[name] for name in ("queries", "hits", "evictions")},
+            "encoder_cache": self._encoder.stats(),
+        }
+
+    def check(self) -> None:
+        """Assert the conservation laws of both caches, and that they agree with what the requests hold."""
+        self._pool.check()
+        self._encoder.check()
+        self._gate.check()
+        users = Counter(block for seq in self._open.values() for block in seq.blocks)
+        assert all(self._pool.users(block) == users[block] for block in range(self._pool.num_blocks)), (
+            "users miscounted"
+        )
+        holders = {seq.holder(index) for seq in self._open.values() for index in seq.held}
+        assert holders == self._encoder.holders(), "pins miscounted"
+        assert sorted(self._open.values(), key=_arrival) == sorted((*self._running, *self._waiting), key=_arrival)
+        assert not any(seq.blocks or seq.held for seq in self._waiting), "a waiting request holds something"
+        assert all(self._num_missing(seq, seq.num_computed) <= 0 for seq in self._running), "computed without a block"
+        assert len(self._running) <= self.config.max_num_seqs, "too many requests run"
+
+
+def _arrival(seq: Sequence) -> int:
+    return seq.order

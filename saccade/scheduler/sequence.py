@@ -1,0 +1,67 @@
+"""One request while it is open: what the scheduler has to remember of it. Private to this package."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from saccade.scheduler.blocks import Chain
+from saccade.scheduler.encoder_cache import Holder
+from saccade.types import Request, Span, Usage
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    request: Request
+    order: int  # of arrival: who came first goes first, also after a preemption
+    arrived: float
+    block_size: int
+
+    # Copies of what every step reads, so that decoding follows no chain of attributes.
+    request_id: str = field(init=False)
+    spans: tuple[Span, ...] = field(init=False)
+    stop_ids: frozenset[int] = field(init=False)
+    chain: Chain = field(init=False)
+
+    output: list[int] = field(default_factory=list)
+    num_tokens: int = field(init=False)  # prompt and output
+    is_running: bool = False  # known to the runner; a waiting request holds neither blocks nor pins
+
+    num_computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+    num_published: int = 0  # full blocks already offered to the prefix cache
+    next_span: int = 0  # the first span that is not wholly computed
+    held: set[int] = field(default_factory=set)  # spans whose embeddings are pinned
+
+    first_scheduled: float | None = None
+    first_token: float | None = None
+    cached_tokens: int = 0
+    num_preemptions: int = 0
+    decode_ms: float = 0.0
+    encode_ms: float = 0.0
+
+    def __post_init__(self) -> None:
+        prompt = self.request.prompt
+        self.request_id = self.request.request_id
+        self.spans = prompt.spans
+        self.stop_ids = self.request.eos_token_ids.union(self.request.params.stop_token_ids)
+        self.chain = Chain(prompt.identity, prompt.salt, self.block_size, self.output)
+        self.num_tokens = len(prompt)
+
+    @property
+    def is_decoding(self) -> bool:
+        return self.num_computed == self.num_tokens - 1
+
+    def holder(self, index: int) -> Holder:
+        return self.request_id, index
+
+    def usage(self, now: float) -> Usage:
+        return Usage(
+            cached_tokens=self.cached_tokens,
+            num_preemptions=self.num_preemptions,
+            arrived=self.arrived,
+            first_scheduled=self.first_scheduled,
+            first_token=self.first_token,
+            finished=now,
+            decode_ms=self.decode_ms,
+            encode_ms=self.encode_ms,
+        )

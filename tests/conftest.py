@@ -1,0 +1,49 @@
+"""Checkpoints are made once per test run; pictures are drawn from a seed."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests import checkpoints
+
+torch.set_num_threads(2)
+
+
+@pytest.fixture(scope="session")
+def qwen2_vl_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoints.qwen2_vl(tmp_path_factory.mktemp("qwen2_vl"))
+
+
+@pytest.fixture(scope="session")
+def llava_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoints.llava(tmp_path_factory.mktemp("llava"))
+
+
+@pytest.fixture(scope="session", params=["qwen2_vl", "llava"])
+def family_folder(request: pytest.FixtureRequest) -> Path:
+    """Each family in turn."""
+    return Path(request.getfixturevalue(f"{request.param}_folder"))
+
+
+@pytest.fixture(scope="session")
+def photo() -> Callable[..., Image.Image]:
+    return make_photo
+
+
+def make_photo(width: int = 112, height: int = 84, seed: int = 0) -> Image.Image:
+    """A smooth random picture, different for each seed."""
+    small = np.random.default_rng(seed).integers(0, 255, (5, 6, 3), dtype=np.uint8)
+    return Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC)
+
+
+def png(image: Image.Image) -> bytes:
+    stream = io.BytesIO()
+    image.save(stream, "PNG")
+    return stream.getvalue()

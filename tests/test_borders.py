@@ -1,0 +1,129 @@
+"""The borders of docs/architecture.md, read from the imports of every file."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parent.parent / "saccade"
+BASE = {"types", "params", "config", "costs", "outputs", "rgb"}
+
+# package or top-level module -> what it may import from saccade (itself always)
+ALLOWED: dict[str, set[str]] = {
+    "types": set(),
+    "params": {"types"},
+    "config": set(),
+    "costs": {"config"},
+    "outputs": {"types"},
+    "rgb": {"types"},
+    "processor": BASE,
+    "scheduler": {"types", "params", "config"},
+    "models": {"types", "config"},
+    "runner": BASE | {"models"},
+    "engine": {"types", "params", "config", "scheduler", "runner"},
+    "llm": BASE | {"processor", "engine"},
+    "chat": BASE | {"llm"},
+    "cli": BASE | {"processor", "chat", "__init__"},
+    "__init__": {"params", "llm"},
+}
+HEAVY = {"torch", "transformers", "safetensors"}
+FORBIDDEN_OUTSIDE: dict[str, set[str]] = {  # third-party modules a package must never import
+    **{name: HEAVY | {"numpy"} for name in ("types", "params", "config", "costs", "outputs")},
+    "processor": HEAVY,
+    "cli": HEAVY,
+    "engine": {"transformers", "PIL", "tokenizers"},
+    "runner": {"transformers", "tokenizers"},
+    "models": {"transformers", "tokenizers"},
+}
+LAZY_ALLOWED = {"saccade/__init__.py", "saccade/cli.py", "saccade/models/__init__.py", "saccade/processor/families/__init__.py"}
+
+
+class Import(NamedTuple):
+    file: str
+    line: int
+    module: str  # dotted
+    is_lazy: bool
+
+
+def imports_of(path: Path) -> Iterator[Import]:
+    tree = ast.parse(path.read_text())
+    typing_only = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+        for inner in ast.walk(node)
+    }
+    top = {id(node) for node in tree.body}
+    for node in ast.walk(tree):
+        if id(node) in typing_only or not isinstance(node, (ast.Import, ast.ImportFrom)):
+            continue
+        assert not (isinstance(node, ast.ImportFrom) and node.level), f"{path}: relative imports hide borders"
+        file = str(path.relative_to(ROOT.parent))
+        names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
+        if isinstance(node, ast.ImportFrom) and node.module == "saccade":
+            names = [f"saccade.{a.name}" if (ROOT / f"{a.name}.py").exists() else "saccade.__init__" for a in node.names]
+        for name in names:
+            yield Import(file, node.lineno, name, id(node) not in top)
+
+
+def part_of(path: Path) -> str:
+    relative = path.relative_to(ROOT)
+    return relative.parts[0].removesuffix(".py")
+
+
+FILES = sorted(ROOT.rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_no_import_crosses_a_border_the_wrong_way(path: Path) -> None:
+    part = part_of(path)
+    assert part in ALLOWED, f"{part} is not in the table of borders: add it to docs/architecture.md and here"
+    for item in imports_of(path):
+        if not item.module.startswith("saccade"):
+            continue
+        target = (item.module.split(".") + ["__init__"])[1]
+        assert target == part or target in ALLOWED[part], f"{item.file}:{item.line} imports {item.module}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_no_package_imports_a_library_it_must_not_know(path: Path) -> None:
+    part = part_of(path)
+    for item in imports_of(path):
+        library = item.module.split(".")[0]
+        assert library not in FORBIDDEN_OUTSIDE.get(part, set()), f"{item.file}:{item.line} imports {library}"
+        if part == "scheduler":
+            assert library in sys.stdlib_module_names | {"saccade"}, f"{item.file}:{item.line} imports {library}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_are_lazy_only_where_a_reason_is_known(path: Path) -> None:
+    for item in imports_of(path):
+        if item.is_lazy:
+            assert item.file in LAZY_ALLOWED, f"{item.file}:{item.line} imports {item.module} inside a function"
+
+
+def test_model_names_appear_only_in_the_two_folders_and_their_tables() -> None:
+    names = [p.stem for p in (ROOT / "processor" / "families").glob("*.py") if p.stem not in ("__init__", "base")]
+    assert names
+    for path in FILES:
+        if "families" in path.parts or "models" in path.parts:
+            continue
+        words = {n.value for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Constant)}
+        assert not words & set(names), f"{path} names a model family"
+
+
+@pytest.mark.parametrize("module", ["saccade", "saccade.scheduler.scheduler", "saccade.processor.prompt", "saccade.cli"])
+def test_importing_it_does_not_load_torch(module: str) -> None:
+    code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_scheduler_runs_on_the_standard_library_alone() -> None:
+    code = "import sys, saccade.scheduler.scheduler; sys.exit(bool({'numpy', 'torch', 'PIL'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from saccade import cli
+from tests.conftest import make_photo
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> list[str]:
+    paths = []
+    for width, height in ((640, 480), (320, 240)):
+        path = tmp_path / f"{width}.png"
+        make_photo(width, height).save(path)
+        paths.append(str(path))
+    return paths
+
+
+def test_count_prints_the_bill_of_each_picture_as_json(
+    pictures: list[str], qwen2_vl_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["count", "--model", str(qwen2_vl_folder), "--json", *pictures]) == 0
+    first, second = json.loads(capsys.readouterr().out)
+    assert first == {
+        "file": pictures[0], "width": 640, "height": 480, "resized_width": 644, "resized_height": 476,
+        "tokens": 391, "kv_blocks": 25,
+    }  # fmt: skip
+    assert second["tokens"] == 99
+
+
+def test_count_works_without_a_model_and_adds_up(pictures: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["count", *pictures]) == 0
+    out = capsys.readouterr().out
+    assert "391" in out and "490" in out.splitlines()[-1]
+
+
+def test_count_obeys_max_pixels(pictures: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["count", "--max-pixels", "100352", "--json", pictures[0]]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["tokens"] <= 128
+
+
+def test_count_never_imports_torch(pictures: list[str], qwen2_vl_folder: Path) -> None:
+    code = (
+        "import sys; from saccade.cli import main; "
+        f"code = main(['count', '--model', {str(qwen2_vl_folder)!r}, {pictures[0]!r}]); "
+        "sys.exit(code or 'torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+
+
+def test_a_file_that_is_no_picture_is_one_line_and_does_not_hide_the_others(
+    pictures: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad = tmp_path / "notes.txt"
+    bad.write_text("hello")
+    assert cli.main(["count", "--json", str(bad), pictures[0]]) == 1
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)[0]["tokens"] == 391
+    assert captured.err.count("\n") == 1 and "notes.txt" in captured.err
+
+
+def test_a_missing_model_is_one_line_and_status_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["chat", "/nowhere/model", "What?"]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("saccade: ") and err.count("\n") == 1
+
+
+def test_a_usage_error_is_status_2() -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["count", "--max-pixels", "many", "x.png"])
+    assert caught.value.code == 2
+
+
+def test_every_option_is_a_flag_with_help() -> None:
+    done = subprocess.run([sys.executable, "-m", "saccade.cli", "chat", "--help"], capture_output=True, text=True, check=True)
+    for flag in ("--max-model-len", "--encoder-budget", "--no-prefix-caching", "--limit-mm-per-prompt", "--kv-cache-gb"):
+        assert flag in done.stdout
+
+
+def test_chat_answers_one_question_and_prints_the_bill(
+    pictures: list[str], qwen2_vl_folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--max-tokens", "5", "--kv-cache-gb", "0.1", "--limit-mm-per-prompt", "image=2"]
+    assert cli.main(["chat", str(qwen2_vl_folder), "--image", pictures[0], "What is this?", *flags]) == 0
+    captured = capfd.readouterr()
+    assert captured.out.strip()
+    assert "640x480 = 391 tokens" in captured.err
+
+
+def test_a_conversation_goes_on_after_a_bad_picture(
+    qwen2_vl_folder: Path, pictures: list[str], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = iter(["/image /nowhere.png", "What?", f"/image {pictures[1]}", "And this?", "And now?", "/quit"])
+    monkeypatch.setattr("builtins.input", lambda _: next(lines))
+    assert cli.main(["chat", str(qwen2_vl_folder), "--max-tokens", "3", "--kv-cache-gb", "0.1"]) == 0
+    err = capfd.readouterr().err
+    assert "/nowhere.png" in err
+    assert err.count("99 tokens") == 2  # the second question still carries the picture
+    assert "0 from the prefix cache" in err

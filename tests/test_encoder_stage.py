@@ -1,0 +1,179 @@
+"""The encoder stage with a tower of four layers made of additions."""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections.abc import Generator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from saccade.runner.encoder import LocalEncoder
+from saccade.types import Geometry, Grid, Header, MediaItem, Size
+
+LAYERS = 4
+
+
+class FakeTower:
+    """Embeds each picture as its mean colour; remembers what it was asked for."""
+
+    config: Any = None
+
+    def __init__(self) -> None:
+        self.passes: list[list[int]] = []  # patches of each picture, per pass
+        self.live = 0  # prepared patches not yet consumed by a pass
+        self.peak = 0
+        self.lock = threading.Lock()
+        self.break_on: set[int] = set()  # patch counts that run out of memory
+
+    def prepare(self, image: np.ndarray, geometry: Geometry) -> Tensor:
+        patches = geometry.grid.patches
+        with self.lock:
+            self.live += patches
+            self.peak = max(self.peak, self.live)
+        return torch.full((patches, 1), float(image.mean()))
+
+    def encode(self, patches: Tensor, grids: Sequence[Grid]) -> Generator[None, None, list[Tensor]]:
+        sizes = [grid.patches for grid in grids]
+        self.passes.append(sizes)
+        for _ in range(LAYERS):
+            if self.break_on & set(sizes):
+                raise RuntimeError("out of memory")
+            yield
+        with self.lock:
+            self.live -= sum(sizes)
+        return [part[: len(part) // 4] for part in patches.split(sizes)]
+
+
+def picture(name: str, side: int = 4, value: int = 7, data: bytes | None = None) -> MediaItem:
+    if data is None:
+        stream = io.BytesIO()
+        Image.new("RGB", (side, side), (value,) * 3).save(stream, "PNG")
+        data = stream.getvalue()
+    grid = Grid(1, side, side)
+    geometry = Geometry(Size(side, side), grid, grid.patches // 4, grid.patches // 4)
+    return MediaItem(name.encode(), "image", data, Header("png", Size(side, side), 1, 1, "RGB"), geometry)
+
+
+@pytest.fixture
+def tower() -> FakeTower:
+    return FakeTower()
+
+
+def stage(tower: FakeTower, max_patches: int = 32) -> LocalEncoder:
+    return LocalEncoder(tower, max_patches, threads=2)  # type: ignore[arg-type]
+
+
+def test_pictures_of_different_requests_share_a_pass_up_to_the_patch_budget(tower: FakeTower) -> None:
+    encoder = stage(tower, max_patches=32)
+    encoder.submit([picture(str(i)) for i in range(5)])  # 16 patches each
+    encoder.advance(None)
+    assert tower.passes == [[16, 16], [16, 16], [16]]
+    assert len(encoder.poll().embeddings) == 5
+
+
+def test_a_picture_larger_than_the_budget_gets_a_pass_of_its_own(tower: FakeTower) -> None:
+    encoder = stage(tower, max_patches=8)
+    encoder.submit([picture("small", 2), picture("large", 8), picture("other", 2)])
+    encoder.advance(None)
+    assert tower.passes == [[4], [64], [4]]
+
+
+def test_a_pass_advances_by_as_many_layers_as_it_is_given(tower: FakeTower) -> None:
+    encoder = stage(tower)
+    encoder.submit([picture("a")])
+    encoder.advance(2)
+    assert not encoder.poll().embeddings
+    encoder.advance(2)
+    assert not encoder.poll().embeddings
+    encoder.advance(1)  # the projection behind the last layer
+    assert list(encoder.poll().embeddings) == [b"a"]
+    assert encoder.is_idle
+
+
+def test_slices_and_one_go_give_the_same_embeddings(tower: FakeTower) -> None:
+    whole, sliced = stage(tower), stage(tower)
+    items = [picture(str(i), value=10 * i) for i in range(3)]
+    whole.submit(items)
+    whole.advance(None)
+    sliced.submit(items)
+    while not sliced.is_idle:
+        sliced.advance(1)
+    expected, found = whole.poll().embeddings, sliced.poll().embeddings
+    assert all(torch.equal(expected[key], found[key]) for key in expected)
+
+
+def test_a_broken_picture_fails_alone_with_a_reason_free_of_library_text(tower: FakeTower) -> None:
+    encoder = stage(tower)
+    encoder.submit([picture("good"), picture("bad", data=b"\x89PNG\r\n\x1a\n broken"), picture("fine")])
+    encoder.advance(None)
+    done = encoder.poll()
+    assert set(done.embeddings) == {b"good", b"fine"}
+    assert done.errors[b"bad"].code == "image_parse_error"
+    assert "4x4" in str(done.errors[b"bad"]) and "0x" not in str(done.errors[b"bad"])
+
+
+def test_running_out_of_memory_ends_one_picture_not_its_neighbours(tower: FakeTower) -> None:
+    tower.break_on = {64}
+    encoder = stage(tower, max_patches=200)
+    encoder.submit([picture("a"), picture("huge", 8), picture("b")])
+    encoder.advance(None)
+    done = encoder.poll()
+    assert set(done.embeddings) == {b"a", b"b"}
+    assert set(done.errors) == {b"huge"}
+    assert "8x8" in str(done.errors[b"huge"])
+
+
+def test_memory_is_set_by_the_budget_and_not_by_the_number_of_pictures() -> None:
+    peaks = []
+    for count in (8, 64):
+        tower = FakeTower()
+        encoder = stage(tower, max_patches=32)
+        encoder.submit([picture(str(i)) for i in range(count)])
+        encoder.advance(None)
+        assert len(encoder.poll().embeddings) == count
+        peaks.append(tower.peak)
+    assert max(peaks) <= 3 * 32  # two passes decoded ahead and the one under way
+    assert encoder.counters.peak_patches <= 3 * 32
+
+
+def test_a_prefetched_picture_is_decoded_once(tower: FakeTower) -> None:
+    encoder = stage(tower)
+    item = picture("a")
+    encoder.prefetch([item])
+    encoder.submit([item])
+    encoder.advance(None)
+    assert encoder.counters.decoded == 1
+    assert tower.peak == 16
+
+
+def test_a_guess_that_was_not_wanted_is_forgotten(tower: FakeTower) -> None:
+    encoder = stage(tower)
+    encoder.prefetch([picture("guess")])
+    encoder.prefetch([])
+    assert not encoder._decoding
+    assert not encoder.poll().embeddings
+
+
+def test_times_are_shared_by_patches(tower: FakeTower) -> None:
+    encoder = stage(tower, max_patches=100)
+    encoder.submit([picture("small", 4), picture("large", 8)])
+    encoder.advance(None)
+    times = encoder.poll().times
+    assert times[b"large"].encode_ms == pytest.approx(4 * times[b"small"].encode_ms)
+
+
+def test_clear_drops_everything_under_way(tower: FakeTower) -> None:
+    encoder = stage(tower)
+    encoder.submit([picture("a"), picture("b")])
+    encoder.advance(1)
+    encoder.clear()
+    assert encoder.is_idle
+    encoder.submit([picture("a")])
+    encoder.advance(None)
+    assert list(encoder.poll().embeddings) == [b"a"]

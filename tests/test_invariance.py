@@ -1,0 +1,91 @@
+"""The same tokens come out however the work is cut, cached, batched or interrupted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from saccade import LLM, SamplingParams
+from tests.conftest import make_photo
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+SEEDED = SamplingParams(temperature=1.0, top_p=0.95, seed=11, max_tokens=12, ignore_eos=True)
+
+
+def wrap(folder: Path) -> str:
+    return "<|vision_start|><|image_pad|><|vision_end|>" if (folder / "config.json").read_text().find("qwen2_vl") > 0 else "<image>"
+
+
+def prompts(folder: Path) -> list[dict[str, Any]]:
+    """Text, one picture, two, the same picture again, a large one in the middle of text."""
+    picture = wrap(folder)
+    a, b, large = make_photo(seed=1), make_photo(140, 84, seed=2), make_photo(300, 250, seed=3)
+    return [
+        {"prompt": "The quick brown fox jumps over the lazy dog. " * 3},
+        {"prompt": f"{picture}What is in the picture?", "multi_modal_data": {"image": a}},
+        {"prompt": f"{picture}{picture}Compare these two pictures.", "multi_modal_data": {"image": [a, b]}},
+        {"prompt": f"Again: {picture} and {picture}", "multi_modal_data": {"image": [a, a]}},
+        {"prompt": f"The quick brown fox {picture} jumps over", "multi_modal_data": {"image": large}},
+    ]
+
+
+def run(folder: Path, params: SamplingParams = GREEDY, *, together: bool = True, **given: Any) -> list[list[int]]:
+    defaults = {"max_model_len": 512, "kv_cache_gb": 0.02, "max_pixels": 200_000}
+    llm = LLM(model=str(folder), use_tqdm=False, **{**defaults, **given})
+    asked = prompts(folder)
+    batches = [asked] if together else [[p] for p in asked]
+    outs = [out for batch in batches for out in llm.generate(batch, params, use_tqdm=False)]
+    llm.engine.core.scheduler.check()
+    llm.close()
+    return [out.outputs[0].token_ids for out in outs]
+
+
+@pytest.fixture(scope="module")
+def alone(family_folder: Path) -> list[list[int]]:
+    """The plain way: one request at a time, whole windows, no cache."""
+    return run(family_folder, together=False, enable_prefix_caching=False, encoder_cache_gb=0.0)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        pytest.param({}, id="batched"),
+        pytest.param({"max_num_batched_tokens": 16}, id="chunks of 16"),
+        pytest.param({"max_num_batched_tokens": 64}, id="chunks of 64"),
+        pytest.param({"max_num_batched_tokens": 100_000}, id="unlimited chunks"),
+        pytest.param({"enable_prefix_caching": False}, id="no prefix cache"),
+        pytest.param({"encoder_cache_gb": 0.0}, id="no encoder cache"),
+        pytest.param({"encoder_cache_gb": 0.0, "max_num_batched_tokens": 48}, id="no encoder cache, chunks of 48"),
+        pytest.param({"max_num_seqs": 2}, id="two at a time"),
+        pytest.param({"encode_layers_per_step": 1}, id="encoder sliced by one layer"),
+        pytest.param({"encode_layers_per_step": 1, "max_num_batched_tokens": 32}, id="sliced, chunks of 32"),
+    ],
+)
+def test_tokens_do_not_depend_on(given: dict[str, Any], family_folder: Path, alone: list[list[int]]) -> None:
+    assert run(family_folder, **given) == alone
+
+
+def test_tokens_do_not_depend_on_a_warm_prefix_cache(family_folder: Path, alone: list[list[int]]) -> None:
+    llm = LLM(model=str(family_folder), use_tqdm=False, max_model_len=512, kv_cache_gb=0.02, max_pixels=200_000)
+    cold = llm.generate(prompts(family_folder), GREEDY, use_tqdm=False)
+    warm = llm.generate(prompts(family_folder), GREEDY, use_tqdm=False)
+    assert [o.outputs[0].token_ids for o in cold] == [o.outputs[0].token_ids for o in warm] == alone
+    assert all(out.num_cached_tokens > 0 for out in warm)
+    llm.close()
+
+
+def test_tokens_do_not_depend_on_preemption(family_folder: Path, alone: list[list[int]]) -> None:
+    """KV for little more than one request: the others are thrown out and come back."""
+    llm = LLM(model=str(family_folder), use_tqdm=False, max_model_len=224, kv_cache_gb=0.0006 * 0.6, max_pixels=200_000)
+    outs = llm.generate(prompts(family_folder), GREEDY, use_tqdm=False)
+    assert [o.outputs[0].token_ids for o in outs] == alone
+    assert llm.stats()["requests"]["preemptions"] > 0
+    llm.close()
+
+
+def test_a_seeded_request_gives_the_same_text_whatever_it_is_batched_with(family_folder: Path) -> None:
+    together = run(family_folder, SEEDED, max_num_batched_tokens=32)
+    one_by_one = run(family_folder, SEEDED, together=False, enable_prefix_caching=False)
+    assert together == one_by_one

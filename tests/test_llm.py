@@ -1,0 +1,276 @@
+"""The offline face: the lab's script unchanged, its three experiments, errors that hurt only themselves."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from saccade import LLM, SamplingParams
+from saccade.config import ConfigError
+from saccade.types import RequestError
+from tests.conftest import make_photo, png
+
+# The script of the lab; only its import line says saccade.
+SCRIPT = """
+from saccade import LLM, SamplingParams
+from PIL import Image
+
+llm = LLM(model="Qwen/Qwen2-VL-2B-Instruct", gpu_memory_utilization=0.7,
+          max_model_len=4096, limit_mm_per_prompt={"image": 2})
+
+image = Image.open("photo.jpg")
+prompt = ("<|im_start|>user\\n<|vision_start|><|image_pad|><|vision_end|>"
+          "Describe this image in one sentence.<|im_end|>\\n<|im_start|>assistant\\n")
+
+out = llm.generate({"prompt": prompt, "multi_modal_data": {"image": image}},
+                   SamplingParams(max_tokens=48, temperature=0))
+print(out[0].outputs[0].text)
+print("prompt tokens:", len(out[0].prompt_token_ids))   # the EXPANDED length
+"""
+PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
+GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm(qwen2_vl_folder: Path) -> Iterator[LLM]:
+    made = LLM(
+        model=str(qwen2_vl_folder), max_model_len=4096, kv_cache_gb=0.1, limit_mm_per_prompt={"image": 3}, use_tqdm=False
+    )
+    yield made
+    assert not made.engine.has_unfinished_requests()
+    made.engine.core.scheduler.check()
+    made.close()
+
+
+def ask(llm: LLM, text: str, images: Any = None, params: SamplingParams = GREEDY) -> Any:
+    prompt: dict[str, Any] = {"prompt": text}
+    if images is not None:
+        prompt["multi_modal_data"] = {"image": images}
+    return llm.generate(prompt, params, use_tqdm=False)[0]
+
+
+def in_use(llm: LLM) -> tuple[int, int, int]:
+    stats = llm.stats()
+    return stats["kv"]["used"], stats["encoder_cache"]["slots_pinned"], stats["encoder_cache"]["slots_in_flight"]
+
+
+# --- the lab ------------------------------------------------------------------------------------------------------
+
+
+def test_the_labs_script_runs_with_only_its_import_line_changed(qwen2_vl_folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(qwen2_vl_folder, tmp_path / "Qwen" / "Qwen2-VL-2B-Instruct")
+    make_photo(1280, 960).save(tmp_path / "photo.jpg")
+    (tmp_path / "lab.py").write_text(SCRIPT)
+    done = subprocess.run([sys.executable, "lab.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    count = int(done.stdout.rsplit("prompt tokens:", 1)[1])
+    assert 1200 < count < 1400  # 1,196 picture tokens at this checkpoint's pixel limit, and the text
+
+
+def test_half_the_sides_give_about_a_quarter_of_the_tokens(llm: LLM) -> None:
+    image = make_photo(1120, 840)
+    full = ask(llm, PICTURE, image).bill.image_tokens
+    half = ask(llm, PICTURE, image.resize((560, 420))).bill.image_tokens
+    assert full / half == pytest.approx(4, rel=0.1)
+
+
+def test_two_pictures_expand_both_placeholders(llm: LLM) -> None:
+    a, b = make_photo(112, 84), make_photo(224, 168)
+    one, other = ask(llm, PICTURE, a).bill.image_tokens, ask(llm, PICTURE, b).bill.image_tokens
+    assert ask(llm, f"{PICTURE} and {PICTURE}", [a, b]).bill.image_tokens == one + other == 12 + 48
+
+
+def test_text_alone_works_and_has_no_picture_on_its_bill(llm: LLM) -> None:
+    out = ask(llm, "The quick brown fox")
+    assert len(out.outputs[0].token_ids) == 4
+    assert out.bill.image_tokens == 0 and out.bill.items == ()
+
+
+# --- inputs -------------------------------------------------------------------------------------------------------
+
+
+def test_a_picture_gives_the_same_answer_as_pil_path_bytes_or_array(llm: LLM, tmp_path: Path) -> None:
+    image = make_photo(140, 112, seed=5)
+    image.save(tmp_path / "a.png")
+    sources = [image, tmp_path / "a.png", str(tmp_path / "a.png"), png(image), np.asarray(image)]
+    answers = {tuple(ask(llm, PICTURE + "What?", source).outputs[0].token_ids) for source in sources}
+    assert len(answers) == 1
+
+
+def test_a_lazily_opened_file_is_decoded_once_however_often_it_is_sent(llm: LLM, tmp_path: Path) -> None:
+    make_photo(168, 140, seed=6).save(tmp_path / "b.jpg")
+    before = llm.stats()["encoder"]["decoded"]
+    for _ in range(3):
+        ask(llm, PICTURE + "What?", Image.open(tmp_path / "b.jpg"))
+    assert llm.stats()["encoder"]["decoded"] == before + 1
+
+
+def test_a_prompt_may_be_token_ids(llm: LLM) -> None:
+    ids = ask(llm, "The quick brown fox").prompt_token_ids
+    out = llm.generate({"prompt_token_ids": ids}, GREEDY, use_tqdm=False)[0]
+    assert out.outputs[0].token_ids == ask(llm, "The quick brown fox").outputs[0].token_ids
+
+
+def test_chat_goes_through_the_checkpoints_template(llm: LLM) -> None:
+    messages = [
+        {
+            "role": "user",
+            "content": [{"type": "image", "image": make_photo()}, {"type": "text", "text": "What is this?"}],
+        }
+    ]
+    out = llm.chat(messages, GREEDY, use_tqdm=False)[0]
+    assert out.prompt.startswith("<|im_start|>system\nYou are a helpful assistant.")
+    assert out.prompt.endswith("What is this?<|im_end|>\n<|im_start|>assistant\n")
+    assert out.bill.image_tokens == 12
+
+
+def test_answers_come_back_in_the_order_of_the_prompts(llm: LLM) -> None:
+    texts = ["fox", "The quick brown fox jumps over the lazy dog. " * 8, "dog"]
+    outs = llm.generate(texts, [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (9, 1, 5)], use_tqdm=False)
+    assert [out.prompt for out in outs] == texts
+    assert [len(out.outputs[0].token_ids) for out in outs] == [9, 1, 5]
+
+
+# --- sampling -----------------------------------------------------------------------------------------------------
+
+
+def test_n_answers_differ_and_share_the_prompts_blocks(llm: LLM) -> None:
+    params = SamplingParams(n=3, temperature=1.5, seed=4, max_tokens=12, ignore_eos=True)
+    outs = ask(llm, "The quick brown fox jumps over the lazy dog", params=params).outputs
+    assert [o.index for o in outs] == [0, 1, 2]
+    assert len({tuple(o.token_ids) for o in outs}) == 3
+    again = ask(llm, "The quick brown fox jumps over the lazy dog", params=params).outputs
+    assert [o.token_ids for o in again] == [o.token_ids for o in outs]
+
+
+def test_a_stop_string_ends_the_answer_before_it(llm: LLM) -> None:
+    free = ask(llm, "The quick", params=SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)).outputs[0]
+    stop = free.text[6:9]
+    out = ask(llm, "The quick", params=SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, stop=stop)).outputs[0]
+    assert out.text == free.text[: free.text.index(stop)]
+    assert (out.finish_reason, out.stop_reason) == ("stop", stop)
+    assert len(out.token_ids) < 24
+
+
+def test_a_stop_token_ends_the_answer_and_is_not_shown(llm: LLM) -> None:
+    free = ask(llm, "The lazy", params=SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)).outputs[0]
+    stop = free.token_ids[5]
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, stop_token_ids=[stop])
+    out = ask(llm, "The lazy", params=params).outputs[0]
+    assert out.token_ids == free.token_ids[: free.token_ids.index(stop) + 1]
+    assert (out.finish_reason, out.stop_reason) == ("stop", stop)
+    assert free.text.startswith(out.text)
+
+
+def test_the_bill_is_the_number_of_tokens_the_engine_charges(llm: LLM) -> None:
+    out = ask(llm, f"{PICTURE} What?", make_photo(280, 280))
+    assert out.bill.prompt_tokens == len(out.prompt_token_ids)
+    assert out.bill.kv_blocks == -(-len(out.prompt_token_ids) // 16)
+    assert out.bill.items[0].tokens == 100
+    assert {"queue", "decode", "encode", "first_token", "total"} <= set(out.bill.times_ms)
+
+
+# --- errors -------------------------------------------------------------------------------------------------------
+
+BAD = {
+    "fewer pictures than placeholders": ({"prompt": PICTURE * 2, "multi_modal_data": {"image": [make_photo()]}}, r"2.*1"),
+    "more pictures than placeholders": ({"prompt": "no", "multi_modal_data": {"image": [make_photo()]}}, r"0.*1"),
+    "more pictures than the limit": (
+        {"prompt": PICTURE * 4, "multi_modal_data": {"image": [make_photo()] * 4}},
+        r"3.*limit_mm_per_prompt.*4",
+    ),
+    "a prompt longer than the context": ({"prompt_token_ids": [5] * 5000}, r"5000.*4096"),
+    "an empty prompt": ({"prompt": ""}, "empty"),
+    "bytes that are no picture": ({"prompt": PICTURE, "multi_modal_data": {"image": b"hello"}}, "picture|image"),
+    "a missing file": ({"prompt": PICTURE, "multi_modal_data": {"image": "/nowhere/x.png"}}, "/nowhere/x.png"),
+    "an unknown key": ({"prompt": "a", "pictures": []}, "pictures"),
+    "a truncated picture": (
+        {"prompt": PICTURE, "multi_modal_data": {"image": png(make_photo(200, 200))[:3000]}},
+        "damaged or cut short",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_prompt_alone_raises_one_sentence_with_values(llm: LLM, name: str) -> None:
+    prompt, pattern = BAD[name]
+    with pytest.raises(RequestError, match=f"(?s){pattern}") as caught:
+        llm.generate(prompt, GREEDY, use_tqdm=False)
+    assert "\n" not in str(caught.value)
+    assert in_use(llm) == (0, 0, 0)
+
+
+def test_bad_prompts_in_a_batch_hurt_only_themselves(llm: LLM) -> None:
+    good = {"prompt": f"{PICTURE}What?", "multi_modal_data": {"image": make_photo(seed=9)}}
+    expected = llm.generate(good, GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+    mixed = [part for prompt, _ in BAD.values() for part in (prompt, good)]
+    outs = llm.generate(mixed, GREEDY, use_tqdm=False)
+    assert all(out.error is not None for out in outs[0::2])
+    assert [out.outputs[0].token_ids for out in outs[1::2]] == [expected] * len(BAD)
+    assert in_use(llm) == (0, 0, 0)
+
+
+def test_an_unknown_model_folder_is_one_sentence() -> None:
+    with pytest.raises(ConfigError, match="nowhere"):
+        LLM(model="/nowhere/at/all", use_tqdm=False)
+
+
+def test_no_model_is_one_sentence() -> None:
+    with pytest.raises(ConfigError, match="no model was given"):
+        LLM(use_tqdm=False)
+
+
+# --- stepping by hand ---------------------------------------------------------------------------------------------
+
+
+def test_the_engine_steps_by_hand(llm: LLM) -> None:
+    engine = llm.engine
+    engine.add_request("a", {"prompt": "The quick"}, GREEDY)
+    engine.add_request("b", {"prompt": f"{PICTURE}", "multi_modal_data": {"image": make_photo()}}, GREEDY)
+    lengths: dict[str, list[int]] = {"a": [], "b": []}
+    while engine.has_unfinished_requests():
+        for out in engine.step():
+            lengths[out.request_id].append(len(out.outputs[0].token_ids))
+    assert lengths == {"a": [1, 2, 3, 4], "b": [1, 2, 3, 4]}
+
+
+def test_an_aborted_request_frees_everything(llm: LLM) -> None:
+    engine = llm.engine
+    engine.add_request("gone", {"prompt": f"{PICTURE}", "multi_modal_data": {"image": make_photo()}}, GREEDY)
+    engine.step()
+    engine.abort_request("gone")
+    assert not engine.has_unfinished_requests()
+    assert in_use(llm) == (0, 0, 0)
+
+
+def test_a_request_id_in_use_is_refused(llm: LLM) -> None:
+    llm.engine.add_request("twice", {"prompt": "a"}, GREEDY)
+    with pytest.raises(RequestError, match="'twice'"):
+        llm.engine.add_request("twice", {"prompt": "b"}, GREEDY)
+    llm.engine.abort_request("twice")
+
+
+# --- many pictures ------------------------------------------------------------------------------------------------
+
+
+def test_64_pictures_in_one_request_need_no_more_encoder_memory_than_one_budget(qwen2_vl_folder: Path) -> None:
+    images = [make_photo(112, 112, seed=s) for s in range(64)]
+    llm = LLM(
+        model=str(qwen2_vl_folder), max_model_len=4096, kv_cache_gb=0.1, limit_mm_per_prompt={"image": 64},
+        max_pixels=112 * 112, max_num_batched_tokens=64, encoder_budget=64, encoder_cache_gb=0.00002, use_tqdm=False,
+    )  # fmt: skip
+    out = ask(llm, PICTURE * 64, images)
+    counters = llm.stats()["encoder"]
+    assert len(out.outputs[0].token_ids) == 4
+    assert counters["encoded"] == 64
+    assert counters["peak_patches"] <= 3 * 64 * 4
+    assert llm.stats()["encoder_cache"]["slots_total"] < 64 * 16  # the cache could never have held them all
+    llm.close()

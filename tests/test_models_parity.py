@@ -1,0 +1,345 @@
+"""Both model families against Transformers on small random checkpoints, in both layouts a checkpoint can have."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    AutoModelForImageTextToText,
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+)
+
+from saccade.config import ConfigError, model_config
+from saccade.models import load_model
+from saccade.models.attention import AttentionBatch, PagedAttention, PagedKV
+from saccade.models.interface import Encoding, VisionLanguageModel
+from saccade.types import Geometry, Grid, Size
+from tests import checkpoints
+
+BLOCK = 4
+CPU = torch.device("cpu")
+FAMILIES: dict[str, Callable[..., Path]] = {"qwen2_vl": checkpoints.qwen2_vl, "llava": checkpoints.llava}
+
+
+class Pair:
+    """The same checkpoint in Saccade and in Transformers."""
+
+    def __init__(self, folder: Path, **kwargs: Any) -> None:
+        raw = json.loads((folder / "config.json").read_text())
+        self.config = model_config(raw)
+        self.ours: VisionLanguageModel = load_model(
+            folder, self.config, dtype=torch.float32, device=CPU, progress=False, **kwargs
+        )
+        self.theirs = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+
+    def geometry(self, grid: Grid) -> Geometry:
+        vision = self.config.vision
+        assert vision is not None
+        side = vision.patch_size
+        slots = grid.patches // vision.spatial_merge_size**2
+        return Geometry(Size(grid.w * side, grid.h * side), grid, slots, slots)
+
+    def pictures(self, count: int) -> list[tuple[Grid, torch.Tensor]]:
+        """Random pictures as (grid, patches); LLaVA takes one size only."""
+        grids = [Grid(1, 4, 4)] * count if self.config.model_type == "llava" else [Grid(1, 4, 6), Grid(1, 6, 2)][:count]
+        rng = np.random.default_rng(0)
+        made = []
+        for grid in grids:
+            geometry = self.geometry(grid)
+            image = rng.integers(0, 256, (geometry.resized.height, geometry.resized.width, 3), dtype=np.uint8)
+            made.append((grid, self.ours.prepare(image, geometry)))
+        return made
+
+
+def finish(encoding: Encoding) -> list[torch.Tensor]:
+    while True:
+        try:
+            next(encoding)
+        except StopIteration as done:
+            embeddings: list[torch.Tensor] = done.value
+            return embeddings
+
+
+def pixel_arguments(pair: Pair, pictures: Sequence[tuple[Grid, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    if not pictures:
+        return {}
+    patches = torch.cat([p for _, p in pictures])
+    if pair.config.model_type == "qwen2_vl":
+        return {"pixel_values": patches, "image_grid_thw": torch.tensor([g for g, _ in pictures])}
+    images = patches.view(len(pictures), 4, 4, 3, 14, 14).permute(0, 3, 1, 4, 2, 5).reshape(-1, 3, 56, 56)
+    return {"pixel_values": images}
+
+
+def their_logits(pair: Pair, ids: torch.Tensor, pictures: Sequence[tuple[Grid, torch.Tensor]]) -> torch.Tensor:
+    arguments: dict[str, Any] = pixel_arguments(pair, pictures)
+    if pair.config.model_type == "qwen2_vl":
+        arguments["mm_token_type_ids"] = (ids == pair.config.image_token_id).int()[None]
+    with torch.no_grad():
+        logits: torch.Tensor = pair.theirs(input_ids=ids[None], **arguments).logits[0]
+    return logits
+
+
+def positions_of(pair: Pair, ids: torch.Tensor, pictures: Sequence[tuple[Grid, torch.Tensor]]) -> torch.Tensor:
+    plain = torch.arange(len(ids))
+    if pair.config.model_type == "llava":
+        return plain[None]
+    if not pictures:
+        return plain.expand(3, -1)
+    grids = torch.tensor([g for g, _ in pictures])
+    kinds = (ids == pair.config.image_token_id).int()[None]
+    positions, _ = pair.theirs.model.get_rope_index(ids[None], kinds, image_grid_thw=grids)
+    found: torch.Tensor = positions[:, 0]
+    return found
+
+
+def one_request(context: int, new: int, seed: int = 0) -> AttentionBatch:
+    """A single request whose last `new` tokens are computed, its blocks scattered over the cache."""
+    blocks = torch.randperm(64, generator=torch.Generator().manual_seed(seed))[: -(-context // BLOCK)]
+    places = torch.arange(context - new, context)
+    return AttentionBatch([new], [context], blocks[None], blocks[places // BLOCK] * BLOCK + places % BLOCK, BLOCK)
+
+
+@torch.inference_mode()
+def our_logits(
+    pair: Pair, ids: torch.Tensor, pictures: Sequence[tuple[Grid, torch.Tensor]], chunk: int | None = None
+) -> torch.Tensor:
+    model, text = pair.ours, pair.config.text
+    embeds = model.embed(ids)
+    if pictures:
+        encoded = finish(model.encode(torch.cat([p for _, p in pictures]), [g for g, _ in pictures]))
+        embeds[ids == pair.config.image_token_id] = torch.cat(encoded)
+    positions = positions_of(pair, ids, pictures)
+    kv = PagedKV.allocate(text, 64, BLOCK, torch.float32, CPU)
+    outputs = []
+    step = chunk or len(ids)
+    for start in range(0, len(ids), step):
+        end = min(start + step, len(ids))
+        attention = PagedAttention(kv, one_request(end, end - start), text.head_dim**-0.5)
+        outputs.append(model.logits(model.forward(embeds[start:end], positions[:, start:end], attention)))
+    return torch.cat(outputs)
+
+
+def prompt(pair: Pair, pictures: Sequence[tuple[Grid, torch.Tensor]]) -> torch.Tensor:
+    """Text, then each picture followed by more text."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, 200, (7,), generator=generator).tolist()
+    for grid, _ in pictures:
+        ids += [pair.config.image_token_id] * pair.geometry(grid).slots
+        ids += torch.randint(3, 200, (5,), generator=generator).tolist()
+    return torch.tensor(ids)
+
+
+def assert_close(ours: torch.Tensor, theirs: torch.Tensor, relative: float = 1e-4) -> None:
+    difference = (ours - theirs).abs().max() / theirs.abs().max()
+    assert difference < relative, f"relative difference {difference:.2e}"
+
+
+@pytest.fixture(
+    scope="module", params=[(f, layout) for f in FAMILIES for layout in ("saved", "published")], ids="-".join
+)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    family, layout = request.param
+    return Pair(FAMILIES[family](tmp_path_factory.mktemp(family), layout=layout))
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_logits_equal_those_of_transformers(pair: Pair, count: int) -> None:
+    pictures = pair.pictures(count)
+    ids = prompt(pair, pictures)
+    assert_close(our_logits(pair, ids, pictures), their_logits(pair, ids, pictures))
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 16])
+def test_chunks_do_not_change_the_logits(pair: Pair, chunk: int) -> None:
+    pictures = pair.pictures(1)
+    ids = prompt(pair, pictures)
+    assert_close(our_logits(pair, ids, pictures, chunk), our_logits(pair, ids, pictures), 1e-5)
+
+
+def test_encoded_pictures_equal_those_of_transformers(pair: Pair) -> None:
+    pictures = pair.pictures(2)
+    with torch.inference_mode():
+        ours = finish(pair.ours.encode(torch.cat([p for _, p in pictures]), [g for g, _ in pictures]))
+        theirs = pair.theirs.get_image_features(**pixel_arguments(pair, pictures)).pooler_output
+    assert len(ours) == 2
+    for mine, other in zip(ours, theirs, strict=True):
+        assert_close(mine, other)
+
+
+def test_a_picture_encodes_the_same_alone_and_packed(pair: Pair) -> None:
+    pictures = pair.pictures(2)
+    with torch.inference_mode():
+        packed = finish(pair.ours.encode(torch.cat([p for _, p in pictures]), [g for g, _ in pictures]))
+        alone = [finish(pair.ours.encode(patches, [grid]))[0] for grid, patches in pictures]
+    for one, other in zip(packed, alone, strict=True):
+        assert_close(one, other, 1e-5)
+
+
+def test_encoding_pauses_after_every_layer(pair: Pair) -> None:
+    (grid, patches), *_ = pair.pictures(1)
+    vision = pair.config.vision
+    assert vision is not None
+    needed = vision.num_layers - 1 if pair.config.model_type == "llava" else vision.num_layers
+    with torch.inference_mode():
+        assert len(list(pair.ours.encode(patches, [grid]))) == needed
+
+
+def test_a_forward_pass_leaves_the_callers_embeddings_alone(pair: Pair) -> None:
+    ids = prompt(pair, [])
+    with torch.inference_mode():
+        embeds = pair.ours.embed(ids)
+        before = embeds.clone()
+        kv = PagedKV.allocate(pair.config.text, 64, BLOCK, torch.float32, CPU)
+        attention = PagedAttention(kv, one_request(len(ids), len(ids)), 0.25)
+        pair.ours.forward(embeds, positions_of(pair, ids, []), attention)
+    assert torch.equal(embeds, before)
+
+
+def test_a_clip_of_several_frames_encodes_as_in_transformers(tmp_path: Path) -> None:
+    pair = Pair(checkpoints.qwen2_vl(tmp_path))
+    grid = Grid(2, 4, 6)
+    patches = torch.randn(grid.patches, 3 * 2 * 14 * 14)
+    with torch.inference_mode():
+        ours = finish(pair.ours.encode(patches, [grid]))[0]
+        theirs = pair.theirs.get_image_features(patches, torch.tensor([grid])).pooler_output[0]
+    assert_close(ours, theirs)
+
+
+# --- variants of the decoder and the towers -----------------------------------------------------------------------
+
+
+def _edit_config(folder: Path, edit: Callable[[dict[str, Any]], None]) -> Path:
+    path = folder / "config.json"
+    raw = json.loads(path.read_text())
+    edit(raw)
+    path.write_text(json.dumps(raw))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        {"attention_bias": True, "mlp_bias": True},
+        {"head_dim": 24},
+        {"num_key_value_heads": 1},
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0}},
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 10000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
+    ],
+    ids=["biases", "own head size", "one key head", "linear rope", "llama3 rope"],
+)
+def test_llama_decoders_of_every_kind_match(tmp_path: Path, text: dict[str, Any]) -> None:
+    pair = Pair(checkpoints.llava(tmp_path, text=text))
+    pictures = pair.pictures(1)
+    ids = prompt(pair, pictures)
+    assert_close(our_logits(pair, ids, pictures), their_logits(pair, ids, pictures))
+
+
+def test_an_untied_head_of_qwen2_vl_matches(tmp_path: Path) -> None:
+    pair = Pair(checkpoints.qwen2_vl(tmp_path, text={"tie_word_embeddings": False}))
+    ids = prompt(pair, [])
+    assert_close(our_logits(pair, ids, []), their_logits(pair, ids, []))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"vision_feature_layer": -1},
+        {"vision_feature_layer": 1},
+        {"vision_feature_select_strategy": "full"},
+        {"projector_hidden_act": "relu"},
+    ],
+    ids=str,
+)
+def test_llava_features_are_taken_where_the_config_says(tmp_path: Path, changes: dict[str, Any]) -> None:
+    pair = Pair(_edit_config(checkpoints.llava(tmp_path), lambda raw: raw.update(changes)))
+    pictures = pair.pictures(2)
+    with torch.inference_mode():
+        ours = finish(pair.ours.encode(torch.cat([p for _, p in pictures]), [g for g, _ in pictures]))
+        theirs = pair.theirs.get_image_features(**pixel_arguments(pair, pictures)).pooler_output
+    assert_close(torch.cat(ours), torch.cat(list(theirs)))
+
+
+def test_features_of_several_layers_are_joined(tmp_path: Path) -> None:
+    text = LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, vocab_size=99)
+    vision = CLIPVisionConfig(
+        hidden_size=24, intermediate_size=48, num_hidden_layers=4, num_attention_heads=2, image_size=56, patch_size=14
+    )
+    config = LlavaConfig(text_config=text, vision_config=vision, vision_feature_layer=[-3, 1], image_token_index=98)
+    LlavaForConditionalGeneration(config).save_pretrained(tmp_path)
+    pair = Pair(tmp_path)
+    pictures = pair.pictures(1)
+    with torch.inference_mode():
+        ours = finish(pair.ours.encode(pictures[0][1], [pictures[0][0]]))
+        theirs = pair.theirs.get_image_features(**pixel_arguments(pair, pictures)).pooler_output
+    assert_close(ours[0], theirs[0])
+
+
+def test_a_clip_tower_with_gelu_matches(tmp_path: Path) -> None:
+    pair = Pair(checkpoints.llava(tmp_path, vision={"hidden_act": "gelu"}))
+    pictures = pair.pictures(1)
+    ids = prompt(pair, pictures)
+    assert_close(our_logits(pair, ids, pictures), their_logits(pair, ids, pictures))
+
+
+# --- what cannot be built -----------------------------------------------------------------------------------------
+
+
+def build(raw: dict[str, Any]) -> VisionLanguageModel:
+    return load_model(None, model_config(raw), dtype=torch.float32, device=CPU, load_format="dummy")
+
+
+def _edited(raw: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    return {**raw, **{k: {**raw[k], **v} if isinstance(v, dict) else v for k, v in changes.items()}}
+
+
+@pytest.fixture(scope="module")
+def llava_config(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = checkpoints.llava(tmp_path_factory.mktemp("config"))
+    raw: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return raw
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"model_type": "blip"}, "'blip'.*known are llava, qwen2_vl"),
+        ({"vision_feature_layer": -9}, "vision_feature_layer -9.*4 layers"),
+        ({"vision_feature_select_strategy": "some"}, "default or full, not 'some'"),
+        ({"projector_hidden_act": "mish"}, "'mish'.*known are"),
+        ({"text_config": {"rope_parameters": {"rope_type": "yarn"}}}, "'yarn'.*known are"),
+        ({"text_config": {"model_type": "gemma"}}, "'gemma'.*known are llama and qwen2"),
+        ({"text_config": {"num_key_value_heads": 3}}, "4 attention heads cannot share 3"),
+        ({"vision_config": {"num_attention_heads": 5}}, "width 48 does not divide into 5"),
+        ({"vision_config": {"image_size": None}}, "image_size"),
+        ({"vision_config": None}, "needs a vision_config"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_config_that_cannot_work_is_refused_with_its_values(
+    llava_config: dict[str, Any], changes: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        build(_edited(llava_config, **changes))
+
+
+def test_without_a_folder_only_dummy_weights_can_be_had(llava_config: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"'auto' needs a folder.*'dummy'"):
+        load_model(None, model_config(llava_config), dtype=torch.float32, device=CPU)
