@@ -22,7 +22,7 @@ from saccade.types import RequestError
 
 def main(argv: Sequence[str] | None = None) -> int:
     """0 on success, 2 on a usage error, 1 otherwise; errors are one line on stderr."""
-    args = _parser().parse_args(argv)
+    args = _parse(argv)
     logging.basicConfig(level=logging.DEBUG if args.debug else logging.INFO, format="%(message)s", stream=sys.stderr)
     try:
         return int(args.run(args))
@@ -34,6 +34,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """As argparse does, but a question may also stand behind the flags: `chat MODEL --image FILE "question"`."""
+    parser = _parser()
+    args, rest = parser.parse_known_args(argv)
+    if len(rest) == 1 and not rest[0].startswith("-") and getattr(args, "question", "") is None:
+        args.question = rest[0]
+    elif rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    return args
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -267,14 +267,20 @@ def llava(
 
 
 def randomise(model: torch.nn.Module, seed: int) -> None:
-    """Weights with enough variance that the next token depends on every input."""
+    """Weights under which the next token depends on every input.
+
+    With small embeddings and strong layers the residual stream is what the layers made of it; otherwise a tied head just
+    repeats the last token.
+    """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.dim() >= 2:
-                fan_in = parameter[0].numel() if "embed_tokens" not in name else 1
-                parameter.copy_(noise / fan_in**0.5 * 1.3)
+            if "embed_tokens" in name:
+                parameter.copy_(0.2 * noise)
+            elif parameter.dim() >= 2:
+                gain = 6.0 if "o_proj" in name or "down_proj" in name else 1.5
+                parameter.copy_(noise * gain / parameter[0].numel() ** 0.5)
             elif name.endswith("weight"):
                 parameter.copy_(1 + 0.1 * noise)
             else:

@@ -1,4 +1,4 @@
-"""Builders and a fake runner for the scheduler's tests: requests made of lengths and picture names, KV made of records."""
+"""Builders and a fake runner for the scheduler's tests: prompts made of lengths and picture names, KV of records."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from saccade.config import SchedulerConfig
 from saccade.params import SamplingParams
 from saccade.scheduler import Scheduler
-from saccade.scheduler.blocks import text_record
+from saccade.scheduler.blocks import text_records
 from saccade.types import (
     Geometry,
     Grid,
@@ -72,7 +72,7 @@ def make_prompt(parts: Iterable[Part], salt: bytes = b"", first_token: int = 100
         else:
             text = part if isinstance(part, list) else [first_token + start + i for i in range(part)]
             tokens += text
-            records += [text_record(token) for token in text]
+            records += [text_records([token]) for token in text]
     return Prompt(
         token_ids=tokens,
         spans=tuple(spans),
@@ -171,7 +171,7 @@ class FakeRunner:
             self.requests[request.request_id] = request
             identity = request.prompt.identity
             records = [identity[i : i + 40] for i in range(0, len(identity), 40)]
-            self.records[request.request_id] = records + [text_record(token) for token in admission.output_token_ids]
+            self.records[request.request_id] = records + [text_records([token]) for token in admission.output_token_ids]
             self.blocks[request.request_id] = list(admission.block_ids)
         for work in plan.works:
             self.blocks[work.request_id] += work.new_blocks
@@ -208,7 +208,7 @@ class FakeRunner:
     def _sample(self, work: Work) -> Sample:
         assert work.end == len(self.records[work.request_id]), "sampled before the last known token"
         token = self.next_token(work.request_id, work.end)
-        self.records[work.request_id].append(text_record(token))
+        self.records[work.request_id].append(text_records([token]))
         return Sample(token, None)
 
     def _slot(self, request_id: str, position: int) -> int:

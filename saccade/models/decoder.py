@@ -64,7 +64,7 @@ class DecoderLayer:
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention, index: int) -> Tensor:
         x = self.attend(self.attention_norm(x), cos, sin, attention, index).add_(x)
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
-        return self.down(F.silu(gate).mul_(up)).add_(x)
+        return self.down(F.silu(gate, inplace=True).mul_(up)).add_(x)
 
     def attend(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention, index: int) -> Tensor:
         qkv = self.qkv(x).view(len(x), -1, self.head_dim)  # [T, heads + 2 kv_heads, d]

@@ -21,7 +21,7 @@ class Outline(NamedTuple):
     """What a walk found. `size` and `mode` are None where Pillow's own header reader is asked instead."""
 
     frames: int = 1
-    exif: bytes | None = None  # the TIFF structure inside an EXIF block
+    exif: bytes | None = None
     size: Size | None = None  # as stored
     mode: str | None = None
 
@@ -39,7 +39,7 @@ def walk_jpeg(data: bytes) -> Outline:
     exif = None
     for marker, body in _jpeg_segments(data):
         if marker == 0xE1 and exif is None and body[:6] == _EXIF_MARK:
-            exif = bytes(body[6:])
+            exif = bytes(body)
         if 0xC0 <= marker <= 0xCF and marker not in _NOT_A_FRAME:
             _, height, width, channels = struct.unpack_from(">BHHB", body)
             if channels not in _JPEG_MODES:
@@ -95,7 +95,7 @@ def walk_webp(data: bytes) -> Outline:
             break
         kind, length = struct.unpack_from("<4sI", data, at)
         if kind == b"EXIF":
-            exif = data[at + 8 : at + 8 + length].removeprefix(_EXIF_MARK)
+            exif = data[at + 8 : at + 8 + length]
         if kind == b"ANMF":
             frames += 1
         if kind in _WEBP_SIZES and size is None:
@@ -165,6 +165,8 @@ def _skip_sub_blocks(data: bytes, at: int, steps: int) -> tuple[int, int]:
 
 # --- TIFF ---------------------------------------------------------------------------------------------------------
 
+_ORIENTATION_TAG = 0x0112
+_SHORT = 3
 _BYTES_OF_TYPES = ((1, (1, 2, 6, 7)), (2, (3, 8)), (4, (4, 9, 11, 13)), (8, (5, 10, 12, 16, 17, 18)))
 _TYPE_BYTES = {kind: width for width, kinds in _BYTES_OF_TYPES for kind in kinds}
 
@@ -211,6 +213,24 @@ def _check_tiff_values(data: bytes, at: int, order: str, layout: _TiffLayout) ->
         total += count * _TYPE_BYTES.get(kind, 0)
     if total > 2 * len(data):
         raise ValueError("entries claim more bytes than there are")
+
+
+def exif_orientation(exif: bytes) -> int:
+    """1 to 8 from the first directory of an EXIF block; anything missing or broken counts as 1, as viewers do."""
+    body = exif.removeprefix(_EXIF_MARK)
+    order = {b"II": "<", b"MM": ">"}.get(body[:2], "<")
+    try:
+        at = struct.unpack_from(order + "I", body, 4)[0]
+        for entry in range(struct.unpack_from(order + "H", body, at)[0]):
+            name, kind, _, value = struct.unpack_from(order + "HHIH", body, at + 2 + 12 * entry)
+            if (name, kind) == (_ORIENTATION_TAG, _SHORT) and 1 <= value <= 8:
+                return int(value)
+    except struct.error:
+        return 1
+    return 1
+
+
+# --- all of them --------------------------------------------------------------------------------------------------
 
 
 def walk_bmp(data: bytes) -> Outline:

@@ -16,7 +16,7 @@ from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
 from saccade.config import MediaPolicy
-from saccade.processor.containers import WALKS, Outline
+from saccade.processor.containers import WALKS, Outline, exif_orientation
 from saccade.types import Header, RequestError, Size
 
 _MAGIC: tuple[tuple[bytes, str], ...] = (
@@ -54,7 +54,6 @@ _READERS: Mapping[str, Callable[[io.BytesIO], Image.Image]] = {
     "bmp": BmpImageFile,
     "tiff": TiffImageFile,
 }
-_ORIENTATION_TAG = 0x0112
 _MAX_SIDE = 2**31 - 1  # a larger number is a negative one read without its sign
 
 
@@ -117,7 +116,7 @@ def _header(name: str, data: bytes) -> Header:
             f"the {name.upper()} header says {size.width}x{size.height} pixels, which is no picture",
             code="image_parse_error",
         )
-    orientation = _orientation(outline.exif)
+    orientation = exif_orientation(outline.exif) if outline.exif else 1
     upright = Size(size.height, size.width) if orientation >= 5 else size
     return Header(name, upright, orientation, outline.frames, mode)
 
@@ -141,16 +140,3 @@ def _refusal(name: str, data: bytes, error: Exception) -> RequestError:
         f"the {name.upper()} picture of {len(data)} bytes is damaged or cut short: its header cannot be read",
         code="image_parse_error",
     )
-
-
-def _orientation(exif: bytes | None) -> int:
-    """EXIF orientation 1 to 8; anything broken counts as 1, as viewers do."""
-    if not exif:
-        return 1
-    try:
-        tags = Image.Exif()
-        tags.load(exif)
-        value = tags.get(_ORIENTATION_TAG, 1)
-    except Exception:  # an EXIF block is decoration: whatever is wrong with it, the picture is fine
-        return 1
-    return value if isinstance(value, int) and 1 <= value <= 8 else 1

@@ -10,17 +10,18 @@ Owns numbers and hashes only. A position's record says what stands there; that s
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections import OrderedDict
 from collections.abc import Sequence
 
 from saccade.types import RECORD_BYTES
 
-_TEXT_KEY = bytes(32)  # stands where a media record has its content key
+_TEXT_RECORD = "32xQ"  # zeros where a media record has its content key, then the token id
 
 
-def text_record(token_id: int) -> bytes:
-    """The record of one generated token, in the layout of `Prompt.identity`."""
-    return _TEXT_KEY + token_id.to_bytes(8, "little")
+def text_records(token_ids: Sequence[int]) -> bytes:
+    """The records of generated tokens, in the layout of `Prompt.identity`."""
+    return struct.pack("<" + _TEXT_RECORD * len(token_ids), *token_ids)
 
 
 class Chain:
@@ -51,7 +52,7 @@ class Chain:
             return records
         first = max(0, start - len(self._identity)) // RECORD_BYTES
         count = (width - len(records)) // RECORD_BYTES
-        return records + b"".join(map(text_record, self._generated[first : first + count]))
+        return records + text_records(self._generated[first : first + count])
 
 
 class BlockPool:

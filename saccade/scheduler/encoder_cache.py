@@ -69,6 +69,7 @@ class EncoderCache:
     def reserve(self, key: Key, slots: int, holder: Holder | None, keep: Collection[Key] = ()) -> bool:
         """Begin a flight, evicting idle entries as needed but none in `keep`. False, and nothing done, if full."""
         assert key not in self._entries, "reserved twice"
+        assert self.can_ever_fit(slots), f"{slots} slots of {self._slots} should have been refused at admission"
         victims = self._victims(slots, keep)
         if victims is None:
             return False

@@ -50,6 +50,7 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
+        self._block_size = config.block_size
         self._pool = BlockPool(config.num_blocks, config.block_size, config.enable_prefix_caching)
         self._encoder = EncoderCache(config.encoder_cache_slots, config.keep_idle_embeddings)
         self._gate = Gate(self._encoder, config.encoder_budget)
@@ -137,7 +138,7 @@ class Scheduler:
             index += 1
             start = seq.num_computed
             reach = self._reach(seq, start, draft)
-            while reach.end > start and not self._pool.can_give(self._num_missing(seq, reach.end)):
+            while reach.end > start and not self._has_blocks(seq, reach.end):
                 self._preempt(self._running[-1])
                 draft.has_preempted = True
                 if not seq.is_running:
@@ -151,7 +152,7 @@ class Scheduler:
         while index < len(self._waiting) and draft.num_tokens and len(self._running) < self.config.max_num_seqs:
             seq = self._waiting[index]
             found = self._pool.find(seq.chain, seq.num_tokens)
-            start = len(found) * self.config.block_size
+            start = len(found) * self._block_size
             reach = self._reach(seq, start, draft)
             if reach.end == start:
                 index += 1  # its picture keeps it; it keeps its place, and others may pass
@@ -168,14 +169,16 @@ class Scheduler:
             return Reach(end, ())
         return self._gate.reach(seq, start, end)
 
-    def _num_missing(self, seq: Sequence, end: int) -> int:
-        return self._pool.blocks_for(end) - len(seq.blocks)
+    def _has_blocks(self, seq: Sequence, end: int) -> bool:
+        """Whether a running request has blocks up to `end` or can be given them."""
+        num_held = len(seq.blocks)
+        return end <= num_held * self._block_size or self._pool.can_give(self._pool.blocks_for(end) - num_held)
 
     def _admit(self, draft: _Draft, seq: Sequence, found: list[int]) -> None:
         self._pool.share(found)
         seq.blocks = found
         seq.num_published = len(found)
-        seq.num_computed = len(found) * self.config.block_size
+        seq.num_computed = len(found) * self._block_size
         self._pool.count_lookup(seq.num_tokens, seq.num_computed)
         self._leave_spans(seq)
         if seq.first_scheduled is None:
@@ -186,18 +189,24 @@ class Scheduler:
         draft.admitted.append(Admission(seq.request, tuple(seq.output), tuple(found)))
 
     def _give_work(self, draft: _Draft, seq: Sequence, start: int, reach: Reach) -> None:
-        end = reach.end
-        num_missing = self._num_missing(seq, end)
-        new_blocks = self._pool.allocate(num_missing) if num_missing > 0 else ()
-        seq.blocks.extend(new_blocks)
-        if reach.spans:
-            self._gate.enter(seq, reach.spans)
-        num_full = end // self.config.block_size
+        end, spans = reach
+        new_blocks: tuple[int, ...] = ()
+        if end > len(seq.blocks) * self._block_size:
+            new_blocks = self._pool.allocate(self._pool.blocks_for(end) - len(seq.blocks))
+            seq.blocks.extend(new_blocks)
+        if spans:
+            self._gate.enter(seq, spans)
+        if end >= (seq.num_published + 1) * self._block_size:
+            self._publish(seq, end)
+        draft.num_tokens -= end - start
+        draft.works.append(Work(seq.request_id, start, end, new_blocks, end == seq.num_tokens))
+
+    def _publish(self, seq: Sequence, end: int) -> None:
+        """Offer the blocks that this window fills to requests that begin alike."""
+        num_full = end // self._block_size
         for index in range(seq.num_published, num_full):
             self._pool.publish(seq.blocks[index], seq.chain, index)
         seq.num_published = num_full
-        draft.num_tokens -= end - start
-        draft.works.append(Work(seq.request_id, start, end, new_blocks, end == seq.num_tokens))
 
     def _preempt(self, seq: Sequence) -> None:
         self._let_go(seq)
@@ -206,13 +215,14 @@ class Scheduler:
         insort(self._waiting, seq, key=_arrival)
 
     def _spans_ahead(self) -> Iterator[tuple[Sequence, int]]:
-        """Spans still to be computed: of running requests, then of as many waiting ones as could run at once."""
-        for seq in self._running:
+        """Spans still to be computed: of running requests and of as many waiting ones as could run at once.
+
+        In order of arrival: a later request that already runs must not keep taking the room an earlier one waits for.
+        """
+        candidates = [*self._running, *islice(self._waiting, self.config.max_num_seqs)]
+        for seq in sorted([seq for seq in candidates if seq.next_span < len(seq.spans)], key=_arrival):
             for index in range(seq.next_span, len(seq.spans)):
-                yield seq, index
-        for seq in islice(self._waiting, self.config.max_num_seqs):
-            for index, span in enumerate(seq.spans):
-                if not self._pool.covers(seq.chain, span.end, seq.num_tokens):
+                if seq.is_running or not self._pool.covers(seq.chain, seq.spans[index].end, seq.num_tokens):
                     yield seq, index
 
     # --- booking ------------------------------------------------------------------------------------------------------
@@ -289,7 +299,7 @@ class Scheduler:
                 doomed.setdefault(work.request_id, spoiled[shared])
                 bad_from[work.request_id] = work.start
             if work.request_id in bad_from:
-                first = max(work.start, bad_from[work.request_id]) // self.config.block_size
+                first = max(work.start, bad_from[work.request_id]) // self._block_size
                 for block in seq.blocks[first:]:
                     self._pool.uncache(block)
                     spoiled[block] = doomed[work.request_id]
@@ -360,7 +370,8 @@ class Scheduler:
         assert holders == self._encoder.holders(), "pins miscounted"
         assert sorted(self._open.values(), key=_arrival) == sorted((*self._running, *self._waiting), key=_arrival)
         assert not any(seq.blocks or seq.held for seq in self._waiting), "a waiting request holds something"
-        assert all(self._num_missing(seq, seq.num_computed) <= 0 for seq in self._running), "computed without a block"
+        has_room = (seq.num_computed <= len(seq.blocks) * self._block_size for seq in self._running)
+        assert all(has_room), "computed without a block"
         assert len(self._running) <= self.config.max_num_seqs, "too many requests run"
 
 

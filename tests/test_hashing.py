@@ -1,0 +1,85 @@
+"""Keys tell pictures apart; records tell positions apart."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from saccade.config import MediaPolicy
+from saccade.processor.hashing import content_key, identity
+from saccade.processor.media import Loaded, load_image
+from saccade.types import RECORD_BYTES, Header, Key, Size, Span
+from tests.conftest import make_photo, png
+
+POLICY = MediaPolicy({}, None, None, 1 << 20, 1_000_000)
+
+
+def bare(width: int, height: int, data: bytes) -> Loaded:
+    return Loaded(data, Header("rgb", Size(width, height), 1, 1, "RGB"))
+
+
+def key(loaded: Loaded, tag: bytes = b"tag", fingerprint: bytes = b"model", salt: bytes = b"") -> Key:
+    return content_key(loaded, tag, fingerprint, salt)
+
+
+def test_a_key_is_32_bytes_and_repeatable() -> None:
+    loaded = load_image(png(make_photo()), POLICY)
+    assert len(key(loaded)) == 32
+    assert key(loaded) == key(load_image(png(make_photo()), POLICY))
+
+
+def test_bytes_policy_model_and_salt_each_change_the_key() -> None:
+    loaded = load_image(png(make_photo(seed=1)), POLICY)
+    keys = {
+        key(loaded),
+        key(load_image(png(make_photo(seed=2)), POLICY)),
+        key(loaded, tag=b"other"),
+        key(loaded, fingerprint=b"other"),
+        key(loaded, salt=b"other"),
+    }
+    assert len(keys) == 5
+
+
+def test_equal_pixels_in_another_shape_have_another_key() -> None:
+    data = bytes(6 * 3)
+    assert len({key(bare(2, 3, data)), key(bare(3, 2, data)), key(bare(6, 1, data))}) == 3
+
+
+def test_bytes_cannot_move_from_one_field_to_the_next() -> None:
+    loaded = bare(1, 1, b"abc")
+    assert key(loaded, b"ab", b"c") != key(loaded, b"a", b"bc")
+    assert key(loaded, fingerprint=b"m", salt=b"s") != key(loaded, fingerprint=b"ms", salt=b"")
+
+
+def test_a_file_and_its_pixels_are_different_pictures() -> None:
+    photo = make_photo()
+    assert key(load_image(png(photo), POLICY)) != key(load_image(photo, POLICY))
+
+
+def test_a_transposed_picture_has_another_key() -> None:
+    photo = np.zeros((4, 4, 3), np.uint8)
+    photo[0, 1] = 255
+    assert key(load_image(photo, POLICY)) != key(load_image(photo.transpose(1, 0, 2), POLICY))
+
+
+def test_a_text_record_is_zeros_and_the_token_id() -> None:
+    assert identity([5, 1 << 40], ()) == bytes(32) + (5).to_bytes(8, "little") + bytes(32) + (1 << 40).to_bytes(
+        8, "little"
+    )
+
+
+def test_a_picture_record_is_the_key_and_the_offset() -> None:
+    k = bytes(range(1, 33))
+    records = identity([7, 9, 9, 9, 8], [Span(1, 3, k, 3)])
+    cut = [records[i * RECORD_BYTES : (i + 1) * RECORD_BYTES] for i in range(5)]
+    assert cut[0] == bytes(32) + (7).to_bytes(8, "little")
+    assert cut[1:4] == [k + i.to_bytes(8, "little") for i in range(3)]
+    assert cut[4] == bytes(32) + (8).to_bytes(8, "little")
+
+
+def test_two_pictures_of_equal_size_have_different_records() -> None:
+    first, second = (identity([9] * 4, [Span(0, 4, bytes([n]) * 32, 4)]) for n in (1, 2))
+    assert first != second
+
+
+def test_an_empty_prompt_has_no_records() -> None:
+    assert identity([], ()) == b""
