@@ -1,7 +1,7 @@
 """A short benchmark on the CPU, as ratios within one run: `make bench`. Prints a table, then one line of JSON.
 
-The checkpoint is random (about 120 million parameters, made on the first run). Requests are JPEG bytes plus a question, so
-decoding and preprocessing count on both sides.
+The checkpoint is random (about 120 million parameters, made on the first run). Requests are JPEG bytes plus a
+question, so decoding and preprocessing count on both sides.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from PIL import Image
 from benchmarks.models import qwen2_vl_120m
 from benchmarks.scheduling import schedule_and_commit_ms
 from benchmarks.transformers_side import TransformersSide
-from saccade import LLM, SamplingParams, costs
+from saccade import LLM, SamplingParams
 
 PICTURE = "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>"
 QUESTIONS = ("What is in this picture?", "How many red circles are there in it?")
@@ -100,7 +100,11 @@ def seen_picture(folder: Path, rounds: int) -> dict[str, float]:
     result: dict[str, float] = {}
     for name, caching in (("no prefix cache", False), ("prefix cache", True)):
         llm = make_llm(folder, enable_prefix_caching=caching)
-        tokens = len(llm.generate(as_prompt((f"{PICTURE}{QUESTIONS[0]}{END}", data)), greedy(1), use_tqdm=False)[0].prompt_token_ids)
+        tokens = len(
+            llm.generate(as_prompt((f"{PICTURE}{QUESTIONS[0]}{END}", data)), greedy(1), use_tqdm=False)[
+                0
+            ].prompt_token_ids
+        )
         before = llm.stats()["encoder"]
         base = ids.integers(0, 400, tokens).tolist()
         llm.generate({"prompt_token_ids": base}, greedy(1), use_tqdm=False)
@@ -156,7 +160,9 @@ def _products(shapes: Sequence[tuple[int, int]], rows: int, rounds: int) -> floa
     weights = [torch.randn(outputs, inputs) for inputs, outputs in shapes]
     inputs = {n: torch.randn(rows, n) for n, _ in shapes}
     with torch.inference_mode():
-        return min(seconds(lambda: [torch.nn.functional.linear(inputs[w.shape[1]], w) for w in weights]) for _ in range(rounds))
+        return min(
+            seconds(lambda: [torch.nn.functional.linear(inputs[w.shape[1]], w) for w in weights]) for _ in range(rounds)
+        )
 
 
 # --- report -------------------------------------------------------------------------------------------------------
@@ -170,7 +176,9 @@ def report(rows: Sequence[tuple[str, float, str]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model-dir", type=Path, default=Path("build/bench-qwen2-vl-120m"), help="made when it is missing")
+    parser.add_argument(
+        "--model-dir", type=Path, default=Path("build/bench-qwen2-vl-120m"), help="made when it is missing"
+    )
     parser.add_argument("--rounds", type=int, default=3, help="repeats of the slow parts")
     args = parser.parse_args()
     folder = qwen2_vl_120m(args.model_dir)

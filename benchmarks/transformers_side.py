@@ -23,7 +23,9 @@ class TransformersSide:
 
     def generate(self, requests: list[tuple[str, bytes]], tokens: int) -> list[list[int]]:
         """One batch: decode, preprocess, expand, pad on the left, generate greedily."""
-        pictures = self.images([Image.open(io.BytesIO(data)).convert("RGB") for _, data in requests], return_tensors="pt")
+        pictures = self.images(
+            [Image.open(io.BytesIO(data)).convert("RGB") for _, data in requests], return_tensors="pt"
+        )
         grids = pictures["image_grid_thw"]
         texts = [
             prompt.replace(IMAGE_PAD, IMAGE_PAD * int(grid.prod() // 4))

@@ -16,9 +16,7 @@ from saccade.types import Bill, RequestError
 _HELP = "Type a question; /image FILE adds a picture to the next one, /new starts over, /quit leaves."
 
 
-def converse(
-    opts: Options, question: str | None, images: Sequence[str], max_tokens: int, temperature: float
-) -> int:
+def converse(opts: Options, question: str | None, images: Sequence[str], max_tokens: int, temperature: float) -> int:
     """Answer `question` once, or talk until the user leaves."""
     logging.getLogger("saccade.engine").setLevel(logging.WARNING)
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature)

@@ -50,7 +50,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="saccade",
-        description="An inference engine for vision-language models: it knows what a picture costs before it decodes a pixel.",
+        description="An inference engine for vision-language models that prices a picture before it decodes a pixel.",
         epilog="Start with: saccade count photo.jpg",
     )
     parser.add_argument("--version", action="version", version=f"saccade {__version__}")
@@ -121,7 +121,7 @@ def _chat(args: argparse.Namespace) -> int:
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
     """One flag per option; the default and its meaning are the config class's own."""
     group = parser.add_argument_group("engine")
-    kinds = typing.get_type_hints(Options)
+    kinds, defaults = typing.get_type_hints(Options), Options()
     for option in dataclasses.fields(Options):
         if option.name == "model":
             continue
@@ -130,10 +130,12 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
             name = option.name.removeprefix("enable_").replace("_", "-")
             group.add_argument(f"--no-{name}", dest=option.name, action="store_false", help=f"do not {help_text}")
             continue
-        default = option.default if option.default is not dataclasses.MISSING else option.default_factory()  # type: ignore[misc]
+        default = getattr(defaults, option.name)
         shown = "" if default is None or isinstance(default, dict) else f" (default: {default})"
         flag = "--" + option.name.replace("_", "-")
-        group.add_argument(flag, type=_reader(kinds[option.name]), default=default, help=(help_text + shown).replace("%", "%%"))
+        group.add_argument(
+            flag, type=_reader(kinds[option.name]), default=default, help=(help_text + shown).replace("%", "%%")
+        )
     group.add_argument("--debug", action="store_true", help="show tracebacks and debug logs")
 
 

@@ -1,7 +1,7 @@
 """What a checkpoint is (`ModelConfig`) and what a user may set (`Options`). Pure data: nothing here opens a file.
 
-Checkpoints come in two dialects: the flat configs that were published (`rope_scaling`, text fields at the top level) and
-the nested ones that Transformers 5 saves (`text_config`, `rope_parameters`). Both are read here, once.
+Checkpoints come in two dialects: the flat configs that were published (`rope_scaling`, text fields at the top level)
+and the nested ones that Transformers 5 saves (`text_config`, `rope_parameters`). Both are read here, once.
 """
 
 from __future__ import annotations
@@ -203,7 +203,9 @@ class Options:
     device: str = _option("auto", "cpu or cuda; auto: cuda when there is one")
     load_format: str = _option("auto", "auto, or dummy for random weights made from the config alone")
     seed: int = _option(0, "of dummy weights and of requests that set none")
-    max_model_len: int | None = _option(None, "longest prompt plus answer, in tokens; automatic: what model and KV allow")
+    max_model_len: int | None = _option(
+        None, "longest prompt plus answer, in tokens; automatic: what model and KV allow"
+    )
     max_num_batched_tokens: int = _option(2048, "tokens computed per step; smaller steps mean smoother streams")
     max_num_seqs: int = _option(64, "requests that run at the same time")
     max_waiting: int | None = _option(None, "requests that may wait; more are refused at once")
@@ -212,10 +214,13 @@ class Options:
     kv_cache_gb: float | None = _option(None, "GiB for KV blocks; automatic: from the memory that is free")
     encoder_budget: int | None = _option(None, "embeddings encoded per step; automatic: holds the largest picture")
     encoder_cache_gb: float | None = _option(
-        None, "GiB for embeddings of pictures seen before; 0 keeps none; automatic: 0.5, or more if one picture needs it"
+        None,
+        "GiB for embeddings of pictures seen before; 0 keeps none; automatic: 0.5, or more if one picture needs it",
     )
     enable_prefix_caching: bool = _option(True, "reuse KV blocks of equal beginnings")
-    limit_mm_per_prompt: dict[str, int] = _option({"image": 16, "video": 1}, "media per prompt, such as image=4,video=1")
+    limit_mm_per_prompt: dict[str, int] = _option(  # noqa: RUF009 (a dict becomes a default factory)
+        {"image": 16, "video": 1}, "media per prompt, such as image=4,video=1"
+    )
     min_pixels: int | None = _option(None, "smaller pictures are enlarged to this; automatic: the checkpoint's")
     max_pixels: int | None = _option(None, "larger pictures are reduced to this; automatic: the checkpoint's")
     max_image_bytes: int = _option(64 << 20, "compressed size of one picture")
@@ -232,7 +237,9 @@ class Options:
             if getattr(self, name) is not None:
                 _positive(name, getattr(self, name))
         if not 0 < self.gpu_memory_utilization <= 1:
-            raise ConfigError(f"gpu_memory_utilization must be above 0 and at most 1, not {self.gpu_memory_utilization}")
+            raise ConfigError(
+                f"gpu_memory_utilization must be above 0 and at most 1, not {self.gpu_memory_utilization}"
+            )
         if self.load_format not in ("auto", "safetensors", "dummy"):
             raise ConfigError(f"load_format must be auto, safetensors or dummy, not {self.load_format!r}")
         if self.min_pixels is not None and self.max_pixels is not None and self.min_pixels > self.max_pixels:

@@ -43,7 +43,9 @@ class Engine:
 
     def __init__(self, opts: Options, *, progress: bool = True) -> None:
         if opts.model is None:
-            raise ConfigError("no model was given; pass a checkpoint folder or a hub id such as Qwen/Qwen2-VL-2B-Instruct")
+            raise ConfigError(
+                "no model was given; pass a checkpoint folder or a hub id such as Qwen/Qwen2-VL-2B-Instruct"
+            )
         checkpoint = open_checkpoint(opts.model, weights=opts.load_format != "dummy")
         policy = MediaPolicy(
             limits=opts.limit_mm_per_prompt,
@@ -281,5 +283,7 @@ def _spread(given: SamplingParams | Sequence[SamplingParams] | None, count: int)
     if given is None or isinstance(given, SamplingParams):
         return [given or SamplingParams()] * count
     if len(given) != count:
-        raise RequestError(f"{count} prompts were given with {len(given)} sampling params; give one for all or one each")
+        raise RequestError(
+            f"{count} prompts were given with {len(given)} sampling params; give one for all or one each"
+        )
     return given

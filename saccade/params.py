@@ -91,9 +91,7 @@ class SamplingParams:
         count = len(self.stop_token_ids)
         _require(count <= MAX_STOP_STRINGS, "stop_token_ids", f"{count} ids", f"at most {MAX_STOP_STRINGS} ids")
         bias = self.logit_bias or {}
-        _require(
-            len(bias) <= MAX_LOGIT_BIAS, "logit_bias", f"{len(bias)} tokens", f"at most {MAX_LOGIT_BIAS} tokens"
-        )
+        _require(len(bias) <= MAX_LOGIT_BIAS, "logit_bias", f"{len(bias)} tokens", f"at most {MAX_LOGIT_BIAS} tokens")
         for token, value in bias.items():
             _require(_is_int(token) and token >= 0, "logit_bias", token, "a map from token ids")
             _require(_is_number(value) and -100 <= value <= 100, "logit_bias", value, "from -100 to 100")

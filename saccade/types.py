@@ -151,7 +151,7 @@ class Admission:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepPlan:
-    """What the scheduler decided. The runner does exactly this, in this order: forget, evict, admit, encode, compute."""
+    """What the scheduler decided. The runner does just this, in this order: forget, evict, admit, encode, compute."""
 
     step: int
     works: tuple[Work, ...]

@@ -1,8 +1,8 @@
 """Small checkpoints for tests, made with Transformers: random weights, real files, real layouts.
 
-`qwen2_vl(folder)` and `llava(folder)` write a whole Hugging Face folder (config, weights, tokenizer, image processor, chat
-template) and return it. `layout="saved"` is what Transformers 5 writes; `layout="published"` is what the hub holds: flat
-config with `rope_scaling`, `preprocessor_config.json`, older tensor names.
+`qwen2_vl(folder)` and `llava(folder)` write a whole Hugging Face folder (config, weights, tokenizer, image processor,
+chat template) and return it. `layout="saved"` is what Transformers 5 writes; `layout="published"` is what the hub
+holds: flat config with `rope_scaling`, `preprocessor_config.json`, older tensor names.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def qwen_tokenizer(vocab_size: int = 480) -> Tokenizer:
 
 
 def llama_tokenizer(vocab_size: int = 480) -> Tokenizer:
-    """Sentencepiece-style BPE with byte fallback, a leading space on each piece, and BOS added by the post-processor."""
+    """Sentencepiece-style BPE: byte fallback, a leading space on each piece, BOS added by the post-processor."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokenizer.decoder = decoders.Sequence(
@@ -269,8 +269,8 @@ def llava(
 def randomise(model: torch.nn.Module, seed: int) -> None:
     """Weights under which the next token depends on every input.
 
-    With small embeddings and strong layers the residual stream is what the layers made of it; otherwise a tied head just
-    repeats the last token.
+    With small embeddings and strong layers the residual stream is what the layers made of it; otherwise a tied head
+    just repeats the last token.
     """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -41,7 +41,12 @@ FORBIDDEN_OUTSIDE: dict[str, set[str]] = {  # third-party modules a package must
     "runner": {"transformers", "tokenizers"},
     "models": {"transformers", "tokenizers"},
 }
-LAZY_ALLOWED = {"saccade/__init__.py", "saccade/cli.py", "saccade/models/__init__.py", "saccade/processor/families/__init__.py"}
+LAZY_ALLOWED = {
+    "saccade/__init__.py",
+    "saccade/cli.py",
+    "saccade/models/__init__.py",
+    "saccade/processor/families/__init__.py",
+}
 
 
 class Import(NamedTuple):
@@ -67,7 +72,9 @@ def imports_of(path: Path) -> Iterator[Import]:
         file = str(path.relative_to(ROOT.parent))
         names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
         if isinstance(node, ast.ImportFrom) and node.module == "saccade":
-            names = [f"saccade.{a.name}" if (ROOT / f"{a.name}.py").exists() else "saccade.__init__" for a in node.names]
+            names = [
+                f"saccade.{a.name}" if (ROOT / f"{a.name}.py").exists() else "saccade.__init__" for a in node.names
+            ]
         for name in names:
             yield Import(file, node.lineno, name, id(node) not in top)
 
@@ -87,7 +94,7 @@ def test_no_import_crosses_a_border_the_wrong_way(path: Path) -> None:
     for item in imports_of(path):
         if not item.module.startswith("saccade"):
             continue
-        target = (item.module.split(".") + ["__init__"])[1]
+        target = [*item.module.split("."), "__init__"][1]
         assert target == part or target in ALLOWED[part], f"{item.file}:{item.line} imports {item.module}"
 
 
@@ -118,7 +125,9 @@ def test_model_names_appear_only_in_the_two_folders_and_their_tables() -> None:
         assert not words & set(names), f"{path} names a model family"
 
 
-@pytest.mark.parametrize("module", ["saccade", "saccade.scheduler.scheduler", "saccade.processor.prompt", "saccade.cli"])
+@pytest.mark.parametrize(
+    "module", ["saccade", "saccade.scheduler.scheduler", "saccade.processor.prompt", "saccade.cli"]
+)
 def test_importing_it_does_not_load_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -77,8 +77,16 @@ def test_a_usage_error_is_status_2() -> None:
 
 
 def test_every_option_is_a_flag_with_help() -> None:
-    done = subprocess.run([sys.executable, "-m", "saccade.cli", "chat", "--help"], capture_output=True, text=True, check=True)
-    for flag in ("--max-model-len", "--encoder-budget", "--no-prefix-caching", "--limit-mm-per-prompt", "--kv-cache-gb"):
+    done = subprocess.run(
+        [sys.executable, "-m", "saccade.cli", "chat", "--help"], capture_output=True, text=True, check=True
+    )
+    for flag in (
+        "--max-model-len",
+        "--encoder-budget",
+        "--no-prefix-caching",
+        "--limit-mm-per-prompt",
+        "--kv-cache-gb",
+    ):
         assert flag in done.stdout
 
 

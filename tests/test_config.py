@@ -22,8 +22,8 @@ PUBLISHED = {
     "torch_dtype": "bfloat16",
     "image_token_id": 151655,
     "eos_token_id": 151645,
-    "vision_config": {"depth": 32, "embed_dim": 1280, "num_heads": 16, "mlp_ratio": 4, "in_chans": 3, "hidden_size": 1536,
-                      "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2},
+    "vision_config": {"depth": 32, "embed_dim": 1280, "num_heads": 16, "mlp_ratio": 4, "in_chans": 3,
+                      "hidden_size": 1536, "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2},
 }  # fmt: skip
 
 
@@ -38,7 +38,15 @@ def nested(flat: dict[str, Any]) -> dict[str, Any]:
 
 def test_both_dialects_describe_the_same_model() -> None:
     old, new = model_config(PUBLISHED), model_config(nested(PUBLISHED))
-    for name in ("hidden_size", "num_layers", "num_kv_heads", "head_dim", "rope_theta", "mrope_section", "max_position"):
+    for name in (
+        "hidden_size",
+        "num_layers",
+        "num_kv_heads",
+        "head_dim",
+        "rope_theta",
+        "mrope_section",
+        "max_position",
+    ):
         assert getattr(old.text, name) == getattr(new.text, name)
     assert old.vision == new.vision
     assert (old.dtype, old.image_token_id) == (new.dtype, new.image_token_id) == ("bfloat16", 151655)

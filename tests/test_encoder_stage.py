@@ -129,6 +129,23 @@ def test_running_out_of_memory_ends_one_picture_not_its_neighbours(tower: FakeTo
     assert "8x8" in str(done.errors[b"huge"])
 
 
+def test_a_picture_that_cannot_be_prepared_fails_alone(tower: FakeTower, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare = tower.prepare
+
+    def short_of_memory(image: np.ndarray, geometry: Geometry) -> Tensor:
+        if geometry.grid.patches == 64:
+            raise MemoryError
+        return prepare(image, geometry)
+
+    monkeypatch.setattr(tower, "prepare", short_of_memory)
+    encoder = stage(tower, max_patches=200)
+    encoder.submit([picture("a"), picture("huge", 8), picture("b")])
+    encoder.advance(None)
+    done = encoder.poll()
+    assert set(done.embeddings) == {b"a", b"b"}
+    assert "8x8" in str(done.errors[b"huge"])
+
+
 def test_memory_is_set_by_the_budget_and_not_by_the_number_of_pictures() -> None:
     peaks = []
     for count in (8, 64):

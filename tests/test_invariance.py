@@ -16,7 +16,11 @@ SEEDED = SamplingParams(temperature=1.0, top_p=0.95, seed=11, max_tokens=12, ign
 
 
 def wrap(folder: Path) -> str:
-    return "<|vision_start|><|image_pad|><|vision_end|>" if (folder / "config.json").read_text().find("qwen2_vl") > 0 else "<image>"
+    return (
+        "<|vision_start|><|image_pad|><|vision_end|>"
+        if (folder / "config.json").read_text().find("qwen2_vl") > 0
+        else "<image>"
+    )
 
 
 def prompts(folder: Path) -> list[dict[str, Any]]:

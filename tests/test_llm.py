@@ -42,7 +42,11 @@ GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 @pytest.fixture(scope="module")
 def llm(qwen2_vl_folder: Path) -> Iterator[LLM]:
     made = LLM(
-        model=str(qwen2_vl_folder), max_model_len=4096, kv_cache_gb=0.1, limit_mm_per_prompt={"image": 3}, use_tqdm=False
+        model=str(qwen2_vl_folder),
+        max_model_len=4096,
+        kv_cache_gb=0.1,
+        limit_mm_per_prompt={"image": 3},
+        use_tqdm=False,
     )
     yield made
     assert not made.engine.has_unfinished_requests()
@@ -134,7 +138,9 @@ def test_chat_goes_through_the_checkpoints_template(llm: LLM) -> None:
 
 def test_answers_come_back_in_the_order_of_the_prompts(llm: LLM) -> None:
     texts = ["fox", "The quick brown fox jumps over the lazy dog. " * 8, "dog"]
-    outs = llm.generate(texts, [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (9, 1, 5)], use_tqdm=False)
+    outs = llm.generate(
+        texts, [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (9, 1, 5)], use_tqdm=False
+    )
     assert [out.prompt for out in outs] == texts
     assert [len(out.outputs[0].token_ids) for out in outs] == [9, 1, 5]
 
@@ -154,7 +160,9 @@ def test_n_answers_differ_and_share_the_prompts_blocks(llm: LLM) -> None:
 def test_a_stop_string_ends_the_answer_before_it(llm: LLM) -> None:
     free = ask(llm, "The quick", params=SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)).outputs[0]
     stop = free.text[6:9]
-    out = ask(llm, "The quick", params=SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, stop=stop)).outputs[0]
+    out = ask(
+        llm, "The quick", params=SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, stop=stop)
+    ).outputs[0]
     assert out.text == free.text[: free.text.index(stop)]
     assert (out.finish_reason, out.stop_reason) == ("stop", stop)
     assert len(out.token_ids) < 24
@@ -181,7 +189,10 @@ def test_the_bill_is_the_number_of_tokens_the_engine_charges(llm: LLM) -> None:
 # --- errors -------------------------------------------------------------------------------------------------------
 
 BAD = {
-    "fewer pictures than placeholders": ({"prompt": PICTURE * 2, "multi_modal_data": {"image": [make_photo()]}}, r"2.*1"),
+    "fewer pictures than placeholders": (
+        {"prompt": PICTURE * 2, "multi_modal_data": {"image": [make_photo()]}},
+        r"2.*1",
+    ),
     "more pictures than placeholders": ({"prompt": "no", "multi_modal_data": {"image": [make_photo()]}}, r"0.*1"),
     "more pictures than the limit": (
         {"prompt": PICTURE * 4, "multi_modal_data": {"image": [make_photo()] * 4}},

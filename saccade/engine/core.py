@@ -65,7 +65,7 @@ class EngineCore:
         logger.exception("step %d with %d windows failed; all open requests end", plan.step, len(plan.works))
         self.runner.reset()
         error = RequestError(
-            f"the engine failed in step {plan.step} while {len(plan.works)} requests were computed; send the request again",
+            f"the engine failed in step {plan.step}, which computed {len(plan.works)} requests; send the request again",
             code="engine_error",
         )
         return self.scheduler.fail_all(error, self.clock())

@@ -1,8 +1,8 @@
 """What the runner remembers of each request, and how a step's windows become packed tensors.
 
-    works      A: [3, 7)        B: [40, 41)   C: [0, 5)
-    packed     a3 a4 a5 a6      b40           c0 c1 c2 c3 c4       one row per token, no padding
-    query_lens 4                1             5
+works      A: [3, 7)        B: [40, 41)   C: [0, 5)
+packed     a3 a4 a5 a6      b40           c0 c1 c2 c3 c4       one row per token, no padding
+query_lens 4                1             5
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ class LocalEncoder:
             if item.key in self._decoding:
                 continue
             if held and held + item.geometry.grid.patches > 2 * self.max_patches:
-                return
+                break
             self._decoding[item.key] = (item, self._pool.submit(self._prepare, item))
             held += item.geometry.grid.patches
         current = sum(i.geometry.grid.patches for i in self._current.items) if self._current else 0
@@ -148,12 +148,13 @@ class LocalEncoder:
     def _take(self, item: MediaItem) -> Prepared | None:
         """The decoded picture, or None when it cannot be had: the reason is then in the errors."""
         try:
-            if item.key in self._decoding:
-                prepared = self._decoding.pop(item.key)[1].result()
-            else:  # what was decoded ahead left no room for it
-                prepared = self._prepare(item)
+            ahead = self._decoding.pop(item.key, None)  # None: what was decoded ahead left no room for it
+            prepared = ahead[1].result() if ahead else self._prepare(item)
         except RequestError as error:
             self._fail(item, error)
+            return None
+        except Exception as error:  # resizing ran out of memory, say: still this picture's trouble alone
+            self._fail(item, _unusable(item, error))
             return None
         self.counters.decoded += 1
         return prepared
@@ -228,15 +229,7 @@ class LocalEncoder:
             return
         item = failed.items[0]
         self._alone.discard(item.key)
-        size = item.header.size
-        self._fail(
-            item,
-            RequestError(
-                f"the picture of {size.width}x{size.height} pixels ({item.geometry.tokens} tokens) could not be encoded "
-                f"({type(error).__name__}); a smaller max_pixels may help",
-                code="invalid_image",
-            ),
-        )
+        self._fail(item, _unusable(item, error))
 
     def _fail(self, item: MediaItem, error: RequestError) -> None:
         self.counters.failed += 1
@@ -250,3 +243,12 @@ def _next_layer(layers: Generator[None, None, list[Tensor]]) -> list[Tensor] | N
     except StopIteration as stop:
         return list(stop.value)
     return None
+
+
+def _unusable(item: MediaItem, error: Exception) -> RequestError:
+    width, height = item.header.size
+    return RequestError(
+        f"the picture of {width}x{height} pixels ({item.geometry.tokens} tokens) could not be encoded "
+        f"({type(error).__name__}); a smaller max_pixels may help",
+        code="invalid_image",
+    )

@@ -105,7 +105,7 @@ def _kv_blocks(options: Options, model: ModelConfig, dtype: str, left: int, devi
     if blocks < 1:
         raise ConfigError(
             f"there is no room for KV blocks: {size / costs.GIB:.2f} GiB are left and one block of "
-            f"{options.block_size} tokens takes {per_block} bytes; lower max_pixels or free memory, or set --kv-cache-gb"
+            f"{options.block_size} tokens takes {per_block} bytes; free memory, or set --kv-cache-gb"
         )
     tokens = blocks * options.block_size
     return blocks, f"KV cache {blocks} blocks = {tokens} tokens, {blocks * per_block / costs.GIB:.2f} GiB: {why}"
