@@ -211,10 +211,22 @@ def test_a_bad_part_is_named_by_its_place(qwen: Processor, part: Any, place: str
         ([{"content": "x"}], "messages[0].role"),
         ([{"role": "user", "content": 5}], "messages[0].content"),
         ([{"role": "user", "content": "x", "extra": object()}], "messages"),
+        ([{"role": "user", "content": "x", "extra": b"x"}], "messages"),
     ],
 )
 def test_bad_messages_are_named_by_their_place(qwen: Processor, messages: Any, param: str) -> None:
     assert chat_refusal(qwen, messages).param == param
+
+
+def test_messages_nested_without_end_are_refused(qwen: Processor) -> None:
+    deep: Any = "x"
+    for _ in range(5000):
+        deep = [deep]
+    assert "64 levels" in chat_refusal(qwen, [{"role": "user", "content": "x", "extra": deep}]).message
+
+
+def test_text_that_is_no_unicode_is_refused(qwen: Processor) -> None:
+    assert "surrogate" in chat_refusal(qwen, [{"role": "user", "content": "a\ud800"}]).message
 
 
 @pytest.mark.parametrize("name", ["messages", "tokenize", "add_generation_prompt", "eos_token"])

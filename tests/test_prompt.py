@@ -217,6 +217,10 @@ def test_an_empty_prompt_is_refused(qwen: Processor, prompt: Any) -> None:
     assert refusal(qwen, prompt).param in ("prompt", "prompt_token_ids")
 
 
+def test_text_that_is_no_unicode_is_refused(qwen: Processor) -> None:
+    assert "surrogate" in refusal(qwen, "a\ud800").message
+
+
 def test_text_and_ids_together_are_refused(qwen: Processor) -> None:
     assert "either" in refusal(qwen, {"prompt": "x", "prompt_token_ids": [1]}).message
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from typing import Any
 
 import numpy as np
 import pytest
@@ -60,7 +61,7 @@ def test_a_palette_with_an_alpha_channel_becomes_white_where_clear() -> None:
 
 
 @pytest.mark.parametrize(("mode", "colour"), [("RGB", (1, 2, 3)), ("L", 9), ("1", 0)])
-def test_the_one_transparent_colour_of_a_png_becomes_white(mode: str, colour: object) -> None:
+def test_the_one_transparent_colour_of_a_png_becomes_white(mode: str, colour: Any) -> None:
     assert only_pixel(reopened(Image.new(mode, (1, 1), colour), transparency=colour)) == (255, 255, 255)
 
 

@@ -208,6 +208,7 @@ def test_placeholders_that_are_not_marked_special_can_be_protected(tmp_path: Pat
     inner.add_tokens([AddedToken("<pic>", special=False)])
     inner.save(str(tmp_path / "tokenizer.json"))
     pic = inner.token_to_id("<pic>")
+    assert pic is not None
     for tokenizer, forged in ((Tokenizer(tmp_path), True), (Tokenizer(tmp_path, protect=[pic]), False)):
         assert (pic in tokenizer.encode_template(tokenizer.shield("a <pic>"))) == forged
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ from saccade.types import RequestError
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _VIDEO_PARTS = ("video", "video_url", "input_video")
 _PROBE = "5a17c3"
+_MAX_DEPTH = 64  # far more than any tool schema, far less than the interpreter's stack
 
 
 class Chat(NamedTuple):
@@ -29,7 +30,7 @@ class Form(NamedTuple):
 
 def read_messages(messages: Any, form: Form, clean: Callable[[str], str], *, allow_paths: bool) -> Chat:
     """Check the messages, take the pictures out, and put the rest into the form the template understands."""
-    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+    if not isinstance(messages, (list, tuple)) or not messages:
         raise RequestError("messages must be a list with at least one message", param="messages")
     chat = Chat([], [])
     for index, message in enumerate(messages):
@@ -42,14 +43,16 @@ def read_messages(messages: Any, form: Form, clean: Callable[[str], str], *, all
     return chat
 
 
-def cleaned(value: Any, clean: Callable[[str], str]) -> Any:
+def cleaned(value: Any, clean: Callable[[str], str], depth: int = _MAX_DEPTH) -> Any:
     """A copy with every string in it, keys included, passed through `clean`. Templates get nothing but plain JSON."""
+    if depth == 0:
+        raise RequestError(f"messages and tools may be nested at most {_MAX_DEPTH} levels deep", param="messages")
     if isinstance(value, str):
         return clean(str(value))
     if isinstance(value, Mapping):
-        return {cleaned(k, clean): cleaned(v, clean) for k, v in value.items()}
-    if isinstance(value, Sequence):
-        return [cleaned(v, clean) for v in value]
+        return {cleaned(k, clean, depth - 1): cleaned(v, clean, depth - 1) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [cleaned(v, clean, depth - 1) for v in value]
     if value is None or isinstance(value, (bool, int, float)):
         return value
     raise RequestError(f"messages and tools hold plain JSON values, not {type(value).__name__}", param="messages")
@@ -80,7 +83,7 @@ def _check_role(message: Any, where: str) -> None:
 def _parts(content: Any, where: str, pictures: list[Picture], allow_paths: bool) -> str | list[dict[str, Any]]:
     if content is None or isinstance(content, str):
         return content or ""
-    if not isinstance(content, Sequence):
+    if not isinstance(content, (list, tuple)):
         raise RequestError(f"{where}.content must be a string or a list of parts", param=f"{where}.content")
     return [_part(part, f"{where}.content[{i}]", pictures, allow_paths) for i, part in enumerate(content)]
 

@@ -128,7 +128,9 @@ def _from_pil(image: Image.Image, policy: MediaPolicy) -> Loaded:
 
 def _still_compressed(image: Image.Image, policy: MediaPolicy) -> Loaded | None:
     """The file behind an image that was opened and not touched since: same key as the file, and nothing is decoded."""
-    if not isinstance(image, ImageFile.ImageFile) or not image.tile or image.fp is None or image.tell() != 0:
+    if not isinstance(image, ImageFile.ImageFile) or image.fp is None or image.tell() != 0:
+        return None
+    if not image.tile and image.format != "WEBP":  # nothing left to decode; a WebP has no tiles even before that
         return None
     try:
         position = image.fp.tell()

@@ -157,14 +157,12 @@ class Processor:
         if given > allowed:
             raise RequestError(
                 f"at most {allowed} images per prompt are allowed (limit_mm_per_prompt image={allowed}), but {given} "
-                "were given",
-                param="image",
+                "were given"
             )
         starts = np.flatnonzero(ids == self.family.image_token_id)
         if len(starts) != given:
             raise RequestError(
-                f"the prompt has {len(starts)} image placeholders ({self._placeholder}), but {given} images were given",
-                param="image",
+                f"the prompt has {len(starts)} image placeholders ({self._placeholder}), but {given} images were given"
             )
         self._check_no_video(ids)
         return starts

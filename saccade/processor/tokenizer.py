@@ -41,7 +41,7 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of a raw prompt: control tokens in the text count, and the tokenizer adds its own (such as BOS)."""
-        return self._inner.encode(text, add_special_tokens=add_special_tokens).ids
+        return _encode(self._inner, text, add_special_tokens)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return self._inner.decode(token_ids, skip_special_tokens=skip_special_tokens)
@@ -113,7 +113,10 @@ class Tokenizer:
 
 
 class _Shield:
-    """Breaks control tokens in client text with a marker nobody outside this process can write."""
+    """Breaks control tokens in client text with a marker nobody outside this process can write.
+
+    A control token of a single character has no inside to break, so a client could write it; published ones are longer.
+    """
 
     def __init__(self, protected: Mapping[str, int]) -> None:
         # Digits between private-use characters: no case, no white space, nothing a template filter would change.
@@ -167,7 +170,7 @@ class _AliasTokenizer:
     def encode(self, rendered: str, marker: str) -> list[int]:
         if self._written is not None:
             rendered = self._written.sub(lambda match: self._aliases[match[0]], rendered)
-        ids = self._inner.encode(rendered.replace(marker, ""), add_special_tokens=False).ids
+        ids = _encode(self._inner, rendered.replace(marker, ""), add_special_tokens=False)
         forged = self._forged.intersection(ids)
         if forged:
             raise RequestError(
@@ -235,6 +238,15 @@ def _named_tokens(path: Path) -> dict[str, str]:
     found = {name: config.get(name) for name in _NAMED}
     plain = {name: value.get("content") if isinstance(value, dict) else value for name, value in found.items()}
     return {name: value for name, value in plain.items() if isinstance(value, str)}
+
+
+def _encode(inner: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+    try:
+        return inner.encode(text, add_special_tokens=add_special_tokens).ids
+    except TypeError:
+        raise RequestError(
+            "the text holds half of a surrogate pair (U+D800 to U+DFFF), which is no character; send valid Unicode"
+        ) from None
 
 
 def _any_of(tokens: Iterable[str]) -> str:
