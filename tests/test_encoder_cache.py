@@ -130,6 +130,23 @@ def test_a_failed_flight_vanishes_and_names_its_holders(cache: EncoderCache) -> 
     cache.check()
 
 
+def test_a_key_evicted_and_reserved_again_is_told_after_all_when_its_flight_fails(cache: EncoderCache) -> None:
+    make_idle(cache, (A, 8))
+    make_idle(cache, (B, 8))
+    cache.reserve(A, 8, R)
+    cache.failed(A)
+    assert set(cache.drain_evicted()) == {A, B}, "the runner still has the old tensor"
+
+
+def test_a_flight_goes_on_when_its_holder_leaves(cache: EncoderCache) -> None:
+    cache.reserve(A, 4, R)
+    cache.release(R)
+    assert cache.stats()["slots_in_flight"] == 4
+    cache.encoded(A)
+    assert cache.stats()["slots_idle"] == 4
+    cache.check()
+
+
 def test_without_keeping_idle_entries_the_last_release_evicts() -> None:
     cache = EncoderCache(10, keep_idle=False)
     cache.reserve(A, 4, R)

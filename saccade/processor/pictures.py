@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,7 +110,7 @@ def bill_item(item: MediaItem, block_size: int) -> BillItem:
 
 
 def _check_names(given: Any) -> None:
-    unknown = sorted(set(given) - {"min_pixels", "max_pixels"}) if isinstance(given, dict) else [repr(given)]
+    unknown = sorted(set(given) - {"min_pixels", "max_pixels"}) if isinstance(given, Mapping) else [repr(given)]
     if unknown:
         raise RequestError(
             f"mm_processor_kwargs takes min_pixels and max_pixels, not {', '.join(map(str, unknown))}",
@@ -117,7 +118,7 @@ def _check_names(given: Any) -> None:
         )
 
 
-def _pixels(given: dict[str, Any], name: str, default: int, ceiling: int) -> int:
+def _pixels(given: Mapping[str, Any], name: str, default: int, ceiling: int) -> int:
     value = given.get(name)
     if value is None:
         return default

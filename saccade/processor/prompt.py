@@ -40,6 +40,8 @@ class Processor:
                 f"config.json names image_token_id={self.family.image_token_id}, but tokenizer.json has no such token; "
                 "the two files do not belong together"
             )
+        if checkpoint.chat_template is not None:
+            self.tokenizer.encode_template("")  # so that the first chat does not wait for the second tokenizer
 
     @property
     def eos_token_ids(self) -> frozenset[int]:

@@ -106,8 +106,6 @@ class Gate:
         for seq, index in ahead:
             span = seq.spans[index]
             if span.key not in self._cache:
-                if self._encode_line.bars(seq):
-                    continue
                 if not self._can_encode(seq, span) or not self._cache.reserve(span.key, span.slots, None, keep=wanted):
                     return
                 self._start(seq, index)
@@ -138,17 +136,18 @@ class Gate:
     def check(self) -> None:
         in_flight = self._cache.slots_in_flight
         assert in_flight <= self._encoder_budget, f"{in_flight} slots in flight, {self._encoder_budget} allowed"
+        is_flying = (key in self._cache and not self._cache.is_resident(key) for key in self._requesters)
+        assert all(is_flying), "someone is said to have asked for what is not in flight"
 
     def _may_enter(self, seq: Sequence, span: Span) -> bool:
         if self._room_line.bars(seq):
             return False
         if span.key in self._cache:
             return not self.is_sliced or self._cache.is_resident(span.key)
-        return not self.is_sliced and self._can_encode(seq, span)
+        return not self.is_sliced and not self._encode_line.bars(seq) and self._can_encode(seq, span)
 
     def _can_encode(self, seq: Sequence, span: Span) -> bool:
-        if self._encode_line.bars(seq):
-            return False
+        """Whether budget and room allow it. Who is refused gets in line."""
         if span.slots > self._cache.room:
             self._room_line.refuse(seq)
         elif span.slots <= self._budget:
