@@ -108,7 +108,7 @@ def test_long_streams_of_pictures_through_tiny_caches_drain(seed: int, sliced: i
         broken=["broken"],
         max_num_batched_tokens=16,
         max_num_seqs=5,
-        num_blocks=24,
+        num_blocks=20,
         encoder_budget=12,
         encoder_cache_slots=rng.choice([12, 18, 30]),
         encode_layers_per_step=sliced,

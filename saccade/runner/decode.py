@@ -6,10 +6,27 @@ import io
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image
+from PIL.BmpImagePlugin import BmpImageFile
+from PIL.GifImagePlugin import GifImageFile
+from PIL.ImageFile import ImageFile
+from PIL.JpegImagePlugin import JpegImageFile
+from PIL.PngImagePlugin import PngImageFile
+from PIL.TiffImagePlugin import TiffImageFile
+from PIL.WebPImagePlugin import WebPImageFile
 
 from saccade.rgb import to_rgb, upright
 from saccade.types import MediaItem, RequestError, Size
+
+# The readers themselves: Image.open would add a pixel limit of its own, which is a global of the process. Ours is an
+# option, and the probe has already applied it.
+_READERS: dict[str, type[ImageFile]] = {
+    "jpeg": JpegImageFile,
+    "png": PngImageFile,
+    "webp": WebPImageFile,
+    "gif": GifImageFile,
+    "bmp": BmpImageFile,
+    "tiff": TiffImageFile,
+}
 
 
 def decode(item: MediaItem) -> npt.NDArray[np.uint8]:  # [height, width, 3]
@@ -40,7 +57,7 @@ def decode(item: MediaItem) -> npt.NDArray[np.uint8]:  # [height, width, 3]
 
 
 def _decode_file(item: MediaItem) -> npt.NDArray[np.uint8]:
-    with Image.open(io.BytesIO(item.data), formats=[item.header.format.upper()]) as image:
+    with _READERS[item.header.format](io.BytesIO(item.data)) as image:
         _check_stored_size(Size(*image.size), item)
         image.load()
         return np.asarray(upright(to_rgb(image), item.header.orientation))

@@ -107,6 +107,7 @@ class Scheduler:
     # --- planning -----------------------------------------------------------------------------------------------------
 
     def schedule(self, now: float) -> StepPlan:
+        """Decide the next step: running requests first, then waiting ones, then pictures that come next."""
         config, gate = self.config, self._gate
         layers = config.encode_layers_per_step if any(seq.is_decoding for seq in self._running) else None
         gate.begin_step(is_sliced=layers is not None)

@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from saccade.config import MediaPolicy
+from saccade.processor.media import load_image
+from saccade.runner.decode import decode
+from saccade.types import Geometry, Grid, Header, MediaItem, RequestError, Size
+from tests.conftest import make_photo
+
+POLICY = MediaPolicy({"image": 1}, None, None, 1 << 30, 10**9)
+
+
+def item(source: Any) -> MediaItem:
+    loaded = load_image(source, POLICY)
+    return MediaItem(b"k" * 32, "image", loaded.data, loaded.header, Geometry(Size(28, 28), Grid(1, 2, 2), 1, 1))
+
+
+def saved(image: Image.Image, name: str, **how: Any) -> bytes:
+    stream = io.BytesIO()
+    image.save(stream, name, **how)
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize("name", ["PNG", "BMP", "TIFF", "GIF"])
+def test_lossless_formats_give_the_pixels_that_were_saved(name: str) -> None:
+    image = make_photo(30, 20).quantize(64).convert("RGB")
+    assert np.array_equal(decode(item(saved(image, name))), np.asarray(image))
+
+
+@pytest.mark.parametrize("name", ["JPEG", "WEBP"])
+def test_lossy_formats_give_what_pillow_gives(name: str) -> None:
+    data = saved(make_photo(30, 20), name)
+    assert np.array_equal(decode(item(data)), np.asarray(Image.open(io.BytesIO(data)).convert("RGB")))
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("name", ["JPEG", "PNG", "WEBP", "TIFF"])
+def test_the_picture_is_turned_as_a_viewer_turns_it(name: str, orientation: int) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    how = {"lossless": True} if name == "WEBP" else {"quality": 100} if name == "JPEG" else {}
+    data = saved(make_photo(30, 20), name, exif=exif, **how)
+    made = item(data)
+    pixels = decode(made)
+    assert made.header.size == (pixels.shape[1], pixels.shape[0]) == ((30, 20) if orientation < 5 else (20, 30))
+    upright = np.asarray(make_photo(30, 20), np.int16)
+    expected = np.asarray(Image.fromarray(upright.astype(np.uint8)))
+    turned = {
+        1: expected, 2: expected[:, ::-1], 3: expected[::-1, ::-1], 4: expected[::-1], 5: expected.swapaxes(0, 1),
+        6: expected.swapaxes(0, 1)[:, ::-1], 7: expected[::-1, ::-1].swapaxes(0, 1), 8: expected.swapaxes(0, 1)[::-1],
+    }[orientation]  # fmt: skip
+    tolerance = 40 if name == "JPEG" else 0
+    assert np.abs(pixels.astype(np.int16) - turned).max() <= tolerance
+
+
+def test_the_first_frame_of_an_animation_is_the_picture() -> None:
+    frames = [Image.new("RGB", (8, 8), colour) for colour in ("red", "green", "blue")]
+    stream = io.BytesIO()
+    frames[0].save(stream, "GIF", save_all=True, append_images=frames[1:])
+    assert decode(item(stream.getvalue()))[0, 0].tolist() == [255, 0, 0]
+
+
+def test_transparent_pixels_show_white_and_never_what_hides_behind_them() -> None:
+    hidden = Image.new("RGBA", (8, 8), (255, 0, 0, 0))
+    assert decode(item(saved(hidden, "PNG")))[0, 0].tolist() == [255, 255, 255]
+
+
+@pytest.mark.parametrize("name", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"])
+def test_a_file_cut_short_is_one_sentence_with_its_size(name: str) -> None:
+    data = saved(make_photo(200, 100), name)
+    whole = item(data)
+    cut = MediaItem(whole.key, "image", data[: len(data) // 2], whole.header, whole.geometry)
+    with pytest.raises(RequestError, match="200x100") as caught:
+        decode(cut)
+    assert caught.value.code == "image_parse_error"
+    assert "0x" not in str(caught.value).replace("200x100", "")
+
+
+def test_a_raster_larger_than_the_bill_is_never_allocated() -> None:
+    data = saved(make_photo(200, 100), "PNG")
+    lie = MediaItem(b"k" * 32, "image", data, Header("png", Size(10, 10), 1, 1, "RGB"), item(data).geometry)
+    with pytest.raises(RequestError, match="10x10"):
+        decode(lie)
+
+
+def test_pillows_own_pixel_limit_does_not_apply(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = saved(make_photo(200, 100), "PNG")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10)
+    assert decode(item(data)).shape == (100, 200, 3)
+
+
+def test_bare_pixels_pass_through() -> None:
+    image = make_photo(30, 20)
+    assert np.array_equal(decode(item(np.asarray(image))), np.asarray(image))
