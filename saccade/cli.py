@@ -1,4 +1,4 @@
-"""The command line: one small function per command; the engine's flags are made from `config.Options`.
+"""The command line: one small function per command; flags are made from the classes in `config`.
 
 Commands that need no model weights never import torch.
 """
@@ -9,14 +9,16 @@ import argparse
 import dataclasses
 import json
 import logging
+import os
 import sys
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from saccade import __version__
-from saccade.config import ConfigError, Options
+from saccade.config import ConfigError, Options, ServerOptions
 from saccade.processor.count import count_files, table
+from saccade.server.config import load_settings, option_kinds, text_reader
 from saccade.types import RequestError
 
 
@@ -57,6 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_count(commands)
     _add_chat(commands)
+    _add_serve(commands)
     return parser
 
 
@@ -104,58 +107,89 @@ def _add_chat(commands: Any) -> None:
     command.add_argument("--image", action="append", default=[], metavar="FILE", help="a picture; may be repeated")
     command.add_argument("--max-tokens", type=int, default=512, help="longest answer (default: 512)")
     command.add_argument("--temperature", type=float, default=0.0, help="0 always takes the likeliest token (default)")
-    add_engine_options(command)
+    add_options(command, "engine", Options)
+    command.add_argument("--debug", action="store_true", help="show tracebacks and debug logs")
     command.set_defaults(run=_chat)
 
 
 def _chat(args: argparse.Namespace) -> int:
     from saccade.chat import converse  # needs torch
 
-    opts = engine_options(args, args.model)
+    opts = Options(**given_options(args, Options))
     return converse(opts, args.question, args.image, args.max_tokens, args.temperature)
+
+
+# --- serve --------------------------------------------------------------------------------------------------------
+
+
+def _add_serve(commands: Any) -> None:
+    command = commands.add_parser(
+        "serve",
+        help="answer over HTTP, in the shapes of the OpenAI API",
+        usage="saccade serve MODEL [options]",
+        description="Serve a model. Options may also stand in the environment (SACCADE_PORT=8000) or in a YAML file.",
+        epilog="Example: saccade serve Qwen/Qwen2-VL-2B-Instruct --port 8000 --limit-mm-per-prompt image=4",
+    )
+    command.add_argument("model", nargs="?", metavar="MODEL", help="folder or hub id of a checkpoint")
+    command.add_argument("--config", metavar="FILE", help="YAML file with options; flags and the environment win")
+    add_options(command, "server", ServerOptions)
+    add_options(command, "engine", Options)
+    command.add_argument("--debug", action="store_true", help="show tracebacks and debug logs")
+    command.set_defaults(run=_serve)
+
+
+def _serve(args: argparse.Namespace) -> int:
+    from saccade.server.serve import serve  # FastAPI takes a while to load, and only this command needs it
+
+    file = args.config or os.environ.get("SACCADE_CONFIG")
+    return serve(load_settings(given_options(args, Options, ServerOptions), os.environ, file))
 
 
 # --- flags made from the options ----------------------------------------------------------------------------------
 
 
-def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """One flag per option; the default and its meaning are the config class's own."""
-    group = parser.add_argument_group("engine")
-    kinds, defaults = typing.get_type_hints(Options), Options()
-    for option in dataclasses.fields(Options):
-        if option.name == "model":
-            continue
-        help_text = option.metadata["help"]
-        if kinds[option.name] is bool:
-            name = option.name.removeprefix("enable_").replace("_", "-")
-            group.add_argument(f"--no-{name}", dest=option.name, action="store_false", help=f"do not {help_text}")
-            continue
-        default = getattr(defaults, option.name)
-        shown = "" if default is None or isinstance(default, dict) else f" (default: {default})"
-        flag = "--" + option.name.replace("_", "-")
-        group.add_argument(
-            flag, type=_reader(kinds[option.name]), default=default, help=(help_text + shown).replace("%", "%%")
-        )
-    group.add_argument("--debug", action="store_true", help="show tracebacks and debug logs")
+def add_options(parser: argparse.ArgumentParser, title: str, cls: type) -> None:
+    """One flag per option; the default and its meaning are the config class's own.
+
+    A flag that is not written leaves nothing in the namespace, so that the environment and a file can speak.
+    """
+    group = parser.add_argument_group(title)
+    kinds = option_kinds(cls)
+    for option in dataclasses.fields(cls):
+        if option.name != "model":
+            _add_flag(group, option.name, kinds[option.name], getattr(cls(), option.name), option.metadata["help"])
 
 
-def engine_options(args: argparse.Namespace, model: str | None) -> Options:
-    names = [option.name for option in dataclasses.fields(Options) if option.name != "model"]
-    return Options(model=model, **{name: getattr(args, name) for name in names})
+def _add_flag(group: Any, name: str, kind: Any, default: Any, help_text: str) -> None:
+    flag = name.replace("_", "-")
+    if kind is bool:
+        off = {"flag": f"--no-{flag.removeprefix('enable-')}", "action": "store_false", "help": f"do not {help_text}"}
+        on = {"flag": f"--{flag}", "action": "store_true", "help": help_text}
+        given = off if default else on
+        group.add_argument(given.pop("flag"), dest=name, default=argparse.SUPPRESS, **given)
+        return
+    shown = "" if default in (None, ()) or isinstance(default, dict) else f" (default: {default})"
+    action = "extend" if typing.get_origin(kind) is tuple else "store"
+    help_text = (help_text + shown).replace("%", "%%")
+    reader = _flag_reader(text_reader(kind))
+    group.add_argument(f"--{flag}", action=action, type=reader, default=argparse.SUPPRESS, help=help_text)
 
 
-def _reader(kind: Any) -> Any:
-    """The function that reads one flag's text: int, float, str, or image=4,video=1."""
-    if typing.get_origin(kind) is dict:
-        return _read_limits
-    return next((k for k in (int, float) if kind is k or k in typing.get_args(kind)), str)
+def _flag_reader(reader: Callable[[str], Any]) -> Callable[[str], Any]:
+    def read(text: str) -> Any:
+        try:
+            return reader(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return read
 
 
-def _read_limits(text: str) -> dict[str, int]:
-    try:
-        return {kind: int(count) for kind, count in (part.split("=") for part in text.split(","))}
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected something like image=4,video=1, not {text!r}") from None
+def given_options(args: argparse.Namespace, *classes: type) -> dict[str, Any]:
+    """The options the command line names, as the config classes take them."""
+    names = {option.name for cls in classes for option in dataclasses.fields(cls)}
+    given = {name: value for name, value in vars(args).items() if name in names and value is not None}
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
 
 
 if __name__ == "__main__":

@@ -267,6 +267,45 @@ def options(**given: Any) -> Options:
     return Options(**{**pixels, **given})
 
 
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """Every setting of `saccade serve` beside the engine's. Flags, environment and file are made from this class."""
+
+    host: str = _option("127.0.0.1", "address to listen on; 0.0.0.0 for all of them")
+    port: int = _option(8000, "port to listen on; 0 takes a free one")
+    served_model_name: tuple[str, ...] = _option((), "names clients may use, the first is shown; automatic: MODEL")
+    api_key: tuple[str, ...] = _option((), "a key clients must send as a bearer token; may be repeated; none: open")
+    allowed_origins: tuple[str, ...] = _option((), "web origins whose pages may call the server; none by default")
+    allowed_media_domains: tuple[str, ...] = _option((), "domains pictures may be fetched from; none by default")
+    allowed_local_media_path: str | None = _option(None, "folder whose pictures file: URLs may name; none by default")
+    max_body_mb: int = _option(96, "MiB of one request's body")
+    max_inflight_mb: int = _option(1024, "MiB of all bodies being read or prepared at the same time")
+    max_parts: int = _option(4096, "messages and content parts of one request")
+    uuid_cache_mb: int = _option(64, "MiB of pictures kept so that clients may name them again by uuid; 0 keeps none")
+    drain_timeout: float = _option(30.0, "seconds that open requests may take to finish after SIGTERM")
+    heartbeat_timeout: float = _option(60.0, "seconds without a sign from the engine before it is started again")
+    strict_params: bool = _option(False, "refuse requests with fields that are not known")
+    enable_access_log: bool = _option(True, "log a line per request")
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port must be from 0 to 65535, not {self.port}")
+        for name in ("max_body_mb", "max_inflight_mb", "max_parts"):
+            _positive(name, getattr(self, name))
+        for name in ("uuid_cache_mb", "drain_timeout"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must be 0 or more, not {getattr(self, name)}")
+        if self.heartbeat_timeout <= 0:
+            raise ConfigError(f"heartbeat_timeout must be above 0, not {self.heartbeat_timeout}")
+        if self.max_inflight_mb < self.max_body_mb:
+            raise ConfigError(
+                f"max_inflight_mb={self.max_inflight_mb} is below max_body_mb={self.max_body_mb}, so the largest body "
+                "could never be taken; raise the one or lower the other"
+            )
+        if any(not key for key in self.api_key):
+            raise ConfigError("an api_key is empty, which would let everybody in; give a key or leave it out")
+
+
 # --- what the parts get -------------------------------------------------------------------------------------------
 
 

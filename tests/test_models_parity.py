@@ -82,7 +82,7 @@ def pixel_arguments(pair: Pair, pictures: Sequence[tuple[Grid, torch.Tensor]]) -
 def their_logits(pair: Pair, ids: torch.Tensor, pictures: Sequence[tuple[Grid, torch.Tensor]]) -> torch.Tensor:
     arguments: dict[str, Any] = pixel_arguments(pair, pictures)
     if pair.config.model_type == "qwen2_vl":
-        arguments["mm_token_type_ids"] = (ids == pair.config.image_token_id).int()[None]
+        arguments["mm_token_type_ids"] = torch.eq(ids, pair.config.image_token_id or 0).int()[None]
     with torch.no_grad():
         logits: torch.Tensor = pair.theirs(input_ids=ids[None], **arguments).logits[0]
     return logits
@@ -95,7 +95,7 @@ def positions_of(pair: Pair, ids: torch.Tensor, pictures: Sequence[tuple[Grid, t
     if not pictures:
         return plain.expand(3, -1)
     grids = torch.tensor([g for g, _ in pictures])
-    kinds = (ids == pair.config.image_token_id).int()[None]
+    kinds = torch.eq(ids, pair.config.image_token_id or 0).int()[None]
     positions, _ = pair.theirs.model.get_rope_index(ids[None], kinds, image_grid_thw=grids)
     found: torch.Tensor = positions[:, 0]
     return found

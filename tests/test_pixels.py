@@ -73,7 +73,12 @@ def test_llava_patches_equal_those_of_its_processor(llava: Path, size: tuple[int
 
 
 def test_mean_std_and_resampling_come_from_the_checkpoint(qwen: Path) -> None:
-    given = {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.5, 0.6, 0.7], "resample": 2, "rescale_factor": 1 / 128}
+    given: dict[str, Any] = {
+        "image_mean": [0.1, 0.2, 0.3],
+        "image_std": [0.5, 0.6, 0.7],
+        "resample": 2,
+        "rescale_factor": 1 / 128,
+    }
     image = picture(90, 70)
     theirs = Qwen2VLImageProcessorPil(**given)(Image.fromarray(image), return_tensors="pt")
     grid = Grid(*theirs["image_grid_thw"][0].tolist())

@@ -43,7 +43,7 @@ class VisionBlock:
 
     def attend(self, x: Tensor, lengths: Sequence[int], angles: Angles | None) -> Tensor:
         qkv = self.qkv(x).view(len(x), 3, self.heads, -1).permute(1, 2, 0, 3)  # [3, heads, T, d]
-        # Attention reads heads faster when each is contiguous, more than the copy costs; rotation makes that copy anyway.
+        # Attention gains more from heads that are contiguous than the copy costs; rotation makes the copy anyway.
         if angles is None:
             q, k, v = qkv.contiguous()
         else:
