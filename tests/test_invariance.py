@@ -97,6 +97,19 @@ def test_tokens_do_not_depend_on_preemption(family_folder: Path) -> None:
     llm.close()
 
 
+def test_tokens_do_not_depend_on_what_earlier_requests_left_in_the_kv_cache(
+    family_folder: Path, alone: list[list[int]]
+) -> None:
+    """Not even on NaN: what one request wrote must never reach another through padding."""
+    llm = LLM(model=str(family_folder), use_tqdm=False, max_model_len=512, kv_cache_gb=0.02, max_pixels=200_000)
+    kv = llm.engine.core.runner.kv
+    kv.k.fill_(float("nan"))
+    kv.v.fill_(float("nan"))
+    outs = llm.generate(prompts(family_folder), GREEDY, use_tqdm=False)
+    assert [o.outputs[0].token_ids for o in outs] == alone
+    llm.close()
+
+
 def test_a_seeded_request_gives_the_same_text_whatever_it_is_batched_with(family_folder: Path) -> None:
     together = run(family_folder, SEEDED, max_num_batched_tokens=32)
     one_by_one = run(family_folder, SEEDED, together=False, enable_prefix_caching=False)

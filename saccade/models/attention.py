@@ -34,7 +34,7 @@ class AttentionBatch:
 
     query_lens: list[int]  # new tokens of each request, in packed order
     context_lens: list[int]  # tokens of each request in the cache once this step's are written
-    block_tables: Tensor  # int64 [requests, max_blocks], padded with 0
+    block_tables: Tensor  # int64 [requests, max_blocks], padded with blocks of the request's own
     slots: Tensor  # int64 [T]: block * block_size + offset, where each new token's key and value go
     block_size: int
 
@@ -56,6 +56,17 @@ class PagedKV(NamedTuple):
     ) -> PagedKV:
         shape = (config.num_layers, num_blocks * block_size, config.num_kv_heads, config.head_dim)
         return cls(*(torch.zeros(shape, dtype=dtype, device=device) for _ in range(2)))
+
+    def clear(self, blocks: Sequence[int], block_size: int) -> None:
+        """Zero blocks that are about to be filled in part.
+
+        Attention reads whole blocks and masks what is beyond a context, but a mask cannot undo a NaN that an earlier
+        owner of the block left there.
+        """
+        slots = torch.tensor(blocks, device=self.k.device)[:, None] * block_size
+        slots = (slots + torch.arange(block_size, device=self.k.device)).flatten()
+        self.k.index_fill_(1, slots, 0)
+        self.v.index_fill_(1, slots, 0)
 
 
 Backend = Callable[[Tensor, Tensor, Tensor, AttentionBatch, float], Tensor]

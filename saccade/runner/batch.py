@@ -102,10 +102,12 @@ def build_batch(works: Sequence[Work], states: Sequence[RequestState], block_siz
     )
 
 
-def _block_tables(states: Sequence[RequestState]) -> Ints:  # [requests, most blocks], padded with 0
-    tables = np.zeros((len(states), max(len(s.blocks) for s in states)), np.int64)
+def _block_tables(states: Sequence[RequestState]) -> Ints:  # [requests, most blocks]
+    """Padded with a block of the request's own: what is masked is still read, and must not be another's."""
+    tables = np.empty((len(states), max(len(s.blocks) for s in states)), np.int64)
     for i, state in enumerate(states):
         tables[i, : len(state.blocks)] = state.blocks
+        tables[i, len(state.blocks) :] = state.blocks[0]
     return tables
 
 

@@ -61,6 +61,9 @@ class Runner:
             self._states[admission.request.request_id] = RequestState(admission)
         for work in plan.works:
             self._states[work.request_id].blocks.extend(work.new_blocks)
+        partly_filled = [w.new_blocks[-1] for w in plan.works if w.new_blocks and w.end % self.block_size]
+        if partly_filled:
+            self.kv.clear(partly_filled, self.block_size)
 
     def _encode(self, plan: StepPlan) -> StepResult:
         """Give the stage its new pictures, advance it as far as the plan allows, and take what is ready."""
