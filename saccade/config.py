@@ -323,6 +323,8 @@ class SchedulerConfig:
     keep_idle_embeddings: bool = True  # False: an embedding is dropped as soon as no request holds it
     enable_prefix_caching: bool = True
     encode_layers_per_step: int | None = None  # see Options
+    always_slice: bool = False  # slice encoding even when nobody decodes, so that whoever arrives waits for one slice
+    is_text_first: bool = False  # prompts without pictures go ahead of prompts with pictures
     max_waiting: int | None = None
 
 
@@ -335,3 +337,13 @@ class MediaPolicy:
     max_pixels: int | None
     max_image_bytes: int
     max_image_pixels: int
+
+    @classmethod
+    def of(cls, options: Options) -> MediaPolicy:
+        return cls(
+            limits=options.limit_mm_per_prompt,
+            min_pixels=options.min_pixels,
+            max_pixels=options.max_pixels,
+            max_image_bytes=options.max_image_bytes,
+            max_image_pixels=options.max_image_pixels,
+        )

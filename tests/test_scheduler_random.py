@@ -38,6 +38,8 @@ CONFIGS = st.fixed_dictionaries(
         "keep_idle_embeddings": st.booleans(),
         "enable_prefix_caching": st.booleans(),
         "encode_layers_per_step": st.sampled_from([None, 1, 3]),
+        "always_slice": st.booleans(),
+        "is_text_first": st.booleans(),
     }
 )
 

@@ -9,12 +9,13 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 from saccade.config import SchedulerConfig
 from saccade.scheduler.admission import refuse_impossible
 from saccade.scheduler.blocks import BlockPool
+from saccade.scheduler.budget import StepBudget, encodes_now
 from saccade.scheduler.encoder_cache import EncoderCache
 from saccade.scheduler.gate import Gate, Reach
 from saccade.scheduler.sequence import Sequence
@@ -39,7 +40,7 @@ class _Draft:
     """A plan in the making."""
 
     now: float
-    num_tokens: int  # budget that is left
+    budget: StepBudget
     works: list[Work] = field(default_factory=list)
     admitted: list[Admission] = field(default_factory=list)
     has_preempted: bool = False
@@ -108,10 +109,9 @@ class Scheduler:
 
     def schedule(self, now: float) -> StepPlan:
         """Decide the next step: running requests first, then waiting ones, then pictures that come next."""
-        config, gate = self.config, self._gate
-        layers = config.encode_layers_per_step if any(seq.is_decoding for seq in self._running) else None
+        gate, draft = self._gate, _Draft(now, self._budget())
+        layers = self._encode_layers(draft.budget)
         gate.begin_step(is_sliced=layers is not None)
-        draft = _Draft(now, config.max_num_batched_tokens)
         self._serve_running(draft)
         if not draft.has_preempted:  # whoever was preempted goes first, and there is no place for it
             self._admit_waiting(draft)
@@ -132,9 +132,24 @@ class Scheduler:
         )
         return self._plan
 
+    def _budget(self) -> StepBudget:
+        config = self.config
+        candidates = chain(self._running, islice(self._waiting, config.max_num_seqs))
+        return StepBudget(config.max_num_batched_tokens, candidates, is_text_first=config.is_text_first)
+
+    def _encode_layers(self, budget: StepBudget) -> int | None:
+        """None: this step finishes the pictures it starts. Otherwise how far the encoder advances beside the rest."""
+        config = self.config
+        if config.encode_layers_per_step is None:
+            return None
+        if not config.always_slice and not any(seq.is_decoding for seq in self._running):
+            return None
+        is_turn = encodes_now(self._num_steps, budget, is_text_first=config.is_text_first)
+        return config.encode_layers_per_step if is_turn else 0
+
     def _serve_running(self, draft: _Draft) -> None:
         index = 0
-        while index < len(self._running) and draft.num_tokens:  # preemption shortens the list from its end
+        while index < len(self._running) and draft.budget.total:  # preemption shortens the list from its end
             seq = self._running[index]
             index += 1
             start = seq.num_computed
@@ -150,8 +165,11 @@ class Scheduler:
 
     def _admit_waiting(self, draft: _Draft) -> None:
         index = 0
-        while index < len(self._waiting) and draft.num_tokens and len(self._running) < self.config.max_num_seqs:
+        while index < len(self._waiting) and draft.budget.total and len(self._running) < self.config.max_num_seqs:
             seq = self._waiting[index]
+            if not draft.budget.left_for(seq):
+                index += 1  # the kinds before it take this step; it keeps its place
+                continue
             found = self._pool.find(seq.chain, seq.num_tokens)
             start = len(found) * self._block_size
             reach = self._reach(seq, start, draft)
@@ -165,8 +183,8 @@ class Scheduler:
                 return  # nobody passes, or it would never find enough blocks
 
     def _reach(self, seq: Sequence, start: int, draft: _Draft) -> Reach:
-        end = min(seq.num_tokens, start + draft.num_tokens)
-        if seq.next_span == len(seq.spans):  # no pictures, or all behind it
+        end = min(seq.num_tokens, start + draft.budget.left_for(seq))
+        if not seq.has_pictures_ahead:
             return Reach(end, ())
         return self._gate.reach(seq, start, end)
 
@@ -199,7 +217,7 @@ class Scheduler:
             self._gate.enter(seq, spans)
         if end >= (seq.num_published + 1) * self._block_size:
             self._publish(seq, end)
-        draft.num_tokens -= end - start
+        draft.budget.take(seq, end - start)
         draft.works.append(Work(seq.request_id, start, end, new_blocks, end == seq.num_tokens))
 
     def _publish(self, seq: Sequence, end: int) -> None:

@@ -51,6 +51,10 @@ class Sequence:
     def is_decoding(self) -> bool:
         return self.num_computed == self.num_tokens - 1
 
+    @property
+    def has_pictures_ahead(self) -> bool:
+        return self.next_span < len(self.spans)
+
     def holder(self, index: int) -> Holder:
         return self.request_id, index
 

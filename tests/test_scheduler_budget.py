@@ -1,0 +1,72 @@
+"""How a step is shared between decoding, text prompts and prompts with pictures."""
+
+from __future__ import annotations
+
+from tests.scheduling import Picture, Rig
+
+LARGE = Picture("large", 40)
+
+
+def text_first(**changes: object) -> Rig:
+    values = {"max_num_batched_tokens": 16, "is_text_first": True, "always_slice": True, "encode_layers_per_step": 1}
+    return Rig(**{**values, **changes})
+
+
+def test_decoding_gets_its_token_though_an_earlier_prompt_could_fill_the_step() -> None:
+    rig = Rig(max_num_batched_tokens=16, always_slice=True, encode_layers_per_step=1)
+    rig.add("early", Picture("huge", 200), max_tokens=1)
+    rig.add("late", 1, max_tokens=30, first_token=500)
+    rig.drain()
+    steps = [plan.step for plan in rig.plans if "late" in rig.windows(plan)]
+    assert steps == list(range(1, 31))
+    assert any(rig.windows(plan).get("early") == (0, 15) for plan in rig.plans)
+
+
+def test_text_that_comes_behind_pictures_gets_the_next_step_but_for_their_share() -> None:
+    rig = text_first(encode_layers_per_step=None)
+    for name in "abc":
+        rig.add(name, Picture(name, 40), 4)
+    rig.step()
+    rig.add("text", 12, max_tokens=1, first_token=500)
+    windows = rig.windows(rig.step())
+    assert windows["text"] == (0, 12)
+    assert windows["a"] == (16, 20)  # a quarter of the step
+    assert rig.finish_of("text") == "length"
+
+
+def test_without_text_first_the_picture_fills_the_step() -> None:
+    rig = Rig(max_num_batched_tokens=16)
+    rig.add("picture", Picture("p", 40), 4)
+    rig.step()
+    rig.add("text", 12, first_token=500)
+    assert set(rig.windows(rig.step())) == {"picture"}
+
+
+def test_pictures_go_on_under_a_flood_of_text() -> None:
+    rig = text_first(max_num_seqs=64)
+    rig.add("picture", LARGE, 4, max_tokens=1)
+    for step in range(200):
+        rig.add(f"text{step}", 16, max_tokens=1, first_token=1000 + 20 * step)
+        rig.step()
+        if "picture" in rig.events:
+            break
+    assert rig.finish_of("picture") == "length"
+
+
+def test_the_encoder_pauses_while_text_waits_for_its_first_token() -> None:
+    rig = text_first()
+    rig.add("picture", LARGE, 4)
+    first = rig.step()
+    rig.add("text", 40, max_tokens=4, first_token=500)
+    layers = [rig.step().encode_layers for _ in range(4)]
+    assert first.encode_layers == 1
+    assert layers == [0, 0, 0, 1]  # the prompt of 40 takes three steps
+
+
+def test_slices_are_used_when_nobody_decodes_if_always_is_set() -> None:
+    rig = text_first(layers=3)
+    rig.add("picture", LARGE, max_tokens=1)
+    assert [rig.step().encode_layers for _ in range(3)] == [1, 1, 1]
+    assert not rig.plans[0].works  # nothing to compute before the picture is there
+    rig.drain()
+    assert rig.finish_of("picture") == "length"
