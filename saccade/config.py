@@ -225,6 +225,11 @@ class Options:
     max_pixels: int | None = _option(None, "larger pictures are reduced to this; automatic: the checkpoint's")
     max_image_bytes: int = _option(64 << 20, "compressed size of one picture")
     max_image_pixels: int = _option(100_000_000, "width x height of one picture before it is resized")
+    step_ms: float | None = _option(
+        None,
+        "how long a step may take on a CPU: prompts are cut, pictures encoded in slices and text goes ahead of them, so "
+        "that nobody waits much longer for a first token; automatic: no limit offline, 100 when serving",
+    )
     encode_layers_per_step: int | None = _option(
         None, "encoder layers run per step while others decode; automatic: whole pictures at once"
     )
@@ -236,6 +241,8 @@ class Options:
         for name in ("max_model_len", "encoder_budget", "min_pixels", "max_pixels", "encode_layers_per_step"):
             if getattr(self, name) is not None:
                 _positive(name, getattr(self, name))
+        if self.step_ms is not None and not self.step_ms > 0:
+            raise ConfigError(f"step_ms must be above 0, not {self.step_ms}")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(
                 f"gpu_memory_utilization must be above 0 and at most 1, not {self.gpu_memory_utilization}"

@@ -47,14 +47,7 @@ class Engine:
                 "no model was given; pass a checkpoint folder or a hub id such as Qwen/Qwen2-VL-2B-Instruct"
             )
         checkpoint = open_checkpoint(opts.model, weights=opts.load_format != "dummy")
-        policy = MediaPolicy(
-            limits=opts.limit_mm_per_prompt,
-            min_pixels=opts.min_pixels,
-            max_pixels=opts.max_pixels,
-            max_image_bytes=opts.max_image_bytes,
-            max_image_pixels=opts.max_image_pixels,
-        )
-        self.processor = Processor(checkpoint, policy)
+        self.processor = Processor(checkpoint, MediaPolicy.of(opts))
         self.core = build_core(
             checkpoint.path,
             checkpoint.config,

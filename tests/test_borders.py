@@ -126,7 +126,8 @@ def test_model_names_appear_only_in_the_two_folders_and_their_tables() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["saccade", "saccade.scheduler.scheduler", "saccade.processor.prompt", "saccade.cli"]
+    "module",
+    ["saccade", "saccade.scheduler.scheduler", "saccade.processor.prompt", "saccade.engine.client", "saccade.cli"],
 )
 def test_importing_it_does_not_load_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"

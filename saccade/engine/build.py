@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from saccade.config import ModelConfig, Options
+from saccade.config import ModelConfig, Options, SchedulerConfig
 from saccade.engine.core import EngineCore
 from saccade.runner.build import build_runner
 from saccade.runner.memory import plan_memory
+from saccade.runner.runner import Runner
 from saccade.types import Geometry
 
 logger = logging.getLogger("saccade.engine")
+
+_FEWEST_TOKENS = 16  # a step of fewer would be all overhead
 
 
 def build_core(
@@ -30,4 +34,16 @@ def build_core(
     for reason in plan.reasons:
         logger.info("%s", reason)
     runner = build_runner(path, config, image_processor, options, plan, progress=progress)
-    return EngineCore(plan.scheduler, runner)
+    limits, more = _bounded(plan.scheduler, runner, options.step_ms)
+    return EngineCore(limits, runner, reasons=(*plan.reasons, *more))
+
+
+def _bounded(limits: SchedulerConfig, runner: Runner, step_ms: float | None) -> tuple[SchedulerConfig, tuple[str, ...]]:
+    """As many tokens a step as the device computes in `step_ms`, where steps are bounded; and the reason."""
+    if step_ms is None or not limits.always_slice:
+        return limits, ()
+    rate = 1 / runner.seconds_per_prompt_token()
+    tokens = max(_FEWEST_TOKENS, min(int(step_ms / 1e3 * rate), limits.max_num_batched_tokens))
+    reason = f"{tokens} tokens a step: {step_ms:.0f} ms at {rate:.0f} prompt tokens a second"
+    logger.info("%s", reason)
+    return replace(limits, max_num_batched_tokens=tokens), (reason,)

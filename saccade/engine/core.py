@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from saccade.config import SchedulerConfig
@@ -30,9 +30,14 @@ class EngineCore:
     """A scheduler and a runner in lockstep. `limits` is what requests are admitted under."""
 
     def __init__(
-        self, limits: SchedulerConfig, runner: StepRunner, clock: Callable[[], float] = time.perf_counter
+        self,
+        limits: SchedulerConfig,
+        runner: StepRunner,
+        clock: Callable[[], float] = time.perf_counter,
+        reasons: Sequence[str] = (),
     ) -> None:
         self.limits = limits
+        self.reasons = tuple(reasons)  # why the limits are what they are, one line each
         self.scheduler = Scheduler(limits)
         self.runner = runner
         self.clock = clock

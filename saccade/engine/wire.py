@@ -234,9 +234,7 @@ def frame(message: Command | Report) -> bytearray:
     try:
         _ENCODER.encode_into(message, buffer, HEADER.size)
     except OverflowError:
-        raise RequestError(
-            "the request holds a whole number that does not fit in 64 bits; send a smaller one"
-        ) from None
+        raise RequestError("the request holds a number that does not fit in 64 bits; send a smaller one") from None
     except UnicodeEncodeError:
         raise RequestError("the request holds half a surrogate pair, which is no character; send valid text") from None
     size = len(buffer) - HEADER.size

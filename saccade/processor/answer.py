@@ -10,7 +10,16 @@ from saccade.types import FinishReason, Logprobs, TokenEvent, Usage
 
 
 class Answer:
-    def __init__(self, index: int, tokenizer: Tokenizer, params: SamplingParams) -> None:
+    def __init__(
+        self,
+        index: int,
+        tokenizer: Tokenizer,
+        params: SamplingParams,
+        *,
+        include_stop: bool = False,
+        skip_special_tokens: bool = True,
+    ) -> None:
+        """`include_stop` shows the stop string that ends the answer; `skip_special_tokens=False` shows control tokens."""
         self.index = index
         self.token_ids: list[int] = []
         self.logprobs: list[Logprobs] | None = [] if params.logprobs is not None else None
@@ -18,7 +27,9 @@ class Answer:
         self.stop_reason: int | str | None = None
         self.usage: Usage | None = None
         self._caller_stops = frozenset(params.stop_token_ids)
-        self._detokenizer = Detokenizer(tokenizer, params.stop_strings)
+        self._detokenizer = Detokenizer(
+            tokenizer, params.stop_strings, include_stop=include_stop, skip_special_tokens=skip_special_tokens
+        )
 
     @property
     def is_finished(self) -> bool:

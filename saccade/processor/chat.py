@@ -108,9 +108,9 @@ def _part(part: Any, where: str, pictures: list[Picture], allow_paths: bool) -> 
 
 
 def _linked(link: Any, where: str) -> Picture:
-    """A URL as clients send it, alone or with `detail` beside it."""
+    """A URL as clients send it, alone or with `detail` beside it; or the bytes a server fetched from there."""
     fields = {"url": link} if isinstance(link, str) else link
-    if not isinstance(fields, Mapping) or not isinstance(fields.get("url"), str):
+    if not isinstance(fields, Mapping) or not isinstance(fields.get("url"), (str, bytes)):
         raise RequestError("image_url needs an object with a string under url", code="invalid_image_url", param=where)
     return Picture(fields["url"], where, fields.get("detail") or "auto", allow_path=False)
 

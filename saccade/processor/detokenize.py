@@ -10,9 +10,17 @@ from saccade.processor.tokenizer import Tokenizer
 class Detokenizer:
     """Text of one answer. `text` is what may be shown so far; `stopped` is the stop string that ended it."""
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
-        self._stream = tokenizer.stream()
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str] = (),
+        *,
+        include_stop: bool = False,
+        skip_special_tokens: bool = True,
+    ) -> None:
+        self._stream = tokenizer.stream(skip_special_tokens)
         self._stop = tuple(stop)
+        self._include_stop = include_stop
         self._shown: list[str] = []
         self._held = ""  # may be the beginning of a stop string
         self.stopped: str | None = None
@@ -40,7 +48,8 @@ class Detokenizer:
         found = self._first_stop(text)
         if found is not None:
             self.stopped, self._held = found, ""
-            return self._show(text[: text.index(found)])
+            end = text.index(found) + (len(found) if self._include_stop else 0)
+            return self._show(text[:end])
         keep = self._undecided(text)
         self._held = text[len(text) - keep :]
         return self._show(text[: len(text) - keep])

@@ -46,8 +46,8 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return self._inner.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
-    def stream(self) -> DecodeStream:
-        return DecodeStream(self)
+    def stream(self, skip_special_tokens: bool = True) -> DecodeStream:
+        return DecodeStream(self, skip_special_tokens)
 
     def token(self, token_id: int) -> str | None:
         return self._inner.id_to_token(token_id)
@@ -183,29 +183,33 @@ class _AliasTokenizer:
 class DecodeStream:
     """Ids in, text out as soon as it can no longer change. All pieces together equal one decode of all ids."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
+        self._skips = skip_special_tokens
         self._window: list[int] = []  # the last token whose text is out, then those whose text is not
         self._shown = ""  # text of the window that is already out
 
     def push(self, token_id: int) -> str:
-        if self._tokenizer.is_special(token_id):
+        if self._skips and self._tokenizer.is_special(token_id):
             return ""
         self._window.append(token_id)
         if token_id in self._tokenizer.byte_ids:
             return ""  # raw bytes in a row are decoded together: one bad byte spoils its neighbours
-        text = self._tokenizer.decode(self._window)
+        text = self._decode()
         # A character cut in the middle shows as one replacement character at the end.
         is_whole = not text.endswith("\ufffd")
         new = self._emit(text if is_whole else text[:-1])
         if is_whole:
             # One token of context stays: the first token of a decode may lose its leading space.
             self._window = [token_id]
-            self._shown = self._tokenizer.decode(self._window)
+            self._shown = self._decode()
         return new
 
     def finish(self) -> str:
-        return self._emit(self._tokenizer.decode(self._window))
+        return self._emit(self._decode())
+
+    def _decode(self) -> str:
+        return self._tokenizer.decode(self._window, self._skips)
 
     def _emit(self, text: str) -> str:
         new = text[len(self._shown) :]

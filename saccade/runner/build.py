@@ -15,6 +15,7 @@ from saccade.runner.memory import MemoryPlan
 from saccade.runner.runner import Runner
 
 _MOST_DECODE_THREADS = 8
+_MOST_SLICED_PATCHES = 2048  # per pass when encoding is sliced: a slice is one layer over the whole pass
 
 
 def build_runner(
@@ -40,7 +41,9 @@ def build_runner(
     kv = PagedKV.allocate(config.text, sizes.num_blocks, sizes.block_size, plan.dtype, plan.device)
     encoder = None
     if config.vision is not None:
-        patches_per_slot = config.vision.spatial_merge_size**2
+        patches = sizes.encoder_budget * config.vision.spatial_merge_size**2
+        if sizes.always_slice:
+            patches = min(patches, _MOST_SLICED_PATCHES)
         threads = options.decode_threads or min(os.cpu_count() or 1, _MOST_DECODE_THREADS)
-        encoder = LocalEncoder(model, sizes.encoder_budget * patches_per_slot, threads)
+        encoder = LocalEncoder(model, patches, threads)
     return Runner(model, kv, encoder, sizes.block_size)

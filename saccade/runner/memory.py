@@ -42,6 +42,7 @@ def plan_memory(
     biggest = min(largest.slots, length) if largest else 0
     budget, why_budget = _encoder_budget(options, biggest)
     slots, why_cache = _hold_largest(options, slots, why_cache, max(biggest, 0 if keep_idle else budget))
+    is_bounded = options.step_ms is not None and device.type == "cpu"
     scheduler = SchedulerConfig(
         max_model_len=length,
         max_num_batched_tokens=options.max_num_batched_tokens,
@@ -52,7 +53,9 @@ def plan_memory(
         encoder_cache_slots=slots,
         keep_idle_embeddings=keep_idle,
         enable_prefix_caching=options.enable_prefix_caching,
-        encode_layers_per_step=options.encode_layers_per_step,
+        encode_layers_per_step=options.encode_layers_per_step or (1 if is_bounded else None),
+        always_slice=is_bounded,
+        is_text_first=is_bounded,
         max_waiting=options.max_waiting,
     )
     reasons = (f"device {device}", why_dtype, why_length, why_kv, why_budget, why_cache)

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from saccade import costs
+from saccade.config import ModelConfig
 from saccade.models.attention import PagedAttention, PagedKV
 from saccade.models.interface import VisionLanguageModel
+from saccade.params import SamplingParams
 from saccade.runner.batch import Batch, RequestState, build_batch, overlapping, splice
 from saccade.runner.encoder import LocalEncoder
 from saccade.runner.sampler import sample
-from saccade.types import Key, RequestError, Sample, StepPlan, StepResult, Work
+from saccade.types import Admission, Key, Prompt, Request, RequestError, Sample, StepPlan, StepResult, Work
 
 
 class Runner:
@@ -38,6 +43,21 @@ class Runner:
         hidden = self._forward(batch, works)
         return StepResult(self._sample(batch, hidden), result.encoded, result.failed)
 
+    @torch.inference_mode()
+    def seconds_per_prompt_token(self, tokens: int = 128) -> float:
+        """Measured on scratch blocks; call it before any request is admitted."""
+        tokens = min(tokens, self.kv.k.shape[1])
+        state = RequestState(_scratch_admission(tokens, self.model.config, self.block_size))
+        work = Work("scratch", 0, tokens, (), False)
+        batch = build_batch([work], [state], self.block_size, self.kv.k.device)
+        times = []
+        for _ in range(3):
+            start = time.perf_counter()
+            embeds = self.model.embed(batch.token_ids)
+            self.model.forward(embeds, batch.positions, PagedAttention(self.kv, batch.attention, self._scale))
+            times.append(time.perf_counter() - start)
+        return min(times) / tokens
+
     def reset(self) -> None:
         """Forget all requests and everything under way; resident embeddings go when the scheduler says so."""
         self._states.clear()
@@ -46,7 +66,11 @@ class Runner:
 
     def stats(self) -> dict[str, Any]:
         """Counters of pictures: decoded, encoded, passes through the tower, failures, most patches held at once."""
-        return {"encoder": asdict(self.encoder.counters) if self.encoder else {}}
+        dtype = str(self.kv.k.dtype).removeprefix("torch.")
+        return {
+            "encoder": asdict(self.encoder.counters) if self.encoder else {},
+            "embedding_bytes_per_slot": costs.embedding_bytes_per_slot(self.model.config.text, dtype),
+        }
 
     def close(self) -> None:
         if self.encoder:
@@ -112,3 +136,11 @@ class Runner:
         for state, chosen in zip(states, samples, strict=True):
             state.append(chosen.token_id)
         return dict(zip(batch.sampled, samples, strict=True))
+
+
+def _scratch_admission(tokens: int, config: ModelConfig, block_size: int) -> Admission:
+    axes = 3 if config.text.mrope_section else 1
+    positions = np.broadcast_to(np.arange(tokens, dtype=np.int32), (axes, tokens))
+    prompt = Prompt([0] * tokens, (), (), positions, tokens, b"")
+    request = Request("scratch", prompt, SamplingParams(), 1, frozenset(), 0)
+    return Admission(request, (), tuple(range(costs.blocks_for(tokens, block_size))))

@@ -1,0 +1,89 @@
+"""The events of one request on their way to whoever reads them, fast or slow. Knows neither sockets nor processes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from saccade.types import RequestError, TokenEvent
+
+
+class EngineUnavailable(Exception):
+    """The engine starts, restarts or drains, or it died under the request. Nothing is wrong with the request."""
+
+    def __init__(self, message: str, retry_after: float) -> None:
+        super().__init__(message)
+        self.message = message
+        self.retry_after = retry_after  # seconds after which it may be worth another try
+
+
+class RequestStream:
+    """Async iterator over a request's events, each time a list of all that came since; ends after the terminal one.
+
+    A slow reader holds up nobody: its events wait here, at most one per token of its answer.
+    """
+
+    def __init__(self, request_id: str, num_bytes: int, abort: Callable[[str], None]) -> None:
+        self.request_id = request_id
+        self.num_bytes = num_bytes  # on the wire
+        self._abort = abort
+        self._admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._news = asyncio.Event()
+        self._events: list[TokenEvent] = []
+        self._lost: EngineUnavailable | None = None
+        self._is_over = False
+        self._is_cancelled = False
+
+    def __aiter__(self) -> RequestStream:
+        return self
+
+    async def __anext__(self) -> list[TokenEvent]:
+        """RequestErrors of a running request come inside its terminal event; EngineUnavailable is raised."""
+        while not self._events:
+            if self._lost is not None:
+                raise self._lost
+            if self._is_over:
+                raise StopAsyncIteration
+            self._news.clear()
+            await self._news.wait()
+        events, self._events = self._events, []
+        return events
+
+    def cancel(self) -> None:
+        """Give back all the request holds in the engine. Who reads on gets the terminal event, with the usage."""
+        if not self._is_cancelled and not self._is_over:
+            self._is_cancelled = True
+            self._abort(self.request_id)
+
+    # --- the client's side ----------------------------------------------------------------------------------------
+
+    async def admission(self) -> None:
+        """Wait for the scheduler's word; RequestError if it refuses. Giving up the wait cancels the request."""
+        try:
+            await self._admitted
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+
+    def admit(self) -> None:
+        if not self._admitted.done():
+            self._admitted.set_result(None)
+
+    def refuse(self, error: RequestError) -> None:
+        self._is_over = True
+        if not self._admitted.done():
+            self._admitted.set_exception(error)
+
+    def push(self, event: TokenEvent) -> None:
+        self._events.append(event)
+        self._is_over = event.finish_reason is not None
+        self._news.set()
+
+    def lose(self, error: EngineUnavailable) -> None:
+        """The engine is gone, and the request with it."""
+        self._is_over = True
+        if self._admitted.done():
+            self._lost = error
+            self._news.set()
+        else:
+            self._admitted.set_exception(error)

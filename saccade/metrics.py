@@ -1,0 +1,266 @@
+"""What operators watch: Prometheus metrics under our own names, and the same numbers under the names of vLLM's boards.
+
+Gets finished facts and the engine's latest counters; knows neither HTTP nor how anything is computed. The registry is
+its own, so two servers in one process do not mix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from saccade.types import Bill, Usage
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_FAST = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5, 10)
+_SLOW = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
+_TOKENS = tuple(float(4**i) for i in range(1, 10))
+_BYTES = tuple(float(4**i) for i in range(5, 14))
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """One answered request, as its metrics need it."""
+
+    bills: Sequence[Bill]  # one per prompt
+    usages: Sequence[Usage]  # one per answer
+    finish_reasons: Sequence[str]  # one per answer
+    generated: Sequence[int]  # tokens, one per answer
+    max_tokens: int
+    seconds: float  # from the arrival of the request to its last token
+    decode_seconds: float  # from the first token to the last
+
+    @property
+    def has_media(self) -> bool:
+        return any(bill.items for bill in self.bills)
+
+
+class Metrics:
+    """`stats` gives the engine's latest counters; `model` is the name under which vLLM's boards look for numbers."""
+
+    def __init__(self, model: str, stats: Callable[[], Mapping[str, Any]]) -> None:
+        self.registry = CollectorRegistry()
+        self._model = model
+        self._ours = _Ours(self.registry)
+        self._theirs = _Theirs(self.registry, model)
+        self.tokens_in = self.tokens_out = 0  # for the throughput line in the log
+        self.registry.register(_EngineCollector(stats, model))
+
+    def text(self) -> bytes:
+        return generate_latest(self.registry)
+
+    # --- while a request runs -------------------------------------------------------------------------------------
+
+    def first_token(self, seconds: float, *, has_media: bool) -> None:
+        self._ours.first_token.labels(_flag(has_media)).observe(seconds)
+        self._theirs.first_token.observe(seconds)
+
+    def next_tokens(self, seconds: float, count: int, *, has_media: bool) -> None:
+        """`count` tokens of one answer arrived this long after the one before them."""
+        for _ in range(count):
+            self._ours.inter_token.labels(_flag(has_media)).observe(seconds / count)
+            self._theirs.inter_token.observe(seconds / count)
+
+    def fetched(self, seconds: float, num_bytes: int | None) -> None:
+        """A picture was fetched, or not when there are no bytes."""
+        self._ours.fetch.labels("failed" if num_bytes is None else "ok").observe(seconds)
+        if num_bytes is not None:
+            self._ours.fetch_bytes.observe(num_bytes)
+
+    # --- when it is over ------------------------------------------------------------------------------------------
+
+    def finished(self, done: Finished) -> None:
+        self._ours.finished(done)
+        self._theirs.finished(done)
+        self.tokens_in += sum(bill.prompt_tokens for bill in done.bills)
+
+    def failed(self, reason: str) -> None:
+        """A request that was let in and ended without an answer."""
+        self._ours.failed.labels(reason).inc()
+
+    def refused(self, reason: str) -> None:
+        """A request that was turned away before any work."""
+        self._ours.refused.labels(reason).inc()
+        self._theirs.refused.labels(self._model, reason).inc()
+
+    def media_refused(self, code: str) -> None:
+        self._ours.media_refused.labels(code).inc()
+
+
+def _flag(value: bool) -> str:
+    return "true" if value else "false"
+
+
+class _Ours:
+    """Metrics with the prefix `saccade:`."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def histogram(name: str, text: str, buckets: Sequence[float] = _SLOW, labels: Sequence[str] = ()) -> Histogram:
+            return Histogram(f"saccade:{name}", text, labels, buckets=buckets, registry=registry)
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"saccade:{name}", text, labels, registry=registry)
+
+        media = ("has_media",)
+        self.requests = counter("requests", "Requests that were answered", "finish_reason", "has_media")
+        self.failed = counter("request_failures", "Requests that ended without an answer", "reason")
+        self.refused = counter("admission_rejected", "Requests turned away before any work", "reason")
+        self.media_refused = counter("media_rejected", "Pictures that were refused", "code")
+        self.tokens = counter("tokens", "Tokens by kind", "kind")
+        self.first_token = histogram("time_to_first_token_seconds", "Arrival to first token", _SLOW, media)
+        self.inter_token = histogram("inter_token_latency_seconds", "One token to the next", _FAST, media)
+        self.e2e = histogram("e2e_latency_seconds", "Arrival to last token", _SLOW, media)
+        self.queue = histogram("queue_seconds", "Waiting for the first step")
+        self.fetch = histogram("media_fetch_seconds", "Fetching one picture", _SLOW, ("outcome",))
+        self.fetch_bytes = histogram("media_fetch_bytes", "Bytes of a fetched picture", _BYTES)
+        self.decode = histogram("media_decode_seconds", "Decoding a request's pictures", _SLOW)
+        self.encode = histogram("encode_seconds", "Encoding a request's pictures", _SLOW)
+        self.prefill = histogram("prefill_seconds", "First step to first token")
+        self.image_tokens = histogram("image_tokens", "Tokens of one picture", _TOKENS)
+
+    def finished(self, done: Finished) -> None:
+        media = _flag(done.has_media)
+        for reason in done.finish_reasons:
+            self.requests.labels(reason, media).inc()
+        self.e2e.labels(media).observe(done.seconds)
+        self._count_tokens(done)
+        for usage in done.usages:
+            self._observe_stages(usage, done.has_media)
+
+    def _count_tokens(self, done: Finished) -> None:
+        for bill in done.bills:
+            self.tokens.labels("text").inc(bill.text_tokens)
+            self.tokens.labels("image").inc(bill.image_tokens)
+            self.tokens.labels("video").inc(bill.video_tokens)
+            for item in bill.items:
+                self.image_tokens.observe(item.tokens)
+        self.tokens.labels("cached").inc(sum(usage.cached_tokens for usage in done.usages))
+        self.tokens.labels("generated").inc(sum(done.generated))
+
+    def _observe_stages(self, usage: Usage, has_media: bool) -> None:
+        if usage.first_scheduled is None:
+            return
+        self.queue.observe(usage.first_scheduled - usage.arrived)
+        if usage.first_token is not None:
+            self.prefill.observe(usage.first_token - usage.first_scheduled)
+        if has_media:
+            self.decode.observe(usage.decode_ms / 1e3)
+            self.encode.observe(usage.encode_ms / 1e3)
+
+
+class _Theirs:
+    """The names, types and labels that dashboards made for vLLM read."""
+
+    def __init__(self, registry: CollectorRegistry, model: str) -> None:
+        def histogram(name: str, text: str, buckets: Sequence[float] = _SLOW) -> Histogram:
+            return Histogram(f"vllm:{name}", text, ("model_name",), buckets=buckets, registry=registry).labels(model)
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"vllm:{name}", text, ("model_name", *labels), registry=registry)
+
+        self._model = model
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens").labels(model)
+        self.generation_tokens = counter("generation_tokens", "Generated tokens").labels(model)
+        self.success = counter("request_success", "Answers by the reason they ended", "finished_reason")
+        self.refused = counter("admission_rejections", "Requests turned away", "reason")
+        self.first_token = histogram("time_to_first_token_seconds", "Arrival to first token")
+        self.inter_token = histogram("inter_token_latency_seconds", "One token to the next", _FAST)
+        self.e2e = histogram("e2e_request_latency_seconds", "Arrival to last token")
+        self.queue = histogram("request_queue_time_seconds", "Waiting for the first step")
+        self.prefill = histogram("request_prefill_time_seconds", "First step to first token")
+        self.decode = histogram("request_decode_time_seconds", "First token to last token")
+        self.prompt_size = histogram("request_prompt_tokens", "Prompt tokens of a request", _TOKENS)
+        self.answer_size = histogram("request_generation_tokens", "Generated tokens of an answer", _TOKENS)
+        self.answer_limit = histogram("request_max_num_generation_tokens", "Largest answer asked for", _TOKENS)
+
+    def finished(self, done: Finished) -> None:
+        for reason in done.finish_reasons:
+            self.success.labels(self._model, reason).inc()
+        for bill in done.bills:
+            self.prompt_tokens.inc(bill.prompt_tokens)
+            self.prompt_size.observe(bill.prompt_tokens)
+        for count in done.generated:
+            self.generation_tokens.inc(count)
+            self.answer_size.observe(count)
+            self.answer_limit.observe(done.max_tokens)
+        self.e2e.observe(done.seconds)
+        self.decode.observe(done.decode_seconds)
+        for usage in done.usages:
+            if usage.first_scheduled is not None:
+                self.queue.observe(usage.first_scheduled - usage.arrived)
+                if usage.first_token is not None:
+                    self.prefill.observe(usage.first_token - usage.first_scheduled)
+
+
+class _EngineCollector(Collector):
+    """The engine's own counters, read at the moment of a scrape."""
+
+    def __init__(self, stats: Callable[[], Mapping[str, Any]], model: str) -> None:
+        self._stats = stats
+        self._model = model
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._stats()
+        if stats:
+            yield from _gauges(stats)
+            yield from _counters(stats)
+            yield from self._aliases(stats)
+
+    def _aliases(self, stats: Mapping[str, Any]) -> Iterator[Metric]:
+        kv, prefix, encoder = stats["kv"], stats["prefix_cache"], stats["encoder_cache"]
+        gauges = {
+            "num_requests_running": stats["running"],
+            "num_requests_waiting": stats["waiting"],
+            "kv_cache_usage_perc": kv["used"] / kv["total"],
+        }
+        counters = {
+            "prefix_cache_queries": prefix["queries"],
+            "prefix_cache_hits": prefix["hits"],
+            "mm_cache_queries": encoder["hits"] + encoder["misses"],
+            "mm_cache_hits": encoder["hits"],
+            "num_preemptions": stats["preemptions"],
+        }
+        for kind, values in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
+            for name, value in values.items():
+                family = kind(f"vllm:{name}", "As in vLLM", labels=["model_name"])
+                family.add_metric([self._model], value)
+                yield family
+
+
+def _gauges(stats: Mapping[str, Any]) -> Iterator[Metric]:
+    kv, encoder = stats["kv"], stats["encoder_cache"]
+    bytes_per_slot = stats.get("embedding_bytes_per_slot", 0)
+    table = {
+        "running": ("Requests being computed", stats["running"]),
+        "waiting": ("Requests that wait", stats["waiting"]),
+        "kv_blocks_used": ("KV blocks held by requests", kv["used"]),
+        "kv_blocks_idle": ("KV blocks kept for reuse", kv["idle"]),
+        "kv_blocks_total": ("KV blocks there are", kv["total"]),
+        "encoder_cache_used_bytes": ("Embeddings kept", encoder["slots_used"] * bytes_per_slot),
+        "encoder_cache_total_bytes": ("Embeddings that fit", encoder["slots_total"] * bytes_per_slot),
+    }
+    for name, (text, value) in table.items():
+        yield GaugeMetricFamily(f"saccade:{name}", text, value=value)
+
+
+def _counters(stats: Mapping[str, Any]) -> Iterator[Metric]:
+    prefix, cache, encoder = stats["prefix_cache"], stats["encoder_cache"], stats.get("encoder", {})
+    table = {
+        "steps": ("Steps of the engine", stats["steps"]),
+        "preemptions": ("Requests that gave their blocks back and began again", stats["preemptions"]),
+        "prefix_cache_queries": ("Prompt tokens looked up", prefix["queries"]),
+        "prefix_cache_hits": ("Prompt tokens found", prefix["hits"]),
+        "encoder_cache_queries": ("Pictures looked up", cache["hits"] + cache["misses"]),
+        "encoder_cache_hits": ("Pictures found", cache["hits"]),
+        "pictures_decoded": ("Pictures decoded", encoder.get("decoded", 0)),
+        "pictures_encoded": ("Pictures encoded", encoder.get("encoded", 0)),
+        "pictures_failed": ("Pictures that could not be decoded or encoded", encoder.get("failed", 0)),
+    }
+    for name, (text, value) in table.items():
+        yield CounterMetricFamily(f"saccade:{name}", text, value=value)

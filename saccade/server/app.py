@@ -1,0 +1,202 @@
+"""The routes. Each is a few lines: what it answers is made elsewhere; this file says where and under which limits."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
+from starlette.responses import HTMLResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from saccade import __version__
+from saccade.metrics import CONTENT_TYPE
+from saccade.server import openapi, text
+from saccade.server.chat import answer_chat
+from saccade.server.completions import answer_completion
+from saccade.server.errors import ApiError, ClientGone, api_error, json_response
+from saccade.server.exchange import Exchange, while_connected
+from saccade.server.limits import Held, decode_object, read_body
+from saccade.server.middleware import Envelope
+from saccade.server.models import model_card, model_list
+from saccade.server.page import page
+from saccade.server.service import Caller, Service
+from saccade.types import RequestError
+
+logger = logging.getLogger("saccade.server")
+
+Handler = Callable[[Service, Exchange, dict[str, Any], Caller, Held], Awaitable[None]]
+Counter = Callable[[Service, dict[str, Any], Caller, Held], Awaitable[dict[str, Any]]]
+
+_STALE_SECONDS = 30.0  # without a sign of life of a ready engine, /health says so before it is even restarted
+_IMAGE_CODES = ("invalid_image", "image_", "empty_image", "unsupported_image", "invalid_base64", "failed_to_download")
+
+
+def create_app(service: Service) -> FastAPI:
+    app = FastAPI(title="Saccade", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
+    _add_generating_routes(app, service)
+    _add_reading_routes(app, service)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(Exception, _on_error)
+    app.add_middleware(
+        Envelope, keys=service.keys, on_refusal=service.metrics.refused, logs=service.server.enable_access_log
+    )
+    if service.server.allowed_origins:  # outermost: a browser's preflight carries no key
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(service.server.allowed_origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["authorization", "content-type", "x-request-id"],
+        )
+    return app
+
+
+# --- routes with a body -------------------------------------------------------------------------------------------
+
+
+def _add_generating_routes(app: FastAPI, service: Service) -> None:
+    handlers: dict[str, tuple[Handler, dict[str, Any]]] = {
+        "/v1/chat/completions": (answer_chat, openapi.CHAT),
+        "/v1/completions": (answer_completion, openapi.COMPLETION),
+        "/v1/bill": (_answering(text.bill), openapi.CHAT),
+        "/tokenize": (_answering(text.tokenize), openapi.TOKENIZE),
+        "/detokenize": (_answering(text.detokenize), openapi.DETOKENIZE),
+        "/v1/responses/input_tokens": (_answering(text.input_tokens), openapi.INPUT_TOKENS),
+    }
+    for path, (handler, extra) in handlers.items():
+        app.add_api_route(path, _endpoint(service, handler), methods=["POST"], openapi_extra=extra, name=path)
+
+
+def _answering(counter: Counter) -> Handler:
+    async def handler(service: Service, exchange: Exchange, body: dict[str, Any], caller: Caller, held: Held) -> None:
+        await exchange.json(await counter(service, body, caller, held))
+
+    return handler
+
+
+def _endpoint(service: Service, handler: Handler) -> Callable[[], Awaitable[Response]]:
+    async def endpoint() -> Response:
+        return _Work(service, handler)
+
+    return endpoint
+
+
+class _Work(Response):
+    """A whole exchange as one task, so that one place lets it in, counts it and cleans up after it."""
+
+    def __init__(self, service: Service, handler: Handler) -> None:
+        super().__init__()
+        self._service = service
+        self._handler = handler
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = Exchange(scope, receive, send)
+        try:
+            await self._run(scope, receive, exchange)
+        except (ClientGone, ClientDisconnect):
+            self._service.metrics.failed("client_left")
+        except Exception as error:
+            await self._fail(exchange, error, scope["caller"].request_id)
+
+    async def _run(self, scope: Scope, receive: Receive, exchange: Exchange) -> None:
+        service = self._service
+        service.gate.check()  # before the body is read
+        _ = service.limits
+        with service.gate.holding() as held:
+            body = await read_body(Request(scope, receive), service.server.max_body_mb << 20, held)
+            with service.gate.enter():
+                async with while_connected(receive):
+                    content = await service.in_thread(decode_object, body)
+                    del body
+                    await self._handler(service, exchange, content, scope["caller"], held)
+
+    async def _fail(self, exchange: Exchange, error: Exception, request_id: str) -> None:
+        answer = api_error(error)
+        if answer.code == "internal_error":
+            logger.exception("%s failed", request_id)
+        metrics = self._service.metrics
+        metrics.failed(answer.code or "invalid_request")
+        if isinstance(error, RequestError) and (error.code or "").startswith(_IMAGE_CODES):
+            metrics.media_refused(error.code or "")
+        await exchange.error(answer)
+
+
+# --- routes that only read ----------------------------------------------------------------------------------------
+
+
+def _add_reading_routes(app: FastAPI, service: Service) -> None:
+    def add(path: str, endpoint: Callable[..., Any]) -> None:
+        app.add_api_route(path, endpoint, methods=["GET", "HEAD"], response_class=Response)
+
+    def health() -> Response:
+        return _health(service)
+
+    def ready() -> Response:
+        return _ready(service)
+
+    def models() -> Response:
+        return json_response(model_list(service))
+
+    def model(name: str) -> Response:
+        return json_response(model_card(service, name))
+
+    async def metrics() -> Response:
+        return Response(service.metrics.text(), media_type=CONTENT_TYPE)
+
+    async def version() -> Response:
+        return json_response({"version": __version__})
+
+    async def home() -> Response:
+        return HTMLResponse(page(service, [str(getattr(route, "path", "")) for route in app.routes]))
+
+    add("/health", health)
+    add("/ready", ready)
+    add("/v1/models", models)
+    add("/v1/models/{name:path}", model)
+    add("/metrics", metrics)
+    add("/version", version)
+    add("/", home)
+
+
+def _health(service: Service) -> Response:
+    """200 while the engine steps, or is idle and says so."""
+    status = service.engine.status()
+    is_alive = status.state in ("ready", "draining") and status.heartbeat_age < _STALE_SECONDS
+    body = {
+        "status": "ok" if is_alive else "unavailable",
+        "engine": status.state,
+        "heartbeat_age_s": round(status.heartbeat_age, 3),
+        "restarts": status.restarts,
+    }
+    return json_response(body, 200 if is_alive else 503)
+
+
+def _ready(service: Service) -> Response:
+    """200 when a request sent now would be taken."""
+    state = "draining" if service.gate.is_draining else service.engine.status().state
+    is_full = service.gate.num_open >= service.gate.max_open
+    is_ready = state == "ready" and not is_full
+    reason = "ready" if is_ready else "overloaded" if state == "ready" else state
+    return json_response({"status": reason}, 200 if is_ready else 503, {} if is_ready else {"retry-after": "1"})
+
+
+# --- errors outside the routes ------------------------------------------------------------------------------------
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    """Paths and methods that are not there."""
+    assert isinstance(error, HTTPException)
+    path = request.scope["path"][:200]
+    messages = {404: f"there is no route {path}", 405: f"{request.method} is not a method of {path}"}
+    message = messages.get(error.status_code, "the request cannot be answered")
+    codes = {404: "not_found", 405: "method_not_allowed"}
+    answer = ApiError(error.status_code, message, code=codes.get(error.status_code))
+    return json_response(answer.body(), answer.status, {**(error.headers or {}), **answer.headers()})
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    return api_error(error).response()

@@ -1,0 +1,78 @@
+"""Errors as OpenAI's clients read them: a status, a sentence, the field at fault and a code. No library's words."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+
+from saccade.config import ConfigError
+from saccade.engine.client import EngineUnavailable
+from saccade.types import RequestError
+
+_STATUS_OF_CODE = {"overloaded": 429, "model_not_found": 404, "engine_error": 500}
+_RETRY_AFTER_OVERLOAD = 1.0
+
+
+class ApiError(Exception):
+    """An answer that is an error. `retry_after` is given where the same request may work later."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        retry_after: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.code = code
+        self.param = param
+        self.retry_after = retry_after
+
+    @property
+    def kind(self) -> str:
+        """OpenAI's `type`."""
+        if self.status == HTTPStatus.TOO_MANY_REQUESTS:
+            return "rate_limit_error"
+        return "server_error" if self.status >= 500 else "invalid_request_error"
+
+    def body(self) -> dict[str, Any]:
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+    def headers(self) -> dict[str, str]:
+        """Clients retry 5xx on their own, so they are told when that is of no use."""
+        if self.retry_after is not None:
+            return {"retry-after": str(max(1, round(self.retry_after)))}
+        return {} if self.status >= 500 else {"x-should-retry": "false"}
+
+    def response(self) -> Response:
+        return json_response(self.body(), self.status, self.headers())
+
+
+class ClientGone(Exception):
+    """Nobody reads the answer any more."""
+
+
+def api_error(error: Exception) -> ApiError:
+    """The answer to whatever went wrong on the way."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, RequestError):
+        status = _STATUS_OF_CODE.get(error.code or "", 400)
+        retry_after = _RETRY_AFTER_OVERLOAD if status == HTTPStatus.TOO_MANY_REQUESTS else None
+        return ApiError(status, error.message, code=error.code, param=error.param, retry_after=retry_after)
+    if isinstance(error, EngineUnavailable):
+        return ApiError(503, error.message, code="engine_unavailable", retry_after=error.retry_after)
+    if isinstance(error, ConfigError):  # a checkpoint without a chat template, found out by the first chat
+        return ApiError(400, str(error), code="unsupported")
+    return ApiError(500, "the server failed on this request; its log says why", code="internal_error")
+
+
+def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(content), status, headers, media_type="application/json")

@@ -1,0 +1,79 @@
+"""One HTTP exchange: a JSON answer or a stream of events, an error at any moment, the end when the client leaves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from saccade.server.errors import ApiError, ClientGone, json_response
+
+_STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # proxies of the nginx family would collect events otherwise
+]
+
+
+class Exchange:
+    """Writing waits while the client's connection is full: a slow reader slows its own answer and nobody else's."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._scope = scope
+        self._receive = receive
+        self._send = send
+        self.is_streaming = False
+
+    async def json(self, content: Any) -> None:
+        await json_response(content)(self._scope, self._receive, self._send)
+
+    async def event(self, data: Mapping[str, Any]) -> None:
+        await self._write(b"data: " + msgspec.json.encode(data) + b"\n\n")
+
+    async def keep_alive(self) -> None:
+        await self._write(b": keep-alive\n\n")
+
+    async def done(self) -> None:
+        await self._write(b"data: [DONE]\n\n", more=False)
+
+    async def error(self, error: ApiError) -> None:
+        """With its status while nothing has been sent; as the last event of a stream, without [DONE], afterwards."""
+        if self.is_streaming:
+            await self._write(b"data: " + msgspec.json.encode(error.body()) + b"\n\n", more=False)
+        else:
+            await error.response()(self._scope, self._receive, self._send)
+
+    async def _write(self, body: bytes, *, more: bool = True) -> None:
+        if not self.is_streaming:
+            self.is_streaming = True
+            await self._send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+        await self._send({"type": "http.response.body", "body": body, "more_body": more})
+
+
+@asynccontextmanager
+async def while_connected(receive: Receive) -> AsyncIterator[None]:
+    """Cancels what runs inside when the client goes away, and raises ClientGone then."""
+    task = asyncio.current_task()
+    assert task is not None
+    is_gone = False
+
+    async def watch() -> None:
+        nonlocal is_gone
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        is_gone = True
+        task.cancel()
+
+    watcher = asyncio.create_task(watch())
+    try:
+        yield
+    except asyncio.CancelledError:
+        if not is_gone or task.uncancel():  # somebody else wants us to stop
+            raise
+        raise ClientGone from None
+    finally:
+        watcher.cancel()

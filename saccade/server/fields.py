@@ -1,0 +1,256 @@
+"""The fields of a request as tables: what each may hold, which are ignored, which are refused by name.
+
+The tables are JSON schema, so they are also what /openapi.json shows.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from saccade.types import RequestError
+
+logger = logging.getLogger("saccade.server")
+
+Schema = Mapping[str, Any]
+
+_INT: Schema = {"type": "integer"}
+_NUM: Schema = {"type": "number"}
+_BOOL: Schema = {"type": "boolean"}
+_STR: Schema = {"type": "string"}
+_OBJ: Schema = {"type": "object"}
+_LIST: Schema = {"type": "array"}
+_ANY: Schema = {}
+
+SAMPLING: Mapping[str, Schema] = {
+    "n": _INT,
+    "temperature": _NUM,
+    "top_p": _NUM,
+    "top_k": _INT,
+    "min_p": _NUM,
+    "presence_penalty": _NUM,
+    "frequency_penalty": _NUM,
+    "repetition_penalty": _NUM,
+    "seed": _INT,
+    "stop": {"type": ["string", "array"], "items": _STR},
+    "stop_token_ids": {"type": "array", "items": _INT},
+    "max_tokens": _INT,
+    "min_tokens": _INT,
+    "ignore_eos": _BOOL,
+    "logit_bias": {"type": "object", "additionalProperties": _NUM},
+}
+_COMMON: Mapping[str, Schema] = {
+    **SAMPLING,
+    "model": _STR,
+    "stream": _BOOL,
+    "stream_options": {
+        "type": "object",
+        "properties": {"include_usage": _BOOL, "continuous_usage_stats": _BOOL, "include_obfuscation": _BOOL},
+    },
+    "include_stop_str_in_output": _BOOL,
+    "skip_special_tokens": _BOOL,
+    "return_token_ids": _BOOL,
+    "include_bill": _BOOL,
+    "cache_salt": _STR,
+    "request_id": _STR,
+    "user": _STR,
+    "response_format": _OBJ,
+    "structured_outputs": _OBJ,
+}
+_PART: Schema = {
+    "type": "object",
+    "properties": {
+        "type": {"type": "string", "enum": ["text", "image_url"]},
+        "text": _STR,
+        "image_url": {
+            "type": ["object", "null"],
+            "properties": {"url": _STR, "detail": {"enum": ["auto", "low", "high", "original"]}},
+        },
+        "uuid": _STR,
+    },
+    "required": ["type"],
+}
+_MESSAGE: Schema = {
+    "type": "object",
+    "properties": {
+        "role": {"type": "string", "enum": ["system", "developer", "user", "assistant", "tool"]},
+        "content": {"type": ["string", "array", "null"], "items": _PART},
+    },
+    "required": ["role"],
+}
+CHAT: Mapping[str, Schema] = {
+    **_COMMON,
+    "messages": {"type": "array", "items": _MESSAGE, "minItems": 1},
+    "max_completion_tokens": _INT,
+    "logprobs": _BOOL,
+    "top_logprobs": _INT,
+    "tools": {"type": "array", "items": _OBJ},
+    "tool_choice": {"type": ["string", "object"]},
+    "parallel_tool_calls": _BOOL,
+    "add_generation_prompt": _BOOL,
+    "chat_template_kwargs": _OBJ,
+    "mm_processor_kwargs": _OBJ,
+}
+COMPLETION: Mapping[str, Schema] = {
+    **_COMMON,
+    "prompt": {"type": ["string", "array"]},
+    "logprobs": _INT,
+    "best_of": _INT,
+}
+TOKENIZE: Mapping[str, Schema] = {
+    "model": _STR,
+    "prompt": _STR,
+    "messages": CHAT["messages"],
+    "add_special_tokens": _BOOL,
+    "add_generation_prompt": _BOOL,
+    "return_token_strs": _BOOL,
+    "chat_template_kwargs": _OBJ,
+    "mm_processor_kwargs": _OBJ,
+    "tools": CHAT["tools"],
+}
+DETOKENIZE: Mapping[str, Schema] = {"model": _STR, "tokens": {"type": "array", "items": _INT}}
+INPUT_TOKENS: Mapping[str, Schema] = {
+    "model": _STR,
+    "input": {"type": ["string", "array"]},
+    "instructions": _STR,
+    "tools": CHAT["tools"],
+}
+
+IGNORED = frozenset(
+    (
+        "metadata",
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "verbosity",
+        "prediction",
+        "reasoning",
+        "reasoning_effort",
+        "moderation",
+        "web_search_options",
+    )
+)
+"""Sent by client libraries; nothing here depends on them."""
+
+INERT: Mapping[str, tuple[Any, ...]] = {
+    "continue_final_message": (False,),
+    "echo": (False,),
+    "priority": (0,),
+    "use_beam_search": (False,),
+    "modalities": (["text"],),
+    "media_io_kwargs": ({},),
+    "truncation": ("disabled",),
+}
+"""Known and not supported, but harmless with these values."""
+
+UNSUPPORTED = frozenset(
+    (
+        "audio",
+        "functions",
+        "function_call",
+        "chat_template",
+        "documents",
+        "suffix",
+        "prompt_logprobs",
+        "prompt_embeds",
+        "bad_words",
+        "allowed_token_ids",
+        "logits_processors",
+        "length_penalty",
+        "truncate_prompt_tokens",
+        "guided_json",
+        "guided_regex",
+        "guided_choice",
+        "guided_grammar",
+        "previous_response_id",
+        "conversation",
+        "file_id",
+        "thinking_token_budget",
+        "stop_regex",
+        "lora_path",
+    )
+)
+
+_CHECKS: Mapping[str, tuple[type, ...]] = {
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "string": (str,),
+    "object": (dict,),
+    "array": (list,),
+    "null": (type(None),),
+}
+_WORDS = {
+    "integer": "a whole number",
+    "number": "a number",
+    "boolean": "true or false",
+    "string": "a string",
+    "object": "an object",
+    "array": "a list",
+    "null": "null",
+}
+
+
+class FieldReader:
+    """Checks bodies against a table and remembers which unknown names were already logged."""
+
+    def __init__(self, *, strict: bool) -> None:
+        self._strict = strict
+        self._logged: set[str] = set()
+
+    def read(self, body: Mapping[str, Any], table: Mapping[str, Schema]) -> dict[str, Any]:
+        """The known fields that are set. RequestError for a wrong type or an unsupported field."""
+        given = {name: value for name, value in body.items() if value is not None}
+        for name, value in given.items():
+            if name in table:
+                _check(value, table[name], name)
+            elif name not in IGNORED:
+                self._other(name, value)
+        return {name: value for name, value in given.items() if name in table}
+
+    def _other(self, name: str, value: Any) -> None:
+        if name in UNSUPPORTED or (name in INERT and value not in INERT[name]):
+            raise RequestError(f"{name} is not supported by this server; leave it out", code="unsupported", param=name)
+        if name in INERT:
+            return
+        shown = name[:64]
+        if self._strict:
+            raise RequestError(
+                f"the field {shown!r} is unknown, and this server refuses unknown fields (--strict-params)",
+                code="unknown_parameter",
+                param=shown,
+            )
+        if shown not in self._logged and len(self._logged) < 1000:  # clients choose the names, so they are bounded
+            self._logged.add(shown)
+            logger.info("a request has the unknown field %r, which is ignored", shown)
+
+
+def _check(value: Any, schema: Schema, where: str) -> None:
+    kinds = schema.get("type", ())
+    kinds = (kinds,) if isinstance(kinds, str) else tuple(kinds)
+    if kinds and not any(_is(value, kind) for kind in kinds):
+        wanted = " or ".join(_WORDS[kind] for kind in kinds)
+        raise RequestError(f"{where} must be {wanted}, not {_shown(value)}", param=where)
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise RequestError(f"{where} must fit in 64 bits", param=where)
+    simple = schema.get("items", {}).get("type") in ("integer", "string")
+    for item in value if simple and isinstance(value, list) else ():
+        _check(item, schema["items"], where)
+
+
+def _is(value: Any, kind: str) -> bool:
+    if isinstance(value, bool):
+        return kind == "boolean"
+    return isinstance(value, _CHECKS[kind])
+
+
+def _shown(value: Any) -> str:
+    """Short, so that an error never repeats a whole picture."""
+    if isinstance(value, (dict, list)):
+        return _WORDS["object" if isinstance(value, dict) else "array"]
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,167 @@
+"""What is refused before any work is done on it: too many requests, too many bytes, bodies that are no JSON object.
+
+Counts and sizes only; knows neither the fields of a request nor pictures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+
+from saccade.server.errors import ApiError
+
+MAX_DEPTH = 128
+"""Levels of nesting in a body: far more than any schema, far less than the interpreter's stack."""
+MAX_OBJECTS = 100_000
+MAX_VALUES = 2_000_000
+"""Braces and commas in a body. Base64 has neither, so only bodies of many small values come near; each costs memory."""
+
+_RETRY_AFTER_FULL = 1.0
+_RETRY_AFTER_DRAIN = 10.0
+
+
+class Held:
+    """Bytes that one request holds on to."""
+
+    def __init__(self, gate: Gate) -> None:
+        self._gate = gate
+        self._count = 0
+
+    def add(self, count: int) -> None:
+        """ApiError 503 when all requests together would hold too much."""
+        gate = self._gate
+        if gate.bytes_held + count > gate.max_bytes:
+            raise ApiError(
+                503,
+                f"requests of {gate.bytes_held} bytes are being taken in and at most {gate.max_bytes} may "
+                "(--max-inflight-mb); try again soon",
+                code="overloaded",
+                retry_after=_RETRY_AFTER_FULL,
+            )
+        gate.bytes_held += count
+        self._count += count
+
+    def release(self) -> None:
+        self._gate.bytes_held -= self._count
+        self._count = 0
+
+
+class Gate:
+    """Lets requests in. `max_open` counts those being computed and those that wait."""
+
+    def __init__(self, max_open: int, max_bytes: int, on_refusal: Callable[[str], None] = lambda reason: None) -> None:
+        self.max_open = max_open
+        self.max_bytes = max_bytes
+        self.bytes_held = 0
+        self.num_open = 0
+        self.is_draining = False
+        self._on_refusal = on_refusal
+
+    def check(self) -> None:
+        """ApiError when a request that comes now would be refused, so that its body need not be read."""
+        if self.is_draining:
+            self._on_refusal("draining")
+            raise ApiError(
+                503,
+                "the server is shutting down and takes no new requests; send it to another one",
+                code="draining",
+                retry_after=_RETRY_AFTER_DRAIN,
+            )
+        if self.num_open >= self.max_open:
+            self._on_refusal("overloaded")
+            raise ApiError(
+                429,
+                f"{self.num_open} requests are open and {self.max_open} may be (--max-num-seqs plus --max-waiting); "
+                "try again soon",
+                code="overloaded",
+                retry_after=_RETRY_AFTER_FULL,
+            )
+
+    @contextmanager
+    def enter(self) -> Iterator[None]:
+        self.check()
+        self.num_open += 1
+        try:
+            yield
+        finally:
+            self.num_open -= 1
+
+    @contextmanager
+    def holding(self) -> Iterator[Held]:
+        held = Held(self)
+        try:
+            yield held
+        finally:
+            held.release()
+
+
+async def read_body(request: Request, limit: int, held: Held) -> bytes:
+    """The whole body, counted while it arrives: a header that lies about the length gains nothing."""
+    _check_type(request)
+    _check_length(int(request.headers.get("content-length") or 0), limit)
+    chunks, length = [], 0
+    async for chunk in request.stream():
+        length += len(chunk)
+        _check_length(length, limit)
+        held.add(len(chunk))
+        chunks.append(chunk)
+    return b"".join(chunks)
+
+
+def _check_type(request: Request) -> None:
+    kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if kind != "application/json" and not kind.endswith("+json"):
+        raise ApiError(415, f"the body must be application/json, not {kind[:100]!r}", code="unsupported_media_type")
+
+
+def _check_length(length: int, limit: int) -> None:
+    if length > limit:
+        raise ApiError(
+            413,
+            f"the body has {length} bytes or more, and at most {limit} are allowed (--max-body-mb); send smaller "
+            "pictures or fewer",
+            code="request_too_large",
+        )
+
+
+def decode_object(body: bytes) -> dict[str, Any]:
+    """The JSON object in a body. Of a key written twice the last one counts, as in every JSON library."""
+    if body.count(b"{") > MAX_OBJECTS or body.count(b",") > MAX_VALUES:
+        raise ApiError(
+            400,
+            f"the body holds more than {MAX_OBJECTS} objects or {MAX_VALUES} values; send a smaller request",
+            code="request_too_large",
+        )
+    try:
+        value = msgspec.json.decode(body)
+    except (msgspec.DecodeError, RecursionError, ValueError):
+        raise ApiError(400, "the body is not valid JSON in UTF-8", code="invalid_json") from None
+    if not isinstance(value, dict):
+        raise ApiError(400, f"the body must be a JSON object, not {_name(value)}", code="invalid_json")
+    if not _is_shallow(value, MAX_DEPTH):
+        raise ApiError(400, f"the body is nested more than {MAX_DEPTH} levels deep", code="invalid_json")
+    return value
+
+
+def _name(value: Any) -> str:
+    names = {list: "a list", str: "a string", bool: "a truth value", type(None): "null"}
+    return names.get(type(value), "a number")
+
+
+def _is_shallow(value: Any, depth: int) -> bool:
+    """Level by level, so that depth costs no stack."""
+    level = [value]
+    while level and depth:
+        level = [inner for outer in level for inner in _inner(outer)]
+        depth -= 1
+    return not level
+
+
+def _inner(value: Any) -> list[Any]:
+    """What is nested in a value and may itself hold something."""
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [inner for inner in values if isinstance(inner, (dict, list))]

@@ -1,0 +1,50 @@
+"""Log probabilities in OpenAI's two shapes. JSON has no infinity, so what is impossible has a very low number."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+from saccade.processor.tokenizer import Tokenizer
+from saccade.types import Logprobs
+
+_LOWEST = -9999.0
+
+
+def chat_logprobs(token_ids: Sequence[int], logprobs: Sequence[Logprobs], tokenizer: Tokenizer) -> dict[str, Any]:
+    content = [
+        _entry(token_id, entry.logprob, tokenizer)
+        | {"top_logprobs": [_entry(other, value, tokenizer) for other, value in entry.top]}
+        for token_id, entry in zip(token_ids, logprobs, strict=True)
+    ]
+    return {"content": content, "refusal": None}
+
+
+def completion_logprobs(
+    token_ids: Sequence[int], logprobs: Sequence[Logprobs], tokenizer: Tokenizer, offset: int
+) -> dict[str, Any]:
+    """`offset` is where the first token's text begins in the answer."""
+    tokens = [_text(token_id, tokenizer) for token_id in token_ids]
+    offsets = list(accumulate(map(len, tokens), initial=offset))[:-1]
+    tops = [{_text(other, tokenizer): _finite(value) for other, value in entry.top} for entry in logprobs]
+    return {
+        "tokens": tokens,
+        "token_logprobs": [_finite(entry.logprob) for entry in logprobs],
+        "top_logprobs": tops,
+        "text_offset": offsets,
+    }
+
+
+def _entry(token_id: int, logprob: float, tokenizer: Tokenizer) -> dict[str, Any]:
+    text = _text(token_id, tokenizer)
+    # A token that is part of a character has bytes of its own, which the decoded text no longer shows.
+    return {"token": text, "logprob": _finite(logprob), "bytes": None if "\ufffd" in text else list(text.encode())}
+
+
+def _text(token_id: int, tokenizer: Tokenizer) -> str:
+    return tokenizer.decode([token_id], skip_special_tokens=False)
+
+
+def _finite(value: float) -> float:
+    return max(value, _LOWEST)

@@ -1,0 +1,197 @@
+"""The pictures of a chat before its prompt is built: counted, fetched, or found by uuid. Decodes and probes nothing.
+
+messages ─► links (counted, refused early) ─► bytes (fetched or looked up) ─► messages the processor takes
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from saccade.config import MediaPolicy
+from saccade.metrics import Metrics
+from saccade.processor.fetch import Fetcher
+from saccade.processor.media import decode_data_url
+from saccade.server.uuids import MAX_UUID_CHARS, UuidCache
+from saccade.types import RequestError
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+class Link(NamedTuple):
+    """A picture part of a message, as the client wrote it."""
+
+    message: int
+    part: int
+    url: str | None  # None: the client only names a uuid
+    uuid: str | None
+
+    @property
+    def param(self) -> str:
+        return f"messages[{self.message}].content[{self.part}].image_url"
+
+    @property
+    def is_data(self) -> bool:
+        return self.url is not None and self.url[:5].lower() == "data:"
+
+
+class ChatLimits(NamedTuple):
+    max_parts: int  # messages and parts together
+    max_images: int
+    max_chars: int  # of text, before it is tokenized
+
+
+def find_links(messages: Messages, limits: ChatLimits) -> list[Link]:
+    """The pictures of a chat; RequestError when there is too much of anything. Odd shapes are left to the processor."""
+    links: list[Link] = []
+    num_parts, num_chars = len(messages), 0
+    for index, message in enumerate(messages):
+        content = message.get("content") if isinstance(message, Mapping) else None
+        parts = content if isinstance(content, list) else [content]
+        num_parts += len(parts)
+        _check_parts(num_parts, limits)
+        for position, part in enumerate(parts):
+            num_chars += _chars(part)
+            link = _link(part, index, position)
+            links += [link] if link else []
+    _check_counts(len(links), num_chars, limits)
+    return links
+
+
+def _link(part: Any, message: int, position: int) -> Link | None:
+    if not isinstance(part, Mapping) or part.get("type") != "image_url":
+        return None
+    where = part.get("image_url")
+    url = where.get("url") if isinstance(where, Mapping) else where
+    uuid = part.get("uuid")
+    link = Link(message, position, url if isinstance(url, str) and url else None, uuid)
+    if uuid is not None and not (isinstance(uuid, str) and 0 < len(uuid) <= MAX_UUID_CHARS):
+        raise RequestError(
+            f"a picture's uuid must be a string of 1 to {MAX_UUID_CHARS} characters",
+            param=link.param.removesuffix("image_url") + "uuid",
+        )
+    return link
+
+
+def _chars(part: Any) -> int:
+    text = part.get("text") if isinstance(part, Mapping) else part
+    return len(text) if isinstance(text, str) else 0
+
+
+def _check_parts(count: int, limits: ChatLimits) -> None:
+    if count > limits.max_parts:
+        raise RequestError(
+            f"the request has more than {limits.max_parts} messages and parts, which is the limit (--max-parts)",
+            param="messages",
+        )
+
+
+def _check_counts(num_images: int, num_chars: int, limits: ChatLimits) -> None:
+    if num_images > limits.max_images:
+        raise RequestError(
+            f"at most {limits.max_images} images per prompt are allowed (--limit-mm-per-prompt "
+            f"image={limits.max_images}), but {num_images} were given",
+            param="messages",
+        )
+    check_chars(num_chars, limits.max_chars, "messages")
+
+
+def check_chars(count: int, limit: int, param: str) -> None:
+    """Long before a text is tokenized it can be too long for any context."""
+    if count > limit:
+        raise RequestError(
+            f"the text has {count} characters, more than the context can hold ({limit} at most); send less or raise "
+            "--max-model-len",
+            code="context_length_exceeded",
+            param=param,
+        )
+
+
+class MediaResolver:
+    """Puts bytes in the place of URLs and uuids."""
+
+    def __init__(self, fetcher: Fetcher, uuids: UuidCache, policy: MediaPolicy, metrics: Metrics) -> None:
+        self._fetcher = fetcher
+        self._uuids = uuids
+        self._policy = policy
+        self._metrics = metrics
+
+    async def fetch(self, links: Sequence[Link], on_bytes: Callable[[int], None]) -> dict[str, bytes]:
+        """What is behind each URL that is not a data URL. The first failure cancels the other fetches."""
+        wanted = {link.url: link.param for link in links if link.url is not None and not link.is_data}
+        tasks: dict[str, asyncio.Task[bytes]] = {}
+        try:
+            async with asyncio.TaskGroup() as group:
+                for url, param in wanted.items():
+                    tasks[url] = group.create_task(self._fetch(url, param, on_bytes))
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        return {url: task.result() for url, task in tasks.items()}
+
+    async def _fetch(self, url: str, param: str, on_bytes: Callable[[int], None]) -> bytes:
+        start, size = time.perf_counter(), None
+        try:
+            data = await self._fetcher.fetch(url, param=param)
+            size = len(data)
+            on_bytes(size)
+            return data
+        finally:
+            self._metrics.fetched(time.perf_counter() - start, size)
+
+    def resolved(
+        self, messages: Messages, links: Sequence[Link], fetched: Mapping[str, bytes], tenant: str
+    ) -> Messages:
+        """The messages with bytes where they are at hand. Runs in a thread: data URLs with a uuid are decoded here."""
+        found = {(link.message, link.part): self._bytes(link, fetched, tenant) for link in links}
+        return [_with_bytes(message, index, found) for index, message in enumerate(messages)]
+
+    def remember(self, links: Sequence[Link], messages: Messages, tenant: str) -> None:
+        """Keep named pictures once a prompt was built from them, so that only good ones are kept."""
+        for link in links:
+            if link.uuid is not None and link.url is not None:
+                data = messages[link.message]["content"][link.part]["image_url"]["url"]
+                self._uuids.put(tenant, link.uuid, data)
+
+    def _bytes(self, link: Link, fetched: Mapping[str, bytes], tenant: str) -> bytes | None:
+        """None leaves the part as it is: a data URL without a name, or something the processor refuses."""
+        if link.url is None:
+            return self._looked_up(link, tenant) if link.uuid is not None else None
+        if not link.is_data:
+            return fetched[link.url]
+        if link.uuid is None:
+            return None
+        try:
+            return decode_data_url(link.url, self._policy)
+        except RequestError as error:
+            raise RequestError(error.message, code=error.code, param=link.param) from None
+
+    def _looked_up(self, link: Link, tenant: str) -> bytes:
+        assert link.uuid is not None
+        data = self._uuids.get(tenant, link.uuid)
+        if data is None:
+            raise RequestError(
+                f"no picture is kept under the uuid {link.uuid[:64]!r}; send it again with its data",
+                code="image_file_not_found",
+                param=link.param,
+            )
+        return data
+
+
+def _with_bytes(
+    message: Mapping[str, Any], index: int, found: Mapping[tuple[int, int], bytes | None]
+) -> Mapping[str, Any]:
+    content = message.get("content") if isinstance(message, Mapping) else None
+    if not isinstance(content, list):
+        return message
+    parts = [_part_with(part, found.get((index, position))) for position, part in enumerate(content)]
+    return {**message, "content": parts}
+
+
+def _part_with(part: Any, data: bytes | None) -> Any:
+    if data is None:
+        return part
+    where = part.get("image_url")
+    detail = where.get("detail") if isinstance(where, Mapping) else None
+    return {**part, "image_url": {"url": data, "detail": detail}}

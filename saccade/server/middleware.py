@@ -1,0 +1,73 @@
+"""Around every request: its id, its key, the headers every answer carries, a line in the log. Sees no bodies."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+import uuid
+from collections.abc import Callable
+
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from saccade.server.auth import OPEN_PATHS, KeyRing
+from saccade.server.errors import ApiError
+from saccade.server.service import Caller
+
+logger = logging.getLogger("saccade.server")
+
+_SAFE_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
+_HEADERS = {
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'",
+}
+
+
+class Envelope:
+    def __init__(self, app: ASGIApp, keys: KeyRing, on_refusal: Callable[[str], None], logs: bool) -> None:
+        self._app = app
+        self._keys = keys
+        self._on_refusal = on_refusal
+        self._logs = logs
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        start, headers = time.perf_counter(), dict(scope["headers"])
+        request_id = _request_id(headers.get(b"x-request-id"))
+        status = 0
+
+        async def send_with_headers(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message).update({**_HEADERS, "x-request-id": request_id})
+            await send(message)
+
+        try:
+            tenant = self._keys.tenant(scope["path"], headers.get(b"authorization"))
+            scope["caller"] = Caller(request_id, tenant, start)
+            await self._app(scope, receive, send_with_headers)
+        except ApiError as error:
+            self._on_refusal("unauthorized")
+            await error.response()(scope, receive, send_with_headers)
+        finally:
+            self._log(scope, request_id, status, start)
+
+    def _log(self, scope: Scope, request_id: str, status: int, start: float) -> None:
+        if self._logs and scope["path"] not in OPEN_PATHS:
+            shown = scope["path"][:100].encode("unicode_escape").decode()
+            result = status or "left"  # the client was gone before there was an answer
+            ms = (time.perf_counter() - start) * 1e3
+            logger.info("%s %s %s %s %.0f ms", request_id, scope["method"], shown, result, ms)
+
+
+def _request_id(given: bytes | None) -> str:
+    """The client's own, when it is one that may stand in a log and in a header."""
+    if given is not None and _SAFE_ID.fullmatch(given):
+        return given.decode()
+    return uuid.uuid4().hex

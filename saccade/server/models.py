@@ -1,0 +1,76 @@
+"""GET /v1/models: the model's name and length, and what its pictures may be and cost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from saccade.costs import blocks_for
+from saccade.processor.pictures import LOW_DETAIL_PIXELS
+from saccade.processor.probe import FORMATS
+from saccade.server.errors import ApiError
+from saccade.server.service import Service
+from saccade.types import RequestError, Size
+
+_SHOWN_SIZES = (Size(336, 336), Size(640, 480), Size(1024, 1024), Size(1280, 720), Size(1920, 1080), Size(3840, 2160))
+_TYPICAL_PICTURE, _TYPICAL_TEXT = Size(1280, 720), 500
+
+
+def model_list(service: Service) -> dict[str, Any]:
+    return {"object": "list", "data": [_card(service, name) for name in service.names]}
+
+
+def model_card(service: Service, name: str) -> dict[str, Any]:
+    if name not in service.names:
+        raise ApiError(404, f"the model {name[:200]!r} is not served here", code="model_not_found", param="model")
+    return _card(service, name)
+
+
+def _card(service: Service, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "saccade",
+        "root": service.names[0],
+        "parent": None,
+        "max_model_len": service.limits.max_model_len,
+        "multimodal": _multimodal(service),
+    }
+
+
+def _multimodal(service: Service) -> dict[str, Any]:
+    pictures, policy = service.processor.pictures, service.processor.policy
+    limits = pictures.limits
+    return {
+        "limit_per_prompt": {"image": policy.limits.get("image", 0), "video": 0},
+        "formats": FORMATS.replace(" and ", ", ").split(", "),
+        "min_pixels": limits.min_pixels,
+        "max_pixels": limits.max_pixels,
+        "max_image_bytes": policy.max_image_bytes,
+        "max_image_pixels": policy.max_image_pixels,
+        "max_body_bytes": service.server.max_body_mb << 20,
+        "detail_max_pixels": {"low": min(LOW_DETAIL_PIXELS, limits.max_pixels), "high": limits.max_pixels},
+        "tokens_per_picture": {f"{s.width}x{s.height}": tokens_of(service, s) for s in _SHOWN_SIZES},
+        "fetches_urls": bool(service.server.allowed_media_domains),
+    }
+
+
+def tokens_of(service: Service, size: Size) -> int | None:
+    """What a picture of this size costs; None when it is refused."""
+    limits = service.processor.pictures.limits
+    try:
+        return service.processor.family.geometry(size, limits.min_pixels, limits.max_pixels).tokens
+    except RequestError:
+        return None
+
+
+def capacity_line(service: Service) -> str:
+    """How many ordinary picture requests the KV cache holds at once, for the start-up log."""
+    limits = service.limits
+    tokens = (tokens_of(service, _TYPICAL_PICTURE) or 0) + _TYPICAL_TEXT
+    blocks = blocks_for(tokens, limits.block_size)
+    width, height = _TYPICAL_PICTURE
+    return (
+        f"a {width}x{height} picture with {_TYPICAL_TEXT} tokens of text is {tokens} tokens = {blocks} KV blocks; "
+        f"{limits.num_blocks // blocks} such requests fit at once"
+    )

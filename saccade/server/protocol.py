@@ -1,0 +1,170 @@
+"""Bodies of requests as small frozen types, checked. Knows OpenAI's field names; builds no prompt, runs nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from saccade.params import MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
+from saccade.processor.structured import structured_from
+from saccade.server import fields
+from saccade.server.fields import FieldReader
+from saccade.types import RequestError
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """How an answer is to be made and shown, whatever the prompt is."""
+
+    model: str | None
+    params: SamplingParams
+    stream: bool
+    include_usage: bool  # one more chunk with the usage at the end of a stream
+    continuous_usage: bool  # and the usage so far in every chunk
+    skip_special_tokens: bool
+    include_stop: bool  # show the stop string that ended the answer
+    return_token_ids: bool
+    include_bill: bool
+    cache_salt: str
+    request_id: str | None  # for the answer's own id
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    wanted: Wanted
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] | None
+    tool_choice: Any
+    parallel_tool_calls: bool
+    add_generation_prompt: bool
+    chat_template_kwargs: Mapping[str, Any] | None
+    mm_processor_kwargs: Mapping[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionRequest:
+    wanted: Wanted
+    prompts: Sequence[str | Sequence[int]]  # answered in order; each gets params.n answers
+
+
+def read_chat(body: Mapping[str, Any], reader: FieldReader) -> ChatRequest:
+    given = reader.read(body, fields.CHAT)
+    if "messages" not in given:
+        raise RequestError("messages is missing; send a list with at least one message", param="messages")
+    _check_tools(given)
+    limit = given.get("max_completion_tokens", given.get("max_tokens"))
+    return ChatRequest(
+        wanted=_wanted(given, limit, _chat_logprobs(given)),
+        messages=given["messages"],
+        tools=given.get("tools"),
+        tool_choice=given.get("tool_choice"),
+        parallel_tool_calls=given.get("parallel_tool_calls", True),
+        add_generation_prompt=given.get("add_generation_prompt", True),
+        chat_template_kwargs=given.get("chat_template_kwargs"),
+        mm_processor_kwargs=given.get("mm_processor_kwargs"),
+    )
+
+
+def read_completion(body: Mapping[str, Any], reader: FieldReader, max_prompts: int) -> CompletionRequest:
+    given = reader.read(body, fields.COMPLETION)
+    prompts = _prompts(given.get("prompt"))
+    if len(prompts) > max_prompts:
+        raise RequestError(f"{len(prompts)} prompts were given and at most {max_prompts} may be", param="prompt")
+    if given.get("best_of", given.get("n", 1)) != given.get("n", 1):
+        raise RequestError("best_of is not supported by this server; leave it out", code="unsupported", param="best_of")
+    # OpenAI's completions stop after 16 tokens unless they are told otherwise; chats go on.
+    return CompletionRequest(_wanted(given, given.get("max_tokens", 16), given.get("logprobs")), prompts)
+
+
+def _prompts(given: Any) -> list[str | Sequence[int]]:
+    if isinstance(given, str):
+        return [given]
+    if isinstance(given, list) and given:
+        if all(_is_token(item) for item in given):
+            return [given]
+        if all(isinstance(item, str) for item in given):
+            return list(given)
+        if all(isinstance(item, list) and item and all(map(_is_token, item)) for item in given):
+            return list(given)
+    raise RequestError("prompt must be a string, a list of strings, or token ids; it may not be empty", param="prompt")
+
+
+def _is_token(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+
+
+def _wanted(given: Mapping[str, Any], max_tokens: int | None, logprobs: int | None) -> Wanted:
+    stream, options = given.get("stream", False), given.get("stream_options", {})
+    if options and not stream:
+        raise RequestError("stream_options is only for streams; set stream to true", param="stream_options")
+    for name, value in options.items():
+        if value is not None and not isinstance(value, bool):
+            raise RequestError(f"stream_options.{name} must be true or false", param=f"stream_options.{name}")
+    continuous = bool(options.get("continuous_usage_stats"))
+    return Wanted(
+        model=given.get("model"),
+        params=_params(given, max_tokens, logprobs),
+        stream=stream,
+        include_usage=bool(options.get("include_usage")) or continuous,
+        continuous_usage=continuous,
+        skip_special_tokens=given.get("skip_special_tokens", True),
+        include_stop=given.get("include_stop_str_in_output", False),
+        return_token_ids=given.get("return_token_ids", False),
+        include_bill=given.get("include_bill", False),
+        cache_salt=given.get("cache_salt", ""),
+        request_id=given.get("request_id", "")[:128] or None,
+    )
+
+
+def _params(given: Mapping[str, Any], max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+    plain = {name: given[name] for name in fields.SAMPLING if name in given and name != "logit_bias"}
+    bias = _bias(given.get("logit_bias"))
+    structured = structured_from(_format(given))
+    stop = plain.pop("stop", None) or None  # an empty list means none
+    return SamplingParams(**{**plain, "max_tokens": max_tokens}, stop=stop, logprobs=logprobs, logit_bias=bias)
+
+
+def _format(given: Mapping[str, Any]) -> Any:
+    """OpenAI's response_format, or vLLM's structured_outputs with a JSON schema in it."""
+    other = given.get("structured_outputs")
+    if not other:
+        return given.get("response_format")
+    if set(other) != {"json"} or "response_format" in given:
+        raise RequestError(
+            "structured_outputs takes a schema under json and nothing else, and not beside response_format",
+            code="unsupported",
+            param="structured_outputs",
+        )
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": other["json"]}}
+
+
+def _bias(given: Mapping[str, Any] | None) -> dict[int, float] | None:
+    """JSON has string keys only."""
+    if not given:
+        return None
+    if len(given) > MAX_LOGIT_BIAS:
+        raise RequestError(
+            f"logit_bias names {len(given)} tokens and at most {MAX_LOGIT_BIAS} are allowed", param="logit_bias"
+        )
+    if not all(key.isascii() and key.isdigit() and len(key) < 19 for key in given):
+        raise RequestError("the keys of logit_bias must be token ids", param="logit_bias")
+    return {int(key): value for key, value in given.items()}
+
+
+def _chat_logprobs(given: Mapping[str, Any]) -> int | None:
+    top = given.get("top_logprobs")
+    if not given.get("logprobs"):
+        if top:
+            raise RequestError("top_logprobs needs logprobs set to true", param="top_logprobs")
+        return None
+    if top is not None and not 0 <= top <= MAX_LOGPROBS:
+        raise RequestError(f"top_logprobs must be from 0 to {MAX_LOGPROBS}, but {top} was given", param="top_logprobs")
+    return top or 0
+
+
+def _check_tools(given: Mapping[str, Any]) -> None:
+    if "tools" in given and not given["tools"]:
+        raise RequestError("tools is empty; leave it out or name at least one", param="tools")
+    if given.get("tool_choice", "none") != "none" and "tools" not in given:
+        raise RequestError("tool_choice needs tools to choose from", param="tool_choice")

@@ -1,0 +1,216 @@
+"""What the routes share: a checked request becomes a priced prompt, and priced prompts become running generations.
+
+Owns the thread pool for prompt building, the gate and the pictures kept by uuid. Knows no JSON shapes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from saccade.config import Options, SchedulerConfig, ServerOptions
+from saccade.engine.client import EngineInfo, EngineStatus, EngineUnavailable
+from saccade.metrics import Metrics
+from saccade.processor.answer import Answer
+from saccade.processor.fetch import Fetcher
+from saccade.processor.prompt import Processor
+from saccade.server.auth import KeyRing
+from saccade.server.fields import FieldReader
+from saccade.server.generate import Generation, Priced, SubmitsRequests, Timing
+from saccade.server.limits import Gate, Held
+from saccade.server.media import ChatLimits, Link, MediaResolver, Messages, check_chars, find_links
+from saccade.server.protocol import ChatRequest, Wanted
+from saccade.server.uuids import UuidCache
+from saccade.types import Bill, Prompt, Request, RequestError
+
+DEFAULT_MAX_WAITING = 256
+_CHARS_PER_TOKEN = 32  # more than any text has on average; only what cannot fit is refused by it
+_THREADS = 4
+_GUESSED_START = 5.0
+
+Result = TypeVar("Result")
+
+
+class Engine(SubmitsRequests, Protocol):
+    """What the server needs of an engine client; tests put a fake here."""
+
+    @property
+    def info(self) -> EngineInfo | None: ...
+
+    @property
+    def bytes_in_flight(self) -> int: ...
+
+    def status(self) -> EngineStatus: ...
+
+    def stats(self) -> dict[str, Any]: ...
+
+
+class Caller(NamedTuple):
+    """Who sent a request, and when."""
+
+    request_id: str
+    tenant: str
+    arrived: float  # on the clock of time.perf_counter
+
+
+class Service:
+    def __init__(
+        self, options: Options, server: ServerOptions, processor: Processor, engine: Engine, fetcher: Fetcher
+    ) -> None:
+        self.options = options
+        self.server = server
+        self.processor = processor
+        self.engine = engine
+        self.names = server.served_model_name or (str(options.model),)
+        self.metrics = Metrics(self.names[0], engine.stats)
+        max_waiting = options.max_waiting if options.max_waiting is not None else DEFAULT_MAX_WAITING
+        self.gate = Gate(options.max_num_seqs + max_waiting, server.max_inflight_mb << 20, self.metrics.refused)
+        self.keys = KeyRing(server.api_key)
+        self.fields = FieldReader(strict=server.strict_params)
+        self.created = int(time.time())
+        self._media = MediaResolver(fetcher, UuidCache(server.uuid_cache_mb << 20), processor.policy, self.metrics)
+        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="saccade-prompt")
+        self._seeds = random.Random(options.seed)
+        self._numbers = itertools.count()
+
+    @property
+    def limits(self) -> SchedulerConfig:
+        """What the engine admits under; EngineUnavailable before it is up for the first time."""
+        info = self.engine.info
+        if info is None:
+            raise EngineUnavailable(f"the engine is {self.engine.status().state}; try again later", _GUESSED_START)
+        return info.limits
+
+    @property
+    def max_chars(self) -> int:
+        return self.limits.max_model_len * _CHARS_PER_TOKEN
+
+    async def in_thread(self, work: Callable[..., Result], *args: Any) -> Result:
+        """For work of a millisecond or more: the event loop stays free for everybody's tokens."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work, *args)
+
+    def check_model(self, name: str | None) -> None:
+        if name is not None and name not in self.names:
+            raise RequestError(
+                f"the model {name[:200]!r} is not served here; this server has {', '.join(self.names)}",
+                code="model_not_found",
+                param="model",
+            )
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    # --- prompts --------------------------------------------------------------------------------------------------
+
+    async def price_chat(self, request: ChatRequest, caller: Caller, held: Held) -> tuple[Priced, Timing]:
+        """Fetch what must be fetched, then build the prompt in a thread. Nothing is decoded, nothing runs."""
+        images = self.processor.policy.limits.get("image", 0)
+        links = find_links(request.messages, ChatLimits(self.server.max_parts, images, self.max_chars))
+        start = time.perf_counter()
+        fetched = await self._media.fetch(links, held.add)
+        fetch_ms = (time.perf_counter() - start) * 1e3
+        tenant = f"{caller.tenant}:{request.wanted.cache_salt}"
+        prompt = await self.in_thread(self._build_chat, request, links, fetched, tenant)
+        timing = Timing(caller.arrived, (time.perf_counter() - caller.arrived) * 1e3, fetch_ms)
+        return self._priced(prompt), timing
+
+    def _build_chat(
+        self, request: ChatRequest, links: Sequence[Link], fetched: dict[str, bytes], tenant: str
+    ) -> Prompt:
+        messages: Messages = self._media.resolved(request.messages, links, fetched, tenant)
+        prompt = self.processor.from_chat(
+            messages,
+            tools=request.tools,
+            add_generation_prompt=request.add_generation_prompt,
+            chat_template_kwargs=request.chat_template_kwargs,
+            mm_processor_kwargs=request.mm_processor_kwargs,
+            salt=request.wanted.cache_salt,
+        )
+        self._media.remember(links, messages, tenant)
+        return prompt
+
+    async def price_prompts(
+        self, prompts: Sequence[str | Sequence[int]], salt: str, caller: Caller
+    ) -> tuple[list[Priced], Timing]:
+        """Plain prompts: text as it is, or token ids."""
+        for prompt in prompts:
+            if isinstance(prompt, str):
+                check_chars(len(prompt), self.max_chars, "prompt")
+        built = [await self.in_thread(self._build_plain, prompt, salt) for prompt in prompts]
+        timing = Timing(caller.arrived, (time.perf_counter() - caller.arrived) * 1e3, 0.0)
+        return [self._priced(prompt) for prompt in built], timing
+
+    def _build_plain(self, prompt: str | Sequence[int], salt: str) -> Prompt:
+        key = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
+        try:
+            return self.processor.from_prompt({key: prompt}, salt=salt)
+        except RequestError as error:
+            raise RequestError(error.message, code=error.code, param="prompt") from None
+
+    def _priced(self, prompt: Prompt) -> Priced:
+        return Priced(prompt, self.processor.bill(prompt, self.limits.block_size))
+
+    # --- running --------------------------------------------------------------------------------------------------
+
+    def generation(self, prompts: Sequence[Priced], wanted: Wanted, timing: Timing) -> Generation:
+        params = wanted.params
+        answers = [
+            Answer(
+                index,
+                self.processor.tokenizer,
+                params,
+                include_stop=wanted.include_stop,
+                skip_special_tokens=wanted.skip_special_tokens,
+            )
+            for index in range(len(prompts) * params.n)
+        ]
+        return Generation(prompts, answers, timing, self.metrics)
+
+    async def start(self, generation: Generation, wanted: Wanted, request_id: str) -> None:
+        """Submit every answer's request; RequestError with the bill in it when a prompt does not fit."""
+        unique = f"{request_id}-{next(self._numbers)}"  # clients may send one id twice
+        requests = [
+            self._request(f"{unique}/{answer.index}", generation.prompts[answer.index // wanted.params.n], wanted)
+            for answer in generation.answers
+        ]
+        await generation.submit(self.engine, requests)
+
+    def max_tokens(self, priced: Priced, wanted: Wanted) -> int:
+        """What was asked for, or all the context has left."""
+        room = self.limits.max_model_len - len(priced.prompt)
+        asked = wanted.params.max_tokens
+        if room < (asked or 1):
+            raise RequestError(
+                f"the prompt has {len(priced.prompt)} tokens{_itemised(priced.bill)}"
+                + (f" and max_tokens is {asked}" if asked else "")
+                + f", but prompt and answer together may have {self.limits.max_model_len}; send less, smaller "
+                "pictures, or raise --max-model-len",
+                code="context_length_exceeded",
+                param="messages" if priced.bill.items else None,
+            )
+        return asked or room
+
+    def _request(self, request_id: str, priced: Priced, wanted: Wanted) -> Request:
+        params, index = wanted.params, int(request_id.rpartition("/")[2])
+        seed = params.seed if params.seed is not None else self._seeds.getrandbits(62)
+        return Request(
+            request_id=request_id,
+            prompt=priced.prompt,
+            params=params,
+            max_tokens=self.max_tokens(priced, wanted),
+            eos_token_ids=frozenset() if params.ignore_eos else self.processor.eos_token_ids,
+            seed=(seed + index % params.n) % 2**63,
+        )
+
+
+def _itemised(bill: Bill) -> str:
+    if not bill.items:
+        return ""
+    shown = ", ".join(f"{item.width}x{item.height} = {item.tokens}" for item in bill.items[:8])
+    more = f" and {len(bill.items) - 8} more" if len(bill.items) > 8 else ""
+    return f" ({bill.text_tokens} of text, {bill.image_tokens} of pictures: {shown}{more})"
