@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -12,6 +13,9 @@ import torch
 from PIL import Image
 
 from tests import checkpoints
+
+if TYPE_CHECKING:
+    from tests.serving import RunningServer
 
 torch.set_num_threads(2)
 
@@ -30,6 +34,15 @@ def llava_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def family_folder(request: pytest.FixtureRequest) -> Path:
     """Each family in turn."""
     return Path(request.getfixturevalue(f"{request.param}_folder"))
+
+
+@pytest.fixture(scope="session")
+def server(qwen2_vl_folder: Path) -> Iterator[RunningServer]:
+    """One `saccade serve` for all tests that do not hurt it."""
+    from tests.serving import running_server  # which itself needs the pictures below
+
+    with running_server(qwen2_vl_folder) as running:
+        yield running
 
 
 @pytest.fixture(scope="session")

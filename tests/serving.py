@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
 import os
 import signal
@@ -135,7 +136,8 @@ def start_server(folder: Path, *flags: str, key: str | None = None, env: dict[st
 
 def _collect(process: subprocess.Popen[str], log: list[str]) -> None:
     assert process.stderr is not None
-    log.extend(iter(lambda: process.stderr.readline(), ""))  # type: ignore[union-attr]
+    for line in process.stderr:
+        log.append(line)
 
 
 def is_ready(server: RunningServer) -> bool:
@@ -164,8 +166,6 @@ def running_server(
 
 
 def jpeg(image: Image.Image) -> bytes:
-    import io
-
     stream = io.BytesIO()
     image.save(stream, "JPEG")
     return stream.getvalue()

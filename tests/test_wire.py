@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import msgspec
 import numpy as np
@@ -105,7 +105,8 @@ events = st.builds(
     st.none() | errors,
     st.none() | usages,
 )
-limits = st.builds(SchedulerConfig, *[counts] * 7, st.booleans(), st.booleans(), st.none() | counts, st.none() | counts)
+values: dict[Any, Any] = {int: counts, bool: st.booleans(), int | None: st.none() | counts}
+limits = st.builds(SchedulerConfig, **{name: values[kind] for name, kind in get_type_hints(SchedulerConfig).items()})
 options = st.builds(
     Options,
     model=st.none() | words,

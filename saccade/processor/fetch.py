@@ -1,0 +1,260 @@
+"""Fetches pictures: http(s) from hosts the operator allows, files from one folder. Knows neither prompts nor formats.
+
+URL ─► checked ─► resolved once ─► every address public ─► connected to one of them ─► bytes, or a redirect: from the start
+
+Nothing is kept between two fetches: no connections, no cookies, no proxy from the environment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import ssl
+import stat
+import zlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urljoin, urlsplit
+
+import httpcore
+
+from saccade.processor.urls import Target, is_public, read_domains, read_url
+from saccade.types import RequestError
+
+_REDIRECTS = frozenset({301, 302, 303, 307, 308})
+_MAX_CONNECTIONS = 64
+_AUTO_ZLIB = 47  # window bits that make zlib recognise gzip and deflate by themselves
+
+Resolve = Callable[[str, int], Awaitable[list[str]]]
+"""Host and port to addresses, best first."""
+
+
+@dataclass(frozen=True, slots=True)
+class FetchPolicy:
+    """What the operator allows. By default nothing is fetched and no file is read."""
+
+    allowed_domains: tuple[str, ...] = ()  # "example.com" stands for its subdomains too; "*" for every public host
+    allowed_local_path: Path | None = None  # the folder whose files may be named by file: URLs and paths
+    timeout_s: float = 10  # for one picture, redirects included
+    connect_timeout_s: float = 5
+    max_redirects: int = 3
+    max_bytes: int = 64 << 20  # of the picture, after any decompression
+    allow_private_addresses: bool = False  # for tests against a server on this machine, never for a deployment
+
+
+class Fetcher:
+    def __init__(
+        self, policy: FetchPolicy, *, resolve: Resolve | None = None, ssl_context: ssl.SSLContext | None = None
+    ) -> None:
+        self._policy = policy
+        self._domains = read_domains(policy.allowed_domains)
+        self._headers = {
+            "User-Agent": f"saccade/{version('saccade')}",
+            "Accept": "image/*",
+            "Accept-Encoding": "identity",
+        }
+        self._timeouts = {name: policy.connect_timeout_s for name in ("connect", "pool")}
+        self._pool = httpcore.AsyncConnectionPool(
+            ssl_context=ssl_context or ssl.create_default_context(),
+            max_connections=_MAX_CONNECTIONS,
+            max_keepalive_connections=0,
+            network_backend=_PinnedBackend(resolve or _system_resolve, policy.allow_private_addresses),
+        )
+
+    async def fetch(self, url: str, *, param: str | None = None) -> bytes:
+        """The bytes behind a URL or path; RequestError, with `param` on it, for everything that can go wrong."""
+        try:
+            scheme = url.partition(":")[0].lower()
+            if scheme in ("http", "https"):
+                return await self._fetch_http(url)
+            if scheme == "file" or url.startswith("/"):
+                return await asyncio.to_thread(_read_local, url, self._policy)
+            raise _refused("the picture's URL must be a data:, http: or https: URL")
+        except RequestError as error:
+            raise RequestError(error.message, code=error.code, param=param) from None
+
+    async def close(self) -> None:
+        await self._pool.aclose()
+
+    async def _fetch_http(self, url: str) -> bytes:
+        if not self._domains:
+            raise _refused(
+                "pictures are not fetched from URLs here; send the picture as a data: URL, or ask the operator to allow "
+                "its host with --allowed-media-domains"
+            )
+        try:
+            async with asyncio.timeout(self._policy.timeout_s):
+                return await self._follow(url)
+        except TimeoutError:
+            raise _failed(f"did not arrive within {self._policy.timeout_s:g} s") from None
+
+    async def _follow(self, url: str) -> bytes:
+        for _ in range(self._policy.max_redirects + 1):
+            target = read_url(url, self._domains)
+            try:
+                answer = await self._get(target)
+            except httpcore.TimeoutException:
+                raise _failed(f"could not be had: {target.host} did not answer in time") from None
+            except (httpcore.NetworkError, httpcore.ProtocolError, httpcore.ProxyError, OSError, ValueError) as error:
+                if isinstance(error, RequestError):
+                    raise
+                raise _failed(f"could not be had: the connection to {target.host} failed or broke off") from None
+            if isinstance(answer, bytes):
+                return answer
+            url = urljoin(target.url, answer)
+        raise _failed(f"is behind more than {self._policy.max_redirects} redirects")
+
+    async def _get(self, target: Target) -> bytes | str:
+        """One request: the body, or where it redirects to."""
+        host = target.url.removeprefix(f"{target.scheme}://").removesuffix(target.path)
+        headers = {"Host": host.removesuffix(":80" if target.scheme == "http" else ":443"), **self._headers}
+        extensions = {"timeout": self._timeouts}
+        async with self._pool.stream("GET", target.url, headers=headers, extensions=extensions) as response:
+            named = {name.lower(): value.decode("latin-1") for name, value in response.headers}
+            if response.status in _REDIRECTS and b"location" in named:
+                return named[b"location"]
+            if response.status != 200:
+                raise _failed(f"could not be had: {target.host} answered with status {response.status}")
+            return await self._body(response, named.get(b"content-encoding", "identity").strip().lower())
+
+    async def _body(self, response: httpcore.Response, encoding: str) -> bytes:
+        if encoding not in ("identity", "gzip", "x-gzip", "deflate", ""):
+            raise _failed("came in a compression that was not asked for")
+        body = bytearray()
+        async for chunk in _decoded(response.aiter_stream(), encoding, self._policy.max_bytes):
+            body += chunk
+            if len(body) > self._policy.max_bytes:
+                raise _too_large(self._policy)
+        return bytes(body)
+
+
+async def _decoded(stream: AsyncIterator[bytes], encoding: str, most: int) -> AsyncIterator[bytes]:
+    """Chunks as they were before compression, none much larger than the limit however well they were packed."""
+    if encoding in ("identity", ""):
+        async for chunk in stream:
+            yield chunk
+        return
+    unpack = zlib.decompressobj(_AUTO_ZLIB)
+    async for chunk in stream:
+        try:
+            yield unpack.decompress(chunk, most + 1)
+        except zlib.error:
+            raise _failed("is damaged: its compression cannot be undone") from None
+
+
+# --- connecting ---------------------------------------------------------------------------------------------------
+
+
+class _PinnedBackend(httpcore.AsyncNetworkBackend):
+    """Resolves a name once, refuses it unless all its addresses are public, and connects to those very addresses.
+
+    TLS is started by the caller with the name, so the certificate is checked against the name and not the address.
+    """
+
+    def __init__(self, resolve: Resolve, allow_private: bool) -> None:
+        self._resolve = resolve
+        self._allow_private = allow_private
+        self._inner = httpcore.AnyIOBackend()
+
+    async def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,
+        local_address: str | None = None,
+        socket_options: Iterable[Any] | None = None,
+    ) -> httpcore.AsyncNetworkStream:
+        async with asyncio.timeout(timeout):
+            addresses = await self._addresses(host, port)
+            for address in addresses[:-1]:
+                try:
+                    return await self._inner.connect_tcp(address, port)
+                except (httpcore.ConnectError, OSError):
+                    continue  # the next address may be reachable: many hosts have IPv6 addresses and no route to them
+            return await self._inner.connect_tcp(addresses[-1], port)
+
+    async def _addresses(self, host: str, port: int) -> list[str]:
+        try:
+            addresses = await self._resolve(host, port)
+        except (OSError, UnicodeError):
+            addresses = []
+        if not addresses:
+            raise _failed(f"could not be had: the host {host} is unknown")
+        if not self._allow_private and not all(map(is_public, addresses)):
+            raise _refused(f"pictures may not be fetched from {host}: it is not on the public internet")
+        return addresses
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+
+async def _system_resolve(host: str, port: int) -> list[str]:
+    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+
+
+# --- files --------------------------------------------------------------------------------------------------------
+
+
+def _read_local(url: str, policy: FetchPolicy) -> bytes:
+    """A file under the allowed folder, links followed first. Outside it, nobody learns whether a file exists."""
+    if policy.allowed_local_path is None:
+        raise _refused(
+            "pictures are not read from files here; the operator allows a folder with --allowed-local-media-path"
+        )
+    path = _local_path(url)
+    root = policy.allowed_local_path.resolve()
+    try:
+        resolved = path.resolve()
+    except (OSError, RuntimeError, ValueError):  # a loop of links, or a name no file can have
+        raise _refused("the picture's path is not valid") from None
+    if not resolved.is_relative_to(root):
+        raise _refused("the picture's path is outside the folder that --allowed-local-media-path allows")
+    try:
+        return _read_regular(resolved, policy)
+    except (OSError, ValueError) as error:
+        if isinstance(error, RequestError):
+            raise
+        raise RequestError("the picture's file cannot be read", code="image_file_not_found") from None
+
+
+def _local_path(url: str) -> Path:
+    if url.startswith("/"):
+        return Path(url)
+    parts = urlsplit(url)
+    path = unquote(parts.path)
+    if parts.netloc not in ("", "localhost") or not path.startswith("/") or parts.query or parts.fragment:
+        raise _refused("a file: URL must name an absolute path on this machine, such as file:///pictures/a.png")
+    return Path(path)
+
+
+def _read_regular(path: Path, policy: FetchPolicy) -> bytes:
+    """No pipes or devices, which may never end, and no link that was put there after the check."""
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError("not a regular file")
+        data = file.read(policy.max_bytes + 1)
+    if len(data) > policy.max_bytes:
+        raise _too_large(policy)
+    return data
+
+
+# --- errors -------------------------------------------------------------------------------------------------------
+
+
+def _refused(message: str) -> RequestError:
+    return RequestError(message, code="invalid_image_url")
+
+
+def _failed(what: str) -> RequestError:
+    return RequestError(f"the picture {what}", code="failed_to_download_image")
+
+
+def _too_large(policy: FetchPolicy) -> RequestError:
+    return RequestError(
+        f"the picture has more than {policy.max_bytes} bytes, which is the limit", code="failed_to_download_image"
+    )
