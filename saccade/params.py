@@ -38,6 +38,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None  # how many alternatives to report beside the chosen token
     logit_bias: Mapping[int, float] | None = None  # added to the logits of these tokens
+    structured: str | None = None  # a JSON schema as text: the answer is one JSON value that follows it, and then ends
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -65,6 +66,7 @@ class SamplingParams:
             _require(_is_number(value) and math.isfinite(value), name, value, "a finite number")
         for stop in self.stop_strings:
             _require(isinstance(stop, str) and stop != "", "stop", stop, "a string that is not empty")
+        _require(self.structured is None or isinstance(self.structured, str), "structured", self.structured, "a string")
         for token in self.stop_token_ids:
             _require(_is_int(token), "stop_token_ids", token, "a list of whole numbers")
 

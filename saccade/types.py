@@ -178,6 +178,7 @@ class Logprobs(NamedTuple):
 class Sample(NamedTuple):
     token_id: int
     logprobs: Logprobs | None
+    is_last: bool = False  # nothing may follow: the answer has the structure that was asked for
 
 
 class MediaTimes(NamedTuple):
@@ -190,6 +191,7 @@ class StepResult:
     samples: Mapping[str, Sample]  # by request id
     encoded: Mapping[Key, MediaTimes] = field(default_factory=dict)  # embeddings that became resident
     failed: Mapping[Key, RequestError] = field(default_factory=dict)  # pictures that cannot be had, with the reason
+    unsampled: Mapping[str, RequestError] = field(default_factory=dict)  # requests no token can be had for, by id
 
 
 class TokenEvent(NamedTuple):

@@ -35,9 +35,10 @@ class RunningServer:
     log: list[str] = field(default_factory=list)  # lines of stderr so far
     key: str | None = None
 
-    def client(self, **how: Any) -> httpx.Client:
-        headers = {"authorization": f"Bearer {self.key}"} if self.key else {}
-        return httpx.Client(base_url=self.url, timeout=60, headers=headers, **how)
+    def client(self, **headers: str) -> httpx.Client:
+        if self.key:
+            headers["authorization"] = f"Bearer {self.key}"
+        return httpx.Client(base_url=self.url, timeout=60, headers=headers)
 
     def get(self, path: str) -> httpx.Response:
         with self.client() as client:

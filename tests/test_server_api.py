@@ -225,9 +225,8 @@ def test_a_salt_keeps_the_prefix_cache_apart(server: RunningServer) -> None:
 
 
 def test_control_tokens_stay_hidden_unless_they_are_asked_for(server: RunningServer) -> None:
-    bias = {"logit_bias": {"485": 100}, "ignore_eos": True, "max_tokens": 2}
-    tokens = server.post("/tokenize", {"prompt": "<|vision_pad|>"}).json()["tokens"]
-    bias["logit_bias"] = {str(tokens[0]): 100}
+    (token,) = server.post("/tokenize", {"prompt": "<|vision_pad|>"}).json()["tokens"]
+    bias = {"logit_bias": {str(token): 100}, "ignore_eos": True, "max_tokens": 2}
     assert server.chat(**bias).json()["choices"][0]["message"]["content"] == ""
     shown = server.chat(**bias, skip_special_tokens=False).json()["choices"][0]["message"]["content"]
     assert shown == "<|vision_pad|>" * 2
@@ -333,7 +332,7 @@ def test_a_request_id_is_given_back(server: RunningServer) -> None:
 
 
 def test_two_requests_may_carry_the_same_id(server: RunningServer) -> None:
-    with server.client(headers={"x-request-id": "twin"}) as client:
+    with server.client(**{"x-request-id": "twin"}) as client:
         body = chat_body(stream=True, **LONG)
         with client.stream("POST", "/v1/chat/completions", json=body) as open_one:
             assert client.post("/v1/chat/completions", json=chat_body()).status_code == 200

@@ -1,6 +1,6 @@
 """Fetches pictures: http(s) from hosts the operator allows, files from one folder. Knows neither prompts nor formats.
 
-URL ─► checked ─► resolved once ─► every address public ─► connected to one of them ─► bytes, or a redirect: from the start
+URL ─► checked ─► resolved once ─► every address public ─► connected to one of them ─► bytes, or a URL again
 
 Nothing is kept between two fetches: no connections, no cookies, no proxy from the environment.
 """
@@ -13,7 +13,7 @@ import socket
 import ssl
 import stat
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -27,6 +27,7 @@ from saccade.types import RequestError
 
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _MAX_CONNECTIONS = 64
+_ENCODINGS = frozenset({"identity", "gzip", "x-gzip", "deflate"})
 _AUTO_ZLIB = 47  # window bits that make zlib recognise gzip and deflate by themselves
 
 Resolve = Callable[[str, int], Awaitable[list[str]]]
@@ -52,12 +53,11 @@ class Fetcher:
     ) -> None:
         self._policy = policy
         self._domains = read_domains(policy.allowed_domains)
-        self._headers = {
-            "User-Agent": f"saccade/{version('saccade')}",
-            "Accept": "image/*",
-            "Accept-Encoding": "identity",
-        }
-        self._timeouts = {name: policy.connect_timeout_s for name in ("connect", "pool")}
+        self._headers = [
+            ("User-Agent", f"saccade/{version('saccade')}"),
+            ("Accept", "image/*"),
+            ("Accept-Encoding", "identity"),
+        ]
         self._pool = httpcore.AsyncConnectionPool(
             ssl_context=ssl_context or ssl.create_default_context(),
             max_connections=_MAX_CONNECTIONS,
@@ -83,8 +83,8 @@ class Fetcher:
     async def _fetch_http(self, url: str) -> bytes:
         if not self._domains:
             raise _refused(
-                "pictures are not fetched from URLs here; send the picture as a data: URL, or ask the operator to allow "
-                "its host with --allowed-media-domains"
+                "pictures are not fetched from URLs here; send a data: URL, or ask the operator to allow the host with "
+                "--allowed-media-domains"
             )
         try:
             async with asyncio.timeout(self._policy.timeout_s):
@@ -98,43 +98,51 @@ class Fetcher:
             try:
                 answer = await self._get(target)
             except httpcore.TimeoutException:
-                raise _failed(f"could not be had: {target.host} did not answer in time") from None
-            except (httpcore.NetworkError, httpcore.ProtocolError, httpcore.ProxyError, OSError, ValueError) as error:
-                if isinstance(error, RequestError):
-                    raise
+                limit = self._policy.connect_timeout_s
+                raise _failed(f"could not be had: no connection to {target.host} within {limit:g} s") from None
+            except (httpcore.NetworkError, httpcore.ProtocolError, OSError):
                 raise _failed(f"could not be had: the connection to {target.host} failed or broke off") from None
             if isinstance(answer, bytes):
                 return answer
-            url = urljoin(target.url, answer)
+            url = _joined(target.url, answer)
         raise _failed(f"is behind more than {self._policy.max_redirects} redirects")
 
     async def _get(self, target: Target) -> bytes | str:
         """One request: the body, or where it redirects to."""
-        host = target.url.removeprefix(f"{target.scheme}://").removesuffix(target.path)
-        headers = {"Host": host.removesuffix(":80" if target.scheme == "http" else ":443"), **self._headers}
-        extensions = {"timeout": self._timeouts}
-        async with self._pool.stream("GET", target.url, headers=headers, extensions=extensions) as response:
+        extensions = {"timeout": {"connect": self._policy.connect_timeout_s}}
+        async with self._pool.stream("GET", target.url, headers=self._headers, extensions=extensions) as response:
             named = {name.lower(): value.decode("latin-1") for name, value in response.headers}
             if response.status in _REDIRECTS and b"location" in named:
                 return named[b"location"]
             if response.status != 200:
                 raise _failed(f"could not be had: {target.host} answered with status {response.status}")
-            return await self._body(response, named.get(b"content-encoding", "identity").strip().lower())
+            return await self._body(response, named)
 
-    async def _body(self, response: httpcore.Response, encoding: str) -> bytes:
-        if encoding not in ("identity", "gzip", "x-gzip", "deflate", ""):
+    async def _body(self, response: httpcore.Response, headers: Mapping[bytes, str]) -> bytes:
+        encoding = headers.get(b"content-encoding", "").strip().lower() or "identity"
+        if encoding not in _ENCODINGS:
             raise _failed("came in a compression that was not asked for")
+        claimed = headers.get(b"content-length", "0")
+        if claimed.isdecimal() and int(claimed) > self._policy.max_bytes:
+            raise _over(self._policy)
         body = bytearray()
         async for chunk in _decoded(response.aiter_stream(), encoding, self._policy.max_bytes):
             body += chunk
             if len(body) > self._policy.max_bytes:
-                raise _too_large(self._policy)
+                raise _over(self._policy)
         return bytes(body)
+
+
+def _joined(base: str, location: str) -> str:
+    try:
+        return urljoin(base, location)
+    except ValueError:
+        raise _failed("is behind a redirect to something that is no URL") from None
 
 
 async def _decoded(stream: AsyncIterator[bytes], encoding: str, most: int) -> AsyncIterator[bytes]:
     """Chunks as they were before compression, none much larger than the limit however well they were packed."""
-    if encoding in ("identity", ""):
+    if encoding == "identity":
         async for chunk in stream:
             yield chunk
         return
@@ -168,14 +176,19 @@ class _PinnedBackend(httpcore.AsyncNetworkBackend):
         local_address: str | None = None,
         socket_options: Iterable[Any] | None = None,
     ) -> httpcore.AsyncNetworkStream:
-        async with asyncio.timeout(timeout):
-            addresses = await self._addresses(host, port)
-            for address in addresses[:-1]:
-                try:
-                    return await self._inner.connect_tcp(address, port)
-                except (httpcore.ConnectError, OSError):
-                    continue  # the next address may be reachable: many hosts have IPv6 addresses and no route to them
-            return await self._inner.connect_tcp(addresses[-1], port)
+        try:
+            async with asyncio.timeout(timeout):
+                return await self._connect(await self._addresses(host, port), port)
+        except TimeoutError:
+            raise httpcore.ConnectTimeout from None
+
+    async def _connect(self, addresses: Sequence[str], port: int) -> httpcore.AsyncNetworkStream:
+        for address in addresses[:-1]:
+            try:
+                return await self._inner.connect_tcp(address, port)
+            except httpcore.ConnectError:
+                continue  # the next may be reachable: many hosts have an IPv6 address, and many networks no way to it
+        return await self._inner.connect_tcp(addresses[-1], port)
 
     async def _addresses(self, host: str, port: int) -> list[str]:
         try:
@@ -210,15 +223,13 @@ def _read_local(url: str, policy: FetchPolicy) -> bytes:
     root = policy.allowed_local_path.resolve()
     try:
         resolved = path.resolve()
-    except (OSError, RuntimeError, ValueError):  # a loop of links, or a name no file can have
+    except (OSError, RuntimeError, ValueError):  # a loop of links, or a zero byte in the name
         raise _refused("the picture's path is not valid") from None
     if not resolved.is_relative_to(root):
         raise _refused("the picture's path is outside the folder that --allowed-local-media-path allows")
     try:
         return _read_regular(resolved, policy)
-    except (OSError, ValueError) as error:
-        if isinstance(error, RequestError):
-            raise
+    except OSError:
         raise RequestError("the picture's file cannot be read", code="image_file_not_found") from None
 
 
@@ -239,7 +250,7 @@ def _read_regular(path: Path, policy: FetchPolicy) -> bytes:
             raise OSError("not a regular file")
         data = file.read(policy.max_bytes + 1)
     if len(data) > policy.max_bytes:
-        raise _too_large(policy)
+        raise RequestError(f"the picture has more than {policy.max_bytes} bytes", code="image_file_too_large")
     return data
 
 
@@ -254,7 +265,5 @@ def _failed(what: str) -> RequestError:
     return RequestError(f"the picture {what}", code="failed_to_download_image")
 
 
-def _too_large(policy: FetchPolicy) -> RequestError:
-    return RequestError(
-        f"the picture has more than {policy.max_bytes} bytes, which is the limit", code="failed_to_download_image"
-    )
+def _over(policy: FetchPolicy) -> RequestError:
+    return _failed(f"has more than {policy.max_bytes} bytes, which is the limit")

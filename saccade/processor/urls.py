@@ -23,7 +23,6 @@ _NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")
 _NOT_IN_URLS = re.compile(r"[\x00-\x20\x7f-\xa0\\\u2000-\u200f\u2028-\u202f\u3000\ufeff]")
 _UNTOUCHED = "/?&=;:@!$'()*+,~%-._[]"
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
-_V4_COMPATIBLE = ipaddress.IPv6Network("::/96")
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -54,7 +53,7 @@ class Domain(NamedTuple):
 
 
 def read_domains(entries: Iterable[str]) -> tuple[Domain, ...]:
-    """Entries of --allowed-media-domains: a host name, which stands for its subdomains too, or "*"; with a port or not."""
+    """Entries of --allowed-media-domains: "*" or a host, which stands for its subdomains too. A port may follow."""
     return tuple(_domain(entry) for entry in entries)
 
 
@@ -131,17 +130,17 @@ def is_public(address: str) -> bool:
 
 
 def _with_embedded(address: Address) -> Iterator[Address]:
-    """The address that is connected to. A mapped one stands for the IPv4 address inside, others for both."""
+    """The addresses a packet may end up at: a mapped or translated one stands for the IPv4 address inside it."""
     if isinstance(address, ipaddress.IPv4Address):
         yield address
         return
     if address.ipv4_mapped is not None:
         yield address.ipv4_mapped
         return
-    is_wrapped = address in _NAT64 or address in _V4_COMPATIBLE
-    inside = [ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)] if is_wrapped else []
-    inside += [address.sixtofour] if address.sixtofour is not None else []
-    inside += list(address.teredo or ())
-    yield from inside
-    if address not in _NAT64:  # reserved for translation, and as public as what it wraps
-        yield address
+    if address in _NAT64:  # as public as what it wraps
+        yield ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
+        return
+    yield address
+    yield from address.teredo or ()
+    if address.sixtofour is not None:
+        yield address.sixtofour

@@ -152,7 +152,7 @@ class _Running:
             for task in (starting, reporting):
                 task.cancel()
             await self._engine.stop()
-            self._service.close()
+            await self._service.close()
 
     async def _start_engine(self) -> bool:
         try:

@@ -73,6 +73,7 @@ class Service:
         self.keys = KeyRing(server.api_key)
         self.fields = FieldReader(strict=server.strict_params)
         self.created = int(time.time())
+        self._fetcher = fetcher
         self._media = MediaResolver(fetcher, UuidCache(server.uuid_cache_mb << 20), processor.policy, self.metrics)
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="saccade-prompt")
         self._seeds = random.Random(options.seed)
@@ -102,7 +103,8 @@ class Service:
                 param="model",
             )
 
-    def close(self) -> None:
+    async def close(self) -> None:
+        await self._fetcher.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     # --- prompts --------------------------------------------------------------------------------------------------

@@ -1,0 +1,97 @@
+"""From what a client asks of the answer's form to a schema the engine can enforce. Never imports torch.
+
+Compiling a schema is work that a client can make as large as it likes, so it is tried in a process that can be ended.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+from saccade.types import RequestError
+
+MAX_SCHEMA_BYTES = 256 << 10
+CHECK_SECONDS = 5.0
+ANY_OBJECT = '{"type":"object"}'
+_TYPES = ("text", "json_object", "json_schema")
+
+
+def structured_from(response_format: Any) -> str | None:
+    """`SamplingParams.structured` for OpenAI's response_format: a JSON schema as text, or None for free text."""
+    if response_format is None:
+        return None
+    kind = response_format.get("type") if isinstance(response_format, Mapping) else None
+    if kind not in _TYPES:
+        raise _refused(f"response_format must be an object whose type is one of {', '.join(_TYPES)}, not {kind!r}")
+    if kind == "text":
+        return None
+    return ANY_OBJECT if kind == "json_object" else check_schema(_schema_in(response_format))
+
+
+def check_schema(schema: Any, *, param: str = "response_format") -> str:
+    """The schema as text, once it is known that the engine can enforce it; RequestError otherwise."""
+    text = _as_text(schema, param)
+    try:
+        found = _problem(text)
+    except TimeoutError:
+        found = f"it could not be compiled within {CHECK_SECONDS:g} s; make it simpler"
+    if found is not None:
+        raise _refused(f"the JSON schema cannot be used: {found}", param)
+    return text
+
+
+def check_structured(text: str) -> None:
+    """The same check for `SamplingParams.structured` as a Python caller wrote it."""
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError):
+        raise _refused(
+            f"structured must be a JSON schema as text, but {text[:40]!r} is not JSON", "structured"
+        ) from None
+    check_schema(schema, param="structured")
+
+
+def _schema_in(response_format: Mapping[str, Any]) -> Any:
+    given = response_format.get("json_schema")
+    schema = given.get("schema") if isinstance(given, Mapping) else None
+    if not isinstance(schema, Mapping):
+        raise _refused("response_format of the type json_schema needs an object under json_schema.schema")
+    return schema
+
+
+def _as_text(schema: Any, param: str) -> str:
+    if not isinstance(schema, Mapping):
+        raise _refused(f"a JSON schema must be an object, not {type(schema).__name__}", param)
+    try:
+        text = json.dumps(schema, separators=(",", ":"), allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        raise _refused("the JSON schema is nested too deeply or holds values that JSON does not have", param) from None
+    if len(text) > MAX_SCHEMA_BYTES:
+        raise _refused(f"the JSON schema has {len(text)} bytes and may have {MAX_SCHEMA_BYTES}; make it smaller", param)
+    return text
+
+
+@lru_cache(maxsize=64)
+def _problem(text: str) -> str | None:
+    """Most requests bring a schema that was seen before; only a new one costs a process.
+
+    TimeoutError is not remembered: the machine may just have been busy.
+    """
+    if text == ANY_OBJECT:
+        return None
+    command = [sys.executable, "-m", "saccade.processor.schema_check"]
+    try:
+        done = subprocess.run(command, input=text.encode(), capture_output=True, timeout=CHECK_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        raise TimeoutError from None
+    if done.returncode != 0:
+        return "it is too complex to be compiled; make it simpler"
+    return done.stdout.decode() or None
+
+
+def _refused(message: str, param: str = "response_format") -> RequestError:
+    return RequestError(message, code="invalid_json_schema", param=param)

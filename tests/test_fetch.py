@@ -1,0 +1,542 @@
+"""Fetching against a server on this machine that answers whatever a test wants, and a canary that must hear nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import os
+import re
+import ssl
+import subprocess
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from saccade.config import ConfigError
+from saccade.processor.fetch import Fetcher, FetchPolicy, Resolve
+from saccade.processor.urls import is_public, read_domains, read_url
+from saccade.types import RequestError
+
+HOST = "pictures.test"
+BODY = b"\x89PNG not really, but bytes are bytes here"
+
+TRUST = ssl.create_default_context()  # reading the system's certificates takes a while
+
+Handler = Callable[[bytes, asyncio.StreamWriter], Awaitable[None]]
+
+
+class Site:
+    """A server that remembers the requests it saw."""
+
+    def __init__(self, handler: Handler) -> None:
+        self.handler = handler
+        self.requests: list[bytes] = []
+        self.port = 0
+
+    async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            self.requests.append(await reader.readuntil(b"\r\n\r\n"))
+            await self.handler(self.requests[-1], writer)
+        except (ConnectionError, asyncio.IncompleteReadError):
+            pass
+        finally:
+            writer.close()
+
+
+@asynccontextmanager
+async def running(handler: Handler, tls: ssl.SSLContext | None = None) -> AsyncIterator[Site]:
+    site = Site(handler)
+    server = await asyncio.start_server(site, "127.0.0.1", 0, ssl=tls)
+    site.port = server.sockets[0].getsockname()[1]
+    try:
+        yield site
+    finally:
+        server.close()
+
+
+def answer(*pieces: bytes) -> Handler:
+    async def handle(_: bytes, writer: asyncio.StreamWriter) -> None:
+        for piece in pieces:
+            writer.write(piece)
+            await writer.drain()
+
+    return handle
+
+
+def response(body: bytes = BODY, status: str = "200 OK", **headers: str) -> bytes:
+    named = {"content-length": str(len(body)), **{k.replace("_", "-"): v for k, v in headers.items()}}
+    lines = "".join(f"{name}: {value}\r\n" for name, value in named.items() if value)
+    return f"HTTP/1.1 {status}\r\n{lines}\r\n".encode() + body
+
+
+def resolving(*answers: str) -> tuple[Resolve, list[str]]:
+    """A resolver that gives these answers in turn, the last one for ever, and the names it was asked for."""
+    asked: list[str] = []
+
+    async def resolve(host: str, port: int) -> list[str]:
+        asked.append(host)
+        return [answers[min(len(asked), len(answers)) - 1]]
+
+    return resolve, asked
+
+
+def made(policy: FetchPolicy, resolve: Resolve | None = None) -> Fetcher:
+    return Fetcher(policy, resolve=resolve, ssl_context=TRUST)
+
+
+def get(handler: Handler, path: str = "/a.png", **policy: Any) -> tuple[bytes, Site]:
+    """Fetch from a local server under the name HOST."""
+
+    async def scenario() -> tuple[bytes, Site]:
+        async with running(handler) as site:
+            allowed = {"allowed_domains": (f"{HOST}:{site.port}",), "allow_private_addresses": True, "timeout_s": 5}
+            fetcher = made(FetchPolicy(**{**allowed, **policy}), resolving("127.0.0.1")[0])
+            try:
+                return await fetcher.fetch(f"http://{HOST}:{site.port}{path}", param="here"), site
+            finally:
+                await fetcher.close()
+
+    return asyncio.run(scenario())
+
+
+def failure(handler: Handler, **policy: Any) -> RequestError:
+    with pytest.raises(RequestError) as caught:
+        get(handler, **policy)
+    assert caught.value.param == "here"
+    assert not re.search(r"127\.0\.0\.1|httpcore|Errno", caught.value.message)
+    return caught.value
+
+
+# --- what works ---------------------------------------------------------------------------------------------------
+
+
+def test_a_picture_from_an_allowed_host_arrives_whole() -> None:
+    data, site = get(answer(response()))
+    assert data == BODY
+    head = site.requests[0].decode()
+    assert head.startswith("GET /a.png HTTP/1.1\r\n")
+    assert f"Host: {HOST}:{site.port}\r\n" in head
+    assert re.search(r"User-Agent: saccade/\d", head) and "Accept: image/*\r\n" in head
+    assert "cookie" not in head.lower()
+
+
+def test_a_body_without_a_length_ends_with_the_connection() -> None:
+    assert get(answer(response(content_length="")))[0] == BODY
+
+
+def test_a_compressed_body_is_unpacked() -> None:
+    packed = gzip.compress(BODY)
+    assert get(answer(response(packed, content_encoding="gzip")))[0] == BODY
+
+
+def test_a_redirect_on_an_allowed_host_is_followed() -> None:
+    async def handle(request: bytes, writer: asyncio.StreamWriter) -> None:
+        is_first = request.startswith(b"GET /a.png")
+        writer.write(response(b"", "302 Found", location="/b%20c.png?x=1") if is_first else response())
+
+    data, site = get(handle)
+    assert data == BODY
+    assert site.requests[1].startswith(b"GET /b%20c.png?x=1 ")
+
+
+def test_a_proxy_in_the_environment_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    assert get(answer(response()))[0] == BODY
+
+
+def certificate(folder: Path, name: str) -> ssl.SSLContext:
+    """A server's context with a fresh certificate for `name`."""
+    files = ["-keyout", str(folder / "key.pem"), "-out", str(folder / "cert.pem")]
+    subject = ["-subj", f"/CN={name}", "-addext", f"subjectAltName=DNS:{name}"]
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *files, *subject]
+    subprocess.run(command, check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(folder / "cert.pem", folder / "key.pem")
+    return context
+
+
+@pytest.mark.parametrize(("name", "is_fine"), [(HOST, True), ("other.test", False)])
+def test_a_certificate_is_checked_against_the_name_in_the_url(tmp_path: Path, name: str, is_fine: bool) -> None:
+    async def scenario() -> bytes:
+        trusting = ssl.create_default_context(cafile=str(certificate_file))
+        async with running(answer(response()), tls=server_side) as site:
+            policy = FetchPolicy(allowed_domains=(f"{HOST}:{site.port}",), allow_private_addresses=True, timeout_s=5)
+            fetcher = Fetcher(policy, resolve=resolving("127.0.0.1")[0], ssl_context=trusting)
+            return await fetcher.fetch(f"https://{HOST}:{site.port}/a.png")
+
+    server_side, certificate_file = certificate(tmp_path, name), tmp_path / "cert.pem"
+    if is_fine:
+        assert asyncio.run(scenario()) == BODY
+    else:
+        with pytest.raises(RequestError) as caught:
+            asyncio.run(scenario())
+        assert caught.value.code == "failed_to_download_image"
+
+
+# --- servers that misbehave ---------------------------------------------------------------------------------------
+
+
+async def _drip(_: bytes, writer: asyncio.StreamWriter) -> None:
+    writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 1000\r\n\r\n")
+    for _i in range(1000):
+        writer.write(b"x")
+        await writer.drain()
+        await asyncio.sleep(0.02)
+
+
+async def _drip_headers(_: bytes, writer: asyncio.StreamWriter) -> None:
+    writer.write(b"HTTP/1.1 200 OK\r\n")
+    for i in range(1000):
+        writer.write(f"x-{i}: y\r\n".encode())
+        await writer.drain()
+        await asyncio.sleep(0.02)
+
+
+async def _endless(_: bytes, writer: asyncio.StreamWriter) -> None:
+    writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
+    while True:
+        writer.write(b"x" * 65536)
+        await writer.drain()
+
+
+async def _silent(_: bytes, writer: asyncio.StreamWriter) -> None:
+    await asyncio.sleep(2)
+
+
+BOMB = gzip.compress(b"\0" * (64 << 20))
+MISBEHAVING: dict[str, tuple[Handler, str]] = {
+    "404": (answer(response(b"no", "404 Not Found")), "status 404"),
+    "403": (answer(response(b"no", "403 Forbidden")), "status 403"),
+    "500": (answer(response(b"no", "500 Oops")), "status 500"),
+    "206": (answer(response(b"no", "206 Partial Content")), "status 206"),
+    "silence": (_silent, "within 0.5 s"),
+    "a slow drip of bytes": (_drip, "within 0.5 s"),
+    "a slow drip of headers": (_drip_headers, "within 0.5 s"),
+    "an endless stream": (_endless, "more than 100000 bytes"),
+    "a length over the limit": (answer(response(content_length="200000")), "more than 100000 bytes"),
+    "a length larger than the body": (answer(response(content_length="5000")), "broke off"),
+    "a gzip bomb": (answer(response(BOMB, content_encoding="gzip")), "more than 100000 bytes"),
+    "a gzip bomb as transfer encoding": (
+        answer(response(BOMB, content_length="", transfer_encoding="gzip, chunked")),
+        "broke off",
+    ),
+    "broken gzip": (answer(response(b"no gzip", content_encoding="gzip")), "compression"),
+    "an unknown compression": (answer(response(content_encoding="br")), "compression"),
+    "no HTTP at all": (answer(b"SSH-2.0-OpenSSH_9.6\r\n\r\n"), "broke off"),
+    "a closed connection": (answer(b""), "broke off"),
+    "redirects without end": (answer(response(b"", "302 Found", location="/again")), "more than 3 redirects"),
+    "a redirect to no URL": (answer(response(b"", "302 Found", location="http://[1")), "no URL"),
+}
+
+
+@pytest.mark.parametrize("name", MISBEHAVING)
+def test_a_server_that_answers_badly_fails_one_download(name: str) -> None:
+    handler, part = MISBEHAVING[name]
+    error = failure(handler, timeout_s=0.5, max_bytes=100_000)
+    assert error.code == "failed_to_download_image"
+    assert part in error.message
+
+
+def test_a_server_that_is_not_there_fails_one_download() -> None:
+    async def scenario() -> None:
+        async with running(answer(b"")) as site:
+            port = site.port
+        policy = FetchPolicy(allowed_domains=(f"{HOST}:{port}",), allow_private_addresses=True)
+        await made(policy, resolving("127.0.0.1")[0]).fetch(f"http://{HOST}:{port}/")
+
+    with pytest.raises(RequestError, match="failed or broke off") as caught:
+        asyncio.run(scenario())
+    assert caught.value.code == "failed_to_download_image"
+
+
+def test_a_name_that_cannot_be_resolved_fails_one_download() -> None:
+    async def resolve(host: str, port: int) -> list[str]:
+        raise OSError("no such name")
+
+    with pytest.raises(RequestError, match="unknown") as caught:
+        asyncio.run(made(FetchPolicy(allowed_domains=("*",)), resolve).fetch("http://nowhere.example/"))
+    assert caught.value.code == "failed_to_download_image"
+
+
+def test_a_resolver_that_hangs_ends_with_the_connect_deadline() -> None:
+    async def resolve(host: str, port: int) -> list[str]:
+        await asyncio.sleep(60)
+        return []
+
+    policy = FetchPolicy(allowed_domains=("*",), connect_timeout_s=0.1)
+    with pytest.raises(RequestError, match=r"within 0\.1 s"):
+        asyncio.run(made(policy, resolve).fetch("http://slow.example/"))
+
+
+def test_a_cancelled_fetch_leaves_no_task_behind() -> None:
+    async def scenario() -> int:
+        async with running(_silent) as site:
+            policy = FetchPolicy(allowed_domains=(f"{HOST}:{site.port}",), allow_private_addresses=True)
+            fetcher = made(policy, resolving("127.0.0.1")[0])
+            task = asyncio.create_task(fetcher.fetch(f"http://{HOST}:{site.port}/"))
+            while not site.requests:
+                await asyncio.sleep(0.01)
+            before = len(asyncio.all_tasks())
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await fetcher.close()
+            return before - len(asyncio.all_tasks())
+
+    assert asyncio.run(scenario()) == 1
+
+
+# --- what must not be connected to --------------------------------------------------------------------------------
+
+FORBIDDEN = [
+    "http://127.0.0.1:{port}/",
+    "http://[::1]:{port}/",
+    "http://169.254.169.254:{port}/latest/meta-data/",
+    "http://10.0.0.1:{port}/",
+    "http://[fd00::1]:{port}/",
+    "http://100.64.0.1:{port}/",
+    "http://2130706433:{port}/",
+    "http://0x7f000001:{port}/",
+    "http://0x7f.1:{port}/",
+    "http://0177.0.0.1:{port}/",
+    "http://127.1:{port}/",
+    "http://0:{port}/",
+    "http://[::ffff:127.0.0.1]:{port}/",
+    "http://[::ffff:7f00:1]:{port}/",
+    "http://[64:ff9b::7f00:1]:{port}/",
+    "http://[2002:7f00:1::]:{port}/",
+    "http://[::127.0.0.1]:{port}/",
+    "http://[::1%25lo]:{port}/",
+    "http://localhost:{port}/",
+    "http://allowed.example\\@127.0.0.1:{port}/",
+    "http://user@127.0.0.1:{port}/",
+    "http://allowed.example@127.0.0.1:{port}/",
+    "http://user:password@allowed.example:{port}/",
+    "http://127.0.0.1:{port}#@allowed.example/",
+    "http://127。0。0。1:{port}/",
+    "http://①②⑦.⓪.⓪.①:{port}/",
+    "http://ｌｏｃａｌｈｏｓｔ:{port}/",
+    "http://allowed.example:{port} /",
+    "http://allowed.example\t:{port}/",
+    "http://allowed.example\r\nHost: x:{port}/",
+    " http://127.0.0.1:{port}/",
+    "http:/127.0.0.1:{port}/",
+    "http:127.0.0.1:{port}/",
+    "http:///127.0.0.1:{port}/",
+    "http://:{port}/",
+    "http://allowed.example:99999/",
+    "ftp://127.0.0.1:{port}/a.png",
+    "gopher://127.0.0.1:{port}/_x",
+    "unix:///var/run/docker.sock",
+    "file:///etc/passwd",
+    "/etc/passwd",
+    "//127.0.0.1:{port}/",
+    "127.0.0.1:{port}",
+    "",
+]
+
+
+@pytest.mark.parametrize("domains", [("*",), ("*:{port}",), ("allowed.example:{port}",)], ids=str)
+@pytest.mark.parametrize("url", FORBIDDEN)
+def test_a_forbidden_url_is_refused_and_nobody_is_connected_to(url: str, domains: tuple[str, ...]) -> None:
+    async def scenario() -> list[bytes]:
+        async with running(answer(response())) as canary:
+            allowed = tuple(domain.format(port=canary.port) for domain in domains)
+            fetcher = made(FetchPolicy(allowed_domains=allowed, timeout_s=2), resolving("127.0.0.1")[0])
+            with pytest.raises(RequestError) as caught:
+                await fetcher.fetch(url.format(port=canary.port), param="here")
+            assert (caught.value.code, caught.value.param) == ("invalid_image_url", "here")
+            return canary.requests
+
+    assert asyncio.run(scenario()) == []
+
+
+def test_a_name_with_one_private_address_among_public_ones_is_refused() -> None:
+    async def resolve(host: str, port: int) -> list[str]:
+        return ["93.184.216.34", "127.0.0.1"]
+
+    with pytest.raises(RequestError, match="not on the public internet") as caught:
+        asyncio.run(made(FetchPolicy(allowed_domains=("*",)), resolve).fetch("http://two.example/"))
+    assert caught.value.code == "invalid_image_url"
+
+
+def test_a_name_is_resolved_once_so_a_second_answer_cannot_rebind_it() -> None:
+    async def scenario() -> tuple[list[str], list[bytes]]:
+        async with running(answer(response())) as canary:
+            resolve, asked = resolving("93.184.216.34", "127.0.0.1")
+            policy = FetchPolicy(allowed_domains=(f"rebind.example:{canary.port}",), connect_timeout_s=0.2)
+            with pytest.raises(RequestError):
+                await made(policy, resolve).fetch(f"http://rebind.example:{canary.port}/")
+            return asked, canary.requests
+
+    assert asyncio.run(scenario()) == (["rebind.example"], [])
+
+
+@pytest.mark.parametrize("location", ["http://127.0.0.1:{port}/", "http://other.test:{port}/", "file:///etc/passwd"])
+def test_each_redirect_is_checked_like_the_first_url(location: str) -> None:
+    async def scenario() -> tuple[str | None, int]:
+        async with running(answer(response())) as canary:
+            target = location.format(port=canary.port)
+            async with running(answer(response(b"", "302 Found", location=target))) as site:
+                policy = FetchPolicy(allowed_domains=(f"{HOST}:{site.port}",), allow_private_addresses=True)
+                fetcher = made(policy, resolving("127.0.0.1")[0])
+                with pytest.raises(RequestError) as caught:
+                    await fetcher.fetch(f"http://{HOST}:{site.port}/")
+            return caught.value.code, len(canary.requests)
+
+    assert asyncio.run(scenario()) == ("invalid_image_url", 0)
+
+
+def test_a_name_that_leads_to_a_private_address_is_refused() -> None:
+    with pytest.raises(RequestError, match="public internet"):
+        asyncio.run(made(FetchPolicy(allowed_domains=("*",)), resolving("192.168.0.1")[0]).fetch("http://a.example/"))
+
+
+def test_nothing_is_fetched_unless_domains_are_allowed() -> None:
+    with pytest.raises(RequestError, match="--allowed-media-domains") as caught:
+        asyncio.run(made(FetchPolicy()).fetch("https://example.com/a.png", param="here"))
+    assert (caught.value.code, caught.value.param) == ("invalid_image_url", "here")
+
+
+# --- names --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("url", "entry", "is_allowed"),
+    [
+        ("https://example.com/a", "example.com", True),
+        ("https://EXAMPLE.com/a", "Example.COM", True),
+        ("https://img.example.com/a", "example.com", True),
+        ("https://badexample.com/a", "example.com", False),
+        ("https://example.com.evil.org/a", "example.com", False),
+        ("https://example.com:8443/a", "example.com", False),
+        ("https://example.com:8443/a", "example.com:8443", True),
+        ("https://example.com/a", "example.com:8443", False),
+        ("http://example.com:443/a", "example.com", False),
+        ("http://example.com:80/a", "example.com", True),
+        ("https://bücher.example/a", "bücher.example", True),
+        ("https://xn--bcher-kva.example/a", "bücher.example", True),
+        ("https://1.1.1.1/a", "*", True),
+    ],
+)
+def test_a_host_is_allowed_when_it_is_an_entry_or_below_one(url: str, entry: str, is_allowed: bool) -> None:
+    domains = read_domains([entry])
+    if is_allowed:
+        assert read_url(url, domains).host
+    else:
+        with pytest.raises(RequestError, match="--allowed-media-domains"):
+            read_url(url, domains)
+
+
+@pytest.mark.parametrize("entry", ["", "https://example.com", "*.example.com", "a b", "example.com:x", "0x7f.1", "a/b"])
+def test_an_entry_that_is_no_host_is_an_error_at_start(entry: str) -> None:
+    with pytest.raises(ConfigError, match="--allowed-media-domains"):
+        Fetcher(FetchPolicy(allowed_domains=(entry,)))
+
+
+def test_characters_outside_ascii_in_a_path_are_percent_encoded() -> None:
+    assert read_url("https://a.example/ü?q=ß#part", read_domains(["*"])).path == "/%C3%BC?q=%C3%9F"
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [
+        ("8.8.8.8", True),
+        ("2606:4700::1111", True),
+        ("::ffff:8.8.8.8", True),
+        ("64:ff9b::808:808", True),
+        ("127.0.0.1", False),
+        ("0.0.0.0", False),
+        ("192.168.1.1", False),
+        ("172.16.0.1", False),
+        ("100.64.0.1", False),
+        ("169.254.169.254", False),
+        ("224.0.0.1", False),
+        ("255.255.255.255", False),
+        ("::", False),
+        ("::1", False),
+        ("fe80::1", False),
+        ("fe80::1%eth0", False),
+        ("fd00::1", False),
+        ("ff02::1", False),
+        ("::ffff:10.0.0.1", False),
+        ("64:ff9b::a00:1", False),
+        ("64:ff9b:1::808:808", False),
+        ("2002:a00:1::", False),
+        ("2001:0:a00:1::", False),
+        ("::8.8.8.8", False),
+    ],
+)
+def test_only_addresses_of_the_public_internet_are_public(address: str, expected: bool) -> None:
+    assert is_public(address) is expected
+
+
+# --- files --------------------------------------------------------------------------------------------------------
+
+
+def read(url: str, root: Path | None, **policy: Any) -> bytes:
+    return asyncio.run(made(FetchPolicy(allowed_local_path=root, **policy)).fetch(url, param="here"))
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    (tmp_path / "outside.png").write_bytes(b"secret")
+    folder = tmp_path / "pictures"
+    (folder / "a b").mkdir(parents=True)
+    (folder / "a b" / "c.png").write_bytes(BODY)
+    (folder / "link.png").symlink_to(folder / "a b" / "c.png")
+    (folder / "escape.png").symlink_to(tmp_path / "outside.png")
+    (folder / "loop.png").symlink_to(folder / "loop.png")
+    os.mkfifo(folder / "pipe.png")
+    return folder
+
+
+@pytest.mark.parametrize("url", ["{root}/a b/c.png", "file://{root}/a%20b/c.png", "file://localhost{root}/link.png"])
+def test_a_file_in_the_allowed_folder_is_read(root: Path, url: str) -> None:
+    assert read(url.format(root=root), root) == BODY
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "{root}/../outside.png",
+        "{root}/escape.png",
+        "file://{root}/%2e%2e/outside.png",
+        "{root}/../missing.png",
+        "{root}x/a.png",
+        "/etc/passwd",
+        "file://elsewhere{root}/link.png",
+        "file:relative.png",
+        "{root}/zero\0.png",
+    ],
+)
+def test_a_path_outside_the_allowed_folder_is_refused(root: Path, url: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        read(url.format(root=root), root)
+    assert (caught.value.code, caught.value.param) == ("invalid_image_url", "here")
+
+
+@pytest.mark.parametrize("name", ["missing.png", "a b", "pipe.png"])
+def test_what_is_no_readable_file_is_not_found(root: Path, name: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        read(f"{root}/{name}", root)
+    assert caught.value.code == "image_file_not_found"
+
+
+def test_a_loop_of_links_is_refused(root: Path) -> None:
+    with pytest.raises(RequestError):
+        read(f"{root}/loop.png", root)
+
+
+def test_a_file_over_the_byte_limit_is_refused(root: Path) -> None:
+    with pytest.raises(RequestError, match="more than 10 bytes") as caught:
+        read(f"{root}/link.png", root, max_bytes=10)
+    assert caught.value.code == "image_file_too_large"
+
+
+def test_no_file_is_read_unless_a_folder_is_allowed(root: Path) -> None:
+    with pytest.raises(RequestError, match="--allowed-local-media-path"):
+        read(f"{root}/link.png", None)

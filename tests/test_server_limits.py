@@ -1,0 +1,333 @@
+"""What the server refuses at once, who may come in, and what happens when clients, the engine or the server leave."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from saccade import cli
+from tests.serving import (
+    RunningServer,
+    chat_body,
+    error_of,
+    events_of,
+    is_ready,
+    photo_part,
+    running_server,
+    start_server,
+    text_part,
+    until,
+)
+
+KEY = "a-long-secret-key"
+ENDLESS = {"max_tokens": 1500, "ignore_eos": True}
+ROUTES = [
+    ("POST", "/v1/chat/completions"),
+    ("POST", "/v1/completions"),
+    ("POST", "/v1/bill"),
+    ("POST", "/v1/responses/input_tokens"),
+    ("POST", "/tokenize"),
+    ("POST", "/detokenize"),
+    ("GET", "/v1/models"),
+    ("GET", "/v1/models/tiny"),
+    ("GET", "/metrics"),
+    ("HEAD", "/metrics"),
+    ("GET", "/version"),
+    ("GET", "/openapi.json"),
+    ("GET", "/"),
+    ("OPTIONS", "/v1/chat/completions"),
+    ("GET", "//v1/models"),
+    ("GET", "/nowhere"),
+    ("GET", "//health"),
+]
+
+
+@pytest.fixture(scope="module")
+def small(qwen2_vl_folder: Path) -> Iterator[RunningServer]:
+    """A server with a key, strict fields and limits that a test can reach."""
+    flags = ("--api-key", KEY, "--api-key", "other-key", "--max-num-seqs", "2", "--max-waiting", "2")
+    limits = ("--max-body-mb", "1", "--max-inflight-mb", "2", "--max-parts", "50", "--strict-params")
+    with running_server(qwen2_vl_folder, *flags, *limits, key=KEY) as server:
+        yield server
+
+
+def open_stream(server: RunningServer, **fields: Any) -> tuple[httpx.Client, Any]:
+    """A chat that is being answered: the first event is there."""
+    client = server.client()
+    request = client.build_request("POST", "/v1/chat/completions", json=chat_body(stream=True, **ENDLESS, **fields))
+    response = client.send(request, stream=True)
+    lines = response.iter_lines()
+    next(lines)
+    return client, lines
+
+
+def is_idle(server: RunningServer) -> bool:
+    return (
+        server.stats("saccade:running")
+        == server.stats("saccade:waiting")
+        == server.stats("saccade:kv_blocks_used")
+        == 0
+    )
+
+
+# --- keys ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("authorization", [None, "Bearer wrong", "Bearer", f"Basic {KEY}", f"Bearer {KEY}x"])
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+def test_every_route_needs_a_right_key(small: RunningServer, method: str, path: str, authorization: str | None) -> None:
+    headers = {} if authorization is None else {"authorization": authorization}
+    response = httpx.request(method, small.url + path, headers=headers)
+    assert response.status_code == 401
+    if method != "HEAD":
+        assert error_of(response)["code"] == "invalid_api_key"
+
+
+@pytest.mark.parametrize("path", ["/health", "/ready"])
+def test_health_and_ready_need_no_key(small: RunningServer, path: str) -> None:
+    assert httpx.get(small.url + path).status_code == 200
+
+
+@pytest.mark.parametrize("key", [KEY, "other-key"])
+def test_each_of_several_keys_opens(small: RunningServer, key: str) -> None:
+    headers = {"authorization": f"Bearer {key}", "host": "odd.example"}
+    assert httpx.get(f"{small.url}/v1/models", headers=headers).status_code == 200
+
+
+def test_a_uuid_of_another_key_is_not_found(small: RunningServer) -> None:
+    assert small.chat([{**photo_part(64, 64), "uuid": "mine"}, text_part("?")]).status_code == 200
+    body = chat_body([{"type": "image_url", "uuid": "mine"}, text_part("?")])
+    headers = {"authorization": "Bearer other-key"}
+    response = httpx.post(f"{small.url}/v1/chat/completions", json=body, headers=headers)
+    assert error_of(response)["code"] == "image_file_not_found"
+
+
+# --- sizes --------------------------------------------------------------------------------------------------------
+
+
+def test_a_body_over_the_limit_is_refused_by_its_announced_length(small: RunningServer) -> None:
+    response = small.chat("a" * (2 << 20))
+    assert response.status_code == 413 and error_of(response)["code"] == "request_too_large"
+    assert response.headers["x-should-retry"] == "false"
+
+
+def test_a_body_over_the_limit_is_refused_while_it_arrives(small: RunningServer) -> None:
+    with small.client() as client:
+        chunks = (b"a" * 65536 for _ in range(64))
+        response = client.post("/v1/chat/completions", content=chunks, headers={"content-type": "application/json"})
+    assert response.status_code == 413
+
+
+def test_too_many_parts_are_refused(small: RunningServer) -> None:
+    assert error_of(small.chat([text_part("a")] * 51))["param"] == "messages"
+
+
+def test_strict_params_refuses_unknown_fields(small: RunningServer) -> None:
+    response = small.chat(tempratur=1)
+    assert response.status_code == 400 and error_of(response)["param"] == "tempratur"
+
+
+def test_bodies_in_flight_are_bounded(small: RunningServer) -> None:
+    """Three uploads that stop before their last byte; the third does not fit beside the others."""
+    size = (1 << 20) - 100
+    socks = [upload(small, size) for _ in range(2)]
+    try:
+        assert until(lambda: small.chat("a" * 500_000).status_code == 503)
+        response = small.chat("a" * 500_000)
+        assert error_of(response)["code"] == "overloaded" and int(response.headers["retry-after"]) >= 1
+    finally:
+        for sock in socks:
+            sock.close()
+    assert until(small.answers)
+
+
+def upload(server: RunningServer, size: int) -> socket.socket:
+    sock = socket.create_connection(("127.0.0.1", int(server.url.rsplit(":", 1)[1])))
+    first, key = "POST /v1/chat/completions HTTP/1.1", f"authorization: Bearer {KEY}"
+    headers = (first, "host: x", key, f"content-length: {size}")
+    sock.sendall("\r\n".join(headers).encode() + b"\r\n\r\n" + b" " * (size - 1))
+    return sock
+
+
+# --- overload -----------------------------------------------------------------------------------------------------
+
+
+def test_requests_over_the_limit_get_429_and_the_others_go_on(small: RunningServer) -> None:
+    opened = [open_stream(small) for _ in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(small.chat, max_tokens=2) for _ in range(2)]
+        try:
+            assert until(lambda: small.stats("saccade:waiting") == 2)
+            response = small.chat([photo_part(200, 200, seed=321), text_part("?")])
+            assert response.status_code == 429 and error_of(response)["code"] == "overloaded"
+            assert int(response.headers["retry-after"]) >= 1
+            assert httpx.get(f"{small.url}/ready").status_code == 503
+        finally:
+            for client, _ in opened:
+                client.close()
+        assert [future.result().status_code for future in waiting] == [200, 200]
+
+
+# --- clients that leave -------------------------------------------------------------------------------------------
+
+
+def test_leaving_during_the_answer_frees_the_engine(small: RunningServer) -> None:
+    client, _ = open_stream(small)
+    assert until(lambda: small.stats("saccade:running") == 1)
+    client.close()
+    assert until(lambda: is_idle(small))
+
+
+def test_leaving_a_whole_answer_frees_the_engine(small: RunningServer) -> None:
+    with pytest.raises(httpx.ReadTimeout), small.client() as client:
+        client.post("/v1/chat/completions", json=chat_body(**ENDLESS), timeout=0.5)
+    assert until(lambda: is_idle(small))
+
+
+def test_leaving_while_waiting_frees_the_place(small: RunningServer) -> None:
+    opened = [open_stream(small) for _ in range(2)]
+    try:
+        with pytest.raises(httpx.ReadTimeout), small.client() as client:
+            client.post("/v1/chat/completions", json=chat_body(), timeout=0.5)
+        assert until(lambda: small.stats("saccade:waiting") == 0)
+    finally:
+        for client, _ in opened:
+            client.close()
+    assert until(lambda: is_idle(small))
+
+
+def test_leaving_during_the_upload_frees_what_was_read(small: RunningServer) -> None:
+    for _ in range(4):  # more than fit at once, if any of them stayed
+        upload(small, (1 << 20) - 100).close()
+    assert until(lambda: small.chat("a" * 1000, max_tokens=1).status_code == 200)
+
+
+def test_a_slow_reader_does_not_hold_up_others(small: RunningServer) -> None:
+    client, lines = open_stream(small, logprobs=True, top_logprobs=20)  # far more than the buffers hold
+    try:
+        assert small.answers()
+        events = events_of(list(lines))
+    finally:
+        client.close()
+    assert events[-1] == "[DONE]"
+    assert sum(len(event["choices"][0]["logprobs"]["content"]) for event in events[:-1]) == 1500
+
+
+# --- the engine leaves --------------------------------------------------------------------------------------------
+
+
+def test_a_killed_engine_ends_its_streams_and_comes_back(qwen2_vl_folder: Path) -> None:
+    with running_server(qwen2_vl_folder) as server:
+        client, lines = open_stream(server)
+        (worker,) = server.children()
+        os.kill(worker, signal.SIGKILL)
+        events = events_of(list(lines))
+        client.close()
+        assert events[-1]["error"]["code"] == "engine_unavailable" and "[DONE]" not in events
+        response = server.chat()
+        assert response.status_code == 503 and "retry-after" in response.headers
+        assert httpx.get(f"{server.url}/health").status_code == 503
+        assert until(lambda: is_ready(server), 60)
+        assert server.answers() and server.children() != [worker]
+
+
+# --- the server leaves --------------------------------------------------------------------------------------------
+
+
+def test_sigterm_lets_open_requests_finish_and_refuses_new_ones(qwen2_vl_folder: Path) -> None:
+    with running_server(qwen2_vl_folder) as server:
+        client, lines = open_stream(server)
+        children = server.children()
+        server.process.send_signal(signal.SIGTERM)
+        assert until(lambda: not is_ready(server))
+        refused = server.chat()
+        assert refused.status_code == 503 and "retry-after" in refused.headers
+        assert events_of(list(lines))[-1] == "[DONE]"
+        client.close()
+        assert server.process.wait(20) == 0
+        assert not any(Path(f"/proc/{pid}").exists() for pid in children)
+
+
+def test_after_the_drain_timeout_streams_end_with_an_error(qwen2_vl_folder: Path) -> None:
+    with running_server(qwen2_vl_folder, "--drain-timeout", "0.2") as server:
+        client, lines = open_stream(server)
+        server.process.send_signal(signal.SIGTERM)
+        events = events_of(list(lines))
+        client.close()
+        assert "error" in events[-1]
+        assert server.process.wait(20) == 0
+
+
+def test_a_second_signal_does_not_wait(qwen2_vl_folder: Path) -> None:
+    with running_server(qwen2_vl_folder, "--drain-timeout", "600") as server:
+        client, lines = open_stream(server)
+        server.process.send_signal(signal.SIGTERM)
+        assert until(lambda: not is_ready(server))
+        server.process.send_signal(signal.SIGINT)
+        assert "error" in events_of(list(lines))[-1]
+        client.close()
+        assert server.process.wait(20) == 0
+
+
+# --- starting -----------------------------------------------------------------------------------------------------
+
+
+def test_health_and_ready_tell_the_truth_while_the_model_loads(qwen2_vl_folder: Path) -> None:
+    server = start_server(qwen2_vl_folder)
+    try:
+        seen = set()
+
+        def look() -> bool:
+            try:
+                seen.add(httpx.get(f"{server.url}/ready").status_code)
+                if 200 not in seen:
+                    response = server.chat()
+                    assert response.status_code in (503, 200)
+            except httpx.TransportError:
+                return False
+            return 200 in seen
+
+        assert until(look, 60)
+        assert seen == {503, 200}
+    finally:
+        server.process.terminate()
+        assert server.process.wait(20) == 0
+
+
+def test_a_setting_that_cannot_work_ends_with_one_line(qwen2_vl_folder: Path) -> None:
+    server = start_server(qwen2_vl_folder, "--max-model-len", "100000000")
+    assert server.process.wait(60) == 1
+    assert until(lambda: any("--max-model-len" in line for line in server.log))
+    assert not any("Traceback" in line for line in server.log)
+
+
+def test_a_taken_port_is_named(qwen2_vl_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert cli.main(["serve", str(qwen2_vl_folder), "--port", str(port)]) == 1
+    assert str(port) in capsys.readouterr().err
+
+
+def test_serving_without_a_model_says_what_to_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve"]) == 1
+    assert "no model was given" in capsys.readouterr().err
+
+
+def test_origins_that_are_allowed_may_call_from_a_page(qwen2_vl_folder: Path) -> None:
+    with running_server(
+        qwen2_vl_folder, "--allowed-origins", "https://app.example", "--api-key", KEY, key=KEY
+    ) as server:
+        headers = {"origin": "https://app.example", "access-control-request-method": "POST"}
+        response = httpx.options(f"{server.url}/v1/chat/completions", headers=headers)
+        assert response.headers["access-control-allow-origin"] == "https://app.example"
+        headers["origin"] = "https://other.example"
+        response = httpx.options(f"{server.url}/v1/chat/completions", headers=headers)
+        assert "access-control-allow-origin" not in response.headers
