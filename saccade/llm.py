@@ -17,6 +17,7 @@ from saccade.params import SamplingParams
 from saccade.processor.answer import Answer
 from saccade.processor.checkpoint import open_checkpoint
 from saccade.processor.prompt import Processor
+from saccade.processor.structured import check_structured
 from saccade.types import Bill, Prompt, Request, RequestError, TokenEvent
 
 PromptInput = str | Mapping[str, Any]
@@ -75,6 +76,8 @@ class Engine:
         if request_id in self._open:
             raise RequestError(f"request id {request_id!r} is already in use")
         params = params or SamplingParams()
+        if params.structured is not None:
+            check_structured(params.structured)
         start = time.perf_counter()
         prompt = make()
         prepare_ms = (time.perf_counter() - start) * 1e3

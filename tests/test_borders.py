@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).parent.parent / "saccade"
-BASE = {"types", "params", "config", "costs", "outputs", "rgb"}
+BASE = {"types", "params", "config", "costs", "outputs", "rgb", "schema"}
 
 # package or top-level module -> what it may import from saccade (itself always)
 ALLOWED: dict[str, set[str]] = {
@@ -22,6 +22,7 @@ ALLOWED: dict[str, set[str]] = {
     "costs": {"config"},
     "outputs": {"types"},
     "rgb": {"types"},
+    "schema": set(),
     "processor": BASE,
     "scheduler": {"types", "params", "config"},
     "models": {"types", "config"},
@@ -29,13 +30,17 @@ ALLOWED: dict[str, set[str]] = {
     "engine": {"types", "params", "config", "scheduler", "runner"},
     "llm": BASE | {"processor", "engine"},
     "chat": BASE | {"llm"},
-    "cli": BASE | {"processor", "chat", "__init__"},
+    "metrics": {"types"},
+    "server": BASE | {"processor", "engine", "metrics", "__init__"},
+    "cli": BASE | {"processor", "chat", "server", "__init__"},
     "__init__": {"params", "llm"},
 }
 HEAVY = {"torch", "transformers", "safetensors"}
 FORBIDDEN_OUTSIDE: dict[str, set[str]] = {  # third-party modules a package must never import
     **{name: HEAVY | {"numpy"} for name in ("types", "params", "config", "costs", "outputs")},
     "processor": HEAVY,
+    "metrics": HEAVY | {"numpy", "fastapi"},
+    "server": HEAVY | {"PIL", "numpy"},
     "cli": HEAVY,
     "engine": {"transformers", "PIL", "tokenizers"},
     "runner": {"transformers", "tokenizers"},
@@ -127,7 +132,14 @@ def test_model_names_appear_only_in_the_two_folders_and_their_tables() -> None:
 
 @pytest.mark.parametrize(
     "module",
-    ["saccade", "saccade.scheduler.scheduler", "saccade.processor.prompt", "saccade.engine.client", "saccade.cli"],
+    [
+        "saccade",
+        "saccade.scheduler.scheduler",
+        "saccade.processor.prompt",
+        "saccade.engine.client",
+        "saccade.server.serve",
+        "saccade.cli",
+    ],
 )
 def test_importing_it_does_not_load_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"

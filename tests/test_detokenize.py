@@ -127,3 +127,16 @@ def test_how_tokens_cut_the_text_does_not_matter(qwen: Tokenizer, text: str, sto
     pushed(by_letter, [i for letter in text for i in qwen.encode(letter, add_special_tokens=False)])
     assert (by_token.text, by_token.stopped) == (by_letter.text, by_letter.stopped)
     assert not any(s in by_token.text for s in stop)
+
+
+def test_a_stop_string_can_be_kept_in_the_text(qwen: Tokenizer) -> None:
+    detokenizer = Detokenizer(qwen, [" brown"], include_stop=True)
+    shown = "".join(detokenizer.push(i) for i in qwen.encode("The quick brown fox"))
+    assert shown == "The quick brown" and detokenizer.stopped == " brown"
+
+
+def test_control_tokens_can_be_shown(qwen: Tokenizer) -> None:
+    detokenizer = Detokenizer(qwen, skip_special_tokens=False)
+    text = "The quick<|im_end|> fox"
+    shown = "".join(detokenizer.push(i) for i in qwen.encode(text)) + detokenizer.finish()
+    assert shown == text

@@ -232,6 +232,61 @@ def test_control_tokens_stay_hidden_unless_they_are_asked_for(server: RunningSer
     assert shown == "<|vision_pad|>" * 2
 
 
+# --- tools and forms ----------------------------------------------------------------------------------------------
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {"type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}}, "required": ["city"]},
+    },
+}
+NAMED = {"type": "function", "function": {"name": "weather"}}
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED])
+def test_a_required_tool_is_called_with_arguments_of_its_schema(server: RunningServer, choice: Any) -> None:
+    (answer,) = server.chat(tools=[WEATHER], tool_choice=choice, max_tokens=100).json()["choices"]
+    (call,) = answer["message"]["tool_calls"]
+    assert answer["finish_reason"] == "tool_calls" and call["function"]["name"] == "weather"
+    assert json.loads(call["function"]["arguments"])["city"] in ("Oslo", "Rome")
+
+
+def test_a_streamed_tool_call_adds_up_to_the_whole_one(server: RunningServer) -> None:
+    fields = {"tools": [WEATHER], "tool_choice": "required", "max_tokens": 100}
+    (call,) = server.chat(**fields).json()["choices"][0]["message"]["tool_calls"]
+    events = stream(server, chat_body(**fields))[:-1]
+    deltas = [call for event in events for call in event["choices"][0]["delta"].get("tool_calls", [])]
+    assert deltas[0]["function"]["name"] == "weather"
+    assert "".join(delta["function"].get("arguments", "") for delta in deltas) == call["function"]["arguments"]
+    assert events[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+def test_tools_that_may_be_called_need_not_be(server: RunningServer) -> None:
+    assert server.chat(tools=[WEATHER]).status_code == 200
+
+
+BOUNDED = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": BOUNDED}}},
+        {"structured_outputs": {"json": BOUNDED}},
+    ],
+    ids=["response_format", "structured_outputs"],
+)
+def test_an_answer_follows_the_schema_it_was_given(server: RunningServer, fields: dict[str, Any]) -> None:
+    (answer,) = server.chat(**fields, max_tokens=200).json()["choices"]
+    assert json.loads(answer["message"]["content"])["a"] in (1, 2)
+
+
+def test_json_object_gives_an_object(server: RunningServer) -> None:
+    (answer,) = server.chat(response_format={"type": "json_object"}, max_tokens=20).json()["choices"]
+    assert answer["message"]["content"].lstrip().startswith("{")
+
+
 # --- other routes -------------------------------------------------------------------------------------------------
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import re
 import socket
 import struct
 import zlib
@@ -49,7 +50,7 @@ def refused(response: httpx.Response, code: str | None, param: str | None = None
     if param is not None:
         assert error["param"] == param, error
     assert response.headers["x-should-retry"] == "false"
-    assert "0x" not in error["message"] and "PIL" not in error["message"] and "Traceback" not in error["message"]
+    assert not re.search(r"\b0x|PIL|Traceback|site-packages", error["message"])
     return error
 
 
@@ -83,7 +84,7 @@ NO_PICTURES: dict[str, tuple[str, str]] = {
     "no comma": ("data:image/png;base64" + B64, "invalid_base64_image"),
     "not marked base64": ("data:image/png," + B64, "invalid_base64_image"),
     "not base64": ("data:image/png;base64,%%%not base64%%%", "invalid_base64_image"),
-    "url-safe base64": ("data:image/png;base64," + base64.urlsafe_b64encode(b"\xff\xfe\xfd" * 40).decode(), "invalid_base64_image"),
+    "url-safe base64": ("data:image/png;base64,_-_-" + B64, "invalid_base64_image"),
     "html": (as_url(b"<!doctype html><html></html>"), "unsupported_image_media_type"),
     "svg": (as_url(b"<svg xmlns='http://www.w3.org/2000/svg'/>"), "unsupported_image_media_type"),
     "pdf": (as_url(b"%PDF-1.7 ..."), "unsupported_image_media_type"),
@@ -230,7 +231,7 @@ BODIES: dict[str, bytes] = {
     "deep lists": b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
     "deep objects": b'{"a":' * 5_000 + b"1" + b"}" * 5_000,
     "levels below the parser's limit": b'{"chat_template_kwargs":' + b'{"a":' * 300 + b"1" + b"}" * 301,
-    "a million parts": b'{"messages":[{"role":"user","content":[' + b'{"type":"text","text":"a"},' * 999_999 + b"{}]}]}",
+    "a million parts": b'{"messages":[{"role":"user","content":[' + b'{"type":"text","text":"a"},' * 10**6 + b"{}]}]}",
     "ten thousand parts": json.dumps(chat_body([text_part("a")] * 10_000)).encode(),
     "ten thousand images": json.dumps(chat_body([image_part("data:,")] * 4_000)).encode(),
     "a huge number": b'{"messages": [{"role":"user","content":"a"}], "max_tokens": 1' + b"0" * 400 + b"}",
@@ -427,7 +428,7 @@ def test_a_part_that_cannot_be_read_is_named(server: RunningServer, part: Any, p
     assert response.status_code == 400 and error_of(response)["param"] == param
 
 
-@pytest.mark.parametrize("name", ["tokenize", "messages", "bos_token", "eos_token"])
+@pytest.mark.parametrize("name", ["tokenize", "messages", "tools", "eos_token"])
 def test_template_settings_that_are_not_the_clients_are_refused(server: RunningServer, name: str) -> None:
     response = server.chat(chat_template_kwargs={name: True})
     assert response.status_code == 400 and str(error_of(response)["param"]).startswith("chat_template_kwargs")

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from saccade.processor.pictures import Picture
 from saccade.processor.template import render
+from saccade.processor.tools import calls_for_template
 from saccade.types import RequestError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -37,6 +38,8 @@ def read_messages(messages: Any, form: Form, clean: Callable[[str], str], *, all
         where = f"messages[{index}]"
         _check_role(message, where)
         rest = {k: v for k, v in message.items() if k != "content"}
+        if rest.get("tool_calls"):
+            rest["tool_calls"] = calls_for_template(rest["tool_calls"], f"{where}.tool_calls")
         parts = _parts(message.get("content"), where, chat.pictures, allow_paths)
         content = cleaned(_in_form(parts, form), clean)
         chat.messages.append({**cleaned(rest, clean), "content": content})

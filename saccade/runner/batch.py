@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from saccade.models.attention import AttentionBatch
+from saccade.runner.grammar import Grammar
 from saccade.runner.sampler import Row
-from saccade.types import Admission, Request, Span, Work
+from saccade.types import Admission, Request, Sample, Span, Work
 
 Ints = npt.NDArray[np.int64]
 
@@ -25,9 +26,10 @@ Ints = npt.NDArray[np.int64]
 class RequestState:
     """One admitted request: its tokens, positions and block table. Dropped when the plan says so."""
 
-    def __init__(self, admission: Admission) -> None:
+    def __init__(self, admission: Admission, grammar: Grammar | None = None) -> None:
         prompt = admission.request.prompt
         self.request: Request = admission.request
+        self.grammar = grammar  # of an answer that must follow a schema, after the tokens it has already
         self.num_prompt = len(prompt)
         self.spans: tuple[Span, ...] = prompt.spans
         self.blocks: list[int] = list(admission.block_ids)
@@ -42,6 +44,14 @@ class RequestState:
             self._tokens = np.concatenate([self._tokens, np.empty_like(self._tokens)])
         self._tokens[self.num_tokens] = token
         self.num_tokens += 1
+
+    def take(self, sample: Sample) -> Sample:
+        """Append a sampled token; the sample again, which says so when nothing may follow it."""
+        self.append(sample.token_id)
+        if self.grammar is None:
+            return sample
+        self.grammar.advance(sample.token_id)
+        return sample._replace(is_last=self.grammar.is_complete)
 
     def tokens(self, start: int, end: int) -> Ints:
         assert end <= self.num_tokens, "a window ends at the last known token"
@@ -59,12 +69,17 @@ class RequestState:
 
     def row(self) -> Row:
         request = self.request
+        end_ids = request.eos_token_ids | frozenset(request.params.stop_token_ids)
+        allowed = self.grammar.allowed() if self.grammar else None
+        if self.grammar and allowed is not None and self.grammar.must_end(allowed):
+            end_ids = frozenset()  # the schema outranks min_tokens
         return Row(
             params=request.params,
             prompt_ids=self._tokens[: self.num_prompt],
             output_ids=self._tokens[self.num_prompt : self.num_tokens],
-            end_ids=request.eos_token_ids | frozenset(request.params.stop_token_ids),
+            end_ids=end_ids,
             seed=request.seed,
+            allowed=allowed,
         )
 
 

@@ -1,4 +1,4 @@
-"""Puts a runner together: weights, KV blocks, encoder stage."""
+"""Puts a runner together: weights, KV blocks, encoder stage, grammars."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from saccade.config import ModelConfig, Options
 from saccade.models import load_model
 from saccade.models.attention import PagedKV
 from saccade.runner.encoder import LocalEncoder
+from saccade.runner.grammar import Grammars
 from saccade.runner.memory import MemoryPlan
 from saccade.runner.runner import Runner
 
@@ -46,4 +47,5 @@ def build_runner(
             patches = min(patches, _MOST_SLICED_PATCHES)
         threads = options.decode_threads or min(os.cpu_count() or 1, _MOST_DECODE_THREADS)
         encoder = LocalEncoder(model, patches, threads)
-    return Runner(model, kv, encoder, sizes.block_size)
+    grammars = Grammars(path / "tokenizer.json", config.text.vocab_size)
+    return Runner(model, kv, encoder, grammars, sizes.block_size)

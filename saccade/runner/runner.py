@@ -18,15 +18,24 @@ from saccade.models.interface import VisionLanguageModel
 from saccade.params import SamplingParams
 from saccade.runner.batch import Batch, RequestState, build_batch, overlapping, splice
 from saccade.runner.encoder import LocalEncoder
+from saccade.runner.grammar import Grammars
 from saccade.runner.sampler import sample
 from saccade.types import Admission, Key, Prompt, Request, RequestError, Sample, StepPlan, StepResult, Work
 
 
 class Runner:
-    def __init__(self, model: VisionLanguageModel, kv: PagedKV, encoder: LocalEncoder | None, block_size: int) -> None:
+    def __init__(
+        self,
+        model: VisionLanguageModel,
+        kv: PagedKV,
+        encoder: LocalEncoder | None,
+        grammars: Grammars,
+        block_size: int,
+    ) -> None:
         self.model = model
         self.kv = kv
         self.encoder = encoder  # None for a model without a vision tower
+        self.grammars = grammars
         self.block_size = block_size
         self.embeddings: dict[Key, Tensor] = {}  # [slots, hidden] each; which keys are here is the scheduler's decision
         self._states: dict[str, RequestState] = {}
@@ -41,7 +50,8 @@ class Runner:
             return result
         batch = build_batch(works, [self._states[w.request_id] for w in works], self.block_size, self.kv.k.device)
         hidden = self._forward(batch, works)
-        return StepResult(self._sample(batch, hidden), result.encoded, result.failed)
+        samples = self._sample(batch, hidden)
+        return StepResult(samples, result.encoded, result.failed, self._unsampled(batch))
 
     @torch.inference_mode()
     def seconds_per_prompt_token(self, tokens: int = 128) -> float:
@@ -82,7 +92,8 @@ class Runner:
         for key in plan.evicted:
             self.embeddings.pop(key, None)
         for admission in plan.admitted:
-            self._states[admission.request.request_id] = RequestState(admission)
+            grammar = self.grammars.start(admission.request, admission.output_token_ids)
+            self._states[admission.request.request_id] = RequestState(admission, grammar)
         for work in plan.works:
             self._states[work.request_id].blocks.extend(work.new_blocks)
         partly_filled = [w.new_blocks[-1] for w in plan.works if w.new_blocks and w.end % self.block_size]
@@ -133,9 +144,13 @@ class Runner:
         logits = self.model.logits(hidden[batch.last_rows])  # [samples, V]
         states = [self._states[request_id] for request_id in batch.sampled]
         samples = sample(logits, [state.row() for state in states])
-        for state, chosen in zip(states, samples, strict=True):
-            state.append(chosen.token_id)
-        return dict(zip(batch.sampled, samples, strict=True))
+        taken = [state.take(chosen) for state, chosen in zip(states, samples, strict=True)]
+        return dict(zip(batch.sampled, taken, strict=True))
+
+    def _unsampled(self, batch: Batch) -> dict[str, RequestError]:
+        """Requests whose grammar broke: what was drawn for them means nothing."""
+        grammars = {request_id: self._states[request_id].grammar for request_id in batch.sampled}
+        return {i: grammar.error for i, grammar in grammars.items() if grammar is not None and grammar.error}
 
 
 def _scratch_admission(tokens: int, config: ModelConfig, block_size: int) -> Admission:

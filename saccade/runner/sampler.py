@@ -30,6 +30,7 @@ class Row:
     output_ids: npt.NDArray[np.int64]
     end_ids: frozenset[int]  # forbidden until min_tokens are out
     seed: int
+    allowed: npt.NDArray[np.int32] | None = None  # one bit per token, 32 to a word, lowest first; None: all tokens
 
 
 def sample(logits: Tensor, rows: Sequence[Row]) -> list[Sample]:
@@ -52,7 +53,7 @@ def sample(logits: Tensor, rows: Sequence[Row]) -> list[Sample]:
 
 
 def _adjust(logits: Tensor, rows: Sequence[Row]) -> None:
-    """Bias, penalties and forbidden end tokens, in place; rows that ask for none cost nothing."""
+    """Bias, penalties and forbidden tokens, in place; rows that ask for none cost nothing."""
     penalised = [i for i, row in enumerate(rows) if _has_penalty(row.params)]
     if penalised:
         _penalise(logits, penalised, [rows[i] for i in penalised])
@@ -72,6 +73,19 @@ def _adjust(logits: Tensor, rows: Sequence[Row]) -> None:
     if where:
         index = (torch.tensor(where, device=logits.device), torch.tensor(tokens, device=logits.device))
         logits.index_put_(index, torch.tensor(added, device=logits.device), accumulate=True)
+    _forbid(logits, rows)
+
+
+def _forbid(logits: Tensor, rows: Sequence[Row]) -> None:
+    """Tokens outside a row's grammar. The bits travel to the device packed, and are spread out there."""
+    masks = {i: row.allowed for i, row in enumerate(rows) if row.allowed is not None}
+    if not masks:
+        return
+    index = torch.tensor(list(masks), device=logits.device)
+    words = torch.from_numpy(np.stack(list(masks.values()))).to(logits.device)  # [n, words]
+    bits = (words[:, :, None] >> torch.arange(32, device=logits.device)) & 1  # [n, words, 32]
+    allowed = bits.flatten(1)[:, : logits.shape[-1]].bool()  # [n, V]
+    logits[index] = logits[index].masked_fill(~allowed, _NEVER)
 
 
 def _has_penalty(params: SamplingParams) -> bool:
@@ -173,6 +187,8 @@ def reference_sample(logits: Sequence[float], row: Row) -> int:
     if len(outputs) < params.min_tokens:
         for token in row.end_ids:
             values[token] = _NEVER
+    if row.allowed is not None:
+        values = [v if row.allowed[t // 32] >> (t % 32) & 1 else _NEVER for t, v in enumerate(values)]
     ranked = sorted(range(len(values)), key=lambda t: -values[t])
     if params.is_greedy:
         return ranked[0]

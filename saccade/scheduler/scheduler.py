@@ -261,7 +261,9 @@ class Scheduler:
             seq.num_computed = work.end
             if seq.next_span < len(seq.spans):
                 self._leave_spans(seq)
-            if work.samples:
+            if error := result.unsampled.get(work.request_id):
+                events.append(self._finish(seq, "error", now, error=error))
+            elif work.samples:
                 events.append(self._take_sample(seq, result.samples[work.request_id], now))
         return events
 
@@ -287,7 +289,7 @@ class Scheduler:
         seq.num_tokens += 1
         if seq.first_token is None:
             seq.first_token = now
-        if token in seq.stop_ids and len(output) >= seq.request.params.min_tokens:
+        if sample.is_last or (token in seq.stop_ids and len(output) >= seq.request.params.min_tokens):
             return self._finish(seq, "stop", now, sample)
         if len(output) >= seq.request.max_tokens:
             return self._finish(seq, "length", now, sample)
@@ -345,7 +347,7 @@ class Scheduler:
             token_id=token,
             logprobs=sample.logprobs if sample else None,
             finish_reason=reason,
-            stop_token_id=token if reason == "stop" else None,
+            stop_token_id=token if reason == "stop" and token in seq.stop_ids else None,
             error=error,
             usage=seq.usage(now),
         )

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from saccade.processor.tools import ToolParser
+from saccade.processor.tools import MAX_TOOLS, CallStart, Content, Delta, ToolParser
 from saccade.server.deliver import deliver
 from saccade.server.exchange import Exchange
 from saccade.server.generate import Generation, Piece
@@ -17,7 +17,7 @@ from saccade.server.service import Caller, Service
 
 
 async def answer_chat(service: Service, exchange: Exchange, body: dict[str, Any], caller: Caller, held: Held) -> None:
-    request = await service.in_thread(read_chat, body, service.fields)
+    request = await service.read(read_chat, body)
     wanted = request.wanted
     service.check_model(wanted.model)
     priced, timing = await service.price_chat(request, caller, held)
@@ -85,8 +85,10 @@ class _ChatAnswer:
     """One answer as far as it is known: its text, the calls found in it, and the tokens to report."""
 
     def __init__(self, request: ChatRequest) -> None:
+        plan = request.tools
         self.is_open = False
-        self._parser = ToolParser() if request.tools and request.tool_choice != "none" else None
+        self._parser = ToolParser(is_bare=plan.structured is not None) if plan.calls else None
+        self._max_calls = MAX_TOOLS if request.parallel_tool_calls else 1
         self._content: list[str] = []
         self._calls: list[dict[str, Any]] = []
         self._seen = Piece(0)
@@ -97,8 +99,27 @@ class _ChatAnswer:
         self._seen.shown_ids += piece.shown_ids
         self._seen.logprobs += piece.logprobs
         self._seen.finish_reason, self._seen.stop_reason = piece.finish_reason, piece.stop_reason
-        self._content.append(piece.text)
-        return [{"content": piece.text}] if piece.text else []
+        found = [delta for delta in self._parsed(piece) if self._is_wanted(delta)]
+        for delta in found:
+            self._keep(delta)
+        return [delta.delta() for delta in found]
+
+    def _parsed(self, piece: Piece) -> list[Delta]:
+        if self._parser is None:
+            return [Content(piece.text)] if piece.text else []
+        deltas = self._parser.push(piece.text)
+        return deltas + (self._parser.finish() if piece.finish_reason else [])
+
+    def _is_wanted(self, delta: Delta) -> bool:
+        return isinstance(delta, Content) or delta.index < self._max_calls
+
+    def _keep(self, delta: Delta) -> None:
+        if isinstance(delta, Content):
+            self._content.append(delta.text)
+        elif isinstance(delta, CallStart):
+            self._calls.append({"id": delta.id, "type": "function", "function": {"name": delta.name, "arguments": ""}})
+        else:
+            self._calls[delta.index]["function"]["arguments"] += delta.arguments
 
     def finish_reason(self, reason: str | None) -> str | None:
         return "tool_calls" if reason == "stop" and self._calls else reason
@@ -108,4 +129,6 @@ class _ChatAnswer:
         return self._seen
 
     def message(self) -> dict[str, Any]:
-        return {"role": "assistant", "content": "".join(self._content), "refusal": None}
+        text = "".join(self._content)
+        message = {"role": "assistant", "content": text, "refusal": None}
+        return {**message, "content": text or None, "tool_calls": self._calls} if self._calls else message

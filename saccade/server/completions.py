@@ -20,7 +20,7 @@ from saccade.types import Logprobs
 async def answer_completion(
     service: Service, exchange: Exchange, body: dict[str, Any], caller: Caller, held: Held
 ) -> None:
-    request = await service.in_thread(read_completion, body, service.fields, service.options.max_num_seqs)
+    request = await service.read(read_completion, body, service.options.max_num_seqs)
     wanted = request.wanted
     service.check_model(wanted.model)
     prompts, timing = await service.price_prompts(request.prompts, wanted.cache_salt, caller)

@@ -8,6 +8,7 @@ from typing import Any
 
 from saccade.params import MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
 from saccade.processor.structured import structured_from
+from saccade.processor.tools import ToolPlan, tools_for_template
 from saccade.server import fields
 from saccade.server.fields import FieldReader
 from saccade.types import RequestError
@@ -34,8 +35,7 @@ class Wanted:
 class ChatRequest:
     wanted: Wanted
     messages: Sequence[Mapping[str, Any]]
-    tools: Sequence[Mapping[str, Any]] | None
-    tool_choice: Any
+    tools: ToolPlan
     parallel_tool_calls: bool
     add_generation_prompt: bool
     chat_template_kwargs: Mapping[str, Any] | None
@@ -52,13 +52,12 @@ def read_chat(body: Mapping[str, Any], reader: FieldReader) -> ChatRequest:
     given = reader.read(body, fields.CHAT)
     if "messages" not in given:
         raise RequestError("messages is missing; send a list with at least one message", param="messages")
-    _check_tools(given)
+    tools = tools_for_template(given.get("tools"), given.get("tool_choice"))
     limit = given.get("max_completion_tokens", given.get("max_tokens"))
     return ChatRequest(
-        wanted=_wanted(given, limit, _chat_logprobs(given)),
+        wanted=_wanted(given, limit, _chat_logprobs(given), tools.structured),
         messages=given["messages"],
-        tools=given.get("tools"),
-        tool_choice=given.get("tool_choice"),
+        tools=tools,
         parallel_tool_calls=given.get("parallel_tool_calls", True),
         add_generation_prompt=given.get("add_generation_prompt", True),
         chat_template_kwargs=given.get("chat_template_kwargs"),
@@ -94,7 +93,9 @@ def _is_token(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
 
-def _wanted(given: Mapping[str, Any], max_tokens: int | None, logprobs: int | None) -> Wanted:
+def _wanted(
+    given: Mapping[str, Any], max_tokens: int | None, logprobs: int | None, structured: str | None = None
+) -> Wanted:
     stream, options = given.get("stream", False), given.get("stream_options", {})
     if options and not stream:
         raise RequestError("stream_options is only for streams; set stream to true", param="stream_options")
@@ -104,7 +105,7 @@ def _wanted(given: Mapping[str, Any], max_tokens: int | None, logprobs: int | No
     continuous = bool(options.get("continuous_usage_stats"))
     return Wanted(
         model=given.get("model"),
-        params=_params(given, max_tokens, logprobs),
+        params=_params(given, max_tokens, logprobs, structured),
         stream=stream,
         include_usage=bool(options.get("include_usage")) or continuous,
         continuous_usage=continuous,
@@ -117,12 +118,16 @@ def _wanted(given: Mapping[str, Any], max_tokens: int | None, logprobs: int | No
     )
 
 
-def _params(given: Mapping[str, Any], max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+def _params(
+    given: Mapping[str, Any], max_tokens: int | None, logprobs: int | None, structured: str | None
+) -> SamplingParams:
+    """`structured` is the form of a required tool call, which goes before the form of the answer."""
     plain = {name: given[name] for name in fields.SAMPLING if name in given and name != "logit_bias"}
     bias = _bias(given.get("logit_bias"))
-    structured = structured_from(_format(given))
-    stop = plain.pop("stop", None) or None  # an empty list means none
-    return SamplingParams(**{**plain, "max_tokens": max_tokens}, stop=stop, logprobs=logprobs, logit_bias=bias)
+    form = structured_from(_format(given))
+    return SamplingParams(
+        **{**plain, "max_tokens": max_tokens}, logprobs=logprobs, logit_bias=bias, structured=structured or form
+    )
 
 
 def _format(given: Mapping[str, Any]) -> Any:
@@ -161,10 +166,3 @@ def _chat_logprobs(given: Mapping[str, Any]) -> int | None:
     if top is not None and not 0 <= top <= MAX_LOGPROBS:
         raise RequestError(f"top_logprobs must be from 0 to {MAX_LOGPROBS}, but {top} was given", param="top_logprobs")
     return top or 0
-
-
-def _check_tools(given: Mapping[str, Any]) -> None:
-    if "tools" in given and not given["tools"]:
-        raise RequestError("tools is empty; leave it out or name at least one", param="tools")
-    if given.get("tool_choice", "none") != "none" and "tools" not in given:
-        raise RequestError("tool_choice needs tools to choose from", param="tool_choice")

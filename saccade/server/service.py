@@ -9,7 +9,7 @@ import asyncio
 import itertools
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -32,6 +32,7 @@ DEFAULT_MAX_WAITING = 256
 _CHARS_PER_TOKEN = 32  # more than any text has on average; only what cannot fit is refused by it
 _THREADS = 4
 _GUESSED_START = 5.0
+_SCHEMA_FIELDS = ("response_format", "structured_outputs", "tools")
 
 Result = TypeVar("Result")
 
@@ -76,6 +77,7 @@ class Service:
         self._fetcher = fetcher
         self._media = MediaResolver(fetcher, UuidCache(server.uuid_cache_mb << 20), processor.policy, self.metrics)
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="saccade-prompt")
+        self._schema_pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="saccade-schema")
         self._seeds = random.Random(options.seed)
         self._numbers = itertools.count()
 
@@ -91,6 +93,11 @@ class Service:
     def max_chars(self) -> int:
         return self.limits.max_model_len * _CHARS_PER_TOKEN
 
+    async def read(self, reader: Callable[..., Result], body: Mapping[str, Any], *args: Any) -> Result:
+        """Check a body in a thread. Schemas have threads of their own: compiling one may take seconds."""
+        pool = self._schema_pool if any(body.get(name) for name in _SCHEMA_FIELDS) else self._pool
+        return await asyncio.get_running_loop().run_in_executor(pool, reader, body, self.fields, *args)
+
     async def in_thread(self, work: Callable[..., Result], *args: Any) -> Result:
         """For work of a millisecond or more: the event loop stays free for everybody's tokens."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, work, *args)
@@ -105,7 +112,8 @@ class Service:
 
     async def close(self) -> None:
         await self._fetcher.close()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._schema_pool):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     # --- prompts --------------------------------------------------------------------------------------------------
 
@@ -127,7 +135,7 @@ class Service:
         messages: Messages = self._media.resolved(request.messages, links, fetched, tenant)
         prompt = self.processor.from_chat(
             messages,
-            tools=request.tools,
+            tools=request.tools.for_template,
             add_generation_prompt=request.add_generation_prompt,
             chat_template_kwargs=request.chat_template_kwargs,
             mm_processor_kwargs=request.mm_processor_kwargs,

@@ -16,7 +16,7 @@ from saccade.types import RequestError
 
 async def bill(service: Service, body: dict[str, Any], caller: Caller, held: Held) -> dict[str, Any]:
     """What a chat would cost: the numbers the engine would charge, from headers alone."""
-    request = await service.in_thread(read_chat, body, service.fields)
+    request = await service.read(read_chat, body)
     service.check_model(request.wanted.model)
     priced, timing = await service.price_chat(request, caller, held)
     room = max(0, service.limits.max_model_len - len(priced.prompt))
@@ -31,7 +31,7 @@ async def tokenize(service: Service, body: dict[str, Any], caller: Caller, held:
         raise RequestError("give either prompt or messages", param="prompt")
     if "messages" in given:
         chat = {name: value for name, value in given.items() if name in fields.CHAT}
-        request = await service.in_thread(read_chat, chat, service.fields)
+        request = await service.read(read_chat, chat)
         priced, _ = await service.price_chat(request, caller, held)
         ids: Sequence[int] = priced.prompt.token_ids
     else:
@@ -62,7 +62,7 @@ async def input_tokens(service: Service, body: dict[str, Any], caller: Caller, h
     if "input" not in given:
         raise RequestError("input is missing; send a string or a list of messages", param="input")
     chat: dict[str, Any] = {"messages": _messages(given), "model": given.get("model"), "tools": given.get("tools")}
-    request = await service.in_thread(read_chat, chat, service.fields)
+    request = await service.read(read_chat, chat)
     service.check_model(request.wanted.model)
     priced, _ = await service.price_chat(request, caller, held)
     return {"object": "response.input_tokens", "input_tokens": len(priced.prompt)}

@@ -1,0 +1,72 @@
+"""Settings of `saccade serve`: flags over the environment over a file over the defaults."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from saccade.config import ConfigError, Options, ServerOptions
+from saccade.server.config import load_settings
+
+
+def test_without_anything_the_defaults_hold() -> None:
+    assert load_settings({}, {}, None) == (Options(), ServerOptions())
+
+
+def test_flags_win_over_the_environment_and_that_over_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "saccade.yaml"
+    file.write_text("port: 1\nmax-num-seqs: 11\nmax_waiting: 5\n")
+    settings = load_settings({"port": 3}, {"SACCADE_PORT": "2", "SACCADE_MAX_NUM_SEQS": "22"}, str(file))
+    assert settings.server.port == 3
+    assert settings.engine.max_num_seqs == 22
+    assert settings.engine.max_waiting == 5
+
+
+def test_lists_limits_and_truth_values_are_read_from_text() -> None:
+    environ = {
+        "SACCADE_API_KEY": "one, two",
+        "SACCADE_LIMIT_MM_PER_PROMPT": "image=2",
+        "SACCADE_STRICT_PARAMS": "true",
+        "SACCADE_ENABLE_PREFIX_CACHING": "off",
+    }
+    engine, server = load_settings({}, environ, None)
+    assert server.api_key == ("one", "two") and server.strict_params
+    assert engine.limit_mm_per_prompt == {"image": 2} and not engine.enable_prefix_caching
+
+
+def test_a_file_may_write_lists_and_mappings_as_such(tmp_path: Path) -> None:
+    file = tmp_path / "saccade.yaml"
+    file.write_text("api_key: [a, b]\nlimit_mm_per_prompt: {image: 3}\ndrain_timeout: 5\nmax_model_len: null\n")
+    engine, server = load_settings({}, {}, str(file))
+    assert server.api_key == ("a", "b") and server.drain_timeout == 5.0
+    assert engine.limit_mm_per_prompt == {"image": 3} and engine.max_model_len is None
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [("prot: 1", "prot"), ("port: many", "port"), ("port: [1]", "port"), ("- a", "option"), ("port: {", "cannot")],
+)
+def test_a_file_with_a_mistake_is_refused_by_name(tmp_path: Path, text: str, named: str) -> None:
+    file = tmp_path / "saccade.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=named):
+        load_settings({}, {}, str(file))
+
+
+def test_a_bad_environment_variable_is_named() -> None:
+    with pytest.raises(ConfigError, match="SACCADE_PORT"):
+        load_settings({}, {"SACCADE_PORT": "tcp://10.0.0.1:8000"}, None)
+
+
+def test_an_unknown_environment_variable_is_only_logged(caplog: pytest.LogCaptureFixture) -> None:
+    load_settings({}, {"SACCADE_SERVICE_HOST": "10.0.0.1"}, None)
+    assert "SACCADE_SERVICE_HOST" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "given", [{"port": 70000}, {"max_body_mb": 0}, {"max_inflight_mb": 1}, {"drain_timeout": -1.0}, {"api_key": ("",)}]
+)
+def test_settings_that_cannot_work_are_refused(given: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(given))):
+        load_settings(given, {}, None)

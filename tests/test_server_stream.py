@@ -1,0 +1,207 @@
+"""Streams against a fake engine: keep-alives, failures half-way, clients that leave. No process, no model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from saccade.engine.client import EngineUnavailable
+from saccade.metrics import Metrics
+from saccade.server import generate
+from saccade.server.errors import ApiError, ClientGone, api_error
+from saccade.server.exchange import Exchange, while_connected
+from saccade.server.generate import Generation, Priced, Timing
+from saccade.types import Bill, RequestError, TokenEvent
+
+
+class FakeStream:
+    """Gives what a test puts in; an exception in the queue is raised."""
+
+    def __init__(self) -> None:
+        self.queue: asyncio.Queue[Any] = asyncio.Queue()
+        self.is_cancelled = False
+
+    async def __anext__(self) -> list[TokenEvent]:
+        item = await self.queue.get()
+        if item is None:
+            raise StopAsyncIteration
+        if isinstance(item, Exception):
+            raise item
+        return [item]
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+
+
+class FakeEngine:
+    def __init__(self, stream: FakeStream) -> None:
+        self.stream = stream
+
+    async def submit(self, request: Any) -> Any:
+        return self.stream
+
+
+class FakeAnswer:
+    """Stands for the text side: every token is its own number."""
+
+    def __init__(self) -> None:
+        self.index, self.token_ids, self.finish_reason, self.stop_reason, self.usage = 0, [], None, None, None
+
+    @property
+    def is_finished(self) -> bool:
+        return self.finish_reason is not None
+
+    def push(self, event: TokenEvent) -> str:
+        self.finish_reason = event.finish_reason
+        return str(event.token_id)
+
+
+def token(number: int, finish: Any = None, error: RequestError | None = None) -> TokenEvent:
+    return TokenEvent("r", number, None, finish, error=error)
+
+
+async def started(stream: FakeStream) -> Generation:
+    priced: Any = Priced(None, Bill(1, 0, 0, 1, ()))  # type: ignore[arg-type]
+    generation = Generation([priced], [FakeAnswer()], Timing(0.0, 0.0, 0.0), Metrics("m", dict))  # type: ignore[list-item]
+    await generation.submit(FakeEngine(stream), [None])  # type: ignore[list-item]
+    return generation
+
+
+def running(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    async def within() -> None:
+        async with asyncio.timeout(20):
+            await test()
+
+    asyncio.run(within())
+
+
+def test_silence_gives_keep_alives_between_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generate, "KEEP_ALIVE_SECONDS", 0.01)
+
+    async def check() -> None:
+        stream = FakeStream()
+        pieces = (await started(stream)).pieces()
+        assert await anext(pieces) is None
+        stream.queue.put_nowait(token(1))
+        seen = [piece async for piece in _until(pieces, lambda piece: piece is not None)]
+        assert seen[-1] is not None and seen[-1].text == "1"
+
+    running(check)
+
+
+async def _until(pieces: Any, is_last: Callable[[Any], bool]) -> Any:
+    async for piece in pieces:
+        yield piece
+        if is_last(piece):
+            return
+
+
+def test_an_error_of_the_request_comes_out_of_its_pieces() -> None:
+    async def check() -> None:
+        stream = FakeStream()
+        stream.queue.put_nowait(token(1))
+        stream.queue.put_nowait(token(0, "error", RequestError("bad", code="image_parse_error")))
+        with pytest.raises(RequestError, match="bad"):
+            async for _ in (await started(stream)).pieces():
+                pass
+
+    running(check)
+
+
+def test_leaving_the_generation_cancels_its_requests() -> None:
+    async def check() -> None:
+        stream = FakeStream()
+        with await started(stream):
+            assert not stream.is_cancelled
+        assert stream.is_cancelled
+
+    running(check)
+
+
+def test_an_engine_that_gives_up_a_request_is_unavailable() -> None:
+    async def check() -> None:
+        stream = FakeStream()
+        stream.queue.put_nowait(token(0, "abort"))
+        with pytest.raises(EngineUnavailable):
+            async for _ in (await started(stream)).pieces():
+                pass
+
+    running(check)
+
+
+class Wire:
+    """Both ends of an ASGI exchange."""
+
+    def __init__(self) -> None:
+        self.sent: list[dict[str, Any]] = []
+        self.gone = asyncio.Event()
+
+    async def receive(self) -> dict[str, Any]:
+        await self.gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Any) -> None:
+        self.sent.append(message)
+
+    def exchange(self) -> Exchange:
+        return Exchange({"type": "http"}, self.receive, self.send)
+
+    def body(self) -> bytes:
+        return b"".join(message.get("body", b"") for message in self.sent)
+
+
+def test_an_error_before_the_first_byte_has_its_status() -> None:
+    async def check() -> None:
+        wire = Wire()
+        await wire.exchange().error(ApiError(429, "later", retry_after=2))
+        assert wire.sent[0]["status"] == 429 and (b"retry-after", b"2") in wire.sent[0]["headers"]
+
+    running(check)
+
+
+def test_an_error_in_a_stream_is_its_last_event() -> None:
+    async def check() -> None:
+        wire = Wire()
+        exchange = wire.exchange()
+        await exchange.keep_alive()
+        await exchange.event({"a": 1})
+        await exchange.error(api_error(EngineUnavailable("gone", 1.0)))
+        assert wire.sent[0]["status"] == 200 and wire.sent[-1]["more_body"] is False
+        assert wire.body().startswith(b': keep-alive\n\ndata: {"a":1}\n\ndata: {"error":')
+        assert b"[DONE]" not in wire.body()
+
+    running(check)
+
+
+def test_work_is_cancelled_when_the_client_leaves() -> None:
+    async def check() -> None:
+        wire = Wire()
+        asyncio.get_running_loop().call_later(0.01, wire.gone.set)
+        with pytest.raises(ClientGone):
+            async with while_connected(wire.receive):
+                await asyncio.Event().wait()
+
+    running(check)
+
+
+def test_work_that_somebody_else_cancels_stays_cancelled() -> None:
+    async def check() -> None:
+        async def work() -> None:
+            async with while_connected(Wire().receive):
+                await asyncio.Event().wait()
+
+        task = asyncio.create_task(work())
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    running(check)
+
+
+def test_our_own_mistakes_say_nothing_about_themselves() -> None:
+    error = api_error(ZeroDivisionError("secret detail"))
+    assert error.status == 500 and "secret" not in error.message

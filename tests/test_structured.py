@@ -1,0 +1,246 @@
+"""Answers that must follow a JSON schema: a model with random weights is held to it token by token."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+import torch
+
+from saccade import LLM, SamplingParams, costs
+from saccade.processor.checkpoint import open_checkpoint
+from saccade.runner.grammar import Grammars
+from saccade.runner.sampler import Row, sample
+from saccade.types import Prompt, Request
+
+PERSON = {
+    "$defs": {
+        "Colour": {"enum": ["red", "green", "blue", None, 7]},
+        "Address": {
+            "type": "object",
+            "properties": {
+                "street": {"type": "string", "maxLength": 12},
+                "zip": {"type": "string", "pattern": "^[0-9]{5}$"},
+            },
+            "required": ["street", "zip"],
+            "additionalProperties": False,
+        },
+    },
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "minLength": 2, "maxLength": 10},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "height": {"type": "number", "minimum": 0.5, "maximum": 2.5, "multipleOf": 0.01},
+        "colours": {"type": "array", "items": {"$ref": "#/$defs/Colour"}, "minItems": 1, "maxItems": 3},
+        "address": {"$ref": "#/$defs/Address"},
+        "is_member": {"type": "boolean"},
+        "note": {"anyOf": [{"type": "null"}, {"type": "string", "maxLength": 5}]},
+    },
+    "required": ["name", "age", "height", "colours", "address", "is_member", "note"],
+    "additionalProperties": False,
+}
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "nested objects, arrays, numbers, enums and references": PERSON,
+    "an enum": {"enum": ["yes", "no", "maybe"]},
+    "a constant": {"const": {"a": [1, 2, {"b": None}]}},
+    "a small integer": {"type": "integer", "minimum": -20, "maximum": 20},
+    "a boolean": {"type": "boolean"},
+    "an array of fixed length": {"type": "array", "items": {"type": "boolean"}, "minItems": 4, "maxItems": 4},
+    "a date": {"type": "string", "format": "date"},
+    "one of two objects": {
+        "oneOf": [
+            {"type": "object", "properties": {"kind": {"const": k}, k: {"type": "boolean"}}, "required": ["kind", k]}
+            | {"additionalProperties": False}
+            for k in ("cat", "dog")
+        ]
+    },
+}
+PROMPT = "Describe this image in one sentence."
+FREE = [
+    {"prompt": "The quick brown fox jumps over the lazy dog. " * 2},
+    {"prompt": "How many red circles are there?"},
+]
+
+
+def structured(schema: Any, **given: Any) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0, "max_tokens": 400, "structured": json.dumps(schema), **given})
+
+
+def value_of(out: Any) -> Any:
+    assert out.error is None
+    assert out.outputs[0].finish_reason == "stop", out.outputs[0].text
+    return json.loads(out.outputs[0].text)
+
+
+@pytest.fixture(scope="module")
+def llm(family_folder: Path) -> Iterator[LLM]:
+    made = LLM(model=str(family_folder), max_model_len=1024, kv_cache_gb=0.05, max_pixels=60_000, use_tqdm=False)
+    yield made
+    made.engine.core.scheduler.check()
+    made.close()
+
+
+def ask(llm: LLM, params: SamplingParams) -> Any:
+    return llm.generate(PROMPT, params, use_tqdm=False)[0]
+
+
+# --- what comes out -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_the_answer_follows_the_schema(llm: LLM, name: str, temperature: float) -> None:
+    params = structured(SCHEMAS[name], temperature=temperature, seed=3, top_p=0.95)
+    jsonschema.validate(value_of(ask(llm, params)), SCHEMAS[name])
+
+
+def test_many_sampled_answers_all_follow_the_schema(llm: LLM) -> None:
+    params = structured(PERSON, n=12, temperature=1.5, seed=1)
+    outs = ask(llm, params).outputs
+    assert len({out.text for out in outs}) == 12
+    for out in outs:
+        assert out.finish_reason == "stop"
+        jsonschema.validate(json.loads(out.text), PERSON)
+
+
+def test_any_object_will_do_for_json_object(llm: LLM) -> None:
+    outs = [ask(llm, structured({"type": "object"}, temperature=1.0, seed=seed)).outputs[0] for seed in range(6)]
+    ended = [out for out in outs if out.finish_reason == "stop"]
+    assert ended
+    assert all(isinstance(json.loads(out.text), dict) for out in ended)
+    assert all(out.text.startswith("{") for out in outs)
+
+
+def test_a_recursive_schema_gives_a_finite_answer(llm: LLM) -> None:
+    node = {"type": "object", "properties": {"next": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/node"}]}}}
+    schema = {"$defs": {"node": {**node, "required": ["next"], "additionalProperties": False}}, "$ref": "#/$defs/node"}
+    jsonschema.validate(value_of(ask(llm, structured(schema, temperature=1.0, seed=5))), schema)
+
+
+def test_requests_beside_a_structured_one_are_not_changed(llm: LLM) -> None:
+    plain = SamplingParams(temperature=1.0, seed=9, max_tokens=24, ignore_eos=True)
+    alone = [llm.generate(prompt, plain, use_tqdm=False)[0].outputs[0].token_ids for prompt in FREE]
+    single = ask(llm, structured(PERSON, temperature=1.0, seed=2)).outputs[0].token_ids
+    params = [plain, structured(PERSON, temperature=1.0, seed=2), plain]
+    outs = llm.generate([FREE[0], PROMPT, FREE[1]], params, use_tqdm=False)
+    assert [outs[0].outputs[0].token_ids, outs[2].outputs[0].token_ids] == alone
+    assert outs[1].outputs[0].token_ids == single
+
+
+def test_a_preempted_request_goes_on_with_its_structure(family_folder: Path) -> None:
+    params = structured(PERSON, temperature=1.0, seed=4)
+    text = open_checkpoint(str(family_folder)).config.text
+    gib = 30.5 * costs.kv_bytes_per_block(text, "float32") / costs.GIB
+    roomy = LLM(model=str(family_folder), max_model_len=450, kv_cache_gb=0.05, max_pixels=60_000, use_tqdm=False)
+    tight = LLM(model=str(family_folder), max_model_len=450, kv_cache_gb=gib, max_pixels=60_000, use_tqdm=False)
+    expected = [out.outputs[0].token_ids for out in roomy.generate([PROMPT] * 6, params, use_tqdm=False)]
+    outs = tight.generate([f"{PROMPT}"] * 6, params, use_tqdm=False)
+    assert tight.stats()["preemptions"] > 0
+    assert [out.outputs[0].token_ids for out in outs] == expected
+    for out in outs:
+        jsonschema.validate(value_of(out), PERSON)
+    roomy.close()
+    tight.close()
+
+
+# --- where it ends ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("given", [{"min_tokens": 200}, {"ignore_eos": True}], ids=str)
+def test_the_structure_outranks(llm: LLM, given: dict[str, Any]) -> None:
+    out = ask(llm, structured({"const": "yes"}, **given))
+    assert value_of(out) == "yes"
+    assert len(out.outputs[0].token_ids) < 200
+
+
+def test_an_answer_that_may_go_on_ends_when_the_model_says_so(llm: LLM) -> None:
+    eos = min(llm.engine.processor.eos_token_ids)
+    out = ask(llm, structured({"type": "integer"}, logit_bias={eos: 100.0}))
+    assert isinstance(value_of(out), int)
+    assert out.outputs[0].token_ids[-1] == eos
+
+
+def test_an_answer_cut_by_max_tokens_says_length(llm: LLM) -> None:
+    out = ask(llm, structured(PERSON, max_tokens=5)).outputs[0]
+    assert out.finish_reason == "length"
+    assert len(out.token_ids) == 5
+
+
+def test_white_space_cannot_go_on_for_ever(llm: LLM) -> None:
+    spaces = {i: 100.0 for t in (" ", "\n") for i in llm.engine.processor.tokenizer.encode(t, False)}
+    schema = {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 2}
+    assert len(value_of(ask(llm, structured(schema, logit_bias=spaces)))) == 2
+
+
+# --- one bad grammar hurts one request ----------------------------------------------------------------------------
+
+HEAVY = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(1200)}}  # too much for one step
+
+
+def test_a_grammar_that_breaks_ends_its_own_request_only(llm: LLM) -> None:
+    plain = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    alone = llm.generate(FREE[0], plain, use_tqdm=False)[0].outputs[0].token_ids
+    outs = llm.generate([PROMPT, FREE[0]], [structured(HEAVY), plain], use_tqdm=False)
+    assert outs[0].error is not None and outs[0].error.code == "invalid_json_schema"
+    assert "{" not in outs[0].error.message
+    assert outs[1].outputs[0].token_ids == alone
+    assert llm.stats()["kv"]["used"] == 0
+
+
+def request(schema: str) -> Request:
+    params = SamplingParams(structured=schema)
+    prompt = Prompt([1], (), (), np.zeros((1, 1), np.int32), 1, b"\0" * 40)
+    return Request("r", prompt, params, 8, frozenset({3}), 0)
+
+
+@pytest.mark.parametrize("schema", ["no JSON", "5", '{"type": "nothing"}', '{"$ref": "http://a.example/"}', "[" * 9000])
+def test_an_unchecked_schema_becomes_an_error_of_its_grammar(qwen2_vl_folder: Path, schema: str) -> None:
+    grammar = Grammars(qwen2_vl_folder / "tokenizer.json", 460).start(request(schema), ())
+    assert grammar is not None and grammar.error is not None
+    assert grammar.allowed() is None
+
+
+def test_a_tokenizer_that_cannot_be_read_is_an_error_of_the_grammar(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    grammar = Grammars(tmp_path / "tokenizer.json", 460).start(request("{}"), ())
+    assert grammar is not None and grammar.error is not None
+
+
+def test_a_free_answer_has_no_grammar_and_reads_no_tokenizer(tmp_path: Path) -> None:
+    free = Request("r", request("{}").prompt, SamplingParams(), 8, frozenset(), 0)
+    assert Grammars(tmp_path / "missing.json", 460).start(free, ()) is None
+
+
+def test_a_grammar_resumed_from_its_tokens_allows_what_the_first_one_did(qwen2_vl_folder: Path) -> None:
+    grammars = Grammars(qwen2_vl_folder / "tokenizer.json", 460)
+    first = grammars.start(request(json.dumps(PERSON)), ())
+    assert first is not None
+    output: list[int] = []
+    for _ in range(30):
+        bits = first.allowed()
+        assert bits is not None
+        output.append(int(np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))[-1]))
+        first.advance(output[-1])
+    resumed = grammars.start(request(json.dumps(PERSON)), output)
+    assert resumed is not None
+    assert np.array_equal(resumed.allowed(), first.allowed())
+
+
+# --- the sampler --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_a_token_outside_the_mask_is_never_chosen(temperature: float) -> None:
+    bits = np.zeros(3, np.int32)
+    bits[0], bits[1], bits[2] = 1 << 5, -(1 << 31), 1  # tokens 5, 63 and 64
+    empty = np.array([], np.int64)
+    rows = [Row(SamplingParams(temperature=temperature), empty, empty, frozenset(), seed, bits) for seed in range(200)]
+    values = torch.zeros(200, 70)
+    values[:, 6] = 50.0
+    chosen = {s.token_id for s in sample(values, rows)}
+    assert chosen == ({5} if temperature == 0 else {5, 63, 64})

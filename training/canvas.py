@@ -1,0 +1,158 @@
+"""Drawing with Pillow, cheaply, while noting what lies under each patch. Knows shapes and text, not questions."""
+
+from __future__ import annotations
+
+import math
+import string
+from functools import cache
+from random import Random
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image, ImageDraw
+
+from training.fonts import Font
+from training.palette import Rgb
+from training.samples import Picture
+
+PATCH = 8
+TOKEN = 16  # a token is 2x2 patches
+KINDS = ("circle", "square", "triangle", "rectangle", "oval", "diamond", "star", "cross", "ring", "heart", "hexagon")
+GLYPHS = string.ascii_letters + string.digits
+GLYPH_CLASSES = {char: index + 1 for index, char in enumerate(GLYPHS)}
+OTHER_GLYPH = len(GLYPHS) + 1
+KIND_CLASSES = {kind: OTHER_GLYPH + 1 + index for index, kind in enumerate(KINDS)}
+BAR_CLASS = OTHER_GLYPH + 1 + len(KINDS)
+NUM_GLYPH_CLASSES = BAR_CLASS + 1
+_SMOOTH = 3  # shapes are drawn this much larger and reduced
+
+Points = list[tuple[float, float]]
+
+
+class Canvas:
+    """A picture in the making. `size` is what the image processor will make of it, `drawn` what is drawn."""
+
+    def __init__(self, size: tuple[int, int], drawn: tuple[int, int], paper: Rgb) -> None:
+        self.size = size
+        self.width, self.height = drawn
+        self.image = Image.new("RGB", drawn, paper)
+        self.draw = ImageDraw.Draw(self.image)
+        grid = (size[0] // PATCH, size[1] // PATCH)
+        self._scale = grid[0] / self.width, grid[1] / self.height
+        self._glyphs, self._colors = Image.new("L", grid), Image.new("L", grid)
+        self._maps = ImageDraw.Draw(self._glyphs), ImageDraw.Draw(self._colors)
+
+    def shape(
+        self, points: Points, hole: Points, center: tuple[float, float], color: Rgb, classes: tuple[int, int]
+    ) -> None:
+        """Fill `points` (pixels around `center`), less `hole`; `classes` are of the kind and of the colour."""
+        reach = math.ceil(max(max(abs(x), abs(y)) for x, y in points)) + 1
+        left, top = round(center[0]) - reach, round(center[1]) - reach
+        dx, dy = center[0] - left, center[1] - top
+        mask = Image.new("L", (2 * reach * _SMOOTH, 2 * reach * _SMOOTH))
+        pen = ImageDraw.Draw(mask)
+        pen.polygon([((x + dx) * _SMOOTH, (y + dy) * _SMOOTH) for x, y in points], fill=255)
+        if hole:
+            pen.polygon([((x + dx) * _SMOOTH, (y + dy) * _SMOOTH) for x, y in hole], fill=0)
+        self.image.paste(color, (left, top), mask.reduce(_SMOOTH))
+        for pen, kind in zip(self._maps, classes, strict=True):
+            pen.polygon(self._on_map(points, center), fill=kind)
+            if hole:
+                pen.polygon(self._on_map(hole, center), fill=0)
+
+    def bar(self, box: tuple[int, int, int, int], color: Rgb, color_class: int) -> None:
+        self.draw.rectangle(box, fill=color)
+        self._mark(box, BAR_CLASS, color_class)
+
+    def text(self, at: tuple[int, int], text: str, font: Font, color: Rgb, color_class: int = 0) -> None:
+        """Draw one line with its top left corner at `at`."""
+        self.draw.text(at, text, fill=color, font=font)
+        _, top, _, bottom = font.getbbox(text)
+        x, y = at
+        ends = [x + font.getlength(text[: i + 1]) for i in range(len(text))]
+        for char, start, end in zip(text, [x, *ends], ends, strict=False):
+            if char != " ":
+                self._mark((start, y + top, end, y + bottom), GLYPH_CLASSES.get(char, OTHER_GLYPH), color_class)
+
+    def finish(self, rng: Random) -> Picture:
+        """Add what cameras and compressors add, to half of the pictures."""
+        image = _noisy(self.image, rng) if rng.random() < 0.5 else self.image
+        return Picture(image, self.size, np.asarray(self._glyphs), np.asarray(self._colors))
+
+    def _on_map(self, points: Points, center: tuple[float, float]) -> Points:
+        # A map's pixel stands for the middle of a patch, half a patch from its corner.
+        sx, sy = self._scale
+        return [((x + center[0]) * sx - 0.5, (y + center[1]) * sy - 0.5) for x, y in points]
+
+    def _mark(self, box: tuple[float, float, float, float], glyph: int, color: int) -> None:
+        sx, sy = self._scale
+        left, top = math.ceil(box[0] * sx - 0.5), math.ceil(box[1] * sy - 0.5)
+        right, bottom = math.floor(box[2] * sx - 0.5), math.floor(box[3] * sy - 0.5)
+        if left <= right and top <= bottom:
+            self._maps[0].rectangle((left, top, right, bottom), fill=glyph)
+            self._maps[1].rectangle((left, top, right, bottom), fill=color)
+
+
+def outline(kind: str, radius: float, rng: Random) -> tuple[Points, Points]:
+    """The corners of a shape around the origin, within `radius`, and of the hole in it."""
+    points = [(x * radius, y * radius) for x, y in _unit(kind)]
+    if kind in ("oval", "rectangle"):
+        flat, is_wide = rng.uniform(0.42, 0.6), rng.random() < 0.5
+        points = [(x, y * flat) if is_wide else (x * flat, y) for x, y in points]
+    turn = math.radians(rng.uniform(-8, 8)) if rng.random() < 0.5 else 0.0
+    cos, sin = math.cos(turn), math.sin(turn)
+    points = [(x * cos - y * sin, x * sin + y * cos) for x, y in points]
+    return points, [(0.55 * x, 0.55 * y) for x, y in points] if kind == "ring" else []
+
+
+@cache
+def _unit(kind: str) -> Points:
+    if kind in ("circle", "oval", "ring"):
+        return _around([1.0] * 36)
+    if kind in ("square", "rectangle"):
+        return [(-0.84, -0.84), (0.84, -0.84), (0.84, 0.84), (-0.84, 0.84)]
+    if kind == "triangle":
+        return [(0.0, -0.95), (0.95, 0.75), (-0.95, 0.75)]
+    if kind == "diamond":
+        return [(0.0, -1.0), (0.68, 0.0), (0.0, 1.0), (-0.68, 0.0)]
+    if kind == "star":
+        return _around([1.0, 0.42] * 5)
+    if kind == "cross":
+        arm = 0.3
+        quarter = [(-arm, -1.0), (arm, -1.0), (arm, -arm)]
+        return [_turned(p, quarters) for quarters in range(4) for p in quarter]
+    if kind == "hexagon":
+        return _around([1.0] * 6)
+    assert kind == "heart", f"unknown kind of shape {kind!r}"
+    angles = [2 * math.pi * i / 32 for i in range(32)]
+    return [
+        (math.sin(a) ** 3, -(13 * math.cos(a) - 5 * math.cos(2 * a) - 2 * math.cos(3 * a) - math.cos(4 * a)) / 16)
+        for a in angles
+    ]
+
+
+def _around(radii: list[float]) -> Points:
+    step = 2 * math.pi / len(radii)
+    return [(r * math.sin(i * step), -r * math.cos(i * step)) for i, r in enumerate(radii)]
+
+
+def _turned(point: tuple[float, float], quarters: int) -> tuple[float, float]:
+    x, y = point
+    for _ in range(quarters):
+        x, y = -y, x
+    return x, y
+
+
+def _noisy(image: Image.Image, rng: Random) -> Image.Image:
+    """Adds a window of a fixed field of noise; drawing fresh noise would cost more than the picture."""
+    field = _noise_field()
+    height, width = image.height, image.width
+    top, left = rng.randrange(field.shape[0] - height), rng.randrange(field.shape[1] - width)
+    strength = rng.randint(2, 9)
+    noise = field[top : top + height, left : left + width] * np.int16(strength) >> 4
+    return Image.fromarray(np.clip(np.asarray(image) + noise, 0, 255).astype(np.uint8))
+
+
+@cache
+def _noise_field() -> npt.NDArray[np.int16]:
+    return (np.random.default_rng(0).standard_normal((1024, 1024, 3)) * 16).astype(np.int16)

@@ -1,0 +1,119 @@
+"""Samples from a seed: `sample(seed)` is always the same pictures and questions (given the same fonts).
+
+Two streams never meet: training uses `TRAIN`, evaluation `HELD_OUT`. A seed is a number within a stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from random import Random
+from typing import NamedTuple
+
+from training.charts import BarScene, TableScene
+from training.reading import SMALLEST, SMALLEST_TRAINED, TextScene
+from training.samples import SKILLS, Question, Sample
+from training.several import SeveralScene
+from training.shapes import ShapeScene
+from training.sheet import Scene, sheet
+from training.talk import TalkScene
+
+TRAIN = "train"
+HELD_OUT = "held out"
+SMALLEST_SIDE, LARGEST_SIDE = 6, 20  # tokens: 96 and 320 pixels
+MOST_TOKENS = 400  # the image processor reduces larger pictures to this
+_EXTREME_ASPECT = 2.0
+
+
+class Shape(NamedTuple):
+    """How large the pictures of a sample are, and how many."""
+
+    columns: int  # tokens
+    rows: int
+    pictures: int = 1
+
+
+class Plan(NamedTuple):
+    """What a training sample should be like."""
+
+    level: float = 1.0  # 0..1: how long texts are; training starts low
+    smallest_text: int = SMALLEST
+    odd: float = 0.35  # share of pictures whose size is no multiple of a token's
+
+
+EVALUATION = Plan(odd=1.0)
+TRAINING = Plan(smallest_text=SMALLEST_TRAINED)
+
+
+def draw_shape(rng: Random, skill: str | None = None) -> Shape:
+    """A size that suits the skill: charts need room, several pictures must fit one prompt."""
+    if skill == "several":
+        return Shape(rng.randint(6, 10), rng.randint(6, 10), rng.choice((2, 2, 3, 4)))
+    low = 9 if skill in ("chart", "table") else SMALLEST_SIDE
+    while True:
+        wide = rng.random() < 0.08  # what a large wide or tall picture is reduced to
+        columns, rows = rng.randint(low, 28 if wide else LARGEST_SIDE), rng.randint(low, 28 if wide else LARGEST_SIDE)
+        aspect = max(columns, rows) / min(columns, rows)
+        if columns * rows <= MOST_TOKENS and aspect <= _EXTREME_ASPECT and rng.random() < 150 / (columns * rows):
+            return Shape(columns, rows)
+
+
+def sample(
+    seed: int,
+    stream: str = HELD_OUT,
+    *,
+    skill: str | None = None,
+    shape: Shape | None = None,
+    turns: int = 1,
+    plan: Plan = EVALUATION,
+) -> Sample:
+    """The sample of a seed. Without a skill, skills take turns with the seed."""
+    rng = Random(f"{stream}/{seed}")
+    skill = skill or SKILLS[seed % len(SKILLS)]
+    shape = shape or draw_shape(rng, skill)
+    while True:
+        scene = _scene(rng, skill, shape, plan)
+        first = scene.ask(rng, skill)
+        if first is not None:
+            break
+    questions = [first]
+    for _ in range(turns - 1):
+        more = scene.ask(rng, rng.choice(scene.skills))
+        if more is not None and all(more.text != q.text for q in questions):
+            questions.append(more)
+    return Sample(scene.pictures, tuple(questions))
+
+
+def held_out(count: int, skills: tuple[str, ...] = SKILLS) -> Iterator[Sample]:
+    """The first `count` evaluation samples, the skills in turn."""
+    return (sample(seed, skill=skills[seed % len(skills)]) for seed in range(count))
+
+
+def typed(rng: Random, question: Question) -> str:
+    """A question as people type it: sometimes without capitals or question mark, sometimes polite."""
+    text = question.text
+    if rng.random() < 0.12:
+        text = text[0].lower() + text[1:]
+    if rng.random() < 0.1 and question.skill != "chat":
+        text = text.rstrip("?.")
+    if rng.random() < 0.04 and question.skill != "chat":
+        text = f"Please answer: {text}"
+    return text
+
+
+def _scene(rng: Random, skill: str, shape: Shape, plan: Plan) -> Scene:
+    if skill == "chat":
+        return TalkScene()
+    sheets = [sheet(rng, shape.columns, shape.rows, plan.odd) for _ in range(shape.pictures)]
+    if skill == "several":
+        return SeveralScene(rng, sheets, plan.level)
+    fits_data = shape.columns >= 8 and shape.rows >= 7
+    if skill == "caption" and rng.random() < 0.4:
+        skill = rng.choice(("words", "numbers", "chart", "table") if fits_data else ("words", "numbers"))
+    if skill == "chart":
+        return BarScene(rng, sheets[0])
+    if skill == "table":
+        return TableScene(rng, sheets[0])
+    if skill in ("words", "numbers") or (skill in ("color", "absent") and rng.random() < 0.1):
+        text = skill if skill in ("words", "numbers") else "words"
+        return TextScene(rng, sheets[0], text, plan.level, smallest=plan.smallest_text)
+    return ShapeScene(rng, sheets[0], skill)
