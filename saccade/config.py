@@ -227,8 +227,8 @@ class Options:
     max_image_pixels: int = _option(100_000_000, "width x height of one picture before it is resized")
     step_ms: float | None = _option(
         None,
-        "how long a step may take on a CPU: prompts are cut, pictures encoded in slices and text goes ahead of them, so "
-        "that nobody waits much longer for a first token; automatic: no limit offline, 100 when serving",
+        "how long a step may take on a CPU: prompts are cut, pictures encoded in slices and text goes ahead of them, "
+        "so that nobody waits much longer for a first token; automatic: no limit offline, 100 when serving",
     )
     encode_layers_per_step: int | None = _option(
         None, "encoder layers run per step while others decode; automatic: whole pictures at once"
@@ -238,9 +238,15 @@ class Options:
     def __post_init__(self) -> None:
         for name in ("max_num_batched_tokens", "max_num_seqs", "block_size", "max_image_bytes", "max_image_pixels"):
             _positive(name, getattr(self, name))
-        for name in ("max_model_len", "encoder_budget", "min_pixels", "max_pixels", "encode_layers_per_step"):
+        for name in _OPTIONAL_COUNTS:
             if getattr(self, name) is not None:
                 _positive(name, getattr(self, name))
+        for name in ("kv_cache_gb", "encoder_cache_gb", "max_waiting"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, (int, float)) and value >= 0):
+                raise ConfigError(f"{name} must be a number of 0 or more, not {value!r}")
+        if not isinstance(self.seed, int):
+            raise ConfigError(f"seed must be a whole number, not {self.seed!r}")
         if self.step_ms is not None and not self.step_ms > 0:
             raise ConfigError(f"step_ms must be above 0, not {self.step_ms}")
         if not 0 < self.gpu_memory_utilization <= 1:
@@ -254,6 +260,16 @@ class Options:
         for kind, count in self.limit_mm_per_prompt.items():
             if kind not in ("image", "video") or count < 0:
                 raise ConfigError(f"limit_mm_per_prompt takes image=N,video=N with N >= 0, not {kind}={count}")
+
+
+_OPTIONAL_COUNTS = (
+    "max_model_len",
+    "encoder_budget",
+    "min_pixels",
+    "max_pixels",
+    "encode_layers_per_step",
+    "decode_threads",
+)
 
 
 def _positive(name: str, value: int) -> None:

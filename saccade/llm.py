@@ -76,6 +76,7 @@ class Engine:
         if request_id in self._open:
             raise RequestError(f"request id {request_id!r} is already in use")
         params = params or SamplingParams()
+        self.processor.check_params(params)
         if params.structured is not None:
             check_structured(params.structured)
         start = time.perf_counter()
@@ -125,7 +126,12 @@ class Engine:
 
     def _advance(self) -> list[_Open]:
         touched: dict[str, _Open] = {}
-        for event in self.core.step():
+        try:
+            events = self.core.step()
+        except BaseException:  # the core has ended every request
+            self._open.clear()
+            raise
+        for event in events:
             parent, _, index = event.request_id.rpartition("/")
             opened = self._open.get(parent)
             if opened is not None:
@@ -241,17 +247,17 @@ class LLM:
         *,
         raise_errors: bool,
     ) -> list[RequestOutput]:
+        if self.engine.has_unfinished_requests():
+            raise RuntimeError(
+                "requests that were added by hand are still open; step the engine until they are finished"
+            )
         results: dict[str, RequestOutput] = {}
-        ids: list[str] = []
-        for make, params in zip(makers, _spread(sampling_params, len(makers)), strict=True):
-            request_id = str(self._count)
-            self._count += 1
-            ids.append(request_id)
-            try:
-                self.engine.add_with(request_id, make, params)
-            except RequestError as error:
-                results[request_id] = RequestOutput(request_id, None, [], [], True, None, error)
+        many = _spread(sampling_params, len(makers))
+        ids = [f"request-{self._count + i}" for i in range(len(makers))]
+        self._count += len(makers)
         try:
+            for request_id, make, params in zip(ids, makers, many, strict=True):
+                self._add(request_id, make, params, results)
             self._drain(ids, results, use_tqdm)
         except BaseException:  # the caller gave up (Ctrl-C): nothing of this call stays behind
             for request_id in ids:
@@ -262,17 +268,28 @@ class LLM:
             raise first_error
         return [results[request_id] for request_id in ids]
 
+    def _add(
+        self,
+        request_id: str,
+        make: Callable[[], Prompt],
+        params: SamplingParams,
+        results: dict[str, RequestOutput],
+    ) -> None:
+        try:
+            self.engine.add_with(request_id, make, params)
+        except RequestError as error:
+            results[request_id] = RequestOutput(request_id, None, [], [], True, None, error)
+
     def _drain(self, ids: Sequence[str], results: dict[str, RequestOutput], use_tqdm: bool) -> None:
         """Step until every request of this call is finished."""
-        mine, tokens, start = set(ids), 0, time.perf_counter()
+        tokens, start = 0, time.perf_counter()
         with tqdm(total=len(ids), initial=len(results), desc="requests", disable=not use_tqdm) as bar:
             while len(results) < len(ids):
                 for output in self.engine.finished_after_step():
-                    if output.request_id in mine:
-                        results[output.request_id] = output
-                        tokens += sum(len(answer.token_ids) for answer in output.outputs)
-                        bar.set_postfix_str(f"{tokens / (time.perf_counter() - start):.1f} tokens/s", refresh=False)
-                        bar.update()
+                    results[output.request_id] = output
+                    tokens += sum(len(answer.token_ids) for answer in output.outputs)
+                    bar.set_postfix_str(f"{tokens / (time.perf_counter() - start):.1f} tokens/s", refresh=False)
+                    bar.update()
 
 
 def _spread(given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:

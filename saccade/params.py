@@ -13,6 +13,8 @@ MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 64
 MAX_LOGIT_BIAS = 1024
 MAX_SEED = 2**63 - 1
+MAX_TOKEN_ID = 2**31 - 1
+_COLDEST = 1e-5  # below this the likeliest token always wins, and dividing by it would overflow
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0  # divides (or multiplies) logits of tokens in the prompt or the answer
     seed: int | None = None
     stop: str | Sequence[str] | None = None  # strings that end the answer; not included in it
-    stop_token_ids: Sequence[int] = field(default_factory=tuple)
+    stop_token_ids: Sequence[int] = field(default_factory=tuple)  # None means none
     max_tokens: int | None = 16  # None: as many as the context holds
     min_tokens: int = 0  # no end token before this many
     ignore_eos: bool = False
@@ -41,6 +43,7 @@ class SamplingParams:
     structured: str | None = None  # a JSON schema as text: the answer is one JSON value that follows it, and then ends
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "stop_token_ids", self.stop_token_ids or ())
         self._check_types()
         self._check_ranges()
         self._check_sizes()
@@ -53,7 +56,7 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        return self.temperature == 0
+        return self.temperature < _COLDEST
 
     def _check_types(self) -> None:
         for name in ("n", "top_k", "min_tokens"):
@@ -64,11 +67,19 @@ class SamplingParams:
         for name in _FLOATS:
             value = getattr(self, name)
             _require(_is_number(value) and math.isfinite(value), name, value, "a finite number")
+        is_stop = self.stop is None or isinstance(self.stop, (str, list, tuple))
+        _require(is_stop, "stop", self.stop, "a string or a list of strings")
         for stop in self.stop_strings:
             _require(isinstance(stop, str) and stop != "", "stop", stop, "a string that is not empty")
         _require(self.structured is None or isinstance(self.structured, str), "structured", self.structured, "a string")
+        _require(
+            isinstance(self.stop_token_ids, Sequence), "stop_token_ids", self.stop_token_ids, "a list of token ids"
+        )
         for token in self.stop_token_ids:
-            _require(_is_int(token), "stop_token_ids", token, "a list of whole numbers")
+            is_id = _is_int(token) and 0 <= token <= MAX_TOKEN_ID
+            _require(is_id, "stop_token_ids", token, "a list of whole numbers that are token ids")
+        is_map = self.logit_bias is None or isinstance(self.logit_bias, Mapping)
+        _require(is_map, "logit_bias", self.logit_bias, "a map from token ids to numbers")
 
     def _check_ranges(self) -> None:
         _require(1 <= self.n <= MAX_N, "n", self.n, f"from 1 to {MAX_N}")
@@ -78,7 +89,8 @@ class SamplingParams:
         _require(0 <= self.min_p <= 1, "min_p", self.min_p, "from 0 to 1")
         _require(-2 <= self.presence_penalty <= 2, "presence_penalty", self.presence_penalty, "from -2 to 2")
         _require(-2 <= self.frequency_penalty <= 2, "frequency_penalty", self.frequency_penalty, "from -2 to 2")
-        _require(self.repetition_penalty > 0, "repetition_penalty", self.repetition_penalty, "above 0")
+        penalty = self.repetition_penalty
+        _require(0.01 <= penalty <= 100, "repetition_penalty", penalty, "from 0.01 to 100 (1 changes nothing)")
         _require(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", self.max_tokens, "1 or more")
         _require(self.min_tokens >= 0, "min_tokens", self.min_tokens, "0 or more")
         limit = self.max_tokens if self.max_tokens is not None else self.min_tokens

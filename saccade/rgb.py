@@ -20,6 +20,7 @@ _TRANSPOSE = {
 _CONVERTIBLE = frozenset({"1", "L", "P", "RGB", "RGBX", "CMYK", "YCbCr", "HSV"})
 _WIDE_GREY = frozenset({"I", "I;16", "I;16L", "I;16B", "I;16N"})
 _WHITE = (255, 255, 255, 255)
+_STRIP_PIXELS = 1 << 20
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
@@ -66,8 +67,12 @@ def _on_white(image: Image.Image) -> Image.Image:
         # A 16-bit file names its transparent colour in 16 bits, but Pillow keeps 8 bits of its pixels.
         image = image.copy()
         image.info["transparency"] = tuple(c >> 8 for c in colour)
-    layer = image.convert("RGBA")
-    return Image.alpha_composite(Image.new("RGBA", layer.size, _WHITE), layer).convert("RGB")
+    flat = Image.new("RGB", image.size)
+    rows = max(1, _STRIP_PIXELS // image.width)
+    for top in range(0, image.height, rows):  # in strips: whole layers of a large picture would take a gigabyte
+        layer = image.crop((0, top, image.width, min(top + rows, image.height))).convert("RGBA")
+        flat.paste(Image.alpha_composite(Image.new("RGBA", layer.size, _WHITE), layer).convert("RGB"), (0, top))
+    return flat
 
 
 def _from_wide_grey(image: Image.Image) -> Image.Image:

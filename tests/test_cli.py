@@ -44,6 +44,20 @@ def test_count_obeys_max_pixels(pictures: list[str], capsys: pytest.CaptureFixtu
     assert json.loads(capsys.readouterr().out)[0]["tokens"] <= 128
 
 
+@pytest.mark.parametrize("flags", [["--max-pixels", "0"], ["--max-pixels", "-5"], ["--min-pixels", "-5"]])
+def test_pixel_limits_out_of_range_are_one_line(
+    pictures: list[str], flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["count", *flags, pictures[0]]) == 1
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "must be a whole number of 1 or more" in err
+
+
+def test_a_device_is_no_picture(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["count", "/dev/zero"]) == 1
+    assert "not a regular file" in capsys.readouterr().err
+
+
 def test_count_never_imports_torch(pictures: list[str], qwen2_vl_folder: Path) -> None:
     code = (
         "import sys; from saccade.cli import main; "

@@ -2,10 +2,30 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from saccade import costs
 from saccade.config import ModelConfig, model_config
+from saccade.processor.families import default_family
+from saccade.processor.families.llava import Llava
+from saccade.types import Size
+
+LLAVA_7B = {
+    "model_type": "llava",
+    "image_token_index": 32000,
+    "vision_feature_select_strategy": "default",
+    "text_config": {"model_type": "llama", "vocab_size": 32064, "max_position_embeddings": 4096},
+    "vision_config": {
+        "hidden_size": 1024,
+        "image_size": 336,
+        "intermediate_size": 4096,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 24,
+        "patch_size": 14,
+    },
+}
 
 LLAMA_90B = {
     "model_type": "llava",
@@ -28,8 +48,20 @@ def model() -> ModelConfig:
 
 
 def test_one_llava_picture_of_576_tokens_takes_36_blocks() -> None:
-    assert (336 // 14) ** 2 == 576
-    assert costs.blocks_for(576) == 36
+    checkpoint = SimpleNamespace(
+        config=model_config(LLAVA_7B),
+        image_processor={"size": {"shortest_edge": 336}, "crop_size": {"height": 336, "width": 336}},
+        processor={},
+    )
+    geometry = Llava.from_checkpoint(checkpoint).geometry(Size(336, 336), 1, 10**9)
+    assert geometry.tokens == 576
+    assert costs.blocks_for(geometry.tokens) == 36
+
+
+def test_half_the_sides_are_a_quarter_of_the_tokens() -> None:
+    family = default_family()
+    full, half = (family.geometry(Size(s, s), 1, 10**9).tokens for s in (1120, 560))
+    assert full == 4 * half
 
 
 def test_a_token_takes_4096_bytes_a_layer_with_8_kv_heads_of_128_in_fp16() -> None:

@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from saccade.runner import encoder as encoder_module
 from saccade.runner.encoder import LocalEncoder
 from saccade.types import Geometry, Grid, Header, MediaItem, Size
 
@@ -172,6 +173,7 @@ def test_a_prefetched_picture_is_decoded_once(tower: FakeTower) -> None:
 def test_a_guess_that_was_not_wanted_is_forgotten(tower: FakeTower) -> None:
     encoder = stage(tower)
     encoder.prefetch([picture("guess")])
+    encoder._decoding[b"guess"][1].result()
     encoder.prefetch([])
     assert not encoder._decoding
     assert not encoder.poll().embeddings
@@ -183,6 +185,48 @@ def test_times_are_shared_by_patches(tower: FakeTower) -> None:
     encoder.advance(None)
     times = encoder.poll().times
     assert times[b"large"].encode_ms == pytest.approx(4 * times[b"small"].encode_ms)
+
+
+def test_a_slice_does_not_wait_for_a_picture_that_is_still_being_decoded(tower: FakeTower) -> None:
+    gate = threading.Event()
+    prepare = tower.prepare
+
+    def slow(image: np.ndarray, geometry: Geometry) -> Tensor:
+        if geometry.grid.patches == 64:
+            assert gate.wait(20)
+        return prepare(image, geometry)
+
+    tower.prepare = slow  # type: ignore[method-assign]
+    encoder = stage(tower, max_patches=100)
+    encoder.submit([picture("slow", 8), picture("quick")])
+    while b"quick" not in encoder.poll().embeddings:  # passes the slow one
+        encoder.advance(1, may_wait=False)
+    assert not encoder.is_idle
+    gate.set()
+    encoder.advance(None)
+    assert list(encoder.poll().embeddings) == [b"slow"]
+
+
+def test_pixels_decoded_at_the_same_time_are_bounded(tower: FakeTower, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoder_module, "_MOST_SOURCE_PIXELS", 40)
+    encoder = stage(tower, max_patches=1000)
+    encoder.submit([picture(str(i)) for i in range(6)])  # 16 pixels each
+    assert len([f for _, f in encoder._decoding.values() if not f.done()]) <= 2
+    encoder.advance(None)
+    assert len(encoder.poll().embeddings) == 6
+
+
+def test_running_out_of_memory_while_packing_ends_no_neighbour(
+    tower: FakeTower, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_room(parts: list[Tensor]) -> Tensor:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(torch, "cat", no_room)
+    encoder = stage(tower, max_patches=100)
+    encoder.submit([picture("a"), picture("b")])
+    encoder.advance(None)
+    assert set(encoder.poll().embeddings) == {b"a", b"b"}  # one by one
 
 
 def test_clear_drops_everything_under_way(tower: FakeTower) -> None:

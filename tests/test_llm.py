@@ -285,3 +285,101 @@ def test_64_pictures_in_one_request_need_no_more_encoder_memory_than_one_budget(
     assert counters["peak_patches"] <= 3 * 64 * 4
     assert llm.stats()["encoder_cache"]["slots_total"] < 64 * 16  # the cache could never have held them all
     llm.close()
+
+
+def test_a_conversation_about_a_picture_decodes_it_once(llm: LLM) -> None:
+    before = llm.stats()["encoder"]
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": [{"type": "image", "image": png(make_photo(300, 200, seed=77))}]}
+    ]
+    for turn in range(4):
+        llm.chat(messages, GREEDY, use_tqdm=False)
+        messages += [{"role": "assistant", "content": "Yes."}, {"role": "user", "content": f"Question {turn}?"}]
+    after = llm.stats()["encoder"]
+    assert (after["decoded"] - before["decoded"], after["encoded"] - before["encoded"]) == (1, 1)
+
+
+# --- interruptions ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", ["_update_state", "_encode", "_forward"])
+@pytest.mark.parametrize("has_picture", [False, True])
+def test_ctrl_c_in_a_step_leaves_nothing_behind(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, place: str, has_picture: bool
+) -> None:
+    text = f"Interrupted {place} {has_picture} at some point, and asked again later."
+    images = make_photo(252, 196, seed=len(place)) if has_picture else None
+    prompt = f"{PICTURE if has_picture else ''}{text}"
+    runner = llm.engine.core.runner
+    whole = getattr(runner, place)
+
+    def interrupt(*args: Any) -> Any:
+        monkeypatch.setattr(runner, place, whole)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner, place, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        ask(llm, prompt, images)
+    assert not llm.engine.has_unfinished_requests()
+    assert in_use(llm) == (0, 0, 0)
+    again = ask(llm, prompt, images).outputs[0].token_ids
+    llm.engine.core.scheduler.fail_all(RequestError("start over"), 0.0)  # nothing cached
+    assert ask(llm, prompt, images).outputs[0].token_ids == again
+
+
+def test_a_step_that_breaks_ends_its_requests_and_the_engine_goes_on(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = llm.engine.core.runner
+    whole = runner._forward
+
+    def broken(*args: Any) -> Any:
+        monkeypatch.setattr(runner, "_forward", whole)
+        raise RuntimeError("cosmic ray")
+
+    monkeypatch.setattr(runner, "_forward", broken)
+    outs = llm.generate(["one", "two"], GREEDY, use_tqdm=False)
+    assert [out.error.code for out in outs if out.error] == ["engine_error"] * 2
+    assert not ask(llm, "one").error
+
+
+def test_an_error_of_the_callers_own_leaves_no_request_open(llm: LLM) -> None:
+    with pytest.raises(AttributeError):
+        llm.generate(["a", "b", "c"], [GREEDY, GREEDY, "oops"], use_tqdm=False)  # type: ignore[list-item]
+    assert not llm.engine.has_unfinished_requests()
+    assert in_use(llm) == (0, 0, 0)
+
+
+def test_generate_refuses_to_swallow_requests_added_by_hand(llm: LLM) -> None:
+    llm.engine.add_request("mine", {"prompt": "a"}, GREEDY)
+    with pytest.raises(RuntimeError, match="by hand"):
+        llm.generate("b", GREEDY, use_tqdm=False)
+    llm.engine.abort_request("mine")
+
+
+# --- parameters that could hurt others ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "given", [{"stop_token_ids": [10**6], "min_tokens": 3}, {"logit_bias": {10**6: 1.0}}], ids=["stop", "bias"]
+)
+def test_token_ids_outside_the_vocabulary_are_refused_with_its_size(llm: LLM, given: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match=r"1000000, but this model's ids go from 0 to 453"):
+        ask(llm, "a", params=SamplingParams(max_tokens=8, **given))
+
+
+def test_min_tokens_hold_back_stop_strings_too(llm: LLM) -> None:
+    free = ask(llm, "The dog", params=SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)).outputs[0]
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, min_tokens=8, stop=free.text[0])
+    assert len(ask(llm, "The dog", params=params).outputs[0].token_ids) >= 8
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 1e-46, 1e-6])
+def test_a_temperature_next_to_zero_is_greedy(llm: LLM, temperature: float) -> None:
+    greedy = ask(llm, "The fox", params=SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)).outputs[0]
+    cold = SamplingParams(temperature=temperature, max_tokens=8, ignore_eos=True)
+    assert ask(llm, "The fox", params=cold).outputs[0].token_ids == greedy.token_ids
+
+
+def test_a_detail_that_is_no_string_is_refused(llm: LLM) -> None:
+    part = {"type": "image", "image": make_photo(), "detail": ["low"]}
+    with pytest.raises(RequestError, match=r"detail must be one of"):
+        llm.chat([{"role": "user", "content": [part]}], GREEDY, use_tqdm=False)

@@ -38,6 +38,11 @@ def test_a_context_longer_than_the_kv_cache_is_refused_with_both_numbers() -> No
         plan(kv_cache_gb=0.01, max_model_len=9000)
 
 
+def test_a_context_beyond_the_models_own_is_refused_with_both_numbers() -> None:
+    with pytest.raises(ConfigError, match=r"max_model_len=40000 is beyond the 32768"):
+        plan(max_model_len=40000)
+
+
 def test_kv_blocks_fill_the_asked_size() -> None:
     made = plan(kv_cache_gb=1.0)
     per_block = costs.kv_bytes_per_block(small().text, "float32")

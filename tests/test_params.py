@@ -24,7 +24,7 @@ from saccade.types import RequestError
         ({"min_p": 2}, "min_p must be from 0 to 1"),
         ({"presence_penalty": 3}, "from -2 to 2"),
         ({"frequency_penalty": "high"}, "frequency_penalty must be a finite number"),
-        ({"repetition_penalty": 0}, "above 0"),
+        ({"repetition_penalty": 0}, "from 0.01 to 100"),
         ({"max_tokens": 0}, "max_tokens must be 1 or more"),
         ({"max_tokens": -1}, "-1"),
         ({"min_tokens": 20, "max_tokens": 10}, "at most max_tokens=10"),
@@ -33,6 +33,11 @@ from saccade.types import RequestError
         ({"stop": ""}, "not empty"),
         ({"stop": ["a"] * 1000}, "1000 strings"),
         ({"stop_token_ids": ["x"]}, "whole numbers"),
+        ({"stop_token_ids": [-1]}, "-1"),
+        ({"stop_token_ids": [10**30]}, "token ids"),
+        ({"stop": 5}, "a string or a list of strings"),
+        ({"logit_bias": [1]}, "a map from token ids"),
+        ({"repetition_penalty": 1e-300}, "from 0.01 to 100"),
         ({"logit_bias": dict.fromkeys(range(2000), 1.0)}, "2000 tokens"),
         ({"logit_bias": {1: 1e9}}, "from -100 to 100"),
     ],
@@ -48,6 +53,10 @@ def test_defaults_are_valid_and_sample_at_temperature_one() -> None:
     params = SamplingParams()
     assert params.temperature == 1.0
     assert not params.is_greedy
+
+
+def test_no_stop_token_ids_may_be_said_as_none() -> None:
+    assert SamplingParams(stop_token_ids=None).stop_token_ids == ()  # type: ignore[arg-type]
 
 
 def test_one_stop_string_and_a_list_of_one_mean_the_same() -> None:

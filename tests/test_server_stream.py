@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -64,9 +65,11 @@ def token(number: int, finish: Any = None, error: RequestError | None = None) ->
 
 
 async def started(stream: FakeStream) -> Generation:
-    priced: Any = Priced(None, Bill(1, 0, 0, 1, ()))  # type: ignore[arg-type]
+    prompt: Any = SimpleNamespace(token_ids=[1])
+    priced = Priced(prompt, Bill(1, 0, 0, 1, ()))
     generation = Generation([priced], [FakeAnswer()], Timing(0.0, 0.0, 0.0), Metrics("m", dict))  # type: ignore[list-item]
-    await generation.submit(FakeEngine(stream), [None])  # type: ignore[list-item]
+    request: Any = SimpleNamespace(max_tokens=9)
+    await generation.submit(FakeEngine(stream), [request])
     return generation
 
 

@@ -11,11 +11,13 @@ import jsonschema
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from saccade import LLM, SamplingParams, costs
 from saccade.processor.checkpoint import open_checkpoint
 from saccade.runner.grammar import Grammars
-from saccade.runner.sampler import Row, sample
+from saccade.runner.sampler import Row, reference_sample, sample
 from saccade.types import Prompt, Request
 
 PERSON = {
@@ -78,8 +80,8 @@ def value_of(out: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def llm(family_folder: Path) -> Iterator[LLM]:
-    made = LLM(model=str(family_folder), max_model_len=1024, kv_cache_gb=0.05, max_pixels=60_000, use_tqdm=False)
+def llm(qwen2_vl_folder: Path) -> Iterator[LLM]:
+    made = LLM(model=str(qwen2_vl_folder), max_model_len=1024, kv_cache_gb=0.05, max_pixels=60_000, use_tqdm=False)
     yield made
     made.engine.core.scheduler.check()
     made.close()
@@ -97,6 +99,13 @@ def ask(llm: LLM, params: SamplingParams) -> Any:
 def test_the_answer_follows_the_schema(llm: LLM, name: str, temperature: float) -> None:
     params = structured(SCHEMAS[name], temperature=temperature, seed=3, top_p=0.95)
     jsonschema.validate(value_of(ask(llm, params)), SCHEMAS[name])
+
+
+def test_a_vocabulary_that_spells_rare_characters_in_bytes_follows_the_schema_too(llava_folder: Path) -> None:
+    llm = LLM(model=str(llava_folder), max_model_len=1024, kv_cache_gb=0.05, use_tqdm=False)
+    for temperature in (0, 1.0):
+        jsonschema.validate(value_of(ask(llm, structured(PERSON, temperature=temperature, seed=3))), PERSON)
+    llm.close()
 
 
 def test_many_sampled_answers_all_follow_the_schema(llm: LLM) -> None:
@@ -132,14 +141,14 @@ def test_requests_beside_a_structured_one_are_not_changed(llm: LLM) -> None:
     assert outs[1].outputs[0].token_ids == single
 
 
-def test_a_preempted_request_goes_on_with_its_structure(family_folder: Path) -> None:
+def test_a_preempted_request_goes_on_with_its_structure(qwen2_vl_folder: Path) -> None:
     params = structured(PERSON, temperature=1.0, seed=4)
-    text = open_checkpoint(str(family_folder)).config.text
+    text = open_checkpoint(str(qwen2_vl_folder)).config.text
     gib = 30.5 * costs.kv_bytes_per_block(text, "float32") / costs.GIB
-    roomy = LLM(model=str(family_folder), max_model_len=450, kv_cache_gb=0.05, max_pixels=60_000, use_tqdm=False)
-    tight = LLM(model=str(family_folder), max_model_len=450, kv_cache_gb=gib, max_pixels=60_000, use_tqdm=False)
+    roomy = LLM(model=str(qwen2_vl_folder), max_model_len=450, kv_cache_gb=0.05, max_pixels=60_000, use_tqdm=False)
+    tight = LLM(model=str(qwen2_vl_folder), max_model_len=450, kv_cache_gb=gib, max_pixels=60_000, use_tqdm=False)
     expected = [out.outputs[0].token_ids for out in roomy.generate([PROMPT] * 6, params, use_tqdm=False)]
-    outs = tight.generate([f"{PROMPT}"] * 6, params, use_tqdm=False)
+    outs = tight.generate([PROMPT] * 6, params, use_tqdm=False)
     assert tight.stats()["preemptions"] > 0
     assert [out.outputs[0].token_ids for out in outs] == expected
     for out in outs:
@@ -244,3 +253,21 @@ def test_a_token_outside_the_mask_is_never_chosen(temperature: float) -> None:
     values[:, 6] = 50.0
     chosen = {s.token_id for s in sample(values, rows)}
     assert chosen == ({5} if temperature == 0 else {5, 63, 64})
+
+
+bits_strategy = st.lists(st.integers(0, 69), min_size=1, max_size=8)
+
+
+@settings(max_examples=60, deadline=None)
+@given(masks=st.lists(st.none() | bits_strategy, min_size=1, max_size=4), seed=st.integers(0, 10**6))
+def test_a_batch_with_masks_samples_what_the_reference_samples_row_by_row(
+    masks: list[list[int] | None], seed: int
+) -> None:
+    rows = []
+    for i, tokens in enumerate(masks):
+        bits = np.packbits(np.isin(np.arange(96), tokens or []), bitorder="little").view(np.int32)
+        empty, params = np.array([], np.int64), SamplingParams(temperature=i % 2, top_k=5, min_tokens=1)
+        rows.append(Row(params, empty, empty, frozenset(), seed + i, None if tokens is None else bits))
+    values = torch.randn(len(rows), 70, generator=torch.Generator().manual_seed(seed)) * 3
+    expected = [reference_sample(v.tolist(), r) for v, r in zip(values, rows, strict=True)]
+    assert [s.token_id for s in sample(values.clone(), rows)] == expected

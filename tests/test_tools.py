@@ -245,12 +245,15 @@ def test_arguments_of_earlier_calls_reach_the_template_as_objects() -> None:
     assert call["function"]["arguments"] == '{"a": [1, "x"]}'
 
 
+@pytest.mark.parametrize("call", [{"function": {"name": "f", "arguments": {"a": 1}}}, {"name": "f"}, 5], ids=str)
+def test_earlier_calls_of_another_form_are_left_to_the_template(call: Any) -> None:
+    assert calls_for_template([call], "here") == [call]
+
+
 @pytest.mark.parametrize(
     ("calls", "param"),
     [
         ("x", "here"),
-        ([5], "here[0]"),
-        ([{"function": "f"}], "here[0]"),
         ([{"function": {"name": "f", "arguments": "{"}}], "here[0].function.arguments"),
     ],
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from random import Random
 
 import numpy as np
@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from training import chat
 from training.samples import SKILLS, Sample
-from training.scenes import HELD_OUT, TRAIN, TRAINING, Plan, Shape, draw_shape, sample, typed
+from training.scenes import EVALUATION, HELD_OUT, TRAIN, TRAINING, Plan, Shape, draw_shape, sample, typed
 
 Array = npt.NDArray[np.generic]
 Arrays = dict[str, Array]
@@ -159,9 +159,8 @@ def held_out_batch(encoder: Encoder, seed: int, sizes: BatchSizes) -> Arrays:
     shape = draw_shape(rng, "several" if is_several else "chart")
     skills = ("several",) if is_several else tuple(s for s in SKILLS if s != "several")
     count = max(len(skills), sizes.patches // (8 * shape.columns * shape.rows * shape.pictures))
-    plan = replace_odd(TRAINING)
     samples = [
-        sample(10**9 + seed * 4096 + i, HELD_OUT, skill=skills[i % len(skills)], shape=shape, plan=plan)
+        sample(10**9 + seed * 4096 + i, HELD_OUT, skill=skills[i % len(skills)], shape=shape, plan=EVALUATION)
         for i in range(count)
     ]
     return collate(encoder, rng, samples, shape, sizes.text, plain=True)

@@ -46,9 +46,12 @@ class EngineCore:
         plan = self.scheduler.schedule(self.clock())
         try:
             result = self.runner.execute(plan)
+            return self.scheduler.commit(plan, result, self.clock())
         except Exception:
             return self._fail_step(plan)
-        return self.scheduler.commit(plan, result, self.clock())
+        except BaseException:  # interrupted half-way: what was planned was not computed, so nothing of it may stay
+            self._fail_step(plan)
+            raise
 
     def add(self, request: Request) -> None:
         self.scheduler.add(request, self.clock())

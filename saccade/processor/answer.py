@@ -19,13 +19,14 @@ class Answer:
         include_stop: bool = False,
         skip_special_tokens: bool = True,
     ) -> None:
-        """`include_stop` shows the stop string that ends the answer; `skip_special_tokens=False` shows control tokens."""
+        """`include_stop` shows the stop string that ended it; `skip_special_tokens=False` shows control tokens."""
         self.index = index
         self.token_ids: list[int] = []
         self.logprobs: list[Logprobs] | None = [] if params.logprobs is not None else None
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.usage: Usage | None = None
+        self._min_tokens = params.min_tokens  # no stop string ends the answer before
         self._caller_stops = frozenset(params.stop_token_ids)
         self._detokenizer = Detokenizer(
             tokenizer, params.stop_strings, include_stop=include_stop, skip_special_tokens=skip_special_tokens
@@ -46,11 +47,16 @@ class Answer:
             self.finish_reason, self.stop_reason = "stop", self._detokenizer.stopped
         elif event.finish_reason is not None:
             new += self._detokenizer.finish()
-            self.finish_reason = event.finish_reason
-            if event.stop_token_id in self._caller_stops:
-                self.stop_reason = event.stop_token_id
+            self._end(event)
         self.usage = event.usage or self.usage
         return new
+
+    def _end(self, event: TokenEvent) -> None:
+        self.finish_reason = event.finish_reason
+        if self._detokenizer.stopped is not None:  # held back until now
+            self.finish_reason, self.stop_reason = "stop", self._detokenizer.stopped
+        elif event.stop_token_id in self._caller_stops:
+            self.stop_reason = event.stop_token_id
 
     def _push_token(self, event: TokenEvent) -> str:
         assert event.token_id is not None
@@ -58,7 +64,9 @@ class Answer:
         if self.logprobs is not None and event.logprobs is not None:
             self.logprobs.append(event.logprobs)
         # The token that ends an answer is counted but not shown.
-        return "" if event.stop_token_id is not None else self._detokenizer.push(event.token_id)
+        if event.stop_token_id is not None:
+            return ""
+        return self._detokenizer.push(event.token_id, may_stop=len(self.token_ids) >= self._min_tokens)
 
     def output(self) -> CompletionOutput:
         return CompletionOutput(

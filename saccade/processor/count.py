@@ -29,8 +29,9 @@ def count_files(
     files: Sequence[str], model: str | None, min_pixels: int | None, max_pixels: int | None
 ) -> tuple[list[Count], list[RequestError]]:
     """The bill of each file, and an error for each that has none."""
+    options = Options(min_pixels=min_pixels, max_pixels=max_pixels)  # checks them
     family = _family(model)
-    limits = family.policy(min_pixels, max_pixels)
+    limits = family.policy(options.min_pixels, options.max_pixels)
     counts, errors = [], []
     for file in files:
         try:

@@ -29,9 +29,12 @@ class Detokenizer:
     def text(self) -> str:
         return "".join(self._shown)
 
-    def push(self, token_id: int) -> str:
-        """The text this token adds, as far as it is certain."""
-        return "" if self.stopped is not None else self._take(self._stream.push(token_id))
+    def push(self, token_id: int, *, may_stop: bool = True) -> str:
+        """The text this token adds, as far as it is certain. `may_stop=False`: whatever it says, it goes on."""
+        if self.stopped is not None:
+            return ""
+        new = self._stream.push(token_id)
+        return self._take(new) if may_stop else self._show(new)
 
     def finish(self) -> str:
         """No token follows: whatever was held back comes out."""

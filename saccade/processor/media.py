@@ -6,8 +6,10 @@ Reads local files when the Python caller names one; never touches the network.
 from __future__ import annotations
 
 import binascii
+import errno
 import os
 import re
+import stat
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,7 +110,10 @@ def _bad_base64(what: str) -> RequestError:
 
 def read_file(path: str | os.PathLike[str], policy: MediaPolicy) -> bytes:
     try:
-        check_bytes(os.stat(path).st_size, policy)
+        info = os.stat(path)
+        if not stat.S_ISREG(info.st_mode):  # a device or a pipe may never end
+            raise OSError(errno.EINVAL, "not a regular file")
+        check_bytes(info.st_size, policy)
         return Path(path).read_bytes()
     except (OSError, ValueError) as error:
         if isinstance(error, RequestError):

@@ -62,6 +62,7 @@ class Pictures:
         by_key: dict[Key, MediaItem] = {}
         items = []
         for picture in pictures:
+            _check_detail(picture)
             same = (id(picture.source), picture.detail)
             if same not in by_source:
                 item = self.item(picture, limits, salt)
@@ -70,7 +71,7 @@ class Pictures:
         return items
 
     def item(self, picture: Picture, limits: Limits, salt: bytes = b"") -> MediaItem:
-        limits = self._for_detail(picture, limits)
+        limits = limits.lowered(LOW_DETAIL_PIXELS) if picture.detail == "low" else limits
         loaded = load_image(picture.source, self.policy, param=picture.param, allow_paths=picture.allow_path)
         try:
             geometry = self.family.geometry(loaded.header.size, limits.min_pixels, limits.max_pixels)
@@ -79,13 +80,6 @@ class Pictures:
         tag = self.family.policy_tag(limits.min_pixels, limits.max_pixels)
         key = content_key(loaded, tag, self._fingerprint, salt)
         return MediaItem(key, "image", loaded.data, loaded.header, geometry)
-
-    def _for_detail(self, picture: Picture, limits: Limits) -> Limits:
-        if picture.detail not in _DETAILS:
-            raise RequestError(
-                f"detail must be one of {', '.join(_DETAILS)}, but {picture.detail!r} was given", param=picture.param
-            )
-        return limits.lowered(LOW_DETAIL_PIXELS) if picture.detail == "low" else limits
 
     def request_limits(self, given: Any) -> Limits:
         """Limits of one request from its mm_processor_kwargs, which may ask for fewer pixels, never for more."""
@@ -107,6 +101,13 @@ def bill_item(item: MediaItem, block_size: int) -> BillItem:
     resized, tokens = item.geometry.resized, item.geometry.tokens
     blocks = blocks_for(tokens, block_size)
     return BillItem(item.kind, width, height, resized.width, resized.height, tokens, blocks, item.key.hex()[:16])
+
+
+def _check_detail(picture: Picture) -> None:
+    if not isinstance(picture.detail, str) or picture.detail not in _DETAILS:
+        raise RequestError(
+            f"detail must be one of {', '.join(_DETAILS)}, but {picture.detail!r} was given", param=picture.param
+        )
 
 
 def _check_names(given: Any) -> None:

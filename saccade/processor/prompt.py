@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from saccade.config import ConfigError, MediaPolicy
 from saccade.costs import blocks_for
+from saccade.params import SamplingParams
 from saccade.processor.chat import cleaned, form_of, read_messages
 from saccade.processor.checkpoint import Checkpoint
 from saccade.processor.detokenize import Detokenizer
@@ -108,6 +109,15 @@ class Processor:
                 f"chat_template_kwargs cannot set {', '.join(taken)}", param=f"chat_template_kwargs.{taken[0]}"
             )
         return {**named, **cleaned(given or {}, self.tokenizer.shield)}
+
+    def check_params(self, params: SamplingParams) -> None:
+        """Token ids that the vocabulary does not have are refused, not dropped."""
+        size = self.checkpoint.config.text.vocab_size
+        named = {"stop_token_ids": params.stop_token_ids, "logit_bias": params.logit_bias or ()}
+        for name, ids in named.items():
+            wrong = [token for token in ids if token >= size]
+            if wrong:
+                raise RequestError(f"{name} holds {wrong[0]}, but this model's ids go from 0 to {size - 1}", param=name)
 
     # --- ids ------------------------------------------------------------------------------------------------------
 

@@ -130,11 +130,9 @@ def calls_for_template(calls: Any, where: str) -> Any:
 
 def _call_for_template(call: Any, where: str) -> Any:
     function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping):
-        raise RequestError("a tool call needs an object under function", param=where)
-    arguments = function.get("arguments")
-    if not isinstance(arguments, str):
-        return call
+    arguments = function.get("arguments") if isinstance(function, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(arguments, str):
+        return call  # an object already, or something the template has to make sense of
     try:
         parsed = json.loads(arguments or "{}")
     except (ValueError, RecursionError):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Generator, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -21,7 +21,10 @@ from torch import Tensor
 
 from saccade.models.interface import VisionLanguageModel
 from saccade.runner.decode import decode
-from saccade.types import Key, MediaItem, MediaTimes, RequestError
+from saccade.types import Grid, Key, MediaItem, MediaTimes, RequestError
+
+_MOST_SOURCE_PIXELS = 50_000_000  # decoded at the same time; a single larger picture is decoded alone
+_MOMENT = 0.005  # seconds that an idle step waits for a decoder before it looks for other work
 
 
 class Encoded(NamedTuple):
@@ -32,12 +35,31 @@ class Encoded(NamedTuple):
     errors: dict[Key, RequestError]
 
 
+@dataclass
+class EncoderCounters:
+    decoded: int = 0
+    encoded: int = 0
+    passes: int = 0
+    failed: int = 0
+    peak_patches: int = field(default=0)  # most patches held at once: decoded ahead plus in the current pass
+
+
 class Encoder(Protocol):
-    """The border of the stage: a local one is below; a remote one has the same two methods and advances by itself."""
+    """What the runner needs of a stage. The local one is below; a remote one advances by itself."""
+
+    counters: EncoderCounters
 
     def submit(self, items: Sequence[MediaItem]) -> None: ...
 
+    def prefetch(self, items: Sequence[MediaItem]) -> None: ...
+
+    def advance(self, layers: int | None, *, may_wait: bool = True) -> None: ...
+
     def poll(self) -> Encoded: ...
+
+    def clear(self) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class Prepared(NamedTuple):
@@ -53,15 +75,6 @@ class _Pass:
     decode_ms: list[float]
     layers: Generator[None, None, list[Tensor]]
     seconds: float = 0.0
-
-
-@dataclass
-class EncoderCounters:
-    decoded: int = 0
-    encoded: int = 0
-    passes: int = 0
-    failed: int = 0
-    peak_patches: int = field(default=0)  # most patches held at once: decoded ahead plus in the current pass
 
 
 class LocalEncoder:
@@ -92,13 +105,20 @@ class LocalEncoder:
         """Begin to decode what will probably be submitted soon; forget earlier guesses that were not."""
         wanted = {item.key for item in items} | self._queue.keys()
         for key in [k for k in self._decoding if k not in wanted]:
-            self._decoding.pop(key)[1].cancel()
+            future = self._decoding[key][1]
+            if future.cancel() or future.done():  # one that is being decoded still takes memory, and still counts
+                del self._decoding[key]
         self._start_decoding(items)
 
-    def advance(self, layers: int | None) -> None:
-        """Run up to this many layers; None: until everything submitted is encoded."""
+    def advance(self, layers: int | None, *, may_wait: bool = True) -> None:
+        """Run up to this many layers; None: until everything submitted is encoded.
+
+        A slice never waits for a picture that is still being decoded, unless `may_wait` says that nobody else would.
+        """
+        if layers is not None and may_wait and self._current is None:
+            self._wait_for_first()
         while layers is None or layers > 0:
-            if self._current is None and not self._begin_pass():
+            if self._current is None and not self._begin_pass(is_sliced=layers is not None):
                 return
             done = self._run_layer()
             if layers is not None:
@@ -127,15 +147,23 @@ class LocalEncoder:
     # --- decoding -------------------------------------------------------------------------------------------------
 
     def _start_decoding(self, items: Iterable[MediaItem]) -> None:
-        """Fill the pool in order, never holding more decoded patches than two passes (or one picture) need."""
+        """Fill the pool in order.
+
+        Never more decoded patches than two passes (or one picture) need, and never more pixels of whole pictures, which
+        can be far larger than what is left of them after the resize.
+        """
         held = sum(item.geometry.grid.patches for item, _ in self._decoding.values())
+        pixels = sum(_source_pixels(item) for item, future in self._decoding.values() if not future.done())
         for item in items:
             if item.key in self._decoding:
                 continue
             if held and held + item.geometry.grid.patches > 2 * self.max_patches:
                 break
+            if pixels and pixels + _source_pixels(item) > _MOST_SOURCE_PIXELS:
+                break
             self._decoding[item.key] = (item, self._pool.submit(self._prepare, item))
             held += item.geometry.grid.patches
+            pixels += _source_pixels(item)
         current = sum(i.geometry.grid.patches for i in self._current.items) if self._current else 0
         self.counters.peak_patches = max(self.counters.peak_patches, held + current)
 
@@ -161,12 +189,24 @@ class LocalEncoder:
 
     # --- passes ---------------------------------------------------------------------------------------------------
 
-    def _begin_pass(self) -> bool:
+    def _wait_for_first(self) -> None:
+        """Until one of the submitted pictures is decoded, or a moment has passed."""
+        self._start_decoding(self._queue.values())
+        futures = [self._decoding[key][1] for key in self._queue if key in self._decoding]
+        if futures:
+            wait(futures, timeout=_MOMENT, return_when=FIRST_COMPLETED)
+
+    def _ready(self, item: MediaItem) -> bool:
+        return item.key in self._decoding and self._decoding[item.key][1].done()
+
+    def _begin_pass(self, *, is_sliced: bool) -> bool:
         """Take pictures from the queue, in order, up to the patch budget, and set the tower up for them."""
+        self._start_decoding(self._queue.values())
         batch: list[tuple[MediaItem, Prepared]] = []
         patches = 0
-        while self._queue:
-            item = next(iter(self._queue.values()))
+        for item in list(self._queue.values()):
+            if is_sliced and not self._ready(item):
+                continue
             size = item.geometry.grid.patches
             if batch and (patches + size > self.max_patches or item.key in self._alone):
                 break
@@ -185,10 +225,14 @@ class LocalEncoder:
     def _make_pass(self, batch: list[tuple[MediaItem, Prepared]]) -> _Pass:
         self.counters.passes += 1
         items = [item for item, _ in batch]
-        parts = [prepared.patches for _, prepared in batch]
-        packed = parts[0] if len(parts) == 1 else torch.cat(parts)
-        layers = self.model.encode(packed, [item.geometry.grid for item in items])
+        layers = self._encoding([prepared.patches for _, prepared in batch], [item.geometry.grid for item in items])
         return _Pass(items, [prepared.decode_ms for _, prepared in batch], layers)
+
+    def _encoding(self, parts: list[Tensor], grids: list[Grid]) -> Generator[None, None, list[Tensor]]:
+        """Packing is part of the work that may run out of memory, so it happens in the first layer's turn."""
+        packed = parts[0] if len(parts) == 1 else torch.cat(parts)
+        parts.clear()
+        return (yield from self.model.encode(packed, grids))
 
     def _run_layer(self) -> bool:
         """Advance the current pass by one layer; True when it is over."""
@@ -243,6 +287,10 @@ def _next_layer(layers: Generator[None, None, list[Tensor]]) -> list[Tensor] | N
     except StopIteration as stop:
         return list(stop.value)
     return None
+
+
+def _source_pixels(item: MediaItem) -> int:
+    return item.header.size.width * item.header.size.height
 
 
 def _unusable(item: MediaItem, error: Exception) -> RequestError:

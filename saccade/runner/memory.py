@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -91,7 +92,20 @@ def _free_bytes(device: torch.device, utilization: float) -> int:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return int((free - total * (1 - utilization)) * (1 - _ACTIVATION_SHARE))
-    return int(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    return _free_ram()
+
+
+def _free_ram() -> int:
+    """What the system could give without swapping, and no more than what a container leaves this process."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+        free = int(fields["MemAvailable"].split()[0]) * 1024  # page cache counts as free
+    limit, used = (Path(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
+    if limit.exists() and used.exists() and limit.read_text().strip() != "max":
+        free = min(free, int(limit.read_text()) - int(used.read_text()))
+    return free
 
 
 def _kv_blocks(options: Options, model: ModelConfig, dtype: str, left: int, device: torch.device) -> tuple[int, str]:
@@ -121,6 +135,11 @@ def _model_len(options: Options, model: ModelConfig, blocks: int) -> tuple[int, 
         length = min(trained, room)
         why = "the model's own" if length == trained else f"all the KV cache holds (the model allows {trained})"
         return length, f"context {length} tokens: {why}"
+    if options.max_model_len > trained:
+        raise ConfigError(
+            f"max_model_len={options.max_model_len} is beyond the {trained} positions the model was trained for; lower "
+            "--max-model-len"
+        )
     if options.max_model_len > room:
         needed = costs.blocks_for(options.max_model_len, options.block_size)
         raise ConfigError(

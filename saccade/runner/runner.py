@@ -17,7 +17,7 @@ from saccade.models.attention import PagedAttention, PagedKV
 from saccade.models.interface import VisionLanguageModel
 from saccade.params import SamplingParams
 from saccade.runner.batch import Batch, RequestState, build_batch, overlapping, splice
-from saccade.runner.encoder import LocalEncoder
+from saccade.runner.encoder import Encoder
 from saccade.runner.grammar import Grammars
 from saccade.runner.sampler import sample
 from saccade.types import Admission, Key, Prompt, Request, RequestError, Sample, StepPlan, StepResult, Work
@@ -28,7 +28,7 @@ class Runner:
         self,
         model: VisionLanguageModel,
         kv: PagedKV,
-        encoder: LocalEncoder | None,
+        encoder: Encoder | None,
         grammars: Grammars,
         block_size: int,
     ) -> None:
@@ -106,7 +106,7 @@ class Runner:
             return StepResult({})
         if plan.encode:
             self.encoder.submit(plan.encode)
-        self.encoder.advance(plan.encode_layers)
+        self.encoder.advance(plan.encode_layers, may_wait=not plan.works)
         self.encoder.prefetch(plan.prefetch)
         done = self.encoder.poll()
         self.embeddings.update(done.embeddings)

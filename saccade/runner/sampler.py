@@ -67,9 +67,10 @@ def _adjust(logits: Tensor, rows: Sequence[Row]) -> None:
                 tokens.append(token)
                 added.append(value)
         if len(row.output_ids) < row.params.min_tokens:
-            where.extend([i] * len(row.end_ids))
-            tokens.extend(row.end_ids)
-            added.extend([_NEVER] * len(row.end_ids))
+            ends = [token for token in row.end_ids if token < logits.shape[-1]]
+            where.extend([i] * len(ends))
+            tokens.extend(ends)
+            added.extend([_NEVER] * len(ends))
     if where:
         index = (torch.tensor(where, device=logits.device), torch.tensor(tokens, device=logits.device))
         logits.index_put_(index, torch.tensor(added, device=logits.device), accumulate=True)
@@ -122,7 +123,8 @@ def _column(values: Sequence[float], like: Tensor) -> Tensor:
 def _draw(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     """Filter by top-k, then top-p, then min-p, and invert the cumulative distribution at one uniform number a row."""
     params = [row.params for row in rows]
-    scaled = logits.double() / _column([p.temperature for p in params], logits)  # sums over a vocabulary want precision
+    logits = logits.double()  # sums over a vocabulary want precision
+    scaled = logits / _column([p.temperature for p in params], logits)
     ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(logits.shape[-1], device=logits.device)[None]  # [1, V]
     top_k = _column([p.top_k if p.top_k > 0 else logits.shape[-1] for p in params], logits)

@@ -98,7 +98,8 @@ class Scheduler:
         if request.request_id in self._open:
             raise RequestError(f"a request with the id {request.request_id!r} is already open; choose another id")
         limit = self.config.max_waiting
-        if limit is not None and len(self._waiting) >= limit:
+        free = self.config.max_num_seqs - len(self._running)  # those who could start in the next step do not wait
+        if limit is not None and len(self._waiting) - free >= limit:
             raise RequestError(
                 f"{len(self._waiting)} requests are waiting and {limit} may; try again later or raise --max-waiting",
                 code="overloaded",

@@ -20,7 +20,7 @@ from saccade.server.chat import answer_chat
 from saccade.server.completions import answer_completion
 from saccade.server.errors import ApiError, ClientGone, api_error, json_response
 from saccade.server.exchange import Exchange, while_connected
-from saccade.server.limits import Held, decode_object, read_body
+from saccade.server.limits import Held, Upload, read_body
 from saccade.server.middleware import Envelope
 from saccade.server.models import model_card, model_list
 from saccade.server.page import page
@@ -29,8 +29,8 @@ from saccade.types import RequestError
 
 logger = logging.getLogger("saccade.server")
 
-Handler = Callable[[Service, Exchange, dict[str, Any], Caller, Held], Awaitable[None]]
-Counter = Callable[[Service, dict[str, Any], Caller, Held], Awaitable[dict[str, Any]]]
+Handler = Callable[[Service, Exchange, Upload, Caller, Held], Awaitable[None]]
+Counter = Callable[[Service, Upload, Caller, Held], Awaitable[dict[str, Any]]]
 
 _STALE_SECONDS = 30.0  # without a sign of life of a ready engine, /health says so before it is even restarted
 _IMAGE_CODES = ("invalid_image", "image_", "empty_image", "unsupported_image", "invalid_base64", "failed_to_download")
@@ -72,8 +72,8 @@ def _add_generating_routes(app: FastAPI, service: Service) -> None:
 
 
 def _answering(counter: Counter) -> Handler:
-    async def handler(service: Service, exchange: Exchange, body: dict[str, Any], caller: Caller, held: Held) -> None:
-        await exchange.json(await counter(service, body, caller, held))
+    async def handler(service: Service, exchange: Exchange, upload: Upload, caller: Caller, held: Held) -> None:
+        await exchange.json(await counter(service, upload, caller, held))
 
     return handler
 
@@ -104,15 +104,12 @@ class _Work(Response):
 
     async def _run(self, scope: Scope, receive: Receive, exchange: Exchange) -> None:
         service = self._service
-        service.gate.check()  # before the body is read
-        _ = service.limits
+        service.check_open()
         with service.gate.holding() as held:
-            body = await read_body(Request(scope, receive), service.server.max_body_mb << 20, held)
+            upload = await read_body(Request(scope, receive), service.server.max_body_mb << 20, held)
             with service.gate.enter():
                 async with while_connected(receive):
-                    content = await service.in_thread(decode_object, body)
-                    del body
-                    await self._handler(service, exchange, content, scope["caller"], held)
+                    await self._handler(service, exchange, upload, scope["caller"], held)
 
     async def _fail(self, exchange: Exchange, error: Exception, request_id: str) -> None:
         answer = api_error(error)

@@ -10,23 +10,23 @@ from saccade.processor.tools import MAX_TOOLS, CallStart, Content, Delta, ToolPa
 from saccade.server.deliver import deliver
 from saccade.server.exchange import Exchange
 from saccade.server.generate import Generation, Piece
-from saccade.server.limits import Held
+from saccade.server.limits import Held, Upload
 from saccade.server.logprobs import chat_logprobs
 from saccade.server.protocol import ChatRequest, read_chat
 from saccade.server.service import Caller, Service
 
 
-async def answer_chat(service: Service, exchange: Exchange, body: dict[str, Any], caller: Caller, held: Held) -> None:
-    request = await service.read(read_chat, body)
+async def answer_chat(service: Service, exchange: Exchange, upload: Upload, caller: Caller, held: Held) -> None:
+    request = await service.read(read_chat, await service.decode(upload))
     wanted = request.wanted
     service.check_model(wanted.model)
     priced, timing = await service.price_chat(request, caller, held)
     with service.generation([priced], wanted, timing) as generation:
-        await service.start(generation, wanted, caller.request_id)
-        held.release()
+        await service.start(generation, [priced], wanted, caller.request_id)
         shape = _ChatShape(service, request, caller.request_id, generation)
-        del request  # its pictures are with the engine now
-        await deliver(exchange, generation, shape, wanted, service.max_tokens(priced, wanted))
+        del request, priced  # the pictures are with the engine now
+        held.release()
+        await deliver(exchange, generation, shape, wanted)
 
 
 class _ChatShape:

@@ -10,25 +10,23 @@ from saccade.processor.tokenizer import Tokenizer
 from saccade.server.deliver import deliver
 from saccade.server.exchange import Exchange
 from saccade.server.generate import Generation, Piece
-from saccade.server.limits import Held
+from saccade.server.limits import Held, Upload
 from saccade.server.logprobs import completion_logprobs
 from saccade.server.protocol import Wanted, read_completion
 from saccade.server.service import Caller, Service
 from saccade.types import Logprobs
 
 
-async def answer_completion(
-    service: Service, exchange: Exchange, body: dict[str, Any], caller: Caller, held: Held
-) -> None:
-    request = await service.read(read_completion, body, service.options.max_num_seqs)
+async def answer_completion(service: Service, exchange: Exchange, upload: Upload, caller: Caller, held: Held) -> None:
+    request = await service.read(read_completion, await service.decode(upload), service.options.max_num_seqs)
     wanted = request.wanted
     service.check_model(wanted.model)
     prompts, timing = await service.price_prompts(request.prompts, wanted.cache_salt, caller)
-    held.release()
     with service.generation(prompts, wanted, timing) as generation:
-        await service.start(generation, wanted, caller.request_id)
+        await service.start(generation, prompts, wanted, caller.request_id)
+        held.release()
         shape = _CompletionShape(service, wanted, caller.request_id, generation)
-        await deliver(exchange, generation, shape, wanted, service.max_tokens(prompts[0], wanted))
+        await deliver(exchange, generation, shape, wanted)
 
 
 class _CompletionShape:

@@ -24,20 +24,20 @@ class Shape(Protocol):
         """All answers, once every piece has been seen."""
 
 
-async def deliver(exchange: Exchange, generation: Generation, shape: Shape, wanted: Wanted, max_tokens: int) -> None:
+async def deliver(exchange: Exchange, generation: Generation, shape: Shape, wanted: Wanted) -> None:
     """Run the generation to its end. Errors before the first byte are the caller's to answer with a status."""
     if wanted.stream:
-        await _stream(exchange, generation, shape, wanted, max_tokens)
+        await _stream(exchange, generation, shape, wanted)
         return
     async for piece in generation.pieces():
         if piece is not None:
             list(shape.chunks(piece))
-    generation.finish(max_tokens)
+    generation.finish()
     whole = {**shape.base(is_chunk=False), "choices": shape.choices(), "usage": usage_of(generation)}
     await exchange.json({**whole, **_extras(generation, wanted)})
 
 
-async def _stream(exchange: Exchange, generation: Generation, shape: Shape, wanted: Wanted, max_tokens: int) -> None:
+async def _stream(exchange: Exchange, generation: Generation, shape: Shape, wanted: Wanted) -> None:
     """The status goes out with the first token, so that a picture that cannot be decoded is still a plain 400."""
     base = shape.base(is_chunk=True) | ({"usage": None} if wanted.include_usage else {})
     async for piece in generation.pieces():
@@ -47,7 +47,7 @@ async def _stream(exchange: Exchange, generation: Generation, shape: Shape, want
         for choice in shape.chunks(piece):
             usage = {"usage": usage_of(generation)} if wanted.continuous_usage else {}
             await exchange.event({**base, "choices": [choice], **usage})
-    generation.finish(max_tokens)
+    generation.finish()
     if wanted.include_usage or wanted.include_bill or wanted.return_token_ids:
         usage = {"usage": usage_of(generation)} if wanted.include_usage else {}
         await exchange.event({**base, "choices": [], **usage, **_extras(generation, wanted)})
@@ -55,7 +55,7 @@ async def _stream(exchange: Exchange, generation: Generation, shape: Shape, want
 
 
 def usage_of(generation: Generation) -> dict[str, Any]:
-    bills = [priced.bill for priced in generation.prompts]
+    bills = generation.bills
     prompt_tokens = sum(bill.prompt_tokens for bill in bills)
     completion_tokens = sum(len(answer.token_ids) for answer in generation.answers)
     return {
@@ -74,11 +74,11 @@ def usage_of(generation: Generation) -> dict[str, Any]:
 def _extras(generation: Generation, wanted: Wanted) -> dict[str, Any]:
     """What only a client gets that asked for it."""
     extras: dict[str, Any] = {}
-    bills = [bill_body(generation.bill(index)) for index in range(len(generation.prompts))]
+    bills = [bill_body(generation.bill(index)) for index in range(len(generation.bills))]
     if wanted.include_bill:
         extras["bill"] = bills[0] if len(bills) == 1 else bills
     if wanted.return_token_ids:
-        ids = [list(priced.prompt.token_ids) for priced in generation.prompts]
+        ids = [list(token_ids) for token_ids in generation.prompt_ids]
         extras["prompt_token_ids"] = ids[0] if len(ids) == 1 else ids
     return extras
 

@@ -58,12 +58,15 @@ class Generation:
     """A context: leaving it, for whatever reason, frees all that its requests hold in the engine."""
 
     def __init__(self, prompts: Sequence[Priced], answers: Sequence[Answer], timing: Timing, metrics: Metrics) -> None:
-        self.prompts = prompts
+        # Not the prompts themselves: they hold pictures, which the engine has by now.
+        self.bills = [priced.bill for priced in prompts]
+        self.prompt_ids = [priced.prompt.token_ids for priced in prompts]
         self.answers = answers
+        self._max_tokens = 0
         self._timing = timing
         self._metrics = metrics
         self._streams: list[RequestStream] = []
-        self._has_media = any(priced.bill.items for priced in prompts)
+        self._has_media = any(bill.items for bill in self.bills)
         self._last: list[float | None] = [None] * len(answers)  # when the latest token of each answer came
         self._first: float | None = None
 
@@ -76,10 +79,11 @@ class Generation:
 
     @property
     def per_prompt(self) -> int:
-        return len(self.answers) // len(self.prompts)
+        return len(self.answers) // len(self.bills)
 
     async def submit(self, engine: SubmitsRequests, requests: Sequence[Request]) -> None:
         """All of them or none: if one is refused, the context ends and the others are cancelled."""
+        self._max_tokens = max(request.max_tokens for request in requests)
         for request in requests:
             self._streams.append(await engine.submit(request))
 
@@ -148,16 +152,16 @@ class Generation:
 
     # --- when all is said ---------------------------------------------------------------------------------------------
 
-    def finish(self, max_tokens: int) -> None:
+    def finish(self) -> None:
         """Tell the metrics; called once, when every answer is complete."""
         now = time.perf_counter()
         self._metrics.finished(
             Finished(
-                bills=[priced.bill for priced in self.prompts],
+                bills=self.bills,
                 usages=[answer.usage for answer in self.answers if answer.usage is not None],
                 finish_reasons=[str(answer.finish_reason) for answer in self.answers],
                 generated=[len(answer.token_ids) for answer in self.answers],
-                max_tokens=max_tokens,
+                max_tokens=self._max_tokens,
                 seconds=now - self._timing.arrived,
                 decode_seconds=now - (self._first or now),
             )
@@ -171,7 +175,7 @@ class Generation:
 
     def bill(self, index: int) -> Bill:
         """A prompt's bill with what its first answer took, as far as it is known."""
-        bill, usage = self.prompts[index].bill, self.answers[index * self.per_prompt].usage
+        bill, usage = self.bills[index], self.answers[index * self.per_prompt].usage
         times = {"prepare": self._timing.prepare_ms, "fetch": self._timing.fetch_ms}
         if usage is None:
             return replace(bill, times_ms=_rounded(times))

@@ -34,11 +34,13 @@ class Held:
     def add(self, count: int) -> None:
         """ApiError 503 when all requests together would hold too much."""
         gate = self._gate
-        if gate.bytes_held + count > gate.max_bytes:
+        others = gate.bytes_held + gate.engine_bytes()
+        if others + count > gate.max_bytes:
+            gate.on_refusal("bytes")
             raise ApiError(
                 503,
-                f"requests of {gate.bytes_held} bytes are being taken in and at most {gate.max_bytes} may "
-                "(--max-inflight-mb); try again soon",
+                f"requests of {others} bytes are in flight and at most {gate.max_bytes} may be (--max-inflight-mb); "
+                "try again soon",
                 code="overloaded",
                 retry_after=_RETRY_AFTER_FULL,
             )
@@ -50,21 +52,36 @@ class Held:
         self._count = 0
 
 
-class Gate:
-    """Lets requests in. `max_open` counts those being computed and those that wait."""
+class Upload:
+    """A body, until somebody takes it: an answer that streams for minutes must not keep its pictures alive."""
 
-    def __init__(self, max_open: int, max_bytes: int, on_refusal: Callable[[str], None] = lambda reason: None) -> None:
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    def take(self) -> bytes:
+        data, self._data = self._data, b""
+        return data
+
+
+class Gate:
+    """Lets requests in. `max_open` counts those being computed and those that wait; `max_bytes` what they hold, here
+    and (`engine_bytes`) in the engine."""
+
+    def __init__(
+        self, max_open: int, max_bytes: int, engine_bytes: Callable[[], int], on_refusal: Callable[[str], None]
+    ) -> None:
         self.max_open = max_open
         self.max_bytes = max_bytes
+        self.engine_bytes = engine_bytes
         self.bytes_held = 0
         self.num_open = 0
         self.is_draining = False
-        self._on_refusal = on_refusal
+        self.on_refusal = on_refusal
 
     def check(self) -> None:
         """ApiError when a request that comes now would be refused, so that its body need not be read."""
         if self.is_draining:
-            self._on_refusal("draining")
+            self.on_refusal("draining")
             raise ApiError(
                 503,
                 "the server is shutting down and takes no new requests; send it to another one",
@@ -72,7 +89,7 @@ class Gate:
                 retry_after=_RETRY_AFTER_DRAIN,
             )
         if self.num_open >= self.max_open:
-            self._on_refusal("overloaded")
+            self.on_refusal("overloaded")
             raise ApiError(
                 429,
                 f"{self.num_open} requests are open and {self.max_open} may be (--max-num-seqs plus --max-waiting); "
@@ -99,7 +116,7 @@ class Gate:
             held.release()
 
 
-async def read_body(request: Request, limit: int, held: Held) -> bytes:
+async def read_body(request: Request, limit: int, held: Held) -> Upload:
     """The whole body, counted while it arrives: a header that lies about the length gains nothing."""
     _check_type(request)
     _check_length(int(request.headers.get("content-length") or 0), limit)
@@ -109,7 +126,7 @@ async def read_body(request: Request, limit: int, held: Held) -> bytes:
         _check_length(length, limit)
         held.add(len(chunk))
         chunks.append(chunk)
-    return b"".join(chunks)
+    return Upload(b"".join(chunks))
 
 
 def _check_type(request: Request) -> None:

@@ -22,7 +22,7 @@ from saccade.processor.prompt import Processor
 from saccade.server.auth import KeyRing
 from saccade.server.fields import FieldReader
 from saccade.server.generate import Generation, Priced, SubmitsRequests, Timing
-from saccade.server.limits import Gate, Held
+from saccade.server.limits import Gate, Held, Upload, decode_object
 from saccade.server.media import ChatLimits, Link, MediaResolver, Messages, check_chars, find_links
 from saccade.server.protocol import ChatRequest, Wanted
 from saccade.server.uuids import UuidCache
@@ -70,7 +70,12 @@ class Service:
         self.names = server.served_model_name or (str(options.model),)
         self.metrics = Metrics(self.names[0], engine.stats)
         max_waiting = options.max_waiting if options.max_waiting is not None else DEFAULT_MAX_WAITING
-        self.gate = Gate(options.max_num_seqs + max_waiting, server.max_inflight_mb << 20, self.metrics.refused)
+        self.gate = Gate(
+            options.max_num_seqs + max_waiting,
+            server.max_inflight_mb << 20,
+            engine_bytes=lambda: engine.bytes_in_flight,
+            on_refusal=self.metrics.refused,
+        )
         self.keys = KeyRing(server.api_key)
         self.fields = FieldReader(strict=server.strict_params)
         self.created = int(time.time())
@@ -92,6 +97,14 @@ class Service:
     @property
     def max_chars(self) -> int:
         return self.limits.max_model_len * _CHARS_PER_TOKEN
+
+    def check_open(self) -> None:
+        """ApiError or EngineUnavailable when a request that comes now need not even be read."""
+        self.gate.check()
+        assert self.limits
+
+    async def decode(self, upload: Upload) -> dict[str, Any]:
+        return await self.in_thread(decode_object, upload.take())
 
     async def read(self, reader: Callable[..., Result], body: Mapping[str, Any], *args: Any) -> Result:
         """Check a body in a thread. Schemas have threads of their own: compiling one may take seconds."""
@@ -181,11 +194,11 @@ class Service:
         ]
         return Generation(prompts, answers, timing, self.metrics)
 
-    async def start(self, generation: Generation, wanted: Wanted, request_id: str) -> None:
+    async def start(self, generation: Generation, prompts: Sequence[Priced], wanted: Wanted, request_id: str) -> None:
         """Submit every answer's request; RequestError with the bill in it when a prompt does not fit."""
         unique = f"{request_id}-{next(self._numbers)}"  # clients may send one id twice
         requests = [
-            self._request(f"{unique}/{answer.index}", generation.prompts[answer.index // wanted.params.n], wanted)
+            self._request(f"{unique}/{answer.index}", prompts[answer.index // wanted.params.n], wanted)
             for answer in generation.answers
         ]
         await generation.submit(self.engine, requests)

@@ -7,16 +7,16 @@ from typing import Any
 
 from saccade.server import fields
 from saccade.server.deliver import bill_body
-from saccade.server.limits import Held
+from saccade.server.limits import Held, Upload
 from saccade.server.media import check_chars
 from saccade.server.protocol import read_chat
 from saccade.server.service import Caller, Service
 from saccade.types import RequestError
 
 
-async def bill(service: Service, body: dict[str, Any], caller: Caller, held: Held) -> dict[str, Any]:
+async def bill(service: Service, upload: Upload, caller: Caller, held: Held) -> dict[str, Any]:
     """What a chat would cost: the numbers the engine would charge, from headers alone."""
-    request = await service.read(read_chat, body)
+    request = await service.read(read_chat, await service.decode(upload))
     service.check_model(request.wanted.model)
     priced, timing = await service.price_chat(request, caller, held)
     room = max(0, service.limits.max_model_len - len(priced.prompt))
@@ -24,8 +24,8 @@ async def bill(service: Service, body: dict[str, Any], caller: Caller, held: Hel
     return {"object": "bill", "model": service.names[0], **costs, "max_tokens_left": room, "fits": room > 0}
 
 
-async def tokenize(service: Service, body: dict[str, Any], caller: Caller, held: Held) -> dict[str, Any]:
-    given = service.fields.read(body, fields.TOKENIZE)
+async def tokenize(service: Service, upload: Upload, caller: Caller, held: Held) -> dict[str, Any]:
+    given = service.fields.read(await service.decode(upload), fields.TOKENIZE)
     service.check_model(given.get("model"))
     if ("prompt" in given) == ("messages" in given):
         raise RequestError("give either prompt or messages", param="prompt")
@@ -47,8 +47,8 @@ async def tokenize(service: Service, body: dict[str, Any], caller: Caller, held:
     }
 
 
-async def detokenize(service: Service, body: dict[str, Any], caller: Caller, held: Held) -> dict[str, Any]:
-    given = service.fields.read(body, fields.DETOKENIZE)
+async def detokenize(service: Service, upload: Upload, caller: Caller, held: Held) -> dict[str, Any]:
+    given = service.fields.read(await service.decode(upload), fields.DETOKENIZE)
     service.check_model(given.get("model"))
     tokens, size = given.get("tokens"), service.processor.checkpoint.config.text.vocab_size
     if not tokens or not all(0 <= token < size for token in tokens):
@@ -56,9 +56,9 @@ async def detokenize(service: Service, body: dict[str, Any], caller: Caller, hel
     return {"prompt": await service.in_thread(service.processor.tokenizer.decode, tokens, False)}
 
 
-async def input_tokens(service: Service, body: dict[str, Any], caller: Caller, held: Held) -> dict[str, Any]:
+async def input_tokens(service: Service, upload: Upload, caller: Caller, held: Held) -> dict[str, Any]:
     """OpenAI's counting route: the input of its Responses API, counted as the chat it stands for."""
-    given = service.fields.read(body, fields.INPUT_TOKENS)
+    given = service.fields.read(await service.decode(upload), fields.INPUT_TOKENS)
     if "input" not in given:
         raise RequestError("input is missing; send a string or a list of messages", param="input")
     chat: dict[str, Any] = {"messages": _messages(given), "model": given.get("model"), "tools": given.get("tools")}

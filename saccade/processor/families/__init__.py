@@ -20,15 +20,7 @@ def family_for(config: ModelConfig) -> type[Family]:
 
 def default_family() -> Family:
     """The rules that apply when no model is named: Qwen2-VL as it was published."""
-    return Qwen2VL(
-        patch_size=14,
-        merge_size=2,
-        min_pixels=56 * 56,
-        max_pixels=28 * 28 * 16384,
-        image_token_id=151655,
-        placeholder_ids=(151655, 151656),
-        settings={},
-    )
+    return Qwen2VL.published()
 
 
 __all__ = ["FAMILIES", "Expansion", "Family", "Files", "default_family", "family_for"]
