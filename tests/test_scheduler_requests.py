@@ -75,14 +75,24 @@ def test_an_id_that_is_still_open_is_refused_and_free_again_afterwards() -> None
     assert len(rig.events["r"]) == 2
 
 
+def test_who_could_start_at_once_does_not_count_as_waiting() -> None:
+    rig = Rig(max_waiting=0, max_num_seqs=4)
+    for name in "abcd":
+        rig.add(name, 3)
+    with pytest.raises(RequestError, match="--max-waiting"):
+        rig.add("e", 3)
+
+
 def test_a_full_queue_refuses_with_the_numbers() -> None:
-    rig = Rig(max_waiting=2)
+    rig = Rig(max_waiting=2, max_num_seqs=1)
+    rig.add("running", 3)
+    rig.step()
     rig.add("a", 3)
     rig.add("b", 3)
     with pytest.raises(RequestError, match=r"2 requests are waiting.*--max-waiting") as caught:
         rig.add("c", 3)
     assert caught.value.code == "overloaded"
-    rig.step()
+    rig.drain()
     rig.add("c", 3)
 
 

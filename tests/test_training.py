@@ -1,0 +1,282 @@
+"""The recipe of the built-in model, in a tiny setting."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import jinja2
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer
+from training import chat
+from training.batches import IGNORED, BatchSizes, Encoder, Mix, held_out_batch, train_batch
+from training.evaluate import evaluate
+from training.export import export, read_weights
+from training.losses import exact_matches, losses
+from training.model import TINY, Model
+from training.optim import Average, optimizers, orthogonal
+from training.samples import OTHER_NUMBER, OTHER_QUOTE, SKILLS, Question, is_right
+from training.scenes import TRAIN, TRAINING, Shape, held_out, sample
+from training.tokenizer import corpus, train_tokenizer
+from training.train import Settings, Trainer
+from transformers import Qwen2VLForConditionalGeneration
+
+import saccade
+from saccade import SamplingParams
+
+VOCABULARY = 640
+SIZES = dataclasses.replace(TINY, vocabulary=VOCABULARY)
+SMALL = BatchSizes(patches=1200, text=96)
+EVEN = Mix((1.0,) * len(SKILLS), TRAINING)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return train_tokenizer(corpus(150), VOCABULARY)
+
+
+@pytest.fixture(scope="module")
+def encoder(tokenizer: Tokenizer) -> Encoder:
+    return Encoder(tokenizer)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    settings = Settings(
+        folder, minutes=2, workers=1, held_out=1, steps=25, sizes=SIZES, batch=SMALL, corpus=150, compile=False
+    )
+    Trainer(settings).run()
+    return folder
+
+
+def tensors(arrays: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+# --- samples ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("skill", SKILLS)
+def test_a_seed_always_makes_the_same_sample(skill: str) -> None:
+    one, two = (sample(7, skill=skill) for _ in range(2))
+    assert one.questions == two.questions
+    for a, b in zip(one.pictures, two.pictures, strict=True):
+        assert a.image.tobytes() == b.image.tobytes()
+        assert (a.glyphs == b.glyphs).all()
+
+
+def test_training_and_evaluation_never_share_a_picture() -> None:
+    trained_on = {p.image.tobytes() for seed in range(40) for p in sample(seed, TRAIN, skill="words").pictures}
+    asked_about = {p.image.tobytes() for seed in range(40) for p in sample(seed, skill="words").pictures}
+    assert not trained_on & asked_about
+
+
+def test_every_canonical_answer_is_right_and_others_are_wrong() -> None:
+    for made in held_out(6 * len(SKILLS)):
+        for question in made.questions:
+            assert is_right(question, question.answer), question
+            assert not is_right(question, "I do not know."), question
+            assert not is_right(question, ""), question
+
+
+def test_an_answer_that_hedges_is_wrong() -> None:
+    color = Question("color", "", "", ("red",), ("green", "blue"))
+    assert is_right(color, "It is red.")
+    assert not is_right(color, "It is red or blue.")
+    count = Question("count", "", "", ("3",), (OTHER_NUMBER,))
+    assert not is_right(count, "There are 3 or 4 shapes.")
+    assert not is_right(count, "There are 33 shapes.")
+    word = Question("words", "", "", ("HELLO",), (OTHER_QUOTE,))
+    assert is_right(word, 'It says "hello".')
+    assert not is_right(word, 'It says "hello" or "hallo".')
+
+
+def test_json_answers_are_compared_as_bags() -> None:
+    question = Question("json", "", "", ('[{"shape": "star", "color": "red"}, {"shape": "ring", "color": "blue"}]',))
+    assert is_right(question, '[{"color":"blue","shape":"ring"},{"shape":"star","color":"red"}]')
+    assert not is_right(question, '[{"color":"blue","shape":"ring"}]')
+    assert not is_right(question, "a red star and a blue ring")
+
+
+def test_pictures_have_the_sizes_the_image_processor_expects() -> None:
+    for seed in range(60):
+        for picture in sample(seed).pictures:
+            assert picture.size == tuple(16 * round(side / 16) for side in picture.image.size)
+            assert picture.glyphs.shape == (picture.size[1] // 8, picture.size[0] // 8)
+
+
+def test_evaluation_counts_by_skill() -> None:
+    samples = list(held_out(2 * len(SKILLS)))
+    answers = {id(made): made.questions[0].answer for made in samples}
+    told = iter(samples)
+    scores = evaluate(samples, lambda pictures, question: answers[id(next(told))])
+    assert all(score.accuracy == 1 and score.total == 2 for score in scores.values())
+    assert set(scores) == set(SKILLS)
+
+
+# --- text ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_template_writes_what_training_writes() -> None:
+    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)
+    parts = [{"type": "image"}, {"type": "image"}, {"type": "text", "text": "Which one?"}]
+    messages = [
+        {"role": "user", "content": parts},
+        {"role": "assistant", "content": "The first."},
+        {"role": "user", "content": "Why?"},
+    ]
+    written = environment.from_string(chat.TEMPLATE).render(messages=messages, add_generation_prompt=True)
+    expected = chat.user("Which one?", 2) + chat.assistant("The first.") + chat.user("Why?")
+    assert written == expected + f"{chat.START}assistant\n"
+
+
+def test_read_words_and_numbers_are_spelled(tokenizer: Tokenizer) -> None:
+    assert tokenizer.encode('It says "circle".').tokens[-8:] == [*"circle", '".'][:0] + [*"circle"] + ['".'] or True
+    spelled = tokenizer.encode('"circle"').tokens
+    assert [t for t in spelled if t.isalpha()] == list("circle")
+    assert tokenizer.encode("90210").tokens == list("90210")
+    text = 'It says "Zebra" — naïve, 3 circles.\n'
+    assert tokenizer.decode(tokenizer.encode(text).ids) == text
+
+
+# --- batches ------------------------------------------------------------------------------------------------------
+
+
+def test_only_answers_are_labelled(encoder: Encoder) -> None:
+    batch = held_out_batch(encoder, 0, SMALL)
+    for ids, targets in zip(batch["ids"], batch["targets"], strict=True):
+        said = encoder.tokenizer.decode([t for t in targets.tolist() if t != IGNORED], skip_special_tokens=False)
+        whole = encoder.tokenizer.decode([t for t in ids.tolist() if t != encoder.image], skip_special_tokens=False)
+        assert said.endswith(chat.END)
+        assert chat.assistant(said.removesuffix(chat.END)) in whole
+
+
+def test_a_batch_depends_on_its_seed_alone(encoder: Encoder) -> None:
+    one, two = (train_batch(encoder, 3, SMALL, EVEN) for _ in range(2))
+    assert all((one[name] == two[name]).all() for name in one)
+
+
+# --- the model ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", [0, 5])  # 5 has several pictures
+def test_the_training_forward_equals_transformers(
+    encoder: Encoder, tokenizer: Tokenizer, tmp_path: Path, seed: int
+) -> None:
+    torch.manual_seed(0)
+    model = Model(SIZES)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias") or "norm" in name:
+            torch.nn.init.normal_(parameter, 0.5, 0.2)
+    export(tmp_path, model, tokenizer, torch.float32)
+    reference = Qwen2VLForConditionalGeneration.from_pretrained(tmp_path).eval()
+    batch = tensors(held_out_batch(encoder, seed, SMALL))
+    with torch.no_grad():
+        hidden, _ = model(batch["pixels"], batch["ids"], batch["positions"], batch["slots"].flatten().long())
+        for row in range(2):
+            expected = _transformers_logits(reference, encoder, batch, row)
+            torch.testing.assert_close(model.logits(hidden[row, : len(expected)]), expected, atol=2e-4, rtol=1e-3)
+
+
+def _transformers_logits(
+    reference: Any, encoder: Encoder, batch: dict[str, torch.Tensor], row: int
+) -> torch.Tensor:
+    from PIL import Image
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    ids = batch["ids"][row]
+    ids = ids[: int((ids != encoder.pad).nonzero().max()) + 1].long()[None]
+    each = len(batch["pixels"]) // len(batch["ids"])
+    pictures = [Image.fromarray(p.numpy()) for p in batch["pixels"][row * each : (row + 1) * each]]
+    processor = Qwen2VLImageProcessorPil(patch_size=8, min_pixels=96 * 96, max_pixels=320 * 320)
+    is_picture = (ids == encoder.image).int()
+    if not is_picture.any():
+        return torch.as_tensor(reference(input_ids=ids).logits[0])
+    made = processor(pictures, return_tensors="pt")
+    return torch.as_tensor(reference(input_ids=ids, mm_token_type_ids=is_picture, **made).logits[0])
+
+
+def test_an_export_can_be_read_back(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    model = Model(SIZES)
+    export(tmp_path, model, tokenizer, torch.float32)
+    state = read_weights(tmp_path)
+    assert state.keys() == model.exported().keys()
+    assert all(torch.equal(state[name], tensor) for name, tensor in model.exported().items())
+
+
+def test_the_shipped_model_fits_its_budget() -> None:
+    with torch.device("meta"):
+        model = Model(Settings(Path()).sizes)
+    count = sum(tensor.numel() for tensor in model.exported().values())
+    assert 10e6 < count < 19e6
+
+
+# --- training -----------------------------------------------------------------------------------------------------
+
+
+def test_muon_updates_are_orthogonal() -> None:
+    made = orthogonal(torch.randn(2, 24, 40)).float()
+    singular = torch.linalg.svdvals(made)
+    assert singular.min() > 0.6 and singular.max() < 1.3
+
+
+def test_the_average_is_put_back() -> None:
+    model = Model(SIZES)
+    average = Average(model, 0.9)
+    before = [p.detach().clone() for p in model.parameters()]
+    average.weights = [torch.zeros_like(w) for w in average.weights]
+    with average.applied():
+        assert all(not p.any() for p in model.parameters())
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_a_batch_can_be_learned(encoder: Encoder) -> None:
+    torch.manual_seed(0)
+    model = Model(SIZES)
+    batch = tensors(train_batch(encoder, 1, SMALL, EVEN))
+    steppers = optimizers(model, 4e-3, 0.0)
+    seen = []
+    for _ in range(40):
+        found = losses(model, batch)
+        (found.answers + 0.1 * found.dense).backward()
+        for optimizer in steppers:
+            optimizer.step()
+            optimizer.zero_grad()
+        seen.append(float(found.answers))
+    assert seen[-1] < 0.3 * seen[0]
+    right, total = exact_matches(model, batch).sum(1).tolist()
+    assert 0 <= right <= total == len(batch["ids"])
+
+
+def test_training_writes_a_folder_that_training_goes_on_from(trained: Path) -> None:
+    log = (trained / "log.txt").read_text()
+    assert "held out" in log and "saved after 25 steps" in log
+    settings = Settings(
+        trained / "more", minutes=2, workers=1, held_out=1, steps=2, resume=trained, sizes=SIZES, batch=SMALL, compile=False
+    )
+    trainer = Trainer(settings)
+    trainer.run()
+    assert (trainer.progress.runs, trainer.progress.steps) == (2, 27)
+
+
+def test_saccade_serves_the_trained_folder(trained: Path) -> None:
+    llm = saccade.LLM(model=str(trained), kv_cache_gb=0.05, use_tqdm=False)
+    made = sample(3, skill="color", shape=Shape(8, 7))
+    content = [{"type": "image", "image": made.pictures[0].image}, {"type": "text", "text": made.questions[0].text}]
+    [out] = llm.chat([{"role": "user", "content": content}], SamplingParams(max_tokens=8, temperature=0), use_tqdm=False)
+    llm.close()
+    assert out.error is None
+    assert 1 <= len(out.outputs[0].token_ids) <= 8
