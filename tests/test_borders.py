@@ -37,7 +37,7 @@ ALLOWED: dict[str, set[str]] = {
 }
 HEAVY = {"torch", "transformers", "safetensors"}
 FORBIDDEN_OUTSIDE: dict[str, set[str]] = {  # third-party modules a package must never import
-    **{name: HEAVY | {"numpy"} for name in ("types", "params", "config", "costs", "outputs")},
+    **{name: HEAVY | {"numpy"} for name in ("types", "params", "config", "costs", "outputs", "schema")},
     "processor": HEAVY,
     "metrics": HEAVY | {"numpy", "fastapi"},
     "server": HEAVY | {"PIL", "numpy"},

@@ -14,11 +14,13 @@ import httpx
 import pytest
 
 from saccade import cli
+from tests.conftest import make_photo
 from tests.serving import (
     RunningServer,
     chat_body,
     error_of,
     events_of,
+    image_part,
     is_ready,
     photo_part,
     running_server,
@@ -51,11 +53,20 @@ ROUTES = [
 
 
 @pytest.fixture(scope="module")
-def small(qwen2_vl_folder: Path) -> Iterator[RunningServer]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where local pictures may be."""
+    folder = tmp_path_factory.mktemp("pictures")
+    make_photo(64, 64).save(folder / "photo.png")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def small(qwen2_vl_folder: Path, folder: Path) -> Iterator[RunningServer]:
     """A server with a key, strict fields and limits that a test can reach."""
     flags = ("--api-key", KEY, "--api-key", "other-key", "--max-num-seqs", "2", "--max-waiting", "2")
     limits = ("--max-body-mb", "1", "--max-inflight-mb", "2", "--max-parts", "50", "--strict-params")
-    with running_server(qwen2_vl_folder, *flags, *limits, key=KEY) as server:
+    local = ("--allowed-local-media-path", str(folder))
+    with running_server(qwen2_vl_folder, *flags, *limits, *local, key=KEY) as server:
         yield server
 
 
@@ -155,6 +166,18 @@ def upload(server: RunningServer, size: int) -> socket.socket:
     headers = (first, "host: x", key, f"content-length: {size}")
     sock.sendall("\r\n".join(headers).encode() + b"\r\n\r\n" + b" " * (size - 1))
     return sock
+
+
+# --- local files --------------------------------------------------------------------------------------------------
+
+
+def test_a_file_below_the_allowed_folder_is_read(small: RunningServer, folder: Path) -> None:
+    assert small.chat([image_part((folder / "photo.png").as_uri()), text_part("?")]).status_code == 200
+
+
+def test_a_file_outside_the_allowed_folder_is_refused(small: RunningServer, folder: Path) -> None:
+    url = f"file://{folder}/../{Path(__file__).name}"
+    assert error_of(small.chat([image_part(url)]))["code"] == "invalid_image_url"
 
 
 # --- overload -----------------------------------------------------------------------------------------------------

@@ -144,7 +144,6 @@ def test_the_template_writes_what_training_writes() -> None:
 
 
 def test_read_words_and_numbers_are_spelled(tokenizer: Tokenizer) -> None:
-    assert tokenizer.encode('It says "circle".').tokens[-8:] == [*"circle", '".'][:0] + [*"circle"] + ['".'] or True
     spelled = tokenizer.encode('"circle"').tokens
     assert [t for t in spelled if t.isalpha()] == list("circle")
     assert tokenizer.encode("90210").tokens == list("90210")
@@ -186,7 +185,7 @@ def test_the_training_forward_equals_transformers(
     batch = tensors(held_out_batch(encoder, seed, SMALL))
     with torch.no_grad():
         hidden, _ = model(batch["pixels"], batch["ids"], batch["positions"], batch["slots"].flatten().long())
-        for row in range(2):
+        for row in range(min(2, len(hidden))):
             expected = _transformers_logits(reference, encoder, batch, row)
             torch.testing.assert_close(model.logits(hidden[row, : len(expected)]), expected, atol=2e-4, rtol=1e-3)
 
@@ -255,7 +254,7 @@ def test_a_batch_can_be_learned(encoder: Encoder) -> None:
         for optimizer in steppers:
             optimizer.step()
             optimizer.zero_grad()
-        seen.append(float(found.answers))
+        seen.append(found.answers.item())
     assert seen[-1] < 0.3 * seen[0]
     right, total = exact_matches(model, batch).sum(1).tolist()
     assert 0 <= right <= total == len(batch["ids"])

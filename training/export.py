@@ -113,7 +113,15 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
         state |= load_file(file)
     if not state:
         raise FileNotFoundError(f"no *.safetensors in {folder}; give the folder that a training run wrote")
-    return {name: tensor.float() for name, tensor in state.items() if name != "lm_head.weight"}
+    return {_saved_name(name): tensor.float() for name, tensor in state.items() if name != "lm_head.weight"}
+
+
+def _saved_name(name: str) -> str:
+    """Transformers saves under Qwen2-VL's published names in some versions and under its own in others."""
+    if name.startswith("visual."):
+        return f"model.{name}"
+    is_old = name.startswith("model.") and not name.startswith(("model.visual.", "model.language_model."))
+    return name.replace("model.", "model.language_model.", 1) if is_old else name
 
 
 def ship(folder: Path, target: Path, log: Path) -> None:

@@ -29,7 +29,7 @@ class Sizes:
 
     vocabulary: int = 2048
     hidden: int = 384
-    intermediate: int = 896
+    intermediate: int = 832
     layers: int = 6
     heads: int = 6
     kv_heads: int = 2

@@ -89,10 +89,13 @@ class Service:
     @property
     def limits(self) -> SchedulerConfig:
         """What the engine admits under; EngineUnavailable before it is up for the first time."""
-        info = self.engine.info
-        if info is None:
+        self._check_started()
+        assert self.engine.info is not None
+        return self.engine.info.limits
+
+    def _check_started(self) -> None:
+        if self.engine.info is None:
             raise EngineUnavailable(f"the engine is {self.engine.status().state}; try again later", _GUESSED_START)
-        return info.limits
 
     @property
     def max_chars(self) -> int:
@@ -101,7 +104,7 @@ class Service:
     def check_open(self) -> None:
         """ApiError or EngineUnavailable when a request that comes now need not even be read."""
         self.gate.check()
-        assert self.limits
+        self._check_started()
 
     async def decode(self, upload: Upload) -> dict[str, Any]:
         return await self.in_thread(decode_object, upload.take())
