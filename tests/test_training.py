@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import jinja2
-import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer
+from transformers import Qwen2VLForConditionalGeneration
+
+import saccade
+from saccade import SamplingParams
 from training import chat
 from training.batches import IGNORED, BatchSizes, Encoder, Mix, held_out_batch, train_batch
 from training.evaluate import evaluate
@@ -23,10 +25,6 @@ from training.samples import OTHER_NUMBER, OTHER_QUOTE, SKILLS, Question, is_rig
 from training.scenes import TRAIN, TRAINING, Shape, held_out, sample
 from training.tokenizer import corpus, train_tokenizer
 from training.train import Settings, Trainer
-from transformers import Qwen2VLForConditionalGeneration
-
-import saccade
-from saccade import SamplingParams
 
 VOCABULARY = 640
 SIZES = dataclasses.replace(TINY, vocabulary=VOCABULARY)
@@ -190,9 +188,7 @@ def test_the_training_forward_equals_transformers(
             torch.testing.assert_close(model.logits(hidden[row, : len(expected)]), expected, atol=2e-4, rtol=1e-3)
 
 
-def _transformers_logits(
-    reference: Any, encoder: Encoder, batch: dict[str, torch.Tensor], row: int
-) -> torch.Tensor:
+def _transformers_logits(reference: Any, encoder: Encoder, batch: dict[str, torch.Tensor], row: int) -> torch.Tensor:
     from PIL import Image
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -264,7 +260,15 @@ def test_training_writes_a_folder_that_training_goes_on_from(trained: Path) -> N
     log = (trained / "log.txt").read_text()
     assert "held out" in log and "saved after 25 steps" in log
     settings = Settings(
-        trained / "more", minutes=2, workers=1, held_out=1, steps=2, resume=trained, sizes=SIZES, batch=SMALL, compile=False
+        trained / "more",
+        minutes=2,
+        workers=1,
+        held_out=1,
+        steps=2,
+        resume=trained,
+        sizes=SIZES,
+        batch=SMALL,
+        compile=False,
     )
     trainer = Trainer(settings)
     trainer.run()
@@ -275,7 +279,9 @@ def test_saccade_serves_the_trained_folder(trained: Path) -> None:
     llm = saccade.LLM(model=str(trained), kv_cache_gb=0.05, use_tqdm=False)
     made = sample(3, skill="color", shape=Shape(8, 7))
     content = [{"type": "image", "image": made.pictures[0].image}, {"type": "text", "text": made.questions[0].text}]
-    [out] = llm.chat([{"role": "user", "content": content}], SamplingParams(max_tokens=8, temperature=0), use_tqdm=False)
+    [out] = llm.chat(
+        [{"role": "user", "content": content}], SamplingParams(max_tokens=8, temperature=0), use_tqdm=False
+    )
     llm.close()
     assert out.error is None
     assert 1 <= len(out.outputs[0].token_ids) <= 8

@@ -74,7 +74,7 @@ class Encoder:
 
 
 def positions(ids: list[int], image: int, columns: int, rows: int) -> tuple[npt.NDArray[np.int32], list[int]]:
-    """M-RoPE positions [3, expanded tokens] and the places of pictures' first tokens, `image` standing for a picture."""
+    """M-RoPE positions [3, expanded tokens] and where pictures begin; in `ids` one `image` stands for a picture."""
     parts, starts = [], []
     at, place = 0, 0
     grid = np.stack([np.zeros(rows * columns), *np.divmod(np.arange(rows * columns), columns)]).astype(np.int32)
@@ -147,7 +147,8 @@ def train_batch(encoder: Encoder, seed: int, sizes: BatchSizes, mix: Mix) -> Arr
     count = max(1, sizes.patches // (4 * shape.columns * shape.rows * shape.pictures))
     chosen = ["several"] * count if is_several else rng.choices(SKILLS, weights.values(), k=count)
     samples = [
-        sample(seed * 4096 + i, TRAIN, skill=skill, shape=shape, turns=5, plan=mix.plan) for i, skill in enumerate(chosen)
+        sample(seed * 4096 + i, TRAIN, skill=skill, shape=shape, turns=5, plan=mix.plan)
+        for i, skill in enumerate(chosen)
     ]
     return collate(encoder, rng, samples, shape, sizes.text, plain=False)
 

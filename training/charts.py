@@ -89,7 +89,12 @@ class BarScene:
             return None
         word = rng.choice(("largest", "highest", "tallest") if is_largest else ("smallest", "lowest", "shortest"))
         text = rng.choice(
-            (f"Which bar is the {word}?", f"What is the {word} bar?", f"Which label has the {word} bar?", f"Name the {word} bar.")
+            (
+                f"Which bar is the {word}?",
+                f"What is the {word} bar?",
+                f"Which label has the {word} bar?",
+                f"Name the {word} bar.",
+            )
         )
         return self._named(text, f"The {word} bar is {bar.label}.", bar)
 
@@ -114,7 +119,9 @@ class BarScene:
             return Question("chart", text, f"There are {count} bars.", (count,), (OTHER_NUMBER,))
         if kind < 0.7:
             text = rng.choice((f"What color is the bar {bar.label}?", f"Which color does {bar.label} have?"))
-            return Question("chart", text, f"The bar {bar.label} is {bar.color}.", (bar.color,), others(NAMES, bar.color))
+            return Question(
+                "chart", text, f"The bar {bar.label} is {bar.color}.", (bar.color,), others(NAMES, bar.color)
+            )
         if sum(b.value == bar.value for b in self.bars) > 1:
             return None
         return self._named(f"Which bar has the value {bar.value}?", f"The bar {bar.label} has that value.", bar)
@@ -144,7 +151,10 @@ class TableScene:
         high = rng.randint(line, max(line, min(int(line * 1.8), canvas.height // (len(self.rows) + 1))))
         wide = (canvas.width - 4) / (len(self.columns) + 1)
         top = rng.randint(0, max(0, canvas.height - high * (len(self.rows) + 1) - 2))
-        grid = [["", *self.columns], *([row, *map(str, cells)] for row, cells in zip(self.rows, self.cells, strict=True))]
+        grid = [
+            ["", *self.columns],
+            *([row, *map(str, cells)] for row, cells in zip(self.rows, self.cells, strict=True)),
+        ]
         for y, texts in enumerate(grid):
             for x, text in enumerate(texts):
                 if text:

@@ -27,7 +27,9 @@ _WANTED = (
 @cache
 def font_names() -> tuple[str, ...]:
     """Paths of the fonts found, in a fixed order; Pillow's own comes first and is always there."""
-    found = [next((str(f / f"{name}.ttf") for f in _folders() if (f / f"{name}.ttf").exists()), None) for name in _WANTED]
+    found = [
+        next((str(f / f"{name}.ttf") for f in _folders() if (f / f"{name}.ttf").exists()), None) for name in _WANTED
+    ]
     return (BUILT_IN, *(path for path in found if path))
 
 

@@ -97,7 +97,8 @@ class Model(nn.Module):
         embeds = self.decoder.embed_tokens(ids).to(views.tokens.dtype)
         flat = torch.cat([embeds.flatten(0, 1), embeds.new_zeros(1, embeds.shape[-1])])
         flat = flat.index_copy(0, slots, views.tokens.flatten(0, 1))
-        return self.decoder(flat[:-1].view_as(embeds), positions), views
+        # Cloned: a view would make the first layer a case of its own to the compiler.
+        return self.decoder(flat[:-1].view_as(embeds).clone(), positions), views
 
     def logits(self, hidden: Tensor) -> Tensor:
         return F.linear(hidden, self.decoder.embed_tokens.weight.to(hidden.dtype))
@@ -174,7 +175,7 @@ class Merger(nn.Module):
 
 
 class DenseHeads(nn.Module):
-    """Names what covers each patch: glyph or shape, colour, place. It teaches the tower to see long before answers can."""
+    """Names what covers each patch: glyph or shape, colour, place. Teaches the tower to see before answers can."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

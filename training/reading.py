@@ -33,7 +33,9 @@ class Line:
 class TextScene:
     skills: tuple[str, ...] = ("words", "numbers", "color", "caption", "absent")
 
-    def __init__(self, rng: Random, sheet: Sheet, skill: str, level: float = 1.0, *, most: int = 4, smallest: int = SMALLEST) -> None:
+    def __init__(
+        self, rng: Random, sheet: Sheet, skill: str, level: float = 1.0, *, most: int = 4, smallest: int = SMALLEST
+    ) -> None:
         """`level` in 0..1 sets how long the text may be: training starts with short ones."""
         self.lines = _lines(rng, sheet, skill, level, most, smallest)
         self.texts = [line.text for line in self.lines]
@@ -48,7 +50,9 @@ class TextScene:
             x = rng.randint(1, max(1, canvas.width - line.width - 1))
             shift = font(line.font_name, line.size).getbbox(line.text)[1]
             at = (x, y - int(shift) + 2)
-            canvas.text(at, line.text, font(line.font_name, line.size), color, NAMES.index(self.color) + 1 if self.color else 0)
+            canvas.text(
+                at, line.text, font(line.font_name, line.size), color, NAMES.index(self.color) + 1 if self.color else 0
+            )
             y += line.height
         self.pictures: tuple[Picture, ...] = (canvas.finish(rng),)
 
@@ -82,13 +86,17 @@ class TextScene:
             text = rng.choice(("What word is in the picture?", "Read the word.", "What is the word?"))
             return Question("words", text, f'The word is "{self.words[0]}".', (self.words[0],), (OTHER_QUOTE,))
         if rng.random() < 0.4:
-            text = rng.choice(("Read all the words.", "What words are in the picture?", "What does it say?", "Read the text."))
+            text = rng.choice(
+                ("Read all the words.", "What words are in the picture?", "What does it say?", "Read the text.")
+            )
             quoted = listed([f'"{w}"' for w in self.words])
             return Question("words", text, f"The words are {quoted}.", tuple(self.words), (OTHER_QUOTE,))
         which = rng.randrange(len(self.words))
         place = _place(rng, which, len(self.words))
         text = rng.choice((f"What is the {place} word?", f"Read the {place} word.", f"What does the {place} line say?"))
-        return Question("words", text, f'The {place} word is "{self.words[which]}".', (self.words[which],), (OTHER_QUOTE,))
+        return Question(
+            "words", text, f'The {place} word is "{self.words[which]}".', (self.words[which],), (OTHER_QUOTE,)
+        )
 
     def _numbers(self, rng: Random) -> Question | None:
         if not self.numbers:
@@ -99,7 +107,9 @@ class TextScene:
         if len(self.numbers) != len(self.texts):
             return None
         if rng.random() < 0.4:
-            text = rng.choice(("Read all the numbers.", "What numbers are in the picture?", "Which numbers do you see?"))
+            text = rng.choice(
+                ("Read all the numbers.", "What numbers are in the picture?", "Which numbers do you see?")
+            )
             answer = f"The numbers are {listed(self.numbers)}."
             return Question("numbers", text, answer, tuple(self.numbers), (OTHER_NUMBER,))
         which = rng.randrange(len(self.numbers))

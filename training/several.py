@@ -24,7 +24,9 @@ class SeveralScene:
     def ask(self, rng: Random, skill: str) -> Question | None:
         kind = rng.random()
         if kind < 0.1:
-            text = rng.choice(("How many pictures are there?", "How many pictures do you see?", "How many images are there?"))
+            text = rng.choice(
+                ("How many pictures are there?", "How many pictures do you see?", "How many images are there?")
+            )
             count = str(len(self.scenes))
             return Question("several", text, f"There are {count} pictures.", (count,), (OTHER_NUMBER,))
         which = rng.randrange(len(self.scenes))
@@ -38,7 +40,10 @@ class SeveralScene:
     def _which(self, rng: Random, which: int, scene: ShapeScene | TextScene) -> Question | None:
         noun = rng.choice(("picture", "image"))
         if isinstance(scene, TextScene):
-            thing, has = "a number" if scene.texts[0].isdigit() else "a word", [isinstance(s, TextScene) for s in self.scenes]
+            thing, has = (
+                "a number" if scene.texts[0].isdigit() else "a word",
+                [isinstance(s, TextScene) for s in self.scenes],
+            )
         else:
             shape = rng.choice(scene.shapes)
             kind, color = rng.choice(((shape.kind, shape.color), (shape.kind, None), (None, shape.color)))
@@ -46,7 +51,9 @@ class SeveralScene:
             has = [isinstance(s, ShapeScene) and bool(s.having(kind, color)) for s in self.scenes]
         if sum(has) != 1:
             return None
-        text = rng.choice((f"Which {noun} has {thing}?", f"Which {noun} shows {thing}?", f"In which {noun} is {thing}?"))
+        text = rng.choice(
+            (f"Which {noun} has {thing}?", f"Which {noun} shows {thing}?", f"In which {noun} is {thing}?")
+        )
         key = ORDINALS[which]
         return Question("several", text, f"The {key} {noun} has {thing}.", (key,), others(ORDINALS, key))
 
@@ -59,7 +66,9 @@ def _part(rng: Random, sheet: Sheet, level: float) -> ShapeScene | TextScene:
 
 def _describe(rng: Random, which: int, scene: ShapeScene) -> Question:
     key = ORDINALS[which]
-    text = rng.choice((f"What is in the {key} picture?", f"What does the {key} image show?", f"Describe the {key} picture."))
+    text = rng.choice(
+        (f"What is in the {key} picture?", f"What does the {key} image show?", f"Describe the {key} picture.")
+    )
     names = [shape.name for shape in scene.shapes]
     return Question("several", text, f"The {key} picture shows {listed([a(n) for n in names])}.", tuple(names))
 
@@ -68,7 +77,12 @@ def _color(rng: Random, which: int, scene: ShapeScene) -> Question | None:
     shape, key = rng.choice(scene.shapes), ORDINALS[which]
     if len(scene.having(kind=shape.kind)) > 1:
         return None
-    text = rng.choice((f"What color is the {shape.kind} in the {key} picture?", f"In the {key} image, what color is the {shape.kind}?"))
+    text = rng.choice(
+        (
+            f"What color is the {shape.kind} in the {key} picture?",
+            f"In the {key} image, what color is the {shape.kind}?",
+        )
+    )
     return Question("several", text, f"The {shape.kind} is {shape.color}.", (shape.color,), others(NAMES, shape.color))
 
 

@@ -319,7 +319,7 @@ def counted(count: int, noun: str) -> str:
     return f"There is 1 {noun}" if count == 1 else f"There are {count} {plural(noun)}"
 
 
-ASK: dict[str, Callable[["ShapeScene", Random], Question | None]] = {
+ASK: dict[str, Callable[[ShapeScene, Random], Question | None]] = {
     "color": _color,
     "shape": _kind,
     "size": _size,

@@ -23,7 +23,7 @@ from torch import Tensor
 from training import schedule
 from training.batches import BatchSizes, Encoder
 from training.export import export, read_weights, ship
-from training.losses import Batch, exact_matches, losses
+from training.losses import exact_matches, losses
 from training.model import TINY, Model, Sizes
 from training.optim import Average, optimizers
 from training.samples import SKILLS
@@ -88,7 +88,9 @@ class Trainer:
             _compile(self.model)
         self.feeder = Feeder(self.pool, self.device, settings.held_out)
         count = sum(p.numel() for n, p in self.model.named_parameters() if not n.startswith("dense."))
-        self.log(f"{count / 1e6:.2f}M parameters on {self.device}, {settings.workers} workers, run {self.progress.runs}")
+        self.log(
+            f"{count / 1e6:.2f}M parameters on {self.device}, {settings.workers} workers, run {self.progress.runs}"
+        )
 
     # --- the loop ---
 

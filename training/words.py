@@ -5,8 +5,7 @@ from __future__ import annotations
 import string
 from random import Random
 
-COMMON = tuple(
-    """
+_COMMON = """
     able about above actor adult after again agent air album alert alive all almost alone along also always amber and
     angel angle animal answer apple april arch area arm army arrow art aunt autumn away baby back bag bake ball bank
     bar base basket bath beach bean bear beauty bed bee bell belt bench best better bird birth black blade blank blue
@@ -56,8 +55,8 @@ COMMON = tuple(
     watch water wave way weather week welcome well west whale wheat wheel whisper white whole wide wild wind window
     wine wing winter wire wise wish wolf wonder wood wool word work world worth writer yard year yellow yes yogurt
     young zebra zero zone zoo
-    """.split()
-)
+"""
+COMMON = tuple(_COMMON.split())
 LABELS = (
     *("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec"),
     *("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun"),

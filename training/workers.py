@@ -8,14 +8,12 @@ Batches lie in one anonymous shared mapping, cut into slots; only slot numbers a
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import mmap
 import multiprocessing as mp
 import queue
 import threading
-from collections.abc import Callable
 from multiprocessing.sharedctypes import Synchronized, SynchronizedArray
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch

@@ -6,6 +6,16 @@ from saccade.config import SchedulerConfig
 from saccade.types import Request, RequestError, Span
 
 
+def refuse_overload(num_waiting: int, num_running: int, config: SchedulerConfig) -> None:
+    """Raise RequestError if the queue is full. Those who could start in the next step do not wait."""
+    limit, free = config.max_waiting, config.max_num_seqs - num_running
+    if limit is not None and num_waiting - free >= limit:
+        raise RequestError(
+            f"{num_waiting} requests are waiting and {limit} may; try again later or raise --max-waiting",
+            code="overloaded",
+        )
+
+
 def refuse_impossible(request: Request, config: SchedulerConfig) -> None:
     """Raise RequestError if the request could not run even alone."""
     _check_length(request, config)

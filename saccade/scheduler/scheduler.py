@@ -13,7 +13,7 @@ from itertools import chain, islice
 from typing import Any
 
 from saccade.config import SchedulerConfig
-from saccade.scheduler.admission import refuse_impossible
+from saccade.scheduler.admission import refuse_impossible, refuse_overload
 from saccade.scheduler.blocks import BlockPool
 from saccade.scheduler.budget import StepBudget, encodes_now
 from saccade.scheduler.encoder_cache import EncoderCache
@@ -97,13 +97,7 @@ class Scheduler:
     def _refuse(self, request: Request) -> None:
         if request.request_id in self._open:
             raise RequestError(f"a request with the id {request.request_id!r} is already open; choose another id")
-        limit = self.config.max_waiting
-        free = self.config.max_num_seqs - len(self._running)  # those who could start in the next step do not wait
-        if limit is not None and len(self._waiting) - free >= limit:
-            raise RequestError(
-                f"{len(self._waiting)} requests are waiting and {limit} may; try again later or raise --max-waiting",
-                code="overloaded",
-            )
+        refuse_overload(len(self._waiting), len(self._running), self.config)
         refuse_impossible(request, self.config)
 
     # --- planning -----------------------------------------------------------------------------------------------------
