@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -44,13 +44,17 @@ class Finished:
 class Metrics:
     """`stats` gives the engine's latest counters; `model` is the name under which vLLM's boards look for numbers."""
 
-    def __init__(self, model: str, stats: Callable[[], Mapping[str, Any]]) -> None:
+    def __init__(
+        self, model: str, stats: Callable[[], Mapping[str, Any]], bytes_in_flight: Callable[[], int] = lambda: 0
+    ) -> None:
         self.registry = CollectorRegistry()
         self._model = model
         self._ours = _Ours(self.registry)
         self._theirs = _Theirs(self.registry, model)
         self.tokens_in = self.tokens_out = 0  # for the throughput line in the log
         self.registry.register(_EngineCollector(stats, model))
+        held = Gauge("saccade:request_bytes", "Bytes of open requests, here and in the engine", registry=self.registry)
+        held.set_function(bytes_in_flight)
 
     def text(self) -> bytes:
         return generate_latest(self.registry)

@@ -218,7 +218,8 @@ def test_pictures_with_equal_pixels_in_another_order_differ(server: RunningServe
 
 
 def raw(server: RunningServer, body: bytes, path: str = "/v1/chat/completions", **headers: str) -> httpx.Response:
-    return httpx.post(server.url + path, content=body, headers={"content-type": "application/json", **headers})
+    with server.client() as client:
+        return client.post(path, content=body, headers={"content-type": "application/json", **headers})
 
 
 BODIES: dict[str, bytes] = {

@@ -17,10 +17,11 @@ from saccade import SamplingParams
 from training import chat
 from training.batches import IGNORED, BatchSizes, Encoder, Mix, held_out_batch, train_batch
 from training.evaluate import evaluate
-from training.export import export, read_weights
+from training.export import export, read_weights, write_weights
 from training.losses import exact_matches, losses
-from training.model import TINY, Model
+from training.model import TINY, Model, in_patch_order, patches
 from training.optim import Average, optimizers, orthogonal
+from training.palette import COLORS
 from training.samples import OTHER_NUMBER, OTHER_QUOTE, SKILLS, Question, is_right
 from training.scenes import TRAIN, TRAINING, Shape, held_out, sample
 from training.tokenizer import corpus, train_tokenizer
@@ -166,6 +167,18 @@ def test_a_batch_depends_on_its_seed_alone(encoder: Encoder) -> None:
     assert all((one[name] == two[name]).all() for name in one)
 
 
+def test_dense_labels_lie_where_the_colors_are(encoder: Encoder) -> None:
+    """In the order the tower sees patches: the pixel in the middle of a labelled patch has the colour of its label."""
+    only_counting = Mix(tuple(float(skill == "count") for skill in SKILLS), TRAINING)
+    batch = tensors(train_batch(encoder, 2, BatchSizes(6000, 96), only_counting))
+    middles = patches(batch["pixels"]).view(len(batch["pixels"]), -1, 3, 8, 8)[..., 4, 4]  # [P, N, 3]
+    labels = in_patch_order(batch["colors"])
+    named = torch.tensor(list(COLORS.values()))[labels[labels > 0].long() - 1]
+    off = (middles[labels > 0].int() - named).abs().amax(-1)
+    assert len(off) > 100
+    assert (off < 60).float().mean() > 0.85  # the rest are edges
+
+
 # --- the model ----------------------------------------------------------------------------------------------------
 
 
@@ -210,6 +223,14 @@ def test_an_export_can_be_read_back(tokenizer: Tokenizer, tmp_path: Path) -> Non
     state = read_weights(tmp_path)
     assert state.keys() == model.exported().keys()
     assert all(torch.equal(state[name], tensor) for name, tensor in model.exported().items())
+
+
+def test_weights_written_without_transformers_can_be_read_back(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    model = Model(SIZES)
+    write_weights(tmp_path, model, tokenizer)
+    state = read_weights(tmp_path)
+    assert state.keys() == model.exported().keys()
+    assert all(torch.equal(state[name], t.bfloat16().float()) for name, t in model.exported().items())
 
 
 def test_the_shipped_model_fits_its_budget() -> None:

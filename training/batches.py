@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 from training import chat
 from training.samples import SKILLS, Sample
 from training.scenes import EVALUATION, HELD_OUT, TRAIN, TRAINING, Plan, Shape, draw_shape, sample, typed
+from training.tokenizer import token_id
 
 Array = npt.NDArray[np.generic]
 Arrays = dict[str, Array]
@@ -39,9 +40,8 @@ class Encoder:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
-        ids = {name: tokenizer.token_to_id(name) for name in chat.SPECIALS}
         self.pad, self.start, self.end, self.image = (
-            ids[name] for name in (chat.END_OF_TEXT, chat.START, chat.END, chat.IMAGE)
+            token_id(tokenizer, name) for name in (chat.END_OF_TEXT, chat.START, chat.END, chat.IMAGE)
         )
         self._answering = [self.start, *tokenizer.encode("assistant\n").ids]
 
@@ -115,6 +115,8 @@ def collate(encoder: Encoder, rng: Random, samples: list[Sample], shape: Shape, 
             slot = row * shape.pictures + index
             out["pixels"][slot] = np.asarray(picture.resized())
             out["glyphs"][slot], out["colors"][slot] = picture.glyphs, picture.colors
+    # Found here, because to look for them on a GPU is to wait for it.
+    out["answers"] = np.flatnonzero(out["targets"] != IGNORED)
     return out
 
 
@@ -145,7 +147,7 @@ def train_batch(encoder: Encoder, seed: int, sizes: BatchSizes, mix: Mix) -> Arr
         weights |= {name: weights[name] / 0.7 for name in ("chart", "table")}
     weights["several"] = 0.0
     count = max(1, sizes.patches // (4 * shape.columns * shape.rows * shape.pictures))
-    chosen = ["several"] * count if is_several else rng.choices(SKILLS, weights.values(), k=count)
+    chosen = ["several"] * count if is_several else rng.choices(SKILLS, list(weights.values()), k=count)
     samples = [
         sample(seed * 4096 + i, TRAIN, skill=skill, shape=shape, turns=5, plan=mix.plan)
         for i, skill in enumerate(chosen)

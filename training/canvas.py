@@ -37,10 +37,9 @@ class Canvas:
         self.width, self.height = drawn
         self.image = Image.new("RGB", drawn, paper)
         self.draw = ImageDraw.Draw(self.image)
-        grid = (size[0] // PATCH, size[1] // PATCH)
-        self._scale = grid[0] / self.width, grid[1] / self.height
-        self._glyphs, self._colors = Image.new("L", grid), Image.new("L", grid)
-        self._maps = ImageDraw.Draw(self._glyphs), ImageDraw.Draw(self._colors)
+        grid = size[1] // PATCH, size[0] // PATCH
+        self._scale = grid[1] / self.width, grid[0] / self.height
+        self._glyphs, self._colors = np.zeros(grid, np.uint8), np.zeros(grid, np.uint8)
 
     def shape(
         self, points: Points, hole: Points, center: tuple[float, float], color: Rgb, classes: tuple[int, int]
@@ -54,11 +53,9 @@ class Canvas:
         pen.polygon([((x + dx) * _SMOOTH, (y + dy) * _SMOOTH) for x, y in points], fill=255)
         if hole:
             pen.polygon([((x + dx) * _SMOOTH, (y + dy) * _SMOOTH) for x, y in hole], fill=0)
-        self.image.paste(color, (left, top), mask.reduce(_SMOOTH))
-        for pen, kind in zip(self._maps, classes, strict=True):
-            pen.polygon(self._on_map(points, center), fill=kind)
-            if hole:
-                pen.polygon(self._on_map(hole, center), fill=0)
+        smooth = mask.reduce(_SMOOTH)
+        self.image.paste(color, (left, top), smooth)
+        self._mark_mask(left, top, np.asarray(smooth) > 127, classes)
 
     def bar(self, box: tuple[int, int, int, int], color: Rgb, color_class: int) -> None:
         self.draw.rectangle(box, fill=color)
@@ -77,20 +74,26 @@ class Canvas:
     def finish(self, rng: Random) -> Picture:
         """Add what cameras and compressors add, to half of the pictures."""
         image = _noisy(self.image, rng) if rng.random() < 0.5 else self.image
-        return Picture(image, self.size, np.asarray(self._glyphs), np.asarray(self._colors))
-
-    def _on_map(self, points: Points, center: tuple[float, float]) -> Points:
-        # A map's pixel stands for the middle of a patch, half a patch from its corner.
-        sx, sy = self._scale
-        return [((x + center[0]) * sx - 0.5, (y + center[1]) * sy - 0.5) for x, y in points]
+        return Picture(image, self.size, self._glyphs, self._colors)
 
     def _mark(self, box: tuple[float, float, float, float], glyph: int, color: int) -> None:
-        sx, sy = self._scale
-        left, top = math.ceil(box[0] * sx - 0.5), math.ceil(box[1] * sy - 0.5)
-        right, bottom = math.floor(box[2] * sx - 0.5), math.floor(box[3] * sy - 0.5)
-        if left <= right and top <= bottom:
-            self._maps[0].rectangle((left, top, right, bottom), fill=glyph)
-            self._maps[1].rectangle((left, top, right, bottom), fill=color)
+        """Label the patches whose middles lie in the box."""
+        columns, rows = self._middles(0, box[0], box[2]), self._middles(1, box[1], box[3])
+        self._glyphs[rows, columns], self._colors[rows, columns] = glyph, color
+
+    def _mark_mask(self, left: int, top: int, mask: npt.NDArray[np.bool_], classes: tuple[int, int]) -> None:
+        """Label the patches whose middles the mask covers."""
+        columns, rows = self._middles(0, left, left + mask.shape[1]), self._middles(1, top, top + mask.shape[0])
+        xs = ((np.arange(columns.start, columns.stop) + 0.5) / self._scale[0] - left).astype(np.intp)
+        ys = ((np.arange(rows.start, rows.stop) + 0.5) / self._scale[1] - top).astype(np.intp)
+        covered = mask[np.ix_(ys.clip(0, len(mask) - 1), xs.clip(0, mask.shape[1] - 1))]
+        self._glyphs[rows, columns][covered], self._colors[rows, columns][covered] = classes
+
+    def _middles(self, axis: int, start: float, end: float) -> slice:
+        """The patches along an axis whose middles lie in start..end, pixels as drawn."""
+        scale, count = self._scale[axis], self.size[axis] // PATCH
+        first, last = math.ceil(start * scale - 0.5), math.ceil(end * scale - 0.5)
+        return slice(min(max(first, 0), count), min(max(last, 0), count))
 
 
 def outline(kind: str, radius: float, rng: Random) -> tuple[Points, Points]:

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
 from training import chat
 from training.canvas import PATCH
 from training.model import FRAMES, MEAN, MERGE, STD, Model, Sizes
-from training.tokenizer import write_tokenizer
+from training.tokenizer import token_id, write_tokenizer
 
 MIN_PIXELS, MAX_PIXELS = 96 * 96, 320 * 320
 MAX_LENGTH = 2048
@@ -41,8 +41,8 @@ def qwen2_vl_config(sizes: Sizes, tokenizer: Tokenizer) -> Any:
             "mrope_section": list(sizes.mrope_section),
         },
         "tie_word_embeddings": True,
-        "bos_token_id": tokenizer.token_to_id(chat.END_OF_TEXT),
-        "eos_token_id": tokenizer.token_to_id(chat.END),
+        "bos_token_id": token_id(tokenizer, chat.END_OF_TEXT),
+        "eos_token_id": token_id(tokenizer, chat.END),
     }
     vision = {
         "depth": sizes.vision_depth,
@@ -57,10 +57,10 @@ def qwen2_vl_config(sizes: Sizes, tokenizer: Tokenizer) -> Any:
     return Qwen2VLConfig(
         text_config=text,
         vision_config=vision,
-        image_token_id=tokenizer.token_to_id(chat.IMAGE),
-        video_token_id=tokenizer.token_to_id(chat.VIDEO),
-        vision_start_token_id=tokenizer.token_to_id(chat.VISION_START),
-        vision_end_token_id=tokenizer.token_to_id(chat.VISION_END),
+        image_token_id=token_id(tokenizer, chat.IMAGE),
+        video_token_id=token_id(tokenizer, chat.VIDEO),
+        vision_start_token_id=token_id(tokenizer, chat.VISION_START),
+        vision_end_token_id=token_id(tokenizer, chat.VISION_END),
         tie_word_embeddings=True,
     )
 
@@ -70,8 +70,8 @@ def export(folder: Path, model: Model, tokenizer: Tokenizer, dtype: torch.dtype 
     from transformers import Qwen2VLForConditionalGeneration
 
     folder.mkdir(parents=True, exist_ok=True)
-    with torch.device("cpu"):
-        target = Qwen2VLForConditionalGeneration(qwen2_vl_config(model.sizes, tokenizer))
+    make: Any = Qwen2VLForConditionalGeneration  # untyped in Transformers
+    target = make(qwen2_vl_config(model.sizes, tokenizer))
     state = {name: tensor.detach().float().cpu() for name, tensor in model.exported().items()}
     missing, unexpected = target.load_state_dict(state, strict=False)
     assert not unexpected and set(missing) <= {"lm_head.weight"}, f"names differ: {missing} {unexpected}"
@@ -80,8 +80,20 @@ def export(folder: Path, model: Model, tokenizer: Tokenizer, dtype: torch.dtype 
     target.to(dtype).save_pretrained(folder, max_shard_size=_SHARD)
     write_tokenizer(folder, tokenizer)
     _write_processor(folder)
-    ends = [tokenizer.token_to_id(chat.END), tokenizer.token_to_id(chat.END_OF_TEXT)]
+    ends = [token_id(tokenizer, chat.END), token_id(tokenizer, chat.END_OF_TEXT)]
     _write(folder / "generation_config.json", {"do_sample": False, "eos_token_id": ends, "pad_token_id": ends[1]})
+
+
+def write_weights(folder: Path, model: Model, tokenizer: Tokenizer) -> None:
+    """Weights and tokenizer alone, without Transformers: enough to resume from, and to export from elsewhere."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.glob("*.safetensors*"):
+        old.unlink()
+    state = {name: tensor.detach().to("cpu", torch.bfloat16).contiguous() for name, tensor in model.exported().items()}
+    names = sorted(state, key=lambda name: state[name].numel())
+    for part in range(3):
+        save_file({name: state[name] for name in names[part::3]}, folder / f"weights-{part}.safetensors")
+    write_tokenizer(folder, tokenizer)
 
 
 def _write_processor(folder: Path) -> None:

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from training.batches import IGNORED
 from training.model import Model, Views, in_patch_order
 from training.samples import SKILLS
 
@@ -24,7 +23,7 @@ class Losses(NamedTuple):
 
 def losses(model: Model, batch: Batch) -> Losses:
     hidden, views = _forward(model, batch)
-    at = _answer_places(batch)
+    at = batch["answers"]
     logits = model.logits(hidden.flatten(0, 1)[at]).float()
     each = F.cross_entropy(logits, batch["targets"].flatten()[at].long(), reduction="none")
     skills = batch["skills"].flatten()[at].long()
@@ -48,7 +47,7 @@ def dense_loss(model: Model, views: Views, batch: Batch) -> Tensor:
 def exact_matches(model: Model, batch: Batch) -> Tensor:
     """[2, skills]: samples whose whole answer greedy decoding would give, and samples."""
     hidden, _ = _forward(model, batch)
-    at = _answer_places(batch)
+    at = batch["answers"]
     guesses = model.logits(hidden.flatten(0, 1)[at]).argmax(-1)
     rows, length = batch["ids"].shape
     wrong = torch.zeros(rows, device=at.device)
@@ -63,10 +62,6 @@ def exact_matches(model: Model, batch: Batch) -> Tensor:
 def _forward(model: Model, batch: Batch) -> tuple[Tensor, Views]:
     hidden, views = model(batch["pixels"], batch["ids"], batch["positions"], batch["slots"].flatten().long())
     return hidden, views
-
-
-def _answer_places(batch: Batch) -> Tensor:
-    return (batch["targets"].flatten() != IGNORED).nonzero().squeeze(1)
 
 
 def _places(cells: Tensor) -> Tensor:

@@ -27,9 +27,9 @@ FRAMES = 2  # a still picture is shown twice to a patch
 class Sizes:
     """Hyperparameters; the defaults are the shipped model."""
 
-    vocabulary: int = 2048
+    vocabulary: int = 1280
     hidden: int = 384
-    intermediate: int = 832
+    intermediate: int = 896
     layers: int = 6
     heads: int = 6
     kv_heads: int = 2
@@ -140,7 +140,8 @@ class Tower(nn.Module):
         cos, sin = vision_angles(rows, columns, self.head_dim, pixels.device)
         for block in self.blocks:
             x = block(x, cos, sin)
-        return self.merger(x)
+        views: Views = self.merger(x)
+        return views
 
 
 class VisionBlock(nn.Module):

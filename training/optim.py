@@ -23,8 +23,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        assert closure is None, "closures are not supported"
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closures here
         for group in self.param_groups:
             shapes: dict[torch.Size, list[Tensor]] = defaultdict(list)
             for parameter in group["params"]:
@@ -60,11 +59,13 @@ def orthogonal(matrices: Tensor, steps: int = 5) -> Tensor:
     for _ in range(steps):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
-    return x.mT if is_tall else x
+    out: Tensor = x.mT if is_tall else x
+    return out
 
 
 def optimizers(model: nn.Module, lr: float, weight_decay: float) -> list[torch.optim.Optimizer]:
-    matrices, rest = [], []
+    matrices: list[Tensor] = []
+    rest: list[Tensor] = []
     for name, parameter in model.named_parameters():
         is_hidden = parameter.dim() == 2 and "embed_tokens" not in name and not name.startswith("dense.")
         (matrices if is_hidden else rest).append(parameter)
@@ -79,7 +80,7 @@ class Average:
     """An exponential average of the weights, slow when training is long."""
 
     def __init__(self, model: nn.Module, decay: float) -> None:
-        self._live = list(model.parameters())
+        self._live: list[Tensor] = list(model.parameters())
         self._decay, self._steps = decay, 0
         self.weights = [p.detach().clone() for p in self._live]
 

@@ -95,7 +95,7 @@ def _contradicts(text: str, keys: list[str], forbidden: str) -> bool:
 
 def _same_json(expected: str, given: str) -> bool:
     try:
-        return _unordered(json.loads(given)) == _unordered(json.loads(expected))
+        return bool(_unordered(json.loads(given)) == _unordered(json.loads(expected)))
     except ValueError:
         return False
 

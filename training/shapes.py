@@ -50,7 +50,7 @@ class ShapeScene:
         places = _place(rng, sheet, _how_many(rng, skill, most), crowded=skill == "count")
         self.shapes = [Shape(*rng.choice(palette), *place) for place in places]
         self.shapes.sort(key=lambda s: s.x)  # lists in answers run from left to right
-        self.pictures = (_drawn(rng, sheet, paper, self.shapes, shades),)
+        self.pictures: tuple[Picture, ...] = (_drawn(rng, sheet, paper, self.shapes, shades),)
 
     def ask(self, rng: Random, skill: str) -> Question | None:
         return ASK[skill](self, rng)

@@ -16,17 +16,17 @@ from training import chat
 from training.scenes import TRAIN, TRAINING, Shape, sample
 from training.words import COLUMNS, LABELS, LETTERS
 
-VOCABULARY = 2048  # with the special tokens
+VOCABULARY = 1280  # with the special tokens
 CORPUS_SAMPLES = 3000
 
 _PIECES = "|".join(
     (
-        r'"(?:shape|color)": "[a-z]+"',  # JSON about shapes has few words: no need to spell them
+        r' ?"(?:shape|color)": "[a-z]+"',  # JSON about shapes has few words: no need to spell them
         r" [A-Za-z]+",
         r"(?<![\"A-Za-z])[A-Za-z]+",
         r"[A-Za-z]",  # after a quotation mark
         r"[0-9]",
-        r" ?[^\sA-Za-z0-9]+",
+        r' ?(?:[^\sA-Za-z0-9"]+|"[^\sA-Za-z0-9"]*)',
         r"\s",
     )
 )
@@ -73,6 +73,12 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
         "model_max_length": 2048,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1))
+
+
+def token_id(tokenizer: Tokenizer, token: str) -> int:
+    found = tokenizer.token_to_id(token)
+    assert found is not None, f"the tokenizer has no token {token}"
+    return found
 
 
 def read_tokenizer(folder: Path) -> Tokenizer:

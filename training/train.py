@@ -11,6 +11,7 @@ import json
 import math
 import os
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from training import schedule
 from training.batches import BatchSizes, Encoder
-from training.export import export, read_weights, ship
+from training.export import export, read_weights, ship, write_weights
 from training.losses import exact_matches, losses
 from training.model import TINY, Model, Sizes
 from training.optim import Average, optimizers
@@ -135,7 +136,7 @@ class Trainer:
         with self._autocast():
             found = losses(self.model, batch)
         loss = found.answers + schedule.dense_weight(part, self.is_resumed) * found.dense
-        loss.backward()
+        torch.autograd.backward(loss)
         meter.norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
         for optimizer in self.optimizers:
             optimizer.step()
@@ -159,7 +160,7 @@ class Trainer:
 
     def save(self) -> None:
         with self.average.applied():
-            export(self.settings.out, self.model, self.tokenizer)
+            self._export()
         state = {
             "model": self.model.state_dict(),
             "average": self.average.weights,
@@ -190,6 +191,13 @@ class Trainer:
 
     def _autocast(self) -> AbstractContextManager[Any]:
         return torch.autocast("cuda", torch.bfloat16) if self.device.type == "cuda" else nullcontext()
+
+    def _export(self) -> None:
+        try:
+            export(self.settings.out, self.model, self.tokenizer)
+        except Exception:  # whatever is wrong with the export, the weights of a run are not lost to it
+            self.log(f"the export failed; writing plain weights\n{traceback.format_exc()}")
+            write_weights(self.settings.out, self.model, self.tokenizer)
 
     def _resume(self, folder: Path) -> None:
         state_file = folder / "state.pt"
@@ -266,7 +274,7 @@ def _past(folder: Path | None) -> Progress:
     if folder is None:
         return Progress()
     file = folder / "training.json"
-    past = json.loads(file.read_text()) if file.exists() else {"runs": 1}
+    past: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"runs": 1}
     return Progress(past["runs"] + 1, past.get("steps", 0), past.get("samples", 0), past.get("accuracy", {}))
 
 
@@ -278,7 +286,8 @@ def _tiny(settings: dict[str, Any]) -> Settings:
 
 
 def main() -> None:
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # sizes change at every step
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # workers are forked
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder for the model, the log and the state")
     parser.add_argument("--minutes", type=float, default=9.0, help="limit for everything, the export included")

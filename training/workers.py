@@ -12,8 +12,11 @@ import mmap
 import multiprocessing as mp
 import queue
 import threading
+import traceback
+from collections.abc import Callable
+from functools import partial
 from multiprocessing.sharedctypes import Synchronized, SynchronizedArray
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,6 +28,7 @@ from training.scenes import TRAINING
 
 Batch = dict[str, Tensor]
 _ALIGN = 64
+_FAILURES = 20  # batches that may fail before training gives up
 
 
 class Spot(NamedTuple):
@@ -47,6 +51,7 @@ class Pool:
 
     def __init__(self, encoder: Encoder, sizes: BatchSizes, workers: int, first_seed: int, held_out: int) -> None:
         context = mp.get_context("fork")
+        self.failures = 0
         slots = 3 * workers
         self._slot_bytes = sizes.patches * 64 * 3 + sizes.patches * 80 + (1 << 22)
         self._memory = mmap.mmap(-1, slots * self._slot_bytes)
@@ -72,9 +77,11 @@ class Pool:
 
     def take(self) -> tuple[Ready, Arrays]:
         """The next batch, as views of its slot: copy them, then `release` it."""
-        ready = self._ready.get()
-        if isinstance(ready, str):
-            raise RuntimeError(f"a worker failed:\n{ready}")
+        while isinstance(ready := self._ready.get(), str):
+            self.failures += 1
+            print(f"a batch could not be drawn (failure {self.failures} of {_FAILURES}):\n{ready}", flush=True)
+            if self.failures >= _FAILURES:
+                raise RuntimeError(f"{self.failures} batches could not be drawn; the last one:\n{ready}")
         return ready, {spot.name: self._view(ready.slot, spot) for spot in ready.spots}
 
     def release(self, ready: Ready) -> None:
@@ -86,16 +93,18 @@ class Pool:
 
     def _work(self, encoder: Encoder, sizes: BatchSizes, seed: int, stride: int, held_out: range) -> None:
         torch.set_num_threads(1)
-        try:
-            for number in held_out:
-                self._put(held_out_batch(encoder, number, sizes), number)
-            while True:
-                mix = Mix(tuple(self._weights[:]), TRAINING._replace(level=self._level.value))
-                self._put(train_batch(encoder, seed, sizes, mix), -1)
-                seed += stride
-        except Exception:
-            import traceback
+        for number in held_out:
+            self._try(partial(held_out_batch, encoder, number, sizes), number)
+        while True:
+            mix = Mix(tuple(self._weights[:]), TRAINING._replace(level=self._level.value))
+            self._try(partial(train_batch, encoder, seed, sizes, mix), -1)
+            seed += stride
 
+    def _try(self, make: Callable[[], Arrays], held_out: int) -> None:
+        """A run must not end over one batch: a failure is reported and the next seed gets its turn."""
+        try:
+            self._put(make(), held_out)
+        except Exception:
             self._ready.put(traceback.format_exc())
 
     def _put(self, arrays: Arrays, held_out: int) -> None:
@@ -120,7 +129,8 @@ class Feeder:
     def __init__(self, pool: Pool, device: torch.device, held_out: int) -> None:
         self._pool, self._device = pool, device
         self._queue: queue.Queue[Batch | Exception] = queue.Queue(maxsize=3)
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        stream: Any = torch.cuda.Stream  # untyped in PyTorch
+        self._stream = stream(device) if device.type == "cuda" else None
         self._stop = threading.Event()
         self.held_out: dict[int, Batch] = {}
         self.wanted = held_out

@@ -34,7 +34,7 @@ class Held:
     def add(self, count: int) -> None:
         """ApiError 503 when all requests together would hold too much."""
         gate = self._gate
-        others = gate.bytes_held + gate.engine_bytes()
+        others = gate.total_bytes()
         if others + count > gate.max_bytes:
             gate.on_refusal("bytes")
             raise ApiError(
@@ -77,6 +77,9 @@ class Gate:
         self.num_open = 0
         self.is_draining = False
         self.on_refusal = on_refusal
+
+    def total_bytes(self) -> int:
+        return self.bytes_held + self.engine_bytes()
 
     def check(self) -> None:
         """ApiError when a request that comes now would be refused, so that its body need not be read."""

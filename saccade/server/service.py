@@ -68,7 +68,7 @@ class Service:
         self.processor = processor
         self.engine = engine
         self.names = server.served_model_name or (str(options.model),)
-        self.metrics = Metrics(self.names[0], engine.stats)
+        self.metrics = Metrics(self.names[0], engine.stats, lambda: self.gate.total_bytes())
         max_waiting = options.max_waiting if options.max_waiting is not None else DEFAULT_MAX_WAITING
         self.gate = Gate(
             options.max_num_seqs + max_waiting,
