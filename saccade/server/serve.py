@@ -14,6 +14,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ logger = logging.getLogger("saccade.server")
 _THROUGHPUT_SECONDS = 10.0
 _LAST_WORDS_SECONDS = 2.0  # for errors to reach clients whose requests were given up
 _WARM_PICTURE = Size(64, 64)
+_STEP_MS = 100.0  # on a CPU: what a newcomer waits for at most before its own step begins
 
 
 def serve(settings: Settings) -> int:
@@ -45,6 +47,8 @@ def serve(settings: Settings) -> int:
         raise ConfigError(
             "no model was given; name a checkpoint folder or a hub id, such as saccade serve Qwen/Qwen2-VL-2B-Instruct"
         )
+    if options.step_ms is None:
+        options = replace(options, step_ms=_STEP_MS)
     checkpoint = open_checkpoint(options.model, weights=options.load_format != "dummy")
     processor = Processor(checkpoint, MediaPolicy.of(options))
     engine = EngineClient(
