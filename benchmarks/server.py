@@ -37,7 +37,9 @@ def serving(folder: Path, *flags: str) -> Iterator[tuple[str, int]]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "saccade.cli", "serve", str(folder), "--port", str(port), "--dtype", "float32"]
-    process = subprocess.Popen([*command, "--max-model-len", "4096", *flags], stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [*command, "--max-model-len", "4096", "--served-model-name", "bench", *flags], stderr=subprocess.DEVNULL
+    )
     try:
         _wait_ready(f"http://127.0.0.1:{port}", process)
         yield f"http://127.0.0.1:{port}", process.pid

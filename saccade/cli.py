@@ -10,9 +10,11 @@ import dataclasses
 import json
 import logging
 import os
+import re
 import sys
 import typing
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from saccade import __version__
@@ -98,11 +100,11 @@ def _add_chat(commands: Any) -> None:
     command = commands.add_parser(
         "chat",
         help="ask a model about pictures in the terminal",
-        usage='saccade chat MODEL [--image FILE]... ["question"] [options]',
+        usage='saccade chat [MODEL] [--image FILE]... ["question"] [options]',
         description="Answer one question, or hold a conversation when no question is given.",
-        epilog='Example: saccade chat Qwen/Qwen2-VL-2B-Instruct --image photo.jpg "What is in this picture?"',
+        epilog='Example: saccade chat --image shapes.png "How many circles are there?"',
     )
-    command.add_argument("model", metavar="MODEL", help="folder or hub id of a checkpoint")
+    command.add_argument("model", nargs="?", metavar="MODEL", help="folder or hub id; nothing: the built-in model")
     command.add_argument("question", nargs="?", help="leave it out to hold a conversation")
     command.add_argument("--image", action="append", default=[], metavar="FILE", help="a picture; may be repeated")
     command.add_argument("--max-tokens", type=int, default=512, help="longest answer (default: 512)")
@@ -115,8 +117,15 @@ def _add_chat(commands: Any) -> None:
 def _chat(args: argparse.Namespace) -> int:
     from saccade.chat import converse  # needs torch
 
+    if args.question is None and args.model is not None and not _names_model(args.model):
+        args.model, args.question = None, args.model
     opts = Options(**given_options(args, Options))
     return converse(opts, args.question, args.image, args.max_tokens, args.temperature)
+
+
+def _names_model(word: str) -> bool:
+    """Whether a lone word is a folder or a hub id, and not a question."""
+    return Path(word).is_dir() or re.fullmatch(r"[./~]*[\w.-]+(/[\w.-]+)+/?", word) is not None
 
 
 # --- serve --------------------------------------------------------------------------------------------------------
@@ -126,11 +135,11 @@ def _add_serve(commands: Any) -> None:
     command = commands.add_parser(
         "serve",
         help="answer over HTTP, in the shapes of the OpenAI API",
-        usage="saccade serve MODEL [options]",
+        usage="saccade serve [MODEL] [options]",
         description="Serve a model. Options may also stand in the environment (SACCADE_PORT=8000) or in a YAML file.",
         epilog="Example: saccade serve Qwen/Qwen2-VL-2B-Instruct --port 8000 --limit-mm-per-prompt image=4",
     )
-    command.add_argument("model", nargs="?", metavar="MODEL", help="folder or hub id of a checkpoint")
+    command.add_argument("model", nargs="?", metavar="MODEL", help="folder or hub id; nothing: the built-in model")
     command.add_argument("--config", metavar="FILE", help="YAML file with options; flags and the environment win")
     add_options(command, "server", ServerOptions)
     add_options(command, "engine", Options)

@@ -198,7 +198,7 @@ def _option(default: Any, help: str) -> Any:
 class Options:
     """Every setting of the engine, with its default. The command line is made from this class; None means automatic."""
 
-    model: str | None = _option(None, "folder or hub id of a checkpoint")
+    model: str | None = _option(None, "folder or hub id of a checkpoint; nothing: the small model inside the package")
     dtype: str = _option("auto", "float32, bfloat16 or float16; auto: the checkpoint's, where the device is good at it")
     device: str = _option("auto", "cpu or cuda; auto: cuda when there is one")
     load_format: str = _option("auto", "auto, or dummy for random weights made from the config alone")

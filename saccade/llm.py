@@ -10,7 +10,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from saccade.config import ConfigError, MediaPolicy, Options, SchedulerConfig, options
+from saccade.config import MediaPolicy, Options, SchedulerConfig, options
 from saccade.engine.build import build_core
 from saccade.outputs import RequestOutput
 from saccade.params import SamplingParams
@@ -43,10 +43,6 @@ class Engine:
     """Steps by hand: add requests, call `step` until none is unfinished."""
 
     def __init__(self, opts: Options, *, progress: bool = True) -> None:
-        if opts.model is None:
-            raise ConfigError(
-                "no model was given; pass a checkpoint folder or a hub id such as Qwen/Qwen2-VL-2B-Instruct"
-            )
         checkpoint = open_checkpoint(opts.model, weights=opts.load_format != "dummy")
         self.processor = Processor(checkpoint, MediaPolicy.of(opts))
         self.core = build_core(
@@ -195,6 +191,7 @@ class LLM:
     ...     {"type": "image", "image": "photo.jpg"}, {"type": "text", "text": "What is this?"}]}])
     >>> print(outs[0].outputs[0].text)
 
+    Without a model it is the small one inside the package.
     Every option of the command line is a keyword here (see `saccade.config.Options`).
     """
 

@@ -114,6 +114,12 @@ def test_chat_answers_one_question_and_prints_the_bill(
     assert "640x480 = 391 tokens" in captured.err
 
 
+def test_chat_without_a_model_asks_the_built_in_one(pictures: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    for words in (["--image", pictures[1], "What is this?"], ["What is this?", "--image", pictures[1]]):
+        assert cli.main(["chat", *words, "--max-tokens", "3", "--kv-cache-gb", "0.05"]) == 0
+        assert "320x240" in capfd.readouterr().err
+
+
 def test_a_conversation_goes_on_after_a_bad_picture(
     qwen2_vl_folder: Path, pictures: list[str], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageDraw
 
 from saccade import LLM, SamplingParams
 from saccade.config import ConfigError
@@ -234,9 +234,14 @@ def test_an_unknown_model_folder_is_one_sentence() -> None:
         LLM(model="/nowhere/at/all", use_tqdm=False)
 
 
-def test_no_model_is_one_sentence() -> None:
-    with pytest.raises(ConfigError, match="no model was given"):
-        LLM(use_tqdm=False)
+def test_without_a_model_the_built_in_one_answers() -> None:
+    llm = LLM(use_tqdm=False, kv_cache_gb=0.1)
+    red = Image.new("RGB", (160, 160), "white")
+    ImageDraw.Draw(red).ellipse((40, 40, 120, 120), fill=(220, 30, 30))
+    content = [{"type": "image", "image": red}, {"type": "text", "text": "What color is the circle?"}]
+    out = llm.chat([{"role": "user", "content": content}], SamplingParams(temperature=0, max_tokens=24), use_tqdm=False)
+    assert "red" in out[0].outputs[0].text
+    llm.close()
 
 
 # --- stepping by hand ---------------------------------------------------------------------------------------------

@@ -340,11 +340,6 @@ def test_a_taken_port_is_named(qwen2_vl_folder: Path, capsys: pytest.CaptureFixt
     assert str(port) in capsys.readouterr().err
 
 
-def test_serving_without_a_model_says_what_to_name(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["serve"]) == 1
-    assert "no model was given" in capsys.readouterr().err
-
-
 def test_origins_that_are_allowed_may_call_from_a_page(qwen2_vl_folder: Path) -> None:
     with running_server(
         qwen2_vl_folder, "--allowed-origins", "https://app.example", "--api-key", KEY, key=KEY

@@ -14,6 +14,9 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 
 from saccade.config import ConfigError, ModelConfig, model_config
 
+BUILTIN = Path(__file__).parent.parent / "builtin"
+"""A small trained model that comes with the package."""
+
 _SMALL_FILES = ["*.json", "*.txt", "*.jinja", "*.model"]
 _WEIGHT_FILES = ["*.safetensors"]
 
@@ -29,9 +32,12 @@ class Checkpoint:
     fingerprint: bytes  # 32 bytes that change with any setting or weight file
 
 
-def open_checkpoint(model: str, *, weights: bool = True) -> Checkpoint:
-    """`weights=False` is for callers that need the small files only: dummy weights, counting."""
-    path = _locate(model, weights)
+def open_checkpoint(model: str | None, *, weights: bool = True) -> Checkpoint:
+    """A folder, a hub id, or None for the model inside the package.
+
+    `weights=False` is for callers that need the small files only: dummy weights, counting.
+    """
+    path = BUILTIN if model is None else _locate(model, weights)
     _check_complete(path, weights)
     raw = _read_json(path / "config.json")
     processor = _read_optional(path / "processor_config.json")

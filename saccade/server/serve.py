@@ -43,10 +43,6 @@ _STEP_MS = 100.0  # on a CPU: what a newcomer waits for at most before its own s
 
 def serve(settings: Settings) -> int:
     options, server = settings
-    if options.model is None:
-        raise ConfigError(
-            "no model was given; name a checkpoint folder or a hub id, such as saccade serve Qwen/Qwen2-VL-2B-Instruct"
-        )
     if options.step_ms is None:
         options = replace(options, step_ms=_STEP_MS)
     checkpoint = open_checkpoint(options.model, weights=options.load_format != "dummy")

@@ -67,7 +67,7 @@ class Service:
         self.server = server
         self.processor = processor
         self.engine = engine
-        self.names = server.served_model_name or (str(options.model),)
+        self.names = server.served_model_name or (options.model or "saccade-builtin",)
         self.metrics = Metrics(self.names[0], engine.stats, lambda: self.gate.total_bytes())
         max_waiting = options.max_waiting if options.max_waiting is not None else DEFAULT_MAX_WAITING
         self.gate = Gate(
