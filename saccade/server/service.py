@@ -185,6 +185,7 @@ class Service:
 
     def generation(self, prompts: Sequence[Priced], wanted: Wanted, timing: Timing) -> Generation:
         params = wanted.params
+        self.processor.check_params(params)
         answers = [
             Answer(
                 index,
