@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from saccade.types import RequestError
-from tests.scheduling import Picture, Rig, key_of, names
+from tests.scheduling import BLOCK, Picture, Rig, key_of, names
 
 CAT, DOG = Picture("cat", 8), Picture("dog", 8)
 KNOWN = ("cat", "dog", "owl")
@@ -292,3 +292,14 @@ def test_what_a_lost_plan_told_is_told_again() -> None:
     plan = rig.scheduler.schedule(rig.now)
     assert set(plan.evicted) == {key_of("cat"), key_of("dog")}
     assert set(plan.forgotten) == {"a", "b"}
+
+
+def test_two_requests_that_prefill_the_same_picture_side_by_side_compute_it_once() -> None:
+    rig = Rig(max_num_batched_tokens=8)
+    cat = Picture("cat", 40)
+    rig.add("first", cat, [1, 2, 3], max_tokens=1)
+    rig.add("second", cat, [4, 5, 6], max_tokens=1)
+    rig.drain()
+    computed = sum(work.end - work.start for plan in rig.plans for work in plan.works)
+    assert computed <= 43 + 3 + BLOCK  # the picture once, both questions, and a block that may not align
+    assert rig.scheduler.stats()["encoder_cache"]["misses"] == 1

@@ -55,7 +55,8 @@ class PagedKV(NamedTuple):
         cls, config: TextConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> PagedKV:
         shape = (config.num_layers, num_blocks * block_size, config.num_kv_heads, config.head_dim)
-        return cls(*(torch.zeros(shape, dtype=dtype, device=device) for _ in range(2)))
+        # Written, not only reserved: memory that is missing is then missing at the start, not under some request.
+        return cls(*(torch.empty(shape, dtype=dtype, device=device).zero_() for _ in range(2)))
 
     def clear(self, blocks: Sequence[int], block_size: int) -> None:
         """Zero blocks that are about to be filled in part.

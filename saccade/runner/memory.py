@@ -113,8 +113,11 @@ def _kv_blocks(options: Options, model: ModelConfig, dtype: str, left: int, devi
     if options.kv_cache_gb is not None:
         size, why = options.kv_cache_gb * costs.GIB, "as asked"
     elif device.type == "cpu":
-        size = min(_CPU_KV_GIB * costs.GIB, left * _CPU_KV_SHARE)
+        useful = options.max_num_seqs * (options.max_model_len or model.text.max_position) // options.block_size
+        size = min(_CPU_KV_GIB * costs.GIB, left * _CPU_KV_SHARE, (useful + 1) * per_block)
         why = f"{_CPU_KV_SHARE:.0%} of the memory left beside the weights, at most {_CPU_KV_GIB:.0f} GiB on a CPU"
+        if size == (useful + 1) * per_block:
+            why = f"what {options.max_num_seqs} requests of full length need"
     else:
         cache = options.encoder_cache_gb if options.encoder_cache_gb is not None else _EMBEDDING_CACHE_GIB
         size, why = left - cache * costs.GIB, "what gpu_memory_utilization leaves beside weights and embeddings"

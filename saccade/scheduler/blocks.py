@@ -79,14 +79,14 @@ class BlockPool:
 
     # --- finding ------------------------------------------------------------------------------------------------------
 
-    def find(self, chain: Chain, num_tokens: int) -> list[int]:
-        """Blocks that already hold the beginning of a request of `num_tokens`. Changes nothing.
+    def find(self, chain: Chain, num_tokens: int, first: int = 0) -> list[int]:
+        """Blocks, from number `first` on, that already hold the beginning of a request of `num_tokens`. Takes nothing.
 
         The last token is always left to compute, because the next one is sampled from it.
         """
         found: list[int] = []
         if self._enable_caching:
-            for index in range((num_tokens - 1) // self.block_size):
+            for index in range(first, (num_tokens - 1) // self.block_size):
                 block = self._by_digest.get(chain.digest(index))
                 if block is None or not self._holds(block, chain.records(index)):
                     break

@@ -19,6 +19,7 @@ from saccade.scheduler.budget import StepBudget, encodes_now
 from saccade.scheduler.encoder_cache import EncoderCache
 from saccade.scheduler.gate import Gate, Reach
 from saccade.scheduler.sequence import Sequence
+from saccade.scheduler.sharing import adopt, catch_up, publish
 from saccade.types import (
     RECORD_BYTES,
     Admission,
@@ -147,6 +148,9 @@ class Scheduler:
         while index < len(self._running) and draft.budget.total:  # preemption shortens the list from its end
             seq = self._running[index]
             index += 1
+            if not seq.is_decoding:
+                catch_up(self._pool, seq)
+                self._leave_spans(seq)
             start = seq.num_computed
             reach = self._reach(seq, start, draft)
             while reach.end > start and not self._has_blocks(seq, reach.end):
@@ -189,10 +193,7 @@ class Scheduler:
         return end <= num_held * self._block_size or self._pool.can_give(self._pool.blocks_for(end) - num_held)
 
     def _admit(self, draft: _Draft, seq: Sequence, found: list[int]) -> None:
-        self._pool.share(found)
-        seq.blocks = found
-        seq.num_published = len(found)
-        seq.num_computed = len(found) * self._block_size
+        adopt(self._pool, seq, found)
         self._pool.count_lookup(seq.num_tokens, seq.num_computed)
         self._leave_spans(seq)
         if seq.first_scheduled is None:
@@ -208,19 +209,15 @@ class Scheduler:
         if end > len(seq.blocks) * self._block_size:
             new_blocks = self._pool.allocate(self._pool.blocks_for(end) - len(seq.blocks))
             seq.blocks.extend(new_blocks)
+        if seq.untold:
+            new_blocks = (*seq.untold, *new_blocks)
+            seq.untold = []
         if spans:
             self._gate.enter(seq, spans)
         if end >= (seq.num_published + 1) * self._block_size:
-            self._publish(seq, end)
+            publish(self._pool, seq, end)
         draft.budget.take(seq, end - start)
         draft.works.append(Work(seq.request_id, start, end, new_blocks, end == seq.num_tokens))
-
-    def _publish(self, seq: Sequence, end: int) -> None:
-        """Offer the blocks that this window fills to requests that begin alike."""
-        num_full = end // self._block_size
-        for index in range(seq.num_published, num_full):
-            self._pool.publish(seq.blocks[index], seq.chain, index)
-        seq.num_published = num_full
 
     def _preempt(self, seq: Sequence) -> None:
         self._let_go(seq)
@@ -354,7 +351,7 @@ class Scheduler:
             self._encoder.release(seq.holder(index))
         self._pool.release(seq.blocks)
         seq.held.clear()
-        seq.blocks = []
+        seq.blocks, seq.untold = [], []
         seq.num_computed = seq.num_published = seq.next_span = 0
         seq.is_running = False
         self._forgotten.append(seq.request_id)
