@@ -142,11 +142,11 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Admission:
-    """A request that enters the runner: newly, or again after preemption."""
+    """A request that enters the runner: newly, again after preemption, or with another table of blocks."""
 
     request: Request
     output_token_ids: tuple[int, ...]  # tokens generated before a preemption
-    block_ids: tuple[int, ...]  # KV blocks found in the prefix cache, already computed
+    block_ids: tuple[int, ...]  # KV blocks it has so far: computed, by itself or by others with the same beginning
 
 
 @dataclass(frozen=True, slots=True, eq=False)

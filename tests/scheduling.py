@@ -167,7 +167,8 @@ class FakeRunner:
         self.has_broken = False
         for admission in plan.admitted:
             request = admission.request
-            assert request.request_id not in self.requests, "admitted twice"
+            again = self.requests.get(request.request_id, request)
+            assert again is request, "another request under the same id"
             self.requests[request.request_id] = request
             identity = request.prompt.identity
             records = [identity[i : i + 40] for i in range(0, len(identity), 40)]

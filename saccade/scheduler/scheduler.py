@@ -107,13 +107,12 @@ class Scheduler:
         """Decide the next step: running requests first, then waiting ones, then pictures that come next."""
         gate, draft = self._gate, _Draft(now, self._budget())
         layers = self._encode_layers(draft.budget)
-        gate.begin_step(is_sliced=layers is not None)
-        self._serve_running(draft)
-        if not draft.has_preempted:  # whoever was preempted goes first, and there is no place for it
-            self._admit_waiting(draft)
+        self._fill(draft, is_sliced=layers is not None)
+        if layers is not None and not (draft.works or gate.encode or self._encoder.slots_in_flight):
+            # In slices nobody moves: those who wait keep the room that a running request needs. Whole pictures go in.
+            layers = None
+            self._fill(draft, is_sliced=False)
         prefetch = () if gate.is_sliced else gate.prefetch(self._spans_ahead())
-        if gate.is_sliced:
-            gate.look_ahead(self._spans_ahead())
         self._num_steps += 1
         forgotten, self._forgotten = tuple(self._forgotten), []
         self._plan = StepPlan(
@@ -127,6 +126,14 @@ class Scheduler:
             prefetch=prefetch,
         )
         return self._plan
+
+    def _fill(self, draft: _Draft, *, is_sliced: bool) -> None:
+        self._gate.begin_step(is_sliced)
+        self._serve_running(draft)
+        if not draft.has_preempted:  # whoever was preempted goes first, and there is no place for it
+            self._admit_waiting(draft)
+        if is_sliced:
+            self._gate.look_ahead(self._spans_ahead())
 
     def _budget(self) -> StepBudget:
         config = self.config
@@ -148,14 +155,13 @@ class Scheduler:
         while index < len(self._running) and draft.budget.total:  # preemption shortens the list from its end
             seq = self._running[index]
             index += 1
-            if not seq.is_decoding:
-                catch_up(self._pool, seq)
+            if not seq.is_decoding and catch_up(self._pool, seq):
                 self._leave_spans(seq)
+                draft.admitted.append(self._admission(seq))
             start = seq.num_computed
             reach = self._reach(seq, start, draft)
             while reach.end > start and not self._has_blocks(seq, reach.end):
-                self._preempt(self._running[-1])
-                draft.has_preempted = True
+                self._preempt(self._running[-1], draft)
                 if not seq.is_running:
                     return  # it was the last one itself
                 reach = self._reach(seq, start, draft)  # a victim's pins are gone now
@@ -201,7 +207,10 @@ class Scheduler:
             seq.cached_tokens = seq.num_computed
         seq.is_running = True
         insort(self._running, seq, key=_arrival)
-        draft.admitted.append(Admission(seq.request, tuple(seq.output), tuple(found)))
+        draft.admitted.append(self._admission(seq))
+
+    def _admission(self, seq: Sequence) -> Admission:
+        return Admission(seq.request, tuple(seq.output), tuple(seq.blocks))
 
     def _give_work(self, draft: _Draft, seq: Sequence, start: int, reach: Reach) -> None:
         end, spans = reach
@@ -209,9 +218,6 @@ class Scheduler:
         if end > len(seq.blocks) * self._block_size:
             new_blocks = self._pool.allocate(self._pool.blocks_for(end) - len(seq.blocks))
             seq.blocks.extend(new_blocks)
-        if seq.untold:
-            new_blocks = (*seq.untold, *new_blocks)
-            seq.untold = []
         if spans:
             self._gate.enter(seq, spans)
         if end >= (seq.num_published + 1) * self._block_size:
@@ -219,7 +225,9 @@ class Scheduler:
         draft.budget.take(seq, end - start)
         draft.works.append(Work(seq.request_id, start, end, new_blocks, end == seq.num_tokens))
 
-    def _preempt(self, seq: Sequence) -> None:
+    def _preempt(self, seq: Sequence, draft: _Draft) -> None:
+        draft.has_preempted = True
+        draft.admitted = [admission for admission in draft.admitted if admission.request is not seq.request]
         self._let_go(seq)
         seq.num_preemptions += 1
         self._num_preemptions += 1
@@ -351,7 +359,7 @@ class Scheduler:
             self._encoder.release(seq.holder(index))
         self._pool.release(seq.blocks)
         seq.held.clear()
-        seq.blocks, seq.untold = [], []
+        seq.blocks = []
         seq.num_computed = seq.num_published = seq.next_span = 0
         seq.is_running = False
         self._forgotten.append(seq.request_id)

@@ -28,9 +28,6 @@ class Sequence:
 
     num_computed: int = 0
     blocks: list[int] = field(default_factory=list)
-    untold: list[int] = field(
-        default_factory=list
-    )  # of these, found on the way: the runner hears of them with work
     num_published: int = 0  # full blocks already offered to the prefix cache
     next_span: int = 0  # the first span that is not wholly computed
     held: set[int] = field(default_factory=set)  # spans whose embeddings are pinned

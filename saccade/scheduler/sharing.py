@@ -14,22 +14,24 @@ def adopt(pool: BlockPool, seq: Sequence, found: list[int]) -> None:
     seq.num_computed = len(seq.blocks) * pool.block_size
 
 
-def catch_up(pool: BlockPool, seq: Sequence) -> None:
+def catch_up(pool: BlockPool, seq: Sequence) -> bool:
     """Take over blocks that someone with the same beginning has filled since this request was admitted.
 
-    Two requests that prefill the same picture side by side so compute it once, each going on where the other is.
+    Two requests that prefill the same picture side by side so compute it once, each going on where the other is. A
+    block that this request had filled in part is exchanged for the full one, so its table must be told anew.
     """
-    if seq.num_computed != len(seq.blocks) * pool.block_size:
-        return
-    found = pool.find(seq.chain, seq.num_tokens, first=len(seq.blocks))
+    first = seq.num_computed // pool.block_size
+    found = pool.find(seq.chain, seq.num_tokens, first=first)
     if not found:
-        return
+        return False
+    pool.release(seq.blocks[first:])
+    del seq.blocks[first:]
+    num_before = seq.num_computed
     adopt(pool, seq, found)
-    seq.untold += found
-    num_found = len(found) * pool.block_size
-    pool.count_lookup(0, num_found)
+    pool.count_lookup(0, seq.num_computed - num_before)
     if not seq.num_preemptions:
-        seq.cached_tokens += num_found
+        seq.cached_tokens += seq.num_computed - num_before
+    return True
 
 
 def publish(pool: BlockPool, seq: Sequence, end: int) -> None:
