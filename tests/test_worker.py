@@ -121,11 +121,12 @@ def test_a_refusal_keeps_its_code_and_words() -> None:
 
 def test_a_full_queue_refuses_as_overloaded() -> None:
     async def test(client: EngineClient) -> None:
+        await client.submit(endless("a"))
         with pytest.raises(RequestError) as caught:
-            await client.submit(make_request("a", 3))
+            await client.submit(make_request("b", 3))
         assert caught.value.code == "overloaded"
 
-    run(test, options=Options(max_waiting=0))
+    run(test, options=Options(max_waiting=0, max_num_seqs=1))
 
 
 def test_an_id_that_is_open_is_refused() -> None:

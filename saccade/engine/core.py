@@ -45,13 +45,20 @@ class EngineCore:
     def step(self) -> list[TokenEvent]:
         plan = self.scheduler.schedule(self.clock())
         try:
-            result = self.runner.execute(plan)
+            result = self._run(plan)
+            if isinstance(result, list):
+                return result
             return self.scheduler.commit(plan, result, self.clock())
-        except Exception:
-            return self._fail_step(plan)
-        except BaseException:  # interrupted half-way: what was planned was not computed, so nothing of it may stay
+        except BaseException:  # interrupted, or an invariant is broken: nothing that was planned may stay
             self._fail_step(plan)
             raise
+
+    def _run(self, plan: StepPlan) -> StepResult | list[TokenEvent]:
+        """The result, or the endings of all requests when the step could not be computed."""
+        try:
+            return self.runner.execute(plan)
+        except Exception:
+            return self._fail_step(plan)
 
     def add(self, request: Request) -> None:
         self.scheduler.add(request, self.clock())
