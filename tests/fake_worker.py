@@ -57,7 +57,7 @@ class WorkerRunner(FakeRunner):
 def build(start: Start) -> EngineCore:
     if start.options.device != "auto":
         raise ConfigError(f"the fake engine has no device {start.options.device}")
-    limits = make_config(max_waiting=start.options.max_waiting)
+    limits = make_config(max_waiting=start.options.max_waiting, max_num_seqs=min(start.options.max_num_seqs, 8))
     return EngineCore(limits, WorkerRunner(float(sys.argv[1]), config=limits), reasons=["a fake engine"])
 
 
