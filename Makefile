@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PORT ?= 8000
 MODEL ?=
 
-.PHONY: setup test lint types tests serve bench clean
+.PHONY: setup test lint types tests browser serve bench evaluate clean
 
 setup: $(VENV)/.ready
 
@@ -23,7 +23,10 @@ lint: setup
 types: setup
 	$(BIN)/mypy
 
-tests: setup
+browser:
+	-@tools/browser.sh  # without one the page's tests fail and say so; all others still run
+
+tests: setup browser
 	$(BIN)/python -m pytest
 
 serve: setup
@@ -31,6 +34,11 @@ serve: setup
 
 bench: setup
 	$(BIN)/python -m benchmarks.cpu
+
+# Accuracy of the built-in model, into the model card and the docs; to be run whenever its weights change.
+evaluate: setup
+	$(BIN)/saccade eval --markdown training/MODEL_CARD.md --markdown docs/evaluation.md
+	$(BIN)/saccade tune --markdown docs/evaluation.md --plot docs/tune.svg
 
 clean:
 	rm -rf $(VENV) build *.egg-info

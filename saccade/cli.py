@@ -19,6 +19,7 @@ from typing import Any
 
 from saccade import __version__
 from saccade.config import ConfigError, Options, ServerOptions
+from saccade.evaluation.commands import Output, Target, evaluate, tune
 from saccade.processor.count import count_files, table
 from saccade.server.config import load_settings, option_kinds, text_reader
 from saccade.types import RequestError
@@ -62,6 +63,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_count(commands)
     _add_chat(commands)
     _add_serve(commands)
+    _add_eval(commands)
+    _add_tune(commands)
     return parser
 
 
@@ -154,10 +157,96 @@ def _serve(args: argparse.Namespace) -> int:
     return serve(load_settings(given_options(args, Options, ServerOptions), os.environ, file))
 
 
+# --- eval and tune ------------------------------------------------------------------------------------------------
+
+
+def _add_eval(commands: Any) -> None:
+    command = commands.add_parser(
+        "eval",
+        help="accuracy per skill on questions about pictures",
+        usage="saccade eval [MODEL] [options]",
+        description="Ask every question of a set and print the share of right answers per skill.",
+        epilog="Example: saccade eval --url http://127.0.0.1:8000 --questions my-set --show-wrong 5",
+    )
+    _add_target(command)
+    command.add_argument("--show-wrong", type=int, default=0, metavar="N", help="print the first N wrong answers")
+    add_options(command, "engine, for a server of our own", Options)
+    command.set_defaults(run=_eval)
+
+
+def _add_tune(commands: Any) -> None:
+    command = commands.add_parser(
+        "tune",
+        help="accuracy, tokens and first-token time at several picture sizes, and a recommended max_pixels",
+        usage="saccade tune [MODEL] [options]",
+        description="Run an evaluation at several max_pixels, to see what smaller pictures save and what they lose.",
+        epilog="Example: saccade tune --url http://127.0.0.1:8000 --questions my-set --plot tune.svg",
+    )
+    _add_target(command)
+    command.add_argument(
+        "--max-pixels",
+        dest="sizes",
+        type=_flag_reader(_read_sizes),
+        metavar="N,N,...",
+        help="settings to try; automatic: from the largest picture or the server's limit, halving",
+    )
+    command.add_argument("--plot", metavar="FILE.svg", help="draw accuracy against pixels")
+    add_options(command, "engine, for a server of our own", Options, leave_out=("max_pixels",))
+    command.set_defaults(run=_tune)
+
+
+def _add_target(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "model", nargs="?", metavar="MODEL", help="folder or hub id; nothing: the built-in model; with --url: its name"
+    )
+    command.add_argument("--url", help="ask this OpenAI-compatible server; without it one is started and stopped")
+    command.add_argument("--api-key", metavar="KEY", help="of that server")
+    command.add_argument("--questions", metavar="PATH", help="folder or zip with questions.jsonl; nothing: built in")
+    command.add_argument("--limit", type=int, metavar="N", help="ask only the first N questions")
+    command.add_argument("--concurrency", type=int, default=32, metavar="N", help="questions at a time (default: 32)")
+    command.add_argument("--max-tokens", type=int, default=256, metavar="N", help="longest answer (default: 256)")
+    command.add_argument("--json", metavar="FILE", help="also write everything that was found there")
+    command.add_argument(
+        "--markdown", action="append", default=[], metavar="FILE", help="also rewrite the table in this Markdown file"
+    )
+    command.add_argument("--debug", action="store_true", help="show tracebacks and the log of the server we start")
+
+
+def _eval(args: argparse.Namespace) -> int:
+    return evaluate(_target(args), Output(args.json, tuple(args.markdown), args.show_wrong))
+
+
+def _tune(args: argparse.Namespace) -> int:
+    return tune(_target(args), args.sizes, Output(args.json, tuple(args.markdown), plot=args.plot))
+
+
+def _target(args: argparse.Namespace) -> Target:
+    given = given_options(args, Options)
+    if args.url is None:
+        options = load_settings(given, os.environ, os.environ.get("SACCADE_CONFIG")).engine
+    else:
+        unused = sorted(f"--{name.replace('_', '-')}" for name in given if name != "model")
+        if unused:
+            raise ConfigError(
+                f"{', '.join(unused)} cannot change the server at {args.url}; leave it out, or leave --url"
+            )
+        options = Options(**given)
+    return Target(
+        options, args.url, args.api_key, args.questions, args.limit, args.concurrency, args.max_tokens, args.debug
+    )
+
+
+def _read_sizes(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(f"expected whole numbers such as 6400,25600, not {text!r}") from None
+
+
 # --- flags made from the options ----------------------------------------------------------------------------------
 
 
-def add_options(parser: argparse.ArgumentParser, title: str, cls: type) -> None:
+def add_options(parser: argparse.ArgumentParser, title: str, cls: type, leave_out: Sequence[str] = ()) -> None:
     """One flag per option; the default and its meaning are the config class's own.
 
     A flag that is not written leaves nothing in the namespace, so that the environment and a file can speak.
@@ -165,7 +254,7 @@ def add_options(parser: argparse.ArgumentParser, title: str, cls: type) -> None:
     group = parser.add_argument_group(title)
     kinds = option_kinds(cls)
     for option in dataclasses.fields(cls):
-        if option.name != "model":
+        if option.name != "model" and option.name not in leave_out:
             _add_flag(group, option.name, kinds[option.name], getattr(cls(), option.name), option.metadata["help"])
 
 

@@ -219,7 +219,8 @@ class Options:
     )
     enable_prefix_caching: bool = _option(True, "reuse KV blocks of equal beginnings")
     limit_mm_per_prompt: dict[str, int] = _option(  # noqa: RUF009 (a dict becomes a default factory)
-        {"image": 16, "video": 1}, "media per prompt, such as image=4,video=1"
+        {"image": 16, "video": 1},
+        "pictures per prompt, such as image=4; video=N is read too, but no video is taken yet",
     )
     min_pixels: int | None = _option(None, "smaller pictures are enlarged to this; automatic: the checkpoint's")
     max_pixels: int | None = _option(None, "larger pictures are reduced to this; automatic: the checkpoint's")
@@ -300,6 +301,10 @@ class ServerOptions:
     api_key: tuple[str, ...] = _option((), "a key clients must send as a bearer token; may be repeated; none: open")
     allowed_origins: tuple[str, ...] = _option((), "web origins whose pages may call the server; none by default")
     allowed_media_domains: tuple[str, ...] = _option((), "domains pictures may be fetched from; none by default")
+    allow_private_media_addresses: bool = _option(
+        False, "fetch from the allowed domains also where they are on a private network; never with *"
+    )
+    media_fetch_timeout: float = _option(10.0, "seconds that one picture may take to be fetched, redirects included")
     allowed_local_media_path: str | None = _option(None, "folder whose pictures file: URLs may name; none by default")
     max_body_mb: int = _option(96, "MiB of one request's body")
     max_inflight_mb: int = _option(1024, "MiB of all bodies being read or prepared at the same time")
@@ -318,8 +323,15 @@ class ServerOptions:
         for name in ("uuid_cache_mb", "drain_timeout"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must be 0 or more, not {getattr(self, name)}")
-        if self.heartbeat_timeout <= 0:
-            raise ConfigError(f"heartbeat_timeout must be above 0, not {self.heartbeat_timeout}")
+        for name in ("heartbeat_timeout", "media_fetch_timeout"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} must be above 0, not {getattr(self, name)}")
+        named = [domain for domain in self.allowed_media_domains if not domain.startswith("*")]
+        if self.allow_private_media_addresses and (not named or len(named) < len(self.allowed_media_domains)):
+            raise ConfigError(
+                "allow_private_media_addresses needs allowed_media_domains that name the hosts one by one, not "
+                f"{','.join(self.allowed_media_domains) or 'none'}: * would open your whole network to clients"
+            )
         if self.max_inflight_mb < self.max_body_mb:
             raise ConfigError(
                 f"max_inflight_mb={self.max_inflight_mb} is below max_body_mb={self.max_body_mb}, so the largest body "

@@ -7,6 +7,7 @@ follows from the number of tokens is here.
 from __future__ import annotations
 
 from saccade.config import ModelConfig, TextConfig, VisionConfig
+from saccade.types import Size
 
 GIB = 1 << 30
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -58,6 +59,37 @@ def embedding_bytes_per_slot(text: TextConfig, dtype: str) -> int:
 
 def embedding_slots_in(budget_bytes: float, text: TextConfig, dtype: str) -> int:
     return int(budget_bytes // embedding_bytes_per_slot(text, dtype))
+
+
+# --- encoding -----------------------------------------------------------------------------------------------------
+
+
+def prepared_bytes_per_patch(vision: VisionConfig, dtype: str) -> int:
+    """A patch that waits for the tower. Two passes may wait while a third is under way."""
+    return vision.patch_dim * dtype_bytes(dtype)
+
+
+def prepare_bytes(source: Size, resized: Size) -> int:
+    """A picture on its way from pixels to patches on a device: as it came, with one axis resized, with both."""
+    between = max(resized.width * source.height, source.width * resized.height)
+    return 3 * (source.width * source.height + between + resized.width * resized.height)
+
+
+def encode_bytes_per_patch(vision: VisionConfig, text: TextConfig, dtype: str) -> int:
+    """Most that a patch takes while fused kernels encode it, its place in the packed input included.
+
+        packing       the pictures' patches, and all of them in one tensor
+        attention     x, its norm or what attention gives, q, k, v
+        MLP           x, its norm, the wide tensor; an activation that is not in place makes a second one
+        merger        x, its norm or the activation, the product between; then embeddings in place of one of them
+    """
+    hidden, wide = vision.hidden_size, vision.intermediate_size
+    is_in_place = vision.hidden_act == "quick_gelu"
+    mlp = 2 * hidden + wide if is_in_place else hidden + 2 * wide
+    merger = 2 * hidden + max(hidden, text.hidden_size // vision.spatial_merge_size**2)
+    values = max(2 * vision.patch_dim, vision.patch_dim + hidden, 5 * hidden, mlp, merger)
+    angles = 2 * 4 * hidden // vision.num_heads  # cos and sin of a head's dimensions, in float32
+    return values * dtype_bytes(dtype) + angles
 
 
 # --- weights ------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from tqdm import tqdm
@@ -154,7 +154,7 @@ class Engine:
             prompt_token_ids=list(opened.prompt.token_ids),
             outputs=[answer.output() for answer in opened.answers],
             finished=opened.is_finished,
-            bill=_with_times(bill, opened) if usage else bill,
+            bill=bill.settled(usage, {"prepare": opened.prepare_ms}) if usage else bill,
             error=opened.error,
             num_cached_tokens=usage.cached_tokens if usage else 0,
         )
@@ -168,19 +168,6 @@ class Engine:
 
 def _child_id(request_id: str, index: int) -> str:
     return f"{request_id}/{index}"
-
-
-def _with_times(bill: Bill, opened: _Open) -> Bill:
-    usage = opened.answers[0].usage
-    assert usage is not None
-    times = {"prepare": opened.prepare_ms, "decode": usage.decode_ms, "encode": usage.encode_ms}
-    if usage.first_scheduled is not None:
-        times["queue"] = (usage.first_scheduled - usage.arrived) * 1e3
-    if usage.first_token is not None:
-        times["first_token"] = (usage.first_token - usage.arrived) * 1e3
-    times["total"] = (usage.finished - usage.arrived) * 1e3
-    rounded = {name: round(value, 3) for name, value in times.items()}
-    return replace(bill, cached_tokens=usage.cached_tokens, times_ms=rounded)
 
 
 class LLM:
@@ -230,7 +217,7 @@ class LLM:
         return self._run(makers, sampling_params, use_tqdm, raise_errors=is_single)
 
     def stats(self) -> dict[str, Any]:
-        """Counters of the engine: kv, prefix_cache, encoder_cache, encoder, steps."""
+        """Counters of the engine: kv, prefix_cache, encoder_cache, encoder, steps; and what the latest steps did."""
         return self.engine.core.stats()
 
     def close(self) -> None:

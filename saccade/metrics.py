@@ -96,6 +96,10 @@ class Metrics:
     def media_refused(self, code: str) -> None:
         self._ours.media_refused.labels(code).inc()
 
+    def media_mistyped(self, count: int) -> None:
+        """Pictures that were taken for what they are, and not for what their URL said."""
+        self._ours.media_mistyped.inc(count)
+
 
 def _flag(value: bool) -> str:
     return "true" if value else "false"
@@ -116,6 +120,7 @@ class _Ours:
         self.failed = counter("request_failures", "Requests that ended without an answer", "reason")
         self.refused = counter("admission_rejected", "Requests turned away before any work", "reason")
         self.media_refused = counter("media_rejected", "Pictures that were refused", "code")
+        self.media_mistyped = counter("media_mistyped", "Pictures of another format than their data URL says")
         self.tokens = counter("tokens", "Tokens by kind", "kind")
         self.first_token = histogram("time_to_first_token_seconds", "Arrival to first token", _SLOW, media)
         self.inter_token = histogram("inter_token_latency_seconds", "One token to the next", _FAST, media)

@@ -58,6 +58,13 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         return self.temperature < _COLDEST
 
+    @property
+    def is_plain(self) -> bool:
+        """Always the likeliest token of the model's own distribution, and nothing else is asked for."""
+        has_penalty = self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+        changes = has_penalty or self.logit_bias or self.min_tokens or self.structured
+        return self.is_greedy and self.logprobs is None and not changes
+
     def _check_types(self) -> None:
         for name in ("n", "top_k", "min_tokens"):
             _require(_is_int(getattr(self, name)), name, getattr(self, name), "a whole number")

@@ -7,7 +7,7 @@ run anywhere.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
@@ -194,6 +194,17 @@ class StepResult:
     unsampled: Mapping[str, RequestError] = field(default_factory=dict)  # requests no token can be had for, by id
 
 
+class StepRecord(NamedTuple):
+    """What one step did, for whoever watches the engine."""
+
+    step: int
+    decode_tokens: int  # windows of one at the end of an answer
+    text_tokens: int  # computed again after a preemption: an answer's tokens count as text too
+    picture_tokens: int  # prompt positions of pictures
+    encodes: int  # pictures that were in the encoder
+    ms: float
+
+
 class TokenEvent(NamedTuple):
     """What the engine tells about one request after a step. The last one has a finish reason."""
 
@@ -218,6 +229,24 @@ class Usage:
     finished: float
     decode_ms: float  # picture decoding done for this request (0 when its pictures were resident)
     encode_ms: float
+    ahead_ms: float = 0.0  # the part of both that was done before its first step, while it waited
+    encoded: tuple[Key, ...] = ()  # pictures that were decoded and encoded for it; the others were at hand
+
+    def times_ms(self) -> dict[str, float]:
+        """The way to the first token in parts that add up to it: queue, decode, encode, prefill.
+
+        A moment counts once: work on its pictures is taken out of the waiting or the prefill it happened in. Pictures
+        decoded side by side make the sum a little larger than the time that passed.
+        """
+        times = {"decode": self.decode_ms, "encode": self.encode_ms}
+        media = self.decode_ms + self.encode_ms
+        if self.first_scheduled is not None:
+            times["queue"] = max(0.0, (self.first_scheduled - self.arrived) * 1e3 - self.ahead_ms)
+            if self.first_token is not None:
+                computed = (self.first_token - self.first_scheduled) * 1e3
+                times["prefill"] = max(0.0, computed - (media - self.ahead_ms))
+                times["first_token"] = (self.first_token - self.arrived) * 1e3
+        return {**times, "total": (self.finished - self.arrived) * 1e3}
 
 
 # --- the bill -----------------------------------------------------------------------------------------------------
@@ -235,6 +264,8 @@ class BillItem:
     tokens: int
     kv_blocks: int
     key: str  # hex, shortened: enough to recognise a repeated picture
+    grid: Grid  # patches the encoder sees; a token covers one or a square of them
+    cached: bool | None = None  # neither decoded nor encoded for this request; None before it has run
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,8 +278,23 @@ class Bill:
     kv_blocks: int  # for the prompt
     items: tuple[BillItem, ...]
     cached_tokens: int = 0
-    times_ms: Mapping[str, float] = field(default_factory=dict)  # queue, decode, encode, first_token, total
+    times_ms: Mapping[str, float] = field(default_factory=dict)  # prepare, fetch, and those of `Usage.times_ms`
 
     @property
     def prompt_tokens(self) -> int:
         return self.text_tokens + self.image_tokens + self.video_tokens
+
+    def settled(self, usage: Usage | None, before_ms: Mapping[str, float]) -> Bill:
+        """The bill after the request: what was at hand, and the times; `before_ms` are those before the engine."""
+        times = {**before_ms, **(usage.times_ms() if usage else {})}
+        bill = replace(self, times_ms={name: round(value, 3) for name, value in times.items()})
+        if usage is None:
+            return bill
+        encoded = {short_key(key) for key in usage.encoded}
+        is_known = usage.first_token is not None  # before that a picture may not have been reached at all
+        items = tuple(replace(item, cached=item.key not in encoded) if is_known else item for item in self.items)
+        return replace(bill, items=items, cached_tokens=usage.cached_tokens)
+
+
+def short_key(key: Key) -> str:
+    return key.hex()[:16]

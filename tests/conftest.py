@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +12,9 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+
+# Without a GPU, kernels are tested in Triton's interpreter. It reads this when Transformers, below, imports it.
+os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
 
 from tests import checkpoints
 

@@ -127,9 +127,13 @@ def free_port() -> int:
 
 
 def start_server(folder: Path, *flags: str, key: str | None = None, env: dict[str, str] | None = None) -> RunningServer:
+    return _start([str(folder), *FLAGS, *flags], key, env)
+
+
+def _start(arguments: list[str], key: str | None, env: dict[str, str] | None) -> RunningServer:
     port = free_port()
     process = subprocess.Popen(
-        [sys.executable, "-m", "saccade.cli", "serve", str(folder), "--port", str(port), *FLAGS, *flags],
+        [sys.executable, "-m", "saccade.cli", "serve", "--port", str(port), *arguments],
         stderr=subprocess.PIPE,
         text=True,
         # One thread: two on a busy machine of two cores wait for each other far longer than they compute.
@@ -158,7 +162,19 @@ def is_ready(server: RunningServer) -> bool:
 def running_server(
     folder: Path, *flags: str, key: str | None = None, env: dict[str, str] | None = None
 ) -> Iterator[RunningServer]:
-    server = start_server(folder, *flags, key=key, env=env)
+    with _until_done(start_server(folder, *flags, key=key, env=env)) as server:
+        yield server
+
+
+@contextmanager
+def running_builtin(*flags: str, key: str | None = None) -> Iterator[RunningServer]:
+    """The model inside the package, as a newcomer serves it."""
+    with _until_done(_start(["--kv-cache-gb", "0.05", *flags], key, None)) as server:
+        yield server
+
+
+@contextmanager
+def _until_done(server: RunningServer) -> Iterator[RunningServer]:
     try:
         assert until(lambda: is_ready(server), START_SECONDS), "".join(server.log)
         yield server

@@ -12,7 +12,7 @@ import pytest
 
 from saccade.config import ConfigError
 from saccade.processor.fetch import Fetcher, FetchPolicy
-from saccade.processor.urls import is_public, read_domains, read_url
+from saccade.processor.urls import is_public, is_public_or_private, read_domains, read_url
 from saccade.types import RequestError
 
 BODY = b"bytes are bytes here"
@@ -90,6 +90,47 @@ def test_characters_outside_ascii_in_a_path_are_percent_encoded() -> None:
 )
 def test_only_addresses_of_the_public_internet_are_public(address: str, expected: bool) -> None:
     assert is_public(address) is expected
+
+
+@pytest.mark.parametrize(
+    "address", ["10.1.2.3", "172.16.0.1", "192.168.1.1", "100.64.0.1", "127.0.0.1", "::1", "fd12::1"]
+)
+def test_private_addresses_are_reached_where_the_operator_allows_them(address: str) -> None:
+    assert is_public_or_private(address) and not is_public(address)
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "169.254.169.254",
+        "fe80::1",
+        "fe80::1%eth0",
+        "fd00:ec2::254",
+        "100.100.100.200",
+        "0.0.0.0",
+        "::",
+        "224.0.0.1",
+        "ff02::1",
+        "240.0.0.1",
+        "255.255.255.255",
+        "::ffff:169.254.169.254",
+        "64:ff9b::a9fe:a9fe",
+    ],
+)
+def test_link_local_and_other_special_addresses_are_never_reached(address: str) -> None:
+    assert not is_public_or_private(address)
+
+
+def test_a_name_that_leads_to_a_link_local_address_is_refused_even_where_private_ones_are_allowed() -> None:
+    policy = FetchPolicy(allowed_domains=("store.test",), allow_private_addresses=True)
+
+    async def resolve(host: str, port: int) -> list[str]:
+        return ["10.0.0.1", "169.254.169.254"]
+
+    fetcher = Fetcher(policy, resolve=resolve, ssl_context=TRUST)
+    with pytest.raises(RequestError) as caught:
+        asyncio.run(fetcher.fetch("http://store.test/a.png"))
+    assert caught.value.code == "invalid_image_url"
 
 
 # --- files --------------------------------------------------------------------------------------------------------

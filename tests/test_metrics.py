@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from saccade.metrics import Finished, Metrics
-from saccade.types import Bill, BillItem, Usage
+from saccade.types import Bill, BillItem, Grid, Usage
 from tests.serving import RunningServer, photo_part, text_part
 
 STATS: dict[str, Any] = {
@@ -25,7 +25,7 @@ STATS: dict[str, Any] = {
     "encoder": {"decoded": 6, "encoded": 6, "failed": 1},
     "embedding_bytes_per_slot": 8,
 }
-PICTURE = BillItem("image", 640, 480, 644, 476, 391, 25, "abc")
+PICTURE = BillItem("image", 640, 480, 644, 476, 391, 25, "abc", Grid(1, 34, 46))
 DASHBOARD = Path(__file__).parent.parent / "docs" / "grafana.json"
 
 

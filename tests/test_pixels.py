@@ -98,7 +98,7 @@ def test_a_picture_of_the_right_size_is_not_touched() -> None:
 
 
 def test_a_crop_larger_than_the_picture_is_black_around_it() -> None:
-    cropped = centre_crop(np.full((2, 9, 3), 7, dtype=np.uint8), Size(5, 5))
+    cropped = centre_crop(torch.full((2, 9, 3), 7, dtype=torch.uint8), Size(5, 5))
     assert cropped[:, :, 0].tolist() == [[0] * 5, [0] * 5, [7] * 5, [7] * 5, [0] * 5]
 
 

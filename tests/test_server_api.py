@@ -331,6 +331,12 @@ def test_the_model_card_tells_lengths_limits_and_prices(server: RunningServer) -
     assert server.get(f"/v1/models/{MODEL}").json() == card
 
 
+def test_models_say_how_large_the_kv_cache_is(server: RunningServer) -> None:
+    (card,) = server.get("/v1/models").json()["data"]
+    assert card["kv_cache"]["block_size"] == 16
+    assert until(lambda: server.stats("saccade:kv_blocks_total") == card["kv_cache"]["blocks"])
+
+
 def test_an_unknown_model_is_a_404(server: RunningServer) -> None:
     for response in (server.get("/v1/models/other"), server.chat(model="other")):
         assert response.status_code == 404 and error_of(response)["code"] == "model_not_found"

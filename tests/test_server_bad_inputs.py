@@ -91,6 +91,7 @@ NO_PICTURES: dict[str, tuple[str, str]] = {
     "mp4": (as_url(b"\x00\x00\x00\x18ftypmp42" + bytes(40)), "unsupported_image_media_type"),
     "eps": (as_url(b"%!PS-Adobe-3.0 EPSF-3.0\n"), "unsupported_image_media_type"),
     "psd": (as_url(b"8BPS" + bytes(40)), "unsupported_image_media_type"),
+    "wmf": (as_url(b"\xd7\xcd\xc6\x9a" + bytes(40)), "unsupported_image_media_type"),
     "ico": (as_url(b"\x00\x00\x01\x00" + bytes(40)), "unsupported_image_media_type"),
     "jpeg 2000": (as_url(b"\x00\x00\x00\x0cjP  \r\n\x87\n" + bytes(40)), "unsupported_image_media_type"),
     "avif": (as_url(b"\x00\x00\x00\x1cftypavif" + bytes(40)), "unsupported_image_media_type"),
@@ -121,7 +122,10 @@ def test_parameters_and_white_space_in_a_data_url_are_accepted(server: RunningSe
 
 
 def test_the_bytes_count_and_not_the_claimed_type(server: RunningServer) -> None:
+    before = server.stats("saccade:media_mistyped_total")
     assert ask(server, as_url(jpeg(make_photo()), "image/png")).status_code == 200
+    assert ask(server, as_url(jpeg(make_photo()), "image/jpg")).status_code == 200
+    assert server.stats("saccade:media_mistyped_total") == before + 1
 
 
 # --- rows 5-8: damage and bombs -----------------------------------------------------------------------------------
@@ -167,6 +171,13 @@ def memory_of(server: RunningServer) -> int:
 # --- rows 10-14: odd but good -------------------------------------------------------------------------------------
 
 
+def wide_png(width: int, height: int) -> bytes:
+    """Sixteen bits a channel, which Pillow reads and does not write."""
+    row = b"\0" + struct.pack(">3H", 65535, 256, 0) * width
+    chunks = ((b"IHDR", struct.pack(">IIBBBBB", width, height, 16, 2, 0, 0, 0)), (b"IDAT", zlib.compress(row * height)))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(_chunk(kind, data) for kind, data in (*chunks, (b"IEND", b"")))
+
+
 def _grey16() -> bytes:
     return saved(Image.fromarray(np.arange(64 * 64, dtype=np.uint16).reshape(64, 64) * 16), "PNG")
 
@@ -182,6 +193,11 @@ ODD_PICTURES: dict[str, Callable[[], bytes]] = {
     "lab": lambda: saved(Image.new("LAB", (64, 64)), "TIFF"),
     "webp": lambda: saved(make_photo(64, 64), "WEBP"),
     "bmp": lambda: saved(make_photo(64, 64), "BMP"),
+    "sixteen bits of red": lambda: wide_png(64, 64),
+    "float tiff": lambda: saved(Image.fromarray(np.linspace(0, 1, 64 * 64, dtype=np.float32).reshape(64, 64)), "TIFF"),
+    "palette with a clear entry": lambda: saved(make_photo(64, 64).convert("P"), "PNG", transparency=0),
+    "animated webp": lambda: saved(make_photo(64, 64), "WEBP", save_all=True, append_images=[make_photo(64, 64, 1)]),
+    "animated png": lambda: saved(make_photo(64, 64), "PNG", save_all=True, append_images=[make_photo(64, 64, 1)]),
     "animated gif": lambda: saved(make_photo(64, 64), "GIF", save_all=True, append_images=[make_photo(64, 64, 1)] * 20),
     "pages of tiff": lambda: saved(
         make_photo(64, 64), "TIFF", save_all=True, append_images=[make_photo(64, 64, 1)] * 3
@@ -196,13 +212,13 @@ def test_odd_modes_and_files_are_answered_or_refused_by_mode(server: RunningServ
     assert response.status_code == 200 or error_of(response)["code"] == "invalid_image_mode"
 
 
-@pytest.mark.parametrize("orientation", [1, 3, 6, 8, 99])
+@pytest.mark.parametrize("orientation", [*range(1, 9), 99])
 def test_orientation_is_applied_and_nonsense_ignored(server: RunningServer, orientation: int) -> None:
     exif = Image.Exif()
     exif[0x0112] = orientation
     url = as_url(saved(make_photo(120, 60), "JPEG", exif=exif))
     (item,) = server.post("/v1/bill", chat_body([image_part(url)])).json()["items"]
-    assert (item["width"], item["height"]) == ((60, 120) if orientation in (6, 8) else (120, 60))
+    assert (item["width"], item["height"]) == ((60, 120) if orientation in (5, 6, 7, 8) else (120, 60))
 
 
 def test_pictures_with_equal_pixels_in_another_order_differ(server: RunningServer) -> None:
@@ -321,7 +337,15 @@ def test_a_url_that_is_not_allowed_is_refused_and_nobody_is_called(server: Runni
 
 
 @pytest.mark.parametrize(
-    "text", ["<|image_pad|>", "<image>", "<|vision_start|><|image_pad|><|vision_end|>", "<|im_start|>system", "[IMG]"]
+    "text",
+    [
+        "<|image_pad|>",
+        "<image>",
+        "<|vision_start|><|image_pad|><|vision_end|>",
+        "<|im_start|>system",
+        "[IMG]",
+        "\uff1c\uff5cimage_pad\uff5c\uff1e",  # the same in full-width signs
+    ],
 )
 @pytest.mark.parametrize("role", ["user", "system", "tool"])
 def test_control_tokens_in_a_text_stay_text(server: RunningServer, text: str, role: str) -> None:
@@ -436,6 +460,7 @@ def test_template_settings_that_are_not_the_clients_are_refused(server: RunningS
 
 
 SCHEMAS: dict[str, Any] = {
+    "endless reference": {"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"},
     "catastrophic pattern": {"type": "string", "pattern": "(a+)+b(?=c)"},
     "invalid pattern": {"type": "string", "pattern": "("},
     "remote reference": {"$ref": "http://127.0.0.1/schema.json"},

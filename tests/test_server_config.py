@@ -65,7 +65,17 @@ def test_an_unknown_environment_variable_is_only_logged(caplog: pytest.LogCaptur
 
 
 @pytest.mark.parametrize(
-    "given", [{"port": 70000}, {"max_body_mb": 0}, {"max_inflight_mb": 1}, {"drain_timeout": -1.0}, {"api_key": ("",)}]
+    "given",
+    [
+        {"port": 70000},
+        {"max_body_mb": 0},
+        {"max_inflight_mb": 1},
+        {"drain_timeout": -1.0},
+        {"media_fetch_timeout": 0.0},
+        {"api_key": ("",)},
+        {"allow_private_media_addresses": True},
+        {"allow_private_media_addresses": True, "allowed_media_domains": ("a.example", "*")},
+    ],
 )
 def test_settings_that_cannot_work_are_refused(given: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=next(iter(given))):

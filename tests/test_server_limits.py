@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from saccade import cli
@@ -35,6 +37,7 @@ ROUTES = [
     ("POST", "/v1/chat/completions"),
     ("POST", "/v1/completions"),
     ("POST", "/v1/bill"),
+    ("POST", "/v1/responses"),
     ("POST", "/v1/responses/input_tokens"),
     ("POST", "/tokenize"),
     ("POST", "/detokenize"),
@@ -44,7 +47,7 @@ ROUTES = [
     ("HEAD", "/metrics"),
     ("GET", "/version"),
     ("GET", "/openapi.json"),
-    ("GET", "/"),
+    ("GET", "/v1/engine"),
     ("OPTIONS", "/v1/chat/completions"),
     ("GET", "//v1/models"),
     ("GET", "/nowhere"),
@@ -97,14 +100,14 @@ def is_idle(server: RunningServer) -> bool:
 def test_every_route_needs_a_right_key(small: RunningServer, method: str, path: str, authorization: str | None) -> None:
     headers = {} if authorization is None else {"authorization": authorization}
     with small.stranger(**headers) as client:
-        response = client.request(method, path)
+        response = client.request(method, small.url + path)  # whole: a client would take //health for a host's name
     assert response.status_code == 401
     if method != "HEAD":
         assert error_of(response)["code"] == "invalid_api_key"
 
 
-@pytest.mark.parametrize("path", ["/health", "/ready"])
-def test_health_and_ready_need_no_key(small: RunningServer, path: str) -> None:
+@pytest.mark.parametrize("path", ["/health", "/ready", "/", "/static/main.js"])
+def test_health_and_the_page_need_no_key(small: RunningServer, path: str) -> None:
     assert httpx.get(small.url + path).status_code == 200
 
 
@@ -162,10 +165,18 @@ def test_bodies_in_flight_are_bounded(small: RunningServer) -> None:
 
 
 def upload(server: RunningServer, size: int) -> socket.socket:
+    """All of a body but its last byte."""
+    sock = connect(server, "/v1/chat/completions", size)
+    sock.sendall(b" " * (size - 1))
+    return sock
+
+
+def connect(server: RunningServer, path: str, size: int) -> socket.socket:
+    """A request whose headers are sent."""
     sock = socket.create_connection(("127.0.0.1", int(server.url.rsplit(":", 1)[1])))
-    first, key = "POST /v1/chat/completions HTTP/1.1", f"authorization: Bearer {KEY}"
-    headers = (first, "host: x", key, f"content-length: {size}")
-    sock.sendall("\r\n".join(headers).encode() + b"\r\n\r\n" + b" " * (size - 1))
+    first, key = f"POST {path} HTTP/1.1", f"authorization: Bearer {KEY}"
+    headers = (first, "host: x", key, "content-type: application/json", f"content-length: {size}")
+    sock.sendall("\r\n".join(headers).encode() + b"\r\n\r\n")
     return sock
 
 
@@ -232,6 +243,36 @@ def test_leaving_during_the_upload_frees_what_was_read(small: RunningServer) -> 
     for _ in range(4):  # more than fit at once, if any of them stayed
         upload(small, (1 << 20) - 100).close()
     assert until(lambda: small.chat("a" * 1000, max_tokens=1).status_code == 200)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
+def test_leaving_at_any_moment_of_a_picture_request_frees_everything(
+    small: RunningServer, path: str, stream: bool
+) -> None:
+    """The body is whole, and the client leaves sooner or later: while it is read, priced, encoded, prefilled, answered."""
+    for step in range(12):
+        body = msgspec.json.encode(picture_body(path, seed=5000 + step, stream=stream))
+        sock = connect(small, path, len(body))
+        sock.sendall(body)
+        time.sleep(0.004 * step)
+        sock.close()
+    assert until(lambda: is_idle(small) and small.stats("saccade:request_bytes") == 0)
+    assert small.answers()
+
+
+def picture_body(path: str, seed: int, **fields: Any) -> dict[str, Any]:
+    """A question about a new picture with an answer that takes a while, in the words of each API."""
+    fields |= {"ignore_eos": True, "model": "tiny"}
+    photo, text = photo_part(300, 200, seed), text_part("What is this?")
+    if path == "/v1/messages":
+        data = photo["image_url"]["url"].partition(",")[2]
+        image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
+        return {"messages": [{"role": "user", "content": [image, text]}], "max_tokens": 500, **fields}
+    if path == "/v1/responses":
+        parts = [{"type": "input_image", "image_url": photo["image_url"]["url"]}]
+        return {"input": [{"role": "user", "content": parts}], "max_output_tokens": 500, **fields}
+    return chat_body([photo, text], max_tokens=500, **fields)
 
 
 def test_a_slow_reader_does_not_hold_up_others(small: RunningServer) -> None:

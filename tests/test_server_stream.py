@@ -15,6 +15,7 @@ from saccade.server import generate
 from saccade.server.errors import ApiError, ClientGone, api_error
 from saccade.server.exchange import Exchange, while_connected
 from saccade.server.generate import Generation, Priced, Timing
+from saccade.server.service import Caller
 from saccade.types import Bill, RequestError, TokenEvent
 
 
@@ -138,7 +139,8 @@ def test_an_engine_that_gives_up_a_request_is_unavailable() -> None:
 class Wire:
     """Both ends of an ASGI exchange."""
 
-    def __init__(self) -> None:
+    def __init__(self, path: str = "/v1/chat/completions") -> None:
+        self.path = path
         self.sent: list[dict[str, Any]] = []
         self.gone = asyncio.Event()
 
@@ -150,7 +152,8 @@ class Wire:
         self.sent.append(message)
 
     def exchange(self) -> Exchange:
-        return Exchange({"type": "http"}, self.receive, self.send)
+        scope = {"type": "http", "path": self.path, "caller": Caller("id-1", "", 0.0)}
+        return Exchange(scope, self.receive, self.send)
 
     def body(self) -> bytes:
         return b"".join(message.get("body", b"") for message in self.sent)

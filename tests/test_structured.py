@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,10 +17,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from saccade import LLM, SamplingParams, costs
+from saccade.config import MediaPolicy, Options
 from saccade.processor.checkpoint import open_checkpoint
+from saccade.processor.prompt import Processor
+from saccade.processor.structured import structured_from
 from saccade.runner.grammar import Grammars
 from saccade.runner.sampler import Row, reference_sample, sample
-from saccade.types import Prompt, Request
+from saccade.server.serve import warmup_requests
+from saccade.types import Prompt, Request, RequestError
 
 PERSON = {
     "$defs": {
@@ -218,6 +224,53 @@ def test_a_tokenizer_that_cannot_be_read_is_an_error_of_the_grammar(tmp_path: Pa
     (tmp_path / "tokenizer.json").write_text("{}")
     grammar = Grammars(tmp_path / "tokenizer.json", 460).start(request("{}"), ())
     assert grammar is not None and grammar.error is not None
+
+
+WITHOUT = """
+import sys
+sys.modules["llguidance"] = None  # as if it were not installed
+from saccade import LLM, SamplingParams
+from saccade.types import RequestError
+llm = LLM(model=sys.argv[1], kv_cache_gb=0.02)
+print(llm.generate("a", SamplingParams(max_tokens=2), use_tqdm=False)[0].outputs[0].finish_reason)
+try:
+    llm.generate("a", SamplingParams(structured="{}"), use_tqdm=False)
+except RequestError as error:
+    print(error.code, error.message)
+print(llm.engine.core.reasons)
+"""
+
+
+def test_without_its_library_everything_but_structure_works_and_says_so(qwen2_vl_folder: Path) -> None:
+    command = [sys.executable, "-c", WITHOUT, str(qwen2_vl_folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    free, refused, reasons = done.stdout.strip().splitlines()
+    assert free in ("stop", "length")
+    assert refused.startswith("unsupported") and "llguidance" in refused
+    assert "llguidance" in reasons
+
+
+def test_without_its_library_a_grammar_is_an_error_that_names_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    grammar = Grammars(tmp_path / "missing.json", 460).start(request("{}"), ())
+    assert grammar is not None and grammar.error is not None and "llguidance" in grammar.error.message
+
+
+@pytest.mark.parametrize("given", [{"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema": {}}}])
+def test_without_its_library_a_form_is_refused_where_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, Any]
+) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(RequestError, match="llguidance"):
+        structured_from(given)
+
+
+def test_a_server_warms_up_its_grammars_too(qwen2_vl_folder: Path) -> None:
+    processor = Processor(open_checkpoint(str(qwen2_vl_folder)), MediaPolicy.of(Options()))
+    assert [request.params.structured is not None for request in warmup_requests(processor)] == [False, False, True]
 
 
 def test_a_free_answer_has_no_grammar_and_reads_no_tokenizer(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageDraw
 
+from saccade.evaluation.grain import Field, Grain, add_grain
 from training.fonts import Font
 from training.palette import Rgb
 from training.samples import Picture
@@ -73,8 +74,9 @@ class Canvas:
 
     def finish(self, rng: Random) -> Picture:
         """Add what cameras and compressors add, to half of the pictures."""
-        image = _noisy(self.image, rng) if rng.random() < 0.5 else self.image
-        return Picture(image, self.size, self._glyphs, self._colors)
+        grain = _grain(self.image, rng) if rng.random() < 0.5 else None
+        image = add_grain(self.image, noise_field(), grain) if grain else self.image
+        return Picture(image, self.size, self._glyphs, self._colors, self.image, grain)
 
     def _mark(self, box: tuple[float, float, float, float], glyph: int, color: int) -> None:
         """Label the patches whose middles lie in the box."""
@@ -146,16 +148,13 @@ def _turned(point: tuple[float, float], quarters: int) -> tuple[float, float]:
     return x, y
 
 
-def _noisy(image: Image.Image, rng: Random) -> Image.Image:
-    """Adds a window of a fixed field of noise; drawing fresh noise would cost more than the picture."""
-    field = _noise_field()
-    height, width = image.height, image.width
-    top, left = rng.randrange(field.shape[0] - height), rng.randrange(field.shape[1] - width)
-    strength = rng.randint(2, 9)
-    noise = field[top : top + height, left : left + width] * np.int16(strength) >> 4
-    return Image.fromarray(np.clip(np.asarray(image) + noise, 0, 255).astype(np.uint8))
+def _grain(image: Image.Image, rng: Random) -> Grain:
+    """A window of a fixed field of noise; drawing fresh noise would cost more than the picture."""
+    height, width, _ = noise_field().shape
+    top, left = rng.randrange(height - image.height), rng.randrange(width - image.width)
+    return Grain(left, top, rng.randint(2, 9))
 
 
 @cache
-def _noise_field() -> npt.NDArray[np.int16]:
+def noise_field() -> Field:
     return (np.random.default_rng(0).standard_normal((1024, 1024, 3)) * 16).astype(np.int16)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from random import Random
 
+from saccade.evaluation.scoring import OTHER_NUMBER
 from training.canvas import Canvas
 from training.fonts import Font, font, font_names
 from training.palette import COLORS, NAMES, Rgb, background, distance, ink, shade
-from training.samples import OTHER_NUMBER, Picture, Question
+from training.samples import Picture, Question
 from training.shape_questions import DESCRIBE
 from training.sheet import Sheet, listed, others
 from training.words import COLUMNS, labels

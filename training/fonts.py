@@ -12,7 +12,7 @@ from PIL import ImageFont
 Font = ImageFont.FreeTypeFont
 
 BUILT_IN = ""  # the name of Pillow's own font
-_WANTED = (
+WANTED = (
     "DejaVuSans",
     "DejaVuSans-Bold",
     "DejaVuSans-Oblique",
@@ -28,7 +28,7 @@ _WANTED = (
 def font_names() -> tuple[str, ...]:
     """Paths of the fonts found, in a fixed order; Pillow's own comes first and is always there."""
     found = [
-        next((str(f / f"{name}.ttf") for f in _folders() if (f / f"{name}.ttf").exists()), None) for name in _WANTED
+        next((str(f / f"{name}.ttf") for f in _folders() if (f / f"{name}.ttf").exists()), None) for name in WANTED
     ]
     return (BUILT_IN, *(path for path in found if path))
 

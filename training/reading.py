@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from random import Random
 
+from saccade.evaluation.scoring import OTHER_NUMBER, OTHER_QUOTE
 from training.canvas import Canvas
 from training.fonts import font, font_names
 from training.palette import NAMES, background, ink
-from training.samples import OTHER_NUMBER, OTHER_QUOTE, Picture, Question
+from training.samples import Picture, Question
 from training.shape_questions import DESCRIBE
 from training.sheet import Sheet, listed, others
 from training.words import number, word

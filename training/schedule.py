@@ -46,5 +46,5 @@ def dense_weight(progress: float, is_resumed: bool) -> float:
 
 
 def skill_weights(accuracy: dict[str, float]) -> list[float]:
-    """More of what is still wrong; a skill that is learned keeps a third of its share."""
-    return [BASE_WEIGHTS[skill] * (0.35 + 1.3 * (1 - accuracy.get(skill, 0.5))) for skill in SKILLS]
+    """Much more of what is still wrong; a skill that is learned keeps a small share, not to be forgotten."""
+    return [BASE_WEIGHTS[skill] * (0.25 + 4.0 * (1 - accuracy.get(skill, 0.5))) for skill in SKILLS]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from random import Random
 
+from saccade.evaluation.scoring import OTHER_NUMBER, OTHER_QUOTE
 from training.palette import NAMES
 from training.reading import TextScene
-from training.samples import OTHER_NUMBER, OTHER_QUOTE, Picture, Question
+from training.samples import Picture, Question
 from training.shape_questions import a
 from training.shapes import ShapeScene
 from training.sheet import Sheet, listed, others

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from random import Random
 from typing import TYPE_CHECKING
 
+from saccade.evaluation.scoring import OTHER_NUMBER
 from training.canvas import KINDS
 from training.palette import NAMES
-from training.samples import OTHER_NUMBER, Question
+from training.samples import Question
 from training.sheet import listed, others
 
 if TYPE_CHECKING:

@@ -10,6 +10,7 @@ from typing import Any
 
 from saccade.config import ModelConfig, Options, SchedulerConfig
 from saccade.engine.core import EngineCore
+from saccade.engine.overlap import OverlappedCore
 from saccade.runner.build import build_runner
 from saccade.runner.memory import plan_memory
 from saccade.runner.runner import Runner
@@ -35,7 +36,11 @@ def build_core(
         logger.info("%s", reason)
     runner = build_runner(path, config, image_processor, options, plan, progress=progress)
     limits, more = _bounded(plan.scheduler, runner, options.step_ms)
-    return EngineCore(limits, runner, reasons=(*plan.reasons, *more))
+    missing = runner.grammars.problem
+    if missing is not None:
+        logger.info("%s", missing)
+    core = OverlappedCore if runner.is_overlapping else EngineCore
+    return core(limits, runner, reasons=(*plan.reasons, *more, *([missing] if missing else [])))
 
 
 def _bounded(limits: SchedulerConfig, runner: Runner, step_ms: float | None) -> tuple[SchedulerConfig, tuple[str, ...]]:

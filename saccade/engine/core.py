@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from saccade.config import SchedulerConfig
+from saccade.engine.trace import StepTrace
 from saccade.scheduler.scheduler import Scheduler
 from saccade.types import Request, RequestError, StepPlan, StepResult, TokenEvent
 
@@ -41,14 +42,16 @@ class EngineCore:
         self.scheduler = Scheduler(limits)
         self.runner = runner
         self.clock = clock
+        self._trace = StepTrace()
 
     def step(self) -> list[TokenEvent]:
-        plan = self.scheduler.schedule(self.clock())
+        start = self.clock()
+        plan = self.scheduler.schedule(start)
         try:
             result = self._run(plan)
             if isinstance(result, list):
                 return result
-            return self.scheduler.commit(plan, result, self.clock())
+            return self._commit(plan, result, start)
         except BaseException:  # interrupted, or an invariant is broken: nothing that was planned may stay
             self._fail_step(plan)
             raise
@@ -60,6 +63,11 @@ class EngineCore:
         except Exception:
             return self._fail_step(plan)
 
+    def _commit(self, plan: StepPlan, result: StepResult, start: float) -> list[TokenEvent]:
+        now = self.clock()
+        self._trace.record(plan, result, now - start)
+        return self.scheduler.commit(plan, result, now)
+
     def add(self, request: Request) -> None:
         self.scheduler.add(request, self.clock())
 
@@ -70,7 +78,7 @@ class EngineCore:
         return self.scheduler.has_unfinished()
 
     def stats(self) -> dict[str, Any]:
-        return {**self.scheduler.stats(), **self.runner.stats()}
+        return {**self.scheduler.stats(), **self.runner.stats(), "recent_steps": self._trace.recent()}
 
     def close(self) -> None:
         self.runner.close()
@@ -79,6 +87,7 @@ class EngineCore:
         """The step itself broke: nothing in the caches can be trusted, every open request ends, the engine goes on."""
         logger.exception("step %d with %d windows failed; all open requests end", plan.step, len(plan.works))
         self.runner.reset()
+        self._trace.reset()
         error = RequestError(
             f"the engine failed in step {plan.step}, which computed {len(plan.works)} requests; send the request again",
             code="engine_error",

@@ -12,6 +12,7 @@ import torch
 from saccade.config import ConfigError, ModelConfig
 from saccade.models.interface import VisionLanguageModel
 from saccade.models.layers import Parameters
+from saccade.models.vision_ops import TorchVision, VisionOps
 from saccade.models.weights import fill_random, load_weights
 
 _FAMILIES: Mapping[str, tuple[str, str]] = {  # model_type -> (module, class); a module is imported when it is needed
@@ -33,7 +34,7 @@ def load_model(
 ) -> VisionLanguageModel:
     """Build the model that config.json describes and fill it: from the folder, or ("dummy") at random from the seed."""
     params = Parameters(dtype, device)
-    model = _family(config.model_type)(config, params, image_processor or {})
+    model = _family(config.model_type)(config, params, image_processor or {}, _vision_ops(device))
     if load_format == "dummy":
         fill_random(params.targets, seed)
     elif path is None:
@@ -42,6 +43,13 @@ def load_model(
         load_weights(path, params.targets, model.rules(), progress=progress)
     loaded: VisionLanguageModel = model
     return loaded
+
+
+def _vision_ops(device: torch.device) -> VisionOps:
+    if device.type != "cuda":
+        return TorchVision()
+    fused: VisionOps = import_module("saccade.models.fused_vision").FusedVision()  # needs Triton, as only CUDA does
+    return fused
 
 
 def _family(model_type: str) -> Any:

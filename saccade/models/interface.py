@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
-import numpy.typing as npt
 from torch import Tensor
 
 from saccade.config import ModelConfig
+from saccade.models.pixels import Picture
 from saccade.types import Geometry, Grid
+
+if TYPE_CHECKING:
+    from saccade.models.decoder import Decoder
 
 Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q [T, heads, d], k [T, kv_heads, d], v [T, kv_heads, d]) -> [T, heads, d]. It keeps k and v for later."""
@@ -21,9 +23,13 @@ Encoding = Generator[None, None, list[Tensor]]
 
 class VisionLanguageModel(Protocol):
     config: ModelConfig
+    decoder: Decoder  # for those who run its layers with kernels of their own
 
-    def prepare(self, image: npt.NDArray[np.uint8], geometry: Geometry) -> Tensor:
-        """Resize, crop, normalise and cut an RGB picture [H, W, 3] -> [patches, patch_dim] on the model's device."""
+    def prepare(self, image: Picture, geometry: Geometry) -> Tensor:
+        """Resize, crop, normalise and cut an RGB picture [H, W, 3] -> [patches, patch_dim] on the model's device.
+
+        A picture that is there already is worked on there; the patches are the same.
+        """
 
     def encode(self, patches: Tensor, grids: Sequence[Grid]) -> Encoding:
         """Run the vision tower over the packed patches of several pictures [sum of patches, patch_dim]."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -14,32 +12,35 @@ from saccade.config import ConfigError, ModelConfig, TextConfig, VisionConfig
 from saccade.models.decoder import Biases, Decoder, decoder_rules, head_rule
 from saccade.models.interface import Attention, Encoding
 from saccade.models.layers import LayerNorm, Linear, Parameters, PatchLinear, activation
-from saccade.models.pixels import centre_crop, normalise, on_device, patchify, pixel_policy, resize
+from saccade.models.pixels import PatchLayout, Picture, centre_crop, pixel_policy
 from saccade.models.vision import VisionBlock, vision_config
+from saccade.models.vision_ops import VisionOps
 from saccade.models.weights import Rule, under
 from saccade.types import Geometry, Grid, Size
 
 
 class Llava:
-    def __init__(self, config: ModelConfig, params: Parameters, image_processor: Mapping[str, Any]) -> None:
+    def __init__(
+        self, config: ModelConfig, params: Parameters, image_processor: Mapping[str, Any], ops: VisionOps
+    ) -> None:
         raw, vision = config.raw, vision_config(config)
         self.config = config
         self.params = params
+        self.ops = ops
         self.pixels = pixel_policy(image_processor)
-        self.side = _image_size(vision)
-        self.patch_size = vision.patch_size
+        self.square = Size(_image_size(vision), _image_size(vision))
+        self.layout = PatchLayout(vision.patch_size)
         self.tower = ClipTower(params.within("vision"), vision, raw)
         self.projector = Projector(params.within("projector"), self.tower.width, config.text.hidden_size, raw)
         self.decoder = Decoder(params.within("decoder"), config.text, _biases(config.text, raw))
 
-    def prepare(self, image: npt.NDArray[np.uint8], geometry: Geometry) -> Tensor:
-        small = resize(image, geometry.resized, self.pixels.resample)
-        square = on_device(centre_crop(small, Size(self.side, self.side)), self.params.device)
-        patches = patchify(square, geometry.grid, self.patch_size)
-        return normalise(patches, self.pixels, self.params.dtype)
+    def prepare(self, image: Picture, geometry: Geometry) -> Tensor:
+        small = self.ops.resize(image, geometry.resized, self.pixels.resample)
+        square = centre_crop(small, self.square).to(self.params.device)
+        return self.ops.cut(square, geometry.grid, self.layout, self.pixels, self.params.dtype)
 
     def encode(self, patches: Tensor, grids: Sequence[Grid]) -> Encoding:
-        features = yield from self.tower.encode(patches, len(grids))
+        features = yield from self.tower.encode(patches, len(grids), self.ops)
         return list(self.projector(features))
 
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -83,19 +84,25 @@ class ClipTower:
             VisionBlock(blocks.within(i), vision, eps=eps, is_qkv_fused=False) for i in range(max(self.features))
         ]
 
-    def encode(self, patches: Tensor, pictures: int) -> Generator[None, None, Tensor]:
+    def encode(self, patches: Tensor, pictures: int, ops: VisionOps) -> Generator[None, None, Tensor]:
         """Patches of equal pictures -> features [pictures, slots, width]; pauses after each layer."""
+        run = ops.begin([len(self.positions)] * pictures, None, patches.device)
+        x = self._embed(patches, pictures)
+        del patches
+        kept = {0: x.clone()} if 0 in self.features else {}
+        for i, block in enumerate(self.blocks, start=1):
+            x = run(block, x)
+            if i in self.features:
+                kept[i] = x if i == len(self.blocks) else x.clone()  # the next block may overwrite it
+            yield
+        features = torch.cat([kept[i] for i in self.features], dim=-1).view(pictures, -1, self.width)
+        return features if self.keeps_class else features[:, 1:]
+
+    def _embed(self, patches: Tensor, pictures: int) -> Tensor:
+        """[pictures * (1 + patches), hidden]: a class token, then the patches of each picture."""
         cut = self.patch(patches).view(pictures, -1, len(self.first))  # [pictures, patches, hidden]
         first = self.first.expand(pictures, 1, -1)
-        x = self.norm(torch.cat((first, cut), dim=1).add_(self.positions)).flatten(0, 1)
-        lengths = [len(self.positions)] * pictures
-        outputs = [x]
-        for block in self.blocks:
-            x = block(x, lengths)
-            outputs.append(x)
-            yield
-        features = torch.cat([outputs[i] for i in self.features], dim=-1).view(pictures, -1, self.width)
-        return features if self.keeps_class else features[:, 1:]
+        return self.norm(torch.cat((first, cut), dim=1).add_(self.positions)).flatten(0, 1)
 
     def rules(self) -> tuple[Rule, ...]:
         unused = (f"encoder.layers.{i}." for i in range(len(self.blocks), self.num_layers))

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,8 +13,9 @@ from saccade.config import ModelConfig, VisionConfig
 from saccade.models.decoder import Biases, Decoder, decoder_rules, head_rule
 from saccade.models.interface import Attention, Encoding
 from saccade.models.layers import LayerNorm, Linear, Parameters, PatchLinear
-from saccade.models.pixels import normalise, on_device, patchify, pixel_policy, resize
+from saccade.models.pixels import PatchLayout, Picture, pixel_policy
 from saccade.models.vision import VisionBlock, grid_angles, vision_config
+from saccade.models.vision_ops import VisionOps
 from saccade.models.weights import Rule, under
 from saccade.types import Geometry, Grid
 
@@ -24,27 +23,24 @@ _EPS = 1e-6  # of the tower's norms; no config names it
 
 
 class Qwen2VL:
-    def __init__(self, config: ModelConfig, params: Parameters, image_processor: Mapping[str, Any]) -> None:
+    def __init__(
+        self, config: ModelConfig, params: Parameters, image_processor: Mapping[str, Any], ops: VisionOps
+    ) -> None:
+        vision = vision_config(config)
         self.config = config
         self.params = params
+        self.ops = ops
         self.pixels = pixel_policy(image_processor)
-        self.vision = vision_config(config)
-        self.tower = Tower(params.within("vision"), self.vision, config.text.hidden_size, _vision_theta(config))
+        self.layout = PatchLayout(vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size)
+        self.tower = Tower(params.within("vision"), vision, config.text.hidden_size, _vision_theta(config))
         self.decoder = Decoder(params.within("decoder"), config.text, Biases(qkv=True))
 
-    def prepare(self, image: npt.NDArray[np.uint8], geometry: Geometry) -> Tensor:
-        vision, small = self.vision, resize(image, geometry.resized, self.pixels.resample)
-        patches = patchify(
-            on_device(small, self.params.device),
-            geometry.grid,
-            vision.patch_size,
-            merge=vision.spatial_merge_size,
-            frames=vision.temporal_patch_size,
-        )
-        return normalise(patches, self.pixels, self.params.dtype)
+    def prepare(self, image: Picture, geometry: Geometry) -> Tensor:
+        small = self.ops.resize(image, geometry.resized, self.pixels.resample).to(self.params.device)
+        return self.ops.cut(small, geometry.grid, self.layout, self.pixels, self.params.dtype)
 
     def encode(self, patches: Tensor, grids: Sequence[Grid]) -> Encoding:
-        return self.tower.encode(patches, grids)
+        return self.tower.encode(patches, grids, self.ops)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         return self.decoder.embed(token_ids)
@@ -74,12 +70,14 @@ class Tower:
         ]
         self.merger = Merger(params.within("merger"), vision, outputs)
 
-    def encode(self, patches: Tensor, grids: Sequence[Grid]) -> Encoding:
+    def encode(self, patches: Tensor, grids: Sequence[Grid], ops: VisionOps) -> Encoding:
         angles = grid_angles(grids, self.head_dim, self.theta, self.merge, patches.device)
         lengths = [grid.h * grid.w for grid in grids for _ in range(grid.t)]  # attention stays inside a frame
+        run = ops.begin(lengths, angles, patches.device)
         x = self.patch(patches)
+        del patches  # they would stay until the last layer
         for block in self.blocks:
-            x = block(x, lengths, angles)
+            x = run(block, x)
             yield
         return list(torch.split(self.merger(x), [grid.patches // self.merge**2 for grid in grids]))
 

@@ -22,7 +22,7 @@ from urllib.parse import unquote, urljoin, urlsplit
 
 import httpcore
 
-from saccade.processor.urls import Target, is_public, read_domains, read_url
+from saccade.processor.urls import Target, is_public, is_public_or_private, read_domains, read_url
 from saccade.types import RequestError
 
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
@@ -44,7 +44,7 @@ class FetchPolicy:
     connect_timeout_s: float = 5
     max_redirects: int = 3
     max_bytes: int = 64 << 20  # of the picture, after any decompression
-    allow_private_addresses: bool = False  # for tests against a server on this machine, never for a deployment
+    allow_private_addresses: bool = False  # those of a private network too, of hosts that are named one by one
 
 
 class Fetcher:
@@ -197,7 +197,8 @@ class _PinnedBackend(httpcore.AsyncNetworkBackend):
             addresses = []
         if not addresses:
             raise _failed(f"could not be had: the host {host} is unknown")
-        if not self._allow_private and not all(map(is_public, addresses)):
+        is_allowed = is_public_or_private if self._allow_private else is_public
+        if not all(map(is_allowed, addresses)):
             raise _refused(f"pictures may not be fetched from {host}: it is not on the public internet")
         return addresses
 

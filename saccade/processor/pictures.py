@@ -12,7 +12,7 @@ from saccade.processor.checkpoint import Checkpoint
 from saccade.processor.families import Family, family_for
 from saccade.processor.hashing import content_key
 from saccade.processor.media import load_image
-from saccade.types import BillItem, Geometry, Key, MediaItem, RequestError
+from saccade.types import BillItem, Geometry, Key, MediaItem, RequestError, short_key
 
 LOW_DETAIL_PIXELS = 512 * 512
 """What OpenAI's `detail: "low"` allows; auto, high and original mean the deployment's own limit."""
@@ -100,7 +100,17 @@ def bill_item(item: MediaItem, block_size: int) -> BillItem:
     width, height = item.header.size
     resized, tokens = item.geometry.resized, item.geometry.tokens
     blocks = blocks_for(tokens, block_size)
-    return BillItem(item.kind, width, height, resized.width, resized.height, tokens, blocks, item.key.hex()[:16])
+    return BillItem(
+        kind=item.kind,
+        width=width,
+        height=height,
+        resized_width=resized.width,
+        resized_height=resized.height,
+        tokens=tokens,
+        kv_blocks=blocks,
+        key=short_key(item.key),
+        grid=item.geometry.grid,
+    )
 
 
 def _check_detail(picture: Picture) -> None:

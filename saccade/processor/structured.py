@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
+from saccade.schema import UNAVAILABLE, is_available
 from saccade.types import RequestError
 
 MAX_SCHEMA_BYTES = 256 << 10
@@ -29,11 +30,15 @@ def structured_from(response_format: Any) -> str | None:
         raise _refused(f"response_format must be an object whose type is one of {', '.join(_TYPES)}, not {kind!r}")
     if kind == "text":
         return None
-    return ANY_OBJECT if kind == "json_object" else check_schema(_schema_in(response_format))
+    if kind == "json_object":
+        _check_available("response_format")
+        return ANY_OBJECT
+    return check_schema(_schema_in(response_format))
 
 
 def check_schema(schema: Any, *, param: str = "response_format") -> str:
     """The schema as text, once it is known that the engine can enforce it; RequestError otherwise."""
+    _check_available(param)
     text = _as_text(schema, param)
     try:
         found = _problem(text)
@@ -53,6 +58,11 @@ def check_structured(text: str) -> None:
             f"structured must be a JSON schema as text, but {text[:40]!r} is not JSON", "structured"
         ) from None
     check_schema(schema, param="structured")
+
+
+def _check_available(param: str) -> None:
+    if not is_available():
+        raise RequestError(UNAVAILABLE, code="unsupported", param=param)
 
 
 def _schema_in(response_format: Mapping[str, Any]) -> Any:

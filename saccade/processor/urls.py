@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 from urllib.parse import quote
 
@@ -12,6 +12,9 @@ import idna
 
 from saccade.config import ConfigError
 from saccade.types import RequestError
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 _PORTS = {"http": 80, "https": 443}
 _MAX_URL_CHARS = 8192
@@ -22,9 +25,12 @@ _HOST = re.compile(r"(?=.{1,253}$)(?:[a-z0-9_](?:[a-z0-9_-]{0,61}[a-z0-9_])?\.)*
 _NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")
 _NOT_IN_URLS = re.compile(r"[\x00-\x20\x7f-\xa0\\\u2000-\u200f\u2028-\u202f\u3000\ufeff]")
 _UNTOUCHED = "/?&=;:@!$'()*+,~%-._[]"
+_PRIVATE: Mapping[int, tuple[Network, ...]] = {
+    4: tuple(map(ipaddress.IPv4Network, ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10"))),
+    6: (ipaddress.IPv6Network("fc00::/7"),),
+}
+_METADATA = frozenset({"100.100.100.200", "fd00:ec2::254"})  # credentials of two clouds, inside those networks
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
-
-Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class Target(NamedTuple):
@@ -127,6 +133,23 @@ def is_public(address: str) -> bool:
     except ValueError:  # with a zone, for one: link-local
         return False
     return all(each.is_global and not each.is_multicast and not each.is_reserved for each in _with_embedded(parsed))
+
+
+def is_public_or_private(address: str) -> bool:
+    """The public internet, private networks and this machine. Never link-local, where clouds keep their secrets."""
+    if is_public(address):
+        return True
+    try:
+        parsed = ipaddress.ip_address(address)
+    except ValueError:
+        return False
+    return all(_is_private(each) for each in _with_embedded(parsed))
+
+
+def _is_private(address: Address) -> bool:
+    return address.is_loopback or (
+        str(address) not in _METADATA and any(address in net for net in _PRIVATE[address.version])
+    )
 
 
 def _with_embedded(address: Address) -> Iterator[Address]:

@@ -31,6 +31,8 @@ class RequestState:
         self.request: Request = admission.request
         self.grammar = grammar  # of an answer that must follow a schema, after the tokens it has already
         self.num_prompt = len(prompt)
+        self.next_position = prompt.next_position
+        self.is_plain = grammar is None and admission.request.params.is_plain
         self.spans: tuple[Span, ...] = prompt.spans
         self.blocks: list[int] = list(admission.block_ids)
         self._tokens = np.empty(self.num_prompt + 64, np.int64)  # grows by doubling
@@ -52,6 +54,10 @@ class RequestState:
             return sample
         self.grammar.advance(sample.token_id)
         return sample._replace(is_last=self.grammar.is_complete)
+
+    @property
+    def last_token(self) -> int:
+        return int(self._tokens[self.num_tokens - 1])
 
     def tokens(self, start: int, end: int) -> Ints:
         assert end <= self.num_tokens, "a window ends at the last known token"
@@ -100,7 +106,7 @@ def build_batch(works: Sequence[Work], states: Sequence[RequestState], block_siz
     samples = [i for i, work in enumerate(works) if work.samples]
     pairs = list(zip(works, states, strict=True))
     tables = _block_tables(states)
-    slots = np.concatenate([_slots(work, tables[i], block_size) for i, work in enumerate(works)])
+    slots = np.concatenate([slots_of(work, tables[i], block_size) for i, work in enumerate(works)])
     attention = AttentionBatch(
         query_lens=query_lens,
         context_lens=[work.end for work in works],
@@ -126,7 +132,7 @@ def _block_tables(states: Sequence[RequestState]) -> Ints:  # [requests, most bl
     return tables
 
 
-def _slots(work: Work, table: Ints, block_size: int) -> Ints:
+def slots_of(work: Work, table: Ints, block_size: int) -> Ints:
     """Where each new token's keys and values go: block * block_size + offset."""
     index = np.arange(work.start, work.end)
     return table[index // block_size] * block_size + index % block_size

@@ -7,9 +7,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from saccade.config import ModelConfig, Options
+import torch
+
+from saccade import costs
+from saccade.config import ModelConfig, Options, SchedulerConfig
 from saccade.models import load_model
 from saccade.models.attention import PagedKV
+from saccade.models.interface import VisionLanguageModel
+from saccade.runner.device import DeviceForward
 from saccade.runner.encoder import LocalEncoder
 from saccade.runner.grammar import Grammars
 from saccade.runner.memory import MemoryPlan
@@ -46,6 +51,25 @@ def build_runner(
         if sizes.always_slice:
             patches = min(patches, _MOST_SLICED_PATCHES)
         threads = options.decode_threads or min(os.cpu_count() or 1, _MOST_DECODE_THREADS)
-        encoder = LocalEncoder(model, patches, threads)
+        encoder = LocalEncoder(model, patches, threads, plan.device)
     grammars = Grammars(path / "tokenizer.json", config.text.vocab_size)
-    return Runner(model, kv, encoder, grammars, sizes.block_size)
+    return Runner(model, kv, encoder, grammars, sizes.block_size, _on_device(model, kv, config, sizes, plan.device))
+
+
+def _on_device(
+    model: VisionLanguageModel, kv: PagedKV, config: ModelConfig, sizes: SchedulerConfig, device: torch.device
+) -> DeviceForward | None:
+    if device.type != "cuda":
+        return None
+    from saccade.runner.cuda import CudaForward  # needs Triton, which only CUDA machines have
+
+    forward = CudaForward(
+        model.decoder,
+        kv,
+        block_size=sizes.block_size,
+        max_requests=sizes.max_num_seqs,
+        max_blocks=costs.blocks_for(sizes.max_model_len, sizes.block_size),
+        axes=3 if config.text.mrope_section else 1,
+    )
+    forward.record(sizes.max_num_batched_tokens)
+    return forward

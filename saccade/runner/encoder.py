@@ -21,7 +21,9 @@ from torch import Tensor
 
 from saccade.models.interface import VisionLanguageModel
 from saccade.runner.decode import decode
-from saccade.types import Grid, Key, MediaItem, MediaTimes, RequestError
+from saccade.runner.timing import DeviceWatch, HostWatch, Times, Watch
+from saccade.runner.upload import Prepare, Upload, use_on_current_stream
+from saccade.types import Grid, Key, MediaItem, RequestError
 
 _MOST_SOURCE_PIXELS = 50_000_000  # decoded at the same time; a single larger picture is decoded alone
 _MOMENT = 0.005  # seconds that an idle step waits for a decoder before it looks for other work
@@ -30,9 +32,13 @@ _MOMENT = 0.005  # seconds that an idle step waits for a decoder before it looks
 class Encoded(NamedTuple):
     """What became of the pictures since the last poll."""
 
-    embeddings: dict[Key, Tensor]  # [slots, hidden] each
-    times: dict[Key, MediaTimes]
+    embeddings: dict[Key, Tensor]  # [slots, hidden] each, complete for whoever uses them on the stream of the pass
+    times: Times
     errors: dict[Key, RequestError]
+
+    @classmethod
+    def nothing(cls) -> Encoded:
+        return cls({}, Times(), {})
 
 
 @dataclass
@@ -74,14 +80,18 @@ class _Pass:
     items: list[MediaItem]
     decode_ms: list[float]
     layers: Generator[None, None, list[Tensor]]
-    seconds: float = 0.0
+    watch: Watch
 
 
 class LocalEncoder:
     """Encodes on the model's own device, in the engine's thread; only decoding runs beside it."""
 
-    def __init__(self, model: VisionLanguageModel, max_patches: int, threads: int) -> None:
+    def __init__(
+        self, model: VisionLanguageModel, max_patches: int, threads: int, device: torch.device | None = None
+    ) -> None:
         self.model = model
+        self._on_cuda = device is not None and device.type == "cuda"
+        self._to_patches: Prepare = Upload(model, device) if device and self._on_cuda else model.prepare
         self.max_patches = max_patches  # per pass; a larger single picture gets a pass of its own
         self.counters = EncoderCounters()
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="saccade-decode")
@@ -89,7 +99,7 @@ class LocalEncoder:
         self._decoding: OrderedDict[Key, tuple[MediaItem, Future[Prepared]]] = OrderedDict()
         self._alone: set[Key] = set()  # were in a pass that failed; each tries again by itself
         self._current: _Pass | None = None
-        self._done = Encoded({}, {}, {})
+        self._done = Encoded.nothing()
 
     @property
     def is_idle(self) -> bool:
@@ -120,14 +130,14 @@ class LocalEncoder:
         while layers is None or layers > 0:
             if self._current is None and not self._begin_pass(is_sliced=layers is not None):
                 return
-            done = self._run_layer()
+            taken = self._run_layers(layers)
             if layers is not None:
-                layers -= 1
-            if done:
+                layers -= taken
+            if self._current is None:
                 self._start_decoding(self._queue.values())
 
     def poll(self) -> Encoded:
-        done, self._done = self._done, Encoded({}, {}, {})
+        done, self._done = self._done, Encoded.nothing()
         return done
 
     def clear(self) -> None:
@@ -170,7 +180,7 @@ class LocalEncoder:
     def _prepare(self, item: MediaItem) -> Prepared:
         start = time.perf_counter()
         with torch.inference_mode():
-            patches = self.model.prepare(decode(item), item.geometry)
+            patches = self._to_patches(decode(item), item.geometry)
         return Prepared(patches, (time.perf_counter() - start) * 1e3)
 
     def _take(self, item: MediaItem) -> Prepared | None:
@@ -182,7 +192,7 @@ class LocalEncoder:
             self._fail(item, error)
             return None
         except Exception as error:  # resizing ran out of memory, say: still this picture's trouble alone
-            self._fail(item, _unusable(item, error))
+            self._fail(item, _unusable(item, type(error)))
             return None
         self.counters.decoded += 1
         return prepared
@@ -226,31 +236,38 @@ class LocalEncoder:
         self.counters.passes += 1
         items = [item for item, _ in batch]
         layers = self._encoding([prepared.patches for _, prepared in batch], [item.geometry.grid for item in items])
-        return _Pass(items, [prepared.decode_ms for _, prepared in batch], layers)
+        watch: Watch = DeviceWatch() if self._on_cuda else HostWatch()
+        return _Pass(items, [prepared.decode_ms for _, prepared in batch], layers, watch)
 
     def _encoding(self, parts: list[Tensor], grids: list[Grid]) -> Generator[None, None, list[Tensor]]:
         """Packing is part of the work that may run out of memory, so it happens in the first layer's turn."""
+        for part in parts:
+            use_on_current_stream(part)
         packed = parts[0] if len(parts) == 1 else torch.cat(parts)
         parts.clear()
-        return (yield from self.model.encode(packed, grids))
+        layers = self.model.encode(packed, grids)
+        del packed  # the tower forgets it after its first product, and so must everyone else
+        return (yield from layers)
 
-    def _run_layer(self) -> bool:
-        """Advance the current pass by one layer; True when it is over."""
-        current = self._current
+    def _run_layers(self, limit: int | None) -> int:
+        """Advance the current pass by up to `limit` layers, to its end if it is near; how many it took."""
+        current, taken = self._current, 0
         assert current is not None
-        start = time.perf_counter()
+        failure, embeddings = None, None
         try:
-            embeddings = _next_layer(current.layers)
+            with current.watch.lap():
+                while embeddings is None and (limit is None or taken < limit):
+                    taken += 1
+                    embeddings = _next_layer(current.layers)
         except (RuntimeError, MemoryError) as error:  # out of memory is a RuntimeError on accelerators
+            failure = type(error)  # not the error itself, whose traceback keeps the pass's tensors
+        if failure is not None:
             self._current = None
-            self._retry_or_fail(current, error)
-            return True
-        current.seconds += time.perf_counter() - start
-        if embeddings is None:
-            return False
-        self._current = None
-        self._finish(current, embeddings)
-        return True
+            self._retry_or_fail(current, failure)
+        elif embeddings is not None:
+            self._current = None
+            self._finish(current, embeddings)
+        return taken
 
     def _finish(self, current: _Pass, embeddings: list[Tensor]) -> None:
         total = sum(item.geometry.grid.patches for item in current.items)
@@ -259,12 +276,14 @@ class LocalEncoder:
             share = item.geometry.grid.patches / total
             # A copy of its own: a view would keep the whole pass in memory after its neighbours are evicted.
             self._done.embeddings[item.key] = embedding.clone() if len(current.items) > 1 else embedding
-            self._done.times[item.key] = MediaTimes(decode_ms, current.seconds * 1e3 * share)
+            self._done.times.add(item.key, decode_ms, current.watch, share)
             self._alone.discard(item.key)
             self.counters.encoded += 1
 
-    def _retry_or_fail(self, failed: _Pass, error: Exception) -> None:
+    def _retry_or_fail(self, failed: _Pass, kind: type[Exception]) -> None:
         """One picture must not take its neighbours along: after a failure each goes through the tower alone."""
+        if self._on_cuda:
+            torch.cuda.empty_cache()  # what is kept in other sizes may be all that was missing
         if len(failed.items) > 1:
             for item in reversed(failed.items):
                 self._alone.add(item.key)
@@ -273,7 +292,7 @@ class LocalEncoder:
             return
         item = failed.items[0]
         self._alone.discard(item.key)
-        self._fail(item, _unusable(item, error))
+        self._fail(item, _unusable(item, kind))
 
     def _fail(self, item: MediaItem, error: RequestError) -> None:
         self.counters.failed += 1
@@ -293,10 +312,10 @@ def _source_pixels(item: MediaItem) -> int:
     return item.header.size.width * item.header.size.height
 
 
-def _unusable(item: MediaItem, error: Exception) -> RequestError:
+def _unusable(item: MediaItem, kind: type[Exception]) -> RequestError:
     width, height = item.header.size
     return RequestError(
         f"the picture of {width}x{height} pixels ({item.geometry.tokens} tokens) could not be encoded "
-        f"({type(error).__name__}); a smaller max_pixels may help",
+        f"({kind.__name__}); a smaller max_pixels may help",
         code="invalid_image",
     )

@@ -11,22 +11,32 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from llguidance import LLMatcher, LLTokenizer
-from llguidance.numpy import fill_next_token_bitmask
 
-from saccade.schema import grammar_of, limits
+from saccade.schema import UNAVAILABLE, grammar_of, is_available, limits
 from saccade.types import Request, RequestError
+
+if is_available():
+    from llguidance import LLMatcher, LLTokenizer
+    from llguidance.numpy import fill_next_token_bitmask
 
 Bits = npt.NDArray[np.int32]
 """One bit per token of the vocabulary, 32 to a word, lowest first."""
 
 
 class Grammars:
-    """Makes grammars for one tokenizer, which is read when the first one is wanted: that takes a second."""
+    """Makes grammars for one tokenizer, which is read when the first one is wanted: that takes a second or three.
+
+    Meanwhile nothing else runs in the process, not even a thread, so a server asks for one before it is ready.
+    """
 
     def __init__(self, tokenizer_file: Path, vocab_size: int) -> None:
         self._file = tokenizer_file
         self._vocab_size = vocab_size
+
+    @property
+    def problem(self) -> str | None:
+        """Why there are none, for the start-up log."""
+        return None if is_available() else UNAVAILABLE
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer:
@@ -37,6 +47,8 @@ class Grammars:
         schema = request.params.structured
         if schema is None:
             return None
+        if not is_available():
+            return Grammar(None, 0, (), frozenset())
         try:
             matcher = LLMatcher(self._tokenizer, grammar_of(schema), log_level=0, limits=limits())
         except ValueError:  # no JSON, or a tokenizer the library cannot read
@@ -69,6 +81,8 @@ class Grammar:
     def error(self) -> RequestError | None:
         if self._matcher is not None and not self._matcher.is_error():
             return None
+        if not is_available():
+            return RequestError(UNAVAILABLE, code="unsupported", param="response_format")
         return RequestError(
             "the answer cannot be held to this JSON schema, which is too complex; make it simpler",
             code="invalid_json_schema",

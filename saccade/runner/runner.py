@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -17,10 +17,14 @@ from saccade.models.attention import PagedAttention, PagedKV
 from saccade.models.interface import VisionLanguageModel
 from saccade.params import SamplingParams
 from saccade.runner.batch import Batch, RequestState, build_batch, overlapping, splice
+from saccade.runner.device import DeviceForward, Windows
 from saccade.runner.encoder import Encoder
 from saccade.runner.grammar import Grammars
 from saccade.runner.sampler import sample
 from saccade.types import Admission, Key, Prompt, Request, RequestError, Sample, StepPlan, StepResult, Work
+
+Collect = Callable[[], StepResult]
+"""Waits until a step is done."""
 
 
 class Runner:
@@ -31,27 +35,58 @@ class Runner:
         encoder: Encoder | None,
         grammars: Grammars,
         block_size: int,
+        device: DeviceForward | None = None,
     ) -> None:
         self.model = model
         self.kv = kv
         self.encoder = encoder  # None for a model without a vision tower
         self.grammars = grammars
         self.block_size = block_size
+        self.device = device  # launches steps without waiting for them; None: steps are computed here and now
         self.embeddings: dict[Key, Tensor] = {}  # [slots, hidden] each; which keys are here is the scheduler's decision
         self._states: dict[str, RequestState] = {}
         self._scale = model.config.text.head_dim**-0.5
 
-    @torch.inference_mode()
+    @property
+    def is_overlapping(self) -> bool:
+        """Whether `launch` returns before its step is done, so that the host can work meanwhile."""
+        return self.device is not None
+
     def execute(self, plan: StepPlan) -> StepResult:
+        return self.launch(plan)()
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> Collect:
         self._update_state(plan)
-        result = self._encode(plan)
-        works = [w for work in plan.works if (w := self._before_failed(work, result.failed))]
+        return self._launch_on(self.device, plan) if self.device else self._compute(plan)
+
+    def _compute(self, plan: StepPlan) -> Collect:
+        encoded = self._encode(plan)
+        works = [w for work in plan.works if (w := self._before_failed(work, encoded.failed))]
         if not works:
-            return result
-        batch = build_batch(works, [self._states[w.request_id] for w in works], self.block_size, self.kv.k.device)
-        hidden = self._forward(batch, works)
-        samples = self._sample(batch, hidden)
-        return StepResult(samples, result.encoded, result.failed, self._unsampled(batch))
+            return lambda: encoded
+        states = [self._states[w.request_id] for w in works]
+        batch = build_batch(works, states, self.block_size, self.kv.k.device)
+        samples = self._sample(batch, self._forward(batch, works))
+        result = replace(encoded, samples=samples, unsampled=_broken(list(zip(works, states, strict=True))))
+        return lambda: result
+
+    def _launch_on(self, device: DeviceForward, plan: StepPlan) -> Collect:
+        """Decoding is launched first: its tokens are waited for while pictures are still being worked on."""
+        windows = [(work, self._states[work.request_id]) for work in plan.works]
+        decoding = [(work, state) for work, state in windows if work.start >= state.num_prompt and _is_one(work)]
+        decoded = device.decode(decoding) if decoding else None
+        encoded = self._encode(plan)
+        prompts = [(work, s) for work, s in windows if not (work.start >= s.num_prompt and _is_one(work))]
+        prompts = [(w, s) for work, s in prompts if (w := self._before_failed(work, encoded.failed))]
+        computed = device.prompts(prompts, self.embeddings) if prompts else None
+
+        def collect() -> StepResult:
+            with torch.inference_mode():
+                samples = {**(decoded() if decoded else {}), **(computed() if computed else {})}
+            return replace(encoded, samples=samples, unsampled=_broken([*decoding, *prompts]))
+
+        return collect
 
     @torch.inference_mode()
     def seconds_per_prompt_token(self, tokens: int = 128) -> float:
@@ -71,6 +106,8 @@ class Runner:
     def reset(self) -> None:
         """Forget all requests and everything under way; resident embeddings go when the scheduler says so."""
         self._states.clear()
+        if self.device:
+            self.device.clear()
         if self.encoder:
             self.encoder.clear()
 
@@ -88,17 +125,28 @@ class Runner:
 
     def _update_state(self, plan: StepPlan) -> None:
         for request_id in plan.forgotten:
-            self._states.pop(request_id, None)
+            if self._states.pop(request_id, None) and self.device:
+                self.device.close(request_id)
         for key in plan.evicted:
             self.embeddings.pop(key, None)
         for admission in plan.admitted:
             grammar = self.grammars.start(admission.request, admission.output_token_ids)
             self._states[admission.request.request_id] = RequestState(admission, grammar)
+            if self.device:
+                self.device.open(admission.request.request_id, admission.block_ids)
         for work in plan.works:
-            self._states[work.request_id].blocks.extend(work.new_blocks)
-        partly_filled = [w.new_blocks[-1] for w in plan.works if w.new_blocks and w.end % self.block_size]
-        if partly_filled:
-            self.kv.clear(partly_filled, self.block_size)
+            if work.new_blocks:
+                blocks = self._states[work.request_id].blocks
+                if self.device:
+                    self.device.extend(work.request_id, len(blocks), work.new_blocks)
+                blocks.extend(work.new_blocks)
+        if self.device is None:  # its kernels read nothing behind a context
+            self._clear_partly_filled(plan)
+
+    def _clear_partly_filled(self, plan: StepPlan) -> None:
+        blocks = [w.new_blocks[-1] for w in plan.works if w.new_blocks and w.end % self.block_size]
+        if blocks:
+            self.kv.clear(blocks, self.block_size)
 
     def _encode(self, plan: StepPlan) -> StepResult:
         """Give the stage its new pictures, advance it as far as the plan allows, and take what is ready."""
@@ -147,10 +195,15 @@ class Runner:
         taken = [state.take(chosen) for state, chosen in zip(states, samples, strict=True)]
         return dict(zip(batch.sampled, taken, strict=True))
 
-    def _unsampled(self, batch: Batch) -> dict[str, RequestError]:
-        """Requests whose grammar broke: what was drawn for them means nothing."""
-        grammars = {request_id: self._states[request_id].grammar for request_id in batch.sampled}
-        return {i: grammar.error for i, grammar in grammars.items() if grammar is not None and grammar.error}
+
+def _broken(windows: Windows) -> dict[str, RequestError]:
+    """Requests whose grammar broke: what was drawn for them means nothing."""
+    grammars = {work.request_id: state.grammar for work, state in windows if work.samples}
+    return {i: grammar.error for i, grammar in grammars.items() if grammar is not None and grammar.error}
+
+
+def _is_one(work: Work) -> bool:
+    return work.end - work.start == 1
 
 
 def _scratch_admission(tokens: int, config: ModelConfig, block_size: int) -> Admission:

@@ -6,18 +6,19 @@ Owns the queue, the blocks and the encoder slots as numbers. Has no clock, and s
 from __future__ import annotations
 
 from bisect import insort
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any
 
 from saccade.config import SchedulerConfig
 from saccade.scheduler.admission import refuse_impossible, refuse_overload
+from saccade.scheduler.ahead import only_decodes, works_ahead
 from saccade.scheduler.blocks import BlockPool
 from saccade.scheduler.budget import StepBudget, encodes_now
 from saccade.scheduler.encoder_cache import EncoderCache
 from saccade.scheduler.gate import Gate, Reach
+from saccade.scheduler.laws import check_holdings, check_queues
 from saccade.scheduler.sequence import Sequence
 from saccade.scheduler.sharing import adopt, catch_up, publish
 from saccade.types import (
@@ -60,7 +61,7 @@ class Scheduler:
         self._running: list[Sequence] = []  # in order of arrival, as is the next one
         self._waiting: list[Sequence] = []
         self._forgotten: list[str] = []  # not yet told to the runner
-        self._plan: StepPlan | None = None  # being run
+        self._plans: list[StepPlan] = []  # being run: one, or two when the second was planned ahead
         self._num_added = self._num_steps = self._num_preemptions = 0
 
     # --- requests come and go -----------------------------------------------------------------------------------------
@@ -83,12 +84,12 @@ class Scheduler:
     def fail_all(self, error: RequestError, now: float) -> list[TokenEvent]:
         """A step broke: end every request and forget what both caches hold, since nobody knows what was written."""
         events = [self._finish(seq, "error", now, error=error) for seq in tuple(self._open.values())]
-        plan, self._plan = self._plan, None
-        # The runner may have broken off before it read the plan, so what the plan told is told again.
-        told = (plan.forgotten, plan.evicted) if plan else ((), ())
-        self._forgotten = list(dict.fromkeys((*told[0], *self._forgotten)))
+        plans, self._plans = self._plans, []
+        # The runner may have broken off before it read a plan, so what the plan told is told again.
+        forgotten = (request_id for plan in plans for request_id in plan.forgotten)
+        self._forgotten = list(dict.fromkeys((*forgotten, *self._forgotten)))
         self._pool.reset()
-        self._encoder.reset(untold=told[1])
+        self._encoder.reset(untold=[key for plan in plans for key in plan.evicted])
         self._gate.reset()
         return events
 
@@ -113,19 +114,24 @@ class Scheduler:
             layers = None
             self._fill(draft, is_sliced=False)
         prefetch = () if gate.is_sliced else gate.prefetch(self._spans_ahead())
+        encode, admitted = tuple(gate.encode), tuple(draft.admitted)
+        return self._planned(draft.works, admitted=admitted, encode=encode, encode_layers=layers, prefetch=prefetch)
+
+    def schedule_ahead(self) -> StepPlan | None:
+        """The step after the one that runs, before that one's tokens are known; None when it cannot be foreseen."""
+        is_alone = len(self._plans) == 1 and not self._waiting and not self._encoder.slots_in_flight
+        if not is_alone or not only_decodes(self._plans[0], self._running):
+            return None
+        works = works_ahead(self._pool, self._plans[0], self._open)
+        return self._planned(works, encode_layers=0) if works else None
+
+    def _planned(self, works: Iterable[Work], **parts: Any) -> StepPlan:
         self._num_steps += 1
         forgotten, self._forgotten = tuple(self._forgotten), []
-        self._plan = StepPlan(
-            step=self._num_steps,
-            works=tuple(draft.works),
-            admitted=tuple(draft.admitted),
-            forgotten=forgotten,
-            evicted=self._encoder.drain_evicted(),
-            encode=tuple(gate.encode),
-            encode_layers=layers,
-            prefetch=prefetch,
-        )
-        return self._plan
+        evicted = self._encoder.drain_evicted()
+        plan = StepPlan(self._num_steps, tuple(works), forgotten=forgotten, evicted=evicted, **parts)
+        self._plans.append(plan)
+        return plan
 
     def _fill(self, draft: _Draft, *, is_sliced: bool) -> None:
         self._gate.begin_step(is_sliced)
@@ -248,7 +254,7 @@ class Scheduler:
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[TokenEvent]:
         """Book what a step did. Returns one event for each request that has a new token or ended."""
-        self._plan = None
+        self._plans.remove(plan)
         for key, times in result.encoded.items():
             self._book_encoded(key, times)
         events = self._end_failed(plan, result, now) if result.failed else []
@@ -257,8 +263,10 @@ class Scheduler:
         for work in plan.works:
             seq = self._open.get(work.request_id)
             if seq is None:
-                continue  # it ended with its picture
+                continue  # it ended with its picture, or before a step that was planned ahead
             seq.num_computed = work.end
+            if work.end >= (seq.num_published + 1) * self._block_size:
+                publish(self._pool, seq, work.end)  # planned ahead, when its tokens were not known
             if seq.next_span < len(seq.spans):
                 self._leave_spans(seq)
             if error := result.unsampled.get(work.request_id):
@@ -271,8 +279,7 @@ class Scheduler:
         self._encoder.encoded(key)
         seq = self._open.get(self._gate.pop_requester(key))
         if seq:
-            seq.decode_ms += times.decode_ms
-            seq.encode_ms += times.encode_ms
+            seq.count_media(key, times)
 
     def _leave_spans(self, seq: Sequence) -> None:
         """Give back the embeddings of spans that are wholly computed."""
@@ -314,7 +321,9 @@ class Scheduler:
         """Make unfindable what this plan published and never wrote; who found it in the same step is doomed as well."""
         spoiled: dict[int, RequestError] = {}
         for work in plan.works:  # who shares a block comes after the one that was to fill it
-            seq = self._open[work.request_id]
+            seq = self._open.get(work.request_id)
+            if seq is None:
+                continue  # ended with the step before, when this one was planned already
             shared = next((block for block in seq.blocks if block in spoiled), None)
             if shared is not None:
                 doomed.setdefault(work.request_id, spoiled[shared])
@@ -383,16 +392,8 @@ class Scheduler:
         self._pool.check()
         self._encoder.check()
         self._gate.check()
-        users = Counter(block for seq in self._open.values() for block in seq.blocks)
-        assert all(self._pool.users(block) == users[block] for block in range(self._pool.num_blocks)), (
-            "users miscounted"
-        )
-        holders = {seq.holder(index) for seq in self._open.values() for index in seq.held}
-        assert holders == self._encoder.holders(), "pins miscounted"
-        assert sorted(self._open.values(), key=_arrival) == sorted((*self._running, *self._waiting), key=_arrival)
-        assert not any(seq.blocks or seq.held for seq in self._waiting), "a waiting request holds something"
-        has_room = (seq.num_computed <= len(seq.blocks) * self._block_size for seq in self._running)
-        assert all(has_room), "computed without a block"
+        check_holdings(self._open, self._pool, self._encoder)
+        check_queues(self._open, self._running, self._waiting, self._block_size)
         assert len(self._running) <= self.config.max_num_seqs, "too many requests run"
 
 

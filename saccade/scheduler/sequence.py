@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from saccade.scheduler.blocks import Chain
 from saccade.scheduler.encoder_cache import Holder
-from saccade.types import Request, Span, Usage
+from saccade.types import Key, MediaTimes, Request, Span, Usage
 
 
 @dataclass(slots=True, eq=False)
@@ -38,6 +38,8 @@ class Sequence:
     num_preemptions: int = 0
     decode_ms: float = 0.0
     encode_ms: float = 0.0
+    ahead_ms: float = 0.0  # of both, before the first step
+    encoded: list[Key] = field(default_factory=list)  # pictures that were encoded for this request
 
     def __post_init__(self) -> None:
         prompt = self.request.prompt
@@ -58,6 +60,12 @@ class Sequence:
     def holder(self, index: int) -> Holder:
         return self.request_id, index
 
+    def count_media(self, key: Key, times: MediaTimes) -> None:
+        self.encoded.append(key)
+        self.decode_ms += times.decode_ms
+        self.encode_ms += times.encode_ms
+        self.ahead_ms += sum(times) if self.first_scheduled is None else 0.0
+
     def usage(self, now: float) -> Usage:
         return Usage(
             cached_tokens=self.cached_tokens,
@@ -68,4 +76,6 @@ class Sequence:
             finished=now,
             decode_ms=self.decode_ms,
             encode_ms=self.encode_ms,
+            ahead_ms=self.ahead_ms,
+            encoded=tuple(self.encoded),
         )

@@ -10,20 +10,24 @@ from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
-from starlette.responses import HTMLResponse, Response
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from saccade import __version__
+from saccade.engine.client import EngineUnavailable
 from saccade.metrics import CONTENT_TYPE
 from saccade.server import openapi, text
 from saccade.server.chat import answer_chat
 from saccade.server.completions import answer_completion
+from saccade.server.engine_view import engine_view
 from saccade.server.errors import ApiError, ClientGone, api_error, json_response
 from saccade.server.exchange import Exchange, while_connected
 from saccade.server.limits import Held, Upload, read_body
+from saccade.server.messages import answer_message
 from saccade.server.middleware import Envelope
 from saccade.server.models import model_card, model_list
-from saccade.server.page import page
+from saccade.server.page import STATIC, page_file
+from saccade.server.responses import answer_response
 from saccade.server.service import Caller, Service
 from saccade.types import RequestError
 
@@ -41,7 +45,8 @@ def create_app(service: Service) -> FastAPI:
     _add_generating_routes(app, service)
     _add_reading_routes(app, service)
     app.add_exception_handler(HTTPException, _on_http_error)
-    app.add_exception_handler(Exception, _on_error)
+    for kind in (ApiError, EngineUnavailable, Exception):
+        app.add_exception_handler(kind, _on_error)
     app.add_middleware(
         Envelope, keys=service.keys, on_refusal=service.metrics.refused, logs=service.server.enable_access_log
     )
@@ -50,7 +55,7 @@ def create_app(service: Service) -> FastAPI:
             CORSMiddleware,
             allow_origins=list(service.server.allowed_origins),
             allow_methods=["GET", "POST"],
-            allow_headers=["authorization", "content-type", "x-request-id"],
+            allow_headers=["authorization", "content-type", "x-request-id", "x-api-key", "anthropic-version"],
         )
     return app
 
@@ -65,7 +70,10 @@ def _add_generating_routes(app: FastAPI, service: Service) -> None:
         "/v1/bill": (_answering(text.bill), openapi.CHAT),
         "/tokenize": (_answering(text.tokenize), openapi.TOKENIZE),
         "/detokenize": (_answering(text.detokenize), openapi.DETOKENIZE),
-        "/v1/responses/input_tokens": (_answering(text.input_tokens), openapi.INPUT_TOKENS),
+        "/v1/responses": (answer_response, openapi.RESPONSES),
+        "/v1/responses/input_tokens": (_answering(text.input_tokens), openapi.RESPONSES),
+        "/v1/messages": (answer_message, openapi.MESSAGES),
+        "/v1/messages/count_tokens": (_answering(text.message_tokens), openapi.COUNT_TOKENS),
     }
     for path, (handler, extra) in handlers.items():
         app.add_api_route(path, _endpoint(service, handler), methods=["POST"], openapi_extra=extra, name=path)
@@ -148,7 +156,13 @@ def _add_reading_routes(app: FastAPI, service: Service) -> None:
         return json_response({"version": __version__})
 
     async def home() -> Response:
-        return HTMLResponse(page(service, [str(getattr(route, "path", "")) for route in app.routes]))
+        return page_file("index.html")
+
+    async def static(name: str) -> Response:
+        return page_file(name)
+
+    async def engine() -> Response:
+        return json_response(engine_view(service))
 
     add("/health", health)
     add("/ready", ready)
@@ -156,7 +170,9 @@ def _add_reading_routes(app: FastAPI, service: Service) -> None:
     add("/v1/models/{name:path}", model)
     add("/metrics", metrics)
     add("/version", version)
+    add("/v1/engine", engine)
     add("/", home)
+    add(STATIC + "{name}", static)
 
 
 def _health(service: Service) -> Response:
@@ -192,8 +208,14 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     message = messages.get(error.status_code, "the request cannot be answered")
     codes = {404: "not_found", 405: "method_not_allowed"}
     answer = ApiError(error.status_code, message, code=codes.get(error.status_code))
-    return json_response(answer.body(), answer.status, {**(error.headers or {}), **answer.headers()})
+    response = _answer(request, answer)
+    response.headers.update(error.headers or {})
+    return response
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
-    return api_error(error).response()
+    return _answer(request, api_error(error))
+
+
+def _answer(request: Request, error: ApiError) -> Response:
+    return error.response(request.scope["path"], request.scope["caller"].request_id)

@@ -1,4 +1,4 @@
-"""Who is asking: bearer keys, compared in constant time, and the tenant they stand for."""
+"""Who is asking: keys, as bearer tokens or in x-api-key, compared in constant time, and the tenant they stand for."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import hmac
 from collections.abc import Sequence
 
 from saccade.server.errors import ApiError
+from saccade.server.page import STATIC
 
-OPEN_PATHS = frozenset({"/health", "/ready"})
-"""Load balancers and orchestrators ask these without a key."""
+_OPEN_PATHS = frozenset({"/health", "/ready", "/"})
 
 
 class KeyRing:
@@ -17,19 +17,28 @@ class KeyRing:
         # Digests have one length, so that comparing tells nothing about the length of a key.
         self._digests = [_digest(key.encode()) for key in keys]
 
-    def tenant(self, path: str, authorization: bytes | None) -> str:
-        """A name for the caller that does not give the key away. ApiError 401 without a right key."""
+    def tenant(self, path: str, authorization: bytes | None, api_key: bytes | None = None) -> str:
+        """A name for the caller that does not give the key away. ApiError 401 unless one of both headers is right."""
         if not self._digests:
             return ""
-        scheme, _, key = (authorization or b"").partition(b" ")
-        given = _digest(key.strip())
-        matches = [hmac.compare_digest(given, digest) for digest in self._digests]
-        if scheme.lower() == b"bearer" and any(matches):
-            return given.hex()[:16]
-        if path in OPEN_PATHS:
+        scheme, _, token = (authorization or b"").partition(b" ")
+        for key in (token.strip() if scheme.lower() == b"bearer" else b"", api_key or b""):
+            given = _digest(key)  # of nothing too: no key of ours is empty
+            matches = [hmac.compare_digest(given, digest) for digest in self._digests]
+            if any(matches):
+                return given.hex()[:16]
+        if is_open(path):
             return ""
-        what = "no API key was sent" if authorization is None else "the API key is not one of this server's"
-        raise ApiError(401, f"{what}; send the header Authorization: Bearer KEY", code="invalid_api_key")
+        is_missing = authorization is None and api_key is None
+        what = "no API key was sent" if is_missing else "the API key is not one of this server's"
+        raise ApiError(
+            401, f"{what}; send the header Authorization: Bearer KEY or x-api-key: KEY", code="invalid_api_key"
+        )
+
+
+def is_open(path: str) -> bool:
+    """Orchestrators ask for health without a key; the page is the same for everybody and asks for the key itself."""
+    return path in _OPEN_PATHS or path.startswith(STATIC)
 
 
 def _digest(key: bytes) -> bytes:

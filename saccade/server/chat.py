@@ -6,7 +6,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from saccade.processor.tools import MAX_TOOLS, CallStart, Content, Delta, ToolParser
+from saccade.processor.tools import CallStart, Content, Delta
+from saccade.server.calls import CallFinder
 from saccade.server.deliver import deliver
 from saccade.server.exchange import Exchange
 from saccade.server.generate import Generation, Piece
@@ -19,13 +20,9 @@ from saccade.server.service import Caller, Service
 async def answer_chat(service: Service, exchange: Exchange, upload: Upload, caller: Caller, held: Held) -> None:
     request = await service.read(read_chat, await service.decode(upload))
     wanted = request.wanted
-    service.check_model(wanted.model)
-    priced, timing = await service.price_chat(request, caller, held)
-    with service.generation([priced], wanted, timing) as generation:
-        await service.start(generation, [priced], wanted, caller.request_id)
+    async with service.answering(request, caller, held) as generation:
         shape = _ChatShape(service, request, caller.request_id, generation)
-        del request, priced  # the pictures are with the engine now
-        held.release()
+        del request  # the pictures are with the engine now
         await deliver(exchange, generation, shape, wanted)
 
 
@@ -85,10 +82,8 @@ class _ChatAnswer:
     """One answer as far as it is known: its text, the calls found in it, and the tokens to report."""
 
     def __init__(self, request: ChatRequest) -> None:
-        plan = request.tools
         self.is_open = False
-        self._parser = ToolParser(is_bare=plan.structured is not None) if plan.calls else None
-        self._max_calls = MAX_TOOLS if request.parallel_tool_calls else 1
+        self._found = CallFinder(request)
         self._content: list[str] = []
         self._calls: list[dict[str, Any]] = []
         self._seen = Piece(0)
@@ -99,19 +94,10 @@ class _ChatAnswer:
         self._seen.shown_ids += piece.shown_ids
         self._seen.logprobs += piece.logprobs
         self._seen.finish_reason, self._seen.stop_reason = piece.finish_reason, piece.stop_reason
-        found = [delta for delta in self._parsed(piece) if self._is_wanted(delta)]
+        found = self._found.take(piece)
         for delta in found:
             self._keep(delta)
         return [delta.delta() for delta in found]
-
-    def _parsed(self, piece: Piece) -> list[Delta]:
-        if self._parser is None:
-            return [Content(piece.text)] if piece.text else []
-        deltas = self._parser.push(piece.text)
-        return deltas + (self._parser.finish() if piece.finish_reason else [])
-
-    def _is_wanted(self, delta: Delta) -> bool:
-        return isinstance(delta, Content) or delta.index < self._max_calls
 
     def _keep(self, delta: Delta) -> None:
         if isinstance(delta, Content):
@@ -122,7 +108,7 @@ class _ChatAnswer:
             self._calls[delta.index]["function"]["arguments"] += delta.arguments
 
     def finish_reason(self, reason: str | None) -> str | None:
-        return "tool_calls" if reason == "stop" and self._calls else reason
+        return self._found.finish_reason(reason)
 
     def whole(self, index: int) -> Piece:
         self._seen.index = index

@@ -1,4 +1,7 @@
-"""Errors as OpenAI's clients read them: a status, a sentence, the field at fault and a code. No library's words."""
+"""Errors as clients read them: a status, a sentence, the field at fault and a code. No library's words.
+
+Two forms: OpenAI's, and Anthropic's below /v1/messages.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,14 @@ from saccade.types import RequestError
 
 _STATUS_OF_CODE = {"overloaded": 429, "model_not_found": 404, "engine_error": 500}
 _RETRY_AFTER_OVERLOAD = 1.0
+_MESSAGES = "/v1/messages"
+_ANTHROPIC_KINDS = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 
 
 class ApiError(Exception):
@@ -45,14 +56,27 @@ class ApiError(Exception):
     def body(self) -> dict[str, Any]:
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
+    def anthropic_body(self, request_id: str) -> dict[str, Any]:
+        """That form has no place for the field at fault, so the message begins with it."""
+        kind = _ANTHROPIC_KINDS.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
+        is_named = self.param is None or self.message.startswith(self.param)
+        message = self.message if is_named else f"{self.param}: {self.message}"
+        return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
+
     def headers(self) -> dict[str, str]:
         """Clients retry 5xx on their own, so they are told when that is of no use."""
         if self.retry_after is not None:
             return {"retry-after": str(max(1, round(self.retry_after)))}
         return {} if self.status >= 500 else {"x-should-retry": "false"}
 
-    def response(self) -> Response:
-        return json_response(self.body(), self.status, self.headers())
+    def response(self, path: str, request_id: str) -> Response:
+        """In the form of the API that `path` belongs to."""
+        body = self.anthropic_body(request_id) if is_anthropic(path) else self.body()
+        return json_response(body, self.status, self.headers())
+
+
+def is_anthropic(path: str) -> bool:
+    return path == _MESSAGES or path.startswith(f"{_MESSAGES}/")
 
 
 class ClientGone(Exception):

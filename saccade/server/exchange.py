@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -27,12 +27,17 @@ class Exchange:
         self._receive = receive
         self._send = send
         self.is_streaming = False
+        self._last_event: Callable[[ApiError], bytes] = lambda error: _data(error.body())
 
     async def json(self, content: Any) -> None:
         await json_response(content)(self._scope, self._receive, self._send)
 
     async def event(self, data: Mapping[str, Any]) -> None:
-        await self._write(b"data: " + msgspec.json.encode(data) + b"\n\n")
+        await self._write(_data(data))
+
+    async def typed(self, data: Mapping[str, Any]) -> None:
+        """An event that is named after the `type` in its data."""
+        await self._write(_typed(data))
 
     async def keep_alive(self) -> None:
         await self._write(b": keep-alive\n\n")
@@ -40,18 +45,34 @@ class Exchange:
     async def done(self) -> None:
         await self._write(b"data: [DONE]\n\n", more=False)
 
+    async def close(self) -> None:
+        await self._write(b"", more=False)
+
+    def fail_with(self, last_event: Callable[[ApiError], Mapping[str, Any]]) -> None:
+        """How a stream of typed events ends when something goes wrong in it."""
+        self._last_event = lambda error: _typed(last_event(error))
+
     async def error(self, error: ApiError) -> None:
         """With its status while nothing has been sent; as the last event of a stream, without [DONE], afterwards."""
         if self.is_streaming:
-            await self._write(b"data: " + msgspec.json.encode(error.body()) + b"\n\n", more=False)
+            await self._write(self._last_event(error), more=False)
         else:
-            await error.response()(self._scope, self._receive, self._send)
+            scope = self._scope
+            await error.response(scope["path"], scope["caller"].request_id)(scope, self._receive, self._send)
 
     async def _write(self, body: bytes, *, more: bool = True) -> None:
         if not self.is_streaming:
             self.is_streaming = True
             await self._send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
         await self._send({"type": "http.response.body", "body": body, "more_body": more})
+
+
+def _data(data: Mapping[str, Any]) -> bytes:
+    return b"data: " + msgspec.json.encode(data) + b"\n\n"
+
+
+def _typed(data: Mapping[str, Any]) -> bytes:
+    return b"event: " + str(data["type"]).encode() + b"\n" + _data(data)
 
 
 @asynccontextmanager

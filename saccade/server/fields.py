@@ -40,14 +40,15 @@ SAMPLING: Mapping[str, Schema] = {
     "ignore_eos": _BOOL,
     "logit_bias": {"type": "object", "additionalProperties": _NUM},
 }
+_STREAM_OPTIONS: Schema = {
+    "type": "object",
+    "properties": {"include_usage": _BOOL, "continuous_usage_stats": _BOOL, "include_obfuscation": _BOOL},
+}
 _COMMON: Mapping[str, Schema] = {
     **SAMPLING,
     "model": _STR,
     "stream": _BOOL,
-    "stream_options": {
-        "type": "object",
-        "properties": {"include_usage": _BOOL, "continuous_usage_stats": _BOOL, "include_obfuscation": _BOOL},
-    },
+    "stream_options": _STREAM_OPTIONS,
     "include_stop_str_in_output": _BOOL,
     "skip_special_tokens": _BOOL,
     "return_token_ids": _BOOL,
@@ -110,11 +111,96 @@ TOKENIZE: Mapping[str, Schema] = {
     "tools": CHAT["tools"],
 }
 DETOKENIZE: Mapping[str, Schema] = {"model": _STR, "tokens": {"type": "array", "items": _INT}}
-INPUT_TOKENS: Mapping[str, Schema] = {
+
+# --- the other two APIs: their own names, and beside them what a chat has and they have no name for -----------------
+
+CHAT_EXTRAS: Mapping[str, Schema] = {
+    **{name: schema for name, schema in SAMPLING.items() if name not in ("n", "max_tokens", "stop")},
     "model": _STR,
-    "input": {"type": ["string", "array"]},
+    "stream": _BOOL,
+    "skip_special_tokens": _BOOL,
+    "cache_salt": _STR,
+    "request_id": _STR,
+    "chat_template_kwargs": _OBJ,
+    "mm_processor_kwargs": _OBJ,
+}
+_INPUT_PART: Schema = {
+    "type": "object",
+    "properties": {
+        "type": {"type": "string", "enum": ["input_text", "input_image", "output_text", "refusal"]},
+        "text": _STR,
+        "image_url": _STR,
+        "detail": {"enum": ["auto", "low", "high", "original"]},
+    },
+    "required": ["type"],
+}
+_INPUT_ITEM: Schema = {
+    "type": "object",
+    "properties": {
+        "type": {"type": "string", "enum": ["message", "function_call", "function_call_output"]},
+        "role": {"type": "string", "enum": ["system", "developer", "user", "assistant"]},
+        "content": {"type": ["string", "array"], "items": _INPUT_PART},
+        "call_id": _STR,
+        "name": _STR,
+        "arguments": _STR,
+        "output": {"type": ["string", "array"], "items": _INPUT_PART},
+    },
+}
+RESPONSES: Mapping[str, Schema] = {
+    **CHAT_EXTRAS,
+    "input": {"type": ["string", "array"], "items": _INPUT_ITEM},
     "instructions": _STR,
+    "max_output_tokens": _INT,
+    "stream_options": _STREAM_OPTIONS,
+    "stop": SAMPLING["stop"],
+    "text": {"type": "object", "properties": {"format": _OBJ}},
     "tools": CHAT["tools"],
+    "tool_choice": CHAT["tool_choice"],
+    "parallel_tool_calls": _BOOL,
+    "include": {"type": "array", "items": _STR},
+    "metadata": _OBJ,
+    "user": _STR,
+}
+_BLOCK: Schema = {
+    "type": "object",
+    "properties": {
+        "type": {"type": "string", "enum": ["text", "image", "tool_use", "tool_result"]},
+        "text": _STR,
+        "source": {
+            "type": "object",
+            "properties": {
+                "type": {"type": "string", "enum": ["base64", "url"]},
+                "media_type": _STR,
+                "data": _STR,
+                "url": _STR,
+            },
+        },
+        "id": _STR,
+        "name": _STR,
+        "input": _OBJ,
+        "tool_use_id": _STR,
+        "content": {"type": ["string", "array"]},
+    },
+    "required": ["type"],
+}
+_TURN: Schema = {
+    "type": "object",
+    "properties": {
+        "role": {"type": "string", "enum": ["user", "assistant"]},
+        "content": {"type": ["string", "array"], "items": _BLOCK},
+    },
+    "required": ["role", "content"],
+}
+MESSAGES: Mapping[str, Schema] = {
+    **CHAT_EXTRAS,
+    "messages": {"type": "array", "items": _TURN, "minItems": 1},
+    "max_tokens": _INT,
+    "system": {"type": ["string", "array"]},
+    "stop_sequences": {"type": "array", "items": _STR},
+    "tools": {"type": "array", "items": _OBJ},
+    "tool_choice": {"type": "object", "properties": {"type": {"enum": ["auto", "any", "tool", "none"]}, "name": _STR}},
+    "output_config": {"type": "object", "properties": {"format": _OBJ}},
+    "thinking": _OBJ,
 }
 
 IGNORED = frozenset(
@@ -132,6 +218,8 @@ IGNORED = frozenset(
         "reasoning_effort",
         "moderation",
         "web_search_options",
+        "cache_control",
+        "max_tool_calls",
     )
 )
 """Sent by client libraries; nothing here depends on them."""
@@ -144,6 +232,8 @@ INERT: Mapping[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "media_io_kwargs": ({},),
     "truncation": ("disabled",),
+    "background": (False,),
+    "top_logprobs": (0,),
 }
 """Known and not supported, but harmless with these values."""
 
@@ -172,6 +262,9 @@ UNSUPPORTED = frozenset(
         "thinking_token_budget",
         "stop_regex",
         "lora_path",
+        "container",
+        "mcp_servers",
+        "context_management",
     )
 )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from saccade.engine.client import EngineUnavailable, RequestStream
@@ -176,16 +176,4 @@ class Generation:
     def bill(self, index: int) -> Bill:
         """A prompt's bill with what its first answer took, as far as it is known."""
         bill, usage = self.bills[index], self.answers[index * self.per_prompt].usage
-        times = {"prepare": self._timing.prepare_ms, "fetch": self._timing.fetch_ms}
-        if usage is None:
-            return replace(bill, times_ms=_rounded(times))
-        times |= {"decode": usage.decode_ms, "encode": usage.encode_ms, "total": (usage.finished - usage.arrived) * 1e3}
-        if usage.first_scheduled is not None:
-            times["queue"] = (usage.first_scheduled - usage.arrived) * 1e3
-        if usage.first_token is not None:
-            times["first_token"] = (usage.first_token - usage.arrived) * 1e3
-        return replace(bill, cached_tokens=usage.cached_tokens, times_ms=_rounded(times))
-
-
-def _rounded(times: dict[str, float]) -> dict[str, float]:
-    return {name: round(value, 3) for name, value in times.items()}
+        return bill.settled(usage, {"prepare": self._timing.prepare_ms, "fetch": self._timing.fetch_ms})

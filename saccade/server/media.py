@@ -6,6 +6,7 @@ messages ─► links (counted, refused early) ─► bytes (fetched or looked u
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -18,6 +19,8 @@ from saccade.server.uuids import MAX_UUID_CHARS, UuidCache
 from saccade.types import RequestError
 
 Messages = Sequence[Mapping[str, Any]]
+
+_CLAIM = re.compile(r"data:image/([a-z]{2,8})[;,]", re.IGNORECASE)
 
 
 class Link(NamedTuple):
@@ -35,6 +38,13 @@ class Link(NamedTuple):
     @property
     def is_data(self) -> bool:
         return self.url is not None and self.url[:5].lower() == "data:"
+
+    @property
+    def claimed_format(self) -> str | None:
+        """What a data URL says its picture is. Only the bytes decide; this is for whoever wonders about a client."""
+        match = _CLAIM.match(self.url or "")
+        claimed = match[1].lower() if match else None
+        return "jpeg" if claimed == "jpg" else claimed
 
 
 class ChatLimits(NamedTuple):

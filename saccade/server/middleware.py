@@ -11,18 +11,19 @@ from collections.abc import Callable
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from saccade.server.auth import OPEN_PATHS, KeyRing
-from saccade.server.errors import ApiError
+from saccade.server.auth import KeyRing, is_open
+from saccade.server.errors import ApiError, is_anthropic
 from saccade.server.service import Caller
 
 logger = logging.getLogger("saccade.server")
 
 _SAFE_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
+_WATCHED = "/v1/engine"  # an open page asks twice a second: it would fill the log
 _HEADERS = {
     "x-content-type-options": "nosniff",
     "x-frame-options": "DENY",
     "referrer-policy": "no-referrer",
-    "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'",
+    "content-security-policy": "default-src 'none'; frame-ancestors 'none'",
 }
 
 
@@ -45,21 +46,26 @@ class Envelope:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message).update({**_HEADERS, "x-request-id": request_id})
+                headers_out = MutableHeaders(scope=message)
+                headers_out["x-request-id"] = request_id
+                if is_anthropic(scope["path"]):  # its clients look for the id there
+                    headers_out["request-id"] = request_id
+                for name, value in _HEADERS.items():  # the page brings a policy of its own
+                    headers_out.setdefault(name, value)
             await send(message)
 
         try:
-            tenant = self._keys.tenant(scope["path"], headers.get(b"authorization"))
+            tenant = self._keys.tenant(scope["path"], headers.get(b"authorization"), headers.get(b"x-api-key"))
             scope["caller"] = Caller(request_id, tenant, start)
             await self._app(scope, receive, send_with_headers)
         except ApiError as error:
             self._on_refusal("unauthorized")
-            await error.response()(scope, receive, send_with_headers)
+            await error.response(scope["path"], request_id)(scope, receive, send_with_headers)
         finally:
             self._log(scope, request_id, status, start)
 
     def _log(self, scope: Scope, request_id: str, status: int, start: float) -> None:
-        if self._logs and scope["path"] not in OPEN_PATHS:
+        if self._logs and scope["path"] != _WATCHED and not is_open(scope["path"]):
             shown = scope["path"][:100].encode("unicode_escape").decode()
             result = status or "left"  # the client was gone before there was an answer
             ms = (time.perf_counter() - start) * 1e3

@@ -34,6 +34,7 @@ def _card(service: Service, name: str) -> dict[str, Any]:
         "root": service.names[0],
         "parent": None,
         "max_model_len": service.limits.max_model_len,
+        "kv_cache": {"blocks": service.limits.num_blocks, "block_size": service.limits.block_size},
         "multimodal": _multimodal(service),
     }
 

@@ -23,6 +23,19 @@ _ERROR = {
     },
     "required": ["error"],
 }
+_ANTHROPIC_ERROR = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+            "required": ["type", "message"],
+        },
+        "request_id": {"type": "string"},
+    },
+    "required": ["type", "error", "request_id"],
+}
 _STATUSES = {
     "400": "The request is at fault",
     "401": "No key, or a wrong one",
@@ -34,9 +47,9 @@ _STATUSES = {
 }
 
 
-def _operation(table: Mapping[str, fields.Schema], *required: str) -> dict[str, Any]:
+def _operation(table: Mapping[str, fields.Schema], *required: str, form: Mapping[str, Any] = _ERROR) -> dict[str, Any]:
     body = {"type": "object", "properties": dict(table), "required": list(required)}
-    error = {"application/json": {"schema": _ERROR}}
+    error = {"application/json": {"schema": form}}
     responses = {status: {"description": text, "content": error} for status, text in _STATUSES.items()}
     return {
         "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
@@ -48,4 +61,6 @@ CHAT = _operation(fields.CHAT, "messages")
 COMPLETION = _operation(fields.COMPLETION, "prompt")
 TOKENIZE = _operation(fields.TOKENIZE)
 DETOKENIZE = _operation(fields.DETOKENIZE, "tokens")
-INPUT_TOKENS = _operation(fields.INPUT_TOKENS, "input")
+RESPONSES = _operation(fields.RESPONSES, "input")
+MESSAGES = _operation(fields.MESSAGES, "messages", "max_tokens", form=_ANTHROPIC_ERROR)
+COUNT_TOKENS = _operation(fields.MESSAGES, "messages", form=_ANTHROPIC_ERROR)

@@ -1,27 +1,38 @@
-"""GET /: a page for people who open the server in a browser. Names the routes and shows the engine's numbers."""
+"""The page at `/`: files that browsers load, read once at the start. Knows nothing of models, engines or keys."""
 
 from __future__ import annotations
 
-import html
-import json
-from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
 
-from saccade import __version__
-from saccade.server.service import Service
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
 
-_PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta http-equiv="refresh" content="5"><title>Saccade</title>
-<style>body{{font:16px/1.5 system-ui;max-width:46rem;margin:3rem auto;padding:0 1rem}}pre{{overflow:auto}}</style>
-</head><body><h1>Saccade {version}</h1><p>{model}: the engine is {state}.</p>
-<h2>Routes</h2><ul>{routes}</ul><h2>Now</h2><pre>{stats}</pre></body></html>
-"""
+STATIC = "/static/"
+_FOLDER = Path(__file__).parent / "static"
+_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+_HEADERS = {
+    # Everything from here and nothing inline. Pictures that people drop are blobs until they are sent as data URLs.
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src 'self' data: blob:; media-src blob:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "cache-control": "no-cache",  # a newer server's page must not meet an older one's scripts
+}
 
 
-def page(service: Service, routes: Sequence[str]) -> str:
-    return _PAGE.format(
-        version=__version__,
-        model=html.escape(service.names[0]),
-        state=service.engine.status().state,
-        routes="".join(f"<li><code>{html.escape(route)}</code></li>" for route in sorted(set(routes))),
-        stats=html.escape(json.dumps(service.engine.stats(), indent=2)),
-    )
+def page_file(name: str) -> Response:
+    """One of the page's files; a 404 for every other name."""
+    content = _files().get(name)
+    if content is None:
+        raise HTTPException(404)
+    return Response(content, 200, _HEADERS, media_type=_TYPES[Path(name).suffix])
+
+
+@cache
+def _files() -> dict[str, bytes]:
+    """All there are, by name: what a client asks for is looked up here and never in the file system."""
+    return {path.name: path.read_bytes() for path in _FOLDER.iterdir() if path.suffix in _TYPES}

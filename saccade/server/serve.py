@@ -26,6 +26,8 @@ from saccade.params import SamplingParams
 from saccade.processor.checkpoint import open_checkpoint
 from saccade.processor.fetch import Fetcher, FetchPolicy
 from saccade.processor.prompt import Processor
+from saccade.processor.structured import ANY_OBJECT
+from saccade.schema import is_available
 from saccade.server.app import create_app
 from saccade.server.config import Settings
 from saccade.server.http import BoundedHttp
@@ -83,6 +85,8 @@ def _fetch_policy(settings: Settings) -> FetchPolicy:
         allowed_domains=server.allowed_media_domains,
         allowed_local_path=Path(local) if local is not None else None,
         max_bytes=settings.engine.max_image_bytes,
+        timeout_s=server.media_fetch_timeout,
+        allow_private_addresses=server.allow_private_media_addresses,
     )
 
 
@@ -93,8 +97,12 @@ def warmup_requests(processor: Processor) -> list[Request]:
         placeholder = processor.tokenizer.token(processor.family.image_token_id)
         grey = _bmp(_WARM_PICTURE)
         prompts.append(processor.from_prompt({"prompt": f"{placeholder}warm", "multi_modal_data": {"image": grey}}))
-    params = SamplingParams(max_tokens=2, temperature=0)
-    return [Request(f"warm-up-{i}", prompt, params, 2, frozenset(), 0) for i, prompt in enumerate(prompts)]
+    forms = [ANY_OBJECT] if is_available() else []  # reading the tokenizer for grammars takes a second or three
+    asked = [*((prompt, None) for prompt in prompts), *((prompts[0], form) for form in forms)]
+    return [
+        Request(f"warm-up-{i}", prompt, SamplingParams(max_tokens=2, temperature=0, structured=form), 2, frozenset(), 0)
+        for i, (prompt, form) in enumerate(asked)
+    ]
 
 
 def _bmp(size: Size) -> bytes:
@@ -169,6 +177,9 @@ class _Running:
         for reason in info.reasons:
             logger.info("%s", reason)
         logger.info("%s", capacity_line(self._service))
+        if self._service.server.allow_private_media_addresses:
+            domains = ", ".join(self._service.server.allowed_media_domains)
+            logger.warning("pictures are fetched from private addresses too, where %s lead there", domains)
         logger.info("routes: %s", " ".join(self._routes))
         names = ", ".join(self._service.names)
         logger.info("serving %s on http://%s:%d after %.1f s", names, host, port, info.start_seconds)

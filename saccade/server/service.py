@@ -9,8 +9,9 @@ import asyncio
 import itertools
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from saccade.config import Options, SchedulerConfig, ServerOptions
@@ -32,7 +33,7 @@ DEFAULT_MAX_WAITING = 256
 _CHARS_PER_TOKEN = 32  # more than any text has on average; only what cannot fit is refused by it
 _THREADS = 4
 _GUESSED_START = 5.0
-_SCHEMA_FIELDS = ("response_format", "structured_outputs", "tools")
+_SCHEMA_FIELDS = ("response_format", "structured_outputs", "tools", "text", "output_config")
 
 Result = TypeVar("Result")
 
@@ -158,7 +159,14 @@ class Service:
             salt=request.wanted.cache_salt,
         )
         self._media.remember(links, messages, tenant)
+        self._count_mistyped(links, prompt)
         return prompt
+
+    def _count_mistyped(self, links: Sequence[Link], prompt: Prompt) -> None:
+        if len(links) != len(prompt.items):
+            return  # some pictures came without a link, so that it cannot be told whose claim is whose
+        pairs = zip(links, prompt.items, strict=True)
+        self.metrics.media_mistyped(sum(link.claimed_format not in (None, item.header.format) for link, item in pairs))
 
     async def price_prompts(
         self, prompts: Sequence[str | Sequence[int]], salt: str, caller: Caller
@@ -182,6 +190,19 @@ class Service:
         return Priced(prompt, self.processor.bill(prompt, self.limits.block_size))
 
     # --- running --------------------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def answering(self, request: ChatRequest, caller: Caller, held: Held) -> AsyncIterator[Generation]:
+        """The one way from a chat to its running answers, whichever API it came by."""
+        wanted = request.wanted
+        self.check_model(wanted.model)
+        priced, timing = await self.price_chat(request, caller, held)
+        del request
+        with self.generation([priced], wanted, timing) as generation:
+            await self.start(generation, [priced], wanted, caller.request_id)
+            del priced  # the pictures are with the engine now, so their bytes no longer count here
+            held.release()
+            yield generation
 
     def generation(self, prompts: Sequence[Priced], wanted: Wanted, timing: Timing) -> Generation:
         params = wanted.params

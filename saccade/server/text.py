@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from saccade.server import fields
 from saccade.server.deliver import bill_body
 from saccade.server.limits import Held, Upload
 from saccade.server.media import check_chars
-from saccade.server.protocol import read_chat
+from saccade.server.messages_protocol import read_message
+from saccade.server.protocol import ChatRequest, read_chat
+from saccade.server.responses_protocol import read_response
 from saccade.server.service import Caller, Service
+from saccade.server.translate import Places
 from saccade.types import RequestError
 
 
@@ -19,9 +22,11 @@ async def bill(service: Service, upload: Upload, caller: Caller, held: Held) -> 
     request = await service.read(read_chat, await service.decode(upload))
     service.check_model(request.wanted.model)
     priced, timing = await service.price_chat(request, caller, held)
-    room = max(0, service.limits.max_model_len - len(priced.prompt))
+    context = service.limits.max_model_len
+    room = max(0, context - len(priced.prompt))
     costs = bill_body(priced.bill) | {"times_ms": {"prepare": round(timing.prepare_ms, 3)}}
-    return {"object": "bill", "model": service.names[0], **costs, "max_tokens_left": room, "fits": room > 0}
+    fit = {"max_model_len": context, "max_tokens_left": room, "fits": room > 0}
+    return {"object": "bill", "model": service.names[0], **costs, **fit}
 
 
 async def tokenize(service: Service, upload: Upload, caller: Caller, held: Held) -> dict[str, Any]:
@@ -57,38 +62,19 @@ async def detokenize(service: Service, upload: Upload, caller: Caller, held: Hel
 
 
 async def input_tokens(service: Service, upload: Upload, caller: Caller, held: Held) -> dict[str, Any]:
-    """OpenAI's counting route: the input of its Responses API, counted as the chat it stands for."""
-    given = service.fields.read(await service.decode(upload), fields.INPUT_TOKENS)
-    if "input" not in given:
-        raise RequestError("input is missing; send a string or a list of messages", param="input")
-    chat: dict[str, Any] = {"messages": _messages(given), "model": given.get("model"), "tools": given.get("tools")}
-    request = await service.read(read_chat, chat)
-    service.check_model(request.wanted.model)
-    priced, _ = await service.price_chat(request, caller, held)
-    return {"object": "response.input_tokens", "input_tokens": len(priced.prompt)}
+    """OpenAI's counting route: the body of /v1/responses, counted as the chat it stands for."""
+    chat, places, _ = await service.read(read_response, await service.decode(upload))
+    return {"object": "response.input_tokens", "input_tokens": await _count(service, chat, places, caller, held)}
 
 
-def _messages(given: Mapping[str, Any]) -> list[Any]:
-    first = [{"role": "system", "content": given["instructions"]}] if "instructions" in given else []
-    if isinstance(given["input"], str):
-        return [*first, {"role": "user", "content": given["input"]}]
-    return first + [_message(item, f"input[{index}]") for index, item in enumerate(given["input"])]
+async def message_tokens(service: Service, upload: Upload, caller: Caller, held: Held) -> dict[str, Any]:
+    """Anthropic's counting route: the body of /v1/messages, but for the length of the answer."""
+    chat, places = await service.read(read_message, await service.decode(upload), False)
+    return {"input_tokens": await _count(service, chat, places, caller, held)}
 
 
-def _message(item: Any, where: str) -> Any:
-    if not isinstance(item, Mapping) or item.get("type", "message") != "message":
-        raise RequestError(f"{where} must be a message with role and content", param=where)
-    content = item.get("content")
-    if isinstance(content, list):
-        content = [_part(part, f"{where}.content[{index}]") for index, part in enumerate(content)]
-    return {"role": item.get("role"), "content": content}
-
-
-def _part(part: Any, where: str) -> Any:
-    """input_text and input_image as chats have them. There an image's URL is a bare string."""
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    if kind in ("input_text", "output_text"):
-        return {"type": "text", "text": part.get("text")}
-    if kind == "input_image" and part.get("file_id") is None:
-        return {"type": "image_url", "image_url": {"url": part.get("image_url"), "detail": part.get("detail")}}
-    raise RequestError(f"{where} must be an input_text or an input_image with image_url", param=where)
+async def _count(service: Service, chat: ChatRequest, places: Places, caller: Caller, held: Held) -> int:
+    with places.renaming():
+        service.check_model(chat.wanted.model)
+        priced, _ = await service.price_chat(chat, caller, held)
+    return len(priced.prompt)

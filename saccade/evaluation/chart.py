@@ -1,0 +1,123 @@
+"""Draws what `tune` measured: a table, bars for the terminal, and a small SVG. Measures and chooses nothing."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from saccade.evaluation.questions import QuestionSet
+from saccade.evaluation.tune import Advice, Measured
+
+_BAR = 20  # characters
+_MOST_BARS = 3  # groups beside the whole; more do not fit a terminal
+_COLORS = ("#c0392b", "#1f6fb2", "#2e8b57", "#b8860b", "#7d3c98", "#00838f", "#8d6e63", "#5d6d7e")
+
+
+def tuned_table(measured: Sequence[Measured]) -> str:
+    lines = ["max_pixels  accuracy  worst skill       tokens/picture  first token  requests in KV"]
+    for one in measured:
+        skill, share = one.worst()
+        tokens = "-" if one.tokens_per_picture is None else f"{one.tokens_per_picture:.1f}"
+        fit = "-" if one.concurrency is None else f"{one.concurrency:,}"
+        lines.append(
+            f"{one.max_pixels:>10,} {one.accuracy:>9.1%}  {f'{skill} {share:.0%}':<17} {tokens:>14} "
+            f"{one.first_token_ms:>9.0f} ms {fit:>15}"
+        )
+    return "\n".join(lines)
+
+
+# --- terminal -----------------------------------------------------------------------------------------------------
+
+
+def text_chart(measured: Sequence[Measured], advice: Advice, questions: QuestionSet) -> str:
+    """A bar per setting for all questions, and for the groups that fall deepest."""
+    groups = questions.grouped()
+    shown = [cliff.group for cliff in advice.cliffs][:_MOST_BARS]
+    lines = ["max_pixels  " + "  ".join(f"{name:<{_BAR + 5}}" for name in ["all", *shown]).rstrip()]
+    for one in measured:
+        shares = [one.accuracy, *(one.of(groups[name]) for name in shown)]
+        bars = "  ".join(f"{_bar(share)} {share:>4.0%}" for share in shares)
+        mark = "  <- recommended" if one.max_pixels == advice.max_pixels else ""
+        lines.append(f"{one.max_pixels:>10,}  {bars}{mark}")
+    return "\n".join(lines)
+
+
+def _bar(share: float) -> str:
+    filled = round(share * _BAR)
+    return "█" * filled + "·" * (_BAR - filled)
+
+
+# --- SVG ----------------------------------------------------------------------------------------------------------
+
+
+class _Frame(NamedTuple):
+    """Where the curves lie, in the units of the drawing, and which pixels they span."""
+
+    lowest: int
+    highest: int
+    left: float = 56
+    right: float = 520
+    top: float = 46
+    bottom: float = 300
+
+    def x(self, pixels: int) -> float:
+        span = math.log(self.highest / self.lowest) or 1.0
+        return self.left + (self.right - self.left) * math.log(pixels / self.lowest) / span
+
+    def y(self, share: float) -> float:
+        return self.bottom - (self.bottom - self.top) * share
+
+
+def svg(measured: Sequence[Measured], advice: Advice, questions: QuestionSet) -> str:
+    """Accuracy of each group against pixels on a logarithmic axis, the recommendation marked."""
+    sizes = [one.max_pixels for one in measured]
+    frame = _Frame(min(sizes), max(sizes))
+    parts = [
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 680 350" font-family="sans-serif" font-size="12">',
+        '<rect width="680" height="350" fill="#ffffff"/>',
+        _text(frame.left, 22, f"{questions.name}: accuracy against max_pixels", size=15),
+        *_axes(frame, sizes),
+        *_mark(frame, advice.max_pixels),
+        *_curves(frame, measured, questions),
+        "</svg>",
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def _axes(frame: _Frame, sizes: Sequence[int]) -> Iterator[str]:
+    for percent in range(0, 101, 20):
+        y = frame.y(percent / 100)
+        yield f'<path d="M{frame.left} {y:.1f}H{frame.right}" stroke="#e3e3e3"/>'
+        yield _text(frame.left - 8, y + 4, f"{percent} %", anchor="end")
+    for pixels in sizes:
+        yield f'<path d="M{frame.x(pixels):.1f} {frame.bottom}v5" stroke="#555555"/>'
+        yield _text(frame.x(pixels), frame.bottom + 20, f"{pixels:,}", anchor="middle")
+    yield _text((frame.left + frame.right) / 2, frame.bottom + 40, "max_pixels", anchor="middle")
+
+
+def _mark(frame: _Frame, pixels: int) -> Iterator[str]:
+    x = frame.x(pixels)
+    yield f'<path d="M{x:.1f} {frame.top}V{frame.bottom}" stroke="#333333" stroke-dasharray="4 4"/>'
+    yield _text(x, frame.top - 8, f"recommended: {pixels:,}", anchor="middle" if x < frame.right - 60 else "end")
+
+
+def _curves(frame: _Frame, measured: Sequence[Measured], questions: QuestionSet) -> Iterator[str]:
+    """On the right curves end at nearly the same height, so their names are a list, in the order of their left ends."""
+    lowest = min(measured, key=lambda one: one.max_pixels)
+    groups = sorted(questions.grouped().items(), key=lambda item: -lowest.of(item[1]))
+    for row, (name, skills) in enumerate(groups):
+        color = _COLORS[row % len(_COLORS)]
+        points = [(frame.x(one.max_pixels), frame.y(one.of(skills))) for one in measured]
+        line = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        yield f'<polyline points="{line}" fill="none" stroke="{color}" stroke-width="2"/>'
+        yield from (f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{color}"/>' for x, y in points)
+        y = frame.top + 20 + 20 * row
+        yield f'<path d="M{frame.right + 20} {y - 4:.1f}h18" stroke="{color}" stroke-width="3"/>'
+        yield _text(frame.right + 44, y, name)
+
+
+def _text(x: float, y: float, text: str, anchor: str = "start", size: int = 12) -> str:
+    escaped = html.escape(text)
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}" fill="#222222">{escaped}</text>'

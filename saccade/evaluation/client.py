@@ -1,0 +1,204 @@
+"""Asks any OpenAI-compatible server. Knows HTTP and the shapes of that API; not what is asked or what is right."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, NamedTuple, NoReturn
+
+import httpcore
+
+from saccade.config import ConfigError
+
+_CHAT, _MODELS = "/v1/chat/completions", "/v1/models"
+_TIMEOUT = {"timeout": {"connect": 10.0, "pool": None, "read": 600.0, "write": 60.0}}  # a slow server may think long
+_BUSY = frozenset({429, 503})  # says nothing about the question: ask again
+_PATIENCE, _LONGEST_WAIT = 8, 10.0  # times, and seconds before each
+_MOST_BREAKS = 3  # of the connection, in one question
+
+
+class Refused(Exception):
+    """The server does not answer this request; the message is its own."""
+
+
+class _Unreachable(ConfigError):
+    """The connection was refused or broke off."""
+
+
+class ServerInfo(NamedTuple):
+    """What a server says about the model it serves; None where it does not."""
+
+    model: str
+    is_saccade: bool = False
+    max_pixels: int | None = None  # what a request may ask for
+    kv_blocks: int | None = None
+    block_size: int | None = None
+
+
+class Reply(NamedTuple):
+    text: str
+    error: str | None = None  # why there is no text
+    prompt_tokens: int = 0
+    answer_tokens: int = 0
+    image_tokens: int | None = None  # None where the server does not say
+
+
+class Client:
+    """One server, asked over connections that are kept open."""
+
+    def __init__(self, url: str, api_key: str | None = None, connections: int = 32) -> None:
+        self.url = url.rstrip("/").removesuffix("/v1")
+        if not self.url.startswith(("http://", "https://")):
+            raise ConfigError(f"--url must begin with http:// or https://, but {url!r} was given")
+        self._headers: dict[bytes | str, bytes | str] = {
+            "content-type": "application/json",
+            "accept": "application/json",
+        }
+        if api_key is not None:
+            self._headers["authorization"] = f"Bearer {api_key}"
+        self._pool = httpcore.AsyncConnectionPool(max_connections=connections, max_keepalive_connections=connections)
+
+    async def __aenter__(self) -> Client:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._pool.aclose()
+
+    async def info(self, model: str | None = None) -> ServerInfo:
+        """About `model`, or the first one that is served."""
+        status, _, content = await self._send("GET", _MODELS)
+        if status != 200:
+            self._fail(status, _MODELS, content)
+        cards = _get(_decoded(content), "data", list)
+        named = {str(card["id"]): card for card in cards if isinstance(card, dict) and "id" in card}
+        if not named or (model is not None and model not in named):
+            wanted = "no model" if model is None else f"no model {model!r}"
+            raise ConfigError(f"{self.url} serves {wanted}; it names {', '.join(named) or 'none'}")
+        name = model or next(iter(named))
+        return _server_info(name, named[name])
+
+    async def ask(self, body: Mapping[str, Any]) -> Reply:
+        """The whole answer. A refusal is a reply without text; ConfigError when the server answers nobody."""
+        status, content = await self._ask_until_taken(json.dumps(body).encode())
+        if status in (401, 403, 404):
+            self._fail(status, _CHAT, content)
+        return _reply(_decoded(content)) if status == 200 else Reply("", _message(status, content))
+
+    async def first_token(self, body: Mapping[str, Any]) -> float:
+        """Seconds from the request to the first piece of its answer."""
+        content = json.dumps({**body, "stream": True, "max_tokens": 1}).encode()
+        start = time.perf_counter()
+        async with self._stream("POST", _CHAT, content) as response:
+            if response.status != 200:
+                raise Refused(_message(response.status, await response.aread()))
+            async for line in _lines(response):
+                if line.startswith("data: {") and _has_token(_decoded(line[6:].encode())):
+                    return time.perf_counter() - start
+        raise Refused("the stream ended without a token")
+
+    async def _ask_until_taken(self, content: bytes) -> tuple[int, bytes]:
+        """A busy server is asked again, and so is one whose connection broke off: that happens in a long run."""
+        breaks = 0
+        for _ in range(_PATIENCE):
+            try:
+                status, headers, answer = await self._send("POST", _CHAT, content)
+            except _Unreachable:
+                breaks += 1
+                if breaks == _MOST_BREAKS:
+                    raise
+                continue
+            if status not in _BUSY:
+                break
+            await asyncio.sleep(min(_number(headers.get("retry-after")), _LONGEST_WAIT))
+        return status, answer
+
+    async def _send(self, method: str, path: str, content: bytes | None = None) -> tuple[int, dict[str, str], bytes]:
+        async with self._stream(method, path, content) as response:
+            headers = {name.decode().lower(): value.decode("latin-1") for name, value in response.headers}
+            return response.status, headers, await response.aread()
+
+    @asynccontextmanager
+    async def _stream(self, method: str, path: str, content: bytes | None) -> AsyncIterator[httpcore.Response]:
+        try:
+            async with self._pool.stream(
+                method, self.url + path, headers=self._headers, content=content, extensions=_TIMEOUT
+            ) as response:
+                yield response
+        except httpcore.TimeoutException:
+            raise ConfigError(f"{self.url} did not answer in time; is the server overloaded?") from None
+        except (httpcore.NetworkError, httpcore.ProtocolError, httpcore.UnsupportedProtocol, OSError) as error:
+            reason = str(error) or type(error).__name__
+            raise _Unreachable(f"{self.url} cannot be reached: {reason}; is the server running?") from None
+
+    def _fail(self, status: int, path: str, content: bytes) -> NoReturn:
+        hint = "; give the key with --api-key" if status in (401, 403) else ""
+        raise ConfigError(f"{self.url}{path} answers {_message(status, content)}{hint}")
+
+
+# --- shapes -------------------------------------------------------------------------------------------------------
+
+
+def _server_info(name: str, card: Mapping[str, Any]) -> ServerInfo:
+    pixels, kv = _get(card, "multimodal", dict).get("max_pixels"), _get(card, "kv_cache", dict)
+    is_saccade = card.get("owned_by") == "saccade"
+    return ServerInfo(name, is_saccade, pixels, kv.get("blocks"), kv.get("block_size"))
+
+
+def _reply(answer: Mapping[str, Any]) -> Reply:
+    choices = _get(answer, "choices", list)
+    if not choices or not isinstance(choices[0], dict):
+        return Reply("", "the server's answer has no choices")
+    usage = _get(answer, "usage", dict)
+    return Reply(
+        str(_get(choices[0], "message", dict).get("content") or ""),
+        prompt_tokens=usage.get("prompt_tokens") or 0,
+        answer_tokens=usage.get("completion_tokens") or 0,
+        image_tokens=_get(usage, "prompt_tokens_details", dict).get("image_tokens"),
+    )
+
+
+def _has_token(chunk: Mapping[str, Any]) -> bool:
+    choices = _get(chunk, "choices", list)
+    if not choices:
+        return False
+    return bool(_get(choices[0], "delta", dict).get("content")) or choices[0].get("finish_reason") is not None
+
+
+def _message(status: int, content: bytes) -> str:
+    """One line with the status and what the server says, in whatever shape it says it."""
+    decoded = _decoded(content)
+    error = decoded.get("error", decoded)
+    said = error.get("message") or error.get("detail") if isinstance(error, dict) else error
+    return f"{status}: {' '.join(str(said or content[:200].decode('utf-8', 'replace')).split())}"
+
+
+def _decoded(content: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(content)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _get(value: Mapping[str, Any], name: str, kind: type) -> Any:
+    """A member of a server's answer, or an empty one of its kind where it is missing or something else."""
+    found = value.get(name)
+    return found if isinstance(found, kind) else kind()
+
+
+def _number(text: str | None) -> float:
+    try:
+        return max(0.1, float(text or 1))
+    except ValueError:  # a date, which nobody sends for a short wait
+        return 1.0
+
+
+async def _lines(response: httpcore.Response) -> AsyncIterator[str]:
+    rest = b""
+    async for chunk in response.aiter_stream():
+        *whole, rest = (rest + chunk).split(b"\n")
+        for line in whole:
+            yield line.decode("utf-8", "replace").rstrip("\r")

@@ -1,0 +1,131 @@
+"""What an evaluation found, as a table, as JSON, and inside a Markdown file. Asks nothing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from saccade.config import ConfigError
+from saccade.evaluation.questions import QuestionSet
+from saccade.evaluation.run import Answered, accuracy
+from saccade.evaluation.scoring import chance
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Of one skill."""
+
+    skill: str
+    right: int
+    total: int
+    chance: float  # what one constant reply would get
+    goal: float | None
+
+    @property
+    def accuracy(self) -> float:
+        return self.right / self.total
+
+    @property
+    def verdict(self) -> str:
+        if self.goal is None:
+            return ""
+        return f"{self.goal:.0%} {'met' if self.accuracy >= self.goal else 'missed'}"
+
+
+def scores(answered: Sequence[Answered], questions: QuestionSet) -> list[Score]:
+    """By skill, in the order in which the set first asks about them."""
+    by_skill: dict[str, list[Answered]] = {question.skill: [] for question in questions.questions}
+    for one in answered:
+        by_skill[one.question.skill].append(one)
+    return [
+        Score(
+            skill,
+            sum(one.is_right for one in mine),
+            len(mine),
+            chance([one.question.rule for one in mine]),
+            questions.goals.get(skill),
+        )
+        for skill, mine in by_skill.items()
+        if mine
+    ]
+
+
+def table(found: Sequence[Score]) -> str:
+    """One line per skill. `guessing` is what the best constant reply would get right."""
+    width = max([len("skill"), *(len(s.skill) for s in found)])
+    heading = "goal" if any(s.goal is not None for s in found) else ""
+    right, total = sum(s.right for s in found), sum(s.total for s in found)
+    lines = [
+        f"{'skill':<{width}}  right    of  accuracy  guessing  {heading}",
+        *(
+            f"{s.skill:<{width}} {s.right:>6} {s.total:>5} {s.accuracy:>9.1%} {s.chance:>9.0%}  {s.verdict}"
+            for s in found
+        ),
+        f"{'all':<{width}} {right:>6} {total:>5} {right / max(1, total):>9.1%}",
+    ]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def wrong_answers(answered: Sequence[Answered], count: int) -> list[str]:
+    """The first wrong ones: what was asked, what was expected, what came."""
+    wrong = [one for one in answered if not one.is_right][: max(0, count)]
+    return [
+        f"{one.question.id}: {one.question.text}\n  expected {one.question.rule.reply!r}, got "
+        + (f"an error: {one.reply.error}" if one.reply.error else repr(one.reply.text))
+        for one in wrong
+    ]
+
+
+def as_json(answered: Sequence[Answered], questions: QuestionSet) -> dict[str, Any]:
+    found = scores(answered, questions)
+    return {
+        "questions": questions.name,
+        "total": len(answered),
+        "right": sum(one.is_right for one in answered),
+        "refused": sum(one.reply.error is not None for one in answered),
+        "accuracy": accuracy(answered),
+        "skills": {s.skill: _score_json(s) for s in found},
+        "answers": [
+            {"id": one.question.id, "skill": one.question.skill, "right": one.is_right, **_reply_json(one)}
+            for one in answered
+        ],
+    }
+
+
+def _score_json(score: Score) -> dict[str, Any]:
+    goal = {"goal": score.goal} if score.goal is not None else {}
+    return {"right": score.right, "total": score.total, "accuracy": score.accuracy, "guessing": score.chance, **goal}
+
+
+def _reply_json(one: Answered) -> dict[str, Any]:
+    return {"reply": one.reply.text} if one.reply.error is None else {"error": one.reply.error}
+
+
+# --- Markdown -----------------------------------------------------------------------------------------------------
+
+
+def check_markers(file: str, command: str) -> None:
+    """Before an hour is spent on a table that has no place to go."""
+    if not re.search(_block(command), _read(file), re.DOTALL):
+        raise ConfigError(f"{file} has no lines <!-- {command} --> and <!-- end of {command} --> to write between")
+
+
+def rewrite(file: str, command: str, text: str) -> None:
+    """Put `text` between the two marker lines of a Markdown file."""
+    block = f"<!-- {command} -->\n{text.strip()}\n<!-- end of {command} -->"
+    content = re.sub(_block(command), lambda _: block, _read(file), flags=re.DOTALL)
+    Path(file).write_text(content, encoding="utf-8")
+
+
+def _block(command: str) -> str:
+    return rf"<!-- {re.escape(command)} -->.*?<!-- end of {re.escape(command)} -->"
+
+
+def _read(file: str) -> str:
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from None

@@ -1,0 +1,73 @@
+"""Asks a whole question set, many questions at a time, and scores the replies. Knows neither tables nor servers."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from saccade.evaluation.client import Client, Reply
+from saccade.evaluation.questions import Question, QuestionSet
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    question: Question
+    reply: Reply
+    is_right: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Asking:
+    """How questions are asked."""
+
+    model: str
+    max_tokens: int = 256
+    concurrency: int = 32
+    extra: Mapping[str, Any] = field(default_factory=dict)  # further fields of every request
+
+
+def request_body(questions: QuestionSet, question: Question, asking: Asking) -> dict[str, Any]:
+    """Pictures first, then the text, greedy."""
+    pictures = [questions.picture(ref) for ref in question.pictures]
+    urls = [f"data:{p.media_type};base64,{base64.b64encode(p.data).decode()}" for p in pictures]
+    parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    return {
+        "model": asking.model,
+        "messages": [{"role": "user", "content": [*parts, {"type": "text", "text": question.text}]}],
+        "temperature": 0,
+        "max_tokens": asking.max_tokens,
+        **asking.extra,
+    }
+
+
+async def ask_all(
+    client: Client, questions: QuestionSet, asking: Asking, on_answer: Callable[[Answered], None]
+) -> list[Answered]:
+    """In the order of the set; `on_answer` hears of each as it comes, so that an interrupted run loses nothing."""
+    answered: dict[int, Answered] = {}
+    waiting = iter(enumerate(questions.questions))
+
+    async def work(mine: Iterator[tuple[int, Question]]) -> None:
+        for index, question in mine:  # all workers take from one iterator
+            reply = await client.ask(request_body(questions, question, asking))
+            answered[index] = score(question, reply)
+            on_answer(answered[index])
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(asking.concurrency, len(questions.questions))):
+                group.create_task(work(waiting))
+    except BaseExceptionGroup as failed:
+        raise failed.exceptions[0] from None  # they are all the same: the server is gone
+    return [answered[index] for index in range(len(answered))]
+
+
+def score(question: Question, reply: Reply) -> Answered:
+    return Answered(question, reply, reply.error is None and question.rule.is_right(reply.text))
+
+
+def accuracy(answered: Sequence[Answered]) -> float:
+    return sum(a.is_right for a in answered) / len(answered) if answered else 0.0

@@ -1,0 +1,77 @@
+"""When a reply counts as right. Standard library only: whoever makes questions scores with the same rules."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+OTHER_NUMBER = "#"  # in `forbidden`: any number that is not an answer
+OTHER_QUOTE = '"'  # in `forbidden`: any quoted text that is not an answer
+
+Match = Literal["any", "all", "exact", "json"]
+MATCHES: tuple[str, ...] = get_args(Match)
+_GUESSES = 20  # how many of the commonest answers are tried as a constant guess
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What a right reply holds, whatever its wording."""
+
+    answers: tuple[str, ...]
+    match: Match = "any"
+    forbidden: tuple[str, ...] = ()  # none may occur as whole words; OTHER_NUMBER and OTHER_QUOTE are patterns
+
+    def is_right(self, reply: str) -> bool:
+        if self.match == "json":
+            return any(_same_json(answer, reply) for answer in self.answers)
+        text, answers = _plain(reply), [_plain(answer) for answer in self.answers]
+        if self.match == "exact":
+            return text.removesuffix(".") in [answer.removesuffix(".") for answer in answers]
+        held = [_holds(text, answer) for answer in answers]
+        is_there = all(held) if self.match == "all" else any(held)
+        return is_there and not any(_contradicts(text, answers, word) for word in self.forbidden)
+
+    @property
+    def reply(self) -> str:
+        """The shortest reply that is right."""
+        return " ".join(self.answers) if self.match == "all" else self.answers[0]
+
+
+def chance(rules: Sequence[Rule]) -> float:
+    """The share that one constant reply gets right: what is left to somebody who sees no picture."""
+    guesses = Counter(rule.reply for rule in rules).most_common(_GUESSES)
+    return max((sum(rule.is_right(guess) for rule in rules) / len(rules) for guess, _ in guesses), default=0.0)
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.lower().split())
+
+
+def _holds(text: str, words: str) -> bool:
+    return re.search(rf"(?<!\w){re.escape(words)}(?!\w)", text) is not None
+
+
+def _contradicts(text: str, answers: Sequence[str], forbidden: str) -> bool:
+    if forbidden == OTHER_NUMBER:
+        return any(number not in answers for number in re.findall(r"\d+", text))
+    if forbidden == OTHER_QUOTE:
+        return any(quoted not in answers for quoted in re.findall(r'"([^"]*)"', text))
+    return _holds(text, _plain(forbidden))
+
+
+def _same_json(expected: str, given: str) -> bool:
+    try:
+        return bool(_unordered(json.loads(given)) == _unordered(json.loads(expected)))
+    except ValueError:
+        return False
+
+
+def _unordered(value: Any) -> Any:
+    """Lists compare as bags: the order of the things in a picture is nobody's business."""
+    if isinstance(value, list):
+        return sorted(json.dumps(item, sort_keys=True) for item in value)
+    return value

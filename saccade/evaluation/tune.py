@@ -1,0 +1,236 @@
+"""The same questions at several max_pixels: what each setting costs and loses, and which one to choose.
+
+Measures through a client; the choosing is plain arithmetic on what was measured. Prints nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+from saccade.config import ConfigError
+from saccade.costs import blocks_for
+from saccade.evaluation.client import Client, Refused, ServerInfo
+from saccade.evaluation.questions import QuestionSet
+from saccade.evaluation.run import Answered, Asking, accuracy, ask_all, request_body
+
+_TIMED = 20  # questions whose first token is timed, one after the other
+_MOST_SIZES = 8
+_CLIFF = 0.1  # a fall of this share from one setting to the next is worth a sentence
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One setting."""
+
+    max_pixels: int
+    answered: Sequence[Answered]
+    first_token_ms: float  # median, one request at a time, pictures not seen before
+    tokens_per_picture: float | None  # None where the server does not say
+    concurrency: int | None  # requests of this mean size that fit the KV cache at once
+
+    @property
+    def accuracy(self) -> float:
+        return accuracy(self.answered)
+
+    def worst(self) -> tuple[str, float]:
+        """The skill with the lowest accuracy."""
+        skills = dict.fromkeys(one.question.skill for one in self.answered)
+        return min(((skill, self.of([skill])) for skill in skills), key=lambda pair: pair[1])
+
+    def of(self, skills: Sequence[str]) -> float:
+        return accuracy([one for one in self.answered if one.question.skill in skills])
+
+
+@dataclass(frozen=True, slots=True)
+class Cliff:
+    """The deepest fall of a group between two neighbouring settings."""
+
+    group: str
+    above: int  # max_pixels
+    below: int
+    before: float  # accuracy
+    after: float
+
+    def __str__(self) -> str:
+        fall = f"from {self.before:.0%} to {self.after:.0%}"
+        return f"{self.group}: falls {fall} between {self.above:,} and {self.below:,} pixels"
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    max_pixels: int
+    reason: str
+    cliffs: Sequence[Cliff]
+
+
+# --- which settings -----------------------------------------------------------------------------------------------
+
+
+def with_pictures_only(questions: QuestionSet) -> QuestionSet:
+    """What is asked without a picture cannot depend on its size."""
+    pictured = [question for question in questions.questions if question.pictures]
+    if not pictured:
+        raise ConfigError(f"no question of {questions.name} has a picture, so there is nothing to tune")
+    return replace(questions, questions=pictured)
+
+
+def choose_sizes(given: Sequence[int] | None, info: ServerInfo, questions: QuestionSet) -> list[int]:
+    """What was asked for, largest first, checked; or halving from the largest size that matters."""
+    if given is not None:
+        return _checked(given, info)
+    areas = [size.width * size.height for size in questions.sizes()]
+    top = min(max(areas), info.max_pixels or max(areas))
+    sizes = [top >> step for step in range(_MOST_SIZES)]
+    needed = sum(size > min(areas) for size in sizes) + 1  # the last one reduces every picture
+    return sizes[:needed]
+
+
+def _checked(given: Sequence[int], info: ServerInfo) -> list[int]:
+    sizes = sorted(set(given), reverse=True)
+    if sizes[-1] < 1:
+        raise ConfigError(f"max_pixels must be 1 or more, not {sizes[-1]}")
+    if info.max_pixels is not None and sizes[0] > info.max_pixels:
+        raise ConfigError(
+            f"max_pixels {sizes[0]:,} is above {info.max_pixels:,}, the server's limit, which requests can only lower; "
+            f"ask for less, or start saccade serve --max-pixels {sizes[0]} and give its --url"
+        )
+    return sizes
+
+
+# --- measuring ----------------------------------------------------------------------------------------------------
+
+
+async def measure(
+    client: Client,
+    info: ServerInfo,
+    questions: QuestionSet,
+    asking: Asking,
+    on_answer: Callable[[Answered], None],
+) -> Measured:
+    """One setting, given by `asking`. First tokens are timed first, while no cache knows the pictures."""
+    first_token_ms = await _first_token_ms(client, questions, asking)
+    answered = await ask_all(client, questions, asking, on_answer)
+    told = [one for one in answered if one.reply.image_tokens is not None]
+    tokens, pictures = sum(one.reply.image_tokens or 0 for one in told), sum(len(one.question.pictures) for one in told)
+    return Measured(
+        max_pixels_of(asking),
+        answered,
+        first_token_ms,
+        tokens / pictures if pictures else None,
+        _concurrency(info, told),
+    )
+
+
+def with_max_pixels(asking: Asking, max_pixels: int) -> Asking:
+    extra = {**asking.extra, "mm_processor_kwargs": {"max_pixels": max_pixels}}
+    return Asking(asking.model, asking.max_tokens, asking.concurrency, extra)
+
+
+def max_pixels_of(asking: Asking) -> int:
+    return int(asking.extra["mm_processor_kwargs"]["max_pixels"])
+
+
+async def _first_token_ms(client: Client, questions: QuestionSet, asking: Asking) -> float:
+    every = max(1, len(questions.questions) // _TIMED)
+    times, refusal = [], ""
+    for question in questions.questions[::every][:_TIMED]:
+        try:
+            times.append(await client.first_token(request_body(questions, question, asking)))
+        except Refused as error:
+            refusal = str(error)
+    if not times:
+        raise ConfigError(f"the server refuses every request with max_pixels {max_pixels_of(asking):,}: {refusal}")
+    return statistics.median(times) * 1e3
+
+
+def _concurrency(info: ServerInfo, answered: Sequence[Answered]) -> int | None:
+    if info.kv_blocks is None or info.block_size is None or not answered:
+        return None
+    tokens = [one.reply.prompt_tokens + one.reply.answer_tokens for one in answered]
+    blocks = statistics.mean(blocks_for(count, info.block_size) for count in tokens)
+    return int(info.kv_blocks // blocks)
+
+
+# --- choosing -----------------------------------------------------------------------------------------------------
+
+
+def advise(measured: Sequence[Measured], questions: QuestionSet) -> Advice:
+    """The smallest setting that is as good as the best one, as far as these questions can tell.
+
+    Both settings answered the same questions, so what counts is where they differ: a setting is as good when its
+    accuracy is not below the best by more than one standard error of the mean of the paired differences.
+    """
+    best = max(measured, key=lambda one: (one.accuracy, one.max_pixels))
+    chosen = min((one for one in measured if is_as_good(one, best)), key=lambda one: one.max_pixels)
+    return Advice(chosen.max_pixels, _reason(chosen, best, measured), find_cliffs(measured, questions))
+
+
+def is_as_good(one: Measured, best: Measured) -> bool:
+    loss, error = paired_loss(one, best)
+    return loss <= error
+
+
+def paired_loss(one: Measured, best: Measured) -> tuple[float, float]:
+    """By how much `one` is less accurate than `best`, and the standard error of that."""
+    differences = [b.is_right - a.is_right for a, b in zip(one.answered, best.answered, strict=True)]
+    if len(differences) < 2:
+        return statistics.mean(differences), 0.0
+    return statistics.mean(differences), statistics.stdev(differences) / math.sqrt(len(differences))
+
+
+def _reason(chosen: Measured, best: Measured, measured: Sequence[Measured]) -> str:
+    saved = ""
+    largest = max(measured, key=lambda one: one.max_pixels)
+    if chosen.tokens_per_picture and largest.tokens_per_picture and chosen is not largest:
+        share = chosen.tokens_per_picture / largest.tokens_per_picture
+        saved = f" with {share:.0%} of the tokens of {largest.max_pixels:,}"
+    if chosen is best:
+        return f"{chosen.accuracy:.1%} is the best measured, and no smaller setting is within noise of it{saved}"
+    loss, error = paired_loss(chosen, best)
+    how = f"{best.accuracy:.1%} at {best.max_pixels:,}, a loss of {loss:.1%} with a standard error of {error:.1%}"
+    return f"{chosen.accuracy:.1%} is within noise of the best, {how}{saved}"
+
+
+def find_cliffs(measured: Sequence[Measured], questions: QuestionSet) -> list[Cliff]:
+    """Per group the deepest fall, where it is deep; the deepest first."""
+    steps = sorted(measured, key=lambda one: -one.max_pixels)
+    found = []
+    for group, skills in questions.grouped().items():
+        falls = [
+            Cliff(group, above.max_pixels, below.max_pixels, above.of(skills), below.of(skills))
+            for above, below in pairwise(steps)
+        ]
+        deepest = max(falls, key=_depth, default=None)
+        if deepest is not None and _depth(deepest) >= _CLIFF:
+            found.append(deepest)
+    return sorted(found, key=_depth, reverse=True)
+
+
+def _depth(cliff: Cliff) -> float:
+    return cliff.before - cliff.after
+
+
+def as_json(measured: Sequence[Measured], advice: Advice, questions: QuestionSet) -> dict[str, Any]:
+    return {
+        "questions": questions.name,
+        "total": len(questions.questions),
+        "recommended": advice.max_pixels,
+        "reason": advice.reason,
+        "cliffs": [str(cliff) for cliff in advice.cliffs],
+        "settings": [
+            {
+                "max_pixels": one.max_pixels,
+                "accuracy": one.accuracy,
+                "groups": {group: one.of(skills) for group, skills in questions.grouped().items()},
+                "tokens_per_picture": one.tokens_per_picture,
+                "first_token_ms": one.first_token_ms,
+                "concurrency": one.concurrency,
+            }
+            for one in measured
+        ],
+    }

@@ -1,0 +1,69 @@
+"""The small steps between a decoder's matrix products, each one pass over memory. Knows rows, not layers.
+
+add_rms_norm: grid (T,), program t         silu_and_mul: grid (T, columns)
+x        [T, hidden]  row t ─┐             gate_up [T, 2 wide]   | gate ........ | up .......... |
+residual [T, hidden]  row t ─┴► sum ──►            program (t, c)      columns c       columns c
+written: sum, and sum / rms(sum) * weight  written [T, wide]     | silu(gate) * up |
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from saccade.kernels.tiles import power_of_two
+
+_COLUMNS = 1024  # of a program of `silu_and_mul`
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x and residual [T, hidden] -> their sum normed, and the sum: the next residual."""
+    assert x.is_contiguous() and residual.is_contiguous()
+    rows, hidden = x.shape
+    normed, total = torch.empty_like(x), torch.empty_like(x)
+    columns = power_of_two(hidden)
+    _norm_kernel[(rows,)](
+        x, residual, weight, normed, total, eps,
+        HIDDEN=hidden, COLUMNS=columns, num_warps=min(max(columns // 512, 1), 16),
+    )  # fmt: skip
+    return normed, total
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """A merged projection [T, 2 wide], gate first -> silu(gate) * up [T, wide]."""
+    assert gate_up.is_contiguous()
+    rows, wide = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty((rows, wide), dtype=gate_up.dtype, device=gate_up.device)
+    _silu_kernel[(rows, triton.cdiv(wide, _COLUMNS))](gate_up, out, wide, COLUMNS=_COLUMNS, num_warps=4)
+    return out
+
+
+@triton.jit
+def _norm_kernel(
+    x: tl.tensor, residual: tl.tensor, weight: tl.tensor, normed: tl.tensor, total: tl.tensor, eps: tl.tensor,
+    HIDDEN: tl.constexpr, COLUMNS: tl.constexpr,
+) -> None:  # fmt: skip
+    columns = tl.arange(0, COLUMNS)
+    inside = columns < HIDDEN
+    place = tl.program_id(0).to(tl.int64) * HIDDEN + columns
+    kind = total.dtype.element_ty
+    here = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+    before = tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
+    added = (here + before).to(kind)  # the norm sees the residual as the next layer will
+    tl.store(total + place, added, mask=inside)
+    added = added.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(added * added, 0) / HIDDEN + eps)
+    by = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(normed + place, (added * scale * by).to(kind), mask=inside)
+
+
+@triton.jit
+def _silu_kernel(gate_up: tl.tensor, out: tl.tensor, wide: tl.tensor, COLUMNS: tl.constexpr) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = columns < wide
+    gate = tl.load(gate_up + row * 2 * wide + columns, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * wide + wide + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * wide + columns, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=inside)

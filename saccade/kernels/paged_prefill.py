@@ -1,0 +1,134 @@
+"""Attention of several new tokens per request over paged keys and values: causal in the window, all of the past.
+
+packed queries [T, heads, d]         grid (heads, tiles); tiles with most keys first, heads side by side
+
+request with 4 past and 5 new tokens, tiles of 2 rows:
+
+               past        window
+    keys       0 1 2 3   4 5 6 7 8        x read without a mask
+    tile 0     x x x x   m m              m compared with each row's own place
+    tile 1     x x x x   x x m m
+    tile 2     x x x x   x x x x m        a tile reads no key behind its last row
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from saccade.kernels.paged_decode import slots_of
+from saccade.kernels.softmax import LOG2_E, divide, precision_of, weigh
+from saccade.kernels.tiles import Launch, Tiles, power_of_two
+
+
+def choose_rows(tokens: int, heads: int, multiprocessors: int) -> int:
+    """Large tiles read the keys less often; small ones are better while large ones would leave the device idle."""
+    return 128 if tokens * heads >= 128 * 2 * multiprocessors else 64
+
+
+def paged_prefill(
+    q: Tensor,  # [T, heads, d], last dimension dense
+    k_cache: Tensor,  # [slots, kv_heads, d]
+    v_cache: Tensor,
+    block_tables: Tensor,  # int32 [requests, max_blocks]
+    context_lens: Tensor,  # int32 [requests], on the device; the new tokens included
+    tiles: Tiles,  # of the windows' lengths
+    block_size: int,
+    scale: float,
+    *,
+    launch: Launch | None = None,
+) -> Tensor:
+    """[T, heads, d]. A window of one token is allowed, though `paged_decode` is faster at it."""
+    tokens, heads, dim = q.shape
+    launch = launch or launch_for(q, tiles.rows)
+    assert launch.rows == tiles.rows, f"tiles of {tiles.rows} rows, a launch of {launch.rows}"
+    out = torch.empty((tokens, heads, dim), dtype=q.dtype, device=q.device)
+    _prefill_kernel[(heads, len(tiles.index))](
+        q, k_cache, v_cache, block_tables, context_lens, tiles.starts, tiles.index, out,
+        scale * LOG2_E, q.stride(0), k_cache.stride(0), v_cache.stride(0), block_tables.stride(0),
+        Q_HEAD=q.stride(1), K_HEAD=k_cache.stride(1), V_HEAD=v_cache.stride(1), BLOCK_SIZE=block_size,
+        GROUP=heads // k_cache.shape[1], DIM=dim, PADDED_DIM=power_of_two(dim, least=16),
+        ROWS=launch.rows, KEYS=launch.keys, PRECISION=precision_of(q),
+        num_warps=launch.warps, num_stages=launch.stages, maxnreg=launch.registers,
+    )  # fmt: skip
+    return out
+
+
+def launch_for(q: Tensor, rows: int) -> Launch:
+    if q.element_size() == 4:
+        return Launch(rows, keys=32, warps=4, stages=1)
+    return Launch(rows, keys=64, warps=8 if rows >= 128 else 4, stages=3)
+
+
+# Tables and numbers of a step change place and width from step to step; a variant for each would compile anew.
+@triton.jit(
+    do_not_specialize=["table_row"],
+    do_not_specialize_on_alignment=["block_tables", "context_lens", "starts", "index"],
+)
+def _prefill_kernel(
+    q: tl.tensor, k_cache: tl.tensor, v_cache: tl.tensor, block_tables: tl.tensor, context_lens: tl.tensor,
+    starts: tl.tensor, index: tl.tensor, out: tl.tensor,
+    scale: tl.tensor, q_row: tl.tensor, k_slot: tl.tensor, v_slot: tl.tensor, table_row: tl.tensor,
+    Q_HEAD: tl.constexpr, K_HEAD: tl.constexpr, V_HEAD: tl.constexpr,  # known, so that loads of a head are aligned
+    BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
+) -> None:  # fmt: skip
+    head, tile = tl.program_id(0), tl.program_id(1)
+    request, first = tl.load(index + 2 * tile), tl.load(index + 2 * tile + 1)
+    start = tl.load(starts + request)
+    length = tl.load(starts + request + 1) - start
+    if first >= length:
+        return
+    rows, dims = first + tl.arange(0, ROWS), tl.arange(0, PADDED_DIM)
+    inside = (rows < length)[:, None] & (dims < DIM)[None, :]
+    packed = (start + rows).to(tl.int64)
+    queries = tl.load(q + packed[:, None] * q_row + head * Q_HEAD + dims[None, :], mask=inside, other=0.0)
+
+    context = tl.load(context_lens + request)
+    places = context - length + rows  # each row's place in its context
+    seen_by_all = (context - length + first + 1) // KEYS * KEYS
+    end = tl.minimum(context, context - length + first + ROWS)
+    table = block_tables + request.to(tl.int64) * table_row
+    keys, values = k_cache + head // GROUP * K_HEAD, v_cache + head // GROUP * V_HEAD
+    largest = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, PADDED_DIM], tl.float32)
+    for tile_start in range(0, seen_by_all, KEYS):
+        acc, largest, total = _attend(
+            queries, keys, values, table, places, tile_start, end, scale, acc, largest, total,
+            k_slot, v_slot, BLOCK_SIZE, DIM, PADDED_DIM, KEYS, PRECISION, False,
+        )  # fmt: skip
+    for tile_start in range(seen_by_all, end, KEYS):
+        acc, largest, total = _attend(
+            queries, keys, values, table, places, tile_start, end, scale, acc, largest, total,
+            k_slot, v_slot, BLOCK_SIZE, DIM, PADDED_DIM, KEYS, PRECISION, True,
+        )  # fmt: skip
+    result = out + (packed[:, None] * tl.num_programs(0) + head) * DIM + dims[None, :]
+    tl.store(result, divide(acc, total).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _attend(
+    queries: tl.tensor, keys: tl.tensor, values: tl.tensor, table: tl.tensor, places: tl.tensor, first: tl.tensor,
+    end: tl.tensor, scale: tl.tensor,
+    acc: tl.tensor, largest: tl.tensor, total: tl.tensor, k_slot: tl.tensor, v_slot: tl.tensor,
+    BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
+    KEYS: tl.constexpr, PRECISION: tl.constexpr, IS_MASKED: tl.constexpr,
+) -> tl.tuple:  # fmt: skip
+    """The tile of keys from `first` on, added to what the rows have seen."""
+    own, dims = first + tl.arange(0, KEYS), tl.arange(0, PADDED_DIM)
+    known = own < end
+    readable = (dims < DIM)[None, :]
+    if IS_MASKED:  # what lies behind the last row may be another request's, or not a number
+        readable = readable & known[:, None]
+    slots = slots_of(table, own, known, BLOCK_SIZE)
+    k = tl.load(keys + slots[:, None] * k_slot + dims[None, :], mask=readable, other=0.0)
+    v = tl.load(values + slots[:, None] * v_slot + dims[None, :], mask=readable, other=0.0)
+    scores = tl.dot(queries, tl.trans(k), input_precision=PRECISION)  # [ROWS, KEYS]
+    if IS_MASKED:
+        scores = tl.where((own[None, :] <= places[:, None]) & known[None, :], scores, float("-inf"))
+    weights, shrink, largest, total = weigh(scores, scale, largest, total)
+    acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+    return acc, largest, total

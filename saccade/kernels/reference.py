@@ -1,0 +1,40 @@
+"""What the small kernels compute, in plain PyTorch and with their signatures. Slow, and runs anywhere.
+
+Those of attention are in `models.attention`: `reference_attention` and `reference_packed_attention`.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+    is_token = slots >= 0
+    k_cache[slots[is_token]] = k[is_token]
+    v_cache[slots[is_token]] = v[is_token]
+
+
+def rotary_and_store(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor
+) -> None:
+    turned = _rotate(k, cos, sin)
+    q.copy_(_rotate(q, cos, sin))
+    store_kv(turned, v, k_cache, v_cache, slots)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    total = x + residual
+    return F.rms_norm(total.float(), weight.shape, weight.float(), eps).to(x.dtype), total
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return (F.silu(gate) * up).to(gate_up.dtype)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    low, high = x.float().chunk(2, dim=-1)
+    cos, sin = (angle.float().view(len(x), 1, -1) for angle in (cos, sin))
+    return (x.float() * cos + torch.cat((high, low), dim=-1) * sin).to(x.dtype)

@@ -1,0 +1,96 @@
+"""The steps between the matrix products of a vision block, each one pass over memory. Knows rows and heads, no tower.
+
+norm_and_add: grid (T,)                                  rotate_pairs: grid (T,)
+
+    x [T, hidden]  row t ──► normed, written beside      qkv [T, 3, heads, d]   row t  | q heads | k heads | v heads |
+          │                                              turned in place                 ^^^^^^^^^^^^^^^^^^^
+          └──► x + bias, written in place:               dimensions i and i + d / 2 of a head are a pair
+               the next product adds to it
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from saccade.kernels.tiles import power_of_two
+
+_BLOCK = 4096
+
+
+def norm_and_add(x: Tensor, weight: Tensor, bias: Tensor, eps: float, added: Tensor) -> Tensor:
+    """The LayerNorm of x [T, hidden]; x itself becomes x + added [hidden]."""
+    assert x.is_contiguous()
+    rows, hidden = x.shape
+    normed = torch.empty_like(x)
+    columns = power_of_two(hidden)
+    _norm_kernel[(rows,)](
+        x, weight, bias, added, normed, eps,
+        HIDDEN=hidden, COLUMNS=columns, num_warps=min(max(columns // 512, 1), 8),
+    )  # fmt: skip
+    return normed
+
+
+def rotate_pairs(qkv: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Turn queries and keys of [T, 3, heads, d] in place, in float32. cos, sin [T, d]; a half of sin is negative."""
+    assert qkv.is_contiguous() and cos.is_contiguous() and sin.is_contiguous()
+    rows, _, heads, dim = qkv.shape
+    _rotate_kernel[(rows,)](
+        qkv, cos, sin,
+        HEADS=heads, DIM=dim, PADDED_HEADS=power_of_two(2 * heads), PADDED_HALF=power_of_two(dim // 2), num_warps=4,
+    )  # fmt: skip
+
+
+def quick_gelu(x: Tensor) -> Tensor:
+    """x * sigmoid(1.702 x), in place."""
+    assert x.is_contiguous()
+    _quick_gelu_kernel[(triton.cdiv(x.numel(), _BLOCK),)](x, x.numel(), BLOCK=_BLOCK, num_warps=8)
+    return x
+
+
+@triton.jit
+def _norm_kernel(
+    x: tl.tensor, weight: tl.tensor, bias: tl.tensor, added: tl.tensor, normed: tl.tensor, eps: tl.tensor,
+    HIDDEN: tl.constexpr, COLUMNS: tl.constexpr,
+) -> None:  # fmt: skip
+    columns = tl.arange(0, COLUMNS)
+    inside = columns < HIDDEN
+    place = tl.program_id(0).to(tl.int64) * HIDDEN + columns
+    kind = normed.dtype.element_ty
+    here = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+    centred = tl.where(inside, here - tl.sum(here, 0) / HIDDEN, 0.0)
+    scale = tl.rsqrt(tl.sum(centred * centred, 0) / HIDDEN + eps)
+    by = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    to = tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(normed + place, (centred * scale * by + to).to(kind), mask=inside)
+    more = tl.load(added + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(x + place, (here + more).to(kind), mask=inside)
+
+
+@triton.jit
+def _rotate_kernel(
+    qkv: tl.tensor, cos: tl.tensor, sin: tl.tensor,
+    HEADS: tl.constexpr, DIM: tl.constexpr, PADDED_HEADS: tl.constexpr, PADDED_HALF: tl.constexpr,
+) -> None:  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    heads = tl.arange(0, PADDED_HEADS)[:, None]  # those of the keys follow those of the queries
+    half = tl.arange(0, PADDED_HALF)[None, :]
+    has_angle = half < DIM // 2
+    inside = (heads < 2 * HEADS) & has_angle
+    own = qkv + row * (3 * HEADS * DIM) + heads * DIM + half
+    low = tl.load(own, mask=inside, other=0.0).to(tl.float32)
+    high = tl.load(own + DIM // 2, mask=inside, other=0.0).to(tl.float32)
+    along = tl.load(cos + row * DIM + half, mask=has_angle)
+    across = tl.load(sin + row * DIM + DIM // 2 + half, mask=has_angle)
+    kind = qkv.dtype.element_ty
+    tl.store(own, (low * along - high * across).to(kind), mask=inside)
+    tl.store(own + DIM // 2, (high * along + low * across).to(kind), mask=inside)
+
+
+@triton.jit
+def _quick_gelu_kernel(x: tl.tensor, count: tl.tensor, BLOCK: tl.constexpr) -> None:
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + place, mask=place < count, other=0.0).to(tl.float32)
+    tl.store(x + place, (value * tl.sigmoid(1.702 * value)).to(x.dtype.element_ty), mask=place < count)

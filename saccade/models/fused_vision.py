@@ -1,0 +1,106 @@
+"""A vision tower's work with fused kernels, for CUDA devices: the same weights and results as `TorchVision`.
+
+Nothing here reads a value back from the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from saccade.kernels import pictures, vit_steps
+from saccade.kernels.packed_vit import TILE_ROWS, packed_vit
+from saccade.kernels.tiles import Tiles
+from saccade.models.attention import packed_attention
+from saccade.models.layers import Activation, LayerNorm, Linear, quick_gelu
+from saccade.models.pixels import PatchLayout, Picture, PixelPolicy, as_tensor, resize
+from saccade.models.resample import BITS, Taps, resample
+from saccade.models.vision import Angles, VisionBlock
+from saccade.models.vision_ops import RunBlock
+from saccade.types import Grid, Size
+
+Attend = Callable[[Tensor, float], Tensor]
+"""(turned q, k, v [T, 3, heads, d], scale) -> [T, heads, d]"""
+
+_ACTIVATIONS: Mapping[Activation, Activation] = {quick_gelu: vit_steps.quick_gelu}
+
+
+class FusedVision:
+    def __init__(self, attention: str = "triton") -> None:
+        self._attention = ATTENTION[attention]
+
+    def resize(self, image: Picture, size: Size, resampling: int) -> Tensor:
+        if isinstance(image, Tensor):
+            return resample(image, size, resampling, _weigh_axis)
+        return as_tensor(resize(image, size, resampling))
+
+    def cut(self, image: Tensor, grid: Grid, layout: PatchLayout, policy: PixelPolicy, dtype: torch.dtype) -> Tensor:
+        cut = pictures.Cut(grid.h, grid.w, layout.patch, layout.merge, layout.frames)
+        gain = [policy.scale / std for std in policy.std]
+        shift = [mean / std for mean, std in zip(policy.mean, policy.std, strict=True)]
+        return pictures.cut_patches(image, cut, (gain[0], gain[1], gain[2]), (shift[0], shift[1], shift[2]), dtype)
+
+    def begin(self, lengths: Sequence[int], angles: Angles | None, device: torch.device) -> RunBlock:
+        return _FusedPass(angles, self._attention(lengths, device))
+
+
+class _FusedPass:
+    """Runs blocks over one packing of pictures. Residuals are added inside the products, so x changes in place."""
+
+    def __init__(self, angles: Angles | None, attend: Attend) -> None:
+        self._angles = angles
+        self._attend = attend
+
+    def __call__(self, block: VisionBlock, x: Tensor) -> Tensor:
+        qkv = block.qkv(_norm(x, block.attention_norm, block.out)).view(len(x), 3, block.heads, -1)
+        if self._angles is not None:
+            vit_steps.rotate_pairs(qkv, *self._angles)
+        x.addmm_(self._attend(qkv, block.scale).flatten(1), block.out.weight.T)
+        del qkv  # the MLP is wider than all that came before: it takes this memory over
+        wide = block.up(_norm(x, block.mlp_norm, block.down))
+        return x.addmm_(_ACTIVATIONS.get(block.act, block.act)(wide), block.down.weight.T)
+
+
+def _norm(x: Tensor, norm: LayerNorm, following: Linear) -> Tensor:
+    """What the norm makes of x. The bias of the product that is going to be added to x is added already."""
+    assert following.bias is not None
+    return vit_steps.norm_and_add(x, norm.weight, norm.bias, norm.eps, following.bias)
+
+
+def _weigh_axis(image: Tensor, taps: Taps) -> Tensor:
+    return pictures.weigh_axis(image, taps.starts, taps.weights, BITS)
+
+
+# --- attention ----------------------------------------------------------------------------------------------------
+
+
+def _by_triton(lengths: Sequence[int], device: torch.device) -> Attend:
+    tiles = Tiles.of(lengths, TILE_ROWS, device)
+
+    def attend(qkv: Tensor, scale: float) -> Tensor:
+        q, k, v = qkv.unbind(1)  # [T, heads, d] each
+        return packed_vit(q, k, v, tiles, scale)
+
+    return attend
+
+
+def _by_sdpa(backend: SDPBackend) -> Callable[[Sequence[int], torch.device], Attend]:
+    def begin(lengths: Sequence[int], device: torch.device) -> Attend:
+        def attend(qkv: Tensor, scale: float) -> Tensor:
+            q, k, v = qkv.unbind(1)
+            with sdpa_kernel(backend):
+                return packed_attention(q, k, v, lengths, scale)
+
+        return attend
+
+    return begin
+
+
+ATTENTION: Mapping[str, Callable[[Sequence[int], torch.device], Attend]] = {
+    "triton": _by_triton,  # one launch for pictures of any sizes, and nothing to set up for a new size
+    "cudnn": _by_sdpa(SDPBackend.CUDNN_ATTENTION),
+    "flash": _by_sdpa(SDPBackend.FLASH_ATTENTION),
+}

@@ -1,0 +1,35 @@
+// The conversation as the server gets it: turns with their pictures become messages. Shows nothing, sends nothing.
+
+export class Conversation {
+  turns = []; // {question, pictures: [id], answer}
+
+  // The turn that a question would add. Pictures go with the first question asked while they are there.
+  next(question, pictures) {
+    const sent = new Set(this.turns.flatMap((turn) => turn.pictures));
+    const fresh = pictures.map((picture) => picture.id).filter((id) => !sent.has(id));
+    return { question, pictures: fresh, answer: null };
+  }
+
+  // Messages of all turns and this one, if it holds anything; and the id of each picture part, which errors name.
+  messages(turn, pictures, detail) {
+    const byId = new Map(pictures.map((picture) => [picture.id, picture]));
+    const ids = new Map();
+    const messages = [];
+    const isNew = turn.question || turn.pictures.length;
+    for (const { question, pictures: shown, answer } of isNew ? [...this.turns, turn] : this.turns) {
+      const kept = shown.filter((id) => byId.has(id));
+      kept.forEach((id, part) => ids.set(`messages[${messages.length}].content[${part}]`, id));
+      const parts = kept.map((id) => ({ type: "image_url", image_url: { url: byId.get(id).url, detail } }));
+      if (question) parts.push({ type: "text", text: question });
+      messages.push({ role: "user", content: parts });
+      if (answer !== null) messages.push({ role: "assistant", content: answer });
+    }
+    return { messages, ids };
+  }
+}
+
+// The id of the picture that an error's `param` names, or null.
+export function pictureAt(param, ids) {
+  const place = /^messages\[\d+\]\.content\[\d+\]/.exec(param ?? "");
+  return place ? (ids.get(place[0]) ?? null) : null;
+}

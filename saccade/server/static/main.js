@@ -1,0 +1,271 @@
+// Puts the page together: who hears of whose changes. What is shown and how is in the modules it joins.
+
+import { Api } from "./api.js";
+import { BillWatch, showBill } from "./bill.js";
+import { Conversation, pictureAt } from "./conversation.js";
+import { byId, count, el, show } from "./dom.js";
+import { EngineView } from "./engine.js";
+import { takeFiles } from "./intake.js";
+import { Pictures } from "./pictures.js";
+import { QUESTIONS, sampleFile } from "./sample.js";
+import { clearLog, Talk } from "./talk.js";
+import { followTheme } from "./theme.js";
+import { showLarge, showThumbs } from "./view.js";
+
+const STATES = {
+  ready: "",
+  connecting: "",
+  locked: "",
+  starting: "The model is being loaded. You can add pictures meanwhile.",
+  restarting: "The engine stopped and is being started again. Nothing is lost here; ask again in a moment.",
+  draining: "The server is shutting down and takes no new questions.",
+  stopped: "The engine has stopped. Nothing is lost here; the server's log says why.",
+  lost: "The server does not answer. Nothing is lost here; this page keeps trying.",
+};
+
+class Page {
+  #sample = 0;
+  #ids = new Map(); // where each picture stood in the latest request
+  #asked = []; // ids of the pictures on the bill that is being asked for, in its order
+  #priced = []; // and on the latest that came
+  #left = []; // a sentence for each file that was not added
+  #state = "connecting";
+  card = null; // of the model, once the server has told
+
+  constructor() {
+    this.api = new Api();
+    this.pictures = new Pictures();
+    this.conversation = new Conversation();
+    this.bill = new BillWatch(this.api, () => this.#billBody(), {
+      onBill: (bill) => this.#onBill(bill),
+      onProblem: (problem) => this.#onBillProblem(problem),
+    });
+    this.talk = new Talk(this.api, this.conversation, {
+      request: (turn) => this.#body(turn),
+      onDone: () => this.#afterAnswer(),
+      onProblem: (problem, turn) => this.#onTalkProblem(problem, turn),
+    });
+    this.engine = new EngineView(this.api, { onState: (state) => this.#onState(state) });
+  }
+
+  start() {
+    followTheme(byId("theme"));
+    takeFiles((files) => this.#addFiles(files));
+    this.pictures.addEventListener("change", () => this.#onPictures());
+    this.pictures.addEventListener("select", () => this.#showPictures());
+    byId("sample").addEventListener("click", () => this.#addSample());
+    byId("detail").addEventListener("change", () => this.#onLimits());
+    byId("pixels").addEventListener("input", () => this.#onPixels());
+    byId("new").addEventListener("click", () => this.#startOver());
+    byId("stop").addEventListener("click", () => this.talk.stop());
+    byId("key-form").addEventListener("submit", (event) => this.#onKey(event));
+    this.#watchComposer();
+    this.#suggest(QUESTIONS);
+    this.engine.run();
+  }
+
+  // --- what would be sent ---
+
+  #body(turn) {
+    const { messages, ids } = this.conversation.messages(turn, this.pictures.good, byId("detail").value);
+    this.#ids = ids;
+    const pixels = this.#maxPixels();
+    return { messages, ...(pixels ? { mm_processor_kwargs: { max_pixels: pixels } } : {}) };
+  }
+
+  #billBody() {
+    const turn = this.conversation.next(byId("question").value.trim(), this.pictures.good);
+    const body = this.#body(turn);
+    this.#asked = [...this.#ids.values()];
+    return body.messages.length ? body : null;
+  }
+
+  // The slider goes along the side of a square, which is how people think of sizes; null: the server's own limit.
+  #maxPixels() {
+    const slider = byId("pixels");
+    return slider.value === slider.max ? null : Number(slider.value) ** 2;
+  }
+
+  #onPixels() {
+    byId("pixels-value").textContent = count(this.#maxPixels() ?? this.card.multimodal.max_pixels);
+    this.#onLimits();
+  }
+
+  #onLimits() {
+    this.pictures.forgive();
+    this.bill.touch();
+  }
+
+  // --- pictures and their bill ---
+
+  async #addFiles(files) {
+    const known = this.card?.multimodal;
+    this.#left = await this.pictures.add(files, {
+      frames: Math.max(1, Number(byId("frames").value) || 1),
+      most: known?.limit_per_prompt.image ?? Infinity, // before the server has told, the bill is what refuses
+      formats: known?.formats ?? ["JPEG", "PNG", "WebP"],
+    });
+    this.#showPictures();
+  }
+
+  async #addSample() {
+    const { file, questions } = await sampleFile(this.#sample++);
+    await this.#addFiles([file]);
+    this.#suggest(questions);
+  }
+
+  #onPictures() {
+    this.#left = [];
+    this.#showPictures();
+    this.bill.touch();
+  }
+
+  #showPictures() {
+    const items = new Map(this.bill.latest?.items.map((item, index) => [this.#priced[index], item]));
+    showThumbs(this.pictures, items);
+    showLarge(this.pictures.shown, items.get(this.pictures.shown?.id));
+    show(byId("pictures-problem"), [...this.#left, ...this.pictures.problems].join(" "));
+  }
+
+  #onBill(bill) {
+    this.#priced = this.#asked;
+    const names = new Map(this.pictures.list.map(({ id, name }) => [id, name]));
+    show(byId("talk-problem"), "");
+    showBill(bill, this.#priced.map((id) => names.get(id)));
+    this.#showPictures();
+  }
+
+  // The latest bill stays, faded. While the server is away, the notice above says why it is not newer.
+  #onBillProblem(problem) {
+    if (problem.status !== 0 && problem.status < 500) this.#placeProblem(problem);
+  }
+
+  // Near what caused it: a picture's trouble with the pictures, everything else with the question.
+  #placeProblem(problem) {
+    const id = pictureAt(problem.param, this.#ids);
+    if (id === null) {
+      show(byId("talk-problem"), problem.message);
+    } else {
+      this.pictures.refuse(id, problem.message);
+      this.bill.touch();
+    }
+    this.#showPictures();
+  }
+
+  // --- conversation ---
+
+  #watchComposer() {
+    const question = byId("question");
+    question.addEventListener("input", () => {
+      fitHeight(question);
+      this.bill.touch();
+    });
+    question.addEventListener("keydown", (event) => {
+      if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+      event.preventDefault();
+      this.#ask();
+    });
+    byId("composer").addEventListener("submit", (event) => {
+      event.preventDefault();
+      this.#ask();
+    });
+    document.addEventListener("keydown", (event) => {
+      if (event.key === "Escape") this.talk.stop();
+    });
+  }
+
+  #ask() {
+    const question = byId("question");
+    const text = question.value.trim();
+    if (!text || this.talk.isBusy) return;
+    show(byId("talk-problem"), "");
+    this.#write("");
+    const room = this.bill.latest?.max_tokens_left;
+    this.talk.ask(this.conversation.next(text, this.pictures.good), room);
+  }
+
+  // A question without an answer goes back to where it was typed, unless something new stands there.
+  #onTalkProblem(problem, turn) {
+    if (!byId("question").value) this.#write(turn.question);
+    if (problem) this.#placeProblem(problem);
+  }
+
+  #afterAnswer() {
+    byId("new").disabled = this.conversation.turns.length === 0;
+    if (byId("talk-problem").hidden) this.bill.touch(); // a new bill would wipe the sentence away
+  }
+
+  #startOver() {
+    this.conversation.turns = [];
+    clearLog();
+    byId("new").disabled = true;
+    this.bill.touch();
+    byId("question").focus();
+  }
+
+  #suggest(questions) {
+    const button = (text) => el("button", { type: "button", on: { click: () => this.#use(text) } }, text);
+    byId("suggestions").replaceChildren(...questions.map(button));
+  }
+
+  #use(text) {
+    if (this.talk.isBusy) return;
+    this.#write(text);
+    byId("question").focus();
+    this.#ask();
+  }
+
+  #write(text) {
+    byId("question").value = text;
+    fitHeight(byId("question"));
+  }
+
+  // --- the server ---
+
+  #onState(state) {
+    if (state === this.#state) return;
+    this.#state = state;
+    const pill = byId("state");
+    pill.dataset.state = state;
+    pill.textContent = { lost: "not reachable", locked: "key needed" }[state] ?? state;
+    show(byId("notice"), STATES[state] ?? "");
+    byId("key-form").hidden = state !== "locked";
+    if (state === "locked" && this.api.key) {
+      byId("key-note").textContent = "The server does not know this key; try another.";
+    }
+    if (state === "ready") this.#onReady();
+  }
+
+  async #onReady() {
+    try {
+      const { data } = await this.api.get("v1/models");
+      this.#onCard(data[0]);
+    } catch {
+      this.#state = "connecting"; // it went away in between; the next look tries again
+    }
+  }
+
+  #onCard(card) {
+    byId("model").textContent = `${card.id} · ${count(card.max_model_len)} tokens of context`;
+    const { min_pixels: least, max_pixels: most } = card.multimodal;
+    const [min, max] = [Math.ceil(Math.sqrt(least)), Math.floor(Math.sqrt(most))];
+    Object.assign(byId("pixels"), { min, max, disabled: least === most });
+    if (!this.card) byId("pixels").value = max; // after a restart the choice stays
+    this.card = card;
+    this.#onPixels();
+  }
+
+  #onKey(event) {
+    event.preventDefault();
+    this.api.key = byId("key").value;
+    this.#state = "connecting"; // so that a wrong key asks again
+    this.engine.look();
+  }
+}
+
+function fitHeight(area) {
+  area.style.height = "auto";
+  area.style.height = `${area.scrollHeight}px`;
+}
+
+new Page().start();

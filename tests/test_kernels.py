@@ -1,0 +1,306 @@
+"""Every kernel against plain PyTorch: in Triton's interpreter on the CPU, on the device itself where there is one."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from saccade.kernels import reference
+from saccade.kernels.fused_norm import add_rms_norm, silu_and_mul
+from saccade.kernels.packed_vit import TILE_ROWS, packed_vit
+from saccade.kernels.paged_decode import DecodeWorkspace, choose_splits, paged_decode
+from saccade.kernels.paged_prefill import choose_rows, paged_prefill
+from saccade.kernels.store_kv import rotary_and_store, store_kv
+from saccade.kernels.tiles import Launch, Tiles, power_of_two
+from saccade.models.attention import AttentionBatch, reference_attention, reference_packed_attention
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+# The interpreter multiplies bfloat16 matrices as if their bits were integers; float16 takes the same way.
+HALF = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16
+ROUNDING = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+BLOCK = 16
+SMALL = Launch(rows=16, keys=16, warps=4, stages=1)  # many tiles from few keys
+
+
+def assert_close(found: Tensor, expected: Tensor) -> None:
+    tolerance = ROUNDING[expected.dtype]
+    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def ints(values: list[int], dtype: torch.dtype = torch.int32) -> Tensor:
+    return torch.tensor(values, dtype=dtype, device=DEVICE)
+
+
+class Paged(NamedTuple):
+    """A cache and requests with blocks anywhere in it. What belongs to nobody is not a number."""
+
+    k: Tensor
+    v: Tensor
+    tables: Tensor  # int32
+    contexts: list[int]
+
+    @classmethod
+    def of(cls, contexts: list[int], kv_heads: int, dim: int, dtype: torch.dtype) -> Paged:
+        counts = [-(-context // BLOCK) for context in contexts]
+        blocks = torch.randperm(sum(counts) + 3, generator=torch.Generator().manual_seed(2)).tolist()
+        k, v = (torch.full((len(blocks) * BLOCK, kv_heads, dim), float("nan"), dtype=dtype) for _ in range(2))
+        tables = torch.full((len(contexts), max(counts) + 2), blocks[-1], dtype=torch.int32)
+        for i, context in enumerate(contexts):
+            own = torch.tensor(blocks[sum(counts[:i]) : sum(counts[: i + 1])], dtype=torch.int64)
+            tables[i, : counts[i]] = own
+            slots = (own[:, None] * BLOCK + torch.arange(BLOCK)).flatten()[:context]
+            k[slots], v[slots] = torch.randn(2, context, kv_heads, dim).to(dtype)
+        return cls(k.to(DEVICE), v.to(DEVICE), tables.to(DEVICE), contexts)
+
+    def expected(self, q: Tensor, lengths: list[int]) -> Tensor:
+        """Requests without a context have no rows in q."""
+        some = [i for i, context in enumerate(self.contexts) if context]
+        batch = AttentionBatch(
+            [lengths[i] for i in some], [self.contexts[i] for i in some], self.tables[some].long(), ints([]), BLOCK
+        )
+        return reference_attention(q, self.k, self.v, batch, scale=0.2)
+
+    def decode(self, q: Tensor, splits: int | None = None, launch: Launch | None = SMALL) -> Tensor:
+        workspace = DecodeWorkspace.allocate(len(q), q.shape[1], self.k.shape[1], q.shape[2], DEVICE)
+        if splits is not None:
+            rows = q.shape[0] * q.shape[1] * splits
+            workspace = DecodeWorkspace(
+                torch.full((rows * q.shape[2],), float("nan"), device=DEVICE),
+                torch.full((rows,), float("nan"), device=DEVICE),
+                torch.full((rows,), float("nan"), device=DEVICE),
+                workspace.counters,
+            )
+        out = paged_decode(
+            q, self.k, self.v, self.tables, ints(self.contexts), BLOCK, 0.2, workspace, splits=splits, launch=launch
+        )
+        assert not workspace.counters.any(), "a launch leaves the counters at zero for the next one"
+        return out
+
+    def prefill(self, q: Tensor, lengths: list[int], rows: int = 16, launch: Launch | None = SMALL) -> Tensor:
+        tiles = Tiles.of(lengths, rows, DEVICE, contexts=self.contexts)
+        return paged_prefill(q, self.k, self.v, self.tables, ints(self.contexts), tiles, BLOCK, 0.2, launch=launch)
+
+
+# --- paged decode -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("splits", [1, 2, 8])
+def test_decode_equals_the_reference_however_keys_are_split(splits: int) -> None:
+    paged = Paged.of([1, 16, 17, 100, 63], kv_heads=2, dim=64, dtype=torch.float32)
+    q = random(5, 6, 64)
+    assert_close(paged.decode(q, splits), paged.expected(q, [1] * 5))
+
+
+@pytest.mark.parametrize("dim", [64, 80, 96, 128])
+def test_decode_takes_every_head_size(dim: int) -> None:
+    paged = Paged.of([30, 7], kv_heads=1, dim=dim, dtype=torch.float32)
+    q = random(2, 3, dim)
+    assert_close(paged.decode(q, 2), paged.expected(q, [1, 1]))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (12, 2), (7, 1), (20, 1)])
+def test_decode_packs_the_heads_that_share_keys(heads: int, kv_heads: int) -> None:
+    paged = Paged.of([40, 3], kv_heads=kv_heads, dim=64, dtype=torch.float32)
+    q = random(2, heads, 64)
+    assert_close(paged.decode(q, 2), paged.expected(q, [1, 1]))
+
+
+def test_decode_runs_in_half_precision_with_its_own_launch() -> None:
+    paged = Paged.of([150, 9, 64], kv_heads=2, dim=128, dtype=HALF)
+    q = random(3, 12, 128, dtype=HALF)
+    assert_close(paged.decode(q, 2, launch=None), paged.expected(q, [1] * 3))
+
+
+def test_decode_chooses_its_splits_within_the_workspace() -> None:
+    paged = Paged.of([200], kv_heads=2, dim=64, dtype=torch.float32)
+    q = random(1, 4, 64)
+    assert_close(paged.decode(q), paged.expected(q, [1]))
+
+
+def test_a_row_of_padding_decodes_to_zero_and_leaves_others_alone() -> None:
+    paged = Paged.of([20, 0, 35], kv_heads=2, dim=64, dtype=torch.float32)
+    q = random(3, 4, 64)
+    found = paged.decode(q, 4)
+    assert not found[1].any()
+    assert_close(found[[0, 2]], paged.expected(q[[0, 2]], [1] * 3))
+
+
+def test_decode_reads_queries_inside_a_merged_projection() -> None:
+    paged = Paged.of([20, 35], kv_heads=2, dim=64, dtype=torch.float32)
+    q = random(2, 8, 64)[:, :4]
+    assert_close(paged.decode(q, 2), paged.expected(q, [1, 1]))
+
+
+def test_decode_refuses_a_workspace_that_is_too_small() -> None:
+    paged = Paged.of([20, 35], kv_heads=2, dim=64, dtype=torch.float32)
+    workspace = DecodeWorkspace.allocate(1, 4, 2, 64, DEVICE)
+    with pytest.raises(ValueError, match="allocate it for more requests"):
+        paged_decode(random(2, 4, 64), paged.k, paged.v, paged.tables, ints([20, 35]), BLOCK, 0.2, workspace, splits=16)
+
+
+def test_splits_fill_the_device_and_stay_a_power_of_two() -> None:
+    splits = [choose_splits(requests, 2, 4096, multiprocessors=132) for requests in (1, 8, 32, 128, 512)]
+    assert splits == sorted(splits, reverse=True)
+    assert splits[0] > 16
+    assert splits[-1] == 1
+    assert all(n == power_of_two(n) for n in splits)
+
+
+def test_short_contexts_are_not_split() -> None:
+    assert choose_splits(1, 2, 64, multiprocessors=132) == 1
+
+
+# --- paged prefill ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("lengths", "contexts"),
+    [([33], [33]), ([5], [50]), ([1], [40]), ([20, 1, 16, 3], [20, 30, 48, 3]), ([40, 2], [41, 77])],
+    ids=["prompt", "chunk", "one token", "mixed", "nearly all new"],
+)
+def test_prefill_equals_the_reference(lengths: list[int], contexts: list[int]) -> None:
+    paged = Paged.of(contexts, kv_heads=2, dim=64, dtype=torch.float32)
+    q = random(sum(lengths), 4, 64)
+    assert_close(paged.prefill(q, lengths), paged.expected(q, lengths))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_prefill_equals_the_reference_on_random_windows(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, 40, (3,), generator=generator).tolist()
+    past = torch.randint(0, 60, (3,), generator=generator).tolist()
+    paged = Paged.of([n + p for n, p in zip(lengths, past, strict=True)], kv_heads=2, dim=32, dtype=torch.float32)
+    q = random(sum(lengths), 6, 32, seed=seed)
+    assert_close(paged.prefill(q, lengths), paged.expected(q, lengths))
+
+
+@pytest.mark.parametrize("dim", [64, 80, 96, 128])
+def test_prefill_takes_every_head_size(dim: int) -> None:
+    paged = Paged.of([20], kv_heads=1, dim=dim, dtype=torch.float32)
+    q = random(18, 2, dim)
+    assert_close(paged.prefill(q, [18]), paged.expected(q, [18]))
+
+
+@pytest.mark.parametrize("rows", [64, 128])
+def test_prefill_runs_in_half_precision_with_its_own_launch(rows: int) -> None:
+    paged = Paged.of([150, 70], kv_heads=1, dim=64, dtype=HALF)
+    q = random(170, 2, 64, dtype=HALF)
+    assert_close(paged.prefill(q, [130, 40], rows, launch=None), paged.expected(q, [130, 40]))
+
+
+def test_small_steps_are_cut_into_small_tiles() -> None:
+    assert choose_rows(512, 12, multiprocessors=132) < choose_rows(8192, 12, multiprocessors=132)
+
+
+# --- packed pictures ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dim", [64, 72, 80, 96, 128])
+@pytest.mark.parametrize("lengths", [[5], [16, 32], [40, 1, 17]], ids=str)
+def test_pictures_attend_to_themselves_alone(lengths: list[int], dim: int) -> None:
+    q, k, v = random(3, sum(lengths), 2, dim)
+    found = packed_vit(q, k, v, Tiles.of(lengths, 16, DEVICE), 0.2, launch=SMALL)
+    assert_close(found, reference_packed_attention(q, k, v, lengths, 0.2))
+
+
+@pytest.mark.parametrize("dim", [72, 80, 128])
+def test_pictures_run_in_half_precision_with_their_own_launch(dim: int) -> None:
+    lengths = [130, 64]
+    q, k, v = random(3, sum(lengths), 2, dim, dtype=HALF)
+    found = packed_vit(q, k, v, Tiles.of(lengths, TILE_ROWS, DEVICE), 0.1)
+    assert_close(found, reference_packed_attention(q, k, v, lengths, 0.1))
+
+
+def test_pictures_are_read_inside_a_merged_projection() -> None:
+    q, k, v = random(20, 3, 2, 80).unbind(1)
+    found = packed_vit(q, k, v, Tiles.of([20], 16, DEVICE), 0.2, launch=SMALL)
+    assert_close(found, reference_packed_attention(q, k, v, [20], 0.2))
+
+
+def test_tiles_of_padding_change_nothing() -> None:
+    q, k, v = random(3, 30, 2, 64)
+    exact, padded = Tiles.of([18, 12], 16, DEVICE), Tiles.of([18, 12], 16, DEVICE, capacity=8)
+    expected = packed_vit(q, k, v, exact, 0.2, launch=SMALL)
+    assert torch.equal(packed_vit(q, k, v, padded, 0.2, launch=SMALL), expected)
+
+
+# --- tiles --------------------------------------------------------------------------------------------------------
+
+
+def test_every_row_is_in_exactly_one_tile() -> None:
+    tiles = Tiles.of([5, 0, 33, 16], 16, DEVICE)
+    rows = [
+        (owner, row)
+        for owner, first in tiles.index.tolist()
+        for row in range(first, min(first + 16, [5, 0, 33, 16][owner]))
+    ]
+    assert sorted(rows) == [(owner, row) for owner, n in enumerate([5, 0, 33, 16]) for row in range(n)]
+
+
+def test_the_tile_with_most_keys_comes_first() -> None:
+    tiles = Tiles.of([32, 16], 16, DEVICE, contexts=[32, 100])
+    assert tiles.index.tolist() == [[1, 0], [0, 16], [0, 0]]
+
+
+def test_more_tiles_than_a_launch_has_are_refused() -> None:
+    with pytest.raises(ValueError, match="3 tiles do not fit a launch of 2"):
+        Tiles.of([33], 16, DEVICE, capacity=2)
+
+
+# --- storing ------------------------------------------------------------------------------------------------------
+
+
+def stored(dtype: torch.dtype, dim: int = 80, heads: int = 5, kv_heads: int = 3) -> tuple[Tensor, ...]:
+    """q, k and v inside one projection, angles, two empty caches, and slots of which some are padding."""
+    q, k, v = random(4, heads + 2 * kv_heads, dim, dtype=dtype).split([heads, kv_heads, kv_heads], dim=1)
+    cos, sin = random(2, 4, 1, dim, dtype=dtype, seed=1)
+    k_cache, v_cache = torch.zeros(2, 32, kv_heads, dim, dtype=dtype, device=DEVICE)
+    return q, k, v, cos, sin, k_cache, v_cache, ints([7, -1, 31, 0], torch.int64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_keys_and_values_land_in_their_slots_and_padding_nowhere(dtype: torch.dtype) -> None:
+    _, k, v, _, _, k_cache, v_cache, slots = stored(dtype)
+    expected = k_cache.clone(), v_cache.clone()
+    reference.store_kv(k, v, *expected, slots)
+    store_kv(k, v, k_cache, v_cache, slots)
+    assert torch.equal(k_cache, expected[0])
+    assert torch.equal(v_cache, expected[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dim", [64, 80, 128])
+def test_turning_and_storing_equals_doing_one_after_the_other(dim: int, dtype: torch.dtype) -> None:
+    found, expected = stored(dtype, dim), stored(dtype, dim)
+    rotary_and_store(*found)
+    reference.rotary_and_store(*expected)
+    for ours, theirs in zip(found[:-1], expected[:-1], strict=True):
+        assert_close(ours, theirs)
+
+
+# --- between the products -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("hidden", [64, 200, 1536])
+def test_the_norm_of_a_sum_equals_the_reference(hidden: int, dtype: torch.dtype) -> None:
+    x, residual = random(2, 3, hidden, dtype=dtype)
+    weight = random(hidden, dtype=dtype, seed=1)
+    normed, total = add_rms_norm(x, residual, weight, 1e-6)
+    expected_normed, expected_total = reference.add_rms_norm(x, residual, weight, 1e-6)
+    assert_close(normed, expected_normed)
+    assert_close(total, expected_total)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("wide", [8, 1100])
+def test_gate_and_up_of_a_merged_projection_are_multiplied(wide: int, dtype: torch.dtype) -> None:
+    gate_up = random(3, 2 * wide, dtype=dtype)
+    assert_close(silu_and_mul(gate_up), reference.silu_and_mul(gate_up))

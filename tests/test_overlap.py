@@ -1,0 +1,175 @@
+"""The step loop and the forward pass of CUDA devices, against the plain ones: in Triton's interpreter without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from saccade import LLM, SamplingParams
+from saccade.engine.overlap import OverlappedCore
+from saccade.runner.cuda import CudaForward
+from saccade.runner.tables import BlockTables
+from saccade.types import StepPlan
+
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "device": "cpu",
+    "max_model_len": 512,
+    "max_num_seqs": 4,
+    "kv_cache_gb": 0.02,
+    "use_tqdm": False,
+}
+
+
+def overlapped(folder: Path, **options: Any) -> LLM:
+    """An engine whose decoder runs in kernels and whose core launches ahead."""
+    llm = LLM(str(folder), **{**OPTIONS, **options})
+    core = llm.engine.core
+    runner, limits = core.runner, core.limits
+    runner.device = CudaForward(
+        runner.model.decoder,
+        runner.kv,
+        block_size=limits.block_size,
+        max_requests=limits.max_num_seqs,
+        max_blocks=limits.max_model_len // limits.block_size,
+        axes=3 if runner.model.config.text.mrope_section else 1,
+    )
+    llm.engine.core = OverlappedCore(limits, runner)
+    return llm
+
+
+def prompts(photo: Callable[..., Image.Image], tag: str) -> list[dict[str, Any]]:
+    pictured = f"{tag} What is it?"
+    return [
+        {"prompt": "Count to three."},
+        {"prompt": pictured, "multi_modal_data": {"image": photo(seed=1)}},
+        {"prompt": "A longer text about many small things that has several blocks of tokens in it, at least three."},
+        {"prompt": pictured, "multi_modal_data": {"image": photo(84, 56, seed=2)}},
+        {"prompt": "Five."},
+    ]
+
+
+TAGS = {"qwen2_vl": "<|vision_start|><|image_pad|><|vision_end|>", "llava": "<image>"}
+GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+
+
+def answers(llm: LLM, given: list[dict[str, Any]], params: SamplingParams = GREEDY) -> list[list[int]]:
+    return [list(out.outputs[0].token_ids) for out in llm.generate(given, params, use_tqdm=False)]
+
+
+def test_kernels_and_launching_ahead_give_the_tokens_of_the_plain_engine(
+    family_folder: Path, photo: Callable[..., Image.Image], request: pytest.FixtureRequest
+) -> None:
+    given = prompts(photo, TAGS["llava" if "llava" in family_folder.name else "qwen2_vl"])
+    plain = LLM(str(family_folder), **OPTIONS)
+    assert answers(overlapped(family_folder), given) == answers(plain, given)
+
+
+def test_prompts_in_chunks_give_the_same_tokens(qwen2_vl_folder: Path, photo: Callable[..., Image.Image]) -> None:
+    given = prompts(photo, TAGS["qwen2_vl"])
+    plain = LLM(str(qwen2_vl_folder), **OPTIONS)
+    chunked = overlapped(qwen2_vl_folder, max_num_batched_tokens=24)
+    assert answers(chunked, given) == answers(plain, given)
+
+
+def test_sampled_answers_are_those_of_the_plain_engine(qwen2_vl_folder: Path) -> None:
+    params = SamplingParams(max_tokens=5, temperature=0.8, top_p=0.9, seed=7, ignore_eos=True, logprobs=2)
+    given = [{"prompt": "Count to three."}, {"prompt": "Five."}]
+    assert answers(overlapped(qwen2_vl_folder), given, params) == answers(
+        LLM(str(qwen2_vl_folder), **OPTIONS), given, params
+    )
+
+
+def test_answers_that_end_at_different_steps_are_those_of_the_plain_engine(qwen2_vl_folder: Path) -> None:
+    given = [{"prompt": text} for text in ("Count to three.", "Five.", "A longer text about small things.")]
+    plain = LLM(str(qwen2_vl_folder), **OPTIONS)
+    whole = answers(plain, given, SamplingParams(max_tokens=12, temperature=0, ignore_eos=True))
+    ends = [
+        SamplingParams(max_tokens=12, temperature=0, stop_token_ids=[tokens[4 + i]]) for i, tokens in enumerate(whole)
+    ]
+    ends[2] = SamplingParams(max_tokens=7, temperature=0, ignore_eos=True)
+    llm = overlapped(qwen2_vl_folder)
+    for _ in range(2):  # the second time on blocks that the first one left
+        found = [list(out.outputs[0].token_ids) for out in llm.generate(given, ends, use_tqdm=False)]
+        assert found == [list(out.outputs[0].token_ids) for out in plain.generate(given, ends, use_tqdm=False)]
+        llm.engine.core.scheduler.check()
+
+
+def test_decoding_is_planned_before_its_tokens_are_known(qwen2_vl_folder: Path) -> None:
+    llm = overlapped(qwen2_vl_folder)
+    engine = llm.engine
+    engine.add_request("a", {"prompt": "Five."}, GREEDY)
+    under_way = []
+    while engine.has_unfinished_requests():
+        engine.step()
+        under_way.append(len(engine.core.scheduler._plans))
+    assert under_way[0] == 1 and llm.stats()["steps"] == GREEDY.max_tokens
+
+
+def test_blocks_filled_by_steps_planned_ahead_are_found_by_the_next_turn(qwen2_vl_folder: Path) -> None:
+    llm = overlapped(qwen2_vl_folder)
+    first = llm.generate(
+        {"prompt": "Five."}, SamplingParams(max_tokens=40, temperature=0, ignore_eos=True), use_tqdm=False
+    )[0]
+    again = [*first.prompt_token_ids, *first.outputs[0].token_ids]
+    out = llm.generate({"prompt_token_ids": again}, GREEDY, use_tqdm=False)[0]
+    assert out.num_cached_tokens >= len(again) - 2 * llm.engine.limits.block_size
+
+
+def test_a_request_aborted_while_its_step_runs_leaves_the_others_alone(qwen2_vl_folder: Path) -> None:
+    llm = overlapped(qwen2_vl_folder)
+    expected = answers(llm, [{"prompt": "Five."}])[0]
+    engine = llm.engine
+    engine.add_request("gone", {"prompt": "Count to three."}, GREEDY)
+    engine.add_request("stays", {"prompt": "Five."}, GREEDY)
+    engine.step()
+    engine.abort_request("gone")
+    outputs = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    assert [list(out.outputs[0].token_ids) for out in outputs if out.finished] == [expected]
+    assert not llm.engine.core.has_unfinished()
+
+
+def test_a_step_that_cannot_be_launched_ends_its_requests_and_the_engine_goes_on(
+    qwen2_vl_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = overlapped(qwen2_vl_folder)
+    expected = answers(llm, [{"prompt": "Five."}])
+    launch = llm.engine.core.runner.launch
+    calls = []
+
+    def breaks_once(plan: StepPlan) -> Any:
+        calls.append(plan)
+        if len(calls) == 3:
+            raise RuntimeError("the device is on fire")
+        return launch(plan)
+
+    monkeypatch.setattr(llm.engine.core.runner, "launch", breaks_once)
+    broken = llm.generate([{"prompt": "Count to three."}], GREEDY, use_tqdm=False)[0]
+    assert broken.error is not None and broken.error.code == "engine_error"
+    assert answers(llm, [{"prompt": "Five."}]) == expected
+
+
+def test_of_two_blocks_written_to_one_place_of_a_table_the_later_one_counts() -> None:
+    tables = BlockTables(2, 4, torch.device("cpu"))
+    tables.open("a", [5, 6])
+    tables.close("a")
+    tables.open("b", [9])
+    tables.extend("b", 1, [3])
+    tables.flush()
+    assert tables.blocks[tables.row("b"), :2].tolist() == [9, 3]
+
+
+def test_rows_of_closed_requests_are_given_again() -> None:
+    tables = BlockTables(1, 4, torch.device("cpu"))
+    for name in ("a", "b", "c"):
+        tables.open(name, [1])
+        tables.close(name)
+    tables.open("d", [2])
+    assert tables.row("d") == 0
