@@ -114,13 +114,13 @@ class Engine:
 
     def step(self) -> list[RequestOutput]:
         """One scheduler step; the outputs so far of the requests it touched."""
-        return [self._output(opened) for opened in self._advance()]
+        return [self._output(opened) for opened in self._advance(Answer.push)]
 
     def finished_after_step(self) -> list[RequestOutput]:
         """One step, for callers that want whole answers only: unfinished requests cost nothing to report."""
-        return [self._output(opened) for opened in self._advance() if opened.is_finished]
+        return [self._output(opened) for opened in self._advance(Answer.add) if opened.is_finished]
 
-    def _advance(self) -> list[_Open]:
+    def _advance(self, take: Callable[[Answer, TokenEvent], object]) -> list[_Open]:
         touched: dict[str, _Open] = {}
         try:
             events = self.core.step()
@@ -131,19 +131,20 @@ class Engine:
             parent, _, index = event.request_id.rpartition("/")
             opened = self._open.get(parent)
             if opened is not None:
-                self._take(opened, opened.answers[int(index)], event)
+                answer = opened.answers[int(index)]
+                take(answer, event)
                 touched[parent] = opened
-        for request_id, opened in touched.items():
-            if opened.is_finished:
-                del self._open[request_id]
+                if answer.is_finished:
+                    self._end(opened, answer, event)
         return list(touched.values())
 
-    def _take(self, opened: _Open, answer: Answer, event: TokenEvent) -> None:
-        answer.push(event)
+    def _end(self, opened: _Open, answer: Answer, event: TokenEvent) -> None:
         opened.error = event.error or opened.error
-        if answer.is_finished and event.finish_reason is None:  # a stop string, which only text can see
+        if event.finish_reason is None:  # a stop string, which only text can see
             ended = self.core.abort(event.request_id)
             answer.usage = ended.usage if ended else None
+        if opened.is_finished:
+            del self._open[opened.request_id]
 
     def _output(self, opened: _Open) -> RequestOutput:
         bill = self.bill(opened.prompt)

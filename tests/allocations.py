@@ -1,7 +1,8 @@
-"""How many bytes of tensors are alive at most while some code runs. Sees what PyTorch allocates, not scratch of kernels."""
+"""How many bytes of tensors are alive at most while some code runs."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ class PeakMemory(TorchDispatchMode):
         storage = tensor.untyped_storage()
         reference = StorageWeakRef(storage)
         self._alive[reference.cdata] = (reference, storage.nbytes())
+        gc.collect()  # Triton's interpreter leaves cycles that hold its arguments
         self._alive = {key: entry for key, entry in self._alive.items() if not entry[0].expired()}
         self.peak = max(self.peak, sum(size for _, size in self._alive.values()))
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from saccade import costs
-from saccade.config import ModelConfig, model_config
+from saccade.config import model_config
 from saccade.kernels import vit_steps
 from saccade.models.fused_vision import ATTENTION, FusedVision
 from saccade.models.layers import Parameters, cos_sin, quick_gelu, rotate
@@ -31,13 +31,22 @@ TEXT = {
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
     "vocab_size": 32,
+    "max_position_embeddings": 64,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]},
 }
 QWEN: dict[str, Any] = {
     "model_type": "qwen2_vl",
     "image_token_id": 3,
     "text_config": TEXT,
-    "vision_config": {"depth": 2, "embed_dim": 96, "num_heads": 2, "mlp_ratio": 4, "patch_size": 2, "in_channels": 3},
+    "vision_config": {
+        "depth": 2,
+        "embed_dim": 96,
+        "num_heads": 2,
+        "patch_size": 2,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "hidden_act": "quick_gelu",
+    },
 }
 LLAVA: dict[str, Any] = {
     "model_type": "llava",
@@ -66,10 +75,6 @@ def model(raw: dict[str, Any], ops: VisionOps, family: type[Qwen2VL] | type[Llav
         if name.endswith("bias"):  # zeros would hide one that is added twice or not at all
             tensor.normal_(std=0.5, generator=generator)
     return made
-
-
-def config() -> ModelConfig:
-    return model_config(QWEN)
 
 
 def encode(made: Qwen2VL | Llava, patches: Tensor, grids: Sequence[Grid]) -> list[Tensor]:

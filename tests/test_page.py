@@ -129,9 +129,7 @@ def test_a_sample_shows_its_tokens_and_the_grid_over_the_picture(page: Page) -> 
     add_sample(page)
     expect(page.locator("#caption")).to_contain_text("20 × 15 = 300 tokens")
     assert page.locator("#grid").get_attribute("viewBox") == "0 0 20 15"
-    assert (
-        page.locator("#seen").get_attribute("aria-label") == "shapes.png as the model sees it, 320 × 240 pixels"
-    )
+    assert page.locator("#seen").get_attribute("aria-label") == "shapes.png as the model sees it, 320 × 240 pixels"
 
 
 def test_a_dropped_picture_costs_what_the_server_says(page: Page, server: RunningServer) -> None:

@@ -250,7 +250,7 @@ def test_leaving_during_the_upload_frees_what_was_read(small: RunningServer) -> 
 def test_leaving_at_any_moment_of_a_picture_request_frees_everything(
     small: RunningServer, path: str, stream: bool
 ) -> None:
-    """The body is whole, and the client leaves sooner or later: while it is read, priced, encoded, prefilled, answered."""
+    """The body is whole; then the client leaves while it is read, priced, encoded, prefilled or answered."""
     for step in range(12):
         body = msgspec.json.encode(picture_body(path, seed=5000 + step, stream=stream))
         sock = connect(small, path, len(body))

@@ -11,7 +11,7 @@ from saccade.evaluation.questions import QuestionSet
 from saccade.evaluation.tune import Advice, Measured
 
 _BAR = 20  # characters
-_MOST_BARS = 3  # groups beside the whole; more do not fit a terminal
+_MOST_BARS = 2  # groups beside the whole; more do not fit a terminal
 _COLORS = ("#c0392b", "#1f6fb2", "#2e8b57", "#b8860b", "#7d3c98", "#00838f", "#8d6e63", "#5d6d7e")
 
 

@@ -188,7 +188,7 @@ def _reason(chosen: Measured, best: Measured, measured: Sequence[Measured]) -> s
     largest = max(measured, key=lambda one: one.max_pixels)
     if chosen.tokens_per_picture and largest.tokens_per_picture and chosen is not largest:
         share = chosen.tokens_per_picture / largest.tokens_per_picture
-        saved = f" with {share:.0%} of the tokens of {largest.max_pixels:,}"
+        saved = f"; it takes {share:.0%} of the tokens of {largest.max_pixels:,}"
     if chosen is best:
         return f"{chosen.accuracy:.1%} is the best measured, and no smaller setting is within noise of it{saved}"
     loss, error = paired_loss(chosen, best)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from saccade.outputs import CompletionOutput
 from saccade.params import SamplingParams
 from saccade.processor.detokenize import Detokenizer
@@ -28,6 +30,10 @@ class Answer:
         self.usage: Usage | None = None
         self._min_tokens = params.min_tokens  # no stop string ends the answer before
         self._caller_stops = frozenset(params.stop_token_ids)
+        self._must_read = bool(params.stop_strings)
+        self._num_hidden = 0
+        self._unread: list[int] = []  # tokens to show whose text was not asked for yet
+        self._decode = partial(tokenizer.decode, skip_special_tokens=skip_special_tokens)
         self._detokenizer = Detokenizer(
             tokenizer, params.stop_strings, include_stop=include_stop, skip_special_tokens=skip_special_tokens
         )
@@ -38,11 +44,15 @@ class Answer:
 
     @property
     def text(self) -> str:
+        if self.is_finished and len(self._unread) == len(self.token_ids) - self._num_hidden:
+            return self._decode(self._unread)  # nobody has seen a part of it: one call for all of it
+        self._read()
         return self._detokenizer.text
 
     def push(self, event: TokenEvent) -> str:
         """Take one event; the new text. After a stop string the answer is finished and the request can be aborted."""
-        new = self._push_token(event) if event.token_id is not None else ""
+        self._take(event)
+        new = self._read()
         if self._detokenizer.stopped is not None:
             self.finish_reason, self.stop_reason = "stop", self._detokenizer.stopped
         elif event.finish_reason is not None:
@@ -51,6 +61,16 @@ class Answer:
         self.usage = event.usage or self.usage
         return new
 
+    def add(self, event: TokenEvent) -> None:
+        """Take one event whose text nobody wants yet. Where a stop string may end the answer, it is read all the same."""
+        if self._must_read:
+            self.push(event)
+            return
+        self._take(event)
+        if event.finish_reason is not None:
+            self._end(event)
+            self.usage = event.usage
+
     def _end(self, event: TokenEvent) -> None:
         self.finish_reason = event.finish_reason
         if self._detokenizer.stopped is not None:  # held back until now
@@ -58,15 +78,25 @@ class Answer:
         elif event.stop_token_id in self._caller_stops:
             self.stop_reason = event.stop_token_id
 
-    def _push_token(self, event: TokenEvent) -> str:
-        assert event.token_id is not None
+    def _take(self, event: TokenEvent) -> None:
+        if event.token_id is None:
+            return
         self.token_ids.append(event.token_id)
         if self.logprobs is not None and event.logprobs is not None:
             self.logprobs.append(event.logprobs)
-        # The token that ends an answer is counted but not shown.
-        if event.stop_token_id is not None:
-            return ""
-        return self._detokenizer.push(event.token_id, may_stop=len(self.token_ids) >= self._min_tokens)
+        if event.stop_token_id is None:
+            self._unread.append(event.token_id)
+        else:  # the token that ends an answer is counted but not shown
+            self._num_hidden += 1
+
+    def _read(self) -> str:
+        first = len(self.token_ids) - self._num_hidden - len(self._unread)
+        new = [
+            self._detokenizer.push(token, may_stop=first + place >= self._min_tokens)
+            for place, token in enumerate(self._unread, 1)
+        ]
+        self._unread.clear()
+        return "".join(new)
 
     def output(self) -> CompletionOutput:
         return CompletionOutput(
