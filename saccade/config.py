@@ -207,7 +207,7 @@ class Options:
         None, "longest prompt plus answer, in tokens; automatic: what model and KV allow"
     )
     max_num_batched_tokens: int = _option(2048, "tokens computed per step; smaller steps mean smoother streams")
-    max_num_seqs: int = _option(64, "requests that run at the same time")
+    max_num_seqs: int = _option(128, "requests that run at the same time")
     max_waiting: int | None = _option(None, "requests that may wait; more are refused at once")
     block_size: int = _option(16, "tokens per KV block")
     gpu_memory_utilization: float = _option(0.9, "share of a GPU's memory the engine may take")
@@ -231,6 +231,11 @@ class Options:
         "how long a step may take on a CPU: prompts are cut, pictures encoded in slices and text goes ahead of them, "
         "so that nobody waits much longer for a first token; automatic: no limit offline, 100 when serving",
     )
+    inter_token_ms: float | None = _option(
+        None,
+        "on a GPU, how long running answers may wait for their next token while prompts and pictures are worked on; "
+        "automatic: 2.25 times what they take alone",
+    )
     encode_layers_per_step: int | None = _option(
         None, "encoder layers run per step while others decode; automatic: whole pictures at once"
     )
@@ -248,8 +253,9 @@ class Options:
                 raise ConfigError(f"{name} must be a number of 0 or more, not {value!r}")
         if not isinstance(self.seed, int):
             raise ConfigError(f"seed must be a whole number, not {self.seed!r}")
-        if self.step_ms is not None and not self.step_ms > 0:
-            raise ConfigError(f"step_ms must be above 0, not {self.step_ms}")
+        for name in ("step_ms", "inter_token_ms"):
+            if getattr(self, name) is not None and not getattr(self, name) > 0:
+                raise ConfigError(f"{name} must be above 0, not {getattr(self, name)}")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(
                 f"gpu_memory_utilization must be above 0 and at most 1, not {self.gpu_memory_utilization}"
@@ -344,6 +350,20 @@ class ServerOptions:
 # --- what the parts get -------------------------------------------------------------------------------------------
 
 
+Curve = tuple[tuple[int, float], ...]
+"""Milliseconds by size, measured at some sizes; both rise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How long the parts of a step take on this device, and how long a step may take beside running answers."""
+
+    decode_ms: Curve  # one token for so many requests
+    prompt_ms: Curve  # so many prompt tokens
+    layer_ms: Curve  # one encoder layer over pictures of so many embeddings; empty without a vision tower
+    target_ms: float | None  # None: a multiple of what the running answers take alone
+
+
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
     """Resolved limits the scheduler works under. Tokens, blocks and slots only."""
@@ -361,6 +381,7 @@ class SchedulerConfig:
     always_slice: bool = False  # slice encoding even when nobody decodes, so that whoever arrives waits for one slice
     is_text_first: bool = False  # prompts without pictures go ahead of prompts with pictures
     max_waiting: int | None = None
+    pace: Pace | None = None  # bounds steps in which someone decodes; None: tokens and layers alone do
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,10 +78,10 @@ def prepare_bytes(source: Size, resized: Size) -> int:
 def encode_bytes_per_patch(vision: VisionConfig, text: TextConfig, dtype: str) -> int:
     """Most that a patch takes while fused kernels encode it, its place in the packed input included.
 
-        packing       the pictures' patches, and all of them in one tensor
-        attention     x, its norm or what attention gives, q, k, v
-        MLP           x, its norm, the wide tensor; an activation that is not in place makes a second one
-        merger        x, its norm or the activation, the product between; then embeddings in place of one of them
+    packing       the pictures' patches, and all of them in one tensor
+    attention     x, its norm or what attention gives, q, k, v
+    MLP           x, its norm, the wide tensor; an activation that is not in place makes a second one
+    merger        x, its norm or the activation, the product between; then embeddings in place of one of them
     """
     hidden, wide = vision.hidden_size, vision.intermediate_size
     is_in_place = vision.hidden_act == "quick_gelu"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -20,6 +20,15 @@ class PeakMemory(TorchDispatchMode):
         super().__init__()
         self.peak = 0
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}  # by storage
+
+    def __enter__(self) -> Self:
+        gc.collect()
+        gc.freeze()  # so that collecting takes no time below
+        return super().__enter__()  # type: ignore[no-any-return]
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        gc.unfreeze()
 
     def hold(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()

@@ -57,6 +57,7 @@ LAZY_ALLOWED = {
     "saccade/processor/families/__init__.py",
     "saccade/schema.py",  # llguidance, where a machine has it
     "saccade/runner/grammar.py",
+    "saccade/runner/build.py",  # Triton, where there is a GPU
 }
 
 

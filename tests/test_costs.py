@@ -96,6 +96,10 @@ def test_prefill_in_two_windows_costs_the_same_matrices_and_attention_as_in_one(
     assert parts == whole + head
 
 
+def test_a_picture_on_its_way_to_patches_is_held_in_three_sizes() -> None:
+    assert costs.prepare_bytes(Size(2560, 1440), Size(1280, 720)) == 3 * (2560 * 1440 + 1280 * 1440 + 1280 * 720)
+
+
 def test_an_unknown_dtype_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match="float32, bfloat16, float16, not 'int3'"):
         costs.dtype_bytes("int3")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import threading
+import weakref
 from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,8 @@ from torch import Tensor
 
 from saccade.runner import encoder as encoder_module
 from saccade.runner.encoder import LocalEncoder
-from saccade.types import Geometry, Grid, Header, MediaItem, Size
+from saccade.runner.timing import Times
+from saccade.types import Geometry, Grid, Header, MediaItem, MediaTimes, Size
 
 LAYERS = 4
 
@@ -49,6 +52,17 @@ class FakeTower:
         with self.lock:
             self.live -= sum(sizes)
         return [part[: len(part) // 4] for part in patches.split(sizes)]
+
+
+class UnreadWatch:
+    was_read = False
+
+    def lap(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def ms(self) -> float:
+        self.was_read = True
+        return 8.0
 
 
 def picture(name: str, side: int = 4, value: int = 7, data: bytes | None = None) -> MediaItem:
@@ -185,6 +199,53 @@ def test_times_are_shared_by_patches(tower: FakeTower) -> None:
     encoder.advance(None)
     times = encoder.poll().times
     assert times[b"large"].encode_ms == pytest.approx(4 * times[b"small"].encode_ms)
+
+
+def test_keys_are_known_before_the_times_are_read(tower: FakeTower) -> None:
+    watch = UnreadWatch()
+    times = Times()
+    times.add(b"a", 1.5, watch, 0.25)
+    assert list(times) == [b"a"] and len(times) == 1
+    assert not watch.was_read
+    assert times[b"a"] == MediaTimes(1.5, 2.0)
+
+
+def test_the_tower_gets_the_patches_for_itself(tower: FakeTower) -> None:
+    """Whoever else kept them would hold their memory until the last layer."""
+    seen: list[weakref.ref[Tensor]] = []
+
+    def forgetful(patches: Tensor, grids: Sequence[Grid]) -> Generator[None, None, list[Tensor]]:
+        seen.append(weakref.ref(patches))
+        del patches
+        yield
+        assert seen[0]() is None
+        return [torch.zeros(4, 1)]
+
+    tower.encode = forgetful  # type: ignore[method-assign]
+    encoder = stage(tower)
+    encoder.submit([picture("a")])
+    encoder.advance(None)
+    assert list(encoder.poll().embeddings) == [b"a"]
+
+
+def test_a_failed_pass_is_forgotten_before_its_pictures_try_again(tower: FakeTower) -> None:
+    held: list[weakref.ref[Tensor]] = []
+    encode = tower.encode
+
+    def heavy(patches: Tensor, grids: Sequence[Grid]) -> Generator[None, None, list[Tensor]]:
+        assert not any(reference() is not None for reference in held)
+        if len(grids) > 1:
+            activations = torch.zeros(100)
+            held.append(weakref.ref(activations))
+            raise torch.OutOfMemoryError("out of memory")
+        return (yield from encode(patches, grids))
+
+    tower.encode = heavy  # type: ignore[method-assign]
+    encoder = stage(tower, max_patches=100)
+    encoder.submit([picture("a"), picture("b")])
+    encoder.advance(None)
+    assert set(encoder.poll().embeddings) == {b"a", b"b"}
+    assert len(held) == 1
 
 
 def test_a_slice_does_not_wait_for_a_picture_that_is_still_being_decoded(tower: FakeTower) -> None:

@@ -1,4 +1,4 @@
-"""The CUDA way through a vision tower against the plain one: in Triton's interpreter, or on a device where there is one."""
+"""The CUDA way through a vision tower against the plain one, in Triton's interpreter where there is no device."""
 
 from __future__ import annotations
 
@@ -162,8 +162,8 @@ def test_every_attention_of_the_table_can_be_chosen() -> None:
 @pytest.mark.parametrize("act", ["quick_gelu", "gelu"])
 def test_encoding_takes_the_memory_that_the_formula_says(act: str) -> None:
     raw = {**QWEN, "vision_config": {**QWEN["vision_config"], "hidden_act": act}}
-    made, grids = model(raw, FusedVision(), Qwen2VL), [Grid(1, 16, 16)]
-    patches = random(256, 24)
+    made, grids = model(raw, FusedVision(), Qwen2VL), [Grid(1, 8, 16)]
+    patches = random(128, 24)
     with PeakMemory() as memory:
         memory.hold(patches)
         layers = made.encode(patches, grids)
@@ -172,5 +172,5 @@ def test_encoding_takes_the_memory_that_the_formula_says(act: str) -> None:
             pass
     vision = made.config.vision
     assert vision is not None
-    planned = 256 * costs.encode_bytes_per_patch(vision, made.config.text, "float32")
-    assert memory.peak == pytest.approx(planned, rel=0.01)
+    planned = 128 * costs.encode_bytes_per_patch(vision, made.config.text, "float32")
+    assert memory.peak == pytest.approx(planned, rel=0.02)

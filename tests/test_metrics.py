@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from saccade.metrics import Finished, Metrics
 from saccade.types import Bill, BillItem, Grid, Usage
-from tests.serving import RunningServer, photo_part, text_part
+from tests.serving import RunningServer, photo_part, text_part, until
 
 STATS: dict[str, Any] = {
     "steps": 7,
@@ -160,3 +160,7 @@ def test_a_running_server_counts_a_picture_request(server: RunningServer) -> Non
     before = look()
     server.chat([photo_part(70, 70, seed=77), text_part("?")])
     assert look() == (before[0] + 1, before[1] + 1)
+
+
+def test_a_line_of_throughput_is_logged_while_there_is_work(server: RunningServer) -> None:
+    assert until(lambda: server.answers() and any("answer tokens/s" in line for line in server.log), 30)

@@ -62,7 +62,7 @@ class Answer:
         return new
 
     def add(self, event: TokenEvent) -> None:
-        """Take one event whose text nobody wants yet. Where a stop string may end the answer, it is read all the same."""
+        """Take one event whose text nobody wants yet; where a stop string may end the answer it is read anyway."""
         if self._must_read:
             self.push(event)
             return

@@ -241,8 +241,7 @@ class LocalEncoder:
 
     def _encoding(self, parts: list[Tensor], grids: list[Grid]) -> Generator[None, None, list[Tensor]]:
         """Packing is part of the work that may run out of memory, so it happens in the first layer's turn."""
-        for part in parts:
-            use_on_current_stream(part)
+        use_on_current_stream(parts)
         packed = parts[0] if len(parts) == 1 else torch.cat(parts)
         parts.clear()
         layers = self.model.encode(packed, grids)

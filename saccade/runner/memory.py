@@ -56,7 +56,7 @@ def plan_memory(
         enable_prefix_caching=options.enable_prefix_caching,
         encode_layers_per_step=options.encode_layers_per_step or (1 if is_bounded else None),
         always_slice=is_bounded,
-        is_text_first=is_bounded,
+        is_text_first=is_bounded or device.type == "cuda",
         max_waiting=options.max_waiting,
     )
     reasons = (f"device {device}", why_dtype, why_length, why_kv, why_budget, why_cache)

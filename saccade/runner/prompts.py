@@ -23,7 +23,12 @@ from saccade.kernels.tiles import Tiles
 from saccade.models.fused import FusedDecoder
 from saccade.runner.tables import BlockTables, to_device
 
-GRAPH_TOKENS: tuple[int, ...] = (16, 32, 64, 96, *range(128, 2048, 128), *range(2048, 4096, 256), *range(4096, 8193, 512))
+GRAPH_TOKENS: tuple[int, ...] = (
+    *(16, 32, 64, 96),
+    *range(128, 2048, 128),
+    *range(2048, 4096, 256),
+    *range(4096, 8193, 512),
+)
 GRAPH_WINDOWS = 16
 """Steps beyond these are launched one kernel at a time, which takes the host longer than the device."""
 

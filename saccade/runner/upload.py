@@ -7,7 +7,7 @@ one picture at a time takes memory beside its patches.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from threading import Lock
 
 import numpy as np
@@ -40,7 +40,8 @@ class Upload:
         return patches
 
 
-def use_on_current_stream(patches: Tensor) -> None:
+def use_on_current_stream(parts: Iterable[Tensor]) -> None:
     """They were made on the upload's stream: its next picture must not take their memory before this stream is done."""
-    if patches.is_cuda:
-        patches.record_stream(torch.cuda.current_stream(patches.device))
+    for patches in parts:
+        if patches.is_cuda:
+            patches.record_stream(torch.cuda.current_stream(patches.device))

@@ -7,6 +7,7 @@ it want, and pictures keep a share whatever comes.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from saccade.scheduler.sequence import Sequence
 
@@ -17,12 +18,25 @@ class StepBudget:
     """Tokens that are left in a step, by the kind of window that asks."""
 
     def __init__(self, num_tokens: int, open_requests: Iterable[Sequence], *, is_text_first: bool) -> None:
-        num_decoding, num_text = _demand(open_requests)
+        demand = _demand(open_requests)
         self.total = num_tokens
-        self.has_text_prompts = num_text > 0
-        self._prompts = max(num_tokens - num_decoding, 1)
-        share = max(self._prompts // _PICTURE_SHARE, 1)
-        self._pictures = max(self._prompts - num_text, share) if is_text_first else self._prompts
+        self.num_decoding = demand.decoding
+        self.num_prompts = demand.prompts
+        self.slots_wanted = demand.slots
+        self.has_text_prompts = demand.text_tokens > 0
+        self._text_tokens = demand.text_tokens
+        self._is_text_first = is_text_first
+        self._share_out(max(num_tokens - demand.decoding, 1))
+
+    def bound(self, prompt_tokens: int) -> None:
+        """No more than this for prompts, whatever the step could hold."""
+        self._share_out(min(self._prompts, prompt_tokens))
+        self.total = min(self.total, self.num_decoding + self._prompts)
+
+    def _share_out(self, prompt_tokens: int) -> None:
+        self._prompts = self._pictures = prompt_tokens
+        if self._is_text_first:
+            self._pictures = max(prompt_tokens - self._text_tokens, prompt_tokens // _PICTURE_SHARE, 1)
 
     def left_for(self, seq: Sequence) -> int:
         if seq.is_decoding:
@@ -43,12 +57,23 @@ def encodes_now(step: int, budget: StepBudget, *, is_text_first: bool) -> bool:
     return not (is_text_first and budget.has_text_prompts) or step % _PICTURE_SHARE == 0
 
 
-def _demand(requests: Iterable[Sequence]) -> tuple[int, int]:
-    """How many requests decode, and how many prompt tokens are open of requests that wait for no picture."""
-    num_decoding = num_text = 0
+class _Demand(NamedTuple):
+    decoding: int  # requests
+    prompts: int  # requests that could compute prompt tokens now, as far as pictures are concerned
+    text_tokens: int  # of requests that wait for no picture
+    slots: int  # of the first pictures that others wait for
+
+
+def _demand(requests: Iterable[Sequence]) -> _Demand:
+    decoding = prompts = text_tokens = slots = 0
     for seq in requests:
         if seq.is_decoding:
-            num_decoding += 1
+            decoding += 1
         elif not seq.has_pictures_ahead:
-            num_text += seq.num_tokens - seq.num_computed
-    return num_decoding, num_text
+            prompts += 1
+            text_tokens += seq.num_tokens - seq.num_computed
+        elif seq.next_span in seq.held or seq.num_computed < seq.spans[seq.next_span].start:
+            prompts += 1
+        else:
+            slots = slots or seq.spans[seq.next_span].slots
+    return _Demand(decoding, prompts, text_tokens, slots)

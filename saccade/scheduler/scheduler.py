@@ -11,14 +11,16 @@ from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any
 
-from saccade.config import SchedulerConfig
+from saccade.config import Pace, SchedulerConfig
 from saccade.scheduler.admission import refuse_impossible, refuse_overload
 from saccade.scheduler.ahead import only_decodes, works_ahead
 from saccade.scheduler.blocks import BlockPool
 from saccade.scheduler.budget import StepBudget, encodes_now
 from saccade.scheduler.encoder_cache import EncoderCache
+from saccade.scheduler.failures import doomed_by
 from saccade.scheduler.gate import Gate, Reach
 from saccade.scheduler.laws import check_holdings, check_queues
+from saccade.scheduler.pace import share
 from saccade.scheduler.sequence import Sequence
 from saccade.scheduler.sharing import adopt, catch_up, publish
 from saccade.types import (
@@ -62,6 +64,7 @@ class Scheduler:
         self._waiting: list[Sequence] = []
         self._forgotten: list[str] = []  # not yet told to the runner
         self._plans: list[StepPlan] = []  # being run: one, or two when the second was planned ahead
+        self.is_protecting = True  # whether anyone wants tokens as they come: then steps keep to the pace
         self._num_added = self._num_steps = self._num_preemptions = 0
 
     # --- requests come and go -----------------------------------------------------------------------------------------
@@ -149,12 +152,23 @@ class Scheduler:
     def _encode_layers(self, budget: StepBudget) -> int | None:
         """None: this step finishes the pictures it starts. Otherwise how far the encoder advances beside the rest."""
         config = self.config
+        if config.pace is not None:
+            return self._paced_layers(config.pace, budget)
         if config.encode_layers_per_step is None:
             return None
         if not config.always_slice and not any(seq.is_decoding for seq in self._running):
             return None
         is_turn = encodes_now(self._num_steps, budget, is_text_first=config.is_text_first)
         return config.encode_layers_per_step if is_turn else 0
+
+    def _paced_layers(self, pace: Pace, budget: StepBudget) -> int | None:
+        """Where someone waits for tokens, prompts and pictures get the time that is left; otherwise all they want."""
+        if not self.is_protecting or not budget.num_decoding:
+            return None
+        slots = max(self._encoder.slots_in_flight, budget.slots_wanted)
+        prompts, layers = share(pace, budget.num_decoding, slots, budget.num_prompts > 0)
+        budget.bound(prompts)
+        return layers
 
     def _serve_running(self, draft: _Draft) -> None:
         index = 0
@@ -303,36 +317,9 @@ class Scheduler:
         return TokenEvent(seq.request_id, token, sample.logprobs, None)
 
     def _end_failed(self, plan: StepPlan, result: StepResult, now: float) -> list[TokenEvent]:
-        """End the requests that asked for a failed picture, entered it, or share blocks with one that entered it."""
-        doomed: dict[str, RequestError] = {}
-        bad_from: dict[str, int] = {}  # position from which a request's window holds nothing valid
-        for key, error in result.failed.items():
-            doomed.setdefault(self._gate.pop_requester(key), error)
-            for request_id, index in self._encoder.failed(key):
-                doomed.setdefault(request_id, error)
-                seq = self._open[request_id]
-                seq.held.remove(index)
-                bad_from[request_id] = min(bad_from.get(request_id, seq.num_tokens), seq.spans[index].start)
-        self._uncache_spoiled(plan, doomed, bad_from)
+        doomed = doomed_by(result.failed, plan, self._open, self._gate, self._encoder, self._pool)
         failing = [(self._open[request_id], error) for request_id, error in doomed.items() if request_id in self._open]
         return [self._finish(seq, "error", now, error=error) for seq, error in failing]
-
-    def _uncache_spoiled(self, plan: StepPlan, doomed: dict[str, RequestError], bad_from: dict[str, int]) -> None:
-        """Make unfindable what this plan published and never wrote; who found it in the same step is doomed as well."""
-        spoiled: dict[int, RequestError] = {}
-        for work in plan.works:  # who shares a block comes after the one that was to fill it
-            seq = self._open.get(work.request_id)
-            if seq is None:
-                continue  # ended with the step before, when this one was planned already
-            shared = next((block for block in seq.blocks if block in spoiled), None)
-            if shared is not None:
-                doomed.setdefault(work.request_id, spoiled[shared])
-                bad_from[work.request_id] = work.start
-            if work.request_id in bad_from:
-                first = max(work.start, bad_from[work.request_id]) // self._block_size
-                for block in seq.blocks[first:]:
-                    self._pool.uncache(block)
-                    spoiled[block] = doomed[work.request_id]
 
     # --- letting go ---------------------------------------------------------------------------------------------------
 

@@ -62,7 +62,7 @@ def _read_limits(text: str) -> dict[str, int]:
     try:
         return {kind: int(count) for kind, count in (part.split("=") for part in text.split(","))}
     except ValueError:
-        raise ValueError(f"expected something like image=4,video=1, not {text!r}") from None
+        raise ValueError(f"expected something like image=4, not {text!r}") from None
 
 
 def _read_list(text: str) -> tuple[str, ...]:

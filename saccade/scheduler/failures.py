@@ -1,0 +1,59 @@
+"""Whom a picture that cannot be had takes along, and what must not be found in the prefix cache after it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from saccade.scheduler.blocks import BlockPool
+from saccade.scheduler.encoder_cache import EncoderCache
+from saccade.scheduler.gate import Gate
+from saccade.scheduler.sequence import Sequence
+from saccade.types import Key, RequestError, StepPlan
+
+Doomed = dict[str, RequestError]
+
+
+def doomed_by(
+    failed: Mapping[Key, RequestError],
+    plan: StepPlan,
+    open_requests: Mapping[str, Sequence],
+    gate: Gate,
+    encoder: EncoderCache,
+    pool: BlockPool,
+) -> Doomed:
+    """The requests that asked for a failed picture, entered it, or share blocks with one that entered it."""
+    doomed: Doomed = {}
+    bad_from: dict[str, int] = {}  # position from which a request's window holds nothing valid
+    for key, error in failed.items():
+        doomed.setdefault(gate.pop_requester(key), error)
+        for request_id, index in encoder.failed(key):
+            doomed.setdefault(request_id, error)
+            seq = open_requests[request_id]
+            seq.held.remove(index)
+            bad_from[request_id] = min(bad_from.get(request_id, seq.num_tokens), seq.spans[index].start)
+    _uncache_spoiled(plan, open_requests, pool, doomed, bad_from)
+    return doomed
+
+
+def _uncache_spoiled(
+    plan: StepPlan,
+    open_requests: Mapping[str, Sequence],
+    pool: BlockPool,
+    doomed: Doomed,
+    bad_from: dict[str, int],
+) -> None:
+    """Make unfindable what this plan published and never wrote; who found it in the same step is doomed as well."""
+    spoiled: dict[int, RequestError] = {}
+    for work in plan.works:  # who shares a block comes after the one that was to fill it
+        seq = open_requests.get(work.request_id)
+        if seq is None:
+            continue  # ended with the step before, when this one was planned already
+        shared = next((block for block in seq.blocks if block in spoiled), None)
+        if shared is not None:
+            doomed.setdefault(work.request_id, spoiled[shared])
+            bad_from[work.request_id] = work.start
+        if work.request_id in bad_from:
+            first = max(work.start, bad_from[work.request_id]) // pool.block_size
+            for block in seq.blocks[first:]:
+                pool.uncache(block)
+                spoiled[block] = doomed[work.request_id]

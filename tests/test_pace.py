@@ -1,0 +1,54 @@
+"""What fits into a step beside running answers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from saccade.config import Pace
+from saccade.scheduler.pace import SLOWDOWN, milliseconds, share, size_within
+
+PACE = Pace(
+    decode_ms=((1, 1.0), (32, 2.0)),
+    prompt_ms=((64, 0.5), (128, 1.0), (256, 2.0), (512, 4.0)),
+    layer_ms=((400, 0.25), (1600, 0.5)),
+    target_ms=None,
+)
+
+
+def test_without_a_target_answers_may_slow_down_by_a_fixed_factor() -> None:
+    spare = milliseconds(PACE.decode_ms, 32) * (SLOWDOWN - 1)
+    assert share(PACE, 32, 0, True).prompt_tokens == size_within(PACE.prompt_ms, spare) == 256
+
+
+def test_a_target_bounds_prompt_tokens() -> None:
+    assert share(replace(PACE, target_ms=3.0), 32, 0, True).prompt_tokens == 128
+
+
+def test_pictures_get_all_of_the_spare_time_when_no_prompt_wants_it() -> None:
+    assert share(replace(PACE, target_ms=4.0), 32, 1600, False).encode_layers == 4
+
+
+def test_prompts_and_pictures_share_the_spare_time() -> None:
+    both = share(replace(PACE, target_ms=4.0), 32, 1600, True)
+    assert both.encode_layers == 2 and both.prompt_tokens == 128
+
+
+def test_prompts_and_pictures_move_on_even_when_decoding_alone_misses_the_target() -> None:
+    least = share(replace(PACE, target_ms=0.1), 32, 1600, True)
+    assert least.encode_layers >= 1 and least.prompt_tokens >= 32
+
+
+def test_times_between_measured_sizes_lie_on_a_line() -> None:
+    assert milliseconds(PACE.layer_ms, 1000) == 0.375
+
+
+def test_times_beyond_the_last_measured_size_grow_in_proportion() -> None:
+    assert milliseconds(PACE.layer_ms, 3200) == 1.0
+
+
+def test_sizes_before_the_first_measured_one_take_as_long_as_it() -> None:
+    assert milliseconds(PACE.decode_ms, 0) == 1.0
+
+
+def test_no_size_fits_into_less_than_the_smallest_takes() -> None:
+    assert size_within(PACE.prompt_ms, 0.1) == 0
