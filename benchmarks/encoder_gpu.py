@@ -1,4 +1,4 @@
-"""The encoder on a GPU: right to the rounding of bfloat16, and how far from the floor. `python -m benchmarks.encoder_gpu`
+"""The encoder on a GPU: is it right to bfloat16's rounding, how far from the floor? `python -m benchmarks.encoder_gpu`
 
 Random weights of Qwen2-VL-2B's tower; its decoder is left out but for its width. A part that fails prints the end of
 its traceback, and the next one runs. The last line is JSON.
@@ -7,7 +7,6 @@ its traceback, and the next one runs. The last line is JSON.
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import statistics
 import sys
@@ -15,9 +14,10 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+import PIL
 import torch
 import torch.nn.functional as F
 from PIL import Image
@@ -25,28 +25,41 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 
+from benchmarks.encoder_inputs import (
+    CPU,
+    CUDA,
+    FLOPS,
+    Call,
+    config,
+    device_ms,
+    finish,
+    floor_ms,
+    geometry_of,
+    item_of,
+    model_of,
+    patches_for,
+    photo,
+    pixels_of,
+    reference_of,
+    relative,
+    wall_ms,
+)  # fmt: skip
 from saccade import costs
-from saccade.config import ModelConfig, model_config
 from saccade.kernels import vit_steps
-from saccade.models import load_model
-from saccade.models.attention import packed_attention
 from saccade.models.fused_vision import ATTENTION, FusedVision
 from saccade.models.layers import rotate
 from saccade.models.pixels import as_tensor
 from saccade.models.qwen2_vl import Qwen2VL
 from saccade.models.vision import Angles, VisionBlock, grid_angles
-from saccade.models.vision_ops import RunBlock, TorchVision
+from saccade.models.vision_ops import RunBlock, TorchVision, VisionOps
 from saccade.runner.encoder import LocalEncoder
 from saccade.runner.upload import Upload
-from saccade.types import Geometry, Grid, Header, MediaItem, Size
+from saccade.types import Grid, MediaItem, Size
 
-CUDA, CPU = torch.device("cuda"), torch.device("cpu")
-FLOPS = 800e12  # reachable on an H200
 BICUBIC = int(Image.Resampling.BICUBIC)
 SIZES = {"1288x952": [Grid(1, 68, 92)], "644x476": [Grid(1, 34, 46)], "8 of 644x476": [Grid(1, 34, 46)] * 8,
          "16 of 336x336": [Grid(1, 24, 24)] * 16, "2548x1428": [Grid(1, 102, 182)]}  # fmt: skip
 PICTURES = [Size(644, 476), Size(1280, 960), Size(2560, 1440)]
-Call = Callable[[], object]
 
 
 class Row(NamedTuple):
@@ -62,7 +75,7 @@ def main() -> None:
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out, which takes longest")
     skips_compile = parser.parse_args().no_compile
     torch.manual_seed(0)
-    print(torch.cuda.get_device_name(), "torch", torch.__version__, "Pillow", Image.__version__, file=sys.stderr)
+    print(torch.cuda.get_device_name(), "torch", torch.__version__, "Pillow", PIL.__version__, file=sys.stderr)
     started = time.perf_counter()
     rows: list[Row] = []
     for part in PARTS:
@@ -85,106 +98,6 @@ def attempt(part: Callable[[], Iterator[Row]]) -> Iterator[Row]:
         print(f"FAILED {part.__name__}:", "\n".join(traceback.format_exc().splitlines()[-12:]), flush=True)
 
 
-# --- models, pictures, clocks -------------------------------------------------------------------------------------
-
-
-def config(layers: int = 32, width: int = 1280, heads: int = 16, text_width: int = 1536) -> ModelConfig:
-    vision = {"depth": layers, "embed_dim": width, "hidden_size": text_width, "mlp_ratio": 4, "num_heads": heads,
-              "patch_size": 14, "in_channels": 3, "hidden_act": "quick_gelu", "spatial_merge_size": 2,
-              "temporal_patch_size": 2}  # fmt: skip
-    text = {"hidden_size": text_width, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 12,
-            "num_key_value_heads": 2, "vocab_size": 256, "max_position_embeddings": 4096,
-            "model_type": "qwen2_vl_text",
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}}  # fmt: skip
-    return model_config({"model_type": "qwen2_vl", "image_token_id": 3, "text_config": text, "vision_config": vision})
-
-
-def model_of(shape: ModelConfig, device: torch.device = CUDA, dtype: torch.dtype = torch.bfloat16) -> Qwen2VL:
-    made = load_model(None, shape, dtype=dtype, device=device, load_format="dummy")
-    assert isinstance(made, Qwen2VL)
-    return made
-
-
-def reference_of(made: Qwen2VL) -> Qwen2VL:
-    """The same weights in float32 on the CPU."""
-    twin = model_of(made.config, CPU, torch.float32)
-    for name, tensor in twin.params.targets.items():
-        tensor.copy_(made.params.targets[name])
-    return twin
-
-
-def photo(size: Size, seed: int = 0) -> bytes:
-    """A smooth random picture with some grain, as JPEG bytes."""
-    random = np.random.default_rng(seed)
-    small = random.integers(0, 255, (size.height // 40, size.width // 40, 3), dtype=np.uint8)
-    smooth = np.asarray(Image.fromarray(small).resize(size, Image.Resampling.BICUBIC), dtype=np.int16)
-    grain = random.integers(-12, 13, smooth.shape, dtype=np.int16)
-    stream = io.BytesIO()
-    Image.fromarray((smooth + grain).clip(0, 255).astype(np.uint8)).save(stream, "JPEG", quality=90)
-    return stream.getvalue()
-
-
-def geometry_of(size: Size) -> Geometry:
-    fitted = Size(round(size.width / 28) * 28, round(size.height / 28) * 28)
-    grid = Grid(1, fitted.height // 14, fitted.width // 14)
-    return Geometry(fitted, grid, grid.patches // 4, grid.patches // 4)
-
-
-def item_of(size: Size, seed: int) -> MediaItem:
-    header = Header("jpeg", size, 1, 1, "RGB")
-    return MediaItem(f"{size} {seed}".encode(), "image", photo(size, seed), header, geometry_of(size))
-
-
-def device_ms(call: Call, seconds: float = 0.4) -> float:
-    """Median by the device's clock, after three calls that compile and fill caches."""
-    for _ in range(3):
-        call()
-    torch.cuda.synchronize()
-    times: list[float] = []
-    end = time.perf_counter() + seconds
-    while len(times) < 5 or (time.perf_counter() < end and len(times) < 50):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        call()
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop))
-    return statistics.median(times)
-
-
-def wall_ms(call: Call, repeats: int = 7) -> float:
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        call()
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times) * 1e3
-
-
-def finish(layers: Any) -> list[Tensor]:
-    while True:
-        try:
-            next(layers)
-        except StopIteration as stop:
-            return list(stop.value)
-
-
-def relative(found: Tensor, expected: Tensor) -> float:
-    found, expected = found.double().cpu(), expected.double().cpu()
-    return float((found - expected).norm() / expected.norm())
-
-
-def patches_for(grids: Sequence[Grid]) -> Tensor:
-    return torch.randn(sum(grid.patches for grid in grids), 1176, device=CUDA, dtype=torch.bfloat16)
-
-
-def floor_ms(grids: Sequence[Grid]) -> float:
-    shape = config()
-    assert shape.vision is not None
-    return sum(costs.encode_flops(shape.vision, shape.text, grid.patches) for grid in grids) / FLOPS * 1e3
-
-
 # --- is it right? -------------------------------------------------------------------------------------------------
 
 
@@ -204,11 +117,12 @@ def resize_equals_pillow() -> Iterator[Row]:
 
 
 def patches_equal_the_cpu() -> Iterator[Row]:
-    image = np.asarray(Image.open(io.BytesIO(photo(Size(1000, 700)))))
+    image = pixels_of(photo(Size(1000, 700)))
     made = model_of(config(layers=1))
     geometry = geometry_of(Size(1000, 700))
     expected = reference_of(made).prepare(image, geometry)
-    yield Row("patches", "bf16, against float32 on the CPU", relative(made.prepare(as_tensor(image).to(CUDA), geometry), expected), "relative")  # fmt: skip
+    found = made.prepare(as_tensor(image).to(CUDA), geometry)
+    yield Row("patches", "bf16, against float32 on the CPU", relative(found, expected), "relative")
 
 
 def embeddings_equal_the_cpu() -> Iterator[Row]:
@@ -218,11 +132,10 @@ def embeddings_equal_the_cpu() -> Iterator[Row]:
         made = model_of(shape)
         patches = patches_for(grids)
         expected = torch.cat(finish(reference_of(made).encode(patches.float().cpu(), grids)))
-        for variant in ATTENTION:
-            made.ops = FusedVision(variant)
-            yield Row(f"embeddings, {name}", variant, relative(torch.cat(finish(made.encode(patches, grids))), expected), "relative")  # fmt: skip
-        made.ops = TorchVision()
-        yield Row(f"embeddings, {name}", "plain PyTorch", relative(torch.cat(finish(made.encode(patches, grids))), expected), "relative")  # fmt: skip
+        ways: dict[str, VisionOps] = {variant: FusedVision(variant) for variant in ATTENTION}
+        for variant, made.ops in {**ways, "plain PyTorch": TorchVision()}.items():
+            found = torch.cat(finish(made.encode(patches, grids)))
+            yield Row(f"embeddings, {name}", variant, relative(found, expected), "relative")
 
 
 def jpeg_to_embeddings_equals_the_cpu() -> Iterator[Row]:
@@ -249,19 +162,235 @@ def _encoded(made: Qwen2VL, items: Sequence[MediaItem], device: torch.device) ->
 
 def before_the_tower() -> Iterator[Row]:
     made = model_of(config(layers=1))
-    upload = Upload(made, CUDA)
+    upload, plain = Upload(made, CUDA), TorchVision()
     for size in PICTURES:
         name, data, geometry = f"{size.width}x{size.height}", photo(size), geometry_of(size)
-        image = np.asarray(Image.open(io.BytesIO(data)))
+        image = pixels_of(data)
         pinned = as_tensor(image).pin_memory()
         there = pinned.to(CUDA)
         small = made.ops.resize(there, geometry.resized, BICUBIC)
-        torch_ops = TorchVision()
-        yield Row(name, "decode JPEG", wall_ms(lambda: np.asarray(Image.open(io.BytesIO(data)))), "ms")  # noqa: B023
-        yield Row(name, "copy to the device", device_ms(lambda: pinned.to(CUDA, non_blocking=True)), "ms", pinned.numel() / 50e6)  # noqa: B023, E501  # fmt: skip
-        yield Row(name, "resize", device_ms(lambda: made.ops.resize(there, geometry.resized, BICUBIC)), "ms")  # noqa: B023, E501  # fmt: skip
-        yield Row(name, "resize, plain PyTorch", device_ms(lambda: torch_ops.resize(there, geometry.resized, BICUBIC)), "ms")  # noqa: B023, E501  # fmt: skip
-        cut = (geometry.grid, made.layout, made.pixels, torch.bfloat16)
-        yield Row(name, "normalise and cut", device_ms(lambda: made.ops.cut(small, *cut)), "ms")  # noqa: B023
-        yield Row(name, "normalise and cut, plain PyTorch", device_ms(lambda: torch_ops.cut(small, *cut)), "ms")  # noqa: B023, E501  # fmt: skip
-        yield Row(name, "decoded to patches, with waits", wall_ms(lambda: upload(image, geometry)), "ms")  # noqa: B023
+        cut = (small, geometry.grid, made.layout, made.pixels, torch.bfloat16)
+        yield Row(name, "decode JPEG", wall_ms(partial(pixels_of, data)), "ms")
+        yield Row(name, "decoded to patches, with waits", wall_ms(partial(upload, image, geometry)), "ms")
+        calls: dict[str, Call] = {
+            "copy to the device": partial(pinned.to, CUDA, non_blocking=True),
+            "resize": partial(made.ops.resize, there, geometry.resized, BICUBIC),
+            "resize, plain PyTorch": partial(plain.resize, there, geometry.resized, BICUBIC),
+            "normalise and cut": partial(made.ops.cut, *cut),
+            "normalise and cut, plain PyTorch": partial(plain.cut, *cut),
+        }
+        for variant, call in calls.items():
+            yield Row(name, variant, device_ms(call, 0.2), "ms")
+
+
+# --- the tower ----------------------------------------------------------------------------------------------------
+
+
+def whole_tower() -> Iterator[Row]:
+    made = model_of(config())
+    for name, grids in SIZES.items():
+        patches = patches_for(grids)
+        for variant in ATTENTION:
+            made.ops = FusedVision(variant)
+            ms = device_ms(lambda: finish(made.encode(patches, grids)))  # noqa: B023
+            yield Row(f"encode {name}", variant, ms, "ms", floor_ms(grids))
+
+
+def plain_tower() -> Iterator[Row]:
+    made = model_of(config())
+    made.ops = TorchVision()
+    for name in ("1288x952", "644x476"):
+        patches, grids = patches_for(SIZES[name]), SIZES[name]
+        ms = device_ms(lambda: finish(made.encode(patches, grids)))  # noqa: B023
+        yield Row(f"encode {name}", "plain PyTorch", ms, "ms", floor_ms(grids))
+
+
+def host_and_graph() -> Iterator[Row]:
+    """What the host needs to launch a layer, and what a recorded tower would save."""
+    made = model_of(config())
+    for name in ("644x476", "1288x952"):
+        grids = SIZES[name]
+        patches, run = patches_for(grids), begin(made, grids)
+        call = partial(tower_pass, made, run, patches)
+        for _ in range(3):
+            call()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        yield Row(f"encode {name}", "host, a layer", (time.perf_counter() - start) / 32 * 1e6, "us")
+        begun = wall_ms(partial(begin, made, grids))
+        yield Row(f"encode {name}", "angles and tiles", begun, "ms")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call()
+        yield Row(f"encode {name}", "triton, CUDA graph", device_ms(graph.replay), "ms", floor_ms(grids))
+
+
+def begin(made: Qwen2VL, grids: Sequence[Grid]) -> RunBlock:
+    tower = made.tower
+    angles = grid_angles(grids, tower.head_dim, tower.theta, tower.merge, CUDA)
+    return made.ops.begin([grid.patches for grid in grids], angles, CUDA)
+
+
+def tower_pass(made: Qwen2VL, run: RunBlock, patches: Tensor) -> Tensor:
+    x = made.tower.patch(patches)
+    for block in made.tower.blocks:
+        x = run(block, x)
+    return made.tower.merger(x)
+
+
+def steps_of_a_layer() -> Iterator[Row]:
+    """Each launch of a layer by itself: where the time goes."""
+    made = model_of(config(layers=1))
+    block = made.tower.blocks[0]
+    for name in ("1288x952", "644x476", "8 of 644x476"):
+        grids = SIZES[name]
+        tokens = sum(grid.patches for grid in grids)
+        x, wide = (torch.randn(tokens, n, device=CUDA, dtype=torch.bfloat16) for n in (1280, 5120))
+        angles = grid_angles(grids, 80, 1e4, 2, CUDA)
+        qkv = torch.randn(tokens, 3, 16, 80, device=CUDA, dtype=torch.bfloat16)
+        assert block.out.bias is not None
+        norm, matrix = block.attention_norm, 2 * tokens * 1280 * 1280 / FLOPS * 1e3
+        calls: dict[str, tuple[Call, float]] = {
+            "norm": (partial(vit_steps.norm_and_add, x, norm.weight, norm.bias, 1e-6, block.out.bias), 0),
+            "norm, PyTorch": (partial(norm, x), 0),
+            "qkv": (partial(block.qkv, x), 3 * matrix),
+            "rotate": (partial(vit_steps.rotate_pairs, qkv, *angles), 0),
+            "out, added": (partial(torch.addmm, x, x, block.out.weight.T, out=torch.empty_like(x)), matrix),
+            "out, added in place": (partial(x.addmm_, x.clone(), block.out.weight.T), matrix),
+            "up": (partial(block.up, x), 4 * matrix),
+            "activation": (partial(vit_steps.quick_gelu, wide.clone()), 0),
+            "down, added in place": (partial(x.addmm_, wide, block.down.weight.T), 4 * matrix),
+            "down": (partial(block.down, wide), 4 * matrix),
+        }
+        for variant, (call, floor) in calls.items():
+            yield Row(f"layer of {name}", variant, device_ms(call, 0.1) * 1e3, "us", floor * 1e3)
+
+
+def attention_alone() -> Iterator[Row]:
+    """Backends side by side, heads padded to other sizes too: a merged projection could write them so."""
+    for name in ("1288x952", "644x476", "8 of 644x476"):
+        lengths = [grid.patches for grid in SIZES[name]]
+        floor = sum(4 * n * n * 1280 for n in lengths) / FLOPS * 1e6
+        for dim in (80, 96, 128):
+            qkv = torch.randn(sum(lengths), 3, 16, dim, device=CUDA, dtype=torch.bfloat16)
+            for variant, start in ATTENTION.items():
+                call = partial(start(lengths, CUDA), qkv, 80**-0.5)
+                yield Row(f"attention {name}", f"{variant}, d {dim}", device_ms(call, 0.15) * 1e3, "us", floor)
+            yield Row(f"attention {name}", f"varlen_attn, d {dim}", _varlen_us(qkv, lengths), "us", floor)
+
+
+def _varlen_us(qkv: Tensor, lengths: Sequence[int]) -> float:
+    starts = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=CUDA)
+    q, k, v = (x.contiguous() for x in qkv.unbind(1))
+    return device_ms(partial(varlen_attn, q, k, v, starts, starts, max(lengths), max(lengths)), 0.15) * 1e3
+
+
+def new_sizes() -> Iterator[Row]:
+    """A picture of a size never seen: what a backend sets up for it, beside the work itself."""
+    made = model_of(config())
+    for variant in ATTENTION:
+        made.ops = FusedVision(variant)
+        finish(made.encode(patches_for([Grid(1, 40, 40)]), [Grid(1, 40, 40)]))
+        for columns in (42, 44, 46):
+            grids = [Grid(1, 40, columns)]
+            patches = patches_for(grids)
+            call = partial(made.encode, patches, grids)
+            first, again = (wall_ms(lambda: finish(call()), 1) for _ in range(2))  # noqa: B023
+            yield Row(f"first of 40x{columns} patches", variant, first - again, "ms more")
+
+
+def memory() -> Iterator[Row]:
+    made = model_of(config())
+    assert made.config.vision is not None
+    per_patch = costs.encode_bytes_per_patch(made.config.vision, made.config.text, "bfloat16")
+    for name in ("1288x952", "2548x1428"):
+        grids = SIZES[name]
+        finish(made.encode(patches_for(grids), grids))
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        finish(made.encode(patches_for(grids), grids))
+        taken = torch.cuda.max_memory_allocated() - before
+        yield Row(f"memory of {name}", "peak", taken / 1e6, "MB", per_patch * grids[0].patches / 1e6)
+
+
+# --- from bytes to embeddings -------------------------------------------------------------------------------------
+
+
+def jpeg_to_embeddings() -> Iterator[Row]:
+    stage = LocalEncoder(model_of(config()), 32768, 8, CUDA)
+    for size in PICTURES:
+        name = f"JPEG {size.width}x{size.height}"
+        times = []
+        for seed in range(4):  # the first one compiles
+            item = item_of(size, seed)
+            start = time.perf_counter()
+            stage.submit([item])
+            stage.advance(None)
+            done = stage.poll()
+            times.append((time.perf_counter() - start) * 1e3)
+            torch.cuda.synchronize()
+            whole = (time.perf_counter() - start) * 1e3
+        own = done.times[item.key]
+        yield Row(name, "to embeddings", whole, "ms")
+        yield Row(name, "until all is launched", statistics.median(times[1:]), "ms")
+        yield Row(name, "decode_ms", own.decode_ms, "ms")
+        yield Row(name, "encode_ms", own.encode_ms, "ms", floor_ms([item.geometry.grid]))
+    items = [item_of(Size(1280, 720), seed) for seed in range(64)]
+    start = time.perf_counter()
+    stage.submit(items)
+    stage.advance(None)
+    torch.cuda.synchronize()
+    yield Row("64 JPEGs of 1280x720", "8 threads", 64 / (time.perf_counter() - start), "pictures/s")
+    stage.close()
+
+
+# --- torch.compile ------------------------------------------------------------------------------------------------
+
+
+def plain_layer(x: Tensor, weights: Sequence[Tensor], cos: Tensor, sin: Tensor) -> Tensor:
+    """A layer as functions of tensors, so that one compilation serves all layers and lengths."""
+    norm1, bias1, w_qkv, b_qkv, w_out, b_out, norm2, bias2, w_up, b_up, w_down, b_down = weights
+    qkv = F.linear(F.layer_norm(x, (1280,), norm1, bias1, 1e-6), w_qkv, b_qkv).view(-1, 3, 16, 80).transpose(0, 2)
+    q, k = (rotate(qkv[:, i].float(), cos, sin).to(x.dtype) for i in range(2))  # [heads, T, d]
+    mixed = F.scaled_dot_product_attention(q[None], k[None], qkv[None, :, 2], scale=80**-0.5)[0]
+    x = x + F.linear(mixed.transpose(0, 1).flatten(1), w_out, b_out)
+    wide = F.linear(F.layer_norm(x, (1280,), norm2, bias2, 1e-6), w_up, b_up)
+    return x + F.linear(wide * torch.sigmoid(1.702 * wide), w_down, b_down)
+
+
+def weights_of(block: VisionBlock) -> list[Tensor]:
+    parts = (block.attention_norm, block.qkv, block.out, block.mlp_norm, block.up, block.down)
+    return [tensor for part in parts for tensor in (part.weight, part.bias) if tensor is not None]
+
+
+def compiled_layers() -> Iterator[Row]:
+    made = model_of(config())
+    weights = [weights_of(block) for block in made.tower.blocks]
+    compiled = torch.compile(plain_layer, dynamic=True)
+    start = time.perf_counter()
+    for name in ("1288x952", "644x476"):
+        grids = SIZES[name]
+        x = torch.randn(grids[0].patches, 1280, device=CUDA, dtype=torch.bfloat16)
+        angles = grid_angles(grids, 80, 1e4, 2, CUDA)
+
+        def tower(x: Tensor = x, angles: Angles = angles) -> Tensor:
+            for own in weights:
+                x = compiled(x, own, *angles)
+            return x
+
+        for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
+            with sdpa_kernel(backend):
+                yield Row(f"encode {name}", f"torch.compile, {backend.name}", device_ms(tower), "ms", floor_ms(grids))
+    yield Row("torch.compile", "and runs", time.perf_counter() - start, "s")
+
+
+PARTS: list[Callable[[], Iterator[Row]]] = [
+    resize_equals_pillow, patches_equal_the_cpu, embeddings_equal_the_cpu, jpeg_to_embeddings_equals_the_cpu,
+    before_the_tower, whole_tower, host_and_graph, steps_of_a_layer, jpeg_to_embeddings, memory, new_sizes,
+    attention_alone, plain_tower, compiled_layers,
+]  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

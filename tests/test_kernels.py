@@ -11,7 +11,7 @@ from torch import Tensor
 from saccade.kernels import reference
 from saccade.kernels.fused_norm import add_rms_norm, silu_and_mul
 from saccade.kernels.packed_vit import TILE_ROWS, packed_vit
-from saccade.kernels.paged_decode import DecodeWorkspace, choose_splits, paged_decode
+from saccade.kernels.paged_decode import DecodeWorkspace, NewTokens, choose_splits, paged_decode
 from saccade.kernels.paged_prefill import choose_rows, paged_prefill
 from saccade.kernels.store_kv import rotary_and_store, store_kv
 from saccade.kernels.tiles import Launch, Tiles, power_of_two
@@ -67,6 +67,22 @@ class Paged(NamedTuple):
         )
         return reference_attention(q, self.k, self.v, batch, scale=0.2)
 
+    def new_tokens(self, q: Tensor) -> NewTokens:
+        """The latest token of each request, as if it had not been stored yet; its slot forgets it. No angle turns it."""
+        k, v = (torch.zeros(len(q), *cache.shape[1:], dtype=cache.dtype, device=DEVICE) for cache in (self.k, self.v))
+        slots = [self.slot(i) for i in range(len(q))]
+        for i, slot in enumerate(slots):
+            if slot >= 0:
+                k[i], v[i] = self.k[slot], self.v[slot]
+                self.k[slot] = self.v[slot] = float("nan")
+        cos, sin = torch.ones(len(q), q.shape[2]), torch.zeros(len(q), q.shape[2])
+        return NewTokens(torch.cat((q, k, v), dim=1), cos.to(q), sin.to(q), ints(slots))
+
+    def slot(self, request: int) -> int:
+        """Of a request's latest token; -1 without one."""
+        block, offset = divmod(self.contexts[request] - 1, BLOCK)
+        return int(self.tables[request, block]) * BLOCK + offset if block >= 0 else -1
+
     def decode(self, q: Tensor, splits: int | None = None, launch: Launch | None = SMALL) -> Tensor:
         workspace = DecodeWorkspace.allocate(len(q), q.shape[1], self.k.shape[1], q.shape[2], DEVICE)
         if splits is not None:
@@ -77,8 +93,9 @@ class Paged(NamedTuple):
                 torch.full((rows,), float("nan"), device=DEVICE),
                 workspace.counters,
             )
+        new, contexts = self.new_tokens(q), ints(self.contexts)
         out = paged_decode(
-            q, self.k, self.v, self.tables, ints(self.contexts), BLOCK, 0.2, workspace, splits=splits, launch=launch
+            new, self.k, self.v, self.tables, contexts, BLOCK, 0.2, workspace, splits=splits, launch=launch
         )
         assert not workspace.counters.any(), "a launch leaves the counters at zero for the next one"
         return out
@@ -132,17 +149,27 @@ def test_a_row_of_padding_decodes_to_zero_and_leaves_others_alone() -> None:
     assert_close(found[[0, 2]], paged.expected(q[[0, 2]], [1] * 3))
 
 
-def test_decode_reads_queries_inside_a_merged_projection() -> None:
-    paged = Paged.of([20, 35], kv_heads=2, dim=64, dtype=torch.float32)
-    q = random(2, 8, 64)[:, :4]
-    assert_close(paged.decode(q, 2), paged.expected(q, [1, 1]))
+def test_decode_turns_and_stores_the_new_token() -> None:
+    paged = Paged.of([20, 35], kv_heads=2, dim=80, dtype=torch.float32)
+    cos, sin = random(2, 2, 1, 80, seed=3)
+    new = paged.new_tokens(random(2, 4, 80))._replace(cos=cos[:, 0], sin=sin[:, 0])
+    q, k, v = new.qkv.clone().split([4, 2, 2], dim=1)
+    expected = Paged(paged.k.clone(), paged.v.clone(), paged.tables, paged.contexts)
+    reference.rotary_and_store(q, k, v, cos, sin, expected.k, expected.v, new.slots.long())
+    workspace = DecodeWorkspace.allocate(2, 4, 2, 80, DEVICE)
+    found = paged_decode(new, paged.k, paged.v, paged.tables, ints([20, 35]), BLOCK, 0.2, workspace, launch=SMALL)
+    assert_close(found, expected.expected(q, [1, 1]))
+    slots = new.slots.long()
+    assert_close(paged.k[slots], expected.k[slots])
+    assert_close(paged.v[slots], expected.v[slots])
 
 
 def test_decode_refuses_a_workspace_that_is_too_small() -> None:
     paged = Paged.of([20, 35], kv_heads=2, dim=64, dtype=torch.float32)
     workspace = DecodeWorkspace.allocate(1, 4, 2, 64, DEVICE)
     with pytest.raises(ValueError, match="allocate it for more requests"):
-        paged_decode(random(2, 4, 64), paged.k, paged.v, paged.tables, ints([20, 35]), BLOCK, 0.2, workspace, splits=16)
+        new = paged.new_tokens(random(2, 4, 64))
+        paged_decode(new, paged.k, paged.v, paged.tables, ints([20, 35]), BLOCK, 0.2, workspace, splits=16)
 
 
 def test_splits_fill_the_device_and_stay_a_power_of_two() -> None:

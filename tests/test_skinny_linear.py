@@ -104,7 +104,7 @@ def test_each_row_gets_its_own_residual() -> None:
 @LAUNCHES
 def test_the_result_may_be_wider_than_the_input(config: Config) -> None:
     x, weight = random(1, 64, dtype=torch.float16), weights(40, 64, torch.float16)
-    found = skinny_linear(x, weight, config=config, out_dtype=torch.float32)
+    found = skinny_linear(x, weight, config=config, out=torch.empty(1, 40, device=DEVICE))
     torch.testing.assert_close(found, F.linear(x.float(), weight.float()), atol=1e-5, rtol=1e-5)
 
 
@@ -216,7 +216,7 @@ def test_a_gated_product_is_not_split() -> None:
 # --- choosing -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("m", "k"), [(129, 64), (1, 70)])
+@pytest.mark.parametrize(("m", "k"), [(33, 64), (1, 70)])
 def test_what_no_launch_fits_goes_to_the_library(m: int, k: int) -> None:
     x, norm, weight = random(m, k), random(k, seed=2), weights(2 * 24, k)
     assert choose(m, 48, k, torch.float32) is None
@@ -228,7 +228,7 @@ def test_what_no_launch_fits_goes_to_the_library(m: int, k: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("n", "k"), [(2048, 1536), (1536, 8960), (151936, 1536), (3584, 18944)])
 def test_every_chosen_launch_fits_the_workspace(n: int, k: int, dtype: torch.dtype) -> None:
-    for m in range(1, 129):
+    for m in range(1, 33):
         config, room = choose(m, n, k, dtype), SplitWorkspace.allocate(m, torch.device("meta"))
         assert config is not None and config.rows >= m
         programs = -(-n // config.outputs) * config.splits

@@ -5,14 +5,18 @@ depends on shapes alone and a CUDA graph may hold it. Query heads that share a k
 
     cache of a layer [slots, kv_heads, d]         grid (kv_heads, splits, requests)
 
-    request 0, table [7, 2, 5], context 40:       block 7            block 2            block 5
-        keys in the order of the request          |0 ......... 15|16 ........ 31|32 .. 39|
-        tiles of 16, three splits                  split 0        split 1        split 2
-    request 1, context 9:                         |0 ..... 8|
+    request 0, table [7, 2, 5], context 41:       block 7            block 2            block 5
+        keys in the order of the request          |0 ......... 15|16 ........ 31|32 .. 39| 40: the new token
+        tiles of 16, three splits                  split 0        split 1        split 2   split 0
+    request 1, context 10:                        |0 ..... 8| 9
                                                    split 0        nothing        nothing
 
     workspace [requests, kv_heads, splits, group, d]: what each split found. The last split to arrive at the
     counter of (request, kv head) adds them up, writes the result and sets the counter back to zero.
+
+The new token's query and key come as they were projected and are turned here. Its key and value go to the cache and,
+without the way through it, into split 0. All else in the cache is older than this step, so programs ask for it before
+the projection has ended.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from saccade.kernels.early import ask, ask_for_share, is_early, lines_of, overlap, wait_for_turn
 from saccade.kernels.softmax import LOG2_E, divide, precision_of, weigh
 from saccade.kernels.tiles import Launch, power_of_two
 
@@ -32,6 +37,8 @@ _MAX_SPLITS = 64
 _MIN_KEYS_PER_SPLIT = 64
 # Programs per multiprocessor that keep the memory busy; more only make the sums longer.
 _PROGRAMS_PER_SM = 2
+_SPLITS_AT_ONCE = 8  # that the last program reads together when it adds up
+_KEYS_ASKED_FOR = 256  # of a split, before the projection has ended
 
 
 class DecodeWorkspace(NamedTuple):
@@ -70,36 +77,48 @@ def num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+class NewTokens(NamedTuple):
+    """One token of each request, as projected."""
+
+    qkv: Tensor  # [requests, heads + 2 kv_heads, d], contiguous
+    cos: Tensor  # [requests, d], contiguous
+    sin: Tensor  # the same; carries the sign of its half
+    slots: Tensor  # int32 [requests]: where key and value go; -1: nowhere
+
+
 def paged_decode(
-    q: Tensor,  # [requests, heads, d]; heads and d contiguous or not, the last dimension dense
-    k_cache: Tensor,  # [slots, kv_heads, d]
+    new: NewTokens,
+    k_cache: Tensor,  # [slots, kv_heads, d], contiguous; so is v_cache
     v_cache: Tensor,
     block_tables: Tensor,  # int32 [requests, max_blocks]
-    context_lens: Tensor,  # int32 [requests], on the device; 0 for a row of padding, whose result is zero
+    context_lens: Tensor,  # int32 [requests], the new token included; 0 for a row of padding, whose result is zero
     block_size: int,
     scale: float,
     workspace: DecodeWorkspace,
     *,
     splits: int | None = None,
     launch: Launch | None = None,
+    coming: Tensor | None = None,  # weights that the next products read
 ) -> Tensor:
     """[requests, heads, d]. The grid depends on shapes alone: batch size, and the longest context the tables hold."""
-    requests, heads, dim = q.shape
-    kv_heads = k_cache.shape[1]
+    (requests, all_heads, dim), kv_heads = new.qkv.shape, k_cache.shape[1]
+    heads = all_heads - 2 * kv_heads
     if splits is None:
-        splits = choose_splits(requests, kv_heads, block_tables.shape[1] * block_size, num_multiprocessors(q.device))
-    launch = launch or launch_for(q)
+        splits = choose_splits(
+            requests, kv_heads, block_tables.shape[1] * block_size, num_multiprocessors(k_cache.device)
+        )
+    launch, early = launch or launch_for(new.qkv), is_early(k_cache)
+    assert k_cache.is_contiguous() and v_cache.is_contiguous() and new.qkv.is_contiguous()
     _check_room(workspace, requests, heads, kv_heads, dim, splits)
-    out = torch.empty((requests, heads, dim), dtype=q.dtype, device=q.device)
+    out = torch.empty((requests, heads, dim), dtype=new.qkv.dtype, device=k_cache.device)
     _decode_kernel[(kv_heads, splits, requests)](
-        q, k_cache, v_cache, block_tables, context_lens, out,
-        workspace.mixed, workspace.maxima, workspace.sums, workspace.counters,
-        scale * LOG2_E, q.stride(0), k_cache.stride(0), v_cache.stride(0), block_tables.stride(0),
-        Q_HEAD=q.stride(1), K_HEAD=k_cache.stride(1), V_HEAD=v_cache.stride(1), BLOCK_SIZE=block_size,
-        GROUP=heads // kv_heads, DIM=dim, SPLITS=splits,
+        *new, k_cache, v_cache, block_tables, context_lens, out, *workspace, coming, scale * LOG2_E,
+        block_tables.stride(0),
+        BLOCK_SIZE=block_size, HEADS=kv_heads, GROUP=heads // kv_heads, DIM=dim, SPLITS=splits,
         ROWS=power_of_two(heads // kv_heads, least=launch.rows), PADDED_DIM=power_of_two(dim, least=16),
-        KEYS=launch.keys, PRECISION=precision_of(q),
-        num_warps=launch.warps, num_stages=launch.stages, maxnreg=launch.registers,
+        KEYS=launch.keys, PRECISION=precision_of(new.qkv),
+        AT_ONCE=min(splits, _SPLITS_AT_ONCE), ASKED=_KEYS_ASKED_FOR, LINES=lines_of(coming), EARLY=early,
+        num_warps=launch.warps, num_stages=launch.stages, maxnreg=launch.registers, **overlap(early),
     )  # fmt: skip
     return out
 
@@ -108,7 +127,7 @@ def launch_for(q: Tensor) -> Launch:
     """16 rows are the least a matrix instruction takes; the group's heads seldom fill them, but reading is the work."""
     if q.element_size() == 4:
         return Launch(rows=16, keys=32, warps=4, stages=1)
-    return Launch(rows=16, keys=64, warps=4, stages=3)
+    return Launch(rows=16, keys=64, warps=4, stages=5)
 
 
 def _check_room(workspace: DecodeWorkspace, requests: int, heads: int, kv_heads: int, dim: int, splits: int) -> None:
@@ -121,66 +140,159 @@ def _check_room(workspace: DecodeWorkspace, requests: int, heads: int, kv_heads:
 
 
 # Tables and numbers of a step change place and width from step to step; a variant for each would compile anew.
-@triton.jit(do_not_specialize=["table_row"], do_not_specialize_on_alignment=["block_tables", "context_lens"])
+@triton.jit(do_not_specialize=["table_row"], do_not_specialize_on_alignment=["slots", "block_tables", "context_lens"])
 def _decode_kernel(
-    q: tl.tensor, k_cache: tl.tensor, v_cache: tl.tensor, block_tables: tl.tensor, context_lens: tl.tensor,
-    out: tl.tensor, mixed: tl.tensor, maxima: tl.tensor, sums: tl.tensor, counters: tl.tensor,
-    scale: tl.tensor, q_row: tl.tensor, k_slot: tl.tensor, v_slot: tl.tensor, table_row: tl.tensor,
-    Q_HEAD: tl.constexpr, K_HEAD: tl.constexpr, V_HEAD: tl.constexpr,  # known, so that loads of a head are aligned
-    BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr,
+    qkv: tl.tensor, cos: tl.tensor, sin: tl.tensor, slots: tl.tensor,
+    k_cache: tl.tensor, v_cache: tl.tensor, block_tables: tl.tensor, context_lens: tl.tensor,
+    out: tl.tensor, mixed: tl.tensor, maxima: tl.tensor, sums: tl.tensor, counters: tl.tensor, coming: tl.tensor,
+    scale: tl.tensor, table_row: tl.tensor,
+    BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr,
     ROWS: tl.constexpr, PADDED_DIM: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
+    AT_ONCE: tl.constexpr, ASKED: tl.constexpr, LINES: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
     head, split, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    program, programs = (request * SPLITS + split) * HEADS + head, HEADS * SPLITS * tl.num_programs(2)
     context = tl.load(context_lens + request)
-    share = tl.maximum(tl.cdiv(tl.cdiv(context, KEYS), SPLITS), 1) * KEYS  # keys of a split, in whole tiles
-    active = tl.maximum(tl.cdiv(context, share), 1)  # split 0 answers for an empty context too
+    cached = tl.maximum(context - 1, 0)
+    share = tl.maximum(tl.cdiv(tl.cdiv(cached, KEYS), SPLITS), 1) * KEYS  # keys of a split, in whole tiles
+    active = tl.maximum(tl.cdiv(cached, share), 1)  # split 0 answers for an empty context too
     if split >= active:
+        ask_for_share(coming, LINES, program, programs)
         return
-    end = tl.minimum((split + 1) * share, context)
+    start, end = split * share, tl.minimum((split + 1) * share, cached)
+    table = block_tables + request.to(tl.int64) * table_row
+    keys, values = k_cache + head * DIM, v_cache + head * DIM
+    if EARLY:
+        _ask_for_keys(keys, values, table, start, end, BLOCK_SIZE, HEADS * DIM, DIM, ASKED)
+    wait_for_turn(EARLY)
     rows, dims = tl.arange(0, ROWS), tl.arange(0, PADDED_DIM)
     inside = (rows < GROUP)[:, None] & (dims < DIM)[None, :]
-    own = q + request.to(tl.int64) * q_row + (head * GROUP + rows)[:, None] * Q_HEAD + dims[None, :]
-    queries = tl.load(own, mask=inside, other=0.0)  # [ROWS, PADDED_DIM]
+    own = qkv + request.to(tl.int64) * ((GROUP + 2) * HEADS * DIM)
+    cos, sin = cos + request * DIM, sin + request * DIM
+    queries = _turned(own + (head * GROUP + rows)[:, None] * DIM, cos, sin, dims[None, :], inside, DIM)
+    new_dims = tl.where((split == 0) & (context > 0), DIM, 0)  # this program's share of the new token
+    new_key = _turned(own + (GROUP * HEADS + head) * DIM, cos, sin, dims, dims < new_dims, DIM)
+    new_value = tl.load(own + ((GROUP + 1) * HEADS + head) * DIM + dims, mask=dims < new_dims, other=0.0)
+    slot = tl.load(slots + request).to(tl.int64)
+    place, is_stored = slot * (HEADS * DIM) + dims, dims < tl.where(slot >= 0, new_dims, 0)
+    tl.store(keys + place, new_key, mask=is_stored)
+    tl.store(values + place, new_value, mask=is_stored)
+    acc, largest, total = _attend(
+        queries, keys, values, table, start, end, scale,
+        BLOCK_SIZE, HEADS * DIM, DIM, ROWS, PADDED_DIM, KEYS, PRECISION,
+    )  # fmt: skip
+    if new_dims > 0:
+        acc, largest, total = _add_one(queries, new_key, new_value, scale, acc, largest, total)
+    ask_for_share(coming, LINES, program, programs)
+    cell = request.to(tl.int64) * HEADS + head  # of the result and of the workspace
+    _finish(
+        acc, largest, total, mixed, maxima, sums, counters, out, cell, split, active,
+        GROUP, DIM, SPLITS, AT_ONCE,
+    )  # fmt: skip
+
+
+@triton.jit
+def _attend(
+    queries: tl.tensor, keys: tl.tensor, values: tl.tensor, table: tl.tensor, start: tl.tensor, end: tl.tensor,
+    scale: tl.tensor,
+    BLOCK_SIZE: tl.constexpr, SLOT: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, PADDED_DIM: tl.constexpr,
+    KEYS: tl.constexpr, PRECISION: tl.constexpr,
+) -> tl.tuple:  # fmt: skip
+    """Cached keys from `start` to `end`: sums of values [ROWS, PADDED_DIM], largest scores and sums of weights."""
+    dims = tl.arange(0, PADDED_DIM)[None, :]
     largest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, PADDED_DIM], tl.float32)
-    table = block_tables + request.to(tl.int64) * table_row
-    for first in range(split * share, end, KEYS):
+    for first in range(start, end, KEYS):
         places = first + tl.arange(0, KEYS)
         known = places < end
-        slots = slots_of(table, places, known, BLOCK_SIZE)
+        slots = slots_of(table, places, known, BLOCK_SIZE)[:, None] * SLOT
         # What lies beyond the context is not read at all: it may be another request's, or not a number.
-        readable = known[:, None] & (dims < DIM)[None, :]
-        k = tl.load(k_cache + slots[:, None] * k_slot + head * K_HEAD + dims[None, :], mask=readable, other=0.0)
-        v = tl.load(v_cache + slots[:, None] * v_slot + head * V_HEAD + dims[None, :], mask=readable, other=0.0)
+        readable = known[:, None] & (dims < DIM)
+        k = tl.load(keys + slots + dims, mask=readable, other=0.0)
+        v = tl.load(values + slots + dims, mask=readable, other=0.0)
         scores = tl.dot(queries, tl.trans(k), input_precision=PRECISION)  # [ROWS, KEYS]
         scores = tl.where(known[None, :], scores, float("-inf"))
         weights, shrink, largest, total = weigh(scores, scale, largest, total)
         acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+    return acc, largest, total
 
-    cell = request.to(tl.int64) * tl.num_programs(0) + head  # of the result and of the workspace
-    result = out + (cell * GROUP + rows)[:, None] * DIM + dims[None, :]
+
+@triton.jit
+def _ask_for_keys(
+    keys: tl.tensor, values: tl.tensor, table: tl.tensor, start: tl.tensor, end: tl.tensor,
+    BLOCK_SIZE: tl.constexpr, SLOT: tl.constexpr, DIM: tl.constexpr, ASKED: tl.constexpr,
+) -> None:  # fmt: skip
+    """The first ASKED keys of a split and their values."""
+    of_line: tl.constexpr = 1024 // keys.dtype.element_ty.primitive_bitwidth  # elements
+    lines = tl.arange(0, triton.next_power_of_2((DIM + of_line - 1) // of_line))[None, :] * of_line
+    places = tl.maximum(tl.minimum(start + tl.arange(0, ASKED), end - 1), 0)
+    slots = slots_of(table, places, places < end, BLOCK_SIZE)[:, None] * SLOT
+    ask(keys + slots + lines)
+    ask(values + slots + lines)
+
+
+@triton.jit
+def _turned(
+    rows: tl.tensor, cos: tl.tensor, sin: tl.tensor, dims: tl.tensor, inside: tl.tensor, DIM: tl.constexpr
+) -> tl.tensor:
+    """Rows at these pointers, dimensions i and i + d / 2 of each turned as a pair."""
+    along = tl.load(cos + dims, mask=dims < DIM, other=0.0).to(tl.float32)
+    across = tl.load(sin + dims, mask=dims < DIM, other=0.0).to(tl.float32)
+    one = tl.load(rows + dims, mask=inside, other=0.0)
+    other = tl.load(rows + (dims + DIM // 2) % DIM, mask=inside, other=0.0)
+    return (one.to(tl.float32) * along + other.to(tl.float32) * across).to(one.dtype)
+
+
+@triton.jit
+def _add_one(
+    queries: tl.tensor, key: tl.tensor, value: tl.tensor, scale: tl.tensor,
+    acc: tl.tensor, largest: tl.tensor, total: tl.tensor,
+) -> tl.tuple:  # fmt: skip
+    """One more key [d] and its value, added to what the rows have seen, which may be nothing."""
+    score = tl.sum(queries.to(tl.float32) * key.to(tl.float32)[None, :], 1) * scale  # [ROWS]
+    new_largest = tl.maximum(largest, score)
+    shrink, weight = tl.exp2(largest - new_largest), tl.exp2(score - new_largest)
+    acc = acc * shrink[:, None] + value.to(tl.float32)[None, :] * weight[:, None]
+    return acc, new_largest, total * shrink + weight
+
+
+@triton.jit
+def _finish(
+    acc: tl.tensor, largest: tl.tensor, total: tl.tensor,
+    mixed: tl.tensor, maxima: tl.tensor, sums: tl.tensor, counters: tl.tensor, out: tl.tensor,
+    cell: tl.tensor, split: tl.tensor, active: tl.tensor,
+    GROUP: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr, AT_ONCE: tl.constexpr,
+) -> None:  # fmt: skip
+    """Write the result, or leave it with those of the other splits; the last one adds them up."""
     if active == 1:
-        tl.store(result, divide(acc, total).to(out.dtype.element_ty), mask=inside)
+        _write(out, cell, divide(acc, total), GROUP, DIM)
     else:
-        part = (cell * SPLITS + split) * GROUP + rows
-        parts = mixed + part[:, None] * DIM + dims[None, :]
-        _leave(parts, maxima + part, sums + part, acc, largest, total, inside, rows < GROUP)
+        _leave(mixed, maxima, sums, (cell * SPLITS + split) * GROUP, acc, largest, total, GROUP, DIM)
         if tl.atomic_add(counters + cell, 1, sem="acq_rel") == active - 1:
-            whole = _add_up(mixed, maxima, sums, cell, active, GROUP, DIM, SPLITS, ROWS, PADDED_DIM)
-            tl.store(result, whole.to(out.dtype.element_ty), mask=inside)
+            whole = _add_up(mixed, maxima, sums, cell, active, GROUP, DIM, SPLITS, acc.shape[1], AT_ONCE)
+            _write(out, cell, whole, GROUP, DIM)
             tl.store(counters + cell, 0)
 
 
 @triton.jit
+def _write(out: tl.tensor, cell: tl.tensor, found: tl.tensor, GROUP: tl.constexpr, DIM: tl.constexpr) -> None:
+    rows, dims = tl.arange(0, found.shape[0])[:, None], tl.arange(0, found.shape[1])[None, :]
+    result = out + (cell * GROUP + rows) * DIM + dims
+    tl.store(result, found.to(out.dtype.element_ty), mask=(rows < GROUP) & (dims < DIM))
+
+
+@triton.jit
 def _leave(
-    parts: tl.tensor, maxima: tl.tensor, sums: tl.tensor, acc: tl.tensor, largest: tl.tensor, total: tl.tensor,
-    inside: tl.tensor, is_row: tl.tensor,
+    mixed: tl.tensor, maxima: tl.tensor, sums: tl.tensor, part: tl.tensor,
+    acc: tl.tensor, largest: tl.tensor, total: tl.tensor, GROUP: tl.constexpr, DIM: tl.constexpr,
 ) -> None:  # fmt: skip
     """What a split found, for the last one to add up. No thread goes on before all have stored."""
-    tl.store(parts, acc, mask=inside)
-    tl.store(maxima, largest, mask=is_row)
-    tl.store(sums, total, mask=is_row)
+    rows, dims = tl.arange(0, acc.shape[0]), tl.arange(0, acc.shape[1])
+    inside = (rows < GROUP)[:, None] & (dims < DIM)[None, :]
+    tl.store(mixed + (part + rows)[:, None] * DIM + dims[None, :], acc, mask=inside)
+    tl.store(maxima + part + rows, largest, mask=rows < GROUP)
+    tl.store(sums + part + rows, total, mask=rows < GROUP)
     tl.debug_barrier()
 
 
@@ -194,24 +306,29 @@ def slots_of(table: tl.tensor, places: tl.tensor, known: tl.tensor, BLOCK_SIZE: 
 @triton.jit
 def _add_up(
     mixed: tl.tensor, maxima: tl.tensor, sums: tl.tensor, cell: tl.tensor, active: tl.tensor,
-    GROUP: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr, PADDED_DIM: tl.constexpr,
+    GROUP: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr, PADDED_DIM: tl.constexpr, AT_ONCE: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """The softmax over all splits of a request and key head: [ROWS, PADDED_DIM].
+    """The softmax over all splits of a request and key head [rows, d], several at a time: one latency for all of them.
 
     Other multiprocessors wrote the parts, so they are read past the first cache.
     """
-    rows, dims, splits = tl.arange(0, ROWS), tl.arange(0, PADDED_DIM), tl.arange(0, SPLITS)
+    ROWS: tl.constexpr = triton.next_power_of_2(GROUP)
+    rows, dims = tl.arange(0, ROWS), tl.arange(0, PADDED_DIM)
     inside = (rows < GROUP)[:, None] & (dims < DIM)[None, :]
-    every = (cell * SPLITS + splits)[:, None] * GROUP + rows[None, :]  # [SPLITS, ROWS]
-    present = (splits < active)[:, None] & (rows < GROUP)[None, :]
-    each_largest = tl.load(maxima + every, mask=present, other=-1e30, cache_modifier=".cg")
-    largest = tl.max(each_largest, 0)  # [ROWS]
-    each_total = tl.load(sums + every, mask=present, other=0.0, cache_modifier=".cg")
-    total = tl.sum(each_total * tl.exp2(each_largest - largest[None, :]), 0)
+    largest = tl.full([ROWS], -1e30, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, PADDED_DIM], tl.float32)
-    for split in range(active):
-        part = (cell * SPLITS + split) * GROUP + rows
-        own_largest = tl.load(maxima + part, mask=rows < GROUP, other=-1e30, cache_modifier=".cg")
-        found = tl.load(mixed + part[:, None] * DIM + dims[None, :], mask=inside, other=0.0, cache_modifier=".cg")
-        acc += found * tl.exp2(own_largest - largest)[:, None]
+    for first in range(0, active, AT_ONCE):
+        splits = first + tl.arange(0, AT_ONCE)
+        part = (cell * SPLITS + splits)[:, None] * GROUP + rows[None, :]  # [AT_ONCE, ROWS]
+        present = (splits < active)[:, None] & (rows < GROUP)[None, :]
+        each_largest = tl.load(maxima + part, mask=present, other=-1e30, cache_modifier=".cg")
+        each_total = tl.load(sums + part, mask=present, other=0.0, cache_modifier=".cg")
+        each = mixed + part[:, :, None] * DIM + dims[None, None, :]  # [AT_ONCE, ROWS, PADDED_DIM]
+        found = tl.load(each, mask=(splits < active)[:, None, None] & inside[None], other=0.0, cache_modifier=".cg")
+        new_largest = tl.maximum(largest, tl.max(each_largest, 0))
+        shrink, weights = tl.exp2(largest - new_largest), tl.exp2(each_largest - new_largest[None, :])
+        acc = acc * shrink[:, None] + tl.sum(found * weights[:, :, None], 0)
+        total = total * shrink + tl.sum(each_total * weights, 0)
+        largest = new_largest
     return divide(acc, total)

@@ -15,30 +15,30 @@ narrow one. Rows beyond the last of either are the last one again: loads need no
 With a norm, x is multiplied by the norm's weight on its way and its squares are summed beside the products. What a row
 is divided by is common to its products, so it comes last: rms_norm(x) W^T = ((x * g) W^T) * rsqrt(mean(x^2) + eps).
 
-With AHEAD, a program starts before the launch ahead of it in the stream has ended. Until `gdc_wait` it may touch
-nothing that others write; weights are constant, so it asks for its first ones. Every program waits, so that the end of
-a launch says that all launches before it have ended too.
+With EARLY, a program starts before the launch ahead of it has ended (see `early`). Until its turn it may touch nothing
+that others write; weights are constant, so it may ask for its first ones, AHEAD cache lines of each row.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from saccade.kernels.early import ask, wait_for_turn
 
 
 @triton.jit
 def vector_kernel(
     x: tl.tensor, weight: tl.tensor, bias: tl.tensor, residual: tl.tensor, norm: tl.tensor, out: tl.tensor,
     eps: tl.tensor, N: tl.tensor, K: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, STAGES: tl.constexpr,
-    GATED: tl.constexpr, AHEAD: tl.constexpr,
+    GATED: tl.constexpr, EARLY: tl.constexpr, AHEAD: tl.constexpr,
 ) -> None:  # fmt: skip
     """One row of x, on the plain units: each thread multiplies the columns it loads; they add up once, at the end."""
     columns = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     own = weight + tl.minimum(columns, N - 1)[:, None].to(tl.int64) * K  # [OUTPUTS, 1]
     to_up = tl.cast(N, tl.int64) * K  # from a row of the gate to its row of `up`
-    if AHEAD > 0:
-        _start_early(own, to_up, GATED, AHEAD)
+    _ask_ahead(own, to_up, GATED, AHEAD)
+    wait_for_turn(EARLY)
     acc = tl.zeros([OUTPUTS, INPUTS], tl.float32)
     acc_up = tl.zeros([OUTPUTS, INPUTS], tl.float32)
     squares = tl.zeros([1, INPUTS], tl.float32)
@@ -63,7 +63,7 @@ def tile_kernel(
     partials: tl.tensor, squares: tl.tensor, counters: tl.tensor,
     eps: tl.tensor, M: tl.tensor, N: tl.tensor, x_row: tl.tensor,
     K: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, SPLITS: tl.constexpr,
-    GATED: tl.constexpr, PRECISION: tl.constexpr, AHEAD: tl.constexpr,
+    GATED: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr, AHEAD: tl.constexpr,
 ) -> None:  # fmt: skip
     """Up to ROWS rows of x, on the matrix units."""
     tile, split = tl.program_id(0), tl.program_id(1)
@@ -71,8 +71,8 @@ def tile_kernel(
     columns, rows = tile * OUTPUTS + tl.arange(0, OUTPUTS), tl.arange(0, ROWS)
     own = weight + tl.minimum(columns, N - 1)[:, None].to(tl.int64) * K  # [OUTPUTS, 1]
     to_up = tl.cast(N, tl.int64) * K  # from a row of the gate to its row of `up`
-    if AHEAD > 0:
-        _start_early(own + split * SHARE, to_up, GATED, AHEAD)
+    _ask_ahead(own + split * SHARE, to_up, GATED, AHEAD)
+    wait_for_turn(EARLY)
     few = x + tl.minimum(rows, M - 1)[:, None] * x_row  # [ROWS, 1]
     acc, acc_up, total = _multiply(
         few, own, own + to_up, norm, split * SHARE,
@@ -119,22 +119,14 @@ def _multiply(
 
 
 @triton.jit
-def _start_early(own: tl.tensor, to_up: tl.tensor, GATED: tl.constexpr, AHEAD: tl.constexpr) -> None:
-    """Ask for AHEAD cache lines of each weight row, wait for the launch ahead, then let the next one do the same."""
-    elements_of_line: tl.constexpr = 1024 // own.dtype.element_ty.primitive_bitwidth
-    lines = own + tl.arange(0, AHEAD)[None, :] * elements_of_line  # [OUTPUTS, AHEAD]
-    _prefetch(lines)
-    if GATED:
-        _prefetch(lines + to_up)
-    gdc_wait()
-    gdc_launch_dependents()
-
-
-@triton.jit
-def _prefetch(lines: tl.tensor) -> None:
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [lines.to(tl.uint64)], dtype=tl.int32, is_pure=False, pack=1
-    )
+def _ask_ahead(own: tl.tensor, to_up: tl.tensor, GATED: tl.constexpr, AHEAD: tl.constexpr) -> None:
+    """The first AHEAD cache lines of each weight row."""
+    if AHEAD > 0:
+        of_line: tl.constexpr = 1024 // own.dtype.element_ty.primitive_bitwidth  # elements
+        lines = own + tl.arange(0, AHEAD)[None, :] * of_line  # [OUTPUTS, AHEAD]
+        ask(lines)
+        if GATED:
+            ask(lines + to_up)
 
 
 @triton.jit

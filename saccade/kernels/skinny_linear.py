@@ -1,7 +1,7 @@
 """Products of a few rows with a large weight, as a decode step has them. Knows shapes and dtypes, not layers.
 
 Such a product takes as long as reading its weight, so each variant is a way to keep the memory busy: one row goes
-through `vector_kernel`, up to 128 through `tile_kernel`, and where cuBLAS does as well, through `F.linear`. `choose`
+through `vector_kernel`, up to 32 through `tile_kernel`, and more, where cuBLAS does better, through `F.linear`. `choose`
 decides from the shape alone, so a CUDA graph may hold the launches, and nothing is tuned while serving.
 """
 
@@ -14,13 +14,14 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
+from saccade.kernels.early import is_early, overlap
 from saccade.kernels.fused_norm import silu_and_mul
 from saccade.kernels.skinny_kernels import tile_kernel, vector_kernel
 from saccade.kernels.softmax import precision_of
 from saccade.kernels.tiles import power_of_two
 
-_MAX_ROWS = 128
-_MAX_NORMED_ROWS = 16  # beyond, norming x again in every program costs more than a launch of its own
+MAX_ROWS = 32  # that `choose` has launches for
+MAX_NORMED_ROWS = 16  # beyond, norming x again in every program costs more than a launch of its own
 _PROGRAMS = 132  # that a launch should have at least: one for each multiprocessor of an H100 or H200
 _MAX_PROGRAMS = 2 * _PROGRAMS  # of a launch with splits; the workspace has room for these
 _LINE = 128  # bytes
@@ -35,7 +36,8 @@ class Config(NamedTuple):
     splits: int = 1  # programs that share the columns of a tile
     warps: int = 4
     stages: int = 4  # reads in flight ahead of their use
-    ahead: int = 0  # cache lines of each weight row asked for while the launch ahead still runs; 0: start after it
+    early: bool = True  # start while the launch ahead still runs, where the device can
+    ahead: int = 0  # cache lines of each weight row asked for then
 
 
 class SplitWorkspace(NamedTuple):
@@ -48,7 +50,7 @@ class SplitWorkspace(NamedTuple):
     @classmethod
     def allocate(cls, max_rows: int, device: torch.device) -> SplitWorkspace:
         """Room for every launch that `choose` gives for up to `max_rows` rows."""
-        rows = power_of_two(min(max_rows, _MAX_ROWS), least=16)
+        rows = power_of_two(max_rows, least=16)
         return cls(
             torch.empty(_MAX_PROGRAMS * _split_outputs(rows) * rows, dtype=torch.float32, device=device),
             torch.empty(_MAX_PROGRAMS * rows, dtype=torch.float32, device=device),
@@ -64,14 +66,14 @@ def skinny_linear(
     *,
     workspace: SplitWorkspace | None = None,
     config: Config | None = None,
-    out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,  # [M, N], contiguous
 ) -> Tensor:
-    """x @ weight.T + bias + residual: [M, N], added up in float32 and rounded once to `out_dtype`, or x's."""
+    """x @ weight.T + bias + residual: [M, N], added up in float32 and rounded once to the type of `out`, or of x."""
     config = config or choose(len(x), weight.shape[0], weight.shape[1], x.dtype)
     if config is None:
-        out = F.linear(x, weight, bias)
-        return (out if residual is None else out.add_(residual)).to(out_dtype or x.dtype)
-    return _launch(_Product(x, weight, bias, residual), config, workspace, out_dtype)
+        found = _library_linear(x, weight, bias, out)
+        return found if residual is None else found.add_(residual)
+    return _launch(_Product(x, weight, bias, residual), config, workspace, out)
 
 
 def norm_linear(
@@ -83,14 +85,14 @@ def norm_linear(
     *,
     workspace: SplitWorkspace | None = None,
     config: Config | None = None,
-    out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """rms_norm(x) @ weight.T + bias: [M, N]."""
     config = config or choose(len(x), weight.shape[0], weight.shape[1], x.dtype)
     if config is None or not norms(config, x.dtype):
         x = F.rms_norm(x, norm_weight.shape, norm_weight, eps)
-        return skinny_linear(x, weight, bias, workspace=workspace, config=config, out_dtype=out_dtype)
-    return _launch(_Product(x, weight, bias, None, norm_weight, eps), config, workspace, out_dtype)
+        return skinny_linear(x, weight, bias, workspace=workspace, config=config, out=out)
+    return _launch(_Product(x, weight, bias, None, norm_weight, eps), config, workspace, out)
 
 
 def gated_linear(x: Tensor, gate_up_weight: Tensor, *, config: Config | None = None) -> Tensor:
@@ -119,29 +121,32 @@ def norm_gated_linear(
 def choose(m: int, n: int, k: int, dtype: torch.dtype, *, gated: bool = False) -> Config | None:
     """How to multiply m rows with a weight [n, k], or [2 n, k] if gated; None where cuBLAS is as good.
 
-    | rows     | outputs of a program                               | columns at a time            |
-    | -------- | -------------------------------------------------- | ---------------------------- |
-    | 1        | 4, or 8 where that still fills the device          | 512                          |
-    | 2 - 16   | 16, or 32 or 64 where that still fills the device  | 256, 128 or 64; gated half   |
-    | 17 - 128 | 64, columns split until the device is full         | 128; gated or from 65 on, 64 |
+    | rows    | outputs of a program | columns at a time                 |
+    | ------- | -------------------- | --------------------------------- |
+    | 1       | 4                    | 512, or 1024 of many              |
+    | 2 - 16  | 64                   | 64, or 128 where outputs are many |
+    | 17 - 32 | 64                   | 128, gated 64                     |
 
-    Programs are kept small enough for two of them to share a multiprocessor: when there are a few more programs than
-    multiprocessors, the last ones then need not wait for the first.
+    Columns are split between programs until the device is full. Programs are kept small enough for two of them to share
+    a multiprocessor: when there are a few more programs than multiprocessors, the last ones then need not wait for the
+    first. Where all programs run at once, they ask for weights early; where they come in many waves, that only disturbs.
     """
-    if m > _MAX_ROWS or k % 16:  # rows of a weight that do not begin at 32 bytes cannot be read in wide pieces
+    if m > MAX_ROWS or k % 16:  # rows of a weight that do not begin at 32 bytes cannot be read in wide pieces
         return None
     if dtype == torch.float32:
         return _choose_exact(m)
+    has_waves = n >= 64 * _PROGRAMS
+    ahead = 0 if has_waves else 8
     if m == 1:
-        return Config(rows=1, outputs=8 if n >= 64 * _PROGRAMS and not gated else 4, inputs=512)
-    if m <= _MAX_NORMED_ROWS:
-        outputs = next((o for o in (64, 32) if n >= o * 2 * _PROGRAMS), 16)
-        return Config(16, outputs, inputs=4096 // outputs // (2 if gated else 1), warps=outputs // 16, stages=5)
-    rows = power_of_two(m, least=32)
+        is_long = k > 4096
+        stages = 1 if k <= 2048 and not gated else 4
+        return Config(rows=1, outputs=4, inputs=1024 if is_long else 512, stages=stages, ahead=ahead)
+    if m <= MAX_NORMED_ROWS:
+        inputs, stages = (128, 3) if has_waves and not gated else (64, 5)
+        return Config(16, 64, inputs, 1 if gated else choose_splits(n, k, 64, inputs), stages=stages, ahead=ahead)
     if gated:
-        return Config(rows, outputs=64, inputs=64, warps=8 if rows == _MAX_ROWS else 4, stages=3)
-    inputs = 64 if rows == _MAX_ROWS else 128
-    return Config(rows, outputs=64, inputs=inputs, splits=choose_splits(n, k, 64, inputs))
+        return Config(32, outputs=64, inputs=64, stages=5, ahead=ahead)
+    return Config(32, outputs=64, inputs=128, splits=choose_splits(n, k, 64, 128), ahead=ahead)
 
 
 def _choose_exact(m: int) -> Config:
@@ -160,12 +165,18 @@ def choose_splits(n: int, k: int, outputs: int, inputs: int) -> int:
 
 def norms(config: Config, dtype: torch.dtype) -> bool:
     """Whether a launch can norm its rows. The matrix units get x before it is divided: float16 may not hold that."""
-    return config.rows == 1 or (config.rows <= _MAX_NORMED_ROWS and dtype != torch.float16)
+    return config.rows == 1 or (config.rows <= MAX_NORMED_ROWS and dtype != torch.float16)
 
 
 def _split_outputs(rows: int) -> int:
     """The most weight rows of a program in a launch with splits."""
     return 128 if rows >= 64 else 64
+
+
+def _library_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
+    if out is None:
+        return F.linear(x, weight, bias)
+    return torch.mm(x, weight.T, out=out) if bias is None else torch.addmm(bias, x, weight.T, out=out)
 
 
 # --- launching ----------------------------------------------------------------------------------------------------
@@ -181,13 +192,12 @@ class _Product(NamedTuple):
     gated: bool = False
 
 
-def _launch(
-    product: _Product, config: Config, workspace: SplitWorkspace | None, out_dtype: torch.dtype | None
-) -> Tensor:
+def _launch(product: _Product, config: Config, workspace: SplitWorkspace | None, out: Tensor | None) -> Tensor:
     x, weight = product.x, product.weight
     _check(product, config)
     outputs = len(weight) // 2 if product.gated else len(weight)
-    out = torch.empty((len(x), outputs), dtype=out_dtype or x.dtype, device=x.device)
+    out = torch.empty((len(x), outputs), dtype=x.dtype, device=x.device) if out is None else out
+    assert out.shape == (len(x), outputs) and out.is_contiguous()
     if config.rows == 1:
         _launch_vector(product, config, out)
     else:
@@ -197,12 +207,12 @@ def _launch(
 
 def _launch_vector(product: _Product, config: Config, out: Tensor) -> None:
     x, weight, bias, residual, norm_weight, eps, gated = product
-    inputs = x.shape[1]
+    inputs, early = x.shape[1], config.early and is_early(x)
     vector_kernel[(triton.cdiv(out.shape[1], config.outputs),)](
         x, weight, bias, residual, norm_weight, out, eps, out.shape[1],
         K=inputs, OUTPUTS=config.outputs, INPUTS=config.inputs, STAGES=config.stages, GATED=gated,
-        AHEAD=_lines_ahead(config, inputs, weight),
-        num_warps=config.warps, num_stages=config.stages, **_overlap(config),
+        EARLY=early, AHEAD=_lines_ahead(config, inputs, weight) if early else 0,
+        num_warps=config.warps, num_stages=config.stages, **overlap(early),
     )  # fmt: skip
 
 
@@ -212,11 +222,12 @@ def _launch_tiles(product: _Product, config: Config, workspace: SplitWorkspace |
     tiles, splits = triton.cdiv(outputs, config.outputs), config.splits
     partials, squares, counters = _room(workspace, config, tiles) if splits > 1 else (None, None, None)
     share = triton.cdiv(triton.cdiv(inputs, config.inputs), splits) * config.inputs
+    early = config.early and is_early(x)
     tile_kernel[(tiles, splits)](
         x, weight, bias, residual, norm_weight, out, partials, squares, counters, eps, rows, outputs, x.stride(0),
         K=inputs, ROWS=config.rows, OUTPUTS=config.outputs, INPUTS=config.inputs, SPLITS=splits, GATED=gated,
-        PRECISION=precision_of(x), AHEAD=_lines_ahead(config, min(share, inputs), weight),
-        num_warps=config.warps, num_stages=config.stages, **_overlap(config),
+        PRECISION=precision_of(x), EARLY=early, AHEAD=_lines_ahead(config, min(share, inputs), weight) if early else 0,
+        num_warps=config.warps, num_stages=config.stages, **overlap(early),
     )  # fmt: skip
 
 
@@ -224,10 +235,6 @@ def _lines_ahead(config: Config, columns: int, weight: Tensor) -> int:
     """Cache lines to ask for: a power of two, within a program's columns."""
     lines = min(config.ahead, max(1, columns * weight.element_size() // _LINE))
     return 1 << (lines.bit_length() - 1) if lines else 0
-
-
-def _overlap(config: Config) -> dict[str, bool]:
-    return {"launch_pdl": True} if config.ahead else {}
 
 
 def _room(workspace: SplitWorkspace | None, config: Config, tiles: int) -> SplitWorkspace:

@@ -7,55 +7,70 @@ here reads a value back from the device, so a CUDA graph can hold all of it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from saccade.kernels.fused_norm import add_rms_norm, silu_and_mul
 from saccade.kernels.store_kv import rotary_and_store
 from saccade.models.attention import PagedKV
 from saccade.models.decoder import Decoder, DecoderLayer
-from saccade.models.layers import RMSNorm
+from saccade.models.products import Products, Stream, new_workspace, products_for
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(turned queries [T, heads, d], one layer's keys, its values) -> [T, heads, d]. The cache has these rows' tokens."""
+
+class Cached(NamedTuple):
+    """What one layer keeps of the tokens so far, and what it reads next."""
+
+    keys: Tensor  # [slots, kv_heads, d]
+    values: Tensor
+    coming: Tensor  # the weight of the product behind attention
+
+
+Attend = Callable[[Tensor, Cached], Tensor]
+"""(queries, keys and values as projected [T, heads + 2 kv_heads, d], one layer's cache) -> [T, heads, d].
+
+It turns queries and keys by their positions and stores the new keys and values."""
 
 
 class FusedDecoder:
     def __init__(self, decoder: Decoder, kv: PagedKV) -> None:
         self.decoder = decoder
         self.kv = kv
-        # The norm behind a layer's MLP is the next layer's first one.
-        norms = [layer.attention_norm for layer in decoder.layers] + [decoder.norm]
-        self._layers = list(zip(decoder.layers, norms[1:], strict=True))
-        self._first: RMSNorm = norms[0]
+        self._workspace = new_workspace(decoder)
 
-    def forward(self, embeds: Tensor, positions: Tensor, slots: Tensor, attend: Attend) -> Tensor:
-        """[T, H] -> normed hidden states [T, H]. `slots` [T] says where keys and values go; -1 is a row of padding."""
-        cos, sin = (angles.contiguous() for angles in self.decoder.rotary(positions, embeds.dtype))  # [T, 1, d]
-        residual, normed = embeds, self._first(embeds)
-        for index, (layer, next_norm) in enumerate(self._layers):
-            mixed = self._attend(layer, index, normed, cos, sin, slots, attend)
-            normed, residual = add_rms_norm(layer.out(mixed), residual, layer.mlp_norm.weight, layer.mlp_norm.eps)
-            wide = silu_and_mul(layer.gate_up(normed))
-            normed, residual = add_rms_norm(layer.down(wide), residual, next_norm.weight, next_norm.eps)
-        return normed
+    def products(self, rows: int) -> Products:
+        return products_for(rows, self._workspace)
 
-    def _attend(
-        self, layer: DecoderLayer, index: int, x: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, attend: Attend
-    ) -> Tensor:
-        qkv = layer.qkv(x).view(len(x), -1, layer.head_dim)  # [T, heads + 2 kv_heads, d]
-        q, k, v = torch.split(qkv, [layer.heads, layer.kv_heads, layer.kv_heads], dim=1)
-        keys, values = self.kv.k[index], self.kv.v[index]
-        rotary_and_store(q, k, v, cos, sin, keys, values, slots)
-        return attend(q, keys, values).view(len(x), -1)
+    def forward(self, embeds: Tensor, attend: Attend, products: Products) -> Stream:
+        """[T, H] -> the stream behind the last layer."""
+        x = Stream(embeds)
+        for index, layer in enumerate(self.decoder.layers):
+            qkv, x = products.qkv(x, layer)
+            mixed = attend(qkv.view(len(qkv), -1, layer.head_dim), self._cached(index, layer))
+            x = products.mlp(products.out(mixed.flatten(1), x, layer), layer)
+        return x
+
+    def _cached(self, index: int, layer: DecoderLayer) -> Cached:
+        return Cached(self.kv.k[index], self.kv.v[index], layer.out.weight)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         return self.decoder.embed(token_ids)
 
-    def logits(self, hidden: Tensor, out: Tensor) -> Tensor:
-        """In the model's own type: rounding does not change which one is largest."""
-        return torch.mm(hidden, self.decoder.head.T, out=out)
+    def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of positions [axes, T], each [T, 1, d]."""
+        cos, sin = self.decoder.rotary(positions, self.decoder.table.dtype)
+        return cos.contiguous(), sin.contiguous()
+
+    def turn_and_store(self, qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, cached: Cached) -> Tensor:
+        """The turned queries [T, heads, d]. `slots` [T] says where keys and values go; -1 is a row of padding."""
+        layer = self.decoder.layers[0]
+        q, k, v = torch.split(qkv, [layer.heads, layer.kv_heads, layer.kv_heads], dim=1)
+        rotary_and_store(q, k, v, cos, sin, cached.keys, cached.values, slots)
+        return q
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Of normed rows. In the model's own type: rounding does not change which one is largest."""
+        return torch.mm(hidden, self.decoder.head.T)
 
     @property
     def scale(self) -> float:

@@ -43,7 +43,7 @@ class CudaForward:
         self.close, self.clear = self._tables.close, self._tables.clear
         self._decoder = FusedDecoder(decoder, kv)
         self._latest: dict[str, int] = {}  # row of each request in the run of the decode pass before
-        self._decoding = DecodePass(self._decoder, self._tables, block_size, max_requests, axes)
+        self._decoding = DecodePass(self._decoder, self._tables, block_size, max_requests)
         self._prompts = PromptPass(self._decoder, self._tables, block_size, axes)
 
     @torch.inference_mode()
@@ -73,8 +73,7 @@ class CudaForward:
         if not last:
             return dict
         rows = to_device(np.array([end for end, _ in last]), self.device)
-        out = torch.empty(len(last), self._decoder.vocab_size, dtype=hidden.dtype, device=self.device)
-        logits = self._decoder.logits(hidden.index_select(0, rows), out)
+        logits = self._decoder.logits(hidden.index_select(0, rows))
         return self._collecting(_Picked([s for _, s in last], self._to_host(logits.argmax(-1)), logits))
 
     def _row(self, work: Work, state: RequestState) -> DecodeRow:

@@ -14,8 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from saccade.kernels.paged_decode import DecodeWorkspace, paged_decode
-from saccade.models.fused import FusedDecoder
+from saccade.kernels.argmax import ArgmaxWorkspace, argmax
+from saccade.kernels.decode_inputs import decode_inputs
+from saccade.kernels.paged_decode import DecodeWorkspace, NewTokens, paged_decode
+from saccade.models.fused import Cached, FusedDecoder
 from saccade.runner.tables import BlockTables
 
 PADDING = (0, 0, -1, 0, 0)  # a row that is not stored and sees nothing
@@ -37,16 +39,14 @@ class Decoded(NamedTuple):
 
 
 class DecodePass:
-    def __init__(
-        self, decoder: FusedDecoder, tables: BlockTables, block_size: int, max_requests: int, axes: int
-    ) -> None:
+    def __init__(self, decoder: FusedDecoder, tables: BlockTables, block_size: int, max_requests: int) -> None:
         self.decoder = decoder
         self.tables = tables
         self.block_size = block_size
-        self.axes = axes
         self.sizes = list(_sizes(max_requests))
         layer, device = decoder.decoder.layers[0], tables.blocks.device
         self._workspace = DecodeWorkspace.allocate(self.sizes[-1], layer.heads, layer.kv_heads, layer.head_dim, device)
+        self._argmax = ArgmaxWorkspace.allocate(self.sizes[-1], device)
         self._numbers = torch.zeros(5, self.sizes[-1], dtype=torch.int32, device=device)
         # Two of them: one may still be on its way to the device while the next is written.
         self._hosts = [
@@ -80,17 +80,21 @@ class DecodePass:
 
     def _forward(self, size: int) -> None:
         tokens, positions, slots, contexts, rows = self._numbers[:, :size]
-        tables = self.tables.blocks.index_select(0, rows)
+        decoder, products = self.decoder.decoder, self.decoder.products(size)
+        inputs = decode_inputs(
+            tokens, positions, rows, self._tokens, decoder.table, decoder.rotary.frequencies, self.tables.blocks
+        )
 
-        def attend(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            scale, workspace = self.decoder.scale, self._workspace
-            return paged_decode(q, keys, values, tables, contexts, self.block_size, scale, workspace)
+        def attend(qkv: Tensor, cached: Cached) -> Tensor:
+            new, scale = NewTokens(qkv, inputs.cos, inputs.sin, slots), self.decoder.scale
+            return paged_decode(
+                new, cached.keys, cached.values, inputs.tables, contexts, self.block_size, scale, self._workspace,
+                coming=cached.coming,
+            )  # fmt: skip
 
-        known = torch.where(tokens < 0, self._tokens[(-1 - tokens).clamp(min=0)], tokens)
-        embeds = self.decoder.embed(known)
-        hidden = self.decoder.forward(embeds, positions.expand(self.axes, -1), slots.long(), attend)
-        logits = self.decoder.logits(hidden, self._logits[:size])
-        torch.argmax(logits, -1, out=self._tokens[:size])
+        hidden = self.decoder.forward(inputs.embeds, attend, products)
+        logits = products.logits(hidden, decoder, self._logits[:size])
+        argmax(logits, self._argmax, self._tokens[:size])
 
 
 def _sizes(largest: int) -> Iterator[int]:

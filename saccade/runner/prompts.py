@@ -20,7 +20,7 @@ from tqdm import tqdm
 from saccade.kernels.paged_decode import num_multiprocessors
 from saccade.kernels.paged_prefill import choose_rows, paged_prefill
 from saccade.kernels.tiles import Tiles
-from saccade.models.fused import FusedDecoder
+from saccade.models.fused import Cached, FusedDecoder
 from saccade.runner.tables import BlockTables, to_device
 
 GRAPH_TOKENS: tuple[int, ...] = (
@@ -135,11 +135,15 @@ class PromptPass:
         )
         tables = self.tables.blocks.index_select(0, rows)
         tiles = Tiles(starts, index.view(-1, 2), self._rows(sizes.tokens))
+        cos, sin = self.decoder.angles(positions.view(self.axes, -1))
+        products = self.decoder.products(sizes.tokens)
 
-        def attend(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        def attend(qkv: Tensor, cached: Cached) -> Tensor:
+            q = self.decoder.turn_and_store(qkv, cos, sin, slots, cached)
+            keys, values = cached.keys, cached.values
             return paged_prefill(q, keys, values, tables, contexts, tiles, self.block_size, self.decoder.scale)
 
-        return self.decoder.forward(embeds, positions.view(self.axes, -1), slots.long(), attend)
+        return products.normed(self.decoder.forward(embeds, attend, products), self.decoder.decoder)
 
 
 def _rounded(tokens: int) -> int:

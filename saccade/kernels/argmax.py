@@ -1,0 +1,85 @@
+"""The largest of each row and where it is. Knows numbers, not what they rate.
+
+    logits [T, N]: grid (T, splits)      | split 0 | split 1 | ...       each finds its own largest
+    keys [T, splits]                     the last split to arrive at the counter of its row compares them
+
+A value and its place are one integer, so that one comparison serves both: the value's bits, turned so that they order
+as the values do, above the place counted backwards. Of equal values the first one wins; not a number is the largest.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from saccade.kernels.early import is_early, overlap, wait_for_turn
+
+_MAX_SPLITS = 64
+_PROGRAMS = 264  # that a launch should have: two for each multiprocessor of an H100 or H200
+_BLOCK = 2048
+
+
+class ArgmaxWorkspace(NamedTuple):
+    """Scratch memory of `argmax`. Two streams need two."""
+
+    keys: Tensor  # int64 [rows, _MAX_SPLITS]
+    counters: Tensor  # int32 [rows]: splits that have arrived; zero between launches
+
+    @classmethod
+    def allocate(cls, max_rows: int, device: torch.device) -> ArgmaxWorkspace:
+        return cls(
+            torch.empty(max_rows, _MAX_SPLITS, dtype=torch.int64, device=device),
+            torch.zeros(max_rows, dtype=torch.int32, device=device),
+        )
+
+
+def argmax(logits: Tensor, workspace: ArgmaxWorkspace, out: Tensor) -> Tensor:
+    """logits [T, N], contiguous -> `out`, int64 [T]."""
+    rows, size = logits.shape
+    assert logits.is_contiguous() and rows <= len(workspace.counters), (logits.shape, len(workspace.counters))
+    wanted = min(_PROGRAMS // rows, triton.cdiv(size, _BLOCK), _MAX_SPLITS)
+    splits, early = 1 << (max(wanted, 1).bit_length() - 1), is_early(logits)
+    _argmax_kernel[(rows, splits)](
+        logits, *workspace, out, size, SPLITS=splits, BLOCK=_BLOCK, EARLY=early, num_warps=8, **overlap(early)
+    )
+    return out
+
+
+@triton.jit(do_not_specialize_on_alignment=["out"])
+def _argmax_kernel(
+    logits: tl.tensor, keys: tl.tensor, counters: tl.tensor, out: tl.tensor, size: tl.tensor,
+    SPLITS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+) -> None:  # fmt: skip
+    wait_for_turn(EARLY)
+    row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    best = tl.full([BLOCK], -(2**63), tl.int64)
+    for first in range(split * BLOCK, size, SPLITS * BLOCK):
+        places = first + tl.arange(0, BLOCK)
+        values = tl.load(logits + row * size + places, mask=places < size, other=float("-inf"))
+        best = tl.maximum(best, tl.where(places < size, _key(values.to(tl.float32), places), best))
+    found = tl.max(best, 0)
+    if SPLITS > 1:
+        tl.store(keys + row * SPLITS + split, found)
+        tl.debug_barrier()  # stored before it is said so
+        if tl.atomic_add(counters + row, 1, sem="acq_rel") == SPLITS - 1:
+            every = tl.load(keys + row * SPLITS + tl.arange(0, SPLITS), cache_modifier=".cg")
+            tl.store(out + row, _place(tl.max(every, 0)))
+            tl.store(counters + row, 0)
+    else:
+        tl.store(out + row, _place(found))
+
+
+@triton.jit
+def _key(values: tl.tensor, places: tl.tensor) -> tl.tensor:
+    bits = values.to(tl.int32, bitcast=True)
+    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # negative ones are stored by size: turned round
+    return (order.to(tl.int64) << 32) | (0x7FFFFFFF - places).to(tl.int64)
+
+
+@triton.jit
+def _place(key: tl.tensor) -> tl.tensor:
+    return 0x7FFFFFFF - (key & 0x7FFFFFFF)

@@ -1,0 +1,141 @@
+"""The matrix products of a decoder's layers on a CUDA device, and the small steps between them. Knows no attention.
+
+    few rows     four launches a layer: norms, gate and residuals are inside the products
+    many rows    the products are cuBLAS's or ours; a norm has its own launch and adds the residual on the way
+
+Which is which depends on the number of rows alone, so it is decided once for each CUDA graph.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from saccade.kernels.fused_norm import add_rms_norm, silu_and_mul
+from saccade.kernels.skinny_linear import (
+    MAX_NORMED_ROWS,
+    MAX_ROWS,
+    SplitWorkspace,
+    choose,
+    gated_linear,
+    norm_gated_linear,
+    norm_linear,
+    skinny_linear,
+)
+from saccade.models.decoder import Decoder, DecoderLayer
+from saccade.models.layers import Linear, RMSNorm
+
+_ASKED_FOR = 8 << 20  # bytes of the next weights that come to the second cache while a small launch runs
+
+
+class Stream(NamedTuple):
+    """The residual stream between two products."""
+
+    rows: Tensor  # [T, H]
+    added: Tensor | None = None  # [T, H]: still to be added, by the norm that comes next
+
+
+class Products(Protocol):
+    def qkv(self, x: Stream, layer: DecoderLayer) -> tuple[Tensor, Stream]:
+        """Queries, keys and values [T, (heads + 2 kv_heads) * d] of the normed stream, and the stream."""
+        ...
+
+    def out(self, mixed: Tensor, x: Stream, layer: DecoderLayer) -> Stream:
+        """The stream with the projection of `mixed` [T, heads * d] added."""
+        ...
+
+    def mlp(self, x: Stream, layer: DecoderLayer) -> Stream: ...
+
+    def normed(self, x: Stream, decoder: Decoder) -> Tensor:
+        """What the head reads: [T, H]."""
+        ...
+
+    def logits(self, x: Stream, decoder: Decoder, out: Tensor) -> Tensor:
+        """[T, vocabulary], in the model's own type: rounding does not change which one is largest."""
+        ...
+
+
+def products_for(rows: int, workspace: SplitWorkspace) -> Products:
+    return _FewRows(workspace) if rows <= MAX_NORMED_ROWS else _ManyRows(workspace)
+
+
+def new_workspace(decoder: Decoder) -> SplitWorkspace:
+    """Enough for all products of one stream."""
+    return SplitWorkspace.allocate(MAX_ROWS, decoder.table.device)
+
+
+def beginning(weight: Tensor, most: int = _ASKED_FOR) -> Tensor:
+    """Of a contiguous weight, what is worth asking for ahead."""
+    return weight.view(-1)[: most // weight.element_size()]
+
+
+class _FewRows:
+    def __init__(self, workspace: SplitWorkspace) -> None:
+        self.workspace = workspace
+
+    def qkv(self, x: Stream, layer: DecoderLayer) -> tuple[Tensor, Stream]:
+        return self._normed_linear(x, layer.attention_norm, layer.qkv), x
+
+    def out(self, mixed: Tensor, x: Stream, layer: DecoderLayer) -> Stream:
+        return self._add(mixed, layer.out, x)
+
+    def mlp(self, x: Stream, layer: DecoderLayer) -> Stream:
+        norm, gate_up = layer.mlp_norm, layer.gate_up
+        if gate_up.bias is None:
+            wide = norm_gated_linear(x.rows, norm.weight, norm.eps, gate_up.weight)
+        else:
+            wide = silu_and_mul(self._normed_linear(x, norm, gate_up))
+        return self._add(wide, layer.down, x)
+
+    def normed(self, x: Stream, decoder: Decoder) -> Tensor:
+        return decoder.norm(x.rows)
+
+    def logits(self, x: Stream, decoder: Decoder, out: Tensor) -> Tensor:
+        norm = decoder.norm
+        return norm_linear(x.rows, norm.weight, norm.eps, decoder.head, workspace=self.workspace, out=out)
+
+    def _normed_linear(self, x: Stream, norm: RMSNorm, linear: Linear) -> Tensor:
+        return norm_linear(x.rows, norm.weight, norm.eps, linear.weight, linear.bias, workspace=self.workspace)
+
+    def _add(self, rows: Tensor, linear: Linear, x: Stream) -> Stream:
+        return Stream(skinny_linear(rows, linear.weight, linear.bias, x.rows, workspace=self.workspace))
+
+
+class _ManyRows:
+    def __init__(self, workspace: SplitWorkspace) -> None:
+        self.workspace = workspace
+
+    def qkv(self, x: Stream, layer: DecoderLayer) -> tuple[Tensor, Stream]:
+        normed, x = self._norm(x, layer.attention_norm, layer.qkv.weight)
+        return self._linear(normed, layer.qkv), x
+
+    def out(self, mixed: Tensor, x: Stream, layer: DecoderLayer) -> Stream:
+        return Stream(x.rows, self._linear(mixed, layer.out))
+
+    def mlp(self, x: Stream, layer: DecoderLayer) -> Stream:
+        normed, x = self._norm(x, layer.mlp_norm, layer.gate_up.weight)
+        return Stream(x.rows, self._linear(self._gated(normed, layer), layer.down))
+
+    def normed(self, x: Stream, decoder: Decoder) -> Tensor:
+        return self._norm(x, decoder.norm, decoder.head)[0]
+
+    def logits(self, x: Stream, decoder: Decoder, out: Tensor) -> Tensor:
+        return skinny_linear(self.normed(x, decoder), decoder.head, workspace=self.workspace, out=out)
+
+    def _norm(self, x: Stream, norm: RMSNorm, coming: Tensor) -> tuple[Tensor, Stream]:
+        if x.added is None:
+            return norm(x.rows), x
+        normed, rows = add_rms_norm(x.added, x.rows, norm.weight, norm.eps, coming=beginning(coming))
+        return normed, Stream(rows)
+
+    def _linear(self, rows: Tensor, linear: Linear) -> Tensor:
+        return skinny_linear(rows, linear.weight, linear.bias, workspace=self.workspace)
+
+    def _gated(self, rows: Tensor, layer: DecoderLayer) -> Tensor:
+        """silu(gate) * up: [T, wide]."""
+        gate_up = layer.gate_up
+        config = choose(len(rows), len(gate_up.weight) // 2, rows.shape[1], rows.dtype, gated=True)
+        if config is None or gate_up.bias is not None:
+            return silu_and_mul(self._linear(rows, gate_up), coming=beginning(layer.down.weight))
+        return gated_linear(rows, gate_up.weight, config=config)
