@@ -43,10 +43,10 @@ from benchmarks.encoder_inputs import (
     reference_of,
     relative,
     wall_ms,
-)  # fmt: skip
+)
 from saccade import costs
 from saccade.kernels import vit_steps
-from saccade.models.fused_vision import ATTENTION, FusedVision
+from saccade.models.fused_vision import ATTENTION, Attend, FusedVision
 from saccade.models.layers import rotate
 from saccade.models.pixels import as_tensor
 from saccade.models.qwen2_vl import Qwen2VL
@@ -95,7 +95,8 @@ def attempt(part: Callable[[], Iterator[Row]]) -> Iterator[Row]:
         with torch.inference_mode():
             yield from part()
     except Exception:
-        print(f"FAILED {part.__name__}:", "\n".join(traceback.format_exc().splitlines()[-12:]), flush=True)
+        name = f"{getattr(part, 'func', part).__name__} {getattr(part, 'args', '')}"
+        print("FAILED", name, "\n".join(traceback.format_exc().splitlines()[-12:]), flush=True)
 
 
 # --- is it right? -------------------------------------------------------------------------------------------------
@@ -186,14 +187,13 @@ def before_the_tower() -> Iterator[Row]:
 # --- the tower ----------------------------------------------------------------------------------------------------
 
 
-def whole_tower() -> Iterator[Row]:
+def whole_tower(variant: str) -> Iterator[Row]:
     made = model_of(config())
+    made.ops = FusedVision(variant)
     for name, grids in SIZES.items():
         patches = patches_for(grids)
-        for variant in ATTENTION:
-            made.ops = FusedVision(variant)
-            ms = device_ms(lambda: finish(made.encode(patches, grids)))  # noqa: B023
-            yield Row(f"encode {name}", variant, ms, "ms", floor_ms(grids))
+        ms = device_ms(lambda: finish(made.encode(patches, grids)))  # noqa: B023
+        yield Row(f"encode {name}", variant, ms, "ms", floor_ms(grids))
 
 
 def plain_tower() -> Iterator[Row]:
@@ -267,37 +267,40 @@ def steps_of_a_layer() -> Iterator[Row]:
             yield Row(f"layer of {name}", variant, device_ms(call, 0.1) * 1e3, "us", floor * 1e3)
 
 
-def attention_alone() -> Iterator[Row]:
-    """Backends side by side, heads padded to other sizes too: a merged projection could write them so."""
+def attention_alone(variant: str) -> Iterator[Row]:
+    """Heads padded to other sizes, too: a merged projection could write them so."""
     for name in ("1288x952", "644x476", "8 of 644x476"):
         lengths = [grid.patches for grid in SIZES[name]]
         floor = sum(4 * n * n * 1280 for n in lengths) / FLOPS * 1e6
         for dim in (80, 96, 128):
             qkv = torch.randn(sum(lengths), 3, 16, dim, device=CUDA, dtype=torch.bfloat16)
-            for variant, start in ATTENTION.items():
-                call = partial(start(lengths, CUDA), qkv, 80**-0.5)
-                yield Row(f"attention {name}", f"{variant}, d {dim}", device_ms(call, 0.15) * 1e3, "us", floor)
-            yield Row(f"attention {name}", f"varlen_attn, d {dim}", _varlen_us(qkv, lengths), "us", floor)
+            start = {**ATTENTION, "varlen_attn": _by_varlen}[variant]
+            us = device_ms(partial(start(lengths, CUDA), qkv, 80**-0.5), 0.15) * 1e3
+            yield Row(f"attention {name}", f"{variant}, d {dim}", us, "us", floor)
 
 
-def _varlen_us(qkv: Tensor, lengths: Sequence[int]) -> float:
-    starts = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=CUDA)
-    q, k, v = (x.contiguous() for x in qkv.unbind(1))
-    return device_ms(partial(varlen_attn, q, k, v, starts, starts, max(lengths), max(lengths)), 0.15) * 1e3
+def _by_varlen(lengths: Sequence[int], device: torch.device) -> Attend:
+    starts = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=device)
+
+    def attend(qkv: Tensor, scale: float) -> Tensor:
+        q, k, v = qkv.unbind(1)
+        mixed = varlen_attn(q, k, v, starts, starts, max(lengths), max(lengths))
+        assert isinstance(mixed, Tensor)
+        return mixed
+
+    return attend
 
 
-def new_sizes() -> Iterator[Row]:
+def new_sizes(variant: str) -> Iterator[Row]:
     """A picture of a size never seen: what a backend sets up for it, beside the work itself."""
     made = model_of(config())
-    for variant in ATTENTION:
-        made.ops = FusedVision(variant)
-        finish(made.encode(patches_for([Grid(1, 40, 40)]), [Grid(1, 40, 40)]))
-        for columns in (42, 44, 46):
-            grids = [Grid(1, 40, columns)]
-            patches = patches_for(grids)
-            call = partial(made.encode, patches, grids)
-            first, again = (wall_ms(lambda: finish(call()), 1) for _ in range(2))  # noqa: B023
-            yield Row(f"first of 40x{columns} patches", variant, first - again, "ms more")
+    made.ops = FusedVision(variant)
+    finish(made.encode(patches_for([Grid(1, 40, 40)]), [Grid(1, 40, 40)]))
+    for columns in (42, 44, 46):
+        grids = [Grid(1, 40, columns)]
+        patches = patches_for(grids)
+        first, again = (wall_ms(lambda: finish(made.encode(patches, grids)), 1) for _ in range(2))  # noqa: B023
+        yield Row(f"first of 40x{columns} patches", variant, first - again, "ms more")
 
 
 def memory() -> Iterator[Row]:
@@ -387,8 +390,9 @@ def compiled_layers() -> Iterator[Row]:
 
 PARTS: list[Callable[[], Iterator[Row]]] = [
     resize_equals_pillow, patches_equal_the_cpu, embeddings_equal_the_cpu, jpeg_to_embeddings_equals_the_cpu,
-    before_the_tower, whole_tower, host_and_graph, steps_of_a_layer, jpeg_to_embeddings, memory, new_sizes,
-    attention_alone, plain_tower, compiled_layers,
+    before_the_tower, *(partial(whole_tower, variant) for variant in ATTENTION), host_and_graph, steps_of_a_layer,
+    jpeg_to_embeddings, memory, *(partial(new_sizes, variant) for variant in ATTENTION),
+    *(partial(attention_alone, variant) for variant in (*ATTENTION, "varlen_attn")), plain_tower, compiled_layers,
 ]  # fmt: skip
 
 

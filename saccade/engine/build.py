@@ -14,6 +14,7 @@ from saccade.engine.overlap import OverlappedCore
 from saccade.runner.build import build_runner
 from saccade.runner.memory import plan_memory
 from saccade.runner.runner import Runner
+from saccade.scheduler.pace import share
 from saccade.types import Geometry
 
 logger = logging.getLogger("saccade.engine")
@@ -35,7 +36,7 @@ def build_core(
     for reason in plan.reasons:
         logger.info("%s", reason)
     runner = build_runner(path, config, image_processor, options, plan, progress=progress)
-    limits, more = _bounded(plan.scheduler, runner, options.step_ms)
+    limits, more = _bounded(plan.scheduler, runner, options, largest)
     missing = runner.grammars.problem
     if missing is not None:
         logger.info("%s", missing)
@@ -43,12 +44,30 @@ def build_core(
     return core(limits, runner, reasons=(*plan.reasons, *more, *([missing] if missing else [])))
 
 
-def _bounded(limits: SchedulerConfig, runner: Runner, step_ms: float | None) -> tuple[SchedulerConfig, tuple[str, ...]]:
-    """As many tokens a step as the device computes in `step_ms`, where steps are bounded; and the reason."""
-    if step_ms is None or not limits.always_slice:
+def _bounded(
+    limits: SchedulerConfig, runner: Runner, options: Options, largest: Geometry | None
+) -> tuple[SchedulerConfig, tuple[str, ...]]:
+    """Limits on what a step may hold, from what this device was measured to do; and the reason."""
+    if runner.device is not None:
+        grid = largest.grid if largest else None
+        limits = replace(limits, pace=runner.device.measure(runner.model, grid, options.inter_token_ms))
+        reason = _pace_reason(limits)
+    elif options.step_ms is not None and limits.always_slice:
+        rate = 1 / runner.seconds_per_prompt_token()
+        tokens = max(_FEWEST_TOKENS, min(int(options.step_ms / 1e3 * rate), limits.max_num_batched_tokens))
+        limits = replace(limits, max_num_batched_tokens=tokens)
+        reason = f"{tokens} tokens a step: {options.step_ms:.0f} ms at {rate:.0f} prompt tokens a second"
+    else:
         return limits, ()
-    rate = 1 / runner.seconds_per_prompt_token()
-    tokens = max(_FEWEST_TOKENS, min(int(step_ms / 1e3 * rate), limits.max_num_batched_tokens))
-    reason = f"{tokens} tokens a step: {step_ms:.0f} ms at {rate:.0f} prompt tokens a second"
     logger.info("%s", reason)
-    return replace(limits, max_num_batched_tokens=tokens), (reason,)
+    return limits, (reason,)
+
+
+def _pace_reason(limits: SchedulerConfig) -> str:
+    assert limits.pace is not None
+    many, alone = limits.pace.decode_ms[-1]
+    tokens, layers = share(limits.pace, many, 1024, has_prompts=True)
+    return (
+        f"a step of {many} answers takes {alone:.2f} ms alone; beside them {tokens} prompt tokens and {layers} encoder "
+        "layers over a picture of 1024 embeddings fit"
+    )

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -67,7 +66,8 @@ def _inputs_kernel(
     half = tl.arange(0, PADDED_HALF)
     angles = tl.load(positions + row).to(tl.float32) * tl.load(frequencies + half, mask=half < HALF, other=0.0)
     along, across = tl.cos(angles), tl.sin(angles)
-    place, kind = row * 2 * HALF + half, cos.dtype.element_ty
+    place = row * 2 * HALF + half
+    kind = cos.dtype.element_ty
     tl.store(cos + place, along.to(kind), mask=half < HALF)
     tl.store(cos + place + HALF, along.to(kind), mask=half < HALF)
     tl.store(sin + place, (-across).to(kind), mask=half < HALF)

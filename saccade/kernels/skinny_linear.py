@@ -133,8 +133,8 @@ def choose(m: int, n: int, k: int, dtype: torch.dtype, *, gated: bool = False) -
     """
     if m > MAX_ROWS or k % 16:  # rows of a weight that do not begin at 32 bytes cannot be read in wide pieces
         return None
-    if dtype == torch.float32:
-        return _choose_exact(m)
+    if dtype == torch.float32:  # asked for by those who compare
+        return None
     has_waves = n >= 64 * _PROGRAMS
     ahead = 0 if has_waves else 8
     if m == 1:
@@ -147,13 +147,6 @@ def choose(m: int, n: int, k: int, dtype: torch.dtype, *, gated: bool = False) -
     if gated:
         return Config(32, outputs=64, inputs=64, stages=5, ahead=ahead)
     return Config(32, outputs=64, inputs=128, splits=choose_splits(n, k, 64, 128), ahead=ahead)
-
-
-def _choose_exact(m: int) -> Config:
-    """float32 is for those who compare: any launch that fits will do."""
-    if m == 1:
-        return Config(rows=1, outputs=4, inputs=512, stages=3)
-    return Config(rows=power_of_two(m, least=16), outputs=16, inputs=32, stages=2)
 
 
 def choose_splits(n: int, k: int, outputs: int, inputs: int) -> int:

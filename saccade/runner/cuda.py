@@ -5,23 +5,29 @@ Requests that decode go through one graph, prompts through another pass: each ha
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from saccade.config import Pace
 from saccade.models.attention import PagedKV
 from saccade.models.decoder import Decoder
 from saccade.models.fused import FusedDecoder
+from saccade.models.interface import VisionLanguageModel
 from saccade.runner.batch import RequestState, overlapping, slots_of, splice
 from saccade.runner.decoding import DecodePass, DecodeRow
 from saccade.runner.device import Sampled, Windows
+from saccade.runner.measure import layer_curve, timed_curve
 from saccade.runner.prompts import PromptPass, Window
 from saccade.runner.sampler import sample
 from saccade.runner.tables import BlockTables, to_device
-from saccade.types import Key, Sample, Work
+from saccade.types import Grid, Key, Sample, Work
+
+_MEASURED_CONTEXT = 1024  # tokens behind each request whose decoding is timed
 
 
 class _Picked(NamedTuple):
@@ -54,6 +60,28 @@ class CudaForward:
         self._prompts.record(pool, table.shape[1], table.dtype, max_tokens)
         self._decoding.record(pool)
         torch.cuda.synchronize(self.device)
+
+    @torch.inference_mode()
+    def measure(self, model: VisionLanguageModel, largest: Grid | None, target_ms: float | None) -> Pace:
+        decode, prompts = timed_curve(self._decode_trials()), timed_curve(self._prompt_trials())
+        return Pace(decode, prompts, layer_curve(model, largest), target_ms)
+
+    def _decode_trials(self) -> Iterator[tuple[int, Callable[[], object]]]:
+        """A run of each recorded size."""
+        longest = self._tables.blocks.shape[1] * self.block_size
+        row = DecodeRow(0, 0, -1, min(_MEASURED_CONTEXT, longest), 0)
+        for size in self._decoding.sizes:
+            yield size, partial(self._decoding.run, [row] * size)
+
+    def _prompt_trials(self) -> Iterator[tuple[int, Callable[[], object]]]:
+        """The same for prompts: one window at the beginning of a context, stored nowhere."""
+        longest = self._tables.blocks.shape[1] * self.block_size
+        table = self._decoder.decoder.table
+        for tokens in self._prompts.recorded_sizes():
+            if tokens <= longest:
+                slots = np.full(tokens, -1)
+                window = Window(0, np.zeros((self._prompts.axes, tokens), np.int64), slots, tokens)
+                yield tokens, partial(self._prompts.run, table.new_zeros(tokens, table.shape[1]), [window])
 
     def decode(self, windows: Windows) -> Sampled:
         self._tables.flush()

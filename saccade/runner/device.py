@@ -7,8 +7,10 @@ from typing import Protocol
 
 from torch import Tensor
 
+from saccade.config import Pace
+from saccade.models.interface import VisionLanguageModel
 from saccade.runner.batch import RequestState
-from saccade.types import Key, Sample, Work
+from saccade.types import Grid, Key, Sample, Work
 
 Windows = Sequence[tuple[Work, RequestState]]
 Sampled = Callable[[], dict[str, Sample]]
@@ -16,6 +18,9 @@ Sampled = Callable[[], dict[str, Sample]]
 
 
 class DeviceForward(Protocol):
+    def measure(self, model: VisionLanguageModel, largest: Grid | None, target_ms: float | None) -> Pace:
+        """How long the parts of a step take; before any request is open. `largest`: the most expensive picture."""
+
     def open(self, request_id: str, blocks: Sequence[int]) -> None:
         """A request comes, or comes again with another table of blocks."""
 

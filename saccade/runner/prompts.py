@@ -98,6 +98,9 @@ class PromptPass:
                 hidden = self._forward(embeds, numbers, sizes)
             self._recorded[tokens] = _Recorded(graph, sizes, numbers, hidden)
 
+    def recorded_sizes(self) -> list[int]:
+        return sorted(self._recorded)
+
     def _fitting(self, tokens: int, windows: int) -> _Recorded | None:
         if windows > GRAPH_WINDOWS or tokens > GRAPH_TOKENS[-1]:
             return None

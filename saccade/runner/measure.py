@@ -1,0 +1,88 @@
+"""Times the parts of a step on a CUDA device at start, so that the scheduler can say what fits into one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+
+from saccade.config import Curve, ModelConfig
+from saccade.models.interface import VisionLanguageModel
+from saccade.types import Grid
+
+_REPEATS = 3
+_SLOTS = (64, 256, 512, 1024, 1536, 2304, 4096, 8192)
+
+
+Trials = Iterable[tuple[int, Callable[[], object]]]
+"""Sizes, and how to run one."""
+
+
+def timed_curve(trials: Trials) -> Curve:
+    return _rising((size, timed(run)) for size, run in trials)
+
+
+def layer_curve(model: VisionLanguageModel, largest: Grid | None) -> Curve:
+    """One layer of the vision tower, up to the grid of the most expensive picture that is let in."""
+    return _rising(_layer_times(model, largest)) if largest else ()
+
+
+def timed(run: Callable[[], object]) -> float:
+    """Milliseconds on the device, the best of a few."""
+    times: list[float] = []
+    for _ in range(_REPEATS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return min(times)
+
+
+def _layer_times(model: VisionLanguageModel, largest: Grid) -> Iterator[tuple[int, float]]:
+    config = model.config
+    for grid in _grids(config, largest):
+        slots = grid.patches // _merged(config)
+        yield slots, timed(lambda grid=grid: _encode(model, grid)) / _num_layers(config)  # type: ignore[misc]
+
+
+def _encode(model: VisionLanguageModel, grid: Grid) -> None:
+    vision = model.config.vision
+    assert vision is not None
+    pixels = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    table = model.decoder.table
+    patches = torch.zeros(grid.patches, pixels, dtype=table.dtype, device=table.device)
+    for _ in model.encode(patches, [grid]):
+        pass
+
+
+def _grids(config: ModelConfig, largest: Grid) -> Iterator[Grid]:
+    """Squares of several sizes up to the largest picture; towers with learned positions take one size alone."""
+    merged = _merged(config)
+    if merged > 1:
+        for slots in _SLOTS:
+            if slots * merged < largest.patches:
+                side = math.isqrt(slots) * math.isqrt(merged)
+                yield Grid(1, side, side)
+    yield largest
+
+
+def _merged(config: ModelConfig) -> int:
+    """Patches of one embedding."""
+    assert config.vision is not None
+    return config.vision.spatial_merge_size**2
+
+
+def _num_layers(config: ModelConfig) -> int:
+    assert config.vision is not None
+    return config.vision.num_layers
+
+
+def _rising(points: Iterable[tuple[int, float]]) -> Curve:
+    """A larger size never takes less: what was measured is noisy."""
+    curve: list[tuple[int, float]] = []
+    for size, ms in sorted(points):
+        curve.append((size, max(ms, curve[-1][1] if curve else 0.0)))
+    return tuple(curve)
