@@ -55,12 +55,22 @@ def _bounded(
     elif options.step_ms is not None and limits.always_slice:
         rate = 1 / runner.seconds_per_prompt_token()
         tokens = max(_FEWEST_TOKENS, min(int(options.step_ms / 1e3 * rate), limits.max_num_batched_tokens))
-        limits = replace(limits, max_num_batched_tokens=tokens)
-        reason = f"{tokens} tokens a step: {options.step_ms:.0f} ms at {rate:.0f} prompt tokens a second"
+        layers = options.encode_layers_per_step or _layers_within(options.step_ms, runner, largest)
+        limits = replace(limits, max_num_batched_tokens=tokens, encode_layers_per_step=layers)
+        reason = (
+            f"{tokens} tokens or {layers} encoder layers a step: {options.step_ms:.0f} ms at {rate:.0f} prompt tokens "
+            "a second"
+        )
     else:
         return limits, ()
     logger.info("%s", reason)
     return limits, (reason,)
+
+
+def _layers_within(step_ms: float, runner: Runner, largest: Geometry | None) -> int:
+    if largest is None or runner.encoder is None:
+        return 1
+    return max(1, int(step_ms / 1e3 / max(runner.seconds_per_slice(largest.grid), 1e-6)))
 
 
 def _pace_reason(limits: SchedulerConfig) -> str:

@@ -1,9 +1,9 @@
 """What a decode step begins with, in one launch: embeddings, angles and block tables of its rows. Knows no layer.
 
-    row t    token ──────► row of the embedding table      embeds [T, hidden]
-               or -1 - i: the token that row i of the step before gave
-             position ───► times each frequency            cos, sin [T, d]
-             table row ──► the request's blocks            tables [T, max_blocks]
+row t    token ──────► row of the embedding table      embeds [T, hidden]
+           or -1 - i: the token that row i of the step before gave
+         position ───► times each frequency            cos, sin [T, d]
+         table row ──► the request's blocks            tables [T, max_blocks]
 """
 
 from __future__ import annotations

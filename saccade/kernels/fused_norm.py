@@ -4,8 +4,6 @@ add_rms_norm: grid (T,), program t         silu_and_mul: grid (T, columns)
 x        [T, hidden]  row t ─┐             gate_up [T, 2 wide]   | gate ........ | up .......... |
 residual [T, hidden]  row t ─┴► sum ──►            program (t, c)      columns c       columns c
 written: sum, and sum / rms(sum) * weight  written [T, wide]     | silu(gate) * up |
-
-They take longer to start than to read, so meanwhile they can ask for weights that the next product reads.
 """
 
 from __future__ import annotations
@@ -15,45 +13,41 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saccade.kernels.early import ask_for_share, is_early, lines_of, overlap, wait_for_turn
+from saccade.kernels.early import is_early, overlap, wait_for_turn
 from saccade.kernels.tiles import power_of_two
 
 _COLUMNS = 1024  # of a program of `silu_and_mul`
 
 
-def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, coming: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x and residual [T, hidden] -> their sum normed, and the sum: the next residual."""
     assert x.is_contiguous() and residual.is_contiguous()
     rows, hidden = x.shape
     normed, total = torch.empty_like(x), torch.empty_like(x)
     columns, early = power_of_two(hidden), is_early(x)
     _norm_kernel[(rows,)](
-        x, residual, weight, normed, total, coming, eps,
-        HIDDEN=hidden, COLUMNS=columns, LINES=lines_of(coming), EARLY=early,
-        num_warps=min(max(columns // 512, 1), 16), **overlap(early),
+        x, residual, weight, normed, total, eps,
+        HIDDEN=hidden, COLUMNS=columns, EARLY=early, num_warps=min(max(columns // 512, 1), 16), **overlap(early),
     )  # fmt: skip
     return normed, total
 
 
-def silu_and_mul(gate_up: Tensor, *, coming: Tensor | None = None) -> Tensor:
+def silu_and_mul(gate_up: Tensor) -> Tensor:
     """A merged projection [T, 2 wide], gate first -> silu(gate) * up [T, wide]."""
     assert gate_up.is_contiguous()
     rows, wide = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((rows, wide), dtype=gate_up.dtype, device=gate_up.device)
     early = is_early(gate_up)
     _silu_kernel[(rows, triton.cdiv(wide, _COLUMNS))](
-        gate_up, out, coming, wide,
-        COLUMNS=_COLUMNS, LINES=lines_of(coming), EARLY=early, num_warps=4, **overlap(early),
-    )  # fmt: skip
+        gate_up, out, wide, COLUMNS=_COLUMNS, EARLY=early, num_warps=4, **overlap(early)
+    )
     return out
 
 
 @triton.jit
 def _norm_kernel(
-    x: tl.tensor, residual: tl.tensor, weight: tl.tensor, normed: tl.tensor, total: tl.tensor, coming: tl.tensor,
-    eps: tl.tensor, HIDDEN: tl.constexpr, COLUMNS: tl.constexpr, LINES: tl.constexpr, EARLY: tl.constexpr,
+    x: tl.tensor, residual: tl.tensor, weight: tl.tensor, normed: tl.tensor, total: tl.tensor, eps: tl.tensor,
+    HIDDEN: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
     columns = tl.arange(0, COLUMNS)
     inside = columns < HIDDEN
@@ -63,7 +57,6 @@ def _norm_kernel(
     wait_for_turn(EARLY)
     here = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
     before = tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
-    ask_for_share(coming, LINES, tl.program_id(0), tl.num_programs(0))
     added = (here + before).to(kind)  # the norm sees the residual as the next layer will
     tl.store(total + place, added, mask=inside)
     added = added.to(tl.float32)
@@ -73,15 +66,12 @@ def _norm_kernel(
 
 @triton.jit
 def _silu_kernel(
-    gate_up: tl.tensor, out: tl.tensor, coming: tl.tensor, wide: tl.tensor,
-    COLUMNS: tl.constexpr, LINES: tl.constexpr, EARLY: tl.constexpr,
-) -> None:  # fmt: skip
+    gate_up: tl.tensor, out: tl.tensor, wide: tl.tensor, COLUMNS: tl.constexpr, EARLY: tl.constexpr
+) -> None:
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = columns < wide
     wait_for_turn(EARLY)
     gate = tl.load(gate_up + row * 2 * wide + columns, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * wide + wide + columns, mask=inside, other=0.0).to(tl.float32)
-    program = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-    ask_for_share(coming, LINES, program, tl.num_programs(0) * tl.num_programs(1))
     tl.store(out + row * wide + columns, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=inside)

@@ -15,8 +15,8 @@ depends on shapes alone and a CUDA graph may hold it. Query heads that share a k
     counter of (request, kv head) adds them up, writes the result and sets the counter back to zero.
 
 The new token's query and key come as they were projected and are turned here. Its key and value go to the cache and,
-without the way through it, into split 0. All else in the cache is older than this step, so programs ask for it before
-the projection has ended.
+without the way through it, into split 0. All else in the cache is older than this step, so where latency counts, a
+program loads its first tile while the projection still runs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saccade.kernels.early import ask, ask_for_share, is_early, lines_of, overlap, wait_for_turn
+from saccade.kernels.early import is_early, overlap, wait_for_turn
 from saccade.kernels.softmax import LOG2_E, divide, precision_of, weigh
 from saccade.kernels.tiles import Launch, power_of_two
 
@@ -38,7 +38,7 @@ _MIN_KEYS_PER_SPLIT = 64
 # Programs per multiprocessor that keep the memory busy; more only make the sums longer.
 _PROGRAMS_PER_SM = 2
 _SPLITS_AT_ONCE = 8  # that the last program reads together when it adds up
-_KEYS_ASKED_FOR = 256  # of a split, before the projection has ended
+_MANY_SPLITS = 8  # from here on the device has room for more programs, and latency is what counts
 
 
 class DecodeWorkspace(NamedTuple):
@@ -98,7 +98,6 @@ def paged_decode(
     *,
     splits: int | None = None,
     launch: Launch | None = None,
-    coming: Tensor | None = None,  # weights that the next products read
 ) -> Tensor:
     """[requests, heads, d]. The grid depends on shapes alone: batch size, and the longest context the tables hold."""
     (requests, all_heads, dim), kv_heads = new.qkv.shape, k_cache.shape[1]
@@ -107,27 +106,29 @@ def paged_decode(
         splits = choose_splits(
             requests, kv_heads, block_tables.shape[1] * block_size, num_multiprocessors(k_cache.device)
         )
-    launch, early = launch or launch_for(new.qkv), is_early(k_cache)
+    launch, early = launch or launch_for(new.qkv, splits), is_early(k_cache)
     assert k_cache.is_contiguous() and v_cache.is_contiguous() and new.qkv.is_contiguous()
     _check_room(workspace, requests, heads, kv_heads, dim, splits)
     out = torch.empty((requests, heads, dim), dtype=new.qkv.dtype, device=k_cache.device)
     _decode_kernel[(kv_heads, splits, requests)](
-        *new, k_cache, v_cache, block_tables, context_lens, out, *workspace, coming, scale * LOG2_E,
+        *new, k_cache, v_cache, block_tables, context_lens, out, *workspace, scale * LOG2_E,
         block_tables.stride(0),
         BLOCK_SIZE=block_size, HEADS=kv_heads, GROUP=heads // kv_heads, DIM=dim, SPLITS=splits,
         ROWS=power_of_two(heads // kv_heads, least=launch.rows), PADDED_DIM=power_of_two(dim, least=16),
         KEYS=launch.keys, PRECISION=precision_of(new.qkv),
-        AT_ONCE=min(splits, _SPLITS_AT_ONCE), ASKED=_KEYS_ASKED_FOR, LINES=lines_of(coming), EARLY=early,
+        AT_ONCE=min(splits, _SPLITS_AT_ONCE), PEELED=splits >= _MANY_SPLITS, EARLY=early,
         num_warps=launch.warps, num_stages=launch.stages, maxnreg=launch.registers, **overlap(early),
     )  # fmt: skip
     return out
 
 
-def launch_for(q: Tensor) -> Launch:
+def launch_for(q: Tensor, splits: int) -> Launch:
     """16 rows are the least a matrix instruction takes; the group's heads seldom fill them, but reading is the work."""
     if q.element_size() == 4:
         return Launch(rows=16, keys=32, warps=4, stages=1)
-    return Launch(rows=16, keys=64, warps=4, stages=5)
+    if splits >= _MANY_SPLITS:  # most have one tile, which is loaded already: nothing is left to have in flight
+        return Launch(rows=16, keys=128, warps=4, stages=1)
+    return Launch(rows=16, keys=128, warps=8, stages=3)
 
 
 def _check_room(workspace: DecodeWorkspace, requests: int, heads: int, kv_heads: int, dim: int, splits: int) -> None:
@@ -144,26 +145,24 @@ def _check_room(workspace: DecodeWorkspace, requests: int, heads: int, kv_heads:
 def _decode_kernel(
     qkv: tl.tensor, cos: tl.tensor, sin: tl.tensor, slots: tl.tensor,
     k_cache: tl.tensor, v_cache: tl.tensor, block_tables: tl.tensor, context_lens: tl.tensor,
-    out: tl.tensor, mixed: tl.tensor, maxima: tl.tensor, sums: tl.tensor, counters: tl.tensor, coming: tl.tensor,
+    out: tl.tensor, mixed: tl.tensor, maxima: tl.tensor, sums: tl.tensor, counters: tl.tensor,
     scale: tl.tensor, table_row: tl.tensor,
     BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr,
     ROWS: tl.constexpr, PADDED_DIM: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
-    AT_ONCE: tl.constexpr, ASKED: tl.constexpr, LINES: tl.constexpr, EARLY: tl.constexpr,
+    AT_ONCE: tl.constexpr, PEELED: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
     head, split, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    program, programs = (request * SPLITS + split) * HEADS + head, HEADS * SPLITS * tl.num_programs(2)
     context = tl.load(context_lens + request)
     cached = tl.maximum(context - 1, 0)
     share = tl.maximum(tl.cdiv(tl.cdiv(cached, KEYS), SPLITS), 1) * KEYS  # keys of a split, in whole tiles
     active = tl.maximum(tl.cdiv(cached, share), 1)  # split 0 answers for an empty context too
     if split >= active:
-        ask_for_share(coming, LINES, program, programs)
         return
     start, end = split * share, tl.minimum((split + 1) * share, cached)
     table = block_tables + request.to(tl.int64) * table_row
     keys, values = k_cache + head * DIM, v_cache + head * DIM
-    if EARLY:
-        _ask_for_keys(keys, values, table, start, end, BLOCK_SIZE, HEADS * DIM, DIM, ASKED)
+    if PEELED:
+        k, v = _load_tile(keys, values, table, start, end, BLOCK_SIZE, HEADS * DIM, DIM, PADDED_DIM, KEYS)
     wait_for_turn(EARLY)
     rows, dims = tl.arange(0, ROWS), tl.arange(0, PADDED_DIM)
     inside = (rows < GROUP)[:, None] & (dims < DIM)[None, :]
@@ -177,13 +176,18 @@ def _decode_kernel(
     place, is_stored = slot * (HEADS * DIM) + dims, dims < tl.where(slot >= 0, new_dims, 0)
     tl.store(keys + place, new_key, mask=is_stored)
     tl.store(values + place, new_value, mask=is_stored)
-    acc, largest, total = _attend(
-        queries, keys, values, table, start, end, scale,
-        BLOCK_SIZE, HEADS * DIM, DIM, ROWS, PADDED_DIM, KEYS, PRECISION,
-    )  # fmt: skip
+    largest = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, PADDED_DIM], tl.float32)
+    if PEELED:
+        if start < end:
+            acc, largest, total = _attend(queries, k, v, start, end, scale, acc, largest, total, KEYS, PRECISION)
+        start += KEYS
+    for first in range(start, end, KEYS):
+        k, v = _load_tile(keys, values, table, first, end, BLOCK_SIZE, HEADS * DIM, DIM, PADDED_DIM, KEYS)
+        acc, largest, total = _attend(queries, k, v, first, end, scale, acc, largest, total, KEYS, PRECISION)
     if new_dims > 0:
         acc, largest, total = _add_one(queries, new_key, new_value, scale, acc, largest, total)
-    ask_for_share(coming, LINES, program, programs)
     cell = request.to(tl.int64) * HEADS + head  # of the result and of the workspace
     _finish(
         acc, largest, total, mixed, maxima, sums, counters, out, cell, split, active,
@@ -192,44 +196,33 @@ def _decode_kernel(
 
 
 @triton.jit
-def _attend(
-    queries: tl.tensor, keys: tl.tensor, values: tl.tensor, table: tl.tensor, start: tl.tensor, end: tl.tensor,
-    scale: tl.tensor,
-    BLOCK_SIZE: tl.constexpr, SLOT: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, PADDED_DIM: tl.constexpr,
-    KEYS: tl.constexpr, PRECISION: tl.constexpr,
+def _load_tile(
+    keys: tl.tensor, values: tl.tensor, table: tl.tensor, first: tl.tensor, end: tl.tensor,
+    BLOCK_SIZE: tl.constexpr, SLOT: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr, KEYS: tl.constexpr,
 ) -> tl.tuple:  # fmt: skip
-    """Cached keys from `start` to `end`: sums of values [ROWS, PADDED_DIM], largest scores and sums of weights."""
-    dims = tl.arange(0, PADDED_DIM)[None, :]
-    largest = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, PADDED_DIM], tl.float32)
-    for first in range(start, end, KEYS):
-        places = first + tl.arange(0, KEYS)
-        known = places < end
-        slots = slots_of(table, places, known, BLOCK_SIZE)[:, None] * SLOT
-        # What lies beyond the context is not read at all: it may be another request's, or not a number.
-        readable = known[:, None] & (dims < DIM)
-        k = tl.load(keys + slots + dims, mask=readable, other=0.0)
-        v = tl.load(values + slots + dims, mask=readable, other=0.0)
-        scores = tl.dot(queries, tl.trans(k), input_precision=PRECISION)  # [ROWS, KEYS]
-        scores = tl.where(known[None, :], scores, float("-inf"))
-        weights, shrink, largest, total = weigh(scores, scale, largest, total)
-        acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
-    return acc, largest, total
+    """Cached keys from `first` on and their values, both [KEYS, PADDED_DIM].
+
+    What lies beyond the context is not read at all: it may be another request's, or not a number.
+    """
+    places, dims = first + tl.arange(0, KEYS), tl.arange(0, PADDED_DIM)[None, :]
+    known = places < end
+    slots = slots_of(table, places, known, BLOCK_SIZE)[:, None] * SLOT
+    readable = known[:, None] & (dims < DIM)
+    k = tl.load(keys + slots + dims, mask=readable, other=0.0)
+    return k, tl.load(values + slots + dims, mask=readable, other=0.0)
 
 
 @triton.jit
-def _ask_for_keys(
-    keys: tl.tensor, values: tl.tensor, table: tl.tensor, start: tl.tensor, end: tl.tensor,
-    BLOCK_SIZE: tl.constexpr, SLOT: tl.constexpr, DIM: tl.constexpr, ASKED: tl.constexpr,
-) -> None:  # fmt: skip
-    """The first ASKED keys of a split and their values."""
-    of_line: tl.constexpr = 1024 // keys.dtype.element_ty.primitive_bitwidth  # elements
-    lines = tl.arange(0, triton.next_power_of_2((DIM + of_line - 1) // of_line))[None, :] * of_line
-    places = tl.maximum(tl.minimum(start + tl.arange(0, ASKED), end - 1), 0)
-    slots = slots_of(table, places, places < end, BLOCK_SIZE)[:, None] * SLOT
-    ask(keys + slots + lines)
-    ask(values + slots + lines)
+def _attend(
+    queries: tl.tensor, k: tl.tensor, v: tl.tensor, first: tl.tensor, end: tl.tensor, scale: tl.tensor,
+    acc: tl.tensor, largest: tl.tensor, total: tl.tensor, KEYS: tl.constexpr, PRECISION: tl.constexpr,
+) -> tl.tuple:  # fmt: skip
+    """A tile of keys added to what the rows have seen."""
+    scores = tl.dot(queries, tl.trans(k), input_precision=PRECISION)  # [ROWS, KEYS]
+    scores = tl.where((first + tl.arange(0, KEYS) < end)[None, :], scores, float("-inf"))
+    weights, shrink, largest, total = weigh(scores, scale, largest, total)
+    acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+    return acc, largest, total
 
 
 @triton.jit
@@ -310,7 +303,8 @@ def _add_up(
 ) -> tl.tensor:  # fmt: skip
     """The softmax over all splits of a request and key head [rows, d], several at a time: one latency for all of them.
 
-    Other multiprocessors wrote the parts, so they are read past the first cache.
+    Other multiprocessors wrote the parts, so they are read past the first cache. Rows come before splits: warps then
+    share out the rows, and each thread adds up its own splits.
     """
     ROWS: tl.constexpr = triton.next_power_of_2(GROUP)
     rows, dims = tl.arange(0, ROWS), tl.arange(0, PADDED_DIM)
@@ -318,17 +312,17 @@ def _add_up(
     largest = tl.full([ROWS], -1e30, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, PADDED_DIM], tl.float32)
-    for first in range(0, active, AT_ONCE):
+    for first in tl.range(0, active, AT_ONCE, num_stages=1):
         splits = first + tl.arange(0, AT_ONCE)
-        part = (cell * SPLITS + splits)[:, None] * GROUP + rows[None, :]  # [AT_ONCE, ROWS]
-        present = (splits < active)[:, None] & (rows < GROUP)[None, :]
+        part = (cell * SPLITS + splits)[None, :] * GROUP + rows[:, None]  # [ROWS, AT_ONCE]
+        present = (rows < GROUP)[:, None] & (splits < active)[None, :]
         each_largest = tl.load(maxima + part, mask=present, other=-1e30, cache_modifier=".cg")
         each_total = tl.load(sums + part, mask=present, other=0.0, cache_modifier=".cg")
-        each = mixed + part[:, :, None] * DIM + dims[None, None, :]  # [AT_ONCE, ROWS, PADDED_DIM]
-        found = tl.load(each, mask=(splits < active)[:, None, None] & inside[None], other=0.0, cache_modifier=".cg")
-        new_largest = tl.maximum(largest, tl.max(each_largest, 0))
-        shrink, weights = tl.exp2(largest - new_largest), tl.exp2(each_largest - new_largest[None, :])
-        acc = acc * shrink[:, None] + tl.sum(found * weights[:, :, None], 0)
-        total = total * shrink + tl.sum(each_total * weights, 0)
+        each = mixed + part[:, :, None] * DIM + dims[None, None, :]  # [ROWS, AT_ONCE, PADDED_DIM]
+        found = tl.load(each, mask=present[:, :, None] & inside[:, None, :], other=0.0, cache_modifier=".cg")
+        new_largest = tl.maximum(largest, tl.max(each_largest, 1))
+        shrink, weights = tl.exp2(largest - new_largest), tl.exp2(each_largest - new_largest[:, None])
+        acc = acc * shrink[:, None] + tl.sum(found * weights[:, :, None], 1)
+        total = total * shrink + tl.sum(each_total * weights, 1)
         largest = new_largest
     return divide(acc, total)

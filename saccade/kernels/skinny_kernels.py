@@ -102,20 +102,20 @@ def _multiply(
     """Products of the columns from `start` on [OUTPUTS, ROWS], those with `up`, and sums of x's squares [ROWS]."""
     acc = tl.zeros([OUTPUTS, ROWS], tl.float32)
     acc_up = tl.zeros([OUTPUTS, ROWS], tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
+    squares = tl.zeros([ROWS, INPUTS], tl.float32)  # each thread adds up its own; they meet once, at the end
     for first in range(0, SHARE, INPUTS):
         inputs = start + first + tl.arange(0, INPUTS)[None, :]
         here = _load(few, inputs, K, MASKED, "")  # [ROWS, INPUTS]
         if norm is not None:
             exact = here.to(tl.float32)
-            total += tl.sum(exact * exact, 1)
+            squares += exact * exact
             here = (exact * _load(norm, inputs, K, MASKED, "").to(tl.float32)).to(here.dtype)
         weights = _load(gate, inputs, K, MASKED, "evict_first")  # [OUTPUTS, INPUTS]
         acc = tl.dot(weights, tl.trans(here), acc, input_precision=PRECISION)
         if GATED:
             weights = _load(up, inputs, K, MASKED, "evict_first")
             acc_up = tl.dot(weights, tl.trans(here), acc_up, input_precision=PRECISION)
-    return acc, acc_up, total
+    return acc, acc_up, tl.sum(squares, 1)
 
 
 @triton.jit

@@ -27,6 +27,7 @@ from saccade.models.decoder import Decoder, DecoderLayer
 from saccade.models.layers import Linear, RMSNorm
 
 _ASKED_FOR = 8 << 20  # bytes of the next weights that come to the second cache while a small launch runs
+_READING_ROWS = 256
 
 
 class Stream(NamedTuple):
@@ -65,9 +66,9 @@ def new_workspace(decoder: Decoder) -> SplitWorkspace:
     return SplitWorkspace.allocate(MAX_ROWS, decoder.table.device)
 
 
-def beginning(weight: Tensor, most: int = _ASKED_FOR) -> Tensor:
-    """Of a contiguous weight, what is worth asking for ahead."""
-    return weight.view(-1)[: most // weight.element_size()]
+def beginning(weight: Tensor, rows: int) -> Tensor | None:
+    """What is worth asking for ahead of a product with so many rows: of many, arithmetic takes longer than reading."""
+    return weight.view(-1)[: _ASKED_FOR // weight.element_size()] if rows <= _READING_ROWS else None
 
 
 class _FewRows:
@@ -126,7 +127,7 @@ class _ManyRows:
     def _norm(self, x: Stream, norm: RMSNorm, coming: Tensor) -> tuple[Tensor, Stream]:
         if x.added is None:
             return norm(x.rows), x
-        normed, rows = add_rms_norm(x.added, x.rows, norm.weight, norm.eps, coming=beginning(coming))
+        normed, rows = add_rms_norm(x.added, x.rows, norm.weight, norm.eps, coming=beginning(coming, len(x.rows)))
         return normed, Stream(rows)
 
     def _linear(self, rows: Tensor, linear: Linear) -> Tensor:
@@ -137,5 +138,5 @@ class _ManyRows:
         gate_up = layer.gate_up
         config = choose(len(rows), len(gate_up.weight) // 2, rows.shape[1], rows.dtype, gated=True)
         if config is None or gate_up.bias is not None:
-            return silu_and_mul(self._linear(rows, gate_up), coming=beginning(layer.down.weight))
+            return silu_and_mul(self._linear(rows, gate_up), coming=beginning(layer.down.weight, len(rows)))
         return gated_linear(rows, gate_up.weight, config=config)

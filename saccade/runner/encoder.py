@@ -54,6 +54,7 @@ class Encoder(Protocol):
     """What the runner needs of a stage. The local one is below; a remote one advances by itself."""
 
     counters: EncoderCounters
+    max_patches: int  # that go through the tower together
 
     def submit(self, items: Sequence[MediaItem]) -> None: ...
 

@@ -1,11 +1,13 @@
-"""Times the parts of a step on a CUDA device at start, so that the scheduler can say what fits into one."""
+"""Times the parts of a step at start, so that the scheduler can say what fits into one."""
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
+from torch import Tensor
 
 from saccade.config import Curve, ModelConfig
 from saccade.models.interface import VisionLanguageModel
@@ -26,6 +28,26 @@ def timed_curve(trials: Trials) -> Curve:
 def layer_curve(model: VisionLanguageModel, largest: Grid | None) -> Curve:
     """One layer of the vision tower, up to the grid of the most expensive picture that is let in."""
     return _rising(_layer_times(model, largest)) if largest else ()
+
+
+@torch.inference_mode()
+def seconds_per_layer(model: VisionLanguageModel, grid: Grid) -> float:
+    """On a CPU: one layer of the vision tower over a picture of this grid, without running the whole tower."""
+    encoding = model.encode(_blank(model, grid), [grid])
+    next(encoding)  # has the set-up in it
+    times = []
+    for _ in range(min(_REPEATS, _num_layers(model.config) - 1)):
+        start = time.perf_counter()
+        next(encoding)
+        times.append(time.perf_counter() - start)
+    encoding.close()
+    return min(times, default=0.0)
+
+
+def largest_within(config: ModelConfig, largest: Grid, patches: int) -> Grid:
+    """The grid of the largest picture that has at most so many patches, or the smallest there is."""
+    fitting = [grid for grid in _grids(config, largest) if grid.patches <= patches]
+    return max(fitting, key=lambda grid: grid.patches, default=largest)
 
 
 def timed(run: Callable[[], object]) -> float:
@@ -49,13 +71,15 @@ def _layer_times(model: VisionLanguageModel, largest: Grid) -> Iterator[tuple[in
 
 
 def _encode(model: VisionLanguageModel, grid: Grid) -> None:
-    vision = model.config.vision
+    for _ in model.encode(_blank(model, grid), [grid]):
+        pass
+
+
+def _blank(model: VisionLanguageModel, grid: Grid) -> Tensor:
+    vision, table = model.config.vision, model.decoder.table
     assert vision is not None
     pixels = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-    table = model.decoder.table
-    patches = torch.zeros(grid.patches, pixels, dtype=table.dtype, device=table.device)
-    for _ in model.encode(patches, [grid]):
-        pass
+    return torch.zeros(grid.patches, pixels, dtype=table.dtype, device=table.device)
 
 
 def _grids(config: ModelConfig, largest: Grid) -> Iterator[Grid]:

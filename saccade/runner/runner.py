@@ -20,8 +20,9 @@ from saccade.runner.batch import Batch, RequestState, build_batch, overlapping, 
 from saccade.runner.device import DeviceForward, Windows
 from saccade.runner.encoder import Encoder
 from saccade.runner.grammar import Grammars
+from saccade.runner.measure import largest_within, seconds_per_layer
 from saccade.runner.sampler import sample
-from saccade.types import Admission, Key, Prompt, Request, RequestError, Sample, StepPlan, StepResult, Work
+from saccade.types import Admission, Grid, Key, Prompt, Request, RequestError, Sample, StepPlan, StepResult, Work
 
 Collect = Callable[[], StepResult]
 """Waits until a step is done."""
@@ -102,6 +103,12 @@ class Runner:
             self.model.forward(embeds, batch.positions, PagedAttention(self.kv, batch.attention, self._scale))
             times.append(time.perf_counter() - start)
         return min(times) / tokens
+
+    def seconds_per_slice(self, largest: Grid) -> float:
+        """Measured: one encoder layer over as many patches as a pass takes. `largest`: the most expensive picture."""
+        assert self.encoder is not None
+        grid = largest_within(self.model.config, largest, self.encoder.max_patches)
+        return seconds_per_layer(self.model, grid) * max(1.0, self.encoder.max_patches / grid.patches)
 
     def reset(self) -> None:
         """Forget all requests and everything under way; resident embeddings go when the scheduler says so."""

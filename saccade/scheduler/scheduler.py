@@ -158,8 +158,10 @@ class Scheduler:
             return None
         if not config.always_slice and not any(seq.is_decoding for seq in self._running):
             return None
-        is_turn = encodes_now(self._num_steps, budget, is_text_first=config.is_text_first)
-        return config.encode_layers_per_step if is_turn else 0
+        if not encodes_now(self._num_steps, budget, is_text_first=config.is_text_first):
+            return 0
+        is_shared = config.always_slice and budget.num_prompts > 0  # the step is bounded: prompts want their part
+        return max(1, config.encode_layers_per_step // (2 if is_shared else 1))
 
     def _paced_layers(self, pace: Pace, budget: StepBudget) -> int | None:
         """Where someone waits for tokens, prompts and pictures get the time that is left; otherwise all they want."""
