@@ -132,7 +132,7 @@ class BarScene:
 
 
 class TableScene:
-    skills: tuple[str, ...] = ("table", "table", "line", "line", "line", "caption")
+    skills: tuple[str, ...] = ("table", "table", "table", "caption")
 
     def __init__(self, rng: Random, sheet: Sheet) -> None:
         face = font(rng.choice(font_names()), rng.randint(*_LETTER_SIZES))
@@ -177,8 +177,6 @@ class TableScene:
             if len(self.columns) == 1:
                 answer = f"The picture shows a table with the column {self.columns[0]}."
             return Question("caption", rng.choice(DESCRIBE), answer, ("table", *self.columns))
-        if skill == "line":
-            return self._line(rng)
         x, y = rng.randrange(len(self.columns)), rng.randrange(len(self.rows))
         row, column = self.rows[y], self.columns[x]
         if len(self.rows) > 1 and rng.random() < 0.2:
@@ -194,26 +192,6 @@ class TableScene:
         )
         value = str(self.cells[y][x])
         return Question("table", text, f"The {column} of {row} is {value}.", (value,), (OTHER_NUMBER,))
-
-    def _line(self, rng: Random) -> Question | None:
-        """A whole row, a whole column, or the column of a value: asked beside other questions in training alone.
-
-        Whoever finds a cell has to follow a row and a column at once; each of these asks for one of them.
-        """
-        kind, x, y = rng.randrange(3), rng.randrange(len(self.columns)), rng.randrange(len(self.rows))
-        row, column, value = self.rows[y], self.columns[x], self.cells[y][x]
-        if kind == 0:
-            values = [str(cell) for cell in self.cells[y]]
-            text, answer = f"What is in the row {row}?", f"The row {row} has {listed(values)}."
-            return Question("table", text, answer, tuple(values))
-        if kind == 1:
-            values = [str(cells[x]) for cells in self.cells]
-            text, answer = f"What is in the column {column}?", f"The column {column} has {listed(values)}."
-            return Question("table", text, answer, tuple(values))
-        if self.cells[y].count(value) > 1:
-            return None
-        text = f"In which column does {row} have {value}?"
-        return Question("table", text, f"{row} has {value} in the column {column}.", (column,))
 
     def _extreme(self, rng: Random, x: int) -> Question | None:
         values = [cells[x] for cells in self.cells]
