@@ -27,6 +27,7 @@ import httpx
 from benchmarks.cpu import QUESTIONS, greedy, make_llm, photo
 from benchmarks.models import qwen2_vl_120m
 
+WARM_UP = 400  # requests before memory is measured
 WORDS = ("red", "circle", "blue", "square", "small", "green", "left", "right", "above", "below", "large", "dark")
 
 
@@ -189,12 +190,13 @@ async def overload(folder: Path) -> float:
 async def memory(folder: Path, requests: int) -> float:
     """Growth of the resident memory of both processes, in MiB, over this many picture requests after a warm-up.
 
-    The encoder cache is small, so that it is full after the warm-up: a cache that fills is not a leak.
+    The encoder cache is small, so that it is full after the warm-up: a cache that fills is not a leak, nor is a heap
+    that grows to what its busiest moment needs.
     """
     flags = ("--encoder-cache-gb", "0.006", "--kv-cache-gb", "0.5")
     with serving(folder, *flags) as (url, pid):
         async with httpx.AsyncClient(base_url=url, timeout=600) as client:
-            for index in range(150):
+            for index in range(WARM_UP):
                 await ask(client, body([user(picture_part(photo(20_000 + index, 160, 120)), "?")], 2))
             before = resident(pid)
             for index in range(requests):

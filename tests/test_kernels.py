@@ -9,13 +9,16 @@ import torch
 from torch import Tensor
 
 from saccade.kernels import reference
+from saccade.kernels.argmax import ArgmaxWorkspace, argmax
+from saccade.kernels.decode_inputs import decode_inputs
 from saccade.kernels.fused_norm import add_rms_norm, silu_and_mul
 from saccade.kernels.packed_vit import TILE_ROWS, packed_vit
 from saccade.kernels.paged_decode import DecodeWorkspace, NewTokens, choose_splits, paged_decode
 from saccade.kernels.paged_prefill import choose_rows, paged_prefill
-from saccade.kernels.store_kv import rotary_and_store, store_kv
+from saccade.kernels.store_kv import rotary_and_store
 from saccade.kernels.tiles import Launch, Tiles, power_of_two
 from saccade.models.attention import AttentionBatch, reference_attention, reference_packed_attention
+from saccade.models.layers import cos_sin
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # The interpreter multiplies bfloat16 matrices as if their bits were integers; float16 takes the same way.
@@ -68,7 +71,7 @@ class Paged(NamedTuple):
         return reference_attention(q, self.k, self.v, batch, scale=0.2)
 
     def new_tokens(self, q: Tensor) -> NewTokens:
-        """The latest token of each request, as if it had not been stored yet; its slot forgets it. No angle turns it."""
+        """The latest token of each request, as if not stored yet: its slot forgets it. No angle turns it."""
         k, v = (torch.zeros(len(q), *cache.shape[1:], dtype=cache.dtype, device=DEVICE) for cache in (self.k, self.v))
         slots = [self.slot(i) for i in range(len(q))]
         for i, slot in enumerate(slots):
@@ -162,6 +165,23 @@ def test_decode_turns_and_stores_the_new_token() -> None:
     slots = new.slots.long()
     assert_close(paged.k[slots], expected.k[slots])
     assert_close(paged.v[slots], expected.v[slots])
+
+
+def test_a_new_token_without_a_slot_is_seen_and_not_stored() -> None:
+    paged = Paged.of([20], kv_heads=2, dim=64, dtype=torch.float32)
+    q, slot = random(1, 4, 64), paged.slot(0)
+    expected = paged.expected(q, [1])
+    new, workspace = paged.new_tokens(q)._replace(slots=ints([-1])), DecodeWorkspace.allocate(1, 4, 2, 64, DEVICE)
+    found = paged_decode(new, paged.k, paged.v, paged.tables, ints([20]), BLOCK, 0.2, workspace, launch=SMALL)
+    assert_close(found, expected)
+    assert paged.k[slot].isnan().all()
+
+
+@pytest.mark.parametrize("splits", [2, 16])
+def test_more_splits_than_are_added_up_at_once_give_the_same(splits: int) -> None:
+    paged = Paged.of([200, 5, 130], kv_heads=2, dim=64, dtype=torch.float32)
+    q = random(3, 6, 64)
+    assert_close(paged.decode(q, splits), paged.expected(q, [1] * 3))
 
 
 def test_decode_refuses_a_workspace_that_is_too_small() -> None:
@@ -293,16 +313,6 @@ def stored(dtype: torch.dtype, dim: int = 80, heads: int = 5, kv_heads: int = 3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_keys_and_values_land_in_their_slots_and_padding_nowhere(dtype: torch.dtype) -> None:
-    _, k, v, _, _, k_cache, v_cache, slots = stored(dtype)
-    expected = k_cache.clone(), v_cache.clone()
-    reference.store_kv(k, v, *expected, slots)
-    store_kv(k, v, k_cache, v_cache, slots)
-    assert torch.equal(k_cache, expected[0])
-    assert torch.equal(v_cache, expected[1])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("dim", [64, 80, 128])
 def test_turning_and_storing_equals_doing_one_after_the_other(dim: int, dtype: torch.dtype) -> None:
     found, expected = stored(dtype, dim), stored(dtype, dim)
@@ -331,3 +341,40 @@ def test_the_norm_of_a_sum_equals_the_reference(hidden: int, dtype: torch.dtype)
 def test_gate_and_up_of_a_merged_projection_are_multiplied(wide: int, dtype: torch.dtype) -> None:
     gate_up = random(3, 2 * wide, dtype=dtype)
     assert_close(silu_and_mul(gate_up), reference.silu_and_mul(gate_up))
+
+
+# --- the ends of a decode step ------------------------------------------------------------------------------------
+
+
+def test_the_largest_of_each_row_is_found_across_splits() -> None:
+    logits, workspace = random(3, 9000, dtype=torch.bfloat16), ArgmaxWorkspace.allocate(4, DEVICE)
+    found = argmax(logits, workspace, torch.zeros(3, dtype=torch.int64, device=DEVICE))
+    assert torch.equal(logits.gather(1, found[:, None]), logits.amax(1, keepdim=True))
+    assert not workspace.counters.any(), "a launch leaves the counters at zero for the next one"
+
+
+def test_of_equal_largest_values_the_first_one_is_found() -> None:
+    logits = torch.full((2, 9000), -7.0, device=DEVICE)
+    logits[0, [4100, 5, 8999]] = -1.0
+    found = argmax(logits, ArgmaxWorkspace.allocate(2, DEVICE), torch.zeros(2, dtype=torch.int64, device=DEVICE))
+    assert found.tolist() == [5, 0]
+
+
+def test_not_a_number_is_the_largest() -> None:
+    logits = random(1, 9000)
+    logits[0, 6000] = float("nan")
+    found = argmax(logits, ArgmaxWorkspace.allocate(1, DEVICE), torch.zeros(1, dtype=torch.int64, device=DEVICE))
+    assert found.tolist() == [6000]
+
+
+def test_a_decode_step_begins_with_embeddings_angles_and_tables() -> None:
+    tokens, positions, rows = ints([4, -2, 0]), ints([0, 700, 31]), ints([2, 0, 1])
+    embedding, frequencies = random(9, 40, dtype=torch.bfloat16), random(8).abs()
+    tables = torch.arange(3 * 600, dtype=torch.int32, device=DEVICE).view(3, 600)
+    latest = ints([7, 8], torch.int64)
+    found = decode_inputs(tokens, positions, rows, latest, embedding, frequencies, tables)
+    cos, sin = cos_sin(positions[:, None].float() * frequencies, torch.bfloat16)
+    assert torch.equal(found.embeds, embedding[[4, 8, 0]])
+    assert torch.equal(found.tables, tables[[2, 0, 1]])
+    assert_close(found.cos, cos)
+    assert_close(found.sin, sin)

@@ -226,13 +226,18 @@ def test_what_no_launch_fits_goes_to_the_library(m: int, k: int) -> None:
     assert_close(norm_gated_linear(x, norm, EPS, weight), gated(normed(x, norm), weight))
 
 
-@pytest.mark.parametrize(("n", "k"), [(2048, 1536), (1536, 8960), (151936, 1536), (3584, 18944)])
+@pytest.mark.parametrize(("n", "k"), [(2048, 1536), (1536, 8960), (4608, 3584), (4096, 4096)])
 def test_every_chosen_launch_fits_the_workspace(n: int, k: int) -> None:
     for m in range(1, MAX_ROWS + 1):
         config, room = choose(m, n, k, torch.bfloat16), SplitWorkspace.allocate(m, torch.device("meta"))
         assert config is not None and config.rows >= m
         programs = -(-n // config.outputs) * config.splits
         assert config.splits == 1 or programs * config.outputs * config.rows <= room.partials.numel()
+
+
+def test_large_weights_are_ours_for_one_row_alone() -> None:
+    assert choose(1, 18944, 3584, torch.bfloat16, gated=True) is not None
+    assert choose(2, 18944, 3584, torch.bfloat16, gated=True) is None
 
 
 def test_float32_goes_to_the_library() -> None:

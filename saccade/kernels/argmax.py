@@ -19,8 +19,8 @@ from torch import Tensor
 from saccade.kernels.early import is_early, overlap, wait_for_turn
 
 _MAX_SPLITS = 64
-_PROGRAMS = 264  # that a launch should have: two for each multiprocessor of an H100 or H200
-_BLOCK = 2048
+_PROGRAMS = 1056  # that a launch should have: eight for each multiprocessor of an H100 or H200
+_BLOCK = 4096
 
 
 class ArgmaxWorkspace(NamedTuple):

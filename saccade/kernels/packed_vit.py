@@ -53,7 +53,10 @@ def packed_vit(
 def launch_for(q: Tensor, rows: int) -> Launch:
     if q.element_size() == 4:
         return Launch(rows, keys=32, warps=8, stages=1)
-    return Launch(rows, keys=64, warps=8 if rows >= 128 else 4, stages=3)
+    if rows < 128:
+        return Launch(rows, keys=64, warps=4, stages=3)
+    # With 128 registers two programs share a multiprocessor; larger heads would not fit in so few.
+    return Launch(rows, keys=64, warps=8, stages=3, registers=128 if q.shape[2] <= 96 else None)
 
 
 # These lie anywhere in a larger array; a variant for each alignment would compile anew.

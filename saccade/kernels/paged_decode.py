@@ -172,10 +172,7 @@ def _decode_kernel(
     new_dims = tl.where((split == 0) & (context > 0), DIM, 0)  # this program's share of the new token
     new_key = _turned(own + (GROUP * HEADS + head) * DIM, cos, sin, dims, dims < new_dims, DIM)
     new_value = tl.load(own + ((GROUP + 1) * HEADS + head) * DIM + dims, mask=dims < new_dims, other=0.0)
-    slot = tl.load(slots + request).to(tl.int64)
-    place, is_stored = slot * (HEADS * DIM) + dims, dims < tl.where(slot >= 0, new_dims, 0)
-    tl.store(keys + place, new_key, mask=is_stored)
-    tl.store(values + place, new_value, mask=is_stored)
+    _store(keys, values, tl.load(slots + request), new_key, new_value, new_dims, HEADS * DIM)
     largest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, PADDED_DIM], tl.float32)
@@ -235,6 +232,18 @@ def _turned(
     one = tl.load(rows + dims, mask=inside, other=0.0)
     other = tl.load(rows + (dims + DIM // 2) % DIM, mask=inside, other=0.0)
     return (one.to(tl.float32) * along + other.to(tl.float32) * across).to(one.dtype)
+
+
+@triton.jit
+def _store(
+    keys: tl.tensor, values: tl.tensor, slot: tl.tensor, key: tl.tensor, value: tl.tensor, count: tl.tensor,
+    SLOT: tl.constexpr,
+) -> None:  # fmt: skip
+    """The first `count` dimensions of a key and its value, unless the slot is -1."""
+    dims = tl.arange(0, key.shape[0])
+    place, is_stored = slot.to(tl.int64) * SLOT + dims, dims < tl.where(slot >= 0, count, 0)
+    tl.store(keys + place, key, mask=is_stored)
+    tl.store(values + place, value, mask=is_stored)
 
 
 @triton.jit

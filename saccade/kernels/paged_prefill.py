@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saccade.kernels.paged_decode import slots_of
+from saccade.kernels.paged_decode import num_multiprocessors, slots_of
 from saccade.kernels.softmax import LOG2_E, divide, precision_of, weigh
 from saccade.kernels.tiles import Launch, Tiles, power_of_two
 
@@ -57,9 +57,14 @@ def paged_prefill(
 
 
 def launch_for(q: Tensor, rows: int) -> Launch:
+    """Two of the stages go to the block tables, which keys and values wait for."""
     if q.element_size() == 4:
         return Launch(rows, keys=32, warps=4, stages=1)
-    return Launch(rows, keys=64, warps=8 if rows >= 128 else 4, stages=3)
+    if rows >= 128:
+        return Launch(rows, keys=64, warps=8, stages=5)
+    # While each program has a multiprocessor to itself, fewer and larger steps take less time.
+    is_alone = q.shape[0] * q.shape[1] <= rows * num_multiprocessors(q.device)
+    return Launch(rows, keys=128 if is_alone else 64, warps=4, stages=5)
 
 
 # Tables and numbers of a step change place and width from step to step; a variant for each would compile anew.

@@ -10,18 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-    is_token = slots >= 0
-    k_cache[slots[is_token]] = k[is_token]
-    v_cache[slots[is_token]] = v[is_token]
-
-
 def rotary_and_store(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor
 ) -> None:
     turned = _rotate(k, cos, sin)
     q.copy_(_rotate(q, cos, sin))
-    store_kv(turned, v, k_cache, v_cache, slots)
+    _store_kv(turned, v, k_cache, v_cache, slots)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -38,3 +32,9 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     low, high = x.float().chunk(2, dim=-1)
     cos, sin = (angle.float().view(len(x), 1, -1) for angle in (cos, sin))
     return (x.float() * cos + torch.cat((high, low), dim=-1) * sin).to(x.dtype)
+
+
+def _store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+    is_token = slots >= 0
+    k_cache[slots[is_token]] = k[is_token]
+    v_cache[slots[is_token]] = v[is_token]

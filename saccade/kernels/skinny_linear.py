@@ -1,8 +1,8 @@
 """Products of a few rows with a large weight, as a decode step has them. Knows shapes and dtypes, not layers.
 
 Such a product takes as long as reading its weight, so each variant is a way to keep the memory busy: one row goes
-through `vector_kernel`, up to 32 through `tile_kernel`, and more, where cuBLAS does better, through `F.linear`. `choose`
-decides from the shape alone, so a CUDA graph may hold the launches, and nothing is tuned while serving.
+through `vector_kernel`, up to 32 through `tile_kernel`, and more, where cuBLAS does better, through `F.linear`.
+`choose` decides from the shape alone, so a CUDA graph may hold the launches, and nothing is tuned while serving.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from saccade.kernels.tiles import power_of_two
 
 MAX_ROWS = 32  # that `choose` has launches for
 MAX_NORMED_ROWS = 16  # beyond, norming x again in every program costs more than a launch of its own
+_MAX_ELEMENTS = 32 << 20  # of a weight that several rows are multiplied with
+_MANY_OUTPUTS = 1 << 16
 _PROGRAMS = 132  # that a launch should have at least: one for each multiprocessor of an H100 or H200
 _MAX_PROGRAMS = 2 * _PROGRAMS  # of a launch with splits; the workspace has room for these
 _LINE = 128  # bytes
@@ -121,32 +123,40 @@ def norm_gated_linear(
 def choose(m: int, n: int, k: int, dtype: torch.dtype, *, gated: bool = False) -> Config | None:
     """How to multiply m rows with a weight [n, k], or [2 n, k] if gated; None where cuBLAS is as good.
 
-    | rows    | outputs of a program | columns at a time                 |
-    | ------- | -------------------- | --------------------------------- |
-    | 1       | 4                    | 512, or 1024 of many              |
-    | 2 - 16  | 64                   | 64, or 128 where outputs are many |
-    | 17 - 32 | 64                   | 128, gated 64                     |
-
-    Columns are split between programs until the device is full. Programs are kept small enough for two of them to share
-    a multiprocessor: when there are a few more programs than multiprocessors, the last ones then need not wait for the
-    first. Where all programs run at once, they ask for weights early; where they come in many waves, that only disturbs.
+    cuBLAS has the better loop, ours has fewer launches and starts earlier: several rows are ours where a weight is read
+    in a few microseconds, one row always is. Columns are split between programs until the device is full.
     """
     if m > MAX_ROWS or k % 16:  # rows of a weight that do not begin at 32 bytes cannot be read in wide pieces
         return None
     if dtype == torch.float32:  # asked for by those who compare
         return None
-    has_waves = n >= 64 * _PROGRAMS
-    ahead = 0 if has_waves else 8
     if m == 1:
-        is_long = k > 4096
-        stages = 1 if k <= 2048 and not gated else 4
-        return Config(rows=1, outputs=4, inputs=1024 if is_long else 512, stages=stages, ahead=ahead)
-    if m <= MAX_NORMED_ROWS:
-        inputs, stages = (128, 3) if has_waves and not gated else (64, 5)
-        return Config(16, 64, inputs, 1 if gated else choose_splits(n, k, 64, inputs), stages=stages, ahead=ahead)
+        return _choose_vector(n, k, gated)
+    if n * k * (2 if gated else 1) > _MAX_ELEMENTS:
+        return None
+    return _choose_few(n, k, gated) if m <= MAX_NORMED_ROWS else _choose_tiles(n, k, gated)
+
+
+def _choose_vector(n: int, k: int, gated: bool) -> Config:
+    """Long rows need their reads in flight; of short ones, many programs side by side do as well without."""
     if gated:
-        return Config(32, outputs=64, inputs=64, stages=5, ahead=ahead)
-    return Config(32, outputs=64, inputs=128, splits=choose_splits(n, k, 64, 128), ahead=ahead)
+        return Config(rows=1, outputs=4, inputs=512, early=False)
+    if k > 4096:
+        return Config(rows=1, outputs=2, inputs=1024, ahead=8)
+    return Config(rows=1, outputs=4, inputs=512, stages=1 if k <= 2048 or n >= _MANY_OUTPUTS else 4)
+
+
+def _choose_few(n: int, k: int, gated: bool) -> Config:
+    if gated:
+        return Config(rows=16, outputs=64, inputs=64, stages=5, early=False)
+    return Config(rows=16, outputs=64, inputs=64, splits=choose_splits(n, k, 64, 64), stages=5)
+
+
+def _choose_tiles(n: int, k: int, gated: bool) -> Config:
+    if gated:
+        return Config(rows=32, outputs=64, inputs=64, stages=5, early=False)
+    splits = choose_splits(n, k, 64, 128)
+    return Config(rows=32, outputs=64, inputs=128, splits=splits, stages=7 if k > 4096 else 4)
 
 
 def choose_splits(n: int, k: int, outputs: int, inputs: int) -> int:

@@ -1,4 +1,4 @@
-"""Writes a step's new keys and values to the cache, turned by their positions on the way if asked. Knows slots alone.
+"""Writes a step's new keys and values to the cache, turned by their positions on the way. Knows slots alone.
 
 k, v [T, kv_heads, d], views of one merged projection       cache of a layer [slots, kv_heads, d]
 
@@ -6,8 +6,8 @@ k, v [T, kv_heads, d], views of one merged projection       cache of a layer [sl
     row 1, slot -1   padding of a recorded launch: nothing
     row 2, slot 20   ──────────────────────────────────────►  20 | head 0 ... | head 1 ... |
 
-store_kv: grid (T,). rotary_and_store: grid (T, 2), program (t, 0) turns the queries of row t where they lie,
-program (t, 1) turns its keys on their way to the cache and copies its values.
+Grid (T, 2): program (t, 0) turns the queries of row t where they lie, program (t, 1) turns its keys on their way to the
+cache and copies its values.
 """
 
 from __future__ import annotations
@@ -17,21 +17,6 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade.kernels.tiles import power_of_two
-
-
-def store_kv(
-    k: Tensor,  # [T, kv_heads, d], last dimension dense; so is v
-    v: Tensor,
-    k_cache: Tensor,  # [slots, kv_heads, d], contiguous; so is v_cache
-    v_cache: Tensor,
-    slots: Tensor,  # int64 or int32 [T]; -1 is skipped
-) -> None:
-    tokens, kv_heads, dim = k.shape
-    assert k_cache.is_contiguous() and v_cache.is_contiguous()
-    _store_kernel[(tokens,)](
-        k, v, k_cache, v_cache, slots, *k.stride()[:2], *v.stride()[:2],
-        HEADS=kv_heads, DIM=dim, PADDED_HEADS=power_of_two(kv_heads), PADDED_DIM=power_of_two(dim), num_warps=4,
-    )  # fmt: skip
 
 
 def rotary_and_store(
@@ -56,23 +41,6 @@ def rotary_and_store(
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots"])  # which lie anywhere in a larger array
-def _store_kernel(
-    k: tl.tensor, v: tl.tensor, k_cache: tl.tensor, v_cache: tl.tensor, slots: tl.tensor, k_row: tl.tensor,
-    k_head: tl.tensor, v_row: tl.tensor, v_head: tl.tensor,
-    HEADS: tl.constexpr, DIM: tl.constexpr, PADDED_HEADS: tl.constexpr, PADDED_DIM: tl.constexpr,
-) -> None:  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + row).to(tl.int64)
-    if slot < 0:
-        return
-    heads, dims = tl.arange(0, PADDED_HEADS)[:, None], tl.arange(0, PADDED_DIM)[None, :]
-    inside = (heads < HEADS) & (dims < DIM)
-    place = (slot * HEADS + heads) * DIM + dims
-    tl.store(k_cache + place, tl.load(k + row * k_row + heads * k_head + dims, mask=inside), mask=inside)
-    tl.store(v_cache + place, tl.load(v + row * v_row + heads * v_head + dims, mask=inside), mask=inside)
-
-
-@triton.jit(do_not_specialize_on_alignment=["slots"])
 def _rotary_kernel(
     q: tl.tensor, k: tl.tensor, v: tl.tensor, cos: tl.tensor, sin: tl.tensor, k_cache: tl.tensor, v_cache: tl.tensor,
     slots: tl.tensor,

@@ -7,29 +7,19 @@ here reads a value back from the device, so a CUDA graph can hold all of it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from saccade.kernels.store_kv import rotary_and_store
 from saccade.models.attention import PagedKV
-from saccade.models.decoder import Decoder, DecoderLayer
+from saccade.models.decoder import Decoder
 from saccade.models.products import Products, Stream, new_workspace, products_for
 
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(the projection of new tokens [T, heads + 2 kv_heads, d], a layer's cached keys, its values) -> [T, heads, d]
 
-class Cached(NamedTuple):
-    """What one layer keeps of the tokens so far, and what it reads next."""
-
-    keys: Tensor  # [slots, kv_heads, d]
-    values: Tensor
-    coming: Tensor  # the weight of the product behind attention
-
-
-Attend = Callable[[Tensor, Cached], Tensor]
-"""(queries, keys and values as projected [T, heads + 2 kv_heads, d], one layer's cache) -> [T, heads, d].
-
-It turns queries and keys by their positions and stores the new keys and values."""
+It turns queries and keys by their positions and stores the new keys and values.
+"""
 
 
 class FusedDecoder:
@@ -39,19 +29,16 @@ class FusedDecoder:
         self._workspace = new_workspace(decoder)
 
     def products(self, rows: int) -> Products:
-        return products_for(rows, self._workspace)
+        return products_for(self.decoder, rows, self._workspace)
 
     def forward(self, embeds: Tensor, attend: Attend, products: Products) -> Stream:
         """[T, H] -> the stream behind the last layer."""
         x = Stream(embeds)
         for index, layer in enumerate(self.decoder.layers):
             qkv, x = products.qkv(x, layer)
-            mixed = attend(qkv.view(len(qkv), -1, layer.head_dim), self._cached(index, layer))
+            mixed = attend(qkv.view(len(qkv), -1, layer.head_dim), self.kv.k[index], self.kv.v[index])
             x = products.mlp(products.out(mixed.flatten(1), x, layer), layer)
         return x
-
-    def _cached(self, index: int, layer: DecoderLayer) -> Cached:
-        return Cached(self.kv.k[index], self.kv.v[index], layer.out.weight)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         return self.decoder.embed(token_ids)
@@ -61,12 +48,11 @@ class FusedDecoder:
         cos, sin = self.decoder.rotary(positions, self.decoder.table.dtype)
         return cos.contiguous(), sin.contiguous()
 
-    def turn_and_store(self, qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, cached: Cached) -> Tensor:
-        """The turned queries [T, heads, d]. `slots` [T] says where keys and values go; -1 is a row of padding."""
+    def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of what a layer projects."""
         layer = self.decoder.layers[0]
         q, k, v = torch.split(qkv, [layer.heads, layer.kv_heads, layer.kv_heads], dim=1)
-        rotary_and_store(q, k, v, cos, sin, cached.keys, cached.values, slots)
-        return q
+        return q, k, v
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Of normed rows. In the model's own type: rounding does not change which one is largest."""

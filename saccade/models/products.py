@@ -3,7 +3,7 @@
     few rows     four launches a layer: norms, gate and residuals are inside the products
     many rows    the products are cuBLAS's or ours; a norm has its own launch and adds the residual on the way
 
-Which is which depends on the number of rows alone, so it is decided once for each CUDA graph.
+Which is which depends on shapes alone, so it is decided once for each CUDA graph.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from saccade.kernels.fused_norm import add_rms_norm, silu_and_mul
 from saccade.kernels.skinny_linear import (
     MAX_NORMED_ROWS,
     MAX_ROWS,
+    Config,
     SplitWorkspace,
     choose,
     gated_linear,
@@ -25,9 +26,6 @@ from saccade.kernels.skinny_linear import (
 )
 from saccade.models.decoder import Decoder, DecoderLayer
 from saccade.models.layers import Linear, RMSNorm
-
-_ASKED_FOR = 8 << 20  # bytes of the next weights that come to the second cache while a small launch runs
-_READING_ROWS = 256
 
 
 class Stream(NamedTuple):
@@ -57,8 +55,10 @@ class Products(Protocol):
         ...
 
 
-def products_for(rows: int, workspace: SplitWorkspace) -> Products:
-    return _FewRows(workspace) if rows <= MAX_NORMED_ROWS else _ManyRows(workspace)
+def products_for(decoder: Decoder, rows: int, workspace: SplitWorkspace) -> Products:
+    """Few rows are those whose widest product is ours."""
+    is_few = rows <= MAX_NORMED_ROWS and _gated_config(decoder.layers[0], rows) is not None
+    return _FewRows(workspace) if is_few else _ManyRows(workspace)
 
 
 def new_workspace(decoder: Decoder) -> SplitWorkspace:
@@ -66,9 +66,12 @@ def new_workspace(decoder: Decoder) -> SplitWorkspace:
     return SplitWorkspace.allocate(MAX_ROWS, decoder.table.device)
 
 
-def beginning(weight: Tensor, rows: int) -> Tensor | None:
-    """What is worth asking for ahead of a product with so many rows: of many, arithmetic takes longer than reading."""
-    return weight.view(-1)[: _ASKED_FOR // weight.element_size()] if rows <= _READING_ROWS else None
+def _gated_config(layer: DecoderLayer, rows: int) -> Config | None:
+    """How gate and up are multiplied in one launch; None where cuBLAS is better, or a bias is to be added."""
+    weight = layer.gate_up.weight
+    if layer.gate_up.bias is not None:
+        return None
+    return choose(rows, len(weight) // 2, weight.shape[1], weight.dtype, gated=True)
 
 
 class _FewRows:
@@ -82,12 +85,8 @@ class _FewRows:
         return self._add(mixed, layer.out, x)
 
     def mlp(self, x: Stream, layer: DecoderLayer) -> Stream:
-        norm, gate_up = layer.mlp_norm, layer.gate_up
-        if gate_up.bias is None:
-            wide = norm_gated_linear(x.rows, norm.weight, norm.eps, gate_up.weight)
-        else:
-            wide = silu_and_mul(self._normed_linear(x, norm, gate_up))
-        return self._add(wide, layer.down, x)
+        norm = layer.mlp_norm
+        return self._add(norm_gated_linear(x.rows, norm.weight, norm.eps, layer.gate_up.weight), layer.down, x)
 
     def normed(self, x: Stream, decoder: Decoder) -> Tensor:
         return decoder.norm(x.rows)
@@ -108,26 +107,26 @@ class _ManyRows:
         self.workspace = workspace
 
     def qkv(self, x: Stream, layer: DecoderLayer) -> tuple[Tensor, Stream]:
-        normed, x = self._norm(x, layer.attention_norm, layer.qkv.weight)
+        normed, x = self._norm(x, layer.attention_norm)
         return self._linear(normed, layer.qkv), x
 
     def out(self, mixed: Tensor, x: Stream, layer: DecoderLayer) -> Stream:
         return Stream(x.rows, self._linear(mixed, layer.out))
 
     def mlp(self, x: Stream, layer: DecoderLayer) -> Stream:
-        normed, x = self._norm(x, layer.mlp_norm, layer.gate_up.weight)
+        normed, x = self._norm(x, layer.mlp_norm)
         return Stream(x.rows, self._linear(self._gated(normed, layer), layer.down))
 
     def normed(self, x: Stream, decoder: Decoder) -> Tensor:
-        return self._norm(x, decoder.norm, decoder.head)[0]
+        return self._norm(x, decoder.norm)[0]
 
     def logits(self, x: Stream, decoder: Decoder, out: Tensor) -> Tensor:
         return skinny_linear(self.normed(x, decoder), decoder.head, workspace=self.workspace, out=out)
 
-    def _norm(self, x: Stream, norm: RMSNorm, coming: Tensor) -> tuple[Tensor, Stream]:
+    def _norm(self, x: Stream, norm: RMSNorm) -> tuple[Tensor, Stream]:
         if x.added is None:
             return norm(x.rows), x
-        normed, rows = add_rms_norm(x.added, x.rows, norm.weight, norm.eps, coming=beginning(coming, len(x.rows)))
+        normed, rows = add_rms_norm(x.added, x.rows, norm.weight, norm.eps)
         return normed, Stream(rows)
 
     def _linear(self, rows: Tensor, linear: Linear) -> Tensor:
@@ -135,8 +134,7 @@ class _ManyRows:
 
     def _gated(self, rows: Tensor, layer: DecoderLayer) -> Tensor:
         """silu(gate) * up: [T, wide]."""
-        gate_up = layer.gate_up
-        config = choose(len(rows), len(gate_up.weight) // 2, rows.shape[1], rows.dtype, gated=True)
-        if config is None or gate_up.bias is not None:
-            return silu_and_mul(self._linear(rows, gate_up), coming=beginning(layer.down.weight, len(rows)))
-        return gated_linear(rows, gate_up.weight, config=config)
+        config = _gated_config(layer, len(rows))
+        if config is None:
+            return silu_and_mul(self._linear(rows, layer.gate_up))
+        return gated_linear(rows, layer.gate_up.weight, config=config)

@@ -17,7 +17,7 @@ from torch import Tensor
 from saccade.kernels.argmax import ArgmaxWorkspace, argmax
 from saccade.kernels.decode_inputs import decode_inputs
 from saccade.kernels.paged_decode import DecodeWorkspace, NewTokens, paged_decode
-from saccade.models.fused import Cached, FusedDecoder
+from saccade.models.fused import FusedDecoder
 from saccade.runner.tables import BlockTables
 
 PADDING = (0, 0, -1, 0, 0)  # a row that is not stored and sees nothing
@@ -85,12 +85,10 @@ class DecodePass:
             tokens, positions, rows, self._tokens, decoder.table, decoder.rotary.frequencies, self.tables.blocks
         )
 
-        def attend(qkv: Tensor, cached: Cached) -> Tensor:
-            new, scale = NewTokens(qkv, inputs.cos, inputs.sin, slots), self.decoder.scale
-            return paged_decode(
-                new, cached.keys, cached.values, inputs.tables, contexts, self.block_size, scale, self._workspace,
-                coming=cached.coming,
-            )  # fmt: skip
+        def attend(qkv: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            new, workspace = NewTokens(qkv, inputs.cos, inputs.sin, slots), self._workspace
+            scale = self.decoder.scale
+            return paged_decode(new, keys, values, inputs.tables, contexts, self.block_size, scale, workspace)
 
         hidden = self.decoder.forward(inputs.embeds, attend, products)
         logits = products.logits(hidden, decoder, self._logits[:size])

@@ -19,8 +19,9 @@ from tqdm import tqdm
 
 from saccade.kernels.paged_decode import num_multiprocessors
 from saccade.kernels.paged_prefill import choose_rows, paged_prefill
+from saccade.kernels.store_kv import rotary_and_store
 from saccade.kernels.tiles import Tiles
-from saccade.models.fused import Cached, FusedDecoder
+from saccade.models.fused import FusedDecoder
 from saccade.runner.tables import BlockTables, to_device
 
 GRAPH_TOKENS: tuple[int, ...] = (
@@ -141,9 +142,9 @@ class PromptPass:
         cos, sin = self.decoder.angles(positions.view(self.axes, -1))
         products = self.decoder.products(sizes.tokens)
 
-        def attend(qkv: Tensor, cached: Cached) -> Tensor:
-            q = self.decoder.turn_and_store(qkv, cos, sin, slots, cached)
-            keys, values = cached.keys, cached.values
+        def attend(qkv: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            q, k, v = self.decoder.split(qkv)
+            rotary_and_store(q, k, v, cos, sin, keys, values, slots)
             return paged_prefill(q, keys, values, tables, contexts, tiles, self.block_size, self.decoder.scale)
 
         return products.normed(self.decoder.forward(embeds, attend, products), self.decoder.decoder)

@@ -1,0 +1,83 @@
+"""The products of fused layers against the plain decoder's, for every number of rows that is treated differently."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from saccade.config import TextConfig
+from saccade.models.decoder import Biases, Decoder, DecoderLayer
+from saccade.models.layers import Parameters
+from saccade.models.products import Stream, new_workspace, products_for
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+EVERY_SIZE = pytest.mark.parametrize("rows", [1, 5, 20, 40], ids=["one", "few", "more", "many"])
+BIASES = pytest.mark.parametrize("biases", [Biases(), Biases(qkv=True), Biases(True, True, True)], ids=str)
+PLAIN = Biases()
+
+
+def decoder(biases: Biases = PLAIN, dtype: torch.dtype = torch.float16) -> Decoder:
+    text = TextConfig(64, 96, 1, 4, 2, 16, 200, 512, 1e-6, 1e4, None, {}, False, "llama")
+    params = Parameters(dtype, DEVICE)
+    made = Decoder(params, text, biases)
+    generator = torch.Generator().manual_seed(0)
+    for tensor in params.targets.values():
+        tensor.copy_(torch.randn(tensor.shape, generator=generator) / 8)
+    return made
+
+
+def rows_of(rows: int, size: int, seed: int, dtype: torch.dtype = torch.float16) -> Tensor:
+    return torch.randn(rows, size, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def total(x: Stream) -> Tensor:
+    return x.rows if x.added is None else x.rows + x.added
+
+
+def assert_close(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, atol=8e-3, rtol=8e-3)
+
+
+def plain_mlp(x: Tensor, layer: DecoderLayer) -> Tensor:
+    gate, up = layer.gate_up(layer.mlp_norm(x)).chunk(2, dim=-1)
+    return layer.down(torch.nn.functional.silu(gate) * up) + x
+
+
+@BIASES
+@EVERY_SIZE
+def test_a_layer_projects_adds_and_widens_as_the_plain_one_does(rows: int, biases: Biases) -> None:
+    made = decoder(biases)
+    layer, products = made.layers[0], products_for(made, rows, new_workspace(made))
+    x, mixed = rows_of(rows, 64, 1), rows_of(rows, 64, 2)
+    qkv, stream = products.qkv(Stream(x), layer)
+    assert_close(qkv, layer.qkv(layer.attention_norm(x)))
+    stream = products.out(mixed, stream, layer)
+    added = layer.out(mixed) + x
+    assert_close(total(stream), added)
+    assert_close(total(products.mlp(stream, layer)), plain_mlp(added, layer))
+
+
+@EVERY_SIZE
+def test_logits_are_written_where_asked(rows: int) -> None:
+    made = decoder()
+    products = products_for(made, rows, new_workspace(made))
+    x, out = Stream(rows_of(rows, 64, 1)), torch.empty(rows, 200, dtype=torch.float16, device=DEVICE)
+    assert products.logits(x, made, out) is out
+    assert_close(out, made.logits(made.norm(x.rows)).half())
+
+
+@EVERY_SIZE
+def test_what_is_still_to_be_added_is_added_before_the_last_norm(rows: int) -> None:
+    made = decoder()
+    products = products_for(made, rows, new_workspace(made))
+    stream = products.out(rows_of(rows, 64, 2), Stream(rows_of(rows, 64, 1)), made.layers[0])
+    assert_close(products.normed(stream, made), made.norm(total(stream)))
+
+
+def test_few_rows_take_fewer_launches_only_where_the_widest_product_is_ours() -> None:
+    made = decoder()
+    kinds = [type(products_for(made, rows, new_workspace(made))).__name__ for rows in (1, 16, 17, 64)]
+    assert kinds == ["_FewRows", "_FewRows", "_ManyRows", "_ManyRows"]
+    exact = decoder(dtype=torch.float32)
+    assert type(products_for(exact, 1, new_workspace(exact))).__name__ == "_ManyRows"
