@@ -107,7 +107,7 @@ def test_the_built_in_set_has_a_thousand_questions_over_all_skills() -> None:
     questions = load_questions()
     counts = Counter(question.skill for question in questions.questions)
     assert sum(counts.values()) == 1000 and len(counts) == 14 and set(counts.values()) == {71, 72}
-    assert questions.goals.keys() <= counts.keys()
+    assert questions.goals.keys() <= {*counts, *questions.groups}
 
 
 def test_every_rule_of_the_built_in_set_takes_its_own_answer() -> None:
@@ -382,3 +382,12 @@ def test_a_server_that_does_not_start_is_one_sentence(capsys: pytest.CaptureFixt
     assert cli.main(["eval", "/nowhere/model", "--limit", "1"]) == 1
     err = capsys.readouterr().err
     assert "the server did not start: " in err and "/nowhere/model" in err and err.count("\n") == 1
+
+
+def test_skills_may_have_a_goal_together(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "set.json").write_text('{"goals": {"seeing": 0.5}, "groups": {"seeing": ["color", "count"]}}')
+    with fake_api(knows) as api:
+        run(folder, api.url)
+    *_, seeing, whole, _ = capsys.readouterr().out.splitlines()
+    assert seeing.split()[:3] == ["seeing", "3", "3"] and seeing.endswith("50% met")
+    assert whole.split()[:3] == ["all", "3", "3"]  # nobody is counted twice

@@ -33,8 +33,7 @@ ABOUT_SET = {
         "count": 0.90,
         "words": 0.85,
         "numbers": 0.85,
-        "chart": 0.85,
-        "table": 0.85,
+        "charts and tables": 0.85,
     },
     "groups": {
         "shapes": ["color", "shape", "size", "position", "count", "several", "absent", "json", "caption"],

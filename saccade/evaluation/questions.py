@@ -60,7 +60,7 @@ class QuestionSet:
     name: str
     root: Root
     questions: Sequence[Question]
-    goals: Mapping[str, float] = field(default_factory=dict)  # share of right answers to reach, by skill
+    goals: Mapping[str, float] = field(default_factory=dict)  # share of right answers to reach, by skill or group
     groups: Mapping[str, Sequence[str]] = field(default_factory=dict)  # skills that belong together, by a name
 
     def picture(self, ref: PictureRef) -> Picture:
@@ -221,7 +221,8 @@ def _about(root: Root, where: Path) -> dict[str, Any]:
         raise ConfigError(f"{file} is not JSON: {error}") from None
     about = {"name": where.name, **raw} if isinstance(raw, dict) else {}
     if not _is_about(about):
-        raise ConfigError(f"{file} holds name (text), goals (skill: share) and groups (name: [skills]), not {raw!r}")
+        known = "name (text), goals (skill or group: share) and groups (name: [skills])"
+        raise ConfigError(f"{file} holds {known}, not {raw!r}")
     return about
 
 

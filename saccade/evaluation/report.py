@@ -16,13 +16,14 @@ from saccade.evaluation.scoring import chance
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Of one skill."""
+    """Of one skill, or of skills that have a goal together."""
 
-    skill: str
+    skill: str  # or the group's name
     right: int
     total: int
     chance: float  # what one constant reply would get
     goal: float | None
+    is_group: bool = False
 
     @property
     def accuracy(self) -> float:
@@ -36,28 +37,31 @@ class Score:
 
 
 def scores(answered: Sequence[Answered], questions: QuestionSet) -> list[Score]:
-    """By skill, in the order in which the set first asks about them."""
+    """By skill, in the order in which the set first asks about them; then the groups that have a goal of their own."""
     by_skill: dict[str, list[Answered]] = {question.skill: [] for question in questions.questions}
     for one in answered:
         by_skill[one.question.skill].append(one)
+    groups = {
+        name: [one for skill in skills for one in by_skill[skill]]
+        for name, skills in questions.grouped().items()
+        if name in questions.goals and name not in by_skill
+    }
     return [
-        Score(
-            skill,
-            sum(one.is_right for one in mine),
-            len(mine),
-            chance([one.question.rule for one in mine]),
-            questions.goals.get(skill),
-        )
-        for skill, mine in by_skill.items()
-        if mine
+        *(_score(skill, mine, questions.goals.get(skill)) for skill, mine in by_skill.items() if mine),
+        *(_score(name, mine, questions.goals[name], is_group=True) for name, mine in groups.items() if mine),
     ]
+
+
+def _score(name: str, mine: Sequence[Answered], goal: float | None, *, is_group: bool = False) -> Score:
+    rules = [one.question.rule for one in mine]
+    return Score(name, sum(one.is_right for one in mine), len(mine), chance(rules), goal, is_group)
 
 
 def table(found: Sequence[Score]) -> str:
     """One line per skill. `guessing` is what the best constant reply would get right."""
     width = max([len("skill"), *(len(s.skill) for s in found)])
     heading = "goal" if any(s.goal is not None for s in found) else ""
-    right, total = sum(s.right for s in found), sum(s.total for s in found)
+    right, total = (sum(getattr(s, name) for s in found if not s.is_group) for name in ("right", "total"))
     lines = [
         f"{'skill':<{width}}  right    of  accuracy  guessing  {heading}",
         *(
@@ -87,7 +91,8 @@ def as_json(answered: Sequence[Answered], questions: QuestionSet) -> dict[str, A
         "right": sum(one.is_right for one in answered),
         "refused": sum(one.reply.error is not None for one in answered),
         "accuracy": accuracy(answered),
-        "skills": {s.skill: _score_json(s) for s in found},
+        "skills": {s.skill: _score_json(s) for s in found if not s.is_group},
+        "groups": {s.skill: _score_json(s) for s in found if s.is_group},
         "answers": [
             {"id": one.question.id, "skill": one.question.skill, "right": one.is_right, **_reply_json(one)}
             for one in answered

@@ -21,6 +21,7 @@ class StepBudget:
         demand = _demand(open_requests)
         self.total = num_tokens
         self.num_decoding = demand.decoding
+        self.has_text_answers = demand.text_answers > 0
         self.num_prompts = demand.prompts
         self.slots_wanted = demand.slots
         self.has_text_prompts = demand.text_tokens > 0
@@ -57,18 +58,36 @@ def encodes_now(step: int, budget: StepBudget, *, is_text_first: bool) -> bool:
     return not (is_text_first and budget.has_text_prompts) or step % _PICTURE_SHARE == 0
 
 
+def layers_in_bounded_step(layers: int, step: int, budget: StepBudget) -> int:
+    """Where prompts want their part of a bounded step: half of the layers, or one in every other step."""
+    if not budget.num_prompts:
+        return layers
+    return layers // 2 or 1 - step % 2
+
+
+def answers_rest(step: int, budget: StepBudget) -> bool:
+    """Whether answers about pictures sit a bounded step out that only encodes beside them.
+
+    A token for a few requests costs a CPU as much as one for many, and what these wait for is pictures. Answers to
+    text never rest, and where the decoder runs anyway, nobody does.
+    """
+    return not (budget.num_prompts or budget.has_text_answers) and step % _PICTURE_SHARE != 0
+
+
 class _Demand(NamedTuple):
     decoding: int  # requests
+    text_answers: int  # of those, requests without pictures
     prompts: int  # requests that could compute prompt tokens now, as far as pictures are concerned
     text_tokens: int  # of requests that wait for no picture
     slots: int  # of the first pictures that others wait for
 
 
 def _demand(requests: Iterable[Sequence]) -> _Demand:
-    decoding = prompts = text_tokens = slots = 0
+    decoding = text_answers = prompts = text_tokens = slots = 0
     for seq in requests:
         if seq.is_decoding:
             decoding += 1
+            text_answers += not seq.spans
         elif not seq.has_pictures_ahead:
             prompts += 1
             text_tokens += seq.num_tokens - seq.num_computed
@@ -76,4 +95,4 @@ def _demand(requests: Iterable[Sequence]) -> _Demand:
             prompts += 1
         else:
             slots = slots or seq.spans[seq.next_span].slots
-    return _Demand(decoding, prompts, text_tokens, slots)
+    return _Demand(decoding, text_answers, prompts, text_tokens, slots)

@@ -15,7 +15,7 @@ from saccade.config import Pace, SchedulerConfig
 from saccade.scheduler.admission import refuse_impossible, refuse_overload
 from saccade.scheduler.ahead import only_decodes, works_ahead
 from saccade.scheduler.blocks import BlockPool
-from saccade.scheduler.budget import StepBudget, encodes_now
+from saccade.scheduler.budget import StepBudget, answers_rest, encodes_now, layers_in_bounded_step
 from saccade.scheduler.encoder_cache import EncoderCache
 from saccade.scheduler.failures import doomed_by
 from saccade.scheduler.gate import Gate, Reach
@@ -48,6 +48,7 @@ class _Draft:
     works: list[Work] = field(default_factory=list)
     admitted: list[Admission] = field(default_factory=list)
     has_preempted: bool = False
+    answers_rest: bool = False  # requests that decode sit this step out
 
 
 class Scheduler:
@@ -111,6 +112,8 @@ class Scheduler:
         """Decide the next step: running requests first, then waiting ones, then pictures that come next."""
         gate, draft = self._gate, _Draft(now, self._budget())
         layers = self._encode_layers(draft.budget)
+        is_encoding = self.config.always_slice and bool(layers) and self._encoder.slots_in_flight > 0
+        draft.answers_rest = is_encoding and answers_rest(self._num_steps, draft.budget)
         self._fill(draft, is_sliced=layers is not None)
         if layers is not None and not (draft.works or gate.encode or self._encoder.slots_in_flight):
             # In slices nobody moves: those who wait keep the room that a running request needs. Whole pictures go in.
@@ -160,8 +163,9 @@ class Scheduler:
             return None
         if not encodes_now(self._num_steps, budget, is_text_first=config.is_text_first):
             return 0
-        is_shared = config.always_slice and budget.num_prompts > 0  # the step is bounded: prompts want their part
-        return max(1, config.encode_layers_per_step // (2 if is_shared else 1))
+        if not config.always_slice:
+            return config.encode_layers_per_step
+        return layers_in_bounded_step(config.encode_layers_per_step, self._num_steps, budget)
 
     def _paced_layers(self, pace: Pace, budget: StepBudget) -> int | None:
         """Where someone waits for tokens, prompts and pictures get the time that is left; otherwise all they want."""
@@ -177,6 +181,8 @@ class Scheduler:
         while index < len(self._running) and draft.budget.total:  # preemption shortens the list from its end
             seq = self._running[index]
             index += 1
+            if draft.answers_rest and seq.is_decoding:
+                continue
             if not seq.is_decoding and catch_up(self._pool, seq):
                 self._leave_spans(seq)
                 draft.admitted.append(self._admission(seq))
