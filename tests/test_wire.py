@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from saccade.config import Options, SchedulerConfig, model_config
+from saccade.config import Options, Pace, SchedulerConfig, model_config
 from saccade.engine import wire
 from saccade.params import SamplingParams
 from saccade.types import (
@@ -105,7 +105,14 @@ events = st.builds(
     st.none() | errors,
     st.none() | usages,
 )
-values: dict[Any, Any] = {int: counts, bool: st.booleans(), int | None: st.none() | counts}
+curves = st.lists(st.tuples(counts, seconds), max_size=3).map(tuple)
+paces = st.builds(Pace, curves, curves, curves, st.none() | seconds)
+values: dict[Any, Any] = {
+    int: counts,
+    bool: st.booleans(),
+    int | None: st.none() | counts,
+    Pace | None: st.none() | paces,
+}
 limits = st.builds(SchedulerConfig, **{name: values[kind] for name, kind in get_type_hints(SchedulerConfig).items()})
 options = st.builds(
     Options,
