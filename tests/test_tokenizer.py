@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
+import unicodedata
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -139,6 +141,7 @@ def wrapped(name: str, text: str) -> tuple[str, str]:
 def test_a_chat_without_control_tokens_in_its_text_has_the_ids_of_transformers(
     name: str, ours: Tokenizer, theirs: PreTrainedTokenizerFast, text: str
 ) -> None:
+    assume(not re.search(r"<[|/]?\w+\|?>", unicodedata.normalize("NFKC", text)))
     before, after = wrapped(name, text)
     assert ours.encode_template(before + ours.shield(text) + after) == theirs.encode(before + text + after)
 

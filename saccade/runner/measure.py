@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice, pairwise
 
 import torch
 from torch import Tensor
@@ -34,14 +35,9 @@ def layer_curve(model: VisionLanguageModel, largest: Grid | None) -> Curve:
 def seconds_per_layer(model: VisionLanguageModel, grid: Grid) -> float:
     """On a CPU: one layer of the vision tower over a picture of this grid, without running the whole tower."""
     encoding = model.encode(_blank(model, grid), [grid])
-    next(encoding)  # has the set-up in it
-    times = []
-    for _ in range(min(_REPEATS, _num_layers(model.config) - 1)):
-        start = time.perf_counter()
-        next(encoding)
-        times.append(time.perf_counter() - start)
+    marks = [time.perf_counter() for _ in islice(encoding, 1 + _REPEATS)]  # the set-up lies before the first
     encoding.close()
-    return min(times, default=0.0)
+    return min((end - start for start, end in pairwise(marks)), default=0.0)
 
 
 def largest_within(config: ModelConfig, largest: Grid, patches: int) -> Grid:
@@ -67,12 +63,13 @@ def _layer_times(model: VisionLanguageModel, largest: Grid) -> Iterator[tuple[in
     config = model.config
     for grid in _grids(config, largest):
         slots = grid.patches // _merged(config)
-        yield slots, timed(lambda grid=grid: _encode(model, grid)) / _num_layers(config)  # type: ignore[misc]
+        layers = _encode(model, grid)  # towers may leave their last ones out
+        yield slots, timed(lambda grid=grid: _encode(model, grid)) / layers  # type: ignore[misc]
 
 
-def _encode(model: VisionLanguageModel, grid: Grid) -> None:
-    for _ in model.encode(_blank(model, grid), [grid]):
-        pass
+def _encode(model: VisionLanguageModel, grid: Grid) -> int:
+    """The number of layers that ran."""
+    return sum(1 for _ in model.encode(_blank(model, grid), [grid]))
 
 
 def _blank(model: VisionLanguageModel, grid: Grid) -> Tensor:
@@ -97,11 +94,6 @@ def _merged(config: ModelConfig) -> int:
     """Patches of one embedding."""
     assert config.vision is not None
     return config.vision.spatial_merge_size**2
-
-
-def _num_layers(config: ModelConfig) -> int:
-    assert config.vision is not None
-    return config.vision.num_layers
 
 
 def _rising(points: Iterable[tuple[int, float]]) -> Curve:
