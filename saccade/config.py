@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from saccade.types import Pace
+
 
 class ConfigError(ValueError):
     """The operator's mistake: a setting or a checkpoint that cannot work, with the values and what to change."""
@@ -233,8 +235,8 @@ class Options:
     )
     inter_token_ms: float | None = _option(
         None,
-        "on a GPU, how long running answers may wait for their next token while prompts and pictures are worked on; "
-        "automatic: 2.25 times what they take alone",
+        "on a GPU, the device time a step beside running answers is planned to take, prompts and pictures included; "
+        "the host's own time comes on top; automatic: 2.25 times what the answers take alone",
     )
     encode_layers_per_step: int | None = _option(
         None, "encoder layers run per step while others decode; automatic: whole pictures at once"
@@ -348,20 +350,6 @@ class ServerOptions:
 
 
 # --- what the parts get -------------------------------------------------------------------------------------------
-
-
-Curve = tuple[tuple[int, float], ...]
-"""Milliseconds by size, measured at some sizes; both rise."""
-
-
-@dataclass(frozen=True, slots=True)
-class Pace:
-    """How long the parts of a step take on this device, and how long a step may take beside running answers."""
-
-    decode_ms: Curve  # one token for so many requests
-    prompt_ms: Curve  # so many prompt tokens
-    layer_ms: Curve  # one encoder layer over pictures of so many embeddings; empty without a vision tower
-    target_ms: float | None  # None: a multiple of what the running answers take alone
 
 
 @dataclass(frozen=True, slots=True)

@@ -194,6 +194,20 @@ class StepResult:
     unsampled: Mapping[str, RequestError] = field(default_factory=dict)  # requests no token can be had for, by id
 
 
+Curve = tuple[tuple[int, float], ...]
+"""Milliseconds by size, measured at some sizes; both rise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How long the parts of a step take on this device, and how long a step may take beside running answers."""
+
+    decode_ms: Curve  # one token for so many requests
+    prompt_ms: Curve  # so many prompt tokens
+    layer_ms: Curve  # one encoder layer over pictures of so many embeddings; empty without a vision tower
+    target_ms: float | None  # None: a multiple of what the running answers take alone
+
+
 class StepRecord(NamedTuple):
     """What one step did, for whoever watches the engine."""
 

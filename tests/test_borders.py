@@ -18,7 +18,7 @@ BASE = {"types", "params", "config", "costs", "outputs", "rgb", "schema"}
 ALLOWED: dict[str, set[str]] = {
     "types": set(),
     "params": {"types"},
-    "config": set(),
+    "config": {"types"},
     "costs": {"types", "config"},
     "outputs": {"types"},
     "rgb": {"types"},

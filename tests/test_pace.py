@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from saccade.config import Pace
 from saccade.scheduler.pace import SLOWDOWN, milliseconds, share, size_within
+from saccade.types import Pace
 
 PACE = Pace(
     decode_ms=((1, 1.0), (32, 2.0)),

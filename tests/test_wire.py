@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from saccade.config import Options, Pace, SchedulerConfig, model_config
+from saccade.config import Options, SchedulerConfig, model_config
 from saccade.engine import wire
 from saccade.params import SamplingParams
 from saccade.types import (
@@ -22,6 +22,7 @@ from saccade.types import (
     Header,
     Logprobs,
     MediaItem,
+    Pace,
     Prompt,
     Request,
     RequestError,

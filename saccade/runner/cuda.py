@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from saccade.config import Pace
 from saccade.models.attention import PagedKV
 from saccade.models.decoder import Decoder
 from saccade.models.fused import FusedDecoder
@@ -25,7 +24,7 @@ from saccade.runner.measure import layer_curve, timed_curve
 from saccade.runner.prompts import PromptPass, Window
 from saccade.runner.sampler import sample
 from saccade.runner.tables import BlockTables, to_device
-from saccade.types import Grid, Key, Sample, Work
+from saccade.types import Grid, Key, Pace, Sample, Work
 
 _MEASURED_CONTEXT = 1024  # tokens behind each request whose decoding is timed
 

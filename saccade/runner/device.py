@@ -7,10 +7,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from saccade.config import Pace
 from saccade.models.interface import VisionLanguageModel
 from saccade.runner.batch import RequestState
-from saccade.types import Grid, Key, Sample, Work
+from saccade.types import Grid, Key, Pace, Sample, Work
 
 Windows = Sequence[tuple[Work, RequestState]]
 Sampled = Callable[[], dict[str, Sample]]

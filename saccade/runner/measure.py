@@ -10,9 +10,9 @@ from itertools import islice, pairwise
 import torch
 from torch import Tensor
 
-from saccade.config import Curve, ModelConfig
+from saccade.config import ModelConfig
 from saccade.models.interface import VisionLanguageModel
-from saccade.types import Grid
+from saccade.types import Curve, Grid
 
 _REPEATS = 3
 _SLOTS = (64, 256, 512, 1024, 1536, 2304, 4096, 8192)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from typing import NamedTuple
 
-from saccade.config import Curve, Pace
+from saccade.types import Curve, Pace
 
 SLOWDOWN = 2.25  # of running answers beside other work, where no target is set
 _LEAST_SPARE = 0.25  # of what the answers take alone: whatever the target, prompts and pictures move on

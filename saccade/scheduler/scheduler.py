@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any
 
-from saccade.config import Pace, SchedulerConfig
+from saccade.config import SchedulerConfig
 from saccade.scheduler.admission import refuse_impossible, refuse_overload
 from saccade.scheduler.ahead import only_decodes, works_ahead
 from saccade.scheduler.blocks import BlockPool
@@ -29,6 +29,7 @@ from saccade.types import (
     FinishReason,
     Key,
     MediaTimes,
+    Pace,
     Request,
     RequestError,
     Sample,
