@@ -17,6 +17,7 @@ from PIL import Image
 os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
 
 from tests import checkpoints
+from tests.families import FAMILIES, ModelFamily
 
 if TYPE_CHECKING:
     from tests.serving import RunningServer
@@ -34,10 +35,20 @@ def llava_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkpoints.llava(tmp_path_factory.mktemp("llava"))
 
 
-@pytest.fixture(scope="session", params=["qwen2_vl", "llava"])
-def family_folder(request: pytest.FixtureRequest) -> Path:
+@pytest.fixture(scope="session", params=FAMILIES)
+def family_name(request: pytest.FixtureRequest) -> str:
     """Each family in turn."""
-    return Path(request.getfixturevalue(f"{request.param}_folder"))
+    return str(request.param)
+
+
+@pytest.fixture(scope="session")
+def family(family_name: str) -> ModelFamily:
+    return FAMILIES[family_name]
+
+
+@pytest.fixture(scope="session")
+def family_folder(family_name: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return FAMILIES[family_name].build(tmp_path_factory.mktemp(family_name))
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,22 +11,14 @@ import pytest
 from saccade import LLM, SamplingParams, costs
 from saccade.processor.checkpoint import open_checkpoint
 from tests.conftest import make_photo
+from tests.families import ModelFamily
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 SEEDED = SamplingParams(temperature=1.0, top_p=0.95, seed=11, max_tokens=12, ignore_eos=True)
 
 
-def wrap(folder: Path) -> str:
-    return (
-        "<|vision_start|><|image_pad|><|vision_end|>"
-        if (folder / "config.json").read_text().find("qwen2_vl") > 0
-        else "<image>"
-    )
-
-
-def prompts(folder: Path) -> list[dict[str, Any]]:
+def prompts(picture: str) -> list[dict[str, Any]]:
     """Text, one picture, two, the same picture again, a large one in the middle of text."""
-    picture = wrap(folder)
     a, b, large = make_photo(seed=1), make_photo(140, 84, seed=2), make_photo(300, 250, seed=3)
     return [
         {"prompt": "The quick brown fox jumps over the lazy dog. " * 3},
@@ -36,10 +29,23 @@ def prompts(folder: Path) -> list[dict[str, Any]]:
     ]
 
 
-def run(folder: Path, params: SamplingParams = GREEDY, *, together: bool = True, **given: Any) -> list[list[int]]:
+@dataclass(frozen=True)
+class Subject:
+    """A checkpoint and the prompts that are put to it."""
+
+    folder: Path
+    prompts: list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def subject(family: ModelFamily, family_folder: Path) -> Subject:
+    return Subject(family_folder, prompts(family.picture))
+
+
+def run(subject: Subject, params: SamplingParams = GREEDY, *, together: bool = True, **given: Any) -> list[list[int]]:
     defaults = {"max_model_len": 512, "kv_cache_gb": 0.02, "max_pixels": 200_000}
-    llm = LLM(model=str(folder), use_tqdm=False, **{**defaults, **given})
-    asked = prompts(folder)
+    llm = LLM(model=str(subject.folder), use_tqdm=False, **{**defaults, **given})
+    asked = subject.prompts
     batches = [asked] if together else [[p] for p in asked]
     outs = [out for batch in batches for out in llm.generate(batch, params, use_tqdm=False)]
     llm.engine.core.scheduler.check()
@@ -48,9 +54,9 @@ def run(folder: Path, params: SamplingParams = GREEDY, *, together: bool = True,
 
 
 @pytest.fixture(scope="module")
-def alone(family_folder: Path) -> list[list[int]]:
+def alone(subject: Subject) -> list[list[int]]:
     """The plain way: one request at a time, whole windows, no cache."""
-    return run(family_folder, together=False, enable_prefix_caching=False, encoder_cache_gb=0.0)
+    return run(subject, together=False, enable_prefix_caching=False, encoder_cache_gb=0.0)
 
 
 @pytest.mark.parametrize(
@@ -73,28 +79,28 @@ def alone(family_folder: Path) -> list[list[int]]:
         pytest.param({"encode_layers_per_step": 1, "max_num_batched_tokens": 32}, id="sliced, chunks of 32"),
     ],
 )
-def test_tokens_do_not_depend_on(given: dict[str, Any], family_folder: Path, alone: list[list[int]]) -> None:
-    assert run(family_folder, **given) == alone
+def test_tokens_do_not_depend_on(given: dict[str, Any], subject: Subject, alone: list[list[int]]) -> None:
+    assert run(subject, **given) == alone
 
 
-def test_tokens_do_not_depend_on_a_warm_prefix_cache(family_folder: Path, alone: list[list[int]]) -> None:
-    llm = LLM(model=str(family_folder), use_tqdm=False, max_model_len=512, kv_cache_gb=0.02, max_pixels=200_000)
-    cold = llm.generate(prompts(family_folder), GREEDY, use_tqdm=False)
-    warm = llm.generate(prompts(family_folder), GREEDY, use_tqdm=False)
+def test_tokens_do_not_depend_on_a_warm_prefix_cache(subject: Subject, alone: list[list[int]]) -> None:
+    llm = LLM(model=str(subject.folder), use_tqdm=False, max_model_len=512, kv_cache_gb=0.02, max_pixels=200_000)
+    cold = llm.generate(subject.prompts, GREEDY, use_tqdm=False)
+    warm = llm.generate(subject.prompts, GREEDY, use_tqdm=False)
     assert [o.outputs[0].token_ids for o in cold] == [o.outputs[0].token_ids for o in warm] == alone
     assert all(out.num_cached_tokens > 0 for out in warm)
     llm.close()
 
 
-def test_tokens_do_not_depend_on_preemption(family_folder: Path) -> None:
+def test_tokens_do_not_depend_on_preemption(subject: Subject) -> None:
     """KV for two long answers at most: the others are thrown out in the middle and come back."""
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
-    expected = run(family_folder, params, together=False, enable_prefix_caching=False, max_pixels=60_000)
-    text = open_checkpoint(str(family_folder)).config.text
+    expected = run(subject, params, together=False, enable_prefix_caching=False, max_pixels=60_000)
+    text = open_checkpoint(str(subject.folder)).config.text
     blocks = 14
     gib = (blocks + 0.5) * costs.kv_bytes_per_block(text, "float32") / costs.GIB
-    llm = LLM(model=str(family_folder), use_tqdm=False, kv_cache_gb=gib, max_pixels=60_000)
-    asked = prompts(family_folder)
+    llm = LLM(model=str(subject.folder), use_tqdm=False, kv_cache_gb=gib, max_pixels=60_000)
+    asked = subject.prompts
     outs = llm.generate(asked, params, use_tqdm=False)
     assert llm.stats()["preemptions"] > 0
     assert [o.outputs[0].token_ids for o in outs] == expected
@@ -103,19 +109,19 @@ def test_tokens_do_not_depend_on_preemption(family_folder: Path) -> None:
 
 
 def test_tokens_do_not_depend_on_what_earlier_requests_left_in_the_kv_cache(
-    family_folder: Path, alone: list[list[int]]
+    subject: Subject, alone: list[list[int]]
 ) -> None:
     """Not even on NaN: what one request wrote must never reach another through padding."""
-    llm = LLM(model=str(family_folder), use_tqdm=False, max_model_len=512, kv_cache_gb=0.02, max_pixels=200_000)
+    llm = LLM(model=str(subject.folder), use_tqdm=False, max_model_len=512, kv_cache_gb=0.02, max_pixels=200_000)
     kv = llm.engine.core.runner.kv
     kv.k.fill_(float("nan"))
     kv.v.fill_(float("nan"))
-    outs = llm.generate(prompts(family_folder), GREEDY, use_tqdm=False)
+    outs = llm.generate(subject.prompts, GREEDY, use_tqdm=False)
     assert [o.outputs[0].token_ids for o in outs] == alone
     llm.close()
 
 
-def test_a_seeded_request_gives_the_same_text_whatever_it_is_batched_with(family_folder: Path) -> None:
-    together = run(family_folder, SEEDED, max_num_batched_tokens=32)
-    one_by_one = run(family_folder, SEEDED, together=False, enable_prefix_caching=False)
+def test_a_seeded_request_gives_the_same_text_whatever_it_is_batched_with(subject: Subject) -> None:
+    together = run(subject, SEEDED, max_num_batched_tokens=32)
+    one_by_one = run(subject, SEEDED, together=False, enable_prefix_caching=False)
     assert together == one_by_one

@@ -15,6 +15,7 @@ from saccade.engine.overlap import OverlappedCore
 from saccade.runner.cuda import CudaForward
 from saccade.runner.tables import BlockTables
 from saccade.types import StepPlan
+from tests.families import FAMILIES, ModelFamily
 
 OPTIONS: dict[str, Any] = {
     "dtype": "float32",
@@ -54,7 +55,7 @@ def prompts(photo: Callable[..., Image.Image], tag: str) -> list[dict[str, Any]]
     ]
 
 
-TAGS = {"qwen2_vl": "<|vision_start|><|image_pad|><|vision_end|>", "llava": "<image>"}
+QWEN2_VL = FAMILIES["qwen2_vl"].picture
 GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
 
 
@@ -63,15 +64,15 @@ def answers(llm: LLM, given: list[dict[str, Any]], params: SamplingParams = GREE
 
 
 def test_kernels_and_launching_ahead_give_the_tokens_of_the_plain_engine(
-    family_folder: Path, photo: Callable[..., Image.Image], request: pytest.FixtureRequest
+    family: ModelFamily, family_folder: Path, photo: Callable[..., Image.Image]
 ) -> None:
-    given = prompts(photo, TAGS["llava" if "llava" in family_folder.name else "qwen2_vl"])
+    given = prompts(photo, family.picture)
     plain = LLM(str(family_folder), **OPTIONS)
     assert answers(overlapped(family_folder), given) == answers(plain, given)
 
 
 def test_prompts_in_chunks_give_the_same_tokens(qwen2_vl_folder: Path, photo: Callable[..., Image.Image]) -> None:
-    given = prompts(photo, TAGS["qwen2_vl"])
+    given = prompts(photo, QWEN2_VL)
     plain = LLM(str(qwen2_vl_folder), **OPTIONS)
     chunked = overlapped(qwen2_vl_folder, max_num_batched_tokens=24)
     assert answers(chunked, given) == answers(plain, given)

@@ -9,9 +9,8 @@ import pytest
 from PIL import Image
 
 from saccade import LLM, SamplingParams
-from tests import checkpoints
 from tests.conftest import make_photo
-from tests.reference import Reference, load_reference
+from tests.families import FAMILIES, ModelFamily
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 CASES = {
@@ -24,20 +23,20 @@ CASES = {
 
 
 class Pair:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, family: ModelFamily, folder: Path) -> None:
         self.llm = LLM(model=str(folder), max_model_len=1024, kv_cache_gb=0.05, use_tqdm=False)
-        self.reference: Reference = load_reference(folder)
+        self.reference = family.reference(folder)
+        self.picture = family.picture
 
     def prompt(self, template: str) -> str:
-        wrapped = f"<|vision_start|>{self.reference.placeholder}<|vision_end|>"
-        return template.replace("{P}", wrapped if self.reference.is_qwen else self.reference.placeholder + "\n")
+        return template.replace("{P}", self.picture)
 
 
-@pytest.fixture(scope="module", params=["qwen2_vl-saved", "qwen2_vl-published", "llava-saved", "llava-published"])
+@pytest.fixture(scope="module", params=[f"{name}-{layout}" for name, f in FAMILIES.items() for layout in f.layouts])
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     name, layout = request.param.split("-")
-    folder = getattr(checkpoints, name)(tmp_path_factory.mktemp(request.param), layout=layout)
-    made = Pair(folder)
+    family = FAMILIES[name]
+    made = Pair(family, family.build(tmp_path_factory.mktemp(request.param), layout=layout))
     yield made
     made.llm.close()
 

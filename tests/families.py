@@ -1,0 +1,54 @@
+"""The model families under test. A family is proven by all tests that take the fixture `family` or `family_folder`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from PIL import Image
+from transformers import LlavaForConditionalGeneration, Qwen2VLForConditionalGeneration
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from tests import checkpoints
+from tests.reference import Reference, image_settings, load
+
+
+class ModelFamily(NamedTuple):
+    build: Callable[..., Path]  # (folder, *, layout="saved" or "published", seed=0, ...) -> the folder, filled
+    picture: str  # what a raw prompt says where a picture goes
+    reference: Callable[[Path], Reference]
+    layouts: tuple[str, ...] = ("saved", "published")
+
+
+def _qwen2_vl_reference(folder: Path) -> Reference:
+    model, tokenizer = load(Qwen2VLForConditionalGeneration, folder)
+    processor, pad = Qwen2VLImageProcessorPil(**image_settings(folder)), "<|image_pad|>"
+
+    def read(pictures: list[Image.Image]) -> tuple[dict[str, Any], list[str]]:
+        made = dict(processor(pictures, return_tensors="pt"))
+        return made, [pad * (int(grid.prod()) // 4) for grid in made["image_grid_thw"]]
+
+    def kinds(ids: torch.Tensor) -> dict[str, Any]:
+        return {"mm_token_type_ids": torch.eq(ids, model.config.image_token_id).int()}
+
+    return Reference(model, tokenizer, pad, read, kinds)
+
+
+def _llava_reference(folder: Path) -> Reference:
+    model, tokenizer = load(LlavaForConditionalGeneration, folder)
+    processor = CLIPImageProcessorPil(**image_settings(folder))
+
+    def read(pictures: list[Image.Image]) -> tuple[dict[str, Any], list[str]]:
+        made = dict(processor(pictures, return_tensors="pt"))
+        return made, ["<image>" * (made["pixel_values"].shape[-1] // 14) ** 2] * len(pictures)
+
+    return Reference(model, tokenizer, "<image>", read)
+
+
+FAMILIES: dict[str, ModelFamily] = {
+    "qwen2_vl": ModelFamily(checkpoints.qwen2_vl, "<|vision_start|><|image_pad|><|vision_end|>", _qwen2_vl_reference),
+    "llava": ModelFamily(checkpoints.llava, "<image>\n", _llava_reference),
+}
