@@ -23,6 +23,12 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return F.rms_norm(total.float(), weight.shape, weight.float(), eps).to(x.dtype), total
 
 
+def head_norm(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, heads: int, eps: float) -> None:
+    kv_heads = (qkv.shape[1] - heads) // 2
+    for weight, part in ((q_weight, qkv[:, :heads]), (k_weight, qkv[:, heads : heads + kv_heads])):
+        part.copy_(F.rms_norm(part.float(), weight.shape, weight.float(), eps))
+
+
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.float().chunk(2, dim=-1)
     return (F.silu(gate) * up).to(gate_up.dtype)

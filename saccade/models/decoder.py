@@ -25,13 +25,13 @@ class Biases(NamedTuple):
 
 
 class Decoder:
-    def __init__(self, params: Parameters, text: TextConfig, biases: Biases) -> None:
+    def __init__(self, params: Parameters, text: TextConfig, biases: Biases, *, has_qk_norms: bool = False) -> None:
         if text.num_heads % text.num_kv_heads:
             raise ConfigError(f"{text.num_heads} attention heads cannot share {text.num_kv_heads} key-value heads")
         self.table = params.new("embed.weight", text.vocab_size, text.hidden_size)
         self.rotary = Rotary(text, params.device)
         layers = params.within("layers")
-        self.layers = [DecoderLayer(layers.within(i), text, biases) for i in range(text.num_layers)]
+        self.layers = [DecoderLayer(layers.within(i), text, biases, has_qk_norms) for i in range(text.num_layers)]
         self.norm = RMSNorm(params.within("norm"), text.hidden_size, text.rms_norm_eps)
         self.head = self.table if text.tie_word_embeddings else params.new("head.weight", *self.table.shape)
 
@@ -50,12 +50,13 @@ class Decoder:
 
 
 class DecoderLayer:
-    def __init__(self, params: Parameters, text: TextConfig, biases: Biases) -> None:
+    def __init__(self, params: Parameters, text: TextConfig, biases: Biases, has_qk_norms: bool = False) -> None:
         self.heads, self.kv_heads, self.head_dim = text.num_heads, text.num_kv_heads, text.head_dim
         hidden, q, kv = text.hidden_size, self.heads * self.head_dim, self.kv_heads * self.head_dim
         wide = text.intermediate_size
         self.attention_norm = RMSNorm(params.within("attention_norm"), hidden, text.rms_norm_eps)
         self.qkv = Linear(params.within("qkv"), hidden, {"q": q, "k": kv, "v": kv}, bias=biases.qkv)
+        self.qk_norms = QKNorms(params, text) if has_qk_norms else None
         self.out = Linear(params.within("out"), q, hidden, bias=biases.out)
         self.mlp_norm = RMSNorm(params.within("mlp_norm"), hidden, text.rms_norm_eps)
         self.gate_up = Linear(params.within("gate_up"), hidden, {"gate": wide, "up": wide}, bias=biases.mlp)
@@ -69,10 +70,24 @@ class DecoderLayer:
     def attend(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention, index: int) -> Tensor:
         qkv = self.qkv(x).view(len(x), -1, self.head_dim)  # [T, heads + 2 kv_heads, d]
         v = qkv[:, self.heads + self.kv_heads :]
+        qk = qkv[:, : self.heads + self.kv_heads]
         # Queries and keys lie side by side, so one rotation serves both.
-        turned = rotate(qkv[:, : self.heads + self.kv_heads], cos, sin)
+        turned = rotate(self.qk_norms(qk) if self.qk_norms else qk, cos, sin)
         mixed = attention(index, turned[:, : self.heads], turned[:, self.heads :], v)
         return self.out(mixed.reshape(len(x), -1))
+
+
+class QKNorms:
+    """RMS norms over each head of the queries and of the keys, before they are turned."""
+
+    def __init__(self, params: Parameters, text: TextConfig) -> None:
+        self.heads, self.eps = text.num_heads, text.rms_norm_eps
+        self.q = RMSNorm(params.within("q_norm"), text.head_dim, self.eps)
+        self.k = RMSNorm(params.within("k_norm"), text.head_dim, self.eps)
+
+    def __call__(self, qk: Tensor) -> Tensor:
+        """[T, heads + kv_heads, d], queries first"""
+        return torch.cat((self.q(qk[:, : self.heads]), self.k(qk[:, self.heads :])), dim=1)
 
 
 # --- rotary positions ---------------------------------------------------------------------------------------------
@@ -128,6 +143,8 @@ def decoder_rules(text: TextConfig) -> tuple[Rule, ...]:
         "self_attn.q_proj": "qkv.q",
         "self_attn.k_proj": "qkv.k",
         "self_attn.v_proj": "qkv.v",
+        "self_attn.q_norm": "q_norm",
+        "self_attn.k_norm": "k_norm",
         "self_attn.o_proj": "out",
         "post_attention_layernorm": "mlp_norm",
         "mlp.gate_proj": "gate_up.gate",

@@ -11,8 +11,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from saccade.kernels.head_norm import head_norm
 from saccade.models.attention import PagedKV
-from saccade.models.decoder import Decoder
+from saccade.models.decoder import Decoder, DecoderLayer
 from saccade.models.products import Products, Stream, new_workspace, products_for
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -36,7 +37,8 @@ class FusedDecoder:
         x = Stream(embeds)
         for index, layer in enumerate(self.decoder.layers):
             qkv, x = products.qkv(x, layer)
-            mixed = attend(qkv.view(len(qkv), -1, layer.head_dim), self.kv.k[index], self.kv.v[index])
+            projected = _norm_heads(qkv.view(len(qkv), -1, layer.head_dim), layer)
+            mixed = attend(projected, self.kv.k[index], self.kv.v[index])
             x = products.mlp(products.out(mixed.flatten(1), x, layer), layer)
         return x
 
@@ -65,6 +67,14 @@ class FusedDecoder:
     @property
     def vocab_size(self) -> int:
         return self.decoder.head.shape[0]
+
+
+def _norm_heads(qkv: Tensor, layer: DecoderLayer) -> Tensor:
+    """Only layers with norms of queries and keys pay for them."""
+    norms = layer.qk_norms
+    if norms is not None:
+        head_norm(qkv, norms.q.weight, norms.k.weight, layer.heads, norms.eps)
+    return qkv
 
 
 def fusable(decoder: Decoder) -> bool:

@@ -1,0 +1,54 @@
+"""Norms of query and key heads: the kernel against plain PyTorch, and the fused decoder against the plain one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from saccade.config import TextConfig
+from saccade.kernels import reference
+from saccade.kernels.head_norm import head_norm
+from saccade.models.attention import PagedKV
+from saccade.models.decoder import Biases, Decoder
+from saccade.models.fused import FusedDecoder
+from saccade.models.layers import Parameters
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def random(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 16), (12, 4, 80), (7, 7, 128), (1, 1, 32)])
+def test_query_and_key_heads_are_normed_and_values_left_alone(
+    heads: int, kv_heads: int, dim: int, dtype: torch.dtype
+) -> None:
+    found = random(5, heads + 2 * kv_heads, dim, seed=1, dtype=dtype)
+    expected = found.clone()
+    q, k = 1 + 0.1 * random(dim, seed=2, dtype=dtype), 1 + 0.1 * random(dim, seed=3, dtype=dtype)
+    head_norm(found, q, k, heads, 1e-6)
+    reference.head_norm(expected, q, k, heads, 1e-6)
+    tolerance = 2e-5 if dtype == torch.float32 else 4e-3
+    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("has_qk_norms", [True, False])
+def test_the_fused_decoder_hands_attention_the_heads_of_the_plain_one(has_qk_norms: bool) -> None:
+    text = TextConfig(64, 96, 1, 4, 2, 16, 200, 512, 1e-6, 1e4, None, {}, False, "qwen3")
+    params = Parameters(torch.float32, DEVICE)
+    decoder = Decoder(params, text, Biases(), has_qk_norms=has_qk_norms)
+    for seed, tensor in enumerate(params.targets.values()):
+        tensor.copy_(random(*tensor.shape, seed=seed) / 8)
+    x, layer, seen = random(3, 64, seed=99), decoder.layers[0], []
+
+    def keep(qkv: torch.Tensor, _keys: torch.Tensor, _values: torch.Tensor) -> torch.Tensor:
+        seen.append(qkv.clone())
+        return qkv[:, :4].contiguous()
+
+    fused = FusedDecoder(decoder, PagedKV.allocate(text, 1, 16, torch.float32, DEVICE))
+    fused.forward(x, keep, fused.products(3))
+    qkv = layer.qkv(layer.attention_norm(x)).view(3, 8, 16)
+    expected = torch.cat((layer.qk_norms(qkv[:, :6]), qkv[:, 6:]), dim=1) if layer.qk_norms else qkv
+    torch.testing.assert_close(seen[0], expected, atol=2e-4, rtol=2e-4)
