@@ -60,6 +60,12 @@ class TextConfig:
     rope_scaling: Mapping[str, Any]  # what is left of rope_scaling / rope_parameters, for decoders that scale
     tie_word_embeddings: bool
     model_type: str
+    num_deep: int = 0  # vectors beside a picture's embedding; number k is added behind decoder layer k
+
+    @property
+    def embedding_size(self) -> int:
+        """Values in what a tower returns for one slot."""
+        return self.hidden_size * (1 + self.num_deep)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +82,15 @@ class VisionConfig:
     spatial_merge_size: int  # patches per token along each side
     temporal_patch_size: int  # frames per patch
     hidden_act: str
+    is_gated: bool = False  # the MLP multiplies its activation with a second product
+    window_size: int | None = None  # side of an attention window, in pixels; None: every layer sees whole pictures
+    full_layers: tuple[int, ...] = ()  # those that see whole pictures all the same
+    deep_layers: tuple[int, ...] = ()  # those whose output goes to the decoder beside the last one's
+
+    @property
+    def window_tokens(self) -> int | None:
+        """Tokens along one side of an attention window."""
+        return self.window_size // self.patch_size // self.spatial_merge_size if self.window_size else None
 
     @property
     def patch_dim(self) -> int:
@@ -105,7 +120,7 @@ def model_config(raw: Mapping[str, Any], generation: Mapping[str, Any] | None = 
     vision = raw.get("vision_config")
     return ModelConfig(
         model_type=model_type,
-        text=_text_config(text, raw),
+        text=_text_config(text, raw, len((vision or {}).get("deepstack_visual_indexes") or ())),
         vision=_vision_config(vision) if vision else None,
         image_token_id=_first(raw, "image_token_id", "image_token_index"),
         video_token_id=_first(raw, "video_token_id", "video_token_index"),
@@ -119,7 +134,7 @@ def _flat_text(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in raw.items() if k not in ("text_config", "vision_config", "model_type")}
 
 
-def _text_config(text: Mapping[str, Any], raw: Mapping[str, Any]) -> TextConfig:
+def _text_config(text: Mapping[str, Any], raw: Mapping[str, Any], num_deep: int) -> TextConfig:
     heads, hidden = _need(text, "num_attention_heads"), _need(text, "hidden_size")
     rope = {**(text.get("rope_scaling") or {}), **(text.get("rope_parameters") or {})}
     section = rope.pop("mrope_section", None)
@@ -140,6 +155,7 @@ def _text_config(text: Mapping[str, Any], raw: Mapping[str, Any]) -> TextConfig:
         rope_scaling=rope,
         tie_word_embeddings=bool(tie),
         model_type=text.get("model_type", raw["model_type"]),
+        num_deep=num_deep,
     )
 
 
@@ -159,6 +175,10 @@ def _vision_config(given: Mapping[str, Any]) -> VisionConfig:
         spatial_merge_size=vision["spatial_merge_size"],
         temporal_patch_size=vision["temporal_patch_size"],
         hidden_act=vision["hidden_act"],
+        is_gated=vision["hidden_act"] == "silu",  # no config says it, but SiLU came to towers together with the gate
+        window_size=vision.get("window_size") if "fullatt_block_indexes" in vision else None,
+        full_layers=tuple(vision.get("fullatt_block_indexes") or ()),
+        deep_layers=tuple(vision.get("deepstack_visual_indexes") or ()),
     )
 
 
@@ -228,10 +248,11 @@ class Options:
     max_pixels: int | None = _option(None, "larger pictures are reduced to this; automatic: the checkpoint's")
     max_image_bytes: int = _option(64 << 20, "compressed size of one picture")
     max_image_pixels: int = _option(100_000_000, "width x height of one picture before it is resized")
+    max_request_pixels: int = _option(400_000_000, "the same for all pictures of one request together")
     step_ms: float | None = _option(
         None,
         "how long a step may take on a CPU: prompts are cut, pictures encoded in slices and text goes ahead of them, "
-        "so that nobody waits much longer for a first token; automatic: no limit offline, 100 when serving",
+        "so that nobody waits much longer for a first token; automatic: no limit offline, 300 when serving",
     )
     inter_token_ms: float | None = _option(
         None,
@@ -244,7 +265,7 @@ class Options:
     decode_threads: int | None = _option(None, "threads that decode pictures; automatic: one per core, at most 8")
 
     def __post_init__(self) -> None:
-        for name in ("max_num_batched_tokens", "max_num_seqs", "block_size", "max_image_bytes", "max_image_pixels"):
+        for name in ("max_num_batched_tokens", "max_num_seqs", "block_size", *_PIXEL_LIMITS):
             _positive(name, getattr(self, name))
         for name in _OPTIONAL_COUNTS:
             if getattr(self, name) is not None:
@@ -271,6 +292,7 @@ class Options:
                 raise ConfigError(f"limit_mm_per_prompt takes image=N,video=N with N >= 0, not {kind}={count}")
 
 
+_PIXEL_LIMITS = ("max_image_bytes", "max_image_pixels", "max_request_pixels")
 _OPTIONAL_COUNTS = (
     "max_model_len",
     "encoder_budget",
@@ -381,6 +403,7 @@ class MediaPolicy:
     max_pixels: int | None
     max_image_bytes: int
     max_image_pixels: int
+    max_request_pixels: int = 400_000_000
 
     @classmethod
     def of(cls, options: Options) -> MediaPolicy:
@@ -390,4 +413,5 @@ class MediaPolicy:
             max_pixels=options.max_pixels,
             max_image_bytes=options.max_image_bytes,
             max_image_pixels=options.max_image_pixels,
+            max_request_pixels=options.max_request_pixels,
         )

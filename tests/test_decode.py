@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageCms
 
 from saccade.config import MediaPolicy
 from saccade.processor.media import load_image
@@ -98,3 +98,18 @@ def test_pillows_own_pixel_limit_does_not_apply(monkeypatch: pytest.MonkeyPatch)
 def test_bare_pixels_pass_through() -> None:
     image = make_photo(30, 20)
     assert np.array_equal(decode(item(np.asarray(image))), np.asarray(image))
+
+
+def test_a_ycck_jpeg_is_turned_into_cmyk_before_it_is_shown() -> None:
+    """Stored are 255 - (40, 80, 120, 10): as brightness and two colour differences they make another CMYK."""
+    data = bytearray(saved(Image.new("CMYK", (16, 16), (40, 80, 120, 10)), "JPEG", quality=95))
+    assert tuple(decode(item(bytes(data)))[3, 3]) == (207, 168, 130)
+    data[data.index(b"Adobe") + 11] = 2  # the marker's way of saying YCCK
+    assert tuple(decode(item(bytes(data)))[3, 3]) == (29, 59, 0)
+
+
+def test_an_embedded_colour_profile_changes_no_pixel() -> None:
+    profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("LAB")).tobytes()
+    plain, profiled = (saved(make_photo(), "JPEG", **how) for how in ({}, {"icc_profile": profile}))
+    assert len(profiled) > len(plain)
+    assert np.array_equal(decode(item(profiled)), decode(item(plain)))

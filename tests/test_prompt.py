@@ -212,6 +212,20 @@ def test_too_many_pictures_are_refused_with_the_option(qwen: Processor) -> None:
     assert "5 were given" in error.message
 
 
+def test_pictures_that_are_too_large_together_are_refused_with_their_sizes(qwen2_vl_folder: Path) -> None:
+    processor = make(qwen2_vl_folder, max_request_pixels=20_000)
+    two = [make_photo(100, 90, seed=seed) for seed in (1, 2)]
+    assert len(processor.from_prompt(with_picture(two, count=2)).items) == 2
+    error = refusal(processor, with_picture([*two, make_photo(60, 50)], count=3))
+    assert "100x90, 100x90, 60x50" in error.message and "21000 pixels together" in error.message
+    assert "at most 20000" in error.message and error.code == "context_length_exceeded"
+
+
+def test_the_same_picture_again_adds_no_pixels(qwen2_vl_folder: Path) -> None:
+    processor, same = make(qwen2_vl_folder, max_request_pixels=10_000), make_photo(100, 90)
+    assert len(processor.from_prompt(with_picture([same] * 3, count=3)).items) == 3
+
+
 @pytest.mark.parametrize("prompt", ["", {"prompt": ""}, {"prompt_token_ids": []}, {}, {"prompt": None}])
 def test_an_empty_prompt_is_refused(qwen: Processor, prompt: Any) -> None:
     assert refusal(qwen, prompt).param in ("prompt", "prompt_token_ids")

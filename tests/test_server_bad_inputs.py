@@ -250,7 +250,7 @@ BODIES: dict[str, bytes] = {
     "levels below the parser's limit": b'{"chat_template_kwargs":' + b'{"a":' * 300 + b"1" + b"}" * 301,
     "a million parts": b'{"messages":[{"role":"user","content":[' + b'{"type":"text","text":"a"},' * 10**6 + b"{}]}]}",
     "ten thousand parts": json.dumps(chat_body([text_part("a")] * 10_000)).encode(),
-    "ten thousand images": json.dumps(chat_body([image_part("data:,")] * 4_000)).encode(),
+    "ten thousand images": json.dumps(chat_body([image_part("data:,")] * 10_000)).encode(),
     "a huge number": b'{"messages": [{"role":"user","content":"a"}], "max_tokens": 1' + b"0" * 400 + b"}",
     "a very long text": json.dumps(chat_body("a " * 4_000_000)).encode(),
 }  # fmt: skip

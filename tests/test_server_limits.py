@@ -68,6 +68,7 @@ def small(qwen2_vl_folder: Path, folder: Path) -> Iterator[RunningServer]:
     """A server with a key, strict fields and limits that a test can reach."""
     flags = ("--api-key", KEY, "--api-key", "other-key", "--max-num-seqs", "2", "--max-waiting", "2")
     limits = ("--max-body-mb", "1", "--max-inflight-mb", "2", "--max-parts", "50", "--strict-params")
+    limits = (*limits, "--max-request-pixels", "100000")
     local = ("--allowed-local-media-path", str(folder))
     with running_server(qwen2_vl_folder, *flags, *limits, *local, key=KEY) as server:
         yield server
@@ -90,6 +91,13 @@ def is_idle(server: RunningServer) -> bool:
         == server.stats("saccade:kv_blocks_used")
         == 0
     )
+
+
+def test_pictures_that_are_too_large_together_are_refused_with_their_sizes(small: RunningServer) -> None:
+    parts = [photo_part(256, 256, seed=seed) for seed in range(2)]
+    error = error_of(small.chat([*parts, text_part("?")]))
+    assert error["code"] == "context_length_exceeded" and "131072 pixels together" in error["message"]
+    assert small.chat([parts[0], text_part("?")]).status_code == 200
 
 
 # --- keys ---------------------------------------------------------------------------------------------------------

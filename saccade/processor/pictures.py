@@ -68,7 +68,21 @@ class Pictures:
                 item = self.item(picture, limits, salt)
                 by_source[same] = by_key.setdefault(item.key, item)
             items.append(by_source[same])
+            self._check_total(by_key)
         return items
+
+    def _check_total(self, items: Mapping[Key, MediaItem]) -> None:
+        """Each may be small enough and all of them together still more than a request should make anyone decode."""
+        sizes = [item.header.size for item in items.values()]
+        total = sum(size.width * size.height for size in sizes)
+        if total > self.policy.max_request_pixels:
+            shown = ", ".join(f"{width}x{height}" for width, height in sizes[:8])
+            raise RequestError(
+                f"the first {len(sizes)} different pictures of the request ({shown}{', ...' * (len(sizes) > 8)}) have "
+                f"{total} pixels together, and at most {self.policy.max_request_pixels} are allowed "
+                "(max_request_pixels)",
+                code="context_length_exceeded",
+            )
 
     def item(self, picture: Picture, limits: Limits, salt: bytes = b"") -> MediaItem:
         limits = limits.lowered(LOW_DETAIL_PIXELS) if picture.detail == "low" else limits

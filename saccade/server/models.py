@@ -49,6 +49,7 @@ def _multimodal(service: Service) -> dict[str, Any]:
         "max_pixels": limits.max_pixels,
         "max_image_bytes": policy.max_image_bytes,
         "max_image_pixels": policy.max_image_pixels,
+        "max_request_pixels": policy.max_request_pixels,
         "max_body_bytes": service.server.max_body_mb << 20,
         "detail_max_pixels": {"low": min(LOW_DETAIL_PIXELS, limits.max_pixels), "high": limits.max_pixels},
         "tokens_per_picture": {f"{s.width}x{s.height}": tokens_of(service, s) for s in _SHOWN_SIZES},
