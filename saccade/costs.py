@@ -92,6 +92,25 @@ def encode_bytes_per_patch(vision: VisionConfig, text: TextConfig, dtype: str) -
     return values * dtype_bytes(dtype) + angles
 
 
+# --- steps on a device --------------------------------------------------------------------------------------------
+
+
+def prompt_bytes_per_token(text: TextConfig, dtype: str) -> int:
+    """Most that a prompt's token takes while a layer is computed.
+
+    attention     the stream and what is to be added to it, its norm, q k v, what attention gives
+    MLP           the stream, its norm, gate and up, their product
+    """
+    hidden, wide, heads = text.hidden_size, text.intermediate_size, text.num_heads * text.head_dim
+    attention = 3 * hidden + 2 * heads + 2 * text.num_kv_heads * text.head_dim
+    return max(attention, 2 * hidden + 3 * wide) * dtype_bytes(dtype) + 2 * text.head_dim * dtype_bytes(dtype)
+
+
+def sampling_bytes_per_row(text: TextConfig) -> int:
+    """A request that draws its token: the logits in float32, and in float64 with their order, sums and shares."""
+    return 104 * text.vocab_size
+
+
 # --- weights ------------------------------------------------------------------------------------------------------
 
 

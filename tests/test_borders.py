@@ -58,6 +58,7 @@ LAZY_ALLOWED = {
     "saccade/schema.py",  # llguidance, where a machine has it
     "saccade/runner/grammar.py",
     "saccade/runner/build.py",  # Triton, where there is a GPU
+    "saccade/runner/memory.py",
 }
 
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -7,9 +9,12 @@ import torch
 
 from saccade import costs
 from saccade.config import ConfigError, ModelConfig, Options, model_config
+from saccade.runner.embeddings import EmbeddingSlab
+from saccade.runner.encoder import LocalEncoder
 from saccade.runner.memory import MemoryPlan, plan_memory
 from saccade.types import Geometry, Grid, Size
 from tests.test_config import PUBLISHED
+from tests.test_encoder_stage import FakeTower, picture
 
 GIB = costs.GIB
 PICTURE = Geometry(Size(1288, 952), Grid(1, 68, 92), 1564, 1564)
@@ -86,3 +91,134 @@ def test_an_unknown_device_or_dtype_is_refused() -> None:
         plan(device="tpu9")
     with pytest.raises(ConfigError, match="int3"):
         plan(dtype="int3")
+
+
+# --- a device -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planning asks nothing of a device but whether there is one."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+
+@pytest.mark.usefixtures("on_cuda")
+def test_the_parts_of_a_device_fill_what_it_may_take_and_no_more() -> None:
+    made = plan(device="cuda", free=24 * GIB, dtype="bfloat16")
+    assert made.parts.total <= 24 * GIB
+    assert made.parts.total > 24 * GIB - costs.kv_bytes_per_block(small().text, "bfloat16")
+
+
+@pytest.mark.usefixtures("on_cuda")
+def test_every_part_of_a_device_is_planned_and_said() -> None:
+    made = plan(device="cuda", free=24 * GIB)
+    assert all(getattr(made.parts, field.name) > 0 for field in fields(made.parts))
+    assert any("GiB of the device in all: weights" in reason for reason in made.reasons)
+
+
+@pytest.mark.usefixtures("on_cuda")
+def test_a_kv_cache_that_does_not_fit_beside_the_rest_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"kv_cache_gb=23 does not fit: .* leaves \d+\.\d+ GiB"):
+        plan(device="cuda", free=24 * GIB, kv_cache_gb=23)
+
+
+@pytest.mark.usefixtures("on_cuda")
+def test_work_on_pictures_grows_with_the_budget() -> None:
+    vision = small().vision
+    assert vision is not None
+    one, two = (plan(device="cuda", free=64 * GIB, encoder_budget=budget).parts for budget in (2000, 4000))
+    per_patch = costs.encode_bytes_per_patch(vision, small().text, "float32")
+    assert two.work - one.work == 2000 * 4 * per_patch
+    assert two.pictures - one.pictures == 3 * 2000 * 4 * costs.prepared_bytes_per_patch(vision, "float32")
+
+
+def test_a_host_plans_weights_kv_and_embeddings_alone() -> None:
+    parts = plan().parts
+    assert parts.total == parts.weights + parts.kv + parts.embeddings
+
+
+# --- resident embeddings ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def slab() -> EmbeddingSlab:
+    return EmbeddingSlab(8, 2, torch.float32, torch.device("cpu"))
+
+
+def rows(value: float, count: int) -> torch.Tensor:
+    return torch.full((count, 2), float(value))
+
+
+def test_what_was_kept_is_read_again_after_others_came_and_went(slab: EmbeddingSlab) -> None:
+    slab.update({b"a": rows(1, 3), b"b": rows(2, 2), b"c": rows(3, 3)})
+    del slab[b"a"], slab[b"c"]
+    slab[b"d"] = torch.arange(12.0).view(6, 2)  # in the gaps that a and c left
+    assert torch.equal(slab[b"d"], torch.arange(12.0).view(6, 2))
+    assert torch.equal(slab[b"b"], rows(2, 2))
+    assert set(slab) == {b"b", b"d"}
+
+
+def test_a_key_that_comes_again_takes_no_second_place(slab: EmbeddingSlab) -> None:
+    for value in range(5):
+        slab[b"a"] = rows(value, 6)
+    assert torch.equal(slab[b"a"], rows(4, 6))
+    assert not slab._outside
+
+
+def test_what_does_not_fit_is_kept_outside(slab: EmbeddingSlab) -> None:
+    slab[b"a"] = rows(1, 6)
+    slab[b"b"] = rows(2, 4)
+    assert torch.equal(slab[b"b"], rows(2, 4)) and len(slab) == 2
+    del slab[b"b"], slab[b"a"]
+    slab[b"c"] = rows(3, 8)
+    assert not slab._outside
+
+
+# --- faults while encoding ----------------------------------------------------------------------------------------
+
+
+def breaking(tower: FakeTower, patches: int, error: Exception) -> LocalEncoder:
+    """A stage whose tower fails on pictures of so many patches."""
+    encode = tower.encode
+
+    def broken(packed: torch.Tensor, grids: Sequence[Grid]) -> Iterator[None]:
+        if patches in [grid.patches for grid in grids]:
+            raise error
+        return (yield from encode(packed, grids))
+
+    tower.encode = broken  # type: ignore[method-assign, assignment]
+    return LocalEncoder(tower, 1000, 2)  # type: ignore[arg-type]
+
+
+def test_a_picture_without_room_ends_alone_with_its_size_in_the_error() -> None:
+    encoder = breaking(FakeTower(), 64, torch.OutOfMemoryError("no room"))
+    encoder.submit([picture("a"), picture("huge", 8), picture("b")])
+    encoder.advance(None)
+    done = encoder.poll()
+    assert set(done.embeddings) == {b"a", b"b"}
+    assert "8x8 pixels" in str(done.errors[b"huge"]) and "OutOfMemoryError" in str(done.errors[b"huge"])
+
+
+@pytest.mark.parametrize(
+    "error", [torch.AcceleratorError("illegal access"), RuntimeError("CUDA error: launch failure")]
+)
+def test_a_dead_device_is_not_blamed_on_a_picture(error: Exception) -> None:
+    encoder = breaking(FakeTower(), 16, error)
+    encoder.submit([picture("a")])
+    with pytest.raises(RuntimeError, match=str(error)):
+        encoder.advance(None)
+    assert not encoder.poll().errors
+
+
+def test_a_device_that_dies_while_a_picture_is_prepared_fails_the_step() -> None:
+    tower = FakeTower()
+
+    def dead(image: Any, geometry: Geometry) -> torch.Tensor:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    tower.prepare = dead  # type: ignore[method-assign]
+    encoder = LocalEncoder(tower, 1000, 2)  # type: ignore[arg-type]
+    encoder.submit([picture("a")])
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        encoder.advance(None)
+    assert not encoder.poll().errors

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from saccade import costs
 from saccade.config import ModelConfig, Options, SchedulerConfig
@@ -15,10 +16,13 @@ from saccade.models import load_model
 from saccade.models.attention import PagedKV
 from saccade.models.interface import VisionLanguageModel
 from saccade.runner.device import DeviceForward
+from saccade.runner.embeddings import EmbeddingSlab
 from saccade.runner.encoder import LocalEncoder
 from saccade.runner.grammar import Grammars
 from saccade.runner.memory import MemoryPlan
+from saccade.runner.meter import Meter
 from saccade.runner.runner import Runner
+from saccade.types import Key
 
 _MOST_DECODE_THREADS = 8
 _MOST_SLICED_PATCHES = 2048  # per pass when encoding is sliced: a slice is one layer over the whole pass
@@ -33,27 +37,50 @@ def build_runner(
     *,
     progress: bool = True,
 ) -> Runner:
-    model = load_model(
-        path,
-        config,
-        dtype=plan.dtype,
-        device=plan.device,
-        load_format=options.load_format,
-        seed=options.seed,
-        progress=progress,
-        image_processor=image_processor,
-    )
-    sizes = plan.scheduler
-    kv = PagedKV.allocate(config.text, sizes.num_blocks, sizes.block_size, plan.dtype, plan.device)
-    encoder = None
-    if config.vision is not None:
-        patches = sizes.encoder_budget * config.vision.spatial_merge_size**2
-        if sizes.always_slice:
-            patches = min(patches, _MOST_SLICED_PATCHES)
-        threads = options.decode_threads or min(os.cpu_count() or 1, _MOST_DECODE_THREADS)
-        encoder = LocalEncoder(model, patches, threads, plan.device)
+    meter, sizes = Meter(plan), plan.scheduler
+    if plan.device.type == "cuda":  # a promise to whoever else uses the device, so the allocator is held to it
+        torch.cuda.set_per_process_memory_fraction(options.gpu_memory_utilization, plan.device)
+    with meter.part("weights"):
+        model = load_model(
+            path,
+            config,
+            dtype=plan.dtype,
+            device=plan.device,
+            load_format=options.load_format,
+            seed=options.seed,
+            progress=progress,
+            image_processor=image_processor,
+        )
+    with meter.part("kv"):
+        kv = PagedKV.allocate(config.text, sizes.num_blocks, sizes.block_size, plan.dtype, plan.device)
+    with meter.part("embeddings"):
+        embeddings = _embeddings(config, plan)
+    meter.reserve_work()
+    with meter.part("graphs"):
+        forward = _on_device(model, kv, config, sizes, plan.device)
+    encoder = _encoder(model, options, plan)
     grammars = Grammars(path / "tokenizer.json", config.text.vocab_size)
-    return Runner(model, kv, encoder, grammars, sizes.block_size, _on_device(model, kv, config, sizes, plan.device))
+    return Runner(model, kv, encoder, grammars, sizes.block_size, forward, embeddings, meter.report())
+
+
+def _embeddings(config: ModelConfig, plan: MemoryPlan) -> MutableMapping[Key, Tensor]:
+    """On a host memory comes and goes by itself; a device has one piece of it set aside."""
+    if plan.device.type != "cuda":
+        return {}
+    slots = plan.scheduler.encoder_cache_slots
+    width = costs.embedding_bytes_per_slot(config.text, "float32") // costs.dtype_bytes("float32")
+    return EmbeddingSlab(slots, width, plan.dtype, plan.device)
+
+
+def _encoder(model: VisionLanguageModel, options: Options, plan: MemoryPlan) -> LocalEncoder | None:
+    vision, sizes = model.config.vision, plan.scheduler
+    if vision is None:
+        return None
+    patches = sizes.encoder_budget * vision.spatial_merge_size**2
+    if sizes.always_slice:
+        patches = min(patches, _MOST_SLICED_PATCHES)
+    threads = options.decode_threads or min(os.cpu_count() or 1, _MOST_DECODE_THREADS)
+    return LocalEncoder(model, patches, threads, plan.device, plan.parts.pictures)
 
 
 def _on_device(

@@ -88,11 +88,16 @@ class LocalEncoder:
     """Encodes on the model's own device, in the engine's thread; only decoding runs beside it."""
 
     def __init__(
-        self, model: VisionLanguageModel, max_patches: int, threads: int, device: torch.device | None = None
+        self,
+        model: VisionLanguageModel,
+        max_patches: int,
+        threads: int,
+        device: torch.device | None = None,
+        upload_bytes: int = 0,  # of the device, taken now for pictures on their way
     ) -> None:
         self.model = model
         self._on_cuda = device is not None and device.type == "cuda"
-        self._to_patches: Prepare = Upload(model, device) if device and self._on_cuda else model.prepare
+        self._to_patches: Prepare = Upload(model, device, upload_bytes) if device and self._on_cuda else model.prepare
         self.max_patches = max_patches  # per pass; a larger single picture gets a pass of its own
         self.counters = EncoderCounters()
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="saccade-decode")
@@ -193,6 +198,8 @@ class LocalEncoder:
             self._fail(item, error)
             return None
         except Exception as error:  # resizing ran out of memory, say: still this picture's trouble alone
+            if _is_of_the_device(error):
+                raise
             self._fail(item, _unusable(item, type(error)))
             return None
         self.counters.decoded += 1
@@ -260,6 +267,8 @@ class LocalEncoder:
                     taken += 1
                     embeddings = _next_layer(current.layers)
         except (RuntimeError, MemoryError) as error:  # out of memory is a RuntimeError on accelerators
+            if _is_of_the_device(error):
+                raise
             failure = type(error)  # not the error itself, whose traceback keeps the pass's tensors
         if failure is not None:
             self._current = None
@@ -306,6 +315,16 @@ def _next_layer(layers: Generator[None, None, list[Tensor]]) -> list[Tensor] | N
     except StopIteration as stop:
         return list(stop.value)
     return None
+
+
+def _is_of_the_device(error: Exception) -> bool:
+    """A CUDA context that has died fails whatever comes next: no picture is to blame, and the step must end.
+
+    Running out of memory is not of this kind: the allocator refuses before the device is asked to do anything.
+    """
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "out of memory" in str(error):
+        return False
+    return isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error)
 
 
 def _source_pixels(item: MediaItem) -> int:

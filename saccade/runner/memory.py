@@ -5,20 +5,21 @@ Each automatic value comes with the reason it was chosen; a setting that cannot 
 
 from __future__ import annotations
 
+import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch
 
 from saccade import costs
 from saccade.config import ConfigError, ModelConfig, Options, SchedulerConfig
-from saccade.types import Geometry
+from saccade.types import Geometry, Size
 
 _CPU_KV_GIB = 4.0  # most that is taken on a CPU without being asked
 _CPU_KV_SHARE = 0.3  # of the memory that is free once the weights are in
 _EMBEDDING_CACHE_GIB = 0.5
-_ACTIVATION_SHARE = 0.1  # of a GPU's budget, left for activations
+_SPARE_BYTES = 1 << 30  # of a GPU: the driver's share of graphs and kernels, workspaces of libraries, rounding
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,24 @@ class MemoryPlan:
     dtype: torch.dtype
     scheduler: SchedulerConfig
     reasons: tuple[str, ...]  # one line per choice, for the start-up log
+    parts: MemoryParts
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryParts:
+    """Bytes by use. Nothing is allocated beside them once the engine runs; a CPU plans the first three alone."""
+
+    weights: int
+    kv: int
+    embeddings: int  # resident ones
+    work: int = 0  # encoding a full pass, and beside it a prompt that fits no graph, or drawing tokens
+    pictures: int = 0  # on their way to the tower: pixels, and patches that wait
+    graphs: int = 0  # what recorded steps read, write and compute in
+    spare: int = 0
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, field.name) for field in fields(self))
 
 
 def plan_memory(
@@ -36,9 +55,9 @@ def plan_memory(
     device = _device(options.device)
     dtype, why_dtype = _dtype(options.dtype, model.dtype, device)
     free = free_bytes if free_bytes is not None else _free_bytes(device, options.gpu_memory_utilization)
-    left = free - costs.weight_bytes(model, dtype)
     slots, why_cache, keep_idle = _encoder_slots(options, model, dtype)
-    blocks, why_kv = _kv_blocks(options, model, dtype, left, device)
+    parts = _beside_kv(options, model, dtype, largest, slots, device)
+    blocks, why_kv = _kv_blocks(options, model, dtype, free - parts.total, device)
     length, why_length = _model_len(options, model, blocks)
     biggest = min(largest.slots, length) if largest else 0
     budget, why_budget = _encoder_budget(options, biggest)
@@ -59,8 +78,92 @@ def plan_memory(
         is_text_first=is_bounded or device.type == "cuda",
         max_waiting=options.max_waiting,
     )
-    reasons = (f"device {device}", why_dtype, why_length, why_kv, why_budget, why_cache)
-    return MemoryPlan(device, getattr(torch, dtype), scheduler, reasons)
+    parts = replace(
+        parts,
+        kv=blocks * costs.kv_bytes_per_block(model.text, dtype, options.block_size),
+        embeddings=slots * costs.embedding_bytes_per_slot(model.text, dtype),
+    )
+    reasons = (
+        f"device {device}",
+        why_dtype,
+        why_length,
+        why_kv,
+        *([why_budget] if model.vision else []),
+        why_cache,
+        *_why_parts(parts),
+    )
+    return MemoryPlan(device, getattr(torch, dtype), scheduler, reasons, parts)
+
+
+def _beside_kv(
+    options: Options, model: ModelConfig, dtype: str, largest: Geometry | None, slots: int, device: torch.device
+) -> MemoryParts:
+    """All that has to fit beside the KV cache. The largest picture is taken whole, whatever the context will be."""
+    weights = costs.weight_bytes(model, dtype)
+    if device.type != "cuda":
+        return MemoryParts(weights, 0, 0)
+    biggest, per_slot = largest.slots if largest else 0, costs.embedding_bytes_per_slot(model.text, dtype)
+    return MemoryParts(
+        weights=weights,
+        kv=0,
+        embeddings=max(slots or _budget(options, biggest), biggest) * per_slot,
+        work=_work_bytes(options, model, dtype, biggest),
+        pictures=_picture_bytes(options, model, dtype, largest),
+        graphs=_graph_bytes(options, model, dtype),
+        spare=_SPARE_BYTES,
+    )
+
+
+def _pass_patches(options: Options, model: ModelConfig, biggest: int) -> int:
+    """Patches of a full pass through the tower."""
+    assert model.vision is not None
+    return _budget(options, biggest) * model.vision.spatial_merge_size**2
+
+
+def _budget(options: Options, biggest: int) -> int:
+    """Embeddings encoded per step: a full step, and the largest picture."""
+    return options.encoder_budget or max(options.max_num_batched_tokens, biggest)
+
+
+def _work_bytes(options: Options, model: ModelConfig, dtype: str, biggest: int) -> int:
+    """A pass may rest between two layers while a prompt is computed or tokens are drawn."""
+    prompt = options.max_num_batched_tokens * costs.prompt_bytes_per_token(model.text, dtype)
+    drawing = options.max_num_seqs * costs.sampling_bytes_per_row(model.text)
+    if model.vision is None:
+        return max(prompt, drawing)
+    per_patch = costs.encode_bytes_per_patch(model.vision, model.text, dtype)
+    return max(prompt, drawing) + _pass_patches(options, model, biggest) * per_patch
+
+
+def _picture_bytes(options: Options, model: ModelConfig, dtype: str, largest: Geometry | None) -> int:
+    """One picture at a time is resized; two passes may wait while a third is under way."""
+    if model.vision is None or largest is None:
+        return 0
+    side = math.isqrt(options.max_image_pixels)
+    held = 3 * _pass_patches(options, model, largest.slots)
+    prepared = held * costs.prepared_bytes_per_patch(model.vision, dtype)
+    return prepared + costs.prepare_bytes(Size(side, side), largest.resized)
+
+
+def _graph_bytes(options: Options, model: ModelConfig, dtype: str) -> int:
+    """All graphs compute in the memory of the largest; what each gives stays where it is."""
+    from saccade.runner.prompts import GRAPH_TOKENS  # needs Triton, which only CUDA machines have
+
+    wanted = min(options.max_num_batched_tokens, GRAPH_TOKENS[-1])
+    recorded = [tokens for i, tokens in enumerate(GRAPH_TOKENS) if i == 0 or GRAPH_TOKENS[i - 1] < wanted]
+    row = model.text.hidden_size * costs.dtype_bytes(dtype)
+    logits = options.max_num_seqs * model.text.vocab_size * costs.dtype_bytes(dtype)
+    length = options.max_model_len or model.text.max_position
+    tables = 2 * options.max_num_seqs * costs.blocks_for(length, options.block_size) * 4
+    computing = recorded[-1] * (costs.prompt_bytes_per_token(model.text, dtype) + row)
+    return computing + sum(recorded) * row + logits + tables
+
+
+def _why_parts(parts: MemoryParts) -> tuple[str, ...]:
+    if not parts.graphs:
+        return ()
+    sizes = (f"{field.name} {getattr(parts, field.name) / costs.GIB:.2f}" for field in fields(parts))
+    return (f"{parts.total / costs.GIB:.2f} GiB of the device in all: {', '.join(sizes)}",)
 
 
 def _device(wanted: str) -> torch.device:
@@ -91,7 +194,7 @@ def _dtype(wanted: str, saved: str, device: torch.device) -> tuple[str, str]:
 def _free_bytes(device: torch.device, utilization: float) -> int:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        return int((free - total * (1 - utilization)) * (1 - _ACTIVATION_SHARE))
+        return int(free - total * (1 - utilization))
     return _free_ram()
 
 
@@ -112,15 +215,20 @@ def _kv_blocks(options: Options, model: ModelConfig, dtype: str, left: int, devi
     per_block = costs.kv_bytes_per_block(model.text, dtype, options.block_size)
     if options.kv_cache_gb is not None:
         size, why = options.kv_cache_gb * costs.GIB, "as asked"
+        if device.type == "cuda" and size > left:
+            raise ConfigError(
+                f"kv_cache_gb={options.kv_cache_gb} does not fit: gpu_memory_utilization="
+                f"{options.gpu_memory_utilization} leaves {max(left, 0) / costs.GIB:.2f} GiB beside weights, "
+                "embeddings and work; lower --kv-cache-gb or raise --gpu-memory-utilization"
+            )
     elif device.type == "cpu":
-        useful = options.max_num_seqs * (options.max_model_len or model.text.max_position) // options.block_size
+        useful = options.max_num_seqs * (options.max_model_len or model.text.max_context) // options.block_size
         size = min(_CPU_KV_GIB * costs.GIB, left * _CPU_KV_SHARE, (useful + 1) * per_block)
         why = f"{_CPU_KV_SHARE:.0%} of the memory left beside the weights, at most {_CPU_KV_GIB:.0f} GiB on a CPU"
         if size == (useful + 1) * per_block:
             why = f"what {options.max_num_seqs} requests of full length need"
     else:
-        cache = options.encoder_cache_gb if options.encoder_cache_gb is not None else _EMBEDDING_CACHE_GIB
-        size, why = left - cache * costs.GIB, "what gpu_memory_utilization leaves beside weights and embeddings"
+        size, why = left, "what gpu_memory_utilization leaves beside weights, embeddings and work"
     blocks = int(size // per_block)
     if blocks < 1:
         raise ConfigError(
@@ -133,15 +241,16 @@ def _kv_blocks(options: Options, model: ModelConfig, dtype: str, left: int, devi
 
 def _model_len(options: Options, model: ModelConfig, blocks: int) -> tuple[int, str]:
     """Every request that is let in must be able to finish alone, so the context never exceeds the KV cache."""
-    room, trained = blocks * options.block_size, model.text.max_position
+    room, trained = blocks * options.block_size, model.text.max_context
     if options.max_model_len is None:
         length = min(trained, room)
-        why = "the model's own" if length == trained else f"all the KV cache holds (the model allows {trained})"
+        own = "the model's own" if trained == model.text.max_position else "what the model's attention window covers"
+        why = own if length == trained else f"all the KV cache holds (the model allows {trained})"
         return length, f"context {length} tokens: {why}"
     if options.max_model_len > trained:
         raise ConfigError(
-            f"max_model_len={options.max_model_len} is beyond the {trained} positions the model was trained for; lower "
-            "--max-model-len"
+            f"max_model_len={options.max_model_len} is beyond the {trained} positions the model was trained for"
+            f"{' in one attention window' if model.text.window else ''}; lower --max-model-len"
         )
     if options.max_model_len > room:
         needed = costs.blocks_for(options.max_model_len, options.block_size)
@@ -154,7 +263,7 @@ def _model_len(options: Options, model: ModelConfig, blocks: int) -> tuple[int, 
 
 def _encoder_budget(options: Options, biggest: int) -> tuple[int, str]:
     if options.encoder_budget is None:
-        budget = max(options.max_num_batched_tokens, biggest)
+        budget = _budget(options, biggest)
         return budget, f"encoder budget {budget} embeddings a step: a full step, and the largest picture ({biggest})"
     if options.encoder_budget < biggest:
         raise ConfigError(
@@ -166,6 +275,8 @@ def _encoder_budget(options: Options, biggest: int) -> tuple[int, str]:
 
 def _encoder_slots(options: Options, model: ModelConfig, dtype: str) -> tuple[int, str, bool]:
     """Slots, the reason, and whether unused embeddings are kept. 0 GiB keeps none, only what a step works on."""
+    if model.vision is None:
+        return 0, "no encoder cache: the model takes no pictures", True
     size = options.encoder_cache_gb if options.encoder_cache_gb is not None else _EMBEDDING_CACHE_GIB
     slots = costs.embedding_slots_in(size * costs.GIB, model.text, dtype)
     why = "as asked" if options.encoder_cache_gb is not None else "the default"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -37,6 +37,8 @@ class Runner:
         grammars: Grammars,
         block_size: int,
         device: DeviceForward | None = None,
+        embeddings: MutableMapping[Key, Tensor] | None = None,
+        memory: Mapping[str, Mapping[str, int]] | None = None,
     ) -> None:
         self.model = model
         self.kv = kv
@@ -44,9 +46,11 @@ class Runner:
         self.grammars = grammars
         self.block_size = block_size
         self.device = device  # launches steps without waiting for them; None: steps are computed here and now
-        self.embeddings: dict[Key, Tensor] = {}  # [slots, hidden] each; which keys are here is the scheduler's decision
+        # [slots, hidden] each; which keys are here is the scheduler's decision
+        self.embeddings: MutableMapping[Key, Tensor] = {} if embeddings is None else embeddings
+        self.memory = memory or {}  # bytes planned and measured, by use
         self._states: dict[str, RequestState] = {}
-        self._scale = model.config.text.head_dim**-0.5
+        self._scale = model.decoder.scale
 
     @property
     def is_overlapping(self) -> bool:
@@ -123,6 +127,7 @@ class Runner:
         dtype = str(self.kv.k.dtype).removeprefix("torch.")
         return {
             "encoder": asdict(self.encoder.counters) if self.encoder else {},
+            "memory": self.memory,
             "embedding_bytes_per_slot": costs.embedding_bytes_per_slot(self.model.config.text, dtype),
         }
 
@@ -135,7 +140,8 @@ class Runner:
             if self._states.pop(request_id, None) and self.device:
                 self.device.close(request_id)
         for key in plan.evicted:
-            self.embeddings.pop(key, None)
+            if key in self.embeddings:
+                del self.embeddings[key]
         for admission in plan.admitted:
             grammar = self.grammars.start(admission.request, admission.output_token_ids)
             self._states[admission.request.request_id] = RequestState(admission, grammar)

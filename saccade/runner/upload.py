@@ -23,11 +23,13 @@ Prepare = Callable[[Pixels, Geometry], Tensor]
 
 
 class Upload:
-    def __init__(self, model: VisionLanguageModel, device: torch.device) -> None:
+    def __init__(self, model: VisionLanguageModel, device: torch.device, reserve_bytes: int = 0) -> None:
         self.model = model
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._lock = Lock()
+        with torch.cuda.stream(self._stream):  # freed at once, and kept for this stream: later pictures are cut from it
+            torch.empty(reserve_bytes, dtype=torch.uint8, device=device)
 
     def __call__(self, image: Pixels, geometry: Geometry) -> Tensor:
         staged = torch.empty(image.shape, dtype=torch.uint8, pin_memory=True)

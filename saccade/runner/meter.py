@@ -1,0 +1,50 @@
+"""What the parts of the memory plan took on a CUDA device, beside what was planned for them. A CPU measures nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from saccade.runner.memory import MemoryPlan
+
+_DEFAULT_POOL = (0, 0)
+
+
+class Meter:
+    def __init__(self, plan: MemoryPlan) -> None:
+        self._plan = plan
+        self._is_on = plan.device.type == "cuda"
+        self._measured: dict[str, int] = {}
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """What is allocated inside and stays, and what recorded graphs keep for themselves."""
+        before = self._held()
+        yield
+        self._measured[name] = self._held() - before
+
+    def reserve_work(self) -> None:
+        """Take the memory that steps compute in as one piece, and give it back to the allocator.
+
+        It keeps the piece, and everything later is cut from it: a run of many sizes then leaves no gaps that are too
+        small for the next one, and what is missing is missing now.
+        """
+        if self._is_on:
+            torch.empty(self._plan.parts.work, dtype=torch.uint8, device=self._plan.device)
+
+    def report(self) -> Mapping[str, Mapping[str, int]]:
+        if not self._is_on:
+            return {}
+        planned = self._plan.parts
+        return {name: {"planned": getattr(planned, name), "measured": m} for name, m in self._measured.items()}
+
+    def _held(self) -> int:
+        if not self._is_on:
+            return 0
+        segments: list[dict[str, Any]] = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+        graphs = [segment for segment in segments if segment["segment_pool_id"] != _DEFAULT_POOL]
+        unused: int = sum(segment["total_size"] - segment["allocated_size"] for segment in graphs)
+        return int(torch.cuda.memory_allocated(self._plan.device)) + unused  # between two replays nobody else gets it
