@@ -53,8 +53,8 @@ def concurrent_requests(budget_bytes: float, request_bytes: float) -> int:
 
 
 def embedding_bytes_per_slot(text: TextConfig, dtype: str) -> int:
-    """One resident picture embedding: a vector of the decoder's width."""
-    return text.hidden_size * dtype_bytes(dtype)
+    """One resident picture embedding: a vector of the decoder's width, or several of them side by side."""
+    return text.embedding_size * dtype_bytes(dtype)
 
 
 def embedding_slots_in(budget_bytes: float, text: TextConfig, dtype: str) -> int:
@@ -80,12 +80,12 @@ def encode_bytes_per_patch(vision: VisionConfig, text: TextConfig, dtype: str) -
 
     packing       the pictures' patches, and all of them in one tensor
     attention     x, its norm or what attention gives, q, k, v
-    MLP           x, its norm, the wide tensor; an activation that is not in place makes a second one
+    MLP           x, its norm, the wide tensor (gated: gate and up); an activation not in place makes a second one
     merger        x, its norm or the activation, the product between; then embeddings in place of one of them
     """
     hidden, wide = vision.hidden_size, vision.intermediate_size
     is_in_place = vision.hidden_act == "quick_gelu"
-    mlp = 2 * hidden + wide if is_in_place else hidden + 2 * wide
+    mlp = 2 * hidden + 2 * wide if vision.is_gated else 2 * hidden + wide if is_in_place else hidden + 2 * wide
     merger = 2 * hidden + max(hidden, text.hidden_size // vision.spatial_merge_size**2)
     values = max(2 * vision.patch_dim, vision.patch_dim + hidden, 5 * hidden, mlp, merger)
     angles = 2 * 4 * hidden // vision.num_heads  # cos and sin of a head's dimensions, in float32
@@ -129,7 +129,8 @@ def decoder_params(text: TextConfig) -> int:
 
 
 def encoder_layer_params(vision: VisionConfig) -> int:
-    return 4 * vision.hidden_size**2 + 2 * vision.hidden_size * vision.intermediate_size
+    mlp_matrices = 3 if vision.is_gated else 2
+    return 4 * vision.hidden_size**2 + mlp_matrices * vision.hidden_size * vision.intermediate_size
 
 
 def encoder_params(vision: VisionConfig, text: TextConfig) -> int:
@@ -156,9 +157,18 @@ def prefill_flops(text: TextConfig, new_tokens: int, context: int = 0) -> int:
 
 
 def encode_flops(vision: VisionConfig, text: TextConfig, patches: int) -> int:
-    """One picture through the tower (full attention between its patches) and the projection."""
+    """One picture through the tower and the projection."""
     matrices = 2 * patches * (vision.num_layers * encoder_layer_params(vision) + vision.patch_dim * vision.hidden_size)
-    attention = 4 * patches**2 * vision.num_layers * vision.hidden_size
+    attention = 4 * patches * attended_patches(vision, patches) * vision.hidden_size
     merged = vision.hidden_size * vision.spatial_merge_size**2
     tokens = patches // vision.spatial_merge_size**2
     return matrices + attention + 2 * tokens * (merged * merged + merged * text.hidden_size)
+
+
+def attended_patches(vision: VisionConfig, patches: int) -> int:
+    """Patches that one patch of a picture attends to, summed over the layers; windows are taken as full ones."""
+    if vision.window_tokens is None:
+        return patches * vision.num_layers
+    window = (vision.window_tokens * vision.spatial_merge_size) ** 2
+    full = len(vision.full_layers)
+    return patches * full + min(window, patches) * (vision.num_layers - full)

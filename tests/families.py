@@ -12,7 +12,7 @@ from transformers import LlavaForConditionalGeneration, Qwen2VLForConditionalGen
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from tests import checkpoints
+from tests import checkpoints, family_qwen2_5_vl
 from tests.reference import Reference, image_settings, load
 
 
@@ -50,5 +50,8 @@ def _llava_reference(folder: Path) -> Reference:
 
 FAMILIES: dict[str, ModelFamily] = {
     "qwen2_vl": ModelFamily(checkpoints.qwen2_vl, "<|vision_start|><|image_pad|><|vision_end|>", _qwen2_vl_reference),
+    "qwen2_5_vl": ModelFamily(
+        family_qwen2_5_vl.build, "<|vision_start|><|image_pad|><|vision_end|>", family_qwen2_5_vl.reference
+    ),
     "llava": ModelFamily(checkpoints.llava, "<image>\n", _llava_reference),
 }

@@ -73,7 +73,7 @@ def pixel_arguments(pair: Pair, pictures: Sequence[tuple[Grid, torch.Tensor]]) -
     if not pictures:
         return {}
     patches = torch.cat([p for _, p in pictures])
-    if pair.config.model_type == "qwen2_vl":
+    if pair.config.model_type.startswith("qwen"):
         return {"pixel_values": patches, "image_grid_thw": torch.tensor([g for g, _ in pictures])}
     images = patches.view(len(pictures), 4, 4, 3, 14, 14).permute(0, 3, 1, 4, 2, 5).reshape(-1, 3, 56, 56)
     return {"pixel_values": images}
@@ -81,7 +81,7 @@ def pixel_arguments(pair: Pair, pictures: Sequence[tuple[Grid, torch.Tensor]]) -
 
 def their_logits(pair: Pair, ids: torch.Tensor, pictures: Sequence[tuple[Grid, torch.Tensor]]) -> torch.Tensor:
     arguments: dict[str, Any] = pixel_arguments(pair, pictures)
-    if pair.config.model_type == "qwen2_vl":
+    if pair.config.model_type.startswith("qwen"):
         arguments["mm_token_type_ids"] = torch.eq(ids, pair.config.image_token_id or 0).int()[None]
     with torch.no_grad():
         logits: torch.Tensor = pair.theirs(input_ids=ids[None], **arguments).logits[0]
@@ -320,7 +320,7 @@ def llava_config(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"model_type": "blip"}, "'blip'.*known are llava, qwen2_vl"),
+        ({"model_type": "blip"}, "'blip'.*known are .*llava.*qwen2_vl"),
         ({"vision_feature_layer": -9}, "vision_feature_layer -9.*4 layers"),
         ({"vision_feature_select_strategy": "some"}, "default or full, not 'some'"),
         ({"projector_hidden_act": "mish"}, "'mish'.*known are"),

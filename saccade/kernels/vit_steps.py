@@ -94,3 +94,59 @@ def _quick_gelu_kernel(x: tl.tensor, count: tl.tensor, BLOCK: tl.constexpr) -> N
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(x + place, mask=place < count, other=0.0).to(tl.float32)
     tl.store(x + place, (value * tl.sigmoid(1.702 * value)).to(x.dtype.element_ty), mask=place < count)
+
+
+# --- for towers of the newer kind: RMS norms and gated MLPs -------------------------------------------------------
+
+
+def rms_norm_and_add(x: Tensor, weight: Tensor, eps: float, added: Tensor) -> Tensor:
+    """The RMS norm of x [T, hidden]; x itself becomes x + added [hidden]."""
+    assert x.is_contiguous()
+    rows, hidden = x.shape
+    normed = torch.empty_like(x)
+    columns = power_of_two(hidden)
+    _rms_norm_kernel[(rows,)](
+        x, weight, added, normed, eps,
+        HIDDEN=hidden, COLUMNS=columns, num_warps=min(max(columns // 512, 1), 8),
+    )  # fmt: skip
+    return normed
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    """[T, gate | up] -> silu(gate) * up [T, half], written over the gate: a view whose rows are as far apart as x's."""
+    assert x.is_contiguous()
+    rows, both = x.shape
+    _silu_and_mul_kernel[(rows, triton.cdiv(both // 2, _GATED_BLOCK))](
+        x, HALF=both // 2, BLOCK=_GATED_BLOCK, num_warps=4
+    )
+    return x[:, : both // 2]
+
+
+_GATED_BLOCK = 1024
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x: tl.tensor, weight: tl.tensor, added: tl.tensor, normed: tl.tensor, eps: tl.tensor,
+    HIDDEN: tl.constexpr, COLUMNS: tl.constexpr,
+) -> None:  # fmt: skip
+    columns = tl.arange(0, COLUMNS)
+    inside = columns < HIDDEN
+    place = tl.program_id(0).to(tl.int64) * HIDDEN + columns
+    kind = normed.dtype.element_ty
+    here = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(here * here, 0) / HIDDEN + eps)
+    by = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(normed + place, (here * scale * by).to(kind), mask=inside)
+    more = tl.load(added + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(x + place, (here + more).to(kind), mask=inside)
+
+
+@triton.jit
+def _silu_and_mul_kernel(x: tl.tensor, HALF: tl.constexpr, BLOCK: tl.constexpr) -> None:
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < HALF
+    place = x + tl.program_id(0).to(tl.int64) * (2 * HALF) + columns
+    gate = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(place + HALF, mask=inside, other=0.0).to(tl.float32)
+    tl.store(place, (gate * tl.sigmoid(gate) * up).to(x.dtype.element_ty), mask=inside)

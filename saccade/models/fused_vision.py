@@ -15,17 +15,20 @@ from saccade.kernels import pictures, vit_steps
 from saccade.kernels.packed_vit import TILE_ROWS, packed_vit
 from saccade.kernels.tiles import Tiles
 from saccade.models.attention import packed_attention
-from saccade.models.layers import Activation, LayerNorm, Linear, quick_gelu
+from saccade.models.layers import Activation, Linear, RMSNorm, quick_gelu, silu_and_mul
 from saccade.models.pixels import PatchLayout, Picture, PixelPolicy, as_tensor, resize
 from saccade.models.resample import BITS, Taps, resample
-from saccade.models.vision import Angles, VisionBlock
+from saccade.models.vision import Angles, Norm, VisionBlock
 from saccade.models.vision_ops import RunBlock
 from saccade.types import Grid, Size
 
 Attend = Callable[[Tensor, float], Tensor]
 """(turned q, k, v [T, 3, heads, d], scale) -> [T, heads, d]"""
 
-_ACTIVATIONS: Mapping[Activation, Activation] = {quick_gelu: vit_steps.quick_gelu}
+_ACTIVATIONS: Mapping[Activation, Activation] = {
+    quick_gelu: vit_steps.quick_gelu,
+    silu_and_mul: vit_steps.silu_and_mul,
+}
 
 
 class FusedVision:
@@ -64,9 +67,11 @@ class _FusedPass:
         return x.addmm_(_ACTIVATIONS.get(block.act, block.act)(wide), block.down.weight.T)
 
 
-def _norm(x: Tensor, norm: LayerNorm, following: Linear) -> Tensor:
+def _norm(x: Tensor, norm: Norm, following: Linear) -> Tensor:
     """What the norm makes of x. The bias of the product that is going to be added to x is added already."""
     assert following.bias is not None
+    if isinstance(norm, RMSNorm):
+        return vit_steps.rms_norm_and_add(x, norm.weight, norm.eps, following.bias)
     return vit_steps.norm_and_add(x, norm.weight, norm.bias, norm.eps, following.bias)
 
 

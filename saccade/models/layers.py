@@ -44,20 +44,31 @@ class Parameters:
 
 
 class Linear:
-    """x @ weight.T + bias. Several projections of the same input are one product: give `outputs` as {name: size}."""
+    """x @ weight.T + bias. Several projections of the same input are one product: give `outputs` as {name: size}.
+
+    With `pad_outputs` each of them gets zero rows up to a multiple of that number, with `pad_inputs` the weight gets
+    zero columns: the tensor between two products may so be wider than a checkpoint says.
+    """
 
     def __init__(
-        self, params: Parameters, inputs: int, outputs: int | Mapping[str, int], *, bias: bool = False
+        self,
+        params: Parameters,
+        inputs: int,
+        outputs: int | Mapping[str, int],
+        *,
+        bias: bool = False,
+        pad_inputs: int = 1,
+        pad_outputs: int = 1,
     ) -> None:
         parts = {"": outputs} if isinstance(outputs, int) else outputs
-        sizes = list(parts.values())
-        self.weight = params.empty(sum(sizes), inputs)  # [outputs, inputs]
+        sizes = [_up_to(size, pad_outputs) for size in parts.values()]
+        self.weight = params.empty(sum(sizes), _up_to(inputs, pad_inputs))  # [outputs, inputs]
         self.bias = params.empty(sum(sizes)) if bias else None  # [outputs]
-        for name, rows in zip(parts, torch.split(self.weight, sizes), strict=True):
-            params.add(_join(name, "weight"), rows)
+        for (name, size), rows in zip(parts.items(), torch.split(self.weight, sizes), strict=True):
+            params.add(_join(name, "weight"), _own_part(rows, size, inputs))
         if self.bias is not None:
-            for name, values in zip(parts, torch.split(self.bias, sizes), strict=True):
-                params.add(_join(name, "bias"), values)
+            for (name, size), values in zip(parts.items(), torch.split(self.bias, sizes), strict=True):
+                params.add(_join(name, "bias"), _own_part(values, size))
 
     def __call__(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
@@ -103,6 +114,12 @@ def quick_gelu(x: Tensor) -> Tensor:
     return F.silu(x.mul_(1.702), inplace=True).mul_(1 / 1.702)
 
 
+def silu_and_mul(x: Tensor) -> Tensor:
+    """[T, gate | up] -> silu(gate) * up [T, half], written over the gate."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate, inplace=True).mul_(up)
+
+
 def tanh_gelu(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
@@ -122,6 +139,13 @@ def activation(name: str) -> Activation:
     if name not in _ACTIVATIONS:
         raise ConfigError(f"config.json asks for the activation {name!r}; known are {', '.join(_ACTIVATIONS)}")
     return _ACTIVATIONS[name]
+
+
+def gated_activation(name: str) -> Activation:
+    """The same for the product of gate and up side by side, which becomes half as wide."""
+    if name != "silu":
+        raise ConfigError(f"config.json asks for the gated activation {name!r}; known is silu")
+    return silu_and_mul
 
 
 # --- rotary positions ---------------------------------------------------------------------------------------------
@@ -144,6 +168,18 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = x.shape[-1] // 2
     swapped = torch.cat((x[..., half:], x[..., :half]), dim=-1)
     return swapped.mul_(sin).addcmul_(x, cos)
+
+
+def _own_part(padded: Tensor, *sizes: int) -> Tensor:
+    """The corner of these sizes; what lies around it is zero from here on."""
+    if padded.shape == sizes:
+        return padded
+    padded.zero_()
+    return padded[tuple(slice(size) for size in sizes)]
+
+
+def _up_to(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
 
 
 def _join(*names: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -12,14 +12,14 @@ from torch import Tensor
 from saccade.config import ModelConfig, VisionConfig
 from saccade.models.decoder import Biases, Decoder, decoder_rules, head_rule
 from saccade.models.interface import Attention, Encoding
-from saccade.models.layers import LayerNorm, Linear, Parameters, PatchLinear
+from saccade.models.layers import LayerNorm, Linear, Parameters, PatchLinear, RMSNorm
 from saccade.models.pixels import PatchLayout, Picture, pixel_policy
 from saccade.models.vision import VisionBlock, grid_angles, vision_config
 from saccade.models.vision_ops import VisionOps
 from saccade.models.weights import Rule, under
 from saccade.types import Geometry, Grid
 
-_EPS = 1e-6  # of the tower's norms; no config names it
+EPS = 1e-6  # of the tower's norms; no config names it
 
 
 class Qwen2VL:
@@ -32,8 +32,14 @@ class Qwen2VL:
         self.ops = ops
         self.pixels = pixel_policy(image_processor)
         self.layout = PatchLayout(vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size)
-        self.tower = Tower(params.within("vision"), vision, config.text.hidden_size, _vision_theta(config))
-        self.decoder = Decoder(params.within("decoder"), config.text, Biases(qkv=True))
+        self.tower = self.make_tower(params.within("vision"), vision)
+        self.decoder = self.make_decoder(params.within("decoder"))
+
+    def make_tower(self, params: Parameters, vision: VisionConfig) -> VisionTower:
+        return Tower(params, vision, self.config.text.hidden_size, vision_theta(self.config))
+
+    def make_decoder(self, params: Parameters) -> Decoder:
+        return Decoder(params, self.config.text, Biases(qkv=True))
 
     def prepare(self, image: Picture, geometry: Geometry) -> Tensor:
         small = self.ops.resize(image, geometry.resized, self.pixels.resample).to(self.params.device)
@@ -54,7 +60,15 @@ class Qwen2VL:
     def rules(self) -> tuple[Rule, ...]:
         decoder = under(decoder_rules(self.config.text), ("model.language_model.", "model."), "decoder.")
         head = under([head_rule(self.config.text)], ("",), "decoder.")
-        return (*decoder, *head, *under(_TOWER_RULES, ("model.visual.", "visual."), "vision."))
+        return (*decoder, *head, *under(self.tower_rules(), ("model.visual.", "visual."), "vision."))
+
+    def tower_rules(self) -> tuple[Rule, ...]:
+        mlp = (Rule("blocks.{}.mlp.fc1.*", "blocks.{}.up.*"), Rule("blocks.{}.mlp.fc2.*", "blocks.{}.down.*"))
+        return (*COMMON_TOWER_RULES, *mlp, *MERGER_RULES)
+
+
+class VisionTower(Protocol):
+    def encode(self, patches: Tensor, grids: Sequence[Grid], ops: VisionOps) -> Encoding: ...
 
 
 class Tower:
@@ -66,7 +80,7 @@ class Tower:
         self.patch = PatchLinear(params.within("patch"), kernel, vision.hidden_size)
         blocks = params.within("blocks")
         self.blocks = [
-            VisionBlock(blocks.within(i), vision, eps=_EPS, is_qkv_fused=True) for i in range(vision.num_layers)
+            VisionBlock(blocks.within(i), vision, eps=EPS, is_qkv_fused=True) for i in range(vision.num_layers)
         ]
         self.merger = Merger(params.within("merger"), vision, outputs)
 
@@ -85,9 +99,15 @@ class Tower:
 class Merger:
     """Four neighbouring patches become one embedding of the decoder's width."""
 
-    def __init__(self, params: Parameters, vision: VisionConfig, outputs: int) -> None:
+    def __init__(
+        self,
+        params: Parameters,
+        vision: VisionConfig,
+        outputs: int,
+        norm: type[LayerNorm] | type[RMSNorm] = LayerNorm,
+    ) -> None:
         merged = vision.hidden_size * vision.spatial_merge_size**2
-        self.norm = LayerNorm(params.within("norm"), vision.hidden_size, _EPS)
+        self.norm = norm(params.within("norm"), vision.hidden_size, EPS)
         self.up = Linear(params.within("up"), merged, merged, bias=True)
         self.down = Linear(params.within("down"), merged, outputs, bias=True)
 
@@ -96,21 +116,21 @@ class Merger:
         return self.down(F.gelu(self.up(self.norm(x).view(-1, self.up.weight.shape[1]))))
 
 
-def _vision_theta(config: ModelConfig) -> float:
+def vision_theta(config: ModelConfig) -> float:
     rope = config.raw["vision_config"].get("rope_parameters") or {}
     return float(rope.get("rope_theta", 10000.0))
 
 
-_TOWER_RULES = (
-    Rule("patch_embed.proj.weight", "patch.weight"),
+COMMON_TOWER_RULES = (
+    Rule("patch_embed.proj.*", "patch.*"),
     Rule("blocks.{}.norm1.*", "blocks.{}.attention_norm.*"),
     Rule("blocks.{}.attn.qkv.*", "blocks.{}.qkv.*"),
     Rule("blocks.{}.attn.proj.*", "blocks.{}.out.*"),
     Rule("blocks.{}.norm2.*", "blocks.{}.mlp_norm.*"),
-    Rule("blocks.{}.mlp.fc1.*", "blocks.{}.up.*"),
-    Rule("blocks.{}.mlp.fc2.*", "blocks.{}.down.*"),
+    Rule("rotary_pos_emb.inv_freq", None),
+)
+MERGER_RULES = (
     Rule("merger.ln_q.*", "merger.norm.*"),
     Rule("merger.mlp.0.*", "merger.up.*"),
     Rule("merger.mlp.2.*", "merger.down.*"),
-    Rule("rotary_pos_emb.inv_freq", None),
 )

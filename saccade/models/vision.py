@@ -10,7 +10,17 @@ from torch import Tensor
 
 from saccade.config import ConfigError, ModelConfig, VisionConfig
 from saccade.models.attention import packed_attention
-from saccade.models.layers import LayerNorm, Linear, Parameters, activation, cos_sin, frequencies, rotate
+from saccade.models.layers import (
+    LayerNorm,
+    Linear,
+    Parameters,
+    RMSNorm,
+    activation,
+    cos_sin,
+    frequencies,
+    gated_activation,
+    rotate,
+)
 from saccade.types import Grid
 
 
@@ -21,21 +31,35 @@ class Angles(NamedTuple):
     sin: Tensor
 
 
-class VisionBlock:
-    """Attention inside each picture, then an MLP; each works on a LayerNorm of its input and is added to it."""
+_ALIGNED = 8  # values of two bytes that tensor cores read at once; rows of odd lengths take them twice as long
 
-    def __init__(self, params: Parameters, vision: VisionConfig, *, eps: float, is_qkv_fused: bool) -> None:
+Norm = LayerNorm | RMSNorm
+
+
+class VisionBlock:
+    """Attention inside each picture, then an MLP; each works on a norm of its input and is added to it."""
+
+    def __init__(
+        self,
+        params: Parameters,
+        vision: VisionConfig,
+        *,
+        eps: float,
+        is_qkv_fused: bool,
+        norm: type[LayerNorm] | type[RMSNorm] = LayerNorm,
+    ) -> None:
         hidden, wide = vision.hidden_size, vision.intermediate_size
         self.heads = vision.num_heads
         self.scale = (hidden // vision.num_heads) ** -0.5
         qkv = 3 * hidden if is_qkv_fused else {"q": hidden, "k": hidden, "v": hidden}
-        self.attention_norm = LayerNorm(params.within("attention_norm"), hidden, eps)
+        self.attention_norm: Norm = norm(params.within("attention_norm"), hidden, eps)
         self.qkv = Linear(params.within("qkv"), hidden, qkv, bias=True)
         self.out = Linear(params.within("out"), hidden, hidden, bias=True)
-        self.mlp_norm = LayerNorm(params.within("mlp_norm"), hidden, eps)
-        self.up = Linear(params.within("up"), hidden, wide, bias=True)
-        self.act = activation(vision.hidden_act)
-        self.down = Linear(params.within("down"), wide, hidden, bias=True)
+        self.mlp_norm: Norm = norm(params.within("mlp_norm"), hidden, eps)
+        up = {"gate": wide, "up": wide} if vision.is_gated else wide
+        self.up = Linear(params.within("up"), hidden, up, bias=True, pad_outputs=_ALIGNED)
+        self.act = gated_activation(vision.hidden_act) if vision.is_gated else activation(vision.hidden_act)
+        self.down = Linear(params.within("down"), wide, hidden, bias=True, pad_inputs=_ALIGNED)
 
     def __call__(self, x: Tensor, lengths: Sequence[int], angles: Angles | None = None) -> Tensor:
         x = self.attend(self.attention_norm(x), lengths, angles).add_(x)
@@ -53,11 +77,25 @@ class VisionBlock:
         return self.out(mixed.flatten(1))
 
 
-def grid_angles(grids: Sequence[Grid], head_dim: int, theta: float, merge: int, device: torch.device) -> Angles:
-    """Half of each head turns with a patch's row, half with its column."""
+def grid_angles(
+    grids: Sequence[Grid],
+    head_dim: int,
+    theta: float,
+    merge: int,
+    device: torch.device,
+    order: Tensor | None = None,
+) -> Angles:
+    """Half of each head turns with a patch's row, half with its column. `order`: of the tokens, if not their own."""
     places = torch.cat([_places(grid, merge, device) for grid in grids])  # [T, 2]
+    if order is not None:
+        places = reorder(places, order, merge)
     per_axis = frequencies(head_dim // 2, theta, device)  # [d / 4]
     return Angles(*cos_sin((places[..., None] * per_axis).flatten(1), torch.float32))
+
+
+def reorder(x: Tensor, order: Tensor, merge: int) -> Tensor:
+    """Rows of patches [T, ...] with their tokens in another order; the patches of a token stay together."""
+    return x.view(len(order), merge**2, *x.shape[1:]).index_select(0, order).flatten(0, 1)
 
 
 def _places(grid: Grid, merge: int, device: torch.device) -> Tensor:

@@ -1,0 +1,285 @@
+"""Qwen2.5-VL against Transformers: sizes, positions, windows, features, logits; and the tower's cost formulas."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.vision_utils import get_vision_window_index
+
+from saccade import costs
+from saccade.config import ConfigError, model_config
+from saccade.kernels import vit_steps
+from saccade.models import load_model
+from saccade.models.fused_vision import FusedVision
+from saccade.models.layers import Linear, Parameters, silu_and_mul
+from saccade.models.qwen2_5_vl import Qwen2_5VL, all_windows
+from saccade.models.vision_ops import TorchVision, VisionOps
+from saccade.models.weights import fill_random
+from saccade.processor.checkpoint import open_checkpoint
+from saccade.processor.families import family_for
+from saccade.types import Grid, Size, Span
+from tests.allocations import PeakMemory
+from tests.family_qwen2_5_vl import build
+from tests.test_models_parity import CPU, Pair, assert_close, finish, our_logits, prompt, their_logits
+
+# What the hub says of Qwen2.5-VL-7B-Instruct, text fields at the top level.
+PUBLISHED_7B: dict[str, Any] = {
+    "model_type": "qwen2_5_vl",
+    "image_token_id": 151655,
+    "video_token_id": 151656,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "max_position_embeddings": 128000,
+    "num_attention_heads": 28,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_sliding_window": False,
+    "vision_config": {
+        "depth": 32,
+        "fullatt_block_indexes": [7, 15, 23, 31],
+        "hidden_act": "silu",
+        "hidden_size": 1280,
+        "in_chans": 3,
+        "intermediate_size": 3420,
+        "num_heads": 16,
+        "out_hidden_size": 3584,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "spatial_patch_size": 14,
+        "temporal_patch_size": 2,
+        "tokens_per_second": 2,
+        "window_size": 112,
+    },
+    "vocab_size": 152064,
+}
+
+
+@pytest.fixture(scope="module", params=["saved", "published"])
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return Pair(build(tmp_path_factory.mktemp("qwen2_5_vl"), layout=request.param))
+
+
+# --- what a picture costs -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("family"))
+
+
+@settings(max_examples=60, deadline=None)
+@given(width=st.integers(1, 300), height=st.integers(1, 300), limits=st.sampled_from([(3136, 50176), (784, 7840)]))
+def test_sizes_and_grids_equal_those_of_the_image_processor(
+    folder: Path, width: int, height: int, limits: tuple[int, int]
+) -> None:
+    assume(max(width, height) / min(width, height) <= 200)
+    files = open_checkpoint(str(folder), weights=False)
+    geometry = family_for(files.config).from_checkpoint(files).geometry(Size(width, height), *limits)
+    processor = Qwen2VLImageProcessorPil(size={"shortest_edge": limits[0], "longest_edge": limits[1]})
+    output = processor(Image.new("RGB", (width, height)), return_tensors="np")
+    assert output["image_grid_thw"].tolist() == [list(geometry.grid)]
+    assert geometry.tokens == geometry.grid.patches // 4
+    assert geometry.resized == Size(geometry.grid.w * 14, geometry.grid.h * 14)
+
+
+def test_positions_equal_those_of_the_model(pair: Pair, folder: Path) -> None:
+    grids = [Grid(1, 6, 10), Grid(1, 4, 4)]
+    ids = [5, 6, *[pair.config.image_token_id] * 15, 7, *[pair.config.image_token_id] * 4, 8, 9]
+    files = open_checkpoint(str(folder), weights=False)
+    spans = [Span(2, 15, b"a", 15), Span(18, 4, b"b", 4)]
+    found, following = family_for(files.config).from_checkpoint(files).positions(ids, spans, grids)
+    kinds = torch.tensor([[int(i == pair.config.image_token_id) for i in ids]])
+    expected, delta = pair.theirs.model.get_rope_index(torch.tensor([ids]), kinds, image_grid_thw=torch.tensor(grids))
+    assert found.tolist() == expected[:, 0].tolist()
+    assert following == len(ids) + int(delta)
+
+
+# --- the tower ----------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shapes=st.lists(st.tuples(st.integers(1, 2), st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=3),
+    side=st.integers(1, 4),
+)
+def test_windows_are_those_of_transformers(shapes: list[tuple[int, int, int]], side: int) -> None:
+    grids = [Grid(t, 2 * h, 2 * w) for t, h, w in shapes]
+    ours = all_windows(grids, 2, side)
+    order, ends = get_vision_window_index(torch.tensor(grids), 2, side * 28, 14)
+    assert ours.order.tolist() == order.tolist()
+    assert (np.cumsum(ours.tokens) * 4).tolist() == ends[1:].tolist()
+
+
+def test_picture_features_equal_those_of_transformers(pair: Pair) -> None:
+    grids = [Grid(1, 10, 6), Grid(1, 4, 4), Grid(2, 6, 2)]
+    patches = torch.randn(sum(grid.patches for grid in grids), 3 * 2 * 14 * 14)
+    with torch.inference_mode():
+        ours = finish(pair.ours.encode(patches, grids))
+        theirs = pair.theirs.get_image_features(patches, torch.tensor(grids)).pooler_output
+    for mine, other in zip(ours, theirs, strict=True):
+        assert_close(mine, other)
+
+
+def test_a_picture_encodes_the_same_alone_and_packed(pair: Pair) -> None:
+    pictures = pair.pictures(2)
+    with torch.inference_mode():
+        packed = finish(pair.ours.encode(torch.cat([p for _, p in pictures]), [g for g, _ in pictures]))
+        alone = [finish(pair.ours.encode(patches, [grid]))[0] for grid, patches in pictures]
+    for one, other in zip(packed, alone, strict=True):
+        assert_close(one, other, 1e-5)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_logits_equal_those_of_transformers(pair: Pair, count: int) -> None:
+    pictures = pair.pictures(count)
+    ids = prompt(pair, pictures)
+    assert_close(our_logits(pair, ids, pictures), their_logits(pair, ids, pictures))
+
+
+@pytest.mark.parametrize(
+    ("text", "vision"),
+    [
+        ({}, {"fullatt_block_indexes": []}),
+        ({}, {"fullatt_block_indexes": [0, 1, 2]}),
+        ({}, {"window_size": 112}),
+        ({"num_key_value_heads": 4}, {"intermediate_size": 64}),
+    ],
+    ids=["windows only", "full layers only", "larger windows", "no shared heads"],
+)
+def test_variants_of_the_config_match(tmp_path: Path, text: dict[str, Any], vision: dict[str, Any]) -> None:
+    pair = Pair(build(tmp_path, text=text, vision=vision))
+    pictures = pair.pictures(2)
+    ids = prompt(pair, pictures)
+    assert_close(our_logits(pair, ids, pictures), their_logits(pair, ids, pictures))
+
+
+# --- on a device --------------------------------------------------------------------------------------------------
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SMALL: dict[str, Any] = {
+    **PUBLISHED_7B,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]},
+    "vocab_size": 32,
+    "vision_config": {
+        **PUBLISHED_7B["vision_config"],
+        "depth": 3,
+        "fullatt_block_indexes": [1],
+        "hidden_size": 96,
+        "intermediate_size": 168,
+        "num_heads": 2,
+        "patch_size": 2,
+        "window_size": 8,
+    },
+}
+
+
+def model(ops: VisionOps) -> Qwen2_5VL:
+    params = Parameters(torch.float32, DEVICE)
+    made = Qwen2_5VL(model_config(SMALL), params, {}, ops)
+    fill_random(params.targets, 0)
+    generator = torch.Generator(DEVICE).manual_seed(1)
+    for name, tensor in params.targets.items():
+        if name.endswith("bias"):  # zeros would hide one that is added twice or not at all
+            tensor.normal_(std=0.5, generator=generator)
+    return made
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(7)).to(DEVICE)
+
+
+def test_fused_kernels_give_the_embeddings_of_the_plain_tower() -> None:
+    grids = [Grid(1, 6, 10), Grid(1, 2, 2), Grid(1, 4, 6)]
+    patches = random(sum(grid.patches for grid in grids), 24)
+    expected = finish(model(TorchVision()).encode(patches, grids))
+    found = finish(model(FusedVision()).encode(patches, grids))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+
+
+def test_encoding_takes_the_memory_that_the_formula_says() -> None:
+    made, patches = model(FusedVision()), random(128, 24)
+    with PeakMemory() as memory:
+        memory.hold(patches)
+        layers = made.encode(patches, [Grid(1, 8, 16)])
+        del patches
+        for _ in layers:
+            pass
+    vision = made.config.vision
+    assert vision is not None
+    planned = 128 * costs.encode_bytes_per_patch(vision, made.config.text, "float32")
+    assert memory.peak == pytest.approx(planned, rel=0.03)
+
+
+def test_the_fused_rms_norm_leaves_its_input_with_the_bias_added() -> None:
+    x, weight, added = random(5, 96), random(96), random(96) - 1
+    normed = torch.nn.functional.rms_norm(x, (96,), weight, 1e-6)
+    expected = x + added
+    found = vit_steps.rms_norm_and_add(x, weight, 1e-6, added)
+    torch.testing.assert_close(found, normed, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(x, expected)
+
+
+def test_the_fused_gate_is_the_plain_one() -> None:
+    x = random(5, 2 * 1100)
+    expected = silu_and_mul(x.clone())
+    torch.testing.assert_close(vit_steps.silu_and_mul(x), expected, atol=1e-6, rtol=1e-5)
+
+
+def test_padding_inside_a_pair_of_products_changes_no_result() -> None:
+    params = Parameters(torch.float32, CPU)
+    up = Linear(params.within("up"), 6, {"gate": 11, "up": 11}, bias=True, pad_outputs=8)
+    down = Linear(params.within("down"), 11, 6, bias=True, pad_inputs=8)
+    fill_random(params.targets, 0)
+    own = params.targets
+    x = random(3, 6).cpu()
+    gate, more = (x @ own[f"up.{part}.weight"].T + own[f"up.{part}.bias"] for part in ("gate", "up"))
+    expected = (torch.nn.functional.silu(gate) * more) @ own["down.weight"].T
+    assert up.weight.shape == (32, 6) and down.weight.shape == (6, 16)
+    torch.testing.assert_close(down(silu_and_mul(up(x))), expected)
+
+
+# --- published configs --------------------------------------------------------------------------------------------
+
+
+def test_the_published_config_is_read_with_its_windows_and_its_size() -> None:
+    config = model_config(PUBLISHED_7B)
+    vision = config.vision
+    assert vision is not None
+    assert (vision.is_gated, vision.window_tokens, vision.full_layers) == (True, 4, (7, 15, 23, 31))
+    assert config.text.mrope_section == (16, 24, 24)
+    assert costs.weight_bytes(config, "bfloat16") == pytest.approx(16.58e9, rel=1e-3)  # as the hub's index says
+
+
+def test_windows_save_most_of_the_attention() -> None:
+    config = model_config(PUBLISHED_7B)
+    vision = config.vision
+    assert vision is not None
+    assert costs.attended_patches(vision, 6256) == 4 * 6256 + 28 * 64
+    assert costs.attended_patches(vision, 16) == 32 * 16
+
+
+def test_a_tower_without_windows_is_refused(folder: Path) -> None:
+    raw = json.loads((folder / "config.json").read_text())
+    raw["vision_config"]["window_size"] = 8
+    with pytest.raises(ConfigError, match=r"window_size=8.*token of 28 pixels"):
+        load_model(None, model_config(raw), dtype=torch.float32, device=CPU, load_format="dummy")
