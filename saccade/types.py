@@ -21,6 +21,9 @@ Key = bytes
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
+TO_THE_END = (1 << 63) - 1
+"""As `Span.read_end`: every later position reads the embeddings, those of the answer too."""
+
 RECORD_BYTES = 40
 """Width of one position's record in `Prompt.identity`: 32 bytes of content key (zeros for text), 8 bytes of token id
 (text) or of offset inside the span (media)."""
@@ -94,10 +97,21 @@ class Span:
     key: Key
     slots: int  # embeddings the encoder returns for it
     is_embed: tuple[bool, ...] | None = None  # which positions take an embedding; None means all of them
+    read_end: int | None = None  # first position behind all that read the embeddings; None: the span's own end
 
     @property
     def end(self) -> int:
         return self.start + self.length
+
+    @property
+    def needed_to(self) -> int:
+        """Whoever computes a position from `start` up to here needs the embeddings. It never falls along a prompt."""
+        return self.end if self.read_end is None else self.read_end
+
+    @property
+    def is_lasting(self) -> bool:
+        """Positions behind the span look at the item too, so that having computed the span does not free it."""
+        return self.read_end is not None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

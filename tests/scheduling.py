@@ -10,6 +10,7 @@ import numpy as np
 
 from saccade.config import SchedulerConfig
 from saccade.params import SamplingParams
+from saccade.processor.families.base import lasting
 from saccade.scheduler import Scheduler
 from saccade.scheduler.blocks import text_records
 from saccade.types import (
@@ -40,6 +41,7 @@ class Picture(NamedTuple):
     name: str
     tokens: int
     slots: int | None = None  # None: one per token
+    is_lasting: bool = False  # tokens behind it read it too, up to the next such picture; neighbours go together
 
 
 Part = int | list[int] | Picture  # so many tokens of text, these tokens, or a picture
@@ -66,7 +68,8 @@ def make_prompt(parts: Iterable[Part], salt: bytes = b"", first_token: int = 100
         if isinstance(part, Picture):
             item = make_item(part, salt)
             items.setdefault(item.key, item)
-            spans.append(Span(start, part.tokens, item.key, item.geometry.slots))
+            is_embed = (False,) * part.tokens if part.is_lasting else None
+            spans.append(Span(start, part.tokens, item.key, item.geometry.slots, is_embed))
             tokens += [PLACEHOLDER] * part.tokens
             records += [item.key + offset.to_bytes(8, "little") for offset in range(part.tokens)]
         else:
@@ -75,7 +78,7 @@ def make_prompt(parts: Iterable[Part], salt: bytes = b"", first_token: int = 100
             records += [text_records([token]) for token in text]
     return Prompt(
         token_ids=tokens,
-        spans=tuple(spans),
+        spans=lasting(spans) if any(isinstance(p, Picture) and p.is_lasting for p in parts) else tuple(spans),
         items=tuple(items[span.key] for span in spans),
         positions=np.zeros((1, len(tokens)), np.int32),
         next_position=len(tokens),
@@ -196,7 +199,7 @@ class FakeRunner:
     def _valid_end(self, work: Work, failed: Mapping[Key, RequestError]) -> int:
         end = work.end
         for span in self.requests[work.request_id].prompt.spans:
-            if span.start < work.end and span.end > work.start:
+            if span.start < work.end and span.needed_to > work.start:
                 assert span.key in self.embeddings or span.key in failed, "a window entered a span without embeddings"
                 if span.key in failed:
                     end = min(end, max(work.start, span.start))

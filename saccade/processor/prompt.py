@@ -14,6 +14,7 @@ from saccade.params import SamplingParams
 from saccade.processor.chat import cleaned, form_of, read_messages
 from saccade.processor.checkpoint import Checkpoint
 from saccade.processor.detokenize import Detokenizer
+from saccade.processor.families.base import lasting
 from saccade.processor.hashing import identity
 from saccade.processor.pictures import Picture, Pictures, bill_item
 from saccade.processor.template import render, required
@@ -136,7 +137,8 @@ class Processor:
                 "prompt_token_ids must be a list of token ids that is not empty", param="prompt_token_ids"
             )
         vocab_size = self.checkpoint.config.text.vocab_size
-        wrong = ids[(ids < 0) | (ids >= vocab_size)]
+        # A placeholder may lie behind the tokens that can be answered.
+        wrong = ids[((ids < 0) | (ids >= vocab_size)) & ~np.isin(ids, self.family.placeholder_ids)]
         if len(wrong):
             raise RequestError(
                 f"prompt_token_ids holds {wrong[0]}, but this model's ids go from 0 to {vocab_size - 1}",
@@ -192,12 +194,12 @@ class Processor:
         """Replace each placeholder by its picture's tokens."""
         pieces, spans, done, length = [], [], 0, 0
         for start, item in zip(starts.tolist(), items, strict=True):
-            tokens, is_embed = self.family.expand(item.geometry)
+            tokens, is_embed, is_lasting = self.family.expand(item.geometry)
             pieces += [ids[done:start], tokens]
             first = length + start - done
             spans.append(Span(first, len(tokens), item.key, item.geometry.slots, is_embed))
             done, length = start + 1, first + len(tokens)
-        return np.concatenate([*pieces, ids[done:]]), spans
+        return np.concatenate([*pieces, ids[done:]]), lasting(spans) if is_lasting else spans
 
     # --- the bill -------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from saccade.config import SchedulerConfig
 from saccade.types import Request, RequestError, Span
 
@@ -22,6 +24,8 @@ def refuse_impossible(request: Request, config: SchedulerConfig) -> None:
     _check_blocks(request, config)
     for index, span in enumerate(request.prompt.spans):
         _check_span(index, span, config)
+        if span.is_lasting:
+            _check_company(index, request.prompt.spans, config)
 
 
 def _check_length(request: Request, config: SchedulerConfig) -> None:
@@ -49,6 +53,18 @@ def _check_blocks(request: Request, config: SchedulerConfig) -> None:
             f"blocks of {config.block_size} tokens, but there are {config.num_blocks}; send less, lower max_tokens or "
             "raise --kv-cache-gb",
             code="context_length_exceeded",
+        )
+
+
+def _check_company(index: int, spans: Sequence[Span], config: SchedulerConfig) -> None:
+    """Pictures that one token looks at are resident together. The same picture twice is there once."""
+    together = {span.key: span.slots for span in spans[: index + 1] if span.needed_to > spans[index].start}
+    if sum(together.values()) > config.encoder_cache_slots:
+        raise RequestError(
+            f"{len(together)} pictures of the prompt stand together and have {sum(together.values())} embeddings, but "
+            f"{config.encoder_cache_slots} fit in the encoder cache; send fewer of them side by side, lower "
+            "--max-pixels or raise --encoder-cache-gb",
+            code="image_too_large",
         )
 
 

@@ -35,7 +35,8 @@ class _Line:
         self._head, self._next_head = min(self._head, seq.order), min(self._next_head, seq.order)
 
     def bars(self, seq: Sequence) -> bool:
-        return seq.order > self._head
+        """Not who holds on to room that the head of the line may wait for: it gives it back by going on."""
+        return seq.order > self._head and not seq.is_holding_on
 
 
 class Gate:
@@ -73,7 +74,7 @@ class Gate:
             span = seq.spans[index]
             if span.start >= end:
                 break
-            if span.end <= start or index in seq.held:
+            if span.needed_to <= start or index in seq.held:
                 continue
             if span.key not in seen:
                 if not self._may_enter(seq, span):
@@ -124,6 +125,14 @@ class Gate:
                 break
             items[span.key] = seq.request.prompt.items[index]
         return tuple(items.values())
+
+    def is_short_of_room(self, seq: Sequence) -> bool:
+        """Whether the item that a request needs for its next token is missing and does not fit beside what is held."""
+        missing = (span for i, span in enumerate(seq.spans) if i >= seq.next_span and i not in seq.held)
+        span = next(missing, None)
+        if span is None or span.start > seq.num_computed or span.key in self._cache:
+            return False
+        return span.slots > self._cache.room
 
     def pop_requester(self, key: Key) -> str:
         """A flight ended: which request had asked for it."""

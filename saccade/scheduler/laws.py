@@ -26,5 +26,7 @@ def check_queues(
     in_queues = sorted((*running, *waiting), key=lambda seq: seq.order)
     assert sorted(open_requests.values(), key=lambda seq: seq.order) == in_queues
     assert not any(seq.blocks or seq.held for seq in waiting), "a waiting request holds something"
+    needed = (seq.spans[index].needed_to > seq.num_computed for seq in running for index in seq.held)
+    assert all(needed), "embeddings are held that nobody will read"
     has_room = (seq.num_computed <= len(seq.blocks) * block_size for seq in running)
     assert all(has_room), "computed without a block"

@@ -20,6 +20,7 @@ from saccade.scheduler.encoder_cache import EncoderCache
 from saccade.scheduler.failures import doomed_by
 from saccade.scheduler.gate import Gate, Reach
 from saccade.scheduler.laws import check_holdings, check_queues
+from saccade.scheduler.order import arrival, giving_way, spans_ahead
 from saccade.scheduler.pace import share
 from saccade.scheduler.sequence import Sequence
 from saccade.scheduler.sharing import adopt, catch_up, publish
@@ -143,6 +144,8 @@ class Scheduler:
     def _fill(self, draft: _Draft, *, is_sliced: bool) -> None:
         self._gate.begin_step(is_sliced)
         self._serve_running(draft)
+        if stuck := giving_way(self._running, draft.works, self._gate):
+            self._preempt(stuck, draft)
         if not draft.has_preempted:  # whoever was preempted goes first, and there is no place for it
             self._admit_waiting(draft)
         if is_sliced:
@@ -235,7 +238,7 @@ class Scheduler:
             seq.first_scheduled = draft.now
             seq.cached_tokens = seq.num_computed
         seq.is_running = True
-        insort(self._running, seq, key=_arrival)
+        insort(self._running, seq, key=arrival)
         draft.admitted.append(self._admission(seq))
 
     def _admission(self, seq: Sequence) -> Admission:
@@ -260,18 +263,11 @@ class Scheduler:
         self._let_go(seq)
         seq.num_preemptions += 1
         self._num_preemptions += 1
-        insort(self._waiting, seq, key=_arrival)
+        insort(self._waiting, seq, key=arrival)
 
     def _spans_ahead(self) -> Iterator[tuple[Sequence, int]]:
-        """Spans still to be computed: of running requests and of as many waiting ones as could run at once.
-
-        In order of arrival: a later request that already runs must not keep taking the room an earlier one waits for.
-        """
-        candidates = [*self._running, *islice(self._waiting, self.config.max_num_seqs)]
-        for seq in sorted([seq for seq in candidates if seq.next_span < len(seq.spans)], key=_arrival):
-            for index in range(seq.next_span, len(seq.spans)):
-                if seq.is_running or not self._pool.covers(seq.chain, seq.spans[index].end, seq.num_tokens):
-                    yield seq, index
+        """Spans still needed: of running requests and of as many waiting ones as could run at once."""
+        return spans_ahead(chain(self._running, islice(self._waiting, self.config.max_num_seqs)), self._pool)
 
     # --- booking ------------------------------------------------------------------------------------------------------
 
@@ -305,9 +301,9 @@ class Scheduler:
             seq.count_media(key, times)
 
     def _leave_spans(self, seq: Sequence) -> None:
-        """Give back the embeddings of spans that are wholly computed."""
+        """Give back the embeddings that no position to come needs."""
         spans = seq.spans
-        while seq.next_span < len(spans) and spans[seq.next_span].end <= seq.num_computed:
+        while seq.next_span < len(spans) and spans[seq.next_span].needed_to <= seq.num_computed:
             if seq.next_span in seq.held:
                 seq.held.remove(seq.next_span)
                 self._encoder.release(seq.holder(seq.next_span))
@@ -391,7 +387,3 @@ class Scheduler:
         check_holdings(self._open, self._pool, self._encoder)
         check_queues(self._open, self._running, self._waiting, self._block_size)
         assert len(self._running) <= self.config.max_num_seqs, "too many requests run"
-
-
-def _arrival(seq: Sequence) -> int:
-    return seq.order

@@ -29,7 +29,7 @@ class Sequence:
     num_computed: int = 0
     blocks: list[int] = field(default_factory=list)
     num_published: int = 0  # full blocks already offered to the prefix cache
-    next_span: int = 0  # the first span that is not wholly computed
+    next_span: int = 0  # the first span that positions still to be computed need
     held: set[int] = field(default_factory=set)  # spans whose embeddings are pinned
 
     first_scheduled: float | None = None
@@ -56,6 +56,11 @@ class Sequence:
     @property
     def has_pictures_ahead(self) -> bool:
         return self.next_span < len(self.spans)
+
+    @property
+    def is_holding_on(self) -> bool:
+        """It keeps embeddings until later tokens are computed: whoever waits for their room waits for this request."""
+        return any(self.spans[index].is_lasting for index in self.held)
 
     def holder(self, index: int) -> Holder:
         return self.request_id, index

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from saccade.config import ModelConfig
-from saccade.types import Geometry, Grid, RequestError, Size, Span
+from saccade.types import TO_THE_END, Geometry, Grid, RequestError, Size, Span
 
 MAX_ASPECT_RATIO = 200
 """Longer pictures are refused for every family: a thin strip costs far more to resize than its tokens say."""
@@ -32,6 +33,7 @@ class Expansion(NamedTuple):
 
     token_ids: npt.NDArray[np.int64]  # [tokens]
     is_embed: tuple[bool, ...] | None  # which of them take an embedding; None means all
+    is_lasting: bool = False  # the tokens behind them look at the picture too, as `lasting` says
 
 
 class Family(Protocol):
@@ -68,6 +70,21 @@ class Family(Protocol):
         self, token_ids: Sequence[int] | npt.NDArray[np.int64], spans: Sequence[Span], grids: Sequence[Grid]
     ) -> tuple[npt.NDArray[np.int32], int]:
         """Rotary positions [axes, tokens] and the position of the first generated token."""
+
+
+def lasting(spans: Sequence[Span]) -> tuple[Span, ...]:
+    """Spans that later tokens look at: each until the next one begins, and neighbours together as one.
+
+        text A text B C text      A is seen up to B, B and C to the end
+    """
+    seen: list[Span] = []
+    end = TO_THE_END
+    for index in reversed(range(len(spans))):
+        span, behind = spans[index], spans[index + 1 : index + 2]
+        if behind and span.end < behind[0].start:
+            end = behind[0].start
+        seen.append(replace(span, read_end=end))
+    return tuple(reversed(seen))
 
 
 def check_aspect_ratio(size: Size) -> None:
