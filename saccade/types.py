@@ -67,6 +67,15 @@ class Header:
     mode: str  # Pillow's mode of the stored pixels, "RGB" for "rgb"
 
 
+class Tiling(NamedTuple):
+    """How a picture that was cut into tiles comes together again behind the tower."""
+
+    columns: int  # of tiles
+    rows: int
+    kept: Size  # patches of all tiles side by side that show the picture; padding lies evenly around them
+    joined: Size  # embeddings these become: the same size, or fewer where there would be too many
+
+
 @dataclass(frozen=True, slots=True)
 class Geometry:
     """What a header becomes under a model's resolution policy. A pure function of size and policy."""
@@ -75,6 +84,7 @@ class Geometry:
     grid: Grid  # patches that enter the vision tower
     tokens: int  # prompt positions the item covers
     slots: int  # embeddings the encoder returns; differs from `tokens` where separators sit between rows
+    tiling: Tiling | None = None  # None: the tower sees the picture as one
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -12,7 +12,7 @@ from transformers import LlavaForConditionalGeneration, Qwen2VLForConditionalGen
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from tests import checkpoints, family_qwen2_5_vl
+from tests import checkpoints, family_llava_next, family_qwen2_5_vl
 from tests.reference import Reference, image_settings, load
 
 
@@ -54,4 +54,5 @@ FAMILIES: dict[str, ModelFamily] = {
         family_qwen2_5_vl.build, "<|vision_start|><|image_pad|><|vision_end|>", family_qwen2_5_vl.reference
     ),
     "llava": ModelFamily(checkpoints.llava, "<image>\n", _llava_reference),
+    "llava_next": ModelFamily(family_llava_next.build, "<image>\n", family_llava_next.reference),
 }

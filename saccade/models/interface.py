@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -42,3 +42,11 @@ class VisionLanguageModel(Protocol):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, hidden] -> float32 [N, vocabulary]"""
+
+
+@runtime_checkable
+class Tiled(Protocol):
+    """A model whose tower sees tiles: what it makes of a picture's tiles has to be put together."""
+
+    def join(self, features: Tensor, geometry: Geometry) -> Tensor:
+        """All that `encode` returned for one picture -> its embeddings in the order of the prompt [slots, hidden]."""

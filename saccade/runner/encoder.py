@@ -19,11 +19,11 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from saccade.models.interface import VisionLanguageModel
+from saccade.models.interface import Tiled, VisionLanguageModel
 from saccade.runner.decode import decode
 from saccade.runner.timing import DeviceWatch, HostWatch, Times, Watch
 from saccade.runner.upload import Prepare, Upload, use_on_current_stream
-from saccade.types import Grid, Key, MediaItem, RequestError
+from saccade.types import Geometry, Key, MediaItem, RequestError
 
 _MOST_SOURCE_PIXELS = 50_000_000  # decoded at the same time; a single larger picture is decoded alone
 _MOMENT = 0.005  # seconds that an idle step waits for a decoder before it looks for other work
@@ -243,18 +243,21 @@ class LocalEncoder:
     def _make_pass(self, batch: list[tuple[MediaItem, Prepared]]) -> _Pass:
         self.counters.passes += 1
         items = [item for item, _ in batch]
-        layers = self._encoding([prepared.patches for _, prepared in batch], [item.geometry.grid for item in items])
+        layers = self._encoding([prepared.patches for _, prepared in batch], [item.geometry for item in items])
         watch: Watch = DeviceWatch() if self._on_cuda else HostWatch()
         return _Pass(items, [prepared.decode_ms for _, prepared in batch], layers, watch)
 
-    def _encoding(self, parts: list[Tensor], grids: list[Grid]) -> Generator[None, None, list[Tensor]]:
+    def _encoding(self, parts: list[Tensor], geometries: list[Geometry]) -> Generator[None, None, list[Tensor]]:
         """Packing is part of the work that may run out of memory, so it happens in the first layer's turn."""
         use_on_current_stream(parts)
         packed = parts[0] if len(parts) == 1 else torch.cat(parts)
         parts.clear()
-        layers = self.model.encode(packed, grids)
+        layers = self.model.encode(packed, [geometry.grid for geometry in geometries])
         del packed  # the tower forgets it after its first product, and so must everyone else
-        return (yield from layers)
+        features = yield from layers
+        if isinstance(self.model, Tiled):
+            return [self.model.join(one, geometry) for one, geometry in zip(features, geometries, strict=True)]
+        return features
 
     def _run_layers(self, limit: int | None) -> int:
         """Advance the current pass by up to `limit` layers, to its end if it is near; how many it took."""

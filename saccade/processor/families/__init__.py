@@ -5,11 +5,13 @@ from __future__ import annotations
 from saccade.config import ConfigError, ModelConfig
 from saccade.processor.families.base import Expansion, Family, Files
 from saccade.processor.families.llava import Llava
+from saccade.processor.families.llava_next import LlavaNext
 from saccade.processor.families.qwen2_5_vl import Qwen2_5VL
 from saccade.processor.families.qwen2_vl import Qwen2VL
 
 FAMILIES: dict[str, type[Family]] = {
     "llava": Llava,
+    "llava_next": LlavaNext,
     "qwen2_vl": Qwen2VL,
     "qwen2_5_vl": Qwen2_5VL,
 }

@@ -1,0 +1,131 @@
+"""What the tests of single families share: a checkpoint in Saccade without its engine, and settings to try."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from saccade.config import MediaPolicy, ModelConfig, model_config
+from saccade.models import load_model
+from saccade.models.attention import AttentionBatch, PagedAttention, PagedKV
+from saccade.models.interface import Tiled
+from saccade.processor.checkpoint import open_checkpoint
+from saccade.processor.prompt import Processor
+from saccade.types import Geometry, Size
+
+POLICY = MediaPolicy({"image": 4}, None, None, 1 << 24, 10_000_000)
+CPU = torch.device("cpu")
+
+
+@dataclass
+class Given:
+    """The part of a checkpoint that a family reads, with settings of one's own."""
+
+    config: ModelConfig
+    image_processor: dict[str, Any] = field(default_factory=dict)
+    processor: dict[str, Any] = field(default_factory=dict)
+    tokens: dict[str, int] = field(default_factory=dict)
+
+    def token_id(self, text: str) -> int | None:
+        return self.tokens.get(text)
+
+
+class Subject:
+    """A checkpoint's rules and model, called directly."""
+
+    def __init__(self, folder: Path) -> None:
+        checkpoint = open_checkpoint(str(folder))
+        self.config = checkpoint.config
+        self.processor = Processor(checkpoint, POLICY)
+        self.family = self.processor.family
+        self.model: Any = load_model(
+            folder,
+            self.config,
+            dtype=torch.float32,
+            device=CPU,
+            progress=False,
+            image_processor=checkpoint.image_processor,
+        )
+
+    def geometry(self, picture: Image.Image) -> Geometry:
+        return self.family.geometry(Size(*picture.size), *self.family.policy(None, None))
+
+    def prepare(self, picture: Image.Image) -> torch.Tensor:
+        prepared: torch.Tensor = self.model.prepare(np.asarray(picture.convert("RGB")), self.geometry(picture))
+        return prepared
+
+    @torch.inference_mode()
+    def embeddings(self, pictures: list[Image.Image]) -> list[torch.Tensor]:
+        """All pictures in one pass."""
+        geometries = [self.geometry(picture) for picture in pictures]
+        patches = torch.cat([self.prepare(picture) for picture in pictures])
+        features = finish(self.model.encode(patches, [geometry.grid for geometry in geometries]))
+        if isinstance(self.model, Tiled):
+            return [self.model.join(one, geometry) for one, geometry in zip(features, geometries, strict=True)]
+        return features
+
+    @torch.inference_mode()
+    def logits(self, text: str, pictures: list[Image.Image]) -> torch.Tensor:  # [tokens, V]
+        prompt = self.processor.from_prompt({"prompt": text, "multi_modal_data": {"image": pictures}})
+        embeds = self.model.embed(torch.tensor(prompt.token_ids))
+        for span, rows in zip(prompt.spans, self.embeddings(pictures) if pictures else [], strict=True):
+            takes = torch.tensor(span.is_embed or [True] * span.length)
+            embeds[span.start : span.end][takes] = rows
+        kv = PagedKV.allocate(self.config.text, len(prompt) + 1, 1, torch.float32, CPU)
+        places = torch.arange(len(prompt))
+        attention = PagedAttention(
+            kv,
+            AttentionBatch([len(prompt)], [len(prompt)], places[None], places, 1),
+            self.config.text.head_dim**-0.5,
+        )
+        hidden = self.model.forward(embeds, torch.from_numpy(prompt.positions), attention)
+        logits: torch.Tensor = self.model.logits(hidden)
+        return logits
+
+
+def finish(encoding: Any) -> list[torch.Tensor]:
+    while True:
+        try:
+            next(encoding)
+        except StopIteration as done:
+            return list(done.value)
+
+
+def assert_close(ours: torch.Tensor, theirs: torch.Tensor, relative: float = 1e-4) -> None:
+    assert ours.shape == theirs.shape
+    difference = (ours - theirs).abs().max() / theirs.abs().max()
+    assert difference < relative, f"relative difference {difference:.2e}"
+
+
+def as_patches(squares: torch.Tensor, patch: int) -> torch.Tensor:
+    """Pixels of equal squares or one picture [n, 3, H, W] -> [n * patches, 3 * patch * patch], as towers cut them."""
+    n, channels, height, width = squares.shape
+    rows, columns = height // patch, width // patch
+    cut = squares[:, :, : rows * patch, : columns * patch].reshape(n, channels, rows, patch, columns, patch)
+    return cut.permute(0, 2, 4, 1, 3, 5).reshape(n * rows * columns, -1)
+
+
+def edited(folder: Path, edit: Callable[[dict[str, Any]], None]) -> Path:
+    """The folder with another config.json."""
+    path = folder / "config.json"
+    raw = json.loads(path.read_text())
+    edit(raw)
+    path.write_text(json.dumps(raw))
+    return folder
+
+
+def dummy(raw: dict[str, Any], **changes: Any) -> Any:
+    """A model with random weights from a config.json with changes; a mapping changes the fields it names."""
+    merged = {**raw, **{k: {**raw[k], **v} if isinstance(v, dict) else v for k, v in changes.items()}}
+    return load_model(None, model_config(merged), dtype=torch.float32, device=CPU, load_format="dummy")
+
+
+def with_config(config: ModelConfig, **raw: Any) -> ModelConfig:
+    return replace(config, raw={**config.raw, **raw})
