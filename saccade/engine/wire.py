@@ -37,7 +37,9 @@ class PromptBody(msgspec.Struct, frozen=True, array_like=True):
 
     token_ids: list[int]
     spans: tuple[Span, ...]
-    items: tuple[MediaItem, ...]  # each picture once
+    items: tuple[MediaItem, ...]  # each picture and frame group once, without its data
+    data: tuple[bytes, ...]  # each file once: all groups of a video share theirs
+    data_of_item: tuple[int, ...]  # items[i] has data[data_of_item[i]]
     item_of_span: tuple[int, ...]  # spans[i] belongs to items[item_of_span[i]]
     positions: bytes  # int32, little endian, row by row
     shape: tuple[int, int]  # [axes, tokens]
@@ -80,11 +82,15 @@ def unpack_request(body: RequestBody) -> Request:
 def _pack_prompt(prompt: Prompt) -> PromptBody:
     items = {item.key: item for item in prompt.items}
     place = {key: index for index, key in enumerate(items)}
+    files = {id(item.data): item.data for item in items.values()}
+    file_place = {identity: index for index, identity in enumerate(files)}
     axes, tokens = prompt.positions.shape
     return PromptBody(
         token_ids=list(prompt.token_ids),
         spans=prompt.spans,
-        items=tuple(items.values()),
+        items=tuple(replace(item, data=b"") for item in items.values()),
+        data=tuple(files.values()),
+        data_of_item=tuple(file_place[id(item.data)] for item in items.values()),
         item_of_span=tuple(place[item.key] for item in prompt.items),
         positions=prompt.positions.astype(_POSITION, copy=False).tobytes(),
         shape=(axes, tokens),
@@ -97,7 +103,9 @@ def _pack_prompt(prompt: Prompt) -> PromptBody:
 def _unpack_prompt(body: PromptBody) -> Prompt:
     try:
         positions = np.frombuffer(body.positions, _POSITION).reshape(body.shape)
-        items = tuple(body.items[index] for index in body.item_of_span)
+        pairs = zip(body.items, body.data_of_item, strict=True)
+        whole = [replace(item, data=body.data[index]) for item, index in pairs]
+        items = tuple(whole[index] for index in body.item_of_span)
     except (ValueError, IndexError) as error:
         raise WireError(f"a prompt of {len(body.token_ids)} tokens does not fit together: {error}") from None
     return Prompt(

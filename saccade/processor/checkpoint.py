@@ -26,6 +26,7 @@ class Checkpoint:
     path: Path
     config: ModelConfig
     image_processor: Mapping[str, Any]  # how pictures are prepared
+    video_processor: Mapping[str, Any]  # how videos are, where the checkpoint says so
     processor: Mapping[str, Any]  # how they enter the prompt: patch_size, vision_feature_select_strategy ...
     tokenizer_config: Mapping[str, Any]
     chat_template: str | None
@@ -41,12 +42,13 @@ def open_checkpoint(model: str | None, *, weights: bool = True) -> Checkpoint:
     _check_complete(path, weights)
     raw = _read_json(path / "config.json")
     processor = _read_optional(path / "processor_config.json")
-    nested = processor.pop("image_processor", None)
+    nested, nested_video = processor.pop("image_processor", None), processor.pop("video_processor", None)
     tokenizer_config = _read_optional(path / "tokenizer_config.json")
     return Checkpoint(
         path=path,
         config=model_config(raw, _read_optional(path / "generation_config.json")),
         image_processor=_read_optional(path / "preprocessor_config.json") or nested or {},
+        video_processor=_read_optional(path / "video_preprocessor_config.json") or nested_video or {},
         processor=processor,
         tokenizer_config=tokenizer_config,
         chat_template=_chat_template(path, tokenizer_config),

@@ -31,15 +31,19 @@ def content_key(loaded: Loaded, policy_tag: bytes, fingerprint: bytes, salt: byt
     return digest.digest()
 
 
-def identity(token_ids: Sequence[int] | npt.NDArray[np.int64], spans: Sequence[Span]) -> bytes:
+def identity(
+    token_ids: Sequence[int] | npt.NDArray[np.int64], spans: Sequence[Span], marks: Sequence[Key] | None = None
+) -> bytes:
     """RECORD_BYTES per position: a key (zeros for text) and, little-endian, the token id or the offset in the span.
 
     | 0 ....................... 31 | 32 ........... 39 |
     | zeros, or the content key    | id, or the offset |
+
+    `marks` stand for the content keys, one per span, where a span's positions depend on more than what is before it.
     """
     records = np.zeros((len(token_ids), _RECORD_WORDS), "<u8")  # [positions, 5]
     records[:, _KEY_WORDS] = token_ids
-    for span in spans:
-        records[span.start : span.end, :_KEY_WORDS] = np.frombuffer(span.key, "<u8")
+    for span, mark in zip(spans, marks or [span.key for span in spans], strict=True):
+        records[span.start : span.end, :_KEY_WORDS] = np.frombuffer(mark, "<u8")
         records[span.start : span.end, _KEY_WORDS] = np.arange(span.length)
     return records.tobytes()

@@ -1,8 +1,13 @@
-"""Compressed bytes to upright RGB pixels. Owns no threads: the encoder stage calls this from its pool."""
+"""Compressed bytes to upright RGB pixels, of a picture or of a video's frame group.
+
+Owns no threads: the encoder stage calls this from its pool.
+"""
 
 from __future__ import annotations
 
 import io
+from dataclasses import replace
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +20,7 @@ from PIL.TiffImagePlugin import TiffImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
 from saccade.rgb import to_rgb, upright
+from saccade.runner.clips import ClipReaders
 from saccade.types import MediaItem, RequestError, Size
 
 # The readers themselves: Image.open would add a pixel limit of its own, which is a global of the process. Ours is an
@@ -27,6 +33,34 @@ _READERS: dict[str, type[ImageFile]] = {
     "bmp": BmpImageFile,
     "tiff": TiffImageFile,
 }
+
+
+def decode_item(item: MediaItem, clips: ClipReaders) -> npt.NDArray[np.uint8]:
+    """[height, width, 3] of a picture, [frames, height, width, 3] of a frame group."""
+    if item.stills:
+        return np.stack([decode(still) for still in _stills(item)])
+    return _decode_group(item, clips) if item.stamps else decode(item)
+
+
+def _stills(item: MediaItem) -> list[MediaItem]:
+    """The frames of a group that came one by one, as pictures of their own."""
+    ends = accumulate(still.length for still in item.stills)
+    cuts = [(item.data[end - still.length : end], still.header) for end, still in zip(ends, item.stills, strict=True)]
+    return [replace(item, data=data, header=header, stills=()) for data, header in cuts]
+
+
+def _decode_group(item: MediaItem, clips: ClipReaders) -> npt.NDArray[np.uint8]:
+    try:
+        return np.stack(clips.frames(item))
+    except RequestError:
+        raise
+    except Exception:  # FFmpeg's errors are as many as Pillow's
+        width, height = item.header.size
+        raise RequestError(
+            f"the video of {width}x{height} pixels ({len(item.data)} bytes) is damaged or cut short and cannot be "
+            "decoded",
+            code="invalid_video",
+        ) from None
 
 
 def decode(item: MediaItem) -> npt.NDArray[np.uint8]:  # [height, width, 3]
