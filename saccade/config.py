@@ -32,6 +32,18 @@ _TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "rope_theta": 10000.0,
         "tie_word_embeddings": False,
     },
+    "mistral": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 32000,
+        "max_position_embeddings": 131072,
+        "sliding_window": 4096,
+    },
+    "qwen2": {"use_sliding_window": False},
+    "qwen3": {"use_sliding_window": False, "head_dim": 128},
 }
 _VISION_DEFAULTS: Mapping[str, Any] = {
     "in_channels": 3,
@@ -60,7 +72,13 @@ class TextConfig:
     rope_scaling: Mapping[str, Any]  # what is left of rope_scaling / rope_parameters, for decoders that scale
     tie_word_embeddings: bool
     model_type: str
+    window: int | None = None  # tokens that attention looks back over in some layers; None: all of them
     num_deep: int = 0  # vectors beside a picture's embedding; number k is added behind decoder layer k
+
+    @property
+    def max_context(self) -> int:
+        """Positions that are computed as the model means them: attention here always looks back over all tokens."""
+        return min(self.max_position, self.window or self.max_position)
 
     @property
     def embedding_size(self) -> int:
@@ -116,7 +134,7 @@ def model_config(raw: Mapping[str, Any], generation: Mapping[str, Any] | None = 
     if not isinstance(model_type, str):
         raise ConfigError("config.json has no model_type, so this is not a Hugging Face checkpoint Saccade can read")
     nested = raw.get("text_config") or {}
-    text = {**_TEXT_DEFAULTS.get(nested.get("model_type", ""), {}), **_flat_text(raw), **nested}
+    text = {**_TEXT_DEFAULTS.get(nested.get("model_type", model_type), {}), **_flat_text(raw), **nested}
     vision = raw.get("vision_config")
     return ModelConfig(
         model_type=model_type,
@@ -155,8 +173,15 @@ def _text_config(text: Mapping[str, Any], raw: Mapping[str, Any], num_deep: int)
         rope_scaling=rope,
         tie_word_embeddings=bool(tie),
         model_type=text.get("model_type", raw["model_type"]),
+        window=_window(text),
         num_deep=num_deep,
     )
+
+
+def _window(text: Mapping[str, Any]) -> int | None:
+    layers = text.get("layer_types") or ["sliding_attention"]  # older configs have one kind
+    is_used = text.get("use_sliding_window", True) and "sliding_attention" in layers
+    return text.get("sliding_window") if is_used else None
 
 
 def _vision_config(given: Mapping[str, Any]) -> VisionConfig:

@@ -324,7 +324,7 @@ def llava_config(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         ({"vision_feature_layer": -9}, "vision_feature_layer -9.*4 layers"),
         ({"vision_feature_select_strategy": "some"}, "default or full, not 'some'"),
         ({"projector_hidden_act": "mish"}, "'mish'.*known are"),
-        ({"text_config": {"rope_parameters": {"rope_type": "yarn"}}}, "'yarn'.*known are"),
+        ({"text_config": {"rope_parameters": {"rope_type": "dynamic"}}}, "'dynamic'.*known are"),
         ({"text_config": {"model_type": "gemma"}}, "'gemma'.*known are llama, mistral and qwen2"),
         ({"text_config": {"num_key_value_heads": 3}}, "4 attention heads cannot share 3"),
         ({"vision_config": {"num_attention_heads": 5}}, "width 48 does not divide into 5"),

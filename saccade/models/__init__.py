@@ -19,6 +19,7 @@ _FAMILIES: Mapping[str, tuple[str, str]] = {  # model_type -> (module, class); a
     "llava": ("saccade.models.llava", "Llava"),
     "llava_next": ("saccade.models.llava_next", "LlavaNext"),
     "qwen2_vl": ("saccade.models.qwen2_vl", "Qwen2VL"),
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), ("saccade.models.text", "Text")),
     "qwen2_5_vl": ("saccade.models.qwen2_5_vl", "Qwen2_5VL"),
 }
 

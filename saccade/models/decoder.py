@@ -30,6 +30,7 @@ class Decoder:
             raise ConfigError(f"{text.num_heads} attention heads cannot share {text.num_kv_heads} key-value heads")
         self.table = params.new("embed.weight", text.vocab_size, text.hidden_size)
         self.rotary = Rotary(text, params.device)
+        self.scale = float(text.head_dim**-0.5) * self.rotary.gain**2  # of scores
         layers = params.within("layers")
         self.layers = [DecoderLayer(layers.within(i), text, biases, has_qk_norms) for i in range(text.num_layers)]
         self.norm = RMSNorm(params.within("norm"), text.hidden_size, text.rms_norm_eps)
@@ -98,7 +99,9 @@ class Rotary:
 
     def __init__(self, text: TextConfig, device: torch.device) -> None:
         plain = frequencies(text.head_dim, text.rope_theta, device)
-        self.frequencies = _scale(plain, text.rope_scaling, text.max_position)  # float32 [d / 2]
+        self.frequencies = _scale(plain, text)  # float32 [d / 2]
+        # What a scaling multiplies queries and keys with. Attention multiplies scores by its square instead.
+        self.gain = _yarn_gain(text.rope_scaling) if _kind(text.rope_scaling) == "yarn" else 1.0
         sections = text.mrope_section or (text.head_dim // 2,)
         if sum(sections) != text.head_dim // 2:
             raise ConfigError(f"mrope_section {list(sections)} must add up to half the head size {text.head_dim}")
@@ -112,25 +115,56 @@ class Rotary:
         return cos_sin(angles[:, None], dtype)
 
 
-def _scale(plain: Tensor, scaling: Mapping[str, Any], max_position: int) -> Tensor:
-    factor = float(scaling.get("factor") or 1)
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+def _kind(scaling: Mapping[str, Any]) -> str:
+    return str(scaling.get("rope_type") or scaling.get("type") or "default")
+
+
+def _scale(plain: Tensor, text: TextConfig) -> Tensor:
+    kind, factor = _kind(text.rope_scaling), float(text.rope_scaling.get("factor") or 1)
     if kind in ("default", "mrope"):
         return plain
     if kind == "linear":
         return plain / factor
-    if kind == "llama3":
-        return _scale_llama3(plain, factor, scaling, max_position)
-    raise ConfigError(f"config.json asks for rope scaling of type {kind!r}; known are default, mrope, linear, llama3")
-
-
-def _scale_llama3(plain: Tensor, factor: float, scaling: Mapping[str, Any], max_position: int) -> Tensor:
-    """Slow down long waves by `factor`, leave short ones alone, and blend in between."""
-    low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
-    trained = int(scaling.get("original_max_position_embeddings") or max_position)
-    turns = plain * trained / (2 * math.pi)  # of each wave over the length the model was trained on
-    share = ((turns - low) / (high - low)).clamp(0, 1)  # of the unscaled frequency
+    shares = {"llama3": _llama3_share, "yarn": _yarn_share}
+    if kind not in shares:
+        known = ", ".join(("default", "mrope", "linear", *shares))
+        raise ConfigError(f"config.json asks for rope scaling of type {kind!r}; known are {known}")
+    trained = int(text.rope_scaling.get("original_max_position_embeddings") or text.max_position)
+    share = shares[kind](plain, text, trained)
     return share * plain + (1 - share) * plain / factor
+
+
+def _llama3_share(plain: Tensor, text: TextConfig, trained: int) -> Tensor:
+    """How much of each frequency is not slowed down: all of short waves, nothing of long ones, a blend in between."""
+    low, high = (float(text.rope_scaling[f"{name}_freq_factor"]) for name in ("low", "high"))
+    turns = plain * trained / (2 * math.pi)  # of each wave over the length the model was trained on
+    return ((turns - low) / (high - low)).clamp(0, 1)
+
+
+def _yarn_share(plain: Tensor, text: TextConfig, trained: int) -> Tensor:
+    """The same, blended along the index of a frequency: from that of fast waves to that of slow ones."""
+    scaling, half = text.rope_scaling, text.head_dim / 2
+
+    def index_of(turns: float) -> float:
+        return half * math.log(trained / (turns * 2 * math.pi)) / math.log(text.rope_theta)
+
+    first, last = index_of(float(scaling.get("beta_fast") or 32)), index_of(float(scaling.get("beta_slow") or 1))
+    if scaling.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, text.head_dim - 1)
+    index = torch.arange(len(plain), dtype=torch.float32, device=plain.device)
+    return 1 - ((index - first) / max(last - first, 1e-3)).clamp(0, 1)
+
+
+def _yarn_gain(scaling: Mapping[str, Any]) -> float:
+    if scaling.get("attention_factor") is not None:
+        return float(scaling["attention_factor"])
+
+    def gain(weight: float) -> float:
+        return 0.1 * weight * math.log(max(float(scaling.get("factor") or 1), 1)) + 1
+
+    above, below = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    return gain(above) / gain(below) if above and below else gain(1)
 
 
 # --- the weight map -----------------------------------------------------------------------------------------------

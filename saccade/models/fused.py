@@ -62,7 +62,7 @@ class FusedDecoder:
 
     @property
     def scale(self) -> float:
-        return float(self.decoder.layers[0].head_dim ** -0.5)
+        return self.decoder.scale
 
     @property
     def vocab_size(self) -> int:

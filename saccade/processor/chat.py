@@ -63,15 +63,18 @@ def cleaned(value: Any, clean: Callable[[str], str], depth: int = _MAX_DEPTH) ->
 
 @lru_cache(maxsize=8)
 def form_of(template: str) -> Form:
-    """Found out by trying: some published templates silently drop a plain string, others print a list as it is."""
-    return Form(_shows(template, _PROBE), _shows(template, [{"type": "text", "text": _PROBE}]))
+    """Found out by trying: some published templates silently drop a plain string, others print a list as it is or
+    fail on it. One that refuses both wants more than a single user message and gets what the client sent."""
+    strings, parts = _shows(template, _PROBE), _shows(template, [{"type": "text", "text": _PROBE}])
+    return Form(not parts if strings is None else strings, not strings if parts is None else parts)
 
 
-def _shows(template: str, content: Any) -> bool:
+def _shows(template: str, content: Any) -> bool | None:
+    """None: the template refuses it."""
     try:
         rendered = render(template, [{"role": "user", "content": content}])
     except RequestError:
-        return True  # the template wants more than one user message: give it what the client sent
+        return None
     return _PROBE in rendered and "'type'" not in rendered
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from saccade.config import MediaPolicy
@@ -46,7 +46,7 @@ class Pictures:
 
     def __init__(self, checkpoint: Checkpoint, policy: MediaPolicy) -> None:
         self.family: Family = family_for(checkpoint.config).from_checkpoint(checkpoint)
-        self.policy = policy
+        self.policy = policy if self.family.image_token_id is not None else replace(policy, limits={})
         self.limits = Limits(*self.family.policy(policy.min_pixels, policy.max_pixels))
         self._fingerprint = checkpoint.fingerprint
 
@@ -108,6 +108,15 @@ class Pictures:
         highest = _pixels(given, "max_pixels", self.limits.max_pixels, self.limits.max_pixels)
         lowest = _pixels(given, "min_pixels", min(self.limits.min_pixels, highest), highest)
         return Limits(lowest, highest)
+
+
+def reads_text_only(pictures: int, param: str | None = None) -> RequestError:
+    given = f"{pictures} pictures were" if pictures > 1 else "a picture was"
+    return RequestError(
+        f"this model reads text only and takes no pictures, but {given} given; leave them out or ask a model that does",
+        code="unsupported",
+        param=param,
+    )
 
 
 def bill_item(item: MediaItem, block_size: int) -> BillItem:

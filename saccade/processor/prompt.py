@@ -16,7 +16,7 @@ from saccade.processor.checkpoint import Checkpoint
 from saccade.processor.detokenize import Detokenizer
 from saccade.processor.families.base import lasting
 from saccade.processor.hashing import identity
-from saccade.processor.pictures import Picture, Pictures, bill_item
+from saccade.processor.pictures import Picture, Pictures, bill_item, reads_text_only
 from saccade.processor.template import render, required
 from saccade.processor.tokenizer import Tokenizer
 from saccade.types import Bill, Geometry, MediaItem, Prompt, RequestError, Span
@@ -32,18 +32,29 @@ class Processor:
 
     def __init__(self, checkpoint: Checkpoint, policy: MediaPolicy) -> None:
         self.checkpoint = checkpoint
-        self.policy = policy
         self.pictures = Pictures(checkpoint, policy)
+        self.policy = self.pictures.policy
         self.family = self.pictures.family
         self.tokenizer = Tokenizer(checkpoint.path, protect=self.family.placeholder_ids)
-        self._placeholder = self.tokenizer.token(self.family.image_token_id)
-        if self._placeholder is None:
-            raise ConfigError(
-                f"config.json names image_token_id={self.family.image_token_id}, but tokenizer.json has no such token; "
-                "the two files do not belong together"
-            )
+        self.placeholder = self._find_placeholder()  # of a picture in a raw prompt
         if checkpoint.chat_template is not None:
             self.tokenizer.encode_template("")  # so that the first chat does not wait for the second tokenizer
+
+    def _find_placeholder(self) -> str | None:
+        token = self.family.image_token_id
+        if token is None:
+            return None
+        placeholder = self.tokenizer.token(token)
+        if placeholder is None:
+            raise ConfigError(
+                f"config.json names image_token_id={token}, but tokenizer.json has no such token; the two files do not "
+                "belong together"
+            )
+        return placeholder
+
+    @property
+    def takes_pictures(self) -> bool:
+        return self.placeholder is not None
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -88,6 +99,8 @@ class Processor:
         template, clean = required(self.checkpoint.chat_template), self.tokenizer.shield
         extra = self._template_kwargs(chat_template_kwargs)
         chat = read_messages(messages, form_of(template), clean, allow_paths=allow_paths)
+        if chat.pictures and not self.takes_pictures:
+            raise reads_text_only(len(chat.pictures), chat.pictures[0].param)  # before its template meets one
         try:
             rendered = render(
                 template,
@@ -167,6 +180,8 @@ class Processor:
 
     def _check_counts(self, ids: Ids, given: int) -> Ids:
         """Where the placeholders are. As many as pictures, and no more pictures than allowed."""
+        if given and not self.takes_pictures:
+            raise reads_text_only(given)
         allowed = self.policy.limits.get("image", 0)
         if given > allowed:
             raise RequestError(
@@ -176,7 +191,7 @@ class Processor:
         starts = np.flatnonzero(ids == self.family.image_token_id)
         if len(starts) != given:
             raise RequestError(
-                f"the prompt has {len(starts)} image placeholders ({self._placeholder}), but {given} images were given"
+                f"the prompt has {len(starts)} image placeholders ({self.placeholder}), but {given} images were given"
             )
         self._check_no_video(ids)
         return starts

@@ -15,6 +15,7 @@ from saccade.config import MediaPolicy
 from saccade.metrics import Metrics
 from saccade.processor.fetch import Fetcher
 from saccade.processor.media import decode_data_url
+from saccade.processor.pictures import reads_text_only
 from saccade.server.uuids import MAX_UUID_CHARS, UuidCache
 from saccade.types import RequestError
 
@@ -49,7 +50,7 @@ class Link(NamedTuple):
 
 class ChatLimits(NamedTuple):
     max_parts: int  # messages and parts together
-    max_images: int
+    max_images: int | None  # None: the model takes none
     max_chars: int  # of text, before it is tokenized
 
 
@@ -99,7 +100,9 @@ def _check_parts(count: int, limits: ChatLimits) -> None:
 
 
 def _check_counts(num_images: int, num_chars: int, limits: ChatLimits) -> None:
-    if num_images > limits.max_images:
+    if num_images and limits.max_images is None:
+        raise reads_text_only(num_images, "messages")
+    if limits.max_images is not None and num_images > limits.max_images:
         raise RequestError(
             f"at most {limits.max_images} images per prompt are allowed (--limit-mm-per-prompt "
             f"image={limits.max_images}), but {num_images} were given",

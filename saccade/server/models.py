@@ -44,7 +44,7 @@ def _multimodal(service: Service) -> dict[str, Any]:
     limits = pictures.limits
     return {
         "limit_per_prompt": {"image": policy.limits.get("image", 0), "video": 0},
-        "formats": FORMATS.replace(" and ", ", ").split(", "),
+        "formats": FORMATS.replace(" and ", ", ").split(", ") if service.processor.takes_pictures else [],
         "min_pixels": limits.min_pixels,
         "max_pixels": limits.max_pixels,
         "max_image_bytes": policy.max_image_bytes,
@@ -52,9 +52,14 @@ def _multimodal(service: Service) -> dict[str, Any]:
         "max_request_pixels": policy.max_request_pixels,
         "max_body_bytes": service.server.max_body_mb << 20,
         "detail_max_pixels": {"low": min(LOW_DETAIL_PIXELS, limits.max_pixels), "high": limits.max_pixels},
-        "tokens_per_picture": {f"{s.width}x{s.height}": tokens_of(service, s) for s in _SHOWN_SIZES},
+        "tokens_per_picture": _tokens_per_picture(service),
         "fetches_urls": bool(service.server.allowed_media_domains),
     }
+
+
+def _tokens_per_picture(service: Service) -> dict[str, int | None]:
+    sizes = _SHOWN_SIZES if service.processor.takes_pictures else ()
+    return {f"{size.width}x{size.height}": tokens_of(service, size) for size in sizes}
 
 
 def tokens_of(service: Service, size: Size) -> int | None:
@@ -67,12 +72,11 @@ def tokens_of(service: Service, size: Size) -> int | None:
 
 
 def capacity_line(service: Service) -> str:
-    """How many ordinary picture requests the KV cache holds at once, for the start-up log."""
-    limits = service.limits
+    """How many ordinary requests the KV cache holds at once, for the start-up log."""
+    limits, (width, height) = service.limits, _TYPICAL_PICTURE
     tokens = (tokens_of(service, _TYPICAL_PICTURE) or 0) + _TYPICAL_TEXT
     blocks = blocks_for(tokens, limits.block_size)
-    width, height = _TYPICAL_PICTURE
-    return (
-        f"a {width}x{height} picture with {_TYPICAL_TEXT} tokens of text is {tokens} tokens = {blocks} KV blocks; "
-        f"{limits.num_blocks // blocks} such requests fit at once"
-    )
+    what = f"a {width}x{height} picture with {_TYPICAL_TEXT} tokens of text is {tokens} tokens"
+    if not service.processor.takes_pictures:
+        what = f"the model takes no pictures; a prompt of {tokens} tokens"
+    return f"{what} = {blocks} KV blocks; {limits.num_blocks // blocks} such requests fit at once"

@@ -94,9 +94,8 @@ def warmup_requests(processor: Processor) -> list[Request]:
     """A few tokens of text and a small picture: what is lazy in the engine is done before the first client comes."""
     prompts = [processor.from_prompt("warm")]
     if processor.policy.limits.get("image", 0) > 0:
-        placeholder = processor.tokenizer.token(processor.family.image_token_id)
-        grey = _bmp(_WARM_PICTURE)
-        prompts.append(processor.from_prompt({"prompt": f"{placeholder}warm", "multi_modal_data": {"image": grey}}))
+        text, grey = f"{processor.placeholder}warm", _bmp(_WARM_PICTURE)
+        prompts.append(processor.from_prompt({"prompt": text, "multi_modal_data": {"image": grey}}))
     forms = [ANY_OBJECT] if is_available() else []  # reading the tokenizer for grammars takes a second or three
     asked = [*((prompt, None) for prompt in prompts), *((prompts[0], form) for form in forms)]
     return [

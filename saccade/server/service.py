@@ -136,7 +136,7 @@ class Service:
 
     async def price_chat(self, request: ChatRequest, caller: Caller, held: Held) -> tuple[Priced, Timing]:
         """Fetch what must be fetched, then build the prompt in a thread. Nothing is decoded, nothing runs."""
-        images = self.processor.policy.limits.get("image", 0)
+        images = self.processor.policy.limits.get("image", 0) if self.processor.takes_pictures else None
         links = find_links(request.messages, ChatLimits(self.server.max_parts, images, self.max_chars))
         start = time.perf_counter()
         fetched = await self._media.fetch(links, held.add)

@@ -8,11 +8,13 @@ from saccade.processor.families.llava import Llava
 from saccade.processor.families.llava_next import LlavaNext
 from saccade.processor.families.qwen2_5_vl import Qwen2_5VL
 from saccade.processor.families.qwen2_vl import Qwen2VL
+from saccade.processor.families.text import Text
 
 FAMILIES: dict[str, type[Family]] = {
     "llava": Llava,
     "llava_next": LlavaNext,
     "qwen2_vl": Qwen2VL,
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), Text),
     "qwen2_5_vl": Qwen2_5VL,
 }
 

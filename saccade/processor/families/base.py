@@ -47,7 +47,8 @@ class Family(Protocol):
     def from_checkpoint(cls, files: Files) -> Self: ...
 
     @property
-    def image_token_id(self) -> int: ...
+    def image_token_id(self) -> int | None:
+        """The token that stands for a picture; None for a model that takes none."""
 
     @property
     def placeholder_ids(self) -> tuple[int, ...]:
