@@ -247,7 +247,8 @@ class Page {
 
   #onCard(card) {
     byId("model").textContent = `${card.id} · ${count(card.max_model_len)} tokens of context`;
-    const { min_pixels: least, max_pixels: most } = card.multimodal;
+    const { min_pixels: least, max_pixels: most, limit_per_prompt: limits } = card.multimodal;
+    byId("pictures").classList.toggle("text-only", limits.image === 0);
     const [min, max] = [Math.ceil(Math.sqrt(least)), Math.floor(Math.sqrt(most))];
     Object.assign(byId("pixels"), { min, max, disabled: least === most });
     if (!this.card) byId("pixels").value = max; // after a restart the choice stays
