@@ -1,0 +1,205 @@
+"""Speed, memory and correctness on one GPU: `python -m benchmarks.gpu`. Tables, then one line of JSON.
+
+Each engine runs in a process of its own with random weights of the model's shape, so nothing is downloaded and nobody
+finds the other's memory. docs/benchmarks.md says what the rows mean.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu_floors import Floors, Peaks, measure_peaks
+from benchmarks.gpu_shapes import SHAPES, write_folder
+
+MODELS = ("qwen2_vl_2b", "qwen2_5_vl_7b", "llava_1_5_7b")
+LIMIT_S = 400  # of one process
+Found = dict[str, Any]
+
+ROWS = {
+    "decode_1": "decode step, 1 request at 1k context, ms",
+    "decode_32": "decode step, 32 requests, ms",
+    "decode_128": "decode step, 128 requests, ms",
+    "encode_1288x952": "encode one 1288x952, ms",
+    "encode_644x476": "encode one 644x476, ms",
+    "encode_8x644x476": "encode 8 of 644x476, ms",
+    "text_64": "first token, text of 64 tokens, ms",
+    "text_1600": "first token, text of 1,600 tokens, ms",
+    "new_644x476": "first token, new JPEG of 644x476, ms",
+    "new_1280x960": "first token, new JPEG of 1280x960, ms",
+    "new_2560x1440": "first token, new JPEG of 2560x1440, ms",
+    "again_644x476": "the same again, 644x476, ms",
+    "again_1280x960": "the same again, 1280x960, ms",
+    "again_2560x1440": "the same again, 2560x1440, ms",
+    "throughput_64x720p": "64 requests of one 720p picture, 32 tokens, pictures/s",
+    "turn2_720p": "conversation, a new 720p picture a turn, turn 2, ms",
+    "turn8_720p": "the same, turn 8, ms",
+    "turn2_1080p": "the same with 1080p, turn 2, ms",
+    "turn8_1080p": "the same with 1080p, turn 8, ms",
+    "stream_alone_p50": "32 text streams alone, between tokens, p50, ms",
+    "stream_alone_p99": "the same, p99, ms",
+    "stream_pictures_p50": "a 1280x960 picture every 60 ms beside them, p50, ms",
+    "stream_pictures_p99": "the same, p99, ms",
+    "many_8x720p": "8 pictures of 720p in one request, ms",
+    "many_64x2560x1440": "64 pictures of 2560x1440 in one request, ms",
+}
+
+
+# --- processes ----------------------------------------------------------------------------------------------------
+
+
+def run(name: str, command: Sequence[str]) -> Found:
+    """What a process found; also what it had found when it broke."""
+    found: Found = {}
+    begun = time.perf_counter()
+    here = str(Path(__file__).parent.parent)
+    path = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        for result in _results(process, begun + LIMIT_S):
+            for key, value in result.items():  # lists grow, everything else is one value
+                found[key] = [*found.get(key, []), *value] if isinstance(value, list) else value
+    if process.returncode:
+        found["errors"] = [*found.get("errors", []), f"exit status {process.returncode}"]
+    print(f"{name}: {time.perf_counter() - begun:.0f} s", file=sys.stderr, flush=True)
+    return found
+
+
+def _results(process: subprocess.Popen[str], deadline: float) -> Iterator[Found]:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("RESULT "):
+            yield json.loads(line.removeprefix("RESULT "))
+        if time.perf_counter() > deadline:
+            process.kill()
+
+
+def interpreter(given: str) -> str:
+    """Of a virtual environment, or the program itself."""
+    inside = Path(given) / "bin" / "python"
+    return str(inside if inside.exists() else given)
+
+
+# --- one model ----------------------------------------------------------------------------------------------------
+
+
+def measure(model: str, args: argparse.Namespace, peaks: Peaks, root: Path) -> Found:
+    folder = str(write_folder(SHAPES[model], root / model))
+    quick = ["--quick"] if args.quick else []
+    python = [sys.executable, "-m"]
+    found: Found = {"floor": dict(Floors(folder, peaks).rows())}
+    found["ours"] = run(f"{model}, ours", [*python, "benchmarks.gpu_work", "saccade", model, folder, *quick])
+    if args.memory and torch.cuda.is_available():
+        found["ours"] |= run(f"{model}, memory", [*python, "benchmarks.gpu_memory", model, folder])
+    if args.transformers:
+        command = [*python, "benchmarks.gpu_transformers", model, folder, *quick]
+        found["transformers"] = run(f"{model}, Transformers", command)
+    if args.vllm:
+        command = [interpreter(args.vllm), "-m", "benchmarks.gpu_work", "vllm", model, folder, *quick]
+        found["vllm"] = run(f"{model}, vLLM", command)
+    return found
+
+
+# --- tables -------------------------------------------------------------------------------------------------------
+
+
+def table(model: str, found: Found) -> None:
+    """The ratio is ours over the floor, or for rates the floor over ours: 1 is the floor, more is slower."""
+    others = [side for side in ("transformers", "vllm") if side in found]
+    titles = {"transformers": "Transformers", "vllm": "vLLM"}
+    print(f"\n{model}\n| work | floor | ours | {''.join(titles[o] + ' | ' for o in others)}ratio |")
+    print("| --- " * (4 + len(others)) + "|")
+    for row, title in ROWS.items():
+        floor, ours = found["floor"].get(row), found["ours"].get(row)
+        cells = [_cell(found[side].get(row)) for side in others]
+        ratio = (floor / ours if "pictures/s" in title else ours / floor) if floor and ours else None
+        print(f"| {' | '.join([title, _cell(floor), _cell(ours), *cells, _cell(ratio)])} |")
+
+
+def _cell(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def memory_table(ours: Mapping[str, Any]) -> None:
+    if "parts" in ours:
+        print("\n| memory | planned, MiB | measured, MiB | ratio |\n| --- | --- | --- | --- |")
+        for name, sizes in ours["parts"].items():
+            planned, measured = (sizes[key] / 2**20 for key in ("planned", "measured"))
+            print(f"| {name} | {planned:.1f} | {measured:.1f} | {measured / planned:.3f} |")
+    if "memory" in ours:
+        before, after = ours["memory"]["before"], ours["memory"]["after"]
+        print(
+            f"\nover the whole run {after['allocations'] - before['allocations']:.0f} allocations from the device; "
+            f"{after['peak_reserved_gib']:.2f} GiB reserved at most ({before['reserved_gib']:.2f} after the start), "
+            f"{after['allowed_gib']:.2f} allowed; {after['outside_gib']:.2f} GiB beside the allocator"
+        )
+    if "peak_of_1_mib" in ours:
+        print(f"beyond what is held, 1 / 64 pictures of 2560x1440 take at most {ours['peak_of_1_mib']:.0f} / "
+              f"{ours['peak_of_64_mib']:.0f} MiB")  # fmt: skip
+    if "no_room" in ours:
+        print(f"without room (a large picture, text, a small picture): {json.dumps(ours['no_room'])}")
+
+
+def correctness_table(found: Found) -> None:
+    print("\n| correctness against float32 on the CPU | measured | allowed |\n| --- | --- | --- |")
+    for one in found.get("numbers", []):
+        for what in ("logits", "embeddings"):
+            print(f"| {what}, {one['shape']}, {one['dtype']} | {one[what]:.1e} | {one['allowed']:.0e} |")
+    for one in found.get("texts", []):
+        print(f"| equal texts of the built-in model, {one['dtype']} | {one['same']} of {one['of']} | most |")
+    for one in found.get("accuracy", []):
+        share = f"{one['right'] / one['of']:.1%}"
+        print(f"| accuracy of the built-in model, {one['of']} questions, {one['dtype']} | {share} | {one['cpu']:.1%} |")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--model", choices=(*MODELS, "tiny", "all"), default="qwen2_vl_2b", help="tiny tries the script"
+    )
+    parser.add_argument("--vllm", metavar="PYTHON", help="interpreter or virtual environment that has vLLM")
+    parser.add_argument("--quick", action="store_true", help="fewer repeats, a tenth of the questions")
+    for part in ("correctness", "transformers", "memory"):
+        parser.add_argument(f"--{part}", action=argparse.BooleanOptionalAction, default=True)
+    args = parser.parse_args()
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    peaks = measure_peaks()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # the processes that follow want all of it
+    print(f"{device}, torch {torch.__version__}: {peaks.bytes_per_s / 1e12:.2f} TB/s, {peaks.flops / 1e12:.0f} TFLOP/s")
+    found: Found = {"device": device, "peaks": vars(peaks)}
+    with tempfile.TemporaryDirectory() as root:
+        for model in MODELS if args.model == "all" else (args.model,):
+            found[model] = measure(model, args, peaks, Path(root))
+            table(model, found[model])
+            memory_table(found[model]["ours"])
+        if args.correctness:
+            command = [sys.executable, "-m", "benchmarks.gpu_correct", *(["--quick"] if args.quick else [])]
+            found["correctness"] = run("correctness", command)
+            correctness_table(found["correctness"])
+    print(json.dumps(found))
+    broken = [side["errors"] for side in _sides(found) if side.get("errors")]
+    return 1 if broken else 0
+
+
+def _sides(found: Found) -> Iterator[Found]:
+    for value in found.values():
+        if isinstance(value, dict):
+            yield value
+            yield from (side for side in value.values() if isinstance(side, dict))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,168 @@
+"""Is the GPU right? `python -m benchmarks.gpu_correct`; `benchmarks.gpu` runs it.
+
+Logits and embeddings in float32 and bfloat16 against float32 on the CPU, with the same weights; the built-in model's
+texts on 32 questions; its accuracy on all 1,000 held-out questions, which on a CPU in float32 is 97.7 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu_shapes import SHAPES, write_folder
+from benchmarks.gpu_work import Inputs, say
+from saccade import LLM, SamplingParams
+from saccade.evaluation.questions import Question, QuestionSet, load_questions
+from saccade.outputs import RequestOutput
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TOLERANCE = {"float32": 2e-3, "bfloat16": 4e-2}  # of the norm of the difference over the norm of the reference
+CPU_ACCURACY = 0.977
+PROMPTS = 32
+SHARE = 0.2  # of the GPU's memory: two engines live side by side
+PATIENT = {"max_model_len": 2048, "max_num_seqs": 64, "use_tqdm": False, "gpu_memory_utilization": SHARE}
+
+
+# --- logits and embeddings ----------------------------------------------------------------------------------------
+
+
+def numbers(shape: str, folder: str) -> None:
+    """The same picture and texts through both devices, with the weights of the GPU's."""
+    for dtype, allowed in TOLERANCE.items():
+        found = _outputs(shape, folder, DEVICE, dtype, None)
+        expected = _outputs(shape, folder, "cpu", "float32", found.weights)
+        errors = {
+            "logits": _relative(found.logits, expected.logits),
+            "embeddings": _relative(found.embeddings, expected.embeddings),
+        }
+        say(numbers=[{"shape": shape, "dtype": dtype, "allowed": allowed, **errors}])
+
+
+class _Outputs:
+    def __init__(self, weights: dict[str, Tensor], logits: Tensor, embeddings: Tensor) -> None:
+        self.weights, self.logits, self.embeddings = weights, logits, embeddings
+
+
+def _outputs(shape: str, folder: str, device: str, dtype: str, weights: dict[str, Tensor] | None) -> _Outputs:
+    llm = LLM(folder, load_format="dummy", device=device, dtype=dtype, encoder_cache_gb=0.05, **PATIENT)
+    runner = llm.engine.core.runner
+    targets = runner.model.params.targets
+    for name, tensor in (weights or {}).items():
+        targets[name].copy_(tensor)
+    inputs = Inputs("saccade", SHAPES[shape])
+    prompts = [inputs.about([inputs.photo(448, 336)]), inputs.text(200), inputs.text(17)]
+    watched = SamplingParams(temperature=0, max_tokens=1, logprobs=1)
+    with _watching() as seen:
+        for prompt in prompts:  # one at a time: the order of rows is then the same everywhere
+            llm.generate(prompt, watched, use_tqdm=False)
+    embeddings = next(runner.embeddings[key] for key in runner.embeddings).float().cpu()
+    kept = {name: tensor.float().cpu() for name, tensor in targets.items()} if weights is None else {}
+    llm.close()
+    return _Outputs(kept, torch.cat(seen), embeddings)
+
+
+@contextmanager
+def _watching() -> Iterator[list[Tensor]]:
+    """The logits of all that is sampled meanwhile."""
+    seen: list[Tensor] = []
+    original = import_module("saccade.runner.sampler").sample
+
+    def watched(logits: Tensor, rows: Sequence[Any]) -> Any:
+        seen.append(logits.detach().float().cpu().clone())
+        return original(logits, rows)
+
+    names = ["saccade.runner.runner", *(["saccade.runner.cuda"] if DEVICE == "cuda" else [])]
+    patches = [mock.patch.object(import_module(name), "sample", watched) for name in names]
+    for patch in patches:
+        patch.start()
+    try:
+        yield seen
+    finally:
+        for patch in patches:
+            patch.stop()
+
+
+def _relative(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
+# --- the built-in model -------------------------------------------------------------------------------------------
+
+
+def texts(questions: QuestionSet) -> None:
+    """How many of the first answers are the same, letter by letter."""
+    first = questions.questions[:PROMPTS]
+    expected = _ask(questions, first, device="cpu", dtype="float32")
+    for dtype in TOLERANCE:
+        found = _ask(questions, first, device=DEVICE, dtype=dtype)
+        same = sum(_text(a) == _text(b) for a, b in zip(found, expected, strict=True))
+        say(texts=[{"dtype": dtype, "same": same, "of": len(first)}])
+
+
+def accuracy(questions: QuestionSet) -> None:
+    for dtype in TOLERANCE:
+        begun = time.perf_counter()
+        outputs = _ask(questions, questions.questions, device=DEVICE, dtype=dtype)
+        asked = zip(questions.questions, outputs, strict=True)
+        right = sum(output.error is None and question.rule.is_right(_text(output)) for question, output in asked)
+        say(accuracy=[{"dtype": dtype, "right": right, "of": len(outputs), "cpu": CPU_ACCURACY,
+                       "seconds": time.perf_counter() - begun}])  # fmt: skip
+
+
+def _ask(questions: QuestionSet, chosen: Sequence[Question], device: str, dtype: str) -> list[RequestOutput]:
+    """Greedily, the pictures before the text, as `saccade eval` asks."""
+    with ThreadPoolExecutor() as pool:
+        chats = list(pool.map(lambda question: _messages(questions, question), chosen))
+    llm = LLM(device=device, dtype=dtype, **PATIENT)
+    outputs = llm.chat(chats, SamplingParams(temperature=0, max_tokens=256), use_tqdm=False)
+    llm.close()
+    return outputs
+
+
+def _messages(questions: QuestionSet, question: Question) -> list[dict[str, Any]]:
+    pictures = [{"type": "image", "image": questions.picture(ref).data} for ref in question.pictures]
+    return [{"role": "user", "content": [*pictures, {"type": "text", "text": question.text}]}]
+
+
+def _text(output: RequestOutput) -> str:
+    return output.outputs[0].text if output.outputs else ""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a tenth of the questions")
+    args = parser.parse_args()
+    questions = load_questions(limit=100 if args.quick else None)
+    with tempfile.TemporaryDirectory() as folder:
+        for shape in ("tiny", "four_layers"):
+            _attempt("numbers", lambda s=shape: numbers(s, str(write_folder(SHAPES[s], Path(folder) / s))))
+        _attempt("texts", lambda: texts(questions))
+        _attempt("accuracy", lambda: accuracy(questions))
+    return 0
+
+
+def _attempt(name: str, work: Any) -> None:
+    begun = time.perf_counter()
+    try:
+        work()
+    except Exception:  # one broken check must not cost the others
+        traceback.print_exc()
+        say(errors=[name])
+    print(f"{name}: {time.perf_counter() - begun:.1f} s", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,129 @@
+"""The least time each row of `benchmarks.gpu` could take: bytes over bandwidth or operations over speed, as measured.
+
+Only the device's own work counts: no launch, no decoding of JPEGs, no text.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks.gpu_work import MAX_PIXELS, STREAM_TOKENS, STREAMS
+from saccade import costs
+from saccade.processor.checkpoint import open_checkpoint
+from saccade.processor.families import family_for
+from saccade.types import Geometry, Size
+
+DTYPE = "bfloat16"
+
+
+@dataclass(frozen=True)
+class Peaks:
+    bytes_per_s: float
+    flops: float
+
+
+def measure_peaks() -> Peaks:
+    """A copy larger than every cache, and a product that keeps the tensor cores busy."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    values, side = (1 << 31, 8192) if device.type == "cuda" else (1 << 26, 1024)
+    source = torch.empty(values, dtype=torch.bfloat16, device=device)
+    target = torch.empty_like(source)
+    copying = _seconds(lambda: target.copy_(source), device)
+    a, b = (torch.randn(side, side, device=device).bfloat16() for _ in range(2))
+    multiplying = _seconds(lambda: torch.mm(a, b), device)
+    return Peaks(2 * source.nbytes / copying, 2 * side**3 / multiplying)
+
+
+def _seconds(call: Callable[[], object], device: torch.device, repeats: int = 10) -> float:
+    times = []
+    for _ in range(repeats + 3):
+        _wait(device)
+        start = time.perf_counter()
+        call()
+        _wait(device)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[3:])
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+class Floors:
+    """In milliseconds, but for the throughput, which is pictures a second."""
+
+    def __init__(self, folder: str, peaks: Peaks) -> None:
+        checkpoint = open_checkpoint(folder, weights=False)
+        self.config = checkpoint.config
+        self.peaks = peaks
+        self._family = family_for(self.config).from_checkpoint(checkpoint)
+        self._limits = self._family.policy(None, None if self.config.model_type == "llava" else MAX_PIXELS)
+
+    def geometry(self, width: int, height: int) -> Geometry:
+        return self._family.geometry(Size(width, height), *self._limits)
+
+    def decode(self, batch: int, context: int) -> float:
+        text = self.config.text
+        read = self._weights() + batch * context * costs.kv_bytes_per_token(text, DTYPE)
+        return max(read / self.peaks.bytes_per_s, self._flops_s(batch * costs.prefill_flops(text, 1, context))) * 1e3
+
+    def prompt(self, tokens: int, context: int = 0) -> float:
+        text = self.config.text
+        read = self._weights() + context * costs.kv_bytes_per_token(text, DTYPE)
+        return max(read / self.peaks.bytes_per_s, self._flops_s(costs.prefill_flops(text, tokens, context))) * 1e3
+
+    def encode(self, width: int, height: int, count: int = 1) -> float:
+        vision = self.config.vision
+        assert vision is not None
+        patches = self.geometry(width, height).grid.patches
+        return count * self._flops_s(costs.encode_flops(vision, self.config.text, patches)) * 1e3
+
+    def picture(self, width: int, height: int, count: int = 1, context: int = 0) -> float:
+        """Its encoding and its part of the prompt."""
+        tokens = count * self.geometry(width, height).tokens
+        return self.encode(width, height, count) + self.prompt(tokens, context)
+
+    def rows(self) -> Mapping[str, float]:
+        hd, full = self.geometry(1280, 720).tokens, self.geometry(1920, 1080).tokens
+        wave = 64 * self.picture(1280, 720) + 32 * self.decode(64, hd + 32)
+        stream = self.decode(STREAMS, 500 + STREAM_TOKENS // 2)
+        found = {f"decode_{batch}": self.decode(batch, 1000) for batch in (1, 32, 128)}
+        found |= {
+            "encode_1288x952": self.encode(1288, 952),
+            "encode_644x476": self.encode(644, 476),
+            "encode_8x644x476": self.encode(644, 476, 8),
+        }
+        found |= {f"text_{tokens}": self.prompt(tokens) for tokens in (64, 1600)}
+        for size in ((644, 476), (1280, 960), (2560, 1440)):
+            name = "x".join(map(str, size))
+            found[f"new_{name}"] = self.picture(*size)
+            found[f"again_{name}"] = self.prompt(16, self.geometry(*size).tokens)
+        found |= {
+            "throughput_64x720p": 64e3 / wave,
+            "turn2_720p": self.picture(1280, 720, context=hd),
+            "turn8_720p": self.picture(1280, 720, context=7 * hd),
+            "turn2_1080p": self.picture(1920, 1080, context=full),
+            "turn8_1080p": self.picture(1920, 1080, context=7 * full),
+            "stream_alone_p50": stream,
+            "stream_alone_p99": stream,
+            "stream_pictures_p50": stream,
+            "stream_pictures_p99": stream,
+            "many_8x720p": self.picture(1280, 720, 8),
+            "many_64x2560x1440": self.picture(2560, 1440, 64),
+        }
+        return found
+
+    def _weights(self) -> int:
+        """Bytes that a step reads: all layers and the head, but of the embeddings only a few rows."""
+        text = self.config.text
+        layers = text.num_layers * costs.decoder_layer_params(text)
+        return (layers + text.vocab_size * text.hidden_size) * costs.dtype_bytes(DTYPE)
+
+    def _flops_s(self, flops: int) -> float:
+        return flops / self.peaks.flops

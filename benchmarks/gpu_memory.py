@@ -1,0 +1,148 @@
+"""Memory on a GPU: planned against measured, a picture that finds no room, 64 large pictures in one request.
+
+`python -m benchmarks.gpu_memory MODEL FOLDER`; `benchmarks.gpu` runs it. Formulas are checked with work that fills
+them: a full pass through the tower, a prompt step that fits no graph, drawing for all places.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from benchmarks.gpu_shapes import SHAPES
+from benchmarks.gpu_work import STEP_TOKENS, Side, say
+from saccade import costs
+from saccade.types import Grid
+
+LONG = 320_000  # tokens: 64 pictures of 2560x1440 and a question
+PLACES = 64
+
+
+def peak_over(call: Callable[[], object]) -> int:
+    """Bytes allocated at most while it runs, beyond what was held before."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def parts(side: Side) -> None:
+    """What was planned for each part, and what it took."""
+    runner = side.llm.engine.core.runner
+    text, vision = runner.model.config.text, runner.model.config.vision
+    found = {name: dict(sizes) for name, sizes in side.llm.stats()["memory"].items()}
+    grids = _full_pass(runner)
+    patches = sum(grid.patches for grid in grids)
+    found["tower"] = {
+        "planned": patches * costs.encode_bytes_per_patch(vision, text, "bfloat16"),
+        "measured": peak_over(lambda: _encode(runner.model, grids)),
+    }
+    many = [side.text(STEP_TOKENS // 32) for _ in range(32)]  # more windows than a graph takes
+    found["prompts"] = {
+        "planned": STEP_TOKENS * costs.prompt_bytes_per_token(text, "bfloat16"),
+        "measured": peak_over(lambda: side.generate(many, 1)),
+    }
+    drawn = side.sampling(temperature=1.0, top_p=0.9, max_tokens=4, ignore_eos=True)
+    short = [side.text(16) for _ in range(PLACES)]
+    found["drawing"] = {
+        "planned": PLACES * costs.sampling_bytes_per_row(text),
+        "measured": peak_over(lambda: side.llm.generate(short, drawn, use_tqdm=False)),
+    }
+    say(parts=found)
+
+
+def _full_pass(runner: Any) -> list[Grid]:
+    """As many pictures of one size as a pass takes."""
+    square = runner.model.config.vision.image_size
+    grid = Grid(1, square // 14, square // 14) if square else Grid(1, 64, 64)
+    return [grid] * (runner.encoder.max_patches // grid.patches)
+
+
+@torch.inference_mode()
+def _encode(model: Any, grids: list[Grid]) -> None:
+    vision = model.config.vision
+    shape = (sum(grid.patches for grid in grids), vision.patch_dim)
+    layers = model.encode(torch.zeros(shape, dtype=torch.bfloat16, device="cuda"), grids)
+    for _ in layers:
+        pass
+
+
+def no_room(side: Side) -> None:
+    """With the work memory taken away, a large picture ends alone; text and a small picture are answered."""
+    plan = side.llm.engine.core.runner
+    held = sum(sizes["planned"] for sizes in plan.memory.values())
+    torch.cuda.empty_cache()
+    ballast = _fill_up(leave=96 << 20)
+    before = torch.cuda.memory_allocated()
+    large, small = side.about([side.photo(2560, 1440)]), side.about([side.photo(336, 336)])
+    outputs = side.llm.generate([large, side.text(64), small], side.greedy(8), use_tqdm=False)
+    errors = [output.error and str(output.error) for output in outputs]
+    answered = [len(output.outputs[0].token_ids) if output.outputs else 0 for output in outputs]
+    left = torch.cuda.memory_allocated() - before
+    del ballast
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(0.6)
+    after = side.generate(side.about([side.photo(2560, 1440)]), 8)[1][0]
+    say(no_room={"errors": errors, "answered": answered, "next_large_picture": after.error is None,
+                 "left_behind_bytes": left, "held_share": held / total})  # fmt: skip
+
+
+def _fill_up(leave: int) -> list[torch.Tensor]:
+    """Take all that the allocator has cached but `leave`, and let it take no more from the device."""
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / total + leave / total)
+    taken: list[torch.Tensor] = []
+    size = 1 << 30
+    while size >= 16 << 20:
+        try:
+            taken.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
+        except torch.OutOfMemoryError:
+            size //= 2
+    gap = 0
+    while taken and gap < leave:
+        gap += taken.pop().numel()
+    return taken
+
+
+def many_large(side: Side) -> None:
+    """One picture and 64 of them: the time of the latter, and the most memory each takes beyond what is held."""
+    one = peak_over(lambda: side.generate(side.about([side.photo(2560, 1440)]), 1))
+    prompt = side.about([side.photo(2560, 1440) for _ in range(64)], "Compare.")
+    elapsed = [0.0]
+
+    def ask() -> None:
+        elapsed[0], outputs = side.generate(prompt, 1)
+        say(tokens_64x2560x1440=len(outputs[0].prompt_token_ids))
+
+    many = peak_over(ask)
+    say(many_64x2560x1440=elapsed[0], peak_of_1_mib=one / 2**20, peak_of_64_mib=many / 2**20)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", choices=sorted(SHAPES))
+    parser.add_argument("folder")
+    args = parser.parse_args()
+    side = Side("saccade", SHAPES[args.model], args.folder, max_model_len=LONG, max_num_seqs=PLACES)
+    side.generate(side.about([side.photo(640, 480)]), 4)
+    for part in (many_large, parts, no_room):
+        begun = time.perf_counter()
+        try:
+            part(side)
+        except Exception:  # one broken row must not cost the others
+            traceback.print_exc()
+            say(errors=[part.__name__])
+        print(f"{part.__name__}: {time.perf_counter() - begun:.1f} s", file=sys.stderr, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
