@@ -14,13 +14,14 @@ from saccade import costs
 from saccade.config import ModelConfig, Options, SchedulerConfig
 from saccade.models import load_model
 from saccade.models.attention import PagedKV
-from saccade.models.interface import VisionLanguageModel
+from saccade.models.interface import PlainModel, VisionLanguageModel
 from saccade.runner.device import DeviceForward
 from saccade.runner.embeddings import EmbeddingSlab
 from saccade.runner.encoder import LocalEncoder
 from saccade.runner.grammar import Grammars
 from saccade.runner.memory import MemoryPlan
 from saccade.runner.meter import Meter
+from saccade.runner.recurrent import RecurrentStates
 from saccade.runner.runner import Runner
 from saccade.types import Key
 
@@ -39,7 +40,7 @@ def build_runner(
 ) -> Runner:
     meter, sizes = Meter(plan), plan.scheduler
     if plan.device.type == "cuda":  # a promise to whoever else uses the device, so the allocator is held to it
-        torch.cuda.set_per_process_memory_fraction(options.gpu_memory_utilization, plan.device)
+        torch.cuda.set_per_process_memory_fraction(options.gpu_memory_utilization, plan.device.index)
     with meter.part("weights"):
         model = load_model(
             path,
@@ -53,22 +54,36 @@ def build_runner(
         )
     with meter.part("kv"):
         kv = PagedKV.allocate(config.text, sizes.num_blocks, sizes.block_size, plan.dtype, plan.device)
+    with meter.part("states"):
+        states = _states(config, sizes, plan)
     with meter.part("embeddings"):
-        embeddings = _embeddings(config, plan)
+        embeddings = _embeddings(model, plan)
     meter.reserve_work()
     with meter.part("graphs"):
         forward = _on_device(model, kv, config, sizes, plan.device)
     encoder = _encoder(model, options, plan)
     grammars = Grammars(path / "tokenizer.json", config.text.vocab_size)
-    return Runner(model, kv, encoder, grammars, sizes.block_size, forward, embeddings, meter.report())
+    return Runner(model, kv, encoder, grammars, sizes.block_size, forward, embeddings, meter.report(), states)
 
 
-def _embeddings(config: ModelConfig, plan: MemoryPlan) -> MutableMapping[Key, Tensor]:
-    """On a host memory comes and goes by itself; a device has one piece of it set aside."""
-    if plan.device.type != "cuda":
+def plain_reason(model: VisionLanguageModel, device: torch.device) -> str | None:
+    """Why a device that has kernels computes steps without them, for the start-up log."""
+    if device.type != "cuda" or not isinstance(model, PlainModel):
+        return None
+    return f"steps are computed in plain PyTorch, without kernels and graphs: {model.why_plain}"
+
+
+def _states(config: ModelConfig, sizes: SchedulerConfig, plan: MemoryPlan) -> RecurrentStates | None:
+    linear = config.text.linear
+    return RecurrentStates(linear, sizes.max_num_seqs, plan.dtype, plan.device) if linear else None
+
+
+def _embeddings(model: VisionLanguageModel, plan: MemoryPlan) -> MutableMapping[Key, Tensor]:
+    """On a host memory comes and goes by itself; a device has one piece of it set aside for whoever splices."""
+    if plan.device.type != "cuda" or plain_reason(model, plan.device):
         return {}
     slots = plan.scheduler.encoder_cache_slots
-    width = costs.embedding_bytes_per_slot(config.text, "float32") // costs.dtype_bytes("float32")
+    width = costs.embedding_bytes_per_slot(model.config.text, "float32") // costs.dtype_bytes("float32")
     return EmbeddingSlab(slots, width, plan.dtype, plan.device)
 
 
@@ -76,7 +91,7 @@ def _encoder(model: VisionLanguageModel, options: Options, plan: MemoryPlan) -> 
     vision, sizes = model.config.vision, plan.scheduler
     if vision is None:
         return None
-    patches = sizes.encoder_budget * vision.spatial_merge_size**2
+    patches = costs.patches_of(sizes.encoder_budget, vision, model.config.text)
     if sizes.always_slice:
         patches = min(patches, _MOST_SLICED_PATCHES)
     threads = options.decode_threads or min(os.cpu_count() or 1, _MOST_DECODE_THREADS)
@@ -86,7 +101,7 @@ def _encoder(model: VisionLanguageModel, options: Options, plan: MemoryPlan) -> 
 def _on_device(
     model: VisionLanguageModel, kv: PagedKV, config: ModelConfig, sizes: SchedulerConfig, device: torch.device
 ) -> DeviceForward | None:
-    if device.type != "cuda":
+    if device.type != "cuda" or plain_reason(model, device):
         return None
     from saccade.runner.cuda import CudaForward  # needs Triton, which only CUDA machines have
 

@@ -19,6 +19,7 @@ from saccade.types import Geometry, Size
 _CPU_KV_GIB = 4.0  # most that is taken on a CPU without being asked
 _CPU_KV_SHARE = 0.3  # of the memory that is free once the weights are in
 _EMBEDDING_CACHE_GIB = 0.5
+_LOOKED_AT = 8  # pictures that the cache holds at least, where answers look at them to their end
 _SPARE_BYTES = 1 << 30  # of a GPU: the driver's share of graphs and kernels, workspaces of libraries, rounding
 
 
@@ -42,6 +43,7 @@ class MemoryParts:
     pictures: int = 0  # on their way to the tower: pixels, and patches that wait
     graphs: int = 0  # what recorded steps read, write and compute in
     spare: int = 0
+    states: int = 0  # of requests, in layers that keep no keys and values
 
     @property
     def total(self) -> int:
@@ -55,13 +57,14 @@ def plan_memory(
     device = _device(options.device)
     dtype, why_dtype = _dtype(options.dtype, model.dtype, device)
     free = free_bytes if free_bytes is not None else _free_bytes(device, options.gpu_memory_utilization)
-    slots, why_cache, keep_idle = _encoder_slots(options, model, dtype)
+    slots, why_cache, keep_idle = _encoder_slots(options, model, dtype, largest)
     parts = _beside_kv(options, model, dtype, largest, slots, device)
     blocks, why_kv = _kv_blocks(options, model, dtype, free - parts.total, device)
     length, why_length = _model_len(options, model, blocks)
-    biggest = min(largest.slots, length) if largest else 0
+    biggest = _biggest(largest, length)
     budget, why_budget = _encoder_budget(options, biggest)
-    slots, why_cache = _hold_largest(options, slots, why_cache, max(biggest, 0 if keep_idle else budget))
+    needed = max(biggest, 0 if keep_idle else max(budget, biggest * _in_sight(options, model)))
+    slots, why_cache = _hold_largest(options, slots, why_cache, needed)
     is_bounded = options.step_ms is not None and device.type == "cpu"
     scheduler = SchedulerConfig(
         max_model_len=length,
@@ -72,11 +75,12 @@ def plan_memory(
         encoder_budget=budget,
         encoder_cache_slots=slots,
         keep_idle_embeddings=keep_idle,
-        enable_prefix_caching=options.enable_prefix_caching,
+        enable_prefix_caching=options.enable_prefix_caching and model.text.linear is None,
         encode_layers_per_step=options.encode_layers_per_step or (1 if is_bounded else None),
         always_slice=is_bounded,
         is_text_first=is_bounded or device.type == "cuda",
         max_waiting=options.max_waiting,
+        slot_bytes=costs.embedding_bytes_per_slot(model.text, dtype),
     )
     parts = replace(
         parts,
@@ -90,6 +94,7 @@ def plan_memory(
         why_kv,
         *([why_budget] if model.vision else []),
         why_cache,
+        *_why_states(model, parts),
         *_why_parts(parts),
     )
     return MemoryPlan(device, getattr(torch, dtype), scheduler, reasons, parts)
@@ -100,8 +105,9 @@ def _beside_kv(
 ) -> MemoryParts:
     """All that has to fit beside the KV cache. The largest picture is taken whole, whatever the context will be."""
     weights = costs.weight_bytes(model, dtype)
+    states = options.max_num_seqs * costs.state_bytes_per_request(model.text, dtype)
     if device.type != "cuda":
-        return MemoryParts(weights, 0, 0)
+        return MemoryParts(weights, 0, 0, states=states)
     biggest, per_slot = largest.slots if largest else 0, costs.embedding_bytes_per_slot(model.text, dtype)
     return MemoryParts(
         weights=weights,
@@ -111,13 +117,14 @@ def _beside_kv(
         pictures=_picture_bytes(options, model, dtype, largest),
         graphs=_graph_bytes(options, model, dtype),
         spare=_SPARE_BYTES,
+        states=states,
     )
 
 
 def _pass_patches(options: Options, model: ModelConfig, biggest: int) -> int:
     """Patches of a full pass through the tower."""
     assert model.vision is not None
-    return _budget(options, biggest) * model.vision.spatial_merge_size**2
+    return costs.patches_of(_budget(options, biggest), model.vision, model.text)
 
 
 def _budget(options: Options, biggest: int) -> int:
@@ -139,10 +146,11 @@ def _picture_bytes(options: Options, model: ModelConfig, dtype: str, largest: Ge
     """One picture at a time is resized; two passes may wait while a third is under way."""
     if model.vision is None or largest is None:
         return 0
-    side = math.isqrt(options.max_image_pixels)
+    # Squares: what lies between two sizes depends on their areas alone, for the sides keep their ratio.
+    source, resized = (math.isqrt(area) for area in (options.max_image_pixels, math.prod(largest.resized)))
     held = 3 * _pass_patches(options, model, largest.slots)
     prepared = held * costs.prepared_bytes_per_patch(model.vision, dtype)
-    return prepared + costs.prepare_bytes(Size(side, side), largest.resized)
+    return prepared + costs.prepare_bytes(Size(source, source), Size(resized, resized))
 
 
 def _graph_bytes(options: Options, model: ModelConfig, dtype: str) -> int:
@@ -157,6 +165,16 @@ def _graph_bytes(options: Options, model: ModelConfig, dtype: str) -> int:
     tables = 2 * options.max_num_seqs * costs.blocks_for(length, options.block_size) * 4
     computing = recorded[-1] * (costs.prompt_bytes_per_token(model.text, dtype) + row)
     return computing + sum(recorded) * row + logits + tables
+
+
+def _why_states(model: ModelConfig, parts: MemoryParts) -> tuple[str, ...]:
+    if model.text.linear is None:
+        return ()
+    layers = len(model.text.linear.layers)
+    return (
+        f"states {parts.states / costs.GIB:.2f} GiB: what {layers} layers remember of each request",
+        "prefix cache off: those layers can only go on where a state was kept, and none is kept between blocks",
+    )
 
 
 def _why_parts(parts: MemoryParts) -> tuple[str, ...]:
@@ -273,13 +291,32 @@ def _encoder_budget(options: Options, biggest: int) -> tuple[int, str]:
     return options.encoder_budget, f"encoder budget {options.encoder_budget} embeddings a step: as asked"
 
 
-def _encoder_slots(options: Options, model: ModelConfig, dtype: str) -> tuple[int, str, bool]:
+def _biggest(largest: Geometry | None, length: int) -> int:
+    """Embeddings of the largest picture whose tokens the context holds."""
+    if largest is None:
+        return 0
+    return largest.slots if largest.tokens <= length else min(largest.slots, length)
+
+
+def _in_sight(options: Options, model: ModelConfig) -> int:
+    """Pictures that one token may look at together: all of a prompt, where layers look at pictures at all."""
+    return max(1, options.limit_mm_per_prompt.get("image", 0)) if model.text.num_cross_layers else 1
+
+
+def _encoder_slots(
+    options: Options, model: ModelConfig, dtype: str, largest: Geometry | None
+) -> tuple[int, str, bool]:
     """Slots, the reason, and whether unused embeddings are kept. 0 GiB keeps none, only what a step works on."""
     if model.vision is None:
         return 0, "no encoder cache: the model takes no pictures", True
-    size = options.encoder_cache_gb if options.encoder_cache_gb is not None else _EMBEDDING_CACHE_GIB
+    size, why = options.encoder_cache_gb, "as asked"
+    if size is None:
+        size, why = _EMBEDDING_CACHE_GIB, "the default"
+        looked_at = largest.slots * _LOOKED_AT if largest and model.text.num_cross_layers else 0
+        wanted = looked_at * costs.embedding_bytes_per_slot(model.text, dtype) / costs.GIB
+        if wanted > size:
+            size, why = wanted, f"{_LOOKED_AT} of the largest pictures, each kept while an answer looks at it"
     slots = costs.embedding_slots_in(size * costs.GIB, model.text, dtype)
-    why = "as asked" if options.encoder_cache_gb is not None else "the default"
     return slots, f"encoder cache {slots} embeddings, {size:.2f} GiB: {why}", size > 0
 
 
