@@ -112,7 +112,7 @@ def test_the_parts_of_a_device_fill_what_it_may_take_and_no_more() -> None:
 @pytest.mark.usefixtures("on_cuda")
 def test_every_part_of_a_device_is_planned_and_said() -> None:
     made = plan(device="cuda", free=24 * GIB)
-    assert all(getattr(made.parts, field.name) > 0 for field in fields(made.parts))
+    assert [field.name for field in fields(made.parts) if not getattr(made.parts, field.name)] in ([], ["states"])
     assert any("GiB of the device in all: weights" in reason for reason in made.reasons)
 
 
