@@ -99,6 +99,7 @@ def bill_line(bill: Bill, answer_tokens: int) -> str:
         f"{bill.prompt_tokens} prompt tokens" + (f" ({pictures})" if pictures else ""),
         f"{bill.cached_tokens} from the prefix cache",
         f"{bill.kv_blocks} KV blocks",
+        *([f"{bill.encoder_cache_bytes / 1e6:.1f} MB of the encoder cache"] if bill.encoder_cache_bytes else []),
         f"{answer_tokens} answer tokens",
     ]
     times = bill.times_ms

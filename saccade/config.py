@@ -73,12 +73,18 @@ class TextConfig:
     tie_word_embeddings: bool
     model_type: str
     window: int | None = None  # tokens that attention looks back over in some layers; None: all of them
+    num_cross_layers: int = 0  # of the layers, those that attend to pictures instead of the text
     num_deep: int = 0  # vectors beside a picture's embedding; number k is added behind decoder layer k
 
     @property
     def max_context(self) -> int:
         """Positions that are computed as the model means them: attention here always looks back over all tokens."""
         return min(self.max_position, self.window or self.max_position)
+
+    @property
+    def num_kv_layers(self) -> int:
+        """Layers that keep keys and values of the text."""
+        return self.num_layers - self.num_cross_layers
 
     @property
     def embedding_size(self) -> int:
@@ -174,6 +180,7 @@ def _text_config(text: Mapping[str, Any], raw: Mapping[str, Any], num_deep: int)
         tie_word_embeddings=bool(tie),
         model_type=text.get("model_type", raw["model_type"]),
         window=_window(text),
+        num_cross_layers=len(text.get("cross_attention_layers") or ()),
         num_deep=num_deep,
     )
 
@@ -192,8 +199,8 @@ def _vision_config(given: Mapping[str, Any]) -> VisionConfig:
     return VisionConfig(
         hidden_size=hidden,
         intermediate_size=vision.get("intermediate_size") or int(hidden * vision.get("mlp_ratio", 4)),
-        num_layers=_need(vision, "depth", "num_hidden_layers"),
-        num_heads=_need(vision, "num_heads", "num_attention_heads"),
+        num_layers=_need(vision, "depth", "num_hidden_layers") + vision.get("num_global_layers", 0),
+        num_heads=_need(vision, "num_heads", "num_attention_heads", "attention_heads"),
         patch_size=vision["patch_size"],
         in_channels=_first(given, "in_channels", "in_chans", "num_channels") or vision["in_channels"],
         image_size=vision.get("image_size"),
@@ -416,6 +423,7 @@ class SchedulerConfig:
     always_slice: bool = False  # slice encoding even when nobody decodes, so that whoever arrives waits for one slice
     is_text_first: bool = False  # prompts without pictures go ahead of prompts with pictures
     max_waiting: int | None = None
+    slot_bytes: int = 0  # of one embedding slot, for the bill; the scheduler itself counts slots
     pace: Pace | None = None  # bounds steps in which someone decodes; None: tokens and layers alone do
 
 

@@ -33,7 +33,7 @@ def kv_bytes_per_token_layer(num_kv_heads: int, head_dim: int, dtype: str) -> in
 
 
 def kv_bytes_per_token(text: TextConfig, dtype: str) -> int:
-    return text.num_layers * kv_bytes_per_token_layer(text.num_kv_heads, text.head_dim, dtype)
+    return text.num_kv_layers * kv_bytes_per_token_layer(text.num_kv_heads, text.head_dim, dtype)
 
 
 def kv_bytes_per_block(text: TextConfig, dtype: str, block_size: int = 16) -> int:
@@ -59,6 +59,17 @@ def embedding_bytes_per_slot(text: TextConfig, dtype: str) -> int:
 
 def embedding_slots_in(budget_bytes: float, text: TextConfig, dtype: str) -> int:
     return int(budget_bytes // embedding_bytes_per_slot(text, dtype))
+
+
+def patches_of(slots: int, vision: VisionConfig, text: TextConfig) -> int:
+    """Patches that become so many slots, about: a slot is one or several patches, or a part of what one becomes."""
+    return slots * vision.spatial_merge_size**2 // max(1, cross_slots_per_state(text))
+
+
+def cross_slots_per_state(text: TextConfig) -> int:
+    """Slots for one state of a picture that some layers attend to: its keys and values in all of these layers."""
+    values = 2 * text.num_cross_layers * text.num_kv_heads * text.head_dim
+    return -(-values // text.embedding_size)
 
 
 # --- encoding -----------------------------------------------------------------------------------------------------

@@ -163,7 +163,7 @@ class Engine:
         )
 
     def bill(self, prompt: Prompt) -> Bill:
-        return self.processor.bill(prompt, self.limits.block_size)
+        return self.processor.bill(prompt, self.limits.block_size, self.limits.slot_bytes)
 
     def close(self) -> None:
         self.core.close()

@@ -304,6 +304,7 @@ class BillItem:
     key: str  # hex, shortened: enough to recognise a repeated picture
     grid: Grid  # patches the encoder sees; a token covers one or a square of them
     cached: bool | None = None  # neither decoded nor encoded for this request; None before it has run
+    encoder_cache_bytes: int = 0  # kept there as long as tokens look at it; 0: its own tokens hold it, in KV blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,6 +317,7 @@ class Bill:
     kv_blocks: int  # for the prompt
     items: tuple[BillItem, ...]
     cached_tokens: int = 0
+    encoder_cache_bytes: int = 0  # of all pictures that answers look at; the same one twice counts once
     times_ms: Mapping[str, float] = field(default_factory=dict)  # prepare, fetch, and those of `Usage.times_ms`
 
     @property

@@ -88,7 +88,8 @@ def test_tokens_do_not_depend_on_a_warm_prefix_cache(subject: Subject, alone: li
     cold = llm.generate(subject.prompts, GREEDY, use_tqdm=False)
     warm = llm.generate(subject.prompts, GREEDY, use_tqdm=False)
     assert [o.outputs[0].token_ids for o in cold] == [o.outputs[0].token_ids for o in warm] == alone
-    assert all(out.num_cached_tokens > 0 for out in warm)
+    long = [out for out in warm if len(out.prompt_token_ids) > 16]  # a block and a token that is always computed
+    assert long and all(out.num_cached_tokens > 0 for out in long)
     llm.close()
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from saccade.config import ModelConfig, Options, SchedulerConfig
 from saccade.engine.core import EngineCore
 from saccade.engine.overlap import OverlappedCore
-from saccade.runner.build import build_runner
+from saccade.runner.build import build_runner, plain_reason
 from saccade.runner.memory import plan_memory
 from saccade.runner.runner import Runner
 from saccade.scheduler.pace import share
@@ -37,11 +37,11 @@ def build_core(
         logger.info("%s", reason)
     runner = build_runner(path, config, image_processor, options, plan, progress=progress)
     limits, more = _bounded(plan.scheduler, runner, options, largest)
-    missing = runner.grammars.problem
-    if missing is not None:
-        logger.info("%s", missing)
+    notes = [note for note in (plain_reason(runner.model, plan.device), runner.grammars.problem) if note]
+    for note in notes:
+        logger.info("%s", note)
     core = OverlappedCore if runner.is_overlapping else EngineCore
-    return core(limits, runner, reasons=(*plan.reasons, *more, *([missing] if missing else [])))
+    return core(limits, runner, reasons=(*plan.reasons, *more, *notes))
 
 
 def _bounded(

@@ -18,6 +18,7 @@ from saccade.models.weights import fill_random, load_weights
 _FAMILIES: Mapping[str, tuple[str, str]] = {  # model_type -> (module, class); a module is imported when it is needed
     "llava": ("saccade.models.llava", "Llava"),
     "llava_next": ("saccade.models.llava_next", "LlavaNext"),
+    "mllama": ("saccade.models.mllama", "Mllama"),
     "qwen2_vl": ("saccade.models.qwen2_vl", "Qwen2VL"),
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), ("saccade.models.text", "Text")),
     "qwen2_5_vl": ("saccade.models.qwen2_5_vl", "Qwen2_5VL"),

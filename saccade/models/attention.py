@@ -47,14 +47,14 @@ class AttentionBatch:
 class PagedKV(NamedTuple):
     """Keys and values of every token the engine remembers."""
 
-    k: Tensor  # [layers, num_blocks * block_size, kv_heads, d]
+    k: Tensor  # [layers that keep them, num_blocks * block_size, kv_heads, d]
     v: Tensor
 
     @classmethod
     def allocate(
         cls, config: TextConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> PagedKV:
-        shape = (config.num_layers, num_blocks * block_size, config.num_kv_heads, config.head_dim)
+        shape = (config.num_kv_layers, num_blocks * block_size, config.num_kv_heads, config.head_dim)
         # Written, not only reserved: memory that is missing is then missing at the start, not under some request.
         return cls(*(torch.empty(shape, dtype=dtype, device=device).zero_() for _ in range(2)))
 

@@ -25,16 +25,26 @@ class Biases(NamedTuple):
 
 
 class Decoder:
-    def __init__(self, params: Parameters, text: TextConfig, biases: Biases, *, has_qk_norms: bool = False) -> None:
+    def __init__(
+        self,
+        params: Parameters,
+        text: TextConfig,
+        biases: Biases,
+        *,
+        has_qk_norms: bool = False,
+        extra_tokens: int = 0,  # that are read and never answered: behind the vocabulary
+    ) -> None:
         if text.num_heads % text.num_kv_heads:
             raise ConfigError(f"{text.num_heads} attention heads cannot share {text.num_kv_heads} key-value heads")
-        self.table = params.new("embed.weight", text.vocab_size, text.hidden_size)
+        self.table = params.new("embed.weight", text.vocab_size + extra_tokens, text.hidden_size)
         self.rotary = Rotary(text, params.device)
         self.scale = float(text.head_dim**-0.5) * self.rotary.gain**2  # of scores
         layers = params.within("layers")
         self.layers = [DecoderLayer(layers.within(i), text, biases, has_qk_norms) for i in range(text.num_layers)]
         self.norm = RMSNorm(params.within("norm"), text.hidden_size, text.rms_norm_eps)
-        self.head = self.table if text.tie_word_embeddings else params.new("head.weight", *self.table.shape)
+        self.head = self.table
+        if not text.tie_word_embeddings:
+            self.head = params.new("head.weight", text.vocab_size, text.hidden_size)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         return F.embedding(token_ids, self.table)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -19,6 +19,13 @@ Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 Encoding = Generator[None, None, list[Tensor]]
 """Encoding of some pictures: pauses after each layer, returns one [slots, hidden] tensor per picture."""
+
+
+class Seen(NamedTuple):
+    """Rows of a step that look at the same pictures."""
+
+    rows: Tensor  # int64 [n]: packed rows
+    embeddings: tuple[Tensor, ...]  # what `encode` returned for each picture they see
 
 
 class VisionLanguageModel(Protocol):
@@ -42,6 +49,20 @@ class VisionLanguageModel(Protocol):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, hidden] -> float32 [N, vocabulary]"""
+
+
+@runtime_checkable
+class PlainModel(Protocol):
+    """A model whose decoder no kernels know: on every device it runs in plain PyTorch, through `forward`."""
+
+    why_plain: str  # for the start-up log
+
+
+class LookingModel(VisionLanguageModel, Protocol):
+    """A model whose spans last (`Span.is_lasting`): layers of its own read pictures, so it is told who sees what."""
+
+    def forward(self, embeds: Tensor, positions: Tensor, attention: Attention, seen: Sequence[Seen] = ()) -> Tensor:
+        """As above. Rows that `seen` does not name look at nothing, and nothing they become depends on a picture."""
 
 
 @runtime_checkable

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from saccade.processor.hashing import identity
 from saccade.processor.pictures import Picture, Pictures, bill_item, reads_text_only
 from saccade.processor.template import render, required
 from saccade.processor.tokenizer import Tokenizer
-from saccade.types import Bill, Geometry, MediaItem, Prompt, RequestError, Span
+from saccade.types import Bill, Geometry, MediaItem, Prompt, RequestError, Span, short_key
 
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "multi_modal_data", "mm_processor_kwargs", "cache_salt")
 _TEMPLATE_KEYS = frozenset({"messages", "tools", "add_generation_prompt", "documents", "template", "tokenize"})
@@ -218,15 +219,18 @@ class Processor:
 
     # --- the bill -------------------------------------------------------------------------------------------------
 
-    def bill(self, prompt: Prompt, block_size: int) -> Bill:
-        """What the prompt costs, from its headers alone."""
+    def bill(self, prompt: Prompt, block_size: int, slot_bytes: int = 0) -> Bill:
+        """What the prompt costs, from its headers alone. `slot_bytes`: what the engine keeps of one embedding."""
         image_tokens = sum(span.length for span in prompt.spans)
+        kept = {short_key(span.key): span.slots * slot_bytes for span in prompt.spans if span.is_lasting}
+        items = (bill_item(item, block_size) for item in prompt.items)
         return Bill(
             text_tokens=len(prompt) - image_tokens,
             image_tokens=image_tokens,
             video_tokens=0,
             kv_blocks=blocks_for(len(prompt), block_size),
-            items=tuple(bill_item(item, block_size) for item in prompt.items),
+            items=tuple(replace(item, encoder_cache_bytes=kept.get(item.key, 0)) for item in items),
+            encoder_cache_bytes=sum(kept.values()),
         )
 
 

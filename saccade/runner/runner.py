@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -14,12 +14,13 @@ from torch import Tensor
 from saccade import costs
 from saccade.config import ModelConfig
 from saccade.models.attention import PagedAttention, PagedKV
-from saccade.models.interface import VisionLanguageModel
+from saccade.models.interface import LookingModel, VisionLanguageModel
 from saccade.params import SamplingParams
 from saccade.runner.batch import Batch, RequestState, build_batch, overlapping, splice
 from saccade.runner.device import DeviceForward, Windows
 from saccade.runner.encoder import Encoder
 from saccade.runner.grammar import Grammars
+from saccade.runner.looking import reading, seen_by
 from saccade.runner.measure import largest_within, seconds_per_layer
 from saccade.runner.sampler import sample
 from saccade.types import Admission, Grid, Key, Prompt, Request, RequestError, Sample, StepPlan, StepResult, Work
@@ -177,7 +178,7 @@ class Runner:
         """Cut a window before a picture that could not be had: others may share the blocks of the text before it."""
         if not failed:
             return work
-        spans = overlapping(self._states[work.request_id].spans, work.start, work.end)
+        spans = reading(self._states[work.request_id].spans, work.start, work.end)
         bad = [span.start for span in spans if span.key in failed]
         if not bad:
             return work
@@ -188,6 +189,9 @@ class Runner:
         embeds = self.model.embed(batch.token_ids)  # [T, H]
         self._splice(embeds, works)
         attention = PagedAttention(self.kv, batch.attention, self._scale)
+        windows = [(work, self._states[work.request_id].spans) for work in works]
+        if seen := seen_by(windows, self.embeddings, embeds.device):
+            return cast(LookingModel, self.model).forward(embeds, batch.positions, attention, seen)
         return self.model.forward(embeds, batch.positions, attention)
 
     def _splice(self, embeds: Tensor, works: list[Work]) -> None:

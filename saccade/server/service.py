@@ -187,7 +187,7 @@ class Service:
             raise RequestError(error.message, code=error.code, param="prompt") from None
 
     def _priced(self, prompt: Prompt) -> Priced:
-        return Priced(prompt, self.processor.bill(prompt, self.limits.block_size))
+        return Priced(prompt, self.processor.bill(prompt, self.limits.block_size, self.limits.slot_bytes))
 
     # --- running --------------------------------------------------------------------------------------------------
 

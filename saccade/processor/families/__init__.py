@@ -6,6 +6,7 @@ from saccade.config import ConfigError, ModelConfig
 from saccade.processor.families.base import Expansion, Family, Files
 from saccade.processor.families.llava import Llava
 from saccade.processor.families.llava_next import LlavaNext
+from saccade.processor.families.mllama import Mllama
 from saccade.processor.families.qwen2_5_vl import Qwen2_5VL
 from saccade.processor.families.qwen2_vl import Qwen2VL
 from saccade.processor.families.text import Text
@@ -13,6 +14,7 @@ from saccade.processor.families.text import Text
 FAMILIES: dict[str, type[Family]] = {
     "llava": Llava,
     "llava_next": LlavaNext,
+    "mllama": Mllama,
     "qwen2_vl": Qwen2VL,
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), Text),
     "qwen2_5_vl": Qwen2_5VL,

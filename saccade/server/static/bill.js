@@ -68,7 +68,9 @@ function share(bill) {
   const { prompt_tokens: tokens, max_model_len: context } = bill;
   const part = ((100 * tokens) / context).toFixed(context > 20 * tokens ? 1 : 0);
   const kinds = `${count(pictures)} picture + ${count(bill.text_tokens)} text`;
-  const sum = `${plural(tokens, "token")} = ${kinds}, ${plural(bill.kv_blocks, "KV block")}`;
+  const kept = bill.encoder_cache_bytes; // of pictures that answers look at
+  const beside = kept ? `, ${(kept / 1e6).toFixed(1)} MB of the encoder cache` : "";
+  const sum = `${plural(tokens, "token")} = ${kinds}, ${plural(bill.kv_blocks, "KV block")}${beside}`;
   const label = `${part} % of the context${bill.fits ? "" : ": too long"}`;
   const parts = [{ name: "picture", value: pictures }, { name: "text", value: bill.text_tokens }];
   const words = el("p", {}, el("span", { id: "bill-total" }, sum), el("span", {}, label));

@@ -1,0 +1,149 @@
+"""Llama 3.2 Vision: a picture is laid out on square tiles and stands as one token, which later tokens look at."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from saccade import costs
+from saccade.config import ConfigError
+from saccade.processor.families.base import Expansion, Files, check_aspect_ratio, pixel_settings, tag
+from saccade.types import Geometry, Grid, Size, Span
+
+_DEFAULT_SIDE = 224  # what the image processor assumes when a checkpoint is silent
+_DEFAULT_TILES = 4
+
+Arrangement = tuple[int, int]
+"""Rows and columns of tiles."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mllama:
+    tile: int  # side, in pixels
+    max_tiles: int
+    patch_size: int
+    slots_per_tile: int  # of the encoder cache: keys and values of a tile in every cross-attention layer
+    image_token_id: int
+    settings: Mapping[str, Any]
+    is_fixed_size: bool = False
+
+    @classmethod
+    def from_checkpoint(cls, files: Files) -> Self:
+        config, given = files.config, files.image_processor
+        if config.vision is None or config.image_token_id is None:
+            raise ConfigError(
+                "config.json has no vision_config or no image_token_index, so this model takes no pictures"
+            )
+        tile, max_tiles = _tiling(given)
+        _check_tower(config.raw["vision_config"], tile, max_tiles)
+        states = (tile // config.vision.patch_size) ** 2 + 1  # the tower puts a class token in front of each tile
+        return cls(
+            tile=tile,
+            max_tiles=max_tiles,
+            patch_size=config.vision.patch_size,
+            slots_per_tile=states * costs.cross_slots_per_state(config.text),
+            image_token_id=config.image_token_id,
+            settings=pixel_settings(given),
+        )
+
+    @property
+    def placeholder_ids(self) -> tuple[int, ...]:
+        return (self.image_token_id,)
+
+    def policy(self, min_pixels: int | None, max_pixels: int | None) -> tuple[int, int]:
+        """The maximum is of the canvas, in whole tiles but at least one; small pictures are never enlarged."""
+        highest = self.max_tiles * self.tile**2 if max_pixels is None else max_pixels
+        lowest = min(self.tile**2, highest) if min_pixels is None else min_pixels
+        if lowest > highest:
+            raise ConfigError(
+                f"min_pixels={lowest} is above max_pixels={highest}; raise max_pixels or lower min_pixels"
+            )
+        return lowest, highest
+
+    def policy_tag(self, min_pixels: int, max_pixels: int) -> bytes:
+        return tag({**self.settings, "tile": self.tile, "tiles": self._tiles_within(max_pixels)})
+
+    def geometry(self, size: Size, min_pixels: int, max_pixels: int) -> Geometry:
+        check_aspect_ratio(size)
+        arrangement = choose(size, self.tile, self._tiles_within(max_pixels))
+        return self._of(fit(size, self.tile, arrangement), arrangement)
+
+    def largest(self, min_pixels: int, max_pixels: int) -> Geometry:
+        columns = self._tiles_within(max_pixels)
+        return self._of(Size(columns * self.tile, self.tile), (1, columns))
+
+    def expand(self, geometry: Geometry) -> Expansion:
+        """The token keeps its own embedding; what the tower returns is read in the layers that look at pictures."""
+        return Expansion(np.array([self.image_token_id], np.int64), (False,), is_lasting=True)
+
+    def positions(
+        self, token_ids: Sequence[int] | npt.NDArray[np.int64], spans: Sequence[Span], grids: Sequence[Grid]
+    ) -> tuple[npt.NDArray[np.int32], int]:
+        return np.arange(len(token_ids), dtype=np.int32)[None], len(token_ids)  # [1, tokens]
+
+    def _tiles_within(self, max_pixels: int) -> int:
+        return max(1, min(self.max_tiles, max_pixels // self.tile**2))
+
+    def _of(self, resized: Size, arrangement: Arrangement) -> Geometry:
+        rows, columns = arrangement
+        side = self.tile // self.patch_size
+        return Geometry(
+            resized, Grid(1, rows * side, columns * side), tokens=1, slots=rows * columns * self.slots_per_tile
+        )
+
+
+def arrangements(max_tiles: int) -> list[Arrangement]:
+    """In the order in which the tower numbers them."""
+    sides = range(1, max_tiles + 1)
+    return [(rows, columns) for rows in sides for columns in sides if rows * columns <= max_tiles]
+
+
+def choose(size: Size, tile: int, max_tiles: int) -> Arrangement:
+    """The canvas that a picture fills best: enlarged as little as possible, or else reduced as little as possible."""
+    scales = {
+        (rows, columns): min(rows * tile / size.height, columns * tile / size.width)
+        for rows, columns in arrangements(max_tiles)
+    }
+    best = min((scale for scale in scales.values() if scale >= 1), default=max(scales.values()))
+    fitting = [arrangement for arrangement, scale in scales.items() if scale == best]
+    return min(fitting, key=math.prod)
+
+
+def fit(size: Size, tile: int, arrangement: Arrangement) -> Size:
+    """The size of the picture on its canvas: no side is enlarged beyond one tile, both keep their ratio."""
+    height = min(max(size.height, tile), arrangement[0] * tile)
+    width = min(max(size.width, tile), arrangement[1] * tile)
+    by_height, by_width = height / size.height, width / size.width
+    if by_width < by_height:
+        return Size(width, min(math.floor(size.height * by_width) or 1, height))
+    return Size(min(math.floor(size.width * by_height) or 1, width), height)
+
+
+# --- what the files say -------------------------------------------------------------------------------------------
+
+
+def _tiling(given: Mapping[str, Any]) -> tuple[int, int]:
+    for name in ("do_resize", "do_pad"):
+        if not given.get(name, True):
+            raise ConfigError(f"the image processor says {name}=false; pictures must be resized and padded to tiles")
+    size = given.get("size", {"height": _DEFAULT_SIDE, "width": _DEFAULT_SIDE})
+    if not isinstance(size, Mapping) or not size.get("height") or size.get("height") != size.get("width"):
+        raise ConfigError(f"the image processor's size must have one height and width, the side of a tile, not {size}")
+    return int(size["height"]), int(given.get("max_image_tiles", _DEFAULT_TILES))
+
+
+def _check_tower(vision: Mapping[str, Any], tile: int, max_tiles: int) -> None:
+    trained = vision.get("max_num_tiles", _DEFAULT_TILES)
+    if (vision.get("image_size"), trained) != (tile, max_tiles):
+        raise ConfigError(
+            f"the image processor cuts {max_tiles} tiles of {tile} pixels, but the vision tower takes {trained} of "
+            f"{vision.get('image_size')}; the two files do not belong together"
+        )
+    known = vision.get("supported_aspect_ratios")
+    if known is not None and [tuple(ratio) for ratio in known] != arrangements(max_tiles):
+        raise ConfigError(f"supported_aspect_ratios {known} are not all arrangements of {max_tiles} tiles, in order")
