@@ -55,6 +55,23 @@ _VISION_DEFAULTS: Mapping[str, Any] = {
 
 
 @dataclass(frozen=True, slots=True)
+class LinearConfig:
+    """Layers of a decoder that remember a fixed amount (gated delta nets) instead of every token's key and value."""
+
+    layers: tuple[int, ...]  # their numbers
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int  # tokens that the convolution before them sees
+
+    @property
+    def channels(self) -> int:
+        """Queries, keys and values of one token, side by side."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+
+@dataclass(frozen=True, slots=True)
 class TextConfig:
     """The decoder's shape."""
 
@@ -74,6 +91,7 @@ class TextConfig:
     model_type: str
     window: int | None = None  # tokens that attention looks back over in some layers; None: all of them
     num_cross_layers: int = 0  # of the layers, those that attend to pictures instead of the text
+    linear: LinearConfig | None = None
     num_deep: int = 0  # vectors beside a picture's embedding; number k is added behind decoder layer k
 
     @property
@@ -84,7 +102,7 @@ class TextConfig:
     @property
     def num_kv_layers(self) -> int:
         """Layers that keep keys and values of the text."""
-        return self.num_layers - self.num_cross_layers
+        return self.num_layers - self.num_cross_layers - (len(self.linear.layers) if self.linear else 0)
 
     @property
     def embedding_size(self) -> int:
@@ -180,6 +198,7 @@ def _text_config(text: Mapping[str, Any], raw: Mapping[str, Any], num_deep: int)
         tie_word_embeddings=bool(tie),
         model_type=text.get("model_type", raw["model_type"]),
         window=_window(text),
+        linear=_linear_config(text),
         num_cross_layers=len(text.get("cross_attention_layers") or ()),
         num_deep=num_deep,
     )
@@ -189,6 +208,21 @@ def _window(text: Mapping[str, Any]) -> int | None:
     layers = text.get("layer_types") or ["sliding_attention"]  # older configs have one kind
     is_used = text.get("use_sliding_window", True) and "sliding_attention" in layers
     return text.get("sliding_window") if is_used else None
+
+
+def _linear_config(text: Mapping[str, Any]) -> LinearConfig | None:
+    if text.get("linear_num_value_heads") is None:
+        return None
+    every, kinds = text.get("full_attention_interval") or 4, text.get("layer_types")
+    is_linear = [kind == "linear_attention" for kind in kinds] if kinds else [True] * (every - 1) + [False]
+    return LinearConfig(
+        layers=tuple(i for i in range(_need(text, "num_hidden_layers")) if is_linear[i % len(is_linear)]),
+        key_heads=_need(text, "linear_num_key_heads"),
+        value_heads=_need(text, "linear_num_value_heads"),
+        key_dim=_need(text, "linear_key_head_dim"),
+        value_dim=_need(text, "linear_value_head_dim"),
+        kernel=_need(text, "linear_conv_kernel_dim"),
+    )
 
 
 def _vision_config(given: Mapping[str, Any]) -> VisionConfig:

@@ -103,6 +103,16 @@ def encode_bytes_per_patch(vision: VisionConfig, text: TextConfig, dtype: str) -
     return values * dtype_bytes(dtype) + angles
 
 
+def state_bytes_per_request(text: TextConfig, dtype: str) -> int:
+    """What layers without keys and values keep of a running request, however long it is: memory in float32, and the
+    inputs that the next convolution still sees."""
+    if text.linear is None:
+        return 0
+    linear = text.linear
+    memory = linear.value_heads * linear.key_dim * linear.value_dim * dtype_bytes("float32")
+    return len(linear.layers) * (memory + linear.channels * (linear.kernel - 1) * dtype_bytes(dtype))
+
+
 # --- steps on a device --------------------------------------------------------------------------------------------
 
 
@@ -136,7 +146,17 @@ def decoder_layer_params(text: TextConfig) -> int:
 def decoder_params(text: TextConfig) -> int:
     """All decoder layers plus the embedding table and, where it is not tied, the output projection."""
     tables = 1 if text.tie_word_embeddings else 2
-    return text.num_layers * decoder_layer_params(text) + tables * text.vocab_size * text.hidden_size
+    return _all_layer_params(text) + tables * text.vocab_size * text.hidden_size
+
+
+def _all_layer_params(text: TextConfig) -> int:
+    if text.linear is None:
+        return text.num_layers * decoder_layer_params(text)
+    linear, values = text.linear, text.linear.value_heads * text.linear.value_dim
+    gate = text.hidden_size * text.num_heads * text.head_dim  # in models with such layers, attention has one too
+    mixer = text.hidden_size * (linear.channels + 2 * values + 2 * linear.value_heads)
+    mlp = 3 * text.hidden_size * text.intermediate_size
+    return text.num_kv_layers * (decoder_layer_params(text) + gate) + len(linear.layers) * (mixer + mlp)
 
 
 def encoder_layer_params(vision: VisionConfig) -> int:

@@ -65,6 +65,29 @@ class LookingModel(VisionLanguageModel, Protocol):
         """As above. Rows that `seen` does not name look at nothing, and nothing they become depends on a picture."""
 
 
+class WindowGroup(NamedTuple):
+    """Windows of equal length, computed together."""
+
+    tokens: Tensor  # int64 [windows, length]: their packed rows
+    rows: Tensor  # int64 [windows]: the states that belong to them
+
+
+class States(NamedTuple):
+    """What layers without keys and values remember of each request. Whoever reads a row leaves the next state there."""
+
+    past: Tensor  # [layers, rows, channels, kernel - 1]: inputs that the next convolution still sees
+    memory: Tensor  # float32 [layers, rows, heads, key, value]
+    groups: Sequence[WindowGroup]  # every packed token is in one of them
+
+
+class RecurrentModel(VisionLanguageModel, Protocol):
+    """A model with such layers (`TextConfig.linear`)."""
+
+    def forward(
+        self, embeds: Tensor, positions: Tensor, attention: Attention, states: States | None = None
+    ) -> Tensor: ...
+
+
 @runtime_checkable
 class Tiled(Protocol):
     """A model whose tower sees tiles: what it makes of a picture's tiles has to be put together."""

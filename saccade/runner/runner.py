@@ -14,7 +14,7 @@ from torch import Tensor
 from saccade import costs
 from saccade.config import ModelConfig
 from saccade.models.attention import PagedAttention, PagedKV
-from saccade.models.interface import LookingModel, VisionLanguageModel
+from saccade.models.interface import LookingModel, RecurrentModel, VisionLanguageModel
 from saccade.params import SamplingParams
 from saccade.runner.batch import Batch, RequestState, build_batch, overlapping, splice
 from saccade.runner.device import DeviceForward, Windows
@@ -22,6 +22,7 @@ from saccade.runner.encoder import Encoder
 from saccade.runner.grammar import Grammars
 from saccade.runner.looking import reading, seen_by
 from saccade.runner.measure import largest_within, seconds_per_layer
+from saccade.runner.recurrent import RecurrentStates
 from saccade.runner.sampler import sample
 from saccade.types import Admission, Grid, Key, Prompt, Request, RequestError, Sample, StepPlan, StepResult, Work
 
@@ -40,6 +41,7 @@ class Runner:
         device: DeviceForward | None = None,
         embeddings: MutableMapping[Key, Tensor] | None = None,
         memory: Mapping[str, Mapping[str, int]] | None = None,
+        recurrent: RecurrentStates | None = None,
     ) -> None:
         self.model = model
         self.kv = kv
@@ -50,6 +52,7 @@ class Runner:
         # [slots, hidden] each; which keys are here is the scheduler's decision
         self.embeddings: MutableMapping[Key, Tensor] = {} if embeddings is None else embeddings
         self.memory = memory or {}  # bytes planned and measured, by use
+        self.recurrent = recurrent  # states of layers without keys and values, for models that have such
         self._states: dict[str, RequestState] = {}
         self._scale = model.decoder.scale
 
@@ -104,8 +107,12 @@ class Runner:
         times = []
         for _ in range(3):
             start = time.perf_counter()
-            embeds = self.model.embed(batch.token_ids)
-            self.model.forward(embeds, batch.positions, PagedAttention(self.kv, batch.attention, self._scale))
+            if self.recurrent:
+                self.recurrent.open(work.request_id)
+            attention = PagedAttention(self.kv, batch.attention, self._scale)
+            self._through(self.model.embed(batch.token_ids), batch, attention, [work])
+            if self.recurrent:
+                self.recurrent.close(work.request_id)
             times.append(time.perf_counter() - start)
         return min(times) / tokens
 
@@ -118,6 +125,8 @@ class Runner:
     def reset(self) -> None:
         """Forget all requests and everything under way; resident embeddings go when the scheduler says so."""
         self._states.clear()
+        if self.recurrent:
+            self.recurrent.clear()
         if self.device:
             self.device.clear()
         if self.encoder:
@@ -138,6 +147,8 @@ class Runner:
 
     def _update_state(self, plan: StepPlan) -> None:
         for request_id in plan.forgotten:
+            if self.recurrent:
+                self.recurrent.close(request_id)
             if self._states.pop(request_id, None) and self.device:
                 self.device.close(request_id)
         for key in plan.evicted:
@@ -146,6 +157,8 @@ class Runner:
         for admission in plan.admitted:
             grammar = self.grammars.start(admission.request, admission.output_token_ids)
             self._states[admission.request.request_id] = RequestState(admission, grammar)
+            if self.recurrent:
+                self.recurrent.open(admission.request.request_id)
             if self.device:
                 self.device.open(admission.request.request_id, admission.block_ids)
         for work in plan.works:
@@ -192,7 +205,13 @@ class Runner:
         windows = [(work, self._states[work.request_id].spans) for work in works]
         if seen := seen_by(windows, self.embeddings, embeds.device):
             return cast(LookingModel, self.model).forward(embeds, batch.positions, attention, seen)
-        return self.model.forward(embeds, batch.positions, attention)
+        return self._through(embeds, batch, attention, works)
+
+    def _through(self, embeds: Tensor, batch: Batch, attention: PagedAttention, works: list[Work]) -> Tensor:
+        if self.recurrent is None:
+            return self.model.forward(embeds, batch.positions, attention)
+        states = self.recurrent.of(works)
+        return cast(RecurrentModel, self.model).forward(embeds, batch.positions, attention, states)
 
     def _splice(self, embeds: Tensor, works: list[Work]) -> None:
         row = 0
