@@ -100,7 +100,7 @@ def measure(model: str, args: argparse.Namespace, peaks: Peaks, root: Path) -> F
     found: Found = {"floor": dict(Floors(folder, peaks).rows())}
     found["ours"] = run(f"{model}, ours", [*python, "benchmarks.gpu_work", "saccade", model, folder, *quick])
     if args.memory and torch.cuda.is_available():
-        found["ours"] |= run(f"{model}, memory", [*python, "benchmarks.gpu_memory", model, folder])
+        found["ours"] |= run(f"{model}, memory", [*python, "benchmarks.gpu_memory", model, folder, *quick])
     if args.transformers:
         command = [*python, "benchmarks.gpu_transformers", model, folder, *quick]
         found["transformers"] = run(f"{model}, Transformers", command)

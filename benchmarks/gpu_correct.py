@@ -7,6 +7,7 @@ texts on 32 questions; its accuracy on all 1,000 held-out questions, which on a 
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 import tempfile
 import time
@@ -71,7 +72,16 @@ def _outputs(shape: str, folder: str, device: str, dtype: str, weights: dict[str
     embeddings = next(runner.embeddings[key] for key in runner.embeddings).float().cpu()
     kept = {name: tensor.float().cpu() for name, tensor in targets.items()} if weights is None else {}
     llm.close()
+    del llm, runner, targets
+    _forget()
     return _Outputs(kept, torch.cat(seen), embeddings)
+
+
+def _forget() -> None:
+    """Engines hold themselves in circles; the next one needs their memory."""
+    gc.collect()
+    if DEVICE == "cuda":
+        torch.cuda.empty_cache()
 
 
 @contextmanager
@@ -129,6 +139,8 @@ def _ask(questions: QuestionSet, chosen: Sequence[Question], device: str, dtype:
     llm = LLM(device=device, dtype=dtype, **PATIENT)
     outputs = llm.chat(chats, SamplingParams(temperature=0, max_tokens=256), use_tqdm=False)
     llm.close()
+    del llm
+    _forget()
     return outputs
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_shapes import SHAPES
-from benchmarks.gpu_work import STEP_TOKENS, Side, say
+from benchmarks.gpu_work import MEMORY_SHARE, STEP_TOKENS, Side, say
 from saccade import costs
 from saccade.types import Grid
 
@@ -77,8 +77,6 @@ def _encode(model: Any, grids: list[Grid]) -> None:
 
 def no_room(side: Side) -> None:
     """With the work memory taken away, a large picture ends alone; text and a small picture are answered."""
-    plan = side.llm.engine.core.runner
-    held = sum(sizes["planned"] for sizes in plan.memory.values())
     torch.cuda.empty_cache()
     ballast = _fill_up(leave=96 << 20)
     before = torch.cuda.memory_allocated()
@@ -88,11 +86,10 @@ def no_room(side: Side) -> None:
     answered = [len(output.outputs[0].token_ids) if output.outputs else 0 for output in outputs]
     left = torch.cuda.memory_allocated() - before
     del ballast
-    total = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction(0.6)
+    torch.cuda.set_per_process_memory_fraction(MEMORY_SHARE)
     after = side.generate(side.about([side.photo(2560, 1440)]), 8)[1][0]
     say(no_room={"errors": errors, "answered": answered, "next_large_picture": after.error is None,
-                 "left_behind_bytes": left, "held_share": held / total})  # fmt: skip
+                 "left_behind_bytes": left})  # fmt: skip
 
 
 def _fill_up(leave: int) -> list[torch.Tensor]:
@@ -130,10 +127,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", choices=sorted(SHAPES))
     parser.add_argument("folder")
+    parser.add_argument("--quick", action="store_true", help="without the 64 large pictures, which take half a minute")
     args = parser.parse_args()
     side = Side("saccade", SHAPES[args.model], args.folder, max_model_len=LONG, max_num_seqs=PLACES)
     side.generate(side.about([side.photo(640, 480)]), 4)
-    for part in (many_large, parts, no_room):
+    for part in (parts, no_room, *(() if args.quick else (many_large,))):
         begun = time.perf_counter()
         try:
             part(side)

@@ -117,19 +117,19 @@ def state_bytes_per_request(text: TextConfig, dtype: str) -> int:
 
 
 def prompt_bytes_per_token(text: TextConfig, dtype: str) -> int:
-    """Most that a prompt's token takes while a layer is computed.
+    """Most that a prompt's token takes, in the MLP of a layer whose attention is not forgotten yet.
 
-    attention     the stream and what is to be added to it, its norm, q k v, what attention gives
-    MLP           the stream, its norm, gate and up, their product
+    the row it came as; q, k, v and what attention gave; the stream before and after; its norm; gate and up, and
+    their product; the cosines and sines of its position
     """
-    hidden, wide, heads = text.hidden_size, text.intermediate_size, text.num_heads * text.head_dim
-    attention = 3 * hidden + 2 * heads + 2 * text.num_kv_heads * text.head_dim
-    return max(attention, 2 * hidden + 3 * wide) * dtype_bytes(dtype) + 2 * text.head_dim * dtype_bytes(dtype)
+    attention = 2 * (text.num_heads + text.num_kv_heads) * text.head_dim
+    mlp = 3 * text.hidden_size + 3 * text.intermediate_size
+    return (text.embedding_size + attention + mlp + 2 * text.head_dim) * dtype_bytes(dtype)
 
 
 def sampling_bytes_per_row(text: TextConfig) -> int:
     """A request that draws its token: the logits in float32, and in float64 with their order, sums and shares."""
-    return 104 * text.vocab_size
+    return 83 * text.vocab_size
 
 
 # --- weights ------------------------------------------------------------------------------------------------------

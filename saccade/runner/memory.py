@@ -154,17 +154,15 @@ def _picture_bytes(options: Options, model: ModelConfig, dtype: str, largest: Ge
 
 
 def _graph_bytes(options: Options, model: ModelConfig, dtype: str) -> int:
-    """All graphs compute in the memory of the largest; what each gives stays where it is."""
-    from saccade.runner.prompts import GRAPH_TOKENS  # needs Triton, which only CUDA machines have
+    """All graphs compute in the memory of the largest. Beside it: logits, block tables, what kernels sum up in."""
+    from saccade.runner.prompts import GRAPH_TOKENS, GRAPH_WINDOWS  # need Triton, which only CUDA machines have
 
-    wanted = min(options.max_num_batched_tokens, GRAPH_TOKENS[-1])
-    recorded = [tokens for i, tokens in enumerate(GRAPH_TOKENS) if i == 0 or GRAPH_TOKENS[i - 1] < wanted]
-    row = model.text.hidden_size * costs.dtype_bytes(dtype)
-    logits = options.max_num_seqs * model.text.vocab_size * costs.dtype_bytes(dtype)
-    length = options.max_model_len or model.text.max_position
-    tables = 2 * options.max_num_seqs * costs.blocks_for(length, options.block_size) * 4
-    computing = recorded[-1] * (costs.prompt_bytes_per_token(model.text, dtype) + row)
-    return computing + sum(recorded) * row + logits + tables
+    text, places = model.text, options.max_num_seqs + GRAPH_WINDOWS
+    largest = next((n for n in GRAPH_TOKENS if n >= options.max_num_batched_tokens), GRAPH_TOKENS[-1])
+    logits = places * text.vocab_size * costs.dtype_bytes(dtype)
+    length = options.max_model_len or text.max_position
+    tables = 2 * places * costs.blocks_for(length, options.block_size) * 4
+    return largest * costs.prompt_bytes_per_token(text, dtype) + logits + tables
 
 
 def _why_states(model: ModelConfig, parts: MemoryParts) -> tuple[str, ...]:
