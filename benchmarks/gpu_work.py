@@ -122,7 +122,7 @@ def first_tokens(side: Side, repeats: int) -> None:
         say(**{f"text_{tokens}": median(lambda n=tokens: side.generate(side.text(n), 1)[0], 4 * repeats)})
     for width, height in ((644, 476), (1280, 960), (2560, 1440)):
         new, again, prompt_tokens = [], [], 0
-        for _ in range(3 * repeats):
+        for _ in range(3 + 2 * repeats):
             data = side.photo(width, height)
             elapsed, outputs = side.generate(side.about([data]), 1)
             new.append(elapsed)
@@ -143,7 +143,7 @@ def encodes(side: Side, repeats: int) -> None:
         ("encode_8x644x476", 8, (644, 476)),
     ):
         times = []
-        for _ in range(2 * repeats + 1):
+        for _ in range(3 + 2 * repeats):
             outputs = side.generate(side.about([side.photo(width, height) for _ in range(count)]), 1)[1]
             times.append(outputs[0].bill.times_ms["encode"])
         say(**{name: statistics.median(times)})
