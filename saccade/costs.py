@@ -93,12 +93,14 @@ def encode_bytes_per_patch(vision: VisionConfig, text: TextConfig, dtype: str) -
     attention     x, its norm or what attention gives, q, k, v
     MLP           x, its norm, the wide tensor (gated: gate and up); an activation not in place makes a second one
     merger        x, its norm or the activation, the product between; then embeddings in place of one of them
+    deep layers   what is kept of them until the last one, with room for that one's
     """
     hidden, wide = vision.hidden_size, vision.intermediate_size
-    is_in_place = vision.hidden_act == "quick_gelu"
+    is_in_place = vision.hidden_act in ("quick_gelu", "gelu_pytorch_tanh")
     mlp = 2 * hidden + 2 * wide if vision.is_gated else 2 * hidden + wide if is_in_place else hidden + 2 * wide
     merger = 2 * hidden + max(hidden, text.hidden_size // vision.spatial_merge_size**2)
-    values = max(2 * vision.patch_dim, vision.patch_dim + hidden, 5 * hidden, mlp, merger)
+    kept = text.embedding_size // vision.spatial_merge_size**2 if vision.deep_layers else 0
+    values = max(2 * vision.patch_dim, vision.patch_dim + hidden, max(5 * hidden, mlp, merger) + kept)
     angles = 2 * 4 * hidden // vision.num_heads  # cos and sin of a head's dimensions, in float32
     return values * dtype_bytes(dtype) + angles
 
@@ -165,10 +167,15 @@ def encoder_layer_params(vision: VisionConfig) -> int:
 
 
 def encoder_params(vision: VisionConfig, text: TextConfig) -> int:
-    """Vision layers, patch embedding and the projection to the decoder's width."""
+    """Vision layers, patch embedding and the projections to the decoder's width."""
+    layers = vision.num_layers * encoder_layer_params(vision)
+    return layers + vision.patch_dim * vision.hidden_size + projector_params(vision, text)
+
+
+def projector_params(vision: VisionConfig, text: TextConfig) -> int:
+    """One projection, and one more for each deep layer."""
     merged = vision.hidden_size * vision.spatial_merge_size**2
-    projector = merged * merged + merged * text.hidden_size
-    return vision.num_layers * encoder_layer_params(vision) + vision.patch_dim * vision.hidden_size + projector
+    return (1 + len(vision.deep_layers)) * (merged * merged + merged * text.hidden_size)
 
 
 def weight_bytes(model: ModelConfig, dtype: str) -> int:
@@ -191,9 +198,8 @@ def encode_flops(vision: VisionConfig, text: TextConfig, patches: int) -> int:
     """One picture through the tower and the projection."""
     matrices = 2 * patches * (vision.num_layers * encoder_layer_params(vision) + vision.patch_dim * vision.hidden_size)
     attention = 4 * patches * attended_patches(vision, patches) * vision.hidden_size
-    merged = vision.hidden_size * vision.spatial_merge_size**2
     tokens = patches // vision.spatial_merge_size**2
-    return matrices + attention + 2 * tokens * (merged * merged + merged * text.hidden_size)
+    return matrices + attention + 2 * tokens * projector_params(vision, text)
 
 
 def attended_patches(vision: VisionConfig, patches: int) -> int:

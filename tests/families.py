@@ -12,7 +12,7 @@ from transformers import LlavaForConditionalGeneration, Qwen2VLForConditionalGen
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from tests import checkpoints, family_llava_next, family_qwen2_5_vl
+from tests import checkpoints, family_llava_next, family_qwen2_5_vl, family_qwen3_vl
 from tests.reference import Reference, image_settings, load
 
 
@@ -52,6 +52,9 @@ FAMILIES: dict[str, ModelFamily] = {
     "qwen2_vl": ModelFamily(checkpoints.qwen2_vl, "<|vision_start|><|image_pad|><|vision_end|>", _qwen2_vl_reference),
     "qwen2_5_vl": ModelFamily(
         family_qwen2_5_vl.build, "<|vision_start|><|image_pad|><|vision_end|>", family_qwen2_5_vl.reference
+    ),
+    "qwen3_vl": ModelFamily(
+        family_qwen3_vl.build, "<|vision_start|><|image_pad|><|vision_end|>", family_qwen3_vl.reference
     ),
     "llava": ModelFamily(checkpoints.llava, "<image>\n", _llava_reference),
     "llava_next": ModelFamily(family_llava_next.build, "<image>\n", family_llava_next.reference),

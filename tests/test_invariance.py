@@ -43,7 +43,10 @@ def subject(family: ModelFamily, family_folder: Path) -> Subject:
 
 
 def run(subject: Subject, params: SamplingParams = GREEDY, *, together: bool = True, **given: Any) -> list[list[int]]:
-    defaults = {"max_model_len": 512, "kv_cache_gb": 0.02, "max_pixels": 200_000}
+    defaults = {"max_model_len": 512, "kv_cache_gb": 0.02, "max_pixels": 200_000, "max_video_pixels": 200_000}
+    if slots := given.pop("encoder_cache_slots", None):
+        text = open_checkpoint(str(subject.folder)).config.text
+        given["encoder_cache_gb"] = (slots + 0.5) * costs.embedding_bytes_per_slot(text, "float32") / costs.GIB
     llm = LLM(model=str(subject.folder), use_tqdm=False, **{**defaults, **given})
     asked = subject.prompts
     batches = [asked] if together else [[p] for p in asked]
@@ -68,10 +71,8 @@ def alone(subject: Subject) -> list[list[int]]:
         pytest.param({"max_num_batched_tokens": 100_000}, id="unlimited chunks"),
         pytest.param({"enable_prefix_caching": False}, id="no prefix cache"),
         pytest.param({"encoder_cache_gb": 0.0}, id="no encoder cache"),
-        pytest.param({"encoder_cache_gb": 0.00007}, id="tiny encoder cache"),
-        pytest.param(
-            {"encoder_cache_gb": 0.00007, "max_num_batched_tokens": 40}, id="tiny encoder cache, chunks of 40"
-        ),
+        pytest.param({"encoder_cache_slots": 290}, id="tiny encoder cache"),
+        pytest.param({"encoder_cache_slots": 290, "max_num_batched_tokens": 40}, id="tiny encoder cache, chunks of 40"),
         pytest.param({"encoder_cache_gb": 0.0, "max_num_batched_tokens": 48}, id="no encoder cache, chunks of 48"),
         pytest.param({"max_num_seqs": 2}, id="two at a time"),
         pytest.param({"encode_layers_per_step": 1}, id="encoder sliced by one layer"),

@@ -150,3 +150,19 @@ def _silu_and_mul_kernel(x: tl.tensor, HALF: tl.constexpr, BLOCK: tl.constexpr) 
     gate = tl.load(place, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(place + HALF, mask=inside, other=0.0).to(tl.float32)
     tl.store(place, (gate * tl.sigmoid(gate) * up).to(x.dtype.element_ty), mask=inside)
+
+
+def tanh_gelu(x: Tensor) -> Tensor:
+    """GELU by its tanh formula, in place."""
+    assert x.is_contiguous()
+    _tanh_gelu_kernel[(triton.cdiv(x.numel(), _BLOCK),)](x, x.numel(), BLOCK=_BLOCK, num_warps=8)
+    return x
+
+
+@triton.jit
+def _tanh_gelu_kernel(x: tl.tensor, count: tl.tensor, BLOCK: tl.constexpr) -> None:
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + place, mask=place < count, other=0.0).to(tl.float32)
+    # (1 + tanh(u)) / 2 is sigmoid(2 u); here u = sqrt(2 / pi) * (value + 0.044715 * value**3).
+    inner = 1.5957691216057308 * value * (1.0 + 0.044715 * value * value)
+    tl.store(x + place, (value * tl.sigmoid(inner)).to(x.dtype.element_ty), mask=place < count)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -37,6 +37,7 @@ class Decoder:
         if text.num_heads % text.num_kv_heads:
             raise ConfigError(f"{text.num_heads} attention heads cannot share {text.num_kv_heads} key-value heads")
         self.table = params.new("embed.weight", text.vocab_size + extra_tokens, text.hidden_size)
+        self.embedding_size = text.embedding_size
         self.rotary = Rotary(text, params.device)
         self.scale = float(text.head_dim**-0.5) * self.rotary.gain**2  # of scores
         layers = params.within("layers")
@@ -47,14 +48,24 @@ class Decoder:
             self.head = params.new("head.weight", text.vocab_size, text.hidden_size)
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        return F.embedding(token_ids, self.table)
+        """[T] -> [T, embedding size]: zeros where pictures have vectors for deeper layers."""
+        rows = F.embedding(token_ids, self.table)
+        missing = self.embedding_size - rows.shape[1]
+        return F.pad(rows, (0, missing)) if missing else rows
 
     def forward(self, embeds: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         cos, sin = self.rotary(positions, embeds.dtype)  # [T, 1, d]
-        x = embeds
+        x, *deep = self.parts(embeds)
         for index, layer in enumerate(self.layers):
             x = layer(x, cos, sin, attention, index)
+            if index < len(deep):
+                x.add_(deep[index])
         return self.norm(x)
+
+    def parts(self, embeds: Tensor) -> tuple[Tensor, ...]:
+        """What goes into the first layer, and what is added behind each of the first layers, where a tower gave more
+        than one vector for an embedding: [T, H] each."""
+        return torch.split(embeds, self.table.shape[1], dim=1)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return F.linear(hidden, self.head).float()
@@ -115,7 +126,7 @@ class Rotary:
         sections = text.mrope_section or (text.head_dim // 2,)
         if sum(sections) != text.head_dim // 2:
             raise ConfigError(f"mrope_section {list(sections)} must add up to half the head size {text.head_dim}")
-        axes = [axis for axis, size in enumerate(sections) for _ in range(size)]
+        axes = _interleaved(sections) if text.rope_scaling.get("mrope_interleaved") else _one_by_one(sections)
         self.axes = torch.tensor(axes, device=device)  # int64 [d / 2]: the axis each frequency turns with
 
     def __call__(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -123,6 +134,17 @@ class Rotary:
         per_frequency = positions.float().index_select(0, self.axes)  # [d / 2, T]
         angles = per_frequency.T * self.frequencies  # [T, d / 2]
         return cos_sin(angles[:, None], dtype)
+
+
+def _one_by_one(sections: Sequence[int]) -> list[int]:
+    """Sizes 2, 3, 3 -> 0 0 1 1 1 2 2 2"""
+    return [axis for axis, size in enumerate(sections) for _ in range(size)]
+
+
+def _interleaved(sections: Sequence[int]) -> list[int]:
+    """Sizes 4, 2, 2 -> 0 1 2 0 1 2 0 0: axes take turns until theirs are used up, the first one fills the rest."""
+    turns = (index % len(sections) for index in range(sum(sections)))
+    return [axis if index < sections[axis] * len(sections) else 0 for index, axis in enumerate(turns)]
 
 
 def _kind(scaling: Mapping[str, Any]) -> str:

@@ -33,13 +33,16 @@ class FusedDecoder:
         return products_for(self.decoder, rows, self._workspace)
 
     def forward(self, embeds: Tensor, attend: Attend, products: Products) -> Stream:
-        """[T, H] -> the stream behind the last layer."""
-        x = Stream(embeds)
+        """[T, H], or wider rows as `Decoder.parts` reads them -> the stream behind the last layer."""
+        first, *deep = self.decoder.parts(embeds)
+        x = Stream(first.contiguous())
         for index, layer in enumerate(self.decoder.layers):
             qkv, x = products.qkv(x, layer)
             projected = _norm_heads(qkv.view(len(qkv), -1, layer.head_dim), layer)
             mixed = attend(projected, self.kv.k[index], self.kv.v[index])
             x = products.mlp(products.out(mixed.flatten(1), x, layer), layer)
+            if index < len(deep):
+                (x.rows if x.added is None else x.added).add_(deep[index])
         return x
 
     def embed(self, token_ids: Tensor) -> Tensor:

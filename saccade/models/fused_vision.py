@@ -15,7 +15,7 @@ from saccade.kernels import pictures, vit_steps
 from saccade.kernels.packed_vit import TILE_ROWS, packed_vit
 from saccade.kernels.tiles import Tiles
 from saccade.models.attention import packed_attention
-from saccade.models.layers import Activation, Linear, RMSNorm, quick_gelu, silu_and_mul
+from saccade.models.layers import Activation, Linear, RMSNorm, quick_gelu, silu_and_mul, tanh_gelu
 from saccade.models.pixels import PatchLayout, Picture, PixelPolicy, as_tensor, resize
 from saccade.models.resample import BITS, Taps, resample
 from saccade.models.vision import Angles, Norm, VisionBlock
@@ -28,6 +28,7 @@ Attend = Callable[[Tensor, float], Tensor]
 _ACTIVATIONS: Mapping[Activation, Activation] = {
     quick_gelu: vit_steps.quick_gelu,
     silu_and_mul: vit_steps.silu_and_mul,
+    tanh_gelu: vit_steps.tanh_gelu,
 }
 
 

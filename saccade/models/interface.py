@@ -18,7 +18,10 @@ Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q [T, heads, d], k [T, kv_heads, d], v [T, kv_heads, d]) -> [T, heads, d]. It keeps k and v for later."""
 
 Encoding = Generator[None, None, list[Tensor]]
-"""Encoding of some pictures: pauses after each layer, returns one [slots, hidden] tensor per picture."""
+"""Encoding of some pictures: pauses after each layer, returns one [slots, width] tensor per picture.
+
+The width is the decoder's, or a multiple of it for towers that feed several of its layers (`TextConfig.num_deep`).
+"""
 
 
 class Seen(NamedTuple):
@@ -42,10 +45,10 @@ class VisionLanguageModel(Protocol):
         """Run the vision tower over the packed patches of several pictures [sum of patches, patch_dim]."""
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """[T] -> [T, hidden]"""
+        """[T] -> rows as wide as what `encode` returns"""
 
     def forward(self, embeds: Tensor, positions: Tensor, attention: Attention) -> Tensor:
-        """Packed tokens [T, hidden] at rotary positions [axes, T] -> [T, hidden], final norm applied."""
+        """Packed rows of `embed` and `encode` at rotary positions [axes, T] -> [T, hidden], final norm applied."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, hidden] -> float32 [N, vocabulary]"""

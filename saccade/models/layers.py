@@ -77,12 +77,13 @@ class Linear:
 class PatchLinear:
     """A convolution whose stride is its kernel: one product over flattened patches [patches, patch_dim]."""
 
-    def __init__(self, params: Parameters, kernel: tuple[int, ...], outputs: int) -> None:
+    def __init__(self, params: Parameters, kernel: tuple[int, ...], outputs: int, *, bias: bool = False) -> None:
         stored = params.new("weight", outputs, *kernel)
         self.weight = stored.view(outputs, -1)  # [outputs, patch_dim]
+        self.bias = params.new("bias", outputs) if bias else None
 
     def __call__(self, patches: Tensor) -> Tensor:
-        return F.linear(patches, self.weight)
+        return F.linear(patches, self.weight, self.bias)
 
 
 class RMSNorm:

@@ -105,15 +105,18 @@ class Merger:
         vision: VisionConfig,
         outputs: int,
         norm: type[LayerNorm] | type[RMSNorm] = LayerNorm,
+        *,
+        is_norm_merged: bool = False,
     ) -> None:
         merged = vision.hidden_size * vision.spatial_merge_size**2
-        self.norm = norm(params.within("norm"), vision.hidden_size, EPS)
+        self.norm = norm(params.within("norm"), merged if is_norm_merged else vision.hidden_size, EPS)
         self.up = Linear(params.within("up"), merged, merged, bias=True)
         self.down = Linear(params.within("down"), merged, outputs, bias=True)
 
     def __call__(self, x: Tensor) -> Tensor:
         # `patchify` put the patches of a token next to each other, so merging is a change of shape.
-        return self.down(F.gelu(self.up(self.norm(x).view(-1, self.up.weight.shape[1]))))
+        normed = self.norm(x.view(-1, *self.norm.weight.shape))
+        return self.down(F.gelu(self.up(normed.view(-1, self.up.weight.shape[1]))))
 
 
 def vision_theta(config: ModelConfig) -> float:

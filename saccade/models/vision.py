@@ -98,13 +98,19 @@ def reorder(x: Tensor, order: Tensor, merge: int) -> Tensor:
     return x.view(len(order), merge**2, *x.shape[1:]).index_select(0, order).flatten(0, 1)
 
 
+def by_token(cells: Tensor, merge: int) -> Tensor:
+    """[h, w, n] of a frame -> [h * w, n] in the order of `pixels.patchify`."""
+    height, width, size = cells.shape
+    blocks = cells.view(height // merge, merge, width // merge, merge, size)
+    return blocks.transpose(1, 2).reshape(-1, size)
+
+
 def _places(grid: Grid, merge: int, device: torch.device) -> Tensor:
     """Row and column of each patch of a picture, in the order of `pixels.patchify`: float32 [patches, 2]."""
     rows, columns = torch.meshgrid(
         torch.arange(grid.h, device=device), torch.arange(grid.w, device=device), indexing="ij"
     )
-    cells = torch.stack((rows, columns), dim=-1).view(grid.h // merge, merge, grid.w // merge, merge, 2)
-    return cells.transpose(1, 2).reshape(-1, 2).repeat(grid.t, 1).float()
+    return by_token(torch.stack((rows, columns), dim=-1), merge).repeat(grid.t, 1).float()
 
 
 def vision_config(config: ModelConfig) -> VisionConfig:

@@ -9,6 +9,7 @@ from saccade.processor.families.llava_next import LlavaNext
 from saccade.processor.families.mllama import Mllama
 from saccade.processor.families.qwen2_5_vl import Qwen2_5VL
 from saccade.processor.families.qwen2_vl import Qwen2VL
+from saccade.processor.families.qwen3_vl import Qwen3VL
 from saccade.processor.families.text import Text
 
 FAMILIES: dict[str, type[Family]] = {
@@ -18,6 +19,7 @@ FAMILIES: dict[str, type[Family]] = {
     "qwen2_vl": Qwen2VL,
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), Text),
     "qwen2_5_vl": Qwen2_5VL,
+    "qwen3_vl": Qwen3VL,
 }
 
 

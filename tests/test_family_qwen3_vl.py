@@ -1,0 +1,328 @@
+"""Qwen3-VL against Transformers: sizes, positions, deep features, logits; and what wider embeddings cost."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.vision_utils import get_vision_interpolation_indices_and_weights
+
+from saccade import costs
+from saccade.config import ConfigError, model_config
+from saccade.kernels import vit_steps
+from saccade.models import load_model
+from saccade.models.decoder import Rotary
+from saccade.models.fused_vision import FusedVision
+from saccade.models.layers import Parameters, tanh_gelu
+from saccade.models.qwen3_vl import Positions, Qwen3VL
+from saccade.models.vision import by_token
+from saccade.models.vision_ops import TorchVision, VisionOps
+from saccade.models.weights import fill_random
+from saccade.processor.checkpoint import open_checkpoint
+from saccade.processor.families import family_for
+from saccade.types import Grid, Size, Span
+from tests.allocations import PeakMemory
+from tests.family_qwen3_vl import build
+from tests.test_models_parity import CPU, Pair, assert_close, finish, our_logits, prompt, their_logits
+
+# What the hub says of Qwen3-VL-4B-Instruct.
+PUBLISHED_4B: dict[str, Any] = {
+    "architectures": ["Qwen3VLForConditionalGeneration"],
+    "model_type": "qwen3_vl",
+    "image_token_id": 151655,
+    "video_token_id": 151656,
+    "vision_start_token_id": 151652,
+    "vision_end_token_id": 151653,
+    "tie_word_embeddings": True,
+    "text_config": {
+        "attention_bias": False,
+        "dtype": "bfloat16",
+        "eos_token_id": 151645,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "max_position_embeddings": 262144,
+        "model_type": "qwen3_vl_text",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 36,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"},
+        "rope_theta": 5000000,
+        "tie_word_embeddings": True,
+        "vocab_size": 151936,
+    },
+    "vision_config": {
+        "deepstack_visual_indexes": [5, 11, 17],
+        "depth": 24,
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_size": 1024,
+        "in_channels": 3,
+        "intermediate_size": 4096,
+        "model_type": "qwen3_vl",
+        "num_heads": 16,
+        "num_position_embeddings": 2304,
+        "out_hidden_size": 2560,
+        "patch_size": 16,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+    },
+}
+
+
+@pytest.fixture(scope="module", params=["saved", "published"])
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return Pair(build(tmp_path_factory.mktemp("qwen3_vl"), layout=request.param))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("family"), layout="published")
+
+
+# --- what a picture costs -----------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(width=st.integers(1, 400), height=st.integers(1, 400), limits=st.sampled_from([(4096, 65536), (1024, 10240)]))
+def test_sizes_and_grids_equal_those_of_the_image_processor(
+    folder: Path, width: int, height: int, limits: tuple[int, int]
+) -> None:
+    assume(max(width, height) / min(width, height) <= 200)
+    files = open_checkpoint(str(folder), weights=False)
+    geometry = family_for(files.config).from_checkpoint(files).geometry(Size(width, height), *limits)
+    processor = Qwen2VLImageProcessorPil(size={"shortest_edge": limits[0], "longest_edge": limits[1]}, patch_size=16)
+    output = processor(Image.new("RGB", (width, height)), return_tensors="np")
+    assert output["image_grid_thw"].tolist() == [list(geometry.grid)]
+    assert geometry.tokens == geometry.grid.patches // 4
+    assert geometry.resized == Size(geometry.grid.w * 16, geometry.grid.h * 16)
+
+
+def test_pixel_limits_are_the_edges_of_the_published_size(folder: Path) -> None:
+    files = open_checkpoint(str(folder), weights=False)
+    family = family_for(files.config).from_checkpoint(files)
+    assert family.policy(None, None) == (64 * 64, 32 * 32 * 1280)
+    assert family.largest(*family.policy(None, None)).tokens == 1280
+
+
+def test_positions_equal_those_of_the_model(pair: Pair, folder: Path) -> None:
+    grids = [Grid(1, 6, 10), Grid(1, 4, 4)]
+    ids = [5, 6, *[pair.config.image_token_id] * 15, 7, *[pair.config.image_token_id] * 4, 8, 9]
+    files = open_checkpoint(str(folder), weights=False)
+    spans = [Span(2, 15, b"a", 15), Span(18, 4, b"b", 4)]
+    found, following = family_for(files.config).from_checkpoint(files).positions(ids, spans, grids)
+    kinds = torch.tensor([[int(i == pair.config.image_token_id) for i in ids]])
+    expected, delta = pair.theirs.model.get_rope_index(torch.tensor([ids]), kinds, image_grid_thw=torch.tensor(grids))
+    assert found.tolist() == expected[:, 0].tolist()
+    assert following == len(ids) + int(delta)
+
+
+# --- the tower ----------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=30, deadline=None)
+@given(h=st.integers(1, 12), w=st.integers(1, 12))
+def test_learned_positions_are_stretched_as_in_transformers(h: int, w: int) -> None:
+    params = Parameters(torch.float32, CPU)
+    positions = Positions(params, 49, 8)
+    fill_random(params.targets, 0)
+    grid = Grid(1, 2 * h, 2 * w)
+    indices, weights = get_vision_interpolation_indices_and_weights(
+        torch.tensor([grid]), 7, align_corners=True, spatial_merge_size=2
+    )
+    expected = (positions.table[indices] * weights[..., None]).sum(1)
+    torch.testing.assert_close(by_token(positions.stretched(grid), 2), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_picture_features_of_all_depths_equal_those_of_transformers(pair: Pair) -> None:
+    grids = [Grid(1, 10, 6), Grid(1, 4, 4), Grid(2, 6, 2)]
+    patches = torch.randn(sum(grid.patches for grid in grids), 3 * 2 * 16 * 16)
+    with torch.inference_mode():
+        ours = finish(pair.ours.encode(patches, grids))
+        theirs = pair.theirs.model.get_image_features(patches, torch.tensor(grids))
+    expected = [theirs.pooler_output, *theirs.deepstack_features]
+    for index, mine in enumerate(ours):
+        assert mine.shape == (grids[index].patches // 4, 3 * 64)
+        for part, other in zip(mine.split(64, dim=1), expected, strict=True):
+            assert_close(part, other[index])
+
+
+def test_a_picture_encodes_the_same_alone_and_packed(pair: Pair) -> None:
+    pictures = pair.pictures(2)
+    with torch.inference_mode():
+        packed = finish(pair.ours.encode(torch.cat([p for _, p in pictures]), [g for g, _ in pictures]))
+        alone = [finish(pair.ours.encode(patches, [grid]))[0] for grid, patches in pictures]
+    for one, other in zip(packed, alone, strict=True):
+        assert_close(one, other, 1e-5)
+
+
+# --- the decoder --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_logits_equal_those_of_transformers(pair: Pair, count: int) -> None:
+    pictures = pair.pictures(count)
+    ids = prompt(pair, pictures)
+    assert_close(our_logits(pair, ids, pictures), their_logits(pair, ids, pictures))
+
+
+def test_chunks_do_not_change_the_logits(pair: Pair) -> None:
+    pictures = pair.pictures(1)
+    ids = prompt(pair, pictures)
+    assert_close(our_logits(pair, ids, pictures, 5), our_logits(pair, ids, pictures), 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("text", "vision"),
+    [
+        ({}, {"deepstack_visual_indexes": []}),
+        ({}, {"deepstack_visual_indexes": [1, 2, 3]}),
+        ({"attention_bias": True}, {}),
+        ({"head_dim": 16, "num_key_value_heads": 4, "rope_parameters": None}, {"num_position_embeddings": 400}),
+    ],
+    ids=["nothing deep", "the last layer too", "biases", "other heads"],
+)
+def test_variants_of_the_config_match(tmp_path: Path, text: dict[str, Any], vision: dict[str, Any]) -> None:
+    if "rope_parameters" in text:
+        sections = {"mrope_section": [4, 2, 2], "mrope_interleaved": True}
+        text = {**text, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, **sections}}
+    pair = Pair(build(tmp_path, text=text, vision=vision))
+    pictures = pair.pictures(2)
+    ids = prompt(pair, pictures)
+    assert_close(our_logits(pair, ids, pictures), their_logits(pair, ids, pictures))
+
+
+def test_axes_take_turns_until_theirs_are_used_up() -> None:
+    axes = Rotary(model_config(PUBLISHED_4B).text, CPU).axes.tolist()
+    assert axes == [0, 1, 2] * 20 + [0] * 4
+
+
+def test_text_has_zeros_where_pictures_have_deep_vectors(pair: Pair) -> None:
+    rows = pair.ours.embed(torch.tensor([3, 4]))
+    assert rows.shape == (2, 3 * 64)
+    assert torch.equal(rows[:, :64], pair.ours.decoder.table[3:5])
+    assert not rows[:, 64:].any()
+
+
+def test_rows_without_deep_vectors_give_the_same_as_rows_with_zeros(pair: Pair) -> None:
+    ids = prompt(pair, [])
+    whole = our_logits(pair, ids, [])
+    pair.ours.decoder.embedding_size = 64
+    try:
+        assert torch.equal(our_logits(pair, ids, []), whole)
+    finally:
+        pair.ours.decoder.embedding_size = 3 * 64
+
+
+# --- on a device --------------------------------------------------------------------------------------------------
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SMALL: dict[str, Any] = {
+    **PUBLISHED_4B,
+    "text_config": {
+        **PUBLISHED_4B["text_config"],
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "rope_scaling": {"mrope_interleaved": True, "mrope_section": [6, 5, 5], "rope_type": "default"},
+        "vocab_size": 32,
+    },
+    "vision_config": {
+        **PUBLISHED_4B["vision_config"],
+        "deepstack_visual_indexes": [0, 1],
+        "depth": 3,
+        "hidden_size": 96,
+        "intermediate_size": 384,
+        "num_heads": 2,
+        "num_position_embeddings": 16,
+        "patch_size": 2,
+    },
+}
+
+
+def model(ops: VisionOps) -> Qwen3VL:
+    params = Parameters(torch.float32, DEVICE)
+    made = Qwen3VL(model_config(SMALL), params, {}, ops)
+    fill_random(params.targets, 0)
+    generator = torch.Generator(DEVICE).manual_seed(1)
+    for name, tensor in params.targets.items():
+        if name.endswith("bias"):  # zeros would hide one that is added twice or not at all
+            tensor.normal_(std=0.5, generator=generator)
+    return made
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(7)).to(DEVICE)
+
+
+def test_fused_kernels_give_the_embeddings_of_the_plain_tower() -> None:
+    grids = [Grid(1, 4, 6), Grid(1, 2, 2)]
+    patches = random(sum(grid.patches for grid in grids), 24)
+    expected = finish(model(TorchVision()).encode(patches, grids))
+    found = finish(model(FusedVision()).encode(patches, grids))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+
+
+def test_encoding_takes_the_memory_that_the_formula_says() -> None:
+    made, patches = model(FusedVision()), random(64, 24)
+    with PeakMemory() as memory:
+        memory.hold(patches)
+        layers = made.encode(patches, [Grid(1, 8, 8)])
+        del patches
+        for _ in layers:
+            pass
+    vision = made.config.vision
+    assert vision is not None
+    planned = 64 * costs.encode_bytes_per_patch(vision, made.config.text, "float32")
+    assert memory.peak == pytest.approx(planned, rel=0.05)  # small: what is held once shows
+
+
+def test_the_fused_activation_is_the_plain_one() -> None:
+    x = random(33, 129) * 4
+    expected = tanh_gelu(x.clone())
+    torch.testing.assert_close(vit_steps.tanh_gelu(x), expected, atol=1e-5, rtol=1e-5)
+
+
+# --- published configs --------------------------------------------------------------------------------------------
+
+
+def test_the_published_config_is_read_with_its_deep_layers_and_its_size() -> None:
+    config = model_config(PUBLISHED_4B)
+    vision = config.vision
+    assert vision is not None
+    assert (vision.deep_layers, vision.is_gated, vision.window_tokens) == ((5, 11, 17), False, None)
+    assert config.text.num_deep == 3
+    assert costs.weight_bytes(config, "bfloat16") == pytest.approx(8.88e9, rel=5e-3)  # 4.44 billion parameters
+
+
+def test_an_embedding_of_a_picture_is_billed_with_all_its_vectors() -> None:
+    config = model_config(PUBLISHED_4B)
+    assert costs.embedding_bytes_per_slot(config.text, "bfloat16") == 4 * 2560 * 2
+
+
+@pytest.mark.parametrize(
+    ("part", "changes", "said"),
+    [
+        ("vision_config", {"num_position_embeddings": 26}, "num_position_embeddings=26 is not the area of a square"),
+        ("text_config", {"num_hidden_layers": 1}, "names 2 layers, the decoder has 1"),
+    ],
+)
+def test_a_config_that_cannot_work_is_refused_with_its_values(
+    folder: Path, part: str, changes: dict[str, Any], said: str
+) -> None:
+    raw = json.loads((folder / "config.json").read_text())
+    raw[part].update(changes)
+    with pytest.raises(ConfigError, match=said):
+        load_model(None, model_config(raw), dtype=torch.float32, device=CPU, load_format="dummy")
