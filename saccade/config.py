@@ -52,6 +52,26 @@ _VISION_DEFAULTS: Mapping[str, Any] = {
     "temporal_patch_size": 1,
     "hidden_act": "quick_gelu",
 }
+_TOWER_DEFAULTS: Mapping[str, Mapping[str, Any]] = {  # the same for towers that are known by their own type
+    "pixtral": {
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "patch_size": 16,
+        "hidden_act": "gelu",
+        "is_gated": True,
+    },
+    "siglip_vision_model": {
+        "hidden_size": 768,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "patch_size": 16,
+        "image_size": 224,
+        "hidden_act": "gelu_pytorch_tanh",
+    },
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +183,7 @@ def model_config(raw: Mapping[str, Any], generation: Mapping[str, Any] | None = 
     return ModelConfig(
         model_type=model_type,
         text=_text_config(text, raw, len((vision or {}).get("deepstack_visual_indexes") or ())),
-        vision=_vision_config(vision) if vision else None,
+        vision=_vision_config({**_beside_towers(raw), **vision}) if vision else None,
         image_token_id=_first(raw, "image_token_id", "image_token_index"),
         video_token_id=_first(raw, "video_token_id", "video_token_index"),
         dtype=_dtype_name(raw, text),
@@ -226,7 +246,7 @@ def _linear_config(text: Mapping[str, Any]) -> LinearConfig | None:
 
 
 def _vision_config(given: Mapping[str, Any]) -> VisionConfig:
-    vision = {**_VISION_DEFAULTS, **given}
+    vision = {**_VISION_DEFAULTS, **_TOWER_DEFAULTS.get(given.get("model_type", ""), {}), **given}
     hidden = _first(vision, "embed_dim", "hidden_size")
     if hidden is None:
         raise ConfigError("config.json: vision_config has neither embed_dim nor hidden_size")
@@ -235,17 +255,31 @@ def _vision_config(given: Mapping[str, Any]) -> VisionConfig:
         intermediate_size=vision.get("intermediate_size") or int(hidden * vision.get("mlp_ratio", 4)),
         num_layers=_need(vision, "depth", "num_hidden_layers") + vision.get("num_global_layers", 0),
         num_heads=_need(vision, "num_heads", "num_attention_heads", "attention_heads"),
-        patch_size=vision["patch_size"],
+        patch_size=_side(vision["patch_size"]),
         in_channels=_first(given, "in_channels", "in_chans", "num_channels") or vision["in_channels"],
         image_size=vision.get("image_size"),
         spatial_merge_size=vision["spatial_merge_size"],
         temporal_patch_size=vision["temporal_patch_size"],
         hidden_act=vision["hidden_act"],
-        is_gated=vision["hidden_act"] == "silu",  # no config says it, but SiLU came to towers together with the gate
+        # No config says it, but SiLU came to towers together with the gate.
+        is_gated=vision.get("is_gated", vision["hidden_act"] == "silu"),
         window_size=vision.get("window_size") if "fullatt_block_indexes" in vision else None,
         full_layers=tuple(vision.get("fullatt_block_indexes") or ()),
         deep_layers=tuple(vision.get("deepstack_visual_indexes") or ()),
     )
+
+
+def _beside_towers(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """What belongs to the tower's shape but stands at the top where a projector does the merging."""
+    return {name: raw[name] for name in ("spatial_merge_size",) if raw.get(name) is not None}
+
+
+def _side(given: int | list[int]) -> int:
+    """Of a square, which some checkpoints write as two equal numbers."""
+    sides = given if isinstance(given, list) else [given]
+    if len(set(sides)) != 1:
+        raise ConfigError(f"config.json: patches of {given} pixels are not square")
+    return sides[0]
 
 
 def _first(values: Mapping[str, Any], *names: str) -> Any:
@@ -308,13 +342,22 @@ class Options:
     enable_prefix_caching: bool = _option(True, "reuse KV blocks of equal beginnings")
     limit_mm_per_prompt: dict[str, int] = _option(  # noqa: RUF009 (a dict becomes a default factory)
         {"image": 16, "video": 1},
-        "pictures per prompt, such as image=4; video=N is read too, but no video is taken yet",
+        "pictures and videos per prompt, such as image=4,video=1",
     )
     min_pixels: int | None = _option(None, "smaller pictures are enlarged to this; automatic: the checkpoint's")
     max_pixels: int | None = _option(None, "larger pictures are reduced to this; automatic: the checkpoint's")
     max_image_bytes: int = _option(64 << 20, "compressed size of one picture")
     max_image_pixels: int = _option(100_000_000, "width x height of one picture before it is resized")
     max_request_pixels: int = _option(400_000_000, "the same for all pictures of one request together")
+    video_fps: float = _option(2.0, "frames taken of each second of a video; requests may ask for fewer")
+    max_video_frames: int | None = _option(None, "frames taken of one video at most; automatic: the checkpoint's")
+    max_video_pixels: int | None = _option(
+        None,
+        "larger videos are reduced to this: a frame, or all frames together where the checkpoint counts so; automatic: "
+        "the checkpoint's",
+    )
+    max_video_bytes: int = _option(256 << 20, "compressed size of one video")
+    max_video_seconds: float = _option(3600.0, "how long one video may be")
     step_ms: float | None = _option(
         None,
         "how long a step may take on a CPU: prompts are cut, pictures encoded in slices and text goes ahead of them, "
@@ -342,7 +385,7 @@ class Options:
                 raise ConfigError(f"{name} must be a number of 0 or more, not {value!r}")
         if not isinstance(self.seed, int):
             raise ConfigError(f"seed must be a whole number, not {self.seed!r}")
-        for name in ("step_ms", "inter_token_ms"):
+        for name in ("step_ms", "inter_token_ms", "video_fps", "max_video_seconds"):
             if getattr(self, name) is not None and not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be above 0, not {getattr(self, name)}")
         if not 0 < self.gpu_memory_utilization <= 1:
@@ -358,12 +401,14 @@ class Options:
                 raise ConfigError(f"limit_mm_per_prompt takes image=N,video=N with N >= 0, not {kind}={count}")
 
 
-_PIXEL_LIMITS = ("max_image_bytes", "max_image_pixels", "max_request_pixels")
+_PIXEL_LIMITS = ("max_image_bytes", "max_image_pixels", "max_request_pixels", "max_video_bytes")
 _OPTIONAL_COUNTS = (
     "max_model_len",
     "encoder_budget",
     "min_pixels",
     "max_pixels",
+    "max_video_frames",
+    "max_video_pixels",
     "encode_layers_per_step",
     "decode_threads",
 )
@@ -462,6 +507,17 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class VideoPolicy:
+    """Resolved limits for one video; see Options."""
+
+    fps: float = 2.0
+    max_frames: int | None = None
+    max_pixels: int | None = None
+    max_bytes: int = 256 << 20
+    max_seconds: float = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
 class MediaPolicy:
     """Resolved limits the processor works under."""
 
@@ -471,6 +527,7 @@ class MediaPolicy:
     max_image_bytes: int
     max_image_pixels: int
     max_request_pixels: int = 400_000_000
+    video: VideoPolicy = VideoPolicy()
 
     @classmethod
     def of(cls, options: Options) -> MediaPolicy:
@@ -481,4 +538,11 @@ class MediaPolicy:
             max_image_bytes=options.max_image_bytes,
             max_image_pixels=options.max_image_pixels,
             max_request_pixels=options.max_request_pixels,
+            video=VideoPolicy(
+                fps=options.video_fps,
+                max_frames=options.max_video_frames,
+                max_pixels=options.max_video_pixels,
+                max_bytes=options.max_video_bytes,
+                max_seconds=options.max_video_seconds,
+            ),
         )

@@ -12,7 +12,15 @@ from transformers import LlavaForConditionalGeneration, Qwen2VLForConditionalGen
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from tests import checkpoints, family_llava_next, family_qwen2_5_vl, family_qwen3_vl
+from tests import (
+    checkpoints,
+    family_fallback,
+    family_llava_next,
+    family_mistral3,
+    family_mllama,
+    family_qwen2_5_vl,
+    family_qwen3_vl,
+)
 from tests.reference import Reference, image_settings, load
 
 
@@ -21,6 +29,7 @@ class ModelFamily(NamedTuple):
     picture: str  # what a raw prompt says where a picture goes
     reference: Callable[[Path], Reference]
     layouts: tuple[str, ...] = ("saved", "published")
+    has_kernels: bool = True  # its decoder also runs in the kernels of CUDA devices; False: the plain way everywhere
 
 
 def _qwen2_vl_reference(folder: Path) -> Reference:
@@ -48,6 +57,11 @@ def _llava_reference(folder: Path) -> Reference:
     return Reference(model, tokenizer, "<image>", read)
 
 
+def _unknown(build: Callable[..., Path], picture: str) -> ModelFamily:
+    """One that is not in our table and runs through Transformers' code."""
+    return ModelFamily(build, picture, family_fallback.reference(picture), ("saved",), has_kernels=False)
+
+
 FAMILIES: dict[str, ModelFamily] = {
     "qwen2_vl": ModelFamily(checkpoints.qwen2_vl, "<|vision_start|><|image_pad|><|vision_end|>", _qwen2_vl_reference),
     "qwen2_5_vl": ModelFamily(
@@ -56,6 +70,12 @@ FAMILIES: dict[str, ModelFamily] = {
     "qwen3_vl": ModelFamily(
         family_qwen3_vl.build, "<|vision_start|><|image_pad|><|vision_end|>", family_qwen3_vl.reference
     ),
+    "deepseek_vl": _unknown(family_fallback.deepseek_vl, "<image_placeholder>"),
+    "idefics3": _unknown(family_fallback.idefics3, "<image>"),
+    "internvl": _unknown(family_fallback.internvl, "<IMG_CONTEXT>"),
     "llava": ModelFamily(checkpoints.llava, "<image>\n", _llava_reference),
+    "mllama": ModelFamily(family_mllama.build, family_mllama.PICTURE, family_mllama.reference, has_kernels=False),
     "llava_next": ModelFamily(family_llava_next.build, "<image>\n", family_llava_next.reference),
+    "pixtral": ModelFamily(family_mistral3.build_pixtral, "[IMG]", family_mistral3.pixtral_reference),
+    "mistral3": ModelFamily(family_mistral3.build, "[IMG]", family_mistral3.reference),
 }

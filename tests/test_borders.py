@@ -23,10 +23,11 @@ ALLOWED: dict[str, set[str]] = {
     "outputs": {"types"},
     "rgb": {"types"},
     "schema": set(),
-    "processor": BASE,
+    "hf_processor": {"config"},
+    "processor": BASE | {"hf_processor"},
     "scheduler": {"types", "params", "config"},
     "kernels": set(),
-    "models": {"types", "config", "kernels"},
+    "models": {"types", "config", "kernels", "hf_processor"},
     "runner": BASE | {"models", "kernels"},
     "engine": {"types", "params", "config", "scheduler", "runner"},
     "llm": BASE | {"processor", "engine"},
@@ -57,6 +58,8 @@ LAZY_ALLOWED = {
     "saccade/processor/families/__init__.py",
     "saccade/schema.py",  # llguidance, where a machine has it
     "saccade/runner/grammar.py",
+    "saccade/processor/clips.py",  # PyAV, where videos are read
+    "saccade/runner/clips.py",
     "saccade/runner/build.py",  # Triton, where there is a GPU
     "saccade/runner/memory.py",
 }

@@ -15,7 +15,7 @@ from saccade.engine.overlap import OverlappedCore
 from saccade.runner.cuda import CudaForward
 from saccade.runner.tables import BlockTables
 from saccade.types import StepPlan
-from tests.families import FAMILIES, ModelFamily
+from tests.families import FAMILIES
 
 OPTIONS: dict[str, Any] = {
     "dtype": "float32",
@@ -63,12 +63,12 @@ def answers(llm: LLM, given: list[dict[str, Any]], params: SamplingParams = GREE
     return [list(out.outputs[0].token_ids) for out in llm.generate(given, params, use_tqdm=False)]
 
 
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.has_kernels])
 def test_kernels_and_launching_ahead_give_the_tokens_of_the_plain_engine(
-    family: ModelFamily, family_folder: Path, photo: Callable[..., Image.Image]
+    name: str, tmp_path: Path, photo: Callable[..., Image.Image]
 ) -> None:
-    given = prompts(photo, family.picture)
-    plain = LLM(str(family_folder), **OPTIONS)
-    assert answers(overlapped(family_folder), given) == answers(plain, given)
+    folder, given = FAMILIES[name].build(tmp_path), prompts(photo, FAMILIES[name].picture)
+    assert answers(overlapped(folder), given) == answers(LLM(str(folder), **OPTIONS), given)
 
 
 def test_prompts_in_chunks_give_the_same_tokens(qwen2_vl_folder: Path, photo: Callable[..., Image.Image]) -> None:

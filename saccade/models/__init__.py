@@ -17,12 +17,15 @@ from saccade.models.weights import fill_random, load_weights
 
 _FAMILIES: Mapping[str, tuple[str, str]] = {  # model_type -> (module, class); a module is imported when it is needed
     "llava": ("saccade.models.llava", "Llava"),
+    "llava/pixtral": ("saccade.models.pixtral", "LlavaPixtral"),  # a model type with another tower
     "llava_next": ("saccade.models.llava_next", "LlavaNext"),
+    "mistral3": ("saccade.models.mistral3", "Mistral3"),
     "mllama": ("saccade.models.mllama", "Mllama"),
     "qwen2_vl": ("saccade.models.qwen2_vl", "Qwen2VL"),
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), ("saccade.models.text", "Text")),
     "qwen2_5_vl": ("saccade.models.qwen2_5_vl", "Qwen2_5VL"),
     "qwen3_vl": ("saccade.models.qwen3_vl", "Qwen3VL"),
+    "qwen3_5": ("saccade.models.qwen3_5", "Qwen3_5"),
 }
 
 
@@ -38,8 +41,11 @@ def load_model(
     image_processor: Mapping[str, Any] | None = None,
 ) -> VisionLanguageModel:
     """Build the model that config.json describes and fill it: from the folder, or ("dummy") at random from the seed."""
+    if config.model_type not in _FAMILIES and path is not None:
+        other = import_module("saccade.models.fallback")
+        return other.load(path, config, dtype=dtype, device=device, load_format=load_format, seed=seed)  # type: ignore[no-any-return]
     params = Parameters(dtype, device)
-    model = _family(config.model_type)(config, params, image_processor or {}, _vision_ops(device))
+    model = _family(config)(config, params, image_processor or {}, _vision_ops(device))
     if load_format == "dummy":
         fill_random(params.targets, seed)
     elif path is None:
@@ -57,8 +63,10 @@ def _vision_ops(device: torch.device) -> VisionOps:
     return fused
 
 
-def _family(model_type: str) -> Any:
+def _family(config: ModelConfig) -> Any:
+    model_type = config.model_type
     if model_type not in _FAMILIES:
         raise ConfigError(f"model_type {model_type!r} is not supported; known are {', '.join(sorted(_FAMILIES))}")
-    module, name = _FAMILIES[model_type]
+    with_tower = f"{model_type}/{(config.raw.get('vision_config') or {}).get('model_type')}"
+    module, name = _FAMILIES.get(with_tower, _FAMILIES[model_type])
     return getattr(import_module(module), name)

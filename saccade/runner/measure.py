@@ -76,7 +76,7 @@ def _blank(model: VisionLanguageModel, grid: Grid) -> Tensor:
     vision, table = model.config.vision, model.decoder.table
     assert vision is not None
     pixels = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-    return torch.zeros(grid.patches, pixels, dtype=table.dtype, device=table.device)
+    return torch.ones(grid.patches, pixels, dtype=table.dtype, device=table.device)
 
 
 def _grids(config: ModelConfig, largest: Grid) -> Iterator[Grid]:

@@ -1,0 +1,93 @@
+"""Families that the table does not know, by asking Transformers' own processor what it makes of a blank picture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from saccade.hf_processor import load_processor, placeholder, refusal
+from saccade.processor.families.base import Expansion, Files, check_aspect_ratio, tag
+from saccade.types import Geometry, Grid, RequestError, Size, Span
+
+MOST_PIXELS = 25_000_000
+"""A blank picture of the same size is held in memory to count, so sizes have a bound of their own."""
+_RATIOS = (1, 5 / 4, 4 / 3, 3 / 2, 16 / 9, 2, 5 / 2, 3, 4, 5, 6, 8)
+_WIDE = [Size(1280, round(1280 / ratio)) for ratio in _RATIOS]
+_TRIED = [*_WIDE, *(Size(height, width) for width, height in _WIDE), Size(64, 64), Size(512, 512), Size(2048, 2048)]
+
+
+class Counted(NamedTuple):
+    token_ids: tuple[int, ...]  # that stand for the picture
+    tiles: int
+    tile: Size  # what the tower sees of each, in pixels
+
+
+@dataclass(frozen=True, slots=True)
+class Fallback:
+    image_token_id: int  # in a prompt that is not expanded yet
+    embedded_id: int  # tokens whose place an embedding takes, in the expanded one
+    patch_size: int
+    count: Callable[[Size], Counted]
+    settings: str  # of the picture processor
+    is_fixed_size: bool = True  # pixel limits are the processor's own business
+
+    @classmethod
+    def from_checkpoint(cls, files: Files) -> Self:
+        config = files.config
+        if config.vision is None or config.image_token_id is None:
+            raise refusal(config.model_type, "config.json has no vision_config or no image_token_id")
+        processor = load_processor(files.path, config.model_type)
+        token = placeholder(processor, config.model_type, config.image_token_id)
+        count = lru_cache(4096)(lambda size: _count(processor, token, size))
+        written = processor.tokenizer.convert_tokens_to_ids(token)
+        settings = repr(processor.image_processor)
+        return cls(written, config.image_token_id, config.vision.patch_size, count, settings)
+
+    @property
+    def placeholder_ids(self) -> tuple[int, ...]:
+        return tuple({self.image_token_id, self.embedded_id})
+
+    def policy(self, min_pixels: int | None, max_pixels: int | None) -> tuple[int, int]:
+        return 1, MOST_PIXELS
+
+    def policy_tag(self, min_pixels: int, max_pixels: int) -> bytes:
+        return tag({"processor": self.settings})
+
+    def geometry(self, size: Size, min_pixels: int, max_pixels: int) -> Geometry:
+        check_aspect_ratio(size)
+        if size.width * size.height > MOST_PIXELS:
+            raise RequestError(
+                f"the picture is {size.width}x{size.height} pixels, and at most {MOST_PIXELS} are allowed for a model "
+                "that is served through Transformers",
+                code="image_too_large",
+            )
+        counted = self.count(size)
+        height, width = (side // self.patch_size for side in (counted.tile.height, counted.tile.width))
+        slots = counted.token_ids.count(self.embedded_id)
+        return Geometry(size, Grid(counted.tiles, height, width), len(counted.token_ids), slots)
+
+    def largest(self, min_pixels: int, max_pixels: int) -> Geometry:
+        """Of many shapes tried. A picture that costs still more is refused when it comes."""
+        return max((self.geometry(size, min_pixels, max_pixels) for size in _TRIED), key=lambda g: g.slots)
+
+    def expand(self, geometry: Geometry) -> Expansion:
+        ids = self.count(geometry.resized).token_ids  # `resized` is the picture's own size: nobody else knows better
+        return Expansion(np.array(ids, np.int64), tuple(i == self.embedded_id for i in ids))
+
+    def positions(
+        self, token_ids: Sequence[int] | npt.NDArray[np.int64], spans: Sequence[Span], grids: Sequence[Grid]
+    ) -> tuple[npt.NDArray[np.int32], int]:
+        return np.arange(len(token_ids), dtype=np.int32)[None], len(token_ids)  # [1, tokens]
+
+
+def _count(processor: Any, token: str, size: Size) -> Counted:
+    made = processor(text=[token], images=[Image.new("RGB", size)], add_special_tokens=False)
+    pixels = np.asarray(made["pixel_values"])
+    height, width = pixels.shape[-2:]
+    return Counted(tuple(made["input_ids"][0]), int(np.prod(pixels.shape[:-3])), Size(width, height))
