@@ -60,6 +60,14 @@ def test_pictures_that_were_not_encoded_for_the_request_were_at_hand() -> None:
     assert bill.cached_tokens == 16 and bill.times_ms["prepare"] == 1.0
 
 
+def test_what_is_kept_in_the_encoder_cache_stays_on_the_settled_bill() -> None:
+    bill = make_bill()
+    kept = replace(bill, items=tuple(replace(item, encoder_cache_bytes=100) for item in bill.items))
+    settled = replace(kept, encoder_cache_bytes=200).settled(USAGE, {})
+    assert [item.encoder_cache_bytes for item in settled.items] == [100, 100] and settled.encoder_cache_bytes == 200
+    assert make_bill().encoder_cache_bytes == 0
+
+
 def test_without_a_first_token_nothing_is_said_about_pictures() -> None:
     bill = make_bill().settled(replace(USAGE, first_token=None), {})
     assert [item.cached for item in bill.items] == [None, None]

@@ -17,6 +17,7 @@ from saccade.config import Options, SchedulerConfig, model_config
 from saccade.engine import wire
 from saccade.params import SamplingParams
 from saccade.types import (
+    TO_THE_END,
     Geometry,
     Grid,
     Header,
@@ -42,7 +43,15 @@ geometries = st.builds(Geometry, sizes, st.builds(Grid, counts, counts, counts),
 headers = st.builds(Header, words, sizes, st.integers(1, 8), counts, words)
 keys = st.binary(min_size=32, max_size=32)
 items = st.builds(MediaItem, keys, st.sampled_from(["image", "video"]), st.binary(max_size=64), headers, geometries)
-spans = st.builds(Span, counts, counts, keys, counts, st.none() | st.lists(st.booleans(), max_size=4).map(tuple))
+spans = st.builds(
+    Span,
+    counts,
+    counts,
+    keys,
+    counts,
+    st.none() | st.lists(st.booleans(), max_size=4).map(tuple),
+    st.none() | counts | st.just(TO_THE_END),
+)
 
 
 @st.composite
