@@ -87,15 +87,32 @@ class Geometry:
     tiling: Tiling | None = None  # None: the tower sees the picture as one
 
 
+class Still(NamedTuple):
+    """One frame of a video that came as a list of frames."""
+
+    length: int  # bytes
+    header: Header
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class MediaItem:
-    """One picture on its way to the encoder: still compressed, its cost already known."""
+    """One picture, or one frame group of a video, on its way to the encoder: still compressed, its cost already known.
+
+    A group has `stamps` when it belongs to a file, `stills` when its frames came one by one. Where it has fewer frames
+    than the model puts into a patch, the last one repeats.
+    """
 
     key: Key
     kind: Literal["image", "video"]
-    data: bytes  # the bytes as they arrived; for format "rgb": height x width x 3 bytes
+    data: bytes  # the bytes as they arrived, all groups of a file share them; for "rgb": height x width x 3 bytes
     header: Header
     geometry: Geometry
+    stamps: tuple[int, ...] = ()  # its frames' times, in the unit of the file's own stream
+    stills: tuple[Still, ...] = ()  # its frames, one after the other in `data`
+
+    @property
+    def num_frames(self) -> int:
+        return len(self.stamps) or len(self.stills) or 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +141,15 @@ class Span:
         return self.read_end is not None
 
 
+class VideoRun(NamedTuple):
+    """Which spans are the groups of one video."""
+
+    first: int  # index of its first span
+    groups: int
+    frames: int  # taken of it
+    key: Key  # of the video as a whole
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
     """Tokens plus spans: everything the engine needs to know about what the client sent."""
@@ -136,6 +162,7 @@ class Prompt:
     identity: bytes  # RECORD_BYTES per position: what the prefix cache hashes
     salt: bytes = b""  # separates tenants in both caches
     text: str | None = None  # the prompt as the client or the template wrote it, for showing
+    videos: tuple[VideoRun, ...] = ()  # in prompt order, for the bill
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -154,6 +181,13 @@ class Request:
 # --- one step -----------------------------------------------------------------------------------------------------
 
 
+class KeptState(NamedTuple):
+    """What a model's recurrent layers remember behind some tokens of a prompt."""
+
+    place: int  # tokens that it has seen
+    row: int  # of the states that are kept
+
+
 class Work(NamedTuple):
     """A window [start, end) of one request's tokens to compute in this step. Decode is a window of one."""
 
@@ -162,6 +196,7 @@ class Work(NamedTuple):
     end: int
     new_blocks: tuple[int, ...]  # KV blocks added to the request's table for this window, in order
     samples: bool  # the window reaches the last known token, so the step yields the next one
+    keeps: tuple[KeptState, ...] = ()  # states to keep on the way, in order
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -171,6 +206,7 @@ class Admission:
     request: Request
     output_token_ids: tuple[int, ...]  # tokens generated before a preemption
     block_ids: tuple[int, ...]  # KV blocks it has so far: computed, by itself or by others with the same beginning
+    state: KeptState | None = None  # what its recurrent layers go on with, behind these blocks; None: with nothing
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -185,6 +221,7 @@ class StepPlan:
     encode: tuple[MediaItem, ...] = ()  # newly given to the encoder; slots are reserved
     encode_layers: int | None = None  # encoder layers to advance in this step; None: until all is encoded
     prefetch: tuple[MediaItem, ...] = ()  # likely next: decoding may begin
+    is_beside: bool = False  # the rest of a step that runs already: nothing in it may wait
 
     @property
     def is_empty(self) -> bool:
@@ -292,7 +329,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class BillItem:
-    """The cost of one picture."""
+    """The cost of one picture or video."""
 
     kind: str
     width: int
@@ -305,6 +342,8 @@ class BillItem:
     grid: Grid  # patches the encoder sees; a token covers one or a square of them
     cached: bool | None = None  # neither decoded nor encoded for this request; None before it has run
     encoder_cache_bytes: int = 0  # kept there as long as tokens look at it; 0: its own tokens hold it, in KV blocks
+    frames: int = 1  # taken of a video
+    groups: tuple[str, ...] = ()  # short keys of a video's frame groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,7 +371,10 @@ class Bill:
             return bill
         encoded = {short_key(key) for key in usage.encoded}
         is_known = usage.first_token is not None  # before that a picture may not have been reached at all
-        items = tuple(replace(item, cached=item.key not in encoded) if is_known else item for item in self.items)
+        items = tuple(
+            replace(item, cached=encoded.isdisjoint(item.groups or (item.key,))) if is_known else item
+            for item in self.items
+        )
         return replace(bill, items=items, cached_tokens=usage.cached_tokens)
 
 

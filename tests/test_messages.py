@@ -186,7 +186,7 @@ def linked(**fields: str) -> dict[str, Any]:
         ({"type": "audio"}, ".type", "'audio'"),
         ({}, ".type", "None"),
         (5, ".type", "None"),
-        ({"type": "video_url"}, "", "not supported"),
+        ({"type": "video_url"}, ".video_url", "needs the video"),
         ({"type": "text"}, ".text", "string"),
         ({"type": "image"}, ".image", "picture"),
         (linked(), ".image_url", "url"),

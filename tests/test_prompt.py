@@ -256,9 +256,15 @@ def test_unknown_keys_are_refused_by_name(qwen: Processor) -> None:
     assert refusal(qwen, {"prompt": "x", "cache_salt": 5}).param == "cache_salt"
 
 
-def test_video_is_refused_as_not_supported(qwen: Processor) -> None:
-    assert "not supported" in refusal(qwen, {"prompt": "x", "multi_modal_data": {"video": b""}}).message
-    assert "not supported" in refusal(qwen, "x<|video_pad|>").message
+def test_placeholders_and_videos_must_be_as_many(qwen: Processor) -> None:
+    without = refusal(qwen, {"prompt": "x", "multi_modal_data": {"video": b""}}).message
+    assert "0 video placeholders (<|video_pad|>), but 1 videos" in without
+    assert "1 video placeholders (<|video_pad|>), but 0 videos" in refusal(qwen, "x<|video_pad|>").message
+
+
+def test_a_model_without_video_says_so(llava: Processor) -> None:
+    asked = {"prompt": "x", "multi_modal_data": {"video": [make_photo()]}}
+    assert "takes no videos" in refusal(llava, asked).message
 
 
 def test_a_bad_picture_is_named_by_its_place(qwen: Processor) -> None:

@@ -437,7 +437,8 @@ def test_an_answer_longer_than_any_context_is_refused(server: RunningServer) -> 
 @pytest.mark.parametrize(
     ("part", "param"),
     [
-        ({"type": "video_url", "video_url": {"url": "data:,"}}, "messages[0].content[0]"),
+        ({"type": "video_url", "video_url": {"url": "data:,"}}, "messages[0].content[0].video_url"),
+        ({"type": "video_url", "video_url": {}}, "messages[0].content[0].video_url"),
         ({"type": "input_audio", "input_audio": {}}, "messages[0].content[0].type"),
         ({"type": "file", "file": {}}, "messages[0].content[0].type"),
         ({"text": "no type"}, "messages[0].content[0].type"),
@@ -485,8 +486,9 @@ def test_one_bad_picture_among_good_ones_is_named(server: RunningServer) -> None
     refused(server.chat(parts), "unsupported_image_media_type", "messages[0].content[2].image_url")
 
 
-def test_a_video_is_refused(server: RunningServer) -> None:
-    refused(server.chat([{"type": "video_url", "video_url": {"url": as_url(b"x", "video/mp4")}}]), None)
+def test_what_is_no_video_is_refused(server: RunningServer) -> None:
+    part = {"type": "video_url", "video_url": {"url": as_url(b"x", "video/mp4")}}
+    refused(server.chat([part]), "unsupported_video_media_type", "messages[0].content[0].video_url")
 
 
 def test_hundreds_of_pictures_do_not_grow_the_memory(server: RunningServer) -> None:

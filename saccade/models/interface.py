@@ -38,7 +38,8 @@ class VisionLanguageModel(Protocol):
     def prepare(self, image: Picture, geometry: Geometry) -> Tensor:
         """Resize, crop, normalise and cut an RGB picture [H, W, 3] -> [patches, patch_dim] on the model's device.
 
-        A picture that is there already is worked on there; the patches are the same.
+        A picture that is there already is worked on there; the patches are the same. Models that take video are given
+        frame groups [frames, H, W, 3] too, of one frame or more.
         """
 
     def encode(self, patches: Tensor, grids: Sequence[Grid]) -> Encoding:

@@ -19,7 +19,7 @@ from saccade.types import Grid, Size
 
 Pixels = npt.NDArray[np.uint8]  # [height, width, 3]
 Picture = Pixels | Tensor
-"""RGB of 8 bits [height, width, 3]: on the host, or a tensor where the tower is."""
+"""RGB of 8 bits [height, width, 3]: on the host, or a tensor where the tower is. A frame group has frames in front."""
 
 _CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 _CLIP_STD = (0.26862954, 0.26130258, 0.27577711)

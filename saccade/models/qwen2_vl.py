@@ -42,8 +42,21 @@ class Qwen2VL:
         return Decoder(params, self.config.text, Biases(qkv=True))
 
     def prepare(self, image: Picture, geometry: Geometry) -> Tensor:
+        if image.ndim == 4:
+            return self._prepare_group(image, geometry)
         small = self.ops.resize(image, geometry.resized, self.pixels.resample).to(self.params.device)
         return self.ops.cut(small, geometry.grid, self.layout, self.pixels, self.params.dtype)
+
+    def _prepare_group(self, frames: Picture, geometry: Geometry) -> Tensor:
+        """Patches that reach through all frames of a group; where frames are missing, the last one repeats."""
+        layers = []
+        for frame in frames:
+            small = self.ops.resize(frame, geometry.resized, self.pixels.resample).to(self.params.device)
+            layout = self.layout._replace(frames=1)
+            cut = self.ops.cut(small, geometry.grid, layout, self.pixels, self.params.dtype)
+            layers.append(cut.view(len(cut), 3, 1, -1))  # [patches, channels, frame, pixels]
+        layers += layers[-1:] * (self.layout.frames - len(layers))
+        return torch.cat(layers, dim=2).flatten(1)
 
     def encode(self, patches: Tensor, grids: Sequence[Grid]) -> Encoding:
         return self.tower.encode(patches, grids, self.ops)

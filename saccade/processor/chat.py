@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 from saccade.processor.pictures import Picture
 from saccade.processor.template import render
 from saccade.processor.tools import calls_for_template
+from saccade.processor.video import Video
 from saccade.types import RequestError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-_VIDEO_PARTS = ("video", "video_url", "input_video")
 _PROBE = "5a17c3"
 _MAX_DEPTH = 64  # far more than any tool schema, far less than the interpreter's stack
 
@@ -20,6 +20,7 @@ _MAX_DEPTH = 64  # far more than any tool schema, far less than the interpreter'
 class Chat(NamedTuple):
     messages: list[dict[str, Any]]  # for the template; every string has passed through `clean`
     pictures: list[Picture]  # in the order of the parts
+    videos: list[Video]  # likewise
 
 
 class Form(NamedTuple):
@@ -33,14 +34,14 @@ def read_messages(messages: Any, form: Form, clean: Callable[[str], str], *, all
     """Check the messages, take the pictures out, and put the rest into the form the template understands."""
     if not isinstance(messages, (list, tuple)) or not messages:
         raise RequestError("messages must be a list with at least one message", param="messages")
-    chat = Chat([], [])
+    chat = Chat([], [], [])
     for index, message in enumerate(messages):
         where = f"messages[{index}]"
         _check_role(message, where)
         rest = {k: v for k, v in message.items() if k != "content"}
         if rest.get("tool_calls"):
             rest["tool_calls"] = calls_for_template(rest["tool_calls"], f"{where}.tool_calls")
-        parts = _parts(message.get("content"), where, chat.pictures, allow_paths)
+        parts = _parts(message.get("content"), where, chat, allow_paths)
         content = cleaned(_in_form(parts, form), clean)
         chat.messages.append({**cleaned(rest, clean), "content": content})
     return chat
@@ -86,15 +87,15 @@ def _check_role(message: Any, where: str) -> None:
         raise RequestError(f"the role {role!r} is unknown; use one of {', '.join(ROLES)}", param=f"{where}.role")
 
 
-def _parts(content: Any, where: str, pictures: list[Picture], allow_paths: bool) -> str | list[dict[str, Any]]:
+def _parts(content: Any, where: str, chat: Chat, allow_paths: bool) -> str | list[dict[str, Any]]:
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, (list, tuple)):
         raise RequestError(f"{where}.content must be a string or a list of parts", param=f"{where}.content")
-    return [_part(part, f"{where}.content[{i}]", pictures, allow_paths) for i, part in enumerate(content)]
+    return [_part(part, f"{where}.content[{i}]", chat, allow_paths) for i, part in enumerate(content)]
 
 
-def _part(part: Any, where: str, pictures: list[Picture], allow_paths: bool) -> dict[str, Any]:
+def _part(part: Any, where: str, chat: Chat, allow_paths: bool) -> dict[str, Any]:
     if isinstance(part, str):
         return {"type": "text", "text": part}
     kind = part.get("type") if isinstance(part, Mapping) else None
@@ -103,14 +104,28 @@ def _part(part: Any, where: str, pictures: list[Picture], allow_paths: bool) -> 
             raise RequestError("a text part needs a string under text", param=f"{where}.text")
         return {"type": "text", "text": part["text"]}
     if kind == "image_url":
-        pictures.append(_linked(part.get("image_url"), f"{where}.image_url"))
+        chat.pictures.append(_linked(part.get("image_url"), f"{where}.image_url"))
         return {"type": "image"}
     if kind == "image":
-        pictures.append(_given(part, f"{where}.image", allow_paths))
+        chat.pictures.append(_given(part, f"{where}.image", allow_paths))
         return {"type": "image"}
-    if kind in _VIDEO_PARTS:
-        raise RequestError("video is not supported by this version; send pictures", param=where)
-    raise RequestError(f"the part type {kind!r} is unknown; use text, image_url or image", param=f"{where}.type")
+    if kind in ("video_url", "video"):
+        chat.videos.append(_video(part, kind, f"{where}.{kind}", allow_paths and kind == "video"))
+        return {"type": "video"}
+    raise RequestError(
+        f"the part type {kind!r} is unknown; use text, image_url, image, video_url or video", param=f"{where}.type"
+    )
+
+
+def _video(part: Mapping[str, Any], kind: str, where: str, allow_path: bool) -> Video:
+    """A URL or fetched bytes under `video_url`; whatever Python callers pass under `video`."""
+    given = part.get(kind)
+    if kind == "video_url":
+        given = given.get("url") if isinstance(given, Mapping) else given
+        given = given if isinstance(given, (str, bytes)) else None
+    if given is None:
+        raise RequestError(f"a {kind} part needs the video under {kind}", code="invalid_video", param=where)
+    return Video(given, where, allow_path)
 
 
 def _linked(link: Any, where: str) -> Picture:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import socket
 import ssl
 import stat
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,8 @@ _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _MAX_CONNECTIONS = 64
 _ENCODINGS = frozenset({"identity", "gzip", "x-gzip", "deflate"})
 _AUTO_ZLIB = 47  # window bits that make zlib recognise gzip and deflate by themselves
+
+_PICTURE = re.compile(r"^((?:the )?)picture")  # how errors begin; one about a video says so
 
 Resolve = Callable[[str, int], Awaitable[list[str]]]
 """Host and port to addresses, best first."""
@@ -52,6 +56,7 @@ class Fetcher:
         self, policy: FetchPolicy, *, resolve: Resolve | None = None, ssl_context: ssl.SSLContext | None = None
     ) -> None:
         self._policy = policy
+        self._what = "picture"
         self._domains = read_domains(policy.allowed_domains)
         self._headers = [
             ("User-Agent", f"saccade/{version('saccade')}"),
@@ -65,6 +70,14 @@ class Fetcher:
             network_backend=_PinnedBackend(resolve or _system_resolve, policy.allow_private_addresses),
         )
 
+    def for_videos(self, max_bytes: int) -> Fetcher:
+        """The same hosts, connections and times, for larger things."""
+        other = copy(self)
+        other._policy = replace(self._policy, max_bytes=max_bytes)
+        other._headers = [(name, "video/*" if name == "Accept" else value) for name, value in self._headers]
+        other._what = "video"
+        return other
+
     async def fetch(self, url: str, *, param: str | None = None) -> bytes:
         """The bytes behind a URL or path; RequestError, with `param` on it, for everything that can go wrong."""
         try:
@@ -75,7 +88,8 @@ class Fetcher:
                 return await asyncio.to_thread(_read_local, url, self._policy)
             raise _refused("the picture's URL must be a data:, http: or https: URL")
         except RequestError as error:
-            raise RequestError(error.message, code=error.code, param=param) from None
+            message = _PICTURE.sub(lambda start: start[1] + self._what, error.message)
+            raise RequestError(message, code=error.code, param=param) from None
 
     async def close(self) -> None:
         await self._pool.aclose()

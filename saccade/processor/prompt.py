@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from PIL import Image
 
 from saccade.config import ConfigError, MediaPolicy
 from saccade.costs import blocks_for
@@ -20,7 +21,9 @@ from saccade.processor.hashing import identity
 from saccade.processor.pictures import Picture, Pictures, bill_item, reads_text_only
 from saccade.processor.template import render, required
 from saccade.processor.tokenizer import Tokenizer
-from saccade.types import Bill, Geometry, MediaItem, Prompt, RequestError, Span, short_key
+from saccade.processor.video import Video, split_kwargs, video_bill_item, videos_for
+from saccade.processor.weave import Weave, weave
+from saccade.types import Bill, BillItem, Geometry, MediaItem, Prompt, RequestError, Span, short_key
 
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "multi_modal_data", "mm_processor_kwargs", "cache_salt")
 _TEMPLATE_KEYS = frozenset({"messages", "tools", "add_generation_prompt", "documents", "template", "tokenize"})
@@ -36,6 +39,7 @@ class Processor:
         self.pictures = Pictures(checkpoint, policy)
         self.policy = self.pictures.policy
         self.family = self.pictures.family
+        self.videos = videos_for(checkpoint, self.policy)  # None for a model that takes none
         self.tokenizer = Tokenizer(checkpoint.path, protect=self.family.placeholder_ids)
         self.placeholder = self._find_placeholder()  # of a picture in a raw prompt
         if checkpoint.chat_template is not None:
@@ -64,8 +68,9 @@ class Processor:
         return self.checkpoint.config.eos_token_ids or frozenset(() if fallback is None else (fallback,))
 
     def largest_item(self) -> Geometry | None:
-        """The most expensive picture the limits allow; None when they allow none."""
-        return self.pictures.largest()
+        """The most expensive picture or frame group the limits allow; None when they allow none."""
+        sizes = (self.pictures.largest(), self.videos.largest() if self.videos else None)
+        return max((size for size in sizes if size), key=lambda size: size.slots, default=None)
 
     def detokenizer(self, stop: Sequence[str] = ()) -> Detokenizer:
         return Detokenizer(self.tokenizer, stop)
@@ -78,9 +83,9 @@ class Processor:
         _check_prompt(given)
         text = given.get("prompt")
         ids = self._given_ids(given["prompt_token_ids"]) if text is None else self._encode(text)
-        pictures = _given_pictures(given.get("multi_modal_data"))
+        pictures, videos = _given_media(given.get("multi_modal_data"))
         tenant = _salt(salt, given.get("cache_salt") or "")
-        return self._build(ids, pictures, given.get("mm_processor_kwargs"), tenant, text)
+        return self._build(ids, pictures, videos, given.get("mm_processor_kwargs"), tenant, text)
 
     def from_chat(
         self,
@@ -95,13 +100,15 @@ class Processor:
     ) -> Prompt:
         """OpenAI-style messages through the checkpoint's template. What a client wrote never becomes a control token.
 
-        `allow_paths` lets a string in an `image` part name a local file: for Python callers, never for a server.
+        `allow_paths` lets a string in an `image` or `video` part name a local file: for Python, never for a server.
         """
         template, clean = required(self.checkpoint.chat_template), self.tokenizer.shield
         extra = self._template_kwargs(chat_template_kwargs)
         chat = read_messages(messages, form_of(template), clean, allow_paths=allow_paths)
         if chat.pictures and not self.takes_pictures:
             raise reads_text_only(len(chat.pictures), chat.pictures[0].param)  # before its template meets one
+        if chat.videos and self.videos is None:
+            raise takes_no_video(chat.videos[0].param)
         try:
             rendered = render(
                 template,
@@ -114,7 +121,7 @@ class Processor:
             raise RequestError(self.tokenizer.unshield(error.message), param=error.param) from None
         ids = np.array(self.tokenizer.encode_template(rendered), np.int64)
         text = self.tokenizer.unshield(rendered)
-        return self._build(ids, chat.pictures, mm_processor_kwargs, _salt(salt, ""), text)
+        return self._build(ids, chat.pictures, chat.videos, mm_processor_kwargs, _salt(salt, ""), text)
 
     def _template_kwargs(self, given: Mapping[str, Any] | None) -> dict[str, Any]:
         named = self.tokenizer.named_tokens
@@ -162,11 +169,20 @@ class Processor:
 
     # --- putting it together --------------------------------------------------------------------------------------
 
-    def _build(self, ids: Ids, pictures: list[Picture], pixels: Any, salt: bytes, text: str | None) -> Prompt:
+    def _build(
+        self, ids: Ids, pictures: list[Picture], videos: list[Video], kwargs: Any, salt: bytes, text: str | None
+    ) -> Prompt:
+        pixels, frames = split_kwargs(kwargs) if self.videos else (kwargs, {})
         limits = self.pictures.request_limits(pixels)
         starts = self._check_counts(ids, len(pictures))
+        self._check_videos(ids, len(videos))
+        if frames and not videos:
+            names = ", ".join(frames)
+            raise RequestError(f"{names} is for videos, but none was given", param=f"mm_processor_kwargs.{min(frames)}")
         items = self.pictures.resolve(pictures, limits, salt) if pictures else []
         expanded, spans = self._expand(ids, starts, items) if items else (ids, ())
+        if videos:
+            return self._with_videos(expanded, list(zip(spans, items, strict=True)), videos, frames, salt, text)
         positions, next_position = self.family.positions(expanded, spans, [item.geometry.grid for item in items])
         return Prompt(
             token_ids=expanded.tolist(),
@@ -194,17 +210,59 @@ class Processor:
             raise RequestError(
                 f"the prompt has {len(starts)} image placeholders ({self.placeholder}), but {given} images were given"
             )
-        self._check_no_video(ids)
         return starts
 
-    def _check_no_video(self, ids: Ids) -> None:
-        video = self.checkpoint.config.video_token_id
-        if video is not None and (ids == video).any():
+    # --- videos -------------------------------------------------------------------------------------------------------
+
+    def _check_videos(self, ids: Ids, given: int) -> None:
+        """As many placeholders as videos, and no more videos than allowed."""
+        token = self.checkpoint.config.video_token_id
+        if given and self.videos is None:
+            raise takes_no_video()
+        allowed = self.videos.max_per_prompt if self.videos else 0
+        if given > allowed:
             raise RequestError(
-                f"the prompt has a video placeholder ({self.tokenizer.token(video)}), but video is not supported by "
-                "this version; send pictures",
+                f"at most {allowed} videos per prompt are allowed (limit_mm_per_prompt video={allowed}), but {given} "
+                "were given"
+            )
+        found = 0 if token is None else int((ids == token).sum())
+        if found != given and token is not None:
+            raise RequestError(
+                f"the prompt has {found} video placeholders ({self.tokenizer.token(token)}), but {given} videos were "
+                "given",
                 param="video",
             )
+
+    def _with_videos(
+        self,
+        ids: Ids,
+        pictures: list[tuple[Span, MediaItem]],
+        videos: list[Video],
+        frames: Mapping[str, Any],
+        salt: bytes,
+        text: str | None,
+    ) -> Prompt:
+        assert self.videos is not None
+        rules, asked = self.videos.rules, self.videos.asked(frames)
+        starts = np.flatnonzero(ids == rules.token_id).tolist()
+        groups = [self.videos.resolve(video, asked, salt) for video in videos]
+        made: Weave = weave(ids, pictures, starts, groups, rules, self._caption)
+        positions, next_position = made.positions(rules.merge_size)
+        return Prompt(
+            token_ids=made.token_ids.tolist(),
+            spans=tuple(made.spans),
+            items=tuple(made.items),
+            positions=positions,
+            next_position=next_position,
+            identity=made.identity(),
+            salt=salt,
+            text=text,
+            videos=tuple(made.videos),
+        )
+
+    def _caption(self, seconds: float) -> Sequence[int]:
+        """A frame group's time as the models that read it were trained to."""
+        return self.tokenizer.encode(f"<{seconds:.1f} seconds>", add_special_tokens=False)
 
     def _expand(self, ids: Ids, starts: Ids, items: list[MediaItem]) -> tuple[Ids, Sequence[Span]]:
         """Replace each placeholder by its picture's tokens."""
@@ -221,17 +279,39 @@ class Processor:
 
     def bill(self, prompt: Prompt, block_size: int, slot_bytes: int = 0) -> Bill:
         """What the prompt costs, from its headers alone. `slot_bytes`: what the engine keeps of one embedding."""
-        image_tokens = sum(span.length for span in prompt.spans)
+        media = sum(span.length for span in prompt.spans)
         kept = {short_key(span.key): span.slots * slot_bytes for span in prompt.spans if span.is_lasting}
-        items = (bill_item(item, block_size) for item in prompt.items)
+        items = tuple(
+            replace(item, encoder_cache_bytes=kept.get(item.key, 0)) for item in _bill_items(prompt, block_size)
+        )
+        video_tokens = sum(item.tokens for item in items if item.kind == "video")
         return Bill(
-            text_tokens=len(prompt) - image_tokens,
-            image_tokens=image_tokens,
-            video_tokens=0,
+            text_tokens=len(prompt) - media,
+            image_tokens=media - video_tokens,
+            video_tokens=video_tokens,
             kv_blocks=blocks_for(len(prompt), block_size),
-            items=tuple(replace(item, encoder_cache_bytes=kept.get(item.key, 0)) for item in items),
+            items=items,
             encoder_cache_bytes=sum(kept.values()),
         )
+
+
+def _bill_items(prompt: Prompt, block_size: int) -> Iterator[BillItem]:
+    """One per picture and per video, in the order of the prompt."""
+    runs = {run.first: run for run in prompt.videos}
+    index = 0
+    while index < len(prompt.items):
+        run = runs.get(index)
+        if run is None:
+            yield bill_item(prompt.items[index], block_size)
+        else:
+            yield video_bill_item(prompt.items[index : index + run.groups], run, block_size)
+        index += run.groups if run else 1
+
+
+def takes_no_video(param: str | None = None) -> RequestError:
+    return RequestError(
+        "this model takes no videos; send pictures, or ask a model that does", code="unsupported", param=param
+    )
 
 
 def _check_prompt(given: Any) -> None:
@@ -244,17 +324,32 @@ def _check_prompt(given: Any) -> None:
         raise RequestError("give either prompt or prompt_token_ids", param="prompt")
 
 
-def _given_pictures(data: Any) -> list[Picture]:
+def _given_media(data: Any) -> tuple[list[Picture], list[Video]]:
     if not data:
-        return []
+        return [], []
     if not isinstance(data, Mapping):
         raise RequestError("multi_modal_data must be a mapping such as {'image': picture}", param="multi_modal_data")
-    if "video" in data:
-        raise RequestError("video is not supported by this version; send pictures", param="multi_modal_data.video")
-    unknown = sorted(str(name) for name in set(data) - {"image"})
+    unknown = sorted(str(name) for name in set(data) - {"image", "video"})
     if unknown:
-        raise RequestError(f"multi_modal_data takes image, not {', '.join(unknown)}", param="multi_modal_data")
-    return list(_listed(data.get("image")))
+        raise RequestError(
+            f"multi_modal_data takes image and video, not {', '.join(unknown)}", param="multi_modal_data"
+        )
+    return list(_listed(data.get("image"))), list(_videos(data.get("video")))
+
+
+def _videos(given: Any) -> Iterator[Video]:
+    """One video, or a list of them. A list of decoded pictures is one video: its frames."""
+    if given is None:
+        return
+    if not isinstance(given, (list, tuple)) or (given and all(map(_is_frame, given))):
+        yield Video(given, "multi_modal_data.video")
+        return
+    for index, video in enumerate(given):
+        yield Video(video, f"multi_modal_data.video[{index}]")
+
+
+def _is_frame(value: Any) -> bool:
+    return isinstance(value, Image.Image) or (isinstance(value, np.ndarray) and value.ndim < 4)
 
 
 def _listed(images: Any) -> Iterator[Picture]:

@@ -22,7 +22,7 @@ from saccade.costs import blocks_for
 from saccade.processor.checkpoint import Checkpoint
 from saccade.processor.clips import Clip, check_video_bytes, probe_clip
 from saccade.processor.families import VideoRules, video_rules_for
-from saccade.processor.families.qwen_video import PixelLimits, Sampling
+from saccade.processor.families.frame_groups import PixelLimits, Sampling
 from saccade.processor.media import Loaded, decode_data_url, load_image
 from saccade.types import (
     BillItem,

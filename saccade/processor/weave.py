@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
-from saccade.processor.families.qwen_video import Stretch, VideoRules, positions
+from saccade.processor.families.frame_groups import Stretch, VideoRules, positions
 from saccade.processor.hashing import identity
 from saccade.processor.video import Groups
 from saccade.types import Grid, Key, MediaItem, Span, VideoRun

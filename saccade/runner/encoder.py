@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from saccade.models.interface import Tiled, VisionLanguageModel
-from saccade.runner.decode import decode
+from saccade.runner.clips import ClipReaders
+from saccade.runner.decode import decode_item
 from saccade.runner.timing import DeviceWatch, HostWatch, Times, Watch
 from saccade.runner.upload import Prepare, Upload, use_on_current_stream
 from saccade.types import Geometry, Key, MediaItem, RequestError
@@ -101,6 +102,7 @@ class LocalEncoder:
         self.max_patches = max_patches  # per pass; a larger single picture gets a pass of its own
         self.counters = EncoderCounters()
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="saccade-decode")
+        self._clips = ClipReaders()
         self._queue: OrderedDict[Key, MediaItem] = OrderedDict()  # submitted, not yet in a pass
         self._decoding: OrderedDict[Key, tuple[MediaItem, Future[Prepared]]] = OrderedDict()
         self._alone: set[Key] = set()  # were in a pass that failed; each tries again by itself
@@ -159,6 +161,7 @@ class LocalEncoder:
     def close(self) -> None:
         self.clear()
         self._pool.shutdown(wait=True, cancel_futures=True)
+        self._clips.close()
 
     # --- decoding -------------------------------------------------------------------------------------------------
 
@@ -186,7 +189,7 @@ class LocalEncoder:
     def _prepare(self, item: MediaItem) -> Prepared:
         start = time.perf_counter()
         with torch.inference_mode():
-            patches = self._to_patches(decode(item), item.geometry)
+            patches = self._to_patches(decode_item(item, self._clips), item.geometry)
         return Prepared(patches, (time.perf_counter() - start) * 1e3)
 
     def _take(self, item: MediaItem) -> Prepared | None:
@@ -331,7 +334,7 @@ def _is_of_the_device(error: Exception) -> bool:
 
 
 def _source_pixels(item: MediaItem) -> int:
-    return item.header.size.width * item.header.size.height
+    return item.header.size.width * item.header.size.height * item.num_frames
 
 
 def _unusable(item: MediaItem, kind: type[Exception]) -> RequestError:

@@ -62,12 +62,13 @@ _COMMON: Mapping[str, Schema] = {
 _PART: Schema = {
     "type": "object",
     "properties": {
-        "type": {"type": "string", "enum": ["text", "image_url"]},
+        "type": {"type": "string", "enum": ["text", "image_url", "video_url"]},
         "text": _STR,
         "image_url": {
             "type": ["object", "null"],
             "properties": {"url": _STR, "detail": {"enum": ["auto", "low", "high", "original"]}},
         },
+        "video_url": {"type": ["object", "null"], "properties": {"url": _STR}},
         "uuid": _STR,
     },
     "required": ["type"],
@@ -92,6 +93,7 @@ CHAT: Mapping[str, Schema] = {
     "add_generation_prompt": _BOOL,
     "chat_template_kwargs": _OBJ,
     "mm_processor_kwargs": _OBJ,
+    "media_io_kwargs": {"type": "object", "properties": {"video": _OBJ}},
 }
 COMPLETION: Mapping[str, Schema] = {
     **_COMMON,

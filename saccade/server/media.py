@@ -1,4 +1,4 @@
-"""The pictures of a chat before its prompt is built: counted, fetched, or found by uuid. Decodes and probes nothing.
+"""Pictures and videos of a chat before its prompt is built: counted, fetched, or found by uuid. Decodes nothing.
 
 messages ─► links (counted, refused early) ─► bytes (fetched or looked up) ─► messages the processor takes
 """
@@ -9,6 +9,7 @@ import asyncio
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from saccade.config import MediaPolicy
@@ -25,16 +26,21 @@ _CLAIM = re.compile(r"data:image/([a-z]{2,8})[;,]", re.IGNORECASE)
 
 
 class Link(NamedTuple):
-    """A picture part of a message, as the client wrote it."""
+    """A picture or video part of a message, as the client wrote it."""
 
     message: int
     part: int
     url: str | None  # None: the client only names a uuid
     uuid: str | None
+    kind: str = "image_url"  # or "video_url"
 
     @property
     def param(self) -> str:
-        return f"messages[{self.message}].content[{self.part}].image_url"
+        return f"messages[{self.message}].content[{self.part}].{self.kind}"
+
+    @property
+    def is_video(self) -> bool:
+        return self.kind == "video_url"
 
     @property
     def is_data(self) -> bool:
@@ -52,10 +58,11 @@ class ChatLimits(NamedTuple):
     max_parts: int  # messages and parts together
     max_images: int | None  # None: the model takes none
     max_chars: int  # of text, before it is tokenized
+    max_videos: int | None = None  # None: the processor says that the model takes none
 
 
 def find_links(messages: Messages, limits: ChatLimits) -> list[Link]:
-    """The pictures of a chat; RequestError when there is too much of anything. Odd shapes are left to the processor."""
+    """Pictures and videos of a chat; RequestError when there is too much. Odd shapes are left to the processor."""
     links: list[Link] = []
     num_parts, num_chars = len(messages), 0
     for index, message in enumerate(messages):
@@ -67,21 +74,23 @@ def find_links(messages: Messages, limits: ChatLimits) -> list[Link]:
             num_chars += _chars(part)
             link = _link(part, index, position)
             links += [link] if link else []
-    _check_counts(len(links), num_chars, limits)
+    _check_counts(sum(not link.is_video for link in links), num_chars, limits)
+    _check_videos(sum(link.is_video for link in links), limits)
     return links
 
 
 def _link(part: Any, message: int, position: int) -> Link | None:
-    if not isinstance(part, Mapping) or part.get("type") != "image_url":
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind not in ("image_url", "video_url"):
         return None
-    where = part.get("image_url")
+    where = part.get(kind)
     url = where.get("url") if isinstance(where, Mapping) else where
     uuid = part.get("uuid")
-    link = Link(message, position, url if isinstance(url, str) and url else None, uuid)
+    link = Link(message, position, url if isinstance(url, str) and url else None, uuid, kind)
     if uuid is not None and not (isinstance(uuid, str) and 0 < len(uuid) <= MAX_UUID_CHARS):
         raise RequestError(
             f"a picture's uuid must be a string of 1 to {MAX_UUID_CHARS} characters",
-            param=link.param.removesuffix("image_url") + "uuid",
+            param=link.param.removesuffix(kind) + "uuid",
         )
     return link
 
@@ -111,6 +120,15 @@ def _check_counts(num_images: int, num_chars: int, limits: ChatLimits) -> None:
     check_chars(num_chars, limits.max_chars, "messages")
 
 
+def _check_videos(count: int, limits: ChatLimits) -> None:
+    if limits.max_videos is not None and count > limits.max_videos:
+        raise RequestError(
+            f"at most {limits.max_videos} videos per prompt are allowed (--limit-mm-per-prompt "
+            f"video={limits.max_videos}), but {count} were given",
+            param="messages",
+        )
+
+
 def check_chars(count: int, limit: int, param: str) -> None:
     """Long before a text is tokenized it can be too long for any context."""
     if count > limit:
@@ -127,26 +145,28 @@ class MediaResolver:
 
     def __init__(self, fetcher: Fetcher, uuids: UuidCache, policy: MediaPolicy, metrics: Metrics) -> None:
         self._fetcher = fetcher
+        self._videos = fetcher.for_videos(policy.video.max_bytes)
         self._uuids = uuids
         self._policy = policy
         self._metrics = metrics
 
     async def fetch(self, links: Sequence[Link], on_bytes: Callable[[int], None]) -> dict[str, bytes]:
         """What is behind each URL that is not a data URL. The first failure cancels the other fetches."""
-        wanted = {link.url: link.param for link in links if link.url is not None and not link.is_data}
+        wanted = {link.url: link for link in links if link.url is not None and not link.is_data}
         tasks: dict[str, asyncio.Task[bytes]] = {}
         try:
             async with asyncio.TaskGroup() as group:
-                for url, param in wanted.items():
-                    tasks[url] = group.create_task(self._fetch(url, param, on_bytes))
+                for url, link in wanted.items():
+                    tasks[url] = group.create_task(self._fetch(url, link, on_bytes))
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
         return {url: task.result() for url, task in tasks.items()}
 
-    async def _fetch(self, url: str, param: str, on_bytes: Callable[[int], None]) -> bytes:
+    async def _fetch(self, url: str, link: Link, on_bytes: Callable[[int], None]) -> bytes:
         start, size = time.perf_counter(), None
         try:
-            data = await self._fetcher.fetch(url, param=param)
+            fetcher = self._videos if link.is_video else self._fetcher
+            data = await fetcher.fetch(url, param=link.param)
             size = len(data)
             on_bytes(size)
             return data
@@ -164,8 +184,9 @@ class MediaResolver:
         """Keep named pictures once a prompt was built from them, so that only good ones are kept."""
         for link in links:
             if link.uuid is not None and link.url is not None:
-                data = messages[link.message]["content"][link.part]["image_url"]["url"]
-                self._uuids.put(tenant, link.uuid, data)
+                data = messages[link.message]["content"][link.part][link.kind]["url"]
+                if isinstance(data, bytes):  # frames one by one stay a string
+                    self._uuids.put(tenant, link.uuid, data)
 
     def _bytes(self, link: Link, fetched: Mapping[str, bytes], tenant: str) -> bytes | None:
         """None leaves the part as it is: a data URL without a name, or something the processor refuses."""
@@ -173,10 +194,13 @@ class MediaResolver:
             return self._looked_up(link, tenant) if link.uuid is not None else None
         if not link.is_data:
             return fetched[link.url]
-        if link.uuid is None:
+        if link.uuid is None or (link.is_video and "," in link.url.partition(",")[2]):
             return None
+        policy = self._policy
+        if link.is_video:
+            policy = replace(policy, max_image_bytes=policy.video.max_bytes)
         try:
-            return decode_data_url(link.url, self._policy)
+            return decode_data_url(link.url, policy)
         except RequestError as error:
             raise RequestError(error.message, code=error.code, param=link.param) from None
 
@@ -205,6 +229,7 @@ def _with_bytes(
 def _part_with(part: Any, data: bytes | None) -> Any:
     if data is None:
         return part
-    where = part.get("image_url")
+    kind = part["type"]
+    where = part.get(kind)
     detail = where.get("detail") if isinstance(where, Mapping) else None
-    return {**part, "image_url": {"url": data, "detail": detail}}
+    return {**part, kind: {"url": data, "detail": detail}}

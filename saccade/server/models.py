@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from saccade.costs import blocks_for
+from saccade.processor.clips import FORMATS as VIDEO_FORMATS
 from saccade.processor.pictures import LOW_DETAIL_PIXELS
 from saccade.processor.probe import FORMATS
+from saccade.processor.video import Videos
 from saccade.server.errors import ApiError
 from saccade.server.service import Service
 from saccade.types import RequestError, Size
@@ -40,10 +42,10 @@ def _card(service: Service, name: str) -> dict[str, Any]:
 
 
 def _multimodal(service: Service) -> dict[str, Any]:
-    pictures, policy = service.processor.pictures, service.processor.policy
+    pictures, policy, videos = service.processor.pictures, service.processor.policy, service.processor.videos
     limits = pictures.limits
     return {
-        "limit_per_prompt": {"image": policy.limits.get("image", 0), "video": 0},
+        "limit_per_prompt": {"image": policy.limits.get("image", 0), "video": videos.max_per_prompt if videos else 0},
         "formats": FORMATS.replace(" and ", ", ").split(", ") if service.processor.takes_pictures else [],
         "min_pixels": limits.min_pixels,
         "max_pixels": limits.max_pixels,
@@ -54,6 +56,19 @@ def _multimodal(service: Service) -> dict[str, Any]:
         "detail_max_pixels": {"low": min(LOW_DETAIL_PIXELS, limits.max_pixels), "high": limits.max_pixels},
         "tokens_per_picture": _tokens_per_picture(service),
         "fetches_urls": bool(service.server.allowed_media_domains),
+        "video": _video(videos) if videos else None,
+    }
+
+
+def _video(videos: Videos) -> dict[str, Any]:
+    policy = videos.policy.video
+    return {
+        "formats": VIDEO_FORMATS.replace(" and ", ", ").split(", "),
+        "fps": policy.fps,
+        "max_frames": videos.max_frames,
+        "max_pixels": videos.rules.limits(policy.max_pixels).max_pixels,
+        "max_bytes": policy.max_bytes,
+        "max_seconds": policy.max_seconds,
     }
 
 

@@ -61,8 +61,21 @@ def read_chat(body: Mapping[str, Any], reader: FieldReader) -> ChatRequest:
         parallel_tool_calls=given.get("parallel_tool_calls", True),
         add_generation_prompt=given.get("add_generation_prompt", True),
         chat_template_kwargs=given.get("chat_template_kwargs"),
-        mm_processor_kwargs=given.get("mm_processor_kwargs"),
+        mm_processor_kwargs=_media_kwargs(given),
     )
+
+
+def _media_kwargs(given: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """mm_processor_kwargs, and what some clients say about the frames of videos in a field of its own."""
+    other = given.get("media_io_kwargs") or {}
+    frames = other.get("video") or {}
+    if set(other) - {"video"} or not isinstance(frames, dict) or set(frames) - {"fps", "num_frames"}:
+        raise RequestError(
+            'media_io_kwargs takes fps or num_frames under video, such as {"video": {"num_frames": 8}}',
+            code="unsupported",
+            param="media_io_kwargs",
+        )
+    return {**frames, **(given.get("mm_processor_kwargs") or {})} or None
 
 
 def read_completion(body: Mapping[str, Any], reader: FieldReader, max_prompts: int) -> CompletionRequest:

@@ -137,7 +137,8 @@ class Service:
     async def price_chat(self, request: ChatRequest, caller: Caller, held: Held) -> tuple[Priced, Timing]:
         """Fetch what must be fetched, then build the prompt in a thread. Nothing is decoded, nothing runs."""
         images = self.processor.policy.limits.get("image", 0) if self.processor.takes_pictures else None
-        links = find_links(request.messages, ChatLimits(self.server.max_parts, images, self.max_chars))
+        videos = self.processor.videos.max_per_prompt if self.processor.videos else None
+        links = find_links(request.messages, ChatLimits(self.server.max_parts, images, self.max_chars, videos))
         start = time.perf_counter()
         fetched = await self._media.fetch(links, held.add)
         fetch_ms = (time.perf_counter() - start) * 1e3
@@ -261,4 +262,5 @@ def _itemised(bill: Bill) -> str:
         return ""
     shown = ", ".join(f"{item.width}x{item.height} = {item.tokens}" for item in bill.items[:8])
     more = f" and {len(bill.items) - 8} more" if len(bill.items) > 8 else ""
-    return f" ({bill.text_tokens} of text, {bill.image_tokens} of pictures: {shown}{more})"
+    media = f"{bill.image_tokens} of pictures" + (f", {bill.video_tokens} of videos" if bill.video_tokens else "")
+    return f" ({bill.text_tokens} of text, {media}: {shown}{more})"

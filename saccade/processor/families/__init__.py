@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from saccade.config import ConfigError, ModelConfig
+from saccade.processor.families import frame_groups
 from saccade.processor.families.base import Expansion, Family, Files
+from saccade.processor.families.frame_groups import VideoRules
 from saccade.processor.families.llava import Llava
 from saccade.processor.families.llava_next import LlavaNext
 from saccade.processor.families.mllama import Mllama
@@ -22,6 +26,18 @@ FAMILIES: dict[str, type[Family]] = {
     "qwen3_vl": Qwen3VL,
 }
 
+VIDEO: dict[str, Callable[[Files], VideoRules | None]] = {
+    "qwen2_vl": frame_groups.qwen2_vl,
+    "qwen2_5_vl": frame_groups.qwen2_5_vl,
+    "qwen3_vl": frame_groups.qwen3_vl,
+}
+"""Families that take video; the others take pictures only."""
+
+
+def video_rules_for(files: Files) -> VideoRules | None:
+    make = VIDEO.get(files.config.model_type)
+    return make(files) if make else None
+
 
 def family_for(config: ModelConfig) -> type[Family]:
     if config.model_type not in FAMILIES:
@@ -36,4 +52,4 @@ def default_family() -> Family:
     return Qwen2VL.published()
 
 
-__all__ = ["FAMILIES", "Expansion", "Family", "Files", "default_family", "family_for"]
+__all__ = ["FAMILIES", "Expansion", "Family", "Files", "VideoRules", "default_family", "family_for", "video_rules_for"]
