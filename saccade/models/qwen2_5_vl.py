@@ -52,7 +52,7 @@ class Tower:
     def encode(self, patches: Tensor, grids: Sequence[Grid], ops: VisionOps) -> Encoding:
         device = patches.device
         windows = all_windows(grids, self.merge, self.window)
-        order, back = (torch.from_numpy(places).to(device) for places in (windows.order, np.argsort(windows.order)))
+        order = torch.from_numpy(windows.order).to(device)
         angles = grid_angles(grids, self.head_dim, self.theta, self.merge, device, order)
         frames = [grid.h * grid.w for grid in grids for _ in range(grid.t)]
         inside_windows = ops.begin((windows.tokens * self.merge**2).tolist(), angles, device)
@@ -62,7 +62,7 @@ class Tower:
         for index, block in enumerate(self.blocks):
             x = (inside_frames if index in self.full_layers else inside_windows)(block, x)
             yield
-        merged = self.merger(x).index_select(0, back)
+        merged = self.merger(x).index_select(0, order.argsort())
         return list(torch.split(merged, [grid.patches // self.merge**2 for grid in grids]))
 
 
@@ -88,7 +88,7 @@ class Windows(NamedTuple):
     6 7 | 8      c c | d
     """
 
-    order: npt.NDArray[np.int64]  # the token that stands at each place
+    order: npt.NDArray[np.int32]  # the token that stands at each place
     tokens: npt.NDArray[np.int64]  # of each window, none of them empty
 
 
@@ -97,11 +97,11 @@ def all_windows(grids: Sequence[Grid], merge: int, side: int) -> Windows:
     frames = [frame_windows(grid.h // merge, grid.w // merge, side) for grid in grids for _ in range(grid.t)]
     starts = np.cumsum([0, *(len(frame.order) for frame in frames[:-1])])
     order = np.concatenate([frame.order + start for frame, start in zip(frames, starts, strict=True)])
-    return Windows(order, np.concatenate([frame.tokens for frame in frames]))
+    return Windows(order.astype(np.int32), np.concatenate([frame.tokens for frame in frames]))
 
 
 @lru_cache(maxsize=64)
 def frame_windows(height: int, width: int, side: int) -> Windows:
     rows, columns = np.indices((height, width)) // side
     window = (rows * -(-width // side) + columns).ravel()  # [tokens]: the window each belongs to
-    return Windows(np.argsort(window, kind="stable"), np.bincount(window))
+    return Windows(np.argsort(window, kind="stable").astype(np.int32), np.bincount(window))
