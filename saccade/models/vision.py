@@ -31,7 +31,7 @@ class Angles(NamedTuple):
     sin: Tensor
 
 
-_ALIGNED = 8  # values of two bytes that tensor cores read at once; rows of odd lengths take them twice as long
+_ALIGNED = 8  # values of two bytes that are read at once; fast products want rows that are a multiple long
 
 Norm = LayerNorm | RMSNorm
 
