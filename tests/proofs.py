@@ -31,10 +31,8 @@ class Given:
     config: ModelConfig
     image_processor: dict[str, Any] = field(default_factory=dict)
     processor: dict[str, Any] = field(default_factory=dict)
-    tokens: dict[str, int] = field(default_factory=dict)
-
-    def token_id(self, text: str) -> int | None:
-        return self.tokens.get(text)
+    video_processor: dict[str, Any] = field(default_factory=dict)
+    path: Path = Path("no-such-folder")
 
 
 class Subject:
@@ -91,6 +89,7 @@ class Subject:
 
 
 def finish(encoding: Any) -> list[torch.Tensor]:
+    """All layers of an encoding, and what it returns."""
     while True:
         try:
             next(encoding)

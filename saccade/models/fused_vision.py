@@ -70,7 +70,8 @@ class _FusedPass:
 
 def _norm(x: Tensor, norm: Norm, following: Linear) -> Tensor:
     """What the norm makes of x. The bias of the product that is going to be added to x is added already."""
-    assert following.bias is not None
+    if following.bias is None:  # then PyTorch's own kernel has all there is to do
+        return norm(x)
     if isinstance(norm, RMSNorm):
         return vit_steps.rms_norm_and_add(x, norm.weight, norm.eps, following.bias)
     return vit_steps.norm_and_add(x, norm.weight, norm.bias, norm.eps, following.bias)

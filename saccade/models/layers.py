@@ -121,6 +121,11 @@ def silu_and_mul(x: Tensor) -> Tensor:
     return F.silu(gate, inplace=True).mul_(up)
 
 
+def gelu_and_mul(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return F.gelu(gate).mul_(up)
+
+
 def tanh_gelu(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
@@ -144,9 +149,10 @@ def activation(name: str) -> Activation:
 
 def gated_activation(name: str) -> Activation:
     """The same for the product of gate and up side by side, which becomes half as wide."""
-    if name != "silu":
-        raise ConfigError(f"config.json asks for the gated activation {name!r}; known is silu")
-    return silu_and_mul
+    known = {"silu": silu_and_mul, "gelu": gelu_and_mul}
+    if name not in known:
+        raise ConfigError(f"config.json asks for the gated activation {name!r}; known are {', '.join(known)}")
+    return known[name]
 
 
 # --- rotary positions ---------------------------------------------------------------------------------------------

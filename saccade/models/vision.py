@@ -47,19 +47,20 @@ class VisionBlock:
         eps: float,
         is_qkv_fused: bool,
         norm: type[LayerNorm] | type[RMSNorm] = LayerNorm,
+        has_bias: bool = True,
     ) -> None:
         hidden, wide = vision.hidden_size, vision.intermediate_size
         self.heads = vision.num_heads
         self.scale = (hidden // vision.num_heads) ** -0.5
         qkv = 3 * hidden if is_qkv_fused else {"q": hidden, "k": hidden, "v": hidden}
         self.attention_norm: Norm = norm(params.within("attention_norm"), hidden, eps)
-        self.qkv = Linear(params.within("qkv"), hidden, qkv, bias=True)
-        self.out = Linear(params.within("out"), hidden, hidden, bias=True)
+        self.qkv = Linear(params.within("qkv"), hidden, qkv, bias=has_bias)
+        self.out = Linear(params.within("out"), hidden, hidden, bias=has_bias)
         self.mlp_norm: Norm = norm(params.within("mlp_norm"), hidden, eps)
         up = {"gate": wide, "up": wide} if vision.is_gated else wide
-        self.up = Linear(params.within("up"), hidden, up, bias=True, pad_outputs=_ALIGNED)
+        self.up = Linear(params.within("up"), hidden, up, bias=has_bias, pad_outputs=_ALIGNED)
         self.act = gated_activation(vision.hidden_act) if vision.is_gated else activation(vision.hidden_act)
-        self.down = Linear(params.within("down"), wide, hidden, bias=True, pad_inputs=_ALIGNED)
+        self.down = Linear(params.within("down"), wide, hidden, bias=has_bias, pad_inputs=_ALIGNED)
 
     def __call__(self, x: Tensor, lengths: Sequence[int], angles: Angles | None = None) -> Tensor:
         x = self.attend(self.attention_norm(x), lengths, angles).add_(x)
@@ -84,12 +85,19 @@ def grid_angles(
     merge: int,
     device: torch.device,
     order: Tensor | None = None,
+    *,
+    takes_turns: bool = False,
 ) -> Angles:
-    """Half of each head turns with a patch's row, half with its column. `order`: of the tokens, if not their own."""
+    """Half of each head turns with a patch's row, half with its column. `order`: of the tokens, if not their own.
+
+    Both axes have the same frequencies, or (`takes_turns`) those of a whole head by turns, rows first.
+    """
     places = torch.cat([_places(grid, merge, device) for grid in grids])  # [T, 2]
     if order is not None:
         places = reorder(places, order, merge)
     per_axis = frequencies(head_dim // 2, theta, device)  # [d / 4]
+    if takes_turns:
+        per_axis = frequencies(head_dim, theta, device).view(-1, 2).T  # [2, d / 4]
     return Angles(*cos_sin((places[..., None] * per_axis).flatten(1), torch.float32))
 
 

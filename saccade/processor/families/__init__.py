@@ -10,6 +10,7 @@ from saccade.processor.families.base import Expansion, Family, Files
 from saccade.processor.families.frame_groups import VideoRules
 from saccade.processor.families.llava import Llava
 from saccade.processor.families.llava_next import LlavaNext
+from saccade.processor.families.mistral3 import Mistral3
 from saccade.processor.families.mllama import Mllama
 from saccade.processor.families.qwen2_5_vl import Qwen2_5VL
 from saccade.processor.families.qwen2_vl import Qwen2VL
@@ -18,7 +19,9 @@ from saccade.processor.families.text import Text
 
 FAMILIES: dict[str, type[Family]] = {
     "llava": Llava,
+    "llava/pixtral": Mistral3,  # a model type with another tower
     "llava_next": LlavaNext,
+    "mistral3": Mistral3,
     "mllama": Mllama,
     "qwen2_vl": Qwen2VL,
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), Text),
@@ -44,7 +47,13 @@ def family_for(config: ModelConfig) -> type[Family]:
         raise ConfigError(
             f"model_type {config.model_type!r} is not supported; the supported ones are {', '.join(sorted(FAMILIES))}"
         )
-    return FAMILIES[config.model_type]
+    return FAMILIES[_name_of(config)]
+
+
+def _name_of(config: ModelConfig) -> str:
+    """With its tower where that makes another family of it."""
+    with_tower = f"{config.model_type}/{(config.raw.get('vision_config') or {}).get('model_type')}"
+    return with_tower if with_tower in FAMILIES else config.model_type
 
 
 def default_family() -> Family:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
@@ -20,6 +21,8 @@ MAX_ASPECT_RATIO = 200
 class Files(Protocol):
     """The part of a checkpoint that a family reads."""
 
+    @property
+    def path(self) -> Path: ...
     @property
     def config(self) -> ModelConfig: ...
     @property

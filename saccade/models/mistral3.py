@@ -1,0 +1,38 @@
+"""Mistral 3: Pixtral's tower, whose neighbouring patches are merged before the projector."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from saccade.config import ConfigError, VisionConfig
+from saccade.models.layers import Linear, Parameters, RMSNorm
+from saccade.models.llava import PROJECTOR_RULES, Projector
+from saccade.models.pixtral import LlavaPixtral
+from saccade.models.weights import Rule
+
+
+class Mistral3(LlavaPixtral):
+    def make_projector(self, params: Parameters, vision: VisionConfig) -> Projector:
+        if self.tower.width != vision.hidden_size:
+            layers = self.config.raw["vision_feature_layer"]
+            raise ConfigError(f"vision_feature_layer is {layers}, but patches of one layer alone can be merged")
+        return MergingProjector(params, vision, self)
+
+    def projector_rules(self) -> tuple[Rule, ...]:
+        merging = Rule("patch_merger.merging_layer.weight", "merge.weight")
+        return (Rule("norm.weight", "norm.weight"), merging, *PROJECTOR_RULES)
+
+
+class MergingProjector(Projector):
+    def __init__(self, params: Parameters, vision: VisionConfig, model: Mistral3) -> None:
+        text, width = model.config.text, vision.hidden_size
+        super().__init__(params, width, text.hidden_size, {"multimodal_projector_bias": False, **model.config.raw})
+        self.patches = vision.spatial_merge_size**2  # of one token
+        self.norm = RMSNorm(params.within("norm"), width, text.rms_norm_eps)
+        self.merge = Linear(params.within("merge"), width * self.patches, width)
+
+    def __call__(self, features: Tensor) -> Tensor:
+        """[patches, width] with the patches of a token next to each other -> [tokens, hidden]"""
+        squares = self.norm(features).view(-1, self.patches, features.shape[1])
+        channel_first = squares.transpose(1, 2).flatten(1)  # the weights want a channel's patches side by side
+        return super().__call__(self.merge(channel_first))

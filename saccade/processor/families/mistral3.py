@@ -1,0 +1,178 @@
+"""Mistral 3 and Pixtral: any size up to a longest edge, a break token behind each row, an end token behind the last.
+
+IMG IMG IMG BREAK
+IMG IMG IMG END         a picture of 2 x 3 tokens: six embeddings, eight positions
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from saccade.config import ConfigError
+from saccade.processor.families.base import (
+    MAX_ASPECT_RATIO,
+    Expansion,
+    Files,
+    check_aspect_ratio,
+    pixel_settings,
+    tag,
+)
+from saccade.types import Geometry, Grid, Size, Span
+
+_LONGEST_EDGE = 1024  # what the image processor assumes when a checkpoint is silent
+
+
+@dataclass(frozen=True, slots=True)
+class Mistral3:
+    patch_size: int  # pixels along one side of a patch
+    merge_size: int  # patches along one side of a token
+    edges: Size  # the checkpoint's own limit on either side
+    image_token_id: int
+    break_token_id: int | None  # None: there is no tokenizer to ask, so pictures can be counted only
+    end_token_id: int | None
+    settings: Mapping[str, Any]
+    is_fixed_size: bool = False
+
+    @classmethod
+    def from_checkpoint(cls, files: Files) -> Self:
+        config, given, processor = files.config, files.image_processor, files.processor
+        if config.vision is None or config.image_token_id is None:
+            raise ConfigError("config.json has no vision_config or no image_token_id, so this model takes no pictures")
+        if not given.get("do_resize", True):
+            raise ConfigError("the image processor says do_resize=false; pictures must be resized to whole patches")
+        names = (processor.get("image_break_token", "[IMG_BREAK]"), processor.get("image_end_token", "[IMG_END]"))
+        break_id, end_id = _token_ids(files.path, names)
+        return cls(
+            patch_size=config.vision.patch_size,
+            merge_size=config.vision.spatial_merge_size,
+            edges=_edges(given.get("size")),
+            image_token_id=config.image_token_id,
+            break_token_id=break_id,
+            end_token_id=end_id,
+            settings=pixel_settings(given),
+        )
+
+    @property
+    def placeholder_ids(self) -> tuple[int, ...]:
+        ids = (self.image_token_id, self.break_token_id, self.end_token_id)
+        return tuple(token for token in ids if token is not None)
+
+    @property
+    def token_side(self) -> int:
+        """Pixels along one side of the square that becomes one token."""
+        return self.patch_size * self.merge_size
+
+    # --- limits ---------------------------------------------------------------------------------------------------
+
+    def policy(self, min_pixels: int | None, max_pixels: int | None) -> tuple[int, int]:
+        highest = self._most_pixels if max_pixels is None else max_pixels
+        lowest = 1 if min_pixels is None else min_pixels  # small pictures stay small
+        if lowest > highest:
+            raise ConfigError(
+                f"min_pixels={lowest} is above max_pixels={highest}; raise max_pixels or lower min_pixels"
+            )
+        return lowest, highest
+
+    @property
+    def _most_pixels(self) -> int:
+        """Of any picture once its sides are rounded up to whole tokens."""
+        return _up(self.edges.width, self.token_side) * _up(self.edges.height, self.token_side) * self.token_side**2
+
+    def policy_tag(self, min_pixels: int, max_pixels: int) -> bytes:
+        sides = {"patch": self.patch_size, "merge": self.merge_size, "edges": self.edges}
+        return tag({**self.settings, **sides, "min_pixels": min_pixels, "max_pixels": max_pixels})
+
+    # --- sizes ----------------------------------------------------------------------------------------------------
+
+    def geometry(self, size: Size, min_pixels: int, max_pixels: int) -> Geometry:
+        check_aspect_ratio(size)
+        fitted, side = self._fitted(size, min_pixels, max_pixels), self.token_side
+        columns, rows = _up(fitted.width, side), _up(fitted.height, side)
+        if max_pixels < self._most_pixels and columns * rows * side**2 > max_pixels:
+            columns, rows = max(1, fitted.width // side), max(1, fitted.height // side)
+        return self._of(columns, rows)
+
+    def _fitted(self, size: Size, min_pixels: int, max_pixels: int) -> Size:
+        """Shrunk to the longest edge as the checkpoint's processor does it; further only where a limit asks for it."""
+        shrink = max(size.height / self.edges.height, size.width / self.edges.width)
+        if max_pixels < self._most_pixels:
+            shrink = max(shrink, math.sqrt(size.width * size.height / max_pixels))
+        enlarge = math.sqrt(min_pixels / (size.width * size.height))
+        if shrink > 1:
+            return Size(max(1, math.floor(size.width / shrink)), max(1, math.floor(size.height / shrink)))
+        if enlarge > 1:
+            factor = min(enlarge, 1 / shrink)
+            return Size(math.floor(size.width * factor), math.floor(size.height * factor))
+        return size
+
+    def largest(self, min_pixels: int, max_pixels: int) -> Geometry:
+        return max((self._of(*shape) for shape in self._shapes(max_pixels)), key=lambda geometry: geometry.tokens)
+
+    def _shapes(self, max_pixels: int) -> Iterator[tuple[int, int]]:
+        """Columns and rows: for every number of rows the most columns a picture can have beside it."""
+        side = self.token_side
+        most_columns, most_rows = _up(self.edges.width, side), _up(self.edges.height, side)
+        allowed = max(1, max_pixels // side**2)
+        thin = max(1, math.isqrt(MAX_ASPECT_RATIO * max_pixels) // side)  # along a strip less than a token wide
+        yield min(most_columns, max(allowed, thin)), 1
+        yield 1, min(most_rows, max(allowed, thin))
+        yield from ((min(most_columns, allowed // rows), rows) for rows in range(1, min(most_rows, allowed) + 1))
+
+    def _of(self, columns: int, rows: int) -> Geometry:
+        resized = Size(columns * self.token_side, rows * self.token_side)
+        grid = Grid(1, rows * self.merge_size, columns * self.merge_size)
+        return Geometry(resized, grid, tokens=rows * (columns + 1), slots=rows * columns)
+
+    # --- the prompt -----------------------------------------------------------------------------------------------
+
+    def expand(self, geometry: Geometry) -> Expansion:
+        if self.break_token_id is None or self.end_token_id is None:
+            raise ConfigError("tokenizer.json has no tokens for the end of a picture's rows; the files are incomplete")
+        rows = geometry.grid.h // self.merge_size
+        ids = np.full((rows, geometry.tokens // rows), self.image_token_id, np.int64)
+        ids[:, -1] = self.break_token_id
+        ids[-1, -1] = self.end_token_id
+        row = [True] * (ids.shape[1] - 1) + [False]
+        return Expansion(ids.ravel(), tuple(row * rows))
+
+    def positions(
+        self, token_ids: Sequence[int] | npt.NDArray[np.int64], spans: Sequence[Span], grids: Sequence[Grid]
+    ) -> tuple[npt.NDArray[np.int32], int]:
+        return np.arange(len(token_ids), dtype=np.int32)[None], len(token_ids)  # [1, tokens]
+
+
+def _up(length: int, side: int) -> int:
+    """Whole tokens that cover so many pixels."""
+    return -(-length // side)
+
+
+def _edges(size: Any) -> Size:
+    if size is None:
+        return Size(_LONGEST_EDGE, _LONGEST_EDGE)
+    if isinstance(size, int):
+        return Size(size, size)
+    width, height = (size.get("longest_edge") or size.get(name) for name in ("width", "height"))
+    if not width or not height:
+        raise ConfigError(f"the image processor's size needs longest_edge, or height and width, not {dict(size)}")
+    return Size(width, height)
+
+
+def _token_ids(folder: Path, names: Sequence[str]) -> list[int | None]:
+    """Ids of control tokens; None for each that is not known here."""
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        return [None] * len(names)
+    try:
+        added = json.loads(file.read_text(encoding="utf-8")).get("added_tokens") or []
+    except ValueError as error:
+        raise ConfigError(f"{file} cannot be read as JSON ({error}); download it again") from None
+    ids = {token["content"]: int(token["id"]) for token in added}
+    return [ids.get(name) for name in names]
