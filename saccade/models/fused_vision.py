@@ -5,7 +5,9 @@ Nothing here reads a value back from the device.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -13,10 +15,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from saccade.kernels import pictures, vit_steps
 from saccade.kernels.packed_vit import TILE_ROWS, packed_vit
+from saccade.kernels.paged_decode import num_multiprocessors
 from saccade.kernels.tiles import Tiles
 from saccade.models.attention import packed_attention
 from saccade.models.layers import Activation, Linear, RMSNorm, quick_gelu, silu_and_mul, tanh_gelu
 from saccade.models.pixels import PatchLayout, Picture, PixelPolicy, as_tensor, resize
+from saccade.models.recorded_vision import Recordings
 from saccade.models.resample import BITS, Taps, resample
 from saccade.models.vision import Angles, Norm, VisionBlock
 from saccade.models.vision_ops import RunBlock
@@ -32,9 +36,14 @@ _ACTIVATIONS: Mapping[Activation, Activation] = {
 }
 
 
+_log = logging.getLogger(__name__)
+
+
 class FusedVision:
-    def __init__(self, attention: str = "triton") -> None:
-        self._attention = ATTENTION[attention]
+    def __init__(self, attention: str | None = None) -> None:
+        """Without a name: the attention that is fastest on this device."""
+        self._attention = ATTENTION[attention or _best_attention()]
+        self._recordings = Recordings(lambda angles, tiles: _FusedPass(angles, _over(tiles)), TILE_ROWS)
 
     def resize(self, image: Picture, size: Size, resampling: int) -> Tensor:
         if isinstance(image, Tensor):
@@ -48,7 +57,13 @@ class FusedVision:
         return pictures.cut_patches(image, cut, (gain[0], gain[1], gain[2]), (shift[0], shift[1], shift[2]), dtype)
 
     def begin(self, lengths: Sequence[int], angles: Angles | None, device: torch.device) -> RunBlock:
+        if self._recordings.fit(lengths):
+            return self._recordings.begin(lengths, angles, device)
         return _FusedPass(angles, self._attention(lengths, device))
+
+    def recording(self) -> AbstractContextManager[None]:
+        """Small passes that run in it are recorded, and later ones of their sizes replayed."""
+        return self._recordings.recording()
 
 
 class _FusedPass:
@@ -85,13 +100,61 @@ def _weigh_axis(image: Tensor, taps: Taps) -> Tensor:
 
 
 def _by_triton(lengths: Sequence[int], device: torch.device) -> Attend:
-    tiles = Tiles.of(lengths, TILE_ROWS, device)
+    return _over(Tiles.of(lengths, TILE_ROWS, device))
 
+
+def _over(tiles: Tiles) -> Attend:
     def attend(qkv: Tensor, scale: float) -> Tensor:
         q, k, v = qkv.unbind(1)  # [T, heads, d] each
         return packed_vit(q, k, v, tiles, scale)
 
     return attend
+
+
+def _by_hopper(lengths: Sequence[int], device: torch.device) -> Attend:
+    chosen: list[Attend] = []  # once heads are seen
+
+    def attend(qkv: Tensor, scale: float) -> Tensor:
+        if not chosen:
+            chosen.append(_hopper_over(lengths, qkv) or _by_triton(lengths, device))
+        return chosen[0](qkv, scale)
+
+    return attend
+
+
+def _hopper_over(lengths: Sequence[int], like: Tensor) -> Attend | None:
+    """None where the kernel is not made for such heads or pictures."""
+    from saccade.kernels import hopper_vit  # its language is experimental: only devices that use it import it
+
+    if not hopper_vit.suits(lengths, like.shape[3], like.dtype):
+        return None
+    ring = hopper_vit.choose_ring(lengths, like.shape[2], num_multiprocessors(like.device))
+    tiles = Tiles.of(lengths, ring.rows, like.device)
+    return lambda qkv, scale: hopper_vit.hopper_vit(qkv, tiles, scale, ring)
+
+
+def _best_attention() -> str:
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        return "triton"
+    try:
+        _try_hopper(torch.device("cuda"))
+    except Exception as error:  # this Triton may lack what the kernel is written with: slower is better than not at all
+        _log.warning("vision attention runs without the Hopper kernel (%s: %s)", type(error).__name__, error)
+        return "triton"
+    return "hopper"
+
+
+def _try_hopper(device: torch.device) -> None:
+    """It must compile and agree with the plain kernel, also where weights outgrow its level."""
+    from saccade.kernels import hopper_vit
+
+    lengths = [300, 257]
+    qkv = torch.randn(sum(lengths), 3, 2, 80, device=device, dtype=torch.bfloat16)
+    qkv[5, 1] *= 60  # a key of the second tile that queries prefer by hundreds of powers of two
+    expected = _by_triton(lengths, device)(qkv, 1.0)
+    for ring in hopper_vit.RINGS:
+        found = hopper_vit.hopper_vit(qkv, Tiles.of(lengths, ring.rows, device), 1.0, ring)
+        torch.testing.assert_close(found, expected, atol=0.05, rtol=0.05)
 
 
 def _by_sdpa(backend: SDPBackend) -> Callable[[Sequence[int], torch.device], Attend]:
@@ -108,6 +171,7 @@ def _by_sdpa(backend: SDPBackend) -> Callable[[Sequence[int], torch.device], Att
 
 ATTENTION: Mapping[str, Callable[[Sequence[int], torch.device], Attend]] = {
     "triton": _by_triton,  # one launch for pictures of any sizes, and nothing to set up for a new size
+    "hopper": _by_hopper,  # the same, faster where the device is one; small pictures go the way above
     "cudnn": _by_sdpa(SDPBackend.CUDNN_ATTENTION),
     "flash": _by_sdpa(SDPBackend.FLASH_ATTENTION),
 }

@@ -1,0 +1,103 @@
+"""Recorded blocks of a vision tower against launched ones: on a CPU a recording runs its kernels in the interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from saccade.kernels.tiles import Tiles
+from saccade.models import recorded_vision
+from saccade.models.fused_vision import FusedVision
+from saccade.models.llava import Llava
+from saccade.models.qwen2_vl import Qwen2VL
+from saccade.models.vision import grid_angles
+from saccade.models.vision_ops import TorchVision
+from saccade.runner import towers
+from saccade.runner.towers import record_tower
+from saccade.types import Grid
+from tests.test_fused_vision import LLAVA, QWEN, encode, model, random
+
+
+@pytest.fixture(autouse=True)
+def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorded_vision, "SIZES", (16, 32))
+    monkeypatch.setattr(recorded_vision, "PICTURES", 3)
+    monkeypatch.setattr(towers, "_ROWS", 2)
+
+
+def recorded() -> Qwen2VL | Llava:
+    made = model(QWEN, FusedVision(), Qwen2VL)
+    record_tower(made)
+    return made
+
+
+def patches(grids: Sequence[Grid]) -> Tensor:
+    return random(sum(grid.patches for grid in grids), 24)
+
+
+@pytest.mark.parametrize(
+    "grids",
+    [[Grid(1, 4, 4)], [Grid(1, 4, 6)], [Grid(1, 2, 2), Grid(1, 4, 6), Grid(1, 2, 2)], [Grid(1, 2, 2)] * 4],
+    ids=["a size itself", "between sizes", "several pictures", "too many pictures"],
+)
+def test_embeddings_are_those_of_the_plain_tower(grids: list[Grid]) -> None:
+    expected = encode(model(QWEN, TorchVision(), Qwen2VL), patches(grids), grids)
+    for one, other in zip(encode(recorded(), patches(grids), grids), expected, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+
+
+def test_what_a_larger_pass_left_behind_changes_nothing() -> None:
+    made, grids = recorded(), [Grid(1, 4, 4)]
+    before = encode(made, patches(grids), grids)
+    encode(made, 1e4 * patches([Grid(1, 4, 8)]), [Grid(1, 4, 8)])
+    assert torch.equal(encode(made, patches(grids), grids)[0], before[0])
+
+
+def test_embeddings_stay_what_they_are_when_the_next_pass_runs() -> None:
+    made, grids = recorded(), [Grid(1, 4, 4)]
+    found = encode(made, patches(grids), grids)[0]
+    kept = found.clone()
+    encode(made, 3 * patches(grids), grids)
+    assert torch.equal(found, kept)
+
+
+def test_passes_that_take_turns_block_by_block_keep_their_own_pictures() -> None:
+    made = recorded()
+    assert isinstance(made, Qwen2VL)
+    block, x = made.tower.blocks[0], random(16, 96)
+    angles = grid_angles([Grid(1, 4, 4)], 48, 1e4, 2, x.device)
+    cuts = ([16], [8, 8])
+    whole, halves = (made.ops.begin(lengths, angles, x.device) for lengths in cuts)
+    plain = [TorchVision().begin(lengths, angles, x.device)(block, x.clone()) for lengths in cuts]
+    for run, expected in ((whole, plain[0]), (halves, plain[1]), (whole, plain[0])):
+        torch.testing.assert_close(run(block, x.clone()), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_pass_beyond_the_largest_size_is_launched_as_ever() -> None:
+    made, grids = recorded(), [Grid(1, 8, 8)]
+    expected = encode(model(QWEN, TorchVision(), Qwen2VL), patches(grids), grids)
+    torch.testing.assert_close(encode(made, patches(grids), grids)[0], expected[0], atol=1e-4, rtol=1e-4)
+
+
+def test_nothing_is_recorded_once_the_engine_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = recorded()
+    monkeypatch.setattr(recorded_vision.Recordings, "_record", lambda *_: pytest.fail("recorded for a request"))
+    for grids in ([Grid(1, 2, 4)], [Grid(1, 4, 4)], [Grid(1, 4, 8)]):
+        encode(made, patches(grids), grids)
+
+
+def test_towers_that_keep_several_layers_get_each_as_it_was() -> None:
+    grids, given = [Grid(1, 4, 4)] * 2, random(32, 12)
+    made = model(LLAVA, FusedVision(), Llava)
+    record_tower(made)
+    expected = encode(model(LLAVA, TorchVision(), Llava), given, grids)
+    torch.testing.assert_close(torch.stack(encode(made, given, grids)), torch.stack(expected), atol=1e-4, rtol=1e-4)
+
+
+def test_tiles_of_any_pictures_fit_the_recorded_launch() -> None:
+    for lengths in ([32, 0, 0], [1, 1, 30], [17, 15, 0], [9, 9, 9]):
+        size = next(size for size in recorded_vision.SIZES if size >= sum(lengths))
+        Tiles.of(lengths, 8, torch.device("cpu"), capacity=recorded_vision.num_tiles(size, 8))
