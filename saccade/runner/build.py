@@ -23,6 +23,7 @@ from saccade.runner.memory import MemoryPlan
 from saccade.runner.meter import Meter
 from saccade.runner.recurrent import RecurrentStates
 from saccade.runner.runner import Runner
+from saccade.runner.towers import record_tower
 from saccade.types import Key
 
 _MOST_DECODE_THREADS = 8
@@ -61,6 +62,7 @@ def build_runner(
     meter.reserve_work()
     with meter.part("graphs"):
         forward = _on_device(model, kv, config, sizes, plan.device)
+        record_tower(model)
     encoder = _encoder(model, options, plan)
     grammars = Grammars(path / "tokenizer.json", config.text.vocab_size)
     return Runner(model, kv, encoder, grammars, sizes.block_size, forward, embeddings, meter.report(), states)

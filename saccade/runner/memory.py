@@ -162,7 +162,17 @@ def _graph_bytes(options: Options, model: ModelConfig, dtype: str) -> int:
     logits = places * text.vocab_size * costs.dtype_bytes(dtype)
     length = options.max_model_len or text.max_position
     tables = 2 * places * costs.blocks_for(length, options.block_size) * 4
-    return largest * costs.prompt_bytes_per_token(text, dtype) + logits + tables
+    prompts = largest * costs.prompt_bytes_per_token(text, dtype)
+    return prompts + logits + tables + _tower_graph_bytes(model, dtype)
+
+
+def _tower_graph_bytes(model: ModelConfig, dtype: str) -> int:
+    """Recorded passes of the tower: the largest one's memory, and what all of them read, which is less."""
+    if model.vision is None:
+        return 0
+    from saccade.models.recorded_vision import SIZES
+
+    return 2 * SIZES[-1] * costs.encode_bytes_per_patch(model.vision, model.text, dtype)
 
 
 def _why_states(model: ModelConfig, parts: MemoryParts) -> tuple[str, ...]:
