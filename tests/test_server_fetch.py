@@ -28,6 +28,7 @@ class Site(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.asked: list[str] = []
         self.elsewhere = ""  # where /astray redirects to
+        self.files: dict[str, bytes] = {}  # more things to fetch, by path
         self.is_over = threading.Event()  # lets slow answers go
 
     def handle_error(self, *_: Any) -> None:
@@ -43,7 +44,9 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.server.asked.append(self.path)
         kind = self.path.split("?")[0]
-        if kind == "/photo.png":
+        if kind in self.server.files:
+            self._answer(200, self.server.files[kind])
+        elif kind == "/photo.png":
             self._answer(200, png(make_photo(112, 84, seed=len(self.path))))
         elif kind == "/moved":
             self._answer(302, b"", location="/photo.png?moved")

@@ -39,6 +39,7 @@ from saccade.types import (
 
 REQUEST_KEYS = ("fps", "num_frames", "max_frames", "max_video_pixels")
 """What mm_processor_kwargs may say about videos."""
+DEFAULT_VIDEOS = 1
 _UNKNOWN_RATE = 24.0  # frames a second of a list that comes without: what the models' own processors assume
 
 
@@ -97,7 +98,7 @@ class Videos:
 
     @property
     def max_per_prompt(self) -> int:
-        return self.policy.limits.get("video", 0)
+        return self.policy.limits.get("video", DEFAULT_VIDEOS)  # an operator who only limits pictures means pictures
 
     @property
     def max_frames(self) -> int:
