@@ -112,36 +112,36 @@ def _relative(found: Tensor, expected: Tensor) -> float:
 # --- the built-in model -------------------------------------------------------------------------------------------
 
 
-def texts(questions: QuestionSet) -> None:
-    """How many of the first answers are the same, letter by letter."""
-    first = questions.questions[:PROMPTS]
-    expected = _ask(questions, first, device="cpu", dtype="float32")
-    for dtype in TOLERANCE:
-        found = _ask(questions, first, device=DEVICE, dtype=dtype)
-        same = sum(_text(a) == _text(b) for a, b in zip(found, expected, strict=True))
-        say(texts=[{"dtype": dtype, "same": same, "of": len(first)}])
+class Asked:
+    """Questions of a set as conversations, made once: their noise takes a while to add."""
+
+    def __init__(self, questions: QuestionSet) -> None:
+        self.questions = questions.questions
+        with ThreadPoolExecutor() as pool:
+            self.chats = list(pool.map(lambda question: _messages(questions, question), self.questions))
+
+    def answers(self, count: int | None, device: str, dtype: str) -> list[RequestOutput]:
+        """Greedily, the pictures before the text, as `saccade eval` asks."""
+        llm = LLM(device=device, dtype=dtype, **PATIENT)
+        outputs = llm.chat(self.chats[:count], SamplingParams(temperature=0, max_tokens=256), use_tqdm=False)
+        llm.close()
+        del llm
+        _forget()
+        return outputs
 
 
-def accuracy(questions: QuestionSet) -> None:
+def built_in(asked: Asked) -> None:
+    """How many of the first answers are the CPU's, letter by letter; how many of all are right."""
+    expected = asked.answers(PROMPTS, "cpu", "float32")
     for dtype in TOLERANCE:
         begun = time.perf_counter()
-        outputs = _ask(questions, questions.questions, device=DEVICE, dtype=dtype)
-        asked = zip(questions.questions, outputs, strict=True)
-        right = sum(output.error is None and question.rule.is_right(_text(output)) for question, output in asked)
+        outputs = asked.answers(None, DEVICE, dtype)
+        same = sum(_text(a) == _text(b) for a, b in zip(outputs, expected, strict=False))
+        say(texts=[{"dtype": dtype, "same": same, "of": len(expected)}])
+        pairs = zip(asked.questions, outputs, strict=True)
+        right = sum(output.error is None and question.rule.is_right(_text(output)) for question, output in pairs)
         say(accuracy=[{"dtype": dtype, "right": right, "of": len(outputs), "cpu": CPU_ACCURACY,
                        "seconds": time.perf_counter() - begun}])  # fmt: skip
-
-
-def _ask(questions: QuestionSet, chosen: Sequence[Question], device: str, dtype: str) -> list[RequestOutput]:
-    """Greedily, the pictures before the text, as `saccade eval` asks."""
-    with ThreadPoolExecutor() as pool:
-        chats = list(pool.map(lambda question: _messages(questions, question), chosen))
-    llm = LLM(device=device, dtype=dtype, **PATIENT)
-    outputs = llm.chat(chats, SamplingParams(temperature=0, max_tokens=256), use_tqdm=False)
-    llm.close()
-    del llm
-    _forget()
-    return outputs
 
 
 def _messages(questions: QuestionSet, question: Question) -> list[dict[str, Any]]:
@@ -161,8 +161,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         for shape in ("tiny", "four_layers"):
             _attempt("numbers", lambda s=shape: numbers(s, str(write_folder(SHAPES[s], Path(folder) / s))))
-        _attempt("texts", lambda: texts(questions))
-        _attempt("accuracy", lambda: accuracy(questions))
+        _attempt("the built-in model", lambda: built_in(Asked(questions)))
     return 0
 
 
