@@ -503,6 +503,7 @@ class SchedulerConfig:
     is_text_first: bool = False  # prompts without pictures go ahead of prompts with pictures
     max_waiting: int | None = None
     slot_bytes: int = 0  # of one embedding slot, for the bill; the scheduler itself counts slots
+    state_rows: int | None = None  # states kept for prompts that begin alike; None: the model needs none to go on
     pace: Pace | None = None  # bounds steps in which someone decodes; None: tokens and layers alone do
 
 

@@ -19,6 +19,7 @@ from tests import (
     family_mistral3,
     family_mllama,
     family_qwen2_5_vl,
+    family_qwen3_5,
     family_qwen3_vl,
 )
 from tests.reference import Reference, image_settings, load
@@ -63,6 +64,7 @@ def _unknown(build: Callable[..., Path], picture: str) -> ModelFamily:
 
 
 FAMILIES: dict[str, ModelFamily] = {
+    "qwen3_5": ModelFamily(family_qwen3_5.build, family_qwen3_5.PICTURE, family_qwen3_5.reference, has_kernels=False),
     "qwen2_vl": ModelFamily(checkpoints.qwen2_vl, "<|vision_start|><|image_pad|><|vision_end|>", _qwen2_vl_reference),
     "qwen2_5_vl": ModelFamily(
         family_qwen2_5_vl.build, "<|vision_start|><|image_pad|><|vision_end|>", family_qwen2_5_vl.reference

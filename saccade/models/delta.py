@@ -1,4 +1,4 @@
-"""Gated delta nets: attention with a memory of fixed size in place of keys and values. Knows tensors, not whose they are.
+"""Gated delta nets: attention with a memory of fixed size instead of keys and values. Knows tensors, not requests.
 
     memory [key, value] of a head      decays by exp(g), then token t corrects what is stored under its key:
     S_t = exp(g_t) S_(t-1) + k_t d_t   d_t = beta_t (v_t - k_t exp(g_t) S_(t-1))      read: o_t = q_t S_t
@@ -65,11 +65,13 @@ class GatedDeltaNet:
         qkv, z, b, a = torch.split(self.inputs(x), list(self.sizes.values()), dim=-1)
         speed = -self.decay.float().exp() * F.softplus(a.float() + self.decay_bias)  # [T, heads]
         mixed = x.new_empty(len(x), self.shape.value_heads, self.shape.value_dim)
-        for tokens, rows in states.groups:  # equally long windows: tokens [N, T], rows [N]
-            past, memory = states.past[index], states.memory[index]
+        past, memory = states.past[index], states.memory[index]
+        for tokens, rows, keep_in in states.groups:  # equally long windows: tokens [N, T], rows [N]
             turned, past[rows] = self._convolve(qkv[tokens], past[rows])
             read, memory[rows] = self._remember(turned, speed[tokens], b[tokens].float().sigmoid(), memory[rows])
             mixed[tokens] = read.to(mixed.dtype)
+            if keep_in is not None:
+                past[keep_in], memory[keep_in] = past[rows], memory[rows]
         gated = self.norm(mixed).float() * F.silu(z.float().view(mixed.shape))
         return self.out(gated.to(x.dtype).flatten(1))
 

@@ -74,6 +74,7 @@ class WindowGroup(NamedTuple):
 
     tokens: Tensor  # int64 [windows, length]: their packed rows
     rows: Tensor  # int64 [windows]: the states that belong to them
+    keep_in: Tensor | None = None  # int64 [windows]: rows that get a copy of what they are then
 
 
 class States(NamedTuple):

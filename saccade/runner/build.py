@@ -77,7 +77,9 @@ def plain_reason(model: VisionLanguageModel, device: torch.device) -> str | None
 
 def _states(config: ModelConfig, sizes: SchedulerConfig, plan: MemoryPlan) -> RecurrentStates | None:
     linear = config.text.linear
-    return RecurrentStates(linear, sizes.max_num_seqs, plan.dtype, plan.device) if linear else None
+    if linear is None:
+        return None
+    return RecurrentStates(linear, sizes.max_num_seqs, sizes.state_rows or 0, plan.dtype, plan.device)
 
 
 def _embeddings(model: VisionLanguageModel, plan: MemoryPlan) -> MutableMapping[Key, Tensor]:

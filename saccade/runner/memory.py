@@ -19,6 +19,7 @@ from saccade.types import Geometry, Size
 _CPU_KV_GIB = 4.0  # most that is taken on a CPU without being asked
 _CPU_KV_SHARE = 0.3  # of the memory that is free once the weights are in
 _EMBEDDING_CACHE_GIB = 0.5
+_KEPT_STATES = (8, 32)  # fewest and most states of recurrent layers that are kept behind beginnings of prompts
 _LOOKED_AT = 8  # pictures that the cache holds at least, where answers look at them to their end
 _SPARE_BYTES = 1 << 30  # of a GPU: the driver's share of graphs and kernels, workspaces of libraries, rounding
 
@@ -43,7 +44,7 @@ class MemoryParts:
     pictures: int = 0  # on their way to the tower: pixels, and patches that wait
     graphs: int = 0  # what recorded steps read, write and compute in
     spare: int = 0
-    states: int = 0  # of requests, in layers that keep no keys and values
+    states: int = 0  # of requests and of prefixes, in layers that keep no keys and values
 
     @property
     def total(self) -> int:
@@ -75,7 +76,8 @@ def plan_memory(
         encoder_budget=budget,
         encoder_cache_slots=slots,
         keep_idle_embeddings=keep_idle,
-        enable_prefix_caching=options.enable_prefix_caching and model.text.linear is None,
+        enable_prefix_caching=options.enable_prefix_caching,
+        state_rows=_kept_states(options) if model.text.linear else None,
         encode_layers_per_step=options.encode_layers_per_step or (1 if is_bounded else None),
         always_slice=is_bounded,
         is_text_first=is_bounded or device.type == "cuda",
@@ -94,7 +96,7 @@ def plan_memory(
         why_kv,
         *([why_budget] if model.vision else []),
         why_cache,
-        *_why_states(model, parts),
+        *_why_states(options, model, parts),
         *_why_parts(parts),
     )
     return MemoryPlan(device, getattr(torch, dtype), scheduler, reasons, parts)
@@ -105,7 +107,7 @@ def _beside_kv(
 ) -> MemoryParts:
     """All that has to fit beside the KV cache. The largest picture is taken whole, whatever the context will be."""
     weights = costs.weight_bytes(model, dtype)
-    states = options.max_num_seqs * costs.state_bytes_per_request(model.text, dtype)
+    states = (options.max_num_seqs + _kept_states(options)) * costs.state_bytes_per_request(model.text, dtype)
     if device.type != "cuda":
         return MemoryParts(weights, 0, 0, states=states)
     biggest, per_slot = largest.slots if largest else 0, costs.embedding_bytes_per_slot(model.text, dtype)
@@ -175,14 +177,20 @@ def _tower_graph_bytes(model: ModelConfig, dtype: str) -> int:
     return 2 * SIZES[-1] * costs.encode_bytes_per_patch(model.vision, model.text, dtype)
 
 
-def _why_states(model: ModelConfig, parts: MemoryParts) -> tuple[str, ...]:
+def _why_states(options: Options, model: ModelConfig, parts: MemoryParts) -> tuple[str, ...]:
     if model.text.linear is None:
         return ()
-    layers = len(model.text.linear.layers)
+    layers, kept = len(model.text.linear.layers), _kept_states(options)
     return (
-        f"states {parts.states / costs.GIB:.2f} GiB: what {layers} layers remember of each request",
-        "prefix cache off: those layers can only go on where a state was kept, and none is kept between blocks",
+        f"states {parts.states / costs.GIB:.2f} GiB: what {layers} layers remember of each request, and behind "
+        f"{kept} beginnings of prompts, where others may go on",
     )
+
+
+def _kept_states(options: Options) -> int:
+    """Each is as large as that of a request: about as many as run at once, within reason."""
+    fewest, most = _KEPT_STATES
+    return max(fewest, min(options.max_num_seqs, most)) if options.enable_prefix_caching else 0
 
 
 def _why_parts(parts: MemoryParts) -> tuple[str, ...]:

@@ -1,18 +1,21 @@
 """States of requests in layers that remember a fixed amount instead of every token. Does not choose who runs.
 
-A row belongs to a request from its admission until it is forgotten, so there are as many as requests may run.
+rows   | 0 .. requests - 1 |  requests ..   |
+       | of a request, from | kept behind a  |
+       | its admission until| prompt's block:|
+       | it is forgotten    | the scheduler's|
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 
 from saccade.config import LinearConfig
 from saccade.models.interface import States, WindowGroup
-from saccade.types import Work
+from saccade.types import KeptState, Work
 
 
 class _Place(NamedTuple):
@@ -21,26 +24,25 @@ class _Place(NamedTuple):
 
 
 class RecurrentStates:
-    def __init__(self, linear: LinearConfig, rows: int, dtype: torch.dtype, device: torch.device) -> None:
-        layers = len(linear.layers)
+    def __init__(
+        self, linear: LinearConfig, requests: int, kept: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        layers, rows = len(linear.layers), requests + kept
         self.past = torch.zeros(layers, rows, linear.channels, linear.kernel - 1, dtype=dtype, device=device)
         self.memory = torch.zeros(
             layers, rows, linear.value_heads, linear.key_dim, linear.value_dim, dtype=torch.float32, device=device
         )
         self._places: dict[str, _Place] = {}
-        self._free = list(range(rows - 1, -1, -1))
+        self._requests = requests
+        self._free = list(range(requests - 1, -1, -1))
 
-    @property
-    def num_rows(self) -> int:
-        return self.memory.shape[1]
-
-    def open(self, request_id: str) -> None:
-        """A state that has seen nothing."""
+    def open(self, request_id: str, state: KeptState | None = None) -> None:
+        """A state that has seen nothing, or a copy of one that was kept."""
         assert request_id not in self._places, f"{request_id} has a state already"
         row = self._free.pop()
-        self.past[:, row] = 0
-        self.memory[:, row] = 0
-        self._places[request_id] = _Place(row, 0)
+        for states in (self.past, self.memory):
+            states[:, row] = states[:, self._requests + state.row] if state else 0
+        self._places[request_id] = _Place(row, state.place if state else 0)
 
     def close(self, request_id: str) -> None:
         place = self._places.pop(request_id, None)
@@ -58,14 +60,24 @@ class RecurrentStates:
         first = 0
         for work in works:
             length, row = work.end - work.start, self._advance(work)
-            if length == 1:
+            if length == 1 and not work.keeps:
                 ones.append((first, row))
             else:
-                groups.append(self._group([list(range(first, first + length))], [row]))
+                groups += self._cut(work, first, row)
             first += length
         if ones:
             groups.append(self._group([[token] for token, _ in ones], [row for _, row in ones]))
         return States(self.past, self.memory, groups)
+
+    def _cut(self, work: Work, first: int, row: int) -> Iterator[WindowGroup]:
+        """A window in pieces, one after the other, each up to a place where its state is kept."""
+        done = work.start
+        for place, kept in work.keeps:
+            if place <= work.end:  # it may have been cut before a picture that could not be had
+                yield self._group([list(range(first, first + place - done))], [row], [self._requests + kept])
+                first, done = first + place - done, place
+        if done < work.end:
+            yield self._group([list(range(first, first + work.end - done))], [row])
 
     def _advance(self, work: Work) -> int:
         place = self._places[work.request_id]
@@ -73,11 +85,12 @@ class RecurrentStates:
         self._places[work.request_id] = place._replace(computed=work.end)
         return place.row
 
-    def _group(self, tokens: list[list[int]], rows: list[int]) -> WindowGroup:
+    def _group(self, tokens: list[list[int]], rows: list[int], keep_in: list[int] | None = None) -> WindowGroup:
         device = self.memory.device
-        return WindowGroup(torch.tensor(tokens, device=device), torch.tensor(rows, device=device))
+        kept = torch.tensor(keep_in, device=device) if keep_in is not None else None
+        return WindowGroup(torch.tensor(tokens, device=device), torch.tensor(rows, device=device), kept)
 
     def check(self) -> None:
-        """Every row is free or belongs to one request."""
+        """Every row for requests is free or belongs to one."""
         rows = [place.row for place in self._places.values()]
-        assert sorted([*rows, *self._free]) == list(range(self.num_rows)), "rows were lost or given twice"
+        assert sorted([*rows, *self._free]) == list(range(self._requests)), "rows were lost or given twice"

@@ -158,7 +158,7 @@ class Runner:
             grammar = self.grammars.start(admission.request, admission.output_token_ids)
             self._states[admission.request.request_id] = RequestState(admission, grammar)
             if self.recurrent:
-                self.recurrent.open(admission.request.request_id)
+                self.recurrent.open(admission.request.request_id, admission.state)
             if self.device:
                 self.device.open(admission.request.request_id, admission.block_ids)
         for work in plan.works:

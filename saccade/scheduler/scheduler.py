@@ -24,6 +24,7 @@ from saccade.scheduler.order import arrival, giving_way, spans_ahead
 from saccade.scheduler.pace import share
 from saccade.scheduler.sequence import Sequence
 from saccade.scheduler.sharing import adopt, catch_up, publish
+from saccade.scheduler.states import KeptStates
 from saccade.types import (
     RECORD_BYTES,
     Admission,
@@ -62,6 +63,7 @@ class Scheduler:
         self._pool = BlockPool(config.num_blocks, config.block_size, config.enable_prefix_caching)
         self._encoder = EncoderCache(config.encoder_cache_slots, config.keep_idle_embeddings)
         self._gate = Gate(self._encoder, config.encoder_budget)
+        self._kept = KeptStates(config.state_rows, config.block_size)
         self._open: dict[str, Sequence] = {}  # running and waiting
         self._running: list[Sequence] = []  # in order of arrival, as is the next one
         self._waiting: list[Sequence] = []
@@ -95,6 +97,7 @@ class Scheduler:
         forgotten = (request_id for plan in plans for request_id in plan.forgotten)
         self._forgotten = list(dict.fromkeys((*forgotten, *self._forgotten)))
         self._pool.reset()
+        self._kept.reset()
         self._encoder.reset(untold=[key for plan in plans for key in plan.evicted])
         self._gate.reset()
         return events
@@ -187,7 +190,7 @@ class Scheduler:
             index += 1
             if draft.answers_rest and seq.is_decoding:
                 continue
-            if not seq.is_decoding and catch_up(self._pool, seq):
+            if not (seq.is_decoding or self._kept.is_needed) and catch_up(self._pool, seq):
                 self._leave_spans(seq)
                 draft.admitted.append(self._admission(seq))
             start = seq.num_computed
@@ -207,7 +210,7 @@ class Scheduler:
             if not draft.budget.left_for(seq):
                 index += 1  # the kinds before it take this step; it keeps its place
                 continue
-            found = self._pool.find(seq.chain, seq.num_tokens)
+            found = self._kept.usable(seq.chain, self._pool.find(seq.chain, seq.num_tokens))
             start = len(found) * self._block_size
             reach = self._reach(seq, start, draft)
             if reach.end == start:
@@ -242,7 +245,9 @@ class Scheduler:
         draft.admitted.append(self._admission(seq))
 
     def _admission(self, seq: Sequence) -> Admission:
-        return Admission(seq.request, tuple(seq.output), tuple(seq.blocks))
+        return Admission(
+            seq.request, tuple(seq.output), tuple(seq.blocks), self._kept.behind(seq.chain, len(seq.blocks))
+        )
 
     def _give_work(self, draft: _Draft, seq: Sequence, start: int, reach: Reach) -> None:
         end, spans = reach
@@ -255,7 +260,8 @@ class Scheduler:
         if end >= (seq.num_published + 1) * self._block_size:
             publish(self._pool, seq, end)
         draft.budget.take(seq, end - start)
-        draft.works.append(Work(seq.request_id, start, end, new_blocks, end == seq.num_tokens))
+        keeps = self._kept.plan(seq, start, end)
+        draft.works.append(Work(seq.request_id, start, end, new_blocks, end == seq.num_tokens, keeps))
 
     def _preempt(self, seq: Sequence, draft: _Draft) -> None:
         draft.has_preempted = True
@@ -277,6 +283,7 @@ class Scheduler:
         for key, times in result.encoded.items():
             self._book_encoded(key, times)
         events = self._end_failed(plan, result, now) if result.failed else []
+        self._kept.commit(plan.works, self._open)
         is_all_encoded = plan.encode_layers is not None or not plan.works or not self._encoder.slots_in_flight
         assert is_all_encoded, "the step should have encoded everything, but something is still in flight"
         for work in plan.works:
@@ -384,6 +391,7 @@ class Scheduler:
         self._pool.check()
         self._encoder.check()
         self._gate.check()
+        self._kept.check()
         check_holdings(self._open, self._pool, self._encoder)
         check_queues(self._open, self._running, self._waiting, self._block_size)
         assert len(self._running) <= self.config.max_num_seqs, "too many requests run"

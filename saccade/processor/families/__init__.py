@@ -14,6 +14,7 @@ from saccade.processor.families.mistral3 import Mistral3
 from saccade.processor.families.mllama import Mllama
 from saccade.processor.families.qwen2_5_vl import Qwen2_5VL
 from saccade.processor.families.qwen2_vl import Qwen2VL
+from saccade.processor.families.qwen3_5 import Qwen3_5
 from saccade.processor.families.qwen3_vl import Qwen3VL
 from saccade.processor.families.text import Text
 
@@ -27,6 +28,7 @@ FAMILIES: dict[str, type[Family]] = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), Text),
     "qwen2_5_vl": Qwen2_5VL,
     "qwen3_vl": Qwen3VL,
+    "qwen3_5": Qwen3_5,
 }
 
 VIDEO: dict[str, Callable[[Files], VideoRules | None]] = {
