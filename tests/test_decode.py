@@ -9,6 +9,7 @@ from PIL import Image, ImageCms
 
 from saccade.config import MediaPolicy
 from saccade.processor.media import load_image
+from saccade.runner import decode as decode_module
 from saccade.runner.decode import decode
 from saccade.types import Geometry, Grid, Header, MediaItem, RequestError, Size
 from tests.conftest import make_photo
@@ -37,6 +38,31 @@ def test_lossless_formats_give_the_pixels_that_were_saved(name: str) -> None:
 def test_lossy_formats_give_what_pillow_gives(name: str) -> None:
     data = saved(make_photo(30, 20), name)
     assert np.array_equal(decode(item(data)), np.asarray(Image.open(io.BytesIO(data)).convert("RGB")))
+
+
+@pytest.mark.parametrize("size", [(1, 1), (33, 47), (130, 71)], ids=str)
+@pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
+@pytest.mark.parametrize("progressive", [False, True], ids=["in one go", "progressive"])
+def test_jpegs_of_every_kind_give_what_pillow_gives(mode: str, progressive: bool, size: tuple[int, int]) -> None:
+    for subsampling in ("4:4:4", "4:2:2", "4:2:0"):
+        for quality in (5, 75, 100):
+            how = {"quality": quality, "subsampling": subsampling, "progressive": progressive}
+            data = saved(make_photo(*size).convert(mode), "JPEG", **how)
+            assert np.array_equal(decode(item(data)), np.asarray(Image.open(io.BytesIO(data)).convert("RGB")))
+
+
+def test_a_plain_jpeg_is_decoded_into_the_memory_it_is_given() -> None:
+    given = np.empty((20, 30, 3), np.uint8)
+    data = saved(make_photo(30, 20), "JPEG")
+    assert np.shares_memory(decode(item(data), lambda shape: given.reshape(shape)), given)
+    assert np.array_equal(given, np.asarray(Image.open(io.BytesIO(data)).convert("RGB")))
+
+
+def test_without_the_fast_library_jpegs_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = saved(make_photo(61, 43), "JPEG")
+    expected = decode(item(data))
+    monkeypatch.setattr(decode_module, "simplejpeg", None)
+    assert np.array_equal(decode(item(data)), expected)
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))

@@ -268,6 +268,28 @@ def test_a_slice_does_not_wait_for_a_picture_that_is_still_being_decoded(tower: 
     assert list(encoder.poll().embeddings) == [b"slow"]
 
 
+def test_where_passes_run_ahead_the_first_does_not_wait_for_all_its_pictures(tower: FakeTower) -> None:
+    gate = threading.Event()
+    prepare, encode = tower.prepare, tower.encode
+
+    def slow(image: np.ndarray, geometry: Geometry) -> Tensor:
+        if geometry.grid.patches == 64:
+            assert gate.wait(20)
+        return prepare(image, geometry)
+
+    def opening(patches: Tensor, grids: Sequence[Grid]) -> Generator[None, None, list[Tensor]]:
+        gate.set()  # the slow picture is decoded no sooner than a pass has begun
+        return encode(patches, grids)
+
+    tower.prepare, tower.encode = slow, opening  # type: ignore[method-assign]
+    encoder = stage(tower, max_patches=100)
+    encoder._runs_ahead = True
+    encoder.submit([picture("quick"), picture("slow", 8)])
+    encoder.advance(None)
+    assert encoder.poll().embeddings.keys() == {b"quick", b"slow"}
+    assert len(tower.passes) == 2
+
+
 def test_pixels_decoded_at_the_same_time_are_bounded(tower: FakeTower, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encoder_module, "_MOST_SOURCE_PIXELS", 40)
     encoder = stage(tower, max_patches=1000)

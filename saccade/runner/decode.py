@@ -6,6 +6,7 @@ Owns no threads: the encoder stage calls this from its pool.
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate
 
@@ -23,6 +24,15 @@ from saccade.rgb import to_rgb, upright
 from saccade.runner.clips import ClipReaders
 from saccade.types import MediaItem, RequestError, Size
 
+try:
+    import simplejpeg  # type: ignore[import-untyped, import-not-found, unused-ignore]
+except ImportError:  # then Pillow does it, with the same library and two copies more
+    simplejpeg = None
+
+Pixels = npt.NDArray[np.uint8]
+NewPixels = Callable[[tuple[int, int, int]], Pixels]
+"""(height, width, 3) -> an array to decode into."""
+
 # The readers themselves: Image.open would add a pixel limit of its own, which is a global of the process. Ours is an
 # option, and the probe has already applied it.
 _READERS: dict[str, type[ImageFile]] = {
@@ -35,11 +45,15 @@ _READERS: dict[str, type[ImageFile]] = {
 }
 
 
-def decode_item(item: MediaItem, clips: ClipReaders) -> npt.NDArray[np.uint8]:
-    """[height, width, 3] of a picture, [frames, height, width, 3] of a frame group."""
+def _new_pixels(shape: tuple[int, int, int]) -> Pixels:
+    return np.empty(shape, np.uint8)
+
+
+def decode_item(item: MediaItem, clips: ClipReaders, new: NewPixels = _new_pixels) -> Pixels:
+    """[height, width, 3] of a picture, in `new` memory if it is written there at once; [frames, ...] of a group."""
     if item.stills:
         return np.stack([decode(still) for still in _stills(item)])
-    return _decode_group(item, clips) if item.stamps else decode(item)
+    return _decode_group(item, clips) if item.stamps else decode(item, new)
 
 
 def _stills(item: MediaItem) -> list[MediaItem]:
@@ -49,7 +63,7 @@ def _stills(item: MediaItem) -> list[MediaItem]:
     return [replace(item, data=data, header=header, stills=()) for data, header in cuts]
 
 
-def _decode_group(item: MediaItem, clips: ClipReaders) -> npt.NDArray[np.uint8]:
+def _decode_group(item: MediaItem, clips: ClipReaders) -> Pixels:
     try:
         return np.stack(clips.frames(item))
     except RequestError:
@@ -63,13 +77,15 @@ def _decode_group(item: MediaItem, clips: ClipReaders) -> npt.NDArray[np.uint8]:
         ) from None
 
 
-def decode(item: MediaItem) -> npt.NDArray[np.uint8]:  # [height, width, 3]
+def decode(item: MediaItem, new: NewPixels = _new_pixels) -> Pixels:  # [height, width, 3]
     """The picture as a viewer shows it. Any fault of the bytes becomes one RequestError without library text."""
     width, height = item.header.size
     if item.header.format == "rgb":
         return np.frombuffer(item.data, np.uint8).reshape(height, width, 3)
     try:
-        pixels = _decode_file(item)
+        pixels = _decode_plain_jpeg(item, new)
+        if pixels is None:
+            pixels = _decode_file(item)
     except RequestError:
         raise
     except MemoryError:
@@ -90,7 +106,24 @@ def decode(item: MediaItem) -> npt.NDArray[np.uint8]:  # [height, width, 3]
     return pixels
 
 
-def _decode_file(item: MediaItem) -> npt.NDArray[np.uint8]:
+def _decode_plain_jpeg(item: MediaItem, new: NewPixels) -> Pixels | None:
+    """What Pillow would give, to the bit, without its copies and without holding up other threads.
+
+    None for all but upright, undamaged colour or grey pictures: Pillow reads the others, or says what is wrong.
+    """
+    if simplejpeg is None or item.header.format != "jpeg" or item.header.orientation != 1:
+        return None
+    try:
+        height, width, colours, _ = simplejpeg.decode_jpeg_header(item.data)
+        if colours not in ("YCbCr", "Gray") or Size(width, height) != item.header.size:
+            return None
+        pixels: Pixels = simplejpeg.decode_jpeg(item.data, "RGB", buffer=new((height, width, 3)))
+    except ValueError:
+        return None
+    return pixels
+
+
+def _decode_file(item: MediaItem) -> Pixels:
     with _READERS[item.header.format](io.BytesIO(item.data)) as image:
         _check_stored_size(Size(*image.size), item)
         image.load()

@@ -23,7 +23,7 @@ from saccade.models.interface import Tiled, VisionLanguageModel
 from saccade.runner.clips import ClipReaders
 from saccade.runner.decode import decode_item
 from saccade.runner.timing import DeviceWatch, HostWatch, Times, Watch
-from saccade.runner.upload import Prepare, Upload, use_on_current_stream
+from saccade.runner.upload import Prepare, Upload, pinned, use_on_current_stream
 from saccade.types import Geometry, Key, MediaItem, RequestError
 
 _MOST_SOURCE_PIXELS = 50_000_000  # decoded at the same time; a single larger picture is decoded alone
@@ -98,6 +98,7 @@ class LocalEncoder:
     ) -> None:
         self.model = model
         self._on_cuda = device is not None and device.type == "cuda"
+        self._runs_ahead = self._on_cuda  # a pass is launched long before it is done
         self._to_patches: Prepare = Upload(model, device, upload_bytes) if device and self._on_cuda else model.prepare
         self.max_patches = max_patches  # per pass; a larger single picture gets a pass of its own
         self.counters = EncoderCounters()
@@ -189,7 +190,8 @@ class LocalEncoder:
     def _prepare(self, item: MediaItem) -> Prepared:
         start = time.perf_counter()
         with torch.inference_mode():
-            patches = self._to_patches(decode_item(item, self._clips), item.geometry)
+            pixels = decode_item(item, self._clips, pinned) if self._on_cuda else decode_item(item, self._clips)
+            patches = self._to_patches(pixels, item.geometry)
         return Prepared(patches, (time.perf_counter() - start) * 1e3)
 
     def _take(self, item: MediaItem) -> Prepared | None:
@@ -221,12 +223,15 @@ class LocalEncoder:
         return item.key in self._decoding and self._decoding[item.key][1].done()
 
     def _begin_pass(self, *, is_sliced: bool) -> bool:
-        """Take pictures from the queue, in order, up to the patch budget, and set the tower up for them."""
+        """Take pictures from the queue, in order, up to the patch budget, and set the tower up for them.
+
+        Where encoding goes on by itself it waits for one picture at most: the others are decoded meanwhile.
+        """
         self._start_decoding(self._queue.values())
         batch: list[tuple[MediaItem, Prepared]] = []
         patches = 0
         for item in list(self._queue.values()):
-            if is_sliced and not self._ready(item):
+            if (is_sliced or (batch and self._runs_ahead)) and not self._ready(item):
                 continue
             size = item.geometry.grid.patches
             if batch and (patches + size > self.max_patches or item.key in self._alone):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from saccade.models.interface import VisionLanguageModel
-from saccade.models.pixels import Pixels
+from saccade.models.pixels import Pixels, as_tensor
 from saccade.types import Geometry
 
 Prepare = Callable[[Pixels, Geometry], Tensor]
@@ -32,14 +32,22 @@ class Upload:
             torch.empty(reserve_bytes, dtype=torch.uint8, device=device)
 
     def __call__(self, image: Pixels, geometry: Geometry) -> Tensor:
-        staged = torch.empty(image.shape, dtype=torch.uint8, pin_memory=True)
-        np.copyto(staged.numpy(), image)
+        staged = as_tensor(image) if image.flags.writeable else None
+        if staged is None or not staged.is_pinned():  # not decoded into `pinned`
+            staged = torch.from_numpy(pinned(image.shape))
+            np.copyto(staged.numpy(), image)
         done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         with self._lock, torch.cuda.stream(self._stream):
             patches = self.model.prepare(staged.to(self._device, non_blocking=True), geometry)
             done.record()
         done.synchronize()  # nobody is kept waiting but this thread
         return patches
+
+
+def pinned(shape: tuple[int, ...]) -> Pixels:
+    """Memory that is copied from while others work."""
+    array: Pixels = torch.empty(shape, dtype=torch.uint8, pin_memory=True).numpy()
+    return array
 
 
 def use_on_current_stream(parts: Iterable[Tensor]) -> None:
