@@ -17,6 +17,7 @@ from transformers.video_utils import VideoMetadata
 from saccade.config import ConfigError, MediaPolicy, Options, VideoPolicy
 from saccade.processor.checkpoint import open_checkpoint
 from saccade.processor.clips import probe_clip
+from saccade.processor.count import count_files
 from saccade.processor.families import video_rules_for
 from saccade.processor.families.frame_groups import Sampling, VideoRules
 from saccade.processor.prompt import Processor
@@ -151,6 +152,15 @@ def test_two_seconds_at_the_default_rate_are_four_frames(qwen: Processor) -> Non
     """20 frames at 10 a second, 2 taken of each: every fifth."""
     prompt = qwen.from_prompt(ask(FILMS["mp4"]))
     assert [item.stamps for item in prompt.items] == [(0, 5120), (10240, 15360)]
+
+
+def test_files_are_counted_without_a_model_loaded(qwen2_vl_folder: Path, llava_folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "a.mp4"
+    path.write_bytes(FILMS["mp4"])
+    for model in (None, str(qwen2_vl_folder)):
+        (count,), errors = count_files([str(path)], model, None, None)
+        assert (count.width, count.height, count.tokens, errors) == (84, 56, 12, [])
+    assert "takes no videos" in str(count_files([str(path)], str(llava_folder), None, None)[1][0])
 
 
 # --- requests and policy ------------------------------------------------------------------------------------------
@@ -333,8 +343,11 @@ def test_limits_are_named_with_their_values() -> None:
     data = FILMS["mp4"]
     assert f"{len(data)} bytes, and at most 100" in refused_clip(data, max_bytes=100)
     assert "lasts 2.0 s, and at most 1 s" in refused_clip(data, max_seconds=1)
-    with pytest.raises(RequestError, match="84x56 = 4704 pixels, and at most 1000"):
-        probe_clip(data, replace(POLICY, max_image_pixels=1000))
+
+
+def test_a_group_may_have_as_many_pixels_as_a_picture(qwen2_vl_folder: Path) -> None:
+    qwen = make(qwen2_vl_folder, max_image_pixels=9000)
+    assert "2 frames of 84x56 have 9408 pixels, and at most 9000" in refusal(qwen, ask(FILMS["mp4"])).message
 
 
 def test_frames_of_two_sizes_are_refused(qwen: Processor) -> None:

@@ -49,14 +49,14 @@ class Qwen2VL:
 
     def _prepare_group(self, frames: Picture, geometry: Geometry) -> Tensor:
         """Patches that reach through all frames of a group; where frames are missing, the last one repeats."""
-        layers = []
-        for frame in frames:
+        shape = (geometry.grid.patches, 3, self.layout.frames, self.layout.patch**2)
+        patches = torch.empty(shape, dtype=self.params.dtype, device=self.params.device)
+        layout = self.layout._replace(frames=1)
+        for index, frame in enumerate(frames):
             small = self.ops.resize(frame, geometry.resized, self.pixels.resample).to(self.params.device)
-            layout = self.layout._replace(frames=1)
             cut = self.ops.cut(small, geometry.grid, layout, self.pixels, self.params.dtype)
-            layers.append(cut.view(len(cut), 3, 1, -1))  # [patches, channels, frame, pixels]
-        layers += layers[-1:] * (self.layout.frames - len(layers))
-        return torch.cat(layers, dim=2).flatten(1)
+            patches[:, :, index:] = cut.view(len(cut), 3, 1, -1)
+        return patches.flatten(1)
 
     def encode(self, patches: Tensor, grids: Sequence[Grid]) -> Encoding:
         return self.tower.encode(patches, grids, self.ops)

@@ -51,7 +51,7 @@ def probe_clip(data: bytes, policy: MediaPolicy) -> Clip:
     library = pyav()
     try:
         with library.open(io.BytesIO(data), format=name, metadata_errors="ignore") as container:
-            clip = _read(container, name, data, policy)
+            clip = _read(container, name, data)
     except RequestError:
         raise
     except Exception:  # FFmpeg has a kind of error for everything; all of them mean the same to a client
@@ -66,6 +66,14 @@ def probe_clip(data: bytes, policy: MediaPolicy) -> Clip:
             code="video_too_large",
         )
     return clip
+
+
+def is_clip(data: bytes) -> bool:
+    """Whether these bytes begin like a video file."""
+    try:
+        return bool(_sniff(data))
+    except RequestError:
+        return False
 
 
 def check_video_bytes(count: int, policy: MediaPolicy) -> None:
@@ -114,7 +122,7 @@ def _title(name: str) -> str:
 # --- inside a container -------------------------------------------------------------------------------------------
 
 
-def _read(container: av.container.InputContainer, name: str, data: bytes, policy: MediaPolicy) -> Clip:
+def _read(container: av.container.InputContainer, name: str, data: bytes) -> Clip:
     stream = moving_pictures(container)
     if stream is None:
         kinds = ", ".join(sorted({other.type for other in container.streams})) or "nothing"
@@ -123,7 +131,8 @@ def _read(container: av.container.InputContainer, name: str, data: bytes, policy
     if codec not in _CODECS:
         raise RequestError(f"the video's codec {codec} is not read here; use H.264, VP9 or AV1", code="invalid_video")
     stored = Size(stream.codec_context.width, stream.codec_context.height)
-    _check_size(stored, policy)
+    if min(stored) < 1:
+        raise RequestError(f"the video's header says {stored.width}x{stored.height} pixels", code="invalid_video")
     stamps = _stamps(container, stream, name)
     orientation = _orientation(data) if name == "mov" else 1
     upright = Size(stored.height, stored.width) if orientation >= 5 else stored
@@ -136,17 +145,6 @@ def moving_pictures(container: av.container.InputContainer) -> av.VideoStream | 
         if not stream.disposition.value & _COVER:
             return stream
     return None
-
-
-def _check_size(size: Size, policy: MediaPolicy) -> None:
-    if min(size) < 1:
-        raise RequestError(f"the video's header says {size.width}x{size.height} pixels", code="invalid_video")
-    if size.width * size.height > policy.max_image_pixels:
-        raise RequestError(
-            f"a frame of the video is {size.width}x{size.height} = {size.width * size.height} pixels, and at most "
-            f"{policy.max_image_pixels} are allowed (max_image_pixels)",
-            code="video_too_large",
-        )
 
 
 def _stamps(container: av.container.InputContainer, stream: av.VideoStream, name: str) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Prices picture files: what `saccade count` prints. Reads headers and the checkpoint's small files, nothing else."""
+"""Prices files of pictures and videos: what `saccade count` prints. Reads headers and the checkpoint's small files."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from pathlib import Path
 from saccade import costs
 from saccade.config import MediaPolicy, Options
 from saccade.processor.checkpoint import open_checkpoint
-from saccade.processor.families import Family, default_family, family_for
+from saccade.processor.clips import is_clip
+from saccade.processor.families import Family, default_family, default_video_rules, family_for, video_rules_for
 from saccade.processor.media import load_image
+from saccade.processor.video import Video, Videos
 from saccade.types import RequestError
 
 
@@ -23,6 +25,7 @@ class Count:
     resized_height: int
     tokens: int
     kv_blocks: int
+    encoder_cache_bytes: int  # while answers look at it, in the checkpoint's own type; 0: it lies in KV blocks
 
 
 def count_files(
@@ -30,25 +33,27 @@ def count_files(
 ) -> tuple[list[Count], list[RequestError]]:
     """The bill of each file, and an error for each that has none."""
     options = Options(min_pixels=min_pixels, max_pixels=max_pixels)  # checks them
-    family = _family(model)
+    family, slot_bytes = _family(model)
     limits = family.policy(options.min_pixels, options.max_pixels)
     counts, errors = [], []
     for file in files:
         try:
-            counts.append(_count(file, family, limits))
+            counts.append(_count_video(file, model) if _is_video(file) else _count(file, family, limits, slot_bytes))
         except RequestError as error:
             errors.append(RequestError(f"{file}: {error.message}", code=error.code))
     return counts, errors
 
 
-def _family(model: str | None) -> Family:
+def _family(model: str | None) -> tuple[Family, int]:
+    """The rules, and the bytes of one embedding."""
     if model is None:
-        return default_family()
+        return default_family(), 0
     checkpoint = open_checkpoint(model, weights=False)
-    return family_for(checkpoint.config).from_checkpoint(checkpoint)
+    config = checkpoint.config
+    return family_for(config).from_checkpoint(checkpoint), costs.embedding_bytes_per_slot(config.text, config.dtype)
 
 
-def _count(file: str, family: Family, limits: tuple[int, int]) -> Count:
+def _count(file: str, family: Family, limits: tuple[int, int], slot_bytes: int) -> Count:
     options = Options()
     policy = MediaPolicy({}, None, None, options.max_image_bytes, options.max_image_pixels)
     size = load_image(Path(file), policy).header.size
@@ -61,19 +66,48 @@ def _count(file: str, family: Family, limits: tuple[int, int]) -> Count:
         resized_height=geometry.resized.height,
         tokens=geometry.tokens,
         kv_blocks=costs.blocks_for(geometry.tokens, options.block_size),
+        encoder_cache_bytes=geometry.slots * slot_bytes if family.expand(geometry).is_lasting else 0,
     )
+
+
+def _is_video(file: str) -> bool:
+    try:
+        with open(file, "rb") as stream:
+            return is_clip(stream.read(64))
+    except (OSError, ValueError):
+        return False  # reading it as a picture says what is wrong
+
+
+def _count_video(file: str, model: str | None) -> Count:
+    """With the frames that are taken where nobody asks for others."""
+    rules = default_video_rules() if model is None else video_rules_for(open_checkpoint(model, weights=False))
+    if rules is None:
+        raise RequestError("this model takes no videos", code="unsupported")
+    videos = Videos(rules, MediaPolicy.of(Options()), b"")
+    groups = videos.resolve(Video(Path(file), file), videos.asked({}), b"").items
+    size, resized, tokens = groups[0].header.size, groups[0].geometry.resized, sum(g.geometry.tokens for g in groups)
+    return Count(file, *size, *resized, tokens, costs.blocks_for(tokens, Options().block_size), 0)
 
 
 def table(counts: Sequence[Count]) -> str:
     """Columns for people; the last line adds up when there is more than one picture."""
-    rows = [("file", "size", "resized", "tokens", "KV blocks")]
+    rows: list[tuple[str, ...]] = [("file", "size", "resized", "tokens", "KV blocks", "encoder cache")]
     for c in counts:
         sizes = (f"{c.width}x{c.height}", f"{c.resized_width}x{c.resized_height}")
-        rows.append((c.file, *sizes, f"{c.tokens:,}", f"{c.kv_blocks:,}"))
+        rows.append((c.file, *sizes, *_costs([c])))
     if len(counts) > 1:
-        rows.append(("total", "", "", f"{sum(c.tokens for c in counts):,}", f"{sum(c.kv_blocks for c in counts):,}"))
-    widths = [max(len(row[i]) for row in rows) for i in range(5)]
+        rows.append(("total", "", "", *_costs(counts)))
+    shown = 6 if any(c.encoder_cache_bytes for c in counts) else 5
+    rows = [row[:shown] for row in rows]
+    widths = [max(len(row[i]) for row in rows) for i in range(shown)]
     return "\n".join("  ".join(_align(cell, widths[i], i) for i, cell in enumerate(row)).rstrip() for row in rows)
+
+
+def _costs(counts: Sequence[Count]) -> tuple[str, str, str]:
+    tokens, blocks, kept = (
+        sum(getattr(c, name) for c in counts) for name in ("tokens", "kv_blocks", "encoder_cache_bytes")
+    )
+    return f"{tokens:,}", f"{blocks:,}", f"{kept / 1e6:,.1f} MB"
 
 
 def _align(cell: str, width: int, column: int) -> str:

@@ -142,7 +142,7 @@ class Videos:
             )
         chosen = self.rules.choose(len(clip.stamps), clip.rate, asked.sampling)
         frames = _Frames(tuple(chosen.tolist()), len(clip.stamps), clip.rate)
-        geometry = self.rules.geometry(clip.size, len(frames.indices), asked.pixels)
+        geometry = self._geometry(clip.size, len(frames.indices), asked)
         header = Header(clip.format, clip.size, clip.orientation, frames.total, "RGB")
         digest = hashlib.sha256(data).digest()
         items = []
@@ -157,7 +157,7 @@ class Videos:
     def _of_list(self, loaded: Sequence[Loaded], asked: Asked, salt: bytes) -> Groups:
         size = _common_size(loaded)
         frames = self._chosen(len(loaded), asked)
-        geometry = self.rules.geometry(size, len(frames.indices), asked.pixels)
+        geometry = self._geometry(size, len(frames.indices), asked)
         items = []
         for group in self._grouped(frames.indices):
             own = [loaded[index] for index in group]
@@ -182,6 +182,17 @@ class Videos:
         return _Frames(tuple(range(total)), total, rate)
 
     # --- both ---------------------------------------------------------------------------------------------------------
+
+    def _geometry(self, size: Size, count: int, asked: Asked) -> Geometry:
+        """A whole group is in memory at once, so it is held to what one picture may have."""
+        pixels = size.width * size.height * self.rules.group
+        if pixels > self.policy.max_image_pixels:
+            raise RequestError(
+                f"{self.rules.group} frames of {size.width}x{size.height} have {pixels} pixels, and at most "
+                f"{self.policy.max_image_pixels} are allowed at once (max_image_pixels)",
+                code="video_too_large",
+            )
+        return self.rules.geometry(size, count, asked.pixels)
 
     def _grouped(self, indices: Sequence[int]) -> Iterator[Sequence[int]]:
         for start in range(0, len(indices), self.rules.group):

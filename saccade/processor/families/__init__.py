@@ -58,9 +58,23 @@ def _name_of(config: ModelConfig) -> str:
     return with_tower if with_tower in FAMILIES else config.model_type
 
 
+def default_video_rules() -> VideoRules:
+    return frame_groups.published()
+
+
 def default_family() -> Family:
     """The rules that apply when no model is named: Qwen2-VL as it was published."""
     return Qwen2VL.published()
 
 
-__all__ = ["FAMILIES", "Expansion", "Family", "Files", "VideoRules", "default_family", "family_for", "video_rules_for"]
+__all__ = [
+    "FAMILIES",
+    "Expansion",
+    "Family",
+    "Files",
+    "VideoRules",
+    "default_family",
+    "default_video_rules",
+    "family_for",
+    "video_rules_for",
+]

@@ -109,6 +109,11 @@ class VideoRules:
 # --- from a checkpoint --------------------------------------------------------------------------------------------
 
 
+def published() -> VideoRules:
+    """Of Qwen2-VL as it is on the hub, 2B to 72B: it has no settings of its own for videos."""
+    return VideoRules(151656, 14, 2, 2, 56 * 56, 28 * 28 * 16384, 4, 768, False, None, None, None, {})
+
+
 class _Defaults(NamedTuple):
     """What a video processor assumes when the checkpoint is silent."""
 
