@@ -28,7 +28,7 @@ def test_count_prints_the_bill_of_each_picture_as_json(
     first, second = json.loads(capsys.readouterr().out)
     assert first == {
         "file": pictures[0], "width": 640, "height": 480, "resized_width": 644, "resized_height": 476,
-        "tokens": 391, "kv_blocks": 25,
+        "tokens": 391, "kv_blocks": 25, "encoder_cache_bytes": 0,
     }  # fmt: skip
     assert second["tokens"] == 99
 

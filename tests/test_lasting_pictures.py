@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from saccade import LLM, SamplingParams, costs
+from saccade import LLM, SamplingParams, cli, costs
 from saccade.chat import bill_line
 from saccade.config import Options, model_config
 from saccade.models import load_model
@@ -21,6 +21,8 @@ from saccade.types import Geometry, Grid, RequestError, Size
 from tests import family_mllama
 from tests.conftest import make_photo
 from tests.family_mllama import PICTURE
+from tests.prompts import data_url
+from tests.serving import MODEL, running_server
 from tests.test_family_mllama import HUB
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -124,6 +126,33 @@ def test_pictures_that_lie_in_the_kv_cache_cost_no_encoder_cache(qwen2_vl_folder
     assert out.bill.encoder_cache_bytes == 0 == out.bill.items[0].encoder_cache_bytes
     assert "encoder cache" not in bill_line(out.bill, 8)
     llm.close()
+
+
+def test_a_server_counts_the_bytes_before_and_after_it_answers(folder: Path) -> None:
+    with running_server(folder, "--max-model-len", "512") as server, server.client() as client:
+        parts = [
+            {"type": "image_url", "image_url": {"url": data_url(FOUR_TILES)}},
+            {"type": "text", "text": "What is it?"},
+        ]
+        body = {"model": MODEL, "messages": [{"role": "user", "content": parts}], "max_tokens": 4, "temperature": 0}
+        before = client.post("/v1/bill", json=body).json()
+        answer = client.post("/v1/chat/completions", json={**body, "include_bill": True}).json()
+        log = "\n".join(server.log)
+    assert before["encoder_cache_bytes"] == before["items"][0]["encoder_cache_bytes"] == 136 * 64 * 4
+    assert answer["bill"]["encoder_cache_bytes"] == 136 * 64 * 4 and answer["bill"]["image_tokens"] == 1
+    assert answer["usage"]["completion_tokens"] == 4
+    assert "MB of the encoder cache" in log, "the start-up log says what limits the number of requests"
+
+
+def test_count_has_a_column_for_the_encoder_cache_where_it_is_used(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    FOUR_TILES.save(tmp_path / "a.png")
+    assert cli.main(["count", "--model", str(folder), str(tmp_path / "a.png")]) == 0
+    head, row = capsys.readouterr().out.splitlines()
+    assert head.endswith("encoder cache") and row.split()[-4:] == ["1", "1", "0.0", "MB"]
+    assert cli.main(["count", str(tmp_path / "a.png")]) == 0
+    assert "encoder cache" not in capsys.readouterr().out
 
 
 # --- start-up -----------------------------------------------------------------------------------------------------

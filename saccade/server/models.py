@@ -94,4 +94,17 @@ def capacity_line(service: Service) -> str:
     what = f"a {width}x{height} picture with {_TYPICAL_TEXT} tokens of text is {tokens} tokens"
     if not service.processor.takes_pictures:
         what = f"the model takes no pictures; a prompt of {tokens} tokens"
-    return f"{what} = {blocks} KV blocks; {limits.num_blocks // blocks} such requests fit at once"
+    fitting = limits.num_blocks // blocks
+    if kept := _kept_slots(service, _TYPICAL_PICTURE):
+        what += f", {kept * limits.slot_bytes / 1e6:.1f} MB of the encoder cache"
+        fitting = min(fitting, limits.encoder_cache_slots // kept)
+    return f"{what} = {blocks} KV blocks; {fitting} such requests fit at once"
+
+
+def _kept_slots(service: Service, size: Size) -> int:
+    """Slots of the encoder cache that a picture keeps while an answer looks at it; 0 where answers do not."""
+    family, limits = service.processor.family, service.processor.pictures.limits
+    if not service.processor.takes_pictures:
+        return 0
+    geometry = family.geometry(size, limits.min_pixels, limits.max_pixels)
+    return geometry.slots if family.expand(geometry).is_lasting else 0
