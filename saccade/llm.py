@@ -30,8 +30,10 @@ class _Open:
 
     request_id: str
     prompt: Prompt
+    prompt_token_ids: list[int]
     answers: list[Answer]
     prepare_ms: float  # what the processor took
+    bill: Bill  # before it has run
     error: RequestError | None = None
 
     @property
@@ -79,7 +81,7 @@ class Engine:
         prompt = make()
         prepare_ms = (time.perf_counter() - start) * 1e3
         answers = [Answer(i, self.processor.tokenizer, params) for i in range(params.n)]
-        opened = _Open(request_id, prompt, answers, prepare_ms)
+        opened = _Open(request_id, prompt, list(prompt.token_ids), answers, prepare_ms, self.bill(prompt))
         self._admit(opened, params)
         self._open[request_id] = opened
 
@@ -149,12 +151,12 @@ class Engine:
             del self._open[opened.request_id]
 
     def _output(self, opened: _Open) -> RequestOutput:
-        bill = self.bill(opened.prompt)
-        usage = opened.answers[0].usage
+        """Made for every stream in every step, so what does not change is made once and shared by all of them."""
+        bill, usage = opened.bill, opened.answers[0].usage
         return RequestOutput(
             request_id=opened.request_id,
             prompt=opened.prompt.text,
-            prompt_token_ids=list(opened.prompt.token_ids),
+            prompt_token_ids=opened.prompt_token_ids,
             outputs=[answer.output() for answer in opened.answers],
             finished=opened.is_finished,
             bill=bill.settled(usage, {"prepare": opened.prepare_ms}) if usage else bill,

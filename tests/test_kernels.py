@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from saccade.kernels import reference
-from saccade.kernels.argmax import ArgmaxWorkspace, argmax
-from saccade.kernels.decode_inputs import decode_inputs
+from saccade.kernels.argmax import ArgmaxWorkspace, Board, argmax
+from saccade.kernels.decode_inputs import StepNumbers, decode_inputs, embed_into
 from saccade.kernels.fused_norm import add_rms_norm, silu_and_mul
 from saccade.kernels.packed_vit import TILE_ROWS, packed_vit
 from saccade.kernels.paged_decode import DecodeWorkspace, NewTokens, choose_splits, paged_decode
 from saccade.kernels.paged_prefill import choose_rows, paged_prefill
+from saccade.kernels.paged_prefill import choose_splits as prefill_splits
 from saccade.kernels.store_kv import rotary_and_store
 from saccade.kernels.tiles import Launch, Tiles, power_of_two
 from saccade.models.attention import AttentionBatch, reference_attention, reference_packed_attention
@@ -103,9 +104,11 @@ class Paged(NamedTuple):
         assert not workspace.counters.any(), "a launch leaves the counters at zero for the next one"
         return out
 
-    def prefill(self, q: Tensor, lengths: list[int], rows: int = 16, launch: Launch | None = SMALL) -> Tensor:
-        tiles = Tiles.of(lengths, rows, DEVICE, contexts=self.contexts)
-        return paged_prefill(q, self.k, self.v, self.tables, ints(self.contexts), tiles, BLOCK, 0.2, launch=launch)
+    def prefill(
+        self, q: Tensor, lengths: list[int], rows: int = 16, launch: Launch | None = SMALL, splits: int | None = 1
+    ) -> Tensor:
+        tiles, contexts = Tiles.of(lengths, rows, DEVICE, contexts=self.contexts), ints(self.contexts)
+        return paged_prefill(q, self.k, self.v, self.tables, contexts, tiles, BLOCK, 0.2, splits=splits, launch=launch)
 
 
 # --- paged decode -------------------------------------------------------------------------------------------------
@@ -216,6 +219,27 @@ def test_prefill_equals_the_reference(lengths: list[int], contexts: list[int]) -
     paged = Paged.of(contexts, kv_heads=2, dim=64, dtype=torch.float32)
     q = random(sum(lengths), 4, 64)
     assert_close(paged.prefill(q, lengths), paged.expected(q, lengths))
+
+
+@pytest.mark.parametrize("splits", [2, 8])
+@pytest.mark.parametrize(
+    ("lengths", "contexts"),
+    [([33], [33]), ([5], [150]), ([20, 1, 16, 3], [20, 130, 48, 3])],
+    ids=["prompt", "chunk", "mixed"],
+)
+def test_prefill_equals_the_reference_however_keys_are_split(
+    lengths: list[int], contexts: list[int], splits: int
+) -> None:
+    paged = Paged.of(contexts, kv_heads=2, dim=80, dtype=torch.float32)
+    q = random(sum(lengths), 4, 80)
+    assert_close(paged.prefill(q, lengths, splits=splits), paged.expected(q, lengths))
+
+
+def test_short_windows_are_split_until_the_device_is_full() -> None:
+    splits = [prefill_splits(tokens, 12, 64, multiprocessors=132) for tokens in (16, 64, 128, 512, 2048)]
+    assert splits == sorted(splits, reverse=True)
+    assert splits[0] > 8
+    assert splits[-1] == 1
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -360,6 +384,22 @@ def test_of_equal_largest_values_the_first_one_is_found() -> None:
     assert found.tolist() == [5, 0]
 
 
+@pytest.mark.parametrize("size", [40, 9000])
+def test_what_is_found_is_written_down_for_the_step_that_follows(size: int) -> None:
+    logits, latest = random(2, size), ints([-1, -1, -1], torch.int64)
+    board = Board(latest, ints([2, 0]))
+    found = argmax(logits, ArgmaxWorkspace.allocate(2, DEVICE), ints([0, 0], torch.int64), board)
+    assert latest.tolist() == [found[1].item(), -1, found[0].item()]
+
+
+def test_tokens_become_rows_of_the_table_and_pictures_stay() -> None:
+    embedding, embeds = random(9, 40, dtype=torch.bfloat16), random(3, 60, dtype=torch.bfloat16, seed=1)
+    wide = torch.cat((embedding, embedding.new_zeros(9, 20)), dim=1)
+    expected = torch.stack([wide[4], embeds[1], wide[0]])
+    embed_into(embeds, ints([4, -1, 0]), embedding)
+    assert torch.equal(embeds, expected)
+
+
 def test_not_a_number_is_the_largest() -> None:
     logits = random(1, 9000)
     logits[0, 6000] = float("nan")
@@ -368,13 +408,17 @@ def test_not_a_number_is_the_largest() -> None:
 
 
 def test_a_decode_step_begins_with_embeddings_angles_and_tables() -> None:
-    tokens, positions, rows = ints([4, -2, 0]), ints([0, 700, 31]), ints([2, 0, 1])
+    tokens, positions, rows = ints([4, -1, 0]), ints([0, 700, 31]), ints([2, 0, 1])
     embedding, frequencies = random(9, 40, dtype=torch.bfloat16), random(8).abs()
     tables = torch.arange(3 * 600, dtype=torch.int32, device=DEVICE).view(3, 600)
-    latest = ints([7, 8], torch.int64)
-    found = decode_inputs(tokens, positions, rows, latest, embedding, frequencies, tables)
+    latest, slots, contexts = ints([8, 7, 7], torch.int64), ints([-1, -1, 9000 * BLOCK]), ints([1, 1, 3 * BLOCK + 1])
+    numbers = StepNumbers(tokens, positions, slots, contexts, rows)
+    expected = tables.clone()
+    expected[1, 3] = 9000  # the block of the new token's slot
+    found = decode_inputs(numbers, latest, embedding, frequencies, tables, BLOCK)
     cos, sin = cos_sin(positions[:, None].float() * frequencies, torch.bfloat16)
     assert torch.equal(found.embeds, embedding[[4, 8, 0]])
-    assert torch.equal(found.tables, tables[[2, 0, 1]])
+    assert torch.equal(tables, expected)
+    assert torch.equal(found.tables, expected[[2, 0, 1]])
     assert_close(found.cos, cos)
     assert_close(found.sin, sin)

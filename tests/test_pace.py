@@ -17,24 +17,19 @@ PACE = Pace(
 
 def test_without_a_target_answers_may_slow_down_by_a_fixed_factor() -> None:
     spare = milliseconds(PACE.decode_ms, 32) * (SLOWDOWN - 1)
-    assert share(PACE, 32, 0, True).prompt_tokens == size_within(PACE.prompt_ms, spare) == 256
+    assert share(PACE, 32, 0).prompt_tokens == size_within(PACE.prompt_ms, spare) == 256
 
 
 def test_a_target_bounds_prompt_tokens() -> None:
-    assert share(replace(PACE, target_ms=3.0), 32, 0, True).prompt_tokens == 128
+    assert share(replace(PACE, target_ms=3.0), 32, 0).prompt_tokens == 128
 
 
-def test_pictures_get_all_of_the_spare_time_when_no_prompt_wants_it() -> None:
-    assert share(replace(PACE, target_ms=4.0), 32, 1600, False).encode_layers == 4
-
-
-def test_prompts_and_pictures_share_the_spare_time() -> None:
-    both = share(replace(PACE, target_ms=4.0), 32, 1600, True)
-    assert both.encode_layers == 2 and both.prompt_tokens == 128
+def test_prompts_and_pictures_get_all_of_the_spare_time_when_it_is_their_turn() -> None:
+    assert share(replace(PACE, target_ms=4.0), 32, 1600) == (256, 4)
 
 
 def test_prompts_and_pictures_move_on_even_when_decoding_alone_misses_the_target() -> None:
-    least = share(replace(PACE, target_ms=0.1), 32, 1600, True)
+    least = share(replace(PACE, target_ms=0.1), 32, 1600)
     assert least.encode_layers >= 1 and least.prompt_tokens >= 32
 
 

@@ -76,8 +76,8 @@ def _layers_within(step_ms: float, runner: Runner, largest: Geometry | None) -> 
 def _pace_reason(limits: SchedulerConfig) -> str:
     assert limits.pace is not None
     many, alone = limits.pace.decode_ms[-1]
-    tokens, layers = share(limits.pace, many, 1024, has_prompts=True)
+    tokens, layers = share(limits.pace, many, 1024)
     return (
-        f"a step of {many} answers takes {alone:.2f} ms alone; beside them {tokens} prompt tokens and {layers} encoder "
+        f"a step of {many} answers takes {alone:.2f} ms alone; beside them {tokens} prompt tokens or {layers} encoder "
         "layers over a picture of 1024 embeddings fit"
     )

@@ -3,22 +3,27 @@
     host     | collect 1, plan 2, launch 2 | text of 1 | collect 2, plan 3, launch 3 | text of 2 | ...
     device         idle for a moment       | ---------- step 2 ----------            | ------ step 3
 
-Where all requests decode, the next step is planned and launched before the tokens of this one are known, and the
-device is never idle:
+Where tokens are the likeliest ones, the next decode step is planned and launched before those of this one are known.
+What else is to be done is planned and launched while a decode step runs, and asked for when the next one does, so that
+tokens wait neither for prompts nor for pictures. The device is never idle:
 
-    host     | launch 3, collect 2, text of 2 | launch 4, collect 3, text of 3 | ...
-    device   | - step 2 - | --- step 3 --- | --- step 4 --- | ...
+    host     | collect the rest of 1, plan and launch the rest of 2, launch decode 3, collect decode 2, text of 2 | ...
+    device   | ---- decode 2 ---- | ---- the rest of 2 ---- | ---- decode 3 ---- | ...
 
 `EngineCore` is the plain loop: the same tokens, one step at a time.
 """
 
 from __future__ import annotations
 
+import gc
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from saccade.engine.core import EngineCore, StepRunner
 from saccade.types import StepPlan, StepResult, TokenEvent
+
+_TURN = 1e-4  # seconds; Python's own 5 ms are several steps
 
 
 class LaunchingRunner(StepRunner, Protocol):
@@ -38,48 +43,63 @@ class OverlappedCore(EngineCore):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._launched: _Launched | None = None
+        self._launched: list[_Launched] = []  # in the order of the device
+        self._is_ahead = False  # the last one was planned ahead, and nothing beside it yet
         self._events: list[TokenEvent] = []  # booked between two steps
+        # What exists now stays until the end. Looking through it again takes the collector longer than a step.
+        gc.collect()
+        gc.freeze()
+        # Whoever gives up the interpreter for a launch waits this long until a thread that decodes pictures returns it.
+        sys.setswitchinterval(_TURN)
 
     def step(self) -> list[TokenEvent]:
         events, self._events = self._events, []
-        under_way, self._launched = self._launched, None
-        if under_way is not None:
-            ahead = self.scheduler.schedule_ahead()
-            if ahead and (endings := self._launch(ahead)):
-                return events + endings  # nobody asks for the tokens of the step under way any more
-            events += self._book(under_way)
-        if self._launched is None and self.scheduler.has_unfinished():
+        if self._launched and self._launched[0].plan.is_beside:
+            events += self._book(1)
+        if self._is_ahead:
+            events += self._launch(self.scheduler.schedule_beside(self.clock()))
+        count = len(self._launched)
+        if count:
+            events += self._launch(self.scheduler.schedule_ahead())
+            self._is_ahead = len(self._launched) > count
+            events += self._book(1 if self._is_ahead else count)
+        if not self._launched and self.scheduler.has_unfinished():
             events += self._launch(self.scheduler.schedule(self.clock()))
         return events
 
     def abort(self, request_id: str) -> TokenEvent | None:
-        """Waits for the step under way: what it computed for the request must be known before its blocks are free."""
-        if self._launched is not None:
-            under_way, self._launched = self._launched, None
-            self._events += self._book(under_way)
+        """Waits for what is under way: what it computed for the request must be known before its blocks are free."""
+        self._events += self._book(len(self._launched))
+        self._is_ahead = False
         return super().abort(request_id)
 
     def has_unfinished(self) -> bool:
         return bool(self._launched or self._events) or self.scheduler.has_unfinished()
 
-    def _launch(self, plan: StepPlan) -> list[TokenEvent]:
+    def _launch(self, plan: StepPlan | None) -> list[TokenEvent]:
         """Nothing, or the endings of all requests when the step could not be launched."""
+        if plan is None:
+            return []
         try:
-            self._launched = _Launched(plan, self.clock(), self.runner.launch(plan))
+            self._launched.append(_Launched(plan, self.clock(), self.runner.launch(plan)))
         except BaseException as error:
             return self._failed(plan, error)
         return []
 
-    def _book(self, launched: _Launched) -> list[TokenEvent]:
-        try:
-            return self._commit(launched.plan, launched.collect(), launched.at)
-        except BaseException as error:
-            return self._failed(launched.plan, error)
+    def _book(self, count: int) -> list[TokenEvent]:
+        """What the first `count` of the launched steps brought."""
+        events: list[TokenEvent] = []
+        under_way, self._launched = self._launched[:count], self._launched[count:]
+        for launched in under_way:
+            try:
+                events += self._commit(launched.plan, launched.collect(), launched.at)
+            except BaseException as error:
+                return events + self._failed(launched.plan, error)
+        return events
 
     def _failed(self, plan: StepPlan, error: BaseException) -> list[TokenEvent]:
-        """All requests have ended, those of a step launched ahead too: nobody asks for its tokens."""
-        self._launched = None
+        """All requests have ended, those of steps launched meanwhile too: nobody asks for their tokens."""
+        self._launched, self._is_ahead = [], False
         events = self._fail_step(plan)
         if not isinstance(error, Exception):
             raise error

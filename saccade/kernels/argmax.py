@@ -37,22 +37,30 @@ class ArgmaxWorkspace(NamedTuple):
         )
 
 
-def argmax(logits: Tensor, workspace: ArgmaxWorkspace, out: Tensor) -> Tensor:
+class Board(NamedTuple):
+    """Where the places found are written down for others as well."""
+
+    latest: Tensor  # int64
+    lines: Tensor  # int32 [T]: the line of `latest` that each row writes
+
+
+def argmax(logits: Tensor, workspace: ArgmaxWorkspace, out: Tensor, board: Board | None = None) -> Tensor:
     """logits [T, N], contiguous -> `out`, int64 [T]."""
     rows, size = logits.shape
     assert logits.is_contiguous() and rows <= len(workspace.counters), (logits.shape, len(workspace.counters))
     wanted = min(_PROGRAMS // rows, triton.cdiv(size, _BLOCK), _MAX_SPLITS)
     splits, early = 1 << (max(wanted, 1).bit_length() - 1), is_early(logits)
     _argmax_kernel[(rows, splits)](
-        logits, *workspace, out, size, SPLITS=splits, BLOCK=_BLOCK, EARLY=early, num_warps=8, **overlap(early)
-    )
+        logits, *workspace, out, *(board or (None, None)), size, SPLITS=splits, BLOCK=_BLOCK, EARLY=early,
+        num_warps=8, **overlap(early),
+    )  # fmt: skip
     return out
 
 
-@triton.jit(do_not_specialize_on_alignment=["out"])
+@triton.jit(do_not_specialize_on_alignment=["out", "lines"])
 def _argmax_kernel(
-    logits: tl.tensor, keys: tl.tensor, counters: tl.tensor, out: tl.tensor, size: tl.tensor,
-    SPLITS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    logits: tl.tensor, keys: tl.tensor, counters: tl.tensor, out: tl.tensor, latest: tl.tensor, lines: tl.tensor,
+    size: tl.tensor, SPLITS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
     wait_for_turn(EARLY)
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -67,10 +75,18 @@ def _argmax_kernel(
         tl.debug_barrier()  # stored before it is said so
         if tl.atomic_add(counters + row, 1, sem="acq_rel") == SPLITS - 1:
             every = tl.load(keys + row * SPLITS + tl.arange(0, SPLITS), cache_modifier=".cg")
-            tl.store(out + row, _place(tl.max(every, 0)))
+            _write(out, latest, lines, row, tl.max(every, 0))
             tl.store(counters + row, 0)
     else:
-        tl.store(out + row, _place(found))
+        _write(out, latest, lines, row, found)
+
+
+@triton.jit
+def _write(out: tl.tensor, latest: tl.tensor, lines: tl.tensor, row: tl.tensor, key: tl.tensor) -> None:
+    place = 0x7FFFFFFF - (key & 0x7FFFFFFF)
+    tl.store(out + row, place)
+    if latest is not None:
+        tl.store(latest + tl.load(lines + row), place)
 
 
 @triton.jit
@@ -78,8 +94,3 @@ def _key(values: tl.tensor, places: tl.tensor) -> tl.tensor:
     bits = values.to(tl.int32, bitcast=True)
     order = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # negative ones are stored by size: turned round
     return (order.to(tl.int64) << 32) | (0x7FFFFFFF - places).to(tl.int64)
-
-
-@triton.jit
-def _place(key: tl.tensor) -> tl.tensor:
-    return 0x7FFFFFFF - (key & 0x7FFFFFFF)

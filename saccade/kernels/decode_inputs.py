@@ -1,9 +1,10 @@
-"""What a decode step begins with, in one launch: embeddings, angles and block tables of its rows. Knows no layer.
+"""What a step begins with. Of decoding, in one launch: embeddings, angles and block tables of its rows. Knows no layer.
 
 row t    token ──────► row of the embedding table      embeds [T, hidden]
-           or -1 - i: the token that row i of the step before gave
+           or -1: the latest token that the request of this table row was given
          position ───► times each frequency            cos, sin [T, d]
          table row ──► the request's blocks            tables [T, max_blocks]
+         slot ───────► the block it lies in is entered into the request's table, if it is not there yet
 """
 
 from __future__ import annotations
@@ -24,16 +25,26 @@ class DecodeInputs(NamedTuple):
     tables: Tensor  # int32 [T, max_blocks]
 
 
+class StepNumbers(NamedTuple):
+    """What the host says of each row: int32 [T], dense."""
+
+    tokens: Tensor  # or -1, for what `latest` says
+    positions: Tensor  # one for all axes: behind a prompt they agree
+    slots: Tensor  # of the new token; -1: nowhere
+    contexts: Tensor  # tokens in the cache once this one is written
+    rows: Tensor  # of the block tables
+
+
 def decode_inputs(
-    tokens: Tensor,  # int32 [T], dense; so are positions and rows
-    positions: Tensor,  # one for all axes: behind a prompt they agree
-    rows: Tensor,  # of the block tables
-    latest: Tensor,  # int64: tokens of the step before
+    numbers: StepNumbers,
+    latest: Tensor,  # int64 [requests]: tokens that only the device may know yet
     embedding: Tensor,  # [vocabulary, hidden], contiguous
     frequencies: Tensor,  # float32 [d / 2]
     block_tables: Tensor,  # int32 [requests, max_blocks], contiguous
+    block_size: int,
 ) -> DecodeInputs:
-    count, hidden, half, blocks = len(tokens), embedding.shape[1], len(frequencies), block_tables.shape[1]
+    count, hidden = len(numbers.tokens), embedding.shape[1]
+    half, blocks = len(frequencies), block_tables.shape[1]
     assert embedding.is_contiguous() and block_tables.is_contiguous()
     found = DecodeInputs(
         embedding.new_empty(count, hidden),
@@ -42,23 +53,51 @@ def decode_inputs(
         block_tables.new_empty(count, blocks),
     )
     _inputs_kernel[(count,)](
-        tokens, positions, rows, latest, embedding, frequencies, block_tables, *found, blocks,
-        HIDDEN=hidden, PADDED_HIDDEN=power_of_two(hidden), HALF=half, PADDED_HALF=power_of_two(half), num_warps=4,
+        *numbers, latest, embedding, frequencies, block_tables, *found, blocks,
+        BLOCK_SIZE=block_size, HIDDEN=hidden, PADDED_HIDDEN=power_of_two(hidden),
+        HALF=half, PADDED_HALF=power_of_two(half), num_warps=4,
     )  # fmt: skip
     return found
 
 
+def embed_into(embeds: Tensor, tokens: Tensor, embedding: Tensor) -> None:
+    """Rows of the embedding table for tokens int32 [T] -> embeds [T, hidden or wider]; zeros fill up wider ones.
+
+    Where a token is -1, what is there stays.
+    """
+    assert embeds.is_contiguous() and embedding.is_contiguous() and embeds.shape[1] >= embedding.shape[1]
+    wide = embeds.shape[1]
+    _embed_kernel[(len(tokens),)](
+        tokens, embedding, embeds, HIDDEN=embedding.shape[1], WIDE=wide, PADDED=power_of_two(wide), num_warps=4
+    )
+
+
+@triton.jit(do_not_specialize_on_alignment=["tokens"])
+def _embed_kernel(
+    tokens: tl.tensor, embedding: tl.tensor, embeds: tl.tensor,
+    HIDDEN: tl.constexpr, WIDE: tl.constexpr, PADDED: tl.constexpr,
+) -> None:  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.load(tokens + row).to(tl.int64)
+    if token >= 0:
+        columns = tl.arange(0, PADDED)
+        own = tl.load(embedding + token * HIDDEN + columns, mask=columns < HIDDEN, other=0.0)
+        tl.store(embeds + row * WIDE + columns, own, mask=columns < WIDE)
+
+
 # Numbers of a step lie anywhere in a larger array; a variant for each alignment would compile anew.
-@triton.jit(do_not_specialize_on_alignment=["tokens", "positions", "rows"])
+@triton.jit(do_not_specialize_on_alignment=["tokens", "positions", "slots", "contexts", "rows"])
 def _inputs_kernel(
-    tokens: tl.tensor, positions: tl.tensor, rows: tl.tensor, latest: tl.tensor, embedding: tl.tensor,
-    frequencies: tl.tensor, block_tables: tl.tensor,
+    tokens: tl.tensor, positions: tl.tensor, slots: tl.tensor, contexts: tl.tensor, rows: tl.tensor,
+    latest: tl.tensor, embedding: tl.tensor, frequencies: tl.tensor, block_tables: tl.tensor,
     embeds: tl.tensor, cos: tl.tensor, sin: tl.tensor, tables: tl.tensor, blocks: tl.tensor,
-    HIDDEN: tl.constexpr, PADDED_HIDDEN: tl.constexpr, HALF: tl.constexpr, PADDED_HALF: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, HIDDEN: tl.constexpr, PADDED_HIDDEN: tl.constexpr, HALF: tl.constexpr,
+    PADDED_HALF: tl.constexpr,
 ) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     given = tl.load(tokens + row)
-    fed = tl.load(latest + tl.maximum(-1 - given, 0), mask=given < 0, other=0)
+    own_row = tl.load(rows + row).to(tl.int64)
+    fed = tl.load(latest + own_row, mask=given < 0, other=0)
     token = tl.where(given < 0, fed, given.to(tl.int64))
     columns = tl.arange(0, PADDED_HIDDEN)
     own = tl.load(embedding + token * HIDDEN + columns, mask=columns < HIDDEN)
@@ -72,7 +111,11 @@ def _inputs_kernel(
     tl.store(cos + place + HALF, along.to(kind), mask=half < HALF)
     tl.store(sin + place, (-across).to(kind), mask=half < HALF)
     tl.store(sin + place + HALF, across.to(kind), mask=half < HALF)
-    table = block_tables + tl.load(rows + row).to(tl.int64) * blocks
+    table, slot = block_tables + own_row * blocks, tl.load(slots + row)
+    entry = tl.where(slot >= 0, (tl.load(contexts + row) - 1) // BLOCK_SIZE, -1)  # where the slot's block belongs
     for first in range(0, blocks, 512):
         some = first + tl.arange(0, 512)
-        tl.store(tables + row * blocks + some, tl.load(table + some, mask=some < blocks), mask=some < blocks)
+        own_blocks = tl.load(table + some, mask=some < blocks)
+        own_blocks = tl.where(some == entry, slot // BLOCK_SIZE, own_blocks)
+        tl.store(tables + row * blocks + some, own_blocks, mask=some < blocks)
+    tl.store(table + entry, slot // BLOCK_SIZE, mask=entry >= 0)

@@ -67,6 +67,7 @@ class DecodeWorkspace(NamedTuple):
 def choose_splits(requests: int, kv_heads: int, max_context: int, multiprocessors: int) -> int:
     """A power of two: enough programs to fill the device, none with too few keys at the longest context."""
     wanted = _PROGRAMS_PER_SM * multiprocessors // (requests * kv_heads)
+    wanted *= 2 if 4 <= wanted < _MANY_SPLITS else 1  # then all of them load their first keys early
     useful = min(wanted, max_context // _MIN_KEYS_PER_SPLIT, _MAX_SPLITS)
     return 1 << (max(useful, 1).bit_length() - 1)
 
@@ -106,7 +107,7 @@ def paged_decode(
         splits = choose_splits(
             requests, kv_heads, block_tables.shape[1] * block_size, num_multiprocessors(k_cache.device)
         )
-    launch, early = launch or launch_for(new.qkv, splits), is_early(k_cache)
+    launch, early = launch or launch_for(new.qkv, splits, kv_heads), is_early(k_cache)
     assert k_cache.is_contiguous() and v_cache.is_contiguous() and new.qkv.is_contiguous()
     _check_room(workspace, requests, heads, kv_heads, dim, splits)
     out = torch.empty((requests, heads, dim), dtype=new.qkv.dtype, device=k_cache.device)
@@ -122,10 +123,12 @@ def paged_decode(
     return out
 
 
-def launch_for(q: Tensor, splits: int) -> Launch:
+def launch_for(q: Tensor, splits: int, kv_heads: int) -> Launch:
     """16 rows are the least a matrix instruction takes; the group's heads seldom fill them, but reading is the work."""
     if q.element_size() == 4:
         return Launch(rows=16, keys=32, warps=4, stages=1)
+    if splits >= _MANY_SPLITS and len(q) * kv_heads * splits > _PROGRAMS_PER_SM * num_multiprocessors(q.device):
+        return Launch(rows=16, keys=64, warps=2, stages=4)  # several share a multiprocessor
     if splits >= _MANY_SPLITS:  # most have one tile, which is loaded already: nothing is left to have in flight
         return Launch(rows=16, keys=128, warps=4, stages=1)
     return Launch(rows=16, keys=128, warps=8, stages=3)

@@ -9,18 +9,36 @@ request with 4 past and 5 new tokens, tiles of 2 rows:
     tile 0     x x x x   m m              m compared with each row's own place
     tile 1     x x x x   x x m m
     tile 2     x x x x   x x x x m        a tile reads no key behind its last row
+
+Few tiles would leave most of the device idle however long their contexts are. Then the keys are shared out as well:
+
+    grid (heads, tiles, splits)      | split 0 | split 1 | ... each leaves what it found; a second launch adds it up
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from saccade.kernels.early import is_early, overlap, wait_for_turn
 from saccade.kernels.paged_decode import num_multiprocessors, slots_of
 from saccade.kernels.softmax import LOG2_E, divide, precision_of, weigh
 from saccade.kernels.tiles import Launch, Tiles, power_of_two
+
+_MAX_SPLITS = 16  # more make the sums longer than the keys
+
+
+class _Parts(NamedTuple):
+    """What the splits found. The rows of a token that no window has are never written."""
+
+    mixed: Tensor  # float32 [splits, T, heads, d]: sums of values, not yet divided
+    maxima: Tensor  # float32 [splits, T, heads]: largest score
+    sums: Tensor  # the same: sum of weights
+    active: Tensor  # int32 [T]: splits that have keys for this token
 
 
 def choose_rows(tokens: int, heads: int, multiprocessors: int) -> int:
@@ -38,22 +56,49 @@ def paged_prefill(
     block_size: int,
     scale: float,
     *,
+    splits: int | None = None,
     launch: Launch | None = None,
 ) -> Tensor:
     """[T, heads, d]. A window of one token is allowed, though `paged_decode` is faster at it."""
     tokens, heads, dim = q.shape
     launch = launch or launch_for(q, tiles.rows)
     assert launch.rows == tiles.rows, f"tiles of {tiles.rows} rows, a launch of {launch.rows}"
+    if splits is None:
+        splits = choose_splits(tokens, heads, tiles.rows, num_multiprocessors(q.device))
     out = torch.empty((tokens, heads, dim), dtype=q.dtype, device=q.device)
-    _prefill_kernel[(heads, len(tiles.index))](
+    parts = _new_parts(splits, out) if splits > 1 else None
+    _prefill_kernel[(heads, len(tiles.index), splits)](
         q, k_cache, v_cache, block_tables, context_lens, tiles.starts, tiles.index, out,
+        *(parts or (None,) * 4), tokens * heads,
         scale * LOG2_E, q.stride(0), k_cache.stride(0), v_cache.stride(0), block_tables.stride(0),
         Q_HEAD=q.stride(1), K_HEAD=k_cache.stride(1), V_HEAD=v_cache.stride(1), BLOCK_SIZE=block_size,
         GROUP=heads // k_cache.shape[1], DIM=dim, PADDED_DIM=power_of_two(dim, least=16),
-        ROWS=launch.rows, KEYS=launch.keys, PRECISION=precision_of(q),
+        ROWS=launch.rows, KEYS=launch.keys, SPLITS=splits, PRECISION=precision_of(q),
         num_warps=launch.warps, num_stages=launch.stages, maxnreg=launch.registers,
     )  # fmt: skip
+    if parts is not None:
+        _add_up(parts, out)
     return out
+
+
+def choose_splits(tokens: int, heads: int, rows: int, multiprocessors: int) -> int:
+    """A power of two: programs for twice the device, where tiles alone give fewer."""
+    wanted = 2 * multiprocessors // (heads * -(-tokens // rows))
+    return 1 << (max(min(wanted, _MAX_SPLITS), 1).bit_length() - 1)
+
+
+def _new_parts(splits: int, out: Tensor) -> _Parts:
+    sums = torch.empty((2, splits, *out.shape[:2]), dtype=torch.float32, device=out.device)
+    mixed = torch.empty((splits, *out.shape), dtype=torch.float32, device=out.device)
+    return _Parts(mixed, sums[0], sums[1], torch.empty(len(out), dtype=torch.int32, device=out.device))
+
+
+def _add_up(parts: _Parts, out: Tensor) -> None:
+    (tokens, heads, dim), early = out.shape, is_early(out)
+    _sum_kernel[(tokens, heads)](
+        *parts, out, tokens * heads, DIM=dim, PADDED_DIM=power_of_two(dim), SPLITS=len(parts.mixed), EARLY=early,
+        num_warps=2, **overlap(early),
+    )  # fmt: skip
 
 
 def launch_for(q: Tensor, rows: int) -> Launch:
@@ -69,16 +114,17 @@ def launch_for(q: Tensor, rows: int) -> Launch:
 
 # Tables and numbers of a step change place and width from step to step; a variant for each would compile anew.
 @triton.jit(
-    do_not_specialize=["table_row"],
+    do_not_specialize=["table_row", "cells"],
     do_not_specialize_on_alignment=["block_tables", "context_lens", "starts", "index"],
 )
 def _prefill_kernel(
     q: tl.tensor, k_cache: tl.tensor, v_cache: tl.tensor, block_tables: tl.tensor, context_lens: tl.tensor,
     starts: tl.tensor, index: tl.tensor, out: tl.tensor,
+    mixed: tl.tensor, maxima: tl.tensor, sums: tl.tensor, active: tl.tensor, cells: tl.tensor,
     scale: tl.tensor, q_row: tl.tensor, k_slot: tl.tensor, v_slot: tl.tensor, table_row: tl.tensor,
     Q_HEAD: tl.constexpr, K_HEAD: tl.constexpr, V_HEAD: tl.constexpr,  # known, so that loads of a head are aligned
     BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
     head, tile = tl.program_id(0), tl.program_id(1)
     request, first = tl.load(index + 2 * tile), tl.load(index + 2 * tile + 1)
@@ -95,23 +141,39 @@ def _prefill_kernel(
     places = context - length + rows  # each row's place in its context
     seen_by_all = (context - length + first + 1) // KEYS * KEYS
     end = tl.minimum(context, context - length + first + ROWS)
+    low, all_keys = 0, end
+    if SPLITS > 1:
+        share = tl.cdiv(tl.cdiv(context, KEYS), SPLITS) * KEYS  # keys of a split, in whole tiles
+        low = tl.program_id(2) * share
+        if low >= end:
+            return
+        all_keys = tl.minimum(end, low + share)
     table = block_tables + request.to(tl.int64) * table_row
     keys, values = k_cache + head // GROUP * K_HEAD, v_cache + head // GROUP * V_HEAD
     largest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, PADDED_DIM], tl.float32)
-    for tile_start in range(0, seen_by_all, KEYS):
+    for tile_start in range(low, tl.minimum(seen_by_all, all_keys), KEYS):
         acc, largest, total = _attend(
             queries, keys, values, table, places, tile_start, end, scale, acc, largest, total,
             k_slot, v_slot, BLOCK_SIZE, DIM, PADDED_DIM, KEYS, PRECISION, False,
         )  # fmt: skip
-    for tile_start in range(seen_by_all, end, KEYS):
+    for tile_start in range(tl.maximum(low, seen_by_all), all_keys, KEYS):
         acc, largest, total = _attend(
             queries, keys, values, table, places, tile_start, end, scale, acc, largest, total,
             k_slot, v_slot, BLOCK_SIZE, DIM, PADDED_DIM, KEYS, PRECISION, True,
         )  # fmt: skip
-    result = out + (packed[:, None] * tl.num_programs(0) + head) * DIM + dims[None, :]
-    tl.store(result, divide(acc, total).to(out.dtype.element_ty), mask=inside)
+    cell = packed * tl.num_programs(0) + head
+    if SPLITS == 1:
+        result = out + cell[:, None] * DIM + dims[None, :]
+        tl.store(result, divide(acc, total).to(out.dtype.element_ty), mask=inside)
+    else:  # a row that has no key in this split left something meaningless, which nobody reads
+        part = tl.program_id(2).to(tl.int64) * cells + cell
+        tl.store(mixed + part[:, None] * DIM + dims[None, :], acc, mask=inside)
+        tl.store(maxima + part, largest, mask=rows < length)
+        tl.store(sums + part, total, mask=rows < length)
+        if low == 0 and head == 0:
+            tl.store(active + packed, places // share + 1, mask=rows < length)
 
 
 @triton.jit
@@ -137,3 +199,24 @@ def _attend(
     weights, shrink, largest, total = weigh(scores, scale, largest, total)
     acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
     return acc, largest, total
+
+
+@triton.jit(do_not_specialize=["cells"])
+def _sum_kernel(
+    mixed: tl.tensor, maxima: tl.tensor, sums: tl.tensor, active: tl.tensor, out: tl.tensor, cells: tl.tensor,
+    DIM: tl.constexpr, PADDED_DIM: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr,
+) -> None:  # fmt: skip
+    """One token and head: the softmax over all splits that have keys for it."""
+    wait_for_turn(EARLY)
+    token = tl.program_id(0).to(tl.int64)
+    cell = token * tl.num_programs(1) + tl.program_id(1)
+    splits, dims = tl.arange(0, SPLITS), tl.arange(0, PADDED_DIM)
+    present = splits < tl.load(active + token)
+    part = splits.to(tl.int64) * cells + cell
+    each_largest = tl.load(maxima + part, mask=present, other=float("-inf"))
+    each_total = tl.load(sums + part, mask=present, other=0.0)
+    readable = present[:, None] & (dims < DIM)[None, :]
+    found = tl.load(mixed + part[:, None] * DIM + dims[None, :], mask=readable, other=0.0)  # [SPLITS, PADDED_DIM]
+    weights = tl.exp2(each_largest - tl.max(each_largest, 0))
+    whole = tl.sum(found * weights[:, None], 0) / tl.sum(each_total * weights, 0)
+    tl.store(out + cell * DIM + dims, whole.to(out.dtype.element_ty), mask=dims < DIM)

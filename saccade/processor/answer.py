@@ -90,6 +90,8 @@ class Answer:
             self._num_hidden += 1
 
     def _read(self) -> str:
+        if not self._unread:
+            return ""
         first = len(self.token_ids) - self._num_hidden - len(self._unread)
         new = [
             self._detokenizer.push(token, may_stop=first + place >= self._min_tokens)

@@ -21,13 +21,9 @@ class Detokenizer:
         self._stream = tokenizer.stream(skip_special_tokens)
         self._stop = tuple(stop)
         self._include_stop = include_stop
-        self._shown: list[str] = []
+        self.text = ""
         self._held = ""  # may be the beginning of a stop string
         self.stopped: str | None = None
-
-    @property
-    def text(self) -> str:
-        return "".join(self._shown)
 
     def push(self, token_id: int, *, may_stop: bool = True) -> str:
         """The text this token adds, as far as it is certain. `may_stop=False`: whatever it says, it goes on."""
@@ -58,8 +54,7 @@ class Detokenizer:
         return self._show(text[: len(text) - keep])
 
     def _show(self, text: str) -> str:
-        if text:
-            self._shown.append(text)
+        self.text += text
         return text
 
     def _first_stop(self, text: str) -> str | None:

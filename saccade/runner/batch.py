@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -31,20 +32,21 @@ class RequestState:
         self.request: Request = admission.request
         self.grammar = grammar  # of an answer that must follow a schema, after the tokens it has already
         self.num_prompt = len(prompt)
-        self.next_position = prompt.next_position
+        self.shift = prompt.next_position - self.num_prompt  # from places to positions behind the prompt
         self.is_plain = grammar is None and admission.request.params.is_plain
         self.spans: tuple[Span, ...] = prompt.spans
         self.blocks: list[int] = list(admission.block_ids)
-        self._tokens = np.empty(self.num_prompt + 64, np.int64)  # grows by doubling
-        self._tokens[: self.num_prompt] = prompt.token_ids
+        self._answer = np.empty(64, np.int64)  # grows by doubling
         self.num_tokens = self.num_prompt
+        self.last_token = prompt.token_ids[-1]
         for token in admission.output_token_ids:
             self.append(token)
 
     def append(self, token: int) -> None:
-        if self.num_tokens == len(self._tokens):
-            self._tokens = np.concatenate([self._tokens, np.empty_like(self._tokens)])
-        self._tokens[self.num_tokens] = token
+        place = self.num_tokens - self.num_prompt
+        if place == len(self._answer):
+            self._answer = np.concatenate([self._answer, np.empty_like(self._answer)])
+        self._answer[place] = self.last_token = token
         self.num_tokens += 1
 
     def take(self, sample: Sample) -> Sample:
@@ -55,13 +57,12 @@ class RequestState:
         self.grammar.advance(sample.token_id)
         return sample._replace(is_last=self.grammar.is_complete)
 
-    @property
-    def last_token(self) -> int:
-        return int(self._tokens[self.num_tokens - 1])
-
     def tokens(self, start: int, end: int) -> Ints:
         assert end <= self.num_tokens, "a window ends at the last known token"
-        return self._tokens[start:end]
+        asked, first = self.request.prompt.token_ids[start:end], max(start - self.num_prompt, 0)
+        answered = self._answer[first : max(end - self.num_prompt, 0)]
+        # Of a prompt that was found in the cache, only the end is ever looked at.
+        return np.concatenate([np.array(asked, np.int64), answered])
 
     def positions(self, start: int, end: int) -> Ints:  # [axes, end - start]
         """Prompt positions come from the processor; behind the prompt every axis counts on by one."""
@@ -69,9 +70,12 @@ class RequestState:
         inside = prompt.positions[:, start : min(end, self.num_prompt)].astype(np.int64)
         if end <= self.num_prompt:
             return inside
-        first = max(start, self.num_prompt)
-        behind = np.arange(first, end) - self.num_prompt + prompt.next_position
+        behind = np.arange(max(start, self.num_prompt), end) + self.shift
         return np.concatenate([inside, np.broadcast_to(behind, (len(inside), len(behind)))], axis=1)
+
+    @cached_property
+    def _prompt_ids(self) -> Ints:
+        return np.array(self.request.prompt.token_ids, np.int64)
 
     def row(self) -> Row:
         request = self.request
@@ -81,8 +85,8 @@ class RequestState:
             end_ids = frozenset()  # the schema outranks min_tokens
         return Row(
             params=request.params,
-            prompt_ids=self._tokens[: self.num_prompt],
-            output_ids=self._tokens[self.num_prompt : self.num_tokens],
+            prompt_ids=self._prompt_ids,
+            output_ids=self._answer[: self.num_tokens - self.num_prompt],
             end_ids=end_ids,
             seed=request.seed,
             allowed=allowed,
@@ -156,5 +160,17 @@ def splice(embeds: Tensor, row: int, work: Work, span: Span, embedding: Tensor) 
         return
     mask = np.asarray(span.is_embed)
     before = int(mask[:low].sum())
-    inside = mask[low:high]
-    target[torch.from_numpy(inside).to(target.device)] = embedding[before : before + int(inside.sum())]
+    rows = torch.from_numpy(np.flatnonzero(mask[low:high]))  # not the mask itself: a device would be waited for
+    target.index_copy_(0, rows.to(target.device), embedding[before : before + len(rows)])
+
+
+def embedded(state: RequestState, work: Work) -> Ints:
+    """The tokens of a window, -1 where a picture's embedding is spliced in."""
+    tokens = state.tokens(work.start, work.end)
+    spans = overlapping(state.spans, work.start, work.end) if work.start < state.num_prompt else []
+    for span in spans:
+        first, last = max(work.start, span.start), min(work.end, span.end)
+        inside = tokens[first - work.start : last - work.start]
+        mask = True if span.is_embed is None else np.asarray(span.is_embed)[first - span.start : last - span.start]
+        inside[mask] = -1
+    return tokens

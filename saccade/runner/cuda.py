@@ -17,13 +17,13 @@ from saccade.models.attention import PagedKV
 from saccade.models.decoder import Decoder
 from saccade.models.fused import FusedDecoder
 from saccade.models.interface import VisionLanguageModel
-from saccade.runner.batch import RequestState, overlapping, slots_of, splice
-from saccade.runner.decoding import DecodePass, DecodeRow
+from saccade.runner.batch import RequestState, embedded, overlapping, splice
+from saccade.runner.decoding import Decoded, DecodePass, DecodeRows
 from saccade.runner.device import Sampled, Windows
 from saccade.runner.measure import layer_curve, timed_curve
-from saccade.runner.prompts import PromptPass, Window
+from saccade.runner.prompts import PromptPass, Splice, Window
 from saccade.runner.sampler import sample
-from saccade.runner.tables import BlockTables, to_device
+from saccade.runner.tables import BlockTables, Returns
 from saccade.types import Grid, Key, Pace, Sample, Work
 
 _MEASURED_CONTEXT = 1024  # tokens behind each request whose decoding is timed
@@ -43,20 +43,20 @@ class CudaForward:
     ) -> None:
         self.block_size = block_size
         self.device = kv.k.device
+        self._num_blocks = kv.k.shape[1] // block_size
         self._tables = BlockTables(max_requests, max_blocks, self.device)
         self.open, self.extend = self._tables.open, self._tables.extend
         self.close, self.clear = self._tables.close, self._tables.clear
         self._decoder = FusedDecoder(decoder, kv)
-        self._latest: dict[str, int] = {}  # row of each request in the run of the decode pass before
         self._decoding = DecodePass(self._decoder, self._tables, block_size, max_requests)
         self._prompts = PromptPass(self._decoder, self._tables, block_size, axes)
+        self._decoded, self._answered = Returns(max_requests, self.device), Returns(max_requests, self.device)
 
     @torch.inference_mode()
     def record(self, max_tokens: int) -> None:
         """Compile every kernel and record every graph: nothing of it is left for the first request to wait for."""
         pool = torch.cuda.graph_pool_handle()
-        table = self._decoder.decoder.table
-        self._prompts.record(pool, table.shape[1], table.dtype, max_tokens)
+        self._prompts.record(pool, max_tokens)
         self._decoding.record(pool)
         torch.cuda.synchronize(self.device)
 
@@ -66,67 +66,62 @@ class CudaForward:
         return Pace(decode, prompts, layer_curve(model, largest), target_ms)
 
     def _decode_trials(self) -> Iterator[tuple[int, Callable[[], object]]]:
-        """A run of each recorded size."""
-        longest = self._tables.blocks.shape[1] * self.block_size
-        row = DecodeRow(0, 0, -1, min(_MEASURED_CONTEXT, longest), 0)
+        """A run of each recorded size over keys from all of the cache, as requests have them. Nothing is stored."""
+        tables = self._tables.blocks
+        context = min(_MEASURED_CONTEXT, tables.shape[1] * self.block_size)
+        some = tables[:, : -(-context // self.block_size)]
+        some.copy_(torch.arange(some.numel(), device=self.device).remainder_(self._num_blocks).view(some.shape))
         for size in self._decoding.sizes:
-            yield size, partial(self._decoding.run, [row] * size)
+            zeros, contexts = np.zeros(size, np.int32), np.full(size, context, np.int32)
+            rows = DecodeRows(zeros, zeros, zeros - 1, contexts, np.arange(size, dtype=np.int32))
+            yield size, partial(self._decoding.run, rows)
 
     def _prompt_trials(self) -> Iterator[tuple[int, Callable[[], object]]]:
-        """The same for prompts: one window at the beginning of a context, stored nowhere."""
+        """The same for prompts: one window at the beginning of a context."""
         longest = self._tables.blocks.shape[1] * self.block_size
-        table = self._decoder.decoder.table
         for tokens in self._prompts.recorded_sizes():
             if tokens <= longest:
-                slots = np.full(tokens, -1)
-                window = Window(0, np.zeros((self._prompts.axes, tokens), np.int64), slots, tokens)
-                yield tokens, partial(self._prompts.run, table.new_zeros(tokens, table.shape[1]), [window])
+                zeros, slots = np.zeros((self._prompts.axes, tokens), np.int32), np.full(tokens, -1)
+                yield tokens, partial(self._prompts.run, [Window(0, zeros[0], zeros, slots, tokens, samples=True)])
 
     def decode(self, windows: Windows) -> Sampled:
+        rows = self._decode_rows(windows)
         self._tables.flush()
-        rows = [self._row(work, state) for work, state in windows]
-        self._latest = {work.request_id: index for index, (work, _) in enumerate(windows)}
-        decoded = self._decoding.run(rows)
-        return self._collecting(_Picked([s for _, s in windows], self._to_host(decoded.tokens), decoded.logits))
+        return self._collecting([s for _, s in windows], self._decoding.run(rows), self._decoded)
 
     def prompts(self, windows: Windows, embeddings: Mapping[Key, Tensor]) -> Sampled:
         self._tables.flush()
-        tokens = np.concatenate([state.tokens(work.start, work.end) for work, state in windows])
-        embeds = self._decoder.embed(to_device(tokens, self.device))
-        _splice(embeds, windows, embeddings)
-        hidden = self._prompts.run(embeds, [self._window(work, state) for work, state in windows])
-        ends = np.cumsum([work.end - work.start for work, _ in windows]) - 1
-        last = [(end, state) for end, (work, state) in zip(ends.tolist(), windows, strict=True) if work.samples]
-        if not last:
-            return dict
-        rows = to_device(np.array([end for end, _ in last]), self.device)
-        logits = self._decoder.logits(hidden.index_select(0, rows))
-        return self._collecting(_Picked([s for _, s in last], self._to_host(logits.argmax(-1)), logits))
-
-    def _row(self, work: Work, state: RequestState) -> DecodeRow:
-        place, request_id = work.start, work.request_id
-        block, offset = divmod(place, self.block_size)
-        return DecodeRow(
-            state.last_token if place < state.num_tokens else -1 - self._latest[request_id],
-            place - state.num_prompt + state.next_position,
-            state.blocks[block] * self.block_size + offset,
-            place + 1,
-            self._tables.row(request_id),
+        found = self._prompts.run(
+            [self._window(work, state) for work, state in windows], _splicing(windows, embeddings)
         )
+        sampling = [state for work, state in windows if work.samples]
+        return self._collecting(sampling, found, self._answered) if sampling else dict
+
+    def _decode_rows(self, windows: Windows) -> DecodeRows:
+        tables, size = self._tables, self.block_size
+        rows = tables.rows([work.request_id for work, _ in windows])
+        places = np.array([work.start for work, _ in windows], np.int32)
+        shifts = np.array([state.shift for _, state in windows], np.int32)
+        tokens = [state.last_token if work.start < state.num_tokens else -1 for work, state in windows]
+        for (work, _), row in zip(windows, rows.tolist(), strict=True):
+            if work.new_blocks:  # the pass enters it: the block of the new token's slot
+                tables.entered(row, work.start // size)
+        slots = tables.slots(rows, places, size)
+        return DecodeRows(np.array(tokens, np.int32), places + shifts, slots, places + 1, rows)
 
     def _window(self, work: Work, state: RequestState) -> Window:
+        row = self._tables.row(work.request_id)
         return Window(
-            self._tables.row(work.request_id),
+            row,
+            embedded(state, work),
             state.positions(work.start, work.end),
-            slots_of(work, np.array(state.blocks), self.block_size),
+            self._tables.slots(row, np.arange(work.start, work.end), self.block_size),
             work.end,
+            work.samples,
         )
 
-    def _to_host(self, tokens: Tensor) -> Tensor:
-        host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=self.device.type == "cuda")
-        return host.copy_(tokens, non_blocking=True)
-
-    def _collecting(self, picked: _Picked) -> Sampled:
+    def _collecting(self, states: list[RequestState], found: Decoded, returns: Returns) -> Sampled:
+        picked = _Picked(states, returns.fetch(found.tokens), found.logits)
         if self.device.type != "cuda":  # kernels in Triton's interpreter: everything is done already
             return lambda: _samples(picked)
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -151,10 +146,16 @@ def _samples(picked: _Picked) -> dict[str, Sample]:
     return {state.request.request_id: state.take(chosen) for state, chosen in pairs}
 
 
-def _splice(embeds: Tensor, windows: Windows, embeddings: Mapping[Key, Tensor]) -> None:
-    row = 0
+def _splicing(windows: Windows, embeddings: Mapping[Key, Tensor]) -> Splice | None:
+    """How the pictures inside the windows come into the packed rows; None without any."""
+    found, row = [], 0
     for work, state in windows:
         if work.start < state.num_prompt:
-            for span in overlapping(state.spans, work.start, work.end):
-                splice(embeds, row, work, span, embeddings[span.key])
+            found += [(row, work, span) for span in overlapping(state.spans, work.start, work.end)]
         row += work.end - work.start
+
+    def write(embeds: Tensor) -> None:
+        for first, work, span in found:
+            splice(embeds, first, work, span, embeddings[span.key])
+
+    return write if found else None

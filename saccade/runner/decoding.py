@@ -2,7 +2,8 @@
 
     one int32 array a step   [5, size]   token, rotary position, slot, context, row of the block tables
 
-From the token's embedding to the largest logit nothing comes back to the host.
+From the token's embedding to the largest logit nothing comes back to the host, and the tokens found are kept by row of
+the block tables: the next step may begin before the host has seen them.
 """
 
 from __future__ import annotations
@@ -10,27 +11,24 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from saccade.kernels.argmax import ArgmaxWorkspace, argmax
-from saccade.kernels.decode_inputs import decode_inputs
+from saccade.kernels.argmax import ArgmaxWorkspace, Board, argmax
+from saccade.kernels.decode_inputs import StepNumbers, decode_inputs
 from saccade.kernels.paged_decode import DecodeWorkspace, NewTokens, paged_decode
 from saccade.models.fused import FusedDecoder
-from saccade.runner.tables import BlockTables
-
-PADDING = (0, 0, -1, 0, 0)  # a row that is not stored and sees nothing
+from saccade.runner.tables import BlockTables, Mailbox, Numbers
 
 
-class DecodeRow(NamedTuple):
-    """A request's latest token and where it stands."""
+class DecodeRows(NamedTuple):
+    """The latest token of each request and where it stands: one number each."""
 
-    token: int  # or -1 - row, for the token that row of the run before gives: only the device knows it yet
-    position: int  # rotary; behind a prompt all axes agree
-    slot: int
-    context: int  # tokens in the cache once this one is written
-    row: int  # of the block tables
+    tokens: Numbers  # or -1, where only the device knows it yet
+    positions: Numbers  # rotary; behind a prompt all axes agree
+    slots: Numbers
+    contexts: Numbers  # tokens in the cache once this one is written
+    rows: Numbers  # of the block tables
 
 
 class Decoded(NamedTuple):
@@ -47,52 +45,56 @@ class DecodePass:
         layer, device = decoder.decoder.layers[0], tables.blocks.device
         self._workspace = DecodeWorkspace.allocate(self.sizes[-1], layer.heads, layer.kv_heads, layer.head_dim, device)
         self._argmax = ArgmaxWorkspace.allocate(self.sizes[-1], device)
-        self._numbers = torch.zeros(5, self.sizes[-1], dtype=torch.int32, device=device)
-        # Two of them: one may still be on its way to the device while the next is written.
-        self._hosts = [
-            torch.zeros(5, self.sizes[-1], dtype=torch.int32, pin_memory=device.type == "cuda") for _ in range(2)
-        ]
+        self._numbers = torch.zeros(5 * self.sizes[-1], dtype=torch.int32, device=device)
+        self._mailbox = Mailbox(5 * self.sizes[-1], device)
         self._logits = torch.empty(self.sizes[-1], decoder.vocab_size, dtype=decoder.decoder.head.dtype, device=device)
         self._tokens = torch.zeros(self.sizes[-1], dtype=torch.int64, device=device)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
 
-    def run(self, rows: list[DecodeRow]) -> Decoded:
-        size = next(size for size in self.sizes if size >= len(rows))
-        padded = [*rows, *[PADDING] * (size - len(rows))]
-        self._hosts.reverse()
-        self._hosts[0].numpy()[:, :size] = np.array(padded, np.int32).T
-        self._numbers.copy_(self._hosts[0], non_blocking=True)
+    def run(self, rows: DecodeRows) -> Decoded:
+        count = len(rows.tokens)
+        size = next(size for size in self.sizes if size >= count)
+        self._send(rows, size)
         graph = self._graphs.get(size)
         if graph is None:
             self._forward(size)
         else:
             graph.replay()
-        return Decoded(self._tokens[: len(rows)], self._logits[: len(rows)])
+        return Decoded(self._tokens[:count], self._logits[:count])
 
     def record(self, pool: Any) -> None:
+        nothing = torch.empty(0, dtype=torch.int32).numpy()
         for size in reversed(self.sizes):
-            self._numbers.copy_(torch.tensor(PADDING, dtype=torch.int32)[:, None])
+            self._send(DecodeRows(*[nothing] * 5), size)
             self._forward(size)  # compiles the kernels
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
                 self._forward(size)
             self._graphs[size] = graph
 
+    def _send(self, rows: DecodeRows, size: int) -> None:
+        """Behind the rows come those of padding: not stored, seeing nothing, of no request."""
+        count, padding = len(rows.tokens), (0, 0, -1, 0, self.tables.spare)
+        written = self._mailbox.open()[: 5 * size].reshape(5, size)
+        for line, numbers, filler in zip(written, rows, padding, strict=True):
+            line[:count], line[count:] = numbers, filler
+        self._mailbox.send(self._numbers[: 5 * size])
+
     def _forward(self, size: int) -> None:
-        tokens, positions, slots, contexts, rows = self._numbers[:, :size]
+        numbers, tables = StepNumbers(*self._numbers[: 5 * size].view(5, size)), self.tables
         decoder, products = self.decoder.decoder, self.decoder.products(size)
         inputs = decode_inputs(
-            tokens, positions, rows, self._tokens, decoder.table, decoder.rotary.frequencies, self.tables.blocks
+            numbers, tables.latest, decoder.table, decoder.rotary.frequencies, tables.blocks, self.block_size
         )
 
         def attend(qkv: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            new, workspace = NewTokens(qkv, inputs.cos, inputs.sin, slots), self._workspace
-            scale = self.decoder.scale
+            new, workspace = NewTokens(qkv, inputs.cos, inputs.sin, numbers.slots), self._workspace
+            scale, contexts = self.decoder.scale, numbers.contexts
             return paged_decode(new, keys, values, inputs.tables, contexts, self.block_size, scale, workspace)
 
         hidden = self.decoder.forward(inputs.embeds, attend, products)
         logits = products.logits(hidden, decoder, self._logits[:size])
-        argmax(logits, self._argmax, self._tokens[:size])
+        argmax(logits, self._argmax, self._tokens[:size], Board(tables.latest, numbers.rows))
 
 
 def _sizes(largest: int) -> Iterator[int]:

@@ -1,14 +1,17 @@
 """Windows of several tokens on a CUDA device: what they need travels in one copy, small ones replay a recorded graph.
 
-    one int32 array a step      | slots | positions ...  | rows | contexts | starts | tiles ... |
-                                  T       axes * T         R      R          R + 1    2 * tiles
+    one int32 array a step   | tokens | slots | positions ... | rows | contexts | starts | last | lines | tiles ... |
+                               T        T       axes * T        W      W          W + 1    W      W       2 * tiles
 
-A graph is recorded for a number of tokens; fewer are padded with rows that belong to no window and are not stored.
+A graph is recorded for a number of tokens; fewer are padded with rows that belong to no window and are not stored. It
+ends with the normed rows of each window's last token. What follows, the logits and the largest of them, is a graph of
+its own, which only steps with a window that samples replay.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,12 +20,16 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from saccade.kernels.argmax import ArgmaxWorkspace, Board, argmax
+from saccade.kernels.decode_inputs import embed_into
 from saccade.kernels.paged_decode import num_multiprocessors
 from saccade.kernels.paged_prefill import choose_rows, paged_prefill
 from saccade.kernels.store_kv import rotary_and_store
 from saccade.kernels.tiles import Tiles
 from saccade.models.fused import FusedDecoder
-from saccade.runner.tables import BlockTables, to_device
+from saccade.models.products import Stream
+from saccade.runner.decoding import Decoded
+from saccade.runner.tables import BlockTables, Mailbox, Numbers, to_device
 
 GRAPH_TOKENS: tuple[int, ...] = (
     *(16, 32, 64, 96),
@@ -32,15 +39,21 @@ GRAPH_TOKENS: tuple[int, ...] = (
 )
 GRAPH_WINDOWS = 16
 """Steps beyond these are launched one kernel at a time, which takes the host longer than the device."""
+_NO_ROW = 2**30  # beyond the last row of any window
+
+Splice = Callable[[Tensor], None]
+"""Writes the embeddings of pictures into the packed rows [T, H or wider]."""
 
 
 class Window(NamedTuple):
     """New tokens of one request."""
 
     row: int  # of the block tables
-    positions: npt.NDArray[np.int64]  # [axes, tokens]
-    slots: npt.NDArray[np.int64]  # [tokens]
+    tokens: npt.NDArray[np.integer[Any]]  # [tokens]; -1 where a picture's embedding is written
+    positions: npt.NDArray[np.integer[Any]]  # [axes, tokens]
+    slots: npt.NDArray[np.integer[Any]]  # [tokens]
     context: int  # tokens in the cache once these are written
+    samples: bool  # the next token is wanted
 
 
 class _Sizes(NamedTuple):
@@ -50,15 +63,25 @@ class _Sizes(NamedTuple):
     tiles: int
 
     def offsets(self) -> list[int]:
-        parts = (self.tokens, self.axes * self.tokens, self.windows, self.windows, self.windows + 1, 2 * self.tiles)
-        return [0, *np.cumsum(parts).tolist()]
+        tokens, windows = self.tokens, self.windows
+        parts = (tokens, tokens, self.axes * tokens, windows, windows, windows + 1, windows, windows, 2 * self.tiles)
+        at = [0]
+        for part in parts:
+            at.append(at[-1] + part)
+        return at
 
 
 class _Recorded(NamedTuple):
     graph: torch.cuda.CUDAGraph
     sizes: _Sizes
     numbers: Tensor  # int32, laid out by `sizes`
-    hidden: Tensor
+
+
+class _Last(NamedTuple):
+    """The last row of each window, those that sample first."""
+
+    hidden: Tensor  # [W, H], normed
+    lines: Tensor  # int32 [W]: rows of the block tables
 
 
 class PromptPass:
@@ -70,34 +93,54 @@ class PromptPass:
         self._heads = decoder.decoder.layers[0].heads
         self._multiprocessors = num_multiprocessors(tables.blocks.device)
         self._recorded: dict[int, _Recorded] = {}
-        self._embeds: Tensor | None = None  # [most tokens, H]: where the recorded graphs read
+        self._static: _Static | None = None
 
-    def run(self, embeds: Tensor, windows: Sequence[Window]) -> Tensor:
-        """Embeddings of the windows' tokens [T, H] -> normed hidden states [T, H]."""
-        tokens = len(embeds)
+    def run(self, windows: Sequence[Window], splice: Splice | None = None) -> Decoded:
+        """The likeliest next token of each window that samples, in the order of the windows."""
+        tokens, samples = sum(len(window.tokens) for window in windows), sum(window.samples for window in windows)
         recorded = self._fitting(tokens, len(windows))
-        if recorded is None:
-            sizes = self._sizes(tokens, len(windows), sum(-(-len(w.slots) // self._rows(tokens)) for w in windows))
-            return self._forward(embeds, to_device(self._numbers(windows, sizes), embeds.device), sizes)
-        assert self._embeds is not None
-        recorded.numbers.copy_(to_device(self._numbers(windows, recorded.sizes), embeds.device))
-        self._embeds[:tokens] = embeds
+        if recorded is None or self._static is None:
+            return self._run_single(windows, tokens, samples, splice)
+        static = self._static
+        _write_numbers(static.mailbox.open(), windows, recorded.sizes, self._rows(recorded.sizes.tokens), self._spare)
+        static.mailbox.send(recorded.numbers)
+        if splice is not None:
+            splice(static.embeds)
         recorded.graph.replay()
-        return recorded.hidden[:tokens]
+        if samples:
+            static.head.replay()
+        return Decoded(static.found.tokens[:samples], static.found.logits[:samples])
 
-    def record(self, pool: Any, hidden_size: int, dtype: torch.dtype, max_tokens: int) -> None:
+    def _run_single(self, windows: Sequence[Window], tokens: int, samples: int, splice: Splice | None) -> Decoded:
+        table, rows = self.decoder.decoder.table, self._rows(tokens)
+        tiles = sum(-(-len(window.tokens) // rows) for window in windows)
+        sizes = _Sizes(tokens, len(windows), self.axes, tiles)
+        flat = np.zeros(sizes.offsets()[-1], np.int32)
+        _write_numbers(flat, windows, sizes, rows, self._spare)
+        embeds = table.new_zeros(tokens, self._width)
+        if splice is not None:
+            splice(embeds)
+        hidden, lines = self._forward(embeds, to_device(flat, table.device), sizes)
+        found = self._new_found(samples)
+        if samples:
+            self._find(_Last(hidden[:samples], lines[:samples]), found, ArgmaxWorkspace.allocate(samples, table.device))
+        return found
+
+    def record(self, pool: Any, max_tokens: int) -> None:
         """Graphs for every size a step may have, the largest first: the others find room in its memory."""
-        device = self.tables.blocks.device
         wanted = [tokens for tokens in GRAPH_TOKENS if tokens <= _rounded(max_tokens)]
-        self._embeds = torch.zeros(wanted[-1], hidden_size, dtype=dtype, device=device)
+        static = self._new_static(pool, wanted[-1])
         for tokens in tqdm(reversed(wanted), "Recording prompts", len(wanted), disable=None):
-            sizes = self._sizes(tokens, GRAPH_WINDOWS, -(-tokens // self._rows(tokens)) + GRAPH_WINDOWS)
-            numbers, embeds = to_device(self._numbers((), sizes), device), self._embeds[:tokens]
-            self._forward(embeds, numbers, sizes)  # compiles the kernels
+            sizes = self._graph_sizes(tokens)
+            flat = np.zeros(sizes.offsets()[-1], np.int32)
+            _write_numbers(flat, (), sizes, self._rows(tokens), self._spare)
+            numbers = to_device(flat, static.embeds.device)
+            self._forward_into(static, numbers, sizes)  # compiles the kernels
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
-                hidden = self._forward(embeds, numbers, sizes)
-            self._recorded[tokens] = _Recorded(graph, sizes, numbers, hidden)
+                self._forward_into(static, numbers, sizes)
+            self._recorded[tokens] = _Recorded(graph, sizes, numbers)
+        self._static = static
 
     def recorded_sizes(self) -> list[int]:
         return sorted(self._recorded)
@@ -107,36 +150,54 @@ class PromptPass:
             return None
         return self._recorded.get(_rounded(tokens))
 
-    def _sizes(self, tokens: int, windows: int, tiles: int) -> _Sizes:
-        return _Sizes(tokens, windows, self.axes, tiles)
+    def _graph_sizes(self, tokens: int) -> _Sizes:
+        return _Sizes(tokens, GRAPH_WINDOWS, self.axes, -(-tokens // self._rows(tokens)) + GRAPH_WINDOWS)
 
     def _rows(self, tokens: int) -> int:
         return choose_rows(tokens, self._heads, self._multiprocessors)
 
-    def _numbers(self, windows: Sequence[Window], sizes: _Sizes) -> npt.NDArray[np.int32]:
-        at = sizes.offsets()
-        flat = np.zeros(at[-1], np.int32)
-        flat[: sizes.tokens] = -1
-        if windows:
-            slots = np.concatenate([w.slots for w in windows])
-            flat[: len(slots)] = slots
-            positions = np.concatenate([w.positions for w in windows], axis=1)
-            flat[at[1] : at[2]].reshape(self.axes, -1)[:, : len(slots)] = positions
-            flat[at[2] : at[2] + len(windows)] = [w.row for w in windows]
-            flat[at[3] : at[3] + len(windows)] = [w.context for w in windows]
-        lengths = [len(w.slots) for w in windows] + [0] * (sizes.windows - len(windows))
-        contexts = [w.context for w in windows] + [0] * (sizes.windows - len(windows))
-        tiles = Tiles.of(
-            lengths, self._rows(sizes.tokens), torch.device("cpu"), contexts=contexts, capacity=sizes.tiles
-        )
-        flat[at[4] : at[5]] = tiles.starts.numpy()
-        flat[at[5] :] = tiles.index.numpy().ravel()
-        return flat
+    @property
+    def _width(self) -> int:
+        """Of a row that the decoder reads."""
+        return self.decoder.decoder.embedding_size
 
-    def _forward(self, embeds: Tensor, numbers: Tensor, sizes: _Sizes) -> Tensor:
-        slots, positions, rows, contexts, starts, index = (
-            numbers[first:last] for first, last in zip(sizes.offsets(), sizes.offsets()[1:], strict=False)
+    @property
+    def _spare(self) -> int:
+        return self.tables.spare
+
+    def _new_static(self, pool: Any, most_tokens: int) -> _Static:
+        table = self.decoder.decoder.table
+        device, hidden = table.device, table.shape[1]
+        last = _Last(
+            table.new_zeros(GRAPH_WINDOWS, hidden), torch.full((GRAPH_WINDOWS,), self._spare, device=device).int()
         )
+        found, workspace = self._new_found(GRAPH_WINDOWS), ArgmaxWorkspace.allocate(GRAPH_WINDOWS, device)
+        self._find(last, found, workspace)  # compiles the kernels
+        head = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(head, pool=pool):
+            self._find(last, found, workspace)
+        mailbox = Mailbox(self._graph_sizes(most_tokens).offsets()[-1], device)
+        return _Static(table.new_zeros(most_tokens, self._width), mailbox, last, found, workspace, head)
+
+    def _new_found(self, rows: int) -> Decoded:
+        head = self.decoder.decoder.head
+        return Decoded(torch.zeros(rows, dtype=torch.int64, device=head.device), head.new_empty(rows, len(head)))
+
+    def _find(self, last: _Last, found: Decoded, workspace: ArgmaxWorkspace) -> None:
+        torch.mm(last.hidden, self.decoder.decoder.head.T, out=found.logits)
+        argmax(found.logits, workspace, found.tokens, Board(self.tables.latest, last.lines))
+
+    def _forward_into(self, static: _Static, numbers: Tensor, sizes: _Sizes) -> None:
+        found = self._forward(static.embeds[: sizes.tokens], numbers, sizes)
+        for target, source in zip(static.last, found, strict=True):
+            target.copy_(source)
+
+    def _forward(self, embeds: Tensor, numbers: Tensor, sizes: _Sizes) -> _Last:
+        at = sizes.offsets()
+        tokens, slots, positions, rows, contexts, starts, last, lines, index = (
+            numbers[first:end] for first, end in pairwise(at)
+        )
+        embed_into(embeds, tokens, self.decoder.decoder.table)
         tables = self.tables.blocks.index_select(0, rows)
         tiles = Tiles(starts, index.view(-1, 2), self._rows(sizes.tokens))
         cos, sin = self.decoder.angles(positions.view(self.axes, -1))
@@ -147,7 +208,56 @@ class PromptPass:
             rotary_and_store(q, k, v, cos, sin, keys, values, slots)
             return paged_prefill(q, keys, values, tables, contexts, tiles, self.block_size, self.decoder.scale)
 
-        return products.normed(self.decoder.forward(embeds, attend, products), self.decoder.decoder)
+        x = self.decoder.forward(embeds, attend, products)
+        added = x.added if x.added is None else x.added.index_select(0, last)
+        ends = Stream(x.rows.index_select(0, last), added)
+        return _Last(products.normed(ends, self.decoder.decoder), lines)
+
+
+class _Static(NamedTuple):
+    """Where the recorded graphs read and write."""
+
+    embeds: Tensor  # [most tokens, H or wider]
+    mailbox: Mailbox
+    last: _Last
+    found: Decoded
+    workspace: ArgmaxWorkspace
+    head: torch.cuda.CUDAGraph  # from `last` to `found`
+
+
+def _write_numbers(flat: Numbers, windows: Sequence[Window], sizes: _Sizes, rows: int, spare: int) -> None:
+    """What lies behind the windows' numbers is padding; positions there mean nothing and stay."""
+    at = sizes.offsets()
+    parts = [flat[first:end] for first, end in pairwise(at)]
+    tokens, slots, positions, table_rows, contexts, starts, last, lines, index = parts
+    by_axis, done = positions.reshape(sizes.axes, -1), 0
+    for window in windows:
+        end = done + len(window.tokens)
+        tokens[done:end], slots[done:end], by_axis[:, done:end] = window.tokens, window.slots, window.positions
+        done = end
+    tokens[done:], slots[done:] = 0, -1
+    lengths, count = [len(window.tokens) for window in windows], len(windows)
+    table_rows[:count], table_rows[count:] = [window.row for window in windows], spare
+    contexts[:count], contexts[count:] = [window.context for window in windows], 0
+    starts[0], starts[1 : count + 1], starts[count + 1 :] = 0, np.cumsum(lengths), done
+    wanted = [i for i, window in enumerate(windows) if window.samples]
+    last[: len(wanted)], last[len(wanted) :] = starts[1:][wanted] - 1, 0
+    lines[: len(wanted)], lines[len(wanted) :] = table_rows[wanted], spare
+    _write_tiles(index.reshape(-1, 2), windows, rows)
+
+
+def _write_tiles(index: Numbers, windows: Sequence[Window], rows: int) -> None:
+    """Whose rows each tile has and where it begins, the one with most keys first; see `kernels.tiles`."""
+    found = [
+        (window.context - len(window.tokens) + first, owner, first)
+        for owner, window in enumerate(windows)
+        for first in range(0, len(window.tokens), rows)
+    ]
+    found.sort(reverse=True)
+    assert len(found) <= len(index), f"{len(found)} tiles in a launch of {len(index)}"
+    if found:
+        index[: len(found)] = np.array(found, np.int32)[:, 1:]
+    index[len(found) :] = 0, _NO_ROW
 
 
 def _rounded(tokens: int) -> int:

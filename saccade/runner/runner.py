@@ -181,7 +181,7 @@ class Runner:
             return StepResult({})
         if plan.encode:
             self.encoder.submit(plan.encode)
-        self.encoder.advance(plan.encode_layers, may_wait=not plan.works)
+        self.encoder.advance(plan.encode_layers, may_wait=not (plan.works or plan.is_beside))
         self.encoder.prefetch(plan.prefetch)
         done = self.encoder.poll()
         self.embeddings.update(done.embeddings)

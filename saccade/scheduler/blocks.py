@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from saccade.types import RECORD_BYTES
 
@@ -42,6 +42,17 @@ class Chain:
         for i in range(len(digests) - 1, index + 1):
             digests.append(hashlib.sha256(digests[i] + self.records(i)).digest())
         return digests[index + 1]
+
+    def walk(self, first: int, last: int) -> Iterator[tuple[bytes, bytes]]:
+        """Digest and records of each of the blocks [first, last), no further than it is asked for."""
+        digests, sha256, records_of = self._digests, hashlib.sha256, self.records
+        if first:
+            self.digest(first - 1)
+        for i in range(first, last):
+            records = records_of(i)
+            if i + 1 == len(digests):
+                digests.append(sha256(digests[i] + records).digest())
+            yield digests[i + 1], records
 
     def records(self, index: int) -> bytes:
         """What stands in block `index`; the block must be full."""
@@ -86,9 +97,9 @@ class BlockPool:
         """
         found: list[int] = []
         if self._enable_caching:
-            for index in range(first, (num_tokens - 1) // self.block_size):
-                block = self._by_digest.get(chain.digest(index))
-                if block is None or not self._holds(block, chain.records(index)):
+            for digest, records in chain.walk(first, (num_tokens - 1) // self.block_size):
+                block = self._by_digest.get(digest)
+                if block is None or not self._holds(block, records):
                     break
                 found.append(block)
         return found

@@ -1,7 +1,7 @@
 """How much may happen in a step beside running answers, so that their next tokens come in time. Plain arithmetic.
 
-a step     | decode of the running ones | prompts | encoder layers |
-           |<------ alone ------------->|<------- spare --------->|      alone + spare = target
+a step     | decode of the running ones | prompts, or encoder layers |
+           |<------ alone ------------->|<--------- spare ---------->|      alone + spare = target
 """
 
 from __future__ import annotations
@@ -17,21 +17,20 @@ _FEWEST_TOKENS = 32
 
 
 class Share(NamedTuple):
-    """What fits into a step beside its decodes."""
+    """What fits into a step beside its decodes: one or the other."""
 
     prompt_tokens: int
     encode_layers: int
 
 
-def share(pace: Pace, num_decoding: int, slots_in_flight: int, has_prompts: bool) -> Share:
-    """Prompts and pictures get half of the spare time each, or one of them all of it."""
+def share(pace: Pace, num_decoding: int, slots_in_flight: int) -> Share:
+    """Prompts or pictures get all of the spare time; where both want it, they take turns."""
     alone = milliseconds(pace.decode_ms, num_decoding)
     target = pace.target_ms if pace.target_ms is not None else SLOWDOWN * alone
     spare = max(target - alone, _LEAST_SPARE * alone)
     is_encoding = slots_in_flight > 0 and bool(pace.layer_ms)
-    part = spare / 2 if is_encoding and has_prompts else spare
-    layers = max(1, int(part / milliseconds(pace.layer_ms, slots_in_flight))) if is_encoding else 1
-    return Share(max(_FEWEST_TOKENS, size_within(pace.prompt_ms, part)), layers)
+    layers = max(1, int(spare / milliseconds(pace.layer_ms, slots_in_flight))) if is_encoding else 1
+    return Share(max(_FEWEST_TOKENS, size_within(pace.prompt_ms, spare)), layers)
 
 
 def milliseconds(curve: Curve, size: int) -> float:

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any
 
 from saccade.config import SchedulerConfig
 from saccade.scheduler.admission import refuse_impossible, refuse_overload
-from saccade.scheduler.ahead import only_decodes, works_ahead
+from saccade.scheduler.ahead import is_foreseeable, works_ahead
 from saccade.scheduler.blocks import BlockPool
 from saccade.scheduler.budget import StepBudget, answers_rest, encodes_now, layers_in_bounded_step
+from saccade.scheduler.draft import Draft
 from saccade.scheduler.encoder_cache import EncoderCache
 from saccade.scheduler.failures import doomed_by
 from saccade.scheduler.gate import Gate, Reach
@@ -42,18 +42,6 @@ from saccade.types import (
 )
 
 
-@dataclass(slots=True)
-class _Draft:
-    """A plan in the making."""
-
-    now: float
-    budget: StepBudget
-    works: list[Work] = field(default_factory=list)
-    admitted: list[Admission] = field(default_factory=list)
-    has_preempted: bool = False
-    answers_rest: bool = False  # requests that decode sit this step out
-
-
 class Scheduler:
     """schedule() -> the runner runs the plan -> commit(); add() and abort() between steps."""
 
@@ -68,7 +56,9 @@ class Scheduler:
         self._running: list[Sequence] = []  # in order of arrival, as is the next one
         self._waiting: list[Sequence] = []
         self._forgotten: list[str] = []  # not yet told to the runner
-        self._plans: list[StepPlan] = []  # being run: one, or two when the second was planned ahead
+        self._plans: list[StepPlan] = []  # being run: one, and others when one was planned ahead
+        self._is_short = False  # of blocks: the next step is not planned ahead, so that it may preempt
+        self._is_prompts_turn = False  # where prompts and pictures take turns
         self.is_protecting = True  # whether anyone wants tokens as they come: then steps keep to the pace
         self._num_added = self._num_steps = self._num_preemptions = 0
 
@@ -115,26 +105,41 @@ class Scheduler:
 
     def schedule(self, now: float) -> StepPlan:
         """Decide the next step: running requests first, then waiting ones, then pictures that come next."""
-        gate, draft = self._gate, _Draft(now, self._budget())
-        layers = self._encode_layers(draft.budget)
+        plan = self._complete(Draft(now, self._budget()))
+        assert plan is not None
+        return plan
+
+    def schedule_ahead(self) -> StepPlan | None:
+        """The tokens after those of the steps that run, before these are known; None when they cannot be foreseen."""
+        is_short, self._is_short = self._is_short, False
+        if is_short or not is_foreseeable(self._plans, self._running):
+            return None
+        works = works_ahead(self._pool, self._plans, self._open)
+        return self._planned(works, encode_layers=0) if works else None
+
+    def schedule_beside(self, now: float) -> StepPlan | None:
+        """Prompts and pictures beside a step that was planned ahead and runs; None when there is nothing to do."""
+        (ahead,) = self._plans
+        draft = Draft(now, self._budget(), ahead=frozenset(work.request_id for work in ahead.works))
+        return self._complete(draft)
+
+    def _complete(self, draft: Draft) -> StepPlan | None:
+        """None where the step was planned ahead and nothing is to be done beside it."""
+        gate, layers = self._gate, self._encode_layers(draft.budget)
         is_encoding = self.config.always_slice and bool(layers) and self._encoder.slots_in_flight > 0
         draft.answers_rest = is_encoding and answers_rest(self._num_steps, draft.budget)
         self._fill(draft, is_sliced=layers is not None)
-        if layers is not None and not (draft.works or gate.encode or self._encoder.slots_in_flight):
+        if layers is not None and not (draft.works or draft.ahead or gate.encode or self._encoder.slots_in_flight):
             # In slices nobody moves: those who wait keep the room that a running request needs. Whole pictures go in.
             layers = None
             self._fill(draft, is_sliced=False)
+        self._is_short = draft.is_short
         prefetch = () if gate.is_sliced else gate.prefetch(self._spans_ahead())
-        encode, admitted = tuple(gate.encode), tuple(draft.admitted)
-        return self._planned(draft.works, admitted=admitted, encode=encode, encode_layers=layers, prefetch=prefetch)
-
-    def schedule_ahead(self) -> StepPlan | None:
-        """The step after the one that runs, before that one's tokens are known; None when it cannot be foreseen."""
-        is_alone = len(self._plans) == 1 and not self._waiting and not self._encoder.slots_in_flight
-        if not is_alone or not only_decodes(self._plans[0], self._running):
+        is_advancing = layers != 0 and self._encoder.slots_in_flight > 0
+        if draft.ahead and not (draft.works or draft.admitted or gate.encode or prefetch or is_advancing):
             return None
-        works = works_ahead(self._pool, self._plans[0], self._open)
-        return self._planned(works, encode_layers=0) if works else None
+        rest = {"encode": tuple(gate.encode), "encode_layers": layers, "prefetch": prefetch}
+        return self._planned(draft.works, admitted=tuple(draft.admitted), is_beside=bool(draft.ahead), **rest)
 
     def _planned(self, works: Iterable[Work], **parts: Any) -> StepPlan:
         self._num_steps += 1
@@ -144,12 +149,12 @@ class Scheduler:
         self._plans.append(plan)
         return plan
 
-    def _fill(self, draft: _Draft, *, is_sliced: bool) -> None:
+    def _fill(self, draft: Draft, *, is_sliced: bool) -> None:
         self._gate.begin_step(is_sliced)
         self._serve_running(draft)
-        if stuck := giving_way(self._running, draft.works, self._gate):
+        if not draft.ahead and (stuck := giving_way(self._running, draft.works, self._gate)):
             self._preempt(stuck, draft)
-        if not draft.has_preempted:  # whoever was preempted goes first, and there is no place for it
+        if not (draft.has_preempted or draft.is_short):  # who lacks blocks goes first, and there is no place for it
             self._admit_waiting(draft)
         if is_sliced:
             self._gate.look_ahead(self._spans_ahead())
@@ -179,16 +184,22 @@ class Scheduler:
         if not self.is_protecting or not budget.num_decoding:
             return None
         slots = max(self._encoder.slots_in_flight, budget.slots_wanted)
-        prompts, layers = share(pace, budget.num_decoding, slots, budget.num_prompts > 0)
+        prompts, layers = share(pace, budget.num_decoding, slots)
+        if slots and budget.num_prompts:  # a prompt however short reads all weights: halves of a step would be dear
+            self._is_prompts_turn = not self._is_prompts_turn
+            prompts, layers = (prompts, 0) if self._is_prompts_turn else (0, layers)
         budget.bound(prompts)
         return layers
 
-    def _serve_running(self, draft: _Draft) -> None:
+    def _serve_running(self, draft: Draft) -> None:
         index = 0
         while index < len(self._running) and draft.budget.total:  # preemption shortens the list from its end
             seq = self._running[index]
             index += 1
             if draft.answers_rest and seq.is_decoding:
+                continue
+            if seq.request_id in draft.ahead:
+                draft.budget.take(seq, 1)
                 continue
             if not (seq.is_decoding or self._kept.is_needed) and catch_up(self._pool, seq):
                 self._leave_spans(seq)
@@ -196,6 +207,9 @@ class Scheduler:
             start = seq.num_computed
             reach = self._reach(seq, start, draft)
             while reach.end > start and not self._has_blocks(seq, reach.end):
+                if draft.ahead:  # what runs must keep its blocks; the step after it may preempt
+                    draft.is_short = True
+                    return
                 self._preempt(self._running[-1], draft)
                 if not seq.is_running:
                     return  # it was the last one itself
@@ -203,7 +217,7 @@ class Scheduler:
             if reach.end > start:
                 self._give_work(draft, seq, start, reach)
 
-    def _admit_waiting(self, draft: _Draft) -> None:
+    def _admit_waiting(self, draft: Draft) -> None:
         index = 0
         while index < len(self._waiting) and draft.budget.total and len(self._running) < self.config.max_num_seqs:
             seq = self._waiting[index]
@@ -222,7 +236,7 @@ class Scheduler:
             else:
                 return  # nobody passes, or it would never find enough blocks
 
-    def _reach(self, seq: Sequence, start: int, draft: _Draft) -> Reach:
+    def _reach(self, seq: Sequence, start: int, draft: Draft) -> Reach:
         end = min(seq.num_tokens, start + draft.budget.left_for(seq))
         if not seq.has_pictures_ahead:
             return Reach(end, ())
@@ -233,7 +247,7 @@ class Scheduler:
         num_held = len(seq.blocks)
         return end <= num_held * self._block_size or self._pool.can_give(self._pool.blocks_for(end) - num_held)
 
-    def _admit(self, draft: _Draft, seq: Sequence, found: list[int]) -> None:
+    def _admit(self, draft: Draft, seq: Sequence, found: list[int]) -> None:
         adopt(self._pool, seq, found)
         self._pool.count_lookup(seq.num_tokens, seq.num_computed)
         self._leave_spans(seq)
@@ -249,7 +263,7 @@ class Scheduler:
             seq.request, tuple(seq.output), tuple(seq.blocks), self._kept.behind(seq.chain, len(seq.blocks))
         )
 
-    def _give_work(self, draft: _Draft, seq: Sequence, start: int, reach: Reach) -> None:
+    def _give_work(self, draft: Draft, seq: Sequence, start: int, reach: Reach) -> None:
         end, spans = reach
         new_blocks: tuple[int, ...] = ()
         if end > len(seq.blocks) * self._block_size:
@@ -263,7 +277,7 @@ class Scheduler:
         keeps = self._kept.plan(seq, start, end)
         draft.works.append(Work(seq.request_id, start, end, new_blocks, end == seq.num_tokens, keeps))
 
-    def _preempt(self, seq: Sequence, draft: _Draft) -> None:
+    def _preempt(self, seq: Sequence, draft: Draft) -> None:
         draft.has_preempted = True
         draft.admitted = [admission for admission in draft.admitted if admission.request is not seq.request]
         self._let_go(seq)

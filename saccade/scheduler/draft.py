@@ -1,0 +1,22 @@
+"""A plan in the making. Private to this package."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from saccade.scheduler.budget import StepBudget
+from saccade.types import Admission, Work
+
+
+@dataclass(slots=True)
+class Draft:
+    """What a step has so far, and what it may still take."""
+
+    now: float
+    budget: StepBudget
+    works: list[Work] = field(default_factory=list)
+    admitted: list[Admission] = field(default_factory=list)
+    has_preempted: bool = False
+    answers_rest: bool = False  # requests that decode sit this step out
+    ahead: frozenset[str] = frozenset()  # requests whose part of the step was planned ahead and runs already
+    is_short: bool = False  # of blocks that only a preemption can give, and none may happen beside what runs

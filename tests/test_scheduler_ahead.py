@@ -1,0 +1,175 @@
+"""Steps planned ahead and what is planned beside them: the same answers, and nothing leaks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from saccade.types import Pace, RequestError, StepPlan, StepResult
+from tests.scheduling import EOS, Picture, Rig
+
+PACE = Pace(decode_ms=((1, 1.0),), prompt_ms=((2, 0.5), (8, 1.0)), layer_ms=((4, 0.5),), target_ms=None)
+PARTS = st.one_of(st.integers(1, 9), st.sampled_from([Picture("a", 3), Picture("b", 3), Picture("c", 6)]))
+REQUESTS = st.tuples(
+    st.lists(PARTS, min_size=1, max_size=4),
+    st.integers(1, 12),  # max_tokens
+    st.integers(0, 8),  # the step at which it arrives
+    st.one_of(st.none(), st.integers(0, 15)),  # the step at which its client leaves
+)
+CONFIGS = st.fixed_dictionaries(
+    {
+        "max_num_batched_tokens": st.sampled_from([3, 8, 30]),
+        "max_num_seqs": st.integers(1, 6),
+        "block_size": st.sampled_from([1, 4]),
+        "num_blocks": st.sampled_from([45, 300]),
+        "encoder_budget": st.sampled_from([12, 100]),
+        "encoder_cache_slots": st.sampled_from([12, 100]),
+        "enable_prefix_caching": st.booleans(),
+        "encode_layers_per_step": st.sampled_from([None, 1]),
+        "pace": st.sampled_from([None, PACE]),
+    }
+)
+
+
+class AheadRig(Rig):
+    """Runs plans in the order of a device that is told of the next one before it has finished the last."""
+
+    def __init__(self, **changes: Any) -> None:
+        super().__init__(**changes)
+        self.under_way: list[tuple[StepPlan, StepResult]] = []
+        self.is_ahead = False
+
+    def step(self) -> StepPlan:
+        self.now += 1
+        if self.under_way and self.under_way[0][0].is_beside:
+            self.book(1)
+        if self.is_ahead:
+            self.run(self.scheduler.schedule_beside(self.now))
+        count = len(self.under_way)
+        if count:
+            self.run(self.scheduler.schedule_ahead())
+            self.is_ahead = len(self.under_way) > count
+            self.book(1 if self.is_ahead else count)
+        if not self.under_way and self.scheduler.has_unfinished():
+            self.run(self.scheduler.schedule(self.now))
+        return self.plans[-1]
+
+    def run(self, plan: StepPlan | None) -> None:
+        self.scheduler.check()
+        if plan is not None:
+            self.under_way.append((plan, self.runner.execute(plan)))
+            self.plans.append(plan)
+
+    def book(self, count: int) -> None:
+        under_way, self.under_way = self.under_way[:count], self.under_way[count:]
+        for plan, result in under_way:
+            for event in self.scheduler.commit(plan, result, self.now):
+                self.take(event)
+            self.scheduler.check()
+
+    def leave(self, request_id: str) -> None:
+        self.book(len(self.under_way))
+        self.is_ahead = False
+        self.take(self.scheduler.abort(request_id, self.now))
+
+    def finish(self) -> None:
+        self.drain()
+        self.book(len(self.under_way))
+
+
+def add(rig: Rig, name: str, *parts: Any, max_tokens: int) -> None:
+    rig.add(name, *parts, max_tokens=max_tokens, temperature=0)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(CONFIGS, st.lists(REQUESTS, min_size=1, max_size=10))
+def test_any_workload_planned_ahead_drains_and_each_request_ends_once(config: dict, requests: list) -> None:
+    rig, accepted = AheadRig(**config), []
+    rig.runner.next_token = lambda name, position: EOS if (position + len(name)) % 11 == 0 else 1_000 + position
+    for moment in range(16):
+        for number, (parts, max_tokens, arrival, leaving) in enumerate(requests):
+            if arrival == moment:
+                try:
+                    add(rig, f"r{number}", *parts, max_tokens=max_tokens)
+                    accepted.append(f"r{number}")
+                except RequestError as error:
+                    assert "KV blocks" in error.message
+            if leaving == moment:
+                rig.leave(f"r{number}")
+        if rig.scheduler.has_unfinished():
+            rig.step()
+    rig.finish()
+    endings = {name: [e for e in rig.events[name] if e.finish_reason] for name in accepted}
+    assert all(len(ends) == 1 and rig.events[name][-1] is ends[0] for name, ends in endings.items())
+    stats = rig.scheduler.stats()
+    assert stats["kv"]["used"] == 0 and stats["encoder_cache"]["slots_pinned"] == 0
+
+
+def answered(rig: Rig) -> list[list[int]]:
+    add(rig, "text", 9, max_tokens=9)
+    for _ in range(3):
+        rig.step()
+    add(rig, "seen", 3, Picture("a", 6), 2, max_tokens=4)
+    rig.drain()
+    return [rig.tokens_of(name) for name in ("text", "seen")]
+
+
+def test_tokens_planned_ahead_are_those_of_one_step_after_the_other() -> None:
+    assert answered(AheadRig(encode_layers_per_step=1)) == answered(Rig(encode_layers_per_step=1))
+
+
+def test_a_token_follows_the_end_of_a_prompt_before_that_one_is_known() -> None:
+    rig = AheadRig()
+    add(rig, "a", 5, max_tokens=3)
+    rig.step()
+    rig.step()
+    assert [rig.windows(plan) for plan in rig.plans] == [{"a": (0, 5)}, {"a": (5, 6)}]
+    assert len(rig.under_way) == 1
+
+
+def test_prompts_and_pictures_go_beside_what_was_planned_ahead() -> None:
+    rig = AheadRig(encode_layers_per_step=1)
+    add(rig, "a", 5, max_tokens=9)
+    rig.step()
+    rig.step()
+    add(rig, "b", 3, Picture("p", 6), max_tokens=2)
+    rig.step()
+    decode, rest, ahead = rig.plans[-3:]
+    assert [rig.windows(plan) for plan in (decode, rest, ahead)] == [{"a": (5, 6)}, {"b": (0, 3)}, {"a": (6, 7)}]
+    assert rest.is_beside and len(rest.encode) == 1
+
+
+def test_nothing_is_planned_beside_answers_that_are_alone() -> None:
+    rig = AheadRig()
+    add(rig, "a", 5, max_tokens=6)
+    rig.finish()
+    assert len(rig.plans) == 6
+
+
+def test_sampled_answers_are_not_planned_ahead() -> None:
+    rig = AheadRig()
+    rig.add("a", 5, max_tokens=3, temperature=0.7)
+    rig.step()
+    assert rig.scheduler.schedule_ahead() is None
+
+
+def test_prompts_and_pictures_take_turns_beside_answers() -> None:
+    rig = AheadRig(pace=PACE, layers=40)
+    add(rig, "a", 2, max_tokens=30)
+    rig.step()
+    add(rig, "p", Picture("p", 4), max_tokens=2)
+    add(rig, "t", 200, max_tokens=2)
+    for _ in range(8):
+        rig.step()
+    kinds = [("layers" if plan.encode_layers else "tokens") for plan in rig.plans if plan.is_beside]
+    assert kinds[1:7] in (["layers", "tokens"] * 3, ["tokens", "layers"] * 3)
+
+
+def test_a_request_that_lacks_blocks_gets_them_in_a_step_that_may_preempt() -> None:
+    rig = AheadRig(num_blocks=6, block_size=4, max_num_batched_tokens=4, enable_prefix_caching=False)
+    add(rig, "old", 15, max_tokens=2)
+    add(rig, "young", 3, max_tokens=9)
+    rig.finish()
+    assert rig.finish_of("old") == rig.finish_of("young") == "length"
