@@ -8,10 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from saccade import LLM, SamplingParams
-from saccade.types import RequestError
+from saccade.models.fused_vision import FusedVision
+from saccade.models.qwen2_vl import Qwen2VL
+from saccade.models.vision_ops import TorchVision
+from saccade.types import Geometry, Grid, RequestError, Size
 from tests.conftest import make_photo
+from tests.test_fused_vision import DEVICE, QWEN, model
 from tests.videos import VIDEO, film, frames
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -119,6 +124,18 @@ def test_the_same_file_again_is_not_decoded(llm: LLM) -> None:
     second = ask(llm, FILM, "what else?")
     assert encoded(llm) == before
     assert (first.bill.items[0].cached, second.bill.items[0].cached) == (False, True)
+
+
+def test_kernels_cut_a_group_as_plain_code_does() -> None:
+    """In Triton's interpreter where there is no device."""
+    made = [model(QWEN, ops, Qwen2VL) for ops in (TorchVision(), FusedVision())]
+    array = torch.from_numpy(frames(2, 40, 28)).to(DEVICE)
+    geometry = Geometry(Size(20, 12), Grid(1, 6, 10), 15, 15)
+    for group in (array, array[:1]):
+        plain, fused = (one.prepare(group, geometry) for one in made)
+        torch.testing.assert_close(fused, plain)
+    still = made[0].prepare(array[0], geometry)
+    torch.testing.assert_close(made[0].prepare(array[:1], geometry), still)
 
 
 def test_the_bill_is_what_the_engine_charges(llm: LLM) -> None:

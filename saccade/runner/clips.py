@@ -122,6 +122,9 @@ def _open(item: MediaItem) -> tuple[Any, av.VideoStream]:
     container = av.open(io.BytesIO(item.data), format=item.header.format, metadata_errors="ignore")
     stream = next(stream for stream in container.streams.video if not stream.disposition.value & _COVER)
     stream.codec_context.thread_count = 1  # groups are decoded side by side already
+    width, height = item.header.size
+    # A frame in the middle that claims another size is refused before memory is taken for it; codecs round sides up.
+    stream.codec_context.options = {"max_pixels": str((width + 256) * (height + 256))}
     return container, stream
 
 
