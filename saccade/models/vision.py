@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -92,13 +93,21 @@ def grid_angles(
 
     Both axes have the same frequencies, or (`takes_turns`) those of a whole head by turns, rows first.
     """
-    places = torch.cat([_places(grid, merge, device) for grid in grids])  # [T, 2]
+    places = torch.cat([_places(grid, merge) for grid in grids])  # [T, 2]
+    if device.type == "cuda":  # counted on the host, where small steps are quick, and sent while it goes on
+        places = places.pin_memory().to(device, non_blocking=True)
     if order is not None:
         places = reorder(places, order, merge)
-    per_axis = frequencies(head_dim // 2, theta, device)  # [d / 4]
-    if takes_turns:
-        per_axis = frequencies(head_dim, theta, device).view(-1, 2).T  # [2, d / 4]
+    per_axis = _per_axis(head_dim, theta, takes_turns, device)
     return Angles(*cos_sin((places[..., None] * per_axis).flatten(1), torch.float32))
+
+
+@lru_cache(maxsize=8)
+def _per_axis(head_dim: int, theta: float, takes_turns: bool, device: torch.device) -> Tensor:
+    """Of both axes [d / 4], or of each [2, d / 4]."""
+    return (
+        frequencies(head_dim, theta, device).view(-1, 2).T if takes_turns else frequencies(head_dim // 2, theta, device)
+    )
 
 
 def reorder(x: Tensor, order: Tensor, merge: int) -> Tensor:
@@ -113,12 +122,13 @@ def by_token(cells: Tensor, merge: int) -> Tensor:
     return blocks.transpose(1, 2).reshape(-1, size)
 
 
-def _places(grid: Grid, merge: int, device: torch.device) -> Tensor:
-    """Row and column of each patch of a picture, in the order of `pixels.patchify`: float32 [patches, 2]."""
+@lru_cache(maxsize=64)  # pictures of one camera have one grid
+def _places(grid: Grid, merge: int) -> Tensor:
+    """Row and column of each patch of a picture, in the order of `pixels.patchify`: int16 [patches, 2]."""
     rows, columns = torch.meshgrid(
-        torch.arange(grid.h, device=device), torch.arange(grid.w, device=device), indexing="ij"
+        torch.arange(grid.h, dtype=torch.int16), torch.arange(grid.w, dtype=torch.int16), indexing="ij"
     )
-    return by_token(torch.stack((rows, columns), dim=-1), merge).repeat(grid.t, 1).float()
+    return by_token(torch.stack((rows, columns), dim=-1), merge).repeat(grid.t, 1)
 
 
 def vision_config(config: ModelConfig) -> VisionConfig:
