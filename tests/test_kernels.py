@@ -238,7 +238,7 @@ def test_prefill_equals_the_reference_however_keys_are_split(
 def test_short_windows_are_split_until_the_device_is_full() -> None:
     splits = [prefill_splits(tokens, 12, 64, multiprocessors=132) for tokens in (16, 64, 128, 512, 2048)]
     assert splits == sorted(splits, reverse=True)
-    assert splits[0] > 8
+    assert splits[0] >= 8
     assert splits[-1] == 1
 
 

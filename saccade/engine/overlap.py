@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Protocol
 from saccade.engine.core import EngineCore, StepRunner
 from saccade.types import StepPlan, StepResult, TokenEvent
 
-_TURN = 1e-4  # seconds; Python's own 5 ms are several steps
+_TURN = 5e-5  # seconds; Python's own 5 ms are several steps
 
 
 class LaunchingRunner(StepRunner, Protocol):

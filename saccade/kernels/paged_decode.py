@@ -131,7 +131,7 @@ def launch_for(q: Tensor, splits: int, kv_heads: int) -> Launch:
         return Launch(rows=16, keys=64, warps=2, stages=4)  # several share a multiprocessor
     if splits >= _MANY_SPLITS:  # most have one tile, which is loaded already: nothing is left to have in flight
         return Launch(rows=16, keys=128, warps=4, stages=1)
-    return Launch(rows=16, keys=128, warps=8, stages=3)
+    return Launch(rows=16, keys=128, warps=8, stages=2)
 
 
 def _check_room(workspace: DecodeWorkspace, requests: int, heads: int, kv_heads: int, dim: int, splits: int) -> None:

@@ -29,7 +29,7 @@ from saccade.kernels.paged_decode import num_multiprocessors, slots_of
 from saccade.kernels.softmax import LOG2_E, divide, precision_of, weigh
 from saccade.kernels.tiles import Launch, Tiles, power_of_two
 
-_MAX_SPLITS = 16  # more make the sums longer than the keys
+_MAX_SPLITS = 16  # that are added up at once
 
 
 class _Parts(NamedTuple):
@@ -82,8 +82,8 @@ def paged_prefill(
 
 
 def choose_splits(tokens: int, heads: int, rows: int, multiprocessors: int) -> int:
-    """A power of two: programs for twice the device, where tiles alone give fewer."""
-    wanted = 2 * multiprocessors // (heads * -(-tokens // rows))
+    """A power of two: a program for each multiprocessor, where tiles alone give fewer. More cost more in the sum."""
+    wanted = multiprocessors // (heads * -(-tokens // rows))
     return 1 << (max(min(wanted, _MAX_SPLITS), 1).bit_length() - 1)
 
 
