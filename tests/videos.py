@@ -21,6 +21,7 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2VLForConditionalGeneration,
+    Qwen3_5ForConditionalGeneration,
     Qwen3VLForConditionalGeneration,
 )
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
@@ -175,13 +176,14 @@ _KINDS = {
     "qwen2_vl": (Qwen2VLForConditionalGeneration, False),
     "qwen2_5_vl": (Qwen2_5_VLForConditionalGeneration, True),
     "qwen3_vl": (Qwen3VLForConditionalGeneration, False),
+    "qwen3_5": (Qwen3_5ForConditionalGeneration, False),
 }
 FAMILIES = tuple(_KINDS)
 
 
 def video_processor(name: str, **settings: Any) -> Any:
     settings.pop("video_processor_type", None)
-    if name == "qwen3_vl":
+    if name.startswith("qwen3"):
         return qwen3_module.Qwen3VLVideoProcessor(**settings)
     return qwen2_module.Qwen2VLVideoProcessor(**settings)
 
@@ -190,7 +192,7 @@ def video_reference(name: str, folder: Path) -> VideoReference:
     kind, has_seconds = _KINDS[name]
     model, tokenizer = load(kind, folder)
     return VideoReference(
-        model, tokenizer, video_processor(name, **image_settings(folder)), name == "qwen3_vl", has_seconds
+        model, tokenizer, video_processor(name, **image_settings(folder)), name.startswith("qwen3"), has_seconds
     )
 
 

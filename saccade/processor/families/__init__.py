@@ -35,6 +35,7 @@ VIDEO: dict[str, Callable[[Files], VideoRules | None]] = {
     "qwen2_vl": frame_groups.qwen2_vl,
     "qwen2_5_vl": frame_groups.qwen2_5_vl,
     "qwen3_vl": frame_groups.qwen3_vl,
+    "qwen3_5": frame_groups.qwen3_vl,
 }
 """Families that take video; the others take pictures only."""
 
