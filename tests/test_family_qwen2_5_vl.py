@@ -18,7 +18,7 @@ from transformers.vision_utils import get_vision_window_index
 from saccade import costs
 from saccade.config import ConfigError, model_config
 from saccade.kernels import vit_steps
-from saccade.models import load_model
+from saccade.models import load_model, recorded_vision
 from saccade.models.fused_vision import FusedVision
 from saccade.models.layers import Linear, Parameters, silu_and_mul
 from saccade.models.qwen2_5_vl import Qwen2_5VL, all_windows
@@ -208,7 +208,7 @@ def random(*shape: int) -> torch.Tensor:
 
 
 def test_fused_kernels_give_the_embeddings_of_the_plain_tower() -> None:
-    grids = [Grid(1, 6, 10), Grid(1, 2, 2), Grid(1, 4, 6)]
+    grids = [Grid(1, 6, 6), Grid(1, 2, 2)]
     patches = random(sum(grid.patches for grid in grids), 24)
     expected = finish(model(TorchVision()).encode(patches, grids))
     found = finish(model(FusedVision()).encode(patches, grids))
@@ -216,18 +216,30 @@ def test_fused_kernels_give_the_embeddings_of_the_plain_tower() -> None:
         torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
 
 
+def test_recorded_passes_give_the_embeddings_of_the_plain_tower(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorded_vision, "SIZES", (16,))
+    monkeypatch.setattr(recorded_vision, "PICTURES", 4)
+    ops, grids = FusedVision(), [Grid(1, 2, 6), Grid(1, 2, 2)]
+    recorded, patches = model(ops), random(sum(grid.patches for grid in grids), 24)
+    with ops.recording():
+        finish(recorded.encode(random(12, 24), [Grid(1, 6, 2)]))
+    expected = finish(model(TorchVision()).encode(patches, grids))
+    for one, other in zip(finish(recorded.encode(patches, grids)), expected, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+
+
 def test_encoding_takes_the_memory_that_the_formula_says() -> None:
-    made, patches = model(FusedVision()), random(64, 24)
+    made, patches = model(FusedVision()), random(48, 24)
     with PeakMemory() as memory:
         memory.hold(patches)
-        layers = made.encode(patches, [Grid(1, 8, 8)])
+        layers = made.encode(patches, [Grid(1, 8, 6)])
         del patches
         for _ in layers:
             pass
     vision = made.config.vision
     assert vision is not None
-    planned = 64 * costs.encode_bytes_per_patch(vision, made.config.text, "float32")
-    assert memory.peak == pytest.approx(planned, rel=0.03)
+    planned = 48 * costs.encode_bytes_per_patch(vision, made.config.text, "float32")
+    assert memory.peak == pytest.approx(planned, rel=0.06)  # small: what is held once shows
 
 
 def test_the_fused_rms_norm_leaves_its_input_with_the_bias_added() -> None:
