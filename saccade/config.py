@@ -42,7 +42,16 @@ _TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "max_position_embeddings": 131072,
         "sliding_window": 4096,
     },
-    "qwen2": {"use_sliding_window": False},
+    "qwen2": {
+        "hidden_size": 4096,
+        "intermediate_size": 22016,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "vocab_size": 151936,
+        "max_position_embeddings": 32768,
+        "use_sliding_window": False,
+    },
     "qwen3": {"use_sliding_window": False, "head_dim": 128},
 }
 _VISION_DEFAULTS: Mapping[str, Any] = {
@@ -201,7 +210,8 @@ def _text_config(text: Mapping[str, Any], raw: Mapping[str, Any], num_deep: int)
     rope = {**(text.get("rope_scaling") or {}), **(text.get("rope_parameters") or {})}
     section = rope.pop("mrope_section", None)
     theta = rope.pop("rope_theta", text.get("rope_theta", 10000.0))
-    tie = raw.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
+    # Some published configs deny at the top what is true of the text model inside: its head is then not stored.
+    tie = raw.get("tie_word_embeddings") or text.get("tie_word_embeddings")
     return TextConfig(
         hidden_size=hidden,
         intermediate_size=_need(text, "intermediate_size"),

@@ -16,6 +16,7 @@ from tests import (
     checkpoints,
     family_fallback,
     family_llava_next,
+    family_llava_onevision,
     family_mistral3,
     family_mllama,
     family_qwen2_5_vl,
@@ -80,4 +81,5 @@ FAMILIES: dict[str, ModelFamily] = {
     "llava_next": ModelFamily(family_llava_next.build, "<image>\n", family_llava_next.reference),
     "pixtral": ModelFamily(family_mistral3.build_pixtral, "[IMG]", family_mistral3.pixtral_reference),
     "mistral3": ModelFamily(family_mistral3.build, "[IMG]", family_mistral3.reference),
+    "llava_onevision": ModelFamily(family_llava_onevision.build, "<image>\n", family_llava_onevision.reference),
 }

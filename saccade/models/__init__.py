@@ -19,6 +19,7 @@ _FAMILIES: Mapping[str, tuple[str, str]] = {  # model_type -> (module, class); a
     "llava": ("saccade.models.llava", "Llava"),
     "llava/pixtral": ("saccade.models.pixtral", "LlavaPixtral"),  # a model type with another tower
     "llava_next": ("saccade.models.llava_next", "LlavaNext"),
+    "llava_onevision": ("saccade.models.llava_onevision", "LlavaOnevision"),
     "mistral3": ("saccade.models.mistral3", "Mistral3"),
     "mllama": ("saccade.models.mllama", "Mllama"),
     "qwen2_vl": ("saccade.models.qwen2_vl", "Qwen2VL"),

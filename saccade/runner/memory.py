@@ -115,7 +115,7 @@ def _beside_kv(
         weights=weights,
         kv=0,
         embeddings=max(slots or _budget(options, biggest), biggest) * per_slot,
-        work=_work_bytes(options, model, dtype, biggest),
+        work=_work_bytes(options, model, dtype, largest),
         pictures=_picture_bytes(options, model, dtype, largest),
         graphs=_graph_bytes(options, model, dtype),
         spare=_SPARE_BYTES,
@@ -123,10 +123,11 @@ def _beside_kv(
     )
 
 
-def _pass_patches(options: Options, model: ModelConfig, biggest: int) -> int:
-    """Patches of a full pass through the tower."""
+def _pass_patches(options: Options, model: ModelConfig, largest: Geometry | None) -> int:
+    """Patches of a full pass through the tower. A picture in tiles may have far more of them than embeddings."""
     assert model.vision is not None
-    return costs.patches_of(_budget(options, biggest), model.vision, model.text)
+    slots, patches = (largest.slots, largest.grid.patches) if largest else (0, 0)
+    return max(costs.patches_of(_budget(options, slots), model.vision, model.text), patches)
 
 
 def _budget(options: Options, biggest: int) -> int:
@@ -134,14 +135,14 @@ def _budget(options: Options, biggest: int) -> int:
     return options.encoder_budget or max(options.max_num_batched_tokens, biggest)
 
 
-def _work_bytes(options: Options, model: ModelConfig, dtype: str, biggest: int) -> int:
+def _work_bytes(options: Options, model: ModelConfig, dtype: str, largest: Geometry | None) -> int:
     """A pass may rest between two layers while a prompt is computed or tokens are drawn."""
     prompt = options.max_num_batched_tokens * costs.prompt_bytes_per_token(model.text, dtype)
     drawing = options.max_num_seqs * costs.sampling_bytes_per_row(model.text)
     if model.vision is None:
         return max(prompt, drawing)
     per_patch = costs.encode_bytes_per_patch(model.vision, model.text, dtype)
-    return max(prompt, drawing) + _pass_patches(options, model, biggest) * per_patch
+    return max(prompt, drawing) + _pass_patches(options, model, largest) * per_patch
 
 
 def _picture_bytes(options: Options, model: ModelConfig, dtype: str, largest: Geometry | None) -> int:
@@ -150,7 +151,7 @@ def _picture_bytes(options: Options, model: ModelConfig, dtype: str, largest: Ge
         return 0
     # Squares: what lies between two sizes depends on their areas alone, for the sides keep their ratio.
     source, resized = (math.isqrt(area) for area in (options.max_image_pixels, math.prod(largest.resized)))
-    held = 3 * _pass_patches(options, model, largest.slots)
+    held = 3 * _pass_patches(options, model, largest)
     prepared = held * costs.prepared_bytes_per_patch(model.vision, dtype)
     return prepared + costs.prepare_bytes(Size(source, source), Size(resized, resized))
 

@@ -10,6 +10,7 @@ from saccade.processor.families.base import Expansion, Family, Files
 from saccade.processor.families.frame_groups import VideoRules
 from saccade.processor.families.llava import Llava
 from saccade.processor.families.llava_next import LlavaNext
+from saccade.processor.families.llava_onevision import LlavaOnevision
 from saccade.processor.families.mistral3 import Mistral3
 from saccade.processor.families.mllama import Mllama
 from saccade.processor.families.qwen2_5_vl import Qwen2_5VL
@@ -22,6 +23,7 @@ FAMILIES: dict[str, type[Family]] = {
     "llava": Llava,
     "llava/pixtral": Mistral3,  # a model type with another tower
     "llava_next": LlavaNext,
+    "llava_onevision": LlavaOnevision,
     "mistral3": Mistral3,
     "mllama": Mllama,
     "qwen2_vl": Qwen2VL,

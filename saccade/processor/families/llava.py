@@ -98,11 +98,12 @@ def _resize_and_crop(given: Mapping[str, Any]) -> tuple[int | None, Size]:
 
 def _extra_tokens(processor: Mapping[str, Any], raw: Mapping[str, Any]) -> int:
     """Tokens beside one per patch. Checkpoints from before the processor knew its patch size rely on the tower's own
-    output: CLIP puts a class token in front, and the strategy "default" drops it."""
+    output: CLIP puts a class token in front (SigLIP has none), and the strategy "default" drops it."""
     strategy = processor.get("vision_feature_select_strategy") or raw.get("vision_feature_select_strategy", "default")
-    added = processor.get("num_additional_image_tokens") if processor.get("patch_size") else 1
+    own = 0 if (raw.get("vision_config") or {}).get("model_type") == "siglip_vision_model" else 1
+    added = processor.get("num_additional_image_tokens") if processor.get("patch_size") else own
     dropped = 1 if strategy == "default" else 0
-    extra = (1 if added is None else int(added)) - dropped
+    extra = (own if added is None else int(added)) - dropped
     if extra < 0:
         raise ConfigError(
             f"processor_config.json counts {added} extra image tokens but drops {dropped}; set "

@@ -1,0 +1,53 @@
+"""LLaVA-OneVision: tiles as in LLaVA-NeXT, many more of them, and a limit on the embeddings they become."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Self
+
+from saccade.config import ConfigError
+from saccade.processor.families.base import Files, pixel_settings
+from saccade.processor.families.llava_next import LlavaNext, read_pinpoints, tile_side, vision_and_token
+from saccade.types import Size
+
+_MOST_TILES = 6  # along either side, where a checkpoint names no pinpoints
+_SLACK = 1.1  # a picture this much larger along its sides is left as it is
+
+
+@dataclass(frozen=True, slots=True)
+class LlavaOnevision(LlavaNext):
+    max_tiles: int = 9  # whose patches may become embeddings; more are reduced to as many
+
+    @classmethod
+    def from_checkpoint(cls, files: Files) -> Self:
+        vision, token = vision_and_token(files)
+        config, given, raw = files.config, files.image_processor, files.config.raw
+        if raw.get("vision_feature_select_strategy", "full") != "full":
+            raise ConfigError("vision_feature_select_strategy must be full: the tower has no class token to drop")
+        tile, counts = tile_side(given, vision), range(1, _MOST_TILES + 1)
+        max_tiles = _max_tiles(files.processor.get("vision_aspect_ratio") or raw.get("vision_aspect_ratio"))
+        return cls(
+            tile=tile,
+            patch_size=vision.patch_size,
+            pinpoints=read_pinpoints(given.get("image_grid_pinpoints") or raw.get("image_grid_pinpoints"), tile)
+            or tuple(Size(columns * tile, rows * tile) for rows in counts for columns in counts),
+            image_token_id=token,
+            placeholder_ids=tuple(i for i in (token, config.video_token_id) if i is not None),
+            settings={**pixel_settings(given), "max_tiles": max_tiles},
+            max_tiles=max_tiles,
+        )
+
+    def joined(self, kept: Size) -> Size:
+        ratio = math.sqrt(kept.height * kept.width / (self.max_tiles * self.side**2))
+        if ratio <= _SLACK:
+            return kept
+        return Size(int(kept.width // ratio), int(kept.height // ratio))
+
+
+def _max_tiles(aspect_ratio: Any) -> int:
+    """9 for "anyres_max_9", which is also what a silent checkpoint means."""
+    number = str(aspect_ratio or "anyres_max_9").removeprefix("anyres_max_")
+    if not number.isdecimal() or int(number) < 1:
+        raise ConfigError(f"vision_aspect_ratio must be anyres_max_ and a number, not {aspect_ratio!r}")
+    return int(number)
