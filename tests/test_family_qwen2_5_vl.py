@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -280,6 +281,22 @@ def test_the_published_config_is_read_with_its_windows_and_its_size() -> None:
     assert (vision.is_gated, vision.window_tokens, vision.full_layers) == (True, 4, (7, 15, 23, 31))
     assert config.text.mrope_section == (16, 24, 24)
     assert costs.weight_bytes(config, "bfloat16") == pytest.approx(16.58e9, rel=1e-3)  # as the hub's index says
+
+
+def test_text_fields_written_in_both_places_are_read_like_flat_ones() -> None:
+    names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "num_key_value_heads")
+    nested = {name: PUBLISHED_7B[name] for name in (*names, "vocab_size", "max_position_embeddings", "rope_theta")}
+    rope = {"mrope_section": [16, 24, 24], "rope_type": "default", "type": "default"}
+    text = {
+        **nested,
+        "rope_scaling": rope,
+        "video_token_id": None,
+        "use_sliding_window": False,
+        "sliding_window": 32768,
+    }
+    both, flat = model_config({**PUBLISHED_7B, "text_config": text}), model_config(PUBLISHED_7B)
+    assert (both.vision, both.video_token_id) == (flat.vision, flat.video_token_id)
+    assert replace(both.text, rope_scaling=flat.text.rope_scaling) == flat.text
 
 
 def test_windows_save_most_of_the_attention() -> None:
