@@ -110,6 +110,18 @@ def measure(model: str, args: argparse.Namespace, peaks: Peaks, root: Path) -> F
     return found
 
 
+def measure_all(args: argparse.Namespace, peaks: Peaks, found: Found) -> None:
+    with tempfile.TemporaryDirectory() as root:
+        for model in MODELS if args.model == "all" else (args.model,):
+            found[model] = measure(model, args, peaks, Path(root))
+            table(model, found[model])
+            memory_table(found[model]["ours"])
+    if args.correctness:
+        command = [sys.executable, "-m", "benchmarks.gpu_correct", *(["--quick"] if args.quick else [])]
+        found["correctness"] = run("correctness", command)
+        correctness_table(found["correctness"])
+
+
 # --- tables -------------------------------------------------------------------------------------------------------
 
 
@@ -137,7 +149,8 @@ def memory_table(ours: Mapping[str, Any]) -> None:
         print("\n| memory | planned, MiB | measured, MiB | ratio |\n| --- | --- | --- | --- |")
         for name, sizes in ours["parts"].items():
             planned, measured = (sizes[key] / 2**20 for key in ("planned", "measured"))
-            print(f"| {name} | {planned:.1f} | {measured:.1f} | {measured / planned:.3f} |")
+            if planned:  # there are none of some parts in some models
+                print(f"| {name} | {planned:.1f} | {measured:.1f} | {measured / planned:.3f} |")
     if "memory" in ours:
         before, after = ours["memory"]["before"], ours["memory"]["after"]
         print(
@@ -180,16 +193,10 @@ def main() -> int:
         torch.cuda.empty_cache()  # the processes that follow want all of it
     print(f"{device}, torch {torch.__version__}: {peaks.bytes_per_s / 1e12:.2f} TB/s, {peaks.flops / 1e12:.0f} TFLOP/s")
     found: Found = {"device": device, "peaks": vars(peaks)}
-    with tempfile.TemporaryDirectory() as root:
-        for model in MODELS if args.model == "all" else (args.model,):
-            found[model] = measure(model, args, peaks, Path(root))
-            table(model, found[model])
-            memory_table(found[model]["ours"])
-        if args.correctness:
-            command = [sys.executable, "-m", "benchmarks.gpu_correct", *(["--quick"] if args.quick else [])]
-            found["correctness"] = run("correctness", command)
-            correctness_table(found["correctness"])
-    print(json.dumps(found))
+    try:
+        measure_all(args, peaks, found)
+    finally:  # what was measured is printed whatever happens then
+        print(json.dumps(found))
     broken = [side["errors"] for side in _sides(found) if side.get("errors")]
     return 1 if broken else 0
 

@@ -134,19 +134,38 @@ def first_tokens(side: Side, repeats: int) -> None:
 
 
 def encodes(side: Side, repeats: int) -> None:
-    """What the bill says the tower took, by the device's clock."""
+    """The tower alone, over patches that are on the device."""
     if side.kind != "saccade":
         return
-    for name, count, (width, height) in (
-        ("encode_1288x952", 1, (1288, 952)),
-        ("encode_644x476", 1, (644, 476)),
-        ("encode_8x644x476", 8, (644, 476)),
+    import torch
+
+    from saccade.types import Size
+
+    model, pictures = side.engine.core.runner.model, side.engine.processor.pictures
+    limits = pictures.limits.min_pixels, pictures.limits.max_pixels
+    for name, count, size in (
+        ("encode_1288x952", 1, Size(1288, 952)),
+        ("encode_644x476", 1, Size(644, 476)),
+        ("encode_8x644x476", 8, Size(644, 476)),
     ):
-        times = []
-        for _ in range(3 + 2 * repeats):
-            outputs = side.generate(side.about([side.photo(width, height) for _ in range(count)]), 1)[1]
-            times.append(outputs[0].bill.times_ms["encode"])
-        say(**{name: statistics.median(times)})
+        grids = [pictures.family.geometry(size, *limits).grid] * count
+        like = model.decoder.table
+        patches = torch.randn(sum(grid.patches for grid in grids), model.config.vision.patch_dim).to(like)
+        times = [_encode_ms(model, patches, grids) for _ in range(3 + 2 * repeats)]
+        say(**{name: statistics.median(times[1:])})
+
+
+def _encode_ms(model: Any, patches: Any, grids: list[Any]) -> float:
+    import torch
+
+    wait = torch.cuda.synchronize if patches.is_cuda else lambda: None
+    wait()
+    start = time.perf_counter()
+    with torch.inference_mode():
+        for _ in model.encode(patches.clone(), grids):
+            pass
+    wait()
+    return (time.perf_counter() - start) * 1e3
 
 
 def median(call: Callable[[], float], repeats: int) -> float:
