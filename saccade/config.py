@@ -429,12 +429,23 @@ def _positive(name: str, value: int) -> None:
         raise ConfigError(f"{name} must be a whole number of 1 or more, not {value!r}")
 
 
+_PROCESSOR_OPTIONS = {  # as the models' own processors call them -> the option
+    "min_pixels": "min_pixels",
+    "max_pixels": "max_pixels",
+    "fps": "video_fps",
+    "max_frames": "max_video_frames",
+    "max_video_pixels": "max_video_pixels",
+}
+
+
 def options(**given: Any) -> Options:
     """Options from keyword arguments, as `LLM(...)` takes them. An unknown name is an error, never dropped."""
     pixels = dict(given.pop("mm_processor_kwargs", None) or {})
-    unknown = set(pixels) - {"min_pixels", "max_pixels"}
+    unknown = set(pixels) - set(_PROCESSOR_OPTIONS)
     if unknown:
-        raise ConfigError(f"mm_processor_kwargs takes min_pixels and max_pixels, not {', '.join(sorted(unknown))}")
+        names = ", ".join(_PROCESSOR_OPTIONS)
+        raise ConfigError(f"mm_processor_kwargs takes {names}, not {', '.join(sorted(unknown))}")
+    pixels = {_PROCESSOR_OPTIONS[name]: value for name, value in pixels.items()}
     known = {f.name for f in fields(Options)}
     unknown = set(given) - known
     if unknown:

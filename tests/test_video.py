@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.video_utils import VideoMetadata
 
-from saccade.config import ConfigError, MediaPolicy, Options, VideoPolicy
+from saccade.config import ConfigError, MediaPolicy, Options, VideoPolicy, options
 from saccade.processor.checkpoint import open_checkpoint
 from saccade.processor.clips import probe_clip
 from saccade.processor.count import count_files
@@ -198,6 +198,7 @@ def test_more_videos_than_allowed_are_refused(qwen: Processor) -> None:
 def test_options_for_video_are_checked() -> None:
     with pytest.raises(ConfigError, match="video_fps"):
         Options(video_fps=0)
+    assert options(mm_processor_kwargs={"fps": 1.5, "max_frames": 6}) == Options(video_fps=1.5, max_video_frames=6)
     policy = MediaPolicy.of(Options(video_fps=1.0, max_video_frames=9, max_video_seconds=5))
     assert policy.video == VideoPolicy(fps=1.0, max_frames=9, max_seconds=5)
 
@@ -326,10 +327,28 @@ def test_a_variable_rate_counts_as_its_average(qwen: Processor) -> None:
 
 
 def test_a_video_cut_short_is_refused_whatever_is_missing() -> None:
-    """MP4 has its index at the end; with the index in front the missing frames are counted."""
+    """MP4 usually has its index at the end; with the index in front the missing frames are counted."""
+    streamable = film(index_first=True)
+    assert "its header says 20 frames and" in refused_clip(streamable[:-500])
     for name in ("mp4", "avi", "webm"):
         assert "damaged or cut short" in refused_clip(FILMS[name][:200])
     assert "damaged or cut short" in refused_clip(FILMS["mp4"][: len(FILMS["mp4"]) // 2])
+
+
+@pytest.mark.parametrize("container", FILMS)
+def test_damaged_bytes_lead_to_a_sentence_or_to_frames(qwen: Processor, container: str) -> None:
+    generator = np.random.default_rng(7)
+    for _ in range(40):
+        data = bytearray(FILMS[container])
+        for place in generator.integers(0, len(data), 8):
+            data[place : place + 4] = generator.bytes(int(generator.integers(0, 9)))
+        readers = ClipReaders()
+        try:
+            for item in qwen.from_prompt(ask(bytes(data))).items:
+                assert decode_item(item, readers).ndim == 4
+        except RequestError as error:
+            assert "video" in error.message or "frames" in error.message or "moving pictures" in error.message
+        readers.close()
 
 
 def test_what_is_no_video_is_refused_by_its_bytes(qwen: Processor) -> None:

@@ -126,6 +126,16 @@ def test_the_same_file_again_is_not_decoded(llm: LLM) -> None:
     assert (first.bill.items[0].cached, second.bill.items[0].cached) == (False, True)
 
 
+def test_a_long_video_never_has_many_frames_in_memory(qwen2_vl_folder: Path) -> None:
+    """Two passes of 192 patches may be decoded ahead of the one under way; the video has 1,440."""
+    sizes = {"encoder_budget": 48, "max_pixels": 9408, "max_video_pixels": 9408, "max_num_batched_tokens": 12}
+    llm = LLM(model=str(qwen2_vl_folder), use_tqdm=False, max_model_len=1024, kv_cache_gb=0.02, **sizes)
+    ask(llm, film(60, size=(112, 84), fps=2))
+    stats = llm.stats()["encoder"]
+    assert stats["encoded"] == 30 and stats["peak_patches"] <= 3 * 192
+    llm.close()
+
+
 def test_kernels_cut_a_group_as_plain_code_does() -> None:
     """In Triton's interpreter where there is no device."""
     made = [model(QWEN, ops, Qwen2VL) for ops in (TorchVision(), FusedVision())]

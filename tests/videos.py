@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -49,9 +50,12 @@ def film(
     rotation: int = 0,
     gop: int = 6,
     b_frames: int = 2,
+    index_first: bool = False,
     pictures: np.ndarray | None = None,
 ) -> bytes:
     """A video whose frames grow brighter one by one. `stamps` are times in units of 1 / fps."""
+    if index_first:
+        return _index_first(film(count, fps=fps, size=size))
     out = io.BytesIO()
     with av.open(out, "w", format=container) as file:
         stream = file.add_stream(CODECS[container], rate=fps)
@@ -67,6 +71,18 @@ def film(
             file.mux(stream.encode(frame))
         file.mux(stream.encode(None))
     return out.getvalue()
+
+
+def _index_first(data: bytes) -> bytes:
+    """The same frames in an MP4 that can be played while it arrives, which FFmpeg writes to files only."""
+    with tempfile.NamedTemporaryFile(suffix=".mp4") as file:
+        with av.open(io.BytesIO(data)) as read, av.open(file.name, "w", options={"movflags": "faststart"}) as made:
+            stream = made.add_stream_from_template(read.streams.video[0])
+            for packet in read.demux(video=0):
+                if packet.size:
+                    packet.stream = stream
+                    made.mux(packet)
+        return Path(file.name).read_bytes()
 
 
 def brightening(count: int, size: tuple[int, int]) -> np.ndarray:
