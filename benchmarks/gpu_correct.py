@@ -33,8 +33,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {"float32": 2e-3, "bfloat16": 4e-2}  # of the norm of the difference over the norm of the reference
 CPU_ACCURACY = 0.977
 PROMPTS = 32
-SHARE = 0.2  # of the GPU's memory: two engines live side by side
-PATIENT = {"max_model_len": 2048, "max_num_seqs": 64, "use_tqdm": False, "gpu_memory_utilization": SHARE}
+SMALL = {"max_model_len": 2048, "max_num_seqs": 64, "use_tqdm": False, "kv_cache_gb": 1.0}
 
 
 # --- logits and embeddings ----------------------------------------------------------------------------------------
@@ -58,7 +57,7 @@ class _Outputs:
 
 
 def _outputs(shape: str, folder: str, device: str, dtype: str, weights: dict[str, Tensor] | None) -> _Outputs:
-    llm = LLM(folder, load_format="dummy", device=device, dtype=dtype, encoder_cache_gb=0.05, **PATIENT)
+    llm = LLM(folder, load_format="dummy", device=device, dtype=dtype, encoder_cache_gb=0.05, **SMALL)
     runner = llm.engine.core.runner
     targets = runner.model.params.targets
     for name, tensor in (weights or {}).items():
@@ -122,7 +121,7 @@ class Asked:
 
     def answers(self, count: int | None, device: str, dtype: str) -> list[RequestOutput]:
         """Greedily, the pictures before the text, as `saccade eval` asks."""
-        llm = LLM(device=device, dtype=dtype, **PATIENT)
+        llm = LLM(device=device, dtype=dtype, **SMALL)
         outputs = llm.chat(self.chats[:count], SamplingParams(temperature=0, max_tokens=256), use_tqdm=False)
         llm.close()
         del llm
