@@ -57,7 +57,7 @@ class _Outputs:
 
 
 def _outputs(shape: str, folder: str, device: str, dtype: str, weights: dict[str, Tensor] | None) -> _Outputs:
-    llm = LLM(folder, load_format="dummy", device=device, dtype=dtype, encoder_cache_gb=0.05, **SMALL)
+    llm = LLM(folder, load_format="dummy", device=device, dtype=dtype, max_pixels=1280 * 28 * 28, **SMALL)
     runner = llm.engine.core.runner
     targets = runner.model.params.targets
     for name, tensor in (weights or {}).items():
