@@ -62,6 +62,9 @@ LAZY_ALLOWED = {
     "saccade/runner/clips.py",
     "saccade/runner/build.py",  # Triton, where there is a GPU
     "saccade/runner/memory.py",
+    "saccade/runner/towers.py",
+    "saccade/models/fused_vision.py",  # Gluon, where the GPU is a Hopper
+    "saccade/runner/decode.py",  # simplejpeg, where a machine has it
 }
 
 

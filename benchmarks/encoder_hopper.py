@@ -1,0 +1,59 @@
+"""The Hopper attention kernel beside the plain one: is it right, also where weights outgrow its level, and how fast?
+
+python -m benchmarks.encoder_hopper        (needs a GPU of compute capability 9.0)
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from benchmarks.encoder_inputs import CUDA, device_ms
+from saccade.kernels.hopper_vit import RINGS, Ring, choose_ring, hopper_vit
+from saccade.kernels.packed_vit import TILE_ROWS, packed_vit
+from saccade.kernels.tiles import Tiles
+from saccade.models.attention import packed_attention
+
+HEADS, SCALE = 16, 80**-0.5
+SIZES = {"1288x952": [6256], "644x476": [1564], "8 of 644x476": [1564] * 8, "1280x720": [4784], "2560x1440": [18768]}
+
+
+def main() -> None:
+    with torch.inference_mode():
+        for dim in (72, 80):
+            for ring in RINGS:
+                compare(dim, ring)
+        for name, lengths in SIZES.items():
+            time(name, lengths)
+
+
+def compare(dim: int, ring: Ring) -> None:
+    """Lengths that end just before, at and after a tile; keys that take the weights past what float32 holds."""
+    lengths = [256, 320, 1564, 385]
+    plain = heads(lengths, dim)
+    grown = plain.clone()
+    grown[[30, 300, 700], 1] *= 300
+    for name, qkv in (("random", plain), ("outgrown", grown)):
+        expected = packed_attention(*qkv.float().unbind(1), lengths, SCALE)
+        found = hopper_vit(qkv, Tiles.of(lengths, ring.rows, CUDA), SCALE, ring).float()
+        worst, mean = (found - expected).abs().max(), (found - expected).abs().mean()
+        print(f"{name:9} d {dim}, {ring.groups} groups: largest error {worst:.4f}, mean {mean:.6f}", flush=True)
+
+
+def time(name: str, lengths: list[int]) -> None:
+    qkv = heads(lengths, 80)
+    ring = choose_ring(lengths, HEADS, torch.cuda.get_device_properties(CUDA).multi_processor_count)
+    fast = device_ms(partial(hopper_vit, qkv, Tiles.of(lengths, ring.rows, CUDA), SCALE, ring), 0.15)
+    slow = device_ms(partial(packed_vit, *qkv.unbind(1), Tiles.of(lengths, TILE_ROWS, CUDA), SCALE), 0.15)
+    speed = sum(4 * n * n * 80 * HEADS for n in lengths) / fast / 1e9
+    print(f"{name:14} {fast * 1e3:8.1f} us ({ring.groups} groups, {speed:.0f} TFLOP/s), plain {slow * 1e3:8.1f} us")
+
+
+def heads(lengths: list[int], dim: int) -> Tensor:
+    return torch.randn(sum(lengths), 3, HEADS, dim, device=CUDA, dtype=torch.bfloat16)
+
+
+if __name__ == "__main__":
+    main()
