@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from playwright.sync_api import expect
 
 from saccade import LLM, SamplingParams, cli, costs
 from saccade.config import ConfigError, Options, model_config
@@ -16,6 +17,7 @@ from saccade.models.attention import PagedAttention, PagedKV
 from saccade.processor.checkpoint import open_checkpoint
 from saccade.runner.memory import plan_memory
 from saccade.types import RequestError
+from tests.browser import PATIENCE_MS, open_page, running_browser
 from tests.conftest import make_photo
 from tests.family_text import KINDS, build, reference
 from tests.reference import Reference
@@ -253,3 +255,13 @@ def test_the_model_card_offers_no_pictures(text_server: RunningServer) -> None:
     card = text_server.get("/v1/models").json()["data"][0]["multimodal"]
     assert card["limit_per_prompt"]["image"] == 0 and card["formats"] == [] and card["tokens_per_picture"] == {}
     assert any("the model takes no pictures" in line for line in text_server.log)
+
+
+def test_the_page_offers_no_pictures_and_answers(text_server: RunningServer) -> None:
+    with running_browser() as browser, open_page(browser, text_server.url) as page:
+        expect(page.locator("#model")).not_to_be_empty(timeout=PATIENCE_MS)
+        for place in ("#drop", "#pick", "#sample", "#pixels"):
+            expect(page.locator(place)).to_be_hidden()
+        page.get_by_label("Your question").fill("How many?")
+        page.keyboard.press("Enter")
+        page.locator(".cost").first.wait_for()
