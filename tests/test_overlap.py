@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -13,7 +14,7 @@ from PIL import Image
 from saccade import LLM, SamplingParams
 from saccade.engine.overlap import OverlappedCore
 from saccade.runner.cuda import CudaForward
-from saccade.runner.tables import BlockTables
+from saccade.runner.tables import BlockTables, Mailbox
 from saccade.types import StepPlan
 from tests.families import FAMILIES
 
@@ -165,6 +166,40 @@ def test_of_two_blocks_written_to_one_place_of_a_table_the_later_one_counts() ->
     tables.extend("b", 1, [3])
     tables.flush()
     assert tables.blocks[tables.row("b"), :2].tolist() == [9, 3]
+
+
+def test_a_block_that_the_device_enters_itself_is_known_and_not_brought_over() -> None:
+    tables = BlockTables(1, 4, torch.device("cpu"))
+    tables.open("a", [5])
+    tables.extend("a", 1, [6])
+    tables.entered(tables.row("a"), 1)
+    tables.flush()
+    assert tables.blocks[0, :2].tolist() == [5, 0]
+    assert tables.slots(0, np.array([15, 16, 17]), 16).tolist() == [95, 96, 97]
+
+
+def test_what_is_written_for_the_next_step_does_not_reach_the_one_before() -> None:
+    mailbox, first, second = Mailbox(4, torch.device("cpu")), torch.zeros(2).int(), torch.zeros(2).int()
+    for target, value in ((first, 1), (second, 2)):
+        mailbox.open()[:2] = value
+        mailbox.send(target)
+    assert first.tolist() == [1, 1] and second.tolist() == [2, 2]
+
+
+def test_a_picture_that_arrives_while_others_decode_changes_no_answer(
+    qwen2_vl_folder: Path, photo: Callable[..., Image.Image]
+) -> None:
+    given = prompts(photo, QWEN2_VL)
+    expected = answers(LLM(str(qwen2_vl_folder), **OPTIONS), given)
+    engine, found = overlapped(qwen2_vl_folder).engine, {}
+    for number, prompt in enumerate(given):  # each one arrives two steps after the last
+        engine.add_request(str(number), prompt, GREEDY)
+        for output in [*engine.step(), *engine.step()]:
+            found[output.request_id] = list(output.outputs[0].token_ids)
+    while engine.has_unfinished_requests():
+        found |= {output.request_id: list(output.outputs[0].token_ids) for output in engine.step()}
+    engine.core.scheduler.check()
+    assert [found[str(number)] for number in range(len(given))] == expected
 
 
 def test_rows_of_closed_requests_are_given_again() -> None:

@@ -73,6 +73,10 @@ class OverlappedCore(EngineCore):
         self._is_ahead = False
         return super().abort(request_id)
 
+    def close(self) -> None:
+        super().close()
+        gc.unfreeze()  # or what is left of this engine would stay
+
     def has_unfinished(self) -> bool:
         return bool(self._launched or self._events) or self.scheduler.has_unfinished()
 
