@@ -15,7 +15,8 @@ from transformers import LlavaNextProcessor, PreTrainedTokenizerFast
 from transformers.image_processing_utils import get_patch_output_size, select_best_resolution
 from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
 
-from saccade.config import ConfigError
+from saccade.config import ConfigError, Options
+from saccade.engine.wire import HEADER, Start, command_in, frame, start_message
 from saccade.processor.checkpoint import open_checkpoint
 from saccade.processor.count import count_files
 from saccade.processor.families.llava_next import LlavaNext
@@ -140,6 +141,13 @@ def test_pictures_are_counted_from_the_config_files_alone(folder: Path, tmp_path
     (tmp_path / "a.png").write_bytes(png(make_photo(112, 112)))
     counts, errors = count_files([str(tmp_path / "a.png")], str(tmp_path), None, None)
     assert not errors and counts[0].tokens == 16 + 8 * 9
+
+
+def test_a_tiling_travels_to_the_engines_process(subject: Subject) -> None:
+    geometry = subject.geometry(PHOTOS[0])
+    start = start_message(Path("."), subject.config, {}, Options(), geometry, [], progress=False)
+    received = command_in(bytes(frame(start)[HEADER.size :]))
+    assert isinstance(received, Start) and received.largest == geometry and geometry.tiling is not None
 
 
 # --- what is computed ---------------------------------------------------------------------------------------------

@@ -239,10 +239,10 @@ def test_settings_that_cannot_work_are_refused(case: Case, image_processor: dict
         Mistral3.from_checkpoint(Given(case.subject.config, image_processor, path=case.folder))
 
 
-def test_without_tokens_for_rows_no_prompt_is_made(case: Case, tmp_path: Path) -> None:
-    family = Mistral3.from_checkpoint(Given(case.subject.config, path=tmp_path))
-    with pytest.raises(ConfigError, match="no tokens for the end of a picture's rows"):
-        family.expand(family.geometry(Size(28, 28), *family.policy(None, None)))
+def test_a_tokenizer_without_tokens_for_rows_is_refused(case: Case, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": [{"content": "[IMG_END]", "id": 7}]}))
+    with pytest.raises(ConfigError, match=r"no token \[IMG_BREAK\], which"):
+        Mistral3.from_checkpoint(Given(case.subject.config, path=tmp_path))
 
 
 def test_dropping_a_class_token_that_is_not_there_is_refused(tmp_path: Path) -> None:

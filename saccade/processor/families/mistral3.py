@@ -36,8 +36,8 @@ class Mistral3:
     merge_size: int  # patches along one side of a token
     edges: Size  # the checkpoint's own limit on either side
     image_token_id: int
-    break_token_id: int | None  # None: there is no tokenizer to ask, so pictures can be counted only
-    end_token_id: int | None
+    break_token_id: int
+    end_token_id: int
     settings: Mapping[str, Any]
     is_fixed_size: bool = False
 
@@ -49,7 +49,7 @@ class Mistral3:
         if not given.get("do_resize", True):
             raise ConfigError("the image processor says do_resize=false; pictures must be resized to whole patches")
         names = (processor.get("image_break_token", "[IMG_BREAK]"), processor.get("image_end_token", "[IMG_END]"))
-        break_id, end_id = _token_ids(files.path, names)
+        break_id, end_id = _token_ids(files.path, names, config.image_token_id)
         return cls(
             patch_size=config.vision.patch_size,
             merge_size=config.vision.spatial_merge_size,
@@ -62,8 +62,7 @@ class Mistral3:
 
     @property
     def placeholder_ids(self) -> tuple[int, ...]:
-        ids = (self.image_token_id, self.break_token_id, self.end_token_id)
-        return tuple(token for token in ids if token is not None)
+        return self.image_token_id, self.break_token_id, self.end_token_id
 
     @property
     def token_side(self) -> int:
@@ -134,8 +133,6 @@ class Mistral3:
     # --- the prompt -----------------------------------------------------------------------------------------------
 
     def expand(self, geometry: Geometry) -> Expansion:
-        if self.break_token_id is None or self.end_token_id is None:
-            raise ConfigError("tokenizer.json has no tokens for the end of a picture's rows; the files are incomplete")
         rows = geometry.grid.h // self.merge_size
         ids = np.full((rows, geometry.tokens // rows), self.image_token_id, np.int64)
         ids[:, -1] = self.break_token_id
@@ -165,14 +162,17 @@ def _edges(size: Any) -> Size:
     return Size(width, height)
 
 
-def _token_ids(folder: Path, names: Sequence[str]) -> list[int | None]:
-    """Ids of control tokens; None for each that is not known here."""
+def _token_ids(folder: Path, names: Sequence[str], without: int) -> list[int]:
+    """Ids of control tokens. `without` a tokenizer no prompt can be made, but pictures can be counted."""
     file = folder / "tokenizer.json"
     if not file.is_file():
-        return [None] * len(names)
+        return [without] * len(names)
     try:
         added = json.loads(file.read_text(encoding="utf-8")).get("added_tokens") or []
     except ValueError as error:
         raise ConfigError(f"{file} cannot be read as JSON ({error}); download it again") from None
     ids = {token["content"]: int(token["id"]) for token in added}
-    return [ids.get(name) for name in names]
+    missing = [name for name in names if name not in ids]
+    if missing:
+        raise ConfigError(f"tokenizer.json has no token {' and '.join(missing)}, which ends a picture's rows")
+    return [ids[name] for name in names]
