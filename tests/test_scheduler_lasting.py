@@ -200,6 +200,19 @@ def test_pictures_of_waiting_requests_are_encoded_ahead_even_where_their_prefix_
     rig.drain()
 
 
+def test_pictures_of_a_found_prefix_are_brought_back_in_as_many_steps_as_the_encoder_needs() -> None:
+    rig = Rig(encoder_budget=12, encoder_cache_slots=25, keep_idle_embeddings=False)
+    parts = (seen("p", 6), seen("q", 9), 11)
+    rig.add("a", *parts, max_tokens=1)
+    rig.drain()
+    rig.add("b", *parts, max_tokens=2)
+    first = rig.step()
+    assert names(first.encode, "p", "q") == ["p"] and not first.works, "no token can be computed yet"
+    assert names(rig.step().encode, "p", "q") == ["q"]
+    rig.drain(10)
+    assert cached(rig, "b") == 12 and rig.finish_of("b") == "length"
+
+
 # --- random workloads ---------------------------------------------------------------------------------------------
 
 PICTURES = [seen("a", 3), seen("b", 3), seen("c", 6), seen("d", 9), seen("broken", 5)]

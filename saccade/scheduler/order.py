@@ -33,7 +33,9 @@ def giving_way(running: Many[Sequence], works: Iterable[Work], gate: Gate) -> Se
 
     Each may wait for what another one holds. One alone waits for requests that go on, and those end.
     """
+    holding = [seq for seq in running if seq.held and seq.is_holding_on]
+    if len(holding) < 2:
+        return None
     served = {work.request_id for work in works}
-    held_up = [seq for seq in running if seq.is_holding_on and seq.request_id not in served]
-    stuck = [seq for seq in held_up if gate.is_short_of_room(seq)]
+    stuck = [seq for seq in holding if seq.request_id not in served and gate.is_short_of_room(seq)]
     return stuck[-1] if len(stuck) > 1 else None

@@ -214,8 +214,7 @@ class Scheduler:
                 if not seq.is_running:
                     return  # it was the last one itself
                 reach = self._reach(seq, start, draft)  # a victim's pins are gone now
-            if reach.end > start:
-                self._give_work(draft, seq, start, reach)
+            self._go_on(draft, seq, start, reach)
 
     def _admit_waiting(self, draft: Draft) -> None:
         index = 0
@@ -227,12 +226,12 @@ class Scheduler:
             found = self._kept.usable(seq.chain, self._pool.find(seq.chain, seq.num_tokens))
             start = len(found) * self._block_size
             reach = self._reach(seq, start, draft)
-            if reach.end == start:
+            if reach.end == start and not reach.spans:
                 index += 1  # its picture keeps it; it keeps its place, and others may pass
             elif self._pool.can_give(self._pool.blocks_for(reach.end) - len(found), shared=found):
                 del self._waiting[index]
                 self._admit(draft, seq, found)
-                self._give_work(draft, seq, start, reach)
+                self._go_on(draft, seq, start, reach)
             else:
                 return  # nobody passes, or it would never find enough blocks
 
@@ -262,6 +261,13 @@ class Scheduler:
         return Admission(
             seq.request, tuple(seq.output), tuple(seq.blocks), self._kept.behind(seq.chain, len(seq.blocks))
         )
+
+    def _go_on(self, draft: Draft, seq: Sequence, start: int, reach: Reach) -> None:
+        """A window; or, where a token looks at more pictures than a step may encode, some of them without a window."""
+        if reach.end > start:
+            self._give_work(draft, seq, start, reach)
+        elif reach.spans:
+            self._gate.enter(seq, reach.spans)
 
     def _give_work(self, draft: Draft, seq: Sequence, start: int, reach: Reach) -> None:
         end, spans = reach
