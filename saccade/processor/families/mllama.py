@@ -56,8 +56,8 @@ class Mllama:
         return (self.image_token_id,)
 
     def policy(self, min_pixels: int | None, max_pixels: int | None) -> tuple[int, int]:
-        """The maximum is of the canvas, in whole tiles but at least one. A minimum has nothing to act on: the model's own
-        rule enlarges what is smaller than a tile."""
+        """The maximum is of the canvas, in whole tiles but at least one. A minimum has nothing to act on: what is
+        smaller than a tile is enlarged anyway."""
         highest = self.max_tiles * self.tile**2 if max_pixels is None else max_pixels
         lowest = min(self.tile**2, highest) if min_pixels is None else min_pixels
         if lowest > highest:
