@@ -34,6 +34,8 @@ from saccade.kernels.tiles import Tiles
 
 _GROUP_ROWS = 64  # of one group of four warps: the least that its products take
 _FIRST, _REST = 64, 16  # a head is two products, as in `packed_vit`
+_SUMS1 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _FIRST, 16]))  # of values, in registers
+_SUMS2 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _REST, 16]))
 _HEADROOM = gl.constexpr(32.0)  # the level lies so many powers of two above what the first tile shows
 _MOST = gl.constexpr(2.0**90)  # sums of weights beyond this are not trusted
 _LEAST_LENGTH = 256  # smaller pictures are not worth four roles
@@ -249,11 +251,9 @@ def _attend(
     KEYS: gl.constexpr = sizes[1]
     STAGES: gl.constexpr = sizes[2]
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
-    A1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    A2: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16])
     k1, k2, v1, v2, bars, _ = shared
-    acc1 = gl.zeros([64, 64], gl.float32, layout=A1)
-    acc2 = gl.zeros([64, 16], gl.float32, layout=A2)
+    acc1 = gl.zeros([64, 64], gl.float32, layout=_SUMS1)
+    acc2 = gl.zeros([64, 16], gl.float32, layout=_SUMS2)
     tiles = (length + KEYS - 1) // KEYS
     mbarrier.wait(bars.index(stage), phase)
     scores = warpgroup_mma_wait(0, deps=(_scores(q, k1.index(stage), k2.index(stage), KEYS),))
@@ -270,10 +270,7 @@ def _attend(
     for _ in range(1, tiles):
         mbarrier.wait(bars.index(stage), phase)
         scores = _scores(q, k1.index(stage), k2.index(stage), KEYS)
-        ready1 = gl.convert_layout(ready, gl.DotOperandLayout(0, A1, 2), assert_trivial=True)
-        ready2 = gl.convert_layout(ready, gl.DotOperandLayout(0, A2, 2), assert_trivial=True)
-        acc1 = warpgroup_mma(ready1, v1.index(stage), acc1, is_async=True)
-        acc2 = warpgroup_mma(ready2, v2.index(stage), acc2, is_async=True)
+        acc1, acc2, ready1, ready2 = _add_values(ready, v1.index(stage), v2.index(stage), acc1, acc2)
         scores = warpgroup_mma_wait(2, deps=(scores,))
         shrink = level
         if IS_CAREFUL:
@@ -286,15 +283,12 @@ def _attend(
         acc1, acc2, ready1, ready2 = warpgroup_mma_wait(0, deps=(acc1, acc2, ready1, ready2))
         ready = weights.to(gl.bfloat16)
         if IS_CAREFUL:
-            acc1 = acc1 * gl.convert_layout(shrink, gl.SliceLayout(1, A1))[:, None]
-            acc2 = acc2 * gl.convert_layout(shrink, gl.SliceLayout(1, A2))[:, None]
+            acc1 = acc1 * gl.convert_layout(shrink, gl.SliceLayout(1, _SUMS1))[:, None]
+            acc2 = acc2 * gl.convert_layout(shrink, gl.SliceLayout(1, _SUMS2))[:, None]
         mbarrier.arrive(bars.index(STAGES + stage), count=1)
         stage, phase = _following(stage, phase, STAGES)
     mbarrier.wait(bars.index(stage), phase)
-    ready1 = gl.convert_layout(ready, gl.DotOperandLayout(0, A1, 2), assert_trivial=True)
-    ready2 = gl.convert_layout(ready, gl.DotOperandLayout(0, A2, 2), assert_trivial=True)
-    acc1 = warpgroup_mma(ready1, v1.index(stage), acc1, is_async=True)
-    acc2 = warpgroup_mma(ready2, v2.index(stage), acc2, is_async=True)
+    acc1, acc2, ready1, ready2 = _add_values(ready, v1.index(stage), v2.index(stage), acc1, acc2)
     acc1, acc2, ready1, ready2 = warpgroup_mma_wait(0, deps=(acc1, acc2, ready1, ready2))
     mbarrier.arrive(bars.index(STAGES + stage), count=1)
     stage, phase = _following(stage, phase, STAGES)
@@ -309,6 +303,19 @@ def _scores(
     none = gl.zeros([64, KEYS], gl.float32, layout=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16]))
     scores = warpgroup_mma(q[0], k1.permute((1, 0)), none, use_acc=False, is_async=True)
     return warpgroup_mma(q[1], k2.permute((1, 0)), scores, is_async=True)
+
+
+@gluon.jit
+def _add_values(
+    ready: gl.tensor, v1: gl.shared_memory_descriptor, v2: gl.shared_memory_descriptor,
+    acc1: gl.tensor, acc2: gl.tensor,
+) -> gl.tuple:  # fmt: skip
+    """On their way, in two groups of products. The weights come back: their registers must last as long."""
+    ready1 = gl.convert_layout(ready, gl.DotOperandLayout(0, _SUMS1, 2), assert_trivial=True)
+    ready2 = gl.convert_layout(ready, gl.DotOperandLayout(0, _SUMS2, 2), assert_trivial=True)
+    acc1 = warpgroup_mma(ready1, v1, acc1, is_async=True)
+    acc2 = warpgroup_mma(ready2, v2, acc2, is_async=True)
+    return acc1, acc2, ready1, ready2
 
 
 @gluon.jit
