@@ -116,12 +116,12 @@ class Engine:
 
     def step(self) -> list[RequestOutput]:
         """One scheduler step; the outputs so far of the requests it touched."""
-        self.core.scheduler.is_protecting = True
+        self.core.scheduler.slices.is_protecting = True
         return [self._output(opened) for opened in self._advance(Answer.push)]
 
     def finished_after_step(self) -> list[RequestOutput]:
         """One step, for callers that want whole answers only: unfinished requests cost nothing to report."""
-        self.core.scheduler.is_protecting = False  # nobody sees a token before the last one
+        self.core.scheduler.slices.is_protecting = False  # nobody sees a token before the last one
         return [self._output(opened) for opened in self._advance(Answer.add) if opened.is_finished]
 
     def _advance(self, take: Callable[[Answer, TokenEvent], object]) -> list[_Open]:

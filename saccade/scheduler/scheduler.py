@@ -14,16 +14,16 @@ from saccade.config import SchedulerConfig
 from saccade.scheduler.admission import refuse_impossible, refuse_overload
 from saccade.scheduler.ahead import is_foreseeable, works_ahead
 from saccade.scheduler.blocks import BlockPool
-from saccade.scheduler.budget import StepBudget, answers_rest, encodes_now, layers_in_bounded_step
+from saccade.scheduler.budget import StepBudget, answers_rest
 from saccade.scheduler.draft import Draft
 from saccade.scheduler.encoder_cache import EncoderCache
 from saccade.scheduler.failures import doomed_by
 from saccade.scheduler.gate import Gate, Reach
 from saccade.scheduler.laws import check_holdings, check_queues
 from saccade.scheduler.order import arrival, giving_way, spans_ahead
-from saccade.scheduler.pace import share
 from saccade.scheduler.sequence import Sequence
 from saccade.scheduler.sharing import adopt, catch_up, publish
+from saccade.scheduler.slices import Slices
 from saccade.scheduler.states import KeptStates
 from saccade.types import (
     RECORD_BYTES,
@@ -31,7 +31,6 @@ from saccade.types import (
     FinishReason,
     Key,
     MediaTimes,
-    Pace,
     Request,
     RequestError,
     Sample,
@@ -51,6 +50,7 @@ class Scheduler:
         self._pool = BlockPool(config.num_blocks, config.block_size, config.enable_prefix_caching)
         self._encoder = EncoderCache(config.encoder_cache_slots, config.keep_idle_embeddings)
         self._gate = Gate(self._encoder, config.encoder_budget)
+        self.slices = Slices(config, self._encoder)
         self._kept = KeptStates(config.state_rows, config.block_size)
         self._open: dict[str, Sequence] = {}  # running and waiting
         self._running: list[Sequence] = []  # in order of arrival, as is the next one
@@ -58,8 +58,6 @@ class Scheduler:
         self._forgotten: list[str] = []  # not yet told to the runner
         self._plans: list[StepPlan] = []  # being run: one, and others when one was planned ahead
         self._is_short = False  # of blocks: the next step is not planned ahead, so that it may preempt
-        self._is_prompts_turn = False  # where prompts and pictures take turns
-        self.is_protecting = True  # whether anyone wants tokens as they come: then steps keep to the pace
         self._num_added = self._num_steps = self._num_preemptions = 0
 
     # --- requests come and go -----------------------------------------------------------------------------------------
@@ -125,7 +123,8 @@ class Scheduler:
 
     def _complete(self, draft: Draft) -> StepPlan | None:
         """None where the step was planned ahead and nothing is to be done beside it."""
-        gate, layers = self._gate, self._encode_layers(draft.budget)
+        is_decoding = any(seq.is_decoding for seq in self._running)
+        gate, layers = self._gate, self.slices.layers(self._num_steps, draft.budget, is_decoding=is_decoding)
         is_encoding = self.config.always_slice and bool(layers) and self._encoder.slots_in_flight > 0
         draft.answers_rest = is_encoding and answers_rest(self._num_steps, draft.budget)
         self._fill(draft, is_sliced=layers is not None)
@@ -163,33 +162,6 @@ class Scheduler:
         config = self.config
         candidates = chain(self._running, islice(self._waiting, config.max_num_seqs))
         return StepBudget(config.max_num_batched_tokens, candidates, is_text_first=config.is_text_first)
-
-    def _encode_layers(self, budget: StepBudget) -> int | None:
-        """None: this step finishes the pictures it starts. Otherwise how far the encoder advances beside the rest."""
-        config = self.config
-        if config.pace is not None:
-            return self._paced_layers(config.pace, budget)
-        if config.encode_layers_per_step is None:
-            return None
-        if not config.always_slice and not any(seq.is_decoding for seq in self._running):
-            return None
-        if not encodes_now(self._num_steps, budget, is_text_first=config.is_text_first):
-            return 0
-        if not config.always_slice:
-            return config.encode_layers_per_step
-        return layers_in_bounded_step(config.encode_layers_per_step, self._num_steps, budget)
-
-    def _paced_layers(self, pace: Pace, budget: StepBudget) -> int | None:
-        """Where someone waits for tokens, prompts and pictures get the time that is left; otherwise all they want."""
-        if not self.is_protecting or not budget.num_decoding:
-            return None
-        slots = max(self._encoder.slots_in_flight, budget.slots_wanted)
-        prompts, layers = share(pace, budget.num_decoding, slots)
-        if slots and budget.num_prompts:  # a prompt however short reads all weights: halves of a step would be dear
-            self._is_prompts_turn = not self._is_prompts_turn
-            prompts, layers = (prompts, 0) if self._is_prompts_turn else (0, layers)
-        budget.bound(prompts)
-        return layers
 
     def _serve_running(self, draft: Draft) -> None:
         index = 0

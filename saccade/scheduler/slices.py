@@ -1,0 +1,44 @@
+"""How far the encoder advances in a step, and how many prompt tokens that leaves. Knows neither requests nor blocks."""
+
+from __future__ import annotations
+
+from saccade.config import SchedulerConfig
+from saccade.scheduler.budget import StepBudget, encodes_now, layers_in_bounded_step
+from saccade.scheduler.encoder_cache import EncoderCache
+from saccade.scheduler.pace import share
+from saccade.types import Pace
+
+
+class Slices:
+    def __init__(self, config: SchedulerConfig, encoder: EncoderCache) -> None:
+        self.config = config
+        self.is_protecting = True  # whether anyone wants tokens as they come: then steps keep to the pace
+        self._encoder = encoder
+        self._is_prompts_turn = False  # where prompts and pictures take turns
+
+    def layers(self, step: int, budget: StepBudget, *, is_decoding: bool) -> int | None:
+        """None: this step finishes the pictures it starts. Otherwise how far the encoder advances beside the rest."""
+        config = self.config
+        if config.pace is not None:
+            return self._paced(config.pace, budget)
+        if config.encode_layers_per_step is None:
+            return None
+        if not config.always_slice and not is_decoding:
+            return None
+        if not encodes_now(step, budget, is_text_first=config.is_text_first):
+            return 0
+        if not config.always_slice:
+            return config.encode_layers_per_step
+        return layers_in_bounded_step(config.encode_layers_per_step, step, budget)
+
+    def _paced(self, pace: Pace, budget: StepBudget) -> int | None:
+        """Where someone waits for tokens, prompts and pictures get the time that is left; otherwise all they want."""
+        if not self.is_protecting or not budget.num_decoding:
+            return None
+        slots = max(self._encoder.slots_in_flight, budget.slots_wanted)
+        prompts, layers = share(pace, budget.num_decoding, slots)
+        if slots and budget.num_prompts:  # a prompt however short reads all weights: halves of a step would be dear
+            self._is_prompts_turn = not self._is_prompts_turn
+            prompts, layers = (prompts, 0) if self._is_prompts_turn else (0, layers)
+        budget.bound(prompts)
+        return layers
