@@ -8,7 +8,7 @@ import time
 import numpy as np
 
 from saccade import SamplingParams
-from saccade.config import SchedulerConfig
+from saccade.options import SchedulerConfig
 from saccade.processor.hashing import identity
 from saccade.scheduler.scheduler import Scheduler
 from saccade.types import Prompt, Request, Sample, StepResult

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from saccade.config import Options
 from saccade.llm import Engine
+from saccade.options import Options
 from saccade.outputs import RequestOutput
 from saccade.params import SamplingParams
 from saccade.types import Bill, RequestError

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from saccade import __version__
-from saccade.config import ConfigError, Options, ServerOptions
+from saccade.config import ConfigError
 from saccade.evaluation.commands import Output, Target, evaluate, tune
+from saccade.options import Options, ServerOptions
 from saccade.processor.count import count_files, table
 from saccade.server.config import load_settings, option_kinds, text_reader
 from saccade.types import RequestError

@@ -10,8 +10,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from saccade.config import MediaPolicy, Options, SchedulerConfig, options
 from saccade.engine.build import build_core
+from saccade.options import MediaPolicy, Options, SchedulerConfig, options
 from saccade.outputs import RequestOutput
 from saccade.params import SamplingParams
 from saccade.processor.answer import Answer
@@ -184,7 +184,7 @@ class LLM:
     >>> print(outs[0].outputs[0].text)
 
     Without a model it is the small one inside the package.
-    Every option of the command line is a keyword here (see `saccade.config.Options`).
+    Every option of the command line is a keyword here (see `saccade.options.Options`).
     """
 
     def __init__(self, model: str | None = None, **given: Any) -> None:

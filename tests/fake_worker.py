@@ -16,11 +16,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from saccade.config import ConfigError, Options, model_config
+from saccade.config import ConfigError, model_config
 from saccade.engine.client import EngineClient, RequestStream
 from saccade.engine.core import EngineCore
 from saccade.engine.loop import run_process
 from saccade.engine.wire import Start
+from saccade.options import Options
 from saccade.types import Request, StepPlan, StepResult, TokenEvent
 from tests.scheduling import FakeRunner, make_config, make_request
 

@@ -13,7 +13,7 @@ from transformers import LlavaProcessor, PreTrainedTokenizerFast, Qwen2VLProcess
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from saccade.config import MediaPolicy
+from saccade.options import MediaPolicy
 from saccade.processor.checkpoint import open_checkpoint
 from saccade.processor.prompt import Processor
 from saccade.types import RequestError

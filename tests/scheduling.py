@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from saccade.config import SchedulerConfig
+from saccade.options import SchedulerConfig
 from saccade.params import SamplingParams
 from saccade.processor.families.base import lasting
 from saccade.scheduler import Scheduler

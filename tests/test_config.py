@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from saccade.config import ConfigError, Options, model_config, options
+from saccade.config import ConfigError, model_config
+from saccade.options import Options, options
 
 PUBLISHED = {
     "model_type": "qwen2_vl",

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageCms
 
-from saccade.config import MediaPolicy
+from saccade.options import MediaPolicy
 from saccade.processor.media import load_image
 from saccade.runner import decode as decode_module
 from saccade.runner.decode import decode

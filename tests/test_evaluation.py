@@ -19,12 +19,13 @@ import pytest
 from PIL import Image
 
 from saccade import cli
-from saccade.config import ConfigError, Options
+from saccade.config import ConfigError
 from saccade.evaluation.grain import Grain, add_grain, field_from_image, field_to_image
 from saccade.evaluation.questions import load_questions
 from saccade.evaluation.report import rewrite
 from saccade.evaluation.scoring import OTHER_NUMBER, OTHER_QUOTE, Rule, chance
 from saccade.evaluation.serving import serving
+from saccade.options import Options
 from tests.conftest import make_photo
 from tests.fake_api import error, fake_api, question_of
 from tests.serving import until

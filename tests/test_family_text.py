@@ -11,9 +11,10 @@ import torch
 from playwright.sync_api import expect
 
 from saccade import LLM, SamplingParams, cli, costs
-from saccade.config import ConfigError, Options, model_config
+from saccade.config import ConfigError, model_config
 from saccade.models import load_model
 from saccade.models.attention import PagedAttention, PagedKV
+from saccade.options import Options
 from saccade.processor.checkpoint import open_checkpoint
 from saccade.runner.memory import plan_memory
 from saccade.types import RequestError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from saccade.config import MediaPolicy
+from saccade.options import MediaPolicy
 from saccade.processor.hashing import content_key, identity
 from saccade.processor.media import Loaded, load_image
 from saccade.types import RECORD_BYTES, Header, Key, Size, Span

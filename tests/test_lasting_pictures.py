@@ -12,8 +12,9 @@ import torch
 
 from saccade import LLM, SamplingParams, cli, costs
 from saccade.chat import bill_line
-from saccade.config import Options, model_config
+from saccade.config import model_config
 from saccade.models import load_model
+from saccade.options import Options
 from saccade.processor.checkpoint import open_checkpoint
 from saccade.runner.build import plain_reason
 from saccade.runner.memory import plan_memory

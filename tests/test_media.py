@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from saccade.config import MediaPolicy
+from saccade.options import MediaPolicy
 from saccade.processor.media import load_image
 from saccade.types import RequestError, Size
 from tests.conftest import make_photo, png

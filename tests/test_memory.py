@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from saccade import costs
-from saccade.config import ConfigError, ModelConfig, Options, model_config
+from saccade.config import ConfigError, ModelConfig, model_config
+from saccade.options import Options
 from saccade.runner.embeddings import EmbeddingSlab
 from saccade.runner.encoder import LocalEncoder
 from saccade.runner.memory import MemoryPlan, plan_memory

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, PngImagePlugin
 
-from saccade.config import MediaPolicy
+from saccade.options import MediaPolicy
 from saccade.processor import containers
 from saccade.processor.probe import probe
 from saccade.types import RequestError, Size

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from saccade.config import ConfigError, Options, ServerOptions
+from saccade.config import ConfigError
+from saccade.options import Options, ServerOptions
 from saccade.server.config import load_settings
 
 

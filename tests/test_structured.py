@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from saccade import LLM, SamplingParams, costs
-from saccade.config import MediaPolicy, Options
+from saccade.options import MediaPolicy, Options
 from saccade.processor.checkpoint import open_checkpoint
 from saccade.processor.prompt import Processor
 from saccade.processor.structured import structured_from

@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.video_utils import VideoMetadata
 
-from saccade.config import ConfigError, MediaPolicy, Options, VideoPolicy, options
+from saccade.config import ConfigError
+from saccade.options import MediaPolicy, Options, VideoPolicy, options
 from saccade.processor.checkpoint import open_checkpoint
 from saccade.processor.clips import probe_clip
 from saccade.processor.count import count_files

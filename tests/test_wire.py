@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from saccade.config import Options, SchedulerConfig, model_config
+from saccade.config import model_config
 from saccade.engine import wire
+from saccade.options import Options, SchedulerConfig
 from saccade.params import SamplingParams
 from saccade.types import (
     TO_THE_END,

@@ -11,8 +11,8 @@ import pytest
 import uvloop
 
 from saccade import LLM, SamplingParams
-from saccade.config import Options
 from saccade.engine.client import EngineClient
+from saccade.options import Options
 from saccade.processor.prompt import Processor
 from saccade.types import Request, RequestError
 from tests.conftest import make_photo, png

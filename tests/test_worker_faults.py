@@ -14,11 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from saccade.config import ConfigError, MediaPolicy, Options
+from saccade.config import ConfigError
 from saccade.engine import wire
 from saccade.engine.client import EngineClient, EngineUnavailable
 from saccade.engine.core import EngineCore
 from saccade.engine.loop import EngineLoop
+from saccade.options import MediaPolicy, Options
 from saccade.processor.checkpoint import open_checkpoint
 from saccade.processor.prompt import Processor
 from tests.fake_worker import (

@@ -8,9 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from saccade.config import ModelConfig, Options, SchedulerConfig
+from saccade.config import ModelConfig
 from saccade.engine.core import EngineCore
 from saccade.engine.overlap import OverlappedCore
+from saccade.options import Options, SchedulerConfig
 from saccade.runner.build import build_runner, plain_reason
 from saccade.runner.memory import plan_memory
 from saccade.runner.runner import Runner

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from saccade.config import ConfigError, ModelConfig, Options, SchedulerConfig
+from saccade.config import ConfigError, ModelConfig
 from saccade.engine.process import EngineProcess
 from saccade.engine.stream import EngineUnavailable, RequestStream
 from saccade.engine.wire import (
@@ -30,6 +30,7 @@ from saccade.engine.wire import (
     pack_request,
     start_message,
 )
+from saccade.options import Options, SchedulerConfig
 from saccade.types import Geometry, Request, RequestError
 
 __all__ = ["EngineClient", "EngineInfo", "EngineStatus", "EngineUnavailable", "RequestStream"]

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from saccade.config import SchedulerConfig
 from saccade.engine.trace import StepTrace
+from saccade.options import SchedulerConfig
 from saccade.scheduler.scheduler import Scheduler
 from saccade.types import Request, RequestError, StepPlan, StepResult, TokenEvent
 

@@ -15,7 +15,8 @@ from typing import Any, BinaryIO, TypeVar
 import msgspec
 import numpy as np
 
-from saccade.config import ModelConfig, Options, SchedulerConfig, model_config
+from saccade.config import ModelConfig, model_config
+from saccade.options import Options, SchedulerConfig
 from saccade.params import SamplingParams
 from saccade.types import Geometry, MediaItem, Prompt, Request, RequestError, Span, TokenEvent
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from saccade.config import ConfigError, Options
+from saccade.config import ConfigError
 from saccade.evaluation.chart import svg, text_chart, tuned_table
 from saccade.evaluation.client import Client
 from saccade.evaluation.questions import QuestionSet, load_questions
@@ -24,6 +24,7 @@ from saccade.evaluation.run import Answered, Asking, ask_all
 from saccade.evaluation.serving import serving
 from saccade.evaluation.tune import Measured, advise, choose_sizes, measure, with_max_pixels, with_pictures_only
 from saccade.evaluation.tune import as_json as tuned_json
+from saccade.options import Options
 
 _INTERRUPTED = 130  # as a shell reports Ctrl-C
 

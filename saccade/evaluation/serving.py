@@ -18,7 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from saccade.config import ConfigError, Options
+from saccade.config import ConfigError
+from saccade.options import Options
 
 _STOP_SECONDS = 10.0
 _POLL_SECONDS = 0.2

@@ -11,7 +11,7 @@ import struct
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from saccade.config import MediaPolicy
+from saccade.options import MediaPolicy
 from saccade.types import RequestError, Size
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from saccade import costs
-from saccade.config import MediaPolicy, Options
+from saccade.options import MediaPolicy, Options
 from saccade.processor.checkpoint import open_checkpoint
 from saccade.processor.clips import is_clip
 from saccade.processor.families import Family, default_family, default_video_rules, family_for, video_rules_for

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageFile
 
-from saccade.config import MediaPolicy
+from saccade.options import MediaPolicy
 from saccade.processor.probe import check_bytes, check_pixels, probe
 from saccade.rgb import to_rgb, upright
 from saccade.types import Header, RequestError, Size

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from saccade.config import MediaPolicy
 from saccade.costs import blocks_for
+from saccade.options import MediaPolicy
 from saccade.processor.checkpoint import Checkpoint
 from saccade.processor.families import Family, family_for
 from saccade.processor.hashing import content_key

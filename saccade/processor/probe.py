@@ -15,7 +15,7 @@ from PIL.BmpImagePlugin import BmpImageFile
 from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
-from saccade.config import MediaPolicy
+from saccade.options import MediaPolicy
 from saccade.processor.containers import WALKS, Outline, exif_orientation
 from saccade.types import Header, RequestError, Size
 

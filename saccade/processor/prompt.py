@@ -10,8 +10,9 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from saccade.config import ConfigError, MediaPolicy
+from saccade.config import ConfigError
 from saccade.costs import blocks_for
+from saccade.options import MediaPolicy
 from saccade.params import SamplingParams
 from saccade.processor.chat import cleaned, form_of, read_messages
 from saccade.processor.checkpoint import Checkpoint

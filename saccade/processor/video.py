@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from saccade.config import MediaPolicy
 from saccade.costs import blocks_for
+from saccade.options import MediaPolicy
 from saccade.processor.checkpoint import Checkpoint
 from saccade.processor.clips import Clip, check_video_bytes, probe_clip
 from saccade.processor.families import VideoRules, video_rules_for

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from saccade import costs
-from saccade.config import ModelConfig, Options, SchedulerConfig
+from saccade.config import ModelConfig
 from saccade.models import load_model
 from saccade.models.attention import PagedKV
 from saccade.models.interface import PlainModel, VisionLanguageModel
+from saccade.options import Options, SchedulerConfig
 from saccade.runner.device import DeviceForward
 from saccade.runner.embeddings import EmbeddingSlab
 from saccade.runner.encoder import LocalEncoder

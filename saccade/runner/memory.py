@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 
 from saccade import costs
-from saccade.config import ConfigError, ModelConfig, Options, SchedulerConfig
+from saccade.config import ConfigError, ModelConfig
+from saccade.options import Options, SchedulerConfig
 from saccade.types import Geometry, Size
 
 _CPU_KV_GIB = 4.0  # most that is taken on a CPU without being asked
@@ -320,9 +321,7 @@ def _in_sight(options: Options, model: ModelConfig) -> int:
     return max(1, options.limit_mm_per_prompt.get("image", 0)) if model.text.num_cross_layers else 1
 
 
-def _encoder_slots(
-    options: Options, model: ModelConfig, dtype: str, largest: Geometry | None
-) -> tuple[int, str, bool]:
+def _encoder_slots(options: Options, model: ModelConfig, dtype: str, largest: Geometry | None) -> tuple[int, str, bool]:
     """Slots, the reason, and whether unused embeddings are kept. 0 GiB keeps none, only what a step works on."""
     if model.vision is None:
         return 0, "no encoder cache: the model takes no pictures", True

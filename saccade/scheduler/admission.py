@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from saccade.config import SchedulerConfig
+from saccade.options import SchedulerConfig
 from saccade.types import Request, RequestError, Span
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from itertools import chain, islice
 from typing import Any
 
-from saccade.config import SchedulerConfig
+from saccade.options import SchedulerConfig
 from saccade.scheduler.admission import refuse_impossible, refuse_overload
 from saccade.scheduler.ahead import is_foreseeable, works_ahead
 from saccade.scheduler.blocks import BlockPool

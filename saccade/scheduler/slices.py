@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from saccade.config import SchedulerConfig
+from saccade.options import SchedulerConfig
 from saccade.scheduler.budget import StepBudget, encodes_now, layers_in_bounded_step
 from saccade.scheduler.encoder_cache import EncoderCache
 from saccade.scheduler.pace import share

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from saccade.config import ConfigError, Options, ServerOptions
+from saccade.config import ConfigError
+from saccade.options import Options, ServerOptions
 
 logger = logging.getLogger("saccade.server")
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from saccade.config import MediaPolicy
 from saccade.metrics import Metrics
+from saccade.options import MediaPolicy
 from saccade.processor.fetch import Fetcher
 from saccade.processor.media import decode_data_url
 from saccade.processor.pictures import reads_text_only

@@ -20,8 +20,9 @@ from typing import Any
 
 import uvicorn
 
-from saccade.config import ConfigError, MediaPolicy, ServerOptions
+from saccade.config import ConfigError
 from saccade.engine.client import EngineClient, EngineInfo, EngineUnavailable
+from saccade.options import MediaPolicy, ServerOptions
 from saccade.params import SamplingParams
 from saccade.processor.checkpoint import open_checkpoint
 from saccade.processor.fetch import Fetcher, FetchPolicy

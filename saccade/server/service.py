@@ -14,9 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from saccade.config import Options, SchedulerConfig, ServerOptions
 from saccade.engine.client import EngineInfo, EngineStatus, EngineUnavailable
 from saccade.metrics import Metrics
+from saccade.options import Options, SchedulerConfig, ServerOptions
 from saccade.processor.answer import Answer
 from saccade.processor.fetch import Fetcher
 from saccade.processor.prompt import Processor

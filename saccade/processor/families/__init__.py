@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from saccade.config import ConfigError, ModelConfig
+from saccade.config import ModelConfig
 from saccade.processor.families import frame_groups
 from saccade.processor.families.base import Expansion, Family, Files
+from saccade.processor.families.fallback import Fallback
 from saccade.processor.families.frame_groups import VideoRules
 from saccade.processor.families.llava import Llava
 from saccade.processor.families.llava_next import LlavaNext
@@ -48,11 +49,8 @@ def video_rules_for(files: Files) -> VideoRules | None:
 
 
 def family_for(config: ModelConfig) -> type[Family]:
-    if config.model_type not in FAMILIES:
-        raise ConfigError(
-            f"model_type {config.model_type!r} is not supported; the supported ones are {', '.join(sorted(FAMILIES))}"
-        )
-    return FAMILIES[_name_of(config)]
+    """The family's rules; of one that is not in the table, what Transformers' own processor says."""
+    return FAMILIES.get(_name_of(config), Fallback)
 
 
 def _name_of(config: ModelConfig) -> str:

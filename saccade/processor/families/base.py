@@ -81,7 +81,7 @@ class Family(Protocol):
 def lasting(spans: Sequence[Span]) -> tuple[Span, ...]:
     """Spans that later tokens look at: each until the next one begins, and neighbours together as one.
 
-        text A text B C text      A is seen up to B, B and C to the end
+    text A text B C text      A is seen up to B, B and C to the end
     """
     seen: list[Span] = []
     end = TO_THE_END

@@ -37,9 +37,7 @@ class LlavaNext:
         vision, token = vision_and_token(files)
         given, raw = files.image_processor, files.config.raw
         if raw.get("vision_feature_select_strategy", "default") != "default":
-            raise ConfigError(
-                "vision_feature_select_strategy must be default: tiles have no place for class tokens"
-            )
+            raise ConfigError("vision_feature_select_strategy must be default: tiles have no place for class tokens")
         tile = tile_side(given, vision)
         return cls(
             tile=tile,

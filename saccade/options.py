@@ -1,0 +1,262 @@
+"""Every setting: what a user may choose, with its default and its help, and the resolved limits the parts get."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from saccade.config import ConfigError
+from saccade.types import Pace
+
+# --- what a user may set ------------------------------------------------------------------------------------------
+
+
+def _option(default: Any, help: str) -> Any:
+    if isinstance(default, dict):
+        return field(default_factory=lambda: dict(default), metadata={"help": help})
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Every setting of the engine, with its default. The command line is made from this class; None means automatic."""
+
+    model: str | None = _option(None, "folder or hub id of a checkpoint; nothing: the small model inside the package")
+    dtype: str = _option("auto", "float32, bfloat16 or float16; auto: the checkpoint's, where the device is good at it")
+    device: str = _option("auto", "cpu or cuda; auto: cuda when there is one")
+    load_format: str = _option("auto", "auto, or dummy for random weights made from the config alone")
+    seed: int = _option(0, "of dummy weights and of requests that set none")
+    max_model_len: int | None = _option(
+        None, "longest prompt plus answer, in tokens; automatic: what model and KV allow"
+    )
+    max_num_batched_tokens: int = _option(2048, "tokens computed per step; smaller steps mean smoother streams")
+    max_num_seqs: int = _option(128, "requests that run at the same time")
+    max_waiting: int | None = _option(None, "requests that may wait; more are refused at once")
+    block_size: int = _option(16, "tokens per KV block")
+    gpu_memory_utilization: float = _option(0.9, "share of a GPU's memory the engine may take")
+    kv_cache_gb: float | None = _option(None, "GiB for KV blocks; automatic: from the memory that is free")
+    encoder_budget: int | None = _option(None, "embeddings encoded per step; automatic: holds the largest picture")
+    encoder_cache_gb: float | None = _option(
+        None,
+        "GiB for embeddings of pictures seen before; 0 keeps none; automatic: 0.5, or more if one picture needs it",
+    )
+    enable_prefix_caching: bool = _option(True, "reuse KV blocks of equal beginnings")
+    limit_mm_per_prompt: dict[str, int] = _option(  # noqa: RUF009 (a dict becomes a default factory)
+        {"image": 16, "video": 1},
+        "pictures and videos per prompt, such as image=4,video=1",
+    )
+    min_pixels: int | None = _option(None, "smaller pictures are enlarged to this; automatic: the checkpoint's")
+    max_pixels: int | None = _option(None, "larger pictures are reduced to this; automatic: the checkpoint's")
+    max_image_bytes: int = _option(64 << 20, "compressed size of one picture")
+    max_image_pixels: int = _option(100_000_000, "width x height of one picture before it is resized")
+    max_request_pixels: int = _option(400_000_000, "the same for all pictures of one request together")
+    video_fps: float = _option(2.0, "frames taken of each second of a video; requests may ask for fewer")
+    max_video_frames: int | None = _option(None, "frames taken of one video at most; automatic: the checkpoint's")
+    max_video_pixels: int | None = _option(
+        None,
+        "larger videos are reduced to this: a frame, or all frames together where the checkpoint counts so; automatic: "
+        "the checkpoint's",
+    )
+    max_video_bytes: int = _option(256 << 20, "compressed size of one video")
+    max_video_seconds: float = _option(3600.0, "how long one video may be")
+    step_ms: float | None = _option(
+        None,
+        "how long a step may take on a CPU: prompts are cut, pictures encoded in slices and text goes ahead of them, "
+        "so that nobody waits much longer for a first token; automatic: no limit offline, 300 when serving",
+    )
+    inter_token_ms: float | None = _option(
+        None,
+        "on a GPU, the device time a step beside running answers is planned to take, prompts and pictures included; "
+        "the host's own time comes on top; automatic: 2.25 times what the answers take alone",
+    )
+    encode_layers_per_step: int | None = _option(
+        None, "encoder layers run per step while others decode; automatic: whole pictures at once"
+    )
+    decode_threads: int | None = _option(None, "threads that decode pictures; automatic: one per core, at most 8")
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_batched_tokens", "max_num_seqs", "block_size", *_PIXEL_LIMITS):
+            _positive(name, getattr(self, name))
+        for name in _OPTIONAL_COUNTS:
+            if getattr(self, name) is not None:
+                _positive(name, getattr(self, name))
+        for name in ("kv_cache_gb", "encoder_cache_gb", "max_waiting"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, (int, float)) and value >= 0):
+                raise ConfigError(f"{name} must be a number of 0 or more, not {value!r}")
+        if not isinstance(self.seed, int):
+            raise ConfigError(f"seed must be a whole number, not {self.seed!r}")
+        for name in ("step_ms", "inter_token_ms", "video_fps", "max_video_seconds"):
+            if getattr(self, name) is not None and not getattr(self, name) > 0:
+                raise ConfigError(f"{name} must be above 0, not {getattr(self, name)}")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(
+                f"gpu_memory_utilization must be above 0 and at most 1, not {self.gpu_memory_utilization}"
+            )
+        if self.load_format not in ("auto", "safetensors", "dummy"):
+            raise ConfigError(f"load_format must be auto, safetensors or dummy, not {self.load_format!r}")
+        if self.min_pixels is not None and self.max_pixels is not None and self.min_pixels > self.max_pixels:
+            raise ConfigError(f"min_pixels={self.min_pixels} is above max_pixels={self.max_pixels}")
+        for kind, count in self.limit_mm_per_prompt.items():
+            if kind not in ("image", "video") or count < 0:
+                raise ConfigError(f"limit_mm_per_prompt takes image=N,video=N with N >= 0, not {kind}={count}")
+
+
+_PIXEL_LIMITS = ("max_image_bytes", "max_image_pixels", "max_request_pixels", "max_video_bytes")
+_OPTIONAL_COUNTS = (
+    "max_model_len",
+    "encoder_budget",
+    "min_pixels",
+    "max_pixels",
+    "max_video_frames",
+    "max_video_pixels",
+    "encode_layers_per_step",
+    "decode_threads",
+)
+
+
+def _positive(name: str, value: int) -> None:
+    if not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name} must be a whole number of 1 or more, not {value!r}")
+
+
+_PROCESSOR_OPTIONS = {  # as the models' own processors call them -> the option
+    "min_pixels": "min_pixels",
+    "max_pixels": "max_pixels",
+    "fps": "video_fps",
+    "max_frames": "max_video_frames",
+    "max_video_pixels": "max_video_pixels",
+}
+
+
+def options(**given: Any) -> Options:
+    """Options from keyword arguments, as `LLM(...)` takes them. An unknown name is an error, never dropped."""
+    pixels = dict(given.pop("mm_processor_kwargs", None) or {})
+    unknown = set(pixels) - set(_PROCESSOR_OPTIONS)
+    if unknown:
+        names = ", ".join(_PROCESSOR_OPTIONS)
+        raise ConfigError(f"mm_processor_kwargs takes {names}, not {', '.join(sorted(unknown))}")
+    pixels = {_PROCESSOR_OPTIONS[name]: value for name, value in pixels.items()}
+    known = {f.name for f in fields(Options)}
+    unknown = set(given) - known
+    if unknown:
+        raise ConfigError(f"unknown option {', '.join(sorted(unknown))}; the options are {', '.join(sorted(known))}")
+    return Options(**{**pixels, **given})
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """Every setting of `saccade serve` beside the engine's. Flags, environment and file are made from this class."""
+
+    host: str = _option("127.0.0.1", "address to listen on; 0.0.0.0 for all of them")
+    port: int = _option(8000, "port to listen on; 0 takes a free one")
+    served_model_name: tuple[str, ...] = _option((), "names clients may use, the first is shown; automatic: MODEL")
+    api_key: tuple[str, ...] = _option((), "a key clients must send as a bearer token; may be repeated; none: open")
+    allowed_origins: tuple[str, ...] = _option((), "web origins whose pages may call the server; none by default")
+    allowed_media_domains: tuple[str, ...] = _option((), "domains pictures may be fetched from; none by default")
+    allow_private_media_addresses: bool = _option(
+        False, "fetch from the allowed domains also where they are on a private network; never with *"
+    )
+    media_fetch_timeout: float = _option(10.0, "seconds that one picture may take to be fetched, redirects included")
+    allowed_local_media_path: str | None = _option(None, "folder whose pictures file: URLs may name; none by default")
+    max_body_mb: int = _option(96, "MiB of one request's body")
+    max_inflight_mb: int = _option(1024, "MiB of all bodies being read or prepared at the same time")
+    max_parts: int = _option(4096, "messages and content parts of one request")
+    uuid_cache_mb: int = _option(64, "MiB of pictures kept so that clients may name them again by uuid; 0 keeps none")
+    drain_timeout: float = _option(30.0, "seconds that open requests may take to finish after SIGTERM")
+    heartbeat_timeout: float = _option(60.0, "seconds without a sign from the engine before it is started again")
+    strict_params: bool = _option(False, "refuse requests with fields that are not known")
+    enable_access_log: bool = _option(True, "log a line per request")
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port must be from 0 to 65535, not {self.port}")
+        for name in ("max_body_mb", "max_inflight_mb", "max_parts"):
+            _positive(name, getattr(self, name))
+        for name in ("uuid_cache_mb", "drain_timeout"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must be 0 or more, not {getattr(self, name)}")
+        for name in ("heartbeat_timeout", "media_fetch_timeout"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} must be above 0, not {getattr(self, name)}")
+        named = [domain for domain in self.allowed_media_domains if not domain.startswith("*")]
+        if self.allow_private_media_addresses and (not named or len(named) < len(self.allowed_media_domains)):
+            raise ConfigError(
+                "allow_private_media_addresses needs allowed_media_domains that name the hosts one by one, not "
+                f"{','.join(self.allowed_media_domains) or 'none'}: * would open your whole network to clients"
+            )
+        if self.max_inflight_mb < self.max_body_mb:
+            raise ConfigError(
+                f"max_inflight_mb={self.max_inflight_mb} is below max_body_mb={self.max_body_mb}, so the largest body "
+                "could never be taken; raise the one or lower the other"
+            )
+        if any(not key for key in self.api_key):
+            raise ConfigError("an api_key is empty, which would let everybody in; give a key or leave it out")
+
+
+# --- what the parts get -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Resolved limits the scheduler works under. Tokens, blocks and slots only."""
+
+    max_model_len: int
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    block_size: int
+    num_blocks: int
+    encoder_budget: int  # embedding slots newly encoded per step
+    encoder_cache_slots: int  # embedding slots that may be resident or in flight
+    keep_idle_embeddings: bool = True  # False: an embedding is dropped as soon as no request holds it
+    enable_prefix_caching: bool = True
+    encode_layers_per_step: int | None = None  # see Options
+    always_slice: bool = False  # slice encoding even when nobody decodes, so that whoever arrives waits for one slice
+    is_text_first: bool = False  # prompts without pictures go ahead of prompts with pictures
+    max_waiting: int | None = None
+    slot_bytes: int = 0  # of one embedding slot, for the bill; the scheduler itself counts slots
+    state_rows: int | None = None  # states kept for prompts that begin alike; None: the model needs none to go on
+    pace: Pace | None = None  # bounds steps in which someone decodes; None: tokens and layers alone do
+
+
+@dataclass(frozen=True, slots=True)
+class VideoPolicy:
+    """Resolved limits for one video; see Options."""
+
+    fps: float = 2.0
+    max_frames: int | None = None
+    max_pixels: int | None = None
+    max_bytes: int = 256 << 20
+    max_seconds: float = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class MediaPolicy:
+    """Resolved limits the processor works under."""
+
+    limits: Mapping[str, int]  # media per prompt, by kind
+    min_pixels: int | None
+    max_pixels: int | None
+    max_image_bytes: int
+    max_image_pixels: int
+    max_request_pixels: int = 400_000_000
+    video: VideoPolicy = VideoPolicy()
+
+    @classmethod
+    def of(cls, options: Options) -> MediaPolicy:
+        return cls(
+            limits=options.limit_mm_per_prompt,
+            min_pixels=options.min_pixels,
+            max_pixels=options.max_pixels,
+            max_image_bytes=options.max_image_bytes,
+            max_image_pixels=options.max_image_pixels,
+            max_request_pixels=options.max_request_pixels,
+            video=VideoPolicy(
+                fps=options.video_fps,
+                max_frames=options.max_video_frames,
+                max_pixels=options.max_video_pixels,
+                max_bytes=options.max_video_bytes,
+                max_seconds=options.max_video_seconds,
+            ),
+        )
