@@ -222,7 +222,7 @@ def llm(qwen2_vl_folder: Path) -> Iterator[LLM]:
         ({"type": "function", "function": {"name": "get_weather"}}, {"get_weather"}),
         ({"type": "function", "function": {"name": "clock.now"}}, {"clock.now"}),
     ],
-    ids=str,
+    ids=["any", "the first", "the second"],
 )
 def test_a_required_call_is_made_with_arguments_that_fit(llm: LLM, choice: Any, names: set[str]) -> None:
     plan = tools_for_template(TOOLS, choice)
