@@ -202,6 +202,21 @@ def _yarn_gain(scaling: Mapping[str, Any]) -> float:
 # --- the weight map -----------------------------------------------------------------------------------------------
 
 
+class OnDecoder:
+    """What most models leave to their decoder."""
+
+    decoder: Decoder
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        return self.decoder.embed(token_ids)
+
+    def forward(self, embeds: Tensor, positions: Tensor, attention: Attention) -> Tensor:
+        return self.decoder.forward(embeds, positions, attention)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.decoder.logits(hidden)
+
+
 def decoder_rules(text: TextConfig) -> tuple[Rule, ...]:
     """Names below the decoder's own level in a checkpoint, and where they go."""
     layer = {

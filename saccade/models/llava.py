@@ -9,8 +9,8 @@ from torch import Tensor
 
 from saccade.config import ConfigError, ModelConfig, TextConfig
 from saccade.models.clip import image_size, square_tower
-from saccade.models.decoder import Biases, Decoder, decoder_rules, head_rule
-from saccade.models.interface import Attention, Encoding
+from saccade.models.decoder import Biases, Decoder, OnDecoder, decoder_rules, head_rule
+from saccade.models.interface import Encoding
 from saccade.models.layers import Linear, Parameters, activation
 from saccade.models.pixels import PatchLayout, Picture, centre_crop, pixel_policy
 from saccade.models.vision import vision_config
@@ -19,7 +19,7 @@ from saccade.models.weights import Rule, under
 from saccade.types import Geometry, Grid, Size
 
 
-class Llava:
+class Llava(OnDecoder):
     def __init__(
         self, config: ModelConfig, params: Parameters, image_processor: Mapping[str, Any], ops: VisionOps
     ) -> None:
@@ -42,15 +42,6 @@ class Llava:
     def encode(self, patches: Tensor, grids: Sequence[Grid]) -> Encoding:
         features = yield from self.tower.encode(patches, len(grids), self.ops)
         return list(self.projector(features))
-
-    def embed(self, token_ids: Tensor) -> Tensor:
-        return self.decoder.embed(token_ids)
-
-    def forward(self, embeds: Tensor, positions: Tensor, attention: Attention) -> Tensor:
-        return self.decoder.forward(embeds, positions, attention)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.decoder.logits(hidden)
 
     def rules(self) -> tuple[Rule, ...]:
         text = self.config.text

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from saccade.config import ConfigError, ModelConfig, VisionConfig
 from saccade.models.clip import drops_first, feature_layers
-from saccade.models.decoder import Decoder, decoder_rules, head_rule
-from saccade.models.interface import Attention, Encoding
+from saccade.models.decoder import Decoder, OnDecoder, decoder_rules, head_rule
+from saccade.models.interface import Encoding
 from saccade.models.layers import Parameters, PatchLinear, RMSNorm
 from saccade.models.llava import PROJECTOR_RULES, Projector, decoder_biases
 from saccade.models.pixels import PatchLayout, Picture, pixel_policy
@@ -23,7 +23,7 @@ from saccade.types import Geometry, Grid
 _EPS = 1e-5  # of the tower's norms; no config names it
 
 
-class LlavaPixtral:
+class LlavaPixtral(OnDecoder):
     def __init__(
         self, config: ModelConfig, params: Parameters, image_processor: Mapping[str, Any], ops: VisionOps
     ) -> None:
@@ -52,15 +52,6 @@ class LlavaPixtral:
     def encode(self, patches: Tensor, grids: Sequence[Grid]) -> Encoding:
         features = yield from self.tower.encode(patches, grids, self.ops)
         return list(torch.split(self.projector(features), [grid.patches // self.layout.merge**2 for grid in grids]))
-
-    def embed(self, token_ids: Tensor) -> Tensor:
-        return self.decoder.embed(token_ids)
-
-    def forward(self, embeds: Tensor, positions: Tensor, attention: Attention) -> Tensor:
-        return self.decoder.forward(embeds, positions, attention)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.decoder.logits(hidden)
 
     def rules(self) -> tuple[Rule, ...]:
         text = self.config.text

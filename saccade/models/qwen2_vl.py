@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from saccade.config import ModelConfig, VisionConfig
-from saccade.models.decoder import Biases, Decoder, decoder_rules, head_rule
-from saccade.models.interface import Attention, Encoding
+from saccade.models.decoder import Biases, Decoder, OnDecoder, decoder_rules, head_rule
+from saccade.models.interface import Encoding
 from saccade.models.layers import LayerNorm, Linear, Parameters, PatchLinear, RMSNorm
 from saccade.models.pixels import PatchLayout, Picture, pixel_policy
 from saccade.models.vision import VisionBlock, grid_angles, vision_config
@@ -22,7 +22,7 @@ from saccade.types import Geometry, Grid
 EPS = 1e-6  # of the tower's norms; no config names it
 
 
-class Qwen2VL:
+class Qwen2VL(OnDecoder):
     def __init__(
         self, config: ModelConfig, params: Parameters, image_processor: Mapping[str, Any], ops: VisionOps
     ) -> None:
@@ -60,15 +60,6 @@ class Qwen2VL:
 
     def encode(self, patches: Tensor, grids: Sequence[Grid]) -> Encoding:
         return self.tower.encode(patches, grids, self.ops)
-
-    def embed(self, token_ids: Tensor) -> Tensor:
-        return self.decoder.embed(token_ids)
-
-    def forward(self, embeds: Tensor, positions: Tensor, attention: Attention) -> Tensor:
-        return self.decoder.forward(embeds, positions, attention)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.decoder.logits(hidden)
 
     def rules(self) -> tuple[Rule, ...]:
         decoder = under(decoder_rules(self.config.text), ("model.language_model.", "model."), "decoder.")

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple, NoReturn
 from torch import Tensor
 
 from saccade.config import ConfigError, ModelConfig
-from saccade.models.decoder import Biases, Decoder, decoder_rules, head_rule
-from saccade.models.interface import Attention
+from saccade.models.decoder import Biases, Decoder, OnDecoder, decoder_rules, head_rule
 from saccade.models.layers import Parameters
 from saccade.models.pixels import Picture
 from saccade.models.vision_ops import VisionOps
@@ -22,7 +21,7 @@ class Variant(NamedTuple):
     has_qk_norms: bool
 
 
-class Text:
+class Text(OnDecoder):
     def __init__(
         self, config: ModelConfig, params: Parameters, image_processor: Mapping[str, Any], ops: VisionOps
     ) -> None:
@@ -38,15 +37,6 @@ class Text:
 
     def encode(self, patches: Tensor, grids: Sequence[Grid]) -> NoReturn:
         raise AssertionError("a model without a vision tower has no encoder stage")
-
-    def embed(self, token_ids: Tensor) -> Tensor:
-        return self.decoder.embed(token_ids)
-
-    def forward(self, embeds: Tensor, positions: Tensor, attention: Attention) -> Tensor:
-        return self.decoder.forward(embeds, positions, attention)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.decoder.logits(hidden)
 
     def rules(self) -> tuple[Rule, ...]:
         decoder = under(decoder_rules(self.config.text), ("model.",), "decoder.")
