@@ -22,6 +22,7 @@ from saccade.processor.count import count_files
 from saccade.processor.families import video_rules_for
 from saccade.processor.families.frame_groups import Sampling, VideoRules
 from saccade.processor.prompt import Processor
+from saccade.runner import clips
 from saccade.runner.clips import ClipReaders
 from saccade.runner.decode import decode_item
 from saccade.types import MediaItem, Prompt, RequestError, Size
@@ -299,6 +300,26 @@ def test_groups_may_be_decoded_in_any_order(qwen: Processor) -> None:
         expected = [brightness_of(2 * index), brightness_of(2 * index + 1)]
         assert brightnesses(prompt.items[index], readers) == pytest.approx(expected, abs=4)
     readers.close()
+
+
+def test_frames_of_a_group_that_lie_minutes_apart_are_looked_for_by_key_frames(
+    qwen: Processor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """200 seconds in 20 frames with a key frame every 6: the way to either frame of a group is at most 6 long."""
+    slow = film(20, stamps=[100 * i for i in range(20)])
+    item = next(item for item in qwen.from_prompt(ask(slow, num_frames=2)).items)
+    monkeypatch.setattr(clips, "_MOST_PIXELS", 7 * 84 * 56)
+    assert brightnesses(item, ClipReaders()) == pytest.approx([brightness_of(0), brightness_of(10)], abs=4)
+
+
+def test_a_video_with_too_few_key_frames_is_refused_before_an_engine_waits_for_long(
+    qwen: Processor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    item = qwen.from_prompt(ask(film(20, gop=20), num_frames=2)).items[0]
+    assert len(decode_item(item, ClipReaders())) == 2
+    monkeypatch.setattr(clips, "_MOST_PIXELS", 5 * 84 * 56)
+    with pytest.raises(RequestError, match="more than 5 frames would have to be decoded"):
+        decode_item(item, ClipReaders())
 
 
 def test_an_odd_frame_stands_alone_in_its_group(qwen: Processor) -> None:

@@ -7,6 +7,7 @@ a few such are kept, because starting again means decoding from the last key fra
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Iterator
 from fractions import Fraction
 from threading import Lock
@@ -26,6 +27,7 @@ Frame = npt.NDArray[np.uint8]  # [height, width, 3]
 
 _KEPT = 2  # open decoders that wait for the next group; each holds its video's bytes and some decoded frames
 _NEAR = 10  # seconds: further ahead, looking for a key frame is quicker than decoding all that lies between
+_MOST_PIXELS = 20_000_000_000  # decoded for one group: some ten seconds, in which an engine may have to wait for it
 _COVER = 0x400  # FFmpeg's mark of a stream that is one still picture
 
 
@@ -78,6 +80,7 @@ class _Reader:
         self._near = int(_NEAR / (self._stream.time_base or Fraction(1)))
         self._frames = self._from(item.stamps[0])
         self._current: av.VideoFrame | None = None
+        self._most = max(1, _MOST_PIXELS // math.prod(item.header.size))  # frames decoded on the way to one
 
     def is_shortly_before(self, stamp: int) -> bool:
         at = None if self._current is None else self._current.pts
@@ -85,9 +88,17 @@ class _Reader:
 
     def frame_at(self, stamp: int) -> av.VideoFrame:
         """The first frame shown at this time or later."""
-        current = self._current
+        current, passed = self._current, 0
+        if current is not None and current.pts is not None and stamp > current.pts + self._near:
+            self._frames, current = self._from(stamp), None  # the frames of a group may lie minutes apart
         while current is None or current.pts is None or current.pts < stamp:
-            current = next(self._frames, None)
+            current, passed = next(self._frames, None), passed + 1
+            if passed > self._most:
+                raise RequestError(
+                    f"the video has so few key frames that more than {self._most} frames would have to be decoded for "
+                    "one; encode it with more of them, or smaller",
+                    code="video_too_large",
+                )
             if current is None:
                 raise RequestError(
                     f"the video of {len(self.data)} bytes is damaged or cut short: it ends before a frame that its "
