@@ -86,7 +86,7 @@ def test_a_client_may_ask_for_fewer_frames(server: RunningServer, fields: dict[s
 @pytest.mark.parametrize(
     ("part", "fields", "words"),
     [
-        (video_part(as_url(film(150), "video/mp4")), {}, "15.0 s, and at most 10 s"),
+        (video_part(as_url(film(150), "video/mp4")), {}, "15 s, and at most 10 s"),
         (video_part(as_url(FILM[:300], "video/mp4")), {}, "damaged or cut short"),
         (video_part(as_url(b"text", "video/mp4")), {}, "MP4, MOV, WebM, MKV and AVI"),
         (video_part(as_url(FILM, "video/mp4")), {"mm_processor_kwargs": {"num_frames": 9}}, "from 1 to 8"),

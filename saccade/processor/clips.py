@@ -1,16 +1,16 @@
-"""A video file's header: format, size, orientation, and when each frame is shown. Decodes nothing.
+"""A video file's header: format, size, orientation, and when each frame is shown. Decodes no more than opening does.
 
-Containers are recognised by their first bytes and opened by just that reader, with only codecs in `_CODECS`: a file can
-lead neither to another file nor to a format nobody asked for. PyAV is optional and imported when a video comes.
+Containers are recognised by their first bytes and opened by just that reader: a file can lead neither to another file
+nor to a format nobody asked for.
 """
 
 from __future__ import annotations
 
-import io
 import struct
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+from saccade.film import CODECS, moving_pictures, open_film
 from saccade.options import MediaPolicy
 from saccade.types import RequestError, Size
 
@@ -20,12 +20,9 @@ if TYPE_CHECKING:
 FORMATS = "MP4, MOV, WebM, MKV and AVI"
 _QUICKTIME = (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip")
 _STILL_BRANDS = (b"avif", b"avis", b"heic", b"heix", b"mif1", b"msf1")
-_CODECS = frozenset(
-    ("h264", "hevc", "vp8", "vp9", "libvpx", "libvpx-vp9", "av1", "libdav1d", "mpeg4", "mjpeg", "mpeg2video", "prores")
-)
 _MOST_FRAMES = 1_000_000  # in a file; each costs a look at its packet
 _MOST_BOXES = 10_000
-_COVER = 0x400  # FFmpeg's mark of a stream that is one still picture beside the music
+_MOST_LOOKED_AT = 36_000_000  # pixels of a frame that opening may decode: 8K
 
 
 class Clip(NamedTuple):
@@ -48,9 +45,8 @@ def probe_clip(data: bytes, policy: MediaPolicy) -> Clip:
         raise RequestError("the video is empty (0 bytes)", code="invalid_video")
     check_video_bytes(len(data), policy)
     name = _sniff(data)
-    library = pyav()
     try:
-        with library.open(io.BytesIO(data), format=name, metadata_errors="ignore") as container:
+        with open_film(data, name, _MOST_LOOKED_AT) as container:
             clip = _read(container, name, data)
     except RequestError:
         raise
@@ -59,12 +55,7 @@ def probe_clip(data: bytes, policy: MediaPolicy) -> Clip:
             f"the {_title(name)} video of {len(data)} bytes is damaged or cut short: its header cannot be read",
             code="invalid_video",
         ) from None
-    if clip.seconds > policy.video.max_seconds:
-        raise RequestError(
-            f"the video lasts {clip.seconds:.1f} s, and at most {policy.video.max_seconds:g} s are allowed "
-            "(max_video_seconds)",
-            code="video_too_large",
-        )
+    check_video_seconds(clip.seconds, policy)
     return clip
 
 
@@ -84,17 +75,13 @@ def check_video_bytes(count: int, policy: MediaPolicy) -> None:
         )
 
 
-def pyav() -> Any:
-    """The library, or what to do without it."""
-    try:
-        import av
-    except ImportError:
+def check_video_seconds(seconds: float, policy: MediaPolicy) -> None:
+    if seconds > policy.video.max_seconds:
         raise RequestError(
-            "video files cannot be read here: PyAV is not installed; the operator installs it with "
-            "`pip install saccade[video]`; a list of frames needs nothing",
-            code="unsupported",
-        ) from None
-    return av
+            f"the video lasts {seconds:.6g} s, and at most {policy.video.max_seconds:g} s are allowed "
+            "(max_video_seconds)",
+            code="video_too_large",
+        )
 
 
 def _sniff(data: bytes) -> str:
@@ -128,23 +115,18 @@ def _read(container: av.container.InputContainer, name: str, data: bytes) -> Cli
         kinds = ", ".join(sorted({other.type for other in container.streams})) or "nothing"
         raise RequestError(f"the {_title(name)} file holds no moving pictures, but {kinds}", code="invalid_video")
     codec = stream.codec_context.name
-    if codec not in _CODECS:
+    if codec not in CODECS:
         raise RequestError(f"the video's codec {codec} is not read here; use H.264, VP9 or AV1", code="invalid_video")
     stored = Size(stream.codec_context.width, stream.codec_context.height)
     if min(stored) < 1:
-        raise RequestError(f"the video's header says {stored.width}x{stored.height} pixels", code="invalid_video")
+        raise RequestError(
+            f"the video's header names no size, or its frames have more than {_MOST_LOOKED_AT} pixels",
+            code="invalid_video",
+        )
     stamps = _stamps(container, stream, name)
     orientation = _orientation(data) if name == "mov" else 1
     upright = Size(stored.height, stored.width) if orientation >= 5 else stored
     return Clip(name, upright, orientation, stamps, _rate(stream, stamps))
-
-
-def moving_pictures(container: av.container.InputContainer) -> av.VideoStream | None:
-    """The first stream of video that is not a cover."""
-    for stream in container.streams.video:
-        if not stream.disposition.value & _COVER:
-            return stream
-    return None
 
 
 def _stamps(container: av.container.InputContainer, stream: av.VideoStream, name: str) -> tuple[int, ...]:

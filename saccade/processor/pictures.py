@@ -139,7 +139,7 @@ def bill_item(item: MediaItem, block_size: int) -> BillItem:
 def _check_detail(picture: Picture) -> None:
     if not isinstance(picture.detail, str) or picture.detail not in _DETAILS:
         raise RequestError(
-            f"detail must be one of {', '.join(_DETAILS)}, but {picture.detail!r} was given", param=picture.param
+            f"detail must be one of {', '.join(_DETAILS)}, but {picture.detail!r:.80} was given", param=picture.param
         )
 
 
@@ -158,7 +158,7 @@ def _pixels(given: Mapping[str, Any], name: str, default: int, ceiling: int) -> 
         return default
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= ceiling:
         raise RequestError(
-            f"{name} must be a whole number from 1 to {ceiling}, the limit in force, but {value!r} was given",
+            f"{name} must be a whole number from 1 to {ceiling}, the limit in force, but {value!r:.80} was given",
             param=f"mm_processor_kwargs.{name}",
         )
     return value

@@ -10,7 +10,7 @@ import hashlib
 import os
 import stat
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ import numpy as np
 from saccade.costs import blocks_for
 from saccade.options import MediaPolicy
 from saccade.processor.checkpoint import Checkpoint
-from saccade.processor.clips import Clip, check_video_bytes, probe_clip
+from saccade.processor.clips import Clip, check_video_bytes, check_video_seconds, probe_clip
 from saccade.processor.families import VideoRules, video_rules_for
 from saccade.processor.families.frame_groups import PixelLimits, Sampling
 from saccade.processor.media import Loaded, decode_data_url, load_image
@@ -41,6 +41,8 @@ REQUEST_KEYS = ("fps", "num_frames", "max_frames", "max_video_pixels")
 """What mm_processor_kwargs may say about videos."""
 DEFAULT_VIDEOS = 1
 _UNKNOWN_RATE = 24.0  # frames a second of a list that comes without: what the models' own processors assume
+_HIGHEST_RATE = 1000  # frames a second that a request may name
+_MOST_SENT = 10_000  # frames in one data: URL, of which `num_frames` may be taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +116,11 @@ class Videos:
         """What mm_processor_kwargs say: fewer frames or pixels than the deployment's, never more."""
         limits = self.rules.limits(self.policy.video.max_pixels)
         fps, num_frames = given.get("fps"), _whole(given, "num_frames", self.max_frames)
-        if fps is not None and (not isinstance(fps, (int, float)) or isinstance(fps, bool) or not fps > 0):
-            raise RequestError(f"fps must be a number above 0, not {fps!r}", param="mm_processor_kwargs.fps")
+        if fps is not None and not (_is_number(fps) and 0 < fps <= _HIGHEST_RATE):
+            raise RequestError(
+                f"fps must be a number above 0 and at most {_HIGHEST_RATE}, not {fps!r:.80}",
+                param="mm_processor_kwargs.fps",
+            )
         if fps is not None and num_frames is not None:
             raise RequestError("give either fps or num_frames, not both", param="mm_processor_kwargs.fps")
         highest = _whole(given, "max_frames", self.max_frames) or self.max_frames
@@ -128,7 +133,7 @@ class Videos:
             source = _load(video, self.policy)
             if isinstance(source, _File):
                 return self._of_file(*source, asked, salt)
-            return self._of_list(source, asked, salt)
+            return self._of_list(source, video, asked, salt)
         except RequestError as error:
             raise RequestError(error.message, code=error.code, param=error.param or video.param) from None
 
@@ -154,9 +159,12 @@ class Videos:
 
     # --- lists of frames ----------------------------------------------------------------------------------------------
 
-    def _of_list(self, loaded: Sequence[Loaded], asked: Asked, salt: bytes) -> Groups:
+    def _of_list(self, given: Sequence[Any], video: Video, asked: Asked, salt: bytes) -> Groups:
+        """Frames that are not taken are not looked at."""
+        frames = self._chosen(len(given), asked)
+        loaded = {index: self._still(given[index], video, index) for index in frames.indices}
         size = _common_size(loaded)
-        frames = self._chosen(len(loaded), asked)
+        self._check_total(size, loaded.values())
         geometry = self._geometry(size, len(frames.indices), asked)
         items = []
         for group in self._grouped(frames.indices):
@@ -169,7 +177,10 @@ class Videos:
 
     def _chosen(self, total: int, asked: Asked) -> _Frames:
         """All of them, unless the request says how many: whoever sends frames has chosen already."""
+        if not total:
+            raise RequestError("the video has no frames", code="invalid_video")
         rate = asked.fps or _UNKNOWN_RATE
+        check_video_seconds(total / rate, self.policy)
         if asked.sampling.num_frames is not None:
             chosen = self.rules.choose(total, rate, asked.sampling)
             return _Frames(tuple(chosen.tolist()), total, rate)
@@ -180,6 +191,20 @@ class Videos:
                 code="video_too_large",
             )
         return _Frames(tuple(range(total)), total, rate)
+
+    def _still(self, frame: Any, video: Video, index: int) -> Loaded:
+        return load_image(frame, self.policy, param=f"{video.param}[{index}]", allow_paths=video.allow_path)
+
+    def _check_total(self, size: Size, frames: Collection[Loaded]) -> None:
+        """Compressed frames are pictures: all of them together are held to what a request's pictures are held to."""
+        count = sum(frame.header.format != "rgb" for frame in frames)
+        pixels = size.width * size.height * count
+        if pixels > self.policy.max_request_pixels:
+            raise RequestError(
+                f"{count} frames of {size.width}x{size.height} have {pixels} pixels, and at most "
+                f"{self.policy.max_request_pixels} are allowed in a request (max_request_pixels)",
+                code="video_too_large",
+            )
 
     # --- both ---------------------------------------------------------------------------------------------------------
 
@@ -244,13 +269,17 @@ def split_kwargs(given: Any) -> tuple[Any, dict[str, Any]]:
     return {name: value for name, value in given.items() if name not in REQUEST_KEYS}, video
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 def _whole(given: Mapping[str, Any], name: str, ceiling: int) -> int | None:
     value = given.get(name)
     if value is None:
         return None
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= ceiling:
         raise RequestError(
-            f"{name} must be a whole number from 1 to {ceiling}, the limit in force, but {value!r} was given",
+            f"{name} must be a whole number from 1 to {ceiling}, the limit in force, but {value!r:.80} was given",
             param=f"mm_processor_kwargs.{name}",
         )
     return value
@@ -268,19 +297,18 @@ def _identifying(frame: Loaded) -> tuple[bytes, ...]:
     return frame.header.format.encode(), struct.pack("<QQ", *frame.header.size), frame.data
 
 
-def _common_size(frames: Sequence[Loaded]) -> Size:
-    if not frames:
-        raise RequestError("the video has no frames", code="invalid_video")
-    sizes = [frame.header.size for frame in frames]
-    other = next((place for place, size in enumerate(sizes) if size != sizes[0]), None)
-    if other is not None:
-        first, wrong = sizes[0], sizes[other]
-        raise RequestError(
-            f"the frames of a video have one size, but frame 1 is {first.width}x{first.height} and frame {other + 1} "
-            f"is {wrong.width}x{wrong.height}",
-            code="invalid_video",
-        )
-    return sizes[0]
+def _common_size(frames: Mapping[int, Loaded]) -> Size:
+    """By the frames' numbers."""
+    (first, frame), *others = frames.items()
+    size = frame.header.size
+    for other, wrong in others:
+        if wrong.header.size != size:
+            raise RequestError(
+                f"the frames of a video have one size, but frame {first + 1} is {size.width}x{size.height} and frame "
+                f"{other + 1} is {wrong.header.size.width}x{wrong.header.size.height}",
+                code="invalid_video",
+            )
+    return size
 
 
 # --- loading ------------------------------------------------------------------------------------------------------
@@ -291,14 +319,15 @@ class _File(NamedTuple):
     clip: Clip
 
 
-def _load(video: Video, policy: MediaPolicy) -> _File | list[Loaded]:
+def _load(video: Video, policy: MediaPolicy) -> _File | Sequence[Any]:
+    """A file with its header, or a list of frames as they were given."""
     source = video.source
     if isinstance(source, (list, tuple)) or (isinstance(source, np.ndarray) and source.ndim == 4):
-        return _frames(list(source), video, policy)
+        return list(source)
     if isinstance(source, (bytes, bytearray, memoryview)):
         return _file(bytes(source), policy)
     if isinstance(source, str) and source[:5].lower() == "data:":
-        return _from_data_url(source, video, policy)
+        return _from_data_url(source, policy)
     if isinstance(source, (str, Path)) and video.allow_path and "://" not in str(source):
         return _file(_read(source, policy), policy)
     if isinstance(source, str):
@@ -317,26 +346,27 @@ def _file(data: bytes, policy: MediaPolicy) -> _File:
     return _File(data, probe_clip(data, policy))
 
 
-def _frames(frames: Sequence[Any], video: Video, policy: MediaPolicy) -> list[Loaded]:
-    return [
-        load_image(frame, policy, param=f"{video.param}[{index}]", allow_paths=video.allow_path)
-        for index, frame in enumerate(frames)
-    ]
-
-
-def _from_data_url(url: str, video: Video, policy: MediaPolicy) -> _File | list[Loaded]:
+def _from_data_url(url: str, policy: MediaPolicy) -> _File | list[str]:
     """Bytes of a file; or, of the type video/jpeg, pictures one after the other with commas between them."""
     check_video_bytes(len(url) // 4 * 3, policy)
     head, _, payload = url.partition(",")
     kind = head[5:].split(";")[0].strip().lower()
     if kind in ("video/jpeg", "video/png", "video/webp"):
+        _check_sent(payload.count(",") + 1)
         still = head.replace("video/", "image/", 1)
-        return _frames([f"{still},{frame}" for frame in payload.split(",")], replace(video, allow_path=False), policy)
+        return [f"{still},{frame}" for frame in payload.split(",")]
     try:
         return _file(decode_data_url(url, replace(policy, max_image_bytes=policy.video.max_bytes)), policy)
     except RequestError as error:
         message = error.message.replace("the picture's", "the video's", 1)
         raise RequestError(message, code=error.code, param=error.param) from None
+
+
+def _check_sent(count: int) -> None:
+    if count > _MOST_SENT:
+        raise RequestError(
+            f"the video has {count} frames, and at most {_MOST_SENT} may be sent; send fewer", code="video_too_large"
+        )
 
 
 def _read(path: str | Path, policy: MediaPolicy) -> bytes:

@@ -6,17 +6,17 @@ a few such are kept, because starting again means decoding from the last key fra
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Iterator
 from fractions import Fraction
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
+from saccade.film import moving_pictures, open_film
 from saccade.rgb import upright
 from saccade.types import MediaItem, RequestError, Size
 
@@ -28,7 +28,6 @@ Frame = npt.NDArray[np.uint8]  # [height, width, 3]
 _KEPT = 2  # open decoders that wait for the next group; each holds its video's bytes and some decoded frames
 _NEAR = 10  # seconds: further ahead, looking for a key frame is quicker than decoding all that lies between
 _MOST_PIXELS = 20_000_000_000  # decoded for one group: some ten seconds, in which an engine may have to wait for it
-_COVER = 0x400  # FFmpeg's mark of a stream that is one still picture
 
 
 class ClipReaders:
@@ -127,15 +126,15 @@ class _Reader:
         yield from self._container.decode(self._stream)
 
 
-def _open(item: MediaItem) -> tuple[Any, av.VideoStream]:
-    import av
-
-    container = av.open(io.BytesIO(item.data), format=item.header.format, metadata_errors="ignore")
-    stream = next(stream for stream in container.streams.video if not stream.disposition.value & _COVER)
-    stream.codec_context.thread_count = 1  # groups are decoded side by side already
+def _open(item: MediaItem) -> tuple[av.container.InputContainer, av.VideoStream]:
     width, height = item.header.size
     # A frame in the middle that claims another size is refused before memory is taken for it; codecs round sides up.
-    stream.codec_context.options = {"max_pixels": str((width + 256) * (height + 256))}
+    limit = (width + 256) * (height + 256)
+    container = open_film(item.data, item.header.format, limit)
+    stream = moving_pictures(container)
+    assert stream is not None, "the header was read from it"
+    stream.codec_context.thread_count = 1  # groups are decoded side by side already
+    stream.codec_context.options = {"max_pixels": str(limit)}
     return container, stream
 
 
