@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from transformers.video_utils import VideoMetadata
 
 from saccade.config import ConfigError
+from saccade.film import open_film
 from saccade.options import MediaPolicy, Options, VideoPolicy, options
 from saccade.processor.checkpoint import open_checkpoint
 from saccade.processor.clips import probe_clip
@@ -66,6 +67,7 @@ def rules(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 # --- which frames -------------------------------------------------------------------------------------------------
 
 
+@example(total=62, rate=62 / 7, fps=2.0)  # 14 frames; the eighth is 7 * 62 / 14 = 31 and no hair less
 @given(total=st.integers(2, 5000), rate=st.floats(1, 120), fps=st.floats(0.1, 60))
 def test_frames_are_chosen_as_in_transformers(
     rules: tuple[VideoRules, Any], total: int, rate: float, fps: float
@@ -383,7 +385,41 @@ def test_what_is_no_video_is_refused_by_its_bytes(qwen: Processor) -> None:
 def test_limits_are_named_with_their_values() -> None:
     data = FILMS["mp4"]
     assert f"{len(data)} bytes, and at most 100" in refused_clip(data, max_bytes=100)
-    assert "lasts 2.0 s, and at most 1 s" in refused_clip(data, max_seconds=1)
+    assert "lasts 2 s, and at most 1 s" in refused_clip(data, max_seconds=1)
+
+
+def test_a_rate_or_a_length_beyond_reason_is_refused(qwen: Processor) -> None:
+    """A rate that a client names decides positions and times: they must stay numbers."""
+    for fps in (10**400, 1e300, float("inf"), float("nan"), -1.0, True, "2"):
+        error = refusal(qwen, ask(frames(4), fps=fps))
+        assert error.param == "mm_processor_kwargs.fps" and len(error.message) < 200
+    for fps in (1e-300, 5e-324, 1e-9):
+        assert "at most 3600 s" in refusal(qwen, ask(frames(4), fps=fps)).message
+
+
+def test_frames_are_counted_before_one_is_looked_at(qwen: Processor) -> None:
+    assert "20000 frames, and at most 10000" in refusal(qwen, ask("data:video/jpeg;base64," + "," * 19_999)).message
+    assert "2000 frames, and at most 768" in refusal(qwen, ask("data:video/jpeg;base64," + "," * 1999)).message
+
+
+def test_frames_that_are_not_taken_are_not_looked_at(qwen: Processor) -> None:
+    good = png(make_photo(84, 56))
+    assert qwen.from_prompt(ask([[good, b"bad", good, b"bad"]], num_frames=2)).videos[0].frames == 2
+
+
+def test_compressed_frames_together_are_held_to_the_pixels_of_a_request(qwen2_vl_folder: Path) -> None:
+    qwen = make(qwen2_vl_folder, max_request_pixels=3 * 84 * 56)
+    compressed = [png(make_photo(84, 56, seed=i)) for i in range(4)]
+    assert "4 frames of 84x56 have 18816 pixels, and at most 14112" in refusal(qwen, ask([compressed])).message
+    assert qwen.from_prompt(ask([compressed[:3]])).videos[0].frames == 3
+    assert qwen.from_prompt(ask(frames(4))).videos[0].frames == 4  # nothing is left to decode
+
+
+def test_opening_a_file_decodes_no_frame_larger_than_expected() -> None:
+    for name in ("webm", "avi"):
+        for limit, width in ((84 * 56 - 1, 0), (1 << 20, 84)):
+            with open_film(FILMS[name], {"webm": "matroska"}.get(name, name), limit) as opened:
+                assert opened.streams.video[0].codec_context.width == width
 
 
 def test_a_group_may_have_as_many_pixels_as_a_picture(qwen2_vl_folder: Path) -> None:

@@ -195,18 +195,23 @@ def _in_even_steps(rules: VideoRules, total: int, rate: float, wanted: Sampling)
     count = count // group * group
     if count < 1:
         return np.arange(min(total, 1))  # too short for a group: the one frame fills it
-    return _counted(total / count, count)
+    return _counted(total, count)
 
 
-def _counted(step: float, count: int) -> Indices:
-    """0, step, 2 * step ... as the models' own processors count: in single precision, eight numbers from each base.
+def _counted(total: int, count: int) -> Indices:
+    """0, step, 2 * step ... below `total`, as the models' own processors count: whole blocks of sixteen numbers in two
+    rows of eight, each from a base in single precision, and what is left one by one.
 
     It matters where a product comes close to a whole number: 2.99999999 is frame 3.
     """
-    bases = (np.arange(0, count, 8) * step).astype(np.float32)[:, None]
-    lanes = np.arange(8, dtype=np.float32) * np.float32(step)
-    counted: Indices = (bases + lanes).ravel()[:count].astype(np.int64)
-    return counted
+    step = total / count
+    numbers = np.arange(math.ceil(total / step))
+    lanes = numbers % 8
+    bases = ((numbers - lanes) * step).astype(np.float32)
+    in_rows = (bases.astype(np.float64) + lanes * step).astype(np.float32)
+    one_by_one = (numbers * step).astype(np.float32)
+    counted: Indices = np.where(numbers < len(numbers) // 16 * 16, in_rows, one_by_one).astype(np.int64)
+    return counted[:count]
 
 
 def _up_to_the_last(rules: VideoRules, total: int, rate: float, wanted: Sampling) -> Indices:
