@@ -1,4 +1,4 @@
-"""The command line: one small function per command; flags are made from the classes in `config`.
+"""The command line: one small function per command; flags are made from the classes in `options`.
 
 Commands that need no model weights never import torch.
 """
@@ -75,11 +75,11 @@ def _parser() -> argparse.ArgumentParser:
 def _add_count(commands: Any) -> None:
     command = commands.add_parser(
         "count",
-        help="what pictures cost: tokens and KV blocks, from their headers alone",
-        description="Print the bill of each picture. No weights are loaded and no pixel is decoded.",
+        help="what pictures and videos cost: tokens and KV blocks, from their headers alone",
+        description="Print the bill of each picture and video. No weights are loaded and no picture is decoded.",
         epilog="Example: saccade count --model Qwen/Qwen2-VL-2B-Instruct --max-pixels 1003520 *.jpg",
     )
-    command.add_argument("files", nargs="+", metavar="FILE", help="pictures")
+    command.add_argument("files", nargs="+", metavar="FILE", help="pictures and videos")
     command.add_argument("--model", help="folder or hub id whose rules apply; without it the rules of Qwen2-VL")
     command.add_argument("--min-pixels", type=int, help="smaller pictures are enlarged to this")
     command.add_argument("--max-pixels", type=int, help="larger pictures are reduced to this")
