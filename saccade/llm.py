@@ -133,13 +133,17 @@ class Engine:
             raise
         for event in events:
             parent, _, index = event.request_id.rpartition("/")
-            opened = self._open.get(parent)
-            if opened is not None:
-                answer = opened.answers[int(index)]
-                take(answer, event)
-                touched[parent] = opened
-                if answer.is_finished:
-                    self._end(opened, answer, event)
+            opened = self._open.get(parent) or touched.get(parent)
+            if opened is None:
+                continue
+            answer = opened.answers[int(index)]
+            if answer.finish_reason is not None:  # by a stop string in an earlier token of this step
+                answer.usage = answer.usage or event.usage
+                continue
+            take(answer, event)
+            touched[parent] = opened
+            if answer.is_finished:
+                self._end(opened, answer, event)
         return list(touched.values())
 
     def _end(self, opened: _Open, answer: Answer, event: TokenEvent) -> None:

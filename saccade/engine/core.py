@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from saccade.engine.trace import StepTrace
@@ -20,7 +21,8 @@ class StepRunner(Protocol):
 
     def execute(self, plan: StepPlan) -> StepResult: ...
 
-    def reset(self) -> None: ...
+    def reset(self) -> None:
+        """Forget all requests after a broken step; an error means that no step can be computed here any more."""
 
     def stats(self) -> dict[str, Any]: ...
 
@@ -45,15 +47,19 @@ class EngineCore:
         self._trace = StepTrace()
 
     def step(self) -> list[TokenEvent]:
-        start = self.clock()
-        plan = self.scheduler.schedule(start)
-        try:
+        with self._undivided():
+            start = self.clock()
+            plan = self.scheduler.schedule(start)
             result = self._run(plan)
-            if isinstance(result, list):
-                return result
-            return self._commit(plan, result, start)
-        except BaseException:  # interrupted, or an invariant is broken: nothing that was planned may stay
-            self._fail_step(plan)
+            return result if isinstance(result, list) else self._commit(plan, result, start)
+
+    @contextmanager
+    def _undivided(self) -> Iterator[None]:
+        """Interrupted, or an invariant is broken: nothing that was planned may stay."""
+        try:
+            yield
+        except BaseException:
+            self._end_all("between steps")
             raise
 
     def _run(self, plan: StepPlan) -> StepResult | list[TokenEvent]:
@@ -84,12 +90,16 @@ class EngineCore:
         self.runner.close()
 
     def _fail_step(self, plan: StepPlan) -> list[TokenEvent]:
-        """The step itself broke: nothing in the caches can be trusted, every open request ends, the engine goes on."""
-        logger.exception("step %d with %d windows failed; all open requests end", plan.step, len(plan.works))
-        self.runner.reset()
+        return self._end_all(f"in step {plan.step}, which computed {len(plan.works)} requests")
+
+    def _end_all(self, where: str) -> list[TokenEvent]:
+        """A step broke: nothing in the caches can be trusted, every open request ends, the engine goes on.
+
+        Unless the runner says that it cannot, by an error of its own: then this process is of no use any more.
+        """
+        logger.exception("the engine failed %s; all open requests end", where)
+        error = RequestError(f"the engine failed {where}; send the request again", code="engine_error")
+        events = self.scheduler.fail_all(error, self.clock())
         self._trace.reset()
-        error = RequestError(
-            f"the engine failed in step {plan.step}, which computed {len(plan.works)} requests; send the request again",
-            code="engine_error",
-        )
-        return self.scheduler.fail_all(error, self.clock())
+        self.runner.reset()
+        return events

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from saccade.engine.core import EngineCore, StepRunner
-from saccade.types import StepPlan, StepResult, TokenEvent
+from saccade.types import Request, StepPlan, StepResult, TokenEvent
 
 _TURN = 5e-5  # seconds; Python's own 5 ms are several steps
 
@@ -53,6 +53,10 @@ class OverlappedCore(EngineCore):
         sys.setswitchinterval(_TURN)
 
     def step(self) -> list[TokenEvent]:
+        with self._undivided():
+            return self._turn()
+
+    def _turn(self) -> list[TokenEvent]:
         events, self._events = self._events, []
         if self._launched and self._launched[0].plan.is_beside:
             events += self._book(1)
@@ -67,11 +71,27 @@ class OverlappedCore(EngineCore):
             events += self._launch(self.scheduler.schedule(self.clock()))
         return events
 
+    def add(self, request: Request) -> None:
+        """Waits for what is under way where it computes for an earlier request of this id, which has ended."""
+        if any(work.request_id == request.request_id for launched in self._launched for work in launched.plan.works):
+            self._settle()
+        super().add(request)
+
     def abort(self, request_id: str) -> TokenEvent | None:
-        """Waits for what is under way: what it computed for the request must be known before its blocks are free."""
-        self._events += self._book(len(self._launched))
+        """Waits for what is under way: what it computed for the request must be known before its blocks are free.
+
+        The event that is returned is the request's last one, also where it has just ended by itself.
+        """
+        self._settle()
+        told = [event for event in self._events if event.request_id == request_id]
+        self._events = [event for event in self._events if event.request_id != request_id]
+        return super().abort(request_id) or next((event for event in told if event.finish_reason), None)
+
+    def _settle(self) -> None:
+        """Book all that is under way. The next step begins anew."""
+        with self._undivided():
+            self._events += self._book(len(self._launched))
         self._is_ahead = False
-        return super().abort(request_id)
 
     def close(self) -> None:
         super().close()
@@ -86,8 +106,8 @@ class OverlappedCore(EngineCore):
             return []
         try:
             self._launched.append(_Launched(plan, self.clock(), self.runner.launch(plan)))
-        except BaseException as error:
-            return self._failed(plan, error)
+        except Exception:
+            return self._fail_step(plan)
         return []
 
     def _book(self, count: int) -> list[TokenEvent]:
@@ -97,14 +117,11 @@ class OverlappedCore(EngineCore):
         for launched in under_way:
             try:
                 events += self._commit(launched.plan, launched.collect(), launched.at)
-            except BaseException as error:
-                return events + self._failed(launched.plan, error)
+            except Exception:
+                return events + self._fail_step(launched.plan)
         return events
 
-    def _failed(self, plan: StepPlan, error: BaseException) -> list[TokenEvent]:
-        """All requests have ended, those of steps launched meanwhile too: nobody asks for their tokens."""
+    def _end_all(self, where: str) -> list[TokenEvent]:
+        """Those of steps launched meanwhile too: nobody asks for their tokens."""
         self._launched, self._is_ahead = [], False
-        events = self._fail_step(plan)
-        if not isinstance(error, Exception):
-            raise error
-        return events
+        return super()._end_all(where)

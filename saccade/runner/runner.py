@@ -124,6 +124,8 @@ class Runner:
 
     def reset(self) -> None:
         """Forget all requests and everything under way; resident embeddings go when the scheduler says so."""
+        if self.kv.k.is_cuda:
+            torch.cuda.synchronize(self.kv.k.device)  # raises where the context has died: no later step would succeed
         self._states.clear()
         if self.recurrent:
             self.recurrent.clear()
@@ -182,7 +184,8 @@ class Runner:
         if plan.encode:
             self.encoder.submit(plan.encode)
         self.encoder.advance(plan.encode_layers, may_wait=not (plan.works or plan.is_beside))
-        self.encoder.prefetch(plan.prefetch)
+        if plan.encode_layers != 0:  # otherwise the encoder rests, and earlier guesses still hold
+            self.encoder.prefetch(plan.prefetch)
         done = self.encoder.poll()
         self.embeddings.update(done.embeddings)
         return StepResult({}, done.times, done.errors)
