@@ -5,6 +5,7 @@ Each automatic value comes with the reason it was chosen; a setting that cannot 
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 from dataclasses import dataclass, fields, replace
@@ -229,6 +230,8 @@ def _dtype(wanted: str, saved: str, device: torch.device) -> tuple[str, str]:
 
 def _free_bytes(device: torch.device, utilization: float) -> int:
     if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()  # what a closed engine left with the allocator counts as taken until it is given back
         free, total = torch.cuda.mem_get_info(device)
         return int(free - total * (1 - utilization))
     return _free_ram()
