@@ -41,7 +41,10 @@ def build_runner(
     progress: bool = True,
 ) -> Runner:
     meter, sizes = Meter(plan), plan.scheduler
-    if plan.device.type == "cuda":  # a promise to whoever else uses the device, so the allocator is held to it
+    if plan.device.type == "cuda":
+        if plan.device.index is not None:
+            torch.cuda.set_device(plan.device)  # kernels and graphs go to the current one, wherever their tensors are
+        # A promise to whoever else uses the device, so the allocator is held to it.
         torch.cuda.set_per_process_memory_fraction(options.gpu_memory_utilization, plan.device.index)
     with meter.part("weights"):
         model = load_model(
