@@ -6,7 +6,9 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -19,6 +21,7 @@ from saccade.hf_processor import load_processor
 from saccade.processor.checkpoint import open_checkpoint
 from saccade.processor.count import count_files
 from saccade.processor.families import Family, family_for
+from saccade.processor.families.fallback import Fallback
 from saccade.types import RequestError, Size
 from tests import family_fallback
 from tests.conftest import make_photo
@@ -76,6 +79,16 @@ def test_the_largest_picture_bounds_common_ones(kind: tuple[Path, str]) -> None:
 def test_a_picture_too_large_to_count_is_refused_with_its_size(kind: tuple[Path, str]) -> None:
     with pytest.raises(RequestError, match="9000x9000 pixels, and at most 25000000"):
         rules(kind[0]).geometry(Size(9000, 9000), 0, 0)
+
+
+def test_a_picture_that_the_models_own_processor_chokes_on_is_refused_in_our_words(kind: tuple[Path, str]) -> None:
+    def chokes(size: Size) -> Any:
+        raise ZeroDivisionError("library text at 0x7f00")
+
+    family = rules(kind[0])
+    assert isinstance(family, Fallback)
+    with pytest.raises(RequestError, match=r"takes no pictures of 64x48 pixels$"):
+        replace(family, count=chokes).geometry(Size(64, 48), 0, 0)
 
 
 def test_loading_warns_that_steps_are_slower(kind: tuple[Path, str], caplog: pytest.LogCaptureFixture) -> None:

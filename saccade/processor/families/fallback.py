@@ -67,10 +67,19 @@ class Fallback:
                 "that is served through Transformers",
                 code="image_too_large",
             )
-        counted = self.count(size)
+        counted = self._counted(size)
         height, width = (side // self.patch_size for side in (counted.tile.height, counted.tile.width))
         slots = counted.token_ids.count(self.embedded_id)
         return Geometry(size, Grid(counted.tiles, height, width), len(counted.token_ids), slots)
+
+    def _counted(self, size: Size) -> Counted:
+        try:
+            return self.count(size)
+        except Exception:  # a library of hundreds of models may raise anything, and all of it is about this picture
+            raise RequestError(
+                f"the model's own processor takes no pictures of {size.width}x{size.height} pixels",
+                code="invalid_image",
+            ) from None
 
     def largest(self, min_pixels: int, max_pixels: int) -> Geometry:
         """Of many shapes tried. A picture that costs still more is refused when it comes."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -113,7 +113,10 @@ class Mistral3:
         return size
 
     def largest(self, min_pixels: int, max_pixels: int) -> Geometry:
-        return max((self._of(*shape) for shape in self._shapes(max_pixels)), key=lambda geometry: geometry.tokens)
+        """The most tokens and the most embeddings that any picture can have, though perhaps not the same picture."""
+        shapes = [self._of(*shape) for shape in self._shapes(max_pixels)]
+        most = max(shapes, key=lambda geometry: geometry.slots)
+        return replace(most, tokens=max(geometry.tokens for geometry in shapes))
 
     def _shapes(self, max_pixels: int) -> Iterator[tuple[int, int]]:
         """Columns and rows: for every number of rows the most columns a picture can have beside it."""
