@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol, Self
 import numpy as np
 import numpy.typing as npt
 
-from saccade.config import ModelConfig
+from saccade.config import ConfigError, ModelConfig
 from saccade.types import TO_THE_END, Geometry, Grid, RequestError, Size, Span
 
 MAX_ASPECT_RATIO = 200
@@ -91,6 +91,19 @@ def lasting(spans: Sequence[Span]) -> tuple[Span, ...]:
             end = behind[0].start
         seen.append(replace(span, read_end=end))
     return tuple(reversed(seen))
+
+
+def plain_positions(token_ids: Sequence[int] | npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int32], int]:
+    """One axis, on which pictures count as text does: [1, tokens], and the position behind the last."""
+    return np.arange(len(token_ids), dtype=np.int32)[None], len(token_ids)
+
+
+def in_order(min_pixels: int, max_pixels: int) -> tuple[int, int]:
+    if min_pixels > max_pixels:
+        raise ConfigError(
+            f"min_pixels={min_pixels} is above max_pixels={max_pixels}; raise max_pixels or lower min_pixels"
+        )
+    return min_pixels, max_pixels
 
 
 def check_aspect_ratio(size: Size) -> None:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from saccade.hf_processor import load_processor, placeholder, refusal
-from saccade.processor.families.base import Expansion, Files, check_aspect_ratio, tag
+from saccade.processor.families.base import Expansion, Files, check_aspect_ratio, plain_positions, tag
 from saccade.types import Geometry, Grid, RequestError, Size, Span
 
 MOST_PIXELS = 25_000_000
@@ -92,7 +92,7 @@ class Fallback:
     def positions(
         self, token_ids: Sequence[int] | npt.NDArray[np.int64], spans: Sequence[Span], grids: Sequence[Grid]
     ) -> tuple[npt.NDArray[np.int32], int]:
-        return np.arange(len(token_ids), dtype=np.int32)[None], len(token_ids)  # [1, tokens]
+        return plain_positions(token_ids)
 
 
 def _count(processor: Any, token: str, size: Size) -> Counted:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from saccade.config import ConfigError
-from saccade.processor.families.base import Expansion, Files, check_aspect_ratio, pixel_settings, tag
+from saccade.processor.families.base import Expansion, Files, check_aspect_ratio, pixel_settings, plain_positions, tag
 from saccade.types import Geometry, Grid, Size, Span
 
 _DEFAULT_SIDE = 224  # what CLIP's image processor assumes when a checkpoint is silent
@@ -79,7 +79,7 @@ class Llava:
     def positions(
         self, token_ids: Sequence[int] | npt.NDArray[np.int64], spans: Sequence[Span], grids: Sequence[Grid]
     ) -> tuple[npt.NDArray[np.int32], int]:
-        return np.arange(len(token_ids), dtype=np.int32)[None], len(token_ids)  # [1, tokens]
+        return plain_positions(token_ids)
 
 
 def _resize_and_crop(given: Mapping[str, Any]) -> tuple[int | None, Size]:

@@ -16,7 +16,15 @@ import numpy as np
 import numpy.typing as npt
 
 from saccade.config import ConfigError, VisionConfig
-from saccade.processor.families.base import Expansion, Files, check_aspect_ratio, pixel_settings, tag
+from saccade.processor.families.base import (
+    Expansion,
+    Files,
+    check_aspect_ratio,
+    in_order,
+    pixel_settings,
+    plain_positions,
+    tag,
+)
 from saccade.types import Geometry, Grid, Size, Span, Tiling
 
 _PINPOINTS = ((336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008))  # height, width: the published ones
@@ -61,11 +69,7 @@ class LlavaNext:
         areas = [_area(pinpoint) for pinpoint in self.pinpoints]
         highest = max(areas) if max_pixels is None else max_pixels
         lowest = min(*areas, highest) if min_pixels is None else min_pixels
-        if lowest > highest:
-            raise ConfigError(
-                f"min_pixels={lowest} is above max_pixels={highest}; raise max_pixels or lower min_pixels"
-            )
-        return lowest, highest
+        return in_order(lowest, highest)
 
     def policy_tag(self, min_pixels: int, max_pixels: int) -> bytes:
         allowed = self._allowed(max_pixels)
@@ -128,7 +132,7 @@ class LlavaNext:
     def positions(
         self, token_ids: Sequence[int] | npt.NDArray[np.int64], spans: Sequence[Span], grids: Sequence[Grid]
     ) -> tuple[npt.NDArray[np.int32], int]:
-        return np.arange(len(token_ids), dtype=np.int32)[None], len(token_ids)  # [1, tokens]
+        return plain_positions(token_ids)
 
 
 # --- what a checkpoint says ---------------------------------------------------------------------------------------

@@ -22,7 +22,9 @@ from saccade.processor.families.base import (
     Expansion,
     Files,
     check_aspect_ratio,
+    in_order,
     pixel_settings,
+    plain_positions,
     tag,
 )
 from saccade.types import Geometry, Grid, Size, Span
@@ -74,11 +76,7 @@ class Mistral3:
     def policy(self, min_pixels: int | None, max_pixels: int | None) -> tuple[int, int]:
         highest = self._most_pixels if max_pixels is None else max_pixels
         lowest = 1 if min_pixels is None else min_pixels  # small pictures stay small
-        if lowest > highest:
-            raise ConfigError(
-                f"min_pixels={lowest} is above max_pixels={highest}; raise max_pixels or lower min_pixels"
-            )
-        return lowest, highest
+        return in_order(lowest, highest)
 
     @property
     def _most_pixels(self) -> int:
@@ -146,7 +144,7 @@ class Mistral3:
     def positions(
         self, token_ids: Sequence[int] | npt.NDArray[np.int64], spans: Sequence[Span], grids: Sequence[Grid]
     ) -> tuple[npt.NDArray[np.int32], int]:
-        return np.arange(len(token_ids), dtype=np.int32)[None], len(token_ids)  # [1, tokens]
+        return plain_positions(token_ids)
 
 
 def _up(length: int, side: int) -> int:

@@ -12,7 +12,15 @@ import numpy.typing as npt
 
 from saccade import costs
 from saccade.config import ConfigError
-from saccade.processor.families.base import Expansion, Files, check_aspect_ratio, pixel_settings, tag
+from saccade.processor.families.base import (
+    Expansion,
+    Files,
+    check_aspect_ratio,
+    in_order,
+    pixel_settings,
+    plain_positions,
+    tag,
+)
 from saccade.types import Geometry, Grid, Size, Span
 
 _DEFAULT_SIDE = 224  # what the image processor assumes when a checkpoint is silent
@@ -60,11 +68,7 @@ class Mllama:
         smaller than a tile is enlarged anyway."""
         highest = self.max_tiles * self.tile**2 if max_pixels is None else max_pixels
         lowest = min(self.tile**2, highest) if min_pixels is None else min_pixels
-        if lowest > highest:
-            raise ConfigError(
-                f"min_pixels={lowest} is above max_pixels={highest}; raise max_pixels or lower min_pixels"
-            )
-        return lowest, highest
+        return in_order(lowest, highest)
 
     def policy_tag(self, min_pixels: int, max_pixels: int) -> bytes:
         return tag({**self.settings, "tile": self.tile, "tiles": self._tiles_within(max_pixels)})
@@ -85,7 +89,7 @@ class Mllama:
     def positions(
         self, token_ids: Sequence[int] | npt.NDArray[np.int64], spans: Sequence[Span], grids: Sequence[Grid]
     ) -> tuple[npt.NDArray[np.int32], int]:
-        return np.arange(len(token_ids), dtype=np.int32)[None], len(token_ids)  # [1, tokens]
+        return plain_positions(token_ids)
 
     def _tiles_within(self, max_pixels: int) -> int:
         return max(1, min(self.max_tiles, max_pixels // self.tile**2))

@@ -17,6 +17,7 @@ from saccade.processor.families.base import (
     Expansion,
     Files,
     check_aspect_ratio,
+    in_order,
     pixel_settings,
     tag,
 )
@@ -72,11 +73,7 @@ class Qwen2VL:
         highest = self.max_pixels if max_pixels is None else max_pixels
         # A deployment that only lowers the maximum means it, even below the checkpoint's own minimum.
         lowest = min(self.min_pixels, highest) if min_pixels is None else min_pixels
-        if lowest > highest:
-            raise ConfigError(
-                f"min_pixels={lowest} is above max_pixels={highest}; raise max_pixels or lower min_pixels"
-            )
-        return lowest, highest
+        return in_order(lowest, highest)
 
     def policy_tag(self, min_pixels: int, max_pixels: int) -> bytes:
         sides = {"patch": self.patch_size, "merge": self.merge_size}

@@ -9,7 +9,7 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from saccade.processor.families.base import Expansion, Files
+from saccade.processor.families.base import Expansion, Files, plain_positions
 from saccade.types import Geometry, Grid, RequestError, Size, Span
 
 
@@ -42,4 +42,4 @@ class Text:
     def positions(
         self, token_ids: Sequence[int] | npt.NDArray[np.int64], spans: Sequence[Span], grids: Sequence[Grid]
     ) -> tuple[npt.NDArray[np.int32], int]:
-        return np.arange(len(token_ids), dtype=np.int32)[None], len(token_ids)  # [1, tokens]
+        return plain_positions(token_ids)
