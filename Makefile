@@ -27,7 +27,7 @@ browser:
 	-@tools/browser.sh  # without one the page's tests fail and say so; all others still run
 
 tests: setup browser
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n logical --maxprocesses 8 --dist worksteal
 
 serve: setup
 	$(BIN)/saccade serve $(MODEL) --port $(PORT)

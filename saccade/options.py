@@ -47,7 +47,9 @@ class Options:
         "pictures and videos per prompt, such as image=4,video=1",
     )
     min_pixels: int | None = _option(None, "smaller pictures are enlarged to this; automatic: the checkpoint's")
-    max_pixels: int | None = _option(None, "larger pictures are reduced to this; automatic: the checkpoint's")
+    max_pixels: int | None = _option(
+        None, "larger pictures are reduced to this, frames of videos too; automatic: the checkpoint's"
+    )
     max_image_bytes: int = _option(64 << 20, "compressed size of one picture")
     max_image_pixels: int = _option(100_000_000, "width x height of one picture before it is resized")
     max_request_pixels: int = _option(400_000_000, "the same for all pictures of one request together")

@@ -22,7 +22,7 @@ from tests.families import FAMILIES, ModelFamily
 if TYPE_CHECKING:
     from tests.serving import RunningServer
 
-torch.set_num_threads(2)
+torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)  # workers share the cores
 
 
 @pytest.fixture(scope="session")

@@ -31,7 +31,6 @@ class ModelFamily(NamedTuple):
     picture: str  # what a raw prompt says where a picture goes
     reference: Callable[[Path], Reference]
     layouts: tuple[str, ...] = ("saved", "published")
-    has_kernels: bool = True  # its decoder also runs in the kernels of CUDA devices; False: the plain way everywhere
 
 
 def _qwen2_vl_reference(folder: Path) -> Reference:
@@ -61,11 +60,11 @@ def _llava_reference(folder: Path) -> Reference:
 
 def _unknown(build: Callable[..., Path], picture: str) -> ModelFamily:
     """One that is not in our table and runs through Transformers' code."""
-    return ModelFamily(build, picture, family_fallback.reference(picture), ("saved",), has_kernels=False)
+    return ModelFamily(build, picture, family_fallback.reference(picture), ("saved",))
 
 
 FAMILIES: dict[str, ModelFamily] = {
-    "qwen3_5": ModelFamily(family_qwen3_5.build, family_qwen3_5.PICTURE, family_qwen3_5.reference, has_kernels=False),
+    "qwen3_5": ModelFamily(family_qwen3_5.build, family_qwen3_5.PICTURE, family_qwen3_5.reference),
     "qwen2_vl": ModelFamily(checkpoints.qwen2_vl, "<|vision_start|><|image_pad|><|vision_end|>", _qwen2_vl_reference),
     "qwen2_5_vl": ModelFamily(
         family_qwen2_5_vl.build, "<|vision_start|><|image_pad|><|vision_end|>", family_qwen2_5_vl.reference
@@ -77,7 +76,7 @@ FAMILIES: dict[str, ModelFamily] = {
     "idefics3": _unknown(family_fallback.idefics3, "<image>"),
     "internvl": _unknown(family_fallback.internvl, "<IMG_CONTEXT>"),
     "llava": ModelFamily(checkpoints.llava, "<image>\n", _llava_reference),
-    "mllama": ModelFamily(family_mllama.build, family_mllama.PICTURE, family_mllama.reference, has_kernels=False),
+    "mllama": ModelFamily(family_mllama.build, family_mllama.PICTURE, family_mllama.reference),
     "llava_next": ModelFamily(family_llava_next.build, "<image>\n", family_llava_next.reference),
     "pixtral": ModelFamily(family_mistral3.build_pixtral, "[IMG]", family_mistral3.pixtral_reference),
     "mistral3": ModelFamily(family_mistral3.build, "[IMG]", family_mistral3.reference),

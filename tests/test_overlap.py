@@ -57,6 +57,8 @@ def prompts(photo: Callable[..., Image.Image], tag: str) -> list[dict[str, Any]]
 
 
 QWEN2_VL = FAMILIES["qwen2_vl"].picture
+DECODERS = ("llava", "mistral3", "qwen2_vl", "qwen3_vl")  # all that kernels know: every other family has one of these
+FEW = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
 GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
 
 
@@ -64,12 +66,12 @@ def answers(llm: LLM, given: list[dict[str, Any]], params: SamplingParams = GREE
     return [list(out.outputs[0].token_ids) for out in llm.generate(given, params, use_tqdm=False)]
 
 
-@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.has_kernels])
+@pytest.mark.parametrize("name", DECODERS)
 def test_kernels_and_launching_ahead_give_the_tokens_of_the_plain_engine(
     name: str, tmp_path: Path, photo: Callable[..., Image.Image]
 ) -> None:
-    folder, given = FAMILIES[name].build(tmp_path), prompts(photo, FAMILIES[name].picture)
-    assert answers(overlapped(folder), given) == answers(LLM(str(folder), **OPTIONS), given)
+    folder, given = FAMILIES[name].build(tmp_path), prompts(photo, FAMILIES[name].picture)[:4]
+    assert answers(overlapped(folder), given, FEW) == answers(LLM(str(folder), **OPTIONS), given, FEW)
 
 
 def test_prompts_in_chunks_give_the_same_tokens(qwen2_vl_folder: Path, photo: Callable[..., Image.Image]) -> None:

@@ -147,8 +147,8 @@ def test_the_largest_item_bounds_every_picture(both: dict[str, Processor]) -> No
         assert largest is not None and prompt.items[0].geometry.tokens <= largest.tokens
 
 
-def test_without_pictures_allowed_there_is_no_largest_item(qwen2_vl_folder: Path) -> None:
-    assert make(qwen2_vl_folder, limits={"image": 0}).largest_item() is None
+def test_without_pictures_and_videos_allowed_there_is_no_largest_item(qwen2_vl_folder: Path) -> None:
+    assert make(qwen2_vl_folder, limits={"image": 0, "video": 0}).largest_item() is None
 
 
 def test_end_tokens_fall_back_to_the_tokenizers(llava: Processor, llava_folder: Path) -> None:

@@ -188,6 +188,15 @@ def test_a_request_may_lower_the_pixels_of_its_videos(qwen: Processor) -> None:
     assert qwen.bill(small, 16).video_tokens < qwen.bill(whole, 16).video_tokens
 
 
+def test_fewer_pixels_for_pictures_mean_fewer_for_frames(qwen2_vl_folder: Path) -> None:
+    lowered = make(qwen2_vl_folder, max_pixels=28 * 28 * 4)
+    assert lowered.from_prompt(ask(film(4, size=(224, 168)))).items[0].geometry.tokens <= 4
+    largest = lowered.largest_item()
+    assert largest is not None and largest.tokens <= 40  # a strip may have more than a square of as many pixels
+    own = make(qwen2_vl_folder, max_pixels=28 * 28 * 4, video=VideoPolicy(max_pixels=28 * 28 * 40))
+    assert own.from_prompt(ask(film(4, size=(224, 168)))).items[0].geometry.tokens > 16
+
+
 def test_more_given_frames_than_allowed_are_refused(qwen2_vl_folder: Path) -> None:
     qwen = make(qwen2_vl_folder, video=VideoPolicy(max_frames=4))
     assert "5 frames, and at most 4" in refusal(qwen, ask(frames(5))).message

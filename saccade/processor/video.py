@@ -110,11 +110,19 @@ class Videos:
         """The most expensive frame group a request may bring; None when it may bring none."""
         if self.max_per_prompt < 1:
             return None
-        return self.rules.largest(self.rules.limits(self.policy.video.max_pixels))
+        return self.rules.largest(self.pixel_limits)
+
+    @property
+    def pixel_limits(self) -> PixelLimits:
+        """An operator who lowers `max_pixels` means frames too, unless there is a limit for videos."""
+        given, pictures = self.policy.video.max_pixels, self.policy.max_pixels
+        if given is None and pictures is not None and not self.rules.is_total:
+            given = min(self.rules.max_pixels, pictures)
+        return self.rules.limits(given)
 
     def asked(self, given: Mapping[str, Any]) -> Asked:
         """What mm_processor_kwargs say: fewer frames or pixels than the deployment's, never more."""
-        limits = self.rules.limits(self.policy.video.max_pixels)
+        limits = self.pixel_limits
         fps, num_frames = given.get("fps"), _whole(given, "num_frames", self.max_frames)
         if fps is not None and not (_is_number(fps) and 0 < fps <= _HIGHEST_RATE):
             raise RequestError(
