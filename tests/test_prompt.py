@@ -192,7 +192,7 @@ def test_unknown_processor_settings_are_refused(qwen: Processor) -> None:
 def test_a_model_of_one_size_cannot_be_asked_for_another(llava: Processor) -> None:
     prompt = {"prompt": "<image>", "multi_modal_data": {"image": PHOTOS[0]}}
     error = refusal(llava, {**prompt, "mm_processor_kwargs": {"max_pixels": 100}})
-    assert "one size only" in error.message
+    assert "size of this model's pictures cannot be chosen" in error.message
 
 
 # --- refusals of raw prompts --------------------------------------------------------------------------------------

@@ -102,7 +102,7 @@ class Pictures:
         _check_names(given)
         if self.family.is_fixed_size:
             raise RequestError(
-                "this model takes pictures of one size only, so mm_processor_kwargs cannot change it; leave it out",
+                "the size of this model's pictures cannot be chosen, so mm_processor_kwargs must be left out",
                 param="mm_processor_kwargs",
             )
         highest = _pixels(given, "max_pixels", self.limits.max_pixels, self.limits.max_pixels)
