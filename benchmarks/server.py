@@ -107,29 +107,23 @@ def words(count: int, seed: int) -> str:
 # --- the five promises --------------------------------------------------------------------------------------------
 
 
-def offline_rate(folder: Path, rounds: int) -> float:
+async def throughput(folder: Path, client: httpx.AsyncClient, rounds: int) -> list[tuple[float, float]]:
+    """Seconds for 16 picture requests, by the offline engine and by the server, one right after the other.
+
+    In turns, because the same code takes a tenth more or less from minute to minute; each round has new pictures.
+    """
     llm = make_llm(folder)
-    times = []
+    pairs = []
     for index in range(rounds):
-        requests = [(q, photo(3000 + 10 * index + i)) for i in range(8) for q in QUESTIONS]
-        prompts = [[user(picture_part(data), question)] for question, data in requests]
+        asked = [[user(picture_part(photo(3000 + 10 * index + i)), q)] for i in range(8) for q in QUESTIONS]
         start = time.perf_counter()
-        llm.chat(prompts, greedy(32), use_tqdm=False)
-        times.append(time.perf_counter() - start)
+        llm.chat(asked, greedy(32), use_tqdm=False)
+        offline = time.perf_counter() - start
+        start = time.perf_counter()
+        await asyncio.gather(*(ask(client, body(messages, 32)) for messages in asked))
+        pairs.append((offline, time.perf_counter() - start))
     llm.close()
-    return 16 / min(times)
-
-
-async def served_rate(client: httpx.AsyncClient, rounds: int) -> float:
-    times = []
-    for index in range(rounds):
-        requests = [
-            body([user(picture_part(photo(3000 + 10 * index + i)), q)], 32) for i in range(8) for q in QUESTIONS
-        ]
-        start = time.perf_counter()
-        await asyncio.gather(*(ask(client, request) for request in requests))
-        times.append(time.perf_counter() - start)
-    return 16 / min(times)
+    return pairs
 
 
 async def text_beside_pictures(client: httpx.AsyncClient, rounds: int) -> tuple[float, float]:
@@ -211,18 +205,21 @@ def resident(pid: int) -> float:
 
 
 async def run(folder: Path, rounds: int) -> list[tuple[str, float, str]]:
-    offline = offline_rate(folder, rounds)
     with serving(folder) as (url, _):
         async with httpx.AsyncClient(base_url=url, timeout=600, limits=httpx.Limits(max_connections=64)) as client:
-            served = await served_rate(client, rounds)
+            pairs = await throughput(folder, client, 2 * rounds + 1)
             alone, beside = await text_beside_pictures(client, rounds)
             talk = await conversation(client)
     grown = await memory(folder, 300)
     refused = await overload(folder)
     return [
-        ("requests/s offline", offline, ""),
-        ("requests/s served", served, ""),
-        ("served / offline", served / offline, ">= 0.9"),
+        ("requests/s offline, median", 16 / statistics.median(offline for offline, _ in pairs), ""),
+        ("requests/s served, median", 16 / statistics.median(served for _, served in pairs), ""),
+        (
+            "served / offline, median of pairs",
+            statistics.median(offline / served for offline, served in pairs),
+            ">= 0.9",
+        ),
         ("first token of text alone, ms", alone * 1e3, ""),
         ("first token of text beside 16 picture requests, ms", beside * 1e3, ""),
         ("beside / alone", beside / alone, "<= 2"),

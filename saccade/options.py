@@ -65,7 +65,7 @@ class Options:
     step_ms: float | None = _option(
         None,
         "how long a step may take on a CPU: prompts are cut, pictures encoded in slices and text goes ahead of them, "
-        "so that nobody waits much longer for a first token; automatic: no limit offline, 300 when serving",
+        "so that nobody waits much longer for a first token; automatic: no limit offline, 400 when serving",
     )
     inter_token_ms: float | None = _option(
         None,

@@ -41,7 +41,7 @@ logger = logging.getLogger("saccade.server")
 _THROUGHPUT_SECONDS = 10.0
 _LAST_WORDS_SECONDS = 2.0  # for errors to reach clients whose requests were given up
 _WARM_PICTURE = Size(64, 64)
-_STEP_MS = 300.0  # on a CPU: what a newcomer waits for at most before its own step begins
+_STEP_MS = 400.0  # on a CPU: what a newcomer waits for at most before its own step begins
 
 
 def serve(settings: Settings) -> int:
