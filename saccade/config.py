@@ -184,6 +184,13 @@ def model_config(raw: Mapping[str, Any], generation: Mapping[str, Any] | None = 
     model_type = raw.get("model_type")
     if not isinstance(model_type, str):
         raise ConfigError("config.json has no model_type, so this is not a Hugging Face checkpoint Saccade can read")
+    try:
+        return _read(model_type, raw, generation or {})
+    except ConfigError as error:
+        raise ConfigError(f"{error} (model_type {model_type!r})") from None
+
+
+def _read(model_type: str, raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
     nested = raw.get("text_config") or {}
     text = {**_TEXT_DEFAULTS.get(nested.get("model_type", model_type), {}), **_flat_text(raw), **nested}
     vision = raw.get("vision_config")
@@ -194,7 +201,7 @@ def model_config(raw: Mapping[str, Any], generation: Mapping[str, Any] | None = 
         image_token_id=_first(raw, "image_token_id", "image_token_index"),
         video_token_id=_first(raw, "video_token_id", "video_token_index"),
         dtype=_dtype_name(raw, text),
-        eos_token_ids=_eos_ids(generation or {}, raw, text),
+        eos_token_ids=_eos_ids(generation, raw, text),
         raw=raw,
     )
 
