@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from saccade.routing import ExpertRules, expert_rules
+
 
 class ConfigError(ValueError):
     """The operator's mistake: a setting or a checkpoint that cannot work, with the values and what to change."""
@@ -51,7 +53,23 @@ _TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "use_sliding_window": False,
     },
     "qwen3": {"use_sliding_window": False, "head_dim": 128},
+    "deepseek_v2": {
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "moe_intermediate_size": 1407,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 32,
+        "vocab_size": 102400,
+        "max_position_embeddings": 2048,
+        "use_mla": True,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+    },
 }
+_TEXT_TYPES: Mapping[str, str] = {"deepseek_vl_v2": "deepseek_v2"}  # where the text part does not name its own
 _VISION_DEFAULTS: Mapping[str, Any] = {
     "in_channels": 3,
     "patch_size": 14,
@@ -78,6 +96,16 @@ _TOWER_DEFAULTS: Mapping[str, Mapping[str, Any]] = {  # the same for towers that
         "image_size": 224,
         "hidden_act": "gelu_pytorch_tanh",
     },
+    "vision": {  # towers in the words of timm: width, layers, heads
+        "width": 1024,
+        "layers": 24,
+        "heads": 16,
+        "patch_size": 16,
+        "image_size": 384,
+        "mlp_ratio": 4,
+        "hidden_act": "gelu_pytorch_tanh",
+        "takes_squares": True,
+    },
 }
 
 
@@ -96,6 +124,17 @@ class LinearConfig:
     def channels(self) -> int:
         """Queries, keys and values of one token, side by side."""
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+
+@dataclass(frozen=True, slots=True)
+class LatentConfig:
+    """Attention that keeps one short vector of a token, from which keys and values of all heads could be made."""
+
+    rank: int  # length of that vector
+    turned: int  # values kept beside it that turn with the position: a part of the key, the same for all heads
+    plain: int  # values of a head's query that do not turn
+    value: int  # of what a head finds
+    query_rank: int | None  # queries come from a vector of this length; None: from the layer's input
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +158,9 @@ class TextConfig:
     window: int | None = None  # tokens that attention looks back over in some layers; None: all of them
     num_cross_layers: int = 0  # of the layers, those that attend to pictures instead of the text
     linear: LinearConfig | None = None
+    experts: ExpertRules | None = None
     num_deep: int = 0  # vectors beside a picture's embedding; number k is added behind decoder layer k
+    latent: LatentConfig | None = None  # then what is kept of a token is key and value at once, of one head
 
     @property
     def max_context(self) -> int:
@@ -155,6 +196,7 @@ class VisionConfig:
     window_size: int | None = None  # side of an attention window, in pixels; None: every layer sees whole pictures
     full_layers: tuple[int, ...] = ()  # those that see whole pictures all the same
     deep_layers: tuple[int, ...] = ()  # those whose output goes to the decoder beside the last one's
+    takes_squares: bool = False  # of `image_size` and nothing else, though patches are merged behind the tower
 
     @property
     def window_tokens(self) -> int | None:
@@ -191,8 +233,9 @@ def model_config(raw: Mapping[str, Any], generation: Mapping[str, Any] | None = 
 
 
 def _read(model_type: str, raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
-    nested = raw.get("text_config") or {}
-    text = {**_TEXT_DEFAULTS.get(nested.get("model_type", model_type), {}), **_flat_text(raw), **nested}
+    nested = raw.get("text_config") or raw.get("language_config") or {}
+    kind = nested.get("model_type") or _TEXT_TYPES.get(model_type, model_type)
+    text = {**_TEXT_DEFAULTS.get(kind, {}), **_flat_text(raw), "model_type": kind, **nested}
     vision = raw.get("vision_config")
     return ModelConfig(
         model_type=model_type,
@@ -207,7 +250,7 @@ def _read(model_type: str, raw: Mapping[str, Any], generation: Mapping[str, Any]
 
 
 def _flat_text(raw: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in raw.items() if k not in ("text_config", "vision_config", "model_type")}
+    return {k: v for k, v in raw.items() if k not in ("text_config", "language_config", "vision_config", "model_type")}
 
 
 def _text_config(text: Mapping[str, Any], raw: Mapping[str, Any], num_deep: int) -> TextConfig:
@@ -217,13 +260,14 @@ def _text_config(text: Mapping[str, Any], raw: Mapping[str, Any], num_deep: int)
     theta = rope.pop("rope_theta", text.get("rope_theta", 10000.0))
     # Some published configs deny at the top what is true of the text model inside: its head is then not stored.
     tie = raw.get("tie_word_embeddings") or text.get("tie_word_embeddings")
+    latent = _latent_config(text)
     return TextConfig(
         hidden_size=hidden,
-        intermediate_size=_need(text, "intermediate_size"),
+        intermediate_size=_need(text, "intermediate_size", "moe_intermediate_size"),  # the first: of plain layers
         num_layers=_need(text, "num_hidden_layers"),
         num_heads=heads,
-        num_kv_heads=text.get("num_key_value_heads") or heads,
-        head_dim=text.get("head_dim") or hidden // heads,
+        num_kv_heads=1 if latent else text.get("num_key_value_heads") or heads,
+        head_dim=latent.rank + latent.turned if latent else text.get("head_dim") or hidden // heads,
         vocab_size=_need(text, "vocab_size"),
         max_position=_need(text, "max_position_embeddings"),
         rms_norm_eps=text.get("rms_norm_eps", 1e-6),
@@ -234,8 +278,22 @@ def _text_config(text: Mapping[str, Any], raw: Mapping[str, Any], num_deep: int)
         model_type=text.get("model_type", raw["model_type"]),
         window=_window(text),
         linear=_linear_config(text),
+        experts=expert_rules(text, _need(text, "num_hidden_layers")),
         num_cross_layers=len(text.get("cross_attention_layers") or ()),
         num_deep=num_deep,
+        latent=latent,
+    )
+
+
+def _latent_config(text: Mapping[str, Any]) -> LatentConfig | None:
+    if not text.get("use_mla"):
+        return None
+    return LatentConfig(
+        rank=_need(text, "kv_lora_rank"),
+        turned=_need(text, "qk_rope_head_dim"),
+        plain=_need(text, "qk_nope_head_dim"),
+        value=_need(text, "v_head_dim"),
+        query_rank=text.get("q_lora_rank"),
     )
 
 
@@ -262,14 +320,16 @@ def _linear_config(text: Mapping[str, Any]) -> LinearConfig | None:
 
 def _vision_config(given: Mapping[str, Any]) -> VisionConfig:
     vision = {**_VISION_DEFAULTS, **_TOWER_DEFAULTS.get(given.get("model_type", ""), {}), **given}
-    hidden = _first(vision, "embed_dim", "hidden_size")
+    hidden = _first(vision, "embed_dim", "hidden_size", "width")
     if hidden is None:
         raise ConfigError("config.json: vision_config has neither embed_dim nor hidden_size")
+    if not isinstance(hidden, int):
+        raise ConfigError(f"config.json: vision_config has several towers ({', '.join(hidden)}); one is supported")
     return VisionConfig(
         hidden_size=hidden,
         intermediate_size=vision.get("intermediate_size") or int(hidden * vision.get("mlp_ratio", 4)),
-        num_layers=_need(vision, "depth", "num_hidden_layers") + vision.get("num_global_layers", 0),
-        num_heads=_need(vision, "num_heads", "num_attention_heads", "attention_heads"),
+        num_layers=_need(vision, "depth", "num_hidden_layers", "layers") + vision.get("num_global_layers", 0),
+        num_heads=_need(vision, "num_heads", "num_attention_heads", "attention_heads", "heads"),
         patch_size=_side(vision["patch_size"]),
         in_channels=_first(given, "in_channels", "in_chans", "num_channels") or vision["in_channels"],
         image_size=vision.get("image_size"),
@@ -281,11 +341,14 @@ def _vision_config(given: Mapping[str, Any]) -> VisionConfig:
         window_size=vision.get("window_size") if "fullatt_block_indexes" in vision else None,
         full_layers=tuple(vision.get("fullatt_block_indexes") or ()),
         deep_layers=tuple(vision.get("deepstack_visual_indexes") or ()),
+        takes_squares=vision.get("takes_squares", False),
     )
 
 
 def _beside_towers(raw: Mapping[str, Any]) -> dict[str, Any]:
     """What belongs to the tower's shape but stands at the top where a projector does the merging."""
+    if "projector_config" in raw:
+        return {"spatial_merge_size": raw["projector_config"].get("downsample_ratio", 2)}
     return {name: raw[name] for name in ("spatial_merge_size",) if raw.get(name) is not None}
 
 

@@ -52,7 +52,7 @@ def load_model(
     elif path is None:
         raise ConfigError(f"load_format={load_format!r} needs a folder to load from; only 'dummy' works without one")
     else:
-        load_weights(path, params.targets, model.rules(), progress=progress)
+        load_weights(path, params.targets, model.rules(), progress=progress, wholes=params.wholes)
     loaded: VisionLanguageModel = model
     return loaded
 

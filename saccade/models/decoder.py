@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from saccade.config import ConfigError, TextConfig
+from saccade.models.experts import EXPERT_RULES, layer_experts
 from saccade.models.interface import Attention
-from saccade.models.layers import Linear, Parameters, RMSNorm, cos_sin, frequencies, rotate
-from saccade.models.weights import Rule
+from saccade.models.layers import Linear, Parameters, RMSNorm, cos_sin, frequencies, rotate, silu_and_mul
+from saccade.models.weights import Rule, under
 
 
 class Biases(NamedTuple):
@@ -41,7 +42,7 @@ class Decoder:
         self.rotary = Rotary(text, params.device)
         self.scale = float(text.head_dim**-0.5) * self.rotary.gain**2  # of scores
         layers = params.within("layers")
-        self.layers = [DecoderLayer(layers.within(i), text, biases, has_qk_norms) for i in range(text.num_layers)]
+        self.layers = [DecoderLayer(layers.within(i), text, biases, has_qk_norms, i) for i in range(text.num_layers)]
         self.norm = RMSNorm(params.within("norm"), text.hidden_size, text.rms_norm_eps)
         self.head = self.table
         if not text.tie_word_embeddings:
@@ -72,7 +73,9 @@ class Decoder:
 
 
 class DecoderLayer:
-    def __init__(self, params: Parameters, text: TextConfig, biases: Biases, has_qk_norms: bool = False) -> None:
+    def __init__(
+        self, params: Parameters, text: TextConfig, biases: Biases, has_qk_norms: bool = False, index: int = 0
+    ) -> None:
         self.heads, self.kv_heads, self.head_dim = text.num_heads, text.num_kv_heads, text.head_dim
         hidden, q, kv = text.hidden_size, self.heads * self.head_dim, self.kv_heads * self.head_dim
         wide = text.intermediate_size
@@ -81,13 +84,15 @@ class DecoderLayer:
         self.qk_norms = QKNorms(params, text) if has_qk_norms else None
         self.out = Linear(params.within("out"), q, hidden, bias=biases.out)
         self.mlp_norm = RMSNorm(params.within("mlp_norm"), hidden, text.rms_norm_eps)
-        self.gate_up = Linear(params.within("gate_up"), hidden, {"gate": wide, "up": wide}, bias=biases.mlp)
-        self.down = Linear(params.within("down"), wide, hidden, bias=biases.mlp)
+        self.experts = layer_experts(params, hidden, text.experts, index)
+        if self.experts is None:
+            self.gate_up = Linear(params.within("gate_up"), hidden, {"gate": wide, "up": wide}, bias=biases.mlp)
+            self.down = Linear(params.within("down"), wide, hidden, bias=biases.mlp)
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention, index: int) -> Tensor:
         x = self.attend(self.attention_norm(x), cos, sin, attention, index).add_(x)
-        gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
-        return self.down(F.silu(gate, inplace=True).mul_(up)).add_(x)
+        normed = self.mlp_norm(x)
+        return (self.experts(normed) if self.experts else self.down(silu_and_mul(self.gate_up(normed)))).add_(x)
 
     def attend(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention, index: int) -> Tensor:
         qkv = self.qkv(x).view(len(x), -1, self.head_dim)  # [T, heads + 2 kv_heads, d]
@@ -235,6 +240,7 @@ def decoder_rules(text: TextConfig) -> tuple[Rule, ...]:
     return (
         Rule("embed_tokens.weight", "embed.weight"),
         *(Rule(f"layers.{{}}.{name}.*", f"layers.{{}}.{ours}.*") for name, ours in layer.items()),
+        *(under(EXPERT_RULES, ("layers.{}.",), "layers.{}.") if text.experts else ()),
         Rule("norm.weight", "norm.weight"),
         Rule("rotary_emb.inv_freq", None),
         Rule("layers.{}.self_attn.rotary_emb.inv_freq", None),

@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from saccade.config import ConfigError
+from saccade.models.layers import Whole
 
 _INDEX = "model.safetensors.index.json"
 _SHOWN = 5  # names listed in an error before it only counts
@@ -45,9 +47,20 @@ def under(rules: Iterable[Rule], sources: Sequence[str], target: str) -> tuple[R
 # --- from a checkpoint --------------------------------------------------------------------------------------------
 
 
-def load_weights(folder: Path, targets: Mapping[str, Tensor], rules: Sequence[Rule], *, progress: bool) -> None:
-    """Stream a folder's safetensors into `targets`, one tensor at a time. Every target must be met exactly once."""
+def load_weights(
+    folder: Path,
+    targets: Mapping[str, Tensor],
+    rules: Sequence[Rule],
+    *,
+    progress: bool,
+    wholes: Mapping[str, Whole] | None = None,
+) -> None:
+    """Stream a folder's safetensors into `targets`, one tensor at a time. Every target must be met exactly once.
+
+    Where the folder has one of the `wholes`, that stands for the targets it consists of.
+    """
     homes = _homes(folder)
+    targets = _as_stored(homes, targets, rules, wholes or {})
     plan = _plan(homes, targets, rules)
     with tqdm(total=len(plan), desc="Loading weights", unit=" tensors", disable=not progress) as bar:
         for file, names in _by_file(plan, homes).items():
@@ -100,6 +113,19 @@ def _open(file: Path) -> Any:
         raise ConfigError(f"{file} is damaged or half-downloaded ({error}); download it again") from error
 
 
+def _as_stored(
+    names: Iterable[str], targets: Mapping[str, Tensor], rules: Sequence[Rule], wholes: Mapping[str, Whole]
+) -> Mapping[str, Tensor]:
+    """The targets, cut as this checkpoint cuts them."""
+    if not wholes:
+        return targets
+    found = {hit.target for name in names if (hit := _translate(name, rules)) is not None}
+    stored = {name: whole for name, whole in wholes.items() if name in found}
+    covered = {part for whole in stored.values() for part in whole.parts}
+    separate = {name: tensor for name, tensor in targets.items() if name not in covered}
+    return {**separate, **{name: whole.tensor for name, whole in stored.items()}}
+
+
 def _plan(names: Iterable[str], targets: Mapping[str, Tensor], rules: Sequence[Rule]) -> dict[str, str]:
     """Checkpoint name -> target, for all that are needed; leftovers no rule knows and unmet targets are errors."""
     found = {name: _translate(name, rules) for name in names}
@@ -147,9 +173,13 @@ def _shared_levels(name: str, other: str) -> int:
 
 def _match(template: str, name: str) -> tuple[str, ...] | None:
     """What stands for the blanks of the template in this name, or None when it does not fit."""
-    pattern = re.escape(template).replace(r"\{\}", r"(\d+)").replace(r"\*", r"(\w+)")
-    found = re.fullmatch(pattern, name)
+    found = _pattern(template).fullmatch(name)
     return found.groups() if found else None
+
+
+@lru_cache(maxsize=4096)  # a model with experts has tens of thousands of names to try
+def _pattern(template: str) -> re.Pattern[str]:
+    return re.compile(re.escape(template).replace(r"\{\}", r"(\d+)").replace(r"\*", r"(\w+)"))
 
 
 def _fill(template: str, blanks: tuple[str, ...]) -> str:
