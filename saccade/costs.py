@@ -6,7 +6,10 @@ follows from the number of tokens is here.
 
 from __future__ import annotations
 
-from saccade.config import ModelConfig, TextConfig, VisionConfig
+import math
+from fractions import Fraction
+
+from saccade.config import LatentConfig, ModelConfig, TextConfig, VisionConfig
 from saccade.types import Size
 
 GIB = 1 << 30
@@ -17,6 +20,14 @@ def dtype_bytes(dtype: str) -> int:
     if dtype not in _DTYPE_BYTES:
         raise ValueError(f"dtype must be one of {', '.join(_DTYPE_BYTES)}, not {dtype!r}")
     return _DTYPE_BYTES[dtype]
+
+
+def kept_tokens(tokens: int, pruning: float) -> int:
+    """What is left of a frame group's tokens when this share of them goes, rounded up.
+
+    The share is meant as it is written: 0.29 of 100 is 29, not the 28 that its nearest binary number leaves.
+    """
+    return tokens - math.floor(Fraction(repr(float(pruning))) * tokens)
 
 
 def blocks_for(tokens: int, block_size: int = 16) -> int:
@@ -33,7 +44,8 @@ def kv_bytes_per_token_layer(num_kv_heads: int, head_dim: int, dtype: str) -> in
 
 
 def kv_bytes_per_token(text: TextConfig, dtype: str) -> int:
-    return text.num_kv_layers * kv_bytes_per_token_layer(text.num_kv_heads, text.head_dim, dtype)
+    both = kv_bytes_per_token_layer(text.num_kv_heads, text.head_dim, dtype)
+    return text.num_kv_layers * (both // 2 if text.latent else both)  # a latent vector is key and value at once
 
 
 def kv_bytes_per_block(text: TextConfig, dtype: str, block_size: int = 16) -> int:
@@ -122,10 +134,14 @@ def prompt_bytes_per_token(text: TextConfig, dtype: str) -> int:
     """Most that a prompt's token takes, in the MLP of a layer whose attention is not forgotten yet.
 
     the row it came as; q, k, v and what attention gave; the stream before and after; its norm; gate and up, and
-    their product; the cosines and sines of its position
+    their product; the cosines and sines of its position. With experts: its row for each of them, by expert and by
+    token, and one expert that all tokens may go to
     """
     attention = 2 * (text.num_heads + text.num_kv_heads) * text.head_dim
     mlp = 3 * text.hidden_size + 3 * text.intermediate_size
+    if text.experts:
+        routed = 2 * text.experts.per_token * text.hidden_size + 3 * max(text.experts.width, text.experts.shared)
+        mlp = max(mlp, 3 * text.hidden_size + routed)
     return (text.embedding_size + attention + mlp + 2 * text.head_dim) * dtype_bytes(dtype)
 
 
@@ -138,11 +154,23 @@ def sampling_bytes_per_row(text: TextConfig) -> int:
 
 
 def decoder_layer_params(text: TextConfig) -> int:
-    """Matrix parameters of one decoder layer (norms and biases are noise beside them)."""
+    """Matrix parameters of one decoder layer without experts (norms and biases are noise beside them)."""
+    return _attention_params(text) + 3 * text.hidden_size * text.intermediate_size
+
+
+def _attention_params(text: TextConfig) -> int:
     q = text.hidden_size * text.num_heads * text.head_dim
     kv = 2 * text.hidden_size * text.num_kv_heads * text.head_dim
-    mlp = 3 * text.hidden_size * text.intermediate_size
-    return 2 * q + kv + mlp
+    return _latent_params(text, text.latent) if text.latent else 2 * q + kv
+
+
+def _latent_params(text: TextConfig, latent: LatentConfig) -> int:
+    """Queries, what is kept, the ways from there to every head's keys and values, and the way out."""
+    hidden, rank = text.hidden_size, latent.query_rank
+    queries = text.num_heads * (latent.plain + latent.turned)
+    asked = rank * (hidden + queries) if rank else hidden * queries
+    expanded = latent.rank * text.num_heads * (latent.plain + latent.value)
+    return asked + hidden * (latent.rank + latent.turned) + expanded + text.num_heads * latent.value * hidden
 
 
 def decoder_params(text: TextConfig) -> int:
@@ -152,13 +180,31 @@ def decoder_params(text: TextConfig) -> int:
 
 
 def _all_layer_params(text: TextConfig) -> int:
+    return _all_mixer_params(text) + _all_mlp_params(text)
+
+
+def active_layer_params(text: TextConfig) -> int:
+    """Of these, the ones that a token is multiplied with: all but the experts it does not go to."""
+    return _all_mixer_params(text) + _all_mlp_params(text, is_active=True)
+
+
+def _all_mixer_params(text: TextConfig) -> int:
+    """What mixes tokens, in all layers."""
     if text.linear is None:
-        return text.num_layers * decoder_layer_params(text)
+        return text.num_layers * _attention_params(text)
     linear, values = text.linear, text.linear.value_heads * text.linear.value_dim
     gate = text.hidden_size * text.num_heads * text.head_dim  # in models with such layers, attention has one too
     mixer = text.hidden_size * (linear.channels + 2 * values + 2 * linear.value_heads)
-    mlp = 3 * text.hidden_size * text.intermediate_size
-    return text.num_kv_layers * (decoder_layer_params(text) + gate) + len(linear.layers) * (mixer + mlp)
+    return text.num_kv_layers * (_attention_params(text) + gate) + len(linear.layers) * mixer
+
+
+def _all_mlp_params(text: TextConfig, *, is_active: bool = False) -> int:
+    rules, plain = text.experts, 3 * text.hidden_size * text.intermediate_size
+    if rules is None:
+        return text.num_layers * plain
+    width = rules.active_width if is_active else rules.total_width
+    routed = text.hidden_size * (3 * width + rules.count + rules.shared_gate)
+    return (text.num_layers - len(rules.layers)) * plain + len(rules.layers) * routed
 
 
 def encoder_layer_params(vision: VisionConfig) -> int:
@@ -188,7 +234,7 @@ def weight_bytes(model: ModelConfig, dtype: str) -> int:
 
 def prefill_flops(text: TextConfig, new_tokens: int, context: int = 0) -> int:
     """Multiply-adds (x 2) to compute `new_tokens` after `context` tokens, logits of the last one included."""
-    matrices = 2 * new_tokens * text.num_layers * decoder_layer_params(text)
+    matrices = 2 * new_tokens * active_layer_params(text)
     pairs = new_tokens * context + new_tokens * (new_tokens + 1) // 2
     attention = 4 * pairs * text.num_layers * text.num_heads * text.head_dim
     return matrices + attention + 2 * text.vocab_size * text.hidden_size

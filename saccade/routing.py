@@ -21,7 +21,6 @@ class ExpertRules:
     scale: float = 1.0  # of the weights
     shared: int = 0  # width of the MLP that every token goes through as well; 0: there is none
     shared_gate: bool = False  # what comes out of that one is weighted by token
-    is_transposed: bool = False  # a checkpoint that has all experts in one tensor stores them [experts, in, out]
 
     @property
     def active_width(self) -> int:

@@ -20,6 +20,7 @@ from tests import (
     family_mistral3,
     family_mllama,
     family_qwen2_5_vl,
+    family_moe,
     family_qwen3_5,
     family_qwen3_vl,
 )
@@ -73,6 +74,11 @@ FAMILIES: dict[str, ModelFamily] = {
         family_qwen3_vl.build, "<|vision_start|><|image_pad|><|vision_end|>", family_qwen3_vl.reference
     ),
     "deepseek_vl": _unknown(family_fallback.deepseek_vl, "<image_placeholder>"),
+    "qwen3_vl_moe": ModelFamily(family_moe.build_vl, family_moe.PICTURE, family_moe.reference_vl),
+    "qwen3_5_moe": ModelFamily(family_moe.build_hybrid, family_moe.PICTURE, family_moe.reference_hybrid),
+    "deepseek_vl_v2": ModelFamily(
+        family_deepseek_vl_v2.build, family_deepseek_vl_v2.PICTURE, family_deepseek_vl_v2.reference, ("published",)
+    ),
     "idefics3": _unknown(family_fallback.idefics3, "<image>"),
     "internvl": _unknown(family_fallback.internvl, "<IMG_CONTEXT>"),
     "llava": ModelFamily(checkpoints.llava, "<image>\n", _llava_reference),

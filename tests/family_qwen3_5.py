@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ def build(
     seed: int = 0,
     text: dict[str, Any] | None = None,
     vision: dict[str, Any] | None = None,
+    kinds: tuple[Any, Any] = (Qwen3_5Config, Qwen3_5ForConditionalGeneration),
+    prepare: Callable[[Any], None] = lambda model: None,
 ) -> Path:
     """Every structural feature on: both kinds of layers, shared key heads in both, heads that turn in part."""
     tokenizer = checkpoints.qwen_tokenizer()
@@ -57,7 +60,7 @@ def build(
         **(text or {}),
     }
     tower = {name: value for name, value in VISION.items() if name != "deepstack_visual_indexes"}
-    config = Qwen3_5Config(
+    config = kinds[0](
         text_config=text_config,
         vision_config={**tower, "out_hidden_size": text_config["hidden_size"], **(vision or {})},
         image_token_id=ids["<|image_pad|>"],
@@ -66,9 +69,10 @@ def build(
         vision_end_token_id=ids["<|vision_end|>"],
         tie_word_embeddings=False,
     )
-    model = Qwen3_5ForConditionalGeneration(config).float().eval()
+    model = kinds[1](config).float().eval()
     checkpoints.randomise(model, seed)
     _soften(model)
+    prepare(model)
     model.save_pretrained(folder)
     settings = {
         "image_processor_type": "Qwen2VLImageProcessorFast",
@@ -110,7 +114,7 @@ def _publish(folder: Path) -> None:
     text["full_attention_interval"] = 2
     text["dtype"] = config.pop("dtype", "float32")
     vision.pop("rope_parameters", None)
-    vision["model_type"] = "qwen3_5"
+    vision["model_type"] = config["model_type"]
     checkpoints._write(file, config)
     weights = load_file(folder / "model.safetensors")
     hidden = text["hidden_size"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,8 @@ def build(
     seed: int = 0,
     text: dict[str, Any] | None = None,
     vision: dict[str, Any] | None = None,
+    kinds: tuple[Any, Any] = (Qwen3VLConfig, Qwen3VLForConditionalGeneration),
+    prepare: Callable[[Any], None] = lambda model: None,
 ) -> Path:
     """Every structural feature on: deep features, learned positions, interleaved axes, norms of queries and keys,
     heads that are wider together than the stream."""
@@ -54,7 +57,7 @@ def build(
         "eos_token_id": ids["<|im_end|>"],
         **(text or {}),
     }
-    config = Qwen3VLConfig(
+    config = kinds[0](
         text_config=text_config,
         vision_config={**VISION, "out_hidden_size": text_config["hidden_size"], **(vision or {})},
         image_token_id=ids["<|image_pad|>"],
@@ -63,7 +66,10 @@ def build(
         vision_end_token_id=ids["<|vision_end|>"],
         tie_word_embeddings=True,
     )
-    checkpoints._save_model(Qwen3VLForConditionalGeneration, config, folder, seed, "5GB")
+    model = kinds[1](config).float().eval()
+    checkpoints.randomise(model, seed)
+    prepare(model)
+    model.save_pretrained(folder)
     settings = {
         "image_processor_type": "Qwen2VLImageProcessorFast",
         "image_mean": [0.5, 0.5, 0.5],
@@ -94,7 +100,7 @@ def _publish_config(file: Path) -> None:
     text["rope_scaling"] = rope
     text["dtype"] = config.pop("dtype", "float32")
     vision.pop("rope_parameters", None)
-    vision["model_type"] = "qwen3_vl"
+    vision["model_type"] = config["model_type"]
     checkpoints._write(file, config)
 
 

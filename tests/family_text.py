@@ -7,7 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -16,18 +19,30 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from tests import checkpoints
 from tests.reference import Reference, load
 
 KINDS: Mapping[str, tuple[Any, Any]] = {
+    "deepseek_v2": (DeepseekV2Config, DeepseekV2ForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
 }
 ROPE: Mapping[str, Mapping[str, Any]] = {
+    "deepseek_v2": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.707,
+    },
     "llama": {
         "rope_type": "llama3",
         "rope_theta": 10000.0,
@@ -44,12 +59,37 @@ ROPE: Mapping[str, Mapping[str, Any]] = {
         "original_max_position_embeddings": 64,
     },
     "qwen3": {"rope_type": "default", "rope_theta": 1000000.0},
+    "qwen3_moe": {"rope_type": "default", "rope_theta": 1000000.0},
 }
 FEATURES: Mapping[str, Mapping[str, Any]] = {  # what only some of the line have
+    "deepseek_v2": {
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 32,
+        "q_lora_rank": 40,
+        "qk_nope_head_dim": 24,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 20,
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 48,
+        "n_routed_experts": 8,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 3,
+        "topk_method": "group_limited_greedy",
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 1.5,
+    },
     "llama": {"attention_bias": True, "mlp_bias": True},
     "mistral": {"head_dim": 32, "sliding_window": None},
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"head_dim": 32, "attention_bias": True, "tie_word_embeddings": True},
+    "qwen3_moe": {
+        "head_dim": 32,
+        "moe_intermediate_size": 24,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "mlp_only_layers": [1],
+    },
 }
 TEMPLATE = (  # as text models have it: content is a string, nothing else
     "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
@@ -82,12 +122,21 @@ def build(
     )
     model = make_model(config).float().eval()
     checkpoints.randomise(model, seed)
+    enliven_experts(model)
     model.save_pretrained(folder)
     if layout == "published":
         _publish(folder / "config.json")
     names = {"eos": "<|im_end|>", "pad": "<|endoftext|>"} if is_qwen else {"eos": "</s>", "bos": "<s>"}
     checkpoints._write_tokenizer(folder, tokenizer, TEMPLATE, layout, **names)
     return folder
+
+
+def enliven_experts(model: torch.nn.Module) -> None:
+    """Where all experts are one tensor, weights were drawn for the inputs of all matrices in it."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".experts." in name and parameter.dim() == 3:
+                parameter.mul_(parameter.shape[1] ** 0.5)
 
 
 def _publish(file: Path) -> None:
@@ -98,6 +147,8 @@ def _publish(file: Path) -> None:
     config["rope_scaling"] = None if rope["rope_type"] == "default" else rope
     config["torch_dtype"] = config.pop("dtype")
     config.pop("layer_types", None)
+    if "num_local_experts" in config:
+        config["num_experts"] = config.pop("num_local_experts")
     checkpoints._write(file, config)
 
 

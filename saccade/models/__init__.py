@@ -29,8 +29,11 @@ _FAMILIES: Mapping[str, tuple[str, str]] = {  # model_type -> (module, class); a
     "qwen3_5": ("saccade.models.qwen3_5", "Qwen3_5"),
 }
 
+    "qwen3_moe": ("saccade.models.qwen3_moe", "Qwen3Moe"),
 
+    "qwen3_vl_moe": ("saccade.models.qwen3_vl_moe", "Qwen3VLMoe"),
 def load_model(
+    "qwen3_5_moe": ("saccade.models.qwen3_5_moe", "Qwen3_5Moe"),
     path: Path | None,
     config: ModelConfig,
     *,

@@ -43,7 +43,7 @@ class Experts:
                 params.add(f"{expert}.{name}.weight", tensor[expert])
         for whole, tensor, names in (("gate_up", self.gate_up, ("gate", "up")), ("down", self.down, ("down",))):
             parts = [f"{expert}.{name}.weight" for name in names for expert in range(self.rules.count)]
-            params.add_whole(whole, tensor.mT if self.rules.is_transposed else tensor, parts)
+            params.add_whole(whole, tensor, parts)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, H] -> [T, H]"""

@@ -12,6 +12,7 @@ from torch import Tensor
 from saccade.config import ConfigError, LinearConfig, TextConfig
 from saccade.models.decoder import Rotary, decoder_rules
 from saccade.models.delta import GatedDeltaNet
+from saccade.models.experts import GatedMLP, layer_experts
 from saccade.models.interface import Attention, States
 from saccade.models.layers import Linear, Parameters, rotate
 from saccade.models.qwen3_vl import Qwen3VL
@@ -92,8 +93,8 @@ class HybridLayer:
         else:
             self.index, self.attend = index - before, GatedAttention(params, text)
         self.mlp_norm = CenteredNorm(params.within("mlp_norm"), hidden, eps)
-        self.gate_up = Linear(params.within("gate_up"), hidden, {"gate": wide, "up": wide})
-        self.down = Linear(params.within("down"), wide, hidden)
+        experts = layer_experts(params, hidden, text.experts, index)
+        self.mlp = experts or GatedMLP(params, hidden, wide)
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention, states: States) -> Tensor:
         normed = self.attention_norm(x)
@@ -101,8 +102,7 @@ class HybridLayer:
             x = x + self.delta(normed, states, self.index)
         elif self.attend is not None:
             x = x + self.attend(normed, cos, sin, attention, self.index)
-        gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
-        return self.down(F.silu(gate).mul_(up)).add_(x)
+        return self.mlp(self.mlp_norm(x)).add_(x)
 
 
 class GatedAttention:

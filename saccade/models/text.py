@@ -50,6 +50,6 @@ def variant_of(model_type: str, given: Mapping[str, Any]) -> Variant:
     if model_type == "mistral":
         return Variant(Biases(), False)
     attention, mlp = bool(given.get("attention_bias")), bool(given.get("mlp_bias"))
-    if model_type == "qwen3":
+    if model_type in ("qwen3", "qwen3_moe"):
         return Variant(Biases(qkv=attention, out=attention), True)
     return Variant(Biases(qkv=attention, out=attention, mlp=mlp), False)

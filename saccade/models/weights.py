@@ -59,14 +59,15 @@ def load_weights(
 
     Where the folder has one of the `wholes`, that stands for the targets it consists of.
     """
-    homes = _homes(folder)
-    targets = _as_stored(homes, targets, rules, wholes or {})
+    homes, wholes = _homes(folder), wholes or {}
+    targets = _as_stored(homes, targets, rules, wholes)
     plan = _plan(homes, targets, rules)
     with tqdm(total=len(plan), desc="Loading weights", unit=" tensors", disable=not progress) as bar:
         for file, names in _by_file(plan, homes).items():
             with _open(file) as handle:
                 for name in names:
-                    _copy(handle.get_tensor(name), targets[plan[name]], name, file)
+                    stored, target = handle.get_tensor(name), targets[plan[name]]
+                    _copy(_upright(stored, target) if plan[name] in wholes else stored, target, name, file)
                     bar.update()
 
 
@@ -163,7 +164,8 @@ def _name_in(found: Iterable[str], target: str, rules: Sequence[Rule]) -> str:
         for rule in rules
         if rule.target is not None and (blanks := _match(rule.target, target)) is not None
     ]
-    return max(candidates, key=lambda name: max((_shared_levels(name, other) for other in found), default=0))
+    levels = {name: max((_shared_levels(name, other) for other in found), default=0) for name in candidates}
+    return max(levels, key=lambda name: levels[name], default=target)
 
 
 def _shared_levels(name: str, other: str) -> int:
@@ -193,12 +195,18 @@ def _by_file(plan: Iterable[str], homes: Mapping[str, Path]) -> dict[Path, list[
     return files
 
 
+def _upright(stored: Tensor, target: Tensor) -> Tensor:
+    """Many matrices in one tensor were published both as [.., out, in] and as [.., in, out]."""
+    return stored.mT if stored.shape != target.shape and stored.mT.shape == target.shape else stored
+
+
 def _copy(tensor: Tensor, target: Tensor, name: str, file: Path) -> None:
-    if tensor.shape != target.shape:
-        raise ConfigError(
-            f"{name} in {file.name} has the shape {list(tensor.shape)}, but config.json asks for {list(target.shape)}"
-        )
-    target.copy_(tensor)  # converts and moves to the device on the way
+    """A target with more dimensions has the tensor's first one unfolded: its rows were published in another order."""
+    first = max(target.dim() - tensor.dim(), 0) + 1
+    asked = [math.prod(target.shape[:first]), *target.shape[first:]]
+    if tensor.shape != target.shape and list(tensor.shape) != asked:
+        raise ConfigError(f"{name} in {file.name} has the shape {list(tensor.shape)}, but config.json asks for {asked}")
+    target.copy_(tensor.view(target.shape))  # converts and moves to the device on the way
 
 
 def _some(names: Sequence[str]) -> str:

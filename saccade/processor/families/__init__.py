@@ -18,7 +18,10 @@ from saccade.processor.families.qwen2_5_vl import Qwen2_5VL
 from saccade.processor.families.qwen2_vl import Qwen2VL
 from saccade.processor.families.qwen3_5 import Qwen3_5
 from saccade.processor.families.qwen3_vl import Qwen3VL
+from saccade.processor.families.qwen3_5_moe import Qwen3_5Moe
 from saccade.processor.families.text import Text
+from saccade.processor.families.qwen3_vl_moe import Qwen3VLMoe
+from saccade.processor.families.qwen_vl import QwenVL
 
 FAMILIES: dict[str, type[Family]] = {
     "llava": Llava,
@@ -28,7 +31,7 @@ FAMILIES: dict[str, type[Family]] = {
     "mistral3": Mistral3,
     "mllama": Mllama,
     "qwen2_vl": Qwen2VL,
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), Text),
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "qwen3_moe"), Text),
     "qwen2_5_vl": Qwen2_5VL,
     "qwen3_vl": Qwen3VL,
     "qwen3_5": Qwen3_5,
@@ -36,9 +39,10 @@ FAMILIES: dict[str, type[Family]] = {
 
 VIDEO: dict[str, Callable[[Files], VideoRules | None]] = {
     "qwen2_vl": frame_groups.qwen2_vl,
+    "qwen3_vl_moe": Qwen3VLMoe,
     "qwen2_5_vl": frame_groups.qwen2_5_vl,
-    "qwen3_vl": frame_groups.qwen3_vl,
-    "qwen3_5": frame_groups.qwen3_vl,
+    "qwen3_5_moe": Qwen3_5Moe,
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), frame_groups.qwen3_vl),
 }
 """Families that take video; the others take pictures only."""
 

@@ -1,0 +1,10 @@
+"""Qwen3.5 with experts in its decoder; one MLP beside them every token goes through."""
+
+from __future__ import annotations
+
+from saccade.models.experts import WHY_PLAIN
+from saccade.models.qwen3_5 import Qwen3_5
+
+
+class Qwen3_5Moe(Qwen3_5):
+    why_plain = f"{Qwen3_5.why_plain}, and {WHY_PLAIN}"

@@ -1,0 +1,12 @@
+"""Qwen3.5 with experts: pictures as in Qwen3-VL."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from saccade.processor.families.qwen3_vl import Qwen3VL
+
+
+@dataclass(frozen=True, slots=True)
+class Qwen3_5Moe(Qwen3VL):
+    pass
