@@ -53,7 +53,7 @@ _TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "use_sliding_window": False,
     },
     "qwen3": {"use_sliding_window": False, "head_dim": 128},
-    "deepseek_v2": {
+    "ministral3": {"head_dim": 128, "rms_norm_eps": 1e-5},
     "qwen3_moe": {"use_sliding_window": False},
     "qwen3_vl_moe_text": {"norm_topk_prob": True},
     "qwen3_5_moe_text": {"norm_topk_prob": True},

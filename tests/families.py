@@ -88,3 +88,4 @@ FAMILIES: dict[str, ModelFamily] = {
     "mistral3": ModelFamily(family_mistral3.build, "[IMG]", family_mistral3.reference),
     "llava_onevision": ModelFamily(family_llava_onevision.build, "<image>\n", family_llava_onevision.reference),
 }
+    "ministral3": ModelFamily(family_mistral3.build_ministral, "[IMG]", family_mistral3.reference, ("saved",)),

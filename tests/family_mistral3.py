@@ -29,6 +29,18 @@ TEMPLATE = (
     "{% if part['type'] == 'image' %}[IMG]{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}[/INST]"
     "{% else %}{{ message['content'] }}{{ eos_token }}{% endif %}{% endfor %}"
 )
+MINISTRAL_ROPE = {
+    "rope_type": "yarn",
+    "type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 8,  # so that short prompts are long ones
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.4,
+}
 VISION = {
     "hidden_size": 48,
     "intermediate_size": 96,
@@ -64,6 +76,27 @@ def build(folder: Path, *, layout: str = "saved", seed: int = 0, vision: dict[st
         image_token_index=made.token_to_id("[IMG]"),
         spatial_merge_size=2,
         tie_word_embeddings=False,
+    )
+    checkpoints._save_model(Mistral3ForConditionalGeneration, config, folder, seed, "5GB")
+    return _write_rest(folder, made, layout, merge=2, longest=140)
+
+
+def build_ministral(
+    folder: Path, *, layout: str = "saved", seed: int = 0, rope: dict[str, Any] | None = None, ties: bool = False
+) -> Path:
+    """Ministral 3: the same tower before a decoder whose rotary waves are stretched and whose queries grow.
+
+    The hub's folders are as Transformers saves them: there is one layout.
+    """
+    made = tokenizer(adds_bos=True)
+    text = text_config("ministral3", made, head_dim=24, rope_parameters={**MINISTRAL_ROPE, **(rope or {})})
+    text.tie_word_embeddings = ties
+    config = Mistral3Config(
+        text_config=text,
+        vision_config=PixtralVisionConfig(**VISION),
+        image_token_index=made.token_to_id("[IMG]"),
+        spatial_merge_size=2,
+        tie_word_embeddings=ties,
     )
     checkpoints._save_model(Mistral3ForConditionalGeneration, config, folder, seed, "5GB")
     return _write_rest(folder, made, layout, merge=2, longest=140)

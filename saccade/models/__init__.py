@@ -22,6 +22,7 @@ _FAMILIES: Mapping[str, tuple[str, str]] = {  # model_type -> (module, class); a
     "llava_onevision": ("saccade.models.llava_onevision", "LlavaOnevision"),
     "mistral3": ("saccade.models.mistral3", "Mistral3"),
     "mllama": ("saccade.models.mllama", "Mllama"),
+    "ministral3": ("saccade.models.ministral3", "Ministral3"),
     "qwen2_vl": ("saccade.models.qwen2_vl", "Qwen2VL"),
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), ("saccade.models.text", "Text")),
     "qwen2_5_vl": ("saccade.models.qwen2_5_vl", "Qwen2_5VL"),
@@ -59,11 +60,20 @@ def load_model(
     loaded: VisionLanguageModel = model
     return loaded
 
+        _refuse_quantised(config)
 
 def _vision_ops(device: torch.device) -> VisionOps:
     if device.type != "cuda":
         return TorchVision()
     fused: VisionOps = import_module("saccade.models.fused_vision").FusedVision()  # needs Triton, as only CUDA does
+def _refuse_quantised(config: ModelConfig) -> None:
+    method = (config.raw.get("quantization_config") or {}).get("quant_method")
+    if method is not None:
+        raise ConfigError(
+            f"the checkpoint's weights are quantised ({method!r}), which is not supported; take the one in bfloat16"
+        )
+
+
     return fused
 
 

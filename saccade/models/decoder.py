@@ -14,6 +14,7 @@ from saccade.config import ConfigError, TextConfig
 from saccade.models.experts import EXPERT_RULES, layer_experts
 from saccade.models.interface import Attention
 from saccade.models.layers import Linear, Parameters, RMSNorm, cos_sin, frequencies, rotate, silu_and_mul
+from saccade.models.temper import temper_of
 from saccade.models.weights import Rule, under
 
 
@@ -41,6 +42,7 @@ class Decoder:
         self.embedding_size = text.embedding_size
         self.rotary = Rotary(text, params.device)
         self.scale = float(text.head_dim**-0.5) * self.rotary.gain**2  # of scores
+        self.temper = temper_of(text.rope_scaling)
         layers = params.within("layers")
         self.layers = [DecoderLayer(layers.within(i), text, biases, has_qk_norms, i) for i in range(text.num_layers)]
         self.norm = RMSNorm(params.within("norm"), text.hidden_size, text.rms_norm_eps)
@@ -56,6 +58,8 @@ class Decoder:
 
     def forward(self, embeds: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         cos, sin = self.rotary(positions, embeds.dtype)  # [T, 1, d]
+        if self.temper is not None:
+            attention = self.temper.around(attention, positions)
         x, *deep = self.parts(embeds)
         for index, layer in enumerate(self.layers):
             x = layer(x, cos, sin, attention, index)

@@ -25,6 +25,7 @@ It turns queries and keys by their positions and stores the new keys and values.
 
 class FusedDecoder:
     def __init__(self, decoder: Decoder, kv: PagedKV) -> None:
+        assert decoder.temper is None and not any(layer.experts for layer in decoder.layers), "a model with `why_plain`"
         self.decoder = decoder
         self.kv = kv
         self._workspace = new_workspace(decoder)

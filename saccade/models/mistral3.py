@@ -1,17 +1,29 @@
-"""Mistral 3: Pixtral's tower, whose neighbouring patches are merged before the projector."""
+"""Mistral 3 and Ministral 3: Pixtral's tower, whose neighbouring patches are merged before the projector."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from saccade.config import ConfigError, VisionConfig
+from saccade.models.decoder import Biases, Decoder
 from saccade.models.layers import Linear, Parameters, RMSNorm
 from saccade.models.llava import PROJECTOR_RULES, Projector
 from saccade.models.pixtral import LlavaPixtral
+from saccade.models.temper import WHY_PLAIN
 from saccade.models.weights import Rule
 
 
 class Mistral3(LlavaPixtral):
+    why_plain: str  # of those with the decoder of Ministral 3 alone
+
+    def make_decoder(self, params: Parameters) -> Decoder:
+        if self.config.text.model_type != "ministral3":
+            return super().make_decoder(params)
+        decoder = Decoder(params, self.config.text, Biases())
+        if decoder.temper is not None:
+            self.why_plain = WHY_PLAIN
+        return decoder
+
     def make_projector(self, params: Parameters, vision: VisionConfig) -> Projector:
         if self.tower.width != vision.hidden_size:
             layers = self.config.raw["vision_feature_layer"]

@@ -35,7 +35,10 @@ class LlavaPixtral(OnDecoder):
         self.layout = PatchLayout(vision.patch_size, vision.spatial_merge_size)
         self.tower = PixtralTower(params.within("vision"), vision, config.raw)
         self.projector = self.make_projector(params.within("projector"), vision)
-        self.decoder = Decoder(params.within("decoder"), config.text, decoder_biases(config.text, config.raw))
+        self.decoder = self.make_decoder(params.within("decoder"))
+
+    def make_decoder(self, params: Parameters) -> Decoder:
+        return Decoder(params, self.config.text, decoder_biases(self.config.text, self.config.raw))
 
     def make_projector(self, params: Parameters, vision: VisionConfig) -> Projector:
         if drops_first(self.config.raw):

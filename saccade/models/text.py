@@ -47,7 +47,7 @@ def variant_of(model_type: str, given: Mapping[str, Any]) -> Variant:
     """What a decoder of this type has beside its matrices; `given` is the part of config.json about it."""
     if model_type == "qwen2":
         return Variant(Biases(qkv=True), False)
-    if model_type == "mistral":
+    if model_type in ("mistral", "ministral3"):
         return Variant(Biases(), False)
     attention, mlp = bool(given.get("attention_bias")), bool(given.get("mlp_bias"))
     if model_type in ("qwen3", "qwen3_moe"):

@@ -31,7 +31,7 @@ FAMILIES: dict[str, type[Family]] = {
     "mistral3": Mistral3,
     "mllama": Mllama,
     "qwen2_vl": Qwen2VL,
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "qwen3_moe"), Text),
+    **dict.fromkeys(("llama", "mistral", "ministral3", "qwen2", "qwen3", "qwen3_moe"), Text),
     "qwen2_5_vl": Qwen2_5VL,
     "qwen3_vl": Qwen3VL,
     "qwen3_5": Qwen3_5,
