@@ -43,6 +43,13 @@ class Size(NamedTuple):
     width: int
     height: int
 
+    def inside(self, box: Size) -> Size:
+        """As large as fits the box, aspect ratio kept: one side is the box's, the other rounded as Pillow rounds it."""
+        ratio, limit = self.width / self.height, box.width / box.height
+        if ratio > limit:
+            return Size(box.width, max(1, round(self.height / self.width * box.width)))
+        return Size(max(1, round(ratio * box.height)) if ratio < limit else box.width, box.height)
+
 
 class Grid(NamedTuple):
     """Patches the encoder sees: time x height x width, before any merging."""

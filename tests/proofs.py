@@ -82,7 +82,7 @@ class Subject:
         attention = PagedAttention(
             kv,
             AttentionBatch([len(prompt)], [len(prompt)], places[None], places, 1),
-            self.config.text.head_dim**-0.5,
+            self.model.decoder.scale,
         )
         hidden = self.model.forward(embeds, torch.from_numpy(prompt.positions), attention)
         logits: torch.Tensor = self.model.logits(hidden)

@@ -48,7 +48,7 @@ class PagedKV(NamedTuple):
     """Keys and values of every token the engine remembers."""
 
     k: Tensor  # [layers that keep them, num_blocks * block_size, kv_heads, d]
-    v: Tensor
+    v: Tensor  # the same tensor where one vector is key and value
 
     @classmethod
     def allocate(
@@ -56,7 +56,8 @@ class PagedKV(NamedTuple):
     ) -> PagedKV:
         shape = (config.num_kv_layers, num_blocks * block_size, config.num_kv_heads, config.head_dim)
         # Written, not only reserved: memory that is missing is then missing at the start, not under some request.
-        return cls(*(torch.empty(shape, dtype=dtype, device=device).zero_() for _ in range(2)))
+        k = torch.empty(shape, dtype=dtype, device=device).zero_()
+        return cls(k, k if config.latent else torch.empty_like(k).zero_())
 
     def clear(self, blocks: Sequence[int], block_size: int) -> None:
         """Zero blocks that are about to be filled in part.
@@ -119,7 +120,8 @@ class PagedAttention:
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         k_cache, v_cache = self.kv.k[layer], self.kv.v[layer]
         k_cache.index_copy_(0, self.batch.slots, k)
-        v_cache.index_copy_(0, self.batch.slots, v)
+        if self.kv.v is not self.kv.k:
+            v_cache.index_copy_(0, self.batch.slots, v)
         return self.backend(q, k_cache, v_cache, self.batch, self.scale)
 
 

@@ -13,6 +13,7 @@ import huggingface_hub
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from saccade.config import ConfigError, ModelConfig, model_config
+from saccade.processor.families import built_in_template
 
 BUILTIN = Path(__file__).parent.parent / "builtin"
 """A small trained model that comes with the package."""
@@ -44,14 +45,15 @@ def open_checkpoint(model: str | None, *, weights: bool = True) -> Checkpoint:
     processor = _read_optional(path / "processor_config.json")
     nested, nested_video = processor.pop("image_processor", None), processor.pop("video_processor", None)
     tokenizer_config = _read_optional(path / "tokenizer_config.json")
+    config = model_config(raw, _read_optional(path / "generation_config.json"))
     return Checkpoint(
         path=path,
-        config=model_config(raw, _read_optional(path / "generation_config.json")),
-        image_processor=_read_optional(path / "preprocessor_config.json") or nested or {},
+        config=config,
+        image_processor=_read_optional(path / "preprocessor_config.json") or nested or _pixel_settings(processor),
         video_processor=_read_optional(path / "video_preprocessor_config.json") or nested_video or {},
         processor=processor,
         tokenizer_config=tokenizer_config,
-        chat_template=_chat_template(path, tokenizer_config),
+        chat_template=_chat_template(path, tokenizer_config) or built_in_template(config),
         fingerprint=_fingerprint(path),
     )
 
@@ -114,6 +116,12 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _read_optional(path: Path) -> dict[str, Any]:
     return _read_json(path) if path.is_file() else {}
+
+
+def _pixel_settings(processor: Mapping[str, Any]) -> dict[str, Any]:
+    """Processors without an image processor of their own say themselves how pixels are prepared."""
+    names = {"image_mean": "image_mean", "image_std": "image_std", "normalize": "do_normalize"}
+    return {common: processor[name] for name, common in names.items() if name in processor}
 
 
 def _chat_template(path: Path, tokenizer_config: Mapping[str, Any]) -> str | None:

@@ -10,6 +10,7 @@ from saccade.costs import blocks_for
 from saccade.options import MediaPolicy
 from saccade.processor.checkpoint import Checkpoint
 from saccade.processor.families import Family, family_for
+from saccade.processor.families.base import Crowded
 from saccade.processor.hashing import content_key
 from saccade.processor.media import load_image
 from saccade.types import BillItem, Geometry, Key, MediaItem, RequestError, short_key
@@ -58,6 +59,8 @@ class Pictures:
 
     def resolve(self, pictures: list[Picture], limits: Limits, salt: bytes) -> list[MediaItem]:
         """One item per picture. The same picture twice is hashed once and comes out as the same object."""
+        if isinstance(self.family, Crowded):
+            limits = limits.lowered(self.family.among(len(pictures), limits.max_pixels))
         by_source: dict[tuple[int, str], MediaItem] = {}
         by_key: dict[Key, MediaItem] = {}
         items = []

@@ -41,7 +41,7 @@ def _packings(config: ModelConfig, sizes: tuple[int, ...]) -> Iterator[list[Grid
     vision = config.vision
     assert vision is not None
     side = vision.spatial_merge_size
-    if side > 1:
+    if side > 1 and not vision.takes_squares:
         for size in reversed(sizes):
             yield [Grid(1, _ROWS * side, size // (_ROWS * side))]
     elif vision.image_size:

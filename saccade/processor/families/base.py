@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -76,6 +76,14 @@ class Family(Protocol):
         self, token_ids: Sequence[int] | npt.NDArray[np.int64], spans: Sequence[Span], grids: Sequence[Grid]
     ) -> tuple[npt.NDArray[np.int32], int]:
         """Rotary positions [axes, tokens] and the position of the first generated token."""
+
+
+@runtime_checkable
+class Crowded(Protocol):
+    """A family whose pictures are seen smaller where a prompt has many."""
+
+    def among(self, pictures: int, max_pixels: int) -> int:
+        """The limit for each of so many pictures, where one alone may have `max_pixels`."""
 
 
 def lasting(spans: Sequence[Span]) -> tuple[Span, ...]:

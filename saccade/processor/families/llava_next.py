@@ -84,7 +84,7 @@ class LlavaNext:
 
     def geometry(self, size: Size, min_pixels: int, max_pixels: int) -> Geometry:
         check_aspect_ratio(size)
-        target = _best(size, self._allowed(max_pixels))
+        target = best_canvas(size, self._allowed(max_pixels))
         return self._of(target, _fitted(size, target), self._kept(size, target))
 
     def largest(self, min_pixels: int, max_pixels: int) -> Geometry:
@@ -181,7 +181,7 @@ def _area(size: Size) -> int:
     return size.width * size.height
 
 
-def _best(size: Size, pinpoints: Sequence[Size]) -> Size:
+def best_canvas(size: Size, pinpoints: Sequence[Size]) -> Size:
     """Where most of the picture's own pixels survive, then where least is wasted, then the first."""
 
     def worth(pinpoint: Size) -> tuple[int, int]:

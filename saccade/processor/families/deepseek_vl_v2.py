@@ -1,0 +1,202 @@
+"""DeepSeek-VL2: a picture is seen whole on one square and again, larger, over tiles; plain rotary positions.
+
+    whole: rows of 14 tokens and a newline | separator | tiles: rows across all of them, each with a newline
+
+Grey fills what the picture leaves of a canvas, and unlike elsewhere it keeps its tokens. More than two pictures in a
+prompt get one tile each.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from saccade.config import ConfigError, ModelConfig, VisionConfig
+from saccade.processor.families.base import Expansion, Files, check_aspect_ratio, in_order, plain_positions, tag
+from saccade.processor.families.llava_next import best_canvas
+from saccade.types import Geometry, Grid, Size, Span, Tiling
+
+_MOST_IN_TILES = 2  # pictures of one prompt; where there are more, each has one tile
+_UNKNOWN = -1  # the token, while no tokenizer is there: counting needs none
+
+_CHAT = """\
+{%- macro text_of(content) -%}
+  {%- if content is string -%}
+    {{- content -}}
+  {%- else -%}
+    {%- for part in content -%}
+      {{- '<image>\\n' if part.type == 'image' else part.text -}}
+    {%- endfor -%}
+  {%- endif -%}
+{%- endmacro -%}
+{{- bos_token -}}
+{%- for message in messages -%}
+  {%- set text = text_of(message.content) | trim -%}
+  {%- if message.role == 'user' -%}
+    {{- '<|User|>: ' + text + '\\n\\n' -}}
+    {%- if add_generation_prompt or not loop.last -%}{{- '<|Assistant|>:' -}}{%- endif -%}
+  {%- elif message.role == 'assistant' -%}
+    {{- text -}}{%- if not loop.last -%}{{- eos_token -}}{%- endif -%}
+  {%- elif message.role == 'system' and loop.first -%}
+    {{- text -}}
+  {%- else -%}
+    {{- raise_exception('this model takes a system message first, then those of user and assistant') -}}
+  {%- endif -%}
+{%- endfor -%}
+"""
+"""The conversations it was trained on, as its own code writes them: published checkpoints bring no template."""
+
+
+def chat_template(config: ModelConfig) -> str:
+    return _CHAT
+
+
+@dataclass(frozen=True, slots=True)
+class DeepseekVL2:
+    tile: int  # pixels along one side of a tile
+    patch_size: int
+    merge: int  # patches along each side of a token
+    canvases: tuple[Size, ...]  # sizes of all tiles together, in the checkpoint's order
+    image_token_id: int
+    settings: Mapping[str, Any]  # of the pixels
+    is_fixed_size: bool = False
+
+    @classmethod
+    def from_checkpoint(cls, files: Files) -> Self:
+        vision, processor, raw = _vision(files), files.processor, files.config.raw
+        if raw.get("tile_tag", "2D") != "2D":
+            raise ConfigError(
+                f"config.json says tile_tag={raw['tile_tag']!r}; rows of tiles are marked here, as by '2D'"
+            )
+        sizes = processor.get("candidate_resolutions") or raw.get("candidate_resolutions") or ()
+        _check_agreement(processor, vision)
+        return cls(
+            tile=vision.image_size or 0,
+            patch_size=vision.patch_size,
+            merge=vision.spatial_merge_size,
+            canvases=_canvases(sizes, vision.image_size or 0),
+            image_token_id=_image_token(files),
+            settings={**files.image_processor},
+        )
+
+    @property
+    def placeholder_ids(self) -> tuple[int, ...]:
+        return (self.image_token_id,)
+
+    @property
+    def patches(self) -> int:
+        """Along one side of a tile; pixels that make no whole patch are not seen."""
+        return self.tile // self.patch_size
+
+    @property
+    def side(self) -> int:
+        """Tokens along one side of a tile; the last of a row may be filled up with nothing."""
+        return -(-self.patches // self.merge)
+
+    # --- limits ---------------------------------------------------------------------------------------------------
+
+    def policy(self, min_pixels: int | None, max_pixels: int | None) -> tuple[int, int]:
+        """Pixels of all tiles together. Pictures are always enlarged to fill their tiles, so there is no minimum."""
+        highest = max(map(_area, self.canvases)) if max_pixels is None else max_pixels
+        lowest = min(self.tile**2, highest) if min_pixels is None else min_pixels
+        return in_order(lowest, highest)
+
+    def among(self, pictures: int, max_pixels: int) -> int:
+        return max_pixels if pictures <= _MOST_IN_TILES else min(max_pixels, self.tile**2)
+
+    def policy_tag(self, min_pixels: int, max_pixels: int) -> bytes:
+        allowed = self._allowed(max_pixels)
+        shape = {"tile": self.tile, "patch": self.patch_size, "merge": self.merge}
+        return tag({**self.settings, **shape, "canvases": allowed})
+
+    def _allowed(self, max_pixels: int) -> list[Size]:
+        """Those within the limit; a single tile is always allowed, for a picture needs some."""
+        within = [canvas for canvas in self.canvases if _area(canvas) <= max_pixels]
+        return within or [Size(self.tile, self.tile)]
+
+    # --- sizes ----------------------------------------------------------------------------------------------------
+
+    def geometry(self, size: Size, min_pixels: int, max_pixels: int) -> Geometry:
+        check_aspect_ratio(size)
+        canvas = best_canvas(size, self._allowed(max_pixels))
+        return self._of(canvas, size.inside(canvas))
+
+    def largest(self, min_pixels: int, max_pixels: int) -> Geometry:
+        """The most tokens and the most tiles that any picture can have, though perhaps not the same picture."""
+        every = [self._of(canvas, canvas) for canvas in self._allowed(max_pixels)]
+        most = max(every, key=lambda geometry: geometry.tokens)
+        grid = max((geometry.grid for geometry in every), key=lambda grid: grid.patches)
+        return Geometry(most.resized, grid, most.tokens, most.slots, most.tiling)
+
+    def _of(self, canvas: Size, resized: Size) -> Geometry:
+        columns, rows = canvas.width // self.tile, canvas.height // self.tile
+        shown = Size(columns * self.side, rows * self.side)
+        slots = self.side * (self.side + 1) + 1 + shown.height * (shown.width + 1)
+        grid = Grid(1 + rows * columns, self.patches, self.patches)
+        return Geometry(resized, grid, slots, slots, Tiling(columns, rows, shown, shown))
+
+    # --- the prompt -----------------------------------------------------------------------------------------------
+
+    def expand(self, geometry: Geometry) -> Expansion:
+        return Expansion(np.full(geometry.tokens, self.image_token_id, np.int64), None)
+
+    def positions(
+        self, token_ids: Sequence[int] | npt.NDArray[np.int64], spans: Sequence[Span], grids: Sequence[Grid]
+    ) -> tuple[npt.NDArray[np.int32], int]:
+        return plain_positions(token_ids)
+
+
+# --- what a checkpoint says ---------------------------------------------------------------------------------------
+
+
+def _vision(files: Files) -> VisionConfig:
+    vision = files.config.vision
+    if vision is None or vision.image_size is None:
+        raise ConfigError(
+            "config.json has no vision_config, or one without image_size, so this model takes no pictures"
+        )
+    return vision
+
+
+def _check_agreement(processor: Mapping[str, Any], vision: VisionConfig) -> None:
+    ours = {"patch_size": vision.patch_size, "downsample_ratio": vision.spatial_merge_size}
+    for name, here in ours.items():
+        if processor.get(name, here) != here:
+            raise ConfigError(
+                f"processor_config.json says {name}={processor[name]}, but config.json says {here}; the two files do "
+                "not belong together"
+            )
+
+
+def _canvases(given: Sequence[Sequence[int]], tile: int) -> tuple[Size, ...]:
+    """[width, height] each. The first is also what a picture seen whole is drawn on."""
+    sizes = tuple(Size(int(width), int(height)) for width, height in given)
+    if not sizes or sizes[0].width != tile or any(min(s) < tile or s.width % tile or s.height % tile for s in sizes):
+        raise ConfigError(
+            f"candidate_resolutions {[list(size) for size in sizes]} must be made of tiles of {tile}x{tile} pixels, "
+            "which the vision tower takes, and begin with one that is as wide"
+        )
+    return sizes
+
+
+def _image_token(files: Files) -> int:
+    """The id of the token that processor_config.json names: config.json does not say it."""
+    if files.config.image_token_id is not None:
+        return files.config.image_token_id
+    name, file = files.processor.get("image_token", "<image>"), files.path / "tokenizer.json"
+    if not file.is_file():
+        return _UNKNOWN
+    added = json.loads(file.read_text(encoding="utf-8")).get("added_tokens") or ()
+    found = next((token["id"] for token in added if token["content"] == name), None)
+    if found is None:
+        raise ConfigError(f"tokenizer.json has no token {name!r}, which stands for a picture; add it there")
+    return int(found)
+
+
+def _area(size: Size) -> int:
+    return size.width * size.height
