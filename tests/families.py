@@ -14,13 +14,14 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from tests import (
     checkpoints,
+    family_deepseek_vl_v2,
     family_fallback,
     family_llava_next,
     family_llava_onevision,
     family_mistral3,
     family_mllama,
-    family_qwen2_5_vl,
     family_moe,
+    family_qwen2_5_vl,
     family_qwen3_5,
     family_qwen3_vl,
 )
@@ -73,12 +74,12 @@ FAMILIES: dict[str, ModelFamily] = {
     "qwen3_vl": ModelFamily(
         family_qwen3_vl.build, "<|vision_start|><|image_pad|><|vision_end|>", family_qwen3_vl.reference
     ),
-    "deepseek_vl": _unknown(family_fallback.deepseek_vl, "<image_placeholder>"),
     "qwen3_vl_moe": ModelFamily(family_moe.build_vl, family_moe.PICTURE, family_moe.reference_vl),
     "qwen3_5_moe": ModelFamily(family_moe.build_hybrid, family_moe.PICTURE, family_moe.reference_hybrid),
     "deepseek_vl_v2": ModelFamily(
         family_deepseek_vl_v2.build, family_deepseek_vl_v2.PICTURE, family_deepseek_vl_v2.reference, ("published",)
     ),
+    "deepseek_vl": _unknown(family_fallback.deepseek_vl, "<image_placeholder>"),
     "idefics3": _unknown(family_fallback.idefics3, "<image>"),
     "internvl": _unknown(family_fallback.internvl, "<IMG_CONTEXT>"),
     "llava": ModelFamily(checkpoints.llava, "<image>\n", _llava_reference),
@@ -86,6 +87,6 @@ FAMILIES: dict[str, ModelFamily] = {
     "llava_next": ModelFamily(family_llava_next.build, "<image>\n", family_llava_next.reference),
     "pixtral": ModelFamily(family_mistral3.build_pixtral, "[IMG]", family_mistral3.pixtral_reference),
     "mistral3": ModelFamily(family_mistral3.build, "[IMG]", family_mistral3.reference),
+    "ministral3": ModelFamily(family_mistral3.build_ministral, "[IMG]", family_mistral3.reference, ("saved",)),
     "llava_onevision": ModelFamily(family_llava_onevision.build, "<image>\n", family_llava_onevision.reference),
 }
-    "ministral3": ModelFamily(family_mistral3.build_ministral, "[IMG]", family_mistral3.reference, ("saved",)),

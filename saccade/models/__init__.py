@@ -16,25 +16,27 @@ from saccade.models.vision_ops import TorchVision, VisionOps
 from saccade.models.weights import fill_random, load_weights
 
 _FAMILIES: Mapping[str, tuple[str, str]] = {  # model_type -> (module, class); a module is imported when it is needed
+    "deepseek_v2": ("saccade.models.deepseek_v2", "DeepseekV2"),
+    "deepseek_vl_v2": ("saccade.models.deepseek_vl_v2", "DeepseekVL2"),
     "llava": ("saccade.models.llava", "Llava"),
     "llava/pixtral": ("saccade.models.pixtral", "LlavaPixtral"),  # a model type with another tower
     "llava_next": ("saccade.models.llava_next", "LlavaNext"),
     "llava_onevision": ("saccade.models.llava_onevision", "LlavaOnevision"),
+    "ministral3": ("saccade.models.ministral3", "Ministral3"),
     "mistral3": ("saccade.models.mistral3", "Mistral3"),
     "mllama": ("saccade.models.mllama", "Mllama"),
-    "ministral3": ("saccade.models.ministral3", "Ministral3"),
     "qwen2_vl": ("saccade.models.qwen2_vl", "Qwen2VL"),
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), ("saccade.models.text", "Text")),
     "qwen2_5_vl": ("saccade.models.qwen2_5_vl", "Qwen2_5VL"),
+    "qwen3_moe": ("saccade.models.qwen3_moe", "Qwen3Moe"),
     "qwen3_vl": ("saccade.models.qwen3_vl", "Qwen3VL"),
+    "qwen3_vl_moe": ("saccade.models.qwen3_vl_moe", "Qwen3VLMoe"),
     "qwen3_5": ("saccade.models.qwen3_5", "Qwen3_5"),
+    "qwen3_5_moe": ("saccade.models.qwen3_5_moe", "Qwen3_5Moe"),
 }
 
-    "qwen3_moe": ("saccade.models.qwen3_moe", "Qwen3Moe"),
 
-    "qwen3_vl_moe": ("saccade.models.qwen3_vl_moe", "Qwen3VLMoe"),
 def load_model(
-    "qwen3_5_moe": ("saccade.models.qwen3_5_moe", "Qwen3_5Moe"),
     path: Path | None,
     config: ModelConfig,
     *,
@@ -56,16 +58,12 @@ def load_model(
     elif path is None:
         raise ConfigError(f"load_format={load_format!r} needs a folder to load from; only 'dummy' works without one")
     else:
+        _refuse_quantised(config)
         load_weights(path, params.targets, model.rules(), progress=progress, wholes=params.wholes)
     loaded: VisionLanguageModel = model
     return loaded
 
-        _refuse_quantised(config)
 
-def _vision_ops(device: torch.device) -> VisionOps:
-    if device.type != "cuda":
-        return TorchVision()
-    fused: VisionOps = import_module("saccade.models.fused_vision").FusedVision()  # needs Triton, as only CUDA does
 def _refuse_quantised(config: ModelConfig) -> None:
     method = (config.raw.get("quantization_config") or {}).get("quant_method")
     if method is not None:
@@ -74,6 +72,10 @@ def _refuse_quantised(config: ModelConfig) -> None:
         )
 
 
+def _vision_ops(device: torch.device) -> VisionOps:
+    if device.type != "cuda":
+        return TorchVision()
+    fused: VisionOps = import_module("saccade.models.fused_vision").FusedVision()  # needs Triton, as only CUDA does
     return fused
 
 

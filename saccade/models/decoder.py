@@ -201,11 +201,12 @@ def _yarn_gain(scaling: Mapping[str, Any]) -> float:
     if scaling.get("attention_factor") is not None:
         return float(scaling["attention_factor"])
 
-    def gain(weight: float) -> float:
-        return 0.1 * weight * math.log(max(float(scaling.get("factor") or 1), 1)) + 1
-
     above, below = scaling.get("mscale"), scaling.get("mscale_all_dim")
-    return gain(above) / gain(below) if above and below else gain(1)
+    return yarn_gain(scaling, above) / yarn_gain(scaling, below) if above and below else yarn_gain(scaling, 1)
+
+
+def yarn_gain(scaling: Mapping[str, Any], weight: float) -> float:
+    return 0.1 * weight * math.log(max(float(scaling.get("factor") or 1), 1)) + 1
 
 
 # --- the weight map -----------------------------------------------------------------------------------------------

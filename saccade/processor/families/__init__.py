@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from saccade.config import ModelConfig
-from saccade.processor.families import frame_groups
+from saccade.processor.families import deepseek_vl_v2, frame_groups
 from saccade.processor.families.base import Expansion, Family, Files
+from saccade.processor.families.deepseek_vl_v2 import DeepseekVL2
 from saccade.processor.families.fallback import Fallback
 from saccade.processor.families.frame_groups import VideoRules
 from saccade.processor.families.llava import Llava
@@ -17,13 +18,14 @@ from saccade.processor.families.mllama import Mllama
 from saccade.processor.families.qwen2_5_vl import Qwen2_5VL
 from saccade.processor.families.qwen2_vl import Qwen2VL
 from saccade.processor.families.qwen3_5 import Qwen3_5
-from saccade.processor.families.qwen3_vl import Qwen3VL
 from saccade.processor.families.qwen3_5_moe import Qwen3_5Moe
-from saccade.processor.families.text import Text
+from saccade.processor.families.qwen3_vl import Qwen3VL
 from saccade.processor.families.qwen3_vl_moe import Qwen3VLMoe
-from saccade.processor.families.qwen_vl import QwenVL
+from saccade.processor.families.text import Text
 
 FAMILIES: dict[str, type[Family]] = {
+    "deepseek_v2": Text,
+    "deepseek_vl_v2": DeepseekVL2,
     "llava": Llava,
     "llava/pixtral": Mistral3,  # a model type with another tower
     "llava_next": LlavaNext,
@@ -34,17 +36,22 @@ FAMILIES: dict[str, type[Family]] = {
     **dict.fromkeys(("llama", "mistral", "ministral3", "qwen2", "qwen3", "qwen3_moe"), Text),
     "qwen2_5_vl": Qwen2_5VL,
     "qwen3_vl": Qwen3VL,
+    "qwen3_vl_moe": Qwen3VLMoe,
     "qwen3_5": Qwen3_5,
+    "qwen3_5_moe": Qwen3_5Moe,
 }
 
 VIDEO: dict[str, Callable[[Files], VideoRules | None]] = {
     "qwen2_vl": frame_groups.qwen2_vl,
-    "qwen3_vl_moe": Qwen3VLMoe,
     "qwen2_5_vl": frame_groups.qwen2_5_vl,
-    "qwen3_5_moe": Qwen3_5Moe,
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), frame_groups.qwen3_vl),
 }
 """Families that take video; the others take pictures only."""
+
+TEMPLATES: dict[str, Callable[[ModelConfig], str | None]] = {
+    "deepseek_vl_v2": deepseek_vl_v2.chat_template,
+}
+"""Families whose checkpoints have their chat format in code, not in a file."""
 
 
 def video_rules_for(files: Files) -> VideoRules | None:
@@ -55,6 +62,12 @@ def video_rules_for(files: Files) -> VideoRules | None:
 def family_for(config: ModelConfig) -> type[Family]:
     """The family's rules; of one that is not in the table, what Transformers' own processor says."""
     return FAMILIES.get(_name_of(config), Fallback)
+
+
+def built_in_template(config: ModelConfig) -> str | None:
+    """For a checkpoint that ships no chat template; None: it cannot chat."""
+    make = TEMPLATES.get(_name_of(config))
+    return make(config) if make else None
 
 
 def _name_of(config: ModelConfig) -> str:
@@ -78,6 +91,7 @@ __all__ = [
     "Family",
     "Files",
     "VideoRules",
+    "built_in_template",
     "default_family",
     "default_video_rules",
     "family_for",
