@@ -57,6 +57,7 @@ _TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "qwen3_moe": {"use_sliding_window": False},
     "qwen3_vl_moe_text": {"norm_topk_prob": True},
     "qwen3_5_moe_text": {"norm_topk_prob": True},
+    "deepseek_v2": {
         "hidden_size": 4096,
         "intermediate_size": 11008,
         "moe_intermediate_size": 1407,
