@@ -73,7 +73,7 @@ _TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "v_head_dim": 128,
     },
 }
-_TEXT_TYPES: Mapping[str, str] = {"deepseek_vl_v2": "deepseek_v2"}  # where the text part does not name its own
+_LANGUAGE_TYPE = "deepseek_v2"  # of text parts that are called language_config and name no type
 _VISION_DEFAULTS: Mapping[str, Any] = {
     "in_channels": 3,
     "patch_size": 14,
@@ -238,7 +238,7 @@ def model_config(raw: Mapping[str, Any], generation: Mapping[str, Any] | None = 
 
 def _read(model_type: str, raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
     nested = raw.get("text_config") or raw.get("language_config") or {}
-    kind = nested.get("model_type") or _TEXT_TYPES.get(model_type, model_type)
+    kind = nested.get("model_type") or (_LANGUAGE_TYPE if "language_config" in raw else model_type)
     text = {**_TEXT_DEFAULTS.get(kind, {}), **_flat_text(raw), "model_type": kind, **nested}
     vision = raw.get("vision_config")
     return ModelConfig(

@@ -117,5 +117,5 @@ def test_an_option_out_of_range_is_refused(given: dict[str, Any]) -> None:
 
 
 def test_a_config_that_cannot_be_read_is_named_by_its_type() -> None:
-    with pytest.raises(ConfigError, match=r"no num_attention_heads.*'deepseek_vl_v2'"):
-        model_config({"model_type": "deepseek_vl_v2", "language_config": {"num_attention_heads": 10}})
+    with pytest.raises(ConfigError, match=r"no num_attention_heads.*'phi3_v'"):
+        model_config({"model_type": "phi3_v", "img_processor": {"num_attention_heads": 10}})
