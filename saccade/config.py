@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from saccade.dialects import in_common_words
 from saccade.routing import ExpertRules, expert_rules
 
 
@@ -231,7 +232,7 @@ def model_config(raw: Mapping[str, Any], generation: Mapping[str, Any] | None = 
     if not isinstance(model_type, str):
         raise ConfigError("config.json has no model_type, so this is not a Hugging Face checkpoint Saccade can read")
     try:
-        return _read(model_type, raw, generation or {})
+        return _read(model_type, *in_common_words(raw, generation or {}))
     except ConfigError as error:
         raise ConfigError(f"{error} (model_type {model_type!r})") from None
 

@@ -24,6 +24,7 @@ from tests import (
     family_qwen2_5_vl,
     family_qwen3_5,
     family_qwen3_vl,
+    family_qwen_vl,
 )
 from tests.reference import Reference, image_settings, load
 
@@ -66,6 +67,7 @@ def _unknown(build: Callable[..., Path], picture: str) -> ModelFamily:
 
 
 FAMILIES: dict[str, ModelFamily] = {
+    "qwen_vl": ModelFamily(family_qwen_vl.build, family_qwen_vl.PICTURE, family_qwen_vl.reference, ("published",)),
     "qwen3_5": ModelFamily(family_qwen3_5.build, family_qwen3_5.PICTURE, family_qwen3_5.reference),
     "qwen2_vl": ModelFamily(checkpoints.qwen2_vl, "<|vision_start|><|image_pad|><|vision_end|>", _qwen2_vl_reference),
     "qwen2_5_vl": ModelFamily(

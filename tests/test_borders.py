@@ -19,7 +19,8 @@ ALLOWED: dict[str, set[str]] = {
     "types": set(),
     "params": {"types"},
     "routing": set(),
-    "config": {"types", "routing"},
+    "dialects": set(),
+    "config": {"types", "routing", "dialects"},
     "options": {"types", "config"},
     "costs": {"types", "config"},
     "outputs": {"types"},
@@ -27,11 +28,12 @@ ALLOWED: dict[str, set[str]] = {
     "film": {"types"},
     "schema": set(),
     "hf_processor": {"config"},
-    "processor": BASE | {"hf_processor"},
+    "tokenizer_file": {"config"},
+    "processor": BASE | {"hf_processor", "tokenizer_file"},
     "scheduler": {"types", "params", "options"},
     "kernels": set(),
     "models": {"types", "routing", "config", "kernels", "hf_processor"},
-    "runner": BASE | {"models", "kernels"},
+    "runner": BASE | {"models", "kernels", "tokenizer_file"},
     "engine": {"types", "params", "config", "options", "scheduler", "runner"},
     "llm": BASE | {"processor", "engine"},
     "chat": BASE | {"llm"},
@@ -43,10 +45,7 @@ ALLOWED: dict[str, set[str]] = {
 }
 HEAVY = {"torch", "transformers", "safetensors"}
 FORBIDDEN_OUTSIDE: dict[str, set[str]] = {  # third-party modules a package must never import
-    **{
-        name: HEAVY | {"numpy"}
-        for name in ("types", "params", "routing", "config", "options", "costs", "outputs", "film", "schema")
-    },
+    **{name: HEAVY | {"numpy"} for name in (*(BASE - {"rgb"}), "dialects", "tokenizer_file")},
     "processor": HEAVY,
     "metrics": HEAVY | {"numpy", "fastapi"},
     "server": HEAVY | {"PIL", "numpy"},

@@ -215,14 +215,14 @@ def request(schema: str) -> Request:
 
 @pytest.mark.parametrize("schema", ["no JSON", "5", '{"type": "nothing"}', '{"$ref": "http://a.example/"}', "[" * 9000])
 def test_an_unchecked_schema_becomes_an_error_of_its_grammar(qwen2_vl_folder: Path, schema: str) -> None:
-    grammar = Grammars(qwen2_vl_folder / "tokenizer.json", 460).start(request(schema), ())
+    grammar = Grammars(qwen2_vl_folder, 460).start(request(schema), ())
     assert grammar is not None and grammar.error is not None
     assert grammar.allowed() is None
 
 
 def test_a_tokenizer_that_cannot_be_read_is_an_error_of_the_grammar(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
-    grammar = Grammars(tmp_path / "tokenizer.json", 460).start(request("{}"), ())
+    grammar = Grammars(tmp_path, 460).start(request("{}"), ())
     assert grammar is not None and grammar.error is not None
 
 
@@ -255,7 +255,7 @@ def test_without_its_library_a_grammar_is_an_error_that_names_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    grammar = Grammars(tmp_path / "missing.json", 460).start(request("{}"), ())
+    grammar = Grammars(tmp_path, 460).start(request("{}"), ())
     assert grammar is not None and grammar.error is not None and "llguidance" in grammar.error.message
 
 
@@ -275,11 +275,11 @@ def test_a_server_warms_up_its_grammars_too(qwen2_vl_folder: Path) -> None:
 
 def test_a_free_answer_has_no_grammar_and_reads_no_tokenizer(tmp_path: Path) -> None:
     free = Request("r", request("{}").prompt, SamplingParams(), 8, frozenset(), 0)
-    assert Grammars(tmp_path / "missing.json", 460).start(free, ()) is None
+    assert Grammars(tmp_path, 460).start(free, ()) is None
 
 
 def test_a_grammar_resumed_from_its_tokens_allows_what_the_first_one_did(qwen2_vl_folder: Path) -> None:
-    grammars = Grammars(qwen2_vl_folder / "tokenizer.json", 460)
+    grammars = Grammars(qwen2_vl_folder, 460)
     first = grammars.start(request(json.dumps(PERSON)), ())
     assert first is not None
     output: list[int] = []

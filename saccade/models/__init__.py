@@ -25,6 +25,8 @@ _FAMILIES: Mapping[str, tuple[str, str]] = {  # model_type -> (module, class); a
     "ministral3": ("saccade.models.ministral3", "Ministral3"),
     "mistral3": ("saccade.models.mistral3", "Mistral3"),
     "mllama": ("saccade.models.mllama", "Mllama"),
+    "qwen": ("saccade.models.qwen_vl", "Qwen"),
+    "qwen/qwen_visual": ("saccade.models.qwen_vl", "QwenVL"),
     "qwen2_vl": ("saccade.models.qwen2_vl", "Qwen2VL"),
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), ("saccade.models.text", "Text")),
     "qwen2_5_vl": ("saccade.models.qwen2_5_vl", "Qwen2_5VL"),

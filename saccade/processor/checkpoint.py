@@ -18,7 +18,7 @@ from saccade.processor.families import built_in_template
 BUILTIN = Path(__file__).parent.parent / "builtin"
 """A small trained model that comes with the package."""
 
-_SMALL_FILES = ["*.json", "*.txt", "*.jinja", "*.model"]
+_SMALL_FILES = ["*.json", "*.txt", "*.jinja", "*.model", "*.tiktoken"]
 _WEIGHT_FILES = ["*.safetensors"]
 
 
@@ -148,7 +148,7 @@ def _fingerprint(path: Path) -> bytes:
 
 
 def _identifying(path: Path) -> Iterator[bytes]:
-    for file in sorted(path.glob("*.json")):
+    for file in sorted([*path.glob("*.json"), *path.glob("*.tiktoken")]):
         yield file.name.encode()
         yield file.read_bytes()
     for file in sorted(path.glob("*.safetensors")):

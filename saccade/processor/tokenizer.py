@@ -1,4 +1,4 @@
-"""Text to ids and back, from a checkpoint's tokenizer.json. Knows which text may become a control token.
+"""Text to ids and back, with a checkpoint's tokenizer. Knows which text may become a control token.
 
 A raw prompt is trusted: control tokens in it count. In a chat only the template may write them; what a client wrote
 stays plain text. Yet the rendered chat must be tokenized as one string, or merges across the seams would come out
@@ -19,6 +19,7 @@ from pathlib import Path
 import tokenizers
 
 from saccade.config import ConfigError
+from saccade.tokenizer_file import read_tokenizer
 from saccade.types import RequestError
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -28,8 +29,8 @@ class Tokenizer:
     """`protect` names ids that a client's text must never become, beside the tokens marked special."""
 
     def __init__(self, path: Path, *, protect: Iterable[int] = ()) -> None:
-        self._file = path / "tokenizer.json"
-        self._inner = _open(self._file)
+        self._spec = read_tokenizer(path)
+        self._inner = _open(path, self._spec)
         self._named = _named_tokens(path / "tokenizer_config.json")
         added = self._inner.get_added_tokens_decoder()
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
@@ -101,7 +102,7 @@ class Tokenizer:
 
     @cached_property
     def _aliased(self) -> _AliasTokenizer:
-        return _AliasTokenizer(self._file, self._inner, self._protected)
+        return _AliasTokenizer(self._spec, self._inner, self._protected)
 
     @cached_property
     def _frame(self) -> tuple[list[int], list[int]]:
@@ -145,12 +146,12 @@ class _Shield:
 class _AliasTokenizer:
     """The same tokenizer with every protected token under a secret name, so its real name is plain text."""
 
-    def __init__(self, file: Path, real: tokenizers.Tokenizer, protected: Mapping[str, int]) -> None:
+    def __init__(self, text: str, real: tokenizers.Tokenizer, protected: Mapping[str, int]) -> None:
         nonce = f"{secrets.randbits(128):039d}"
         self._aliases = {token: f"\ue0f2{nonce}{i:08d}\ue0f3" for token, i in protected.items()}
         self._written = re.compile(_any_of(protected)) if protected else None
         self._names = {i: token for token, i in protected.items()}
-        spec = json.loads(file.read_text(encoding="utf-8"))
+        spec = json.loads(text)
         for token in spec["added_tokens"]:
             token["content"] = self._aliases.get(token["content"], token["content"])
         self._inner = _whole_texts(tokenizers.Tokenizer.from_str(json.dumps(spec)))
@@ -220,13 +221,13 @@ class DecodeStream:
 # --- reading the files --------------------------------------------------------------------------------------------
 
 
-def _open(file: Path) -> tokenizers.Tokenizer:
-    if not file.is_file():
-        raise ConfigError(f"{file} is missing; save the tokenizer in its fast form (tokenizer.json)")
+def _open(path: Path, spec: str) -> tokenizers.Tokenizer:
     try:
-        return _whole_texts(tokenizers.Tokenizer.from_file(str(file)))
+        return _whole_texts(tokenizers.Tokenizer.from_str(spec))
     except Exception as error:  # the library raises nothing narrower
-        raise ConfigError(f"{file} cannot be read as a tokenizer ({error}); download it again") from None
+        raise ConfigError(
+            f"{path / 'tokenizer.json'} cannot be read as a tokenizer ({error}); download it again"
+        ) from None
 
 
 def _whole_texts(tokenizer: tokenizers.Tokenizer) -> tokenizers.Tokenizer:

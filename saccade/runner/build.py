@@ -68,7 +68,7 @@ def build_runner(
         forward = _on_device(model, kv, config, sizes, plan.device)
         record_tower(model)
     encoder = _encoder(model, options, plan)
-    grammars = Grammars(path / "tokenizer.json", config.text.vocab_size)
+    grammars = Grammars(path, config.text.vocab_size)
     return Runner(model, kv, encoder, grammars, sizes.block_size, forward, embeddings, meter.report(), states)
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from saccade.schema import UNAVAILABLE, grammar_of, is_available, limits
+from saccade.tokenizer_file import read_tokenizer
 from saccade.types import Request, RequestError
 
 if is_available():
@@ -29,8 +30,8 @@ class Grammars:
     Meanwhile nothing else runs in the process, not even a thread, so a server asks for one before it is ready.
     """
 
-    def __init__(self, tokenizer_file: Path, vocab_size: int) -> None:
-        self._file = tokenizer_file
+    def __init__(self, folder: Path, vocab_size: int) -> None:
+        self._folder = folder
         self._vocab_size = vocab_size
 
     @property
@@ -40,7 +41,7 @@ class Grammars:
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer:
-        return LLTokenizer(str(self._file), n_vocab=self._vocab_size)
+        return LLTokenizer(read_tokenizer(self._folder), n_vocab=self._vocab_size)
 
     def start(self, request: Request, output: Sequence[int]) -> Grammar | None:
         """The grammar of a request after the tokens it has already; None if its answer is free."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from saccade.config import ModelConfig
-from saccade.processor.families import deepseek_vl_v2, frame_groups
+from saccade.processor.families import deepseek_vl_v2, frame_groups, qwen_vl
 from saccade.processor.families.base import Expansion, Family, Files
 from saccade.processor.families.deepseek_vl_v2 import DeepseekVL2
 from saccade.processor.families.fallback import Fallback
@@ -21,6 +21,7 @@ from saccade.processor.families.qwen3_5 import Qwen3_5
 from saccade.processor.families.qwen3_5_moe import Qwen3_5Moe
 from saccade.processor.families.qwen3_vl import Qwen3VL
 from saccade.processor.families.qwen3_vl_moe import Qwen3VLMoe
+from saccade.processor.families.qwen_vl import QwenVL
 from saccade.processor.families.text import Text
 
 FAMILIES: dict[str, type[Family]] = {
@@ -32,6 +33,8 @@ FAMILIES: dict[str, type[Family]] = {
     "llava_onevision": LlavaOnevision,
     "mistral3": Mistral3,
     "mllama": Mllama,
+    "qwen": Text,
+    "qwen/qwen_visual": QwenVL,
     "qwen2_vl": Qwen2VL,
     **dict.fromkeys(("llama", "mistral", "ministral3", "qwen2", "qwen3", "qwen3_moe"), Text),
     "qwen2_5_vl": Qwen2_5VL,
@@ -50,6 +53,8 @@ VIDEO: dict[str, Callable[[Files], VideoRules | None]] = {
 
 TEMPLATES: dict[str, Callable[[ModelConfig], str | None]] = {
     "deepseek_vl_v2": deepseek_vl_v2.chat_template,
+    "qwen": qwen_vl.chat_template,
+    "qwen/qwen_visual": qwen_vl.chat_template,
 }
 """Families whose checkpoints have their chat format in code, not in a file."""
 

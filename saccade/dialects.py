@@ -1,0 +1,85 @@
+"""Configs with words of their own for a model's shape, put into those that `config` reads. Pure data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+
+class Papers(NamedTuple):
+    config: Mapping[str, Any]  # of config.json
+    generation: Mapping[str, Any]  # of generation_config.json
+
+
+def in_common_words(config: Mapping[str, Any], generation: Mapping[str, Any]) -> Papers:
+    given = Papers(config, generation)
+    return _qwen(given) if config.get("model_type") == "qwen" else given
+
+
+# --- the first Qwen, with and without a tower ---------------------------------------------------------------------
+
+_QWEN_DEFAULTS: Mapping[str, Any] = {  # of its config class
+    "hidden_size": 4096,
+    "intermediate_size": 22016,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "vocab_size": 151936,
+    "max_position_embeddings": 8192,
+    "kv_channels": 128,
+    "layer_norm_epsilon": 1e-6,
+    "rotary_emb_base": 10000,
+    "use_dynamic_ntk": True,
+    "use_logn_attn": True,
+    "tie_word_embeddings": False,
+}
+_QWEN_QUERIES = 256
+_QWEN_PAD = 2  # behind <img> and </img>
+_QWEN_ENDS = 3  # <|endoftext|>, and in chats <|im_start|> and <|im_end|>, which follow it
+
+
+def _qwen(given: Papers) -> Papers:
+    raw = {**_QWEN_DEFAULTS, **given.config}
+    chat = given.generation.get("chat_format")
+    common = {
+        **raw,
+        "intermediate_size": raw["intermediate_size"] // 2,  # theirs counts gate and up together
+        "head_dim": raw["kv_channels"],
+        "max_position_embeddings": _qwen_positions(raw),
+        "rms_norm_eps": raw["layer_norm_epsilon"],
+        "rope_theta": raw["rotary_emb_base"],
+        "chat_format": chat,
+        **_qwen_tower(raw.get("visual") or {}),
+    }
+    end = given.generation.get("eos_token_id")
+    if chat != "chatml" or not isinstance(end, int):
+        return Papers(common, given.generation)
+    return Papers(common, {**given.generation, "eos_token_id": list(range(end, end + _QWEN_ENDS))})
+
+
+def _qwen_positions(raw: Mapping[str, Any]) -> int:
+    """Beyond the trained length these models turn by frequencies that depend on how long the prompt is, and sharpen
+    attention: neither is done here."""
+    most: int = raw["max_position_embeddings"]
+    changes = raw["use_dynamic_ntk"] or raw["use_logn_attn"]
+    return min(raw.get("seq_length", most), most) if changes else most
+
+
+def _qwen_tower(visual: Mapping[str, Any]) -> dict[str, Any]:
+    if not visual:
+        return {}
+    queries = visual.get("n_queries", _QWEN_QUERIES)
+    side = visual.get("image_size", 0) // visual.get("patch_size", 1)
+    vision = {
+        **visual,
+        "model_type": "qwen_visual",
+        "embed_dim": visual.get("width"),
+        "depth": visual.get("layers"),
+        "num_heads": visual.get("heads"),
+        "n_queries": queries,
+        "hidden_act": "gelu",
+        "takes_squares": True,
+        "spatial_merge_size": max(1, side // math.isqrt(queries)),  # on average: every query sees all patches
+    }
+    start = visual.get("image_start_id")
+    return {"vision_config": vision, "image_token_id": None if start is None else start + _QWEN_PAD}

@@ -1,0 +1,110 @@
+"""The first Qwen-VL: every picture is stretched to one square and read by as many queries; plain rotary positions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from saccade.config import ConfigError, ModelConfig
+from saccade.processor.families.base import Expansion, Files, check_aspect_ratio, pixel_settings, plain_positions, tag
+from saccade.types import Geometry, Grid, Size, Span
+
+
+@dataclass(frozen=True, slots=True)
+class QwenVL:
+    side: int  # of the square, in pixels
+    patch_size: int
+    queries: int  # embeddings of a picture, whatever it shows
+    image_token_id: int
+    settings: Mapping[str, Any]
+    is_fixed_size: bool = True
+
+    @classmethod
+    def from_checkpoint(cls, files: Files) -> Self:
+        vision, image_token = files.config.vision, files.config.image_token_id
+        if vision is None or vision.image_size is None or image_token is None:
+            raise ConfigError(
+                "config.json: visual needs image_size and image_start_id, or this model takes no pictures"
+            )
+        if vision.image_size % vision.patch_size:
+            raise ConfigError(f"visual: a side of {vision.image_size} is not cut into patches of {vision.patch_size}")
+        return cls(
+            side=vision.image_size,
+            patch_size=vision.patch_size,
+            queries=_square(files.config.raw["vision_config"]["n_queries"]),
+            image_token_id=image_token,
+            settings=pixel_settings(files.image_processor),
+        )
+
+    @property
+    def placeholder_ids(self) -> tuple[int, ...]:
+        return (self.image_token_id,)
+
+    def policy(self, min_pixels: int | None, max_pixels: int | None) -> tuple[int, int]:
+        """The tower takes one size only, so limits a deployment sets have nothing to act on and are left aside."""
+        return self.side**2, self.side**2
+
+    def policy_tag(self, min_pixels: int, max_pixels: int) -> bytes:
+        return tag({**self.settings, "side": self.side, "patch": self.patch_size, "queries": self.queries})
+
+    def geometry(self, size: Size, min_pixels: int, max_pixels: int) -> Geometry:
+        check_aspect_ratio(size)
+        return self.largest(min_pixels, max_pixels)
+
+    def largest(self, min_pixels: int, max_pixels: int) -> Geometry:
+        patches = self.side // self.patch_size
+        return Geometry(Size(self.side, self.side), Grid(1, patches, patches), self.queries, self.queries)
+
+    def expand(self, geometry: Geometry) -> Expansion:
+        return Expansion(np.full(geometry.tokens, self.image_token_id, np.int64), None)
+
+    def positions(
+        self, token_ids: Sequence[int] | npt.NDArray[np.int64], spans: Sequence[Span], grids: Sequence[Grid]
+    ) -> tuple[npt.NDArray[np.int32], int]:
+        return plain_positions(token_ids)
+
+
+def _square(queries: int) -> int:
+    if queries < 1 or math.isqrt(queries) ** 2 != queries:
+        raise ConfigError(f"visual: n_queries={queries} must be a square, as queries lie on a grid")
+    return queries
+
+
+# --- chats --------------------------------------------------------------------------------------------------------
+
+CHATML = """\
+{%- set pictures = namespace(count=0) -%}
+{%- if messages[0]['role'] != 'system' -%}
+{{- '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' -}}
+{%- endif -%}
+{%- for message in messages -%}
+{{- '<|im_start|>' + message['role'] + '\\n' -}}
+{%- if message['content'] is string -%}
+{{- message['content'] -}}
+{%- else -%}
+{%- for part in message['content'] -%}
+{%- if part['type'] == 'image' -%}
+{%- set pictures.count = pictures.count + 1 -%}
+{{- 'Picture ' ~ pictures.count ~ ': <img><imgpad></img>\\n' -}}
+{%- else -%}
+{{- part['text'] -}}
+{%- endif -%}
+{%- endfor -%}
+{%- endif -%}
+{{- '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{- '<|im_start|>assistant\\n' -}}
+{%- endif -%}
+"""
+
+
+def chat_template(config: ModelConfig) -> str | None:
+    """Checkpoints ship none: their code writes ChatML where generation_config.json asks for it, with pictures numbered
+    through the conversation. The others were not trained to chat."""
+    return CHATML if config.raw.get("chat_format") == "chatml" else None
