@@ -140,7 +140,8 @@ def prompt_bytes_per_token(text: TextConfig, dtype: str) -> int:
     attention = 2 * (text.num_heads + text.num_kv_heads) * text.head_dim
     mlp = 3 * text.hidden_size + 3 * text.intermediate_size
     if text.experts:
-        routed = 2 * text.experts.per_token * text.hidden_size + 3 * max(text.experts.width, text.experts.shared)
+        rows = text.experts.per_token * text.hidden_size
+        routed = max(2 * rows, rows + 2 * text.experts.width, text.hidden_size + 2 * text.experts.shared)
         mlp = max(mlp, 3 * text.hidden_size + routed)
     return (text.embedding_size + attention + mlp + 2 * text.head_dim) * dtype_bytes(dtype)
 
@@ -236,7 +237,7 @@ def prefill_flops(text: TextConfig, new_tokens: int, context: int = 0) -> int:
     """Multiply-adds (x 2) to compute `new_tokens` after `context` tokens, logits of the last one included."""
     matrices = 2 * new_tokens * active_layer_params(text)
     pairs = new_tokens * context + new_tokens * (new_tokens + 1) // 2
-    attention = 4 * pairs * text.num_layers * text.num_heads * text.head_dim
+    attention = 4 * pairs * text.num_kv_layers * text.num_heads * text.head_dim
     return matrices + attention + 2 * text.vocab_size * text.hidden_size
 
 

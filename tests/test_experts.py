@@ -18,12 +18,13 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeSparseMoeBlock
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
-from saccade import routing
-from saccade.config import ConfigError
+from saccade import costs, routing
+from saccade.config import ConfigError, model_config
 from saccade.models.experts import EXPERT_RULES, Experts
 from saccade.models.layers import Parameters
 from saccade.models.weights import fill_random, load_weights
 from saccade.routing import ExpertRules
+from tests.allocations import PeakMemory
 
 HIDDEN = 24
 RULES = ExpertRules(layers=(0,), count=8, per_token=3, width=10)
@@ -38,6 +39,16 @@ DEEPSEEK = {
     "n_group": 4,
     "topk_group": 2,
     "routed_scaling_factor": 1.7,
+}
+SHAPE = {
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "vocab_size": 32,
+    "max_position_embeddings": 64,
+    "intermediate_size": 8,
+    **QWEN,
+    "norm_topk_prob": True,
 }
 V3 = {**DEEPSEEK, "norm_topk_prob": True}
 V3_WORDS = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}  # that V3's class takes for granted
@@ -154,6 +165,22 @@ def test_random_experts_keep_a_token_alive() -> None:
     """`load_format="dummy"`: an expert's matrix is scaled by its own inputs, not by those of all experts."""
     experts, _ = built(replace(RULES, normalise=True))
     assert 0.05 < experts(tokens(200)).std() < 2
+
+
+@pytest.mark.parametrize("sizes", [{"hidden_size": 600}, {"moe_intermediate_size": 900}], ids=str)
+def test_a_step_takes_the_memory_that_is_planned_for_it(sizes: dict[str, int]) -> None:
+    """Sizes that hide what is counted by token: scores, numbers, orders. All tokens go to the same experts."""
+    text = model_config({**SHAPE, **sizes}).text
+    assert text.experts is not None
+    params, hidden = Parameters(torch.float32, torch.device("cpu")), text.hidden_size
+    experts = Experts(params, hidden, text.experts)
+    fill_random(params.targets, 0)
+    x = torch.ones(64, hidden)
+    with PeakMemory() as memory, torch.inference_mode():
+        experts(x)
+    outside = 2 * (text.num_heads + text.num_kv_heads + 1) * text.head_dim + text.embedding_size + 3 * hidden
+    planned = len(x) * (costs.prompt_bytes_per_token(text, "float32") - 4 * outside)
+    assert memory.peak == pytest.approx(planned, rel=0.1)
 
 
 # --- layouts ------------------------------------------------------------------------------------------------------

@@ -75,9 +75,13 @@ class Experts:
         sizes = torch.bincount(experts, minlength=self.rules.count).tolist()
         for expert, part in enumerate(torch.split(rows, sizes)):
             if len(part):
-                made = silu_and_mul(F.linear(part, self.gate_up[expert]))
-                torch.mm(made, self.down[expert].T, out=part)  # over what is not needed any more
+                self._pass(part, expert)
         return rows[order.argsort()].view(*chosen.shape, -1)
+
+    def _pass(self, rows: Tensor, expert: int) -> None:
+        """One expert over its tokens, written over what is not needed any more."""
+        wide = F.linear(rows, self.gate_up[expert])
+        torch.mm(silu_and_mul(wide), self.down[expert].T, out=rows)
 
     @staticmethod
     def _mix(made: Tensor, weights: Tensor) -> Tensor:
