@@ -60,6 +60,11 @@ class Options:
         "larger videos are reduced to this: a frame, or all frames together where the checkpoint counts so; automatic: "
         "the checkpoint's",
     )
+    video_pruning: float = _option(
+        0.0,
+        "share of a frame group's tokens that goes, where least has changed since the frame before; a video's first "
+        "group stays whole, and requests may ask for more",
+    )
     max_video_bytes: int = _option(256 << 20, "compressed size of one video")
     max_video_seconds: float = _option(3600.0, "how long one video may be")
     step_ms: float | None = _option(
@@ -92,6 +97,8 @@ class Options:
         for name in ("step_ms", "inter_token_ms", "video_fps", "max_video_seconds"):
             if getattr(self, name) is not None and not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be above 0, not {getattr(self, name)}")
+        if not 0 <= self.video_pruning < 1:
+            raise ConfigError(f"video_pruning must be at least 0 and below 1, not {self.video_pruning}")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(
                 f"gpu_memory_utilization must be above 0 and at most 1, not {self.gpu_memory_utilization}"
@@ -129,6 +136,7 @@ _PROCESSOR_OPTIONS = {  # as the models' own processors call them -> the option
     "fps": "video_fps",
     "max_frames": "max_video_frames",
     "max_video_pixels": "max_video_pixels",
+    "video_pruning": "video_pruning",
 }
 
 
@@ -231,6 +239,7 @@ class VideoPolicy:
     max_pixels: int | None = None
     max_bytes: int = 256 << 20
     max_seconds: float = 3600.0
+    pruning: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,5 +269,6 @@ class MediaPolicy:
                 max_pixels=options.max_video_pixels,
                 max_bytes=options.max_video_bytes,
                 max_seconds=options.max_video_seconds,
+                pruning=options.video_pruning,
             ),
         )

@@ -92,6 +92,7 @@ class Geometry:
     tokens: int  # prompt positions the item covers
     slots: int  # embeddings the encoder returns; differs from `tokens` where separators sit between rows
     tiling: Tiling | None = None  # None: the tower sees the picture as one
+    cells: Size | None = None  # columns and rows of tokens, of which only `slots` stay; None: all of them
 
 
 class Still(NamedTuple):
@@ -106,7 +107,8 @@ class MediaItem:
     """One picture, or one frame group of a video, on its way to the encoder: still compressed, its cost already known.
 
     A group has `stamps` when it belongs to a file, `stills` when its frames came one by one. Where it has fewer frames
-    than the model puts into a patch, the last one repeats.
+    than the model puts into a patch, the last one repeats. In front of the frames of a pruned group stands the
+    one before them, which is compared with and not encoded.
     """
 
     key: Key
@@ -119,7 +121,13 @@ class MediaItem:
 
     @property
     def num_frames(self) -> int:
+        """Decoded for it."""
         return len(self.stamps) or len(self.stills) or 1
+
+    @property
+    def leading(self) -> int:
+        """How many of them are not its own."""
+        return 0 if self.geometry.cells is None else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,6 +359,7 @@ class BillItem:
     encoder_cache_bytes: int = 0  # kept there as long as tokens look at it; 0: its own tokens hold it, in KV blocks
     frames: int = 1  # taken of a video
     groups: tuple[str, ...] = ()  # short keys of a video's frame groups
+    pruned: int = 0  # tokens of a video that were left out, because least changes there
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from saccade.processor.footage import Video
 from saccade.processor.pictures import Picture
 from saccade.processor.template import render
 from saccade.processor.tools import calls_for_template
-from saccade.processor.video import Video
 from saccade.types import RequestError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")

@@ -11,8 +11,9 @@ from saccade.options import MediaPolicy, Options
 from saccade.processor.checkpoint import open_checkpoint
 from saccade.processor.clips import is_clip
 from saccade.processor.families import Family, default_family, default_video_rules, family_for, video_rules_for
+from saccade.processor.footage import Video
 from saccade.processor.media import load_image
-from saccade.processor.video import Video, Videos
+from saccade.processor.video import Videos
 from saccade.types import RequestError
 
 

@@ -18,11 +18,12 @@ from saccade.processor.chat import cleaned, form_of, read_messages
 from saccade.processor.checkpoint import Checkpoint
 from saccade.processor.detokenize import Detokenizer
 from saccade.processor.families.base import lasting
+from saccade.processor.footage import Video
 from saccade.processor.hashing import identity
 from saccade.processor.pictures import Picture, Pictures, bill_item, reads_text_only
 from saccade.processor.template import render, required
 from saccade.processor.tokenizer import Tokenizer
-from saccade.processor.video import Video, split_kwargs, video_bill_item, videos_for
+from saccade.processor.video import split_kwargs, video_bill_item, videos_for
 from saccade.processor.weave import Weave, weave
 from saccade.types import Bill, BillItem, Geometry, MediaItem, Prompt, RequestError, Span, short_key
 

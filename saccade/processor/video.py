@@ -7,23 +7,18 @@ list of frames ─────────► which frames ─► groups of fram
 from __future__ import annotations
 
 import hashlib
-import os
-import stat
 import struct
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from saccade.costs import blocks_for
 from saccade.options import MediaPolicy
 from saccade.processor.checkpoint import Checkpoint
-from saccade.processor.clips import Clip, check_video_bytes, check_video_seconds, probe_clip
+from saccade.processor.clips import Clip, check_video_seconds
 from saccade.processor.families import VideoRules, video_rules_for
 from saccade.processor.families.frame_groups import PixelLimits, Sampling
-from saccade.processor.media import Loaded, decode_data_url, load_image
+from saccade.processor.footage import File, Video, load_footage
+from saccade.processor.media import Loaded, load_image
 from saccade.types import (
     BillItem,
     Geometry,
@@ -37,21 +32,11 @@ from saccade.types import (
     short_key,
 )
 
-REQUEST_KEYS = ("fps", "num_frames", "max_frames", "max_video_pixels")
+REQUEST_KEYS = ("fps", "num_frames", "max_frames", "max_video_pixels", "video_pruning")
 """What mm_processor_kwargs may say about videos."""
 DEFAULT_VIDEOS = 1
 _UNKNOWN_RATE = 24.0  # frames a second of a list that comes without: what the models' own processors assume
 _HIGHEST_RATE = 1000  # frames a second that a request may name
-_MOST_SENT = 10_000  # frames in one data: URL, of which `num_frames` may be taken
-
-
-@dataclass(frozen=True, slots=True)
-class Video:
-    """A video as a caller gave it."""
-
-    source: Any
-    param: str  # where it stands in the request, for errors
-    allow_path: bool = True  # False for strings that a client sent
 
 
 class Asked(NamedTuple):
@@ -60,6 +45,7 @@ class Asked(NamedTuple):
     sampling: Sampling
     pixels: PixelLimits
     fps: float | None  # as the request gave it: for a list of frames, the rate they were taken at
+    pruning: float  # share of the tokens that goes, of every group but the first
 
 
 class Groups(NamedTuple):
@@ -134,12 +120,25 @@ class Videos:
         highest = _whole(given, "max_frames", self.max_frames) or self.max_frames
         pixels = _whole(given, "max_video_pixels", limits.max_pixels)
         sampling = Sampling(self.policy.video.fps if fps is None else float(fps), highest, num_frames)
-        return Asked(sampling, self.rules.limits(pixels) if pixels else limits, None if fps is None else float(fps))
+        rate = None if fps is None else float(fps)
+        return Asked(sampling, self.rules.limits(pixels) if pixels else limits, rate, self._pruning(given))
+
+    def _pruning(self, given: Mapping[str, Any]) -> float:
+        """A request may have more tokens left out than the deployment does, never fewer."""
+        least = self.policy.video.pruning
+        asked = given.get("video_pruning", least)
+        if not (_is_number(asked) and least <= asked < 1):
+            raise RequestError(
+                f"video_pruning must be a number below 1 and at least {least:g}, the share in force here, but "
+                f"{asked!r:.80} was given",
+                param="mm_processor_kwargs.video_pruning",
+            )
+        return float(asked)
 
     def resolve(self, video: Video, asked: Asked, salt: bytes) -> Groups:
         try:
-            source = _load(video, self.policy)
-            if isinstance(source, _File):
+            source = load_footage(video, self.policy)
+            if isinstance(source, File):
                 return self._of_file(*source, asked, salt)
             return self._of_list(source, video, asked, salt)
         except RequestError as error:
@@ -159,10 +158,10 @@ class Videos:
         header = Header(clip.format, clip.size, clip.orientation, frames.total, "RGB")
         digest = hashlib.sha256(data).digest()
         items = []
-        for group in self._grouped(frames.indices):
+        for group, own in self._decoded(frames.indices, geometry, asked):
             stamps = tuple(clip.stamps[index] for index in group)
-            key = self._key(geometry, salt, digest, clip.format.encode(), struct.pack(f"<{len(stamps)}q", *stamps))
-            items.append(MediaItem(key, "video", data, header, geometry, stamps=stamps))
+            key = self._key(own, salt, digest, clip.format.encode(), struct.pack(f"<{len(stamps)}q", *stamps))
+            items.append(MediaItem(key, "video", data, header, own, stamps=stamps))
         return self._groups(items, frames)
 
     # --- lists of frames ----------------------------------------------------------------------------------------------
@@ -175,12 +174,12 @@ class Videos:
         self._check_total(size, loaded.values())
         geometry = self._geometry(size, len(frames.indices), asked)
         items = []
-        for group in self._grouped(frames.indices):
-            own = [loaded[index] for index in group]
-            stills = tuple(Still(len(frame.data), frame.header) for frame in own)
-            key = self._key(geometry, salt, *(part for frame in own for part in _identifying(frame)))
-            header = Header("frames", size, 1, len(own), "RGB")
-            items.append(MediaItem(key, "video", b"".join(f.data for f in own), header, geometry, stills=stills))
+        for group, own in self._decoded(frames.indices, geometry, asked):
+            shown = [loaded[index] for index in group]
+            stills = tuple(Still(len(frame.data), frame.header) for frame in shown)
+            key = self._key(own, salt, *(part for frame in shown for part in _identifying(frame)))
+            header = Header("frames", size, 1, len(shown), "RGB")
+            items.append(MediaItem(key, "video", b"".join(f.data for f in shown), header, own, stills=stills))
         return self._groups(items, frames)
 
     def _chosen(self, total: int, asked: Asked) -> _Frames:
@@ -218,10 +217,11 @@ class Videos:
 
     def _geometry(self, size: Size, count: int, asked: Asked) -> Geometry:
         """A whole group is in memory at once, so it is held to what one picture may have."""
-        pixels = size.width * size.height * self.rules.group
+        frames = self.rules.group + (1 if asked.pruning else 0)
+        pixels = size.width * size.height * frames
         if pixels > self.policy.max_image_pixels:
             raise RequestError(
-                f"{self.rules.group} frames of {size.width}x{size.height} have {pixels} pixels, and at most "
+                f"{frames} frames of {size.width}x{size.height} have {pixels} pixels, and at most "
                 f"{self.policy.max_image_pixels} are allowed at once (max_image_pixels)",
                 code="video_too_large",
             )
@@ -231,9 +231,20 @@ class Videos:
         for start in range(0, len(indices), self.rules.group):
             yield indices[start : start + self.rules.group]
 
+    def _decoded(
+        self, indices: Sequence[int], whole: Geometry, asked: Asked
+    ) -> Iterator[tuple[Sequence[int], Geometry]]:
+        """The frames that each group needs, and what it costs. A pruned one needs the frame before it too: nothing that
+        comes later, so that a video may grow."""
+        pruned = self.rules.pruned(whole, asked.pruning)
+        before: tuple[int, ...] = ()
+        for group in self._grouped(indices):
+            yield (*before, *group), pruned if before else whole
+            before = (group[-1],) if pruned.cells else ()
+
     def _key(self, geometry: Geometry, salt: bytes, *what: bytes) -> Key:
         """Equal for equal frames at one size under one model and salt. Fields carry their lengths."""
-        return _digest(b"frame group", self.rules.policy_tag(geometry.resized), self._fingerprint, salt, *what)
+        return _digest(b"frame group", self.rules.policy_tag(geometry), self._fingerprint, salt, *what)
 
     def _groups(self, items: Sequence[MediaItem], frames: _Frames) -> Groups:
         same = {item.key: item for item in items}
@@ -266,6 +277,7 @@ def video_bill_item(items: Sequence[MediaItem], run: VideoRun, block_size: int) 
         grid=first.geometry.grid._replace(t=len(items)),
         frames=run.frames,
         groups=tuple(short_key(item.key) for item in items),
+        pruned=first.geometry.tokens * len(items) - tokens,  # the first group is whole
     )
 
 
@@ -317,77 +329,3 @@ def _common_size(frames: Mapping[int, Loaded]) -> Size:
                 code="invalid_video",
             )
     return size
-
-
-# --- loading ------------------------------------------------------------------------------------------------------
-
-
-class _File(NamedTuple):
-    data: bytes
-    clip: Clip
-
-
-def _load(video: Video, policy: MediaPolicy) -> _File | Sequence[Any]:
-    """A file with its header, or a list of frames as they were given."""
-    source = video.source
-    if isinstance(source, (list, tuple)) or (isinstance(source, np.ndarray) and source.ndim == 4):
-        return list(source)
-    if isinstance(source, (bytes, bytearray, memoryview)):
-        return _file(bytes(source), policy)
-    if isinstance(source, str) and source[:5].lower() == "data:":
-        return _from_data_url(source, policy)
-    if isinstance(source, (str, Path)) and video.allow_path and "://" not in str(source):
-        return _file(_read(source, policy), policy)
-    if isinstance(source, str):
-        raise RequestError(
-            "a video cannot be fetched from there; send it as a data: URL with base64 data", code="invalid_video_url"
-        )
-    shape = f" of the shape {source.shape}" if isinstance(source, np.ndarray) else ""
-    raise RequestError(
-        f"a video is a path, bytes, a list of frames, an array [frames, height, width, 3] or a data: URL, not "
-        f"{type(source).__name__}{shape}",
-        code="invalid_video",
-    )
-
-
-def _file(data: bytes, policy: MediaPolicy) -> _File:
-    return _File(data, probe_clip(data, policy))
-
-
-def _from_data_url(url: str, policy: MediaPolicy) -> _File | list[str]:
-    """Bytes of a file; or, of the type video/jpeg, pictures one after the other with commas between them."""
-    check_video_bytes(len(url) // 4 * 3, policy)
-    head, _, payload = url.partition(",")
-    kind = head[5:].split(";")[0].strip().lower()
-    if kind in ("video/jpeg", "video/png", "video/webp"):
-        _check_sent(payload.count(",") + 1)
-        still = head.replace("video/", "image/", 1)
-        return [f"{still},{frame}" for frame in payload.split(",")]
-    try:
-        return _file(decode_data_url(url, replace(policy, max_image_bytes=policy.video.max_bytes)), policy)
-    except RequestError as error:
-        message = error.message.replace("the picture's", "the video's", 1)
-        raise RequestError(message, code=error.code, param=error.param) from None
-
-
-def _check_sent(count: int) -> None:
-    if count > _MOST_SENT:
-        raise RequestError(
-            f"the video has {count} frames, and at most {_MOST_SENT} may be sent; send fewer", code="video_too_large"
-        )
-
-
-def _read(path: str | Path, policy: MediaPolicy) -> bytes:
-    try:
-        info = os.stat(path)
-        if not stat.S_ISREG(info.st_mode):  # a device or a pipe may never end
-            raise OSError(None, "not a regular file")
-        check_video_bytes(info.st_size, policy)
-        return Path(path).read_bytes()
-    except OSError as error:
-        reason = error.strerror
-    except ValueError as error:
-        if isinstance(error, RequestError):
-            raise
-        reason = "not a valid path"
-    raise RequestError(f"the video file {os.fspath(path)!r} cannot be read: {reason}", code="invalid_video")

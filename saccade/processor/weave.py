@@ -52,12 +52,13 @@ class Weave:
         grid = video.items[0].geometry.grid
         if is_side_by_side:
             whole = replace(spans[0], length=spans[-1].end - spans[0].start)
-            self.stretches.append(Stretch(whole, Grid(len(spans), grid.h, grid.w), video.step))
+            lengths = [span.length for span in spans]
+            self.stretches.append(Stretch(whole, Grid(len(spans), grid.h, grid.w), video.step, lengths))
             self.marks += [
                 _mark(span.key, int(np.float32(index) * np.float32(video.step))) for index, span in enumerate(spans)
             ]
         else:
-            self.stretches += [Stretch(span, grid) for span in spans]
+            self.stretches += [Stretch(span, grid, lengths=[span.length]) for span in spans]
             self.marks += [span.key for span in spans]
 
 

@@ -7,7 +7,7 @@ query_lens 4                1             5
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from saccade.models.attention import AttentionBatch
 from saccade.runner.grammar import Grammar
 from saccade.runner.sampler import Row
-from saccade.types import Admission, Request, Sample, Span, Work
+from saccade.types import Admission, Key, Request, Sample, Span, Work
 
 Ints = npt.NDArray[np.int64]
 
@@ -27,9 +27,15 @@ Ints = npt.NDArray[np.int64]
 class RequestState:
     """One admitted request: its tokens, positions and block table. Dropped when the plan says so."""
 
-    def __init__(self, admission: Admission, grammar: Grammar | None = None) -> None:
+    def __init__(
+        self,
+        admission: Admission,
+        grammar: Grammar | None = None,
+        places: Mapping[Key, Ints] | None = None,  # of pruned groups that are resident: row and column of each token
+    ) -> None:
         prompt = admission.request.prompt
         self.request: Request = admission.request
+        self.places: Mapping[Key, Ints] = {} if places is None else places
         self.grammar = grammar  # of an answer that must follow a schema, after the tokens it has already
         self.num_prompt = len(prompt)
         self.shift = prompt.next_position - self.num_prompt  # from places to positions behind the prompt
@@ -68,10 +74,20 @@ class RequestState:
         """Prompt positions come from the processor; behind the prompt every axis counts on by one."""
         prompt = self.request.prompt
         inside = prompt.positions[:, start : min(end, self.num_prompt)].astype(np.int64)
+        if self.places and start < self.num_prompt:
+            self._place(inside, start)
         if end <= self.num_prompt:
             return inside
         behind = np.arange(max(start, self.num_prompt), end) + self.shift
         return np.concatenate([inside, np.broadcast_to(behind, (len(inside), len(behind)))], axis=1)
+
+    def _place(self, inside: Ints, start: int) -> None:
+        """The processor puts the tokens of a pruned group into its corner: places are known once it is decoded."""
+        end = start + inside.shape[1]
+        for span in overlapping(self.spans, start, end):
+            if (places := self.places.get(span.key)) is not None:
+                first, last = max(start, span.start), min(end, span.end)
+                inside[1:, first - start : last - start] += places[:, first - span.start : last - span.start]
 
     @cached_property
     def _prompt_ids(self) -> Ints:

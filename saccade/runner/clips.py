@@ -39,12 +39,14 @@ class ClipReaders:
         """The frames of a group, upright."""
         reader = self._take(item)
         try:
-            frames = [reader.frame_at(stamp) for stamp in item.stamps]
+            *frames, last = [reader.frame_at(stamp) for stamp in item.stamps]
+            # Whoever has the reader next may get this frame again, and a frame is converted by one thread at a time.
+            shown = _upright(last, item)
         except BaseException:
             reader.close()
             raise
         self._keep(reader)
-        return [_upright(frame, item) for frame in frames]
+        return [*(_upright(frame, item) for frame in frames), shown]
 
     def close(self) -> None:
         with self._lock:

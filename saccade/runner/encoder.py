@@ -22,6 +22,8 @@ from torch import Tensor
 from saccade.models.interface import Tiled, VisionLanguageModel
 from saccade.runner.clips import ClipReaders
 from saccade.runner.decode import decode_item
+from saccade.runner.pruning import Ints, Kept, kept_of
+from saccade.runner.tables import to_device
 from saccade.runner.timing import DeviceWatch, HostWatch, Times, Watch
 from saccade.runner.upload import Prepare, Upload, pinned, use_on_current_stream
 from saccade.types import Geometry, Key, MediaItem, RequestError
@@ -36,10 +38,11 @@ class Encoded(NamedTuple):
     embeddings: dict[Key, Tensor]  # [slots, hidden] each, complete for whoever uses them on the stream of the pass
     times: Times
     errors: dict[Key, RequestError]
+    places: dict[Key, Ints]  # [2, slots]: row and column of each embedding, of frame groups that were pruned
 
     @classmethod
     def nothing(cls) -> Encoded:
-        return cls({}, Times(), {})
+        return cls({}, Times(), {}, {})
 
 
 @dataclass
@@ -72,6 +75,7 @@ class Encoder(Protocol):
 
 class Prepared(NamedTuple):
     patches: Tensor  # [patches, patch_dim]
+    kept: Kept | None  # None: all that the tower makes of them
     decode_ms: float
 
 
@@ -81,6 +85,7 @@ class _Pass:
 
     items: list[MediaItem]
     decode_ms: list[float]
+    kept: list[Kept | None]
     layers: Generator[None, None, list[Tensor]]
     watch: Watch
 
@@ -191,8 +196,10 @@ class LocalEncoder:
         start = time.perf_counter()
         with torch.inference_mode():
             pixels = decode_item(item, self._clips, pinned) if self._on_cuda else decode_item(item, self._clips)
-            patches = self._to_patches(pixels, item.geometry)
-        return Prepared(patches, (time.perf_counter() - start) * 1e3)
+            kept = kept_of(item, pixels)
+            own = pixels[item.leading :] if item.leading else pixels
+            patches = self._to_patches(own, item.geometry)
+        return Prepared(patches, kept, (time.perf_counter() - start) * 1e3)
 
     def _take(self, item: MediaItem) -> Prepared | None:
         """The decoded picture, or None when it cannot be had: the reason is then in the errors."""
@@ -253,7 +260,8 @@ class LocalEncoder:
         items = [item for item, _ in batch]
         layers = self._encoding([prepared.patches for _, prepared in batch], [item.geometry for item in items])
         watch: Watch = DeviceWatch() if self._on_cuda else HostWatch()
-        return _Pass(items, [prepared.decode_ms for _, prepared in batch], layers, watch)
+        decode_ms, kept = [prepared.decode_ms for _, prepared in batch], [prepared.kept for _, prepared in batch]
+        return _Pass(items, decode_ms, kept, layers, watch)
 
     def _encoding(self, parts: list[Tensor], geometries: list[Geometry]) -> Generator[None, None, list[Tensor]]:
         """Packing is part of the work that may run out of memory, so it happens in the first layer's turn."""
@@ -291,11 +299,16 @@ class LocalEncoder:
 
     def _finish(self, current: _Pass, embeddings: list[Tensor]) -> None:
         total = sum(item.geometry.grid.patches for item in current.items)
-        for item, embedding, decode_ms in zip(current.items, embeddings, current.decode_ms, strict=True):
-            assert embedding.shape[0] == item.geometry.slots, "the bill and the tower disagree"
+        parts = zip(current.items, embeddings, current.kept, current.decode_ms, strict=True)
+        for item, embedding, kept, decode_ms in parts:
             share = item.geometry.grid.patches / total
-            # A copy of its own: a view would keep the whole pass in memory after its neighbours are evicted.
-            self._done.embeddings[item.key] = embedding.clone() if len(current.items) > 1 else embedding
+            if kept is not None:
+                embedding = embedding.index_select(0, to_device(kept.tokens, embedding.device))
+                self._done.places[item.key] = kept.places
+            elif len(current.items) > 1:
+                embedding = embedding.clone()  # a view would keep the whole pass after its neighbours are evicted
+            assert embedding.shape[0] == item.geometry.slots, "the bill and the tower disagree"
+            self._done.embeddings[item.key] = embedding
             self._done.times.add(item.key, decode_ms, current.watch, share)
             self._alone.discard(item.key)
             self.counters.encoded += 1

@@ -16,7 +16,7 @@ from saccade.config import ModelConfig
 from saccade.models.attention import PagedAttention, PagedKV
 from saccade.models.interface import LookingModel, RecurrentModel, VisionLanguageModel
 from saccade.params import SamplingParams
-from saccade.runner.batch import Batch, RequestState, build_batch, overlapping, splice
+from saccade.runner.batch import Batch, Ints, RequestState, build_batch, overlapping, splice
 from saccade.runner.device import DeviceForward, Windows
 from saccade.runner.encoder import Encoder
 from saccade.runner.grammar import Grammars
@@ -51,6 +51,7 @@ class Runner:
         self.device = device  # launches steps without waiting for them; None: steps are computed here and now
         # [slots, hidden] each; which keys are here is the scheduler's decision
         self.embeddings: MutableMapping[Key, Tensor] = {} if embeddings is None else embeddings
+        self._places: dict[Key, Ints] = {}  # [2, slots] of those that were pruned: row and column of each
         self.memory = memory or {}  # bytes planned and measured, by use
         self.recurrent = recurrent  # states of layers without keys and values, for models that have such
         self._states: dict[str, RequestState] = {}
@@ -156,9 +157,10 @@ class Runner:
         for key in plan.evicted:
             if key in self.embeddings:
                 del self.embeddings[key]
+            self._places.pop(key, None)
         for admission in plan.admitted:
             grammar = self.grammars.start(admission.request, admission.output_token_ids)
-            self._states[admission.request.request_id] = RequestState(admission, grammar)
+            self._states[admission.request.request_id] = RequestState(admission, grammar, self._places)
             if self.recurrent:
                 self.recurrent.open(admission.request.request_id, admission.state)
             if self.device:
@@ -188,6 +190,7 @@ class Runner:
             self.encoder.prefetch(plan.prefetch)
         done = self.encoder.poll()
         self.embeddings.update(done.embeddings)
+        self._places.update(done.places)
         return StepResult({}, done.times, done.errors)
 
     def _before_failed(self, work: Work, failed: Mapping[Key, RequestError]) -> Work | None:

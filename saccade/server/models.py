@@ -69,6 +69,7 @@ def _video(videos: Videos) -> dict[str, Any]:
         "max_pixels": videos.rules.limits(policy.max_pixels).max_pixels,
         "max_bytes": policy.max_bytes,
         "max_seconds": policy.max_seconds,
+        "pruning": policy.pruning,
     }
 
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from saccade.config import ConfigError
+from saccade.costs import kept_tokens
 from saccade.processor.families.base import Files, check_aspect_ratio, pixel_settings, tag
 from saccade.processor.families.qwen2_vl import fit, largest_fit
 from saccade.types import Geometry, Grid, Size, Span
@@ -82,10 +83,19 @@ class VideoRules:
         lowest, highest = -(-limits.min_pixels // shared), max(limits.max_pixels, int(limits.min_pixels * 1.05))
         return self._of(largest_fit(self.token_side, lowest, highest // shared))
 
-    def policy_tag(self, resized: Size) -> bytes:
-        """All that decides which pixels of a group reach the tower."""
+    def pruned(self, geometry: Geometry, pruning: float) -> Geometry:
+        """Of a group behind a video's first, of which only the tokens stay where most has changed."""
+        kept = kept_tokens(geometry.tokens, pruning)
+        if kept == geometry.tokens:
+            return geometry
+        cells = Size(geometry.grid.w // self.merge_size, geometry.grid.h // self.merge_size)
+        return replace(geometry, tokens=kept, slots=kept, cells=cells)
+
+    def policy_tag(self, geometry: Geometry) -> bytes:
+        """All that decides which pixels of a group reach the tower, and how much of what it makes of them is kept."""
         sides = {"patch": self.patch_size, "merge": self.merge_size, "group": self.group}
-        return tag({**self.settings, **sides, "resized": resized})
+        kept = {} if geometry.cells is None else {"kept": geometry.slots}
+        return tag({**self.settings, **sides, "resized": geometry.resized, **kept})
 
     def step(self, group_seconds: float) -> float:
         """Rotary positions from one group to the next along the time axis."""
@@ -253,12 +263,13 @@ class Stretch(NamedTuple):
     span: Span
     grid: Grid  # t counts groups
     step: float = 1.0  # rotary positions from group to group
+    lengths: Sequence[int] | None = None  # tokens of each group; None: none is pruned
 
 
 def positions(length: int, stretches: Sequence[Stretch], merge: int) -> tuple[npt.NDArray[np.int32], int]:
     """Rotary positions [3, length] and that of the first generated token.
 
-    Text behind a video goes on at its longer side, however long the video lasts.
+    Text behind a video goes on at its longer side, however long the video lasts and however few of its tokens stay.
 
         text  video of 3 groups of 1 x 2 tokens, step 2    text     answer
     t   0 1   2 2 4 4 6 6                                  4        5
@@ -267,12 +278,29 @@ def positions(length: int, stretches: Sequence[Stretch], merge: int) -> tuple[np
     """
     placed = np.empty((3, length), np.int32)
     done, shift = 0, 0  # tokens written; rotary position minus index for the text that comes next
-    for span, grid, step in stretches:
+    for stretch in stretches:
+        span, grid = stretch.span, stretch.grid
         placed[:, done : span.start] = np.arange(done + shift, span.start + shift)
         first, h, w = span.start + shift, grid.h // merge, grid.w // merge
-        inside = np.indices((grid.t, h, w), dtype=np.int32).reshape(3, -1)
-        inside[0] = inside[0].astype(np.float32) * np.float32(step)
+        inside = _corners(np.indices((grid.t, h, w), dtype=np.int32), stretch.lengths)
+        inside[0] = inside[0].astype(np.float32) * np.float32(stretch.step)
         placed[:, span.start : span.end] = inside + first
         done, shift = span.end, first + max(h, w) - span.end
     placed[:, done:] = np.arange(done + shift, length + shift)
     return placed, length + shift
+
+
+def _corners(inside: npt.NDArray[np.int32], lengths: Sequence[int] | None) -> npt.NDArray[np.int32]:
+    """[3, groups, h, w] -> [3, tokens]. Tokens of a pruned group all stand in its upper left corner.
+
+    Which of them stay is known when the frames have been decoded; whoever computes then adds their rows and columns.
+    """
+    groups = inside.reshape(*inside.shape[:2], -1)
+    if lengths is None:
+        return groups.reshape(3, -1)
+    whole = groups.shape[2]
+    parts = [
+        own if length == whole else own[:, :1].repeat(length, 1)
+        for own, length in zip(groups.swapaxes(0, 1), lengths, strict=True)
+    ]
+    return np.concatenate(parts, axis=1)
