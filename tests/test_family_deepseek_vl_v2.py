@@ -15,44 +15,21 @@ from PIL import Image, ImageOps
 from transformers import SiglipVisionConfig, SiglipVisionModel
 
 from saccade import LLM, SamplingParams, costs
-from saccade.config import ConfigError, ModelConfig, model_config
+from saccade.config import model_config
 from saccade.models.attention import PagedKV
 from saccade.processor.checkpoint import open_checkpoint
 from saccade.processor.count import count_files
 from saccade.processor.families.deepseek_vl_v2 import DeepseekVL2
-from saccade.processor.prompt import Processor
 from saccade.runner.towers import _packings
 from saccade.types import Grid, RequestError, Size, Span
 from tests import family_deepseek_vl_v2 as family
+from tests import slow_deepseek_vl_v2 as slow
 from tests.conftest import make_photo, png
-from tests.proofs import POLICY, Given, Subject, as_patches, assert_close, dummy, edited, finish
+from tests.family_deepseek_vl_v2 import PUBLISHED, TINY
+from tests.proofs import Given, Subject, as_patches, assert_close, edited, finish
 from tests.reference import Reference
 
-MULTIPLES = [(m, n) for m in range(1, 10) for n in range(1, 10) if m * n <= 9]
-PUBLISHED = [[384 * m, 384 * n] for m, n in sorted(MULTIPLES, key=lambda mn: (mn[0] * mn[1], mn))]
 PHOTOS = [make_photo(112, 84, 1), make_photo(60, 130, 2), make_photo(31, 33, 3), make_photo(300, 70, 4)]
-TINY_LANGUAGE = {
-    "bos_token_id": 0, "eos_token_id": 1, "first_k_dense_replace": 1, "hidden_size": 1280, "intermediate_size": 6848,
-    "kv_lora_rank": None, "max_position_embeddings": 4096, "model_type": "deepseek_v2", "moe_intermediate_size": 896,
-    "n_group": 1, "n_routed_experts": 64, "n_shared_experts": 2, "num_attention_heads": 10, "num_experts_per_tok": 6,
-    "num_hidden_layers": 12, "num_key_value_heads": 10, "q_lora_rank": None, "qk_nope_head_dim": 0,
-    "qk_rope_head_dim": 0, "topk_group": 1, "topk_method": "greedy", "torch_dtype": "bfloat16", "use_mla": False,
-    "v_head_dim": 0, "vocab_size": 129280,
-}  # fmt: skip
-TINY: dict[str, Any] = {  # config.json of the smallest published checkpoint
-    "architectures": ["DeepseekVLV2ForCausalLM"],
-    "candidate_resolutions": PUBLISHED,
-    "global_view_pos": "head",
-    "language_config": TINY_LANGUAGE,
-    "model_type": "deepseek_vl_v2",
-    "projector_config": {"model_type": "mlp_projector", "n_embed": 1280},
-    "tile_tag": "2D",
-    "torch_dtype": "bfloat16",
-    "vision_config": {
-        "layers": 27, "mlp_ratio": 3.7362, "model_name": "siglip_so400m_patch14_384", "model_type": "vision",
-        "patch_size": 14, "width": 1152,
-    },
-}  # fmt: skip
 sides = st.one_of(st.integers(1, 64), st.integers(1, 2000), st.integers(1, 60_000))
 
 
@@ -101,8 +78,8 @@ def test_any_picture_has_the_tiles_and_tokens_of_the_published_rule(
 ) -> None:
     assume(max(width, height) / min(width, height) <= 200)
     geometry = published.geometry(Size(width, height), *published.policy(None, None))
-    canvas = family.canvas_of((width, height), PUBLISHED)
-    assert geometry.tokens == geometry.slots == family.tokens_of(canvas, 384, 14, 2)
+    canvas = slow.canvas_of((width, height), PUBLISHED)
+    assert geometry.tokens == geometry.slots == slow.tokens_of(canvas, 384, 14, 2)
     assert geometry.grid == Grid(1 + canvas[0] * canvas[1] // 384**2, 27, 27)
 
 
@@ -337,7 +314,7 @@ def test_one_vector_a_token_is_kept_and_the_formula_says_its_size(subject: Subje
 
 def test_the_weights_of_a_latent_decoder_are_counted_to_the_last_matrix(size: str, tmp_path: Path) -> None:
     made = family.build(tmp_path, size=size)
-    weights = family.SlowModel(made).w
+    weights = slow.SlowModel(made).w
     matrices = sum(t.numel() for name, t in weights.items() if name.startswith("language.") and t.dim() > 1)
     assert costs.decoder_params(open_checkpoint(str(made)).config.text) == matrices
 
@@ -345,139 +322,3 @@ def test_the_weights_of_a_latent_decoder_are_counted_to_the_last_matrix(size: st
 def test_a_recorded_pass_holds_whole_squares() -> None:
     packings = list(_packings(model_config(TINY), (1024, 2048)))
     assert packings == [[Grid(1, 27, 27)] * 2, [Grid(1, 27, 27)]]
-
-
-# --- chats --------------------------------------------------------------------------------------------------------
-
-
-def chat(subject: Subject, messages: list[dict[str, Any]], **how: Any) -> str:
-    text = subject.processor.from_chat(messages, **how).text
-    assert text is not None
-    return text
-
-
-def test_a_chat_is_written_as_the_published_code_writes_it(subject: Subject) -> None:
-    picture = {"type": "image", "image": PHOTOS[0]}
-    first = [{"type": "text", "text": "This is one: "}, picture, {"type": "text", "text": "What is it? "}]
-    said = chat(
-        subject,
-        [
-            {"role": "system", "content": "Be brief."},
-            {"role": "user", "content": first},
-            {"role": "assistant", "content": " A dog."},
-            {"role": "user", "content": "Sure?"},
-        ],
-    )
-    assert said == (
-        f"{family.BOS}Be brief.<|User|>: This is one: <image>\nWhat is it?\n\n<|Assistant|>:A dog.{family.EOS}"
-        "<|User|>: Sure?\n\n<|Assistant|>:"
-    )
-
-
-def test_an_answer_that_was_begun_goes_on(subject: Subject) -> None:
-    said = chat(subject, [{"role": "user", "content": "Count."}, {"role": "assistant", "content": "One, two,"}])
-    assert said == f"{family.BOS}<|User|>: Count.\n\n<|Assistant|>:One, two,"
-
-
-def test_a_chat_begins_with_one_bos_and_its_words_are_tokens(subject: Subject) -> None:
-    ids = subject.processor.from_chat([{"role": "user", "content": "<image> <|User|>"}]).token_ids
-    words = subject.processor.tokenizer
-    assert [words.token(i) for i in ids[:2]] == [family.BOS, "<|User|>"]
-    assert list(ids).count(words.token_id("<|User|>")) == 1 and words.token_id("<image>") not in ids
-
-
-def test_a_role_it_was_not_trained_on_is_refused(subject: Subject) -> None:
-    with pytest.raises(RequestError, match="a system message first"):
-        chat(subject, [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}])
-
-
-def test_a_template_of_the_checkpoints_own_goes_before(folder: Path, tmp_path: Path) -> None:
-    for file in folder.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
-    processor = Processor(open_checkpoint(str(tmp_path)), POLICY)
-    assert processor.from_chat([{"role": "user", "content": "Hi"}]).text == "Hi"
-
-
-# --- what checkpoints say -----------------------------------------------------------------------------------------
-
-
-def test_the_published_config_is_read_with_its_defaults() -> None:
-    config = model_config(TINY)
-    assert config.vision is not None and config.text.latent is None and config.text.experts is not None
-    vision, experts = config.vision, config.text.experts
-    assert (vision.intermediate_size, vision.num_heads, vision.image_size, vision.spatial_merge_size) == (
-        4304,
-        16,
-        384,
-        2,
-    )
-    assert (config.text.head_dim, config.text.num_kv_heads, config.eos_token_ids) == (128, 10, {1})
-    assert (experts.layers, experts.shared, experts.per_token) == (tuple(range(1, 12)), 1792, 6)
-
-
-def test_a_decoder_that_does_not_say_otherwise_has_latent_attention() -> None:
-    language = {k: v for k, v in TINY_LANGUAGE.items() if not k.startswith(("use_mla", "qk_", "v_head", "kv_lora"))}
-    text = model_config({**TINY, "language_config": {k: v for k, v in language.items() if k != "model_type"}}).text
-    assert text.latent is not None and (text.latent.rank, text.latent.turned, text.num_kv_heads) == (512, 64, 1)
-    assert text.head_dim == 576 and text.model_type == "deepseek_v2"
-
-
-def test_canvases_come_from_the_model_where_the_processor_is_silent(subject: Subject) -> None:
-    silent = DeepseekVL2.from_checkpoint(Given(subject.config))
-    assert silent.canvases == subject.family.canvases  # type: ignore[attr-defined]
-
-
-def _given(**processor: Any) -> Given:
-    return Given(model_config(TINY), processor=processor)
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        (_given(patch_size=16), "patch_size=16, but config.json says 14"),
-        (_given(downsample_ratio=1), "downsample_ratio=1, but config.json says 2"),
-        (_given(candidate_resolutions=[[384, 384], [500, 384]]), r"\[500, 384\].*tiles of 384x384"),
-        (_given(candidate_resolutions=[[1024, 1024]]), "tiles of 384x384"),
-        (Given(model_config({**TINY, "tile_tag": "1D"})), "tile_tag='1D'"),
-    ],
-    ids=["patch", "ratio", "canvas", "tile", "tag"],
-)
-def test_settings_that_cannot_work_are_refused(given: Given, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        DeepseekVL2.from_checkpoint(given)
-
-
-def test_a_tokenizer_without_the_pictures_token_is_refused_by_name(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
-    with pytest.raises(ConfigError, match="no token '<picture>'"):
-        DeepseekVL2.from_checkpoint(Given(model_config(TINY), processor={"image_token": "<picture>"}, path=tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"projector_config": {"projector_type": "linear"}}, "'linear'.*downsample_mlp_gelu"),
-        ({"projector_config": {"token_pooling": True}}, "token_pooling"),
-        ({"projector_config": {"n_embed": 80}}, "from 48 to 80 values.*takes 64"),
-        ({"language_config": {"hidden_act": "gelu"}}, "'gelu'.*silu"),
-        ({"language_config": {"attention_bias": True}}, "attention_bias"),
-        ({"language_config": {"scoring_func": "tanh"}}, "'tanh'"),
-    ],
-    ids=str,
-)
-def test_models_that_cannot_be_built_are_refused(folder: Path, changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        dummy(json.loads((folder / "config.json").read_text()), **changes)
-
-
-def test_a_relative_with_two_towers_is_refused_by_their_names() -> None:
-    towers = {"image_size": 1024, "model_type": "vision", "width": {"clip-l-14-224": {}, "sam_vit_b": {}}}
-    with pytest.raises(ConfigError, match=r"several towers \(clip-l-14-224, sam_vit_b\).*'deepseek_vl_v2'"):
-        model_config({**TINY, "vision_config": towers})
-
-
-def test_dummy_weights_need_no_weight_files(folder: Path) -> None:
-    raw = json.loads((folder / "config.json").read_text())
-    config: ModelConfig = dummy(raw).config
-    assert config.text.latent is not None
