@@ -13,8 +13,9 @@ class Papers(NamedTuple):
 
 
 def in_common_words(config: Mapping[str, Any], generation: Mapping[str, Any]) -> Papers:
+    """Common words are left as they are: a config goes to another process in them and is read there again."""
     given = Papers(config, generation)
-    return _qwen(given) if config.get("model_type") == "qwen" else given
+    return _qwen(given) if config.get("model_type") == "qwen" and "head_dim" not in config else given
 
 
 # --- the first Qwen, with and without a tower ---------------------------------------------------------------------

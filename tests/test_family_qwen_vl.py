@@ -281,6 +281,13 @@ def test_the_context_ends_where_frequencies_would_begin_to_change() -> None:
     assert published(use_dynamic_ntk=False, use_logn_attn=False).text.max_context == 8192
 
 
+def test_a_config_that_was_read_is_read_again_as_it_is() -> None:
+    """On its way to the engine's process."""
+    config = published()
+    ends = {"eos_token_id": sorted(config.eos_token_ids)}
+    assert model_config(json.loads(json.dumps(config.raw)), ends) == config
+
+
 def test_a_longer_context_is_refused(case: Case) -> None:
     with pytest.raises(ConfigError, match="max_model_len=4096 is beyond the 2048 positions"):
         LLM(str(case.folder), max_model_len=4096, kv_cache_gb=0.1, use_tqdm=False)
