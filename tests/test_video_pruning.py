@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from saccade.runner.decode import decode_item
 from saccade.runner.pruning import changes, kept_of, most_changed
 from saccade.types import Prompt, Size
 from tests.prompts import make, refusal
+from tests.test_overlap import overlapped
 from tests.videos import VIDEO, film, frames
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -247,6 +249,16 @@ def test_answers_about_pruned_videos_do_not_depend_on(
     given: dict[str, Any], qwen2_vl_folder: Path, alone: list[list[int]]
 ) -> None:
     assert run(qwen2_vl_folder, **given) == alone
+
+
+def test_kernels_and_launching_ahead_give_the_same_answers_about_pruned_videos(
+    qwen2_vl_folder: Path, alone: list[list[int]]
+) -> None:
+    """Positions are settled between encoding and computing on a device too: in Triton's interpreter without a GPU."""
+    llm = overlapped(qwen2_vl_folder, max_num_batched_tokens=24)
+    (out,) = llm.generate(prompts(0.5)[:1], replace(GREEDY, max_tokens=2), use_tqdm=False)
+    llm.close()
+    assert out.outputs[0].token_ids == alone[0][:2]
 
 
 def test_with_nothing_pruned_answers_are_what_they_were(qwen2_vl_folder: Path) -> None:
