@@ -39,6 +39,7 @@ from saccade.engine.wire import (
     read_body,
     unpack_request,
 )
+from saccade.housekeeping import tidy
 from saccade.types import Request, RequestError, TokenEvent
 
 BEAT_SECONDS = 0.5  # between beats when there is nothing to step, and between two looks at the counters
@@ -59,6 +60,7 @@ class EngineLoop:
         self._inbox: SimpleQueue[Command] = SimpleQueue()
         self._ended: list[TokenEvent] = []  # terminal events of aborted requests, not yet told
         self._stats_due = 0.0
+        self._is_tidy = True
         threading.Thread(target=self._read, name="saccade-reader", daemon=True).start()
 
     def run(self, build: Build) -> None:
@@ -72,9 +74,23 @@ class EngineLoop:
             warm_up(core, [unpack_request(body) for body in start.warmup])
             self.send(Ready(core.limits, core.reasons))
             while self._take_messages(core):
-                self._beat(core, core.step() if core.has_unfinished() else [])
+                self._turn(core)
         finally:
             core.close()
+
+    def _turn(self, core: EngineCore) -> None:
+        if core.has_unfinished():
+            self._is_tidy = False
+            self._beat(core, core.step())
+        else:
+            self._beat(core, [])
+            self._rest()
+
+    def _rest(self) -> None:
+        """Nobody waits for the next step: the moment for what nobody should wait for."""
+        if not self._is_tidy:
+            tidy()
+            self._is_tidy = True
 
     def send(self, message: Report) -> None:
         self._connection.sendall(frame(message))

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from saccade.engine.core import EngineCore, StepRunner
+from saccade.housekeeping import settle
 from saccade.types import Request, StepPlan, StepResult, TokenEvent
 
 _TURN = 5e-5  # seconds; Python's own 5 ms are several steps
@@ -46,9 +47,7 @@ class OverlappedCore(EngineCore):
         self._launched: list[_Launched] = []  # in the order of the device
         self._is_ahead = False  # the last one was planned ahead, and nothing beside it yet
         self._events: list[TokenEvent] = []  # booked between two steps
-        # What exists now stays until the end. Looking through it again takes the collector longer than a step.
-        gc.collect()
-        gc.freeze()
+        settle()
         # Whoever gives up the interpreter for a launch waits this long until a thread that decodes pictures returns it.
         sys.setswitchinterval(_TURN)
 

@@ -13,10 +13,11 @@ from saccade.engine.build import build_core
 from saccade.engine.core import EngineCore
 from saccade.engine.loop import run_process
 from saccade.engine.wire import Start, config_of
+from saccade.housekeeping import settle
 
 
 def build(start: Start) -> EngineCore:
-    return build_core(
+    core = build_core(
         Path(start.path),
         config_of(start),
         start.image_processor,
@@ -24,6 +25,8 @@ def build(start: Start) -> EngineCore:
         start.largest,
         progress=start.progress,
     )
+    settle()
+    return core
 
 
 def main() -> int:

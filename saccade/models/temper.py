@@ -1,7 +1,7 @@
 """Queries that grow with their position, so that attention over long contexts stays sharp. Knows no cache, no layer.
 
-    positions     0 .. L - 1    L .. 2 L - 1        2 L .. 3 L - 1      L: the length the model was trained on
-    queries       x 1           x (1 + b log 2)     x (1 + b log 3)
+positions     0 .. L - 1    L .. 2 L - 1        2 L .. 3 L - 1      L: the length the model was trained on
+queries       x 1           x (1 + b log 2)     x (1 + b log 3)
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ import uvicorn
 
 from saccade.config import ConfigError
 from saccade.engine.client import EngineClient, EngineInfo, EngineUnavailable
+from saccade.housekeeping import settle, tidy
 from saccade.options import MediaPolicy, ServerOptions
 from saccade.params import SamplingParams
 from saccade.processor.checkpoint import open_checkpoint
@@ -165,6 +166,7 @@ class _Running:
     async def _start_engine(self) -> bool:
         try:
             self._announce(await self._engine.start())
+            settle()
         except (ConfigError, EngineUnavailable) as error:
             if not self._service.gate.is_draining:
                 print(f"saccade: {error}", file=sys.stderr)
@@ -208,7 +210,7 @@ class _Running:
     # --- the log --------------------------------------------------------------------------------------------------
 
     async def _report_throughput(self) -> None:
-        """One line while there is work, so that a quiet server has a quiet log."""
+        """One line while there is work, so that a quiet server has a quiet log; then what work left is cleared."""
         metrics = self._service.metrics
         seen = metrics.tokens_in, metrics.tokens_out
         while True:
@@ -216,6 +218,7 @@ class _Running:
             now, stats = (metrics.tokens_in, metrics.tokens_out), self._engine.stats()
             if stats and (now != seen or self._service.gate.num_open):
                 logger.info("%s", _throughput_line(now[0] - seen[0], now[1] - seen[1], stats))
+                tidy()  # of what came since the start: a millisecond
             seen = now
 
 

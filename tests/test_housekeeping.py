@@ -1,0 +1,84 @@
+"""What long-running processes do about their memory."""
+
+from __future__ import annotations
+
+import gc
+import socket
+import threading
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from saccade.engine import wire
+from saccade.engine.core import EngineCore
+from saccade.engine.loop import EngineLoop
+from saccade.housekeeping import settle, tidy
+from saccade.options import Options
+from saccade.types import StepPlan, StepResult
+from tests.fake_worker import CONFIG, HANG, WorkerRunner
+from tests.scheduling import make_config, make_request
+from tests.serving import until
+
+
+class _Ring:
+    """Refers to itself, so that only a collection frees it."""
+
+    def __init__(self) -> None:
+        self.me = self
+
+
+class _Littering(WorkerRunner):
+    """Each step leaves a ring."""
+
+    left: weakref.ref[_Ring] | None = None
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        self.left = weakref.ref(_Ring())
+        return super().execute(plan)
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """Nothing is collected but by those who ask for it."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def test_what_exists_after_the_start_is_not_looked_through_again() -> None:
+    kept = [_Ring() for _ in range(10)]
+    settle()
+    try:
+        assert gc.get_freeze_count() > 10
+        assert not any(thing is kept for thing in gc.get_objects())
+    finally:
+        gc.unfreeze()
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_tidying_frees_what_refers_to_itself() -> None:
+    left = weakref.ref(_Ring())
+    assert left() is not None
+    tidy()
+    assert left() is None
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_an_engine_without_work_clears_away_what_its_steps_left() -> None:
+    ours, theirs = socket.socketpair()
+    limits = make_config()
+    runner = _Littering(0.0, config=limits)
+    loop = EngineLoop(theirs, lambda: None)
+    thread = threading.Thread(target=loop.run, args=(lambda _: EngineCore(limits, runner),))
+    thread.start()
+    start = wire.start_message(Path("/x"), CONFIG, {}, Options(), None, [], progress=False)
+    for message in (start, wire.Submit(wire.pack_request(make_request("a", 5, max_tokens=2)))):
+        ours.sendall(wire.frame(message))
+    assert until(lambda: runner.left is not None, HANG)
+    assert until(lambda: runner.left is not None and runner.left() is None, HANG)
+    ours.sendall(wire.frame(wire.Stop()))
+    thread.join(HANG)
+    ours.close()
+    assert not thread.is_alive()
