@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from tests.conftest import make_photo, png
-from tests.serving import RunningServer, as_url, error_of, photo_part, running_server, text_part
+from tests.serving import RunningServer, as_url, error_of, image_part, photo_part, running_server, text_part
 from tests.test_server_fetch import Site, running_site
 from tests.videos import film
 
@@ -60,6 +60,20 @@ def test_fetched_and_sent_are_the_same_video(server: RunningServer, site: Site) 
 def test_a_video_can_be_named_again_by_its_uuid(server: RunningServer) -> None:
     first = ask(server, video_part(as_url(FILM, "video/mp4"), uuid="film"))
     assert answer(ask(server, {"type": "video_url", "video_url": None, "uuid": "film"})) == answer(first)
+
+
+def test_a_url_used_as_a_picture_and_as_a_video_is_fetched_under_the_limits_of_each(
+    server: RunningServer, site: Site
+) -> None:
+    url, before = site.url("/film.mp4?both"), len(site.asked)
+    response = server.chat([image_part(url), image_part(url), video_part(url), text_part("What happens?")])
+    assert error_of(response)["param"] == "messages[0].content[0].image_url"
+    assert site.asked[before:] == ["/film.mp4?both"] * 2
+
+
+def test_a_uuid_without_a_video_says_that_a_video_is_missing(server: RunningServer) -> None:
+    response = ask(server, {"type": "video_url", "video_url": None, "uuid": "never sent"})
+    assert response.status_code == 400 and "no video is kept" in error_of(response)["message"]
 
 
 def test_frames_may_be_sent_one_by_one(server: RunningServer) -> None:

@@ -21,6 +21,7 @@ from saccade.server.uuids import MAX_UUID_CHARS, UuidCache
 from saccade.types import RequestError
 
 Messages = Sequence[Mapping[str, Any]]
+Fetched = Mapping[tuple[str, bool], bytes]  # by URL, and whether as a video: the two have limits of their own
 
 _CLAIM = re.compile(r"data:image/([a-z]{2,8})[;,]", re.IGNORECASE)
 
@@ -89,7 +90,7 @@ def _link(part: Any, message: int, position: int) -> Link | None:
     link = Link(message, position, url if isinstance(url, str) and url else None, uuid, kind)
     if uuid is not None and not (isinstance(uuid, str) and 0 < len(uuid) <= MAX_UUID_CHARS):
         raise RequestError(
-            f"a picture's uuid must be a string of 1 to {MAX_UUID_CHARS} characters",
+            f"a uuid must be a string of 1 to {MAX_UUID_CHARS} characters",
             param=link.param.removesuffix(kind) + "uuid",
         )
     return link
@@ -150,17 +151,17 @@ class MediaResolver:
         self._policy = policy
         self._metrics = metrics
 
-    async def fetch(self, links: Sequence[Link], on_bytes: Callable[[int], None]) -> dict[str, bytes]:
+    async def fetch(self, links: Sequence[Link], on_bytes: Callable[[int], None]) -> Fetched:
         """What is behind each URL that is not a data URL. The first failure cancels the other fetches."""
-        wanted = {link.url: link for link in links if link.url is not None and not link.is_data}
-        tasks: dict[str, asyncio.Task[bytes]] = {}
+        wanted = {(link.url, link.is_video): link for link in links if link.url is not None and not link.is_data}
+        tasks: dict[tuple[str, bool], asyncio.Task[bytes]] = {}
         try:
             async with asyncio.TaskGroup() as group:
-                for url, link in wanted.items():
-                    tasks[url] = group.create_task(self._fetch(url, link, on_bytes))
+                for (url, is_video), link in wanted.items():
+                    tasks[url, is_video] = group.create_task(self._fetch(url, link, on_bytes))
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
-        return {url: task.result() for url, task in tasks.items()}
+        return {wanted: task.result() for wanted, task in tasks.items()}
 
     async def _fetch(self, url: str, link: Link, on_bytes: Callable[[int], None]) -> bytes:
         start, size = time.perf_counter(), None
@@ -173,9 +174,7 @@ class MediaResolver:
         finally:
             self._metrics.fetched(time.perf_counter() - start, size)
 
-    def resolved(
-        self, messages: Messages, links: Sequence[Link], fetched: Mapping[str, bytes], tenant: str
-    ) -> Messages:
+    def resolved(self, messages: Messages, links: Sequence[Link], fetched: Fetched, tenant: str) -> Messages:
         """The messages with bytes where they are at hand. Runs in a thread: data URLs with a uuid are decoded here."""
         found = {(link.message, link.part): self._bytes(link, fetched, tenant) for link in links}
         return [_with_bytes(message, index, found) for index, message in enumerate(messages)]
@@ -188,12 +187,12 @@ class MediaResolver:
                 if isinstance(data, bytes):  # frames one by one stay a string
                     self._uuids.put(tenant, link.uuid, data)
 
-    def _bytes(self, link: Link, fetched: Mapping[str, bytes], tenant: str) -> bytes | None:
+    def _bytes(self, link: Link, fetched: Fetched, tenant: str) -> bytes | None:
         """None leaves the part as it is: a data URL without a name, or something the processor refuses."""
         if link.url is None:
             return self._looked_up(link, tenant) if link.uuid is not None else None
         if not link.is_data:
-            return fetched[link.url]
+            return fetched[link.url, link.is_video]
         if link.uuid is None or (link.is_video and "," in link.url.partition(",")[2]):
             return None
         policy = self._policy
@@ -208,8 +207,9 @@ class MediaResolver:
         assert link.uuid is not None
         data = self._uuids.get(tenant, link.uuid)
         if data is None:
+            kind = "video" if link.is_video else "picture"
             raise RequestError(
-                f"no picture is kept under the uuid {link.uuid[:64]!r}; send it again with its data",
+                f"no {kind} is kept under the uuid {link.uuid[:64]!r}; send it again with its data",
                 code="image_file_not_found",
                 param=link.param,
             )

@@ -24,7 +24,7 @@ from saccade.server.auth import KeyRing
 from saccade.server.fields import FieldReader
 from saccade.server.generate import Generation, Priced, SubmitsRequests, Timing
 from saccade.server.limits import Gate, Held, Upload, decode_object
-from saccade.server.media import ChatLimits, Link, MediaResolver, Messages, check_chars, find_links
+from saccade.server.media import ChatLimits, Fetched, Link, MediaResolver, Messages, check_chars, find_links
 from saccade.server.protocol import ChatRequest, Wanted
 from saccade.server.uuids import UuidCache
 from saccade.types import Bill, Prompt, Request, RequestError
@@ -147,9 +147,7 @@ class Service:
         timing = Timing(caller.arrived, (time.perf_counter() - caller.arrived) * 1e3, fetch_ms)
         return self._priced(prompt), timing
 
-    def _build_chat(
-        self, request: ChatRequest, links: Sequence[Link], fetched: dict[str, bytes], tenant: str
-    ) -> Prompt:
+    def _build_chat(self, request: ChatRequest, links: Sequence[Link], fetched: Fetched, tenant: str) -> Prompt:
         messages: Messages = self._media.resolved(request.messages, links, fetched, tenant)
         prompt = self.processor.from_chat(
             messages,
