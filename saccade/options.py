@@ -217,7 +217,7 @@ class SchedulerConfig:
     max_num_seqs: int
     block_size: int
     num_blocks: int
-    encoder_budget: int  # embedding slots newly encoded per step
+    encoder_budget: int  # embeddings the tower makes per step, also of frame groups of which fewer stay
     encoder_cache_slots: int  # embedding slots that may be resident or in flight
     keep_idle_embeddings: bool = True  # False: an embedding is dropped as soon as no request holds it
     enable_prefix_caching: bool = True

@@ -107,8 +107,7 @@ class MediaItem:
     """One picture, or one frame group of a video, on its way to the encoder: still compressed, its cost already known.
 
     A group has `stamps` when it belongs to a file, `stills` when its frames came one by one. Where it has fewer frames
-    than the model puts into a patch, the last one repeats. In front of the frames of a pruned group stands the
-    one before them, which is compared with and not encoded.
+    than a patch has, the last one repeats. A pruned group begins with the frame before it, which is not encoded.
     """
 
     key: Key
@@ -140,6 +139,12 @@ class Span:
     slots: int  # embeddings the encoder returns for it
     is_embed: tuple[bool, ...] | None = None  # which positions take an embedding; None means all of them
     read_end: int | None = None  # first position behind all that read the embeddings; None: the span's own end
+    made: int | None = None  # embeddings the tower makes for it, of which only `slots` stay; None: all of them stay
+
+    @property
+    def work(self) -> int:
+        """What encoding it costs, in embeddings: the tower sees a pruned frame group whole."""
+        return self.slots if self.made is None else self.made
 
     @property
     def end(self) -> int:
@@ -237,10 +242,6 @@ class StepPlan:
     encode_layers: int | None = None  # encoder layers to advance in this step; None: until all is encoded
     prefetch: tuple[MediaItem, ...] = ()  # likely next: decoding may begin
     is_beside: bool = False  # the rest of a step that runs already: nothing in it may wait
-
-    @property
-    def is_empty(self) -> bool:
-        return not (self.works or self.encode or self.evicted or self.forgotten or self.admitted)
 
 
 class Logprobs(NamedTuple):

@@ -42,6 +42,7 @@ class Picture(NamedTuple):
     tokens: int
     slots: int | None = None  # None: one per token
     is_lasting: bool = False  # tokens behind it read it too, up to the next such picture; neighbours go together
+    made: int | None = None  # embeddings the tower makes of it, where fewer stay
 
 
 Part = int | list[int] | Picture  # so many tokens of text, these tokens, or a picture
@@ -69,7 +70,7 @@ def make_prompt(parts: Iterable[Part], salt: bytes = b"", first_token: int = 100
             item = make_item(part, salt)
             items.setdefault(item.key, item)
             is_embed = (False,) * part.tokens if part.is_lasting else None
-            spans.append(Span(start, part.tokens, item.key, item.geometry.slots, is_embed))
+            spans.append(Span(start, part.tokens, item.key, item.geometry.slots, is_embed, made=part.made))
             tokens += [PLACEHOLDER] * part.tokens
             records += [item.key + offset.to_bytes(8, "little") for offset in range(part.tokens)]
         else:

@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 from saccade.types import RequestError
 from tests.scheduling import EOS, Part, Picture, Rig
 
-PICTURES = [Picture("a", 3), Picture("b", 3), Picture("c", 6), Picture("d", 9, 7), Picture("e", 12)]
+PICTURES = [
+    Picture("a", 3),
+    Picture("b", 3),
+    Picture("c", 6),
+    Picture("d", 9, 7),
+    Picture("e", 12),
+    Picture("f", 3, made=12),
+]
 BROKEN = Picture("broken", 5)
 
 PARTS = st.one_of(

@@ -77,13 +77,19 @@ def weave(
         tokens, offsets = _expanded(video, rules, caption)
         made.pieces += [token_ids[done:start], tokens]
         pairs = zip(offsets, video.items, strict=True)
-        spans = [Span(start + grown + at, i.geometry.tokens, i.key, i.geometry.slots) for at, i in pairs]
+        spans = [_span(start + grown + at, item) for at, item in pairs]
         made.add_video(spans, video, rules.fence is None)
         done, grown = start + 1, grown + len(tokens) - 1
     made.pieces.append(token_ids[done:])
     for picture in waiting:
         made.add_picture(*_moved(picture, grown))
     return made
+
+
+def _span(start: int, group: MediaItem) -> Span:
+    geometry, cells = group.geometry, group.geometry.cells
+    made = None if cells is None else cells.width * cells.height
+    return Span(start, geometry.tokens, group.key, geometry.slots, made=made)
 
 
 def _moved(picture: tuple[Span, MediaItem], by: int) -> tuple[Span, MediaItem]:

@@ -41,6 +41,7 @@ class RequestState:
         self.shift = prompt.next_position - self.num_prompt  # from places to positions behind the prompt
         self.is_plain = grammar is None and admission.request.params.is_plain
         self.spans: tuple[Span, ...] = prompt.spans
+        self._is_pruned = any(span.made is not None for span in prompt.spans)
         self.blocks: list[int] = list(admission.block_ids)
         self._answer = np.empty(64, np.int64)  # grows by doubling
         self.num_tokens = self.num_prompt
@@ -74,7 +75,7 @@ class RequestState:
         """Prompt positions come from the processor; behind the prompt every axis counts on by one."""
         prompt = self.request.prompt
         inside = prompt.positions[:, start : min(end, self.num_prompt)].astype(np.int64)
-        if self.places and start < self.num_prompt:
+        if self._is_pruned and start < self.num_prompt:
             self._place(inside, start)
         if end <= self.num_prompt:
             return inside
@@ -85,7 +86,8 @@ class RequestState:
         """The processor puts the tokens of a pruned group into its corner: places are known once it is decoded."""
         end = start + inside.shape[1]
         for span in overlapping(self.spans, start, end):
-            if (places := self.places.get(span.key)) is not None:
+            if span.made is not None:
+                places = self.places[span.key]  # not there: better no answer than one from the corner
                 first, last = max(start, span.start), min(end, span.end)
                 inside[1:, first - start : last - start] += places[:, first - span.start : last - span.start]
 

@@ -70,13 +70,13 @@ def _check_company(index: int, spans: Sequence[Span], config: SchedulerConfig) -
 
 def _check_span(index: int, span: Span, config: SchedulerConfig) -> None:
     limits = (
-        (config.encoder_budget, "may be encoded in one step", "--encoder-budget"),
-        (config.encoder_cache_slots, "fit in the encoder cache", "--encoder-cache-gb"),
+        (span.work, config.encoder_budget, "may be encoded in one step", "--encoder-budget"),
+        (span.slots, config.encoder_cache_slots, "fit in the encoder cache", "--encoder-cache-gb"),
     )
-    for limit, what, flag in limits:
-        if span.slots > limit:
+    for count, limit, what, flag in limits:
+        if count > limit:
             raise RequestError(
-                f"picture {index + 1} of the prompt has {span.slots} embeddings, but {limit} {what}; send it smaller, "
+                f"picture {index + 1} of the prompt has {count} embeddings, but {limit} {what}; send it smaller, "
                 f"lower --max-pixels or raise {flag}",
                 code="image_too_large",
             )

@@ -23,7 +23,7 @@ class StepBudget:
         self.num_decoding = demand.decoding
         self.has_text_answers = demand.text_answers > 0
         self.num_prompts = demand.prompts
-        self.slots_wanted = demand.slots
+        self.work_wanted = demand.work
         self.has_text_prompts = demand.text_tokens > 0
         self._text_tokens = demand.text_tokens
         self._is_text_first = is_text_first
@@ -79,11 +79,11 @@ class _Demand(NamedTuple):
     text_answers: int  # of those, requests without pictures
     prompts: int  # requests that could compute prompt tokens now, as far as pictures are concerned
     text_tokens: int  # of requests that wait for no picture
-    slots: int  # of the first pictures that others wait for
+    work: int  # embeddings that the tower would make of the first picture that others wait for
 
 
 def _demand(requests: Iterable[Sequence]) -> _Demand:
-    decoding = text_answers = prompts = text_tokens = slots = 0
+    decoding = text_answers = prompts = text_tokens = work = 0
     for seq in requests:
         if seq.is_decoding:
             decoding += 1
@@ -94,5 +94,5 @@ def _demand(requests: Iterable[Sequence]) -> _Demand:
         elif seq.next_span in seq.held or seq.num_computed < seq.spans[seq.next_span].start:
             prompts += 1
         else:
-            slots = slots or seq.spans[seq.next_span].slots
-    return _Demand(decoding, text_answers, prompts, text_tokens, slots)
+            work = work or seq.spans[seq.next_span].work
+    return _Demand(decoding, text_answers, prompts, text_tokens, work)

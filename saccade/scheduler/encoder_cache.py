@@ -173,6 +173,9 @@ class EncoderCache:
     def holders(self) -> set[Holder]:
         return set(self._held)
 
+    def in_flight(self) -> set[Key]:
+        return {key for key, entry in self._entries.items() if entry.is_in_flight}
+
     def stats(self) -> dict[str, int]:
         return {
             "slots_total": self._slots,

@@ -39,6 +39,13 @@ class _Line:
         return seq.order > self._head and not seq.is_holding_on
 
 
+class _Flight(NamedTuple):
+    """An item that the encoder has."""
+
+    requester: str  # who asked for it
+    work: int
+
+
 class Gate:
     """Lets windows into spans and starts encodings, one step after the other.
 
@@ -51,17 +58,22 @@ class Gate:
         self.is_sliced = False
         self._cache = cache
         self._encoder_budget = encoder_budget
-        self._budget = 0  # slots that may still be given to the encoder in this step
-        self._requesters: dict[Key, str] = {}  # of what is in flight: who asked for it
+        self._budget = 0  # work that may still be given to the encoder in this step
+        self._flights: dict[Key, _Flight] = {}
         self._encode_line = _Line()  # for the encoder
         self._room_line = _Line()  # for room in the cache: even pinning what is resident would keep room away
+
+    @property
+    def work_in_flight(self) -> int:
+        """Embeddings that the tower is making. Time and memory depend on these; the cache counts those that stay."""
+        return sum(flight.work for flight in self._flights.values())
 
     def begin_step(self, is_sliced: bool) -> None:
         """`is_sliced`: encoding goes on a few layers a step, so what is in flight cannot be used in this step."""
         self.is_sliced = is_sliced
         self.encode = []
         # What earlier steps left in flight counts too: the encoder's memory is bounded by the budget whatever the mode.
-        self._budget = self._encoder_budget - self._cache.slots_in_flight
+        self._budget = self._encoder_budget - self.work_in_flight
         self._encode_line.turn()
         self._room_line.turn()
 
@@ -81,7 +93,7 @@ class Gate:
                     return Reach(max(start, span.start), tuple(entered))
                 seen.add(span.key)
                 room -= self._cache.room_taken_by(span.key, span.slots)
-                budget -= 0 if span.key in self._cache else span.slots
+                budget -= 0 if span.key in self._cache else span.work
                 if room < 0 or budget < 0:  # spans before it in this window take what it would need
                     return Reach(max(start, span.start), tuple(entered))
             entered.append(index)
@@ -120,7 +132,7 @@ class Gate:
             span = seq.spans[index]
             if span.key in self._cache or span.key in items:
                 continue
-            budget -= span.slots
+            budget -= span.work
             if budget < 0:
                 break
             items[span.key] = seq.request.prompt.items[index]
@@ -136,17 +148,16 @@ class Gate:
 
     def pop_requester(self, key: Key) -> str:
         """A flight ended: which request had asked for it."""
-        return self._requesters.pop(key)
+        return self._flights.pop(key).requester
 
     def reset(self) -> None:
         """Nothing is in flight any more."""
-        self._requesters.clear()
+        self._flights.clear()
 
     def check(self) -> None:
-        in_flight = self._cache.slots_in_flight
-        assert in_flight <= self._encoder_budget, f"{in_flight} slots in flight, {self._encoder_budget} allowed"
-        is_flying = (key in self._cache and not self._cache.is_resident(key) for key in self._requesters)
-        assert all(is_flying), "someone is said to have asked for what is not in flight"
+        work = self.work_in_flight
+        assert work <= self._encoder_budget, f"{work} embeddings are being made, {self._encoder_budget} allowed"
+        assert self._flights.keys() == self._cache.in_flight(), "gate and cache disagree about what is in flight"
 
     def _may_enter(self, seq: Sequence, span: Span) -> bool:
         if self._room_line.bars(seq):
@@ -159,7 +170,7 @@ class Gate:
         """Whether budget and room allow it. Who is refused gets in line."""
         if span.slots > self._cache.room:
             self._room_line.refuse(seq)
-        elif span.slots <= self._budget:
+        elif span.work <= self._budget:
             return True
         self._encode_line.refuse(seq)
         return False
@@ -170,5 +181,5 @@ class Gate:
     def _start(self, seq: Sequence, index: int) -> None:
         span = seq.spans[index]
         self.encode.append(seq.request.prompt.items[index])
-        self._budget -= span.slots
-        self._requesters[span.key] = seq.request_id
+        self._budget -= span.work
+        self._flights[span.key] = _Flight(seq.request_id, span.work)

@@ -23,13 +23,13 @@ class Share(NamedTuple):
     encode_layers: int
 
 
-def share(pace: Pace, num_decoding: int, slots_in_flight: int) -> Share:
+def share(pace: Pace, num_decoding: int, work_in_flight: int) -> Share:
     """Prompts or pictures get all of the spare time; where both want it, they take turns."""
     alone = milliseconds(pace.decode_ms, num_decoding)
     target = pace.target_ms if pace.target_ms is not None else SLOWDOWN * alone
     spare = max(target - alone, _LEAST_SPARE * alone)
-    is_encoding = slots_in_flight > 0 and bool(pace.layer_ms)
-    layers = max(1, int(spare / milliseconds(pace.layer_ms, slots_in_flight))) if is_encoding else 1
+    is_encoding = work_in_flight > 0 and bool(pace.layer_ms)
+    layers = max(1, int(spare / milliseconds(pace.layer_ms, work_in_flight))) if is_encoding else 1
     return Share(max(_FEWEST_TOKENS, size_within(pace.prompt_ms, spare)), layers)
 
 

@@ -50,7 +50,7 @@ class Scheduler:
         self._pool = BlockPool(config.num_blocks, config.block_size, config.enable_prefix_caching)
         self._encoder = EncoderCache(config.encoder_cache_slots, config.keep_idle_embeddings)
         self._gate = Gate(self._encoder, config.encoder_budget)
-        self.slices = Slices(config, self._encoder)
+        self.slices = Slices(config, self._gate)
         self._kept = KeptStates(config.state_rows, config.block_size)
         self._open: dict[str, Sequence] = {}  # running and waiting
         self._running: list[Sequence] = []  # in order of arrival, as is the next one

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from saccade.options import SchedulerConfig
 from saccade.scheduler.budget import StepBudget, encodes_now, layers_in_bounded_step
-from saccade.scheduler.encoder_cache import EncoderCache
+from saccade.scheduler.gate import Gate
 from saccade.scheduler.pace import share
 from saccade.types import Pace
 
 
 class Slices:
-    def __init__(self, config: SchedulerConfig, encoder: EncoderCache) -> None:
+    def __init__(self, config: SchedulerConfig, gate: Gate) -> None:
         self.config = config
         self.is_protecting = True  # whether anyone wants tokens as they come: then steps keep to the pace
-        self._encoder = encoder
+        self._gate = gate
         self._is_prompts_turn = False  # where prompts and pictures take turns
 
     def layers(self, step: int, budget: StepBudget, *, is_decoding: bool) -> int | None:
@@ -35,9 +35,9 @@ class Slices:
         """Where someone waits for tokens, prompts and pictures get the time that is left; otherwise all they want."""
         if not self.is_protecting or not budget.num_decoding:
             return None
-        slots = max(self._encoder.slots_in_flight, budget.slots_wanted)
-        prompts, layers = share(pace, budget.num_decoding, slots)
-        if slots and budget.num_prompts:  # a prompt however short reads all weights: halves of a step would be dear
+        work = max(self._gate.work_in_flight, budget.work_wanted)
+        prompts, layers = share(pace, budget.num_decoding, work)
+        if work and budget.num_prompts:  # a prompt however short reads all weights: halves of a step would be dear
             self._is_prompts_turn = not self._is_prompts_turn
             prompts, layers = (prompts, 0) if self._is_prompts_turn else (0, layers)
         budget.bound(prompts)
