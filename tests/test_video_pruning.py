@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from PIL import Image
 
 from saccade import LLM, SamplingParams
 from saccade.config import ConfigError
@@ -20,10 +21,12 @@ from saccade.costs import kept_tokens
 from saccade.options import MediaPolicy, Options, VideoPolicy, options
 from saccade.processor.families.frame_groups import published
 from saccade.processor.prompt import Processor
+from saccade.runner import clips
 from saccade.runner.clips import ClipReaders
 from saccade.runner.decode import decode_item
 from saccade.runner.pruning import changes, kept_of, most_changed
 from saccade.types import Prompt, Size
+from tests.conftest import png
 from tests.prompts import make, refusal
 from tests.test_overlap import overlapped
 from tests.videos import VIDEO, film, frames
@@ -149,6 +152,15 @@ def test_the_frame_before_counts_for_what_is_in_memory_at_once(qwen2_vl_folder: 
     held = make(qwen2_vl_folder, max_image_pixels=2 * 112 * 84)
     assert held.from_prompt(asked(ARRAY)).spans
     assert "3 frames of 112x84" in refusal(held, asked(ARRAY, 0.5)).message
+    for nothing_is_pruned in (asked(ARRAY[:2], 0.5), asked(ARRAY[:1], 0.5), asked(ARRAY, 0.01)):
+        assert held.from_prompt(nothing_is_pruned).spans
+
+
+def test_a_compressed_frame_that_is_decoded_twice_counts_twice_for_the_request(qwen2_vl_folder: Path) -> None:
+    shown = [[png(Image.fromarray(frame)) for frame in ARRAY[:6]]]
+    held = make(qwen2_vl_folder, max_request_pixels=7 * 112 * 84)
+    assert held.from_prompt(asked(shown)).spans
+    assert "8 frames of 112x84" in refusal(held, asked(shown, 0.5)).message
 
 
 # --- which tokens stay --------------------------------------------------------------------------------------------
@@ -212,6 +224,26 @@ def test_groups_that_share_a_frame_are_decoded_side_by_side(qwen: Processor) -> 
     readers.close()
     for one, two in pairwise(expected):
         assert np.array_equal(one[-1], two[0])
+
+
+def test_a_frame_is_never_converted_once_its_reader_may_have_another_owner(
+    qwen: Processor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where two frames have one time the same frame is found twice: whoever comes next begins with it."""
+    fast = film(8, container="matroska", fps=10, stamps=[0, 1, 2, 2, 3, 4, 5, 6], b_frames=0)
+    items, readers = qwen.from_prompt(asked(fast, 0.5, num_frames=8)).items, ClipReaders()
+    assert [item.stamps for item in items[:3]] == [(0, 100), (100, 200, 200), (200, 300, 400)]
+    convert, given_away = clips._upright, []
+
+    def noted(frame: Any, item: Any) -> Any:
+        given_away.append(any(frame is reader._current for reader in readers._idle))
+        return convert(frame, item)
+
+    monkeypatch.setattr(clips, "_upright", noted)
+    shown = [decode_item(item, readers) for item in items]
+    readers.close()
+    assert given_away and not any(given_away)
+    assert np.array_equal(shown[1][1], shown[1][2]) and np.array_equal(shown[1][2], shown[2][0])
 
 
 # --- through the engine -------------------------------------------------------------------------------------------

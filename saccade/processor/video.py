@@ -171,10 +171,11 @@ class Videos:
         frames = self._chosen(len(given), asked)
         loaded = {index: self._still(given[index], video, index) for index in frames.indices}
         size = _common_size(loaded)
-        self._check_total(size, loaded.values())
         geometry = self._geometry(size, len(frames.indices), asked)
+        groups = list(self._decoded(frames.indices, geometry, asked))
+        self._check_total(size, [loaded[index] for group, _ in groups for index in group])
         items = []
-        for group, own in self._decoded(frames.indices, geometry, asked):
+        for group, own in groups:
             shown = [loaded[index] for index in group]
             stills = tuple(Still(len(frame.data), frame.header) for frame in shown)
             key = self._key(own, salt, *(part for frame in shown for part in _identifying(frame)))
@@ -203,7 +204,10 @@ class Videos:
         return load_image(frame, self.policy, param=f"{video.param}[{index}]", allow_paths=video.allow_path)
 
     def _check_total(self, size: Size, frames: Collection[Loaded]) -> None:
-        """Compressed frames are pictures: all of them together are held to what a request's pictures are held to."""
+        """Compressed frames are pictures: all of them together are held to what a request's pictures are held to.
+
+        A frame that is decoded twice, for its own group and to be compared with, counts twice.
+        """
         count = sum(frame.header.format != "rgb" for frame in frames)
         pixels = size.width * size.height * count
         if pixels > self.policy.max_request_pixels:
@@ -217,7 +221,9 @@ class Videos:
 
     def _geometry(self, size: Size, count: int, asked: Asked) -> Geometry:
         """A whole group is in memory at once, so it is held to what one picture may have."""
-        frames = self.rules.group + (1 if asked.pruning else 0)
+        geometry = self.rules.geometry(size, count, asked.pixels)
+        is_compared = count > self.rules.group and self.rules.pruned(geometry, asked.pruning).cells is not None
+        frames = self.rules.group + is_compared
         pixels = size.width * size.height * frames
         if pixels > self.policy.max_image_pixels:
             raise RequestError(
@@ -225,7 +231,7 @@ class Videos:
                 f"{self.policy.max_image_pixels} are allowed at once (max_image_pixels)",
                 code="video_too_large",
             )
-        return self.rules.geometry(size, count, asked.pixels)
+        return geometry
 
     def _grouped(self, indices: Sequence[int]) -> Iterator[Sequence[int]]:
         for start in range(0, len(indices), self.rules.group):

@@ -40,13 +40,14 @@ class ClipReaders:
         reader = self._take(item)
         try:
             *frames, last = [reader.frame_at(stamp) for stamp in item.stamps]
-            # Whoever has the reader next may get this frame again, and a frame is converted by one thread at a time.
+            # Whoever has the reader next may get this frame again, and a frame is converted by one thread at a time:
+            # two that do it at once may never end. Frames of one time are one frame.
             shown = _upright(last, item)
         except BaseException:
             reader.close()
             raise
         self._keep(reader)
-        return [*(_upright(frame, item) for frame in frames), shown]
+        return [*(shown if frame is last else _upright(frame, item) for frame in frames), shown]
 
     def close(self) -> None:
         with self._lock:
