@@ -122,6 +122,8 @@ class Floors:
     def _weights(self) -> int:
         """Bytes that a step reads: all layers and the head, but of the embeddings only a few rows."""
         text = self.config.text
+        if text.experts or text.linear:
+            raise SystemExit("floors are known for dense decoders: which experts a step reads depends on its tokens")
         layers = text.num_layers * costs.decoder_layer_params(text)
         return (layers + text.vocab_size * text.hidden_size) * costs.dtype_bytes(DTYPE)
 

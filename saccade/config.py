@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from saccade.dialects import in_common_words
-from saccade.routing import ExpertRules, expert_rules
+from saccade.routing import ExpertRules, expert_rules, first_of
 
 
 class ConfigError(ValueError):
@@ -202,6 +202,7 @@ class VisionConfig:
     full_layers: tuple[int, ...] = ()  # those that see whole pictures all the same
     deep_layers: tuple[int, ...] = ()  # those whose output goes to the decoder beside the last one's
     takes_squares: bool = False  # of `image_size` and nothing else, though patches are merged behind the tower
+    projector: tuple[int, ...] = ()  # widths between merged patches and the decoder; none: as wide as merged patches
 
     @property
     def window_tokens(self) -> int | None:
@@ -235,6 +236,8 @@ def model_config(raw: Mapping[str, Any], generation: Mapping[str, Any] | None = 
         return _read(model_type, *in_common_words(raw, generation or {}))
     except ConfigError as error:
         raise ConfigError(f"{error} (model_type {model_type!r})") from None
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise ConfigError(f"config.json has a value of another kind: {error} (model_type {model_type!r})") from error
 
 
 def _read(model_type: str, raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
@@ -246,8 +249,8 @@ def _read(model_type: str, raw: Mapping[str, Any], generation: Mapping[str, Any]
         model_type=model_type,
         text=_text_config(text, raw, len((vision or {}).get("deepstack_visual_indexes") or ())),
         vision=_vision_config({**_beside_towers(raw), **vision}) if vision else None,
-        image_token_id=_first(raw, "image_token_id", "image_token_index"),
-        video_token_id=_first(raw, "video_token_id", "video_token_index"),
+        image_token_id=first_of(raw, "image_token_id", "image_token_index"),
+        video_token_id=first_of(raw, "video_token_id", "video_token_index"),
         dtype=_dtype_name(raw, text),
         eos_token_ids=_eos_ids(generation, raw, text),
         raw=raw,
@@ -298,7 +301,7 @@ def _latent_config(text: Mapping[str, Any]) -> LatentConfig | None:
         turned=_need(text, "qk_rope_head_dim"),
         plain=_need(text, "qk_nope_head_dim"),
         value=_need(text, "v_head_dim"),
-        query_rank=text.get("q_lora_rank"),
+        query_rank=_need(text, "q_lora_rank") if text.get("q_lora_rank") else None,
     )
 
 
@@ -325,18 +328,21 @@ def _linear_config(text: Mapping[str, Any]) -> LinearConfig | None:
 
 def _vision_config(given: Mapping[str, Any]) -> VisionConfig:
     vision = {**_VISION_DEFAULTS, **_TOWER_DEFAULTS.get(given.get("model_type", ""), {}), **given}
-    hidden = _first(vision, "embed_dim", "hidden_size", "width")
+    hidden = first_of(vision, "embed_dim", "hidden_size", "width")
     if hidden is None:
         raise ConfigError("config.json: vision_config has neither embed_dim nor hidden_size")
     if not isinstance(hidden, int):
         raise ConfigError(f"config.json: vision_config has several towers ({', '.join(hidden)}); one is supported")
+    wide = vision.get("intermediate_size") or int(hidden * vision.get("mlp_ratio", 4))
+    if hidden < 1 or wide < 1:
+        raise ConfigError(f"config.json: vision_config has layers of width {hidden} with MLPs of width {wide}")
     return VisionConfig(
         hidden_size=hidden,
-        intermediate_size=vision.get("intermediate_size") or int(hidden * vision.get("mlp_ratio", 4)),
+        intermediate_size=wide,
         num_layers=_need(vision, "depth", "num_hidden_layers", "layers") + vision.get("num_global_layers", 0),
         num_heads=_need(vision, "num_heads", "num_attention_heads", "attention_heads", "heads"),
         patch_size=_side(vision["patch_size"]),
-        in_channels=_first(given, "in_channels", "in_chans", "num_channels") or vision["in_channels"],
+        in_channels=first_of(given, "in_channels", "in_chans", "num_channels") or vision["in_channels"],
         image_size=vision.get("image_size"),
         spatial_merge_size=vision["spatial_merge_size"],
         temporal_patch_size=vision["temporal_patch_size"],
@@ -347,13 +353,16 @@ def _vision_config(given: Mapping[str, Any]) -> VisionConfig:
         full_layers=tuple(vision.get("fullatt_block_indexes") or ()),
         deep_layers=tuple(vision.get("deepstack_visual_indexes") or ()),
         takes_squares=vision.get("takes_squares", False),
+        projector=tuple(vision.get("projector_widths") or ()),
     )
 
 
 def _beside_towers(raw: Mapping[str, Any]) -> dict[str, Any]:
     """What belongs to the tower's shape but stands at the top where a projector does the merging."""
     if "projector_config" in raw:
-        return {"spatial_merge_size": raw["projector_config"].get("downsample_ratio", 2)}
+        given = raw["projector_config"] or {}
+        wide, between = given.get("n_embed", 2048) * given.get("mlp_ratio", 1), given.get("depth", 2) - 1
+        return {"spatial_merge_size": given.get("downsample_ratio", 2), "projector_widths": [wide] * between}
     return {name: raw[name] for name in ("spatial_merge_size",) if raw.get(name) is not None}
 
 
@@ -365,19 +374,17 @@ def _side(given: int | list[int]) -> int:
     return sides[0]
 
 
-def _first(values: Mapping[str, Any], *names: str) -> Any:
-    return next((values[n] for n in names if values.get(n) is not None), None)
-
-
 def _need(values: Mapping[str, Any], *names: str) -> int:
-    found = _first(values, *names)
-    if not isinstance(found, int):
+    found = first_of(values, *names)
+    if found is None:
         raise ConfigError(f"config.json has no {' or '.join(names)}, which the model's shape needs")
+    if not isinstance(found, int) or isinstance(found, bool) or found < 1:
+        raise ConfigError(f"config.json says {' or '.join(names)}={found!r}; a whole number above 0 is needed")
     return found
 
 
 def _dtype_name(raw: Mapping[str, Any], text: Mapping[str, Any]) -> str:
-    name = _first(raw, "dtype", "torch_dtype") or _first(text, "dtype", "torch_dtype") or "float32"
+    name = first_of(raw, "dtype", "torch_dtype") or first_of(text, "dtype", "torch_dtype") or "float32"
     return str(name).removeprefix("torch.")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
+from itertools import pairwise
 
 from saccade.config import LatentConfig, ModelConfig, TextConfig, VisionConfig
 from saccade.types import Size
@@ -222,7 +223,8 @@ def encoder_params(vision: VisionConfig, text: TextConfig) -> int:
 def projector_params(vision: VisionConfig, text: TextConfig) -> int:
     """One projection, and one more for each deep layer."""
     merged = vision.hidden_size * vision.spatial_merge_size**2
-    return (1 + len(vision.deep_layers)) * (merged * merged + merged * text.hidden_size)
+    widths = (merged, *(vision.projector or (merged,)), text.hidden_size)
+    return (1 + len(vision.deep_layers)) * sum(inputs * outputs for inputs, outputs in pairwise(widths))
 
 
 def weight_bytes(model: ModelConfig, dtype: str) -> int:

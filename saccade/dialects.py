@@ -80,7 +80,8 @@ def _qwen_tower(visual: Mapping[str, Any]) -> dict[str, Any]:
         "n_queries": queries,
         "hidden_act": "gelu",
         "takes_squares": True,
-        "spatial_merge_size": max(1, side // math.isqrt(queries)),  # on average: every query sees all patches
+        # On average: every query sees all patches. A number that is no square is refused where it is read.
+        "spatial_merge_size": max(1, side // max(1, math.isqrt(max(0, queries)))),
     }
     start = visual.get("image_start_id")
     return {"vision_config": vision, "image_token_id": None if start is None else start + _QWEN_PAD}

@@ -153,12 +153,32 @@ def test_scores_are_computed_in_float32_whatever_type_the_model_has() -> None:
 
 
 def test_a_bias_chooses_experts_and_does_not_weigh_them() -> None:
-    experts, _ = built(replace(RULES, scoring="sigmoid", has_bias=True))
+    experts, _ = built(replace(RULES, scoring="sigmoid", choice="noaux_tc"))
     assert experts.router_bias is not None
     experts.router_bias[5] = 100
     weights, chosen = experts.route(tokens())
     assert (chosen[:, 0] == 5).all()
     assert (weights <= 1).all()
+
+
+def test_no_tokens_are_no_work() -> None:
+    experts, _ = built(replace(RULES, shared=6))
+    assert experts(tokens(0)).shape == (0, HIDDEN)
+
+
+@pytest.mark.parametrize("of", ["num_experts", "n_routed_experts"])
+def test_the_only_expert_of_a_token_has_its_score_as_weight_in_one_line_and_one_in_the_other(of: str) -> None:
+    text = {"moe_intermediate_size": 10, of: 8, "num_experts_per_tok": 1, "norm_topk_prob": True}
+    experts, _ = built(rules_of(text))
+    weights, chosen = experts.route(tokens())
+    scores = (tokens() @ experts.router.T).softmax(-1).gather(1, chosen)
+    assert torch.allclose(weights, torch.ones_like(scores) if of == "num_experts" else scores)
+
+
+def test_a_config_that_does_not_say_how_many_experts_a_token_has_is_refused() -> None:
+    text = {name: value for name, value in QWEN.items() if name != "num_experts_per_tok"}
+    with pytest.raises(ConfigError, match="0 of 8 experts"):
+        built(rules_of(text))
 
 
 def test_random_experts_keep_a_token_alive() -> None:
@@ -254,6 +274,11 @@ def test_the_config_says_which_layers_have_experts(given: dict[str, Any], layers
     assert rules is not None and rules.layers == layers
 
 
+def test_a_published_misspelling_is_read_as_it_is_meant() -> None:
+    rules = rules_of({**DEEPSEEK, "topk_method": "gready"})
+    assert (rules.choice, rules.groups) == ("greedy", 1)
+
+
 @pytest.mark.parametrize("given", [{}, {"num_experts": 0}, {"mlp_only_layers": [0, 1]}])
 def test_a_config_without_experts_has_no_rules(given: dict[str, Any]) -> None:
     assert routing.expert_rules({**QWEN, **given} if given else {"hidden_size": 8}, num_layers=2) is None
@@ -267,6 +292,11 @@ def test_a_config_without_experts_has_no_rules(given: dict[str, Any]) -> None:
         ({"groups": 3}, "8 experts into 3 groups"),
         ({"groups": 4, "groups_kept": 5}, "keeps 5"),
         ({"groups": 4, "groups_kept": 1}, "3 of 2 experts"),
+        ({"per_token": 0}, "0 of 8 experts"),
+        ({"choice": "by lot"}, "'by lot'; known are greedy, group_limited_greedy, noaux_tc"),
+        ({"choice": "noaux_tc", "groups": 8, "groups_kept": 4}, "8 groups by their best two"),
+        ({"width": 0}, "width 0"),
+        ({"shared": -4}, "-4 beside them"),
     ],
 )
 def test_rules_that_cannot_work_are_refused_with_their_numbers(change: dict[str, Any], words: str) -> None:

@@ -17,9 +17,12 @@ from transformers import SiglipVisionConfig, SiglipVisionModel
 from saccade import LLM, SamplingParams, costs
 from saccade.config import model_config
 from saccade.models.attention import PagedKV
+from saccade.models.deepseek_vl_v2 import Projector
+from saccade.models.layers import Parameters
 from saccade.processor.checkpoint import open_checkpoint
 from saccade.processor.count import count_files
 from saccade.processor.families.deepseek_vl_v2 import DeepseekVL2
+from saccade.runner.measure import largest_within
 from saccade.runner.towers import _packings
 from saccade.types import Grid, RequestError, Size, Span
 from tests import family_deepseek_vl_v2 as family
@@ -317,6 +320,19 @@ def test_the_weights_of_a_latent_decoder_are_counted_to_the_last_matrix(size: st
     weights = slow.SlowModel(made).w
     matrices = sum(t.numel() for name, t in weights.items() if name.startswith("language.") and t.dim() > 1)
     assert costs.decoder_params(open_checkpoint(str(made)).config.text) == matrices
+
+
+@pytest.mark.parametrize("given", [{}, {"depth": 3, "mlp_ratio": 2}], ids=str)
+def test_the_weights_of_the_projector_are_counted_to_the_last_matrix(given: dict[str, int]) -> None:
+    config = model_config({**TINY, "projector_config": {**TINY["projector_config"], **given}})
+    assert config.vision is not None
+    made = Projector(Parameters(torch.float32, torch.device("meta")), config.raw["projector_config"], config)
+    matrices = sum(layer.weight.numel() for layer in made.layers)
+    assert costs.projector_params(config.vision, config.text) == matrices
+
+
+def test_a_layer_is_timed_over_whole_tiles() -> None:
+    assert largest_within(model_config(TINY), Grid(10, 27, 27), 2048) == Grid(2, 27, 27)
 
 
 def test_a_recorded_pass_holds_whole_squares() -> None:

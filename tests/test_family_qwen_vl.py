@@ -352,6 +352,7 @@ def test_shapes_that_cannot_work_are_refused(case: Case, changes: dict[str, Any]
     ("visual", "said"),
     [
         ({"n_queries": 20}, "n_queries=20 must be a square"),
+        ({"n_queries": 0}, "n_queries=0 must be a square"),
         ({"image_size": 450}, "a side of 450 is not cut into patches of 14"),
         ({"image_start_id": None}, "visual needs image_size and image_start_id"),
     ],
@@ -368,6 +369,15 @@ def test_a_missing_projection_is_named(tmp_path: Path) -> None:
     del stored["transformer.h.1.attn.c_attn.weight"]
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ConfigError, match=r"lacks 3 tensors .*layers\.1\.qkv\.k\.weight"):
+        Subject(folder)
+
+
+def test_a_bias_of_another_length_is_named(tmp_path: Path) -> None:
+    folder = family_qwen_vl.build(tmp_path)
+    stored = load_file(folder / "model.safetensors")
+    stored["transformer.h.1.attn.c_attn.bias"] = torch.zeros(760)
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"c_attn\.bias .* has the shape \[760\], but config.json asks for \[768\]"):
         Subject(folder)
 
 

@@ -19,6 +19,7 @@ from saccade.models.weights import Rule
 from saccade.routing import ExpertRules
 
 WHY_PLAIN = "how many tokens an expert gets is read back in every layer, which a recorded graph cannot do"
+_CHOICES = ("greedy", "group_limited_greedy", "noaux_tc")
 _TINY = 1e-20  # keeps scores that are all zero from dividing
 
 
@@ -76,7 +77,7 @@ class Experts:
         for expert, part in enumerate(torch.split(rows, sizes)):
             if len(part):
                 self._pass(part, expert)
-        return rows[order.argsort()].view(*chosen.shape, -1)
+        return rows[order.argsort()].view(*chosen.shape, x.shape[-1])
 
     def _pass(self, rows: Tensor, expert: int) -> None:
         """One expert over its tokens, written over what is not needed any more."""
@@ -121,10 +122,16 @@ def _in_float32(params: Parameters, name: str, *shape: int) -> Tensor:
 def _check(rules: ExpertRules) -> None:
     if rules.scoring not in ("softmax", "sigmoid"):
         raise ConfigError(f"config.json scores experts by {rules.scoring!r}; known are softmax, sigmoid")
+    if rules.choice not in _CHOICES:
+        raise ConfigError(f"config.json chooses experts by {rules.choice!r}; known are {', '.join(_CHOICES)}")
+    if rules.width < 1 or rules.shared < 0:
+        raise ConfigError(f"config.json has experts of width {rules.width} and {rules.shared} beside them")
     if rules.count % rules.groups or not 0 < rules.groups_kept <= rules.groups:
         raise ConfigError(
             f"config.json cuts {rules.count} experts into {rules.groups} groups and keeps {rules.groups_kept} of them"
         )
+    if rules.has_bias and 1 < rules.groups == rules.count:
+        raise ConfigError(f"config.json ranks {rules.groups} groups by their best two experts, but each has only one")
     within_reach = rules.count // rules.groups * rules.groups_kept
     if not 0 < rules.per_token <= within_reach:
         raise ConfigError(f"config.json sends a token to {rules.per_token} of {within_reach} experts")

@@ -79,8 +79,3 @@ def _norm_heads(qkv: Tensor, layer: DecoderLayer) -> Tensor:
     if norms is not None:
         head_norm(qkv, norms.q.weight, norms.k.weight, layer.heads, norms.eps)
     return qkv
-
-
-def fusable(decoder: Decoder) -> bool:
-    """Whether the kernels know this decoder's shapes."""
-    return decoder.layers[0].head_dim % 16 == 0

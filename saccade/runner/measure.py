@@ -80,9 +80,12 @@ def _blank(model: VisionLanguageModel, grid: Grid) -> Tensor:
 
 
 def _grids(config: ModelConfig, largest: Grid) -> Iterator[Grid]:
-    """Squares of several sizes up to the largest picture; towers with learned positions take one size alone."""
-    merged = _merged(config)
-    if merged > 1:
+    """Squares of several sizes up to the largest picture; towers with learned positions take one size alone, or
+    fewer tiles of it."""
+    merged, vision = _merged(config), config.vision
+    if vision and vision.takes_squares:
+        yield from (Grid(tiles, largest.h, largest.w) for tiles in range(1, largest.t))
+    elif merged > 1:
         for slots in _SLOTS:
             if slots * merged < largest.patches:
                 side = math.isqrt(slots) * math.isqrt(merged)
