@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import binascii
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,6 +48,22 @@ def read_tokenizer(folder: Path) -> str:
         if (folder / name).is_file():
             return _made_from(folder / name, conventions, sees=_sees(folder))
     raise ConfigError(f"{file} is missing; save the tokenizer in its fast form (tokenizer.json)")
+
+
+def added_tokens(file: Path) -> dict[str, int]:
+    """What a tokenizer.json adds to its vocabulary, for those who need an id and no tokenizer."""
+    try:
+        return {token["content"]: int(token["id"]) for token in json.loads(_text(file)).get("added_tokens") or ()}
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        raise ConfigError(f"{file} cannot be read as a tokenizer ({error}); download it again") from None
+
+
+def as_markup(spec: str, names: Collection[str]) -> str:
+    """The same tokenizer.json, in which these tokens are plain words: sent by clients, shown in answers."""
+    tokenizer = json.loads(spec)
+    for token in tokenizer.get("added_tokens") or ():
+        token["special"] = token.get("special", False) and token["content"] not in names
+    return json.dumps(tokenizer)
 
 
 def _text(file: Path) -> str:
@@ -105,9 +121,22 @@ def _ranks(file: Path) -> Ranks:
     """Lines of a token in base64 and its rank."""
     try:
         lines = (line.split() for line in file.read_bytes().splitlines() if line.strip())
-        return {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
+        ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
     except (binascii.Error, ValueError) as error:
         raise ConfigError(f"{file} cannot be read as ranks of tokens ({error}); download it again") from None
+    _check_whole(ranks, file)
+    return ranks
+
+
+def _check_whole(ranks: Ranks, file: Path) -> None:
+    """Control tokens count on behind the last rank, and text without a token for one of its bytes would lose it."""
+    missing = sum(bytes([byte]) not in ranks for byte in range(256))
+    if missing or sorted(ranks.values()) != list(range(len(ranks))):
+        highest = max(ranks.values(), default=None)
+        raise ConfigError(
+            f"{file} cannot be read as ranks of tokens: it has {len(ranks)} of them, the last ranked {highest}, and "
+            f"lacks {missing} of the 256 bytes; ranks count from 0, none twice: download it again"
+        )
 
 
 def merges_of(ranks: Ranks) -> list[tuple[bytes, bytes]]:

@@ -126,6 +126,29 @@ def test_named_tokens_come_from_either_form_of_the_config(folders: dict[str, Pat
     assert tokenizer.eos_token_id == tokenizer.token_id("</s>")
 
 
+@pytest.mark.parametrize(
+    ("kind", "asked", "begins"),
+    [
+        ("LlamaTokenizerFast", True, True),
+        ("LlamaTokenizerFast", False, False),
+        ("LlamaTokenizer", True, True),
+        ("LlamaTokenizerFast", None, None),
+        ("PreTrainedTokenizerFast", True, None),
+    ],
+)
+@pytest.mark.parametrize("name", ["llama", "qwen"])
+def test_the_llama_lines_class_decides_itself_whether_a_raw_prompt_begins_with_bos(
+    folders: dict[str, Path], tmp_path: Path, name: str, kind: str, asked: bool | None, begins: bool | None
+) -> None:
+    (tmp_path / "tokenizer.json").write_bytes((folders[name] / "tokenizer.json").read_bytes())
+    bos = "<s>" if name == "llama" else "<|im_start|>"
+    config = {"tokenizer_class": kind, "bos_token": bos, **({} if asked is None else {"add_bos_token": asked})}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer, by_file = Tokenizer(tmp_path), name == "llama"  # whose tokenizer.json adds it
+    expected = [tokenizer.token_id(bos)] if (by_file if begins is None else begins) else []
+    assert tokenizer.encode("hi") == expected + tokenizer.encode("hi", add_special_tokens=False)
+
+
 # --- text from a client -------------------------------------------------------------------------------------------
 
 

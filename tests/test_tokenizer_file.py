@@ -6,6 +6,7 @@ import base64
 import json
 import unicodedata
 from collections import Counter
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from saccade.params import SamplingParams
 from saccade.processor.checkpoint import open_checkpoint
 from saccade.processor.tokenizer import Tokenizer
 from saccade.runner.grammar import Grammars
-from saccade.tokenizer_file import merges_of, read_tokenizer
+from saccade.tokenizer_file import added_tokens, merges_of, read_tokenizer
 from saccade.types import Prompt, Request
 from tests import checkpoints, family_qwen_vl
 from tests.family_qwen_vl import CONTROL, MARKS, SlowTokenizer, train_ranks
@@ -167,6 +168,31 @@ def test_a_file_that_holds_no_ranks_is_refused(tmp_path: Path, content: str) -> 
     (tmp_path / "qwen.tiktoken").write_text(content)
     with pytest.raises(ConfigError, match=r"qwen\.tiktoken cannot be read as ranks"):
         read_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda ranks: {}, "has 0 of them, the last ranked None, and lacks 256"),
+        (lambda ranks: {t: r for t, r in ranks.items() if r != 300}, "435 of them, the last ranked 435, and lacks 0"),
+        (lambda ranks: {t: r for t, r in ranks.items() if r < 200}, "lacks 56 of the 256 bytes"),
+        (lambda ranks: {**ranks, b"zzzq": 3}, "437 of them, the last ranked 435"),
+        (lambda ranks: {**ranks, b"zzzq": 9000}, "the last ranked 9000"),
+    ],
+    ids=["empty", "gap", "bytes", "twice", "beyond"],
+)
+def test_ranks_that_are_not_whole_are_refused_because_control_tokens_would_move(
+    tmp_path: Path, spoil: Callable[[dict[bytes, int]], dict[bytes, int]], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        read_tokenizer(write(tmp_path, spoil(train_ranks())))
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"added_tokens": [3]}', '{"added_tokens": [{"id": "x"}]}'])
+def test_added_tokens_of_a_broken_file_are_an_error_that_names_it(tmp_path: Path, content: str) -> None:
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"tokenizer\.json cannot be read"):
+        added_tokens(tmp_path / "tokenizer.json")
 
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:

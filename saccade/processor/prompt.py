@@ -17,7 +17,8 @@ from saccade.params import SamplingParams
 from saccade.processor.chat import cleaned, form_of, read_messages
 from saccade.processor.checkpoint import Checkpoint
 from saccade.processor.detokenize import Detokenizer
-from saccade.processor.families.base import lasting
+from saccade.processor.families import built_in_template
+from saccade.processor.families.base import Marked, lasting
 from saccade.processor.footage import Video
 from saccade.processor.hashing import identity
 from saccade.processor.pictures import Picture, Pictures, bill_item, reads_text_only
@@ -42,7 +43,12 @@ class Processor:
         self.policy = self.pictures.policy
         self.family = self.pictures.family
         self.videos = videos_for(checkpoint, self.policy)  # None for a model that takes none
-        self.tokenizer = Tokenizer(checkpoint.path, protect=self.family.placeholder_ids)
+        self.tokenizer = Tokenizer(
+            checkpoint.path,
+            protect=self.family.placeholder_ids,
+            written=built_in_template(checkpoint.config) or "",
+            markup=self.family.markup if isinstance(self.family, Marked) else (),
+        )
         self.placeholder = self._find_placeholder()  # of a picture in a raw prompt
         if checkpoint.chat_template is not None:
             self.tokenizer.encode_template("")  # so that the first chat does not wait for the second tokenizer

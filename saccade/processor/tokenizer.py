@@ -12,31 +12,40 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import tokenizers
+from tokenizers.processors import TemplateProcessing
 
 from saccade.config import ConfigError
-from saccade.tokenizer_file import read_tokenizer
+from saccade.tokenizer_file import as_markup, read_tokenizer
 from saccade.types import RequestError
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class Tokenizer:
-    """`protect` names ids that a client's text must never become, beside the tokens marked special."""
+    """`protect` names ids that a client's text must never become, beside the tokens marked special and those that
+    occur in `written`, a template that no checkpoint brought. Tokens in `markup` may be written by anyone."""
 
-    def __init__(self, path: Path, *, protect: Iterable[int] = ()) -> None:
-        self._spec = read_tokenizer(path)
+    def __init__(
+        self, path: Path, *, protect: Iterable[int] = (), written: str = "", markup: Collection[str] = ()
+    ) -> None:
+        spec, config = read_tokenizer(path), _read_config(path / "tokenizer_config.json")
+        self._spec = as_markup(spec, markup) if markup else spec
         self._inner = _open(path, self._spec)
-        self._named = _named_tokens(path / "tokenizer_config.json")
+        self._named = _named_tokens(config)
+        _frame_as_asked(self._inner, config, self._named)
         added = self._inner.get_added_tokens_decoder()
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
         guarded = {*self._special_ids, *protect}
         named = set(self._named.values())
-        self._protected = {t.content: i for i, t in added.items() if i in guarded or t.content in named}
+        self._protected = {
+            t.content: i for i, t in added.items() if i in guarded or t.content in named or t.content in written
+        }
 
     # --- trusted text ---------------------------------------------------------------------------------------------
 
@@ -237,9 +246,25 @@ def _whole_texts(tokenizer: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def _named_tokens(path: Path) -> dict[str, str]:
+def _read_config(path: Path) -> Mapping[str, Any]:
+    config: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return config
+
+
+def _frame_as_asked(tokenizer: tokenizers.Tokenizer, config: Mapping[str, Any], named: Mapping[str, str]) -> None:
+    """The Llama line's class goes by its own settings, not by tokenizer.json, in what it puts around a text."""
+    asked = config.get("add_bos_token")
+    if not str(config.get("tokenizer_class")).startswith("LlamaTokenizer") or not isinstance(asked, bool):
+        return
+    before = [named["bos_token"]] if asked and "bos_token" in named else []
+    after = [named["eos_token"]] if config.get("add_eos_token") is True and "eos_token" in named else []
+    ids = [(token, tokenizer.token_to_id(token)) for token in {*before, *after}]
+    if all(i is not None for _, i in ids):
+        tokenizer.post_processor = TemplateProcessing(single=[*before, "$A", *after], special_tokens=ids)
+
+
+def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     """Named tokens are strings, or mappings with the string under "content" in older files."""
-    config = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     found = {name: config.get(name) for name in _NAMED}
     plain = {name: value.get("content") if isinstance(value, dict) else value for name, value in found.items()}
     return {name: value for name, value in plain.items() if isinstance(value, str)}

@@ -86,6 +86,15 @@ class Crowded(Protocol):
         """The limit for each of so many pictures, where one alone may have `max_pixels`."""
 
 
+@runtime_checkable
+class Marked(Protocol):
+    """A family whose tokenizer has control tokens that questions and answers are meant to contain."""
+
+    @property
+    def markup(self) -> tuple[str, ...]:
+        """What is pointed at, and where it is, for instance."""
+
+
 def lasting(spans: Sequence[Span]) -> tuple[Span, ...]:
     """Spans that later tokens look at: each until the next one begins, and neighbours together as one.
 

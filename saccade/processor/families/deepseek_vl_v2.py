@@ -8,10 +8,9 @@ prompt get one tile each.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +18,7 @@ import numpy.typing as npt
 from saccade.config import ConfigError, ModelConfig, VisionConfig
 from saccade.processor.families.base import Expansion, Files, check_aspect_ratio, in_order, plain_positions, tag
 from saccade.processor.families.llava_next import best_canvas
+from saccade.tokenizer_file import added_tokens
 from saccade.types import Geometry, Grid, Size, Span, Tiling
 
 _MOST_IN_TILES = 2  # pictures of one prompt; where there are more, each has one tile
@@ -65,6 +65,7 @@ class DeepseekVL2:
     image_token_id: int
     settings: Mapping[str, Any]  # of the pixels
     is_fixed_size: bool = False
+    markup: ClassVar[tuple[str, ...]] = ("<|ref|>", "<|/ref|>", "<|det|>", "<|/det|>", "<|grounding|>")
 
     @classmethod
     def from_checkpoint(cls, files: Files) -> Self:
@@ -191,11 +192,10 @@ def _image_token(files: Files) -> int:
     name, file = files.processor.get("image_token", "<image>"), files.path / "tokenizer.json"
     if not file.is_file():
         return _UNKNOWN
-    added = json.loads(file.read_text(encoding="utf-8")).get("added_tokens") or ()
-    found = next((token["id"] for token in added if token["content"] == name), None)
+    found = added_tokens(file).get(name)
     if found is None:
         raise ConfigError(f"tokenizer.json has no token {name!r}, which stands for a picture; add it there")
-    return int(found)
+    return found
 
 
 def _area(size: Size) -> int:
