@@ -9,6 +9,7 @@ import pytest
 
 from saccade import cli
 from tests.conftest import make_photo
+from tests.videos import film
 
 
 @pytest.fixture
@@ -28,7 +29,7 @@ def test_count_prints_the_bill_of_each_picture_as_json(
     first, second = json.loads(capsys.readouterr().out)
     assert first == {
         "file": pictures[0], "width": 640, "height": 480, "resized_width": 644, "resized_height": 476,
-        "tokens": 391, "kv_blocks": 25, "encoder_cache_bytes": 0,
+        "tokens": 391, "kv_blocks": 25, "encoder_cache_bytes": 0, "pruned": 0,
     }  # fmt: skip
     assert second["tokens"] == 99
 
@@ -42,6 +43,37 @@ def test_count_works_without_a_model_and_adds_up(pictures: list[str], capsys: py
 def test_count_obeys_max_pixels(pictures: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["count", "--max-pixels", "100352", "--json", pictures[0]]) == 0
     assert json.loads(capsys.readouterr().out)[0]["tokens"] <= 128
+
+
+@pytest.fixture
+def video(tmp_path: Path) -> str:
+    path = tmp_path / "a.mp4"
+    path.write_bytes(film(30, size=(112, 84)))  # 3 s: 3 groups of 4 x 3 tokens
+    return str(path)
+
+
+def test_count_shows_what_pruning_saves_of_a_video(
+    video: str, pictures: list[str], qwen2_vl_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    counted = ["count", "--model", str(qwen2_vl_folder), "--video-pruning", "0.5"]
+    assert cli.main([*counted, "--json", video]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert (row["tokens"], row["pruned"], row["kv_blocks"]) == (12 + 6 + 6, 12, 2)
+    assert cli.main([*counted, video, pictures[0]]) == 0
+    head, first, _, total = capsys.readouterr().out.splitlines()
+    assert head.split()[-1] == "pruned" and first.split()[-1] == total.split()[-1] == "12"
+    assert cli.main(["count", video]) == 0
+    assert "pruned" not in capsys.readouterr().out
+
+
+def test_count_refuses_a_share_that_the_engine_would_refuse(video: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["count", "--video-pruning", "1", video]) == 1
+    assert "video_pruning must be at least 0 and below 1" in capsys.readouterr().err
+
+
+def test_max_pixels_are_those_of_frames_too(video: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["count", "--max-pixels", "3136", "--json", video]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["tokens"] == 3 * 2
 
 
 @pytest.mark.parametrize("flags", [["--max-pixels", "0"], ["--max-pixels", "-5"], ["--min-pixels", "-5"]])

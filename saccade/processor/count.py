@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import compress
 from pathlib import Path
 
 from saccade import costs
@@ -13,8 +14,8 @@ from saccade.processor.clips import is_clip
 from saccade.processor.families import Family, default_family, default_video_rules, family_for, video_rules_for
 from saccade.processor.footage import Video
 from saccade.processor.media import load_image
-from saccade.processor.video import Videos
-from saccade.types import RequestError
+from saccade.processor.video import Videos, video_bill_item
+from saccade.types import RequestError, VideoRun
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,19 +28,25 @@ class Count:
     tokens: int
     kv_blocks: int
     encoder_cache_bytes: int  # while answers look at it, in the checkpoint's own type; 0: it lies in KV blocks
+    pruned: int = 0  # tokens of a video that are left out
 
 
 def count_files(
-    files: Sequence[str], model: str | None, min_pixels: int | None, max_pixels: int | None
+    files: Sequence[str],
+    model: str | None,
+    min_pixels: int | None,
+    max_pixels: int | None,
+    video_pruning: float = 0.0,
 ) -> tuple[list[Count], list[RequestError]]:
     """The bill of each file, and an error for each that has none."""
-    options = Options(min_pixels=min_pixels, max_pixels=max_pixels)  # checks them
+    options = Options(min_pixels=min_pixels, max_pixels=max_pixels, video_pruning=video_pruning)  # checks them
     family, slot_bytes = _family(model)
     limits = family.policy(options.min_pixels, options.max_pixels)
     counts, errors = [], []
     for file in files:
         try:
-            counts.append(_count_video(file, model) if _is_video(file) else _count(file, family, limits, slot_bytes))
+            is_video = _is_video(file)
+            counts.append(_video(file, model, options) if is_video else _count(file, family, limits, slot_bytes))
         except RequestError as error:
             errors.append(RequestError(f"{file}: {error.message}", code=error.code))
     return counts, errors
@@ -79,36 +86,36 @@ def _is_video(file: str) -> bool:
         return False  # reading it as a picture says what is wrong
 
 
-def _count_video(file: str, model: str | None) -> Count:
+def _video(file: str, model: str | None, options: Options) -> Count:
     """With the frames that are taken where nobody asks for others."""
     rules = default_video_rules() if model is None else video_rules_for(open_checkpoint(model, weights=False))
     if rules is None:
         raise RequestError("this model takes no videos", code="unsupported")
-    videos = Videos(rules, MediaPolicy.of(Options()), b"")
-    groups = videos.resolve(Video(Path(file), file), videos.asked({}), b"").items
-    size, resized, tokens = groups[0].header.size, groups[0].geometry.resized, sum(g.geometry.tokens for g in groups)
-    return Count(file, *size, *resized, tokens, costs.blocks_for(tokens, Options().block_size), 0)
+    videos = Videos(rules, MediaPolicy.of(options), b"")
+    groups = videos.resolve(Video(Path(file), file), videos.asked({}), b"")
+    bill = video_bill_item(groups.items, VideoRun(0, len(groups.items), groups.frames, groups.key), options.block_size)
+    sizes = (bill.width, bill.height, bill.resized_width, bill.resized_height)
+    return Count(file, *sizes, bill.tokens, bill.kv_blocks, 0, bill.pruned)
 
 
 def table(counts: Sequence[Count]) -> str:
     """Columns for people; the last line adds up when there is more than one picture."""
-    rows: list[tuple[str, ...]] = [("file", "size", "resized", "tokens", "KV blocks", "encoder cache")]
+    rows: list[tuple[str, ...]] = [("file", "size", "resized", "tokens", "KV blocks", "pruned", "encoder cache")]
     for c in counts:
         sizes = (f"{c.width}x{c.height}", f"{c.resized_width}x{c.resized_height}")
         rows.append((c.file, *sizes, *_costs([c])))
     if len(counts) > 1:
         rows.append(("total", "", "", *_costs(counts)))
-    shown = 6 if any(c.encoder_cache_bytes for c in counts) else 5
-    rows = [row[:shown] for row in rows]
-    widths = [max(len(row[i]) for row in rows) for i in range(shown)]
+    is_shown = (*[True] * 5, any(c.pruned for c in counts), any(c.encoder_cache_bytes for c in counts))
+    rows = [tuple(compress(row, is_shown)) for row in rows]
+    widths = [max(len(row[i]) for row in rows) for i in range(sum(is_shown))]
     return "\n".join("  ".join(_align(cell, widths[i], i) for i, cell in enumerate(row)).rstrip() for row in rows)
 
 
-def _costs(counts: Sequence[Count]) -> tuple[str, str, str]:
-    tokens, blocks, kept = (
-        sum(getattr(c, name) for c in counts) for name in ("tokens", "kv_blocks", "encoder_cache_bytes")
-    )
-    return f"{tokens:,}", f"{blocks:,}", f"{kept / 1e6:,.1f} MB"
+def _costs(counts: Sequence[Count]) -> tuple[str, ...]:
+    names = ("tokens", "kv_blocks", "pruned", "encoder_cache_bytes")
+    tokens, blocks, pruned, kept = (sum(getattr(c, name) for c in counts) for name in names)
+    return f"{tokens:,}", f"{blocks:,}", f"{pruned:,}", f"{kept / 1e6:,.1f} MB"
 
 
 def _align(cell: str, width: int, column: int) -> str:
