@@ -116,7 +116,7 @@ def _chat(frames: np.ndarray, text: str) -> list[dict[str, Any]]:
     return [{"role": "user", "content": [{"type": "video", "video": frames}, {"type": "text", "text": text}]}]
 
 
-def smaller(films: Sequence[Film], pruned: float, whole: float) -> int:
+def smaller(pruned: float, whole: float) -> int:
     """Pixels of a frame at which all groups together have about as many tokens."""
     side = max(1, round(math.sqrt(pruned / whole) * SIDE / 16))
     return (side * 16) ** 2
@@ -137,7 +137,7 @@ def main() -> None:
         whole = whole or found
         _print(f"pruning {rate:g}", found, columns)
         if rate:
-            limit = smaller(films, found.tokens, whole.tokens)
+            limit = smaller(found.tokens, whole.tokens)
             _print(f"frames of {limit} pixels", _fresh(films, max_video_pixels=limit), columns)
             with patch.object(pruning, "changes", _by_lot):
                 _print(f"pruning {rate:g}, by lot", _fresh(films, video_pruning=rate), columns)

@@ -9,12 +9,14 @@ from typing import Any
 import httpx
 import pytest
 
+from saccade import LLM, SamplingParams
 from tests.conftest import make_photo, png
 from tests.serving import RunningServer, as_url, error_of, image_part, photo_part, running_server, text_part
 from tests.test_server_fetch import Site, running_site
 from tests.videos import film
 
 FILM = film(20)
+STILLS = "data:video/png;base64," + ",".join(as_url(png(make_photo(84, 56, i))).partition(",")[2] for i in range(3))
 WHERE = "messages[0].content[0].video_url"
 
 site = pytest.fixture(scope="module")(running_site)
@@ -77,8 +79,7 @@ def test_a_uuid_without_a_video_says_that_a_video_is_missing(server: RunningServ
 
 
 def test_frames_may_be_sent_one_by_one(server: RunningServer) -> None:
-    stills = [as_url(png(make_photo(84, 56, seed))).partition(",")[2] for seed in range(3)]
-    body = ask(server, video_part("data:video/png;base64," + ",".join(stills))).json()
+    body = ask(server, video_part(STILLS)).json()
     assert body["bill"]["items"][0]["frames"] == 3
 
 
@@ -95,6 +96,22 @@ def test_a_video_stands_beside_a_picture(server: RunningServer) -> None:
 def test_a_client_may_ask_for_fewer_frames(server: RunningServer, fields: dict[str, Any]) -> None:
     body = ask(server, video_part(as_url(FILM, "video/mp4")), **fields).json()
     assert body["bill"]["items"][0]["frames"] == 2
+
+
+@pytest.mark.parametrize("url", [as_url(FILM, "video/mp4"), STILLS], ids=["file", "frames"])
+def test_a_pruned_video_is_billed_and_answered_as_in_one_process(
+    server: RunningServer, qwen2_vl_folder: Path, url: str
+) -> None:
+    part, kwargs = video_part(url), {"video_pruning": 0.5}
+    response = ask(server, part, mm_processor_kwargs=kwargs, temperature=0, max_tokens=12)
+    item = response.json()["bill"]["items"][0]
+    assert (item["tokens"], item["pruned"]) == (6 + 3, 3)
+    llm = LLM(model=str(qwen2_vl_folder), max_model_len=512, kv_cache_gb=0.02, use_tqdm=False)
+    chat = [{"role": "user", "content": [part, text_part("What happens?")]}]
+    greedy = SamplingParams(temperature=0, max_tokens=12)
+    (out,) = llm.chat(chat, greedy, mm_processor_kwargs=kwargs, use_tqdm=False)
+    llm.close()
+    assert answer(response) == out.outputs[0].text
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,8 @@ ids = st.integers(0, 2**20)
 seconds = st.floats(0, 1e9)
 words = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 sizes = st.builds(Size, counts, counts)
-geometries = st.builds(Geometry, sizes, st.builds(Grid, counts, counts, counts), counts, counts)
+grids = st.builds(Grid, counts, counts, counts)
+geometries = st.builds(Geometry, sizes, grids, counts, counts, cells=st.none() | sizes)
 headers = st.builds(Header, words, sizes, st.integers(1, 8), counts, words)
 keys = st.binary(min_size=32, max_size=32)
 items = st.builds(MediaItem, keys, st.sampled_from(["image", "video"]), st.binary(max_size=64), headers, geometries)
@@ -52,6 +53,7 @@ spans = st.builds(
     counts,
     st.none() | st.lists(st.booleans(), max_size=4).map(tuple),
     st.none() | counts | st.just(TO_THE_END),
+    st.none() | counts,
 )
 
 
