@@ -18,7 +18,9 @@ from saccade import LLM, SamplingParams, costs
 from saccade.config import model_config
 from saccade.models.attention import PagedKV
 from saccade.models.deepseek_vl_v2 import Projector
+from saccade.models.latent import LatentDecoder
 from saccade.models.layers import Parameters
+from saccade.models.weights import fill_random
 from saccade.processor.checkpoint import open_checkpoint
 from saccade.processor.count import count_files
 from saccade.processor.families.deepseek_vl_v2 import DeepseekVL2
@@ -27,6 +29,7 @@ from saccade.runner.towers import _packings
 from saccade.types import Grid, RequestError, Size, Span
 from tests import family_deepseek_vl_v2 as family
 from tests import slow_deepseek_vl_v2 as slow
+from tests.allocations import PeakMemory
 from tests.conftest import make_photo, png
 from tests.family_deepseek_vl_v2 import PUBLISHED, TINY
 from tests.proofs import Given, Subject, as_patches, assert_close, edited, finish
@@ -320,6 +323,22 @@ def test_the_weights_of_a_latent_decoder_are_counted_to_the_last_matrix(size: st
     weights = slow.SlowModel(made).w
     matrices = sum(t.numel() for name, t in weights.items() if name.startswith("language.") and t.dim() > 1)
     assert costs.decoder_params(open_checkpoint(str(made)).config.text) == matrices
+
+
+def test_a_step_with_many_heads_takes_no_more_memory_than_is_planned_for_it() -> None:
+    """Shaped as DeepSeek-V2: queries of all heads are far wider than the stream and the MLP."""
+    sizes = {"hidden_size": 160, "intermediate_size": 384, "num_attention_heads": 32, "num_hidden_layers": 2}
+    ranks = {"kv_lora_rank": 64, "q_lora_rank": 48, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+    text = model_config({"model_type": "deepseek_v2", "vocab_size": 64, **sizes, **ranks}).text
+    assert text.latent is not None
+    params = Parameters(torch.float32, torch.device("cpu"))
+    decoder = LatentDecoder(params, text, text.latent)
+    fill_random(params.targets, 0)
+    rows = torch.ones(64, text.hidden_size)
+    with PeakMemory() as memory, torch.inference_mode():
+        decoder.forward(rows, torch.arange(64)[None], lambda layer, q, k, v: torch.empty_like(q))
+    planned = len(rows) * costs.prompt_bytes_per_token(text, "float32") - rows.nbytes
+    assert planned / 2 < memory.peak <= planned
 
 
 @pytest.mark.parametrize("given", [{}, {"depth": 3, "mlp_ratio": 2}], ids=str)

@@ -85,6 +85,14 @@ class LatentAttention:
         self.out = Linear(params.within("out"), self.heads * latent.value, text.hidden_size)
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention, index: int) -> Tensor:
+        queries, memory = self._asked_and_kept(x, cos, sin)
+        mixed = attention(index, queries, memory, memory)[..., : self.latent.rank]
+        del queries, memory  # with many heads they are most of what a step takes
+        found = torch.bmm(mixed.transpose(0, 1), self.to_values.mT).transpose(0, 1)  # [T, heads, value]
+        return self.out(found.flatten(1))
+
+    def _asked_and_kept(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """[T, heads, rank + turned] and [T, 1, rank + turned]"""
         shape, rows = self.latent, len(x)
         first, kept = self.inputs(x).tensor_split([self.inputs.weight.shape[0] - shape.rank - shape.turned], dim=-1)
         q = self.q_up(self.q_norm(first)) if self.q_up and self.q_norm else first
@@ -92,10 +100,7 @@ class LatentAttention:
         short, key = kept[:, None].tensor_split([shape.rank], dim=-1)  # [T, 1, ...]
         absorbed = torch.bmm(plain.transpose(0, 1), self.to_keys).transpose(0, 1)  # [T, heads, rank]
         queries = torch.cat((absorbed, turn_pairs(turning, cos, sin)), dim=-1)
-        memory = torch.cat((self.norm(short), turn_pairs(key, cos, sin)), dim=-1)
-        mixed = attention(index, queries, memory, memory)[..., : shape.rank]
-        found = torch.bmm(mixed.transpose(0, 1), self.to_values.mT).transpose(0, 1)  # [T, heads, value]
-        return self.out(found.flatten(1))
+        return queries, torch.cat((self.norm(short), turn_pairs(key, cos, sin)), dim=-1)
 
 
 def turn_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
