@@ -59,11 +59,14 @@ class SamplingParams:
         return self.temperature < _COLDEST
 
     @property
-    def is_plain(self) -> bool:
-        """Always the likeliest token of the model's own distribution, and nothing else is asked for."""
+    def is_foreseeable(self) -> bool:
+        """Tokens are chosen by the model's own distribution and their place in the answer, not by the ones before.
+
+        Then a device can choose each by itself, and begin the next one before anybody else has seen it.
+        """
         has_penalty = self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
         changes = has_penalty or self.logit_bias or self.min_tokens or self.structured
-        return self.is_greedy and self.logprobs is None and not changes
+        return self.logprobs is None and not changes
 
     def _check_types(self) -> None:
         for name in ("n", "top_k", "min_tokens"):

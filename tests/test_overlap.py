@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,12 +82,31 @@ def test_prompts_in_chunks_give_the_same_tokens(qwen2_vl_folder: Path, photo: Ca
     assert answers(chunked, given) == answers(plain, given)
 
 
-def test_sampled_answers_are_those_of_the_plain_engine(qwen2_vl_folder: Path) -> None:
-    params = SamplingParams(max_tokens=5, temperature=0.8, top_p=0.9, seed=7, ignore_eos=True, logprobs=2)
-    given = [{"prompt": "Count to three."}, {"prompt": "Five."}]
-    assert answers(overlapped(qwen2_vl_folder), given, params) == answers(
-        LLM(str(qwen2_vl_folder), **OPTIONS), given, params
-    )
+KINDS = [
+    {"temperature": 0.8, "seed": 7},
+    {"temperature": 1.5, "top_p": 0.9, "top_k": 50, "min_p": 0.001, "seed": 8},
+    {"temperature": 0},
+    {"temperature": 2.0, "seed": 9},
+]
+
+
+@pytest.mark.parametrize("logprobs", [None, 2])
+def test_drawn_answers_beside_likeliest_ones_are_those_of_the_plain_engine(
+    qwen2_vl_folder: Path, logprobs: int | None
+) -> None:
+    """With log probabilities the host draws, without them the device does, and begins the next before it is seen."""
+    given = [{"prompt": text} for text in ("Count to three.", "Five.", "Small things.", "What?")]
+    params = [SamplingParams(max_tokens=5, ignore_eos=True, logprobs=logprobs, **kind) for kind in KINDS]
+    ahead, plain = overlapped(qwen2_vl_folder), LLM(str(qwen2_vl_folder), **OPTIONS)
+    found = [list(out.outputs[0].token_ids) for out in ahead.generate(given, params, use_tqdm=False)]
+    assert found == [list(out.outputs[0].token_ids) for out in plain.generate(given, params, use_tqdm=False)]
+    greedy = answers(plain, given)
+    assert [tokens != likeliest[:5] for tokens, likeliest in zip(found, greedy, strict=True)] == [
+        True,
+        True,
+        False,
+        True,
+    ]
 
 
 def test_answers_that_end_at_different_steps_are_those_of_the_plain_engine(qwen2_vl_folder: Path) -> None:
@@ -104,10 +124,11 @@ def test_answers_that_end_at_different_steps_are_those_of_the_plain_engine(qwen2
         llm.engine.core.scheduler.check()
 
 
-def test_decoding_is_planned_before_its_tokens_are_known(qwen2_vl_folder: Path) -> None:
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_decoding_is_planned_before_its_tokens_are_known(qwen2_vl_folder: Path, temperature: float) -> None:
     llm = overlapped(qwen2_vl_folder)
     engine = llm.engine
-    engine.add_request("a", {"prompt": "Five."}, GREEDY)
+    engine.add_request("a", {"prompt": "Five."}, replace(GREEDY, temperature=temperature))
     under_way = []
     while engine.has_unfinished_requests():
         engine.step()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -176,11 +177,26 @@ def test_nothing_is_planned_beside_answers_that_are_alone() -> None:
     assert len(rig.plans) == 6
 
 
-def test_sampled_answers_are_not_planned_ahead() -> None:
+@pytest.mark.parametrize(
+    "how",
+    [{"presence_penalty": 0.5}, {"logit_bias": {3: 1.0}}, {"logprobs": 0}, {"min_tokens": 1}, {"structured": "{}"}],
+    ids=str,
+)
+@pytest.mark.parametrize("temperature", [0, 0.7])
+def test_answers_that_need_the_host_for_each_token_are_not_planned_ahead(
+    how: dict[str, Any], temperature: float
+) -> None:
     rig = AheadRig()
-    rig.add("a", 5, max_tokens=3, temperature=0.7)
+    rig.add("a", 5, max_tokens=3, temperature=temperature, **how)
     rig.step()
     assert rig.scheduler.schedule_ahead() is None
+
+
+def test_drawn_answers_are_planned_ahead() -> None:
+    rig = AheadRig()
+    rig.add("a", 5, max_tokens=3, temperature=0.7, top_p=0.9, top_k=5, min_p=0.1)
+    rig.step()
+    assert rig.scheduler.schedule_ahead() is not None
 
 
 def test_prompts_and_pictures_take_turns_beside_answers() -> None:

@@ -39,7 +39,8 @@ class RequestState:
         self.grammar = grammar  # of an answer that must follow a schema, after the tokens it has already
         self.num_prompt = len(prompt)
         self.shift = prompt.next_position - self.num_prompt  # from places to positions behind the prompt
-        self.is_plain = grammar is None and admission.request.params.is_plain
+        # Whoever is not is sampled by the host, from logits that wait for it.
+        self.is_foreseeable = grammar is None and admission.request.params.is_foreseeable
         self.spans: tuple[Span, ...] = prompt.spans
         self._is_pruned = any(span.made is not None for span in prompt.spans)
         self.blocks: list[int] = list(admission.block_ids)

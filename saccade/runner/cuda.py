@@ -22,15 +22,15 @@ from saccade.runner.decoding import Decoded, DecodePass, DecodeRows
 from saccade.runner.device import Sampled, Windows
 from saccade.runner.measure import layer_curve, timed_curve
 from saccade.runner.prompts import PromptPass, Splice, Window
-from saccade.runner.sampler import sample
-from saccade.runner.tables import BlockTables, Returns
+from saccade.runner.sampler import Drawing, draw, sample
+from saccade.runner.tables import BlockTables, Returns, to_device
 from saccade.types import Grid, Key, Pace, Sample, Work
 
 _MEASURED_CONTEXT = 1024  # tokens behind each request whose decoding is timed
 
 
 class _Picked(NamedTuple):
-    """Rows that sample: the likeliest tokens, on their way to the host, and the logits for those that want more."""
+    """Rows that sample: their tokens, on their way to the host, and the logits for those that want more."""
 
     states: list[RequestState]
     tokens: Tensor  # int64, pinned
@@ -87,14 +87,14 @@ class CudaForward:
     def decode(self, windows: Windows) -> Sampled:
         rows = self._decode_rows(windows)
         self._tables.flush()
-        return self._collecting([s for _, s in windows], self._decoding.run(rows), self._decoded)
+        return self._collecting(windows, self._decoding.run(rows), self._decoded)
 
     def prompts(self, windows: Windows, embeddings: Mapping[Key, Tensor]) -> Sampled:
         self._tables.flush()
         found = self._prompts.run(
             [self._window(work, state) for work, state in windows], _splicing(windows, embeddings)
         )
-        sampling = [state for work, state in windows if work.samples]
+        sampling = [(work, state) for work, state in windows if work.samples]
         return self._collecting(sampling, found, self._answered) if sampling else dict
 
     def _decode_rows(self, windows: Windows) -> DecodeRows:
@@ -120,8 +120,21 @@ class CudaForward:
             work.samples,
         )
 
-    def _collecting(self, states: list[RequestState], found: Decoded, returns: Returns) -> Sampled:
-        picked = _Picked(states, returns.fetch(found.tokens), found.logits)
+    def _draw(self, windows: Windows, found: Decoded) -> None:
+        """Tokens other than the likeliest, in their place: the next step takes them from there, unseen by the host."""
+        drawing = [(i, *window) for i, window in enumerate(windows) if _is_drawn(window[1])]
+        if not drawing:
+            return
+        lines = [[i for i, _, _ in drawing], [self._tables.row(work.request_id) for _, work, _ in drawing]]
+        asked = Drawing.of([(s.request.params, s.request.seed, work.end - s.num_prompt) for _, work, s in drawing])
+        here, rows = to_device(np.array(lines), self.device)
+        tokens = draw(found.logits[here], to_device(asked.numbers, self.device), asked.is_cut)
+        found.tokens.index_copy_(0, here, tokens)
+        self._tables.latest.index_copy_(0, rows, tokens)
+
+    def _collecting(self, windows: Windows, found: Decoded, returns: Returns) -> Sampled:
+        self._draw(windows, found)
+        picked = _Picked([state for _, state in windows], returns.fetch(found.tokens), found.logits)
         if self.device.type != "cuda":  # kernels in Triton's interpreter: everything is done already
             return lambda: _samples(picked)
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -134,10 +147,14 @@ class CudaForward:
         return collect
 
 
+def _is_drawn(state: RequestState) -> bool:
+    return state.is_foreseeable and not state.request.params.is_greedy
+
+
 def _samples(picked: _Picked) -> dict[str, Sample]:
-    """Greedy rows have their token already; the others are drawn from their logits, on the device."""
+    """Most have their token already; the others need to know the tokens before, a grammar, or more than the token."""
     found = [Sample(token, None) for token in picked.tokens.tolist()]
-    special = [i for i, state in enumerate(picked.states) if not state.is_plain]
+    special = [i for i, state in enumerate(picked.states) if not state.is_foreseeable]
     if special:
         logits = picked.logits[torch.tensor(special, device=picked.logits.device)].float()
         for i, drawn in zip(special, sample(logits, [picked.states[i].row() for i in special]), strict=True):

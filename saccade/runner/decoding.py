@@ -32,7 +32,7 @@ class DecodeRows(NamedTuple):
 
 
 class Decoded(NamedTuple):
-    tokens: Tensor  # int64 [size]: the likeliest, on the device
+    tokens: Tensor  # int64 [size]: the likeliest, on the device; whoever wants others puts them in their place
     logits: Tensor  # [size, vocabulary] in the model's type; valid until the next run
 
 

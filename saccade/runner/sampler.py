@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -41,7 +42,9 @@ def sample(logits: Tensor, rows: Sequence[Row]) -> list[Sample]:
     random = [i for i, row in enumerate(rows) if not row.params.is_greedy]
     if random:
         index = torch.tensor(random, device=logits.device)
-        tokens[index] = _draw(logits[index], [rows[i] for i in random])
+        drawing = Drawing.of([(rows[i].params, rows[i].seed, len(rows[i].output_ids)) for i in random])
+        numbers = torch.from_numpy(drawing.numbers).to(logits.device)
+        tokens[index] = draw(logits[index], numbers, drawing.is_cut)
     chosen: list[int] = tokens.tolist()
     return [
         Sample(token, _logprobs(logprobs[i], token, row.params.logprobs) if i in logprobs else None)
@@ -120,29 +123,43 @@ def _column(values: Sequence[float], like: Tensor) -> Tensor:
 # --- drawing ------------------------------------------------------------------------------------------------------
 
 
-def _draw(logits: Tensor, rows: Sequence[Row]) -> Tensor:
-    """Filter by top-k, then top-p, then min-p, and invert the cumulative distribution at one uniform number a row."""
-    params = [row.params for row in rows]
-    logits = logits.double()  # sums over a vocabulary want precision
-    scaled = logits / _column([p.temperature for p in params], logits)
+class Drawing(NamedTuple):
+    """What draws a token for each of some rows, as numbers: a device that has them need not wait for the host."""
+
+    numbers: npt.NDArray[np.float64]  # [5, rows]: temperature, top_k, top_p, min_p, a number in [0, 1)
+    is_cut: bool  # whether some row asks for top_k or top_p, which costs sorting a vocabulary
+
+    @classmethod
+    def of(cls, asked: Sequence[tuple[SamplingParams, int, int]]) -> Drawing:
+        """From each row's parameters, its seed, and how many tokens of its answer there are."""
+        rows = [(p.temperature, p.top_k if p.top_k > 0 else np.inf, p.top_p, p.min_p, uniform(*at)) for p, *at in asked]
+        return cls(np.array(rows).T, any(p.top_k > 0 or p.top_p < 1 for p, *_ in asked))
+
+
+def draw(logits: Tensor, numbers: Tensor, is_cut: bool) -> Tensor:
+    """Keep what top-k, then top-p, then min-p leave, and invert the cumulative distribution of those, in their order.
+
+    `numbers` are those of a `Drawing`, where the logits are.
+    """
+    temperature, top_k, top_p, min_p, uniforms = numbers[:, :, None]
+    scaled = logits.double() / temperature  # sums over a vocabulary want precision
+    if is_cut:
+        scaled.masked_fill_(~_first(scaled, top_k, top_p), _NEVER)
+    probs = scaled.softmax(-1)
+    probs.masked_fill_(probs < min_p * probs.amax(-1, keepdim=True), 0)
+    sums = probs.cumsum(-1)
+    place = torch.searchsorted(sums, uniforms * sums[:, -1:], right=True)  # the first sum beyond it: never of a zero
+    last = (sums < sums[:, -1:]).sum(-1, keepdim=True)  # rounding must not step past the last one
+    return torch.minimum(place, last)[:, 0]
+
+
+def _first(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """The likeliest `top_k`, and of those the fewest that have `top_p` of their probability: bool [rows, V]."""
     ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
-    rank = torch.arange(logits.shape[-1], device=logits.device)[None]  # [1, V]
-    top_k = _column([p.top_k if p.top_k > 0 else logits.shape[-1] for p in params], logits)
-    probs = ordered.masked_fill(rank >= top_k, _NEVER).softmax(-1)
-    before = probs.cumsum(-1) - probs
-    keep = (before < _column([p.top_p for p in params], logits)) & (
-        probs >= _column([p.min_p for p in params], logits) * probs[:, :1]
-    )
-    cumulative = (probs * keep).cumsum(-1)
-    target = uniforms(rows).to(logits.device)[:, None] * cumulative[:, -1:]
-    place = torch.searchsorted(cumulative, target, right=True)
-    last = (keep & (probs > 0)).int().cumsum(-1).argmax(-1, keepdim=True)  # rounding must not step past the last one
-    return order.gather(-1, torch.minimum(place, last))[:, 0]
-
-
-def uniforms(rows: Sequence[Row]) -> Tensor:
-    """One number in [0, 1) per row, from its seed and the position of the token: no state, no order of calls."""
-    return torch.tensor([uniform(row.seed, len(row.output_ids)) for row in rows], dtype=torch.float64)
+    rank = torch.arange(scaled.shape[-1], device=scaled.device)[None]  # [1, V]
+    probs = ordered.masked_fill_(rank >= top_k, _NEVER).softmax(-1)
+    kept = (probs.cumsum(-1) - probs < top_p) & (rank < top_k)
+    return torch.empty_like(kept).scatter_(-1, order, kept)
 
 
 def uniform(seed: int, position: int) -> float:
@@ -197,10 +214,14 @@ def reference_sample(logits: Sequence[float], row: Row) -> int:
     ranked = ranked[: params.top_k] if params.top_k > 0 else ranked
     weights = [math.exp((values[t] - values[ranked[0]]) / params.temperature) for t in ranked]
     probs = [w / sum(weights) for w in weights]
-    kept = [i for i, p in enumerate(probs) if sum(probs[:i]) < params.top_p and p >= params.min_p * probs[0]]
-    target, running = uniform(row.seed, len(outputs)) * sum(probs[i] for i in kept), 0.0
-    for i in kept:
-        running += probs[i]
+    kept = {
+        token: p
+        for i, (token, p) in enumerate(zip(ranked, probs, strict=True))
+        if sum(probs[:i]) < params.top_p and p >= params.min_p * probs[0]
+    }
+    target, running = uniform(row.seed, len(outputs)) * sum(kept.values()), 0.0
+    for token in sorted(kept):
+        running += kept[token]
         if running > target:
-            return ranked[i]
-    return ranked[kept[-1]]
+            return token
+    return max(kept)

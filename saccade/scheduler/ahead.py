@@ -16,8 +16,8 @@ from saccade.types import StepPlan, Work
 
 
 def is_foreseeable(plans: Sequence[StepPlan], running: Iterable[Running]) -> bool:
-    """Whether tokens are the likeliest ones, which the device finds by itself, for all who run."""
-    return bool(plans) and all(seq.request.params.is_plain for seq in running)
+    """Whether the device chooses tokens by itself, for all who run."""
+    return bool(plans) and all(seq.request.params.is_foreseeable for seq in running)
 
 
 def works_ahead(pool: BlockPool, plans: Iterable[StepPlan], open_requests: Mapping[str, Running]) -> tuple[Work, ...]:
