@@ -84,6 +84,7 @@ def _add_count(commands: Any) -> None:
     command.add_argument("--min-pixels", type=int, help="smaller pictures are enlarged to this")
     command.add_argument("--max-pixels", type=int, help="larger pictures are reduced to this, frames of videos too")
     command.add_argument("--video-pruning", type=float, default=0.0, help="share of static video tokens that goes")
+    command.add_argument("--together", action="store_true", help="in one prompt: some models see many pictures smaller")
     command.add_argument("--json", action="store_true", help="print a JSON list instead of a table")
     command.add_argument("--debug", action="store_true", help="show tracebacks")
     command.set_defaults(run=_count)
@@ -91,7 +92,8 @@ def _add_count(commands: Any) -> None:
 
 def _count(args: argparse.Namespace) -> int:
     """Every readable picture is priced; unreadable ones are named on stderr and make the exit status 1."""
-    rows, errors = count_files(args.files, args.model, args.min_pixels, args.max_pixels, args.video_pruning)
+    limits = (args.min_pixels, args.max_pixels)
+    rows, errors = count_files(args.files, args.model, *limits, args.video_pruning, together=args.together)
     print(json.dumps([dataclasses.asdict(row) for row in rows], indent=2) if args.json else table(rows))
     for error in errors:
         print(f"saccade: {error}", file=sys.stderr)

@@ -160,6 +160,21 @@ def test_three_pictures_get_a_tile_each_and_two_keep_theirs(subject: Subject) ->
     assert lengths(3) == [13] * 3
 
 
+@pytest.mark.parametrize("count", [2, 3])
+def test_counting_files_of_one_prompt_gives_what_the_prompt_is_billed(
+    subject: Subject, folder: Path, tmp_path: Path, count: int
+) -> None:
+    for i, photo in enumerate(PHOTOS[:count]):
+        (tmp_path / f"{i}.png").write_bytes(png(photo))
+    files = [str(tmp_path / f"{i}.png") for i in range(count)]
+    asked = {"prompt": "<image>\n" * count, "multi_modal_data": {"image": PHOTOS[:count]}}
+    billed = subject.processor.bill(subject.processor.from_prompt(asked), 16).items
+    rows, _ = count_files(files, str(folder), None, None, together=True)
+    assert [row.tokens for row in rows] == [item.tokens for item in billed]
+    alone, _ = count_files(files, str(folder), None, None)
+    assert (alone == rows) is (count == 2)
+
+
 def test_the_same_picture_has_another_key_where_it_is_seen_smaller(subject: Subject) -> None:
     keys = []
     for count in (1, 3):

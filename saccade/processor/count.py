@@ -12,6 +12,7 @@ from saccade.options import MediaPolicy, Options
 from saccade.processor.checkpoint import open_checkpoint
 from saccade.processor.clips import is_clip
 from saccade.processor.families import Family, default_family, default_video_rules, family_for, video_rules_for
+from saccade.processor.families.base import Crowded
 from saccade.processor.footage import Video
 from saccade.processor.media import load_image
 from saccade.processor.video import Videos, video_bill_item
@@ -37,11 +38,15 @@ def count_files(
     min_pixels: int | None,
     max_pixels: int | None,
     video_pruning: float = 0.0,
+    *,
+    together: bool = False,
 ) -> tuple[list[Count], list[RequestError]]:
-    """The bill of each file, and an error for each that has none."""
+    """The bill of each file, alone or as one of a prompt with all of them, and an error for each that has none."""
     options = Options(min_pixels=min_pixels, max_pixels=max_pixels, video_pruning=video_pruning)  # checks them
     family, slot_bytes = _family(model)
     limits = family.policy(options.min_pixels, options.max_pixels)
+    if together and isinstance(family, Crowded):
+        limits = (limits[0], family.among(len(files), limits[1]))
     counts, errors = [], []
     for file in files:
         try:
