@@ -22,10 +22,11 @@ from saccade.options import MediaPolicy, Options, VideoPolicy, options
 from saccade.processor.families.frame_groups import published
 from saccade.processor.prompt import Processor
 from saccade.runner import clips
+from saccade.runner.batch import RequestState
 from saccade.runner.clips import ClipReaders
 from saccade.runner.decode import decode_item
 from saccade.runner.pruning import changes, kept_of, most_changed
-from saccade.types import Prompt, Size
+from saccade.types import Admission, Prompt, Request, Size
 from tests.conftest import png
 from tests.prompts import make, refusal
 from tests.test_overlap import overlapped
@@ -329,6 +330,21 @@ def test_only_the_rows_that_stay_are_kept(llm: LLM) -> None:
     assert sorted(len(rows) for rows in core.runner.embeddings.values()) == [6, 6, 6, 6, 12]
     assert core.scheduler.stats()["encoder_cache"]["slots_used"] == 36
     assert out.bill.video_tokens == 36 and out.bill.items[0].pruned == 24
+
+
+def test_a_window_whose_tokens_have_no_places_is_an_error_and_not_a_wrong_answer(qwen: Processor) -> None:
+    prompt = qwen.from_prompt(asked(ARRAY, 0.5))
+    admission = Admission(Request("r", prompt, GREEDY, 8, frozenset(), 0), (), ())
+    whole, pruned = prompt.spans[:2]
+    assert np.array_equal(
+        RequestState(admission).positions(0, whole.end), prompt.positions[:, : whole.end].astype(np.int64)
+    )
+    with pytest.raises(KeyError):
+        RequestState(admission).positions(0, pruned.start + 1)
+    places = {pruned.key: np.array([[0, 0, 1, 1, 2, 2], [0, 3, 1, 2, 0, 1]])}
+    placed = RequestState(admission, places=places).positions(pruned.start + 2, pruned.end)
+    corner = prompt.positions[1:, pruned.start : pruned.start + 1]
+    assert np.array_equal(placed[1:] - corner, places[pruned.key][:, 2:])
 
 
 def test_places_go_with_the_embeddings_they_belong_to(qwen2_vl_folder: Path) -> None:
