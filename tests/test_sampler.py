@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -56,6 +58,25 @@ def test_a_seeded_row_draws_the_same_token_alone_and_in_a_batch() -> None:
     alone = sample(values[2:3].clone(), [seeded])[0]
     together = sample(values.clone(), [*others[:2], seeded, *others[2:]])[2]
     assert alone == together
+
+
+@pytest.mark.parametrize("height", [0.0, 12.0], ids=["all of it", "a few"])
+def test_of_a_large_vocabulary_top_p_keeps_what_the_reference_keeps(height: float) -> None:
+    """Where few tokens have nearly all probability only those are ordered, otherwise everything is."""
+    values = torch.randn(3, 4500, generator=torch.Generator().manual_seed(5))
+    values[:, 100:140] += height
+    kinds = ({"top_p": 0.9}, {"top_p": 0.95, "top_k": 30}, {"top_k": 4200, "top_p": 0.99})
+    rows = [row(SamplingParams(temperature=1.0, **kind), seed=i) for i, kind in enumerate(kinds)]
+    expected = [reference_sample(v.tolist(), r) for v, r in zip(values, rows, strict=True)]
+    assert [s.token_id for s in sample(values.clone(), rows)] == expected
+
+
+@pytest.mark.parametrize("cut", [{"top_k": 1}, {"top_p": 0.2}])
+def test_tokens_that_are_equally_likely_stay_or_go_together(cut: dict[str, Any]) -> None:
+    values = torch.tensor([[0.4, 0.2, 0.4]]).log().repeat(200, 1)
+    rows = [row(SamplingParams(temperature=1.0, **cut), seed=i) for i in range(200)]
+    assert {s.token_id for s in sample(values.clone(), rows)} == {0, 2}
+    assert {reference_sample(values[0].tolist(), r) for r in rows} == {0, 2}
 
 
 def test_draws_follow_the_distribution() -> None:

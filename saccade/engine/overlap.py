@@ -3,9 +3,9 @@
     host     | collect 1, plan 2, launch 2 | text of 1 | collect 2, plan 3, launch 3 | text of 2 | ...
     device         idle for a moment       | ---------- step 2 ----------            | ------ step 3
 
-Where the device chooses tokens by itself, the next decode step is planned and launched before those of this one are known.
-What else is to be done is planned and launched while a decode step runs, and asked for when the next one does, so that
-tokens wait neither for prompts nor for pictures. The device is never idle:
+Where the device chooses tokens by itself, the next decode step is planned and launched before those of this one are
+known. What else is to be done is planned and launched while a decode step runs, and asked for when the next one does,
+so that tokens wait neither for prompts nor for pictures. The device is never idle:
 
     host     | collect the rest of 1, plan and launch the rest of 2, launch decode 3, collect decode 2, text of 2 | ...
     device   | ---- decode 2 ---- | ---- the rest of 2 ---- | ---- decode 3 ---- | ...

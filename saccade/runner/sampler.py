@@ -20,6 +20,7 @@ from saccade.params import SamplingParams
 from saccade.types import Logprobs, Sample
 
 _NEVER = float("-inf")
+_FEW = 4096  # tokens among which those of top-k and top-p are looked for, before a whole vocabulary is sorted
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,12 +140,12 @@ class Drawing(NamedTuple):
 def draw(logits: Tensor, numbers: Tensor, is_cut: bool) -> Tensor:
     """Keep what top-k, then top-p, then min-p leave, and invert the cumulative distribution of those, in their order.
 
-    `numbers` are those of a `Drawing`, where the logits are.
+    Tokens that are equally likely stay or go together. `numbers` are those of a `Drawing`, where the logits are.
     """
     temperature, top_k, top_p, min_p, uniforms = numbers[:, :, None]
     scaled = logits.double() / temperature  # sums over a vocabulary want precision
     if is_cut:
-        scaled.masked_fill_(~_first(scaled, top_k, top_p), _NEVER)
+        scaled.masked_fill_(scaled < _least(scaled, top_k, top_p), _NEVER)
     probs = scaled.softmax(-1)
     probs.masked_fill_(probs < min_p * probs.amax(-1, keepdim=True), 0)
     sums = probs.cumsum(-1)
@@ -153,13 +154,23 @@ def draw(logits: Tensor, numbers: Tensor, is_cut: bool) -> Tensor:
     return torch.minimum(place, last)[:, 0]
 
 
-def _first(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """The likeliest `top_k`, and of those the fewest that have `top_p` of their probability: bool [rows, V]."""
-    ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
-    rank = torch.arange(scaled.shape[-1], device=scaled.device)[None]  # [1, V]
-    probs = ordered.masked_fill_(rank >= top_k, _NEVER).softmax(-1)
+def _least(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """What the last one kept of the likeliest `top_k` rates, and of those the fewest with `top_p`: [rows, 1]."""
+    if scaled.device.type == "cpu" and scaled.shape[-1] > _FEW:  # where looking at a result costs nothing
+        least, is_enough = _least_of(scaled.topk(_FEW).values, scaled, top_k, top_p)
+        if is_enough.all():
+            return least
+    return _least_of(scaled.sort(dim=-1, descending=True).values, scaled, top_k, top_p)[0]
+
+
+def _least_of(first: Tensor, scaled: Tensor, top_k: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
+    """The same from the first of the ordered values, and whether these were enough to say so."""
+    rank = torch.arange(first.shape[-1], device=first.device)[None]
+    within = first.masked_fill(rank >= top_k, _NEVER)
+    total = torch.where(top_k <= first.shape[-1], within.logsumexp(-1, True), scaled.logsumexp(-1, True))
+    probs = (within - total).exp_()
     kept = (probs.cumsum(-1) - probs < top_p) & (rank < top_k)
-    return torch.empty_like(kept).scatter_(-1, order, kept)
+    return first.gather(-1, kept.sum(-1, keepdim=True) - 1), ~kept[:, -1]
 
 
 def uniform(seed: int, position: int) -> float:
@@ -214,11 +225,10 @@ def reference_sample(logits: Sequence[float], row: Row) -> int:
     ranked = ranked[: params.top_k] if params.top_k > 0 else ranked
     weights = [math.exp((values[t] - values[ranked[0]]) / params.temperature) for t in ranked]
     probs = [w / sum(weights) for w in weights]
-    kept = {
-        token: p
-        for i, (token, p) in enumerate(zip(ranked, probs, strict=True))
-        if sum(probs[:i]) < params.top_p and p >= params.min_p * probs[0]
-    }
+    last = [t for i, t in enumerate(ranked) if sum(probs[:i]) < params.top_p][-1]
+    likely = [t for t, v in enumerate(values) if v >= values[last]]  # with those that are as likely as the last
+    odds = {t: math.exp((values[t] - values[ranked[0]]) / params.temperature) for t in likely}
+    kept = {t: odd for t, odd in odds.items() if odd >= params.min_p}
     target, running = uniform(row.seed, len(outputs)) * sum(kept.values()), 0.0
     for token in sorted(kept):
         running += kept[token]
