@@ -27,7 +27,7 @@ import httpx
 from benchmarks.cpu import QUESTIONS, greedy, make_llm, photo
 from benchmarks.models import qwen2_vl_120m
 
-WARM_UP = 400  # requests before memory is measured
+WARM_UP = 1000  # requests before memory is measured
 REST = 12.0  # seconds after which both processes have tidied up
 WORDS = ("red", "circle", "blue", "square", "small", "green", "left", "right", "above", "below", "large", "dark")
 
