@@ -110,7 +110,7 @@ class Bench:
             return norm_linear(x, self.norm, EPS, weight, bias, workspace=room, config=config)
         return skinny_linear(x, weight, bias, residual, workspace=room, config=config)
 
-    def library(self, shape: Shape, x: Tensor, residual: Tensor | None, weight: Tensor) -> Tensor:
+    def calls(self, shape: Shape, x: Tensor, residual: Tensor | None, weight: Tensor) -> Tensor:
         if shape.normed and len(x) <= FEW_ROWS:
             x = F.rms_norm(x, self.norm.shape, self.norm, EPS)
         out = F.linear(x, weight, self.bias if shape.biased else None)
@@ -232,25 +232,25 @@ def _short(config: Config) -> str:
 
 class Times(NamedTuple):
     cublas: float  # F.linear alone
-    library: float  # library calls for all that our launch does
+    calls: float  # library calls for all that our launch does
     ours: dict[Config, float]
 
     @property
     def best(self) -> Config | None:
         """None where the library is faster."""
         config = min(self.ours, key=lambda one: self.ours[one], default=None)
-        return config if config is not None and self.ours[config] < self.library else None
+        return config if config is not None and self.ours[config] < self.calls else None
 
     def record(self) -> dict[str, float]:
-        found = {"cublas": self.cublas, "library": self.library} | {_short(c): us for c, us in self.ours.items()}
+        found = {"cublas": self.cublas, "library": self.calls} | {_short(c): us for c, us in self.ours.items()}
         return {name: round(us, 1) for name, us in found.items()}
 
 
 def compare(bench: Bench, case: Case) -> Times:
     x, residual = bench.arguments(case)
     cublas = product_us(bench, case.shape, partial(F.linear, x))
-    library = product_us(bench, case.shape, partial(bench.library, case.shape, x, residual))
-    return Times(cublas, library, measure(bench, case, candidates(case)))
+    calls = product_us(bench, case.shape, partial(bench.calls, case.shape, x, residual))
+    return Times(cublas, calls, measure(bench, case, candidates(case)))
 
 
 def measure(bench: Bench, case: Case, configs: Sequence[Config]) -> dict[Config, float]:
@@ -259,9 +259,9 @@ def measure(bench: Bench, case: Case, configs: Sequence[Config]) -> dict[Config,
 
 
 def report(case: Case, times: Times) -> None:
-    size, fastest = case.shape.bytes, min(times.ours.values(), default=times.library)
+    size, fastest = case.shape.bytes, min(times.ours.values(), default=times.calls)
     print(
-        f"{case.name:12} floor {size / PEAK * 1e6:6.1f}  cublas {times.cublas:6.1f}  library {times.library:6.1f}"
+        f"{case.name:12} floor {size / PEAK * 1e6:6.1f}  cublas {times.cublas:6.1f}  library {times.calls:6.1f}"
         f"  ours {fastest:6.1f} us = {size / fastest / 1e6:.2f} TB/s |",
         *(f"{'*' if c == times.best else ''}{_short(c)} {us:.1f} |" for c, us in times.ours.items()),
         flush=True,
@@ -282,7 +282,7 @@ class Stack:
     def multiply(self, name: str, x: Tensor, layer: int, residual: Tensor | None = None) -> Tensor:
         shape, weight, config = SHAPES[name], self.bench.weights[name][layer], self.choice[name]
         if config is None:
-            return self.bench.library(shape, x, residual, weight)
+            return self.bench.calls(shape, x, residual, weight)
         return self.bench.ours(shape, x, residual, weight, config)
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -9,21 +9,20 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from saccade import LLM, SamplingParams, cli, costs
 from saccade.config import ConfigError, ModelConfig, model_config
 from saccade.models import load_model
 from saccade.processor.checkpoint import open_checkpoint
-from saccade.processor.families import family_for, video_rules_for
+from saccade.processor.families import video_rules_for
 from saccade.runner.build import plain_reason
-from saccade.types import Grid, Size, Span
+from saccade.types import Grid, Size
 from tests import family_qwen3_5, family_text, test_family_qwen3_5
 from tests.conftest import make_photo
 from tests.family_moe import build_hybrid, build_vl
+from tests.qwen_proofs import assert_positions_equal, assert_sizes_equal
 from tests.test_models_parity import CPU, Pair, assert_close, finish, our_logits, prompt, their_logits
 
 BUILDERS: dict[str, Callable[..., Path]] = {"qwen3_vl_moe": build_vl, "qwen3_5_moe": build_hybrid}
@@ -146,25 +145,11 @@ def logits_of(pair: Pair, count: int, chunk: int | None = None) -> tuple[torch.T
 def test_sizes_and_grids_equal_those_of_the_image_processor(
     folder: Path, width: int, height: int, limits: tuple[int, int]
 ) -> None:
-    assume(max(width, height) / min(width, height) <= 200)
-    files = open_checkpoint(str(folder), weights=False)
-    geometry = family_for(files.config).from_checkpoint(files).geometry(Size(width, height), *limits)
-    processor = Qwen2VLImageProcessorPil(size={"shortest_edge": limits[0], "longest_edge": limits[1]}, patch_size=16)
-    output = processor(Image.new("RGB", (width, height)), return_tensors="np")
-    assert output["image_grid_thw"].tolist() == [list(geometry.grid)]
-    assert geometry.tokens == geometry.grid.patches // 4
-    assert geometry.resized == Size(geometry.grid.w * 16, geometry.grid.h * 16)
+    assert_sizes_equal(folder, Size(width, height), limits, patch=16)
 
 
 def test_positions_equal_those_of_the_model(pair: Pair, folder: Path) -> None:
-    grids, image = [Grid(1, 6, 10), Grid(1, 4, 4)], pair.config.image_token_id
-    ids = [5, 6, *[image] * 15, 7, *[image] * 4, 8, 9]
-    files = open_checkpoint(str(folder), weights=False)
-    spans = [Span(2, 15, b"a", 15), Span(18, 4, b"b", 4)]
-    found, following = family_for(files.config).from_checkpoint(files).positions(ids, spans, grids)
-    kinds = torch.tensor([[int(i == image) for i in ids]])
-    expected, delta = pair.theirs.model.get_rope_index(torch.tensor([ids]), kinds, image_grid_thw=torch.tensor(grids))
-    assert found.tolist() == expected[:, 0].tolist() and following == len(ids) + int(delta)
+    assert_positions_equal(pair.theirs, folder)
 
 
 def test_picture_features_of_all_depths_equal_those_of_transformers(pair: Pair) -> None:

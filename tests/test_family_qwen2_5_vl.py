@@ -4,32 +4,35 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.vision_utils import get_vision_window_index
 
 from saccade import costs
 from saccade.config import ConfigError, model_config
 from saccade.kernels import vit_steps
-from saccade.models import load_model, recorded_vision
-from saccade.models.fused_vision import FusedVision
+from saccade.models import load_model
 from saccade.models.layers import Linear, Parameters, silu_and_mul
 from saccade.models.qwen2_5_vl import Qwen2_5VL, all_windows
-from saccade.models.vision_ops import TorchVision, VisionOps
 from saccade.models.weights import fill_random
-from saccade.processor.checkpoint import open_checkpoint
-from saccade.processor.families import family_for
-from saccade.types import Grid, Size, Span
-from tests.allocations import PeakMemory
+from saccade.types import Grid, Size
 from tests.family_qwen2_5_vl import build
+from tests.qwen_proofs import (
+    assert_encoding_memory,
+    assert_fused_tower_equal,
+    assert_positions_equal,
+    assert_recorded_passes_equal,
+    assert_sizes_equal,
+    random,
+    small_model,
+)
 from tests.test_models_parity import CPU, Pair, assert_close, finish, our_logits, prompt, their_logits
 
 # What the hub says of Qwen2.5-VL-7B-Instruct, text fields at the top level.
@@ -87,26 +90,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_sizes_and_grids_equal_those_of_the_image_processor(
     folder: Path, width: int, height: int, limits: tuple[int, int]
 ) -> None:
-    assume(max(width, height) / min(width, height) <= 200)
-    files = open_checkpoint(str(folder), weights=False)
-    geometry = family_for(files.config).from_checkpoint(files).geometry(Size(width, height), *limits)
-    processor = Qwen2VLImageProcessorPil(size={"shortest_edge": limits[0], "longest_edge": limits[1]})
-    output = processor(Image.new("RGB", (width, height)), return_tensors="np")
-    assert output["image_grid_thw"].tolist() == [list(geometry.grid)]
-    assert geometry.tokens == geometry.grid.patches // 4
-    assert geometry.resized == Size(geometry.grid.w * 14, geometry.grid.h * 14)
+    assert_sizes_equal(folder, Size(width, height), limits, patch=14)
 
 
 def test_positions_equal_those_of_the_model(pair: Pair, folder: Path) -> None:
-    grids = [Grid(1, 6, 10), Grid(1, 4, 4)]
-    ids = [5, 6, *[pair.config.image_token_id] * 15, 7, *[pair.config.image_token_id] * 4, 8, 9]
-    files = open_checkpoint(str(folder), weights=False)
-    spans = [Span(2, 15, b"a", 15), Span(18, 4, b"b", 4)]
-    found, following = family_for(files.config).from_checkpoint(files).positions(ids, spans, grids)
-    kinds = torch.tensor([[int(i == pair.config.image_token_id) for i in ids]])
-    expected, delta = pair.theirs.model.get_rope_index(torch.tensor([ids]), kinds, image_grid_thw=torch.tensor(grids))
-    assert found.tolist() == expected[:, 0].tolist()
-    assert following == len(ids) + int(delta)
+    assert_positions_equal(pair.theirs, folder)
 
 
 # --- the tower ----------------------------------------------------------------------------------------------------
@@ -170,7 +158,6 @@ def test_variants_of_the_config_match(tmp_path: Path, text: dict[str, Any], visi
 
 # --- on a device --------------------------------------------------------------------------------------------------
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SMALL: dict[str, Any] = {
     **PUBLISHED_7B,
     "hidden_size": 64,
@@ -193,54 +180,19 @@ SMALL: dict[str, Any] = {
 }
 
 
-def model(ops: VisionOps) -> Qwen2_5VL:
-    params = Parameters(torch.float32, DEVICE)
-    made = Qwen2_5VL(model_config(SMALL), params, {}, ops)
-    fill_random(params.targets, 0)
-    generator = torch.Generator(DEVICE).manual_seed(1)
-    for name, tensor in params.targets.items():
-        if name.endswith("bias"):  # zeros would hide one that is added twice or not at all
-            tensor.normal_(std=0.5, generator=generator)
-    return made
-
-
-def random(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(7)).to(DEVICE)
+model = partial(small_model, Qwen2_5VL, SMALL)
 
 
 def test_fused_kernels_give_the_embeddings_of_the_plain_tower() -> None:
-    grids = [Grid(1, 6, 6), Grid(1, 2, 2)]
-    patches = random(sum(grid.patches for grid in grids), 24)
-    expected = finish(model(TorchVision()).encode(patches, grids))
-    found = finish(model(FusedVision()).encode(patches, grids))
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+    assert_fused_tower_equal(model, [Grid(1, 6, 6), Grid(1, 2, 2)])
 
 
 def test_recorded_passes_give_the_embeddings_of_the_plain_tower(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorded_vision, "SIZES", (16,))
-    monkeypatch.setattr(recorded_vision, "PICTURES", 4)
-    ops, grids = FusedVision(), [Grid(1, 2, 6), Grid(1, 2, 2)]
-    recorded, patches = model(ops), random(sum(grid.patches for grid in grids), 24)
-    with ops.recording():
-        finish(recorded.encode(random(12, 24), [Grid(1, 6, 2)]))
-    expected = finish(model(TorchVision()).encode(patches, grids))
-    for one, other in zip(finish(recorded.encode(patches, grids)), expected, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+    assert_recorded_passes_equal(model, monkeypatch)
 
 
 def test_encoding_takes_the_memory_that_the_formula_says() -> None:
-    made, patches = model(FusedVision()), random(48, 24)
-    with PeakMemory() as memory:
-        memory.hold(patches)
-        layers = made.encode(patches, [Grid(1, 8, 6)])
-        del patches
-        for _ in layers:
-            pass
-    vision = made.config.vision
-    assert vision is not None
-    planned = 48 * costs.encode_bytes_per_patch(vision, made.config.text, "float32")
-    assert memory.peak == pytest.approx(planned, rel=0.06)  # small: what is held once shows
+    assert_encoding_memory(model)
 
 
 def test_the_fused_rms_norm_leaves_its_input_with_the_bias_added() -> None:

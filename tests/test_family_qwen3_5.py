@@ -21,9 +21,10 @@ from saccade.models.delta import CHUNK, delta_rule
 from saccade.processor.checkpoint import open_checkpoint
 from saccade.processor.families import family_for
 from saccade.runner.recurrent import RecurrentStates
-from saccade.types import Grid, KeptState, Size, Span, Work
+from saccade.types import Grid, KeptState, Size, Work
 from tests.conftest import make_photo
 from tests.family_qwen3_5 import PICTURE, build
+from tests.qwen_proofs import assert_positions_equal
 from tests.test_models_parity import (
     BLOCK,
     CPU,
@@ -183,14 +184,7 @@ def test_picture_features_equal_those_of_transformers(pair: Pair) -> None:
 
 
 def test_positions_equal_those_of_the_model(pair: Pair, folder: Path) -> None:
-    grids, image = [Grid(1, 6, 10), Grid(1, 4, 4)], pair.config.image_token_id
-    ids = [5, 6, *[image] * 15, 7, *[image] * 4, 8, 9]
-    files = open_checkpoint(str(folder), weights=False)
-    spans = [Span(2, 15, b"a", 15), Span(18, 4, b"b", 4)]
-    found, following = family_for(files.config).from_checkpoint(files).positions(ids, spans, grids)
-    kinds = torch.tensor([[int(i == image) for i in ids]])
-    expected, delta = pair.theirs.model.get_rope_index(torch.tensor([ids]), kinds, image_grid_thw=torch.tensor(grids))
-    assert found.tolist() == expected[:, 0].tolist() and following == len(ids) + int(delta)
+    assert_positions_equal(pair.theirs, folder)
 
 
 # --- what configs say ---------------------------------------------------------------------------------------------

@@ -10,16 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from saccade import LLM, SamplingParams
+from saccade import LLM
 from saccade.models.fused_vision import FusedVision
 from saccade.models.qwen2_vl import Qwen2VL
 from saccade.models.vision_ops import TorchVision
 from saccade.types import Geometry, Grid, RequestError, Size
 from tests.conftest import make_photo
 from tests.test_fused_vision import DEVICE, QWEN, model
-from tests.videos import VIDEO, film, frames
+from tests.videos import GREEDY, VIDEO, answers, film, frames
 
-GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 FILM = film(30, pictures=frames(30, seed=3))
 
 
@@ -37,14 +36,8 @@ def prompts() -> list[dict[str, Any]]:
     ]
 
 
-def run(folder: Path, *, together: bool = True, **given: Any) -> list[list[int]]:
-    llm = LLM(model=str(folder), use_tqdm=False, **{"max_model_len": 512, "kv_cache_gb": 0.02, **given})
-    asked = prompts()
-    batches = [asked] if together else [[p] for p in asked]
-    outs = [out for batch in batches for out in llm.generate(batch, GREEDY, use_tqdm=False)]
-    llm.engine.core.scheduler.check()
-    llm.close()
-    return [out.outputs[0].token_ids for out in outs]
+def run(folder: Path, **given: Any) -> list[list[int]]:
+    return answers(folder, prompts(), **given)
 
 
 @pytest.fixture(scope="module")

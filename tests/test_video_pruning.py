@@ -15,7 +15,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from PIL import Image
 
-from saccade import LLM, SamplingParams
+from saccade import LLM
 from saccade.config import ConfigError
 from saccade.costs import kept_tokens
 from saccade.options import MediaPolicy, Options, VideoPolicy, options
@@ -30,9 +30,8 @@ from saccade.types import Admission, Prompt, Request, Size
 from tests.conftest import png
 from tests.prompts import make, refusal
 from tests.test_overlap import overlapped
-from tests.videos import VIDEO, film, frames
+from tests.videos import GREEDY, VIDEO, answers, film, frames
 
-GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 ARRAY = frames(10, 112, 84)  # groups of 4 x 3 tokens
 CELLS = Size(5, 4)  # of the videos with a square
 FILM = film(30, pictures=frames(30, 112, 84, seed=3), size=(112, 84))
@@ -254,13 +253,8 @@ def prompts(pruning: float | None) -> list[dict[str, Any]]:
     return [asked(ARRAY[:5], pruning), asked(FILM, pruning), asked(ARRAY, pruning), asked(ARRAY, pruning, "how many?")]
 
 
-def run(folder: Path, pruning: float | None = 0.5, *, together: bool = True, **given: Any) -> list[list[int]]:
-    llm = LLM(model=str(folder), use_tqdm=False, **{"max_model_len": 512, "kv_cache_gb": 0.02, **given})
-    batches = [prompts(pruning)] if together else [[p] for p in prompts(pruning)]
-    outs = [out for batch in batches for out in llm.generate(batch, GREEDY, use_tqdm=False)]
-    llm.engine.core.scheduler.check()
-    llm.close()
-    return [out.outputs[0].token_ids for out in outs]
+def run(folder: Path, pruning: float | None = 0.5, **given: Any) -> list[list[int]]:
+    return answers(folder, prompts(pruning), **given)
 
 
 @pytest.fixture(scope="module")

@@ -28,9 +28,11 @@ from transformers import (
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 from transformers.video_utils import VideoMetadata
 
+from saccade import LLM, SamplingParams
 from tests.conftest import make_photo
 from tests.reference import image_settings, load
 
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 VIDEO = "<|vision_start|><|video_pad|><|vision_end|>"
 CODECS = {"mp4": "libx264", "mov": "mpeg4", "webm": "libvpx-vp9", "matroska": "libx264", "avi": "mpeg4"}
 
@@ -215,3 +217,13 @@ def video_reference(name: str, folder: Path) -> VideoReference:
 def metadata(total: int, fps: float = 24.0, indices: Sequence[int] | None = None) -> VideoMetadata:
     chosen = list(range(total)) if indices is None else list(indices)
     return VideoMetadata(total_num_frames=total, fps=fps, frames_indices=chosen)
+
+
+def answers(folder: Path, asked: list[Any], *, together: bool = True, **given: Any) -> list[list[int]]:
+    """Eight greedy tokens for each prompt, by an engine that keeps its books right."""
+    llm = LLM(model=str(folder), use_tqdm=False, **{"max_model_len": 512, "kv_cache_gb": 0.02, **given})
+    batches = [asked] if together else [[prompt] for prompt in asked]
+    outs = [out for batch in batches for out in llm.generate(batch, GREEDY, use_tqdm=False)]
+    llm.engine.core.scheduler.check()
+    llm.close()
+    return [out.outputs[0].token_ids for out in outs]

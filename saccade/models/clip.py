@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping
 from typing import Any
 
@@ -15,7 +16,7 @@ from saccade.models.vision_ops import VisionOps
 from saccade.models.weights import Rule, under
 
 
-class SquareTower:
+class SquareTower(ABC):
     """Up to the last layer whose output is used; the layers behind it are neither loaded nor run."""
 
     def __init__(self, params: Parameters, vision: VisionConfig, raw: Mapping[str, Any], eps: float) -> None:
@@ -33,9 +34,9 @@ class SquareTower:
         """Rows of one square inside the tower."""
         return self.side**2
 
+    @abstractmethod
     def embed(self, patches: Tensor, squares: int) -> Tensor:
         """[squares * patches, patch_dim] -> [squares * length, hidden]"""
-        raise NotImplementedError
 
     def select(self, features: Tensor) -> Tensor:
         """[squares, length, width] -> what the language model gets of it."""
