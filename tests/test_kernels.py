@@ -273,7 +273,7 @@ def test_small_steps_are_cut_into_small_tiles() -> None:
 # --- packed pictures ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dim", [64, 72, 80, 96, 128])
+@pytest.mark.parametrize("dim", [12, 64, 72, 80, 96, 128])
 @pytest.mark.parametrize("lengths", [[5], [16, 32], [40, 1, 17]], ids=str)
 def test_pictures_attend_to_themselves_alone(lengths: list[int], dim: int) -> None:
     q, k, v = random(3, sum(lengths), 2, dim)

@@ -22,6 +22,7 @@ from saccade.kernels.softmax import LOG2_E, divide, precision_of, weigh
 from saccade.kernels.tiles import Launch, Tiles, power_of_two
 
 TILE_ROWS = 128  # what to cut pictures into: Tiles.of(lengths, TILE_ROWS, device)
+_SMALLEST_HEAD = 16  # of a product; smaller ones are filled up with zeros
 
 
 def packed_vit(
@@ -37,8 +38,10 @@ def packed_vit(
     tokens, heads, dim = q.shape
     launch = launch or launch_for(q, tiles.rows)
     assert launch.rows == tiles.rows, f"tiles of {tiles.rows} rows, a launch of {launch.rows}"
+    if dim < _SMALLEST_HEAD:
+        q, k, v = (torch.nn.functional.pad(x, (0, _SMALLEST_HEAD - dim)) for x in (q, k, v))
+        return packed_vit(q, k, v, tiles, scale, launch=launch)[..., :dim]
     first = power_of_two(dim + 1) // 2  # the largest power of two that fits
-    assert first >= 16, f"head size {dim}: the smallest is 16"
     rest = power_of_two(dim - first, least=16) if dim > first else 0
     out = torch.empty((tokens, heads, dim), dtype=q.dtype, device=q.device)
     _vit_kernel[(len(tiles.index), heads)](
