@@ -59,8 +59,8 @@ class CrossLayer:
         n, group = len(q), self.heads // self.kv_heads
         queries = q.view(n, self.kv_heads, -1).transpose(0, 1).reshape(1, self.kv_heads, n * group, self.head_dim)
         k, v = kv.transpose(1, 2)  # [kv_heads, states, d] each
-        mixed = F.scaled_dot_product_attention(queries, k[None], v[None])
-        return mixed.view(self.kv_heads, n, -1).transpose(0, 1).reshape(n, -1)
+        mixed = F.scaled_dot_product_attention(queries, k[None], v[None])  # its strides are the device's choice
+        return mixed.reshape(self.kv_heads, n, -1).transpose(0, 1).reshape(n, -1)
 
     def project(self, states: Tensor) -> Tensor:
         """[states, hidden] -> keys and values [2, states, kv_heads, d]"""
