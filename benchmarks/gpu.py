@@ -13,12 +13,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.gpu_correct import CHECKS
 from benchmarks.gpu_floors import Floors, Peaks, measure_peaks
 from benchmarks.gpu_shapes import SHAPES, write_folder
 
@@ -58,20 +60,25 @@ ROWS = {
 # --- processes ----------------------------------------------------------------------------------------------------
 
 
-def run(name: str, command: Sequence[str]) -> Found:
+def run(name: str, command: Sequence[str], variables: Mapping[str, str] | None = None) -> Found:
     """What a process found; also what it had found when it broke."""
-    found: Found = {}
     begun = time.perf_counter()
     here = str(Path(__file__).parent.parent)
     path = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+    environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **(variables or {})}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
-        for result in _results(process, begun + LIMIT_S):
-            for key, value in result.items():  # lists grow, everything else is one value
-                found[key] = [*found.get(key, []), *value] if isinstance(value, list) else value
+        found = _together(_results(process, begun + LIMIT_S))
     if process.returncode:
         found["errors"] = [*found.get("errors", []), f"exit status {process.returncode}"]
     print(f"{name}: {time.perf_counter() - begun:.0f} s", file=sys.stderr, flush=True)
+    return found
+
+
+def _together(results: Iterable[Found]) -> Found:
+    found: Found = {}
+    for result in results:
+        for key, value in result.items():  # lists grow, everything else is one value
+            found[key] = [*found.get(key, []), *value] if isinstance(value, list) else value
     return found
 
 
@@ -94,14 +101,16 @@ def interpreter(given: str) -> str:
 
 
 def measure(model: str, args: argparse.Namespace, peaks: Peaks, root: Path) -> Found:
+    """All of it for a model that was asked for; of those beside it speed alone, with fewer repeats."""
     folder = str(write_folder(SHAPES[model], root / model))
-    quick = ["--quick"] if args.quick else []
+    is_beside = args.model == "all" and model != MODELS[0]
+    quick = ["--quick"] if args.quick or is_beside else []
     python = [sys.executable, "-m"]
     found: Found = {"floor": dict(Floors(folder, peaks).rows())}
     found["ours"] = run(f"{model}, ours", [*python, "benchmarks.gpu_work", "saccade", model, folder, *quick])
-    if args.memory and torch.cuda.is_available():
+    if args.memory and torch.cuda.is_available() and not is_beside:
         found["ours"] |= run(f"{model}, memory", [*python, "benchmarks.gpu_memory", model, folder, *quick])
-    if args.transformers:
+    if args.transformers and not is_beside:
         command = [*python, "benchmarks.gpu_transformers", model, folder, *quick]
         found["transformers"] = run(f"{model}, Transformers", command)
     if args.vllm:
@@ -117,9 +126,17 @@ def measure_all(args: argparse.Namespace, peaks: Peaks, found: Found) -> None:
             table(model, found[model])
             memory_table(found[model]["ours"])
     if args.correctness:
-        command = [sys.executable, "-m", "benchmarks.gpu_correct", *(["--quick"] if args.quick else [])]
-        found["correctness"] = run("correctness", command)
+        found["correctness"] = correctness(args.quick)
         correctness_table(found["correctness"])
+
+
+def correctness(is_quick: bool) -> Found:
+    """All checks at once: they are not timed, and the CPU that they compare with takes most of the time."""
+    command = [sys.executable, "-m", "benchmarks.gpu_correct", *(["--quick"] if is_quick else [])]
+    threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // len(CHECKS)))}
+    with ThreadPoolExecutor(len(CHECKS)) as pool:
+        sides = list(pool.map(lambda name: run(f"correctness, {name}", [*command, name], threads), CHECKS))
+    return _together(sides)
 
 
 # --- tables -------------------------------------------------------------------------------------------------------
@@ -180,7 +197,10 @@ def correctness_table(found: Found) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--model", choices=(*MODELS, "tiny", "all"), default="qwen2_vl_2b", help="tiny tries the script"
+        "--model",
+        choices=(*MODELS, "tiny", "all"),
+        default="all",
+        help=f"all: {MODELS[0]}, and in fewer repeats the others; tiny tries the script",
     )
     parser.add_argument("--vllm", metavar="PYTHON", help="interpreter or virtual environment that has vLLM")
     parser.add_argument("--quick", action="store_true", help="fewer repeats, a tenth of the questions")

@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {"float32": 2e-3, "bfloat16": 4e-2}  # of the norm of the difference over the norm of the reference
 CPU_ACCURACY = 0.977
 PROMPTS = 32
+CHECKS = ("tiny", "four_layers", *TOLERANCE)  # logits of two shapes; the built-in model in two types
 SMALL = {"max_model_len": 2048, "max_num_seqs": 64, "use_tqdm": False, "kv_cache_gb": 1.0}
 
 
@@ -129,18 +131,17 @@ class Asked:
         return outputs
 
 
-def built_in(asked: Asked) -> None:
+def built_in(asked: Asked, dtype: str) -> None:
     """How many of the first answers are the CPU's, letter by letter; how many of all are right."""
     expected = asked.answers(PROMPTS, "cpu", "float32")
-    for dtype in TOLERANCE:
-        begun = time.perf_counter()
-        outputs = asked.answers(None, DEVICE, dtype)
-        same = sum(_text(a) == _text(b) for a, b in zip(outputs, expected, strict=False))
-        say(texts=[{"dtype": dtype, "same": same, "of": len(expected)}])
-        pairs = zip(asked.questions, outputs, strict=True)
-        right = sum(output.error is None and question.rule.is_right(_text(output)) for question, output in pairs)
-        say(accuracy=[{"dtype": dtype, "right": right, "of": len(outputs), "cpu": CPU_ACCURACY,
-                       "seconds": time.perf_counter() - begun}])  # fmt: skip
+    begun = time.perf_counter()
+    outputs = asked.answers(None, DEVICE, dtype)
+    same = sum(_text(a) == _text(b) for a, b in zip(outputs, expected, strict=False))
+    say(texts=[{"dtype": dtype, "same": same, "of": len(expected)}])
+    pairs = zip(asked.questions, outputs, strict=True)
+    right = sum(output.error is None and question.rule.is_right(_text(output)) for question, output in pairs)
+    say(accuracy=[{"dtype": dtype, "right": right, "of": len(outputs), "cpu": CPU_ACCURACY,
+                   "seconds": time.perf_counter() - begun}])  # fmt: skip
 
 
 def _messages(questions: QuestionSet, question: Question) -> list[dict[str, Any]]:
@@ -152,15 +153,23 @@ def _text(output: RequestOutput) -> str:
     return output.outputs[0].text if output.outputs else ""
 
 
+def check(name: str, *, is_quick: bool) -> None:
+    if name in TOLERANCE:
+        built_in(Asked(load_questions(limit=100 if is_quick else None)), name)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        numbers(name, str(write_folder(SHAPES[name], Path(folder) / name)))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checks", nargs="*", help=f"any of {', '.join(CHECKS)}; all of them without")
     parser.add_argument("--quick", action="store_true", help="a tenth of the questions")
     args = parser.parse_args()
-    questions = load_questions(limit=100 if args.quick else None)
-    with tempfile.TemporaryDirectory() as folder:
-        for shape in ("tiny", "four_layers"):
-            _attempt("numbers", lambda s=shape: numbers(s, str(write_folder(SHAPES[s], Path(folder) / s))))
-        _attempt("the built-in model", lambda: built_in(Asked(questions)))
+    if unknown := set(args.checks) - set(CHECKS):
+        parser.error(f"there is no check {', '.join(sorted(unknown))}; there are {', '.join(CHECKS)}")
+    for name in args.checks or CHECKS:
+        _attempt(name, partial(check, name, is_quick=args.quick))
     return 0
 
 
