@@ -18,8 +18,7 @@ def chain_of(*parts: Part, salt: bytes = b"", generated: list[int] | None = None
 def filled(pool: BlockPool, chain: Chain, count: int) -> list[int]:
     """Blocks of a request that computed `count` whole blocks."""
     blocks = list(pool.allocate(count))
-    for index, block in enumerate(blocks):
-        pool.publish(block, chain, index)
+    pool.publish(blocks, chain, 0)
     return blocks
 
 
@@ -201,3 +200,38 @@ def test_a_prompt_that_misses_early_is_not_hashed_to_its_end(pool: BlockPool) ->
     chain = chain_of(400)
     pool.find(chain, num_tokens=400)
     assert len(chain._digests) == 2, "the root and the block that was not found"
+
+
+def test_what_was_published_last_is_found_by_its_records_without_hashing(
+    pool: BlockPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks, chain = filled(pool, chain_of(12), 3), chain_of(13)
+    monkeypatch.setattr(chain, "content", None)  # what hashes
+    assert pool.find(chain, num_tokens=13) == blocks
+
+
+def test_digests_that_were_taken_over_are_those_that_hashing_gives(pool: BlockPool) -> None:
+    filled(pool, chain_of(12), 3)
+    chain, hashed = chain_of(17), chain_of(17)
+    pool.find(chain, num_tokens=17)
+    assert [chain.digest(i) for i in range(4)] == [hashed.digest(i) for i in range(4)]
+
+
+def test_of_several_continuations_each_is_found(pool: BlockPool) -> None:
+    prompts = [[1, 2, 3, 4, last, 6, 7, 8, 9] for last in (10, 20, 30)]
+    (head,) = filled(pool, chain_of(prompts[0]), 1)
+    tails = []
+    for prompt in prompts:
+        (tail,) = pool.allocate(1)
+        pool.publish([tail], chain_of(prompt), 1)
+        tails.append(tail)
+    assert [pool.find(chain_of(prompt), num_tokens=9) for prompt in prompts] == [[head, tail] for tail in tails]
+
+
+def test_when_the_last_continuation_is_gone_an_older_one_is_still_found(pool: BlockPool) -> None:
+    old, new = chain_of([1, 2, 3, 4, 5, 6, 7, 8, 9]), chain_of([1, 2, 3, 4, 0, 6, 7, 8, 9])
+    blocks, (other,) = filled(pool, old, 2), pool.allocate(1)
+    pool.publish([other], new, 1)
+    pool.uncache(other)
+    assert pool.find(chain_of([1, 2, 3, 4, 5, 6, 7, 8, 9]), num_tokens=9) == blocks
+    pool.check()

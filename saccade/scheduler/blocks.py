@@ -12,7 +12,8 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from saccade.types import RECORD_BYTES
 
@@ -34,36 +35,43 @@ class Chain:
     def __init__(self, identity: bytes, salt: bytes, block_size: int, generated: Sequence[int]) -> None:
         self._identity = identity
         self._generated = generated  # the request's own list, which grows as it decodes
-        self._block_size = block_size
+        self._width = block_size * RECORD_BYTES
         self._digests = [hashlib.sha256(salt).digest()]  # the root: other salts share nothing
 
     def digest(self, index: int) -> bytes:
-        digests = self._digests
-        for i in range(len(digests) - 1, index + 1):
-            digests.append(hashlib.sha256(digests[i] + self.records(i)).digest())
-        return digests[index + 1]
+        """Of block `index`; of -1 the root."""
+        for i in range(len(self._digests) - 1, index + 1):
+            self.content(i)
+        return self._digests[index + 1]
 
-    def walk(self, first: int, last: int) -> Iterator[tuple[bytes, bytes]]:
-        """Digest and records of each of the blocks [first, last), no further than it is asked for."""
-        digests, sha256, records_of = self._digests, hashlib.sha256, self.records
-        if first:
-            self.digest(first - 1)
-        for i in range(first, last):
-            records = records_of(i)
-            if i + 1 == len(digests):
-                digests.append(sha256(digests[i] + records).digest())
-            yield digests[i + 1], records
+    def content(self, index: int) -> tuple[bytes, bytes]:
+        """Digest and records of block `index`, where that of the block before it is known."""
+        digests, records = self._digests, self.records(index)
+        if index + 1 == len(digests):
+            digests.append(hashlib.sha256(digests[index] + records).digest())
+        return digests[index + 1], records
+
+    def know(self, index: int, digest: bytes) -> None:
+        """The digest of a block, from someone who has hashed the same records behind the same block before it."""
+        if index + 1 == len(self._digests):
+            self._digests.append(digest)
 
     def records(self, index: int) -> bytes:
         """What stands in block `index`; the block must be full."""
-        width = self._block_size * RECORD_BYTES
-        start = index * width
-        records = self._identity[start : start + width]
-        if len(records) == width:
+        start, end = index * self._width, (index + 1) * self._width
+        records = self._identity[start:end]
+        if len(records) == self._width:
             return records
         first = max(0, start - len(self._identity)) // RECORD_BYTES
-        count = (width - len(records)) // RECORD_BYTES
-        return records + text_records(self._generated[first : first + count])
+        return records + text_records(self._generated[first : (end - len(self._identity)) // RECORD_BYTES])
+
+
+class _Label(NamedTuple):
+    """What can be found in a block."""
+
+    before: bytes  # digest of the block before it
+    digest: bytes
+    records: bytes
 
 
 class BlockPool:
@@ -74,8 +82,9 @@ class BlockPool:
         self.block_size = block_size
         self._enable_caching = enable_caching
         self._users = [0] * num_blocks
-        self._labels: list[tuple[bytes, bytes] | None] = [None] * num_blocks  # digest and records of a findable block
+        self._labels: list[_Label | None] = [None] * num_blocks  # of findable blocks
         self._by_digest: dict[bytes, int] = {}
+        self._behind: dict[bytes, int] = {}  # by the digest of a block: the one published last of those that follow it
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack
         self._idle: OrderedDict[int, None] = OrderedDict()  # the longest unused first
         self._queries = self._hits = self._evictions = 0
@@ -96,13 +105,28 @@ class BlockPool:
         The last token is always left to compute, because the next one is sampled from it.
         """
         found: list[int] = []
-        if self._enable_caching:
-            for digest, records in chain.walk(first, (num_tokens - 1) // self.block_size):
-                block = self._by_digest.get(digest)
-                if block is None or not self._holds(block, records):
+        if not self._enable_caching:
+            return found
+        before = chain.digest(first - 1)
+        for index in range(first, (num_tokens - 1) // self.block_size):
+            records = chain.records(index)
+            label = self._label_behind(before)
+            if label is None or label.records != records:  # it is not the one that came last: ask by hash
+                label = self._label_of(chain.digest(index))
+                if label is None or label.records != records:
                     break
-                found.append(block)
+            before = label.digest
+            chain.know(index, before)
+            found.append(self._by_digest[before])
         return found
+
+    def _label_behind(self, digest: bytes) -> _Label | None:
+        block = self._behind.get(digest)
+        return None if block is None else self._labels[block]
+
+    def _label_of(self, digest: bytes) -> _Label | None:
+        block = self._by_digest.get(digest)
+        return None if block is None else self._labels[block]
 
     def covers(self, chain: Chain, end: int, num_tokens: int) -> bool:
         """Whether a request of `num_tokens` would probably find all positions before `end`. Looks at one block only."""
@@ -115,31 +139,33 @@ class BlockPool:
         self._queries += num_tokens
         self._hits += num_found
 
-    def publish(self, block: int, chain: Chain, index: int) -> None:
-        """Make a block findable: done when the window that fills it is planned, so that requests of one step share it.
-        The runner writes a layer's keys and values for all windows before any of them attends.
+    def publish(self, blocks: Sequence[int], chain: Chain, first: int) -> None:
+        """Make a request's blocks findable, from its number `first` on: done when the window that fills them is
+        planned, so that requests of one step share them. The runner writes a layer's keys and values for all windows
+        before any of them attends.
         """
         if not self._enable_caching:
             return
-        digest = chain.digest(index)
-        if digest not in self._by_digest:  # the first of two equal blocks stays the one that is found
-            self._by_digest[digest] = block
-            self._labels[block] = (digest, chain.records(index))
+        before = chain.digest(first - 1)
+        for index, block in enumerate(blocks, first):
+            digest, records = chain.content(index)
+            if digest not in self._by_digest:  # the first of two equal blocks stays the one that is found
+                self._by_digest[digest] = self._behind[before] = block
+                self._labels[block] = _Label(before, digest, records)
+            before = digest
 
     def uncache(self, block: int) -> None:
         """Make a block unfindable: its content never became valid, or it is about to be overwritten."""
         label = self._labels[block]
         if label is None:
             return
-        del self._by_digest[label[0]]
+        del self._by_digest[label.digest]
+        if self._behind.get(label.before) == block:
+            del self._behind[label.before]
         self._labels[block] = None
         if block in self._idle:
             del self._idle[block]
             self._free.append(block)
-
-    def _holds(self, block: int, records: bytes) -> bool:
-        label = self._labels[block]
-        return label is not None and label[1] == records
 
     # --- giving out ---------------------------------------------------------------------------------------------------
 
@@ -207,7 +233,9 @@ class BlockPool:
         assert not (free & idle or free & used or idle & used), "a block is in two states"
         assert len(free) + len(idle) + len(used) == self.num_blocks, "a block is lost"
         assert min(self._users, default=0) >= 0, "a block has fewer than no users"
-        labelled = {block: label[0] for block, label in enumerate(self._labels) if label is not None}
+        labelled = {block: label.digest for block, label in enumerate(self._labels) if label is not None}
         assert labelled == {block: digest for digest, block in self._by_digest.items()}, "labels and index disagree"
+        behind = [(self._labels[block], before) for before, block in self._behind.items()]
+        assert all(label and label.before == before for label, before in behind), "a block follows what it does not"
         assert idle <= labelled.keys(), "an idle block cannot be found"
         assert not free & labelled.keys(), "a free block can be found"

@@ -37,6 +37,5 @@ def catch_up(pool: BlockPool, seq: Sequence) -> bool:
 def publish(pool: BlockPool, seq: Sequence, end: int) -> None:
     """Offer the blocks that a window up to `end` fills to requests that begin alike."""
     num_full = end // pool.block_size
-    for index in range(seq.num_published, num_full):
-        pool.publish(seq.blocks[index], seq.chain, index)
+    pool.publish(seq.blocks[seq.num_published : num_full], seq.chain, seq.num_published)
     seq.num_published = num_full
