@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -276,13 +277,14 @@ class LLM:
     def _drain(self, ids: Sequence[str], results: dict[str, RequestOutput], use_tqdm: bool) -> None:
         """Step until every request of this call is finished."""
         tokens, start = 0, time.perf_counter()
-        with tqdm(total=len(ids), initial=len(results), desc="requests", disable=not use_tqdm) as bar:
+        with tqdm(total=len(ids), initial=len(results), desc="requests") if use_tqdm else nullcontext() as bar:
             while len(results) < len(ids):
                 for output in self.engine.finished_after_step():
                     results[output.request_id] = output
                     tokens += sum(len(answer.token_ids) for answer in output.outputs)
-                    bar.set_postfix_str(f"{tokens / (time.perf_counter() - start):.1f} tokens/s", refresh=False)
-                    bar.update()
+                    if bar is not None:
+                        bar.set_postfix_str(f"{tokens / (time.perf_counter() - start):.1f} tokens/s", refresh=False)
+                        bar.update()
 
 
 def _spread(given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:

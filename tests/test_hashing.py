@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from saccade.options import MediaPolicy
-from saccade.processor.hashing import content_key, identity
+from saccade.processor.hashing import RecentKeys, content_key, identity
 from saccade.processor.media import Loaded, load_image
 from saccade.types import RECORD_BYTES, Header, Key, Size, Span
 from tests.conftest import make_photo, png
@@ -83,3 +84,47 @@ def test_two_pictures_of_equal_size_have_different_records() -> None:
 
 def test_an_empty_prompt_has_no_records() -> None:
     assert identity([], ()) == b""
+
+
+# --- keys that are remembered -------------------------------------------------------------------------------------
+
+
+def plain(data: bytes, tag: bytes = b"tag", salt: bytes = b"") -> Key:
+    return key(bare(2, 1, data), tag, b"model", salt)
+
+
+def test_a_remembered_key_is_the_one_that_hashing_gives() -> None:
+    recent, data = RecentKeys(b"model"), bytes(range(100))
+    found = [recent.of(bare(2, 1, bytes(bytearray(data))), b"tag", b"") for _ in range(3)]
+    assert found == [plain(data)] * 3
+
+
+def test_the_same_bytes_are_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    recent, data = RecentKeys(b"model"), bytes(range(100))
+    first = recent.of(bare(2, 1, data), b"tag", b"")
+    monkeypatch.setattr("saccade.processor.hashing.content_key", None)
+    assert recent.of(bare(2, 1, bytes(bytearray(data))), b"tag", b"") == first
+
+
+def test_pictures_that_differ_in_one_byte_never_share_a_remembered_key() -> None:
+    recent, data = RecentKeys(b"model"), bytes(1000)
+    found = {recent.of(bare(2, 1, data[:i] + b"x" + data[i + 1 :]), b"tag", b"") for i in range(1000)}
+    assert len(found) == 1000
+
+
+def test_policy_salt_and_shape_are_part_of_what_is_remembered() -> None:
+    recent, data = RecentKeys(b"model"), bytes(range(6))
+    asked = [((2, 1), b"tag", b""), ((2, 1), b"other", b""), ((2, 1), b"tag", b"salt"), ((1, 2), b"tag", b"")]
+    for _ in range(2):
+        found = [recent.of(bare(*size, data), tag, salt) for size, tag, salt in asked]
+        assert found == [key(bare(*size, data), tag, b"model", salt) for size, tag, salt in asked]
+
+
+def test_no_more_bytes_are_remembered_than_allowed_and_the_longest_unused_go_first() -> None:
+    recent = RecentKeys(b"model", max_bytes=250)
+    pictures = [bytes([i]) * 100 for i in range(3)]
+    for data in (pictures[0], pictures[1], pictures[0], pictures[2]):
+        recent.of(bare(2, 1, data), b"tag", b"")
+    assert [known.data for known in recent._known.values()] == [pictures[0], pictures[2]]
+    assert recent.of(bare(2, 1, bytes(300)), b"tag", b"") == plain(bytes(300))
+    assert not recent._known

@@ -232,3 +232,23 @@ def test_rows_of_closed_requests_are_given_again() -> None:
         tables.close(name)
     tables.open("d", [2])
     assert tables.row("d") == 0
+
+
+def test_after_a_flush_the_device_has_the_blocks_of_every_open_request() -> None:
+    tables, drawn, held = BlockTables(4, 32, torch.device("cpu")), np.random.default_rng(0), dict[str, list[int]]()
+    for step in range(200):
+        name = str(drawn.integers(4))
+        blocks = drawn.integers(1, 999, drawn.integers(1, 5)).tolist()
+        if name in held and (drawn.random() < 0.2 or len(held[name]) > 24):
+            tables.close(name)
+            del held[name]
+        elif name in held and drawn.random() < 0.8:
+            tables.extend(name, len(held[name]), blocks)
+            held[name] += blocks
+        else:
+            tables.open(name, blocks)
+            held[name] = blocks
+        if step % 3 == 0:
+            tables.flush()
+            found = {name: tables.blocks[tables.row(name), : len(blocks)].tolist() for name, blocks in held.items()}
+            assert found == held

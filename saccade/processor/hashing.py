@@ -7,16 +7,21 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from collections import OrderedDict
 from collections.abc import Sequence
+from threading import Lock
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from saccade.processor.media import Loaded
-from saccade.types import RECORD_BYTES, Key, Span
+from saccade.types import RECORD_BYTES, Header, Key, Span
 
 _KEY_WORDS = 4  # a 32-byte key as 64-bit words
 _RECORD_WORDS = RECORD_BYTES // 8
+_REMEMBERED_BYTES = 64 << 20  # of pictures, compressed: more turns of more conversations than come at once
+_SAMPLES = 32
 
 
 def content_key(loaded: Loaded, policy_tag: bytes, fingerprint: bytes, salt: bytes) -> Key:
@@ -29,6 +34,55 @@ def content_key(loaded: Loaded, policy_tag: bytes, fingerprint: bytes, salt: byt
         digest.update(struct.pack("<Q", len(field)))
         digest.update(field)
     return digest.digest()
+
+
+class _Place(NamedTuple):
+    """Where a picture is looked up. Everything its key depends on, but of its bytes only a few."""
+
+    header: Header
+    policy_tag: bytes
+    salt: bytes
+    length: int
+    sample: bytes
+
+
+class _Known(NamedTuple):
+    data: bytes
+    key: Key
+
+
+class RecentKeys:
+    """`content_key` for one model, which remembers the pictures that came last: those of a conversation come each turn.
+
+    Bytes are compared several times faster than they are hashed, and a picture is another's equal only if all of its
+    bytes are: what is remembered is what hashing would give.
+    """
+
+    def __init__(self, fingerprint: bytes, max_bytes: int = _REMEMBERED_BYTES) -> None:
+        self._fingerprint = fingerprint
+        self._left = max_bytes
+        self._known: OrderedDict[_Place, _Known] = OrderedDict()  # the longest unused first
+        self._lock = Lock()
+
+    def of(self, loaded: Loaded, policy_tag: bytes, salt: bytes) -> Key:
+        data = loaded.data
+        place = _Place(loaded.header, policy_tag, salt, len(data), data[:: len(data) // _SAMPLES + 1])
+        with self._lock:
+            known = self._known.get(place)
+        if known is None or known.data != data:
+            known = _Known(data, content_key(loaded, policy_tag, self._fingerprint, salt))
+        with self._lock:
+            self._remember(place, known)
+        return known.key
+
+    def _remember(self, place: _Place, known: _Known) -> None:
+        before = self._known.pop(place, None)
+        self._known[place] = known
+        self._left += len(before.data) if before else 0
+        self._left -= len(known.data)
+        while self._left < 0:
+            _, oldest = self._known.popitem(last=False)
+            self._left += len(oldest.data)
 
 
 def identity(

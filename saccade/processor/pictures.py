@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from saccade.costs import blocks_for
@@ -11,7 +12,7 @@ from saccade.options import MediaPolicy
 from saccade.processor.checkpoint import Checkpoint
 from saccade.processor.families import Family, family_for
 from saccade.processor.families.base import Crowded
-from saccade.processor.hashing import content_key
+from saccade.processor.hashing import RecentKeys
 from saccade.processor.media import load_image
 from saccade.types import BillItem, Geometry, Key, MediaItem, RequestError, short_key
 
@@ -49,7 +50,8 @@ class Pictures:
         self.family: Family = family_for(checkpoint.config).from_checkpoint(checkpoint)
         self.policy = policy if self.family.image_token_id is not None else replace(policy, limits={})
         self.limits = Limits(*self.family.policy(policy.min_pixels, policy.max_pixels))
-        self._fingerprint = checkpoint.fingerprint
+        self._tag = lru_cache(maxsize=64)(self.family.policy_tag)
+        self._keys = RecentKeys(checkpoint.fingerprint)
 
     def largest(self) -> Geometry | None:
         """The most expensive picture a request may bring; None when it may bring none."""
@@ -94,8 +96,7 @@ class Pictures:
             geometry = self.family.geometry(loaded.header.size, limits.min_pixels, limits.max_pixels)
         except RequestError as error:
             raise RequestError(error.message, code=error.code, param=picture.param) from None
-        tag = self.family.policy_tag(limits.min_pixels, limits.max_pixels)
-        key = content_key(loaded, tag, self._fingerprint, salt)
+        key = self._keys.of(loaded, self._tag(limits.min_pixels, limits.max_pixels), salt)
         return MediaItem(key, "image", loaded.data, loaded.header, geometry)
 
     def request_limits(self, given: Any) -> Limits:

@@ -166,9 +166,9 @@ class Processor:
                 "prompt_token_ids must be a list of token ids that is not empty", param="prompt_token_ids"
             )
         vocab_size = self.checkpoint.config.text.vocab_size
+        wrong = ids[(ids < 0) | (ids >= vocab_size)]
         # A placeholder may lie behind the tokens that can be answered.
-        wrong = ids[((ids < 0) | (ids >= vocab_size)) & ~np.isin(ids, self.family.placeholder_ids)]
-        if len(wrong):
+        if len(wrong) and len(wrong := wrong[~np.isin(wrong, self.family.placeholder_ids)]):
             raise RequestError(
                 f"prompt_token_ids holds {wrong[0]}, but this model's ids go from 0 to {vocab_size - 1}",
                 param="prompt_token_ids",

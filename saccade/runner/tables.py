@@ -1,9 +1,9 @@
 """Block tables on the device: one row per running request, changed in place by a few numbers a step.
 
-The host says what changed since the last step; one copy and one scatter bring it over:
+The host has the same table and knows which part of a row changed since the last step; one copy a row brings it over:
 
     rows of requests      [ 7  2  5  .  . ]   A
-                          [ 9  .  .  .  . ]   B        B gets block 4:  place 1 * width + 1, value 4
+                          [ 9  .  .  .  . ]   B        B gets block 4:  place 1
     one row to spare      [ .  .  .  .  . ]            for rows of padding
 
 A decode step enters the block of its new token itself: that block is taken out of the changes.
@@ -12,7 +12,7 @@ A decode step enters the block of its new token itself: that block is taken out 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +30,7 @@ class BlockTables:
         self._known = np.zeros(self.blocks.shape, np.int32)  # the same blocks on the host
         self._free = list(range(max_requests - 1, -1, -1))
         self._rows: dict[str, int] = {}
-        self._changes: dict[int, int] = {}  # places of the flattened table whose values are not yet on the device
+        self._changes: dict[int, range] = {}  # by row: places whose values are not yet on the device
 
     def row(self, request_id: str) -> int:
         return self._rows[request_id]
@@ -53,13 +53,14 @@ class BlockTables:
         """Blocks behind the `held` ones it has."""
         row = self._rows[request_id]
         self._known[row, held : held + len(blocks)] = blocks
-        first = row * self.blocks.shape[1] + held
-        # A row may have changed hands since the last flush: of two values for one place the later one counts.
-        self._changes.update(zip(range(first, first + len(blocks)), blocks, strict=True))
+        before = self._changes.get(row, range(held, held))
+        self._changes[row] = range(min(before.start, held), max(before.stop, held + len(blocks)))
 
     def entered(self, row: int, index: int) -> None:
         """The device enters this block by itself."""
-        self._changes.pop(row * self.blocks.shape[1] + index, None)
+        places = self._changes.get(row)
+        if places and places[-1] == index:
+            self._changes[row] = places[:-1]
 
     def close(self, request_id: str) -> None:
         row = self._rows.pop(request_id, None)
@@ -73,41 +74,49 @@ class BlockTables:
 
     def flush(self) -> None:
         """Bring the changes to the device, in the order of its stream."""
-        if not self._changes:
-            return
-        count = len(self._changes)
-        flat = np.empty(2 * count, np.int64)
-        flat[:count], flat[count:] = list(self._changes), list(self._changes.values())
-        changes = to_device(flat, self.blocks.device)
-        self.blocks.view(-1).index_copy_(0, changes[:count], changes[count:].int())
+        changes = [(row, slice(places.start, places.stop)) for row, places in self._changes.items() if places]
         self._changes.clear()
+        if not changes:
+            return
+        host, done = _pinned(np.concatenate([self._known[change] for change in changes]), self.blocks.device), 0
+        for change in changes:
+            target = self.blocks[change]
+            target.copy_(host[done : done + len(target)], non_blocking=True)
+            done += len(target)
 
 
 class Mailbox:
     """Pinned memory in which a step's numbers are written; two pieces, for one may still be on its way."""
 
     def __init__(self, size: int, device: torch.device) -> None:
-        self._is_cuda = device.type == "cuda"
-        self._hosts = [torch.zeros(size, dtype=torch.int32, pin_memory=self._is_cuda) for _ in range(2)]
-        self._sent: list[torch.cuda.Event | None] = [None, None]
+        is_cuda = device.type == "cuda"
+        hosts = [torch.zeros(size, dtype=torch.int32, pin_memory=is_cuda) for _ in range(2)]
+        self._pieces = [_Piece(host, host.numpy(), _event() if is_cuda else None) for host in hosts]
 
     def open(self) -> Numbers:
         """The piece to write next, as it was left; waits until its last copy is done."""
-        self._hosts.reverse()
-        self._sent.reverse()
-        sent = self._sent[0]
-        if sent is not None:
-            sent.synchronize()
-        found: Numbers = self._hosts[0].numpy()
-        return found
+        self._pieces.reverse()
+        piece = self._pieces[0]
+        if piece.sent is not None:
+            piece.sent.synchronize()
+        return piece.numbers
 
     def send(self, target: Tensor) -> None:
-        """As much of the piece as `target` holds, in the order of the device's stream."""
-        target.copy_(self._hosts[0][: target.numel()].view(target.shape), non_blocking=True)
-        if self._is_cuda:
-            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            done.record()
-            self._sent[0] = done
+        """As much of the piece as `target` [numbers] holds, in the order of the device's stream."""
+        piece = self._pieces[0]
+        target.copy_(piece.host[: len(target)], non_blocking=True)
+        if piece.sent is not None:
+            piece.sent.record()
+
+
+class _Piece(NamedTuple):
+    host: Tensor  # int32 [size]
+    numbers: Numbers  # the same memory
+    sent: torch.cuda.Event | None  # its last copy, if any; None where copies are done at once
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event()  # type: ignore[no-untyped-call]
 
 
 class Returns:
@@ -123,5 +132,9 @@ class Returns:
 
 def to_device(numbers: npt.NDArray[np.generic], device: torch.device) -> Tensor:
     """Without waiting for the device: the memory is pinned, and kept until the copy is done."""
+    return _pinned(numbers, device).to(device, non_blocking=True)
+
+
+def _pinned(numbers: npt.NDArray[np.generic], device: torch.device) -> Tensor:
     host = torch.from_numpy(numbers)
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+    return host.pin_memory() if device.type == "cuda" else host
