@@ -80,6 +80,11 @@ class Options:
     encode_layers_per_step: int | None = _option(
         None, "encoder layers run per step while others decode; automatic: whole pictures at once"
     )
+    attention_backend: str = _option(
+        "auto",
+        "attention of prompts on a GPU: triton (our kernels), flashinfer (must be installed; Hopper GPUs, half "
+        "precision) or auto: flashinfer where it is installed and faster",
+    )
     decode_threads: int | None = _option(None, "threads that decode pictures; automatic: one per core, at most 8")
 
     def __post_init__(self) -> None:
@@ -105,6 +110,8 @@ class Options:
             )
         if self.load_format not in ("auto", "safetensors", "dummy"):
             raise ConfigError(f"load_format must be auto, safetensors or dummy, not {self.load_format!r}")
+        if self.attention_backend not in ("auto", "triton", "flashinfer"):
+            raise ConfigError(f"attention_backend must be auto, triton or flashinfer, not {self.attention_backend!r}")
         if self.min_pixels is not None and self.max_pixels is not None and self.min_pixels > self.max_pixels:
             raise ConfigError(f"min_pixels={self.min_pixels} is above max_pixels={self.max_pixels}")
         for kind, count in self.limit_mm_per_prompt.items():

@@ -66,6 +66,7 @@ LAZY_ALLOWED = {
     "saccade/runner/grammar.py",
     "saccade/film.py",  # PyAV, where videos are read
     "saccade/runner/build.py",  # Triton, where there is a GPU
+    "saccade/runner/prompt_backend.py",
     "saccade/runner/memory.py",
     "saccade/runner/towers.py",
     "saccade/models/fused_vision.py",  # Gluon, where the GPU is a Hopper

@@ -99,6 +99,7 @@ def test_mm_processor_kwargs_set_the_pixel_limits_and_refuse_anything_else() -> 
         {"max_num_seqs": -1},
         {"gpu_memory_utilization": 1.5},
         {"load_format": "pickle"},
+        {"attention_backend": "flash"},
         {"min_pixels": 10, "max_pixels": 5},
         {"limit_mm_per_prompt": {"audio": 1}},
         {"limit_mm_per_prompt": {"image": -1}},

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from saccade import costs
-from saccade.config import ModelConfig
+from saccade.config import ConfigError, ModelConfig
 from saccade.models import load_model
 from saccade.models.attention import PagedKV
 from saccade.models.interface import PlainModel, VisionLanguageModel
@@ -22,6 +22,7 @@ from saccade.runner.encoder import LocalEncoder
 from saccade.runner.grammar import Grammars
 from saccade.runner.memory import MemoryPlan
 from saccade.runner.meter import Meter
+from saccade.runner.prompt_backend import Place, check, choose
 from saccade.runner.recurrent import RecurrentStates
 from saccade.runner.runner import Runner
 from saccade.runner.towers import record_tower
@@ -41,6 +42,8 @@ def build_runner(
     progress: bool = True,
 ) -> Runner:
     meter, sizes = Meter(plan), plan.scheduler
+    place = Place(config.text, plan.dtype, plan.device)
+    check(options.attention_backend, place)
     if plan.device.type == "cuda":
         if plan.device.index is not None:
             torch.cuda.set_device(plan.device)  # kernels and graphs go to the current one, wherever their tensors are
@@ -65,7 +68,7 @@ def build_runner(
         embeddings = _embeddings(model, plan)
     meter.reserve_work()
     with meter.part("graphs"):
-        forward = _on_device(model, kv, config, sizes, plan.device)
+        forward = _on_device(model, kv, place, sizes, options.attention_backend)
         record_tower(model)
     encoder = _encoder(model, options, plan)
     grammars = Grammars(path, config.text.vocab_size)
@@ -107,19 +110,24 @@ def _encoder(model: VisionLanguageModel, options: Options, plan: MemoryPlan) -> 
 
 
 def _on_device(
-    model: VisionLanguageModel, kv: PagedKV, config: ModelConfig, sizes: SchedulerConfig, device: torch.device
+    model: VisionLanguageModel, kv: PagedKV, place: Place, sizes: SchedulerConfig, backend: str
 ) -> DeviceForward | None:
-    if device.type != "cuda" or plain_reason(model, device):
+    plain = plain_reason(model, place.device)
+    if plain and backend == "flashinfer":
+        raise ConfigError(f"attention_backend=flashinfer cannot be used: {plain}")
+    if place.device.type != "cuda" or plain:
         return None
     from saccade.runner.cuda import CudaForward  # needs Triton, which only CUDA machines have
 
+    max_blocks = costs.blocks_for(sizes.max_model_len, sizes.block_size)
     forward = CudaForward(
         model.decoder,
         kv,
         block_size=sizes.block_size,
         max_requests=sizes.max_num_seqs,
-        max_blocks=costs.blocks_for(sizes.max_model_len, sizes.block_size),
-        axes=3 if config.text.mrope_section else 1,
+        max_blocks=max_blocks,
+        axes=3 if place.text.mrope_section else 1,
+        flash=choose(backend, place, sizes.block_size, max_blocks, model.decoder.scale),
     )
     forward.record(sizes.max_num_batched_tokens)
     return forward

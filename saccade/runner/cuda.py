@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from saccade.kernels.flashinfer_prefill import FlashInferPrefill
 from saccade.models.attention import PagedKV
 from saccade.models.decoder import Decoder
 from saccade.models.fused import FusedDecoder
@@ -39,7 +40,15 @@ class _Picked(NamedTuple):
 
 class CudaForward:
     def __init__(
-        self, decoder: Decoder, kv: PagedKV, *, block_size: int, max_requests: int, max_blocks: int, axes: int
+        self,
+        decoder: Decoder,
+        kv: PagedKV,
+        *,
+        block_size: int,
+        max_requests: int,
+        max_blocks: int,
+        axes: int,
+        flash: FlashInferPrefill | None = None,  # None: prompts go through our own kernels alone
     ) -> None:
         self.block_size = block_size
         self.device = kv.k.device
@@ -49,7 +58,7 @@ class CudaForward:
         self.close, self.clear = self._tables.close, self._tables.clear
         self._decoder = FusedDecoder(decoder, kv)
         self._decoding = DecodePass(self._decoder, self._tables, block_size, max_requests)
-        self._prompts = PromptPass(self._decoder, self._tables, block_size, axes)
+        self._prompts = PromptPass(self._decoder, self._tables, block_size, axes, flash)
         self._decoded, self._answered = Returns(max_requests, self.device), Returns(max_requests, self.device)
 
     @torch.inference_mode()

@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from saccade.kernels.argmax import ArgmaxWorkspace, Board, argmax
 from saccade.kernels.decode_inputs import embed_into
+from saccade.kernels.flashinfer_prefill import FlashInferPrefill
 from saccade.kernels.paged_decode import num_multiprocessors
 from saccade.kernels.paged_prefill import choose_rows, paged_prefill
 from saccade.kernels.store_kv import rotary_and_store
@@ -85,11 +86,19 @@ class _Last(NamedTuple):
 
 
 class PromptPass:
-    def __init__(self, decoder: FusedDecoder, tables: BlockTables, block_size: int, axes: int) -> None:
+    def __init__(
+        self,
+        decoder: FusedDecoder,
+        tables: BlockTables,
+        block_size: int,
+        axes: int,
+        flash: FlashInferPrefill | None = None,
+    ) -> None:
         self.decoder = decoder
         self.tables = tables
         self.block_size = block_size
         self.axes = axes
+        self._flash = flash  # attends in the steps that it takes, and is planned before each of them
         self._heads = decoder.decoder.layers[0].heads
         self._multiprocessors = num_multiprocessors(tables.blocks.device)
         self._recorded: dict[int, _Recorded] = {}
@@ -104,6 +113,7 @@ class PromptPass:
         static = self._static
         _write_numbers(static.mailbox.open(), windows, recorded.sizes, self._rows(recorded.sizes.tokens), self._spare)
         static.mailbox.send(recorded.numbers)
+        self._plan(windows, recorded.sizes)
         if splice is not None:
             splice(static.embeds)
         recorded.graph.replay()
@@ -117,6 +127,7 @@ class PromptPass:
         sizes = _Sizes(tokens, len(windows), self.axes, tiles)
         flat = np.zeros(sizes.offsets()[-1], np.int32)
         _write_numbers(flat, windows, sizes, rows, self._spare)
+        self._plan(windows, sizes)
         embeds = table.new_zeros(tokens, self._width)
         if splice is not None:
             splice(embeds)
@@ -135,6 +146,7 @@ class PromptPass:
             flat = np.zeros(sizes.offsets()[-1], np.int32)
             _write_numbers(flat, (), sizes, self._rows(tokens), self._spare)
             numbers = to_device(flat, static.embeds.device)
+            self._plan((), sizes)
             self._forward_into(static, numbers, sizes)  # compiles the kernels
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
@@ -152,6 +164,17 @@ class PromptPass:
 
     def _graph_sizes(self, tokens: int) -> _Sizes:
         return _Sizes(tokens, GRAPH_WINDOWS, self.axes, -(-tokens // self._rows(tokens)) + GRAPH_WINDOWS)
+
+    def _flash_for(self, sizes: _Sizes) -> FlashInferPrefill | None:
+        return self._flash if self._flash and self._flash.takes(sizes.tokens, sizes.windows) else None
+
+    def _plan(self, windows: Sequence[Window], sizes: _Sizes) -> None:
+        flash = self._flash_for(sizes)
+        if flash is not None:
+            contexts = [window.context for window in windows]
+            counts = [-(-context // self.block_size) for context in contexts]
+            blocks = self.tables.blocks_of([window.row for window in windows], counts)
+            flash.plan([len(window.tokens) for window in windows], contexts, blocks)
 
     def _rows(self, tokens: int) -> int:
         return choose_rows(tokens, self._heads, self._multiprocessors)
@@ -201,11 +224,13 @@ class PromptPass:
         tables = self.tables.blocks.index_select(0, rows)
         tiles = Tiles(starts, index.view(-1, 2), self._rows(sizes.tokens))
         cos, sin = self.decoder.angles(positions.view(self.axes, -1))
-        products = self.decoder.products(sizes.tokens)
+        products, flash = self.decoder.products(sizes.tokens), self._flash_for(sizes)
 
         def attend(qkv: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             q, k, v = self.decoder.split(qkv)
             rotary_and_store(q, k, v, cos, sin, keys, values, slots)
+            if flash is not None:
+                return flash(q, keys, values)
             return paged_prefill(q, keys, values, tables, contexts, tiles, self.block_size, self.decoder.scale)
 
         x = self.decoder.forward(embeds, attend, products)

@@ -43,6 +43,11 @@ class BlockTables:
         found: Numbers = self._known[rows, places // block_size] * block_size + places % block_size
         return found
 
+    def blocks_of(self, rows: Sequence[int], counts: Sequence[int]) -> Tensor:
+        """The first blocks of these rows, as many as each counts, in one list on the device."""
+        parts = [self._known[row, :count] for row, count in zip(rows, counts, strict=True)]
+        return to_device(np.concatenate([np.zeros(0, np.int32), *parts]), self.blocks.device)
+
     def open(self, request_id: str, blocks: Sequence[int]) -> None:
         """A request comes, or comes again with another table."""
         if request_id not in self._rows:

@@ -1,0 +1,131 @@
+"""Attention of several new tokens per request by FlashInfer, where it is installed: what `paged_prefill` computes.
+
+Knows lengths, contexts and blocks; does not know whose they are. The host plans a step once, for all of its layers:
+
+    windows of 5 and 3 tokens, contexts of 9 and 3, blocks of 4, room for 3 windows
+
+    rows      0 5 8 8      where each window begins in the packed rows
+    pages     0 3 4 4      where its blocks begin in the list of all blocks: | 7 2 5 | 9 |
+    filled    1 3 0        tokens in its last block
+    contexts  9 3 0
+
+Buffers and launches have fixed sizes, so a CUDA graph can hold them: windows that a step does not have are empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+_UNUSED_BYTES = 1 << 20  # its kernels for Hopper split no keys, so they leave nothing in the workspace they are given
+
+
+class Heads(NamedTuple):
+    queries: int
+    keys: int
+    dim: int
+
+
+class Capacity(NamedTuple):
+    """The most a step may have."""
+
+    tokens: int
+    windows: int
+    blocks: int  # of all windows together
+
+
+class Pages(NamedTuple):
+    """See above. int32, on the host."""
+
+    rows: Tensor  # [windows + 1]
+    pages: Tensor  # [windows + 1]
+    filled: Tensor  # [windows]
+    contexts: Tensor  # [windows]
+
+
+def lay_out(lengths: Sequence[int], contexts: Sequence[int], block_size: int, windows: int, *, pin: bool) -> Pages:
+    """Padded to `windows`. One piece of memory, pinned where copies from it must not wait for the device."""
+    empty = [0] * (windows - len(lengths))
+    blocks = [-(-context // block_size) for context in contexts]
+    filled = [context - (count - 1) * block_size for context, count in zip(contexts, blocks, strict=True)]
+    rows, pages = (accumulate([*counts, *empty], initial=0) for counts in (lengths, blocks))
+    numbers = [*rows, *pages, *filled, *empty, *contexts, *empty]
+    found = torch.tensor(numbers, dtype=torch.int32, pin_memory=pin)
+    return Pages(*torch.split(found, [windows + 1, windows + 1, windows, windows]))
+
+
+class FlashInferPrefill:
+    def __init__(
+        self,
+        heads: Heads,
+        capacity: Capacity,
+        block_size: int,
+        scale: float,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        least_tokens: int = 1,  # smaller steps are left to `paged_prefill`
+    ) -> None:
+        self.heads, self.capacity, self.block_size, self.scale = heads, capacity, block_size, scale
+        self.dtype, self.device, self.least_tokens = dtype, device, least_tokens
+        self._is_cuda = device.type == "cuda"
+        self._planned: torch.cuda.Event | None = None
+        whole = -(-capacity.tokens // block_size)
+        self._wrapper = self._new_wrapper(max(capacity.blocks, whole))
+        # The largest step comes first: it settles how much of the wrapper's buffers each later one may use. The
+        # kernels are compiled here, too, if nobody has done so before.
+        self.plan([capacity.tokens], [capacity.tokens], self._zeros(whole))
+
+    def takes(self, tokens: int, windows: int) -> bool:
+        return self.least_tokens <= tokens <= self.capacity.tokens and windows <= self.capacity.windows
+
+    def plan(self, lengths: Sequence[int], contexts: Sequence[int], blocks: Tensor) -> None:
+        """`blocks`: int32, on the device; of all windows, as many as their contexts fill."""
+        if self._planned is not None:
+            self._planned.synchronize()  # what is planned lies in pinned memory that the last copy may still read
+        pages = lay_out(lengths, contexts, self.block_size, self.capacity.windows, pin=self._is_cuda)
+        self._wrapper.plan(
+            pages.rows,
+            pages.pages,
+            blocks,
+            pages.filled,
+            self.heads.queries,
+            self.heads.keys,
+            self.heads.dim,
+            self.block_size,
+            causal=True,
+            sm_scale=self.scale,
+            q_data_type=self.dtype,
+            seq_lens=pages.contexts,  # left to itself, it would copy them from memory that is not pinned
+        )
+        if self._is_cuda:
+            self._planned = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._planned.record()
+
+    def __call__(self, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+        """[T, heads, d] as `paged_prefill` has them, of the step that was planned; rows of no window mean nothing."""
+        k, v = (cache.view(-1, self.block_size, *cache.shape[1:]) for cache in (k_cache, v_cache))
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        self._wrapper.run(q, (k, v), out=out)
+        return out
+
+    def _new_wrapper(self, blocks: int) -> Any:
+        windows = self.capacity.windows
+        return import_module("flashinfer").BatchPrefillWithPagedKVCacheWrapper(
+            torch.empty(_UNUSED_BYTES, dtype=torch.uint8, device=self.device),
+            "NHD",
+            use_cuda_graph=True,
+            qo_indptr_buf=self._zeros(windows + 1),
+            paged_kv_indptr_buf=self._zeros(windows + 1),
+            paged_kv_indices_buf=self._zeros(blocks),
+            paged_kv_last_page_len_buf=self._zeros(windows),
+            backend="fa3",
+        )
+
+    def _zeros(self, count: int) -> Tensor:
+        return torch.zeros(count, dtype=torch.int32, device=self.device)
