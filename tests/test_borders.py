@@ -70,6 +70,7 @@ LAZY_ALLOWED = {
     "saccade/runner/memory.py",
     "saccade/runner/towers.py",
     "saccade/models/fused_vision.py",  # Gluon, where the GPU is a Hopper
+    "saccade/kernels/prompt_attention.py",
     "saccade/runner/decode.py",  # simplejpeg, where a machine has it
 }
 

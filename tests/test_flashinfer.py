@@ -172,7 +172,9 @@ HOPPER = Place(TEXT, torch.bfloat16, torch.device("cuda"))
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU for which there is a kernel of ours, though not for this model."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr("saccade.kernels.prompt_attention.can_use_hopper", lambda *given: False)
 
 
 @pytest.fixture
@@ -190,6 +192,18 @@ def test_auto_leaves_short_steps_to_our_kernels(asked: str, least: int, made: li
     assert choose(asked, HOPPER, 16, 100, 0.1) == "built"
     [(given, named)] = made
     assert given[:4] == (Heads(12, 2, 128), Capacity(8192, 16, 1600), 16, 0.1) and named == {"least_tokens": least}
+
+
+@pytest.mark.usefixtures("installed", "hopper")
+@pytest.mark.parametrize(("asked", "expected"), [("auto", None), ("flashinfer", "built")])
+def test_it_is_used_beside_our_kernel_for_hopper_only_if_asked_for(
+    asked: str, expected: str | None, made: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr("saccade.kernels.prompt_attention.can_use_hopper", lambda *a: not given.extend(a))
+    assert choose(asked, HOPPER, 16, 100, 0.1) == expected
+    assert given in ([], [Heads(12, 2, 128), torch.bfloat16, 16, HOPPER.device])
+    assert (len(made), len(given)) == ((0, 4) if expected is None else (1, 0))
 
 
 @pytest.mark.usefixtures("installed", "hopper")

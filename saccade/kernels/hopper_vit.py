@@ -185,12 +185,12 @@ def _copy_all(
         _copy(wide, [before, value], full, v1.index(stage), pred=j > 0)
         _copy(narrow, [before, value + 64], full, v2.index(stage), pred=j > 0)
         before = at
-        stage, phase = _following(stage, phase, STAGES)
+        stage, phase = following(stage, phase, STAGES)
     return stage, phase
 
 
 @gluon.jit
-def _following(stage: gl.tensor, phase: gl.tensor, STAGES: gl.constexpr) -> gl.tuple:
+def following(stage: gl.tensor, phase: gl.tensor, STAGES: gl.constexpr) -> gl.tuple:
     is_last = stage == STAGES - 1
     return gl.where(is_last, 0, stage + 1), gl.where(is_last, phase ^ 1, phase)
 
@@ -266,7 +266,7 @@ def _attend(
     weights = gl.exp2(scores * scale - level[:, None])
     total = _partial_sums(weights, KEYS)
     ready = weights.to(gl.bfloat16)
-    stage, phase = _following(stage, phase, STAGES)
+    stage, phase = following(stage, phase, STAGES)
     for _ in range(1, tiles):
         mbarrier.wait(bars.index(stage), phase)
         scores = _scores(q, k1.index(stage), k2.index(stage), KEYS)
@@ -279,19 +279,19 @@ def _attend(
             level = larger
             total = total * gl.convert_layout(shrink, gl.SliceLayout(1, total.type.layout))[:, None]
         weights = gl.exp2(scores * scale - level[:, None])
-        total = _before_waiting(total + _partial_sums(weights, KEYS))
+        total = before_waiting(total + _partial_sums(weights, KEYS))
         acc1, acc2, ready1, ready2 = warpgroup_mma_wait(0, deps=(acc1, acc2, ready1, ready2))
         ready = weights.to(gl.bfloat16)
         if IS_CAREFUL:
             acc1 = acc1 * gl.convert_layout(shrink, gl.SliceLayout(1, _SUMS1))[:, None]
             acc2 = acc2 * gl.convert_layout(shrink, gl.SliceLayout(1, _SUMS2))[:, None]
         mbarrier.arrive(bars.index(STAGES + stage), count=1)
-        stage, phase = _following(stage, phase, STAGES)
+        stage, phase = following(stage, phase, STAGES)
     mbarrier.wait(bars.index(stage), phase)
     acc1, acc2, ready1, ready2 = _add_values(ready, v1.index(stage), v2.index(stage), acc1, acc2)
     acc1, acc2, ready1, ready2 = warpgroup_mma_wait(0, deps=(acc1, acc2, ready1, ready2))
     mbarrier.arrive(bars.index(STAGES + stage), count=1)
-    stage, phase = _following(stage, phase, STAGES)
+    stage, phase = following(stage, phase, STAGES)
     return acc1, acc2, gl.sum(total, 1), stage, phase
 
 
@@ -325,7 +325,7 @@ def _partial_sums(weights: gl.tensor, KEYS: gl.constexpr) -> gl.tensor:
 
 
 @gluon.jit
-def _before_waiting(total: gl.tensor) -> gl.tensor:
+def before_waiting(total: gl.tensor) -> gl.tensor:
     """The same sums, and a promise that their weights exist before whatever follows.
 
     Without it the assembler moves the exponentials behind the wait for the products they are to be hidden by. Threads

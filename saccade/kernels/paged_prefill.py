@@ -17,28 +17,15 @@ Few tiles would leave most of the device idle however long their contexts are. T
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from saccade.kernels.early import is_early, overlap, wait_for_turn
 from saccade.kernels.paged_decode import num_multiprocessors, slots_of
+from saccade.kernels.prefill_parts import MAX_SPLITS, add_up, new_parts
 from saccade.kernels.softmax import LOG2_E, divide, precision_of, weigh
 from saccade.kernels.tiles import Launch, Tiles, power_of_two
-
-_MAX_SPLITS = 16  # that are added up at once
-
-
-class _Parts(NamedTuple):
-    """What the splits found. The rows of a token that no window has are never written."""
-
-    mixed: Tensor  # float32 [splits, T, heads, d]: sums of values, not yet divided
-    maxima: Tensor  # float32 [splits, T, heads]: largest score
-    sums: Tensor  # the same: sum of weights
-    active: Tensor  # int32 [T]: splits that have keys for this token
 
 
 def choose_rows(tokens: int, heads: int, multiprocessors: int) -> int:
@@ -66,7 +53,7 @@ def paged_prefill(
     if splits is None:
         splits = choose_splits(tokens, heads, tiles.rows, num_multiprocessors(q.device))
     out = torch.empty((tokens, heads, dim), dtype=q.dtype, device=q.device)
-    parts = _new_parts(splits, out) if splits > 1 else None
+    parts = new_parts(splits, out) if splits > 1 else None
     _prefill_kernel[(heads, len(tiles.index), splits)](
         q, k_cache, v_cache, block_tables, context_lens, tiles.starts, tiles.index, out,
         *(parts or (None,) * 4), tokens * heads,
@@ -77,28 +64,14 @@ def paged_prefill(
         num_warps=launch.warps, num_stages=launch.stages, maxnreg=launch.registers,
     )  # fmt: skip
     if parts is not None:
-        _add_up(parts, out)
+        add_up(parts, out)
     return out
 
 
 def choose_splits(tokens: int, heads: int, rows: int, multiprocessors: int) -> int:
     """A power of two: a program for each multiprocessor, where tiles alone give fewer. More cost more in the sum."""
     wanted = multiprocessors // (heads * -(-tokens // rows))
-    return 1 << (max(min(wanted, _MAX_SPLITS), 1).bit_length() - 1)
-
-
-def _new_parts(splits: int, out: Tensor) -> _Parts:
-    sums = torch.empty((2, splits, *out.shape[:2]), dtype=torch.float32, device=out.device)
-    mixed = torch.empty((splits, *out.shape), dtype=torch.float32, device=out.device)
-    return _Parts(mixed, sums[0], sums[1], torch.empty(len(out), dtype=torch.int32, device=out.device))
-
-
-def _add_up(parts: _Parts, out: Tensor) -> None:
-    (tokens, heads, dim), early = out.shape, is_early(out)
-    _sum_kernel[(tokens, heads)](
-        *parts, out, tokens * heads, DIM=dim, PADDED_DIM=power_of_two(dim), SPLITS=len(parts.mixed), EARLY=early,
-        num_warps=2, **overlap(early),
-    )  # fmt: skip
+    return 1 << (max(min(wanted, MAX_SPLITS), 1).bit_length() - 1)
 
 
 def launch_for(q: Tensor, rows: int) -> Launch:
@@ -136,7 +109,6 @@ def _prefill_kernel(
     inside = (rows < length)[:, None] & (dims < DIM)[None, :]
     packed = (start + rows).to(tl.int64)
     queries = tl.load(q + packed[:, None] * q_row + head * Q_HEAD + dims[None, :], mask=inside, other=0.0)
-
     context = tl.load(context_lens + request)
     places = context - length + rows  # each row's place in its context
     seen_by_all = (context - length + first + 1) // KEYS * KEYS
@@ -150,8 +122,7 @@ def _prefill_kernel(
         all_keys = tl.minimum(end, low + share)
     table = block_tables + request.to(tl.int64) * table_row
     keys, values = k_cache + head // GROUP * K_HEAD, v_cache + head // GROUP * V_HEAD
-    largest = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
+    largest, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, PADDED_DIM], tl.float32)
     for tile_start in range(low, tl.minimum(seen_by_all, all_keys), KEYS):
         acc, largest, total = _attend(
@@ -163,17 +134,28 @@ def _prefill_kernel(
             queries, keys, values, table, places, tile_start, end, scale, acc, largest, total,
             k_slot, v_slot, BLOCK_SIZE, DIM, PADDED_DIM, KEYS, PRECISION, True,
         )  # fmt: skip
-    cell = packed * tl.num_programs(0) + head
     if SPLITS == 1:
-        result = out + cell[:, None] * DIM + dims[None, :]
+        result = out + (packed * tl.num_programs(0) + head)[:, None] * DIM + dims[None, :]
         tl.store(result, divide(acc, total).to(out.dtype.element_ty), mask=inside)
-    else:  # a row that has no key in this split left something meaningless, which nobody reads
-        part = tl.program_id(2).to(tl.int64) * cells + cell
-        tl.store(mixed + part[:, None] * DIM + dims[None, :], acc, mask=inside)
-        tl.store(maxima + part, largest, mask=rows < length)
-        tl.store(sums + part, total, mask=rows < length)
-        if low == 0 and head == 0:
-            tl.store(active + packed, places // share + 1, mask=rows < length)
+    else:
+        parts = (mixed, maxima, sums, active, cells)
+        _leave(parts, acc, largest, total, packed, places // share + 1, dims, rows < length, inside, DIM)
+
+
+@triton.jit
+def _leave(
+    parts: tl.tuple, acc: tl.tensor, largest: tl.tensor, total: tl.tensor, packed: tl.tensor, seen: tl.tensor,
+    dims: tl.tensor, known: tl.tensor, inside: tl.tensor, DIM: tl.constexpr,
+) -> None:  # fmt: skip
+    """A split's sums. A row that has no key in it leaves something meaningless, which nobody reads."""
+    mixed, maxima, sums, active, cells = parts
+    head, split = tl.program_id(0), tl.program_id(2)
+    part = split.to(tl.int64) * cells + packed * tl.num_programs(0) + head
+    tl.store(mixed + part[:, None] * DIM + dims[None, :], acc, mask=inside)
+    tl.store(maxima + part, largest, mask=known)
+    tl.store(sums + part, total, mask=known)
+    if split == 0 and head == 0:
+        tl.store(active + packed, seen, mask=known)
 
 
 @triton.jit
@@ -199,24 +181,3 @@ def _attend(
     weights, shrink, largest, total = weigh(scores, scale, largest, total)
     acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
     return acc, largest, total
-
-
-@triton.jit(do_not_specialize=["cells"])
-def _sum_kernel(
-    mixed: tl.tensor, maxima: tl.tensor, sums: tl.tensor, active: tl.tensor, out: tl.tensor, cells: tl.tensor,
-    DIM: tl.constexpr, PADDED_DIM: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr,
-) -> None:  # fmt: skip
-    """One token and head: the softmax over all splits that have keys for it."""
-    wait_for_turn(EARLY)
-    token = tl.program_id(0).to(tl.int64)
-    cell = token * tl.num_programs(1) + tl.program_id(1)
-    splits, dims = tl.arange(0, SPLITS), tl.arange(0, PADDED_DIM)
-    present = splits < tl.load(active + token)
-    part = splits.to(tl.int64) * cells + cell
-    each_largest = tl.load(maxima + part, mask=present, other=float("-inf"))
-    each_total = tl.load(sums + part, mask=present, other=0.0)
-    readable = present[:, None] & (dims < DIM)[None, :]
-    found = tl.load(mixed + part[:, None] * DIM + dims[None, :], mask=readable, other=0.0)  # [SPLITS, PADDED_DIM]
-    weights = tl.exp2(each_largest - tl.max(each_largest, 0))
-    whole = tl.sum(found * weights[:, None], 0) / tl.sum(each_total * weights, 0)
-    tl.store(out + cell * DIM + dims, whole.to(out.dtype.element_ty), mask=dims < DIM)

@@ -40,7 +40,7 @@ def check(asked: str, place: Place) -> None:
 def choose(asked: str, place: Place, block_size: int, max_blocks: int, scale: float) -> FlashInferPrefill | None:
     """None: prompts go through our own kernels. `max_blocks`: of one request."""
     check(asked, place)
-    if asked == "triton" or _why_not(place):
+    if asked == "triton" or _why_not(place) or (asked == "auto" and _is_ours_faster(place, block_size)):
         return None
     least = LEAST_TOKENS if asked == "auto" else 1
     try:
@@ -52,6 +52,15 @@ def choose(asked: str, place: Place, block_size: int, max_blocks: int, scale: fl
         return None
     logger.info("prompts attend by FlashInfer in steps of %d tokens and more", least)
     return found
+
+
+def _is_ours_faster(place: Place, block_size: int) -> bool:
+    """Our kernel for Hopper was faster for long windows, equal for short ones, and needs no planning."""
+    from saccade.kernels.flashinfer_prefill import Heads
+    from saccade.kernels.prompt_attention import can_use_hopper
+
+    heads = Heads(place.text.num_heads, place.text.num_kv_heads, place.text.head_dim)
+    return can_use_hopper(heads, place.dtype, block_size, place.device)
 
 
 def _new(place: Place, block_size: int, max_blocks: int, scale: float, least_tokens: int) -> FlashInferPrefill:

@@ -22,9 +22,8 @@ from tqdm import tqdm
 
 from saccade.kernels.argmax import ArgmaxWorkspace, Board, argmax
 from saccade.kernels.decode_inputs import embed_into
-from saccade.kernels.flashinfer_prefill import FlashInferPrefill
-from saccade.kernels.paged_decode import num_multiprocessors
-from saccade.kernels.paged_prefill import choose_rows, paged_prefill
+from saccade.kernels.flashinfer_prefill import FlashInferPrefill, Heads
+from saccade.kernels.prompt_attention import PromptAttention
 from saccade.kernels.store_kv import rotary_and_store
 from saccade.kernels.tiles import Tiles
 from saccade.models.fused import FusedDecoder
@@ -99,8 +98,9 @@ class PromptPass:
         self.block_size = block_size
         self.axes = axes
         self._flash = flash  # attends in the steps that it takes, and is planned before each of them
-        self._heads = decoder.decoder.layers[0].heads
-        self._multiprocessors = num_multiprocessors(tables.blocks.device)
+        layer, table = decoder.decoder.layers[0], decoder.decoder.table
+        heads = Heads(layer.heads, layer.kv_heads, layer.head_dim)
+        self._attention = PromptAttention.best(heads, table.dtype, block_size, table.device)
         self._recorded: dict[int, _Recorded] = {}
         self._static: _Static | None = None
 
@@ -177,7 +177,7 @@ class PromptPass:
             flash.plan([len(window.tokens) for window in windows], contexts, blocks)
 
     def _rows(self, tokens: int) -> int:
-        return choose_rows(tokens, self._heads, self._multiprocessors)
+        return self._attention.rows(tokens)
 
     @property
     def _width(self) -> int:
@@ -231,7 +231,7 @@ class PromptPass:
             rotary_and_store(q, k, v, cos, sin, keys, values, slots)
             if flash is not None:
                 return flash(q, keys, values)
-            return paged_prefill(q, keys, values, tables, contexts, tiles, self.block_size, self.decoder.scale)
+            return self._attention(q, keys, values, tables, contexts, tiles, self.decoder.scale)
 
         x = self.decoder.forward(embeds, attend, products)
         added = x.added if x.added is None else x.added.index_select(0, last)

@@ -1,0 +1,94 @@
+"""Which kernel attends for windows of several tokens, and how large its tiles are. Knows shapes and devices only.
+
+On Hopper GPUs most windows go to a kernel of their own; few tokens, other devices and other shapes to the plain one.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from saccade.kernels.flashinfer_prefill import Heads
+from saccade.kernels.paged_decode import num_multiprocessors
+from saccade.kernels.paged_prefill import choose_rows, paged_prefill
+from saccade.kernels.tiles import Tiles
+
+_log = logging.getLogger(__name__)
+_HOPPER_ROWS, _PLAIN_ROWS = 128, 64
+_MOST_PLAIN_TOKENS = 128  # fewer leave half of the Hopper kernel's rows empty
+
+
+class PromptAttention:
+    def __init__(self, heads: int, block_size: int, device: torch.device, *, by_hopper: bool) -> None:
+        self.heads = heads
+        self.block_size = block_size
+        self.by_hopper = by_hopper
+        self._multiprocessors = num_multiprocessors(device)
+
+    @classmethod
+    def best(cls, heads: Heads, dtype: torch.dtype, block_size: int, device: torch.device) -> PromptAttention:
+        return cls(heads.queries, block_size, device, by_hopper=can_use_hopper(heads, dtype, block_size, device))
+
+    def rows(self, tokens: int) -> int:
+        """Of the tiles that a step of so many tokens is cut into."""
+        if self.by_hopper:
+            return _HOPPER_ROWS if tokens > _MOST_PLAIN_TOKENS else _PLAIN_ROWS
+        return choose_rows(tokens, self.heads, self._multiprocessors)
+
+    def __call__(
+        self, q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, contexts: Tensor, tiles: Tiles, scale: float
+    ) -> Tensor:
+        """As `paged_prefill`."""
+        if self.by_hopper and tiles.rows == _HOPPER_ROWS:
+            from saccade.kernels.hopper_prefill import hopper_prefill  # experimental language: only where it is used
+
+            return hopper_prefill(q, keys, values, tables, contexts, tiles, self.block_size, scale)
+        return paged_prefill(q, keys, values, tables, contexts, tiles, self.block_size, scale)
+
+
+def can_use_hopper(heads: Heads, dtype: torch.dtype, block_size: int, device: torch.device) -> bool:
+    """Tried once, which compiles the kernel if nobody has done so before."""
+    return _is_hopper(device) and _works_on_hopper(heads, dtype, block_size, device)
+
+
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+@lru_cache
+def _works_on_hopper(heads: Heads, dtype: torch.dtype, block_size: int, device: torch.device) -> bool:
+    try:
+        from saccade.kernels.hopper_prefill import suits
+
+        if not suits(heads.dim, dtype, block_size):
+            return False
+        _try_hopper(heads, block_size, device)
+    except Exception as error:  # this Triton may lack what the kernel is written with: slower is better than not at all
+        _log.warning("prompts attend without the Hopper kernel (%s: %s)", type(error).__name__, error)
+        return False
+    return True
+
+
+def _try_hopper(heads: Heads, block_size: int, device: torch.device) -> None:
+    """It must compile and agree with the plain kernel, also where keys are split and weights outgrow its level."""
+    from saccade.kernels.hopper_prefill import hopper_prefill
+
+    lengths, context, blocks = [70, 130], 2300, -(-2300 // block_size)
+    contexts = torch.full((2,), context, dtype=torch.int32, device=device)
+    tables = torch.randperm(2 * blocks, device=device).int().view(2, -1)
+    k, v = torch.randn(2, 2 * blocks * block_size, heads.keys, heads.dim, device=device).bfloat16()
+    k[tables[0, blocks // 2] * block_size] *= 60  # a key that queries prefer by hundreds of powers of two
+    q = torch.randn(sum(lengths), heads.queries, heads.dim, device=device).bfloat16()
+
+    def by(kernel: Callable[..., Tensor], rows: int, splits: int) -> Tensor:
+        tiles = Tiles.of(lengths, rows, device, contexts=[context] * 2)
+        return kernel(q, k, v, tables, contexts, tiles, block_size, 0.5, splits=splits)
+
+    whole, split = (by(hopper_prefill, _HOPPER_ROWS, splits) for splits in (1, 3))
+    expected = by(paged_prefill, _PLAIN_ROWS, 1)
+    torch.testing.assert_close(whole, expected, atol=0.05, rtol=0.05)
+    torch.testing.assert_close(split, expected, atol=0.05, rtol=0.05)

@@ -1,0 +1,116 @@
+"""Which kernel attends for prompts. The Hopper kernel itself needs the device: it is tried there at start."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import Tensor
+
+from saccade.kernels import hopper_prefill, paged_decode, prompt_attention
+from saccade.kernels.flashinfer_prefill import Heads
+from saccade.kernels.hopper_prefill import ROWS, choose_splits, suits
+from saccade.kernels.paged_prefill import choose_rows
+from saccade.kernels.prefill_parts import MAX_SPLITS, Parts, add_up
+from saccade.kernels.prompt_attention import PromptAttention
+from saccade.kernels.tiles import Tiles
+from tests.test_kernels import BLOCK, DEVICE, HALF, Paged, assert_close, ints, random
+
+H200 = 132
+HEADS = Heads(queries=12, keys=2, dim=128)
+
+
+def attention(*, by_hopper: bool) -> PromptAttention:
+    return PromptAttention(12, BLOCK, DEVICE, by_hopper=by_hopper)
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 128, 129, 512, 2700, 8192])
+def test_without_the_hopper_kernel_tiles_are_the_plain_one_s(tokens: int) -> None:
+    expected = choose_rows(tokens, 12, paged_decode.num_multiprocessors(DEVICE))
+    assert attention(by_hopper=False).rows(tokens) == expected
+
+
+@pytest.mark.parametrize(("tokens", "rows"), [(16, 64), (128, 64), (129, ROWS), (512, ROWS), (8192, ROWS)])
+def test_with_it_few_tokens_get_small_tiles_and_others_its_own(tokens: int, rows: int) -> None:
+    assert attention(by_hopper=True).rows(tokens) == rows
+
+
+@pytest.mark.parametrize(("rows", "by_hopper", "expected"), [(64, True, 0), (ROWS, True, 1), (ROWS, False, 0)])
+def test_its_own_tiles_go_to_it_and_all_others_to_the_plain_kernel(
+    rows: int, by_hopper: bool, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paged, q, calls = Paged.of([40], kv_heads=2, dim=128, dtype=HALF), random(20, 12, 128, dtype=HALF), []
+
+    def hopper(q: Tensor, *rest: object) -> Tensor:
+        calls.append(rest)
+        return paged.expected(q, [20])
+
+    monkeypatch.setattr(hopper_prefill, "hopper_prefill", hopper)
+    tiles = Tiles.of([20], rows, DEVICE, contexts=[40])
+    found = attention(by_hopper=by_hopper)(q, paged.k, paged.v, paged.tables, ints([40]), tiles, 0.2)
+    assert len(calls) == expected
+    assert_close(found, paged.expected(q, [20]))
+
+
+@pytest.mark.parametrize(
+    ("dim", "dtype", "block_size", "expected"),
+    [
+        (128, torch.bfloat16, 16, True),
+        (128, torch.bfloat16, 64, True),
+        (128, torch.bfloat16, 8, False),
+        (128, torch.float16, 16, False),
+        (64, torch.bfloat16, 16, False),
+    ],
+    ids=str,
+)
+def test_heads_and_blocks_it_is_not_made_for_go_another_way(
+    dim: int, dtype: torch.dtype, block_size: int, expected: bool
+) -> None:
+    assert suits(dim, dtype, block_size) is expected
+
+
+def test_a_device_that_is_no_hopper_gpu_never_tries_it() -> None:
+    assert not PromptAttention.best(HEADS, torch.bfloat16, BLOCK, torch.device("cpu")).by_hopper
+
+
+def test_a_kernel_that_fails_is_left_out_with_its_reason(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object, **__: object) -> Tensor:
+        raise RuntimeError("no such instruction")
+
+    monkeypatch.setattr(hopper_prefill, "hopper_prefill", fail)
+    monkeypatch.setattr(prompt_attention, "_is_hopper", lambda device: True)
+    prompt_attention._works_on_hopper.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        assert not PromptAttention.best(Heads(2, 1, 128), torch.bfloat16, BLOCK, DEVICE).by_hopper
+    assert "no such instruction" in caplog.text
+
+
+@pytest.mark.parametrize("tokens", range(1, 2000, 61))
+def test_splits_fill_the_device_once_where_they_are_more_than_a_few(tokens: int) -> None:
+    splits, programs = choose_splits(tokens, 12, H200), 12 * -(-tokens // ROWS)
+    if programs * 4 > H200:
+        assert splits == 1
+    else:
+        assert 4 <= splits <= MAX_SPLITS
+        assert programs * splits <= H200 < programs * (splits + 1)
+
+
+def test_parts_are_added_up_by_their_levels_and_finished_rows_left_alone() -> None:
+    """Three splits: one row all have keys for, one that two have, one that is written already."""
+    scores, values = random(3, 3, 4), random(3, 3, 4, 16)  # [splits, rows, keys a split]
+    level = scores.amax(-1) + 5
+    weights = torch.exp2(scores - level[..., None])
+    mixed, sums = (weights[..., None] * values).sum(-2), weights.sum(-1)
+    active = ints([3, 2, 0])
+    for split in range(3):
+        mixed[split, active <= split] = float("nan")
+    out = random(3, 1, 16)
+    expected = out.clone()
+    for row, count in enumerate(active.tolist()[:2]):
+        seen = torch.exp2(scores[:count, row]).flatten()
+        expected[row, 0] = (seen[:, None] * values[:count, row].flatten(0, 1)).sum(0) / seen.sum()
+    add_up(Parts(mixed[:, :, None].contiguous(), level[..., None].contiguous(), sums[..., None], active), out)
+    assert_close(out, expected)
