@@ -283,6 +283,7 @@ class Pace:
     prompt_ms: Curve  # so many prompt tokens
     layer_ms: Curve  # one encoder layer over pictures of so many embeddings; empty without a vision tower
     target_ms: float | None  # None: a multiple of what the running answers take alone
+    max_prompts: int | None = None  # that are computed together at this speed
 
 
 class StepRecord(NamedTuple):

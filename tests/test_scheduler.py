@@ -155,6 +155,13 @@ def test_a_stream_of_pictures_cannot_keep_the_encoder_budget_from_a_large_one() 
     assert steps_until_served(rig, 14, 4, 1, is_fresh=True) <= 3
 
 
+def test_pictures_behind_one_that_was_refused_go_on_as_soon_as_it_is_served() -> None:
+    rig = Rig(encoder_budget=8)
+    for name in "abcdefg":
+        rig.add(name, Picture(name, 3), 2)
+    assert [len(rig.step().encode) for _ in range(4)] == [2, 2, 2, 1]
+
+
 @pytest.mark.parametrize("sliced", [None, 1])
 def test_a_stream_of_hits_cannot_keep_cache_room_from_a_large_picture(sliced: int | None) -> None:
     rig = Rig(encoder_cache_slots=12, max_num_batched_tokens=20, encode_layers_per_step=sliced, layers=1)

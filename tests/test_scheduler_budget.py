@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from saccade.types import Pace
 from tests.scheduling import Picture, Rig
 
 LARGE = Picture("large", 40)
@@ -32,6 +33,15 @@ def test_text_that_comes_behind_pictures_gets_the_next_step_but_for_their_share(
     assert windows["text"] == (0, 12)
     assert windows["a"] == (16, 20)  # a quarter of the step
     assert rig.finish_of("text") == "length"
+
+
+def test_no_more_prompts_go_into_a_step_than_are_computed_together() -> None:
+    pace = Pace(decode_ms=((1, 1.0),), prompt_ms=((16, 1.0),), layer_ms=(), target_ms=None, max_prompts=2)
+    rig = Rig(pace=pace)
+    rig.scheduler.slices.is_protecting = False
+    for name in "abcde":
+        rig.add(name, 3, max_tokens=3)
+    assert [len(rig.windows(rig.step())) for _ in range(3)] == [2, 4, 5]
 
 
 def test_without_text_first_the_picture_fills_the_step() -> None:

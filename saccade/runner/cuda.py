@@ -22,7 +22,7 @@ from saccade.runner.batch import RequestState, embedded, overlapping, splice
 from saccade.runner.decoding import Decoded, DecodePass, DecodeRows
 from saccade.runner.device import Sampled, Windows
 from saccade.runner.measure import layer_curve, timed_curve
-from saccade.runner.prompts import PromptPass, Splice, Window
+from saccade.runner.prompts import GRAPH_WINDOWS, PromptPass, Splice, Window
 from saccade.runner.sampler import Drawing, draw, sample
 from saccade.runner.tables import BlockTables, Returns, to_device
 from saccade.types import Grid, Key, Pace, Sample, Work
@@ -72,7 +72,7 @@ class CudaForward:
     @torch.inference_mode()
     def measure(self, model: VisionLanguageModel, largest: Grid | None, target_ms: float | None) -> Pace:
         decode, prompts = timed_curve(self._decode_trials()), timed_curve(self._prompt_trials())
-        return Pace(decode, prompts, layer_curve(model, largest), target_ms)
+        return Pace(decode, prompts, layer_curve(model, largest), target_ms, GRAPH_WINDOWS)
 
     def _decode_trials(self) -> Iterator[tuple[int, Callable[[], object]]]:
         """A run of each recorded size over keys from all of the cache, as requests have them. Nothing is stored."""

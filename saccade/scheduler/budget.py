@@ -17,9 +17,12 @@ _PICTURE_SHARE = 4  # pictures keep a quarter of a step's tokens, and a slice of
 class StepBudget:
     """Tokens that are left in a step, by the kind of window that asks."""
 
-    def __init__(self, num_tokens: int, open_requests: Iterable[Sequence], *, is_text_first: bool) -> None:
+    def __init__(
+        self, num_tokens: int, open_requests: Iterable[Sequence], *, is_text_first: bool, max_prompts: int | None = None
+    ) -> None:
         demand = _demand(open_requests)
         self.total = num_tokens
+        self._windows = max_prompts if max_prompts is not None else num_tokens  # of prompts
         self.num_decoding = demand.decoding
         self.has_text_answers = demand.text_answers > 0
         self.num_prompts = demand.prompts
@@ -42,6 +45,8 @@ class StepBudget:
     def left_for(self, seq: Sequence) -> int:
         if seq.is_decoding:
             return self.total
+        if self._windows <= 0:
+            return 0
         if seq.has_pictures_ahead:
             return min(self.total, self._prompts, self._pictures)
         return min(self.total, self._prompts)
@@ -49,6 +54,7 @@ class StepBudget:
     def take(self, seq: Sequence, num_tokens: int) -> None:
         self.total -= num_tokens
         if not seq.is_decoding:
+            self._windows -= 1
             self._prompts -= num_tokens
             self._pictures -= num_tokens if seq.has_pictures_ahead else 0
 

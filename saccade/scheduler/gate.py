@@ -20,7 +20,7 @@ class Reach(NamedTuple):
 
 
 class _Line:
-    """Keeps those who came later behind a request that was refused, in this step and the next.
+    """Keeps those who came later behind a request that was refused, until it is served in the next step.
 
     Not longer: a request that is not even looked at in a step (no token budget, no place) must hold nobody up.
     """
@@ -33,6 +33,11 @@ class _Line:
 
     def refuse(self, seq: Sequence) -> None:
         self._head, self._next_head = min(self._head, seq.order), min(self._next_head, seq.order)
+
+    def serve(self, seq: Sequence) -> None:
+        """It has what it stood in line for."""
+        if seq.order == self._head:
+            self._head = math.inf
 
     def bars(self, seq: Sequence) -> bool:
         """Not who holds on to room that the head of the line may wait for: it gives it back by going on."""
@@ -109,6 +114,7 @@ class Gate:
                 assert is_reserved, "a span was entered without room for it"
                 self._start(seq, index)
         seq.held.update(spans)
+        self._room_line.serve(seq)
 
     def look_ahead(self, ahead: Iterable[tuple[Sequence, int]]) -> None:
         """Start encoding what will be needed next, in order, without a pin: who waits must not hold room.
@@ -180,6 +186,7 @@ class Gate:
 
     def _start(self, seq: Sequence, index: int) -> None:
         span = seq.spans[index]
+        self._encode_line.serve(seq)
         self.encode.append(seq.request.prompt.items[index])
         self._budget -= span.work
         self._flights[span.key] = _Flight(seq.request_id, span.work)

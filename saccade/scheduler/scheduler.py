@@ -161,7 +161,10 @@ class Scheduler:
     def _budget(self) -> StepBudget:
         config = self.config
         candidates = chain(self._running, islice(self._waiting, config.max_num_seqs))
-        return StepBudget(config.max_num_batched_tokens, candidates, is_text_first=config.is_text_first)
+        most, pace = config.max_num_batched_tokens, config.pace
+        return StepBudget(
+            most, candidates, is_text_first=config.is_text_first, max_prompts=pace.max_prompts if pace else None
+        )
 
     def _serve_running(self, draft: Draft) -> None:
         index = 0
