@@ -58,7 +58,10 @@ class Tiles:
         tiles += [(0, _NO_ROW)] * _padding(len(tiles), capacity)
         starts = [0, *accumulate(lengths)]
         flat = [*starts, *(number for tile in tiles for number in tile)]
-        both = torch.tensor(flat, dtype=torch.int32).to(device, non_blocking=True)  # one copy to the device
+        host = torch.tensor(flat, dtype=torch.int32)
+        if device.type == "cuda":
+            host = host.pin_memory()  # a copy from elsewhere may wait for all that the device has to do
+        both = host.to(device, non_blocking=True)  # one copy to the device
         return cls(both[: len(starts)], both[len(starts) :].view(-1, 2), rows)
 
 
