@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from saccade.scheduler.pace import SLOWDOWN, milliseconds, share, size_within
+from saccade.scheduler.pace import SLOWDOWN, milliseconds, most_work, share, size_at, size_within
 from saccade.types import Pace
 
 PACE = Pace(
@@ -47,3 +47,22 @@ def test_sizes_before_the_first_measured_one_take_as_long_as_it() -> None:
 
 def test_no_size_fits_into_less_than_the_smallest_takes() -> None:
     assert size_within(PACE.prompt_ms, 0.1) == 0
+
+
+def test_the_size_of_a_time_takes_that_time() -> None:
+    assert [size_at(PACE.layer_ms, milliseconds(PACE.layer_ms, size)) for size in (400, 1000, 1600, 3200)] == [
+        400,
+        1000,
+        1600,
+        3200,
+    ]
+
+
+def test_nothing_takes_less_than_the_smallest_size() -> None:
+    assert size_at(PACE.layer_ms, 0.1) == size_at((), 1.0) == 0
+
+
+def test_two_layers_over_the_most_that_is_encoded_at_a_time_fit_into_a_step() -> None:
+    pace = replace(PACE, target_ms=2.75)
+    assert most_work(pace, 32) == 1000
+    assert share(pace, 32, 1000).encode_layers == 2

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from saccade.types import Pace, RequestError, Sample, StepPlan, StepResult, Work
-from tests.scheduling import EOS, FakeRunner, Picture, Rig
+from tests.scheduling import EOS, FakeRunner, Picture, Rig, key_of
 
 PACE = Pace(decode_ms=((1, 1.0),), prompt_ms=((2, 0.5), (8, 1.0)), layer_ms=((4, 0.5),), target_ms=None)
 PARTS = st.one_of(st.integers(1, 9), st.sampled_from([Picture("a", 3), Picture("b", 3), Picture("c", 6)]))
@@ -30,7 +30,7 @@ CONFIGS = st.fixed_dictionaries(
         "encoder_cache_slots": st.sampled_from([12, 100]),
         "enable_prefix_caching": st.booleans(),
         "encode_layers_per_step": st.sampled_from([None, 1]),
-        "pace": st.sampled_from([None, PACE]),
+        "pace": st.sampled_from([None, PACE, replace(PACE, max_prompts=2)]),
     }
 )
 
@@ -209,6 +209,43 @@ def test_prompts_and_pictures_take_turns_beside_answers() -> None:
         rig.step()
     kinds = [("layers" if plan.encode_layers else "tokens") for plan in rig.plans if plan.is_beside]
     assert kinds[1:7] in (["layers", "tokens"] * 3, ["tokens", "layers"] * 3)
+
+
+def beside_an_answer(*pictures: Picture, pace: Pace = PACE) -> tuple[AheadRig, StepPlan]:
+    """The first step that encodes something of these, each of a request of its own."""
+    rig = AheadRig(pace=pace, layers=40)
+    add(rig, "a", 2, max_tokens=99)
+    rig.step()
+    for picture in pictures:
+        add(rig, picture.name, picture, max_tokens=2)
+    while not rig.plans[-1].encode and not (len(rig.plans) > 1 and rig.plans[-2].encode):
+        rig.step()
+    return rig, next(plan for plan in rig.plans if plan.encode)
+
+
+def test_beside_answers_pictures_go_one_by_one_where_a_layer_over_more_takes_too_long() -> None:
+    rig, plan = beside_an_answer(Picture("p", 4), Picture("q", 4))
+    assert [item.key for item in plan.encode] == [key_of("p")]
+    rig.finish()
+    assert rig.runner.encoded == [key_of("p"), key_of("q")]
+
+
+def test_beside_answers_the_picture_that_comes_next_is_decoded_meanwhile() -> None:
+    _, plan = beside_an_answer(Picture("p", 4), Picture("q", 4))
+    assert [item.key for item in plan.prefetch] == [key_of("q")]
+
+
+def test_beside_answers_a_picture_alone_is_encoded_however_large() -> None:
+    rig, plan = beside_an_answer(Picture("p", 400))
+    assert len(plan.encode) == plan.encode_layers == 1
+    rig.finish()
+    assert rig.finish_of("p") == "length"
+
+
+def test_layers_of_a_step_are_counted_over_all_pictures_that_it_starts() -> None:
+    pace = replace(PACE, layer_ms=((1, 0.1), (10, 1.0)))
+    _, plan = beside_an_answer(*(Picture(name, 2) for name in "pqrs"), pace=pace)
+    assert (len(plan.encode), plan.encode_layers) == (3, 2)
 
 
 def test_a_request_that_lacks_blocks_gets_them_in_a_step_that_may_preempt() -> None:

@@ -7,6 +7,7 @@ a step     | decode of the running ones | prompts, or encoder layers |
 from __future__ import annotations
 
 from bisect import bisect_left
+from itertools import pairwise
 from typing import NamedTuple
 
 from saccade.types import Curve, Pace
@@ -25,12 +26,24 @@ class Share(NamedTuple):
 
 def share(pace: Pace, num_decoding: int, work_in_flight: int) -> Share:
     """Prompts or pictures get all of the spare time; where both want it, they take turns."""
-    alone = milliseconds(pace.decode_ms, num_decoding)
-    target = pace.target_ms if pace.target_ms is not None else SLOWDOWN * alone
-    spare = max(target - alone, _LEAST_SPARE * alone)
+    spare = _spare_ms(pace, num_decoding)
     is_encoding = work_in_flight > 0 and bool(pace.layer_ms)
     layers = max(1, int(spare / milliseconds(pace.layer_ms, work_in_flight))) if is_encoding else 1
     return Share(max(_FEWEST_TOKENS, size_within(pace.prompt_ms, spare)), layers)
+
+
+def most_work(pace: Pace, num_decoding: int) -> int:
+    """Embeddings that the tower may make at a time: a step holds whole layers, and over these it holds two.
+
+    What one layer takes grows with the pictures that go through it together. One picture alone may take longer.
+    """
+    return size_at(pace.layer_ms, _spare_ms(pace, num_decoding) / 2)
+
+
+def _spare_ms(pace: Pace, num_decoding: int) -> float:
+    alone = milliseconds(pace.decode_ms, num_decoding)
+    target = pace.target_ms if pace.target_ms is not None else SLOWDOWN * alone
+    return max(target - alone, _LEAST_SPARE * alone)
 
 
 def milliseconds(curve: Curve, size: int) -> float:
@@ -47,3 +60,13 @@ def milliseconds(curve: Curve, size: int) -> float:
 def size_within(curve: Curve, limit_ms: float) -> int:
     """The largest measured size that takes no longer; 0 if none does."""
     return max((size for size, ms in curve if ms <= limit_ms), default=0)
+
+
+def size_at(curve: Curve, limit_ms: float) -> int:
+    """The size that takes so long, by the lines of `milliseconds`; 0 if the first takes longer."""
+    if not curve or limit_ms < curve[0][1]:
+        return 0
+    for (low, low_ms), (high, high_ms) in pairwise(curve):
+        if limit_ms < high_ms:
+            return low + int((high - low) * (limit_ms - low_ms) / (high_ms - low_ms))
+    return int(curve[-1][0] * limit_ms / curve[-1][1])

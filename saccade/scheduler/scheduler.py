@@ -133,7 +133,9 @@ class Scheduler:
             layers = None
             self._fill(draft, is_sliced=False)
         self._is_short = draft.is_short
-        prefetch = () if gate.is_sliced else gate.prefetch(self._spans_ahead())
+        layers = self.slices.settled(layers, draft.budget)
+        is_all_in_flight = gate.is_sliced and self.slices.most_work is None
+        prefetch = () if is_all_in_flight else gate.prefetch(self._spans_ahead())
         is_advancing = layers != 0 and self._encoder.slots_in_flight > 0
         if draft.ahead and not (draft.works or draft.admitted or gate.encode or prefetch or is_advancing):
             return None
@@ -149,7 +151,7 @@ class Scheduler:
         return plan
 
     def _fill(self, draft: Draft, *, is_sliced: bool) -> None:
-        self._gate.begin_step(is_sliced)
+        self._gate.begin_step(is_sliced, self.slices.most_work if is_sliced else None)
         self._serve_running(draft)
         if not draft.ahead and (stuck := giving_way(self._running, draft.works, self._gate)):
             self._preempt(stuck, draft)

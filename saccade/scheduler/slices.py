@@ -5,7 +5,7 @@ from __future__ import annotations
 from saccade.options import SchedulerConfig
 from saccade.scheduler.budget import StepBudget, encodes_now, layers_in_bounded_step
 from saccade.scheduler.gate import Gate
-from saccade.scheduler.pace import share
+from saccade.scheduler.pace import most_work, share
 from saccade.types import Pace
 
 
@@ -14,11 +14,12 @@ class Slices:
         self.config = config
         self.is_protecting = True  # whether anyone wants tokens as they come: then steps keep to the pace
         self._gate = gate
+        self.most_work: int | None = None  # embeddings that may be made at a time in this step; None: all of the budget
         self._is_prompts_turn = False  # where prompts and pictures take turns
 
     def layers(self, step: int, budget: StepBudget, *, is_decoding: bool) -> int | None:
         """None: this step finishes the pictures it starts. Otherwise how far the encoder advances beside the rest."""
-        config = self.config
+        config, self.most_work = self.config, None
         if config.pace is not None:
             return self._paced(config.pace, budget)
         if config.encode_layers_per_step is None:
@@ -35,6 +36,7 @@ class Slices:
         """Where someone waits for tokens, prompts and pictures get the time that is left; otherwise all they want."""
         if not self.is_protecting or not budget.num_decoding:
             return None
+        self.most_work = most_work(pace, budget.num_decoding)
         work = max(self._gate.work_in_flight, budget.work_wanted)
         prompts, layers = share(pace, budget.num_decoding, work)
         if work and budget.num_prompts:  # a prompt however short reads all weights: halves of a step would be dear
@@ -42,3 +44,8 @@ class Slices:
             prompts, layers = (prompts, 0) if self._is_prompts_turn else (0, layers)
         budget.bound(prompts)
         return layers
+
+    def settled(self, layers: int | None, budget: StepBudget) -> int | None:
+        """The same once it is known which pictures the step starts: all of them may go through the tower together."""
+        pace, work = self.config.pace, self._gate.work_in_flight
+        return share(pace, budget.num_decoding, work).encode_layers if pace and layers and work else layers
