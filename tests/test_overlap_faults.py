@@ -13,8 +13,9 @@ from saccade import LLM, SamplingParams
 from saccade.engine.core import EngineCore
 from saccade.engine.overlap import OverlappedCore
 from saccade.types import StepPlan, StepResult, TokenEvent
-from tests.scheduling import EOS, FakeRunner, make_config, make_request
+from tests.scheduling import EOS, FakeRunner, Picture, make_config, make_request
 from tests.test_overlap import GREEDY, OPTIONS, QWEN2_VL, overlapped
+from tests.test_scheduler_ahead import PACE
 
 
 class Launching(FakeRunner):
@@ -67,6 +68,18 @@ def test_an_id_may_come_again_while_a_step_for_its_first_request_runs() -> None:
     assert core.has_unfinished()  # a token that nobody wants is under way
     core.add(make_request("a", 8, max_tokens=3, temperature=0, first_token=500))
     assert tokens(drained(core)) == [1_008, 1_009, 1_010]
+
+
+def test_last_tokens_do_not_wait_for_the_launch_of_whole_pictures() -> None:
+    config = make_config(pace=PACE)
+    core = OverlappedCore(config, runner := Launching(config, layers=40))
+    core.add(make_request("a", 5, max_tokens=4, temperature=0))
+    events = core.step() + core.step()
+    core.add(make_request("p", Picture("p", 4), max_tokens=1, temperature=0))
+    while not any(event.finish_reason for event in events):
+        events += core.step()
+    assert runner.flying and not runner.encoded
+    assert [event.request_id for event in drained(core)] == ["p"]
 
 
 def test_nothing_is_told_of_a_request_after_its_abort() -> None:

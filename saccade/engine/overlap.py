@@ -66,9 +66,16 @@ class OverlappedCore(EngineCore):
             events += self._launch(self.scheduler.schedule_ahead())
             self._is_ahead = len(self._launched) > count
             events += self._book(1 if self._is_ahead else count)
-        if not self._launched and self.scheduler.has_unfinished():
+        if not self._launched and self.scheduler.has_unfinished() and not (events and self._is_long()):
             events += self._launch(self.scheduler.schedule(self.clock()))
         return events
+
+    def _is_long(self) -> bool:
+        """Whether launching the next step may take many times what a token does: then nobody's last one waits for it.
+
+        Beside answers steps are short. Without any, whole pictures go in.
+        """
+        return self.scheduler.slices.is_protecting and not self.scheduler.has_answers
 
     def add(self, request: Request) -> None:
         """Waits for what is under way where it computes for an earlier request of this id, which has ended."""

@@ -93,6 +93,11 @@ class Scheduler:
     def has_unfinished(self) -> bool:
         return bool(self._open)
 
+    @property
+    def has_answers(self) -> bool:
+        """Whether anyone's next token follows from what is computed."""
+        return any(seq.is_decoding for seq in self._running)
+
     def _refuse(self, request: Request) -> None:
         if request.request_id in self._open:
             raise RequestError(f"a request with the id {request.request_id!r} is already open; choose another id")
@@ -123,8 +128,7 @@ class Scheduler:
 
     def _complete(self, draft: Draft) -> StepPlan | None:
         """None where the step was planned ahead and nothing is to be done beside it."""
-        is_decoding = any(seq.is_decoding for seq in self._running)
-        gate, layers = self._gate, self.slices.layers(self._num_steps, draft.budget, is_decoding=is_decoding)
+        gate, layers = self._gate, self.slices.layers(self._num_steps, draft.budget, is_decoding=self.has_answers)
         is_encoding = self.config.always_slice and bool(layers) and self._encoder.slots_in_flight > 0
         draft.answers_rest = is_encoding and answers_rest(self._num_steps, draft.budget)
         self._fill(draft, is_sliced=layers is not None)
