@@ -34,6 +34,7 @@ from benchmarks.kernels import (
 from saccade.kernels.flashinfer_prefill import Capacity, FlashInferPrefill, Heads
 from saccade.kernels.paged_decode import num_multiprocessors
 from saccade.kernels.paged_prefill import choose_rows
+from saccade.kernels.prompt_attention import PromptAttention
 from saccade.kernels.tiles import Tiles
 
 SCALE = DIM**-0.5
@@ -78,6 +79,12 @@ def plan(flash: FlashInferPrefill, paged: Paged, lengths: Sequence[int]) -> None
 
 
 def ours(paged: Paged, lengths: Sequence[int], q: Tensor) -> Callable[[], Tensor]:
+    attention = PromptAttention.best(Heads(HEADS, KV_HEADS, DIM), DTYPE, BLOCK, DEVICE)
+    tiles = Tiles.of(lengths, attention.rows(len(q)), DEVICE, contexts=paged.lens)
+    return partial(attention, q, paged.k, paged.v, paged.tables, paged.contexts, tiles, SCALE)
+
+
+def triton(paged: Paged, lengths: Sequence[int], q: Tensor) -> Callable[[], Tensor]:
     rows = choose_rows(len(q), HEADS, num_multiprocessors(DEVICE))
     return partial(paged.prefill, q, Tiles.of(lengths, rows, DEVICE, contexts=paged.lens))
 
@@ -138,6 +145,7 @@ def time_prompts(flash: FlashInferPrefill) -> Iterator[Found]:
         plan(flash, layers[0], lengths)
         variants: dict[str, list[Callable[[], object]]] = {
             "ours": [ours(layer, lengths, q) for layer in layers],
+            "ours, Triton": [triton(layer, lengths, q) for layer in layers],
             "flashinfer": [partial(flash, q, layer.k, layer.v) for layer in layers],
         }
         times: dict[str, list[float]] = {name: [] for name in variants}
