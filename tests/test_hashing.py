@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from saccade.options import MediaPolicy
 from saccade.processor.hashing import RecentKeys, content_key, identity
@@ -120,11 +122,32 @@ def test_policy_salt_and_shape_are_part_of_what_is_remembered() -> None:
         assert found == [key(bare(*size, data), tag, b"model", salt) for size, tag, salt in asked]
 
 
-def test_no_more_bytes_are_remembered_than_allowed_and_the_longest_unused_go_first() -> None:
+def test_the_oldest_pictures_make_room_for_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     recent = RecentKeys(b"model", max_bytes=250)
     pictures = [bytes([i]) * 100 for i in range(3)]
-    for data in (pictures[0], pictures[1], pictures[0], pictures[2]):
+    for data in pictures:
         recent.of(bare(2, 1, data), b"tag", b"")
-    assert [known.data for known in recent._known.values()] == [pictures[0], pictures[2]]
+    hashed: list[bytes] = []
+    monkeypatch.setattr("saccade.processor.hashing.content_key", lambda loaded, *_: hashed.append(loaded.data))
+    for data in (pictures[2], pictures[1], pictures[0]):
+        recent.of(bare(2, 1, data), b"tag", b"")
+    assert hashed == [pictures[0]]
+
+
+def test_a_picture_larger_than_the_memory_is_hashed_and_displaces_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    recent, small = RecentKeys(b"model", max_bytes=250), b"small"
+    first = recent.of(bare(2, 1, small), b"tag", b"")
     assert recent.of(bare(2, 1, bytes(300)), b"tag", b"") == plain(bytes(300))
-    assert not recent._known
+    monkeypatch.setattr("saccade.processor.hashing.content_key", None)
+    assert recent.of(bare(2, 1, small), b"tag", b"") == first
+
+
+@given(st.lists(st.tuples(st.integers(1, 120), st.integers(0, 3)), max_size=60))
+def test_whatever_comes_every_key_is_right_and_the_memory_stays_as_large(
+    asked: list[tuple[int, int]],
+) -> None:
+    recent = RecentKeys(b"model", max_bytes=250)
+    for length, byte in asked:
+        data = bytes([byte]) * length
+        assert recent.of(bare(2, 1, data), b"tag", b"") == plain(data)
+        assert sum(place.length for place in recent._known) <= 250 == len(recent._ring)

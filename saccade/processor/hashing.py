@@ -20,7 +20,7 @@ from saccade.types import RECORD_BYTES, Header, Key, Span
 
 _KEY_WORDS = 4  # a 32-byte key as 64-bit words
 _RECORD_WORDS = RECORD_BYTES // 8
-_REMEMBERED_BYTES = 64 << 20  # of pictures, compressed: more turns of more conversations than come at once
+_REMEMBERED_BYTES = 16 << 20  # of pictures, compressed: those of the conversations that go on at the moment
 _SAMPLES = 32
 
 
@@ -47,7 +47,7 @@ class _Place(NamedTuple):
 
 
 class _Known(NamedTuple):
-    data: bytes
+    start: int  # of its bytes in the ring
     key: Key
 
 
@@ -55,13 +55,16 @@ class RecentKeys:
     """`content_key` for one model, which remembers the pictures that came last: those of a conversation come each turn.
 
     Bytes are compared several times faster than they are hashed, and a picture is another's equal only if all of its
-    bytes are: what is remembered is what hashing would give.
+    bytes are: what is remembered is what hashing would give. Its memory is taken at once and never grows:
+
+        ring    | picture 7 | 8 | 9 ...  | (a gap) | picture 4 | 5 | 6 |      the next one takes the place of 4
     """
 
     def __init__(self, fingerprint: bytes, max_bytes: int = _REMEMBERED_BYTES) -> None:
         self._fingerprint = fingerprint
-        self._left = max_bytes
-        self._known: OrderedDict[_Place, _Known] = OrderedDict()  # the longest unused first
+        self._ring = bytearray(b"\1") * max_bytes
+        self._next = 0
+        self._known: OrderedDict[_Place, _Known] = OrderedDict()  # as they came
         self._lock = Lock()
 
     def of(self, loaded: Loaded, policy_tag: bytes, salt: bytes) -> Key:
@@ -69,20 +72,30 @@ class RecentKeys:
         place = _Place(loaded.header, policy_tag, salt, len(data), data[:: len(data) // _SAMPLES + 1])
         with self._lock:
             known = self._known.get(place)
-        if known is None or known.data != data:
-            known = _Known(data, content_key(loaded, policy_tag, self._fingerprint, salt))
+            if known and self._ring.startswith(data, known.start):
+                return known.key
+        key = content_key(loaded, policy_tag, self._fingerprint, salt)
         with self._lock:
-            self._remember(place, known)
-        return known.key
+            self._remember(place, data, key)
+        return key
 
-    def _remember(self, place: _Place, known: _Known) -> None:
-        before = self._known.pop(place, None)
-        self._known[place] = known
-        self._left += len(before.data) if before else 0
-        self._left -= len(known.data)
-        while self._left < 0:
-            _, oldest = self._known.popitem(last=False)
-            self._left += len(oldest.data)
+    def _remember(self, place: _Place, data: bytes, key: Key) -> None:
+        if len(data) > len(self._ring):
+            return
+        self._known.pop(place, None)
+        if self._next + len(data) > len(self._ring):
+            self._forget_before(len(self._ring))
+            self._next = 0
+        end = self._next + len(data)
+        self._forget_before(end)
+        self._ring[self._next : end] = data
+        self._known[place] = _Known(self._next, key)
+        self._next = end
+
+    def _forget_before(self, end: int) -> None:
+        """Those that begin between here and there. They are the oldest."""
+        while self._known and self._next <= next(iter(self._known.values())).start < end:
+            self._known.popitem(last=False)
 
 
 def identity(
