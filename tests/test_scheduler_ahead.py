@@ -242,6 +242,18 @@ def test_beside_answers_a_picture_alone_is_encoded_however_large() -> None:
     assert rig.finish_of("p") == "length"
 
 
+def test_a_picture_that_a_step_starts_waits_for_its_layers_where_prompts_have_the_step() -> None:
+    rig = AheadRig(pace=PACE, layers=40)
+    add(rig, "a", 2, max_tokens=30)
+    rig.step()
+    rig.step()
+    add(rig, "t", 20, max_tokens=2)
+    add(rig, "p", 3, Picture("p", 4), max_tokens=2)
+    rig.finish()
+    started = next(plan for plan in rig.plans if plan.encode)
+    assert started.works and started.encode_layers == 0
+
+
 def test_layers_of_a_step_are_counted_over_all_pictures_that_it_starts() -> None:
     pace = replace(PACE, layer_ms=((1, 0.1), (10, 1.0)))
     _, plan = beside_an_answer(*(Picture(name, 2) for name in "pqrs"), pace=pace)

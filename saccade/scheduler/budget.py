@@ -22,7 +22,8 @@ class StepBudget:
     ) -> None:
         demand = _demand(open_requests)
         self.total = num_tokens
-        self._windows = max_prompts if max_prompts is not None else num_tokens  # of prompts
+        self.num_windows = 0  # of prompts, so far
+        self._max_windows = max_prompts if max_prompts is not None else num_tokens
         self.num_decoding = demand.decoding
         self.has_text_answers = demand.text_answers > 0
         self.num_prompts = demand.prompts
@@ -45,7 +46,7 @@ class StepBudget:
     def left_for(self, seq: Sequence) -> int:
         if seq.is_decoding:
             return self.total
-        if self._windows <= 0:
+        if self.num_windows >= self._max_windows:
             return 0
         if seq.has_pictures_ahead:
             return min(self.total, self._prompts, self._pictures)
@@ -54,7 +55,7 @@ class StepBudget:
     def take(self, seq: Sequence, num_tokens: int) -> None:
         self.total -= num_tokens
         if not seq.is_decoding:
-            self._windows -= 1
+            self.num_windows += 1
             self._prompts -= num_tokens
             self._pictures -= num_tokens if seq.has_pictures_ahead else 0
 

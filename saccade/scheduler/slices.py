@@ -46,6 +46,12 @@ class Slices:
         return layers
 
     def settled(self, layers: int | None, budget: StepBudget) -> int | None:
-        """The same once it is known which pictures the step starts: all of them may go through the tower together."""
+        """The same once it is known what the step starts: all pictures in flight may go through the tower together.
+
+        None goes where prompts have taken the step, because before they did no picture was in sight.
+        """
         pace, work = self.config.pace, self._gate.work_in_flight
-        return share(pace, budget.num_decoding, work).encode_layers if pace and layers and work else layers
+        if not (pace and layers and work):
+            return layers
+        self._is_prompts_turn = budget.num_windows > 0
+        return 0 if self._is_prompts_turn else share(pace, budget.num_decoding, work).encode_layers
