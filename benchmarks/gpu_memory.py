@@ -47,7 +47,7 @@ def parts(side: Side) -> None:
     }
     many = [side.text(STEP_TOKENS // 32) for _ in range(32)]  # more windows than a graph takes
     found["prompts"] = {
-        "planned": STEP_TOKENS * costs.prompt_bytes_per_token(text, "bfloat16"),
+        "planned": STEP_TOKENS * costs.fused_prompt_bytes_per_token(text, "bfloat16"),
         "measured": peak_over(lambda: side.generate(many, 1)),
     }
     drawn = side.sampling(temperature=1.0, top_p=0.9, max_tokens=4, ignore_eos=True)

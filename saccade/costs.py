@@ -147,6 +147,18 @@ def prompt_bytes_per_token(text: TextConfig, dtype: str) -> int:
     return (text.embedding_size + attention + mlp + 2 * text.head_dim) * dtype_bytes(dtype)
 
 
+def fused_prompt_bytes_per_token(text: TextConfig, dtype: str) -> int:
+    """The same where kernels compute it: one room serves the widest products in turn.
+
+    the row it came as; q, k, v or gate and up; the stream before a layer and behind its attention, each in two parts,
+    and a norm or what attention gave; the cosines and sines of its position
+    """
+    queries, hidden = text.num_heads * text.head_dim, text.hidden_size
+    room = max(queries + 2 * text.num_kv_heads * text.head_dim, 2 * text.intermediate_size)
+    stream = 4 * hidden + max(hidden, queries)
+    return (text.embedding_size + room + stream + 2 * text.head_dim) * dtype_bytes(dtype)
+
+
 def sampling_bytes_per_row(text: TextConfig) -> int:
     """A request that draws its token: the logits in float32, and in float64 with their order, sums and shares."""
     return 83 * text.vocab_size

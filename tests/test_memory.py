@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,10 @@ import torch
 
 from saccade import costs
 from saccade.config import ConfigError, ModelConfig, model_config
+from saccade.models import load_model, runs_plain
+from saccade.models.interface import PlainModel
 from saccade.options import Options
+from saccade.processor.checkpoint import open_checkpoint
 from saccade.runner.embeddings import EmbeddingSlab
 from saccade.runner.encoder import LocalEncoder
 from saccade.runner.memory import MemoryPlan, plan_memory
@@ -131,6 +135,26 @@ def test_work_on_pictures_grows_with_the_budget() -> None:
     per_patch = costs.encode_bytes_per_patch(vision, small().text, "float32")
     assert two.work - one.work == 2000 * 4 * per_patch
     assert two.pictures - one.pictures == 3 * 2000 * 4 * costs.prepared_bytes_per_patch(vision, "float32")
+
+
+@pytest.mark.usefixtures("on_cuda")
+def test_a_model_without_kernels_plans_no_graphs_of_steps() -> None:
+    config = model_config({**PUBLISHED, "num_hidden_layers": 4})
+    plain = replace(config, model_type="unknown", vision=None)
+    fused, other = (
+        plan_memory(Options(device="cuda"), made, None, 24 * GIB).parts
+        for made in (replace(config, vision=None), plain)
+    )
+    assert fused.graphs > 0 == other.graphs
+
+
+def test_it_is_known_before_a_model_is_built_whether_kernels_know_it(family_folder: Path) -> None:
+    opened = open_checkpoint(str(family_folder))
+    made = load_model(
+        family_folder, opened.config, dtype=torch.float32, device=torch.device("cpu"),
+        load_format="dummy", image_processor=opened.image_processor,
+    )  # fmt: skip
+    assert runs_plain(opened.config) == isinstance(made, PlainModel)
 
 
 def test_a_host_plans_weights_kv_and_embeddings_alone() -> None:

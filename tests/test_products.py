@@ -6,21 +6,25 @@ import pytest
 import torch
 from torch import Tensor
 
+from saccade import costs
 from saccade.config import TextConfig
+from saccade.models.attention import PagedKV
 from saccade.models.decoder import Biases, Decoder, DecoderLayer
+from saccade.models.fused import FusedDecoder
 from saccade.models.layers import Parameters
 from saccade.models.products import Stream, new_workspace, products_for
+from tests.allocations import PeakMemory
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-EVERY_SIZE = pytest.mark.parametrize("rows", [1, 5, 20, 40], ids=["one", "few", "more", "many"])
+EVERY_SIZE = pytest.mark.parametrize("rows", [1, 5, 20, 40, 600], ids=["one", "few", "more", "many", "prompt"])
 BIASES = pytest.mark.parametrize("biases", [Biases(), Biases(qkv=True), Biases(True, True, True)], ids=str)
 PLAIN = Biases()
+TEXT = TextConfig(64, 96, 2, 4, 2, 16, 200, 512, 1e-6, 1e4, None, {}, False, "llama")
 
 
 def decoder(biases: Biases = PLAIN, dtype: torch.dtype = torch.float16) -> Decoder:
-    text = TextConfig(64, 96, 1, 4, 2, 16, 200, 512, 1e-6, 1e4, None, {}, False, "llama")
     params = Parameters(dtype, DEVICE)
-    made = Decoder(params, text, biases)
+    made = Decoder(params, TEXT, biases)
     generator = torch.Generator().manual_seed(0)
     for tensor in params.targets.values():
         tensor.copy_(torch.randn(tensor.shape, generator=generator) / 8)
@@ -81,3 +85,14 @@ def test_few_rows_take_fewer_launches_only_where_the_widest_product_is_ours() ->
     assert kinds == ["_FewRows", "_FewRows", "_ManyRows", "_ManyRows"]
     exact = decoder(dtype=torch.float32)
     assert type(products_for(exact, 1, new_workspace(exact))).__name__ == "_ManyRows"
+
+
+def test_a_prompt_takes_the_memory_that_is_planned_for_it() -> None:
+    made, rows = decoder(dtype=torch.float32), 600
+    kv = PagedKV.allocate(TEXT, 1, 16, torch.float32, DEVICE)
+    fused, embeds = FusedDecoder(made, kv), rows_of(rows, 64, 1, torch.float32)
+    with PeakMemory() as memory:
+        memory.hold(embeds)
+        fused.forward(embeds, lambda qkv, keys, values: qkv[:, :4].clone(), fused.products(rows))
+    planned = costs.fused_prompt_bytes_per_token(TEXT, "float32") - 2 * TEXT.head_dim * 4  # angles are the caller's
+    assert memory.peak == pytest.approx(rows * planned, rel=0.02)

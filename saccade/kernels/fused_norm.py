@@ -32,14 +32,17 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return normed, total
 
 
-def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """A merged projection [T, 2 wide], gate first -> silu(gate) * up [T, wide]."""
+def silu_and_mul(gate_up: Tensor, *, over_gate: bool = False) -> Tensor:
+    """A merged projection [T, 2 wide], gate first -> silu(gate) * up [T, wide].
+
+    `over_gate`: written where the gate was, a view whose rows are as far apart as before.
+    """
     assert gate_up.is_contiguous()
     rows, wide = gate_up.shape[0], gate_up.shape[1] // 2
-    out = torch.empty((rows, wide), dtype=gate_up.dtype, device=gate_up.device)
+    out = gate_up[:, :wide] if over_gate else gate_up.new_empty(rows, wide)
     early = is_early(gate_up)
     _silu_kernel[(rows, triton.cdiv(wide, _COLUMNS))](
-        gate_up, out, wide, COLUMNS=_COLUMNS, EARLY=early, num_warps=4, **overlap(early)
+        gate_up, out, wide, out.stride(0), COLUMNS=_COLUMNS, EARLY=early, num_warps=4, **overlap(early)
     )
     return out
 
@@ -66,12 +69,13 @@ def _norm_kernel(
 
 @triton.jit
 def _silu_kernel(
-    gate_up: tl.tensor, out: tl.tensor, wide: tl.tensor, COLUMNS: tl.constexpr, EARLY: tl.constexpr
-) -> None:
+    gate_up: tl.tensor, out: tl.tensor, wide: tl.tensor, out_row: tl.tensor,
+    COLUMNS: tl.constexpr, EARLY: tl.constexpr,
+) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = columns < wide
     wait_for_turn(EARLY)
     gate = tl.load(gate_up + row * 2 * wide + columns, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * wide + wide + columns, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * wide + columns, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + row * out_row + columns, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=inside)

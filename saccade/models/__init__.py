@@ -12,6 +12,7 @@ import torch
 from saccade.config import ConfigError, ModelConfig
 from saccade.models.interface import VisionLanguageModel
 from saccade.models.layers import Parameters
+from saccade.models.temper import temper_of
 from saccade.models.vision_ops import TorchVision, VisionOps
 from saccade.models.weights import fill_random, load_weights
 
@@ -64,6 +65,13 @@ def load_model(
         load_weights(path, params.targets, model.rules(), progress=progress, wholes=params.wholes)
     loaded: VisionLanguageModel = model
     return loaded
+
+
+def runs_plain(config: ModelConfig) -> bool:
+    """Whether this will be a `PlainModel`: known before it is built, for memory is planned by it."""
+    if config.model_type not in _FAMILIES:
+        return True  # Transformers' code
+    return hasattr(_family(config), "why_plain") or temper_of(config.text.rope_scaling) is not None
 
 
 def _refuse_quantised(config: ModelConfig) -> None:

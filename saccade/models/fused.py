@@ -38,13 +38,18 @@ class FusedDecoder:
         first, *deep = self.decoder.parts(embeds)
         x = Stream(first.contiguous())
         for index, layer in enumerate(self.decoder.layers):
-            qkv, x = products.qkv(x, layer)
-            projected = _norm_heads(qkv.view(len(qkv), -1, layer.head_dim), layer)
-            mixed = attend(projected, self.kv.k[index], self.kv.v[index])
-            x = products.mlp(products.out(mixed.flatten(1), x, layer), layer)
+            x = self._attended(x, index, attend, products)  # what attention took is free before the MLP begins
+            x = products.mlp(x, layer)
             if index < len(deep):
                 (x.rows if x.added is None else x.added).add_(deep[index])
         return x
+
+    def _attended(self, x: Stream, index: int, attend: Attend, products: Products) -> Stream:
+        layer = self.decoder.layers[index]
+        qkv, x = products.qkv(x, layer)
+        projected = _norm_heads(qkv.view(len(qkv), -1, layer.head_dim), layer)
+        mixed = attend(projected, self.kv.k[index], self.kv.v[index])
+        return products.out(mixed.flatten(1), x, layer)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         return self.decoder.embed(token_ids)

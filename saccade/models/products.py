@@ -27,6 +27,8 @@ from saccade.kernels.skinny_linear import (
 from saccade.models.decoder import Decoder, DecoderLayer
 from saccade.models.layers import Linear, RMSNorm
 
+_ROOM_ROWS = 512  # from here on memory counts; decoding has fewer
+
 
 class Stream(NamedTuple):
     """The residual stream between two products."""
@@ -58,12 +60,23 @@ class Products(Protocol):
 def products_for(decoder: Decoder, rows: int, workspace: SplitWorkspace) -> Products:
     """Few rows are those whose widest product is ours."""
     is_few = rows <= MAX_NORMED_ROWS and _gated_config(decoder.layers[0], rows) is not None
-    return _FewRows(workspace) if is_few else _ManyRows(workspace)
+    return _FewRows(workspace) if is_few else _ManyRows(workspace, _new_room(decoder, rows))
 
 
 def new_workspace(decoder: Decoder) -> SplitWorkspace:
     """Enough for all products of one stream."""
     return SplitWorkspace.allocate(MAX_ROWS, decoder.table.device)
+
+
+def _new_room(decoder: Decoder, rows: int) -> Tensor | None:
+    """Of prompts: one piece of memory for the widest products, one at a time, from the first layer to the last.
+
+    Taken and given back layer by layer it would be cut up for narrower rows, and a second one would be needed.
+    """
+    if rows < _ROOM_ROWS:
+        return None
+    widest = max(max(len(layer.qkv.weight), len(layer.gate_up.weight)) for layer in decoder.layers)
+    return decoder.table.new_empty(rows * widest)
 
 
 def _gated_config(layer: DecoderLayer, rows: int) -> Config | None:
@@ -103,12 +116,15 @@ class _FewRows:
 
 
 class _ManyRows:
-    def __init__(self, workspace: SplitWorkspace) -> None:
+    """What goes through `room` is forgotten when the next product is written there."""
+
+    def __init__(self, workspace: SplitWorkspace, room: Tensor | None) -> None:
         self.workspace = workspace
+        self.room = room
 
     def qkv(self, x: Stream, layer: DecoderLayer) -> tuple[Tensor, Stream]:
         normed, x = self._norm(x, layer.attention_norm)
-        return self._linear(normed, layer.qkv), x
+        return self._linear(normed, layer.qkv, self._room_for(normed, layer.qkv)), x
 
     def out(self, mixed: Tensor, x: Stream, layer: DecoderLayer) -> Stream:
         return Stream(x.rows, self._linear(mixed, layer.out))
@@ -129,12 +145,17 @@ class _ManyRows:
         normed, rows = add_rms_norm(x.added, x.rows, norm.weight, norm.eps)
         return normed, Stream(rows)
 
-    def _linear(self, rows: Tensor, linear: Linear) -> Tensor:
-        return skinny_linear(rows, linear.weight, linear.bias, workspace=self.workspace)
+    def _linear(self, rows: Tensor, linear: Linear, out: Tensor | None = None) -> Tensor:
+        return skinny_linear(rows, linear.weight, linear.bias, workspace=self.workspace, out=out)
+
+    def _room_for(self, rows: Tensor, linear: Linear) -> Tensor | None:
+        outputs = len(linear.weight)
+        return None if self.room is None else self.room[: len(rows) * outputs].view(len(rows), outputs)
 
     def _gated(self, rows: Tensor, layer: DecoderLayer) -> Tensor:
         """silu(gate) * up: [T, wide]."""
         config = _gated_config(layer, len(rows))
         if config is None:
-            return silu_and_mul(self._linear(rows, layer.gate_up))
+            room = self._room_for(rows, layer.gate_up)
+            return silu_and_mul(self._linear(rows, layer.gate_up, room), over_gate=room is not None)
         return gated_linear(rows, layer.gate_up.weight, config=config)

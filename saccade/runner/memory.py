@@ -15,6 +15,7 @@ import torch
 
 from saccade import costs
 from saccade.config import ConfigError, ModelConfig
+from saccade.models import runs_plain
 from saccade.options import Options, SchedulerConfig
 from saccade.types import Geometry, Size
 
@@ -23,6 +24,7 @@ _CPU_KV_SHARE = 0.3  # of the memory that is free once the weights are in
 _EMBEDDING_CACHE_GIB = 0.5
 _KEPT_STATES = (8, 32)  # fewest and most states of recurrent layers that are kept behind beginnings of prompts
 _LOOKED_AT = 8  # pictures that the cache holds at least, where answers look at them to their end
+_LIBRARY_BYTES = 32 << 20  # that cuBLAS works in, for each stream it is called on
 _SPARE_BYTES = 1 << 30  # of a GPU: the driver's share of graphs and kernels, workspaces of libraries, rounding
 
 
@@ -139,7 +141,7 @@ def _budget(options: Options, biggest: int) -> int:
 
 def _work_bytes(options: Options, model: ModelConfig, dtype: str, largest: Geometry | None) -> int:
     """A pass may rest between two layers while a prompt is computed or tokens are drawn."""
-    prompt = options.max_num_batched_tokens * costs.prompt_bytes_per_token(model.text, dtype)
+    prompt = options.max_num_batched_tokens * _prompt_bytes_per_token(model, dtype)
     drawing = options.max_num_seqs * costs.sampling_bytes_per_row(model.text)
     if model.vision is None:
         return max(prompt, drawing)
@@ -159,7 +161,13 @@ def _picture_bytes(options: Options, model: ModelConfig, dtype: str, largest: Ge
 
 
 def _graph_bytes(options: Options, model: ModelConfig, dtype: str) -> int:
-    """All graphs compute in the memory of the largest. Beside it: logits, block tables, what kernels sum up in."""
+    """All graphs compute in the memory of the largest. Beside it: logits, block tables, what libraries work in.
+
+    By formula, for it must be known before the KV cache is sized, and graphs can only be recorded over a cache that
+    is there. What they took is measured then, and shown beside this.
+    """
+    if runs_plain(model):
+        return _tower_graph_bytes(model, dtype)
     from saccade.runner.prompts import GRAPH_TOKENS, GRAPH_WINDOWS  # need Triton, which only CUDA machines have
 
     text, places = model.text, options.max_num_seqs + GRAPH_WINDOWS
@@ -167,17 +175,22 @@ def _graph_bytes(options: Options, model: ModelConfig, dtype: str) -> int:
     logits = places * text.vocab_size * costs.dtype_bytes(dtype)
     length = options.max_model_len or text.max_position
     tables = 2 * places * costs.blocks_for(length, options.block_size) * 4
-    prompts = largest * costs.prompt_bytes_per_token(text, dtype)
+    prompts = largest * _prompt_bytes_per_token(model, dtype) + _LIBRARY_BYTES
     return prompts + logits + tables + _tower_graph_bytes(model, dtype)
 
 
+def _prompt_bytes_per_token(model: ModelConfig, dtype: str) -> int:
+    per_token = costs.prompt_bytes_per_token if runs_plain(model) else costs.fused_prompt_bytes_per_token
+    return per_token(model.text, dtype)
+
+
 def _tower_graph_bytes(model: ModelConfig, dtype: str) -> int:
-    """Recorded passes of the tower: the largest one's memory, and what all of them read, which is less."""
+    """Recorded passes of the tower: what all of them read, and compute in, is as much as the largest one takes."""
     if model.vision is None:
         return 0
     from saccade.models.recorded_vision import SIZES
 
-    return 2 * SIZES[-1] * costs.encode_bytes_per_patch(model.vision, model.text, dtype)
+    return SIZES[-1] * costs.encode_bytes_per_patch(model.vision, model.text, dtype) + _LIBRARY_BYTES
 
 
 def _why_states(options: Options, model: ModelConfig, parts: MemoryParts) -> tuple[str, ...]:
