@@ -50,8 +50,8 @@ from saccade.models.fused_vision import ATTENTION, Attend, FusedVision
 from saccade.models.layers import rotate
 from saccade.models.pixels import as_tensor
 from saccade.models.qwen2_vl import Qwen2VL
-from saccade.models.vision import Angles, VisionBlock, grid_angles
-from saccade.models.vision_ops import RunBlock, TorchVision, VisionOps
+from saccade.models.vision import Angles, VisionBlock, angles_of, grid_places
+from saccade.models.vision_ops import RunBlocks, TorchVision, VisionOps
 from saccade.runner.encoder import LocalEncoder
 from saccade.runner.upload import Upload
 from saccade.types import Grid, MediaItem, Size
@@ -226,16 +226,17 @@ def host_and_graph() -> Iterator[Row]:
         yield Row(f"encode {name}", "triton, CUDA graph", device_ms(graph.replay), "ms", floor_ms(grids))
 
 
-def begin(made: Qwen2VL, grids: Sequence[Grid]) -> RunBlock:
+def begin(made: Qwen2VL, grids: Sequence[Grid]) -> RunBlocks:
     tower = made.tower
-    angles = grid_angles(grids, tower.head_dim, tower.theta, tower.merge, CUDA)
-    return made.ops.begin([grid.patches for grid in grids], angles, CUDA)
+    places = grid_places(grids, tower.head_dim, tower.theta, tower.merge, CUDA)
+    return made.ops.begin([grid.patches for grid in grids], places, CUDA)
 
 
-def tower_pass(made: Qwen2VL, run: RunBlock, patches: Tensor) -> Tensor:
-    x = made.tower.patch(patches)
-    for block in made.tower.blocks:
-        x = run(block, x)
+def tower_pass(made: Qwen2VL, run: RunBlocks, patches: Tensor) -> Tensor:
+    blocks, x, done = made.tower.blocks, made.tower.patch(patches), 0
+    while done < len(blocks):
+        x, count = run(blocks[done:], x)
+        done += count
     return made.tower.merger(x)
 
 
@@ -247,7 +248,7 @@ def steps_of_a_layer() -> Iterator[Row]:
         grids = SIZES[name]
         tokens = sum(grid.patches for grid in grids)
         x, wide = (torch.randn(tokens, n, device=CUDA, dtype=torch.bfloat16) for n in (1280, 5120))
-        angles = grid_angles(grids, 80, 1e4, 2, CUDA)
+        angles = angles_of(grid_places(grids, 80, 1e4, 2, CUDA))
         qkv = torch.randn(tokens, 3, 16, 80, device=CUDA, dtype=torch.bfloat16)
         assert block.out.bias is not None
         norm, matrix = block.attention_norm, 2 * tokens * 1280 * 1280 / FLOPS * 1e3
@@ -375,7 +376,7 @@ def compiled_layers() -> Iterator[Row]:
     for name in ("1288x952", "644x476"):
         grids = SIZES[name]
         x = torch.randn(grids[0].patches, 1280, device=CUDA, dtype=torch.bfloat16)
-        angles = grid_angles(grids, 80, 1e4, 2, CUDA)
+        angles = angles_of(grid_places(grids, 80, 1e4, 2, CUDA))
 
         def tower(x: Tensor = x, angles: Angles = angles) -> Tensor:
             for own in weights:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.encoder_inputs import CUDA, Call, device_ms
-from saccade.kernels.hopper_vit import RINGS, Ring, choose_ring, hopper_vit
+from saccade.kernels.hopper_vit import RINGS, HopperVit, Ring, choose_ring
 from saccade.kernels.packed_vit import TILE_ROWS, packed_vit
 from saccade.kernels.tiles import Tiles
 from saccade.models.attention import packed_attention
@@ -37,7 +37,7 @@ def compare(dim: int, ring: Ring) -> None:
     grown[[30, 300, 700], 1] *= 300
     for name, qkv in (("random", plain), ("outgrown", grown)):
         expected = packed_attention(*qkv.float().unbind(1), lengths, SCALE)
-        found = hopper_vit(qkv, Tiles.of(lengths, ring.rows, CUDA), SCALE, ring).float()
+        found = HopperVit(Tiles.of(lengths, ring.rows, CUDA), ring)(qkv, SCALE).float()
         worst, mean = (found - expected).abs().max(), (found - expected).abs().mean()
         print(f"{name:9} d {dim}, {ring.groups} groups: largest error {worst:.4f}, mean {mean:.6f}", flush=True)
 
@@ -45,7 +45,7 @@ def compare(dim: int, ring: Ring) -> None:
 def time(name: str, lengths: list[int]) -> None:
     qkv = heads(lengths, 80)
     ring = choose_ring(lengths, HEADS, torch.cuda.get_device_properties(CUDA).multi_processor_count)
-    fast = kernel_ms(partial(hopper_vit, qkv, Tiles.of(lengths, ring.rows, CUDA), SCALE, ring))
+    fast = kernel_ms(partial(HopperVit(Tiles.of(lengths, ring.rows, CUDA), ring), qkv, SCALE))
     slow = kernel_ms(partial(packed_vit, *qkv.unbind(1), Tiles.of(lengths, TILE_ROWS, CUDA), SCALE))
     speed = sum(4 * n * n * 80 * HEADS for n in lengths) / fast / 1e9
     print(f"{name:14} {fast * 1e3:8.1f} us ({ring.groups} groups, {speed:.0f} TFLOP/s), plain {slow * 1e3:8.1f} us")

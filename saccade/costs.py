@@ -160,8 +160,11 @@ def fused_prompt_bytes_per_token(text: TextConfig, dtype: str) -> int:
 
 
 def sampling_bytes_per_row(text: TextConfig) -> int:
-    """A request that draws its token: the logits in float32, and in float64 with their order, sums and shares."""
-    return 83 * text.vocab_size
+    """A request that draws its token: its logits in float64, their order, sums and shares, and what penalties count.
+
+    As measured with all of it: what a device sorts in is the library's affair.
+    """
+    return 75 * text.vocab_size
 
 
 # --- weights ------------------------------------------------------------------------------------------------------

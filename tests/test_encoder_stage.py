@@ -27,8 +27,10 @@ class FakeTower:
     """Embeds each picture as its mean colour; remembers what it was asked for."""
 
     config: Any = None
+    together = 1  # layers between two pauses
 
     def __init__(self) -> None:
+        self.ran = 0  # layers
         self.passes: list[list[int]] = []  # patches of each picture, per pass
         self.live = 0  # prepared patches not yet consumed by a pass
         self.peak = 0
@@ -42,13 +44,14 @@ class FakeTower:
             self.peak = max(self.peak, self.live)
         return torch.full((patches, 1), float(image.mean()))
 
-    def encode(self, patches: Tensor, grids: Sequence[Grid]) -> Generator[None, None, list[Tensor]]:
+    def encode(self, patches: Tensor, grids: Sequence[Grid]) -> Generator[int, None, list[Tensor]]:
         sizes = [grid.patches for grid in grids]
         self.passes.append(sizes)
-        for _ in range(LAYERS):
+        for _ in range(LAYERS // self.together):
             if self.break_on & set(sizes):
                 raise RuntimeError("out of memory")
-            yield
+            self.ran += self.together
+            yield self.together
         with self.lock:
             self.live -= sum(sizes)
         return [part[: len(part) // 4] for part in patches.split(sizes)]
@@ -97,6 +100,17 @@ def test_a_picture_larger_than_the_budget_gets_a_pass_of_its_own(tower: FakeTowe
     encoder.submit([picture("small", 2), picture("large", 8), picture("other", 2)])
     encoder.advance(None)
     assert tower.passes == [[4], [64], [4]]
+
+
+@pytest.mark.parametrize(("asked", "ran"), [(1, 2), (2, 2), (3, 2), (4, 4)])
+def test_a_slice_meets_its_limit_as_closely_as_layers_that_run_together_allow(
+    tower: FakeTower, asked: int, ran: int
+) -> None:
+    tower.together = 2
+    encoder = stage(tower)
+    encoder.submit([picture("a")])
+    encoder.advance(asked)
+    assert tower.ran == ran
 
 
 def test_a_pass_advances_by_as_many_layers_as_it_is_given(tower: FakeTower) -> None:
@@ -214,10 +228,10 @@ def test_the_tower_gets_the_patches_for_itself(tower: FakeTower) -> None:
     """Whoever else kept them would hold their memory until the last layer."""
     seen: list[weakref.ref[Tensor]] = []
 
-    def forgetful(patches: Tensor, grids: Sequence[Grid]) -> Generator[None, None, list[Tensor]]:
+    def forgetful(patches: Tensor, grids: Sequence[Grid]) -> Generator[int, None, list[Tensor]]:
         seen.append(weakref.ref(patches))
         del patches
-        yield
+        yield 1
         assert seen[0]() is None
         return [torch.zeros(4, 1)]
 
@@ -232,7 +246,7 @@ def test_a_failed_pass_is_forgotten_before_its_pictures_try_again(tower: FakeTow
     held: list[weakref.ref[Tensor]] = []
     encode = tower.encode
 
-    def heavy(patches: Tensor, grids: Sequence[Grid]) -> Generator[None, None, list[Tensor]]:
+    def heavy(patches: Tensor, grids: Sequence[Grid]) -> Generator[int, None, list[Tensor]]:
         assert not any(reference() is not None for reference in held)
         if len(grids) > 1:
             activations = torch.zeros(100)
@@ -277,7 +291,7 @@ def test_where_passes_run_ahead_the_first_does_not_wait_for_all_its_pictures(tow
             assert gate.wait(20)
         return prepare(image, geometry)
 
-    def opening(patches: Tensor, grids: Sequence[Grid]) -> Generator[None, None, list[Tensor]]:
+    def opening(patches: Tensor, grids: Sequence[Grid]) -> Generator[int, None, list[Tensor]]:
         gate.set()  # the slow picture is decoded no sooner than a pass has begun
         return encode(patches, grids)
 

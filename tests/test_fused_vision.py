@@ -17,6 +17,8 @@ from saccade.models.layers import Parameters, cos_sin, quick_gelu, rotate
 from saccade.models.llava import Llava
 from saccade.models.pixels import PatchLayout, PixelPolicy
 from saccade.models.qwen2_vl import Qwen2VL
+from saccade.models.recorded_vision import packed_cells
+from saccade.models.vision import angles_of, grid_places
 from saccade.models.vision_ops import TorchVision, VisionOps
 from saccade.models.weights import fill_random
 from saccade.types import Grid, Size
@@ -93,6 +95,15 @@ def random(*shape: int) -> Tensor:
 def picture(width: int, height: int) -> Tensor:
     generator = torch.Generator().manual_seed(width)
     return torch.randint(0, 256, (height, width, 3), dtype=torch.uint8, generator=generator).to(DEVICE)
+
+
+@pytest.mark.parametrize("takes_turns", [False, True])
+def test_angles_of_cells_are_those_of_plain_arithmetic(takes_turns: bool) -> None:
+    places = grid_places([Grid(1, 4, 6), Grid(1, 300, 2)], 80, 1e4, 2, DEVICE, takes_turns=takes_turns)
+    expected = angles_of(places)
+    cos, sin = (torch.empty_like(part) for part in expected)
+    vit_steps.turn(packed_cells(places).to(DEVICE), places.per_axis.contiguous(), cos, sin)
+    torch.testing.assert_close((cos, sin), tuple(expected), atol=1e-5, rtol=1e-5)
 
 
 def test_pictures_of_several_sizes_get_the_embeddings_of_the_plain_tower() -> None:

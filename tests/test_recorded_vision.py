@@ -13,11 +13,12 @@ from saccade.models import recorded_vision
 from saccade.models.fused_vision import FusedVision
 from saccade.models.llava import Llava
 from saccade.models.qwen2_vl import Qwen2VL
-from saccade.models.vision import grid_angles
-from saccade.models.vision_ops import TorchVision
+from saccade.models.vision import grid_places
+from saccade.models.vision_ops import TorchVision, through
 from saccade.runner import towers
 from saccade.runner.towers import record_tower
 from saccade.types import Grid
+from tests.proofs import finish
 from tests.test_fused_vision import LLAVA, QWEN, encode, model, random
 
 
@@ -49,6 +50,17 @@ def test_embeddings_are_those_of_the_plain_tower(grids: list[Grid]) -> None:
         torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("together", [1, 2, 3])
+def test_blocks_recorded_together_are_those_of_the_tower(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorded_vision, "TOGETHER", together)
+    raw, grids = {**QWEN, "vision_config": {**QWEN["vision_config"], "depth": 4}}, [Grid(1, 4, 6)]
+    made = model(raw, FusedVision(), Qwen2VL)
+    record_tower(made)
+    assert list(made.encode(patches(grids), grids)) == {1: [1, 1, 1, 1], 2: [2, 2], 3: [3, 1]}[together]
+    expected = encode(model(raw, TorchVision(), Qwen2VL), patches(grids), grids)
+    torch.testing.assert_close(encode(made, patches(grids), grids)[0], expected[0], atol=1e-4, rtol=1e-4)
+
+
 def test_what_a_larger_pass_left_behind_changes_nothing() -> None:
     made, grids = recorded(), [Grid(1, 4, 4)]
     before = encode(made, patches(grids), grids)
@@ -67,13 +79,18 @@ def test_embeddings_stay_what_they_are_when_the_next_pass_runs() -> None:
 def test_passes_that_take_turns_block_by_block_keep_their_own_pictures() -> None:
     made = recorded()
     assert isinstance(made, Qwen2VL)
-    block, x = made.tower.blocks[0], random(16, 96)
-    angles = grid_angles([Grid(1, 4, 4)], 48, 1e4, 2, x.device)
+    blocks, x = made.tower.blocks, random(16, 96)
+    places = grid_places([Grid(1, 4, 4)], 48, 1e4, 2, x.device)
     cuts = ([16], [8, 8])
-    whole, halves = (made.ops.begin(lengths, angles, x.device) for lengths in cuts)
-    plain = [TorchVision().begin(lengths, angles, x.device)(block, x.clone()) for lengths in cuts]
+    whole, halves = (made.ops.begin(lengths, places, x.device) for lengths in cuts)
+    plain = [
+        torch.stack(finish(through(TorchVision().begin(lengths, places, x.device), blocks, x.clone())))
+        for lengths in cuts
+    ]
     for run, expected in ((whole, plain[0]), (halves, plain[1]), (whole, plain[0])):
-        torch.testing.assert_close(run(block, x.clone()), expected, atol=1e-4, rtol=1e-4)
+        found, count = run(blocks, x.clone())
+        assert count == len(blocks)
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_a_pass_beyond_the_largest_size_is_launched_as_ever() -> None:

@@ -13,7 +13,8 @@ careful way, with a maximum that moves.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -75,22 +76,44 @@ def choose_ring(lengths: Sequence[int], heads: int, multiprocessors: int) -> Rin
     return min(RINGS, key=cost)
 
 
-def hopper_vit(qkv: Tensor, tiles: Tiles, scale: float, ring: Ring) -> Tensor:
-    """Contiguous q, k, v [T, 3, heads, d] -> [T, heads, d]. Tiles are of `ring.rows`."""
-    tokens, _, heads, dim = qkv.shape
-    assert qkv.is_contiguous() and tiles.rows == ring.rows
-    wide, narrow = (_descriptor(qkv.view(tokens, -1), ring.keys, columns) for columns in (_FIRST, _REST))
-    out = torch.empty((tokens, heads, dim), dtype=qkv.dtype, device=qkv.device)
-    _vit_kernel[(len(tiles.index), heads)](
-        wide, narrow, qkv, tiles.starts, tiles.index, out, scale * LOG2_E,
-        DIM=dim, KEYS=ring.keys, STAGES=ring.stages, GROUPS=ring.groups, num_warps=4, maxnreg=ring.registers,
-    )  # fmt: skip
-    return out
+class HopperVit:
+    """Attention over one packing, layer after layer.
+
+    After the first the compiled kernel is launched itself: to find it anew takes the host longer than the rest of a
+    layer together, and nothing that it is chosen by changes.
+    """
+
+    def __init__(self, tiles: Tiles, ring: Ring) -> None:
+        assert tiles.rows == ring.rows
+        self.tiles = tiles
+        self.ring = ring
+        self._launch: Callable[..., object] | None = None
+
+    def __call__(self, qkv: Tensor, scale: float) -> Tensor:
+        """Contiguous q, k, v [T, 3, heads, d] -> [T, heads, d]."""
+        tokens, _, heads, dim = qkv.shape
+        assert qkv.is_contiguous()
+        ring, tiles, rows = self.ring, self.tiles, qkv.view(tokens, -1)
+        out = torch.empty((tokens, heads, dim), dtype=qkv.dtype, device=qkv.device)
+        descriptors = (_descriptor(rows, ring.keys, columns) for columns in (_FIRST, _REST))
+        args = (*descriptors, qkv, tiles.starts, tiles.index, out, scale * LOG2_E)
+        sizes = (dim, ring.keys, ring.stages, ring.groups)
+        if self._launch is None:
+            grid = (len(tiles.index), heads, 1)
+            kernel = _vit_kernel[grid](*args, *sizes, num_warps=4, maxnreg=ring.registers)
+            self._launch = kernel[grid]
+        else:
+            self._launch(*args, *sizes)
+        return out
 
 
 def _descriptor(rows: Tensor, keys: int, columns: int) -> TensorDescriptor:
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=2 * columns, element_bitwidth=16, rank=2)
-    return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [keys, columns], layout)
+    return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [keys, columns], _layout(columns))
+
+
+@lru_cache
+def _layout(columns: int) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout(swizzle_byte_width=2 * columns, element_bitwidth=16, rank=2)
 
 
 @gluon.jit(do_not_specialize_on_alignment=["starts", "index"])

@@ -45,24 +45,30 @@ class Tiles:
         contexts: Sequence[int] | None = None,
         capacity: int | None = None,
     ) -> Tiles:
-        """`contexts` says that rows see only what is before them: then the tile with most keys comes first.
-
-        `capacity` pads the index with tiles that do nothing, for launches recorded in a CUDA graph.
-        """
-        tiles = [(owner, first) for owner, length in enumerate(lengths) for first in range(0, length, rows)]
-        if contexts is None:
-            tiles.sort(key=lambda tile: -lengths[tile[0]])
-        else:
-            past = [context - length for context, length in zip(contexts, lengths, strict=True)]
-            tiles.sort(key=lambda tile: -(past[tile[0]] + tile[1]))
-        tiles += [(0, _NO_ROW)] * _padding(len(tiles), capacity)
-        starts = [0, *accumulate(lengths)]
-        flat = [*starts, *(number for tile in tiles for number in tile)]
-        host = torch.tensor(flat, dtype=torch.int32)
+        starts, index = tile_numbers(lengths, rows, contexts=contexts, capacity=capacity)
+        host = torch.tensor([*starts, *index], dtype=torch.int32)
         if device.type == "cuda":
             host = host.pin_memory()  # a copy from elsewhere may wait for all that the device has to do
         both = host.to(device, non_blocking=True)  # one copy to the device
         return cls(both[: len(starts)], both[len(starts) :].view(-1, 2), rows)
+
+
+def tile_numbers(
+    lengths: Sequence[int], rows: int, *, contexts: Sequence[int] | None = None, capacity: int | None = None
+) -> tuple[list[int], list[int]]:
+    """`starts` and `index` of such tiles, on the host.
+
+    `contexts` says that rows see only what is before them: then the tile with most keys comes first. `capacity` pads
+    the index with tiles that do nothing, for launches recorded in a CUDA graph.
+    """
+    tiles = [(owner, first) for owner, length in enumerate(lengths) for first in range(0, length, rows)]
+    if contexts is None:
+        tiles.sort(key=lambda tile: -lengths[tile[0]])
+    else:
+        past = [context - length for context, length in zip(contexts, lengths, strict=True)]
+        tiles.sort(key=lambda tile: -(past[tile[0]] + tile[1]))
+    tiles += [(0, _NO_ROW)] * _padding(len(tiles), capacity)
+    return [0, *accumulate(lengths)], [number for tile in tiles for number in tile]
 
 
 def _padding(tiles: int, capacity: int | None) -> int:

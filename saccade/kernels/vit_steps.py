@@ -28,7 +28,7 @@ def norm_and_add(x: Tensor, weight: Tensor, bias: Tensor, eps: float, added: Ten
     columns = power_of_two(hidden)
     _norm_kernel[(rows,)](
         x, weight, bias, added, normed, eps,
-        HIDDEN=hidden, COLUMNS=columns, num_warps=min(max(columns // 512, 1), 8),
+        HIDDEN=hidden, COLUMNS=columns, num_warps=_norm_warps(columns),
     )  # fmt: skip
     return normed
 
@@ -40,6 +40,20 @@ def rotate_pairs(qkv: Tensor, cos: Tensor, sin: Tensor) -> None:
     _rotate_kernel[(rows,)](
         qkv, cos, sin,
         HEADS=heads, DIM=dim, PADDED_HEADS=power_of_two(2 * heads), PADDED_HALF=power_of_two(dim // 2), num_warps=4,
+    )  # fmt: skip
+
+
+def turn(cells: Tensor, per_axis: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Write the cosines and sines [T, d] that `rotate_pairs` takes of patches in these cells, row and column.
+
+    cells int32 [T], the row in the lower half; per_axis: frequencies of both axes [d / 4], or of each [2, d / 4].
+    """
+    assert per_axis.is_contiguous() and cos.is_contiguous() and sin.is_contiguous()
+    quarter = per_axis.shape[-1]
+    assert cos.shape == sin.shape == (len(cells), 4 * quarter)
+    _turn_kernel[(len(cells),)](
+        cells, per_axis, cos, sin,
+        QUARTER=quarter, PADDED=power_of_two(quarter), NEXT_AXIS=quarter if per_axis.dim() > 1 else 0, num_warps=1,
     )  # fmt: skip
 
 
@@ -89,6 +103,26 @@ def _rotate_kernel(
     tl.store(own + DIM // 2, (high * along + low * across).to(kind), mask=inside)
 
 
+@triton.jit(do_not_specialize_on_alignment=["cells"])  # they lie anywhere in a larger array
+def _turn_kernel(
+    cells: tl.tensor, per_axis: tl.tensor, cos: tl.tensor, sin: tl.tensor,
+    QUARTER: tl.constexpr, PADDED: tl.constexpr, NEXT_AXIS: tl.constexpr,
+) -> None:  # fmt: skip
+    patch = tl.program_id(0)
+    cell = tl.load(cells + patch)
+    pair = tl.arange(0, PADDED)
+    inside = pair < QUARTER
+    for axis in tl.static_range(2):
+        place = (cell >> (16 * axis)) & 0x7FFF
+        angle = place.to(tl.float32) * tl.load(per_axis + axis * NEXT_AXIS + pair, mask=inside, other=0.0)
+        low = patch * (4 * QUARTER) + axis * QUARTER + pair
+        along, across = tl.cos(angle), tl.sin(angle)
+        tl.store(cos + low, along, mask=inside)
+        tl.store(cos + low + 2 * QUARTER, along, mask=inside)
+        tl.store(sin + low, -across, mask=inside)
+        tl.store(sin + low + 2 * QUARTER, across, mask=inside)
+
+
 @triton.jit
 def _quick_gelu_kernel(x: tl.tensor, count: tl.tensor, BLOCK: tl.constexpr) -> None:
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -107,9 +141,14 @@ def rms_norm_and_add(x: Tensor, weight: Tensor, eps: float, added: Tensor) -> Te
     columns = power_of_two(hidden)
     _rms_norm_kernel[(rows,)](
         x, weight, added, normed, eps,
-        HIDDEN=hidden, COLUMNS=columns, num_warps=min(max(columns // 512, 1), 8),
+        HIDDEN=hidden, COLUMNS=columns, num_warps=_norm_warps(columns),
     )  # fmt: skip
     return normed
+
+
+def _norm_warps(columns: int) -> int:
+    """One adds its row up alone: warps that meet twice a row take longer than the row."""
+    return min(max(columns // 2048, 1), 8)
 
 
 def silu_and_mul(x: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from saccade.config import ConfigError, VisionConfig
 from saccade.models.layers import LayerNorm, Parameters, PatchLinear
 from saccade.models.vision import VisionBlock
-from saccade.models.vision_ops import VisionOps
+from saccade.models.vision_ops import VisionOps, through_keeping
 from saccade.models.weights import Rule, under
 
 
@@ -42,18 +42,13 @@ class SquareTower(ABC):
         """[squares, length, width] -> what the language model gets of it."""
         return features
 
-    def encode(self, patches: Tensor, squares: int, ops: VisionOps) -> Generator[None, None, Tensor]:
+    def encode(self, patches: Tensor, squares: int, ops: VisionOps) -> Generator[int, None, Tensor]:
         """Patches of so many squares -> features [squares, slots, width]; pauses after each layer."""
         run = ops.begin([self.length] * squares, None, patches.device)
         x = self.embed(patches, squares)
         del patches
-        kept = {0: x.clone()} if 0 in self.features else {}
-        for i, block in enumerate(self.blocks, start=1):
-            x = run(block, x)
-            if i in self.features:
-                kept[i] = x if i == len(self.blocks) else x.clone()  # the next block may overwrite it
-            yield
-        features = torch.cat([kept[i] for i in self.features], dim=-1).view(squares, -1, self.width)
+        kept = yield from through_keeping(run, self.blocks, x, self.features)
+        features = torch.cat(kept, dim=-1).view(squares, -1, self.width)
         return self.select(features)
 
     def rules(self) -> tuple[Rule, ...]:

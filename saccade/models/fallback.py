@@ -83,7 +83,7 @@ class Fallback:
         for grid, own in zip(grids, torch.split(patches, [grid.patches for grid in grids]), strict=True):
             tiles = own.reshape(grid.t, -1, grid.h * side, grid.w * side)
             embeddings.append(self._features(tiles))
-            yield
+            yield 1
         return embeddings
 
     def _features(self, tiles: Tensor) -> Tensor:

@@ -20,10 +20,10 @@ from saccade.kernels.tiles import Tiles
 from saccade.models.attention import packed_attention
 from saccade.models.layers import Activation, Linear, RMSNorm, quick_gelu, silu_and_mul, tanh_gelu
 from saccade.models.pixels import PatchLayout, Picture, PixelPolicy, as_tensor, resize
-from saccade.models.recorded_vision import Recordings
+from saccade.models.recorded_vision import Recordings, packed_cells
 from saccade.models.resample import BITS, Taps, resample
-from saccade.models.vision import Angles, Norm, VisionBlock
-from saccade.models.vision_ops import RunBlock
+from saccade.models.vision import Angles, Norm, Places, VisionBlock
+from saccade.models.vision_ops import Blocks, RunBlocks
 from saccade.types import Grid, Size
 
 Attend = Callable[[Tensor, float], Tensor]
@@ -43,7 +43,7 @@ class FusedVision:
     def __init__(self, attention: str | None = None) -> None:
         """Without a name: the attention that is fastest on this device."""
         self._attention = ATTENTION[attention or _best_attention()]
-        self._recordings = Recordings(lambda angles, tiles: _FusedPass(angles, _over(tiles)), TILE_ROWS)
+        self._recordings = Recordings(lambda angles, tiles: _FusedPass(angles, _over(tiles)), TILE_ROWS, self._launched)
 
     def resize(self, image: Picture, size: Size, resampling: int) -> Tensor:
         if isinstance(image, Tensor):
@@ -56,10 +56,13 @@ class FusedVision:
         shift = [mean / std for mean, std in zip(policy.mean, policy.std, strict=True)]
         return pictures.cut_patches(image, cut, (gain[0], gain[1], gain[2]), (shift[0], shift[1], shift[2]), dtype)
 
-    def begin(self, lengths: Sequence[int], angles: Angles | None, device: torch.device) -> RunBlock:
+    def begin(self, lengths: Sequence[int], places: Places | None, device: torch.device) -> RunBlocks:
         if self._recordings.fit(lengths):
-            return self._recordings.begin(lengths, angles, device)
-        return _FusedPass(angles, self._attention(lengths, device))
+            return self._recordings.begin(lengths, places, device)
+        return self._launched(lengths, places, device)
+
+    def _launched(self, lengths: Sequence[int], places: Places | None, device: torch.device) -> RunBlocks:
+        return _FusedPass(_angles(places), self._attention(lengths, device)).first
 
     def recording(self) -> AbstractContextManager[None]:
         """Small passes that run in it are recorded, and later ones of their sizes replayed."""
@@ -73,6 +76,9 @@ class _FusedPass:
         self._angles = angles
         self._attend = attend
 
+    def first(self, blocks: Blocks, x: Tensor) -> tuple[Tensor, int]:
+        return self(blocks[0], x), 1
+
     def __call__(self, block: VisionBlock, x: Tensor) -> Tensor:
         qkv = block.qkv(_norm(x, block.attention_norm, block.out)).view(len(x), 3, block.heads, -1)
         if self._angles is not None:
@@ -81,6 +87,22 @@ class _FusedPass:
         del qkv  # the MLP is wider than all that came before: it takes this memory over
         wide = block.up(_norm(x, block.mlp_norm, block.down))
         return x.addmm_(_ACTIVATIONS.get(block.act, block.act)(wide), block.down.weight.T)
+
+
+def _angles(places: Places | None) -> Angles | None:
+    if places is not None and places.angles is None:
+        places.angles = _new_angles(places)
+    return places.angles if places else None
+
+
+def _new_angles(places: Places) -> Angles:
+    device, cells = places.per_axis.device, packed_cells(places)
+    if device.type == "cuda":
+        cells = cells.pin_memory().to(device, non_blocking=True)  # sent while the host goes on
+    shape = (len(cells), 4 * places.per_axis.shape[-1])
+    angles = Angles(*(torch.empty(shape, dtype=torch.float32, device=device) for _ in range(2)))
+    vit_steps.turn(cells, places.per_axis, *angles)
+    return angles
 
 
 def _norm(x: Tensor, norm: Norm, following: Linear) -> Tensor:
@@ -129,8 +151,7 @@ def _hopper_over(lengths: Sequence[int], like: Tensor) -> Attend | None:
     if not hopper_vit.suits(lengths, like.shape[3], like.dtype):
         return None
     ring = hopper_vit.choose_ring(lengths, like.shape[2], num_multiprocessors(like.device))
-    tiles = Tiles.of(lengths, ring.rows, like.device)
-    return lambda qkv, scale: hopper_vit.hopper_vit(qkv, tiles, scale, ring)
+    return hopper_vit.HopperVit(Tiles.of(lengths, ring.rows, like.device), ring)
 
 
 def _best_attention() -> str:
@@ -153,8 +174,9 @@ def _try_hopper(device: torch.device) -> None:
     qkv[5, 1] *= 60  # a key of the second tile that queries prefer by hundreds of powers of two
     expected = _by_triton(lengths, device)(qkv, 1.0)
     for ring in hopper_vit.RINGS:
-        found = hopper_vit.hopper_vit(qkv, Tiles.of(lengths, ring.rows, device), 1.0, ring)
-        torch.testing.assert_close(found, expected, atol=0.05, rtol=0.05)
+        attend = hopper_vit.HopperVit(Tiles.of(lengths, ring.rows, device), ring)
+        for _ in range(2):  # the second layer goes another way
+            torch.testing.assert_close(attend(qkv, 1.0), expected, atol=0.05, rtol=0.05)
 
 
 def _by_sdpa(backend: SDPBackend) -> Callable[[Sequence[int], torch.device], Attend]:

@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q [T, heads, d], k [T, kv_heads, d], v [T, kv_heads, d]) -> [T, heads, d]. It keeps k and v for later."""
 
-Encoding = Generator[None, None, list[Tensor]]
-"""Encoding of some pictures: pauses after each layer, returns one [slots, width] tensor per picture.
+Encoding = Generator[int, None, list[Tensor]]
+"""Encoding of some pictures: pauses after each layer or a few, and says how many these were; returns one
+[slots, width] tensor per picture.
 
 The width is the decoder's, or a multiple of it for towers that feed several of its layers (`TextConfig.num_deep`).
 """

@@ -51,7 +51,7 @@ class TileTower:
         self.blocks = [TileBlock(local.within(i), vision, eps, False) for i in range(vision.num_layers - num_global)]
         self.global_blocks = [TileBlock(wide.within(i), vision, eps, True) for i in range(num_global)]
 
-    def encode(self, patches: Tensor, grid: Grid) -> Generator[None, None, Tensor]:
+    def encode(self, patches: Tensor, grid: Grid) -> Generator[int, None, Tensor]:
         """Patches of one picture, row by row over its canvas -> [its own rows, width]; pauses after each layer."""
         rows, columns = grid.h // self.side, grid.w // self.side
         kind, own = self.arrangements.index((rows, columns)) + 1, rows * columns * self.rows
@@ -62,11 +62,11 @@ class TileTower:
             x = block(x, own)
             if index in self.features:
                 kept.append(x[:own].clone())
-            yield
+            yield 1
         x = self.norm_after(x) + self._sort(self.after(kind).expand(-1, self.padded, -1), rows * columns)
         for block in self.global_blocks:
             x = block(x, own)
-            yield
+            yield 1
         deep = torch.stack(kept, dim=-1).flatten(1)  # the features of one channel lie side by side
         return torch.cat((x[:own], deep), dim=1)
 

@@ -15,8 +15,8 @@ from saccade.models.interface import Encoding
 from saccade.models.layers import Parameters, PatchLinear, RMSNorm
 from saccade.models.llava import PROJECTOR_RULES, Projector, decoder_biases
 from saccade.models.pixels import PatchLayout, Picture, pixel_policy
-from saccade.models.vision import VisionBlock, grid_angles, vision_config
-from saccade.models.vision_ops import VisionOps
+from saccade.models.vision import VisionBlock, grid_places, vision_config
+from saccade.models.vision_ops import VisionOps, through_keeping
 from saccade.models.weights import Rule, under
 from saccade.types import Geometry, Grid
 
@@ -88,19 +88,14 @@ class PixtralTower:
             for i in range(max(self.features))
         ]
 
-    def encode(self, patches: Tensor, grids: Sequence[Grid], ops: VisionOps) -> Generator[None, None, Tensor]:
+    def encode(self, patches: Tensor, grids: Sequence[Grid], ops: VisionOps) -> Generator[int, None, Tensor]:
         """[patches, patch_dim] -> features [patches, width]; pauses after each layer."""
-        angles = grid_angles(grids, self.head_dim, self.theta, self.merge, patches.device, takes_turns=True)
-        run = ops.begin([grid.patches for grid in grids], angles, patches.device)
+        places = grid_places(grids, self.head_dim, self.theta, self.merge, patches.device, takes_turns=True)
+        run = ops.begin([grid.patches for grid in grids], places, patches.device)
         x = self.norm(self.patch(patches))
         del patches  # they would stay until the last layer
-        kept = {0: x.clone()} if 0 in self.features else {}
-        for i, block in enumerate(self.blocks, start=1):
-            x = run(block, x)
-            if i in self.features:
-                kept[i] = x if i == len(self.blocks) else x.clone()  # the next block may overwrite it
-            yield
-        return torch.cat([kept[i] for i in self.features], dim=-1)
+        kept = yield from through_keeping(run, self.blocks, x, self.features)
+        return torch.cat(kept, dim=-1)
 
     def rules(self) -> tuple[Rule, ...]:
         unused = (f"transformer.layers.{i}." for i in range(len(self.blocks), self.num_layers))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -15,8 +16,8 @@ from saccade.config import ConfigError, VisionConfig
 from saccade.models.interface import Encoding
 from saccade.models.layers import Parameters, PatchLinear, RMSNorm
 from saccade.models.qwen2_vl import COMMON_TOWER_RULES, EPS, MERGER_RULES, Merger, Qwen2VL, vision_theta
-from saccade.models.vision import VisionBlock, grid_angles, reorder
-from saccade.models.vision_ops import VisionOps
+from saccade.models.vision import VisionBlock, grid_places, reorder
+from saccade.models.vision_ops import VisionOps, through
 from saccade.models.weights import Rule
 from saccade.types import Grid
 
@@ -52,16 +53,17 @@ class Tower:
     def encode(self, patches: Tensor, grids: Sequence[Grid], ops: VisionOps) -> Encoding:
         device = patches.device
         windows = all_windows(grids, self.merge, self.window)
-        order = torch.from_numpy(windows.order).to(device)
-        angles = grid_angles(grids, self.head_dim, self.theta, self.merge, device, order)
+        here = torch.from_numpy(windows.order)
+        order = here.to(device)
+        places = grid_places(grids, self.head_dim, self.theta, self.merge, device, here)
         frames = [grid.h * grid.w for grid in grids for _ in range(grid.t)]
-        inside_windows = ops.begin((windows.tokens * self.merge**2).tolist(), angles, device)
-        inside_frames = ops.begin(frames, angles, device)
+        inside_windows = ops.begin((windows.tokens * self.merge**2).tolist(), places, device)
+        inside_frames = ops.begin(frames, places, device)
         x = reorder(self.patch(patches), order, self.merge)
         del patches  # they would stay until the last layer
-        for index, block in enumerate(self.blocks):
-            x = (inside_frames if index in self.full_layers else inside_windows)(block, x)
-            yield
+        for is_full, layers in groupby(range(len(self.blocks)), self.full_layers.__contains__):
+            run = inside_frames if is_full else inside_windows
+            x = yield from through(run, [self.blocks[layer] for layer in layers], x)
         merged = self.merger(x).index_select(0, order.argsort())
         return list(torch.split(merged, [grid.patches // self.merge**2 for grid in grids]))
 

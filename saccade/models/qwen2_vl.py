@@ -14,8 +14,8 @@ from saccade.models.decoder import Biases, Decoder, OnDecoder, decoder_rules, he
 from saccade.models.interface import Encoding
 from saccade.models.layers import LayerNorm, Linear, Parameters, PatchLinear, RMSNorm
 from saccade.models.pixels import PatchLayout, Picture, pixel_policy
-from saccade.models.vision import VisionBlock, grid_angles, vision_config
-from saccade.models.vision_ops import VisionOps
+from saccade.models.vision import VisionBlock, grid_places, vision_config
+from saccade.models.vision_ops import VisionOps, through
 from saccade.models.weights import Rule, under
 from saccade.types import Geometry, Grid
 
@@ -89,14 +89,12 @@ class Tower:
         self.merger = Merger(params.within("merger"), vision, outputs)
 
     def encode(self, patches: Tensor, grids: Sequence[Grid], ops: VisionOps) -> Encoding:
-        angles = grid_angles(grids, self.head_dim, self.theta, self.merge, patches.device)
+        places = grid_places(grids, self.head_dim, self.theta, self.merge, patches.device)
         lengths = [grid.h * grid.w for grid in grids for _ in range(grid.t)]  # attention stays inside a frame
-        run = ops.begin(lengths, angles, patches.device)
+        run = ops.begin(lengths, places, patches.device)
         x = self.patch(patches)
         del patches  # they would stay until the last layer
-        for block in self.blocks:
-            x = run(block, x)
-            yield
+        x = yield from through(run, self.blocks, x)
         return list(torch.split(self.merger(x), [grid.patches // self.merge**2 for grid in grids]))
 
 

@@ -14,8 +14,8 @@ from saccade.models.decoder import Biases, Decoder
 from saccade.models.interface import Encoding
 from saccade.models.layers import Parameters, PatchLinear
 from saccade.models.qwen2_vl import COMMON_TOWER_RULES, EPS, Merger, Qwen2VL, vision_theta
-from saccade.models.vision import VisionBlock, by_token, grid_angles
-from saccade.models.vision_ops import VisionOps
+from saccade.models.vision import VisionBlock, by_token, grid_places
+from saccade.models.vision_ops import VisionOps, through
 from saccade.models.weights import Rule, under
 from saccade.types import Grid
 
@@ -70,22 +70,21 @@ class Tower:
         ]
 
     def encode(self, patches: Tensor, grids: Sequence[Grid], ops: VisionOps) -> Encoding:
-        angles = grid_angles(grids, self.head_dim, self.theta, self.merge, patches.device)
+        places = grid_places(grids, self.head_dim, self.theta, self.merge, patches.device)
         lengths = [grid.h * grid.w for grid in grids for _ in range(grid.t)]  # attention stays inside a frame
-        run = ops.begin(lengths, angles, patches.device)
+        run = ops.begin(lengths, places, patches.device)
         x = self.patch(patches)
         del patches  # they would stay until the last layer
         self.positions.add_to(x, grids, self.merge)
         slots = [grid.patches // self.merge**2 for grid in grids]
-        embeddings = x.new_empty(0)
-        for index, block in enumerate(self.blocks):
-            x = run(block, x)
-            if index in self.deep_layers:
-                if not len(embeddings):  # not before they are needed
-                    embeddings = self._room(x, sum(slots))
-                place = self.deep_layers.index(index)
-                self._part(embeddings, 1 + place).copy_(self.deep_mergers[place](x))
-            yield
+        embeddings, done = x.new_empty(0), 0
+        for place, layer in enumerate(self.deep_layers):
+            x = yield from through(run, self.blocks[done : layer + 1], x)
+            if not len(embeddings):  # not before they are needed
+                embeddings = self._room(x, sum(slots))
+            self._part(embeddings, 1 + place).copy_(self.deep_mergers[place](x))
+            done = layer + 1
+        x = yield from through(run, self.blocks[done:], x)
         if not self.deep_layers:
             return list(torch.split(self.merger(x), slots))
         self._part(embeddings, 0).copy_(self.merger(x))

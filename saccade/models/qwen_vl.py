@@ -16,7 +16,7 @@ from saccade.models.interface import Encoding
 from saccade.models.layers import LayerNorm, Linear, Parameters, PatchLinear
 from saccade.models.pixels import PatchLayout, Picture, pixel_policy
 from saccade.models.vision import VisionBlock, vision_config
-from saccade.models.vision_ops import VisionOps
+from saccade.models.vision_ops import VisionOps, through
 from saccade.models.weights import Rule, under
 from saccade.types import Geometry, Grid
 
@@ -94,15 +94,12 @@ class Tower:
         blocks = params.within("blocks")
         self.blocks = [_block(blocks.within(i), vision) for i in range(vision.num_layers)]
 
-    def encode(self, patches: Tensor, grids: Sequence[Grid], ops: VisionOps) -> Generator[None, None, Tensor]:
+    def encode(self, patches: Tensor, grids: Sequence[Grid], ops: VisionOps) -> Generator[int, None, Tensor]:
         """Packed patches -> [patches, hidden]; pauses after each layer."""
         run = ops.begin([grid.patches for grid in grids], None, patches.device)
         x = self.norm(self.patch(patches).add_(_on_grids(self.places, grids)))
         del patches
-        for block in self.blocks:
-            x = run(block, x)
-            yield
-        return x
+        return (yield from through(run, self.blocks, x))
 
 
 def _block(params: Parameters, vision: VisionConfig) -> VisionBlock:

@@ -1,12 +1,13 @@
 """Blocks of a vision tower as recorded launches: for passes that the device runs faster than a host launches them.
 
-A recording reads what lies where it lay then. A pass copies its own there before its first block:
+A recording is of a few blocks over so many patches, and reads what lies where it lay then. A pass copies its own there
+before its first block:
 
     x [most patches, hidden]   | the pass ....... | rows of nobody: computed, never read |
-    cos, sin                   | the pass ....... | ..                                   |
-    starts, index              | its pictures, then empty ones | its tiles, then some that do nothing |
+    numbers, in one copy       | where its pictures begin, then empty ones | its tiles, some that do nothing | cells |
+    cos, sin                   made of the cells where they lie
 
-Passes may take turns, block by block. Nobody else may hold what a block returns when the next pass begins.
+Passes may take turns at every pause. Nobody else may hold what a block returns when the next pass begins.
 """
 
 from __future__ import annotations
@@ -14,21 +15,30 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from saccade.kernels.tiles import Tiles
-from saccade.models.vision import Angles, VisionBlock
-from saccade.models.vision_ops import RunBlock
+from saccade.kernels import vit_steps
+from saccade.kernels.tiles import Tiles, tile_numbers
+from saccade.models.vision import Angles, Places, VisionBlock
+from saccade.models.vision_ops import Blocks, RunBlocks
 
 SIZES = tuple(range(128, 2049, 128))  # patches; matrix products work in tiles of 128 rows anyway
 PICTURES = 32  # of a pass, or windows
+TOGETHER = 4  # blocks of a recording: a pause behind each would cost a graph and a launch, and is as short as a decode
 
-Make = Callable[[Angles | None, Tiles], RunBlock]
-"""A pass of single launches."""
+Make = Callable[[Angles | None, Tiles], Callable[[VisionBlock, Tensor], Tensor]]
+"""Single launches, over what lies in a fixed place."""
+Begin = Callable[[Sequence[int], Places | None, torch.device], RunBlocks]
 Replay = Callable[[], object]
+
+
+class _Recorded(NamedTuple):
+    blocks: int  # how many
+    replay: Replay
 
 
 @dataclass(eq=False)
@@ -37,39 +47,53 @@ class _Fixed:
 
     x: Tensor
     angles: Angles | None
-    starts: Tensor
-    index: Tensor
+    numbers: Tensor  # int32: starts, index, cells
+    rows: int  # of a tile
 
     @classmethod
     @torch.inference_mode(False)  # tensors that everybody may write, in whatever mode
-    def like(cls, x: Tensor, angles: Angles | None, rows: int) -> _Fixed:
-        def most(tensor: Tensor) -> Tensor:
-            return torch.zeros(SIZES[-1], *tensor.shape[1:], dtype=tensor.dtype, device=x.device)
+    def like(cls, x: Tensor, places: Places | None, rows: int) -> _Fixed:
+        def most(columns: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(SIZES[-1], columns, dtype=dtype, device=x.device)
 
-        numbers = torch.zeros(PICTURES + 1 + 2 * num_tiles(SIZES[-1], rows), dtype=torch.int32, device=x.device)
-        fixed = Angles(most(angles.cos), most(angles.sin)) if angles else None
-        return cls(most(x), fixed, numbers[: PICTURES + 1], numbers[PICTURES + 1 :].view(-1, 2))
+        numbers = torch.zeros(_cells_at(rows) + SIZES[-1], dtype=torch.int32, device=x.device)
+        dim = 4 * places.per_axis.shape[-1] if places else 0
+        angles = Angles(most(dim, torch.float32), most(dim, torch.float32)) if places else None
+        return cls(most(x.shape[1], x.dtype), angles, numbers, rows)
 
-    def takes(self, x: Tensor, angles: Angles | None) -> bool:
-        is_like = (angles is None) == (self.angles is None)
+    def takes(self, x: Tensor, places: Places | None) -> bool:
+        is_like = (places is None) == (self.angles is None)
         return is_like and self.x.shape[1] == x.shape[1] and self.x.dtype == x.dtype
+
+    def tiles(self, size: int) -> Tiles:
+        starts, rest = self.numbers[: PICTURES + 1], self.numbers[PICTURES + 1 :]
+        return Tiles(starts, rest[: 2 * num_tiles(size, self.rows)].view(-1, 2), self.rows)
+
+    def angles_for(self, size: int) -> Angles | None:
+        return Angles(*(part[:size] for part in self.angles)) if self.angles else None
+
+    def turn(self, places: Places) -> None:
+        patches, at = len(places.cells), _cells_at(self.rows)
+        angles = self.angles_for(patches)
+        assert angles is not None
+        vit_steps.turn(self.numbers[at : at + patches], places.per_axis, *angles)
 
 
 class Recordings:
-    """Of every block, for every size. They are made while `recording`; whatever has none is launched as ever."""
+    """Of all blocks, for every size. They are made while `recording`; whatever has none is launched as ever."""
 
-    def __init__(self, make: Make, rows: int) -> None:
+    def __init__(self, make: Make, rows: int, launched: Begin) -> None:
         self.make = make
+        self.launched = launched
         self.rows = rows  # of a tile
         self._fixed: _Fixed | None = None
-        self._replays: dict[tuple[int, VisionBlock], Replay] = {}
+        self._recorded: dict[tuple[int, VisionBlock], _Recorded] = {}  # by size and first block
         self._is_recording = False
-        self._stream: torch.cuda.Stream | None = None  # one for all: libraries keep working memory per stream
         self._pool: Any = None
-        self._holder: _RecordedPass | None = None  # whose angles and tiles are in place
+        self._holder: _RecordedPass | None = None  # whose numbers are in place
 
     def fit(self, lengths: Sequence[int]) -> bool:
-        if not self._replays and not self._is_recording:
+        if not self._recorded and not self._is_recording:
             return False
         return len(lengths) <= PICTURES and sum(lengths) <= SIZES[-1]
 
@@ -81,66 +105,86 @@ class Recordings:
         finally:
             self._is_recording, self._holder = False, None
 
-    def begin(self, lengths: Sequence[int], angles: Angles | None, device: torch.device) -> RunBlock:
-        return _RecordedPass(self, lengths, angles, device)
+    def begin(self, lengths: Sequence[int], places: Places | None, device: torch.device) -> RunBlocks:
+        return _RecordedPass(self, lengths, places, device)
 
-    def replay(self, of: _RecordedPass, block: VisionBlock, x: Tensor) -> Tensor | None:
-        """None: there is no recording of this block."""
+    def replay(self, of: _RecordedPass, blocks: Blocks, x: Tensor) -> tuple[Tensor, int] | None:
+        """None: there is no recording that begins with these blocks."""
         if self._is_recording and self._fixed is None:
-            self._fixed = _Fixed.like(x, of.angles, self.rows)
-        fixed, key = self._fixed, (of.size, block)
-        if fixed is None or not fixed.takes(x, of.angles):
+            self._fixed = _Fixed.like(x, of.places, self.rows)
+        fixed, key = self._fixed, (of.size, blocks[0])
+        if fixed is None or not fixed.takes(x, of.places):
             return None
-        if key not in self._replays and not self._is_recording:
+        if key not in self._recorded and not self._is_recording:
             return None
         self._put_in_place(fixed, of, x)
-        if key not in self._replays:
-            self._replays[key] = self._record(fixed, of.size, block)
-        self._replays[key]()
-        return fixed.x[: len(x)]
+        if key not in self._recorded:
+            self._recorded[key] = self._record(fixed, of.size, blocks[:TOGETHER])
+        recorded = self._recorded[key]
+        recorded.replay()
+        return fixed.x[: len(x)], recorded.blocks
 
     def _put_in_place(self, fixed: _Fixed, of: _RecordedPass, x: Tensor) -> None:
         if x.data_ptr() != fixed.x.data_ptr():
             fixed.x[: len(x)] = x
-        if self._holder is of:
+        before, self._holder = self._holder, of
+        if before is of:
             return
-        self._holder = of
-        fixed.starts.copy_(of.tiles.starts)
-        fixed.index[: len(of.tiles.index)] = of.tiles.index
-        if fixed.angles is not None and of.angles is not None:
-            fixed.angles.cos[: len(x)] = of.angles.cos
-            fixed.angles.sin[: len(x)] = of.angles.sin
+        fixed.numbers[: len(of.numbers)].copy_(of.numbers, non_blocking=True)
+        if of.places is not None and (before is None or before.places is not of.places):
+            fixed.turn(of.places)
 
-    def _record(self, fixed: _Fixed, size: int, block: VisionBlock) -> Replay:
-        angles = Angles(*(part[:size] for part in fixed.angles)) if fixed.angles else None
-        run = self.make(angles, Tiles(fixed.starts, fixed.index[: num_tiles(size, self.rows)], self.rows))
-        x = fixed.x[:size]
-        run(block, x)  # compiles the kernels
+    def _record(self, fixed: _Fixed, size: int, blocks: Blocks) -> _Recorded:
+        run, x = self.make(fixed.angles_for(size), fixed.tiles(size)), fixed.x[:size]
+
+        def run_all() -> None:
+            for block in blocks:
+                run(block, x)
+
+        run_all()  # compiles the kernels
         if x.device.type != "cuda":
-            return lambda: run(block, x)
+            return _Recorded(len(blocks), run_all)
         self._pool = self._pool or torch.cuda.graph_pool_handle()
-        self._stream = self._stream or torch.cuda.Stream(x.device)  # type: ignore[no-untyped-call]
-        return _captured(lambda: run(block, x), self._pool, self._stream)
+        return _Recorded(len(blocks), _captured(run_all, self._pool, x.device))
 
 
 class _RecordedPass:
     def __init__(
-        self, recordings: Recordings, lengths: Sequence[int], angles: Angles | None, device: torch.device
+        self, recordings: Recordings, lengths: Sequence[int], places: Places | None, device: torch.device
     ) -> None:
         self.size = next(size for size in SIZES if size >= sum(lengths))
-        self.angles = angles
-        capacity = num_tiles(self.size, recordings.rows)
-        empty = [0] * (PICTURES - len(lengths))
-        self.tiles = Tiles.of([*lengths, *empty], recordings.rows, device, capacity=capacity)
+        self.places = places
+        self.numbers = _numbers([*lengths, *[0] * (PICTURES - len(lengths))], self.size, recordings.rows, places)
+        if device.type == "cuda":
+            self.numbers = self.numbers.pin_memory()
         self._recordings = recordings
-        self._plain: RunBlock | None = None
+        self._launched: RunBlocks | None = None
+        self._begin = partial(recordings.launched, lengths, places, device)
 
-    def __call__(self, block: VisionBlock, x: Tensor) -> Tensor:
-        found = self._recordings.replay(self, block, x)
+    def __call__(self, blocks: Blocks, x: Tensor) -> tuple[Tensor, int]:
+        found = self._recordings.replay(self, blocks, x)
         if found is not None:
             return found
-        self._plain = self._plain or self._recordings.make(self.angles, self.tiles)
-        return self._plain(block, x)
+        self._launched = self._launched or self._begin()
+        return self._launched(blocks, x)
+
+
+def _numbers(lengths: Sequence[int], size: int, rows: int, places: Places | None) -> Tensor:
+    """Laid out as `_Fixed.numbers`, on the host."""
+    tiles = _tile_part(tuple(lengths), rows, num_tiles(size, rows), _cells_at(rows))
+    return tiles if places is None else torch.cat((tiles, packed_cells(places)))
+
+
+@lru_cache(maxsize=64)  # pictures of one camera have one grid
+def _tile_part(lengths: tuple[int, ...], rows: int, capacity: int, total: int) -> Tensor:
+    starts, index = tile_numbers(lengths, rows, capacity=capacity)
+    numbers = [*starts, *index]
+    return torch.tensor(numbers + [0] * (total - len(numbers)), dtype=torch.int32)
+
+
+def packed_cells(places: Places) -> Tensor:
+    """As `vit_steps.turn` reads them: int32 [T], on the host."""
+    return places.cells.view(torch.int32).flatten()
 
 
 def num_tiles(size: int, rows: int) -> int:
@@ -148,8 +192,18 @@ def num_tiles(size: int, rows: int) -> int:
     return size // rows + PICTURES
 
 
-def _captured(run: Callable[[], object], pool: Any, stream: torch.cuda.Stream) -> Replay:
-    """Without the collection of garbage that `torch.cuda.graph` begins with: there are hundreds to record."""
+def _cells_at(rows: int) -> int:
+    """Where the cells begin in the numbers of a pass."""
+    return PICTURES + 1 + 2 * num_tiles(SIZES[-1], rows)
+
+
+def _captured(run: Callable[[], object], pool: Any, device: torch.device) -> Replay:
+    """Without the collection of garbage that `torch.cuda.graph` begins with: there are a hundred to record.
+
+    On its stream all the same: libraries keep working memory for each stream.
+    """
+    stream = torch.cuda.graph.default_capture_stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    torch.cuda.graph.default_capture_stream = stream
     graph = torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

@@ -10,7 +10,7 @@ from saccade.config import VisionConfig
 from saccade.models.clip import image_size
 from saccade.models.layers import LayerNorm, Parameters, PatchLinear
 from saccade.models.vision import VisionBlock
-from saccade.models.vision_ops import VisionOps
+from saccade.models.vision_ops import VisionOps, through
 from saccade.models.weights import Rule
 
 _EPS = 1e-6
@@ -31,14 +31,12 @@ class TimmSiglip:
         ]
         self.norm = LayerNorm(params.within("norm"), self.width, _EPS)
 
-    def encode(self, patches: Tensor, squares: int, ops: VisionOps) -> Generator[None, None, Tensor]:
+    def encode(self, patches: Tensor, squares: int, ops: VisionOps) -> Generator[int, None, Tensor]:
         """Patches of so many squares -> [squares, patches of one, width]; pauses after each layer."""
         run = ops.begin([self.side**2] * squares, None, patches.device)
         x = self.patch(patches).view(squares, self.side**2, -1).add_(self.positions).flatten(0, 1)
         del patches
-        for block in self.blocks:
-            x = run(block, x)
-            yield
+        x = yield from through(run, self.blocks, x)
         return self.norm(x).view(squares, self.side**2, -1)
 
 

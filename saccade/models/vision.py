@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -30,6 +31,15 @@ class Angles(NamedTuple):
 
     cos: Tensor  # float32 [T, d]
     sin: Tensor
+
+
+@dataclass(eq=False)
+class Places:
+    """Where packed patches stand, and what that turns."""
+
+    cells: Tensor  # int16 [T, 2]: row and column of each, on the host
+    per_axis: Tensor  # float32, on the device: frequencies of both axes [d / 4], or of each [2, d / 4]
+    angles: Angles | None = None  # what became of them, for the next pass over the same
 
 
 _ALIGNED = 8  # values of two bytes that are read at once; fast products want rows that are a multiple long
@@ -79,7 +89,7 @@ class VisionBlock:
         return self.out(mixed.flatten(1))
 
 
-def grid_angles(
+def grid_places(
     grids: Sequence[Grid],
     head_dim: int,
     theta: float,
@@ -88,18 +98,20 @@ def grid_angles(
     order: Tensor | None = None,
     *,
     takes_turns: bool = False,
-) -> Angles:
+) -> Places:
     """Half of each head turns with a patch's row, half with its column. `order`: of the tokens, if not their own.
 
     Both axes have the same frequencies, or (`takes_turns`) those of a whole head by turns, rows first.
     """
-    places = torch.cat([_places(grid, merge) for grid in grids])  # [T, 2]
-    if device.type == "cuda":  # counted on the host, where small steps are quick, and sent while it goes on
-        places = places.pin_memory().to(device, non_blocking=True)
+    cells = torch.cat([_cells(grid, merge) for grid in grids])
     if order is not None:
-        places = reorder(places, order, merge)
-    per_axis = _per_axis(head_dim, theta, takes_turns, device)
-    return Angles(*cos_sin((places[..., None] * per_axis).flatten(1), torch.float32))
+        cells = reorder(cells, order, merge)
+    return Places(cells, _per_axis(head_dim, theta, takes_turns, device))
+
+
+def angles_of(places: Places) -> Angles:
+    cells = places.cells.to(places.per_axis.device)
+    return Angles(*cos_sin((cells[..., None] * places.per_axis).flatten(1), torch.float32))
 
 
 @lru_cache(maxsize=8)
@@ -123,7 +135,7 @@ def by_token(cells: Tensor, merge: int) -> Tensor:
 
 
 @lru_cache(maxsize=64)  # pictures of one camera have one grid
-def _places(grid: Grid, merge: int) -> Tensor:
+def _cells(grid: Grid, merge: int) -> Tensor:
     """Row and column of each patch of a picture, in the order of `pixels.patchify`: int16 [patches, 2]."""
     rows, columns = torch.meshgrid(
         torch.arange(grid.h, dtype=torch.int16), torch.arange(grid.w, dtype=torch.int16), indexing="ij"

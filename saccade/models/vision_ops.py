@@ -5,7 +5,7 @@ This is the CPU's way and the reference for others: `fused_vision` has the same 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Protocol
 
 import torch
@@ -13,11 +13,15 @@ from torch import Tensor
 
 from saccade.models.pixels import PatchLayout, Picture, PixelPolicy, as_tensor, normalise, patchify, resize
 from saccade.models.resample import resample, weigh_axis
-from saccade.models.vision import Angles, VisionBlock
+from saccade.models.vision import Places, VisionBlock, angles_of
 from saccade.types import Grid, Size
 
-RunBlock = Callable[[VisionBlock, Tensor], Tensor]
-"""(block, x [T, hidden]) -> [T, hidden]. It may overwrite x."""
+Blocks = Sequence[VisionBlock]
+RunBlocks = Callable[[Blocks, Tensor], tuple[Tensor, int]]
+"""(blocks, x [T, hidden]) -> [T, hidden] behind the first of them, or the first few, and how many these were.
+
+It may overwrite x.
+"""
 
 
 class VisionOps(Protocol):
@@ -27,7 +31,7 @@ class VisionOps(Protocol):
     def cut(self, image: Tensor, grid: Grid, layout: PatchLayout, policy: PixelPolicy, dtype: torch.dtype) -> Tensor:
         """uint8 [H, W, 3] -> normalised patches [patches, patch_dim]"""
 
-    def begin(self, lengths: Sequence[int], angles: Angles | None, device: torch.device) -> RunBlock:
+    def begin(self, lengths: Sequence[int], places: Places | None, device: torch.device) -> RunBlocks:
         """A pass over packed pictures with these numbers of patches: what its blocks are run with."""
 
 
@@ -41,5 +45,28 @@ class TorchVision:
     def cut(self, image: Tensor, grid: Grid, layout: PatchLayout, policy: PixelPolicy, dtype: torch.dtype) -> Tensor:
         return normalise(patchify(image, grid, *layout), policy, dtype)
 
-    def begin(self, lengths: Sequence[int], angles: Angles | None, device: torch.device) -> RunBlock:
-        return lambda block, x: block(x, lengths, angles)
+    def begin(self, lengths: Sequence[int], places: Places | None, device: torch.device) -> RunBlocks:
+        angles = angles_of(places) if places else None
+        return lambda blocks, x: (blocks[0](x, lengths, angles), 1)
+
+
+def through(run: RunBlocks, blocks: Blocks, x: Tensor) -> Generator[int, None, Tensor]:
+    """All blocks, one after another; pauses wherever a device can, and says how many layers that were."""
+    done = 0
+    while done < len(blocks):
+        x, count = run(blocks[done:], x)
+        done += count
+        yield count
+    return x
+
+
+def through_keeping(
+    run: RunBlocks, blocks: Blocks, x: Tensor, depths: Sequence[int]
+) -> Generator[int, None, list[Tensor]]:
+    """The same up to the deepest of `depths`: what x is behind so many blocks, for each of them."""
+    kept, done = {}, 0
+    for depth in sorted(set(depths)):
+        x = yield from through(run, blocks[done:depth], x)
+        kept[depth] = x.clone() if depth < max(depths) else x  # the next block may overwrite it
+        done = depth
+    return [kept[depth] for depth in depths]

@@ -86,7 +86,7 @@ class _Pass:
     items: list[MediaItem]
     decode_ms: list[float]
     kept: list[Kept | None]
-    layers: Generator[None, None, list[Tensor]]
+    layers: Generator[int, None, list[Tensor]]
     watch: Watch
 
 
@@ -145,10 +145,10 @@ class LocalEncoder:
             if self._current is None and not self._begin_pass(is_sliced=layers is not None):
                 return
             taken = self._run_layers(layers)
-            if layers is not None:
-                layers -= taken
-            if self._current is None:
-                self._start_decoding(self._queue.values())
+            if self._current is not None:
+                return
+            layers = layers if layers is None else layers - taken
+            self._start_decoding(self._queue.values())
 
     def poll(self) -> Encoded:
         done, self._done = self._done, Encoded.nothing()
@@ -263,7 +263,7 @@ class LocalEncoder:
         decode_ms, kept = [prepared.decode_ms for _, prepared in batch], [prepared.kept for _, prepared in batch]
         return _Pass(items, decode_ms, kept, layers, watch)
 
-    def _encoding(self, parts: list[Tensor], geometries: list[Geometry]) -> Generator[None, None, list[Tensor]]:
+    def _encoding(self, parts: list[Tensor], geometries: list[Geometry]) -> Generator[int, None, list[Tensor]]:
         """Packing is part of the work that may run out of memory, so it happens in the first layer's turn."""
         use_on_current_stream(parts)
         packed = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -276,15 +276,18 @@ class LocalEncoder:
         return features
 
     def _run_layers(self, limit: int | None) -> int:
-        """Advance the current pass by up to `limit` layers, to its end if it is near; how many it took."""
-        current, taken = self._current, 0
+        """Advance the current pass by about `limit` layers, to its end if it is near; how many it took.
+
+        Where a tower runs several at a time, the limit is met as closely as these allow.
+        """
+        current, taken, last = self._current, 0, 1
         assert current is not None
         failure, embeddings = None, None
         try:
             with current.watch.lap():
-                while embeddings is None and (limit is None or taken < limit):
-                    taken += 1
-                    embeddings = _next_layer(current.layers)
+                while embeddings is None and (limit is None or limit - taken > last // 2):
+                    last, embeddings = _next_layers(current.layers)
+                    taken += last
         except (RuntimeError, MemoryError) as error:  # out of memory is a RuntimeError on accelerators
             if _is_of_the_device(error):
                 raise
@@ -332,13 +335,12 @@ class LocalEncoder:
         self._done.errors[item.key] = error
 
 
-def _next_layer(layers: Generator[None, None, list[Tensor]]) -> list[Tensor] | None:
-    """Run one more layer; the embeddings once there are none left."""
+def _next_layers(layers: Generator[int, None, list[Tensor]]) -> tuple[int, list[Tensor] | None]:
+    """Run one more layer, or a few: how many; and the embeddings once there are none left."""
     try:
-        next(layers)
+        return next(layers), None
     except StopIteration as stop:
-        return list(stop.value)
-    return None
+        return 1, list(stop.value)
 
 
 def _is_of_the_device(error: Exception) -> bool:

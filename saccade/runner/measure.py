@@ -69,7 +69,7 @@ def _layer_times(model: VisionLanguageModel, largest: Grid) -> Iterator[tuple[in
 
 def _encode(model: VisionLanguageModel, grid: Grid) -> int:
     """The number of layers that ran."""
-    return sum(1 for _ in model.encode(_blank(model, grid), [grid]))
+    return sum(model.encode(_blank(model, grid), [grid]))
 
 
 def _blank(model: VisionLanguageModel, grid: Grid) -> Tensor:

@@ -25,6 +25,7 @@ _EMBEDDING_CACHE_GIB = 0.5
 _KEPT_STATES = (8, 32)  # fewest and most states of recurrent layers that are kept behind beginnings of prompts
 _LOOKED_AT = 8  # pictures that the cache holds at least, where answers look at them to their end
 _LIBRARY_BYTES = 32 << 20  # that cuBLAS works in, for each stream it is called on
+_SEGMENT_BYTES = 20 << 20  # that the allocator takes for graphs at a time, so about as much stays unused
 _SPARE_BYTES = 1 << 30  # of a GPU: the driver's share of graphs and kernels, workspaces of libraries, rounding
 
 
@@ -175,7 +176,7 @@ def _graph_bytes(options: Options, model: ModelConfig, dtype: str) -> int:
     logits = places * text.vocab_size * costs.dtype_bytes(dtype)
     length = options.max_model_len or text.max_position
     tables = 2 * places * costs.blocks_for(length, options.block_size) * 4
-    prompts = largest * _prompt_bytes_per_token(model, dtype) + _LIBRARY_BYTES
+    prompts = largest * _prompt_bytes_per_token(model, dtype) + _LIBRARY_BYTES + _SEGMENT_BYTES
     return prompts + logits + tables + _tower_graph_bytes(model, dtype)
 
 
@@ -190,7 +191,8 @@ def _tower_graph_bytes(model: ModelConfig, dtype: str) -> int:
         return 0
     from saccade.models.recorded_vision import SIZES
 
-    return SIZES[-1] * costs.encode_bytes_per_patch(model.vision, model.text, dtype) + _LIBRARY_BYTES
+    per_patch = costs.encode_bytes_per_patch(model.vision, model.text, dtype)
+    return SIZES[-1] * per_patch + _LIBRARY_BYTES + _SEGMENT_BYTES
 
 
 def _why_states(options: Options, model: ModelConfig, parts: MemoryParts) -> tuple[str, ...]:
