@@ -71,6 +71,7 @@ LAZY_ALLOWED = {
     "saccade/runner/towers.py",
     "saccade/models/fused_vision.py",  # Gluon, where the GPU is a Hopper
     "saccade/kernels/prompt_attention.py",
+    "saccade/kernels/act_linear.py",
     "saccade/runner/decode.py",  # simplejpeg, where a machine has it
 }
 

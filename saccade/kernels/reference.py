@@ -5,6 +5,8 @@ Those of attention are in `models.attention`: `reference_attention` and `referen
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -32,6 +34,19 @@ def head_norm(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, heads: int, eps: 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.float().chunk(2, dim=-1)
     return (F.silu(gate) * up).to(gate_up.dtype)
+
+
+def act_linear(x: Tensor, weight: Tensor, bias: Tensor | None, act: str) -> Tensor:
+    """Added up and activated in float32, rounded once."""
+    wide = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
+    return _ACTS[act](wide).to(x.dtype)
+
+
+_ACTS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "tanh_gelu": lambda x: F.gelu(x, approximate="tanh"),
+    "silu_and_mul": silu_and_mul,
+}
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

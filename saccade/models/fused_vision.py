@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from saccade.kernels import pictures, vit_steps
+from saccade.kernels.act_linear import act_linear
 from saccade.kernels.packed_vit import TILE_ROWS, packed_vit
 from saccade.kernels.paged_decode import num_multiprocessors
 from saccade.kernels.tiles import Tiles
@@ -29,11 +30,12 @@ from saccade.types import Grid, Size
 Attend = Callable[[Tensor, float], Tensor]
 """(turned q, k, v [T, 3, heads, d], scale) -> [T, heads, d]"""
 
-_ACTIVATIONS: Mapping[Activation, Activation] = {
-    quick_gelu: vit_steps.quick_gelu,
-    silu_and_mul: vit_steps.silu_and_mul,
-    tanh_gelu: vit_steps.tanh_gelu,
+_ACTIVATIONS: Mapping[Activation, tuple[str, Activation]] = {
+    quick_gelu: ("quick_gelu", vit_steps.quick_gelu),
+    silu_and_mul: ("silu_and_mul", vit_steps.silu_and_mul),
+    tanh_gelu: ("tanh_gelu", vit_steps.tanh_gelu),
 }
+"""Kernels: the name that `act_linear` has for them, and by themselves."""
 
 
 _log = logging.getLogger(__name__)
@@ -85,8 +87,18 @@ class _FusedPass:
             vit_steps.rotate_pairs(qkv, *self._angles)
         x.addmm_(self._attend(qkv, block.scale).flatten(1), block.out.weight.T)
         del qkv  # the MLP is wider than all that came before: it takes this memory over
-        wide = block.up(_norm(x, block.mlp_norm, block.down))
-        return x.addmm_(_ACTIVATIONS.get(block.act, block.act)(wide), block.down.weight.T)
+        return x.addmm_(self._widen(x, block), block.down.weight.T)
+
+    def _widen(self, x: Tensor, block: VisionBlock) -> Tensor:
+        """Product and activation: one launch where the device has a kernel for both, else two."""
+        normed = _norm(x, block.mlp_norm, block.down)
+        name, act = _ACTIVATIONS.get(block.act, (None, block.act))
+        wide = act_linear(normed, block.up.weight, block.up.bias, name) if name else None
+        if wide is None:
+            wide = block.up(normed)
+            del normed  # before an activation that needs as much room again
+            wide = act(wide)
+        return wide
 
 
 def _angles(places: Places | None) -> Angles | None:

@@ -1,7 +1,8 @@
 """The matrix products of a decoder's layers on a CUDA device, and the small steps between them. Knows no attention.
 
     few rows     four launches a layer: norms, gate and residuals are inside the products
-    many rows    the products are cuBLAS's or ours; a norm has its own launch and adds the residual on the way
+    many rows    the products are cuBLAS's or ours; a norm has its own launch and adds the residual on the way; so has
+                 the gate, unless the product has a kernel that ends with it
 
 Which is which depends on shapes alone, so it is decided once for each CUDA graph.
 """
@@ -12,6 +13,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from saccade.kernels.act_linear import act_linear
 from saccade.kernels.fused_norm import add_rms_norm, silu_and_mul
 from saccade.kernels.skinny_linear import (
     MAX_NORMED_ROWS,
@@ -124,7 +126,7 @@ class _ManyRows:
 
     def qkv(self, x: Stream, layer: DecoderLayer) -> tuple[Tensor, Stream]:
         normed, x = self._norm(x, layer.attention_norm)
-        return self._linear(normed, layer.qkv, self._room_for(normed, layer.qkv)), x
+        return self._linear(normed, layer.qkv, self._room_for(normed, len(layer.qkv.weight))), x
 
     def out(self, mixed: Tensor, x: Stream, layer: DecoderLayer) -> Stream:
         return Stream(x.rows, self._linear(mixed, layer.out))
@@ -148,14 +150,17 @@ class _ManyRows:
     def _linear(self, rows: Tensor, linear: Linear, out: Tensor | None = None) -> Tensor:
         return skinny_linear(rows, linear.weight, linear.bias, workspace=self.workspace, out=out)
 
-    def _room_for(self, rows: Tensor, linear: Linear) -> Tensor | None:
-        outputs = len(linear.weight)
+    def _room_for(self, rows: Tensor, outputs: int) -> Tensor | None:
         return None if self.room is None else self.room[: len(rows) * outputs].view(len(rows), outputs)
 
     def _gated(self, rows: Tensor, layer: DecoderLayer) -> Tensor:
         """silu(gate) * up: [T, wide]."""
         config = _gated_config(layer, len(rows))
-        if config is None:
-            room = self._room_for(rows, layer.gate_up)
-            return silu_and_mul(self._linear(rows, layer.gate_up, room), over_gate=room is not None)
-        return gated_linear(rows, layer.gate_up.weight, config=config)
+        if config is not None:
+            return gated_linear(rows, layer.gate_up.weight, config=config)
+        weight, bias = layer.gate_up.weight, layer.gate_up.bias
+        found = act_linear(rows, weight, bias, "silu_and_mul", self._room_for(rows, len(weight) // 2))
+        if found is not None:
+            return found
+        room = self._room_for(rows, len(weight))
+        return silu_and_mul(self._linear(rows, layer.gate_up, room), over_gate=room is not None)
