@@ -72,6 +72,7 @@ LAZY_ALLOWED = {
     "saccade/models/fused_vision.py",  # Gluon, where the GPU is a Hopper
     "saccade/kernels/prompt_attention.py",
     "saccade/kernels/act_linear.py",
+    "saccade/models/products.py",  # Gluon, too
     "saccade/runner/decode.py",  # simplejpeg, where a machine has it
 }
 

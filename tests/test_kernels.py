@@ -121,6 +121,13 @@ def test_decode_equals_the_reference_however_keys_are_split(splits: int) -> None
     assert_close(paged.decode(q, splits), paged.expected(q, [1] * 5))
 
 
+def test_decode_reads_many_tiles_of_one_split() -> None:
+    paged = Paged.of([200, 1, 65, 64], kv_heads=1, dim=64, dtype=torch.float32)
+    q = random(4, 4, 64)
+    launch = Launch(rows=16, keys=16, warps=4, stages=3)
+    assert_close(paged.decode(q, 1, launch), paged.expected(q, [1] * 4))
+
+
 @pytest.mark.parametrize("dim", [64, 80, 96, 128])
 def test_decode_takes_every_head_size(dim: int) -> None:
     paged = Paged.of([30, 7], kv_heads=1, dim=dim, dtype=torch.float32)
@@ -411,7 +418,7 @@ def test_a_decode_step_begins_with_embeddings_angles_and_tables() -> None:
     tokens, positions, rows = ints([4, -1, 0]), ints([0, 700, 31]), ints([2, 0, 1])
     embedding, frequencies = random(9, 40, dtype=torch.bfloat16), random(8).abs()
     tables = torch.arange(3 * 600, dtype=torch.int32, device=DEVICE).view(3, 600)
-    latest, slots, contexts = ints([8, 7, 7], torch.int64), ints([-1, -1, 9000 * BLOCK]), ints([1, 1, 3 * BLOCK + 1])
+    latest, slots, contexts = ints([8, 7, 7], torch.int64), ints([-1, -1, 9000 * BLOCK]), ints([1, 600 * BLOCK, 49])
     numbers = StepNumbers(tokens, positions, slots, contexts, rows)
     expected = tables.clone()
     expected[1, 3] = 9000  # the block of the new token's slot
@@ -419,6 +426,7 @@ def test_a_decode_step_begins_with_embeddings_angles_and_tables() -> None:
     cos, sin = cos_sin(positions[:, None].float() * frequencies, torch.bfloat16)
     assert torch.equal(found.embeds, embedding[[4, 8, 0]])
     assert torch.equal(tables, expected)
-    assert torch.equal(found.tables, expected[[2, 0, 1]])
+    for row, blocks, of in ((0, 1, 2), (1, 600, 0), (2, 4, 1)):  # as many as the context has
+        assert torch.equal(found.tables[row, :blocks], expected[of, :blocks])
     assert_close(found.cos, cos)
     assert_close(found.sin, sin)

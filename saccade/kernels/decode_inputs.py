@@ -112,8 +112,9 @@ def _inputs_kernel(
     tl.store(sin + place, (-across).to(kind), mask=half < HALF)
     tl.store(sin + place + HALF, across.to(kind), mask=half < HALF)
     table, slot = block_tables + own_row * blocks, tl.load(slots + row)
-    entry = tl.where(slot >= 0, (tl.load(contexts + row) - 1) // BLOCK_SIZE, -1)  # where the slot's block belongs
-    for first in range(0, blocks, 512):
+    context = tl.load(contexts + row)
+    entry = tl.where(slot >= 0, (context - 1) // BLOCK_SIZE, -1)  # where the slot's block belongs
+    for first in range(0, tl.cdiv(context, BLOCK_SIZE), 512):  # nobody reads what lies beyond
         some = first + tl.arange(0, 512)
         own_blocks = tl.load(table + some, mask=some < blocks)
         own_blocks = tl.where(some == entry, slot // BLOCK_SIZE, own_blocks)

@@ -4,6 +4,8 @@ add_rms_norm: grid (T,), program t         silu_and_mul: grid (T, columns)
 x        [T, hidden]  row t ─┐             gate_up [T, 2 wide]   | gate ........ | up .......... |
 residual [T, hidden]  row t ─┴► sum ──►            program (t, c)      columns c       columns c
 written: sum, and sum / rms(sum) * weight  written [T, wide]     | silu(gate) * up |
+
+What a product left in parts [splits, T, hidden] is added up on the way, always in the same order.
 """
 
 from __future__ import annotations
@@ -17,17 +19,19 @@ from saccade.kernels.early import is_early, overlap, wait_for_turn
 from saccade.kernels.tiles import power_of_two
 
 _COLUMNS = 1024  # of a program of `silu_and_mul`
+_PART_COLUMNS = 128  # of a warp that adds up parts
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x and residual [T, hidden] -> their sum normed, and the sum: the next residual."""
-    assert x.is_contiguous() and residual.is_contiguous()
-    rows, hidden = x.shape
-    normed, total = torch.empty_like(x), torch.empty_like(x)
+    """x, or parts of it, and residual [T, hidden] -> their sum normed, and the sum: the next residual."""
+    assert x.is_contiguous() and residual.is_contiguous() and x.shape[-2:] == residual.shape
+    rows, hidden = residual.shape
+    normed, total = torch.empty_like(residual), torch.empty_like(residual)
     columns, early = power_of_two(hidden), is_early(x)
     _norm_kernel[(rows,)](
-        x, residual, weight, normed, total, eps,
-        HIDDEN=hidden, COLUMNS=columns, EARLY=early, num_warps=min(max(columns // 512, 1), 16), **overlap(early),
+        x, residual, weight, normed, total, eps, rows * hidden,
+        HIDDEN=hidden, COLUMNS=columns, PARTS=x.numel() // residual.numel(), EARLY=early,
+        num_warps=min(max(columns // (512 if x.dim() == 2 else _PART_COLUMNS), 1), 16), **overlap(early),
     )  # fmt: skip
     return normed, total
 
@@ -50,7 +54,7 @@ def silu_and_mul(gate_up: Tensor, *, over_gate: bool = False) -> Tensor:
 @triton.jit
 def _norm_kernel(
     x: tl.tensor, residual: tl.tensor, weight: tl.tensor, normed: tl.tensor, total: tl.tensor, eps: tl.tensor,
-    HIDDEN: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr,
+    part: tl.tensor, HIDDEN: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
     columns = tl.arange(0, COLUMNS)
     inside = columns < HIDDEN
@@ -59,6 +63,8 @@ def _norm_kernel(
     by = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     wait_for_turn(EARLY)
     here = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+    for i in tl.static_range(1, PARTS):
+        here += tl.load(x + i * part + place, mask=inside, other=0.0).to(tl.float32)
     before = tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
     added = (here + before).to(kind)  # the norm sees the residual as the next layer will
     tl.store(total + place, added, mask=inside)

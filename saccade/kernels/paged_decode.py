@@ -16,7 +16,7 @@ depends on shapes alone and a CUDA graph may hold it. Query heads that share a k
 
 The new token's query and key come as they were projected and are turned here. Its key and value go to the cache and,
 without the way through it, into split 0. All else in the cache is older than this step, so where latency counts, a
-program loads its first tile while the projection still runs.
+program loads its first tile while the projection still runs. A projection in parts is added up here.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def num_multiprocessors(device: torch.device) -> int:
 class NewTokens(NamedTuple):
     """One token of each request, as projected."""
 
-    qkv: Tensor  # [requests, heads + 2 kv_heads, d], contiguous
+    qkv: Tensor  # [requests, heads + 2 kv_heads, d], contiguous; or parts of it, float32 [splits, ...]
     cos: Tensor  # [requests, d], contiguous
     sin: Tensor  # the same; carries the sign of its half
     slots: Tensor  # int32 [requests]: where key and value go; -1: nowhere
@@ -101,37 +101,40 @@ def paged_decode(
     launch: Launch | None = None,
 ) -> Tensor:
     """[requests, heads, d]. The grid depends on shapes alone: batch size, and the longest context the tables hold."""
-    (requests, all_heads, dim), kv_heads = new.qkv.shape, k_cache.shape[1]
+    (requests, all_heads, dim), kv_heads = new.qkv.shape[-3:], k_cache.shape[1]
     heads = all_heads - 2 * kv_heads
     if splits is None:
         splits = choose_splits(
             requests, kv_heads, block_tables.shape[1] * block_size, num_multiprocessors(k_cache.device)
         )
-    launch, early = launch or launch_for(new.qkv, splits, kv_heads), is_early(k_cache)
+    launch, early = launch or launch_for(k_cache, requests, splits), is_early(k_cache)
+    whole = requests * all_heads * dim
     assert k_cache.is_contiguous() and v_cache.is_contiguous() and new.qkv.is_contiguous()
     _check_room(workspace, requests, heads, kv_heads, dim, splits)
-    out = torch.empty((requests, heads, dim), dtype=new.qkv.dtype, device=k_cache.device)
+    out = torch.empty((requests, heads, dim), dtype=k_cache.dtype, device=k_cache.device)
     _decode_kernel[(kv_heads, splits, requests)](
         *new, k_cache, v_cache, block_tables, context_lens, out, *workspace, scale * LOG2_E,
-        block_tables.stride(0),
+        block_tables.stride(0), whole,
         BLOCK_SIZE=block_size, HEADS=kv_heads, GROUP=heads // kv_heads, DIM=dim, SPLITS=splits,
         ROWS=power_of_two(heads // kv_heads, least=launch.rows), PADDED_DIM=power_of_two(dim, least=16),
-        KEYS=launch.keys, PRECISION=precision_of(new.qkv),
+        KEYS=launch.keys, PRECISION=precision_of(k_cache), PARTS=new.qkv.numel() // whole,
         AT_ONCE=min(splits, _SPLITS_AT_ONCE), PEELED=splits >= _MANY_SPLITS, EARLY=early,
         num_warps=launch.warps, num_stages=launch.stages, maxnreg=launch.registers, **overlap(early),
     )  # fmt: skip
     return out
 
 
-def launch_for(q: Tensor, splits: int, kv_heads: int) -> Launch:
+def launch_for(cache: Tensor, requests: int, splits: int) -> Launch:
     """16 rows are the least a matrix instruction takes; the group's heads seldom fill them, but reading is the work."""
-    if q.element_size() == 4:
+    if cache.element_size() == 4:
         return Launch(rows=16, keys=32, warps=4, stages=1)
-    if splits >= _MANY_SPLITS and len(q) * kv_heads * splits > _PROGRAMS_PER_SM * num_multiprocessors(q.device):
-        return Launch(rows=16, keys=64, warps=2, stages=4)  # several share a multiprocessor
+    programs = requests * cache.shape[1] * splits
+    if splits >= _MANY_SPLITS and programs > _PROGRAMS_PER_SM * num_multiprocessors(cache.device):
+        return Launch(rows=16, keys=64, warps=4, stages=2)  # several share a multiprocessor
     if splits >= _MANY_SPLITS:  # most have one tile, which is loaded already: nothing is left to have in flight
         return Launch(rows=16, keys=128, warps=4, stages=1)
-    return Launch(rows=16, keys=128, warps=8, stages=2)
+    # Two programs to a multiprocessor: were there room for three, some multiprocessors would have none.
+    return Launch(rows=16, keys=64, warps=8, stages=3) if splits == 1 else Launch(rows=16, keys=64, warps=4, stages=4)
 
 
 def _check_room(workspace: DecodeWorkspace, requests: int, heads: int, kv_heads: int, dim: int, splits: int) -> None:
@@ -149,10 +152,10 @@ def _decode_kernel(
     qkv: tl.tensor, cos: tl.tensor, sin: tl.tensor, slots: tl.tensor,
     k_cache: tl.tensor, v_cache: tl.tensor, block_tables: tl.tensor, context_lens: tl.tensor,
     out: tl.tensor, mixed: tl.tensor, maxima: tl.tensor, sums: tl.tensor, counters: tl.tensor,
-    scale: tl.tensor, table_row: tl.tensor,
+    scale: tl.tensor, table_row: tl.tensor, part: tl.tensor,
     BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr,
     ROWS: tl.constexpr, PADDED_DIM: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
-    AT_ONCE: tl.constexpr, PEELED: tl.constexpr, EARLY: tl.constexpr,
+    PARTS: tl.constexpr, AT_ONCE: tl.constexpr, PEELED: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
     head, split, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     context = tl.load(context_lens + request)
@@ -171,10 +174,13 @@ def _decode_kernel(
     inside = (rows < GROUP)[:, None] & (dims < DIM)[None, :]
     own = qkv + request.to(tl.int64) * ((GROUP + 2) * HEADS * DIM)
     cos, sin = cos + request * DIM, sin + request * DIM
-    queries = _turned(own + (head * GROUP + rows)[:, None] * DIM, cos, sin, dims[None, :], inside, DIM)
+    kind = out.dtype.element_ty
+    first_query = own + (head * GROUP + rows)[:, None] * DIM
+    queries = _turned(first_query, cos, sin, dims[None, :], inside, part, kind, DIM, PARTS)
     new_dims = tl.where((split == 0) & (context > 0), DIM, 0)  # this program's share of the new token
-    new_key = _turned(own + (GROUP * HEADS + head) * DIM, cos, sin, dims, dims < new_dims, DIM)
-    new_value = tl.load(own + ((GROUP + 1) * HEADS + head) * DIM + dims, mask=dims < new_dims, other=0.0)
+    is_new = dims < new_dims
+    new_key = _turned(own + (GROUP * HEADS + head) * DIM, cos, sin, dims, is_new, part, kind, DIM, PARTS)
+    new_value = _projected(own + ((GROUP + 1) * HEADS + head) * DIM + dims, is_new, part, kind, PARTS)
     _store(keys, values, tl.load(slots + request), new_key, new_value, new_dims, HEADS * DIM)
     largest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -183,8 +189,13 @@ def _decode_kernel(
         if start < end:
             acc, largest, total = _attend(queries, k, v, start, end, scale, acc, largest, total, KEYS, PRECISION)
         start += KEYS
+    known = start + tl.arange(0, KEYS) < end
+    places = slots_of(table, start + tl.arange(0, KEYS), known, BLOCK_SIZE)
     for first in range(start, end, KEYS):
-        k, v = _load_tile(keys, values, table, first, end, BLOCK_SIZE, HEADS * DIM, DIM, PADDED_DIM, KEYS)
+        k, v = _load_slots(keys, values, places, known, HEADS * DIM, DIM, PADDED_DIM)
+        # Where the next tile lies is looked up a tile ahead: the compiler can then have copies of several in flight.
+        known = first + KEYS + tl.arange(0, KEYS) < end
+        places = slots_of(table, first + KEYS + tl.arange(0, KEYS), known, BLOCK_SIZE)
         acc, largest, total = _attend(queries, k, v, first, end, scale, acc, largest, total, KEYS, PRECISION)
     if new_dims > 0:
         acc, largest, total = _add_one(queries, new_key, new_value, scale, acc, largest, total)
@@ -200,16 +211,22 @@ def _load_tile(
     keys: tl.tensor, values: tl.tensor, table: tl.tensor, first: tl.tensor, end: tl.tensor,
     BLOCK_SIZE: tl.constexpr, SLOT: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr, KEYS: tl.constexpr,
 ) -> tl.tuple:  # fmt: skip
-    """Cached keys from `first` on and their values, both [KEYS, PADDED_DIM].
+    """Cached keys from `first` on and their values, both [KEYS, PADDED_DIM]."""
+    places = first + tl.arange(0, KEYS)
+    slots = slots_of(table, places, places < end, BLOCK_SIZE)
+    return _load_slots(keys, values, slots, places < end, SLOT, DIM, PADDED_DIM)
 
-    What lies beyond the context is not read at all: it may be another request's, or not a number.
-    """
-    places, dims = first + tl.arange(0, KEYS), tl.arange(0, PADDED_DIM)[None, :]
-    known = places < end
-    slots = slots_of(table, places, known, BLOCK_SIZE)[:, None] * SLOT
-    readable = known[:, None] & (dims < DIM)
-    k = tl.load(keys + slots + dims, mask=readable, other=0.0)
-    return k, tl.load(values + slots + dims, mask=readable, other=0.0)
+
+@triton.jit
+def _load_slots(
+    keys: tl.tensor, values: tl.tensor, slots: tl.tensor, known: tl.tensor,
+    SLOT: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
+) -> tl.tuple:  # fmt: skip
+    """What lies beyond the context is not read at all: it may be another request's, or not a number."""
+    dims = tl.arange(0, PADDED_DIM)[None, :]
+    place, readable = slots[:, None] * SLOT + dims, known[:, None] & (dims < DIM)
+    k = tl.load(keys + place, mask=readable, other=0.0)
+    return k, tl.load(values + place, mask=readable, other=0.0)
 
 
 @triton.jit
@@ -227,14 +244,26 @@ def _attend(
 
 @triton.jit
 def _turned(
-    rows: tl.tensor, cos: tl.tensor, sin: tl.tensor, dims: tl.tensor, inside: tl.tensor, DIM: tl.constexpr
-) -> tl.tensor:
+    rows: tl.tensor, cos: tl.tensor, sin: tl.tensor, dims: tl.tensor, inside: tl.tensor, part: tl.tensor,
+    kind: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """Rows at these pointers, dimensions i and i + d / 2 of each turned as a pair."""
     along = tl.load(cos + dims, mask=dims < DIM, other=0.0).to(tl.float32)
     across = tl.load(sin + dims, mask=dims < DIM, other=0.0).to(tl.float32)
-    one = tl.load(rows + dims, mask=inside, other=0.0)
-    other = tl.load(rows + (dims + DIM // 2) % DIM, mask=inside, other=0.0)
+    one = _projected(rows + dims, inside, part, kind, PARTS)
+    other = _projected(rows + (dims + DIM // 2) % DIM, inside, part, kind, PARTS)
     return (one.to(tl.float32) * along + other.to(tl.float32) * across).to(one.dtype)
+
+
+@triton.jit
+def _projected(
+    place: tl.tensor, inside: tl.tensor, part: tl.tensor, kind: tl.constexpr, PARTS: tl.constexpr
+) -> tl.tensor:
+    """What was projected to these pointers, and so many elements further for each part."""
+    found = tl.load(place, mask=inside, other=0.0)
+    for i in tl.static_range(1, PARTS):
+        found += tl.load(place + i * part, mask=inside, other=0.0)
+    return found.to(kind)
 
 
 @triton.jit

@@ -6,10 +6,14 @@ Those of attention are in `models.attention`: `reference_attention` and `referen
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from saccade.kernels.hopper_stream import Ring
 
 
 def rotary_and_store(
@@ -21,14 +25,28 @@ def rotary_and_store(
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    total = x + residual
-    return F.rms_norm(total.float(), weight.shape, weight.float(), eps).to(x.dtype), total
+    total = (x.sum(0) if x.dim() == 3 else x).to(residual.dtype) + residual
+    return F.rms_norm(total.float(), weight.shape, weight.float(), eps).to(total.dtype), total
 
 
 def head_norm(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, heads: int, eps: float) -> None:
     kv_heads = (qkv.shape[1] - heads) // 2
     for weight, part in ((q_weight, qkv[:, :heads]), (k_weight, qkv[:, heads : heads + kv_heads])):
         part.copy_(F.rms_norm(part.float(), weight.shape, weight.float(), eps))
+
+
+def linear_parts(x: Tensor, weight: Tensor, bias: Tensor | None, ring: Ring) -> Tensor:
+    """A part for each split, some of which may have no columns."""
+    columns = zip(*(matrix.float().tensor_split(ring.splits, dim=1) for matrix in (x, weight)), strict=True)
+    parts = torch.stack([F.linear(some, those) for some, those in columns])
+    if bias is not None:
+        parts[0] += bias.float()
+    return parts
+
+
+def gated_stream(x: Tensor, gate_up_weight: Tensor, ring: Ring) -> Tensor:
+    assert ring.splits == 1
+    return silu_and_mul(F.linear(x.float(), gate_up_weight.float())).to(x.dtype)
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from saccade.kernels.tiles import power_of_two
 
 MAX_ROWS = 32  # that `choose` has launches for
 MAX_NORMED_ROWS = 16  # beyond, norming x again in every program costs more than a launch of its own
-_MAX_ELEMENTS = 32 << 20  # of a weight that several rows are multiplied with
+MAX_ELEMENTS = 32 << 20  # of a weight that several rows are multiplied with
 _MANY_OUTPUTS = 1 << 16
 _PROGRAMS = 132  # that a launch should have at least: one for each multiprocessor of an H100 or H200
 _MAX_PROGRAMS = 2 * _PROGRAMS  # of a launch with splits; the workspace has room for these
@@ -132,7 +132,7 @@ def choose(m: int, n: int, k: int, dtype: torch.dtype, *, gated: bool = False) -
         return None
     if m == 1:
         return _choose_vector(n, k, gated)
-    if n * k * (2 if gated else 1) > _MAX_ELEMENTS:
+    if n * k * (2 if gated else 1) > MAX_ELEMENTS:
         return None
     return _choose_few(n, k, gated) if m <= MAX_NORMED_ROWS else _choose_tiles(n, k, gated)
 

@@ -19,6 +19,8 @@ from saccade.models.products import Products, Stream, new_workspace, products_fo
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(the projection of new tokens [T, heads + 2 kv_heads, d], a layer's cached keys, its values) -> [T, heads, d]
 
+With products that were told so, the projection may come in parts [splits, T, ...] that add up to it.
+
 It turns queries and keys by their positions and stores the new keys and values.
 """
 
@@ -30,8 +32,8 @@ class FusedDecoder:
         self.kv = kv
         self._workspace = new_workspace(decoder)
 
-    def products(self, rows: int) -> Products:
-        return products_for(self.decoder, rows, self._workspace)
+    def products(self, rows: int, *, in_parts: bool = False) -> Products:
+        return products_for(self.decoder, rows, self._workspace, in_parts=in_parts)
 
     def forward(self, embeds: Tensor, attend: Attend, products: Products) -> Stream:
         """[T, H], or wider rows as `Decoder.parts` reads them -> the stream behind the last layer."""
@@ -41,13 +43,13 @@ class FusedDecoder:
             x = self._attended(x, index, attend, products)  # what attention took is free before the MLP begins
             x = products.mlp(x, layer)
             if index < len(deep):
-                (x.rows if x.added is None else x.added).add_(deep[index])
+                (x.rows if x.added is None else x.added.view(-1, *x.rows.shape)[0]).add_(deep[index])
         return x
 
     def _attended(self, x: Stream, index: int, attend: Attend, products: Products) -> Stream:
         layer = self.decoder.layers[index]
         qkv, x = products.qkv(x, layer)
-        projected = _norm_heads(qkv.view(len(qkv), -1, layer.head_dim), layer)
+        projected = _norm_heads(qkv.view(*qkv.shape[:-1], -1, layer.head_dim), layer)
         mixed = attend(projected, self.kv.k[index], self.kv.v[index])
         return products.out(mixed.flatten(1), x, layer)
 

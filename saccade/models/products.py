@@ -3,19 +3,25 @@
     few rows     four launches a layer: norms, gate and residuals are inside the products
     many rows    the products are cuBLAS's or ours; a norm has its own launch and adds the residual on the way; so has
                  the gate, unless the product has a kernel that ends with it
+    streamed     the same on Hopper GPUs: products that start early and leave their sums to whoever reads them
 
 Which is which depends on shapes alone, so it is decided once for each CUDA graph.
 """
 
 from __future__ import annotations
 
+import logging
+from functools import lru_cache
 from typing import NamedTuple, Protocol
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from saccade.kernels.act_linear import act_linear
 from saccade.kernels.fused_norm import add_rms_norm, silu_and_mul
 from saccade.kernels.skinny_linear import (
+    MAX_ELEMENTS,
     MAX_NORMED_ROWS,
     MAX_ROWS,
     Config,
@@ -29,6 +35,7 @@ from saccade.kernels.skinny_linear import (
 from saccade.models.decoder import Decoder, DecoderLayer
 from saccade.models.layers import Linear, RMSNorm
 
+_log = logging.getLogger(__name__)
 _ROOM_ROWS = 512  # from here on memory counts; decoding has fewer
 
 
@@ -36,12 +43,15 @@ class Stream(NamedTuple):
     """The residual stream between two products."""
 
     rows: Tensor  # [T, H]
-    added: Tensor | None = None  # [T, H]: still to be added, by the norm that comes next
+    added: Tensor | None = None  # [T, H], or parts [splits, T, H]: still to be added, by the norm that comes next
 
 
 class Products(Protocol):
     def qkv(self, x: Stream, layer: DecoderLayer) -> tuple[Tensor, Stream]:
-        """Queries, keys and values [T, (heads + 2 kv_heads) * d] of the normed stream, and the stream."""
+        """Queries, keys and values [T, (heads + 2 kv_heads) * d] of the normed stream, and the stream.
+
+        If parts are welcome, they may come as parts [splits, T, ...].
+        """
         ...
 
     def out(self, mixed: Tensor, x: Stream, layer: DecoderLayer) -> Stream:
@@ -59,10 +69,43 @@ class Products(Protocol):
         ...
 
 
-def products_for(decoder: Decoder, rows: int, workspace: SplitWorkspace) -> Products:
-    """Few rows are those whose widest product is ours."""
-    is_few = rows <= MAX_NORMED_ROWS and _gated_config(decoder.layers[0], rows) is not None
+def products_for(decoder: Decoder, rows: int, workspace: SplitWorkspace, *, in_parts: bool = False) -> Products:
+    """Few rows are those whose widest product is ours. `in_parts` says that queries, keys and values may come so."""
+    layer = decoder.layers[0]
+    if rows > 1 and rows <= _most_streamed_rows(layer) and can_stream(decoder.table.device):
+        return _Streamed(workspace, in_parts and layer.qk_norms is None)
+    is_few = rows <= MAX_NORMED_ROWS and _gated_config(layer, rows) is not None
     return _FewRows(workspace) if is_few else _ManyRows(workspace, _new_room(decoder, rows))
+
+
+def _most_streamed_rows(layer: DecoderLayer) -> int:
+    """cuBLAS shares its reads of many rows better; that counts where weights are large."""
+    return 128 if layer.gate_up.weight.numel() <= MAX_ELEMENTS else 32
+
+
+@lru_cache
+def can_stream(device: torch.device) -> bool:
+    """Whether it is a Hopper GPU whose Triton compiles those products, and they are right."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return False
+    try:
+        _try_streaming(device)
+    except Exception as error:  # this Triton may lack what they are written with: slower is better than not at all
+        _log.warning("decoding goes without the Hopper products (%s: %s)", type(error).__name__, error)
+        return False
+    return True
+
+
+def _try_streaming(device: torch.device) -> None:
+    from saccade.kernels.hopper_stream import Ring, gated_stream, linear_parts  # experimental: only if used
+
+    x, weight = (torch.randn(rows, 256, device=device, dtype=torch.bfloat16) / 8 for rows in (20, 128))
+    expected = F.linear(x.float(), weight.float())
+    found = linear_parts(x, weight, None, Ring(2, 2)).sum(0)
+    torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
+    gate, up = expected.chunk(2, dim=-1)
+    found = gated_stream(x, weight, Ring(3)).float()
+    torch.testing.assert_close(found, F.silu(gate) * up, atol=0.02, rtol=0.02)
 
 
 def new_workspace(decoder: Decoder) -> SplitWorkspace:
@@ -129,11 +172,11 @@ class _ManyRows:
         return self._linear(normed, layer.qkv, self._room_for(normed, len(layer.qkv.weight))), x
 
     def out(self, mixed: Tensor, x: Stream, layer: DecoderLayer) -> Stream:
-        return Stream(x.rows, self._linear(mixed, layer.out))
+        return Stream(x.rows, self._added(mixed, layer.out))
 
     def mlp(self, x: Stream, layer: DecoderLayer) -> Stream:
         normed, x = self._norm(x, layer.mlp_norm)
-        return Stream(x.rows, self._linear(self._gated(normed, layer), layer.down))
+        return Stream(x.rows, self._added(self._gated(normed, layer), layer.down))
 
     def normed(self, x: Stream, decoder: Decoder) -> Tensor:
         return self._norm(x, decoder.norm)[0]
@@ -153,6 +196,10 @@ class _ManyRows:
     def _room_for(self, rows: Tensor, outputs: int) -> Tensor | None:
         return None if self.room is None else self.room[: len(rows) * outputs].view(len(rows), outputs)
 
+    def _added(self, rows: Tensor, linear: Linear) -> Tensor:
+        """What a norm is to add to the stream."""
+        return self._linear(rows, linear)
+
     def _gated(self, rows: Tensor, layer: DecoderLayer) -> Tensor:
         """silu(gate) * up: [T, wide]."""
         config = _gated_config(layer, len(rows))
@@ -164,3 +211,29 @@ class _ManyRows:
             return found
         room = self._room_for(rows, len(weight))
         return silu_and_mul(self._linear(rows, layer.gate_up, room), over_gate=room is not None)
+
+
+class _Streamed(_ManyRows):
+    def __init__(self, workspace: SplitWorkspace, in_parts: bool) -> None:
+        super().__init__(workspace, None)
+        self.in_parts = in_parts
+
+    def qkv(self, x: Stream, layer: DecoderLayer) -> tuple[Tensor, Stream]:
+        normed, x = self._norm(x, layer.attention_norm)
+        return self._added(normed, layer.qkv) if self.in_parts else self._linear(normed, layer.qkv), x
+
+    def _added(self, rows: Tensor, linear: Linear) -> Tensor:
+        from saccade.kernels.hopper_stream import choose_parts, linear_parts, suits
+
+        outputs, inputs = linear.weight.shape
+        if not suits(len(rows), outputs, inputs, rows.dtype):
+            return self._linear(rows, linear)
+        return linear_parts(rows, linear.weight, linear.bias, choose_parts(len(rows), outputs, inputs))
+
+    def _gated(self, rows: Tensor, layer: DecoderLayer) -> Tensor:
+        from saccade.kernels.hopper_stream import choose_gated, gated_stream, suits
+
+        weight = layer.gate_up.weight
+        if layer.gate_up.bias is not None or not suits(len(rows), len(weight) // 2, weight.shape[1], weight.dtype):
+            return super()._gated(rows, layer)
+        return gated_stream(rows, weight, choose_gated(len(rows)))

@@ -82,7 +82,7 @@ class DecodePass:
 
     def _forward(self, size: int) -> None:
         numbers, tables = StepNumbers(*self._numbers[: 5 * size].view(5, size)), self.tables
-        decoder, products = self.decoder.decoder, self.decoder.products(size)
+        decoder, products = self.decoder.decoder, self.decoder.products(size, in_parts=True)
         inputs = decode_inputs(
             numbers, tables.latest, decoder.table, decoder.rotary.frequencies, tables.blocks, self.block_size
         )

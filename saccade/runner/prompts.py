@@ -234,7 +234,7 @@ class PromptPass:
             return self._attention(q, keys, values, tables, contexts, tiles, self.decoder.scale)
 
         x = self.decoder.forward(embeds, attend, products)
-        added = x.added if x.added is None else x.added.index_select(0, last)
+        added = x.added if x.added is None else x.added.index_select(-2, last)
         ends = Stream(x.rows.index_select(0, last), added)
         return _Last(products.normed(ends, self.decoder.decoder), lines)
 
