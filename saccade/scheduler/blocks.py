@@ -69,6 +69,7 @@ class Chain:
 class _Label(NamedTuple):
     """What can be found in a block."""
 
+    block: int
     before: bytes  # digest of the block before it
     digest: bytes
     records: bytes
@@ -83,8 +84,8 @@ class BlockPool:
         self._enable_caching = enable_caching
         self._users = [0] * num_blocks
         self._labels: list[_Label | None] = [None] * num_blocks  # of findable blocks
-        self._by_digest: dict[bytes, int] = {}
-        self._behind: dict[bytes, int] = {}  # by the digest of a block: the one published last of those that follow it
+        self._by_digest: dict[bytes, _Label] = {}
+        self._behind: dict[bytes, _Label] = {}  # by digest of a block: of those that follow it, the one published last
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack
         self._idle: OrderedDict[int, None] = OrderedDict()  # the longest unused first
         self._queries = self._hits = self._evictions = 0
@@ -110,23 +111,15 @@ class BlockPool:
         before = chain.digest(first - 1)
         for index in range(first, (num_tokens - 1) // self.block_size):
             records = chain.records(index)
-            label = self._label_behind(before)
+            label = self._behind.get(before)
             if label is None or label.records != records:  # it is not the one that came last: ask by hash
-                label = self._label_of(chain.digest(index))
+                label = self._by_digest.get(chain.digest(index))
                 if label is None or label.records != records:
                     break
             before = label.digest
             chain.know(index, before)
-            found.append(self._by_digest[before])
+            found.append(label.block)
         return found
-
-    def _label_behind(self, digest: bytes) -> _Label | None:
-        block = self._behind.get(digest)
-        return None if block is None else self._labels[block]
-
-    def _label_of(self, digest: bytes) -> _Label | None:
-        block = self._by_digest.get(digest)
-        return None if block is None else self._labels[block]
 
     def covers(self, chain: Chain, end: int, num_tokens: int) -> bool:
         """Whether a request of `num_tokens` would probably find all positions before `end`. Looks at one block only."""
@@ -150,8 +143,8 @@ class BlockPool:
         for index, block in enumerate(blocks, first):
             digest, records = chain.content(index)
             if digest not in self._by_digest:  # the first of two equal blocks stays the one that is found
-                self._by_digest[digest] = self._behind[before] = block
-                self._labels[block] = _Label(before, digest, records)
+                label = _Label(block, before, digest, records)
+                self._by_digest[digest] = self._behind[before] = self._labels[block] = label
             before = digest
 
     def uncache(self, block: int) -> None:
@@ -160,7 +153,7 @@ class BlockPool:
         if label is None:
             return
         del self._by_digest[label.digest]
-        if self._behind.get(label.before) == block:
+        if self._behind.get(label.before) is label:
             del self._behind[label.before]
         self._labels[block] = None
         if block in self._idle:
@@ -233,9 +226,9 @@ class BlockPool:
         assert not (free & idle or free & used or idle & used), "a block is in two states"
         assert len(free) + len(idle) + len(used) == self.num_blocks, "a block is lost"
         assert min(self._users, default=0) >= 0, "a block has fewer than no users"
-        labelled = {block: label.digest for block, label in enumerate(self._labels) if label is not None}
-        assert labelled == {block: digest for digest, block in self._by_digest.items()}, "labels and index disagree"
-        behind = [(self._labels[block], before) for before, block in self._behind.items()]
-        assert all(label and label.before == before for label, before in behind), "a block follows what it does not"
+        labelled = {block: label for block, label in enumerate(self._labels) if label is not None}
+        assert labelled == {label.block: label for label in self._by_digest.values()}, "labels and index disagree"
+        assert all(self._by_digest.get(label.digest) is label for label in self._behind.values()), "a label is stale"
+        assert all(label.before == before for before, label in self._behind.items()), "a block follows what it does not"
         assert idle <= labelled.keys(), "an idle block cannot be found"
         assert not free & labelled.keys(), "a free block can be found"
