@@ -252,3 +252,30 @@ def test_after_a_flush_the_device_has_the_blocks_of_every_open_request() -> None
             tables.flush()
             found = {name: tables.blocks[tables.row(name), : len(blocks)].tolist() for name, blocks in held.items()}
             assert found == held
+
+
+def decoding(llm: LLM) -> int:
+    """Pictures that are being decoded, or were and wait for the tower."""
+    return len(llm.engine.core.runner.encoder._decoding)
+
+
+def test_a_picture_is_decoded_from_the_moment_its_request_is_added(
+    qwen2_vl_folder: Path, photo: Callable[..., Image.Image]
+) -> None:
+    llm, given = overlapped(qwen2_vl_folder), prompts(photo, QWEN2_VL)
+    for number, prompt in enumerate(given):
+        llm.engine.add_request(str(number), prompt, FEW)
+    assert decoding(llm) == 2
+
+
+@pytest.mark.parametrize("encoder_cache_gb", [None, 0.0])
+def test_a_picture_whose_embeddings_or_blocks_are_at_hand_is_not_decoded_when_it_comes_again(
+    qwen2_vl_folder: Path, photo: Callable[..., Image.Image], encoder_cache_gb: float | None
+) -> None:
+    """Without a cache of embeddings its blocks are all that is left of it."""
+    text = f"{QWEN2_VL} What is it? A longer text, so that the block with the end of the picture is a full one."
+    given = {"prompt": text, "multi_modal_data": {"image": photo(seed=1)}}
+    llm = overlapped(qwen2_vl_folder, encoder_cache_gb=encoder_cache_gb)
+    answers(llm, [given], FEW)
+    llm.engine.add_request("again", given, FEW)
+    assert decoding(llm) == 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from PIL import Image
 from saccade import LLM, SamplingParams
 from saccade.engine.core import EngineCore
 from saccade.engine.overlap import OverlappedCore
-from saccade.types import StepPlan, StepResult, TokenEvent
+from saccade.types import MediaItem, StepPlan, StepResult, TokenEvent
 from tests.scheduling import EOS, FakeRunner, Picture, make_config, make_request
 from tests.test_overlap import GREEDY, OPTIONS, QWEN2_VL, overlapped
 from tests.test_scheduler_ahead import PACE
@@ -24,6 +24,9 @@ class Launching(FakeRunner):
     def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
         result = self.execute(plan)
         return lambda: result
+
+    def expect(self, items: Sequence[MediaItem]) -> None:
+        """Nothing is decoded here."""
 
     def execute(self, plan: StepPlan) -> StepResult:
         if self.is_dead:

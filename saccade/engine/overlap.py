@@ -17,18 +17,21 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from saccade.engine.core import EngineCore, StepRunner
 from saccade.housekeeping import settle
-from saccade.types import Request, StepPlan, StepResult, TokenEvent
+from saccade.types import MediaItem, Request, StepPlan, StepResult, TokenEvent
 
 _TURN = 5e-5  # seconds; Python's own 5 ms are several steps
 
 
 class LaunchingRunner(StepRunner, Protocol):
     def launch(self, plan: StepPlan) -> Callable[[], StepResult]: ...
+
+    def expect(self, items: Sequence[MediaItem]) -> None:
+        """Pictures that steps to come will want: they are decoded beside whatever the host and the device do."""
 
 
 class _Launched(NamedTuple):
@@ -82,6 +85,8 @@ class OverlappedCore(EngineCore):
         if any(work.request_id == request.request_id for launched in self._launched for work in launched.plan.works):
             self._settle()
         super().add(request)
+        if missing := self.scheduler.missing(request.request_id):
+            self.runner.expect(missing)
 
     def abort(self, request_id: str) -> TokenEvent | None:
         """Waits for what is under way: what it computed for the request must be known before its blocks are free.

@@ -62,6 +62,8 @@ class Encoder(Protocol):
 
     def submit(self, items: Sequence[MediaItem]) -> None: ...
 
+    def expect(self, items: Sequence[MediaItem]) -> None: ...
+
     def prefetch(self, items: Sequence[MediaItem]) -> None: ...
 
     def advance(self, layers: int | None, *, may_wait: bool = True) -> None: ...
@@ -124,6 +126,10 @@ class LocalEncoder:
             assert item.key not in self._queue, "a key is submitted once until it is polled"
             self._queue[item.key] = item
         self._start_decoding(self._queue.values())
+
+    def expect(self, items: Sequence[MediaItem]) -> None:
+        """Begin to decode what came just now, behind all earlier guesses. What is not submitted, `prefetch` forgets."""
+        self._start_decoding(items)
 
     def prefetch(self, items: Sequence[MediaItem]) -> None:
         """Begin to decode what will probably be submitted soon; forget earlier guesses that were not."""

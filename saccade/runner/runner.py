@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, cast
 
@@ -24,7 +24,19 @@ from saccade.runner.looking import reading, seen_by
 from saccade.runner.measure import largest_within, seconds_per_layer
 from saccade.runner.recurrent import RecurrentStates
 from saccade.runner.sampler import sample
-from saccade.types import Admission, Grid, Key, Prompt, Request, RequestError, Sample, StepPlan, StepResult, Work
+from saccade.types import (
+    Admission,
+    Grid,
+    Key,
+    MediaItem,
+    Prompt,
+    Request,
+    RequestError,
+    Sample,
+    StepPlan,
+    StepResult,
+    Work,
+)
 
 Collect = Callable[[], StepResult]
 """Waits until a step is done."""
@@ -69,6 +81,11 @@ class Runner:
 
     def execute(self, plan: StepPlan) -> StepResult:
         return self.launch(plan)()
+
+    def expect(self, items: Sequence[MediaItem]) -> None:
+        """Begin to decode pictures of a request that has just come, as far as there is room."""
+        if self.encoder:
+            self.encoder.expect(items)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Collect:

@@ -6,9 +6,10 @@ from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Many
 
 from saccade.scheduler.blocks import BlockPool
+from saccade.scheduler.encoder_cache import EncoderCache
 from saccade.scheduler.gate import Gate
 from saccade.scheduler.sequence import Sequence
-from saccade.types import Work
+from saccade.types import MediaItem, Work
 
 
 def arrival(seq: Sequence) -> int:
@@ -26,6 +27,15 @@ def spans_ahead(candidates: Iterable[Sequence], pool: BlockPool) -> Iterator[tup
         for index in range(seq.next_span, len(seq.spans)):
             if seq.is_running or not pool.covers(seq.chain, seq.spans[index].needed_to, seq.num_tokens):
                 yield seq, index
+
+
+def missing_items(seq: Sequence, pool: BlockPool, cache: EncoderCache) -> tuple[MediaItem, ...]:
+    """Pictures that a request which waits will want decoded, as things stand."""
+    if all(span.key in cache for span in seq.spans):
+        return ()
+    found = len(pool.find(seq.chain, seq.num_tokens)) * pool.block_size
+    pairs = zip(seq.spans, seq.request.prompt.items, strict=True)
+    return tuple(item for span, item in pairs if span.needed_to > found and span.key not in cache)
 
 
 def giving_way(running: Many[Sequence], works: Iterable[Work], gate: Gate) -> Sequence | None:

@@ -20,7 +20,7 @@ from saccade.scheduler.encoder_cache import EncoderCache
 from saccade.scheduler.failures import doomed_by
 from saccade.scheduler.gate import Gate, Reach
 from saccade.scheduler.laws import check_holdings, check_queues
-from saccade.scheduler.order import arrival, giving_way, spans_ahead
+from saccade.scheduler.order import arrival, giving_way, missing_items, spans_ahead
 from saccade.scheduler.sequence import Sequence
 from saccade.scheduler.sharing import adopt, catch_up, publish
 from saccade.scheduler.slices import Slices
@@ -30,6 +30,7 @@ from saccade.types import (
     Admission,
     FinishReason,
     Key,
+    MediaItem,
     MediaTimes,
     Request,
     RequestError,
@@ -65,17 +66,20 @@ class Scheduler:
     def add(self, request: Request, now: float) -> None:
         """Queue a request; RequestError if it can never run or the queue is full."""
         self._refuse(request)
-        identity = request.prompt.identity
-        assert len(identity) == RECORD_BYTES * len(request.prompt), "identity and tokens differ in length"
+        prompt = request.prompt
+        assert len(prompt.identity) == RECORD_BYTES * len(prompt), "identity and tokens differ in length"
         seq = Sequence(request, self._num_added, now, self.config.block_size)
         self._num_added += 1
         self._open[seq.request_id] = seq
         self._waiting.append(seq)
 
+    def missing(self, request_id: str) -> tuple[MediaItem, ...]:
+        """Pictures of a request that waits which are neither at hand nor spared by the prefix cache."""
+        return missing_items(self._open[request_id], self._pool, self._encoder)
+
     def abort(self, request_id: str, now: float) -> TokenEvent | None:
         """End a request between two steps. None if it is not open."""
-        seq = self._open.get(request_id)
-        return self._finish(seq, "abort", now) if seq else None
+        return self._finish(self._open[request_id], "abort", now) if request_id in self._open else None
 
     def fail_all(self, error: RequestError, now: float) -> list[TokenEvent]:
         """A step broke: end every request and forget what both caches hold, since nobody knows what was written."""
@@ -167,10 +171,8 @@ class Scheduler:
     def _budget(self) -> StepBudget:
         config = self.config
         candidates = chain(self._running, islice(self._waiting, config.max_num_seqs))
-        most, pace = config.max_num_batched_tokens, config.pace
-        return StepBudget(
-            most, candidates, is_text_first=config.is_text_first, max_prompts=pace.max_prompts if pace else None
-        )
+        most, windows = config.max_num_batched_tokens, config.pace.max_prompts if config.pace else None
+        return StepBudget(most, candidates, is_text_first=config.is_text_first, max_prompts=windows)
 
     def _serve_running(self, draft: Draft) -> None:
         index = 0
@@ -304,8 +306,7 @@ class Scheduler:
 
     def _book_encoded(self, key: Key, times: MediaTimes) -> None:
         self._encoder.encoded(key)
-        seq = self._open.get(self._gate.pop_requester(key))
-        if seq:
+        if seq := self._open.get(self._gate.pop_requester(key)):
             seq.count_media(key, times)
 
     def _leave_spans(self, seq: Sequence) -> None:
