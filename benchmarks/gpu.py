@@ -52,6 +52,7 @@ ROWS = {
     "stream_alone_p99": "the same, p99, ms",
     "stream_pictures_p50": "a 1280x960 picture every 60 ms beside them, p50, ms",
     "stream_pictures_p99": "the same, p99, ms",
+    "stream_picture_first": "first token of those pictures, median, ms",
     "many_8x720p": "8 pictures of 720p in one request, ms",
     "many_64x2560x1440": "64 pictures of 2560x1440 in one request, ms",
 }

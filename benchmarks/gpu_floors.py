@@ -114,6 +114,7 @@ class Floors:
             "stream_alone_p99": stream,
             "stream_pictures_p50": stream,
             "stream_pictures_p99": stream,
+            "stream_picture_first": self.picture(1280, 960),
             "many_8x720p": self.picture(1280, 720, 8),
             "many_64x2560x1440": self.picture(2560, 1440, 64),
         }

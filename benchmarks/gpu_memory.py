@@ -1,7 +1,7 @@
 """Memory on a GPU: planned against measured, a picture that finds no room, 64 large pictures in one request.
 
 `python -m benchmarks.gpu_memory MODEL FOLDER`; `benchmarks.gpu` runs it. Formulas are checked with work that fills
-them: a full pass through the tower, a prompt step that fits no graph, drawing for all places.
+them: a full pass through the tower, drawing for all places.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_shapes import SHAPES
-from benchmarks.gpu_work import MEMORY_SHARE, STEP_TOKENS, Side, say
+from benchmarks.gpu_work import MEMORY_SHARE, Side, say
 from saccade import costs
 from saccade.types import Grid
 
@@ -45,12 +45,8 @@ def parts(side: Side) -> None:
         "planned": patches * costs.encode_bytes_per_patch(vision, text, "bfloat16"),
         "measured": peak_over(lambda: _encode(runner.model, grids)),
     }
-    many = [side.text(STEP_TOKENS // 32) for _ in range(32)]  # more windows than a graph takes
-    found["prompts"] = {
-        "planned": STEP_TOKENS * costs.fused_prompt_bytes_per_token(text, "bfloat16"),
-        "measured": peak_over(lambda: side.generate(many, 1)),
-    }
-    drawn = side.sampling(temperature=1.0, top_p=0.9, max_tokens=4, ignore_eos=True)
+    # Of all ways to draw the one that takes most, and so many tokens that all are drawn together in the end.
+    drawn = side.sampling(temperature=1.0, top_p=0.9, presence_penalty=0.5, max_tokens=16, ignore_eos=True)
     short = [side.text(16) for _ in range(PLACES)]
     found["drawing"] = {
         "planned": PLACES * costs.sampling_bytes_per_row(text),
