@@ -117,9 +117,9 @@ def angles_of(places: Places) -> Angles:
 @lru_cache(maxsize=8)
 def _per_axis(head_dim: int, theta: float, takes_turns: bool, device: torch.device) -> Tensor:
     """Of both axes [d / 4], or of each [2, d / 4]."""
-    return (
-        frequencies(head_dim, theta, device).view(-1, 2).T if takes_turns else frequencies(head_dim // 2, theta, device)
-    )
+    if takes_turns:
+        return frequencies(head_dim, theta, device).view(-1, 2).T.contiguous()
+    return frequencies(head_dim // 2, theta, device)
 
 
 def reorder(x: Tensor, order: Tensor, merge: int) -> Tensor:
