@@ -209,13 +209,17 @@ def test_a_decoder_of_the_kind_whose_queries_do_not_grow_has_kernels(folder: Pat
     assert plain_reason(dummy(raw, text_config={"rope_parameters": rope}), torch.device("cuda")) is None
 
 
+GROWING = {"rope_parameters": dict(family_text.ROPE["ministral3"])}
+
+
 def test_kernels_refuse_what_they_would_compute_wrongly(subject: Subject) -> None:
     with pytest.raises(AssertionError, match="why_plain"):
         FusedDecoder(subject.model.decoder, None)  # type: ignore[arg-type]
 
 
-def test_the_decoder_alone_is_plain_on_a_gpu_too(tmp_path: Path) -> None:
-    model = Subject(family_text.build(tmp_path, "ministral3")).model
+@pytest.mark.parametrize("model_type", ["ministral3", "mistral"])
+def test_a_decoder_whose_queries_grow_is_plain_on_a_gpu_too(tmp_path: Path, model_type: str) -> None:
+    model = Subject(family_text.build(tmp_path, model_type, changes=GROWING)).model
     assert "queries grow" in str(plain_reason(model, torch.device("cuda"))) and plain_reason(model, CPU) is None
 
 

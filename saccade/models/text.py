@@ -1,4 +1,4 @@
-"""Llama, Qwen2, Qwen3 and Mistral without a vision tower: the decoder alone, and how the members of the line differ."""
+"""Llama, Qwen2, Qwen3, Mistral and Ministral 3 without a vision tower: the decoder, and how each differs."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from saccade.config import ConfigError, ModelConfig
 from saccade.models.decoder import Biases, Decoder, OnDecoder, decoder_rules, head_rule
 from saccade.models.layers import Parameters
 from saccade.models.pixels import Picture
+from saccade.models.temper import WHY_PLAIN
 from saccade.models.vision_ops import VisionOps
 from saccade.models.weights import Rule, under
 from saccade.types import Geometry, Grid
@@ -22,6 +23,8 @@ class Variant(NamedTuple):
 
 
 class Text(OnDecoder):
+    why_plain: str  # of those whose queries grow
+
     def __init__(
         self, config: ModelConfig, params: Parameters, image_processor: Mapping[str, Any], ops: VisionOps
     ) -> None:
@@ -31,6 +34,8 @@ class Text(OnDecoder):
         variant = variant_of(config.model_type, config.raw)
         self.config = config
         self.decoder = Decoder(params.within("decoder"), config.text, variant.biases, has_qk_norms=variant.has_qk_norms)
+        if self.decoder.temper is not None:
+            self.why_plain = WHY_PLAIN
 
     def prepare(self, image: Picture, geometry: Geometry) -> NoReturn:
         raise AssertionError("a model without a vision tower has no encoder stage")
