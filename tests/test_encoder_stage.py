@@ -6,6 +6,7 @@ import io
 import threading
 import weakref
 from collections.abc import Generator, Sequence
+from concurrent.futures import wait
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -186,6 +187,18 @@ def test_memory_is_set_by_the_budget_and_not_by_the_number_of_pictures() -> None
         peaks.append(tower.peak)
     assert max(peaks) <= 3 * 32  # two passes decoded ahead and the one under way
     assert encoder.counters.peak_patches <= 3 * 32
+
+
+def test_a_submitted_picture_is_decoded_before_those_that_are_expected_later(tower: FakeTower) -> None:
+    encoder = stage(tower, max_patches=16)
+    encoder.expect([picture("a"), picture("b")])  # 32 patches: there is room for no more
+    encoder.submit([picture("wanted")])
+    for number in range(100):
+        encoder.expect([picture(f"later {number}"), picture(f"last {number}")])
+        wait([future for _, future in encoder._decoding.values()])
+        encoder.advance(1, may_wait=False)
+        encoder.prefetch([])
+    assert list(encoder.poll().embeddings) == [b"wanted"]
 
 
 def test_a_prefetched_picture_is_decoded_once(tower: FakeTower) -> None:

@@ -211,6 +211,18 @@ def test_prompts_and_pictures_take_turns_beside_answers() -> None:
     assert kinds[1:7] in (["layers", "tokens"] * 3, ["tokens", "layers"] * 3)
 
 
+def test_prompts_about_pictures_at_hand_cannot_keep_the_tower_from_a_new_one() -> None:
+    rig = AheadRig(pace=PACE, layers=10)
+    add(rig, "a", 2, max_tokens=99)
+    add(rig, "h", Picture("h", 2), max_tokens=1)
+    rig.step()
+    add(rig, "p", Picture("p", 4), max_tokens=1)
+    for number in range(40):
+        add(rig, str(number), Picture("h", 2), [3_000 + number], max_tokens=1)
+        rig.step()
+    assert rig.finish_of("p") == "length"
+
+
 def beside_an_answer(*pictures: Picture, pace: Pace = PACE) -> tuple[AheadRig, StepPlan]:
     """The first step that encodes something of these, each of a request of its own."""
     rig = AheadRig(pace=pace, layers=40)

@@ -21,6 +21,7 @@ from saccade.types import RECORD_BYTES, Header, Key, Span
 _KEY_WORDS = 4  # a 32-byte key as 64-bit words
 _RECORD_WORDS = RECORD_BYTES // 8
 _REMEMBERED_BYTES = 16 << 20  # of pictures, compressed: those of the conversations that go on at the moment
+_REMEMBERED = 4096  # pictures: of tiny ones the bytes alone would allow hundreds of thousands
 _SAMPLES = 32
 
 
@@ -41,7 +42,7 @@ class _Place(NamedTuple):
 
     header: Header
     policy_tag: bytes
-    salt: bytes
+    salt: bytes  # its digest: clients choose how long a salt is
     length: int
     sample: bytes
 
@@ -55,7 +56,7 @@ class RecentKeys:
     """`content_key` for one model, which remembers the pictures that came last: those of a conversation come each turn.
 
     Bytes are compared several times faster than they are hashed, and a picture is another's equal only if all of its
-    bytes are: what is remembered is what hashing would give. Its memory is taken at once and never grows:
+    bytes are: what is remembered is what hashing would give. The memory for bytes is taken at once and never grows:
 
         ring    | picture 7 | 8 | 9 ...  | (a gap) | picture 4 | 5 | 6 |      the next one takes the place of 4
     """
@@ -69,7 +70,8 @@ class RecentKeys:
 
     def of(self, loaded: Loaded, policy_tag: bytes, salt: bytes) -> Key:
         data = loaded.data
-        place = _Place(loaded.header, policy_tag, salt, len(data), data[:: len(data) // _SAMPLES + 1])
+        sample = data[:: len(data) // _SAMPLES + 1]
+        place = _Place(loaded.header, policy_tag, hashlib.sha256(salt).digest(), len(data), sample)
         with self._lock:
             known = self._known.get(place)
             if known and self._ring.startswith(data, known.start):
@@ -90,6 +92,8 @@ class RecentKeys:
         self._forget_before(end)
         self._ring[self._next : end] = data
         self._known[place] = _Known(self._next, key)
+        if len(self._known) > _REMEMBERED:
+            self._known.popitem(last=False)
         self._next = end
 
     def _forget_before(self, end: int) -> None:

@@ -129,7 +129,7 @@ class LocalEncoder:
 
     def expect(self, items: Sequence[MediaItem]) -> None:
         """Begin to decode what came just now, behind all earlier guesses. What is not submitted, `prefetch` forgets."""
-        self._start_decoding(items)
+        self._start_decoding((*self._queue.values(), *items))  # who was submitted and lacks room lets nobody pass
 
     def prefetch(self, items: Sequence[MediaItem]) -> None:
         """Begin to decode what will probably be submitted soon; forget earlier guesses that were not."""
@@ -138,7 +138,7 @@ class LocalEncoder:
             future = self._decoding[key][1]
             if future.cancel() or future.done():  # one that is being decoded still takes memory, and still counts
                 del self._decoding[key]
-        self._start_decoding(items)
+        self._start_decoding((*self._queue.values(), *items))
 
     def advance(self, layers: int | None, *, may_wait: bool = True) -> None:
         """Run up to this many layers; None: until everything submitted is encoded.

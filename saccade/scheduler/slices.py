@@ -37,9 +37,12 @@ class Slices:
         if not self.is_protecting or not budget.num_decoding:
             return None
         self.most_work = most_work(pace, budget.num_decoding)
-        work = max(self._gate.work_in_flight, budget.work_wanted)
+        flying = self._gate.work_in_flight
+        work = max(flying, budget.work_wanted)
         prompts, layers = share(pace, budget.num_decoding, work)
-        if work and budget.num_prompts:  # a prompt however short reads all weights: halves of a step would be dear
+        # A prompt however short reads all weights: halves of a step would be dear. Whose picture is at hand is counted
+        # as waiting for it until it goes on, so where prompts had the last step pictures get this one in any case.
+        if (work and budget.num_prompts) or (flying and self._is_prompts_turn):
             self._is_prompts_turn = not self._is_prompts_turn
             prompts, layers = (prompts, 0) if self._is_prompts_turn else (0, layers)
         budget.bound(prompts)
