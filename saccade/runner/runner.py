@@ -24,6 +24,7 @@ from saccade.runner.looking import reading, seen_by
 from saccade.runner.measure import largest_within, seconds_per_layer
 from saccade.runner.recurrent import RecurrentStates
 from saccade.runner.sampler import sample
+from saccade.runner.threads import OneThread
 from saccade.types import (
     Admission,
     Grid,
@@ -68,11 +69,9 @@ class Runner:
         self.recurrent = recurrent  # states of layers without keys and values, for models that have such
         self._states: dict[str, RequestState] = {}
         self._scale = model.decoder.scale
-        self._threads = torch.get_num_threads()
-        if kv.k.is_cuda:
-            # What is left to the host are copies of a few kilobytes. Sharing one out to all cores takes microseconds,
-            # or ten milliseconds where others decode pictures on them.
-            torch.set_num_threads(1)
+        # What is left to the host of a GPU are copies of a few kilobytes. Sharing one out to all cores takes
+        # microseconds, or ten milliseconds where others decode pictures on them.
+        self._one_thread = OneThread() if kv.k.is_cuda else None
 
     @property
     def is_overlapping(self) -> bool:
@@ -167,8 +166,8 @@ class Runner:
         }
 
     def close(self) -> None:
-        if self.kv.k.is_cuda:
-            torch.set_num_threads(self._threads)
+        if self._one_thread:
+            self._one_thread.end()
         if self.encoder:
             self.encoder.close()
 
