@@ -155,6 +155,16 @@ def test_a_stream_of_pictures_cannot_keep_the_encoder_budget_from_a_large_one() 
     assert steps_until_served(rig, 14, 4, 1, is_fresh=True) <= 3
 
 
+def test_of_pictures_that_have_just_come_only_those_are_missing_whose_turn_is_soon() -> None:
+    """The others would be decoded, forgotten with the next step's guesses, and decoded again."""
+    rig = Rig(encoder_budget=8)
+    missing = []
+    for name in "abc":
+        rig.add(name, Picture(name, 3), 2)
+        missing.append([item.key for item in rig.scheduler.missing(name)])
+    assert missing == [[key_of("a")], [key_of("b")], []]
+
+
 def test_pictures_behind_one_that_was_refused_go_on_as_soon_as_it_is_served() -> None:
     rig = Rig(encoder_budget=8)
     for name in "abcdefg":

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Many
 
 from saccade.scheduler.blocks import BlockPool
-from saccade.scheduler.encoder_cache import EncoderCache
 from saccade.scheduler.gate import Gate
 from saccade.scheduler.sequence import Sequence
 from saccade.types import MediaItem, Work
@@ -29,13 +28,18 @@ def spans_ahead(candidates: Iterable[Sequence], pool: BlockPool) -> Iterator[tup
                 yield seq, index
 
 
-def missing_items(seq: Sequence, pool: BlockPool, cache: EncoderCache) -> tuple[MediaItem, ...]:
-    """Pictures that a request which waits will want decoded, as things stand."""
-    if all(span.key in cache for span in seq.spans):
+def missing_items(seq: Sequence, candidates: Iterable[Sequence], pool: BlockPool, gate: Gate) -> tuple[MediaItem, ...]:
+    """Pictures that a request which waits will want decoded, as things stand and as far as it is their turn soon.
+
+    Others would be forgotten with the next step, and decoded again.
+    """
+    soon = gate.prefetch((other, index) for other in candidates for index in range(other.next_span, len(other.spans)))
+    keys = {item.key for item in soon}
+    if all(span.key not in keys for span in seq.spans):
         return ()
     found = len(pool.find(seq.chain, seq.num_tokens)) * pool.block_size
     pairs = zip(seq.spans, seq.request.prompt.items, strict=True)
-    return tuple(item for span, item in pairs if span.needed_to > found and span.key not in cache)
+    return tuple(item for span, item in pairs if span.needed_to > found and span.key in keys)
 
 
 def giving_way(running: Many[Sequence], works: Iterable[Work], gate: Gate) -> Sequence | None:

@@ -74,8 +74,9 @@ class Scheduler:
         self._waiting.append(seq)
 
     def missing(self, request_id: str) -> tuple[MediaItem, ...]:
-        """Pictures of a request that waits which are neither at hand nor spared by the prefix cache."""
-        return missing_items(self._open[request_id], self._pool, self._encoder)
+        """Pictures of a request that waits which come next and are neither at hand nor spared by the prefix cache."""
+        candidates = chain(self._running, islice(self._waiting, self.config.max_num_seqs))
+        return missing_items(self._open[request_id], candidates, self._pool, self._gate)
 
     def abort(self, request_id: str, now: float) -> TokenEvent | None:
         """End a request between two steps. None if it is not open."""
@@ -241,9 +242,8 @@ class Scheduler:
         draft.admitted.append(self._admission(seq))
 
     def _admission(self, seq: Sequence) -> Admission:
-        return Admission(
-            seq.request, tuple(seq.output), tuple(seq.blocks), self._kept.behind(seq.chain, len(seq.blocks))
-        )
+        state = self._kept.behind(seq.chain, len(seq.blocks))
+        return Admission(seq.request, tuple(seq.output), tuple(seq.blocks), state)
 
     def _go_on(self, draft: Draft, seq: Sequence, start: int, reach: Reach) -> None:
         """A window; or, where a token looks at more pictures than a step may encode, some of them without a window."""
