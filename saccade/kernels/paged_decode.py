@@ -182,28 +182,20 @@ def _decode_kernel(
     new_key = _turned(own + (GROUP * HEADS + head) * DIM, cos, sin, dims, is_new, part, kind, DIM, PARTS)
     new_value = _projected(own + ((GROUP + 1) * HEADS + head) * DIM + dims, is_new, part, kind, PARTS)
     _store(keys, values, tl.load(slots + request), new_key, new_value, new_dims, HEADS * DIM)
-    largest = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
+    largest, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, PADDED_DIM], tl.float32)
     if PEELED:
         if start < end:
             acc, largest, total = _attend(queries, k, v, start, end, scale, acc, largest, total, KEYS, PRECISION)
         start += KEYS
-    known = start + tl.arange(0, KEYS) < end
-    places = slots_of(table, start + tl.arange(0, KEYS), known, BLOCK_SIZE)
-    for first in range(start, end, KEYS):
-        k, v = _load_slots(keys, values, places, known, HEADS * DIM, DIM, PADDED_DIM)
-        # Where the next tile lies is looked up a tile ahead: the compiler can then have copies of several in flight.
-        known = first + KEYS + tl.arange(0, KEYS) < end
-        places = slots_of(table, first + KEYS + tl.arange(0, KEYS), known, BLOCK_SIZE)
-        acc, largest, total = _attend(queries, k, v, first, end, scale, acc, largest, total, KEYS, PRECISION)
+    acc, largest, total = _attend_rest(
+        queries, keys, values, table, start, end, scale, acc, largest, total,
+        BLOCK_SIZE, HEADS * DIM, DIM, PADDED_DIM, KEYS, PRECISION,
+    )  # fmt: skip
     if new_dims > 0:
         acc, largest, total = _add_one(queries, new_key, new_value, scale, acc, largest, total)
     cell = request.to(tl.int64) * HEADS + head  # of the result and of the workspace
-    _finish(
-        acc, largest, total, mixed, maxima, sums, counters, out, cell, split, active,
-        GROUP, DIM, SPLITS, AT_ONCE,
-    )  # fmt: skip
+    _finish(acc, largest, total, mixed, maxima, sums, counters, out, cell, split, active, GROUP, DIM, SPLITS, AT_ONCE)
 
 
 @triton.jit
@@ -227,6 +219,27 @@ def _load_slots(
     place, readable = slots[:, None] * SLOT + dims, known[:, None] & (dims < DIM)
     k = tl.load(keys + place, mask=readable, other=0.0)
     return k, tl.load(values + place, mask=readable, other=0.0)
+
+
+@triton.jit
+def _attend_rest(
+    queries: tl.tensor, keys: tl.tensor, values: tl.tensor, table: tl.tensor, start: tl.tensor, end: tl.tensor,
+    scale: tl.tensor, acc: tl.tensor, largest: tl.tensor, total: tl.tensor,
+    BLOCK_SIZE: tl.constexpr, SLOT: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr, KEYS: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> tl.tuple:  # fmt: skip
+    """The cached keys from `start` to `end`, tile by tile.
+
+    Where the next tile lies is looked up a tile ahead: the compiler can then have copies of several in flight.
+    """
+    known = start + tl.arange(0, KEYS) < end
+    places = slots_of(table, start + tl.arange(0, KEYS), known, BLOCK_SIZE)
+    for first in range(start, end, KEYS):
+        k, v = _load_slots(keys, values, places, known, SLOT, DIM, PADDED_DIM)
+        known = first + KEYS + tl.arange(0, KEYS) < end
+        places = slots_of(table, first + KEYS + tl.arange(0, KEYS), known, BLOCK_SIZE)
+        acc, largest, total = _attend(queries, k, v, first, end, scale, acc, largest, total, KEYS, PRECISION)
+    return acc, largest, total
 
 
 @triton.jit
