@@ -41,6 +41,8 @@ _ALIGNED = 16  # elements that sizes are multiples of: what is copied in boxes h
 _BOX = 64  # rows and columns of a copy
 _BOXES = gl.NVMMASharedLayout(swizzle_byte_width=2 * _BOX, element_bitwidth=16, rank=2)
 _copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # its name until Triton 3.7
+_room = gl.shared_memory_descriptor
+_seen_as = _room.reinterpret if hasattr(_room, "reinterpret") else _room._reinterpret  # its name in Triton 3.6
 _write = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
 
@@ -261,7 +263,7 @@ def _multiply(
 ) -> gl.tuple:  # fmt: skip
     """One product is always on its way; a stage is given back when the one after it has been begun."""
     rows, weights, _, bars = shared
-    joined = weights._reinterpret(weights.dtype, [1024 // WIDE, WIDE, 64], weights.layout)
+    joined = _seen_as(weights, weights.dtype, [1024 // WIDE, WIDE, 64], weights.layout)
     STEP: gl.constexpr = 256 // WIDE
     for k in range(0, shape[2], 64):
         mbarrier.wait(bars.index(stage), phase)

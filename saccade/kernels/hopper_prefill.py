@@ -46,6 +46,8 @@ _TILE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))  
 _HEADROOM = gl.constexpr(32.0)  # the level lies so many powers of two above what the first tile shows
 _MOST = gl.constexpr(2.0**90)  # sums of weights beyond this are not trusted
 _copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # its name until Triton 3.7
+_room = gl.shared_memory_descriptor
+_seen_as = _room.reinterpret if hasattr(_room, "reinterpret") else _room._reinterpret  # its name in Triton 3.6
 
 
 def suits(dim: int, dtype: torch.dtype, block_size: int) -> bool:
@@ -179,7 +181,7 @@ def _copy_all(
     bars = shared[2]
     low, end, context = span
     column = gl.program_id(0) // sizes[3] * _HEAD + HALF * 64
-    boxes = target._reinterpret(gl.bfloat16, [STAGES * 2 * BLOCKS, BLOCK, 64], _LAYOUT)
+    boxes = _seen_as(target, gl.bfloat16, [STAGES * 2 * BLOCKS, BLOCK, 64], _LAYOUT)
     for j in range(low, end + 1):
         tile = j - BEHIND
         is_copied = (tile >= low) & (tile < end)
@@ -331,7 +333,7 @@ def _forget_strangers(v: gl.shared_memory_descriptor, stage: gl.tensor, count: g
     BLOCK: gl.constexpr = sizes[0]
     BLOCKS: gl.constexpr = sizes[1] // BLOCK
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    boxes = v._reinterpret(gl.bfloat16, [sizes[2] * 2 * BLOCKS, BLOCK, 64], _LAYOUT)
+    boxes = _seen_as(v, gl.bfloat16, [sizes[2] * 2 * BLOCKS, BLOCK, 64], _LAYOUT)
     rows = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, L))
     for i in range(count // BLOCK, BLOCKS):
         for half in gl.static_range(2):

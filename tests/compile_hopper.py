@@ -1,0 +1,75 @@
+"""Compiles the kernels for Hopper GPUs where there is none: `python -m tests.compile_hopper NAME`, not interpreted."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from saccade.kernels import hopper_linear, hopper_prefill, hopper_stream, hopper_vit
+
+SHARED = 227 << 10  # bytes that a program may have of a multiprocessor
+
+
+def boxes(dtype: str, rows: int, columns: int = 64) -> str:
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=2 * columns, element_bitwidth=16, rank=2)
+    return f"tensordesc<{dtype}[{rows}, {columns}],{layout!r}>"
+
+
+def build(kernel: Any, types: dict[str, str], constants: dict[str, Any], **options: Any) -> None:
+    names = kernel.arg_names
+    source = GluonASTSource(
+        fn=kernel,
+        signature={name: types.get(name, "constexpr") for name in names},
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+    )
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, **options})
+    assert made.metadata.shared <= SHARED, (constants, made.metadata.shared)
+
+
+def linear(dtype: str) -> None:
+    """Float16 is not tried when an engine starts."""
+    types = {name: boxes(dtype, 64) for name in ("x", "weight", "out")}
+    types |= {"bias": f"*{dtype}", **dict.fromkeys(("M", "N", "K", "whole", "halves"), "i32")}
+    sizes = {"ACT": hopper_linear.ACTS.index("silu_and_mul"), "HAS_BIAS": True}
+    build(hopper_linear._act_linear_kernel, types, sizes, maxnreg=168)
+
+
+def prefill(block: int) -> None:
+    types = {name: boxes("bf16", block) for name in ("keys", "values")}
+    types |= dict.fromkeys(("tables", "contexts", "starts", "index", "active"), "*i32")
+    types |= {**dict.fromkeys(("q", "out"), "*bf16"), **dict.fromkeys(("mixed", "maxima", "sums"), "*fp32")}
+    types |= {"scale": "fp32", **dict.fromkeys(("cells", "q_row", "table_row"), "i32")}
+    sizes = {"Q_HEAD": 128, "HEADS": 6, "BLOCK": block, "KEYS": 128, "STAGES": 3, "LEAST_SHARE": 4}
+    build(hopper_prefill._prefill_kernel, types, sizes, maxnreg=168)
+
+
+def stream(rows: int) -> None:
+    types = {"weight": boxes("bf16", 64), "x": boxes("bf16", rows), "M": "i32", "N": "i32"}
+    for gated in (False, True):
+        ring = hopper_stream.choose_gated(rows) if gated else hopper_stream.choose_parts(rows, 2048, 1536)
+        ends = {"out": boxes("bf16", rows)} if gated else {"out": "*fp32", "bias": "*bf16"}
+        sizes = {"K": 1536, "ROWS": rows, "OUTPUTS": 64, "STAGES": ring.stages, "SPLITS": ring.splits, "GATED": gated}
+        constants = {**sizes, "bias": None} if gated else sizes
+        registers = hopper_stream._registers(rows, gated)
+        build(hopper_stream._stream_kernel, types | ends, constants, maxnreg=registers, launch_pdl=True)
+
+
+def vit(ring: hopper_vit.Ring) -> None:
+    types = {"wide": boxes("bf16", ring.keys), "narrow": boxes("bf16", ring.keys, 16), "scale": "fp32"}
+    types |= {**dict.fromkeys(("qkv", "out"), "*bf16"), **dict.fromkeys(("starts", "index"), "*i32")}
+    sizes = {"DIM": 80, "KEYS": ring.keys, "STAGES": ring.stages, "GROUPS": ring.groups}
+    build(hopper_vit._vit_kernel, types, sizes, maxnreg=ring.registers)
+
+
+if __name__ == "__main__":
+    {
+        "linear": lambda: linear("fp16"),
+        "prefill": lambda: prefill(16),
+        "stream": lambda: stream(128),
+        "vit": lambda: vit(hopper_vit.RINGS[-1]),
+    }[sys.argv[1]]()
