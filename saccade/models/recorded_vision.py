@@ -121,6 +121,7 @@ class Recordings:
         if key not in self._recorded:
             self._recorded[key] = self._record(fixed, of.size, blocks[:TOGETHER])
         recorded = self._recorded[key]
+        assert recorded.blocks <= len(blocks), "a tower cuts its blocks as it did when they were recorded"
         recorded.replay()
         return fixed.x[: len(x)], recorded.blocks
 
