@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from saccade.kernels.argmax import Board
 from saccade.kernels.flashinfer_prefill import FlashInferPrefill
 from saccade.models.attention import PagedKV
 from saccade.models.decoder import Decoder
@@ -21,9 +22,10 @@ from saccade.models.interface import VisionLanguageModel
 from saccade.runner.batch import RequestState, embedded, overlapping, splice
 from saccade.runner.decoding import Decoded, DecodePass, DecodeRows
 from saccade.runner.device import Sampled, Windows
+from saccade.runner.drawing import draw_tokens, has_kernel
 from saccade.runner.measure import layer_curve, timed_curve
 from saccade.runner.prompts import GRAPH_WINDOWS, PromptPass, Splice, Window
-from saccade.runner.sampler import Drawing, draw, sample
+from saccade.runner.sampler import Drawing, sample
 from saccade.runner.tables import BlockTables, Returns, to_device
 from saccade.types import Grid, Key, Pace, Sample, Work
 
@@ -67,6 +69,7 @@ class CudaForward:
         pool = torch.cuda.graph_pool_handle()
         self._prompts.record(pool, max_tokens)
         self._decoding.record(pool)
+        has_kernel(self.device, self._decoder.decoder.head.dtype, self._decoder.vocab_size)  # of what draws tokens
         torch.cuda.synchronize(self.device)
 
     @torch.inference_mode()
@@ -137,9 +140,8 @@ class CudaForward:
         lines = [[i for i, _, _ in drawing], [self._tables.row(work.request_id) for _, work, _ in drawing]]
         asked = Drawing.of([(s.request.params, s.request.seed, work.end - s.num_prompt) for _, work, s in drawing])
         here, rows = to_device(np.array(lines), self.device)
-        tokens = draw(found.logits[here], to_device(asked.numbers, self.device), asked.is_cut)
-        found.tokens.index_copy_(0, here, tokens)
-        self._tables.latest.index_copy_(0, rows, tokens)
+        numbers, board = to_device(asked.numbers, self.device), Board(self._tables.latest, rows)
+        draw_tokens(found.logits, here, numbers, asked.is_cut, found.tokens, board)
 
     def _collecting(self, windows: Windows, found: Decoded, returns: Returns) -> Sampled:
         self._draw(windows, found)
