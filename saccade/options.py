@@ -83,7 +83,7 @@ class Options:
     attention_backend: str = _option(
         "auto",
         "attention of prompts on a GPU: triton (our kernels), flashinfer (must be installed; Hopper GPUs, half "
-        "precision) or auto: flashinfer where it is installed and faster",
+        "precision) or auto: ours where one is made for the device, else flashinfer if installed",
     )
     decode_threads: int | None = _option(None, "threads that decode pictures; automatic: one per core, at most 8")
 

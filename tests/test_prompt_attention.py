@@ -81,7 +81,7 @@ def test_a_kernel_that_fails_is_left_out_with_its_reason(
         raise RuntimeError("no such instruction")
 
     monkeypatch.setattr(hopper_prefill, "hopper_prefill", fail)
-    monkeypatch.setattr(prompt_attention, "_is_hopper", lambda device: True)
+    monkeypatch.setattr(prompt_attention, "is_hopper", lambda device: True)
     prompt_attention._works_on_hopper.cache_clear()
     with caplog.at_level(logging.WARNING):
         assert not PromptAttention.best(Heads(2, 1, 128), torch.bfloat16, BLOCK, DEVICE).by_hopper

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from functools import lru_cache
 
 import torch
@@ -10,8 +9,7 @@ from torch import Tensor
 
 from saccade.kernels import reference
 from saccade.kernels.paged_decode import num_multiprocessors
-
-_log = logging.getLogger(__name__)
+from saccade.kernels.trial import is_hopper, passes
 
 
 def act_linear(x: Tensor, weight: Tensor, bias: Tensor | None, act: str, out: Tensor | None = None) -> Tensor | None:
@@ -34,14 +32,7 @@ def act_linear(x: Tensor, weight: Tensor, bias: Tensor | None, act: str, out: Te
 @lru_cache
 def has_kernel(device: torch.device) -> bool:
     """Tried out when it is asked for the first time; that must not be recorded."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
-        return False
-    try:
-        _try(device)
-    except Exception as error:  # this Triton may lack what the kernel is written with: slower is better than not at all
-        _log.warning("activations have launches of their own (%s: %s)", type(error).__name__, error)
-        return False
-    return True
+    return is_hopper(device) and passes(lambda: _try(device), "activations have launches of their own")
 
 
 def _try(device: torch.device) -> None:

@@ -5,9 +5,9 @@ On Hopper GPUs most windows go to a kernel of their own; few tokens, other devic
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from functools import lru_cache
+from importlib import import_module
 
 import torch
 from torch import Tensor
@@ -16,8 +16,8 @@ from saccade.kernels.flashinfer_prefill import Heads
 from saccade.kernels.paged_decode import num_multiprocessors
 from saccade.kernels.paged_prefill import choose_rows, paged_prefill
 from saccade.kernels.tiles import Tiles
+from saccade.kernels.trial import is_hopper, passes
 
-_log = logging.getLogger(__name__)
 _HOPPER_ROWS, _PLAIN_ROWS = 128, 64
 _MOST_PLAIN_TOKENS = 128  # fewer leave half of the Hopper kernel's rows empty
 
@@ -52,25 +52,17 @@ class PromptAttention:
 
 def can_use_hopper(heads: Heads, dtype: torch.dtype, block_size: int, device: torch.device) -> bool:
     """Tried once, which compiles the kernel if nobody has done so before."""
-    return _is_hopper(device) and _works_on_hopper(heads, dtype, block_size, device)
-
-
-def _is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+    return is_hopper(device) and _works_on_hopper(heads, dtype, block_size, device)
 
 
 @lru_cache
 def _works_on_hopper(heads: Heads, dtype: torch.dtype, block_size: int, device: torch.device) -> bool:
-    try:
-        from saccade.kernels.hopper_prefill import suits
-
-        if not suits(heads.dim, dtype, block_size):
-            return False
-        _try_hopper(heads, block_size, device)
-    except Exception as error:  # this Triton may lack what the kernel is written with: slower is better than not at all
-        _log.warning("prompts attend without the Hopper kernel (%s: %s)", type(error).__name__, error)
+    without = "prompts attend without the Hopper kernel"
+    if not passes(lambda: import_module("saccade.kernels.hopper_prefill"), without):
         return False
-    return True
+    from saccade.kernels.hopper_prefill import suits
+
+    return suits(heads.dim, dtype, block_size) and passes(lambda: _try_hopper(heads, block_size, device), without)
 
 
 def _try_hopper(heads: Heads, block_size: int, device: torch.device) -> None:

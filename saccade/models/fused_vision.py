@@ -5,7 +5,6 @@ Nothing here reads a value back from the device.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
@@ -18,6 +17,7 @@ from saccade.kernels.act_linear import act_linear
 from saccade.kernels.packed_vit import TILE_ROWS, packed_vit
 from saccade.kernels.paged_decode import num_multiprocessors
 from saccade.kernels.tiles import Tiles
+from saccade.kernels.trial import is_hopper, passes
 from saccade.models.attention import packed_attention
 from saccade.models.layers import Activation, Linear, RMSNorm, quick_gelu, silu_and_mul, tanh_gelu
 from saccade.models.pixels import PatchLayout, Picture, PixelPolicy, as_tensor, resize
@@ -36,9 +36,6 @@ _ACTIVATIONS: Mapping[Activation, tuple[str, Activation]] = {
     tanh_gelu: ("tanh_gelu", vit_steps.tanh_gelu),
 }
 """Kernels: the name that `act_linear` has for them, and by themselves."""
-
-
-_log = logging.getLogger(__name__)
 
 
 class FusedVision:
@@ -167,14 +164,11 @@ def _hopper_over(lengths: Sequence[int], like: Tensor) -> Attend | None:
 
 
 def _best_attention() -> str:
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+    device = torch.device("cuda")
+    if not torch.cuda.is_available() or not is_hopper(device):
         return "triton"
-    try:
-        _try_hopper(torch.device("cuda"))
-    except Exception as error:  # this Triton may lack what the kernel is written with: slower is better than not at all
-        _log.warning("vision attention runs without the Hopper kernel (%s: %s)", type(error).__name__, error)
-        return "triton"
-    return "hopper"
+    is_right = passes(lambda: _try_hopper(device), "vision attention runs without the Hopper kernel")
+    return "hopper" if is_right else "triton"
 
 
 def _try_hopper(device: torch.device) -> None:

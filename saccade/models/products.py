@@ -10,7 +10,6 @@ Which is which depends on shapes alone, so it is decided once for each CUDA grap
 
 from __future__ import annotations
 
-import logging
 from functools import lru_cache
 from typing import NamedTuple, Protocol
 
@@ -32,10 +31,10 @@ from saccade.kernels.skinny_linear import (
     norm_linear,
     skinny_linear,
 )
+from saccade.kernels.trial import is_hopper, passes
 from saccade.models.decoder import Decoder, DecoderLayer
 from saccade.models.layers import Linear, RMSNorm
 
-_log = logging.getLogger(__name__)
 _ROOM_ROWS = 512  # from here on memory counts; decoding has fewer
 
 
@@ -86,14 +85,7 @@ def _most_streamed_rows(layer: DecoderLayer) -> int:
 @lru_cache
 def can_stream(device: torch.device) -> bool:
     """Whether it is a Hopper GPU whose Triton compiles those products, and they are right."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
-        return False
-    try:
-        _try_streaming(device)
-    except Exception as error:  # this Triton may lack what they are written with: slower is better than not at all
-        _log.warning("decoding goes without the Hopper products (%s: %s)", type(error).__name__, error)
-        return False
-    return True
+    return is_hopper(device) and passes(lambda: _try_streaming(device), "decoding goes without the Hopper products")
 
 
 def _try_streaming(device: torch.device) -> None:

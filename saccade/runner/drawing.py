@@ -5,7 +5,6 @@ Knows logits and numbers, not whose they are.
 
 from __future__ import annotations
 
-import logging
 from functools import lru_cache
 
 import torch
@@ -13,9 +12,9 @@ from torch import Tensor
 
 from saccade.kernels import draw as kernel
 from saccade.kernels.argmax import Board
+from saccade.kernels.trial import passes
 from saccade.runner.sampler import draw
 
-_log = logging.getLogger(__name__)
 _TRIALS = (  # temperature, top_k, top_p, min_p, a number in [0, 1)
     (1.0, float("inf"), 1.0, 0.0, 0.7),
     (2.0, 5.0, 1.0, 0.0, 0.3),
@@ -43,12 +42,7 @@ def has_kernel(device: torch.device, dtype: torch.dtype, vocabulary: int) -> boo
     """Tried out when it is asked for the first time, which also compiles it; that must not be recorded."""
     if device.type != "cuda":  # kernels in Triton's interpreter: those are tested
         return True
-    try:
-        try_out(device, dtype, vocabulary)
-    except Exception as error:  # whatever a compiler or a device says to it: slower is better than not at all
-        _log.warning("tokens are drawn by plain PyTorch (%s: %s)", type(error).__name__, error)
-        return False
-    return True
+    return passes(lambda: try_out(device, dtype, vocabulary), "tokens are drawn by plain PyTorch")
 
 
 def try_out(device: torch.device, dtype: torch.dtype, vocabulary: int) -> None:
