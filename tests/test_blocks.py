@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from random import Random
 
 import pytest
 
@@ -206,8 +207,62 @@ def test_what_was_published_last_is_found_by_its_records_without_hashing(
     pool: BlockPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blocks, chain = filled(pool, chain_of(12), 3), chain_of(13)
+    pool.index()
     monkeypatch.setattr(chain, "content", None)  # what hashes
     assert pool.find(chain, num_tokens=13) == blocks
+
+
+def test_of_what_is_published_only_the_first_block_is_hashed_until_there_is_time(pool: BlockPool) -> None:
+    chain = chain_of(32)
+    filled(pool, chain, 8)
+    assert chain.num_known == 1
+    pool.index()
+    assert chain.num_known == 8
+
+
+def test_looking_for_something_else_hashes_nothing_of_what_was_published(pool: BlockPool) -> None:
+    chain = chain_of(12)
+    filled(pool, chain, 3)
+    assert pool.find(chain_of([1, 2, 3, 4, 5]), num_tokens=5) == []
+    assert not pool.covers(chain_of([5, 6, 7, 8, 9]), end=4, num_tokens=5)
+    assert chain.num_known == 1
+
+
+def test_a_look_ahead_hashes_no_more_of_a_prompt_than_up_to_the_first_block_that_is_missing(pool: BlockPool) -> None:
+    filled(pool, chain_of([1, 2, 3, 4]), 1)
+    chain = chain_of([1, 2, 3, 4], 16)
+    assert not pool.covers(chain, end=16, num_tokens=20)
+    assert chain.num_known == 2
+
+
+def admitted(pool: BlockPool, tokens: list[int], windows: int) -> tuple[int, list[int]]:
+    """How many blocks a prompt found, and all of its blocks, published in so many windows."""
+    chain, count = chain_of(tokens), len(tokens) // BLOCK
+    found = pool.find(chain, len(tokens))
+    pool.share(found)
+    table = [*found, *pool.allocate(count - len(found))]
+    step = -(-(count - len(found)) // windows) or 1
+    for first in range(len(found), count, step):
+        pool.publish(table[first : first + step], chain, first)
+    return len(found), table
+
+
+def test_what_is_found_does_not_depend_on_when_it_is_indexed() -> None:
+    """Of few different blocks, so that many prompts begin alike and then go on differently."""
+    rng, at_once, later = Random(0), *(BlockPool(256, BLOCK, enable_caching=True) for _ in range(2))
+    held: list[tuple[list[int], list[int]]] = []
+    for _ in range(300):
+        tokens = [token for _ in range(rng.randrange(1, 8)) for token in BLOCK * [rng.randrange(2)]]
+        windows = rng.randrange(1, 4)
+        (found, table), (found_later, table_later) = (admitted(pool, tokens, windows) for pool in (at_once, later))
+        assert found == found_later
+        at_once.index()
+        held.append((table, table_later))
+        if len(held) > 16:
+            for pool, blocks in zip((at_once, later), held.pop(rng.randrange(16)), strict=True):
+                pool.release(blocks)
+        at_once.check()
+        later.check()
 
 
 def test_digests_that_were_taken_over_are_those_that_hashing_gives(pool: BlockPool) -> None:

@@ -68,6 +68,7 @@ class OverlappedCore(EngineCore):
         if count:
             events += self._launch(self.scheduler.schedule_ahead())
             self._is_ahead = len(self._launched) > count
+            self.scheduler.index()  # nothing is left to launch: the device works, and its tokens are waited for
             events += self._book(1 if self._is_ahead else count)
         if not self._launched and self.scheduler.has_unfinished() and not (events and self._is_long()):
             events += self._launch(self.scheduler.schedule(self.clock()))

@@ -38,6 +38,11 @@ class Chain:
         self._width = block_size * RECORD_BYTES
         self._digests = [hashlib.sha256(salt).digest()]  # the root: other salts share nothing
 
+    @property
+    def num_known(self) -> int:
+        """Blocks that are hashed."""
+        return len(self._digests) - 1
+
     def digest(self, index: int) -> bytes:
         """Of block `index`; of -1 the root."""
         for i in range(len(self._digests) - 1, index + 1):
@@ -75,8 +80,25 @@ class _Label(NamedTuple):
     records: bytes
 
 
+class _Offer(NamedTuple):
+    """Blocks of a request that can be found from now on, though they are in no index yet."""
+
+    blocks: tuple[int, ...]
+    chain: Chain
+    first: int  # number of the first one in its request
+
+
 class BlockPool:
-    """Gives out blocks, counts their users and finds full blocks again by digest."""
+    """Gives out blocks, counts their users and finds full blocks again by digest.
+
+    Hashing a long prompt takes as long as launching it, so of what is published only the first block is hashed at once:
+
+        published     |0|1|2|3|4|       an offer under the digest of 0; whoever looks for 0 has all five entered
+        in the index   .
+
+    The others follow when someone comes upon the first one, when blocks are given back, or when there is time for it
+    (`index`). Whoever looks for one of them looks for those before it, so nobody can tell the difference.
+    """
 
     def __init__(self, num_blocks: int, block_size: int, enable_caching: bool) -> None:
         self.num_blocks = num_blocks
@@ -86,6 +108,7 @@ class BlockPool:
         self._labels: list[_Label | None] = [None] * num_blocks  # of findable blocks
         self._by_digest: dict[bytes, _Label] = {}
         self._behind: dict[bytes, _Label] = {}  # by digest of a block: of those that follow it, the one published last
+        self._offers: dict[bytes, list[_Offer]] = {}  # not yet in the two above; by digest of their first block
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack
         self._idle: OrderedDict[int, None] = OrderedDict()  # the longest unused first
         self._queries = self._hits = self._evictions = 0
@@ -108,12 +131,14 @@ class BlockPool:
         found: list[int] = []
         if not self._enable_caching:
             return found
+        if first:
+            self.index()  # it goes on in the middle, behind the first block of what others may have published
         before = chain.digest(first - 1)
         for index in range(first, (num_tokens - 1) // self.block_size):
             records = chain.records(index)
             label = self._behind.get(before)
             if label is None or label.records != records:  # it is not the one that came last: ask by hash
-                label = self._by_digest.get(chain.digest(index))
+                label = self._labelled(chain.digest(index))
                 if label is None or label.records != records:
                     break
             before = label.digest
@@ -122,10 +147,20 @@ class BlockPool:
         return found
 
     def covers(self, chain: Chain, end: int, num_tokens: int) -> bool:
-        """Whether a request of `num_tokens` would probably find all positions before `end`. Looks at one block only."""
-        index = (end - 1) // self.block_size
-        findable = self._enable_caching and index < (num_tokens - 1) // self.block_size
-        return findable and chain.digest(index) in self._by_digest
+        """Whether a request of `num_tokens` would probably find all positions before `end`.
+
+        Goes on where its chain was last looked at, and stops at the first block that is missing: hashes no more of it.
+        """
+        last = (end - 1) // self.block_size
+        if not self._enable_caching or last >= (num_tokens - 1) // self.block_size:
+            return False
+        first = min(max(chain.num_known - 1, 0), last)
+        return all(self._labelled(chain.digest(index)) is not None for index in range(first, last + 1))
+
+    def _labelled(self, digest: bytes) -> _Label | None:
+        if digest in self._offers:
+            self._enter(digest)
+        return self._by_digest.get(digest)
 
     def count_lookup(self, num_tokens: int, num_found: int) -> None:
         """Once per admission, so that a request tried at every step counts once."""
@@ -139,16 +174,37 @@ class BlockPool:
         """
         if not self._enable_caching:
             return
-        before = chain.digest(first - 1)
-        for index, block in enumerate(blocks, first):
-            digest, records = chain.content(index)
-            if digest not in self._by_digest:  # the first of two equal blocks stays the one that is found
-                label = _Label(block, before, digest, records)
-                self._by_digest[digest] = self._behind[before] = self._labels[block] = label
-            before = digest
+        index, end = first, first + len(blocks)
+        while index < end and chain.digest(index) in self._by_digest:  # equal ones were there before, and stay
+            index += 1
+        if index < end:
+            offer = _Offer(tuple(blocks[index - first :]), chain, index)
+            self._offers.setdefault(chain.digest(index), []).append(offer)
+
+    def index(self) -> None:
+        """Enter all that was published into the index."""
+        for digest in tuple(self._offers):
+            self._enter(digest)
+
+    def _enter(self, digest: bytes) -> None:
+        """The offers that begin with this block, and those that begin with one of theirs."""
+        offers = self._offers.pop(digest, [])
+        for blocks, chain, first in offers:  # grows meanwhile
+            before = chain.digest(first - 1)
+            for index, block in enumerate(blocks, first):
+                digest, records = chain.content(index)
+                if digest not in self._by_digest:  # the first of two equal blocks stays the one that is found
+                    label = _Label(block, before, digest, records)
+                    self._by_digest[digest] = self._behind[before] = self._labels[block] = label
+                offers += self._offers.pop(digest, ())
+                before = digest
 
     def uncache(self, block: int) -> None:
-        """Make a block unfindable: its content never became valid, or it is about to be overwritten."""
+        """Make a block unfindable: its content never became valid."""
+        self.index()
+        self._forget(block)
+
+    def _forget(self, block: int) -> None:
         label = self._labels[block]
         if label is None:
             return
@@ -179,6 +235,7 @@ class BlockPool:
 
     def release(self, blocks: Sequence[int]) -> None:
         """One user less. The tail goes idle before the head, so a prefix outlives what followed it."""
+        self.index()
         for block in reversed(blocks):
             self._users[block] -= 1
             if self._users[block]:
@@ -195,7 +252,7 @@ class BlockPool:
 
     def _take(self) -> int:
         if not self._free:
-            self.uncache(next(iter(self._idle)))
+            self._forget(next(iter(self._idle)))
             self._evictions += 1
         block = self._free.pop()
         self._users[block] = 1
@@ -230,5 +287,6 @@ class BlockPool:
         assert labelled == {label.block: label for label in self._by_digest.values()}, "labels and index disagree"
         assert all(self._by_digest.get(label.digest) is label for label in self._behind.values()), "a label is stale"
         assert all(label.before == before for before, label in self._behind.items()), "a block follows what it does not"
+        assert not self._offers.keys() & self._by_digest.keys(), "an offer begins with a block that is found without it"
         assert idle <= labelled.keys(), "an idle block cannot be found"
         assert not free & labelled.keys(), "a free block can be found"

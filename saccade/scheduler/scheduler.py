@@ -49,6 +49,7 @@ class Scheduler:
         self.config = config
         self._block_size = config.block_size
         self._pool = BlockPool(config.num_blocks, config.block_size, config.enable_prefix_caching)
+        self.index = self._pool.index  # hashes what was planned lately: for when nobody waits for the next plan
         self._encoder = EncoderCache(config.encoder_cache_slots, config.keep_idle_embeddings)
         self._gate = Gate(self._encoder, config.encoder_budget)
         self.slices = Slices(config, self._gate)
