@@ -348,3 +348,12 @@ def test_clear_drops_everything_under_way(tower: FakeTower) -> None:
     encoder.submit([picture("a")])
     encoder.advance(None)
     assert list(encoder.poll().embeddings) == [b"a"]
+
+
+def test_a_rehearsal_resizes_a_picture_and_a_group_of_frames_and_leaves_nothing_behind(tower: FakeTower) -> None:
+    seen: list[tuple[int, ...]] = []
+    tower.prepare = lambda image, geometry: seen.append(image.shape) or torch.zeros(1)  # type: ignore[method-assign, assignment, func-returns-value]
+    encoder = stage(tower)
+    encoder.rehearse(Geometry(Size(28, 56), Grid(1, 4, 2), 2, 2), frames=2)
+    assert seen == [(57, 29, 3), (2, 57, 29, 3)], "neither has the size it is to get"
+    assert encoder.is_idle and encoder.counters.decoded == 0 and not encoder.poll().embeddings

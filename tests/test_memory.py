@@ -199,6 +199,14 @@ def test_what_does_not_fit_is_kept_outside(slab: EmbeddingSlab) -> None:
     assert not slab._outside
 
 
+def test_a_rehearsal_leaves_the_slab_as_it_was(slab: EmbeddingSlab) -> None:
+    slab[b"a"] = rows(1, 3)
+    slab.rehearse()
+    slab[b"b"] = rows(2, 5)
+    assert set(slab) == {b"a", b"b"} and not slab._outside
+    assert torch.equal(slab[b"a"], rows(1, 3)) and torch.equal(slab[b"b"], rows(2, 5))
+
+
 # --- faults while encoding ----------------------------------------------------------------------------------------
 
 

@@ -37,6 +37,8 @@ def build_core(
     for reason in plan.reasons:
         logger.info("%s", reason)
     runner = build_runner(path, config, image_processor, options, plan, progress=progress)
+    if largest and runner.is_overlapping:
+        runner.rehearse(largest)
     limits, more = _bounded(plan.scheduler, runner, options, largest)
     notes = [note for note in (plain_reason(runner.model, plan.device), runner.grammars.problem) if note]
     for note in notes:

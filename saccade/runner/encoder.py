@@ -16,6 +16,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -116,6 +117,16 @@ class LocalEncoder:
         self._alone: set[Key] = set()  # were in a pass that failed; each tries again by itself
         self._current: _Pass | None = None
         self._done = Encoded.nothing()
+
+    def rehearse(self, geometry: Geometry, frames: int) -> None:
+        """Prepare a blank picture, and where there are groups of frames one of these, as any that come.
+
+        The kernels for it are compiled now. The first picture would otherwise hold up all answers until they are.
+        """
+        width, height = geometry.resized
+        blank = np.zeros((height + 1, width + 1, 3), np.uint8)  # not the size it should have: it is resized, too
+        for pixels in (blank, np.stack([blank] * frames)) if frames > 1 else (blank,):
+            self._pool.submit(torch.inference_mode()(self._to_patches), pixels, geometry).result()
 
     @property
     def is_idle(self) -> bool:

@@ -16,6 +16,7 @@ from saccade.types import Curve, Grid
 
 _REPEATS = 3
 _SLOTS = (64, 256, 512, 1024, 1536, 2304, 4096, 8192)
+_COMMON = range(512, 4097, 128)  # embeddings of pictures that come often
 
 
 Trials = Iterable[tuple[int, Callable[[], object]]]
@@ -61,10 +62,22 @@ def timed(run: Callable[[], object]) -> float:
 
 def _layer_times(model: VisionLanguageModel, largest: Grid) -> Iterator[tuple[int, float]]:
     config = model.config
+    _load_kernels(model, largest)
     for grid in _grids(config, largest):
         slots = grid.patches // _merged(config)
         layers = _encode(model, grid)  # towers may leave their last ones out
         yield slots, timed(lambda grid=grid: _encode(model, grid)) / layers  # type: ignore[misc]
+
+
+def _load_kernels(model: VisionLanguageModel, largest: Grid) -> None:
+    """Run the tower over many sizes: for each, libraries may choose kernels that no other size has needed.
+
+    To load one takes as long as several steps, and the first picture of its size would make all answers wait.
+    """
+    for slots in _COMMON:
+        grid = _square(model.config, slots)
+        if grid.patches < largest.patches and _takes_any_size(model.config):
+            _encode(model, grid)
 
 
 def _encode(model: VisionLanguageModel, grid: Grid) -> int:
@@ -82,15 +95,21 @@ def _blank(model: VisionLanguageModel, grid: Grid) -> Tensor:
 def _grids(config: ModelConfig, largest: Grid) -> Iterator[Grid]:
     """Squares of several sizes up to the largest picture; towers with learned positions take one size alone, or
     fewer tiles of it."""
-    merged, vision = _merged(config), config.vision
-    if vision and vision.takes_squares:
+    if config.vision and config.vision.takes_squares:
         yield from (Grid(tiles, largest.h, largest.w) for tiles in range(1, largest.t))
-    elif merged > 1:
-        for slots in _SLOTS:
-            if slots * merged < largest.patches:
-                side = math.isqrt(slots) * math.isqrt(merged)
-                yield Grid(1, side, side)
+    elif _takes_any_size(config):
+        yield from (_square(config, slots) for slots in _SLOTS if slots * _merged(config) < largest.patches)
     yield largest
+
+
+def _takes_any_size(config: ModelConfig) -> bool:
+    return config.vision is not None and not config.vision.takes_squares and _merged(config) > 1
+
+
+def _square(config: ModelConfig, slots: int) -> Grid:
+    """The largest that has no more embeddings."""
+    side = math.isqrt(slots) * math.isqrt(_merged(config))
+    return Grid(1, side, side)
 
 
 def _merged(config: ModelConfig) -> int:

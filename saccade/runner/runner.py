@@ -18,7 +18,8 @@ from saccade.models.interface import LookingModel, RecurrentModel, VisionLanguag
 from saccade.params import SamplingParams
 from saccade.runner.batch import Batch, Ints, RequestState, build_batch, overlapping, splice
 from saccade.runner.device import DeviceForward, Windows
-from saccade.runner.encoder import Encoder
+from saccade.runner.embeddings import EmbeddingSlab
+from saccade.runner.encoder import Encoder, LocalEncoder
 from saccade.runner.grammar import Grammars
 from saccade.runner.looking import reading, seen_by
 from saccade.runner.measure import largest_within, seconds_per_layer
@@ -27,6 +28,7 @@ from saccade.runner.sampler import sample
 from saccade.runner.threads import OneThread
 from saccade.types import (
     Admission,
+    Geometry,
     Grid,
     Key,
     MediaItem,
@@ -118,6 +120,14 @@ class Runner:
             return replace(encoded, samples=samples, unsampled=_broken([*decoding, *prompts]))
 
         return collect
+
+    def rehearse(self, largest: Geometry) -> None:
+        """A picture's way on a device. Kernels that are compiled or loaded at their first use are so now."""
+        vision = self.model.config.vision
+        if vision and isinstance(self.encoder, LocalEncoder):
+            self.encoder.rehearse(largest, vision.temporal_patch_size)
+        if isinstance(self.embeddings, EmbeddingSlab):
+            self.embeddings.rehearse()
 
     @torch.inference_mode()
     def seconds_per_prompt_token(self, tokens: int = 128) -> float:

@@ -1,0 +1,52 @@
+"""What is run and timed at the start, before the first request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from saccade.runner import measure
+from saccade.types import Grid
+
+
+class Tower:
+    """Notes the grids that went through it."""
+
+    def __init__(self, *, takes_squares: bool = False) -> None:
+        vision = SimpleNamespace(
+            takes_squares=takes_squares, spatial_merge_size=2, in_channels=3, temporal_patch_size=2, patch_size=14
+        )
+        self.config: Any = SimpleNamespace(vision=vision)
+        self.decoder: Any = SimpleNamespace(table=torch.zeros(1))
+        self.ran: list[Grid] = []
+
+    def encode(self, patches: Tensor, grids: Sequence[Grid]) -> Iterator[int]:
+        assert len(patches) == sum(grid.patches for grid in grids)
+        self.ran.extend(grids)
+        yield 4
+
+
+@pytest.fixture(autouse=True)
+def _no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "timed", lambda run: 8.0)
+
+
+def test_pictures_of_common_sizes_go_through_the_tower_before_the_first_is_timed() -> None:
+    tower = Tower()
+    curve = measure.layer_curve(tower, Grid(1, 96, 96))  # type: ignore[arg-type]
+    slots = [grid.patches // 4 for grid in tower.ran]
+    before = slots[: -len(curve)]
+    assert before == sorted(set(before)) and before[0] == 22 * 22 and len(before) > 10
+    assert max(slots) == 48 * 48, "nothing larger than the largest picture that is let in"
+    assert [size for size, _ in curve] == slots[-len(curve) :] and {ms for _, ms in curve} == {2.0}
+
+
+def test_a_tower_that_knows_one_size_is_run_at_that_size_alone() -> None:
+    tower = Tower(takes_squares=True)
+    measure.layer_curve(tower, Grid(3, 24, 24))  # type: ignore[arg-type]
+    assert tower.ran == [Grid(1, 24, 24), Grid(2, 24, 24), Grid(3, 24, 24)]
