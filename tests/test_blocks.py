@@ -235,6 +235,24 @@ def test_a_look_ahead_hashes_no_more_of_a_prompt_than_up_to_the_first_block_that
     assert chain.num_known == 2
 
 
+def test_a_prompt_that_is_looked_for_again_finds_what_came_since_and_not_what_went(pool: BlockPool) -> None:
+    chain = chain_of(13)
+    assert pool.find(chain, num_tokens=13) == []
+    blocks = filled(pool, chain_of(8), 2)
+    assert pool.find(chain, num_tokens=13) == blocks
+    more = filled(pool, chain_of(12), 3)[2:]
+    assert pool.find(chain, num_tokens=13) == blocks + more
+    pool.uncache(blocks[1])
+    assert pool.find(chain, num_tokens=13) == blocks[:1]
+
+
+def test_what_was_found_already_is_not_compared_again(pool: BlockPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks, chain = filled(pool, chain_of(12), 3), chain_of(13)
+    pool.find(chain, num_tokens=13)
+    monkeypatch.setattr(chain, "_identity", b"")
+    assert pool.find(chain, num_tokens=13) == blocks
+
+
 def admitted(pool: BlockPool, tokens: list[int], windows: int) -> tuple[int, list[int]]:
     """How many blocks a prompt found, and all of its blocks, published in so many windows."""
     chain, count = chain_of(tokens), len(tokens) // BLOCK

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from saccade.types import RECORD_BYTES
@@ -37,6 +37,8 @@ class Chain:
         self._generated = generated  # the request's own list, which grows as it decodes
         self._width = block_size * RECORD_BYTES
         self._digests = [hashlib.sha256(salt).digest()]  # the root: other salts share nothing
+        self.found: list[int] = []  # what the pool found of it last
+        self.found_at = 0  # how many blocks the pool had forgotten by then: as long as that is so, these stay found
 
     @property
     def num_known(self) -> int:
@@ -56,10 +58,18 @@ class Chain:
             digests.append(hashlib.sha256(digests[index] + records).digest())
         return digests[index + 1], records
 
-    def know(self, index: int, digest: bytes) -> None:
-        """The digest of a block, from someone who has hashed the same records behind the same block before it."""
-        if index + 1 == len(self._digests):
-            self._digests.append(digest)
+    def know(self, first: int, digests: Sequence[bytes]) -> None:
+        """Digests from block `first` on, from those who hashed the same records behind the same blocks before."""
+        self._digests += digests[self.num_known - first :]
+
+    def walk(self, first: int, end: int) -> Iterator[bytes]:
+        """What stands in the blocks from `first` to `end`, one after the other."""
+        identity, width = self._identity, self._width
+        inside = min(end, len(identity) // width)
+        for start in range(first * width, inside * width, width):
+            yield identity[start : start + width]
+        for index in range(max(first, inside), end):
+            yield self.records(index)
 
     def records(self, index: int) -> bytes:
         """What stands in block `index`; the block must be full."""
@@ -111,6 +121,7 @@ class BlockPool:
         self._offers: dict[bytes, list[_Offer]] = {}  # not yet in the two above; by digest of their first block
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack
         self._idle: OrderedDict[int, None] = OrderedDict()  # the longest unused first
+        self._num_forgotten = 0
         self._queries = self._hits = self._evictions = 0
 
     @property
@@ -128,23 +139,30 @@ class BlockPool:
 
         The last token is always left to compute, because the next one is sampled from it.
         """
-        found: list[int] = []
         if not self._enable_caching:
-            return found
-        if first:
-            self.index()  # it goes on in the middle, behind the first block of what others may have published
-        before = chain.digest(first - 1)
-        for index in range(first, (num_tokens - 1) // self.block_size):
-            records = chain.records(index)
+            return []
+        end = (num_tokens - 1) // self.block_size
+        if first:  # in the middle, behind the first block of what others may have published
+            self.index()
+            return self._walk(chain, first, end)
+        if chain.found_at != self._num_forgotten:
+            chain.found, chain.found_at = [], self._num_forgotten
+        chain.found += self._walk(chain, len(chain.found), end)  # asked in every step while it waits
+        return chain.found[:end]
+
+    def _walk(self, chain: Chain, first: int, end: int) -> list[int]:
+        before, labels = chain.digest(first - 1), list[_Label]()
+        for records in chain.walk(first, end):
             label = self._behind.get(before)
             if label is None or label.records != records:  # it is not the one that came last: ask by hash
-                label = self._labelled(chain.digest(index))
+                chain.know(first, [label.digest for label in labels])
+                label = self._labelled(chain.digest(first + len(labels)))
                 if label is None or label.records != records:
                     break
+            labels.append(label)
             before = label.digest
-            chain.know(index, before)
-            found.append(label.block)
-        return found
+        chain.know(first, [label.digest for label in labels])
+        return [label.block for label in labels]
 
     def covers(self, chain: Chain, end: int, num_tokens: int) -> bool:
         """Whether a request of `num_tokens` would probably find all positions before `end`.
@@ -212,6 +230,7 @@ class BlockPool:
         if self._behind.get(label.before) is label:
             del self._behind[label.before]
         self._labels[block] = None
+        self._num_forgotten += 1
         if block in self._idle:
             del self._idle[block]
             self._free.append(block)
@@ -220,14 +239,16 @@ class BlockPool:
 
     def can_give(self, count: int, shared: Sequence[int] = ()) -> bool:
         """Whether `count` blocks can be given out beside `shared` ones that were found."""
-        return count <= self.num_available - sum(not self._users[block] for block in shared)
+        left = self.num_available - count
+        return left >= len(shared) or left >= sum(not self._users[block] for block in shared)
 
     def share(self, blocks: Sequence[int]) -> None:
         """One more user for blocks that were found."""
+        users, idle = self._users, self._idle
         for block in blocks:
-            if not self._users[block]:
-                del self._idle[block]
-            self._users[block] += 1
+            if not users[block]:
+                del idle[block]
+            users[block] += 1
 
     def allocate(self, count: int) -> tuple[int, ...]:
         assert count <= self.num_available, f"{count} blocks asked for, {self.num_available} available"
@@ -236,11 +257,12 @@ class BlockPool:
     def release(self, blocks: Sequence[int]) -> None:
         """One user less. The tail goes idle before the head, so a prefix outlives what followed it."""
         self.index()
+        users, labels = self._users, self._labels
         for block in reversed(blocks):
-            self._users[block] -= 1
-            if self._users[block]:
+            users[block] -= 1
+            if users[block]:
                 continue
-            if self._labels[block] is None:
+            if labels[block] is None:
                 self._free.append(block)
             else:
                 self._idle[block] = None
