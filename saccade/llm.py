@@ -56,6 +56,7 @@ class Engine:
             self.processor.largest_item(),
             progress=progress,
         )
+        self.processor.foretell = lambda items: self.core.foretell(items)  # tests put other cores here
         self._open: dict[str, _Open] = {}
         self._seeds = random.Random(opts.seed)
 
@@ -106,6 +107,11 @@ class Engine:
             for child in added:
                 self.core.abort(child)
             raise
+
+    def begin(self) -> None:
+        """Start on what was added, where that fills a step, before the others are added. For whole answers only."""
+        self.core.scheduler.slices.is_protecting = False
+        self.core.begin()
 
     def abort_request(self, request_id: str) -> None:
         opened = self._open.pop(request_id, None)
@@ -252,6 +258,7 @@ class LLM:
         try:
             for request_id, make, params in zip(ids, makers, many, strict=True):
                 self._add(request_id, make, params, results)
+                self.engine.begin()
             self._drain(ids, results, use_tqdm)
         except BaseException:  # the caller gave up (Ctrl-C): nothing of this call stays behind
             for request_id in ids:

@@ -201,6 +201,14 @@ def test_a_block_that_the_device_enters_itself_is_known_and_not_brought_over() -
     assert tables.slots(0, np.array([15, 16, 17]), 16).tolist() == [95, 96, 97]
 
 
+def test_changes_that_are_more_than_fits_at_a_time_all_reach_the_device() -> None:
+    tables, names = BlockTables(40, 4, torch.device("cpu")), [str(number) for number in range(40)]
+    for first, name in enumerate(names):
+        tables.open(name, range(first, first + 4))
+    tables.flush()
+    assert [tables.blocks[tables.row(name), 0].item() for name in names] == list(range(40))
+
+
 def test_what_is_written_for_the_next_step_does_not_reach_the_one_before() -> None:
     mailbox, first, second = Mailbox(4, torch.device("cpu")), torch.zeros(2).int(), torch.zeros(2).int()
     for target, value in ((first, 1), (second, 2)):
@@ -284,3 +292,47 @@ def test_a_picture_whose_embeddings_or_blocks_are_at_hand_is_not_decoded_when_it
     answers(llm, [given], FEW)
     llm.engine.add_request("again", given, FEW)
     assert decoding(llm) == 0
+
+
+def seen_while_made(llm: LLM, prompt: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> int:
+    """Pictures under way while the positions of a prompt are counted, which comes last."""
+    seen, family = [], type(llm.engine.processor.family)
+    positions = family.positions
+    with monkeypatch.context() as patch:
+        patch.setattr(family, "positions", lambda *given: (seen.append(decoding(llm)), positions(*given))[1])
+        answers(llm, [prompt], FEW)
+    return seen[0]
+
+
+@pytest.mark.parametrize("encoder_cache_gb", [None, 0.0])
+def test_a_new_picture_is_decoded_while_its_prompt_is_made_and_one_that_came_before_is_not(
+    qwen2_vl_folder: Path,
+    photo: Callable[..., Image.Image],
+    monkeypatch: pytest.MonkeyPatch,
+    encoder_cache_gb: float | None,
+) -> None:
+    given = {"prompt": f"{QWEN2_VL} What is it?", "multi_modal_data": {"image": photo(seed=1)}}
+    llm = overlapped(qwen2_vl_folder, encoder_cache_gb=encoder_cache_gb)
+    assert seen_while_made(llm, given, monkeypatch) == 1
+    assert seen_while_made(llm, given, monkeypatch) == 0
+
+
+def test_a_full_step_is_launched_before_the_other_requests_are_added(
+    qwen2_vl_folder: Path, photo: Callable[..., Image.Image], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = prompts(photo, QWEN2_VL)
+    llm, plain = overlapped(qwen2_vl_folder, max_num_seqs=2), LLM(str(qwen2_vl_folder), **OPTIONS)
+    runner, waiting = llm.engine.core.runner, []
+    launch = runner.launch
+    monkeypatch.setattr(runner, "launch", lambda plan: (waiting.append(len(llm.engine._open)), launch(plan))[1])
+    assert answers(llm, given, FEW) == answers(plain, given, FEW)
+    assert waiting[0] == 2 < len(given)
+    llm.engine.core.scheduler.check()
+
+
+def test_a_step_that_is_not_full_waits_for_the_requests_that_come(qwen2_vl_folder: Path) -> None:
+    llm = overlapped(qwen2_vl_folder)
+    for name in "abc":
+        llm.engine.add_request(name, {"prompt": "Count."}, FEW)
+        llm.engine.begin()
+    assert llm.stats()["steps"] == 0

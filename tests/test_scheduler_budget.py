@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+
 from saccade.types import Pace
 from tests.scheduling import Picture, Rig
 
@@ -80,3 +84,22 @@ def test_slices_are_used_when_nobody_decodes_if_always_is_set() -> None:
     assert not rig.plans[0].works  # nothing to compute before the picture is there
     rig.drain()
     assert rig.finish_of("picture") == "length"
+
+
+@pytest.mark.parametrize(
+    ("limits", "needed"),
+    [
+        ({"max_num_batched_tokens": 30}, 3),
+        ({"max_num_seqs": 2}, 2),
+        ({"pace": Pace(((1, 1.0),), ((8, 1.0),), (), None, max_prompts=4)}, 4),
+    ],
+)
+def test_a_step_is_full_when_its_tokens_its_places_or_its_prompts_are_taken(
+    limits: dict[str, Any], needed: int
+) -> None:
+    rig = Rig(**limits)
+    fullness = []
+    for name in "abcd":
+        rig.add(name, 10)
+        fullness.append(rig.scheduler.fills_step())
+    assert fullness == [count >= needed for count in range(1, 5)]

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from saccade.engine.trace import StepTrace
 from saccade.options import SchedulerConfig
 from saccade.scheduler.scheduler import Scheduler
-from saccade.types import Request, RequestError, StepPlan, StepResult, TokenEvent
+from saccade.types import MediaItem, Request, RequestError, StepPlan, StepResult, TokenEvent
 
 logger = logging.getLogger("saccade.engine")
 
@@ -76,6 +76,12 @@ class EngineCore:
 
     def add(self, request: Request) -> None:
         self.scheduler.add(request, self.clock())
+
+    def foretell(self, items: Sequence[MediaItem]) -> None:
+        """Pictures of a request that is still being made. Here they are decoded when a step wants them."""
+
+    def begin(self) -> None:
+        """More requests come at once, but a step may be full without them. Here one step is done before the next."""
 
     def abort(self, request_id: str) -> TokenEvent | None:
         return self.scheduler.abort(request_id, self.clock())

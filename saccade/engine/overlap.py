@@ -17,14 +17,16 @@ from __future__ import annotations
 
 import gc
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from saccade.engine.core import EngineCore, StepRunner
 from saccade.housekeeping import settle
-from saccade.types import MediaItem, Request, StepPlan, StepResult, TokenEvent
+from saccade.types import Key, MediaItem, Request, StepPlan, StepResult, TokenEvent
 
 _TURN = 5e-5  # seconds; Python's own 5 ms are several steps
+_REMEMBERED = 4096  # pictures, by their keys
 
 
 class LaunchingRunner(StepRunner, Protocol):
@@ -50,6 +52,7 @@ class OverlappedCore(EngineCore):
         self._launched: list[_Launched] = []  # in the order of the device
         self._is_ahead = False  # the last one was planned ahead, and nothing beside it yet
         self._events: list[TokenEvent] = []  # booked between two steps
+        self._seen: OrderedDict[Key, None] = OrderedDict()  # pictures that came lately
         settle()
         # Whoever gives up the interpreter for a launch waits this long until a thread that decodes pictures returns it.
         sys.setswitchinterval(_TURN)
@@ -88,6 +91,24 @@ class OverlappedCore(EngineCore):
         super().add(request)
         if missing := self.scheduler.missing(request.request_id):
             self.runner.expect(missing)
+
+    def foretell(self, items: Sequence[MediaItem]) -> None:
+        """Where nobody else waits, the first that is new is decoded while the rest of its prompt is made.
+
+        Of one that came before, a cache may have all that is needed: only the whole prompt will tell.
+        """
+        new = [item for item in items if item.key not in self._seen]
+        self._seen.update((item.key, None) for item in new)
+        while len(self._seen) > _REMEMBERED:
+            self._seen.popitem(last=False)
+        if new and not self.has_unfinished():
+            self.runner.expect(new[:1])
+
+    def begin(self) -> None:
+        """Launch a step that is full: the device works on it while others are added, who would not come into it."""
+        if not self._launched and self.scheduler.fills_step():
+            with self._undivided():
+                self._events += self._launch(self.scheduler.schedule(self.clock()))
 
     def abort(self, request_id: str) -> TokenEvent | None:
         """Waits for what is under way: what it computed for the request must be known before its blocks are free.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -43,6 +44,11 @@ class Picture:
     allow_path: bool = True  # False for strings that a client sent
 
 
+Foretell = Callable[[Sequence[MediaItem]], None]
+"""Is told pictures that will be wanted, in their order, long before the prompt they stand in is ready."""
+_Source = tuple[int, str]  # of one picture as it was given: object and detail
+
+
 class Pictures:
     """Resolves pictures under one deployment's policy."""
 
@@ -59,22 +65,46 @@ class Pictures:
             return None
         return self.family.largest(self.limits.min_pixels, self.limits.max_pixels)
 
-    def resolve(self, pictures: list[Picture], limits: Limits, salt: bytes) -> list[MediaItem]:
+    def resolve(
+        self, pictures: list[Picture], limits: Limits, salt: bytes, foretell: Foretell | None = None
+    ) -> list[MediaItem]:
         """One item per picture. The same picture twice is hashed once and comes out as the same object."""
+        self._check_count(len(pictures))
         if isinstance(self.family, Crowded):
             limits = limits.lowered(self.family.among(len(pictures), limits.max_pixels))
-        by_source: dict[tuple[int, str], MediaItem] = {}
+        by_source: dict[_Source, MediaItem] = {}
+        if foretell:
+            by_source = self._ends(pictures, limits, salt)
+            foretell(list(by_source.values()))
         by_key: dict[Key, MediaItem] = {}
         items = []
         for picture in pictures:
             _check_detail(picture)
-            same = (id(picture.source), picture.detail)
-            if same not in by_source:
-                item = self.item(picture, limits, salt)
-                by_source[same] = by_key.setdefault(item.key, item)
+            same = _source(picture)
+            item = by_source.get(same) or self.item(picture, limits, salt)
+            by_source[same] = by_key.setdefault(item.key, item)
             items.append(by_source[same])
             self._check_total(by_key)
         return items
+
+    def _ends(self, pictures: list[Picture], limits: Limits, salt: bytes) -> dict[_Source, MediaItem]:
+        """The first and the last one, before all others: in a conversation the last one alone is new."""
+        found: dict[_Source, MediaItem] = {}
+        with suppress(RequestError):  # it is raised again when it is that picture's turn
+            for picture in pictures[:: max(len(pictures) - 1, 1)]:
+                _check_detail(picture)
+                found[_source(picture)] = self.item(picture, limits, salt)
+        return found
+
+    def _check_count(self, given: int) -> None:
+        if self.family.image_token_id is None:
+            raise reads_text_only(given)
+        allowed = self.policy.limits.get("image", 0)
+        if given > allowed:
+            raise RequestError(
+                f"at most {allowed} images per prompt are allowed (limit_mm_per_prompt image={allowed}), but {given} "
+                "were given"
+            )
 
     def _check_total(self, items: Mapping[Key, MediaItem]) -> None:
         """Each may be small enough and all of them together still more than a request should make anyone decode."""
@@ -138,6 +168,10 @@ def bill_item(item: MediaItem, block_size: int) -> BillItem:
         key=short_key(item.key),
         grid=item.geometry.grid,
     )
+
+
+def _source(picture: Picture) -> _Source:
+    return id(picture.source), picture.detail
 
 
 def _check_detail(picture: Picture) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from saccade.processor.families import built_in_template
 from saccade.processor.families.base import Marked, lasting
 from saccade.processor.footage import Video
 from saccade.processor.hashing import identity
-from saccade.processor.pictures import Picture, Pictures, bill_item, reads_text_only
+from saccade.processor.pictures import Foretell, Picture, Pictures, bill_item, reads_text_only
 from saccade.processor.template import render, required
 from saccade.processor.tokenizer import Tokenizer
 from saccade.processor.video import split_kwargs, video_bill_item, videos_for
@@ -50,6 +51,7 @@ class Processor:
             markup=self.family.markup if isinstance(self.family, Marked) else (),
         )
         self.placeholder = self._find_placeholder()  # of a picture in a raw prompt
+        self.foretell: Foretell | None = None
         if checkpoint.chat_template is not None:
             self.tokenizer.encode_template("")  # so that the first chat does not wait for the second tokenizer
 
@@ -89,11 +91,11 @@ class Processor:
         """A raw prompt: text or ids with one placeholder per picture, as the caller wrote them."""
         given: Mapping[str, Any] = {"prompt": prompt} if isinstance(prompt, str) else prompt
         _check_prompt(given)
-        text = given.get("prompt")
-        ids = self._given_ids(given["prompt_token_ids"]) if text is None else self._encode(text)
+        text, ids = given.get("prompt"), given.get("prompt_token_ids")
+        make_ids = partial(self._given_ids, ids) if text is None else partial(self._encode, text)
         pictures, videos = _given_media(given.get("multi_modal_data"))
         tenant = _salt(salt, given.get("cache_salt") or "")
-        return self._build(ids, pictures, videos, given.get("mm_processor_kwargs"), tenant, text)
+        return self._build(make_ids, pictures, videos, given.get("mm_processor_kwargs"), tenant, text)
 
     def from_chat(
         self,
@@ -127,9 +129,9 @@ class Processor:
             )
         except RequestError as error:
             raise RequestError(self.tokenizer.unshield(error.message), param=error.param) from None
-        ids = np.array(self.tokenizer.encode_template(rendered), np.int64)
         text = self.tokenizer.unshield(rendered)
-        return self._build(ids, chat.pictures, chat.videos, mm_processor_kwargs, _salt(salt, ""), text)
+        make_ids = partial(self._template_ids, rendered)
+        return self._build(make_ids, chat.pictures, chat.videos, mm_processor_kwargs, _salt(salt, ""), text)
 
     def _template_kwargs(self, given: Mapping[str, Any] | None) -> dict[str, Any]:
         named = self.tokenizer.named_tokens
@@ -156,6 +158,9 @@ class Processor:
             raise RequestError("the prompt is empty; give at least one character of text", param="prompt")
         return np.array(self.tokenizer.encode(text), np.int64)
 
+    def _template_ids(self, rendered: str) -> Ids:
+        return np.array(self.tokenizer.encode_template(rendered), np.int64)
+
     def _given_ids(self, given: Any) -> Ids:
         try:
             ids = np.array(given, np.int64)
@@ -178,16 +183,24 @@ class Processor:
     # --- putting it together --------------------------------------------------------------------------------------
 
     def _build(
-        self, ids: Ids, pictures: list[Picture], videos: list[Video], kwargs: Any, salt: bytes, text: str | None
+        self,
+        make_ids: Callable[[], Ids],
+        pictures: list[Picture],
+        videos: list[Video],
+        kwargs: Any,
+        salt: bytes,
+        text: str | None,
     ) -> Prompt:
+        """Pictures go first, so that whoever decodes them does so while the text is made into ids."""
         pixels, frames = split_kwargs(kwargs) if self.videos else (kwargs, {})
         limits = self.pictures.request_limits(pixels)
-        starts = self._check_counts(ids, len(pictures))
+        items = self.pictures.resolve(pictures, limits, salt, self.foretell) if pictures else []
+        ids = make_ids()
+        starts = self._starts(ids, len(pictures))
         self._check_videos(ids, len(videos))
         if frames and not videos:
             names = ", ".join(frames)
             raise RequestError(f"{names} is for videos, but none was given", param=f"mm_processor_kwargs.{min(frames)}")
-        items = self.pictures.resolve(pictures, limits, salt) if pictures else []
         expanded, spans = self._expand(ids, starts, items) if items else (ids, ())
         if videos:
             return self._with_videos(expanded, list(zip(spans, items, strict=True)), videos, frames, salt, text)
@@ -203,16 +216,8 @@ class Processor:
             text=text,
         )
 
-    def _check_counts(self, ids: Ids, given: int) -> Ids:
-        """Where the placeholders are. As many as pictures, and no more pictures than allowed."""
-        if given and not self.takes_pictures:
-            raise reads_text_only(given)
-        allowed = self.policy.limits.get("image", 0)
-        if given > allowed:
-            raise RequestError(
-                f"at most {allowed} images per prompt are allowed (limit_mm_per_prompt image={allowed}), but {given} "
-                "were given"
-            )
+    def _starts(self, ids: Ids, given: int) -> Ids:
+        """Where the placeholders are: as many as pictures."""
         starts = np.flatnonzero(ids == self.family.image_token_id)
         if len(starts) != given:
             raise RequestError(

@@ -7,8 +7,10 @@ it want, and pictures keep a share whatever comes.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Many
 from typing import NamedTuple
 
+from saccade.options import SchedulerConfig
 from saccade.scheduler.sequence import Sequence
 
 _PICTURE_SHARE = 4  # pictures keep a quarter of a step's tokens, and a slice of encoding in every fourth step
@@ -58,6 +60,13 @@ class StepBudget:
             self.num_windows += 1
             self._prompts -= num_tokens
             self._pictures -= num_tokens if seq.has_pictures_ahead else 0
+
+
+def are_enough(requests: Many[Sequence], config: SchedulerConfig) -> bool:
+    """Whether a step of these requests is full, unless much of them is found in the prefix cache."""
+    most = config.pace.max_prompts if config.pace and config.pace.max_prompts else config.max_num_seqs
+    tokens = sum(seq.num_tokens for seq in requests)
+    return len(requests) >= min(most, config.max_num_seqs) or tokens >= config.max_num_batched_tokens
 
 
 def encodes_now(step: int, budget: StepBudget, *, is_text_first: bool) -> bool:

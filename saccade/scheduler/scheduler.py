@@ -14,7 +14,7 @@ from saccade.options import SchedulerConfig
 from saccade.scheduler.admission import refuse_impossible, refuse_overload
 from saccade.scheduler.ahead import is_foreseeable, works_ahead
 from saccade.scheduler.blocks import BlockPool
-from saccade.scheduler.budget import StepBudget, answers_rest
+from saccade.scheduler.budget import StepBudget, answers_rest, are_enough
 from saccade.scheduler.draft import Draft
 from saccade.scheduler.encoder_cache import EncoderCache
 from saccade.scheduler.failures import doomed_by
@@ -22,7 +22,7 @@ from saccade.scheduler.gate import Gate, Reach
 from saccade.scheduler.laws import check_holdings, check_queues
 from saccade.scheduler.order import arrival, giving_way, missing_items, spans_ahead
 from saccade.scheduler.sequence import Sequence
-from saccade.scheduler.sharing import adopt, catch_up, publish
+from saccade.scheduler.sharing import adopt, catch_up, has_blocks, publish
 from saccade.scheduler.slices import Slices
 from saccade.scheduler.states import KeptStates
 from saccade.types import (
@@ -103,6 +103,10 @@ class Scheduler:
     def has_answers(self) -> bool:
         """Whether anyone's next token follows from what is computed."""
         return any(seq.is_decoding for seq in self._running)
+
+    def fills_step(self) -> bool:
+        """Whether those who wait are as many as come into the next step."""
+        return are_enough(self._waiting, self.config)
 
     def _refuse(self, request: Request) -> None:
         if request.request_id in self._open:
@@ -191,7 +195,7 @@ class Scheduler:
                 draft.admitted.append(self._admission(seq))
             start = seq.num_computed
             reach = self._reach(seq, start, draft)
-            while reach.end > start and not self._has_blocks(seq, reach.end):
+            while reach.end > start and not has_blocks(self._pool, seq, reach.end):
                 if draft.ahead:  # what runs must keep its blocks; the step after it may preempt
                     draft.is_short = True
                     return
@@ -225,11 +229,6 @@ class Scheduler:
         if not seq.has_pictures_ahead:
             return Reach(end, ())
         return self._gate.reach(seq, start, end)
-
-    def _has_blocks(self, seq: Sequence, end: int) -> bool:
-        """Whether a running request has blocks up to `end` or can be given them."""
-        num_held = len(seq.blocks)
-        return end <= num_held * self._block_size or self._pool.can_give(self._pool.blocks_for(end) - num_held)
 
     def _admit(self, draft: Draft, seq: Sequence, found: list[int]) -> None:
         adopt(self._pool, seq, found)

@@ -1,9 +1,15 @@
-"""How one request gives its blocks to others and takes over theirs. Between a sequence and the block pool alone."""
+"""How a request comes by blocks, gives its own to others and takes over theirs. Knows a sequence and the pool alone."""
 
 from __future__ import annotations
 
 from saccade.scheduler.blocks import BlockPool
 from saccade.scheduler.sequence import Sequence
+
+
+def has_blocks(pool: BlockPool, seq: Sequence, end: int) -> bool:
+    """Whether a running request has blocks up to `end` or can be given them."""
+    num_held = len(seq.blocks)
+    return end <= num_held * pool.block_size or pool.can_give(pool.blocks_for(end) - num_held)
 
 
 def adopt(pool: BlockPool, seq: Sequence, found: list[int]) -> None:
