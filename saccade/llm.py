@@ -35,11 +35,12 @@ class _Open:
     answers: list[Answer]
     prepare_ms: float  # what the processor took
     bill: Bill  # before it has run
+    num_unfinished: int  # answers
     error: RequestError | None = None
 
     @property
     def is_finished(self) -> bool:
-        return all(answer.is_finished for answer in self.answers)
+        return not self.num_unfinished
 
 
 class Engine:
@@ -58,6 +59,7 @@ class Engine:
         )
         self.processor.foretell = lambda items: self.core.foretell(items)  # tests put other cores here
         self._open: dict[str, _Open] = {}
+        self._awaited: dict[str, tuple[_Open, Answer]] = {}  # by the id that the core knows an answer of those under
         self._seeds = random.Random(opts.seed)
 
     @property
@@ -83,9 +85,10 @@ class Engine:
         prompt = make()
         prepare_ms = (time.perf_counter() - start) * 1e3
         answers = [Answer(i, self.processor.tokenizer, params) for i in range(params.n)]
-        opened = _Open(request_id, prompt, list(prompt.token_ids), answers, prepare_ms, self.bill(prompt))
+        opened = _Open(request_id, prompt, list(prompt.token_ids), answers, prepare_ms, self.bill(prompt), params.n)
         self._admit(opened, params)
         self._open[request_id] = opened
+        self._awaited |= {_child_id(request_id, answer.index): (opened, answer) for answer in answers}
 
     def _admit(self, opened: _Open, params: SamplingParams) -> None:
         room = self.limits.max_model_len - len(opened.prompt)
@@ -114,9 +117,16 @@ class Engine:
         self.core.begin()
 
     def abort_request(self, request_id: str) -> None:
-        opened = self._open.pop(request_id, None)
-        for answer in opened.answers if opened else ():
-            self.core.abort(_child_id(request_id, answer.index))
+        opened = self._open.get(request_id)
+        if opened is not None:
+            self._close(opened)
+            for answer in opened.answers:
+                self.core.abort(_child_id(request_id, answer.index))
+
+    def _close(self, opened: _Open) -> None:
+        del self._open[opened.request_id]
+        for answer in opened.answers:
+            del self._awaited[_child_id(opened.request_id, answer.index)]
 
     def has_unfinished_requests(self) -> bool:
         return bool(self._open)
@@ -137,29 +147,32 @@ class Engine:
             events = self.core.step()
         except BaseException:  # the core has ended every request
             self._open.clear()
+            self._awaited.clear()
             raise
+        ended: list[_Open] = []
         for event in events:
-            parent, _, index = event.request_id.rpartition("/")
-            opened = self._open.get(parent) or touched.get(parent)
-            if opened is None:
+            if event.request_id not in self._awaited:
                 continue
-            answer = opened.answers[int(index)]
+            opened, answer = self._awaited[event.request_id]
             if answer.finish_reason is not None:  # by a stop string in an earlier token of this step
                 answer.usage = answer.usage or event.usage
                 continue
             take(answer, event)
-            touched[parent] = opened
+            touched[opened.request_id] = opened
             if answer.is_finished:
                 self._end(opened, answer, event)
+                if opened.is_finished:
+                    ended.append(opened)
+        for opened in ended:
+            self._close(opened)
         return list(touched.values())
 
     def _end(self, opened: _Open, answer: Answer, event: TokenEvent) -> None:
+        opened.num_unfinished -= 1
         opened.error = event.error or opened.error
         if event.finish_reason is None:  # a stop string, which only text can see
             ended = self.core.abort(event.request_id)
             answer.usage = ended.usage if ended else None
-        if opened.is_finished:
-            del self._open[opened.request_id]
 
     def _output(self, opened: _Open) -> RequestOutput:
         """Made for every stream in every step, so what does not change is made once and shared by all of them."""

@@ -242,6 +242,7 @@ class StepPlan:
     encode_layers: int | None = None  # encoder layers to advance in this step; None: until all is encoded
     prefetch: tuple[MediaItem, ...] = ()  # likely next: decoding may begin
     is_beside: bool = False  # the rest of a step that runs already: nothing in it may wait
+    is_ahead: bool = False  # planned before the tokens before it were known: one more for each, behind its prompt
 
 
 class Logprobs(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from saccade.types import Key, Span, StepPlan, StepRecord, StepResult, Work
@@ -18,7 +19,9 @@ class _Known(NamedTuple):
 
 
 class StepTrace:
-    """A ring of records. One step costs a lookup per window, and a look at the spans of those that prefill."""
+    """A ring of records. One step costs a lookup per window, unless it was planned ahead, and a look at the spans of
+    those that prefill.
+    """
 
     def __init__(self) -> None:
         self._records: deque[StepRecord] = deque(maxlen=NUM_KEPT)
@@ -27,8 +30,15 @@ class StepTrace:
 
     def record(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
         self._follow(plan)
+        decode, text, picture = (len(plan.works), 0, 0) if plan.is_ahead else self._counts(plan.works)
+        encodes = len(self._encoding) if plan.encode_layers != 0 else 0
+        self._records.append(StepRecord(plan.step, decode, text, picture, encodes, round(seconds * 1e3, 3)))
+        self._encoding.difference_update(result.encoded, result.failed)
+
+    def _counts(self, works: Sequence[Work]) -> tuple[int, int, int]:
+        """Tokens of answers, of text and of pictures."""
         decode = text = picture = 0
-        for work in plan.works:
+        for work in works:
             known, size = self._requests[work.request_id], work.end - work.start
             if size == 1 and work.start >= known.num_prompt:
                 decode += 1
@@ -36,9 +46,7 @@ class StepTrace:
             covered = _picture_tokens(work, known.spans)
             picture += covered
             text += size - covered
-        encodes = len(self._encoding) if plan.encode_layers != 0 else 0
-        self._records.append(StepRecord(plan.step, decode, text, picture, encodes, round(seconds * 1e3, 3)))
-        self._encoding.difference_update(result.encoded, result.failed)
+        return decode, text, picture
 
     def recent(self) -> list[dict[str, Any]]:
         """The oldest first, in plain values: they travel to other processes as they are."""

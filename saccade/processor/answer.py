@@ -31,8 +31,8 @@ class Answer:
         self._min_tokens = params.min_tokens  # no stop string ends the answer before
         self._caller_stops = frozenset(params.stop_token_ids)
         self._must_read = bool(params.stop_strings)
-        self._num_hidden = 0
-        self._unread: list[int] = []  # tokens to show whose text was not asked for yet
+        self._num_shown = 0  # tokens but for one that ended it, which is counted but not shown
+        self._num_read = 0  # of these, those whose text was asked for
         self._decode = partial(tokenizer.decode, skip_special_tokens=skip_special_tokens)
         self._detokenizer = Detokenizer(
             tokenizer, params.stop_strings, include_stop=include_stop, skip_special_tokens=skip_special_tokens
@@ -44,8 +44,8 @@ class Answer:
 
     @property
     def text(self) -> str:
-        if self.is_finished and len(self._unread) == len(self.token_ids) - self._num_hidden:
-            return self._decode(self._unread)  # nobody has seen a part of it: one call for all of it
+        if self.is_finished and not self._num_read:
+            return self._decode(self.token_ids[: self._num_shown])  # nobody has seen a part of it: one call for all
         self._read()
         return self._detokenizer.text
 
@@ -82,23 +82,16 @@ class Answer:
         if event.token_id is None:
             return
         self.token_ids.append(event.token_id)
+        if event.stop_token_id is None:
+            self._num_shown += 1
         if self.logprobs is not None and event.logprobs is not None:
             self.logprobs.append(event.logprobs)
-        if event.stop_token_id is None:
-            self._unread.append(event.token_id)
-        else:  # the token that ends an answer is counted but not shown
-            self._num_hidden += 1
 
     def _read(self) -> str:
-        if not self._unread:
-            return ""
-        first = len(self.token_ids) - self._num_hidden - len(self._unread)
-        new = [
-            self._detokenizer.push(token, may_stop=first + place >= self._min_tokens)
-            for place, token in enumerate(self._unread, 1)
-        ]
-        self._unread.clear()
-        return "".join(new)
+        first, self._num_read = self._num_read, self._num_shown
+        push, least = self._detokenizer.push, self._min_tokens
+        unread = self.token_ids[first : self._num_shown]
+        return "".join([push(token, may_stop=place >= least) for place, token in enumerate(unread, first + 1)])
 
     def output(self) -> CompletionOutput:
         return CompletionOutput(

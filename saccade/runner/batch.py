@@ -41,21 +41,28 @@ class RequestState:
         self.shift = prompt.next_position - self.num_prompt  # from places to positions behind the prompt
         # Whoever is not is sampled by the host, from logits that wait for it.
         self.is_foreseeable = grammar is None and admission.request.params.is_foreseeable
+        self.is_greedy = admission.request.params.is_greedy
         self.spans: tuple[Span, ...] = prompt.spans
         self._is_pruned = any(span.made is not None for span in prompt.spans)
         self.blocks: list[int] = list(admission.block_ids)
-        self._answer = np.empty(64, np.int64)  # grows by doubling
-        self.num_tokens = self.num_prompt
-        self.last_token = prompt.token_ids[-1]
-        for token in admission.output_token_ids:
-            self.append(token)
+        self._read = np.empty(64, np.int64)  # the answer's tokens as an array; grows by doubling
+        self._unread: list[int] = list(admission.output_token_ids)  # behind those: nobody has looked at them yet
+        self.num_tokens = self.num_prompt + len(self._unread)
+        self.last_token = (self._unread or prompt.token_ids)[-1]
 
     def append(self, token: int) -> None:
-        place = self.num_tokens - self.num_prompt
-        if place == len(self._answer):
-            self._answer = np.concatenate([self._answer, np.empty_like(self._answer)])
-        self._answer[place] = self.last_token = token
+        """Many times a step, while few ever look at the tokens."""
+        self._unread.append(token)
+        self.last_token = token
         self.num_tokens += 1
+
+    def _answer(self) -> Ints:
+        end = self.num_tokens - self.num_prompt
+        if end > len(self._read):
+            self._read = np.concatenate([self._read, np.empty(max(end, len(self._read)), np.int64)])
+        self._read[end - len(self._unread) : end] = self._unread
+        self._unread.clear()
+        return self._read[:end]
 
     def take(self, sample: Sample) -> Sample:
         """Append a sampled token; the sample again, which says so when nothing may follow it."""
@@ -68,7 +75,7 @@ class RequestState:
     def tokens(self, start: int, end: int) -> Ints:
         assert end <= self.num_tokens, "a window ends at the last known token"
         asked, first = self.request.prompt.token_ids[start:end], max(start - self.num_prompt, 0)
-        answered = self._answer[first : max(end - self.num_prompt, 0)]
+        answered = self._answer()[first : max(end - self.num_prompt, 0)]
         # Of a prompt that was found in the cache, only the end is ever looked at.
         return np.concatenate([np.array(asked, np.int64), answered])
 
@@ -105,7 +112,7 @@ class RequestState:
         return Row(
             params=request.params,
             prompt_ids=self._prompt_ids,
-            output_ids=self._answer[: self.num_tokens - self.num_prompt],
+            output_ids=self._answer(),
             end_ids=end_ids,
             seed=request.seed,
             allowed=allowed,

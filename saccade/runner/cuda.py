@@ -6,7 +6,7 @@ Requests that decode go through one graph, prompts through another pass: each ha
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +23,7 @@ from saccade.runner.batch import RequestState, embedded, overlapping, splice
 from saccade.runner.decoding import Decoded, DecodePass, DecodeRows
 from saccade.runner.device import Sampled, Windows
 from saccade.runner.drawing import draw_tokens, has_kernel
+from saccade.runner.group import Group
 from saccade.runner.measure import layer_curve, timed_curve
 from saccade.runner.prompts import GRAPH_WINDOWS, PromptPass, Splice, Window
 from saccade.runner.sampler import Drawing, sample
@@ -35,7 +36,7 @@ _MEASURED_CONTEXT = 1024  # tokens behind each request whose decoding is timed
 class _Picked(NamedTuple):
     """Rows that sample: their tokens, on their way to the host, and the logits for those that want more."""
 
-    states: list[RequestState]
+    group: Group
     tokens: Tensor  # int64, pinned
     logits: Tensor  # [rows, vocabulary], on the device
 
@@ -62,6 +63,7 @@ class CudaForward:
         self._decoding = DecodePass(self._decoder, self._tables, block_size, max_requests)
         self._prompts = PromptPass(self._decoder, self._tables, block_size, axes, flash)
         self._decoded, self._answered = Returns(max_requests, self.device), Returns(max_requests, self.device)
+        self._group = Group([], self._tables)  # that decoded last
 
     @torch.inference_mode()
     def record(self, max_tokens: int) -> None:
@@ -97,9 +99,12 @@ class CudaForward:
                 yield tokens, partial(self._prompts.run, [Window(0, zeros[0], zeros, slots, tokens, samples=True)])
 
     def decode(self, windows: Windows) -> Sampled:
-        rows = self._decode_rows(windows)
+        states = [state for _, state in windows]
+        if states != self._group.states:
+            self._group = Group(states, self._tables)
+        rows = self._decode_rows(windows, self._group)
         self._tables.flush()
-        return self._collecting(windows, self._decoding.run(rows), self._decoded)
+        return self._collecting(windows, self._group, self._decoding.run(rows), self._decoded)
 
     def prompts(self, windows: Windows, embeddings: Mapping[Key, Tensor]) -> Sampled:
         self._tables.flush()
@@ -107,19 +112,20 @@ class CudaForward:
             [self._window(work, state) for work, state in windows], _splicing(windows, embeddings)
         )
         sampling = [(work, state) for work, state in windows if work.samples]
-        return self._collecting(sampling, found, self._answered) if sampling else dict
+        if not sampling:
+            return dict
+        group = Group([state for _, state in sampling], self._tables)
+        return self._collecting(sampling, group, found, self._answered)
 
-    def _decode_rows(self, windows: Windows) -> DecodeRows:
+    def _decode_rows(self, windows: Windows, group: Group) -> DecodeRows:
         tables, size = self._tables, self.block_size
-        rows = tables.rows([work.request_id for work, _ in windows])
         places = np.array([work.start for work, _ in windows], np.int32)
-        shifts = np.array([state.shift for _, state in windows], np.int32)
         tokens = [state.last_token if work.start < state.num_tokens else -1 for work, state in windows]
-        for (work, _), row in zip(windows, rows.tolist(), strict=True):
+        for work, _ in windows:
             if work.new_blocks:  # the pass enters it: the block of the new token's slot
-                tables.entered(row, work.start // size)
-        slots = tables.slots(rows, places, size)
-        return DecodeRows(np.array(tokens, np.int32), places + shifts, slots, places + 1, rows)
+                tables.entered(tables.row(work.request_id), work.start // size)
+        slots = tables.slots(group.rows, places, size)
+        return DecodeRows(np.array(tokens, np.int32), places + group.shifts, slots, places + 1, group.rows)
 
     def _window(self, work: Work, state: RequestState) -> Window:
         row = self._tables.row(work.request_id)
@@ -132,20 +138,19 @@ class CudaForward:
             work.samples,
         )
 
-    def _draw(self, windows: Windows, found: Decoded) -> None:
+    def _draw(self, windows: Windows, group: Group, found: Decoded) -> None:
         """Tokens other than the likeliest, in their place: the next step takes them from there, unseen by the host."""
-        drawing = [(i, *window) for i, window in enumerate(windows) if _is_drawn(window[1])]
-        if not drawing:
+        if not group.drawn:
             return
-        lines = [[i for i, _, _ in drawing], [self._tables.row(work.request_id) for _, work, _ in drawing]]
-        asked = Drawing.of([(s.request.params, s.request.seed, work.end - s.num_prompt) for _, work, s in drawing])
-        here, rows = to_device(np.array(lines), self.device)
+        drawing = [windows[i] for i in group.drawn]
+        asked = Drawing.of([(s.request.params, s.request.seed, work.end - s.num_prompt) for work, s in drawing])
+        here, rows = to_device(np.stack([group.drawn, group.rows[group.drawn]]), self.device)
         numbers, board = to_device(asked.numbers, self.device), Board(self._tables.latest, rows)
         draw_tokens(found.logits, here, numbers, asked.is_cut, found.tokens, board)
 
-    def _collecting(self, windows: Windows, found: Decoded, returns: Returns) -> Sampled:
-        self._draw(windows, found)
-        picked = _Picked([state for _, state in windows], returns.fetch(found.tokens), found.logits)
+    def _collecting(self, windows: Windows, group: Group, found: Decoded, returns: Returns) -> Sampled:
+        self._draw(windows, group, found)
+        picked = _Picked(group, returns.fetch(found.tokens), found.logits)
         if self.device.type != "cuda":  # kernels in Triton's interpreter: everything is done already
             return lambda: _samples(picked)
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -158,20 +163,27 @@ class CudaForward:
         return collect
 
 
-def _is_drawn(state: RequestState) -> bool:
-    return state.is_foreseeable and not state.request.params.is_greedy
+@cache  # as many as the vocabulary has tokens: an answer's next one is looked up faster than made
+def _plain(token: int) -> Sample:
+    return Sample(token, None)
 
 
 def _samples(picked: _Picked) -> dict[str, Sample]:
-    """Most have their token already; the others need to know the tokens before, a grammar, or more than the token."""
-    found = [Sample(token, None) for token in picked.tokens.tolist()]
-    special = [i for i, state in enumerate(picked.states) if not state.is_foreseeable]
-    if special:
-        logits = picked.logits[torch.tensor(special, device=picked.logits.device)].float()
-        for i, drawn in zip(special, sample(logits, [picked.states[i].row() for i in special]), strict=True):
-            found[i] = drawn
-    pairs = zip(picked.states, found, strict=True)
-    return {state.request.request_id: state.take(chosen) for state, chosen in pairs}
+    """Most have their token already."""
+    group, tokens = picked.group, picked.tokens.tolist()
+    found = dict(zip(group.ids, map(_plain, tokens), strict=True))
+    for state, token in zip(group.states, tokens, strict=True):
+        if state.is_foreseeable:
+            state.append(token)
+    return {**found, **_sampled(picked)} if group.sampled else found
+
+
+def _sampled(picked: _Picked) -> dict[str, Sample]:
+    """The others need to know the tokens before, a grammar, or more than the token."""
+    states, rows = [picked.group.states[i] for i in picked.group.sampled], torch.tensor(picked.group.sampled)
+    logits = picked.logits[rows.to(picked.logits.device)].float()
+    drawn = zip(states, sample(logits, [state.row() for state in states]), strict=True)
+    return {state.request.request_id: state.take(chosen) for state, chosen in drawn}
 
 
 def _splicing(windows: Windows, embeddings: Mapping[Key, Tensor]) -> Splice | None:

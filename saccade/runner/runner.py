@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import asdict, replace
+from itertools import compress
+from operator import not_
 from typing import Any, cast
 
 import numpy as np
@@ -106,11 +108,9 @@ class Runner:
 
     def _launch_on(self, device: DeviceForward, plan: StepPlan) -> Collect:
         """Decoding is launched first: its tokens are waited for while pictures are still being worked on."""
-        windows = [(work, self._states[work.request_id]) for work in plan.works]
-        decoding = [(work, state) for work, state in windows if work.start >= state.num_prompt and _is_one(work)]
+        decoding, prompts = self._windows(plan)
         decoded = device.decode(decoding) if decoding else None
         encoded = self._encode(plan)
-        prompts = [(work, s) for work, s in windows if not (work.start >= s.num_prompt and _is_one(work))]
         prompts = [(w, s) for work, s in prompts if (w := self._before_failed(work, encoded.failed))]
         computed = device.prompts(prompts, self.embeddings) if prompts else None
 
@@ -120,6 +120,14 @@ class Runner:
             return replace(encoded, samples=samples, unsampled=_broken([*decoding, *prompts]))
 
         return collect
+
+    def _windows(self, plan: StepPlan) -> tuple[Windows, Windows]:
+        """Those of one token behind a prompt, and the others."""
+        windows = [(work, self._states[work.request_id]) for work in plan.works]
+        if plan.is_ahead:
+            return windows, ()
+        is_one = [work.end - work.start == 1 and work.start >= state.num_prompt for work, state in windows]
+        return list(compress(windows, is_one)), list(compress(windows, map(not_, is_one)))
 
     def rehearse(self, largest: Geometry) -> None:
         """A picture's way on a device. Kernels that are compiled or loaded at their first use are so now."""
@@ -273,12 +281,8 @@ class Runner:
 
 def _broken(windows: Windows) -> dict[str, RequestError]:
     """Requests whose grammar broke: what was drawn for them means nothing."""
-    grammars = {work.request_id: state.grammar for work, state in windows if work.samples}
-    return {i: grammar.error for i, grammar in grammars.items() if grammar is not None and grammar.error}
-
-
-def _is_one(work: Work) -> bool:
-    return work.end - work.start == 1
+    held = [(work.request_id, state.grammar) for work, state in windows if state.grammar is not None and work.samples]
+    return {i: grammar.error for i, grammar in held if grammar.error}
 
 
 def _scratch_admission(tokens: int, config: ModelConfig, block_size: int) -> Admission:

@@ -9,6 +9,7 @@ Prompts and pictures are not foreseen. They are planned beside it, when the toke
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 
 from saccade.scheduler.blocks import BlockPool
 from saccade.scheduler.sequence import Sequence as Running
@@ -17,7 +18,7 @@ from saccade.types import StepPlan, Work
 
 def is_foreseeable(plans: Sequence[StepPlan], running: Iterable[Running]) -> bool:
     """Whether the device chooses tokens by itself, for all who run."""
-    return bool(plans) and all(seq.request.params.is_foreseeable for seq in running)
+    return bool(plans) and all(seq.is_foreseeable for seq in running)
 
 
 def works_ahead(pool: BlockPool, plans: Iterable[StepPlan], open_requests: Mapping[str, Running]) -> tuple[Work, ...]:
@@ -25,26 +26,23 @@ def works_ahead(pool: BlockPool, plans: Iterable[StepPlan], open_requests: Mappi
 
     Nothing if a block is missing.
     """
-    going_on = [
-        (work, seq)
-        for plan in plans
-        for work in plan.works
-        if work.samples and (seq := open_requests.get(work.request_id)) and _goes_on(work, seq)
-    ]
-    lacking = [seq for work, seq in going_on if work.end >= len(seq.blocks) * pool.block_size]
-    if not going_on or not pool.can_give(len(lacking)):
+    works: list[Work] = []
+    lacking: list[tuple[int, Running]] = []  # who needs a block for it, and which work that is
+    for work in chain.from_iterable(plan.works for plan in plans):
+        seq = open_requests.get(work.request_id) if work.samples else None
+        if seq is None or not _goes_on(seq, work.end):
+            continue
+        if not work.end % pool.block_size and work.end == len(seq.blocks) * pool.block_size:
+            lacking.append((len(works), seq))
+        works.append(Work(work.request_id, work.end, work.end + 1, (), True))
+    if not pool.can_give(len(lacking)):
         return ()
-    return tuple(_next(pool, work, seq) for work, seq in going_on)
-
-
-def _goes_on(work: Work, seq: Running) -> bool:
-    is_done_with_pictures = not seq.spans or seq.spans[-1].needed_to <= work.end
-    return seq.is_running and is_done_with_pictures and len(seq.output) + 1 < seq.request.max_tokens
-
-
-def _next(pool: BlockPool, work: Work, seq: Running) -> Work:
-    new_blocks: tuple[int, ...] = ()
-    if work.end >= len(seq.blocks) * pool.block_size:
+    for index, seq in lacking:
         new_blocks = pool.allocate(1)
         seq.blocks.extend(new_blocks)
-    return Work(work.request_id, work.end, work.end + 1, new_blocks, samples=True)
+        works[index] = works[index]._replace(new_blocks=new_blocks)
+    return tuple(works)
+
+
+def _goes_on(seq: Running, end: int) -> bool:
+    return seq.is_running and seq.pictures_end <= end and seq.num_tokens + 1 < seq.most_tokens

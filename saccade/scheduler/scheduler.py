@@ -128,13 +128,15 @@ class Scheduler:
         if is_short or not is_foreseeable(self._plans, self._running):
             return None
         works = works_ahead(self._pool, self._plans, self._open)
-        return self._planned(works, encode_layers=0) if works else None
+        return self._planned(works, encode_layers=0, is_ahead=True) if works else None
 
     def schedule_beside(self, now: float) -> StepPlan | None:
         """Prompts and pictures beside a step that was planned ahead and runs; None when there is nothing to do."""
         (ahead,) = self._plans
-        draft = Draft(now, self._budget(), ahead=frozenset(work.request_id for work in ahead.works))
-        return self._complete(draft)
+        served = frozenset([work.request_id for work in ahead.works])
+        if self._open.keys() <= served and not self._encoder.slots_in_flight:
+            return None  # nearly every step of many answers: nobody else is there, and nothing is under way
+        return self._complete(Draft(now, self._budget(), ahead=served))
 
     def _complete(self, draft: Draft) -> StepPlan | None:
         """None where the step was planned ahead and nothing is to be done beside it."""
@@ -287,21 +289,22 @@ class Scheduler:
             self._book_encoded(key, times)
         events = self._end_failed(plan, result, now) if result.failed else []
         self._kept.commit(plan.works, self._open)
-        is_all_encoded = plan.encode_layers is not None or not plan.works or not self._encoder.slots_in_flight
-        assert is_all_encoded, "the step should have encoded everything, but something is still in flight"
-        for work in plan.works:
-            seq = self._open.get(work.request_id)
+        is_in_flight = plan.encode_layers is None and plan.works and self._encoder.slots_in_flight
+        assert not is_in_flight, "the step should have encoded everything, but something is still in flight"
+        samples, unsampled = result.samples, result.unsampled
+        for request_id, _, end, _, is_sampled, _ in plan.works:
+            seq = self._open.get(request_id)
             if seq is None:
                 continue  # it ended with its picture, or before a step that was planned ahead
-            seq.num_computed = work.end
-            if work.end >= (seq.num_published + 1) * self._block_size:
-                publish(self._pool, seq, work.end)  # planned ahead, when its tokens were not known
-            if seq.next_span < len(seq.spans):
+            seq.num_computed = end
+            if not end % self._block_size and end > seq.num_published * self._block_size:
+                publish(self._pool, seq, end)  # planned ahead, when its tokens were not known
+            if seq.spans and seq.has_pictures_ahead:
                 self._leave_spans(seq)
-            if error := result.unsampled.get(work.request_id):
-                events.append(self._finish(seq, "error", now, error=error))
-            elif work.samples:
-                events.append(self._take_sample(seq, result.samples[work.request_id], now))
+            if unsampled and request_id in unsampled:
+                events.append(self._finish(seq, "error", now, error=unsampled[request_id]))
+            elif is_sampled:
+                events.append(self._take_sample(seq, samples[request_id], now))
         return events
 
     def _book_encoded(self, key: Key, times: MediaTimes) -> None:
@@ -319,16 +322,16 @@ class Scheduler:
             seq.next_span += 1
 
     def _take_sample(self, seq: Sequence, sample: Sample, now: float) -> TokenEvent:
-        token, output = sample.token_id, seq.output
-        output.append(token)
+        token, logprobs, is_last = sample
+        seq.output.append(token)
         seq.num_tokens += 1
         if seq.first_token is None:
             seq.first_token = now
-        if sample.is_last or (token in seq.stop_ids and len(output) >= seq.request.params.min_tokens):
+        if is_last or (token in seq.stop_ids and len(seq.output) >= seq.request.params.min_tokens):
             return self._finish(seq, "stop", now, sample)
-        if len(output) >= seq.request.max_tokens:
+        if seq.num_tokens >= seq.most_tokens:
             return self._finish(seq, "length", now, sample)
-        return TokenEvent(seq.request_id, token, sample.logprobs, None)
+        return TokenEvent(seq.request_id, token, logprobs, None)
 
     def _end_failed(self, plan: StepPlan, result: StepResult, now: float) -> list[TokenEvent]:
         doomed = doomed_by(result.failed, plan, self._open, self._gate, self._encoder, self._pool)
@@ -351,16 +354,7 @@ class Scheduler:
             self._let_go(seq)
         else:
             self._waiting.remove(seq)
-        token = sample.token_id if sample else None
-        return TokenEvent(
-            request_id=seq.request_id,
-            token_id=token,
-            logprobs=sample.logprobs if sample else None,
-            finish_reason=reason,
-            stop_token_id=token if reason == "stop" and token in seq.stop_ids else None,
-            error=error,
-            usage=seq.usage(now),
-        )
+        return seq.last_event(reason, now, sample, error)
 
     def _let_go(self, seq: Sequence) -> None:
         """A running request gives back all it holds: the same path for finish, abort, failure and preemption."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from saccade.scheduler.blocks import Chain
 from saccade.scheduler.encoder_cache import Holder
-from saccade.types import Key, MediaTimes, Request, Span, Usage
+from saccade.types import FinishReason, Key, MediaTimes, Request, RequestError, Sample, Span, TokenEvent, Usage
 
 
 @dataclass(slots=True, eq=False)
@@ -19,11 +19,14 @@ class Sequence:
     # Copies of what every step reads, so that decoding follows no chain of attributes.
     request_id: str = field(init=False)
     spans: tuple[Span, ...] = field(init=False)
+    pictures_end: int = field(init=False)  # positions from here on need no embeddings
+    is_foreseeable: bool = field(init=False)  # the device chooses its tokens by itself
     stop_ids: frozenset[int] = field(init=False)
     chain: Chain = field(init=False)
 
     output: list[int] = field(default_factory=list)
     num_tokens: int = field(init=False)  # prompt and output
+    most_tokens: int = field(init=False)  # with so many it ends
     is_running: bool = False  # known to the runner; a waiting request holds neither blocks nor pins
 
     num_computed: int = 0
@@ -45,9 +48,12 @@ class Sequence:
         prompt = self.request.prompt
         self.request_id = self.request.request_id
         self.spans = prompt.spans
+        self.pictures_end = prompt.spans[-1].needed_to if prompt.spans else 0
+        self.is_foreseeable = self.request.params.is_foreseeable
         self.stop_ids = self.request.eos_token_ids.union(self.request.params.stop_token_ids)
         self.chain = Chain(prompt.identity, prompt.salt, self.block_size, self.output)
         self.num_tokens = len(prompt)
+        self.most_tokens = len(prompt) + self.request.max_tokens
 
     @property
     def is_decoding(self) -> bool:
@@ -71,7 +77,21 @@ class Sequence:
         self.encode_ms += times.encode_ms
         self.ahead_ms += sum(times) if self.first_scheduled is None else 0.0
 
-    def usage(self, now: float) -> Usage:
+    def last_event(
+        self, reason: FinishReason, now: float, sample: Sample | None, error: RequestError | None
+    ) -> TokenEvent:
+        token = sample.token_id if sample else None
+        return TokenEvent(
+            request_id=self.request_id,
+            token_id=token,
+            logprobs=sample.logprobs if sample else None,
+            finish_reason=reason,
+            stop_token_id=token if reason == "stop" and token in self.stop_ids else None,
+            error=error,
+            usage=self._usage(now),
+        )
+
+    def _usage(self, now: float) -> Usage:
         return Usage(
             cached_tokens=self.cached_tokens,
             num_preemptions=self.num_preemptions,

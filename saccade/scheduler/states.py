@@ -82,7 +82,7 @@ class KeptStates:
 
     def commit(self, works: Iterable[Work], open_requests: Container[str]) -> None:
         """A step is done. What it kept for requests that failed in it may never have been computed."""
-        for work in works:
+        for work in works if self._planned else ():
             for _, row in work.keeps:
                 digest = self._planned.pop(row)
                 if work.request_id in open_requests:
