@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,36 @@ def test_any_text_comes_back(tokenizer: Tokenizer, text: str) -> None:
     ids = tokenizer.encode(text, add_special_tokens=False)
     detokenizer = Detokenizer(tokenizer, ())
     assert "".join(pushed(detokenizer, ids)) == tokenizer.decode(ids)
+
+
+@settings(max_examples=300, deadline=None)
+@given(ids=st.lists(st.integers(0, 490), max_size=20), skips=st.booleans())
+def test_remembered_pieces_are_what_decoding_beside_the_token_before_gives(
+    tokenizer: Tokenizer, ids: list[int], skips: bool
+) -> None:
+    forgetful = copy(tokenizer)
+    forgetful.piece, forgetful.is_bytewise = lambda token_id: None, False
+    quick, slow = tokenizer.stream(skips), forgetful.stream(skips)
+    assert [quick.push(i) for i in ids] == [slow.push(i) for i in ids]
+    assert quick.finish() == slow.finish()
+
+
+@settings(max_examples=300, deadline=None)
+@given(ids=st.lists(st.sampled_from([*range(94, 260), 172, 94, 94, 94, 600]), max_size=60), ends=st.booleans())
+def test_many_broken_characters_in_a_row_give_the_text_of_one_decode(
+    qwen: Tokenizer, ids: list[int], ends: bool
+) -> None:
+    ids = ids + qwen.encode("🙈a" if ends else "🙈", add_special_tokens=False)
+    assert "".join(pushed(Detokenizer(qwen, ()), ids)) == qwen.decode(ids)
+
+
+def test_no_more_tokens_are_decoded_again_than_one_character_may_have(qwen: Tokenizer) -> None:
+    broken, sizes = qwen.encode("🙈", add_special_tokens=False)[1], []
+    counting = copy(qwen)
+    counting.decode = lambda ids, skips=True: sizes.append(len(ids)) or qwen.decode(ids, skips)  # type: ignore[method-assign]
+    stream = counting.stream()
+    text = "".join([stream.push(broken) for _ in range(100)])
+    assert text == "\ufffd" * 99 and max(sizes) <= 6
 
 
 def test_half_a_character_is_held_back(qwen: Tokenizer) -> None:

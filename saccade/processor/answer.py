@@ -89,6 +89,8 @@ class Answer:
 
     def _read(self) -> str:
         first, self._num_read = self._num_read, self._num_shown
+        if first == self._num_shown:
+            return ""
         push, least = self._detokenizer.push, self._min_tokens
         unread = self.token_ids[first : self._num_shown]
         return "".join([push(token, may_stop=place >= least) for place, token in enumerate(unread, first + 1)])

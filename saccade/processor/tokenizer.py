@@ -13,17 +13,19 @@ import json
 import re
 import secrets
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 import tokenizers
+from tokenizers.decoders import ByteLevel
 from tokenizers.processors import TemplateProcessing
 
 from saccade.config import ConfigError
 from saccade.tokenizer_file import as_markup, read_tokenizer
 from saccade.types import RequestError
 
+_MOST_BYTES = 4  # of a character in UTF-8
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -39,6 +41,8 @@ class Tokenizer:
         self._inner = _open(path, self._spec)
         self._named = _named_tokens(config)
         _frame_as_asked(self._inner, config, self._named)
+        self.is_bytewise = isinstance(self._inner.decoder, ByteLevel)
+        self.piece = cache(self._piece)  # of what is decoded token by token, most came before
         added = self._inner.get_added_tokens_decoder()
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
         guarded = {*self._special_ids, *protect}
@@ -55,6 +59,14 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return self._inner.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def _piece(self, token_id: int) -> str | None:
+        """What a token adds to any text before it; None where that may depend on its neighbours.
+
+        Where texts are decoded byte by byte, a token of whole characters is the same everywhere.
+        """
+        text = self.decode([token_id], skip_special_tokens=False)
+        return text if self.is_bytewise and "\ufffd" not in text else None
 
     def stream(self, skip_special_tokens: bool = True) -> DecodeStream:
         return DecodeStream(self, skip_special_tokens)
@@ -198,11 +210,19 @@ class DecodeStream:
         self._skips = skip_special_tokens
         self._window: list[int] = []  # the last token whose text is out, then those whose text is not
         self._shown = ""  # text of the window that is already out
+        self._is_all_out = True
 
     def push(self, token_id: int) -> str:
         if self._skips and self._tokenizer.is_special(token_id):
             return ""
+        piece = self._tokenizer.piece(token_id)
+        if piece == "":
+            return ""  # an id without bytes, such as models have behind their vocabulary
+        if piece is not None and self._is_all_out:
+            self._window, self._shown = [token_id], piece
+            return piece
         self._window.append(token_id)
+        self._is_all_out = False
         if token_id in self._tokenizer.byte_ids:
             return ""  # raw bytes in a row are decoded together: one bad byte spoils its neighbours
         text = self._decode()
@@ -211,8 +231,11 @@ class DecodeStream:
         new = self._emit(text if is_whole else text[:-1])
         if is_whole:
             # One token of context stays: the first token of a decode may lose its leading space.
-            self._window = [token_id]
+            self._window, self._is_all_out = [token_id], True
             self._shown = self._decode()
+        elif self._tokenizer.is_bytewise and len(self._window) > _MOST_BYTES:
+            self._window = self._window[-_MOST_BYTES:]  # what came before can end no character any more
+            self._shown = self._decode()[:-1]
         return new
 
     def finish(self) -> str:
