@@ -107,6 +107,14 @@ def test_an_abort_returns_the_last_event_of_a_request_that_ends_with_the_step_un
     assert not drained(core)
 
 
+def test_the_plain_loop_leaves_no_blocks_to_be_hashed_later() -> None:
+    core = make_core(EngineCore)
+    core.add(make_request("a", 40, max_tokens=20))
+    for _ in range(9):
+        core.step()
+        assert not core.scheduler._pool._offers
+
+
 @pytest.mark.parametrize("kind", [EngineCore, OverlappedCore])
 def test_a_core_whose_runner_cannot_go_on_says_so_and_keeps_nothing(kind: type[EngineCore]) -> None:
     core = make_core(kind)

@@ -51,7 +51,9 @@ class EngineCore:
             start = self.clock()
             plan = self.scheduler.schedule(start)
             result = self._run(plan)
-            return result if isinstance(result, list) else self._commit(plan, result, start)
+            events = result if isinstance(result, list) else self._commit(plan, result, start)
+            self.scheduler.index()  # a little after each step, not all of it when someone looks
+            return events
 
     @contextmanager
     def _undivided(self) -> Iterator[None]:
