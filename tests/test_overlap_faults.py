@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from PIL import Image
 from saccade import LLM, SamplingParams
 from saccade.engine.core import EngineCore
 from saccade.engine.overlap import OverlappedCore
-from saccade.types import MediaItem, StepPlan, StepResult, TokenEvent
+from saccade.types import Key, MediaItem, MediaTimes, StepPlan, StepResult, TokenEvent
 from tests.scheduling import EOS, FakeRunner, Picture, make_config, make_request
 from tests.test_overlap import GREEDY, OPTIONS, QWEN2_VL, overlapped
 from tests.test_scheduler_ahead import PACE
@@ -83,6 +84,72 @@ def test_last_tokens_do_not_wait_for_the_launch_of_whole_pictures() -> None:
         events += core.step()
     assert runner.flying and not runner.encoded
     assert [event.request_id for event in drained(core)] == ["p"]
+
+
+class Watching(Launching):
+    """Keeps the plans in the order of their launch; says when somebody asks how long pictures took."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.plans: list[StepPlan] = []
+        self.num_asked = 0
+
+    def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
+        self.plans.append(plan)
+        return super().launch(plan)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        result = super().execute(plan)
+        return replace(result, encoded=Asked(self, result.encoded))
+
+
+class Asked(dict[Key, MediaTimes]):
+    def __init__(self, runner: Watching, times: Mapping[Key, MediaTimes]) -> None:
+        super().__init__(times)
+        self.runner = runner
+
+    def __getitem__(self, key: Key) -> MediaTimes:
+        self.runner.num_asked += 1
+        return super().__getitem__(key)
+
+
+def beside_an_answer(layers: int = 4) -> tuple[OverlappedCore, Watching]:
+    """A picture comes while an answer is under way."""
+    config = make_config(pace=PACE)
+    core = OverlappedCore(config, runner := Watching(config, layers=layers))
+    core.add(make_request("a", 5, max_tokens=20, temperature=0))
+    core.step()
+    core.step()
+    core.add(make_request("p", Picture("p", 4), max_tokens=3, temperature=0))
+    return core, runner
+
+
+def test_pictures_alone_are_launched_behind_the_decode_step_that_follows_them() -> None:
+    core, runner = beside_an_answer(layers=40)
+    for _ in range(6):  # the answer goes on
+        core.step()
+    alone = [i for i, plan in enumerate(runner.plans) if plan.is_beside and not plan.works]
+    assert alone and all(runner.plans[i - 1].step == runner.plans[i].step + 1 for i in alone)
+
+
+def test_a_step_that_breaks_behind_pictures_leaves_nothing_under_way() -> None:
+    core, runner = beside_an_answer(layers=40)
+    core.step()
+    runner.is_dead = True
+    with pytest.raises(RuntimeError):
+        core.step()
+    assert not core._launched
+
+
+def test_how_long_a_picture_took_is_asked_when_its_request_ends() -> None:
+    core, runner = beside_an_answer()
+    events: list[TokenEvent] = []
+    while not any(event.request_id == "p" for event in events):
+        events += core.step()
+        assert not runner.num_asked or any(event.finish_reason for event in events)
+    ended = [event for event in events + drained(core) if event.finish_reason and event.request_id == "p"]
+    assert ended[0].usage is not None and (ended[0].usage.decode_ms, ended[0].usage.encode_ms) == (2.0, 3.0)
+    assert runner.num_asked == 1
 
 
 def test_nothing_is_told_of_a_request_after_its_abort() -> None:

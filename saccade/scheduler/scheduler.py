@@ -6,7 +6,7 @@ Owns the queue, the blocks and the encoder slots as numbers. Has no clock, and s
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, islice
 from typing import Any
 
@@ -285,8 +285,8 @@ class Scheduler:
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[TokenEvent]:
         """Book what a step did. Returns one event for each request that has a new token or ended."""
         self._plans.remove(plan)
-        for key, times in result.encoded.items():
-            self._book_encoded(key, times)
+        for key in result.encoded:
+            self._book_encoded(key, result.encoded)
         events = self._end_failed(plan, result, now) if result.failed else []
         self._kept.commit(plan.works, self._open)
         is_in_flight = plan.encode_layers is None and plan.works and self._encoder.slots_in_flight
@@ -307,10 +307,10 @@ class Scheduler:
                 events.append(self._take_sample(seq, samples[request_id], now))
         return events
 
-    def _book_encoded(self, key: Key, times: MediaTimes) -> None:
+    def _book_encoded(self, key: Key, times: Mapping[Key, MediaTimes]) -> None:
         self._encoder.encoded(key)
         if seq := self._open.get(self._gate.pop_requester(key)):
-            seq.count_media(key, times)
+            seq.count_media(key, lambda: times[key])
 
     def _leave_spans(self, seq: Sequence) -> None:
         """Give back the embeddings that no position to come needs."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from saccade.scheduler.blocks import Chain
@@ -39,10 +40,9 @@ class Sequence:
     first_token: float | None = None
     cached_tokens: int = 0
     num_preemptions: int = 0
-    decode_ms: float = 0.0
-    encode_ms: float = 0.0
-    ahead_ms: float = 0.0  # of both, before the first step
     encoded: list[Key] = field(default_factory=list)  # pictures that were encoded for this request
+    media: list[Callable[[], MediaTimes]] = field(default_factory=list)  # how long these took, to be asked at the end
+    num_ahead: int = 0  # of them, before the first step
 
     def __post_init__(self) -> None:
         prompt = self.request.prompt
@@ -71,11 +71,11 @@ class Sequence:
     def holder(self, index: int) -> Holder:
         return self.request_id, index
 
-    def count_media(self, key: Key, times: MediaTimes) -> None:
+    def count_media(self, key: Key, times: Callable[[], MediaTimes]) -> None:
+        """`times` may wait for a device that is still at work on the picture."""
         self.encoded.append(key)
-        self.decode_ms += times.decode_ms
-        self.encode_ms += times.encode_ms
-        self.ahead_ms += sum(times) if self.first_scheduled is None else 0.0
+        self.media.append(times)
+        self.num_ahead += self.first_scheduled is None
 
     def last_event(
         self, reason: FinishReason, now: float, sample: Sample | None, error: RequestError | None
@@ -92,6 +92,7 @@ class Sequence:
         )
 
     def _usage(self, now: float) -> Usage:
+        media = [times() for times in self.media]
         return Usage(
             cached_tokens=self.cached_tokens,
             num_preemptions=self.num_preemptions,
@@ -99,8 +100,8 @@ class Sequence:
             first_scheduled=self.first_scheduled,
             first_token=self.first_token,
             finished=now,
-            decode_ms=self.decode_ms,
-            encode_ms=self.encode_ms,
-            ahead_ms=self.ahead_ms,
+            decode_ms=sum(times.decode_ms for times in media),
+            encode_ms=sum(times.encode_ms for times in media),
+            ahead_ms=sum(sum(times) for times in media[: self.num_ahead]),
             encoded=tuple(self.encoded),
         )
