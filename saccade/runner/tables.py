@@ -11,7 +11,7 @@ A decode step enters the block of its new token itself: that block is taken out 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 Numbers = npt.NDArray[np.int32]
+_MAIL_ROWS = 16  # whole rows that may change at a time before one waits for another's copy: the prompts of a step
 
 
 class BlockTables:
@@ -31,6 +32,7 @@ class BlockTables:
         self._free = list(range(max_requests - 1, -1, -1))
         self._rows: dict[str, int] = {}
         self._changes: dict[int, range] = {}  # by row: places whose values are not yet on the device
+        self._mailbox = Mailbox(_MAIL_ROWS * max_blocks, device)
 
     def row(self, request_id: str) -> int:
         return self._rows[request_id]
@@ -79,21 +81,33 @@ class BlockTables:
 
     def flush(self) -> None:
         """Bring the changes to the device, in the order of its stream."""
-        changes = [(row, slice(places.start, places.stop)) for row, places in self._changes.items() if places]
+        changes = [(row, places) for row, places in self._changes.items() if places]
         self._changes.clear()
-        if not changes:
-            return
-        host, done = _pinned(np.concatenate([self._known[change] for change in changes]), self.blocks.device), 0
-        for change in changes:
-            target = self.blocks[change]
-            target.copy_(host[done : done + len(target)], non_blocking=True)
-            done += len(target)
+        for few in self._letters(changes):
+            numbers, done = self._mailbox.open(), 0
+            for row, places in few:
+                numbers[done : done + len(places)] = self._known[row, places.start : places.stop]
+                self._mailbox.send(self.blocks[row, places.start : places.stop], done)
+                done += len(places)
+
+    def _letters(self, changes: Sequence[tuple[int, range]]) -> Iterator[list[tuple[int, range]]]:
+        """As many changes at a time as the mailbox holds."""
+        few, room = list[tuple[int, range]](), self._mailbox.size
+        for row, places in changes:
+            if len(places) > room:
+                yield few
+                few, room = [], self._mailbox.size
+            few.append((row, places))
+            room -= len(places)
+        if few:
+            yield few
 
 
 class Mailbox:
     """Pinned memory in which a step's numbers are written; two pieces, for one may still be on its way."""
 
     def __init__(self, size: int, device: torch.device) -> None:
+        self.size = size
         is_cuda = device.type == "cuda"
         hosts = [torch.zeros(size, dtype=torch.int32, pin_memory=is_cuda) for _ in range(2)]
         self._pieces = [_Piece(host, host.numpy(), _event() if is_cuda else None) for host in hosts]
@@ -106,10 +120,10 @@ class Mailbox:
             piece.sent.synchronize()
         return piece.numbers
 
-    def send(self, target: Tensor) -> None:
-        """As much of the piece as `target` [numbers] holds, in the order of the device's stream."""
+    def send(self, target: Tensor, first: int = 0) -> None:
+        """As much of the piece, from `first` on, as `target` [numbers] holds, in the order of the device's stream."""
         piece = self._pieces[0]
-        target.copy_(piece.host[: len(target)], non_blocking=True)
+        target.copy_(piece.host[first : first + target.numel()], non_blocking=True)
         if piece.sent is not None:
             piece.sent.record()
 
