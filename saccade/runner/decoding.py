@@ -74,10 +74,11 @@ class DecodePass:
 
     def _send(self, rows: DecodeRows, size: int) -> None:
         """Behind the rows come those of padding: not stored, seeing nothing, of no request."""
-        count, padding = len(rows.tokens), (0, 0, -1, 0, self.tables.spare)
+        count = len(rows.tokens)
         written = self._mailbox.open()[: 5 * size].reshape(5, size)
-        for line, numbers, filler in zip(written, rows, padding, strict=True):
-            line[:count], line[count:] = numbers, filler
+        written[:, :count] = rows
+        if count < size:
+            written[:, count:] = [[0], [0], [-1], [0], [self.tables.spare]]
         self._mailbox.send(self._numbers[: 5 * size])
 
     def _forward(self, size: int) -> None:
