@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from saccade.engine.trace import StepTrace
+from saccade.scheduler.draft import Draft
 from saccade.types import Pace, RequestError, Sample, StepPlan, StepResult, Work
 from tests.scheduling import EOS, FakeRunner, Picture, Rig, key_of
 
@@ -134,6 +137,48 @@ def test_any_workload_planned_ahead_drains_and_each_request_ends_once(
     assert not any(RUBBISH in rig.tokens_of(name) for name in accepted)
     stats = rig.scheduler.stats()
     assert stats["kv"]["used"] == 0 and stats["encoder_cache"]["slots_pinned"] == 0
+
+
+def run_all(requests: list[Any], rig: AheadRig) -> list[StepPlan]:
+    rig.runner.next_token = lambda name, position: EOS if (position + len(name)) % 11 == 0 else 1_000 + position
+    for moment in range(16):
+        for number, (parts, max_tokens, arrival, _) in enumerate(requests):
+            if arrival == moment:
+                with suppress(RequestError):
+                    add(rig, f"r{number}", *parts, max_tokens=max_tokens)
+        if rig.scheduler.has_unfinished():
+            rig.step()
+    rig.finish()
+    return rig.plans
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(CONFIGS, st.lists(REQUESTS, min_size=1, max_size=6))
+def test_where_nobody_else_is_open_the_long_way_plans_nothing_beside_a_step_either(
+    config: dict[str, Any], requests: list[Any]
+) -> None:
+    quick, slow = AheadRig(**config), AheadRig(**config)
+    scheduler = slow.scheduler
+
+    def schedule_beside(now: float) -> StepPlan | None:
+        served = frozenset(work.request_id for work in scheduler._plans[0].works)
+        return scheduler._complete(Draft(now, scheduler._budget(), ahead=served))
+
+    scheduler.schedule_beside = schedule_beside  # type: ignore[method-assign]
+    found = [[(p.step, p.works, p.encode_layers) for p in run_all(requests, rig)] for rig in (quick, slow)]
+    assert found[0] == found[1]
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(CONFIGS, st.lists(REQUESTS, min_size=1, max_size=6))
+def test_whoever_counts_the_windows_of_a_step_planned_ahead_finds_tokens_of_answers_alone(
+    config: dict[str, Any], requests: list[Any]
+) -> None:
+    told, counting = StepTrace(), StepTrace()
+    for plan in run_all(requests, AheadRig(**config)):
+        told.record(plan, StepResult({}), 0.0)
+        counting.record(replace(plan, is_ahead=False), StepResult({}), 0.0)
+    assert told.recent() == counting.recent()
 
 
 def answered(rig: Rig) -> list[list[int]]:
