@@ -114,6 +114,36 @@ def test_towers_that_keep_several_layers_get_each_as_it_was() -> None:
     torch.testing.assert_close(torch.stack(encode(made, given, grids)), torch.stack(expected), atol=1e-4, rtol=1e-4)
 
 
+def test_passes_of_equal_pictures_are_recorded_beyond_the_sizes_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorded_vision, "MOST", 64)
+    made, grids, given = model(LLAVA, FusedVision(), Llava), [Grid(1, 4, 4)] * 3, random(48, 12)
+    record_tower(made)
+    monkeypatch.setattr(FusedVision, "_launched", lambda *_: pytest.fail("launched, not replayed"))
+    expected = encode(model(LLAVA, TorchVision(), Llava), given, grids)
+    torch.testing.assert_close(torch.stack(encode(made, given, grids)), torch.stack(expected), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("most", "largest"), [(64, 64), (40, 48), (17, 32)])
+def test_memory_is_planned_for_the_largest_pass_that_is_recorded(
+    most: int, largest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A square is 16 patches and the tower's own token."""
+    monkeypatch.setattr(recorded_vision, "MOST", most)
+    made = model(LLAVA, FusedVision(), Llava)
+    record_tower(made)
+    assert made.config.vision and towers.largest_pass(made.config.vision) == largest
+
+
+def test_a_pass_larger_than_the_first_that_was_recorded_is_launched() -> None:
+    made, grids = model(QWEN, FusedVision(), Qwen2VL), [Grid(1, 4, 8)]
+    assert isinstance(made.ops, FusedVision)
+    with made.ops.recording():
+        encode(made, patches([Grid(1, 4, 4)]), [Grid(1, 4, 4)])
+        found = encode(made, patches(grids), grids)
+    expected = encode(model(QWEN, TorchVision(), Qwen2VL), patches(grids), grids)
+    torch.testing.assert_close(found[0], expected[0], atol=1e-4, rtol=1e-4)
+
+
 def test_tiles_of_any_pictures_fit_the_recorded_launch() -> None:
     for lengths in ([32, 0, 0], [1, 1, 30], [17, 15, 0], [9, 9, 9]):
         size = next(size for size in recorded_vision.SIZES if size >= sum(lengths))

@@ -70,13 +70,16 @@ def hopper_linear(
 
 def suits(rows: int, inputs: int, outputs: int, is_gated: bool, programs: int) -> bool:
     """Whether it is faster than a product and an activation by themselves, of 16-bit numbers."""
-    if rows < _LEAST_ROWS or inputs % _ALIGNED or outputs % _ALIGNED:
-        return False
+    return inputs % _ALIGNED == 0 and outputs % _ALIGNED == 0 and fills(rows, outputs, programs, is_gated)
+
+
+def fills(rows: int, outputs: int, programs: int, is_gated: bool = False) -> bool:
+    """Whether tiles leave few multiprocessors without work."""
     tiles = num_tiles(rows, outputs, is_gated)
     whole = num_whole(tiles, programs)
     waves = -(-whole // programs) + (0.5 if tiles > whole else 0)
     sums = rows * outputs * (2 if is_gated else 1)
-    return sums >= _LEAST_FILL * waves * programs * _ROWS * _WIDE
+    return rows >= _LEAST_ROWS and sums >= _LEAST_FILL * waves * programs * _ROWS * _WIDE
 
 
 def num_tiles(rows: int, outputs: int, is_gated: bool) -> int:
@@ -223,12 +226,18 @@ def _compute_tiles(
     shared: gl.tuple, out: tma.tensor_descriptor, bias: gl.tensor, shape: gl.tuple, units: gl.tensor, ring: gl.tuple,
     WIDE: gl.constexpr, GROUP: gl.constexpr, ACT: gl.constexpr, HAS_BIAS: gl.constexpr,
 ) -> gl.tuple:  # fmt: skip
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 16])
     results = shared[2]
     stage, phase, room = ring
     for unit in range(gl.program_id(0), units, gl.num_programs(0)):
         row, output = _place(unit, shape, WIDE, ACT)
-        acc = _biases(bias, output, shape, WIDE, ACT, HAS_BIAS)
-        acc, stage, phase = _multiply(shared, acc, shape, stage, phase, WIDE, GROUP)
+        acc, stage, phase = _multiply(shared, gl.zeros([64, WIDE], gl.float32, SUMS), shape, stage, phase, WIDE, GROUP)
+        if HAS_BIAS:
+            more = _biases(bias, output, shape, SUMS, WIDE, ACT)  # comes while the last products are under way
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        mbarrier.arrive(shared[3].index(_STAGES + _before(stage)), count=1)
+        if HAS_BIAS:
+            acc += more.to(gl.float32)
         left, right = _halves(acc)
         if ACT == _SILU_AND_MUL:
             room = _finish(results, out, left, right, row, output, room, GROUP, ACT)
@@ -241,19 +250,15 @@ def _compute_tiles(
 @gluon.jit
 def _biases(
     bias: gl.tensor, output: gl.tensor, shape: gl.tuple,
-    WIDE: gl.constexpr, ACT: gl.constexpr, HAS_BIAS: gl.constexpr,
+    SUMS: gl.constexpr, WIDE: gl.constexpr, ACT: gl.constexpr,
 ) -> gl.tensor:  # fmt: skip
-    """What a tile's sums begin with: [64, WIDE]."""
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 16])
-    acc = gl.zeros([64, WIDE], gl.float32, layout=SUMS)
-    if HAS_BIAS:
-        columns = gl.arange(0, WIDE, layout=gl.SliceLayout(0, SUMS))
-        end = shape[1]
-        if ACT == _SILU_AND_MUL:
-            columns = gl.where(columns < WIDE // 2, columns, columns - WIDE // 2 + end)
-            end = 2 * end
-        acc += gl.load(bias + output + columns, mask=output + columns < end, other=0.0).to(gl.float32)[None, :]
-    return acc
+    """Of a tile's columns: [1, WIDE]."""
+    columns = gl.arange(0, WIDE, layout=gl.SliceLayout(0, SUMS))
+    end = shape[1]
+    if ACT == _SILU_AND_MUL:
+        columns = gl.where(columns < WIDE // 2, columns, columns - WIDE // 2 + end)
+        end = 2 * end
+    return gl.load(bias + output + columns, mask=output + columns < end, other=0.0)[None, :]
 
 
 @gluon.jit
@@ -261,7 +266,7 @@ def _multiply(
     shared: gl.tuple, acc: gl.tensor, shape: gl.tuple, stage: gl.tensor, phase: gl.tensor,
     WIDE: gl.constexpr, GROUP: gl.constexpr,
 ) -> gl.tuple:  # fmt: skip
-    """One product is always on its way; a stage is given back when the one after it has been begun."""
+    """One product is always on its way, also behind the last; a stage is given back when the next has been begun."""
     rows, weights, _, bars = shared
     joined = _seen_as(weights, weights.dtype, [1024 // WIDE, WIDE, 64], weights.layout)
     STEP: gl.constexpr = 256 // WIDE
@@ -272,8 +277,6 @@ def _multiply(
         acc = warpgroup_mma_wait(1, deps=(acc,))
         mbarrier.arrive(bars.index(_STAGES + _before(stage)), count=1, pred=k > 0)
         stage, phase = _following(stage, phase)
-    acc = warpgroup_mma_wait(0, deps=(acc,))
-    mbarrier.arrive(bars.index(_STAGES + _before(stage)), count=1)
     return acc, stage, phase
 
 

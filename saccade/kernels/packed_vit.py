@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from saccade.kernels import direct
 from saccade.kernels.softmax import LOG2_E, divide, precision_of, weigh
 from saccade.kernels.tiles import Launch, Tiles, power_of_two
 
@@ -44,10 +45,11 @@ def packed_vit(
     first = power_of_two(dim + 1) // 2  # the largest power of two that fits
     rest = power_of_two(dim - first, least=16) if dim > first else 0
     out = torch.empty((tokens, heads, dim), dtype=q.dtype, device=q.device)
-    _vit_kernel[(len(tiles.index), heads)](
-        q, k, v, tiles.starts, tiles.index, out, scale * LOG2_E, q.stride(0), k.stride(0), v.stride(0),
-        Q_HEAD=q.stride(1), K_HEAD=k.stride(1), V_HEAD=v.stride(1), DIM=dim, FIRST=first, REST=rest,
-        ROWS=launch.rows, KEYS=launch.keys, PRECISION=precision_of(q),
+    args = (q, k, v, tiles.starts, tiles.index, out, scale * LOG2_E, q.stride(0), k.stride(0), v.stride(0))
+    heads_apart = (q.stride(1), k.stride(1), v.stride(1))
+    direct.launch(
+        _vit_kernel, (len(tiles.index), heads, 1), args,
+        (*heads_apart, dim, first, rest, launch.rows, launch.keys, precision_of(q)),
         num_warps=launch.warps, num_stages=launch.stages, maxnreg=launch.registers,
     )  # fmt: skip
     return out

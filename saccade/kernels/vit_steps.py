@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from saccade.kernels.direct import launch
 from saccade.kernels.tiles import power_of_two
 
 _BLOCK = 4096
@@ -26,10 +27,8 @@ def norm_and_add(x: Tensor, weight: Tensor, bias: Tensor, eps: float, added: Ten
     rows, hidden = x.shape
     normed = torch.empty_like(x)
     columns = power_of_two(hidden)
-    _norm_kernel[(rows,)](
-        x, weight, bias, added, normed, eps,
-        HIDDEN=hidden, COLUMNS=columns, num_warps=_norm_warps(columns),
-    )  # fmt: skip
+    args = (x, weight, bias, added, normed, eps)
+    launch(_norm_kernel, (rows, 1, 1), args, (hidden, columns), num_warps=_norm_warps(columns))
     return normed
 
 
@@ -37,10 +36,8 @@ def rotate_pairs(qkv: Tensor, cos: Tensor, sin: Tensor) -> None:
     """Turn queries and keys of [T, 3, heads, d] in place, in float32. cos, sin [T, d]; a half of sin is negative."""
     assert qkv.is_contiguous() and cos.is_contiguous() and sin.is_contiguous()
     rows, _, heads, dim = qkv.shape
-    _rotate_kernel[(rows,)](
-        qkv, cos, sin,
-        HEADS=heads, DIM=dim, PADDED_HEADS=power_of_two(2 * heads), PADDED_HALF=power_of_two(dim // 2), num_warps=4,
-    )  # fmt: skip
+    sizes = (heads, dim, power_of_two(2 * heads), power_of_two(dim // 2))
+    launch(_rotate_kernel, (rows, 1, 1), (qkv, cos, sin), sizes, num_warps=4)
 
 
 def turn(cells: Tensor, per_axis: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -139,10 +136,8 @@ def rms_norm_and_add(x: Tensor, weight: Tensor, eps: float, added: Tensor) -> Te
     rows, hidden = x.shape
     normed = torch.empty_like(x)
     columns = power_of_two(hidden)
-    _rms_norm_kernel[(rows,)](
-        x, weight, added, normed, eps,
-        HIDDEN=hidden, COLUMNS=columns, num_warps=_norm_warps(columns),
-    )  # fmt: skip
+    args = (x, weight, added, normed, eps)
+    launch(_rms_norm_kernel, (rows, 1, 1), args, (hidden, columns), num_warps=_norm_warps(columns))
     return normed
 
 

@@ -27,6 +27,7 @@ from saccade.models.vision import Angles, Places, VisionBlock
 from saccade.models.vision_ops import Blocks, RunBlocks
 
 SIZES = tuple(range(128, 2049, 128))  # patches; matrix products work in tiles of 128 rows anyway
+MOST = 8192  # patches, where all pictures have one size: then there are few passes to record
 PICTURES = 32  # of a pass, or windows
 TOGETHER = 4  # blocks of a recording: a pause behind each would cost a graph and a launch, and is as short as a decode
 
@@ -52,18 +53,20 @@ class _Fixed:
 
     @classmethod
     @torch.inference_mode(False)  # tensors that everybody may write, in whatever mode
-    def like(cls, x: Tensor, places: Places | None, rows: int) -> _Fixed:
-        def most(columns: int, dtype: torch.dtype) -> Tensor:
-            return torch.zeros(SIZES[-1], columns, dtype=dtype, device=x.device)
+    def like(cls, x: Tensor, places: Places | None, size: int, rows: int) -> _Fixed:
+        """For so many patches."""
 
-        numbers = torch.zeros(_cells_at(rows) + SIZES[-1], dtype=torch.int32, device=x.device)
+        def most(columns: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(size, columns, dtype=dtype, device=x.device)
+
+        numbers = torch.zeros(_cells_at(size, rows) + size, dtype=torch.int32, device=x.device)
         dim = 4 * places.per_axis.shape[-1] if places else 0
         angles = Angles(most(dim, torch.float32), most(dim, torch.float32)) if places else None
         return cls(most(x.shape[1], x.dtype), angles, numbers, rows)
 
-    def takes(self, x: Tensor, places: Places | None) -> bool:
-        is_like = (places is None) == (self.angles is None)
-        return is_like and self.x.shape[1] == x.shape[1] and self.x.dtype == x.dtype
+    def takes(self, x: Tensor, places: Places | None, size: int) -> bool:
+        is_like = (places is None) == (self.angles is None) and self.x.dtype == x.dtype
+        return is_like and self.x.shape[1] == x.shape[1] and len(self.x) >= size
 
     def tiles(self, size: int) -> Tiles:
         starts, rest = self.numbers[: PICTURES + 1], self.numbers[PICTURES + 1 :]
@@ -72,15 +75,15 @@ class _Fixed:
     def angles_for(self, size: int) -> Angles | None:
         return Angles(*(part[:size] for part in self.angles)) if self.angles else None
 
-    def turn(self, places: Places) -> None:
-        patches, at = len(places.cells), _cells_at(self.rows)
+    def turn(self, places: Places, size: int) -> None:
+        patches, at = len(places.cells), _cells_at(size, self.rows)
         angles = self.angles_for(patches)
         assert angles is not None
         vit_steps.turn(self.numbers[at : at + patches], places.per_axis, *angles)
 
 
 class Recordings:
-    """Of all blocks, for every size. They are made while `recording`; whatever has none is launched as ever."""
+    """Of all blocks, for many sizes, made while `recording`, the largest first. Other passes are launched as ever."""
 
     def __init__(self, make: Make, rows: int, launched: Begin) -> None:
         self.make = make
@@ -88,14 +91,13 @@ class Recordings:
         self.rows = rows  # of a tile
         self._fixed: _Fixed | None = None
         self._recorded: dict[tuple[int, VisionBlock], _Recorded] = {}  # by size and first block
+        self._sizes: set[int] = set()
         self._is_recording = False
         self._pool: Any = None
         self._holder: _RecordedPass | None = None  # whose numbers are in place
 
     def fit(self, lengths: Sequence[int]) -> bool:
-        if not self._recorded and not self._is_recording:
-            return False
-        return len(lengths) <= PICTURES and sum(lengths) <= SIZES[-1]
+        return len(lengths) <= PICTURES and (self._is_recording or size_for(sum(lengths)) in self._sizes)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -111,15 +113,16 @@ class Recordings:
     def replay(self, of: _RecordedPass, blocks: Blocks, x: Tensor) -> tuple[Tensor, int] | None:
         """None: there is no recording that begins with these blocks."""
         if self._is_recording and self._fixed is None:
-            self._fixed = _Fixed.like(x, of.places, self.rows)
+            self._fixed = _Fixed.like(x, of.places, of.size, self.rows)
         fixed, key = self._fixed, (of.size, blocks[0])
-        if fixed is None or not fixed.takes(x, of.places):
+        if fixed is None or not fixed.takes(x, of.places, of.size):
             return None
         if key not in self._recorded and not self._is_recording:
             return None
         self._put_in_place(fixed, of, x)
         if key not in self._recorded:
             self._recorded[key] = self._record(fixed, of.size, blocks[:TOGETHER])
+            self._sizes.add(of.size)
         recorded = self._recorded[key]
         assert recorded.blocks <= len(blocks), "a tower cuts its blocks as it did when they were recorded"
         recorded.replay()
@@ -133,7 +136,7 @@ class Recordings:
             return
         fixed.numbers[: len(of.numbers)].copy_(of.numbers, non_blocking=True)
         if of.places is not None and (before is None or before.places is not of.places):
-            fixed.turn(of.places)
+            fixed.turn(of.places, of.size)
 
     def _record(self, fixed: _Fixed, size: int, blocks: Blocks) -> _Recorded:
         run, x = self.make(fixed.angles_for(size), fixed.tiles(size)), fixed.x[:size]
@@ -153,7 +156,7 @@ class _RecordedPass:
     def __init__(
         self, recordings: Recordings, lengths: Sequence[int], places: Places | None, device: torch.device
     ) -> None:
-        self.size = next(size for size in SIZES if size >= sum(lengths))
+        self.size = size_for(sum(lengths))
         self.places = places
         self.numbers = _numbers([*lengths, *[0] * (PICTURES - len(lengths))], self.size, recordings.rows, places)
         if device.type == "cuda":
@@ -172,15 +175,14 @@ class _RecordedPass:
 
 def _numbers(lengths: Sequence[int], size: int, rows: int, places: Places | None) -> Tensor:
     """Laid out as `_Fixed.numbers`, on the host."""
-    tiles = _tile_part(tuple(lengths), rows, num_tiles(size, rows), _cells_at(rows))
+    tiles = _tile_part(tuple(lengths), rows, num_tiles(size, rows))
     return tiles if places is None else torch.cat((tiles, packed_cells(places)))
 
 
 @lru_cache(maxsize=64)  # pictures of one camera have one grid
-def _tile_part(lengths: tuple[int, ...], rows: int, capacity: int, total: int) -> Tensor:
+def _tile_part(lengths: tuple[int, ...], rows: int, capacity: int) -> Tensor:
     starts, index = tile_numbers(lengths, rows, capacity=capacity)
-    numbers = [*starts, *index]
-    return torch.tensor(numbers + [0] * (total - len(numbers)), dtype=torch.int32)
+    return torch.tensor([*starts, *index], dtype=torch.int32)
 
 
 def packed_cells(places: Places) -> Tensor:
@@ -193,9 +195,14 @@ def num_tiles(size: int, rows: int) -> int:
     return size // rows + PICTURES
 
 
-def _cells_at(rows: int) -> int:
+def size_for(patches: int) -> int:
+    """Of the recording, if there is one."""
+    return -(-patches // SIZES[0]) * SIZES[0]
+
+
+def _cells_at(size: int, rows: int) -> int:
     """Where the cells begin in the numbers of a pass."""
-    return PICTURES + 1 + 2 * num_tiles(SIZES[-1], rows)
+    return PICTURES + 1 + 2 * num_tiles(size, rows)
 
 
 def _captured(run: Callable[[], object], pool: Any, device: torch.device) -> Replay:

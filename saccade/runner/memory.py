@@ -17,6 +17,7 @@ from saccade import costs
 from saccade.config import ConfigError, ModelConfig
 from saccade.models import runs_plain
 from saccade.options import Options, SchedulerConfig
+from saccade.runner.towers import largest_pass
 from saccade.types import Geometry, Size
 
 _CPU_KV_GIB = 4.0  # most that is taken on a CPU without being asked
@@ -189,10 +190,8 @@ def _tower_graph_bytes(model: ModelConfig, dtype: str) -> int:
     """Recorded passes of the tower: what all of them read, and compute in, is as much as the largest one takes."""
     if model.vision is None:
         return 0
-    from saccade.models.recorded_vision import SIZES
-
     per_patch = costs.encode_bytes_per_patch(model.vision, model.text, dtype)
-    return SIZES[-1] * per_patch + _LIBRARY_BYTES + _SEGMENT_BYTES
+    return largest_pass(model.vision) * per_patch + _LIBRARY_BYTES + _SEGMENT_BYTES
 
 
 def _why_states(options: Options, model: ModelConfig, parts: MemoryParts) -> tuple[str, ...]:

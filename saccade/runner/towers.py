@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from tqdm import tqdm
 
-from saccade.config import ModelConfig
+from saccade.config import VisionConfig
 from saccade.models.interface import VisionLanguageModel
 from saccade.types import Grid
 
@@ -27,27 +27,51 @@ def record_tower(model: VisionLanguageModel) -> None:
     ops = getattr(model, "ops", None)  # families that have no tower of ours have none
     if model.config.vision is None or not isinstance(ops, Recorder):
         return
-    from saccade.models.recorded_vision import SIZES  # needs Triton, which only CUDA machines have
-
-    packings = list(_packings(model.config, SIZES))
+    packings = list(_packings(model.config.vision))
     with ops.recording():
         for grids in tqdm(packings, "Recording the tower", disable=None):
             for _ in model.encode(_blank(model, grids), grids):
                 pass
 
 
-def _packings(config: ModelConfig, sizes: tuple[int, ...]) -> Iterator[list[Grid]]:
-    """One of each size; where all pictures have the same, as many as fit."""
-    vision = config.vision
-    assert vision is not None
+def largest_pass(vision: VisionConfig) -> int:
+    """Patches of the largest one that is recorded."""
+    from saccade.models.recorded_vision import SIZES, size_for
+
+    squares = _most_squares(vision)
+    return max(SIZES[-1], size_for(squares * _rows_of(_square(vision)))) if squares else SIZES[-1]
+
+
+def _packings(vision: VisionConfig) -> Iterator[list[Grid]]:
+    """One of each size; where all pictures have the same, as many as are recorded."""
+    from saccade.models.recorded_vision import SIZES
+
     side = vision.spatial_merge_size
     if side > 1 and not vision.takes_squares:
-        for size in reversed(sizes):
+        for size in reversed(SIZES):
             yield [Grid(1, _ROWS * side, size // (_ROWS * side))]
-    elif vision.image_size:
-        square = Grid(1, vision.image_size // vision.patch_size, vision.image_size // vision.patch_size)
-        for pictures in range(sizes[-1] // square.patches, 0, -1):
-            yield [square] * pictures
+    for pictures in range(_most_squares(vision), 0, -1):
+        yield [_square(vision)] * pictures
+
+
+def _most_squares(vision: VisionConfig) -> int:
+    """That are recorded in one pass; 0 where pictures have many sizes, or so large a one that nothing is gained."""
+    from saccade.models.recorded_vision import MOST, PICTURES, SIZES  # needs Triton, which only CUDA machines have
+
+    has_sizes = vision.spatial_merge_size > 1 and not vision.takes_squares
+    if has_sizes or not vision.image_size or _square(vision).patches > SIZES[-1]:
+        return 0
+    return min(PICTURES, MOST // _rows_of(_square(vision)))
+
+
+def _square(vision: VisionConfig) -> Grid:
+    assert vision.image_size
+    return Grid(1, vision.image_size // vision.patch_size, vision.image_size // vision.patch_size)
+
+
+def _rows_of(square: Grid) -> int:
+    """Inside a tower, which may put a token of its own in front."""
+    return square.patches + 1
 
 
 def _blank(model: VisionLanguageModel, grids: list[Grid]) -> torch.Tensor:
