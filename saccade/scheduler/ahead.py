@@ -40,8 +40,8 @@ def works_ahead(pool: BlockPool, plans: Iterable[StepPlan], open_requests: Mappi
         works.append(new(Work, (request_id, end, end + 1, (), True, ())))
     if not pool.can_give(len(lacking)):
         return ()
-    for index, seq in lacking:
-        new_blocks = pool.allocate(1)
-        seq.blocks.extend(new_blocks)
-        works[index] = works[index]._replace(new_blocks=new_blocks)
+    for (index, seq), block in zip(lacking, pool.allocate(len(lacking)), strict=True):
+        seq.blocks.append(block)
+        request_id, start, end, *_ = works[index]
+        works[index] = Work(request_id, start, end, (block,), True)
     return tuple(works)
