@@ -44,9 +44,10 @@ class Answer:
 
     @property
     def text(self) -> str:
-        if self.is_finished and not self._num_read:
-            return self._decode(self.token_ids[: self._num_shown])  # nobody has seen a part of it: one call for all
-        self._read()
+        if self._num_read < self._num_shown:
+            if self.is_finished and not self._num_read:
+                return self._decode(self.token_ids[: self._num_shown])  # nobody has seen a part of it: one call for all
+            self._read()
         return self._detokenizer.text
 
     def push(self, event: TokenEvent) -> str:
@@ -89,8 +90,6 @@ class Answer:
 
     def _read(self) -> str:
         first, self._num_read = self._num_read, self._num_shown
-        if first == self._num_shown:
-            return ""
         push, least = self._detokenizer.push, self._min_tokens
         unread = self.token_ids[first : self._num_shown]
         return "".join([push(token, may_stop=place >= least) for place, token in enumerate(unread, first + 1)])
