@@ -5,9 +5,11 @@
     early                   | product ....... |
                                       | wait | attention .. |         programs are there already
 
-A program that starts early must wait before it touches what the launch ahead reads or writes. In every launch at least
-one program waits before it lets the next launch start, so whatever two or more launches back have written is there from
-the beginning, and may be read without waiting. Knows addresses, not what lies there.
+A program that starts early must wait before it touches what the launches ahead read or write: those that `go_in_turn`
+let the next one start before they wait themselves, so several may be there at a time, each with its own weights on
+their way. All wait before they end, so when the launch ahead has ended, all before it have. What may be read without
+waiting was written before a launch that starts at its turn, or that lets others in only after it has waited
+(`wait_for_turn`): a decode step has one behind its inputs. Knows addresses, not what lies there.
 """
 
 from __future__ import annotations
@@ -38,10 +40,18 @@ def _has_early_launch(device: torch.device) -> bool:
 
 @triton.jit
 def wait_for_turn(EARLY: tl.constexpr) -> None:
-    """Wait for the launch ahead, then let the next one start."""
+    """Wait for the launch ahead, then let the next one start: it finds all that was written before this one."""
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()
+
+
+@triton.jit
+def go_in_turn(EARLY: tl.constexpr) -> None:
+    """Let the next launch start, then wait for the one ahead."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
 
 
 @triton.jit

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saccade.kernels.early import is_early, overlap, wait_for_turn
+from saccade.kernels.early import go_in_turn, is_early, overlap
 from saccade.kernels.tiles import power_of_two
 
 _COLUMNS = 1024  # of a program of `silu_and_mul`
@@ -61,7 +61,7 @@ def _norm_kernel(
     place = tl.program_id(0).to(tl.int64) * HIDDEN + columns
     kind = total.dtype.element_ty
     by = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
-    wait_for_turn(EARLY)
+    go_in_turn(EARLY)
     here = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
     for i in tl.static_range(1, PARTS):
         here += tl.load(x + i * part + place, mask=inside, other=0.0).to(tl.float32)
@@ -81,7 +81,7 @@ def _silu_kernel(
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = columns < wide
-    wait_for_turn(EARLY)
+    go_in_turn(EARLY)
     gate = tl.load(gate_up + row * 2 * wide + columns, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * wide + wide + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * out_row + columns, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=inside)

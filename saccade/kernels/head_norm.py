@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saccade.kernels.early import is_early, overlap, wait_for_turn
+from saccade.kernels.early import go_in_turn, is_early, overlap
 from saccade.kernels.tiles import power_of_two
 
 _HEADS = 8  # of a program: few enough that a decode step of one token fills more than one multiprocessor
@@ -41,7 +41,7 @@ def _head_norm_kernel(
     by = tl.where((head < heads)[:, None], of_q[None, :], of_k[None, :])
     inside = (head < normed)[:, None] & known[None, :]
     place = (tl.program_id(0).to(tl.int64) * both + head[:, None]) * DIM + column[None, :]
-    wait_for_turn(EARLY)
+    go_in_turn(EARLY)
     x = tl.load(qkv + place, mask=inside, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, 1) / DIM + eps)
     tl.store(qkv + place, (x * scale[:, None] * by).to(qkv.dtype.element_ty), mask=inside)

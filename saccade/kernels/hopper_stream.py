@@ -114,7 +114,9 @@ def _stream_kernel(
     STEPS: gl.constexpr = (K + 63) // 64
     SHARE: gl.constexpr = (STEPS + SPLITS - 1) // SPLITS
     gates = gl.allocate_shared_memory(weight.dtype, [STAGES, OUTPUTS, 64], weight.layout)
-    ups = gl.allocate_shared_memory(weight.dtype, [STAGES if GATED else 1, OUTPUTS, 64], weight.layout)
+    ups = gates
+    if GATED:
+        ups = gl.allocate_shared_memory(weight.dtype, [STAGES, OUTPUTS, 64], weight.layout)
     few = gl.allocate_shared_memory(x.dtype, [STAGES, ROWS, 64], x.layout)
     bars = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())  # full, and free again
     for i in gl.static_range(2 * STAGES):
@@ -144,8 +146,8 @@ def _produce(
     first, steps = place
     for i in gl.static_range(STAGES):
         _copy_weights(ring, weight, N, first + i, i, i < steps, sizes)
-    gdc_wait()
     gdc_launch_dependents()
+    gdc_wait()
     for i in gl.static_range(STAGES):
         _copy(x, [0, (first + i) * 64], bars.index(i), few.index(i), pred=i < steps)
     stage, phase = gl.to_tensor(0), gl.to_tensor(0)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saccade.kernels.early import is_early, overlap, wait_for_turn
+from saccade.kernels.early import go_in_turn, is_early, overlap
 from saccade.kernels.tiles import power_of_two
 
 MAX_SPLITS = 16  # that are added up at once
@@ -45,7 +45,7 @@ def _sum_kernel(
     DIM: tl.constexpr, PADDED_DIM: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
     """One token and head: the softmax over all splits that have keys for it."""
-    wait_for_turn(EARLY)
+    go_in_turn(EARLY)
     token = tl.program_id(0).to(tl.int64)
     count = tl.minimum(tl.load(active + token), most)  # of a token that no window has, it may be any number
     if count == 0:
