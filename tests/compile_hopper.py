@@ -10,7 +10,7 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from saccade.kernels import hopper_linear, hopper_prefill, hopper_stream, hopper_vit
+from saccade.kernels import hopper_decode, hopper_linear, hopper_prefill, hopper_stream, hopper_vit
 
 SHARED = 227 << 10  # bytes that a program may have of a multiprocessor
 
@@ -29,6 +29,15 @@ def build(kernel: Any, types: dict[str, str], constants: dict[str, Any], **optio
     )
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, **options})
     assert made.metadata.shared <= SHARED, (constants, made.metadata.shared)
+
+
+def decode(dtype: str, parts: int) -> None:
+    types = {name: boxes(dtype, 16) for name in ("keys", "values")}
+    types |= dict.fromkeys(("slots", "tables", "contexts", "shares", "counters"), "*i32")
+    types |= {**dict.fromkeys(("cos", "sin", "k_cache", "v_cache", "out"), f"*{dtype}"), "scale": "fp32"}
+    types |= {**dict.fromkeys(("qkv", "mixed", "maxima", "sums"), "*fp32"), "table_row": "i32", "part": "i32"}
+    sizes = {"HEADS": 2, "GROUP": 6, "ROWS": 8, "BLOCK": 16, "STAGES": 3, "PARTS": parts}
+    build(hopper_decode._decode_kernel, types, sizes, maxnreg=hopper_decode._REGISTERS, launch_pdl=True)
 
 
 def linear(dtype: str) -> None:
@@ -68,6 +77,7 @@ def vit(ring: hopper_vit.Ring) -> None:
 
 if __name__ == "__main__":
     {
+        "decode": lambda: decode("bf16", 4),
         "linear": lambda: linear("fp16"),
         "prefill": lambda: prefill(16),
         "stream": lambda: stream(128),

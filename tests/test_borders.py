@@ -70,6 +70,7 @@ LAZY_ALLOWED = {
     "saccade/runner/memory.py",
     "saccade/runner/towers.py",
     "saccade/models/fused_vision.py",  # Gluon, where the GPU is a Hopper
+    "saccade/kernels/decode_attention.py",
     "saccade/kernels/prompt_attention.py",
     "saccade/kernels/act_linear.py",
     "saccade/models/products.py",  # Gluon, too

@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saccade.kernels.early import is_early, overlap, wait_for_turn
+from saccade.kernels.early import go_in_turn, is_early, overlap
 from saccade.kernels.softmax import LOG2_E, divide, precision_of, weigh
 from saccade.kernels.tiles import Launch, power_of_two
 
@@ -56,6 +56,7 @@ class DecodeWorkspace(NamedTuple):
         """Room for any batch of up to `max_requests`, whatever its contexts."""
         sms = num_multiprocessors(device)
         rows = heads * max(n * choose_splits(n, kv_heads, 2**30, sms) for n in range(1, max_requests + 1))
+        rows = max(rows, 2 * sms * heads // kv_heads)  # a share begins and ends with a part of a request
         return cls(
             torch.empty(rows * head_dim, dtype=torch.float32, device=device),
             torch.empty(rows, dtype=torch.float32, device=device),
@@ -169,7 +170,7 @@ def _decode_kernel(
     keys, values = k_cache + head * DIM, v_cache + head * DIM
     if PEELED:
         k, v = _load_tile(keys, values, table, start, end, BLOCK_SIZE, HEADS * DIM, DIM, PADDED_DIM, KEYS)
-    wait_for_turn(EARLY)
+    go_in_turn(EARLY)
     rows, dims = tl.arange(0, ROWS), tl.arange(0, PADDED_DIM)
     inside = (rows < GROUP)[:, None] & (dims < DIM)[None, :]
     own = qkv + request.to(tl.int64) * ((GROUP + 2) * HEADS * DIM)

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from saccade.kernels.argmax import ArgmaxWorkspace, Board, argmax
+from saccade.kernels.decode_attention import DecodeAttention
 from saccade.kernels.decode_inputs import StepNumbers, decode_inputs
-from saccade.kernels.paged_decode import DecodeWorkspace, NewTokens, paged_decode
+from saccade.kernels.flashinfer_prefill import Heads
+from saccade.kernels.paged_decode import NewTokens
 from saccade.models.fused import FusedDecoder
 from saccade.runner.tables import BlockTables, Mailbox, Numbers
 
@@ -43,7 +45,8 @@ class DecodePass:
         self.block_size = block_size
         self.sizes = list(_sizes(max_requests))
         layer, device = decoder.decoder.layers[0], tables.blocks.device
-        self._workspace = DecodeWorkspace.allocate(self.sizes[-1], layer.heads, layer.kv_heads, layer.head_dim, device)
+        heads = Heads(layer.heads, layer.kv_heads, layer.head_dim)
+        self._attention = DecodeAttention(heads, decoder.kv.k.dtype, block_size, self.sizes[-1], device)
         self._argmax = ArgmaxWorkspace.allocate(self.sizes[-1], device)
         self._numbers = torch.zeros(5 * self.sizes[-1], dtype=torch.int32, device=device)
         self._mailbox = Mailbox(5 * self.sizes[-1], device)
@@ -87,11 +90,11 @@ class DecodePass:
         inputs = decode_inputs(
             numbers, tables.latest, decoder.table, decoder.rotary.frequencies, tables.blocks, self.block_size
         )
+        shares = self._attention.plan(numbers.contexts)
 
         def attend(qkv: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            new, workspace = NewTokens(qkv, inputs.cos, inputs.sin, numbers.slots), self._workspace
-            scale, contexts = self.decoder.scale, numbers.contexts
-            return paged_decode(new, keys, values, inputs.tables, contexts, self.block_size, scale, workspace)
+            new, scale = NewTokens(qkv, inputs.cos, inputs.sin, numbers.slots), self.decoder.scale
+            return self._attention(new, keys, values, inputs.tables, numbers.contexts, scale, shares)
 
         hidden = self.decoder.forward(inputs.embeds, attend, products)
         logits = products.logits(hidden, decoder, self._logits[:size])
