@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -17,9 +18,10 @@ from saccade.outputs import RequestOutput
 from saccade.params import SamplingParams
 from saccade.processor.answer import Answer
 from saccade.processor.checkpoint import open_checkpoint
+from saccade.processor.pictures import Foretell
 from saccade.processor.prompt import Processor
 from saccade.processor.structured import check_structured
-from saccade.types import Bill, Prompt, Request, RequestError, TokenEvent
+from saccade.types import Bill, MediaItem, Prompt, Request, RequestError, TokenEvent
 
 PromptInput = str | Mapping[str, Any]
 Message = Mapping[str, Any]
@@ -57,7 +59,7 @@ class Engine:
             self.processor.largest_item(),
             progress=progress,
         )
-        self.processor.foretell = lambda items: self.core.foretell(items)  # tests put other cores here
+        self.processor.foretell = _foretelling(weakref.ref(self))
         self._open: dict[str, _Open] = {}
         self._awaited: dict[str, tuple[_Open, Answer]] = {}  # by the id that the core knows an answer of those under
         self._seeds = random.Random(opts.seed)
@@ -193,6 +195,17 @@ class Engine:
 
     def close(self) -> None:
         self.core.close()
+
+
+def _foretelling(engine: weakref.ref[Engine]) -> Foretell:
+    """To whatever core the engine has then. Weak: in a cycle its weights would outlive it until a collection, and on
+    a GPU none looks at what was there when the engine started."""
+
+    def foretell(items: Sequence[MediaItem]) -> None:
+        if (there := engine()) is not None:
+            there.core.foretell(items)
+
+    return foretell
 
 
 def _child_id(request_id: str, index: int) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from saccade import LLM, SamplingParams
 from saccade.engine import wire
 from saccade.engine.core import EngineCore
 from saccade.engine.loop import EngineLoop
@@ -63,6 +64,17 @@ def test_tidying_frees_what_refers_to_itself() -> None:
     assert left() is not None
     tidy()
     assert left() is None
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_the_weights_and_words_of_an_engine_that_is_let_go_wait_for_no_collection(qwen2_vl_folder: Path) -> None:
+    """On a GPU none would come to them: they were there when the engine settled."""
+    llm = LLM(str(qwen2_vl_folder), device="cpu", max_model_len=256, kv_cache_gb=0.02, use_tqdm=False)
+    llm.generate("Five.", SamplingParams(max_tokens=2), use_tqdm=False)
+    left = [weakref.ref(thing) for thing in (llm.engine.core.runner.model, llm.engine.processor.tokenizer)]
+    llm.close()
+    del llm
+    assert [thing() for thing in left] == [None, None]
 
 
 @pytest.mark.usefixtures("no_collector")

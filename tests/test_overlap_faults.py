@@ -109,6 +109,8 @@ class Asked(dict[Key, MediaTimes]):
         self.runner = runner
 
     def __getitem__(self, key: Key) -> MediaTimes:
+        if self.runner.is_dead:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
         self.runner.num_asked += 1
         return super().__getitem__(key)
 
@@ -150,6 +152,20 @@ def test_how_long_a_picture_took_is_asked_when_its_request_ends() -> None:
     ended = [event for event in events + drained(core) if event.finish_reason and event.request_id == "p"]
     assert ended[0].usage is not None and (ended[0].usage.decode_ms, ended[0].usage.encode_ms) == (2.0, 3.0)
     assert runner.num_asked == 1
+
+
+def test_a_device_that_died_is_not_asked_how_long_pictures_took() -> None:
+    config = make_config()
+    core = OverlappedCore(config, runner := Watching(config))
+    for name in "abcd":
+        core.add(make_request(name, Picture(name, 4), max_tokens=9, temperature=0))
+    for _ in range(3):
+        core.step()
+    runner.is_dead = True
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        drained(core)
+    assert not core.has_unfinished()
+    core.scheduler.check()
 
 
 def test_nothing_is_told_of_a_request_after_its_abort() -> None:

@@ -13,7 +13,7 @@ import json
 import re
 import secrets
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ class Tokenizer:
         self._named = _named_tokens(config)
         _frame_as_asked(self._inner, config, self._named)
         self.is_bytewise = isinstance(self._inner.decoder, ByteLevel)
-        self.piece = cache(self._piece)  # of what is decoded token by token, most came before
+        self.piece = cache(partial(_piece, self._inner))  # of what is decoded token by token, most came before
         added = self._inner.get_added_tokens_decoder()
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
         guarded = {*self._special_ids, *protect}
@@ -59,14 +59,6 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return self._inner.decode(token_ids, skip_special_tokens=skip_special_tokens)
-
-    def _piece(self, token_id: int) -> str | None:
-        """What a token adds to any text before it; None where that may depend on its neighbours.
-
-        Where texts are decoded byte by byte, a token of whole characters is the same everywhere.
-        """
-        text = self.decode([token_id], skip_special_tokens=False)
-        return text if self.is_bytewise and "\ufffd" not in text else None
 
     def stream(self, skip_special_tokens: bool = True) -> DecodeStream:
         return DecodeStream(self, skip_special_tokens)
@@ -248,6 +240,17 @@ class DecodeStream:
         new = text[len(self._shown) :]
         self._shown = text if new else self._shown
         return new
+
+
+def _piece(inner: tokenizers.Tokenizer, token_id: int) -> str | None:
+    """What a token adds to any text before it; None where that may depend on its neighbours.
+
+    Where texts are decoded byte by byte, a token of whole characters is the same everywhere.
+    """
+    if not isinstance(inner.decoder, ByteLevel):
+        return None
+    text = inner.decode([token_id], skip_special_tokens=False)
+    return None if "\ufffd" in text else text
 
 
 # --- reading the files --------------------------------------------------------------------------------------------

@@ -85,6 +85,8 @@ class Scheduler:
 
     def fail_all(self, error: RequestError, now: float) -> list[TokenEvent]:
         """A step broke: end every request and forget what both caches hold, since nobody knows what was written."""
+        for seq in self._open.values():
+            seq.media.clear()  # a device that has died cannot be asked how long its pictures took
         events = [self._finish(seq, "error", now, error=error) for seq in tuple(self._open.values())]
         plans, self._plans = self._plans, []
         # The runner may have broken off before it read a plan, so what the plan told is told again.
