@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from saccade import LLM
 from saccade.runner import measure
 from saccade.types import Grid
+from tests.families import FAMILIES
 
 
 class Tower:
@@ -50,3 +53,15 @@ def test_a_tower_that_knows_one_size_is_run_at_that_size_alone() -> None:
     tower = Tower(takes_squares=True)
     measure.layer_curve(tower, Grid(3, 24, 24))  # type: ignore[arg-type]
     assert tower.ran == [Grid(1, 24, 24), Grid(2, 24, 24), Grid(3, 24, 24)]
+
+
+@pytest.mark.parametrize("name", ["deepseek_vl_v2", "llava_next", "llava_onevision"])
+def test_the_most_expensive_picture_can_be_rehearsed_where_pictures_have_tiles(name: str, tmp_path: Path) -> None:
+    """On a GPU, kernels would read behind a picture that has fewer tiles than its grid says."""
+    folder = FAMILIES[name].build(tmp_path)
+    llm = LLM(str(folder), device="cpu", dtype="float32", max_model_len=2048, kv_cache_gb=0.05, use_tqdm=False)
+    largest = llm.engine.processor.largest_item()
+    assert largest is not None and largest.tiling is not None
+    llm.engine.core.runner.rehearse(largest)
+    assert largest.grid.t == 1 + largest.tiling.columns * largest.tiling.rows
+    llm.close()

@@ -9,7 +9,7 @@ prompt get one tile each.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -128,11 +128,11 @@ class DeepseekVL2:
         return self._of(canvas, size.inside(canvas))
 
     def largest(self, min_pixels: int, max_pixels: int) -> Geometry:
-        """The most tokens and the most tiles that any picture can have, though perhaps not the same picture."""
+        """The picture with the most tiles, and the most tokens that any can have, though perhaps not the same one."""
         every = [self._of(canvas, canvas) for canvas in self._allowed(max_pixels)]
         most = max(every, key=lambda geometry: geometry.tokens)
-        grid = max((geometry.grid for geometry in every), key=lambda grid: grid.patches)
-        return Geometry(most.resized, grid, most.tokens, most.slots, most.tiling)
+        tiled = max(every, key=lambda geometry: geometry.grid.patches)
+        return replace(tiled, tokens=most.tokens, slots=most.slots)
 
     def _of(self, canvas: Size, resized: Size) -> Geometry:
         columns, rows = canvas.width // self.tile, canvas.height // self.tile

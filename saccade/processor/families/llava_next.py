@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
@@ -88,12 +88,12 @@ class LlavaNext:
         return self._of(target, _fitted(size, target), self._kept(size, target))
 
     def largest(self, min_pixels: int, max_pixels: int) -> Geometry:
-        """The most tokens and the most tiles that any picture can have, though perhaps not the same picture."""
+        """The picture with the most tiles, and the most tokens that any can have, though perhaps not the same one."""
         allowed = self._allowed(max_pixels)
         all_sizes = [self._of(target, target, kept) for target in allowed for kept in self._possible(target)]
         most = max(all_sizes, key=lambda geometry: geometry.tokens)
-        grid = max((geometry.grid for geometry in all_sizes), key=lambda grid: grid.patches)
-        return Geometry(most.resized, grid, most.tokens, most.slots, most.tiling)
+        tiled = max(all_sizes, key=lambda geometry: geometry.grid.patches)
+        return replace(tiled, tokens=most.tokens, slots=most.slots)
 
     def _of(self, target: Size, resized: Size, kept: Size) -> Geometry:
         columns, rows = target.width // self.tile, target.height // self.tile
