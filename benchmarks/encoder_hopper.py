@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.encoder_inputs import CUDA, Call, device_ms
-from saccade.kernels.hopper_vit import RINGS, HopperVit, Ring, choose_ring
+from saccade.kernels.hopper_vit import HopperVit
 from saccade.kernels.packed_vit import TILE_ROWS, packed_vit
+from saccade.kernels.paged_decode import num_multiprocessors
 from saccade.kernels.tiles import Tiles
+from saccade.kernels.vit_shares import Shares
 from saccade.models.attention import packed_attention
 
 HEADS, SCALE, LAUNCHES = 16, 80**-0.5, 12
@@ -23,32 +25,35 @@ SIZES = {"1288x952": [6256], "644x476": [1564], "8 of 644x476": [1564] * 8, "128
 def main() -> None:
     with torch.inference_mode():
         for dim in (72, 80):
-            for ring in RINGS:
-                compare(dim, ring)
+            for lengths in ([256, 320, 1564, 385], [1564], [4784]):
+                compare(dim, lengths)
         for name, lengths in SIZES.items():
             time(name, lengths)
 
 
-def compare(dim: int, ring: Ring) -> None:
+def shares(lengths: list[int]) -> Shares:
+    return Shares.of(lengths, HEADS, num_multiprocessors(CUDA), CUDA)
+
+
+def compare(dim: int, lengths: list[int]) -> None:
     """Lengths that end just before, at and after a tile; keys that take the weights past what float32 holds."""
-    lengths = [256, 320, 1564, 385]
     plain = heads(lengths, dim)
     grown = plain.clone()
-    grown[[30, 300, 700], 1] *= 300
+    grown[[30, 200, 250], 1] *= 300
     for name, qkv in (("random", plain), ("outgrown", grown)):
         expected = packed_attention(*qkv.float().unbind(1), lengths, SCALE)
-        found = HopperVit(Tiles.of(lengths, ring.rows, CUDA), ring)(qkv, SCALE).float()
+        found = HopperVit(shares(lengths))(qkv, SCALE).float()
         worst, mean = (found - expected).abs().max(), (found - expected).abs().mean()
-        print(f"{name:9} d {dim}, {ring.groups} groups: largest error {worst:.4f}, mean {mean:.6f}", flush=True)
+        print(f"{name:9} d {dim}, {len(lengths)} pictures: largest error {worst:.4f}, mean {mean:.6f}", flush=True)
 
 
 def time(name: str, lengths: list[int]) -> None:
     qkv = heads(lengths, 80)
-    ring = choose_ring(lengths, HEADS, torch.cuda.get_device_properties(CUDA).multi_processor_count)
-    fast = kernel_ms(partial(HopperVit(Tiles.of(lengths, ring.rows, CUDA), ring), qkv, SCALE))
+    plan = shares(lengths)
+    fast = kernel_ms(partial(HopperVit(plan), qkv, SCALE))
     slow = kernel_ms(partial(packed_vit, *qkv.unbind(1), Tiles.of(lengths, TILE_ROWS, CUDA), SCALE))
     speed = sum(4 * n * n * 80 * HEADS for n in lengths) / fast / 1e9
-    print(f"{name:14} {fast * 1e3:8.1f} us ({ring.groups} groups, {speed:.0f} TFLOP/s), plain {slow * 1e3:8.1f} us")
+    print(f"{name:14} {fast * 1e3:8.1f} us ({plan.slots} parts, {speed:.0f} TFLOP/s), plain {slow * 1e3:8.1f} us")
 
 
 def kernel_ms(call: Call) -> float:

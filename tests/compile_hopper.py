@@ -10,7 +10,15 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from saccade.kernels import hopper_decode, hopper_linear, hopper_prefill, hopper_stream, hopper_vit
+from saccade.kernels import (
+    hopper_decode,
+    hopper_linear,
+    hopper_prefill,
+    hopper_stream,
+    hopper_vit,
+    hopper_vit_kernel,
+)
+from saccade.kernels.vit_shares import KEYS
 
 SHARED = 227 << 10  # bytes that a program may have of a multiprocessor
 
@@ -68,11 +76,11 @@ def stream(rows: int) -> None:
         build(hopper_stream._stream_kernel, types | ends, constants, maxnreg=registers, launch_pdl=True)
 
 
-def vit(ring: hopper_vit.Ring) -> None:
-    types = {"wide": boxes("bf16", ring.keys), "narrow": boxes("bf16", ring.keys, 16), "scale": "fp32"}
-    types |= {**dict.fromkeys(("qkv", "out"), "*bf16"), **dict.fromkeys(("starts", "index"), "*i32")}
-    sizes = {"DIM": 80, "KEYS": ring.keys, "STAGES": ring.stages, "GROUPS": ring.groups}
-    build(hopper_vit._vit_kernel, types, sizes, maxnreg=ring.registers)
+def vit(dim: int) -> None:
+    types = {"wide": boxes("bf16", KEYS), "narrow": boxes("bf16", KEYS, 16), "scale": "fp32", "heads": "i32"}
+    types |= {**dict.fromkeys(("offsets", "items"), "*i32"), "out": "*bf16", "parts": "*fp32"}
+    sizes = {"DIM": dim, "KEYS": KEYS, "STAGES": hopper_vit._STAGES}
+    build(hopper_vit_kernel.vit_kernel, types, sizes, maxnreg=hopper_vit._REGISTERS)
 
 
 if __name__ == "__main__":
@@ -81,5 +89,5 @@ if __name__ == "__main__":
         "linear": lambda: linear("fp16"),
         "prefill": lambda: prefill(16),
         "stream": lambda: stream(128),
-        "vit": lambda: vit(hopper_vit.RINGS[-1]),
+        "vit": lambda: vit(80),
     }[sys.argv[1]]()

@@ -16,6 +16,7 @@ from transformers import SiglipVisionConfig, SiglipVisionModel
 
 from saccade import LLM, SamplingParams, costs
 from saccade.config import model_config
+from saccade.models import recorded_vision
 from saccade.models.attention import PagedKV
 from saccade.models.deepseek_vl_v2 import Projector
 from saccade.models.latent import LatentDecoder
@@ -369,6 +370,9 @@ def test_a_layer_is_timed_over_whole_tiles() -> None:
     assert largest_within(model_config(TINY), Grid(10, 27, 27), 2048) == Grid(2, 27, 27)
 
 
-def test_a_recorded_pass_holds_whole_squares() -> None:
-    packings = list(_packings(model_config(TINY), (1024, 2048)))
+def test_a_recorded_pass_holds_whole_squares(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorded_vision, "MOST", 2048)
+    vision = model_config(TINY).vision
+    assert vision
+    packings = list(_packings(vision))
     assert packings == [[Grid(1, 27, 27)] * 2, [Grid(1, 27, 27)]]

@@ -1,33 +1,13 @@
-"""What is chosen for the Hopper kernel. The kernel itself needs the device: `fused_vision` tries it there at start."""
+"""What the Hopper kernel is used for. The kernel itself needs the device: `fused_vision` tries it there at start."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from saccade.kernels.hopper_vit import RINGS, choose_ring, suits
+from saccade.kernels.hopper_vit import suits
 from saccade.models.fused_vision import FusedVision
 from tests.test_fused_vision import DEVICE, random
-
-THREE, TWO = RINGS
-
-
-def waves(lengths: list[int], rows: int) -> int:
-    return -(-16 * sum(-(-length // rows) for length in lengths) // 132)
-
-
-@pytest.mark.parametrize(
-    ("lengths", "expected"),
-    [([6256], THREE), ([1564] * 8, THREE), ([18768], THREE), ([1564], TWO), ([4784], TWO)],
-    ids=str,
-)
-def test_rings_are_chosen_as_they_were_measured(lengths: list[int], expected: object) -> None:
-    assert choose_ring(lengths, heads=16, multiprocessors=132) is expected
-
-
-def test_a_wave_that_would_be_almost_empty_is_avoided() -> None:
-    assert waves([4784], THREE.rows) * THREE.rows > waves([4784], TWO.rows) * TWO.rows
-    assert choose_ring([4784], 16, 132) is TWO
 
 
 @pytest.mark.parametrize(

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
+from saccade.config import model_config
+from saccade.kernels.packed_vit import TILE_ROWS, packed_vit
 from saccade.kernels.tiles import Tiles
 from saccade.models import recorded_vision
-from saccade.models.fused_vision import FusedVision
+from saccade.models.fused_vision import FusedVision, _FusedPass
 from saccade.models.llava import Llava
 from saccade.models.qwen2_vl import Qwen2VL
+from saccade.models.recorded_attention import Heads, Most, SharedWay, TiledWay, num_tiles
 from saccade.models.vision import grid_places
 from saccade.models.vision_ops import TorchVision, through
 from saccade.runner import towers
@@ -20,6 +24,7 @@ from saccade.runner.towers import record_tower
 from saccade.types import Grid
 from tests.proofs import finish
 from tests.test_fused_vision import LLAVA, QWEN, encode, model, random
+from tests.test_vit_shares import attend
 
 
 @pytest.fixture(autouse=True)
@@ -147,4 +152,57 @@ def test_a_pass_larger_than_the_first_that_was_recorded_is_launched() -> None:
 def test_tiles_of_any_pictures_fit_the_recorded_launch() -> None:
     for lengths in ([32, 0, 0], [1, 1, 30], [17, 15, 0], [9, 9, 9]):
         size = next(size for size in recorded_vision.SIZES if size >= sum(lengths))
-        Tiles.of(lengths, 8, torch.device("cpu"), capacity=recorded_vision.num_tiles(size, 8))
+        Tiles.of(lengths, 8, torch.device("cpu"), capacity=num_tiles(Most(size, 3), 8))
+
+
+# --- larger pictures another way ----------------------------------------------------------------------------------
+
+
+def shared_or_tiled() -> Qwen2VL | Llava:
+    """Pictures of 16 patches and more are shared out among three programs."""
+    ops = FusedVision()
+    shared = SharedWay(lambda lengths, *_: min(lengths) >= 16, lambda shares: partial(attend, shares), 3, least=16)
+    tiled = TiledWay(lambda tiles: lambda qkv, scale: packed_vit(*qkv.unbind(1), tiles, scale), TILE_ROWS)
+    ops._recordings = recorded_vision.Recordings(_FusedPass, (shared, tiled), ops._launched)
+    made = model(QWEN, ops, Qwen2VL)
+    record_tower(made)
+    return made
+
+
+@pytest.mark.parametrize(
+    "grids",
+    [[Grid(1, 4, 4)], [Grid(1, 4, 6)], [Grid(1, 4, 4)] * 2, [Grid(1, 2, 2)] * 3, [Grid(1, 4, 4), Grid(1, 2, 2)]],
+    ids=["a size itself", "between sizes", "several pictures", "small pictures", "a small one beside a large one"],
+)
+def test_recorded_passes_go_the_way_that_suits_their_pictures(
+    grids: list[Grid], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(towers, "_SMALL", 8)
+    made = shared_or_tiled()
+    expected = encode(model(QWEN, TorchVision(), Qwen2VL), patches(grids), grids)
+    for one, other in zip(encode(made, patches(grids), grids), expected, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+
+
+def test_both_ways_are_recorded_before_the_engine_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(towers, "_SMALL", 8)
+    made = shared_or_tiled()
+    monkeypatch.setattr(FusedVision, "_launched", lambda *_: pytest.fail("launched one by one"))
+    for grids in ([Grid(1, 4, 4)], [Grid(1, 2, 4)] * 2):
+        encode(made, patches(grids), grids)
+
+
+@pytest.mark.parametrize("lengths", [[2048], [1564], [256] * 8, [300, 1200, 400], [641, 641]], ids=str)
+def test_whatever_is_shared_out_has_room_in_a_recording(lengths: list[int]) -> None:
+    way = SharedWay(lambda *_: True, lambda _: pytest.fail("not asked for"), 132, least=0)
+    heads, most = Heads(16, 80, torch.bfloat16), Most(2048, 32)
+    assert len(way.numbers(lengths, heads, most)) <= way.room(heads, most)
+
+
+def test_packs_of_small_pictures_are_recorded_beside_one_large_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorded_vision, "SIZES", (128, 256, 2048))
+    vision = model_config(QWEN).vision
+    assert vision
+    assert [[len(grids), sum(grid.patches for grid in grids)] for grids in towers._packings(vision)] == [
+        [1, 2048], [16, 2048], [1, 256], [2, 256], [1, 128],
+    ]  # fmt: skip

@@ -28,7 +28,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from saccade.kernels.hopper_parts import finish
-from saccade.kernels.hopper_vit import following
+from saccade.kernels.hopper_steps import following
 from saccade.kernels.paged_decode import DecodeWorkspace, NewTokens
 from saccade.kernels.shares import Shares
 from saccade.kernels.softmax import LOG2_E

@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from saccade.kernels.hopper_vit import before_waiting, following
+from saccade.kernels.hopper_steps import before_waiting, following
 from saccade.kernels.paged_decode import num_multiprocessors
 from saccade.kernels.prefill_parts import MAX_SPLITS, Parts, add_up, new_parts
 from saccade.kernels.softmax import LOG2_E

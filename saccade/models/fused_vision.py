@@ -18,17 +18,16 @@ from saccade.kernels.packed_vit import TILE_ROWS, packed_vit
 from saccade.kernels.paged_decode import num_multiprocessors
 from saccade.kernels.tiles import Tiles
 from saccade.kernels.trial import is_hopper, passes
+from saccade.kernels.vit_shares import Shares
 from saccade.models.attention import packed_attention
 from saccade.models.layers import Activation, Linear, RMSNorm, quick_gelu, silu_and_mul, tanh_gelu
 from saccade.models.pixels import PatchLayout, Picture, PixelPolicy, as_tensor, resize
+from saccade.models.recorded_attention import Attend, SharedWay, TiledWay, Way
 from saccade.models.recorded_vision import Recordings, packed_cells
 from saccade.models.resample import BITS, Taps, resample
 from saccade.models.vision import Angles, Norm, Places, VisionBlock
 from saccade.models.vision_ops import Blocks, RunBlocks
 from saccade.types import Grid, Size
-
-Attend = Callable[[Tensor, float], Tensor]
-"""(turned q, k, v [T, 3, heads, d], scale) -> [T, heads, d]"""
 
 _ACTIVATIONS: Mapping[Activation, tuple[str, Activation]] = {
     quick_gelu: ("quick_gelu", vit_steps.quick_gelu),
@@ -36,13 +35,16 @@ _ACTIVATIONS: Mapping[Activation, tuple[str, Activation]] = {
     tanh_gelu: ("tanh_gelu", vit_steps.tanh_gelu),
 }
 """Kernels: the name that `act_linear` has for them, and by themselves."""
+_LEAST_SHARED = 768  # patches of a recorded pass: smaller ones have too few tiles for all programs
+_TRIED = (2, 15)  # programs of a trial: one item after the other, and some of them cut
 
 
 class FusedVision:
     def __init__(self, attention: str | None = None) -> None:
         """Without a name: the attention that is fastest on this device."""
-        self._attention = ATTENTION[attention or _best_attention()]
-        self._recordings = Recordings(lambda angles, tiles: _FusedPass(angles, _over(tiles)), TILE_ROWS, self._launched)
+        attention = attention or _best_attention()
+        self._attention = ATTENTION[attention]
+        self._recordings = Recordings(_FusedPass, _ways(attention), self._launched)
 
     def resize(self, image: Picture, size: Size, resampling: int) -> Tensor:
         if isinstance(image, Tensor):
@@ -159,8 +161,19 @@ def _hopper_over(lengths: Sequence[int], like: Tensor) -> Attend | None:
 
     if not hopper_vit.suits(lengths, like.shape[3], like.dtype):
         return None
-    ring = hopper_vit.choose_ring(lengths, like.shape[2], num_multiprocessors(like.device))
-    return hopper_vit.HopperVit(Tiles.of(lengths, ring.rows, like.device), ring)
+    programs = num_multiprocessors(like.device)
+    return hopper_vit.HopperVit(Shares.of(lengths, like.shape[2], programs, like.device))
+
+
+def _ways(attention: str) -> tuple[Way, ...]:
+    """Of recorded passes."""
+    tiled = TiledWay(_over, TILE_ROWS)
+    if attention != "hopper":
+        return (tiled,)
+    from saccade.kernels import hopper_vit
+
+    programs = num_multiprocessors(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    return SharedWay(hopper_vit.suits, hopper_vit.HopperVit, programs, _LEAST_SHARED), tiled
 
 
 def _best_attention() -> str:
@@ -175,12 +188,12 @@ def _try_hopper(device: torch.device) -> None:
     """It must compile and agree with the plain kernel, also where weights outgrow its level."""
     from saccade.kernels import hopper_vit
 
-    lengths = [300, 257]
+    lengths = [1500, 257]
     qkv = torch.randn(sum(lengths), 3, 2, 80, device=device, dtype=torch.bfloat16)
     qkv[5, 1] *= 60  # a key of the second tile that queries prefer by hundreds of powers of two
     expected = _by_triton(lengths, device)(qkv, 1.0)
-    for ring in hopper_vit.RINGS:
-        attend = hopper_vit.HopperVit(Tiles.of(lengths, ring.rows, device), ring)
+    for programs in _TRIED:
+        attend = hopper_vit.HopperVit(Shares.of(lengths, 2, programs, device))
         for _ in range(2):  # the second layer goes another way
             torch.testing.assert_close(attend(qkv, 1.0), expected, atol=0.05, rtol=0.05)
 

@@ -4,7 +4,7 @@ A recording is of a few blocks over so many patches, and reads what lies where i
 before its first block:
 
     x [most patches, hidden]   | the pass ....... | rows of nobody: computed, never read |
-    numbers, in one copy       | where its pictures begin, then empty ones | its tiles, some that do nothing | cells |
+    numbers, in one copy       | where its pictures are, for attention | cells |
     cos, sin                   made of the cells where they lie
 
 Passes may take turns at every pause. Nobody else may hold what a block returns when the next pass begins.
@@ -15,14 +15,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from saccade.kernels import vit_steps
-from saccade.kernels.tiles import Tiles, tile_numbers
+from saccade.models.recorded_attention import Attend, Heads, Most, Way
 from saccade.models.vision import Angles, Places, VisionBlock
 from saccade.models.vision_ops import Blocks, RunBlocks
 
@@ -31,7 +31,7 @@ MOST = 8192  # patches, where all pictures have one size: then there are few pas
 PICTURES = 32  # of a pass, or windows
 TOGETHER = 4  # blocks of a recording: a pause behind each would cost a graph and a launch, and is as short as a decode
 
-Make = Callable[[Angles | None, Tiles], Callable[[VisionBlock, Tensor], Tensor]]
+Make = Callable[[Angles | None, Attend], Callable[[VisionBlock, Tensor], Tensor]]
 """Single launches, over what lies in a fixed place."""
 Begin = Callable[[Sequence[int], Places | None, torch.device], RunBlocks]
 Replay = Callable[[], object]
@@ -48,35 +48,32 @@ class _Fixed:
 
     x: Tensor
     angles: Angles | None
-    numbers: Tensor  # int32: starts, index, cells
-    rows: int  # of a tile
+    numbers: Tensor  # int32: of attention, then cells
 
     @classmethod
     @torch.inference_mode(False)  # tensors that everybody may write, in whatever mode
-    def like(cls, x: Tensor, places: Places | None, size: int, rows: int) -> _Fixed:
-        """For so many patches."""
+    def like(cls, x: Tensor, places: Places | None, size: int, room: int) -> _Fixed:
+        """For so many patches, and numbers of attention."""
 
         def most(columns: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(size, columns, dtype=dtype, device=x.device)
 
-        numbers = torch.zeros(_cells_at(size, rows) + size, dtype=torch.int32, device=x.device)
+        numbers = torch.zeros(room + size, dtype=torch.int32, device=x.device)
         dim = 4 * places.per_axis.shape[-1] if places else 0
         angles = Angles(most(dim, torch.float32), most(dim, torch.float32)) if places else None
-        return cls(most(x.shape[1], x.dtype), angles, numbers, rows)
+        return cls(most(x.shape[1], x.dtype), angles, numbers)
 
-    def takes(self, x: Tensor, places: Places | None, size: int) -> bool:
+    def takes(self, x: Tensor, places: Places | None, size: int, room: int) -> bool:
         is_like = (places is None) == (self.angles is None) and self.x.dtype == x.dtype
-        return is_like and self.x.shape[1] == x.shape[1] and len(self.x) >= size
-
-    def tiles(self, size: int) -> Tiles:
-        starts, rest = self.numbers[: PICTURES + 1], self.numbers[PICTURES + 1 :]
-        return Tiles(starts, rest[: 2 * num_tiles(size, self.rows)].view(-1, 2), self.rows)
+        has_room = len(self.x) >= size and len(self.numbers) >= room + size
+        return is_like and has_room and self.x.shape[1] == x.shape[1]
 
     def angles_for(self, size: int) -> Angles | None:
         return Angles(*(part[:size] for part in self.angles)) if self.angles else None
 
-    def turn(self, places: Places, size: int) -> None:
-        patches, at = len(places.cells), _cells_at(size, self.rows)
+    def turn(self, places: Places, at: int) -> None:
+        """By the cells that lie there."""
+        patches = len(places.cells)
         angles = self.angles_for(patches)
         assert angles is not None
         vit_steps.turn(self.numbers[at : at + patches], places.per_axis, *angles)
@@ -85,12 +82,13 @@ class _Fixed:
 class Recordings:
     """Of all blocks, for many sizes, made while `recording`, the largest first. Other passes are launched as ever."""
 
-    def __init__(self, make: Make, rows: int, launched: Begin) -> None:
+    def __init__(self, make: Make, ways: Sequence[Way], launched: Begin) -> None:
+        """A pass goes the first way that suits it."""
         self.make = make
+        self.ways = ways
         self.launched = launched
-        self.rows = rows  # of a tile
         self._fixed: _Fixed | None = None
-        self._recorded: dict[tuple[int, VisionBlock], _Recorded] = {}  # by size and first block
+        self._recorded: dict[tuple[int, Way, VisionBlock], _Recorded] = {}  # by size and first block
         self._sizes: set[int] = set()
         self._is_recording = False
         self._pool: Any = None
@@ -112,34 +110,38 @@ class Recordings:
 
     def replay(self, of: _RecordedPass, blocks: Blocks, x: Tensor) -> tuple[Tensor, int] | None:
         """None: there is no recording that begins with these blocks."""
+        heads, most = _heads(blocks[0], x), Most(of.size, PICTURES)
         if self._is_recording and self._fixed is None:
-            self._fixed = _Fixed.like(x, of.places, of.size, self.rows)
-        fixed, key = self._fixed, (of.size, blocks[0])
-        if fixed is None or not fixed.takes(x, of.places, of.size):
+            self._fixed = _Fixed.like(x, of.places, of.size, max(way.room(heads, most) for way in self.ways))
+        way = next(way for way in self.ways if way.suits(of.lengths, heads, of.size))
+        fixed, key, room = self._fixed, (of.size, way, blocks[0]), way.room(heads, most)
+        if fixed is None or not fixed.takes(x, of.places, of.size, room):
             return None
         if key not in self._recorded and not self._is_recording:
             return None
-        self._put_in_place(fixed, of, x)
+        self._put_in_place(fixed, of, x, way, heads)
         if key not in self._recorded:
-            self._recorded[key] = self._record(fixed, of.size, blocks[:TOGETHER])
+            attend = way.attend(fixed.numbers[:room], most)
+            self._recorded[key] = self._record(fixed, of.size, blocks[:TOGETHER], attend)
             self._sizes.add(of.size)
         recorded = self._recorded[key]
         assert recorded.blocks <= len(blocks), "a tower cuts its blocks as it did when they were recorded"
         recorded.replay()
         return fixed.x[: len(x)], recorded.blocks
 
-    def _put_in_place(self, fixed: _Fixed, of: _RecordedPass, x: Tensor) -> None:
+    def _put_in_place(self, fixed: _Fixed, of: _RecordedPass, x: Tensor, way: Way, heads: Heads) -> None:
         if x.data_ptr() != fixed.x.data_ptr():
             fixed.x[: len(x)] = x
         before, self._holder = self._holder, of
         if before is of:
             return
-        fixed.numbers[: len(of.numbers)].copy_(of.numbers, non_blocking=True)
+        numbers = of.numbers(way, heads, x.is_cuda)
+        fixed.numbers[: len(numbers)].copy_(numbers, non_blocking=True)
         if of.places is not None and (before is None or before.places is not of.places):
-            fixed.turn(of.places, of.size)
+            fixed.turn(of.places, way.room(heads, Most(of.size, PICTURES)))
 
-    def _record(self, fixed: _Fixed, size: int, blocks: Blocks) -> _Recorded:
-        run, x = self.make(fixed.angles_for(size), fixed.tiles(size)), fixed.x[:size]
+    def _record(self, fixed: _Fixed, size: int, blocks: Blocks, attend: Attend) -> _Recorded:
+        run, x = self.make(fixed.angles_for(size), attend), fixed.x[:size]
 
         def run_all() -> None:
             for block in blocks:
@@ -157,11 +159,10 @@ class _RecordedPass:
         self, recordings: Recordings, lengths: Sequence[int], places: Places | None, device: torch.device
     ) -> None:
         self.size = size_for(sum(lengths))
+        self.lengths = lengths
         self.places = places
-        self.numbers = _numbers([*lengths, *[0] * (PICTURES - len(lengths))], self.size, recordings.rows, places)
-        if device.type == "cuda":
-            self.numbers = self.numbers.pin_memory()
         self._recordings = recordings
+        self._numbers: Tensor | None = None
         self._launched: RunBlocks | None = None
         self._begin = partial(recordings.launched, lengths, places, device)
 
@@ -172,17 +173,21 @@ class _RecordedPass:
         self._launched = self._launched or self._begin()
         return self._launched(blocks, x)
 
+    def numbers(self, way: Way, heads: Heads, is_cuda: bool) -> Tensor:
+        """Laid out as `_Fixed.numbers`, on the host. All blocks of a pass go the same way."""
+        if self._numbers is None:
+            most = Most(self.size, PICTURES)
+            self._numbers = way.numbers(self.lengths, heads, most)
+            if self.places is not None:
+                padding = torch.zeros(way.room(heads, most) - len(self._numbers), dtype=torch.int32)
+                self._numbers = torch.cat((self._numbers, padding, packed_cells(self.places)))
+            if is_cuda:
+                self._numbers = self._numbers.pin_memory()
+        return self._numbers
 
-def _numbers(lengths: Sequence[int], size: int, rows: int, places: Places | None) -> Tensor:
-    """Laid out as `_Fixed.numbers`, on the host."""
-    tiles = _tile_part(tuple(lengths), rows, num_tiles(size, rows))
-    return tiles if places is None else torch.cat((tiles, packed_cells(places)))
 
-
-@lru_cache(maxsize=64)  # pictures of one camera have one grid
-def _tile_part(lengths: tuple[int, ...], rows: int, capacity: int) -> Tensor:
-    starts, index = tile_numbers(lengths, rows, capacity=capacity)
-    return torch.tensor([*starts, *index], dtype=torch.int32)
+def _heads(block: VisionBlock, x: Tensor) -> Heads:
+    return Heads(block.heads, block.qkv.weight.shape[0] // (3 * block.heads), x.dtype)
 
 
 def packed_cells(places: Places) -> Tensor:
@@ -190,19 +195,9 @@ def packed_cells(places: Places) -> Tensor:
     return places.cells.view(torch.int32).flatten()
 
 
-def num_tiles(size: int, rows: int) -> int:
-    """Most that so many patches are cut into, whatever pictures they are of."""
-    return size // rows + PICTURES
-
-
 def size_for(patches: int) -> int:
     """Of the recording, if there is one."""
     return -(-patches // SIZES[0]) * SIZES[0]
-
-
-def _cells_at(size: int, rows: int) -> int:
-    """Where the cells begin in the numbers of a pass."""
-    return PICTURES + 1 + 2 * num_tiles(size, rows)
 
 
 def _captured(run: Callable[[], object], pool: Any, device: torch.device) -> Replay:

@@ -14,6 +14,7 @@ from saccade.models.interface import VisionLanguageModel
 from saccade.types import Grid
 
 _ROWS = 8  # tokens: the height of the pictures that are recorded; only their patches count
+_SMALL = 128  # patches of a picture that attention takes another way than large ones, where it has several
 
 
 @runtime_checkable
@@ -43,13 +44,15 @@ def largest_pass(vision: VisionConfig) -> int:
 
 
 def _packings(vision: VisionConfig) -> Iterator[list[Grid]]:
-    """One of each size; where all pictures have the same, as many as are recorded."""
+    """Of each size one picture, and several small ones; where all have the same, as many as are recorded."""
     from saccade.models.recorded_vision import SIZES
 
     side = vision.spatial_merge_size
     if side > 1 and not vision.takes_squares:
         for size in reversed(SIZES):
             yield [Grid(1, _ROWS * side, size // (_ROWS * side))]
+            if size > _SMALL and _SMALL % (_ROWS * side * side) == 0:
+                yield [Grid(1, _ROWS * side, _SMALL // (_ROWS * side))] * (size // _SMALL)
     for pictures in range(_most_squares(vision), 0, -1):
         yield [_square(vision)] * pictures
 

@@ -1,0 +1,105 @@
+"""Who works on what in attention over pictures: everything once, nobody for long, and parts add up to the whole."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from saccade.kernels.vit_shares import GROUP_ROWS, ITEM, KEYS, SPLIT, TILE_ROWS, Shares, max_slots, share_out
+from saccade.kernels.vit_sums import CELL, add_up
+from saccade.models.attention import packed_attention
+
+CPU = torch.device("cpu")
+PACKINGS = [[64], [1], [300, 257], [1564], [1564] * 2, [1800], [900, 64, 1564, 200], [2048]]
+
+
+def items_of(lengths: list[int], heads: int, programs: int) -> list[list[int]]:
+    return Shares.of(lengths, heads, programs, CPU).items.tolist()
+
+
+@pytest.mark.parametrize("lengths", PACKINGS, ids=str)
+def test_every_row_meets_every_tile_of_keys_of_its_picture_once(lengths: list[int]) -> None:
+    heads, seen = 4, Counter[tuple[int, ...]]()
+    for row, rows, head, start, length, first, count, _ in items_of(lengths, heads, 33):
+        assert rows <= TILE_ROWS and row + rows <= start + length
+        seen.update(product(range(row, row + rows), [head], [start], [length], range(first, first + count)))
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    expected = Counter[tuple[int, ...]]()
+    for start, length in zip(starts, lengths, strict=True):
+        tiles = range(-(-length // KEYS))
+        expected.update(product(range(start, start + length), range(heads), [start], [length], tiles))
+    assert seen == expected
+
+
+@pytest.mark.parametrize("lengths", PACKINGS, ids=str)
+def test_parts_of_a_tile_lie_in_slots_of_their_own_side_by_side(lengths: list[int]) -> None:
+    shares = Shares.of(lengths, 16, 132, CPU)
+    found = sorted((item[7], *item[:3]) for item in shares.items.tolist() if item[7] >= 0)
+    splits = shares.splits[1 : 1 + SPLIT * int(shares.splits[0])].view(-1, SPLIT).tolist()
+    assert found == [(slot + i, row, rows, head) for row, rows, head, slot, parts in splits for i in range(parts)]
+    assert len(found) == shares.slots <= max_slots(132)
+    assert all(parts > 1 for *_, parts in splits)
+
+
+@pytest.mark.parametrize("lengths", [[1564], [4784], [4784] * 2, [4784] * 3, [1564] * 8, [10764]], ids=str)
+def test_no_program_has_much_more_to_do_than_others_would_have_if_all_had_the_same(lengths: list[int]) -> None:
+    shares = Shares.of(lengths, 16, 132, CPU)
+    groups = -(-shares.items[:, 1] // GROUP_ROWS)
+    work = (shares.items[:, 6] * (2 + groups)).cumsum(0)[shares.offsets[1:].long() - 1]
+    assert work.diff().max() < 1.05 * work[-1] / 132 + 10
+
+
+def test_whole_waves_are_not_cut() -> None:
+    shares = Shares.of([TILE_ROWS * 33], 16, 132, CPU)
+    assert shares.slots == 0 and len(shares.items) == 16 * 33
+    assert (shares.offsets.diff() == 4).all()
+
+
+def test_a_plan_is_made_once_for_pictures_of_the_same_sizes() -> None:
+    assert share_out((1564,), 16, 132) is share_out((1564,), 16, 132)
+
+
+def attend(shares: Shares, qkv: Tensor, scale: float) -> Tensor:
+    """What the kernel does with its items, and the parts added up."""
+    _, _, heads, dim = qkv.shape
+    out = torch.full((len(qkv), heads, dim), torch.nan)
+    parts = torch.full((max(1, shares.slots), TILE_ROWS, dim + CELL), torch.nan)
+    for row, rows, head, start, length, first, count, slot in shares.items[: shares.offsets[-1]].tolist():
+        lead = -(-length // KEYS) * KEYS - length  # what the first tile leaves to others
+        order = torch.cat((torch.arange(length - KEYS + lead, length), torch.arange(length - KEYS + lead)))
+        low = max(0, first * KEYS - lead)
+        mine = start + order[low : (first + count) * KEYS - lead]
+        q, (k, v) = qkv[row : row + rows, 0, head], (qkv[mine, i, head] for i in (1, 2))
+        scores = q @ k.T * scale * 1.4426950408889634
+        level = scores[:, :KEYS].amax(1) + 32
+        weights = torch.exp2(scores - level[:, None])
+        if slot < 0:
+            out[row : row + rows, head] = weights @ v / weights.sum(1, keepdim=True)
+        else:
+            parts[slot, :rows, :dim] = weights @ v
+            parts[slot, :rows, dim], parts[slot, :rows, dim + 1] = weights.sum(1), level
+    if shares.slots:
+        add_up(parts, shares, out)
+    return out
+
+
+@pytest.mark.parametrize(("lengths", "programs"), [([1500], 7), ([1000, 1400], 11), ([1300], 6)])
+def test_parts_add_up_to_attention_over_all_keys(lengths: list[int], programs: int) -> None:
+    torch.manual_seed(0)
+    qkv = torch.randn(sum(lengths), 3, 1, 72)
+    shares = Shares.of(lengths, 1, programs, CPU)
+    assert shares.slots > 1
+    expected = packed_attention(*qkv.unbind(1), lengths, 0.3)
+    torch.testing.assert_close(attend(shares, qkv, 0.3), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_items_that_a_recording_has_room_for_are_read_from_where_they_lie() -> None:
+    plan = share_out((1500,), 1, 7)
+    numbers = torch.cat((plan.numbers, torch.zeros(5 * ITEM, dtype=torch.int32)))
+    shares = Shares.among(numbers, 7, plan.slots)
+    assert shares.items.data_ptr() >= numbers.data_ptr()
+    assert len(shares.items) == 5 + int(shares.offsets[-1])
