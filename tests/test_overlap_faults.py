@@ -87,16 +87,11 @@ def test_last_tokens_do_not_wait_for_the_launch_of_whole_pictures() -> None:
 
 
 class Watching(Launching):
-    """Keeps the plans in the order of their launch; says when somebody asks how long pictures took."""
+    """Says when somebody asks how long pictures took."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.plans: list[StepPlan] = []
         self.num_asked = 0
-
-    def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
-        self.plans.append(plan)
-        return super().launch(plan)
 
     def execute(self, plan: StepPlan) -> StepResult:
         result = super().execute(plan)
@@ -126,15 +121,7 @@ def beside_an_answer(layers: int = 4) -> tuple[OverlappedCore, Watching]:
     return core, runner
 
 
-def test_pictures_alone_are_launched_behind_the_decode_step_that_follows_them() -> None:
-    core, runner = beside_an_answer(layers=40)
-    for _ in range(6):  # the answer goes on
-        core.step()
-    alone = [i for i, plan in enumerate(runner.plans) if plan.is_beside and not plan.works]
-    assert alone and all(runner.plans[i - 1].step == runner.plans[i].step + 1 for i in alone)
-
-
-def test_a_step_that_breaks_behind_pictures_leaves_nothing_under_way() -> None:
+def test_a_step_that_breaks_beside_pictures_leaves_nothing_under_way() -> None:
     core, runner = beside_an_answer(layers=40)
     core.step()
     runner.is_dead = True

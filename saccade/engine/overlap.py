@@ -10,8 +10,6 @@ so that tokens wait neither for prompts nor for pictures. The device is never id
     host     | collect the rest of 1, plan and launch the rest of 2, launch decode 3, collect decode 2, text of 2 | ...
     device   | ---- decode 2 ---- | ---- the rest of 2 ---- | ---- decode 3 ---- | ...
 
-Pictures without prompts give nobody a token of the next step: they are launched behind decode 3.
-
 `EngineCore` is the plain loop: the same tokens, one step at a time.
 """
 
@@ -67,29 +65,16 @@ class OverlappedCore(EngineCore):
         events, self._events = self._events, []
         if self._launched and self._launched[0].plan.is_beside:
             events += self._book(1)
-        beside = self.scheduler.schedule_beside(self.clock()) if self._is_ahead else None
-        if beside is not None and beside.works:  # the next decode step has rows of theirs
-            events += self._launch(beside)
-            beside = None
+        if self._is_ahead:
+            events += self._launch(self.scheduler.schedule_beside(self.clock()))
         count = len(self._launched)
         if count:
             events += self._launch(self.scheduler.schedule_ahead())
             self._is_ahead = len(self._launched) > count
-            events += self._launch_late(beside, count)
             self.scheduler.index()  # nothing is left to launch: the device works, and its tokens are waited for
-            events += self._book(1 if self._is_ahead else len(self._launched))
+            events += self._book(1 if self._is_ahead else count)
         if not self._launched and self.scheduler.has_unfinished() and not (events and self._is_long()):
             events += self._launch(self.scheduler.schedule(self.clock()))
-        return events
-
-    def _launch_late(self, beside: StepPlan | None, place: int) -> list[TokenEvent]:
-        """Pictures alone, which take the host longer than decode steps: the device has one of these meanwhile.
-
-        They are booked in their place all the same. Nothing where the step before could not be launched.
-        """
-        events = self._launch(beside) if self._launched else []
-        if beside is not None and len(self._launched) > place:
-            self._launched.insert(place, self._launched.pop())
         return events
 
     def _is_long(self) -> bool:

@@ -1,0 +1,80 @@
+"""What lies between two tokens of running answers, in the order in which the device is given its work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from saccade.engine.overlap import OverlappedCore
+from saccade.scheduler.pace import SLOWDOWN, milliseconds
+from saccade.types import Pace, Request, StepPlan, StepResult, Work
+from tests.scheduling import Picture, make_config, make_request
+from tests.test_overlap_faults import Launching
+
+ANSWERS, EMBEDDINGS, LAYERS = 32, 1564, 32
+PACE = Pace(  # as an H200 was measured with Qwen2-VL-2B's shape
+    decode_ms=((1, 1.22), (16, 1.40), (32, 1.71), (40, 1.83), (64, 1.92)),
+    prompt_ms=((32, 1.75), (64, 1.87), (128, 2.01), (256, 2.65), (512, 3.42), (1024, 5.03), (2048, 9.15), (8192, 38.2)),
+    layer_ms=((256, 0.118), (1024, 0.454), (1521, 0.756), (2304, 1.356), (4096, 3.467)),
+    target_ms=None,
+)
+
+
+class Device(Launching):
+    """Works on what it is given in order; each piece takes what the pace says."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.work: list[tuple[int, float]] = []  # answers that got a token, milliseconds
+
+    def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
+        known = self.requests | {admission.request.request_id: admission.request for admission in plan.admitted}
+        decoding = sum(_is_decoding(work, known) for work in plan.works)
+        prompts = sum(work.end - work.start for work in plan.works) - decoding
+        ms = milliseconds(PACE.decode_ms, decoding) if decoding else 0.0
+        ms += milliseconds(PACE.prompt_ms, prompts) if prompts else 0.0
+        self.work.append((decoding, ms + self._encode_ms(plan)))
+        return super().launch(plan)
+
+    def _encode_ms(self, plan: StepPlan) -> float:
+        flying = {**self.flying, **{item.key: LAYERS for item in plan.encode}}
+        if not flying or plan.encode_layers == 0:
+            return 0.0
+        layers = min(max(flying.values()), plan.encode_layers or LAYERS)
+        return layers * milliseconds(PACE.layer_ms, EMBEDDINGS * len(flying))
+
+    def between_tokens(self) -> list[float]:
+        """Milliseconds, while all answers run."""
+        gaps, so_far = [], 0.0
+        for decoding, ms in self.work:
+            so_far += ms
+            if decoding >= ANSWERS:
+                gaps.append(so_far)
+            so_far = 0.0 if decoding else so_far
+        return gaps
+
+
+def _is_decoding(work: Work, known: dict[str, Request]) -> bool:
+    return work.end - work.start == 1 and work.start >= len(known[work.request_id].prompt)
+
+
+@pytest.mark.parametrize("every", [10, 25, 60])
+def test_prompts_and_pictures_in_turns_never_share_the_time_between_two_tokens(every: int) -> None:
+    config = make_config(
+        pace=PACE, max_num_seqs=64, max_num_batched_tokens=8192, encoder_budget=8192, encoder_cache_slots=60_000,
+        num_blocks=40_000,
+    )  # fmt: skip
+    core = OverlappedCore(config, device := Device(config, layers=LAYERS))
+    for i in range(ANSWERS):
+        core.add(make_request(f"t{i}", 60, max_tokens=250, temperature=0, first_token=1_000 * i))
+    core.step()
+    for count in range(250):
+        if count % every == 0 and 0 < count < 200:
+            picture = Picture(f"p{count}", EMBEDDINGS)
+            core.add(make_request(f"p{count}", 8, picture, 6, max_tokens=2, temperature=0, first_token=100_000))
+        core.step()
+    gaps, alone = device.between_tokens()[1:], milliseconds(PACE.decode_ms, ANSWERS)
+    assert max(gaps) > 1.8 * alone, "something was done beside the answers"
+    assert max(gaps) <= SLOWDOWN * alone
