@@ -98,6 +98,24 @@ def test_passes_that_take_turns_block_by_block_keep_their_own_pictures() -> None
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
+def test_a_pass_that_failed_before_its_first_block_finds_nothing_of_another_when_tried_again() -> None:
+    made = recorded()
+    assert isinstance(made, Qwen2VL)
+    encode(made, patches([Grid(1, 2, 8)]), [Grid(1, 2, 8)])
+    blocks, x = made.tower.blocks, random(16, 96)
+    places = grid_places([Grid(1, 4, 4)], 48, 1e4, 2, x.device)
+    expected = torch.stack(finish(through(TorchVision().begin([16], places, x.device), blocks, x.clone())))
+    run = made.ops.begin([16], places, x.device)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(recorded_vision._Fixed, "turn", raise_memory_error)
+        run(blocks, x.clone())
+    torch.testing.assert_close(run(blocks, x.clone())[0], expected, atol=1e-4, rtol=1e-4)
+
+
+def raise_memory_error(*_: object) -> None:
+    raise MemoryError
+
+
 def test_a_pass_beyond_the_largest_size_is_launched_as_ever() -> None:
     made, grids = recorded(), [Grid(1, 8, 8)]
     expected = encode(model(QWEN, TorchVision(), Qwen2VL), patches(grids), grids)

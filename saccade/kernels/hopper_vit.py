@@ -24,8 +24,9 @@ _LEAST_LENGTH = 256  # smaller pictures are not worth four roles
 
 
 def suits(lengths: Sequence[int], dim: int, dtype: torch.dtype) -> bool:
-    """Float16 has too small a range for weights without a maximum."""
-    return _FIRST < dim <= _FIRST + _REST and dtype == torch.bfloat16 and min(lengths) >= _LEAST_LENGTH
+    """Float16 has too small a range for weights without a maximum. Copies want rows of whole 16 bytes."""
+    has_heads = _FIRST < dim <= _FIRST + _REST and dim % 8 == 0
+    return has_heads and dtype == torch.bfloat16 and min(lengths) >= _LEAST_LENGTH
 
 
 class HopperVit:

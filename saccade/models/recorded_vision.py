@@ -132,13 +132,14 @@ class Recordings:
     def _put_in_place(self, fixed: _Fixed, of: _RecordedPass, x: Tensor, way: Way, heads: Heads) -> None:
         if x.data_ptr() != fixed.x.data_ptr():
             fixed.x[: len(x)] = x
-        before, self._holder = self._holder, of
-        if before is of:
+        if self._holder is of:
             return
+        before, self._holder = self._holder, None  # nobody's, should what follows fail
         numbers = of.numbers(way, heads, x.is_cuda)
         fixed.numbers[: len(numbers)].copy_(numbers, non_blocking=True)
         if of.places is not None and (before is None or before.places is not of.places):
             fixed.turn(of.places, way.room(heads, Most(of.size, PICTURES)))
+        self._holder = of
 
     def _record(self, fixed: _Fixed, size: int, blocks: Blocks, attend: Attend) -> _Recorded:
         run, x = self.make(fixed.angles_for(size), attend), fixed.x[:size]
