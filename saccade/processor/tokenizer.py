@@ -13,7 +13,7 @@ import json
 import re
 import secrets
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import cache, cached_property, partial
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from saccade.tokenizer_file import as_markup, read_tokenizer
 from saccade.types import RequestError
 
 _MOST_BYTES = 4  # of a character in UTF-8
+_MOST_PIECES = 4096  # remembered: the tokens of most texts, and no memory that grows for as long as new ones come
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -42,7 +43,7 @@ class Tokenizer:
         self._named = _named_tokens(config)
         _frame_as_asked(self._inner, config, self._named)
         self.is_bytewise = isinstance(self._inner.decoder, ByteLevel)
-        self.piece = cache(partial(_piece, self._inner))  # of what is decoded token by token, most came before
+        self.piece = lru_cache(_MOST_PIECES)(partial(_piece, self._inner))  # most of what is streamed came before
         added = self._inner.get_added_tokens_decoder()
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
         guarded = {*self._special_ids, *protect}

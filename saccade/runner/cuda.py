@@ -6,7 +6,7 @@ Requests that decode go through one graph, prompts through another pass: each ha
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache, partial
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -163,7 +163,7 @@ class CudaForward:
         return collect
 
 
-@cache  # as many as the vocabulary has tokens: an answer's next one is looked up faster than made
+@lru_cache(4096)  # an answer's next token is looked up faster than made
 def _plain(token: int) -> Sample:
     return Sample(token, None)
 
