@@ -389,11 +389,9 @@ class Bill:
         if usage is None:
             return bill
         encoded = {short_key(key) for key in usage.encoded}
-        is_known = usage.first_token is not None  # before that a picture may not have been reached at all
-        items = tuple(
-            replace(item, cached=encoded.isdisjoint(item.groups or (item.key,))) if is_known else item
-            for item in self.items
-        )
+        items = self.items
+        if usage.first_token is not None:  # before that a picture may not have been reached at all
+            items = tuple(replace(item, cached=encoded.isdisjoint(item.groups or (item.key,))) for item in items)
         return replace(bill, items=items, cached_tokens=usage.cached_tokens)
 
 
