@@ -94,11 +94,10 @@ class Floors:
         wave = 64 * self.picture(1280, 720) + 32 * self.decode(64, hd + 32)
         stream = self.decode(STREAMS, 500 + STREAM_TOKENS // 2)
         found = {f"decode_{batch}": self.decode(batch, 1000) for batch in (1, 32, 128)}
-        found |= {
-            "encode_1288x952": self.encode(1288, 952),
-            "encode_644x476": self.encode(644, 476),
-            "encode_8x644x476": self.encode(644, 476, 8),
-        }
+        for rested in ("", "_rested"):
+            found[f"encode_1288x952{rested}"] = self.encode(1288, 952)
+            found[f"encode_644x476{rested}"] = self.encode(644, 476)
+            found[f"encode_8x644x476{rested}"] = self.encode(644, 476, 8)
         found |= {f"text_{tokens}": self.prompt(tokens) for tokens in (64, 1600)}
         for size in ((644, 476), (1280, 960), (2560, 1440)):
             name = "x".join(map(str, size))
