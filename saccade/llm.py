@@ -5,14 +5,16 @@ from __future__ import annotations
 import random
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 from tqdm import tqdm
 
 from saccade.engine.build import build_core
+from saccade.engine.core import EngineCore
 from saccade.options import MediaPolicy, Options, SchedulerConfig, options
 from saccade.outputs import RequestOutput
 from saccade.params import SamplingParams
@@ -51,7 +53,7 @@ class Engine:
     def __init__(self, opts: Options, *, progress: bool = True) -> None:
         checkpoint = open_checkpoint(opts.model, weights=opts.load_format != "dummy")
         self.processor = Processor(checkpoint, MediaPolicy.of(opts))
-        self.core = build_core(
+        self._core: EngineCore | None = build_core(
             checkpoint.path,
             checkpoint.config,
             checkpoint.image_processor,
@@ -63,6 +65,12 @@ class Engine:
         self._open: dict[str, _Open] = {}
         self._awaited: dict[str, tuple[_Open, Answer]] = {}  # by the id that the core knows an answer of those under
         self._seeds = random.Random(opts.seed)
+
+    @property
+    def core(self) -> EngineCore:
+        if self._core is None:
+            raise RuntimeError("the engine was closed and its memory given back; make a new one")
+        return self._core
 
     @property
     def limits(self) -> SchedulerConfig:
@@ -77,26 +85,33 @@ class Engine:
         self.add_with(request_id, lambda: self.processor.from_chat(messages, allow_paths=True, **how), params)
 
     def add_with(self, request_id: str, make: Callable[[], Prompt], params: SamplingParams | None) -> None:
+        core, params = self.core, params or SamplingParams()  # a closed engine says so before a prompt is made
         if request_id in self._open:
             raise RequestError(f"request id {request_id!r} is already in use")
-        params = params or SamplingParams()
         self.processor.check_params(params)
         if params.structured is not None:
             check_structured(params.structured)
+        try:
+            opened = self._opened(request_id, make, params)
+            self._admit(opened, params)
+        except BaseException:
+            core.rest()  # its pictures may have been foretold
+            raise
+        self._open[request_id] = opened
+        self._awaited |= {_child_id(request_id, answer.index): (opened, answer) for answer in opened.answers}
+
+    def _opened(self, request_id: str, make: Callable[[], Prompt], params: SamplingParams) -> _Open:
         start = time.perf_counter()
         prompt = make()
         prepare_ms = (time.perf_counter() - start) * 1e3
         answers = [Answer(i, self.processor.tokenizer, params) for i in range(params.n)]
-        opened = _Open(request_id, prompt, list(prompt.token_ids), answers, prepare_ms, self.bill(prompt), params.n)
-        self._admit(opened, params)
-        self._open[request_id] = opened
-        self._awaited |= {_child_id(request_id, answer.index): (opened, answer) for answer in answers}
+        return _Open(request_id, prompt, list(prompt.token_ids), answers, prepare_ms, self.bill(prompt), params.n)
 
     def _admit(self, opened: _Open, params: SamplingParams) -> None:
         room = self.limits.max_model_len - len(opened.prompt)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(62)
         added: list[str] = []
-        try:
+        with self._in_step(), self._whole(added):
             for answer in opened.answers:
                 request = Request(
                     request_id=_child_id(opened.request_id, answer.index),
@@ -108,22 +123,41 @@ class Engine:
                 )
                 self.core.add(request)
                 added.append(request.request_id)
-        except RequestError:
+
+    @contextmanager
+    def _whole(self, added: Sequence[str]) -> Iterator[None]:
+        """All answers to a prompt are admitted, or none."""
+        try:
+            yield
+        except BaseException:
             for child in added:
                 self.core.abort(child)
+            raise
+
+    @contextmanager
+    def _in_step(self) -> Iterator[None]:
+        """A core that is interrupted ends every request: then none is open here either."""
+        try:
+            yield
+        except BaseException:
+            if not self.core.has_unfinished():
+                self._open.clear()
+                self._awaited.clear()
             raise
 
     def begin(self) -> None:
         """Start on what was added, where that fills a step, before the others are added. For whole answers only."""
         self.core.scheduler.slices.is_protecting = False
-        self.core.begin()
+        with self._in_step():
+            self.core.begin()
 
     def abort_request(self, request_id: str) -> None:
         opened = self._open.get(request_id)
         if opened is not None:
             self._close(opened)
-            for answer in opened.answers:
-                self.core.abort(_child_id(request_id, answer.index))
+            with self._in_step():
+                for answer in opened.answers:
+                    self.core.abort(_child_id(request_id, answer.index))
 
     def _close(self, opened: _Open) -> None:
         del self._open[opened.request_id]
@@ -145,12 +179,8 @@ class Engine:
 
     def _advance(self, take: Callable[[Answer, TokenEvent], object]) -> list[_Open]:
         touched: dict[str, _Open] = {}
-        try:
+        with self._in_step():
             events = self.core.step()
-        except BaseException:  # the core has ended every request
-            self._open.clear()
-            self._awaited.clear()
-            raise
         ended: list[_Open] = []
         for event in events:
             if event.request_id not in self._awaited:
@@ -194,7 +224,12 @@ class Engine:
         return self.processor.bill(prompt, self.limits.block_size, self.limits.slot_bytes)
 
     def close(self) -> None:
-        self.core.close()
+        """End what is open and let go of all memory. Whatever else is called afterwards raises; this may be again."""
+        core, self._core = self._core, None
+        self._open.clear()
+        self._awaited.clear()
+        if core is not None:
+            core.close()
 
 
 def _foretelling(engine: weakref.ref[Engine]) -> Foretell:
@@ -221,7 +256,8 @@ class LLM:
     >>> print(outs[0].outputs[0].text)
 
     Without a model it is the small one inside the package.
-    Every option of the command line is a keyword here (see `saccade.options.Options`).
+    Every option of the command line is a keyword here (see `saccade.options.Options`). `close` gives its memory back,
+    as does the end of a `with LLM(...) as llm:`.
     """
 
     def __init__(self, model: str | None = None, **given: Any) -> None:
@@ -263,7 +299,16 @@ class LLM:
         return self.engine.core.stats()
 
     def close(self) -> None:
+        """Give weights, KV blocks and threads back. May be called again; other calls then raise a RuntimeError."""
         self.engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self.close()
 
     def _run(
         self,

@@ -146,6 +146,9 @@ class FakeRunner:
         self.kv = dict.fromkeys(self.kv, b"")
         self.has_broken = True
 
+    def release(self) -> None:
+        """Nothing is decoded here before its turn."""
+
     def execute(self, plan: StepPlan) -> StepResult:
         self._update_state(plan)
         encoded, failed = self._encode(plan)

@@ -134,7 +134,7 @@ def engine(folder: Path, least_tokens: int, **options: Any) -> tuple[LLM, Any]:
         axes=3,
         flash=prefill,
     )
-    llm.engine.core = OverlappedCore(limits, runner)
+    llm.engine._core = OverlappedCore(limits, runner)
     return llm, prefill._wrapper
 
 

@@ -42,7 +42,7 @@ def overlapped(folder: Path, **options: Any) -> LLM:
         max_blocks=limits.max_model_len // limits.block_size,
         axes=3 if runner.model.config.text.mrope_section else 1,
     )
-    llm.engine.core = OverlappedCore(limits, runner)
+    llm.engine._core = OverlappedCore(limits, runner)
     return llm
 
 

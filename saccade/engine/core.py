@@ -26,6 +26,9 @@ class StepRunner(Protocol):
 
     def stats(self) -> dict[str, Any]: ...
 
+    def release(self) -> None:
+        """Give up pictures that were decoded for later: nobody is left who could want them."""
+
     def close(self) -> None: ...
 
 
@@ -86,7 +89,14 @@ class EngineCore:
         """More requests come at once, but a step may be full without them. Here one step is done before the next."""
 
     def abort(self, request_id: str) -> TokenEvent | None:
-        return self.scheduler.abort(request_id, self.clock())
+        event = self.scheduler.abort(request_id, self.clock())
+        self.rest()
+        return event
+
+    def rest(self) -> None:
+        """A request has gone, or was foretold and does not come. Where it was the only one, nothing stays of it."""
+        if not self.has_unfinished():
+            self.runner.release()
 
     def has_unfinished(self) -> bool:
         return self.scheduler.has_unfinished()

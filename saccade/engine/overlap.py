@@ -18,7 +18,8 @@ from __future__ import annotations
 import gc
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 from saccade.engine.core import EngineCore, StepRunner
@@ -89,8 +90,12 @@ class OverlappedCore(EngineCore):
         if any(work.request_id == request.request_id for launched in self._launched for work in launched.plan.works):
             self._settle()
         super().add(request)
-        if missing := self.scheduler.missing(request.request_id):
-            self.runner.expect(missing)
+        try:
+            if missing := self.scheduler.missing(request.request_id):
+                self.runner.expect(missing)
+        except BaseException:  # interrupted: nobody will hear that it was added
+            self.scheduler.abort(request.request_id, self.clock())
+            raise
 
     def foretell(self, items: Sequence[MediaItem]) -> None:
         """Where nobody else waits, the first that is new is decoded while the rest of its prompt is made.
@@ -119,6 +124,15 @@ class OverlappedCore(EngineCore):
         told = [event for event in self._events if event.request_id == request_id]
         self._events = [event for event in self._events if event.request_id != request_id]
         return super().abort(request_id) or next((event for event in told if event.finish_reason), None)
+
+    @contextmanager
+    def _undivided(self) -> Iterator[None]:
+        try:
+            with super()._undivided():
+                yield
+        except BaseException:
+            self._events = []  # who is told of the interruption knows that all requests have ended
+            raise
 
     def _settle(self) -> None:
         """Book all that is under way. The next step begins anew."""

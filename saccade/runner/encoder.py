@@ -67,6 +67,8 @@ class Encoder(Protocol):
 
     def prefetch(self, items: Sequence[MediaItem]) -> None: ...
 
+    def release(self) -> None: ...
+
     def advance(self, layers: int | None, *, may_wait: bool = True) -> None: ...
 
     def poll(self) -> Encoded: ...
@@ -114,6 +116,7 @@ class LocalEncoder:
         self._clips = ClipReaders()
         self._queue: OrderedDict[Key, MediaItem] = OrderedDict()  # submitted, not yet in a pass
         self._decoding: OrderedDict[Key, tuple[MediaItem, Future[Prepared]]] = OrderedDict()
+        self._leaving: dict[Future[Prepared], MediaItem] = {}  # given up while they were being decoded
         self._alone: set[Key] = set()  # were in a pass that failed; each tries again by itself
         self._current: _Pass | None = None
         self._done = Encoded.nothing()
@@ -150,6 +153,14 @@ class LocalEncoder:
             if future.cancel() or future.done():  # one that is being decoded still takes memory, and still counts
                 del self._decoding[key]
         self._start_decoding((*self._queue.values(), *items))
+
+    def release(self) -> None:
+        """Give up all guesses, without waiting. What is just being decoded counts until it is done."""
+        for key in [k for k in self._decoding if k not in self._queue]:
+            item, future = self._decoding.pop(key)
+            if not future.cancel():
+                self._leaving[future] = item
+                future.add_done_callback(self._leaving.pop)
 
     def advance(self, layers: int | None, *, may_wait: bool = True) -> None:
         """Run up to this many layers; None: until everything submitted is encoded.
@@ -194,8 +205,10 @@ class LocalEncoder:
         Never more decoded patches than two passes (or one picture) need, and never more pixels of whole pictures, which
         can be far larger than what is left of them after the resize.
         """
-        held = sum(item.geometry.grid.patches for item, _ in self._decoding.values())
+        leaving = list(self._leaving.values())
+        held = sum(i.geometry.grid.patches for i in (*(item for item, _ in self._decoding.values()), *leaving))
         pixels = sum(_source_pixels(item) for item, future in self._decoding.values() if not future.done())
+        pixels += sum(map(_source_pixels, leaving))
         for item in items:
             if item.key in self._decoding:
                 continue

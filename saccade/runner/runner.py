@@ -90,6 +90,11 @@ class Runner:
         if self.encoder:
             self.encoder.expect(items)
 
+    def release(self) -> None:
+        """Give up what was decoded for requests that do not come."""
+        if self.encoder:
+            self.encoder.release()
+
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Collect:
         self._update_state(plan)
