@@ -239,27 +239,38 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True)
 class VideoPolicy:
-    """Resolved limits for one video; see Options."""
+    """Resolved limits for one video. Defaults are those of Options, from which it is made."""
 
-    fps: float = 2.0
-    max_frames: int | None = None
-    max_pixels: int | None = None
-    max_bytes: int = 256 << 20
-    max_seconds: float = 3600.0
-    pruning: float = 0.0
+    fps: float
+    max_frames: int | None
+    max_pixels: int | None
+    max_bytes: int
+    max_seconds: float
+    pruning: float
+
+    @classmethod
+    def of(cls, options: Options) -> VideoPolicy:
+        return cls(
+            fps=options.video_fps,
+            max_frames=options.max_video_frames,
+            max_pixels=options.max_video_pixels,
+            max_bytes=options.max_video_bytes,
+            max_seconds=options.max_video_seconds,
+            pruning=options.video_pruning,
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class MediaPolicy:
-    """Resolved limits the processor works under."""
+    """Resolved limits the processor works under. They have no defaults either."""
 
     limits: Mapping[str, int]  # media per prompt, by kind
     min_pixels: int | None
     max_pixels: int | None
     max_image_bytes: int
     max_image_pixels: int
-    max_request_pixels: int = 400_000_000
-    video: VideoPolicy = VideoPolicy()
+    max_request_pixels: int
+    video: VideoPolicy
 
     @classmethod
     def of(cls, options: Options) -> MediaPolicy:
@@ -270,12 +281,5 @@ class MediaPolicy:
             max_image_bytes=options.max_image_bytes,
             max_image_pixels=options.max_image_pixels,
             max_request_pixels=options.max_request_pixels,
-            video=VideoPolicy(
-                fps=options.video_fps,
-                max_frames=options.max_video_frames,
-                max_pixels=options.max_video_pixels,
-                max_bytes=options.max_video_bytes,
-                max_seconds=options.max_video_seconds,
-                pruning=options.video_pruning,
-            ),
+            video=VideoPolicy.of(options),
         )

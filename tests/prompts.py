@@ -13,14 +13,16 @@ from transformers import LlavaProcessor, PreTrainedTokenizerFast, Qwen2VLProcess
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from saccade.options import MediaPolicy
+from saccade.options import MediaPolicy, Options
 from saccade.processor.checkpoint import open_checkpoint
 from saccade.processor.prompt import Processor
 from saccade.types import RequestError
 from tests import checkpoints
 from tests.conftest import make_photo, png
 
-POLICY = MediaPolicy({"image": 4, "video": 1}, None, None, 1 << 20, 10_000_000)
+POLICY = MediaPolicy.of(
+    Options(limit_mm_per_prompt={"image": 4, "video": 1}, max_image_bytes=1 << 20, max_image_pixels=10_000_000)
+)
 PHOTOS = [make_photo(112, 84, 1), make_photo(60, 130, 2)]
 
 

@@ -16,12 +16,12 @@ from saccade.config import ModelConfig, model_config
 from saccade.models import load_model
 from saccade.models.attention import AttentionBatch, PagedAttention, PagedKV
 from saccade.models.interface import Tiled
-from saccade.options import MediaPolicy
+from saccade.options import MediaPolicy, Options
 from saccade.processor.checkpoint import open_checkpoint
 from saccade.processor.prompt import Processor
 from saccade.types import Geometry, Size
 
-POLICY = MediaPolicy({"image": 4}, None, None, 1 << 24, 10_000_000)
+POLICY = MediaPolicy.of(Options(limit_mm_per_prompt={"image": 4}, max_image_bytes=1 << 24, max_image_pixels=10_000_000))
 CPU = torch.device("cpu")
 
 

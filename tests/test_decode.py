@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 from PIL import Image, ImageCms
 
-from saccade.options import MediaPolicy
+from saccade.options import MediaPolicy, Options
 from saccade.processor.media import load_image
 from saccade.runner import decode as decode_module
 from saccade.runner.decode import decode
 from saccade.types import Geometry, Grid, Header, MediaItem, RequestError, Size
 from tests.conftest import make_photo
 
-POLICY = MediaPolicy({"image": 1}, None, None, 1 << 30, 10**9)
+POLICY = MediaPolicy.of(Options(max_image_bytes=1 << 30, max_image_pixels=10**9))
 
 
 def item(source: Any) -> MediaItem:

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from saccade.options import MediaPolicy
+from saccade.options import MediaPolicy, Options
 from saccade.processor.hashing import RecentKeys, content_key, identity
 from saccade.processor.media import Loaded, load_image
 from saccade.types import RECORD_BYTES, Header, Key, Size, Span
 from tests.conftest import make_photo, png
 
-POLICY = MediaPolicy({}, None, None, 1 << 20, 1_000_000)
+POLICY = MediaPolicy.of(Options(max_image_bytes=1 << 20, max_image_pixels=1_000_000))
 
 
 def bare(width: int, height: int, data: bytes) -> Loaded:

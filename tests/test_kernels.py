@@ -407,11 +407,20 @@ def test_tokens_become_rows_of_the_table_and_pictures_stay() -> None:
     assert torch.equal(embeds, expected)
 
 
-def test_not_a_number_is_the_largest() -> None:
-    logits = random(1, 9000)
-    logits[0, 6000] = float("nan")
+def signed_nan(dtype: torch.dtype) -> Tensor:
+    """Not a number with the sign bit set, which no arithmetic of a CUDA device makes."""
+    bits = {torch.float32: torch.int32}.get(dtype, torch.int16)
+    return torch.tensor(-1, dtype=bits).view(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("has_sign", [False, True])
+def test_not_a_number_is_the_largest_and_with_a_sign_the_smallest(dtype: torch.dtype, has_sign: bool) -> None:
+    logits = random(1, 9000, dtype=dtype)
+    largest = int(logits.argmax())
+    logits[0, 6000] = signed_nan(dtype) if has_sign else float("nan")
     found = argmax(logits, ArgmaxWorkspace.allocate(1, DEVICE), torch.zeros(1, dtype=torch.int64, device=DEVICE))
-    assert found.tolist() == [6000]
+    assert found.tolist() == [largest if has_sign else 6000]
 
 
 def test_a_decode_step_begins_with_embeddings_angles_and_tables() -> None:

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from saccade.options import MediaPolicy
+from saccade.options import MediaPolicy, Options
 from saccade.processor.media import load_image
 from saccade.types import RequestError, Size
 from tests.conftest import make_photo, png
 
-POLICY = MediaPolicy({"image": 4}, None, None, max_image_bytes=1 << 20, max_image_pixels=1_000_000)
+POLICY = MediaPolicy.of(Options(max_image_bytes=1 << 20, max_image_pixels=1_000_000))
 
 
 def jpeg(image: Image.Image, **how: object) -> bytes:

@@ -6,6 +6,7 @@ import io
 import struct
 import tracemalloc
 import zlib
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, PngImagePlugin
 
-from saccade.options import MediaPolicy
+from saccade.options import MediaPolicy, Options
 from saccade.processor import containers
 from saccade.processor.probe import probe
 from saccade.types import RequestError, Size
 from tests.conftest import make_photo
 
-POLICY = MediaPolicy({"image": 4}, None, None, max_image_bytes=4 << 20, max_image_pixels=100_000_000)
+POLICY = MediaPolicy.of(Options(max_image_bytes=4 << 20, max_image_pixels=100_000_000))
 FORMATS = ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"]
 
 
@@ -203,14 +204,14 @@ def test_a_header_bomb_is_refused_without_allocating_its_raster() -> None:
 
 @pytest.mark.parametrize("name", ["webp", "gif", "bmp", "jpeg", "tiff"])
 def test_every_format_is_refused_by_its_pixels(name: str) -> None:
-    policy = MediaPolicy({}, None, None, 1 << 20, max_image_pixels=99)
+    policy = replace(POLICY, max_image_pixels=99)
     with pytest.raises(RequestError, match="10x10 = 100 pixels, and at most 99") as caught:
         probe(saved(make_photo(10, 10), name), policy)
     assert caught.value.code == "image_too_large"
 
 
 def test_pillows_own_limit_does_not_show(recwarn: pytest.WarningsRecorder) -> None:
-    policy = MediaPolicy({}, None, None, 1 << 20, max_image_pixels=10**12)
+    policy = replace(POLICY, max_image_pixels=10**12)
     assert probe(png_header(60_000, 60_000), policy).size == (60_000, 60_000)
     assert not recwarn.list
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -215,6 +216,19 @@ def test_whatever_is_shared_out_has_room_in_a_recording(lengths: list[int]) -> N
     way = SharedWay(lambda *_: True, lambda _: pytest.fail("not asked for"), 132, least=0)
     heads, most = Heads(16, 80, torch.bfloat16), Most(2048, 32)
     assert len(way.numbers(lengths, heads, most)) <= way.room(heads, most)
+
+
+@pytest.mark.parametrize("side", [2, 3, 4, 5])
+def test_recorded_pictures_have_whole_tokens_and_no_recording_is_left_out(
+    side: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorded_vision, "SIZES", tuple(range(128, 2049, 128)))
+    qwen = model_config(QWEN).vision
+    assert qwen
+    packings = list(towers._packings(replace(qwen, spatial_merge_size=side)))
+    assert all(grid.h % side == grid.w % side == 0 and grid.patches for grids in packings for grid in grids)
+    alone = [recorded_vision.size_for(grids[0].patches) for grids in packings if len(grids) == 1]
+    assert alone == list(reversed(recorded_vision.SIZES))
 
 
 def test_packs_of_small_pictures_are_recorded_beside_one_large_picture(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,7 @@ def ask(video: Any, **kwargs: Any) -> dict[str, Any]:
 
 def refused_clip(data: bytes, **policy: Any) -> str:
     with pytest.raises(RequestError) as caught:
-        probe_clip(data, replace(POLICY, video=VideoPolicy(**policy)))
+        probe_clip(data, replace(POLICY, video=replace(POLICY.video, **policy)))
     return caught.value.message
 
 
@@ -171,7 +171,7 @@ def test_files_are_counted_without_a_model_loaded(qwen2_vl_folder: Path, llava_f
 
 
 def test_a_request_may_ask_for_less_and_never_for_more(qwen2_vl_folder: Path) -> None:
-    qwen = make(qwen2_vl_folder, video=VideoPolicy(fps=2.0, max_frames=8))
+    qwen = make(qwen2_vl_folder, video=replace(POLICY.video, fps=2.0, max_frames=8))
     film = FILMS["mp4"]
     assert qwen.from_prompt(ask(film, num_frames=2)).videos[0].frames == 2
     assert qwen.from_prompt(ask(film, fps=2.0, max_frames=2)).videos[0].frames == 2
@@ -193,12 +193,12 @@ def test_fewer_pixels_for_pictures_mean_fewer_for_frames(qwen2_vl_folder: Path) 
     assert lowered.from_prompt(ask(film(4, size=(224, 168)))).items[0].geometry.tokens <= 4
     largest = lowered.largest_item()
     assert largest is not None and largest.tokens <= 40  # a strip may have more than a square of as many pixels
-    own = make(qwen2_vl_folder, max_pixels=28 * 28 * 4, video=VideoPolicy(max_pixels=28 * 28 * 40))
+    own = make(qwen2_vl_folder, max_pixels=28 * 28 * 4, video=replace(POLICY.video, max_pixels=28 * 28 * 40))
     assert own.from_prompt(ask(film(4, size=(224, 168)))).items[0].geometry.tokens > 16
 
 
 def test_more_given_frames_than_allowed_are_refused(qwen2_vl_folder: Path) -> None:
-    qwen = make(qwen2_vl_folder, video=VideoPolicy(max_frames=4))
+    qwen = make(qwen2_vl_folder, video=replace(POLICY.video, max_frames=4))
     assert "5 frames, and at most 4" in refusal(qwen, ask(frames(5))).message
     assert qwen.from_prompt(ask(frames(5), num_frames=4)).videos[0].frames == 4
 
@@ -213,7 +213,7 @@ def test_options_for_video_are_checked() -> None:
         Options(video_fps=0)
     assert options(mm_processor_kwargs={"fps": 1.5, "max_frames": 6}) == Options(video_fps=1.5, max_video_frames=6)
     policy = MediaPolicy.of(Options(video_fps=1.0, max_video_frames=9, max_video_seconds=5))
-    assert policy.video == VideoPolicy(fps=1.0, max_frames=9, max_seconds=5)
+    assert policy.video == replace(VideoPolicy.of(Options()), fps=1.0, max_frames=9, max_seconds=5)
 
 
 # --- forms a video may have ---------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from PIL import Image
 from saccade import LLM
 from saccade.config import ConfigError
 from saccade.costs import kept_tokens
-from saccade.options import MediaPolicy, Options, VideoPolicy, options
+from saccade.options import MediaPolicy, Options, options
 from saccade.processor.families.frame_groups import published
 from saccade.processor.prompt import Processor
 from saccade.runner import clips
@@ -28,7 +28,7 @@ from saccade.runner.decode import decode_item
 from saccade.runner.pruning import changes, kept_of, most_changed
 from saccade.types import Admission, Prompt, Request, Size
 from tests.conftest import png
-from tests.prompts import make, refusal
+from tests.prompts import POLICY, make, refusal
 from tests.test_overlap import overlapped
 from tests.videos import GREEDY, VIDEO, answers, film, frames
 
@@ -99,7 +99,7 @@ def test_every_group_but_the_first_is_pruned_and_the_bill_says_so(qwen: Processo
 def test_without_pruning_a_prompt_is_what_it_was(qwen2_vl_folder: Path, qwen: Processor) -> None:
     for video in (ARRAY, FILM):
         plain = qwen.from_prompt(asked(video))
-        zero = make(qwen2_vl_folder, video=VideoPolicy(pruning=0.0)).from_prompt(asked(video, 0))
+        zero = make(qwen2_vl_folder, video=replace(POLICY.video, pruning=0.0)).from_prompt(asked(video, 0))
         assert same(plain, zero)
         assert [item.num_frames for item in zero.items] == [2] * len(zero.items)
 
@@ -131,7 +131,7 @@ def test_text_behind_a_pruned_video_stands_where_it_would_stand_behind_the_whole
 
 
 def test_a_request_may_prune_more_than_the_deployment_and_never_less(qwen2_vl_folder: Path) -> None:
-    held = make(qwen2_vl_folder, video=VideoPolicy(pruning=0.5))
+    held = make(qwen2_vl_folder, video=replace(POLICY.video, pruning=0.5))
     assert held.from_prompt(asked(ARRAY)).spans[1].length == 6
     assert held.from_prompt(asked(ARRAY, 0.75)).spans[1].length == 3
     for wrong in (0.25, 1, -0.1, True, "0.7", float("nan")):

@@ -169,7 +169,7 @@ def test_a_heartbeat_timeout_shorter_than_the_beat_is_refused() -> None:
 
 def test_a_checkpoint_that_cannot_be_served_is_told_to_the_operator(qwen2_vl_folder: Path) -> None:
     checkpoint = open_checkpoint(str(qwen2_vl_folder))
-    largest = Processor(checkpoint, MediaPolicy({"image": 1}, None, None, 1 << 20, 1 << 30)).largest_item()
+    largest = Processor(checkpoint, MediaPolicy.of(Options())).largest_item()
     opts = Options(model=str(qwen2_vl_folder), max_model_len=4096, kv_cache_gb=0.0001)
 
     async def body() -> None:

@@ -4,7 +4,9 @@
     keys [T, splits]                     the last split to arrive at the counter of its row compares them
 
 A value and its place are one integer, so that one comparison serves both: the value's bits, turned so that they order
-as the values do, above the place counted backwards. Of equal values the first one wins; not a number is the largest.
+as the values do, above the place counted backwards. Of equal values the first one wins; not a number is the largest,
+as PyTorch has it. That is the one without a sign, which is all that arithmetic on these devices makes. With a sign,
+which only a change of bits gives, it would be the smallest: to look for it costs every value a comparison.
 Inside a split, a value of 16 bits and its place there are 32 together, which a device compares at once.
 """
 

@@ -68,8 +68,7 @@ def _family(model: str | None) -> tuple[Family, int]:
 
 def _count(file: str, family: Family, limits: tuple[int, int], slot_bytes: int) -> Count:
     options = Options()
-    policy = MediaPolicy({}, None, None, options.max_image_bytes, options.max_image_pixels)
-    size = load_image(Path(file), policy).header.size
+    size = load_image(Path(file), MediaPolicy.of(options)).header.size
     geometry = family.geometry(size, *limits)
     return Count(
         file=file,

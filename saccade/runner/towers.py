@@ -45,16 +45,23 @@ def largest_pass(vision: VisionConfig) -> int:
 
 def _packings(vision: VisionConfig) -> Iterator[list[Grid]]:
     """Of each size one picture, and several small ones; where all have the same, as many as are recorded."""
-    from saccade.models.recorded_vision import SIZES
+    from saccade.models.recorded_vision import SIZES, size_for
 
     side = vision.spatial_merge_size
     if side > 1 and not vision.takes_squares:
         for size in reversed(SIZES):
-            yield [Grid(1, _ROWS * side, size // (_ROWS * side))]
-            if size > _SMALL and _SMALL % (_ROWS * side * side) == 0:
-                yield [Grid(1, _ROWS * side, _SMALL // (_ROWS * side))] * (size // _SMALL)
+            packs = [[_about(size, side)], [_about(_SMALL, side)] * (size // _SMALL)]
+            # Neither one that is recorded with another size nor, of the smallest, the same again.
+            yield from (p for p in packs[: 1 + (size > _SMALL)] if size_for(sum(g.patches for g in p)) == size)
     for pictures in range(_most_squares(vision), 0, -1):
         yield [_square(vision)] * pictures
+
+
+def _about(patches: int, side: int) -> Grid:
+    """A picture of so many patches, or of the whole tokens among them."""
+    tokens = patches // side**2
+    rows = 1 if tokens % _ROWS else _ROWS
+    return Grid(1, rows * side, tokens // rows * side)
 
 
 def _most_squares(vision: VisionConfig) -> int:
