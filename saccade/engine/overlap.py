@@ -27,7 +27,7 @@ from saccade.housekeeping import settle
 from saccade.types import Key, MediaItem, Request, StepPlan, StepResult, TokenEvent
 
 _TURN = 5e-5  # seconds; Python's own 5 ms are several steps
-_REMEMBERED = 4096  # pictures, by their keys
+_REMEMBERED = 512  # pictures, by their keys
 
 
 class LaunchingRunner(StepRunner, Protocol):

@@ -21,7 +21,7 @@ from saccade.types import RECORD_BYTES, Header, Key, Span
 _KEY_WORDS = 4  # a 32-byte key as 64-bit words
 _RECORD_WORDS = RECORD_BYTES // 8
 _REMEMBERED_BYTES = 16 << 20  # of pictures, compressed: those of the conversations that go on at the moment
-_REMEMBERED = 4096  # pictures: of tiny ones the bytes alone would allow hundreds of thousands
+_REMEMBERED = 512  # pictures, 700 bytes each: of tiny ones the bytes alone would allow hundreds of thousands
 _SAMPLES = 32
 
 
