@@ -248,7 +248,7 @@ def steps_of_a_layer() -> Iterator[Row]:
         grids = SIZES[name]
         tokens = sum(grid.patches for grid in grids)
         x, wide = (torch.randn(tokens, n, device=CUDA, dtype=torch.bfloat16) for n in (1280, 5120))
-        angles = angles_of(grid_places(grids, 80, 1e4, 2, CUDA))
+        turns = torch.rand(tokens, 80, device=CUDA)
         qkv = torch.randn(tokens, 3, 16, 80, device=CUDA, dtype=torch.bfloat16)
         assert block.out.bias is not None
         norm, matrix = block.attention_norm, 2 * tokens * 1280 * 1280 / FLOPS * 1e3
@@ -256,7 +256,7 @@ def steps_of_a_layer() -> Iterator[Row]:
             "norm": (partial(vit_steps.norm_and_add, x, norm.weight, norm.bias, 1e-6, block.out.bias), 0),
             "norm, PyTorch": (partial(norm, x), 0),
             "qkv": (partial(block.qkv, x), 3 * matrix),
-            "rotate": (partial(vit_steps.rotate_pairs, qkv, *angles), 0),
+            "rotate": (partial(vit_steps.rotate_pairs, qkv, turns), 0),
             "out, added": (partial(torch.addmm, x, x, block.out.weight.T, out=torch.empty_like(x)), matrix),
             "out, added in place": (partial(x.addmm_, x.clone(), block.out.weight.T), matrix),
             "up": (partial(block.up, x), 4 * matrix),

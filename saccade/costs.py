@@ -114,7 +114,7 @@ def encode_bytes_per_patch(vision: VisionConfig, text: TextConfig, dtype: str) -
     merger = 2 * hidden + max(hidden, text.hidden_size // vision.spatial_merge_size**2)
     kept = text.embedding_size // vision.spatial_merge_size**2 if vision.deep_layers else 0
     values = max(2 * vision.patch_dim, vision.patch_dim + hidden, max(5 * hidden, mlp, merger) + kept)
-    angles = 2 * 4 * hidden // vision.num_heads  # cos and sin of a head's dimensions, in float32
+    angles = 4 * hidden // vision.num_heads  # cosine and sine of a head's pairs, in float32
     return values * dtype_bytes(dtype) + angles
 
 

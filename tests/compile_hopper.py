@@ -14,7 +14,9 @@ from saccade.kernels import (
     hopper_decode,
     hopper_linear,
     hopper_prefill,
+    hopper_qkv,
     hopper_stream,
+    hopper_tiles,
     hopper_vit,
     hopper_vit_kernel,
 )
@@ -53,7 +55,7 @@ def linear(dtype: str) -> None:
     types = {name: boxes(dtype, 64) for name in ("x", "weight", "out")}
     types |= {"bias": f"*{dtype}", **dict.fromkeys(("M", "N", "K", "whole", "halves"), "i32")}
     sizes = {"ACT": hopper_linear.ACTS.index("silu_and_mul"), "HAS_BIAS": True}
-    build(hopper_linear._act_linear_kernel, types, sizes, maxnreg=168)
+    build(hopper_linear._act_linear_kernel, types, sizes, maxnreg=168, launch_pdl=True)
 
 
 def prefill(block: int) -> None:
@@ -63,6 +65,14 @@ def prefill(block: int) -> None:
     types |= {"scale": "fp32", **dict.fromkeys(("cells", "q_row", "table_row"), "i32")}
     sizes = {"Q_HEAD": 128, "HEADS": 6, "BLOCK": block, "KEYS": 128, "STAGES": 3, "LEAST_SHARE": 4}
     build(hopper_prefill._prefill_kernel, types, sizes, maxnreg=168)
+
+
+def qkv(dtype: str) -> None:
+    sizes = {"long": [1, 32, 2, hopper_tiles.BOX], "short": [4, 8, 2, hopper_tiles.BOX]}
+    types = {name: f"tensordesc<{dtype}{size},{hopper_qkv._PAIRS!r}>" for name, size in sizes.items()}
+    types |= {**dict.fromkeys(("x", "weight", "out"), boxes(dtype, 64)), "bias": f"*{dtype}", "turns": "*fp32"}
+    types |= dict.fromkeys(("M", "K", "whole", "halves"), "i32")
+    build(hopper_qkv._qkv_kernel, types, {"HEADS": 16}, maxnreg=168, launch_pdl=True)
 
 
 def stream(rows: int) -> None:
@@ -76,11 +86,11 @@ def stream(rows: int) -> None:
         build(hopper_stream._stream_kernel, types | ends, constants, maxnreg=registers, launch_pdl=True)
 
 
-def vit(dim: int) -> None:
+def vit(dim: int, is_parted: bool) -> None:
     types = {"wide": boxes("bf16", KEYS), "narrow": boxes("bf16", KEYS, 16), "scale": "fp32", "heads": "i32"}
     types |= {**dict.fromkeys(("offsets", "items"), "*i32"), "out": "*bf16", "parts": "*fp32"}
-    sizes = {"DIM": dim, "KEYS": KEYS, "STAGES": hopper_vit._STAGES}
-    build(hopper_vit_kernel.vit_kernel, types, sizes, maxnreg=hopper_vit._REGISTERS)
+    sizes = {"DIM": dim, "KEYS": KEYS, "STAGES": hopper_vit._STAGES, "IS_PARTED": is_parted}
+    build(hopper_vit_kernel.vit_kernel, types, sizes, maxnreg=hopper_vit._REGISTERS, launch_pdl=True)
 
 
 if __name__ == "__main__":
@@ -88,6 +98,8 @@ if __name__ == "__main__":
         "decode": lambda: decode("bf16", 4),
         "linear": lambda: linear("fp16"),
         "prefill": lambda: prefill(16),
+        "qkv": lambda: qkv("fp16"),
         "stream": lambda: stream(128),
-        "vit": lambda: vit(80),
+        "vit": lambda: vit(80, False),
+        "vit_parted": lambda: vit(80, True),
     }[sys.argv[1]]()

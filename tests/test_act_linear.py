@@ -12,9 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from saccade.kernels import hopper_linear, reference
+from saccade.kernels import hopper_linear, hopper_tiles, reference
 from saccade.kernels.act_linear import act_linear
-from saccade.kernels.hopper_linear import num_tiles, num_whole, suits
+from saccade.kernels.hopper_linear import suits
+from saccade.kernels.hopper_tiles import num_tiles, num_whole
 from saccade.models import fused_vision, layers, products
 from saccade.models.fused_vision import FusedVision
 from saccade.models.qwen2_vl import Qwen2VL
@@ -37,7 +38,7 @@ def test_tiles_of_the_last_wave_are_halved_where_their_halves_fit_in_it(tiles: i
 @pytest.mark.parametrize("act", [QUICK, GATED])
 @pytest.mark.parametrize(("rows", "outputs"), [(6256, 5120), (300, 8960), (1, 136), (1600, 1000), (129, 256)])
 def test_every_output_is_computed_once(act: int, rows: int, outputs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hopper_linear.gl, "minimum", min)
+    monkeypatch.setattr(hopper_tiles.gl, "minimum", min)
     tiles, part = num_tiles(rows, outputs, act == GATED), 128 if act == GATED else 256
     whole = num_whole(tiles, PROGRAMS)
     seen = torch.zeros(-(-rows // 128) * 128, -(-outputs // part) * part, dtype=torch.int32)
@@ -50,7 +51,7 @@ def test_every_output_is_computed_once(act: int, rows: int, outputs: int, monkey
 
 def place(unit: int, shape: tuple[int, ...], wide: int, act: int) -> list[int]:
     """The kernel's own function, with numbers in place of what it sees on a device."""
-    return [int(getattr(found, "value", found)) for found in hopper_linear._place.fn(unit, shape, wide, act)]
+    return [int(getattr(found, "value", found)) for found in hopper_tiles.place.fn(unit, shape, wide, act == GATED)]
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,7 @@ LAZY_ALLOWED = {
     "saccade/kernels/decode_attention.py",
     "saccade/kernels/prompt_attention.py",
     "saccade/kernels/act_linear.py",
+    "saccade/kernels/turned_qkv.py",
     "saccade/models/products.py",  # Gluon, too
     "saccade/runner/decode.py",  # simplejpeg, where a machine has it
 }

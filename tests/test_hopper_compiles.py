@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 
-@pytest.mark.parametrize("name", ["decode", "linear", "prefill", "stream", "vit"])
+@pytest.mark.parametrize("name", ["decode", "linear", "prefill", "qkv", "stream", "vit", "vit_parted"])
 def test_this_triton_compiles_the_kernel_for_a_hopper_gpu(name: str, tmp_path: Path) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-m", "tests.compile_hopper", name]

@@ -1,6 +1,6 @@
 """Products that end with an activation, for Hopper GPUs, in Gluon. Knows rows and weights, no layers.
 
-One program on each multiprocessor takes tile after tile. Three roles run side by side and meet at barriers only:
+Tiles are those of `hopper_tiles`. Three roles run side by side and meet at barriers only:
 
     producer, 1 warp                copies 64 columns of x and weight a stage into a ring   | x0 w0 | x1 w1 | .. |
     2 groups of 4 warps, 64 rows    multiply; then the activation in registers, and out through shared memory
@@ -8,7 +8,7 @@ One program on each multiprocessor takes tile after tile. Three roles run side b
     a tile is 128 rows by 256 rows of the weight:    no gate  | 256 outputs |
                                                      a gate   | 128 of gate | the same 128 of up |
 
-Tiles of a last wave that would leave half of the multiprocessors idle are halved. The reference is that of `reference`.
+The reference is that of `reference`.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from saccade.kernels.hopper_tiles import (
+    ALIGNED,
+    BOX,
+    GROUPS,
+    STAGES,
+    before,
+    boxes,
+    copy,
+    fill,
+    following,
+    left_right,
+    multiply,
+    num_tiles,
+    num_whole,
+    place,
+    write,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 ACTS = ("quick_gelu", "tanh_gelu", "silu_and_mul")  # the last takes a weight of the gate's rows and those of `up`
 _QUICK_GELU, _SILU_AND_MUL = gl.constexpr(0), gl.constexpr(2)
-_GROUPS = gl.constexpr(2)
-_STAGES = gl.constexpr(4)  # with the room for results, all of shared memory
-_BAND = gl.constexpr(12)  # rows of tiles that are done column by column, so that a wave reads few rows of x and weight
-_ROWS, _WIDE = 128, 256  # of a tile: rows of x, rows of the weight
-_LEAST_ROWS = 256  # fewer take as long as reading the weight does
-_LEAST_FILL = 0.75  # below, two launches with smaller tiles are faster
-_ALIGNED = 16  # elements that sizes are multiples of: what is copied in boxes has to, and one kernel then fits all
-_BOX = 64  # rows and columns of a copy
-_BOXES = gl.NVMMASharedLayout(swizzle_byte_width=2 * _BOX, element_bitwidth=16, rank=2)
-_copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # its name until Triton 3.7
-_room = gl.shared_memory_descriptor
-_seen_as = _room.reinterpret if hasattr(_room, "reinterpret") else _room._reinterpret  # its name in Triton 3.6
-_write = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+_LEAST_FILL = 0.75  # of the multiprocessors' time; below, two launches with smaller tiles are faster
 
 
 def hopper_linear(
@@ -57,12 +57,12 @@ def hopper_linear(
     """act(x @ weight.T + bias): [M, N]."""
     (rows, inputs), is_gated, has_bias = x.shape, act == "silu_and_mul", bias is not None
     outputs = len(weight) // 2 if is_gated else len(weight)
-    assert x.is_contiguous() and weight.is_contiguous() and inputs % _ALIGNED == 0 and outputs % _ALIGNED == 0
+    assert x.is_contiguous() and weight.is_contiguous() and inputs % ALIGNED == 0 and outputs % ALIGNED == 0
     out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device) if out is None else out
     tiles = num_tiles(rows, outputs, is_gated)
     whole = num_whole(tiles, programs)
     _compiled(ACTS.index(act), has_bias, x.dtype, x.device)[min(programs, 2 * tiles - whole), 1, 1](
-        _boxes(x), _boxes(weight), _boxes(out), weight if bias is None else bias,
+        boxes(x), boxes(weight), boxes(out), weight if bias is None else bias,
         rows, outputs, inputs, whole, 2 * (tiles - whole), ACTS.index(act), has_bias,
     )  # fmt: skip
     return out
@@ -70,47 +70,18 @@ def hopper_linear(
 
 def suits(rows: int, inputs: int, outputs: int, is_gated: bool, programs: int) -> bool:
     """Whether it is faster than a product and an activation by themselves, of 16-bit numbers."""
-    return inputs % _ALIGNED == 0 and outputs % _ALIGNED == 0 and fills(rows, outputs, programs, is_gated)
-
-
-def fills(rows: int, outputs: int, programs: int, is_gated: bool = False) -> bool:
-    """Whether tiles leave few multiprocessors without work."""
-    tiles = num_tiles(rows, outputs, is_gated)
-    whole = num_whole(tiles, programs)
-    waves = -(-whole // programs) + (0.5 if tiles > whole else 0)
-    sums = rows * outputs * (2 if is_gated else 1)
-    return rows >= _LEAST_ROWS and sums >= _LEAST_FILL * waves * programs * _ROWS * _WIDE
-
-
-def num_tiles(rows: int, outputs: int, is_gated: bool) -> int:
-    return -(-rows // _ROWS) * -(-outputs // (_WIDE // 2 if is_gated else _WIDE))
-
-
-def num_whole(tiles: int, programs: int) -> int:
-    """Tiles that are not halved: all, unless the last wave has room for the halves of its tiles."""
-    last = tiles % programs
-    return tiles - last if 2 * last <= programs else tiles
+    is_aligned = inputs % ALIGNED == 0 and outputs % ALIGNED == 0
+    return is_aligned and fill(rows, outputs, is_gated, programs) >= _LEAST_FILL
 
 
 @lru_cache
 def _compiled(act: int, has_bias: bool, dtype: torch.dtype, device: torch.device) -> CompiledKernel:
     """For all sizes. To find it by its arguments again takes the host three times as long as the whole launch."""
-    like = torch.empty((_BOX, _BOX), dtype=dtype, device=device)
+    like = torch.empty((BOX, BOX), dtype=dtype, device=device)
     return _act_linear_kernel.warmup(
-        _boxes(like), _boxes(like), _boxes(like), like, _BOX, _BOX, _BOX, 0, 0,
-        ACT=act, HAS_BIAS=has_bias, num_warps=4, maxnreg=168, grid=(1,),
+        boxes(like), boxes(like), boxes(like), like, BOX, BOX, BOX, 0, 0,
+        ACT=act, HAS_BIAS=has_bias, num_warps=4, maxnreg=168, launch_pdl=True, grid=(1,),
     )  # fmt: skip
-
-
-class _Unchecked(TensorDescriptor):  # type: ignore[misc]
-    """Of rows that are known to be dense and aligned: looking at them again takes the host longer than the launch."""
-
-    def __post_init__(self) -> None:
-        pass
-
-
-def _boxes(rows: Tensor) -> TensorDescriptor:
-    return _Unchecked(rows, rows.shape, rows.stride(), [_BOX, _BOX], _BOXES)
 
 
 @gluon.jit(do_not_specialize=["M", "whole", "halves"])
@@ -119,16 +90,18 @@ def _act_linear_kernel(
     M: gl.tensor, N: gl.tensor, K: gl.tensor, whole: gl.tensor, halves: gl.tensor,
     ACT: gl.constexpr, HAS_BIAS: gl.constexpr,
 ) -> None:  # fmt: skip
-    rows = gl.allocate_shared_memory(x.dtype, [_GROUPS * _STAGES, 64, 64], x.layout)
-    weights = gl.allocate_shared_memory(x.dtype, [4 * _STAGES, 64, 64], x.layout)
-    results = gl.allocate_shared_memory(x.dtype, [2 * _GROUPS, 64, 64], x.layout)
-    bars = gl.allocate_shared_memory(gl.int64, [2 * _STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(_STAGES):
+    rows = gl.allocate_shared_memory(x.dtype, [GROUPS * STAGES, 64, 64], x.layout)
+    weights = gl.allocate_shared_memory(x.dtype, [4 * STAGES, 64, 64], x.layout)
+    results = gl.allocate_shared_memory(x.dtype, [2 * GROUPS, 64, 64], x.layout)
+    bars = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
         mbarrier.init(bars.index(i), count=1)  # a stage is full
-        mbarrier.init(bars.index(_STAGES + i), count=_GROUPS)  # it is free again
+        mbarrier.init(bars.index(STAGES + i), count=GROUPS)  # it is free again
     fence_async_shared()
     shared = (rows, weights, results, bars)
     shape = (M, N, K, whole, halves)
+    gdc_wait()  # before others start that may not: they find all that was written before this launch
+    gdc_launch_dependents()
     gl.warp_specialize(
         [
             (_consume, (shared, out, bias, shape, 0, ACT, HAS_BIAS)),
@@ -138,33 +111,6 @@ def _act_linear_kernel(
         [4, 1],
         [240, 24],
     )
-
-
-@gluon.jit
-def _following(stage: gl.tensor, phase: gl.tensor) -> gl.tuple:
-    is_last = stage == _STAGES - 1
-    return gl.where(is_last, 0, stage + 1), gl.where(is_last, phase ^ 1, phase)
-
-
-@gluon.jit
-def _before(stage: gl.tensor) -> gl.tensor:
-    """Counted, not carried: a loop does not carry a name that stands for the same value as another one before it."""
-    return gl.where(stage == 0, _STAGES - 1, stage - 1)
-
-
-@gluon.jit
-def _place(unit: gl.tensor, shape: gl.tuple, WIDE: gl.constexpr, ACT: gl.constexpr) -> gl.tuple:
-    """First row and first output of a tile, or of half a tile behind the whole ones."""
-    OUTPUTS: gl.constexpr = 128 if ACT == _SILU_AND_MUL else 256
-    M, N, _, whole, _ = shape
-    down, across = (M + 127) // 128, (N + OUTPUTS - 1) // OUTPUTS
-    tile, further = unit, 0
-    if WIDE == 128:
-        tile, further = whole + unit // 2, unit % 2 * (OUTPUTS // 2)
-    band = tile // (_BAND * across)
-    inside = tile - band * (_BAND * across)
-    height = gl.minimum(down - band * _BAND, _BAND)
-    return (band * _BAND + inside % height) * 128, inside // height * OUTPUTS + further
 
 
 # --- the producer -------------------------------------------------------------------------------------------------
@@ -189,20 +135,20 @@ def _copy_tiles(
     rows, weights, _, bars = shared
     _, N, K, _, _ = shape
     for unit in range(gl.program_id(0), units, gl.num_programs(0)):
-        row, output = _place(unit, shape, WIDE, ACT)
+        row, output = place(unit, shape, WIDE, ACT == _SILU_AND_MUL)
         second = output + WIDE // 2
         if ACT == _SILU_AND_MUL:
             second = output + N
         for k in range(0, K, 64):
             full = bars.index(stage)
-            mbarrier.wait(bars.index(_STAGES + stage), phase ^ 1)
-            mbarrier.expect(full, (_GROUPS * 64 + WIDE) * 64 * 2)
+            mbarrier.wait(bars.index(STAGES + stage), phase ^ 1)
+            mbarrier.expect(full, (GROUPS * 64 + WIDE) * 64 * 2)
             for i in gl.static_range(BOXES // 2):
-                _copy(weight, [output + i * 64, k], full, weights.index(4 * stage + i))
-                _copy(weight, [second + i * 64, k], full, weights.index(4 * stage + BOXES // 2 + i))
-            for i in gl.static_range(_GROUPS):
-                _copy(x, [row + i * 64, k], full, rows.index(_GROUPS * stage + i))
-            stage, phase = _following(stage, phase)
+                copy(weight, [output + i * 64, k], full, weights.index(4 * stage + i))
+                copy(weight, [second + i * 64, k], full, weights.index(4 * stage + BOXES // 2 + i))
+            for i in gl.static_range(GROUPS):
+                copy(x, [row + i * 64, k], full, rows.index(GROUPS * stage + i))
+            stage, phase = following(stage, phase)
     return stage, phase
 
 
@@ -230,15 +176,15 @@ def _compute_tiles(
     results = shared[2]
     stage, phase, room = ring
     for unit in range(gl.program_id(0), units, gl.num_programs(0)):
-        row, output = _place(unit, shape, WIDE, ACT)
-        acc, stage, phase = _multiply(shared, gl.zeros([64, WIDE], gl.float32, SUMS), shape, stage, phase, WIDE, GROUP)
+        row, output = place(unit, shape, WIDE, ACT == _SILU_AND_MUL)
+        acc, stage, phase = multiply(shared, gl.zeros([64, WIDE], gl.float32, SUMS), shape, stage, phase, WIDE, GROUP)
         if HAS_BIAS:
             more = _biases(bias, output, shape, SUMS, WIDE, ACT)  # comes while the last products are under way
         acc = warpgroup_mma_wait(0, deps=(acc,))
-        mbarrier.arrive(shared[3].index(_STAGES + _before(stage)), count=1)
+        mbarrier.arrive(shared[3].index(STAGES + before(stage)), count=1)
         if HAS_BIAS:
             acc += more.to(gl.float32)
-        left, right = _halves(acc)
+        left, right = left_right(acc)
         if ACT == _SILU_AND_MUL:
             room = _finish(results, out, left, right, row, output, room, GROUP, ACT)
         else:
@@ -262,34 +208,6 @@ def _biases(
 
 
 @gluon.jit
-def _multiply(
-    shared: gl.tuple, acc: gl.tensor, shape: gl.tuple, stage: gl.tensor, phase: gl.tensor,
-    WIDE: gl.constexpr, GROUP: gl.constexpr,
-) -> gl.tuple:  # fmt: skip
-    """One product is always on its way, also behind the last; a stage is given back when the next has been begun."""
-    rows, weights, _, bars = shared
-    joined = _seen_as(weights, weights.dtype, [1024 // WIDE, WIDE, 64], weights.layout)
-    STEP: gl.constexpr = 256 // WIDE
-    for k in range(0, shape[2], 64):
-        mbarrier.wait(bars.index(stage), phase)
-        columns = joined.index(STEP * stage).permute((1, 0))
-        acc = warpgroup_mma(rows.index(_GROUPS * stage + GROUP), columns, acc, is_async=True)
-        acc = warpgroup_mma_wait(1, deps=(acc,))
-        mbarrier.arrive(bars.index(_STAGES + _before(stage)), count=1, pred=k > 0)
-        stage, phase = _following(stage, phase)
-    return acc, stage, phase
-
-
-@gluon.jit
-def _halves(acc: gl.tensor) -> gl.tuple:
-    """The left columns and the right ones."""
-    WIDE: gl.constexpr = acc.shape[1] // 2
-    HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 16])
-    left, right = gl.split(gl.permute(gl.reshape(acc, [64, 2, WIDE]), (0, 2, 1)))
-    return gl.convert_layout(left, HALF, assert_trivial=True), gl.convert_layout(right, HALF, assert_trivial=True)
-
-
-@gluon.jit
 def _finish(
     results: gl.shared_memory_descriptor, out: tma.tensor_descriptor, sums: gl.tensor, ups: gl.tensor,
     row: gl.tensor, output: gl.tensor, room: gl.tensor, GROUP: gl.constexpr, ACT: gl.constexpr,
@@ -297,8 +215,8 @@ def _finish(
     """Activate and write sums [64, 64 or 128]. `ups` are what a gate multiplies."""
     WIDE: gl.constexpr = sums.shape[1]
     if WIDE == 128:
-        left, right = _halves(sums)
-        more_left, more_right = _halves(ups)
+        left, right = left_right(sums)
+        more_left, more_right = left_right(ups)
         room = _finish_box(results, out, left, more_left, row, output, room, GROUP, ACT)
         room = _finish_box(results, out, right, more_right, row, output + 64, room, GROUP, ACT)
     else:
@@ -316,7 +234,7 @@ def _finish_box(
     here = results.index(2 * GROUP + room)
     here.store(_activate(sums, ups, ACT).to(results.dtype))
     fence_async_shared()
-    _write(out, [row + GROUP * 64, output], here)
+    write(out, [row + GROUP * 64, output], here)
     return room ^ 1
 
 

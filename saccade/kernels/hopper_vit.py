@@ -29,6 +29,11 @@ def suits(lengths: Sequence[int], dim: int, dtype: torch.dtype) -> bool:
     return has_heads and dtype == torch.bfloat16 and min(lengths) >= _LEAST_LENGTH
 
 
+def takes_parted(dim: int) -> bool:
+    """Whether such heads may come in the order of `hopper_qkv`."""
+    return dim == _FIRST + _REST
+
+
 class HopperVit:
     """Attention over one packing, layer after layer.
 
@@ -38,11 +43,21 @@ class HopperVit:
 
     def __init__(self, shares: Shares) -> None:
         self.shares = shares
-        self._launch: Callable[..., object] | None = None
+        self._launches: dict[bool, Callable[..., object]] = {}
         self._add_up: Callable[..., object] | None = None
 
     def __call__(self, qkv: Tensor, scale: float) -> Tensor:
         """Contiguous q, k, v [T, 3, heads, d] -> [T, heads, d]."""
+        return self._attend(qkv, scale, is_parted=False)
+
+    def takes_parted(self, dim: int, dtype: torch.dtype) -> bool:
+        return takes_parted(dim)
+
+    def parted(self, qkv: Tensor, scale: float) -> Tensor:
+        """The same, queries and keys being in the order of `hopper_qkv`."""
+        return self._attend(qkv, scale, is_parted=True)
+
+    def _attend(self, qkv: Tensor, scale: float, is_parted: bool) -> Tensor:
         tokens, _, heads, dim = qkv.shape
         assert qkv.is_contiguous()
         shares, rows = self.shares, qkv.view(tokens, -1)
@@ -50,12 +65,13 @@ class HopperVit:
         parts = torch.empty((max(1, shares.slots), TILE_ROWS, dim + CELL), dtype=torch.float32, device=qkv.device)
         descriptors = (_descriptor(rows, columns) for columns in (_FIRST, _REST))
         args = (*descriptors, shares.offsets, shares.items, out, parts, scale * LOG2_E, heads)
-        sizes = (dim, KEYS, _STAGES)
-        if self._launch is None:
-            grid = (shares.programs, 1, 1)
-            self._launch = vit_kernel[grid](*args, *sizes, num_warps=4, maxnreg=_REGISTERS)[grid]
+        sizes = (dim, KEYS, _STAGES, is_parted)
+        launch, grid = self._launches.get(is_parted), (shares.programs, 1, 1)
+        if launch is None:
+            kernel = vit_kernel[grid](*args, *sizes, num_warps=4, maxnreg=_REGISTERS, launch_pdl=True)
+            self._launches[is_parted] = kernel[grid]
         else:
-            self._launch(*args, *sizes)
+            launch(*args, *sizes)
         if shares.slots:
             self._add_up = add_up(parts, shares, out, self._add_up)
         return out

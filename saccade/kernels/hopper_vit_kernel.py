@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from saccade.kernels.hopper_steps import before_waiting, following
 from saccade.kernels.vit_sums import CELL
@@ -42,7 +42,7 @@ _copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_
 def vit_kernel(
     wide: tma.tensor_descriptor, narrow: tma.tensor_descriptor,  # of all rows, for the parts of a head
     offsets: gl.tensor, items: gl.tensor, out: gl.tensor, parts: gl.tensor, scale: gl.tensor,
-    heads: gl.tensor, DIM: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
+    heads: gl.tensor, DIM: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, IS_PARTED: gl.constexpr,
 ) -> None:  # fmt: skip
     gdc_launch_dependents()  # what adds up parts waits for all of them, but may take every multiprocessor that is free
     share = (gl.load(offsets + gl.program_id(0)), gl.load(offsets + gl.program_id(0) + 1))
@@ -65,7 +65,8 @@ def vit_kernel(
     fence_async_shared()
     shared = (k1, k2, v1, v2, q1, q2, bars, outgrown)
     tensors = (items, out, parts, heads)
-    sizes: gl.constexpr = (DIM, KEYS, STAGES)
+    sizes: gl.constexpr = (DIM, KEYS, STAGES, IS_PARTED)
+    gdc_wait()  # for the queries, keys and values
     if share[0] < share[1]:
         gl.warp_specialize(
             [
@@ -101,7 +102,7 @@ def _copy_all(
 ) -> gl.tuple:  # fmt: skip
     items, heads = work
     for i in range(share[0], share[1]):
-        _copy_queries(shared, wide, narrow, items + 8 * i, turn, sizes)
+        _copy_queries(shared, wide, narrow, items + 8 * i, heads, turn, sizes)
         stage, phase = _copy_item(shared, wide, narrow, items + 8 * i, heads, stage, phase, sizes)
         turn ^= 1
     return stage, phase, turn
@@ -109,19 +110,29 @@ def _copy_all(
 
 @gluon.jit
 def _copy_queries(
-    shared: gl.tuple, wide: tma.tensor_descriptor, narrow: tma.tensor_descriptor, item: gl.tensor, turn: gl.tensor,
-    sizes: gl.constexpr,
+    shared: gl.tuple, wide: tma.tensor_descriptor, narrow: tma.tensor_descriptor, item: gl.tensor, heads: gl.tensor,
+    turn: gl.tensor, sizes: gl.constexpr,
 ) -> None:  # fmt: skip
     """Of all groups, also rows that the item does not have: nothing is made of them."""
     STAGES: gl.constexpr = sizes[2]
     _, _, _, _, q1, q2, bars, _ = shared
-    row, column = gl.load(item), gl.load(item + 2) * sizes[0]
+    row = gl.load(item)
+    first, rest = _columns(gl.load(item + 2), heads, sizes)
     full = bars.index(2 * STAGES + 1)
     mbarrier.wait(bars.index(2 * STAGES + 2), turn ^ 1)
     mbarrier.expect(full, 192 * 160)
     for group in gl.static_range(3):
-        _copy(wide, [row + group * 64, column], full, q1.index(group))
-        _copy(narrow, [row + group * 64, column + 64], full, q2.index(group))
+        _copy(wide, [row + group * 64, first], full, q1.index(group))
+        _copy(narrow, [row + group * 64, rest], full, q2.index(group))
+
+
+@gluon.jit
+def _columns(head: gl.tensor, heads: gl.tensor, sizes: gl.constexpr) -> gl.tuple:
+    """Of a head's two parts among the queries. Parted: first those of 64 of all heads, then those of 16."""
+    first, rest = head * sizes[0], head * sizes[0] + 64
+    if sizes[3]:
+        first, rest = head * 64, heads * 64 + head * 16
+    return first, rest
 
 
 @gluon.jit
@@ -138,8 +149,9 @@ def _copy_item(
     KEYS: gl.constexpr = sizes[1]
     STAGES: gl.constexpr = sizes[2]
     k1, k2, v1, v2, _, _, bars, _ = shared
-    key = (heads + gl.load(item + 2)) * DIM
-    value = key + heads * DIM
+    key, rest = _columns(gl.load(item + 2), heads, sizes)
+    key, rest = key + heads * DIM, rest + heads * DIM
+    value = (2 * heads + gl.load(item + 2)) * DIM
     start, length, first, tiles = gl.load(item + 3), gl.load(item + 4), gl.load(item + 5), gl.load(item + 6)
     at = start + gl.where(first == 0, length - KEYS, (first - 1) * KEYS)
     following_at = start + first * KEYS
@@ -150,7 +162,7 @@ def _copy_item(
         mbarrier.expect(full, KEYS * 160, pred=(j == 0) | (j == tiles))
         mbarrier.expect(full, KEYS * 320, pred=(j > 0) & (j < tiles))
         _copy(wide, [at, key], full, k1.index(stage), pred=j < tiles)
-        _copy(narrow, [at, key + 64], full, k2.index(stage), pred=j < tiles)
+        _copy(narrow, [at, rest], full, k2.index(stage), pred=j < tiles)
         _copy(wide, [before, value], full, v1.index(stage), pred=j > 0)
         _copy(narrow, [before, value + 64], full, v2.index(stage), pred=j > 0)
         before, at, following_at = at, following_at, following_at + KEYS

@@ -67,6 +67,29 @@ _ACTS: Mapping[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+def turned_qkv(x: Tensor, weight: Tensor, bias: Tensor, turns: Tensor, heads: int) -> Tensor:
+    """Added up and turned in float32, rounded once; queries and keys in parts."""
+    qkv = F.linear(x.float(), weight.float(), bias.float()).view(len(x), 3, heads, -1)
+    low, high = qkv[:, :2].clone().chunk(2, dim=-1)
+    along, across = (turns[:, None, None, which::2] for which in range(2))
+    qkv[:, :2] = torch.cat((low * along - high * across, high * along + low * across), dim=-1)
+    return qkv.flatten(1)[:, parted_columns(heads, qkv.shape[-1])].view_as(qkv).to(x.dtype)
+
+
+def parted_columns(heads: int, dim: int) -> list[int]:
+    """Where the columns of q, k and v that `turned_qkv` writes one after the other are in the usual order.
+
+    Of all heads 32 pairs first, then the others; the two of a pair (i, i + d / 2) are neighbours. Values are as usual.
+    """
+    low = [range(first, first + dim // 2) for first in range(0, 2 * heads * dim, dim)]
+    parts = [own[pairs] for whose in (low[:heads], low[heads:]) for pairs in _PARTS for own in whose]
+    turned = [i + half for part in parts for i in part for half in (0, dim // 2)]
+    return [*turned, *range(len(turned), 3 * heads * dim)]
+
+
+_PARTS = (slice(0, 32), slice(32, None))  # pairs
+
+
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     low, high = x.float().chunk(2, dim=-1)
     cos, sin = (angle.float().view(len(x), 1, -1) for angle in (cos, sin))

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade.kernels.direct import launch
+from saccade.kernels.early import is_early, overlap, wait_for_turn
 from saccade.kernels.tiles import power_of_two
 
 _BLOCK = 4096
@@ -28,30 +29,31 @@ def norm_and_add(x: Tensor, weight: Tensor, bias: Tensor, eps: float, added: Ten
     normed = torch.empty_like(x)
     columns = power_of_two(hidden)
     args = (x, weight, bias, added, normed, eps)
-    launch(_norm_kernel, (rows, 1, 1), args, (hidden, columns), num_warps=_norm_warps(columns))
+    early = is_early(x)
+    sizes = (hidden, columns, early)
+    launch(_norm_kernel, (rows, 1, 1), args, sizes, num_warps=_norm_warps(columns), **overlap(early))
     return normed
 
 
-def rotate_pairs(qkv: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Turn queries and keys of [T, 3, heads, d] in place, in float32. cos, sin [T, d]; a half of sin is negative."""
-    assert qkv.is_contiguous() and cos.is_contiguous() and sin.is_contiguous()
+def rotate_pairs(qkv: Tensor, turns: Tensor) -> None:
+    """Turn queries and keys of [T, 3, heads, d] in place, in float32. turns [T, d]: cosine and sine of each pair."""
+    assert qkv.is_contiguous() and turns.is_contiguous()
     rows, _, heads, dim = qkv.shape
-    sizes = (heads, dim, power_of_two(2 * heads), power_of_two(dim // 2))
-    launch(_rotate_kernel, (rows, 1, 1), (qkv, cos, sin), sizes, num_warps=4)
+    early = is_early(qkv)
+    sizes = (heads, dim, power_of_two(2 * heads), power_of_two(dim // 2), early)
+    launch(_rotate_kernel, (rows, 1, 1), (qkv, turns), sizes, num_warps=4, **overlap(early))
 
 
-def turn(cells: Tensor, per_axis: Tensor, cos: Tensor, sin: Tensor) -> None:
+def turn(cells: Tensor, per_axis: Tensor, turns: Tensor) -> None:
     """Write the cosines and sines [T, d] that `rotate_pairs` takes of patches in these cells, row and column.
 
     cells int32 [T], the row in the lower half; per_axis: frequencies of both axes [d / 4], or of each [2, d / 4].
     """
-    assert per_axis.is_contiguous() and cos.is_contiguous() and sin.is_contiguous()
+    assert per_axis.is_contiguous() and turns.is_contiguous()
     quarter = per_axis.shape[-1]
-    assert cos.shape == sin.shape == (len(cells), 4 * quarter)
-    _turn_kernel[(len(cells),)](
-        cells, per_axis, cos, sin,
-        QUARTER=quarter, PADDED=power_of_two(quarter), NEXT_AXIS=quarter if per_axis.dim() > 1 else 0, num_warps=1,
-    )  # fmt: skip
+    assert turns.shape == (len(cells), 4 * quarter)
+    sizes = (quarter, power_of_two(quarter), quarter if per_axis.dim() > 1 else 0)
+    launch(_turn_kernel, (len(cells), 1, 1), (cells, per_axis, turns), sizes, num_warps=1)
 
 
 def quick_gelu(x: Tensor) -> Tensor:
@@ -64,12 +66,13 @@ def quick_gelu(x: Tensor) -> Tensor:
 @triton.jit
 def _norm_kernel(
     x: tl.tensor, weight: tl.tensor, bias: tl.tensor, added: tl.tensor, normed: tl.tensor, eps: tl.tensor,
-    HIDDEN: tl.constexpr, COLUMNS: tl.constexpr,
+    HIDDEN: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
     columns = tl.arange(0, COLUMNS)
     inside = columns < HIDDEN
     place = tl.program_id(0).to(tl.int64) * HIDDEN + columns
     kind = normed.dtype.element_ty
+    wait_for_turn(EARLY)
     here = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
     centred = tl.where(inside, here - tl.sum(here, 0) / HIDDEN, 0.0)
     scale = tl.rsqrt(tl.sum(centred * centred, 0) / HIDDEN + eps)
@@ -82,8 +85,9 @@ def _norm_kernel(
 
 @triton.jit
 def _rotate_kernel(
-    qkv: tl.tensor, cos: tl.tensor, sin: tl.tensor,
+    qkv: tl.tensor, turns: tl.tensor,
     HEADS: tl.constexpr, DIM: tl.constexpr, PADDED_HEADS: tl.constexpr, PADDED_HALF: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     heads = tl.arange(0, PADDED_HEADS)[:, None]  # those of the keys follow those of the queries
@@ -91,10 +95,11 @@ def _rotate_kernel(
     has_angle = half < DIM // 2
     inside = (heads < 2 * HEADS) & has_angle
     own = qkv + row * (3 * HEADS * DIM) + heads * DIM + half
+    wait_for_turn(EARLY)
     low = tl.load(own, mask=inside, other=0.0).to(tl.float32)
     high = tl.load(own + DIM // 2, mask=inside, other=0.0).to(tl.float32)
-    along = tl.load(cos + row * DIM + half, mask=has_angle)
-    across = tl.load(sin + row * DIM + DIM // 2 + half, mask=has_angle)
+    along = tl.load(turns + row * DIM + 2 * half, mask=has_angle)
+    across = tl.load(turns + row * DIM + 2 * half + 1, mask=has_angle)
     kind = qkv.dtype.element_ty
     tl.store(own, (low * along - high * across).to(kind), mask=inside)
     tl.store(own + DIM // 2, (high * along + low * across).to(kind), mask=inside)
@@ -102,7 +107,7 @@ def _rotate_kernel(
 
 @triton.jit(do_not_specialize_on_alignment=["cells"])  # they lie anywhere in a larger array
 def _turn_kernel(
-    cells: tl.tensor, per_axis: tl.tensor, cos: tl.tensor, sin: tl.tensor,
+    cells: tl.tensor, per_axis: tl.tensor, turns: tl.tensor,
     QUARTER: tl.constexpr, PADDED: tl.constexpr, NEXT_AXIS: tl.constexpr,
 ) -> None:  # fmt: skip
     patch = tl.program_id(0)
@@ -112,12 +117,9 @@ def _turn_kernel(
     for axis in tl.static_range(2):
         place = (cell >> (16 * axis)) & 0x7FFF
         angle = place.to(tl.float32) * tl.load(per_axis + axis * NEXT_AXIS + pair, mask=inside, other=0.0)
-        low = patch * (4 * QUARTER) + axis * QUARTER + pair
-        along, across = tl.cos(angle), tl.sin(angle)
-        tl.store(cos + low, along, mask=inside)
-        tl.store(cos + low + 2 * QUARTER, along, mask=inside)
-        tl.store(sin + low, -across, mask=inside)
-        tl.store(sin + low + 2 * QUARTER, across, mask=inside)
+        own = turns + patch * (4 * QUARTER) + 2 * (axis * QUARTER + pair)
+        tl.store(own, tl.cos(angle), mask=inside)
+        tl.store(own + 1, tl.sin(angle), mask=inside)
 
 
 @triton.jit
@@ -137,7 +139,9 @@ def rms_norm_and_add(x: Tensor, weight: Tensor, eps: float, added: Tensor) -> Te
     normed = torch.empty_like(x)
     columns = power_of_two(hidden)
     args = (x, weight, added, normed, eps)
-    launch(_rms_norm_kernel, (rows, 1, 1), args, (hidden, columns), num_warps=_norm_warps(columns))
+    early = is_early(x)
+    sizes = (hidden, columns, early)
+    launch(_rms_norm_kernel, (rows, 1, 1), args, sizes, num_warps=_norm_warps(columns), **overlap(early))
     return normed
 
 
@@ -162,12 +166,13 @@ _GATED_BLOCK = 1024
 @triton.jit
 def _rms_norm_kernel(
     x: tl.tensor, weight: tl.tensor, added: tl.tensor, normed: tl.tensor, eps: tl.tensor,
-    HIDDEN: tl.constexpr, COLUMNS: tl.constexpr,
+    HIDDEN: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
     columns = tl.arange(0, COLUMNS)
     inside = columns < HIDDEN
     place = tl.program_id(0).to(tl.int64) * HIDDEN + columns
     kind = normed.dtype.element_ty
+    wait_for_turn(EARLY)
     here = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(here * here, 0) / HIDDEN + eps)
     by = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)

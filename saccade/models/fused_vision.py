@@ -16,16 +16,18 @@ from saccade.kernels import pictures, vit_steps
 from saccade.kernels.act_linear import act_linear
 from saccade.kernels.packed_vit import TILE_ROWS, packed_vit
 from saccade.kernels.paged_decode import num_multiprocessors
+from saccade.kernels.reference import parted_columns
 from saccade.kernels.tiles import Tiles
 from saccade.kernels.trial import is_hopper, passes
+from saccade.kernels.turned_qkv import turned_qkv
 from saccade.kernels.vit_shares import Shares
 from saccade.models.attention import packed_attention
 from saccade.models.layers import Activation, Linear, RMSNorm, quick_gelu, silu_and_mul, tanh_gelu
 from saccade.models.pixels import PatchLayout, Picture, PixelPolicy, as_tensor, resize
-from saccade.models.recorded_attention import Attend, SharedWay, TiledWay, Way
+from saccade.models.recorded_attention import Attend, PartedAttend, SharedWay, TiledWay, Way
 from saccade.models.recorded_vision import Recordings, packed_cells
 from saccade.models.resample import BITS, Taps, resample
-from saccade.models.vision import Angles, Norm, Places, VisionBlock
+from saccade.models.vision import Norm, Places, VisionBlock
 from saccade.models.vision_ops import Blocks, RunBlocks
 from saccade.types import Grid, Size
 
@@ -63,7 +65,7 @@ class FusedVision:
         return self._launched(lengths, places, device)
 
     def _launched(self, lengths: Sequence[int], places: Places | None, device: torch.device) -> RunBlocks:
-        return _FusedPass(_angles(places), self._attention(lengths, device)).first
+        return _FusedPass(_turns(places), self._attention(lengths, device)).first
 
     def recording(self) -> AbstractContextManager[None]:
         """Small passes that run in it are recorded, and later ones of their sizes replayed."""
@@ -73,20 +75,32 @@ class FusedVision:
 class _FusedPass:
     """Runs blocks over one packing of pictures. Residuals are added inside the products, so x changes in place."""
 
-    def __init__(self, angles: Angles | None, attend: Attend) -> None:
-        self._angles = angles
+    def __init__(self, turns: Tensor | None, attend: Attend) -> None:
+        self._turns = turns  # float32 [T, d]: cosine and sine of each pair
         self._attend = attend
+        self._parted = attend if isinstance(attend, PartedAttend) else None
 
     def first(self, blocks: Blocks, x: Tensor) -> tuple[Tensor, int]:
         return self(blocks[0], x), 1
 
     def __call__(self, block: VisionBlock, x: Tensor) -> Tensor:
-        qkv = block.qkv(_norm(x, block.attention_norm, block.out)).view(len(x), 3, block.heads, -1)
-        if self._angles is not None:
-            vit_steps.rotate_pairs(qkv, *self._angles)
-        x.addmm_(self._attend(qkv, block.scale).flatten(1), block.out.weight.T)
-        del qkv  # the MLP is wider than all that came before: it takes this memory over
+        x.addmm_(self._mix(x, block).flatten(1), block.out.weight.T)
         return x.addmm_(self._widen(x, block), block.down.weight.T)
+
+    def _mix(self, x: Tensor, block: VisionBlock) -> Tensor:
+        """What heads make of their values [T, heads, d]. The product turns them where device and attention can."""
+        normed = _norm(x, block.attention_norm, block.out)
+        dim = len(block.qkv.weight) // (3 * block.heads)
+        if self._turns is not None and self._parted is not None and self._parted.takes_parted(dim, x.dtype):
+            parted = turned_qkv(normed, block.qkv.weight, block.qkv.bias, self._turns, block.heads)
+            if parted is not None:
+                del normed  # before attention needs as much room
+                return self._parted.parted(parted, block.scale)
+        qkv = block.qkv(normed).view(len(x), 3, block.heads, dim)
+        del normed
+        if self._turns is not None:
+            vit_steps.rotate_pairs(qkv, self._turns)
+        return self._attend(qkv, block.scale)
 
     def _widen(self, x: Tensor, block: VisionBlock) -> Tensor:
         """Product and activation: one launch where the device has a kernel for both, else two."""
@@ -100,20 +114,19 @@ class _FusedPass:
         return wide
 
 
-def _angles(places: Places | None) -> Angles | None:
-    if places is not None and places.angles is None:
-        places.angles = _new_angles(places)
-    return places.angles if places else None
+def _turns(places: Places | None) -> Tensor | None:
+    if places is not None and places.turns is None:
+        places.turns = _new_turns(places)
+    return places.turns if places else None
 
 
-def _new_angles(places: Places) -> Angles:
+def _new_turns(places: Places) -> Tensor:
     device, cells = places.per_axis.device, packed_cells(places)
     if device.type == "cuda":
         cells = cells.pin_memory().to(device, non_blocking=True)  # sent while the host goes on
-    shape = (len(cells), 4 * places.per_axis.shape[-1])
-    angles = Angles(*(torch.empty(shape, dtype=torch.float32, device=device) for _ in range(2)))
-    vit_steps.turn(cells, places.per_axis, *angles)
-    return angles
+    turns = torch.empty((len(cells), 4 * places.per_axis.shape[-1]), dtype=torch.float32, device=device)
+    vit_steps.turn(cells, places.per_axis, turns)
+    return turns
 
 
 def _norm(x: Tensor, norm: Norm, following: Linear) -> Tensor:
@@ -144,25 +157,35 @@ def _over(tiles: Tiles) -> Attend:
     return attend
 
 
-def _by_hopper(lengths: Sequence[int], device: torch.device) -> Attend:
-    chosen: list[Attend] = []  # once heads are seen
+class _ByHopper:
+    """Chosen once heads are seen: other heads and smaller pictures than the kernel is made for go the plain way."""
 
-    def attend(qkv: Tensor, scale: float) -> Tensor:
-        if not chosen:
-            chosen.append(_hopper_over(lengths, qkv) or _by_triton(lengths, device))
-        return chosen[0](qkv, scale)
+    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
+        self._lengths = lengths
+        self._device = device
+        self._chosen: Attend | None = None
 
-    return attend
+    def __call__(self, qkv: Tensor, scale: float) -> Tensor:
+        return self._choose(qkv)(qkv, scale)
 
+    def takes_parted(self, dim: int, dtype: torch.dtype) -> bool:
+        from saccade.kernels import hopper_vit  # its language is experimental: only devices that use it import it
 
-def _hopper_over(lengths: Sequence[int], like: Tensor) -> Attend | None:
-    """None where the kernel is not made for such heads or pictures."""
-    from saccade.kernels import hopper_vit  # its language is experimental: only devices that use it import it
+        return hopper_vit.takes_parted(dim) and hopper_vit.suits(self._lengths, dim, dtype)
 
-    if not hopper_vit.suits(lengths, like.shape[3], like.dtype):
-        return None
-    programs = num_multiprocessors(like.device)
-    return hopper_vit.HopperVit(Shares.of(lengths, like.shape[2], programs, like.device))
+    def parted(self, qkv: Tensor, scale: float) -> Tensor:
+        chosen = self._choose(qkv)
+        assert isinstance(chosen, PartedAttend), "asked by `takes_parted`"
+        return chosen.parted(qkv, scale)
+
+    def _choose(self, like: Tensor) -> Attend:
+        from saccade.kernels import hopper_vit
+
+        if self._chosen is None and hopper_vit.suits(self._lengths, like.shape[3], like.dtype):
+            programs = num_multiprocessors(like.device)
+            self._chosen = hopper_vit.HopperVit(Shares.of(self._lengths, like.shape[2], programs, like.device))
+        self._chosen = self._chosen or _by_triton(self._lengths, self._device)
+        return self._chosen
 
 
 def _ways(attention: str) -> tuple[Way, ...]:
@@ -192,10 +215,12 @@ def _try_hopper(device: torch.device) -> None:
     qkv = torch.randn(sum(lengths), 3, 2, 80, device=device, dtype=torch.bfloat16)
     qkv[5, 1] *= 60  # a key of the second tile that queries prefer by hundreds of powers of two
     expected = _by_triton(lengths, device)(qkv, 1.0)
+    parted = qkv.flatten(1)[:, parted_columns(2, 80)].view_as(qkv)
     for programs in _TRIED:
         attend = hopper_vit.HopperVit(Shares.of(lengths, 2, programs, device))
         for _ in range(2):  # the second layer goes another way
             torch.testing.assert_close(attend(qkv, 1.0), expected, atol=0.05, rtol=0.05)
+            torch.testing.assert_close(attend.parted(parted, 1.0), expected, atol=0.05, rtol=0.05)
 
 
 def _by_sdpa(backend: SDPBackend) -> Callable[[Sequence[int], torch.device], Attend]:
@@ -212,7 +237,7 @@ def _by_sdpa(backend: SDPBackend) -> Callable[[Sequence[int], torch.device], Att
 
 ATTENTION: Mapping[str, Callable[[Sequence[int], torch.device], Attend]] = {
     "triton": _by_triton,  # one launch for pictures of any sizes, and nothing to set up for a new size
-    "hopper": _by_hopper,  # the same, faster where the device is one; small pictures go the way above
+    "hopper": _ByHopper,  # the same, faster where the device is one; small pictures go the way above
     "cudnn": _by_sdpa(SDPBackend.CUDNN_ATTENTION),
     "flash": _by_sdpa(SDPBackend.FLASH_ATTENTION),
 }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -16,8 +16,21 @@ from torch import Tensor
 from saccade.kernels.tiles import Tiles, tile_numbers
 from saccade.kernels.vit_shares import GROUP_ROWS, ITEM, Shares, items_at, max_slots, share_out
 
-Attend = Callable[[Tensor, float], Tensor]
-"""(turned q, k, v [T, 3, heads, d], scale) -> [T, heads, d]"""
+
+class Attend(Protocol):
+    def __call__(self, qkv: Tensor, scale: float, /) -> Tensor:
+        """(turned q, k, v [T, 3, heads, d], scale) -> [T, heads, d]"""
+
+
+@runtime_checkable
+class PartedAttend(Attend, Protocol):
+    """Attention that may also take queries and keys in the order in which `turned_qkv` writes them."""
+
+    def takes_parted(self, dim: int, dtype: torch.dtype) -> bool:
+        """Of such heads."""
+
+    def parted(self, qkv: Tensor, scale: float) -> Tensor:
+        """As ever else."""
 
 
 class Most(NamedTuple):

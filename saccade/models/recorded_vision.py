@@ -5,7 +5,7 @@ before its first block:
 
     x [most patches, hidden]   | the pass ....... | rows of nobody: computed, never read |
     numbers, in one copy       | where its pictures are, for attention | cells |
-    cos, sin                   made of the cells where they lie
+    turns                      made of the cells where they lie
 
 Passes may take turns at every pause. Nobody else may hold what a block returns when the next pass begins.
 """
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from saccade.kernels import vit_steps
 from saccade.models.recorded_attention import Attend, Heads, Most, Way
-from saccade.models.vision import Angles, Places, VisionBlock
+from saccade.models.vision import Places, VisionBlock
 from saccade.models.vision_ops import Blocks, RunBlocks
 
 SIZES = tuple(range(128, 2049, 128))  # patches; matrix products work in tiles of 128 rows anyway
@@ -31,7 +31,7 @@ MOST = 8192  # patches, where all pictures have one size: then there are few pas
 PICTURES = 32  # of a pass, or windows
 TOGETHER = 4  # blocks of a recording: a pause behind each would cost a graph and a launch, and is as short as a decode
 
-Make = Callable[[Angles | None, Attend], Callable[[VisionBlock, Tensor], Tensor]]
+Make = Callable[[Tensor | None, Attend], Callable[[VisionBlock, Tensor], Tensor]]
 """Single launches, over what lies in a fixed place."""
 Begin = Callable[[Sequence[int], Places | None, torch.device], RunBlocks]
 Replay = Callable[[], object]
@@ -47,7 +47,7 @@ class _Fixed:
     """What all recordings read."""
 
     x: Tensor
-    angles: Angles | None
+    turns: Tensor | None  # float32 [most patches, d]
     numbers: Tensor  # int32: of attention, then cells
 
     @classmethod
@@ -60,23 +60,23 @@ class _Fixed:
 
         numbers = torch.zeros(room + size, dtype=torch.int32, device=x.device)
         dim = 4 * places.per_axis.shape[-1] if places else 0
-        angles = Angles(most(dim, torch.float32), most(dim, torch.float32)) if places else None
-        return cls(most(x.shape[1], x.dtype), angles, numbers)
+        turns = most(dim, torch.float32) if places else None
+        return cls(most(x.shape[1], x.dtype), turns, numbers)
 
     def takes(self, x: Tensor, places: Places | None, size: int, room: int) -> bool:
-        is_like = (places is None) == (self.angles is None) and self.x.dtype == x.dtype
+        is_like = (places is None) == (self.turns is None) and self.x.dtype == x.dtype
         has_room = len(self.x) >= size and len(self.numbers) >= room + size
         return is_like and has_room and self.x.shape[1] == x.shape[1]
 
-    def angles_for(self, size: int) -> Angles | None:
-        return Angles(*(part[:size] for part in self.angles)) if self.angles else None
+    def turns_for(self, size: int) -> Tensor | None:
+        return self.turns[:size] if self.turns is not None else None
 
     def turn(self, places: Places, at: int) -> None:
         """By the cells that lie there."""
         patches = len(places.cells)
-        angles = self.angles_for(patches)
-        assert angles is not None
-        vit_steps.turn(self.numbers[at : at + patches], places.per_axis, *angles)
+        turns = self.turns_for(patches)
+        assert turns is not None
+        vit_steps.turn(self.numbers[at : at + patches], places.per_axis, turns)
 
 
 class Recordings:
@@ -142,7 +142,7 @@ class Recordings:
         self._holder = of
 
     def _record(self, fixed: _Fixed, size: int, blocks: Blocks, attend: Attend) -> _Recorded:
-        run, x = self.make(fixed.angles_for(size), attend), fixed.x[:size]
+        run, x = self.make(fixed.turns_for(size), attend), fixed.x[:size]
 
         def run_all() -> None:
             for block in blocks:

@@ -39,7 +39,7 @@ class Places:
 
     cells: Tensor  # int16 [T, 2]: row and column of each, on the host
     per_axis: Tensor  # float32, on the device: frequencies of both axes [d / 4], or of each [2, d / 4]
-    angles: Angles | None = None  # what became of them, for the next pass over the same
+    turns: Tensor | None = None  # what `fused_vision` made of them, for the next pass over the same
 
 
 _ALIGNED = 8  # values of two bytes that are read at once; fast products want rows that are a multiple long
