@@ -31,5 +31,5 @@ def test_heads_and_pictures_it_is_not_made_for_go_another_way(
 
 def test_such_pictures_get_the_plain_kernel_s_result() -> None:
     qkv = random(20, 3, 2, 64)
-    ways = [FusedVision(name)._attention([12, 8], DEVICE) for name in ("hopper", "triton")]
+    ways = [FusedVision(name)._attention((12, 8), DEVICE) for name in ("hopper", "triton")]
     assert torch.equal(ways[0](qkv, 0.2), ways[1](qkv, 0.2))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from saccade.config import model_config
+from saccade.kernels import vit_steps
 from saccade.kernels.packed_vit import TILE_ROWS, packed_vit
 from saccade.kernels.tiles import Tiles
 from saccade.models import recorded_vision
@@ -97,6 +98,24 @@ def test_passes_that_take_turns_block_by_block_keep_their_own_pictures() -> None
         found, count = run(blocks, x.clone())
         assert count == len(blocks)
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("is_recorded", [True, False])
+def test_pictures_of_one_number_of_patches_keep_their_own_places(is_recorded: bool) -> None:
+    made = recorded() if is_recorded else model(QWEN, FusedVision(), Qwen2VL)
+    plain = model(QWEN, TorchVision(), Qwen2VL)
+    for grids in ([Grid(1, 4, 6)], [Grid(1, 6, 4)], [Grid(1, 6, 4)], [Grid(1, 2, 4), Grid(1, 4, 4)], [Grid(1, 4, 6)]):
+        expected = torch.cat(encode(plain, patches(grids), grids))
+        torch.testing.assert_close(torch.cat(encode(made, patches(grids), grids)), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("is_recorded", [True, False])
+def test_what_the_pass_before_had_is_not_made_again(is_recorded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, grids = recorded() if is_recorded else model(QWEN, FusedVision(), Qwen2VL), [Grid(1, 4, 6)]
+    expected = torch.cat(encode(made, patches(grids), grids)).clone()
+    for owner, name in ((vit_steps, "turn"), (recorded_vision._RecordedPass, "numbers")):
+        monkeypatch.setattr(owner, name, lambda *_: pytest.fail("made again"))
+    assert torch.equal(torch.cat(encode(made, patches(grids), grids)), expected)
 
 
 def test_a_pass_that_failed_before_its_first_block_finds_nothing_of_another_when_tried_again() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -38,6 +39,7 @@ _ACTIVATIONS: Mapping[Activation, tuple[str, Activation]] = {
 }
 """Kernels: the name that `act_linear` has for them, and by themselves."""
 _LEAST_SHARED = 768  # patches of a recorded pass: smaller ones have too few tiles for all programs
+_KEPT = 8  # packings: pictures of one camera have one size
 _TRIED = (2, 15)  # programs of a trial: one item after the other, and some of them cut
 
 
@@ -45,7 +47,8 @@ class FusedVision:
     def __init__(self, attention: str | None = None) -> None:
         """Without a name: the attention that is fastest on this device."""
         attention = attention or _best_attention()
-        self._attention = ATTENTION[attention]
+        self._attention = lru_cache(maxsize=_KEPT)(ATTENTION[attention])  # what is made for a packing serves the next
+        self._last: Places | None = None  # of a pass that was launched
         self._recordings = Recordings(_FusedPass, _ways(attention), self._launched)
 
     def resize(self, image: Picture, size: Size, resampling: int) -> Tensor:
@@ -65,7 +68,15 @@ class FusedVision:
         return self._launched(lengths, places, device)
 
     def _launched(self, lengths: Sequence[int], places: Places | None, device: torch.device) -> RunBlocks:
-        return _FusedPass(_turns(places), self._attention(lengths, device)).first
+        return _FusedPass(self._turns(places), self._attention(tuple(lengths), device)).first
+
+    def _turns(self, places: Places | None) -> Tensor | None:
+        if places is None:
+            return None
+        if places.turns is None:
+            places.turns = self._last.turns if self._last and places.are(self._last) else _new_turns(places)
+        self._last = places
+        return places.turns
 
     def recording(self) -> AbstractContextManager[None]:
         """Small passes that run in it are recorded, and later ones of their sizes replayed."""
@@ -112,12 +123,6 @@ class _FusedPass:
             del normed  # before an activation that needs as much room again
             wide = act(wide)
         return wide
-
-
-def _turns(places: Places | None) -> Tensor | None:
-    if places is not None and places.turns is None:
-        places.turns = _new_turns(places)
-    return places.turns if places else None
 
 
 def _new_turns(places: Places) -> Tensor:

@@ -132,12 +132,12 @@ class Recordings:
     def _put_in_place(self, fixed: _Fixed, of: _RecordedPass, x: Tensor, way: Way, heads: Heads) -> None:
         if x.data_ptr() != fixed.x.data_ptr():
             fixed.x[: len(x)] = x
-        if self._holder is of:
+        if self._holder is not None and self._holder.is_like(of):
             return
         before, self._holder = self._holder, None  # nobody's, should what follows fail
         numbers = of.numbers(way, heads, x.is_cuda)
         fixed.numbers[: len(numbers)].copy_(numbers, non_blocking=True)
-        if of.places is not None and (before is None or before.places is not of.places):
+        if of.places is not None and (before is None or not of.places.are(before.places)):
             fixed.turn(of.places, way.room(heads, Most(of.size, PICTURES)))
         self._holder = of
 
@@ -160,7 +160,7 @@ class _RecordedPass:
         self, recordings: Recordings, lengths: Sequence[int], places: Places | None, device: torch.device
     ) -> None:
         self.size = size_for(sum(lengths))
-        self.lengths = lengths
+        self.lengths = tuple(lengths)
         self.places = places
         self._recordings = recordings
         self._numbers: Tensor | None = None
@@ -174,16 +174,22 @@ class _RecordedPass:
         self._launched = self._launched or self._begin()
         return self._launched(blocks, x)
 
+    def is_like(self, other: _RecordedPass) -> bool:
+        """Whether both have the same numbers: what lies in place for one is right for the other."""
+        if self is other:
+            return True
+        has_places = self.places is not None and self.places.are(other.places)
+        return self.lengths == other.lengths and (has_places or self.places is other.places is None)
+
     def numbers(self, way: Way, heads: Heads, is_cuda: bool) -> Tensor:
         """Laid out as `_Fixed.numbers`, on the host. All blocks of a pass go the same way."""
         if self._numbers is None:
             most = Most(self.size, PICTURES)
-            self._numbers = way.numbers(self.lengths, heads, most)
-            if self.places is not None:
-                padding = torch.zeros(way.room(heads, most) - len(self._numbers), dtype=torch.int32)
-                self._numbers = torch.cat((self._numbers, padding, packed_cells(self.places)))
-            if is_cuda:
-                self._numbers = self._numbers.pin_memory()
+            own, room = way.numbers(self.lengths, heads, most), way.room(heads, most)
+            cells = packed_cells(self.places) if self.places else torch.empty(0, dtype=torch.int32)
+            self._numbers = torch.zeros(room + len(cells), dtype=torch.int32, pin_memory=is_cuda)
+            self._numbers[: len(own)] = own
+            self._numbers[room:] = cells
         return self._numbers
 
 

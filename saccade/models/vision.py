@@ -37,9 +37,13 @@ class Angles(NamedTuple):
 class Places:
     """Where packed patches stand, and what that turns."""
 
-    cells: Tensor  # int16 [T, 2]: row and column of each, on the host
+    cells: Tensor  # int16 [T, 2]: row and column of each, on the host; the same tensor for the same grids
     per_axis: Tensor  # float32, on the device: frequencies of both axes [d / 4], or of each [2, d / 4]
     turns: Tensor | None = None  # what `fused_vision` made of them, for the next pass over the same
+
+    def are(self, others: Places | None) -> bool:
+        """Whether patches stand where others do, and turn as much; not every time that they do."""
+        return others is not None and self.cells is others.cells and self.per_axis is others.per_axis
 
 
 _ALIGNED = 8  # values of two bytes that are read at once; fast products want rows that are a multiple long
@@ -103,7 +107,7 @@ def grid_places(
 
     Both axes have the same frequencies, or (`takes_turns`) those of a whole head by turns, rows first.
     """
-    cells = torch.cat([_cells(grid, merge) for grid in grids])
+    cells = _all_cells(tuple(grids), merge)
     if order is not None:
         cells = reorder(cells, order, merge)
     return Places(cells, _per_axis(head_dim, theta, takes_turns, device))
@@ -132,6 +136,11 @@ def by_token(cells: Tensor, merge: int) -> Tensor:
     height, width, size = cells.shape
     blocks = cells.view(height // merge, merge, width // merge, merge, size)
     return blocks.transpose(1, 2).reshape(-1, size)
+
+
+@lru_cache(maxsize=8)
+def _all_cells(grids: tuple[Grid, ...], merge: int) -> Tensor:
+    return torch.cat([_cells(grid, merge) for grid in grids])
 
 
 @lru_cache(maxsize=64)  # pictures of one camera have one grid
