@@ -10,7 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from saccade.defaults import LANGUAGE_TYPE, TEXT_DEFAULTS, TOWER_DEFAULTS, VISION_DEFAULTS
 from saccade.dialects import in_common_words
+from saccade.kinds import CONFIG, GENERATION, Table, first_wrong
 from saccade.routing import ExpertRules, expert_rules, first_of
 
 
@@ -18,100 +20,15 @@ class ConfigError(ValueError):
     """The operator's mistake: a setting or a checkpoint that cannot work, with the values and what to change."""
 
 
-# --- the checkpoint -----------------------------------------------------------------------------------------------
+def check_values(file: str, values: Mapping[str, Any], table: Table) -> None:
+    """Refuse a file of a checkpoint in which a value is of another kind than the table says."""
+    if wrong := first_wrong(values, table):
+        raise ConfigError(f"{file}: {wrong}")
 
-# Published configs leave out whatever equals the default of their text model's class.
-_TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "llama": {
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "vocab_size": 32000,
-        "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": False,
-    },
-    "mistral": {
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 32000,
-        "max_position_embeddings": 131072,
-        "sliding_window": 4096,
-    },
-    "qwen2": {
-        "hidden_size": 4096,
-        "intermediate_size": 22016,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 32,
-        "vocab_size": 151936,
-        "max_position_embeddings": 32768,
-        "use_sliding_window": False,
-    },
-    "qwen3": {"use_sliding_window": False, "head_dim": 128},
-    "ministral3": {"head_dim": 128, "rms_norm_eps": 1e-5},
-    "qwen3_moe": {"use_sliding_window": False},
-    "qwen3_vl_moe_text": {"norm_topk_prob": True},
-    "qwen3_5_moe_text": {"norm_topk_prob": True},
-    "deepseek_v2": {
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "moe_intermediate_size": 1407,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 32,
-        "vocab_size": 102400,
-        "max_position_embeddings": 2048,
-        "use_mla": True,
-        "q_lora_rank": 1536,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
-    },
-}
-_LANGUAGE_TYPE = "deepseek_v2"  # of text parts that are called language_config and name no type
-_VISION_DEFAULTS: Mapping[str, Any] = {
-    "in_channels": 3,
-    "patch_size": 14,
-    "spatial_merge_size": 1,
-    "temporal_patch_size": 1,
-    "hidden_act": "quick_gelu",
-}
-_TOWER_DEFAULTS: Mapping[str, Mapping[str, Any]] = {  # the same for towers that are known by their own type
-    "pixtral": {
-        "hidden_size": 1024,
-        "intermediate_size": 4096,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 16,
-        "patch_size": 16,
-        "hidden_act": "gelu",
-        "is_gated": True,
-    },
-    "siglip_vision_model": {
-        "hidden_size": 768,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 12,
-        "patch_size": 16,
-        "image_size": 224,
-        "hidden_act": "gelu_pytorch_tanh",
-    },
-    "vision": {  # towers in the words of timm: width, layers, heads
-        "width": 1024,
-        "layers": 24,
-        "heads": 16,
-        "patch_size": 16,
-        "image_size": 384,
-        "mlp_ratio": 4,
-        "hidden_act": "gelu_pytorch_tanh",
-        "takes_squares": True,
-    },
-}
+
+_NULL_IS_MEANT = {"sliding_window", "q_lora_rank", "num_key_value_heads", "head_dim"}  # none; or derived from others
+
+# --- the checkpoint -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,17 +150,23 @@ def model_config(raw: Mapping[str, Any], generation: Mapping[str, Any] | None = 
     if not isinstance(model_type, str):
         raise ConfigError("config.json has no model_type, so this is not a Hugging Face checkpoint Saccade can read")
     try:
-        return _read(model_type, *in_common_words(raw, generation or {}))
+        check_values("config.json", raw, CONFIG)
+        check_values("generation_config.json", generation or {}, GENERATION)
+        return _read(model_type, *in_common_words(_without_nulls(raw), generation or {}))
     except ConfigError as error:
         raise ConfigError(f"{error} (model_type {model_type!r})") from None
-    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise ConfigError(f"config.json has a value of another kind: {error} (model_type {model_type!r})") from error
+
+
+def _without_nulls(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Null says nothing, and hides a default; but for some names it is an answer."""
+    said = {name: value for name, value in raw.items() if value is not None or name in _NULL_IS_MEANT}
+    return {name: _without_nulls(value) if isinstance(value, Mapping) else value for name, value in said.items()}
 
 
 def _read(model_type: str, raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
     nested = raw.get("text_config") or raw.get("language_config") or {}
-    kind = nested.get("model_type") or (_LANGUAGE_TYPE if "language_config" in raw else model_type)
-    text = {**_TEXT_DEFAULTS.get(kind, {}), **_flat_text(raw), "model_type": kind, **nested}
+    kind = nested.get("model_type") or (LANGUAGE_TYPE if "language_config" in raw else model_type)
+    text = {**TEXT_DEFAULTS.get(kind, {}), **_flat_text(raw), "model_type": kind, **nested}
     vision = raw.get("vision_config")
     return ModelConfig(
         model_type=model_type,
@@ -265,7 +188,7 @@ def _text_config(text: Mapping[str, Any], raw: Mapping[str, Any], num_deep: int)
     heads, hidden = _need(text, "num_attention_heads"), _need(text, "hidden_size")
     rope = {**(text.get("rope_scaling") or {}), **(text.get("rope_parameters") or {})}
     section = rope.pop("mrope_section", None)
-    theta = rope.pop("rope_theta", text.get("rope_theta", 10000.0))
+    theta, eps = rope.pop("rope_theta", None) or text.get("rope_theta"), text.get("rms_norm_eps")
     # Some published configs deny at the top what is true of the text model inside: its head is then not stored.
     tie = raw.get("tie_word_embeddings") or text.get("tie_word_embeddings")
     latent = _latent_config(text)
@@ -274,12 +197,12 @@ def _text_config(text: Mapping[str, Any], raw: Mapping[str, Any], num_deep: int)
         intermediate_size=_need(text, "intermediate_size", "moe_intermediate_size"),  # the first: of plain layers
         num_layers=_need(text, "num_hidden_layers"),
         num_heads=heads,
-        num_kv_heads=1 if latent else text.get("num_key_value_heads") or heads,
-        head_dim=latent.rank + latent.turned if latent else text.get("head_dim") or hidden // heads,
+        num_kv_heads=1 if latent else _kv_heads(text, heads),
+        head_dim=latent.rank + latent.turned if latent else _head_dim(text, hidden, heads),
         vocab_size=_need(text, "vocab_size"),
         max_position=_need(text, "max_position_embeddings"),
-        rms_norm_eps=text.get("rms_norm_eps", 1e-6),
-        rope_theta=float(theta),
+        rms_norm_eps=1e-6 if eps is None else eps,
+        rope_theta=float(theta or 10000.0),
         mrope_section=tuple(section) if section else None,
         rope_scaling=rope,
         tie_word_embeddings=bool(tie),
@@ -291,6 +214,27 @@ def _text_config(text: Mapping[str, Any], raw: Mapping[str, Any], num_deep: int)
         num_deep=num_deep,
         latent=latent,
     )
+
+
+def _kv_heads(text: Mapping[str, Any], heads: int) -> int:
+    shared: int = first_of(text, "num_key_value_heads") or heads
+    if heads % shared:
+        raise ConfigError(
+            f"config.json: {heads} attention heads cannot share {shared} key-value heads evenly (num_attention_heads, "
+            "num_key_value_heads)"
+        )
+    return shared
+
+
+def _head_dim(text: Mapping[str, Any], hidden: int, heads: int) -> int:
+    """Half of a head turns as cosine, half as sine."""
+    given: int | None = text.get("head_dim")
+    if given is None and hidden % heads:
+        raise ConfigError(f"config.json: hidden_size={hidden} is not divided by num_attention_heads={heads}")
+    dim = hidden // heads if given is None else given
+    if dim % 2:
+        raise ConfigError(f"config.json: heads have {dim} values (head_dim, or hidden_size by heads), an odd number")
+    return dim
 
 
 def _latent_config(text: Mapping[str, Any]) -> LatentConfig | None:
@@ -327,23 +271,20 @@ def _linear_config(text: Mapping[str, Any]) -> LinearConfig | None:
 
 
 def _vision_config(given: Mapping[str, Any]) -> VisionConfig:
-    vision = {**_VISION_DEFAULTS, **_TOWER_DEFAULTS.get(given.get("model_type", ""), {}), **given}
+    vision = {**VISION_DEFAULTS, **TOWER_DEFAULTS.get(given.get("model_type", ""), {}), **given}
     hidden = first_of(vision, "embed_dim", "hidden_size", "width")
     if hidden is None:
-        raise ConfigError("config.json: vision_config has neither embed_dim nor hidden_size")
+        raise ConfigError("config.json: vision_config has none of embed_dim, hidden_size and width")
     if not isinstance(hidden, int):
         raise ConfigError(f"config.json: vision_config has several towers ({', '.join(hidden)}); one is supported")
-    wide = vision.get("intermediate_size") or int(hidden * vision.get("mlp_ratio", 4))
-    if hidden < 1 or wide < 1:
-        raise ConfigError(f"config.json: vision_config has layers of width {hidden} with MLPs of width {wide}")
     return VisionConfig(
         hidden_size=hidden,
-        intermediate_size=wide,
+        intermediate_size=vision.get("intermediate_size") or max(1, int(hidden * vision.get("mlp_ratio", 4))),
         num_layers=_need(vision, "depth", "num_hidden_layers", "layers") + vision.get("num_global_layers", 0),
-        num_heads=_need(vision, "num_heads", "num_attention_heads", "attention_heads", "heads"),
-        patch_size=_side(vision["patch_size"]),
+        num_heads=_vision_heads(vision, hidden),
+        patch_size=_side(vision, "patch_size") or 0,
         in_channels=first_of(given, "in_channels", "in_chans", "num_channels") or vision["in_channels"],
-        image_size=vision.get("image_size"),
+        image_size=_image_size(vision),
         spatial_merge_size=vision["spatial_merge_size"],
         temporal_patch_size=vision["temporal_patch_size"],
         hidden_act=vision["hidden_act"],
@@ -366,20 +307,39 @@ def _beside_towers(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {name: raw[name] for name in ("spatial_merge_size",) if raw.get(name) is not None}
 
 
-def _side(given: int | list[int]) -> int:
+def _vision_heads(vision: Mapping[str, Any], hidden: int) -> int:
+    heads = _need(vision, "num_heads", "num_attention_heads", "attention_heads", "heads")
+    if hidden % heads:
+        raise ConfigError(
+            f"config.json: vision_config: width {hidden} does not divide into {heads} heads (num_heads or "
+            "num_attention_heads)"
+        )
+    return heads
+
+
+def _image_size(vision: Mapping[str, Any]) -> int | None:
+    side, patch = _side(vision, "image_size"), _side(vision, "patch_size") or 0
+    if side is not None and side < patch:
+        raise ConfigError(f"config.json: vision_config.image_size={side} is less than one patch_size={patch}")
+    return side
+
+
+def _side(vision: Mapping[str, Any], name: str) -> int | None:
     """Of a square, which some checkpoints write as two equal numbers."""
+    given = vision.get(name)
     sides = given if isinstance(given, list) else [given]
     if len(set(sides)) != 1:
-        raise ConfigError(f"config.json: patches of {given} pixels are not square")
-    return sides[0]
+        raise ConfigError(f"config.json: vision_config.{name} {given} is no square")
+    side: int | None = sides[0]
+    return side
 
 
 def _need(values: Mapping[str, Any], *names: str) -> int:
-    found = first_of(values, *names)
+    found: int | None = first_of(values, *names)
     if found is None:
         raise ConfigError(f"config.json has no {' or '.join(names)}, which the model's shape needs")
-    if not isinstance(found, int) or isinstance(found, bool) or found < 1:
-        raise ConfigError(f"config.json says {' or '.join(names)}={found!r}; a whole number above 0 is needed")
+    if found < 1:
+        raise ConfigError(f"config.json: {' or '.join(names)} comes to {found}; at least 1 is needed")
     return found
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).parent.parent / "saccade"
-BASE = {"types", "params", "routing", "config", "options", "costs", "outputs", "rgb", "film", "schema"}
+BASE = {"types", "params", "routing", "kinds", "config", "options", "costs", "outputs", "rgb", "film", "schema"}
 
 # package or top-level module -> what it may import from saccade (itself always)
 ALLOWED: dict[str, set[str]] = {
@@ -20,7 +20,9 @@ ALLOWED: dict[str, set[str]] = {
     "params": {"types"},
     "routing": set(),
     "dialects": set(),
-    "config": {"types", "routing", "dialects"},
+    "defaults": set(),
+    "kinds": set(),
+    "config": {"types", "routing", "dialects", "defaults", "kinds"},
     "options": {"types", "config"},
     "costs": {"types", "config"},
     "outputs": {"types"},
@@ -46,7 +48,7 @@ ALLOWED: dict[str, set[str]] = {
 }
 HEAVY = {"torch", "transformers", "safetensors"}
 FORBIDDEN_OUTSIDE: dict[str, set[str]] = {  # third-party modules a package must never import
-    **{name: HEAVY | {"numpy"} for name in (*(BASE - {"rgb"}), "dialects", "tokenizer_file")},
+    **{name: HEAVY | {"numpy"} for name in (*(BASE - {"rgb"}), "dialects", "defaults", "tokenizer_file")},
     "processor": HEAVY,
     "metrics": HEAVY | {"numpy", "fastapi"},
     "server": HEAVY | {"PIL", "numpy"},

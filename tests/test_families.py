@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -52,7 +52,10 @@ def qwen(qwen2_vl_folder: Path) -> Qwen2VL:
 
 @pytest.fixture(scope="session")
 def llava_config(llava_folder: Path) -> ModelConfig:
-    return open_checkpoint(str(llava_folder)).config
+    """Of a tower that does not say what it takes, so that image processors of all sizes belong to it."""
+    config = open_checkpoint(str(llava_folder)).config
+    assert config.vision
+    return replace(config, vision=replace(config.vision, image_size=None))
 
 
 @pytest.fixture(scope="session")

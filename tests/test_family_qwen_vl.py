@@ -352,7 +352,7 @@ def test_shapes_that_cannot_work_are_refused(case: Case, changes: dict[str, Any]
     ("visual", "said"),
     [
         ({"n_queries": 20}, "n_queries=20 must be a square"),
-        ({"n_queries": 0}, "n_queries=0 must be a square"),
+        ({"n_queries": 0}, "visual.n_queries is 0, but a whole number"),
         ({"image_size": 450}, "a side of 450 is not cut into patches of 14"),
         ({"image_start_id": None}, "visual needs image_size and image_start_id"),
     ],

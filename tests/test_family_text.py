@@ -230,8 +230,8 @@ def test_a_context_beyond_the_window_is_refused_with_the_numbers() -> None:
     ],
 )
 def test_a_config_that_cannot_work_is_refused_with_its_values(changes: dict[str, Any], said: str) -> None:
-    config = model_config({**SMALL, "model_type": "llama", **changes})
     with pytest.raises(ConfigError, match=said):
+        config = model_config({**SMALL, "model_type": "llama", **changes})
         load_model(None, config, dtype=torch.float32, device=CPU, load_format="dummy")
 
 

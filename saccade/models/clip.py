@@ -111,7 +111,7 @@ def square_tower(params: Parameters, vision: VisionConfig, raw: Mapping[str, Any
     """The tower that vision_config names; the oldest checkpoints name none and have CLIP's."""
     kind = raw["vision_config"].get("model_type", "clip_vision_model")
     if kind not in _TOWERS:
-        raise ConfigError(f"a vision tower of type {kind!r} is not supported here; known are {', '.join(_TOWERS)}")
+        raise ConfigError(f"a tower of model_type {kind!r} is not supported here; known are {', '.join(_TOWERS)}")
     return _TOWERS[kind](params, vision, raw)
 
 

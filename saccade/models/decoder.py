@@ -169,7 +169,7 @@ def _scale(plain: Tensor, text: TextConfig) -> Tensor:
     shares = {"llama3": _llama3_share, "yarn": _yarn_share}
     if kind not in shares:
         known = ", ".join(("default", "mrope", "linear", *shares))
-        raise ConfigError(f"config.json asks for rope scaling of type {kind!r}; known are {known}")
+        raise ConfigError(f"config.json asks for rope scaling of type (rope_type) {kind!r}; known are {known}")
     trained = int(text.rope_scaling.get("original_max_position_embeddings") or text.max_position)
     share = shares[kind](plain, text, trained)
     return share * plain + (1 - share) * plain / factor
@@ -177,7 +177,9 @@ def _scale(plain: Tensor, text: TextConfig) -> Tensor:
 
 def _llama3_share(plain: Tensor, text: TextConfig, trained: int) -> Tensor:
     """How much of each frequency is not slowed down: all of short waves, nothing of long ones, a blend in between."""
-    low, high = (float(text.rope_scaling[f"{name}_freq_factor"]) for name in ("low", "high"))
+    low, high = (float(text.rope_scaling.get(f"{name}_freq_factor") or 0) for name in ("low", "high"))
+    if not low or not high or low >= high:
+        raise ConfigError(f"rope scaling of type llama3 needs low_freq_factor={low} below high_freq_factor={high}")
     turns = plain * trained / (2 * math.pi)  # of each wave over the length the model was trained on
     return ((turns - low) / (high - low)).clamp(0, 1)
 

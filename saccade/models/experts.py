@@ -123,7 +123,9 @@ def _check(rules: ExpertRules) -> None:
     if rules.scoring not in ("softmax", "sigmoid"):
         raise ConfigError(f"config.json scores experts by {rules.scoring!r}; known are softmax, sigmoid")
     if rules.choice not in _CHOICES:
-        raise ConfigError(f"config.json chooses experts by {rules.choice!r}; known are {', '.join(_CHOICES)}")
+        raise ConfigError(
+            f"config.json chooses experts by topk_method={rules.choice!r}; known are {', '.join(_CHOICES)}"
+        )
     if rules.width < 1 or rules.shared < 0:
         raise ConfigError(f"config.json has experts of width {rules.width} and {rules.shared} beside them")
     if rules.count % rules.groups or not 0 < rules.groups_kept <= rules.groups:
@@ -134,7 +136,9 @@ def _check(rules: ExpertRules) -> None:
         raise ConfigError(f"config.json ranks {rules.groups} groups by their best two experts, but each has only one")
     within_reach = rules.count // rules.groups * rules.groups_kept
     if not 0 < rules.per_token <= within_reach:
-        raise ConfigError(f"config.json sends a token to {rules.per_token} of {within_reach} experts")
+        raise ConfigError(
+            f"config.json sends a token to {rules.per_token} of {within_reach} experts (num_experts_per_tok)"
+        )
 
 
 EXPERT_RULES = (  # below a layer

@@ -156,7 +156,10 @@ _ACTIVATIONS: Mapping[str, Activation] = {
 def activation(name: str) -> Activation:
     """The function of this name. It may overwrite its argument."""
     if name not in _ACTIVATIONS:
-        raise ConfigError(f"config.json asks for the activation {name!r}; known are {', '.join(_ACTIVATIONS)}")
+        raise ConfigError(
+            f"config.json asks for the activation {name!r} (hidden_act or projector_hidden_act); known are "
+            f"{', '.join(_ACTIVATIONS)}"
+        )
     return _ACTIVATIONS[name]
 
 
@@ -164,7 +167,7 @@ def gated_activation(name: str) -> Activation:
     """The same for the product of gate and up side by side, which becomes half as wide."""
     known = {"silu": silu_and_mul, "gelu": gelu_and_mul}
     if name not in known:
-        raise ConfigError(f"config.json asks for the gated activation {name!r}; known are {', '.join(known)}")
+        raise ConfigError(f"config.json asks for the gated hidden_act {name!r}; known are {', '.join(known)}")
     return known[name]
 
 

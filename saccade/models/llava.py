@@ -81,8 +81,8 @@ def decoder_biases(text: TextConfig, raw: Mapping[str, Any]) -> Biases:
         attention = given.get("attention_bias", False)
         return Biases(qkv=attention, out=attention, mlp=given.get("mlp_bias", False))
     raise ConfigError(
-        f"a {raw['model_type']} model with a {text.model_type!r} decoder is not supported; known are llama, "
-        "mistral and qwen2"
+        f"a {raw['model_type']} model with a {text.model_type!r} decoder is not supported (text_config.model_type); "
+        "known are llama, mistral and qwen2"
     )
 
 

@@ -40,7 +40,7 @@ def pixel_policy(image_processor: Mapping[str, Any]) -> PixelPolicy:
     normalises, rescales = given.get("do_normalize", True), given.get("do_rescale", True)
     return PixelPolicy(
         resample=_known_filter(given.get("resample", Image.Resampling.BICUBIC)),
-        scale=given.get("rescale_factor", 1 / 255) if rescales else 1.0,
+        scale=given.get("rescale_factor") or 1 / 255 if rescales else 1.0,
         mean=tuple(given.get("image_mean") or _CLIP_MEAN) if normalises else (0.0,) * 3,
         std=tuple(given.get("image_std") or _CLIP_STD) if normalises else (1.0,) * 3,
     )

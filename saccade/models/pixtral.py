@@ -15,7 +15,7 @@ from saccade.models.interface import Encoding
 from saccade.models.layers import Parameters, PatchLinear, RMSNorm
 from saccade.models.llava import PROJECTOR_RULES, Projector, decoder_biases
 from saccade.models.pixels import PatchLayout, Picture, pixel_policy
-from saccade.models.vision import VisionBlock, grid_places, vision_config
+from saccade.models.vision import VisionBlock, grid_places, turned_dim, vision_config
 from saccade.models.vision_ops import VisionOps, through_keeping
 from saccade.models.weights import Rule, under
 from saccade.types import Geometry, Grid
@@ -77,7 +77,7 @@ class PixtralTower:
         self.num_layers = vision.num_layers
         self.merge = vision.spatial_merge_size
         self.width = vision.hidden_size * len(self.features)
-        self.head_dim = vision.hidden_size // vision.num_heads
+        self.head_dim = turned_dim(vision)
         self.theta = _theta(raw["vision_config"])
         kernel = (vision.in_channels, vision.patch_size, vision.patch_size)
         self.patch = PatchLinear(params.within("patch"), kernel, vision.hidden_size)

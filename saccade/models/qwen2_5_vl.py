@@ -16,7 +16,7 @@ from saccade.config import ConfigError, VisionConfig
 from saccade.models.interface import Encoding
 from saccade.models.layers import Parameters, PatchLinear, RMSNorm
 from saccade.models.qwen2_vl import COMMON_TOWER_RULES, EPS, MERGER_RULES, Merger, Qwen2VL, vision_theta
-from saccade.models.vision import VisionBlock, grid_places, reorder
+from saccade.models.vision import VisionBlock, grid_places, reorder, turned_dim
 from saccade.models.vision_ops import VisionOps, through
 from saccade.models.weights import Rule
 from saccade.types import Grid
@@ -38,7 +38,7 @@ class Tower:
     def __init__(self, params: Parameters, vision: VisionConfig, outputs: int, theta: float) -> None:
         self.window = _window_side(vision)
         self.full_layers = frozenset(vision.full_layers)
-        self.head_dim = vision.hidden_size // vision.num_heads
+        self.head_dim = turned_dim(vision)
         self.theta = theta
         self.merge = vision.spatial_merge_size
         kernel = (vision.in_channels, vision.temporal_patch_size, vision.patch_size, vision.patch_size)

@@ -14,7 +14,7 @@ from saccade.models.decoder import Biases, Decoder, OnDecoder, decoder_rules, he
 from saccade.models.interface import Encoding
 from saccade.models.layers import LayerNorm, Linear, Parameters, PatchLinear, RMSNorm
 from saccade.models.pixels import PatchLayout, Picture, pixel_policy
-from saccade.models.vision import VisionBlock, grid_places, vision_config
+from saccade.models.vision import VisionBlock, grid_places, turned_dim, vision_config
 from saccade.models.vision_ops import VisionOps, through
 from saccade.models.weights import Rule, under
 from saccade.types import Geometry, Grid
@@ -77,7 +77,7 @@ class VisionTower(Protocol):
 
 class Tower:
     def __init__(self, params: Parameters, vision: VisionConfig, outputs: int, theta: float) -> None:
-        self.head_dim = vision.hidden_size // vision.num_heads
+        self.head_dim = turned_dim(vision)
         self.theta = theta
         self.merge = vision.spatial_merge_size
         kernel = (vision.in_channels, vision.temporal_patch_size, vision.patch_size, vision.patch_size)

@@ -14,7 +14,7 @@ from saccade.models.decoder import Biases, Decoder
 from saccade.models.interface import Encoding
 from saccade.models.layers import Parameters, PatchLinear
 from saccade.models.qwen2_vl import COMMON_TOWER_RULES, EPS, Merger, Qwen2VL, vision_theta
-from saccade.models.vision import VisionBlock, by_token, grid_places
+from saccade.models.vision import VisionBlock, by_token, grid_places, turned_dim
 from saccade.models.vision_ops import VisionOps, through
 from saccade.models.weights import Rule, under
 from saccade.types import Grid
@@ -52,7 +52,7 @@ class Qwen3VL(Qwen2VL):
 
 class Tower:
     def __init__(self, params: Parameters, vision: VisionConfig, outputs: int, theta: float, positions: int) -> None:
-        self.head_dim = vision.hidden_size // vision.num_heads
+        self.head_dim = turned_dim(vision)
         self.theta = theta
         self.merge = vision.spatial_merge_size
         self.outputs = outputs

@@ -155,8 +155,16 @@ def _cells(grid: Grid, merge: int) -> Tensor:
 def vision_config(config: ModelConfig) -> VisionConfig:
     if config.vision is None:
         raise ConfigError(f"config.json of a {config.model_type} model needs a vision_config")
-    if config.vision.hidden_size % config.vision.num_heads:
-        raise ConfigError(
-            f"vision_config: width {config.vision.hidden_size} does not divide into {config.vision.num_heads} heads"
-        )
     return config.vision
+
+
+def turned_dim(vision: VisionConfig) -> int:
+    """Of a head that turns: pairs of values with a patch's row, and as many with its column."""
+    dim = vision.hidden_size // vision.num_heads
+    if dim % 4:
+        raise ConfigError(
+            f"config.json: vision_config has heads of {dim} values ({vision.hidden_size} in {vision.num_heads} heads), "
+            "but heads that turn with rows and columns need a multiple of 4; check hidden_size and num_heads or "
+            "num_attention_heads"
+        )
+    return dim

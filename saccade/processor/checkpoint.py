@@ -12,14 +12,20 @@ from typing import Any
 import huggingface_hub
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-from saccade.config import ConfigError, ModelConfig, model_config
-from saccade.processor.families import built_in_template
+from saccade.config import ConfigError, ModelConfig, check_values, model_config
+from saccade.kinds import PICTURES, PROCESSOR, Table
+from saccade.processor.families import built_in_template, is_known
 
 BUILTIN = Path(__file__).parent.parent / "builtin"
 """A small trained model that comes with the package."""
 
 _SMALL_FILES = ["*.json", "*.txt", "*.jinja", "*.model", "*.tiktoken"]
 _WEIGHT_FILES = ["*.safetensors"]
+_MEDIA_FILES: Mapping[str, Table] = {
+    "preprocessor_config.json": PICTURES,
+    "video_preprocessor_config.json": PICTURES,
+    "processor_config.json": PROCESSOR,
+}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,15 +48,19 @@ def open_checkpoint(model: str | None, *, weights: bool = True) -> Checkpoint:
     path = BUILTIN if model is None else _locate(model, weights)
     _check_complete(path, weights)
     raw = _read_json(path / "config.json")
-    processor = _read_optional(path / "processor_config.json")
-    nested, nested_video = processor.pop("image_processor", None), processor.pop("video_processor", None)
     tokenizer_config = _read_optional(path / "tokenizer_config.json")
     config = model_config(raw, _read_optional(path / "generation_config.json"))
+    settings = {name: _read_optional(path / name) for name in _MEDIA_FILES}
+    if is_known(config):  # of the others Transformers reads these files, and says what it makes of them
+        for name, table in _MEDIA_FILES.items():
+            check_values(name, settings[name], table)
+    pictures, video, processor = settings.values()
+    nested, nested_video = processor.pop("image_processor", None), processor.pop("video_processor", None)
     return Checkpoint(
         path=path,
         config=config,
-        image_processor=_read_optional(path / "preprocessor_config.json") or nested or _pixel_settings(processor),
-        video_processor=_read_optional(path / "video_preprocessor_config.json") or nested_video or {},
+        image_processor=pictures or nested or _pixel_settings(processor),
+        video_processor=video or nested_video or {},
         processor=processor,
         tokenizer_config=tokenizer_config,
         chat_template=_chat_template(path, tokenizer_config) or built_in_template(config),
@@ -121,7 +131,7 @@ def _read_optional(path: Path) -> dict[str, Any]:
 def _pixel_settings(processor: Mapping[str, Any]) -> dict[str, Any]:
     """Processors without an image processor of their own say themselves how pixels are prepared."""
     names = {"image_mean": "image_mean", "image_std": "image_std", "normalize": "do_normalize"}
-    return {common: processor[name] for name, common in names.items() if name in processor}
+    return {common: processor[name] for name, common in names.items() if processor.get(name) is not None}
 
 
 def _chat_template(path: Path, tokenizer_config: Mapping[str, Any]) -> str | None:

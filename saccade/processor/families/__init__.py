@@ -69,6 +69,10 @@ def family_for(config: ModelConfig) -> type[Family]:
     return FAMILIES.get(_name_of(config), Fallback)
 
 
+def is_known(config: ModelConfig) -> bool:
+    return _name_of(config) in FAMILIES
+
+
 def built_in_template(config: ModelConfig) -> str | None:
     """For a checkpoint that ships no chat template; None: it cannot chat."""
     make = TEMPLATES.get(_name_of(config))
@@ -100,5 +104,6 @@ __all__ = [
     "default_family",
     "default_video_rules",
     "family_for",
+    "is_known",
     "video_rules_for",
 ]

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol, Self, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from saccade.config import ConfigError, ModelConfig
+from saccade.config import ConfigError, ModelConfig, VisionConfig
 from saccade.types import TO_THE_END, Geometry, Grid, RequestError, Size, Span
 
 MAX_ASPECT_RATIO = 200
@@ -121,6 +121,30 @@ def in_order(min_pixels: int, max_pixels: int) -> tuple[int, int]:
             f"min_pixels={min_pixels} is above max_pixels={max_pixels}; raise max_pixels or lower min_pixels"
         )
     return min_pixels, max_pixels
+
+
+def vision_and_token(files: Files) -> tuple[VisionConfig, int]:
+    """What every family of pictures needs."""
+    config = files.config
+    if config.vision is None or config.image_token_id is None:
+        missing = "vision_config" if config.vision is None else "image_token_id (or image_token_index)"
+        raise ConfigError(f"config.json has no {missing}, so this model takes no pictures")
+    return config.vision, config.image_token_id
+
+
+def check_agreement(file: str, given: Mapping[str, Any], ours: Mapping[str, int]) -> None:
+    """What two files of a checkpoint say must be the same: pictures are cut here as the tower takes them."""
+    for name, here in ours.items():
+        if given.get(name) not in (None, here):
+            raise ConfigError(
+                f"{file} says {name}={given[name]}, but config.json says {here}; the two files do not belong together"
+            )
+
+
+def tower_sides(vision: VisionConfig) -> dict[str, int]:
+    """In the words of image processors."""
+    merge, frames = vision.spatial_merge_size, vision.temporal_patch_size
+    return {"patch_size": vision.patch_size, "merge_size": merge, "temporal_patch_size": frames}
 
 
 def check_aspect_ratio(size: Size) -> None:

@@ -16,7 +16,15 @@ import numpy as np
 import numpy.typing as npt
 
 from saccade.config import ConfigError, ModelConfig, VisionConfig
-from saccade.processor.families.base import Expansion, Files, check_aspect_ratio, in_order, plain_positions, tag
+from saccade.processor.families.base import (
+    Expansion,
+    Files,
+    check_agreement,
+    check_aspect_ratio,
+    in_order,
+    plain_positions,
+    tag,
+)
 from saccade.processor.families.llava_next import best_canvas
 from saccade.tokenizer_file import added_tokens
 from saccade.types import Geometry, Grid, Size, Span, Tiling
@@ -75,7 +83,8 @@ class DeepseekVL2:
                 f"config.json says tile_tag={raw['tile_tag']!r}; rows of tiles are marked here, as by '2D'"
             )
         sizes = processor.get("candidate_resolutions") or raw.get("candidate_resolutions") or ()
-        _check_agreement(processor, vision)
+        ours = {"patch_size": vision.patch_size, "downsample_ratio": vision.spatial_merge_size}
+        check_agreement("processor_config.json", processor, ours)
         return cls(
             tile=vision.image_size or 0,
             patch_size=vision.patch_size,
@@ -162,16 +171,6 @@ def _vision(files: Files) -> VisionConfig:
             "config.json has no vision_config, or one without image_size, so this model takes no pictures"
         )
     return vision
-
-
-def _check_agreement(processor: Mapping[str, Any], vision: VisionConfig) -> None:
-    ours = {"patch_size": vision.patch_size, "downsample_ratio": vision.spatial_merge_size}
-    for name, here in ours.items():
-        if processor.get(name, here) != here:
-            raise ConfigError(
-                f"processor_config.json says {name}={processor[name]}, but config.json says {here}; the two files do "
-                "not belong together"
-            )
 
 
 def _canvases(given: Sequence[Sequence[int]], tile: int) -> tuple[Size, ...]:

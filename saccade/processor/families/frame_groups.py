@@ -16,8 +16,15 @@ import numpy.typing as npt
 
 from saccade.config import ConfigError
 from saccade.costs import kept_tokens
-from saccade.processor.families.base import Files, check_aspect_ratio, pixel_settings, tag
-from saccade.processor.families.qwen2_vl import fit, largest_fit
+from saccade.processor.families.base import (
+    Files,
+    check_agreement,
+    check_aspect_ratio,
+    pixel_settings,
+    tag,
+    tower_sides,
+)
+from saccade.processor.families.qwen2_vl import edges_of, fit, largest_fit
 from saccade.types import Geometry, Grid, Size, Span
 
 Indices = npt.NDArray[np.int64]
@@ -127,26 +134,25 @@ def published() -> VideoRules:
 class _Defaults(NamedTuple):
     """What a video processor assumes when the checkpoint is silent."""
 
-    patch_size: int
     min_tokens: int
     max_tokens: int
     frame_tokens: int
 
 
 def qwen2_vl(files: Files) -> VideoRules | None:
-    return _rules(files, _Defaults(14, 128, 768, 128_000))
+    return _rules(files, _Defaults(128, 768, 128_000))
 
 
 def qwen2_5_vl(files: Files) -> VideoRules | None:
     per_second = files.config.raw["vision_config"].get("tokens_per_second", 4)
-    return _rules(files, _Defaults(14, 128, 768, 128_000), tokens_per_second=float(per_second))
+    return _rules(files, _Defaults(128, 768, 128_000), tokens_per_second=float(per_second))
 
 
 def qwen3_vl(files: Files) -> VideoRules | None:
     first, last = (files.config.raw.get(f"vision_{end}_token_id") for end in ("start", "end"))
     if first is None or last is None:
         raise ConfigError("config.json has no vision_start_token_id or vision_end_token_id, which video needs")
-    return _rules(files, _Defaults(16, 128, 768, 768), fence=(first, last))
+    return _rules(files, _Defaults(128, 768, 768), fence=(first, last))
 
 
 def _rules(
@@ -160,15 +166,15 @@ def _rules(
     config, given = files.config, files.video_processor or files.image_processor
     if config.video_token_id is None or config.vision is None:
         return None
-    patch = given.get("patch_size") or silent.patch_size
-    merge = given.get("merge_size") or config.vision.spatial_merge_size
-    size, area = given.get("size") or {}, (patch * merge) ** 2
+    check_agreement("the video processor", given, tower_sides(config.vision))
+    patch, merge = config.vision.patch_size, config.vision.spatial_merge_size
+    size, area = edges_of(given), (patch * merge) ** 2
     _check_same_pixels(files)
     return VideoRules(
         token_id=config.video_token_id,
         patch_size=patch,
         merge_size=merge,
-        group=given.get("temporal_patch_size") or config.vision.temporal_patch_size,
+        group=config.vision.temporal_patch_size,
         min_pixels=given.get("min_pixels") or size.get("shortest_edge") or silent.min_tokens * area,
         max_pixels=given.get("max_pixels") or size.get("longest_edge") or silent.max_tokens * area,
         min_frames=given.get("min_frames") or 4,

@@ -10,7 +10,16 @@ import numpy as np
 import numpy.typing as npt
 
 from saccade.config import ConfigError
-from saccade.processor.families.base import Expansion, Files, check_aspect_ratio, pixel_settings, plain_positions, tag
+from saccade.processor.families.base import (
+    Expansion,
+    Files,
+    check_agreement,
+    check_aspect_ratio,
+    pixel_settings,
+    plain_positions,
+    tag,
+    vision_and_token,
+)
 from saccade.types import Geometry, Grid, Size, Span
 
 _DEFAULT_SIDE = 224  # what CLIP's image processor assumes when a checkpoint is silent
@@ -28,18 +37,22 @@ class Llava:
 
     @classmethod
     def from_checkpoint(cls, files: Files) -> Self:
-        config, given, processor = files.config, files.image_processor, files.processor
-        if config.vision is None or config.image_token_id is None:
-            raise ConfigError("config.json has no vision_config or no image_token_id, so this model takes no pictures")
+        (vision, token), given, processor = vision_and_token(files), files.image_processor, files.processor
         if given.get("do_pad"):
             raise ConfigError("the image processor says do_pad=true, but pictures are cropped here, not padded")
         short_side, crop = _resize_and_crop(given)
+        check_agreement("processor_config.json", processor, {"patch_size": vision.patch_size})
+        if vision.image_size is not None and set(crop) != {vision.image_size}:
+            raise ConfigError(
+                f"the image processor's crop_size (or size) makes {crop.width}x{crop.height} pixels of a picture, but "
+                f"the vision tower takes image_size={vision.image_size}"
+            )
         return cls(
             short_side=short_side,
             crop=crop,
-            patch_size=processor.get("patch_size") or config.vision.patch_size,
-            extra_tokens=_extra_tokens(processor, config.raw),
-            image_token_id=config.image_token_id,
+            patch_size=vision.patch_size,
+            extra_tokens=_extra_tokens(processor, files.config.raw),
+            image_token_id=token,
             settings=pixel_settings(given),
         )
 
@@ -84,15 +97,18 @@ class Llava:
 
 def _resize_and_crop(given: Mapping[str, Any]) -> tuple[int | None, Size]:
     """`size` and `crop_size` are numbers in old checkpoints, mappings in newer ones."""
-    size = given.get("size", {"shortest_edge": _DEFAULT_SIDE})
+    size = {"shortest_edge": _DEFAULT_SIDE} if given.get("size") is None else given["size"]
     short_side = size if isinstance(size, int) else size.get("shortest_edge")
-    crop = given.get("crop_size", _DEFAULT_SIDE) if given.get("do_center_crop", True) else size
+    own = _DEFAULT_SIDE if given.get("crop_size") is None else given["crop_size"]
+    crop = own if given.get("do_center_crop", True) else size
     if not given.get("do_resize", True):
         raise ConfigError("the image processor says do_resize=false; the vision tower takes pictures of one size only")
     if isinstance(crop, int):
         crop = {"height": crop, "width": crop}
-    if "height" not in crop or "width" not in crop:
-        raise ConfigError(f"the image processor neither crops nor resizes to one height and width (size={size})")
+    if not crop.get("height") or not crop.get("width"):
+        raise ConfigError(
+            f"the image processor neither crops nor resizes to one height and width (size={size}, crop_size={own})"
+        )
     return short_side, Size(crop["width"], crop["height"])
 
 
@@ -100,6 +116,11 @@ def _extra_tokens(processor: Mapping[str, Any], raw: Mapping[str, Any]) -> int:
     """Tokens beside one per patch. Checkpoints from before the processor knew its patch size rely on the tower's own
     output: CLIP puts a class token in front (SigLIP has none), and the strategy "default" drops it."""
     strategy = processor.get("vision_feature_select_strategy") or raw.get("vision_feature_select_strategy", "default")
+    if strategy not in ("default", "full") or raw.get("vision_feature_select_strategy", strategy) != strategy:
+        raise ConfigError(
+            f"vision_feature_select_strategy must be default or full in both files, not {strategy!r} in "
+            f"processor_config.json and {raw.get('vision_feature_select_strategy')!r} in config.json"
+        )
     own = 0 if (raw.get("vision_config") or {}).get("model_type") == "siglip_vision_model" else 1
     added = processor.get("num_additional_image_tokens") if processor.get("patch_size") else own
     dropped = 1 if strategy == "default" else 0

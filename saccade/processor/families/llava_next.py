@@ -24,6 +24,7 @@ from saccade.processor.families.base import (
     pixel_settings,
     plain_positions,
     tag,
+    vision_and_token,
 )
 from saccade.types import Geometry, Grid, Size, Span, Tiling
 
@@ -138,13 +139,6 @@ class LlavaNext:
 # --- what a checkpoint says ---------------------------------------------------------------------------------------
 
 
-def vision_and_token(files: Files) -> tuple[VisionConfig, int]:
-    config = files.config
-    if config.vision is None or config.image_token_id is None:
-        raise ConfigError("config.json has no vision_config or no image_token_id, so this model takes no pictures")
-    return config.vision, config.image_token_id
-
-
 def tile_side(given: Mapping[str, Any], vision: VisionConfig) -> int:
     """The tower's input. An image processor that makes other sizes belongs to another model."""
     if not given.get("do_resize", True):
@@ -152,7 +146,8 @@ def tile_side(given: Mapping[str, Any], vision: VisionConfig) -> int:
     sides = {side for name in ("size", "crop_size") for side in _sides(given.get(name))}
     if vision.image_size is None or sides - {vision.image_size}:
         raise ConfigError(
-            f"the image processor makes tiles of {sorted(sides)} pixels, but the vision tower takes {vision.image_size}"
+            f"the image processor makes tiles of {sorted(sides)} pixels, but the vision tower takes "
+            f"{vision.image_size} (vision_config.image_size)"
         )
     return vision.image_size
 

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from saccade.config import ConfigError
-from saccade.processor.families.base import Files, pixel_settings
-from saccade.processor.families.llava_next import LlavaNext, read_pinpoints, tile_side, vision_and_token
+from saccade.processor.families.base import Files, pixel_settings, vision_and_token
+from saccade.processor.families.llava_next import LlavaNext, read_pinpoints, tile_side
 from saccade.types import Size
 
+_TOWER = "siglip_vision_model"
 _MOST_TILES = 6  # along either side, where a checkpoint names no pinpoints
 _SLACK = 1.1  # a picture this much larger along its sides is left as it is
 
@@ -25,6 +26,8 @@ class LlavaOnevision(LlavaNext):
         config, given, raw = files.config, files.image_processor, files.config.raw
         if raw.get("vision_feature_select_strategy", "full") != "full":
             raise ConfigError("vision_feature_select_strategy must be full: the tower has no class token to drop")
+        if raw["vision_config"].get("model_type") != _TOWER:
+            raise ConfigError(f"config.json: vision_config.model_type must be {_TOWER}: tiles have no class tokens")
         tile, counts = tile_side(given, vision), range(1, _MOST_TILES + 1)
         max_tiles = _max_tiles(files.processor.get("vision_aspect_ratio") or raw.get("vision_aspect_ratio"))
         return cls(

@@ -26,6 +26,7 @@ from saccade.processor.families.base import (
     pixel_settings,
     plain_positions,
     tag,
+    vision_and_token,
 )
 from saccade.types import Geometry, Grid, Size, Span
 
@@ -45,18 +46,16 @@ class Mistral3:
 
     @classmethod
     def from_checkpoint(cls, files: Files) -> Self:
-        config, given, processor = files.config, files.image_processor, files.processor
-        if config.vision is None or config.image_token_id is None:
-            raise ConfigError("config.json has no vision_config or no image_token_id, so this model takes no pictures")
+        (vision, token), given, processor = vision_and_token(files), files.image_processor, files.processor
         if not given.get("do_resize", True):
             raise ConfigError("the image processor says do_resize=false; pictures must be resized to whole patches")
-        names = (processor.get("image_break_token", "[IMG_BREAK]"), processor.get("image_end_token", "[IMG_END]"))
-        break_id, end_id = _token_ids(files.path, names, config.image_token_id)
+        names = (processor.get("image_break_token") or "[IMG_BREAK]", processor.get("image_end_token") or "[IMG_END]")
+        break_id, end_id = _token_ids(files.path, names, token)
         return cls(
-            patch_size=config.vision.patch_size,
-            merge_size=config.vision.spatial_merge_size,
+            patch_size=vision.patch_size,
+            merge_size=vision.spatial_merge_size,
             edges=_edges(given.get("size")),
-            image_token_id=config.image_token_id,
+            image_token_id=token,
             break_token_id=break_id,
             end_token_id=end_id,
             settings=pixel_settings(given),
@@ -175,5 +174,8 @@ def _token_ids(folder: Path, names: Sequence[str], without: int) -> list[int]:
     ids = {token["content"]: int(token["id"]) for token in added}
     missing = [name for name in names if name not in ids]
     if missing:
-        raise ConfigError(f"tokenizer.json has no token {' and '.join(missing)}, which ends a picture's rows")
+        raise ConfigError(
+            f"tokenizer.json has no token {' and '.join(missing)}, which ends a picture's rows (image_break_token and "
+            "image_end_token in processor_config.json)"
+        )
     return [ids[name] for name in names]

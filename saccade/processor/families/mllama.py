@@ -20,6 +20,7 @@ from saccade.processor.families.base import (
     pixel_settings,
     plain_positions,
     tag,
+    vision_and_token,
 )
 from saccade.types import Geometry, Grid, Size, Span
 
@@ -42,20 +43,16 @@ class Mllama:
 
     @classmethod
     def from_checkpoint(cls, files: Files) -> Self:
-        config, given = files.config, files.image_processor
-        if config.vision is None or config.image_token_id is None:
-            raise ConfigError(
-                "config.json has no vision_config or no image_token_index, so this model takes no pictures"
-            )
+        (vision, token), config, given = vision_and_token(files), files.config, files.image_processor
         tile, max_tiles = _tiling(given)
         _check_tower(config.raw["vision_config"], tile, max_tiles)
-        states = (tile // config.vision.patch_size) ** 2 + 1  # the tower puts a class token in front of each tile
+        states = (tile // vision.patch_size) ** 2 + 1  # the tower puts a class token in front of each tile
         return cls(
             tile=tile,
             max_tiles=max_tiles,
-            patch_size=config.vision.patch_size,
+            patch_size=vision.patch_size,
             slots_per_tile=states * costs.cross_slots_per_state(config.text),
-            image_token_id=config.image_token_id,
+            image_token_id=token,
             settings=pixel_settings(given),
         )
 
@@ -139,7 +136,7 @@ def _tiling(given: Mapping[str, Any]) -> tuple[int, int]:
     size = given.get("size", {"height": _DEFAULT_SIDE, "width": _DEFAULT_SIDE})
     if not isinstance(size, Mapping) or not size.get("height") or size.get("height") != size.get("width"):
         raise ConfigError(f"the image processor's size must have one height and width, the side of a tile, not {size}")
-    return int(size["height"]), int(given.get("max_image_tiles", _DEFAULT_TILES))
+    return int(size["height"]), int(given.get("max_image_tiles") or _DEFAULT_TILES)
 
 
 def _check_tower(vision: Mapping[str, Any], tile: int, max_tiles: int) -> None:
@@ -147,7 +144,7 @@ def _check_tower(vision: Mapping[str, Any], tile: int, max_tiles: int) -> None:
     if (vision.get("image_size"), trained) != (tile, max_tiles):
         raise ConfigError(
             f"the image processor cuts {max_tiles} tiles of {tile} pixels, but the vision tower takes {trained} of "
-            f"{vision.get('image_size')}; the two files do not belong together"
+            f"{vision.get('image_size')} (size, image_size); the two files do not belong together"
         )
     known = vision.get("supported_aspect_ratios")
     if known is not None and [tuple(ratio) for ratio in known] != arrangements(max_tiles):

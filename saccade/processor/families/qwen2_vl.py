@@ -16,10 +16,13 @@ from saccade.processor.families.base import (
     MAX_ASPECT_RATIO,
     Expansion,
     Files,
+    check_agreement,
     check_aspect_ratio,
     in_order,
     pixel_settings,
     tag,
+    tower_sides,
+    vision_and_token,
 )
 from saccade.types import Geometry, Grid, Size, Span
 
@@ -41,19 +44,18 @@ class Qwen2VL:
 
     @classmethod
     def from_checkpoint(cls, files: Files) -> Self:
-        config, given = files.config, files.image_processor
-        if config.vision is None or config.image_token_id is None:
-            raise ConfigError("config.json has no vision_config or no image_token_id, so this model takes no pictures")
+        (vision, token), given = vision_and_token(files), files.image_processor
         if not given.get("do_resize", True):
             raise ConfigError("the image processor says do_resize=false; pictures must be resized to whole patches")
+        check_agreement("the image processor", given, tower_sides(vision))
         lowest, highest = _checkpoint_limits(given)
         return cls(
-            patch_size=given.get("patch_size") or config.vision.patch_size,
-            merge_size=given.get("merge_size") or config.vision.spatial_merge_size,
+            patch_size=vision.patch_size,
+            merge_size=vision.spatial_merge_size,
             min_pixels=lowest,
             max_pixels=highest,
-            image_token_id=config.image_token_id,
-            placeholder_ids=tuple(i for i in (config.image_token_id, config.video_token_id) if i is not None),
+            image_token_id=token,
+            placeholder_ids=tuple(i for i in (token, files.config.video_token_id) if i is not None),
             settings=pixel_settings(given),
         )
 
@@ -166,9 +168,16 @@ def _most_enlarged(side: int, min_pixels: int) -> tuple[int, int]:
     return max([(1, 1), *shapes], key=math.prod)
 
 
+def edges_of(given: Mapping[str, Any]) -> Mapping[str, int | None]:
+    size: Mapping[str, int | None] | int = given.get("size") or {}
+    if isinstance(size, int):
+        raise ConfigError(f"the image processor says size={size}; shortest_edge and longest_edge are needed inside it")
+    return size
+
+
 def _checkpoint_limits(given: Mapping[str, Any]) -> tuple[int, int]:
     """Published checkpoints say min_pixels and max_pixels; newer ones keep the same numbers as edges of `size`."""
-    size = given.get("size") or {}
+    size = edges_of(given)
     lowest = given.get("min_pixels") or size.get("shortest_edge") or size.get("min_pixels") or _MIN_PIXELS
     highest = given.get("max_pixels") or size.get("longest_edge") or size.get("max_pixels") or _MAX_PIXELS
     return int(lowest), int(highest)

@@ -1,0 +1,235 @@
+"""What values in a checkpoint's JSON files may be, by their names. Pure data: opens no file, builds no model.
+
+A name stands here if somebody reads it. Null is silence: who reads says what is assumed then, or that it is missing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+
+class Kind(NamedTuple):
+    wanted: str
+    takes: Callable[[Any], bool]
+
+
+Table = Mapping[str, "Kind | Table"]
+"""By name; a table in the place of a kind is for an object inside."""
+
+
+def first_wrong(values: Mapping[str, Any], table: Table, inside: str = "") -> str | None:
+    """One sentence on the first value that is of another kind, None if there is none."""
+    for name, kind in table.items():
+        value = values.get(name)
+        if value is None:
+            continue
+        if isinstance(kind, Kind):
+            wrong = None if kind.takes(value) else _sentence(inside + name, value, kind.wanted)
+        elif isinstance(value, Mapping):
+            wrong = first_wrong(value, kind, f"{inside}{name}.")
+        else:
+            wrong = _sentence(inside + name, value, "an object")
+        if wrong:
+            return wrong
+    return None
+
+
+def _sentence(name: str, value: Any, wanted: str) -> str:
+    shown = repr(value)
+    return f"{name} is {shown[:80]}{'...' * (len(shown) > 80)}, but {wanted} is needed"
+
+
+# --- kinds --------------------------------------------------------------------------------------------------------
+
+
+def whole(least: int, most: int) -> Kind:
+    """Bounds are far beyond what there is; they keep a slip from filling memory before anyone looks."""
+    wanted = f"{least}" if least == most else f"a whole number from {least} to {most}"
+    return Kind(wanted, lambda v: isinstance(v, int) and not isinstance(v, bool) and least <= v <= most)
+
+
+def number(*, above: float = -math.inf, least: float = -math.inf, most: float = math.inf) -> Kind:
+    bounds = ((f" above {above}", above), (f" of at least {least}", least), (f" of at most {most}", most))
+    wanted = "a number" + "".join(words for words, bound in bounds if math.isfinite(bound))
+    return Kind(wanted, lambda v: _is_number(v) and v > above and least <= v <= most)
+
+
+def many(kind: Kind, count: int | None = None) -> Kind:
+    wanted = f"a list of {'' if count is None else f'{count} times '}{kind.wanted}"
+    return Kind(wanted, lambda v: isinstance(v, list) and len(v) == (count or len(v)) and all(map(kind.takes, v)))
+
+
+def either(*kinds: Kind) -> Kind:
+    return Kind(" or ".join(kind.wanted for kind in kinds), lambda v: any(kind.takes(v) for kind in kinds))
+
+
+def sides(kind: Kind) -> Kind:
+    """Of a picture, by name."""
+    return Kind(
+        f"an object with {kind.wanted} for each side",
+        lambda v: isinstance(v, Mapping) and all(side is None or kind.takes(side) for side in v.values()),
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+FLAG = Kind("true or false", lambda v: isinstance(v, bool))
+WORD = Kind("a string", lambda v: isinstance(v, str))
+OBJECT = Kind("an object", lambda v: isinstance(v, Mapping))
+WIDTH = whole(1, 1 << 24)
+MAYBE_WIDTH = whole(0, 1 << 24)
+LAYERS = whole(1, 4096)
+LAYER = whole(0, 4095)
+ANY_LAYER = whole(-4096, 4095)  # from the last one on, where negative
+HEADS = whole(1, 1 << 16)
+MAYBE_COUNT = whole(0, 1 << 16)
+LENGTH = whole(1, (1 << 31) - 1)
+TOKEN = whole(0, (1 << 31) - 1)
+TOKENS = either(whole(-1, (1 << 31) - 1), many(whole(-1, (1 << 31) - 1)))  # -1: none
+SIDE = whole(1, 1 << 16)
+SQUARE = either(SIDE, many(SIDE, 2))
+AREA = LENGTH
+MERGE = whole(1, 64)
+CHANNELS = whole(3, 3)  # pictures are RGB
+TILES = whole(1, 256)
+PAIRS = many(many(SIDE, 2))
+ABOVE_ZERO = number(above=0)
+AT_LEAST_ZERO = number(least=0)
+THETA = number(above=1)
+
+
+# --- config.json --------------------------------------------------------------------------------------------------
+
+ROPE: Table = {
+    "rope_theta": THETA,
+    "mrope_section": many(whole(0, 1 << 16)),
+    "mrope_interleaved": FLAG,
+    "type": WORD,
+    "rope_type": WORD,
+    "factor": ABOVE_ZERO,
+    "original_max_position_embeddings": LENGTH,
+    "partial_rotary_factor": number(above=0, most=1),
+    "truncate": FLAG,
+    "llama_4_scaling_beta": AT_LEAST_ZERO,
+    "mscale": AT_LEAST_ZERO,
+    "mscale_all_dim": AT_LEAST_ZERO,
+    **dict.fromkeys(("beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor", "attention_factor"), ABOVE_ZERO),
+}
+EXPERTS: Table = {
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok"), MAYBE_COUNT),
+    **dict.fromkeys(("n_shared_experts", "n_group", "topk_group"), MAYBE_COUNT),
+    **dict.fromkeys(("first_k_dense_replace", "decoder_sparse_step", "moe_layer_freq"), MAYBE_COUNT),
+    "moe_intermediate_size": WIDTH,
+    "shared_expert_intermediate_size": MAYBE_WIDTH,
+    "mlp_only_layers": many(LAYER),
+    "norm_topk_prob": FLAG,
+    "scoring_func": WORD,
+    "topk_method": WORD,
+    "routed_scaling_factor": ABOVE_ZERO,
+}
+TEXT: Table = {
+    **EXPERTS,
+    **dict.fromkeys(("model_type", "dtype", "torch_dtype", "hidden_act"), WORD),
+    **dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size", "head_dim", "kv_channels"), WIDTH),
+    # Of models without latent attention too, which have none.
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), MAYBE_WIDTH),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim"), WIDTH),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), HEADS),
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), HEADS),
+    **dict.fromkeys(("attention_bias", "mlp_bias", "tie_word_embeddings", "use_sliding_window", "use_mla"), FLAG),
+    **dict.fromkeys(("use_dynamic_ntk", "use_logn_attn", "no_bias"), FLAG),
+    **dict.fromkeys(("rms_norm_eps", "layer_norm_epsilon"), AT_LEAST_ZERO),
+    **dict.fromkeys(("rope_theta", "rotary_emb_base"), THETA),
+    **dict.fromkeys(("rope_scaling", "rope_parameters"), ROPE),
+    "num_hidden_layers": LAYERS,
+    "full_attention_interval": LAYERS,
+    "layer_types": many(WORD),
+    "cross_attention_layers": many(LAYER),
+    "max_position_embeddings": LENGTH,
+    "seq_length": LENGTH,
+    "sliding_window": TOKEN,
+    "rotary_pct": number(above=0, most=1),
+    "eos_token_id": TOKENS,
+}
+VISION: Table = {
+    **dict.fromkeys(("model_type", "hidden_act"), WORD),
+    **dict.fromkeys(("embed_dim", "hidden_size", "width"), either(WIDTH, OBJECT)),  # several towers have one each
+    **dict.fromkeys(("intermediate_size", "output_dim", "n_queries", "num_position_embeddings"), WIDTH),
+    **dict.fromkeys(("depth", "num_hidden_layers", "layers"), LAYERS),
+    **dict.fromkeys(("num_heads", "num_attention_heads", "attention_heads", "heads"), HEADS),
+    **dict.fromkeys(("in_channels", "in_chans", "num_channels"), CHANNELS),
+    **dict.fromkeys(("patch_size", "image_size"), SQUARE),
+    **dict.fromkeys(("spatial_merge_size", "temporal_patch_size"), MERGE),
+    **dict.fromkeys(("fullatt_block_indexes", "deepstack_visual_indexes", "intermediate_layers_indices"), many(LAYER)),
+    **dict.fromkeys(("layer_norm_eps", "norm_eps"), AT_LEAST_ZERO),
+    "mlp_ratio": number(above=0, most=1024),
+    "num_global_layers": LAYER,
+    "window_size": SIDE,
+    "tokens_per_second": ABOVE_ZERO,
+    "image_start_id": TOKEN,
+    "max_num_tiles": TILES,
+    "supported_aspect_ratios": PAIRS,
+    "rope_theta": THETA,
+    "rope_parameters": ROPE,
+}
+VISUAL: Table = {**VISION, "width": WIDTH, "patch_size": SIDE, "image_size": SIDE}  # as the first Qwen-VL has it
+PROJECTOR: Table = {
+    **dict.fromkeys(("n_embed", "input_dim"), WIDTH),
+    **dict.fromkeys(("mlp_ratio", "depth", "downsample_ratio"), MERGE),
+    "projector_type": WORD,
+    "token_pooling": FLAG,
+}
+CONFIG: Table = {
+    **TEXT,
+    "text_config": TEXT,
+    "language_config": TEXT,
+    "vision_config": VISION,
+    "visual": VISUAL,
+    "projector_config": PROJECTOR,
+    "quantization_config": {"quant_method": WORD},
+    **dict.fromkeys(("image_token_id", "image_token_index", "video_token_id", "video_token_index"), TOKEN),
+    **dict.fromkeys(("vision_start_token_id", "vision_end_token_id"), TOKEN),
+    **dict.fromkeys(("vision_feature_select_strategy", "vision_aspect_ratio", "projector_hidden_act"), WORD),
+    **dict.fromkeys(("tile_tag", "global_view_pos"), WORD),
+    **dict.fromkeys(("image_grid_pinpoints", "candidate_resolutions"), PAIRS),
+    "vision_feature_layer": either(ANY_LAYER, many(ANY_LAYER)),
+    "multimodal_projector_bias": FLAG,
+    "spatial_merge_size": MERGE,
+}
+GENERATION: Table = {"eos_token_id": TOKENS, "chat_format": WORD}
+
+
+# --- how pictures are prepared ------------------------------------------------------------------------------------
+
+PICTURES: Table = {
+    **dict.fromkeys(("do_resize", "do_rescale", "do_normalize", "do_center_crop", "do_pad"), FLAG),
+    **dict.fromkeys(("size", "crop_size"), either(SIDE, sides(AREA))),
+    **dict.fromkeys(("min_pixels", "max_pixels", "max_video_tokens"), AREA),
+    **dict.fromkeys(("min_frames", "max_frames"), SIDE),
+    **dict.fromkeys(("merge_size", "temporal_patch_size"), MERGE),
+    "patch_size": either(SIDE, sides(SIDE)),
+    "resample": whole(0, 5),
+    "rescale_factor": ABOVE_ZERO,
+    "image_mean": many(number(), 3),
+    "image_std": many(ABOVE_ZERO, 3),
+    "max_image_tiles": TILES,
+    "image_grid_pinpoints": PAIRS,
+    "cap_pixels_per_frame": FLAG,
+}
+PROCESSOR: Table = {
+    "image_processor": PICTURES,
+    "video_processor": PICTURES,
+    "image_mean": many(number(least=0, most=1), 3),
+    "image_std": PICTURES["image_std"],
+    **dict.fromkeys(("image_token", "image_break_token", "image_end_token"), WORD),
+    **dict.fromkeys(("vision_feature_select_strategy", "vision_aspect_ratio"), WORD),
+    "patch_size": SIDE,
+    "num_additional_image_tokens": MAYBE_COUNT,
+    "candidate_resolutions": PAIRS,
+    "downsample_ratio": MERGE,
+    "normalize": FLAG,
+}
