@@ -16,7 +16,7 @@ from saccade.options import Options
 from saccade.processor.checkpoint import open_checkpoint
 from saccade.runner.embeddings import EmbeddingSlab
 from saccade.runner.encoder import LocalEncoder
-from saccade.runner.memory import MemoryPlan, plan_memory
+from saccade.runner.memory import MemoryPlan, _dtype, plan_memory
 from saccade.types import Geometry, Grid, Size
 from tests.test_config import PUBLISHED
 from tests.test_encoder_stage import FakeTower, picture
@@ -89,6 +89,11 @@ def test_no_memory_for_a_single_block_is_refused() -> None:
 
 def test_float32_checkpoints_stay_float32() -> None:
     assert plan().dtype == torch.float32
+
+
+def test_a_checkpoint_in_a_type_that_no_device_computes_in_is_refused_by_its_name() -> None:
+    with pytest.raises(ConfigError, match=r"not 'float8_e4m3fn'; config.json says so .*choose with --dtype"):
+        _dtype("auto", "float8_e4m3fn", torch.device("cuda"))
 
 
 def test_an_unknown_device_or_dtype_is_refused() -> None:

@@ -230,16 +230,21 @@ def _device(wanted: str) -> torch.device:
 
 def _dtype(wanted: str, saved: str, device: torch.device) -> tuple[str, str]:
     if wanted != "auto":
-        try:
-            costs.dtype_bytes(wanted)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
+        _check_dtype(wanted, "give another --dtype")
         return wanted, f"dtype {wanted}: as asked"
     if saved == "float32" or device.type != "cpu":
+        _check_dtype(saved, "config.json says so (dtype or torch_dtype); choose with --dtype")
         return saved, f"dtype {saved}: as the checkpoint was saved"
     if torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return "bfloat16", f"dtype bfloat16: the checkpoint is {saved} and this CPU multiplies bfloat16 natively"
     return "float32", f"dtype float32: the checkpoint is {saved}, which this CPU would only emulate"
+
+
+def _check_dtype(name: str, remedy: str) -> None:
+    try:
+        costs.dtype_bytes(name)
+    except ValueError as error:
+        raise ConfigError(f"{error}; {remedy}") from None
 
 
 def _free_bytes(device: torch.device, utilization: float) -> int:
