@@ -75,7 +75,7 @@ class Options:
     inter_token_ms: float | None = _option(
         None,
         "on a GPU, the device time a step beside running answers is planned to take, prompts and pictures included; "
-        "the host's own time comes on top; automatic: 2.25 times what the answers take alone",
+        "the host's own time comes on top; automatic: 2.5 times what the answers take alone",
     )
     encode_layers_per_step: int | None = _option(
         None, "encoder layers run per step while others decode; automatic: whole pictures at once"

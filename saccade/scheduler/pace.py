@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from saccade.types import Curve, Pace
 
-SLOWDOWN = 2.25  # of running answers beside other work, where no target is set
+SLOWDOWN = 2.5  # of running answers beside other work, where no target is set
 _LEAST_SPARE = 0.25  # of what the answers take alone: whatever the target, prompts and pictures move on
 _FEWEST_TOKENS = 32
 
