@@ -145,6 +145,14 @@ def test_the_trial_accepts_what_agrees_with_the_plain_kernel(monkeypatch: pytest
     decode_attention._try_hopper(Heads(2, 1, 128), HALF, BLOCK, DEVICE)
 
 
+@pytest.mark.parametrize(("taken", "programs"), [(0, 12), (4, 8), (6, 6), (7, 12)])
+def test_beside_others_it_has_the_multiprocessors_they_leave_or_comes_after_them(taken: int, programs: int) -> None:
+    made = DecodeAttention(HEADS, HALF, BLOCK, 64, DEVICE)
+    made.by_hopper, made._programs = True, 12
+    shares = made.plan(ints([100] * 16), taken)
+    assert shares is not None and len(shares.numbers) == programs
+
+
 def test_the_workspace_has_room_for_two_parts_of_every_program() -> None:
     made = DecodeWorkspace.allocate(1, 12, 1, 128, DEVICE)
     programs = decode_attention.num_multiprocessors(DEVICE)

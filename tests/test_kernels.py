@@ -423,6 +423,15 @@ def test_not_a_number_is_the_largest_and_with_a_sign_the_smallest(dtype: torch.d
     assert found.tolist() == [largest if has_sign else 6000]
 
 
+def test_embeddings_of_a_decode_step_may_go_into_wider_rows_of_a_larger_pass() -> None:
+    embedding, rows = random(9, 40, dtype=torch.bfloat16), random(5, 60, dtype=torch.bfloat16, seed=1)
+    others, latest, tables = rows[:3].clone(), ints([8], torch.int64), ints([0]).view(1, 1)
+    numbers = StepNumbers(*(ints(values) for values in ([4, -1], [0, 0], [-1, -1], [1, 1], [0, 0])))
+    found = decode_inputs(numbers, latest, embedding, random(8).abs(), tables, BLOCK, rows[3:])
+    assert torch.equal(rows[:3], others) and found.embeds.data_ptr() == rows[3:].data_ptr()
+    assert torch.equal(rows[3:, :40], embedding[[4, 8]]) and not rows[3:, 40:].any()
+
+
 def test_a_decode_step_begins_with_embeddings_angles_and_tables() -> None:
     tokens, positions, rows = ints([4, -1, 0]), ints([0, 700, 31]), ints([2, 0, 1])
     embedding, frequencies = random(9, 40, dtype=torch.bfloat16), random(8).abs()

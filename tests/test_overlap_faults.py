@@ -26,6 +26,11 @@ class Launching(FakeRunner):
         result = self.execute(plan)
         return lambda: result
 
+    def launch_both(
+        self, beside: StepPlan, ahead: StepPlan
+    ) -> tuple[Callable[[], StepResult], Callable[[], StepResult]]:
+        return self.launch(beside), self.launch(ahead)
+
     def expect(self, items: Sequence[MediaItem]) -> None:
         """Nothing is decoded here."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,6 +21,9 @@ PACE = Pace(  # as an H200 was measured with Qwen2-VL-2B's shape
     layer_ms=((256, 0.118), (1024, 0.454), (1521, 0.756), (2304, 1.356), (4096, 3.467)),
     target_ms=None,
 )
+RIDING = replace(
+    PACE, riding_ms=((32, ((128, 2.6), (256, 3.2), (384, 3.7), (512, 4.3))), (64, ((128, 2.9), (256, 3.5))))
+)
 
 
 class Device(Launching):
@@ -28,6 +32,17 @@ class Device(Launching):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.work: list[tuple[int, float]] = []  # answers that got a token, milliseconds
+        self.pace = PACE
+
+    def launch_both(
+        self, beside: StepPlan, ahead: StepPlan
+    ) -> tuple[Callable[[], StepResult], Callable[[], StepResult]]:
+        collects = super().launch_both(beside, ahead)
+        tokens, rows = sum(work.end - work.start for work in beside.works), len(ahead.works)
+        curve = next((curve for most, curve in self.pace.riding_ms if rows <= most and tokens <= curve[-1][0]), None)
+        if curve and tokens and not any(work.samples for work in beside.works):
+            self.work[-2:] = [(rows, milliseconds(curve, tokens) + self._encode_ms(beside))]
+        return collects
 
     def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
         known = self.requests | {admission.request.request_id: admission.request for admission in plan.admitted}
@@ -60,13 +75,14 @@ def _is_decoding(work: Work, known: dict[str, Request]) -> bool:
     return work.end - work.start == 1 and work.start >= len(known[work.request_id].prompt)
 
 
-@pytest.mark.parametrize("every", [10, 25, 60])
-def test_prompts_and_pictures_in_turns_never_share_the_time_between_two_tokens(every: int) -> None:
+def played(pace: Pace, every: int) -> tuple[Device, dict[str, int]]:
+    """Answers, with a picture every so many steps; and the step in which each picture's first token came."""
     config = make_config(
-        pace=PACE, max_num_seqs=64, max_num_batched_tokens=8192, encoder_budget=8192, encoder_cache_slots=60_000,
+        pace=pace, max_num_seqs=64, max_num_batched_tokens=8192, encoder_budget=8192, encoder_cache_slots=60_000,
         num_blocks=40_000,
     )  # fmt: skip
-    core = OverlappedCore(config, device := Device(config, layers=LAYERS))
+    core, first = OverlappedCore(config, device := Device(config, layers=LAYERS)), dict[str, int]()
+    device.pace = pace
     for i in range(ANSWERS):
         core.add(make_request(f"t{i}", 60, max_tokens=250, temperature=0, first_token=1_000 * i))
     core.step()
@@ -74,7 +90,24 @@ def test_prompts_and_pictures_in_turns_never_share_the_time_between_two_tokens(e
         if count % every == 0 and 0 < count < 200:
             picture = Picture(f"p{count}", EMBEDDINGS)
             core.add(make_request(f"p{count}", 8, picture, 6, max_tokens=2, temperature=0, first_token=100_000))
-        core.step()
+        for event in core.step():
+            if event.request_id.startswith("p"):
+                first.setdefault(event.request_id, count)
+    core.scheduler.check()
+    return device, first
+
+
+@pytest.mark.parametrize("pace", [PACE, RIDING], ids=["apart", "riding"])
+@pytest.mark.parametrize("every", [10, 25, 60])
+def test_prompts_and_pictures_in_turns_never_share_the_time_between_two_tokens(pace: Pace, every: int) -> None:
+    device, _ = played(pace, every)
     gaps, alone = device.between_tokens()[1:], milliseconds(PACE.decode_ms, ANSWERS)
     assert max(gaps) > 1.8 * alone, "something was done beside the answers"
     assert max(gaps) <= SLOWDOWN * alone
+
+
+def test_a_picture_whose_prompt_rides_along_has_its_first_token_after_fewer_steps() -> None:
+    _, apart = played(PACE, 60)
+    _, riding = played(RIDING, 60)
+    assert apart.keys() == riding.keys()
+    assert all(riding[name] <= apart[name] - 8 for name in apart), (apart, riding)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from saccade.scheduler.pace import SLOWDOWN, milliseconds, most_work, share, size_at, size_within
+from saccade.scheduler.pace import SLOWDOWN, milliseconds, most_work, riding_tokens, share, size_at, size_within
 from saccade.types import Pace
 
 PACE = Pace(
@@ -31,6 +31,23 @@ def test_prompts_and_pictures_get_all_of_the_spare_time_when_it_is_their_turn() 
 def test_prompts_and_pictures_move_on_even_when_decoding_alone_misses_the_target() -> None:
     least = share(replace(PACE, target_ms=0.1), 32, 1600)
     assert least.encode_layers >= 1 and least.prompt_tokens >= 32
+
+
+RIDING = replace(PACE, riding_ms=((8, ((128, 2.0), (256, 2.5))), (32, ((128, 3.0), (256, 4.0), (384, 5.0)))))
+
+
+def test_of_tokens_that_ride_along_as_many_are_taken_as_keep_the_whole_pass_within_the_target() -> None:
+    assert riding_tokens(RIDING, 32) == 384  # 5.0 ms
+    assert riding_tokens(replace(RIDING, target_ms=3.9), 32) == 128
+
+
+def test_what_rides_along_is_looked_up_for_as_many_answers_as_the_pass_was_measured_with() -> None:
+    assert riding_tokens(replace(RIDING, target_ms=2.6), 8) == 256
+    assert riding_tokens(replace(RIDING, target_ms=2.6), 9) == 0
+
+
+def test_nothing_rides_along_where_no_pass_was_measured() -> None:
+    assert riding_tokens(PACE, 32) == riding_tokens(RIDING, 33) == 0
 
 
 def test_times_between_measured_sizes_lie_on_a_line() -> None:

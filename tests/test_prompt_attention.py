@@ -42,7 +42,7 @@ def test_its_own_tiles_go_to_it_and_all_others_to_the_plain_kernel(
 ) -> None:
     paged, q, calls = Paged.of([40], kv_heads=2, dim=128, dtype=HALF), random(20, 12, 128, dtype=HALF), []
 
-    def hopper(q: Tensor, *rest: object) -> Tensor:
+    def hopper(q: Tensor, *rest: object, **_: object) -> Tensor:
         calls.append(rest)
         return paged.expected(q, [20])
 
@@ -96,6 +96,15 @@ def test_splits_fill_the_device_once_where_they_are_more_than_a_few(tokens: int)
     else:
         assert 4 <= splits <= MAX_SPLITS
         assert programs * splits <= H200 < programs * (splits + 1)
+
+
+@pytest.mark.parametrize(("tokens", "splits", "programs"), [(96, 2, 48), (224, 2, 48), (352, 1, 36), (640, 1, 60)])
+def test_beside_others_prompts_take_no_more_than_half_of_the_multiprocessors(
+    tokens: int, splits: int, programs: int
+) -> None:
+    made = attention(by_hopper=True)
+    made._multiprocessors = H200
+    assert made.half(tokens) == (splits, programs)
 
 
 def test_parts_are_added_up_by_their_levels_and_finished_rows_left_alone() -> None:

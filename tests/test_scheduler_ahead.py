@@ -16,6 +16,7 @@ from saccade.types import Pace, RequestError, Sample, StepPlan, StepResult, Work
 from tests.scheduling import EOS, FakeRunner, Picture, Rig, key_of
 
 PACE = Pace(decode_ms=((1, 1.0),), prompt_ms=((2, 0.5), (8, 1.0)), layer_ms=((4, 0.5),), target_ms=None)
+RIDING = replace(PACE, riding_ms=((3, ((4, 1.5), (9, 2.0))),))
 PARTS = st.one_of(st.integers(1, 9), st.sampled_from([Picture("a", 3), Picture("b", 3), Picture("c", 6)]))
 REQUESTS = st.tuples(
     st.lists(PARTS, min_size=1, max_size=4),
@@ -33,7 +34,7 @@ CONFIGS = st.fixed_dictionaries(
         "encoder_cache_slots": st.sampled_from([12, 100]),
         "enable_prefix_caching": st.booleans(),
         "encode_layers_per_step": st.sampled_from([None, 1]),
-        "pace": st.sampled_from([None, PACE, replace(PACE, max_prompts=2)]),
+        "pace": st.sampled_from([None, PACE, RIDING, replace(PACE, max_prompts=2)]),
     }
 )
 

@@ -119,7 +119,8 @@ events = st.builds(
     st.none() | usages,
 )
 curves = st.lists(st.tuples(counts, seconds), max_size=3).map(tuple)
-paces = st.builds(Pace, curves, curves, curves, st.none() | seconds)
+riding = st.lists(st.tuples(counts, curves), max_size=2).map(tuple)
+paces = st.builds(Pace, curves, curves, curves, st.none() | seconds, riding_ms=riding)
 values: dict[Any, Any] = {
     int: counts,
     bool: st.booleans(),

@@ -15,7 +15,7 @@ from saccade.options import Options, SchedulerConfig
 from saccade.runner.build import build_runner, plain_reason
 from saccade.runner.memory import plan_memory
 from saccade.runner.runner import Runner
-from saccade.scheduler.pace import share
+from saccade.scheduler.pace import riding_tokens, share
 from saccade.types import Geometry
 
 logger = logging.getLogger("saccade.engine")
@@ -80,7 +80,8 @@ def _pace_reason(limits: SchedulerConfig) -> str:
     assert limits.pace is not None
     many, alone = limits.pace.decode_ms[-1]
     tokens, layers = share(limits.pace, many, 1024)
+    riding = max(riding_tokens(limits.pace, many), tokens)
     return (
-        f"a step of {many} answers takes {alone:.2f} ms alone; beside them {tokens} prompt tokens or {layers} encoder "
-        "layers over a picture of 1024 embeddings fit"
+        f"a step of {many} answers takes {alone:.2f} ms alone; beside them {riding} prompt tokens ({tokens} where a "
+        f"prompt ends) or {layers} encoder layers over a picture of 1024 embeddings fit"
     )

@@ -7,8 +7,10 @@ Where the device chooses tokens by itself, the next decode step is planned and l
 known. What else is to be done is planned and launched while a decode step runs, and asked for when the next one does,
 so that tokens wait neither for prompts nor for pictures. The device is never idle:
 
-    host     | collect the rest of 1, plan and launch the rest of 2, launch decode 3, collect decode 2, text of 2 | ...
+    host     | collect the rest of 1, plan and launch the rest of 2 and decode 3, collect decode 2, text of 2 | ...
     device   | ---- decode 2 ---- | ---- the rest of 2 ---- | ---- decode 3 ---- | ...
+
+Where no prompt ends in the rest of 2, the device may compute it together with decode 3, which reads the weights once.
 
 `EngineCore` is the plain loop: the same tokens, one step at a time.
 """
@@ -30,8 +32,15 @@ _TURN = 5e-5  # seconds; Python's own 5 ms are several steps
 _REMEMBERED = 512  # pictures, by their keys
 
 
+Collect = Callable[[], StepResult]
+"""Waits until a step is done."""
+
+
 class LaunchingRunner(StepRunner, Protocol):
-    def launch(self, plan: StepPlan) -> Callable[[], StepResult]: ...
+    def launch(self, plan: StepPlan) -> Collect: ...
+
+    def launch_both(self, beside: StepPlan, ahead: StepPlan) -> tuple[Collect, Collect]:
+        """In this order, or together."""
 
     def expect(self, items: Sequence[MediaItem]) -> None:
         """Pictures that steps to come will want: they are decoded beside whatever the host and the device do."""
@@ -40,7 +49,7 @@ class LaunchingRunner(StepRunner, Protocol):
 class _Launched(NamedTuple):
     plan: StepPlan
     at: float
-    collect: Callable[[], StepResult]
+    collect: Collect
 
 
 class OverlappedCore(EngineCore):
@@ -66,14 +75,13 @@ class OverlappedCore(EngineCore):
         events, self._events = self._events, []
         if self._launched and self._launched[0].plan.is_beside:
             events += self._book(1)
-        if self._is_ahead:
-            events += self._launch(self.scheduler.schedule_beside(self.clock()))
-        count = len(self._launched)
-        if count:
-            events += self._launch(self.scheduler.schedule_ahead())
-            self._is_ahead = len(self._launched) > count
+        beside = self.scheduler.schedule_beside(self.clock()) if self._is_ahead else None
+        ahead = self.scheduler.schedule_ahead() if self._launched else None
+        self._is_ahead = ahead is not None
+        events += self._launch(beside, ahead)
+        if self._launched:
             self.scheduler.index()  # nothing is left to launch: the device works, and its tokens are waited for
-            events += self._book(1 if self._is_ahead else count)
+            events += self._book(1 if self._is_ahead else len(self._launched))
         if not self._launched and self.scheduler.has_unfinished() and not (events and self._is_long()):
             events += self._launch(self.scheduler.schedule(self.clock()))
         return events
@@ -147,14 +155,15 @@ class OverlappedCore(EngineCore):
     def has_unfinished(self) -> bool:
         return bool(self._launched or self._events) or self.scheduler.has_unfinished()
 
-    def _launch(self, plan: StepPlan | None) -> list[TokenEvent]:
-        """Nothing, or the endings of all requests when the step could not be launched."""
-        if plan is None:
-            return []
+    def _launch(self, *planned: StepPlan | None) -> list[TokenEvent]:
+        """One plan or two. Nothing, or the endings of all requests when a step could not be launched."""
+        plans = [plan for plan in planned if plan is not None]
         try:
-            self._launched.append(_Launched(plan, self.clock(), self.runner.launch(plan)))
+            at = self.clock()
+            collects = self.runner.launch_both(*plans) if len(plans) == 2 else map(self.runner.launch, plans)
+            self._launched += [_Launched(plan, at, collect) for plan, collect in zip(plans, collects, strict=True)]
         except Exception:
-            return self._fail_step(plan)
+            return self._fail_step(plans[0])
         return []
 
     def _book(self, count: int) -> list[TokenEvent]:

@@ -30,11 +30,15 @@ class DecodeAttention:
         self._programs = num_multiprocessors(device)
         self._workspace = DecodeWorkspace.allocate(max_requests, heads.queries, heads.keys, heads.dim, device)
 
-    def plan(self, contexts: Tensor) -> Shares | None:
-        """Once a step, for all layers. contexts: int32 [requests], on the device."""
+    def plan(self, contexts: Tensor, taken: int = 0) -> Shares | None:
+        """Once a step, for all layers. contexts: int32 [requests], on the device.
+
+        `taken`: multiprocessors that others have at the same time. Where they have most, we come after them.
+        """
         if not self.by_hopper or len(contexts) < _LEAST_REQUESTS:
             return None
-        return plan_shares(contexts, self.heads.keys, self._programs)
+        left = self._programs - taken
+        return plan_shares(contexts, self.heads.keys, left if left >= taken else self._programs)
 
     def __call__(
         self,
@@ -45,13 +49,14 @@ class DecodeAttention:
         contexts: Tensor,
         scale: float,
         shares: Shares | None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """As `paged_decode`."""
         if shares is None:
-            return paged_decode(new, keys, values, tables, contexts, self.block_size, scale, self._workspace)
+            return paged_decode(new, keys, values, tables, contexts, self.block_size, scale, self._workspace, out=out)
         from saccade.kernels.hopper_decode import hopper_decode  # experimental language: only where it is used
 
-        return hopper_decode(new, keys, values, tables, contexts, shares, self.block_size, scale, self._workspace)
+        return hopper_decode(new, keys, values, tables, contexts, shares, self.block_size, scale, self._workspace, out)
 
 
 def can_use_hopper(heads: Heads, dtype: torch.dtype, block_size: int, device: torch.device) -> bool:

@@ -19,7 +19,7 @@ from saccade.kernels.tiles import power_of_two
 
 
 class DecodeInputs(NamedTuple):
-    embeds: Tensor  # [T, hidden]
+    embeds: Tensor  # [T, hidden or wider]
     cos: Tensor  # [T, d] in the embeddings' type, as `rotary_and_store` takes it
     sin: Tensor  # the same; carries the sign of its half
     tables: Tensor  # int32 [T, max_blocks]
@@ -42,19 +42,22 @@ def decode_inputs(
     frequencies: Tensor,  # float32 [d / 2]
     block_tables: Tensor,  # int32 [requests, max_blocks], contiguous
     block_size: int,
+    embeds: Tensor | None = None,  # [T, hidden or wider], contiguous: where the embeddings go, zeros behind them
 ) -> DecodeInputs:
     count, hidden = len(numbers.tokens), embedding.shape[1]
     half, blocks = len(frequencies), block_tables.shape[1]
-    assert embedding.is_contiguous() and block_tables.is_contiguous()
+    if embeds is None:
+        embeds = embedding.new_empty(count, hidden)
+    assert embedding.is_contiguous() and block_tables.is_contiguous() and embeds.is_contiguous()
     found = DecodeInputs(
-        embedding.new_empty(count, hidden),
+        embeds,
         embedding.new_empty(count, 2 * half),
         embedding.new_empty(count, 2 * half),
         block_tables.new_empty(count, blocks),
     )
     _inputs_kernel[(count,)](
         *numbers, latest, embedding, frequencies, block_tables, *found, blocks,
-        BLOCK_SIZE=block_size, HIDDEN=hidden, PADDED_HIDDEN=power_of_two(hidden),
+        BLOCK_SIZE=block_size, HIDDEN=hidden, WIDE=embeds.shape[1], PADDED=power_of_two(embeds.shape[1]),
         HALF=half, PADDED_HALF=power_of_two(half), num_warps=4,
     )  # fmt: skip
     return found
@@ -91,7 +94,7 @@ def _inputs_kernel(
     tokens: tl.tensor, positions: tl.tensor, slots: tl.tensor, contexts: tl.tensor, rows: tl.tensor,
     latest: tl.tensor, embedding: tl.tensor, frequencies: tl.tensor, block_tables: tl.tensor,
     embeds: tl.tensor, cos: tl.tensor, sin: tl.tensor, tables: tl.tensor, blocks: tl.tensor,
-    BLOCK_SIZE: tl.constexpr, HIDDEN: tl.constexpr, PADDED_HIDDEN: tl.constexpr, HALF: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, HIDDEN: tl.constexpr, WIDE: tl.constexpr, PADDED: tl.constexpr, HALF: tl.constexpr,
     PADDED_HALF: tl.constexpr,
 ) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -99,9 +102,9 @@ def _inputs_kernel(
     own_row = tl.load(rows + row).to(tl.int64)
     fed = tl.load(latest + own_row, mask=given < 0, other=0)
     token = tl.where(given < 0, fed, given.to(tl.int64))
-    columns = tl.arange(0, PADDED_HIDDEN)
-    own = tl.load(embedding + token * HIDDEN + columns, mask=columns < HIDDEN)
-    tl.store(embeds + row * HIDDEN + columns, own, mask=columns < HIDDEN)
+    columns = tl.arange(0, PADDED)
+    own = tl.load(embedding + token * HIDDEN + columns, mask=columns < HIDDEN, other=0.0)
+    tl.store(embeds + row * WIDE + columns, own, mask=columns < WIDE)
     half = tl.arange(0, PADDED_HALF)
     angles = tl.load(positions + row).to(tl.float32) * tl.load(frequencies + half, mask=half < HALF, other=0.0)
     along, across = tl.cos(angles), tl.sin(angles)

@@ -65,14 +65,14 @@ def hopper_decode(
     block_size: int,
     scale: float,
     workspace: DecodeWorkspace,
-) -> Tensor:
-    """[requests, heads, 128]"""
+    out: Tensor | None = None,  # contiguous
+) -> Tensor:  # [requests, heads, 128]
     (requests, all_heads, dim), kv_heads = new.qkv.shape[-3:], k_cache.shape[1]
     heads, whole = all_heads - 2 * kv_heads, requests * all_heads * dim
     group, programs = heads // kv_heads, len(shares.numbers)
     assert suits(dim, group, k_cache.dtype, block_size) and new.qkv.is_contiguous() and requests == shares.requests
     assert 2 * programs * group * dim <= workspace.mixed.numel() and requests * kv_heads <= workspace.counters.numel()
-    out = torch.empty((requests, heads, dim), dtype=k_cache.dtype, device=k_cache.device)
+    out = k_cache.new_empty(requests, heads, dim) if out is None else out
     _decode_kernel[(programs,)](
         _descriptor(k_cache, block_size), _descriptor(v_cache, block_size), *new, k_cache, v_cache, block_tables,
         context_lens, shares.numbers, out, *workspace, scale * LOG2_E, block_tables.stride(0), whole,

@@ -72,13 +72,13 @@ def hopper_prefill(
     scale: float,
     *,
     splits: int | None = None,
+    out: Tensor | None = None,  # contiguous
 ) -> Tensor:
     """[T, heads, 128]"""
     tokens, heads, dim = q.shape
     assert tiles.rows == ROWS and suits(dim, q.dtype, block_size)
-    if splits is None:
-        splits = choose_splits(tokens, heads, num_multiprocessors(q.device))
-    out = torch.empty((tokens, heads, dim), dtype=q.dtype, device=q.device)
+    splits = splits or choose_splits(tokens, heads, num_multiprocessors(q.device))
+    out = q.new_empty(tokens, heads, dim) if out is None else out
     parts = new_parts(splits, out) if splits > 1 else _no_parts(out)
     _prefill_kernel[(heads, len(tiles.index), splits)](
         _descriptor(k_cache, block_size), _descriptor(v_cache, block_size), q, block_tables, context_lens,

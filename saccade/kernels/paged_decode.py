@@ -100,19 +100,19 @@ def paged_decode(
     *,
     splits: int | None = None,
     launch: Launch | None = None,
+    out: Tensor | None = None,  # [requests, heads, d], contiguous
 ) -> Tensor:
     """[requests, heads, d]. The grid depends on shapes alone: batch size, and the longest context the tables hold."""
     (requests, all_heads, dim), kv_heads = new.qkv.shape[-3:], k_cache.shape[1]
     heads = all_heads - 2 * kv_heads
-    if splits is None:
-        splits = choose_splits(
-            requests, kv_heads, block_tables.shape[1] * block_size, num_multiprocessors(k_cache.device)
-        )
+    splits = splits or choose_splits(
+        requests, kv_heads, block_tables.shape[1] * block_size, num_multiprocessors(k_cache.device)
+    )
     launch, early = launch or launch_for(k_cache, requests, splits), is_early(k_cache)
     whole = requests * all_heads * dim
     assert k_cache.is_contiguous() and v_cache.is_contiguous() and new.qkv.is_contiguous()
     _check_room(workspace, requests, heads, kv_heads, dim, splits)
-    out = torch.empty((requests, heads, dim), dtype=k_cache.dtype, device=k_cache.device)
+    out = k_cache.new_empty(requests, heads, dim) if out is None else out
     _decode_kernel[(kv_heads, splits, requests)](
         *new, k_cache, v_cache, block_tables, context_lens, out, *workspace, scale * LOG2_E,
         block_tables.stride(0), whole,

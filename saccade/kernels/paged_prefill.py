@@ -45,14 +45,14 @@ def paged_prefill(
     *,
     splits: int | None = None,
     launch: Launch | None = None,
+    out: Tensor | None = None,  # [T, heads, d], contiguous
 ) -> Tensor:
     """[T, heads, d]. A window of one token is allowed, though `paged_decode` is faster at it."""
     tokens, heads, dim = q.shape
     launch = launch or launch_for(q, tiles.rows)
     assert launch.rows == tiles.rows, f"tiles of {tiles.rows} rows, a launch of {launch.rows}"
-    if splits is None:
-        splits = choose_splits(tokens, heads, tiles.rows, num_multiprocessors(q.device))
-    out = torch.empty((tokens, heads, dim), dtype=q.dtype, device=q.device)
+    splits = splits or choose_splits(tokens, heads, tiles.rows, num_multiprocessors(q.device))
+    out = torch.empty((tokens, heads, dim), dtype=q.dtype, device=q.device) if out is None else out
     parts = new_parts(splits, out) if splits > 1 else None
     _prefill_kernel[(heads, len(tiles.index), splits)](
         q, k_cache, v_cache, block_tables, context_lens, tiles.starts, tiles.index, out,

@@ -8,18 +8,26 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache
 from importlib import import_module
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from saccade.kernels.flashinfer_prefill import Heads
 from saccade.kernels.paged_decode import num_multiprocessors
-from saccade.kernels.paged_prefill import choose_rows, paged_prefill
+from saccade.kernels.paged_prefill import choose_rows, choose_splits, paged_prefill
 from saccade.kernels.tiles import Tiles
 from saccade.kernels.trial import is_hopper, passes
 
 _HOPPER_ROWS, _PLAIN_ROWS = 128, 64
 _MOST_PLAIN_TOKENS = 128  # fewer leave half of the Hopper kernel's rows empty
+
+
+class Half(NamedTuple):
+    """A launch that leaves the other half of the device to others."""
+
+    splits: int  # of the keys
+    programs: int  # each has a multiprocessor to itself
 
 
 class PromptAttention:
@@ -39,15 +47,32 @@ class PromptAttention:
             return _HOPPER_ROWS if tokens > _MOST_PLAIN_TOKENS else _PLAIN_ROWS
         return choose_rows(tokens, self.heads, self._multiprocessors)
 
+    def half(self, tokens: int) -> Half:
+        """How so many tokens attend beside others. It is more than half only where their tiles alone are."""
+        rows = self.rows(tokens)
+        splits = choose_splits(tokens, self.heads, rows, self._multiprocessors // 2)
+        return Half(splits, self.heads * -(-tokens // rows) * splits)
+
     def __call__(
-        self, q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, contexts: Tensor, tiles: Tiles, scale: float
+        self,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        tables: Tensor,
+        contexts: Tensor,
+        tiles: Tiles,
+        scale: float,
+        out: Tensor | None = None,
+        splits: int | None = None,
     ) -> Tensor:
         """As `paged_prefill`."""
         if self.by_hopper and tiles.rows == _HOPPER_ROWS:
             from saccade.kernels.hopper_prefill import hopper_prefill  # experimental language: only where it is used
 
-            return hopper_prefill(q, keys, values, tables, contexts, tiles, self.block_size, scale)
-        return paged_prefill(q, keys, values, tables, contexts, tiles, self.block_size, scale)
+            return hopper_prefill(
+                q, keys, values, tables, contexts, tiles, self.block_size, scale, splits=splits, out=out
+            )
+        return paged_prefill(q, keys, values, tables, contexts, tiles, self.block_size, scale, splits=splits, out=out)
 
 
 def can_use_hopper(heads: Heads, dtype: torch.dtype, block_size: int, device: torch.device) -> bool:

@@ -1,6 +1,7 @@
 """Computes a step's windows on a CUDA device without waiting for it: launch now, ask for the tokens later.
 
-Requests that decode go through one graph, prompts through another pass: each has the shapes it is fast at.
+Requests that decode go through one graph, prompts through another pass: each has the shapes it is fast at. Parts of
+prompts that fit go along with a decode step.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from saccade.runner.device import Sampled, Windows
 from saccade.runner.drawing import draw_tokens, has_kernel
 from saccade.runner.group import Group
 from saccade.runner.measure import layer_curve, timed_curve
+from saccade.runner.mixed import MixedPass
 from saccade.runner.prompts import GRAPH_WINDOWS, PromptPass, Splice, Window
 from saccade.runner.sampler import Drawing, sample
 from saccade.runner.tables import BlockTables, Returns, to_device
@@ -62,6 +64,8 @@ class CudaForward:
         self._decoder = FusedDecoder(decoder, kv)
         self._decoding = DecodePass(self._decoder, self._tables, block_size, max_requests)
         self._prompts = PromptPass(self._decoder, self._tables, block_size, axes, flash)
+        # FlashInfer plans each pass of prompts on the host, and none that is mixed.
+        self._mixed = MixedPass(self._prompts, self._decoding) if flash is None else None
         self._decoded, self._answered = Returns(max_requests, self.device), Returns(max_requests, self.device)
         self._group = Group([], self._tables)  # that decoded last
 
@@ -71,51 +75,92 @@ class CudaForward:
         pool = torch.cuda.graph_pool_handle()
         self._prompts.record(pool, max_tokens)
         self._decoding.record(pool)
+        if self._mixed:
+            self._mixed.record(pool, max_tokens)
         has_kernel(self.device, self._decoder.decoder.head.dtype, self._decoder.vocab_size)  # of what draws tokens
         torch.cuda.synchronize(self.device)
 
     @torch.inference_mode()
     def measure(self, model: VisionLanguageModel, largest: Grid | None, target_ms: float | None) -> Pace:
+        self._scatter_blocks()
         decode, prompts = timed_curve(self._decode_trials()), timed_curve(self._prompt_trials())
-        return Pace(decode, prompts, layer_curve(model, largest), target_ms, GRAPH_WINDOWS)
+        riding = [(rows, timed_curve(self._mixed_trials(rows))) for rows in self._mixed_rows()]
+        return Pace(decode, prompts, layer_curve(model, largest), target_ms, GRAPH_WINDOWS, tuple(riding))
+
+    def _scatter_blocks(self) -> None:
+        """Keys from all of the cache, as requests have them, for what is timed. Nothing is stored there."""
+        tables = self._tables.blocks
+        some = tables[:, : -(-2 * _MEASURED_CONTEXT // self.block_size)]
+        some.copy_(torch.arange(some.numel(), device=self.device).remainder_(self._num_blocks).view(some.shape))
 
     def _decode_trials(self) -> Iterator[tuple[int, Callable[[], object]]]:
-        """A run of each recorded size over keys from all of the cache, as requests have them. Nothing is stored."""
-        tables = self._tables.blocks
-        context = min(_MEASURED_CONTEXT, tables.shape[1] * self.block_size)
-        some = tables[:, : -(-context // self.block_size)]
-        some.copy_(torch.arange(some.numel(), device=self.device).remainder_(self._num_blocks).view(some.shape))
+        """A run of each recorded size."""
         for size in self._decoding.sizes:
-            zeros, contexts = np.zeros(size, np.int32), np.full(size, context, np.int32)
-            rows = DecodeRows(zeros, zeros, zeros - 1, contexts, np.arange(size, dtype=np.int32))
-            yield size, partial(self._decoding.run, rows)
+            yield size, partial(self._decoding.run, self._trial_rows(size))
+
+    def _trial_rows(self, size: int) -> DecodeRows:
+        zeros, context = np.zeros(size, np.int32), min(_MEASURED_CONTEXT, self._longest)
+        return DecodeRows(zeros, zeros, zeros - 1, zeros + context, np.arange(size, dtype=np.int32))
 
     def _prompt_trials(self) -> Iterator[tuple[int, Callable[[], object]]]:
         """The same for prompts: one window at the beginning of a context."""
-        longest = self._tables.blocks.shape[1] * self.block_size
         for tokens in self._prompts.recorded_sizes():
-            if tokens <= longest:
-                zeros, slots = np.zeros((self._prompts.axes, tokens), np.int32), np.full(tokens, -1)
-                yield tokens, partial(self._prompts.run, [Window(0, zeros[0], zeros, slots, tokens, samples=True)])
+            if tokens <= self._longest:
+                yield tokens, partial(self._prompts.run, [self._trial_window(tokens, tokens)._replace(samples=True)])
+
+    def _trial_window(self, tokens: int, context: int) -> Window:
+        zeros, slots = np.zeros((self._prompts.axes, tokens), np.int32), np.full(tokens, -1)
+        return Window(0, zeros[0], zeros, slots, context, samples=False)
+
+    def _mixed_rows(self) -> list[int]:
+        return sorted({size.rows for size in self._mixed.sizes()}) if self._mixed else []
+
+    def _mixed_trials(self, rows: int) -> Iterator[tuple[int, Callable[[], object]]]:
+        """The same for both together: a window in the middle of its prompt, for those at its end go by themselves."""
+        assert self._mixed is not None
+        for size in self._mixed.sizes():
+            if size.rows == rows and size.tokens <= self._longest:
+                window = self._trial_window(size.tokens, min(_MEASURED_CONTEXT + size.tokens, self._longest))
+                yield size.tokens, partial(self._mixed.run, size, [window], None, self._trial_rows(rows))
+
+    @property
+    def _longest(self) -> int:
+        """Context that the block tables hold."""
+        return self._tables.blocks.shape[1] * self.block_size
 
     def decode(self, windows: Windows) -> Sampled:
-        states = [state for _, state in windows]
-        if states != self._group.states:
-            self._group = Group(states, self._tables)
-        rows = self._decode_rows(windows, self._group)
+        group = self._regroup(windows)
+        rows = self._decode_rows(windows, group)
         self._tables.flush()
-        return self._collecting(windows, self._group, self._decoding.run(rows), self._decoded)
+        return self._collecting(windows, group, self._decoding.run(rows), self._decoded)
+
+    def mixed(self, prompts: Windows, embeddings: Mapping[Key, Tensor], decoding: Windows) -> Sampled:
+        tokens = sum(work.end - work.start for work, _ in prompts)
+        size = self._mixed.fitting(tokens, len(prompts), len(decoding)) if self._mixed else None
+        if self._mixed is None or size is None:
+            self.prompts(prompts, embeddings)
+            return self.decode(decoding)
+        group = self._regroup(decoding)
+        rows = self._decode_rows(decoding, group)
+        self._tables.flush()
+        found = self._mixed.run(size, self._prompt_windows(prompts), _splicing(prompts, embeddings), rows)
+        return self._collecting(decoding, group, found, self._decoded)
 
     def prompts(self, windows: Windows, embeddings: Mapping[Key, Tensor]) -> Sampled:
         self._tables.flush()
-        found = self._prompts.run(
-            [self._window(work, state) for work, state in windows], _splicing(windows, embeddings)
-        )
+        found = self._prompts.run(self._prompt_windows(windows), _splicing(windows, embeddings))
         sampling = [(work, state) for work, state in windows if work.samples]
         if not sampling:
             return dict
         group = Group([state for _, state in sampling], self._tables)
         return self._collecting(sampling, group, found, self._answered)
+
+    def _regroup(self, windows: Windows) -> Group:
+        """Of those that decode now: in most steps the same as in the last one."""
+        states = [state for _, state in windows]
+        if states != self._group.states:
+            self._group = Group(states, self._tables)
+        return self._group
 
     def _decode_rows(self, windows: Windows, group: Group) -> DecodeRows:
         tables, size = self._tables, self.block_size
@@ -126,6 +171,9 @@ class CudaForward:
                 tables.entered(tables.row(work.request_id), work.start // size)
         slots = tables.slots(group.rows, places, size)
         return DecodeRows(np.array(tokens, np.int32), places + group.shifts, slots, places + 1, group.rows)
+
+    def _prompt_windows(self, windows: Windows) -> list[Window]:
+        return [self._window(work, state) for work, state in windows]
 
     def _window(self, work: Work, state: RequestState) -> Window:
         row = self._tables.row(work.request_id)

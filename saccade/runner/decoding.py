@@ -9,7 +9,7 @@ the block tables: the next step may begin before the host has seen them.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from saccade.kernels.decode_inputs import StepNumbers, decode_inputs
 from saccade.kernels.flashinfer_prefill import Heads
 from saccade.kernels.paged_decode import NewTokens
 from saccade.models.fused import FusedDecoder
+from saccade.models.products import Products, Stream
 from saccade.runner.tables import BlockTables, Mailbox, Numbers
 
 
@@ -36,6 +37,12 @@ class DecodeRows(NamedTuple):
 class Decoded(NamedTuple):
     tokens: Tensor  # int64 [size]: the likeliest, on the device; whoever wants others puts them in their place
     logits: Tensor  # [size, vocabulary] in the model's type; valid until the next run
+
+
+class Attending(Protocol):
+    """`Attend`, of rows that may be a part of a pass: then it is told where its result goes."""
+
+    def __call__(self, qkv: Tensor, keys: Tensor, values: Tensor, out: Tensor | None = None) -> Tensor: ...
 
 
 class DecodePass:
@@ -57,25 +64,29 @@ class DecodePass:
     def run(self, rows: DecodeRows) -> Decoded:
         count = len(rows.tokens)
         size = next(size for size in self.sizes if size >= count)
-        self._send(rows, size)
+        self.send(rows, size)
         graph = self._graphs.get(size)
         if graph is None:
             self._forward(size)
         else:
             graph.replay()
+        return self.found(count)
+
+    def found(self, count: int) -> Decoded:
+        """Of the first rows of the latest pass."""
         return Decoded(self._tokens[:count], self._logits[:count])
 
     def record(self, pool: Any) -> None:
         nothing = torch.empty(0, dtype=torch.int32).numpy()
         for size in reversed(self.sizes):
-            self._send(DecodeRows(*[nothing] * 5), size)
+            self.send(DecodeRows(*[nothing] * 5), size)
             self._forward(size)  # compiles the kernels
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
                 self._forward(size)
             self._graphs[size] = graph
 
-    def _send(self, rows: DecodeRows, size: int) -> None:
+    def send(self, rows: DecodeRows, size: int) -> None:
         """Behind the rows come those of padding: not stored, seeing nothing, of no request."""
         count = len(rows.tokens)
         written = self._mailbox.open()[: 5 * size].reshape(5, size)
@@ -85,20 +96,34 @@ class DecodePass:
         self._mailbox.send(self._numbers[: 5 * size])
 
     def _forward(self, size: int) -> None:
-        numbers, tables = StepNumbers(*self._numbers[: 5 * size].view(5, size)), self.tables
-        decoder, products = self.decoder.decoder, self.decoder.products(size, in_parts=True)
+        embeds, attend = self.begin(size)
+        products = self.decoder.products(size, in_parts=True)
+        self.finish(self.decoder.forward(embeds, attend, products), products, size)
+
+    def begin(self, size: int, embeds: Tensor | None = None, taken: int = 0) -> tuple[Tensor, Attending]:
+        """The embeddings of what was sent, in `embeds` if given, and how a layer attends for these rows.
+
+        `taken`: multiprocessors that attend for others at the same time.
+        """
+        numbers, tables, decoder = self._sent(size), self.tables, self.decoder.decoder
         inputs = decode_inputs(
-            numbers, tables.latest, decoder.table, decoder.rotary.frequencies, tables.blocks, self.block_size
+            numbers, tables.latest, decoder.table, decoder.rotary.frequencies, tables.blocks, self.block_size, embeds
         )
-        shares = self._attention.plan(numbers.contexts)
+        shares = self._attention.plan(numbers.contexts, taken)
 
-        def attend(qkv: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        def attend(qkv: Tensor, keys: Tensor, values: Tensor, out: Tensor | None = None) -> Tensor:
             new, scale = NewTokens(qkv, inputs.cos, inputs.sin, numbers.slots), self.decoder.scale
-            return self._attention(new, keys, values, inputs.tables, numbers.contexts, scale, shares)
+            return self._attention(new, keys, values, inputs.tables, numbers.contexts, scale, shares, out)
 
-        hidden = self.decoder.forward(inputs.embeds, attend, products)
-        logits = products.logits(hidden, decoder, self._logits[:size])
-        argmax(logits, self._argmax, self._tokens[:size], Board(tables.latest, numbers.rows))
+        return inputs.embeds, attend
+
+    def finish(self, x: Stream, products: Products, size: int) -> None:
+        """From the stream behind the last layer to the tokens."""
+        logits = products.logits(x, self.decoder.decoder, self._logits[:size])
+        argmax(logits, self._argmax, self._tokens[:size], Board(self.tables.latest, self._sent(size).rows))
+
+    def _sent(self, size: int) -> StepNumbers:
+        return StepNumbers(*self._numbers[: 5 * size].view(5, size))
 
 
 def _sizes(largest: int) -> Iterator[int]:

@@ -34,5 +34,8 @@ class DeviceForward(Protocol):
     def decode(self, windows: Windows) -> Sampled:
         """Start to compute the latest token of each request."""
 
+    def mixed(self, prompts: Windows, embeddings: Mapping[Key, Tensor], decoding: Windows) -> Sampled:
+        """Both, in one pass where one was recorded for as many. No window of `prompts` samples."""
+
     def prompts(self, windows: Windows, embeddings: Mapping[Key, Tensor]) -> Sampled:
         """Start to compute windows of any length; the embeddings of their pictures are at hand."""

@@ -28,7 +28,7 @@ from saccade.kernels.store_kv import rotary_and_store
 from saccade.kernels.tiles import Tiles
 from saccade.models.fused import FusedDecoder
 from saccade.models.products import Stream
-from saccade.runner.decoding import Decoded
+from saccade.runner.decoding import Attending, Decoded
 from saccade.runner.tables import BlockTables, Mailbox, Numbers, to_device
 
 GRAPH_TOKENS: tuple[int, ...] = (
@@ -56,7 +56,9 @@ class Window(NamedTuple):
     samples: bool  # the next token is wanted
 
 
-class _Sizes(NamedTuple):
+class Sizes(NamedTuple):
+    """Of what a pass has numbers for."""
+
     tokens: int
     windows: int
     axes: int
@@ -73,7 +75,7 @@ class _Sizes(NamedTuple):
 
 class _Recorded(NamedTuple):
     graph: torch.cuda.CUDAGraph
-    sizes: _Sizes
+    sizes: Sizes
     numbers: Tensor  # int32, laid out by `sizes`
 
 
@@ -100,7 +102,7 @@ class PromptPass:
         self._flash = flash  # attends in the steps that it takes, and is planned before each of them
         layer, table = decoder.decoder.layers[0], decoder.decoder.table
         heads = Heads(layer.heads, layer.kv_heads, layer.head_dim)
-        self._attention = PromptAttention.best(heads, table.dtype, block_size, table.device)
+        self.attention = PromptAttention.best(heads, table.dtype, block_size, table.device)
         self._recorded: dict[int, _Recorded] = {}
         self._static: _Static | None = None
 
@@ -111,7 +113,7 @@ class PromptPass:
         if recorded is None or self._static is None:
             return self._run_single(windows, tokens, samples, splice)
         static = self._static
-        _write_numbers(static.mailbox.open(), windows, recorded.sizes, self._rows(recorded.sizes.tokens), self._spare)
+        self.write(static.mailbox.open(), windows, recorded.sizes)
         static.mailbox.send(recorded.numbers)
         self._plan(windows, recorded.sizes)
         if splice is not None:
@@ -124,14 +126,12 @@ class PromptPass:
     def _run_single(self, windows: Sequence[Window], tokens: int, samples: int, splice: Splice | None) -> Decoded:
         table, rows = self.decoder.decoder.table, self._rows(tokens)
         tiles = sum(-(-len(window.tokens) // rows) for window in windows)
-        sizes = _Sizes(tokens, len(windows), self.axes, tiles)
-        flat = np.zeros(sizes.offsets()[-1], np.int32)
-        _write_numbers(flat, windows, sizes, rows, self._spare)
+        sizes = Sizes(tokens, len(windows), self.axes, tiles)
         self._plan(windows, sizes)
-        embeds = table.new_zeros(tokens, self._width)
+        embeds = table.new_zeros(tokens, self.width)
         if splice is not None:
             splice(embeds)
-        hidden, lines = self._forward(embeds, to_device(flat, table.device), sizes)
+        hidden, lines = self._forward(embeds, self.new_numbers(windows, sizes), sizes)
         found = self._new_found(samples)
         if samples:
             self._find(_Last(hidden[:samples], lines[:samples]), found, ArgmaxWorkspace.allocate(samples, table.device))
@@ -142,10 +142,8 @@ class PromptPass:
         wanted = [tokens for tokens in GRAPH_TOKENS if tokens <= _rounded(max_tokens)]
         static = self._new_static(pool, wanted[-1])
         for tokens in tqdm(reversed(wanted), "Recording prompts", len(wanted), disable=None):
-            sizes = self._graph_sizes(tokens)
-            flat = np.zeros(sizes.offsets()[-1], np.int32)
-            _write_numbers(flat, (), sizes, self._rows(tokens), self._spare)
-            numbers = to_device(flat, static.embeds.device)
+            sizes = self.graph_sizes(tokens)
+            numbers = self.new_numbers((), sizes)
             self._plan((), sizes)
             self._forward_into(static, numbers, sizes)  # compiles the kernels
             graph = torch.cuda.CUDAGraph()
@@ -153,6 +151,14 @@ class PromptPass:
                 self._forward_into(static, numbers, sizes)
             self._recorded[tokens] = _Recorded(graph, sizes, numbers)
         self._static = static
+
+    def new_numbers(self, windows: Sequence[Window], sizes: Sizes) -> Tensor:
+        flat = np.zeros(sizes.offsets()[-1], np.int32)
+        self.write(flat, windows, sizes)
+        return to_device(flat, self.tables.blocks.device)
+
+    def write(self, flat: Numbers, windows: Sequence[Window], sizes: Sizes) -> None:
+        _write_numbers(flat, windows, sizes, self._rows(sizes.tokens), self._spare)
 
     def recorded_sizes(self) -> list[int]:
         return sorted(self._recorded)
@@ -162,13 +168,13 @@ class PromptPass:
             return None
         return self._recorded.get(_rounded(tokens))
 
-    def _graph_sizes(self, tokens: int) -> _Sizes:
-        return _Sizes(tokens, GRAPH_WINDOWS, self.axes, -(-tokens // self._rows(tokens)) + GRAPH_WINDOWS)
+    def graph_sizes(self, tokens: int) -> Sizes:
+        return Sizes(tokens, GRAPH_WINDOWS, self.axes, -(-tokens // self._rows(tokens)) + GRAPH_WINDOWS)
 
-    def _flash_for(self, sizes: _Sizes) -> FlashInferPrefill | None:
+    def _flash_for(self, sizes: Sizes) -> FlashInferPrefill | None:
         return self._flash if self._flash and self._flash.takes(sizes.tokens, sizes.windows) else None
 
-    def _plan(self, windows: Sequence[Window], sizes: _Sizes) -> None:
+    def _plan(self, windows: Sequence[Window], sizes: Sizes) -> None:
         flash = self._flash_for(sizes)
         if flash is not None:
             contexts = [window.context for window in windows]
@@ -177,10 +183,10 @@ class PromptPass:
             flash.plan([len(window.tokens) for window in windows], contexts, blocks)
 
     def _rows(self, tokens: int) -> int:
-        return self._attention.rows(tokens)
+        return self.attention.rows(tokens)
 
     @property
-    def _width(self) -> int:
+    def width(self) -> int:
         """Of a row that the decoder reads."""
         return self.decoder.decoder.embedding_size
 
@@ -199,8 +205,8 @@ class PromptPass:
         head = torch.cuda.CUDAGraph()
         with torch.cuda.graph(head, pool=pool):
             self._find(last, found, workspace)
-        mailbox = Mailbox(self._graph_sizes(most_tokens).offsets()[-1], device)
-        return _Static(table.new_zeros(most_tokens, self._width), mailbox, last, found, workspace, head)
+        mailbox = Mailbox(self.graph_sizes(most_tokens).offsets()[-1], device)
+        return _Static(table.new_zeros(most_tokens, self.width), mailbox, last, found, workspace, head)
 
     def _new_found(self, rows: int) -> Decoded:
         head = self.decoder.decoder.head
@@ -210,33 +216,37 @@ class PromptPass:
         torch.mm(last.hidden, self.decoder.decoder.head.T, out=found.logits)
         argmax(found.logits, workspace, found.tokens, Board(self.tables.latest, last.lines))
 
-    def _forward_into(self, static: _Static, numbers: Tensor, sizes: _Sizes) -> None:
+    def _forward_into(self, static: _Static, numbers: Tensor, sizes: Sizes) -> None:
         found = self._forward(static.embeds[: sizes.tokens], numbers, sizes)
         for target, source in zip(static.last, found, strict=True):
             target.copy_(source)
 
-    def _forward(self, embeds: Tensor, numbers: Tensor, sizes: _Sizes) -> _Last:
-        at = sizes.offsets()
-        tokens, slots, positions, rows, contexts, starts, last, lines, index = (
-            numbers[first:end] for first, end in pairwise(at)
-        )
+    def _forward(self, embeds: Tensor, numbers: Tensor, sizes: Sizes) -> _Last:
+        attend, products = self.begin(embeds, numbers, sizes), self.decoder.products(sizes.tokens)
+        x = self.decoder.forward(embeds, attend, products)
+        *_, last, lines, _ = _parts(numbers, sizes)
+        added = x.added if x.added is None else x.added.index_select(-2, last)
+        ends = Stream(x.rows.index_select(0, last), added)
+        return _Last(products.normed(ends, self.decoder.decoder), lines)
+
+    def begin(self, embeds: Tensor, numbers: Tensor, sizes: Sizes, splits: int | None = None) -> Attending:
+        """Writes the embeddings of the tokens that have any into `embeds`; how a layer attends for these rows."""
+        tokens, slots, positions, rows, contexts, starts, _, _, index = _parts(numbers, sizes)
         embed_into(embeds, tokens, self.decoder.decoder.table)
         tables = self.tables.blocks.index_select(0, rows)
         tiles = Tiles(starts, index.view(-1, 2), self._rows(sizes.tokens))
         cos, sin = self.decoder.angles(positions.view(self.axes, -1))
-        products, flash = self.decoder.products(sizes.tokens), self._flash_for(sizes)
+        flash = self._flash_for(sizes)
 
-        def attend(qkv: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        def attend(qkv: Tensor, keys: Tensor, values: Tensor, out: Tensor | None = None) -> Tensor:
             q, k, v = self.decoder.split(qkv)
             rotary_and_store(q, k, v, cos, sin, keys, values, slots)
             if flash is not None:
+                assert out is None, "FlashInfer has its own room for what it finds"
                 return flash(q, keys, values)
-            return self._attention(q, keys, values, tables, contexts, tiles, self.decoder.scale)
+            return self.attention(q, keys, values, tables, contexts, tiles, self.decoder.scale, out, splits)
 
-        x = self.decoder.forward(embeds, attend, products)
-        added = x.added if x.added is None else x.added.index_select(-2, last)
-        ends = Stream(x.rows.index_select(0, last), added)
-        return _Last(products.normed(ends, self.decoder.decoder), lines)
+        return attend
 
 
 class _Static(NamedTuple):
@@ -250,7 +260,11 @@ class _Static(NamedTuple):
     head: torch.cuda.CUDAGraph  # from `last` to `found`
 
 
-def _write_numbers(flat: Numbers, windows: Sequence[Window], sizes: _Sizes, rows: int, spare: int) -> None:
+def _parts(numbers: Tensor, sizes: Sizes) -> list[Tensor]:
+    return [numbers[first:end] for first, end in pairwise(sizes.offsets())]
+
+
+def _write_numbers(flat: Numbers, windows: Sequence[Window], sizes: Sizes, rows: int, spare: int) -> None:
     """What lies behind the windows' numbers is padding; positions there mean nothing and stay."""
     at = sizes.offsets()
     parts = [flat[first:end] for first, end in pairwise(at)]

@@ -19,7 +19,7 @@ from saccade.models.attention import PagedAttention, PagedKV
 from saccade.models.interface import LookingModel, RecurrentModel, VisionLanguageModel
 from saccade.params import SamplingParams
 from saccade.runner.batch import Batch, Ints, RequestState, build_batch, overlapping, splice
-from saccade.runner.device import DeviceForward, Windows
+from saccade.runner.device import DeviceForward, Sampled, Windows
 from saccade.runner.embeddings import EmbeddingSlab
 from saccade.runner.encoder import Encoder, LocalEncoder
 from saccade.runner.grammar import Grammars
@@ -116,23 +116,35 @@ class Runner:
         decoding, prompts = self._windows(plan)
         decoded = device.decode(decoding) if decoding else None
         encoded = self._encode(plan)
-        prompts = [(w, s) for work, s in prompts if (w := self._before_failed(work, encoded.failed))]
+        prompts = self._readable(prompts, encoded)
         computed = device.prompts(prompts, self.embeddings) if prompts else None
+        return _collecting(encoded, [*decoding, *prompts], [found for found in (decoded, computed) if found])
 
-        def collect() -> StepResult:
-            with torch.inference_mode():
-                samples = {**(decoded() if decoded else {}), **(computed() if computed else {})}
-            return replace(encoded, samples=samples, unsampled=_broken([*decoding, *prompts]))
+    @torch.inference_mode()
+    def launch_both(self, beside: StepPlan, ahead: StepPlan) -> tuple[Collect, Collect]:
+        """What is done beside a step, and the next step: one pass for both if nobody waits for a token of the first."""
+        device = self.device
+        if device is None or any(work.samples for work in beside.works):
+            return self.launch(beside), self.launch(ahead)
+        self._update_state(beside)
+        encoded = self._encode(beside)
+        prompts = self._readable(self._windows(beside)[1], encoded)
+        self._update_state(ahead)
+        decoding, _ = self._windows(ahead)
+        decoded = device.mixed(prompts, self.embeddings, decoding) if prompts else device.decode(decoding)
+        return _collecting(encoded, prompts, []), _collecting(StepResult({}), decoding, [decoded])
 
-        return collect
+    def _readable(self, prompts: Windows, encoded: StepResult) -> Windows:
+        """As far as there are pictures for them."""
+        return [(w, state) for work, state in prompts if (w := self._before_failed(work, encoded.failed))]
 
     def _windows(self, plan: StepPlan) -> tuple[Windows, Windows]:
-        """Those of one token behind a prompt, and the others."""
+        """Those of the latest token alone, behind a prompt, and the others."""
         windows = [(work, self._states[work.request_id]) for work in plan.works]
         if plan.is_ahead:
             return windows, ()
-        is_one = [work.end - work.start == 1 and work.start >= state.num_prompt for work, state in windows]
-        return list(compress(windows, is_one)), list(compress(windows, map(not_, is_one)))
+        is_latest = [w.end - w.start == 1 and w.start >= state.num_prompt and w.samples for w, state in windows]
+        return list(compress(windows, is_latest)), list(compress(windows, map(not_, is_latest)))
 
     def rehearse(self, largest: Geometry) -> None:
         """A picture's way on a device. Kernels that are compiled or loaded at their first use are so now."""
@@ -282,6 +294,15 @@ class Runner:
         samples = sample(logits, [state.row() for state in states])
         taken = [state.take(chosen) for state, chosen in zip(states, samples, strict=True)]
         return dict(zip(batch.sampled, taken, strict=True))
+
+
+def _collecting(encoded: StepResult, windows: Windows, sampled: Sequence[Sampled]) -> Collect:
+    def collect() -> StepResult:
+        with torch.inference_mode():
+            samples = {request_id: sample for found in sampled for request_id, sample in found().items()}
+        return replace(encoded, samples=samples, unsampled=_broken(windows))
+
+    return collect
 
 
 def _broken(windows: Windows) -> dict[str, RequestError]:

@@ -2,6 +2,12 @@
 
 Everyone draws in order of arrival, so the later purse is made smaller instead: each kind leaves what the kinds before
 it want, and pictures keep a share whatever comes.
+
+Prompts that do not end in a step may ride along with its decodes, and then it holds more of their tokens. Where one
+ends, all go by themselves:
+
+    may ride     | 384 of 1,500 |  384  |  384  | 332 | the last 16 |
+    or not       | 128 of 1,500 |  128  |  128  | 128 | 128 | ...
 """
 
 from __future__ import annotations
@@ -13,6 +19,7 @@ from typing import NamedTuple
 from saccade.options import SchedulerConfig
 from saccade.scheduler.sequence import Sequence
 
+_LAST_TOKENS = 16  # of a prompt that did not end where it might have ridden along: fewer take as long
 _PICTURE_SHARE = 4  # pictures keep a quarter of a step's tokens, and a slice of encoding in every fourth step
 
 
@@ -33,11 +40,17 @@ class StepBudget:
         self.has_text_prompts = demand.text_tokens > 0
         self._text_tokens = demand.text_tokens
         self._is_text_first = is_text_first
-        self._share_out(max(num_tokens - demand.decoding, 1))
+        self._ending = max(num_tokens - demand.decoding, 1)  # for prompts, in a step in which one of them ends
+        self._share_out(self._ending)
 
-    def bound(self, prompt_tokens: int) -> None:
-        """No more than this for prompts, whatever the step could hold."""
-        self._share_out(min(self._prompts, prompt_tokens))
+    def bound(self, prompt_tokens: int, riding_tokens: int = 0) -> None:
+        """No more than this for prompts, whatever the step could hold; the second if none of them ends in it.
+
+        Text that can end in this step does.
+        """
+        may_ride = not 0 < self._text_tokens <= prompt_tokens
+        self._share_out(min(self._ending, max(prompt_tokens, riding_tokens if may_ride else 0)))
+        self._ending = min(self._ending, prompt_tokens)
         self.total = min(self.total, self.num_decoding + self._prompts)
 
     def _share_out(self, prompt_tokens: int) -> None:
@@ -45,21 +58,29 @@ class StepBudget:
         if self._is_text_first:
             self._pictures = max(prompt_tokens - self._text_tokens, prompt_tokens // _PICTURE_SHARE, 1)
 
-    def left_for(self, seq: Sequence) -> int:
+    def left_for(self, seq: Sequence, start: int) -> int:
+        """Tokens of a window that begins there."""
         if seq.is_decoding:
             return self.total
         if self.num_windows >= self._max_windows:
             return 0
+        rest, left = seq.num_tokens - start, min(self.total, self._prompts)
         if seq.has_pictures_ahead:
-            return min(self.total, self._prompts, self._pictures)
-        return min(self.total, self._prompts)
+            left = min(left, self._pictures)
+        if rest <= self._ending or left <= self._ending:
+            return min(left, rest)
+        return min(left, max(rest - _LAST_TOKENS, 0))
 
-    def take(self, seq: Sequence, num_tokens: int) -> None:
-        self.total -= num_tokens
-        if not seq.is_decoding:
-            self.num_windows += 1
-            self._prompts -= num_tokens
-            self._pictures -= num_tokens if seq.has_pictures_ahead else 0
+    def take(self, seq: Sequence, start: int, end: int) -> None:
+        self.total -= end - start
+        if seq.is_decoding:
+            return
+        self.num_windows += 1
+        self._prompts -= end - start
+        self._ending -= end - start
+        self._pictures -= end - start if seq.has_pictures_ahead else 0
+        if end == seq.num_tokens:
+            self._prompts = self._ending
 
 
 def are_enough(requests: Many[Sequence], config: SchedulerConfig) -> bool:

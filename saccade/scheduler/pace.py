@@ -2,6 +2,10 @@
 
 a step     | decode of the running ones | prompts, or encoder layers |
            |<------ alone ------------->|<--------- spare ---------->|      alone + spare = target
+
+or, for prompts that do not end in it, where the device has passes for both:
+
+           | decode and prompt tokens in one pass, which reads the weights once |
 """
 
 from __future__ import annotations
@@ -30,6 +34,12 @@ def share(pace: Pace, num_decoding: int, work_in_flight: int) -> Share:
     is_encoding = work_in_flight > 0 and bool(pace.layer_ms)
     layers = max(1, int(spare / milliseconds(pace.layer_ms, work_in_flight))) if is_encoding else 1
     return Share(max(_FEWEST_TOKENS, size_within(pace.prompt_ms, spare)), layers)
+
+
+def riding_tokens(pace: Pace, num_decoding: int) -> int:
+    """Prompt tokens that fit into a step if they go through one pass with its decodes; 0 where no such pass does."""
+    curve = next((curve for most, curve in pace.riding_ms if most >= num_decoding), ())
+    return size_within(curve, milliseconds(pace.decode_ms, num_decoding) + _spare_ms(pace, num_decoding))
 
 
 def most_work(pace: Pace, num_decoding: int) -> int:

@@ -142,7 +142,8 @@ class Scheduler:
 
     def _complete(self, draft: Draft) -> StepPlan | None:
         """None where the step was planned ahead and nothing is to be done beside it."""
-        gate, layers = self._gate, self.slices.layers(self._num_steps, draft.budget, is_decoding=self.has_answers)
+        gate, steps, is_beside = self._gate, self._num_steps, bool(draft.ahead)
+        layers = self.slices.layers(steps, draft.budget, is_decoding=self.has_answers, is_beside=is_beside)
         is_encoding = self.config.always_slice and bool(layers) and self._encoder.slots_in_flight > 0
         draft.answers_rest = is_encoding and answers_rest(self._num_steps, draft.budget)
         self._fill(draft, is_sliced=layers is not None)
@@ -158,7 +159,7 @@ class Scheduler:
         if draft.ahead and not (draft.works or draft.admitted or gate.encode or prefetch or is_advancing):
             return None
         rest = {"encode": tuple(gate.encode), "encode_layers": layers, "prefetch": prefetch}
-        return self._planned(draft.works, admitted=tuple(draft.admitted), is_beside=bool(draft.ahead), **rest)
+        return self._planned(draft.works, admitted=tuple(draft.admitted), is_beside=is_beside, **rest)
 
     def _planned(self, works: Iterable[Work], **parts: Any) -> StepPlan:
         self._num_steps += 1
@@ -192,7 +193,7 @@ class Scheduler:
             if draft.answers_rest and seq.is_decoding:
                 continue
             if seq.request_id in draft.ahead:
-                draft.budget.take(seq, 1)
+                draft.budget.total -= 1
                 continue
             if not (seq.is_decoding or self._kept.is_needed) and catch_up(self._pool, seq):
                 self._leave_spans(seq)
@@ -213,7 +214,7 @@ class Scheduler:
         index = 0
         while index < len(self._waiting) and draft.budget.total and len(self._running) < self.config.max_num_seqs:
             seq = self._waiting[index]
-            if not draft.budget.left_for(seq):
+            if not draft.budget.left_for(seq, start=0):
                 index += 1  # the kinds before it take this step; it keeps its place
                 continue
             found = self._kept.usable(seq.chain, self._pool.find(seq.chain, seq.num_tokens))
@@ -229,7 +230,7 @@ class Scheduler:
                 return  # nobody passes, or it would never find enough blocks
 
     def _reach(self, seq: Sequence, start: int, draft: Draft) -> Reach:
-        end = min(seq.num_tokens, start + draft.budget.left_for(seq))
+        end = min(seq.num_tokens, start + draft.budget.left_for(seq, start))
         if not seq.has_pictures_ahead:
             return Reach(end, ())
         return self._gate.reach(seq, start, end)
@@ -266,7 +267,7 @@ class Scheduler:
             self._gate.enter(seq, spans)
         if end >= (seq.num_published + 1) * self._block_size:
             publish(self._pool, seq, end)
-        draft.budget.take(seq, end - start)
+        draft.budget.take(seq, start, end)
         keeps = self._kept.plan(seq, start, end)
         draft.works.append(Work(seq.request_id, start, end, new_blocks, end == seq.num_tokens, keeps))
 

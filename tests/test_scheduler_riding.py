@@ -1,0 +1,99 @@
+"""How many prompt tokens a step takes beside answers where they may ride along with these, and where they may not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from saccade.types import Pace
+from tests.scheduling import Part, Picture
+from tests.test_scheduler_ahead import AheadRig, add
+
+ALONE, RIDING = 32, 96  # tokens that fit beside an answer
+PACE = Pace(
+    decode_ms=((1, 1.0), (16, 1.0)),
+    prompt_ms=((ALONE, 1.0), (64, 2.0)),
+    layer_ms=((4, 0.5),),
+    target_ms=None,
+    riding_ms=((4, ((64, 1.5), (RIDING, 2.0), (128, 3.0))),),
+)
+
+
+def beside_an_answer(**changes: object) -> AheadRig:
+    rig = AheadRig(
+        **{"pace": PACE, "is_text_first": True, "enable_prefix_caching": False, "num_blocks": 600, **changes}
+    )
+    add(rig, "answer", 5, max_tokens=60)
+    rig.step()
+    rig.step()
+    return rig
+
+
+def windows_of(rig: AheadRig, *names: str) -> list[list[int]]:
+    """Tokens of these requests in each step that has any, until the last of them has its first."""
+    while not all(name in rig.events for name in names):
+        rig.step()
+    works = [[work for work in plan.works if work.request_id in names and plan.is_beside] for plan in rig.plans]
+    return [[work.end - work.start for work in some] for some in works if some]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "windows"),
+    [(30, [30]), (40, [24, 16]), (RIDING + 16, [RIDING, 16]), (200, [96, 88, 16]), (400, [96, 96, 96, 96, 16])],
+)
+def test_all_of_a_prompt_but_its_end_rides_along(tokens: int, windows: list[int]) -> None:
+    rig = beside_an_answer()
+    add(rig, "prompt", tokens, max_tokens=1)
+    assert windows_of(rig, "prompt") == [[size] for size in windows]
+
+
+def test_without_passes_for_both_a_prompt_goes_in_parts_that_fit_beside_the_answer() -> None:
+    rig = beside_an_answer(pace=Pace(PACE.decode_ms, PACE.prompt_ms, PACE.layer_ms, None))
+    add(rig, "prompt", 80, max_tokens=1)
+    assert windows_of(rig, "prompt") == [[32], [32], [16]]
+
+
+def test_nothing_rides_along_with_more_answers_than_a_pass_holds() -> None:
+    rig = beside_an_answer(max_num_seqs=16)
+    for name in "abcde":
+        add(rig, name, [1], max_tokens=60)
+    for _ in range(8):
+        rig.step()
+    add(rig, "prompt", 80, max_tokens=1)
+    assert windows_of(rig, "prompt") == [[32], [32], [16]]
+
+
+def test_text_that_can_end_in_a_step_does_though_a_picture_might_ride_along() -> None:
+    rig = beside_an_answer()
+    add(rig, "picture", Picture("p", 300), max_tokens=1)
+    while not rig.runner.encoded:
+        rig.step()
+    add(rig, "text", 20, max_tokens=1)
+    rig.step()
+    rig.step()
+    assert len(rig.tokens_of("text")) == 1 and "picture" not in rig.events
+    assert [12, 20] in windows_of(rig, "picture", "text")
+
+
+PROMPTS = st.lists(st.one_of(st.integers(2, 300), st.integers(1, 200).map(lambda n: Picture(f"p{n}", n))), max_size=5)
+
+
+@settings(max_examples=40, deadline=None)
+@given(PROMPTS, st.integers(0, 6))
+def test_no_step_in_which_a_prompt_ends_has_more_tokens_than_fit_by_themselves(
+    prompts: Sequence[Part], apart: int
+) -> None:
+    rig = beside_an_answer()
+    for number, part in enumerate(prompts):
+        add(rig, f"r{number}", part, 3, max_tokens=2)
+        for _ in range(apart):
+            rig.step()
+    rig.finish()
+    for plan in rig.plans:
+        if plan.is_beside:
+            works = [work for work in plan.works if work.end - work.start > 1]  # one token is taken for an answer's
+            tokens = sum(work.end - work.start for work in works)
+            assert tokens <= (ALONE if any(work.samples for work in works) else RIDING)
