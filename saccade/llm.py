@@ -178,9 +178,17 @@ class Engine:
         return [self._output(opened) for opened in self._advance(Answer.add) if opened.is_finished]
 
     def _advance(self, take: Callable[[Answer, TokenEvent], object]) -> list[_Open]:
-        touched: dict[str, _Open] = {}
         with self._in_step():
             events = self.core.step()
+            try:
+                return self._hand_out(events, take)
+            except BaseException:  # their answers would lack tokens, or never hear of their end
+                for opened, _ in [self._awaited[e.request_id] for e in events if e.request_id in self._awaited]:
+                    self.abort_request(opened.request_id)
+                raise
+
+    def _hand_out(self, events: Sequence[TokenEvent], take: Callable[[Answer, TokenEvent], object]) -> list[_Open]:
+        touched: dict[str, _Open] = {}
         ended: list[_Open] = []
         for event in events:
             if event.request_id not in self._awaited:

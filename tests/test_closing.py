@@ -6,6 +6,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from PIL import Image
 
 from saccade import LLM, SamplingParams
 from saccade.engine.overlap import OverlappedCore
+from saccade.processor.answer import Answer
 from saccade.types import MediaItem, RequestError
 from tests.test_overlap import FEW, OPTIONS, QWEN2_VL, answers, decoding, overlapped
 
@@ -125,6 +127,47 @@ def test_an_interrupt_while_a_request_is_added_leaves_nothing_of_it_and_the_othe
         llm.engine.step()
 
 
+def stopping(llm: LLM) -> SamplingParams:
+    """Ends by a stop string, which the core does not see: it is told."""
+    text = llm.generate({"prompt": "Count a."}, FEW, use_tqdm=False)[0].outputs[0].text
+    return SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, stop=[text[:1]])
+
+
+def test_an_interrupt_while_a_stop_string_ends_an_answer_leaves_no_request_open(
+    qwen2_vl_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = overlapped(qwen2_vl_folder)
+    core, params = llm.engine.core, stopping(llm)
+    llm.engine.add_request("a", {"prompt": "Count a."}, params)
+    llm.engine.add_request("b", {"prompt": "A longer one."}, FEW)
+    abort = core.abort
+
+    def aborted(request_id: str) -> Any:
+        monkeypatch.setattr(core, "_commit", interrupted)
+        return abort(request_id)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(core, "abort", aborted)
+        for _ in range(8):
+            llm.engine.step()
+    assert is_as_new(llm)
+
+
+def test_an_interrupt_while_tokens_are_handed_out_ends_those_whose_tokens_are_lost_and_no_other(
+    qwen2_vl_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = overlapped(qwen2_vl_folder, max_num_seqs=2)
+    for name in "abc":  # the last one waits
+        llm.engine.add_request(name, {"prompt": f"Count {name}."}, FEW)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Answer, "push", interrupted)
+        for _ in range(8):
+            llm.engine.step()
+    assert list(llm.engine._open) == ["c"] and list(llm.engine.core.scheduler._open) == ["c/0"]
+    finished = [out for _ in range(12) for out in llm.engine.step() if out.finished]
+    assert [len(out.outputs[0].token_ids) for out in finished] == [4] and is_as_new(llm)
+
+
 # --- pictures of requests that do not come ------------------------------------------------------------------------
 
 
@@ -188,3 +231,17 @@ def test_pictures_of_the_last_request_are_given_up_when_it_is_aborted_and_those_
         llm.engine.abort_request(name)
         counts.append(decoding(llm))
     assert counts == [2, 2, 0]
+
+
+def test_a_picture_whose_embeddings_are_at_hand_is_not_decoded_though_many_came_since(
+    qwen2_vl_folder: Path, photo: Callable[..., Image.Image]
+) -> None:
+    llm = overlapped(qwen2_vl_folder)
+    given = {"prompt": f"{QWEN2_VL} What is it?", "multi_modal_data": {"image": photo(seed=1)}}
+    answers(llm, [given], FEW)
+    core, [item] = llm.engine.core, llm.engine.processor.from_prompt(given).items
+    for number in range(1000):
+        core.foretell([replace(item, key=number.to_bytes(32))])
+        core.rest()
+    core.foretell([item])
+    assert decoding(llm) == 0

@@ -285,6 +285,13 @@ def test_llava_without_a_crop_stretches_to_one_size(llava_config: ModelConfig) -
     assert Llava.from_checkpoint(Given(llava_config, stretch)).geometry(Size(640, 480), 1, 1).resized == (336, 336)
 
 
+def test_llava_stretches_where_its_processor_knows_no_crop(llava_config: ModelConfig) -> None:
+    """SigLIP's, as LLaVA-Interleave has it: its file says nothing of crops."""
+    stretch = {"size": {"height": 336, "width": 336}, "do_resize": True, "do_convert_rgb": None, "resample": 3}
+    family = Llava.from_checkpoint(Given(llava_config, stretch))
+    assert family.geometry(Size(640, 480), 1, 1).resized == family.crop == (336, 336)
+
+
 @pytest.mark.parametrize(
     "wrong", [{"do_pad": True}, {"do_resize": False}, {"do_center_crop": False, "size": {"shortest_edge": 336}}]
 )

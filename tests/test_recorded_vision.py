@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -116,6 +117,21 @@ def test_what_the_pass_before_had_is_not_made_again(is_recorded: bool, monkeypat
     for owner, name in ((vit_steps, "turn"), (recorded_vision._RecordedPass, "numbers")):
         monkeypatch.setattr(owner, name, lambda *_: pytest.fail("made again"))
     assert torch.equal(torch.cat(encode(made, patches(grids), grids)), expected)
+
+
+def test_angles_of_the_pass_before_are_gone_when_others_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory is planned for those of one pass."""
+    made, turn, seen = model(QWEN, FusedVision(), Qwen2VL), vit_steps.turn, []
+
+    def watched(cells: Tensor, per_axis: Tensor, turns: Tensor) -> None:
+        seen.append(weakref.ref(turns))
+        assert [ref() is None for ref in seen] == [True] * (len(seen) - 1) + [False]
+        turn(cells, per_axis, turns)
+
+    monkeypatch.setattr(vit_steps, "turn", watched)
+    for grids in ([Grid(1, 4, 6)], [Grid(1, 6, 4)], [Grid(1, 4, 6)]):
+        encode(made, patches(grids), grids)
+    assert len(seen) == 3
 
 
 def test_a_pass_that_failed_before_its_first_block_finds_nothing_of_another_when_tried_again() -> None:

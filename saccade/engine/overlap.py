@@ -110,8 +110,10 @@ class OverlappedCore(EngineCore):
 
         Of one that came before, a cache may have all that is needed: only the whole prompt will tell.
         """
-        new = [item for item in items if item.key not in self._seen]
-        self._seen.update((item.key, None) for item in new)
+        new = [i for i in items if i.key not in self._seen and not self.scheduler.has_picture(i.key)]
+        for item in items:
+            self._seen[item.key] = None
+            self._seen.move_to_end(item.key)
         while len(self._seen) > _REMEMBERED:
             self._seen.popitem(last=False)
         if new and not self.has_unfinished():

@@ -73,9 +73,11 @@ class FusedVision:
     def _turns(self, places: Places | None) -> Tensor | None:
         if places is None:
             return None
+        if places.turns is None and self._last is not None and places.are(self._last):
+            places.turns = self._last.turns
+        self._last = places  # before others are made: two passes' would be more than was planned for
         if places.turns is None:
-            places.turns = self._last.turns if self._last and places.are(self._last) else _new_turns(places)
-        self._last = places
+            places.turns = _new_turns(places)
         return places.turns
 
     def recording(self) -> AbstractContextManager[None]:

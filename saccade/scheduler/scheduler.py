@@ -51,6 +51,7 @@ class Scheduler:
         self._pool = BlockPool(config.num_blocks, config.block_size, config.enable_prefix_caching)
         self.index = self._pool.index  # hashes what was planned lately: for when nobody waits for the next plan
         self._encoder = EncoderCache(config.encoder_cache_slots, config.keep_idle_embeddings)
+        self.has_picture = self._encoder.__contains__  # by its key: embeddings are at hand, or on their way
         self._gate = Gate(self._encoder, config.encoder_budget)
         self.slices = Slices(config, self._gate)
         self._kept = KeptStates(config.state_rows, config.block_size)

@@ -100,7 +100,7 @@ def _resize_and_crop(given: Mapping[str, Any]) -> tuple[int | None, Size]:
     size = {"shortest_edge": _DEFAULT_SIDE} if given.get("size") is None else given["size"]
     short_side = size if isinstance(size, int) else size.get("shortest_edge")
     own = _DEFAULT_SIDE if given.get("crop_size") is None else given["crop_size"]
-    crop = own if given.get("do_center_crop", True) else size
+    crop = own if given.get("do_center_crop", _crops(given, size)) else size
     if not given.get("do_resize", True):
         raise ConfigError("the image processor says do_resize=false; the vision tower takes pictures of one size only")
     if isinstance(crop, int):
@@ -110,6 +110,11 @@ def _resize_and_crop(given: Mapping[str, Any]) -> tuple[int | None, Size]:
             f"the image processor neither crops nor resizes to one height and width (size={size}, crop_size={own})"
         )
     return short_side, Size(crop["width"], crop["height"])
+
+
+def _crops(given: Mapping[str, Any], size: Mapping[str, Any] | int) -> bool:
+    """Of a processor that does not say it. SigLIP's never does: it stretches a picture to height and width."""
+    return given.get("crop_size") is not None or isinstance(size, int) or not size.get("height")
 
 
 def _extra_tokens(processor: Mapping[str, Any], raw: Mapping[str, Any]) -> int:
