@@ -10,7 +10,14 @@ from torch import Tensor
 
 from saccade.kernels import reference
 from saccade.kernels.argmax import ArgmaxWorkspace, Board, argmax
-from saccade.kernels.decode_inputs import StepNumbers, decode_inputs, embed_into
+from saccade.kernels.decode_inputs import (
+    PromptInputs,
+    PromptNumbers,
+    StepNumbers,
+    Turning,
+    decode_inputs,
+    prompt_inputs,
+)
 from saccade.kernels.fused_norm import add_rms_norm, silu_and_mul
 from saccade.kernels.packed_vit import TILE_ROWS, packed_vit
 from saccade.kernels.paged_decode import DecodeWorkspace, NewTokens, choose_splits, paged_decode
@@ -105,10 +112,19 @@ class Paged(NamedTuple):
         return out
 
     def prefill(
-        self, q: Tensor, lengths: list[int], rows: int = 16, launch: Launch | None = SMALL, splits: int | None = 1
+        self,
+        q: Tensor,
+        lengths: list[int],
+        rows: int = 16,
+        launch: Launch | None = SMALL,
+        splits: int | None = 1,
+        share: int = 16,  # keys of a split at least
     ) -> Tensor:
         tiles, contexts = Tiles.of(lengths, rows, DEVICE, contexts=self.contexts), ints(self.contexts)
-        return paged_prefill(q, self.k, self.v, self.tables, contexts, tiles, BLOCK, 0.2, splits=splits, launch=launch)
+        return paged_prefill(
+            q, self.k, self.v, self.tables, contexts, tiles, BLOCK, 0.2,
+            splits=splits, least_share=share, launch=launch,
+        )  # fmt: skip
 
 
 # --- paged decode -------------------------------------------------------------------------------------------------
@@ -228,6 +244,7 @@ def test_prefill_equals_the_reference(lengths: list[int], contexts: list[int]) -
     assert_close(paged.prefill(q, lengths), paged.expected(q, lengths))
 
 
+@pytest.mark.parametrize("share", [16, 48, 256])
 @pytest.mark.parametrize("splits", [2, 8])
 @pytest.mark.parametrize(
     ("lengths", "contexts"),
@@ -235,11 +252,11 @@ def test_prefill_equals_the_reference(lengths: list[int], contexts: list[int]) -
     ids=["prompt", "chunk", "mixed"],
 )
 def test_prefill_equals_the_reference_however_keys_are_split(
-    lengths: list[int], contexts: list[int], splits: int
+    lengths: list[int], contexts: list[int], splits: int, share: int
 ) -> None:
     paged = Paged.of(contexts, kv_heads=2, dim=80, dtype=torch.float32)
     q = random(sum(lengths), 4, 80)
-    assert_close(paged.prefill(q, lengths, splits=splits), paged.expected(q, lengths))
+    assert_close(paged.prefill(q, lengths, splits=splits, share=share), paged.expected(q, lengths))
 
 
 def test_short_windows_are_split_until_the_device_is_full() -> None:
@@ -264,6 +281,14 @@ def test_prefill_takes_every_head_size(dim: int) -> None:
     paged = Paged.of([20], kv_heads=1, dim=dim, dtype=torch.float32)
     q = random(18, 2, dim)
     assert_close(paged.prefill(q, [18]), paged.expected(q, [18]))
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_prefill_in_one_loop_equals_the_reference(splits: int) -> None:
+    paged = Paged.of([20, 130, 90], kv_heads=2, dim=64, dtype=torch.float32)
+    q = random(61, 4, 64)
+    found = paged.prefill(q, [20, 1, 40], launch=SMALL._replace(one_loop=True), splits=splits)
+    assert_close(found, paged.expected(q, [20, 1, 40]))
 
 
 @pytest.mark.parametrize("rows", [64, 128])
@@ -353,6 +378,18 @@ def test_turning_and_storing_equals_doing_one_after_the_other(dim: int, dtype: t
         assert_close(ours, theirs)
 
 
+def test_a_projection_in_parts_is_turned_and_stored_as_its_sum() -> None:
+    whole, expected = stored(torch.float32), stored(torch.float32)
+    qkv = torch.cat(whole[:3], dim=1)
+    parts = torch.stack([random(*qkv.shape, seed=5), qkv - random(*qkv.shape, seed=5)])
+    found = (*parts.split([5, 3, 3], dim=2), *whole[3:])
+    turned = rotary_and_store(*found)
+    reference.rotary_and_store(*expected)
+    assert_close(turned, expected[0])
+    assert_close(found[5], expected[5])
+    assert_close(found[6], expected[6])
+
+
 # --- between the products -----------------------------------------------------------------------------------------
 
 
@@ -365,6 +402,13 @@ def test_the_norm_of_a_sum_equals_the_reference(hidden: int, dtype: torch.dtype)
     expected_normed, expected_total = reference.add_rms_norm(x, residual, weight, 1e-6)
     assert_close(normed, expected_normed)
     assert_close(total, expected_total)
+
+
+def test_the_norm_of_some_rows_alone_equals_theirs_among_all() -> None:
+    x, residual, weight, only = random(3, 5, 200), random(5, 200, seed=1), random(200, seed=2), ints([4, 0, 4])
+    found = add_rms_norm(x, residual, weight, 1e-6, only)
+    for ours, all_of_them in zip(found, add_rms_norm(x, residual, weight, 1e-6), strict=True):
+        assert torch.equal(ours, all_of_them[[4, 0, 4]])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -399,12 +443,31 @@ def test_what_is_found_is_written_down_for_the_step_that_follows(size: int) -> N
     assert latest.tolist() == [found[1].item(), -1, found[0].item()]
 
 
+def begun(embeds: Tensor, tables: Tensor) -> tuple[PromptInputs, Tensor, Tensor]:
+    """Three rows of two windows with two axes, the table of tokens and the angles they should have."""
+    embedding, turning = random(9, 40, dtype=torch.bfloat16), Turning(random(8).abs(), ints([0, 1] * 4, torch.int64))
+    positions = ints([0, 700, 31, 5, 6, 7]).view(2, 3)
+    numbers = PromptNumbers(ints([4, -1, 0]), positions, ints([2, 0]), ints([49, 600 * BLOCK]))
+    found = prompt_inputs(numbers, embeds, embedding, turning, tables, BLOCK)
+    return found, embedding, positions.float().index_select(0, turning.axes).T * turning.frequencies
+
+
 def test_tokens_become_rows_of_the_table_and_pictures_stay() -> None:
-    embedding, embeds = random(9, 40, dtype=torch.bfloat16), random(3, 60, dtype=torch.bfloat16, seed=1)
+    embeds, tables = random(3, 60, dtype=torch.bfloat16, seed=1), ints([0] * 1800).view(3, 600)
+    before = embeds.clone()
+    _, embedding, _ = begun(embeds, tables)
     wide = torch.cat((embedding, embedding.new_zeros(9, 20)), dim=1)
-    expected = torch.stack([wide[4], embeds[1], wide[0]])
-    embed_into(embeds, ints([4, -1, 0]), embedding)
-    assert torch.equal(embeds, expected)
+    assert torch.equal(embeds, torch.stack([wide[4], before[1], wide[0]]))
+
+
+def test_a_pass_of_prompts_begins_with_angles_of_every_axis_and_tables_of_windows() -> None:
+    tables = torch.arange(3 * 600, dtype=torch.int32, device=DEVICE).view(3, 600)
+    found, _, angles = begun(random(3, 40, dtype=torch.bfloat16), tables)
+    cos, sin = cos_sin(angles, torch.bfloat16)
+    assert_close(found.cos, cos)
+    assert_close(found.sin, sin)
+    for row, blocks, of in ((0, 4, 2), (1, 600, 0)):  # as many as the context has
+        assert torch.equal(found.tables[row, :blocks], tables[of, :blocks])
 
 
 def signed_nan(dtype: torch.dtype) -> Tensor:

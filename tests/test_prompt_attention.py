@@ -19,6 +19,7 @@ from tests.test_kernels import BLOCK, DEVICE, HALF, Paged, assert_close, ints, r
 
 H200 = 132
 HEADS = Heads(queries=12, keys=2, dim=128)
+SIZES = [16, 64, 128, 256, 512, 640, 1024]
 
 
 def attention(*, by_hopper: bool) -> PromptAttention:
@@ -34,6 +35,42 @@ def test_without_the_hopper_kernel_tiles_are_the_plain_one_s(tokens: int) -> Non
 @pytest.mark.parametrize(("tokens", "rows"), [(16, 64), (128, 64), (129, ROWS), (512, ROWS), (8192, ROWS)])
 def test_with_it_few_tokens_get_small_tiles_and_others_its_own(tokens: int, rows: int) -> None:
     assert attention(by_hopper=True).rows(tokens) == rows
+
+
+@pytest.fixture
+def on_h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompt_attention, "num_multiprocessors", lambda device: H200)
+
+
+@pytest.mark.usefixtures("on_h200")
+@pytest.mark.parametrize("by_hopper", [False, True])
+def test_what_is_short_grows_with_the_tokens_of_a_pass_and_ends_where_tiles_no_longer_fit(by_hopper: bool) -> None:
+    attend = attention(by_hopper=by_hopper)
+    most = [max([n for n in range(0, 4000, 16) if attend.is_short(tokens, n)], default=0) for tokens in SIZES]
+    assert most[:-1] == sorted(most[:-1])
+    assert all(tokens <= keys for tokens, keys in zip(SIZES[:-1], most, strict=False)), "an empty past is short"
+    assert most[-1] == 0
+
+
+@pytest.mark.usefixtures("on_h200")
+def test_more_heads_than_a_wave_of_programs_holds_are_never_short() -> None:
+    assert not PromptAttention(32, BLOCK, DEVICE, by_hopper=True).is_short(512, 512)
+
+
+@pytest.mark.parametrize("by_hopper", [False, True])
+@pytest.mark.parametrize("tokens", SIZES)
+def test_short_passes_have_small_tiles(tokens: int, by_hopper: bool) -> None:
+    assert attention(by_hopper=by_hopper).rows(tokens, is_short=True) == 64
+
+
+@pytest.mark.parametrize("is_short", [False, True])
+def test_the_short_way_gives_what_the_long_one_does(is_short: bool) -> None:
+    paged, q = Paged.of([40, 300], kv_heads=2, dim=64, dtype=HALF), random(90, 4, 64, dtype=HALF)
+    attend = PromptAttention(4, BLOCK, DEVICE, by_hopper=False)
+    tiles = Tiles.of([20, 70], attend.rows(90, is_short=is_short), DEVICE, contexts=[40, 300])
+    splits = 1 if is_short else None
+    found = attend(q, paged.k, paged.v, paged.tables, ints([40, 300]), tiles, 0.2, splits=splits)
+    assert_close(found, paged.expected(q, [20, 70]))
 
 
 @pytest.mark.parametrize(("rows", "by_hopper", "expected"), [(64, True, 0), (ROWS, True, 1), (ROWS, False, 0)])

@@ -10,7 +10,6 @@ What a product left in parts [splits, T, hidden] is added up on the way, always 
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -22,14 +21,19 @@ _COLUMNS = 1024  # of a program of `silu_and_mul`
 _PART_COLUMNS = 128  # of a warp that adds up parts
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x, or parts of it, and residual [T, hidden] -> their sum normed, and the sum: the next residual."""
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, only: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """x, or parts of it, and residual [T, hidden] -> their sum normed, and the sum: the next residual.
+
+    `only`: of these rows, int32 [W], in their order.
+    """
     assert x.is_contiguous() and residual.is_contiguous() and x.shape[-2:] == residual.shape
-    rows, hidden = residual.shape
-    normed, total = torch.empty_like(residual), torch.empty_like(residual)
+    rows, hidden = len(residual if only is None else only), residual.shape[1]
+    normed, total = residual.new_empty(rows, hidden), residual.new_empty(rows, hidden)
     columns, early = power_of_two(hidden), is_early(x)
     _norm_kernel[(rows,)](
-        x, residual, weight, normed, total, eps, rows * hidden,
+        x, residual, weight, only, normed, total, eps, residual.numel(),
         HIDDEN=hidden, COLUMNS=columns, PARTS=x.numel() // residual.numel(), EARLY=early,
         num_warps=min(max(columns // (512 if x.dim() == 2 else _PART_COLUMNS), 1), 16), **overlap(early),
     )  # fmt: skip
@@ -51,14 +55,17 @@ def silu_and_mul(gate_up: Tensor, *, over_gate: bool = False) -> Tensor:
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["only"])  # which lies anywhere in a larger array
 def _norm_kernel(
-    x: tl.tensor, residual: tl.tensor, weight: tl.tensor, normed: tl.tensor, total: tl.tensor, eps: tl.tensor,
-    part: tl.tensor, HIDDEN: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
+    x: tl.tensor, residual: tl.tensor, weight: tl.tensor, only: tl.tensor, normed: tl.tensor, total: tl.tensor,
+    eps: tl.tensor, part: tl.tensor,
+    HIDDEN: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
     columns = tl.arange(0, COLUMNS)
     inside = columns < HIDDEN
-    place = tl.program_id(0).to(tl.int64) * HIDDEN + columns
+    row = tl.program_id(0).to(tl.int64)
+    source = row if only is None else tl.load(only + row).to(tl.int64)
+    place, target = source * HIDDEN + columns, row * HIDDEN + columns
     kind = total.dtype.element_ty
     by = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     go_in_turn(EARLY)
@@ -67,10 +74,10 @@ def _norm_kernel(
         here += tl.load(x + i * part + place, mask=inside, other=0.0).to(tl.float32)
     before = tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
     added = (here + before).to(kind)  # the norm sees the residual as the next layer will
-    tl.store(total + place, added, mask=inside)
+    tl.store(total + target, added, mask=inside)
     added = added.to(tl.float32)
     scale = tl.rsqrt(tl.sum(added * added, 0) / HIDDEN + eps)
-    tl.store(normed + place, (added * scale * by).to(kind), mask=inside)
+    tl.store(normed + target, (added * scale * by).to(kind), mask=inside)
 
 
 @triton.jit

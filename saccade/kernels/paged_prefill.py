@@ -1,6 +1,6 @@
 """Attention of several new tokens per request over paged keys and values: causal in the window, all of the past.
 
-packed queries [T, heads, d]         grid (heads, tiles); tiles with most keys first, heads side by side
+packed queries [T, heads, d]         grid (heads, splits, tiles); tiles with most keys first, heads side by side
 
 request with 4 past and 5 new tokens, tiles of 2 rows:
 
@@ -12,7 +12,8 @@ request with 4 past and 5 new tokens, tiles of 2 rows:
 
 Few tiles would leave most of the device idle however long their contexts are. Then the keys are shared out as well:
 
-    grid (heads, tiles, splits)      | split 0 | split 1 | ... each leaves what it found; a second launch adds it up
+    | split 0 | split 1 | ...        each leaves what it found, and a second launch adds it up; what one split has
+                                     found alone is written at once
 """
 
 from __future__ import annotations
@@ -22,10 +23,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from saccade.kernels.early import go_in_turn, is_early, overlap
 from saccade.kernels.paged_decode import num_multiprocessors, slots_of
 from saccade.kernels.prefill_parts import MAX_SPLITS, add_up, new_parts
 from saccade.kernels.softmax import LOG2_E, divide, precision_of, weigh
 from saccade.kernels.tiles import Launch, Tiles, power_of_two
+
+_LEAST_SHARE = 256  # keys of a split: fewer are done before the sum has begun
 
 
 def choose_rows(tokens: int, heads: int, multiprocessors: int) -> int:
@@ -44,24 +48,26 @@ def paged_prefill(
     scale: float,
     *,
     splits: int | None = None,
+    least_share: int = _LEAST_SHARE,
     launch: Launch | None = None,
     out: Tensor | None = None,  # [T, heads, d], contiguous
 ) -> Tensor:
     """[T, heads, d]. A window of one token is allowed, though `paged_decode` is faster at it."""
     tokens, heads, dim = q.shape
-    launch = launch or launch_for(q, tiles.rows)
+    splits = splits or choose_splits(tokens, heads, tiles.rows, 2 * num_multiprocessors(q.device))
+    launch = launch or launch_for(q, tiles.rows, splits)
     assert launch.rows == tiles.rows, f"tiles of {tiles.rows} rows, a launch of {launch.rows}"
-    splits = splits or choose_splits(tokens, heads, tiles.rows, num_multiprocessors(q.device))
     out = torch.empty((tokens, heads, dim), dtype=q.dtype, device=q.device) if out is None else out
-    parts = new_parts(splits, out) if splits > 1 else None
-    _prefill_kernel[(heads, len(tiles.index), splits)](
+    parts, early = new_parts(splits, out) if splits > 1 else None, is_early(q)
+    _prefill_kernel[(heads, splits, len(tiles.index))](
         q, k_cache, v_cache, block_tables, context_lens, tiles.starts, tiles.index, out,
         *(parts or (None,) * 4), tokens * heads,
         scale * LOG2_E, q.stride(0), k_cache.stride(0), v_cache.stride(0), block_tables.stride(0),
         Q_HEAD=q.stride(1), K_HEAD=k_cache.stride(1), V_HEAD=v_cache.stride(1), BLOCK_SIZE=block_size,
         GROUP=heads // k_cache.shape[1], DIM=dim, PADDED_DIM=power_of_two(dim, least=16),
-        ROWS=launch.rows, KEYS=launch.keys, SPLITS=splits, PRECISION=precision_of(q),
-        num_warps=launch.warps, num_stages=launch.stages, maxnreg=launch.registers,
+        ROWS=launch.rows, KEYS=launch.keys, IS_SPLIT=splits > 1, LEAST_SHARE=triton.cdiv(least_share, launch.keys),
+        PRECISION=precision_of(q), EARLY=early, ONE_LOOP=launch.one_loop,
+        num_warps=launch.warps, num_stages=launch.stages, maxnreg=launch.registers, **overlap(early),
     )  # fmt: skip
     if parts is not None:
         add_up(parts, out)
@@ -74,15 +80,19 @@ def choose_splits(tokens: int, heads: int, rows: int, multiprocessors: int) -> i
     return 1 << (max(min(wanted, MAX_SPLITS), 1).bit_length() - 1)
 
 
-def launch_for(q: Tensor, rows: int) -> Launch:
+def launch_for(q: Tensor, rows: int, splits: int = 1) -> Launch:
     """Two of the stages go to the block tables, which keys and values wait for."""
     if q.element_size() == 4:
         return Launch(rows, keys=32, warps=4, stages=1)
     if rows >= 128:
         return Launch(rows, keys=64, warps=8, stages=5)
+    room = rows * num_multiprocessors(q.device)
+    if 2 * q.shape[0] * q.shape[1] <= room:
+        # What these leave of a multiprocessor's memory the next product fills with its weights meanwhile. Few keys are
+        # masked in one loop with all others: to fetch the instructions of a second one takes longer than to run them.
+        return Launch(rows, keys=64, warps=4, stages=5, one_loop=splits == 1)
     # While each program has a multiprocessor to itself, fewer and larger steps take less time.
-    is_alone = q.shape[0] * q.shape[1] <= rows * num_multiprocessors(q.device)
-    return Launch(rows, keys=128 if is_alone else 64, warps=4, stages=5)
+    return Launch(rows, keys=128 if q.shape[0] * q.shape[1] <= room else 64, warps=4, stages=5)
 
 
 # Tables and numbers of a step change place and width from step to step; a variant for each would compile anew.
@@ -97,26 +107,29 @@ def _prefill_kernel(
     scale: tl.tensor, q_row: tl.tensor, k_slot: tl.tensor, v_slot: tl.tensor, table_row: tl.tensor,
     Q_HEAD: tl.constexpr, K_HEAD: tl.constexpr, V_HEAD: tl.constexpr,  # known, so that loads of a head are aligned
     BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, IS_SPLIT: tl.constexpr, LEAST_SHARE: tl.constexpr,
+    PRECISION: tl.constexpr, EARLY: tl.constexpr, ONE_LOOP: tl.constexpr,
 ) -> None:  # fmt: skip
-    head, tile = tl.program_id(0), tl.program_id(1)
+    head, tile = tl.program_id(0), tl.program_id(2)
     request, first = tl.load(index + 2 * tile), tl.load(index + 2 * tile + 1)
-    start = tl.load(starts + request)
+    start, context = tl.load(starts + request), tl.load(context_lens + request)
     length = tl.load(starts + request + 1) - start
+    go_in_turn(EARLY)
     if first >= length:
         return
     rows, dims = first + tl.arange(0, ROWS), tl.arange(0, PADDED_DIM)
     inside = (rows < length)[:, None] & (dims < DIM)[None, :]
     packed = (start + rows).to(tl.int64)
     queries = tl.load(q + packed[:, None] * q_row + head * Q_HEAD + dims[None, :], mask=inside, other=0.0)
-    context = tl.load(context_lens + request)
     places = context - length + rows  # each row's place in its context
     seen_by_all = (context - length + first + 1) // KEYS * KEYS
     end = tl.minimum(context, context - length + first + ROWS)
-    low, all_keys = 0, end
-    if SPLITS > 1:
-        share = tl.cdiv(tl.cdiv(context, KEYS), SPLITS) * KEYS  # keys of a split, in whole tiles
-        low = tl.program_id(2) * share
+    low, all_keys, share = 0, end, end
+    if IS_SPLIT:
+        share = (
+            tl.maximum(tl.cdiv(tl.cdiv(context, KEYS), tl.num_programs(1)), LEAST_SHARE) * KEYS
+        )  # of a split, in whole tiles
+        low = tl.program_id(1) * share
         if low >= end:
             return
         all_keys = tl.minimum(end, low + share)
@@ -124,20 +137,25 @@ def _prefill_kernel(
     keys, values = k_cache + head // GROUP * K_HEAD, v_cache + head // GROUP * V_HEAD
     largest, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, PADDED_DIM], tl.float32)
-    for tile_start in range(low, tl.minimum(seen_by_all, all_keys), KEYS):
-        acc, largest, total = _attend(
-            queries, keys, values, table, places, tile_start, end, scale, acc, largest, total,
-            k_slot, v_slot, BLOCK_SIZE, DIM, PADDED_DIM, KEYS, PRECISION, False,
-        )  # fmt: skip
-    for tile_start in range(tl.maximum(low, seen_by_all), all_keys, KEYS):
+    masked = low
+    if not ONE_LOOP:
+        masked = tl.maximum(low, seen_by_all)
+        for tile_start in range(low, tl.minimum(seen_by_all, all_keys), KEYS):
+            acc, largest, total = _attend(
+                queries, keys, values, table, places, tile_start, end, scale, acc, largest, total,
+                k_slot, v_slot, BLOCK_SIZE, DIM, PADDED_DIM, KEYS, PRECISION, False,
+            )  # fmt: skip
+    for tile_start in range(masked, all_keys, KEYS):
         acc, largest, total = _attend(
             queries, keys, values, table, places, tile_start, end, scale, acc, largest, total,
             k_slot, v_slot, BLOCK_SIZE, DIM, PADDED_DIM, KEYS, PRECISION, True,
         )  # fmt: skip
-    if SPLITS == 1:
+    if end <= share:
         result = out + (packed * tl.num_programs(0) + head)[:, None] * DIM + dims[None, :]
         tl.store(result, divide(acc, total).to(out.dtype.element_ty), mask=inside)
-    else:
+        if IS_SPLIT:  # nothing to add up, says every head
+            tl.store(active + packed, tl.zeros_like(rows), mask=rows < length)
+    elif IS_SPLIT:
         parts = (mixed, maxima, sums, active, cells)
         _leave(parts, acc, largest, total, packed, places // share + 1, dims, rows < length, inside, DIM)
 
@@ -149,7 +167,7 @@ def _leave(
 ) -> None:  # fmt: skip
     """A split's sums. A row that has no key in it leaves something meaningless, which nobody reads."""
     mixed, maxima, sums, active, cells = parts
-    head, split = tl.program_id(0), tl.program_id(2)
+    head, split = tl.program_id(0), tl.program_id(1)
     part = split.to(tl.int64) * cells + packed * tl.num_programs(0) + head
     tl.store(mixed + part[:, None] * DIM + dims[None, :], acc, mask=inside)
     tl.store(maxima + part, largest, mask=known)

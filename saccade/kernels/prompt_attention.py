@@ -21,6 +21,7 @@ from saccade.kernels.trial import is_hopper, passes
 
 _HOPPER_ROWS, _PLAIN_ROWS = 128, 64
 _MOST_PLAIN_TOKENS = 128  # fewer leave half of the Hopper kernel's rows empty
+_SHORT = ((128, 448), (256, 1024), (640, 2304))  # up to so many tokens a context is short up to so many keys
 
 
 class Half(NamedTuple):
@@ -31,6 +32,8 @@ class Half(NamedTuple):
 
 
 class PromptAttention:
+    """A pass whose contexts are short has no splits: what they cost would be more than they gain."""
+
     def __init__(self, heads: int, block_size: int, device: torch.device, *, by_hopper: bool) -> None:
         self.heads = heads
         self.block_size = block_size
@@ -41,11 +44,16 @@ class PromptAttention:
     def best(cls, heads: Heads, dtype: torch.dtype, block_size: int, device: torch.device) -> PromptAttention:
         return cls(heads.queries, block_size, device, by_hopper=can_use_hopper(heads, dtype, block_size, device))
 
-    def rows(self, tokens: int) -> int:
+    def is_short(self, tokens: int, context: int) -> bool:
+        """Whether a pass of so many tokens goes the short way, if no context is longer."""
+        is_one_wave = tokens * self.heads <= _PLAIN_ROWS * self._multiprocessors
+        return is_one_wave and any(tokens <= most and context <= keys for most, keys in _SHORT)
+
+    def rows(self, tokens: int, *, is_short: bool = False) -> int:
         """Of the tiles that a step of so many tokens is cut into."""
-        if self.by_hopper:
-            return _HOPPER_ROWS if tokens > _MOST_PLAIN_TOKENS else _PLAIN_ROWS
-        return choose_rows(tokens, self.heads, self._multiprocessors)
+        if is_short or (self.by_hopper and tokens <= _MOST_PLAIN_TOKENS):
+            return _PLAIN_ROWS
+        return _HOPPER_ROWS if self.by_hopper else choose_rows(tokens, self.heads, self._multiprocessors)
 
     def half(self, tokens: int) -> Half:
         """How so many tokens attend beside others. It is more than half only where their tiles alone are."""

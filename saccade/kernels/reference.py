@@ -24,8 +24,11 @@ def rotary_and_store(
     _store_kv(turned, v, k_cache, v_cache, slots)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, only: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     total = (x.sum(0) if x.dim() == 3 else x).to(residual.dtype) + residual
+    total = total if only is None else total.index_select(0, only)
     return F.rms_norm(total.float(), weight.shape, weight.float(), eps).to(total.dtype), total
 
 

@@ -27,6 +27,7 @@ class Launch(NamedTuple):
     warps: int
     stages: int  # loads in flight ahead of their use
     registers: int | None = None  # most a thread may have, where fewer let more programs share a multiprocessor
+    one_loop: bool = False  # over all keys, not one over those that need no mask and one over the rest
 
 
 @dataclass(frozen=True, eq=False)

@@ -53,18 +53,10 @@ class FusedDecoder:
         mixed = attend(projected, self.kv.k[index], self.kv.v[index])
         return products.out(mixed.flatten(1), x, layer)
 
-    def embed(self, token_ids: Tensor) -> Tensor:
-        return self.decoder.embed(token_ids)
-
-    def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of positions [axes, T], each [T, 1, d]."""
-        cos, sin = self.decoder.rotary(positions, self.decoder.table.dtype)
-        return cos.contiguous(), sin.contiguous()
-
     def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of what a layer projects."""
+        """Queries, keys and values of what a layer projects, or of its parts."""
         layer = self.decoder.layers[0]
-        q, k, v = torch.split(qkv, [layer.heads, layer.kv_heads, layer.kv_heads], dim=1)
+        q, k, v = torch.split(qkv, [layer.heads, layer.kv_heads, layer.kv_heads], dim=-2)
         return q, k, v
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -59,8 +59,8 @@ class Products(Protocol):
 
     def mlp(self, x: Stream, layer: DecoderLayer) -> Stream: ...
 
-    def normed(self, x: Stream, decoder: Decoder) -> Tensor:
-        """What the head reads: [T, H]."""
+    def normed(self, x: Stream, decoder: Decoder, only: Tensor | None = None) -> Tensor:
+        """What the head reads: [T, H], or of some rows (int32 [W]) alone: [W, H]."""
         ...
 
     def logits(self, x: Stream, decoder: Decoder, out: Tensor) -> Tensor:
@@ -138,8 +138,8 @@ class _FewRows:
         norm = layer.mlp_norm
         return self._add(norm_gated_linear(x.rows, norm.weight, norm.eps, layer.gate_up.weight), layer.down, x)
 
-    def normed(self, x: Stream, decoder: Decoder) -> Tensor:
-        return decoder.norm(x.rows)
+    def normed(self, x: Stream, decoder: Decoder, only: Tensor | None = None) -> Tensor:
+        return decoder.norm(x.rows if only is None else x.rows.index_select(0, only))
 
     def logits(self, x: Stream, decoder: Decoder, out: Tensor) -> Tensor:
         norm = decoder.norm
@@ -170,16 +170,16 @@ class _ManyRows:
         normed, x = self._norm(x, layer.mlp_norm)
         return Stream(x.rows, self._added(self._gated(normed, layer), layer.down))
 
-    def normed(self, x: Stream, decoder: Decoder) -> Tensor:
-        return self._norm(x, decoder.norm)[0]
+    def normed(self, x: Stream, decoder: Decoder, only: Tensor | None = None) -> Tensor:
+        return self._norm(x, decoder.norm, only)[0]
 
     def logits(self, x: Stream, decoder: Decoder, out: Tensor) -> Tensor:
         return skinny_linear(self.normed(x, decoder), decoder.head, workspace=self.workspace, out=out)
 
-    def _norm(self, x: Stream, norm: RMSNorm) -> tuple[Tensor, Stream]:
+    def _norm(self, x: Stream, norm: RMSNorm, only: Tensor | None = None) -> tuple[Tensor, Stream]:
         if x.added is None:
-            return norm(x.rows), x
-        normed, rows = add_rms_norm(x.added, x.rows, norm.weight, norm.eps)
+            return norm(x.rows if only is None else x.rows.index_select(0, only)), x
+        normed, rows = add_rms_norm(x.added, x.rows, norm.weight, norm.eps, only)
         return normed, Stream(rows)
 
     def _linear(self, rows: Tensor, linear: Linear, out: Tensor | None = None) -> Tensor:

@@ -103,13 +103,14 @@ class CudaForward:
         return DecodeRows(zeros, zeros, zeros - 1, zeros + context, np.arange(size, dtype=np.int32))
 
     def _prompt_trials(self) -> Iterator[tuple[int, Callable[[], object]]]:
-        """The same for prompts: one window at the beginning of a context."""
+        """The same for prompts: one window at the end of a context."""
         for tokens in self._prompts.recorded_sizes():
             if tokens <= self._longest:
-                yield tokens, partial(self._prompts.run, [self._trial_window(tokens, tokens)._replace(samples=True)])
+                yield tokens, partial(self._prompts.run, [self._trial_window(tokens)._replace(samples=True)])
 
-    def _trial_window(self, tokens: int, context: int) -> Window:
+    def _trial_window(self, tokens: int) -> Window:
         zeros, slots = np.zeros((self._prompts.axes, tokens), np.int32), np.full(tokens, -1)
+        context = min(_MEASURED_CONTEXT + tokens, self._longest)
         return Window(0, zeros[0], zeros, slots, context, samples=False)
 
     def _mixed_rows(self) -> list[int]:
@@ -120,7 +121,7 @@ class CudaForward:
         assert self._mixed is not None
         for size in self._mixed.sizes():
             if size.rows == rows and size.tokens <= self._longest:
-                window = self._trial_window(size.tokens, min(_MEASURED_CONTEXT + size.tokens, self._longest))
+                window = self._trial_window(size.tokens)
                 yield size.tokens, partial(self._mixed.run, size, [window], None, self._trial_rows(rows))
 
     @property

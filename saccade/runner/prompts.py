@@ -21,13 +21,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 from saccade.kernels.argmax import ArgmaxWorkspace, Board, argmax
-from saccade.kernels.decode_inputs import embed_into
+from saccade.kernels.decode_inputs import PromptNumbers, Turning, prompt_inputs
 from saccade.kernels.flashinfer_prefill import FlashInferPrefill, Heads
 from saccade.kernels.prompt_attention import PromptAttention
 from saccade.kernels.store_kv import rotary_and_store
 from saccade.kernels.tiles import Tiles
 from saccade.models.fused import FusedDecoder
-from saccade.models.products import Stream
 from saccade.runner.decoding import Attending, Decoded
 from saccade.runner.tables import BlockTables, Mailbox, Numbers, to_device
 
@@ -63,6 +62,7 @@ class Sizes(NamedTuple):
     windows: int
     axes: int
     tiles: int
+    is_short: bool = False  # of contexts, see `PromptAttention`
 
     def offsets(self) -> list[int]:
         tokens, windows = self.tokens, self.windows
@@ -103,13 +103,13 @@ class PromptPass:
         layer, table = decoder.decoder.layers[0], decoder.decoder.table
         heads = Heads(layer.heads, layer.kv_heads, layer.head_dim)
         self.attention = PromptAttention.best(heads, table.dtype, block_size, table.device)
-        self._recorded: dict[int, _Recorded] = {}
+        self._recorded: dict[tuple[int, bool], _Recorded] = {}  # by tokens, and whether contexts are short
         self._static: _Static | None = None
 
     def run(self, windows: Sequence[Window], splice: Splice | None = None) -> Decoded:
         """The likeliest next token of each window that samples, in the order of the windows."""
         tokens, samples = sum(len(window.tokens) for window in windows), sum(window.samples for window in windows)
-        recorded = self._fitting(tokens, len(windows))
+        recorded = self._fitting(tokens, windows)
         if recorded is None or self._static is None:
             return self._run_single(windows, tokens, samples, splice)
         static = self._static
@@ -124,7 +124,7 @@ class PromptPass:
         return Decoded(static.found.tokens[:samples], static.found.logits[:samples])
 
     def _run_single(self, windows: Sequence[Window], tokens: int, samples: int, splice: Splice | None) -> Decoded:
-        table, rows = self.decoder.decoder.table, self._rows(tokens)
+        table, rows = self.decoder.decoder.table, self.attention.rows(tokens)
         tiles = sum(-(-len(window.tokens) // rows) for window in windows)
         sizes = Sizes(tokens, len(windows), self.axes, tiles)
         self._plan(windows, sizes)
@@ -142,15 +142,18 @@ class PromptPass:
         wanted = [tokens for tokens in GRAPH_TOKENS if tokens <= _rounded(max_tokens)]
         static = self._new_static(pool, wanted[-1])
         for tokens in tqdm(reversed(wanted), "Recording prompts", len(wanted), disable=None):
-            sizes = self.graph_sizes(tokens)
-            numbers = self.new_numbers((), sizes)
-            self._plan((), sizes)
-            self._forward_into(static, numbers, sizes)  # compiles the kernels
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
-                self._forward_into(static, numbers, sizes)
-            self._recorded[tokens] = _Recorded(graph, sizes, numbers)
+            for is_short in {False, self.attention.is_short(tokens, tokens)}:
+                self._record(static, pool, self.graph_sizes(tokens, is_short=is_short))
         self._static = static
+
+    def _record(self, static: _Static, pool: Any, sizes: Sizes) -> None:
+        numbers = self.new_numbers((), sizes)
+        self._plan((), sizes)
+        self._forward_into(static, numbers, sizes)  # compiles the kernels
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            self._forward_into(static, numbers, sizes)
+        self._recorded[sizes.tokens, sizes.is_short] = _Recorded(graph, sizes, numbers)
 
     def new_numbers(self, windows: Sequence[Window], sizes: Sizes) -> Tensor:
         flat = np.zeros(sizes.offsets()[-1], np.int32)
@@ -158,18 +161,20 @@ class PromptPass:
         return to_device(flat, self.tables.blocks.device)
 
     def write(self, flat: Numbers, windows: Sequence[Window], sizes: Sizes) -> None:
-        _write_numbers(flat, windows, sizes, self._rows(sizes.tokens), self._spare)
+        _write_numbers(flat, windows, sizes, self._rows(sizes), self._spare)
 
     def recorded_sizes(self) -> list[int]:
-        return sorted(self._recorded)
+        return sorted({tokens for tokens, _ in self._recorded})
 
-    def _fitting(self, tokens: int, windows: int) -> _Recorded | None:
-        if windows > GRAPH_WINDOWS or tokens > GRAPH_TOKENS[-1]:
+    def _fitting(self, tokens: int, windows: Sequence[Window]) -> _Recorded | None:
+        if len(windows) > GRAPH_WINDOWS or tokens > GRAPH_TOKENS[-1]:
             return None
-        return self._recorded.get(_rounded(tokens))
+        size, longest = _rounded(tokens), max(window.context for window in windows)
+        return self._recorded.get((size, self.attention.is_short(size, longest)))
 
-    def graph_sizes(self, tokens: int) -> Sizes:
-        return Sizes(tokens, GRAPH_WINDOWS, self.axes, -(-tokens // self._rows(tokens)) + GRAPH_WINDOWS)
+    def graph_sizes(self, tokens: int, *, is_short: bool = False) -> Sizes:
+        tiles = -(-tokens // self.attention.rows(tokens, is_short=is_short)) + GRAPH_WINDOWS
+        return Sizes(tokens, GRAPH_WINDOWS, self.axes, tiles, is_short)
 
     def _flash_for(self, sizes: Sizes) -> FlashInferPrefill | None:
         return self._flash if self._flash and self._flash.takes(sizes.tokens, sizes.windows) else None
@@ -182,8 +187,8 @@ class PromptPass:
             blocks = self.tables.blocks_of([window.row for window in windows], counts)
             flash.plan([len(window.tokens) for window in windows], contexts, blocks)
 
-    def _rows(self, tokens: int) -> int:
-        return self.attention.rows(tokens)
+    def _rows(self, sizes: Sizes) -> int:
+        return self.attention.rows(sizes.tokens, is_short=sizes.is_short)
 
     @property
     def width(self) -> int:
@@ -205,7 +210,7 @@ class PromptPass:
         head = torch.cuda.CUDAGraph()
         with torch.cuda.graph(head, pool=pool):
             self._find(last, found, workspace)
-        mailbox = Mailbox(self.graph_sizes(most_tokens).offsets()[-1], device)
+        mailbox = Mailbox(self.graph_sizes(most_tokens, is_short=True).offsets()[-1], device)
         return _Static(table.new_zeros(most_tokens, self.width), mailbox, last, found, workspace, head)
 
     def _new_found(self, rows: int) -> Decoded:
@@ -222,25 +227,24 @@ class PromptPass:
             target.copy_(source)
 
     def _forward(self, embeds: Tensor, numbers: Tensor, sizes: Sizes) -> _Last:
-        attend, products = self.begin(embeds, numbers, sizes), self.decoder.products(sizes.tokens)
+        attend = self.begin(embeds, numbers, sizes, 1 if sizes.is_short else None)
+        products = self.decoder.products(sizes.tokens, in_parts=True)
         x = self.decoder.forward(embeds, attend, products)
         *_, last, lines, _ = _parts(numbers, sizes)
-        added = x.added if x.added is None else x.added.index_select(-2, last)
-        ends = Stream(x.rows.index_select(0, last), added)
-        return _Last(products.normed(ends, self.decoder.decoder), lines)
+        return _Last(products.normed(x, self.decoder.decoder, last), lines)
 
     def begin(self, embeds: Tensor, numbers: Tensor, sizes: Sizes, splits: int | None = None) -> Attending:
         """Writes the embeddings of the tokens that have any into `embeds`; how a layer attends for these rows."""
         tokens, slots, positions, rows, contexts, starts, _, _, index = _parts(numbers, sizes)
-        embed_into(embeds, tokens, self.decoder.decoder.table)
-        tables = self.tables.blocks.index_select(0, rows)
-        tiles = Tiles(starts, index.view(-1, 2), self._rows(sizes.tokens))
-        cos, sin = self.decoder.angles(positions.view(self.axes, -1))
+        decoder, tiles = self.decoder.decoder, Tiles(starts, index.view(-1, 2), self._rows(sizes))
+        told = PromptNumbers(tokens, positions.view(self.axes, -1), rows, contexts)
+        turning = Turning(decoder.rotary.frequencies, decoder.rotary.axes)
+        cos, sin, tables = prompt_inputs(told, embeds, decoder.table, turning, self.tables.blocks, self.block_size)
         flash = self._flash_for(sizes)
 
         def attend(qkv: Tensor, keys: Tensor, values: Tensor, out: Tensor | None = None) -> Tensor:
             q, k, v = self.decoder.split(qkv)
-            rotary_and_store(q, k, v, cos, sin, keys, values, slots)
+            q = rotary_and_store(q, k, v, cos, sin, keys, values, slots)
             if flash is not None:
                 assert out is None, "FlashInfer has its own room for what it finds"
                 return flash(q, keys, values)
