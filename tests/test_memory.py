@@ -153,6 +153,13 @@ def test_a_model_without_kernels_plans_no_graphs_of_steps() -> None:
     assert fused.graphs > 0 == other.graphs
 
 
+@pytest.mark.usefixtures("on_cuda")
+def test_graphs_of_short_steps_take_what_the_largest_pass_for_prompts_and_answers_does() -> None:
+    """Beside 8 answers: steps of 96 tokens have a pass of 128 rows, those of 128 one of 256."""
+    less, more = (plan(device="cuda", max_num_batched_tokens=most, max_num_seqs=8).parts.graphs for most in (96, 128))
+    assert more - less == 128 * costs.fused_prompt_bytes_per_token(small().text, "float32")
+
+
 def test_it_is_known_before_a_model_is_built_whether_kernels_know_it(family_folder: Path) -> None:
     opened = open_checkpoint(str(family_folder))
     made = load_model(

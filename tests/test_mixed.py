@@ -12,7 +12,7 @@ from PIL import Image
 
 from saccade import LLM, SamplingParams
 from saccade.runner.device import Sampled
-from saccade.runner.mixed import MixedPass, MixedSize, _sizes
+from saccade.runner.mixed import MixedPass, MixedSize, mixed_sizes
 from saccade.types import StepPlan, StepResult, Work
 from tests.families import FAMILIES
 from tests.test_overlap import OPTIONS, overlapped, prompts
@@ -109,6 +109,11 @@ def test_one_token_in_the_middle_of_an_answer_that_is_computed_again_is_no_decod
 
 
 def test_recorded_sizes_hold_what_a_step_may_have_and_no_more() -> None:
-    assert _sizes(200, 20) == [(248, 8), (236, 20), (120, 8), (108, 20)]
-    assert max(size.rows for size in _sizes(8192, 256)) == 128
-    assert {sum(size) % 128 for size in _sizes(8192, 256)} == {0}
+    assert mixed_sizes(200, 20) == [(248, 8), (236, 20), (120, 8), (108, 20)]
+    assert max(size.rows for size in mixed_sizes(8192, 256)) == 128
+    assert {sum(size) % 128 for size in mixed_sizes(8192, 256)} == {0}
+
+
+def test_sizes_that_no_step_can_fill_are_not_recorded() -> None:
+    assert mixed_sizes(8192, 1) == [], "where one request runs, nothing is beside it"
+    assert mixed_sizes(64, 256) == [(192, 64), (120, 8), (96, 32)], "65 answers leave no token of 64"

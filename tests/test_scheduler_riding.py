@@ -78,15 +78,52 @@ def test_text_that_can_end_in_a_step_does_though_a_picture_might_ride_along() ->
     assert [12, 20] in windows_of(rig, "picture", "text")
 
 
+def beside_works(rig: AheadRig) -> list[list[tuple[str, int, int]]]:
+    works = [[(work.request_id, work.start, work.end) for work in plan.works] for plan in rig.plans if plan.is_beside]
+    return [some for some in works if some]
+
+
+def test_nothing_rides_along_in_a_step_that_ends_a_prompt_by_its_one_token_that_no_cache_has() -> None:
+    rig = beside_an_answer(enable_prefix_caching=True)
+    add(rig, "first", 33, max_tokens=1)
+    windows_of(rig, "first")
+    add(rig, "again", 33, max_tokens=1)
+    add(rig, "long", [5_000 + i for i in range(200)], max_tokens=1)
+    windows_of(rig, "again")
+    assert [("again", 32, 33), ("long", 0, ALONE)] in beside_works(rig)
+
+
+def test_nothing_rides_along_where_a_prompt_of_one_token_comes() -> None:
+    rig = beside_an_answer()
+    add(rig, "long", 200, max_tokens=1)
+    add(rig, "one", [7], max_tokens=1)
+    windows_of(rig, "one")
+    assert [("long", 0, ALONE), ("one", 0, 1)] in beside_works(rig)
+
+
+def test_nothing_rides_along_where_a_request_comes_after_which_no_step_is_planned_ahead() -> None:
+    rig = beside_an_answer()
+    rig.add("told", 200, max_tokens=1, temperature=0, logprobs=2)
+    windows_of(rig, "told")
+    assert beside_works(rig) == [[("told", 0, ALONE)]]
+
+
+def test_a_request_that_finds_no_place_keeps_nobody_from_riding_along() -> None:
+    rig = beside_an_answer(max_num_seqs=2)
+    add(rig, "prompt", 200, max_tokens=1)
+    rig.add("told", 20, max_tokens=1, temperature=0, logprobs=2)
+    assert windows_of(rig, "prompt") == [[96], [88], [16]]
+
+
 PROMPTS = st.lists(st.one_of(st.integers(2, 300), st.integers(1, 200).map(lambda n: Picture(f"p{n}", n))), max_size=5)
 
 
 @settings(max_examples=40, deadline=None)
-@given(PROMPTS, st.integers(0, 6))
+@given(PROMPTS, st.integers(0, 6), st.booleans())
 def test_no_step_in_which_a_prompt_ends_has_more_tokens_than_fit_by_themselves(
-    prompts: Sequence[Part], apart: int
+    prompts: Sequence[Part], apart: int, caching: bool
 ) -> None:
-    rig = beside_an_answer()
+    rig = beside_an_answer(enable_prefix_caching=caching)
     for number, part in enumerate(prompts):
         add(rig, f"r{number}", part, 3, max_tokens=2)
         for _ in range(apart):
@@ -94,6 +131,6 @@ def test_no_step_in_which_a_prompt_ends_has_more_tokens_than_fit_by_themselves(
     rig.finish()
     for plan in rig.plans:
         if plan.is_beside:
-            works = [work for work in plan.works if work.end - work.start > 1]  # one token is taken for an answer's
-            tokens = sum(work.end - work.start for work in works)
-            assert tokens <= (ALONE if any(work.samples for work in works) else RIDING)
+            sizes = [work.end - work.start for work in plan.works]
+            tokens = sum(size for size in sizes if size > 1)  # one is taken for an answer's
+            assert tokens <= (ALONE if any(work.samples for work in plan.works) else RIDING)

@@ -163,22 +163,26 @@ def _picture_bytes(options: Options, model: ModelConfig, dtype: str, largest: Ge
 
 
 def _graph_bytes(options: Options, model: ModelConfig, dtype: str) -> int:
-    """All graphs compute in the memory of the largest. Beside it: logits, block tables, what libraries work in.
+    """All graphs compute in the memory of the largest. Beside it: what those for prompts and answers together read,
+    logits, block tables, what libraries work in.
 
     By formula, for it must be known before the KV cache is sized, and graphs can only be recorded over a cache that
     is there. What they took is measured then, and shown beside this.
     """
     if runs_plain(model):
         return _tower_graph_bytes(model, dtype)
-    from saccade.runner.prompts import GRAPH_TOKENS, GRAPH_WINDOWS  # need Triton, which only CUDA machines have
+    from saccade.runner.mixed import MOST_ROWS, mixed_sizes  # need Triton, which only CUDA machines have
+    from saccade.runner.prompts import GRAPH_TOKENS, GRAPH_WINDOWS
 
     text, places = model.text, options.max_num_seqs + GRAPH_WINDOWS
     largest = next((n for n in GRAPH_TOKENS if n >= options.max_num_batched_tokens), GRAPH_TOKENS[-1])
+    mixed = [sum(size) for size in mixed_sizes(options.max_num_batched_tokens, options.max_num_seqs)]
+    riding = MOST_ROWS * text.embedding_size * costs.dtype_bytes(dtype)
     logits = places * text.vocab_size * costs.dtype_bytes(dtype)
     length = options.max_model_len or text.max_position
     tables = 2 * places * costs.blocks_for(length, options.block_size) * 4
-    prompts = largest * _prompt_bytes_per_token(model, dtype) + _LIBRARY_BYTES + _SEGMENT_BYTES
-    return prompts + logits + tables + _tower_graph_bytes(model, dtype)
+    rows = max([largest, *mixed]) * _prompt_bytes_per_token(model, dtype) + _LIBRARY_BYTES + _SEGMENT_BYTES
+    return rows + riding + logits + tables + _tower_graph_bytes(model, dtype)
 
 
 def _prompt_bytes_per_token(model: ModelConfig, dtype: str) -> int:

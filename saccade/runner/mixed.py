@@ -25,7 +25,7 @@ from saccade.runner.tables import Mailbox
 
 # Rows that decode: all rows of a pass, which take about as long as somewhat fewer. As many as fit beside those answers.
 _SIZES = {8: (128, 256, 384, 512), 32: (128, 256, 384, 512), 64: (256, 384, 512), 128: (384, 512, 768)}
-_MOST_ROWS = max(map(max, _SIZES.values()))
+MOST_ROWS = max(map(max, _SIZES.values()))
 
 
 class MixedSize(NamedTuple):
@@ -43,8 +43,8 @@ class MixedPass:
     def __init__(self, prompts: PromptPass, decoding: DecodePass) -> None:
         self._prompts, self._decoding, self._decoder = prompts, decoding, prompts.decoder
         table = self._decoder.decoder.table
-        self._embeds = table.new_zeros(_MOST_ROWS, prompts.width)
-        self._mailbox = Mailbox(prompts.graph_sizes(_MOST_ROWS).offsets()[-1], table.device)
+        self._embeds = table.new_zeros(MOST_ROWS, prompts.width)
+        self._mailbox = Mailbox(prompts.graph_sizes(MOST_ROWS).offsets()[-1], table.device)
         self._prepared: dict[MixedSize, _Prepared] = {}
         self._side = torch.cuda.Stream(table.device) if table.is_cuda else None  # type: ignore[no-untyped-call]
 
@@ -82,7 +82,7 @@ class MixedPass:
     def record(self, pool: Any, max_tokens: int) -> None:
         """Graphs for all sizes, in the memory of larger ones that were recorded before. `max_tokens`: of a step."""
         nothing = DecodeRows(*[torch.empty(0, dtype=torch.int32).numpy()] * 5)
-        for size in _sizes(max_tokens, self._decoding.sizes[-1]):
+        for size in mixed_sizes(max_tokens, self._decoding.sizes[-1]):
             prepared = self.prepare(size)
             self._decoding.send(nothing, size.rows)
             self._forward(size, prepared)  # compiles the kernels
@@ -123,12 +123,15 @@ class MixedPass:
         stream.wait_stream(self._side)
 
 
-def _sizes(max_tokens: int, max_rows: int) -> list[MixedSize]:
-    """The largest first; none is larger than the smallest that holds all that a step may have."""
+def mixed_sizes(max_tokens: int, max_rows: int) -> list[MixedSize]:
+    """The largest first; none is larger than the smallest that holds all that a step may have.
+
+    Where one request runs at a time, nothing is ever beside it.
+    """
     found = []
     for smaller, rows in pairwise((0, *_SIZES)):
-        if smaller < max_rows:
+        if smaller < max_rows and max_rows > 1:
             tokens = [size - min(rows, max_rows) for size in _SIZES[rows]]
-            needed = [size for less, size in pairwise((0, *tokens)) if less < max_tokens]
+            needed = [size for less, size in pairwise((0, *tokens)) if less < max_tokens - smaller]
             found += [MixedSize(size, min(rows, max_rows)) for size in needed]
     return sorted(found, reverse=True)

@@ -21,6 +21,13 @@ def is_foreseeable(plans: Sequence[StepPlan], running: Iterable[Running]) -> boo
     return bool(plans) and all(seq.is_foreseeable for seq in running)
 
 
+def may_ride(ahead: frozenset[str], running: Iterable[Running], coming: Iterable[Running]) -> bool:
+    """Whether prompts may ride along with the next decode step: it will be planned ahead, as far as can be said, and
+    nobody is given a token beside the step that was."""
+    served = all(seq.request_id in ahead or not seq.is_decoding for seq in running)
+    return bool(ahead) and served and all(seq.is_foreseeable and not seq.is_decoding for seq in coming)
+
+
 def works_ahead(pool: BlockPool, plans: Iterable[StepPlan], open_requests: Mapping[str, Running]) -> tuple[Work, ...]:
     """One more token for each request that a plan gives one and that does not surely end with it.
 

@@ -61,7 +61,7 @@ class StepBudget:
     def left_for(self, seq: Sequence, start: int) -> int:
         """Tokens of a window that begins there."""
         if seq.is_decoding:
-            return self.total
+            return self.total if self._ending >= 0 else 0  # one token is an end too: not beside those that ride along
         if self.num_windows >= self._max_windows:
             return 0
         rest, left = seq.num_tokens - start, min(self.total, self._prompts)
@@ -73,12 +73,11 @@ class StepBudget:
 
     def take(self, seq: Sequence, start: int, end: int) -> None:
         self.total -= end - start
-        if seq.is_decoding:
-            return
-        self.num_windows += 1
-        self._prompts -= end - start
-        self._ending -= end - start
-        self._pictures -= end - start if seq.has_pictures_ahead else 0
+        if not seq.is_decoding:
+            self.num_windows += 1
+            self._prompts -= end - start
+            self._ending -= end - start
+            self._pictures -= end - start if seq.has_pictures_ahead else 0
         if end == seq.num_tokens:
             self._prompts = self._ending
 

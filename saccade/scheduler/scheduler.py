@@ -12,7 +12,7 @@ from typing import Any
 
 from saccade.options import SchedulerConfig
 from saccade.scheduler.admission import refuse_impossible, refuse_overload
-from saccade.scheduler.ahead import is_foreseeable, works_ahead
+from saccade.scheduler.ahead import is_foreseeable, may_ride, works_ahead
 from saccade.scheduler.blocks import BlockPool
 from saccade.scheduler.budget import StepBudget, answers_rest, are_enough
 from saccade.scheduler.draft import Draft
@@ -144,7 +144,9 @@ class Scheduler:
     def _complete(self, draft: Draft) -> StepPlan | None:
         """None where the step was planned ahead and nothing is to be done beside it."""
         gate, steps, is_beside = self._gate, self._num_steps, bool(draft.ahead)
-        layers = self.slices.layers(steps, draft.budget, is_decoding=self.has_answers, is_beside=is_beside)
+        coming = islice(self._waiting, self.config.max_num_seqs - len(self._running))
+        can_ride = may_ride(draft.ahead, self._running, coming)
+        layers = self.slices.layers(steps, draft.budget, is_decoding=self.has_answers, may_ride=can_ride)
         is_encoding = self.config.always_slice and bool(layers) and self._encoder.slots_in_flight > 0
         draft.answers_rest = is_encoding and answers_rest(self._num_steps, draft.budget)
         self._fill(draft, is_sliced=layers is not None)

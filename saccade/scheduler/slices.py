@@ -17,14 +17,14 @@ class Slices:
         self.most_work: int | None = None  # embeddings that may be made at a time in this step; None: all of the budget
         self._is_prompts_turn = False  # where prompts and pictures take turns
 
-    def layers(self, step: int, budget: StepBudget, *, is_decoding: bool, is_beside: bool) -> int | None:
+    def layers(self, step: int, budget: StepBudget, *, is_decoding: bool, may_ride: bool) -> int | None:
         """None: this step finishes the pictures it starts. Otherwise how far the encoder advances beside the rest.
 
-        `is_beside`: the step's decodes run already, so its prompts may ride along with the next ones.
+        `may_ride`: the step's decodes run already, so its prompts may go along with the next ones.
         """
         config, self.most_work = self.config, None
         if config.pace is not None:
-            return self._paced(config.pace, budget, is_beside)
+            return self._paced(config.pace, budget, may_ride)
         if config.encode_layers_per_step is None:
             return None
         if not config.always_slice and not is_decoding:
@@ -35,7 +35,7 @@ class Slices:
             return config.encode_layers_per_step
         return layers_in_bounded_step(config.encode_layers_per_step, step, budget)
 
-    def _paced(self, pace: Pace, budget: StepBudget, is_beside: bool) -> int | None:
+    def _paced(self, pace: Pace, budget: StepBudget, may_ride: bool) -> int | None:
         """Where someone waits for tokens, prompts and pictures get the time that is left; otherwise all they want."""
         if not self.is_protecting or not budget.num_decoding:
             return None
@@ -48,7 +48,7 @@ class Slices:
         if (work and budget.num_prompts) or (flying and self._is_prompts_turn):
             self._is_prompts_turn = not self._is_prompts_turn
             prompts, layers = (prompts, 0) if self._is_prompts_turn else (0, layers)
-        budget.bound(prompts, riding_tokens(pace, budget.num_decoding) if is_beside and prompts else 0)
+        budget.bound(prompts, riding_tokens(pace, budget.num_decoding) if may_ride and prompts else 0)
         return layers
 
     def settled(self, layers: int | None, budget: StepBudget) -> int | None:
