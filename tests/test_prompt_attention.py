@@ -53,6 +53,14 @@ def test_what_is_short_grows_with_the_tokens_of_a_pass_and_ends_where_tiles_no_l
 
 
 @pytest.mark.usefixtures("on_h200")
+@pytest.mark.parametrize(("tokens", "most"), [(16, 448), (128, 448), (256, 1024), (384, 2304), (640, 2304)])
+def test_few_tokens_behind_a_context_that_is_short_for_many_go_the_long_way(tokens: int, most: int) -> None:
+    attend = attention(by_hopper=True)
+    assert attend.is_short(tokens, most)
+    assert not attend.is_short(tokens, most + 1)
+
+
+@pytest.mark.usefixtures("on_h200")
 def test_more_heads_than_a_wave_of_programs_holds_are_never_short() -> None:
     assert not PromptAttention(32, BLOCK, DEVICE, by_hopper=True).is_short(512, 512)
 

@@ -47,7 +47,7 @@ class PromptAttention:
     def is_short(self, tokens: int, context: int) -> bool:
         """Whether a pass of so many tokens goes the short way, if no context is longer."""
         is_one_wave = tokens * self.heads <= _PLAIN_ROWS * self._multiprocessors
-        return is_one_wave and any(tokens <= most and context <= keys for most, keys in _SHORT)
+        return is_one_wave and context <= next((keys for most, keys in _SHORT if tokens <= most), 0)
 
     def rows(self, tokens: int, *, is_short: bool = False) -> int:
         """Of the tiles that a step of so many tokens is cut into."""
