@@ -285,8 +285,7 @@ class Pace:
     layer_ms: Curve  # one encoder layer over pictures of so many embeddings; empty without a vision tower
     target_ms: float | None  # None: a multiple of what the running answers take alone
     max_prompts: int | None = None  # that are computed together at this speed
-    # by requests: a token for so many and, in the same pass, so many prompt tokens; empty: there are no such passes
-    riding_ms: tuple[tuple[int, Curve], ...] = ()
+    riding_ms: tuple[tuple[int, Curve], ...] = ()  # by requests that decode: as many prompt tokens in the same pass
 
 
 class StepRecord(NamedTuple):

@@ -126,9 +126,7 @@ def _prefill_kernel(
     end = tl.minimum(context, context - length + first + ROWS)
     low, all_keys, share = 0, end, end
     if IS_SPLIT:
-        share = (
-            tl.maximum(tl.cdiv(tl.cdiv(context, KEYS), tl.num_programs(1)), LEAST_SHARE) * KEYS
-        )  # of a split, in whole tiles
+        share = tl.maximum(tl.cdiv(tl.cdiv(context, KEYS), tl.num_programs(1)), LEAST_SHARE) * KEYS  # in whole tiles
         low = tl.program_id(1) * share
         if low >= end:
             return
@@ -151,13 +149,22 @@ def _prefill_kernel(
             k_slot, v_slot, BLOCK_SIZE, DIM, PADDED_DIM, KEYS, PRECISION, True,
         )  # fmt: skip
     if end <= share:
-        result = out + (packed * tl.num_programs(0) + head)[:, None] * DIM + dims[None, :]
-        tl.store(result, divide(acc, total).to(out.dtype.element_ty), mask=inside)
+        _write(out, acc, total, packed, dims, inside, DIM)
         if IS_SPLIT:  # nothing to add up, says every head
             tl.store(active + packed, tl.zeros_like(rows), mask=rows < length)
     elif IS_SPLIT:
         parts = (mixed, maxima, sums, active, cells)
         _leave(parts, acc, largest, total, packed, places // share + 1, dims, rows < length, inside, DIM)
+
+
+@triton.jit
+def _write(
+    out: tl.tensor, acc: tl.tensor, total: tl.tensor, packed: tl.tensor, dims: tl.tensor, inside: tl.tensor,
+    DIM: tl.constexpr,
+) -> None:  # fmt: skip
+    """What no other split adds to."""
+    result = out + (packed * tl.num_programs(0) + tl.program_id(0))[:, None] * DIM + dims[None, :]
+    tl.store(result, divide(acc, total).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
