@@ -291,6 +291,11 @@ def test_another_models_name_is_one_sentence(folder: Path, capsys: pytest.Captur
     assert "serves no model 'other'; it names fake" in capsys.readouterr().err
 
 
+def _hear_interrupts() -> None:
+    """Whoever was started in the background ignores them, and so do its children."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_ctrl_c_prints_the_table_so_far(folder: Path) -> None:
     hold = threading.Event()
 
@@ -302,8 +307,9 @@ def test_ctrl_c_prints_the_table_so_far(folder: Path) -> None:
     with fake_api(say) as api:
         command = ["eval", "--url", api.url, "--questions", str(folder), "--concurrency", "1"]
         child = subprocess.Popen(
-            [sys.executable, "-m", "saccade.cli", *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
+            [sys.executable, "-m", "saccade.cli", *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            preexec_fn=_hear_interrupts,
+        )  # fmt: skip
         assert until(lambda: len(api.bodies) == 3)
         child.send_signal(signal.SIGINT)
         out, err = child.communicate(timeout=30)
