@@ -35,6 +35,7 @@ from saccade.kernels.hopper_tiles import (
     following,
     left_right,
     multiply,
+    new_ring,
     num_tiles,
     num_whole,
     place,
@@ -90,15 +91,7 @@ def _act_linear_kernel(
     M: gl.tensor, N: gl.tensor, K: gl.tensor, whole: gl.tensor, halves: gl.tensor,
     ACT: gl.constexpr, HAS_BIAS: gl.constexpr,
 ) -> None:  # fmt: skip
-    rows = gl.allocate_shared_memory(x.dtype, [GROUPS * STAGES, 64, 64], x.layout)
-    weights = gl.allocate_shared_memory(x.dtype, [4 * STAGES, 64, 64], x.layout)
-    results = gl.allocate_shared_memory(x.dtype, [2 * GROUPS, 64, 64], x.layout)
-    bars = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(bars.index(i), count=1)  # a stage is full
-        mbarrier.init(bars.index(STAGES + i), count=GROUPS)  # it is free again
-    fence_async_shared()
-    shared = (rows, weights, results, bars)
+    shared = new_ring(x)
     shape = (M, N, K, whole, halves)
     gdc_wait()  # before others start that may not: they find all that was written before this launch
     gdc_launch_dependents()

@@ -35,6 +35,7 @@ from saccade.kernels.hopper_tiles import (
     following,
     left_right,
     multiply,
+    new_ring,
     num_tiles,
     num_whole,
     place,
@@ -100,15 +101,7 @@ def _qkv_kernel(
     bias: gl.tensor, turns: gl.tensor,
     M: gl.tensor, K: gl.tensor, whole: gl.tensor, halves: gl.tensor, HEADS: gl.constexpr,
 ) -> None:  # fmt: skip
-    rows = gl.allocate_shared_memory(x.dtype, [GROUPS * STAGES, 64, 64], x.layout)
-    weights = gl.allocate_shared_memory(x.dtype, [4 * STAGES, 64, 64], x.layout)
-    results = gl.allocate_shared_memory(x.dtype, [2 * GROUPS, 64, 64], x.layout)
-    bars = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(bars.index(i), count=1)  # a stage is full
-        mbarrier.init(bars.index(STAGES + i), count=GROUPS)  # it is free again
-    fence_async_shared()
-    shared = (rows, weights, results, bars)
+    shared = new_ring(x)
     shape = (M, gl.to_tensor(3 * HEADS * _DIM), K, whole, halves)
     ends = (out, bias, turns)
     gdc_wait()  # before others start that may not: they find all that was written before this launch

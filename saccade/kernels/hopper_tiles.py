@@ -10,7 +10,13 @@ from __future__ import annotations
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 GROUPS = gl.constexpr(2)
@@ -55,6 +61,20 @@ class Unchecked(TensorDescriptor):  # type: ignore[misc]
 
 def boxes(rows: Tensor) -> TensorDescriptor:
     return Unchecked(rows, rows.shape, rows.stride(), [BOX, BOX], _BOXES)
+
+
+@gluon.jit
+def new_ring(x: tma.tensor_descriptor) -> gl.tuple:
+    """Rooms of the stages for rows and for weights, rooms for results, and barriers: full stages, then free ones."""
+    rows = gl.allocate_shared_memory(x.dtype, [GROUPS * STAGES, 64, 64], x.layout)
+    weights = gl.allocate_shared_memory(x.dtype, [4 * STAGES, 64, 64], x.layout)
+    results = gl.allocate_shared_memory(x.dtype, [2 * GROUPS, 64, 64], x.layout)
+    bars = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(bars.index(i), count=1)
+        mbarrier.init(bars.index(STAGES + i), count=GROUPS)
+    fence_async_shared()
+    return rows, weights, results, bars
 
 
 @gluon.jit

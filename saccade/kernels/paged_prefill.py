@@ -135,6 +135,28 @@ def _prefill_kernel(
     keys, values = k_cache + head // GROUP * K_HEAD, v_cache + head // GROUP * V_HEAD
     largest, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, PADDED_DIM], tl.float32)
+    acc, largest, total = _attend_all(
+        queries, keys, values, table, places, low, seen_by_all, all_keys, end, scale, acc, largest, total,
+        k_slot, v_slot, BLOCK_SIZE, DIM, PADDED_DIM, KEYS, PRECISION, ONE_LOOP,
+    )  # fmt: skip
+    if end <= share:
+        _write(out, acc, total, packed, dims, inside, DIM)
+        if IS_SPLIT:  # nothing to add up, says every head
+            tl.store(active + packed, tl.zeros_like(rows), mask=rows < length)
+    elif IS_SPLIT:
+        parts = (mixed, maxima, sums, active, cells)
+        _leave(parts, acc, largest, total, packed, places // share + 1, dims, rows < length, inside, DIM)
+
+
+@triton.jit
+def _attend_all(
+    queries: tl.tensor, keys: tl.tensor, values: tl.tensor, table: tl.tensor, places: tl.tensor,
+    low: tl.tensor, seen_by_all: tl.tensor, all_keys: tl.tensor, end: tl.tensor, scale: tl.tensor,
+    acc: tl.tensor, largest: tl.tensor, total: tl.tensor, k_slot: tl.tensor, v_slot: tl.tensor,
+    BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr, KEYS: tl.constexpr,
+    PRECISION: tl.constexpr, ONE_LOOP: tl.constexpr,
+) -> tl.tuple:  # fmt: skip
+    """A program's keys: those that all of its rows see, then, masked, the others."""
     masked = low
     if not ONE_LOOP:
         masked = tl.maximum(low, seen_by_all)
@@ -148,13 +170,7 @@ def _prefill_kernel(
             queries, keys, values, table, places, tile_start, end, scale, acc, largest, total,
             k_slot, v_slot, BLOCK_SIZE, DIM, PADDED_DIM, KEYS, PRECISION, True,
         )  # fmt: skip
-    if end <= share:
-        _write(out, acc, total, packed, dims, inside, DIM)
-        if IS_SPLIT:  # nothing to add up, says every head
-            tl.store(active + packed, tl.zeros_like(rows), mask=rows < length)
-    elif IS_SPLIT:
-        parts = (mixed, maxima, sums, active, cells)
-        _leave(parts, acc, largest, total, packed, places // share + 1, dims, rows < length, inside, DIM)
+    return acc, largest, total
 
 
 @triton.jit
