@@ -243,6 +243,7 @@ class StepPlan:
     prefetch: tuple[MediaItem, ...] = ()  # likely next: decoding may begin
     is_beside: bool = False  # the rest of a step that runs already: nothing in it may wait
     is_ahead: bool = False  # planned before the tokens before it were known: one more for each, behind its prompt
+    rides: bool = False  # what is computed goes through one pass with the next step, if that is planned ahead
 
 
 class Logprobs(NamedTuple):

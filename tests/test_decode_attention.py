@@ -27,7 +27,7 @@ def all_tiles(contexts: list[int], heads: int) -> list[Tile]:
         (request, head, tile)
         for request, context in enumerate(contexts)
         for head in range(heads)
-        for tile in range(max(1, -(-context // KEYS)))
+        for tile in range(-(-context // KEYS))
     ]
 
 
@@ -43,7 +43,11 @@ def sections(shares: Shares, tiles: list[Tile]) -> list[list[list[Tile]]]:
     return found
 
 
-contexts_of_a_step = st.lists(st.sampled_from([0, 1, 64, 65, 700, 2000]) | st.integers(0, 3000), min_size=1, max_size=9)
+contexts_of_a_step = st.builds(
+    lambda contexts, padding: contexts + [0] * padding,
+    st.lists(st.sampled_from([1, 64, 65, 700, 2000]) | st.integers(1, 3000), min_size=1, max_size=9),
+    st.integers(0, 7),
+)
 
 
 @settings(max_examples=25, deadline=None)
@@ -67,6 +71,13 @@ def test_what_others_go_on_with_comes_first(contexts: list[int], heads: int, pro
         if second:
             assert first[0][2] == 0 and first[-1][2] < ends[first[-1][:2]], "a beginning without its end"
             assert second[-1][2] == ends[second[-1][:2]]
+
+
+def test_rows_of_padding_have_no_tiles() -> None:
+    """A tile that only writes zeros takes longer than one of keys, and the last programs would have all of them."""
+    numbers = plan_shares(ints([KEYS * 4, *[0] * 7]), 2, 4).numbers
+    assert [row[3] + row[7] for row in numbers.tolist()] == [2, 2, 2, 2]
+    assert not plan_shares(ints([0] * 16), 2, 4).numbers[:, [3, 7, 8, 9]].any(), "a step of nobody"
 
 
 def test_a_program_learns_how_shares_were_cut() -> None:

@@ -20,7 +20,7 @@ from saccade.config import ConfigError, model_config
 from saccade.kernels import vit_steps
 from saccade.models import load_model
 from saccade.models.layers import Linear, Parameters, silu_and_mul
-from saccade.models.qwen2_5_vl import Qwen2_5VL, all_windows
+from saccade.models.qwen2_5_vl import Qwen2_5VL, all_windows, pack
 from saccade.models.weights import fill_random
 from saccade.types import Grid, Size
 from tests.family_qwen2_5_vl import build
@@ -111,6 +111,15 @@ def test_windows_are_those_of_transformers(shapes: list[tuple[int, int, int]], s
     order, ends = get_vision_window_index(torch.tensor(grids), 2, side * 28, 14)
     assert ours.order.tolist() == order.tolist()
     assert (np.cumsum(ours.tokens) * 4).tolist() == ends[1:].tolist()
+
+
+def test_what_is_said_of_packed_pictures_is_made_once_for_the_same_grids() -> None:
+    grids = (Grid(1, 10, 6), Grid(2, 4, 4))
+    packing, tokens = pack(grids, 2, 2), (60 + 32) // 4
+    assert pack(tuple(grids), 2, 2) is packing is not pack(grids[::-1], 2, 2)
+    order, back = packing.orders.long()
+    assert order[back].tolist() == back[order].tolist() == list(range(tokens))
+    assert sum(packing.windows) == sum(packing.frames) == len(packing.cells) == 4 * tokens
 
 
 def test_picture_features_equal_those_of_transformers(pair: Pair) -> None:

@@ -40,7 +40,7 @@ class Device(Launching):
         collects = super().launch_both(beside, ahead)
         tokens, rows = sum(work.end - work.start for work in beside.works), len(ahead.works)
         curve = next((curve for most, curve in self.pace.riding_ms if rows <= most and tokens <= curve[-1][0]), None)
-        if curve and tokens and not any(work.samples for work in beside.works):
+        if curve and beside.rides:
             self.work[-2:] = [(rows, milliseconds(curve, tokens) + self._encode_ms(beside))]
         return collects
 

@@ -38,7 +38,7 @@ class Riding(Launching):
         if self.is_failing:
             raise RuntimeError("the device is on fire")
         first, second = super().launch_both(beside, ahead)
-        if beside.works and not any(work.samples for work in beside.works):
+        if beside.rides:
             self.rode.append((sum(work.end - work.start for work in beside.works), len(ahead.works)))
         return self._noted("beside", first), self._noted("ahead", second)
 

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from saccade.scheduler.pace import SLOWDOWN, milliseconds, most_work, riding_tokens, share, size_at, size_within
+from saccade.scheduler.pace import (
+    SLOWDOWN,
+    milliseconds,
+    most_work,
+    rides_sooner,
+    riding_tokens,
+    share,
+    size_at,
+    size_within,
+)
 from saccade.types import Pace
 
 PACE = Pace(
@@ -33,7 +42,7 @@ def test_prompts_and_pictures_move_on_even_when_decoding_alone_misses_the_target
     assert least.encode_layers >= 1 and least.prompt_tokens >= 32
 
 
-RIDING = replace(PACE, riding_ms=((8, ((128, 2.0), (256, 2.5))), (32, ((128, 3.0), (256, 4.0), (384, 5.0)))))
+RIDING = replace(PACE, riding_ms=((8, ((128, 2.0), (256, 2.5))), (32, ((128, 2.8), (256, 4.0), (384, 5.0)))))
 
 
 def test_of_tokens_that_ride_along_as_many_are_taken_as_keep_the_whole_pass_within_the_target() -> None:
@@ -48,6 +57,21 @@ def test_what_rides_along_is_looked_up_for_as_many_answers_as_the_pass_was_measu
 
 def test_nothing_rides_along_where_no_pass_was_measured() -> None:
     assert riding_tokens(PACE, 32) == riding_tokens(RIDING, 33) == 0
+
+
+def test_nothing_rides_along_where_more_goes_by_itself_in_the_same_time() -> None:
+    slow = replace(RIDING, riding_ms=((32, ((128, 4.0),)),))  # 32 a millisecond; by themselves 256 in 2 + 2 are 64
+    assert riding_tokens(slow, 32) == 0
+    few = replace(slow, riding_ms=((32, ((200, 3.0),)),))
+    assert riding_tokens(few, 32) == 200, "fewer than go by themselves, but in less time"
+
+
+def test_a_pass_for_both_is_taken_where_it_is_over_sooner_than_two() -> None:
+    """By the sizes that there are: 9 answers take what 32 do, and 200 tokens what 256 do."""
+    assert rides_sooner(RIDING, 8, 256), "2.5 for 2 + 2"
+    assert not rides_sooner(RIDING, 9, 200), "4 for 2 + 2"
+    assert not rides_sooner(RIDING, 8, 257), "no such pass"
+    assert not rides_sooner(PACE, 8, 100)
 
 
 def test_times_between_measured_sizes_lie_on_a_line() -> None:

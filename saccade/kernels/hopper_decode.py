@@ -60,13 +60,13 @@ def hopper_decode(
     k_cache: Tensor,  # [slots, kv_heads, 128], contiguous; so is v_cache
     v_cache: Tensor,
     block_tables: Tensor,  # int32 [requests, max_blocks]
-    context_lens: Tensor,  # int32 [requests], the new token included; 0 for a row of padding, whose result is zero
+    context_lens: Tensor,  # int32 [requests], the new token included; 0 for rows of padding, which come last
     shares: Shares,
     block_size: int,
     scale: float,
     workspace: DecodeWorkspace,
     out: Tensor | None = None,  # contiguous
-) -> Tensor:  # [requests, heads, 128]
+) -> Tensor:  # [requests, heads, 128]; rows of padding hold whatever was there
     (requests, all_heads, dim), kv_heads = new.qkv.shape[-3:], k_cache.shape[1]
     heads, whole = all_heads - 2 * kv_heads, requests * all_heads * dim
     group, programs = heads // kv_heads, len(shares.numbers)
@@ -148,7 +148,7 @@ def _enter(walk: gl.tuple, section: gl.tensor) -> gl.tuple:
 @gluon.jit
 def _stretch(context: gl.tensor, tile: gl.tensor, left: gl.tensor) -> gl.tuple:
     """A request's tiles, and how many of them from `tile` on are this program's."""
-    tiles = gl.maximum(gl.cdiv(context, 64), 1)
+    tiles = gl.cdiv(context, 64)
     return tiles, gl.minimum(tiles - tile, left)
 
 
@@ -239,7 +239,7 @@ def _turn(shared: gl.tuple, walk: gl.tuple, token: gl.tuple, part: gl.tensor, si
             mbarrier.wait(bars.index(4 * STAGES + 2 + buffer), phase ^ 1)
             q.index(buffer).store(queries)
             if tile + count == tiles:
-                _hand_over(shared, token, own, angles, (request, head, context, buffer), dims, part, sizes)
+                _hand_over(shared, token, own, angles, (request, head, buffer), dims, part, sizes)
             fence_async_shared()
             mbarrier.arrive(bars.index(4 * STAGES + buffer), count=1)
             buffer, phase = following(buffer, phase, 2)
@@ -258,14 +258,14 @@ def _hand_over(
     HEADS: gl.constexpr = sizes[0]
     new = shared[4]
     _, _, _, slots, k_cache, v_cache = token
-    request, head, context, buffer = place
+    request, head, buffer = place
     behind = own + sizes[1] * HEADS * 128
     key = _turned(behind + head * 128, dims, dims >= 0, angles[0], angles[1], part, new.dtype, sizes)
     value = _projected(behind + (HEADS + head) * 128 + dims, dims >= 0, part, new.dtype, sizes)
     new.index(2 * buffer).store(key)
     new.index(2 * buffer + 1).store(value)
     slot = gl.load(slots + request).to(gl.int64)
-    target, is_stored = (slot * HEADS + head) * 128 + dims, (dims >= 0) & (slot >= 0) & (context > 0)
+    target, is_stored = (slot * HEADS + head) * 128 + dims, (dims >= 0) & (slot >= 0)
     gl.store(k_cache + target, key, mask=is_stored)
     gl.store(v_cache + target, value, mask=is_stored)
 

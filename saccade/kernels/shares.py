@@ -32,7 +32,7 @@ class Shares(NamedTuple):
 
 
 def plan_shares(contexts: Tensor, kv_heads: int, programs: int) -> Shares:
-    """contexts int32 [requests], on the device. A request without a context has one tile: nought is to be written."""
+    """contexts int32 [requests], on the device. Rows of padding, which have none and come last, have no tile."""
     numbers = torch.empty((programs, NUMBERS), dtype=torch.int32, device=contexts.device)
     _plan_kernel[(programs,)](
         contexts, numbers, len(contexts), programs,
@@ -47,8 +47,7 @@ def _plan_kernel(
     HEADS: tl.constexpr, KEYS: tl.constexpr, NUMBERS: tl.constexpr, PADDED: tl.constexpr,
 ) -> None:  # fmt: skip
     each, program = tl.arange(0, PADDED), tl.program_id(0)
-    tiles = tl.maximum(tl.cdiv(tl.load(contexts + each, mask=each < requests, other=0), KEYS), 1)
-    tiles = tl.where(each < requests, tiles, 0)
+    tiles = tl.cdiv(tl.load(contexts + each, mask=each < requests, other=0), KEYS)
     ends, total = tl.cumsum(tiles, 0) * HEADS, tl.sum(tiles, 0) * HEADS
     share, larger = total // programs, total % programs
     first = program * share + tl.minimum(program, larger)
@@ -71,7 +70,7 @@ def _whose(
     """The request, head and tile that stand at this place of all; behind the last one, nothing that counts."""
     request = tl.minimum(tl.sum((ends <= place).to(tl.int32), 0), requests - 1)
     inside = place - tl.sum(tl.where(each < request, tiles, 0), 0) * HEADS
-    own = tl.sum(tl.where(each == request, tiles, 0), 0)
+    own = tl.maximum(tl.sum(tl.where(each == request, tiles, 0), 0), 1)
     return request, inside // own, inside % own
 
 

@@ -28,7 +28,7 @@ from saccade.models.pixels import PatchLayout, Picture, PixelPolicy, as_tensor, 
 from saccade.models.recorded_attention import Attend, PartedAttend, SharedWay, TiledWay, Way
 from saccade.models.recorded_vision import Recordings, packed_cells
 from saccade.models.resample import BITS, Taps, resample
-from saccade.models.vision import Norm, Places, VisionBlock
+from saccade.models.vision import Norm, Places, VisionBlock, sent
 from saccade.models.vision_ops import Blocks, RunBlocks
 from saccade.types import Grid, Size
 
@@ -128,9 +128,8 @@ class _FusedPass:
 
 
 def _new_turns(places: Places) -> Tensor:
-    device, cells = places.per_axis.device, packed_cells(places)
-    if device.type == "cuda":
-        cells = cells.pin_memory().to(device, non_blocking=True)  # sent while the host goes on
+    device = places.per_axis.device
+    cells = sent(packed_cells(places), device)
     turns = torch.empty((len(cells), 4 * places.per_axis.shape[-1]), dtype=torch.float32, device=device)
     vit_steps.turn(cells, places.per_axis, turns)
     return turns

@@ -16,7 +16,7 @@ from saccade.config import ConfigError, VisionConfig
 from saccade.models.interface import Encoding
 from saccade.models.layers import Parameters, PatchLinear, RMSNorm
 from saccade.models.qwen2_vl import COMMON_TOWER_RULES, EPS, MERGER_RULES, Merger, Qwen2VL, vision_theta
-from saccade.models.vision import VisionBlock, grid_places, reorder, turned_dim
+from saccade.models.vision import VisionBlock, all_cells, grid_places, reorder, sent, turned_dim
 from saccade.models.vision_ops import VisionOps, through
 from saccade.models.weights import Rule
 from saccade.types import Grid
@@ -52,19 +52,17 @@ class Tower:
 
     def encode(self, patches: Tensor, grids: Sequence[Grid], ops: VisionOps) -> Encoding:
         device = patches.device
-        windows = all_windows(grids, self.merge, self.window)
-        here = torch.from_numpy(windows.order)
-        order = here.to(device)
-        places = grid_places(grids, self.head_dim, self.theta, self.merge, device, here)
-        frames = [grid.h * grid.w for grid in grids for _ in range(grid.t)]
-        inside_windows = ops.begin((windows.tokens * self.merge**2).tolist(), places, device)
-        inside_frames = ops.begin(frames, places, device)
+        packing = pack(tuple(grids), self.merge, self.window)
+        order, back = sent(packing.orders, device)
+        places = grid_places(grids, self.head_dim, self.theta, self.merge, device, packing.cells)
+        inside_windows = ops.begin(packing.windows, places, device)
+        inside_frames = ops.begin(packing.frames, places, device)
         x = reorder(self.patch(patches), order, self.merge)
         del patches  # they would stay until the last layer
         for is_full, layers in groupby(range(len(self.blocks)), self.full_layers.__contains__):
             run = inside_frames if is_full else inside_windows
             x = yield from through(run, [self.blocks[layer] for layer in layers], x)
-        merged = self.merger(x).index_select(0, order.argsort())
+        merged = self.merger(x).index_select(0, back)
         return list(torch.split(merged, [grid.patches // self.merge**2 for grid in grids]))
 
 
@@ -92,6 +90,25 @@ class Windows(NamedTuple):
 
     order: npt.NDArray[np.int32]  # the token that stands at each place
     tokens: npt.NDArray[np.int64]  # of each window, none of them empty
+
+
+class Packing(NamedTuple):
+    """All that the host has to say of packed pictures."""
+
+    orders: Tensor  # int32 [2, tokens]: the token that stands at each place, and the place of each token
+    cells: Tensor  # int16 [patches, 2]: row and column of each, window by window
+    windows: tuple[int, ...]  # patches of each
+    frames: tuple[int, ...]
+
+
+@lru_cache(maxsize=8)  # pictures of one camera have one grid
+def pack(grids: tuple[Grid, ...], merge: int, side: int) -> Packing:
+    windows = all_windows(grids, merge, side)
+    order = torch.from_numpy(windows.order)
+    orders = torch.stack((order, order.argsort().int()))
+    inside = tuple((windows.tokens * merge**2).tolist())
+    frames = tuple(grid.h * grid.w for grid in grids for _ in range(grid.t))
+    return Packing(orders, reorder(all_cells(grids, merge), order, merge), inside, frames)
 
 
 def all_windows(grids: Sequence[Grid], merge: int, side: int) -> Windows:

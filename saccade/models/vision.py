@@ -99,17 +99,15 @@ def grid_places(
     theta: float,
     merge: int,
     device: torch.device,
-    order: Tensor | None = None,
+    cells: Tensor | None = None,
     *,
     takes_turns: bool = False,
 ) -> Places:
-    """Half of each head turns with a patch's row, half with its column. `order`: of the tokens, if not their own.
+    """Half of each head turns with a patch's row, half with its column. `cells`: of patches in another order.
 
     Both axes have the same frequencies, or (`takes_turns`) those of a whole head by turns, rows first.
     """
-    cells = _all_cells(tuple(grids), merge)
-    if order is not None:
-        cells = reorder(cells, order, merge)
+    cells = all_cells(tuple(grids), merge) if cells is None else cells
     return Places(cells, _per_axis(head_dim, theta, takes_turns, device))
 
 
@@ -126,6 +124,11 @@ def _per_axis(head_dim: int, theta: float, takes_turns: bool, device: torch.devi
     return frequencies(head_dim // 2, theta, device)
 
 
+def sent(host: Tensor, device: torch.device) -> Tensor:
+    """Copied while the host goes on: from memory that is not pinned, it may wait for all that the device has to do."""
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+
+
 def reorder(x: Tensor, order: Tensor, merge: int) -> Tensor:
     """Rows of patches [T, ...] with their tokens in another order; the patches of a token stay together."""
     return x.view(len(order), merge**2, *x.shape[1:]).index_select(0, order).flatten(0, 1)
@@ -139,7 +142,8 @@ def by_token(cells: Tensor, merge: int) -> Tensor:
 
 
 @lru_cache(maxsize=8)
-def _all_cells(grids: tuple[Grid, ...], merge: int) -> Tensor:
+def all_cells(grids: tuple[Grid, ...], merge: int) -> Tensor:
+    """Row and column of each patch of packed pictures: int16 [patches, 2], on the host."""
     return torch.cat([_cells(grid, merge) for grid in grids])
 
 

@@ -122,9 +122,9 @@ class Runner:
 
     @torch.inference_mode()
     def launch_both(self, beside: StepPlan, ahead: StepPlan) -> tuple[Collect, Collect]:
-        """What is done beside a step, and the next step: one pass for both if nobody waits for a token of the first."""
+        """What is done beside a step, and the next step: one pass for both where the first one rides along."""
         device = self.device
-        if device is None or any(work.samples for work in beside.works):
+        if device is None or not beside.rides:
             return self.launch(beside), self.launch(ahead)
         self._update_state(beside)
         encoded = self._encode(beside)

@@ -44,12 +44,12 @@ class StepBudget:
         self._share_out(self._ending)
 
     def bound(self, prompt_tokens: int, riding_tokens: int = 0) -> None:
-        """No more than this for prompts, whatever the step could hold; the second if none of them ends in it.
+        """No more than this for prompts, whatever the step could hold; the second, if any, where none of them ends.
 
         Text that can end in this step does.
         """
-        may_ride = not 0 < self._text_tokens <= prompt_tokens
-        self._share_out(min(self._ending, max(prompt_tokens, riding_tokens if may_ride else 0)))
+        ends_text = 0 < self._text_tokens <= prompt_tokens
+        self._share_out(min(self._ending, riding_tokens if riding_tokens and not ends_text else prompt_tokens))
         self._ending = min(self._ending, prompt_tokens)
         self.total = min(self.total, self.num_decoding + self._prompts)
 

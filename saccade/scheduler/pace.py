@@ -3,13 +3,14 @@
 a step     | decode of the running ones | prompts, or encoder layers |
            |<------ alone ------------->|<--------- spare ---------->|      alone + spare = target
 
-or, for prompts that do not end in it, where the device has passes for both:
+or, for prompts that do not end in it, where the device has passes for both and these pay:
 
            | decode and prompt tokens in one pass, which reads the weights once |
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from itertools import pairwise
 from typing import NamedTuple
@@ -37,9 +38,27 @@ def share(pace: Pace, num_decoding: int, work_in_flight: int) -> Share:
 
 
 def riding_tokens(pace: Pace, num_decoding: int) -> int:
-    """Prompt tokens that fit into a step if they go through one pass with its decodes; 0 where no such pass does."""
-    curve = next((curve for most, curve in pace.riding_ms if most >= num_decoding), ())
-    return size_within(curve, milliseconds(pace.decode_ms, num_decoding) + _spare_ms(pace, num_decoding))
+    """Prompt tokens that fit into a step if they go through one pass with its decodes.
+
+    0 where no such pass does, or where in the same time more of them go by themselves.
+    """
+    alone, spare = milliseconds(pace.decode_ms, num_decoding), _spare_ms(pace, num_decoding)
+    curve = _riding(pace, num_decoding)
+    riding, apart = size_within(curve, alone + spare), size_within(pace.prompt_ms, spare)
+    if not riding:
+        return 0
+    is_faster = riding / padded_ms(curve, riding) > apart / (alone + padded_ms(pace.prompt_ms, apart))
+    return riding if is_faster else 0
+
+
+def rides_sooner(pace: Pace, num_decoding: int, prompt_tokens: int) -> bool:
+    """Whether these and the decodes are done sooner in one pass than in two."""
+    apart = padded_ms(pace.decode_ms, num_decoding) + padded_ms(pace.prompt_ms, prompt_tokens)
+    return padded_ms(_riding(pace, num_decoding), prompt_tokens) < apart
+
+
+def _riding(pace: Pace, num_decoding: int) -> Curve:
+    return next((curve for most, curve in pace.riding_ms if most >= num_decoding), ())
 
 
 def most_work(pace: Pace, num_decoding: int) -> int:
@@ -65,6 +84,11 @@ def milliseconds(curve: Curve, size: int) -> float:
         return curve[-1][1] * size / curve[-1][0]
     (low, low_ms), (high, high_ms) = curve[index - 1], curve[index]
     return low_ms + (high_ms - low_ms) * (size - low) / (high - low)
+
+
+def padded_ms(curve: Curve, size: int) -> float:
+    """Of the smallest measured size that holds it, for passes of these sizes alone; infinite if none does."""
+    return next((ms for most, ms in curve if most >= size), math.inf)
 
 
 def size_within(curve: Curve, limit_ms: float) -> int:

@@ -156,19 +156,19 @@ class Scheduler:
             self._fill(draft, is_sliced=False)
         self._is_short = draft.is_short
         layers = self.slices.settled(layers, draft.budget)
-        is_all_in_flight = gate.is_sliced and self.slices.most_work is None
-        prefetch = () if is_all_in_flight else gate.prefetch(self._spans_ahead())
+        prefetch = () if gate.is_sliced and self.slices.most_work is None else gate.prefetch(self._spans_ahead())
         is_advancing = layers != 0 and self._encoder.slots_in_flight > 0
         if draft.ahead and not (draft.works or draft.admitted or gate.encode or prefetch or is_advancing):
             return None
-        rest = {"encode": tuple(gate.encode), "encode_layers": layers, "prefetch": prefetch}
-        return self._planned(draft.works, admitted=tuple(draft.admitted), is_beside=is_beside, **rest)
+        pictures = {"encode": tuple(gate.encode), "encode_layers": layers, "prefetch": prefetch}
+        rides = is_beside and self.slices.rides(draft.works, draft.budget)
+        return self._planned(draft.works, tuple(draft.admitted), is_beside=is_beside, rides=rides, **pictures)
 
-    def _planned(self, works: Iterable[Work], **parts: Any) -> StepPlan:
+    def _planned(self, works: Iterable[Work], admitted: tuple[Admission, ...] = (), **parts: Any) -> StepPlan:
         self._num_steps += 1
         forgotten, self._forgotten = tuple(self._forgotten), []
         evicted = self._encoder.drain_evicted()
-        plan = StepPlan(self._num_steps, tuple(works), forgotten=forgotten, evicted=evicted, **parts)
+        plan = StepPlan(self._num_steps, tuple(works), admitted, forgotten, evicted, **parts)
         self._plans.append(plan)
         return plan
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from saccade.options import SchedulerConfig
 from saccade.scheduler.budget import StepBudget, encodes_now, layers_in_bounded_step
 from saccade.scheduler.gate import Gate
-from saccade.scheduler.pace import most_work, riding_tokens, share
-from saccade.types import Pace
+from saccade.scheduler.pace import most_work, rides_sooner, riding_tokens, share
+from saccade.types import Pace, Work
 
 
 class Slices:
@@ -61,3 +63,10 @@ class Slices:
             return layers
         self._is_prompts_turn = budget.num_windows > 0
         return 0 if self._is_prompts_turn else share(pace, budget.num_decoding, work).encode_layers
+
+    def rides(self, works: Sequence[Work], budget: StepBudget) -> bool:
+        """Whether what a step computes beside its decodes, which run, goes along with the next ones."""
+        pace, tokens = self.config.pace, sum(work.end - work.start for work in works)
+        if pace is None or not tokens or any(work.samples for work in works):
+            return False
+        return rides_sooner(pace, budget.num_decoding, tokens)
