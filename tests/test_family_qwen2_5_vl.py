@@ -116,7 +116,7 @@ def test_windows_are_those_of_transformers(shapes: list[tuple[int, int, int]], s
 def test_what_is_said_of_packed_pictures_is_made_once_for_the_same_grids() -> None:
     grids = (Grid(1, 10, 6), Grid(2, 4, 4))
     packing, tokens = pack(grids, 2, 2), (60 + 32) // 4
-    assert pack(tuple(grids), 2, 2) is packing is not pack(grids[::-1], 2, 2)
+    assert pack((Grid(1, 10, 6), Grid(2, 4, 4)), 2, 2) is packing is not pack(grids[::-1], 2, 2)
     order, back = packing.orders.long()
     assert order[back].tolist() == back[order].tolist() == list(range(tokens))
     assert sum(packing.windows) == sum(packing.frames) == len(packing.cells) == 4 * tokens

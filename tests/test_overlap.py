@@ -14,6 +14,7 @@ from PIL import Image
 
 from saccade import LLM, SamplingParams
 from saccade.engine.overlap import OverlappedCore
+from saccade.kernels.decode_attention import DecodeAttention
 from saccade.runner.cuda import CudaForward
 from saccade.runner.tables import BlockTables, Mailbox
 from saccade.types import StepPlan
@@ -73,6 +74,22 @@ def test_kernels_and_launching_ahead_give_the_tokens_of_the_plain_engine(
 ) -> None:
     folder, given = FAMILIES[name].build(tmp_path), prompts(photo, FAMILIES[name].picture)[:4]
     assert answers(overlapped(folder), given, FEW) == answers(LLM(str(folder), **OPTIONS), given, FEW)
+
+
+def test_rows_of_padding_may_hold_anything(qwen2_vl_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    attend, poisoned = DecodeAttention.__call__, list[int]()
+
+    def leave_padding(self: DecodeAttention, *given: Any) -> torch.Tensor:
+        out, contexts = attend(self, *given), given[4]
+        out[contexts == 0] = float("nan")
+        poisoned.append(int((contexts == 0).sum()))
+        return out
+
+    monkeypatch.setattr(DecodeAttention, "__call__", leave_padding)
+    given = [{"prompt": text} for text in ("Count to three.", "Five.", "Small things.")]  # in a pass of four
+    llm = overlapped(qwen2_vl_folder)
+    assert answers(llm, given) == answers(LLM(str(qwen2_vl_folder), **OPTIONS), given)
+    assert any(poisoned) and not llm.engine.core.runner.kv.k.isnan().any()
 
 
 def test_prompts_in_chunks_give_the_same_tokens(qwen2_vl_folder: Path, photo: Callable[..., Image.Image]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -64,6 +65,47 @@ def test_nothing_rides_along_with_more_answers_than_a_pass_holds() -> None:
         rig.step()
     add(rig, "prompt", 80, max_tokens=1)
     assert windows_of(rig, "prompt") == [[32], [32], [16]]
+
+
+SHORTER = Pace(  # fewer ride along than go by themselves, in less time
+    decode_ms=((1, 1.0), (16, 1.0)),
+    prompt_ms=((32, 1.0), (64, 1.2), (96, 1.3)),
+    layer_ms=((4, 0.5),),
+    target_ms=None,
+    riding_ms=((4, ((64, 1.4),)),),
+)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "windows"), [(80, [80]), (96, [96]), (97, [64, 33]), (200, [64, 64, 72]), (Picture("p", 80), [80])]
+)
+def test_a_prompt_that_can_end_does_though_fewer_tokens_would_ride_along(prompt: Part, windows: list[int]) -> None:
+    rig = beside_an_answer(pace=SHORTER)
+    add(rig, "prompt", prompt, max_tokens=1)
+    assert windows_of(rig, "prompt") == [[size] for size in windows]
+
+
+def test_where_a_prompt_ends_others_have_what_is_left_of_a_step_that_goes_by_itself() -> None:
+    rig = beside_an_answer(pace=SHORTER)
+    add(rig, "short", 20, max_tokens=1)
+    add(rig, "long", 300, max_tokens=1)
+    assert windows_of(rig, "short", "long")[0] == [20, 76]
+
+
+def test_plans_say_what_rides_along() -> None:
+    rig = beside_an_answer(pace=SHORTER)
+    add(rig, "prompt", 200, max_tokens=1)
+    windows_of(rig, "prompt")
+    plans = [plan for plan in rig.plans if plan.is_beside and plan.works]
+    assert [plan.rides for plan in plans] == [True, True, False]
+
+
+def test_nothing_rides_along_where_one_pass_takes_longer_than_two() -> None:
+    slow = replace(PACE, riding_ms=((4, ((16, 2.4), (RIDING, 2.5))),))  # tokens that fit, but 16 of them take 2 apart
+    rig = beside_an_answer(pace=slow)
+    add(rig, "picture", [1] * 8, Picture("p", 20), max_tokens=1)
+    windows_of(rig, "picture")
+    assert not any(plan.rides for plan in rig.plans)
 
 
 def test_text_that_can_end_in_a_step_does_though_a_picture_might_ride_along() -> None:

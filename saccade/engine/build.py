@@ -80,7 +80,7 @@ def _pace_reason(limits: SchedulerConfig) -> str:
     assert limits.pace is not None
     many, alone = limits.pace.decode_ms[-1]
     tokens, layers = share(limits.pace, many, 1024)
-    riding = max(riding_tokens(limits.pace, many), tokens)
+    riding = riding_tokens(limits.pace, many) or tokens
     return (
         f"a step of {many} answers takes {alone:.2f} ms alone; beside them {riding} prompt tokens ({tokens} where a "
         f"prompt ends) or {layers} encoder layers over a picture of 1024 embeddings fit"

@@ -51,7 +51,7 @@ class DecodeAttention:
         shares: Shares | None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """As `paged_decode`."""
+        """As `paged_decode`, but in rows of padding there may be anything."""
         if shares is None:
             return paged_decode(new, keys, values, tables, contexts, self.block_size, scale, self._workspace, out=out)
         from saccade.kernels.hopper_decode import hopper_decode  # experimental language: only where it is used

@@ -1,7 +1,8 @@
 """Attention of one new token per request over paged keys and values for Hopper GPUs, in Gluon. Knows no model.
 
-The same work as `paged_decode`, which stays the reference. As many programs as there are multiprocessors share all
-tiles of 64 keys evenly (`shares`), so that they end together and the memory never rests. In each:
+The same work as `paged_decode`, which stays the reference, but for rows of padding: nobody reads these, and they are
+left as they are. As many programs as there are multiprocessors share all tiles of 64 keys evenly (`shares`), so that
+they end together and the memory never rests. In each:
 
     2 of 1 warp     copy keys and values into rings, the first ones before the projection has ended
     1 of 2 warps    turns queries and the new key, stores it, and hands both over

@@ -16,6 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from saccade.kernels.pinned import sent
+
 _NO_ROW = 2**30  # beyond the last row of any owner
 
 
@@ -47,10 +49,7 @@ class Tiles:
         capacity: int | None = None,
     ) -> Tiles:
         starts, index = tile_numbers(lengths, rows, contexts=contexts, capacity=capacity)
-        host = torch.tensor([*starts, *index], dtype=torch.int32)
-        if device.type == "cuda":
-            host = host.pin_memory()  # a copy from elsewhere may wait for all that the device has to do
-        both = host.to(device, non_blocking=True)  # one copy to the device
+        both = sent(torch.tensor([*starts, *index], dtype=torch.int32), device)  # one copy to the device
         return cls(both[: len(starts)], both[len(starts) :].view(-1, 2), rows)
 
 

@@ -21,6 +21,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from saccade.kernels.pinned import sent
+
 GROUP_ROWS, TILE_ROWS, KEYS = 64, 192, 64  # rows of four warps and of a tile; keys of a tile
 ITEM, SPLIT = 8, 5  # numbers of each
 # An item: first row, rows, head; first row and length of its picture; first tile of keys, tiles; slot, or -1
@@ -44,8 +46,7 @@ class Shares:
     @classmethod
     def of(cls, lengths: Sequence[int], heads: int, programs: int, device: torch.device) -> Shares:
         plan = share_out(tuple(lengths), heads, programs)
-        host = plan.numbers.pin_memory() if device.type == "cuda" else plan.numbers
-        return cls.among(host.to(device, non_blocking=True), programs, plan.slots)
+        return cls.among(sent(plan.numbers, device), programs, plan.slots)
 
     @classmethod
     def among(cls, numbers: Tensor, programs: int, slots: int) -> Shares:

@@ -17,6 +17,7 @@ from saccade.kernels import pictures, vit_steps
 from saccade.kernels.act_linear import act_linear
 from saccade.kernels.packed_vit import TILE_ROWS, packed_vit
 from saccade.kernels.paged_decode import num_multiprocessors
+from saccade.kernels.pinned import sent
 from saccade.kernels.reference import parted_columns
 from saccade.kernels.tiles import Tiles
 from saccade.kernels.trial import is_hopper, passes
@@ -28,7 +29,7 @@ from saccade.models.pixels import PatchLayout, Picture, PixelPolicy, as_tensor, 
 from saccade.models.recorded_attention import Attend, PartedAttend, SharedWay, TiledWay, Way
 from saccade.models.recorded_vision import Recordings, packed_cells
 from saccade.models.resample import BITS, Taps, resample
-from saccade.models.vision import Norm, Places, VisionBlock, sent
+from saccade.models.vision import Norm, Places, VisionBlock
 from saccade.models.vision_ops import Blocks, RunBlocks
 from saccade.types import Grid, Size
 

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from saccade.config import ConfigError, VisionConfig
+from saccade.kernels.pinned import sent
 from saccade.models.interface import Encoding
 from saccade.models.layers import Parameters, PatchLinear, RMSNorm
 from saccade.models.qwen2_vl import COMMON_TOWER_RULES, EPS, MERGER_RULES, Merger, Qwen2VL, vision_theta
-from saccade.models.vision import VisionBlock, all_cells, grid_places, reorder, sent, turned_dim
+from saccade.models.vision import VisionBlock, all_cells, grid_places, reorder, turned_dim
 from saccade.models.vision_ops import VisionOps, through
 from saccade.models.weights import Rule
 from saccade.types import Grid

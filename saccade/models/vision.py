@@ -124,11 +124,6 @@ def _per_axis(head_dim: int, theta: float, takes_turns: bool, device: torch.devi
     return frequencies(head_dim // 2, theta, device)
 
 
-def sent(host: Tensor, device: torch.device) -> Tensor:
-    """Copied while the host goes on: from memory that is not pinned, it may wait for all that the device has to do."""
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
-
-
 def reorder(x: Tensor, order: Tensor, merge: int) -> Tensor:
     """Rows of patches [T, ...] with their tokens in another order; the patches of a token stay together."""
     return x.view(len(order), merge**2, *x.shape[1:]).index_select(0, order).flatten(0, 1)

@@ -89,6 +89,7 @@ class DecodePass:
     def send(self, rows: DecodeRows, size: int) -> None:
         """Behind the rows come those of padding: not stored, seeing nothing, of no request."""
         count = len(rows.tokens)
+        assert rows.contexts.all(), "shares of programs end with the first row that sees nothing"
         written = self._mailbox.open()[: 5 * size].reshape(5, size)
         written[:, :count] = rows
         if count < size:

@@ -19,6 +19,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from saccade.kernels.pinned import sent
+
 Numbers = npt.NDArray[np.int32]
 _MAIL_ROWS = 16  # whole rows that may change at a time before one waits for another's copy: the prompts of a step
 
@@ -150,10 +152,5 @@ class Returns:
 
 
 def to_device(numbers: npt.NDArray[np.generic], device: torch.device) -> Tensor:
-    """Without waiting for the device: the memory is pinned, and kept until the copy is done."""
-    return _pinned(numbers, device).to(device, non_blocking=True)
-
-
-def _pinned(numbers: npt.NDArray[np.generic], device: torch.device) -> Tensor:
-    host = torch.from_numpy(numbers)
-    return host.pin_memory() if device.type == "cuda" else host
+    """Without waiting for the device."""
+    return sent(torch.from_numpy(numbers), device)

@@ -41,15 +41,18 @@ class StepBudget:
         self._text_tokens = demand.text_tokens
         self._is_text_first = is_text_first
         self._ending = max(num_tokens - demand.decoding, 1)  # for prompts, in a step in which one of them ends
+        self._going_on = self._ending  # where none does
         self._share_out(self._ending)
 
     def bound(self, prompt_tokens: int, riding_tokens: int = 0) -> None:
         """No more than this for prompts, whatever the step could hold; the second, if any, where none of them ends.
 
-        Text that can end in this step does.
+        Whoever can end in this step does.
         """
         ends_text = 0 < self._text_tokens <= prompt_tokens
-        self._share_out(min(self._ending, riding_tokens if riding_tokens and not ends_text else prompt_tokens))
+        going_on = riding_tokens if riding_tokens and not ends_text else prompt_tokens
+        self._share_out(min(self._ending, max(prompt_tokens, going_on)))
+        self._going_on = min(self._ending, going_on)
         self._ending = min(self._ending, prompt_tokens)
         self.total = min(self.total, self.num_decoding + self._prompts)
 
@@ -67,8 +70,11 @@ class StepBudget:
         rest, left = seq.num_tokens - start, min(self.total, self._prompts)
         if seq.has_pictures_ahead:
             left = min(left, self._pictures)
-        if rest <= self._ending or left <= self._ending:
-            return min(left, rest)
+        if rest <= min(left, self._ending):
+            return rest
+        left = min(left, self._going_on)
+        if left <= self._ending:
+            return left
         return min(left, max(rest - _LAST_TOKENS, 0))
 
     def take(self, seq: Sequence, start: int, end: int) -> None:
@@ -77,9 +83,10 @@ class StepBudget:
             self.num_windows += 1
             self._prompts -= end - start
             self._ending -= end - start
+            self._going_on -= end - start
             self._pictures -= end - start if seq.has_pictures_ahead else 0
         if end == seq.num_tokens:
-            self._prompts = self._ending
+            self._prompts = self._going_on = self._ending
 
 
 def are_enough(requests: Many[Sequence], config: SchedulerConfig) -> bool:

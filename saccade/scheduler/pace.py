@@ -42,19 +42,22 @@ def riding_tokens(pace: Pace, num_decoding: int) -> int:
 
     0 where no such pass does, or where in the same time more of them go by themselves.
     """
-    alone, spare = milliseconds(pace.decode_ms, num_decoding), _spare_ms(pace, num_decoding)
-    curve = _riding(pace, num_decoding)
-    riding, apart = size_within(curve, alone + spare), size_within(pace.prompt_ms, spare)
+    curve, spare = _riding(pace, num_decoding), _spare_ms(pace, num_decoding)
+    riding = size_within(curve, milliseconds(pace.decode_ms, num_decoding) + spare)
     if not riding:
         return 0
-    is_faster = riding / padded_ms(curve, riding) > apart / (alone + padded_ms(pace.prompt_ms, apart))
+    apart = size_within(pace.prompt_ms, spare)
+    is_faster = riding / padded_ms(curve, riding) > apart / _apart_ms(pace, num_decoding, apart)
     return riding if is_faster else 0
 
 
 def rides_sooner(pace: Pace, num_decoding: int, prompt_tokens: int) -> bool:
     """Whether these and the decodes are done sooner in one pass than in two."""
-    apart = padded_ms(pace.decode_ms, num_decoding) + padded_ms(pace.prompt_ms, prompt_tokens)
-    return padded_ms(_riding(pace, num_decoding), prompt_tokens) < apart
+    return padded_ms(_riding(pace, num_decoding), prompt_tokens) < _apart_ms(pace, num_decoding, prompt_tokens)
+
+
+def _apart_ms(pace: Pace, num_decoding: int, prompt_tokens: int) -> float:
+    return padded_ms(pace.decode_ms, num_decoding) + padded_ms(pace.prompt_ms, prompt_tokens)
 
 
 def _riding(pace: Pace, num_decoding: int) -> Curve:

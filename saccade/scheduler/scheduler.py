@@ -162,13 +162,13 @@ class Scheduler:
             return None
         pictures = {"encode": tuple(gate.encode), "encode_layers": layers, "prefetch": prefetch}
         rides = is_beside and self.slices.rides(draft.works, draft.budget)
-        return self._planned(draft.works, tuple(draft.admitted), is_beside=is_beside, rides=rides, **pictures)
+        return self._planned(draft.works, admitted=tuple(draft.admitted), is_beside=is_beside, rides=rides, **pictures)
 
-    def _planned(self, works: Iterable[Work], admitted: tuple[Admission, ...] = (), **parts: Any) -> StepPlan:
+    def _planned(self, works: Iterable[Work], **parts: Any) -> StepPlan:
         self._num_steps += 1
         forgotten, self._forgotten = tuple(self._forgotten), []
         evicted = self._encoder.drain_evicted()
-        plan = StepPlan(self._num_steps, tuple(works), admitted, forgotten, evicted, **parts)
+        plan = StepPlan(self._num_steps, tuple(works), forgotten=forgotten, evicted=evicted, **parts)
         self._plans.append(plan)
         return plan
 
