@@ -31,6 +31,7 @@ Found = dict[str, Any]
 ROWS = {
     "decode_1": "decode step, 1 request at 1k context, ms",
     "decode_32": "decode step, 32 requests, ms",
+    "decode_100": "decode step, 100 requests, which fill no graph, ms",
     "decode_128": "decode step, 128 requests, ms",
     "encode_1288x952": "encode one 1288x952, ms",
     "encode_644x476": "encode one 644x476, ms",

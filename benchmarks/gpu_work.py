@@ -112,7 +112,7 @@ class Side(Inputs):
 def decode_steps(side: Side, repeats: int) -> None:
     """A step's time is the difference between long and short answers to the same prompts."""
     long, short = (137, 9) if repeats > 1 else (73, 9)
-    for batch in (1, 32, 128):
+    for batch in (1, 32, 100, 128):
         prompts = [side.text(1000) for _ in range(batch)]
         side.generate(prompts, 1)
         times = [statistics.median(side.generate(prompts, n)[0] for _ in range(max(2, repeats))) for n in (short, long)]

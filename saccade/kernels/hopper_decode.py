@@ -149,7 +149,7 @@ def _enter(walk: gl.tuple, section: gl.tensor) -> gl.tuple:
 @gluon.jit
 def _stretch(context: gl.tensor, tile: gl.tensor, left: gl.tensor) -> gl.tuple:
     """A request's tiles, and how many of them from `tile` on are this program's."""
-    tiles = gl.cdiv(context, 64)
+    tiles = gl.maximum(gl.cdiv(context, 64), 1)  # without one, those who copy and those who multiply would part ways
     return tiles, gl.minimum(tiles - tile, left)
 
 
@@ -240,7 +240,7 @@ def _turn(shared: gl.tuple, walk: gl.tuple, token: gl.tuple, part: gl.tensor, si
             mbarrier.wait(bars.index(4 * STAGES + 2 + buffer), phase ^ 1)
             q.index(buffer).store(queries)
             if tile + count == tiles:
-                _hand_over(shared, token, own, angles, (request, head, buffer), dims, part, sizes)
+                _hand_over(shared, token, own, angles, (request, head, context, buffer), dims, part, sizes)
             fence_async_shared()
             mbarrier.arrive(bars.index(4 * STAGES + buffer), count=1)
             buffer, phase = following(buffer, phase, 2)
@@ -259,14 +259,14 @@ def _hand_over(
     HEADS: gl.constexpr = sizes[0]
     new = shared[4]
     _, _, _, slots, k_cache, v_cache = token
-    request, head, buffer = place
+    request, head, context, buffer = place
     behind = own + sizes[1] * HEADS * 128
     key = _turned(behind + head * 128, dims, dims >= 0, angles[0], angles[1], part, new.dtype, sizes)
     value = _projected(behind + (HEADS + head) * 128 + dims, dims >= 0, part, new.dtype, sizes)
     new.index(2 * buffer).store(key)
     new.index(2 * buffer + 1).store(value)
     slot = gl.load(slots + request).to(gl.int64)
-    target, is_stored = (slot * HEADS + head) * 128 + dims, (dims >= 0) & (slot >= 0)
+    target, is_stored = (slot * HEADS + head) * 128 + dims, (dims >= 0) & (slot >= 0) & (context > 0)
     gl.store(k_cache + target, key, mask=is_stored)
     gl.store(v_cache + target, value, mask=is_stored)
 
