@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.gpu_work import MAX_PIXELS, STREAM_TOKENS, STREAMS
+from benchmarks.gpu_work import BATCHES, MAX_PIXELS, STREAM_TOKENS, STREAMS
 from saccade import costs
 from saccade.processor.checkpoint import open_checkpoint
 from saccade.processor.families import family_for
@@ -93,7 +93,7 @@ class Floors:
         hd, full = self.geometry(1280, 720).tokens, self.geometry(1920, 1080).tokens
         wave = 64 * self.picture(1280, 720) + 32 * self.decode(64, hd + 32)
         stream = self.decode(STREAMS, 500 + STREAM_TOKENS // 2)
-        found = {f"decode_{batch}": self.decode(batch, 1000) for batch in (1, 32, 100, 128)}
+        found = {f"decode_{batch}": self.decode(batch, 1000) for batch in BATCHES}
         for rested in ("", "_rested"):
             found[f"encode_1288x952{rested}"] = self.encode(1288, 952)
             found[f"encode_644x476{rested}"] = self.encode(644, 476)

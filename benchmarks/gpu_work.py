@@ -26,6 +26,7 @@ from benchmarks.gpu_shapes import ANSWER, QUESTION, SHAPES, Shape
 
 MAX_PIXELS = 2560 * 1440
 MODEL_LEN, STEP_TOKENS, MEMORY_SHARE, MOST_PICTURES = 131072, 8192, 0.6, 64
+BATCHES = (1, 32, 100, 128)  # of decode steps; 100 requests fill no graph
 STREAMS, STREAM_TOKENS = 32, 600
 REST_S = 0.05  # of a device between two encodings
 PICTURES, PICTURE_EVERY_S, TOKENS_BESIDE = 40, 0.06, 1500  # so many tokens last as long as the pictures come
@@ -112,7 +113,7 @@ class Side(Inputs):
 def decode_steps(side: Side, repeats: int) -> None:
     """A step's time is the difference between long and short answers to the same prompts."""
     long, short = (137, 9) if repeats > 1 else (73, 9)
-    for batch in (1, 32, 100, 128):
+    for batch in BATCHES:
         prompts = [side.text(1000) for _ in range(batch)]
         side.generate(prompts, 1)
         times = [statistics.median(side.generate(prompts, n)[0] for _ in range(max(2, repeats))) for n in (short, long)]

@@ -6,7 +6,7 @@ run anywhere.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -273,6 +273,9 @@ class StepResult:
     unsampled: Mapping[str, RequestError] = field(default_factory=dict)  # requests no token can be had for, by id
 
 
+Collect = Callable[[], StepResult]
+"""Waits until a step that was launched is done."""
+
 Curve = tuple[tuple[int, float], ...]
 """Milliseconds by size, measured at some sizes; both rise."""
 
@@ -287,17 +290,6 @@ class Pace:
     target_ms: float | None  # None: a multiple of what the running answers take alone
     max_prompts: int | None = None  # that are computed together at this speed
     riding_ms: tuple[tuple[int, Curve], ...] = ()  # by requests that decode: as many prompt tokens in the same pass
-
-
-class StepRecord(NamedTuple):
-    """What one step did, for whoever watches the engine."""
-
-    step: int
-    decode_tokens: int  # windows of one at the end of an answer
-    text_tokens: int  # computed again after a preemption: an answer's tokens count as text too
-    picture_tokens: int  # prompt positions of pictures
-    encodes: int  # pictures that were in the encoder
-    ms: float
 
 
 class TokenEvent(NamedTuple):

@@ -20,20 +20,16 @@ from __future__ import annotations
 import gc
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 from saccade.engine.core import EngineCore, StepRunner
 from saccade.housekeeping import settle
-from saccade.types import Key, MediaItem, Request, StepPlan, StepResult, TokenEvent
+from saccade.types import Collect, Key, MediaItem, Request, StepPlan, TokenEvent
 
 _TURN = 5e-5  # seconds; Python's own 5 ms are several steps
 _REMEMBERED = 512  # pictures, by their keys
-
-
-Collect = Callable[[], StepResult]
-"""Waits until a step is done."""
 
 
 class LaunchingRunner(StepRunner, Protocol):

@@ -6,9 +6,20 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from saccade.types import Key, Span, StepPlan, StepRecord, StepResult, Work
+from saccade.types import Key, Span, StepPlan, StepResult, Work
 
 NUM_KEPT = 64
+
+
+class StepRecord(NamedTuple):
+    """What one step did, for whoever watches the engine."""
+
+    step: int
+    decode_tokens: int  # windows of one at the end of an answer
+    text_tokens: int  # computed again after a preemption: an answer's tokens count as text too
+    picture_tokens: int  # prompt positions of pictures
+    encodes: int  # pictures that were in the encoder
+    ms: float
 
 
 class _Known(NamedTuple):

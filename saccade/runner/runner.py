@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import asdict, replace
 from itertools import compress
 from operator import not_
@@ -30,6 +30,7 @@ from saccade.runner.sampler import sample
 from saccade.runner.threads import OneThread
 from saccade.types import (
     Admission,
+    Collect,
     Geometry,
     Grid,
     Key,
@@ -42,9 +43,6 @@ from saccade.types import (
     StepResult,
     Work,
 )
-
-Collect = Callable[[], StepResult]
-"""Waits until a step is done."""
 
 
 class Runner:
