@@ -110,29 +110,19 @@ class Engine:
     def _admit(self, opened: _Open, params: SamplingParams) -> None:
         room = self.limits.max_model_len - len(opened.prompt)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(62)
-        added: list[str] = []
-        with self._in_step(), self._whole(added):
-            for answer in opened.answers:
-                request = Request(
-                    request_id=_child_id(opened.request_id, answer.index),
-                    prompt=opened.prompt,
-                    params=params,
-                    max_tokens=params.max_tokens if params.max_tokens is not None else max(room, 1),
-                    eos_token_ids=frozenset() if params.ignore_eos else self.processor.eos_token_ids,
-                    seed=seed + answer.index,
-                )
-                self.core.add(request)
-                added.append(request.request_id)
-
-    @contextmanager
-    def _whole(self, added: Sequence[str]) -> Iterator[None]:
-        """All answers to a prompt are admitted, or none."""
-        try:
-            yield
-        except BaseException:
-            for child in added:
-                self.core.abort(child)
-            raise
+        requests = [
+            Request(
+                request_id=_child_id(opened.request_id, answer.index),
+                prompt=opened.prompt,
+                params=params,
+                max_tokens=params.max_tokens if params.max_tokens is not None else max(room, 1),
+                eos_token_ids=frozenset() if params.ignore_eos else self.processor.eos_token_ids,
+                seed=seed + answer.index,
+            )
+            for answer in opened.answers
+        ]
+        with self._in_step():
+            self.core.add_all(requests)
 
     @contextmanager
     def _in_step(self) -> Iterator[None]:

@@ -94,6 +94,12 @@ def run_bounded(body: Coroutine[Any, Any, None], loop_factory: Any = None) -> No
         runner.run(asyncio.wait_for(body, HANG))
 
 
+async def submit(client: EngineClient, request: Request) -> RequestStream:
+    """One request by itself."""
+    (stream,) = await client.submit([request])
+    return stream
+
+
 async def collect(stream: RequestStream) -> list[TokenEvent]:
     return [event async for events in stream for event in events]
 

@@ -86,7 +86,7 @@ def test_an_engine_without_work_clears_away_what_its_steps_left() -> None:
     thread = threading.Thread(target=loop.run, args=(lambda _: EngineCore(limits, runner),))
     thread.start()
     start = wire.start_message(Path("/x"), CONFIG, {}, Options(), None, [], progress=False)
-    for message in (start, wire.Submit(wire.pack_request(make_request("a", 5, max_tokens=2)))):
+    for message in (start, wire.Submit(wire.pack_requests([make_request("a", 5, max_tokens=2)]))):
         ours.sendall(wire.frame(message))
     assert until(lambda: runner.left is not None, HANG)
     assert until(lambda: runner.left is not None and runner.left() is None, HANG)

@@ -42,8 +42,8 @@ class FakeEngine:
     def __init__(self, stream: FakeStream) -> None:
         self.stream = stream
 
-    async def submit(self, request: Any) -> Any:
-        return self.stream
+    async def submit(self, requests: Any) -> Any:
+        return [self.stream]
 
 
 class FakeAnswer:

@@ -155,7 +155,12 @@ def body_of(message: wire.Command | wire.Report) -> bytes:
 
 
 def sent(request: Request) -> Request:
-    return wire.unpack_request(there(wire.Submit(wire.pack_request(request))).request)
+    (arrived,) = all_sent([request])
+    return arrived
+
+
+def all_sent(requests: list[Request]) -> list[Request]:
+    return wire.unpack_requests(there(wire.Submit(wire.pack_requests(requests))).requests)
 
 
 def told(error: RequestError | None) -> tuple[str, str | None, str | None] | None:
@@ -205,10 +210,10 @@ def test_events_arrive_as_they_were_sent(sent_events: list[TokenEvent], stats: d
 def test_options_geometry_and_warm_up_arrive_as_they_were_sent(
     opts: Options, largest: Geometry | None, warmup: list[Request]
 ) -> None:
-    made = wire.Start("/x", {}, [], {}, opts, largest, [wire.pack_request(r) for r in warmup], True)
+    made = wire.Start("/x", {}, [], {}, opts, largest, wire.pack_requests(warmup), True)
     start = there(made)
     assert (start.options, start.largest) == (opts, largest)
-    assert [plain(wire.unpack_request(body)) for body in start.warmup] == [plain(request) for request in warmup]
+    assert [plain(request) for request in wire.unpack_requests(start.warmup)] == [plain(request) for request in warmup]
 
 
 @given(limits, st.lists(words).map(tuple), errors)
@@ -235,9 +240,29 @@ def test_the_same_picture_twice_in_a_prompt_travels_once() -> None:
     prompt = make_prompt([Picture("a", 4), 3, Picture("a", 4)])
     request = make_request("r", 1)
     twice = replace(request, prompt=replace(prompt, items=(picture, picture)))
-    assert len(wire.frame(wire.Submit(wire.pack_request(twice)))) < 110_000
+    assert len(wire.frame(wire.Submit(wire.pack_requests([twice])))) < 110_000
     first, second = sent(twice).prompt.items
     assert first is second
+
+
+def test_answers_to_one_prompt_share_it_on_the_way_and_at_its_end() -> None:
+    picture = replace(make_item(Picture("a", 4)), data=bytes(100_000))
+    first = make_request("r/0", 1)
+    first = replace(first, prompt=replace(make_prompt([Picture("a", 4)]), items=(picture,)))
+    answers = [replace(first, request_id=f"r/{index}", seed=index) for index in range(64)]
+    other = make_request("s", 3, max_tokens=7)
+    assert len(wire.frame(wire.Submit(wire.pack_requests([*answers, other])))) < 110_000
+    *arrived, last = all_sent([*answers, other])
+    assert [(request.request_id, request.seed) for request in arrived] == [(f"r/{i}", i) for i in range(64)]
+    assert len({id(request.prompt) for request in arrived}) == 1
+    assert len({id(request.params) for request in arrived}) == 1
+    assert plain(last) == plain(other)
+
+
+def test_answers_that_ask_for_different_things_keep_them() -> None:
+    first = make_request("a", 3, max_tokens=3)
+    requests = [first, replace(first, request_id="b", max_tokens=4), replace(first, request_id="c")]
+    assert {request.request_id: request.max_tokens for request in all_sent(requests)} == {"a": 3, "b": 4, "c": 3}
 
 
 # --- what cannot travel -------------------------------------------------------------------------------------------
@@ -246,7 +271,7 @@ def test_the_same_picture_twice_in_a_prompt_travels_once() -> None:
 def test_a_number_beyond_64_bits_is_the_clients_mistake() -> None:
     request = make_request("r", 3, max_tokens=2**70)
     with pytest.raises(RequestError, match="64 bits"):
-        wire.frame(wire.Submit(wire.pack_request(request)))
+        wire.frame(wire.Submit(wire.pack_requests([request])))
 
 
 def test_half_a_character_is_the_clients_mistake() -> None:
@@ -286,7 +311,7 @@ def test_garbage_is_never_more_than_a_wire_error(garbage: bytes) -> None:
 
 
 def test_a_prompt_whose_parts_do_not_fit_together_is_a_wire_error() -> None:
-    body = wire.pack_request(make_request("r", Picture("a", 2)))
+    (body,) = wire.pack_requests([make_request("r", Picture("a", 2))])
     broken = msgspec.structs.replace(body, prompt=msgspec.structs.replace(body.prompt, item_of_span=(5,)))
     with pytest.raises(wire.WireError, match="fit together"):
-        wire.unpack_request(broken)
+        wire.unpack_requests([broken])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,11 @@ from saccade.options import Options
 from saccade.processor.prompt import Processor
 from saccade.types import Request, RequestError
 from tests.conftest import make_photo, png
-from tests.fake_worker import BREAKS_THE_STEP, collect, endless, run, run_bounded, started, until
+from tests.fake_worker import BREAKS_THE_STEP, collect, endless, pid_of, run, run_bounded, started, submit, until
+from tests.hostile import resident_mb
 from tests.scheduling import Picture, make_config, make_request
+
+LARGE = 16 << 20  # bytes of a picture
 
 # --- with a model -------------------------------------------------------------------------------------------------
 
@@ -49,7 +53,7 @@ def test_answers_from_the_worker_are_those_of_the_offline_engine(qwen2_vl_folder
             progress=False,
         )
         async with started(client):
-            streams = [await client.submit(request) for request in wanted]
+            streams = [await submit(client, request) for request in wanted]
             events = await asyncio.gather(*[collect(stream) for stream in streams])
         answers = [([event.token_id for event in answer], [event.logprobs for event in answer]) for answer in events]
         assert [tokens for tokens, _ in answers] == [tokens for tokens, _ in expected]
@@ -67,7 +71,7 @@ def test_answers_from_the_worker_are_those_of_the_offline_engine(qwen2_vl_folder
 @pytest.mark.parametrize("loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
 def test_a_stream_ends_after_its_terminal_event(loop_factory: Any) -> None:
     async def test(client: EngineClient) -> None:
-        events = await collect(await client.submit(make_request("a", 5, Picture("p", 4), max_tokens=6)))
+        events = await collect(await submit(client, make_request("a", 5, Picture("p", 4), max_tokens=6)))
         assert [event.finish_reason for event in events] == [None] * 5 + ["length"]
         assert events[-1].usage is not None
 
@@ -101,7 +105,7 @@ def test_a_warm_up_that_cannot_run_is_no_reason_not_to_start() -> None:
 def test_many_requests_at_once_are_all_answered() -> None:
     async def test(client: EngineClient) -> None:
         async def one(index: int) -> None:
-            events = await collect(await client.submit(make_request(str(index), 3 + index, max_tokens=20)))
+            events = await collect(await submit(client, make_request(str(index), 3 + index, max_tokens=20)))
             assert len(events) == 20 and {event.request_id for event in events} == {str(index)}
 
         await asyncio.gather(*[one(index) for index in range(40)])
@@ -112,7 +116,7 @@ def test_many_requests_at_once_are_all_answered() -> None:
 def test_a_refusal_keeps_its_code_and_words() -> None:
     async def test(client: EngineClient) -> None:
         with pytest.raises(RequestError, match="--max-model-len") as caught:
-            await client.submit(make_request("long", 20_000))
+            await submit(client, make_request("long", 20_000))
         assert caught.value.code == "context_length_exceeded"
         assert client.bytes_in_flight == 0
 
@@ -121,9 +125,9 @@ def test_a_refusal_keeps_its_code_and_words() -> None:
 
 def test_a_full_queue_refuses_as_overloaded() -> None:
     async def test(client: EngineClient) -> None:
-        await client.submit(endless("a"))
+        await submit(client, endless("a"))
         with pytest.raises(RequestError) as caught:
-            await client.submit(make_request("b", 3))
+            await submit(client, make_request("b", 3))
         assert caught.value.code == "overloaded"
 
     run(test, options=Options(max_waiting=0, max_num_seqs=1))
@@ -131,18 +135,18 @@ def test_a_full_queue_refuses_as_overloaded() -> None:
 
 def test_an_id_that_is_open_is_refused() -> None:
     async def test(client: EngineClient) -> None:
-        await client.submit(endless("same"))
+        await submit(client, endless("same"))
         with pytest.raises(RequestError, match="already open"):
-            await client.submit(endless("same"))
+            await submit(client, endless("same"))
 
     run(test)
 
 
 def test_a_step_that_breaks_ends_its_requests_and_the_worker_lives() -> None:
     async def test(client: EngineClient) -> None:
-        events = await collect(await client.submit(make_request("bad", [BREAKS_THE_STEP])))
+        events = await collect(await submit(client, make_request("bad", [BREAKS_THE_STEP])))
         assert events[-1].error is not None and events[-1].error.code == "engine_error"
-        assert len(await collect(await client.submit(make_request("good", 3)))) == 3
+        assert len(await collect(await submit(client, make_request("good", 3)))) == 3
         assert client.status().restarts == 0
 
     run(test)
@@ -150,7 +154,7 @@ def test_a_step_that_breaks_ends_its_requests_and_the_worker_lives() -> None:
 
 def test_open_requests_count_as_bytes_in_flight_until_they_end() -> None:
     async def test(client: EngineClient) -> None:
-        stream = await client.submit(endless())
+        stream = await submit(client, endless())
         assert client.bytes_in_flight > 5 * 40  # at least what the prefix cache hashes
         stream.cancel()
         await collect(stream)
@@ -159,12 +163,66 @@ def test_open_requests_count_as_bytes_in_flight_until_they_end() -> None:
     run(test)
 
 
+# --- several answers to one prompt ----------------------------------------------------------------------------------
+
+
+def answers_to(request: Request, count: int) -> list[Request]:
+    return [replace(request, request_id=f"{request.request_id}/{index}", seed=index) for index in range(count)]
+
+
+def with_large_picture(request_id: str, max_tokens: int) -> Request:
+    request = make_request(request_id, Picture("p", 4), 3, max_tokens=max_tokens)
+    items = tuple(replace(item, data=bytes(LARGE)) for item in request.prompt.items)
+    return replace(request, prompt=replace(request.prompt, items=items))
+
+
+def test_a_picture_counts_once_as_bytes_in_flight_until_its_last_answer_ends() -> None:
+    async def test(client: EngineClient) -> None:
+        streams = await client.submit(answers_to(with_large_picture("a", 9_000), 64))
+        sent = client.bytes_in_flight
+        assert LARGE < sent < LARGE + 100_000
+        for stream in streams[1:]:
+            stream.cancel()
+            await collect(stream)
+        assert client.bytes_in_flight == sent
+        streams[0].cancel()
+        await collect(streams[0])
+        assert client.bytes_in_flight == 0
+
+    run(test)
+
+
+def test_a_picture_is_in_the_engine_once_however_many_answers_it_has() -> None:
+    async def test(client: EngineClient) -> None:
+        before = resident_mb(pid_of(client))
+        streams = await client.submit(answers_to(with_large_picture("a", 9_000), 64))
+        await asyncio.gather(*[anext(stream) for stream in streams[:8]])  # more do not run at once
+        grown = resident_mb(pid_of(client)) - before
+        assert grown < 4 * LARGE / 2**20  # the frame it came in, and itself; 64 would be 16 times this
+
+    run(test)
+
+
+def test_answers_to_one_prompt_are_let_in_together_or_not_at_all() -> None:
+    async def test(client: EngineClient) -> None:
+        await submit(client, endless("other"))
+        before = client.bytes_in_flight
+        with pytest.raises(RequestError) as caught:
+            await client.submit(answers_to(make_request("a", 5), 4))  # two run and two wait, but one is there already
+        assert caught.value.code == "overloaded"
+        assert client.bytes_in_flight == before
+        streams = await client.submit(answers_to(make_request("a", 5), 3))  # the same ids: nothing stayed of them
+        assert [len(await collect(stream)) for stream in streams] == [3, 3, 3]
+
+    run(test, options=Options(max_waiting=2, max_num_seqs=2))
+
+
 # --- cancelling ---------------------------------------------------------------------------------------------------
 
 
 def test_cancelling_frees_the_requests_blocks() -> None:
     async def test(client: EngineClient) -> None:
-        stream = await client.submit(endless())
+        stream = await submit(client, endless())
         await anext(stream)
         stream.cancel()
         stream.cancel()
@@ -176,7 +234,7 @@ def test_cancelling_frees_the_requests_blocks() -> None:
 
 def test_whoever_reads_on_after_cancelling_gets_the_usage() -> None:
     async def test(client: EngineClient) -> None:
-        stream = await client.submit(endless())
+        stream = await submit(client, endless())
         await anext(stream)
         stream.cancel()
         last = (await collect(stream))[-1]
@@ -187,9 +245,24 @@ def test_whoever_reads_on_after_cancelling_gets_the_usage() -> None:
 
 def test_giving_up_while_the_scheduler_decides_leaves_nothing_behind() -> None:
     async def test(client: EngineClient) -> None:
-        other = await client.submit(endless("other"))
+        other = await submit(client, endless("other"))
         await anext(other)  # a step is running from now on, so the answer takes its time
-        waiting = asyncio.create_task(client.submit(endless("given up")))
+        waiting = asyncio.create_task(submit(client, endless("given up")))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        other.cancel()
+        await until(lambda: client.bytes_in_flight == 0)
+        assert client.stats()["running"] == client.stats()["waiting"] == 0
+
+    run(test, step_seconds=0.1)
+
+
+def test_giving_up_while_the_scheduler_decides_gives_up_every_answer() -> None:
+    async def test(client: EngineClient) -> None:
+        other = await submit(client, endless("other"))
+        await anext(other)
+        waiting = asyncio.create_task(client.submit(answers_to(endless("given up"), 3)))
         await asyncio.sleep(0)
         waiting.cancel()
         await asyncio.wait([waiting])
@@ -202,8 +275,8 @@ def test_giving_up_while_the_scheduler_decides_leaves_nothing_behind() -> None:
 
 def test_a_slow_reader_holds_up_nobody_and_misses_nothing() -> None:
     async def test(client: EngineClient) -> None:
-        slow = await client.submit(make_request("slow", 5, max_tokens=2_000))
-        fast = await collect(await client.submit(make_request("fast", 5, max_tokens=2_000)))
+        slow = await submit(client, make_request("slow", 5, max_tokens=2_000))
+        fast = await collect(await submit(client, make_request("fast", 5, max_tokens=2_000)))
         await until(lambda: client.stats()["running"] == 0)
         assert len(fast) == 2_000
         first = await anext(slow)

@@ -34,6 +34,7 @@ from tests.fake_worker import (
     pid_of,
     run,
     run_bounded,
+    submit,
     until,
 )
 from tests.scheduling import make_config, make_request
@@ -50,13 +51,13 @@ async def restarted(client: EngineClient) -> None:
 
 def test_open_streams_fail_when_the_worker_is_killed_and_the_next_request_works() -> None:
     async def test(client: EngineClient) -> None:
-        stream = await client.submit(endless())
+        stream = await submit(client, endless())
         os.kill(pid_of(client), signal.SIGKILL)
         with pytest.raises(EngineUnavailable, match="send the request again") as caught:
             await collect(stream)
         assert caught.value.retry_after > 0
         await restarted(client)
-        assert len(await collect(await client.submit(make_request("next", 3)))) == 3
+        assert len(await collect(await submit(client, make_request("next", 3)))) == 3
         assert client.status().last_error == "it was ended by signal 9"
         assert client.bytes_in_flight == 0
 
@@ -68,7 +69,7 @@ def test_requests_are_refused_while_the_worker_is_started_again() -> None:
         os.kill(pid_of(client), signal.SIGKILL)
         await until(lambda: client.status().state == "restarting")
         with pytest.raises(EngineUnavailable, match="restarting"):
-            await client.submit(make_request("a", 3))
+            await submit(client, make_request("a", 3))
 
     run(test)
 
@@ -76,7 +77,7 @@ def test_requests_are_refused_while_the_worker_is_started_again() -> None:
 def test_a_request_that_waits_for_admission_when_the_worker_dies_is_told() -> None:
     async def test(client: EngineClient) -> None:
         os.kill(pid_of(client), signal.SIGSTOP)
-        waiting = asyncio.create_task(client.submit(make_request("a", 3)))
+        waiting = asyncio.create_task(submit(client, make_request("a", 3)))
         await asyncio.sleep(0)
         os.kill(pid_of(client), signal.SIGKILL)
         with pytest.raises(EngineUnavailable):
@@ -87,7 +88,7 @@ def test_a_request_that_waits_for_admission_when_the_worker_dies_is_told() -> No
 
 def test_a_broken_invariant_ends_the_worker_with_a_sentence_and_a_new_one_comes() -> None:
     async def test(client: EngineClient) -> None:
-        stream = await client.submit(make_request("bad", [BREAKS_THE_CORE]))
+        stream = await submit(client, make_request("bad", [BREAKS_THE_CORE]))
         with pytest.raises(EngineUnavailable):
             await collect(stream)
         await restarted(client)
@@ -99,7 +100,7 @@ def test_a_broken_invariant_ends_the_worker_with_a_sentence_and_a_new_one_comes(
 def test_a_hung_worker_is_noticed_and_replaced() -> None:
     async def test(client: EngineClient) -> None:
         hung = pid_of(client)
-        stream = await client.submit(endless())
+        stream = await submit(client, endless())
         os.kill(hung, signal.SIGSTOP)
         with pytest.raises(EngineUnavailable):
             await collect(stream)
@@ -124,7 +125,7 @@ def test_a_worker_that_cannot_start_says_why() -> None:
         with pytest.raises(ConfigError, match="no device abacus"):
             await client.start()
         with pytest.raises(EngineUnavailable, match="stopped"):
-            await client.submit(make_request("a", 3))
+            await submit(client, make_request("a", 3))
 
     run_bounded(body())
 
@@ -187,10 +188,10 @@ def test_a_checkpoint_that_cannot_be_served_is_told_to_the_operator(qwen2_vl_fol
 
 def test_draining_refuses_new_requests_and_finishes_open_ones() -> None:
     async def test(client: EngineClient) -> None:
-        stream = await client.submit(make_request("open", 5, max_tokens=20))
+        stream = await submit(client, make_request("open", 5, max_tokens=20))
         client.drain()
         with pytest.raises(EngineUnavailable, match="draining"):
-            await client.submit(make_request("new", 3))
+            await submit(client, make_request("new", 3))
         assert len(await collect(stream)) == 20
         assert client.status().state == "draining"
 
@@ -201,7 +202,7 @@ def test_stopping_leaves_no_child_and_tells_open_streams() -> None:
     async def body() -> None:
         client = fake_client()
         await client.start()
-        pid, stream = pid_of(client), await client.submit(endless())
+        pid, stream = pid_of(client), await submit(client, endless())
         await client.stop()
         assert not is_running(pid)
         assert client.status().state == "stopped"
@@ -246,7 +247,7 @@ from tests.fake_worker import endless, fake_client, pid_of
 async def main():
     client = fake_client(0.05)
     await client.start()
-    await client.submit(endless())
+    await client.submit([endless()])
     print(pid_of(client), flush=True)
     await asyncio.sleep(600)
 
@@ -292,7 +293,7 @@ def test_a_stop_ends_the_loop_after_what_came_before_it() -> None:
     core = EngineCore(limits, WorkerRunner(0.0, config=limits))
     loop = EngineLoop(theirs, lambda: None)
     start = wire.start_message(Path("/x"), CONFIG, {}, Options(), None, [], progress=False)
-    for message in (start, wire.Submit(wire.pack_request(endless())), wire.Abort("endless"), wire.Stop()):
+    for message in (start, wire.Submit(wire.pack_requests([endless()])), wire.Abort("endless"), wire.Stop()):
         ours.sendall(wire.frame(message))
     loop.run(lambda _: core)
     theirs.shutdown(socket.SHUT_WR)

@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol
 
 from saccade.config import ConfigError, ModelConfig
 from saccade.engine.process import EngineProcess
-from saccade.engine.stream import EngineUnavailable, RequestStream
+from saccade.engine.stream import EngineUnavailable, RequestStream, Submission
 from saccade.engine.wire import (
     Abort,
     Accepted,
@@ -27,7 +27,7 @@ from saccade.engine.wire import (
     Report,
     Submit,
     frame,
-    pack_request,
+    pack_requests,
     start_message,
 )
 from saccade.options import Options, SchedulerConfig
@@ -112,7 +112,7 @@ class EngineClient:
         self._ready_at: float | None = None  # of the current worker
         self._info: EngineInfo | None = None
         self._stats: dict[str, Any] = {}
-        self._open: dict[str, RequestStream] = {}  # until the worker says they ended
+        self._open: dict[str, Submission] = {}  # by request, until the worker says that it ended
         self._bytes_in_flight = 0
         self._fatal: Fatal | None = None  # the current worker's last words
         self._backoff = FIRST_BACKOFF
@@ -167,34 +167,47 @@ class EngineClient:
 
     # --- requests -------------------------------------------------------------------------------------------------
 
-    async def submit(self, request: Request) -> RequestStream:
-        """Returns when the scheduler has let the request in; RequestError, with its code, if it refuses."""
+    async def submit(self, requests: Sequence[Request]) -> list[RequestStream]:
+        """Returns when the scheduler has let all of them in; RequestError, with its code, if it refuses: none runs then.
+
+        Requests that share a prompt, as objects, send it once, and it counts once as bytes in flight.
+        """
+        submission = self._send(requests)
+        await submission.admission()
+        return list(submission.streams.values())
+
+    def _send(self, requests: Sequence[Request]) -> Submission:
         if self._state != "ready" or self._process is None:
             raise EngineUnavailable(f"the engine is {self._state}; try again later", self._retry_after())
-        if request.request_id in self._open:
-            raise RequestError(f"a request with the id {request.request_id!r} is already open; choose another id")
-        message = frame(Submit(pack_request(request)))
-        stream = RequestStream(request.request_id, len(message), self._abort)
-        self._open[request.request_id] = stream
-        self._bytes_in_flight += stream.num_bytes
+        for request in requests:
+            if request.request_id in self._open:
+                raise RequestError(f"a request with the id {request.request_id!r} is already open; choose another id")
+        message = frame(Submit(pack_requests(requests)))
+        submission = Submission([request.request_id for request in requests], len(message), self._abort)
+        self._open |= dict.fromkeys(submission.streams, submission)
+        self._bytes_in_flight += submission.num_bytes
         self._process.send(message)
-        await stream.admission()
-        return stream
+        return submission
 
     def _abort(self, request_id: str) -> None:
         if self._process is not None:
             self._process.send(frame(Abort(request_id)))
 
     def _close(self, request_id: str) -> RequestStream | None:
-        stream = self._open.pop(request_id, None)
-        self._bytes_in_flight -= stream.num_bytes if stream else 0
-        return stream
+        submission = self._open.pop(request_id, None)
+        if submission is None:
+            return None
+        submission.num_open -= 1
+        self._bytes_in_flight -= submission.num_bytes if not submission.num_open else 0
+        return submission.streams[request_id]
 
     def _lose_open(self, message: str) -> None:
-        for request_id in list(self._open):
+        for request_id, submission in list(self._open.items()):
+            error = EngineUnavailable(message, self._retry_after())
+            submission.refuse(error)
             stream = self._close(request_id)
             assert stream is not None
-            stream.lose(EngineUnavailable(message, self._retry_after()))
+            stream.lose(error)
 
     def _retry_after(self) -> float:
         return self._backoff + (self._info.start_seconds if self._info else _GUESSED_START)
@@ -208,21 +221,28 @@ class EngineClient:
             if report.request_id in self._open:
                 self._open[report.request_id].admit()
         elif isinstance(report, Refused):
-            stream = self._close(report.request_id)
-            if stream is not None:
-                stream.refuse(report.error)
+            self._take_refusal(report)
         elif isinstance(report, Ready):
             self._take_ready(report, process)
         else:
             self._fatal = report
 
+    def _take_refusal(self, refused: Refused) -> None:
+        submission = self._open.get(refused.request_id)
+        if submission is not None:
+            for request_id in submission.streams:
+                self._close(request_id)
+            submission.refuse(refused.error)
+
     def _take_beat(self, beat: Beat) -> None:
         self._stats = beat.stats if beat.stats is not None else self._stats
         for event in beat.events:
-            is_last = event.finish_reason is not None
-            stream = self._close(event.request_id) if is_last else self._open.get(event.request_id)
-            if stream is not None:
-                stream.push(event)
+            submission = self._open.get(event.request_id)
+            if submission is None:
+                continue
+            if event.finish_reason is not None:
+                self._close(event.request_id)
+            submission.streams[event.request_id].push(event)
 
     def _take_ready(self, ready: Ready, process: EngineProcess) -> None:
         process.is_ready = True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -81,6 +81,18 @@ class EngineCore:
 
     def add(self, request: Request) -> None:
         self.scheduler.add(request, self.clock())
+
+    def add_all(self, requests: Iterable[Request]) -> None:
+        """All of them or none: where one is refused, those before it are taken back."""
+        added: list[str] = []
+        try:
+            for request in requests:
+                self.add(request)
+                added.append(request.request_id)
+        except BaseException:
+            for request_id in added:
+                self.abort(request_id)
+            raise
 
     def foretell(self, items: Sequence[MediaItem]) -> None:
         """Pictures of a request that is still being made. Here they are decoded when a step wants them."""

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from ctypes import CDLL
 from queue import Empty, SimpleQueue
+from typing import BinaryIO
 
 from saccade.config import ConfigError
 from saccade.engine.core import EngineCore
@@ -37,7 +38,7 @@ from saccade.engine.wire import (
     command_in,
     frame,
     read_body,
-    unpack_request,
+    unpack_requests,
 )
 from saccade.housekeeping import tidy
 from saccade.types import Request, RequestError, TokenEvent
@@ -71,7 +72,7 @@ class EngineLoop:
             raise WireError(f"the first message must be Start, not {type(start).__name__}")
         core = build(start)
         try:
-            warm_up(core, [unpack_request(body) for body in start.warmup])
+            warm_up(core, unpack_requests(start.warmup))
             self.send(Ready(core.limits, core.reasons))
             while self._take_messages(core):
                 self._turn(core)
@@ -101,11 +102,19 @@ class EngineLoop:
         """Runs in a thread of its own, so that what arrives during a step is read and decoded meanwhile."""
         try:
             with self._connection.makefile("rb") as stream:
-                while (body := read_body(stream)) is not None:
-                    self._inbox.put(command_in(body))
+                while self._receive(stream):
+                    pass
         except Exception as error:  # garbage, a broken socket, no memory for a frame: the connection is of no use
             logger.error("the connection to the server broke: %s", error)
         self._on_close()
+
+    def _receive(self, stream: BinaryIO) -> bool:
+        """One message; False at the end. Nothing of it stays here, where the next may be waited for all night."""
+        body = read_body(stream)
+        if body is None:
+            return False
+        self._inbox.put(command_in(body))
+        return True
 
     def _take_messages(self, core: EngineCore) -> bool:
         """Do what has arrived; wait a little only when there is nothing to step. False: it is time to stop."""
@@ -120,18 +129,19 @@ class EngineLoop:
 
     def _take(self, core: EngineCore, message: Command) -> None:
         if isinstance(message, Submit):
-            self._admit(core, unpack_request(message.request))
+            self._admit(core, unpack_requests(message.requests))
         elif isinstance(message, Abort):
             event = core.abort(message.request_id)
             self._ended += [event] if event else []
 
-    def _admit(self, core: EngineCore, request: Request) -> None:
+    def _admit(self, core: EngineCore, requests: list[Request]) -> None:
+        first = requests[0].request_id
         try:
-            core.add(request)
+            core.add_all(requests)
         except RequestError as error:
-            self.send(Refused(request.request_id, error))
+            self.send(Refused(first, error))
         else:
-            self.send(Accepted(request.request_id))
+            self.send(Accepted(first))
 
     # --- outgoing -------------------------------------------------------------------------------------------------
 

@@ -1,9 +1,9 @@
-"""The events of one request on their way to whoever reads them, fast or slow. Knows neither sockets nor processes."""
+"""The events of requests on their way to whoever reads them, fast or slow. Knows neither sockets nor processes."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from saccade.types import RequestError, TokenEvent
 
@@ -23,11 +23,9 @@ class RequestStream:
     A slow reader holds up nobody: its events wait here, at most one per token of its answer.
     """
 
-    def __init__(self, request_id: str, num_bytes: int, abort: Callable[[str], None]) -> None:
+    def __init__(self, request_id: str, abort: Callable[[str], None]) -> None:
         self.request_id = request_id
-        self.num_bytes = num_bytes  # on the wire
         self._abort = abort
-        self._admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._news = asyncio.Event()
         self._events: list[TokenEvent] = []
         self._lost: EngineUnavailable | None = None
@@ -57,23 +55,6 @@ class RequestStream:
 
     # --- the client's side ----------------------------------------------------------------------------------------
 
-    async def admission(self) -> None:
-        """Wait for the scheduler's word; RequestError if it refuses. Giving up the wait cancels the request."""
-        try:
-            await self._admitted
-        except asyncio.CancelledError:
-            self.cancel()
-            raise
-
-    def admit(self) -> None:
-        if not self._admitted.done():
-            self._admitted.set_result(None)
-
-    def refuse(self, error: RequestError) -> None:
-        self._is_over = True
-        if not self._admitted.done():
-            self._admitted.set_exception(error)
-
     def push(self, event: TokenEvent) -> None:
         self._events.append(event)
         self._is_over = event.finish_reason is not None
@@ -82,8 +63,33 @@ class RequestStream:
     def lose(self, error: EngineUnavailable) -> None:
         """The engine is gone, and the request with it."""
         self._is_over = True
-        if self._admitted.done():
-            self._lost = error
-            self._news.set()
-        else:
+        self._lost = error
+        self._news.set()
+
+
+class Submission:
+    """Requests that went to the engine in one message: they are let in together, or none of them is."""
+
+    def __init__(self, request_ids: Iterable[str], num_bytes: int, abort: Callable[[str], None]) -> None:
+        self.streams = {request_id: RequestStream(request_id, abort) for request_id in request_ids}
+        self.num_open = len(self.streams)
+        self.num_bytes = num_bytes  # on the wire; they share their prompt, so all of it stays until the last one ends
+        self._admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def admission(self) -> None:
+        """Wait for the scheduler's word; RequestError if it refuses. Giving up the wait cancels the requests."""
+        try:
+            await self._admitted
+        except asyncio.CancelledError:
+            for stream in self.streams.values():
+                stream.cancel()
+            raise
+
+    def admit(self) -> None:
+        if not self._admitted.done():
+            self._admitted.set_result(None)
+
+    def refuse(self, error: RequestError | EngineUnavailable) -> None:
+        """For whoever still waits to be let in."""
+        if not self._admitted.done():
             self._admitted.set_exception(error)

@@ -7,7 +7,7 @@ declared type ends the connection. Knows no sockets and no processes.
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -50,34 +50,52 @@ class PromptBody(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RequestBody(msgspec.Struct, frozen=True, array_like=True):
-    request_id: str
+    """Requests that ask the same of one prompt, as the `n` answers of a client do: all they share is there once."""
+
+    answers: tuple[tuple[str, int], ...]  # each request's id and seed
     prompt: PromptBody
     params: SamplingParams  # without stop strings, which only text can see
     max_tokens: int
     eos_token_ids: frozenset[int]
-    seed: int
 
 
-def pack_request(request: Request) -> RequestBody:
+def pack_requests(requests: Iterable[Request]) -> list[RequestBody]:
+    """Requests that share their prompt and parameters, as objects, travel as one body."""
+    alike: dict[Hashable, list[Request]] = {}
+    for request in requests:
+        shared = (id(request.prompt), id(request.params), request.max_tokens, request.eos_token_ids)
+        alike.setdefault(shared, []).append(request)
+    return [_pack_alike(group) for group in alike.values()]
+
+
+def _pack_alike(requests: Sequence[Request]) -> RequestBody:
+    first = requests[0]
     return RequestBody(
-        request_id=request.request_id,
-        prompt=_pack_prompt(request.prompt),
-        params=replace(request.params, stop=None),
-        max_tokens=request.max_tokens,
-        eos_token_ids=request.eos_token_ids,
-        seed=request.seed,
+        answers=tuple((request.request_id, request.seed) for request in requests),
+        prompt=_pack_prompt(first.prompt),
+        params=replace(first.params, stop=None),
+        max_tokens=first.max_tokens,
+        eos_token_ids=first.eos_token_ids,
     )
 
 
-def unpack_request(body: RequestBody) -> Request:
-    return Request(
-        request_id=body.request_id,
-        prompt=_unpack_prompt(body.prompt),
-        params=body.params,
-        max_tokens=body.max_tokens,
-        eos_token_ids=body.eos_token_ids,
-        seed=body.seed,
-    )
+def unpack_requests(bodies: Iterable[RequestBody]) -> list[Request]:
+    return [request for body in bodies for request in _unpack_alike(body)]
+
+
+def _unpack_alike(body: RequestBody) -> list[Request]:
+    prompt = _unpack_prompt(body.prompt)
+    return [
+        Request(
+            request_id=request_id,
+            prompt=prompt,
+            params=body.params,
+            max_tokens=body.max_tokens,
+            eos_token_ids=body.eos_token_ids,
+            seed=seed,
+        )
+        for request_id, seed in body.answers
+    ]
 
 
 def _pack_prompt(prompt: Prompt) -> PromptBody:
@@ -141,9 +159,12 @@ class Start(Message, frozen=True):
 
 
 class Submit(Message, frozen=True):
-    """Answered by Accepted or Refused, and once accepted by exactly one terminal event."""
+    """All its requests are let in or none is: answered by one Accepted or Refused, which names the first of them.
 
-    request: RequestBody
+    Once accepted, each request is answered by exactly one terminal event.
+    """
+
+    requests: list[RequestBody]
 
 
 class Abort(Message, frozen=True):
@@ -207,7 +228,7 @@ def start_message(
         image_processor=dict(image_processor),
         options=options,
         largest=largest,
-        warmup=[pack_request(request) for request in warmup],
+        warmup=pack_requests(warmup),
         progress=progress,
     )
 

@@ -23,7 +23,7 @@ KEEP_ALIVE_SECONDS = 5.0
 class SubmitsRequests(Protocol):
     """The part of the engine client that generation needs."""
 
-    async def submit(self, request: Request) -> RequestStream: ...
+    async def submit(self, requests: Sequence[Request]) -> list[RequestStream]: ...
 
 
 @dataclass(slots=True)
@@ -82,10 +82,9 @@ class Generation:
         return len(self.answers) // len(self.bills)
 
     async def submit(self, engine: SubmitsRequests, requests: Sequence[Request]) -> None:
-        """All of them or none: if one is refused, the context ends and the others are cancelled."""
+        """All of them or none."""
         self._max_tokens = max(request.max_tokens for request in requests)
-        for request in requests:
-            self._streams.append(await engine.submit(request))
+        self._streams = await engine.submit(requests)
 
     # --- tokens become text -----------------------------------------------------------------------------------------
 
