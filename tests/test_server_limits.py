@@ -219,6 +219,39 @@ def test_requests_over_the_limit_get_429_and_the_others_go_on(small: RunningServ
         assert [future.result().status_code for future in waiting] == [200, 200]
 
 
+def test_answers_take_places_and_not_requests(small: RunningServer) -> None:
+    client, _ = open_stream(small, n=4)
+    try:
+        assert small.get("/ready").status_code == 503
+        response = small.chat(max_tokens=2)
+        assert response.status_code == 429 and "4 answers are open" in error_of(response)["message"]
+    finally:
+        client.close()
+    assert until(lambda: small.get("/ready").status_code == 200 and is_idle(small))
+    assert len(small.chat(max_tokens=2, n=4).json()["choices"]) == 4
+
+
+@pytest.mark.parametrize(("prompts", "n", "status"), [(1, 3, 200), (2, 1, 200), (1, 4, 429), (2, 2, 429)])
+def test_answers_that_find_no_place_are_refused_together(
+    small: RunningServer, prompts: int, n: int, status: int
+) -> None:
+    client, _ = open_stream(small)
+    try:
+        body = {"prompt": ["a"] * prompts, "n": n, "max_tokens": 2}
+        assert small.post("/v1/completions", body).status_code == status
+    finally:
+        client.close()
+    assert until(lambda: is_idle(small))
+
+
+def test_more_answers_than_there_are_places_are_never_taken(small: RunningServer) -> None:
+    response = small.chat(max_tokens=2, n=5)
+    error = error_of(response)
+    assert response.status_code == 400 and error["param"] == "n"
+    assert "5 answers" in error["message"] and "at most 4 may be open at once" in error["message"]
+    assert response.headers["x-should-retry"] == "false"
+
+
 # --- clients that leave -------------------------------------------------------------------------------------------
 
 

@@ -168,7 +168,7 @@ class EngineClient:
     # --- requests -------------------------------------------------------------------------------------------------
 
     async def submit(self, requests: Sequence[Request]) -> list[RequestStream]:
-        """Returns when the scheduler has let all of them in; RequestError, with its code, if it refuses: none runs then.
+        """Returns when the scheduler has let all of them in; RequestError, with its code, if it refuses, and none runs.
 
         Requests that share a prompt, as objects, send it once, and it counts once as bytes in flight.
         """

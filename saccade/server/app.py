@@ -115,9 +115,9 @@ class _Work(Response):
         service.check_open()
         with service.gate.holding() as held:
             upload = await read_body(Request(scope, receive), service.server.max_body_mb << 20, held)
-            with service.gate.enter():
-                async with while_connected(receive):
-                    await self._handler(service, exchange, upload, scope["caller"], held)
+            held.enter()
+            async with while_connected(receive):
+                await self._handler(service, exchange, upload, scope["caller"], held)
 
     async def _fail(self, exchange: Exchange, error: Exception, request_id: str) -> None:
         answer = api_error(error)

@@ -21,6 +21,7 @@ async def answer_completion(service: Service, exchange: Exchange, upload: Upload
     request = await service.read(read_completion, await service.decode(upload), service.options.max_num_seqs)
     wanted = request.wanted
     service.check_model(wanted.model)
+    held.enter(len(request.prompts) * wanted.params.n)
     prompts, timing = await service.price_prompts(request.prompts, wanted.cache_salt, caller)
     with service.generation(prompts, wanted, timing) as generation:
         await service.start(generation, prompts, wanted, caller.request_id)

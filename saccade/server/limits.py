@@ -25,11 +25,12 @@ _RETRY_AFTER_DRAIN = 10.0
 
 
 class Held:
-    """Bytes that one request holds on to."""
+    """What one request holds on to: bytes, and a place for each of its answers."""
 
     def __init__(self, gate: Gate) -> None:
         self._gate = gate
         self._count = 0
+        self._places = 0
 
     def add(self, count: int) -> None:
         """ApiError 503 when all requests together would hold too much."""
@@ -47,9 +48,30 @@ class Held:
         gate.bytes_held += count
         self._count += count
 
+    def enter(self, answers: int = 1) -> None:
+        """Take places until there is one for each answer. ApiError 429 when so many are not free, 400 when never."""
+        gate, more = self._gate, answers - self._places
+        if answers > gate.max_open:
+            raise ApiError(
+                400,
+                f"the request asks for {answers} answers, n for each of its prompts, but at most {gate.max_open} may "
+                "be open at once (--max-num-seqs plus --max-waiting); lower n or send fewer prompts",
+                param="n",
+            )
+        if more > 0:
+            gate.check(more)
+            gate.num_open += more
+            self._places = answers
+
     def release(self) -> None:
+        """The bytes only: the answers are still open."""
         self._gate.bytes_held -= self._count
         self._count = 0
+
+    def leave(self) -> None:
+        self.release()
+        self._gate.num_open -= self._places
+        self._places = 0
 
 
 class Upload:
@@ -64,8 +86,8 @@ class Upload:
 
 
 class Gate:
-    """Lets requests in. `max_open` counts those being computed and those that wait; `max_bytes` what they hold, here
-    and (`engine_bytes`) in the engine."""
+    """Lets requests in. `max_open` counts answers that are computed or wait, and requests as one before it is known how
+    many they want; `max_bytes` what they hold, here and (`engine_bytes`) in the engine."""
 
     def __init__(
         self, max_open: int, max_bytes: int, engine_bytes: Callable[[], int], on_refusal: Callable[[str], None]
@@ -81,8 +103,8 @@ class Gate:
     def total_bytes(self) -> int:
         return self.bytes_held + self.engine_bytes()
 
-    def check(self) -> None:
-        """ApiError when a request that comes now would be refused, so that its body need not be read."""
+    def check(self, answers: int = 1) -> None:
+        """ApiError when so many more answers would be refused now. Before a body is read it is one at least."""
         if self.is_draining:
             self.on_refusal("draining")
             raise ApiError(
@@ -91,24 +113,15 @@ class Gate:
                 code="draining",
                 retry_after=_RETRY_AFTER_DRAIN,
             )
-        if self.num_open >= self.max_open:
+        if self.num_open + answers > self.max_open:
             self.on_refusal("overloaded")
             raise ApiError(
                 429,
-                f"{self.num_open} requests are open and {self.max_open} may be (--max-num-seqs plus --max-waiting); "
-                "try again soon",
+                f"{self.num_open} answers are open, the request asks for {answers} more and {self.max_open} may be "
+                "open (--max-num-seqs plus --max-waiting); try again soon",
                 code="overloaded",
                 retry_after=_RETRY_AFTER_FULL,
             )
-
-    @contextmanager
-    def enter(self) -> Iterator[None]:
-        self.check()
-        self.num_open += 1
-        try:
-            yield
-        finally:
-            self.num_open -= 1
 
     @contextmanager
     def holding(self) -> Iterator[Held]:
@@ -116,7 +129,7 @@ class Gate:
         try:
             yield held
         finally:
-            held.release()
+            held.leave()
 
 
 async def read_body(request: Request, limit: int, held: Held) -> Upload:

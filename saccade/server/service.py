@@ -195,6 +195,7 @@ class Service:
         """The one way from a chat to its running answers, whichever API it came by."""
         wanted = request.wanted
         self.check_model(wanted.model)
+        held.enter(wanted.params.n)
         priced, timing = await self.price_chat(request, caller, held)
         del request
         with self.generation([priced], wanted, timing) as generation:
