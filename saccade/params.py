@@ -11,6 +11,7 @@ from saccade.types import RequestError
 MAX_N = 64
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 64
+MAX_STOP_CHARS = 1024  # of one: it is kept while the answer runs, and every token looks for its beginning
 MAX_LOGIT_BIAS = 1024
 MAX_SEED = 2**63 - 1
 MAX_TOKEN_ID = 2**31 - 1
@@ -112,6 +113,8 @@ class SamplingParams:
     def _check_sizes(self) -> None:
         count = len(self.stop_strings)
         _require(count <= MAX_STOP_STRINGS, "stop", f"{count} strings", f"at most {MAX_STOP_STRINGS} strings")
+        count = max(map(len, self.stop_strings), default=0)
+        _require(count <= MAX_STOP_CHARS, "stop", f"one of {count}", f"strings of at most {MAX_STOP_CHARS} characters")
         count = len(self.stop_token_ids)
         _require(count <= MAX_STOP_STRINGS, "stop_token_ids", f"{count} ids", f"at most {MAX_STOP_STRINGS} ids")
         bias = self.logit_bias or {}

@@ -32,6 +32,7 @@ from saccade.types import RequestError
         ({"logprobs": 1000}, "from 0 to 20"),
         ({"stop": ""}, "not empty"),
         ({"stop": ["a"] * 1000}, "1000 strings"),
+        ({"stop": ["a", "b" * 5000]}, "at most 1024 characters, but 'one of 5000'"),
         ({"stop_token_ids": ["x"]}, "whole numbers"),
         ({"stop_token_ids": [-1]}, "-1"),
         ({"stop_token_ids": [10**30]}, "token ids"),

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import msgspec
+
 from saccade.server import fields
 from saccade.server.fields import FieldReader
 from saccade.server.protocol import ChatRequest, read_chat
@@ -30,6 +32,10 @@ _ECHOED: Mapping[str, Any] = {
 """Fields of a request that its response repeats, and what stands there when they were not sent."""
 
 
+MAX_ECHO_BYTES = 1 << 20
+"""As JSON: it is kept while the response runs, and three events of a stream repeat it."""
+
+
 class ResponseRequest(NamedTuple):
     chat: ChatRequest
     places: Places
@@ -52,7 +58,20 @@ def read_response(body: Mapping[str, Any], reader: FieldReader) -> ResponseReque
     settings = _as_chat(given)
     with chat.places.renaming():
         request = read_chat({**settings, "messages": chat.messages}, reader)
-    return ResponseRequest(request, chat.places, {name: given.get(name, value) for name, value in _ECHOED.items()})
+    return ResponseRequest(request, chat.places, _echo(given))
+
+
+def _echo(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Instructions may be longer: like all text of the prompt they have to fit the context."""
+    sizes = {name: len(msgspec.json.encode(given[name])) for name in _ECHOED if name in given}
+    sizes.pop("instructions", None)
+    if sum(sizes.values()) > MAX_ECHO_BYTES:
+        raise RequestError(
+            f"{', '.join(sizes)} have {sum(sizes.values())} bytes together, but a response repeats at most "
+            f"{MAX_ECHO_BYTES} of what it was asked; send less",
+            param=max(sizes, key=lambda name: sizes[name]),
+        )
+    return {name: given.get(name, value) for name, value in _ECHOED.items()}
 
 
 def _check_stateless(body: Mapping[str, Any]) -> None:
