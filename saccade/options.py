@@ -170,6 +170,10 @@ class ServerOptions:
     port: int = _option(8000, "port to listen on; 0 takes a free one")
     served_model_name: tuple[str, ...] = _option((), "names clients may use, the first is shown; automatic: MODEL")
     api_key: tuple[str, ...] = _option((), "a key clients must send as a bearer token; may be repeated; none: open")
+    share_caches: bool = _option(
+        False,
+        "let API keys share what is cached; each can then find out whether another one sent a given text or picture",
+    )
     allowed_origins: tuple[str, ...] = _option((), "web origins whose pages may call the server; none by default")
     allowed_media_domains: tuple[str, ...] = _option((), "domains pictures may be fetched from; none by default")
     allow_private_media_addresses: bool = _option(

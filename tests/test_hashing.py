@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from saccade.options import MediaPolicy, Options
-from saccade.processor.hashing import RecentKeys, content_key, identity
+from saccade.processor.hashing import RecentKeys, content_key, identity, salt_of
 from saccade.processor.media import Loaded, load_image
-from saccade.types import RECORD_BYTES, Header, Key, Size, Span
+from saccade.types import RECORD_BYTES, Header, Key, RequestError, Size, Span
 from tests.conftest import make_photo, png
 
 POLICY = MediaPolicy.of(Options(max_image_bytes=1 << 20, max_image_pixels=1_000_000))
@@ -170,3 +170,31 @@ def test_a_salt_however_long_is_not_kept() -> None:
     assert recent.of(bare(2, 1, b"picture"), b"tag", salt) == plain(b"picture", salt=salt)
     (place,) = recent._known
     assert len(place.salt) == 32
+
+
+# --- salts --------------------------------------------------------------------------------------------------------
+
+
+def test_a_salt_is_nothing_or_a_digest_however_long_its_parts_are() -> None:
+    assert salt_of("", "") == b""
+    assert {len(salt_of(*parts)) for parts in (("a", ""), ("", "a"), ("a" * 10_000, "b" * 10_000_000))} == {32}
+
+
+def test_salts_cannot_be_shifted_into_one_another() -> None:
+    pairs = [
+        ("a", "bc"),
+        ("ab", "c"),
+        ("", "abc"),
+        ("abc", ""),
+        ("", "1:abc"),
+        ("1:a", "bc"),
+        ("", "\ud800"),
+        ("", "?"),
+    ]
+    assert len({salt_of(*pair) for pair in pairs}) == len(pairs)
+
+
+def test_a_salt_that_is_no_string_is_refused() -> None:
+    with pytest.raises(RequestError, match="not int") as caught:
+        salt_of("tenant", 5)
+    assert caught.value.param == "cache_salt"

@@ -12,6 +12,7 @@ import pytest
 from PIL import Image
 
 from saccade.config import ConfigError
+from saccade.processor.hashing import salt_of
 from saccade.processor.prompt import Processor
 from saccade.types import RECORD_BYTES
 from tests.conftest import make_photo, png
@@ -113,17 +114,17 @@ def test_a_path_bytes_and_an_unread_image_have_one_key(qwen: Processor, tmp_path
 
 
 def test_a_salt_separates_tenants(qwen: Processor) -> None:
-    plain, salted = qwen.from_prompt(with_picture()), qwen.from_prompt(with_picture(), salt="a")
+    plain, salted = qwen.from_prompt(with_picture()), qwen.from_prompt(with_picture(), salt=salt_of("a", ""))
     asked = qwen.from_prompt({**with_picture(), "cache_salt": "a"})
     assert len({p.items[0].key for p in (plain, salted, asked)}) == 3
     assert len({p.salt for p in (plain, salted, asked)}) == 3
     assert plain.salt == b""
 
 
-def test_salts_cannot_be_shifted_into_one_another(qwen: Processor) -> None:
-    first = qwen.from_prompt({"prompt": "x", "cache_salt": "bc"}, salt="a")
-    second = qwen.from_prompt({"prompt": "x", "cache_salt": "c"}, salt="ab")
-    assert first.salt != second.salt
+def test_a_prompts_own_salt_does_not_take_the_place_of_the_callers(qwen: Processor) -> None:
+    prompt = {"prompt": "x", "cache_salt": "b"}
+    tenants = [qwen.from_prompt(prompt, salt=salt_of(tenant, "")) for tenant in ("", "a", "c")]
+    assert len({made.salt for made in tenants}) == 3
 
 
 # --- the bill -----------------------------------------------------------------------------------------------------

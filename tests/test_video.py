@@ -285,7 +285,7 @@ def test_equal_groups_at_other_times_share_embeddings_and_not_kv(qwen: Processor
 def test_the_key_depends_on_the_size_and_the_tenant(qwen: Processor) -> None:
     asked = ask(film(2, size=(224, 168)))
     small = {**asked, "mm_processor_kwargs": {"max_video_pixels": 5000}}
-    prompts = [qwen.from_prompt(asked), qwen.from_prompt(small), qwen.from_prompt(asked, salt="t")]
+    prompts = [qwen.from_prompt(asked), qwen.from_prompt(small), qwen.from_prompt(asked, salt=b"t")]
     assert len({prompt.items[0].key for prompt in prompts}) == 3
 
 

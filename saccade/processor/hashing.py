@@ -1,4 +1,4 @@
-"""Identity: the content key of a picture and the records of a prompt. Knows bytes and ids, not what they mean.
+"""Identity: the salt of a request, the content key of a picture, the records of a prompt. Knows bytes and ids only.
 
 SHA-256 rather than BLAKE2: processors since 2017 have instructions for it, and there it is about twice as fast.
 """
@@ -10,13 +10,13 @@ import struct
 from collections import OrderedDict
 from collections.abc import Sequence
 from threading import Lock
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from saccade.processor.media import Loaded
-from saccade.types import RECORD_BYTES, Header, Key, Span
+from saccade.types import RECORD_BYTES, Header, Key, RequestError, Span
 
 _KEY_WORDS = 4  # a 32-byte key as 64-bit words
 _RECORD_WORDS = RECORD_BYTES // 8
@@ -35,6 +35,16 @@ def content_key(loaded: Loaded, policy_tag: bytes, fingerprint: bytes, salt: byt
         digest.update(struct.pack("<Q", len(field)))
         digest.update(field)
     return digest.digest()
+
+
+def salt_of(tenant: str, cache_salt: Any) -> bytes:
+    """What keeps a request's cache entries apart from those of others: nothing, or the digest of who asks and which
+    salt came with the request. The length keeps ("a", "bc") and ("ab", "c") apart."""
+    if not isinstance(cache_salt, str):
+        raise RequestError(f"cache_salt must be a string, not {type(cache_salt).__name__}", param="cache_salt")
+    if not tenant and not cache_salt:
+        return b""
+    return hashlib.sha256(f"{len(tenant)}:{tenant}{cache_salt}".encode(errors="surrogatepass")).digest()
 
 
 class _Place(NamedTuple):

@@ -21,7 +21,7 @@ from saccade.processor.detokenize import Detokenizer
 from saccade.processor.families import built_in_template
 from saccade.processor.families.base import Marked, lasting
 from saccade.processor.footage import Video
-from saccade.processor.hashing import identity
+from saccade.processor.hashing import identity, salt_of
 from saccade.processor.pictures import Foretell, Picture, Pictures, bill_item, reads_text_only
 from saccade.processor.template import render, required
 from saccade.processor.tokenizer import Tokenizer
@@ -87,15 +87,19 @@ class Processor:
 
     # --- the two ways in ------------------------------------------------------------------------------------------
 
-    def from_prompt(self, prompt: str | Mapping[str, Any], *, salt: str = "") -> Prompt:
-        """A raw prompt: text or ids with one placeholder per picture, as the caller wrote them."""
+    def from_prompt(self, prompt: str | Mapping[str, Any], *, salt: bytes = b"") -> Prompt:
+        """A raw prompt: text or ids with one placeholder per picture, as the caller wrote them.
+
+        `salt` is what `salt_of` makes of a server's request; callers in Python say `cache_salt` in the prompt.
+        """
         given: Mapping[str, Any] = {"prompt": prompt} if isinstance(prompt, str) else prompt
         _check_prompt(given)
         text, ids = given.get("prompt"), given.get("prompt_token_ids")
         make_ids = partial(self._given_ids, ids) if text is None else partial(self._encode, text)
         pictures, videos = _given_media(given.get("multi_modal_data"))
-        tenant = _salt(salt, given.get("cache_salt") or "")
-        return self._build(make_ids, pictures, videos, given.get("mm_processor_kwargs"), tenant, text)
+        own = given.get("cache_salt")
+        salt = salt_of(salt.hex(), own) if own else salt
+        return self._build(make_ids, pictures, videos, given.get("mm_processor_kwargs"), salt, text)
 
     def from_chat(
         self,
@@ -105,7 +109,7 @@ class Processor:
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
-        salt: str = "",
+        salt: bytes = b"",
         allow_paths: bool = False,
     ) -> Prompt:
         """OpenAI-style messages through the checkpoint's template. What a client wrote never becomes a control token.
@@ -131,7 +135,7 @@ class Processor:
             raise RequestError(self.tokenizer.unshield(error.message), param=error.param) from None
         text = self.tokenizer.unshield(rendered)
         make_ids = partial(self._template_ids, rendered)
-        return self._build(make_ids, chat.pictures, chat.videos, mm_processor_kwargs, _salt(salt, ""), text)
+        return self._build(make_ids, chat.pictures, chat.videos, mm_processor_kwargs, salt, text)
 
     def _template_kwargs(self, given: Mapping[str, Any] | None) -> dict[str, Any]:
         named = self.tokenizer.named_tokens
@@ -380,10 +384,3 @@ def _are_whole(given: Any) -> bool:
         return bool(np.issubdtype(given.dtype, np.integer))
     kinds = set(map(type, given))  # of thousands of ids there are one or two
     return all(issubclass(kind, (int, np.integer)) and kind is not bool for kind in kinds)
-
-
-def _salt(tenant: str, request: str) -> bytes:
-    """One salt from the caller's and the request's. The length keeps ("a", "bc") and ("ab", "c") apart."""
-    if not isinstance(request, str):
-        raise RequestError(f"cache_salt must be a string, not {type(request).__name__}", param="cache_salt")
-    return f"{len(tenant)}:{tenant}{request}".encode() if tenant or request else b""

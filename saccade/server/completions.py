@@ -22,7 +22,7 @@ async def answer_completion(service: Service, exchange: Exchange, upload: Upload
     wanted = request.wanted
     service.check_model(wanted.model)
     held.enter(len(request.prompts) * wanted.params.n)
-    prompts, timing = await service.price_prompts(request.prompts, wanted.cache_salt, caller)
+    prompts, timing = await service.price_prompts(request.prompts, wanted, caller)
     with service.generation(prompts, wanted, timing) as generation:
         await service.start(generation, prompts, wanted, caller.request_id)
         held.release()

@@ -19,6 +19,7 @@ _INT: Schema = {"type": "integer"}
 _NUM: Schema = {"type": "number"}
 _BOOL: Schema = {"type": "boolean"}
 _STR: Schema = {"type": "string"}
+_LABEL: Schema = {"type": "string", "maxLength": 1024}  # kept, hashed or repeated, but nothing that is read
 _OBJ: Schema = {"type": "object"}
 _LIST: Schema = {"type": "array"}
 _ANY: Schema = {}
@@ -53,9 +54,9 @@ _COMMON: Mapping[str, Schema] = {
     "skip_special_tokens": _BOOL,
     "return_token_ids": _BOOL,
     "include_bill": _BOOL,
-    "cache_salt": _STR,
+    "cache_salt": _LABEL,
     "request_id": _STR,
-    "user": _STR,
+    "user": _LABEL,
     "response_format": _OBJ,
     "structured_outputs": _OBJ,
 }
@@ -103,6 +104,7 @@ COMPLETION: Mapping[str, Schema] = {
 }
 TOKENIZE: Mapping[str, Schema] = {
     "model": _STR,
+    "cache_salt": _LABEL,
     "prompt": _STR,
     "messages": CHAT["messages"],
     "add_special_tokens": _BOOL,
@@ -121,7 +123,7 @@ CHAT_EXTRAS: Mapping[str, Schema] = {
     "model": _STR,
     "stream": _BOOL,
     "skip_special_tokens": _BOOL,
-    "cache_salt": _STR,
+    "cache_salt": _LABEL,
     "request_id": _STR,
     "chat_template_kwargs": _OBJ,
     "mm_processor_kwargs": _OBJ,
@@ -161,7 +163,7 @@ RESPONSES: Mapping[str, Schema] = {
     "parallel_tool_calls": _BOOL,
     "include": {"type": "array", "items": _STR},
     "metadata": _OBJ,
-    "user": _STR,
+    "user": _LABEL,
 }
 _BLOCK: Schema = {
     "type": "object",
@@ -332,6 +334,9 @@ def _check(value: Any, schema: Schema, where: str) -> None:
         raise RequestError(f"{where} must be {wanted}, not {_shown(value)}", param=where)
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         raise RequestError(f"{where} must fit in 64 bits", param=where)
+    longest = schema.get("maxLength")
+    if longest is not None and len(value) > longest:
+        raise RequestError(f"{where} has {len(value)} characters and may have {longest}; send less", param=where)
     simple = schema.get("items", {}).get("type") in ("integer", "string")
     for item in value if simple and isinstance(value, list) else ():
         _check(item, schema["items"], where)

@@ -174,23 +174,23 @@ class MediaResolver:
         finally:
             self._metrics.fetched(time.perf_counter() - start, size)
 
-    def resolved(self, messages: Messages, links: Sequence[Link], fetched: Fetched, tenant: str) -> Messages:
+    def resolved(self, messages: Messages, links: Sequence[Link], fetched: Fetched, owner: bytes) -> Messages:
         """The messages with bytes where they are at hand. Runs in a thread: data URLs with a uuid are decoded here."""
-        found = {(link.message, link.part): self._bytes(link, fetched, tenant) for link in links}
+        found = {(link.message, link.part): self._bytes(link, fetched, owner) for link in links}
         return [_with_bytes(message, index, found) for index, message in enumerate(messages)]
 
-    def remember(self, links: Sequence[Link], messages: Messages, tenant: str) -> None:
+    def remember(self, links: Sequence[Link], messages: Messages, owner: bytes) -> None:
         """Keep named pictures once a prompt was built from them, so that only good ones are kept."""
         for link in links:
             if link.uuid is not None and link.url is not None:
                 data = messages[link.message]["content"][link.part][link.kind]["url"]
                 if isinstance(data, bytes):  # frames one by one stay a string
-                    self._uuids.put(tenant, link.uuid, data)
+                    self._uuids.put(owner, link.uuid, data)
 
-    def _bytes(self, link: Link, fetched: Fetched, tenant: str) -> bytes | None:
+    def _bytes(self, link: Link, fetched: Fetched, owner: bytes) -> bytes | None:
         """None leaves the part as it is: a data URL without a name, or something the processor refuses."""
         if link.url is None:
-            return self._looked_up(link, tenant) if link.uuid is not None else None
+            return self._looked_up(link, owner) if link.uuid is not None else None
         if not link.is_data:
             return fetched[link.url, link.is_video]
         if link.uuid is None or (link.is_video and "," in link.url.partition(",")[2]):
@@ -203,9 +203,9 @@ class MediaResolver:
         except RequestError as error:
             raise RequestError(error.message, code=error.code, param=link.param) from None
 
-    def _looked_up(self, link: Link, tenant: str) -> bytes:
+    def _looked_up(self, link: Link, owner: bytes) -> bytes:
         assert link.uuid is not None
-        data = self._uuids.get(tenant, link.uuid)
+        data = self._uuids.get(owner, link.uuid)
         if data is None:
             kind = "video" if link.is_video else "picture"
             raise RequestError(

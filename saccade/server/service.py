@@ -19,6 +19,7 @@ from saccade.metrics import Metrics
 from saccade.options import Options, SchedulerConfig, ServerOptions
 from saccade.processor.answer import Answer
 from saccade.processor.fetch import Fetcher
+from saccade.processor.hashing import salt_of
 from saccade.processor.prompt import Processor
 from saccade.server.auth import KeyRing
 from saccade.server.fields import FieldReader
@@ -142,22 +143,26 @@ class Service:
         start = time.perf_counter()
         fetched = await self._media.fetch(links, held.add)
         fetch_ms = (time.perf_counter() - start) * 1e3
-        tenant = f"{caller.tenant}:{request.wanted.cache_salt}"
-        prompt = await self.in_thread(self._build_chat, request, links, fetched, tenant)
+        prompt = await self.in_thread(self._build_chat, request, links, fetched, caller)
         timing = Timing(caller.arrived, (time.perf_counter() - caller.arrived) * 1e3, fetch_ms)
         return self._priced(prompt), timing
 
-    def _build_chat(self, request: ChatRequest, links: Sequence[Link], fetched: Fetched, tenant: str) -> Prompt:
-        messages: Messages = self._media.resolved(request.messages, links, fetched, tenant)
+    def salt(self, caller: Caller, wanted: Wanted) -> bytes:
+        """Of all that a request leaves in the caches: who has another one finds nothing of it."""
+        return salt_of("" if self.server.share_caches else caller.tenant, wanted.cache_salt)
+
+    def _build_chat(self, request: ChatRequest, links: Sequence[Link], fetched: Fetched, caller: Caller) -> Prompt:
+        owner = salt_of(caller.tenant, request.wanted.cache_salt)  # names give bytes away, so they are never shared
+        messages: Messages = self._media.resolved(request.messages, links, fetched, owner)
         prompt = self.processor.from_chat(
             messages,
             tools=request.tools.for_template,
             add_generation_prompt=request.add_generation_prompt,
             chat_template_kwargs=request.chat_template_kwargs,
             mm_processor_kwargs=request.mm_processor_kwargs,
-            salt=request.wanted.cache_salt,
+            salt=self.salt(caller, request.wanted),
         )
-        self._media.remember(links, messages, tenant)
+        self._media.remember(links, messages, owner)
         self._count_mistyped(links, prompt)
         return prompt
 
@@ -168,9 +173,10 @@ class Service:
         self.metrics.media_mistyped(sum(link.claimed_format not in (None, item.header.format) for link, item in pairs))
 
     async def price_prompts(
-        self, prompts: Sequence[str | Sequence[int]], salt: str, caller: Caller
+        self, prompts: Sequence[str | Sequence[int]], wanted: Wanted, caller: Caller
     ) -> tuple[list[Priced], Timing]:
         """Plain prompts: text as it is, or token ids."""
+        salt = self.salt(caller, wanted)
         for prompt in prompts:
             if isinstance(prompt, str):
                 check_chars(len(prompt), self.max_chars, "prompt")
@@ -178,7 +184,7 @@ class Service:
         timing = Timing(caller.arrived, (time.perf_counter() - caller.arrived) * 1e3, 0.0)
         return [self._priced(prompt) for prompt in built], timing
 
-    def _build_plain(self, prompt: str | Sequence[int], salt: str) -> Prompt:
+    def _build_plain(self, prompt: str | Sequence[int], salt: bytes) -> Prompt:
         key = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
         try:
             return self.processor.from_prompt({key: prompt}, salt=salt)

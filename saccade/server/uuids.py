@@ -1,4 +1,4 @@
-"""Pictures that clients may name again: bytes by tenant and uuid, the least recently used going first."""
+"""Pictures that clients may name again: bytes by owner and uuid, the least recently used going first."""
 
 from __future__ import annotations
 
@@ -6,31 +6,42 @@ import threading
 from collections import OrderedDict
 
 MAX_UUID_CHARS = 256
+_ENTRY_BYTES = 512  # of an entry beside its data and its name: with tiny pictures it is most of what they take
+_CHAR_BYTES = 4  # the most that a character of a name takes
 
 
 class UuidCache:
-    """A uuid is a name for bytes, never an identity: the bytes are hashed again whenever they are used."""
+    """A uuid is a name for bytes, never an identity: the bytes are hashed again whenever they are used.
+
+    An owner is the digest of a tenant and a salt (see `salt_of`): nobody else finds what it named.
+    """
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._bytes = 0
-        self._kept: OrderedDict[tuple[str, str], bytes] = OrderedDict()
+        self._kept: OrderedDict[tuple[bytes, str], bytes] = OrderedDict()
         self._lock = threading.Lock()  # prompts are built in threads
 
-    def put(self, tenant: str, uuid: str, data: bytes) -> None:
+    def put(self, owner: bytes, uuid: str, data: bytes) -> None:
         """Keep the bytes, replacing what had the same name. What is larger than the whole cache is not kept."""
         with self._lock:
-            self._bytes -= len(self._kept.pop((tenant, uuid), b""))
-            if len(data) > self._max_bytes:
+            if (owner, uuid) in self._kept:
+                self._bytes -= _cost(uuid, self._kept.pop((owner, uuid)))
+            if _cost(uuid, data) > self._max_bytes:
                 return
-            self._kept[tenant, uuid] = data
-            self._bytes += len(data)
+            self._kept[owner, uuid] = data
+            self._bytes += _cost(uuid, data)
             while self._bytes > self._max_bytes:
-                self._bytes -= len(self._kept.popitem(last=False)[1])
+                (_, oldest), dropped = self._kept.popitem(last=False)
+                self._bytes -= _cost(oldest, dropped)
 
-    def get(self, tenant: str, uuid: str) -> bytes | None:
+    def get(self, owner: bytes, uuid: str) -> bytes | None:
         with self._lock:
-            data = self._kept.get((tenant, uuid))
+            data = self._kept.get((owner, uuid))
             if data is not None:
-                self._kept.move_to_end((tenant, uuid))
+                self._kept.move_to_end((owner, uuid))
             return data
+
+
+def _cost(uuid: str, data: bytes) -> int:
+    return len(data) + len(uuid) * _CHAR_BYTES + _ENTRY_BYTES
