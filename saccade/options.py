@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -174,7 +175,14 @@ class ServerOptions:
         False,
         "let API keys share what is cached; each can then find out whether another one sent a given text or picture",
     )
-    allowed_origins: tuple[str, ...] = _option((), "web origins whose pages may call the server; none by default")
+    allowed_origins: tuple[str, ...] = _option(
+        (), "web origins whose pages may call the server, such as https://app.example.com, or *; none but its own"
+    )
+    allowed_hosts: tuple[str, ...] = _option(
+        (),
+        "names under which clients may call the server, or *; localhost always may; automatic: those of HOST when it "
+        "is this machine's own, else any",
+    )
     allowed_media_domains: tuple[str, ...] = _option((), "domains pictures may be fetched from; none by default")
     allow_private_media_addresses: bool = _option(
         False, "fetch from the allowed domains also where they are on a private network; never with *"
@@ -201,6 +209,15 @@ class ServerOptions:
         for name in ("heartbeat_timeout", "media_fetch_timeout"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be above 0, not {getattr(self, name)}")
+        for origin in self.allowed_origins:
+            if not _ORIGIN.fullmatch(origin):
+                raise ConfigError(
+                    "allowed_origins takes * or origins as browsers send them, such as https://app.example.com, not "
+                    f"{origin}"
+                )
+        for host in self.allowed_hosts:
+            if not _HOST.fullmatch(host):
+                raise ConfigError(f"allowed_hosts takes * or names without scheme and port, not {host}")
         named = [domain for domain in self.allowed_media_domains if not domain.startswith("*")]
         if self.allow_private_media_addresses and (not named or len(named) < len(self.allowed_media_domains)):
             raise ConfigError(
@@ -214,6 +231,10 @@ class ServerOptions:
             )
         if any(not key for key in self.api_key):
             raise ConfigError("an api_key is empty, which would let everybody in; give a key or leave it out")
+
+
+_ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\sA-Z]+")
+_HOST = re.compile(r"\*|[\w.-]+|\[[0-9a-fA-F:.]+\]")
 
 
 # --- what the parts get -------------------------------------------------------------------------------------------

@@ -39,6 +39,16 @@ class RequestError(ValueError):
         self.param = param  # the part of the request at fault, such as "messages[2].content[1].image_url"
 
 
+def quoted(value: object, most: int = 80) -> str:
+    """A client's value as an error repeats it: its kind if it holds others, else its first characters."""
+    if isinstance(value, (Mapping, list, tuple)):
+        return "an object" if isinstance(value, Mapping) else "a list"
+    if isinstance(value, (str, bytes)):
+        value = value[: most + 1]  # cut first: to escape megabytes takes as long as to send them
+    text = repr(value)
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
 class Size(NamedTuple):
     width: int
     height: int

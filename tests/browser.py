@@ -21,10 +21,10 @@ def executable() -> str:
 
 
 @contextmanager
-def running_browser() -> Iterator[Browser]:
+def running_browser(*flags: str) -> Iterator[Browser]:
     with sync_playwright() as playwright:
-        # Root has no sandbox in Chromium; nothing but our own page is opened here.
-        browser = playwright.chromium.launch(executable_path=executable(), args=["--no-sandbox"])
+        # Root has no sandbox in Chromium; nothing but pages of our own is opened here.
+        browser = playwright.chromium.launch(executable_path=executable(), args=["--no-sandbox", *flags])
         try:
             yield browser
         finally:

@@ -26,6 +26,7 @@ from saccade.server.limits import Held, Upload, read_body
 from saccade.server.messages import answer_message
 from saccade.server.middleware import Envelope
 from saccade.server.models import model_card, model_list
+from saccade.server.origins import BrowserRules
 from saccade.server.page import STATIC, page_file
 from saccade.server.responses import answer_response
 from saccade.server.service import Caller, Service
@@ -48,7 +49,11 @@ def create_app(service: Service) -> FastAPI:
     for kind in (ApiError, EngineUnavailable, Exception):
         app.add_exception_handler(kind, _on_error)
     app.add_middleware(
-        Envelope, keys=service.keys, on_refusal=service.metrics.refused, logs=service.server.enable_access_log
+        Envelope,
+        keys=service.keys,
+        rules=BrowserRules(service.server),
+        on_refusal=service.metrics.refused,
+        logs=service.server.enable_access_log,
     )
     if service.server.allowed_origins:  # outermost: a browser's preflight carries no key
         app.add_middleware(

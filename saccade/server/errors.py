@@ -20,6 +20,7 @@ _RETRY_AFTER_OVERLOAD = 1.0
 _MESSAGES = "/v1/messages"
 _ANTHROPIC_KINDS = {
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     413: "request_too_large",
     429: "rate_limit_error",

@@ -13,6 +13,7 @@ import msgspec
 from starlette.requests import Request
 
 from saccade.server.errors import ApiError
+from saccade.types import quoted
 
 MAX_DEPTH = 128
 """Levels of nesting in a body: far more than any schema, far less than the interpreter's stack."""
@@ -146,9 +147,15 @@ async def read_body(request: Request, limit: int, held: Held) -> Upload:
 
 
 def _check_type(request: Request) -> None:
-    kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    """Needed also because a browser sends any other type, or none, for any page without asking first."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
-        raise ApiError(415, f"the body must be application/json, not {kind[:100]!r}", code="unsupported_media_type")
+        given = f"this one is {quoted(kind)}" if kind else "this one says nothing"
+        raise ApiError(
+            415,
+            f"the body must be JSON, but {given}; send the header Content-Type: application/json",
+            code="unsupported_media_type",
+        )
 
 
 def _check_length(length: int, limit: int) -> None:

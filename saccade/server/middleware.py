@@ -1,4 +1,7 @@
-"""Around every request: its id, its key, the headers every answer carries, a line in the log. Sees no bodies."""
+"""Around every request: its id, its key, the page it came from, headers of every answer, a line in the log.
+
+Sees no bodies.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,14 @@ import re
 import time
 import uuid
 from collections.abc import Callable
+from http import HTTPStatus
 
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from saccade.server.auth import KeyRing, is_open
 from saccade.server.errors import ApiError, is_anthropic
+from saccade.server.origins import BrowserRules
 from saccade.server.service import Caller
 
 logger = logging.getLogger("saccade.server")
@@ -28,9 +33,12 @@ _HEADERS = {
 
 
 class Envelope:
-    def __init__(self, app: ASGIApp, keys: KeyRing, on_refusal: Callable[[str], None], logs: bool) -> None:
+    def __init__(
+        self, app: ASGIApp, keys: KeyRing, rules: BrowserRules, on_refusal: Callable[[str], None], logs: bool
+    ) -> None:
         self._app = app
         self._keys = keys
+        self._rules = rules
         self._on_refusal = on_refusal
         self._logs = logs
 
@@ -56,10 +64,11 @@ class Envelope:
 
         try:
             tenant = self._keys.tenant(scope["path"], headers.get(b"authorization"), headers.get(b"x-api-key"))
+            self._rules.check(scope["method"], scope["path"], headers)
             scope["caller"] = Caller(request_id, tenant, start)
             await self._app(scope, receive, send_with_headers)
         except ApiError as error:
-            self._on_refusal("unauthorized")
+            self._on_refusal("unauthorized" if error.status == HTTPStatus.UNAUTHORIZED else str(error.code))
             await error.response(scope["path"], request_id)(scope, receive, send_with_headers)
         finally:
             self._log(scope, request_id, status, start)

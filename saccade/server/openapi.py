@@ -39,6 +39,7 @@ _ANTHROPIC_ERROR = {
 _STATUSES = {
     "400": "The request is at fault",
     "401": "No key, or a wrong one",
+    "403": "A page that is not allowed sent it, or it was sent to a name that is not the server's",
     "404": "The model is not served here",
     "413": "The body is too large",
     "415": "The body is not JSON",
