@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from saccade.types import RequestError
+from saccade.types import RequestError, quoted
 
 MAX_N = 64
 MAX_LOGPROBS = 20
@@ -144,4 +144,4 @@ def _is_number(value: object) -> bool:
 
 def _require(condition: bool, name: str, given: object, allowed: str) -> None:
     if not condition:
-        raise RequestError(f"{name} must be {allowed}, but {given!r} was given", param=name)
+        raise RequestError(f"{name} must be {allowed}, but {quoted(given)} was given", param=name)

@@ -6,6 +6,7 @@ run anywhere.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -40,12 +41,11 @@ class RequestError(ValueError):
 
 
 def quoted(value: object, most: int = 80) -> str:
-    """A client's value as an error repeats it: its kind if it holds others, else its first characters."""
-    if isinstance(value, (Mapping, list, tuple)):
-        return "an object" if isinstance(value, Mapping) else "a list"
-    if isinstance(value, (str, bytes)):
-        value = value[: most + 1]  # cut first: to escape megabytes takes as long as to send them
-    text = repr(value)
+    """A client's value as an error repeats it: recognisable, and short however long the value is."""
+    short = reprlib.Repr()
+    short.maxstring = short.maxother = most
+    short.maxlevel = 2
+    text = short.repr(value)
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 

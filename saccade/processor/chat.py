@@ -10,7 +10,7 @@ from saccade.processor.footage import Video
 from saccade.processor.pictures import Picture
 from saccade.processor.template import render
 from saccade.processor.tools import calls_for_template
-from saccade.types import RequestError
+from saccade.types import RequestError, quoted
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _PROBE = "5a17c3"
@@ -84,7 +84,7 @@ def _check_role(message: Any, where: str) -> None:
         raise RequestError(f"{where} must be an object with role and content", param=where)
     role = message.get("role")
     if role not in ROLES:
-        raise RequestError(f"the role {role!r} is unknown; use one of {', '.join(ROLES)}", param=f"{where}.role")
+        raise RequestError(f"the role {quoted(role)} is unknown; use one of {', '.join(ROLES)}", param=f"{where}.role")
 
 
 def _parts(content: Any, where: str, chat: Chat, allow_paths: bool) -> str | list[dict[str, Any]]:
@@ -113,7 +113,8 @@ def _part(part: Any, where: str, chat: Chat, allow_paths: bool) -> dict[str, Any
         chat.videos.append(_video(part, kind, f"{where}.{kind}", allow_paths and kind == "video"))
         return {"type": "video"}
     raise RequestError(
-        f"the part type {kind!r} is unknown; use text, image_url, image, video_url or video", param=f"{where}.type"
+        f"the part type {quoted(kind)} is unknown; use text, image_url, image, video_url or video",
+        param=f"{where}.type",
     )
 
 

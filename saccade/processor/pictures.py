@@ -15,7 +15,7 @@ from saccade.processor.families import Family, family_for
 from saccade.processor.families.base import Crowded
 from saccade.processor.hashing import RecentKeys
 from saccade.processor.media import load_image
-from saccade.types import BillItem, Geometry, Key, MediaItem, RequestError, short_key
+from saccade.types import BillItem, Geometry, Key, MediaItem, RequestError, quoted, short_key
 
 LOW_DETAIL_PIXELS = 512 * 512
 """What OpenAI's `detail: "low"` allows; auto, high and original mean the deployment's own limit."""
@@ -177,15 +177,15 @@ def _source(picture: Picture) -> _Source:
 def _check_detail(picture: Picture) -> None:
     if not isinstance(picture.detail, str) or picture.detail not in _DETAILS:
         raise RequestError(
-            f"detail must be one of {', '.join(_DETAILS)}, but {picture.detail!r:.80} was given", param=picture.param
+            f"detail must be one of {', '.join(_DETAILS)}, but {quoted(picture.detail)} was given", param=picture.param
         )
 
 
 def _check_names(given: Any) -> None:
-    unknown = sorted(set(given) - {"min_pixels", "max_pixels"}) if isinstance(given, Mapping) else [repr(given)]
+    unknown = sorted(set(given) - {"min_pixels", "max_pixels"}) if isinstance(given, Mapping) else [given]
     if unknown:
         raise RequestError(
-            f"mm_processor_kwargs takes min_pixels and max_pixels, not {', '.join(map(str, unknown))}",
+            f"mm_processor_kwargs takes min_pixels and max_pixels, not {', '.join(map(quoted, unknown[:4]))}",
             param="mm_processor_kwargs",
         )
 
@@ -196,7 +196,7 @@ def _pixels(given: Mapping[str, Any], name: str, default: int, ceiling: int) -> 
         return default
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= ceiling:
         raise RequestError(
-            f"{name} must be a whole number from 1 to {ceiling}, the limit in force, but {value!r:.80} was given",
+            f"{name} must be a whole number from 1 to {ceiling}, the limit in force, but {quoted(value)} was given",
             param=f"mm_processor_kwargs.{name}",
         )
     return value

@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 from saccade.schema import UNAVAILABLE, is_available
-from saccade.types import RequestError
+from saccade.types import RequestError, quoted
 
 MAX_SCHEMA_BYTES = 256 << 10
 CHECK_SECONDS = 5.0
@@ -27,7 +27,9 @@ def structured_from(response_format: Any) -> str | None:
         return None
     kind = response_format.get("type") if isinstance(response_format, Mapping) else None
     if kind not in _TYPES:
-        raise _refused(f"response_format must be an object whose type is one of {', '.join(_TYPES)}, not {kind!r}")
+        raise _refused(
+            f"response_format must be an object whose type is one of {', '.join(_TYPES)}, not {quoted(kind)}"
+        )
     if kind == "text":
         return None
     if kind == "json_object":
@@ -55,7 +57,7 @@ def check_structured(text: str) -> None:
         schema = json.loads(text)
     except (ValueError, RecursionError):
         raise _refused(
-            f"structured must be a JSON schema as text, but {text[:40]!r} is not JSON", "structured"
+            f"structured must be a JSON schema as text, but {quoted(text)} is not JSON", "structured"
         ) from None
     check_schema(schema, param="structured")
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from saccade.processor.structured import check_schema
-from saccade.types import RequestError
+from saccade.types import RequestError, quoted
 
 MAX_TOOLS = 128
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
@@ -69,7 +69,7 @@ def _check_tool(tool: Any, where: str) -> None:
     name, parameters = function.get("name"), function.get("parameters")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise RequestError(
-            f"a function's name must have 1 to 64 letters, digits, _, - or ., not {name!r:.80}",
+            f"a function's name must have 1 to 64 letters, digits, _, - or ., not {quoted(name)}",
             param=f"{where}.function.name",
         )
     if parameters is not None and not isinstance(parameters, Mapping):
@@ -88,7 +88,7 @@ def _named(tools: Sequence[Tool], tool_choice: Any) -> Tool:
         if tool["function"]["name"] == name:
             return tool
     raise RequestError(
-        f"tool_choice names the function {name!r:.80}, which is not among the tools", param="tool_choice"
+        f"tool_choice names the function {quoted(name)}, which is not among the tools", param="tool_choice"
     )
 
 

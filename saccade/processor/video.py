@@ -29,6 +29,7 @@ from saccade.types import (
     Size,
     Still,
     VideoRun,
+    quoted,
     short_key,
 )
 
@@ -112,7 +113,7 @@ class Videos:
         fps, num_frames = given.get("fps"), _whole(given, "num_frames", self.max_frames)
         if fps is not None and not (_is_number(fps) and 0 < fps <= _HIGHEST_RATE):
             raise RequestError(
-                f"fps must be a number above 0 and at most {_HIGHEST_RATE}, not {fps!r:.80}",
+                f"fps must be a number above 0 and at most {_HIGHEST_RATE}, not {quoted(fps)}",
                 param="mm_processor_kwargs.fps",
             )
         if fps is not None and num_frames is not None:
@@ -130,7 +131,7 @@ class Videos:
         if not (_is_number(asked) and least <= asked < 1):
             raise RequestError(
                 f"video_pruning must be a number below 1 and at least {least:g}, the share in force here, but "
-                f"{asked!r:.80} was given",
+                f"{quoted(asked)} was given",
                 param="mm_processor_kwargs.video_pruning",
             )
         return float(asked)
@@ -305,7 +306,7 @@ def _whole(given: Mapping[str, Any], name: str, ceiling: int) -> int | None:
         return None
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= ceiling:
         raise RequestError(
-            f"{name} must be a whole number from 1 to {ceiling}, the limit in force, but {value!r:.80} was given",
+            f"{name} must be a whole number from 1 to {ceiling}, the limit in force, but {quoted(value)} was given",
             param=f"mm_processor_kwargs.{name}",
         )
     return value

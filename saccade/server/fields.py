@@ -9,7 +9,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from saccade.types import RequestError
+from saccade.types import RequestError, quoted
 
 logger = logging.getLogger("saccade.server")
 
@@ -349,8 +349,6 @@ def _is(value: Any, kind: str) -> bool:
 
 
 def _shown(value: Any) -> str:
-    """Short, so that an error never repeats a whole picture."""
     if isinstance(value, (dict, list)):
         return _WORDS["object" if isinstance(value, dict) else "array"]
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return quoted(value)

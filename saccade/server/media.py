@@ -18,7 +18,7 @@ from saccade.processor.fetch import Fetcher
 from saccade.processor.media import decode_data_url
 from saccade.processor.pictures import reads_text_only
 from saccade.server.uuids import MAX_UUID_CHARS, UuidCache
-from saccade.types import RequestError
+from saccade.types import RequestError, quoted
 
 Messages = Sequence[Mapping[str, Any]]
 Fetched = Mapping[tuple[str, bool], bytes]  # by URL, and whether as a video: the two have limits of their own
@@ -209,7 +209,7 @@ class MediaResolver:
         if data is None:
             kind = "video" if link.is_video else "picture"
             raise RequestError(
-                f"no {kind} is kept under the uuid {link.uuid[:64]!r}; send it again with its data",
+                f"no {kind} is kept under the uuid {quoted(link.uuid)}; send it again with its data",
                 code="image_file_not_found",
                 param=link.param,
             )

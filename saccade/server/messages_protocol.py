@@ -9,7 +9,7 @@ from saccade.server import fields
 from saccade.server.fields import FieldReader
 from saccade.server.protocol import ChatRequest, read_chat
 from saccade.server.translate import Chat, Places
-from saccade.types import RequestError
+from saccade.types import RequestError, quoted
 
 _NAMES = {"stop": "stop_sequences", "response_format": "output_config.format"}
 _ENDINGS = ((".image_url", ".source"), (".function.parameters", ".input_schema"), (".function", ""))
@@ -163,10 +163,9 @@ def _part(block: Any, where: str) -> dict[str, Any]:
         return {"type": "text", "text": block.get("text")}
     if kind == "image":
         return {"type": "image_url", "image_url": {"url": _url(block.get("source"), f"{where}.source")}}
-    shown = kind if isinstance(kind, str) and len(kind) < 64 else "that"
     raise RequestError(
-        f"a block of the type {shown!r} cannot stand here; use text and image, tool_use in an assistant's message, "
-        "tool_result in a user's",
+        f"a block of the type {quoted(kind)} cannot stand here; use text and image, tool_use in an assistant's "
+        "message, tool_result in a user's",
         param=f"{where}.type",
     )
 

@@ -11,7 +11,7 @@ from saccade.processor.probe import FORMATS
 from saccade.processor.video import Videos
 from saccade.server.errors import ApiError
 from saccade.server.service import Service
-from saccade.types import RequestError, Size
+from saccade.types import RequestError, Size, quoted
 
 _SHOWN_SIZES = (Size(336, 336), Size(640, 480), Size(1024, 1024), Size(1280, 720), Size(1920, 1080), Size(3840, 2160))
 _TYPICAL_PICTURE, _TYPICAL_TEXT = Size(1280, 720), 500
@@ -23,7 +23,7 @@ def model_list(service: Service) -> dict[str, Any]:
 
 def model_card(service: Service, name: str) -> dict[str, Any]:
     if name not in service.names:
-        raise ApiError(404, f"the model {name[:200]!r} is not served here", code="model_not_found", param="model")
+        raise ApiError(404, f"the model {quoted(name, 200)} is not served here", code="model_not_found", param="model")
     return _card(service, name)
 
 

@@ -114,7 +114,8 @@ def _wanted(
         raise RequestError("stream_options is only for streams; set stream to true", param="stream_options")
     for name, value in options.items():
         if value is not None and not isinstance(value, bool):
-            raise RequestError(f"stream_options.{name} must be true or false", param=f"stream_options.{name}")
+            where = f"stream_options.{name[:64]}"
+            raise RequestError(f"{where} must be true or false", param=where)
     continuous = bool(options.get("continuous_usage_stats"))
     return Wanted(
         model=given.get("model"),

@@ -28,7 +28,7 @@ from saccade.server.limits import Gate, Held, Upload, decode_object
 from saccade.server.media import ChatLimits, Fetched, Link, MediaResolver, Messages, check_chars, find_links
 from saccade.server.protocol import ChatRequest, Wanted
 from saccade.server.uuids import UuidCache
-from saccade.types import Bill, Prompt, Request, RequestError
+from saccade.types import Bill, Prompt, Request, RequestError, quoted
 
 DEFAULT_MAX_WAITING = 256
 _CHARS_PER_TOKEN = 32  # more than any text has on average; only what cannot fit is refused by it
@@ -123,7 +123,7 @@ class Service:
     def check_model(self, name: str | None) -> None:
         if name is not None and name not in self.names:
             raise RequestError(
-                f"the model {name[:200]!r} is not served here; this server has {', '.join(self.names)}",
+                f"the model {quoted(name, 200)} is not served here; this server has {', '.join(self.names)}",
                 code="model_not_found",
                 param="model",
             )
