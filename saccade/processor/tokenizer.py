@@ -27,6 +27,7 @@ from saccade.types import RequestError
 
 _MOST_BYTES = 4  # of a character in UTF-8
 _MOST_PIECES = 4096  # remembered: the tokens of most texts, and no memory that grows for as long as new ones come
+_LONG = 1024  # ids: decoded as a batch of one, which alone lets other threads run meanwhile
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -59,6 +60,8 @@ class Tokenizer:
         return _encode(self._inner, text, add_special_tokens)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        if len(token_ids) > _LONG:
+            return self._inner.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)[0]
         return self._inner.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def stream(self, skip_special_tokens: bool = True) -> DecodeStream:
@@ -298,8 +301,9 @@ def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _encode(inner: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+    """As a batch of one: while a single text is encoded, however long, the library lets no other thread run."""
     try:
-        return inner.encode(text, add_special_tokens=add_special_tokens).ids
+        return inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
     except TypeError:
         raise RequestError(
             "the text holds half of a surrogate pair (U+D800 to U+DFFF), which is no character; send valid Unicode"

@@ -30,6 +30,7 @@ from saccade.server.origins import BrowserRules
 from saccade.server.page import STATIC, page_file
 from saccade.server.responses import answer_response
 from saccade.server.service import Caller, Service
+from saccade.server.tally import Tally
 from saccade.types import RequestError
 
 logger = logging.getLogger("saccade.server")
@@ -119,7 +120,8 @@ class _Work(Response):
         service = self._service
         service.check_open()
         with service.gate.holding() as held:
-            upload = await read_body(Request(scope, receive), service.server.max_body_mb << 20, held)
+            tally = Tally(service.max_chars)
+            upload = await read_body(Request(scope, receive), service.server.max_body_mb << 20, held, tally)
             held.enter()
             async with while_connected(receive):
                 await self._handler(service, exchange, upload, scope["caller"], held)

@@ -58,24 +58,22 @@ class Link(NamedTuple):
 class ChatLimits(NamedTuple):
     max_parts: int  # messages and parts together
     max_images: int | None  # None: the model takes none
-    max_chars: int  # of text, before it is tokenized
     max_videos: int | None = None  # None: the processor says that the model takes none
 
 
 def find_links(messages: Messages, limits: ChatLimits) -> list[Link]:
     """Pictures and videos of a chat; RequestError when there is too much. Odd shapes are left to the processor."""
     links: list[Link] = []
-    num_parts, num_chars = len(messages), 0
+    num_parts = len(messages)
     for index, message in enumerate(messages):
         content = message.get("content") if isinstance(message, Mapping) else None
         parts = content if isinstance(content, list) else [content]
         num_parts += len(parts)
         _check_parts(num_parts, limits)
         for position, part in enumerate(parts):
-            num_chars += _chars(part)
             link = _link(part, index, position)
             links += [link] if link else []
-    _check_counts(sum(not link.is_video for link in links), num_chars, limits)
+    _check_images(sum(not link.is_video for link in links), limits)
     _check_videos(sum(link.is_video for link in links), limits)
     return links
 
@@ -96,11 +94,6 @@ def _link(part: Any, message: int, position: int) -> Link | None:
     return link
 
 
-def _chars(part: Any) -> int:
-    text = part.get("text") if isinstance(part, Mapping) else part
-    return len(text) if isinstance(text, str) else 0
-
-
 def _check_parts(count: int, limits: ChatLimits) -> None:
     if count > limits.max_parts:
         raise RequestError(
@@ -109,7 +102,7 @@ def _check_parts(count: int, limits: ChatLimits) -> None:
         )
 
 
-def _check_counts(num_images: int, num_chars: int, limits: ChatLimits) -> None:
+def _check_images(num_images: int, limits: ChatLimits) -> None:
     if num_images and limits.max_images is None:
         raise reads_text_only(num_images, "messages")
     if limits.max_images is not None and num_images > limits.max_images:
@@ -118,7 +111,6 @@ def _check_counts(num_images: int, num_chars: int, limits: ChatLimits) -> None:
             f"image={limits.max_images}), but {num_images} were given",
             param="messages",
         )
-    check_chars(num_chars, limits.max_chars, "messages")
 
 
 def _check_videos(count: int, limits: ChatLimits) -> None:
@@ -127,17 +119,6 @@ def _check_videos(count: int, limits: ChatLimits) -> None:
             f"at most {limits.max_videos} videos per prompt are allowed (--limit-mm-per-prompt "
             f"video={limits.max_videos}), but {count} were given",
             param="messages",
-        )
-
-
-def check_chars(count: int, limit: int, param: str) -> None:
-    """Long before a text is tokenized it can be too long for any context."""
-    if count > limit:
-        raise RequestError(
-            f"the text has {count} characters, more than the context can hold ({limit} at most); send less or raise "
-            "--max-model-len",
-            code="context_length_exceeded",
-            param=param,
         )
 
 

@@ -25,8 +25,9 @@ from saccade.server.auth import KeyRing
 from saccade.server.fields import FieldReader
 from saccade.server.generate import Generation, Priced, SubmitsRequests, Timing
 from saccade.server.limits import Gate, Held, Upload, decode_object
-from saccade.server.media import ChatLimits, Fetched, Link, MediaResolver, Messages, check_chars, find_links
+from saccade.server.media import ChatLimits, Fetched, Link, MediaResolver, Messages, find_links
 from saccade.server.protocol import ChatRequest, Wanted
+from saccade.server.tally import check_chars, check_text
 from saccade.server.uuids import UuidCache
 from saccade.types import Bill, Prompt, Request, RequestError, quoted
 
@@ -103,13 +104,25 @@ class Service:
     def max_chars(self) -> int:
         return self.limits.max_model_len * _CHARS_PER_TOKEN
 
+    def check_ids(self, count: int, param: str) -> None:
+        if count > self.limits.max_model_len:
+            raise RequestError(
+                f"{count} token ids were given, and the context has {self.limits.max_model_len}; send fewer or raise "
+                "--max-model-len",
+                code="context_length_exceeded",
+                param=param,
+            )
+
     def check_open(self) -> None:
         """ApiError or EngineUnavailable when a request that comes now need not even be read."""
         self.gate.check()
         self._check_started()
 
     async def decode(self, upload: Upload) -> dict[str, Any]:
-        return await self.in_thread(decode_object, upload.take())
+        """The body as an object whose text the context may hold."""
+        body = await self.in_thread(decode_object, upload.take())
+        await self.in_thread(check_text, body, self.max_chars)
+        return body
 
     async def read(self, reader: Callable[..., Result], body: Mapping[str, Any], *args: Any) -> Result:
         """Check a body in a thread. Schemas have threads of their own: compiling one may take seconds."""
@@ -139,7 +152,7 @@ class Service:
         """Fetch what must be fetched, then build the prompt in a thread. Nothing is decoded, nothing runs."""
         images = self.processor.policy.limits.get("image", 0) if self.processor.takes_pictures else None
         videos = self.processor.videos.max_per_prompt if self.processor.videos else None
-        links = find_links(request.messages, ChatLimits(self.server.max_parts, images, self.max_chars, videos))
+        links = find_links(request.messages, ChatLimits(self.server.max_parts, images, videos))
         start = time.perf_counter()
         fetched = await self._media.fetch(links, held.add)
         fetch_ms = (time.perf_counter() - start) * 1e3
@@ -178,11 +191,16 @@ class Service:
         """Plain prompts: text as it is, or token ids."""
         salt = self.salt(caller, wanted)
         for prompt in prompts:
-            if isinstance(prompt, str):
-                check_chars(len(prompt), self.max_chars, "prompt")
+            self._check_length(prompt)
         built = [await self.in_thread(self._build_plain, prompt, salt) for prompt in prompts]
         timing = Timing(caller.arrived, (time.perf_counter() - caller.arrived) * 1e3, 0.0)
         return [self._priced(prompt) for prompt in built], timing
+
+    def _check_length(self, prompt: str | Sequence[int]) -> None:
+        if isinstance(prompt, str):
+            check_chars(len(prompt), self.max_chars, "prompt")
+        else:
+            self.check_ids(len(prompt), "prompt")
 
     def _build_plain(self, prompt: str | Sequence[int], salt: bytes) -> Prompt:
         key = "prompt" if isinstance(prompt, str) else "prompt_token_ids"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from saccade.processor.prompt import Processor
 from saccade.server import fields
 from saccade.server.deliver import bill_body
 from saccade.server.limits import Held, Upload
-from saccade.server.media import check_chars
 from saccade.server.messages_protocol import read_message
 from saccade.server.protocol import ChatRequest, read_chat
 from saccade.server.responses_protocol import read_response
@@ -40,10 +40,10 @@ async def tokenize(service: Service, upload: Upload, caller: Caller, held: Held)
         priced, _ = await service.price_chat(request, caller, held)
         ids: Sequence[int] = priced.prompt.token_ids
     else:
-        check_chars(len(given["prompt"]), service.max_chars, "prompt")
         encode = service.processor.tokenizer.encode
         ids = await service.in_thread(encode, given["prompt"], given.get("add_special_tokens", True))
-    strings = [service.processor.tokenizer.token(i) for i in ids] if given.get("return_token_strs") else None
+    name = service.processor.tokenizer.token
+    strings = await service.in_thread(lambda: list(map(name, ids))) if given.get("return_token_strs") else None
     return {
         "count": len(ids),
         "max_model_len": service.limits.max_model_len,
@@ -53,12 +53,19 @@ async def tokenize(service: Service, upload: Upload, caller: Caller, held: Held)
 
 
 async def detokenize(service: Service, upload: Upload, caller: Caller, held: Held) -> dict[str, Any]:
-    given = service.fields.read(await service.decode(upload), fields.DETOKENIZE)
+    body = await service.decode(upload)
+    if isinstance(body.get("tokens"), list):
+        service.check_ids(len(body["tokens"]), "tokens")
+    given = await service.in_thread(service.fields.read, body, fields.DETOKENIZE)
     service.check_model(given.get("model"))
-    tokens, size = given.get("tokens"), service.processor.checkpoint.config.text.vocab_size
+    return {"prompt": await service.in_thread(_text_of, service.processor, given.get("tokens"))}
+
+
+def _text_of(processor: Processor, tokens: Sequence[int] | None) -> str:
+    size = processor.checkpoint.config.text.vocab_size
     if not tokens or not all(0 <= token < size for token in tokens):
         raise RequestError(f"tokens must be a list of ids from 0 to {size - 1} that is not empty", param="tokens")
-    return {"prompt": await service.in_thread(service.processor.tokenizer.decode, tokens, False)}
+    return processor.tokenizer.decode(tokens, False)
 
 
 async def input_tokens(service: Service, upload: Upload, caller: Caller, held: Held) -> dict[str, Any]:
