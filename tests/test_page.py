@@ -9,9 +9,10 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
+from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Browser, Page, Route, expect
 
 from tests.browser import PATIENCE_MS, open_page, running_browser
 from tests.conftest import make_photo, png
@@ -288,6 +289,56 @@ def test_an_error_of_the_server_is_a_sentence_and_the_question_stays(page: Page)
     page.keyboard.press("Enter")
     expect(page.locator("#talk-problem")).to_contain_text(re.compile(r"^The prompt has \d+ tokens.*\.$"))
     expect(page.get_by_label("Your question")).to_have_value(words.strip())
+
+
+def held_back(page: Page, path: str) -> list[Route]:
+    """Requests for a path from now on, each waiting for what the test makes of it."""
+    routes: list[Route] = []
+    page.route(path, lambda route: routes.append(route))
+    return routes
+
+
+def damaged(param: str | None = None) -> dict[str, Any]:
+    return {"error": {"message": "the picture is damaged", "param": param, "code": "image_parse_error"}}
+
+
+def test_a_late_bill_does_not_wipe_an_error_away(page: Page) -> None:
+    add_sample(page)
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(status=400, json=damaged()))
+    bills = held_back(page, "**/v1/bill")
+    page.get_by_label("Your question").fill(SQUARE)
+    page.keyboard.press("Enter")  # the bill is asked for a moment after the last key, so it comes after this
+    expect(page.locator("#talk-problem")).to_have_text("The picture is damaged.")
+    page.unroute("**/v1/bill")
+    for route in bills:
+        route.continue_()
+    expect(page.locator("#bill:not(.old)")).to_be_attached()
+    expect(page.locator("#talk-problem")).to_have_text("The picture is damaged.")
+
+
+def test_a_new_question_wipes_an_error_away(page: Page) -> None:
+    add_sample(page)
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(status=400, json=damaged()), times=1)
+    page.get_by_label("Your question").fill(SQUARE)
+    page.keyboard.press("Enter")
+    expect(page.locator("#talk-problem")).to_have_text("The picture is damaged.")
+    ask(page, SQUARE)
+    expect(page.locator("#talk-problem")).to_be_hidden()
+
+
+def test_an_error_is_not_blamed_on_a_picture_that_was_not_sent(page: Page) -> None:
+    drop_photo(page, 160, 160, "one.png", seed=1)
+    drop_photo(page, 160, 160, "two.png", seed=2)
+    expect(page.locator("#bill-total")).to_contain_text("200 picture")
+    sent = held_back(page, "**/v1/chat/completions")
+    page.get_by_label("Your question").fill(SQUARE)
+    with page.expect_request("**/v1/chat/completions"):
+        page.keyboard.press("Enter")
+    page.get_by_role("button", name="Remove one.png").click()
+    expect(page.locator("#bill-total")).to_contain_text("100 picture")
+    sent[0].fulfill(status=400, json=damaged("messages[0].content[0].image_url"))
+    expect(page.locator("#talk-problem")).to_have_text("The picture is damaged.")
+    expect(page.locator("#thumbs .bad")).to_have_count(0)
 
 
 def test_a_wrong_key_is_asked_for_again(open_one: OpenPage) -> None:

@@ -1,7 +1,7 @@
 // The conversation as the server gets it: turns with their pictures become messages. Shows nothing, sends nothing.
 
 export class Conversation {
-  turns = []; // {question, pictures: [id], answer}
+  turns = []; // {question, pictures: [id], answer, ids}; ids: where each picture stood when it was asked
 
   // The turn that a question would add. Pictures go with the first question asked while they are there.
   next(question, pictures) {

@@ -25,9 +25,9 @@ const STATES = {
 
 class Page {
   #sample = 0;
-  #ids = new Map(); // where each picture stood in the latest request
-  #asked = []; // ids of the pictures on the bill that is being asked for, in its order
-  #priced = []; // and on the latest that came
+  #billed = new Map(); // where each picture stands on the bill that is being asked for, in its order
+  #priced = []; // ids of the pictures on the latest that came
+  #problems = { talk: "", bill: "" }; // what the latest answer and the latest bill ran into
   #left = []; // a sentence for each file that was not added
   #state = "connecting";
   card = null; // of the model, once the server has told
@@ -68,7 +68,7 @@ class Page {
 
   #body(turn) {
     const { messages, ids } = this.conversation.messages(turn, this.pictures.good, byId("detail").value);
-    this.#ids = ids;
+    turn.ids = ids;
     const pixels = this.#maxPixels();
     return { messages, ...(pixels ? { mm_processor_kwargs: { max_pixels: pixels } } : {}) };
   }
@@ -76,7 +76,7 @@ class Page {
   #billBody() {
     const turn = this.conversation.next(byId("question").value.trim(), this.pictures.good);
     const body = this.#body(turn);
-    this.#asked = [...this.#ids.values()];
+    this.#billed = turn.ids;
     return body.messages.length ? body : null;
   }
 
@@ -128,28 +128,30 @@ class Page {
   }
 
   #onBill(bill) {
-    this.#priced = this.#asked;
+    this.#priced = [...this.#billed.values()];
     const names = new Map(this.pictures.list.map(({ id, name }) => [id, name]));
-    show(byId("talk-problem"), "");
+    this.#tell("bill", "");
     showBill(bill, this.#priced.map((id) => names.get(id)));
     this.#showPictures();
   }
 
   // The latest bill stays, faded. While the server is away, the notice above says why it is not newer.
   #onBillProblem(problem) {
-    if (problem.status !== 0 && problem.status < 500) this.#placeProblem(problem);
+    if (problem.status !== 0 && problem.status < 500) this.#placeProblem(problem, "bill", this.#billed);
   }
 
   // Near what caused it: a picture's trouble with the pictures, everything else with the question.
-  #placeProblem(problem) {
-    const id = pictureAt(problem.param, this.#ids);
-    if (id === null) {
-      show(byId("talk-problem"), problem.message);
-    } else {
-      this.pictures.refuse(id, problem.message);
-      this.bill.touch();
-    }
+  #placeProblem(problem, whose, ids) {
+    const id = pictureAt(problem.param, ids);
+    if (id !== null && this.pictures.refuse(id, problem.message)) this.bill.touch();
+    else this.#tell(whose, problem.message);
     this.#showPictures();
+  }
+
+  // A bill is asked for at every change and must not wipe away what became of the question.
+  #tell(whose, message) {
+    this.#problems[whose] = message;
+    show(byId("talk-problem"), this.#problems.talk || this.#problems.bill);
   }
 
   // --- conversation ---
@@ -178,7 +180,8 @@ class Page {
     const question = byId("question");
     const text = question.value.trim();
     if (!text || this.talk.isBusy) return;
-    show(byId("talk-problem"), "");
+    this.#tell("bill", "");
+    this.#tell("talk", "");
     this.#write("");
     const room = this.bill.latest?.max_tokens_left;
     this.talk.ask(this.conversation.next(text, this.pictures.good), room);
@@ -187,17 +190,18 @@ class Page {
   // A question without an answer goes back to where it was typed, unless something new stands there.
   #onTalkProblem(problem, turn) {
     if (!byId("question").value) this.#write(turn.question);
-    if (problem) this.#placeProblem(problem);
+    if (problem) this.#placeProblem(problem, "talk", turn.ids);
   }
 
   #afterAnswer() {
     byId("new").disabled = this.conversation.turns.length === 0;
-    if (byId("talk-problem").hidden) this.bill.touch(); // a new bill would wipe the sentence away
+    this.bill.touch();
   }
 
   #startOver() {
     this.conversation.turns = [];
     clearLog();
+    this.#tell("talk", "");
     byId("new").disabled = true;
     this.bill.touch();
     byId("question").focus();

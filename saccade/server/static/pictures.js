@@ -46,8 +46,11 @@ export class Pictures extends EventTarget {
     return this.list.filter((picture) => picture.problem).map(({ name, problem }) => `${name}: ${problem}`);
   }
 
+  // False when it has been removed meanwhile.
   refuse(id, sentence) {
-    for (const picture of this.list) if (picture.id === id) picture.problem = sentence;
+    const picture = this.list.find((picture) => picture.id === id);
+    if (picture) picture.problem = sentence;
+    return Boolean(picture);
   }
 
   // Other limits may judge otherwise.

@@ -1,6 +1,6 @@
 // One question after the other: streams the answer into the log, can be stopped, and gives a failed question back.
 
-import { byId, el, plural, show } from "./dom.js";
+import { byId, el, plural } from "./dom.js";
 import { costOf } from "./cost.js";
 
 const MOST_TOKENS = 512; // for one answer; less where the context has less left
@@ -118,5 +118,4 @@ class TurnView {
 export function clearLog() {
   for (const turn of byId("log").querySelectorAll(".turn")) turn.remove();
   byId("welcome").hidden = false;
-  show(byId("talk-problem"), "");
 }
