@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import gc
+import sys
+from ctypes import CDLL
+
+_LIBC = CDLL(None) if sys.platform == "linux" else None
 
 
 def settle() -> None:
     """After the start: what exists now stays to the end, and looking through it again takes longer than a step."""
     gc.collect()
     gc.freeze()
+    trim()
 
 
 def tidy() -> None:
@@ -18,3 +23,13 @@ def tidy() -> None:
     itself a collection comes after thousands of requests, because most of what they leave is freed without one.
     """
     gc.collect()
+
+
+def trim() -> None:
+    """Give freed memory back to the system, which glibc does by itself only at the end of its heap. Takes milliseconds.
+
+    A step's tensors lie between what stays, such as the kernels that oneDNN makes for each new number of tokens. Each
+    of those takes a bite out of a hole in which the next step's tensors would have fitted, and the heap grows for that.
+    """
+    if _LIBC is not None and hasattr(_LIBC, "malloc_trim"):  # musl has none
+        _LIBC.malloc_trim(0)

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import gc
 import socket
+import subprocess
+import sys
 import threading
+import time
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,8 +20,8 @@ from saccade.engine import wire
 from saccade.engine.core import EngineCore
 from saccade.engine.loop import EngineLoop
 from saccade.housekeeping import settle, tidy
-from saccade.options import Options
-from saccade.types import StepPlan, StepResult
+from saccade.options import Options, SchedulerConfig
+from saccade.types import Request, StepPlan, StepResult
 from tests.fake_worker import CONFIG, HANG, WorkerRunner
 from tests.scheduling import make_config, make_request
 from tests.serving import until
@@ -77,20 +81,74 @@ def test_the_weights_and_words_of_an_engine_that_is_let_go_wait_for_no_collectio
     assert [thing() for thing in left] == [None, None]
 
 
-@pytest.mark.usefixtures("no_collector")
-def test_an_engine_without_work_clears_away_what_its_steps_left() -> None:
+# 100 MiB are freed, none of it at the end of the heap: between each two pieces lies something that stays.
+_HOLES = """
+from psutil import Process
+from saccade.housekeeping import trim
+pieces = [bytes([1]) * size for _ in range(1600) for size in (64 << 10, 1 << 10)]
+del pieces[::2]
+before = Process().memory_info().rss
+trim()
+print(before - Process().memory_info().rss)
+"""
+
+
+def test_trimming_gives_back_what_was_freed_between_things_that_stay() -> None:
+    """In a process of its own, whose heap has no other holes."""
+    done = subprocess.run([sys.executable, "-c", _HOLES], capture_output=True, text=True, check=True)
+    assert int(done.stdout) > 80 << 20
+
+
+@contextmanager
+def _stepping(runner: WorkerRunner, limits: SchedulerConfig, request: Request) -> Iterator[None]:
+    """A loop in a thread, which got this request."""
     ours, theirs = socket.socketpair()
-    limits = make_config()
-    runner = _Littering(0.0, config=limits)
     loop = EngineLoop(theirs, lambda: None)
     thread = threading.Thread(target=loop.run, args=(lambda _: EngineCore(limits, runner),))
     thread.start()
     start = wire.start_message(Path("/x"), CONFIG, {}, Options(), None, [], progress=False)
-    for message in (start, wire.Submit(wire.pack_requests([make_request("a", 5, max_tokens=2)]))):
+    for message in (start, wire.Submit(wire.pack_requests([request]))):
         ours.sendall(wire.frame(message))
-    assert until(lambda: runner.left is not None, HANG)
-    assert until(lambda: runner.left is not None and runner.left() is None, HANG)
+    yield
     ours.sendall(wire.frame(wire.Stop()))
     thread.join(HANG)
     ours.close()
     assert not thread.is_alive()
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_an_engine_without_work_clears_away_what_its_steps_left() -> None:
+    limits = make_config()
+    runner = _Littering(0.0, config=limits)
+    with _stepping(runner, limits, make_request("a", 5, max_tokens=2)):
+        assert until(lambda: runner.left is not None, HANG)
+        assert until(lambda: runner.left is not None and runner.left() is None, HANG)
+
+
+@pytest.fixture
+def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What an engine loop did about its memory, in order."""
+    done = list[str]()
+    monkeypatch.setattr("saccade.engine.loop.trim", lambda: done.append("trim"))
+    monkeypatch.setattr("saccade.engine.loop.tidy", lambda: done.append("rest"))
+    return done
+
+
+def test_an_engine_that_never_rests_gives_memory_back_too(monkeypatch: pytest.MonkeyPatch, done: list[str]) -> None:
+    limits = make_config()
+    monkeypatch.setattr("saccade.engine.loop.TRIM_SECONDS", 0.0)
+    with _stepping(WorkerRunner(0.0, config=limits), limits, make_request("a", 5, max_tokens=8)):
+        assert until(lambda: "rest" in done, HANG)
+    assert done.index("rest") >= 8  # once in each step before it
+
+
+def test_an_engine_at_rest_gives_memory_back_no_more_than_once(
+    monkeypatch: pytest.MonkeyPatch, done: list[str]
+) -> None:
+    limits = make_config()
+    monkeypatch.setattr("saccade.engine.loop.TRIM_SECONDS", 0.2)
+    monkeypatch.setattr("saccade.engine.loop.BEAT_SECONDS", 0.01)
+    with _stepping(WorkerRunner(0.0, config=limits), limits, make_request("a", 5, max_tokens=2)):
+        assert until(lambda: {"rest", "trim"} <= set(done), HANG)
+        time.sleep(0.5)
+    assert done[done.index("rest") :].count("trim") <= 1

@@ -40,10 +40,11 @@ from saccade.engine.wire import (
     read_body,
     unpack_requests,
 )
-from saccade.housekeeping import tidy
+from saccade.housekeeping import tidy, trim
 from saccade.types import Request, RequestError, TokenEvent
 
 BEAT_SECONDS = 0.5  # between beats when there is nothing to step, and between two looks at the counters
+TRIM_SECONDS = 60.0  # between two times that freed memory is given back: the steps after it fetch some of it again
 _PR_SET_PDEATHSIG = 1
 
 logger = logging.getLogger("saccade.engine")
@@ -61,7 +62,8 @@ class EngineLoop:
         self._inbox: SimpleQueue[Command] = SimpleQueue()
         self._ended: list[TokenEvent] = []  # terminal events of aborted requests, not yet told
         self._stats_due = 0.0
-        self._is_tidy = True
+        self._is_tidy = self._is_trimmed = True
+        self._trim_due = time.monotonic() + TRIM_SECONDS
         threading.Thread(target=self._read, name="saccade-reader", daemon=True).start()
 
     def run(self, build: Build) -> None:
@@ -81,17 +83,25 @@ class EngineLoop:
 
     def _turn(self, core: EngineCore) -> None:
         if core.has_unfinished():
-            self._is_tidy = False
+            self._is_tidy = self._is_trimmed = False
             self._beat(core, core.step())
         else:
             self._beat(core, [])
             self._rest()
+        self._trim_sometimes()
 
     def _rest(self) -> None:
         """Nobody waits for the next step: the moment for what nobody should wait for."""
         if not self._is_tidy:
             tidy()
             self._is_tidy = True
+
+    def _trim_sometimes(self) -> None:
+        """Not only at rest: under load that never ends there is none."""
+        now = time.monotonic()
+        if not self._is_trimmed and now >= self._trim_due:
+            trim()
+            self._is_trimmed, self._trim_due = True, now + TRIM_SECONDS
 
     def send(self, message: Report) -> None:
         self._connection.sendall(frame(message))

@@ -22,7 +22,7 @@ import uvicorn
 
 from saccade.config import ConfigError
 from saccade.engine.client import EngineClient, EngineInfo, EngineUnavailable
-from saccade.housekeeping import settle, tidy
+from saccade.housekeeping import settle, tidy, trim
 from saccade.options import MediaPolicy, ServerOptions
 from saccade.params import SamplingParams
 from saccade.processor.checkpoint import open_checkpoint
@@ -219,6 +219,7 @@ class _Running:
             if stats and (now != seen or self._service.gate.num_open):
                 logger.info("%s", _throughput_line(now[0] - seen[0], now[1] - seen[1], stats))
                 tidy()  # of what came since the start: a millisecond
+                trim()  # of a heap of 30 MB: another one or two
             seen = now
 
 
