@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import signal
 import socket
 import subprocess
 import sys
@@ -232,6 +233,7 @@ def _arguments() -> argparse.Namespace:
 
 def main() -> int:
     args = _arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a server of our own ends with us
     settings = Settings(args.minutes * 60, args.clients, args.rate, args.every, args.seed)
     with _target(args) as (url, watch):
         run = asyncio.run(soak(url, watch, settings))
