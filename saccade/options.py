@@ -191,6 +191,22 @@ class ServerOptions:
     allowed_local_media_path: str | None = _option(None, "folder whose pictures file: URLs may name; none by default")
     max_body_mb: int = _option(96, "MiB of one request's body")
     max_inflight_mb: int = _option(1024, "MiB of all bodies being read or prepared at the same time")
+    max_client_share: float = _option(
+        0.5,
+        "share of --max-inflight-mb that the requests of one API key, or without keys of one address, may hold, and of "
+        "--max-connections that one address may; 1: all",
+    )
+    max_connections: int | None = _option(None, "connections open at once; automatic: from ulimit -n, at most 4096")
+    header_timeout: float = _option(
+        15.0, "seconds until a connection's first request, and a request's headers, are here"
+    )
+    body_timeout: float = _option(
+        15.0, "seconds that a body may take, or its next part of --min-body-rate times as many"
+    )
+    min_body_rate: float = _option(
+        32.0, "KiB a second at which bodies must come; 0: within --body-timeout anything will do"
+    )
+    write_timeout: float = _option(60.0, "seconds that an answer waits for its client to read on before it is given up")
     max_parts: int = _option(4096, "messages and content parts of one request")
     uuid_cache_mb: int = _option(64, "MiB of pictures kept so that clients may name them again by uuid; 0 keeps none")
     drain_timeout: float = _option(30.0, "seconds that open requests may take to finish after SIGTERM")
@@ -203,10 +219,14 @@ class ServerOptions:
             raise ConfigError(f"port must be from 0 to 65535, not {self.port}")
         for name in ("max_body_mb", "max_inflight_mb", "max_parts"):
             _positive(name, getattr(self, name))
-        for name in ("uuid_cache_mb", "drain_timeout"):
+        if self.max_connections is not None:
+            _positive("max_connections", self.max_connections)
+        if not 0 < self.max_client_share <= 1:
+            raise ConfigError(f"max_client_share must be above 0 and at most 1, not {self.max_client_share}")
+        for name in ("uuid_cache_mb", "drain_timeout", "min_body_rate"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must be 0 or more, not {getattr(self, name)}")
-        for name in ("heartbeat_timeout", "media_fetch_timeout"):
+        for name in ("heartbeat_timeout", "media_fetch_timeout", "header_timeout", "body_timeout", "write_timeout"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be above 0, not {getattr(self, name)}")
         for origin in self.allowed_origins:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import ipaddress
 from collections.abc import Sequence
 
 from saccade.server.errors import ApiError
@@ -39,6 +40,17 @@ class KeyRing:
 def is_open(path: str) -> bool:
     """Orchestrators ask for health without a key; the page is the same for everybody and asks for the key itself."""
     return path in _OPEN_PATHS or path.startswith(STATIC)
+
+
+def peer_of(address: tuple[str, int] | None) -> str:
+    """A name for whoever is at an address. With IPv6 a household, or an attacker, has 2**64 of them: one network."""
+    host = address[0] if address is not None else ""
+    if ":" not in host:
+        return host
+    try:
+        return str(ipaddress.ip_network((host.partition("%")[0], 64), strict=False))
+    except ValueError:
+        return host
 
 
 def _digest(key: bytes) -> bytes:

@@ -33,6 +33,7 @@ from saccade.schema import is_available
 from saccade.server.app import create_app
 from saccade.server.config import Settings
 from saccade.server.http import BoundedHttp
+from saccade.server.listener import Listener
 from saccade.server.models import capacity_line
 from saccade.server.service import Service
 from saccade.types import Request, Size
@@ -114,7 +115,27 @@ def _bmp(size: Size) -> bytes:
 
 
 class _Server(uvicorn.Server):
-    """Signals are ours: Uvicorn would close the port at once, and a draining server still has to say so."""
+    """Signals are ours: Uvicorn would close the port at once, and a draining server still has to say so. So is the
+    port: Uvicorn's loop drops connections when descriptors run out."""
+
+    def __init__(self, config: uvicorn.Config, service: Service, sock: socket.socket) -> None:
+        super().__init__(config)
+        self._service = service
+        self._listener = Listener(sock, self._make_protocol, service.connections)
+
+    def _make_protocol(self) -> BoundedHttp:
+        service = self._service
+        return BoundedHttp(
+            self.config, self.server_state, service.server, service.connections, on_refusal=service.metrics.refused
+        )
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._listener.open()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._listener.close()
+        await super().shutdown(sockets)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -134,7 +155,6 @@ class _Running:
         self._routes = sorted({str(getattr(route, "path", "")) for route in app.routes})
         config = uvicorn.Config(
             app,
-            http=BoundedHttp,
             loop="auto",
             ws="none",
             lifespan="off",
@@ -144,14 +164,14 @@ class _Running:
             timeout_keep_alive=75,
             timeout_graceful_shutdown=3,
         )
-        self.http = _Server(config)
+        self.http = _Server(config, service, sock)
 
     async def run(self) -> int:
         """The port answers from the start: while the model loads, /health and /ready say so."""
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
-        serving = asyncio.create_task(self.http.serve([self._sock]))
+        serving = asyncio.create_task(self.http.serve([]))
         starting = asyncio.create_task(self._start_engine())
         reporting = asyncio.create_task(self._report_throughput())
         try:

@@ -22,6 +22,7 @@ from saccade.processor.fetch import Fetcher
 from saccade.processor.hashing import salt_of
 from saccade.processor.prompt import Processor
 from saccade.server.auth import KeyRing
+from saccade.server.connections import Connections, connection_limit
 from saccade.server.fields import FieldReader
 from saccade.server.generate import Generation, Priced, SubmitsRequests, Timing
 from saccade.server.limits import Gate, Held, Upload, decode_object
@@ -79,6 +80,8 @@ class Service:
             engine_bytes=lambda: engine.bytes_in_flight,
             on_refusal=self.metrics.refused,
         )
+        most = connection_limit(server.max_connections)
+        self.connections = Connections(most, server.max_client_share, on_refusal=self.metrics.refused)
         self.keys = KeyRing(server.api_key)
         self.fields = FieldReader(strict=server.strict_params)
         self.created = int(time.time())
