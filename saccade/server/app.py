@@ -39,6 +39,7 @@ Handler = Callable[[Service, Exchange, Upload, Caller, Held], Awaitable[None]]
 Counter = Callable[[Service, Upload, Caller, Held], Awaitable[dict[str, Any]]]
 
 _STALE_SECONDS = 30.0  # without a sign of life of a ready engine, /health says so before it is even restarted
+_SILENT_SECONDS = 5.0  # and /ready, which costs nobody a restart: an engine at work beats twice a second or every step
 _IMAGE_CODES = ("invalid_image", "image_", "empty_image", "unsupported_image", "invalid_base64", "failed_to_download")
 
 
@@ -119,9 +120,8 @@ class _Work(Response):
     async def _run(self, scope: Scope, receive: Receive, exchange: Exchange) -> None:
         service = self._service
         service.check_open()
-        with service.gate.holding() as held:
-            tally = Tally(service.max_chars)
-            upload = await read_body(Request(scope, receive), service.server.max_body_mb << 20, held, tally)
+        with service.gate.holding(scope["caller"].client) as held:
+            upload = await read_body(Request(scope, receive), service.server, held, Tally(service.max_chars))
             held.enter()
             async with while_connected(receive):
                 await self._handler(service, exchange, upload, scope["caller"], held)
@@ -197,10 +197,13 @@ def _health(service: Service) -> Response:
 
 def _ready(service: Service) -> Response:
     """200 when a request sent now would be taken."""
-    state = "draining" if service.gate.is_draining else service.engine.status().state
-    is_full = service.gate.num_open >= service.gate.max_open
-    is_ready = state == "ready" and not is_full
-    reason = "ready" if is_ready else "overloaded" if state == "ready" else state
+    status = service.engine.status()
+    reason: str = "draining" if service.gate.is_draining else status.state
+    if reason == "ready" and status.heartbeat_age > _SILENT_SECONDS:
+        reason = "silent"
+    if reason == "ready" and (service.gate.is_full or service.connections.is_full):
+        reason = "overloaded"
+    is_ready = reason == "ready"
     return json_response({"status": reason}, 200 if is_ready else 503, {} if is_ready else {"retry-after": "1"})
 
 

@@ -1,10 +1,12 @@
-"""What is refused before any work is done on it: too many requests, too many bytes, bodies that are no JSON object.
+"""What is refused before any work is done on it: too many requests, too many bytes or too slow ones, what is no JSON.
 
 Counts and sizes only; knows neither the fields of a request nor pictures.
 """
 
 from __future__ import annotations
 
+import asyncio
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import msgspec
 from starlette.requests import Request
 
+from saccade.options import ServerOptions
 from saccade.server.errors import ApiError
 from saccade.server.tally import Tally
 from saccade.types import quoted
@@ -21,19 +24,32 @@ MAX_DEPTH = 128
 
 _RETRY_AFTER_FULL = 1.0
 _RETRY_AFTER_DRAIN = 10.0
+_AS_GOOD_AS_FULL = 15 / 16  # of the bytes in flight: a request with a picture would hardly fit
 
 
 class Held:
-    """What one request holds on to: bytes, and a place for each of its answers."""
+    """What one request holds on to in the name of its client: bytes, and a place for each of its answers."""
 
-    def __init__(self, gate: Gate) -> None:
-        self._gate = gate
-        self._count = 0
+    def __init__(self, gate: Gate, client: str) -> None:
+        self.gate = gate
+        self._client = client
+        self._here = 0
+        self._count = 0  # with what the engine has of it, until the request ends
         self._places = 0
 
     def add(self, count: int) -> None:
-        """ApiError 503 when all requests together would hold too much."""
-        gate = self._gate
+        """ApiError 429 when the client's requests, 503 when all requests together would hold too much."""
+        gate = self.gate
+        of_client = gate.bytes_of[self._client]
+        if of_client + count > gate.max_client_bytes:
+            gate.on_refusal("client_share")
+            raise ApiError(
+                429,
+                f"your open requests hold {of_client} bytes and those of one client may hold {gate.max_client_bytes} "
+                "(--max-client-share of --max-inflight-mb); try again when some have ended",
+                code="overloaded",
+                retry_after=_RETRY_AFTER_FULL,
+            )
         others = gate.total_bytes()
         if others + count > gate.max_bytes:
             gate.on_refusal("bytes")
@@ -45,11 +61,13 @@ class Held:
                 retry_after=_RETRY_AFTER_FULL,
             )
         gate.bytes_held += count
+        gate.bytes_of[self._client] += count
+        self._here += count
         self._count += count
 
     def enter(self, answers: int = 1) -> None:
         """Take places until there is one for each answer. ApiError 429 when so many are not free, 400 when never."""
-        gate, more = self._gate, answers - self._places
+        gate, more = self.gate, answers - self._places
         if answers > gate.max_open:
             raise ApiError(
                 400,
@@ -63,14 +81,19 @@ class Held:
             self._places = answers
 
     def release(self) -> None:
-        """The bytes only: the answers are still open."""
-        self._gate.bytes_held -= self._count
-        self._count = 0
+        """The engine has the bytes now and counts them itself. The client's share counts them, and answers are open."""
+        self.gate.bytes_held -= self._here
+        self._here = 0
 
     def leave(self) -> None:
         self.release()
-        self._gate.num_open -= self._places
+        self.gate.num_open -= self._places
         self._places = 0
+        bytes_of = self.gate.bytes_of
+        bytes_of[self._client] -= self._count
+        self._count = 0
+        if not bytes_of[self._client]:
+            del bytes_of[self._client]
 
 
 class Upload:
@@ -86,21 +109,33 @@ class Upload:
 
 class Gate:
     """Lets requests in. `max_open` counts answers that are computed or wait, and requests as one before it is known how
-    many they want; `max_bytes` what they hold, here and (`engine_bytes`) in the engine."""
+    many they want; `max_bytes` what they hold, here and (`engine_bytes`) in the engine; `max_client_bytes` what one
+    client's requests hold."""
 
     def __init__(
-        self, max_open: int, max_bytes: int, engine_bytes: Callable[[], int], on_refusal: Callable[[str], None]
+        self,
+        max_open: int,
+        max_bytes: int,
+        max_client_bytes: int,
+        engine_bytes: Callable[[], int],
+        on_refusal: Callable[[str], None],
     ) -> None:
         self.max_open = max_open
         self.max_bytes = max_bytes
+        self.max_client_bytes = max_client_bytes
         self.engine_bytes = engine_bytes
         self.bytes_held = 0
+        self.bytes_of: Counter[str] = Counter()  # by client, here and in the engine
         self.num_open = 0
         self.is_draining = False
         self.on_refusal = on_refusal
 
     def total_bytes(self) -> int:
         return self.bytes_held + self.engine_bytes()
+
+    @property
+    def is_full(self) -> bool:
+        return self.num_open >= self.max_open or self.total_bytes() > self.max_bytes * _AS_GOOD_AS_FULL
 
     def check(self, answers: int = 1) -> None:
         """ApiError when so many more answers would be refused now. Before a body is read it is one at least."""
@@ -123,26 +158,46 @@ class Gate:
             )
 
     @contextmanager
-    def holding(self) -> Iterator[Held]:
-        held = Held(self)
+    def holding(self, client: str) -> Iterator[Held]:
+        held = Held(self, client)
         try:
             yield held
         finally:
             held.leave()
 
 
-async def read_body(request: Request, limit: int, held: Held, tally: Tally) -> Upload:
-    """The whole body, counted while it arrives: a header that lies about the length gains nothing."""
+async def read_body(request: Request, options: ServerOptions, held: Held, tally: Tally) -> Upload:
+    """The whole body, counted while it arrives: a header that lies about the length gains nothing.
+
+    Bytes for `body_timeout` at the least rate must come before the deadline, which then moves on by as much: a client
+    that sends fast and stops is found out as soon as one that is slow.
+    """
     _check_type(request)
+    limit, timeout = options.max_body_mb << 20, options.body_timeout
     _check_length(int(request.headers.get("content-length") or 0), limit)
-    chunks, length = [], 0
-    async for chunk in request.stream():
-        length += len(chunk)
-        _check_length(length, limit)
-        held.add(len(chunk))
-        tally.take(chunk)
-        chunks.append(chunk)
-    return Upload(b"".join(chunks))
+    quota = max(1, int(options.min_body_rate * 1024 * timeout))
+    body = bytearray()  # and no list of chunks: bytes that come one by one would cost forty each
+    seen = 0
+    try:
+        async with asyncio.timeout(timeout) as deadline:
+            async for chunk in request.stream():
+                _check_length(len(body) + len(chunk), limit)
+                held.add(len(chunk))
+                tally.take(chunk)
+                body += chunk
+                if len(body) - seen >= quota:
+                    seen = len(body)
+                    deadline.reschedule(asyncio.get_running_loop().time() + timeout)
+    except TimeoutError:
+        held.gate.on_refusal("slow_body")
+        raise ApiError(
+            408,
+            f"{len(body) - seen} bytes of the body came in {timeout:g} s and at least {quota}, or its end, must "
+            "(--body-timeout, --min-body-rate); send it faster",
+            code="request_timeout",
+            retry_after=_RETRY_AFTER_FULL,
+        ) from None
+    return Upload(bytes(body))
 
 
 def _check_type(request: Request) -> None:

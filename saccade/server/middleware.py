@@ -15,7 +15,7 @@ from http import HTTPStatus
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from saccade.server.auth import KeyRing, is_open
+from saccade.server.auth import KeyRing, is_open, peer_of
 from saccade.server.errors import ApiError, is_anthropic
 from saccade.server.origins import BrowserRules
 from saccade.server.service import Caller
@@ -65,7 +65,7 @@ class Envelope:
         try:
             tenant = self._keys.tenant(scope["path"], headers.get(b"authorization"), headers.get(b"x-api-key"))
             self._rules.check(scope["method"], scope["path"], headers)
-            scope["caller"] = Caller(request_id, tenant, start)
+            scope["caller"] = Caller(request_id, tenant, start, tenant or peer_of(scope.get("client")))
             await self._app(scope, receive, send_with_headers)
         except ApiError as error:
             self._on_refusal("unauthorized" if error.status == HTTPStatus.UNAUTHORIZED else str(error.code))

@@ -61,6 +61,7 @@ class Caller(NamedTuple):
     request_id: str
     tenant: str
     arrived: float  # on the clock of time.perf_counter
+    client: str = ""  # whose share of the server it takes: the tenant, or without keys the address it came from
 
 
 class Service:
@@ -77,6 +78,8 @@ class Service:
         self.gate = Gate(
             options.max_num_seqs + max_waiting,
             server.max_inflight_mb << 20,
+            # Of the largest body one must always fit, whatever the share is.
+            max(int((server.max_inflight_mb << 20) * server.max_client_share), server.max_body_mb << 20),
             engine_bytes=lambda: engine.bytes_in_flight,
             on_refusal=self.metrics.refused,
         )
