@@ -66,7 +66,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def small(qwen2_vl_folder: Path, folder: Path) -> Iterator[RunningServer]:
     """A server with a key, strict fields and limits that a test can reach."""
-    flags = ("--api-key", KEY, "--api-key", "other-key", "--max-num-seqs", "2", "--max-waiting", "2")
+    flags = (
+        "--api-key",
+        KEY,
+        "--api-key",
+        "other-key",
+        "--api-key",
+        "third-key",
+        "--max-num-seqs",
+        "2",
+        "--max-waiting",
+        "2",
+    )
     limits = ("--max-body-mb", "1", "--max-inflight-mb", "2", "--max-parts", "50", "--strict-params")
     limits = (*limits, "--max-request-pixels", "100000")
     local = ("--allowed-local-media-path", str(folder))
@@ -159,31 +170,36 @@ def test_strict_params_refuses_unknown_fields(small: RunningServer) -> None:
 
 
 def test_bodies_in_flight_are_bounded(small: RunningServer) -> None:
-    """Two uploads that stop before their last byte; a third does not fit beside them."""
+    """Two clients' uploads that stop before their last byte; a third does not fit beside them."""
     size = (1 << 20) - 100
-    socks = [upload(small, size) for _ in range(2)]
+    socks = [upload(small, size, key) for key in (KEY, "other-key")]
     try:
         assert until(lambda: small.stats("saccade:request_bytes") == 2 * (size - 1))
-        response = small.chat("a" * 500_000)
-        assert error_of(response)["code"] == "overloaded" and int(response.headers["retry-after"]) >= 1
+        with small.stranger(authorization="Bearer third-key") as client:
+            response = client.post("/v1/chat/completions", json=chat_body("a" * 500_000))
+        assert (
+            response.status_code == 503
+            and error_of(response)["code"] == "overloaded"
+            and int(response.headers["retry-after"]) >= 1
+        )
     finally:
         for sock in socks:
             sock.close()
     assert until(small.answers)
 
 
-def upload(server: RunningServer, size: int) -> socket.socket:
+def upload(server: RunningServer, size: int, key: str = KEY) -> socket.socket:
     """All of a body but its last byte."""
-    sock = connect(server, "/v1/chat/completions", size)
+    sock = connect(server, "/v1/chat/completions", size, key)
     sock.sendall(b" " * (size - 1))
     return sock
 
 
-def connect(server: RunningServer, path: str, size: int) -> socket.socket:
+def connect(server: RunningServer, path: str, size: int, key: str = KEY) -> socket.socket:
     """A request whose headers are sent."""
     sock = socket.create_connection(("127.0.0.1", int(server.url.rsplit(":", 1)[1])))
-    first, key = f"POST {path} HTTP/1.1", f"authorization: Bearer {KEY}"
-    headers = (first, "host: localhost", key, "content-type: application/json", f"content-length: {size}")
+    first, right = f"POST {path} HTTP/1.1", f"authorization: Bearer {key}"
+    headers = (first, "host: localhost", right, "content-type: application/json", f"content-length: {size}")
     sock.sendall("\r\n".join(headers).encode() + b"\r\n\r\n")
     return sock
 
