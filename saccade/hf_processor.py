@@ -5,7 +5,7 @@ Importing that library brings torch along, so whoever calls this is no longer fr
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,10 @@ from typing import Any
 from PIL import Image
 
 from saccade.config import ConfigError
+from saccade.folder import check_named_files, read_optional
+
+LOCAL: Mapping[str, bool] = {"local_files_only": True, "trust_remote_code": False}
+"""For whatever that library loads. Unless told so, it asks the terminal whether to run a folder's code, and waits."""
 
 
 def refusal(model_type: str, reason: str) -> ConfigError:
@@ -34,19 +38,22 @@ def load_processor(path: Path, model_type: str) -> Any:
     transformers = library(model_type)
     try:
         return _load(transformers, path)
+    except ConfigError:
+        raise
     except Exception as error:  # a library of hundreds of models may raise anything
         raise refusal(model_type, f"its processor cannot be loaded ({type(error).__name__}: {error})") from None
 
 
 def _load(transformers: Any, path: Path) -> Any:
+    check_named_files(read_optional(path / "tokenizer_config.json"), path / "tokenizer_config.json")
     kinds = import_module("transformers.models.auto.processing_auto").PROCESSOR_MAPPING
-    config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+    config = transformers.AutoConfig.from_pretrained(path, **LOCAL)
     if type(config) not in kinds:
         raise LookupError(f"it knows no processor for {type(config).__name__}")
     kind = kinds[type(config)]
     parts = {
-        "image_processor": transformers.AutoImageProcessor.from_pretrained(path, local_files_only=True),
-        "tokenizer": transformers.AutoTokenizer.from_pretrained(path, local_files_only=True),
+        "image_processor": transformers.AutoImageProcessor.from_pretrained(path, **LOCAL),
+        "tokenizer": transformers.AutoTokenizer.from_pretrained(path, **LOCAL),
     }
     missing = {name: None for name in kind.get_attributes() if name not in parts}
     unchecked = {"check_argument_for_proper_class": lambda self, name, value: None}  # None is no video processor
@@ -54,8 +61,7 @@ def _load(transformers: Any, path: Path) -> Any:
 
 
 def _settings(path: Path) -> dict[str, Any]:
-    file = path / "processor_config.json"
-    given = json.loads(file.read_text()) if file.is_file() else {}
+    given = read_optional(path / "processor_config.json")
     own = {name: value for name, value in given.items() if not isinstance(value, dict)}
     return {name: value for name, value in own.items() if name not in ("processor_class", "auto_map")}
 

@@ -6,8 +6,11 @@ A name stands here if somebody reads it. Null is silence: who reads says what is
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
+
+_MOST = 4096  # values in a list whose length nothing else says: as many as layers
 
 
 class Kind(NamedTuple):
@@ -38,7 +41,8 @@ def first_wrong(values: Mapping[str, Any], table: Table, inside: str = "") -> st
 
 def _sentence(name: str, value: Any, wanted: str) -> str:
     shown = repr(value)
-    return f"{name} is {shown[:80]}{'...' * (len(shown) > 80)}, but {wanted} is needed"
+    long = f", with at most {_MOST} values, not {len(value)}" if isinstance(value, list) and len(value) > _MOST else ""
+    return f"{name} is {shown[:80]}{'...' * (len(shown) > 80)}, but {wanted} is needed{long}"
 
 
 # --- kinds --------------------------------------------------------------------------------------------------------
@@ -58,7 +62,11 @@ def number(*, above: float = -math.inf, least: float = -math.inf, most: float = 
 
 def many(kind: Kind, count: int | None = None) -> Kind:
     wanted = f"a list of {'' if count is None else f'{count} times '}{kind.wanted}"
-    return Kind(wanted, lambda v: isinstance(v, list) and len(v) == (count or len(v)) and all(map(kind.takes, v)))
+    return Kind(wanted, lambda v: isinstance(v, list) and _fits(len(v), count) and all(map(kind.takes, v)))
+
+
+def _fits(length: int, count: int | None) -> bool:
+    return length <= _MOST if count is None else length == count
 
 
 def either(*kinds: Kind) -> Kind:
@@ -74,7 +82,8 @@ def sides(kind: Kind) -> Kind:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    """The first bound keeps out whole numbers that no float can hold."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 FLAG = Kind("true or false", lambda v: isinstance(v, bool))

@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from saccade.config import ConfigError
+from saccade.folder import TOKENIZER_BYTES, read_json, read_text
 
 Ranks = dict[bytes, int]
+_MOST_BYTES = 1024  # of a token: finding the pair it is made from takes their square
 
 
 class Conventions(NamedTuple):
@@ -43,7 +45,7 @@ def read_tokenizer(folder: Path) -> str:
     """The text of a tokenizer.json."""
     file = folder / "tokenizer.json"
     if file.is_file():
-        return _text(file)
+        return read_text(file, TOKENIZER_BYTES)
     for name, conventions in _KNOWN.items():
         if (folder / name).is_file():
             return _made_from(folder / name, conventions, sees=_sees(folder))
@@ -52,8 +54,9 @@ def read_tokenizer(folder: Path) -> str:
 
 def added_tokens(file: Path) -> dict[str, int]:
     """What a tokenizer.json adds to its vocabulary, for those who need an id and no tokenizer."""
+    tokenizer = read_json(file, TOKENIZER_BYTES)
     try:
-        return {token["content"]: int(token["id"]) for token in json.loads(_text(file)).get("added_tokens") or ()}
+        return {token["content"]: int(token["id"]) for token in tokenizer.get("added_tokens") or ()}
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         raise ConfigError(f"{file} cannot be read as a tokenizer ({error}); download it again") from None
 
@@ -66,17 +69,10 @@ def as_markup(spec: str, names: Collection[str]) -> str:
     return json.dumps(tokenizer)
 
 
-def _text(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except ValueError as error:
-        raise ConfigError(f"{file} cannot be read as a tokenizer ({error}); download it again") from None
-
-
 def _sees(folder: Path) -> bool:
     """Checkpoints of one name have a tower or none, and only the former know tokens for pictures."""
     config = folder / "config.json"
-    return config.is_file() and bool(json.loads(config.read_text(encoding="utf-8")).get("visual"))
+    return config.is_file() and bool(read_json(config).get("visual"))
 
 
 def _made_from(file: Path, conventions: Conventions, *, sees: bool) -> str:
@@ -120,8 +116,10 @@ def _added(content: str, token_id: int, is_special: bool) -> dict[str, Any]:
 def _ranks(file: Path) -> Ranks:
     """Lines of a token in base64 and its rank."""
     try:
-        lines = (line.split() for line in file.read_bytes().splitlines() if line.strip())
+        lines = (line.split() for line in read_text(file, TOKENIZER_BYTES).splitlines() if line.strip())
         ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
+    except ConfigError:
+        raise
     except (binascii.Error, ValueError) as error:
         raise ConfigError(f"{file} cannot be read as ranks of tokens ({error}); download it again") from None
     _check_whole(ranks, file)
@@ -130,6 +128,9 @@ def _ranks(file: Path) -> Ranks:
 
 def _check_whole(ranks: Ranks, file: Path) -> None:
     """Control tokens count on behind the last rank, and text without a token for one of its bytes would lose it."""
+    longest = max(map(len, ranks), default=0)
+    if longest > _MOST_BYTES:
+        raise ConfigError(f"{file} has a token of {longest} bytes; at most {_MOST_BYTES} are taken: download it again")
     missing = sum(bytes([byte]) not in ranks for byte in range(256))
     if missing or sorted(ranks.values()) != list(range(len(ranks))):
         highest = max(ranks.values(), default=None)

@@ -29,12 +29,13 @@ ALLOWED: dict[str, set[str]] = {
     "rgb": {"types"},
     "film": {"types"},
     "schema": set(),
-    "hf_processor": {"config"},
-    "tokenizer_file": {"config"},
-    "processor": BASE | {"hf_processor", "tokenizer_file"},
+    "folder": {"config"},
+    "hf_processor": {"config", "folder"},
+    "tokenizer_file": {"config", "folder"},
+    "processor": BASE | {"hf_processor", "tokenizer_file", "folder"},
     "scheduler": {"types", "params", "options"},
     "kernels": set(),
-    "models": {"types", "routing", "config", "kernels", "hf_processor"},
+    "models": {"types", "routing", "config", "kernels", "hf_processor", "folder"},
     "runner": BASE | {"models", "kernels", "tokenizer_file"},
     "housekeeping": set(),
     "engine": {"types", "params", "config", "options", "scheduler", "runner", "housekeeping"},
@@ -48,7 +49,7 @@ ALLOWED: dict[str, set[str]] = {
 }
 HEAVY = {"torch", "transformers", "safetensors"}
 FORBIDDEN_OUTSIDE: dict[str, set[str]] = {  # third-party modules a package must never import
-    **{name: HEAVY | {"numpy"} for name in (*(BASE - {"rgb"}), "dialects", "defaults", "tokenizer_file")},
+    **{name: HEAVY | {"numpy"} for name in (*(BASE - {"rgb"}), "dialects", "defaults", "tokenizer_file", "folder")},
     "processor": HEAVY,
     "metrics": HEAVY | {"numpy", "fastapi"},
     "server": HEAVY | {"PIL", "numpy"},

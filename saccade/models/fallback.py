@@ -21,7 +21,7 @@ from PIL import Image
 from torch import Tensor
 
 from saccade.config import ConfigError, ModelConfig
-from saccade.hf_processor import library, load_processor, placeholder, refusal
+from saccade.hf_processor import LOCAL, library, load_processor, placeholder, refusal
 from saccade.models.interface import Attention, Encoding
 from saccade.models.pixels import Picture
 from saccade.types import Geometry, Grid, RequestError, Size
@@ -184,10 +184,10 @@ def load(
     try:
         if load_format == "dummy":
             torch.manual_seed(seed)
-            shape = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+            shape = transformers.AutoConfig.from_pretrained(path, **LOCAL)
             model = kind.from_config(shape, dtype=dtype)
         else:
-            model = kind.from_pretrained(path, dtype=dtype, local_files_only=True)
+            model = kind.from_pretrained(path, dtype=dtype, use_safetensors=True, **LOCAL)
         use_our_attention(model)
     except Exception as error:  # a library of hundreds of models may raise anything
         raise refusal(config.model_type, f"it cannot be loaded there ({type(error).__name__}: {error})") from None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,6 +17,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from saccade.config import ConfigError
+from saccade.folder import weight_files
 from saccade.models.layers import Whole
 
 _INDEX = "model.safetensors.index.json"
@@ -85,7 +85,7 @@ def _files(folder: Path) -> list[Path]:
     if index.is_file():
         return _shards(index)
     single = folder / "model.safetensors"
-    files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
+    files = [single] if single.is_file() else sorted(filter(Path.is_file, folder.glob("*.safetensors")))
     if not files:
         others = ", ".join(sorted(p.name for p in folder.glob("*.bin"))[:_SHOWN])
         hint = f"; {others} cannot be read, convert to safetensors first" if others else ""
@@ -94,10 +94,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _shards(index: Path) -> list[Path]:
-    try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError) as error:
-        raise ConfigError(f"{index} is not a readable list of weight files; download the folder again") from error
+    names = weight_files(index)
     missing = [name for name in names if not (index.parent / name).is_file()]
     if missing:
         raise ConfigError(
@@ -110,7 +107,7 @@ def _shards(index: Path) -> list[Path]:
 def _open(file: Path) -> Any:
     try:
         return safe_open(file, framework="pt", device="cpu")
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:
         raise ConfigError(f"{file} is damaged or half-downloaded ({error}); download it again") from error
 
 

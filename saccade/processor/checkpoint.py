@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import json
+import logging
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +14,19 @@ import huggingface_hub
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from saccade.config import ConfigError, ModelConfig, check_values, model_config
+from saccade.folder import (
+    HEADER_BYTES,
+    TEMPLATE_BYTES,
+    links_out,
+    read_json,
+    read_optional,
+    read_text,
+    weight_files,
+)
 from saccade.kinds import PICTURES, PROCESSOR, Table
 from saccade.processor.families import built_in_template, is_known
+
+logger = logging.getLogger("saccade.processor")
 
 BUILTIN = Path(__file__).parent.parent / "builtin"
 """A small trained model that comes with the package."""
@@ -47,10 +59,12 @@ def open_checkpoint(model: str | None, *, weights: bool = True) -> Checkpoint:
     """
     path = BUILTIN if model is None else _locate(model, weights)
     _check_complete(path, weights)
-    raw = _read_json(path / "config.json")
-    tokenizer_config = _read_optional(path / "tokenizer_config.json")
-    config = model_config(raw, _read_optional(path / "generation_config.json"))
-    settings = {name: _read_optional(path / name) for name in _MEDIA_FILES}
+    if away := links_out(path):
+        logger.warning("%s has links that lead out of it: %s", path, ", ".join(away))
+    raw = read_json(path / "config.json")
+    tokenizer_config = read_optional(path / "tokenizer_config.json")
+    config = model_config(raw, read_optional(path / "generation_config.json"))
+    settings = {name: read_optional(path / name) for name in _MEDIA_FILES}
     if is_known(config):  # of the others Transformers reads these files, and says what it makes of them
         for name, table in _MEDIA_FILES.items():
             check_values(name, settings[name], table)
@@ -102,8 +116,8 @@ def _check_complete(path: Path, weights: bool) -> None:
     if partial:
         raise ConfigError(f"{path} is half-downloaded ({partial[0].name} is left over); download it again")
     for index in sorted(path.glob("*.safetensors.index.json")):
-        named = set(_read_json(index).get("weight_map", {}).values())
-        missing = sorted(name for name in named if not (path / name).is_file())
+        named = weight_files(index)
+        missing = [name for name in named if not (path / name).is_file()]
         if missing:
             raise ConfigError(
                 f"{path} is half-downloaded: {len(missing)} of {len(named)} weight files are missing, the first is "
@@ -112,20 +126,6 @@ def _check_complete(path: Path, weights: bool) -> None:
 
 
 # --- reading the small files --------------------------------------------------------------------------------------
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read as JSON ({error}); download it again") from None
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path} holds {type(value).__name__}, not a JSON object; download it again")
-    return value
-
-
-def _read_optional(path: Path) -> dict[str, Any]:
-    return _read_json(path) if path.is_file() else {}
 
 
 def _pixel_settings(processor: Mapping[str, Any]) -> dict[str, Any]:
@@ -138,10 +138,15 @@ def _chat_template(path: Path, tokenizer_config: Mapping[str, Any]) -> str | Non
     """A file of its own in newer checkpoints, JSON beside or inside the tokenizer's in older ones."""
     file = path / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
-    template = _read_optional(path / "chat_template.json").get("chat_template") or tokenizer_config.get("chat_template")
+        return read_text(file, TEMPLATE_BYTES)
+    template = read_optional(path / "chat_template.json").get("chat_template") or tokenizer_config.get("chat_template")
     if isinstance(template, list):  # several named ones
-        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+        named = [entry for entry in template if isinstance(entry, Mapping) and entry.get("name") == "default"]
+        template = named[-1].get("template") if named else None
+    if isinstance(template, str) and len(template) > TEMPLATE_BYTES:
+        raise ConfigError(
+            f"{path} has a chat template of {len(template)} characters; at most {TEMPLATE_BYTES} are read"
+        )
     return template if isinstance(template, str) else None
 
 
@@ -158,11 +163,12 @@ def _fingerprint(path: Path) -> bytes:
 
 
 def _identifying(path: Path) -> Iterator[bytes]:
-    for file in sorted([*path.glob("*.json"), *path.glob("*.tiktoken")]):
-        yield file.name.encode()
-        yield file.read_bytes()
-    for file in sorted(path.glob("*.safetensors")):
-        yield file.name.encode()
+    for file in filter(Path.is_file, sorted([*path.glob("*.json"), *path.glob("*.tiktoken")])):
+        yield os.fsencode(file.name)
+        with file.open("rb") as stream:
+            yield hashlib.file_digest(stream, "sha256").digest()
+    for file in filter(Path.is_file, sorted(path.glob("*.safetensors"))):
+        yield os.fsencode(file.name)
         yield file.stat().st_size.to_bytes(8, "little")
         yield _safetensors_header(file)
 
@@ -171,4 +177,4 @@ def _safetensors_header(file: Path) -> bytes:
     """Eight bytes of length, then that much JSON with every tensor's name, type, shape and place."""
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
-        return stream.read(min(length, file.stat().st_size))
+        return stream.read(min(length, HEADER_BYTES))

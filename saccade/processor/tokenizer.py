@@ -12,7 +12,8 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from tokenizers.decoders import ByteLevel
 from tokenizers.processors import TemplateProcessing
 
 from saccade.config import ConfigError
+from saccade.folder import read_optional
 from saccade.tokenizer_file import as_markup, read_tokenizer
 from saccade.types import RequestError
 
@@ -38,9 +40,12 @@ class Tokenizer:
     def __init__(
         self, path: Path, *, protect: Iterable[int] = (), written: str = "", markup: Collection[str] = ()
     ) -> None:
-        spec, config = read_tokenizer(path), _read_config(path / "tokenizer_config.json")
-        self._spec = as_markup(spec, markup) if markup else spec
-        self._inner = _open(path, self._spec)
+        spec, config = read_tokenizer(path), read_optional(path / "tokenizer_config.json")
+        with _reading(path):
+            self._spec = as_markup(spec, markup) if markup else spec
+            self._inner = _open(self._spec)
+            self._inner.encode("a")  # a file that can be opened may still make every text fail
+        self._path = path
         self._named = _named_tokens(config)
         _frame_as_asked(self._inner, config, self._named)
         self.is_bytewise = isinstance(self._inner.decoder, ByteLevel)
@@ -119,7 +124,8 @@ class Tokenizer:
 
     @cached_property
     def _aliased(self) -> _AliasTokenizer:
-        return _AliasTokenizer(self._spec, self._inner, self._protected)
+        with _reading(self._path):
+            return _AliasTokenizer(self._spec, self._inner, self._protected)
 
     @cached_property
     def _frame(self) -> tuple[list[int], list[int]]:
@@ -169,9 +175,9 @@ class _AliasTokenizer:
         self._written = re.compile(_any_of(protected)) if protected else None
         self._names = {i: token for token, i in protected.items()}
         spec = json.loads(text)
-        for token in spec["added_tokens"]:
+        for token in spec.get("added_tokens") or ():
             token["content"] = self._aliases.get(token["content"], token["content"])
-        self._inner = _whole_texts(tokenizers.Tokenizer.from_str(json.dumps(spec)))
+        self._inner = _open(json.dumps(spec))
         self._real_ids = self._map_ids(real)
         # A real name that still has an id is in the model's own vocabulary. Only "unknown" may come from there.
         unknown = {spec["model"].get("unk_id"), real.token_to_id(spec["model"].get("unk_token") or "")}
@@ -260,25 +266,24 @@ def _piece(inner: tokenizers.Tokenizer, token_id: int) -> str | None:
 # --- reading the files --------------------------------------------------------------------------------------------
 
 
-def _open(path: Path, spec: str) -> tokenizers.Tokenizer:
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
     try:
-        return _whole_texts(tokenizers.Tokenizer.from_str(spec))
-    except Exception as error:  # the library raises nothing narrower
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the library raises nothing narrower, and its panics are no Exception
         raise ConfigError(
             f"{path / 'tokenizer.json'} cannot be read as a tokenizer ({error}); download it again"
         ) from None
 
 
-def _whole_texts(tokenizer: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """A file may carry the truncation and padding its training used."""
+def _open(spec: str) -> tokenizers.Tokenizer:
+    """For whole texts: a file may carry the truncation and padding its training used."""
+    tokenizer = tokenizers.Tokenizer.from_str(spec)
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
-
-
-def _read_config(path: Path) -> Mapping[str, Any]:
-    config: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    return config
 
 
 def _frame_as_asked(tokenizer: tokenizers.Tokenizer, config: Mapping[str, Any], named: Mapping[str, str]) -> None:

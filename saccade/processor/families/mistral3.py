@@ -6,7 +6,6 @@ IMG IMG IMG END         a picture of 2 x 3 tokens: six embeddings, eight positio
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,6 +27,7 @@ from saccade.processor.families.base import (
     tag,
     vision_and_token,
 )
+from saccade.tokenizer_file import added_tokens
 from saccade.types import Geometry, Grid, Size, Span
 
 _LONGEST_EDGE = 1024  # what the image processor assumes when a checkpoint is silent
@@ -167,11 +167,7 @@ def _token_ids(folder: Path, names: Sequence[str], without: int) -> list[int]:
     file = folder / "tokenizer.json"
     if not file.is_file():
         return [without] * len(names)
-    try:
-        added = json.loads(file.read_text(encoding="utf-8")).get("added_tokens") or []
-    except ValueError as error:
-        raise ConfigError(f"{file} cannot be read as JSON ({error}); download it again") from None
-    ids = {token["content"]: int(token["id"]) for token in added}
+    ids = added_tokens(file)
     missing = [name for name in names if name not in ids]
     if missing:
         raise ConfigError(
