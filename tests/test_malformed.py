@@ -26,7 +26,7 @@ from tests.families import FAMILIES
 
 FILES = ("config.json", "preprocessor_config.json", "processor_config.json", "generation_config.json")
 GONE = object()
-VALUES = (GONE, 0, -1, 1.5, "x", [], {}, None, 10**12)
+VALUES = (GONE, 0, -1, 1.5, "x", [], {}, None, 10**12, 10**400)
 IGNORED = {"transformers_version", "architectures", "initializer_range", "attention_dropout", "use_cache"}
 NATIVE = sorted(name for name in FAMILIES if name in KNOWN or name in ("pixtral", "ministral3", "qwen_vl"))
 

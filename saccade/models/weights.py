@@ -139,9 +139,10 @@ def _plan(names: Iterable[str], targets: Mapping[str, Tensor], rules: Sequence[R
     if twice:
         pairs = [f"{name} and {by_target[plan[name]]}" for name in twice]
         raise ConfigError(f"the checkpoint holds {len(twice)} tensors under two names ({_some(pairs)})")
-    missing = [_name_in(found, target, rules) for target in targets.keys() - by_target.keys()]
+    missing = sorted(targets.keys() - by_target.keys())
     if missing:
-        raise ConfigError(f"the checkpoint lacks {len(missing)} tensors that config.json asks for ({_some(missing)})")
+        shown = [_name_in(found, target, rules) for target in missing[: _SHOWN + 1]]  # for thousands it takes minutes
+        raise ConfigError(f"the checkpoint lacks {len(missing)} tensors that config.json asks for ({_some(shown)})")
     return plan
 
 

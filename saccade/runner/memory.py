@@ -277,6 +277,11 @@ def _kv_blocks(options: Options, model: ModelConfig, dtype: str, left: int, devi
     per_block = costs.kv_bytes_per_block(model.text, dtype, options.block_size)
     if options.kv_cache_gb is not None:
         size, why = options.kv_cache_gb * costs.GIB, "as asked"
+        if device.type == "cpu" and left < 0:
+            raise ConfigError(
+                f"the model that config.json describes needs {-left / costs.GIB:.2f} GiB more than are free, without "
+                "any KV cache; take a smaller one, or check config.json"
+            )
         if device.type == "cuda" and size > left:
             raise ConfigError(
                 f"kv_cache_gb={options.kv_cache_gb} does not fit: gpu_memory_utilization="
