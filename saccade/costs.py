@@ -36,6 +36,11 @@ def blocks_for(tokens: int, block_size: int = 16) -> int:
     return -(-tokens // block_size)
 
 
+def most_chars(tokens: int) -> int:
+    """More characters than a text of so many tokens has on average: only what cannot fit is refused by it."""
+    return 32 * tokens
+
+
 # --- KV cache -----------------------------------------------------------------------------------------------------
 
 

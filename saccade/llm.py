@@ -226,6 +226,7 @@ class Engine:
         core, self._core = self._core, None
         self._open.clear()
         self._awaited.clear()
+        self.processor.close()
         if core is not None:
             core.close()
 

@@ -87,6 +87,10 @@ class Options:
         "precision) or auto: ours where one is made for the device, else flashinfer if installed",
     )
     decode_threads: int | None = _option(None, "threads that decode pictures; automatic: one per core, at most 8")
+    chat_template_timeout: float = _option(
+        2.0,
+        "seconds of computing that a checkpoint's chat template may take for one request; most take a millisecond",
+    )
 
     def __post_init__(self) -> None:
         for name in ("max_num_batched_tokens", "max_num_seqs", "block_size", *_PIXEL_LIMITS):
@@ -103,6 +107,11 @@ class Options:
         for name in ("step_ms", "inter_token_ms", "video_fps", "max_video_seconds"):
             if getattr(self, name) is not None and not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be above 0, not {getattr(self, name)}")
+        if not 0 < self.chat_template_timeout <= _MOST_TEMPLATE_SECONDS:
+            raise ConfigError(
+                f"chat_template_timeout must be above 0 and at most {_MOST_TEMPLATE_SECONDS} seconds, not "
+                f"{self.chat_template_timeout}"
+            )
         if not 0 <= self.video_pruning < 1:
             raise ConfigError(f"video_pruning must be at least 0 and below 1, not {self.video_pruning}")
         if not 0 < self.gpu_memory_utilization <= 1:
@@ -120,6 +129,7 @@ class Options:
                 raise ConfigError(f"limit_mm_per_prompt takes image=N,video=N with N >= 0, not {kind}={count}")
 
 
+_MOST_TEMPLATE_SECONDS = 600
 _PIXEL_LIMITS = ("max_image_bytes", "max_image_pixels", "max_request_pixels", "max_video_bytes")
 _OPTIONAL_COUNTS = (
     "max_model_len",
@@ -169,7 +179,9 @@ class ServerOptions:
 
     host: str = _option("127.0.0.1", "address to listen on; 0.0.0.0 for all of them")
     port: int = _option(8000, "port to listen on; 0 takes a free one")
-    served_model_name: tuple[str, ...] = _option((), "names clients may use, the first is shown; automatic: MODEL")
+    served_model_name: tuple[str, ...] = _option(
+        (), "names clients may use, the first is shown; automatic: MODEL, of a folder only its last part"
+    )
     api_key: tuple[str, ...] = _option((), "a key clients must send as a bearer token; may be repeated; none: open")
     share_caches: bool = _option(
         False,
@@ -316,6 +328,8 @@ class MediaPolicy:
     max_image_pixels: int
     max_request_pixels: int
     video: VideoPolicy
+    template_seconds: float  # of computing, for one chat
+    max_model_len: int | None  # as far as it is known before the model is loaded
 
     @classmethod
     def of(cls, options: Options) -> MediaPolicy:
@@ -327,4 +341,6 @@ class MediaPolicy:
             max_image_pixels=options.max_image_pixels,
             max_request_pixels=options.max_request_pixels,
             video=VideoPolicy.of(options),
+            template_seconds=options.chat_template_timeout,
+            max_model_len=options.max_model_len,
         )

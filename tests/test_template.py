@@ -68,6 +68,31 @@ def test_messages_the_template_cannot_read_are_the_clients_error() -> None:
         render("{{ messages[0].content + 1 }}", HELLO)
 
 
+def test_what_a_template_cannot_do_is_told_by_its_line_and_not_by_jinja() -> None:
+    with pytest.raises(RequestError, match=r"refuses these messages: line 3 of it cannot work with them$"):
+        render("a\n{% if true %}\n{{ messages[0].nothing.more }}\n{% endif %}", HELLO)
+    macro = "{% macro f() %}\n{{ 1 / 0 }}\n{% endmacro %}\n\n{{ f() }}"
+    with pytest.raises(RequestError, match=r"line 2 of it cannot work"):
+        render(macro, HELLO)
+
+
+def test_a_template_writes_no_more_than_it_may() -> None:
+    template = "{% for i in range(100) %}{{ messages[0].content }}{% endfor %}"
+    assert len(render(template, HELLO, 500)) == 500
+    with pytest.raises(RequestError, match="writes more than 499 characters") as caught:
+        render(template, HELLO, 499)
+    assert caught.value.code == "context_length_exceeded"
+
+
+def test_macros_that_call_each_other_without_end_are_the_templates_refusal() -> None:
+    with pytest.raises(RequestError, match="call each other too deeply"):
+        render("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", HELLO)
+
+
+def test_arguments_may_be_called_like_our_own() -> None:
+    assert render("{{ most_chars }}{{ kwargs }}", HELLO, most_chars=1, kwargs=2) == "12"
+
+
 @pytest.mark.parametrize(
     "attack", ["{{ messages.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ ''.__class__.__subclasses__() }}"]
 )

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 from saccade.processor.footage import Video
 from saccade.processor.pictures import Picture
-from saccade.processor.template import render
+from saccade.processor.renderer import Renderer, TemplateEnded
 from saccade.processor.tools import calls_for_template
 from saccade.types import RequestError, quoted
 
@@ -62,18 +61,19 @@ def cleaned(value: Any, clean: Callable[[str], str], depth: int = _MAX_DEPTH) ->
     raise RequestError(f"messages and tools hold plain JSON values, not {type(value).__name__}", param="messages")
 
 
-@lru_cache(maxsize=8)
-def form_of(template: str) -> Form:
+def form_of(renderer: Renderer) -> Form:
     """Found out by trying: some published templates silently drop a plain string, others print a list as it is or
     fail on it. One that refuses both wants more than a single user message and gets what the client sent."""
-    strings, parts = _shows(template, _PROBE), _shows(template, [{"type": "text", "text": _PROBE}])
+    strings, parts = _shows(renderer, _PROBE), _shows(renderer, [{"type": "text", "text": _PROBE}])
     return Form(not parts if strings is None else strings, not strings if parts is None else parts)
 
 
-def _shows(template: str, content: Any) -> bool | None:
+def _shows(renderer: Renderer, content: Any) -> bool | None:
     """None: the template refuses it."""
     try:
-        rendered = render(template, [{"role": "user", "content": content}])
+        rendered = renderer.render(messages=[{"role": "user", "content": content}])
+    except TemplateEnded:
+        raise  # nothing is known of it
     except RequestError:
         return None
     return _PROBE in rendered and "'type'" not in rendered

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
 from saccade.config import ConfigError
-from saccade.costs import blocks_for
+from saccade.costs import blocks_for, most_chars
 from saccade.options import MediaPolicy
 from saccade.params import SamplingParams
-from saccade.processor.chat import cleaned, form_of, read_messages
+from saccade.processor.chat import Form, cleaned, form_of, read_messages
 from saccade.processor.checkpoint import Checkpoint
 from saccade.processor.detokenize import Detokenizer
 from saccade.processor.families import built_in_template
@@ -23,16 +23,26 @@ from saccade.processor.families.base import Marked, lasting
 from saccade.processor.footage import Video
 from saccade.processor.hashing import identity, salt_of
 from saccade.processor.pictures import Foretell, Picture, Pictures, bill_item, reads_text_only
-from saccade.processor.template import render, required
+from saccade.processor.renderer import Renderer
+from saccade.processor.template import MOST_CHARS, RESERVED
 from saccade.processor.tokenizer import Tokenizer
 from saccade.processor.video import split_kwargs, video_bill_item, videos_for
 from saccade.processor.weave import Weave, weave
 from saccade.types import Bill, BillItem, Geometry, MediaItem, Prompt, RequestError, Span, short_key
 
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "multi_modal_data", "mm_processor_kwargs", "cache_salt")
-_TEMPLATE_KEYS = frozenset({"messages", "tools", "add_generation_prompt", "documents", "template", "tokenize"})
+_MOST_CHARS = 64 << 20  # of a chat, whatever context config.json claims
+_SHOWN_CHARS = 500  # of what a template says when it refuses
 
 Ids = npt.NDArray[np.int64]
+
+
+class Rendered(NamedTuple):
+    """A chat behind its template."""
+
+    text: str  # with shields in it
+    pictures: list[Picture]
+    videos: list[Video]
 
 
 class Processor:
@@ -52,8 +62,16 @@ class Processor:
         )
         self.placeholder = self._find_placeholder()  # of a picture in a raw prompt
         self.foretell: Foretell | None = None
+        self._renderer = self._make_renderer()
+        self._form: Form | None = None
         if checkpoint.chat_template is not None:
             self.tokenizer.encode_template("")  # so that the first chat does not wait for the second tokenizer
+
+    def _make_renderer(self) -> Renderer:
+        longest = self.checkpoint.config.text.max_context
+        chars = most_chars(min(longest, self.policy.max_model_len or longest))
+        chars = min(max(chars, MOST_CHARS), _MOST_CHARS)
+        return Renderer(self.checkpoint.chat_template, self.policy.template_seconds, chars)
 
     def _find_placeholder(self) -> str | None:
         token = self.family.image_token_id
@@ -116,30 +134,66 @@ class Processor:
 
         `allow_paths` lets a string in an `image` or `video` part name a local file: for Python, never for a server.
         """
-        template, clean = required(self.checkpoint.chat_template), self.tokenizer.shield
+        rendered = self.render(
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            chat_template_kwargs=chat_template_kwargs,
+            allow_paths=allow_paths,
+        )
+        return self.from_rendered(rendered, mm_processor_kwargs=mm_processor_kwargs, salt=salt)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        allow_paths: bool = False,
+    ) -> Rendered:
+        """The first half of `from_chat`: what the template does, in a process of its own. It may take a while."""
+        clean = self.tokenizer.shield
         extra = self._template_kwargs(chat_template_kwargs)
-        chat = read_messages(messages, form_of(template), clean, allow_paths=allow_paths)
+        chat = read_messages(messages, self.form(), clean, allow_paths=allow_paths)
         if chat.pictures and not self.takes_pictures:
             raise reads_text_only(len(chat.pictures), chat.pictures[0].param)  # before its template meets one
         if chat.videos and self.videos is None:
             raise takes_no_video(chat.videos[0].param)
         try:
-            rendered = render(
-                template,
-                chat.messages,
+            text = self._renderer.render(
+                messages=chat.messages,
                 tools=cleaned(tools, clean),
                 add_generation_prompt=add_generation_prompt,
                 **extra,
             )
         except RequestError as error:
-            raise RequestError(self.tokenizer.unshield(error.message), param=error.param) from None
-        text = self.tokenizer.unshield(rendered)
-        make_ids = partial(self._template_ids, rendered)
-        return self._build(make_ids, chat.pictures, chat.videos, mm_processor_kwargs, salt, text)
+            said = " ".join(self.tokenizer.unshield(error.message).split())
+            raise RequestError(said[:_SHOWN_CHARS], code=error.code, param=error.param) from None
+        return Rendered(text, chat.pictures, chat.videos)
+
+    def from_rendered(
+        self, rendered: Rendered, *, mm_processor_kwargs: Mapping[str, Any] | None = None, salt: bytes = b""
+    ) -> Prompt:
+        """The second half: tokens, and the pictures' places among them."""
+        text, pictures, videos = rendered
+        make_ids = partial(self._template_ids, text)
+        shown = self.tokenizer.unshield(text)
+        return self._build(make_ids, pictures, videos, mm_processor_kwargs, salt, shown)
+
+    def form(self) -> Form:
+        """Which contents the template takes. It is tried out once, which starts a process for later chats too."""
+        if self._form is None:
+            self._form = form_of(self._renderer)
+        return self._form
+
+    def close(self) -> None:
+        """End the processes in which templates run."""
+        self._renderer.close()
 
     def _template_kwargs(self, given: Mapping[str, Any] | None) -> dict[str, Any]:
         named = self.tokenizer.named_tokens
-        taken = sorted((_TEMPLATE_KEYS | set(named)) & set(given or {}))
+        taken = sorted((RESERVED | set(named)) & set(given or {}))
         if taken:
             raise RequestError(
                 f"chat_template_kwargs cannot set {', '.join(taken)}", param=f"chat_template_kwargs.{taken[0]}"

@@ -1,11 +1,15 @@
-"""Runs a checkpoint's chat template in a sandbox. Knows nothing of tokens, pictures or what a message may contain."""
+"""Runs a checkpoint's chat template in a sandbox. Knows nothing of tokens, pictures or what a message may contain.
+
+The sandbox keeps a template from files and objects, not from taking for ever: `renderer` runs this in another process.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
+from types import TracebackType
 from typing import Any, NoReturn
 
 import jinja2
@@ -17,23 +21,42 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from saccade.config import ConfigError
 from saccade.types import RequestError
 
+MOST_CHARS = 1 << 20
+_SAID_ELSEWHERE = {"messages", "tools", "documents", "add_generation_prompt", "template", "tokenize"}
+_OF_JINJA = {"self", "super", "caller", "loop", "varargs", "kwargs"}
+_GLOBALS = {"range", "dict", "lipsum", "cycler", "joiner", "namespace", "raise_exception", "strftime_now"}
+RESERVED = frozenset(_SAID_ELSEWHERE | _OF_JINJA | _GLOBALS)
+"""Names that a request cannot give a value of its own."""
+
+
+class _Refusal(jinja2.TemplateError):
+    """The template's own words."""
+
 
 def render(
     template: str | None,
     messages: Sequence[Mapping[str, Any]],
+    most_chars: int = MOST_CHARS,
+    /,
     *,
     tools: Sequence[Mapping[str, Any]] | None = None,
     add_generation_prompt: bool = True,
     **kwargs: Any,
 ) -> str:
     """The conversation as the model was trained to read it."""
-    compiled = _compile(required(template))
+    compiled = compile_template(required(template))
+    how = {"tools": tools, "add_generation_prompt": add_generation_prompt, "documents": None}
     try:
-        return compiled.render(
-            messages=messages, tools=tools, add_generation_prompt=add_generation_prompt, documents=None, **kwargs
-        )
-    except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
-        raise RequestError(f"the model's chat template refuses these messages: {error}", param="messages") from None
+        return _joined(compiled.generate({**kwargs, **how, "messages": messages}), most_chars)
+    except (RequestError, MemoryError):
+        raise
+    except _Refusal as error:
+        reason = str(error)
+    except RecursionError:
+        reason = "its macros call each other too deeply"
+    except Exception as error:  # whatever a template can be made to raise; in no library's words
+        reason = f"line {_line(error.__traceback__, compiled)} of it cannot work with them"
+    raise RequestError(f"the model's chat template refuses these messages: {reason}", param="messages")
 
 
 def required(template: str | None) -> str:
@@ -45,11 +68,39 @@ def required(template: str | None) -> str:
 
 
 @lru_cache(maxsize=8)
-def _compile(template: str) -> jinja2.Template:
+def compile_template(template: str) -> jinja2.Template:
     try:
         return _environment().from_string(template)
     except jinja2.TemplateSyntaxError as error:
         raise ConfigError(f"the chat template has an error in line {error.lineno}: {error.message}") from None
+    except MemoryError:
+        raise
+    except Exception as error:  # of blocks that are nested too deeply, Python's compiler says so in several ways
+        raise ConfigError(f"the chat template cannot be compiled ({type(error).__name__}: {error})") from None
+
+
+def _joined(pieces: Iterable[str], most: int) -> str:
+    written, left = [], most
+    for piece in pieces:
+        left -= len(piece)
+        if left < 0:
+            raise RequestError(
+                f"the model's chat template writes more than {most} characters for these messages; send less",
+                code="context_length_exceeded",
+                param="messages",
+            )
+        written.append(piece)
+    return "".join(written)
+
+
+def _line(traceback: TracebackType | None, template: jinja2.Template) -> int:
+    """Where in the template it happened; Jinja has put its lines into the traceback."""
+    line = 1
+    while traceback is not None:
+        if traceback.tb_frame.f_code.co_filename == (template.filename or "<template>"):
+            line = traceback.tb_lineno
+        traceback = traceback.tb_next
+    return line
 
 
 @lru_cache(maxsize=1)
@@ -80,7 +131,7 @@ def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, *
 
 
 def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
+    raise _Refusal(message)
 
 
 def _strftime_now(pattern: str) -> str:

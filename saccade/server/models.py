@@ -22,9 +22,9 @@ def model_list(service: Service) -> dict[str, Any]:
 
 
 def model_card(service: Service, name: str) -> dict[str, Any]:
-    if name not in service.names:
+    if not service.serves(name):
         raise ApiError(404, f"the model {quoted(name, 200)} is not served here", code="model_not_found", param="model")
-    return _card(service, name)
+    return _card(service, name if name in service.names else service.names[0])
 
 
 def _card(service: Service, name: str) -> dict[str, Any]:

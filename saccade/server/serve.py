@@ -174,11 +174,12 @@ class _Running:
         serving = asyncio.create_task(self.http.serve([]))
         starting = asyncio.create_task(self._start_engine())
         reporting = asyncio.create_task(self._report_throughput())
+        warming = asyncio.create_task(self._service.warm())
         try:
             await serving
             return 0 if not starting.done() or starting.result() else 1
         finally:
-            for task in (starting, reporting):
+            for task in (starting, reporting, warming):
                 task.cancel()
             await self._engine.stop()
             await self._service.close()

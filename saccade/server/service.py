@@ -7,33 +7,40 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+from saccade.config import ConfigError
+from saccade.costs import most_chars
 from saccade.engine.client import EngineInfo, EngineStatus, EngineUnavailable
 from saccade.metrics import Metrics
 from saccade.options import Options, SchedulerConfig, ServerOptions
 from saccade.processor.answer import Answer
 from saccade.processor.fetch import Fetcher
 from saccade.processor.hashing import salt_of
-from saccade.processor.prompt import Processor
+from saccade.processor.prompt import Processor, Rendered
+from saccade.processor.renderer import THREADS as _TEMPLATE_THREADS
 from saccade.server.auth import KeyRing
 from saccade.server.connections import Connections, connection_limit
 from saccade.server.fields import FieldReader
 from saccade.server.generate import Generation, Priced, SubmitsRequests, Timing
 from saccade.server.limits import Gate, Held, Upload, decode_object
-from saccade.server.media import ChatLimits, Fetched, Link, MediaResolver, Messages, find_links
+from saccade.server.media import ChatLimits, Link, MediaResolver, Messages, find_links
 from saccade.server.protocol import ChatRequest, Wanted
 from saccade.server.tally import check_chars, check_text
 from saccade.server.uuids import UuidCache
 from saccade.types import Bill, Prompt, Request, RequestError, quoted
 
+logger = logging.getLogger("saccade.server")
+
 DEFAULT_MAX_WAITING = 256
-_CHARS_PER_TOKEN = 32  # more than any text has on average; only what cannot fit is refused by it
 _THREADS = 4
 _GUESSED_START = 5.0
 _SCHEMA_FIELDS = ("response_format", "structured_outputs", "tools", "text", "output_config")
@@ -72,7 +79,7 @@ class Service:
         self.server = server
         self.processor = processor
         self.engine = engine
-        self.names = server.served_model_name or (options.model or "saccade-builtin",)
+        self.names = server.served_model_name or (_name_of(options.model),)
         self.metrics = Metrics(self.names[0], engine.stats, lambda: self.gate.total_bytes())
         max_waiting = options.max_waiting if options.max_waiting is not None else DEFAULT_MAX_WAITING
         self.gate = Gate(
@@ -92,6 +99,7 @@ class Service:
         self._media = MediaResolver(fetcher, UuidCache(server.uuid_cache_mb << 20), processor.policy, self.metrics)
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="saccade-prompt")
         self._schema_pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="saccade-schema")
+        self._template_pool = ThreadPoolExecutor(_TEMPLATE_THREADS, thread_name_prefix="saccade-template")
         self._seeds = random.Random(options.seed)
         self._numbers = itertools.count()
 
@@ -108,7 +116,7 @@ class Service:
 
     @property
     def max_chars(self) -> int:
-        return self.limits.max_model_len * _CHARS_PER_TOKEN
+        return most_chars(self.limits.max_model_len)
 
     def check_ids(self, count: int, param: str) -> None:
         if count > self.limits.max_model_len:
@@ -139,8 +147,12 @@ class Service:
         """For work of a millisecond or more: the event loop stays free for everybody's tokens."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, work, *args)
 
+    def serves(self, name: str) -> bool:
+        """A folder may also be named as the operator named it; it is never told to those who do not know it."""
+        return name in self.names or (name == self.options.model and not self.server.served_model_name)
+
     def check_model(self, name: str | None) -> None:
-        if name is not None and name not in self.names:
+        if name is not None and not self.serves(name):
             raise RequestError(
                 f"the model {quoted(name, 200)} is not served here; this server has {', '.join(self.names)}",
                 code="model_not_found",
@@ -149,8 +161,18 @@ class Service:
 
     async def close(self) -> None:
         await self._fetcher.close()
-        for pool in (self._pool, self._schema_pool):
+        self.processor.close()
+        for pool in (self._pool, self._schema_pool, self._template_pool):
             pool.shutdown(wait=False, cancel_futures=True)
+
+    async def warm(self) -> None:
+        """The first chat need not wait until a process for templates has started. What is wrong with one is logged."""
+        if self.processor.checkpoint.chat_template is None:
+            return
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._template_pool, self.processor.form)
+        except (ConfigError, RequestError) as error:
+            logger.warning("the chat template does not work: %s", error)
 
     # --- prompts --------------------------------------------------------------------------------------------------
 
@@ -162,7 +184,14 @@ class Service:
         start = time.perf_counter()
         fetched = await self._media.fetch(links, held.add)
         fetch_ms = (time.perf_counter() - start) * 1e3
-        prompt = await self.in_thread(self._build_chat, request, links, fetched, caller)
+        owner = salt_of(caller.tenant, request.wanted.cache_salt)  # names give bytes away, so they are never shared
+        messages = await self.in_thread(self._media.resolved, request.messages, links, fetched, owner)
+        # Threads of their own: templates are computed in other processes, and the slow ones wait long for theirs.
+        rendering = partial(self._render, messages, request)
+        rendered = await asyncio.get_running_loop().run_in_executor(self._template_pool, rendering)
+        prompt = await self.in_thread(self._build_chat, rendered, request, caller)
+        self._media.remember(links, messages, owner)
+        self._count_mistyped(links, prompt)
         timing = Timing(caller.arrived, (time.perf_counter() - caller.arrived) * 1e3, fetch_ms)
         return self._priced(prompt), timing
 
@@ -170,20 +199,18 @@ class Service:
         """Of all that a request leaves in the caches: who has another one finds nothing of it."""
         return salt_of("" if self.server.share_caches else caller.tenant, wanted.cache_salt)
 
-    def _build_chat(self, request: ChatRequest, links: Sequence[Link], fetched: Fetched, caller: Caller) -> Prompt:
-        owner = salt_of(caller.tenant, request.wanted.cache_salt)  # names give bytes away, so they are never shared
-        messages: Messages = self._media.resolved(request.messages, links, fetched, owner)
-        prompt = self.processor.from_chat(
+    def _render(self, messages: Messages, request: ChatRequest) -> Rendered:
+        return self.processor.render(
             messages,
             tools=request.tools.for_template,
             add_generation_prompt=request.add_generation_prompt,
             chat_template_kwargs=request.chat_template_kwargs,
-            mm_processor_kwargs=request.mm_processor_kwargs,
-            salt=self.salt(caller, request.wanted),
         )
-        self._media.remember(links, messages, owner)
-        self._count_mistyped(links, prompt)
-        return prompt
+
+    def _build_chat(self, rendered: Rendered, request: ChatRequest, caller: Caller) -> Prompt:
+        return self.processor.from_rendered(
+            rendered, mm_processor_kwargs=request.mm_processor_kwargs, salt=self.salt(caller, request.wanted)
+        )
 
     def _count_mistyped(self, links: Sequence[Link], prompt: Prompt) -> None:
         if len(links) != len(prompt.items):
@@ -284,6 +311,14 @@ class Service:
             eos_token_ids=frozenset() if params.ignore_eos else self.processor.eos_token_ids,
             seed=(seed + index % params.n) % 2**63,
         )
+
+
+def _name_of(model: str | None) -> str:
+    """A hub id as it is; of a folder its last name, because clients need not know where an operator keeps it."""
+    if model is None:
+        return "saccade-builtin"
+    folder = Path(model).expanduser()
+    return folder.resolve().name or "model" if folder.is_dir() else model
 
 
 def _itemised(bill: Bill) -> str:
