@@ -16,12 +16,18 @@ from saccade.types import Bill, RequestError
 _HELP = "Type a question; /image FILE adds a picture to the next one, /new starts over, /quit leaves."
 
 
-def converse(opts: Options, question: str | None, images: Sequence[str], max_tokens: int, temperature: float) -> int:
+def converse(
+    opts: Options, question: str | None, images: Sequence[str], max_tokens: int, temperature: float | None
+) -> int:
     """Answer `question` once, or talk until the user leaves."""
     logging.getLogger("saccade.engine").setLevel(logging.WARNING)
-    params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
+    given: dict[str, Any] = {"max_tokens": max_tokens}
+    if temperature is not None:
+        given["temperature"] = temperature
+    SamplingParams(**given)  # a mistake is known before the model is loaded
     engine = Engine(opts, progress=sys.stderr.isatty())
     try:
+        params = SamplingParams(**{"temperature": 0.0, **engine.defaults, **given})
         talk = Conversation(engine, params, list(images))
         if question is not None:
             talk.ask(question)

@@ -115,7 +115,11 @@ def _add_chat(commands: Any) -> None:
     command.add_argument("question", nargs="?", help="leave it out to hold a conversation")
     command.add_argument("--image", action="append", default=[], metavar="FILE", help="a picture; may be repeated")
     command.add_argument("--max-tokens", type=int, default=512, help="longest answer (default: 512)")
-    command.add_argument("--temperature", type=float, default=0.0, help="0 always takes the likeliest token (default)")
+    command.add_argument(
+        "--temperature",
+        type=float,
+        help="0 always takes the likeliest token; automatic: the checkpoint's (--generation-config), or 0",
+    )
     add_options(command, "engine", Options)
     command.add_argument("--debug", action="store_true", help="show tracebacks and debug logs")
     command.set_defaults(run=_chat)

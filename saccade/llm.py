@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -20,10 +21,13 @@ from saccade.outputs import RequestOutput
 from saccade.params import SamplingParams
 from saccade.processor.answer import Answer
 from saccade.processor.checkpoint import open_checkpoint
+from saccade.processor.generation import defaults_line, sampling_defaults
 from saccade.processor.pictures import Foretell
 from saccade.processor.prompt import Processor
 from saccade.processor.structured import check_structured
 from saccade.types import Bill, MediaItem, Prompt, Request, RequestError, TokenEvent
+
+logger = logging.getLogger("saccade.engine")
 
 PromptInput = str | Mapping[str, Any]
 Message = Mapping[str, Any]
@@ -51,7 +55,11 @@ class Engine:
     """Steps by hand: add requests, call `step` until none is unfinished."""
 
     def __init__(self, opts: Options, *, progress: bool = True) -> None:
-        checkpoint = open_checkpoint(opts.model, weights=opts.load_format != "dummy")
+        checkpoint = open_checkpoint(
+            opts.model, weights=opts.load_format != "dummy", generation_config=opts.generation_config
+        )
+        self.defaults = sampling_defaults(opts, checkpoint.generation)  # of requests that come without parameters
+        logger.info("%s", defaults_line(self.defaults))
         self.processor = Processor(checkpoint, MediaPolicy.of(opts))
         self._core: EngineCore | None = build_core(
             checkpoint.path,
@@ -77,7 +85,10 @@ class Engine:
         return self.core.limits
 
     def add_request(self, request_id: str, prompt: PromptInput, params: SamplingParams | None = None) -> None:
-        """Refuses with a RequestError when the request can never run; nothing is kept of it then."""
+        """Refuses with a RequestError when the request can never run; nothing is kept of it then.
+
+        Without parameters, the checkpoint's own hold, and the answer is as long as they say and the context allows.
+        """
         self.add_with(request_id, lambda: self.processor.from_prompt(prompt), params)
 
     def add_chat(self, request_id: str, messages: Sequence[Message], params: SamplingParams, **how: Any) -> None:
@@ -85,7 +96,9 @@ class Engine:
         self.add_with(request_id, lambda: self.processor.from_chat(messages, allow_paths=True, **how), params)
 
     def add_with(self, request_id: str, make: Callable[[], Prompt], params: SamplingParams | None) -> None:
-        core, params = self.core, params or SamplingParams()  # a closed engine says so before a prompt is made
+        core = self.core  # a closed engine says so before a prompt is made
+        is_asked = params is not None
+        params = params if params is not None else SamplingParams(**self.defaults)
         if request_id in self._open:
             raise RequestError(f"request id {request_id!r} is already in use")
         self.processor.check_params(params)
@@ -93,7 +106,7 @@ class Engine:
             check_structured(params.structured)
         try:
             opened = self._opened(request_id, make, params)
-            self._admit(opened, params)
+            self._admit(opened, params if is_asked else self._fitted(params, opened.prompt))
         except BaseException:
             core.rest()  # its pictures may have been foretold
             raise
@@ -106,6 +119,11 @@ class Engine:
         prepare_ms = (time.perf_counter() - start) * 1e3
         answers = [Answer(i, self.processor.tokenizer, params) for i in range(params.n)]
         return _Open(request_id, prompt, list(prompt.token_ids), answers, prepare_ms, self.bill(prompt), params.n)
+
+    def _fitted(self, params: SamplingParams, prompt: Prompt) -> SamplingParams:
+        """A length that nobody asked for is no reason to refuse a prompt."""
+        room = max(1, self.limits.max_model_len - len(prompt))
+        return replace(params, max_tokens=min(params.max_tokens or room, room))
 
     def _admit(self, opened: _Open, params: SamplingParams) -> None:
         room = self.limits.max_model_len - len(opened.prompt)
@@ -270,7 +288,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Answer one prompt or many, in order.
+        """Answer one prompt or many, in order. Without `sampling_params` by the checkpoint's own sampling values.
 
         A bad prompt given alone raises RequestError. In a list it hurts only itself: its output has `error` set and no
         answers, and all others are answered.
@@ -292,6 +310,13 @@ class LLM:
         many: Sequence[Any] = [messages] if is_single else messages
         makers = [lambda m=m: self.engine.processor.from_chat(m, allow_paths=True, **how) for m in many]
         return self._run(makers, sampling_params, use_tqdm, raise_errors=is_single)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What holds for calls without `sampling_params`: generation_config.json's values, and ours for the rest.
+
+        Parameters that are given hold as they are: what they leave out is theirs, not the checkpoint's.
+        """
+        return SamplingParams(**self.engine.defaults)
 
     def stats(self) -> dict[str, Any]:
         """Counters of the engine: kv, prefix_cache, encoder_cache, encoder, steps; and what the latest steps did."""
@@ -343,7 +368,7 @@ class LLM:
         self,
         request_id: str,
         make: Callable[[], Prompt],
-        params: SamplingParams,
+        params: SamplingParams | None,
         results: dict[str, RequestOutput],
     ) -> None:
         try:
@@ -364,9 +389,9 @@ class LLM:
                         bar.update()
 
 
-def _spread(given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
+def _spread(given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams | None]:
     if given is None or isinstance(given, SamplingParams):
-        return [given or SamplingParams()] * count
+        return [given] * count
     if len(given) != count:
         raise RequestError(
             f"{count} prompts were given with {len(given)} sampling params; give one for all or one each"

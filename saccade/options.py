@@ -91,6 +91,15 @@ class Options:
         2.0,
         "seconds of computing that a checkpoint's chat template may take for one request; most take a millisecond",
     )
+    generation_config: str = _option(
+        "auto",
+        "whose sampling values hold for requests that set none: auto for the checkpoint's generation_config.json, none "
+        "for the engine's own, or a folder with another generation_config.json",
+    )
+    override_generation_config: dict[str, Any] = _option(  # noqa: RUF009 (a dict becomes a default factory)
+        {},
+        'single values of it, as JSON such as {"temperature": 0.5}; null takes the file\'s away',
+    )
 
     def __post_init__(self) -> None:
         for name in ("max_num_batched_tokens", "max_num_seqs", "block_size", *_PIXEL_LIMITS):

@@ -49,13 +49,15 @@ class Checkpoint:
     processor: Mapping[str, Any]  # how they enter the prompt: patch_size, vision_feature_select_strategy ...
     tokenizer_config: Mapping[str, Any]
     chat_template: str | None
+    generation: Mapping[str, Any]  # generation_config.json
     fingerprint: bytes  # 32 bytes that change with any setting or weight file
 
 
-def open_checkpoint(model: str | None, *, weights: bool = True) -> Checkpoint:
+def open_checkpoint(model: str | None, *, weights: bool = True, generation_config: str = "auto") -> Checkpoint:
     """A folder, a hub id, or None for the model inside the package.
 
-    `weights=False` is for callers that need the small files only: dummy weights, counting.
+    `weights=False` is for callers that need the small files only: dummy weights, counting. `generation_config` may name
+    a folder whose generation_config.json takes the place of the checkpoint's.
     """
     path = BUILTIN if model is None else _locate(model, weights)
     _check_complete(path, weights)
@@ -63,7 +65,8 @@ def open_checkpoint(model: str | None, *, weights: bool = True) -> Checkpoint:
         logger.warning("%s has links that lead out of it: %s", path, ", ".join(away))
     raw = read_json(path / "config.json")
     tokenizer_config = read_optional(path / "tokenizer_config.json")
-    config = model_config(raw, read_optional(path / "generation_config.json"))
+    generation = _generation(path, generation_config)
+    config = model_config(raw, generation)
     settings = {name: read_optional(path / name) for name in _MEDIA_FILES}
     if is_known(config):  # of the others Transformers reads these files, and says what it makes of them
         for name, table in _MEDIA_FILES.items():
@@ -78,6 +81,7 @@ def open_checkpoint(model: str | None, *, weights: bool = True) -> Checkpoint:
         processor=processor,
         tokenizer_config=tokenizer_config,
         chat_template=_chat_template(path, tokenizer_config) or built_in_template(config),
+        generation=generation,
         fingerprint=_fingerprint(path),
     )
 
@@ -126,6 +130,19 @@ def _check_complete(path: Path, weights: bool) -> None:
 
 
 # --- reading the small files --------------------------------------------------------------------------------------
+
+
+def _generation(path: Path, wanted: str) -> dict[str, Any]:
+    """Where the sampling values are not wanted (none), end tokens still are: those are no matter of taste."""
+    if wanted in ("auto", "none"):
+        return read_optional(path / "generation_config.json")
+    file = Path(wanted).expanduser() / "generation_config.json"
+    if not file.is_file():
+        raise ConfigError(
+            f"generation_config must be auto, none or a folder that holds a generation_config.json, not {wanted!r}; "
+            "change --generation-config"
+        )
+    return read_json(file)
 
 
 def _pixel_settings(processor: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ Knows how each kind of option is written as text; the command line is made with 
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import typing
 from collections.abc import Callable, Mapping
@@ -51,7 +52,7 @@ def _make(cls: type, given: Mapping[str, Any]) -> Any:
 def text_reader(kind: Any) -> Callable[[str], Any]:
     """The function that reads one option from text; it raises ValueError with a sentence."""
     if typing.get_origin(kind) is dict:
-        return _read_limits
+        return _read_limits if int in typing.get_args(kind) else _read_object
     if typing.get_origin(kind) is tuple:
         return _read_list
     if kind is bool:
@@ -64,6 +65,16 @@ def _read_limits(text: str) -> dict[str, int]:
         return {kind: int(count) for kind, count in (part.split("=") for part in text.split(","))}
     except ValueError:
         raise ValueError(f"expected something like image=4, not {text!r}") from None
+
+
+def _read_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise ValueError(f"expected a JSON object such as {{\"temperature\": 0.5}}, not {text!r}")
+    return value
 
 
 def _read_list(text: str) -> tuple[str, ...]:

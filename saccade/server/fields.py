@@ -295,7 +295,8 @@ _WORDS = {
 class FieldReader:
     """Checks bodies against a table and remembers which unknown names were already logged."""
 
-    def __init__(self, *, strict: bool) -> None:
+    def __init__(self, *, strict: bool, defaults: Mapping[str, Any] | None = None) -> None:
+        self.defaults: Mapping[str, Any] = defaults or {}  # of sampling, where a body says nothing
         self._strict = strict
         self._logged: set[str] = set()
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from saccade.costs import blocks_for
 from saccade.processor.clips import FORMATS as VIDEO_FORMATS
+from saccade.processor.generation import shown_defaults
 from saccade.processor.pictures import LOW_DETAIL_PIXELS
 from saccade.processor.probe import FORMATS
 from saccade.processor.video import Videos
@@ -37,6 +38,7 @@ def _card(service: Service, name: str) -> dict[str, Any]:
         "parent": None,
         "max_model_len": service.limits.max_model_len,
         "kv_cache": {"blocks": service.limits.num_blocks, "block_size": service.limits.block_size},
+        "default_sampling_params": shown_defaults(service.defaults),
         "multimodal": _multimodal(service),
     }
 

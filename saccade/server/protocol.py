@@ -20,6 +20,7 @@ class Wanted:
 
     model: str | None
     params: SamplingParams
+    usual_max_tokens: int | None  # of the checkpoint, for an answer whose length nobody said
     stream: bool
     include_usage: bool  # one more chunk with the usage at the end of a stream
     continuous_usage: bool  # and the usage so far in every chunk
@@ -55,7 +56,7 @@ def read_chat(body: Mapping[str, Any], reader: FieldReader) -> ChatRequest:
     tools = tools_for_template(given.get("tools"), given.get("tool_choice"))
     limit = given.get("max_completion_tokens", given.get("max_tokens"))
     return ChatRequest(
-        wanted=_wanted(given, limit, _chat_logprobs(given), tools.structured),
+        wanted=_wanted(given, reader.defaults, limit, _chat_logprobs(given), tools.structured),
         messages=given["messages"],
         tools=tools,
         parallel_tool_calls=given.get("parallel_tool_calls", True),
@@ -85,8 +86,9 @@ def read_completion(body: Mapping[str, Any], reader: FieldReader, max_prompts: i
         raise RequestError(f"{len(prompts)} prompts were given and at most {max_prompts} may be", param="prompt")
     if given.get("best_of", given.get("n", 1)) != given.get("n", 1):
         raise RequestError("best_of is not supported by this server; leave it out", code="unsupported", param="best_of")
-    # OpenAI's completions stop after 16 tokens unless they are told otherwise; chats go on.
-    return CompletionRequest(_wanted(given, given.get("max_tokens", 16), given.get("logprobs")), prompts)
+    # OpenAI's completions stop after 16 tokens unless they, or the checkpoint, say otherwise; chats go on.
+    limit = given.get("max_tokens", None if "max_tokens" in reader.defaults else 16)
+    return CompletionRequest(_wanted(given, reader.defaults, limit, given.get("logprobs")), prompts)
 
 
 def _prompts(given: Any) -> list[str | Sequence[int]]:
@@ -107,7 +109,11 @@ def _is_token(value: Any) -> bool:
 
 
 def _wanted(
-    given: Mapping[str, Any], max_tokens: int | None, logprobs: int | None, structured: str | None = None
+    given: Mapping[str, Any],
+    defaults: Mapping[str, Any],
+    max_tokens: int | None,
+    logprobs: int | None,
+    structured: str | None = None,
 ) -> Wanted:
     stream, options = given.get("stream", False), given.get("stream_options", {})
     if options and not stream:
@@ -119,7 +125,8 @@ def _wanted(
     continuous = bool(options.get("continuous_usage_stats"))
     return Wanted(
         model=given.get("model"),
-        params=_params(given, max_tokens, logprobs, structured),
+        params=_params({**defaults, **given}, max_tokens, logprobs, structured),
+        usual_max_tokens=defaults.get("max_tokens"),
         stream=stream,
         include_usage=bool(options.get("include_usage")) or continuous,
         continuous_usage=continuous,

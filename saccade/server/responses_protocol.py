@@ -22,11 +22,9 @@ _ECHOED: Mapping[str, Any] = {
     "max_output_tokens": None,
     "metadata": {},
     "parallel_tool_calls": True,
-    "temperature": 1.0,
     "text": {"format": {"type": "text"}},
     "tool_choice": "auto",
     "tools": [],
-    "top_p": 1.0,
     "user": None,
 }
 """Fields of a request that its response repeats, and what stands there when they were not sent."""
@@ -39,7 +37,7 @@ MAX_ECHO_BYTES = 1 << 20
 class ResponseRequest(NamedTuple):
     chat: ChatRequest
     places: Places
-    echo: Mapping[str, Any]  # see _ECHOED
+    echo: Mapping[str, Any]  # see _ECHOED; and how its tokens are drawn
 
 
 def read_response(body: Mapping[str, Any], reader: FieldReader) -> ResponseRequest:
@@ -58,7 +56,8 @@ def read_response(body: Mapping[str, Any], reader: FieldReader) -> ResponseReque
     settings = _as_chat(given)
     with chat.places.renaming():
         request = read_chat({**settings, "messages": chat.messages}, reader)
-    return ResponseRequest(request, chat.places, _echo(given))
+    sampling = {name: getattr(request.wanted.params, name) for name in ("temperature", "top_p")}
+    return ResponseRequest(request, chat.places, {**_echo(given), **sampling})
 
 
 def _echo(given: Mapping[str, Any]) -> Mapping[str, Any]:

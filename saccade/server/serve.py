@@ -27,6 +27,7 @@ from saccade.options import MediaPolicy, ServerOptions
 from saccade.params import SamplingParams
 from saccade.processor.checkpoint import open_checkpoint
 from saccade.processor.fetch import Fetcher, FetchPolicy
+from saccade.processor.generation import defaults_line
 from saccade.processor.prompt import Processor
 from saccade.processor.structured import ANY_OBJECT
 from saccade.schema import is_available
@@ -50,7 +51,9 @@ def serve(settings: Settings) -> int:
     options, server = settings
     if options.step_ms is None:
         options = replace(options, step_ms=_STEP_MS)
-    checkpoint = open_checkpoint(options.model, weights=options.load_format != "dummy")
+    checkpoint = open_checkpoint(
+        options.model, weights=options.load_format != "dummy", generation_config=options.generation_config
+    )
     processor = Processor(checkpoint, MediaPolicy.of(options))
     engine = EngineClient(
         options,
@@ -200,6 +203,7 @@ class _Running:
         for reason in info.reasons:
             logger.info("%s", reason)
         logger.info("%s", capacity_line(self._service))
+        logger.info("%s", defaults_line(self._service.defaults))
         if self._service.server.allow_private_media_addresses:
             domains = ", ".join(self._service.server.allowed_media_domains)
             logger.warning("pictures are fetched from private addresses too, where %s lead there", domains)

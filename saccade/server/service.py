@@ -24,6 +24,7 @@ from saccade.metrics import Metrics
 from saccade.options import Options, SchedulerConfig, ServerOptions
 from saccade.processor.answer import Answer
 from saccade.processor.fetch import Fetcher
+from saccade.processor.generation import sampling_defaults
 from saccade.processor.hashing import salt_of
 from saccade.processor.prompt import Processor, Rendered
 from saccade.processor.renderer import THREADS as _TEMPLATE_THREADS
@@ -93,7 +94,8 @@ class Service:
         most = connection_limit(server.max_connections)
         self.connections = Connections(most, server.max_client_share, on_refusal=self.metrics.refused)
         self.keys = KeyRing(server.api_key)
-        self.fields = FieldReader(strict=server.strict_params)
+        self.defaults = sampling_defaults(options, processor.checkpoint.generation)
+        self.fields = FieldReader(strict=server.strict_params, defaults=self.defaults)
         self.created = int(time.time())
         self._fetcher = fetcher
         self._media = MediaResolver(fetcher, UuidCache(server.uuid_cache_mb << 20), processor.policy, self.metrics)
@@ -286,7 +288,7 @@ class Service:
         await generation.submit(self.engine, requests)
 
     def max_tokens(self, priced: Priced, wanted: Wanted) -> int:
-        """What was asked for, or all the context has left."""
+        """What was asked for; or else the checkpoint's own length, or all, but not more than the context has left."""
         room = self.limits.max_model_len - len(priced.prompt)
         asked = wanted.params.max_tokens
         if room < (asked or 1):
@@ -298,7 +300,7 @@ class Service:
                 code="context_length_exceeded",
                 param="messages" if priced.bill.items else None,
             )
-        return asked or room
+        return asked or min(room, wanted.usual_max_tokens or room)
 
     def _request(self, request_id: str, priced: Priced, wanted: Wanted) -> Request:
         params, index = wanted.params, int(request_id.rpartition("/")[2])
