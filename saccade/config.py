@@ -82,6 +82,7 @@ class TextConfig:
     linear: LinearConfig | None = None
     experts: ExpertRules | None = None
     num_deep: int = 0  # vectors beside a picture's embedding; number k is added behind decoder layer k
+    rope_switch: int | None = None  # tokens beyond which a whole prompt turns by other frequencies; None: no such rope
     latent: LatentConfig | None = None  # then what is kept of a token is key and value at once, of one head
 
     @property
@@ -212,6 +213,7 @@ def _text_config(text: Mapping[str, Any], raw: Mapping[str, Any], num_deep: int)
         experts=expert_rules(text, _need(text, "num_hidden_layers")),
         num_cross_layers=len(text.get("cross_attention_layers") or ()),
         num_deep=num_deep,
+        rope_switch=_rope_switch(rope, text),
         latent=latent,
     )
 
@@ -249,8 +251,17 @@ def _latent_config(text: Mapping[str, Any]) -> LatentConfig | None:
     )
 
 
+def _rope_switch(rope: Mapping[str, Any], text: Mapping[str, Any]) -> int | None:
+    if first_of(rope, "rope_type", "type") != "longrope":
+        return None
+    found: int | None = first_of({**text, **rope}, "original_max_position_embeddings", "max_position_embeddings")
+    return found
+
+
 def _window(text: Mapping[str, Any]) -> int | None:
     layers = text.get("layer_types") or ["sliding_attention"]  # older configs have one kind
+    if "chunked_attention" in layers:
+        return text.get("attention_chunk_size")
     is_used = text.get("use_sliding_window", True) and "sliding_attention" in layers
     return text.get("sliding_window") if is_used else None
 

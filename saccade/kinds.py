@@ -161,6 +161,7 @@ TEXT: Table = {
     "max_position_embeddings": LENGTH,
     "seq_length": LENGTH,
     "sliding_window": TOKEN,
+    **dict.fromkeys(("attention_chunk_size", "original_max_position_embeddings"), LENGTH),
     "rotary_pct": number(above=0, most=1),
     "eos_token_id": TOKENS,
 }

@@ -187,8 +187,8 @@ class Prompt:
     token_ids: Sequence[int]  # expanded: one entry per position the engine charges
     spans: tuple[Span, ...]  # in prompt order, disjoint
     items: tuple[MediaItem, ...]  # items[i] belongs to spans[i]; the same picture twice is the same object twice
-    positions: npt.NDArray[np.int32]  # [axes, tokens]: 1 axis for RoPE, 3 (time, height, width) for M-RoPE
-    next_position: int  # rotary position of the first generated token
+    positions: npt.NDArray[np.int32]  # [axes, tokens]: 1 for RoPE, 3 (time, height, width) for M-RoPE
+    next_position: int  # rotary position of the first generated token, on every axis
     identity: bytes  # RECORD_BYTES per position: what the prefix cache hashes
     salt: bytes = b""  # separates tenants in both caches
     text: str | None = None  # the prompt as the client or the template wrote it, for showing

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from PIL import Image
 from tokenizers import AddedToken, Tokenizer
 from transformers import (
     AutoModelForImageTextToText,
+    AyaVisionConfig,
     DeepseekVLConfig,
     Gemma3Config,
     Idefics3Config,
@@ -36,16 +37,28 @@ TEXT = {
     "max_position_embeddings": 4096,
     "tie_word_embeddings": False,
 }
+SWITCH = 48  # tokens beyond which the rope below turns a prompt by its long factors
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "original_max_position_embeddings": SWITCH,
+    "short_factor": [1.0 + 0.1 * i for i in range(8)],
+    "long_factor": [2.0 + 3.0 * i for i in range(8)],
+}
 VISION = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
-def _tokenizer(*more: str) -> Tokenizer:
+def tokenizer_with(*more: str) -> Tokenizer:
     tokenizer = qwen_tokenizer()
     tokenizer.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in more])
     return tokenizer
 
 
-def _save(
+def text_shape(tokenizer: Tokenizer) -> dict[str, Any]:
+    return {**TEXT, "vocab_size": tokenizer.get_vocab_size() + 3}
+
+
+def save(
     folder: Path, config: Any, tokenizer: Tokenizer, processor: dict[str, Any], placeholder: str, **named: str
 ) -> Path:
     model = AutoModelForImageTextToText.from_config(config).float().eval()
@@ -64,11 +77,11 @@ def _save(
     return folder
 
 
-def idefics3(folder: Path, *, layout: str = "saved", seed: int = 0) -> Path:
+def idefics3(folder: Path, *, layout: str = "saved", seed: int = 0, rope: Mapping[str, Any] | None = None) -> Path:
     rows = [f"<row_{r}_col_{c}>" for r in range(1, 7) for c in range(1, 7)]
-    tokenizer = _tokenizer("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>", *rows)
+    tokenizer = tokenizer_with("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>", *rows)
     config = Idefics3Config(
-        text_config={**TEXT, "vocab_size": tokenizer.get_vocab_size() + 3, "pad_token_id": 0},
+        text_config={**text_shape(tokenizer), "pad_token_id": 0, **({"rope_parameters": dict(rope)} if rope else {})},
         vision_config={**VISION, "image_size": 56, "patch_size": 14},
         scale_factor=2,
         image_token_id=tokenizer.token_to_id("<image>"),
@@ -82,11 +95,11 @@ def idefics3(folder: Path, *, layout: str = "saved", seed: int = 0) -> Path:
         "resample": 1,
     }
     processor = {"processor_class": "Idefics3Processor", "image_processor": pictures, "image_seq_len": 4}
-    return _save(folder, config, tokenizer, processor, "<image>")
+    return save(folder, config, tokenizer, processor, "<image>")
 
 
 def internvl(folder: Path, *, layout: str = "saved", seed: int = 0) -> Path:
-    tokenizer = _tokenizer("<img>", "</img>", "<IMG_CONTEXT>", "<video>")
+    tokenizer = tokenizer_with("<img>", "</img>", "<IMG_CONTEXT>", "<video>")
     config = InternVLConfig(
         text_config={**TEXT, "model_type": "qwen2", "vocab_size": tokenizer.get_vocab_size() + 3},
         vision_config={**VISION, "image_size": [56, 56], "patch_size": [14, 14]},
@@ -104,11 +117,11 @@ def internvl(folder: Path, *, layout: str = "saved", seed: int = 0) -> Path:
     }
     processor = {"processor_class": "InternVLProcessor", "image_processor": pictures, "image_seq_length": 4}
     named = {"start_image": "<img>", "end_image": "</img>", "context_image": "<IMG_CONTEXT>", "video": "<video>"}
-    return _save(folder, config, tokenizer, processor, "<IMG_CONTEXT>", **named)
+    return save(folder, config, tokenizer, processor, "<IMG_CONTEXT>", **named)
 
 
 def deepseek_vl(folder: Path, *, layout: str = "saved", seed: int = 0) -> Path:
-    tokenizer = _tokenizer("<image_placeholder>")
+    tokenizer = tokenizer_with("<image_placeholder>")
     config = DeepseekVLConfig(
         text_config={**TEXT, "vocab_size": tokenizer.get_vocab_size() + 3},
         vision_config={**VISION, "model_type": "siglip_vision_model", "image_size": 56, "patch_size": 14},
@@ -117,15 +130,32 @@ def deepseek_vl(folder: Path, *, layout: str = "saved", seed: int = 0) -> Path:
     )
     pictures = {"image_processor_type": "DeepseekVLImageProcessor", "size": {"height": 56, "width": 56}, "min_size": 14}
     processor = {"processor_class": "DeepseekVLProcessor", "image_processor": pictures, "num_image_tokens": 16}
-    return _save(folder, config, tokenizer, processor, "<image_placeholder>", image="<image_placeholder>")
+    return save(folder, config, tokenizer, processor, "<image_placeholder>", image="<image_placeholder>")
 
 
-def gemma3(folder: Path, *, layers: Sequence[str] = ("full_attention", "full_attention")) -> Path:
+def aya_vision(folder: Path, *, window: int = 4096) -> Path:
+    """One of its layers sees a window: it is served as far as that reaches."""
+    marks = ("<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_PATCH|>", "<image>", "TILE", "TILE_GLOBAL")
+    tokenizer = tokenizer_with(*marks)
+    layers = {"sliding_window": window, "layer_types": ["sliding_attention", "full_attention"], "head_dim": 16}
+    config = AyaVisionConfig(
+        text_config={**text_shape(tokenizer), "model_type": "cohere2", "pad_token_id": 0, **layers},
+        vision_config={**VISION, "model_type": "siglip_vision_model", "image_size": 56, "patch_size": 14},
+        downsample_factor=2,
+        adapter_layer_norm_eps=1e-6,
+        image_token_index=tokenizer.token_to_id("<|IMG_PATCH|>"),
+    )
+    pictures = {"image_processor_type": "GotOcr2ImageProcessor", "size": {"height": 56, "width": 56}, "max_patches": 4}
+    processor = {"processor_class": "AyaVisionProcessor", "image_processor": pictures, "img_size": 56}
+    return save(folder, config, tokenizer, {**processor, "patch_size": 14, "downsample_factor": 2}, "<image>")
+
+
+def gemma3(folder: Path, *, layers: Sequence[str] = ("full_attention", "full_attention"), window: int = 4096) -> Path:
     """Its pictures are read in both directions and most of its layers see a window: it must be refused."""
-    tokenizer = _tokenizer("<start_of_image>", "<end_of_image>", "<image_soft_token>")
+    tokenizer = tokenizer_with("<start_of_image>", "<end_of_image>", "<image_soft_token>")
     text = {**TEXT, "model_type": "gemma3_text", "vocab_size": tokenizer.get_vocab_size() + 3, "head_dim": 16}
     config = Gemma3Config(
-        text_config={**text, "sliding_window": 4096, "layer_types": list(layers)},
+        text_config={**text, "sliding_window": window, "layer_types": list(layers)},
         vision_config={**VISION, "model_type": "siglip_vision_model", "image_size": 56, "patch_size": 14},
         mm_tokens_per_image=4,
         image_token_id=tokenizer.token_to_id("<image_soft_token>"),
@@ -135,7 +165,7 @@ def gemma3(folder: Path, *, layers: Sequence[str] = ("full_attention", "full_att
     pictures = {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 56, "width": 56}}
     processor = {"processor_class": "Gemma3Processor", "image_processor": pictures, "image_seq_length": 4}
     named = {"boi": "<start_of_image>", "eoi": "<end_of_image>", "image": "<image_soft_token>"}
-    return _save(folder, config, tokenizer, processor, "<start_of_image>", **named)
+    return save(folder, config, tokenizer, processor, "<start_of_image>", **named)
 
 
 def reference(placeholder: str) -> Callable[[Path], Reference]:

@@ -103,18 +103,6 @@ def test_dummy_weights_need_no_weight_files(kind: tuple[Path, str], tmp_path: Pa
     LLM(str(tmp_path), load_format="dummy", max_model_len=256, kv_cache_gb=0.01, use_tqdm=False).close()
 
 
-def test_a_model_whose_pictures_are_read_in_both_directions_is_refused(tmp_path: Path) -> None:
-    folder = family_fallback.gemma3(tmp_path)
-    with pytest.raises(ConfigError, match=r"'gemma3'.*logits differ by .*both directions"):
-        LLM(str(folder), max_model_len=256, kv_cache_gb=0.01, use_tqdm=False)
-
-
-def test_a_model_whose_layers_see_a_window_is_refused(tmp_path: Path) -> None:
-    folder = family_fallback.gemma3(tmp_path, layers=["sliding_attention", "full_attention"])
-    with pytest.raises(ConfigError, match=r"'gemma3.*window of 4096 tokens"):
-        LLM(str(folder), max_model_len=256, kv_cache_gb=0.01, use_tqdm=False)
-
-
 def test_a_changed_answer_of_the_tower_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The proof before serving can fail: here our way of encoding is spoiled."""
     from saccade.models.fallback import Fallback

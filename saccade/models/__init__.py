@@ -48,11 +48,16 @@ def load_model(
     seed: int = 0,
     progress: bool = True,
     image_processor: Mapping[str, Any] | None = None,
+    max_model_len: int | None = None,
 ) -> VisionLanguageModel:
-    """Build the model that config.json describes and fill it: from the folder, or ("dummy") at random from the seed."""
+    """Build the model that config.json describes and fill it: from the folder, or ("dummy") at random from the seed.
+
+    No request will have more than `max_model_len` tokens: what a model does beyond need not be known.
+    """
     if config.model_type not in _FAMILIES and path is not None:
+        how = {"load_format": load_format, "seed": seed, "max_model_len": max_model_len}
         other = import_module("saccade.models.fallback")
-        return other.load(path, config, dtype=dtype, device=device, load_format=load_format, seed=seed)  # type: ignore[no-any-return]
+        return other.load(path, config, dtype=dtype, device=device, **how)  # type: ignore[no-any-return]
     params = Parameters(dtype, device)
     model = _family(config)(config, params, image_processor or {}, _vision_ops(device))
     if load_format == "dummy":

@@ -1,36 +1,36 @@
 """Models that the table does not know, through Transformers' modelling code with our attention and caches.
 
-Nothing is taken on trust: before a model is used its logits for a picture and some text are compared with those that
-its own code gives, computed in one piece and with its own attention. What differs is refused.
+Nothing is taken on trust: before a model is used it has to pass the `proof`, which compares its logits with those that
+its own code gives with its own attention. What differs is refused.
 """
 
 from __future__ import annotations
 
-import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
-import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
 from saccade.config import ConfigError, ModelConfig
-from saccade.hf_processor import LOCAL, library, load_processor, placeholder, refusal
+from saccade.hf_processor import LOCAL, library, load_processor, placeholder, processed, raised, refusal
 from saccade.models.interface import Attention, Encoding
+from saccade.models.length_rope import Unfit, follow_lengths
 from saccade.models.pixels import Picture
-from saccade.types import Geometry, Grid, RequestError, Size
+from saccade.models.proof import prove
+from saccade.types import Geometry, Grid, RequestError
 
 logger = logging.getLogger("saccade.models")
 
 _NAME = "saccade"  # of our attention in Transformers' table
 _UNKNOWN = ("softcap", "s_aux", "sinks")  # what some attentions also do and ours does not
-_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}  # of the largest logit
+_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}  # the last two see all of a context that fits
 
 
 @dataclass(eq=False)
@@ -42,6 +42,7 @@ class Fallback:
     processor: Any
     device: torch.device
     dtype: torch.dtype
+    window: int  # tokens of the longest request
     why_plain: str = "the model runs through Transformers' code"
 
     def __post_init__(self) -> None:
@@ -50,19 +51,18 @@ class Fallback:
         self._scale = self.config.text.head_dim**-0.5
         self.decoder: Any = SimpleNamespace(table=table, scale=self._scale)  # there are no layers that others could run
         assert self.config.image_token_id is not None
-        self._token = placeholder(self.processor, self.config.model_type, self.config.image_token_id)
+        self.token = placeholder(self.processor, self.config.model_type, self.config.image_token_id)
         self._outer = 0  # dimensions that the processor puts before the tiles of a picture
         owner = self.model if hasattr(self.model, "get_image_features") else self.model.model
         self._encode = owner.get_image_features
-        taken = inspect.signature(self._encode).parameters.values()
-        self._needed = {p.name for p in taken if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD}
+        self._rope = follow_lengths(self._text, self.config.text.rope_switch, self.window)
 
     # --- pictures -------------------------------------------------------------------------------------------------
 
     def prepare(self, image: Picture, geometry: Geometry) -> Tensor:
         """[patches, values of a patch]: the processor's tiles as they lie in memory, in rows as long as a patch."""
         pixels = image.cpu().numpy() if isinstance(image, Tensor) else image
-        made = self._inputs(self._token, Image.fromarray(pixels))
+        made = self.on_device(processed(self.processor, self.token, Image.fromarray(pixels)))
         assert self.config.vision is not None
         side = self.config.vision.patch_size
         masks = [name for name, values in made.items() if name.startswith("pixel_") and name.endswith("mask")]
@@ -89,6 +89,8 @@ class Fallback:
     def _features(self, tiles: Tensor) -> Tensor:
         found = self._encode(pixel_values=tiles.view(*[1] * self._outer, *tiles.shape))
         features = getattr(found, "pooler_output", found)
+        if features is None:
+            raise Unfit("what its tower makes of a picture is not yet what its decoder reads")
         whole = features if isinstance(features, Tensor) else torch.cat([f.flatten(0, -2) for f in features])
         return whole.reshape(-1, whole.shape[-1])
 
@@ -99,9 +101,23 @@ class Fallback:
         return embeds
 
     def forward(self, embeds: Tensor, positions: Tensor, attention: Attention) -> Tensor:
-        given = {"inputs_embeds": embeds[None], "position_ids": positions, "use_cache": False}
-        hidden: Tensor = self._text(**given, saccade_attention=self._rescaled(attention)).last_hidden_state[0]
+        """Positions [1, T], or [2, T] with lengths where the rope depends on them (see `LengthRope`)."""
+        given = {"inputs_embeds": embeds[None], "position_ids": positions[:1], "use_cache": False}
+        ours = {"saccade_attention": self._rescaled(attention), "saccade_window": self.window}
+        with self._lengths(positions[-1]):
+            hidden: Tensor = self._text(**given, **ours).last_hidden_state[0]
         return hidden
+
+    @contextmanager
+    def _lengths(self, lengths: Tensor) -> Iterator[None]:
+        if self._rope is None:
+            yield
+            return
+        self._rope.lengths = lengths
+        try:
+            yield
+        finally:
+            self._rope.lengths = None
 
     def _rescaled(self, attention: Attention) -> Callable[..., Tensor]:
         """Our attention scales by the size of a head; a model may want another factor."""
@@ -116,57 +132,17 @@ class Fallback:
         logits: Tensor = self.model.get_output_embeddings()(hidden)
         return logits.float()
 
-    # --- the proof ------------------------------------------------------------------------------------------------
+    # --- for the proof --------------------------------------------------------------------------------------------
 
-    @torch.inference_mode()
-    def prove(self) -> None:
-        """ConfigError unless our way gives the logits of the model's own."""
-        kind = self.config.model_type
-        missing = sorted(self._needed - {"pixel_values"})
-        if missing:
-            raise refusal(kind, f"its tower needs {', '.join(missing)} beside the pixels")
-        picture = Image.effect_noise((300, 97), 80).convert("RGB")
-        try:
-            inputs = self._inputs(f"a {self._token} b c d e", picture)
-            theirs = self._their_logits(inputs)
-            ours = self._our_logits(inputs, picture)
-        except ConfigError:
-            raise
-        except Exception as error:  # code that nobody has tried with this engine may raise anything
-            raise refusal(kind, f"{type(error).__name__}: {error}") from error
-        difference = float((ours - theirs).abs().max() / theirs.abs().max())
-        if not difference <= _TOLERANCE[self.dtype]:
-            raise refusal(
-                kind,
-                f"with our attention its logits differ by {difference:.1e} from its own. Its pictures may be read in "
-                "both directions, or its layers may see only part of the context",
-            )
-
-    def _their_logits(self, inputs: Mapping[str, Any]) -> Tensor:
-        taken = inspect.signature(self.model.forward).parameters
-        given = {k: v for k, v in inputs.items() if k in taken}
+    @contextmanager
+    def own_attention(self) -> Iterator[None]:
         self.model.set_attn_implementation("sdpa")
         try:
-            logits: Tensor = self.model(**given).logits[0].float()
+            yield
         finally:
             use_our_attention(self.model)
-        return logits
 
-    def _our_logits(self, inputs: Mapping[str, Any], picture: Image.Image) -> Tensor:
-        ids = inputs["input_ids"][0]
-        patches = self.prepare(np.asarray(picture), _ANY)
-        tiles = inputs["pixel_values"]
-        assert self.config.vision is not None
-        side = self.config.vision.patch_size
-        height, width = (int(n) // side for n in tiles.shape[-2:])
-        features = _last(self.encode(patches, [Grid(len(patches) // (height * width), height, width)]))[0]
-        embeds = self.embed(ids)
-        embeds[ids == self.config.image_token_id] = features
-        positions = torch.arange(len(ids), device=ids.device)[None]
-        return self.logits(self.forward(embeds, positions, _causal(self._scale)))
-
-    def _inputs(self, text: str, picture: Image.Image) -> Mapping[str, Any]:
-        made = self.processor(text=[text], images=[picture], return_tensors="pt", add_special_tokens=False)
+    def on_device(self, made: Mapping[str, Any]) -> dict[str, Tensor]:
         return {
             name: v.to(self.device, self.dtype if v.is_floating_point() else None)
             for name, v in made.items()
@@ -175,30 +151,52 @@ class Fallback:
 
 
 def load(
-    path: Path, config: ModelConfig, *, dtype: torch.dtype, device: torch.device, load_format: str, seed: int
+    path: Path,
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    load_format: str,
+    seed: int,
+    max_model_len: int | None,
 ) -> Fallback:
-    transformers, processor = library(config.model_type), load_processor(path, config.model_type)
-    transformers.AttentionInterface.register(_NAME, _attend)
-    transformers.AttentionMaskInterface.register(_NAME, lambda *args, **kwargs: None)
-    kind = transformers.AutoModelForImageTextToText
+    """ConfigError, whatever the library raises: it has hundreds of models, and nobody has tried them all here."""
+    kind = config.model_type
+    processor = load_processor(path, kind)
+    window = max_model_len or config.text.max_context
     try:
-        if load_format == "dummy":
-            torch.manual_seed(seed)
-            shape = transformers.AutoConfig.from_pretrained(path, **LOCAL)
-            model = kind.from_config(shape, dtype=dtype)
-        else:
-            model = kind.from_pretrained(path, dtype=dtype, use_safetensors=True, **LOCAL)
-        use_our_attention(model)
-    except Exception as error:  # a library of hundreds of models may raise anything
-        raise refusal(config.model_type, f"it cannot be loaded there ({type(error).__name__}: {error})") from None
-    made = Fallback(config, model.to(device).eval(), processor, device, dtype)
-    made.prove()
+        model = _model(library(kind), path, dtype, load_format, seed)
+        made = Fallback(config, model.to(device).eval(), processor, device, dtype, window)
+        prove(made)
+    except ConfigError:
+        raise
+    except (Unfit, RequestError) as error:
+        raise refusal(kind, str(error)) from None
+    except Exception as error:
+        raise refusal(kind, raised(error)) from error
     logger.warning(
         "model_type %s is not one that Saccade knows: it runs through Transformers' code. Its answers are right, but "
         "steps are slower than a known model's, and a picture is encoded in one piece, in which others wait",
-        config.model_type,
+        kind,
     )
     return made
+
+
+def _model(transformers: Any, path: Path, dtype: torch.dtype, load_format: str, seed: int) -> Any:
+    transformers.AttentionInterface.register(_NAME, _attend)
+    transformers.AttentionMaskInterface.register(_NAME, lambda *args, **kwargs: None)
+    shape = transformers.AutoConfig.from_pretrained(path, **LOCAL)
+    unknown = sorted(set(getattr(shape.get_text_config(), "layer_types", None) or ()) - _LAYERS)
+    if unknown:
+        raise Unfit(f"its layers are of a kind we cannot follow ({', '.join(unknown)})")
+    kind = transformers.AutoModelForImageTextToText
+    if load_format == "dummy":
+        torch.manual_seed(seed)
+        model = kind.from_config(shape, dtype=dtype)
+    else:
+        model = kind.from_pretrained(path, dtype=dtype, use_safetensors=True, **LOCAL)
+    use_our_attention(model)
+    return model
 
 
 def use_our_attention(model: Any) -> None:
@@ -211,31 +209,11 @@ def _attend(
     """What Transformers calls in every decoder layer: [1, heads, T, d] each -> [1, T, heads, d]."""
     window = how.get("sliding_window")
     unknown = [name for name in _UNKNOWN if how.get(name) is not None]
-    if unknown or window is not None:
-        kind = module.config.model_type
-        raise refusal(kind, f"its attention uses {', '.join(unknown) or f'a window of {window} tokens'}, ours does not")
+    if unknown:
+        raise Unfit(f"its attention uses {', '.join(unknown)}, ours does not")
+    if window is not None and window < how["saccade_window"]:
+        raise Unfit(
+            f"its attention has a window of {window} tokens, ours none; --max-model-len {window} makes up for it"
+        )
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))  # [T, heads, d]
     return how["saccade_attention"](module.layer_idx, how.get("scaling"), q, k, v)[None], None
-
-
-def _causal(scale: float) -> Attention:
-    """Plain attention over one sequence: what the caches must amount to."""
-
-    def attend(_layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (t.transpose(0, 1) for t in (q, k, v))  # [heads, T, d]
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
-        return mixed.transpose(0, 1)
-
-    return attend
-
-
-def _last(encoding: Encoding) -> list[Tensor]:
-    while True:
-        try:
-            next(encoding)
-        except StopIteration as done:
-            found: list[Tensor] = done.value
-            return found
-
-
-_ANY = Geometry(Size(1, 1), Grid(1, 1, 1), 1, 1)  # `prepare` asks the processor, not this

@@ -23,8 +23,9 @@ from saccade.folder import (
     read_text,
     weight_files,
 )
+from saccade.hf_processor import refusal
 from saccade.kinds import PICTURES, PROCESSOR, Table
-from saccade.processor.families import built_in_template, is_known
+from saccade.processor.families import FAMILIES, built_in_template, is_known
 
 logger = logging.getLogger("saccade.processor")
 
@@ -66,7 +67,7 @@ def open_checkpoint(model: str | None, *, weights: bool = True, generation_confi
     raw = read_json(path / "config.json")
     tokenizer_config = read_optional(path / "tokenizer_config.json")
     generation = _generation(path, generation_config)
-    config = model_config(raw, generation)
+    config = _config(raw, generation)
     settings = {name: read_optional(path / name) for name in _MEDIA_FILES}
     if is_known(config):  # of the others Transformers reads these files, and says what it makes of them
         for name, table in _MEDIA_FILES.items():
@@ -130,6 +131,16 @@ def _check_complete(path: Path, weights: bool) -> None:
 
 
 # --- reading the small files --------------------------------------------------------------------------------------
+
+
+def _config(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
+    try:
+        return model_config(raw, generation)
+    except ConfigError as error:
+        kind = raw.get("model_type")
+        if not isinstance(kind, str) or kind in FAMILIES:
+            raise
+        raise refusal(kind, str(error)) from None  # another shape than ours would not help it
 
 
 def _generation(path: Path, wanted: str) -> dict[str, Any]:

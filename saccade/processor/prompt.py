@@ -19,7 +19,7 @@ from saccade.processor.chat import Form, cleaned, form_of, read_messages
 from saccade.processor.checkpoint import Checkpoint
 from saccade.processor.detokenize import Detokenizer
 from saccade.processor.families import built_in_template
-from saccade.processor.families.base import Marked, lasting
+from saccade.processor.families.base import LengthBound, Marked, lasting
 from saccade.processor.footage import Video
 from saccade.processor.hashing import identity, salt_of
 from saccade.processor.pictures import Foretell, Picture, Pictures, bill_item, reads_text_only
@@ -270,7 +270,7 @@ class Processor:
             positions=positions,
             next_position=next_position,
             identity=identity(expanded, spans),
-            salt=salt,
+            salt=self.family.root(salt, len(expanded)) if isinstance(self.family, LengthBound) else salt,
             text=text,
         )
 

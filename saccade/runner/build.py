@@ -59,6 +59,7 @@ def build_runner(
             seed=options.seed,
             progress=progress,
             image_processor=image_processor,
+            max_model_len=sizes.max_model_len,
         )
     with meter.part("kv"):
         kv = PagedKV.allocate(config.text, sizes.num_blocks, sizes.block_size, plan.dtype, plan.device)

@@ -73,7 +73,7 @@ def _read_object(text: str) -> dict[str, Any]:
     except ValueError:
         value = None
     if not isinstance(value, dict):
-        raise ValueError(f"expected a JSON object such as {{\"temperature\": 0.5}}, not {text!r}")
+        raise ValueError(f'expected a JSON object such as {{"temperature": 0.5}}, not {text!r}')
     return value
 
 

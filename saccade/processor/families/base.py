@@ -95,6 +95,14 @@ class Marked(Protocol):
         """What is pointed at, and where it is, for instance."""
 
 
+@runtime_checkable
+class LengthBound(Protocol):
+    """A family whose keys and values depend on how long a prompt is, not only on the tokens before them."""
+
+    def root(self, salt: bytes, tokens: int) -> bytes:
+        """A salt that prompts share only if equal beginnings mean equal keys and values."""
+
+
 def lasting(spans: Sequence[Span]) -> tuple[Span, ...]:
     """Spans that later tokens look at: each until the next one begins, and neighbours together as one.
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple, Self
@@ -11,12 +14,13 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from saccade.hf_processor import load_processor, placeholder, refusal
+from saccade.hf_processor import check_inputs, load_processor, placeholder, processed, raised, refusal
 from saccade.processor.families.base import Expansion, Files, check_aspect_ratio, plain_positions, tag
 from saccade.types import Geometry, Grid, RequestError, Size, Span
 
 MOST_PIXELS = 25_000_000
 """A blank picture of the same size is held in memory to count, so sizes have a bound of their own."""
+_ORDINARY = Size(512, 384)
 _RATIOS = (1, 5 / 4, 4 / 3, 3 / 2, 16 / 9, 2, 5 / 2, 3, 4, 5, 6, 8)
 _WIDE = [Size(1280, round(1280 / ratio)) for ratio in _RATIOS]
 _TRIED = [*_WIDE, *(Size(height, width) for width, height in _WIDE), Size(64, 64), Size(512, 512), Size(2048, 2048)]
@@ -35,6 +39,7 @@ class Fallback:
     patch_size: int
     count: Callable[[Size], Counted]
     settings: str  # of the picture processor
+    rope_switch: int | None = None  # see TextConfig
     is_fixed_size: bool = True  # pixel limits are the processor's own business
 
     @classmethod
@@ -44,10 +49,20 @@ class Fallback:
             raise refusal(config.model_type, "config.json has no vision_config or no image_token_id")
         processor = load_processor(files.path, config.model_type)
         token = placeholder(processor, config.model_type, config.image_token_id)
+        check_inputs(processor, files.path, config.model_type, token)
         count = lru_cache(4096)(lambda size: _count(processor, token, size))
         written = processor.tokenizer.convert_tokens_to_ids(token)
         settings = repr(processor.image_processor)
-        return cls(written, config.image_token_id, config.vision.patch_size, count, settings)
+        made = cls(written, config.image_token_id, config.vision.patch_size, count, settings, config.text.rope_switch)
+        made._try(config.model_type)
+        return made
+
+    def _try(self, model_type: str) -> None:
+        try:
+            self.count(_ORDINARY)
+        except Exception as error:
+            size = f"{_ORDINARY.width}x{_ORDINARY.height}"
+            raise refusal(model_type, f"its processor fails on a picture of {size} pixels: {raised(error)}") from error
 
     @property
     def placeholder_ids(self) -> tuple[int, ...]:
@@ -83,7 +98,11 @@ class Fallback:
 
     def largest(self, min_pixels: int, max_pixels: int) -> Geometry:
         """Of many shapes tried. A picture that costs still more is refused when it comes."""
-        return max((self.geometry(size, min_pixels, max_pixels) for size in _TRIED), key=lambda g: g.slots)
+        tried = []
+        for size in (_ORDINARY, *_TRIED):
+            with suppress(RequestError):  # of shapes that the processor does not take
+                tried.append(self.geometry(size, min_pixels, max_pixels))
+        return max(tried, key=lambda geometry: geometry.slots)
 
     def expand(self, geometry: Geometry) -> Expansion:
         ids = self.count(geometry.resized).token_ids  # `resized` is the picture's own size: nobody else knows better
@@ -92,11 +111,19 @@ class Fallback:
     def positions(
         self, token_ids: Sequence[int] | npt.NDArray[np.int64], spans: Sequence[Span], grids: Sequence[Grid]
     ) -> tuple[npt.NDArray[np.int32], int]:
-        return plain_positions(token_ids)
+        """Where the rope asks for it, a second row: the length that a token's own request had."""
+        positions, behind = plain_positions(token_ids)
+        if self.rope_switch is None:
+            return positions, behind
+        return np.concatenate([positions, np.full_like(positions, behind - 1)]), behind
+
+    def root(self, salt: bytes, tokens: int) -> bytes:
+        """Prompts on the two sides of the rope's switch share nothing."""
+        is_long = self.rope_switch is not None and tokens > self.rope_switch
+        return hashlib.sha256(b"long" + salt).digest() if is_long else salt
 
 
 def _count(processor: Any, token: str, size: Size) -> Counted:
-    made = processor(text=[token], images=[Image.new("RGB", size)], add_special_tokens=False)
-    pixels = np.asarray(made["pixel_values"])
-    height, width = pixels.shape[-2:]
-    return Counted(tuple(made["input_ids"][0]), int(np.prod(pixels.shape[:-3])), Size(width, height))
+    made = processed(processor, token, Image.new("RGB", size))
+    *tiles, _, height, width = made["pixel_values"].shape
+    return Counted(tuple(made["input_ids"][0].tolist()), math.prod(tiles), Size(width, height))
