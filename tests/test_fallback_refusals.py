@@ -84,6 +84,16 @@ def test_layers_that_keep_other_things_than_keys_are_refused(tmp_path: Path, mon
     assert "its layers are of a kind we cannot follow (sliding_attention)" in refusal_of(folder)
 
 
+def test_pictures_that_no_patches_cover_exactly_are_served(tmp_path: Path) -> None:
+    folder = family_fallback.idefics2(tmp_path)
+    theirs = family_fallback.reference("<image>")(folder)
+    asked = [("<image>What is it?", [make_photo(*size)]) for size in ((90, 70), (64, 120), (56, 42))]
+    with LLM(str(folder), **SIZES) as llm:
+        prompts = [{"prompt": text, "multi_modal_data": {"image": images}} for text, images in asked]
+        outs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True), use_tqdm=False)
+    assert [out.outputs[0].token_ids for out in outs] == [theirs.greedy(*pair, 12) for pair in asked]
+
+
 # --- windows ------------------------------------------------------------------------------------------------------
 
 

@@ -82,6 +82,14 @@ def test_nonsense_is_refused_with_file_name_and_value(name: str, value: Any) -> 
         defaults({}, override_generation_config={name: value})
 
 
+@pytest.mark.parametrize("name", ["temperature", "top_k", "max_new_tokens"])
+def test_endless_values_give_a_short_sentence(name: str) -> None:
+    for value in (10**4000, ["a" * 10_000]):
+        with pytest.raises(ConfigError, match=f"^generation_config.json: {name} must be") as error:
+            defaults({name: value})
+        assert len(str(error.value)) < 400
+
+
 def test_an_override_with_an_unknown_name_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"takes temperature, .* not eos_token_id, temprature"):
         defaults({}, override_generation_config={"temprature": 1, "eos_token_id": 2})

@@ -30,10 +30,12 @@ def test_lists_limits_and_truth_values_are_read_from_text() -> None:
         "SACCADE_LIMIT_MM_PER_PROMPT": "image=2",
         "SACCADE_STRICT_PARAMS": "true",
         "SACCADE_ENABLE_PREFIX_CACHING": "off",
+        "SACCADE_OVERRIDE_GENERATION_CONFIG": '{"temperature": 0.5, "top_k": null}',
     }
     engine, server = load_settings({}, environ, None)
     assert server.api_key == ("one", "two") and server.strict_params
     assert engine.limit_mm_per_prompt == {"image": 2} and not engine.enable_prefix_caching
+    assert engine.override_generation_config == {"temperature": 0.5, "top_k": None}
 
 
 def test_a_file_may_write_lists_and_mappings_as_such(tmp_path: Path) -> None:
@@ -53,6 +55,12 @@ def test_a_file_with_a_mistake_is_refused_by_name(tmp_path: Path, text: str, nam
     file.write_text(text)
     with pytest.raises(ConfigError, match=named):
         load_settings({}, {}, str(file))
+
+
+@pytest.mark.parametrize("text", ["temperature=0.5", "[0.5]", "{"])
+def test_an_override_that_is_no_json_object_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="SACCADE_OVERRIDE_GENERATION_CONFIG: expected a JSON object such as"):
+        load_settings({}, {"SACCADE_OVERRIDE_GENERATION_CONFIG": text}, None)
 
 
 def test_a_bad_environment_variable_is_named() -> None:

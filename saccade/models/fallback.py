@@ -74,7 +74,8 @@ class Fallback:
             )
         tiles: Tensor = made["pixel_values"]  # [..., tiles, channels, height, width]
         self._outer = tiles.dim() - 4
-        return tiles.reshape(-1, tiles.shape[-3] * side**2)
+        height, width = (int(n) // side * side for n in tiles.shape[-2:])  # no patch covers what is beyond
+        return tiles[..., :height, :width].reshape(-1, tiles.shape[-3] * side**2)
 
     def encode(self, patches: Tensor, grids: Sequence[Grid]) -> Encoding:
         """A picture is one piece of work here: there is no pause between layers of code that is not ours."""

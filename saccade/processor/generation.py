@@ -22,6 +22,7 @@ _FIELDS: Mapping[str, str] = {  # there -> in SamplingParams
     "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",
 }
+_LARGEST = 2**31 - 1  # of whole numbers: what the engine's side can be told
 _GREEDY = "do_sample"  # false: the likeliest token, whatever the temperature
 
 
@@ -74,7 +75,7 @@ def _checked(source: str, name: str, value: Any) -> Any:
     if wrong is None:
         return value
     remedy = "; --override-generation-config sets another, --generation-config none goes without the file's"
-    raise ConfigError(f"{source}: {wrong}{remedy if source == _FILE else ''}")
+    raise ConfigError(f"{source}: {wrong:.200}{remedy if source == _FILE else ''}")
 
 
 def _wrong(name: str, value: Any) -> str | None:
@@ -83,6 +84,8 @@ def _wrong(name: str, value: Any) -> str | None:
         return None if isinstance(value, bool) else f"{name} must be true or false, but {value!r:.80} was given"
     if name not in _FIELDS:
         return None
+    if isinstance(value, int) and abs(value) > _LARGEST:
+        return f"{name} must be at most {_LARGEST}, but a number of {value.bit_length()} bits was given"
     try:
         SamplingParams(**{_FIELDS[name]: value})
     except RequestError as error:
