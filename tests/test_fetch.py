@@ -37,7 +37,7 @@ class Site:
         try:
             self.requests.append(await reader.readuntil(b"\r\n\r\n"))
             await self.handler(self.requests[-1], writer)
-        except (ConnectionError, asyncio.IncompleteReadError):
+        except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):  # the last when a test is over
             pass
         finally:
             writer.close()

@@ -43,8 +43,16 @@ class Target(NamedTuple):
 
     @property
     def url(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{self.scheme}://{host}:{self.port}{self.path}"
+        return f"{self.scheme}://{self._bracketed}:{self.port}{self.path}"
+
+    @property
+    def authority(self) -> str:
+        """What the Host header says: without the port where it is the scheme's own."""
+        return self._bracketed if self.port == _PORTS[self.scheme] else f"{self._bracketed}:{self.port}"
+
+    @property
+    def _bracketed(self) -> str:
+        return f"[{self.host}]" if ":" in self.host else self.host
 
 
 class Domain(NamedTuple):

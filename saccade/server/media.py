@@ -8,13 +8,13 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from saccade.metrics import Metrics
 from saccade.options import MediaPolicy
-from saccade.processor.fetch import Fetcher
+from saccade.processor.fetch import Fetcher, OnBytes
 from saccade.processor.media import decode_data_url
 from saccade.processor.pictures import reads_text_only
 from saccade.server.uuids import MAX_UUID_CHARS, UuidCache
@@ -132,25 +132,25 @@ class MediaResolver:
         self._policy = policy
         self._metrics = metrics
 
-    async def fetch(self, links: Sequence[Link], on_bytes: Callable[[int], None]) -> Fetched:
+    async def fetch(self, links: Sequence[Link], on_bytes: OnBytes, client: str) -> Fetched:
         """What is behind each URL that is not a data URL. The first failure cancels the other fetches."""
+        how = {"on_bytes": on_bytes, "client": client, "request": object()}
         wanted = {(link.url, link.is_video): link for link in links if link.url is not None and not link.is_data}
         tasks: dict[tuple[str, bool], asyncio.Task[bytes]] = {}
         try:
             async with asyncio.TaskGroup() as group:
                 for (url, is_video), link in wanted.items():
-                    tasks[url, is_video] = group.create_task(self._fetch(url, link, on_bytes))
+                    tasks[url, is_video] = group.create_task(self._fetch(url, link, how))
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
         return {wanted: task.result() for wanted, task in tasks.items()}
 
-    async def _fetch(self, url: str, link: Link, on_bytes: Callable[[int], None]) -> bytes:
+    async def _fetch(self, url: str, link: Link, how: Mapping[str, Any]) -> bytes:
         start, size = time.perf_counter(), None
         try:
             fetcher = self._videos if link.is_video else self._fetcher
-            data = await fetcher.fetch(url, param=link.param)
+            data = await fetcher.fetch(url, param=link.param, **how)
             size = len(data)
-            on_bytes(size)
             return data
         finally:
             self._metrics.fetched(time.perf_counter() - start, size)

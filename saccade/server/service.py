@@ -184,7 +184,7 @@ class Service:
         videos = self.processor.videos.max_per_prompt if self.processor.videos else None
         links = find_links(request.messages, ChatLimits(self.server.max_parts, images, videos))
         start = time.perf_counter()
-        fetched = await self._media.fetch(links, held.add)
+        fetched = await self._media.fetch(links, held.add, caller.client)
         fetch_ms = (time.perf_counter() - start) * 1e3
         owner = salt_of(caller.tenant, request.wanted.cache_salt)  # names give bytes away, so they are never shared
         messages = await self.in_thread(self._media.resolved, request.messages, links, fetched, owner)
