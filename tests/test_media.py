@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from PIL import Image
 
 from saccade.options import MediaPolicy, Options
+from saccade.processor import media
 from saccade.processor.media import load_image
 from saccade.types import RequestError, Size
 from tests.conftest import make_photo, png
@@ -103,6 +105,30 @@ def test_other_objects_are_refused_by_type() -> None:
 def test_a_data_url_gives_its_bytes(head: str) -> None:
     data = png(make_photo())
     assert load_image(data_url(data, head), POLICY, allow_paths=False).data == data
+
+
+@pytest.mark.parametrize("piece", range(1, 10))
+@pytest.mark.parametrize("between", ["", "\n", " \r\n"])
+def test_base64_is_the_same_in_pieces_of_any_size(piece: int, between: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(media, "_PIECE_CHARS", piece)
+    for data in (b"", b"a", b"ab", b"abc", bytes(range(40))):
+        text = between.join(base64.b64encode(data).decode()) + between
+        assert media.decode_data_url("data:;base64," + text, POLICY) == data
+        for wrong in (text + "AAAA", text + " " * 12 + "AAAA", text[:-1], text + "=", "=" + text):
+            assert _is_refused("data:;base64," + wrong) == (not _is_base64(wrong))
+
+
+def _is_base64(text: str) -> bool:
+    sign = "[A-Za-z0-9+/]"
+    return bool(re.fullmatch(f"(?:{sign}{{4}})*(?:{sign}{{2}}==|{sign}{{3}}=)?", "".join(text.split())))
+
+
+def _is_refused(url: str) -> bool:
+    try:
+        media.decode_data_url(url, POLICY)
+    except RequestError as error:
+        return error.code == "invalid_base64_image"
+    return False
 
 
 def test_white_space_inside_base64_is_accepted() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import binascii
 import errno
+import io
 import os
 import re
 import stat
@@ -26,7 +27,9 @@ from saccade.types import Header, RequestError, Size
 
 _ORIENTATION_TAG = 0x0112
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]{1,20}):")
-_BASE64_NOISE = str.maketrans("", "", " \t\r\n")
+_WHITE_SPACE = " \t\r\n"
+_WITHOUT_WHITE_SPACE = str.maketrans("", "", _WHITE_SPACE)
+_PIECE_CHARS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,23 +88,35 @@ def _from_string(text: str, policy: MediaPolicy, allow_paths: bool) -> Loaded:
 
 def decode_data_url(url: str, policy: MediaPolicy) -> bytes:
     """The bytes of `data:[type][;parameters];base64,...`. What the type claims is ignored: bytes are sniffed."""
-    head, comma, payload = url.partition(",")
-    if not comma:
+    start = url.find(",") + 1
+    if not start:
         raise _bad_base64("has no comma before its data")
-    if "base64" not in [part.strip().lower() for part in head.split(";")[1:]]:
+    if "base64" not in [part.strip().lower() for part in url[: start - 1].split(";")[1:]]:
         raise _bad_base64("is not marked ;base64")
-    check_bytes(len(payload) // 4 * 3 - 2, policy)  # before a copy is made of something too large
+    length = len(url) - start
+    check_bytes(length // 4 * 3 - 2, policy)  # before a copy is made of something too large
     try:
-        return _base64(payload)
+        return _base64(url, start)
     except (binascii.Error, ValueError):
-        raise _bad_base64(f"holds {len(payload)} characters that are not standard, padded base64") from None
+        raise _bad_base64(f"holds {length} characters that are not standard, padded base64") from None
 
 
-def _base64(payload: str) -> bytes:
-    try:
-        return binascii.a2b_base64(payload, strict_mode=True)
-    except binascii.Error:
-        return binascii.a2b_base64(payload.translate(_BASE64_NOISE), strict_mode=True)
+def _base64(url: str, start: int) -> bytes:
+    """Piece by piece: no copy of the whole text is made, and other threads need not wait for the end of one long call."""
+    decoded, rest, is_over = io.BytesIO(), "", False
+    for position in range(start, len(url), _PIECE_CHARS):
+        text = rest + url[position : position + _PIECE_CHARS]
+        if any(noise in text for noise in _WHITE_SPACE):
+            text = text.translate(_WITHOUT_WHITE_SPACE)
+        if is_over and text:
+            raise binascii.Error("data after the padding")
+        whole = len(text) // 4 * 4
+        decoded.write(binascii.a2b_base64(text[:whole], strict_mode=True))
+        is_over = is_over or text.endswith("=", 0, whole)
+        rest = text[whole:]
+    if rest:
+        raise binascii.Error("incomplete")
+    return decoded.getvalue()
 
 
 def _bad_base64(what: str) -> RequestError:

@@ -35,12 +35,18 @@ class Wanted:
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
     wanted: Wanted
-    messages: Sequence[Mapping[str, Any]]
+    messages: list[Mapping[str, Any]]
     tools: ToolPlan
     parallel_tool_calls: bool
     add_generation_prompt: bool
     chat_template_kwargs: Mapping[str, Any] | None
     mm_processor_kwargs: Mapping[str, Any] | None
+
+    def take_messages(self) -> list[Mapping[str, Any]]:
+        """Once. They hold pictures as text, and the request outlives the prompt that is made of them."""
+        taken = list(self.messages)
+        self.messages.clear()
+        return taken
 
 
 @dataclass(frozen=True, slots=True)

@@ -182,12 +182,13 @@ class Service:
         """Fetch what must be fetched, then build the prompt in a thread. Nothing is decoded, nothing runs."""
         images = self.processor.policy.limits.get("image", 0) if self.processor.takes_pictures else None
         videos = self.processor.videos.max_per_prompt if self.processor.videos else None
-        links = find_links(request.messages, ChatLimits(self.server.max_parts, images, videos))
+        messages: Messages = request.take_messages()
+        links = find_links(messages, ChatLimits(self.server.max_parts, images, videos))
         start = time.perf_counter()
         fetched = await self._media.fetch(links, held.add, caller.client)
         fetch_ms = (time.perf_counter() - start) * 1e3
         owner = salt_of(caller.tenant, request.wanted.cache_salt)  # names give bytes away, so they are never shared
-        messages = await self.in_thread(self._media.resolved, request.messages, links, fetched, owner)
+        messages = await self.in_thread(self._media.resolved, messages, links, fetched, owner)
         # Threads of their own: templates are computed in other processes, and the slow ones wait long for theirs.
         rendering = partial(self._render, messages, request)
         rendered = await asyncio.get_running_loop().run_in_executor(self._template_pool, rendering)
