@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from saccade.config import ConfigError
-from saccade.types import Pace
+from saccade.types import Pace, StepTime
 
 # --- what a user may set ------------------------------------------------------------------------------------------
 
@@ -301,6 +301,7 @@ class SchedulerConfig:
     slot_bytes: int = 0  # of one embedding slot, for the bill; the scheduler itself counts slots
     state_rows: int | None = None  # states kept for prompts that begin alike; None: the model needs none to go on
     pace: Pace | None = None  # bounds steps in which someone decodes; None: tokens and layers alone do
+    step_time: StepTime | None = None  # bounds every step by its time; None: see `pace`
 
 
 @dataclass(frozen=True, slots=True)

@@ -275,12 +275,20 @@ class MediaTimes(NamedTuple):
     encode_ms: float  # this picture's share, by patches, of the pass it was encoded in
 
 
+class Slice(NamedTuple):
+    """What the encoder did in a step."""
+
+    layers: float = 0.0  # over as many patches as go through the tower together; over fewer, a part of that
+    seconds: float = 0.0  # on the host's clock
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class StepResult:
     samples: Mapping[str, Sample]  # by request id
     encoded: Mapping[Key, MediaTimes] = field(default_factory=dict)  # embeddings that became resident
     failed: Mapping[Key, RequestError] = field(default_factory=dict)  # pictures that cannot be had, with the reason
     unsampled: Mapping[str, RequestError] = field(default_factory=dict)  # requests no token can be had for, by id
+    slice: Slice = Slice()  # noqa: RUF009 (immutable)
 
 
 Collect = Callable[[], StepResult]
@@ -300,6 +308,15 @@ class Pace:
     target_ms: float | None  # None: a multiple of what the running answers take alone
     max_prompts: int | None = None  # that are computed together at this speed
     riding_ms: tuple[tuple[int, Curve], ...] = ()  # by requests that decode: as many prompt tokens in the same pass
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """How long a step may take on a CPU, and what it was measured to do at start. The scheduler learns from there."""
+
+    seconds: float
+    prompt_tokens_per_s: float
+    layers_per_s: float  # of the encoder, over as many patches as go through it together
 
 
 class TokenEvent(NamedTuple):

@@ -30,6 +30,7 @@ from saccade.types import (
     RequestError,
     Size,
     Span,
+    StepTime,
     TokenEvent,
     Usage,
 )
@@ -126,6 +127,7 @@ values: dict[Any, Any] = {
     bool: st.booleans(),
     int | None: st.none() | counts,
     Pace | None: st.none() | paces,
+    StepTime | None: st.none() | st.builds(StepTime, seconds, seconds, seconds),
 }
 limits = st.builds(SchedulerConfig, **{name: values[kind] for name, kind in get_type_hints(SchedulerConfig).items()})
 options = st.builds(

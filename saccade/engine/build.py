@@ -16,11 +16,10 @@ from saccade.runner.build import build_runner, plain_reason
 from saccade.runner.memory import plan_memory
 from saccade.runner.runner import Runner
 from saccade.scheduler.pace import riding_tokens, share
-from saccade.types import Geometry
+from saccade.scheduler.tempo import Tempo
+from saccade.types import Geometry, StepTime
 
 logger = logging.getLogger("saccade.engine")
-
-_FEWEST_TOKENS = 16  # a step of fewer would be all overhead
 
 
 def build_core(
@@ -56,24 +55,28 @@ def _bounded(
         limits = replace(limits, pace=runner.device.measure(runner.model, grid, options.inter_token_ms))
         reason = _pace_reason(limits)
     elif options.step_ms is not None and limits.always_slice:
-        rate = 1 / runner.seconds_per_prompt_token()
-        tokens = max(_FEWEST_TOKENS, min(int(options.step_ms / 1e3 * rate), limits.max_num_batched_tokens))
-        layers = options.encode_layers_per_step or _layers_within(options.step_ms, runner, largest)
-        limits = replace(limits, max_num_batched_tokens=tokens, encode_layers_per_step=layers)
-        reason = (
-            f"{tokens} tokens or {layers} encoder layers a step: {options.step_ms:.0f} ms at {rate:.0f} prompt tokens "
-            "a second"
-        )
+        rates = (1 / runner.seconds_per_prompt_token(), _layers_per_s(runner, largest))
+        limits = replace(limits, step_time=StepTime(options.step_ms / 1e3, *rates))
+        reason = _step_reason(limits, options)
     else:
         return limits, ()
     logger.info("%s", reason)
     return limits, (reason,)
 
 
-def _layers_within(step_ms: float, runner: Runner, largest: Geometry | None) -> int:
+def _layers_per_s(runner: Runner, largest: Geometry | None) -> float:
     if largest is None or runner.encoder is None:
-        return 1
-    return max(1, int(step_ms / 1e3 / max(runner.seconds_per_slice(largest.grid), 1e-6)))
+        return 0.0
+    return 1 / max(runner.seconds_per_slice(largest.grid), 1e-6)
+
+
+def _step_reason(limits: SchedulerConfig, options: Options) -> str:
+    assert limits.step_time is not None
+    tempo = Tempo(limits.step_time, limits.max_num_batched_tokens, options.encode_layers_per_step)
+    return (
+        f"{tempo.tokens(0)} tokens or {tempo.layers} encoder layers a step at first: {options.step_ms:.0f} ms at "
+        f"{limits.step_time.prompt_tokens_per_s:.0f} prompt tokens a second; later steps tell how fast it really is"
+    )
 
 
 def _pace_reason(limits: SchedulerConfig) -> str:

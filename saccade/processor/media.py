@@ -102,7 +102,7 @@ def decode_data_url(url: str, policy: MediaPolicy) -> bytes:
 
 
 def _base64(url: str, start: int) -> bytes:
-    """Piece by piece: no copy of the whole text is made, and other threads need not wait for the end of one long call."""
+    """Piece by piece: no copy of the whole text is made, and other threads need not wait until one long call ends."""
     decoded, rest, is_over = io.BytesIO(), "", False
     for position in range(start, len(url), _PIECE_CHARS):
         text = rest + url[position : position + _PIECE_CHARS]

@@ -27,7 +27,7 @@ from saccade.runner.pruning import Ints, Kept, kept_of
 from saccade.runner.tables import to_device
 from saccade.runner.timing import DeviceWatch, HostWatch, Times, Watch
 from saccade.runner.upload import Prepare, Upload, pinned, use_on_current_stream
-from saccade.types import Geometry, Key, MediaItem, RequestError
+from saccade.types import Geometry, Key, MediaItem, RequestError, Slice
 
 _MOST_SOURCE_PIXELS = 50_000_000  # decoded at the same time; a single larger picture is decoded alone
 _MOMENT = 0.005  # seconds that an idle step waits for a decoder before it looks for other work
@@ -69,7 +69,7 @@ class Encoder(Protocol):
 
     def release(self) -> None: ...
 
-    def advance(self, layers: int | None, *, may_wait: bool = True) -> None: ...
+    def advance(self, layers: int | None, *, may_wait: bool = True) -> Slice: ...
 
     def poll(self) -> Encoded: ...
 
@@ -162,21 +162,25 @@ class LocalEncoder:
                 self._leaving[future] = item
                 future.add_done_callback(self._leaving.pop)
 
-    def advance(self, layers: int | None, *, may_wait: bool = True) -> None:
-        """Run up to this many layers; None: until everything submitted is encoded.
+    def advance(self, layers: int | None, *, may_wait: bool = True) -> Slice:
+        """Run up to this many layers; None: until everything submitted is encoded. What was done.
 
         A slice never waits for a picture that is still being decoded, unless `may_wait` says that nobody else would.
         """
         if layers is not None and may_wait and self._current is None:
             self._wait_for_first()
+        done = Slice()
         while layers is None or layers > 0:
             if self._current is None and not self._begin_pass(is_sliced=layers is not None):
-                return
+                break
+            share, start = min(1.0, self._current_patches / self.max_patches), time.perf_counter()
             taken = self._run_layers(layers)
+            done = Slice(done.layers + taken * share, done.seconds + time.perf_counter() - start)
             if self._current is not None:
-                return
+                break
             layers = layers if layers is None else layers - taken
             self._start_decoding(self._queue.values())
+        return done
 
     def poll(self) -> Encoded:
         done, self._done = self._done, Encoded.nothing()
@@ -219,8 +223,7 @@ class LocalEncoder:
             self._decoding[item.key] = (item, self._pool.submit(self._prepare, item))
             held += item.geometry.grid.patches
             pixels += _source_pixels(item)
-        current = sum(i.geometry.grid.patches for i in self._current.items) if self._current else 0
-        self.counters.peak_patches = max(self.counters.peak_patches, held + current)
+        self.counters.peak_patches = max(self.counters.peak_patches, held + self._current_patches)
 
     def _prepare(self, item: MediaItem) -> Prepared:
         start = time.perf_counter()
@@ -246,6 +249,10 @@ class LocalEncoder:
             return None
         self.counters.decoded += 1
         return prepared
+
+    @property
+    def _current_patches(self) -> int:
+        return sum(item.geometry.grid.patches for item in self._current.items) if self._current else 0
 
     # --- passes ---------------------------------------------------------------------------------------------------
 

@@ -84,7 +84,7 @@ def plan_memory(
         keep_idle_embeddings=keep_idle,
         enable_prefix_caching=options.enable_prefix_caching,
         state_rows=_kept_states(options) if model.text.linear else None,
-        encode_layers_per_step=options.encode_layers_per_step or (1 if is_bounded else None),
+        encode_layers_per_step=options.encode_layers_per_step,
         always_slice=is_bounded,
         is_text_first=is_bounded or device.type == "cuda",
         max_waiting=options.max_waiting,

@@ -241,13 +241,13 @@ class Runner:
             return StepResult({})
         if plan.encode:
             self.encoder.submit(plan.encode)
-        self.encoder.advance(plan.encode_layers, may_wait=not (plan.works or plan.is_beside))
+        advanced = self.encoder.advance(plan.encode_layers, may_wait=not (plan.works or plan.is_beside))
         if plan.encode_layers != 0:  # otherwise the encoder rests, and earlier guesses still hold
             self.encoder.prefetch(plan.prefetch)
         done = self.encoder.poll()
         self.embeddings.update(done.embeddings)
         self._places.update(done.places)
-        return StepResult({}, done.times, done.errors)
+        return StepResult({}, done.times, done.errors, slice=advanced)
 
     def _before_failed(self, work: Work, failed: Mapping[Key, RequestError]) -> Work | None:
         """Cut a window before a picture that could not be had: others may share the blocks of the text before it."""

@@ -25,6 +25,7 @@ from saccade.scheduler.sequence import Sequence
 from saccade.scheduler.sharing import adopt, catch_up, has_blocks, publish
 from saccade.scheduler.slices import Slices
 from saccade.scheduler.states import KeptStates
+from saccade.scheduler.tempo import Tempo
 from saccade.types import (
     RECORD_BYTES,
     Admission,
@@ -53,7 +54,12 @@ class Scheduler:
         self._encoder = EncoderCache(config.encoder_cache_slots, config.keep_idle_embeddings)
         self.has_picture = self._encoder.__contains__  # by its key: embeddings are at hand, or on their way
         self._gate = Gate(self._encoder, config.encoder_budget)
-        self.slices = Slices(config, self._gate)
+        time = config.step_time
+        self.tempo = (
+            Tempo(time, config.max_num_batched_tokens, config.encode_layers_per_step) if time is not None else None
+        )
+        self._begun = 0.0  # when the latest step was planned
+        self.slices = Slices(config, self._gate, self.tempo)
         self._kept = KeptStates(config.state_rows, config.block_size)
         self._open: dict[str, Sequence] = {}  # running and waiting
         self._running: list[Sequence] = []  # in order of arrival, as is the next one
@@ -121,6 +127,7 @@ class Scheduler:
 
     def schedule(self, now: float) -> StepPlan:
         """Decide the next step: running requests first, then waiting ones, then pictures that come next."""
+        self._begun = now
         plan = self._complete(Draft(now, self._budget()))
         assert plan is not None
         return plan
@@ -186,6 +193,8 @@ class Scheduler:
         config = self.config
         candidates = chain(self._running, islice(self._waiting, config.max_num_seqs))
         most, windows = config.max_num_batched_tokens, config.pace.max_prompts if config.pace else None
+        if self.tempo is not None:
+            most = self.tempo.tokens(sum(seq.is_decoding for seq in self._running))
         return StepBudget(most, candidates, is_text_first=config.is_text_first, max_prompts=windows)
 
     def _serve_running(self, draft: Draft) -> None:
@@ -291,6 +300,8 @@ class Scheduler:
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[TokenEvent]:
         """Book what a step did. Returns one event for each request that has a new token or ended."""
         self._plans.remove(plan)
+        if self.tempo is not None and not result.failed:
+            self.tempo.observe(plan.works, result.slice, now - self._begun)
         for key in result.encoded:
             self._book_encoded(key, result.encoded)
         events = self._end_failed(plan, result, now) if result.failed else []

@@ -8,12 +8,14 @@ from saccade.options import SchedulerConfig
 from saccade.scheduler.budget import StepBudget, encodes_now, layers_in_bounded_step
 from saccade.scheduler.gate import Gate
 from saccade.scheduler.pace import most_work, rides_sooner, riding_tokens, share
+from saccade.scheduler.tempo import Tempo
 from saccade.types import Pace, Work
 
 
 class Slices:
-    def __init__(self, config: SchedulerConfig, gate: Gate) -> None:
+    def __init__(self, config: SchedulerConfig, gate: Gate, tempo: Tempo | None = None) -> None:
         self.config = config
+        self._tempo = tempo
         self.is_protecting = True  # whether anyone wants tokens as they come: then steps keep to the pace
         self._gate = gate
         self.most_work: int | None = None  # embeddings that may be made at a time in this step; None: all of the budget
@@ -27,15 +29,16 @@ class Slices:
         config, self.most_work = self.config, None
         if config.pace is not None:
             return self._paced(config.pace, budget, may_ride)
-        if config.encode_layers_per_step is None:
+        most = self._tempo.layers if self._tempo else config.encode_layers_per_step
+        if most is None:
             return None
         if not config.always_slice and not is_decoding:
             return None
         if not encodes_now(step, budget, is_text_first=config.is_text_first):
             return 0
         if not config.always_slice:
-            return config.encode_layers_per_step
-        return layers_in_bounded_step(config.encode_layers_per_step, step, budget)
+            return most
+        return layers_in_bounded_step(most, step, budget)
 
     def _paced(self, pace: Pace, budget: StepBudget, may_ride: bool) -> int | None:
         """Where someone waits for tokens, prompts and pictures get the time that is left; otherwise all they want."""

@@ -1,0 +1,76 @@
+"""What fits into a step on a CPU: measured at start, and learned again from every step. Plain arithmetic, no clock.
+
+A machine is often busy when an engine starts, or becomes so later. One measure would bound steps for life:
+
+    first 98 tokens/s, really 2,814     step of   39 ─► 78 ─► 156 ─► 313 ─► 627 ─► 1,125 tokens, which take 400 ms
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from saccade.types import Slice, StepTime, Work
+
+FEWEST_TOKENS = 16  # of prompts in a step: fewer would be all overhead, and show nothing
+_FASTER = 2.0  # at most, from one step to the next: how long larger ones take is not known yet
+_SLOWER = 4.0
+_LEAST_SHARE = 0.25  # of a step's time is for prompts, however long the running answers take
+
+
+class Rate:
+    """Something a second."""
+
+    def __init__(self, first: float, least: float) -> None:
+        self._least = least
+        self.value = max(first, least)
+
+    def learn(self, amount: float, seconds: float, allowed: float) -> None:
+        """Faster than thought counts always; slower only where it took too long. Little at a time is always slow."""
+        seen = amount / max(seconds, 1e-9)
+        if seen > self.value:
+            self.value = min(seen, _FASTER * self.value)
+        elif seconds > allowed:
+            self.value = max(seen, self.value / _SLOWER, self._least)
+
+
+class Tempo:
+    def __init__(self, time: StepTime, max_tokens: int, layers: int | None) -> None:
+        """`layers`: of the encoder in a step, where that is the operator's choice."""
+        self._seconds = time.seconds
+        self._max_tokens = max_tokens
+        self._layers = layers
+        self._prompts = Rate(time.prompt_tokens_per_s, FEWEST_TOKENS / time.seconds)
+        self._slices = Rate(time.layers_per_s, 1 / time.seconds)
+        self._decodes: dict[int, float] = {}  # seconds of a step that only decodes, by the bits of how many
+
+    @property
+    def layers(self) -> int:
+        return self._layers or max(1, int(self._slices.value * self._seconds))
+
+    def tokens(self, num_decoding: int) -> int:
+        """Of answers and prompts together."""
+        prompts = max(FEWEST_TOKENS, int(self._prompts.value * self._left(num_decoding)))
+        return min(num_decoding + prompts, self._max_tokens)
+
+    def observe(self, works: Iterable[Work], encoded: Slice, seconds: float) -> None:
+        """A step that did this took so long."""
+        sizes = [work.end - work.start for work in works]
+        decoding = sizes.count(1)
+        prompt_tokens = sum(sizes) - decoding
+        rest = max(seconds - encoded.seconds, 0.0)
+        if encoded.layers:
+            self._slices.learn(encoded.layers, encoded.seconds, self._seconds)
+        if prompt_tokens >= FEWEST_TOKENS:
+            spent = max(rest - self._alone(decoding), _LEAST_SHARE * rest)
+            self._prompts.learn(prompt_tokens, spent, self._left(decoding))
+        elif decoding and not prompt_tokens:
+            bits = decoding.bit_length()
+            self._decodes[bits] = (self._decodes.get(bits, rest) + rest) / 2
+
+    def _left(self, num_decoding: int) -> float:
+        """Seconds of a step for prompts, beside so many answers."""
+        return max(self._seconds - self._alone(num_decoding), _LEAST_SHARE * self._seconds)
+
+    def _alone(self, num_decoding: int) -> float:
+        """Seconds that so many answers take without a prompt. Until it was seen, as long as so many prompt tokens."""
+        return self._decodes.get(num_decoding.bit_length(), num_decoding / self._prompts.value)
