@@ -217,7 +217,7 @@ class Engine:
 
     def _end(self, opened: _Open, answer: Answer, event: TokenEvent) -> None:
         opened.num_unfinished -= 1
-        opened.error = event.error or opened.error
+        opened.error = event.error.located(opened.prompt.where) if event.error else opened.error
         if event.finish_reason is None:  # a stop string, which only text can see
             ended = self.core.abort(event.request_id)
             answer.usage = ended.usage if ended else None

@@ -33,11 +33,20 @@ RECORD_BYTES = 40
 class RequestError(ValueError):
     """The client's mistake: one readable sentence with the values in it. It ends one request and nothing else."""
 
-    def __init__(self, message: str, *, code: str | None = None, param: str | None = None) -> None:
+    def __init__(
+        self, message: str, *, code: str | None = None, param: str | None = None, key: Key | None = None
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.code = code  # one of OpenAI's error codes, where one fits
         self.param = param  # the part of the request at fault, such as "messages[2].content[1].image_url"
+        self.key = key  # the picture at fault, where the engine says so: it knows no parts of requests
+
+    def located(self, where: Mapping[Key, str]) -> RequestError:
+        """The same, with the part in which a request has the picture."""
+        if self.key is None or self.key not in where:
+            return self
+        return RequestError(self.message, code=self.code, param=where[self.key])
 
 
 def quoted(value: object, most: int = 80) -> str:
@@ -193,6 +202,7 @@ class Prompt:
     salt: bytes = b""  # separates tenants in both caches
     text: str | None = None  # the prompt as the client or the template wrote it, for showing
     videos: tuple[VideoRun, ...] = ()  # in prompt order, for the bill
+    where: Mapping[Key, str] = field(default_factory=dict)  # the request's parts that hold the items, for errors
 
     def __len__(self) -> int:
         return len(self.token_ids)

@@ -219,6 +219,13 @@ def test_a_bad_prompt_alone_raises_one_sentence_with_values(llm: LLM, name: str)
     assert in_use(llm) == (0, 0, 0)
 
 
+def test_of_several_pictures_the_damaged_one_is_named(llm: LLM) -> None:
+    pictures = [make_photo(seed=41), png(make_photo(200, 200, seed=42))[:3000], make_photo(seed=43)]
+    with pytest.raises(RequestError) as caught:
+        ask(llm, PICTURE * 3, pictures)
+    assert (caught.value.code, caught.value.param) == ("image_parse_error", "multi_modal_data.image[1]")
+
+
 def test_bad_prompts_in_a_batch_hurt_only_themselves(llm: LLM) -> None:
     good = {"prompt": f"{PICTURE}What?", "multi_modal_data": {"image": make_photo(seed=9)}}
     expected = llm.generate(good, GREEDY, use_tqdm=False)[0].outputs[0].token_ids

@@ -358,6 +358,8 @@ def test_a_failed_picture_that_was_encoded_ahead_ends_the_request_that_asked() -
     rig.add("other", 6, CAT, 2)
     rig.drain()
     assert (rig.finish_of("r"), rig.finish_of("other"), rig.finish_of("decoding")) == ("error", "error", "length")
+    errors = [rig.events[name][-1].error for name in ("r", "other")]
+    assert [error.key for error in errors if error] == [key_of("cat")] * 2, "whoever sent it can tell which one it was"
 
 
 # --- decoding ahead ---------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import socket
 import struct
 import zlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -137,7 +138,50 @@ def test_a_truncated_picture_is_a_parse_error(
     server: RunningServer, make: Callable[[Image.Image], bytes], stream: bool
 ) -> None:
     data = make(make_photo(400, 300, seed=11))
-    refused(ask(server, as_url(data[: len(data) // 2]), stream=stream), "image_parse_error")
+    refused(ask(server, as_url(data[: len(data) // 2]), stream=stream), "image_parse_error", WHERE)
+
+
+def damaged(seed: int) -> str:
+    """With a good header, so that only the engine finds out."""
+    data = jpeg(make_photo(400, 300, seed=seed))
+    return as_url(data[: len(data) // 2])
+
+
+def good(seed: int) -> str:
+    return as_url(png(make_photo(56, 56, seed=seed)))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("place", range(3))
+def test_of_several_pictures_the_damaged_one_is_named(server: RunningServer, place: int, stream: bool) -> None:
+    urls = [good(500 + place), good(510 + place), good(520 + place)]
+    urls[place] = damaged(530 + place + 3 * stream)
+    response = server.chat([text_part("What?"), *map(image_part, urls)], stream=stream)
+    refused(response, "image_parse_error", f"messages[0].content[{place + 1}].image_url")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_damaged_picture_is_named_in_the_words_of_each_api(server: RunningServer, stream: bool) -> None:
+    fine, bad = good(540), damaged(541 + stream)
+    parts = [{"type": "input_image", "image_url": url} for url in (fine, bad)]
+    response = server.post("/v1/responses", {"input": [{"role": "user", "content": parts}], "stream": stream})
+    refused(response, "image_parse_error", "input[0].content[1].image_url")
+    split = [url.removeprefix("data:").partition(";base64,") for url in (fine, damaged(543 + stream))]
+    sources = [{"type": "base64", "media_type": kind, "data": data} for kind, _, data in split]
+    blocks = [{"type": "image", "source": source} for source in sources]
+    body = {"messages": [{"role": "user", "content": blocks}], "max_tokens": 4, "stream": stream}
+    response = server.post("/v1/messages", body)
+    assert response.status_code == 400
+    assert response.json()["error"]["message"].startswith("messages[0].content[1].source: ")
+
+
+def test_two_requests_with_one_damaged_picture_each_hear_of_their_own_part(server: RunningServer) -> None:
+    bad = damaged(550)
+    contents = [[image_part(bad)], [text_part("What?"), photo_part(seed=551), image_part(bad)]]
+    with ThreadPoolExecutor(2) as pool:
+        answers = list(pool.map(server.chat, contents))
+    for response, place in zip(answers, (0, 2), strict=True):
+        refused(response, "image_parse_error", f"messages[0].content[{place}].image_url")
 
 
 def test_a_png_with_a_wrong_checksum_is_a_parse_error(server: RunningServer) -> None:

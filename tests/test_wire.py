@@ -94,7 +94,9 @@ sampling = st.builds(
     logit_bias=st.none() | st.dictionaries(ids, st.floats(-100, 100), max_size=3),
 )
 requests = st.builds(Request, words, prompts(), sampling, counts, st.frozensets(ids), st.integers(-(2**63), 2**64 - 1))
-errors = st.builds(RequestError, words, code=st.none() | words, param=st.none() | words)
+errors = st.builds(
+    RequestError, words, code=st.none() | words, param=st.none() | words, key=st.none() | st.binary(max_size=32)
+)
 logprobs = st.builds(
     Logprobs, st.floats(-100, 0), counts, st.lists(st.tuples(ids, st.floats(-100, 0)), max_size=3).map(tuple)
 )
@@ -165,8 +167,8 @@ def all_sent(requests: list[Request]) -> list[Request]:
     return wire.unpack_requests(there(wire.Submit(wire.pack_requests(requests))).requests)
 
 
-def told(error: RequestError | None) -> tuple[str, str | None, str | None] | None:
-    return (error.message, error.code, error.param) if error else None
+def told(error: RequestError | None) -> tuple[Any, ...] | None:
+    return (error.message, error.code, error.param, error.key) if error else None
 
 
 def plain(request: Request) -> dict[str, Any]:

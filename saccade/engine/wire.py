@@ -34,7 +34,7 @@ class WireError(Exception):
 
 
 class PromptBody(msgspec.Struct, frozen=True, array_like=True):
-    """A `Prompt` in plain values, without its text: the engine never sees a string of the client's."""
+    """A `Prompt` in plain values, without its text and its parts: the engine never sees a string of the client's."""
 
     token_ids: list[int]
     spans: tuple[Span, ...]
@@ -242,15 +242,15 @@ def config_of(start: Start) -> ModelConfig:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, RequestError):
-        return value.message, value.code, value.param
+        return value.message, value.code, value.param, value.key
     raise TypeError(f"{type(value).__name__} has no form on the wire")
 
 
 def _from_plain(kind: type, value: Any) -> Any:
     if kind is not RequestError:
         raise TypeError(f"{kind.__name__} has no form on the wire")
-    message, code, param = value
-    return RequestError(message, code=code, param=param)
+    message, code, param, key = value
+    return RequestError(message, code=code, param=param, key=key)
 
 
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -28,7 +28,7 @@ from saccade.processor.template import MOST_CHARS, RESERVED
 from saccade.processor.tokenizer import Tokenizer
 from saccade.processor.video import split_kwargs, video_bill_item, videos_for
 from saccade.processor.weave import Weave, weave
-from saccade.types import Bill, BillItem, Geometry, MediaItem, Prompt, RequestError, Span, short_key
+from saccade.types import Bill, BillItem, Geometry, Key, MediaItem, Prompt, RequestError, Span, short_key
 
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "multi_modal_data", "mm_processor_kwargs", "cache_salt")
 _MOST_CHARS = 64 << 20  # of a chat, whatever context config.json claims
@@ -260,8 +260,10 @@ class Processor:
             names = ", ".join(frames)
             raise RequestError(f"{names} is for videos, but none was given", param=f"mm_processor_kwargs.{min(frames)}")
         expanded, spans = self._expand(ids, starts, items) if items else (ids, ())
+        where = _where(zip(pictures, items, strict=True))
         if videos:
-            return self._with_videos(expanded, list(zip(spans, items, strict=True)), videos, frames, salt, text)
+            prompt = self._with_videos(expanded, list(zip(spans, items, strict=True)), videos, frames, salt, text)
+            return replace(prompt, where={**prompt.where, **where})
         positions, next_position = self.family.positions(expanded, spans, [item.geometry.grid for item in items])
         return Prompt(
             token_ids=expanded.tolist(),
@@ -272,6 +274,7 @@ class Processor:
             identity=identity(expanded, spans),
             salt=self.family.root(salt, len(expanded)) if isinstance(self.family, LengthBound) else salt,
             text=text,
+            where=where,
         )
 
     def _starts(self, ids: Ids, given: int) -> Ids:
@@ -329,6 +332,7 @@ class Processor:
             salt=salt,
             text=text,
             videos=tuple(made.videos),
+            where=_where((video, item) for video, found in zip(videos, groups, strict=True) for item in found.items),
         )
 
     def _caption(self, seconds: float) -> Sequence[int]:
@@ -364,6 +368,14 @@ class Processor:
             items=items,
             encoder_cache_bytes=sum(kept.values()),
         )
+
+
+def _where(given: Iterable[tuple[Picture | Video, MediaItem]]) -> dict[Key, str]:
+    """By key the part of the request that holds the item; of several, the first."""
+    where: dict[Key, str] = {}
+    for part, item in given:
+        where.setdefault(item.key, part.param)
+    return where
 
 
 def _bill_items(prompt: Prompt, block_size: int) -> Iterator[BillItem]:

@@ -79,4 +79,5 @@ def _check_span(index: int, span: Span, config: SchedulerConfig) -> None:
                 f"picture {index + 1} of the prompt has {count} embeddings, but {limit} {what}; send it smaller, "
                 f"lower --max-pixels or raise {flag}",
                 code="image_too_large",
+                key=span.key,
             )

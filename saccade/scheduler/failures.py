@@ -24,7 +24,8 @@ def doomed_by(
     """The requests that asked for a failed picture, entered it, or share blocks with one that entered it."""
     doomed: Doomed = {}
     bad_from: dict[str, int] = {}  # position from which a request's window holds nothing valid
-    for key, error in failed.items():
+    for key, reason in failed.items():
+        error = RequestError(reason.message, code=reason.code, param=reason.param, key=key)
         doomed.setdefault(gate.pop_requester(key), error)
         for request_id, index in encoder.failed(key):
             doomed.setdefault(request_id, error)

@@ -14,7 +14,7 @@ from typing import Protocol
 from saccade.engine.client import EngineUnavailable, RequestStream
 from saccade.metrics import Finished, Metrics
 from saccade.processor.answer import Answer
-from saccade.types import Bill, Logprobs, Prompt, Request, TokenEvent
+from saccade.types import Bill, Logprobs, Prompt, Request, RequestError, TokenEvent
 
 KEEP_ALIVE_SECONDS = 5.0
 """Silence after which a stream shows that it is alive: a large picture's prefill may outlast a proxy's patience."""
@@ -61,6 +61,7 @@ class Generation:
         # Not the prompts themselves: they hold pictures, which the engine has by now.
         self.bills = [priced.bill for priced in prompts]
         self.prompt_ids = [priced.prompt.token_ids for priced in prompts]
+        self._where = [priced.prompt.where for priced in prompts]
         self.answers = answers
         self._max_tokens = 0
         self._timing = timing
@@ -84,7 +85,10 @@ class Generation:
     async def submit(self, engine: SubmitsRequests, requests: Sequence[Request]) -> None:
         """All of them or none."""
         self._max_tokens = max(request.max_tokens for request in requests)
-        self._streams = await engine.submit(requests)
+        try:
+            self._streams = await engine.submit(requests)
+        except RequestError as error:
+            raise error.located(self._where[0]) from None  # only chats have pictures, and a chat is one prompt
 
     # --- tokens become text -----------------------------------------------------------------------------------------
 
@@ -126,7 +130,7 @@ class Generation:
     def _push(self, answer: Answer, event: TokenEvent, piece: Piece) -> bool:
         """True when the answer is complete."""
         if event.error is not None:
-            raise event.error
+            raise event.error.located(self._where[answer.index // self.per_prompt])
         if event.finish_reason == "abort":
             raise EngineUnavailable("the engine gave the request up; send it again", 1.0)
         piece.text += answer.push(event)
