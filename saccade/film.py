@@ -7,6 +7,7 @@ than the caller expects are left alone before memory is taken for them. PyAV is 
 from __future__ import annotations
 
 import io
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from saccade.types import RequestError
@@ -18,6 +19,11 @@ CODECS = frozenset(
     ("h264", "hevc", "vp8", "vp9", "libvpx", "libvpx-vp9", "av1", "libdav1d", "mpeg4", "mjpeg", "mpeg2video", "prores")
 )
 _COVER = 0x400  # FFmpeg's mark of a stream that is one still picture beside the music
+
+
+def is_available() -> bool:
+    """Whether files can be read here. Looks for PyAV without loading it."""
+    return find_spec("av") is not None
 
 
 def open_film(data: bytes, format: str, max_pixels: int) -> av.container.InputContainer:

@@ -10,6 +10,10 @@ import httpx
 import pytest
 
 from saccade import LLM, SamplingParams
+from saccade.options import MediaPolicy, Options
+from saccade.processor.checkpoint import open_checkpoint
+from saccade.processor.prompt import Processor
+from saccade.server.models import video_card
 from tests.conftest import make_photo, png
 from tests.serving import RunningServer, as_url, error_of, image_part, photo_part, running_server, text_part
 from tests.test_server_fetch import Site, running_site
@@ -144,3 +148,15 @@ def test_the_model_card_says_what_videos_may_be(server: RunningServer) -> None:
     card = server.get("/v1/models").json()["data"][0]["multimodal"]
     assert card["limit_per_prompt"]["video"] == 1
     assert (card["video"]["fps"], card["video"]["max_frames"], card["video"]["max_seconds"]) == (2.0, 8, 10.0)
+
+
+@pytest.mark.parametrize("is_installed", [False, True])
+def test_the_model_card_promises_files_only_where_they_can_be_read(
+    qwen2_vl_folder: Path, monkeypatch: pytest.MonkeyPatch, is_installed: bool
+) -> None:
+    monkeypatch.setattr("saccade.film.find_spec", lambda name: object() if is_installed else None)
+    videos = Processor(open_checkpoint(str(qwen2_vl_folder)), MediaPolicy.of(Options())).videos
+    assert videos is not None
+    card = video_card(videos)
+    assert ("MP4" in card["formats"]) == bool(card["formats"]) == is_installed
+    assert "video/jpeg" in card["frame_types"]

@@ -16,6 +16,8 @@ from saccade.processor.clips import Clip, check_video_bytes, probe_clip
 from saccade.processor.media import decode_data_url
 from saccade.types import RequestError
 
+FRAME_TYPES = ("video/jpeg", "video/png", "video/webp")
+"""Of data: URLs that hold frames one after the other."""
 _MOST_SENT = 10_000  # frames in one data: URL, of which `num_frames` may be taken
 
 
@@ -65,7 +67,7 @@ def _from_data_url(url: str, policy: MediaPolicy) -> File | list[str]:
     check_video_bytes(len(url) // 4 * 3, policy)
     head, _, payload = url.partition(",")
     kind = head[5:].split(";")[0].strip().lower()
-    if kind in ("video/jpeg", "video/png", "video/webp"):
+    if kind in FRAME_TYPES:
         _check_sent(payload.count(",") + 1)
         still = head.replace("video/", "image/", 1)
         return [f"{still},{frame}" for frame in payload.split(",")]

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from saccade.costs import blocks_for
+from saccade.film import is_available
 from saccade.processor.clips import FORMATS as VIDEO_FORMATS
+from saccade.processor.footage import FRAME_TYPES
 from saccade.processor.generation import shown_defaults
 from saccade.processor.pictures import LOW_DETAIL_PIXELS
 from saccade.processor.probe import FORMATS
@@ -58,14 +60,15 @@ def _multimodal(service: Service) -> dict[str, Any]:
         "detail_max_pixels": {"low": min(LOW_DETAIL_PIXELS, limits.max_pixels), "high": limits.max_pixels},
         "tokens_per_picture": _tokens_per_picture(service),
         "fetches_urls": bool(service.server.allowed_media_domains),
-        "video": _video(videos) if videos else None,
+        "video": video_card(videos) if videos else None,
     }
 
 
-def _video(videos: Videos) -> dict[str, Any]:
+def video_card(videos: Videos) -> dict[str, Any]:
     policy = videos.policy.video
     return {
-        "formats": VIDEO_FORMATS.replace(" and ", ", ").split(", "),
+        "formats": VIDEO_FORMATS.replace(" and ", ", ").split(", ") if is_available() else [],
+        "frame_types": FRAME_TYPES,  # these need no PyAV
         "fps": policy.fps,
         "max_frames": videos.max_frames,
         "max_pixels": videos.rules.limits(policy.max_pixels).max_pixels,
