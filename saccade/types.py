@@ -42,11 +42,17 @@ class RequestError(ValueError):
         self.param = param  # the part of the request at fault, such as "messages[2].content[1].image_url"
         self.key = key  # the picture at fault, where the engine says so: it knows no parts of requests
 
+    def renamed(self, param: str) -> RequestError:
+        """The same, about a part as the client calls it."""
+        is_named = self.param is not None and self.message.startswith(self.param)
+        message = param + self.message.removeprefix(self.param or "") if is_named else self.message
+        return RequestError(message, code=self.code, param=param)
+
     def located(self, where: Mapping[Key, str]) -> RequestError:
         """The same, with the part in which a request has the picture."""
         if self.key is None or self.key not in where:
             return self
-        return RequestError(self.message, code=self.code, param=where[self.key])
+        return self.renamed(where[self.key])
 
 
 def quoted(value: object, most: int = 80) -> str:

@@ -23,7 +23,7 @@ from saccade.processor.slots import Owners, SlotLimits, Slots
 from saccade.types import RequestError
 from tests.conftest import make_photo, png
 from tests.hostile import watching
-from tests.serving import RunningServer, chat_body, error_of, image_part, running_server, until
+from tests.serving import RunningServer, error_of, image_part, running_server, until
 from tests.test_fetch import BODY, HOST, TRUST, Handler, Site, answer, certificate, resolving, response, running
 
 HANG_GUARD = 60.0
@@ -305,14 +305,16 @@ def test_what_is_no_body_ends_after_some_bytes_not_with_the_deadline(name: str) 
 
 
 def test_interim_answers_chunks_extensions_and_trailers_in_measure_are_read() -> None:
-    head = b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nlink: </a>\r\ncontent-length: 1\r\n\r\n" + _CHUNKED
+    head = (
+        b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nlink: </a>\r\ncontent-length: 1\r\n\r\n" + _CHUNKED
+    )
     chunks = b"".join(b"%x;a=b\r\n%s\r\n" % (len(part), part) for part in (BODY[:7], BODY[7:]))
 
     async def scenario() -> bytes:
         whole = head + chunks + b"0\r\nx-more: yes\r\n\r\n" + response(b"another answer")
-        async with running(answer(*(whole[i : i + 11] for i in range(0, len(whole), 11)))) as site:
-            async with fetching(site, timeout_s=30) as fetcher:
-                return await fetcher.fetch(url_of(site))
+        pieces = (whole[i : i + 11] for i in range(0, len(whole), 11))
+        async with running(answer(*pieces)) as site, fetching(site, timeout_s=30) as fetcher:
+            return await fetcher.fetch(url_of(site))
 
     assert run(scenario) == BODY
 

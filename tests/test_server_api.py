@@ -193,6 +193,27 @@ def test_a_known_but_unsupported_field_is_named(server: RunningServer, field: st
     assert response.status_code == 400 and error_of(response)["param"] == field
 
 
+def test_tokens_of_log_probabilities_may_be_shown_as_ids(server: RunningServer) -> None:
+    fields = {"logprobs": True, "top_logprobs": 2, "return_token_ids": True}
+    as_text, as_ids = (server.chat(**fields, return_tokens_as_token_ids=shown).json() for shown in (False, True))
+    (choice,), (plain,) = as_ids["choices"], as_text["choices"]
+    entries = choice["logprobs"]["content"]
+    shown = [entry["token"] for entry in entries]
+    assert shown == [f"token_id:{token}" for token in choice["token_ids"][: len(entries)]]
+    assert all(top["token"].startswith("token_id:") for entry in entries for top in entry["top_logprobs"])
+    assert [entry["bytes"] for entry in entries] == [entry["bytes"] for entry in plain["logprobs"]["content"]]
+    body = {"prompt": "a", "max_tokens": 3, "logprobs": 1, "temperature": 0}
+    texts, ids = (
+        server.post("/v1/completions", {**body, "return_tokens_as_token_ids": shown}).json()["choices"][0]["logprobs"]
+        for shown in (False, True)
+    )
+    assert all(
+        token.startswith("token_id:")
+        for token in (*ids["tokens"], *(name for top in ids["top_logprobs"] for name in top))
+    )
+    assert (ids["text_offset"], ids["token_logprobs"]) == (texts["text_offset"], texts["token_logprobs"])
+
+
 def test_a_picture_may_be_named_again_by_its_uuid(server: RunningServer) -> None:
     named = {**photo_part(64, 64, seed=5), "uuid": "cat"}
     first = server.chat([named, text_part("What?")]).json()
@@ -275,8 +296,9 @@ BOUNDED = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": 
     [
         {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": BOUNDED}}},
         {"structured_outputs": {"json": BOUNDED}},
+        {"structured_outputs": {"json": json.dumps(BOUNDED)}},
     ],
-    ids=["response_format", "structured_outputs"],
+    ids=["response_format", "structured_outputs", "structured_outputs as text"],
 )
 def test_an_answer_follows_the_schema_it_was_given(server: RunningServer, fields: dict[str, Any]) -> None:
     (answer,) = server.chat(**fields, max_tokens=200).json()["choices"]

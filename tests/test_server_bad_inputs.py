@@ -461,6 +461,13 @@ BAD_FIELDS: list[tuple[str, Any]] = [
     ("messages", "hello"),
     ("model", 5),
     ("cache_salt", 5),
+    ("best_of", 2),
+    ("best_of", "many"),
+    ("add_special_tokens", True),
+    ("return_tokens_as_token_ids", 1),
+    ("max_completion_tokens", 0),
+    ("max_completion_tokens", 10**12),
+    ("max_tokens", 10**12),
 ]
 
 
@@ -475,7 +482,50 @@ def test_more_logprobs_than_allowed_are_refused(server: RunningServer) -> None:
 
 
 def test_an_answer_longer_than_any_context_is_refused(server: RunningServer) -> None:
-    refused(server.chat(max_tokens=10**12), "context_length_exceeded")
+    refused(server.chat(max_tokens=10**12), "context_length_exceeded", "max_tokens")
+
+
+def test_a_prompt_that_leaves_no_room_is_not_blamed_on_the_length_of_the_answer(server: RunningServer) -> None:
+    part = text_part("word " * 5000)
+    refused(server.chat([GOOD, part], max_tokens=4), "context_length_exceeded", "messages")
+
+
+def test_an_answer_that_is_too_long_is_named_in_the_words_of_each_api(server: RunningServer) -> None:
+    response = server.post("/v1/responses", {"input": "hi", "max_output_tokens": 10**12})
+    refused(response, "context_length_exceeded", "max_output_tokens")
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 10**12}
+    assert server.post("/v1/messages", body).json()["error"]["message"].startswith("max_tokens: ")
+
+
+INERT_FIELDS = [{"best_of": 1}, {"best_of": 2, "n": 2}, {"add_special_tokens": False}, {"media_io_kwargs": {}}]
+
+
+@pytest.mark.parametrize("fields", INERT_FIELDS, ids=str)
+def test_a_field_whose_value_changes_nothing_is_accepted(server: RunningServer, fields: dict[str, Any]) -> None:
+    assert server.chat(max_tokens=2, **fields).status_code == 200
+
+
+@pytest.mark.parametrize("fields", [{"best_of": 2}, {"add_special_tokens": False}], ids=str)
+def test_what_a_completion_cannot_do_is_named(server: RunningServer, fields: dict[str, Any]) -> None:
+    response = server.post("/v1/completions", {"prompt": "a", "max_tokens": 2, **fields})
+    assert response.status_code == 400 and error_of(response)["param"] == next(iter(fields))
+
+
+@pytest.mark.parametrize("frames", [{"num_frames": 2}, {"fps": 0.5}])
+def test_settings_of_videos_beside_pictures_are_named_as_they_were_sent(
+    server: RunningServer, frames: dict[str, Any]
+) -> None:
+    (name,) = frames
+    parts = [GOOD, text_part("?")]
+    response = server.chat(parts, media_io_kwargs={"video": frames})
+    refused(response, None, f"media_io_kwargs.video.{name}")
+    refused(server.chat(parts, mm_processor_kwargs=frames), None, f"mm_processor_kwargs.{name}")
+
+
+@pytest.mark.parametrize("schema", ["no JSON", "[1]", '{"type": "nothing"}', 5, {"type": "nothing"}], ids=str)
+def test_a_bad_schema_in_structured_outputs_is_named(server: RunningServer, schema: Any) -> None:
+    response = server.chat(structured_outputs={"json": schema})
+    refused(response, "invalid_json_schema", "structured_outputs.json")
 
 
 @pytest.mark.parametrize(

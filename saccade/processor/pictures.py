@@ -186,7 +186,7 @@ def _check_names(given: Any) -> None:
     if unknown:
         raise RequestError(
             f"mm_processor_kwargs takes min_pixels and max_pixels, not {', '.join(map(quoted, unknown[:4]))}",
-            param="mm_processor_kwargs",
+            param=f"mm_processor_kwargs.{unknown[0][:64]}" if isinstance(given, Mapping) else "mm_processor_kwargs",
         )
 
 

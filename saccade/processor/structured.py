@@ -53,13 +53,17 @@ def check_schema(schema: Any, *, param: str = "response_format") -> str:
 
 def check_structured(text: str) -> None:
     """The same check for `SamplingParams.structured` as a Python caller wrote it."""
+    check_schema_text(text, param="structured")
+
+
+def check_schema_text(text: str, *, param: str) -> str:
+    """The same check for a schema that comes as text."""
+    _check_size(len(text), param)
     try:
         schema = json.loads(text)
     except (ValueError, RecursionError):
-        raise _refused(
-            f"structured must be a JSON schema as text, but {quoted(text)} is not JSON", "structured"
-        ) from None
-    check_schema(schema, param="structured")
+        raise _refused(f"{param} must be a JSON schema as text, but {quoted(text)} is not JSON", param) from None
+    return check_schema(schema, param=param)
 
 
 def _check_available(param: str) -> None:
@@ -82,9 +86,13 @@ def _as_text(schema: Any, param: str) -> str:
         text = json.dumps(schema, separators=(",", ":"), allow_nan=False)
     except (TypeError, ValueError, RecursionError):
         raise _refused("the JSON schema is nested too deeply or holds values that JSON does not have", param) from None
-    if len(text) > MAX_SCHEMA_BYTES:
-        raise _refused(f"the JSON schema has {len(text)} bytes and may have {MAX_SCHEMA_BYTES}; make it smaller", param)
+    _check_size(len(text), param)
     return text
+
+
+def _check_size(size: int, param: str) -> None:
+    if size > MAX_SCHEMA_BYTES:
+        raise _refused(f"the JSON schema has {size} bytes and may have {MAX_SCHEMA_BYTES}; make it smaller", param)
 
 
 @lru_cache(maxsize=64)

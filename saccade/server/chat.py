@@ -67,7 +67,7 @@ class _ChatShape:
     def _choice(self, piece: Piece, delta: dict[str, Any]) -> dict[str, Any]:
         logprobs = None
         if self._wanted.params.logprobs is not None:
-            logprobs = chat_logprobs(piece.shown_ids, piece.logprobs, self._tokenizer)
+            logprobs = chat_logprobs(piece.shown_ids, piece.logprobs, self._tokenizer, self._wanted.shows_ids)
         choice = {
             "index": piece.index,
             "delta": delta,

@@ -65,7 +65,7 @@ class _CompletionShape:
     def _listed(self, ids: list[int], logprobs: list[Logprobs], offset: int) -> dict[str, Any] | None:
         if self._wanted.params.logprobs is None:
             return None
-        return completion_logprobs(ids, logprobs, self._tokenizer, offset)
+        return completion_logprobs(ids, logprobs, self._tokenizer, offset, self._wanted.shows_ids)
 
     def _choice(self, piece: Piece, logprobs: dict[str, Any] | None) -> dict[str, Any]:
         choice = {

@@ -53,6 +53,8 @@ _COMMON: Mapping[str, Schema] = {
     "include_stop_str_in_output": _BOOL,
     "skip_special_tokens": _BOOL,
     "return_token_ids": _BOOL,
+    "return_tokens_as_token_ids": _BOOL,
+    "best_of": _INT,
     "include_bill": _BOOL,
     "cache_salt": _LABEL,
     "request_id": _STR,
@@ -100,7 +102,7 @@ COMPLETION: Mapping[str, Schema] = {
     **_COMMON,
     "prompt": {"type": ["string", "array"]},
     "logprobs": _INT,
-    "best_of": _INT,
+    "add_special_tokens": _BOOL,
 }
 TOKENIZE: Mapping[str, Schema] = {
     "model": _STR,
@@ -229,6 +231,9 @@ IGNORED = frozenset(
 """Sent by client libraries; nothing here depends on them."""
 
 INERT: Mapping[str, tuple[Any, ...]] = {
+    "add_special_tokens": (False,),  # a template writes its own
+    "best_of": (1,),
+    "return_tokens_as_token_ids": (False,),
     "continue_final_message": (False,),
     "echo": (False,),
     "priority": (0,),

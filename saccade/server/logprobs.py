@@ -12,34 +12,45 @@ from saccade.types import Logprobs
 _LOWEST = -9999.0
 
 
-def chat_logprobs(token_ids: Sequence[int], logprobs: Sequence[Logprobs], tokenizer: Tokenizer) -> dict[str, Any]:
+def chat_logprobs(
+    token_ids: Sequence[int], logprobs: Sequence[Logprobs], tokenizer: Tokenizer, shows_ids: bool
+) -> dict[str, Any]:
     content = [
-        _entry(token_id, entry.logprob, tokenizer)
-        | {"top_logprobs": [_entry(other, value, tokenizer) for other, value in entry.top]}
+        _entry(token_id, entry.logprob, tokenizer, shows_ids)
+        | {"top_logprobs": [_entry(other, value, tokenizer, shows_ids) for other, value in entry.top]}
         for token_id, entry in zip(token_ids, logprobs, strict=True)
     ]
     return {"content": content, "refusal": None}
 
 
 def completion_logprobs(
-    token_ids: Sequence[int], logprobs: Sequence[Logprobs], tokenizer: Tokenizer, offset: int
+    token_ids: Sequence[int], logprobs: Sequence[Logprobs], tokenizer: Tokenizer, offset: int, shows_ids: bool
 ) -> dict[str, Any]:
     """`offset` is where the first token's text begins in the answer."""
-    tokens = [_text(token_id, tokenizer) for token_id in token_ids]
-    offsets = list(accumulate(map(len, tokens), initial=offset))[:-1]
-    tops = [{_text(other, tokenizer): _finite(value) for other, value in entry.top} for entry in logprobs]
+    texts = [_text(token_id, tokenizer) for token_id in token_ids]
+    offsets = list(accumulate(map(len, texts), initial=offset))[:-1]
+    tops = [{_shown(other, tokenizer, shows_ids): _finite(value) for other, value in entry.top} for entry in logprobs]
     return {
-        "tokens": tokens,
+        "tokens": list(map(_id, token_ids)) if shows_ids else texts,
         "token_logprobs": [_finite(entry.logprob) for entry in logprobs],
         "top_logprobs": tops,
         "text_offset": offsets,
     }
 
 
-def _entry(token_id: int, logprob: float, tokenizer: Tokenizer) -> dict[str, Any]:
+def _entry(token_id: int, logprob: float, tokenizer: Tokenizer, shows_ids: bool) -> dict[str, Any]:
     text = _text(token_id, tokenizer)
     # A token that is part of a character has bytes of its own, which the decoded text no longer shows.
-    return {"token": text, "logprob": _finite(logprob), "bytes": None if "\ufffd" in text else list(text.encode())}
+    spelled = None if "\ufffd" in text else list(text.encode())
+    return {"token": _id(token_id) if shows_ids else text, "logprob": _finite(logprob), "bytes": spelled}
+
+
+def _shown(token_id: int, tokenizer: Tokenizer, shows_ids: bool) -> str:
+    return _id(token_id) if shows_ids else _text(token_id, tokenizer)
+
+
+def _id(token_id: int) -> str:
+    return f"token_id:{token_id}"
 
 
 def _text(token_id: int, tokenizer: Tokenizer) -> str:

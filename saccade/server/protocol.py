@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from saccade.params import MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
-from saccade.processor.structured import structured_from
+from saccade.processor.structured import check_schema, check_schema_text, structured_from
 from saccade.processor.tools import ToolPlan, tools_for_template
 from saccade.server import fields
 from saccade.server.fields import FieldReader
@@ -27,9 +28,11 @@ class Wanted:
     skip_special_tokens: bool
     include_stop: bool  # show the stop string that ended the answer
     return_token_ids: bool
+    shows_ids: bool  # in log probabilities, token_id:5 in the place of a token's text
     include_bill: bool
     cache_salt: str
     request_id: str | None  # for the answer's own id
+    length_field: str = "max_tokens"  # under which the client said how long the answer may be
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,7 @@ class ChatRequest:
     add_generation_prompt: bool
     chat_template_kwargs: Mapping[str, Any] | None
     mm_processor_kwargs: Mapping[str, Any] | None
+    renamed: Mapping[str, str]  # fields as errors may call them, and as the client did
 
     def take_messages(self) -> list[Mapping[str, Any]]:
         """Once. They hold pictures as text, and the request outlives the prompt that is made of them."""
@@ -60,20 +64,25 @@ def read_chat(body: Mapping[str, Any], reader: FieldReader) -> ChatRequest:
     if "messages" not in given:
         raise RequestError("messages is missing; send a list with at least one message", param="messages")
     tools = tools_for_template(given.get("tools"), given.get("tool_choice"))
-    limit = given.get("max_completion_tokens", given.get("max_tokens"))
+    length_field = "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"
+    limit, logprobs = given.get(length_field), _chat_logprobs(given)
+    wanted = _wanted(given, reader.defaults, limit, logprobs, tools.structured, length_field)
+    kwargs, renamed = _media_kwargs(given)
     return ChatRequest(
-        wanted=_wanted(given, reader.defaults, limit, _chat_logprobs(given), tools.structured),
+        wanted=wanted,
         messages=given["messages"],
         tools=tools,
         parallel_tool_calls=given.get("parallel_tool_calls", True),
         add_generation_prompt=given.get("add_generation_prompt", True),
         chat_template_kwargs=given.get("chat_template_kwargs"),
-        mm_processor_kwargs=_media_kwargs(given),
+        mm_processor_kwargs=kwargs,
+        renamed=renamed,
     )
 
 
-def _media_kwargs(given: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """mm_processor_kwargs, and what some clients say about the frames of videos in a field of its own."""
+def _media_kwargs(given: Mapping[str, Any]) -> tuple[Mapping[str, Any] | None, Mapping[str, str]]:
+    """mm_processor_kwargs with what some clients say about frames in a field of its own; and how that one is called."""
+    own = given.get("mm_processor_kwargs") or {}
     other = given.get("media_io_kwargs") or {}
     frames = other.get("video") or {}
     if set(other) - {"video"} or not isinstance(frames, dict) or set(frames) - {"fps", "num_frames"}:
@@ -82,7 +91,10 @@ def _media_kwargs(given: Mapping[str, Any]) -> Mapping[str, Any] | None:
             code="unsupported",
             param="media_io_kwargs",
         )
-    return {**frames, **(given.get("mm_processor_kwargs") or {})} or None
+    renamed = {f"mm_processor_kwargs.{name}": f"media_io_kwargs.video.{name}" for name in frames if name not in own}
+    if frames and not own:
+        renamed["mm_processor_kwargs"] = "media_io_kwargs"
+    return {**frames, **own} or None, renamed
 
 
 def read_completion(body: Mapping[str, Any], reader: FieldReader, max_prompts: int) -> CompletionRequest:
@@ -90,8 +102,8 @@ def read_completion(body: Mapping[str, Any], reader: FieldReader, max_prompts: i
     prompts = _prompts(given.get("prompt"))
     if len(prompts) > max_prompts:
         raise RequestError(f"{len(prompts)} prompts were given and at most {max_prompts} may be", param="prompt")
-    if given.get("best_of", given.get("n", 1)) != given.get("n", 1):
-        raise RequestError("best_of is not supported by this server; leave it out", code="unsupported", param="best_of")
+    if not given.get("add_special_tokens", True):
+        raise _unsupported("add_special_tokens")
     # OpenAI's completions stop after 16 tokens unless they, or the checkpoint, say otherwise; chats go on.
     limit = given.get("max_tokens", None if "max_tokens" in reader.defaults else 16)
     return CompletionRequest(_wanted(given, reader.defaults, limit, given.get("logprobs")), prompts)
@@ -114,13 +126,20 @@ def _is_token(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
 
+def _unsupported(name: str) -> RequestError:
+    return RequestError(f"{name} is not supported by this server; leave it out", code="unsupported", param=name)
+
+
 def _wanted(
     given: Mapping[str, Any],
     defaults: Mapping[str, Any],
     max_tokens: int | None,
     logprobs: int | None,
     structured: str | None = None,
+    length_field: str = "max_tokens",
 ) -> Wanted:
+    if given.get("best_of", given.get("n", 1)) != given.get("n", 1):
+        raise _unsupported("best_of")
     stream, options = given.get("stream", False), given.get("stream_options", {})
     if options and not stream:
         raise RequestError("stream_options is only for streams; set stream to true", param="stream_options")
@@ -131,7 +150,7 @@ def _wanted(
     continuous = bool(options.get("continuous_usage_stats"))
     return Wanted(
         model=given.get("model"),
-        params=_params({**defaults, **given}, max_tokens, logprobs, structured),
+        params=_params({**defaults, **given}, max_tokens, logprobs, structured, length_field),
         usual_max_tokens=defaults.get("max_tokens"),
         stream=stream,
         include_usage=bool(options.get("include_usage")) or continuous,
@@ -139,36 +158,51 @@ def _wanted(
         skip_special_tokens=given.get("skip_special_tokens", True),
         include_stop=given.get("include_stop_str_in_output", False),
         return_token_ids=given.get("return_token_ids", False),
+        shows_ids=given.get("return_tokens_as_token_ids", False),
         include_bill=given.get("include_bill", False),
         cache_salt=given.get("cache_salt", ""),
         request_id=given.get("request_id", "")[:128] or None,
+        length_field=length_field,
     )
 
 
 def _params(
-    given: Mapping[str, Any], max_tokens: int | None, logprobs: int | None, structured: str | None
+    given: Mapping[str, Any], max_tokens: int | None, logprobs: int | None, structured: str | None, length_field: str
 ) -> SamplingParams:
     """`structured` is the form of a required tool call, which goes before the form of the answer."""
     plain = {name: given[name] for name in fields.SAMPLING if name in given and name != "logit_bias"}
     bias = _bias(given.get("logit_bias"))
-    form = structured_from(_format(given))
-    return SamplingParams(
-        **{**plain, "max_tokens": max_tokens}, logprobs=logprobs, logit_bias=bias, structured=structured or form
-    )
+    form = structured or _form(given)
+    with renaming({"max_tokens": length_field}):
+        return SamplingParams(
+            **{**plain, "max_tokens": max_tokens}, logprobs=logprobs, logit_bias=bias, structured=form
+        )
 
 
-def _format(given: Mapping[str, Any]) -> Any:
-    """OpenAI's response_format, or vLLM's structured_outputs with a JSON schema in it."""
+@contextmanager
+def renaming(names: Mapping[str, str]) -> Iterator[None]:
+    """RequestErrors that leave this context name a field as the client did."""
+    try:
+        yield
+    except RequestError as error:
+        if error.param is None or error.param not in names:
+            raise
+        raise error.renamed(names[error.param]) from None
+
+
+def _form(given: Mapping[str, Any]) -> str | None:
+    """OpenAI's response_format, or vLLM's structured_outputs with a JSON schema in it, as an object or as text."""
     other = given.get("structured_outputs")
     if not other:
-        return given.get("response_format")
+        return structured_from(given.get("response_format"))
     if set(other) != {"json"} or "response_format" in given:
         raise RequestError(
             "structured_outputs takes a schema under json and nothing else, and not beside response_format",
             code="unsupported",
             param="structured_outputs",
         )
-    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": other["json"]}}
+    schema, where = other["json"], "structured_outputs.json"
+    return check_schema_text(schema, param=where) if isinstance(schema, str) else check_schema(schema, param=where)
 
 
 def _bias(given: Mapping[str, Any] | None) -> dict[int, float] | None:

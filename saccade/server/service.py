@@ -34,7 +34,7 @@ from saccade.server.fields import FieldReader
 from saccade.server.generate import Generation, Priced, SubmitsRequests, Timing
 from saccade.server.limits import Gate, Held, Upload, decode_object
 from saccade.server.media import ChatLimits, Link, MediaResolver, Messages, find_links
-from saccade.server.protocol import ChatRequest, Wanted
+from saccade.server.protocol import ChatRequest, Wanted, renaming
 from saccade.server.tally import check_chars, check_text
 from saccade.server.uuids import UuidCache
 from saccade.types import Bill, Prompt, Request, RequestError, quoted
@@ -192,7 +192,8 @@ class Service:
         # Threads of their own: templates are computed in other processes, and the slow ones wait long for theirs.
         rendering = partial(self._render, messages, request)
         rendered = await asyncio.get_running_loop().run_in_executor(self._template_pool, rendering)
-        prompt = await self.in_thread(self._build_chat, rendered, request, caller)
+        with renaming(request.renamed):
+            prompt = await self.in_thread(self._build_chat, rendered, request, caller)
         self._media.remember(links, messages, owner)
         self._count_mistyped(links, prompt)
         timing = Timing(caller.arrived, (time.perf_counter() - caller.arrived) * 1e3, fetch_ms)
@@ -291,15 +292,15 @@ class Service:
     def max_tokens(self, priced: Priced, wanted: Wanted) -> int:
         """What was asked for; or else the checkpoint's own length, or all, but not more than the context has left."""
         room = self.limits.max_model_len - len(priced.prompt)
-        asked = wanted.params.max_tokens
+        asked, field = wanted.params.max_tokens, wanted.length_field
         if room < (asked or 1):
             raise RequestError(
                 f"the prompt has {len(priced.prompt)} tokens{_itemised(priced.bill)}"
-                + (f" and max_tokens is {asked}" if asked else "")
+                + (f" and {field} is {asked}" if asked else "")
                 + f", but prompt and answer together may have {self.limits.max_model_len}; send less, smaller "
                 "pictures, or raise --max-model-len",
                 code="context_length_exceeded",
-                param="messages" if priced.bill.items else None,
+                param=field if room > 0 else "messages" if priced.bill.items else None,
             )
         return asked or min(room, wanted.usual_max_tokens or room)
 

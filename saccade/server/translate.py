@@ -43,10 +43,7 @@ class Places:
         except RequestError as error:
             if error.param is None:
                 raise
-            param, message = self.original(error.param), error.message
-            if message.startswith(error.param):
-                message = param + message.removeprefix(error.param)
-            raise RequestError(message, code=error.code, param=param) from None
+            raise error.renamed(self.original(error.param)) from None
 
     def original(self, param: str) -> str:
         match = _PARAM.fullmatch(param)
