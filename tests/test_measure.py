@@ -49,6 +49,13 @@ def test_pictures_of_common_sizes_go_through_the_tower_before_the_first_is_timed
     assert [size for size, _ in curve] == slots[-len(curve) :] and {ms for _, ms in curve} == {2.0}
 
 
+def test_a_burst_of_other_work_while_one_size_is_measured_bounds_no_larger_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    took = iter([40.0, 2.0, 3.0, 50.0, 5.0])
+    monkeypatch.setattr(measure, "timed", lambda run: next(took))
+    curve = measure.timed_curve((size, lambda: None) for size in (32, 64, 128, 256, 512))
+    assert curve == ((32, 2.0), (64, 2.0), (128, 3.0), (256, 5.0), (512, 5.0))
+
+
 def test_a_tower_that_knows_one_size_is_run_at_that_size_alone() -> None:
     tower = Tower(takes_squares=True)
     measure.layer_curve(tower, Grid(3, 24, 24))  # type: ignore[arg-type]

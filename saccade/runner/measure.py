@@ -120,8 +120,11 @@ def _merged(config: ModelConfig) -> int:
 
 
 def _rising(points: Iterable[tuple[int, float]]) -> Curve:
-    """A larger size never takes less: what was measured is noisy."""
+    """A smaller size never takes longer. Others who use the device only add time, so the least is nearest the truth.
+
+    Otherwise a burst while one size is measured would bound steps for life.
+    """
     curve: list[tuple[int, float]] = []
-    for size, ms in sorted(points):
-        curve.append((size, max(ms, curve[-1][1] if curve else 0.0)))
-    return tuple(curve)
+    for size, ms in sorted(points, reverse=True):
+        curve.append((size, min(ms, curve[-1][1] if curve else ms)))
+    return tuple(reversed(curve))
