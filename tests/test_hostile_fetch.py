@@ -522,7 +522,7 @@ def test_fetched_bytes_count_while_they_arrive(server: RunningServer, site: Site
     wanted = [f"file://{files}/{number}.png" for number in range(16)] if kind == "file" else urls(site, kind)
     with watching(server) as watch, ThreadPoolExecutor(4) as pool:
         answers = list(pool.map(lambda _: ask(server, *wanted), range(4)))
-    assert "overloaded" in {error_of(response)["code"] for response in answers if response.status_code == 503}
     assert all(response.status_code >= 400 for response in answers)
+    assert "overloaded" in {error_of(response)["code"] for response in answers}, "the share of one client, or of all"
     assert watch.api_growth_mb < 4 * INFLIGHT_MB, "256 MB were asked for"
     assert not watch.failures
