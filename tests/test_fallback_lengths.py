@@ -12,7 +12,7 @@ from torch import nn
 from saccade import LLM, SamplingParams
 from saccade.config import ConfigError, model_config
 from saccade.models import fallback
-from saccade.models.length_rope import LengthRope, Unfit, follow_lengths
+from saccade.models.length_rope import Unfit, follow_lengths
 from tests import family_fallback
 from tests.conftest import make_photo
 from tests.family_fallback import LONGROPE, SWITCH, TEXT
@@ -89,10 +89,8 @@ def test_the_proof_sees_a_rope_that_goes_by_the_whole_step(asked: Asked, monkeyp
         LLM(str(asked.folder), **SIZES)
 
 
-def test_a_context_that_ends_at_the_switch_needs_no_choice(asked: Asked) -> None:
+def test_a_context_that_ends_at_the_switch_is_served(asked: Asked) -> None:
     with LLM(str(asked.folder), **{**SIZES, "max_model_len": SWITCH}) as llm:
-        text = llm.engine.core.runner.model._text  # type: ignore[attr-defined]
-        assert not any(isinstance(module, LengthRope) for module in text.modules())
         assert answers(llm, [asked.prompts[0]]) == [asked.theirs[0]]
 
 

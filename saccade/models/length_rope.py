@@ -43,23 +43,24 @@ class LengthRope(nn.Module):
 
 
 def follow_lengths(text: Any, switch: int | None, window: int) -> LengthRope | None:
-    """Put such a rope into the text model if it has one that matters in a context of `window` tokens.
+    """Put such a rope into the text model if it has one. `switch` is what prompts are made for.
 
-    `switch` is what prompts were made for. Unfit where the rope changes in another way.
+    Unfit where the rope changes in another way within a context of `window` tokens.
     """
     made = None
     for name, module in list(text.named_modules()):
         least = _least_switch(module)
-        if least is None or window <= least:
+        if least is None:
             continue
-        if module.rope_type != "longrope" or least != switch or made is not None:
+        if module.rope_type == "longrope" and least == switch and made is None:
+            parent, _, own = name.rpartition(".")
+            made = LengthRope(module, least)
+            setattr(text.get_submodule(parent), own, made)
+        elif window > least:
             raise Unfit(
                 f"beyond {least} tokens its rope ({module.rope_type}) changes with a prompt's length in a way we do "
                 f"not follow; --max-model-len {least} avoids that"
             )
-        parent, _, own = name.rpartition(".")
-        made = LengthRope(module, least)
-        setattr(text.get_submodule(parent), own, made)
     return made
 
 
