@@ -21,7 +21,7 @@ from queue import LifoQueue
 from typing import Any
 
 from saccade.config import ConfigError
-from saccade.processor.template import required
+from saccade.processor.template import MOST_REASON, required
 from saccade.processor.template_worker import MEMORY_MB, REPLY, REQUEST, Kind, Reply, Setup, packed
 from saccade.types import RequestError
 
@@ -35,6 +35,7 @@ _QUICK_SECONDS = 0.05
 _SLOW_NICENESS = 5
 _COMPILE_SECONDS = 5.0
 _HUNG_SECONDS = 60.0  # of real time and silence: only a process that somebody has stopped takes as long
+_SENTENCE_BYTES = 4096  # around what a template says
 _COMMAND = (sys.executable, "-m", "saccade.processor.template_worker")
 
 logger = logging.getLogger("saccade.processor")
@@ -155,10 +156,12 @@ class _Child:
     def ask(self, body: bytes, seconds: float) -> Reply:
         """By one thread at a time."""
         try:
-            process = self._started()
-            reply = process.ask(body, seconds)
+            reply = self._started().ask(body, seconds)
         except OSError:  # it is gone, says nothing, or cannot be started
             reply = Reply(Kind.DIED)
+        except BaseException:  # the caller gave up (Ctrl-C): whoever asks next must not read what this one asked for
+            self._forget()
+            raise
         if reply.kind in (Kind.BROKEN, Kind.MEMORY, Kind.DIED):
             self._forget()
         return reply
@@ -200,6 +203,7 @@ class _Process:
             )
         self._connection = ours
         self.end = weakref.finalize(self, _end, self._child, ours)  # at the latest when nobody has it any more
+        self._most_bytes = 4 * max(setup.most_chars, MOST_REASON) + _SENTENCE_BYTES
         self._is_ready = False
         self._send(packed(setup), _COMPILE_SECONDS)
 
@@ -228,6 +232,8 @@ class _Process:
 
     def _receive(self) -> Reply:
         length, kind = REPLY.unpack(self._read(REPLY.size))
+        if length > self._most_bytes:
+            raise ConnectionError(f"the process that renders chats sends {length} bytes")
         return Reply(Kind(kind), self._read(length).decode("utf-8", "surrogatepass"))
 
     def _read(self, length: int) -> bytes:

@@ -22,6 +22,7 @@ from saccade.config import ConfigError
 from saccade.types import RequestError
 
 MOST_CHARS = 1 << 20
+MOST_REASON = 1 << 16  # characters
 _SAID_ELSEWHERE = {"messages", "tools", "documents", "add_generation_prompt", "template", "tokenize"}
 _OF_JINJA = {"self", "super", "caller", "loop", "varargs", "kwargs"}
 _GLOBALS = {"range", "dict", "lipsum", "cycler", "joiner", "namespace", "raise_exception", "strftime_now"}
@@ -52,6 +53,8 @@ def render(
         raise
     except _Refusal as error:
         reason = str(error)
+        if len(reason) > MOST_REASON:  # not cut: what shields a client's words must stay whole
+            reason = f"it says why in more than {MOST_REASON} characters"
     except RecursionError:
         reason = "its macros call each other too deeply"
     except Exception as error:  # whatever a template can be made to raise; in no library's words

@@ -19,7 +19,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import IntEnum
 from functools import partial
 from typing import Any, NamedTuple
@@ -74,7 +74,7 @@ def main() -> None:
     signal.signal(signal.SIGPROF, _stop)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_MB << 20, MEMORY_MB << 20))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with socket.socket(fileno=0) as connection:
+    with socket.socket(fileno=0) as connection, suppress(ConnectionError):  # the parent may be gone at any time
         _serve(connection)
 
 
@@ -83,13 +83,14 @@ def _stop(*_: Any) -> None:
 
 
 def _serve(connection: socket.socket) -> None:
-    requests = _requests(connection)
-    seconds, body = next(requests)
-    setup = Setup(*unpacked(body))
-    os.nice(setup.niceness)
-    _answer(connection, partial(_compiled, setup), seconds)
-    for seconds, body in requests:
-        _answer(connection, partial(_rendered, setup, body), seconds)
+    setup: Setup | None = None
+    for seconds, body in _requests(connection):
+        if setup is None:
+            setup = Setup(*unpacked(body))
+            os.nice(setup.niceness)
+            _answer(connection, partial(_compiled, setup), seconds)
+        else:
+            _answer(connection, partial(_rendered, setup, body), seconds)
 
 
 def _requests(connection: socket.socket) -> Iterator[tuple[float, bytes]]:
