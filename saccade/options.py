@@ -229,6 +229,7 @@ class ServerOptions:
     )
     write_timeout: float = _option(60.0, "seconds that an answer waits for its client to read on before it is given up")
     max_parts: int = _option(4096, "messages and content parts of one request")
+    max_schema_checks: int = _option(32, "requests of one caller whose JSON schemas wait to be checked")
     uuid_cache_mb: int = _option(64, "MiB of pictures kept so that clients may name them again by uuid; 0 keeps none")
     drain_timeout: float = _option(30.0, "seconds that open requests may take to finish after SIGTERM")
     heartbeat_timeout: float = _option(60.0, "seconds without a sign from the engine before it is started again")
@@ -238,7 +239,7 @@ class ServerOptions:
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be from 0 to 65535, not {self.port}")
-        for name in ("max_body_mb", "max_inflight_mb", "max_parts"):
+        for name in ("max_body_mb", "max_inflight_mb", "max_parts", "max_schema_checks"):
             _positive(name, getattr(self, name))
         if self.max_connections is not None:
             _positive("max_connections", self.max_connections)

@@ -223,6 +223,11 @@ class Request:
     eos_token_ids: frozenset[int]  # the model's own end tokens; empty when the request ignores them
     seed: int  # of its sampling noise; set for every request, so a resumed one repeats itself
 
+    @property
+    def family(self) -> str:
+        """What the answers that a client asked for at once have in common: their ids are this, a slash, a number."""
+        return self.request_id.rpartition("/")[0] or self.request_id
+
 
 # --- one step -----------------------------------------------------------------------------------------------------
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import pickle
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from saccade.processor import structured
+from saccade.processor import checking
+from saccade.processor.checking import SchemaChecks
 from saccade.processor.schema_check import problem
 from saccade.processor.structured import MAX_SCHEMA_BYTES, check_schema, check_structured, structured_from
 from saccade.schema import grammar_of
@@ -84,6 +88,9 @@ ACCEPTED: dict[str, Any] = {
     "titles and defaults": {**OBJECT, "title": "T", "description": "d", "default": {"$ref": "http://a.example/"}},
     "a property called $ref": {"type": "object", "properties": {"$ref": {"type": "string"}}},
     "a pattern with repeats side by side": {"type": "string", "pattern": r"^\w+@(\w+\.)+\w+$"},
+    "a pattern with braces that count nothing": {"type": "string", "pattern": r"^\{99999\}$"},
+    "many optional properties": {"properties": {f"p{i}": {"type": "integer"} for i in range(300)}},
+    "a long list of names": {"enum": [f"name-{i}" for i in range(5000)]},
     "choices that exclude each other": {"oneOf": [{"type": "string"}, {"type": "integer"}]},
 }
 REFUSED: dict[str, tuple[Any, str]] = {
@@ -119,6 +126,24 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "overlapping choices": ({"oneOf": [{"type": "number"}, {"type": "integer"}]}, "anyOf"),
     "an impossible range": ({"type": "integer", "minimum": 5, "maximum": 3}, "no JSON value"),
     "an unknown type": ({"type": "nothing"}, "keywords"),
+    "a pattern that repeats too often": ({"type": "string", "pattern": "^a{120000}$"}, "120000 times, and 10000 are"),
+    "a range of repeats that goes too far": ({"type": "string", "pattern": "^[ab]{3,99999}$"}, "99999 times"),
+    "a string that is too long": ({"type": "string", "maxLength": 2_000_000}, "maxLength is 2000000, and 1000000 is"),
+    "a list that is too long": ({"type": "array", "minItems": 1e9}, "minItems"),
+    "too many optional properties": ({"properties": {f"p{i}": {} for i in range(600)}}, "601 optional properties"),
+    "too many choices, through references": (
+        {
+            "$defs": {f"d{j}": {"anyOf": [{"properties": {f"p{i}": {}}} for i in range(60)]} for j in range(9)},
+            "type": "array",
+            "items": {"anyOf": [{"$ref": f"#/$defs/d{j}"} for j in range(9)]},
+        },
+        "500 are allowed",
+    ),
+    "too many objects to choose from": ({"enum": [{"a": i} for i in range(600)]}, "500 are allowed"),
+    "a grammar that fails with its first letter": (
+        {"anyOf": [{"type": "array", "items": {"type": "string", "maxLength": i}} for i in range(1, 450)]},
+        "too complex",
+    ),
     "a number that JSON does not have": ({"const": float("nan")}, "JSON does not have"),
 }
 
@@ -147,20 +172,72 @@ def test_a_schema_too_deep_to_be_written_is_refused() -> None:
         structured_from(wrapped(nested(100_000)))
 
 
-def test_a_schema_is_compiled_once_however_often_it_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    schema = {"enum": ["seen", "before"]}
-    check_schema(schema)
-    monkeypatch.setattr(structured.subprocess, "run", None)
-    check_schema(schema)
+@pytest.fixture
+def checks() -> Iterator[SchemaChecks]:
+    made = SchemaChecks()
+    yield made
+    made.close()
 
 
-def test_a_check_that_takes_too_long_is_ended_and_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    schema = {"enum": ["slow"]}
-    monkeypatch.setattr(structured, "CHECK_SECONDS", 0.001)
-    with pytest.raises(RequestError, match=r"within 0\.001 s"):
-        check_schema(schema)
-    monkeypatch.undo()
-    check_schema(schema)
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What processes were asked."""
+    texts: list[str] = []
+    ask = checking._Process.ask
+    monkeypatch.setattr(checking._Process, "ask", lambda self, text: (texts.append(text), ask(self, text))[1])
+    return texts
+
+
+def test_a_schema_is_checked_once_however_often_it_is_sent(checks: SchemaChecks, asked: list[str]) -> None:
+    for _ in range(3):
+        assert checks.problem('{"enum":["seen","before"]}') is None
+        assert checks.problem('{"type":"nothing"}')
+    assert len(asked) == 2
+
+
+def test_a_scope_does_not_profit_from_what_another_one_sent(checks: SchemaChecks, asked: list[str]) -> None:
+    for scope in ("one", "two", "one"):
+        checks.problem('{"enum":["a"]}', scope)
+    assert len(asked) == 2
+
+
+def test_what_is_remembered_of_schemas_is_small_and_bounded(
+    checks: SchemaChecks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checking, "_REMEMBERED", 2)
+    long = "x" * 200_000
+    assert len(checks.problem(json.dumps({long: 1})) or "") < 400
+    for i in range(4):
+        checks.problem(json.dumps({"enum": [i, long]}))
+    assert len(pickle.dumps(checks._known)) < 2000
+
+
+def test_one_process_checks_many_schemas(checks: SchemaChecks, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Any] = []
+    start = checking._Process.__init__
+    monkeypatch.setattr(checking._Process, "__init__", lambda self: (started.append(self), start(self))[1])
+    for i in range(5):
+        assert checks.problem(json.dumps({"const": i})) is None
+    assert len(started) == 1
+
+
+@pytest.mark.parametrize("name", ["a schema the compiler dies of", "patterns that take minutes to intersect"])
+def test_a_process_that_dies_of_a_schema_is_replaced(checks: SchemaChecks, name: str) -> None:
+    assert checks.problem('{"const":1}') is None
+    assert "too complex" in (checks.problem(json.dumps(REFUSED[name][0])) or "")
+    assert not checks._idle
+    assert checks.problem('{"const":2}') is None
+
+
+def test_a_check_without_an_answer_is_ended_and_not_remembered(
+    asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow, _ = REFUSED["patterns that take minutes to intersect"]
+    monkeypatch.setattr(checking, "_SECONDS", 0.01)
+    for _ in range(2):
+        with pytest.raises(RequestError, match="in time"):
+            check_schema(slow, scope="another")
+    assert len(asked) == 2
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", "5", "[" * 100_000], ids=lambda t: t[:5])

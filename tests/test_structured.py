@@ -12,6 +12,7 @@ from typing import Any
 
 import jsonschema
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given, settings
@@ -215,17 +216,24 @@ def request(schema: str) -> Request:
     return Request("r", prompt, params, 8, frozenset({3}), 0)
 
 
+def lowest(bits: npt.NDArray[np.int32] | None) -> int:
+    """The first token that may come next."""
+    assert bits is not None
+    return int(np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))[0])
+
+
 @pytest.mark.parametrize("schema", ["no JSON", "5", '{"type": "nothing"}', '{"$ref": "http://a.example/"}', "[" * 9000])
 def test_an_unchecked_schema_becomes_an_error_of_its_grammar(qwen2_vl_folder: Path, schema: str) -> None:
-    grammar = Grammars(qwen2_vl_folder, 460).start(request(schema), ())
-    assert grammar is not None and grammar.error is not None
-    assert grammar.allowed() is None
+    grammar = Grammars(qwen2_vl_folder, 460).of(request(schema))
+    assert grammar is not None and grammar.allowed() is None
+    assert grammar.error is not None and grammar.error.code == "invalid_json_schema"
 
 
 def test_a_tokenizer_that_cannot_be_read_is_an_error_of_the_grammar(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
-    grammar = Grammars(tmp_path, 460).start(request("{}"), ())
-    assert grammar is not None and grammar.error is not None
+    grammar = Grammars(tmp_path, 460).of(request("{}"))
+    assert grammar is not None and grammar.allowed() is None
+    assert grammar.error is not None and grammar.error.code == "unsupported" and "tokenizer" in grammar.error.message
 
 
 WITHOUT = """
@@ -257,8 +265,9 @@ def test_without_its_library_a_grammar_is_an_error_that_names_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    grammar = Grammars(tmp_path, 460).start(request("{}"), ())
-    assert grammar is not None and grammar.error is not None and "llguidance" in grammar.error.message
+    grammar = Grammars(tmp_path, 460).of(request("{}"))
+    assert grammar is not None and grammar.allowed() is None
+    assert grammar.error is not None and "llguidance" in grammar.error.message
 
 
 @pytest.mark.parametrize("given", [{"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema": {}}}])
@@ -277,22 +286,22 @@ def test_a_server_warms_up_its_grammars_too(qwen2_vl_folder: Path) -> None:
 
 def test_a_free_answer_has_no_grammar_and_reads_no_tokenizer(tmp_path: Path) -> None:
     free = Request("r", request("{}").prompt, SamplingParams(), 8, frozenset(), 0)
-    assert Grammars(tmp_path, 460).start(free, ()) is None
+    assert Grammars(tmp_path, 460).of(free) is None
 
 
-def test_a_grammar_resumed_from_its_tokens_allows_what_the_first_one_did(qwen2_vl_folder: Path) -> None:
-    grammars = Grammars(qwen2_vl_folder, 460)
-    first = grammars.start(request(json.dumps(PERSON)), ())
+def test_a_grammar_stays_where_it_is_until_its_request_ends(qwen2_vl_folder: Path) -> None:
+    """Also when the request is preempted and comes again."""
+    grammars, asked = Grammars(qwen2_vl_folder, 460), request(json.dumps(PERSON))
+    first = grammars.of(asked)
     assert first is not None
-    output: list[int] = []
+    begun = first.allowed()
     for _ in range(30):
-        bits = first.allowed()
-        assert bits is not None
-        output.append(int(np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))[-1]))
-        first.advance(output[-1])
-    resumed = grammars.start(request(json.dumps(PERSON)), output)
-    assert resumed is not None
-    assert np.array_equal(resumed.allowed(), first.allowed())
+        first.advance(lowest(first.allowed()))
+    assert grammars.of(asked) is first
+    grammars.end(asked.request_id)
+    again = grammars.of(asked)
+    assert again is not None and again is not first
+    assert np.array_equal(again.allowed(), begun)
 
 
 # --- the sampler --------------------------------------------------------------------------------------------------

@@ -155,7 +155,7 @@ def test_answers_are_held_to_a_schema_with_such_a_tokenizer(folder: Path) -> Non
     params = SamplingParams(structured='{"enum": [7]}')
     prompt = Prompt([1], (), (), np.zeros((1, 1), np.int32), 1, b"\0" * 40)
     request = Request("r", prompt, params, 8, frozenset({len(train_ranks())}), 0)
-    grammar = Grammars(folder, size).start(request, ())
+    grammar = Grammars(folder, size).of(request)
     assert grammar is not None
     bits = grammar.allowed()
     assert bits is not None

@@ -43,7 +43,7 @@ def build_core(
     for note in notes:
         logger.info("%s", note)
     core = OverlappedCore if runner.is_overlapping else EngineCore
-    return core(limits, runner, reasons=(*plan.reasons, *more, *notes))
+    return core(limits, runner, reasons=(*plan.reasons, *more, *notes), grammars=runner.grammars)
 
 
 def _bounded(

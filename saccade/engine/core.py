@@ -13,6 +13,9 @@ from saccade.options import SchedulerConfig
 from saccade.scheduler.scheduler import Scheduler
 from saccade.types import MediaItem, Request, RequestError, StepPlan, StepResult, TokenEvent
 
+_LEAST_PATIENCE = 0.001  # seconds that a step waits for grammars: a quarter of what the last one took, within these
+_MOST_PATIENCE = 0.02
+
 logger = logging.getLogger("saccade.engine")
 
 
@@ -32,6 +35,21 @@ class StepRunner(Protocol):
     def close(self) -> None: ...
 
 
+class OpenGrammars(Protocol):
+    """What some requests wait for beside their turn."""
+
+    def of(self, request: Request) -> object:
+        """Begin to make it, in another thread."""
+
+    @property
+    def has_open(self) -> bool: ...
+
+    def held(self, num_open: int, patience: float) -> frozenset[str]:
+        """Requests whose grammar is not ready for the next step."""
+
+    def end(self, request_id: str) -> None: ...
+
+
 class EngineCore:
     """A scheduler and a runner in lockstep. `limits` is what requests are admitted under."""
 
@@ -41,22 +59,34 @@ class EngineCore:
         runner: StepRunner,
         clock: Callable[[], float] = time.perf_counter,
         reasons: Sequence[str] = (),
+        grammars: OpenGrammars | None = None,
     ) -> None:
         self.limits = limits
         self.reasons = tuple(reasons)  # why the limits are what they are, one line each
         self.scheduler = Scheduler(limits)
         self.runner = runner
         self.clock = clock
+        self._grammars = grammars  # None: no request has one
+        self._step_seconds = 0.0  # of the latest step
         self._trace = StepTrace()
 
     def step(self) -> list[TokenEvent]:
         with self._undivided():
             start = self.clock()
-            plan = self.scheduler.schedule(start)
+            plan = self._plan(start)
             result = self._run(plan)
             events = result if isinstance(result, list) else self._commit(plan, result, start)
             self.scheduler.index()  # a little after each step, not all of it when someone looks
             return events
+
+    def _plan(self, now: float) -> StepPlan:
+        self._hold(max(_LEAST_PATIENCE, min(self._step_seconds / 4, _MOST_PATIENCE)))
+        return self.scheduler.schedule(now)
+
+    def _hold(self, patience: float = 0.0) -> None:
+        """Whoever waits for a grammar sits the next step out. Others wait for it no longer than `patience`."""
+        if self._grammars:
+            self.scheduler.held = self._grammars.held(self.scheduler.num_open, patience)
 
     @contextmanager
     def _undivided(self) -> Iterator[None]:
@@ -76,11 +106,22 @@ class EngineCore:
 
     def _commit(self, plan: StepPlan, result: StepResult, start: float) -> list[TokenEvent]:
         now = self.clock()
+        self._step_seconds = now - start
         self._trace.record(plan, result, now - start)
-        return self.scheduler.commit(plan, result, now)
+        return self._ended(self.scheduler.commit(plan, result, now))
+
+    def _ended(self, events: list[TokenEvent]) -> list[TokenEvent]:
+        """The same; what ended needs no grammar any more."""
+        if self._grammars and self._grammars.has_open:
+            for event in events:
+                if event.finish_reason:
+                    self._grammars.end(event.request_id)
+        return events
 
     def add(self, request: Request) -> None:
         self.scheduler.add(request, self.clock())
+        if self._grammars:
+            self._grammars.of(request)
 
     def add_all(self, requests: Iterable[Request]) -> None:
         """All of them or none: where one is refused, those before it are taken back."""
@@ -102,6 +143,7 @@ class EngineCore:
 
     def abort(self, request_id: str) -> TokenEvent | None:
         event = self.scheduler.abort(request_id, self.clock())
+        self._ended([event] if event else [])
         self.rest()
         return event
 
@@ -129,7 +171,7 @@ class EngineCore:
         """
         logger.exception("the engine failed %s; all open requests end", where)
         error = RequestError(f"the engine failed {where}; send the request again", code="engine_error")
-        events = self.scheduler.fail_all(error, self.clock())
+        events = self._ended(self.scheduler.fail_all(error, self.clock()))
         self._trace.reset()
         self.runner.reset()
         return events

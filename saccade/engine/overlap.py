@@ -71,7 +71,7 @@ class OverlappedCore(EngineCore):
         events, self._events = self._events, []
         if self._launched and self._launched[0].plan.is_beside:
             events += self._book(1)
-        beside = self.scheduler.schedule_beside(self.clock()) if self._is_ahead else None
+        beside = self._plan_beside() if self._is_ahead else None
         ahead = self.scheduler.schedule_ahead() if self._launched else None
         self._is_ahead = ahead is not None
         events += self._launch(beside, ahead)
@@ -79,8 +79,12 @@ class OverlappedCore(EngineCore):
             self.scheduler.index()  # nothing is left to launch: the device works, and its tokens are waited for
             events += self._book(1 if self._is_ahead else len(self._launched))
         if not self._launched and self.scheduler.has_unfinished() and not (events and self._is_long()):
-            events += self._launch(self.scheduler.schedule(self.clock()))
+            events += self._launch(self._plan(self.clock()))
         return events
+
+    def _plan_beside(self) -> StepPlan | None:
+        self._hold()
+        return self.scheduler.schedule_beside(self.clock())
 
     def _is_long(self) -> bool:
         """Whether launching the next step may take many times what a token does: then nobody's last one waits for it.
@@ -98,7 +102,7 @@ class OverlappedCore(EngineCore):
             if missing := self.scheduler.missing(request.request_id):
                 self.runner.expect(missing)
         except BaseException:  # interrupted: nobody will hear that it was added
-            self.scheduler.abort(request.request_id, self.clock())
+            super().abort(request.request_id)
             raise
 
     def foretell(self, items: Sequence[MediaItem]) -> None:
@@ -119,7 +123,7 @@ class OverlappedCore(EngineCore):
         """Launch a step that is full: the device works on it while others are added, who would not come into it."""
         if not self._launched and self.scheduler.fills_step():
             with self._undivided():
-                self._events += self._launch(self.scheduler.schedule(self.clock()))
+                self._events += self._launch(self._plan(self.clock()))
 
     def abort(self, request_id: str) -> TokenEvent | None:
         """Waits for what is under way: what it computed for the request must be known before its blocks are free.

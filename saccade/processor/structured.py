@@ -1,27 +1,25 @@
 """From what a client asks of the answer's form to a schema the engine can enforce. Never imports torch.
 
-Compiling a schema is work that a client can make as large as it likes, so it is tried in a process that can be ended.
+`scope` is whose requests may profit from each other: what was found about a schema is remembered for it alone.
 """
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Any
 
-from saccade.schema import UNAVAILABLE, is_available
+from saccade.processor.checking import SchemaChecks
+from saccade.schema import unavailable
 from saccade.types import RequestError, quoted
 
 MAX_SCHEMA_BYTES = 256 << 10
-CHECK_SECONDS = 5.0
+CHECKS = SchemaChecks()
 ANY_OBJECT = '{"type":"object"}'
 _TYPES = ("text", "json_object", "json_schema")
 
 
-def structured_from(response_format: Any) -> str | None:
+def structured_from(response_format: Any, scope: str = "") -> str | None:
     """`SamplingParams.structured` for OpenAI's response_format: a JSON schema as text, or None for free text."""
     if response_format is None:
         return None
@@ -35,17 +33,17 @@ def structured_from(response_format: Any) -> str | None:
     if kind == "json_object":
         _check_available("response_format")
         return ANY_OBJECT
-    return check_schema(_schema_in(response_format))
+    return check_schema(_schema_in(response_format), scope=scope)
 
 
-def check_schema(schema: Any, *, param: str = "response_format") -> str:
+def check_schema(schema: Any, *, param: str = "response_format", scope: str = "") -> str:
     """The schema as text, once it is known that the engine can enforce it; RequestError otherwise."""
     _check_available(param)
     text = _as_text(schema, param)
     try:
-        found = _problem(text)
+        found = CHECKS.problem(text, scope) if text != ANY_OBJECT else None
     except TimeoutError:
-        found = f"it could not be compiled within {CHECK_SECONDS:g} s; make it simpler"
+        found = "it could not be compiled in time; make it simpler, or send it again"
     if found is not None:
         raise _refused(f"the JSON schema cannot be used: {found}", param)
     return text
@@ -56,19 +54,19 @@ def check_structured(text: str) -> None:
     check_schema_text(text, param="structured")
 
 
-def check_schema_text(text: str, *, param: str) -> str:
+def check_schema_text(text: str, *, param: str, scope: str = "") -> str:
     """The same check for a schema that comes as text."""
     _check_size(len(text), param)
     try:
         schema = json.loads(text)
     except (ValueError, RecursionError):
         raise _refused(f"{param} must be a JSON schema as text, but {quoted(text)} is not JSON", param) from None
-    return check_schema(schema, param=param)
+    return check_schema(schema, param=param, scope=scope)
 
 
 def _check_available(param: str) -> None:
-    if not is_available():
-        raise RequestError(UNAVAILABLE, code="unsupported", param=param)
+    if (reason := unavailable()) is not None:
+        raise RequestError(reason, code="unsupported", param=param)
 
 
 def _schema_in(response_format: Mapping[str, Any]) -> Any:
@@ -93,24 +91,6 @@ def _as_text(schema: Any, param: str) -> str:
 def _check_size(size: int, param: str) -> None:
     if size > MAX_SCHEMA_BYTES:
         raise _refused(f"the JSON schema has {size} bytes and may have {MAX_SCHEMA_BYTES}; make it smaller", param)
-
-
-@lru_cache(maxsize=64)
-def _problem(text: str) -> str | None:
-    """Most requests bring a schema that was seen before; only a new one costs a process.
-
-    TimeoutError is not remembered: the machine may just have been busy.
-    """
-    if text == ANY_OBJECT:
-        return None
-    command = [sys.executable, "-m", "saccade.processor.schema_check"]
-    try:
-        done = subprocess.run(command, input=text.encode(), capture_output=True, timeout=CHECK_SECONDS, check=False)
-    except subprocess.TimeoutExpired:
-        raise TimeoutError from None
-    if done.returncode != 0:
-        return "it is too complex to be compiled; make it simpler"
-    return done.stdout.decode() or None
 
 
 def _refused(message: str, param: str = "response_format") -> RequestError:

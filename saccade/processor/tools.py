@@ -39,8 +39,11 @@ class ToolPlan:
 NO_TOOLS = ToolPlan(None, calls=False)
 
 
-def tools_for_template(tools: Any, tool_choice: Any = None) -> ToolPlan:
-    """Check OpenAI's tools and tool_choice. A call that is required is enforced by a schema made from the tools."""
+def tools_for_template(tools: Any, tool_choice: Any = None, scope: str = "") -> ToolPlan:
+    """Check OpenAI's tools and tool_choice. A call that is required is enforced by a schema made from the tools.
+
+    `scope` is whose schemas this one is remembered with.
+    """
     if tools is None:
         if tool_choice not in (None, "none"):
             raise RequestError("tool_choice needs tools to choose from", param="tool_choice")
@@ -51,7 +54,7 @@ def tools_for_template(tools: Any, tool_choice: Any = None) -> ToolPlan:
     if tool_choice == "none":
         return NO_TOOLS
     chosen = checked if tool_choice == "required" else [_named(checked, tool_choice)]
-    return ToolPlan(checked, calls=True, structured=_call_schema(chosen))
+    return ToolPlan(checked, calls=True, structured=_call_schema(chosen, scope))
 
 
 def _check_tools(tools: Any) -> list[Tool]:
@@ -92,7 +95,7 @@ def _named(tools: Sequence[Tool], tool_choice: Any) -> Tool:
     )
 
 
-def _call_schema(tools: Sequence[Tool]) -> str:
+def _call_schema(tools: Sequence[Tool], scope: str) -> str:
     """A schema of one call to one of the tools. References inside a tool's own schema are moved with it."""
     calls = []
     for index, tool in enumerate(tools):
@@ -101,7 +104,7 @@ def _call_schema(tools: Sequence[Tool]) -> str:
         properties = {"name": {"const": tool["function"]["name"]}, "arguments": arguments}
         required = {"required": ["name", "arguments"], "additionalProperties": False}
         calls.append({"type": "object", "properties": properties, **required})
-    return check_schema({"anyOf": calls}, param="tools")
+    return check_schema({"anyOf": calls}, param="tools", scope=scope)
 
 
 def _rebased(schema: Any, root: str, depth: int = 64) -> Any:

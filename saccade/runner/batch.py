@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from saccade.models.attention import AttentionBatch
-from saccade.runner.grammar import Grammar
+from saccade.runner.matching import Grammar
 from saccade.runner.sampler import Row
 from saccade.types import Admission, Key, Request, Sample, Span, Work
 

@@ -1,27 +1,49 @@
-"""Which tokens may come next in an answer that must follow a JSON schema. One grammar per request; knows no logits.
+"""The grammars of all open requests: a schema is compiled once, copied for each answer, and forgotten when unused.
 
-A schema that cannot be compiled, or becomes too costly on the way, puts its own grammar into an error and nothing else.
+What takes long happens in threads beside the steps. Whoever waits for one sits steps out; nobody else does.
+
+    request comes ─► compile its schema (once) ─► copy, first mask ─► step ─► next mask ─► step ─► ...
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cached_property
+import logging
+import os
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import cached_property, partial
 from pathlib import Path
+from typing import NamedTuple
+from weakref import WeakValueDictionary
 
-import numpy as np
-import numpy.typing as npt
-
-from saccade.schema import UNAVAILABLE, grammar_of, is_available, limits
+from saccade.fair import FairPool
+from saccade.runner.allowance import Budget
+from saccade.runner.matching import Grammar, Template, too_complex
+from saccade.schema import compiled, is_available, unavailable
 from saccade.tokenizer_file import read_tokenizer
 from saccade.types import Request, RequestError
 
 if is_available():
-    from llguidance import LLMatcher, LLTokenizer
-    from llguidance.numpy import fill_next_token_bitmask
+    from llguidance import LLTokenizer
 
-Bits = npt.NDArray[np.int32]
-"""One bit per token of the vocabulary, 32 to a word, lowest first."""
+_MOST_THREADS = 4
+_MOST_TEMPLATES = 64
+_TEMPLATE_BYTES = 128 << 20  # of compiled schemas that are kept for the next request
+_BYTES_PER_LETTER = 200  # of a schema: what it takes once it is compiled, at the most that was measured
+_IDLE_SECONDS = 0.05  # between two looks when everybody waits for a grammar
+
+logger = logging.getLogger("saccade.engine")
+
+
+class _Key(NamedTuple):
+    """What makes two requests have one template."""
+
+    salt: bytes  # of their tenant: nobody can tell by the time what schemas others use
+    schema: str
+    answers: int  # that share a request's limits
 
 
 class Grammars:
@@ -33,95 +55,130 @@ class Grammars:
     def __init__(self, folder: Path, vocab_size: int) -> None:
         self._folder = folder
         self._vocab_size = vocab_size
+        self._open: dict[str, Grammar] = {}
+        self._budgets: WeakValueDictionary[str, Budget] = WeakValueDictionary()
+        self._templates: OrderedDict[_Key, Future[Template]] = OrderedDict()
+        self._compiling = FairPool(1, "saccade-compile")
+        self._masking = FairPool(max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // 2)), "saccade-mask")
+        self._pending: dict[str, float] = {}  # requests that wait for a thread, and since when
+        self._changed = threading.Condition()
 
     @property
     def problem(self) -> str | None:
         """Why there are none, for the start-up log."""
-        return None if is_available() else UNAVAILABLE
+        return unavailable()
 
-    @cached_property
-    def _tokenizer(self) -> LLTokenizer:
-        return LLTokenizer(read_tokenizer(self._folder), n_vocab=self._vocab_size)
+    @property
+    def has_open(self) -> bool:
+        return bool(self._open)
 
-    def start(self, request: Request, output: Sequence[int]) -> Grammar | None:
-        """The grammar of a request after the tokens it has already; None if its answer is free."""
+    def of(self, request: Request) -> Grammar | None:
+        """The grammar of an open request, which begins to be made if it is new; None if its answer is free."""
         schema = request.params.structured
         if schema is None:
             return None
-        if not is_available():
-            return Grammar(None, 0, (), frozenset())
-        try:
-            matcher = LLMatcher(self._tokenizer, grammar_of(schema), log_level=0, limits=limits())
-        except ValueError:  # no JSON, or a tokenizer the library cannot read
-            return Grammar(None, 0, (), frozenset())
-        tokenizer = self._tokenizer
-        grammar = Grammar(matcher, tokenizer.vocab_size, tokenizer.eos_tokens, request.eos_token_ids)
-        for token in output:
-            grammar.advance(token)
+        grammar = self._open.get(request.request_id)
+        return grammar or self._begun(request, schema)
+
+    def end(self, request_id: str) -> None:
+        """The request has ended."""
+        grammar = self._open.pop(request_id, None)
+        with self._changed:
+            self._pending.pop(request_id, None)
+        if grammar:  # thousands of small pieces may have to be freed, which is not to be done in a step either
+            self._masking.submit(request_id, grammar.release)
+
+    def held(self, num_open: int, patience: float) -> frozenset[str]:
+        """Requests that wait for a grammar, once those that came lately had `patience` seconds to be done.
+
+        `num_open`: requests that there are. When all of them wait, so does the caller, until one can go on.
+        """
+        if not self._pending:
+            return frozenset()
+        with self._changed:
+            self._changed.wait_for(lambda: not self._pending, self._rest_of(patience))
+            waiting = len(self._pending)
+            if waiting and waiting >= num_open:
+                self._changed.wait_for(lambda: len(self._pending) < waiting, _IDLE_SECONDS)
+            return frozenset(self._pending)
+
+    def close(self) -> None:
+        self._compiling.close()
+        self._masking.close()
+
+    def _rest_of(self, patience: float) -> float:
+        return max(0.0, max(self._pending.values(), default=0.0) + patience - time.monotonic())
+
+    # --- on the way -----------------------------------------------------------------------------------------------
+
+    def _begun(self, request: Request, schema: str) -> Grammar:
+        request_id, owner = request.request_id, request.family
+        budget = self._budgets.setdefault(owner, Budget())
+        grammar = Grammar(request.eos_token_ids, budget, partial(self._hand_over, request_id, owner))
+        self._open[request_id] = grammar
+        self._wait_for(request_id)
+        template = self._template(_Key(request.prompt.salt, schema, request.params.n), owner)
+        template.add_done_callback(
+            lambda done: self._submit(request_id, owner, grammar, lambda: grammar.begin(done.result()))
+        )
         return grammar
 
+    def _hand_over(self, request_id: str, owner: str, grammar: Grammar) -> None:
+        self._wait_for(request_id)
+        self._submit(request_id, owner, grammar, grammar.make_mask)
 
-class Grammar:
-    """Follows one answer. `allowed`, then `advance` with the token that was chosen, and so on."""
+    def _wait_for(self, request_id: str) -> None:
+        with self._changed:
+            self._pending[request_id] = time.monotonic()
 
-    def __init__(
-        self, matcher: LLMatcher | None, vocab_size: int, library_ends: Sequence[int], end_ids: frozenset[int]
-    ) -> None:
-        self._matcher = matcher  # None: there is nothing to match with, which is an error like any other
-        self._words = -(-vocab_size // 32)
-        self._library_ends = np.array(library_ends, np.int64)
-        self._end_ids = np.array(sorted(end for end in end_ids if end < vocab_size), np.int64)
-        self._has_ended = False
+    def _submit(self, request_id: str, owner: str, grammar: Grammar, work: Callable[[], None]) -> None:
+        def do() -> None:
+            try:
+                work()
+            except RequestError as error:
+                grammar.fail(error)
+            except Exception:
+                logger.exception("a grammar failed; its request ends")
+                grammar.fail(too_complex())
+            with self._changed:
+                if self._open.get(request_id) is grammar:
+                    self._pending.pop(request_id, None)
+                self._changed.notify_all()
 
-    @property
-    def is_complete(self) -> bool:
-        """Nothing may follow."""
-        return self._has_ended or (self._matcher is not None and self._matcher.is_stopped())
+        self._masking.submit(owner, do)
 
-    @property
-    def error(self) -> RequestError | None:
-        if self._matcher is not None and not self._matcher.is_error():
-            return None
-        if not is_available():
-            return RequestError(UNAVAILABLE, code="unsupported", param="response_format")
-        return RequestError(
-            "the answer cannot be held to this JSON schema, which is too complex; make it simpler",
-            code="invalid_json_schema",
-            param="response_format",
-        )
+    # --- compiling ------------------------------------------------------------------------------------------------
 
-    def allowed(self) -> Bits | None:  # [words]
-        """The tokens that may come next; end tokens among them where the answer may end. None after an error."""
-        if self._matcher is None or self._matcher.is_error():
-            return None
-        bits = np.zeros(self._words, np.int32)
-        fill_next_token_bitmask(self._matcher, bits[None])
-        if self._matcher.is_error():
-            return None
-        # The library knows one end token, the request its own ones, or none.
-        _clear(bits, self._library_ends)
-        if self._matcher.is_accepting():
-            _set(bits, self._end_ids)
-        return bits
+    def _template(self, key: _Key, owner: str) -> Future[Template]:
+        """Compiled, or being compiled. Those that were not used lately are forgotten when there are too many."""
+        if key not in self._templates:
+            self._templates[key] = self._compiling.submit(owner, partial(self._compile, key.schema, key.answers))
+        self._templates.move_to_end(key)
+        while len(self._templates) > 1 and not self._fit():
+            self._templates.popitem(last=False)
+        return self._templates[key]
 
-    def must_end(self, bits: Bits) -> bool:
-        """Whether only end tokens are left."""
-        rest = bits.copy()
-        _clear(rest, self._end_ids)
-        return not rest.any()
+    def _fit(self) -> bool:
+        letters = sum(len(key.schema) for key in self._templates)
+        return len(self._templates) <= _MOST_TEMPLATES and letters * _BYTES_PER_LETTER <= _TEMPLATE_BYTES
 
-    def advance(self, token: int) -> None:
-        if token in self._end_ids:
-            self._has_ended = True
-        elif self._matcher is not None:
-            self._matcher.consume_token(token)
+    def _compile(self, schema: str, answers: int) -> Template:
+        if (reason := unavailable()) is not None:
+            raise RequestError(reason, code="unsupported", param="response_format")
+        tokenizer = self._tokenizer
+        try:
+            matcher = compiled(tokenizer, schema, answers)
+        except ValueError:  # no JSON
+            raise too_complex() from None
+        if matcher.is_error():
+            raise too_complex()
+        return Template(matcher, tokenizer)
 
-
-def _set(bits: Bits, tokens: npt.NDArray[np.int64]) -> None:
-    words = bits.view(np.uint32)
-    np.bitwise_or.at(words, tokens // 32, np.uint32(1) << (tokens % 32).astype(np.uint32))
-
-
-def _clear(bits: Bits, tokens: npt.NDArray[np.int64]) -> None:
-    words = bits.view(np.uint32)
-    np.bitwise_and.at(words, tokens // 32, ~(np.uint32(1) << (tokens % 32).astype(np.uint32)))
+    @cached_property
+    def _tokenizer(self) -> LLTokenizer:
+        text = read_tokenizer(self._folder)
+        try:
+            return LLTokenizer(text, n_vocab=self._vocab_size)
+        except ValueError:
+            message = "answers cannot be held to a JSON schema here: llguidance cannot read this model's tokenizer"
+            raise RequestError(message, code="unsupported", param="response_format") from None

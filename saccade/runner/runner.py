@@ -203,6 +203,7 @@ class Runner:
             self._one_thread.end()
         if self.encoder:
             self.encoder.close()
+        self.grammars.close()
 
     def _update_state(self, plan: StepPlan) -> None:
         for request_id in plan.forgotten:
@@ -215,7 +216,8 @@ class Runner:
                 del self.embeddings[key]
             self._places.pop(key, None)
         for admission in plan.admitted:
-            grammar = self.grammars.start(admission.request, admission.output_token_ids)
+            # A preempted request finds the grammar where it left it.
+            grammar = self.grammars.of(admission.request)
             self._states[admission.request.request_id] = RequestState(admission, grammar, self._places)
             if self.recurrent:
                 self.recurrent.open(admission.request.request_id, admission.state)

@@ -65,6 +65,7 @@ class Scheduler:
         self._running: list[Sequence] = []  # in order of arrival, as is the next one
         self._waiting: list[Sequence] = []
         self._forgotten: list[str] = []  # not yet told to the runner
+        self.held: frozenset[str] = frozenset()  # requests that sit the next step out: not all they need is there
         self._plans: list[StepPlan] = []  # being run: one, and others when one was planned ahead
         self._is_short = False  # of blocks: the next step is not planned ahead, so that it may preempt
         self._num_added = self._num_steps = self._num_preemptions = 0
@@ -107,6 +108,10 @@ class Scheduler:
 
     def has_unfinished(self) -> bool:
         return bool(self._open)
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
 
     @property
     def has_answers(self) -> bool:
@@ -202,7 +207,7 @@ class Scheduler:
         while index < len(self._running) and draft.budget.total:  # preemption shortens the list from its end
             seq = self._running[index]
             index += 1
-            if draft.answers_rest and seq.is_decoding:
+            if seq.request_id in self.held or (draft.answers_rest and seq.is_decoding):
                 continue
             if seq.request_id in draft.ahead:
                 draft.budget.total -= 1
@@ -226,8 +231,8 @@ class Scheduler:
         index = 0
         while index < len(self._waiting) and draft.budget.total and len(self._running) < self.config.max_num_seqs:
             seq = self._waiting[index]
-            if not draft.budget.left_for(seq, start=0):
-                index += 1  # the kinds before it take this step; it keeps its place
+            if seq.request_id in self.held or not draft.budget.left_for(seq, start=0):
+                index += 1  # or the kinds before it take this step; it keeps its place
                 continue
             found = self._kept.usable(seq.chain, self._pool.find(seq.chain, seq.num_tokens))
             start = len(found) * self._block_size

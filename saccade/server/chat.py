@@ -18,7 +18,7 @@ from saccade.server.service import Caller, Service
 
 
 async def answer_chat(service: Service, exchange: Exchange, upload: Upload, caller: Caller, held: Held) -> None:
-    request = await service.read(read_chat, await service.decode(upload))
+    request = await service.read(read_chat, await service.decode(upload), caller)
     wanted = request.wanted
     async with service.answering(request, caller, held) as generation:
         shape = _ChatShape(service, request, caller.request_id, generation)

@@ -18,7 +18,7 @@ from saccade.types import Logprobs
 
 
 async def answer_completion(service: Service, exchange: Exchange, upload: Upload, caller: Caller, held: Held) -> None:
-    request = await service.read(read_completion, await service.decode(upload), service.options.max_num_seqs)
+    request = await service.read(read_completion, await service.decode(upload), caller, service.options.max_num_seqs)
     wanted = request.wanted
     service.check_model(wanted.model)
     held.enter(len(request.prompts) * wanted.params.n)

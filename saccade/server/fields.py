@@ -5,6 +5,7 @@ The tables are JSON schema, so they are also what /openapi.json shows.
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -302,8 +303,15 @@ class FieldReader:
 
     def __init__(self, *, strict: bool, defaults: Mapping[str, Any] | None = None) -> None:
         self.defaults: Mapping[str, Any] = defaults or {}  # of sampling, where a body says nothing
+        self.scope = ""  # whose requests may profit from what is found out about these
         self._strict = strict
         self._logged: set[str] = set()
+
+    def of(self, scope: str) -> FieldReader:
+        """The same, for requests of one scope."""
+        reader = copy.copy(self)
+        reader.scope = scope
+        return reader
 
     def read(self, body: Mapping[str, Any], table: Mapping[str, Schema]) -> dict[str, Any]:
         """The known fields that are set. RequestError for a wrong type or an unsupported field."""

@@ -21,7 +21,7 @@ _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
 async def answer_message(service: Service, exchange: Exchange, upload: Upload, caller: Caller, held: Held) -> None:
-    chat, places = await service.read(read_message, await service.decode(upload))
+    chat, places = await service.read(read_message, await service.decode(upload), caller)
     with places.renaming():
         async with service.answering(chat, caller, held) as generation:
             script = MessageScript(service.names[0], chat, caller.request_id, generation)

@@ -63,10 +63,12 @@ def read_chat(body: Mapping[str, Any], reader: FieldReader) -> ChatRequest:
     given = reader.read(body, fields.CHAT)
     if "messages" not in given:
         raise RequestError("messages is missing; send a list with at least one message", param="messages")
-    tools = tools_for_template(given.get("tools"), given.get("tool_choice"))
+    tools = tools_for_template(given.get("tools"), given.get("tool_choice"), reader.scope)
     length_field = "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"
     limit, logprobs = given.get(length_field), _chat_logprobs(given)
-    wanted = _wanted(given, reader.defaults, limit, logprobs, tools.structured, length_field)
+    form = _form(given, reader.scope)
+    # The form of a required tool call goes before the form of the answer.
+    wanted = _wanted(given, reader.defaults, limit, logprobs, tools.structured or form, length_field)
     kwargs, renamed = _media_kwargs(given)
     return ChatRequest(
         wanted=wanted,
@@ -106,7 +108,8 @@ def read_completion(body: Mapping[str, Any], reader: FieldReader, max_prompts: i
         raise _unsupported("add_special_tokens")
     # OpenAI's completions stop after 16 tokens unless they, or the checkpoint, say otherwise; chats go on.
     limit = given.get("max_tokens", None if "max_tokens" in reader.defaults else 16)
-    return CompletionRequest(_wanted(given, reader.defaults, limit, given.get("logprobs")), prompts)
+    form = _form(given, reader.scope)
+    return CompletionRequest(_wanted(given, reader.defaults, limit, given.get("logprobs"), form), prompts)
 
 
 def _prompts(given: Any) -> list[str | Sequence[int]]:
@@ -135,7 +138,7 @@ def _wanted(
     defaults: Mapping[str, Any],
     max_tokens: int | None,
     logprobs: int | None,
-    structured: str | None = None,
+    structured: str | None,
     length_field: str = "max_tokens",
 ) -> Wanted:
     if given.get("best_of", given.get("n", 1)) != given.get("n", 1):
@@ -169,13 +172,11 @@ def _wanted(
 def _params(
     given: Mapping[str, Any], max_tokens: int | None, logprobs: int | None, structured: str | None, length_field: str
 ) -> SamplingParams:
-    """`structured` is the form of a required tool call, which goes before the form of the answer."""
     plain = {name: given[name] for name in fields.SAMPLING if name in given and name != "logit_bias"}
     bias = _bias(given.get("logit_bias"))
-    form = structured or _form(given)
     with renaming({"max_tokens": length_field}):
         return SamplingParams(
-            **{**plain, "max_tokens": max_tokens}, logprobs=logprobs, logit_bias=bias, structured=form
+            **{**plain, "max_tokens": max_tokens}, logprobs=logprobs, logit_bias=bias, structured=structured
         )
 
 
@@ -190,11 +191,11 @@ def renaming(names: Mapping[str, str]) -> Iterator[None]:
         raise error.renamed(names[error.param]) from None
 
 
-def _form(given: Mapping[str, Any]) -> str | None:
+def _form(given: Mapping[str, Any], scope: str) -> str | None:
     """OpenAI's response_format, or vLLM's structured_outputs with a JSON schema in it, as an object or as text."""
     other = given.get("structured_outputs")
     if not other:
-        return structured_from(given.get("response_format"))
+        return structured_from(given.get("response_format"), scope)
     if set(other) != {"json"} or "response_format" in given:
         raise RequestError(
             "structured_outputs takes a schema under json and nothing else, and not beside response_format",
@@ -202,7 +203,9 @@ def _form(given: Mapping[str, Any]) -> str | None:
             param="structured_outputs",
         )
     schema, where = other["json"], "structured_outputs.json"
-    return check_schema_text(schema, param=where) if isinstance(schema, str) else check_schema(schema, param=where)
+    if isinstance(schema, str):
+        return check_schema_text(schema, param=where, scope=scope)
+    return check_schema(schema, param=where, scope=scope)
 
 
 def _bias(given: Mapping[str, Any] | None) -> dict[int, float] | None:

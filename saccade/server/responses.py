@@ -22,7 +22,7 @@ _FIXED = {"background": False, "previous_response_id": None, "store": False, "tr
 
 
 async def answer_response(service: Service, exchange: Exchange, upload: Upload, caller: Caller, held: Held) -> None:
-    chat, places, echo = await service.read(read_response, await service.decode(upload))
+    chat, places, echo = await service.read(read_response, await service.decode(upload), caller)
     with places.renaming():
         async with service.answering(chat, caller, held) as generation:
             script = ResponseScript(service.names[0], chat, echo, caller.request_id, generation)

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from saccade.config import ConfigError
 from saccade.costs import most_chars
 from saccade.engine.client import EngineInfo, EngineStatus, EngineUnavailable
+from saccade.fair import FairPool, QueueFull
 from saccade.metrics import Metrics
 from saccade.options import Options, SchedulerConfig, ServerOptions
 from saccade.processor.answer import Answer
@@ -28,8 +29,10 @@ from saccade.processor.generation import sampling_defaults
 from saccade.processor.hashing import salt_of
 from saccade.processor.prompt import Processor, Rendered
 from saccade.processor.renderer import THREADS as _TEMPLATE_THREADS
+from saccade.processor.structured import CHECKS
 from saccade.server.auth import KeyRing
 from saccade.server.connections import Connections, connection_limit
+from saccade.server.errors import ApiError
 from saccade.server.fields import FieldReader
 from saccade.server.generate import Generation, Priced, SubmitsRequests, Timing
 from saccade.server.limits import Gate, Held, Upload, decode_object
@@ -43,6 +46,8 @@ logger = logging.getLogger("saccade.server")
 
 DEFAULT_MAX_WAITING = 256
 _THREADS = 4
+_SCHEMA_THREADS = 2  # as many processes check schemas at once
+_RETRY_AFTER_SCHEMAS = 1.0
 _GUESSED_START = 5.0
 _SCHEMA_FIELDS = ("response_format", "structured_outputs", "tools", "text", "output_config")
 
@@ -100,7 +105,7 @@ class Service:
         self._fetcher = fetcher
         self._media = MediaResolver(fetcher, UuidCache(server.uuid_cache_mb << 20), processor.policy, self.metrics)
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="saccade-prompt")
-        self._schema_pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="saccade-schema")
+        self._schema_pool = FairPool(_SCHEMA_THREADS, "saccade-schema", server.max_schema_checks)
         self._template_pool = ThreadPoolExecutor(_TEMPLATE_THREADS, thread_name_prefix="saccade-template")
         self._seeds = random.Random(options.seed)
         self._numbers = itertools.count()
@@ -140,10 +145,25 @@ class Service:
         await self.in_thread(check_text, body, self.max_chars)
         return body
 
-    async def read(self, reader: Callable[..., Result], body: Mapping[str, Any], *args: Any) -> Result:
-        """Check a body in a thread. Schemas have threads of their own: compiling one may take seconds."""
-        pool = self._schema_pool if any(body.get(name) for name in _SCHEMA_FIELDS) else self._pool
-        return await asyncio.get_running_loop().run_in_executor(pool, reader, body, self.fields, *args)
+    async def read(self, reader: Callable[..., Result], body: Mapping[str, Any], caller: Caller, *args: Any) -> Result:
+        """Check a body in a thread. Schemas have threads of their own, which callers use in turn: one may take seconds.
+
+        What was found about a schema is remembered for the caller's tenant, as is all that can be told by its time.
+        """
+        if not any(body.get(name) for name in _SCHEMA_FIELDS):
+            return await self.in_thread(reader, body, self.fields, *args)
+        check = partial(reader, body, self.fields.of(self._tenant(caller)), *args)
+        try:
+            return await asyncio.wrap_future(self._schema_pool.submit(caller.client, check))
+        except QueueFull as full:
+            self.metrics.refused("overloaded")
+            raise ApiError(
+                429,
+                f"{full.count} of your requests wait for their JSON schemas to be checked and "
+                f"{self.server.max_schema_checks} may (--max-schema-checks); try again soon",
+                code="overloaded",
+                retry_after=_RETRY_AFTER_SCHEMAS,
+            ) from None
 
     async def in_thread(self, work: Callable[..., Result], *args: Any) -> Result:
         """For work of a millisecond or more: the event loop stays free for everybody's tokens."""
@@ -164,8 +184,10 @@ class Service:
     async def close(self) -> None:
         await self._fetcher.close()
         self.processor.close()
-        for pool in (self._pool, self._schema_pool, self._template_pool):
+        for pool in (self._pool, self._template_pool):
             pool.shutdown(wait=False, cancel_futures=True)
+        self._schema_pool.close()
+        CHECKS.close()
 
     async def warm(self) -> None:
         """The first chat need not wait until a process for templates has started. What is wrong with one is logged."""
@@ -201,7 +223,11 @@ class Service:
 
     def salt(self, caller: Caller, wanted: Wanted) -> bytes:
         """Of all that a request leaves in the caches: who has another one finds nothing of it."""
-        return salt_of("" if self.server.share_caches else caller.tenant, wanted.cache_salt)
+        return salt_of(self._tenant(caller), wanted.cache_salt)
+
+    def _tenant(self, caller: Caller) -> str:
+        """Whose caches the caller uses."""
+        return "" if self.server.share_caches else caller.tenant
 
     def _render(self, messages: Messages, request: ChatRequest) -> Rendered:
         return self.processor.render(

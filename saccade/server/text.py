@@ -19,7 +19,7 @@ from saccade.types import RequestError
 
 async def bill(service: Service, upload: Upload, caller: Caller, held: Held) -> dict[str, Any]:
     """What a chat would cost: the numbers the engine would charge, from headers alone."""
-    request = await service.read(read_chat, await service.decode(upload))
+    request = await service.read(read_chat, await service.decode(upload), caller)
     service.check_model(request.wanted.model)
     priced, timing = await service.price_chat(request, caller, held)
     context = service.limits.max_model_len
@@ -36,7 +36,7 @@ async def tokenize(service: Service, upload: Upload, caller: Caller, held: Held)
         raise RequestError("give either prompt or messages", param="prompt")
     if "messages" in given:
         chat = {name: value for name, value in given.items() if name in fields.CHAT}
-        request = await service.read(read_chat, chat)
+        request = await service.read(read_chat, chat, caller)
         priced, _ = await service.price_chat(request, caller, held)
         ids: Sequence[int] = priced.prompt.token_ids
     else:
@@ -70,13 +70,13 @@ def _text_of(processor: Processor, tokens: Sequence[int] | None) -> str:
 
 async def input_tokens(service: Service, upload: Upload, caller: Caller, held: Held) -> dict[str, Any]:
     """OpenAI's counting route: the body of /v1/responses, counted as the chat it stands for."""
-    chat, places, _ = await service.read(read_response, await service.decode(upload))
+    chat, places, _ = await service.read(read_response, await service.decode(upload), caller)
     return {"object": "response.input_tokens", "input_tokens": await _count(service, chat, places, caller, held)}
 
 
 async def message_tokens(service: Service, upload: Upload, caller: Caller, held: Held) -> dict[str, Any]:
     """Anthropic's counting route: the body of /v1/messages, but for the length of the answer."""
-    chat, places = await service.read(read_message, await service.decode(upload), False)
+    chat, places = await service.read(read_message, await service.decode(upload), caller, False)
     return {"input_tokens": await _count(service, chat, places, caller, held)}
 
 

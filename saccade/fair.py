@@ -1,0 +1,92 @@
+"""Threads that work for several owners in turn: whoever asks for much waits for itself. Knows nothing of the work."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+
+
+class QueueFull(Exception):
+    """An owner has as much waiting as it may; `count` of it."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(f"{count} wait")
+        self.count = count
+
+
+class FairPool:
+    """Takes one piece of work from each owner that has some, then again one from each.
+
+    Its threads start with the first piece. They are daemons: no owner can hold up the end of the process.
+    """
+
+    def __init__(self, threads: int, name: str, most_waiting: int | None = None) -> None:
+        """`most_waiting`: pieces that one owner may have in the queue."""
+        self._num_threads = threads
+        self._name = name
+        self._most_waiting = most_waiting
+        self._queues: OrderedDict[str, deque[tuple[Future[Any], Callable[[], Any]]]] = OrderedDict()
+        self._changed = threading.Condition()
+        self._threads: list[threading.Thread] = []
+        self._is_closed = False
+
+    def submit(self, owner: str, work: Callable[[], Result]) -> Future[Result]:
+        """QueueFull if too much of this owner's waits. What is cancelled before its turn is not begun."""
+        future: Future[Result] = Future()
+        with self._changed:
+            waiting = len(self._queues.get(owner, ()))
+            if self._most_waiting is not None and waiting >= self._most_waiting:
+                raise QueueFull(waiting)
+            if self._is_closed:
+                future.cancel()
+                return future
+            self._queues.setdefault(owner, deque()).append((future, work))
+            self._start_thread()
+            self._changed.notify()
+        return future
+
+    def close(self) -> None:
+        """Cancels what waits; what runs is not waited for."""
+        with self._changed:
+            self._is_closed = True
+            waiting = [future for queue in self._queues.values() for future, _ in queue]
+            self._queues.clear()
+            self._changed.notify_all()
+        for future in waiting:
+            future.cancel()
+
+    def _start_thread(self) -> None:
+        if len(self._threads) < self._num_threads:
+            name = f"{self._name}-{len(self._threads)}"
+            self._threads.append(threading.Thread(target=self._run, name=name, daemon=True))
+            self._threads[-1].start()
+
+    def _run(self) -> None:
+        while (taken := self._take()) is not None:
+            future, work = taken
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                result = work()
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+            del taken, future, work  # or the last piece of work would stay until the next one comes
+
+    def _take(self) -> tuple[Future[Any], Callable[[], Any]] | None:
+        """The next piece; its owner goes behind all others. None when the pool is closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._queues or self._is_closed)
+            if self._is_closed:
+                return None
+            owner, queue = self._queues.popitem(last=False)
+            taken = queue.popleft()
+            if queue:
+                self._queues[owner] = queue
+            return taken
