@@ -66,7 +66,7 @@ def token(number: int, finish: Any = None, error: RequestError | None = None) ->
 
 
 async def started(stream: FakeStream) -> Generation:
-    prompt: Any = SimpleNamespace(token_ids=[1])
+    prompt: Any = SimpleNamespace(token_ids=[1], where={})
     priced = Priced(prompt, Bill(1, 0, 0, 1, ()))
     generation = Generation([priced], [FakeAnswer()], Timing(0.0, 0.0, 0.0), Metrics("m", dict))  # type: ignore[list-item]
     request: Any = SimpleNamespace(max_tokens=9)
