@@ -101,7 +101,8 @@ class RequestState:
 
     @cached_property
     def _prompt_ids(self) -> Ints:
-        return np.array(self.request.prompt.token_ids, np.int64)
+        """Each once; of a long prompt that takes too long to be done for each token."""
+        return np.unique(np.array(self.request.prompt.token_ids, np.int64))
 
     def row(self) -> Row:
         request = self.request

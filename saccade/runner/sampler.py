@@ -7,7 +7,7 @@ So a seeded request gives the same text whatever it is batched with, and a preem
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,6 +19,8 @@ from torch import Tensor
 from saccade.params import SamplingParams
 from saccade.types import Logprobs, Sample
 
+Added = tuple[Tensor, Tensor]
+
 _NEVER = float("-inf")
 _FEW = 4096  # tokens among which those of top-k and top-p are looked for, before a whole vocabulary is sorted
 
@@ -28,7 +30,7 @@ class Row:
     """One request's turn at the sampler."""
 
     params: SamplingParams
-    prompt_ids: npt.NDArray[np.int64]
+    prompt_ids: npt.NDArray[np.int64]  # each token that is in the prompt, once
     output_ids: npt.NDArray[np.int64]
     end_ids: frozenset[int]  # forbidden until min_tokens are out
     seed: int
@@ -37,7 +39,8 @@ class Row:
 
 def sample(logits: Tensor, rows: Sequence[Row]) -> list[Sample]:
     """One token per row. `logits` is [rows, vocabulary] in float32 and may be changed in place."""
-    logprobs = _gather_logprobs(logits, rows)  # before anything below changes the distribution
+    wanted = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
+    values = logits[wanted].log_softmax(-1) if wanted else None  # before anything below changes the distribution
     _adjust(logits, rows)
     tokens = logits.argmax(-1)
     random = [i for i, row in enumerate(rows) if not row.params.is_greedy]
@@ -47,10 +50,10 @@ def sample(logits: Tensor, rows: Sequence[Row]) -> list[Sample]:
         numbers = torch.from_numpy(drawing.numbers).to(logits.device)
         tokens[index] = draw(logits[index], numbers, drawing.is_cut)
     chosen: list[int] = tokens.tolist()
-    return [
-        Sample(token, _logprobs(logprobs[i], token, row.params.logprobs) if i in logprobs else None)
-        for i, (token, row) in enumerate(zip(chosen, rows, strict=True))
-    ]
+    if values is None:
+        return [Sample(token, None) for token in chosen]
+    told = dict(zip(wanted, _logprobs(values, tokens[wanted], [rows[i] for i in wanted]), strict=True))
+    return [Sample(token, told.get(i)) for i, token in enumerate(chosen)]
 
 
 # --- adjusting logits ---------------------------------------------------------------------------------------------
@@ -61,24 +64,23 @@ def _adjust(logits: Tensor, rows: Sequence[Row]) -> None:
     penalised = [i for i, row in enumerate(rows) if _has_penalty(row.params)]
     if penalised:
         _penalise(logits, penalised, [rows[i] for i in penalised])
-    where: list[int] = []
-    tokens: list[int] = []
-    added: list[float] = []
+    biases: dict[int, Added] = {}  # answers of one request have one map
     for i, row in enumerate(rows):
-        for token, value in (row.params.logit_bias or {}).items():
-            if token < logits.shape[-1]:
-                where.append(i)
-                tokens.append(token)
-                added.append(value)
-        if len(row.output_ids) < row.params.min_tokens:
-            ends = [token for token in row.end_ids if token < logits.shape[-1]]
-            where.extend([i] * len(ends))
-            tokens.extend(ends)
-            added.extend([_NEVER] * len(ends))
-    if where:
-        index = (torch.tensor(where, device=logits.device), torch.tensor(tokens, device=logits.device))
-        logits.index_put_(index, torch.tensor(added, device=logits.device), accumulate=True)
+        if bias := row.params.logit_bias:
+            if id(bias) not in biases:
+                biases[id(bias)] = _added(bias, bias.values(), logits)
+            logits[i].index_add_(0, *biases[id(bias)])
+        if row.end_ids and len(row.output_ids) < row.params.min_tokens:
+            logits[i].index_add_(0, *_added(row.end_ids, [_NEVER] * len(row.end_ids), logits))
     _forbid(logits, rows)
+
+
+def _added(tokens: Collection[int], values: Iterable[float], logits: Tensor) -> Added:
+    """Tokens of the vocabulary, and what is added to their logits."""
+    pairs = [(token, value) for token, value in zip(tokens, values, strict=True) if token < logits.shape[-1]]
+    ids, added = zip(*pairs, strict=True) if pairs else ((), ())
+    index = torch.tensor(ids, dtype=torch.int64, device=logits.device)
+    return index, torch.tensor(added, dtype=logits.dtype, device=logits.device)
 
 
 def _forbid(logits: Tensor, rows: Sequence[Row]) -> None:
@@ -98,27 +100,32 @@ def _has_penalty(params: SamplingParams) -> bool:
 
 
 def _penalise(logits: Tensor, where: list[int], rows: Sequence[Row]) -> None:
-    """Repetition counts prompt and answer; presence and frequency count the answer alone."""
-    vocabulary = logits.shape[-1]
-    outputs = torch.from_numpy(_counts([r.output_ids for r in rows], vocabulary)).to(logits.device)  # [n, V]
-    prompts = torch.from_numpy(_counts([r.prompt_ids for r in rows], vocabulary)).to(logits.device)
-    index = torch.tensor(where, device=logits.device)
-    part = logits[index]
-    repetition = _column([r.params.repetition_penalty for r in rows], logits)
-    repeated = torch.where(part > 0, part / repetition, part * repetition)
-    part = torch.where((outputs + prompts) > 0, repeated, part)
-    part -= _column([r.params.frequency_penalty for r in rows], logits) * outputs
-    part -= _column([r.params.presence_penalty for r in rows], logits) * (outputs > 0)
-    logits[index] = part
+    """Repetition counts prompt and answer; presence and frequency count the answer alone. Touches what came only."""
+    came = [_came(row, logits.shape[-1]) for row in rows]
+    lengths = [len(tokens) for tokens, _ in came]
+    index = torch.from_numpy(np.stack([np.repeat(where, lengths), np.concatenate([t for t, _ in came])]))
+    penalties = [(r.params.repetition_penalty, r.params.frequency_penalty, r.params.presence_penalty) for r in rows]
+    numbers = np.concatenate(
+        [np.repeat(np.array(penalties).T, lengths, axis=1), [np.concatenate([c for _, c in came])]]
+    )
+    places = tuple(index.to(logits.device))
+    repetition, frequency, presence, counts = torch.from_numpy(numbers).to(logits.device, logits.dtype)
+    part = logits[places]  # of all rows, one behind the other
+    part = torch.where(part > 0, part / repetition, part * repetition)
+    part -= frequency * counts
+    part -= presence * (counts > 0)
+    logits[places] = part
 
 
-def _counts(ids: Sequence[npt.NDArray[np.int64]], vocabulary: int) -> npt.NDArray[np.float32]:
-    counts = [np.bincount(row, minlength=vocabulary)[:vocabulary] for row in ids]
-    return np.stack(counts).astype(np.float32)
-
-
-def _column(values: Sequence[float], like: Tensor) -> Tensor:
-    return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]
+def _came(row: Row, vocabulary: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Tokens that came before, each once, and how often in the answer."""
+    tokens, counts = np.unique(row.output_ids, return_counts=True)
+    if row.params.repetition_penalty != 1:
+        answered, often = tokens, counts
+        tokens = np.union1d(row.prompt_ids, answered)
+        counts = np.zeros(len(tokens), np.int64)
+        counts[np.searchsorted(tokens, answered)] = often
+    return tokens[tokens < vocabulary], counts[tokens < vocabulary]
 
 
 # --- drawing ------------------------------------------------------------------------------------------------------
@@ -186,19 +193,17 @@ def uniform(seed: int, position: int) -> float:
 # --- log probabilities --------------------------------------------------------------------------------------------
 
 
-def _gather_logprobs(logits: Tensor, rows: Sequence[Row]) -> dict[int, Tensor]:
-    wanted = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
-    if not wanted:
-        return {}
-    values = logits[torch.tensor(wanted, device=logits.device)].log_softmax(-1)
-    return dict(zip(wanted, values, strict=True))
-
-
-def _logprobs(values: Tensor, token: int, count: int | None) -> Logprobs:
-    chosen = values[token]
-    rank = int((values > chosen).sum()) + 1
-    top, ids = values.topk(count or 0)
-    return Logprobs(float(chosen), rank, tuple(zip(ids.tolist(), top.tolist(), strict=True)))
+def _logprobs(values: Tensor, tokens: Tensor, rows: Sequence[Row]) -> list[Logprobs]:
+    """For all rows at once: each look at a device's results is waited for. `values` is [rows, vocabulary]."""
+    counts = [row.params.logprobs or 0 for row in rows]
+    chosen = values.gather(-1, tokens[:, None])
+    ranks = (values > chosen).sum(-1) + 1
+    top, ids = values.topk(max(counts))
+    found = zip(chosen[:, 0].tolist(), ranks.tolist(), ids.tolist(), top.tolist(), counts, strict=True)
+    return [
+        Logprobs(value, rank, tuple(zip(likely[:count], best[:count], strict=True)))
+        for value, rank, likely, best, count in found
+    ]
 
 
 # --- the reference ------------------------------------------------------------------------------------------------
