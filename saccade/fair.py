@@ -72,11 +72,9 @@ class FairPool:
             if not future.set_running_or_notify_cancel():
                 continue
             try:
-                result = work()
+                future.set_result(work())
             except BaseException as error:
                 future.set_exception(error)
-            else:
-                future.set_result(result)
             del taken, future, work  # or the last piece of work would stay until the next one comes
 
     def _take(self) -> tuple[Future[Any], Callable[[], Any]] | None:

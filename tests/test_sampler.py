@@ -143,7 +143,7 @@ class _Counted(dict[int, float]):
 
 
 def test_a_bias_that_answers_share_is_read_once_a_step() -> None:
-    bias = _Counted({token: 0.5 for token in range(VOCABULARY + 4)})
+    bias = _Counted(dict.fromkeys(range(VOCABULARY + 4), 0.5))
     params = SamplingParams(temperature=0, logit_bias=bias)
     bias.num_read = 0
     values = logits(5, 16)

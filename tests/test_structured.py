@@ -236,9 +236,17 @@ def test_a_tokenizer_that_cannot_be_read_is_an_error_of_the_grammar(tmp_path: Pa
     assert grammar.error is not None and grammar.error.code == "unsupported" and "tokenizer" in grammar.error.message
 
 
+MISSING = "import sys; sys.modules['llguidance'] = None  # as if it were not installed"
+OLD = """
+import sys, llguidance, types
+class LLTokenizer:  # of a version that has one end token and no list of them
+    def __init__(self, *args, **kwargs): self.inner = llguidance.LLTokenizer(*args, **kwargs)
+    vocab_size = property(lambda self: self.inner.vocab_size)
+old = types.ModuleType("llguidance")
+vars(old).update({**vars(llguidance), "LLTokenizer": LLTokenizer})
+sys.modules["llguidance"] = old
+"""
 WITHOUT = """
-import sys
-sys.modules["llguidance"] = None  # as if it were not installed
 from saccade import LLM, SamplingParams
 from saccade.types import RequestError
 llm = LLM(model=sys.argv[1], kv_cache_gb=0.02)
@@ -248,17 +256,22 @@ try:
 except RequestError as error:
     print(error.code, error.message)
 print(llm.engine.core.reasons)
+from saccade.server.serve import warmup_requests
+print(sorted({request.params.structured is not None for request in warmup_requests(llm.engine.processor)}))
 """
 
 
-def test_without_its_library_everything_but_structure_works_and_says_so(qwen2_vl_folder: Path) -> None:
-    command = [sys.executable, "-c", WITHOUT, str(qwen2_vl_folder)]
+@pytest.mark.parametrize(("library", "reason"), [(MISSING, "not installed"), (OLD, "install llguidance 1.8 or newer")])
+def test_without_its_library_everything_but_structure_works_and_says_so(
+    qwen2_vl_folder: Path, library: str, reason: str
+) -> None:
+    command = [sys.executable, "-c", library + WITHOUT, str(qwen2_vl_folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    free, refused, reasons = done.stdout.strip().splitlines()
+    free, refused, reasons, warmup = done.stdout.strip().splitlines()
     assert free in ("stop", "length")
-    assert refused.startswith("unsupported") and "llguidance" in refused
-    assert "llguidance" in reasons
+    assert refused.startswith("unsupported") and reason in refused
+    assert reason in reasons and warmup == "[False]"
 
 
 def test_without_its_library_a_grammar_is_an_error_that_names_it(

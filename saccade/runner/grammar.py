@@ -11,13 +11,13 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import cached_property, partial
 from pathlib import Path
 from typing import NamedTuple
-from weakref import WeakValueDictionary
 
 from saccade.fair import FairPool
 from saccade.runner.allowance import Budget
@@ -56,7 +56,7 @@ class Grammars:
         self._folder = folder
         self._vocab_size = vocab_size
         self._open: dict[str, Grammar] = {}
-        self._budgets: WeakValueDictionary[str, Budget] = WeakValueDictionary()
+        self._budgets: weakref.WeakValueDictionary[str, Budget] = weakref.WeakValueDictionary()
         self._templates: OrderedDict[_Key, Future[Template]] = OrderedDict()
         self._compiling = FairPool(1, "saccade-compile")
         self._masking = FairPool(max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // 2)), "saccade-mask")
@@ -118,10 +118,13 @@ class Grammars:
         self._open[request_id] = grammar
         self._wait_for(request_id)
         template = self._template(_Key(request.prompt.salt, schema, request.params.n), owner)
-        template.add_done_callback(
-            lambda done: self._submit(request_id, owner, grammar, lambda: grammar.begin(done.result()))
-        )
+        template.add_done_callback(partial(self._compiled, request_id, owner, weakref.ref(grammar)))
         return grammar
+
+    def _compiled(self, request_id: str, owner: str, waiting: weakref.ref[Grammar], template: Future[Template]) -> None:
+        """The template stays, and with it whoever was called back: that must not keep the grammars of all requests."""
+        if (grammar := waiting()) is not None:
+            self._submit(request_id, owner, grammar, lambda: grammar.begin(template.result()))
 
     def _hand_over(self, request_id: str, owner: str, grammar: Grammar) -> None:
         self._wait_for(request_id)
