@@ -229,7 +229,7 @@ class ServerOptions:
     )
     write_timeout: float = _option(60.0, "seconds that an answer waits for its client to read on before it is given up")
     max_parts: int = _option(4096, "messages and content parts of one request")
-    max_schema_checks: int = _option(32, "requests of one caller whose JSON schemas wait to be checked")
+    max_schema_checks: int = _option(128, "requests of one caller whose JSON schemas wait to be checked")
     uuid_cache_mb: int = _option(64, "MiB of pictures kept so that clients may name them again by uuid; 0 keeps none")
     drain_timeout: float = _option(30.0, "seconds that open requests may take to finish after SIGTERM")
     heartbeat_timeout: float = _option(60.0, "seconds without a sign from the engine before it is started again")

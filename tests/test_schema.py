@@ -14,8 +14,10 @@ import pytest
 from saccade.processor import checking
 from saccade.processor.checking import SchemaChecks
 from saccade.processor.schema_check import problem
-from saccade.processor.structured import MAX_SCHEMA_BYTES, check_schema, check_structured, structured_from
+from saccade.processor.structured import CHECKS, MAX_SCHEMA_BYTES, check_schema, check_structured, structured_from
 from saccade.schema import grammar_of
+from saccade.server.fields import FieldReader
+from saccade.server.protocol import read_chat, read_completion
 from saccade.types import RequestError
 
 OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
@@ -199,6 +201,20 @@ def test_a_scope_does_not_profit_from_what_another_one_sent(checks: SchemaChecks
     for scope in ("one", "two", "one"):
         checks.problem('{"enum":["a"]}', scope)
     assert len(asked) == 2
+
+
+def test_what_a_caller_sends_is_checked_in_its_own_scope(monkeypatch: pytest.MonkeyPatch) -> None:
+    scopes: list[str] = []
+    monkeypatch.setattr(CHECKS, "problem", lambda text, scope: scopes.append(scope))
+    tool = {"type": "function", "function": {"name": "f", "parameters": OBJECT}}
+    bodies = [
+        {"messages": [{"role": "user"}], "response_format": wrapped(OBJECT)},
+        {"messages": [{"role": "user"}], "tools": [tool], "tool_choice": "required"},
+    ]
+    for body in bodies:
+        read_chat(body, FieldReader(strict=False).of("tenant"))
+    read_completion({"prompt": "a", "structured_outputs": {"json": OBJECT}}, FieldReader(strict=False).of("other"), 1)
+    assert scopes == ["tenant", "tenant", "other"]
 
 
 def test_what_is_remembered_of_schemas_is_small_and_bounded(

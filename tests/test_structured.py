@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from decimal import Decimal
 from pathlib import Path
@@ -25,6 +26,7 @@ from saccade.processor.prompt import Processor
 from saccade.processor.structured import structured_from
 from saccade.runner.grammar import Grammars
 from saccade.runner.sampler import Row, reference_sample, sample
+from saccade.schema import LEAST_VERSION
 from saccade.server.serve import warmup_requests
 from saccade.types import Prompt, Request, RequestError
 
@@ -295,6 +297,11 @@ def test_without_its_library_a_form_is_refused_where_it_is_asked_for(
 def test_a_server_warms_up_its_grammars_too(qwen2_vl_folder: Path) -> None:
     processor = Processor(open_checkpoint(str(qwen2_vl_folder)), MediaPolicy.of(Options()))
     assert [request.params.structured is not None for request in warmup_requests(processor)] == [False, False, True]
+
+
+def test_the_package_asks_for_a_version_that_works() -> None:
+    wanted = tomllib.loads(Path("pyproject.toml").read_text())["project"]["dependencies"]
+    assert f"llguidance>={LEAST_VERSION}" in wanted
 
 
 def test_a_free_answer_has_no_grammar_and_reads_no_tokenizer(tmp_path: Path) -> None:
