@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.encoder_inputs import CUDA, device_ms
-from saccade.kernels.flashinfer_prefill import Heads
-from saccade.kernels.hopper_decode import hopper_decode
-from saccade.kernels.paged_decode import DecodeWorkspace, NewTokens, num_multiprocessors, paged_decode
-from saccade.kernels.shares import plan_shares
+from saccade.kernels.attention.decode_hopper import hopper_decode
+from saccade.kernels.attention.decode_schedule import plan_shares
+from saccade.kernels.attention.decode_triton import DecodeWorkspace, NewTokens, num_multiprocessors, paged_decode
+from saccade.kernels.attention.prefill_flashinfer import Heads
 
 LAYERS = 4  # of keys and values, so that none are found in the cache
 BLOCK, LONGEST = 16, 3356

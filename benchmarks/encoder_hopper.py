@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.encoder_inputs import CUDA, Call, device_ms
-from saccade.kernels.hopper_vit import HopperVit
-from saccade.kernels.packed_vit import TILE_ROWS, packed_vit
-from saccade.kernels.paged_decode import num_multiprocessors
-from saccade.kernels.tiles import Tiles
-from saccade.kernels.vit_shares import Shares
-from saccade.models.attention import packed_attention
+from saccade.kernels.attention.decode_triton import num_multiprocessors
+from saccade.kernels.attention.vit_hopper import HopperVit
+from saccade.kernels.attention.vit_schedule import Shares
+from saccade.kernels.attention.vit_triton import TILE_ROWS, packed_vit
+from saccade.kernels.launch.tiling import Tiles
+from saccade.models.layers.attention import packed_attention
 
 HEADS, SCALE, LAUNCHES = 16, 80**-0.5, 12
 SIZES = {"1288x952": [6256], "644x476": [1564], "8 of 644x476": [1564] * 8, "1280x720": [4784], "2560x1440": [18768]}

@@ -14,9 +14,9 @@ from PIL import Image
 from torch import Tensor
 
 from saccade import costs
-from saccade.config import ModelConfig, model_config
+from saccade.checkpoint.config import ModelConfig, model_config
 from saccade.models import load_model
-from saccade.models.qwen2_vl import Qwen2VL
+from saccade.models.families.qwen2_vl import Qwen2VL
 from saccade.types import Geometry, Grid, Header, MediaItem, Size
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")

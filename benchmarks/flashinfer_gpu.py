@@ -31,11 +31,11 @@ from benchmarks.kernels import (
     random,
     workspace_for,
 )
-from saccade.kernels.flashinfer_prefill import Capacity, FlashInferPrefill, Heads
-from saccade.kernels.paged_decode import num_multiprocessors
-from saccade.kernels.paged_prefill import choose_rows
-from saccade.kernels.prompt_attention import PromptAttention
-from saccade.kernels.tiles import Tiles
+from saccade.kernels.attention.decode_triton import num_multiprocessors
+from saccade.kernels.attention.prefill import PromptAttention
+from saccade.kernels.attention.prefill_flashinfer import Capacity, FlashInferPrefill, Heads
+from saccade.kernels.attention.prefill_triton import choose_rows
+from saccade.kernels.launch.tiling import Tiles
 
 SCALE = DIM**-0.5
 WORKS = [  # new tokens of each request, their contexts

@@ -1,4 +1,4 @@
-"""The matrix products of a decode step on a GPU: cuBLAS against `saccade.kernels.skinny_linear`, alone and in a chain.
+"""The matrix products of a decode step on a GPU: cuBLAS against `saccade.kernels.gemm.skinny`, alone and in a chain.
 
     python -m benchmarks.linear_gpu
 
@@ -21,8 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from saccade.kernels.fused_norm import add_rms_norm, silu_and_mul
-from saccade.kernels.skinny_linear import (
+from saccade.kernels.gemm.skinny import (
     Config,
     SplitWorkspace,
     choose,
@@ -32,6 +31,7 @@ from saccade.kernels.skinny_linear import (
     norm_linear,
     skinny_linear,
 )
+from saccade.kernels.ops.norm import add_rms_norm, silu_and_mul
 
 T = TypeVar("T")
 LAYERS, HIDDEN, WIDE, QKV, VOCABULARY = 28, 1536, 8960, 2048, 151936

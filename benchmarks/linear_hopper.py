@@ -17,15 +17,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.encoder_inputs import CUDA, relative
-from saccade.kernels import fused_norm, reference, vit_steps
-from saccade.kernels.hopper_linear import hopper_linear
-from saccade.kernels.paged_decode import num_multiprocessors
+from saccade.kernels.attention.decode_triton import num_multiprocessors
+from saccade.kernels.gemm.hopper_act import hopper_linear
+from saccade.kernels.ops import norm, reference, vit_elementwise
 
 LAYERS, ROUNDS = 12, 9
 PLAIN: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "quick_gelu": vit_steps.quick_gelu,
-    "tanh_gelu": vit_steps.tanh_gelu,
-    "silu_and_mul": fused_norm.silu_and_mul,
+    "quick_gelu": vit_elementwise.quick_gelu,
+    "tanh_gelu": vit_elementwise.tanh_gelu,
+    "silu_and_mul": norm.silu_and_mul,
 }
 
 

@@ -13,11 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.kernels.hopper_prefill import ROWS, hopper_prefill
-from saccade.kernels.paged_decode import num_multiprocessors
-from saccade.kernels.paged_prefill import choose_rows, paged_prefill
-from saccade.kernels.tiles import Tiles
-from saccade.models.attention import AttentionBatch, reference_attention
+from saccade.kernels.attention.decode_triton import num_multiprocessors
+from saccade.kernels.attention.prefill_hopper import ROWS, hopper_prefill
+from saccade.kernels.attention.prefill_triton import choose_rows, paged_prefill
+from saccade.kernels.launch.tiling import Tiles
+from saccade.models.layers.attention import AttentionBatch, reference_attention
 
 CUDA, BLOCK, DIM, SCALE = torch.device("cuda"), 16, 128, 128**-0.5
 HEADS, KV_HEADS = 12, 2

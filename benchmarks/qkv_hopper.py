@@ -17,9 +17,9 @@ from torch import Tensor
 
 from benchmarks.encoder_inputs import CUDA, relative
 from benchmarks.linear_hopper import replay_us
-from saccade.kernels import reference, vit_steps
-from saccade.kernels.hopper_qkv import DIM, hopper_qkv
-from saccade.kernels.paged_decode import num_multiprocessors
+from saccade.kernels.attention.decode_triton import num_multiprocessors
+from saccade.kernels.gemm.hopper_qkv_rope import DIM, hopper_qkv
+from saccade.kernels.ops import reference, vit_elementwise
 
 HEADS, INPUTS = 16, 1280
 LAYERS, ROUNDS = 12, 9
@@ -41,7 +41,7 @@ def one_launch(given: Inputs, weight: Tensor) -> Tensor:
 
 def two_launches(given: Inputs, weight: Tensor) -> Tensor:
     qkv = F.linear(given.x, weight, given.bias).view(len(given.x), 3, HEADS, DIM)
-    vit_steps.rotate_pairs(qkv, given.turns)
+    vit_elementwise.rotate_pairs(qkv, given.turns)
     return qkv
 
 

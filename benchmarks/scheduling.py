@@ -8,8 +8,8 @@ import time
 import numpy as np
 
 from saccade import SamplingParams
+from saccade.media.hashing import identity
 from saccade.options import SchedulerConfig
-from saccade.processor.hashing import identity
 from saccade.scheduler.scheduler import Scheduler
 from saccade.types import Prompt, Request, Sample, StepResult
 

@@ -12,7 +12,7 @@ import psutil
 _MIB = 1 << 20
 _FEWEST_POINTS = 8
 _MOST_POINTS = 600  # of a fit, which takes the square of them
-_WORKER = "saccade.engine.worker"
+_WORKER = "saccade.engine.ipc.worker"
 MEASURES = ("rss", "uss", "fds", "threads", "children")
 
 

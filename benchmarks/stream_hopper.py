@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.encoder_inputs import CUDA, device_ms
-from saccade.kernels.fused_norm import silu_and_mul
-from saccade.kernels.hopper_stream import choose_gated, choose_parts, gated_stream, linear_parts
+from saccade.kernels.gemm.hopper_split_k import choose_gated, choose_parts, gated_stream, linear_parts
+from saccade.kernels.ops.norm import silu_and_mul
 
 COPIES = 8  # of a weight, so that none is found in the cache
 ROWS = (2, 8, 20, 32, 64, 100, 128)

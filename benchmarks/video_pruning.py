@@ -20,9 +20,9 @@ import numpy as np
 import torch
 
 from saccade import LLM, SamplingParams
-from saccade.evaluation.grain import Grain, add_grain
+from saccade.evaluation.image_noise import Grain, add_grain
 from saccade.evaluation.scoring import Rule, chance
-from saccade.runner import pruning
+from saccade.media import video_pruning
 from saccade.types import Size
 from training.canvas import KINDS, Canvas, noise_field, outline
 from training.palette import NAMES, background, shade
@@ -139,7 +139,7 @@ def main() -> None:
         if rate:
             limit = smaller(found.tokens, whole.tokens)
             _print(f"frames of {limit} pixels", _fresh(films, max_video_pixels=limit), columns)
-            with patch.object(pruning, "changes", _by_lot):
+            with patch.object(video_pruning, "changes", _by_lot):
                 _print(f"pruning {rate:g}, by lot", _fresh(films, video_pruning=rate), columns)
 
 

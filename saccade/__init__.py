@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from saccade.params import SamplingParams
+from saccade.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from saccade.llm import LLM

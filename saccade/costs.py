@@ -10,7 +10,7 @@ import math
 from fractions import Fraction
 from itertools import pairwise
 
-from saccade.config import LatentConfig, ModelConfig, TextConfig, VisionConfig
+from saccade.checkpoint.config import LatentConfig, ModelConfig, TextConfig, VisionConfig
 from saccade.types import Size
 
 GIB = 1 << 30

@@ -14,17 +14,17 @@ from typing import Any, Self
 
 from tqdm import tqdm
 
+from saccade.checkpoint.generation_config import defaults_line, sampling_defaults
 from saccade.engine.build import build_core
 from saccade.engine.core import EngineCore
 from saccade.options import MediaPolicy, Options, SchedulerConfig, options
 from saccade.outputs import RequestOutput
-from saccade.params import SamplingParams
-from saccade.processor.answer import Answer
 from saccade.processor.checkpoint import open_checkpoint
-from saccade.processor.generation import defaults_line, sampling_defaults
-from saccade.processor.pictures import Foretell
+from saccade.processor.images import Foretell
+from saccade.processor.output import Answer
 from saccade.processor.prompt import Processor
-from saccade.processor.structured import check_structured
+from saccade.sampling_params import SamplingParams
+from saccade.structured.check import check_structured
 from saccade.types import Bill, MediaItem, Prompt, Request, RequestError, TokenEvent
 
 logger = logging.getLogger("saccade.engine")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from saccade.config import ConfigError
+from saccade.checkpoint.config import ConfigError
 from saccade.types import Pace, StepTime
 
 # --- what a user may set ------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from saccade.params import SamplingParams
+    from saccade.sampling_params import SamplingParams
 
 Key = bytes
 """A content key: 32 bytes of hash over source bytes, processing policy, model fingerprint and salt."""

@@ -16,11 +16,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from saccade.config import ConfigError, model_config
-from saccade.engine.client import EngineClient, RequestStream
+from saccade.checkpoint.config import ConfigError, model_config
 from saccade.engine.core import EngineCore
-from saccade.engine.loop import run_process
-from saccade.engine.wire import Start
+from saccade.engine.ipc.client import EngineClient, RequestStream
+from saccade.engine.ipc.loop import run_process
+from saccade.engine.ipc.messages import Start
 from saccade.options import Options
 from saccade.types import Request, StepPlan, StepResult, TokenEvent
 from tests.scheduling import FakeRunner, make_config, make_request

@@ -20,7 +20,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from saccade.hf_processor import load_processor
+from saccade.checkpoint.hf_processor import load_processor
 from tests.checkpoints import _write, _write_tokenizer, qwen_tokenizer, randomise
 from tests.reference import Reference
 

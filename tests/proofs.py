@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from PIL import Image
 
-from saccade.config import ModelConfig, model_config
+from saccade.checkpoint.config import ModelConfig, model_config
 from saccade.models import load_model
-from saccade.models.attention import AttentionBatch, PagedAttention, PagedKV
 from saccade.models.interface import Tiled
+from saccade.models.layers.attention import AttentionBatch, PagedAttention, PagedKV
 from saccade.options import MediaPolicy, Options
 from saccade.processor.checkpoint import open_checkpoint
 from saccade.processor.prompt import Processor

@@ -13,11 +13,11 @@ from PIL import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from saccade import costs
-from saccade.config import model_config
-from saccade.models import recorded_vision
-from saccade.models.fused_vision import FusedVision
-from saccade.models.layers import Parameters
-from saccade.models.vision_ops import TorchVision, VisionOps
+from saccade.checkpoint.config import model_config
+from saccade.models.cuda import vision_graphs
+from saccade.models.cuda.vision import FusedVision
+from saccade.models.layers.basic import Parameters
+from saccade.models.vision.ops import TorchVision, VisionOps
 from saccade.models.weights import fill_random
 from saccade.processor.checkpoint import open_checkpoint
 from saccade.processor.families import family_for
@@ -80,8 +80,8 @@ def assert_fused_tower_equal(make: Make, grids: list[Grid]) -> None:
 
 def assert_recorded_passes_equal(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was recorded with one grid serves others of that size."""
-    monkeypatch.setattr(recorded_vision, "SIZES", (16,))
-    monkeypatch.setattr(recorded_vision, "PICTURES", 4)
+    monkeypatch.setattr(vision_graphs, "SIZES", (16,))
+    monkeypatch.setattr(vision_graphs, "PICTURES", 4)
     ops, grids = FusedVision(), [Grid(1, 2, 6), Grid(1, 2, 2)]
     recorded, patches = make(ops), random(sum(grid.patches for grid in grids), 24)
     with ops.recording():

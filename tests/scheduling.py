@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from saccade.options import SchedulerConfig
-from saccade.params import SamplingParams
 from saccade.processor.families.base import lasting
+from saccade.sampling_params import SamplingParams
 from saccade.scheduler import Scheduler
-from saccade.scheduler.blocks import text_records
+from saccade.scheduler.kv_cache import text_records
 from saccade.types import (
     Geometry,
     Grid,

@@ -12,19 +12,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from saccade.kernels import hopper_linear, hopper_tiles, reference
-from saccade.kernels.act_linear import act_linear
-from saccade.kernels.hopper_linear import suits
-from saccade.kernels.hopper_tiles import num_tiles, num_whole
-from saccade.models import fused_vision, layers, products
-from saccade.models.fused_vision import FusedVision
-from saccade.models.qwen2_vl import Qwen2VL
-from saccade.models.vision_ops import TorchVision
+from saccade.kernels.gemm import hopper_act, hopper_tiles
+from saccade.kernels.gemm.hopper_act import suits
+from saccade.kernels.gemm.hopper_tiles import num_tiles, num_whole
+from saccade.kernels.gemm.linear_act import act_linear
+from saccade.kernels.ops import reference
+from saccade.models.cuda import gemms, vision
+from saccade.models.cuda.vision import FusedVision
+from saccade.models.families.qwen2_vl import Qwen2VL
+from saccade.models.layers import basic
+from saccade.models.vision.ops import TorchVision
 from tests.test_fused_vision import GRIDS, QWEN, encode, model, random
 from tests.test_products import decoder, plain_mlp, rows_of, total
 
 PROGRAMS = 132
-QUICK, GATED = hopper_linear.ACTS.index("quick_gelu"), hopper_linear.ACTS.index("silu_and_mul")
+QUICK, GATED = hopper_act.ACTS.index("quick_gelu"), hopper_act.ACTS.index("silu_and_mul")
 
 
 @pytest.mark.parametrize(
@@ -80,7 +82,7 @@ def test_without_such_a_device_there_is_no_kernel() -> None:
 @pytest.mark.parametrize("act", ["quick_gelu", "tanh_gelu", "silu_and_mul"])
 def test_the_reference_is_the_product_and_then_the_layer_s_activation(act: str) -> None:
     x, weight, bias = random(5, 16), random(24, 16), random(24)
-    expected = getattr(layers, act)(F.linear(x, weight, bias))
+    expected = getattr(basic, act)(F.linear(x, weight, bias))
     torch.testing.assert_close(reference.act_linear(x, weight, bias, act), expected, atol=1e-5, rtol=1e-5)
 
 
@@ -103,7 +105,7 @@ def test_a_tower_gets_the_same_from_one_launch(act: str, monkeypatch: pytest.Mon
     raw = {**QWEN, "vision_config": {**QWEN["vision_config"], "hidden_act": act}}
     patches = random(sum(grid.patches for grid in GRIDS), 24)
     expected = encode(model(raw, TorchVision(), Qwen2VL), patches, GRIDS)
-    counted = Counted(fused_vision, monkeypatch=monkeypatch)
+    counted = Counted(vision, monkeypatch=monkeypatch)
     found = encode(model(raw, FusedVision(), Qwen2VL), patches, GRIDS)
     assert counted.calls == 2  # blocks
     torch.testing.assert_close(torch.cat(found), torch.cat(expected), atol=1e-4, rtol=1e-4)
@@ -111,9 +113,9 @@ def test_a_tower_gets_the_same_from_one_launch(act: str, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("rows", [40, 600])
 def test_a_layer_of_the_decoder_gets_the_same_from_one_launch(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    made, counted = decoder(), Counted(products, monkeypatch=monkeypatch)
+    made, counted = decoder(), Counted(gemms, monkeypatch=monkeypatch)
     layer, x = made.layers[0], rows_of(rows, 64, 1)
-    ways = products.products_for(made, rows, products.new_workspace(made))
-    found = total(ways.mlp(products.Stream(x), layer))
+    ways = gemms.products_for(made, rows, gemms.new_workspace(made))
+    found = total(ways.mlp(gemms.Stream(x), layer))
     assert counted.calls == 1
     torch.testing.assert_close(found, plain_mlp(x, layer), atol=8e-3, rtol=8e-3)

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from saccade.config import TextConfig
-from saccade.models.attention import (
+from saccade.checkpoint.config import TextConfig
+from saccade.models.layers.attention import (
     AttentionBatch,
     PagedAttention,
     PagedKV,

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from saccade.scheduler.blocks import BlockPool, Chain, text_records
+from saccade.scheduler.kv_cache import BlockPool, Chain, text_records
 from tests.scheduling import BLOCK, Part, Picture, make_prompt
 
 

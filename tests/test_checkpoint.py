@@ -11,7 +11,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from saccade.config import ConfigError
+from saccade.checkpoint.config import ConfigError
 from saccade.processor.checkpoint import open_checkpoint
 from saccade.processor.families import family_for
 from tests import checkpoints

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from saccade import cli
+from saccade.cli import main as cli
 from tests.conftest import make_photo
 from tests.videos import film
 
@@ -92,7 +92,7 @@ def test_a_device_is_no_picture(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_count_never_imports_torch(pictures: list[str], qwen2_vl_folder: Path) -> None:
     code = (
-        "import sys; from saccade.cli import main; "
+        "import sys; from saccade.cli.main import main; "
         f"code = main(['count', '--model', {str(qwen2_vl_folder)!r}, {pictures[0]!r}]); "
         "sys.exit(code or 'torch' in sys.modules)"
     )

@@ -14,8 +14,8 @@ import pytest
 from PIL import Image
 
 from saccade import LLM, SamplingParams
-from saccade.engine.overlap import OverlappedCore
-from saccade.processor.answer import Answer
+from saccade.engine.async_core import OverlappedCore
+from saccade.processor.output import Answer
 from saccade.types import MediaItem, RequestError
 from tests.test_overlap import FEW, OPTIONS, QWEN2_VL, answers, decoding, overlapped
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from saccade.config import ConfigError, model_config
+from saccade.checkpoint.config import ConfigError, model_config
 from saccade.options import Options, options
 
 PUBLISHED = {

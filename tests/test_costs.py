@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from saccade import costs
-from saccade.config import ModelConfig, model_config
+from saccade.checkpoint.config import ModelConfig, model_config
 from saccade.processor.families import default_family
 from saccade.processor.families.llava import Llava
 from saccade.types import Size

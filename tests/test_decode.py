@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from PIL import Image, ImageCms
 
+from saccade.media import decode as decode_module
+from saccade.media.decode import decode
+from saccade.media.load import load_image
 from saccade.options import MediaPolicy, Options
-from saccade.processor.media import load_image
-from saccade.runner import decode as decode_module
-from saccade.runner.decode import decode
 from saccade.types import Geometry, Grid, Header, MediaItem, RequestError, Size
 from tests.conftest import make_photo
 

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from saccade.kernels import decode_attention, hopper_decode
-from saccade.kernels.decode_attention import DecodeAttention
-from saccade.kernels.flashinfer_prefill import Heads
-from saccade.kernels.hopper_decode import suits
-from saccade.kernels.paged_decode import DecodeWorkspace
-from saccade.kernels.shares import KEYS, Shares, plan_shares
+from saccade.kernels.attention import decode, decode_hopper
+from saccade.kernels.attention.decode import DecodeAttention
+from saccade.kernels.attention.decode_hopper import suits
+from saccade.kernels.attention.decode_schedule import KEYS, Shares, plan_shares
+from saccade.kernels.attention.decode_triton import DecodeWorkspace
+from saccade.kernels.attention.prefill_flashinfer import Heads
 from tests.test_kernels import BLOCK, DEVICE, HALF, Paged, assert_close, ints, random
 
 HEADS = Heads(queries=12, keys=2, dim=128)
@@ -121,7 +121,7 @@ def test_many_requests_go_to_it_and_few_to_the_plain_kernel(
         calls.append(given)
         return found
 
-    monkeypatch.setattr(hopper_decode, "hopper_decode", hopper)
+    monkeypatch.setattr(decode_hopper, "hopper_decode", hopper)
     attend, contexts, new = attention(by_hopper=by_hopper), ints(paged.contexts), paged.new_tokens(q)
     out = attend(new, paged.k, paged.v, paged.tables, contexts, 0.2, attend.plan(contexts))
     assert len(calls) == expected
@@ -138,9 +138,9 @@ def test_a_kernel_that_fails_is_left_out_with_its_reason(
     def fail(*_: object, **__: object) -> Tensor:
         raise RuntimeError("no such instruction")
 
-    monkeypatch.setattr(hopper_decode, "hopper_decode", fail)
-    monkeypatch.setattr(decode_attention, "is_hopper", lambda device: True)
-    decode_attention._works_on_hopper.cache_clear()
+    monkeypatch.setattr(decode_hopper, "hopper_decode", fail)
+    monkeypatch.setattr(decode, "is_hopper", lambda device: True)
+    decode._works_on_hopper.cache_clear()
     with caplog.at_level(logging.WARNING):
         assert not DecodeAttention(Heads(2, 1, 128), HALF, BLOCK, 64, DEVICE).by_hopper
     assert "no such instruction" in caplog.text
@@ -150,10 +150,10 @@ def test_the_trial_accepts_what_agrees_with_the_plain_kernel(monkeypatch: pytest
     """The plain kernel in its place: the trial's own example must be one that a right kernel passes."""
 
     def plain(new: object, k: Tensor, v: Tensor, tables: Tensor, contexts: Tensor, _: Shares, *rest: object) -> Tensor:
-        return decode_attention.paged_decode(new, k, v, tables, contexts, *rest)  # type: ignore[arg-type]
+        return decode.paged_decode(new, k, v, tables, contexts, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(hopper_decode, "hopper_decode", plain)
-    decode_attention._try_hopper(Heads(2, 1, 128), HALF, BLOCK, DEVICE)
+    monkeypatch.setattr(decode_hopper, "hopper_decode", plain)
+    decode._try_hopper(Heads(2, 1, 128), HALF, BLOCK, DEVICE)
 
 
 @pytest.mark.parametrize(("taken", "programs"), [(0, 12), (4, 8), (6, 6), (7, 12)])
@@ -166,6 +166,6 @@ def test_beside_others_it_has_the_multiprocessors_they_leave_or_comes_after_them
 
 def test_the_workspace_has_room_for_two_parts_of_every_program() -> None:
     made = DecodeWorkspace.allocate(1, 12, 1, 128, DEVICE)
-    programs = decode_attention.num_multiprocessors(DEVICE)
+    programs = decode.num_multiprocessors(DEVICE)
     assert made.mixed.numel() >= 2 * programs * 12 * 128
     assert made.maxima.numel() == made.sums.numel() >= 2 * programs * 12

@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from saccade.config import ConfigError, model_config
+from saccade.checkpoint.config import ConfigError, model_config
 from saccade.models import load_model
-from saccade.models import resample as resample_module
 from saccade.models.interface import VisionLanguageModel
-from saccade.models.pixels import pixel_policy
-from saccade.models.resample import BITS, FILTERS, is_height_first, resample, taps_of, weigh_axis, weights_of
+from saccade.models.vision import resample as resample_module
+from saccade.models.vision.preprocess import pixel_policy
+from saccade.models.vision.resample import BITS, FILTERS, is_height_first, resample, taps_of, weigh_axis, weights_of
 from saccade.types import Geometry, Grid, Size
 
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from saccade.kernels.direct import launch
+from saccade.kernels.launch.launch_cache import launch
 
 ONE = (1, 1, 1)
 

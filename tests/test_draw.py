@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from saccade.kernels.argmax import Board
-from saccade.kernels.draw import draw
+from saccade.kernels.ops.argmax import Board
+from saccade.kernels.ops.sample import draw
 from saccade.runner import sampler
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from saccade.kernels.argmax import Board
-from saccade.runner import drawing
+from saccade.kernels.ops.argmax import Board
+from saccade.runner.cuda import sampling
 from saccade.runner.sampler import draw
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -18,20 +18,20 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 @pytest.fixture(autouse=True)
 def no_memory_of_trials() -> Iterator[None]:
-    drawing.has_kernel.cache_clear()
+    sampling.has_kernel.cache_clear()
     yield
-    drawing.has_kernel.cache_clear()
+    sampling.has_kernel.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_kernel_passes_its_trial(dtype: torch.dtype) -> None:
-    drawing.try_out(DEVICE, dtype, vocabulary=9001)
+    sampling.try_out(DEVICE, dtype, vocabulary=9001)
 
 
 def test_a_kernel_that_draws_other_tokens_does_not_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drawing.kernel, "draw", lambda *_: None)
+    monkeypatch.setattr(sampling.kernel, "draw", lambda *_: None)
     with pytest.raises(ValueError, match="drew"):
-        drawing.try_out(DEVICE, torch.float32, vocabulary=40)
+        sampling.try_out(DEVICE, torch.float32, vocabulary=40)
 
 
 def test_a_kernel_that_fails_is_left_out_with_a_warning(
@@ -40,19 +40,19 @@ def test_a_kernel_that_fails_is_left_out_with_a_warning(
     def fail(*_: Any) -> None:
         raise RuntimeError("no such instruction")
 
-    monkeypatch.setattr(drawing, "try_out", fail)
-    assert not drawing.has_kernel(torch.device("cuda:0"), torch.float32, 40)
+    monkeypatch.setattr(sampling, "try_out", fail)
+    assert not sampling.has_kernel(torch.device("cuda:0"), torch.float32, 40)
     assert "no such instruction" in caplog.text
 
 
 @pytest.mark.parametrize("with_kernel", [True, False])
 def test_tokens_go_where_the_next_step_takes_them_from(with_kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drawing, "has_kernel", lambda *_: with_kernel)
+    monkeypatch.setattr(sampling, "has_kernel", lambda *_: with_kernel)
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(3)).to(DEVICE)
     which, lines = torch.tensor([[2, 0], [1, 3]], device=DEVICE)
     asked = torch.tensor([[1.0, 9.0, 0.9, 0.0, 0.4], [1.2, 50.0, 1.0, 0.0, 0.8]], dtype=torch.float64, device=DEVICE).T
     out, latest = nothing(3), nothing(4)
-    drawing.draw_tokens(logits, which, asked, True, out, Board(latest, lines))
+    sampling.draw_tokens(logits, which, asked, True, out, Board(latest, lines))
     first, second = draw(logits[which], asked, is_cut=True).tolist()
     assert out.tolist() == [second, -1, first]
     assert latest.tolist() == [-1, first, -1, second]

@@ -16,9 +16,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from saccade.runner import encoder as encoder_module
-from saccade.runner.encoder import LocalEncoder
-from saccade.runner.timing import Times
+from saccade.runner.encoder import stage as encoder_module
+from saccade.runner.encoder.stage import LocalEncoder
+from saccade.runner.encoder.timing import Times
 from saccade.types import Geometry, Grid, Header, MediaItem, MediaTimes, Size
 
 LAYERS = 4

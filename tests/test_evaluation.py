@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from saccade import cli
-from saccade.config import ConfigError
-from saccade.evaluation.grain import Grain, add_grain, field_from_image, field_to_image
+from saccade.checkpoint.config import ConfigError
+from saccade.cli import main as cli
+from saccade.evaluation.image_noise import Grain, add_grain, field_from_image, field_to_image
 from saccade.evaluation.questions import load_questions
 from saccade.evaluation.report import rewrite
 from saccade.evaluation.scoring import OTHER_NUMBER, OTHER_QUOTE, Rule, chance

@@ -18,12 +18,13 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeSparseMoeBlock
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
-from saccade import costs, routing
-from saccade.config import ConfigError, model_config
-from saccade.models.experts import EXPERT_RULES, Experts
-from saccade.models.layers import Parameters
+from saccade import costs
+from saccade.checkpoint import moe
+from saccade.checkpoint.config import ConfigError, model_config
+from saccade.checkpoint.moe import ExpertRules
+from saccade.models.layers.basic import Parameters
+from saccade.models.layers.moe import EXPERT_RULES, Experts
 from saccade.models.weights import fill_random, load_weights
-from saccade.routing import ExpertRules
 from tests.allocations import PeakMemory
 
 HIDDEN = 24
@@ -90,7 +91,7 @@ def tokens(count: int = 40, seed: int = 1) -> Tensor:
 
 
 def rules_of(text: Mapping[str, Any]) -> ExpertRules:
-    rules = routing.expert_rules(text, num_layers=2)
+    rules = moe.expert_rules(text, num_layers=2)
     assert rules is not None
     return rules
 
@@ -270,7 +271,7 @@ def test_experts_that_are_stored_twice_are_refused(tmp_path: Path) -> None:
     ],
 )
 def test_the_config_says_which_layers_have_experts(given: dict[str, Any], layers: tuple[int, ...]) -> None:
-    rules = routing.expert_rules({**QWEN, **given}, num_layers=6)
+    rules = moe.expert_rules({**QWEN, **given}, num_layers=6)
     assert rules is not None and rules.layers == layers
 
 
@@ -281,7 +282,7 @@ def test_a_published_misspelling_is_read_as_it_is_meant() -> None:
 
 @pytest.mark.parametrize("given", [{}, {"num_experts": 0}, {"mlp_only_layers": [0, 1]}])
 def test_a_config_without_experts_has_no_rules(given: dict[str, Any]) -> None:
-    assert routing.expert_rules({**QWEN, **given} if given else {"hidden_size": 8}, num_layers=2) is None
+    assert moe.expert_rules({**QWEN, **given} if given else {"hidden_size": 8}, num_layers=2) is None
 
 
 @pytest.mark.parametrize(

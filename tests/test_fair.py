@@ -7,7 +7,7 @@ from concurrent.futures import CancelledError
 
 import pytest
 
-from saccade.fair import FairPool, QueueFull
+from saccade.fair_pool import FairPool, QueueFull
 
 
 def blocked(threads: int = 1, most_waiting: int | None = None) -> tuple[FairPool, threading.Event]:

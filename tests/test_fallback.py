@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from saccade import LLM
-from saccade.config import ConfigError
-from saccade.hf_processor import load_processor
+from saccade.checkpoint.config import ConfigError
+from saccade.checkpoint.hf_processor import load_processor
+from saccade.cli.count import count_files
 from saccade.processor.checkpoint import open_checkpoint
-from saccade.processor.count import count_files
 from saccade.processor.families import Family, family_for
 from saccade.processor.families.fallback import Fallback
 from saccade.types import RequestError, Size

@@ -10,9 +10,9 @@ import pytest
 from torch import nn
 
 from saccade import LLM, SamplingParams
-from saccade.config import ConfigError, model_config
+from saccade.checkpoint.config import ConfigError, model_config
 from saccade.models import fallback
-from saccade.models.length_rope import Unfit, follow_lengths
+from saccade.models.layers.length_rope import Unfit, follow_lengths
 from tests import family_fallback
 from tests.conftest import make_photo
 from tests.family_fallback import LONGROPE, SWITCH, TEXT

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from saccade import LLM, SamplingParams
-from saccade.cli import main
-from saccade.config import ConfigError
-from saccade.hf_processor import raised
+from saccade.checkpoint.config import ConfigError
+from saccade.checkpoint.hf_processor import raised
+from saccade.cli.main import main
 from saccade.models import fallback
 from tests import family_fallback, family_refused
 from tests.conftest import make_photo
@@ -58,7 +58,7 @@ def test_no_setting_is_advised_where_none_would_help(tmp_path: Path) -> None:
 
 
 def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("saccade.hf_processor.find_spec", lambda name: None)
+    monkeypatch.setattr("saccade.checkpoint.hf_processor.find_spec", lambda name: None)
     assert "it needs num2words, which is not installed (pip install num2words)" in raised(
         ImportError("Package `num2words` is required to run SmolVLM processor.")
     )
@@ -111,7 +111,7 @@ def test_a_model_with_a_window_is_served_as_far_as_it_reaches(tmp_path: Path) ->
 
 def test_a_window_that_the_config_hides_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = family_fallback.aya_vision(tmp_path, window=96)
-    monkeypatch.setattr("saccade.config._window", lambda text: None)
+    monkeypatch.setattr("saccade.checkpoint.config._window", lambda text: None)
     assert "its attention has a window of 96 tokens, ours none; --max-model-len 96 makes up for it" in refusal_of(
         folder
     )

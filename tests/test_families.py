@@ -18,7 +18,7 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLModel
 
-from saccade.config import ConfigError, ModelConfig
+from saccade.checkpoint.config import ConfigError, ModelConfig
 from saccade.processor.checkpoint import open_checkpoint
 from saccade.processor.families import default_family, family_for
 from saccade.processor.families.llava import Llava

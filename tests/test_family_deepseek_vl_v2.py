@@ -15,18 +15,18 @@ from PIL import Image, ImageOps
 from transformers import SiglipVisionConfig, SiglipVisionModel
 
 from saccade import LLM, SamplingParams, costs
-from saccade.config import model_config
-from saccade.models import recorded_vision
-from saccade.models.attention import PagedKV
-from saccade.models.deepseek_vl_v2 import Projector
-from saccade.models.latent import LatentDecoder
-from saccade.models.layers import Parameters
+from saccade.checkpoint.config import model_config
+from saccade.cli.count import count_files
+from saccade.models.cuda import vision_graphs
+from saccade.models.families.deepseek_vl_v2 import Projector
+from saccade.models.layers.attention import PagedKV
+from saccade.models.layers.basic import Parameters
+from saccade.models.layers.mla import LatentDecoder
 from saccade.models.weights import fill_random
 from saccade.processor.checkpoint import open_checkpoint
-from saccade.processor.count import count_files
 from saccade.processor.families.deepseek_vl_v2 import DeepseekVL2
-from saccade.runner.measure import largest_within
-from saccade.runner.towers import _packings
+from saccade.runner.encoder.graphs import _packings
+from saccade.runner.profile import largest_within
 from saccade.types import Grid, RequestError, Size, Span
 from tests import family_deepseek_vl_v2 as family
 from tests import slow_deepseek_vl_v2 as slow
@@ -371,7 +371,7 @@ def test_a_layer_is_timed_over_whole_tiles() -> None:
 
 
 def test_a_recorded_pass_holds_whole_squares(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorded_vision, "MOST", 2048)
+    monkeypatch.setattr(vision_graphs, "MOST", 2048)
     vision = model_config(TINY).vision
     assert vision
     packings = list(_packings(vision))

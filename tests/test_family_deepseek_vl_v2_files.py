@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from saccade.config import ConfigError, ModelConfig, model_config
+from saccade.checkpoint.config import ConfigError, ModelConfig, model_config
 from saccade.processor.checkpoint import open_checkpoint
 from saccade.processor.families.deepseek_vl_v2 import DeepseekVL2
 from saccade.processor.prompt import Processor

@@ -22,11 +22,11 @@ from transformers import (
 from transformers.image_processing_utils import get_patch_output_size, select_best_resolution
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
 
-from saccade.config import ConfigError, model_config
+from saccade.checkpoint.config import ConfigError, model_config
+from saccade.cli.count import count_files
 from saccade.models import load_model
-from saccade.models.fused_vision import FusedVision
+from saccade.models.cuda.vision import FusedVision
 from saccade.processor.checkpoint import open_checkpoint
-from saccade.processor.count import count_files
 from saccade.processor.families.llava import Llava
 from saccade.processor.families.llava_onevision import LlavaOnevision
 from saccade.types import Grid, Size

@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 from transformers.models.ministral3.modeling_ministral3 import get_llama_4_attn_scale
 
 from saccade import costs
-from saccade.config import ConfigError, ModelConfig, model_config
-from saccade.models.fused import FusedDecoder
-from saccade.models.temper import Temper, temper_of
-from saccade.processor.count import count_files
+from saccade.checkpoint.config import ConfigError, ModelConfig, model_config
+from saccade.cli.count import count_files
+from saccade.models.cuda.decoder import FusedDecoder
+from saccade.models.layers.attention_temperature import Temper, temper_of
 from saccade.runner.build import plain_reason
 from tests import family_mistral3, family_text
 from tests.conftest import make_photo, png

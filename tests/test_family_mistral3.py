@@ -14,9 +14,9 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from transformers.models.pixtral.image_processing_pil_pixtral import get_resize_output_image_size
 
-from saccade.config import ConfigError, model_config
-from saccade.models.fused_vision import FusedVision
-from saccade.processor.count import count_files
+from saccade.checkpoint.config import ConfigError, model_config
+from saccade.cli.count import count_files
+from saccade.models.cuda.vision import FusedVision
 from saccade.processor.families import family_for
 from saccade.processor.families.mistral3 import Mistral3
 from saccade.types import Grid, RequestError, Size, Span

@@ -21,14 +21,14 @@ from transformers.models.mllama.image_processing_pil_mllama import (
 from transformers.models.mllama.processing_mllama import get_cross_attention_token_mask
 
 from saccade import costs
-from saccade.config import ConfigError, model_config
-from saccade.models.attention import AttentionBatch, PagedAttention, PagedKV
-from saccade.models.cross import pack, unpack
+from saccade.checkpoint.config import ConfigError, model_config
+from saccade.cli.count import count_files
+from saccade.models.layers.attention import AttentionBatch, PagedAttention, PagedKV
+from saccade.models.layers.cross_attention import pack, unpack
 from saccade.processor.checkpoint import open_checkpoint
-from saccade.processor.count import count_files
 from saccade.processor.families.base import lasting
 from saccade.processor.families.mllama import Mllama, arrangements
-from saccade.runner.looking import seen_by, stretches
+from saccade.runner.cross_attention import seen_by, stretches
 from saccade.types import Grid, RequestError, Size, Span, Work
 from tests import family_mllama
 from tests.conftest import make_photo

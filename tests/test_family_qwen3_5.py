@@ -14,13 +14,13 @@ from torch import Tensor
 from transformers.models.qwen3_5.modeling_qwen3_5 import torch_recurrent_gated_delta_rule
 
 from saccade import LLM, SamplingParams, costs
-from saccade.config import ConfigError, model_config
+from saccade.checkpoint.config import ConfigError, model_config
 from saccade.models import load_model
-from saccade.models.attention import PagedAttention, PagedKV
-from saccade.models.delta import CHUNK, delta_rule
+from saccade.models.layers.attention import PagedAttention, PagedKV
+from saccade.models.layers.gated_delta_net import CHUNK, delta_rule
 from saccade.processor.checkpoint import open_checkpoint
 from saccade.processor.families import family_for
-from saccade.runner.recurrent import RecurrentStates
+from saccade.runner.recurrent_state import RecurrentStates
 from saccade.types import Grid, KeptState, Size, Work
 from tests.conftest import make_photo
 from tests.family_qwen3_5 import PICTURE, build

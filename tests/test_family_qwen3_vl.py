@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from transformers.vision_utils import get_vision_interpolation_indices_and_weights
 
 from saccade import costs
-from saccade.config import ConfigError, model_config
-from saccade.kernels import vit_steps
+from saccade.checkpoint.config import ConfigError, model_config
+from saccade.kernels.ops import vit_elementwise
 from saccade.models import load_model
-from saccade.models.decoder import Rotary
-from saccade.models.layers import Parameters, tanh_gelu
-from saccade.models.qwen3_vl import Positions, Qwen3VL
-from saccade.models.vision import by_token
+from saccade.models.families.qwen3_vl import Positions, Qwen3VL
+from saccade.models.layers.basic import Parameters, tanh_gelu
+from saccade.models.layers.decoder import Rotary
+from saccade.models.vision.blocks import by_token
 from saccade.models.weights import fill_random
 from saccade.processor.checkpoint import open_checkpoint
 from saccade.processor.families import family_for
@@ -258,7 +258,7 @@ def test_encoding_takes_the_memory_that_the_formula_says() -> None:
 def test_the_fused_activation_is_the_plain_one() -> None:
     x = random(33, 129) * 4
     expected = tanh_gelu(x.clone())
-    torch.testing.assert_close(vit_steps.tanh_gelu(x), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(vit_elementwise.tanh_gelu(x), expected, atol=1e-5, rtol=1e-5)
 
 
 # --- published configs --------------------------------------------------------------------------------------------

@@ -15,13 +15,13 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from saccade import LLM
-from saccade.config import ConfigError, ModelConfig, model_config
-from saccade.models.fused_vision import FusedVision
-from saccade.models.layers import Parameters
-from saccade.models.qwen_vl import QwenVL as Model
-from saccade.models.vision_ops import TorchVision
+from saccade.checkpoint.config import ConfigError, ModelConfig, model_config
+from saccade.cli.count import count_files
+from saccade.models.cuda.vision import FusedVision
+from saccade.models.families.qwen_vl import QwenVL as Model
+from saccade.models.layers.basic import Parameters
+from saccade.models.vision.ops import TorchVision
 from saccade.models.weights import _as_stored, _plan
-from saccade.processor.count import count_files
 from saccade.processor.families import family_for
 from saccade.processor.families.qwen_vl import QwenVL
 from saccade.processor.families.text import Text

@@ -10,10 +10,11 @@ import pytest
 import torch
 from playwright.sync_api import expect
 
-from saccade import LLM, SamplingParams, cli, costs
-from saccade.config import ConfigError, model_config
+from saccade import LLM, SamplingParams, costs
+from saccade.checkpoint.config import ConfigError, model_config
+from saccade.cli import main as cli
 from saccade.models import load_model
-from saccade.models.attention import PagedAttention, PagedKV
+from saccade.models.layers.attention import PagedAttention, PagedKV
 from saccade.options import Options
 from saccade.processor.checkpoint import open_checkpoint
 from saccade.runner.memory import plan_memory

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from saccade.processor.fetch import Fetcher, FetchPolicy, Resolve
+from saccade.media.fetch import Fetcher, FetchPolicy, Resolve
 from saccade.types import RequestError
 
 HOST = "pictures.test"

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from saccade.config import ConfigError
-from saccade.processor.fetch import Fetcher, FetchPolicy
-from saccade.processor.urls import is_public, is_public_or_private, read_domains, read_url
+from saccade.checkpoint.config import ConfigError
+from saccade.media.fetch import Fetcher, FetchPolicy
+from saccade.media.urls import is_public, is_public_or_private, read_domains, read_url
 from saccade.types import RequestError
 
 BODY = b"bytes are bytes here"

@@ -14,11 +14,11 @@ from PIL import Image
 from torch import Tensor
 
 from saccade import LLM
-from saccade.config import ConfigError, model_config
-from saccade.engine.overlap import OverlappedCore
-from saccade.kernels.flashinfer_prefill import Capacity, FlashInferPrefill, Heads, lay_out
-from saccade.runner.cuda import CudaForward
-from saccade.runner.prompt_backend import LEAST_TOKENS, Place, check, choose
+from saccade.checkpoint.config import ConfigError, model_config
+from saccade.engine.async_core import OverlappedCore
+from saccade.kernels.attention.prefill_flashinfer import Capacity, FlashInferPrefill, Heads, lay_out
+from saccade.runner.cuda.attention_backend import LEAST_TOKENS, Place, check, choose
+from saccade.runner.cuda.forward import CudaForward
 from tests import fake_flashinfer
 from tests.test_config import PUBLISHED
 from tests.test_kernels import BLOCK, DEVICE, Paged, assert_close, ints, random
@@ -174,14 +174,14 @@ HOPPER = Place(TEXT, torch.bfloat16, torch.device("cuda"))
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU for which there is a kernel of ours, though not for this model."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr("saccade.kernels.prompt_attention.can_use_hopper", lambda *given: False)
+    monkeypatch.setattr("saccade.kernels.attention.prefill.can_use_hopper", lambda *given: False)
 
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
     """With what it was built: there is no GPU here to build it for."""
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-    target = "saccade.kernels.flashinfer_prefill.FlashInferPrefill"
+    target = "saccade.kernels.attention.prefill_flashinfer.FlashInferPrefill"
     monkeypatch.setattr(target, lambda *given, **named: calls.append((given, named)) or "built")
     return calls
 
@@ -200,7 +200,7 @@ def test_it_is_used_beside_our_kernel_for_hopper_only_if_asked_for(
     asked: str, expected: str | None, made: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[Any] = []
-    monkeypatch.setattr("saccade.kernels.prompt_attention.can_use_hopper", lambda *a: not given.extend(a))
+    monkeypatch.setattr("saccade.kernels.attention.prefill.can_use_hopper", lambda *a: not given.extend(a))
     assert choose(asked, HOPPER, 16, 100, 0.1) == expected
     assert given in ([], [Heads(12, 2, 128), torch.bfloat16, 16, HOPPER.device])
     assert (len(made), len(given)) == ((0, 4) if expected is None else (1, 0))
@@ -250,7 +250,7 @@ def test_an_installation_that_fails_is_an_error_if_asked_and_a_warning_else(
     def fails(*given: Any, **named: Any) -> None:
         raise RuntimeError("no nvcc")
 
-    monkeypatch.setattr("saccade.kernels.flashinfer_prefill.FlashInferPrefill", fails)
+    monkeypatch.setattr("saccade.kernels.attention.prefill_flashinfer.FlashInferPrefill", fails)
     with pytest.raises(ConfigError, match="FlashInfer failed: no nvcc"):
         choose("flashinfer", HOPPER, 16, 100, 0.1)
     assert choose("auto", HOPPER, 16, 100, 0.1) is None and "no nvcc" in caplog.text

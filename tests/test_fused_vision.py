@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from saccade import costs
-from saccade.config import model_config
-from saccade.kernels import vit_steps
-from saccade.models.fused_vision import ATTENTION, FusedVision
-from saccade.models.layers import Parameters, cos_sin, quick_gelu, rotate
-from saccade.models.llava import Llava
-from saccade.models.pixels import PatchLayout, PixelPolicy
-from saccade.models.qwen2_vl import Qwen2VL
-from saccade.models.recorded_vision import packed_cells
-from saccade.models.vision import angles_of, grid_places
-from saccade.models.vision_ops import TorchVision, VisionOps
+from saccade.checkpoint.config import model_config
+from saccade.kernels.ops import vit_elementwise
+from saccade.models.cuda.vision import ATTENTION, FusedVision
+from saccade.models.cuda.vision_graphs import packed_cells
+from saccade.models.families.llava import Llava
+from saccade.models.families.qwen2_vl import Qwen2VL
+from saccade.models.layers.basic import Parameters, cos_sin, quick_gelu, rotate
+from saccade.models.vision.blocks import angles_of, grid_places
+from saccade.models.vision.ops import TorchVision, VisionOps
+from saccade.models.vision.preprocess import PatchLayout, PixelPolicy
 from saccade.models.weights import fill_random
 from saccade.types import Grid, Size
 from tests.allocations import PeakMemory
@@ -108,7 +108,7 @@ def test_angles_of_cells_are_those_of_plain_arithmetic(takes_turns: bool) -> Non
     places = grid_places([Grid(1, 4, 6), Grid(1, 300, 2)], 80, 1e4, 2, DEVICE, takes_turns=takes_turns)
     expected = angles_of(places)
     turns = torch.empty_like(expected.cos)
-    vit_steps.turn(packed_cells(places).to(DEVICE), places.per_axis, turns)
+    vit_elementwise.turn(packed_cells(places).to(DEVICE), places.per_axis, turns)
     torch.testing.assert_close(turns, turns_of(*expected), atol=1e-5, rtol=1e-5)
 
 
@@ -153,7 +153,7 @@ def test_the_norm_leaves_its_input_with_the_bias_added() -> None:
     x, weight, bias, added = random(5, 96), random(96), random(96) + 1, random(96) - 1
     normed = torch.nn.functional.layer_norm(x, (96,), weight, bias, 1e-6)
     expected = x + added
-    found = vit_steps.norm_and_add(x, weight, bias, 1e-6, added)
+    found = vit_elementwise.norm_and_add(x, weight, bias, 1e-6, added)
     torch.testing.assert_close(found, normed, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(x, expected)
 
@@ -162,14 +162,14 @@ def test_rotation_turns_queries_and_keys_and_leaves_values() -> None:
     qkv = random(7, 3, 3, 20)
     cos, sin = cos_sin(random(7, 10), torch.float32)
     expected = torch.cat((rotate(qkv[:, :2], cos[:, None, None], sin[:, None, None]), qkv[:, 2:]), dim=1)
-    vit_steps.rotate_pairs(qkv, turns_of(cos, sin))
+    vit_elementwise.rotate_pairs(qkv, turns_of(cos, sin))
     torch.testing.assert_close(qkv, expected, atol=1e-6, rtol=1e-6)
 
 
 def test_the_fused_activation_is_the_plain_one() -> None:
     x = random(33, 129) * 4
     expected = quick_gelu(x.clone())
-    torch.testing.assert_close(vit_steps.quick_gelu(x), expected, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(vit_elementwise.quick_gelu(x), expected, atol=1e-6, rtol=1e-5)
 
 
 def test_every_attention_of_the_table_can_be_chosen() -> None:

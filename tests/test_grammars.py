@@ -16,13 +16,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from saccade import LLM, SamplingParams, schema
+from saccade import LLM, SamplingParams
+from saccade.engine.async_core import OverlappedCore
 from saccade.engine.core import EngineCore
-from saccade.engine.overlap import OverlappedCore
-from saccade.runner import allowance, grammar
-from saccade.runner.allowance import Allowance, Budget
-from saccade.runner.grammar import Grammars
-from saccade.runner.matching import Grammar
+from saccade.structured import grammar, schema, time_budget
+from saccade.structured.grammar import Grammars
+from saccade.structured.matcher import Grammar
+from saccade.structured.time_budget import Allowance, Budget
 from saccade.types import Prompt, Request, TokenEvent
 from tests.scheduling import make_config, make_request
 from tests.test_overlap_faults import Launching
@@ -194,7 +194,7 @@ def test_an_aborted_request_is_not_waited_for(llm: LLM, monkeypatch: pytest.Monk
 
 def test_an_allowance_is_spent_by_the_processors_time_and_earned_by_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([0.0, 1.0, 5.0, 7.0])
-    monkeypatch.setattr(allowance.time, "thread_time", lambda: next(times))
+    monkeypatch.setattr(time_budget.time, "thread_time", lambda: next(times))
     given = Allowance(at_once=2.0, per_token=0.75)
     with given.spending():
         pass
@@ -240,7 +240,7 @@ def test_a_grammar_that_breaks_ends_its_own_request(llm: LLM, monkeypatch: pytes
     def broken(*_: Any) -> None:
         raise RuntimeError("the library has a bug")
 
-    monkeypatch.setattr("saccade.runner.matching.fill_next_token_bitmask", broken)
+    monkeypatch.setattr("saccade.structured.matcher.fill_next_token_bitmask", broken)
     bad, free = llm.generate([PROMPT, PROMPT], [held_to(LIST), FREE], use_tqdm=False)
     assert bad.error is not None and "bug" not in bad.error.message
     assert free.error is None

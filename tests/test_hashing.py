@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from saccade.media.hashing import RecentKeys, content_key, identity, salt_of
+from saccade.media.load import Loaded, load_image
 from saccade.options import MediaPolicy, Options
-from saccade.processor.hashing import RecentKeys, content_key, identity, salt_of
-from saccade.processor.media import Loaded, load_image
 from saccade.types import RECORD_BYTES, Header, Key, RequestError, Size, Span
 from tests.conftest import make_photo, png
 
@@ -104,7 +104,7 @@ def test_a_remembered_key_is_the_one_that_hashing_gives() -> None:
 def test_the_same_bytes_are_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     recent, data = RecentKeys(b"model"), bytes(range(100))
     first = recent.of(bare(2, 1, data), b"tag", b"")
-    monkeypatch.setattr("saccade.processor.hashing.content_key", None)
+    monkeypatch.setattr("saccade.media.hashing.content_key", None)
     assert recent.of(bare(2, 1, bytes(bytearray(data))), b"tag", b"") == first
 
 
@@ -128,7 +128,7 @@ def test_the_oldest_pictures_make_room_for_new_ones(monkeypatch: pytest.MonkeyPa
     for data in pictures:
         recent.of(bare(2, 1, data), b"tag", b"")
     hashed: list[bytes] = []
-    monkeypatch.setattr("saccade.processor.hashing.content_key", lambda loaded, *_: hashed.append(loaded.data))
+    monkeypatch.setattr("saccade.media.hashing.content_key", lambda loaded, *_: hashed.append(loaded.data))
     for data in (pictures[2], pictures[1], pictures[0]):
         recent.of(bare(2, 1, data), b"tag", b"")
     assert hashed == [pictures[0]]
@@ -138,7 +138,7 @@ def test_a_picture_larger_than_the_memory_is_hashed_and_displaces_nothing(monkey
     recent, small = RecentKeys(b"model", max_bytes=250), b"small"
     first = recent.of(bare(2, 1, small), b"tag", b"")
     assert recent.of(bare(2, 1, bytes(300)), b"tag", b"") == plain(bytes(300))
-    monkeypatch.setattr("saccade.processor.hashing.content_key", None)
+    monkeypatch.setattr("saccade.media.hashing.content_key", None)
     assert recent.of(bare(2, 1, small), b"tag", b"") == first
 
 
@@ -154,12 +154,12 @@ def test_whatever_comes_every_key_is_right_and_the_memory_stays_as_large(
 
 
 def test_no_more_pictures_are_remembered_than_allowed_however_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("saccade.processor.hashing._REMEMBERED", 3)
+    monkeypatch.setattr("saccade.media.hashing._REMEMBERED", 3)
     recent, hashed = RecentKeys(b"model"), list[bytes]()
     for i in range(9):
         recent.of(bare(2, 1, bytes([i])), b"tag", b"")
     assert len(recent._known) == 3
-    monkeypatch.setattr("saccade.processor.hashing.content_key", lambda loaded, *_: hashed.append(loaded.data))
+    monkeypatch.setattr("saccade.media.hashing.content_key", lambda loaded, *_: hashed.append(loaded.data))
     for i in (8, 7, 6, 5):
         recent.of(bare(2, 1, bytes([i])), b"tag", b"")
     assert hashed == [bytes([5])]

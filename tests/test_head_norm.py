@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from saccade.config import TextConfig
-from saccade.kernels import reference
-from saccade.kernels.head_norm import head_norm
-from saccade.models.attention import PagedKV
-from saccade.models.decoder import Biases, Decoder
-from saccade.models.fused import FusedDecoder
-from saccade.models.layers import Parameters
+from saccade.checkpoint.config import TextConfig
+from saccade.kernels.ops import reference
+from saccade.kernels.ops.qk_norm import head_norm
+from saccade.models.cuda.decoder import FusedDecoder
+from saccade.models.layers.attention import PagedKV
+from saccade.models.layers.basic import Parameters
+from saccade.models.layers.decoder import Biases, Decoder
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

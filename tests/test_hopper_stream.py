@@ -13,13 +13,14 @@ import torch
 from PIL import Image
 
 from saccade import LLM
-from saccade.kernels import hopper_stream, reference
-from saccade.kernels.fused_norm import add_rms_norm
-from saccade.kernels.hopper_stream import Ring, choose_gated, choose_parts, suits
-from saccade.kernels.paged_decode import DecodeWorkspace, paged_decode
-from saccade.models import products
-from saccade.models.decoder import Biases
-from saccade.models.products import Stream, can_stream, new_workspace, products_for
+from saccade.kernels.attention.decode_triton import DecodeWorkspace, paged_decode
+from saccade.kernels.gemm import hopper_split_k
+from saccade.kernels.gemm.hopper_split_k import Ring, choose_gated, choose_parts, suits
+from saccade.kernels.ops import reference
+from saccade.kernels.ops.norm import add_rms_norm
+from saccade.models.cuda import gemms
+from saccade.models.cuda.gemms import Stream, can_stream, new_workspace, products_for
+from saccade.models.layers.decoder import Biases
 from tests.families import FAMILIES
 from tests.test_kernels import BLOCK, DEVICE, SMALL, Paged, ints, random
 from tests.test_overlap import FEW, OPTIONS, answers, overlapped
@@ -33,11 +34,11 @@ EVERY_ROWS = pytest.mark.parametrize("rows", [2, 17, 33, 64, 65, 128])
 
 @pytest.fixture
 def streamed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "can_stream", lambda device: True)
-    monkeypatch.setattr(hopper_stream, "suits", lambda *shape: True)
-    monkeypatch.setattr(hopper_stream, "choose_parts", lambda *shape: Ring(stages=1, splits=3))
-    monkeypatch.setattr(hopper_stream, "linear_parts", reference.linear_parts)
-    monkeypatch.setattr(hopper_stream, "gated_stream", reference.gated_stream)
+    monkeypatch.setattr(gemms, "can_stream", lambda device: True)
+    monkeypatch.setattr(hopper_split_k, "suits", lambda *shape: True)
+    monkeypatch.setattr(hopper_split_k, "choose_parts", lambda *shape: Ring(stages=1, splits=3))
+    monkeypatch.setattr(hopper_split_k, "linear_parts", reference.linear_parts)
+    monkeypatch.setattr(hopper_split_k, "gated_stream", reference.gated_stream)
 
 
 def stage_bytes(rows: int, weights: int) -> int:
@@ -93,7 +94,7 @@ def test_one_row_and_many_rows_of_large_weights_go_the_other_ways(monkeypatch: p
         return [type(products_for(made, rows, new_workspace(made))).__name__ for rows in (1, 2, 32, 33, 128, 129)]
 
     assert kinds() == ["_FewRows", *["_Streamed"] * 4, "_ManyRows"]
-    monkeypatch.setattr(products, "MAX_ELEMENTS", 100)
+    monkeypatch.setattr(gemms, "MAX_ELEMENTS", 100)
     assert kinds() == ["_FewRows", *["_Streamed"] * 2, *["_ManyRows"] * 3]
 
 

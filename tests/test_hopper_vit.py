@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from saccade.kernels.hopper_vit import suits
-from saccade.models.fused_vision import FusedVision
+from saccade.kernels.attention.vit_hopper import suits
+from saccade.models.cuda.vision import FusedVision
 from tests.test_fused_vision import DEVICE, random
 
 

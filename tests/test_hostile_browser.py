@@ -13,10 +13,10 @@ import httpx
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
-from saccade.config import ConfigError
+from saccade.checkpoint.config import ConfigError
 from saccade.options import ServerOptions
 from saccade.server.errors import ApiError
-from saccade.server.origins import BrowserRules
+from saccade.server.http.origins import BrowserRules
 from tests.browser import PATIENCE_MS, open_page, running_browser
 from tests.hostile import raw_connection
 from tests.serving import MODEL, RunningServer, chat_body, error_of, running_server, until

@@ -18,8 +18,8 @@ import psutil
 import pytest
 import uvloop
 
-from saccade.processor.fetch import Fetcher, FetchPolicy
-from saccade.processor.slots import Owners, SlotLimits, Slots
+from saccade.media.fetch import Fetcher, FetchPolicy
+from saccade.media.fetch_slots import Owners, SlotLimits, Slots
 from saccade.types import RequestError
 from tests.conftest import make_photo, png
 from tests.hostile import watching
@@ -374,7 +374,7 @@ def test_bytes_are_counted_as_they_come_so_that_a_refusal_ends_a_fetch_early() -
 
 def test_a_file_is_counted_before_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.png").write_bytes(bytes(5000))
-    monkeypatch.setattr("saccade.processor.fetch._read_regular", lambda *_: pytest.fail("read before it was counted"))
+    monkeypatch.setattr("saccade.media.fetch._read_regular", lambda *_: pytest.fail("read before it was counted"))
 
     def on_bytes(count: int) -> None:
         assert count == 5000

@@ -13,16 +13,16 @@ import pytest
 import tokenizers
 
 from saccade import LLM
-from saccade.config import ConfigError
-from saccade.folder import SETTINGS_BYTES, TEMPLATE_BYTES, links_out
-from saccade.hf_processor import load_processor
-from saccade.kinds import CONFIG, first_wrong
+from saccade.checkpoint.config import ConfigError
+from saccade.checkpoint.files import SETTINGS_BYTES, TEMPLATE_BYTES, links_out
+from saccade.checkpoint.hf_processor import load_processor
+from saccade.checkpoint.schema import CONFIG, first_wrong
+from saccade.checkpoint.tokenizer_json import read_tokenizer
 from saccade.models.weights import load_weights
 from saccade.processor import checkpoint as checkpoint_module
 from saccade.processor.checkpoint import open_checkpoint
 from saccade.processor.tokenizer import Tokenizer
 from saccade.server.service import _name_of
-from saccade.tokenizer_file import read_tokenizer
 from tests.prompts import make
 
 INDEX = "model.safetensors.index.json"

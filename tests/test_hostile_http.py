@@ -17,10 +17,10 @@ import httpx
 import msgspec
 import pytest
 
-from saccade.config import ConfigError
+from saccade.checkpoint.config import ConfigError
 from saccade.options import ServerOptions
-from saccade.server.auth import peer_of
-from saccade.server.connections import connection_limit
+from saccade.server.http.auth import peer_of
+from saccade.server.http.connections import connection_limit
 from tests.hostile import engine_pid, raw_connection, read_all, watching
 from tests.serving import RunningServer, chat_body, error_of, running_server, until
 

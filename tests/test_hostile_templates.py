@@ -23,12 +23,12 @@ import psutil
 import pytest
 
 from saccade import LLM, SamplingParams
-from saccade.config import ConfigError
+from saccade.checkpoint.config import ConfigError
 from saccade.options import Options
 from saccade.processor.checkpoint import open_checkpoint
 from saccade.processor.prompt import Processor
-from saccade.processor.renderer import MOST_SLOW, THREADS, Renderer, TemplateEnded
 from saccade.processor.template import RESERVED, _environment
+from saccade.processor.template_pool import MOST_SLOW, THREADS, Renderer, TemplateEnded
 from saccade.types import RequestError
 from tests.conftest import make_photo, png
 from tests.hostile import watching
@@ -188,7 +188,7 @@ def test_a_chat_that_was_given_up_leaves_no_answer_for_the_next(
 ) -> None:
     renderer.render(messages=said("hello"))
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("saccade.processor.renderer._Process._receive", _interrupted)
+        patch.setattr("saccade.processor.template_pool._Process._receive", _interrupted)
         renderer.render(messages=said("first"))
     assert "second" in renderer.render(messages=said("second"))
 
@@ -239,7 +239,7 @@ def test_counting_starts_none_and_loads_no_template_library(tmp_path: Path) -> N
     code = (
         "import subprocess, sys\n"
         "subprocess.Popen = None\n"
-        "from saccade.cli import main\n"
+        "from saccade.cli.main import main\n"
         f"sys.argv = ['saccade', 'count', {str(tmp_path / 'a.png')!r}]\n"
         "status = main()\n"
         "sys.exit(status or 'jinja2' in sys.modules)\n"
@@ -252,7 +252,7 @@ def test_a_parent_that_is_killed_leaves_no_process(deed: str) -> None:
     """Idle or in the middle of a chat."""
     code = (
         "import sys, threading\n"
-        "from saccade.processor.renderer import Renderer\n"
+        "from saccade.processor.template_pool import Renderer\n"
         f"renderer = Renderer({TEMPLATE!r}, 1.0, 1 << 20)\n"
         "renderer.render(messages=[{'role': 'user', 'content': 'first'}])\n"
         f"ask = lambda: renderer.render(messages=[{{'role': 'user', 'content': {deed!r}}}])\n"

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from saccade.server.fields import FieldReader
-from saccade.server.responses_protocol import read_response
+from saccade.server.request.fields import FieldReader
+from saccade.server.request.responses import read_response
 from saccade.types import RequestError
 from tests.conftest import png
 from tests.hostile import resident_mb, watching

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from saccade.processor.tokenizer import Tokenizer
 from saccade.server.errors import ApiError
-from saccade.server.tally import MAX_VALUES, Tally, check_text
+from saccade.server.http.text_tally import MAX_VALUES, Tally, check_text
 from saccade.types import RequestError, quoted
 from tests.hostile import raw_connection, watching
 from tests.serving import RunningServer, chat_body, error_of, until

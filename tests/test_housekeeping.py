@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 
 from saccade import LLM, SamplingParams
-from saccade.engine import wire
 from saccade.engine.core import EngineCore
-from saccade.engine.loop import EngineLoop
-from saccade.housekeeping import settle, tidy
+from saccade.engine.gc_control import settle, tidy
+from saccade.engine.ipc import messages
+from saccade.engine.ipc.loop import EngineLoop
 from saccade.options import Options, SchedulerConfig
 from saccade.types import Request, StepPlan, StepResult
 from tests.fake_worker import CONFIG, HANG, WorkerRunner
@@ -84,7 +84,7 @@ def test_the_weights_and_words_of_an_engine_that_is_let_go_wait_for_no_collectio
 # 100 MiB are freed, none of it at the end of the heap: between each two pieces lies something that stays.
 _HOLES = """
 from psutil import Process
-from saccade.housekeeping import trim
+from saccade.engine.gc_control import trim
 pieces = [bytes([1]) * size for _ in range(1600) for size in (64 << 10, 1 << 10)]
 del pieces[::2]
 before = Process().memory_info().rss
@@ -106,11 +106,11 @@ def _stepping(runner: WorkerRunner, limits: SchedulerConfig, request: Request) -
     loop = EngineLoop(theirs, lambda: None)
     thread = threading.Thread(target=loop.run, args=(lambda _: EngineCore(limits, runner),))
     thread.start()
-    start = wire.start_message(Path("/x"), CONFIG, {}, Options(), None, [], progress=False)
-    for message in (start, wire.Submit(wire.pack_requests([request]))):
-        ours.sendall(wire.frame(message))
+    start = messages.start_message(Path("/x"), CONFIG, {}, Options(), None, [], progress=False)
+    for message in (start, messages.Submit(messages.pack_requests([request]))):
+        ours.sendall(messages.frame(message))
     yield
-    ours.sendall(wire.frame(wire.Stop()))
+    ours.sendall(messages.frame(messages.Stop()))
     thread.join(HANG)
     ours.close()
     assert not thread.is_alive()
@@ -129,14 +129,14 @@ def test_an_engine_without_work_clears_away_what_its_steps_left() -> None:
 def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What an engine loop did about its memory, in order."""
     done = list[str]()
-    monkeypatch.setattr("saccade.engine.loop.trim", lambda: done.append("trim"))
-    monkeypatch.setattr("saccade.engine.loop.tidy", lambda: done.append("rest"))
+    monkeypatch.setattr("saccade.engine.ipc.loop.trim", lambda: done.append("trim"))
+    monkeypatch.setattr("saccade.engine.ipc.loop.tidy", lambda: done.append("rest"))
     return done
 
 
 def test_an_engine_that_never_rests_gives_memory_back_too(monkeypatch: pytest.MonkeyPatch, done: list[str]) -> None:
     limits = make_config()
-    monkeypatch.setattr("saccade.engine.loop.TRIM_SECONDS", 0.0)
+    monkeypatch.setattr("saccade.engine.ipc.loop.TRIM_SECONDS", 0.0)
     with _stepping(WorkerRunner(0.0, config=limits), limits, make_request("a", 5, max_tokens=8)):
         assert until(lambda: "rest" in done, HANG)
     assert done.index("rest") >= 8  # once in each step before it
@@ -146,8 +146,8 @@ def test_an_engine_at_rest_gives_memory_back_no_more_than_once(
     monkeypatch: pytest.MonkeyPatch, done: list[str]
 ) -> None:
     limits = make_config()
-    monkeypatch.setattr("saccade.engine.loop.TRIM_SECONDS", 0.2)
-    monkeypatch.setattr("saccade.engine.loop.BEAT_SECONDS", 0.01)
+    monkeypatch.setattr("saccade.engine.ipc.loop.TRIM_SECONDS", 0.2)
+    monkeypatch.setattr("saccade.engine.ipc.loop.BEAT_SECONDS", 0.01)
     with _stepping(WorkerRunner(0.0, config=limits), limits, make_request("a", 5, max_tokens=2)):
         assert until(lambda: {"rest", "trim"} <= set(done), HANG)
         time.sleep(0.5)

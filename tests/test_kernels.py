@@ -8,9 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from saccade.kernels import reference
-from saccade.kernels.argmax import ArgmaxWorkspace, Board, argmax
-from saccade.kernels.decode_inputs import (
+from saccade.kernels.attention.decode_triton import DecodeWorkspace, NewTokens, choose_splits, paged_decode
+from saccade.kernels.attention.prefill_triton import choose_rows, paged_prefill
+from saccade.kernels.attention.prefill_triton import choose_splits as prefill_splits
+from saccade.kernels.attention.rope_store_kv import rotary_and_store
+from saccade.kernels.attention.vit_triton import TILE_ROWS, packed_vit
+from saccade.kernels.launch.tiling import Launch, Tiles, power_of_two
+from saccade.kernels.ops import reference
+from saccade.kernels.ops.argmax import ArgmaxWorkspace, Board, argmax
+from saccade.kernels.ops.norm import add_rms_norm, silu_and_mul
+from saccade.kernels.ops.prepare_inputs import (
     PromptInputs,
     PromptNumbers,
     StepNumbers,
@@ -18,15 +25,8 @@ from saccade.kernels.decode_inputs import (
     decode_inputs,
     prompt_inputs,
 )
-from saccade.kernels.fused_norm import add_rms_norm, silu_and_mul
-from saccade.kernels.packed_vit import TILE_ROWS, packed_vit
-from saccade.kernels.paged_decode import DecodeWorkspace, NewTokens, choose_splits, paged_decode
-from saccade.kernels.paged_prefill import choose_rows, paged_prefill
-from saccade.kernels.paged_prefill import choose_splits as prefill_splits
-from saccade.kernels.store_kv import rotary_and_store
-from saccade.kernels.tiles import Launch, Tiles, power_of_two
-from saccade.models.attention import AttentionBatch, reference_attention, reference_packed_attention
-from saccade.models.layers import cos_sin
+from saccade.models.layers.attention import AttentionBatch, reference_attention, reference_packed_attention
+from saccade.models.layers.basic import cos_sin
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # The interpreter multiplies bfloat16 matrices as if their bits were integers; float16 takes the same way.

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from saccade import LLM, SamplingParams, cli, costs
-from saccade.chat import bill_line
-from saccade.config import model_config
+from saccade import LLM, SamplingParams, costs
+from saccade.checkpoint.config import model_config
+from saccade.cli import main as cli
+from saccade.cli.chat import bill_line
 from saccade.models import load_model
 from saccade.options import Options
 from saccade.processor.checkpoint import open_checkpoint

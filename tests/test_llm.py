@@ -14,7 +14,7 @@ import pytest
 from PIL import Image, ImageDraw
 
 from saccade import LLM, SamplingParams
-from saccade.config import ConfigError
+from saccade.checkpoint.config import ConfigError
 from saccade.types import RequestError
 from tests.conftest import make_photo, png
 

@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 import torch
 
-from saccade.config import ConfigError, check_values, model_config
-from saccade.kinds import CONFIG, PICTURES, first_wrong
+from saccade.checkpoint.config import ConfigError, check_values, model_config
+from saccade.checkpoint.schema import CONFIG, PICTURES, first_wrong
 from saccade.models import load_model
 from saccade.options import MediaPolicy, Options
 from saccade.processor.checkpoint import Checkpoint, open_checkpoint
 from saccade.processor.families import FAMILIES as KNOWN
 from saccade.processor.families import video_rules_for
-from saccade.processor.pictures import Pictures
+from saccade.processor.images import Pictures
 from tests.families import FAMILIES
 
 FILES = ("config.json", "preprocessor_config.json", "processor_config.json", "generation_config.json")

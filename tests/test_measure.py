@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from saccade import LLM
-from saccade.runner import measure
+from saccade.runner import profile
 from saccade.types import Grid
 from tests.families import FAMILIES
 
@@ -36,12 +36,12 @@ class Tower:
 
 @pytest.fixture(autouse=True)
 def _no_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "timed", lambda run: 8.0)
+    monkeypatch.setattr(profile, "timed", lambda run: 8.0)
 
 
 def test_pictures_of_common_sizes_go_through_the_tower_before_the_first_is_timed() -> None:
     tower = Tower()
-    curve = measure.layer_curve(tower, Grid(1, 96, 96))  # type: ignore[arg-type]
+    curve = profile.layer_curve(tower, Grid(1, 96, 96))  # type: ignore[arg-type]
     slots = [grid.patches // 4 for grid in tower.ran]
     before = slots[: -len(curve)]
     assert before == sorted(set(before)) and before[0] == 22 * 22 and len(before) > 10
@@ -51,14 +51,14 @@ def test_pictures_of_common_sizes_go_through_the_tower_before_the_first_is_timed
 
 def test_a_burst_of_other_work_while_one_size_is_measured_bounds_no_larger_one(monkeypatch: pytest.MonkeyPatch) -> None:
     took = iter([40.0, 2.0, 3.0, 50.0, 5.0])
-    monkeypatch.setattr(measure, "timed", lambda run: next(took))
-    curve = measure.timed_curve((size, lambda: None) for size in (32, 64, 128, 256, 512))
+    monkeypatch.setattr(profile, "timed", lambda run: next(took))
+    curve = profile.timed_curve((size, lambda: None) for size in (32, 64, 128, 256, 512))
     assert curve == ((32, 2.0), (64, 2.0), (128, 3.0), (256, 5.0), (512, 5.0))
 
 
 def test_a_tower_that_knows_one_size_is_run_at_that_size_alone() -> None:
     tower = Tower(takes_squares=True)
-    measure.layer_curve(tower, Grid(3, 24, 24))  # type: ignore[arg-type]
+    profile.layer_curve(tower, Grid(3, 24, 24))  # type: ignore[arg-type]
     assert tower.ran == [Grid(1, 24, 24), Grid(2, 24, 24), Grid(3, 24, 24)]
 
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from saccade.media import load
+from saccade.media.load import load_image
 from saccade.options import MediaPolicy, Options
-from saccade.processor import media
-from saccade.processor.media import load_image
 from saccade.types import RequestError, Size
 from tests.conftest import make_photo, png
 
@@ -110,10 +110,10 @@ def test_a_data_url_gives_its_bytes(head: str) -> None:
 @pytest.mark.parametrize("piece", range(1, 10))
 @pytest.mark.parametrize("between", ["", "\n", " \r\n"])
 def test_base64_is_the_same_in_pieces_of_any_size(piece: int, between: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(media, "_PIECE_CHARS", piece)
+    monkeypatch.setattr(load, "_PIECE_CHARS", piece)
     for data in (b"", b"a", b"ab", b"abc", bytes(range(40))):
         text = between.join(base64.b64encode(data).decode()) + between
-        assert media.decode_data_url("data:;base64," + text, POLICY) == data
+        assert load.decode_data_url("data:;base64," + text, POLICY) == data
         for wrong in (text + "AAAA", text + " " * 12 + "AAAA", text[:-1], text + "=", "=" + text):
             assert _is_refused("data:;base64," + wrong) == (not _is_base64(wrong))
 
@@ -125,7 +125,7 @@ def _is_base64(text: str) -> bool:
 
 def _is_refused(url: str) -> bool:
     try:
-        media.decode_data_url(url, POLICY)
+        load.decode_data_url(url, POLICY)
     except RequestError as error:
         return error.code == "invalid_base64_image"
     return False

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from saccade import costs
-from saccade.config import ConfigError, ModelConfig, model_config
+from saccade.checkpoint.config import ConfigError, ModelConfig, model_config
 from saccade.models import load_model, runs_plain
 from saccade.models.interface import PlainModel
 from saccade.options import Options
 from saccade.processor.checkpoint import open_checkpoint
-from saccade.runner.embeddings import EmbeddingSlab
-from saccade.runner.encoder import LocalEncoder
+from saccade.runner.encoder.embedding_cache import EmbeddingSlab
+from saccade.runner.encoder.stage import LocalEncoder
 from saccade.runner.memory import MemoryPlan, _dtype, plan_memory
 from saccade.types import Geometry, Grid, Size
 from tests.test_config import PUBLISHED

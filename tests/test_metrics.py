@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from saccade.metrics import Finished, Metrics
+from saccade.server.metrics import Finished, Metrics
 from saccade.types import Bill, BillItem, Grid, Usage
 from tests.serving import RunningServer, photo_part, text_part, until
 

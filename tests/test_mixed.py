@@ -11,8 +11,8 @@ import pytest
 from PIL import Image
 
 from saccade import LLM, SamplingParams
+from saccade.runner.cuda.mixed_graphs import MixedPass, MixedSize, mixed_sizes
 from saccade.runner.device import Sampled
-from saccade.runner.mixed import MixedPass, MixedSize, mixed_sizes
 from saccade.types import StepPlan, StepResult, Work
 from tests.families import FAMILIES
 from tests.test_overlap import OPTIONS, overlapped, prompts

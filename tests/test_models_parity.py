@@ -18,10 +18,10 @@ from transformers import (
     LlavaForConditionalGeneration,
 )
 
-from saccade.config import ConfigError, model_config
+from saccade.checkpoint.config import ConfigError, model_config
 from saccade.models import load_model
-from saccade.models.attention import AttentionBatch, PagedAttention, PagedKV
 from saccade.models.interface import Encoding, VisionLanguageModel
+from saccade.models.layers.attention import AttentionBatch, PagedAttention, PagedKV
 from saccade.types import Geometry, Grid, Size
 from tests import checkpoints
 

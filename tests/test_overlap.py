@@ -13,10 +13,10 @@ import torch
 from PIL import Image
 
 from saccade import LLM, SamplingParams
-from saccade.engine.overlap import OverlappedCore
-from saccade.kernels.decode_attention import DecodeAttention
-from saccade.runner.cuda import CudaForward
-from saccade.runner.tables import BlockTables, Mailbox
+from saccade.engine.async_core import OverlappedCore
+from saccade.kernels.attention.decode import DecodeAttention
+from saccade.runner.cuda.block_table import BlockTables, Mailbox
+from saccade.runner.cuda.forward import CudaForward
 from saccade.types import StepPlan
 from tests.families import FAMILIES
 

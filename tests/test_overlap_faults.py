@@ -11,8 +11,8 @@ import pytest
 from PIL import Image
 
 from saccade import LLM, SamplingParams
+from saccade.engine.async_core import OverlappedCore
 from saccade.engine.core import EngineCore
-from saccade.engine.overlap import OverlappedCore
 from saccade.types import Key, MediaItem, MediaTimes, StepPlan, StepResult, TokenEvent
 from tests.scheduling import EOS, FakeRunner, Picture, make_config, make_request
 from tests.test_overlap import GREEDY, OPTIONS, QWEN2_VL, overlapped

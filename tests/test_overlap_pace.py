@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from saccade.engine.overlap import OverlappedCore
-from saccade.scheduler.pace import SLOWDOWN, milliseconds
+from saccade.engine.async_core import OverlappedCore
+from saccade.scheduler.latency import SLOWDOWN, milliseconds
 from saccade.types import Pace, Request, StepPlan, StepResult, Work
 from tests.scheduling import Picture, make_config, make_request
 from tests.test_overlap_faults import Launching

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from saccade.engine.async_core import OverlappedCore
 from saccade.engine.core import EngineCore
-from saccade.engine.overlap import OverlappedCore
 from saccade.types import StepPlan, StepResult, TokenEvent
 from tests.scheduling import Part, Picture, make_config, make_request
 from tests.test_overlap_faults import Launching, drained

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from saccade.scheduler.pace import (
+from saccade.scheduler.latency import (
     SLOWDOWN,
     milliseconds,
     most_work,

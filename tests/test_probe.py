@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, PngImagePlugin
 
+from saccade.media import image_headers
+from saccade.media.probe import probe
 from saccade.options import MediaPolicy, Options
-from saccade.processor import containers
-from saccade.processor.probe import probe
 from saccade.types import RequestError, Size
 from tests.conftest import make_photo
 
@@ -129,7 +129,7 @@ def test_a_gif_with_a_hundred_thousand_frames_takes_few_steps() -> None:
     one = saved(Image.new("P", (1, 1)), "GIF")
     start = one.index(b"\x2c")
     data = one[:start] + one[start:-1] * 100_000 + b";"
-    assert 2 <= probe(data, POLICY).frames <= containers.MAX_STEPS
+    assert 2 <= probe(data, POLICY).frames <= image_headers.MAX_STEPS
 
 
 def test_a_tiff_whose_pages_go_in_a_circle_is_counted_once() -> None:

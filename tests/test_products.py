@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from saccade import costs
-from saccade.config import TextConfig
-from saccade.models.attention import PagedKV
-from saccade.models.decoder import Biases, Decoder, DecoderLayer
-from saccade.models.fused import FusedDecoder
-from saccade.models.layers import Parameters
-from saccade.models.products import Stream, new_workspace, products_for
+from saccade.checkpoint.config import TextConfig
+from saccade.models.cuda.decoder import FusedDecoder
+from saccade.models.cuda.gemms import Stream, new_workspace, products_for
+from saccade.models.layers.attention import PagedKV
+from saccade.models.layers.basic import Parameters
+from saccade.models.layers.decoder import Biases, Decoder, DecoderLayer
 from tests.allocations import PeakMemory
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from saccade.config import ConfigError
-from saccade.processor.hashing import salt_of
+from saccade.checkpoint.config import ConfigError
+from saccade.media.hashing import salt_of
 from saccade.processor.prompt import Processor
 from saccade.types import RECORD_BYTES
 from tests.conftest import make_photo, png

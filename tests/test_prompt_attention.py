@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from saccade.kernels import hopper_prefill, paged_decode, prompt_attention
-from saccade.kernels.flashinfer_prefill import Heads
-from saccade.kernels.hopper_prefill import ROWS, choose_splits, suits
-from saccade.kernels.paged_prefill import choose_rows
-from saccade.kernels.prefill_parts import MAX_SPLITS, Parts, add_up
-from saccade.kernels.prompt_attention import PromptAttention
-from saccade.kernels.tiles import Tiles
+from saccade.kernels.attention import decode_triton, prefill, prefill_hopper
+from saccade.kernels.attention.prefill import PromptAttention
+from saccade.kernels.attention.prefill_combine import MAX_SPLITS, Parts, add_up
+from saccade.kernels.attention.prefill_flashinfer import Heads
+from saccade.kernels.attention.prefill_hopper import ROWS, choose_splits, suits
+from saccade.kernels.attention.prefill_triton import choose_rows
+from saccade.kernels.launch.tiling import Tiles
 from tests.test_kernels import BLOCK, DEVICE, HALF, Paged, assert_close, ints, random
 
 H200 = 132
@@ -28,7 +28,7 @@ def attention(*, by_hopper: bool) -> PromptAttention:
 
 @pytest.mark.parametrize("tokens", [1, 64, 128, 129, 512, 2700, 8192])
 def test_without_the_hopper_kernel_tiles_are_the_plain_one_s(tokens: int) -> None:
-    expected = choose_rows(tokens, 12, paged_decode.num_multiprocessors(DEVICE))
+    expected = choose_rows(tokens, 12, decode_triton.num_multiprocessors(DEVICE))
     assert attention(by_hopper=False).rows(tokens) == expected
 
 
@@ -39,7 +39,7 @@ def test_with_it_few_tokens_get_small_tiles_and_others_its_own(tokens: int, rows
 
 @pytest.fixture
 def on_h200(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompt_attention, "num_multiprocessors", lambda device: H200)
+    monkeypatch.setattr(prefill, "num_multiprocessors", lambda device: H200)
 
 
 @pytest.mark.usefixtures("on_h200")
@@ -91,7 +91,7 @@ def test_its_own_tiles_go_to_it_and_all_others_to_the_plain_kernel(
         calls.append(rest)
         return paged.expected(q, [20])
 
-    monkeypatch.setattr(hopper_prefill, "hopper_prefill", hopper)
+    monkeypatch.setattr(prefill_hopper, "hopper_prefill", hopper)
     tiles = Tiles.of([20], rows, DEVICE, contexts=[40])
     found = attention(by_hopper=by_hopper)(q, paged.k, paged.v, paged.tables, ints([40]), tiles, 0.2)
     assert len(calls) == expected
@@ -125,9 +125,9 @@ def test_a_kernel_that_fails_is_left_out_with_its_reason(
     def fail(*_: object, **__: object) -> Tensor:
         raise RuntimeError("no such instruction")
 
-    monkeypatch.setattr(hopper_prefill, "hopper_prefill", fail)
-    monkeypatch.setattr(prompt_attention, "is_hopper", lambda device: True)
-    prompt_attention._works_on_hopper.cache_clear()
+    monkeypatch.setattr(prefill_hopper, "hopper_prefill", fail)
+    monkeypatch.setattr(prefill, "is_hopper", lambda device: True)
+    prefill._works_on_hopper.cache_clear()
     with caplog.at_level(logging.WARNING):
         assert not PromptAttention.best(Heads(2, 1, 128), torch.bfloat16, BLOCK, DEVICE).by_hopper
     assert "no such instruction" in caplog.text

@@ -11,19 +11,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from saccade.config import model_config
-from saccade.kernels import vit_steps
-from saccade.kernels.packed_vit import TILE_ROWS, packed_vit
-from saccade.kernels.tiles import Tiles
-from saccade.models import recorded_vision
-from saccade.models.fused_vision import FusedVision, _FusedPass
-from saccade.models.llava import Llava
-from saccade.models.qwen2_vl import Qwen2VL
-from saccade.models.recorded_attention import Heads, Most, SharedWay, TiledWay, num_tiles
-from saccade.models.vision import grid_places
-from saccade.models.vision_ops import TorchVision, through
-from saccade.runner import towers
-from saccade.runner.towers import record_tower
+from saccade.checkpoint.config import model_config
+from saccade.kernels.attention.vit_triton import TILE_ROWS, packed_vit
+from saccade.kernels.launch.tiling import Tiles
+from saccade.kernels.ops import vit_elementwise
+from saccade.models.cuda import vision_graphs
+from saccade.models.cuda.vision import FusedVision, _FusedPass
+from saccade.models.cuda.vision_attention import Heads, Most, SharedWay, TiledWay, num_tiles
+from saccade.models.families.llava import Llava
+from saccade.models.families.qwen2_vl import Qwen2VL
+from saccade.models.vision.blocks import grid_places
+from saccade.models.vision.ops import TorchVision, through
+from saccade.runner.encoder import graphs
+from saccade.runner.encoder.graphs import record_tower
 from saccade.types import Grid
 from tests.proofs import finish
 from tests.test_fused_vision import LLAVA, QWEN, encode, model, random
@@ -32,9 +32,9 @@ from tests.test_vit_shares import attend
 
 @pytest.fixture(autouse=True)
 def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorded_vision, "SIZES", (16, 32))
-    monkeypatch.setattr(recorded_vision, "PICTURES", 3)
-    monkeypatch.setattr(towers, "_ROWS", 2)
+    monkeypatch.setattr(vision_graphs, "SIZES", (16, 32))
+    monkeypatch.setattr(vision_graphs, "PICTURES", 3)
+    monkeypatch.setattr(graphs, "_ROWS", 2)
 
 
 def recorded() -> Qwen2VL | Llava:
@@ -60,7 +60,7 @@ def test_embeddings_are_those_of_the_plain_tower(grids: list[Grid]) -> None:
 
 @pytest.mark.parametrize("together", [1, 2, 3])
 def test_blocks_recorded_together_are_those_of_the_tower(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorded_vision, "TOGETHER", together)
+    monkeypatch.setattr(vision_graphs, "TOGETHER", together)
     raw, grids = {**QWEN, "vision_config": {**QWEN["vision_config"], "depth": 4}}, [Grid(1, 4, 6)]
     made = model(raw, FusedVision(), Qwen2VL)
     record_tower(made)
@@ -114,21 +114,21 @@ def test_pictures_of_one_number_of_patches_keep_their_own_places(is_recorded: bo
 def test_what_the_pass_before_had_is_not_made_again(is_recorded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     made, grids = recorded() if is_recorded else model(QWEN, FusedVision(), Qwen2VL), [Grid(1, 4, 6)]
     expected = torch.cat(encode(made, patches(grids), grids)).clone()
-    for owner, name in ((vit_steps, "turn"), (recorded_vision._RecordedPass, "numbers")):
+    for owner, name in ((vit_elementwise, "turn"), (vision_graphs._RecordedPass, "numbers")):
         monkeypatch.setattr(owner, name, lambda *_: pytest.fail("made again"))
     assert torch.equal(torch.cat(encode(made, patches(grids), grids)), expected)
 
 
 def test_angles_of_the_pass_before_are_gone_when_others_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory is planned for those of one pass."""
-    made, turn, seen = model(QWEN, FusedVision(), Qwen2VL), vit_steps.turn, []
+    made, turn, seen = model(QWEN, FusedVision(), Qwen2VL), vit_elementwise.turn, []
 
     def watched(cells: Tensor, per_axis: Tensor, turns: Tensor) -> None:
         seen.append(weakref.ref(turns))
         assert [ref() is None for ref in seen] == [True] * (len(seen) - 1) + [False]
         turn(cells, per_axis, turns)
 
-    monkeypatch.setattr(vit_steps, "turn", watched)
+    monkeypatch.setattr(vit_elementwise, "turn", watched)
     for grids in ([Grid(1, 4, 6)], [Grid(1, 6, 4)], [Grid(1, 4, 6)]):
         encode(made, patches(grids), grids)
     assert len(seen) == 3
@@ -143,7 +143,7 @@ def test_a_pass_that_failed_before_its_first_block_finds_nothing_of_another_when
     expected = torch.stack(finish(through(TorchVision().begin([16], places, x.device), blocks, x.clone())))
     run = made.ops.begin([16], places, x.device)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(MemoryError):
-        patch.setattr(recorded_vision._Fixed, "turn", raise_memory_error)
+        patch.setattr(vision_graphs._Fixed, "turn", raise_memory_error)
         run(blocks, x.clone())
     torch.testing.assert_close(run(blocks, x.clone())[0], expected, atol=1e-4, rtol=1e-4)
 
@@ -160,7 +160,7 @@ def test_a_pass_beyond_the_largest_size_is_launched_as_ever() -> None:
 
 def test_nothing_is_recorded_once_the_engine_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     made = recorded()
-    monkeypatch.setattr(recorded_vision.Recordings, "_record", lambda *_: pytest.fail("recorded for a request"))
+    monkeypatch.setattr(vision_graphs.Recordings, "_record", lambda *_: pytest.fail("recorded for a request"))
     for grids in ([Grid(1, 2, 4)], [Grid(1, 4, 4)], [Grid(1, 4, 8)]):
         encode(made, patches(grids), grids)
 
@@ -174,7 +174,7 @@ def test_towers_that_keep_several_layers_get_each_as_it_was() -> None:
 
 
 def test_passes_of_equal_pictures_are_recorded_beyond_the_sizes_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorded_vision, "MOST", 64)
+    monkeypatch.setattr(vision_graphs, "MOST", 64)
     made, grids, given = model(LLAVA, FusedVision(), Llava), [Grid(1, 4, 4)] * 3, random(48, 12)
     record_tower(made)
     monkeypatch.setattr(FusedVision, "_launched", lambda *_: pytest.fail("launched, not replayed"))
@@ -187,10 +187,10 @@ def test_memory_is_planned_for_the_largest_pass_that_is_recorded(
     most: int, largest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A square is 16 patches and the tower's own token."""
-    monkeypatch.setattr(recorded_vision, "MOST", most)
+    monkeypatch.setattr(vision_graphs, "MOST", most)
     made = model(LLAVA, FusedVision(), Llava)
     record_tower(made)
-    assert made.config.vision and towers.largest_pass(made.config.vision) == largest
+    assert made.config.vision and graphs.largest_pass(made.config.vision) == largest
 
 
 def test_a_pass_larger_than_the_first_that_was_recorded_is_launched() -> None:
@@ -205,7 +205,7 @@ def test_a_pass_larger_than_the_first_that_was_recorded_is_launched() -> None:
 
 def test_tiles_of_any_pictures_fit_the_recorded_launch() -> None:
     for lengths in ([32, 0, 0], [1, 1, 30], [17, 15, 0], [9, 9, 9]):
-        size = next(size for size in recorded_vision.SIZES if size >= sum(lengths))
+        size = next(size for size in vision_graphs.SIZES if size >= sum(lengths))
         Tiles.of(lengths, 8, torch.device("cpu"), capacity=num_tiles(Most(size, 3), 8))
 
 
@@ -217,7 +217,7 @@ def shared_or_tiled() -> Qwen2VL | Llava:
     ops = FusedVision()
     shared = SharedWay(lambda lengths, *_: min(lengths) >= 16, lambda shares: partial(attend, shares), 3, least=16)
     tiled = TiledWay(lambda tiles: lambda qkv, scale: packed_vit(*qkv.unbind(1), tiles, scale), TILE_ROWS)
-    ops._recordings = recorded_vision.Recordings(_FusedPass, (shared, tiled), ops._launched)
+    ops._recordings = vision_graphs.Recordings(_FusedPass, (shared, tiled), ops._launched)
     made = model(QWEN, ops, Qwen2VL)
     record_tower(made)
     return made
@@ -231,7 +231,7 @@ def shared_or_tiled() -> Qwen2VL | Llava:
 def test_recorded_passes_go_the_way_that_suits_their_pictures(
     grids: list[Grid], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(towers, "_SMALL", 8)
+    monkeypatch.setattr(graphs, "_SMALL", 8)
     made = shared_or_tiled()
     expected = encode(model(QWEN, TorchVision(), Qwen2VL), patches(grids), grids)
     for one, other in zip(encode(made, patches(grids), grids), expected, strict=True):
@@ -239,7 +239,7 @@ def test_recorded_passes_go_the_way_that_suits_their_pictures(
 
 
 def test_both_ways_are_recorded_before_the_engine_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(towers, "_SMALL", 8)
+    monkeypatch.setattr(graphs, "_SMALL", 8)
     made = shared_or_tiled()
     monkeypatch.setattr(FusedVision, "_launched", lambda *_: pytest.fail("launched one by one"))
     for grids in ([Grid(1, 4, 4)], [Grid(1, 2, 4)] * 2):
@@ -257,19 +257,19 @@ def test_whatever_is_shared_out_has_room_in_a_recording(lengths: list[int]) -> N
 def test_recorded_pictures_have_whole_tokens_and_no_recording_is_left_out(
     side: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recorded_vision, "SIZES", tuple(range(128, 2049, 128)))
+    monkeypatch.setattr(vision_graphs, "SIZES", tuple(range(128, 2049, 128)))
     qwen = model_config(QWEN).vision
     assert qwen
-    packings = list(towers._packings(replace(qwen, spatial_merge_size=side)))
+    packings = list(graphs._packings(replace(qwen, spatial_merge_size=side)))
     assert all(grid.h % side == grid.w % side == 0 and grid.patches for grids in packings for grid in grids)
-    alone = [recorded_vision.size_for(grids[0].patches) for grids in packings if len(grids) == 1]
-    assert alone == list(reversed(recorded_vision.SIZES))
+    alone = [vision_graphs.size_for(grids[0].patches) for grids in packings if len(grids) == 1]
+    assert alone == list(reversed(vision_graphs.SIZES))
 
 
 def test_packs_of_small_pictures_are_recorded_beside_one_large_picture(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorded_vision, "SIZES", (128, 256, 2048))
+    monkeypatch.setattr(vision_graphs, "SIZES", (128, 256, 2048))
     vision = model_config(QWEN).vision
     assert vision
-    assert [[len(grids), sum(grid.patches for grid in grids)] for grids in towers._packings(vision)] == [
+    assert [[len(grids), sum(grid.patches for grid in grids)] for grids in graphs._packings(vision)] == [
         [1, 2048], [16, 2048], [1, 256], [2, 256], [1, 128],
     ]  # fmt: skip

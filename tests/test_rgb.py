@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from saccade.rgb import to_rgb, upright
+from saccade.media.rgb import to_rgb, upright
 from saccade.types import RequestError
 
 

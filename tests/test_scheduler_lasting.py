@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from saccade.processor.families.base import lasting
 from saccade.scheduler.encoder_cache import EncoderCache
-from saccade.scheduler.gate import Gate
-from saccade.scheduler.sequence import Sequence
+from saccade.scheduler.encoder_scheduler import Gate
+from saccade.scheduler.request import Sequence
 from saccade.types import TO_THE_END, RequestError, Span
 from tests.scheduling import BLOCK, EOS, Part, Picture, Rig, key_of, make_request, names
 from tests.test_scheduler_random import CONFIGS

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from saccade.processor import checking
-from saccade.processor.checking import SchemaChecks
-from saccade.processor.schema_check import problem
-from saccade.processor.structured import CHECKS, MAX_SCHEMA_BYTES, check_schema, check_structured, structured_from
-from saccade.schema import grammar_of
-from saccade.server.fields import FieldReader
-from saccade.server.protocol import read_chat, read_completion
+from saccade.server.request.chat import read_chat, read_completion
+from saccade.server.request.fields import FieldReader
+from saccade.structured import check_pool
+from saccade.structured.check import CHECKS, MAX_SCHEMA_BYTES, check_schema, check_structured, structured_from
+from saccade.structured.check_pool import SchemaChecks
+from saccade.structured.check_process import problem
+from saccade.structured.schema import grammar_of
 from saccade.types import RequestError
 
 OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
@@ -185,8 +185,8 @@ def checks() -> Iterator[SchemaChecks]:
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What processes were asked."""
     texts: list[str] = []
-    ask = checking._Process.ask
-    monkeypatch.setattr(checking._Process, "ask", lambda self, text: (texts.append(text), ask(self, text))[1])
+    ask = check_pool._Process.ask
+    monkeypatch.setattr(check_pool._Process, "ask", lambda self, text: (texts.append(text), ask(self, text))[1])
     return texts
 
 
@@ -220,7 +220,7 @@ def test_what_a_caller_sends_is_checked_in_its_own_scope(monkeypatch: pytest.Mon
 def test_what_is_remembered_of_schemas_is_small_and_bounded(
     checks: SchemaChecks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checking, "_REMEMBERED", 2)
+    monkeypatch.setattr(check_pool, "_REMEMBERED", 2)
     long = "x" * 200_000
     assert len(checks.problem(json.dumps({long: 1})) or "") < 400
     for i in range(4):
@@ -230,8 +230,8 @@ def test_what_is_remembered_of_schemas_is_small_and_bounded(
 
 def test_one_process_checks_many_schemas(checks: SchemaChecks, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Any] = []
-    start = checking._Process.__init__
-    monkeypatch.setattr(checking._Process, "__init__", lambda self: (started.append(self), start(self))[1])
+    start = check_pool._Process.__init__
+    monkeypatch.setattr(check_pool._Process, "__init__", lambda self: (started.append(self), start(self))[1])
     for i in range(5):
         assert checks.problem(json.dumps({"const": i})) is None
     assert len(started) == 1
@@ -249,7 +249,7 @@ def test_a_check_without_an_answer_is_ended_and_not_remembered(
     asked: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow, _ = REFUSED["patterns that take minutes to intersect"]
-    monkeypatch.setattr(checking, "_SECONDS", 0.01)
+    monkeypatch.setattr(check_pool, "_SECONDS", 0.01)
     for _ in range(2):
         with pytest.raises(RequestError, match="in time"):
             check_schema(slow, scope="another")
@@ -275,9 +275,7 @@ def test_the_check_itself_survives_any_text(text: str) -> None:
     assert problem(text)
 
 
-@pytest.mark.parametrize(
-    "module", ["saccade.processor.structured", "saccade.processor.tools", "saccade.processor.fetch"]
-)
+@pytest.mark.parametrize("module", ["saccade.structured.check", "saccade.processor.tools", "saccade.media.fetch"])
 def test_checking_a_request_does_not_load_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

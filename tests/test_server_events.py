@@ -8,19 +8,19 @@ from typing import Any
 
 import pytest
 
-from saccade.engine.client import EngineUnavailable
-from saccade.server.blocks import Added, BlockAnswer, Closed, Opened
+from saccade.engine.ipc.client import EngineUnavailable
+from saccade.server.api.content_blocks import Added, BlockAnswer, Closed, Opened
+from saccade.server.api.events import Script, tell
+from saccade.server.api.messages import MessageScript
+from saccade.server.api.responses import ResponseScript
 from saccade.server.errors import api_error
-from saccade.server.exchange import Exchange
-from saccade.server.fields import FieldReader
-from saccade.server.generate import Generation, Piece
-from saccade.server.messages import MessageScript
-from saccade.server.messages_protocol import read_message
-from saccade.server.protocol import ChatRequest, read_chat
-from saccade.server.responses import ResponseScript
-from saccade.server.responses_protocol import read_response
-from saccade.server.script import Script, tell
-from saccade.server.translate import Chat, Places
+from saccade.server.generation import Generation, Piece
+from saccade.server.http.response import Exchange
+from saccade.server.request.adapter import Chat, Places
+from saccade.server.request.chat import ChatRequest, read_chat
+from saccade.server.request.fields import FieldReader
+from saccade.server.request.messages import read_message
+from saccade.server.request.responses import read_response
 from saccade.types import RequestError
 from tests.test_server_stream import FakeStream, Wire, running, started, token
 

@@ -15,7 +15,7 @@ import httpx
 import msgspec
 import pytest
 
-from saccade import cli
+from saccade.cli import main as cli
 from tests.conftest import make_photo
 from tests.serving import (
     RunningServer,

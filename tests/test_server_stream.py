@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from saccade.engine.client import EngineUnavailable
-from saccade.metrics import Metrics
-from saccade.server import generate
+from saccade.engine.ipc.client import EngineUnavailable
+from saccade.server import generation as generate
 from saccade.server.errors import ApiError, ClientGone, api_error
-from saccade.server.exchange import Exchange, while_connected
-from saccade.server.generate import Generation, Priced, Timing
+from saccade.server.generation import Generation, Priced, Timing
+from saccade.server.http.response import Exchange, while_connected
+from saccade.server.metrics import Metrics
 from saccade.server.service import Caller
 from saccade.types import Bill, RequestError, TokenEvent
 

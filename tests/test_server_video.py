@@ -13,7 +13,7 @@ from saccade import LLM, SamplingParams
 from saccade.options import MediaPolicy, Options
 from saccade.processor.checkpoint import open_checkpoint
 from saccade.processor.prompt import Processor
-from saccade.server.models import video_card
+from saccade.server.api.models import video_card
 from tests.conftest import make_photo, png
 from tests.serving import RunningServer, as_url, error_of, image_part, photo_part, running_server, text_part
 from tests.test_server_fetch import Site, running_site
@@ -154,7 +154,7 @@ def test_the_model_card_says_what_videos_may_be(server: RunningServer) -> None:
 def test_the_model_card_promises_files_only_where_they_can_be_read(
     qwen2_vl_folder: Path, monkeypatch: pytest.MonkeyPatch, is_installed: bool
 ) -> None:
-    monkeypatch.setattr("saccade.film.find_spec", lambda name: object() if is_installed else None)
+    monkeypatch.setattr("saccade.media.video_file.find_spec", lambda name: object() if is_installed else None)
     videos = Processor(open_checkpoint(str(qwen2_vl_folder)), MediaPolicy.of(Options())).videos
     assert videos is not None
     card = video_card(videos)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from saccade.kernels.skinny_linear import (
+from saccade.kernels.gemm.skinny import (
     MAX_ROWS,
     Config,
     SplitWorkspace,

@@ -23,11 +23,11 @@ from saccade import LLM, SamplingParams, costs
 from saccade.options import MediaPolicy, Options
 from saccade.processor.checkpoint import open_checkpoint
 from saccade.processor.prompt import Processor
-from saccade.processor.structured import structured_from
-from saccade.runner.grammar import Grammars
 from saccade.runner.sampler import Row, reference_sample, sample
-from saccade.schema import LEAST_VERSION
 from saccade.server.serve import warmup_requests
+from saccade.structured.check import structured_from
+from saccade.structured.grammar import Grammars
+from saccade.structured.schema import LEAST_VERSION
 from saccade.types import Prompt, Request, RequestError
 
 PERSON = {

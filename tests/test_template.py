@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from saccade.config import ConfigError
+from saccade.checkpoint.config import ConfigError
 from saccade.processor.template import render
 from saccade.types import RequestError
 from tests import checkpoints

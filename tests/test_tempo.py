@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from saccade.engine.core import EngineCore
-from saccade.scheduler.tempo import FEWEST_TOKENS, Rate, Tempo
+from saccade.scheduler.cpu_latency import FEWEST_TOKENS, Rate, Tempo
 from saccade.types import Slice, StepPlan, StepResult, StepTime, Work
 from tests.scheduling import FakeRunner, Picture, make_config, make_request
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from saccade.runner.threads import OneThread
+from saccade.runner.cuda.host_threads import OneThread
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from saccade.config import ConfigError
+from saccade.checkpoint.config import ConfigError
 from saccade.processor.tokenizer import Tokenizer
 from saccade.types import RequestError
 from tests import checkpoints

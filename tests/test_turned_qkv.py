@@ -12,16 +12,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from saccade.kernels import hopper_qkv, hopper_tiles, reference, vit_steps
-from saccade.kernels.hopper_qkv import DIM, suits
-from saccade.kernels.hopper_tiles import BOX, num_tiles, num_whole
-from saccade.kernels.reference import parted_columns
-from saccade.kernels.turned_qkv import turned_qkv
-from saccade.models import fused_vision
-from saccade.models.attention import packed_attention
-from saccade.models.fused_vision import FusedVision
-from saccade.models.qwen2_vl import Qwen2VL
-from saccade.models.vision_ops import TorchVision
+from saccade.kernels.gemm import hopper_qkv_rope, hopper_tiles
+from saccade.kernels.gemm.hopper_qkv_rope import DIM, suits
+from saccade.kernels.gemm.hopper_tiles import BOX, num_tiles, num_whole
+from saccade.kernels.gemm.qkv_rope import turned_qkv
+from saccade.kernels.ops import reference, vit_elementwise
+from saccade.kernels.ops.reference import parted_columns
+from saccade.models.cuda import vision
+from saccade.models.cuda.vision import FusedVision
+from saccade.models.families.qwen2_vl import Qwen2VL
+from saccade.models.layers.attention import packed_attention
+from saccade.models.vision.ops import TorchVision
 from tests.test_act_linear import PROGRAMS, QUICK, place
 from tests.test_fused_vision import GRIDS, QWEN, encode, model, random
 
@@ -32,15 +33,15 @@ HEADS = 16
 def numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel's own functions see numbers in place of what they see on a device."""
     monkeypatch.setattr(hopper_tiles.gl, "minimum", min)
-    monkeypatch.setattr(hopper_qkv.gl, "where", lambda condition, one, other: one if condition else other)
+    monkeypatch.setattr(hopper_qkv_rope.gl, "where", lambda condition, one, other: one if condition else other)
 
 
 @lru_cache
 def rows_of_tile(output: int, wide: int, heads: int) -> list[int]:
     """The rows of the weight that a tile's copies bring, one after the other."""
     index = torch.arange(3 * heads * DIM)[:, None]
-    descriptors = hopper_qkv._pair_boxes(index)
-    whose = hopper_qkv._whose.fn(output, heads)
+    descriptors = hopper_qkv_rope._pair_boxes(index)
+    whose = hopper_qkv_rope._whose.fn(output, heads)
     is_value, is_short, head = (int(getattr(found, "value", found)) for found in whose)
     if is_value:
         return list(range(output, output + wide))
@@ -84,7 +85,7 @@ def turns_for(rows: int, dim: int) -> Tensor:
 def test_the_reference_is_the_product_and_then_the_rotation() -> None:
     x, weight, bias, turns = random(5, 16), random(3 * 4 * 8, 16), random(3 * 4 * 8), turns_for(5, 8)
     expected = torch.nn.functional.linear(x, weight, bias).view(5, 3, 4, 8)
-    vit_steps.rotate_pairs(expected, turns)
+    vit_elementwise.rotate_pairs(expected, turns)
     found = reference.turned_qkv(x, weight, bias, turns, 4)
     torch.testing.assert_close(found.flatten(1), expected.flatten(1)[:, parted_columns(4, 8)], atol=1e-5, rtol=1e-5)
 
@@ -134,8 +135,8 @@ class Parted:
 def test_a_tower_gets_the_same_from_heads_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     patches = random(sum(grid.patches for grid in GRIDS), 24)
     expected = encode(model(QWEN, TorchVision(), Qwen2VL), patches, GRIDS)
-    monkeypatch.setattr(fused_vision, "turned_qkv", reference.turned_qkv)
-    monkeypatch.setitem(fused_vision.ATTENTION, "triton", Parted)  # type: ignore[arg-type]
+    monkeypatch.setattr(vision, "turned_qkv", reference.turned_qkv)
+    monkeypatch.setitem(vision.ATTENTION, "triton", Parted)  # type: ignore[arg-type]
     found = encode(model(QWEN, FusedVision("triton"), Qwen2VL), patches, GRIDS)
     torch.testing.assert_close(torch.cat(found), torch.cat(expected), atol=1e-4, rtol=1e-4)
 
@@ -143,6 +144,6 @@ def test_a_tower_gets_the_same_from_heads_in_parts(monkeypatch: pytest.MonkeyPat
 def test_attention_that_knows_no_parts_gets_none(monkeypatch: pytest.MonkeyPatch) -> None:
     patches = random(sum(grid.patches for grid in GRIDS), 24)
     expected = encode(model(QWEN, FusedVision("triton"), Qwen2VL), patches, GRIDS)
-    monkeypatch.setattr(fused_vision, "turned_qkv", lambda *_: pytest.fail("nobody takes parts"))
+    monkeypatch.setattr(vision, "turned_qkv", lambda *_: pytest.fail("nobody takes parts"))
     found = encode(model(QWEN, FusedVision("triton"), Qwen2VL), patches, GRIDS)
     assert torch.equal(torch.cat(found), torch.cat(expected))

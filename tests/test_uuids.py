@@ -6,7 +6,7 @@ import tracemalloc
 
 import pytest
 
-from saccade.server.uuids import MAX_UUID_CHARS, UuidCache
+from saccade.server.request.media_uuids import MAX_UUID_CHARS, UuidCache
 
 
 def test_a_name_belongs_to_its_owner() -> None:

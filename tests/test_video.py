@@ -14,18 +14,18 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from transformers.video_utils import VideoMetadata
 
-from saccade.config import ConfigError
-from saccade.film import open_film
+from saccade.checkpoint.config import ConfigError
+from saccade.cli.count import count_files
+from saccade.media import video_reader
+from saccade.media.decode import decode_item
+from saccade.media.video_file import open_film
+from saccade.media.video_probe import probe_clip
+from saccade.media.video_reader import ClipReaders
 from saccade.options import MediaPolicy, Options, VideoPolicy, options
 from saccade.processor.checkpoint import open_checkpoint
-from saccade.processor.clips import probe_clip
-from saccade.processor.count import count_files
 from saccade.processor.families import video_rules_for
 from saccade.processor.families.frame_groups import Sampling, VideoRules
 from saccade.processor.prompt import Processor
-from saccade.runner import clips
-from saccade.runner.clips import ClipReaders
-from saccade.runner.decode import decode_item
 from saccade.types import MediaItem, Prompt, RequestError, Size
 from tests.conftest import make_photo, png
 from tests.families import FAMILIES as ALL
@@ -319,7 +319,7 @@ def test_frames_of_a_group_that_lie_minutes_apart_are_looked_for_by_key_frames(
     """200 seconds in 20 frames with a key frame every 6: the way to either frame of a group is at most 6 long."""
     slow = film(20, stamps=[100 * i for i in range(20)])
     item = next(item for item in qwen.from_prompt(ask(slow, num_frames=2)).items)
-    monkeypatch.setattr(clips, "_MOST_PIXELS", 7 * 84 * 56)
+    monkeypatch.setattr(video_reader, "_MOST_PIXELS", 7 * 84 * 56)
     assert brightnesses(item, ClipReaders()) == pytest.approx([brightness_of(0), brightness_of(10)], abs=4)
 
 
@@ -328,7 +328,7 @@ def test_a_video_with_too_few_key_frames_is_refused_before_an_engine_waits_for_l
 ) -> None:
     item = qwen.from_prompt(ask(film(20, gop=20), num_frames=2)).items[0]
     assert len(decode_item(item, ClipReaders())) == 2
-    monkeypatch.setattr(clips, "_MOST_PIXELS", 5 * 84 * 56)
+    monkeypatch.setattr(video_reader, "_MOST_PIXELS", 5 * 84 * 56)
     with pytest.raises(RequestError, match="more than 5 frames would have to be decoded"):
         decode_item(item, ClipReaders())
 

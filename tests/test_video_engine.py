@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from saccade import LLM
-from saccade.models.fused_vision import FusedVision
-from saccade.models.qwen2_vl import Qwen2VL
-from saccade.models.vision_ops import TorchVision
+from saccade.models.cuda.vision import FusedVision
+from saccade.models.families.qwen2_vl import Qwen2VL
+from saccade.models.vision.ops import TorchVision
 from saccade.types import Geometry, Grid, RequestError, Size
 from tests.conftest import make_photo
 from tests.test_fused_vision import DEVICE, QWEN, model

@@ -16,16 +16,16 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from saccade import LLM
-from saccade.config import ConfigError
+from saccade.checkpoint.config import ConfigError
 from saccade.costs import kept_tokens
+from saccade.media import video_reader
+from saccade.media.decode import decode_item
+from saccade.media.video_pruning import changes, kept_of, most_changed
+from saccade.media.video_reader import ClipReaders
 from saccade.options import MediaPolicy, Options, options
 from saccade.processor.families.frame_groups import published
 from saccade.processor.prompt import Processor
-from saccade.runner import clips
 from saccade.runner.batch import RequestState
-from saccade.runner.clips import ClipReaders
-from saccade.runner.decode import decode_item
-from saccade.runner.pruning import changes, kept_of, most_changed
 from saccade.types import Admission, Prompt, Request, Size
 from tests.conftest import png
 from tests.prompts import POLICY, make, refusal
@@ -233,13 +233,13 @@ def test_a_frame_is_never_converted_once_its_reader_may_have_another_owner(
     fast = film(8, container="matroska", fps=10, stamps=[0, 1, 2, 2, 3, 4, 5, 6], b_frames=0)
     items, readers = qwen.from_prompt(asked(fast, 0.5, num_frames=8)).items, ClipReaders()
     assert [item.stamps for item in items[:3]] == [(0, 100), (100, 200, 200), (200, 300, 400)]
-    convert, given_away = clips._upright, []
+    convert, given_away = video_reader._upright, []
 
     def noted(frame: Any, item: Any) -> Any:
         given_away.append(any(frame is reader._current for reader in readers._idle))
         return convert(frame, item)
 
-    monkeypatch.setattr(clips, "_upright", noted)
+    monkeypatch.setattr(video_reader, "_upright", noted)
     shown = [decode_item(item, readers) for item in items]
     readers.close()
     assert given_away and not any(given_away)

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from saccade import LLM, SamplingParams
-from saccade.runner.clips import ClipReaders
-from saccade.runner.decode import decode_item
-from saccade.runner.pruning import kept_of
+from saccade.media.decode import decode_item
+from saccade.media.video_pruning import kept_of
+from saccade.media.video_reader import ClipReaders
 from saccade.types import Prompt
 from tests.families import FAMILIES as ALL
 from tests.videos import FAMILIES, VIDEO, VideoReference, frames, metadata, video_reference

@@ -9,9 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from saccade.kernels.vit_shares import GROUP_ROWS, ITEM, KEYS, SPLIT, TILE_ROWS, Shares, max_slots, share_out
-from saccade.kernels.vit_sums import CELL, add_up
-from saccade.models.attention import packed_attention
+from saccade.kernels.attention.vit_combine import CELL, add_up
+from saccade.kernels.attention.vit_schedule import (
+    GROUP_ROWS,
+    ITEM,
+    KEYS,
+    SPLIT,
+    TILE_ROWS,
+    Shares,
+    max_slots,
+    share_out,
+)
+from saccade.models.layers.attention import packed_attention
 
 CPU = torch.device("cpu")
 PACKINGS = [[64], [1], [300, 257], [1564], [1564] * 2, [1800], [900, 64, 1564, 200], [2048]]

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from saccade.config import ConfigError, model_config
+from saccade.checkpoint.config import ConfigError, model_config
 from saccade.models import load_model
 from saccade.models.interface import VisionLanguageModel
 from saccade.models.weights import Rule, fill_random, load_weights, under
@@ -216,7 +216,7 @@ MEASURE = """
 import json, resource, sys
 from pathlib import Path
 import torch
-from saccade.config import model_config
+from saccade.checkpoint.config import model_config
 from saccade.models import load_model
 folder = Path(sys.argv[1])
 config = model_config(json.loads((folder / "config.json").read_text()))

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from saccade.config import model_config
-from saccade.engine import wire
+from saccade.checkpoint.config import model_config
+from saccade.engine.ipc import messages
 from saccade.options import Options, SchedulerConfig
-from saccade.params import SamplingParams
+from saccade.sampling_params import SamplingParams
 from saccade.types import (
     TO_THE_END,
     Geometry,
@@ -142,18 +142,18 @@ options = st.builds(
 )
 
 
-def there(message: wire.Command) -> Any:
+def there(message: messages.Command) -> Any:
     """As the worker gets it."""
-    return wire.command_in(body_of(message))
+    return messages.command_in(body_of(message))
 
 
-def back(message: wire.Report) -> Any:
+def back(message: messages.Report) -> Any:
     """As the client gets it."""
-    return wire.report_in(body_of(message))
+    return messages.report_in(body_of(message))
 
 
-def body_of(message: wire.Command | wire.Report) -> bytes:
-    body = wire.read_body(io.BytesIO(wire.frame(message)))
+def body_of(message: messages.Command | messages.Report) -> bytes:
+    body = messages.read_body(io.BytesIO(messages.frame(message)))
     assert body is not None
     return body
 
@@ -164,7 +164,7 @@ def sent(request: Request) -> Request:
 
 
 def all_sent(requests: list[Request]) -> list[Request]:
-    return wire.unpack_requests(there(wire.Submit(wire.pack_requests(requests))).requests)
+    return messages.unpack_requests(there(messages.Submit(messages.pack_requests(requests))).requests)
 
 
 def told(error: RequestError | None) -> tuple[Any, ...] | None:
@@ -203,7 +203,7 @@ def test_the_clients_text_stays_in_the_api_process(request: Request) -> None:
 @given(st.lists(events, max_size=4), st.none() | st.dictionaries(words, counts, max_size=3))
 @settings(max_examples=50, deadline=None)
 def test_events_arrive_as_they_were_sent(sent_events: list[TokenEvent], stats: dict[str, Any] | None) -> None:
-    beat = back(wire.Beat(sent_events, stats))
+    beat = back(messages.Beat(sent_events, stats))
     assert beat.stats == stats
     assert [told(event.error) for event in beat.events] == [told(event.error) for event in sent_events]
     assert [event._replace(error=None) for event in beat.events] == [e._replace(error=None) for e in sent_events]
@@ -214,10 +214,12 @@ def test_events_arrive_as_they_were_sent(sent_events: list[TokenEvent], stats: d
 def test_options_geometry_and_warm_up_arrive_as_they_were_sent(
     opts: Options, largest: Geometry | None, warmup: list[Request]
 ) -> None:
-    made = wire.Start("/x", {}, [], {}, opts, largest, wire.pack_requests(warmup), True)
+    made = messages.Start("/x", {}, [], {}, opts, largest, messages.pack_requests(warmup), True)
     start = there(made)
     assert (start.options, start.largest) == (opts, largest)
-    assert [plain(request) for request in wire.unpack_requests(start.warmup)] == [plain(request) for request in warmup]
+    assert [plain(request) for request in messages.unpack_requests(start.warmup)] == [
+        plain(request) for request in warmup
+    ]
 
 
 @given(limits, st.lists(words).map(tuple), errors)
@@ -225,9 +227,9 @@ def test_options_geometry_and_warm_up_arrive_as_they_were_sent(
 def test_limits_and_refusals_arrive_as_they_were_sent(
     chosen: SchedulerConfig, reasons: tuple[str, ...], error: RequestError
 ) -> None:
-    ready = back(wire.Ready(chosen, reasons))
+    ready = back(messages.Ready(chosen, reasons))
     assert (ready.limits, ready.reasons) == (chosen, reasons)
-    assert told(back(wire.Refused("a", error)).error) == told(error)
+    assert told(back(messages.Refused("a", error)).error) == told(error)
 
 
 @pytest.mark.parametrize("generation", [{}, {"eos_token_id": [7, 9]}])
@@ -235,8 +237,8 @@ def test_the_worker_reads_the_same_model_config(generation: dict[str, Any]) -> N
     text = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     raw = {"model_type": "x", "vocab_size": 9, "max_position_embeddings": 64, "eos_token_id": 3, **text}
     config = model_config(raw, generation)
-    start = there(wire.start_message(Path("/x"), config, {"size": 1}, Options(), None, [], progress=False))
-    assert wire.config_of(start) == config
+    start = there(messages.start_message(Path("/x"), config, {"size": 1}, Options(), None, [], progress=False))
+    assert messages.config_of(start) == config
 
 
 def test_the_same_picture_twice_in_a_prompt_travels_once() -> None:
@@ -244,7 +246,7 @@ def test_the_same_picture_twice_in_a_prompt_travels_once() -> None:
     prompt = make_prompt([Picture("a", 4), 3, Picture("a", 4)])
     request = make_request("r", 1)
     twice = replace(request, prompt=replace(prompt, items=(picture, picture)))
-    assert len(wire.frame(wire.Submit(wire.pack_requests([twice])))) < 110_000
+    assert len(messages.frame(messages.Submit(messages.pack_requests([twice])))) < 110_000
     first, second = sent(twice).prompt.items
     assert first is second
 
@@ -255,7 +257,7 @@ def test_answers_to_one_prompt_share_it_on_the_way_and_at_its_end() -> None:
     first = replace(first, prompt=replace(make_prompt([Picture("a", 4)]), items=(picture,)))
     answers = [replace(first, request_id=f"r/{index}", seed=index) for index in range(64)]
     other = make_request("s", 3, max_tokens=7)
-    assert len(wire.frame(wire.Submit(wire.pack_requests([*answers, other])))) < 110_000
+    assert len(messages.frame(messages.Submit(messages.pack_requests([*answers, other])))) < 110_000
     *arrived, last = all_sent([*answers, other])
     assert [(request.request_id, request.seed) for request in arrived] == [(f"r/{i}", i) for i in range(64)]
     assert len({id(request.prompt) for request in arrived}) == 1
@@ -275,47 +277,47 @@ def test_answers_that_ask_for_different_things_keep_them() -> None:
 def test_a_number_beyond_64_bits_is_the_clients_mistake() -> None:
     request = make_request("r", 3, max_tokens=2**70)
     with pytest.raises(RequestError, match="64 bits"):
-        wire.frame(wire.Submit(wire.pack_requests([request])))
+        messages.frame(messages.Submit(messages.pack_requests([request])))
 
 
 def test_half_a_character_is_the_clients_mistake() -> None:
     with pytest.raises(RequestError, match="surrogate"):
-        wire.frame(wire.Abort("\ud800"))
+        messages.frame(messages.Abort("\ud800"))
 
 
 def test_a_message_larger_than_a_frame_may_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "MAX_FRAME_BYTES", 100)
+    monkeypatch.setattr(messages, "MAX_FRAME_BYTES", 100)
     with pytest.raises(RequestError, match="100 may be sent"):
-        wire.frame(wire.Abort("x" * 200))
+        messages.frame(messages.Abort("x" * 200))
 
 
 def test_a_frame_that_claims_too_many_bytes_is_no_frame() -> None:
-    header = (wire.MAX_FRAME_BYTES + 1).to_bytes(4, "big")
-    with pytest.raises(wire.WireError, match="claims"):
-        wire.read_body(io.BytesIO(header))
+    header = (messages.MAX_FRAME_BYTES + 1).to_bytes(4, "big")
+    with pytest.raises(messages.WireError, match="claims"):
+        messages.read_body(io.BytesIO(header))
 
 
 def test_a_frame_cut_anywhere_is_an_error_and_a_clean_end_is_not() -> None:
-    whole = bytes(wire.frame(wire.Abort("request")))
-    assert wire.read_body(io.BytesIO(b"")) is None
+    whole = bytes(messages.frame(messages.Abort("request")))
+    assert messages.read_body(io.BytesIO(b"")) is None
     for cut in range(1, len(whole)):
-        with pytest.raises(wire.WireError, match="ended inside"):
-            wire.read_body(io.BytesIO(whole[:cut]))
+        with pytest.raises(messages.WireError, match="ended inside"):
+            messages.read_body(io.BytesIO(whole[:cut]))
 
 
 @given(st.binary(max_size=64))
 @settings(max_examples=50, deadline=None)
 def test_garbage_is_never_more_than_a_wire_error(garbage: bytes) -> None:
-    for read in (wire.command_in, wire.report_in):
+    for read in (messages.command_in, messages.report_in):
         try:
             message = read(garbage)
-        except wire.WireError:
+        except messages.WireError:
             continue
-        assert isinstance(message, wire.Message)
+        assert isinstance(message, messages.Message)
 
 
 def test_a_prompt_whose_parts_do_not_fit_together_is_a_wire_error() -> None:
-    (body,) = wire.pack_requests([make_request("r", Picture("a", 2))])
+    (body,) = messages.pack_requests([make_request("r", Picture("a", 2))])
     broken = msgspec.structs.replace(body, prompt=msgspec.structs.replace(body.prompt, item_of_span=(5,)))
-    with pytest.raises(wire.WireError, match="fit together"):
-        wire.unpack_requests([broken])
+    with pytest.raises(messages.WireError, match="fit together"):
+        messages.unpack_requests([broken])

@@ -12,7 +12,7 @@ import pytest
 import uvloop
 
 from saccade import LLM, SamplingParams
-from saccade.engine.client import EngineClient
+from saccade.engine.ipc.client import EngineClient
 from saccade.options import Options
 from saccade.processor.prompt import Processor
 from saccade.types import Request, RequestError

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from saccade.config import ConfigError
-from saccade.engine import wire
-from saccade.engine.client import EngineClient, EngineUnavailable
+from saccade.checkpoint.config import ConfigError
 from saccade.engine.core import EngineCore
-from saccade.engine.loop import EngineLoop
+from saccade.engine.ipc import messages
+from saccade.engine.ipc.client import EngineClient, EngineUnavailable
+from saccade.engine.ipc.loop import EngineLoop
 from saccade.options import MediaPolicy, Options
 from saccade.processor.checkpoint import open_checkpoint
 from saccade.processor.prompt import Processor
@@ -152,8 +152,8 @@ runpy.run_module("tests.fake_worker", run_name="__main__")
 def test_a_worker_that_keeps_dying_is_started_ever_more_rarely(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("saccade.engine.client.FIRST_BACKOFF", 0.1)
-    monkeypatch.setattr("saccade.engine.client.MAX_BACKOFF", 0.4)
+    monkeypatch.setattr("saccade.engine.ipc.client.FIRST_BACKOFF", 0.1)
+    monkeypatch.setattr("saccade.engine.ipc.client.MAX_BACKOFF", 0.4)
 
     async def test(client: EngineClient) -> None:
         os.kill(pid_of(client), signal.SIGKILL)
@@ -213,8 +213,8 @@ def test_stopping_leaves_no_child_and_tells_open_streams() -> None:
 
 
 def test_a_worker_that_ignores_the_stop_message_is_ended_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("saccade.engine.process.STOP_SECONDS", 0.2)
-    monkeypatch.setattr("saccade.engine.process.TERM_SECONDS", 0.2)
+    monkeypatch.setattr("saccade.engine.ipc.process.STOP_SECONDS", 0.2)
+    monkeypatch.setattr("saccade.engine.ipc.process.TERM_SECONDS", 0.2)
 
     async def body() -> None:
         client = fake_client()
@@ -292,12 +292,17 @@ def test_a_stop_ends_the_loop_after_what_came_before_it() -> None:
     limits = make_config()
     core = EngineCore(limits, WorkerRunner(0.0, config=limits))
     loop = EngineLoop(theirs, lambda: None)
-    start = wire.start_message(Path("/x"), CONFIG, {}, Options(), None, [], progress=False)
-    for message in (start, wire.Submit(wire.pack_requests([endless()])), wire.Abort("endless"), wire.Stop()):
-        ours.sendall(wire.frame(message))
+    start = messages.start_message(Path("/x"), CONFIG, {}, Options(), None, [], progress=False)
+    for message in (
+        start,
+        messages.Submit(messages.pack_requests([endless()])),
+        messages.Abort("endless"),
+        messages.Stop(),
+    ):
+        ours.sendall(messages.frame(message))
     loop.run(lambda _: core)
     theirs.shutdown(socket.SHUT_WR)
     with ours, ours.makefile("rb") as stream:
-        reports = [wire.report_in(body) for body in iter(lambda: wire.read_body(stream), None)]
-    assert [type(report) for report in reports[:2]] == [wire.Ready, wire.Accepted]
+        reports = [messages.report_in(body) for body in iter(lambda: messages.read_body(stream), None)]
+    assert [type(report) for report in reports[:2]] == [messages.Ready, messages.Accepted]
     assert not core.has_unfinished()

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from saccade.evaluation.grain import Grain
+from saccade.evaluation.image_noise import Grain
 from saccade.evaluation.scoring import Rule
 
 SKILLS = (

@@ -8,15 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from saccade.config import ModelConfig
+from saccade.checkpoint.config import ModelConfig
+from saccade.engine.async_core import OverlappedCore
 from saccade.engine.core import EngineCore
-from saccade.engine.overlap import OverlappedCore
 from saccade.options import Options, SchedulerConfig
 from saccade.runner.build import build_runner, plain_reason
 from saccade.runner.memory import plan_memory
 from saccade.runner.runner import Runner
-from saccade.scheduler.pace import riding_tokens, share
-from saccade.scheduler.tempo import Tempo
+from saccade.scheduler.cpu_latency import Tempo
+from saccade.scheduler.latency import riding_tokens, share
 from saccade.types import Geometry, StepTime
 
 logger = logging.getLogger("saccade.engine")

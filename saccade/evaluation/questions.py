@@ -17,8 +17,8 @@ from typing import Any, NamedTuple, cast
 
 from PIL import Image, UnidentifiedImageError
 
-from saccade.config import ConfigError
-from saccade.evaluation.grain import Field, Grain, add_grain, field_from_image
+from saccade.checkpoint.config import ConfigError
+from saccade.evaluation.image_noise import Field, Grain, add_grain, field_from_image
 from saccade.evaluation.scoring import MATCHES, Match, Rule
 from saccade.types import Size
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from saccade.config import ConfigError
+from saccade.checkpoint.config import ConfigError
 from saccade.costs import blocks_for
 from saccade.evaluation.client import Client, Refused, ServerInfo
 from saccade.evaluation.questions import QuestionSet

@@ -9,31 +9,31 @@ from typing import Any
 
 import torch
 
-from saccade.config import ConfigError, ModelConfig
+from saccade.checkpoint.config import ConfigError, ModelConfig
 from saccade.models.interface import VisionLanguageModel
-from saccade.models.layers import Parameters
-from saccade.models.temper import temper_of
-from saccade.models.vision_ops import TorchVision, VisionOps
+from saccade.models.layers.attention_temperature import temper_of
+from saccade.models.layers.basic import Parameters
+from saccade.models.vision.ops import TorchVision, VisionOps
 from saccade.models.weights import fill_random, load_weights
 
 _FAMILIES: Mapping[str, tuple[str, str]] = {  # model_type -> (module, class); a module is imported when it is needed
-    "deepseek_v2": ("saccade.models.deepseek_v2", "DeepseekV2"),
-    "deepseek_vl_v2": ("saccade.models.deepseek_vl_v2", "DeepseekVL2"),
-    "llava": ("saccade.models.llava", "Llava"),
-    "llava/pixtral": ("saccade.models.pixtral", "LlavaPixtral"),  # a model type with another tower
-    "llava_next": ("saccade.models.llava_next", "LlavaNext"),
-    "llava_onevision": ("saccade.models.llava_onevision", "LlavaOnevision"),
-    "mistral3": ("saccade.models.mistral3", "Mistral3"),
-    "mllama": ("saccade.models.mllama", "Mllama"),
-    "qwen": ("saccade.models.qwen_vl", "Qwen"),
-    "qwen/qwen_visual": ("saccade.models.qwen_vl", "QwenVL"),
-    "qwen2_vl": ("saccade.models.qwen2_vl", "Qwen2VL"),
-    **dict.fromkeys(("llama", "ministral3", "mistral", "qwen2", "qwen3"), ("saccade.models.text", "Text")),
-    "qwen2_5_vl": ("saccade.models.qwen2_5_vl", "Qwen2_5VL"),
+    "deepseek_v2": ("saccade.models.families.deepseek_v2", "DeepseekV2"),
+    "deepseek_vl_v2": ("saccade.models.families.deepseek_vl_v2", "DeepseekVL2"),
+    "llava": ("saccade.models.families.llava", "Llava"),
+    "llava/pixtral": ("saccade.models.families.pixtral", "LlavaPixtral"),  # a model type with another tower
+    "llava_next": ("saccade.models.families.llava_next", "LlavaNext"),
+    "llava_onevision": ("saccade.models.families.llava_onevision", "LlavaOnevision"),
+    "mistral3": ("saccade.models.families.mistral3", "Mistral3"),
+    "mllama": ("saccade.models.families.mllama", "Mllama"),
+    "qwen": ("saccade.models.families.qwen_vl", "Qwen"),
+    "qwen/qwen_visual": ("saccade.models.families.qwen_vl", "QwenVL"),
+    "qwen2_vl": ("saccade.models.families.qwen2_vl", "Qwen2VL"),
+    **dict.fromkeys(("llama", "ministral3", "mistral", "qwen2", "qwen3"), ("saccade.models.families.text", "Text")),
+    "qwen2_5_vl": ("saccade.models.families.qwen2_5_vl", "Qwen2_5VL"),
     "qwen3_moe": ("saccade.models.qwen3_moe", "Qwen3Moe"),
-    "qwen3_vl": ("saccade.models.qwen3_vl", "Qwen3VL"),
+    "qwen3_vl": ("saccade.models.families.qwen3_vl", "Qwen3VL"),
     "qwen3_vl_moe": ("saccade.models.qwen3_vl_moe", "Qwen3VLMoe"),
-    "qwen3_5": ("saccade.models.qwen3_5", "Qwen3_5"),
+    "qwen3_5": ("saccade.models.families.qwen3_5", "Qwen3_5"),
     "qwen3_5_moe": ("saccade.models.qwen3_5_moe", "Qwen3_5Moe"),
 }
 
@@ -89,7 +89,7 @@ def _refuse_quantised(config: ModelConfig) -> None:
 def _vision_ops(device: torch.device) -> VisionOps:
     if device.type != "cuda":
         return TorchVision()
-    fused: VisionOps = import_module("saccade.models.fused_vision").FusedVision()  # needs Triton, as only CUDA does
+    fused: VisionOps = import_module("saccade.models.cuda.vision").FusedVision()  # needs Triton, as only CUDA does
     return fused
 
 

@@ -18,12 +18,12 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from saccade.config import ConfigError, ModelConfig
-from saccade.hf_processor import LOCAL, library, load_processor, placeholder, processed, raised, refusal
+from saccade.checkpoint.config import ConfigError, ModelConfig
+from saccade.checkpoint.hf_processor import LOCAL, library, load_processor, placeholder, processed, raised, refusal
+from saccade.models.fallback_check import prove
 from saccade.models.interface import Attention, Encoding
-from saccade.models.length_rope import Unfit, follow_lengths
-from saccade.models.pixels import Picture
-from saccade.models.proof import prove
+from saccade.models.layers.length_rope import Unfit, follow_lengths
+from saccade.models.vision.preprocess import Picture
 from saccade.types import Geometry, Grid, RequestError
 
 logger = logging.getLogger("saccade.models")

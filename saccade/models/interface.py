@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from saccade.config import ModelConfig
-from saccade.models.pixels import Picture
+from saccade.checkpoint.config import ModelConfig
+from saccade.models.vision.preprocess import Picture
 from saccade.types import Geometry, Grid
 
 if TYPE_CHECKING:
-    from saccade.models.decoder import Decoder
+    from saccade.models.layers.decoder import Decoder
 
 Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q [T, heads, d], k [T, kv_heads, d], v [T, kv_heads, d]) -> [T, heads, d]. It keeps k and v for later."""

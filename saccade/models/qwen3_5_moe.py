@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from saccade.models.experts import WHY_PLAIN
-from saccade.models.qwen3_5 import Qwen3_5
+from saccade.models.families.qwen3_5 import Qwen3_5
+from saccade.models.layers.moe import WHY_PLAIN
 
 
 class Qwen3_5Moe(Qwen3_5):

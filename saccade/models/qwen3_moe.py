@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from saccade.models.experts import WHY_PLAIN
-from saccade.models.text import Text
+from saccade.models.families.text import Text
+from saccade.models.layers.moe import WHY_PLAIN
 
 
 class Qwen3Moe(Text):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from saccade.models.experts import WHY_PLAIN
-from saccade.models.qwen3_vl import Qwen3VL
+from saccade.models.families.qwen3_vl import Qwen3VL
+from saccade.models.layers.moe import WHY_PLAIN
 
 
 class Qwen3VLMoe(Qwen3VL):

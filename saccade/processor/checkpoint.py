@@ -13,8 +13,8 @@ from typing import Any
 import huggingface_hub
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-from saccade.config import ConfigError, ModelConfig, check_values, model_config
-from saccade.folder import (
+from saccade.checkpoint.config import ConfigError, ModelConfig, check_values, model_config
+from saccade.checkpoint.files import (
     HEADER_BYTES,
     TEMPLATE_BYTES,
     links_out,
@@ -23,8 +23,8 @@ from saccade.folder import (
     read_text,
     weight_files,
 )
-from saccade.hf_processor import refusal
-from saccade.kinds import PICTURES, PROCESSOR, Table
+from saccade.checkpoint.hf_processor import refusal
+from saccade.checkpoint.schema import PICTURES, PROCESSOR, Table
 from saccade.processor.families import FAMILIES, built_in_template, is_known
 
 logger = logging.getLogger("saccade.processor")

@@ -11,23 +11,23 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from saccade.config import ConfigError
+from saccade.checkpoint.config import ConfigError
 from saccade.costs import blocks_for, most_chars
+from saccade.media.hashing import identity, salt_of
+from saccade.media.video_sources import Video
 from saccade.options import MediaPolicy
-from saccade.params import SamplingParams
-from saccade.processor.chat import Form, cleaned, form_of, read_messages
 from saccade.processor.checkpoint import Checkpoint
 from saccade.processor.detokenize import Detokenizer
 from saccade.processor.families import built_in_template
 from saccade.processor.families.base import LengthBound, Marked, lasting
-from saccade.processor.footage import Video
-from saccade.processor.hashing import identity, salt_of
-from saccade.processor.pictures import Foretell, Picture, Pictures, bill_item, reads_text_only
-from saccade.processor.renderer import Renderer
+from saccade.processor.images import Foretell, Picture, Pictures, bill_item, reads_text_only
+from saccade.processor.messages import Form, cleaned, form_of, read_messages
 from saccade.processor.template import MOST_CHARS, RESERVED
+from saccade.processor.template_pool import Renderer
 from saccade.processor.tokenizer import Tokenizer
 from saccade.processor.video import split_kwargs, video_bill_item, videos_for
-from saccade.processor.weave import Weave, weave
+from saccade.processor.video_prompt import Weave, weave
+from saccade.sampling_params import SamplingParams
 from saccade.types import Bill, BillItem, Geometry, Key, MediaItem, Prompt, RequestError, Span, short_key
 
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "multi_modal_data", "mm_processor_kwargs", "cache_salt")

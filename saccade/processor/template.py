@@ -18,7 +18,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from saccade.config import ConfigError
+from saccade.checkpoint.config import ConfigError
 from saccade.types import RequestError
 
 MOST_CHARS = 1 << 20

@@ -24,7 +24,7 @@ from enum import IntEnum
 from functools import partial
 from typing import Any, NamedTuple
 
-from saccade.config import ConfigError
+from saccade.checkpoint.config import ConfigError
 from saccade.processor.template import compile_template, render
 from saccade.types import RequestError
 

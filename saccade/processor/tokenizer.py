@@ -22,9 +22,9 @@ import tokenizers
 from tokenizers.decoders import ByteLevel
 from tokenizers.processors import TemplateProcessing
 
-from saccade.config import ConfigError
-from saccade.folder import read_optional
-from saccade.tokenizer_file import as_markup, read_tokenizer
+from saccade.checkpoint.config import ConfigError
+from saccade.checkpoint.files import read_optional
+from saccade.checkpoint.tokenizer_json import as_markup, read_tokenizer
 from saccade.types import RequestError
 
 _MOST_BYTES = 4  # of a character in UTF-8

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from saccade.processor.structured import check_schema
+from saccade.structured.check import check_schema
 from saccade.types import RequestError, quoted
 
 MAX_TOOLS = 128

@@ -12,13 +12,13 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from saccade.costs import blocks_for
+from saccade.media.load import Loaded, load_image
+from saccade.media.video_probe import Clip, check_video_seconds
+from saccade.media.video_sources import File, Video, load_footage
 from saccade.options import MediaPolicy
 from saccade.processor.checkpoint import Checkpoint
-from saccade.processor.clips import Clip, check_video_seconds
 from saccade.processor.families import VideoRules, video_rules_for
 from saccade.processor.families.frame_groups import PixelLimits, Sampling
-from saccade.processor.footage import File, Video, load_footage
-from saccade.processor.media import Loaded, load_image
 from saccade.types import (
     BillItem,
     Geometry,

@@ -16,9 +16,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from saccade.models.attention import AttentionBatch
-from saccade.runner.matching import Grammar
+from saccade.models.layers.attention import AttentionBatch
 from saccade.runner.sampler import Row
+from saccade.structured.matcher import Grammar
 from saccade.types import Admission, Key, Request, Sample, Span, Work
 
 Ints = npt.NDArray[np.int64]

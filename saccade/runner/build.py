@@ -11,21 +11,21 @@ import torch
 from torch import Tensor
 
 from saccade import costs
-from saccade.config import ConfigError, ModelConfig
+from saccade.checkpoint.config import ConfigError, ModelConfig
 from saccade.models import load_model
-from saccade.models.attention import PagedKV
 from saccade.models.interface import PlainModel, VisionLanguageModel
+from saccade.models.layers.attention import PagedKV
 from saccade.options import Options, SchedulerConfig
+from saccade.runner.cuda.attention_backend import Place, check, choose
 from saccade.runner.device import DeviceForward
-from saccade.runner.embeddings import EmbeddingSlab
-from saccade.runner.encoder import LocalEncoder
-from saccade.runner.grammar import Grammars
+from saccade.runner.encoder.embedding_cache import EmbeddingSlab
+from saccade.runner.encoder.graphs import record_tower
+from saccade.runner.encoder.stage import LocalEncoder
 from saccade.runner.memory import MemoryPlan
-from saccade.runner.meter import Meter
-from saccade.runner.prompt_backend import Place, check, choose
-from saccade.runner.recurrent import RecurrentStates
+from saccade.runner.memory_report import Meter
+from saccade.runner.recurrent_state import RecurrentStates
 from saccade.runner.runner import Runner
-from saccade.runner.towers import record_tower
+from saccade.structured.grammar import Grammars
 from saccade.types import Key
 
 _MOST_DECODE_THREADS = 8
@@ -118,7 +118,7 @@ def _on_device(
         raise ConfigError(f"attention_backend=flashinfer cannot be used: {plain}")
     if place.device.type != "cuda" or plain:
         return None
-    from saccade.runner.cuda import CudaForward  # needs Triton, which only CUDA machines have
+    from saccade.runner.cuda.forward import CudaForward  # needs Triton, which only CUDA machines have
 
     max_blocks = costs.blocks_for(sizes.max_model_len, sizes.block_size)
     forward = CudaForward(

@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 
 from saccade import costs
-from saccade.config import ConfigError, ModelConfig
+from saccade.checkpoint.config import ConfigError, ModelConfig
 from saccade.models import runs_plain
 from saccade.options import Options, SchedulerConfig
-from saccade.runner.towers import largest_pass
+from saccade.runner.encoder.graphs import largest_pass
 from saccade.types import Geometry, Size
 
 _CPU_KV_GIB = 4.0  # most that is taken on a CPU without being asked
@@ -171,8 +171,8 @@ def _graph_bytes(options: Options, model: ModelConfig, dtype: str) -> int:
     """
     if runs_plain(model):
         return _tower_graph_bytes(model, dtype)
-    from saccade.runner.mixed import MOST_ROWS, mixed_sizes  # need Triton, which only CUDA machines have
-    from saccade.runner.prompts import GRAPH_TOKENS, GRAPH_WINDOWS
+    from saccade.runner.cuda.mixed_graphs import MOST_ROWS, mixed_sizes  # need Triton, which only CUDA machines have
+    from saccade.runner.cuda.prefill_graphs import GRAPH_TOKENS, GRAPH_WINDOWS
 
     text, places = model.text, options.max_num_seqs + GRAPH_WINDOWS
     largest = next((n for n in GRAPH_TOKENS if n >= options.max_num_batched_tokens), GRAPH_TOKENS[-1])

@@ -14,20 +14,20 @@ import torch
 from torch import Tensor
 
 from saccade import costs
-from saccade.config import ModelConfig
-from saccade.models.attention import PagedAttention, PagedKV
+from saccade.checkpoint.config import ModelConfig
 from saccade.models.interface import LookingModel, RecurrentModel, VisionLanguageModel
-from saccade.params import SamplingParams
+from saccade.models.layers.attention import PagedAttention, PagedKV
 from saccade.runner.batch import Batch, Ints, RequestState, build_batch, overlapping, splice
+from saccade.runner.cross_attention import reading, seen_by
+from saccade.runner.cuda.host_threads import OneThread
 from saccade.runner.device import DeviceForward, Sampled, Windows
-from saccade.runner.embeddings import EmbeddingSlab
-from saccade.runner.encoder import Encoder, LocalEncoder
-from saccade.runner.grammar import Grammars
-from saccade.runner.looking import reading, seen_by
-from saccade.runner.measure import largest_within, seconds_per_layer
-from saccade.runner.recurrent import RecurrentStates
+from saccade.runner.encoder.embedding_cache import EmbeddingSlab
+from saccade.runner.encoder.stage import Encoder, LocalEncoder
+from saccade.runner.profile import largest_within, seconds_per_layer
+from saccade.runner.recurrent_state import RecurrentStates
 from saccade.runner.sampler import sample
-from saccade.runner.threads import OneThread
+from saccade.sampling_params import SamplingParams
+from saccade.structured.grammar import Grammars
 from saccade.types import (
     Admission,
     Collect,

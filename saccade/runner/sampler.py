@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from saccade.params import SamplingParams
+from saccade.sampling_params import SamplingParams
 from saccade.types import Logprobs, Sample
 
 Added = tuple[Tensor, Tensor]

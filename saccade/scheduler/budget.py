@@ -17,7 +17,7 @@ from collections.abc import Sequence as Many
 from typing import NamedTuple
 
 from saccade.options import SchedulerConfig
-from saccade.scheduler.sequence import Sequence
+from saccade.scheduler.request import Sequence
 
 _LAST_TOKENS = 16  # of a prompt that did not end where it might have ridden along: fewer take as long
 _PICTURE_SHARE = 4  # pictures keep a quarter of a step's tokens, and a slice of encoding in every fourth step

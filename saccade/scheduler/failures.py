@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from saccade.scheduler.blocks import BlockPool
 from saccade.scheduler.encoder_cache import EncoderCache
-from saccade.scheduler.gate import Gate
-from saccade.scheduler.sequence import Sequence
+from saccade.scheduler.encoder_scheduler import Gate
+from saccade.scheduler.kv_cache import BlockPool
+from saccade.scheduler.request import Sequence
 from saccade.types import Key, RequestError, StepPlan
 
 Doomed = dict[str, RequestError]

@@ -12,20 +12,20 @@ from typing import Any
 
 from saccade.options import SchedulerConfig
 from saccade.scheduler.admission import refuse_impossible, refuse_overload
-from saccade.scheduler.ahead import is_foreseeable, may_ride, works_ahead
-from saccade.scheduler.blocks import BlockPool
+from saccade.scheduler.async_decode import is_foreseeable, may_ride, works_ahead
 from saccade.scheduler.budget import StepBudget, answers_rest, are_enough
+from saccade.scheduler.cpu_latency import Tempo
 from saccade.scheduler.draft import Draft
 from saccade.scheduler.encoder_cache import EncoderCache
+from saccade.scheduler.encoder_scheduler import Gate, Reach
 from saccade.scheduler.failures import doomed_by
-from saccade.scheduler.gate import Gate, Reach
-from saccade.scheduler.laws import check_holdings, check_queues
-from saccade.scheduler.order import arrival, giving_way, missing_items, spans_ahead
-from saccade.scheduler.sequence import Sequence
+from saccade.scheduler.invariants import check_holdings, check_queues
+from saccade.scheduler.kv_cache import BlockPool
+from saccade.scheduler.policy import arrival, giving_way, missing_items, spans_ahead
+from saccade.scheduler.request import Sequence
 from saccade.scheduler.sharing import adopt, catch_up, has_blocks, publish
 from saccade.scheduler.slices import Slices
-from saccade.scheduler.states import KeptStates
-from saccade.scheduler.tempo import Tempo
+from saccade.scheduler.state_cache import KeptStates
 from saccade.types import (
     RECORD_BYTES,
     Admission,

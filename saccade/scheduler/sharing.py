@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from saccade.scheduler.blocks import BlockPool
-from saccade.scheduler.sequence import Sequence
+from saccade.scheduler.kv_cache import BlockPool
+from saccade.scheduler.request import Sequence
 
 
 def has_blocks(pool: BlockPool, seq: Sequence, end: int) -> bool:

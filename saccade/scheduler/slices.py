@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from saccade.options import SchedulerConfig
 from saccade.scheduler.budget import StepBudget, encodes_now, layers_in_bounded_step
-from saccade.scheduler.gate import Gate
-from saccade.scheduler.pace import most_work, rides_sooner, riding_tokens, share
-from saccade.scheduler.tempo import Tempo
+from saccade.scheduler.cpu_latency import Tempo
+from saccade.scheduler.encoder_scheduler import Gate
+from saccade.scheduler.latency import most_work, rides_sooner, riding_tokens, share
 from saccade.types import Pace, Work
 
 

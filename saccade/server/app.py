@@ -14,23 +14,24 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from saccade import __version__
-from saccade.engine.client import EngineUnavailable
-from saccade.metrics import CONTENT_TYPE
-from saccade.server import openapi, text
-from saccade.server.chat import answer_chat
-from saccade.server.completions import answer_completion
-from saccade.server.engine_view import engine_view
+from saccade.engine.ipc.client import EngineUnavailable
+from saccade.server.api import openapi
+from saccade.server.api import tokenize as text
+from saccade.server.api.chat import answer_chat
+from saccade.server.api.completions import answer_completion
+from saccade.server.api.engine_view import engine_view
+from saccade.server.api.messages import answer_message
+from saccade.server.api.models import model_card, model_list
+from saccade.server.api.responses import answer_response
 from saccade.server.errors import ApiError, ClientGone, api_error, json_response
-from saccade.server.exchange import Exchange, while_connected
-from saccade.server.limits import Held, Upload, read_body
-from saccade.server.messages import answer_message
-from saccade.server.middleware import Envelope
-from saccade.server.models import model_card, model_list
-from saccade.server.origins import BrowserRules
+from saccade.server.http.limits import Held, Upload, read_body
+from saccade.server.http.middleware import Envelope
+from saccade.server.http.origins import BrowserRules
+from saccade.server.http.response import Exchange, while_connected
+from saccade.server.http.text_tally import Tally
+from saccade.server.metrics import CONTENT_TYPE
 from saccade.server.page import STATIC, page_file
-from saccade.server.responses import answer_response
 from saccade.server.service import Caller, Service
-from saccade.server.tally import Tally
 from saccade.types import RequestError
 
 logger = logging.getLogger("saccade.server")

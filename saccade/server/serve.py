@@ -20,23 +20,23 @@ from typing import Any
 
 import uvicorn
 
-from saccade.config import ConfigError
-from saccade.engine.client import EngineClient, EngineInfo, EngineUnavailable
-from saccade.housekeeping import settle, tidy, trim
+from saccade.checkpoint.config import ConfigError
+from saccade.checkpoint.generation_config import defaults_line
+from saccade.engine.gc_control import settle, tidy, trim
+from saccade.engine.ipc.client import EngineClient, EngineInfo, EngineUnavailable
+from saccade.media.fetch import Fetcher, FetchPolicy
 from saccade.options import MediaPolicy, ServerOptions
-from saccade.params import SamplingParams
 from saccade.processor.checkpoint import open_checkpoint
-from saccade.processor.fetch import Fetcher, FetchPolicy
-from saccade.processor.generation import defaults_line
 from saccade.processor.prompt import Processor
-from saccade.processor.structured import ANY_OBJECT
-from saccade.schema import is_available
+from saccade.sampling_params import SamplingParams
+from saccade.server.api.models import capacity_line
 from saccade.server.app import create_app
 from saccade.server.config import Settings
-from saccade.server.http import BoundedHttp
-from saccade.server.listener import Listener
-from saccade.server.models import capacity_line
+from saccade.server.http.listener import Listener
+from saccade.server.http.parser import BoundedHttp
 from saccade.server.service import Service
+from saccade.structured.check import ANY_OBJECT
+from saccade.structured.schema import is_available
 from saccade.types import Request, Size
 
 logger = logging.getLogger("saccade.server")

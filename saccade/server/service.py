@@ -17,29 +17,29 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from saccade.config import ConfigError
+from saccade.checkpoint.config import ConfigError
+from saccade.checkpoint.generation_config import sampling_defaults
 from saccade.costs import most_chars
-from saccade.engine.client import EngineInfo, EngineStatus, EngineUnavailable
-from saccade.fair import FairPool, QueueFull
-from saccade.metrics import Metrics
+from saccade.engine.ipc.client import EngineInfo, EngineStatus, EngineUnavailable
+from saccade.fair_pool import FairPool, QueueFull
+from saccade.media.fetch import Fetcher
+from saccade.media.hashing import salt_of
 from saccade.options import Options, SchedulerConfig, ServerOptions
-from saccade.processor.answer import Answer
-from saccade.processor.fetch import Fetcher
-from saccade.processor.generation import sampling_defaults
-from saccade.processor.hashing import salt_of
+from saccade.processor.output import Answer
 from saccade.processor.prompt import Processor, Rendered
-from saccade.processor.renderer import THREADS as _TEMPLATE_THREADS
-from saccade.processor.structured import CHECKS
-from saccade.server.auth import KeyRing
-from saccade.server.connections import Connections, connection_limit
+from saccade.processor.template_pool import THREADS as _TEMPLATE_THREADS
 from saccade.server.errors import ApiError
-from saccade.server.fields import FieldReader
-from saccade.server.generate import Generation, Priced, SubmitsRequests, Timing
-from saccade.server.limits import Gate, Held, Upload, decode_object
-from saccade.server.media import ChatLimits, Link, MediaResolver, Messages, find_links
-from saccade.server.protocol import ChatRequest, Wanted, renaming
-from saccade.server.tally import check_chars, check_text
-from saccade.server.uuids import UuidCache
+from saccade.server.generation import Generation, Priced, SubmitsRequests, Timing
+from saccade.server.http.auth import KeyRing
+from saccade.server.http.connections import Connections, connection_limit
+from saccade.server.http.limits import Gate, Held, Upload, decode_object
+from saccade.server.http.text_tally import check_chars, check_text
+from saccade.server.metrics import Metrics
+from saccade.server.request.chat import ChatRequest, Wanted, renaming
+from saccade.server.request.fields import FieldReader
+from saccade.server.request.media import ChatLimits, Link, MediaResolver, Messages, find_links
+from saccade.server.request.media_uuids import UuidCache
+from saccade.structured.check import CHECKS
 from saccade.types import Bill, Prompt, Request, RequestError, quoted
 
 logger = logging.getLogger("saccade.server")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from saccade.config import ModelConfig
+from saccade.checkpoint.config import ModelConfig
 from saccade.processor.families import deepseek_vl_v2, frame_groups, qwen_vl
 from saccade.processor.families.base import Expansion, Family, Files
 from saccade.processor.families.deepseek_vl_v2 import DeepseekVL2

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol, Self, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from saccade.config import ConfigError, ModelConfig, VisionConfig
+from saccade.checkpoint.config import ConfigError, ModelConfig, VisionConfig
 from saccade.types import TO_THE_END, Geometry, Grid, RequestError, Size, Span
 
 MAX_ASPECT_RATIO = 200

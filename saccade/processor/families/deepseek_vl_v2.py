@@ -15,7 +15,8 @@ from typing import Any, ClassVar, Self
 import numpy as np
 import numpy.typing as npt
 
-from saccade.config import ConfigError, ModelConfig, VisionConfig
+from saccade.checkpoint.config import ConfigError, ModelConfig, VisionConfig
+from saccade.checkpoint.tokenizer_json import added_tokens
 from saccade.processor.families.base import (
     Expansion,
     Files,
@@ -26,7 +27,6 @@ from saccade.processor.families.base import (
     tag,
 )
 from saccade.processor.families.llava_next import best_canvas
-from saccade.tokenizer_file import added_tokens
 from saccade.types import Geometry, Grid, Size, Span, Tiling
 
 _MOST_IN_TILES = 2  # pictures of one prompt; where there are more, each has one tile

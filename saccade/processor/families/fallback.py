@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from saccade.hf_processor import check_inputs, load_processor, placeholder, processed, raised, refusal
+from saccade.checkpoint.hf_processor import check_inputs, load_processor, placeholder, processed, raised, refusal
 from saccade.processor.families.base import Expansion, Files, check_aspect_ratio, plain_positions, tag
 from saccade.types import Geometry, Grid, RequestError, Size, Span
 

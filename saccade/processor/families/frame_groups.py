@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from saccade.config import ConfigError
+from saccade.checkpoint.config import ConfigError
 from saccade.costs import kept_tokens
 from saccade.processor.families.base import (
     Files,

@@ -15,7 +15,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from saccade.config import ConfigError, VisionConfig
+from saccade.checkpoint.config import ConfigError, VisionConfig
 from saccade.processor.families.base import (
     Expansion,
     Files,

@@ -15,7 +15,8 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from saccade.config import ConfigError
+from saccade.checkpoint.config import ConfigError
+from saccade.checkpoint.tokenizer_json import added_tokens
 from saccade.processor.families.base import (
     MAX_ASPECT_RATIO,
     Expansion,
@@ -27,7 +28,6 @@ from saccade.processor.families.base import (
     tag,
     vision_and_token,
 )
-from saccade.tokenizer_file import added_tokens
 from saccade.types import Geometry, Grid, Size, Span
 
 _LONGEST_EDGE = 1024  # what the image processor assumes when a checkpoint is silent

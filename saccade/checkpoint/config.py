@@ -1,0 +1,368 @@
+"""What a checkpoint is (`ModelConfig`) and what a user may set (`Options`). Pure data: nothing here opens a file.
+
+Checkpoints come in two dialects: the flat configs that were published (`rope_scaling`, text fields at the top level)
+and the nested ones that Transformers 5 saves (`text_config`, `rope_parameters`). Both are read here, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from saccade.checkpoint.compat import in_common_words
+from saccade.checkpoint.defaults import LANGUAGE_TYPE, TEXT_DEFAULTS, TOWER_DEFAULTS, VISION_DEFAULTS
+from saccade.checkpoint.moe import ExpertRules, expert_rules, first_of
+from saccade.checkpoint.schema import CONFIG, GENERATION, Table, first_wrong
+
+
+class ConfigError(ValueError):
+    """The operator's mistake: a setting or a checkpoint that cannot work, with the values and what to change."""
+
+
+def check_values(file: str, values: Mapping[str, Any], table: Table) -> None:
+    """Refuse a file of a checkpoint in which a value is of another kind than the table says."""
+    if wrong := first_wrong(values, table):
+        raise ConfigError(f"{file}: {wrong}")
+
+
+_NULL_IS_MEANT = {"sliding_window", "q_lora_rank", "num_key_value_heads", "head_dim"}  # none; or derived from others
+
+# --- the checkpoint -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class LinearConfig:
+    """Layers of a decoder that remember a fixed amount (gated delta nets) instead of every token's key and value."""
+
+    layers: tuple[int, ...]  # their numbers
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int  # tokens that the convolution before them sees
+
+    @property
+    def channels(self) -> int:
+        """Queries, keys and values of one token, side by side."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+
+@dataclass(frozen=True, slots=True)
+class LatentConfig:
+    """Attention that keeps one short vector of a token, from which keys and values of all heads could be made."""
+
+    rank: int  # length of that vector
+    turned: int  # values kept beside it that turn with the position: a part of the key, the same for all heads
+    plain: int  # values of a head's query that do not turn
+    value: int  # of what a head finds
+    query_rank: int | None  # queries come from a vector of this length; None: from the layer's input
+
+
+@dataclass(frozen=True, slots=True)
+class TextConfig:
+    """The decoder's shape."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position: int
+    rms_norm_eps: float
+    rope_theta: float
+    mrope_section: tuple[int, ...] | None  # frequencies per axis; None for plain RoPE
+    rope_scaling: Mapping[str, Any]  # what is left of rope_scaling / rope_parameters, for decoders that scale
+    tie_word_embeddings: bool
+    model_type: str
+    window: int | None = None  # tokens that attention looks back over in some layers; None: all of them
+    num_cross_layers: int = 0  # of the layers, those that attend to pictures instead of the text
+    linear: LinearConfig | None = None
+    experts: ExpertRules | None = None
+    num_deep: int = 0  # vectors beside a picture's embedding; number k is added behind decoder layer k
+    rope_switch: int | None = None  # tokens beyond which a whole prompt turns by other frequencies; None: no such rope
+    latent: LatentConfig | None = None  # then what is kept of a token is key and value at once, of one head
+
+    @property
+    def max_context(self) -> int:
+        """Positions that are computed as the model means them: attention here always looks back over all tokens."""
+        return min(self.max_position, self.window or self.max_position)
+
+    @property
+    def num_kv_layers(self) -> int:
+        """Layers that keep keys and values of the text."""
+        return self.num_layers - self.num_cross_layers - (len(self.linear.layers) if self.linear else 0)
+
+    @property
+    def embedding_size(self) -> int:
+        """Values in what a tower returns for one slot."""
+        return self.hidden_size * (1 + self.num_deep)
+
+
+@dataclass(frozen=True, slots=True)
+class VisionConfig:
+    """The vision tower's shape."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    patch_size: int
+    in_channels: int
+    image_size: int | None  # side of the square input, for towers that take one size only
+    spatial_merge_size: int  # patches per token along each side
+    temporal_patch_size: int  # frames per patch
+    hidden_act: str
+    is_gated: bool = False  # the MLP multiplies its activation with a second product
+    window_size: int | None = None  # side of an attention window, in pixels; None: every layer sees whole pictures
+    full_layers: tuple[int, ...] = ()  # those that see whole pictures all the same
+    deep_layers: tuple[int, ...] = ()  # those whose output goes to the decoder beside the last one's
+    takes_squares: bool = False  # of `image_size` and nothing else, though patches are merged behind the tower
+    projector: tuple[int, ...] = ()  # widths between merged patches and the decoder; none: as wide as merged patches
+
+    @property
+    def window_tokens(self) -> int | None:
+        """Tokens along one side of an attention window."""
+        return self.window_size // self.patch_size // self.spatial_merge_size if self.window_size else None
+
+    @property
+    def patch_dim(self) -> int:
+        """Values in one flattened patch."""
+        return self.in_channels * self.temporal_patch_size * self.patch_size**2
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    model_type: str
+    text: TextConfig
+    vision: VisionConfig | None
+    image_token_id: int | None
+    video_token_id: int | None
+    dtype: str  # as the checkpoint was saved: "float32", "bfloat16", "float16"
+    eos_token_ids: frozenset[int]
+    raw: Mapping[str, Any] = field(repr=False)  # config.json, for what only one family reads
+
+
+def model_config(raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
+    """Read config.json (and generation_config.json, which may name more end tokens) in either dialect."""
+    model_type = raw.get("model_type")
+    if not isinstance(model_type, str):
+        raise ConfigError("config.json has no model_type, so this is not a Hugging Face checkpoint Saccade can read")
+    try:
+        check_values("config.json", raw, CONFIG)
+        check_values("generation_config.json", generation or {}, GENERATION)
+        return _read(model_type, *in_common_words(_without_nulls(raw), generation or {}))
+    except ConfigError as error:
+        raise ConfigError(f"{error} (model_type {model_type!r})") from None
+
+
+def _without_nulls(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Null says nothing, and hides a default; but for some names it is an answer."""
+    said = {name: value for name, value in raw.items() if value is not None or name in _NULL_IS_MEANT}
+    return {name: _without_nulls(value) if isinstance(value, Mapping) else value for name, value in said.items()}
+
+
+def _read(model_type: str, raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
+    nested = raw.get("text_config") or raw.get("language_config") or {}
+    kind = nested.get("model_type") or (LANGUAGE_TYPE if "language_config" in raw else model_type)
+    text = {**TEXT_DEFAULTS.get(kind, {}), **_flat_text(raw), "model_type": kind, **nested}
+    vision = raw.get("vision_config")
+    return ModelConfig(
+        model_type=model_type,
+        text=_text_config(text, raw, len((vision or {}).get("deepstack_visual_indexes") or ())),
+        vision=_vision_config({**_beside_towers(raw), **vision}) if vision else None,
+        image_token_id=first_of(raw, "image_token_id", "image_token_index"),
+        video_token_id=first_of(raw, "video_token_id", "video_token_index"),
+        dtype=_dtype_name(raw, text),
+        eos_token_ids=_eos_ids(generation, raw, text),
+        raw=raw,
+    )
+
+
+def _flat_text(raw: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in raw.items() if k not in ("text_config", "language_config", "vision_config", "model_type")}
+
+
+def _text_config(text: Mapping[str, Any], raw: Mapping[str, Any], num_deep: int) -> TextConfig:
+    heads, hidden = _need(text, "num_attention_heads"), _need(text, "hidden_size")
+    rope = {**(text.get("rope_scaling") or {}), **(text.get("rope_parameters") or {})}
+    section = rope.pop("mrope_section", None)
+    theta, eps = rope.pop("rope_theta", None) or text.get("rope_theta"), text.get("rms_norm_eps")
+    # Some published configs deny at the top what is true of the text model inside: its head is then not stored.
+    tie = raw.get("tie_word_embeddings") or text.get("tie_word_embeddings")
+    latent = _latent_config(text)
+    return TextConfig(
+        hidden_size=hidden,
+        intermediate_size=_need(text, "intermediate_size", "moe_intermediate_size"),  # the first: of plain layers
+        num_layers=_need(text, "num_hidden_layers"),
+        num_heads=heads,
+        num_kv_heads=1 if latent else _kv_heads(text, heads),
+        head_dim=latent.rank + latent.turned if latent else _head_dim(text, hidden, heads),
+        vocab_size=_need(text, "vocab_size"),
+        max_position=_need(text, "max_position_embeddings"),
+        rms_norm_eps=1e-6 if eps is None else eps,
+        rope_theta=float(theta or 10000.0),
+        mrope_section=tuple(section) if section else None,
+        rope_scaling=rope,
+        tie_word_embeddings=bool(tie),
+        model_type=text.get("model_type", raw["model_type"]),
+        window=_window(text),
+        linear=_linear_config(text),
+        experts=expert_rules(text, _need(text, "num_hidden_layers")),
+        num_cross_layers=len(text.get("cross_attention_layers") or ()),
+        num_deep=num_deep,
+        rope_switch=_rope_switch(rope, text),
+        latent=latent,
+    )
+
+
+def _kv_heads(text: Mapping[str, Any], heads: int) -> int:
+    shared: int = first_of(text, "num_key_value_heads") or heads
+    if heads % shared:
+        raise ConfigError(
+            f"config.json: {heads} attention heads cannot share {shared} key-value heads evenly (num_attention_heads, "
+            "num_key_value_heads)"
+        )
+    return shared
+
+
+def _head_dim(text: Mapping[str, Any], hidden: int, heads: int) -> int:
+    """Half of a head turns as cosine, half as sine."""
+    given: int | None = text.get("head_dim")
+    if given is None and hidden % heads:
+        raise ConfigError(f"config.json: hidden_size={hidden} is not divided by num_attention_heads={heads}")
+    dim = hidden // heads if given is None else given
+    if dim % 2:
+        raise ConfigError(f"config.json: heads have {dim} values (head_dim, or hidden_size by heads), an odd number")
+    return dim
+
+
+def _latent_config(text: Mapping[str, Any]) -> LatentConfig | None:
+    if not text.get("use_mla"):
+        return None
+    return LatentConfig(
+        rank=_need(text, "kv_lora_rank"),
+        turned=_need(text, "qk_rope_head_dim"),
+        plain=_need(text, "qk_nope_head_dim"),
+        value=_need(text, "v_head_dim"),
+        query_rank=_need(text, "q_lora_rank") if text.get("q_lora_rank") else None,
+    )
+
+
+def _rope_switch(rope: Mapping[str, Any], text: Mapping[str, Any]) -> int | None:
+    if first_of(rope, "rope_type", "type") != "longrope":
+        return None
+    found: int | None = first_of({**text, **rope}, "original_max_position_embeddings", "max_position_embeddings")
+    return found
+
+
+def _window(text: Mapping[str, Any]) -> int | None:
+    layers = text.get("layer_types") or ["sliding_attention"]  # older configs have one kind
+    if "chunked_attention" in layers:
+        return text.get("attention_chunk_size")
+    is_used = text.get("use_sliding_window", True) and "sliding_attention" in layers
+    return text.get("sliding_window") if is_used else None
+
+
+def _linear_config(text: Mapping[str, Any]) -> LinearConfig | None:
+    if text.get("linear_num_value_heads") is None:
+        return None
+    every, kinds = text.get("full_attention_interval") or 4, text.get("layer_types")
+    is_linear = [kind == "linear_attention" for kind in kinds] if kinds else [True] * (every - 1) + [False]
+    return LinearConfig(
+        layers=tuple(i for i in range(_need(text, "num_hidden_layers")) if is_linear[i % len(is_linear)]),
+        key_heads=_need(text, "linear_num_key_heads"),
+        value_heads=_need(text, "linear_num_value_heads"),
+        key_dim=_need(text, "linear_key_head_dim"),
+        value_dim=_need(text, "linear_value_head_dim"),
+        kernel=_need(text, "linear_conv_kernel_dim"),
+    )
+
+
+def _vision_config(given: Mapping[str, Any]) -> VisionConfig:
+    vision = {**VISION_DEFAULTS, **TOWER_DEFAULTS.get(given.get("model_type", ""), {}), **given}
+    hidden = first_of(vision, "embed_dim", "hidden_size", "width")
+    if hidden is None:
+        raise ConfigError("config.json: vision_config has none of embed_dim, hidden_size and width")
+    if not isinstance(hidden, int):
+        raise ConfigError(f"config.json: vision_config has several towers ({', '.join(hidden)}); one is supported")
+    return VisionConfig(
+        hidden_size=hidden,
+        intermediate_size=vision.get("intermediate_size") or max(1, int(hidden * vision.get("mlp_ratio", 4))),
+        num_layers=_need(vision, "depth", "num_hidden_layers", "layers") + vision.get("num_global_layers", 0),
+        num_heads=_vision_heads(vision, hidden),
+        patch_size=_side(vision, "patch_size") or 0,
+        in_channels=first_of(given, "in_channels", "in_chans", "num_channels") or vision["in_channels"],
+        image_size=_image_size(vision),
+        spatial_merge_size=vision["spatial_merge_size"],
+        temporal_patch_size=vision["temporal_patch_size"],
+        hidden_act=vision["hidden_act"],
+        # No config says it, but SiLU came to towers together with the gate.
+        is_gated=vision.get("is_gated", vision["hidden_act"] == "silu"),
+        window_size=vision.get("window_size") if "fullatt_block_indexes" in vision else None,
+        full_layers=tuple(vision.get("fullatt_block_indexes") or ()),
+        deep_layers=tuple(vision.get("deepstack_visual_indexes") or ()),
+        takes_squares=vision.get("takes_squares", False),
+        projector=tuple(vision.get("projector_widths") or ()),
+    )
+
+
+def _beside_towers(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """What belongs to the tower's shape but stands at the top where a projector does the merging."""
+    if "projector_config" in raw:
+        given = raw["projector_config"] or {}
+        wide, between = given.get("n_embed", 2048) * given.get("mlp_ratio", 1), given.get("depth", 2) - 1
+        return {"spatial_merge_size": given.get("downsample_ratio", 2), "projector_widths": [wide] * between}
+    return {name: raw[name] for name in ("spatial_merge_size",) if raw.get(name) is not None}
+
+
+def _vision_heads(vision: Mapping[str, Any], hidden: int) -> int:
+    heads = _need(vision, "num_heads", "num_attention_heads", "attention_heads", "heads")
+    if hidden % heads:
+        raise ConfigError(
+            f"config.json: vision_config: width {hidden} does not divide into {heads} heads (num_heads or "
+            "num_attention_heads)"
+        )
+    return heads
+
+
+def _image_size(vision: Mapping[str, Any]) -> int | None:
+    side, patch = _side(vision, "image_size"), _side(vision, "patch_size") or 0
+    if side is not None and side < patch:
+        raise ConfigError(f"config.json: vision_config.image_size={side} is less than one patch_size={patch}")
+    return side
+
+
+def _side(vision: Mapping[str, Any], name: str) -> int | None:
+    """Of a square, which some checkpoints write as two equal numbers."""
+    given = vision.get(name)
+    sides = given if isinstance(given, list) else [given]
+    if len(set(sides)) != 1:
+        raise ConfigError(f"config.json: vision_config.{name} {given} is no square")
+    side: int | None = sides[0]
+    return side
+
+
+def _need(values: Mapping[str, Any], *names: str) -> int:
+    found: int | None = first_of(values, *names)
+    if found is None:
+        raise ConfigError(f"config.json has no {' or '.join(names)}, which the model's shape needs")
+    if found < 1:
+        raise ConfigError(f"config.json: {' or '.join(names)} comes to {found}; at least 1 is needed")
+    return found
+
+
+def _dtype_name(raw: Mapping[str, Any], text: Mapping[str, Any]) -> str:
+    name = first_of(raw, "dtype", "torch_dtype") or first_of(text, "dtype", "torch_dtype") or "float32"
+    return str(name).removeprefix("torch.")
+
+
+def _eos_ids(*sources: Mapping[str, Any]) -> frozenset[int]:
+    """The first source that names end tokens wins: generation_config.json, then config.json, then its text part."""
+    for source in sources:
+        ids = source.get("eos_token_id")
+        if ids is not None:
+            return frozenset(ids if isinstance(ids, list) else [ids])
+    return frozenset()

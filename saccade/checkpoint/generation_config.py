@@ -1,0 +1,93 @@
+"""How a checkpoint wants its tokens drawn: sampling values of generation_config.json, for requests that set none.
+
+Knows that file's names and those of SamplingParams. Opens no file; end tokens are `config`'s business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from saccade.checkpoint.config import ConfigError
+from saccade.options import Options
+from saccade.sampling_params import SamplingParams
+from saccade.types import RequestError
+
+_FILE = "generation_config.json"
+_FIELDS: Mapping[str, str] = {  # there -> in SamplingParams
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+_LARGEST = 2**31 - 1  # of whole numbers: what the engine's side can be told
+_GREEDY = "do_sample"  # false: the likeliest token, whatever the temperature
+
+
+def sampling_defaults(options: Options, file: Mapping[str, Any]) -> dict[str, Any]:
+    """What stands for what a request leaves out, by the names of SamplingParams; the file's other keys mean nothing.
+
+    ConfigError where a value is one that no request could send. Null is silence, in an override too.
+    """
+    override = _override(options)
+    given = {} if options.generation_config == "none" else dict(file)
+    if "temperature" in override:
+        given.pop(_GREEDY, None)  # the file's way to say that its temperature is 0
+    said = {
+        **{name: _checked(_FILE, name, given[name]) for name in given if name not in override},
+        **{name: _checked("override_generation_config", name, value) for name, value in override.items()},
+    }
+    values = {_FIELDS[name]: value for name, value in said.items() if name in _FIELDS and value is not None}
+    return {**values, "temperature": 0.0} if said.get(_GREEDY) is False else values
+
+
+def shown_defaults(defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """All of them, the engine's own included. No max_tokens: what the API says, or what the context holds."""
+    filled = SamplingParams(**defaults)
+    return {name: getattr(filled, name) for name in _FIELDS.values() if name != "max_tokens" or name in defaults}
+
+
+def defaults_line(defaults: Mapping[str, Any]) -> str:
+    """For the start-up log."""
+    said = ", ".join(f"{name}={value}" for name, value in defaults.items())
+    if not said:
+        return "sampling defaults: the engine's own, temperature=1.0; the checkpoint names none that are used"
+    return f"sampling defaults of requests that set none: {said} ({_FILE}; --override-generation-config changes them)"
+
+
+def _override(options: Options) -> Mapping[str, Any]:
+    given = options.override_generation_config
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"override_generation_config must be an object of names and values, not {given!r}")
+    known = (*_FIELDS, _GREEDY)
+    unknown = sorted(str(name) for name in given if name not in known)
+    if unknown:
+        raise ConfigError(f"override_generation_config takes {', '.join(known)}, not {', '.join(unknown)}")
+    return given
+
+
+def _checked(source: str, name: str, value: Any) -> Any:
+    if value is None:
+        return None
+    wrong = _wrong(name, value)
+    if wrong is None:
+        return value
+    remedy = "; --override-generation-config sets another, --generation-config none goes without the file's"
+    raise ConfigError(f"{source}: {wrong:.200}{remedy if source == _FILE else ''}")
+
+
+def _wrong(name: str, value: Any) -> str | None:
+    """What is wrong with it, in the words a request would hear."""
+    if name == _GREEDY:
+        return None if isinstance(value, bool) else f"{name} must be true or false, but {value!r:.80} was given"
+    if name not in _FIELDS:
+        return None
+    if isinstance(value, int) and abs(value) > _LARGEST:
+        return f"{name} must be at most {_LARGEST}, but a number of {value.bit_length()} bits was given"
+    try:
+        SamplingParams(**{_FIELDS[name]: value})
+    except RequestError as error:
+        return error.message.replace(_FIELDS[name], name, 1)
+    return None

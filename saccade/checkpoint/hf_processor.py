@@ -1,0 +1,132 @@
+"""Transformers' own processor of a checkpoint, for families that are not in our tables. The one way to import it.
+
+Importing that library brings torch along, so whoever calls this is no longer free of it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from saccade.checkpoint.config import ConfigError
+from saccade.checkpoint.files import check_named_files, read_optional
+
+LOCAL: Mapping[str, bool] = {"local_files_only": True, "trust_remote_code": False}
+"""For whatever that library loads. Unless told so, it asks the terminal whether to run a folder's code, and waits."""
+
+_OPTIONAL = ("torchvision", "timm", "num2words", "sentencepiece", "tiktoken")  # what some of its processors need
+_HANDLED = frozenset(("input_ids", "attention_mask", "pixel_values", "pixel_attention_mask", "pixel_mask"))
+_BOTH_WAYS = "token_type_ids"  # with which a model is told whose tokens see each other, whichever comes first
+_TRIED = (64, 64)
+
+
+def refusal(model_type: str, reason: str) -> ConfigError:
+    return ConfigError(
+        f"model_type {model_type!r} is not in our table and cannot be served through Transformers: {reason}; "
+        "docs/models.md lists what can be"
+    )
+
+
+def raised(error: Exception) -> str:
+    """What to say of an exception from a library of hundreds of models: its text is for those who know the code."""
+    missing = [name for name in _OPTIONAL if name in str(error).lower() and find_spec(name) is None]
+    if missing:
+        return f"it needs {missing[0]}, which is not installed (pip install {missing[0]})"
+    return f"its code there raises {type(error).__name__}"
+
+
+def library(model_type: str) -> Any:
+    """The Transformers package."""
+    try:
+        return import_module("transformers")
+    except ImportError:
+        raise refusal(model_type, "that library is not installed (pip install saccade[transformers])") from None
+
+
+def load_processor(path: Path, model_type: str) -> Any:
+    """Pictures and text only: the part for video would need torchvision, and nobody asks for it."""
+    transformers = library(model_type)
+    try:
+        return _load(transformers, path)
+    except ConfigError:
+        raise
+    except Exception as error:  # a library of hundreds of models may raise anything
+        raise refusal(model_type, f"its processor cannot be loaded: {raised(error)}") from error
+
+
+def _load(transformers: Any, path: Path) -> Any:
+    check_named_files(read_optional(path / "tokenizer_config.json"), path / "tokenizer_config.json")
+    kinds = import_module("transformers.models.auto.processing_auto").PROCESSOR_MAPPING
+    config = transformers.AutoConfig.from_pretrained(path, **LOCAL)
+    if type(config) not in kinds:
+        raise LookupError(f"it knows no processor for {type(config).__name__}")
+    kind = kinds[type(config)]
+    parts = {
+        "image_processor": transformers.AutoImageProcessor.from_pretrained(path, **LOCAL),
+        "tokenizer": transformers.AutoTokenizer.from_pretrained(path, **LOCAL),
+    }
+    missing = {name: None for name in kind.get_attributes() if name not in parts}
+    unchecked = {"check_argument_for_proper_class": lambda self, name, value: None}  # None is no video processor
+    return type(kind.__name__, (kind,), unchecked)(**parts, **missing, **_settings(path))
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    given = read_optional(path / "processor_config.json")
+    own = {name: value for name, value in given.items() if not isinstance(value, dict)}
+    return {name: value for name, value in own.items() if name not in ("processor_class", "auto_map")}
+
+
+def processed(processor: Any, text: str, image: Image.Image) -> Any:
+    """One prompt with one picture, as tensors by name. Some processors fail without tensors."""
+    return processor(text=[text], images=[image], return_tensors="pt", add_special_tokens=False)
+
+
+def placeholder(processor: Any, model_type: str, image_token_id: int) -> str:
+    """What a prompt says where a picture goes: of the tokens that may mean it, the one that most embeddings replace."""
+    tokenizer = processor.tokenizer
+    own = tokenizer.convert_ids_to_tokens(image_token_id)
+    named = (own, getattr(processor, "image_token", None), getattr(processor, "boi_token", None))
+    found = {token: _embedded(processor, token, image_token_id) for token in dict.fromkeys(filter(None, named))}
+    token = max(found, key=lambda name: found[name])
+    if not found[token]:
+        raise refusal(model_type, f"its processor finds no place for a picture at {' or '.join(found)}")
+    if len(tokenizer.encode(token, add_special_tokens=False)) != 1:
+        raise refusal(model_type, f"a picture's place in the text, {token}, is not one token of its tokenizer")
+    return str(token)
+
+
+def _embedded(processor: Any, token: str, image_token_id: int) -> int:
+    try:
+        made = processed(processor, token, Image.new("RGB", _TRIED))
+    except Exception:  # it is not the one
+        return 0
+    return int((made["input_ids"] == image_token_id).sum())
+
+
+def check_inputs(processor: Any, path: Path, model_type: str, token: str) -> None:
+    """ConfigError where the model is told more of a picture than its pixels. Known before any weight is read."""
+    taken = inspect.signature(_model_class(path, model_type).forward).parameters
+    given = processed(processor, token, Image.new("RGB", _TRIED))
+    if "pixel_values" not in given:
+        names = ", ".join(name for name in given if name in taken and name not in _HANDLED)
+        raise refusal(model_type, f"its processor makes {names or 'nothing'} of a picture, not pixel_values")
+    if _BOTH_WAYS in given and _BOTH_WAYS in taken:
+        raise refusal(model_type, "its pictures are read in both directions, and our attention looks back only")
+    more = [name for name in given if name in taken and name not in _HANDLED]
+    if more:
+        raise refusal(model_type, f"its model reads {', '.join(more)} beside the pixels, and we hand over pixels alone")
+
+
+def _model_class(path: Path, model_type: str) -> Any:
+    kinds = import_module("transformers.models.auto.modeling_auto").MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    config = library(model_type).AutoConfig.from_pretrained(path, **LOCAL)
+    if type(config) not in kinds:
+        raise refusal(model_type, "that library has no model of this type that answers about pictures")
+    found = kinds[type(config)]
+    return found[0] if isinstance(found, tuple) else found

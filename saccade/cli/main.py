@@ -1,0 +1,302 @@
+"""The command line: one small function per command; flags are made from the classes in `options`.
+
+Commands that need no model weights never import torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import logging
+import os
+import re
+import sys
+import typing
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from saccade import __version__
+from saccade.checkpoint.config import ConfigError
+from saccade.cli.count import count_files, table
+from saccade.evaluation.commands import Output, Target, evaluate, tune
+from saccade.options import Options, ServerOptions
+from saccade.server.config import load_settings, option_kinds, text_reader
+from saccade.types import RequestError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0 on success, 2 on a usage error, 1 otherwise; errors are one line on stderr."""
+    args = _parse(argv)
+    logging.basicConfig(level=logging.DEBUG if args.debug else logging.INFO, format="%(message)s", stream=sys.stderr)
+    try:
+        return int(args.run(args))
+    except (ConfigError, RequestError, OSError) as error:
+        if args.debug:
+            raise
+        print(f"saccade: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """As argparse does, but a question may also stand behind the flags: `chat MODEL --image FILE "question"`."""
+    parser = _parser()
+    args, rest = parser.parse_known_args(argv)
+    if len(rest) == 1 and not rest[0].startswith("-") and getattr(args, "question", "") is None:
+        args.question = rest[0]
+    elif rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    return args
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="saccade",
+        description="An inference engine for vision-language models that prices a picture before it decodes a pixel.",
+        epilog="Start with: saccade count photo.jpg",
+    )
+    parser.add_argument("--version", action="version", version=f"saccade {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_count(commands)
+    _add_chat(commands)
+    _add_serve(commands)
+    _add_eval(commands)
+    _add_tune(commands)
+    return parser
+
+
+# --- count --------------------------------------------------------------------------------------------------------
+
+
+def _add_count(commands: Any) -> None:
+    command = commands.add_parser(
+        "count",
+        help="what pictures and videos cost: tokens and KV blocks, from their headers alone",
+        description="Print the bill of each picture and video. No weights are loaded and no picture is decoded.",
+        epilog="Example: saccade count --model Qwen/Qwen2-VL-2B-Instruct --max-pixels 1003520 *.jpg",
+    )
+    command.add_argument("files", nargs="+", metavar="FILE", help="pictures and videos")
+    command.add_argument("--model", help="folder or hub id whose rules apply; without it the rules of Qwen2-VL")
+    command.add_argument("--min-pixels", type=int, help="smaller pictures are enlarged to this")
+    command.add_argument("--max-pixels", type=int, help="larger pictures are reduced to this, frames of videos too")
+    command.add_argument("--video-pruning", type=float, default=0.0, help="share of static video tokens that goes")
+    command.add_argument("--together", action="store_true", help="in one prompt: some models see many pictures smaller")
+    command.add_argument("--json", action="store_true", help="print a JSON list instead of a table")
+    command.add_argument("--debug", action="store_true", help="show tracebacks")
+    command.set_defaults(run=_count)
+
+
+def _count(args: argparse.Namespace) -> int:
+    """Every readable picture is priced; unreadable ones are named on stderr and make the exit status 1."""
+    limits = (args.min_pixels, args.max_pixels)
+    rows, errors = count_files(args.files, args.model, *limits, args.video_pruning, together=args.together)
+    print(json.dumps([dataclasses.asdict(row) for row in rows], indent=2) if args.json else table(rows))
+    for error in errors:
+        print(f"saccade: {error}", file=sys.stderr)
+    return 1 if errors else 0
+
+
+# --- chat ---------------------------------------------------------------------------------------------------------
+
+
+def _add_chat(commands: Any) -> None:
+    command = commands.add_parser(
+        "chat",
+        help="ask a model about pictures in the terminal",
+        usage='saccade chat [MODEL] [--image FILE]... ["question"] [options]',
+        description="Answer one question, or hold a conversation when no question is given.",
+        epilog='Example: saccade chat --image shapes.png "How many circles are there?"',
+    )
+    command.add_argument("model", nargs="?", metavar="MODEL", help="folder or hub id; nothing: the built-in model")
+    command.add_argument("question", nargs="?", help="leave it out to hold a conversation")
+    command.add_argument("--image", action="append", default=[], metavar="FILE", help="a picture; may be repeated")
+    command.add_argument("--max-tokens", type=int, default=512, help="longest answer (default: 512)")
+    command.add_argument(
+        "--temperature",
+        type=float,
+        help="0 always takes the likeliest token; automatic: the checkpoint's (--generation-config), or 0",
+    )
+    add_options(command, "engine", Options)
+    command.add_argument("--debug", action="store_true", help="show tracebacks and debug logs")
+    command.set_defaults(run=_chat)
+
+
+def _chat(args: argparse.Namespace) -> int:
+    from saccade.cli.chat import converse  # needs torch
+
+    if args.question is None and args.model is not None and not _names_model(args.model):
+        args.model, args.question = None, args.model
+    opts = Options(**given_options(args, Options))
+    return converse(opts, args.question, args.image, args.max_tokens, args.temperature)
+
+
+def _names_model(word: str) -> bool:
+    """Whether a lone word is a folder or a hub id, and not a question."""
+    return Path(word).is_dir() or re.fullmatch(r"[./~]*[\w.-]+(/[\w.-]+)+/?", word) is not None
+
+
+# --- serve --------------------------------------------------------------------------------------------------------
+
+
+def _add_serve(commands: Any) -> None:
+    command = commands.add_parser(
+        "serve",
+        help="answer over HTTP, in the shapes of the OpenAI API",
+        usage="saccade serve [MODEL] [options]",
+        description="Serve a model. Options may also stand in the environment (SACCADE_PORT=8000) or in a YAML file.",
+        epilog="Example: saccade serve Qwen/Qwen2-VL-2B-Instruct --port 8000 --limit-mm-per-prompt image=4",
+    )
+    command.add_argument("model", nargs="?", metavar="MODEL", help="folder or hub id; nothing: the built-in model")
+    command.add_argument("--config", metavar="FILE", help="YAML file with options; flags and the environment win")
+    add_options(command, "server", ServerOptions)
+    add_options(command, "engine", Options)
+    command.add_argument("--debug", action="store_true", help="show tracebacks and debug logs")
+    command.set_defaults(run=_serve)
+
+
+def _serve(args: argparse.Namespace) -> int:
+    from saccade.server.serve import serve  # FastAPI takes a while to load, and only this command needs it
+
+    file = args.config or os.environ.get("SACCADE_CONFIG")
+    return serve(load_settings(given_options(args, Options, ServerOptions), os.environ, file))
+
+
+# --- eval and tune ------------------------------------------------------------------------------------------------
+
+
+def _add_eval(commands: Any) -> None:
+    command = commands.add_parser(
+        "eval",
+        help="accuracy per skill on questions about pictures",
+        usage="saccade eval [MODEL] [options]",
+        description="Ask every question of a set and print the share of right answers per skill.",
+        epilog="Example: saccade eval --url http://127.0.0.1:8000 --questions my-set --show-wrong 5",
+    )
+    _add_target(command)
+    command.add_argument("--show-wrong", type=int, default=0, metavar="N", help="print the first N wrong answers")
+    add_options(command, "engine, for a server of our own", Options)
+    command.set_defaults(run=_eval)
+
+
+def _add_tune(commands: Any) -> None:
+    command = commands.add_parser(
+        "tune",
+        help="accuracy, tokens and first-token time at several picture sizes, and a recommended max_pixels",
+        usage="saccade tune [MODEL] [options]",
+        description="Run an evaluation at several max_pixels, to see what smaller pictures save and what they lose.",
+        epilog="Example: saccade tune --url http://127.0.0.1:8000 --questions my-set --plot tune.svg",
+    )
+    _add_target(command)
+    command.add_argument(
+        "--max-pixels",
+        dest="sizes",
+        type=_flag_reader(_read_sizes),
+        metavar="N,N,...",
+        help="settings to try; automatic: from the largest picture or the server's limit, halving",
+    )
+    command.add_argument("--plot", metavar="FILE.svg", help="draw accuracy against pixels")
+    add_options(command, "engine, for a server of our own", Options, leave_out=("max_pixels",))
+    command.set_defaults(run=_tune)
+
+
+def _add_target(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "model", nargs="?", metavar="MODEL", help="folder or hub id; nothing: the built-in model; with --url: its name"
+    )
+    command.add_argument("--url", help="ask this OpenAI-compatible server; without it one is started and stopped")
+    command.add_argument("--api-key", metavar="KEY", help="of that server")
+    command.add_argument("--questions", metavar="PATH", help="folder or zip with questions.jsonl; nothing: built in")
+    command.add_argument("--limit", type=int, metavar="N", help="ask only the first N questions")
+    command.add_argument("--concurrency", type=int, default=32, metavar="N", help="questions at a time (default: 32)")
+    command.add_argument("--max-tokens", type=int, default=256, metavar="N", help="longest answer (default: 256)")
+    command.add_argument("--json", metavar="FILE", help="also write everything that was found there")
+    command.add_argument(
+        "--markdown", action="append", default=[], metavar="FILE", help="also rewrite the table in this Markdown file"
+    )
+    command.add_argument("--debug", action="store_true", help="show tracebacks and the log of the server we start")
+
+
+def _eval(args: argparse.Namespace) -> int:
+    return evaluate(_target(args), Output(args.json, tuple(args.markdown), args.show_wrong))
+
+
+def _tune(args: argparse.Namespace) -> int:
+    return tune(_target(args), args.sizes, Output(args.json, tuple(args.markdown), plot=args.plot))
+
+
+def _target(args: argparse.Namespace) -> Target:
+    given = given_options(args, Options)
+    if args.url is None:
+        options = load_settings(given, os.environ, os.environ.get("SACCADE_CONFIG")).engine
+    else:
+        unused = sorted(f"--{name.replace('_', '-')}" for name in given if name != "model")
+        if unused:
+            raise ConfigError(
+                f"{', '.join(unused)} cannot change the server at {args.url}; leave it out, or leave --url"
+            )
+        options = Options(**given)
+    return Target(
+        options, args.url, args.api_key, args.questions, args.limit, args.concurrency, args.max_tokens, args.debug
+    )
+
+
+def _read_sizes(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(f"expected whole numbers such as 6400,25600, not {text!r}") from None
+
+
+# --- flags made from the options ----------------------------------------------------------------------------------
+
+
+def add_options(parser: argparse.ArgumentParser, title: str, cls: type, leave_out: Sequence[str] = ()) -> None:
+    """One flag per option; the default and its meaning are the config class's own.
+
+    A flag that is not written leaves nothing in the namespace, so that the environment and a file can speak.
+    """
+    group = parser.add_argument_group(title)
+    kinds = option_kinds(cls)
+    for option in dataclasses.fields(cls):
+        if option.name != "model" and option.name not in leave_out:
+            _add_flag(group, option.name, kinds[option.name], getattr(cls(), option.name), option.metadata["help"])
+
+
+def _add_flag(group: Any, name: str, kind: Any, default: Any, help_text: str) -> None:
+    flag = name.replace("_", "-")
+    if kind is bool:
+        off = {"flag": f"--no-{flag.removeprefix('enable-')}", "action": "store_false", "help": f"do not {help_text}"}
+        on = {"flag": f"--{flag}", "action": "store_true", "help": help_text}
+        given = off if default else on
+        group.add_argument(given.pop("flag"), dest=name, default=argparse.SUPPRESS, **given)
+        return
+    shown = "" if default in (None, ()) or isinstance(default, dict) else f" (default: {default})"
+    action = "extend" if typing.get_origin(kind) is tuple else "store"
+    help_text = (help_text + shown).replace("%", "%%")
+    reader = _flag_reader(text_reader(kind))
+    group.add_argument(f"--{flag}", action=action, type=reader, default=argparse.SUPPRESS, help=help_text)
+
+
+def _flag_reader(reader: Callable[[str], Any]) -> Callable[[str], Any]:
+    def read(text: str) -> Any:
+        try:
+            return reader(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return read
+
+
+def given_options(args: argparse.Namespace, *classes: type) -> dict[str, Any]:
+    """The options the command line names, as the config classes take them."""
+    names = {option.name for cls in classes for option in dataclasses.fields(cls)}
+    given = {name: value for name, value in vars(args).items() if name in names and value is not None}
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,321 @@
+"""The engine as the API process sees it: async streams, back-off restarts, the truth about its state.
+
+Owns one engine process at a time and the requests open in it. Never imports torch and never looks into a picture.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from saccade.checkpoint.config import ConfigError, ModelConfig
+from saccade.engine.ipc.messages import (
+    Abort,
+    Accepted,
+    Beat,
+    Fatal,
+    Ready,
+    Refused,
+    Report,
+    Submit,
+    frame,
+    pack_requests,
+    start_message,
+)
+from saccade.engine.ipc.process import EngineProcess
+from saccade.engine.ipc.stream import EngineUnavailable, RequestStream, Submission
+from saccade.options import Options, SchedulerConfig
+from saccade.types import Geometry, Request, RequestError
+
+__all__ = ["EngineClient", "EngineInfo", "EngineStatus", "EngineUnavailable", "RequestStream"]
+
+WORKER = (sys.executable, "-m", "saccade.engine.ipc.worker")
+FIRST_BACKOFF, MAX_BACKOFF = (
+    0.5,
+    30.0,
+)  # seconds; a worker that lived longer than the latter starts again from the former
+_LEAST_HEARTBEAT_TIMEOUT = 2.0  # an idle worker beats twice a second
+_LOOKS = 4  # silent looks in a row before a worker counts as hung: one stall of our own loop is not enough
+_GUESSED_START = 5.0  # seconds, until a start has been measured
+
+logger = logging.getLogger("saccade.engine")
+
+State = Literal["starting", "ready", "restarting", "draining", "stopped"]
+
+
+class CheckpointFiles(Protocol):
+    """What the worker needs to know of a checkpoint; the processor's `Checkpoint` has it."""
+
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    @property
+    def image_processor(self) -> Mapping[str, Any]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What a worker chose when it started. A restarted one may choose anew, as the free memory may differ."""
+
+    limits: SchedulerConfig
+    reasons: tuple[str, ...]  # one line per choice, for the start-up log
+    start_seconds: float  # from the start of the process until it was warm
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    state: State
+    heartbeat_age: float  # seconds since the worker's last sign of life
+    restarts: int
+    last_error: str | None  # why the last worker ended, when it was not asked to
+    pid: int | None  # of the worker, when there is one
+
+
+class EngineClient:
+    def __init__(
+        self,
+        options: Options,
+        *,
+        checkpoint: CheckpointFiles,
+        largest: Geometry | None,
+        warmup: Sequence[Request] = (),
+        heartbeat_timeout: float = 60.0,
+        progress: bool = True,
+        command: Sequence[str] = WORKER,
+    ) -> None:
+        """`warmup` requests run in every new worker before it counts as ready; `command` gets a socket's number added.
+
+        `heartbeat_timeout` is the longest a single step may take, in seconds.
+        """
+        if heartbeat_timeout < _LEAST_HEARTBEAT_TIMEOUT:
+            raise ConfigError(
+                f"heartbeat_timeout must be {_LEAST_HEARTBEAT_TIMEOUT} s or more, not {heartbeat_timeout}"
+            )
+        files = (checkpoint.path, checkpoint.config, checkpoint.image_processor)
+        self._start_frame = frame(start_message(*files, options, largest, warmup, progress=progress))
+        self._heartbeat_timeout = heartbeat_timeout
+        self._command = command
+        self._state: State = "starting"
+        self._process: EngineProcess | None = None
+        self._supervisor: asyncio.Task[None] | None = None
+        self._started: asyncio.Future[EngineInfo] | None = None  # of the first start
+        self._spawned_at = time.monotonic()
+        self._ready_at: float | None = None  # of the current worker
+        self._info: EngineInfo | None = None
+        self._stats: dict[str, Any] = {}
+        self._open: dict[str, Submission] = {}  # by request, until the worker says that it ended
+        self._bytes_in_flight = 0
+        self._fatal: Fatal | None = None  # the current worker's last words
+        self._backoff = FIRST_BACKOFF
+        self._restarts = 0
+        self._last_error: str | None = None
+
+    # --- from start to stop ---------------------------------------------------------------------------------------
+
+    async def start(self) -> EngineInfo:
+        """Wait until the worker is warm. ConfigError or EngineUnavailable if the very first one does not come up."""
+        assert self._supervisor is None, "an engine client starts once"
+        self._started = asyncio.get_running_loop().create_future()
+        self._supervisor = asyncio.create_task(self._supervise(self._started))
+        return await self._started
+
+    def drain(self) -> None:
+        """Refuse new requests; open ones go on."""
+        if self._state != "stopped":
+            self._state = "draining"
+
+    async def stop(self) -> None:
+        """End the worker for sure. Open streams raise EngineUnavailable."""
+        self._state = "stopped"
+        self._lose_open("the server is shutting down; the request was not finished")
+        if self._supervisor is not None:
+            self._supervisor.cancel()
+            await asyncio.wait([self._supervisor])
+
+    @property
+    def info(self) -> EngineInfo | None:
+        """What the latest worker chose; None before the first is ready."""
+        return self._info
+
+    @property
+    def bytes_in_flight(self) -> int:
+        """Bytes of all open requests, as sent to the worker, which keeps them until the request ends."""
+        return self._bytes_in_flight
+
+    def stats(self) -> dict[str, Any]:
+        """The worker's counters, at most about a second old. A new worker counts from zero."""
+        return self._stats
+
+    def status(self) -> EngineStatus:
+        process = self._process
+        return EngineStatus(
+            state=self._state,
+            heartbeat_age=time.monotonic() - (process.last_received if process else self._spawned_at),
+            restarts=self._restarts,
+            last_error=self._last_error,
+            pid=process.pid if process else None,
+        )
+
+    # --- requests -------------------------------------------------------------------------------------------------
+
+    async def submit(self, requests: Sequence[Request]) -> list[RequestStream]:
+        """Returns when the scheduler has let all of them in; RequestError, with its code, if it refuses, and none runs.
+
+        Requests that share a prompt, as objects, send it once, and it counts once as bytes in flight.
+        """
+        submission = self._send(requests)
+        await submission.admission()
+        return list(submission.streams.values())
+
+    def _send(self, requests: Sequence[Request]) -> Submission:
+        if self._state != "ready" or self._process is None:
+            raise EngineUnavailable(f"the engine is {self._state}; try again later", self._retry_after())
+        for request in requests:
+            if request.request_id in self._open:
+                raise RequestError(f"a request with the id {request.request_id!r} is already open; choose another id")
+        message = frame(Submit(pack_requests(requests)))
+        submission = Submission([request.request_id for request in requests], len(message), self._abort)
+        self._open |= dict.fromkeys(submission.streams, submission)
+        self._bytes_in_flight += submission.num_bytes
+        self._process.send(message)
+        return submission
+
+    def _abort(self, request_id: str) -> None:
+        if self._process is not None:
+            self._process.send(frame(Abort(request_id)))
+
+    def _close(self, request_id: str) -> RequestStream | None:
+        submission = self._open.pop(request_id, None)
+        if submission is None:
+            return None
+        submission.num_open -= 1
+        self._bytes_in_flight -= submission.num_bytes if not submission.num_open else 0
+        return submission.streams[request_id]
+
+    def _lose_open(self, message: str) -> None:
+        for request_id, submission in list(self._open.items()):
+            error = EngineUnavailable(message, self._retry_after())
+            submission.refuse(error)
+            stream = self._close(request_id)
+            assert stream is not None
+            stream.lose(error)
+
+    def _retry_after(self) -> float:
+        return self._backoff + (self._info.start_seconds if self._info else _GUESSED_START)
+
+    # --- what the worker says -------------------------------------------------------------------------------------
+
+    def _take(self, report: Report, process: EngineProcess) -> None:
+        if isinstance(report, Beat):
+            self._take_beat(report)
+        elif isinstance(report, Accepted):
+            if report.request_id in self._open:
+                self._open[report.request_id].admit()
+        elif isinstance(report, Refused):
+            self._take_refusal(report)
+        elif isinstance(report, Ready):
+            self._take_ready(report, process)
+        else:
+            self._fatal = report
+
+    def _take_refusal(self, refused: Refused) -> None:
+        submission = self._open.get(refused.request_id)
+        if submission is not None:
+            for request_id in submission.streams:
+                self._close(request_id)
+            submission.refuse(refused.error)
+
+    def _take_beat(self, beat: Beat) -> None:
+        self._stats = beat.stats if beat.stats is not None else self._stats
+        for event in beat.events:
+            submission = self._open.get(event.request_id)
+            if submission is None:
+                continue
+            if event.finish_reason is not None:
+                self._close(event.request_id)
+            submission.streams[event.request_id].push(event)
+
+    def _take_ready(self, ready: Ready, process: EngineProcess) -> None:
+        process.is_ready = True
+        self._ready_at = time.monotonic()
+        self._info = EngineInfo(ready.limits, ready.reasons, self._ready_at - self._spawned_at)
+        if self._state in ("starting", "restarting"):
+            self._state = "ready"
+        if self._started is not None and not self._started.done():
+            self._started.set_result(self._info)
+
+    # --- one worker after the other -------------------------------------------------------------------------------
+
+    async def _supervise(self, started: asyncio.Future[EngineInfo]) -> None:
+        while True:
+            reason = await self._run_worker()
+            self._last_error = reason
+            if not started.done():
+                self._state = "stopped"
+                started.set_exception(self._failed_start(reason))
+            if self._state in ("draining", "stopped"):
+                self._state = "stopped"
+                self._lose_open(f"the engine stopped under the request: {reason}")
+                return
+            await self._pause(reason)
+
+    async def _pause(self, reason: str) -> None:
+        """A worker that keeps dying is started ever more rarely."""
+        if self._ready_at is not None and time.monotonic() - self._ready_at > MAX_BACKOFF:
+            self._backoff = FIRST_BACKOFF
+        self._lose_open("the engine stopped under the request and is being started again; send the request again")
+        self._restarts += 1
+        logger.error("the engine stopped: %s; it is started again in %.1f s", reason, self._backoff)
+        await asyncio.sleep(self._backoff)
+        self._backoff = min(self._backoff * 2, MAX_BACKOFF)
+
+    async def _run_worker(self) -> str:
+        """From its start to its end; why it ended."""
+        self._fatal = self._ready_at = None
+        self._spawned_at = time.monotonic()
+        try:
+            process = self._process = await EngineProcess.spawn(self._command)
+        except OSError as error:
+            return f"its process could not be started ({error.strerror})"
+        watch = asyncio.create_task(self._watch(process))
+        try:
+            await self._listen(process)
+        finally:
+            watch.cancel()
+            self._process = None
+            self._state = "restarting" if self._state == "ready" else self._state
+            how = await process.end()
+        return self._fatal.message if self._fatal else how
+
+    async def _listen(self, process: EngineProcess) -> None:
+        try:
+            process.send(self._start_frame)
+            while (report := await process.receive()) is not None:
+                self._take(report, process)
+        except Exception:  # garbage on the wire, or our own mistake: a new worker is the way out of both
+            logger.exception("what the engine sent cannot be understood")
+            process.kill()
+
+    async def _watch(self, process: EngineProcess) -> None:
+        """Kill a worker whose step loop gives no sign of life; loading may take as long as it likes."""
+        silent = 0
+        while silent < _LOOKS:
+            seen = process.num_received
+            await asyncio.sleep(self._heartbeat_timeout / _LOOKS)
+            silent = silent + 1 if process.is_ready and process.num_received == seen else 0
+        self._fatal = Fatal(f"it gave no sign of life for {self._heartbeat_timeout} s", is_config=False)
+        process.kill()
+
+    def _failed_start(self, reason: str) -> Exception:
+        if self._fatal is not None and self._fatal.is_config:
+            return ConfigError(reason)
+        return EngineUnavailable(f"the engine did not start: {reason}", self._retry_after())

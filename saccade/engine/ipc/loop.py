@@ -1,0 +1,215 @@
+"""The life of an engine process: build a core, warm it up, then step it for one client until told to stop.
+
+Owns the connection and the rhythm of steps; what a step does is the core's. Reads no options and never loads torch by
+itself, so that tests can run it with a fake core.
+
+    socket ─► reader thread ─► inbox ─► loop: take messages, step, beat ─► socket
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from ctypes import CDLL
+from queue import Empty, SimpleQueue
+from typing import BinaryIO
+
+from saccade.checkpoint.config import ConfigError
+from saccade.engine.core import EngineCore
+from saccade.engine.gc_control import tidy, trim
+from saccade.engine.ipc.messages import (
+    Abort,
+    Accepted,
+    Beat,
+    Command,
+    Fatal,
+    Ready,
+    Refused,
+    Report,
+    Start,
+    Stop,
+    Submit,
+    WireError,
+    command_in,
+    frame,
+    read_body,
+    unpack_requests,
+)
+from saccade.types import Request, RequestError, TokenEvent
+
+BEAT_SECONDS = 0.5  # between beats when there is nothing to step, and between two looks at the counters
+TRIM_SECONDS = 60.0  # between two times that freed memory is given back: the steps after it fetch some of it again
+_PR_SET_PDEATHSIG = 1
+
+logger = logging.getLogger("saccade.engine")
+
+Build = Callable[[Start], EngineCore]
+
+
+class EngineLoop:
+    """Steps one core for the other end of one socket."""
+
+    def __init__(self, connection: socket.socket, on_close: Callable[[], None]) -> None:
+        """`on_close` is called in the reader's thread when the other side is gone or sends garbage."""
+        self._connection = connection
+        self._on_close = on_close
+        self._inbox: SimpleQueue[Command] = SimpleQueue()
+        self._ended: list[TokenEvent] = []  # terminal events of aborted requests, not yet told
+        self._stats_due = 0.0
+        self._is_tidy = self._is_trimmed = True
+        self._trim_due = time.monotonic() + TRIM_SECONDS
+        threading.Thread(target=self._read, name="saccade-reader", daemon=True).start()
+
+    def run(self, build: Build) -> None:
+        start = self._inbox.get()
+        if isinstance(start, Stop):
+            return
+        if not isinstance(start, Start):
+            raise WireError(f"the first message must be Start, not {type(start).__name__}")
+        core = build(start)
+        try:
+            warm_up(core, unpack_requests(start.warmup))
+            self.send(Ready(core.limits, core.reasons))
+            while self._take_messages(core):
+                self._turn(core)
+        finally:
+            core.close()
+
+    def _turn(self, core: EngineCore) -> None:
+        if core.has_unfinished():
+            self._is_tidy = self._is_trimmed = False
+            self._beat(core, core.step())
+        else:
+            self._beat(core, [])
+            self._rest()
+        self._trim_sometimes()
+
+    def _rest(self) -> None:
+        """Nobody waits for the next step: the moment for what nobody should wait for."""
+        if not self._is_tidy:
+            tidy()
+            self._is_tidy = True
+
+    def _trim_sometimes(self) -> None:
+        """Not only at rest: under load that never ends there is none."""
+        now = time.monotonic()
+        if not self._is_trimmed and now >= self._trim_due:
+            trim()
+            self._is_trimmed, self._trim_due = True, now + TRIM_SECONDS
+
+    def send(self, message: Report) -> None:
+        self._connection.sendall(frame(message))
+
+    # --- incoming -------------------------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        """Runs in a thread of its own, so that what arrives during a step is read and decoded meanwhile."""
+        try:
+            with self._connection.makefile("rb") as stream:
+                while self._receive(stream):
+                    pass
+        except Exception as error:  # garbage, a broken socket, no memory for a frame: the connection is of no use
+            logger.error("the connection to the server broke: %s", error)
+        self._on_close()
+
+    def _receive(self, stream: BinaryIO) -> bool:
+        """One message; False at the end. Nothing of it stays here, where the next may be waited for all night."""
+        body = read_body(stream)
+        if body is None:
+            return False
+        self._inbox.put(command_in(body))
+        return True
+
+    def _take_messages(self, core: EngineCore) -> bool:
+        """Do what has arrived; wait a little only when there is nothing to step. False: it is time to stop."""
+        try:
+            message = self._inbox.get(block=not core.has_unfinished(), timeout=BEAT_SECONDS)
+            while not isinstance(message, Stop):
+                self._take(core, message)
+                message = self._inbox.get_nowait()
+        except Empty:
+            return True
+        return False
+
+    def _take(self, core: EngineCore, message: Command) -> None:
+        if isinstance(message, Submit):
+            self._admit(core, unpack_requests(message.requests))
+        elif isinstance(message, Abort):
+            event = core.abort(message.request_id)
+            self._ended += [event] if event else []
+
+    def _admit(self, core: EngineCore, requests: list[Request]) -> None:
+        first = requests[0].request_id
+        try:
+            core.add_all(requests)
+        except RequestError as error:
+            self.send(Refused(first, error))
+        else:
+            self.send(Accepted(first))
+
+    # --- outgoing -------------------------------------------------------------------------------------------------
+
+    def _beat(self, core: EngineCore, events: list[TokenEvent]) -> None:
+        events, self._ended = self._ended + events, []
+        now = time.monotonic()
+        stats = None
+        if now >= self._stats_due or any(event.finish_reason for event in events):
+            stats, self._stats_due = core.stats(), now + BEAT_SECONDS
+        self.send(Beat(events, stats))
+
+
+def warm_up(core: EngineCore, requests: list[Request]) -> None:
+    """Run these to their end: the first client must not pay for lazy set-up. One that fails is a warning, no more."""
+    for request in requests:
+        try:
+            core.add(request)
+        except RequestError as error:
+            logger.warning("warm-up request %s was refused: %s", request.request_id, error)
+    while core.has_unfinished():
+        for event in core.step():
+            if event.error is not None:
+                logger.warning("warm-up request %s failed: %s", event.request_id, event.error)
+
+
+# --- the process --------------------------------------------------------------------------------------------------
+
+
+def run_process(fd: int, build: Build) -> int:
+    """Serve the inherited socket until the client stops us or is gone; the exit status."""
+    die_with_parent()
+    os.set_inheritable(fd, False)  # a grandchild that held it would hide our death from the client
+    with socket.socket(fileno=fd) as connection:
+        # Nobody is left to answer: whatever a step still computes is in vain.
+        loop = EngineLoop(connection, on_close=lambda: os._exit(0))
+        try:
+            loop.run(build)
+        except ConnectionError:
+            return 0  # the client is gone
+        except Exception as error:
+            _tell_fatal(loop, error)
+            return 1
+    return 0
+
+
+def _tell_fatal(loop: EngineLoop, error: Exception) -> None:
+    """The client gets one sentence; paths and library text stay in the log."""
+    is_config = isinstance(error, ConfigError)
+    if not is_config:
+        logger.error("the engine cannot go on", exc_info=error)
+    reason = str(error) if is_config else f"it stopped on {type(error).__name__}; the log has the traceback"
+    try:
+        loop.send(Fatal(reason, is_config))
+    except OSError:
+        logger.error("the server is gone and cannot be told")
+
+
+def die_with_parent() -> None:
+    """Linux ends us with the parent, even in the middle of a step; elsewhere the closed socket does."""
+    if sys.platform == "linux":
+        CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

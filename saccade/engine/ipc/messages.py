@@ -1,0 +1,314 @@
+"""What travels between the API process and the engine process: the messages, and the frames they travel in.
+
+A frame is four bytes of length (big endian), then one message in msgpack. Plain values only; whatever does not fit its
+declared type ends the connection. Knows no sockets and no processes.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
+
+import msgspec
+import numpy as np
+
+from saccade.checkpoint.config import ModelConfig, model_config
+from saccade.options import Options, SchedulerConfig
+from saccade.sampling_params import SamplingParams
+from saccade.types import Geometry, MediaItem, Prompt, Request, RequestError, Span, TokenEvent
+
+HEADER = struct.Struct("!I")
+MAX_FRAME_BYTES = 1 << 30
+_POSITION = np.dtype("<i4")
+_Kind = TypeVar("_Kind")
+
+
+class WireError(Exception):
+    """The other side sent something that is not a message. Nothing after it can be trusted: the connection ends."""
+
+
+# --- requests -----------------------------------------------------------------------------------------------------
+
+
+class PromptBody(msgspec.Struct, frozen=True, array_like=True):
+    """A `Prompt` in plain values, without its text and its parts: the engine never sees a string of the client's."""
+
+    token_ids: list[int]
+    spans: tuple[Span, ...]
+    items: tuple[MediaItem, ...]  # each picture and frame group once, without its data
+    data: tuple[bytes, ...]  # each file once: all groups of a video share theirs
+    data_of_item: tuple[int, ...]  # items[i] has data[data_of_item[i]]
+    item_of_span: tuple[int, ...]  # spans[i] belongs to items[item_of_span[i]]
+    positions: bytes  # int32, little endian, row by row
+    shape: tuple[int, int]  # [axes, tokens]
+    next_position: int
+    identity: bytes
+    salt: bytes
+
+
+class RequestBody(msgspec.Struct, frozen=True, array_like=True):
+    """Requests that ask the same of one prompt, as the `n` answers of a client do: all they share is there once."""
+
+    answers: tuple[tuple[str, int], ...]  # each request's id and seed
+    prompt: PromptBody
+    params: SamplingParams  # without stop strings, which only text can see
+    max_tokens: int
+    eos_token_ids: frozenset[int]
+
+
+def pack_requests(requests: Iterable[Request]) -> list[RequestBody]:
+    """Requests that share their prompt and parameters, as objects, travel as one body."""
+    alike: dict[Hashable, list[Request]] = {}
+    for request in requests:
+        shared = (id(request.prompt), id(request.params), request.max_tokens, request.eos_token_ids)
+        alike.setdefault(shared, []).append(request)
+    return [_pack_alike(group) for group in alike.values()]
+
+
+def _pack_alike(requests: Sequence[Request]) -> RequestBody:
+    first = requests[0]
+    return RequestBody(
+        answers=tuple((request.request_id, request.seed) for request in requests),
+        prompt=_pack_prompt(first.prompt),
+        params=replace(first.params, stop=None),
+        max_tokens=first.max_tokens,
+        eos_token_ids=first.eos_token_ids,
+    )
+
+
+def unpack_requests(bodies: Iterable[RequestBody]) -> list[Request]:
+    return [request for body in bodies for request in _unpack_alike(body)]
+
+
+def _unpack_alike(body: RequestBody) -> list[Request]:
+    prompt = _unpack_prompt(body.prompt)
+    return [
+        Request(
+            request_id=request_id,
+            prompt=prompt,
+            params=body.params,
+            max_tokens=body.max_tokens,
+            eos_token_ids=body.eos_token_ids,
+            seed=seed,
+        )
+        for request_id, seed in body.answers
+    ]
+
+
+def _pack_prompt(prompt: Prompt) -> PromptBody:
+    items = {item.key: item for item in prompt.items}
+    place = {key: index for index, key in enumerate(items)}
+    files = {id(item.data): item.data for item in items.values()}
+    file_place = {identity: index for index, identity in enumerate(files)}
+    axes, tokens = prompt.positions.shape
+    return PromptBody(
+        token_ids=list(prompt.token_ids),
+        spans=prompt.spans,
+        items=tuple(replace(item, data=b"") for item in items.values()),
+        data=tuple(files.values()),
+        data_of_item=tuple(file_place[id(item.data)] for item in items.values()),
+        item_of_span=tuple(place[item.key] for item in prompt.items),
+        positions=prompt.positions.astype(_POSITION, copy=False).tobytes(),
+        shape=(axes, tokens),
+        next_position=prompt.next_position,
+        identity=prompt.identity,
+        salt=prompt.salt,
+    )
+
+
+def _unpack_prompt(body: PromptBody) -> Prompt:
+    try:
+        positions = np.frombuffer(body.positions, _POSITION).reshape(body.shape)
+        pairs = zip(body.items, body.data_of_item, strict=True)
+        whole = [replace(item, data=body.data[index]) for item, index in pairs]
+        items = tuple(whole[index] for index in body.item_of_span)
+    except (ValueError, IndexError) as error:
+        raise WireError(f"a prompt of {len(body.token_ids)} tokens does not fit together: {error}") from None
+    return Prompt(
+        token_ids=body.token_ids,
+        spans=body.spans,
+        items=items,
+        positions=positions,
+        next_position=body.next_position,
+        identity=body.identity,
+        salt=body.salt,
+    )
+
+
+# --- messages -----------------------------------------------------------------------------------------------------
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The first value on the wire is the class's name."""
+
+
+class Start(Message, frozen=True):
+    """First to the worker: everything it needs to build a core. The checkpoint's small files are read by the sender."""
+
+    path: str
+    config: dict[str, Any]  # config.json
+    eos_token_ids: list[int]  # as generation_config.json or config.json name them
+    image_processor: dict[str, Any]
+    options: Options
+    largest: Geometry | None  # the most expensive picture the limits allow
+    warmup: list[RequestBody]  # run before Ready
+    progress: bool  # whether to draw bars while loading
+
+
+class Submit(Message, frozen=True):
+    """All its requests are let in or none is: answered by one Accepted or Refused, which names the first of them.
+
+    Once accepted, each request is answered by exactly one terminal event.
+    """
+
+    requests: list[RequestBody]
+
+
+class Abort(Message, frozen=True):
+    """Answered by the terminal event, unless that is already on its way."""
+
+    request_id: str
+
+
+class Stop(Message, frozen=True):
+    """The worker ends after the step it is in."""
+
+
+class Ready(Message, frozen=True):
+    """Weights are loaded, encoder and decoder are warm."""
+
+    limits: SchedulerConfig
+    reasons: tuple[str, ...]  # what was chosen and why
+
+
+class Accepted(Message, frozen=True):
+    request_id: str
+
+
+class Refused(Message, frozen=True):
+    request_id: str
+    error: RequestError
+
+
+class Beat(Message, frozen=True):
+    """After every step, and regularly when there is nothing to step: the sign of life of the step loop."""
+
+    events: list[TokenEvent]  # since the last beat
+    stats: dict[str, Any] | None  # now and then, and whenever a request has ended
+
+
+class Fatal(Message, frozen=True):
+    """Last from the worker."""
+
+    message: str
+    is_config: bool  # the operator can repair it by other settings
+
+
+Command = Start | Submit | Abort | Stop
+Report = Ready | Accepted | Refused | Beat | Fatal
+
+
+def start_message(
+    path: Path,
+    config: ModelConfig,
+    image_processor: Mapping[str, Any],
+    options: Options,
+    largest: Geometry | None,
+    warmup: Sequence[Request],
+    *,
+    progress: bool,
+) -> Start:
+    return Start(
+        path=str(path),
+        config=dict(config.raw),
+        eos_token_ids=sorted(config.eos_token_ids),
+        image_processor=dict(image_processor),
+        options=options,
+        largest=largest,
+        warmup=pack_requests(warmup),
+        progress=progress,
+    )
+
+
+def config_of(start: Start) -> ModelConfig:
+    return model_config(start.config, {"eos_token_id": start.eos_token_ids})
+
+
+# --- frames -------------------------------------------------------------------------------------------------------
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, RequestError):
+        return value.message, value.code, value.param, value.key
+    raise TypeError(f"{type(value).__name__} has no form on the wire")
+
+
+def _from_plain(kind: type, value: Any) -> Any:
+    if kind is not RequestError:
+        raise TypeError(f"{kind.__name__} has no form on the wire")
+    message, code, param, key = value
+    return RequestError(message, code=code, param=param, key=key)
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain)
+_COMMANDS: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command, dec_hook=_from_plain)
+_REPORTS: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report, dec_hook=_from_plain)
+
+
+def frame(message: Command | Report) -> bytearray:
+    """One message, ready to be sent. RequestError where a client's value cannot travel."""
+    buffer = bytearray(HEADER.size)
+    try:
+        _ENCODER.encode_into(message, buffer, HEADER.size)
+    except OverflowError:
+        raise RequestError("the request holds a number that does not fit in 64 bits; send a smaller one") from None
+    except UnicodeEncodeError:
+        raise RequestError("the request holds half a surrogate pair, which is no character; send valid text") from None
+    size = len(buffer) - HEADER.size
+    if size > MAX_FRAME_BYTES:
+        raise RequestError(
+            f"the request takes {size} bytes, but {MAX_FRAME_BYTES} may be sent to the engine at once; send less",
+            code="image_file_too_large",
+        )
+    HEADER.pack_into(buffer, 0, size)
+    return buffer
+
+
+def body_size(header: bytes) -> int:
+    """How many bytes follow the header of a frame."""
+    size = int(HEADER.unpack(header)[0])
+    if size > MAX_FRAME_BYTES:
+        raise WireError(f"a frame claims {size} bytes, but the most is {MAX_FRAME_BYTES}")
+    return size
+
+
+def read_body(stream: BinaryIO) -> bytes | None:
+    """The next frame's body from a blocking stream; None when the other side closed it between two frames."""
+    header = stream.read(HEADER.size)
+    if not header:
+        return None
+    if len(header) < HEADER.size:
+        raise WireError(f"the connection ended inside a frame's header, after {len(header)} bytes")
+    size = body_size(header)
+    body = stream.read(size)
+    if len(body) < size:
+        raise WireError(f"the connection ended inside a frame, after {len(body)} of {size} bytes")
+    return body
+
+
+def command_in(body: bytes) -> Command:
+    return _decoded(_COMMANDS, body)
+
+
+def report_in(body: bytes) -> Report:
+    return _decoded(_REPORTS, body)
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[_Kind], body: bytes) -> _Kind:
+    try:
+        return decoder.decode(body)
+    except (msgspec.DecodeError, TypeError, ValueError) as error:
+        raise WireError(f"a frame of {len(body)} bytes holds no message that is known here: {error}") from None

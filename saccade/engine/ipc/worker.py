@@ -1,0 +1,39 @@
+"""The main of the engine process: `python -m saccade.engine.ipc.worker FD`, started by `saccade.engine.ipc.client`.
+
+FD is an inherited socket; options and checkpoint arrive over it. Nothing is read from the command line or environment.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+
+from saccade.engine.build import build_core
+from saccade.engine.core import EngineCore
+from saccade.engine.gc_control import settle
+from saccade.engine.ipc.loop import run_process
+from saccade.engine.ipc.messages import Start, config_of
+
+
+def build(start: Start) -> EngineCore:
+    core = build_core(
+        Path(start.path),
+        config_of(start),
+        start.image_processor,
+        start.options,
+        start.largest,
+        progress=start.progress,
+    )
+    settle()
+    return core
+
+
+def main() -> int:
+    # Warnings and errors only: what was chosen and why reaches the server in Ready, and the server logs it once.
+    logging.basicConfig(level=logging.WARNING, format="engine: %(message)s", stream=sys.stderr)
+    return run_process(int(sys.argv[1]), build)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,63 @@
+"""What the splits of prompt attention leave, and its sum. Knows tokens and heads, not where keys lie."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from saccade.kernels.launch.pdl import go_in_turn, is_early, overlap
+from saccade.kernels.launch.tiling import power_of_two
+
+MAX_SPLITS = 16  # that are added up at once
+
+
+class Parts(NamedTuple):
+    """What the splits found. The rows of a token that no window has are never written."""
+
+    mixed: Tensor  # float32 [splits, T, heads, d]: sums of values, not yet divided
+    maxima: Tensor  # float32 [splits, T, heads]: largest score, or whatever level the weights are above
+    sums: Tensor  # the same: sum of weights
+    active: Tensor  # int32 [T]: splits that have keys for this token; 0 where its result is written already
+
+
+def new_parts(splits: int, out: Tensor) -> Parts:
+    sums = torch.empty((2, splits, *out.shape[:2]), dtype=torch.float32, device=out.device)
+    mixed = torch.empty((splits, *out.shape), dtype=torch.float32, device=out.device)
+    return Parts(mixed, sums[0], sums[1], torch.empty(len(out), dtype=torch.int32, device=out.device))
+
+
+def add_up(parts: Parts, out: Tensor) -> None:
+    (tokens, heads, dim), early, splits = out.shape, is_early(out), len(parts.mixed)
+    _sum_kernel[(tokens, heads)](
+        *parts, out, splits, tokens * heads, DIM=dim, PADDED_DIM=power_of_two(dim), SPLITS=power_of_two(splits),
+        EARLY=early, num_warps=2, **overlap(early),
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["most", "cells"])
+def _sum_kernel(
+    mixed: tl.tensor, maxima: tl.tensor, sums: tl.tensor, active: tl.tensor, out: tl.tensor, most: tl.tensor,
+    cells: tl.tensor,
+    DIM: tl.constexpr, PADDED_DIM: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr,
+) -> None:  # fmt: skip
+    """One token and head: the softmax over all splits that have keys for it."""
+    go_in_turn(EARLY)
+    token = tl.program_id(0).to(tl.int64)
+    count = tl.minimum(tl.load(active + token), most)  # of a token that no window has, it may be any number
+    if count == 0:
+        return
+    cell = token * tl.num_programs(1) + tl.program_id(1)
+    splits, dims = tl.arange(0, SPLITS), tl.arange(0, PADDED_DIM)
+    present = splits < count
+    part = splits.to(tl.int64) * cells + cell
+    each_largest = tl.load(maxima + part, mask=present, other=float("-inf"))
+    each_total = tl.load(sums + part, mask=present, other=0.0)
+    readable = present[:, None] & (dims < DIM)[None, :]
+    found = tl.load(mixed + part[:, None] * DIM + dims[None, :], mask=readable, other=0.0)  # [SPLITS, PADDED_DIM]
+    weights = tl.exp2(each_largest - tl.max(each_largest, 0))
+    whole = tl.sum(found * weights[:, None], 0) / tl.sum(each_total * weights, 0)
+    tl.store(out + cell * DIM + dims, whole.to(out.dtype.element_ty), mask=dims < DIM)

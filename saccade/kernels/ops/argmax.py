@@ -1,0 +1,139 @@
+"""The largest of each row and where it is. Knows numbers, not what they rate.
+
+    logits [T, N]: grid (T, splits)      | split 0 | split 1 | ...       each finds its own largest
+    keys [T, splits]                     the last split to arrive at the counter of its row compares them
+
+A value and its place are one integer, so that one comparison serves both: the value's bits, turned so that they order
+as the values do, above the place counted backwards. Of equal values the first one wins; not a number is the largest,
+as PyTorch has it. That is the one without a sign, which is all that arithmetic on these devices makes. With a sign,
+which only a change of bits gives, it would be the smallest: to look for it costs every value a comparison.
+Inside a split, a value of 16 bits and its place there are 32 together, which a device compares at once.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from saccade.kernels.launch.pdl import go_in_turn, is_early, overlap
+from saccade.kernels.launch.tiling import power_of_two
+
+_MAX_SPLITS = 64
+_MAX_SHARE = 1 << 16  # values of a split whose places fit 16 bits
+_PROGRAMS = 1056  # that a launch should have at most: eight for each multiprocessor of an H100 or H200 run at once
+_BLOCK, _WARPS, _STAGES = 4096, 4, 2  # values a program reads at a time
+
+
+class ArgmaxWorkspace(NamedTuple):
+    """Scratch memory of `argmax`. Two streams need two."""
+
+    keys: Tensor  # int64 [rows, _MAX_SPLITS]
+    counters: Tensor  # int32 [rows]: splits that have arrived; zero between launches
+
+    @classmethod
+    def allocate(cls, max_rows: int, device: torch.device) -> ArgmaxWorkspace:
+        return cls(
+            torch.empty(max_rows, _MAX_SPLITS, dtype=torch.int64, device=device),
+            torch.zeros(max_rows, dtype=torch.int32, device=device),
+        )
+
+
+class Board(NamedTuple):
+    """Where the places found are written down for others as well."""
+
+    latest: Tensor  # int64
+    lines: Tensor  # int32 [T]: the line of `latest` that each row writes
+
+
+def argmax(logits: Tensor, workspace: ArgmaxWorkspace, out: Tensor, board: Board | None = None) -> Tensor:
+    """logits [T, N], contiguous -> `out`, int64 [T]."""
+    rows, size = logits.shape
+    assert logits.is_contiguous() and rows <= len(workspace.counters), (logits.shape, len(workspace.counters))
+    blocks, early = triton.cdiv(size, _BLOCK), is_early(logits)
+    share = triton.cdiv(blocks, max(1, min(blocks, _PROGRAMS // rows, _MAX_SPLITS))) * _BLOCK
+    splits = triton.cdiv(size, share)
+    _argmax_kernel[(rows, splits)](
+        logits, *workspace, out, *(board or (None, None)), size, share,
+        SPLITS=splits, PADDED=power_of_two(splits), BLOCK=_BLOCK, STAGES=_STAGES,
+        IS_SHORT=logits.element_size() == 2 and share <= _MAX_SHARE, EARLY=early, num_warps=_WARPS, **overlap(early),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize_on_alignment=["out", "lines"])
+def _argmax_kernel(
+    logits: tl.tensor, keys: tl.tensor, counters: tl.tensor, out: tl.tensor, latest: tl.tensor, lines: tl.tensor,
+    size: tl.tensor, share: tl.tensor, SPLITS: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
+    STAGES: tl.constexpr, IS_SHORT: tl.constexpr, EARLY: tl.constexpr,
+) -> None:  # fmt: skip
+    go_in_turn(EARLY)
+    row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    first = split * share
+    count = tl.minimum(size - first, share)
+    if IS_SHORT:
+        found = _find_short(logits + row * size + first, first, count, BLOCK, STAGES)
+    else:
+        found = _find(logits + row * size + first, first, count, BLOCK, STAGES)
+    if SPLITS > 1:
+        tl.store(keys + row * SPLITS + split, found)
+        tl.debug_barrier()  # stored before it is said so
+        if tl.atomic_add(counters + row, 1, sem="acq_rel") == SPLITS - 1:
+            each = tl.arange(0, PADDED)
+            every = tl.load(keys + row * SPLITS + each, mask=each < SPLITS, other=-(2**63), cache_modifier=".cg")
+            _write(out, latest, lines, row, tl.max(every, 0))
+            tl.store(counters + row, 0)
+    else:
+        _write(out, latest, lines, row, found)
+
+
+@triton.jit
+def _find(
+    values: tl.tensor, first: tl.tensor, count: tl.tensor, BLOCK: tl.constexpr, STAGES: tl.constexpr
+) -> tl.tensor:
+    """The largest key of so many values, which are those from `first` on of their row."""
+    best = tl.full([BLOCK], -(2**63), tl.int64)
+    for start in tl.range(0, count, BLOCK, num_stages=STAGES):
+        places = start + tl.arange(0, BLOCK)
+        here = tl.load(values + places, mask=places < count, other=0.0).to(tl.float32)
+        best = tl.maximum(
+            best, tl.where(places < count, _key(_order(here.to(tl.int32, bitcast=True), 31), first + places), best)
+        )
+    return tl.max(best, 0)
+
+
+@triton.jit
+def _find_short(
+    values: tl.tensor, first: tl.tensor, count: tl.tensor, BLOCK: tl.constexpr, STAGES: tl.constexpr
+) -> tl.tensor:
+    """The same for values of 16 bits."""
+    best = tl.full([BLOCK], -(2**31), tl.int32)
+    for start in tl.range(0, count, BLOCK, num_stages=STAGES):
+        places = start + tl.arange(0, BLOCK)
+        here = tl.load(values + places, mask=places < count, other=0.0).to(tl.int16, bitcast=True)
+        short = (_order(here, 15).to(tl.int32) << 16) | (0xFFFF - places)
+        best = tl.maximum(best, tl.where(places < count, short, best))
+    largest = tl.max(best, 0)
+    return _key(largest >> 16, first + 0xFFFF - (largest & 0xFFFF))
+
+
+@triton.jit
+def _write(out: tl.tensor, latest: tl.tensor, lines: tl.tensor, row: tl.tensor, key: tl.tensor) -> None:
+    place = 0x7FFFFFFF - (key & 0x7FFFFFFF)
+    tl.store(out + row, place)
+    if latest is not None:
+        tl.store(latest + tl.load(lines + row), place)
+
+
+@triton.jit
+def _order(bits: tl.tensor, SIGN: tl.constexpr) -> tl.tensor:
+    """Integers that order as the values with these bits do: negative ones are stored by size, so turned round."""
+    return bits ^ ((bits >> SIGN) & ((1 << SIGN) - 1))
+
+
+@triton.jit
+def _key(order: tl.tensor, places: tl.tensor) -> tl.tensor:
+    return (order.to(tl.int64) << 32) | (0x7FFFFFFF - places).to(tl.int64)

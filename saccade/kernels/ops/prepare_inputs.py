@@ -1,0 +1,178 @@
+"""What a step begins with, in one launch: embeddings, angles and block tables of its rows. Knows no layer.
+
+row t    token ──────► row of the embedding table      embeds [T, hidden]
+           or -1: the latest token that the request of this table row was given
+         position ───► times each frequency            cos, sin [T, d]
+         table row ──► the request's blocks            tables [T, max_blocks]
+         slot ───────► the block it lies in is entered into the request's table, if it is not there yet
+
+That is decoding. Rows of prompts have a position for each axis, pictures' embeddings in place of some tokens, and
+windows of several rows have one table.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from saccade.kernels.launch.tiling import power_of_two
+
+
+class DecodeInputs(NamedTuple):
+    embeds: Tensor  # [T, hidden or wider]
+    cos: Tensor  # [T, d] in the embeddings' type, as `rotary_and_store` takes it
+    sin: Tensor  # the same; carries the sign of its half
+    tables: Tensor  # int32 [T, max_blocks]
+
+
+class StepNumbers(NamedTuple):
+    """What the host says of each row: int32 [T], dense."""
+
+    tokens: Tensor  # or -1, for what `latest` says
+    positions: Tensor  # one for all axes: behind a prompt they agree
+    slots: Tensor  # of the new token; -1: nowhere
+    contexts: Tensor  # tokens in the cache once this one is written
+    rows: Tensor  # of the block tables
+
+
+def decode_inputs(
+    numbers: StepNumbers,
+    latest: Tensor,  # int64 [requests]: tokens that only the device may know yet
+    embedding: Tensor,  # [vocabulary, hidden], contiguous
+    frequencies: Tensor,  # float32 [d / 2]
+    block_tables: Tensor,  # int32 [requests, max_blocks], contiguous
+    block_size: int,
+    embeds: Tensor | None = None,  # [T, hidden or wider], contiguous: where the embeddings go, zeros behind them
+) -> DecodeInputs:
+    count, hidden = len(numbers.tokens), embedding.shape[1]
+    half, blocks = len(frequencies), block_tables.shape[1]
+    if embeds is None:
+        embeds = embedding.new_empty(count, hidden)
+    assert embedding.is_contiguous() and block_tables.is_contiguous() and embeds.is_contiguous()
+    found = DecodeInputs(
+        embeds,
+        embedding.new_empty(count, 2 * half),
+        embedding.new_empty(count, 2 * half),
+        block_tables.new_empty(count, blocks),
+    )
+    _inputs_kernel[(count,)](
+        *numbers, latest, embedding, frequencies, block_tables, *found, blocks,
+        BLOCK_SIZE=block_size, HIDDEN=hidden, WIDE=embeds.shape[1], PADDED=power_of_two(embeds.shape[1]),
+        HALF=half, PADDED_HALF=power_of_two(half), num_warps=4,
+    )  # fmt: skip
+    return found
+
+
+class PromptNumbers(NamedTuple):
+    """What the host says of packed windows, all int32."""
+
+    tokens: Tensor  # [T]; -1: what is in the row of embeddings stays there
+    positions: Tensor  # [axes, T]
+    rows: Tensor  # [W]: of the block tables
+    contexts: Tensor  # [W]: tokens in the cache once the window's are written
+
+
+class Turning(NamedTuple):
+    frequencies: Tensor  # float32 [d / 2]
+    axes: Tensor  # int64 [d / 2]: whose position each of them turns with
+
+
+class PromptInputs(NamedTuple):
+    cos: Tensor  # [T, d]
+    sin: Tensor  # the same; carries the sign of its half
+    tables: Tensor  # int32 [W, max_blocks]: only what the contexts reach is written
+
+
+def prompt_inputs(
+    numbers: PromptNumbers,
+    embeds: Tensor,  # [T, hidden or wider], contiguous; zeros fill up wider ones
+    embedding: Tensor,  # [vocabulary, hidden], contiguous
+    turning: Turning,
+    block_tables: Tensor,  # int32 [requests, max_blocks], contiguous
+    block_size: int,
+) -> PromptInputs:
+    """Writes the embeddings of tokens."""
+    (count, wide), (windows,), half = embeds.shape, numbers.rows.shape, len(turning.frequencies)
+    assert embeds.is_contiguous() and embedding.is_contiguous() and wide >= embedding.shape[1] and windows <= count
+    assert block_tables.is_contiguous() and numbers.positions.is_contiguous()
+    cos, sin = embedding.new_empty(2, count, 2 * half)
+    tables = block_tables.new_empty(windows, block_tables.shape[1])
+    _prompt_kernel[(count,)](
+        *numbers, embedding, embeds, *turning, cos, sin, block_tables, tables,
+        windows, block_tables.shape[1], BLOCK_SIZE=block_size, HIDDEN=embedding.shape[1], WIDE=wide,
+        PADDED=power_of_two(wide), HALF=half, PADDED_HALF=power_of_two(half), num_warps=4,
+    )  # fmt: skip
+    return PromptInputs(cos, sin, tables)
+
+
+@triton.jit(do_not_specialize_on_alignment=["tokens", "positions", "rows", "contexts"])
+def _prompt_kernel(
+    tokens: tl.tensor, positions: tl.tensor, rows: tl.tensor, contexts: tl.tensor,
+    embedding: tl.tensor, embeds: tl.tensor, frequencies: tl.tensor, axes: tl.tensor, cos: tl.tensor, sin: tl.tensor,
+    block_tables: tl.tensor, tables: tl.tensor, windows: tl.tensor, blocks: tl.tensor,
+    BLOCK_SIZE: tl.constexpr, HIDDEN: tl.constexpr, WIDE: tl.constexpr, PADDED: tl.constexpr,
+    HALF: tl.constexpr, PADDED_HALF: tl.constexpr,
+) -> None:  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.load(tokens + row).to(tl.int64)
+    half = tl.arange(0, PADDED_HALF)
+    inside = half < HALF
+    own_axis = tl.load(axes + half, mask=inside, other=0) * tl.num_programs(0)
+    place = tl.load(positions + own_axis + row, mask=inside, other=0).to(tl.float32)
+    _write_angles(place * tl.load(frequencies + half, mask=inside, other=0.0), cos, sin, row, half, HALF)
+    if token >= 0:
+        columns = tl.arange(0, PADDED)
+        own = tl.load(embedding + token * HIDDEN + columns, mask=columns < HIDDEN, other=0.0)
+        tl.store(embeds + row * WIDE + columns, own, mask=columns < WIDE)
+    if row < windows:
+        table = block_tables + tl.load(rows + row).to(tl.int64) * blocks
+        for first in range(0, tl.cdiv(tl.load(contexts + row), BLOCK_SIZE), 512):
+            some = first + tl.arange(0, 512)
+            tl.store(tables + row * blocks + some, tl.load(table + some, mask=some < blocks), mask=some < blocks)
+
+
+@triton.jit
+def _write_angles(
+    angles: tl.tensor, cos: tl.tensor, sin: tl.tensor, row: tl.tensor, half: tl.tensor, HALF: tl.constexpr
+) -> None:
+    along, across = tl.cos(angles), tl.sin(angles)
+    place = row * 2 * HALF + half
+    kind = cos.dtype.element_ty
+    tl.store(cos + place, along.to(kind), mask=half < HALF)
+    tl.store(cos + place + HALF, along.to(kind), mask=half < HALF)
+    tl.store(sin + place, (-across).to(kind), mask=half < HALF)
+    tl.store(sin + place + HALF, across.to(kind), mask=half < HALF)
+
+
+# Numbers of a step lie anywhere in a larger array; a variant for each alignment would compile anew.
+@triton.jit(do_not_specialize_on_alignment=["tokens", "positions", "slots", "contexts", "rows"])
+def _inputs_kernel(
+    tokens: tl.tensor, positions: tl.tensor, slots: tl.tensor, contexts: tl.tensor, rows: tl.tensor,
+    latest: tl.tensor, embedding: tl.tensor, frequencies: tl.tensor, block_tables: tl.tensor,
+    embeds: tl.tensor, cos: tl.tensor, sin: tl.tensor, tables: tl.tensor, blocks: tl.tensor,
+    BLOCK_SIZE: tl.constexpr, HIDDEN: tl.constexpr, WIDE: tl.constexpr, PADDED: tl.constexpr, HALF: tl.constexpr,
+    PADDED_HALF: tl.constexpr,
+) -> None:  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    given = tl.load(tokens + row)
+    own_row = tl.load(rows + row).to(tl.int64)
+    fed = tl.load(latest + own_row, mask=given < 0, other=0)
+    token = tl.where(given < 0, fed, given.to(tl.int64))
+    columns = tl.arange(0, PADDED)
+    own = tl.load(embedding + token * HIDDEN + columns, mask=columns < HIDDEN, other=0.0)
+    tl.store(embeds + row * WIDE + columns, own, mask=columns < WIDE)
+    half = tl.arange(0, PADDED_HALF)
+    angles = tl.load(positions + row).to(tl.float32) * tl.load(frequencies + half, mask=half < HALF, other=0.0)
+    _write_angles(angles, cos, sin, row, half, HALF)
+    table, slot = block_tables + own_row * blocks, tl.load(slots + row)
+    context = tl.load(contexts + row)
+    entry = tl.where(slot >= 0, (context - 1) // BLOCK_SIZE, -1)  # where the slot's block belongs
+    for first in range(0, tl.cdiv(context, BLOCK_SIZE), 512):  # nobody reads what lies beyond
+        some = first + tl.arange(0, 512)
+        own_blocks = tl.load(table + some, mask=some < blocks)
+        own_blocks = tl.where(some == entry, slot // BLOCK_SIZE, own_blocks)
+        tl.store(tables + row * blocks + some, own_blocks, mask=some < blocks)
+    tl.store(table + entry, slot // BLOCK_SIZE, mask=entry >= 0)

@@ -1,0 +1,47 @@
+"""RMS norms of query and key heads, in place, for decoders that have them. Knows heads, not what they attend to.
+
+qkv [T, heads + 2 kv_heads, d]    | q q q q q q q q | k k | v v |
+grid (T, groups of heads)         |  q_weight       | k_w | left as they are
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from saccade.kernels.launch.pdl import go_in_turn, is_early, overlap
+from saccade.kernels.launch.tiling import power_of_two
+
+_HEADS = 8  # of a program: few enough that a decode step of one token fills more than one multiprocessor
+
+
+def head_norm(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, heads: int, eps: float) -> None:
+    """Each head divided by its root mean square and multiplied by its kind's weight [d]."""
+    assert qkv.is_contiguous()
+    rows, both, dim = qkv.shape
+    normed, early = (both + heads) // 2, is_early(qkv)  # heads + kv_heads
+    _head_norm_kernel[(rows, triton.cdiv(normed, _HEADS))](
+        qkv, q_weight, k_weight, heads, normed, both, eps,
+        DIM=dim, COLUMNS=power_of_two(dim), HEADS=_HEADS, EARLY=early, num_warps=4, **overlap(early),
+    )  # fmt: skip
+
+
+@triton.jit
+def _head_norm_kernel(
+    qkv: tl.tensor, q_weight: tl.tensor, k_weight: tl.tensor,
+    heads: tl.tensor, normed: tl.tensor, both: tl.tensor, eps: tl.tensor,
+    DIM: tl.constexpr, COLUMNS: tl.constexpr, HEADS: tl.constexpr, EARLY: tl.constexpr,
+) -> None:  # fmt: skip
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    column = tl.arange(0, COLUMNS)
+    known = column < DIM
+    of_q = tl.load(q_weight + column, mask=known, other=0.0).to(tl.float32)
+    of_k = tl.load(k_weight + column, mask=known, other=0.0).to(tl.float32)
+    by = tl.where((head < heads)[:, None], of_q[None, :], of_k[None, :])
+    inside = (head < normed)[:, None] & known[None, :]
+    place = (tl.program_id(0).to(tl.int64) * both + head[:, None]) * DIM + column[None, :]
+    go_in_turn(EARLY)
+    x = tl.load(qkv + place, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x, 1) / DIM + eps)
+    tl.store(qkv + place, (x * scale[:, None] * by).to(qkv.dtype.element_ty), mask=inside)

@@ -1,0 +1,310 @@
+"""Fetches pictures: http(s) from hosts the operator allows, files from one folder. Knows neither prompts nor formats.
+
+URL ─► checked ─► resolved once ─► every address public ─► connected to one of them ─► bytes, or a URL again
+
+Nothing is kept between two fetches: no connections, no cookies, no proxy from the environment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import re
+import socket
+import ssl
+import stat
+import zlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from copy import copy
+from dataclasses import dataclass, field, replace
+from importlib.metadata import version
+from pathlib import Path
+from urllib.parse import unquote, urljoin, urlsplit
+
+from saccade.media.download import Answer, BrokenAnswer, answer_of
+from saccade.media.fetch_slots import Owners, Slot, SlotLimits, Slots
+from saccade.media.urls import Target, is_public, is_public_or_private, read_domains, read_url
+from saccade.types import RequestError
+
+_REDIRECTS = frozenset({301, 302, 303, 307, 308})
+_ENCODINGS = frozenset({"identity", "gzip", "x-gzip", "deflate"})
+_AUTO_ZLIB = 47  # window bits that make zlib recognise gzip and deflate by themselves
+_UNPACKED_BYTES = 256 << 10  # at a time: well packed zeros would keep everybody else waiting otherwise
+
+_PICTURE = re.compile(r"^((?:the )?)picture")  # how errors begin; one about a video says so
+
+Resolve = Callable[[str, int], Awaitable[list[str]]]
+"""Host and port to addresses, best first."""
+OnBytes = Callable[[int], None]
+"""Is told how many bytes are about to be kept, piece by piece; an error of its own ends the fetch."""
+
+
+@dataclass(frozen=True, slots=True)
+class FetchPolicy:
+    """What the operator allows. By default nothing is fetched and no file is read."""
+
+    allowed_domains: tuple[str, ...] = ()  # "example.com" stands for its subdomains too; "*" for every public host
+    allowed_local_path: Path | None = None  # the folder whose files may be named by file: URLs and paths
+    timeout_s: float = 10  # for one picture, redirects included
+    connect_timeout_s: float = 5
+    max_redirects: int = 3
+    max_bytes: int = 64 << 20  # of the picture, after any decompression
+    allow_private_addresses: bool = False  # those of a private network too, of hosts that are named one by one
+    slots: SlotLimits = field(default_factory=SlotLimits)  # connections at once; waiting for one is part of `timeout_s`
+
+
+@dataclass(slots=True)
+class _Job:
+    """One fetch under way."""
+
+    on_bytes: OnBytes
+    client: str
+    request: object
+    is_waiting: bool = False  # for a connection that it may open
+
+
+class Fetcher:
+    def __init__(
+        self, policy: FetchPolicy, *, resolve: Resolve | None = None, ssl_context: ssl.SSLContext | None = None
+    ) -> None:
+        self._policy = policy
+        self._what = "picture"
+        self._domains = read_domains(policy.allowed_domains)
+        self._headers = [
+            ("User-Agent", f"saccade/{version('saccade')}"),
+            ("Accept", "image/*"),
+            ("Accept-Encoding", "identity"),
+        ]
+        self.slots = Slots(policy.slots)
+        # As many threads as connections, so that a name server which does not answer keeps nobody else's lookups.
+        self._lookups = ThreadPoolExecutor(policy.slots.total, thread_name_prefix="saccade-lookup")
+        self._resolve = resolve or self._system_resolve
+        self._ssl_context = ssl_context or ssl.create_default_context()
+
+    def for_videos(self, max_bytes: int) -> Fetcher:
+        """The same hosts, slots and times, for larger things."""
+        other = copy(self)
+        other._policy = replace(self._policy, max_bytes=max_bytes)
+        other._headers = [(name, "video/*" if name == "Accept" else value) for name, value in self._headers]
+        other._what = "video"
+        return other
+
+    async def fetch(
+        self,
+        url: str,
+        *,
+        param: str | None = None,
+        on_bytes: OnBytes = lambda _: None,
+        client: str = "",
+        request: object = None,
+    ) -> bytes:
+        """The bytes behind a URL or path; RequestError, with `param` on it, for everything that can go wrong.
+
+        `client` and `request` say for whom: each of them gets a share of the connections and no more.
+        """
+        try:
+            scheme = url.partition(":")[0].lower()
+            if scheme in ("http", "https"):
+                return await self._fetch_http(url, _Job(on_bytes, client, request))
+            if scheme == "file" or url.startswith("/"):
+                return await self._read_local(url, on_bytes)
+            raise _refused("the picture's URL must be a data:, http: or https: URL")
+        except RequestError as error:
+            message = _PICTURE.sub(lambda start: start[1] + self._what, error.message)
+            raise RequestError(message, code=error.code, param=param) from None
+
+    async def close(self) -> None:
+        self._lookups.shutdown(wait=False, cancel_futures=True)
+
+    async def _read_local(self, url: str, on_bytes: OnBytes) -> bytes:
+        path, size = await asyncio.to_thread(_local_file, url, self._policy)
+        on_bytes(size)
+        return await asyncio.to_thread(_read_regular, path, size)
+
+    # --- http -------------------------------------------------------------------------------------------------------
+
+    async def _fetch_http(self, url: str, job: _Job) -> bytes:
+        if not self._domains:
+            raise _refused(
+                "pictures are not fetched from URLs here; send a data: URL, or ask the operator to allow the host with "
+                "--allowed-media-domains"
+            )
+        limit = self._policy.timeout_s
+        try:
+            async with asyncio.timeout(limit):
+                return await self._follow(url, job)
+        except TimeoutError:
+            if job.is_waiting:
+                raise RequestError(
+                    f"the picture could not be fetched within {limit:g} s: as many fetches as may be at once are under "
+                    "way; try again soon",
+                    code="overloaded",
+                ) from None
+            raise _failed(f"did not arrive within {limit:g} s") from None
+
+    async def _follow(self, url: str, job: _Job) -> bytes:
+        for _ in range(self._policy.max_redirects + 1):
+            target = read_url(url, self._domains)
+            try:
+                answer = await self._get(target, job)
+            except TimeoutError:
+                limit = self._policy.connect_timeout_s
+                raise _failed(f"could not be had: no connection to {target.host} within {limit:g} s") from None
+            except BrokenAnswer:
+                raise _failed(f"could not be had: the connection to {target.host} failed or broke off") from None
+            if isinstance(answer, bytes):
+                return answer
+            url = _joined(target.url, answer)
+        raise _failed(f"is behind more than {self._policy.max_redirects} redirects")
+
+    async def _get(self, target: Target, job: _Job) -> bytes | str:
+        """One request: the body, or where it redirects to."""
+        limit = self._policy.connect_timeout_s
+        job.is_waiting = True
+        async with self.slots.taken(Owners(job.client, job.request, target.host)) as slot:
+            job.is_waiting = False
+            async with asyncio.timeout(limit):
+                addresses = await self._addresses(target, slot)
+            async with answer_of(target, addresses, self._headers, self._ssl_context, limit) as answer:
+                if answer.status in _REDIRECTS and "location" in answer.headers:
+                    return answer.headers["location"]
+                if answer.status != 200:
+                    raise _failed(f"could not be had: {target.host} answered with status {answer.status}")
+                return await self._body(answer, job.on_bytes)
+
+    async def _body(self, answer: Answer, on_bytes: OnBytes) -> bytes:
+        encoding = answer.headers.get("content-encoding", "").strip().lower() or "identity"
+        if encoding not in _ENCODINGS:
+            raise _failed("came in a compression that was not asked for")
+        claimed = answer.headers.get("content-length", "0")
+        if claimed.isdecimal() and int(claimed) > self._policy.max_bytes:
+            raise _over(self._policy)
+        body = io.BytesIO()  # gives its bytes away without a copy
+        async for piece in answer.body() if encoding == "identity" else _unpacked(answer.body()):
+            if body.tell() + len(piece) > self._policy.max_bytes:
+                raise _over(self._policy)
+            on_bytes(len(piece))
+            body.write(piece)
+        return body.getvalue()
+
+    # --- names ------------------------------------------------------------------------------------------------------
+
+    async def _addresses(self, target: Target, slot: Slot) -> list[str]:
+        """A name is resolved once and refused unless all its addresses are public; these very ones are connected to."""
+        slot.work = asyncio.ensure_future(self._looked_up(target))
+        addresses = await asyncio.shield(slot.work)  # a lookup cannot be broken off, and keeps its thread till it ends
+        if not addresses:
+            raise _failed(f"could not be had: the host {target.host} is unknown")
+        is_allowed = is_public_or_private if self._policy.allow_private_addresses else is_public
+        if not all(map(is_allowed, addresses)):
+            raise _refused(f"pictures may not be fetched from {target.host}: it is not on the public internet")
+        return addresses
+
+    async def _looked_up(self, target: Target) -> list[str]:
+        try:
+            return await self._resolve(target.host, target.port)
+        except (OSError, UnicodeError):
+            return []
+
+    async def _system_resolve(self, host: str, port: int) -> list[str]:
+        def look_up() -> list[str]:
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+
+        return await asyncio.get_running_loop().run_in_executor(self._lookups, look_up)
+
+
+def _joined(base: str, location: str) -> str:
+    try:
+        return urljoin(base, location)
+    except ValueError:
+        raise _failed("is behind a redirect to something that is no URL") from None
+
+
+async def _unpacked(packed: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Small pieces however well they were packed, and between two of them it is the others' turn."""
+    unpack = zlib.decompressobj(_AUTO_ZLIB)
+    async for chunk in packed:
+        try:
+            while piece := unpack.decompress(chunk, _UNPACKED_BYTES):
+                yield piece
+                await asyncio.sleep(0)
+                chunk = unpack.unconsumed_tail
+        except zlib.error:
+            raise _damaged() from None
+        if unpack.eof:
+            return
+    raise _damaged()
+
+
+# --- files --------------------------------------------------------------------------------------------------------
+
+
+def _local_file(url: str, policy: FetchPolicy) -> tuple[Path, int]:
+    """A file under the allowed folder, links followed first, and its size. Outside it, nobody learns whether a file
+    exists."""
+    if policy.allowed_local_path is None:
+        raise _refused(
+            "pictures are not read from files here; the operator allows a folder with --allowed-local-media-path"
+        )
+    path = _local_path(url)
+    root = policy.allowed_local_path.resolve()
+    try:
+        resolved = path.resolve()
+    except (OSError, RuntimeError, ValueError):  # a loop of links, or a zero byte in the name
+        raise _refused("the picture's path is not valid") from None
+    if not resolved.is_relative_to(root):
+        raise _refused("the picture's path is outside the folder that --allowed-local-media-path allows")
+    try:
+        size = os.stat(resolved, follow_symlinks=False).st_size
+    except OSError:
+        raise _unreadable() from None
+    if size > policy.max_bytes:
+        raise RequestError(f"the picture has more than {policy.max_bytes} bytes", code="image_file_too_large")
+    return resolved, size
+
+
+def _local_path(url: str) -> Path:
+    if url.startswith("/"):
+        return Path(url)
+    parts = urlsplit(url)
+    path = unquote(parts.path)
+    if parts.netloc not in ("", "localhost") or not path.startswith("/") or parts.query or parts.fragment:
+        raise _refused("a file: URL must name an absolute path on this machine, such as file:///pictures/a.png")
+    return Path(path)
+
+
+def _read_regular(path: Path, size: int) -> bytes:
+    """No pipes or devices, which may never end, and no link that was put there after the check."""
+    try:
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+            if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                return file.read(size)  # what was added since was not counted
+    except OSError:
+        pass
+    raise _unreadable()
+
+
+# --- errors -------------------------------------------------------------------------------------------------------
+
+
+def _refused(message: str) -> RequestError:
+    return RequestError(message, code="invalid_image_url")
+
+
+def _failed(what: str) -> RequestError:
+    return RequestError(f"the picture {what}", code="failed_to_download_image")
+
+
+def _damaged() -> RequestError:
+    return _failed("is damaged: its compression cannot be undone")
+
+
+def _unreadable() -> RequestError:
+    return RequestError("the picture's file cannot be read", code="image_file_not_found")
+
+
+def _over(policy: FetchPolicy) -> RequestError:
+    return _failed(f"has more than {policy.max_bytes} bytes, which is the limit")

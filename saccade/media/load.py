@@ -1,0 +1,245 @@
+"""Whatever a caller passes as a picture becomes bytes and a header. Decodes nothing that is still compressed.
+
+Reads local files when the Python caller names one; never touches the network.
+"""
+
+from __future__ import annotations
+
+import binascii
+import errno
+import io
+import os
+import re
+import stat
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image, ImageFile
+
+from saccade.media.probe import check_bytes, check_pixels, probe
+from saccade.media.rgb import to_rgb, upright
+from saccade.options import MediaPolicy
+from saccade.types import Header, RequestError, Size
+
+_ORIENTATION_TAG = 0x0112
+_SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]{1,20}):")
+_WHITE_SPACE = " \t\r\n"
+_WITHOUT_WHITE_SPACE = str.maketrans("", "", _WHITE_SPACE)
+_PIECE_CHARS = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A picture at hand: compressed bytes as they arrived, or bare RGB pixels when its header says "rgb"."""
+
+    data: bytes
+    header: Header
+
+
+def load_image(source: Any, policy: MediaPolicy, *, param: str | None = None, allow_paths: bool = True) -> Loaded:
+    """A PIL image, path, bytes, NumPy array or data: URL. `allow_paths=False` is for strings that a client sent."""
+    try:
+        return _load(source, policy, allow_paths)
+    except RequestError as error:
+        raise RequestError(error.message, code=error.code, param=error.param or param) from None
+
+
+def _load(source: Any, policy: MediaPolicy, allow_paths: bool) -> Loaded:
+    if isinstance(source, Image.Image):
+        return _from_pil(source, policy)
+    if isinstance(source, (bytes, bytearray, memoryview)):
+        return _from_bytes(bytes(source), policy)
+    if isinstance(source, np.ndarray):
+        return _from_array(source, policy)
+    if isinstance(source, str):
+        return _from_string(source, policy, allow_paths)
+    if isinstance(source, Path) and allow_paths:
+        return _from_bytes(read_file(source, policy), policy)
+    raise RequestError(
+        f"a picture is a PIL image, a path, bytes, a NumPy array or a data: URL, not {type(source).__name__}",
+        code="invalid_image",
+    )
+
+
+def _from_bytes(data: bytes, policy: MediaPolicy) -> Loaded:
+    return Loaded(data, probe(data, policy))
+
+
+# --- strings and files --------------------------------------------------------------------------------------------
+
+
+def _from_string(text: str, policy: MediaPolicy, allow_paths: bool) -> Loaded:
+    scheme = _SCHEME.match(text)
+    if scheme and scheme[1].lower() == "data":
+        return _from_bytes(decode_data_url(text, policy), policy)
+    if scheme and (text[scheme.end() : scheme.end() + 2] == "//" or not allow_paths):
+        raise RequestError(
+            f"a picture cannot be fetched from a {scheme[1].lower()}: URL here; send it as a data: URL",
+            code="invalid_image_url",
+        )
+    if not allow_paths:
+        raise RequestError("the picture's URL must be a data: URL with base64 data", code="invalid_image_url")
+    return _from_bytes(read_file(text, policy), policy)
+
+
+def decode_data_url(url: str, policy: MediaPolicy) -> bytes:
+    """The bytes of `data:[type][;parameters];base64,...`. What the type claims is ignored: bytes are sniffed."""
+    start = url.find(",") + 1
+    if not start:
+        raise _bad_base64("has no comma before its data")
+    if "base64" not in [part.strip().lower() for part in url[: start - 1].split(";")[1:]]:
+        raise _bad_base64("is not marked ;base64")
+    length = len(url) - start
+    check_bytes(length // 4 * 3 - 2, policy)  # before a copy is made of something too large
+    try:
+        return _base64(url, start)
+    except (binascii.Error, ValueError):
+        raise _bad_base64(f"holds {length} characters that are not standard, padded base64") from None
+
+
+def _base64(url: str, start: int) -> bytes:
+    """Piece by piece: no copy of the whole text is made, and other threads need not wait until one long call ends."""
+    decoded, rest, is_over = io.BytesIO(), "", False
+    for position in range(start, len(url), _PIECE_CHARS):
+        text = rest + url[position : position + _PIECE_CHARS]
+        if any(noise in text for noise in _WHITE_SPACE):
+            text = text.translate(_WITHOUT_WHITE_SPACE)
+        if is_over and text:
+            raise binascii.Error("data after the padding")
+        whole = len(text) // 4 * 4
+        decoded.write(binascii.a2b_base64(text[:whole], strict_mode=True))
+        is_over = is_over or text.endswith("=", 0, whole)
+        rest = text[whole:]
+    if rest:
+        raise binascii.Error("incomplete")
+    return decoded.getvalue()
+
+
+def _bad_base64(what: str) -> RequestError:
+    return RequestError(f"the picture's data: URL {what}", code="invalid_base64_image")
+
+
+def read_file(path: str | os.PathLike[str], policy: MediaPolicy) -> bytes:
+    try:
+        info = os.stat(path)
+        if not stat.S_ISREG(info.st_mode):  # a device or a pipe may never end
+            raise OSError(errno.EINVAL, "not a regular file")
+        check_bytes(info.st_size, policy)
+        return Path(path).read_bytes()
+    except (OSError, ValueError) as error:
+        if isinstance(error, RequestError):
+            raise
+        reason = error.strerror if isinstance(error, OSError) else "not a valid path"
+        raise RequestError(
+            f"the picture file {os.fspath(path)!r} cannot be read: {reason}", code="image_file_not_found"
+        ) from None
+
+
+# --- pixels that arrive decoded -----------------------------------------------------------------------------------
+
+
+def _from_pil(image: Image.Image, policy: MediaPolicy) -> Loaded:
+    return _still_compressed(image, policy) or _decoded(image, policy)
+
+
+def _still_compressed(image: Image.Image, policy: MediaPolicy) -> Loaded | None:
+    """The file behind an image that was opened and not touched since: same key as the file, and nothing is decoded."""
+    if not isinstance(image, ImageFile.ImageFile) or image.fp is None or image.tell() != 0:
+        return None
+    if not image.tile and image.format != "WEBP":  # nothing left to decode; a WebP has no tiles even before that
+        return None
+    try:
+        position = image.fp.tell()
+        image.fp.seek(0)
+        data = image.fp.read()
+        image.fp.seek(position)
+        loaded = _from_bytes(data, policy)
+    except RequestError as error:
+        if error.code in ("image_too_large", "image_file_too_large"):
+            raise
+        return None  # a format we do not read from bytes, but Pillow opened it for the caller
+    except (OSError, ValueError):
+        return None
+    return loaded if _stored(loaded.header) == (image.size, image.mode) else None
+
+
+def _stored(header: Header) -> tuple[tuple[int, int], str]:
+    width, height = header.size
+    return ((height, width) if header.orientation >= 5 else (width, height)), header.mode
+
+
+def _decoded(image: Image.Image, policy: MediaPolicy) -> Loaded:
+    check_pixels(Size(*image.size), policy)
+    try:
+        orientation = image.getexif().get(_ORIENTATION_TAG, 1)
+        pixels = upright(to_rgb(image), orientation)
+    except RequestError:
+        raise
+    except Exception:  # a lazily opened file may be damaged; Pillow has a dozen kinds of error for that
+        raise RequestError(
+            f"the {image.format or 'PIL'} picture of {image.width}x{image.height} pixels cannot be decoded",
+            code="image_parse_error",
+        ) from None
+    return _bare(pixels.tobytes(), Size(*pixels.size))
+
+
+def _bare(data: bytes, size: Size) -> Loaded:
+    return Loaded(data, Header("rgb", size, 1, 1, "RGB"))
+
+
+# --- arrays -------------------------------------------------------------------------------------------------------
+
+
+def _from_array(array: npt.NDArray[Any], policy: MediaPolicy) -> Loaded:
+    """[height, width], or with 1, 3 or 4 channels last: uint8, uint16 (upper 8 bits), or floats from 0 to 1."""
+    if array.ndim == 3 and array.shape[2] in (1, 3, 4):
+        channels = array.shape[2]
+    elif array.ndim == 2:
+        channels = 1
+    else:
+        raise RequestError(
+            f"a picture array has the shape (height, width) or (height, width, 1, 3 or 4), not {array.shape}",
+            code="invalid_image",
+        )
+    size = Size(array.shape[1], array.shape[0])
+    if min(size) < 1:
+        raise RequestError(f"a picture array of the shape {array.shape} has no pixels", code="image_too_small")
+    check_pixels(size, policy)
+    pixels = np.ascontiguousarray(_to_bytes(array).reshape(size.height, size.width, channels))  # [H, W, C]
+    return _bare(_CHANNELS[channels](pixels), size)
+
+
+def _to_bytes(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
+    if array.dtype == np.uint8:
+        return array.view(np.uint8)
+    if array.dtype == np.uint16:
+        high_bits: npt.NDArray[np.uint8] = (array >> 8).astype(np.uint8)
+        return high_bits
+    if np.issubdtype(array.dtype, np.floating):
+        low, high = float(array.min()), float(array.max())
+        if not (low >= 0 and high <= 1):  # also false for NaN
+            raise RequestError(
+                f"a float picture array holds values from 0 to 1, but these go from {low:g} to {high:g}; "
+                "divide by 255 or pass uint8",
+                code="invalid_image",
+            )
+        rounded: npt.NDArray[np.uint8] = np.rint(array * 255).astype(np.uint8)
+        return rounded
+    raise RequestError(
+        f"a picture array holds uint8, uint16 or float values, not {array.dtype}", code="invalid_image_mode"
+    )
+
+
+def _grey(pixels: npt.NDArray[np.uint8]) -> bytes:
+    return np.repeat(pixels, 3, axis=2).tobytes()
+
+
+def _alpha(pixels: npt.NDArray[np.uint8]) -> bytes:
+    return to_rgb(Image.fromarray(pixels, "RGBA")).tobytes()
+
+
+_CHANNELS: dict[int, Callable[[npt.NDArray[np.uint8]], bytes]] = {1: _grey, 3: lambda p: p.tobytes(), 4: _alpha}

@@ -1,0 +1,215 @@
+"""A video file's header: format, size, orientation, and when each frame is shown. Decodes no more than opening does.
+
+Containers are recognised by their first bytes and opened by just that reader: a file can lead neither to another file
+nor to a format nobody asked for.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+from saccade.media.video_file import CODECS, moving_pictures, open_film
+from saccade.options import MediaPolicy
+from saccade.types import RequestError, Size
+
+if TYPE_CHECKING:
+    import av
+
+FORMATS = "MP4, MOV, WebM, MKV and AVI"
+_QUICKTIME = (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip")
+_STILL_BRANDS = (b"avif", b"avis", b"heic", b"heix", b"mif1", b"msf1")
+_MOST_FRAMES = 1_000_000  # in a file; each costs a look at its packet
+_MOST_BOXES = 10_000
+_MOST_LOOKED_AT = 36_000_000  # pixels of a frame that opening may decode: 8K
+
+
+class Clip(NamedTuple):
+    """What is known of a video file before a frame is decoded."""
+
+    format: str  # the reader: "mov", "matroska" or "avi"
+    size: Size  # as a player shows it
+    orientation: int  # EXIF's numbers, 1 for upright
+    stamps: tuple[int, ...]  # when each frame is shown, in order, in the stream's unit
+    rate: float  # frames a second, on average
+
+    @property
+    def seconds(self) -> float:
+        return len(self.stamps) / self.rate
+
+
+def probe_clip(data: bytes, policy: MediaPolicy) -> Clip:
+    """Read the header, or say in one sentence why this video is refused."""
+    if not data:
+        raise RequestError("the video is empty (0 bytes)", code="invalid_video")
+    check_video_bytes(len(data), policy)
+    name = _sniff(data)
+    try:
+        with open_film(data, name, _MOST_LOOKED_AT) as container:
+            clip = _read(container, name, data)
+    except RequestError:
+        raise
+    except Exception:  # FFmpeg has a kind of error for everything; all of them mean the same to a client
+        raise RequestError(
+            f"the {_title(name)} video of {len(data)} bytes is damaged or cut short: its header cannot be read",
+            code="invalid_video",
+        ) from None
+    check_video_seconds(clip.seconds, policy)
+    return clip
+
+
+def is_clip(data: bytes) -> bool:
+    """Whether these bytes begin like a video file."""
+    try:
+        return bool(_sniff(data))
+    except RequestError:
+        return False
+
+
+def check_video_bytes(count: int, policy: MediaPolicy) -> None:
+    if count > policy.video.max_bytes:
+        raise RequestError(
+            f"the video has {count} bytes, and at most {policy.video.max_bytes} are allowed (max_video_bytes)",
+            code="video_too_large",
+        )
+
+
+def check_video_seconds(seconds: float, policy: MediaPolicy) -> None:
+    if seconds > policy.video.max_seconds:
+        raise RequestError(
+            f"the video lasts {seconds:.6g} s, and at most {policy.video.max_seconds:g} s are allowed "
+            "(max_video_seconds)",
+            code="video_too_large",
+        )
+
+
+def _sniff(data: bytes) -> str:
+    if data[4:8] == b"ftyp" and data[8:12] in _STILL_BRANDS:
+        raise _unsupported("a still picture (AVIF or HEIF)")
+    if data[4:8] in _QUICKTIME:
+        return "mov"
+    if data.startswith(b"\x1aE\xdf\xa3"):
+        return "matroska"
+    if data[:4] == b"RIFF" and data[8:12] == b"AVI ":
+        return "avi"
+    raise _unsupported("of an unknown format")
+
+
+def _unsupported(what: str) -> RequestError:
+    return RequestError(
+        f"the video is {what}; the formats that can be read are {FORMATS}", code="unsupported_video_media_type"
+    )
+
+
+def _title(name: str) -> str:
+    return {"mov": "MP4", "matroska": "WebM or MKV", "avi": "AVI"}[name]
+
+
+# --- inside a container -------------------------------------------------------------------------------------------
+
+
+def _read(container: av.container.InputContainer, name: str, data: bytes) -> Clip:
+    stream = moving_pictures(container)
+    if stream is None:
+        kinds = ", ".join(sorted({other.type for other in container.streams})) or "nothing"
+        raise RequestError(f"the {_title(name)} file holds no moving pictures, but {kinds}", code="invalid_video")
+    codec = stream.codec_context.name
+    if codec not in CODECS:
+        raise RequestError(f"the video's codec {codec} is not read here; use H.264, VP9 or AV1", code="invalid_video")
+    stored = Size(stream.codec_context.width, stream.codec_context.height)
+    if min(stored) < 1:
+        raise RequestError(
+            f"the video's header names no size, or its frames have more than {_MOST_LOOKED_AT} pixels",
+            code="invalid_video",
+        )
+    stamps = _stamps(container, stream, name)
+    orientation = _orientation(data) if name == "mov" else 1
+    upright = Size(stored.height, stored.width) if orientation >= 5 else stored
+    return Clip(name, upright, orientation, stamps, _rate(stream, stamps))
+
+
+def _stamps(container: av.container.InputContainer, stream: av.VideoStream, name: str) -> tuple[int, ...]:
+    """From the packets themselves: what a header says about their number may be missing, and may be a lie."""
+    stamps, seen = [], 0
+    for packet in container.demux(stream):
+        if not packet.size:
+            continue
+        seen += 1
+        stamp = packet.dts if packet.pts is None else packet.pts
+        if not packet.is_discard and stamp is not None:
+            stamps.append(stamp)
+        if seen > _MOST_FRAMES:
+            raise RequestError(f"the video has more than {_MOST_FRAMES} frames", code="video_too_large")
+    if not stamps:
+        raise RequestError(f"the {_title(name)} video has no frames", code="invalid_video")
+    if name == "mov" and seen < stream.frames:
+        raise RequestError(
+            f"the video is cut short: its header says {stream.frames} frames and {seen} are there", code="invalid_video"
+        )
+    return tuple(sorted(stamps))
+
+
+def _rate(stream: av.VideoStream, stamps: tuple[int, ...]) -> float:
+    if stream.average_rate:
+        return float(stream.average_rate)
+    lasts = (stamps[-1] - stamps[0]) * float(stream.time_base or 0)
+    return (len(stamps) - 1) / lasts if lasts > 0 else 24.0  # what the models' own processors assume
+
+
+# --- orientation --------------------------------------------------------------------------------------------------
+
+_TURNS = {  # the first two columns of a track's matrix -> EXIF's number
+    (1, 0, 0, 1): 1,
+    (-1, 0, 0, 1): 2,
+    (-1, 0, 0, -1): 3,
+    (1, 0, 0, -1): 4,
+    (0, 1, 1, 0): 5,
+    (0, 1, -1, 0): 6,
+    (0, -1, -1, 0): 7,
+    (0, -1, 1, 0): 8,
+}
+
+
+def _orientation(data: bytes) -> int:
+    """Phones store every video lying and say in the track's header how to turn it."""
+    for start, end in _boxes(data, 0, len(data), b"moov"):
+        for first, last in _boxes(data, start, end, b"trak"):
+            if _is_video(data, first, last):
+                return next((_turn(data, *place) for place in _boxes(data, first, last, b"tkhd")), 1)
+    return 1
+
+
+def _is_video(data: bytes, start: int, end: int) -> bool:
+    for first, last in _boxes(data, start, end, b"mdia"):
+        for place, _ in _boxes(data, first, last, b"hdlr"):
+            return data[place + 8 : place + 12] == b"vide"
+    return False
+
+
+def _turn(data: bytes, start: int, end: int) -> int:
+    matrix = start + (52 if data[start] == 1 else 40)  # behind times of 64 or of 32 bits
+    if matrix + 20 > end:
+        return 1
+    a, b, _, c, d = struct.unpack_from(">5i", data, matrix)
+    return _TURNS.get((_sign(a), _sign(b), _sign(c), _sign(d)), 1)
+
+
+def _sign(value: int) -> int:
+    return (value > 0) - (value < 0)
+
+
+def _boxes(data: bytes, start: int, end: int, name: bytes) -> Iterator[tuple[int, int]]:
+    """Where the bodies of boxes of this name begin and end."""
+    for _ in range(_MOST_BOXES):
+        if start + 8 > end:
+            return
+        size, head = int.from_bytes(data[start : start + 4]), 8
+        if size == 1:
+            size, head = int.from_bytes(data[start + 8 : start + 16]), 16
+        last = end if size == 0 else start + size
+        if last < start + head or last > end:
+            return
+        if data[start + 4 : start + 8] == name:
+            yield start + head, last
+        start = last

@@ -1,0 +1,101 @@
+"""Reads whatever stands for a video: a file's bytes and header, or a list of frames as they came. Decodes nothing."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from saccade.media.load import decode_data_url
+from saccade.media.video_probe import Clip, check_video_bytes, probe_clip
+from saccade.options import MediaPolicy
+from saccade.types import RequestError
+
+FRAME_TYPES = ("video/jpeg", "video/png", "video/webp")
+"""Of data: URLs that hold frames one after the other."""
+_MOST_SENT = 10_000  # frames in one data: URL, of which `num_frames` may be taken
+
+
+@dataclass(frozen=True, slots=True)
+class Video:
+    """A video as a caller gave it."""
+
+    source: Any
+    param: str  # where it stands in the request, for errors
+    allow_path: bool = True  # False for strings that a client sent
+
+
+class File(NamedTuple):
+    data: bytes
+    clip: Clip
+
+
+def load_footage(video: Video, policy: MediaPolicy) -> File | Sequence[Any]:
+    """A file with its header, or a list of frames as they were given."""
+    source = video.source
+    if isinstance(source, (list, tuple)) or (isinstance(source, np.ndarray) and source.ndim == 4):
+        return list(source)
+    if isinstance(source, (bytes, bytearray, memoryview)):
+        return _file(bytes(source), policy)
+    if isinstance(source, str) and source[:5].lower() == "data:":
+        return _from_data_url(source, policy)
+    if isinstance(source, (str, Path)) and video.allow_path and "://" not in str(source):
+        return _file(_read(source, policy), policy)
+    if isinstance(source, str):
+        raise RequestError(
+            "a video cannot be fetched from there; send it as a data: URL with base64 data", code="invalid_video_url"
+        )
+    shape = f" of the shape {source.shape}" if isinstance(source, np.ndarray) else ""
+    raise RequestError(
+        f"a video is a path, bytes, a list of frames, an array [frames, height, width, 3] or a data: URL, not "
+        f"{type(source).__name__}{shape}",
+        code="invalid_video",
+    )
+
+
+def _file(data: bytes, policy: MediaPolicy) -> File:
+    return File(data, probe_clip(data, policy))
+
+
+def _from_data_url(url: str, policy: MediaPolicy) -> File | list[str]:
+    """Bytes of a file; or, of the type video/jpeg, pictures one after the other with commas between them."""
+    check_video_bytes(len(url) // 4 * 3, policy)
+    head, _, payload = url.partition(",")
+    kind = head[5:].split(";")[0].strip().lower()
+    if kind in FRAME_TYPES:
+        _check_sent(payload.count(",") + 1)
+        still = head.replace("video/", "image/", 1)
+        return [f"{still},{frame}" for frame in payload.split(",")]
+    try:
+        return _file(decode_data_url(url, replace(policy, max_image_bytes=policy.video.max_bytes)), policy)
+    except RequestError as error:
+        message = error.message.replace("the picture's", "the video's", 1)
+        raise RequestError(message, code=error.code, param=error.param) from None
+
+
+def _check_sent(count: int) -> None:
+    if count > _MOST_SENT:
+        raise RequestError(
+            f"the video has {count} frames, and at most {_MOST_SENT} may be sent; send fewer", code="video_too_large"
+        )
+
+
+def _read(path: str | Path, policy: MediaPolicy) -> bytes:
+    try:
+        info = os.stat(path)
+        if not stat.S_ISREG(info.st_mode):  # a device or a pipe may never end
+            raise OSError(None, "not a regular file")
+        check_video_bytes(info.st_size, policy)
+        return Path(path).read_bytes()
+    except OSError as error:
+        reason = error.strerror
+    except ValueError as error:
+        if isinstance(error, RequestError):
+            raise
+        reason = "not a valid path"
+    raise RequestError(f"the video file {os.fspath(path)!r} cannot be read: {reason}", code="invalid_video")

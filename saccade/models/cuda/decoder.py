@@ -1,0 +1,80 @@
+"""The decoder with fused kernels, for CUDA devices: the same weights and the same result as `Decoder.forward`.
+
+Rows of any kind may be mixed; what differs between decoding and prompts is the attention the caller passes in. Nothing
+here reads a value back from the device, so a CUDA graph can hold all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from saccade.kernels.ops.qk_norm import head_norm
+from saccade.models.cuda.gemms import Products, Stream, new_workspace, products_for
+from saccade.models.layers.attention import PagedKV
+from saccade.models.layers.decoder import Decoder, DecoderLayer
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(the projection of new tokens [T, heads + 2 kv_heads, d], a layer's cached keys, its values) -> [T, heads, d]
+
+With products that were told so, the projection may come in parts [splits, T, ...] that add up to it.
+
+It turns queries and keys by their positions and stores the new keys and values.
+"""
+
+
+class FusedDecoder:
+    def __init__(self, decoder: Decoder, kv: PagedKV) -> None:
+        assert decoder.temper is None and not any(layer.experts for layer in decoder.layers), "a model with `why_plain`"
+        self.decoder = decoder
+        self.kv = kv
+        self._workspace = new_workspace(decoder)
+
+    def products(self, rows: int, *, in_parts: bool = False) -> Products:
+        return products_for(self.decoder, rows, self._workspace, in_parts=in_parts)
+
+    def forward(self, embeds: Tensor, attend: Attend, products: Products) -> Stream:
+        """[T, H], or wider rows as `Decoder.parts` reads them -> the stream behind the last layer."""
+        first, *deep = self.decoder.parts(embeds)
+        x = Stream(first.contiguous())
+        for index, layer in enumerate(self.decoder.layers):
+            x = self._attended(x, index, attend, products)  # what attention took is free before the MLP begins
+            x = products.mlp(x, layer)
+            if index < len(deep):
+                (x.rows if x.added is None else x.added.view(-1, *x.rows.shape)[0]).add_(deep[index])
+        return x
+
+    def _attended(self, x: Stream, index: int, attend: Attend, products: Products) -> Stream:
+        layer = self.decoder.layers[index]
+        qkv, x = products.qkv(x, layer)
+        projected = _norm_heads(qkv.view(*qkv.shape[:-1], -1, layer.head_dim), layer)
+        mixed = attend(projected, self.kv.k[index], self.kv.v[index])
+        return products.out(mixed.flatten(1), x, layer)
+
+    def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of what a layer projects, or of its parts."""
+        layer = self.decoder.layers[0]
+        q, k, v = torch.split(qkv, [layer.heads, layer.kv_heads, layer.kv_heads], dim=-2)
+        return q, k, v
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Of normed rows. In the model's own type: rounding does not change which one is largest."""
+        return torch.mm(hidden, self.decoder.head.T)
+
+    @property
+    def scale(self) -> float:
+        return self.decoder.scale
+
+    @property
+    def vocab_size(self) -> int:
+        return self.decoder.head.shape[0]
+
+
+def _norm_heads(qkv: Tensor, layer: DecoderLayer) -> Tensor:
+    """Only layers with norms of queries and keys pay for them."""
+    norms = layer.qk_norms
+    if norms is not None:
+        head_norm(qkv, norms.q.weight, norms.k.weight, layer.heads, norms.eps)
+    return qkv

@@ -1,0 +1,250 @@
+"""A vision tower's work with fused kernels, for CUDA devices: the same weights and results as `TorchVision`.
+
+Nothing here reads a value back from the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from saccade.kernels.attention.decode_triton import num_multiprocessors
+from saccade.kernels.attention.vit_schedule import Shares
+from saccade.kernels.attention.vit_triton import TILE_ROWS, packed_vit
+from saccade.kernels.gemm.linear_act import act_linear
+from saccade.kernels.gemm.qkv_rope import turned_qkv
+from saccade.kernels.launch.async_copy import sent
+from saccade.kernels.launch.self_test import is_hopper, passes
+from saccade.kernels.launch.tiling import Tiles
+from saccade.kernels.ops import preprocess, vit_elementwise
+from saccade.kernels.ops.reference import parted_columns
+from saccade.models.cuda.vision_attention import Attend, PartedAttend, SharedWay, TiledWay, Way
+from saccade.models.cuda.vision_graphs import Recordings, packed_cells
+from saccade.models.layers.attention import packed_attention
+from saccade.models.layers.basic import Activation, Linear, RMSNorm, quick_gelu, silu_and_mul, tanh_gelu
+from saccade.models.vision.blocks import Norm, Places, VisionBlock
+from saccade.models.vision.ops import Blocks, RunBlocks
+from saccade.models.vision.preprocess import PatchLayout, Picture, PixelPolicy, as_tensor, resize
+from saccade.models.vision.resample import BITS, Taps, resample
+from saccade.types import Grid, Size
+
+_ACTIVATIONS: Mapping[Activation, tuple[str, Activation]] = {
+    quick_gelu: ("quick_gelu", vit_elementwise.quick_gelu),
+    silu_and_mul: ("silu_and_mul", vit_elementwise.silu_and_mul),
+    tanh_gelu: ("tanh_gelu", vit_elementwise.tanh_gelu),
+}
+"""Kernels: the name that `act_linear` has for them, and by themselves."""
+_LEAST_SHARED = 768  # patches of a recorded pass: smaller ones have too few tiles for all programs
+_KEPT = 8  # packings: pictures of one camera have one size
+_TRIED = (2, 15)  # programs of a trial: one item after the other, and some of them cut
+
+
+class FusedVision:
+    def __init__(self, attention: str | None = None) -> None:
+        """Without a name: the attention that is fastest on this device."""
+        attention = attention or _best_attention()
+        self._attention = lru_cache(maxsize=_KEPT)(ATTENTION[attention])  # what is made for a packing serves the next
+        self._last: Places | None = None  # of a pass that was launched
+        self._recordings = Recordings(_FusedPass, _ways(attention), self._launched)
+
+    def resize(self, image: Picture, size: Size, resampling: int) -> Tensor:
+        if isinstance(image, Tensor):
+            return resample(image, size, resampling, _weigh_axis)
+        return as_tensor(resize(image, size, resampling))
+
+    def cut(self, image: Tensor, grid: Grid, layout: PatchLayout, policy: PixelPolicy, dtype: torch.dtype) -> Tensor:
+        cut = preprocess.Cut(grid.h, grid.w, layout.patch, layout.merge, layout.frames)
+        gain = [policy.scale / std for std in policy.std]
+        shift = [mean / std for mean, std in zip(policy.mean, policy.std, strict=True)]
+        return preprocess.cut_patches(image, cut, (gain[0], gain[1], gain[2]), (shift[0], shift[1], shift[2]), dtype)
+
+    def begin(self, lengths: Sequence[int], places: Places | None, device: torch.device) -> RunBlocks:
+        if self._recordings.fit(lengths):
+            return self._recordings.begin(lengths, places, device)
+        return self._launched(lengths, places, device)
+
+    def _launched(self, lengths: Sequence[int], places: Places | None, device: torch.device) -> RunBlocks:
+        return _FusedPass(self._turns(places), self._attention(tuple(lengths), device)).first
+
+    def _turns(self, places: Places | None) -> Tensor | None:
+        if places is None:
+            return None
+        if places.turns is None and self._last is not None and places.are(self._last):
+            places.turns = self._last.turns
+        self._last = places  # before others are made: two passes' would be more than was planned for
+        if places.turns is None:
+            places.turns = _new_turns(places)
+        return places.turns
+
+    def recording(self) -> AbstractContextManager[None]:
+        """Small passes that run in it are recorded, and later ones of their sizes replayed."""
+        return self._recordings.recording()
+
+
+class _FusedPass:
+    """Runs blocks over one packing of pictures. Residuals are added inside the products, so x changes in place."""
+
+    def __init__(self, turns: Tensor | None, attend: Attend) -> None:
+        self._turns = turns  # float32 [T, d]: cosine and sine of each pair
+        self._attend = attend
+        self._parted = attend if isinstance(attend, PartedAttend) else None
+
+    def first(self, blocks: Blocks, x: Tensor) -> tuple[Tensor, int]:
+        return self(blocks[0], x), 1
+
+    def __call__(self, block: VisionBlock, x: Tensor) -> Tensor:
+        x.addmm_(self._mix(x, block).flatten(1), block.out.weight.T)
+        return x.addmm_(self._widen(x, block), block.down.weight.T)
+
+    def _mix(self, x: Tensor, block: VisionBlock) -> Tensor:
+        """What heads make of their values [T, heads, d]. The product turns them where device and attention can."""
+        normed = _norm(x, block.attention_norm, block.out)
+        dim = len(block.qkv.weight) // (3 * block.heads)
+        if self._turns is not None and self._parted is not None and self._parted.takes_parted(dim, x.dtype):
+            parted = turned_qkv(normed, block.qkv.weight, block.qkv.bias, self._turns, block.heads)
+            if parted is not None:
+                del normed  # before attention needs as much room
+                return self._parted.parted(parted, block.scale)
+        qkv = block.qkv(normed).view(len(x), 3, block.heads, dim)
+        del normed
+        if self._turns is not None:
+            vit_elementwise.rotate_pairs(qkv, self._turns)
+        return self._attend(qkv, block.scale)
+
+    def _widen(self, x: Tensor, block: VisionBlock) -> Tensor:
+        """Product and activation: one launch where the device has a kernel for both, else two."""
+        normed = _norm(x, block.mlp_norm, block.down)
+        name, act = _ACTIVATIONS.get(block.act, (None, block.act))
+        wide = act_linear(normed, block.up.weight, block.up.bias, name) if name else None
+        if wide is None:
+            wide = block.up(normed)
+            del normed  # before an activation that needs as much room again
+            wide = act(wide)
+        return wide
+
+
+def _new_turns(places: Places) -> Tensor:
+    device = places.per_axis.device
+    cells = sent(packed_cells(places), device)
+    turns = torch.empty((len(cells), 4 * places.per_axis.shape[-1]), dtype=torch.float32, device=device)
+    vit_elementwise.turn(cells, places.per_axis, turns)
+    return turns
+
+
+def _norm(x: Tensor, norm: Norm, following: Linear) -> Tensor:
+    """What the norm makes of x. The bias of the product that is going to be added to x is added already."""
+    if following.bias is None:  # then PyTorch's own kernel has all there is to do
+        return norm(x)
+    if isinstance(norm, RMSNorm):
+        return vit_elementwise.rms_norm_and_add(x, norm.weight, norm.eps, following.bias)
+    return vit_elementwise.norm_and_add(x, norm.weight, norm.bias, norm.eps, following.bias)
+
+
+def _weigh_axis(image: Tensor, taps: Taps) -> Tensor:
+    return preprocess.weigh_axis(image, taps.starts, taps.weights, BITS)
+
+
+# --- attention ----------------------------------------------------------------------------------------------------
+
+
+def _by_triton(lengths: Sequence[int], device: torch.device) -> Attend:
+    return _over(Tiles.of(lengths, TILE_ROWS, device))
+
+
+def _over(tiles: Tiles) -> Attend:
+    def attend(qkv: Tensor, scale: float) -> Tensor:
+        q, k, v = qkv.unbind(1)  # [T, heads, d] each
+        return packed_vit(q, k, v, tiles, scale)
+
+    return attend
+
+
+class _ByHopper:
+    """Chosen once heads are seen: other heads and smaller pictures than the kernel is made for go the plain way."""
+
+    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
+        self._lengths = lengths
+        self._device = device
+        self._chosen: Attend | None = None
+
+    def __call__(self, qkv: Tensor, scale: float) -> Tensor:
+        return self._choose(qkv)(qkv, scale)
+
+    def takes_parted(self, dim: int, dtype: torch.dtype) -> bool:
+        from saccade.kernels.attention import vit_hopper
+
+        return vit_hopper.takes_parted(dim) and vit_hopper.suits(self._lengths, dim, dtype)
+
+    def parted(self, qkv: Tensor, scale: float) -> Tensor:
+        chosen = self._choose(qkv)
+        assert isinstance(chosen, PartedAttend), "asked by `takes_parted`"
+        return chosen.parted(qkv, scale)
+
+    def _choose(self, like: Tensor) -> Attend:
+        from saccade.kernels.attention import vit_hopper
+
+        if self._chosen is None and vit_hopper.suits(self._lengths, like.shape[3], like.dtype):
+            programs = num_multiprocessors(like.device)
+            self._chosen = vit_hopper.HopperVit(Shares.of(self._lengths, like.shape[2], programs, like.device))
+        self._chosen = self._chosen or _by_triton(self._lengths, self._device)
+        return self._chosen
+
+
+def _ways(attention: str) -> tuple[Way, ...]:
+    """Of recorded passes."""
+    tiled = TiledWay(_over, TILE_ROWS)
+    if attention != "hopper":
+        return (tiled,)
+    from saccade.kernels.attention import vit_hopper
+
+    programs = num_multiprocessors(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    return SharedWay(vit_hopper.suits, vit_hopper.HopperVit, programs, _LEAST_SHARED), tiled
+
+
+def _best_attention() -> str:
+    device = torch.device("cuda")
+    if not torch.cuda.is_available() or not is_hopper(device):
+        return "triton"
+    is_right = passes(lambda: _try_hopper(device), "vision attention runs without the Hopper kernel")
+    return "hopper" if is_right else "triton"
+
+
+def _try_hopper(device: torch.device) -> None:
+    """It must compile and agree with the plain kernel, also where weights outgrow its level."""
+    from saccade.kernels.attention import vit_hopper
+
+    lengths = [1500, 257]
+    qkv = torch.randn(sum(lengths), 3, 2, 80, device=device, dtype=torch.bfloat16)
+    qkv[5, 1] *= 60  # a key of the second tile that queries prefer by hundreds of powers of two
+    expected = _by_triton(lengths, device)(qkv, 1.0)
+    parted = qkv.flatten(1)[:, parted_columns(2, 80)].view_as(qkv)
+    for programs in _TRIED:
+        attend = vit_hopper.HopperVit(Shares.of(lengths, 2, programs, device))
+        for _ in range(2):  # the second layer goes another way
+            torch.testing.assert_close(attend(qkv, 1.0), expected, atol=0.05, rtol=0.05)
+            torch.testing.assert_close(attend.parted(parted, 1.0), expected, atol=0.05, rtol=0.05)
+
+
+def _by_sdpa(backend: SDPBackend) -> Callable[[Sequence[int], torch.device], Attend]:
+    def begin(lengths: Sequence[int], device: torch.device) -> Attend:
+        def attend(qkv: Tensor, scale: float) -> Tensor:
+            q, k, v = qkv.unbind(1)
+            with sdpa_kernel(backend):
+                return packed_attention(q, k, v, lengths, scale)
+
+        return attend
+
+    return begin
+
+
+ATTENTION: Mapping[str, Callable[[Sequence[int], torch.device], Attend]] = {
+    "triton": _by_triton,  # one launch for pictures of any sizes, and nothing to set up for a new size
+    "hopper": _ByHopper,  # the same, faster where the device is one; small pictures go the way above
+    "cudnn": _by_sdpa(SDPBackend.CUDNN_ATTENTION),
+    "flash": _by_sdpa(SDPBackend.FLASH_ATTENTION),
+}

@@ -1,0 +1,227 @@
+"""Blocks of a vision tower as recorded launches: for passes that the device runs faster than a host launches them.
+
+A recording is of a few blocks over so many patches, and reads what lies where it lay then. A pass copies its own there
+before its first block:
+
+    x [most patches, hidden]   | the pass ....... | rows of nobody: computed, never read |
+    numbers, in one copy       | where its pictures are, for attention | cells |
+    turns                      made of the cells where they lie
+
+Passes may take turns at every pause. Nobody else may hold what a block returns when the next pass begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from saccade.kernels.ops import vit_elementwise
+from saccade.models.cuda.vision_attention import Attend, Heads, Most, Way
+from saccade.models.vision.blocks import Places, VisionBlock
+from saccade.models.vision.ops import Blocks, RunBlocks
+
+SIZES = tuple(range(128, 2049, 128))  # patches; matrix products work in tiles of 128 rows anyway
+MOST = 8192  # patches, where all pictures have one size: then there are few passes to record
+PICTURES = 32  # of a pass, or windows
+TOGETHER = 4  # blocks of a recording: a pause behind each would cost a graph and a launch, and is as short as a decode
+
+Make = Callable[[Tensor | None, Attend], Callable[[VisionBlock, Tensor], Tensor]]
+"""Single launches, over what lies in a fixed place."""
+Begin = Callable[[Sequence[int], Places | None, torch.device], RunBlocks]
+Replay = Callable[[], object]
+
+
+class _Recorded(NamedTuple):
+    blocks: int  # how many
+    replay: Replay
+
+
+@dataclass(eq=False)
+class _Fixed:
+    """What all recordings read."""
+
+    x: Tensor
+    turns: Tensor | None  # float32 [most patches, d]
+    numbers: Tensor  # int32: of attention, then cells
+
+    @classmethod
+    @torch.inference_mode(False)  # tensors that everybody may write, in whatever mode
+    def like(cls, x: Tensor, places: Places | None, size: int, room: int) -> _Fixed:
+        """For so many patches, and numbers of attention."""
+
+        def most(columns: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(size, columns, dtype=dtype, device=x.device)
+
+        numbers = torch.zeros(room + size, dtype=torch.int32, device=x.device)
+        dim = 4 * places.per_axis.shape[-1] if places else 0
+        turns = most(dim, torch.float32) if places else None
+        return cls(most(x.shape[1], x.dtype), turns, numbers)
+
+    def takes(self, x: Tensor, places: Places | None, size: int, room: int) -> bool:
+        is_like = (places is None) == (self.turns is None) and self.x.dtype == x.dtype
+        has_room = len(self.x) >= size and len(self.numbers) >= room + size
+        return is_like and has_room and self.x.shape[1] == x.shape[1]
+
+    def turns_for(self, size: int) -> Tensor | None:
+        return self.turns[:size] if self.turns is not None else None
+
+    def turn(self, places: Places, at: int) -> None:
+        """By the cells that lie there."""
+        patches = len(places.cells)
+        turns = self.turns_for(patches)
+        assert turns is not None
+        vit_elementwise.turn(self.numbers[at : at + patches], places.per_axis, turns)
+
+
+class Recordings:
+    """Of all blocks, for many sizes, made while `recording`, the largest first. Other passes are launched as ever."""
+
+    def __init__(self, make: Make, ways: Sequence[Way], launched: Begin) -> None:
+        """A pass goes the first way that suits it."""
+        self.make = make
+        self.ways = ways
+        self.launched = launched
+        self._fixed: _Fixed | None = None
+        self._recorded: dict[tuple[int, Way, VisionBlock], _Recorded] = {}  # by size and first block
+        self._sizes: set[int] = set()
+        self._is_recording = False
+        self._pool: Any = None
+        self._holder: _RecordedPass | None = None  # whose numbers are in place
+
+    def fit(self, lengths: Sequence[int]) -> bool:
+        return len(lengths) <= PICTURES and (self._is_recording or size_for(sum(lengths)) in self._sizes)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        self._is_recording = True
+        try:
+            yield
+        finally:
+            self._is_recording, self._holder = False, None
+
+    def begin(self, lengths: Sequence[int], places: Places | None, device: torch.device) -> RunBlocks:
+        return _RecordedPass(self, lengths, places, device)
+
+    def replay(self, of: _RecordedPass, blocks: Blocks, x: Tensor) -> tuple[Tensor, int] | None:
+        """None: there is no recording that begins with these blocks."""
+        heads, most = _heads(blocks[0], x), Most(of.size, PICTURES)
+        if self._is_recording and self._fixed is None:
+            self._fixed = _Fixed.like(x, of.places, of.size, max(way.room(heads, most) for way in self.ways))
+        way = next(way for way in self.ways if way.suits(of.lengths, heads, of.size))
+        fixed, key, room = self._fixed, (of.size, way, blocks[0]), way.room(heads, most)
+        if fixed is None or not fixed.takes(x, of.places, of.size, room):
+            return None
+        if key not in self._recorded and not self._is_recording:
+            return None
+        self._put_in_place(fixed, of, x, way, heads)
+        if key not in self._recorded:
+            attend = way.attend(fixed.numbers[:room], most)
+            self._recorded[key] = self._record(fixed, of.size, blocks[:TOGETHER], attend)
+            self._sizes.add(of.size)
+        recorded = self._recorded[key]
+        assert recorded.blocks <= len(blocks), "a tower cuts its blocks as it did when they were recorded"
+        recorded.replay()
+        return fixed.x[: len(x)], recorded.blocks
+
+    def _put_in_place(self, fixed: _Fixed, of: _RecordedPass, x: Tensor, way: Way, heads: Heads) -> None:
+        if x.data_ptr() != fixed.x.data_ptr():
+            fixed.x[: len(x)] = x
+        if self._holder is not None and self._holder.is_like(of):
+            return
+        before, self._holder = self._holder, None  # nobody's, should what follows fail
+        numbers = of.numbers(way, heads, x.is_cuda)
+        fixed.numbers[: len(numbers)].copy_(numbers, non_blocking=True)
+        if of.places is not None and (before is None or not of.places.are(before.places)):
+            fixed.turn(of.places, way.room(heads, Most(of.size, PICTURES)))
+        self._holder = of
+
+    def _record(self, fixed: _Fixed, size: int, blocks: Blocks, attend: Attend) -> _Recorded:
+        run, x = self.make(fixed.turns_for(size), attend), fixed.x[:size]
+
+        def run_all() -> None:
+            for block in blocks:
+                run(block, x)
+
+        run_all()  # compiles the kernels
+        if x.device.type != "cuda":
+            return _Recorded(len(blocks), run_all)
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        return _Recorded(len(blocks), _captured(run_all, self._pool, x.device))
+
+
+class _RecordedPass:
+    def __init__(
+        self, recordings: Recordings, lengths: Sequence[int], places: Places | None, device: torch.device
+    ) -> None:
+        self.size = size_for(sum(lengths))
+        self.lengths = tuple(lengths)
+        self.places = places
+        self._recordings = recordings
+        self._numbers: Tensor | None = None
+        self._launched: RunBlocks | None = None
+        self._begin = partial(recordings.launched, lengths, places, device)
+
+    def __call__(self, blocks: Blocks, x: Tensor) -> tuple[Tensor, int]:
+        found = self._recordings.replay(self, blocks, x)
+        if found is not None:
+            return found
+        self._launched = self._launched or self._begin()
+        return self._launched(blocks, x)
+
+    def is_like(self, other: _RecordedPass) -> bool:
+        """Whether both have the same numbers: what lies in place for one is right for the other."""
+        if self is other:
+            return True
+        has_places = self.places is not None and self.places.are(other.places)
+        return self.lengths == other.lengths and (has_places or self.places is other.places is None)
+
+    def numbers(self, way: Way, heads: Heads, is_cuda: bool) -> Tensor:
+        """Laid out as `_Fixed.numbers`, on the host. All blocks of a pass go the same way."""
+        if self._numbers is None:
+            most = Most(self.size, PICTURES)
+            own, room = way.numbers(self.lengths, heads, most), way.room(heads, most)
+            cells = packed_cells(self.places) if self.places else torch.empty(0, dtype=torch.int32)
+            self._numbers = torch.zeros(room + len(cells), dtype=torch.int32, pin_memory=is_cuda)
+            self._numbers[: len(own)] = own
+            self._numbers[room:] = cells
+        return self._numbers
+
+
+def _heads(block: VisionBlock, x: Tensor) -> Heads:
+    return Heads(block.heads, block.qkv.weight.shape[0] // (3 * block.heads), x.dtype)
+
+
+def packed_cells(places: Places) -> Tensor:
+    """As `vit_steps.turn` reads them: int32 [T], on the host."""
+    return places.cells.view(torch.int32).flatten()
+
+
+def size_for(patches: int) -> int:
+    """Of the recording, if there is one."""
+    return -(-patches // SIZES[0]) * SIZES[0]
+
+
+def _captured(run: Callable[[], object], pool: Any, device: torch.device) -> Replay:
+    """Without the collection of garbage that `torch.cuda.graph` begins with: there are a hundred to record.
+
+    On its stream all the same: libraries keep working memory for each stream.
+    """
+    stream = torch.cuda.graph.default_capture_stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    torch.cuda.graph.default_capture_stream = stream
+    graph = torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        graph.capture_begin(pool=pool)
+        try:
+            run()
+        finally:
+            graph.capture_end()
+    torch.cuda.current_stream().wait_stream(stream)
+    replay: Replay = graph.replay
+    return replay

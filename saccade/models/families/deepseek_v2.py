@@ -1,0 +1,56 @@
+"""DeepSeek-V2: routed experts behind latent attention, or, in the smallest models, behind plain heads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from torch import Tensor
+
+from saccade.checkpoint.config import ConfigError, ModelConfig, TextConfig
+from saccade.models.layers.basic import Parameters
+from saccade.models.layers.decoder import Biases, Decoder, OnDecoder, decoder_rules, head_rule
+from saccade.models.layers.mla import LATENT_RULES, LatentDecoder
+from saccade.models.vision.ops import VisionOps
+from saccade.models.vision.preprocess import Picture
+from saccade.models.weights import Rule, under
+from saccade.types import Geometry, Grid
+
+WHY_PLAIN = "the kernels know neither routed experts nor latent attention"
+
+
+class DeepseekV2(OnDecoder):
+    decoder: Any  # a LatentDecoder, or a Decoder
+    why_plain = WHY_PLAIN
+
+    def __init__(
+        self, config: ModelConfig, params: Parameters, image_processor: Mapping[str, Any], ops: VisionOps
+    ) -> None:
+        self.config = config
+        self.decoder = make_decoder(params.within("decoder"), config.text, config.raw)
+
+    def prepare(self, image: Picture, geometry: Geometry) -> NoReturn:
+        raise AssertionError("a model without a vision tower has no encoder stage")
+
+    def encode(self, patches: Tensor, grids: Sequence[Grid]) -> NoReturn:
+        raise AssertionError("a model without a vision tower has no encoder stage")
+
+    def rules(self) -> tuple[Rule, ...]:
+        return language_rules(self.config.text, "")
+
+
+def make_decoder(params: Parameters, text: TextConfig, given: Mapping[str, Any]) -> Any:
+    """`given` is the part of config.json about the decoder."""
+    act = given.get("hidden_act", "silu")
+    if act != "silu":
+        raise ConfigError(f"config.json asks for the activation {act!r}; decoders of this line use silu")
+    if given.get("attention_bias") or given.get("mlp_bias"):
+        raise ConfigError("config.json asks for biases (attention_bias or mlp_bias), which decoders of this line lack")
+    return LatentDecoder(params, text, text.latent) if text.latent else Decoder(params, text, Biases())
+
+
+def language_rules(text: TextConfig, level: str) -> tuple[Rule, ...]:
+    """`level` is where a checkpoint keeps the language model, with a dot behind it."""
+    latent = under(LATENT_RULES, ("layers.{}.",), "layers.{}.") if text.latent else ()
+    layers = under((*latent, *decoder_rules(text)), (f"{level}model.",), "decoder.")
+    return (*layers, *under([head_rule(text)], (level,), "decoder."))

@@ -1,0 +1,148 @@
+"""DeepSeek-VL2: SigLIP over tiles, patches merged by a projector, rows ended by newlines, a DeepSeek-V2 decoder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from saccade.checkpoint.config import ConfigError, ModelConfig
+from saccade.models.families.deepseek_v2 import WHY_PLAIN, language_rules, make_decoder
+from saccade.models.interface import Encoding
+from saccade.models.layers.basic import Linear, Parameters
+from saccade.models.layers.decoder import OnDecoder
+from saccade.models.vision.blocks import vision_config
+from saccade.models.vision.clip import image_size
+from saccade.models.vision.ops import VisionOps
+from saccade.models.vision.preprocess import PatchLayout, Picture, pixel_policy
+from saccade.models.vision.timm_siglip import TIMM_SIGLIP_RULES, TimmSiglip
+from saccade.models.weights import Rule, under
+from saccade.types import Geometry, Grid, Size, Tiling
+
+_PIXELS = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}  # where processor_config.json is silent
+
+
+class DeepseekVL2(OnDecoder):
+    decoder: Any  # a LatentDecoder, or a Decoder
+    why_plain = WHY_PLAIN
+
+    def __init__(
+        self, config: ModelConfig, params: Parameters, image_processor: Mapping[str, Any], ops: VisionOps
+    ) -> None:
+        raw, vision, pixels = config.raw, vision_config(config), {**_PIXELS, **image_processor}
+        self.config = config
+        self.params = params
+        self.ops = ops
+        self.pixels = pixel_policy(pixels)
+        self.grey = [int(level * 255) for level in pixels["image_mean"]]  # around a picture
+        self.square = Size(image_size(vision), image_size(vision))
+        self.layout = PatchLayout(vision.patch_size)
+        self.has_whole_first = raw.get("global_view_pos", "head") == "head"
+        self.tower = TimmSiglip(params.within("vision"), vision)
+        self.projector = Projector(params.within("projector"), raw.get("projector_config") or {}, config)
+        self.newline = params.new("newline", config.text.hidden_size)
+        self.separator = params.new("separator", config.text.hidden_size)
+        self.decoder = make_decoder(params.within("decoder"), config.text, raw.get("language_config") or {})
+
+    def prepare(self, image: Picture, geometry: Geometry) -> Tensor:
+        """The whole picture on one tile, then its tiles in reading order, cut as one tall picture."""
+        assert geometry.tiling is not None, "the family's rules give every picture tiles"
+        source, side = Size(image.shape[1], image.shape[0]), self.square.width
+        canvas = Size(geometry.tiling.columns * side, geometry.tiling.rows * side)
+        whole = self._on_grey(image, source.inside(self.square), self.square)
+        tiles = torch.cat((whole[None], _tiles(self._on_grey(image, geometry.resized, canvas), geometry.tiling, side)))
+        seen = geometry.grid.w * self.layout.patch  # pixels that make whole patches
+        column = tiles[:, :seen, :seen].reshape(-1, seen, 3).to(self.params.device)
+        grid = Grid(1, geometry.grid.t * geometry.grid.h, geometry.grid.w)
+        return self.ops.cut(column, grid, self.layout, self.pixels, self.params.dtype)
+
+    def _on_grey(self, image: Picture, size: Size, canvas: Size) -> Tensor:
+        """The picture in this size, in the middle of a canvas; halves are rounded as Pillow rounds them."""
+        small = self.ops.resize(image, size, self.pixels.resample)
+        if size == canvas:
+            return small
+        left, top = round((canvas.width - size.width) * 0.5), round((canvas.height - size.height) * 0.5)
+        grey = torch.tensor(self.grey, dtype=torch.uint8, device=small.device)
+        whole = grey.expand(canvas.height, canvas.width, 3).clone()
+        whole[top : top + size.height, left : left + size.width] = small
+        return whole
+
+    def encode(self, patches: Tensor, grids: Sequence[Grid]) -> Encoding:
+        tiles = [grid.t for grid in grids]
+        features = yield from self.tower.encode(patches, sum(tiles), self.ops)
+        return list(torch.split(self.projector(features), tiles))  # [tiles, tokens of one, hidden] each
+
+    def join(self, features: Tensor, geometry: Geometry) -> Tensor:
+        """Both views with a newline behind each row, and the separator between them."""
+        assert geometry.tiling is not None, "the family's rules give every picture tiles"
+        columns, rows, *_ = geometry.tiling
+        whole, tiles = self._lined(features[:1], 1, 1), self._lined(features[1:], rows, columns)
+        between = self.separator[None]
+        return torch.cat((whole, between, tiles) if self.has_whole_first else (tiles, between, whole))
+
+    def _lined(self, tiles: Tensor, rows: int, columns: int) -> Tensor:
+        """[rows * columns, tokens, hidden] -> rows of tokens across all tiles, each with its newline, one by one."""
+        side = int(tiles.shape[1] ** 0.5)
+        cells = tiles.view(rows, columns, side, side, -1).transpose(1, 2).reshape(rows * side, columns * side, -1)
+        return torch.cat((cells, self.newline.expand(len(cells), 1, -1)), dim=1).flatten(0, 1)
+
+    def rules(self) -> tuple[Rule, ...]:
+        return (
+            *language_rules(self.config.text, "language."),
+            *under(TIMM_SIGLIP_RULES, ("vision.",), "vision."),
+            Rule("projector.layers.{}.*", "projector.{}.*"),
+            Rule("image_newline", "newline"),
+            Rule("view_seperator", "separator"),  # the spelling is the checkpoints' own
+        )
+
+
+class Projector:
+    """Squares of patches side by side, then an MLP to the decoder's width. A ragged edge is filled with zeros."""
+
+    def __init__(self, params: Parameters, given: Mapping[str, Any], config: ModelConfig) -> None:
+        self.merge, tower = vision_config(config).spatial_merge_size, vision_config(config).hidden_size
+        width, depth = given.get("n_embed", 2048), given.get("depth", 2)
+        _check(given, tower, config.text.hidden_size)
+        wide = width * given.get("mlp_ratio", 1)
+        sizes = [tower * self.merge**2, *[wide] * (depth - 1), width]
+        # In checkpoints activations are counted as layers, so every other number is a product.
+        self.layers = [Linear(params.within(2 * i), sizes[i], sizes[i + 1], bias=True) for i in range(len(sizes) - 1)]
+
+    def __call__(self, features: Tensor) -> Tensor:
+        """[squares, patches, width] -> [squares, tokens, hidden]"""
+        first, *others = self.layers
+        x = first(self._merged(features))
+        for layer in others:
+            x = layer(F.gelu(x))
+        return x
+
+    def _merged(self, features: Tensor) -> Tensor:
+        """A token's patches as one row, channel by channel, as the checkpoints' own unfolding lays them."""
+        squares, patches, width = features.shape
+        side, merge = int(patches**0.5), self.merge
+        missing = -side % merge
+        cells = F.pad(features.view(squares, side, side, width), (0, 0, 0, missing, 0, missing))
+        tokens = (side + missing) // merge
+        blocks = cells.view(squares, tokens, merge, tokens, merge, width).permute(0, 1, 3, 5, 2, 4)
+        return blocks.reshape(squares, tokens**2, -1)
+
+
+def _check(given: Mapping[str, Any], tower: int, hidden: int) -> None:
+    kind = given.get("projector_type", "downsample_mlp_gelu")
+    if kind != "downsample_mlp_gelu" or given.get("token_pooling"):
+        pooling = " with token_pooling" if given.get("token_pooling") else ""
+        raise ConfigError(f"a projector of type {kind!r}{pooling} is not supported; known is downsample_mlp_gelu")
+    if (given.get("input_dim", 1152), given.get("n_embed", 2048)) != (tower, hidden) or given.get("depth", 2) < 2:
+        raise ConfigError(
+            f"projector_config goes from {given.get('input_dim', 1152)} to {given.get('n_embed', 2048)} values in "
+            f"{given.get('depth', 2)} steps, but the tower gives {tower}, the decoder takes {hidden}, and two are least"
+        )
+
+
+def _tiles(canvas: Tensor, tiling: Tiling, side: int) -> Tensor:
+    """uint8 [H, W, 3] -> [rows * columns, side, side, 3]"""
+    cut = canvas.view(tiling.rows, side, tiling.columns, side, 3).transpose(1, 2)
+    return cut.reshape(-1, side, side, 3)

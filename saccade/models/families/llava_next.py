@@ -1,0 +1,73 @@
+"""LLaVA-NeXT (1.6): LLaVA over tiles, whose patches are put together again with a newline behind each row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from saccade.checkpoint.config import ModelConfig
+from saccade.models.families.llava import Llava
+from saccade.models.interface import Encoding
+from saccade.models.layers.basic import Parameters
+from saccade.models.vision.ops import VisionOps
+from saccade.models.vision.preprocess import Picture
+from saccade.models.weights import Rule, under
+from saccade.types import Geometry, Grid, Size, Tiling
+
+
+class LlavaNext(Llava):
+    def __init__(
+        self, config: ModelConfig, params: Parameters, image_processor: Mapping[str, Any], ops: VisionOps
+    ) -> None:
+        super().__init__(config, params, image_processor, ops)
+        self.newline = params.new("newline", config.text.hidden_size)
+
+    def prepare(self, image: Picture, geometry: Geometry) -> Tensor:
+        """The picture stretched to one tile, then its tiles in reading order, cut as one tall picture."""
+        assert geometry.tiling is not None, "the family's rules give every picture tiles"
+        whole = self.ops.resize(image, self.square, self.pixels.resample)
+        fitted = self.ops.resize(image, geometry.resized, self.pixels.resample)
+        tiles = torch.cat((whole[None], _tiles(fitted, geometry.tiling, self.square.width)))
+        side = geometry.grid.w * self.layout.patch  # pixels that make whole patches
+        column = tiles[:, :side, :side].reshape(-1, side, 3).to(self.params.device)
+        grid = Grid(1, geometry.grid.t * geometry.grid.h, geometry.grid.w)
+        return self.ops.cut(column, grid, self.layout, self.pixels, self.params.dtype)
+
+    def encode(self, patches: Tensor, grids: Sequence[Grid]) -> Encoding:
+        tiles = [grid.t for grid in grids]
+        features = yield from self.tower.encode(patches, sum(tiles), self.ops)
+        return list(torch.split(self.projector(features), tiles))  # [tiles, patches, hidden] each
+
+    def join(self, features: Tensor, geometry: Geometry) -> Tensor:
+        assert geometry.tiling is not None, "the family's rules give every picture tiles"
+        rows = self.reduce(_joined(features[1:], geometry.tiling), geometry.tiling.joined)  # [rows, columns, hidden]
+        newline = self.newline.expand(len(rows), 1, -1)
+        return torch.cat((features[0], torch.cat((rows, newline), dim=1).flatten(0, 1)))
+
+    def reduce(self, rows: Tensor, size: Size) -> Tensor:
+        """Where a family has a limit: fewer embeddings [size.height, size.width, hidden] for the same picture."""
+        return rows
+
+    def rules(self) -> tuple[Rule, ...]:
+        return (*super().rules(), *under([Rule("image_newline", "newline")], ("model.", ""), ""))
+
+
+def _tiles(fitted: Tensor, tiling: Tiling, side: int) -> Tensor:
+    """uint8 [H, W, 3] in the middle of black, cut into [rows * columns, side, side, 3]"""
+    height, width = tiling.rows * side - fitted.shape[0], tiling.columns * side - fitted.shape[1]  # left over
+    top, left = height // 2, width // 2
+    canvas = F.pad(fitted, (0, 0, left, width - left, top, height - top))
+    return canvas.view(tiling.rows, side, tiling.columns, side, 3).transpose(1, 2).reshape(-1, side, side, 3)
+
+
+def _joined(tiles: Tensor, tiling: Tiling) -> Tensor:
+    """[tiles, patches, hidden] -> the patches of all tiles side by side, without padding [rows, columns, hidden]"""
+    side = int(tiles.shape[1] ** 0.5)
+    cells = tiles.view(tiling.rows, tiling.columns, side, side, -1).transpose(1, 2)
+    whole = cells.reshape(tiling.rows * side, tiling.columns * side, -1)
+    top, left = (len(whole) - tiling.kept.height) // 2, (whole.shape[1] - tiling.kept.width) // 2
+    return whole[top : top + tiling.kept.height, left : left + tiling.kept.width]

@@ -1,0 +1,50 @@
+"""Mistral 3 and Ministral 3: Pixtral's tower, whose neighbouring patches are merged before the projector."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from saccade.checkpoint.config import ConfigError, VisionConfig
+from saccade.models.families.llava import PROJECTOR_RULES, Projector
+from saccade.models.families.pixtral import LlavaPixtral
+from saccade.models.layers.attention_temperature import WHY_PLAIN
+from saccade.models.layers.basic import Linear, Parameters, RMSNorm
+from saccade.models.layers.decoder import Biases, Decoder
+from saccade.models.weights import Rule
+
+
+class Mistral3(LlavaPixtral):
+    why_plain: str  # of those with the decoder of Ministral 3 alone
+
+    def make_decoder(self, params: Parameters) -> Decoder:
+        if self.config.text.model_type != "ministral3":
+            return super().make_decoder(params)
+        decoder = Decoder(params, self.config.text, Biases())
+        if decoder.temper is not None:
+            self.why_plain = WHY_PLAIN
+        return decoder
+
+    def make_projector(self, params: Parameters, vision: VisionConfig) -> Projector:
+        if self.tower.width != vision.hidden_size:
+            layers = self.config.raw["vision_feature_layer"]
+            raise ConfigError(f"vision_feature_layer is {layers}, but patches of one layer alone can be merged")
+        return MergingProjector(params, vision, self)
+
+    def projector_rules(self) -> tuple[Rule, ...]:
+        merging = Rule("patch_merger.merging_layer.weight", "merge.weight")
+        return (Rule("norm.weight", "norm.weight"), merging, *PROJECTOR_RULES)
+
+
+class MergingProjector(Projector):
+    def __init__(self, params: Parameters, vision: VisionConfig, model: Mistral3) -> None:
+        text, width = model.config.text, vision.hidden_size
+        super().__init__(params, width, text.hidden_size, {"multimodal_projector_bias": False, **model.config.raw})
+        self.patches = vision.spatial_merge_size**2  # of one token
+        self.norm = RMSNorm(params.within("norm"), width, text.rms_norm_eps)
+        self.merge = Linear(params.within("merge"), width * self.patches, width)
+
+    def __call__(self, features: Tensor) -> Tensor:
+        """[patches, width] with the patches of a token next to each other -> [tokens, hidden]"""
+        squares = self.norm(features).view(-1, self.patches, features.shape[1])
+        channel_first = squares.transpose(1, 2).flatten(1)  # the weights want a channel's patches side by side
+        return super().__call__(self.merge(channel_first))

@@ -1,0 +1,123 @@
+"""Llama 3.2 Vision: a tower over tiles, and a Llama decoder with layers between its own that look at pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from saccade.checkpoint.config import ConfigError, ModelConfig, TextConfig
+from saccade.models.families.mllama_tower import TileTower
+from saccade.models.interface import Attention, Encoding, Seen
+from saccade.models.layers.basic import Linear, Parameters
+from saccade.models.layers.cross_attention import CROSS_RULES, CrossLayer, by_layer, pack
+from saccade.models.layers.decoder import Biases, Decoder, decoder_rules, head_rule
+from saccade.models.vision.blocks import vision_config
+from saccade.models.vision.ops import VisionOps
+from saccade.models.vision.preprocess import PatchLayout, Picture, pixel_policy
+from saccade.models.weights import Rule, under
+from saccade.types import Geometry, Grid
+
+_EXTRA_TOKENS = 8  # rows of the embedding table behind the vocabulary; the first stands for a picture
+_PIXELS = {"resample": 2, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}  # where the image processor is silent
+
+
+class Mllama:
+    why_plain = "layers that look at pictures have no kernels of their own yet"
+
+    def __init__(
+        self, config: ModelConfig, params: Parameters, image_processor: Mapping[str, Any], ops: VisionOps
+    ) -> None:
+        vision, text = vision_config(config), config.text
+        if text.tie_word_embeddings:
+            raise ConfigError("config.json ties the head to an embedding table that has more rows than the head")
+        self.config = config
+        self.params = params
+        self.ops = ops
+        self.pixels = pixel_policy({**_PIXELS, **image_processor})
+        self.layout = PatchLayout(vision.patch_size)
+        self.tower = TileTower(params.within("vision"), vision, config.raw["vision_config"])
+        self.projector = Linear(params.within("projector"), self.tower.width, text.hidden_size, bias=True)
+        self.looking = _cross_layers(config.raw, text)
+        own = replace(text, num_layers=text.num_kv_layers)
+        self.decoder = Decoder(params.within("decoder"), own, Biases(), extra_tokens=_EXTRA_TOKENS)
+        cross = params.within("cross")
+        self.cross = [CrossLayer(cross.within(i), text) for i in range(len(self.looking))]
+
+    def prepare(self, image: Picture, geometry: Geometry) -> Tensor:
+        """The canvas is the picture with black to the right and below."""
+        small = self.ops.resize(image, geometry.resized, self.pixels.resample).to(self.params.device)
+        grid, side = geometry.grid, self.layout.patch
+        missing = (grid.w * side - small.shape[1], grid.h * side - small.shape[0])
+        canvas = F.pad(small, (0, 0, 0, missing[0], 0, missing[1])) if any(missing) else small
+        return self.ops.cut(canvas, grid, self.layout, self.pixels, self.params.dtype)
+
+    def encode(self, patches: Tensor, grids: Sequence[Grid]) -> Encoding:
+        """One picture after the other: all tile slots of one are as many rows as a device needs to be busy."""
+        parts = list(torch.split(patches, [grid.patches for grid in grids]))
+        del patches
+        kept = []
+        for grid in grids:
+            features = yield from self.tower.encode(parts.pop(0), grid)
+            kept.append(pack(self.cross, self.projector(features)))
+        return kept
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        return self.decoder.embed(token_ids)
+
+    def forward(self, embeds: Tensor, positions: Tensor, attention: Attention, seen: Sequence[Seen] = ()) -> Tensor:
+        cos, sin = self.decoder.rotary(positions, embeds.dtype)  # [T, 1, d]
+        own, cross = (
+            iter(enumerate(self.decoder.layers)),
+            iter(zip(self.cross, by_layer(self.cross, seen), strict=True)),
+        )
+        x = embeds
+        for index in range(self.config.text.num_layers):
+            if index in self.looking:
+                layer, pictures = next(cross)
+                x = layer(x, pictures) if pictures else x
+            else:
+                number, own_layer = next(own)
+                x = own_layer(x, cos, sin, attention, number)
+        return self.decoder.norm(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.decoder.logits(hidden)
+
+    def rules(self) -> tuple[Rule, ...]:
+        text = self.config.text
+        levels = ("model.language_model.", "language_model.model.")
+        return (
+            *under(self._layer_rules(), levels, ""),
+            *under([head_rule(text)], ("", "language_model."), "decoder."),
+            *under(self.tower.rules(), ("model.vision_model.", "vision_model."), "vision."),
+            *under([Rule("*", "projector.*")], ("model.multi_modal_projector.", "multi_modal_projector."), ""),
+        )
+
+    def _layer_rules(self) -> list[Rule]:
+        """A checkpoint numbers layers of both kinds together."""
+        shared = decoder_rules(self.config.text)
+        rules = [Rule(r.source, r.target and f"decoder.{r.target}") for r in shared if "layers.{}" not in r.source]
+        layer = [r for r in shared if "layers.{}" in r.source]
+        own = [index for index in range(self.config.text.num_layers) if index not in self.looking]
+        for number, index in enumerate(own):
+            at, to = f"layers.{index}", f"decoder.layers.{number}"
+            rules += [
+                Rule(r.source.replace("layers.{}", at), r.target and r.target.replace("layers.{}", to)) for r in layer
+            ]
+        for number, index in enumerate(self.looking):
+            rules += under(CROSS_RULES, (f"layers.{index}.",), f"cross.{number}.")
+        return rules
+
+
+def _cross_layers(raw: Mapping[str, Any], text: TextConfig) -> tuple[int, ...]:
+    given = (raw.get("text_config") or {}).get("cross_attention_layers") or ()
+    if not given or sorted(set(given)) != list(given) or not 0 <= given[0] <= given[-1] < text.num_layers:
+        raise ConfigError(
+            f"cross_attention_layers {list(given)} must name some of the decoder's {text.num_layers} layers, rising"
+        )
+    return tuple(given)

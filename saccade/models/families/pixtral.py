@@ -1,0 +1,122 @@
+"""Pixtral: a tower for pictures of any size with 2-D rotary positions, and LLaVA with this tower."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from saccade.checkpoint.config import ConfigError, ModelConfig, VisionConfig
+from saccade.models.families.llava import PROJECTOR_RULES, Projector, decoder_biases
+from saccade.models.interface import Encoding
+from saccade.models.layers.basic import Parameters, PatchLinear, RMSNorm
+from saccade.models.layers.decoder import Decoder, OnDecoder, decoder_rules, head_rule
+from saccade.models.vision.blocks import VisionBlock, grid_places, turned_dim, vision_config
+from saccade.models.vision.clip import drops_first, feature_layers
+from saccade.models.vision.ops import VisionOps, through_keeping
+from saccade.models.vision.preprocess import PatchLayout, Picture, pixel_policy
+from saccade.models.weights import Rule, under
+from saccade.types import Geometry, Grid
+
+_EPS = 1e-5  # of the tower's norms; no config names it
+
+
+class LlavaPixtral(OnDecoder):
+    def __init__(
+        self, config: ModelConfig, params: Parameters, image_processor: Mapping[str, Any], ops: VisionOps
+    ) -> None:
+        vision = vision_config(config)
+        self.config = config
+        self.params = params
+        self.ops = ops
+        self.pixels = pixel_policy(image_processor)
+        self.layout = PatchLayout(vision.patch_size, vision.spatial_merge_size)
+        self.tower = PixtralTower(params.within("vision"), vision, config.raw)
+        self.projector = self.make_projector(params.within("projector"), vision)
+        self.decoder = self.make_decoder(params.within("decoder"))
+
+    def make_decoder(self, params: Parameters) -> Decoder:
+        return Decoder(params, self.config.text, decoder_biases(self.config.text, self.config.raw))
+
+    def make_projector(self, params: Parameters, vision: VisionConfig) -> Projector:
+        if drops_first(self.config.raw):
+            raise ConfigError(
+                "vision_feature_select_strategy is default, which drops a class token, but a Pixtral tower has none; "
+                "set it to full"
+            )
+        return Projector(params, self.tower.width, self.config.text.hidden_size, self.config.raw)
+
+    def prepare(self, image: Picture, geometry: Geometry) -> Tensor:
+        small = self.ops.resize(image, geometry.resized, self.pixels.resample).to(self.params.device)
+        return self.ops.cut(small, geometry.grid, self.layout, self.pixels, self.params.dtype)
+
+    def encode(self, patches: Tensor, grids: Sequence[Grid]) -> Encoding:
+        features = yield from self.tower.encode(patches, grids, self.ops)
+        return list(torch.split(self.projector(features), [grid.patches // self.layout.merge**2 for grid in grids]))
+
+    def rules(self) -> tuple[Rule, ...]:
+        text = self.config.text
+        return (
+            *under(decoder_rules(text), ("model.language_model.", "language_model.model."), "decoder."),
+            *under([head_rule(text)], ("", "language_model."), "decoder."),
+            *under(self.tower.rules(), ("model.vision_tower.", "vision_tower."), "vision."),
+            *under(self.projector_rules(), ("model.multi_modal_projector.", "multi_modal_projector."), "projector."),
+        )
+
+    def projector_rules(self) -> tuple[Rule, ...]:
+        return PROJECTOR_RULES
+
+
+class PixtralTower:
+    """Up to the last layer whose output is used. Patches that merge into one token stand next to each other."""
+
+    def __init__(self, params: Parameters, vision: VisionConfig, raw: Mapping[str, Any]) -> None:
+        self.features = feature_layers({"vision_feature_layer": -1, **raw}, vision.num_layers)
+        self.num_layers = vision.num_layers
+        self.merge = vision.spatial_merge_size
+        self.width = vision.hidden_size * len(self.features)
+        self.head_dim = turned_dim(vision)
+        self.theta = _theta(raw["vision_config"])
+        kernel = (vision.in_channels, vision.patch_size, vision.patch_size)
+        self.patch = PatchLinear(params.within("patch"), kernel, vision.hidden_size)
+        self.norm = RMSNorm(params.within("norm"), vision.hidden_size, _EPS)
+        blocks = params.within("blocks")
+        self.blocks = [
+            VisionBlock(blocks.within(i), vision, eps=_EPS, is_qkv_fused=False, norm=RMSNorm, has_bias=False)
+            for i in range(max(self.features))
+        ]
+
+    def encode(self, patches: Tensor, grids: Sequence[Grid], ops: VisionOps) -> Generator[int, None, Tensor]:
+        """[patches, patch_dim] -> features [patches, width]; pauses after each layer."""
+        places = grid_places(grids, self.head_dim, self.theta, self.merge, patches.device, takes_turns=True)
+        run = ops.begin([grid.patches for grid in grids], places, patches.device)
+        x = self.norm(self.patch(patches))
+        del patches  # they would stay until the last layer
+        kept = yield from through_keeping(run, self.blocks, x, self.features)
+        return torch.cat(kept, dim=-1)
+
+    def rules(self) -> tuple[Rule, ...]:
+        unused = (f"transformer.layers.{i}." for i in range(len(self.blocks), self.num_layers))
+        ignored = [Rule(level + rule.source, None) for level in unused for rule in _BLOCK_RULES]
+        used = under(_BLOCK_RULES, ("transformer.layers.{}.",), "blocks.{}.")
+        return (*ignored, *used, Rule("patch_conv.weight", "patch.weight"), Rule("ln_pre.weight", "norm.weight"))
+
+
+def _theta(vision: Mapping[str, Any]) -> float:
+    rope = vision.get("rope_parameters") or {}
+    return float(rope.get("rope_theta") or vision.get("rope_theta") or 10000.0)
+
+
+_BLOCK_RULES = (
+    Rule("attention_norm.weight", "attention_norm.weight"),
+    Rule("attention.q_proj.weight", "qkv.q.weight"),
+    Rule("attention.k_proj.weight", "qkv.k.weight"),
+    Rule("attention.v_proj.weight", "qkv.v.weight"),
+    Rule("attention.o_proj.weight", "out.weight"),
+    Rule("ffn_norm.weight", "mlp_norm.weight"),
+    Rule("feed_forward.gate_proj.weight", "up.gate.weight"),
+    Rule("feed_forward.up_proj.weight", "up.up.weight"),
+    Rule("feed_forward.down_proj.weight", "down.weight"),
+)

@@ -1,0 +1,127 @@
+"""Qwen2.5-VL: the tower of Qwen2-VL with RMS norms, gated MLPs and attention that mostly stays inside small windows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import groupby
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from saccade.checkpoint.config import ConfigError, VisionConfig
+from saccade.kernels.launch.async_copy import sent
+from saccade.models.families.qwen2_vl import COMMON_TOWER_RULES, EPS, MERGER_RULES, Merger, Qwen2VL, vision_theta
+from saccade.models.interface import Encoding
+from saccade.models.layers.basic import Parameters, PatchLinear, RMSNorm
+from saccade.models.vision.blocks import VisionBlock, all_cells, grid_places, reorder, turned_dim
+from saccade.models.vision.ops import VisionOps, through
+from saccade.models.weights import Rule
+from saccade.types import Grid
+
+
+class Qwen2_5VL(Qwen2VL):
+    def make_tower(self, params: Parameters, vision: VisionConfig) -> Tower:
+        return Tower(params, vision, self.config.text.hidden_size, vision_theta(self.config))
+
+    def tower_rules(self) -> tuple[Rule, ...]:
+        names = {"gate_proj": "up.gate", "up_proj": "up.up", "down_proj": "down"}
+        mlp = (Rule(f"blocks.{{}}.mlp.{name}.*", f"blocks.{{}}.{ours}.*") for name, ours in names.items())
+        return (*COMMON_TOWER_RULES, *mlp, *MERGER_RULES)
+
+
+class Tower:
+    """Between the first and the last layer tokens stand window by window, so a window is a run of rows."""
+
+    def __init__(self, params: Parameters, vision: VisionConfig, outputs: int, theta: float) -> None:
+        self.window = _window_side(vision)
+        self.full_layers = frozenset(vision.full_layers)
+        self.head_dim = turned_dim(vision)
+        self.theta = theta
+        self.merge = vision.spatial_merge_size
+        kernel = (vision.in_channels, vision.temporal_patch_size, vision.patch_size, vision.patch_size)
+        self.patch = PatchLinear(params.within("patch"), kernel, vision.hidden_size)
+        blocks = params.within("blocks")
+        self.blocks = [
+            VisionBlock(blocks.within(i), vision, eps=EPS, is_qkv_fused=True, norm=RMSNorm)
+            for i in range(vision.num_layers)
+        ]
+        self.merger = Merger(params.within("merger"), vision, outputs, RMSNorm)
+
+    def encode(self, patches: Tensor, grids: Sequence[Grid], ops: VisionOps) -> Encoding:
+        device = patches.device
+        packing = pack(tuple(grids), self.merge, self.window)
+        order, back = sent(packing.orders, device)
+        places = grid_places(grids, self.head_dim, self.theta, self.merge, device, packing.cells)
+        inside_windows = ops.begin(packing.windows, places, device)
+        inside_frames = ops.begin(packing.frames, places, device)
+        x = reorder(self.patch(patches), order, self.merge)
+        del patches  # they would stay until the last layer
+        for is_full, layers in groupby(range(len(self.blocks)), self.full_layers.__contains__):
+            run = inside_frames if is_full else inside_windows
+            x = yield from through(run, [self.blocks[layer] for layer in layers], x)
+        merged = self.merger(x).index_select(0, back)
+        return list(torch.split(merged, [grid.patches // self.merge**2 for grid in grids]))
+
+
+def _window_side(vision: VisionConfig) -> int:
+    side = vision.window_tokens
+    if not side:
+        raise ConfigError(
+            f"vision_config: window_size={vision.window_size} and fullatt_block_indexes must both be given, and a "
+            f"window must hold a token of {vision.patch_size * vision.spatial_merge_size} pixels"
+        )
+    return side
+
+
+# --- windows ------------------------------------------------------------------------------------------------------
+
+
+class Windows(NamedTuple):
+    """Tokens by window, window sides of 2 for example (numbers are places in the picture, letters windows):
+
+    0 1 | 2      a a | b
+    3 4 | 5      a a | b      order 0 1 3 4 2 5 6 7 8, tokens 4 2 2 1
+    ----+--      ----+--
+    6 7 | 8      c c | d
+    """
+
+    order: npt.NDArray[np.int32]  # the token that stands at each place
+    tokens: npt.NDArray[np.int64]  # of each window, none of them empty
+
+
+class Packing(NamedTuple):
+    """All that the host has to say of packed pictures."""
+
+    orders: Tensor  # int32 [2, tokens]: the token that stands at each place, and the place of each token
+    cells: Tensor  # int16 [patches, 2]: row and column of each, window by window
+    windows: tuple[int, ...]  # patches of each
+    frames: tuple[int, ...]
+
+
+@lru_cache(maxsize=8)  # pictures of one camera have one grid
+def pack(grids: tuple[Grid, ...], merge: int, side: int) -> Packing:
+    windows = all_windows(grids, merge, side)
+    order = torch.from_numpy(windows.order)
+    orders = torch.stack((order, order.argsort().int()))
+    inside = tuple((windows.tokens * merge**2).tolist())
+    frames = tuple(grid.h * grid.w for grid in grids for _ in range(grid.t))
+    return Packing(orders, reorder(all_cells(grids, merge), order, merge), inside, frames)
+
+
+def all_windows(grids: Sequence[Grid], merge: int, side: int) -> Windows:
+    """Of packed pictures. No window crosses a frame."""
+    frames = [frame_windows(grid.h // merge, grid.w // merge, side) for grid in grids for _ in range(grid.t)]
+    starts = np.cumsum([0, *(len(frame.order) for frame in frames[:-1])])
+    order = np.concatenate([frame.order + start for frame, start in zip(frames, starts, strict=True)])
+    return Windows(order.astype(np.int32), np.concatenate([frame.tokens for frame in frames]))
+
+
+@lru_cache(maxsize=64)
+def frame_windows(height: int, width: int, side: int) -> Windows:
+    rows, columns = np.indices((height, width)) // side
+    window = (rows * -(-width // side) + columns).ravel()  # [tokens]: the window each belongs to
+    return Windows(np.argsort(window, kind="stable").astype(np.int32), np.bincount(window))

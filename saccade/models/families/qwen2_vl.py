@@ -1,0 +1,141 @@
+"""Qwen2-VL: pictures of any size, 2-D rotary positions in the tower, four patches a token, M-RoPE in the decoder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from saccade.checkpoint.config import ModelConfig, VisionConfig
+from saccade.models.interface import Encoding
+from saccade.models.layers.basic import LayerNorm, Linear, Parameters, PatchLinear, RMSNorm
+from saccade.models.layers.decoder import Biases, Decoder, OnDecoder, decoder_rules, head_rule
+from saccade.models.vision.blocks import VisionBlock, grid_places, turned_dim, vision_config
+from saccade.models.vision.ops import VisionOps, through
+from saccade.models.vision.preprocess import PatchLayout, Picture, pixel_policy
+from saccade.models.weights import Rule, under
+from saccade.types import Geometry, Grid
+
+EPS = 1e-6  # of the tower's norms; no config names it
+
+
+class Qwen2VL(OnDecoder):
+    def __init__(
+        self, config: ModelConfig, params: Parameters, image_processor: Mapping[str, Any], ops: VisionOps
+    ) -> None:
+        vision = vision_config(config)
+        self.config = config
+        self.params = params
+        self.ops = ops
+        self.pixels = pixel_policy(image_processor)
+        self.layout = PatchLayout(vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size)
+        self.tower = self.make_tower(params.within("vision"), vision)
+        self.decoder = self.make_decoder(params.within("decoder"))
+
+    def make_tower(self, params: Parameters, vision: VisionConfig) -> VisionTower:
+        return Tower(params, vision, self.config.text.hidden_size, vision_theta(self.config))
+
+    def make_decoder(self, params: Parameters) -> Decoder:
+        return Decoder(params, self.config.text, Biases(qkv=True))
+
+    def prepare(self, image: Picture, geometry: Geometry) -> Tensor:
+        if image.ndim == 4:
+            return self._prepare_group(image, geometry)
+        small = self.ops.resize(image, geometry.resized, self.pixels.resample).to(self.params.device)
+        return self.ops.cut(small, geometry.grid, self.layout, self.pixels, self.params.dtype)
+
+    def _prepare_group(self, frames: Picture, geometry: Geometry) -> Tensor:
+        """Patches that reach through all frames of a group; where frames are missing, the last one repeats."""
+        shape = (geometry.grid.patches, 3, self.layout.frames, self.layout.patch**2)
+        patches = torch.empty(shape, dtype=self.params.dtype, device=self.params.device)
+        layout = self.layout._replace(frames=1)
+        for index, frame in enumerate(frames):
+            small = self.ops.resize(frame, geometry.resized, self.pixels.resample).to(self.params.device)
+            cut = self.ops.cut(small, geometry.grid, layout, self.pixels, self.params.dtype)
+            patches[:, :, index:] = cut.view(len(cut), 3, 1, -1)
+        return patches.flatten(1)
+
+    def encode(self, patches: Tensor, grids: Sequence[Grid]) -> Encoding:
+        return self.tower.encode(patches, grids, self.ops)
+
+    def rules(self) -> tuple[Rule, ...]:
+        decoder = under(decoder_rules(self.config.text), ("model.language_model.", "model."), "decoder.")
+        head = under([head_rule(self.config.text)], ("",), "decoder.")
+        return (*decoder, *head, *under(self.tower_rules(), ("model.visual.", "visual."), "vision."))
+
+    def tower_rules(self) -> tuple[Rule, ...]:
+        mlp = (Rule("blocks.{}.mlp.fc1.*", "blocks.{}.up.*"), Rule("blocks.{}.mlp.fc2.*", "blocks.{}.down.*"))
+        return (*COMMON_TOWER_RULES, *mlp, *MERGER_RULES)
+
+
+class VisionTower(Protocol):
+    def encode(self, patches: Tensor, grids: Sequence[Grid], ops: VisionOps) -> Encoding: ...
+
+
+class Tower:
+    def __init__(self, params: Parameters, vision: VisionConfig, outputs: int, theta: float) -> None:
+        self.head_dim = turned_dim(vision)
+        self.theta = theta
+        self.merge = vision.spatial_merge_size
+        kernel = (vision.in_channels, vision.temporal_patch_size, vision.patch_size, vision.patch_size)
+        self.patch = PatchLinear(params.within("patch"), kernel, vision.hidden_size)
+        blocks = params.within("blocks")
+        self.blocks = [
+            VisionBlock(blocks.within(i), vision, eps=EPS, is_qkv_fused=True) for i in range(vision.num_layers)
+        ]
+        self.merger = Merger(params.within("merger"), vision, outputs)
+
+    def encode(self, patches: Tensor, grids: Sequence[Grid], ops: VisionOps) -> Encoding:
+        places = grid_places(grids, self.head_dim, self.theta, self.merge, patches.device)
+        lengths = [grid.h * grid.w for grid in grids for _ in range(grid.t)]  # attention stays inside a frame
+        run = ops.begin(lengths, places, patches.device)
+        x = self.patch(patches)
+        del patches  # they would stay until the last layer
+        x = yield from through(run, self.blocks, x)
+        return list(torch.split(self.merger(x), [grid.patches // self.merge**2 for grid in grids]))
+
+
+class Merger:
+    """Four neighbouring patches become one embedding of the decoder's width."""
+
+    def __init__(
+        self,
+        params: Parameters,
+        vision: VisionConfig,
+        outputs: int,
+        norm: type[LayerNorm] | type[RMSNorm] = LayerNorm,
+        *,
+        is_norm_merged: bool = False,
+    ) -> None:
+        merged = vision.hidden_size * vision.spatial_merge_size**2
+        self.norm = norm(params.within("norm"), merged if is_norm_merged else vision.hidden_size, EPS)
+        self.up = Linear(params.within("up"), merged, merged, bias=True)
+        self.down = Linear(params.within("down"), merged, outputs, bias=True)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        # `patchify` put the patches of a token next to each other, so merging is a change of shape.
+        normed = self.norm(x.view(-1, *self.norm.weight.shape))
+        return self.down(F.gelu(self.up(normed.view(-1, self.up.weight.shape[1]))))
+
+
+def vision_theta(config: ModelConfig) -> float:
+    rope = config.raw["vision_config"].get("rope_parameters") or {}
+    return float(rope.get("rope_theta", 10000.0))
+
+
+COMMON_TOWER_RULES = (
+    Rule("patch_embed.proj.*", "patch.*"),
+    Rule("blocks.{}.norm1.*", "blocks.{}.attention_norm.*"),
+    Rule("blocks.{}.attn.qkv.*", "blocks.{}.qkv.*"),
+    Rule("blocks.{}.attn.proj.*", "blocks.{}.out.*"),
+    Rule("blocks.{}.norm2.*", "blocks.{}.mlp_norm.*"),
+    Rule("rotary_pos_emb.inv_freq", None),
+)
+MERGER_RULES = (
+    Rule("merger.ln_q.*", "merger.norm.*"),
+    Rule("merger.mlp.0.*", "merger.up.*"),
+    Rule("merger.mlp.2.*", "merger.down.*"),
+)

@@ -1,0 +1,118 @@
+"""Qwen3-VL: learned positions beside the rotary ones, and features of several layers for the decoder's first layers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from saccade.checkpoint.config import ConfigError, VisionConfig
+from saccade.models.families.qwen2_vl import COMMON_TOWER_RULES, EPS, Merger, Qwen2VL, vision_theta
+from saccade.models.interface import Encoding
+from saccade.models.layers.basic import Parameters, PatchLinear
+from saccade.models.layers.decoder import Biases, Decoder
+from saccade.models.vision.blocks import VisionBlock, by_token, grid_places, turned_dim
+from saccade.models.vision.ops import VisionOps, through
+from saccade.models.weights import Rule, under
+from saccade.types import Grid
+
+
+class Qwen3VL(Qwen2VL):
+    """An embedding of a picture is 1 + n vectors side by side: the first goes into the decoder's first layer, the
+    others are added behind its layers 0 to n - 1. Text has zeros there."""
+
+    def make_tower(self, params: Parameters, vision: VisionConfig) -> Tower:
+        positions = int(self.config.raw["vision_config"].get("num_position_embeddings") or 2304)
+        return Tower(params, vision, self.config.text.hidden_size, vision_theta(self.config), positions)
+
+    def make_decoder(self, params: Parameters) -> Decoder:
+        text = self.config.text
+        if text.num_deep > text.num_layers:
+            raise ConfigError(
+                f"deepstack_visual_indexes names {text.num_deep} layers, the decoder has {text.num_layers}"
+            )
+        has_bias = bool((self.config.raw.get("text_config") or {}).get("attention_bias", False))
+        return Decoder(params, text, Biases(qkv=has_bias, out=has_bias), has_qk_norms=True)
+
+    def tower_rules(self) -> tuple[Rule, ...]:
+        names = {"norm": "norm", "linear_fc1": "up", "linear_fc2": "down"}
+        merger = tuple(Rule(f"{name}.*", f"{ours}.*") for name, ours in names.items())
+        return (
+            *COMMON_TOWER_RULES,
+            Rule("pos_embed.weight", "positions.table"),
+            Rule("blocks.{}.mlp.linear_fc1.*", "blocks.{}.up.*"),
+            Rule("blocks.{}.mlp.linear_fc2.*", "blocks.{}.down.*"),
+            *under(merger, ("merger.",), "merger."),
+            *under(merger, ("deepstack_merger_list.{}.",), "deep.{}."),
+        )
+
+
+class Tower:
+    def __init__(self, params: Parameters, vision: VisionConfig, outputs: int, theta: float, positions: int) -> None:
+        self.head_dim = turned_dim(vision)
+        self.theta = theta
+        self.merge = vision.spatial_merge_size
+        self.outputs = outputs
+        self.deep_layers = sorted(vision.deep_layers)
+        kernel = (vision.in_channels, vision.temporal_patch_size, vision.patch_size, vision.patch_size)
+        self.patch = PatchLinear(params.within("patch"), kernel, vision.hidden_size, bias=True)
+        self.positions = Positions(params.within("positions"), positions, vision.hidden_size)
+        blocks, deep = params.within("blocks"), params.within("deep")
+        self.blocks = [
+            VisionBlock(blocks.within(i), vision, eps=EPS, is_qkv_fused=True) for i in range(vision.num_layers)
+        ]
+        self.merger = Merger(params.within("merger"), vision, outputs)
+        self.deep_mergers = [
+            Merger(deep.within(i), vision, outputs, is_norm_merged=True) for i in range(len(self.deep_layers))
+        ]
+
+    def encode(self, patches: Tensor, grids: Sequence[Grid], ops: VisionOps) -> Encoding:
+        places = grid_places(grids, self.head_dim, self.theta, self.merge, patches.device)
+        lengths = [grid.h * grid.w for grid in grids for _ in range(grid.t)]  # attention stays inside a frame
+        run = ops.begin(lengths, places, patches.device)
+        x = self.patch(patches)
+        del patches  # they would stay until the last layer
+        self.positions.add_to(x, grids, self.merge)
+        slots = [grid.patches // self.merge**2 for grid in grids]
+        embeddings, done = x.new_empty(0), 0
+        for place, layer in enumerate(self.deep_layers):
+            x = yield from through(run, self.blocks[done : layer + 1], x)
+            if not len(embeddings):  # not before they are needed
+                embeddings = self._room(x, sum(slots))
+            self._part(embeddings, 1 + place).copy_(self.deep_mergers[place](x))
+            done = layer + 1
+        x = yield from through(run, self.blocks[done:], x)
+        if not self.deep_layers:
+            return list(torch.split(self.merger(x), slots))
+        self._part(embeddings, 0).copy_(self.merger(x))
+        return list(torch.split(embeddings, slots))
+
+    def _room(self, x: Tensor, slots: int) -> Tensor:
+        return x.new_empty(slots, self.outputs * (1 + len(self.deep_layers)))
+
+    def _part(self, embeddings: Tensor, index: int) -> Tensor:
+        return embeddings[:, index * self.outputs : (index + 1) * self.outputs]
+
+
+class Positions:
+    """A learned vector for each cell of a square, stretched over whatever grid a picture has."""
+
+    def __init__(self, params: Parameters, count: int, hidden: int) -> None:
+        self.side = math.isqrt(count)
+        if self.side**2 != count:
+            raise ConfigError(f"vision_config: num_position_embeddings={count} is not the area of a square")
+        self.table = params.new("table", count, hidden)
+
+    def add_to(self, x: Tensor, grids: Sequence[Grid], merge: int) -> None:
+        """x [patches of all pictures, hidden], in place; every frame of a picture gets the same."""
+        for own, grid in zip(torch.split(x, [grid.patches for grid in grids]), grids, strict=True):
+            own.view(grid.t, grid.h * grid.w, -1).add_(by_token(self.stretched(grid), merge))
+
+    def stretched(self, grid: Grid) -> Tensor:
+        """[h, w, hidden]: corners meet corners, what lies between is blended from its four neighbours."""
+        square = self.table.view(1, self.side, self.side, -1).permute(0, 3, 1, 2)  # [1, hidden, side, side]
+        spread = F.interpolate(square, (grid.h, grid.w), mode="bilinear", align_corners=True)
+        return spread[0].permute(1, 2, 0).contiguous()

@@ -1,0 +1,238 @@
+"""The first Qwen, alone and as Qwen-VL: a tower for one square, a resampler with learned queries, its decoder."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from saccade.checkpoint.config import ConfigError, ModelConfig, TextConfig, VisionConfig
+from saccade.models.interface import Encoding
+from saccade.models.layers.basic import LayerNorm, Linear, Parameters, PatchLinear
+from saccade.models.layers.decoder import Biases, Decoder, OnDecoder, head_rule
+from saccade.models.vision.blocks import VisionBlock, vision_config
+from saccade.models.vision.ops import VisionOps, through
+from saccade.models.vision.preprocess import PatchLayout, Picture, pixel_policy
+from saccade.models.weights import Rule, under
+from saccade.types import Geometry, Grid
+
+_EPS = 1e-6  # of all norms in the tower
+_PLACES = 256  # learned positions of patches, whatever the square: 16 x 16
+_RESAMPLER_HEAD = 128
+
+
+class Qwen(OnDecoder):
+    """Text alone."""
+
+    def __init__(
+        self, config: ModelConfig, params: Parameters, image_processor: Mapping[str, Any], ops: VisionOps
+    ) -> None:
+        self.config = config
+        self.params = params
+        self.decoder = _decoder(params.within("decoder"), config)
+
+    def prepare(self, image: Picture, geometry: Geometry) -> NoReturn:
+        raise AssertionError("a model without a vision tower has no encoder stage")
+
+    def encode(self, patches: Tensor, grids: Sequence[Grid]) -> NoReturn:
+        raise AssertionError("a model without a vision tower has no encoder stage")
+
+    def rules(self) -> tuple[Rule, ...]:
+        decoder = under(_DECODER_RULES, ("transformer.",), "decoder.")
+        return (*decoder, *under([head_rule(self.config.text)], ("",), "decoder."))
+
+
+class QwenVL(OnDecoder):
+    def __init__(
+        self, config: ModelConfig, params: Parameters, image_processor: Mapping[str, Any], ops: VisionOps
+    ) -> None:
+        vision, visual = vision_config(config), config.raw["vision_config"]
+        width = visual.get("output_dim")
+        if width != config.text.hidden_size:
+            raise ConfigError(f"visual: output_dim={width} is not the decoder's width {config.text.hidden_size}")
+        self.config = config
+        self.params = params
+        self.ops = ops
+        self.pixels = pixel_policy(image_processor)
+        self.layout = PatchLayout(vision.patch_size)
+        self.tower = Tower(params.within("vision"), vision)
+        self.resampler = Resampler(params.within("resampler"), vision.hidden_size, width, visual["n_queries"])
+        self.decoder = _decoder(params.within("decoder"), config)
+
+    def prepare(self, image: Picture, geometry: Geometry) -> Tensor:
+        square = self.ops.resize(image, geometry.resized, self.pixels.resample).to(self.params.device)
+        return self.ops.cut(square, geometry.grid, self.layout, self.pixels, self.params.dtype)
+
+    def encode(self, patches: Tensor, grids: Sequence[Grid]) -> Encoding:
+        features = yield from self.tower.encode(patches, grids, self.ops)
+        return list(self.resampler(features, grids))
+
+    def rules(self) -> tuple[Rule, ...]:
+        return (
+            *under(_DECODER_RULES, ("transformer.",), "decoder."),
+            *under([head_rule(self.config.text)], ("",), "decoder."),
+            *under(_TOWER_RULES, ("transformer.visual.",), "vision."),
+            *under(_RESAMPLER_RULES, ("transformer.visual.",), "resampler."),
+        )
+
+
+# --- the tower ----------------------------------------------------------------------------------------------------
+
+
+class Tower:
+    """Patches alone, without a class token; no norm behind the last layer."""
+
+    def __init__(self, params: Parameters, vision: VisionConfig) -> None:
+        hidden, kernel = vision.hidden_size, (vision.in_channels, vision.patch_size, vision.patch_size)
+        self.patch = PatchLinear(params.within("patch"), kernel, hidden)
+        self.places = params.new("places", _PLACES, hidden)
+        self.norm = LayerNorm(params.within("norm"), hidden, _EPS)
+        blocks = params.within("blocks")
+        self.blocks = [_block(blocks.within(i), vision) for i in range(vision.num_layers)]
+
+    def encode(self, patches: Tensor, grids: Sequence[Grid], ops: VisionOps) -> Generator[int, None, Tensor]:
+        """Packed patches -> [patches, hidden]; pauses after each layer."""
+        run = ops.begin([grid.patches for grid in grids], None, patches.device)
+        x = self.norm(self.patch(patches).add_(_on_grids(self.places, grids)))
+        del patches
+        return (yield from through(run, self.blocks, x))
+
+
+def _block(params: Parameters, vision: VisionConfig) -> VisionBlock:
+    """Its projection was published head by head: q, k and v of the first one, then of the second."""
+    block = VisionBlock(params, vision, eps=_EPS, is_qkv_fused=True)
+    qkv = params.within("qkv")
+    for name, tensor in (("weight", block.qkv.weight), ("bias", block.qkv.bias)):
+        assert tensor is not None
+        by_kind = tensor.view(3, vision.num_heads, -1, *tensor.shape[1:])  # [3, heads, d, ...]
+        qkv.add(name, by_kind.transpose(0, 1))
+    return block
+
+
+class Resampler:
+    """Learned queries on a grid look at a picture's patches once; what they saw is what the decoder gets."""
+
+    def __init__(self, params: Parameters, inputs: int, width: int, queries: int) -> None:
+        if width % _RESAMPLER_HEAD:
+            raise ConfigError(f"visual: output_dim={width} does not divide into heads of {_RESAMPLER_HEAD}")
+        self.heads = width // _RESAMPLER_HEAD
+        self.query = params.new("query", queries, width)
+        self.places = params.new("places", queries, width)
+        self.narrow = Linear(params.within("narrow"), inputs, width) if inputs != width else None
+        self.query_norm = LayerNorm(params.within("query_norm"), width, _EPS)
+        self.seen_norm = LayerNorm(params.within("seen_norm"), width, _EPS)
+        self.qkv = Linear(params.within("qkv"), width, 3 * width, bias=True)
+        self.out = Linear(params.within("out"), width, width, bias=True)
+        self.norm = LayerNorm(params.within("norm"), width, _EPS)
+        self.project = params.new("project", width, width)  # [inputs, outputs]
+
+    def __call__(self, features: Tensor, grids: Sequence[Grid]) -> Tensor:
+        """Packed features of pictures -> [pictures, queries, width]"""
+        seen = self.seen_norm(self.narrow(features) if self.narrow else features)
+        asked = self.query_norm(self.query) + self.places
+        q, k, v = self._projected(asked, seen + _on_grids(self.places, grids), seen)
+        lengths = [grid.patches for grid in grids]
+        mixed = [self._attend(q, *of) for of in zip(torch.split(k, lengths), torch.split(v, lengths), strict=True)]
+        return self.norm(self.out(torch.stack(mixed))) @ self.project
+
+    def _projected(self, *inputs: Tensor) -> list[Tensor]:
+        """Each by its third of the projection."""
+        assert self.qkv.bias is not None
+        thirds = zip(inputs, self.qkv.weight.chunk(3), self.qkv.bias.chunk(3), strict=True)
+        return [F.linear(rows, weight, bias) for rows, weight, bias in thirds]
+
+    def _attend(self, *qkv: Tensor) -> Tensor:
+        """q [queries, width], k and v [patches, width] -> [queries, width]"""
+        q, k, v = (rows.view(1, len(rows), self.heads, -1).transpose(1, 2) for rows in qkv)
+        return F.scaled_dot_product_attention(q, k, v)[0].transpose(0, 1).flatten(1)
+
+
+def _on_grids(places: Tensor, grids: Sequence[Grid]) -> Tensor:
+    """Vectors on a square grid [places, n] -> one for each patch, in between where the grids differ: [patches, n]."""
+    spread = {grid: _on_grid(places, grid) for grid in set(grids)}
+    return torch.cat([spread[grid] for grid in grids])
+
+
+def _on_grid(places: Tensor, grid: Grid) -> Tensor:
+    side = math.isqrt(len(places))
+    if (grid.h, grid.w) == (side, side):
+        return places
+    square = places.float().T.reshape(1, -1, side, side)
+    spread = F.interpolate(square, (grid.h, grid.w), mode="bicubic")[0]  # [n, h, w]
+    return spread.flatten(1).T.to(places.dtype)
+
+
+# --- the decoder --------------------------------------------------------------------------------------------------
+
+
+def _decoder(params: Parameters, config: ModelConfig) -> Decoder:
+    """q, k and v have biases, the rest only where the config says so; a checkpoint has them as one tensor."""
+    _check(config.text, config.raw)
+    has_bias = not config.raw.get("no_bias", True)
+    decoder = Decoder(params, config.text, Biases(qkv=True, out=has_bias, mlp=has_bias))
+    for i, layer in enumerate(decoder.layers):
+        inner = params.within("layers").within(i)
+        for kind, tensor in (("weight", layer.qkv.weight), ("bias", layer.qkv.bias)):
+            assert tensor is not None
+            inner.add_whole(f"qkv.{kind}", tensor, [f"qkv.{part}.{kind}" for part in "qkv"])
+    return decoder
+
+
+def _check(text: TextConfig, raw: Mapping[str, Any]) -> None:
+    if raw.get("rotary_pct", 1.0) != 1.0:
+        raise ConfigError(f"rotary_pct={raw['rotary_pct']} is not supported; all of a head is turned here (1.0)")
+    if text.num_heads * text.head_dim != text.hidden_size:
+        raise ConfigError(
+            f"{text.num_heads} heads of kv_channels={text.head_dim} do not add up to hidden_size={text.hidden_size}"
+        )
+
+
+# --- the weight map -----------------------------------------------------------------------------------------------
+
+_DECODER_RULES = (
+    Rule("wte.weight", "embed.weight"),
+    Rule("h.{}.ln_1.weight", "layers.{}.attention_norm.weight"),
+    Rule("h.{}.attn.c_attn.*", "layers.{}.qkv.*"),
+    Rule("h.{}.attn.c_proj.*", "layers.{}.out.*"),
+    Rule("h.{}.ln_2.weight", "layers.{}.mlp_norm.weight"),
+    Rule("h.{}.mlp.w1.*", "layers.{}.gate_up.up.*"),
+    Rule("h.{}.mlp.w2.*", "layers.{}.gate_up.gate.*"),  # the second of them goes through the activation
+    Rule("h.{}.mlp.c_proj.*", "layers.{}.down.*"),
+    Rule("h.{}.attn.masked_bias", None),
+    Rule("h.{}.attn.rotary_emb.inv_freq", None),
+    Rule("rotary_emb.inv_freq", None),
+    Rule("ln_f.weight", "norm.weight"),
+)
+_TOWER_RULES = (
+    Rule("conv1.weight", "patch.weight"),
+    Rule("positional_embedding", "places"),
+    Rule("ln_pre.*", "norm.*"),
+    *under(
+        (
+            Rule("ln_1.*", "attention_norm.*"),
+            Rule("attn.in_proj.*", "qkv.*"),
+            Rule("attn.out_proj.*", "out.*"),
+            Rule("ln_2.*", "mlp_norm.*"),
+            Rule("mlp.c_fc.*", "up.*"),
+            Rule("mlp.c_proj.*", "down.*"),
+        ),
+        ("transformer.resblocks.{}.",),
+        "blocks.{}.",
+    ),
+)
+_RESAMPLER_RULES = (
+    Rule("attn_pool.query", "query"),
+    Rule("attn_pool.pos_embed", "places"),
+    Rule("attn_pool.kv_proj.weight", "narrow.weight"),
+    Rule("attn_pool.ln_q.*", "query_norm.*"),
+    Rule("attn_pool.ln_kv.*", "seen_norm.*"),
+    Rule("attn_pool.attn.in_proj_weight", "qkv.weight"),
+    Rule("attn_pool.attn.in_proj_bias", "qkv.bias"),
+    Rule("attn_pool.attn.out_proj.*", "out.*"),
+    Rule("ln_post.*", "norm.*"),
+    Rule("proj", "project"),
+)

@@ -1,0 +1,60 @@
+"""Llama, Qwen2, Qwen3, Mistral and Ministral 3 without a vision tower: the decoder, and how each differs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+from torch import Tensor
+
+from saccade.checkpoint.config import ConfigError, ModelConfig
+from saccade.models.layers.attention_temperature import WHY_PLAIN
+from saccade.models.layers.basic import Parameters
+from saccade.models.layers.decoder import Biases, Decoder, OnDecoder, decoder_rules, head_rule
+from saccade.models.vision.ops import VisionOps
+from saccade.models.vision.preprocess import Picture
+from saccade.models.weights import Rule, under
+from saccade.types import Geometry, Grid
+
+
+class Variant(NamedTuple):
+    biases: Biases
+    has_qk_norms: bool
+
+
+class Text(OnDecoder):
+    why_plain: str  # of those whose queries grow
+
+    def __init__(
+        self, config: ModelConfig, params: Parameters, image_processor: Mapping[str, Any], ops: VisionOps
+    ) -> None:
+        act = config.raw.get("hidden_act", "silu")
+        if act != "silu":
+            raise ConfigError(f"config.json asks for the activation {act!r}; decoders of this line use silu")
+        variant = variant_of(config.model_type, config.raw)
+        self.config = config
+        self.decoder = Decoder(params.within("decoder"), config.text, variant.biases, has_qk_norms=variant.has_qk_norms)
+        if self.decoder.temper is not None:
+            self.why_plain = WHY_PLAIN
+
+    def prepare(self, image: Picture, geometry: Geometry) -> NoReturn:
+        raise AssertionError("a model without a vision tower has no encoder stage")
+
+    def encode(self, patches: Tensor, grids: Sequence[Grid]) -> NoReturn:
+        raise AssertionError("a model without a vision tower has no encoder stage")
+
+    def rules(self) -> tuple[Rule, ...]:
+        decoder = under(decoder_rules(self.config.text), ("model.",), "decoder.")
+        return (*decoder, *under([head_rule(self.config.text)], ("",), "decoder."))
+
+
+def variant_of(model_type: str, given: Mapping[str, Any]) -> Variant:
+    """What a decoder of this type has beside its matrices; `given` is the part of config.json about it."""
+    if model_type == "qwen2":
+        return Variant(Biases(qkv=True), False)
+    if model_type in ("mistral", "ministral3"):
+        return Variant(Biases(), False)
+    attention, mlp = bool(given.get("attention_bias")), bool(given.get("mlp_bias"))
+    if model_type in ("qwen3", "qwen3_moe"):
+        return Variant(Biases(qkv=attention, out=attention), True)
+    return Variant(Biases(qkv=attention, out=attention, mlp=mlp), False)

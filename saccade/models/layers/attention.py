@@ -1,0 +1,268 @@
+"""Attention over paged keys and values, and over packed pictures: a slow reference and a fast PyTorch version of each.
+
+Knows blocks and lengths; does not know which request they belong to. Every backend has the reference's signature.
+
+One layer's cache is [num_blocks * block_size, kv_heads, d]; a request's token i lies in block table[i // block_size]:
+
+    block table of a request: [7, 2, 5]          block_size 4, context 10
+    slots of its tokens:      28 29 30 31 | 8 9 10 11 | 20 21
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, groupby
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from saccade.checkpoint.config import TextConfig
+
+# Decode rows share one padded batch while padding stays below this share and keys and values stay about as large as a
+# core's cache: a batch that leaves the cache between the gather and its use costs more than another call.
+_MAX_PADDING = 0.25
+_MAX_GROUP_TOKENS = 2048
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionBatch:
+    """One step's tokens, packed request after request."""
+
+    query_lens: list[int]  # new tokens of each request, in packed order
+    context_lens: list[int]  # tokens of each request in the cache once this step's are written
+    block_tables: Tensor  # int64 [requests, max_blocks], padded with blocks of the request's own
+    slots: Tensor  # int64 [T]: block * block_size + offset, where each new token's key and value go
+    block_size: int
+
+    @cached_property
+    def plan(self) -> _Plan:
+        """How `torch_attention` walks this step: made once, used in every layer."""
+        return _make_plan(self)
+
+
+class PagedKV(NamedTuple):
+    """Keys and values of every token the engine remembers."""
+
+    k: Tensor  # [layers that keep them, num_blocks * block_size, kv_heads, d]
+    v: Tensor  # the same tensor where one vector is key and value
+
+    @classmethod
+    def allocate(
+        cls, config: TextConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> PagedKV:
+        shape = (config.num_kv_layers, num_blocks * block_size, config.num_kv_heads, config.head_dim)
+        # Written, not only reserved: memory that is missing is then missing at the start, not under some request.
+        k = torch.empty(shape, dtype=dtype, device=device).zero_()
+        return cls(k, k if config.latent else torch.empty_like(k).zero_())
+
+    def clear(self, blocks: Sequence[int], block_size: int) -> None:
+        """Zero blocks that are about to be filled in part.
+
+        Attention reads whole blocks and masks what is beyond a context, but a mask cannot undo a NaN that an earlier
+        owner of the block left there.
+        """
+        slots = torch.tensor(blocks, device=self.k.device)[:, None] * block_size
+        slots = (slots + torch.arange(block_size, device=self.k.device)).flatten()
+        self.k.index_fill_(1, slots, 0)
+        self.v.index_fill_(1, slots, 0)
+
+
+Backend = Callable[[Tensor, Tensor, Tensor, AttentionBatch, float], Tensor]
+"""(q [T, heads, d], one layer's keys, its values, batch, scale) -> [T, heads, d]. The cache has this step's tokens."""
+
+
+# --- paged --------------------------------------------------------------------------------------------------------
+
+
+def reference_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch, scale: float) -> Tensor:
+    """One request, one explicit mask, one float32 softmax at a time."""
+    outputs = []
+    for i, queries in enumerate(torch.split(q, batch.query_lens)):  # [n, heads, d]
+        n, context = batch.query_lens[i], batch.context_lens[i]
+        offsets = torch.arange(context, device=q.device)
+        slots = batch.block_tables[i][offsets // batch.block_size] * batch.block_size + offsets % batch.block_size
+        group = q.shape[1] // k_cache.shape[1]
+        k = k_cache[slots].repeat_interleave(group, dim=1).float()  # [context, heads, d]
+        v = v_cache[slots].repeat_interleave(group, dim=1).float()
+        scores = torch.einsum("nhd,mhd->hnm", queries.float(), k) * scale
+        own = torch.arange(context - n, context, device=q.device)  # each query's place in its context
+        scores = scores.masked_fill(offsets[None, :] > own[:, None], float("-inf"))
+        outputs.append(torch.einsum("hnm,mhd->nhd", scores.softmax(-1), v).to(q.dtype))
+    return torch.cat(outputs)
+
+
+def torch_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch, scale: float) -> Tensor:
+    """Decode rows in padded groups, longer windows one by one; keys and values are never repeated per head."""
+    out = torch.empty_like(q)
+    for group in batch.plan.groups:
+        _attend_group(group, q, k_cache, v_cache, out, scale)
+    for window in batch.plan.windows:
+        _attend_window(window, q, k_cache, v_cache, out, scale)
+    return out
+
+
+class PagedAttention:
+    """What a decoder is handed: writes a layer's new keys and values to the cache, then attends to all of them.
+
+    All tokens of the step are written first: a request may read blocks that another one fills in the same step.
+    """
+
+    def __init__(self, kv: PagedKV, batch: AttentionBatch, scale: float, backend: Backend = torch_attention) -> None:
+        self.kv = kv
+        self.batch = batch
+        self.scale = scale
+        self.backend = backend
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k_cache, v_cache = self.kv.k[layer], self.kv.v[layer]
+        k_cache.index_copy_(0, self.batch.slots, k)
+        if self.kv.v is not self.kv.k:
+            v_cache.index_copy_(0, self.batch.slots, v)
+        return self.backend(q, k_cache, v_cache, self.batch, self.scale)
+
+
+# --- how torch_attention walks a step -----------------------------------------------------------------------------
+
+
+class _Keys(NamedTuple):
+    """Where the keys of some requests lie: blocks to gather, or one stretch of the cache that needs no copy."""
+
+    blocks: Tensor  # int64 [requests, blocks]
+    stretch: slice | None  # of slots, for a single request with consecutive blocks
+
+    def read(self, cache: Tensor, block_size: int) -> Tensor:
+        """[slots, kv_heads, d] -> [requests, kv_heads, tokens, d]"""
+        if self.stretch is not None:
+            return cache[self.stretch].transpose(0, 1)[None]
+        # Whole blocks are contiguous, so the gather is a few large copies.
+        found = cache.view(-1, block_size * cache[0].numel()).index_select(0, self.blocks.flatten())
+        return found.view(len(self.blocks), -1, *cache.shape[1:]).transpose(1, 2)
+
+
+class _Group(NamedTuple):
+    """Requests that decode: one query each."""
+
+    rows: Tensor  # int64 [requests]: packed position of each query
+    keys: _Keys
+    block_size: int
+    mask: Tensor | None  # float32 [requests, 1, 1, tokens]: -inf on padding
+
+
+class _Window(NamedTuple):
+    """Several new tokens of one request."""
+
+    rows: slice
+    context: int
+    keys: _Keys
+    block_size: int
+    mask: Tensor | None  # float32 [new tokens, context]; None when the window is the whole context
+
+
+class _Plan(NamedTuple):
+    groups: list[_Group]
+    windows: list[_Window]
+
+
+def _attend_group(g: _Group, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, scale: float) -> None:
+    # The query heads that share a key head become rows of one small product.
+    queries = q.index_select(0, g.rows).view(len(g.rows), k_cache.shape[1], -1, q.shape[2])  # [b, kv_heads, group, d]
+    k, v = (g.keys.read(cache, g.block_size) for cache in (k_cache, v_cache))
+    mask = None if g.mask is None else g.mask.to(q.dtype).expand(-1, -1, queries.shape[2], -1)
+    mixed = F.scaled_dot_product_attention(queries, k, v, attn_mask=mask, scale=scale)
+    out.index_copy_(0, g.rows, mixed.reshape(len(g.rows), *q.shape[1:]))
+
+
+def _attend_window(w: _Window, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, scale: float) -> None:
+    queries = q[w.rows].transpose(0, 1)[None]  # [1, heads, n, d]
+    k, v = (w.keys.read(cache, w.block_size)[:, :, : w.context] for cache in (k_cache, v_cache))
+    mask = None if w.mask is None else w.mask.to(q.dtype)
+    mixed = F.scaled_dot_product_attention(
+        queries, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
+    )
+    out[w.rows] = mixed[0].transpose(0, 1)
+
+
+def _make_plan(batch: AttentionBatch) -> _Plan:
+    starts = [0, *accumulate(batch.query_lens)]
+    decoding = [i for i, n in enumerate(batch.query_lens) if n == 1]
+    windows = [_window(batch, i, starts[i]) for i, n in enumerate(batch.query_lens) if n > 1]
+    groups = [_group(batch, members, starts) for members in _similar(decoding, batch.context_lens)]
+    return _Plan(groups, windows)
+
+
+def _similar(requests: list[int], contexts: Sequence[int]) -> Iterator[list[int]]:
+    """Split into groups of similar context, so that padding to the longest stays small."""
+    group: list[int] = []
+    for i in sorted(requests, key=lambda i: contexts[i], reverse=True):
+        longest = contexts[group[0]] if group else contexts[i]
+        padded = longest * (len(group) + 1)
+        used = sum(contexts[j] for j in group) + contexts[i]
+        if group and (padded > _MAX_GROUP_TOKENS or padded - used > _MAX_PADDING * padded):
+            yield group
+            group = []
+        group.append(i)
+    if group:
+        yield group
+
+
+def _group(batch: AttentionBatch, members: list[int], starts: list[int]) -> _Group:
+    device = batch.block_tables.device
+    lengths = torch.tensor([batch.context_lens[i] for i in members], device=device)
+    keys = _keys(batch, members)
+    mask = None
+    if keys.stretch is None:
+        columns = torch.arange(keys.blocks.shape[1] * batch.block_size, device=device)
+        mask = _additive(columns < lengths[:, None])[:, None, None]
+    return _Group(torch.tensor([starts[i] for i in members], device=device), keys, batch.block_size, mask)
+
+
+def _window(batch: AttentionBatch, i: int, start: int) -> _Window:
+    n, context = batch.query_lens[i], batch.context_lens[i]
+    mask = None
+    if n < context:
+        own = torch.arange(context - n, context, device=batch.block_tables.device)
+        mask = _additive(torch.arange(context, device=own.device) <= own[:, None])
+    return _Window(slice(start, start + n), context, _keys(batch, [i]), batch.block_size, mask)
+
+
+def _keys(batch: AttentionBatch, members: list[int]) -> _Keys:
+    longest = max(batch.context_lens[i] for i in members)
+    blocks = batch.block_tables[members, : -(-longest // batch.block_size)]
+    first = int(blocks[0, 0])
+    is_stretch = len(members) == 1 and blocks[0].tolist() == list(range(first, first + blocks.shape[1]))
+    start = first * batch.block_size
+    return _Keys(blocks, slice(start, start + longest) if is_stretch else None)
+
+
+def _additive(allowed: Tensor) -> Tensor:
+    return torch.zeros(allowed.shape, device=allowed.device).masked_fill_(~allowed, float("-inf"))
+
+
+# --- packed pictures ----------------------------------------------------------------------------------------------
+
+
+def reference_packed_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], scale: float) -> Tensor:
+    """Everyone sees everyone of the same picture: one dense mask over all of them."""
+    owner = torch.repeat_interleave(torch.tensor(lengths, device=q.device))  # [T]: the picture of each patch
+    scores = torch.einsum("nhd,mhd->hnm", q.float(), k.float()) * scale
+    scores = scores.masked_fill(owner[:, None] != owner[None, :], float("-inf"))
+    return torch.einsum("hnm,mhd->nhd", scores.softmax(-1), v.float()).to(q.dtype)
+
+
+def packed_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], scale: float) -> Tensor:
+    """Full attention inside each picture; q, k, v are [T, heads, d] with T the sum of lengths. No padding."""
+    outputs = []
+    start = 0
+    for length, same in groupby(lengths):
+        count = len(list(same))  # neighbours of equal size are one batch
+        rows = slice(start, start + count * length)
+        shape = (count, length, *q.shape[1:])
+        own_q, own_k, own_v = (x[rows].view(shape).transpose(1, 2) for x in (q, k, v))  # [count, heads, length, d]
+        mixed = F.scaled_dot_product_attention(own_q, own_k, own_v, scale=scale)
+        outputs.append(mixed.transpose(1, 2).flatten(0, 1))
+        start = rows.stop
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)

@@ -1,0 +1,47 @@
+"""Queries that grow with their position, so that attention over long contexts stays sharp. Knows no cache, no layer.
+
+positions     0 .. L - 1    L .. 2 L - 1        2 L .. 3 L - 1      L: the length the model was trained on
+queries       x 1           x (1 + b log 2)     x (1 + b log 3)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from saccade.checkpoint.config import ConfigError
+from saccade.models.interface import Attention
+
+WHY_PLAIN = "its queries grow with their position, which the kernels do not know"
+
+
+class Temper:
+    def __init__(self, beta: float, length: int) -> None:
+        self.beta = beta
+        self.length = length
+
+    def factors(self, positions: Tensor) -> Tensor:
+        """[T] -> float32 [T]"""
+        return 1 + self.beta * torch.log(1 + torch.floor(positions / self.length))
+
+    def around(self, attention: Attention, positions: Tensor) -> Attention:
+        """The same attention for tokens at these rotary positions [axes, T]. Keys stay as they are."""
+        factors = self.factors(positions[0])[:, None, None]
+
+        def tempered(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return attention(layer, q * factors.to(q.dtype), k, v)
+
+        return tempered
+
+
+def temper_of(scaling: Mapping[str, Any]) -> Temper | None:
+    """What a config's rotary settings say of it, if anything."""
+    beta, length = scaling.get("llama_4_scaling_beta"), scaling.get("original_max_position_embeddings")
+    if not beta:
+        return None
+    if not length:
+        raise ConfigError("config.json has llama_4_scaling_beta, but no original_max_position_embeddings to count in")
+    return Temper(float(beta), int(length))

@@ -1,0 +1,209 @@
+"""Building blocks shared by decoders and vision towers. They know tensors and names, not models or checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from saccade.checkpoint.config import ConfigError
+
+
+class Whole(NamedTuple):
+    """Some targets as one tensor, for checkpoints that store them so."""
+
+    tensor: Tensor
+    parts: frozenset[str]  # the targets that filling it fills
+
+
+class Parameters:
+    """Allocates a model's tensors and remembers each under a name, so that weights can stream into them later.
+
+    `targets` holds one entry per tensor of a checkpoint. Where several are merged into one for speed (q, k and v, say),
+    the entries are views of the parts: filling the parts fills the whole. `wholes` holds what a checkpoint may have as
+    one tensor instead.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype = dtype
+        self.device = device
+        self.targets: dict[str, Tensor] = {}
+        self.wholes: dict[str, Whole] = {}
+        self._prefix = ""
+
+    def within(self, name: str | int) -> Parameters:
+        """The same collection, with this level added in front of every name."""
+        inner = Parameters(self.dtype, self.device)
+        inner.targets, inner.wholes = self.targets, self.wholes
+        inner._prefix = f"{self._prefix}{name}."
+        return inner
+
+    def empty(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        self.targets[self._prefix + name] = tensor
+
+    def add_whole(self, name: str, tensor: Tensor, parts: Sequence[str]) -> None:
+        self.wholes[self._prefix + name] = Whole(tensor, frozenset(self._prefix + part for part in parts))
+
+    def new(self, name: str, *shape: int) -> Tensor:
+        tensor = self.empty(*shape)
+        self.add(name, tensor)
+        return tensor
+
+
+class Linear:
+    """x @ weight.T + bias. Several projections of the same input are one product: give `outputs` as {name: size}.
+
+    With `pad_outputs` each of them gets zero rows up to a multiple of that number, with `pad_inputs` the weight gets
+    zero columns: the tensor between two products may so be wider than a checkpoint says.
+    """
+
+    def __init__(
+        self,
+        params: Parameters,
+        inputs: int,
+        outputs: int | Mapping[str, int],
+        *,
+        bias: bool = False,
+        pad_inputs: int = 1,
+        pad_outputs: int = 1,
+    ) -> None:
+        parts = {"": outputs} if isinstance(outputs, int) else outputs
+        sizes = [_up_to(size, pad_outputs) for size in parts.values()]
+        self.weight = params.empty(sum(sizes), _up_to(inputs, pad_inputs))  # [outputs, inputs]
+        self.bias = params.empty(sum(sizes)) if bias else None  # [outputs]
+        for (name, size), rows in zip(parts.items(), torch.split(self.weight, sizes), strict=True):
+            params.add(_join(name, "weight"), _own_part(rows, size, inputs))
+        if self.bias is not None:
+            for (name, size), values in zip(parts.items(), torch.split(self.bias, sizes), strict=True):
+                params.add(_join(name, "bias"), _own_part(values, size))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class PatchLinear:
+    """A convolution whose stride is its kernel: one product over flattened patches [patches, patch_dim]."""
+
+    def __init__(self, params: Parameters, kernel: tuple[int, ...], outputs: int, *, bias: bool = False) -> None:
+        stored = params.new("weight", outputs, *kernel)
+        self.weight = stored.view(outputs, -1)  # [outputs, patch_dim]
+        self.bias = params.new("bias", outputs) if bias else None
+
+    def __call__(self, patches: Tensor) -> Tensor:
+        return F.linear(patches, self.weight, self.bias)
+
+
+class RMSNorm:
+    def __init__(self, params: Parameters, size: int, eps: float) -> None:
+        self.weight = params.new("weight", size)
+        self.eps = eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class LayerNorm:
+    def __init__(self, params: Parameters, size: int, eps: float) -> None:
+        self.weight = params.new("weight", size)
+        self.bias = params.new("bias", size)
+        self.eps = eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+
+# --- activations --------------------------------------------------------------------------------------------------
+
+Activation = Callable[[Tensor], Tensor]
+
+
+def quick_gelu(x: Tensor) -> Tensor:
+    """x * sigmoid(1.702 x), in place: a vision tower's widest tensors pass through here."""
+    return F.silu(x.mul_(1.702), inplace=True).mul_(1 / 1.702)
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    """[T, gate | up] -> silu(gate) * up [T, half], written over the gate."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate, inplace=True).mul_(up)
+
+
+def gelu_and_mul(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return F.gelu(gate).mul_(up)
+
+
+def tanh_gelu(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+_ACTIVATIONS: Mapping[str, Activation] = {
+    "gelu": F.gelu,
+    "gelu_new": tanh_gelu,
+    "gelu_pytorch_tanh": tanh_gelu,
+    "quick_gelu": quick_gelu,
+    "relu": F.relu,
+    "silu": F.silu,
+}
+
+
+def activation(name: str) -> Activation:
+    """The function of this name. It may overwrite its argument."""
+    if name not in _ACTIVATIONS:
+        raise ConfigError(
+            f"config.json asks for the activation {name!r} (hidden_act or projector_hidden_act); known are "
+            f"{', '.join(_ACTIVATIONS)}"
+        )
+    return _ACTIVATIONS[name]
+
+
+def gated_activation(name: str) -> Activation:
+    """The same for the product of gate and up side by side, which becomes half as wide."""
+    known = {"silu": silu_and_mul, "gelu": gelu_and_mul}
+    if name not in known:
+        raise ConfigError(f"config.json asks for the gated hidden_act {name!r}; known are {', '.join(known)}")
+    return known[name]
+
+
+# --- rotary positions ---------------------------------------------------------------------------------------------
+
+
+def frequencies(rotated: int, theta: float, device: torch.device) -> Tensor:
+    """Angle per position of each pair of `rotated` dimensions: float32 [rotated / 2], from 1 to about 1 / theta."""
+    exponents = torch.arange(0, rotated, 2, dtype=torch.float32, device=device) / rotated
+    return 1.0 / theta**exponents
+
+
+def cos_sin(angles: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Angles [..., d / 2] -> what `rotate` takes, both [..., d]; the sine carries the sign of its half."""
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((-sin, sin), dim=-1).to(dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn dimension i and i + d / 2 of x [..., d] as a pair."""
+    half = x.shape[-1] // 2
+    swapped = torch.cat((x[..., half:], x[..., :half]), dim=-1)
+    return swapped.mul_(sin).addcmul_(x, cos)
+
+
+def _own_part(padded: Tensor, *sizes: int) -> Tensor:
+    """The corner of these sizes; what lies around it is zero from here on."""
+    if padded.shape == sizes:
+        return padded
+    padded.zero_()
+    return padded[tuple(slice(size) for size in sizes)]
+
+
+def _up_to(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def _join(*names: str) -> str:
+    return ".".join(name for name in names if name)

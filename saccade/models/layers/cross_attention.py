@@ -1,0 +1,116 @@
+"""Decoder layers that look at pictures beside the text: attention to what the encoder returned, behind gates.
+
+An encoded picture holds the keys and values of its states in every such layer, cut into rows as wide as the decoder:
+
+    [layers, k and v, states, kv_heads, d]  ->  flat, zeros up to whole rows  ->  [slots, hidden]
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from saccade.checkpoint.config import TextConfig
+from saccade.models.interface import Seen
+from saccade.models.layers.basic import Linear, Parameters, RMSNorm
+from saccade.models.weights import Rule
+
+
+class CrossLayer:
+    """Rows that see no picture pass it unchanged."""
+
+    def __init__(self, params: Parameters, text: TextConfig) -> None:
+        self.heads, self.kv_heads, self.head_dim = text.num_heads, text.num_kv_heads, text.head_dim
+        hidden, wide, eps = text.hidden_size, text.intermediate_size, text.rms_norm_eps
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        self.attention_norm = RMSNorm(params.within("attention_norm"), hidden, eps)
+        self.q = Linear(params.within("q"), hidden, q)
+        self.kv = Linear(params.within("kv"), hidden, {"k": kv, "v": kv})
+        self.q_norm = RMSNorm(params.within("q_norm"), self.head_dim, eps)
+        self.k_norm = RMSNorm(params.within("k_norm"), self.head_dim, eps)
+        self.out = Linear(params.within("out"), q, hidden)
+        self.attention_gate = params.new("attention_gate", 1)
+        self.mlp_norm = RMSNorm(params.within("mlp_norm"), hidden, eps)
+        self.gate_up = Linear(params.within("gate_up"), hidden, {"gate": wide, "up": wide})
+        self.down = Linear(params.within("down"), wide, hidden)
+        self.mlp_gate = params.new("mlp_gate", 1)
+
+    def __call__(self, x: Tensor, pictures: Sequence[tuple[Seen, Tensor]]) -> Tensor:
+        """`pictures`: rows with this layer's keys and values [2, states, kv_heads, d] of all that they see."""
+        rows = torch.cat([seen.rows for seen, _ in pictures])
+        part = x.index_select(0, rows)
+        part = part + self.attend(self.attention_norm(part), pictures).mul_(self.attention_gate.tanh())
+        gate, up = self.gate_up(self.mlp_norm(part)).chunk(2, dim=-1)
+        part += self.down(F.silu(gate).mul_(up)).mul_(self.mlp_gate.tanh())
+        return x.index_copy(0, rows, part)
+
+    def attend(self, x: Tensor, pictures: Sequence[tuple[Seen, Tensor]]) -> Tensor:
+        q = self.q_norm(self.q(x).view(len(x), self.heads, self.head_dim))
+        parts = torch.split(q, [len(seen.rows) for seen, _ in pictures])
+        mixed = [self._mix(part, kv) for part, (_, kv) in zip(parts, pictures, strict=True)]
+        return self.out(torch.cat(mixed))
+
+    def _mix(self, q: Tensor, kv: Tensor) -> Tensor:
+        """Query heads that share a key head become rows of one product: [n, heads, d] -> [n, heads * d]."""
+        n, group = len(q), self.heads // self.kv_heads
+        queries = q.view(n, self.kv_heads, -1).transpose(0, 1).reshape(1, self.kv_heads, n * group, self.head_dim)
+        k, v = kv.transpose(1, 2)  # [kv_heads, states, d] each
+        mixed = F.scaled_dot_product_attention(queries, k[None], v[None])  # its strides are the device's choice
+        return mixed.reshape(self.kv_heads, n, -1).transpose(0, 1).reshape(n, -1)
+
+    def project(self, states: Tensor) -> Tensor:
+        """[states, hidden] -> keys and values [2, states, kv_heads, d]"""
+        kv = self.kv(states).view(len(states), 2, self.kv_heads, self.head_dim).transpose(0, 1)
+        return torch.stack((self.k_norm(kv[0]), kv[1]))
+
+
+def pack(layers: Sequence[CrossLayer], states: Tensor) -> Tensor:
+    """States of one picture [states, hidden] -> what is kept of it [slots, hidden]."""
+    first = layers[0]
+    values = 2 * len(layers) * first.kv_heads * first.head_dim  # of one state
+    slots = len(states) * math.ceil(values / states.shape[1])
+    kept = states.new_zeros(slots, states.shape[1])
+    places = kept.view(-1)[: len(states) * values].view(len(layers), 2, len(states), first.kv_heads, first.head_dim)
+    for layer, place in zip(layers, places, strict=True):
+        place.copy_(layer.project(states))
+    return kept
+
+
+def unpack(layers: Sequence[CrossLayer], kept: Tensor) -> Tensor:
+    """[slots, hidden] -> [layers, 2, states, kv_heads, d], without a copy."""
+    first = layers[0]
+    values = 2 * len(layers) * first.kv_heads * first.head_dim
+    states = len(kept) // math.ceil(values / kept.shape[1])
+    return kept.reshape(-1)[: states * values].view(len(layers), 2, states, first.kv_heads, first.head_dim)
+
+
+def by_layer(layers: Sequence[CrossLayer], seen: Sequence[Seen]) -> list[list[tuple[Seen, Tensor]]]:
+    """For each layer, what its rows attend to; pictures seen together lie one behind the other."""
+    together = [
+        torch.cat([unpack(layers, e) for e in s.embeddings], 2)
+        if len(s.embeddings) > 1
+        else unpack(layers, s.embeddings[0])
+        for s in seen
+    ]
+    return [[(s, kv[index]) for s, kv in zip(seen, together, strict=True)] for index in range(len(layers))]
+
+
+CROSS_RULES = (
+    Rule("input_layernorm.weight", "attention_norm.weight"),
+    Rule("cross_attn.q_proj.weight", "q.weight"),
+    Rule("cross_attn.k_proj.weight", "kv.k.weight"),
+    Rule("cross_attn.v_proj.weight", "kv.v.weight"),
+    Rule("cross_attn.o_proj.weight", "out.weight"),
+    Rule("cross_attn.q_norm.weight", "q_norm.weight"),
+    Rule("cross_attn.k_norm.weight", "k_norm.weight"),
+    Rule("cross_attn_attn_gate", "attention_gate"),
+    Rule("post_attention_layernorm.weight", "mlp_norm.weight"),
+    Rule("mlp.gate_proj.weight", "gate_up.gate.weight"),
+    Rule("mlp.up_proj.weight", "gate_up.up.weight"),
+    Rule("mlp.down_proj.weight", "down.weight"),
+    Rule("cross_attn_mlp_gate", "mlp_gate"),
+)

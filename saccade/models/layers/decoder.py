@@ -1,0 +1,259 @@
+"""The decoder of the Llama and Qwen line, over packed tokens. Where keys and values stay is not its business."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from saccade.checkpoint.config import ConfigError, TextConfig
+from saccade.models.interface import Attention
+from saccade.models.layers.attention_temperature import temper_of
+from saccade.models.layers.basic import Linear, Parameters, RMSNorm, cos_sin, frequencies, rotate, silu_and_mul
+from saccade.models.layers.moe import EXPERT_RULES, layer_experts
+from saccade.models.weights import Rule, under
+
+
+class Biases(NamedTuple):
+    """Which projections add a bias; this is how the members of the line differ."""
+
+    qkv: bool = False
+    out: bool = False
+    mlp: bool = False
+
+
+class Decoder:
+    def __init__(
+        self,
+        params: Parameters,
+        text: TextConfig,
+        biases: Biases,
+        *,
+        has_qk_norms: bool = False,
+        extra_tokens: int = 0,  # that are read and never answered: behind the vocabulary
+    ) -> None:
+        if text.num_heads % text.num_kv_heads:
+            raise ConfigError(f"{text.num_heads} attention heads cannot share {text.num_kv_heads} key-value heads")
+        self.table = params.new("embed.weight", text.vocab_size + extra_tokens, text.hidden_size)
+        self.embedding_size = text.embedding_size
+        self.rotary = Rotary(text, params.device)
+        self.scale = float(text.head_dim**-0.5) * self.rotary.gain**2  # of scores
+        self.temper = temper_of(text.rope_scaling)
+        layers = params.within("layers")
+        self.layers = [DecoderLayer(layers.within(i), text, biases, has_qk_norms, i) for i in range(text.num_layers)]
+        self.norm = RMSNorm(params.within("norm"), text.hidden_size, text.rms_norm_eps)
+        self.head = self.table
+        if not text.tie_word_embeddings:
+            self.head = params.new("head.weight", text.vocab_size, text.hidden_size)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """[T] -> [T, embedding size]: zeros where pictures have vectors for deeper layers."""
+        rows = F.embedding(token_ids, self.table)
+        missing = self.embedding_size - rows.shape[1]
+        return F.pad(rows, (0, missing)) if missing else rows
+
+    def forward(self, embeds: Tensor, positions: Tensor, attention: Attention) -> Tensor:
+        cos, sin = self.rotary(positions, embeds.dtype)  # [T, 1, d]
+        if self.temper is not None:
+            attention = self.temper.around(attention, positions)
+        x, *deep = self.parts(embeds)
+        for index, layer in enumerate(self.layers):
+            x = layer(x, cos, sin, attention, index)
+            if index < len(deep):
+                x.add_(deep[index])
+        return self.norm(x)
+
+    def parts(self, embeds: Tensor) -> tuple[Tensor, ...]:
+        """What goes into the first layer, and what is added behind each of the first layers, where a tower gave more
+        than one vector for an embedding: [T, H] each."""
+        return torch.split(embeds, self.table.shape[1], dim=1)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden, self.head).float()
+
+
+class DecoderLayer:
+    def __init__(
+        self, params: Parameters, text: TextConfig, biases: Biases, has_qk_norms: bool = False, index: int = 0
+    ) -> None:
+        self.heads, self.kv_heads, self.head_dim = text.num_heads, text.num_kv_heads, text.head_dim
+        hidden, q, kv = text.hidden_size, self.heads * self.head_dim, self.kv_heads * self.head_dim
+        wide = text.intermediate_size
+        self.attention_norm = RMSNorm(params.within("attention_norm"), hidden, text.rms_norm_eps)
+        self.qkv = Linear(params.within("qkv"), hidden, {"q": q, "k": kv, "v": kv}, bias=biases.qkv)
+        self.qk_norms = QKNorms(params, text) if has_qk_norms else None
+        self.out = Linear(params.within("out"), q, hidden, bias=biases.out)
+        self.mlp_norm = RMSNorm(params.within("mlp_norm"), hidden, text.rms_norm_eps)
+        self.experts = layer_experts(params, hidden, text.experts, index)
+        if self.experts is None:
+            self.gate_up = Linear(params.within("gate_up"), hidden, {"gate": wide, "up": wide}, bias=biases.mlp)
+            self.down = Linear(params.within("down"), wide, hidden, bias=biases.mlp)
+
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention, index: int) -> Tensor:
+        x = self.attend(self.attention_norm(x), cos, sin, attention, index).add_(x)
+        normed = self.mlp_norm(x)
+        return (self.experts(normed) if self.experts else self.down(silu_and_mul(self.gate_up(normed)))).add_(x)
+
+    def attend(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention, index: int) -> Tensor:
+        qkv = self.qkv(x).view(len(x), -1, self.head_dim)  # [T, heads + 2 kv_heads, d]
+        v = qkv[:, self.heads + self.kv_heads :]
+        qk = qkv[:, : self.heads + self.kv_heads]
+        # Queries and keys lie side by side, so one rotation serves both.
+        turned = rotate(self.qk_norms(qk) if self.qk_norms else qk, cos, sin)
+        mixed = attention(index, turned[:, : self.heads], turned[:, self.heads :], v)
+        return self.out(mixed.reshape(len(x), -1))
+
+
+class QKNorms:
+    """RMS norms over each head of the queries and of the keys, before they are turned."""
+
+    def __init__(self, params: Parameters, text: TextConfig) -> None:
+        self.heads, self.eps = text.num_heads, text.rms_norm_eps
+        self.q = RMSNorm(params.within("q_norm"), text.head_dim, self.eps)
+        self.k = RMSNorm(params.within("k_norm"), text.head_dim, self.eps)
+
+    def __call__(self, qk: Tensor) -> Tensor:
+        """[T, heads + kv_heads, d], queries first"""
+        return torch.cat((self.q(qk[:, : self.heads]), self.k(qk[:, self.heads :])), dim=1)
+
+
+# --- rotary positions ---------------------------------------------------------------------------------------------
+
+
+class Rotary:
+    """RoPE, and M-RoPE: there each section of the frequencies turns with its own axis (time, height, width)."""
+
+    def __init__(self, text: TextConfig, device: torch.device) -> None:
+        plain = frequencies(text.head_dim, text.rope_theta, device)
+        self.frequencies = _scale(plain, text)  # float32 [d / 2]
+        # What a scaling multiplies queries and keys with. Attention multiplies scores by its square instead.
+        self.gain = _yarn_gain(text.rope_scaling) if _kind(text.rope_scaling) == "yarn" else 1.0
+        sections = text.mrope_section or (text.head_dim // 2,)
+        if sum(sections) != text.head_dim // 2:
+            raise ConfigError(f"mrope_section {list(sections)} must add up to half the head size {text.head_dim}")
+        axes = _interleaved(sections) if text.rope_scaling.get("mrope_interleaved") else _one_by_one(sections)
+        self.axes = torch.tensor(axes, device=device)  # int64 [d / 2]: the axis each frequency turns with
+
+    def __call__(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """[axes, T] -> cosines and sines, each [T, 1, d]."""
+        per_frequency = positions.float().index_select(0, self.axes)  # [d / 2, T]
+        angles = per_frequency.T * self.frequencies  # [T, d / 2]
+        return cos_sin(angles[:, None], dtype)
+
+
+def _one_by_one(sections: Sequence[int]) -> list[int]:
+    """Sizes 2, 3, 3 -> 0 0 1 1 1 2 2 2"""
+    return [axis for axis, size in enumerate(sections) for _ in range(size)]
+
+
+def _interleaved(sections: Sequence[int]) -> list[int]:
+    """Sizes 4, 2, 2 -> 0 1 2 0 1 2 0 0: axes take turns until theirs are used up, the first one fills the rest."""
+    turns = (index % len(sections) for index in range(sum(sections)))
+    return [axis if index < sections[axis] * len(sections) else 0 for index, axis in enumerate(turns)]
+
+
+def _kind(scaling: Mapping[str, Any]) -> str:
+    return str(scaling.get("rope_type") or scaling.get("type") or "default")
+
+
+def _scale(plain: Tensor, text: TextConfig) -> Tensor:
+    kind, factor = _kind(text.rope_scaling), float(text.rope_scaling.get("factor") or 1)
+    if kind in ("default", "mrope"):
+        return plain
+    if kind == "linear":
+        return plain / factor
+    shares = {"llama3": _llama3_share, "yarn": _yarn_share}
+    if kind not in shares:
+        known = ", ".join(("default", "mrope", "linear", *shares))
+        raise ConfigError(f"config.json asks for rope scaling of type (rope_type) {kind!r}; known are {known}")
+    trained = int(text.rope_scaling.get("original_max_position_embeddings") or text.max_position)
+    share = shares[kind](plain, text, trained)
+    return share * plain + (1 - share) * plain / factor
+
+
+def _llama3_share(plain: Tensor, text: TextConfig, trained: int) -> Tensor:
+    """How much of each frequency is not slowed down: all of short waves, nothing of long ones, a blend in between."""
+    low, high = (float(text.rope_scaling.get(f"{name}_freq_factor") or 0) for name in ("low", "high"))
+    if not low or not high or low >= high:
+        raise ConfigError(f"rope scaling of type llama3 needs low_freq_factor={low} below high_freq_factor={high}")
+    turns = plain * trained / (2 * math.pi)  # of each wave over the length the model was trained on
+    return ((turns - low) / (high - low)).clamp(0, 1)
+
+
+def _yarn_share(plain: Tensor, text: TextConfig, trained: int) -> Tensor:
+    """The same, blended along the index of a frequency: from that of fast waves to that of slow ones."""
+    scaling, half = text.rope_scaling, text.head_dim / 2
+
+    def index_of(turns: float) -> float:
+        return half * math.log(trained / (turns * 2 * math.pi)) / math.log(text.rope_theta)
+
+    first, last = index_of(float(scaling.get("beta_fast") or 32)), index_of(float(scaling.get("beta_slow") or 1))
+    if scaling.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, text.head_dim - 1)
+    index = torch.arange(len(plain), dtype=torch.float32, device=plain.device)
+    return 1 - ((index - first) / max(last - first, 1e-3)).clamp(0, 1)
+
+
+def _yarn_gain(scaling: Mapping[str, Any]) -> float:
+    if scaling.get("attention_factor") is not None:
+        return float(scaling["attention_factor"])
+
+    above, below = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    return yarn_gain(scaling, above) / yarn_gain(scaling, below) if above and below else yarn_gain(scaling, 1)
+
+
+def yarn_gain(scaling: Mapping[str, Any], weight: float) -> float:
+    return 0.1 * weight * math.log(max(float(scaling.get("factor") or 1), 1)) + 1
+
+
+# --- the weight map -----------------------------------------------------------------------------------------------
+
+
+class OnDecoder:
+    """What most models leave to their decoder."""
+
+    decoder: Decoder
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        return self.decoder.embed(token_ids)
+
+    def forward(self, embeds: Tensor, positions: Tensor, attention: Attention) -> Tensor:
+        return self.decoder.forward(embeds, positions, attention)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.decoder.logits(hidden)
+
+
+def decoder_rules(text: TextConfig) -> tuple[Rule, ...]:
+    """Names below the decoder's own level in a checkpoint, and where they go."""
+    layer = {
+        "input_layernorm": "attention_norm",
+        "self_attn.q_proj": "qkv.q",
+        "self_attn.k_proj": "qkv.k",
+        "self_attn.v_proj": "qkv.v",
+        "self_attn.q_norm": "q_norm",
+        "self_attn.k_norm": "k_norm",
+        "self_attn.o_proj": "out",
+        "post_attention_layernorm": "mlp_norm",
+        "mlp.gate_proj": "gate_up.gate",
+        "mlp.up_proj": "gate_up.up",
+        "mlp.down_proj": "down",
+    }
+    return (
+        Rule("embed_tokens.weight", "embed.weight"),
+        *(Rule(f"layers.{{}}.{name}.*", f"layers.{{}}.{ours}.*") for name, ours in layer.items()),
+        *(under(EXPERT_RULES, ("layers.{}.",), "layers.{}.") if text.experts else ()),
+        Rule("norm.weight", "norm.weight"),
+        Rule("rotary_emb.inv_freq", None),
+        Rule("layers.{}.self_attn.rotary_emb.inv_freq", None),
+    )
+
+
+def head_rule(text: TextConfig) -> Rule:
+    """Some checkpoints store a tied head as well; the embedding table is used then."""
+    return Rule("lm_head.weight", None if text.tie_word_embeddings else "head.weight")

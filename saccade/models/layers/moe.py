@@ -1,0 +1,155 @@
+"""Routed experts in place of a decoder layer's MLP. Knows tensors and rules, not models or who sent the tokens.
+
+    tokens      a b c        chosen, two each: a 2 0, b 0 1, c 2 0
+    by expert   a b c | b | a c      one product for each expert that has tokens
+    by token    a a | b b | c c      weighted and added up
+
+Which tokens share a product changes nothing but the last bits of it.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from saccade.checkpoint.config import ConfigError
+from saccade.checkpoint.moe import ExpertRules
+from saccade.models.layers.basic import Linear, Parameters, silu_and_mul
+from saccade.models.weights import Rule
+
+WHY_PLAIN = "how many tokens an expert gets is read back in every layer, which a recorded graph cannot do"
+_CHOICES = ("greedy", "group_limited_greedy", "noaux_tc")
+_TINY = 1e-20  # keeps scores that are all zero from dividing
+
+
+class Experts:
+    def __init__(self, params: Parameters, hidden: int, rules: ExpertRules) -> None:
+        _check(rules)
+        self.rules = rules
+        # Close scores decide between experts, so whatever type the model has, they are computed in float32.
+        self.router = _in_float32(params, "router.weight", rules.count, hidden)
+        self.router_bias = _in_float32(params, "router.bias", rules.count) if rules.has_bias else None
+        self.gate_up = params.empty(rules.count, 2 * rules.width, hidden)  # [E, 2 I, H], gates first
+        self.down = params.empty(rules.count, hidden, rules.width)  # [E, H, I]
+        self._name(params)
+        self.shared = GatedMLP(params.within("shared"), hidden, rules.shared) if rules.shared else None
+        self.shared_gate = Linear(params.within("shared_gate"), hidden, 1) if rules.shared_gate else None
+
+    def _name(self, params: Parameters) -> None:
+        """Expert by expert; a checkpoint may also hold all of them in one tensor."""
+        gates, ups = self.gate_up.chunk(2, dim=1)
+        for name, tensor in {"gate": gates, "up": ups, "down": self.down}.items():
+            for expert in range(self.rules.count):
+                params.add(f"{expert}.{name}.weight", tensor[expert])
+        for whole, tensor, names in (("gate_up", self.gate_up, ("gate", "up")), ("down", self.down, ("down",))):
+            parts = [f"{expert}.{name}.weight" for name in names for expert in range(self.rules.count)]
+            params.add_whole(whole, tensor, parts)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, H] -> [T, H]"""
+        weights, chosen = self.route(x)
+        out = self._mix(self._made(x, chosen), weights.to(x.dtype))
+        if self.shared is None:
+            return out
+        common = self.shared(x)
+        return out.add_(common if self.shared_gate is None else common.mul_(self.shared_gate(x).sigmoid_()))
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The weights of each token's experts (float32) and their numbers, both [T, per_token]."""
+        rules, logits = self.rules, F.linear(x.float(), self.router)  # [T, E]
+        scores = logits.softmax(-1) if rules.scoring == "softmax" else logits.sigmoid()
+        offered = scores if self.router_bias is None else scores + self.router_bias
+        if rules.groups > 1:
+            offered = _of_best_groups(offered, rules)
+        chosen = offered.topk(rules.per_token, dim=-1).indices
+        weights = scores.gather(1, chosen)
+        if rules.normalise:
+            weights = weights / (weights.sum(-1, keepdim=True) + _TINY)
+        return weights * rules.scale, chosen
+
+    def _made(self, x: Tensor, chosen: Tensor) -> Tensor:
+        """What each token's experts make of it: [T, per_token, H]."""
+        experts = chosen.flatten()
+        order = experts.argsort(stable=True)
+        rows = x[order // self.rules.per_token]  # [T * per_token, H], an expert's tokens side by side
+        sizes = torch.bincount(experts, minlength=self.rules.count).tolist()
+        for expert, part in enumerate(torch.split(rows, sizes)):
+            if len(part):
+                self._pass(part, expert)
+        return rows[order.argsort()].view(*chosen.shape, x.shape[-1])
+
+    def _pass(self, rows: Tensor, expert: int) -> None:
+        """One expert over its tokens, written over what is not needed any more."""
+        wide = F.linear(rows, self.gate_up[expert])
+        torch.mm(silu_and_mul(wide), self.down[expert].T, out=rows)
+
+    @staticmethod
+    def _mix(made: Tensor, weights: Tensor) -> Tensor:
+        """One product a token adds its experts up, in float32 whatever the type, always in the same order."""
+        return torch.bmm(weights[:, None], made)[:, 0]
+
+
+class GatedMLP:
+    def __init__(self, params: Parameters, hidden: int, wide: int) -> None:
+        self.gate_up = Linear(params.within("gate_up"), hidden, {"gate": wide, "up": wide})
+        self.down = Linear(params.within("down"), wide, hidden)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.down(silu_and_mul(self.gate_up(x)))
+
+
+def layer_experts(params: Parameters, hidden: int, rules: ExpertRules | None, index: int) -> Experts | None:
+    """Those of layer `index`, where it has some."""
+    is_here = rules is not None and index in rules.layers
+    return Experts(params.within("experts"), hidden, rules) if rules and is_here else None
+
+
+def _of_best_groups(offered: Tensor, rules: ExpertRules) -> Tensor:
+    """Experts of other groups are out of reach. With a bias a group is as good as its best two, without as its best."""
+    grouped = offered.view(len(offered), rules.groups, -1)  # [T, groups, experts of a group]
+    best = grouped.topk(2 if rules.has_bias else 1, dim=-1).values.sum(-1)
+    kept = torch.zeros_like(best, dtype=torch.bool).scatter_(1, best.topk(rules.groups_kept, dim=-1).indices, True)
+    return grouped.masked_fill(~kept[..., None], float("-inf")).view_as(offered)
+
+
+def _in_float32(params: Parameters, name: str, *shape: int) -> Tensor:
+    tensor = torch.empty(shape, dtype=torch.float32, device=params.device)
+    params.add(name, tensor)
+    return tensor
+
+
+def _check(rules: ExpertRules) -> None:
+    if rules.scoring not in ("softmax", "sigmoid"):
+        raise ConfigError(f"config.json scores experts by {rules.scoring!r}; known are softmax, sigmoid")
+    if rules.choice not in _CHOICES:
+        raise ConfigError(
+            f"config.json chooses experts by topk_method={rules.choice!r}; known are {', '.join(_CHOICES)}"
+        )
+    if rules.width < 1 or rules.shared < 0:
+        raise ConfigError(f"config.json has experts of width {rules.width} and {rules.shared} beside them")
+    if rules.count % rules.groups or not 0 < rules.groups_kept <= rules.groups:
+        raise ConfigError(
+            f"config.json cuts {rules.count} experts into {rules.groups} groups and keeps {rules.groups_kept} of them"
+        )
+    if rules.has_bias and 1 < rules.groups == rules.count:
+        raise ConfigError(f"config.json ranks {rules.groups} groups by their best two experts, but each has only one")
+    within_reach = rules.count // rules.groups * rules.groups_kept
+    if not 0 < rules.per_token <= within_reach:
+        raise ConfigError(
+            f"config.json sends a token to {rules.per_token} of {within_reach} experts (num_experts_per_tok)"
+        )
+
+
+EXPERT_RULES = (  # below a layer
+    Rule("mlp.gate.weight", "experts.router.weight"),
+    Rule("mlp.gate.e_score_correction_bias", "experts.router.bias"),
+    *(Rule(f"mlp.experts.{{}}.{part}_proj.weight", f"experts.{{}}.{part}.weight") for part in ("gate", "up", "down")),
+    *(Rule(f"mlp.experts.{part}_proj", f"experts.{part}") for part in ("gate_up", "down")),
+    *(
+        Rule(f"mlp.{shared}.{part}_proj.weight", f"experts.shared.{ours}.weight")
+        for shared in ("shared_expert", "shared_experts")
+        for part, ours in {"gate": "gate_up.gate", "up": "gate_up.up", "down": "down"}.items()
+    ),
+    Rule("mlp.shared_expert_gate.weight", "experts.shared_gate.weight"),
+)

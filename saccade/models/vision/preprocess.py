@@ -1,0 +1,111 @@
+"""From an RGB picture to the patches a vision tower takes. Knows pixels and grids, not models or weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import Tensor
+
+from saccade.checkpoint.config import ConfigError
+from saccade.models.vision.resample import FILTERS
+from saccade.types import Grid, Size
+
+Pixels = npt.NDArray[np.uint8]  # [height, width, 3]
+Picture = Pixels | Tensor
+"""RGB of 8 bits [height, width, 3]: on the host, or a tensor where the tower is. A frame group has frames in front."""
+
+_CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+_CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+
+
+@dataclass(frozen=True, slots=True)
+class PixelPolicy:
+    """How a checkpoint wants its pixels: from preprocessor_config.json."""
+
+    resample: int = Image.Resampling.BICUBIC
+    scale: float = 1 / 255
+    mean: tuple[float, ...] = _CLIP_MEAN  # per channel, after scaling
+    std: tuple[float, ...] = _CLIP_STD
+
+
+def pixel_policy(image_processor: Mapping[str, Any]) -> PixelPolicy:
+    given = image_processor
+    normalises, rescales = given.get("do_normalize", True), given.get("do_rescale", True)
+    return PixelPolicy(
+        resample=_known_filter(given.get("resample", Image.Resampling.BICUBIC)),
+        scale=given.get("rescale_factor") or 1 / 255 if rescales else 1.0,
+        mean=tuple(given.get("image_mean") or _CLIP_MEAN) if normalises else (0.0,) * 3,
+        std=tuple(given.get("image_std") or _CLIP_STD) if normalises else (1.0,) * 3,
+    )
+
+
+def _known_filter(resampling: int) -> int:
+    if resampling not in FILTERS:
+        known = ", ".join(f"{number} ({name})" for number, name in sorted(FILTERS.items()))
+        raise ConfigError(f"preprocessor_config.json asks for resample={resampling}; known are {known}")
+    return resampling
+
+
+class PatchLayout(NamedTuple):
+    """How a tower wants its patches."""
+
+    patch: int  # side, in pixels
+    merge: int = 1  # patches along each side of a token
+    frames: int = 1  # copies of a still picture in each patch
+
+
+def resize(image: Pixels, size: Size, resampling: int = Image.Resampling.BICUBIC) -> Pixels:
+    """Pillow's own resampling on uint8, because models were trained on exactly its rounding."""
+    if image.shape[:2] == (size.height, size.width):
+        return image
+    return np.asarray(Image.fromarray(image).resize(size, resample=Image.Resampling(resampling)))
+
+
+def as_tensor(image: Pixels) -> Tensor:
+    # PyTorch shares the array's memory and insists that it could be written.
+    return torch.from_numpy(np.require(image, requirements=["C_CONTIGUOUS", "WRITEABLE"]))
+
+
+def centre_crop(image: Tensor, size: Size) -> Tensor:
+    """The middle of a picture [H, W, C]; where it is smaller than `size`, black around it."""
+    height, width = image.shape[:2]
+    left, top = (width - size.width) // 2, (height - size.height) // 2
+    right, bottom = width - left - size.width, height - top - size.height
+    if min(left, top, right, bottom) < 0:
+        image = F.pad(image, (0, 0, *(max(-side, 0) for side in (left, right, top, bottom))))
+    return image[max(top, 0) :, max(left, 0) :][: size.height, : size.width]
+
+
+def patchify(image: Tensor, grid: Grid, patch: int, merge: int = 1, frames: int = 1) -> Tensor:
+    """Cut [H, W, C] into [h * w, C * frames * patch * patch], each patch flattened channel first.
+
+    Patches that will merge into one token follow each other (merge 2, numbers are places in the sequence):
+
+        0 1 | 4 5
+        2 3 | 6 7
+        ----+----
+        8 9 | ...
+
+    A still picture fills all `frames` of a patch with the same pixels.
+    """
+    channels = image.shape[2]
+    cells = image[: grid.h * patch, : grid.w * patch].reshape(
+        grid.h // merge, merge, patch, grid.w // merge, merge, patch, channels
+    )
+    ordered = cells.permute(0, 3, 1, 4, 6, 2, 5)  # [h / merge, w / merge, merge, merge, C, patch, patch]
+    still = ordered.unsqueeze(5).expand(-1, -1, -1, -1, -1, frames, -1, -1)
+    return still.reshape(grid.h * grid.w, channels * frames * patch * patch)
+
+
+def normalise(patches: Tensor, policy: PixelPolicy, dtype: torch.dtype) -> Tensor:
+    """uint8 patches [n, C * rest] -> (value * scale - mean) / std of their channel, computed in float32."""
+    mean, std = (torch.tensor(v, device=patches.device)[:, None] for v in (policy.mean, policy.std))  # [C, 1]
+    values = patches.view(len(patches), len(mean), -1).float()  # [n, C, rest]
+    return values.mul_(policy.scale / std).sub_(mean / std).flatten(1).to(dtype)

@@ -1,0 +1,152 @@
+"""OpenAI-style messages: what they may contain, and the plain form a chat template takes. Knows no tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from saccade.media.video_sources import Video
+from saccade.processor.images import Picture
+from saccade.processor.template_pool import Renderer, TemplateEnded
+from saccade.processor.tools import calls_for_template
+from saccade.types import RequestError, quoted
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+_PROBE = "5a17c3"
+_MAX_DEPTH = 64  # far more than any tool schema, far less than the interpreter's stack
+
+
+class Chat(NamedTuple):
+    messages: list[dict[str, Any]]  # for the template; every string has passed through `clean`
+    pictures: list[Picture]  # in the order of the parts
+    videos: list[Video]  # likewise
+
+
+class Form(NamedTuple):
+    """Which form of `content` a template understands."""
+
+    takes_strings: bool
+    takes_parts: bool
+
+
+def read_messages(messages: Any, form: Form, clean: Callable[[str], str], *, allow_paths: bool) -> Chat:
+    """Check the messages, take the pictures out, and put the rest into the form the template understands."""
+    if not isinstance(messages, (list, tuple)) or not messages:
+        raise RequestError("messages must be a list with at least one message", param="messages")
+    chat = Chat([], [], [])
+    for index, message in enumerate(messages):
+        where = f"messages[{index}]"
+        _check_role(message, where)
+        rest = {k: v for k, v in message.items() if k != "content"}
+        if rest.get("tool_calls"):
+            rest["tool_calls"] = calls_for_template(rest["tool_calls"], f"{where}.tool_calls")
+        parts = _parts(message.get("content"), where, chat, allow_paths)
+        content = cleaned(_in_form(parts, form), clean)
+        chat.messages.append({**cleaned(rest, clean), "content": content})
+    return chat
+
+
+def cleaned(value: Any, clean: Callable[[str], str], depth: int = _MAX_DEPTH) -> Any:
+    """A copy with every string in it, keys included, passed through `clean`. Templates get nothing but plain JSON."""
+    if depth == 0:
+        raise RequestError(f"messages and tools may be nested at most {_MAX_DEPTH} levels deep", param="messages")
+    if isinstance(value, str):
+        return clean(str(value))
+    if isinstance(value, Mapping):
+        return {cleaned(k, clean, depth - 1): cleaned(v, clean, depth - 1) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [cleaned(v, clean, depth - 1) for v in value]
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    raise RequestError(f"messages and tools hold plain JSON values, not {type(value).__name__}", param="messages")
+
+
+def form_of(renderer: Renderer) -> Form:
+    """Found out by trying: some published templates silently drop a plain string, others print a list as it is or
+    fail on it. One that refuses both wants more than a single user message and gets what the client sent."""
+    strings, parts = _shows(renderer, _PROBE), _shows(renderer, [{"type": "text", "text": _PROBE}])
+    return Form(not parts if strings is None else strings, not strings if parts is None else parts)
+
+
+def _shows(renderer: Renderer, content: Any) -> bool | None:
+    """None: the template refuses it."""
+    try:
+        rendered = renderer.render(messages=[{"role": "user", "content": content}])
+    except TemplateEnded:
+        raise  # nothing is known of it
+    except RequestError:
+        return None
+    return _PROBE in rendered and "'type'" not in rendered
+
+
+def _check_role(message: Any, where: str) -> None:
+    if not isinstance(message, Mapping):
+        raise RequestError(f"{where} must be an object with role and content", param=where)
+    role = message.get("role")
+    if role not in ROLES:
+        raise RequestError(f"the role {quoted(role)} is unknown; use one of {', '.join(ROLES)}", param=f"{where}.role")
+
+
+def _parts(content: Any, where: str, chat: Chat, allow_paths: bool) -> str | list[dict[str, Any]]:
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, (list, tuple)):
+        raise RequestError(f"{where}.content must be a string or a list of parts", param=f"{where}.content")
+    return [_part(part, f"{where}.content[{i}]", chat, allow_paths) for i, part in enumerate(content)]
+
+
+def _part(part: Any, where: str, chat: Chat, allow_paths: bool) -> dict[str, Any]:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind == "text":
+        if not isinstance(part.get("text"), str):
+            raise RequestError("a text part needs a string under text", param=f"{where}.text")
+        return {"type": "text", "text": part["text"]}
+    if kind == "image_url":
+        chat.pictures.append(_linked(part.get("image_url"), f"{where}.image_url"))
+        return {"type": "image"}
+    if kind == "image":
+        chat.pictures.append(_given(part, f"{where}.image", allow_paths))
+        return {"type": "image"}
+    if kind in ("video_url", "video"):
+        chat.videos.append(_video(part, kind, f"{where}.{kind}", allow_paths and kind == "video"))
+        return {"type": "video"}
+    raise RequestError(
+        f"the part type {quoted(kind)} is unknown; use text, image_url, image, video_url or video",
+        param=f"{where}.type",
+    )
+
+
+def _video(part: Mapping[str, Any], kind: str, where: str, allow_path: bool) -> Video:
+    """A URL or fetched bytes under `video_url`; whatever Python callers pass under `video`."""
+    given = part.get(kind)
+    if kind == "video_url":
+        given = given.get("url") if isinstance(given, Mapping) else given
+        given = given if isinstance(given, (str, bytes)) else None
+    if given is None:
+        raise RequestError(f"a {kind} part needs the video under {kind}", code="invalid_video", param=where)
+    return Video(given, where, allow_path)
+
+
+def _linked(link: Any, where: str) -> Picture:
+    """A URL as clients send it, alone or with `detail` beside it; or the bytes a server fetched from there."""
+    fields = {"url": link} if isinstance(link, str) else link
+    if not isinstance(fields, Mapping) or not isinstance(fields.get("url"), (str, bytes)):
+        raise RequestError("image_url needs an object with a string under url", code="invalid_image_url", param=where)
+    return Picture(fields["url"], where, fields.get("detail") or "auto", allow_path=False)
+
+
+def _given(part: Mapping[str, Any], where: str, allow_paths: bool) -> Picture:
+    """A picture object as Python callers pass it."""
+    if part.get("image") is None:
+        raise RequestError("an image part needs the picture under image", code="invalid_image", param=where)
+    return Picture(part["image"], where, part.get("detail") or "auto", allow_paths)
+
+
+def _in_form(content: str | list[dict[str, Any]], form: Form) -> str | list[dict[str, Any]]:
+    if isinstance(content, str) and not form.takes_strings and form.takes_parts:
+        return [{"type": "text", "text": content}]
+    if isinstance(content, list) and not form.takes_parts and form.takes_strings:
+        return "".join(part.get("text", "") for part in content)
+    return content

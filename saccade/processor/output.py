@@ -1,0 +1,105 @@
+"""Turns one request's token events into text: incremental detokenization, stop strings, finish reason."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from saccade.outputs import CompletionOutput
+from saccade.processor.detokenize import Detokenizer
+from saccade.processor.tokenizer import Tokenizer
+from saccade.sampling_params import SamplingParams
+from saccade.types import FinishReason, Logprobs, TokenEvent, Usage
+
+
+class Answer:
+    def __init__(
+        self,
+        index: int,
+        tokenizer: Tokenizer,
+        params: SamplingParams,
+        *,
+        include_stop: bool = False,
+        skip_special_tokens: bool = True,
+    ) -> None:
+        """`include_stop` shows the stop string that ended it; `skip_special_tokens=False` shows control tokens."""
+        self.index = index
+        self.token_ids: list[int] = []
+        self.logprobs: list[Logprobs] | None = [] if params.logprobs is not None else None
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+        self.usage: Usage | None = None
+        self._min_tokens = params.min_tokens  # no stop string ends the answer before
+        self._caller_stops = frozenset(params.stop_token_ids)
+        self._must_read = bool(params.stop_strings)
+        self._num_shown = 0  # tokens but for one that ended it, which is counted but not shown
+        self._num_read = 0  # of these, those whose text was asked for
+        self._decode = partial(tokenizer.decode, skip_special_tokens=skip_special_tokens)
+        self._detokenizer = Detokenizer(
+            tokenizer, params.stop_strings, include_stop=include_stop, skip_special_tokens=skip_special_tokens
+        )
+
+    @property
+    def is_finished(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def text(self) -> str:
+        if self._num_read < self._num_shown:
+            if self.is_finished and not self._num_read:
+                return self._decode(self.token_ids[: self._num_shown])  # nobody has seen a part of it: one call for all
+            self._read()
+        return self._detokenizer.text
+
+    def push(self, event: TokenEvent) -> str:
+        """Take one event; the new text. After a stop string the answer is finished and the request can be aborted."""
+        self._take(event)
+        new = self._read()
+        if self._detokenizer.stopped is not None:
+            self.finish_reason, self.stop_reason = "stop", self._detokenizer.stopped
+        elif event.finish_reason is not None:
+            new += self._detokenizer.finish()
+            self._end(event)
+        self.usage = event.usage or self.usage
+        return new
+
+    def add(self, event: TokenEvent) -> None:
+        """Take one event whose text nobody wants yet; where a stop string may end the answer it is read anyway."""
+        if self._must_read:
+            self.push(event)
+            return
+        self._take(event)
+        if event.finish_reason is not None:
+            self._end(event)
+            self.usage = event.usage
+
+    def _end(self, event: TokenEvent) -> None:
+        self.finish_reason = event.finish_reason
+        if self._detokenizer.stopped is not None:  # held back until now
+            self.finish_reason, self.stop_reason = "stop", self._detokenizer.stopped
+        elif event.stop_token_id in self._caller_stops:
+            self.stop_reason = event.stop_token_id
+
+    def _take(self, event: TokenEvent) -> None:
+        if event.token_id is None:
+            return
+        self.token_ids.append(event.token_id)
+        if event.stop_token_id is None:
+            self._num_shown += 1
+        if self.logprobs is not None and event.logprobs is not None:
+            self.logprobs.append(event.logprobs)
+
+    def _read(self) -> str:
+        first, self._num_read = self._num_read, self._num_shown
+        push, least = self._detokenizer.push, self._min_tokens
+        unread = self.token_ids[first : self._num_shown]
+        return "".join([push(token, may_stop=place >= least) for place, token in enumerate(unread, first + 1)])
+
+    def output(self) -> CompletionOutput:
+        return CompletionOutput(
+            index=self.index,
+            text=self.text,
+            token_ids=list(self.token_ids),
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            logprobs=list(self.logprobs) if self.logprobs is not None else None,
+        )

@@ -1,0 +1,23 @@
+"""Requests whose tokens are found in one pass of a device, and what of them stays the same from step to step.
+
+In most steps nobody comes or goes, so a group is made anew only when somebody does. Knows no token and no block.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from saccade.runner.batch import RequestState
+from saccade.runner.cuda.block_table import BlockTables
+
+
+class Group:
+    """One row each, in the order of `states`. `drawn` and `sampled` are the rows that want more than the likeliest."""
+
+    def __init__(self, states: list[RequestState], tables: BlockTables) -> None:
+        self.states = states
+        self.ids = [state.request.request_id for state in states]
+        self.rows = tables.rows(self.ids)  # int32 [size], of the block tables
+        self.shifts = np.array([state.shift for state in states], np.int32)  # from places to rotary positions
+        self.drawn = [i for i, state in enumerate(states) if state.is_foreseeable and not state.is_greedy]
+        self.sampled = [i for i, state in enumerate(states) if not state.is_foreseeable]  # by the host, from logits

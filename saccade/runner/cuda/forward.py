@@ -1,0 +1,250 @@
+"""Computes a step's windows on a CUDA device without waiting for it: launch now, ask for the tokens later.
+
+Requests that decode go through one graph, prompts through another pass: each has the shapes it is fast at. Parts of
+prompts that fit go along with a decode step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache, partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from saccade.kernels.attention.prefill_flashinfer import FlashInferPrefill
+from saccade.kernels.ops.argmax import Board
+from saccade.models.cuda.decoder import FusedDecoder
+from saccade.models.interface import VisionLanguageModel
+from saccade.models.layers.attention import PagedKV
+from saccade.models.layers.decoder import Decoder
+from saccade.runner.batch import RequestState, embedded, overlapping, splice
+from saccade.runner.cuda.block_table import BlockTables, Returns, to_device
+from saccade.runner.cuda.decode_batch import Group
+from saccade.runner.cuda.decode_graphs import Decoded, DecodePass, DecodeRows
+from saccade.runner.cuda.mixed_graphs import MixedPass
+from saccade.runner.cuda.prefill_graphs import GRAPH_WINDOWS, PromptPass, Splice, Window
+from saccade.runner.cuda.sampling import draw_tokens, has_kernel
+from saccade.runner.device import Sampled, Windows
+from saccade.runner.profile import layer_curve, timed_curve
+from saccade.runner.sampler import Drawing, sample
+from saccade.types import Grid, Key, Pace, Sample, Work
+
+_MEASURED_CONTEXT = 1024  # tokens behind each request whose decoding is timed
+
+
+class _Picked(NamedTuple):
+    """Rows that sample: their tokens, on their way to the host, and the logits for those that want more."""
+
+    group: Group
+    tokens: Tensor  # int64, pinned
+    logits: Tensor  # [rows, vocabulary], on the device
+
+
+class CudaForward:
+    def __init__(
+        self,
+        decoder: Decoder,
+        kv: PagedKV,
+        *,
+        block_size: int,
+        max_requests: int,
+        max_blocks: int,
+        axes: int,
+        flash: FlashInferPrefill | None = None,  # None: prompts go through our own kernels alone
+    ) -> None:
+        self.block_size = block_size
+        self.device = kv.k.device
+        self._num_blocks = kv.k.shape[1] // block_size
+        self._tables = BlockTables(max_requests, max_blocks, self.device)
+        self.open, self.extend = self._tables.open, self._tables.extend
+        self.close, self.clear = self._tables.close, self._tables.clear
+        self._decoder = FusedDecoder(decoder, kv)
+        self._decoding = DecodePass(self._decoder, self._tables, block_size, max_requests)
+        self._prompts = PromptPass(self._decoder, self._tables, block_size, axes, flash)
+        # FlashInfer plans each pass of prompts on the host, and none that is mixed.
+        self._mixed = MixedPass(self._prompts, self._decoding) if flash is None else None
+        self._decoded, self._answered = Returns(max_requests, self.device), Returns(max_requests, self.device)
+        self._group = Group([], self._tables)  # that decoded last
+
+    @torch.inference_mode()
+    def record(self, max_tokens: int) -> None:
+        """Compile every kernel and record every graph: nothing of it is left for the first request to wait for."""
+        pool = torch.cuda.graph_pool_handle()
+        self._prompts.record(pool, max_tokens)
+        self._decoding.record(pool)
+        if self._mixed:
+            self._mixed.record(pool, max_tokens)
+        has_kernel(self.device, self._decoder.decoder.head.dtype, self._decoder.vocab_size)  # of what draws tokens
+        torch.cuda.synchronize(self.device)
+
+    @torch.inference_mode()
+    def measure(self, model: VisionLanguageModel, largest: Grid | None, target_ms: float | None) -> Pace:
+        self._scatter_blocks()
+        decode, prompts = timed_curve(self._decode_trials()), timed_curve(self._prompt_trials())
+        riding = [(rows, timed_curve(self._mixed_trials(rows))) for rows in self._mixed_rows()]
+        return Pace(decode, prompts, layer_curve(model, largest), target_ms, GRAPH_WINDOWS, tuple(riding))
+
+    def _scatter_blocks(self) -> None:
+        """Keys from all of the cache, as requests have them, for what is timed. Nothing is stored there."""
+        tables = self._tables.blocks
+        some = tables[:, : -(-2 * _MEASURED_CONTEXT // self.block_size)]
+        some.copy_(torch.arange(some.numel(), device=self.device).remainder_(self._num_blocks).view(some.shape))
+
+    def _decode_trials(self) -> Iterator[tuple[int, Callable[[], object]]]:
+        """A run of each recorded size."""
+        for size in self._decoding.sizes:
+            yield size, partial(self._decoding.run, self._trial_rows(size))
+
+    def _trial_rows(self, size: int) -> DecodeRows:
+        zeros, context = np.zeros(size, np.int32), min(_MEASURED_CONTEXT, self._longest)
+        return DecodeRows(zeros, zeros, zeros - 1, zeros + context, np.arange(size, dtype=np.int32))
+
+    def _prompt_trials(self) -> Iterator[tuple[int, Callable[[], object]]]:
+        """The same for prompts: one window at the end of a context."""
+        for tokens in self._prompts.recorded_sizes():
+            if tokens <= self._longest:
+                yield tokens, partial(self._prompts.run, [self._trial_window(tokens)._replace(samples=True)])
+
+    def _trial_window(self, tokens: int) -> Window:
+        zeros, slots = np.zeros((self._prompts.axes, tokens), np.int32), np.full(tokens, -1)
+        context = min(_MEASURED_CONTEXT + tokens, self._longest)
+        return Window(0, zeros[0], zeros, slots, context, samples=False)
+
+    def _mixed_rows(self) -> list[int]:
+        return sorted({size.rows for size in self._mixed.sizes()}) if self._mixed else []
+
+    def _mixed_trials(self, rows: int) -> Iterator[tuple[int, Callable[[], object]]]:
+        """The same for both together: a window in the middle of its prompt, for those at its end go by themselves."""
+        assert self._mixed is not None
+        for size in self._mixed.sizes():
+            if size.rows == rows and size.tokens <= self._longest:
+                window = self._trial_window(size.tokens)
+                yield size.tokens, partial(self._mixed.run, size, [window], None, self._trial_rows(rows))
+
+    @property
+    def _longest(self) -> int:
+        """Context that the block tables hold."""
+        return self._tables.blocks.shape[1] * self.block_size
+
+    def decode(self, windows: Windows) -> Sampled:
+        group = self._regroup(windows)
+        rows = self._decode_rows(windows, group)
+        self._tables.flush()
+        return self._collecting(windows, group, self._decoding.run(rows), self._decoded)
+
+    def mixed(self, prompts: Windows, embeddings: Mapping[Key, Tensor], decoding: Windows) -> Sampled:
+        tokens = sum(work.end - work.start for work, _ in prompts)
+        size = self._mixed.fitting(tokens, len(prompts), len(decoding)) if self._mixed else None
+        if self._mixed is None or size is None:
+            self.prompts(prompts, embeddings)
+            return self.decode(decoding)
+        group = self._regroup(decoding)
+        rows = self._decode_rows(decoding, group)
+        self._tables.flush()
+        found = self._mixed.run(size, self._prompt_windows(prompts), _splicing(prompts, embeddings), rows)
+        return self._collecting(decoding, group, found, self._decoded)
+
+    def prompts(self, windows: Windows, embeddings: Mapping[Key, Tensor]) -> Sampled:
+        self._tables.flush()
+        found = self._prompts.run(self._prompt_windows(windows), _splicing(windows, embeddings))
+        sampling = [(work, state) for work, state in windows if work.samples]
+        if not sampling:
+            return dict
+        group = Group([state for _, state in sampling], self._tables)
+        return self._collecting(sampling, group, found, self._answered)
+
+    def _regroup(self, windows: Windows) -> Group:
+        """Of those that decode now: in most steps the same as in the last one."""
+        states = [state for _, state in windows]
+        if states != self._group.states:
+            self._group = Group(states, self._tables)
+        return self._group
+
+    def _decode_rows(self, windows: Windows, group: Group) -> DecodeRows:
+        tables, size = self._tables, self.block_size
+        places = np.array([work.start for work, _ in windows], np.int32)
+        tokens = [state.last_token if work.start < state.num_tokens else -1 for work, state in windows]
+        for work, _ in windows:
+            if work.new_blocks:  # the pass enters it: the block of the new token's slot
+                tables.entered(tables.row(work.request_id), work.start // size)
+        slots = tables.slots(group.rows, places, size)
+        return DecodeRows(np.array(tokens, np.int32), places + group.shifts, slots, places + 1, group.rows)
+
+    def _prompt_windows(self, windows: Windows) -> list[Window]:
+        return [self._window(work, state) for work, state in windows]
+
+    def _window(self, work: Work, state: RequestState) -> Window:
+        row = self._tables.row(work.request_id)
+        return Window(
+            row,
+            embedded(state, work),
+            state.positions(work.start, work.end),
+            self._tables.slots(row, np.arange(work.start, work.end), self.block_size),
+            work.end,
+            work.samples,
+        )
+
+    def _draw(self, windows: Windows, group: Group, found: Decoded) -> None:
+        """Tokens other than the likeliest, in their place: the next step takes them from there, unseen by the host."""
+        if not group.drawn:
+            return
+        drawing = [windows[i] for i in group.drawn]
+        asked = Drawing.of([(s.request.params, s.request.seed, work.end - s.num_prompt) for work, s in drawing])
+        here, rows = to_device(np.stack([group.drawn, group.rows[group.drawn]]), self.device)
+        numbers, board = to_device(asked.numbers, self.device), Board(self._tables.latest, rows)
+        draw_tokens(found.logits, here, numbers, asked.is_cut, found.tokens, board)
+
+    def _collecting(self, windows: Windows, group: Group, found: Decoded, returns: Returns) -> Sampled:
+        self._draw(windows, group, found)
+        picked = _Picked(group, returns.fetch(found.tokens), found.logits)
+        if self.device.type != "cuda":  # kernels in Triton's interpreter: everything is done already
+            return lambda: _samples(picked)
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done.record()
+
+        def collect() -> dict[str, Sample]:
+            done.synchronize()
+            return _samples(picked)
+
+        return collect
+
+
+@lru_cache(4096)  # an answer's next token is looked up faster than made
+def _plain(token: int) -> Sample:
+    return Sample(token, None)
+
+
+def _samples(picked: _Picked) -> dict[str, Sample]:
+    """Most have their token already."""
+    group, tokens = picked.group, picked.tokens.tolist()
+    found = dict(zip(group.ids, map(_plain, tokens), strict=True))
+    for state, token in zip(group.states, tokens, strict=True):
+        if state.is_foreseeable:
+            state.append(token)
+    return {**found, **_sampled(picked)} if group.sampled else found
+
+
+def _sampled(picked: _Picked) -> dict[str, Sample]:
+    """The others need to know the tokens before, a grammar, or more than the token."""
+    states, rows = [picked.group.states[i] for i in picked.group.sampled], torch.tensor(picked.group.sampled)
+    logits = picked.logits[rows.to(picked.logits.device)].float()
+    drawn = zip(states, sample(logits, [state.row() for state in states]), strict=True)
+    return {state.request.request_id: state.take(chosen) for state, chosen in drawn}
+
+
+def _splicing(windows: Windows, embeddings: Mapping[Key, Tensor]) -> Splice | None:
+    """How the pictures inside the windows come into the packed rows; None without any."""
+    found, row = [], 0
+    for work, state in windows:
+        if work.start < state.num_prompt:
+            found += [(row, work, span) for span in overlapping(state.spans, work.start, work.end)]
+        row += work.end - work.start
+
+    def write(embeds: Tensor) -> None:
+        for first, work, span in found:
+            splice(embeds, first, work, span, embeddings[span.key])
+
+    return write if found else None

@@ -1,0 +1,308 @@
+"""Windows of several tokens on a CUDA device: what they need travels in one copy, small ones replay a recorded graph.
+
+    one int32 array a step   | tokens | slots | positions ... | rows | contexts | starts | last | lines | tiles ... |
+                               T        T       axes * T        W      W          W + 1    W      W       2 * tiles
+
+A graph is recorded for a number of tokens; fewer are padded with rows that belong to no window and are not stored. It
+ends with the normed rows of each window's last token. What follows, the logits and the largest of them, is a graph of
+its own, which only steps with a window that samples replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from saccade.kernels.attention.prefill import PromptAttention
+from saccade.kernels.attention.prefill_flashinfer import FlashInferPrefill, Heads
+from saccade.kernels.attention.rope_store_kv import rotary_and_store
+from saccade.kernels.launch.tiling import Tiles
+from saccade.kernels.ops.argmax import ArgmaxWorkspace, Board, argmax
+from saccade.kernels.ops.prepare_inputs import PromptNumbers, Turning, prompt_inputs
+from saccade.models.cuda.decoder import FusedDecoder
+from saccade.runner.cuda.block_table import BlockTables, Mailbox, Numbers, to_device
+from saccade.runner.cuda.decode_graphs import Attending, Decoded
+
+GRAPH_TOKENS: tuple[int, ...] = (
+    *(16, 32, 64, 96),
+    *range(128, 2048, 128),
+    *range(2048, 4096, 256),
+    *range(4096, 8193, 512),
+)
+GRAPH_WINDOWS = 16
+"""Steps beyond these are launched one kernel at a time, which takes the host longer than the device."""
+_NO_ROW = 2**30  # beyond the last row of any window
+
+Splice = Callable[[Tensor], None]
+"""Writes the embeddings of pictures into the packed rows [T, H or wider]."""
+
+
+class Window(NamedTuple):
+    """New tokens of one request."""
+
+    row: int  # of the block tables
+    tokens: npt.NDArray[np.integer[Any]]  # [tokens]; -1 where a picture's embedding is written
+    positions: npt.NDArray[np.integer[Any]]  # [axes, tokens]
+    slots: npt.NDArray[np.integer[Any]]  # [tokens]
+    context: int  # tokens in the cache once these are written
+    samples: bool  # the next token is wanted
+
+
+class Sizes(NamedTuple):
+    """Of what a pass has numbers for."""
+
+    tokens: int
+    windows: int
+    axes: int
+    tiles: int
+    is_short: bool = False  # of contexts, see `PromptAttention`
+
+    def offsets(self) -> list[int]:
+        tokens, windows = self.tokens, self.windows
+        parts = (tokens, tokens, self.axes * tokens, windows, windows, windows + 1, windows, windows, 2 * self.tiles)
+        at = [0]
+        for part in parts:
+            at.append(at[-1] + part)
+        return at
+
+
+class _Recorded(NamedTuple):
+    graph: torch.cuda.CUDAGraph
+    sizes: Sizes
+    numbers: Tensor  # int32, laid out by `sizes`
+
+
+class _Last(NamedTuple):
+    """The last row of each window, those that sample first."""
+
+    hidden: Tensor  # [W, H], normed
+    lines: Tensor  # int32 [W]: rows of the block tables
+
+
+class PromptPass:
+    def __init__(
+        self,
+        decoder: FusedDecoder,
+        tables: BlockTables,
+        block_size: int,
+        axes: int,
+        flash: FlashInferPrefill | None = None,
+    ) -> None:
+        self.decoder = decoder
+        self.tables = tables
+        self.block_size = block_size
+        self.axes = axes
+        self._flash = flash  # attends in the steps that it takes, and is planned before each of them
+        layer, table = decoder.decoder.layers[0], decoder.decoder.table
+        heads = Heads(layer.heads, layer.kv_heads, layer.head_dim)
+        self.attention = PromptAttention.best(heads, table.dtype, block_size, table.device)
+        self._recorded: dict[tuple[int, bool], _Recorded] = {}  # by tokens, and whether contexts are short
+        self._static: _Static | None = None
+
+    def run(self, windows: Sequence[Window], splice: Splice | None = None) -> Decoded:
+        """The likeliest next token of each window that samples, in the order of the windows."""
+        tokens, samples = sum(len(window.tokens) for window in windows), sum(window.samples for window in windows)
+        recorded = self._fitting(tokens, windows)
+        if recorded is None or self._static is None:
+            return self._run_single(windows, tokens, samples, splice)
+        static = self._static
+        self.write(static.mailbox.open(), windows, recorded.sizes)
+        static.mailbox.send(recorded.numbers)
+        self._plan(windows, recorded.sizes)
+        if splice is not None:
+            splice(static.embeds)
+        recorded.graph.replay()
+        if samples:
+            static.head.replay()
+        return Decoded(static.found.tokens[:samples], static.found.logits[:samples])
+
+    def _run_single(self, windows: Sequence[Window], tokens: int, samples: int, splice: Splice | None) -> Decoded:
+        table, rows = self.decoder.decoder.table, self.attention.rows(tokens)
+        tiles = sum(-(-len(window.tokens) // rows) for window in windows)
+        sizes = Sizes(tokens, len(windows), self.axes, tiles)
+        self._plan(windows, sizes)
+        embeds = table.new_zeros(tokens, self.width)
+        if splice is not None:
+            splice(embeds)
+        hidden, lines = self._forward(embeds, self.new_numbers(windows, sizes), sizes)
+        found = self._new_found(samples)
+        if samples:
+            self._find(_Last(hidden[:samples], lines[:samples]), found, ArgmaxWorkspace.allocate(samples, table.device))
+        return found
+
+    def record(self, pool: Any, max_tokens: int) -> None:
+        """Graphs for every size a step may have, the largest first: the others find room in its memory."""
+        wanted = [tokens for tokens in GRAPH_TOKENS if tokens <= _rounded(max_tokens)]
+        static = self._new_static(pool, wanted[-1])
+        for tokens in tqdm(reversed(wanted), "Recording prompts", len(wanted), disable=None):
+            for is_short in {False, self.attention.is_short(tokens, tokens)}:
+                self._record(static, pool, self.graph_sizes(tokens, is_short=is_short))
+        self._static = static
+
+    def _record(self, static: _Static, pool: Any, sizes: Sizes) -> None:
+        numbers = self.new_numbers((), sizes)
+        self._plan((), sizes)
+        self._forward_into(static, numbers, sizes)  # compiles the kernels
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            self._forward_into(static, numbers, sizes)
+        self._recorded[sizes.tokens, sizes.is_short] = _Recorded(graph, sizes, numbers)
+
+    def new_numbers(self, windows: Sequence[Window], sizes: Sizes) -> Tensor:
+        flat = np.zeros(sizes.offsets()[-1], np.int32)
+        self.write(flat, windows, sizes)
+        return to_device(flat, self.tables.blocks.device)
+
+    def write(self, flat: Numbers, windows: Sequence[Window], sizes: Sizes) -> None:
+        _write_numbers(flat, windows, sizes, self._rows(sizes), self._spare)
+
+    def recorded_sizes(self) -> list[int]:
+        return sorted({tokens for tokens, _ in self._recorded})
+
+    def _fitting(self, tokens: int, windows: Sequence[Window]) -> _Recorded | None:
+        if len(windows) > GRAPH_WINDOWS or tokens > GRAPH_TOKENS[-1]:
+            return None
+        size, longest = _rounded(tokens), max(window.context for window in windows)
+        return self._recorded.get((size, self.attention.is_short(size, longest)))
+
+    def graph_sizes(self, tokens: int, *, is_short: bool = False) -> Sizes:
+        tiles = -(-tokens // self.attention.rows(tokens, is_short=is_short)) + GRAPH_WINDOWS
+        return Sizes(tokens, GRAPH_WINDOWS, self.axes, tiles, is_short)
+
+    def _flash_for(self, sizes: Sizes) -> FlashInferPrefill | None:
+        return self._flash if self._flash and self._flash.takes(sizes.tokens, sizes.windows) else None
+
+    def _plan(self, windows: Sequence[Window], sizes: Sizes) -> None:
+        flash = self._flash_for(sizes)
+        if flash is not None:
+            contexts = [window.context for window in windows]
+            counts = [-(-context // self.block_size) for context in contexts]
+            blocks = self.tables.blocks_of([window.row for window in windows], counts)
+            flash.plan([len(window.tokens) for window in windows], contexts, blocks)
+
+    def _rows(self, sizes: Sizes) -> int:
+        return self.attention.rows(sizes.tokens, is_short=sizes.is_short)
+
+    @property
+    def width(self) -> int:
+        """Of a row that the decoder reads."""
+        return self.decoder.decoder.embedding_size
+
+    @property
+    def _spare(self) -> int:
+        return self.tables.spare
+
+    def _new_static(self, pool: Any, most_tokens: int) -> _Static:
+        table = self.decoder.decoder.table
+        device, hidden = table.device, table.shape[1]
+        last = _Last(
+            table.new_zeros(GRAPH_WINDOWS, hidden), torch.full((GRAPH_WINDOWS,), self._spare, device=device).int()
+        )
+        found, workspace = self._new_found(GRAPH_WINDOWS), ArgmaxWorkspace.allocate(GRAPH_WINDOWS, device)
+        self._find(last, found, workspace)  # compiles the kernels
+        head = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(head, pool=pool):
+            self._find(last, found, workspace)
+        mailbox = Mailbox(self.graph_sizes(most_tokens, is_short=True).offsets()[-1], device)
+        return _Static(table.new_zeros(most_tokens, self.width), mailbox, last, found, workspace, head)
+
+    def _new_found(self, rows: int) -> Decoded:
+        head = self.decoder.decoder.head
+        return Decoded(torch.zeros(rows, dtype=torch.int64, device=head.device), head.new_empty(rows, len(head)))
+
+    def _find(self, last: _Last, found: Decoded, workspace: ArgmaxWorkspace) -> None:
+        torch.mm(last.hidden, self.decoder.decoder.head.T, out=found.logits)
+        argmax(found.logits, workspace, found.tokens, Board(self.tables.latest, last.lines))
+
+    def _forward_into(self, static: _Static, numbers: Tensor, sizes: Sizes) -> None:
+        found = self._forward(static.embeds[: sizes.tokens], numbers, sizes)
+        for target, source in zip(static.last, found, strict=True):
+            target.copy_(source)
+
+    def _forward(self, embeds: Tensor, numbers: Tensor, sizes: Sizes) -> _Last:
+        attend = self.begin(embeds, numbers, sizes, 1 if sizes.is_short else None)
+        products = self.decoder.products(sizes.tokens, in_parts=True)
+        x = self.decoder.forward(embeds, attend, products)
+        *_, last, lines, _ = _parts(numbers, sizes)
+        return _Last(products.normed(x, self.decoder.decoder, last), lines)
+
+    def begin(self, embeds: Tensor, numbers: Tensor, sizes: Sizes, splits: int | None = None) -> Attending:
+        """Writes the embeddings of the tokens that have any into `embeds`; how a layer attends for these rows."""
+        tokens, slots, positions, rows, contexts, starts, _, _, index = _parts(numbers, sizes)
+        decoder, tiles = self.decoder.decoder, Tiles(starts, index.view(-1, 2), self._rows(sizes))
+        told = PromptNumbers(tokens, positions.view(self.axes, -1), rows, contexts)
+        turning = Turning(decoder.rotary.frequencies, decoder.rotary.axes)
+        cos, sin, tables = prompt_inputs(told, embeds, decoder.table, turning, self.tables.blocks, self.block_size)
+        flash = self._flash_for(sizes)
+
+        def attend(qkv: Tensor, keys: Tensor, values: Tensor, out: Tensor | None = None) -> Tensor:
+            q, k, v = self.decoder.split(qkv)
+            q = rotary_and_store(q, k, v, cos, sin, keys, values, slots)
+            if flash is not None:
+                assert out is None, "FlashInfer has its own room for what it finds"
+                return flash(q, keys, values)
+            return self.attention(q, keys, values, tables, contexts, tiles, self.decoder.scale, out, splits)
+
+        return attend
+
+
+class _Static(NamedTuple):
+    """Where the recorded graphs read and write."""
+
+    embeds: Tensor  # [most tokens, H or wider]
+    mailbox: Mailbox
+    last: _Last
+    found: Decoded
+    workspace: ArgmaxWorkspace
+    head: torch.cuda.CUDAGraph  # from `last` to `found`
+
+
+def _parts(numbers: Tensor, sizes: Sizes) -> list[Tensor]:
+    return [numbers[first:end] for first, end in pairwise(sizes.offsets())]
+
+
+def _write_numbers(flat: Numbers, windows: Sequence[Window], sizes: Sizes, rows: int, spare: int) -> None:
+    """What lies behind the windows' numbers is padding; positions there mean nothing and stay."""
+    at = sizes.offsets()
+    parts = [flat[first:end] for first, end in pairwise(at)]
+    tokens, slots, positions, table_rows, contexts, starts, last, lines, index = parts
+    by_axis, done = positions.reshape(sizes.axes, -1), 0
+    for window in windows:
+        end = done + len(window.tokens)
+        tokens[done:end], slots[done:end], by_axis[:, done:end] = window.tokens, window.slots, window.positions
+        done = end
+    tokens[done:], slots[done:] = 0, -1
+    lengths, count = [len(window.tokens) for window in windows], len(windows)
+    table_rows[:count], table_rows[count:] = [window.row for window in windows], spare
+    contexts[:count], contexts[count:] = [window.context for window in windows], 0
+    starts[0], starts[1 : count + 1], starts[count + 1 :] = 0, np.cumsum(lengths), done
+    wanted = [i for i, window in enumerate(windows) if window.samples]
+    last[: len(wanted)], last[len(wanted) :] = starts[1:][wanted] - 1, 0
+    lines[: len(wanted)], lines[len(wanted) :] = table_rows[wanted], spare
+    _write_tiles(index.reshape(-1, 2), windows, rows)
+
+
+def _write_tiles(index: Numbers, windows: Sequence[Window], rows: int) -> None:
+    """Whose rows each tile has and where it begins, the one with most keys first; see `kernels.tiles`."""
+    found = [
+        (window.context - len(window.tokens) + first, owner, first)
+        for owner, window in enumerate(windows)
+        for first in range(0, len(window.tokens), rows)
+    ]
+    found.sort(reverse=True)
+    assert len(found) <= len(index), f"{len(found)} tiles in a launch of {len(index)}"
+    if found:
+        index[: len(found)] = np.array(found, np.int32)[:, 1:]
+    index[len(found) :] = 0, _NO_ROW
+
+
+def _rounded(tokens: int) -> int:
+    """The smallest recorded size that holds so many, or the largest there is."""
+    return next((size for size in GRAPH_TOKENS if size >= tokens), GRAPH_TOKENS[-1])

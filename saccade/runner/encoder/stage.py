@@ -1,0 +1,403 @@
+"""The encoder stage: decodes pictures in a pool and turns them into embeddings, some layers at a time.
+
+It owns pixels and the pass that is under way. It does not know requests, caches or why a picture is wanted; the
+scheduler never submits a key that is resident or in flight.
+
+    submit ─► queue ─► decode + prepare (threads) ─► pass (packed patches, layer by layer) ─► poll
+              bounded: patches decoded ahead <= 2 passes
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Generator, Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from saccade.media.decode import decode_item
+from saccade.media.video_pruning import Ints, Kept, kept_of
+from saccade.media.video_reader import ClipReaders
+from saccade.models.interface import Tiled, VisionLanguageModel
+from saccade.runner.cuda.block_table import to_device
+from saccade.runner.encoder.timing import DeviceWatch, HostWatch, Times, Watch
+from saccade.runner.encoder.upload import Prepare, Upload, pinned, use_on_current_stream
+from saccade.types import Geometry, Key, MediaItem, RequestError, Slice
+
+_MOST_SOURCE_PIXELS = 50_000_000  # decoded at the same time; a single larger picture is decoded alone
+_MOMENT = 0.005  # seconds that an idle step waits for a decoder before it looks for other work
+
+
+class Encoded(NamedTuple):
+    """What became of the pictures since the last poll."""
+
+    embeddings: dict[Key, Tensor]  # [slots, hidden] each, complete for whoever uses them on the stream of the pass
+    times: Times
+    errors: dict[Key, RequestError]
+    places: dict[Key, Ints]  # [2, slots]: row and column of each embedding, of frame groups that were pruned
+
+    @classmethod
+    def nothing(cls) -> Encoded:
+        return cls({}, Times(), {}, {})
+
+
+@dataclass
+class EncoderCounters:
+    decoded: int = 0
+    encoded: int = 0
+    passes: int = 0
+    failed: int = 0
+    peak_patches: int = field(default=0)  # most patches held at once: decoded ahead plus in the current pass
+
+
+class Encoder(Protocol):
+    """What the runner needs of a stage. The local one is below; a remote one advances by itself."""
+
+    counters: EncoderCounters
+    max_patches: int  # that go through the tower together
+
+    def submit(self, items: Sequence[MediaItem]) -> None: ...
+
+    def expect(self, items: Sequence[MediaItem]) -> None: ...
+
+    def prefetch(self, items: Sequence[MediaItem]) -> None: ...
+
+    def release(self) -> None: ...
+
+    def advance(self, layers: int | None, *, may_wait: bool = True) -> Slice: ...
+
+    def poll(self) -> Encoded: ...
+
+    def clear(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Prepared(NamedTuple):
+    patches: Tensor  # [patches, patch_dim]
+    kept: Kept | None  # None: all that the tower makes of them
+    decode_ms: float
+
+
+@dataclass(eq=False)
+class _Pass:
+    """Pictures that go through the tower together."""
+
+    items: list[MediaItem]
+    decode_ms: list[float]
+    kept: list[Kept | None]
+    layers: Generator[int, None, list[Tensor]]
+    watch: Watch
+
+
+class LocalEncoder:
+    """Encodes on the model's own device, in the engine's thread; only decoding runs beside it."""
+
+    def __init__(
+        self,
+        model: VisionLanguageModel,
+        max_patches: int,
+        threads: int,
+        device: torch.device | None = None,
+        upload_bytes: int = 0,  # of the device, taken now for pictures on their way
+    ) -> None:
+        self.model = model
+        self._on_cuda = device is not None and device.type == "cuda"
+        self._runs_ahead = self._on_cuda  # a pass is launched long before it is done
+        self._to_patches: Prepare = Upload(model, device, upload_bytes) if device and self._on_cuda else model.prepare
+        self.max_patches = max_patches  # per pass; a larger single picture gets a pass of its own
+        self.counters = EncoderCounters()
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="saccade-decode")
+        self._clips = ClipReaders()
+        self._queue: OrderedDict[Key, MediaItem] = OrderedDict()  # submitted, not yet in a pass
+        self._decoding: OrderedDict[Key, tuple[MediaItem, Future[Prepared]]] = OrderedDict()
+        self._leaving: dict[Future[Prepared], MediaItem] = {}  # given up while they were being decoded
+        self._alone: set[Key] = set()  # were in a pass that failed; each tries again by itself
+        self._current: _Pass | None = None
+        self._done = Encoded.nothing()
+
+    def rehearse(self, geometry: Geometry, frames: int) -> None:
+        """Prepare a blank picture, and where there are groups of frames one of these, as any that come.
+
+        The kernels for it are compiled now. The first picture would otherwise hold up all answers until they are.
+        """
+        width, height = geometry.resized
+        blank = np.zeros((height + 1, width + 1, 3), np.uint8)  # not the size it should have: it is resized, too
+        for pixels in (blank, np.stack([blank] * frames)) if frames > 1 else (blank,):
+            self._pool.submit(torch.inference_mode()(self._to_patches), pixels, geometry).result()
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._queue and self._current is None
+
+    def submit(self, items: Sequence[MediaItem]) -> None:
+        for item in items:
+            assert item.key not in self._queue, "a key is submitted once until it is polled"
+            self._queue[item.key] = item
+        self._start_decoding(self._queue.values())
+
+    def expect(self, items: Sequence[MediaItem]) -> None:
+        """Begin to decode what came just now, behind all earlier guesses. What is not submitted, `prefetch` forgets."""
+        self._start_decoding((*self._queue.values(), *items))  # who was submitted and lacks room lets nobody pass
+
+    def prefetch(self, items: Sequence[MediaItem]) -> None:
+        """Begin to decode what will probably be submitted soon; forget earlier guesses that were not."""
+        wanted = {item.key for item in items} | self._queue.keys()
+        for key in [k for k in self._decoding if k not in wanted]:
+            future = self._decoding[key][1]
+            if future.cancel() or future.done():  # one that is being decoded still takes memory, and still counts
+                del self._decoding[key]
+        self._start_decoding((*self._queue.values(), *items))
+
+    def release(self) -> None:
+        """Give up all guesses, without waiting. What is just being decoded counts until it is done."""
+        for key in [k for k in self._decoding if k not in self._queue]:
+            item, future = self._decoding.pop(key)
+            if not future.cancel():
+                self._leaving[future] = item
+                future.add_done_callback(self._leaving.pop)
+
+    def advance(self, layers: int | None, *, may_wait: bool = True) -> Slice:
+        """Run up to this many layers; None: until everything submitted is encoded. What was done.
+
+        A slice never waits for a picture that is still being decoded, unless `may_wait` says that nobody else would.
+        """
+        if layers is not None and may_wait and self._current is None:
+            self._wait_for_first()
+        done = Slice()
+        while layers is None or layers > 0:
+            if self._current is None and not self._begin_pass(is_sliced=layers is not None):
+                break
+            share, start = min(1.0, self._current_patches / self.max_patches), time.perf_counter()
+            taken = self._run_layers(layers)
+            done = Slice(done.layers + taken * share, done.seconds + time.perf_counter() - start)
+            if self._current is not None:
+                break
+            layers = layers if layers is None else layers - taken
+            self._start_decoding(self._queue.values())
+        return done
+
+    def poll(self) -> Encoded:
+        done, self._done = self._done, Encoded.nothing()
+        return done
+
+    def clear(self) -> None:
+        """Drop everything under way: after a failed step nobody waits for it."""
+        for _, future in self._decoding.values():
+            future.cancel()
+        self._queue.clear()
+        self._decoding.clear()
+        self._alone.clear()
+        self._current = None
+        self.poll()
+
+    def close(self) -> None:
+        self.clear()
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._clips.close()
+
+    # --- decoding -------------------------------------------------------------------------------------------------
+
+    def _start_decoding(self, items: Iterable[MediaItem]) -> None:
+        """Fill the pool in order.
+
+        Never more decoded patches than two passes (or one picture) need, and never more pixels of whole pictures, which
+        can be far larger than what is left of them after the resize.
+        """
+        leaving = list(self._leaving.values())
+        held = sum(i.geometry.grid.patches for i in (*(item for item, _ in self._decoding.values()), *leaving))
+        pixels = sum(_source_pixels(item) for item, future in self._decoding.values() if not future.done())
+        pixels += sum(map(_source_pixels, leaving))
+        for item in items:
+            if item.key in self._decoding:
+                continue
+            if held and held + item.geometry.grid.patches > 2 * self.max_patches:
+                break
+            if pixels and pixels + _source_pixels(item) > _MOST_SOURCE_PIXELS:
+                break
+            self._decoding[item.key] = (item, self._pool.submit(self._prepare, item))
+            held += item.geometry.grid.patches
+            pixels += _source_pixels(item)
+        self.counters.peak_patches = max(self.counters.peak_patches, held + self._current_patches)
+
+    def _prepare(self, item: MediaItem) -> Prepared:
+        start = time.perf_counter()
+        with torch.inference_mode():
+            pixels = decode_item(item, self._clips, pinned) if self._on_cuda else decode_item(item, self._clips)
+            kept = kept_of(item, pixels)
+            own = pixels[item.leading :] if item.leading else pixels
+            patches = self._to_patches(own, item.geometry)
+        return Prepared(patches, kept, (time.perf_counter() - start) * 1e3)
+
+    def _take(self, item: MediaItem) -> Prepared | None:
+        """The decoded picture, or None when it cannot be had: the reason is then in the errors."""
+        try:
+            ahead = self._decoding.pop(item.key, None)  # None: what was decoded ahead left no room for it
+            prepared = ahead[1].result() if ahead else self._prepare(item)
+        except RequestError as error:
+            self._fail(item, error)
+            return None
+        except Exception as error:  # resizing ran out of memory, say: still this picture's trouble alone
+            if _is_of_the_device(error):
+                raise
+            self._fail(item, _unusable(item, type(error)))
+            return None
+        self.counters.decoded += 1
+        return prepared
+
+    @property
+    def _current_patches(self) -> int:
+        return sum(item.geometry.grid.patches for item in self._current.items) if self._current else 0
+
+    # --- passes ---------------------------------------------------------------------------------------------------
+
+    def _wait_for_first(self) -> None:
+        """Until one of the submitted pictures is decoded, or a moment has passed."""
+        self._start_decoding(self._queue.values())
+        futures = [self._decoding[key][1] for key in self._queue if key in self._decoding]
+        if futures:
+            wait(futures, timeout=_MOMENT, return_when=FIRST_COMPLETED)
+
+    def _ready(self, item: MediaItem) -> bool:
+        return item.key in self._decoding and self._decoding[item.key][1].done()
+
+    def _begin_pass(self, *, is_sliced: bool) -> bool:
+        """Take pictures from the queue, in order, up to the patch budget, and set the tower up for them.
+
+        Where encoding goes on by itself it waits for one picture at most: the others are decoded meanwhile.
+        """
+        self._start_decoding(self._queue.values())
+        batch: list[tuple[MediaItem, Prepared]] = []
+        patches = 0
+        for item in list(self._queue.values()):
+            if (is_sliced or (batch and self._runs_ahead)) and not self._ready(item):
+                continue
+            size = item.geometry.grid.patches
+            if batch and (patches + size > self.max_patches or item.key in self._alone):
+                break
+            del self._queue[item.key]
+            prepared = self._take(item)
+            if prepared is None:
+                continue
+            batch.append((item, prepared))
+            patches += size
+            if item.key in self._alone:
+                break
+        if batch:
+            self._current = self._make_pass(batch)
+        return bool(batch)
+
+    def _make_pass(self, batch: list[tuple[MediaItem, Prepared]]) -> _Pass:
+        self.counters.passes += 1
+        items = [item for item, _ in batch]
+        layers = self._encoding([prepared.patches for _, prepared in batch], [item.geometry for item in items])
+        watch: Watch = DeviceWatch() if self._on_cuda else HostWatch()
+        decode_ms, kept = [prepared.decode_ms for _, prepared in batch], [prepared.kept for _, prepared in batch]
+        return _Pass(items, decode_ms, kept, layers, watch)
+
+    def _encoding(self, parts: list[Tensor], geometries: list[Geometry]) -> Generator[int, None, list[Tensor]]:
+        """Packing is part of the work that may run out of memory, so it happens in the first layer's turn."""
+        use_on_current_stream(parts)
+        packed = parts[0] if len(parts) == 1 else torch.cat(parts)
+        parts.clear()
+        layers = self.model.encode(packed, [geometry.grid for geometry in geometries])
+        del packed  # the tower forgets it after its first product, and so must everyone else
+        features = yield from layers
+        if isinstance(self.model, Tiled):
+            return [self.model.join(one, geometry) for one, geometry in zip(features, geometries, strict=True)]
+        return features
+
+    def _run_layers(self, limit: int | None) -> int:
+        """Advance the current pass by about `limit` layers, to its end if it is near; how many it took.
+
+        Where a tower runs several at a time, the limit is met as closely as these allow.
+        """
+        current, taken, last = self._current, 0, 1
+        assert current is not None
+        failure, embeddings = None, None
+        try:
+            with current.watch.lap():
+                while embeddings is None and (limit is None or limit - taken > last // 2):
+                    last, embeddings = _next_layers(current.layers)
+                    taken += last
+        except (RuntimeError, MemoryError) as error:  # out of memory is a RuntimeError on accelerators
+            if _is_of_the_device(error):
+                raise
+            failure = type(error)  # not the error itself, whose traceback keeps the pass's tensors
+        if failure is not None:
+            self._current = None
+            self._retry_or_fail(current, failure)
+        elif embeddings is not None:
+            self._current = None
+            self._finish(current, embeddings)
+        return taken
+
+    def _finish(self, current: _Pass, embeddings: list[Tensor]) -> None:
+        total = sum(item.geometry.grid.patches for item in current.items)
+        parts = zip(current.items, embeddings, current.kept, current.decode_ms, strict=True)
+        for item, embedding, kept, decode_ms in parts:
+            share = item.geometry.grid.patches / total
+            if kept is not None:
+                embedding = embedding.index_select(0, to_device(kept.tokens, embedding.device))
+                self._done.places[item.key] = kept.places
+            elif len(current.items) > 1:
+                embedding = embedding.clone()  # a view would keep the whole pass after its neighbours are evicted
+            assert embedding.shape[0] == item.geometry.slots, "the bill and the tower disagree"
+            self._done.embeddings[item.key] = embedding
+            self._done.times.add(item.key, decode_ms, current.watch, share)
+            self._alone.discard(item.key)
+            self.counters.encoded += 1
+
+    def _retry_or_fail(self, failed: _Pass, kind: type[Exception]) -> None:
+        """One picture must not take its neighbours along: after a failure each goes through the tower alone."""
+        if self._on_cuda:
+            torch.cuda.empty_cache()  # what is kept in other sizes may be all that was missing
+        if len(failed.items) > 1:
+            for item in reversed(failed.items):
+                self._alone.add(item.key)
+                self._queue[item.key] = item
+                self._queue.move_to_end(item.key, last=False)
+            return
+        item = failed.items[0]
+        self._alone.discard(item.key)
+        self._fail(item, _unusable(item, kind))
+
+    def _fail(self, item: MediaItem, error: RequestError) -> None:
+        self.counters.failed += 1
+        self._done.errors[item.key] = error
+
+
+def _next_layers(layers: Generator[int, None, list[Tensor]]) -> tuple[int, list[Tensor] | None]:
+    """Run one more layer, or a few: how many; and the embeddings once there are none left."""
+    try:
+        return next(layers), None
+    except StopIteration as stop:
+        return 1, list(stop.value)
+
+
+def _is_of_the_device(error: Exception) -> bool:
+    """A CUDA context that has died fails whatever comes next: no picture is to blame, and the step must end.
+
+    Running out of memory is not of this kind: the allocator refuses before the device is asked to do anything.
+    """
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "out of memory" in str(error):
+        return False
+    return isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error)
+
+
+def _source_pixels(item: MediaItem) -> int:
+    return item.header.size.width * item.header.size.height * item.num_frames
+
+
+def _unusable(item: MediaItem, kind: type[Exception]) -> RequestError:
+    width, height = item.header.size
+    return RequestError(
+        f"the picture of {width}x{height} pixels ({item.geometry.tokens} tokens) could not be encoded "
+        f"({kind.__name__}); a smaller max_pixels may help",
+        code="invalid_image",
+    )

@@ -1,0 +1,130 @@
+"""Times the parts of a step at start, so that the scheduler can say what fits into one."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice, pairwise
+
+import torch
+from torch import Tensor
+
+from saccade.checkpoint.config import ModelConfig
+from saccade.models.interface import VisionLanguageModel
+from saccade.types import Curve, Grid
+
+_REPEATS = 3
+_SLOTS = (64, 256, 512, 1024, 1536, 2304, 4096, 8192)
+_COMMON = range(512, 4097, 128)  # embeddings of pictures that come often
+
+
+Trials = Iterable[tuple[int, Callable[[], object]]]
+"""Sizes, and how to run one."""
+
+
+def timed_curve(trials: Trials) -> Curve:
+    return _rising((size, timed(run)) for size, run in trials)
+
+
+def layer_curve(model: VisionLanguageModel, largest: Grid | None) -> Curve:
+    """One layer of the vision tower, up to the grid of the most expensive picture that is let in."""
+    return _rising(_layer_times(model, largest)) if largest else ()
+
+
+@torch.inference_mode()
+def seconds_per_layer(model: VisionLanguageModel, grid: Grid) -> float:
+    """On a CPU: one layer of the vision tower over a picture of this grid, without running the whole tower."""
+    encoding = model.encode(_blank(model, grid), [grid])
+    marks = [time.perf_counter() for _ in islice(encoding, 1 + _REPEATS)]  # the set-up lies before the first
+    encoding.close()
+    return min((end - start for start, end in pairwise(marks)), default=0.0)
+
+
+def largest_within(config: ModelConfig, largest: Grid, patches: int) -> Grid:
+    """The grid of the largest picture that has at most so many patches, or the smallest there is."""
+    fitting = [grid for grid in _grids(config, largest) if grid.patches <= patches]
+    return max(fitting, key=lambda grid: grid.patches, default=largest)
+
+
+def timed(run: Callable[[], object]) -> float:
+    """Milliseconds on the device, the best of a few. As steps are, each is launched while the one before it runs."""
+    run()
+    laps = []
+    for _ in range(_REPEATS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record()
+        run()
+        end.record()
+        laps.append((start, end))
+    laps[-1][1].synchronize()
+    return min(float(start.elapsed_time(end)) for start, end in laps)
+
+
+def _layer_times(model: VisionLanguageModel, largest: Grid) -> Iterator[tuple[int, float]]:
+    config = model.config
+    _load_kernels(model, largest)
+    for grid in _grids(config, largest):
+        slots = grid.patches // _merged(config)
+        layers = _encode(model, grid)  # towers may leave their last ones out
+        yield slots, timed(lambda grid=grid: _encode(model, grid)) / layers  # type: ignore[misc]
+
+
+def _load_kernels(model: VisionLanguageModel, largest: Grid) -> None:
+    """Run the tower over many sizes: for each, libraries may choose kernels that no other size has needed.
+
+    To load one takes as long as several steps, and the first picture of its size would make all answers wait.
+    """
+    for slots in _COMMON:
+        grid = _square(model.config, slots)
+        if grid.patches < largest.patches and _takes_any_size(model.config):
+            _encode(model, grid)
+
+
+def _encode(model: VisionLanguageModel, grid: Grid) -> int:
+    """The number of layers that ran."""
+    return sum(model.encode(_blank(model, grid), [grid]))
+
+
+def _blank(model: VisionLanguageModel, grid: Grid) -> Tensor:
+    vision, table = model.config.vision, model.decoder.table
+    assert vision is not None
+    pixels = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    return torch.ones(grid.patches, pixels, dtype=table.dtype, device=table.device)
+
+
+def _grids(config: ModelConfig, largest: Grid) -> Iterator[Grid]:
+    """Squares of several sizes up to the largest picture; towers with learned positions take one size alone, or
+    fewer tiles of it."""
+    if config.vision and config.vision.takes_squares:
+        yield from (Grid(tiles, largest.h, largest.w) for tiles in range(1, largest.t))
+    elif _takes_any_size(config):
+        yield from (_square(config, slots) for slots in _SLOTS if slots * _merged(config) < largest.patches)
+    yield largest
+
+
+def _takes_any_size(config: ModelConfig) -> bool:
+    return config.vision is not None and not config.vision.takes_squares and _merged(config) > 1
+
+
+def _square(config: ModelConfig, slots: int) -> Grid:
+    """The largest that has no more embeddings."""
+    side = math.isqrt(slots) * math.isqrt(_merged(config))
+    return Grid(1, side, side)
+
+
+def _merged(config: ModelConfig) -> int:
+    """Patches of one embedding."""
+    assert config.vision is not None
+    return config.vision.spatial_merge_size**2
+
+
+def _rising(points: Iterable[tuple[int, float]]) -> Curve:
+    """A smaller size never takes longer. Others who use the device only add time, so the least is nearest the truth.
+
+    Otherwise a burst while one size is measured would bound steps for life.
+    """
+    curve: list[tuple[int, float]] = []
+    for size, ms in sorted(points, reverse=True):
+        curve.append((size, min(ms, curve[-1][1] if curve else ms)))
+    return tuple(reversed(curve))

@@ -1,0 +1,32 @@
+"""What must always hold between the requests and the two caches. Asserted after every step of random workloads."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from collections.abc import Sequence as Many
+
+from saccade.scheduler.encoder_cache import EncoderCache
+from saccade.scheduler.kv_cache import BlockPool
+from saccade.scheduler.request import Sequence
+
+
+def check_holdings(open_requests: Mapping[str, Sequence], pool: BlockPool, encoder: EncoderCache) -> None:
+    """Each cache counts as many users as there are."""
+    users = Counter(block for seq in open_requests.values() for block in seq.blocks)
+    assert all(pool.users(block) == users[block] for block in range(pool.num_blocks)), "users miscounted"
+    holders = {seq.holder(index) for seq in open_requests.values() for index in seq.held}
+    assert holders == encoder.holders(), "pins miscounted"
+
+
+def check_queues(
+    open_requests: Mapping[str, Sequence], running: Many[Sequence], waiting: Many[Sequence], block_size: int
+) -> None:
+    """Every open request stands in one queue; who waits holds nothing, who runs has room for what it computed."""
+    in_queues = sorted((*running, *waiting), key=lambda seq: seq.order)
+    assert sorted(open_requests.values(), key=lambda seq: seq.order) == in_queues
+    assert not any(seq.blocks or seq.held for seq in waiting), "a waiting request holds something"
+    needed = (seq.spans[index].needed_to > seq.num_computed for seq in running for index in seq.held)
+    assert all(needed), "embeddings are held that nobody will read"
+    has_room = (seq.num_computed <= len(seq.blocks) * block_size for seq in running)
+    assert all(has_room), "computed without a block"

@@ -1,0 +1,107 @@
+"""One request while it is open: what the scheduler has to remember of it. Private to this package."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from saccade.scheduler.encoder_cache import Holder
+from saccade.scheduler.kv_cache import Chain
+from saccade.types import FinishReason, Key, MediaTimes, Request, RequestError, Sample, Span, TokenEvent, Usage
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    request: Request
+    order: int  # of arrival: who came first goes first, also after a preemption
+    arrived: float
+    block_size: int
+
+    # Copies of what every step reads, so that decoding follows no chain of attributes.
+    request_id: str = field(init=False)
+    spans: tuple[Span, ...] = field(init=False)
+    pictures_end: int = field(init=False)  # positions from here on need no embeddings
+    is_foreseeable: bool = field(init=False)  # the device chooses its tokens by itself
+    stop_ids: frozenset[int] = field(init=False)
+    chain: Chain = field(init=False)
+
+    output: list[int] = field(default_factory=list)
+    num_tokens: int = field(init=False)  # prompt and output
+    most_tokens: int = field(init=False)  # with so many it ends
+    is_running: bool = False  # known to the runner; a waiting request holds neither blocks nor pins
+
+    num_computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+    num_published: int = 0  # full blocks already offered to the prefix cache
+    next_span: int = 0  # the first span that positions still to be computed need
+    held: set[int] = field(default_factory=set)  # spans whose embeddings are pinned
+
+    first_scheduled: float | None = None
+    first_token: float | None = None
+    cached_tokens: int = 0
+    num_preemptions: int = 0
+    encoded: list[Key] = field(default_factory=list)  # pictures that were encoded for this request
+    media: list[Callable[[], MediaTimes]] = field(default_factory=list)  # how long these took, to be asked at the end
+    num_ahead: int = 0  # of them, before the first step
+
+    def __post_init__(self) -> None:
+        prompt = self.request.prompt
+        self.request_id = self.request.request_id
+        self.spans = prompt.spans
+        self.pictures_end = prompt.spans[-1].needed_to if prompt.spans else 0
+        self.is_foreseeable = self.request.params.is_foreseeable
+        self.stop_ids = self.request.eos_token_ids.union(self.request.params.stop_token_ids)
+        self.chain = Chain(prompt.identity, prompt.salt, self.block_size, self.output)
+        self.num_tokens = len(prompt)
+        self.most_tokens = len(prompt) + self.request.max_tokens
+
+    @property
+    def is_decoding(self) -> bool:
+        return self.num_computed == self.num_tokens - 1
+
+    @property
+    def has_pictures_ahead(self) -> bool:
+        return self.next_span < len(self.spans)
+
+    @property
+    def is_holding_on(self) -> bool:
+        """It keeps embeddings until later tokens are computed: whoever waits for their room waits for this request."""
+        return any(self.spans[index].is_lasting for index in self.held)
+
+    def holder(self, index: int) -> Holder:
+        return self.request_id, index
+
+    def count_media(self, key: Key, times: Callable[[], MediaTimes]) -> None:
+        """`times` may wait for a device that is still at work on the picture."""
+        self.encoded.append(key)
+        self.media.append(times)
+        self.num_ahead += self.first_scheduled is None
+
+    def last_event(
+        self, reason: FinishReason, now: float, sample: Sample | None, error: RequestError | None
+    ) -> TokenEvent:
+        token = sample.token_id if sample else None
+        return TokenEvent(
+            request_id=self.request_id,
+            token_id=token,
+            logprobs=sample.logprobs if sample else None,
+            finish_reason=reason,
+            stop_token_id=token if reason == "stop" and token in self.stop_ids else None,
+            error=error,
+            usage=self._usage(now),
+        )
+
+    def _usage(self, now: float) -> Usage:
+        media = [times() for times in self.media]
+        return Usage(
+            cached_tokens=self.cached_tokens,
+            num_preemptions=self.num_preemptions,
+            arrived=self.arrived,
+            first_scheduled=self.first_scheduled,
+            first_token=self.first_token,
+            finished=now,
+            decode_ms=sum(times.decode_ms for times in media),
+            encode_ms=sum(times.encode_ms for times in media),
+            ahead_ms=sum(sum(times) for times in media[: self.num_ahead]),
+            encoded=tuple(self.encoded),
+        )

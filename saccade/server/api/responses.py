@@ -1,0 +1,149 @@
+"""POST /v1/responses, without anything kept between two requests: the chat behind it, and the shape of its answers."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from saccade.server.api.chunks import usage_of
+from saccade.server.api.content_blocks import Added, Block, BlockAnswer, BlockEvent, Closed, Opened
+from saccade.server.api.events import Event, tell
+from saccade.server.errors import ApiError
+from saccade.server.generation import Generation, Piece
+from saccade.server.http.limits import Held, Upload
+from saccade.server.http.response import Exchange
+from saccade.server.request.chat import ChatRequest
+from saccade.server.request.responses import read_response
+from saccade.server.service import Caller, Service
+
+_FIXED = {"background": False, "previous_response_id": None, "store": False, "truncation": "disabled"}
+
+
+async def answer_response(service: Service, exchange: Exchange, upload: Upload, caller: Caller, held: Held) -> None:
+    chat, places, echo = await service.read(read_response, await service.decode(upload), caller)
+    with places.renaming():
+        async with service.answering(chat, caller, held) as generation:
+            script = ResponseScript(service.names[0], chat, echo, caller.request_id, generation)
+            stream = chat.wanted.stream
+            del chat  # the pictures are with the engine now
+            await tell(exchange, generation, script, stream=stream)
+
+
+class ResponseScript:
+    """One response; see `Script`. Every block of the answer is one item of the output."""
+
+    def __init__(
+        self, model: str, chat: ChatRequest, echo: Mapping[str, Any], request_id: str, generation: Generation
+    ) -> None:
+        self._answer = BlockAnswer(chat)
+        self._generation = generation
+        self._numbers = itertools.count()
+        self._id = chat.wanted.request_id or request_id
+        self._base = {"id": f"resp_{self._id}", "object": "response", "created_at": int(time.time()), "model": model}
+        self._base |= {**_FIXED, **echo}
+
+    # --- the whole --------------------------------------------------------------------------------------------------
+
+    def whole(self) -> dict[str, Any]:
+        is_cut = self._answer.finish_reason == "length"
+        response = self._response("incomplete" if is_cut else "completed")
+        response["incomplete_details"] = {"reason": "max_output_tokens"} if is_cut else None
+        response["usage"] = _usage(self._generation)
+        return response
+
+    def _response(self, status: str) -> dict[str, Any]:
+        output = [self._item(block, _status(block)) for block in self._answer.blocks]
+        later = {"error": None, "incomplete_details": None, "usage": None}
+        return {**self._base, "status": status, "output": output, **later}
+
+    def _item(self, block: Block, status: str) -> dict[str, Any]:
+        common = {"id": self._item_id(block), "status": status}
+        if block.call is not None:
+            call = {"call_id": block.call.id, "name": block.call.name, "arguments": block.text}
+            return {**common, "type": "function_call", **call}
+        content = [] if status == "in_progress" else [_part(block.text)]
+        return {**common, "type": "message", "role": "assistant", "content": content}
+
+    def _item_id(self, block: Block) -> str:
+        return f"{'msg' if block.call is None else 'fc'}_{self._id}_{block.index}"
+
+    # --- the stream -------------------------------------------------------------------------------------------------
+
+    def begin(self) -> Iterator[Event]:
+        for name in ("created", "in_progress"):
+            yield self._event(name, response=self._response("in_progress"))
+
+    def take(self, piece: Piece) -> Iterator[Event]:
+        for event in self._answer.take(piece):
+            block = event.block
+            if isinstance(event, Opened):
+                yield self._about_item("output_item.added", block, "in_progress")
+            yield from self._inside(event) if block.call is None else self._inside_call(event, block.call.name)
+            if isinstance(event, Closed):
+                yield self._about_item("output_item.done", block, _status(block))
+
+    def ping(self) -> None:
+        """That API has no such event."""
+
+    def end(self) -> Iterator[Event]:
+        response = self.whole()
+        yield self._event(response["status"], response=response)
+
+    def failed(self, error: ApiError) -> Event:
+        response = self._response("failed")
+        code = error.code if error.status < 500 and error.code else "server_error"
+        response["error"] = {"code": code, "message": error.message}
+        return self._event("failed", response=response)
+
+    def _inside(self, event: BlockEvent) -> Iterator[Event]:
+        block, text = event.block, event.block.text
+        if isinstance(event, Opened):
+            yield self._about_part("content_part.added", block, part=_part(""))
+        elif isinstance(event, Added):
+            yield self._about_part("output_text.delta", block, delta=event.text, logprobs=[])
+        else:
+            yield self._about_part("output_text.done", block, text=text, logprobs=[])
+            yield self._about_part("content_part.done", block, part=_part(text))
+
+    def _inside_call(self, event: BlockEvent, name: str) -> Iterator[Event]:
+        where = {"item_id": self._item_id(event.block), "output_index": event.block.index}
+        if isinstance(event, Added):
+            yield self._event("function_call_arguments.delta", **where, delta=event.text)
+        elif isinstance(event, Closed):
+            yield self._event("function_call_arguments.done", **where, name=name, arguments=event.block.text)
+
+    def _about_item(self, name: str, block: Block, status: str) -> Event:
+        return self._event(name, output_index=block.index, item=self._item(block, status))
+
+    def _about_part(self, name: str, block: Block, **fields: Any) -> Event:
+        where = {"item_id": self._item_id(block), "output_index": block.index, "content_index": 0}
+        return self._event(name, **where, **fields)
+
+    def _event(self, kind: str, **fields: Any) -> Event:
+        return {"type": f"response.{kind}", "sequence_number": next(self._numbers), **fields}
+
+
+def _status(block: Block) -> str:
+    return "incomplete" if block.is_cut else "completed"
+
+
+def _part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _usage(generation: Generation) -> dict[str, Any]:
+    usage = usage_of(generation)
+    details = usage["prompt_tokens_details"]
+    return {
+        "input_tokens": usage["prompt_tokens"],
+        "input_tokens_details": {
+            "cached_tokens": details["cached_tokens"],
+            "cache_write_tokens": 0,  # nothing is charged for what the prefix cache keeps
+            "image_tokens": details["image_tokens"],
+        },
+        "output_tokens": usage["completion_tokens"],
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": usage["total_tokens"],
+    }

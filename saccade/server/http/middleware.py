@@ -1,0 +1,88 @@
+"""Around every request: its id, its key, the page it came from, headers of every answer, a line in the log.
+
+Sees no bodies.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+import uuid
+from collections.abc import Callable
+from http import HTTPStatus
+
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from saccade.server.errors import ApiError, is_anthropic
+from saccade.server.http.auth import KeyRing, is_open, peer_of
+from saccade.server.http.origins import BrowserRules
+from saccade.server.service import Caller
+
+logger = logging.getLogger("saccade.server")
+
+_SAFE_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
+_WATCHED = "/v1/engine"  # an open page asks twice a second: it would fill the log
+_HEADERS = {
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "content-security-policy": "default-src 'none'; frame-ancestors 'none'",
+}
+
+
+class Envelope:
+    def __init__(
+        self, app: ASGIApp, keys: KeyRing, rules: BrowserRules, on_refusal: Callable[[str], None], logs: bool
+    ) -> None:
+        self._app = app
+        self._keys = keys
+        self._rules = rules
+        self._on_refusal = on_refusal
+        self._logs = logs
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        start, headers = time.perf_counter(), dict(scope["headers"])
+        request_id = _request_id(headers.get(b"x-request-id"))
+        status = 0
+
+        async def send_with_headers(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                headers_out = MutableHeaders(scope=message)
+                headers_out["x-request-id"] = request_id
+                if is_anthropic(scope["path"]):  # its clients look for the id there
+                    headers_out["request-id"] = request_id
+                for name, value in _HEADERS.items():  # the page brings a policy of its own
+                    headers_out.setdefault(name, value)
+            await send(message)
+
+        try:
+            tenant = self._keys.tenant(scope["path"], headers.get(b"authorization"), headers.get(b"x-api-key"))
+            self._rules.check(scope["method"], scope["path"], headers)
+            scope["caller"] = Caller(request_id, tenant, start, tenant or peer_of(scope.get("client")))
+            await self._app(scope, receive, send_with_headers)
+        except ApiError as error:
+            self._on_refusal("unauthorized" if error.status == HTTPStatus.UNAUTHORIZED else str(error.code))
+            await error.response(scope["path"], request_id)(scope, receive, send_with_headers)
+        finally:
+            self._log(scope, request_id, status, start)
+
+    def _log(self, scope: Scope, request_id: str, status: int, start: float) -> None:
+        if self._logs and scope["path"] != _WATCHED and not is_open(scope["path"]):
+            shown = scope["path"][:100].encode("unicode_escape").decode()
+            result = status or "left"  # the client was gone before there was an answer
+            ms = (time.perf_counter() - start) * 1e3
+            logger.info("%s %s %s %s %.0f ms", request_id, scope["method"], shown, result, ms)
+
+
+def _request_id(given: bytes | None) -> str:
+    """The client's own, when it is one that may stand in a log and in a header."""
+    if given is not None and _SAFE_ID.fullmatch(given):
+        return given.decode()
+    return uuid.uuid4().hex

@@ -1,0 +1,181 @@
+"""Bodies of the Responses API, read as the chat they stand for. Knows OpenAI's item names; runs nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+
+from saccade.server.request import fields
+from saccade.server.request.adapter import Chat, Places
+from saccade.server.request.chat import ChatRequest, read_chat
+from saccade.server.request.fields import FieldReader
+from saccade.types import RequestError
+
+_STATEFUL = ("previous_response_id", "conversation", "prompt", "background")
+_NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
+_ROLES = ("user", "assistant", "system", "developer")
+_ENDINGS = ((".function", ""),)
+_ECHOED: Mapping[str, Any] = {
+    "instructions": None,
+    "max_output_tokens": None,
+    "metadata": {},
+    "parallel_tool_calls": True,
+    "text": {"format": {"type": "text"}},
+    "tool_choice": "auto",
+    "tools": [],
+    "user": None,
+}
+"""Fields of a request that its response repeats, and what stands there when they were not sent."""
+
+
+MAX_ECHO_BYTES = 1 << 20
+"""As JSON: it is kept while the response runs, and three events of a stream repeat it."""
+
+
+class ResponseRequest(NamedTuple):
+    chat: ChatRequest
+    places: Places
+    echo: Mapping[str, Any]  # see _ECHOED; and how its tokens are drawn
+
+
+def read_response(body: Mapping[str, Any], reader: FieldReader) -> ResponseRequest:
+    _check_stateless(body)
+    given = reader.read(body, fields.RESPONSES)
+    if "input" not in given:
+        raise RequestError("input is missing; send a string or a list of items", param="input")
+    if "message.output_text.logprobs" in given.get("include", ()):
+        raise RequestError(
+            "include asks for log probabilities, which only /v1/chat/completions gives",
+            code="unsupported",
+            param="include",
+        )
+    chat = Chat(Places(_NAMES, _ENDINGS))
+    _add_input(chat, given)
+    settings = _as_chat(given)
+    with chat.places.renaming():
+        request = read_chat({**settings, "messages": chat.messages}, reader)
+    sampling = {name: getattr(request.wanted.params, name) for name in ("temperature", "top_p")}
+    return ResponseRequest(request, chat.places, {**_echo(given), **sampling})
+
+
+def _echo(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Instructions may be longer: like all text of the prompt they have to fit the context."""
+    sizes = {name: len(msgspec.json.encode(given[name])) for name in _ECHOED if name in given}
+    sizes.pop("instructions", None)
+    if sum(sizes.values()) > MAX_ECHO_BYTES:
+        raise RequestError(
+            f"{', '.join(sizes)} have {sum(sizes.values())} bytes together, but a response repeats at most "
+            f"{MAX_ECHO_BYTES} of what it was asked; send less",
+            param=max(sizes, key=lambda name: sizes[name]),
+        )
+    return {name: given.get(name, value) for name, value in _ECHOED.items()}
+
+
+def _check_stateless(body: Mapping[str, Any]) -> None:
+    for name in _STATEFUL:
+        if body.get(name):
+            raise RequestError(
+                f"{name} needs what a server keeps between requests, and this one keeps no state; send the whole "
+                "conversation as input",
+                code="unsupported",
+                param=name,
+            )
+
+
+def _as_chat(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What is not input, under the names a chat has for it."""
+    same = (*fields.CHAT_EXTRAS, "stop", "stream_options", "parallel_tool_calls")
+    chat = {name: given[name] for name in same if name in given}
+    chat |= {"max_tokens": given.get("max_output_tokens"), "response_format": _format(given.get("text"))}
+    tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(given.get("tools", ()))]
+    choice = given.get("tool_choice")
+    if not tools and choice in ("auto", "none"):  # some clients always send them
+        return chat
+    if isinstance(choice, Mapping) and choice.get("type") == "function":
+        choice = {"type": "function", "function": {"name": choice.get("name")}}
+    return {**chat, "tools": tools or None, "tool_choice": choice}
+
+
+def _format(text: Mapping[str, Any] | None) -> Any:
+    given = (text or {}).get("format")
+    if not isinstance(given, Mapping) or given.get("type") != "json_schema":
+        return given
+    return {"type": "json_schema", "json_schema": {"schema": given.get("schema")}}
+
+
+def _tool(tool: Any, where: str) -> dict[str, Any]:
+    if not isinstance(tool, Mapping) or tool.get("type") != "function":
+        raise RequestError(
+            "tools of this server are functions: {'type': 'function', 'name': ...}", code="unsupported", param=where
+        )
+    function = {name: tool[name] for name in ("name", "description", "parameters") if name in tool}
+    return {"type": "function", "function": function}
+
+
+# --- input --------------------------------------------------------------------------------------------------------
+
+
+def _add_input(chat: Chat, given: Mapping[str, Any]) -> None:
+    if "instructions" in given:
+        chat.say("system", given["instructions"], "instructions")
+    if isinstance(given["input"], str):
+        chat.say("user", given["input"], "input")
+        return
+    if not given["input"]:
+        raise RequestError("input must have at least one item", param="input")
+    for index, item in enumerate(given["input"]):
+        _add_item(chat, item, f"input[{index}]")
+
+
+def _add_item(chat: Chat, item: Any, where: str) -> None:
+    kind = item.get("type", "message") if isinstance(item, Mapping) else None
+    if kind == "message":
+        if item.get("role") not in _ROLES:
+            raise _unreadable(f"a message's role must be one of {', '.join(_ROLES)}", f"{where}.role")
+        _say(chat, item.get("role"), item.get("content"), f"{where}.content")
+    elif kind == "function_call":
+        _check_call(item, where)
+        chat.call(item.get("call_id"), item["name"], item["arguments"], where)
+    elif kind == "function_call_output":
+        _say(chat, "tool", item.get("output"), f"{where}.output", tool_call_id=item.get("call_id"))
+    else:
+        raise _unreadable(f"{where} must be a message, a function_call or a function_call_output", where)
+
+
+def _say(chat: Chat, role: Any, content: Any, where: str, **more: Any) -> None:
+    if not isinstance(content, list):
+        chat.say(role, content, where, **more)
+        return
+    places = [f"{where}[{index}]" for index in range(len(content))]
+    parts = [_part(part, place) for part, place in zip(content, places, strict=True)]
+    chat.say(role, parts, where, places, **more)
+
+
+def _check_call(item: Mapping[str, Any], where: str) -> None:
+    for name in ("name", "arguments"):
+        if not isinstance(item.get(name), str):
+            raise _unreadable(f"a function_call needs a string under {name}", f"{where}.{name}")
+
+
+def _part(part: Any, where: str) -> dict[str, Any]:
+    """Parts as chats have them. Here an image's URL is a bare string, with its detail beside it."""
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind in ("input_text", "output_text"):
+        return {"type": "text", "text": part.get("text")}
+    if kind == "refusal":
+        return {"type": "text", "text": part.get("refusal")}
+    if kind != "input_image":
+        raise _unreadable(f"{where} must be an input_text, an input_image or an output_text", where)
+    if part.get("file_id") is not None:
+        raise RequestError(
+            "file_id names a file, and this server keeps none; send the picture as image_url",
+            code="unsupported",
+            param=f"{where}.file_id",
+        )
+    return {"type": "image_url", "image_url": {"url": part.get("image_url"), "detail": part.get("detail")}}
+
+
+def _unreadable(message: str, where: str) -> RequestError:
+    return RequestError(message, code="invalid_input", param=where)

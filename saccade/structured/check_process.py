@@ -1,0 +1,250 @@
+"""Checks JSON schemas in a process of its own: what a client sends may take for ever or overflow the stack.
+
+`python -m saccade.structured.check_process` reads schemas from stdin and writes what is wrong with each, or nothing, one
+after the other. Time, memory and stack are limited from inside: a schema that takes more ends the process, which
+whoever asked replaces. It ends with its parent, whose end of stdin closes then.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Any
+from urllib.parse import unquote
+
+from llguidance import LLMatcher, LLTokenizer
+
+from saccade.structured.check_pool import framed, read_frame
+from saccade.structured.schema import compiled, limits, rules_of
+
+CPU_SECONDS = 2.0  # for one schema; the engine takes about as long to compile it again
+_MEMORY_BYTES = 1 << 30
+_STACK_BYTES = 2 << 20  # a quarter of what the engine has, where the same schema is compiled again
+_MAX_DEPTH = 64
+_MAX_REPEAT = 10_000  # in a pattern
+_MAX_COUNT = 1_000_000  # of letters, items or properties
+_MAX_CHOICES = 500  # at one place: the library gives up at about as many
+_TRIAL_BYTES = 8
+_MOST_WORDS = 200  # letters of what the library says that go into a sentence of ours
+_COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+_DATA = frozenset({"enum", "const", "default", "examples", "example"})  # keywords that hold values, not schemas
+_REPEAT = re.compile(r"(?<!\\)\{(\d+)(?:,(\d*))?\}")
+_NESTED_REPEAT = re.compile(r"(?<!\\)(?:[+*]|\{\d+,\})\??\)+(?:[+*]|\{\d+,\})")
+
+# How the library words what it refuses, and how we do.
+_WORDING = (
+    (re.compile(r"Unimplemented keys: \[(.*)\]"), "it uses {0}, which is not supported; leave it out"),
+    (re.compile(r"Unknown format: (\S{1,40})"), 'it uses the format "{0}", which is not supported; use a pattern'),
+    (re.compile(r"regex parse error"), "a pattern is not valid, or uses look-around or back-references"),
+    (re.compile(r"[Uu]nsatisfiable"), "no JSON value can follow it"),
+    (re.compile(r"oneOf"), "it has a oneOf whose choices overlap; use anyOf"),
+    (re.compile(r"too large|too many|too complex|fuel"), "it is too large once it is written out; make it smaller"),
+)
+_OTHERWISE = "it is not a JSON schema that can be enforced; check its keywords and references"
+
+
+def problem(text: str) -> str | None:
+    """What is wrong with a schema, as the end of a sentence; None if it can be enforced."""
+    try:
+        schema = json.loads(text)
+        found = next(_problems_inside(schema, schema, 0), None)
+        if found is None and not _has_finite_value(schema):
+            found = "it refers to itself without end, so no JSON value can follow it"
+        return found or _compile_problem(text) or _trial_problem(text)
+    except (ValueError, RecursionError):
+        return _OTHERWISE
+
+
+def _compile_problem(text: str) -> str | None:
+    is_error, messages = LLMatcher.validate_grammar_with_warnings(rules_of(text), limits=limits())
+    if not is_error:
+        return None
+    for pattern, wording in _WORDING:
+        match = pattern.search(messages[0])
+        if match:
+            return wording.format(*(group[:_MOST_WORDS] for group in match.groups()))
+    return _OTHERWISE
+
+
+def _trial_problem(text: str) -> str | None:
+    """Compiles as the engine does, which can take ten times as long, and begins an answer on bytes."""
+    matcher = compiled(_byte_tokenizer(), text, answers=1)
+    for _ in range(_TRIAL_BYTES):
+        if matcher.is_stopped():
+            break
+        mask = int.from_bytes(matcher.compute_bitmask(), "little")
+        if mask:
+            matcher.consume_token((mask & -mask).bit_length() - 1)  # the lowest that may follow
+    return "it is too complex to be followed; make it simpler" if matcher.is_error() else None
+
+
+@cache
+def _byte_tokenizer() -> LLTokenizer:
+    return LLTokenizer("byte")
+
+
+def _problems_inside(schema: Any, root: Any, depth: int) -> Iterator[str]:
+    if depth > _MAX_DEPTH:
+        yield f"it is nested more than {_MAX_DEPTH} levels deep"
+        return
+    if isinstance(schema, list):
+        for entry in schema:
+            yield from _problems_inside(entry, root, depth + 1)
+    if not isinstance(schema, dict):
+        return
+    yield from _keyword_problems(schema)
+    yield from _count_problems(schema)
+    if (count := _choices(schema, root)) > _MAX_CHOICES:
+        yield f"it has {count} optional properties and choices at one place, and {_MAX_CHOICES} are allowed"
+    for name, value in schema.items():
+        if name not in _DATA:
+            yield from _problems_inside(value, root, depth + 1)
+
+
+def _keyword_problems(schema: Mapping[str, Any]) -> Iterator[str]:
+    reference, pattern = schema.get("$ref"), schema.get("pattern")
+    if isinstance(reference, str) and not reference.startswith("#"):
+        yield "its $ref leads outside of it, and nothing is fetched; put the definition under $defs"
+    # Ours would cope, but clients check answers with engines that take exponential time on such a pattern.
+    if isinstance(pattern, str) and _NESTED_REPEAT.search(pattern):
+        yield "a pattern repeats a repeat, as (a+)+ does; write it with one repeat"
+
+
+def _count_problems(schema: Mapping[str, Any]) -> Iterator[str]:
+    for name in _COUNTS:
+        if isinstance(schema.get(name), (int, float)) and schema[name] > _MAX_COUNT:
+            yield f"its {name} is {schema[name]}, and {_MAX_COUNT} is allowed; lower it or leave it out"
+    pattern = schema.get("pattern")
+    repeats = _REPEAT.findall(pattern) if isinstance(pattern, str) else ()
+    most = max((int(count[:20]) for pair in repeats for count in pair if count), default=0)
+    if most > _MAX_REPEAT:
+        yield f"a pattern repeats something {most} times, and {_MAX_REPEAT} are allowed; lower it or use * or +"
+
+
+# --- choices ------------------------------------------------------------------------------------------------------
+
+
+def _choices(schema: Mapping[str, Any], root: Any) -> int:
+    """How many ways lead on where a value of this schema begins: choices, those of choices, optional properties.
+
+    A reference has those of what it points to, which is looked at by itself.
+    """
+    found, waiting, seen = 0, [schema] if "$ref" not in schema else [], set()
+    while waiting:
+        inner = waiting.pop()
+        if not isinstance(inner, dict) or id(inner) in seen:
+            continue
+        seen.add(id(inner))
+        found += ("$ref" not in inner) + _optional(inner)
+        for name in ("anyOf", "oneOf", "allOf"):
+            waiting += inner[name] if isinstance(inner.get(name), list) else ()
+        if isinstance(inner.get("$ref"), str):
+            waiting.append(_target(root, inner["$ref"]))
+    return found
+
+
+def _optional(schema: Mapping[str, Any]) -> int:
+    properties, required, values = schema.get("properties"), schema.get("required"), schema.get("enum")
+    needed = {name for name in required if isinstance(name, str)} if isinstance(required, list) else set()
+    optional = sum(name not in needed for name in properties) if isinstance(properties, dict) else 0
+    structures = [value for value in values if isinstance(value, (dict, list))] if isinstance(values, list) else []
+    return optional + len(structures)
+
+
+# --- references ---------------------------------------------------------------------------------------------------
+
+
+def _has_finite_value(schema: Any) -> bool:
+    """Whether some JSON value follows the schema without following its references for ever.
+
+    Grows the set of references that are known to end until it grows no more.
+    """
+    targets = {reference: _target(schema, reference) for reference in set(_references(schema))}
+    ending: set[str] = set()
+    while True:
+        more = {name for name, target in targets.items() if name not in ending and _ends(target, ending)}
+        if not more:
+            return _ends(schema, ending)
+        ending |= more
+
+
+def _references(schema: Any) -> Iterator[str]:
+    entries = schema.items() if isinstance(schema, dict) else enumerate(schema) if isinstance(schema, list) else ()
+    for name, value in entries:
+        if name == "$ref" and isinstance(value, str):
+            yield value
+        elif name not in _DATA:
+            yield from _references(value)
+
+
+def _target(schema: Any, reference: str) -> Any:
+    """What a reference such as #/$defs/x points to; an open schema where that cannot be told."""
+    for step in unquote(reference).removeprefix("#").split("/")[1:]:
+        name = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(schema, dict) and name in schema:
+            schema = schema[name]
+        elif isinstance(schema, list) and name.isdecimal() and int(name) < len(schema):
+            schema = schema[int(name)]
+        else:
+            return {}
+    return schema
+
+
+def _ends(schema: Any, ending: set[str]) -> bool:
+    """Whether a value can be written, given the references that are known to end."""
+    if not isinstance(schema, dict):
+        return True
+    if isinstance(schema.get("$ref"), str) and schema["$ref"] not in ending:
+        return False
+    choices = [options for name in ("anyOf", "oneOf") if isinstance(options := schema.get(name), list)]
+    return all(_ends(each, ending) for each in _needed(schema)) and all(
+        any(_ends(option, ending) for option in options) for options in choices
+    )
+
+
+def _needed(schema: Mapping[str, Any]) -> Iterator[Any]:
+    """The schemas that every value has a part for."""
+    yield from schema["allOf"] if isinstance(schema.get("allOf"), list) else ()
+    properties, required = schema.get("properties"), schema.get("required")
+    if schema.get("type", "object") == "object" and isinstance(properties, dict) and isinstance(required, list):
+        yield from (properties[name] for name in required if isinstance(name, str) and name in properties)
+    if schema.get("type") == "array" and isinstance(schema.get("minItems"), int) and schema["minItems"] > 0:
+        first = schema.get("prefixItems")
+        yield from first[: schema["minItems"]] if isinstance(first, list) and first else [schema.get("items")]
+
+
+# --- the process --------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: it is for our parent, whose end is ours
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    threading.stack_size(_STACK_BYTES)
+    questions = os.fdopen(0, "rb")
+    while (text := read_frame(questions)) is not None:
+        os.write(1, framed(_checked(text)))
+
+
+def _checked(text: str) -> str:
+    """What is wrong, within the limits: the timer counts the processor's time, and its signal ends the process."""
+    found: list[str] = []
+    thread = threading.Thread(target=lambda: found.append(problem(text) or ""))
+    signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
+    thread.start()
+    thread.join()
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    if not found:
+        sys.exit(1)  # it broke, as it does without memory
+    return found[0]
+
+
+if __name__ == "__main__":
+    main()
