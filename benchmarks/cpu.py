@@ -212,7 +212,7 @@ def main() -> int:
     rates = throughput(folder, args.rounds)
     best = max(rate for name, rate in rates.items() if name.startswith("batch"))
     seen = seen_picture(folder, 4 * args.rounds)
-    products = matrix_products(folder, args.rounds)
+    gemms = matrix_products(folder, args.rounds)
     step = schedule_and_commit_ms(64)
     rows = [
         *((f"requests/s, {name}", rate, "") for name, rate in rates.items()),
@@ -220,7 +220,7 @@ def main() -> int:
         ("times the best batched generate", rates["saccade"] / best, ">= 1.4"),
         ("first token, seen picture / text of as many tokens", seen["no prefix cache"], "<= 1.15"),
         ("the same, both prefixes cached", seen["prefix cache"], "<= 1.3"),
-        *((f"{name} / its matrix products", value, "") for name, value in products.items()),
+        *((f"{name} / its matrix products", value, "") for name, value in gemms.items()),
         ("schedule + commit of 64 running requests, ms", step, "< 1"),
     ]
     report(rows)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from benchmarks.encoder_inputs import CUDA, device_ms
 from saccade.kernels.attention.decode_hopper import hopper_decode
-from saccade.kernels.attention.decode_schedule import plan_shares
-from saccade.kernels.attention.decode_triton import DecodeWorkspace, NewTokens, num_multiprocessors, paged_decode
+from saccade.kernels.attention.decode_schedule import plan_schedule
+from saccade.kernels.attention.decode_triton import DecodeWorkspace, NewTokens, num_sms, paged_decode
 from saccade.kernels.attention.prefill_flashinfer import Heads
 
 LAYERS = 4  # of keys and values, so that none are found in the cache
@@ -41,7 +41,7 @@ def compare(name: str, heads: Heads, contexts: Tensor) -> None:
     cos, sin = torch.randn(2, requests, heads.dim, device=CUDA).bfloat16()
     new = NewTokens(qkv, cos, sin, torch.full_like(contexts, -1))  # stored nowhere
     workspace = DecodeWorkspace.allocate(requests, *heads, CUDA)
-    shares = plan_shares(contexts, heads.keys, num_multiprocessors(CUDA))
+    shares = plan_schedule(contexts, heads.keys, num_sms(CUDA))
 
     def plain(k: Tensor, v: Tensor) -> Tensor:
         return paged_decode(new, k, v, tables, contexts, BLOCK, 0.1, workspace)

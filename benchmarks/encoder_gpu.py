@@ -49,7 +49,7 @@ from saccade.kernels.ops import vit_elementwise
 from saccade.models.cuda.vision import ATTENTION, Attend, FusedVision
 from saccade.models.families.qwen2_vl import Qwen2VL
 from saccade.models.layers.basic import rotate
-from saccade.models.vision.blocks import Angles, VisionBlock, angles_of, grid_places
+from saccade.models.vision.blocks import RotaryCosSin, VisionBlock, angles_of, grid_positions
 from saccade.models.vision.ops import RunBlocks, TorchVision, VisionOps
 from saccade.models.vision.preprocess import as_tensor
 from saccade.runner.encoder.stage import LocalEncoder
@@ -228,7 +228,7 @@ def host_and_graph() -> Iterator[Row]:
 
 def begin(made: Qwen2VL, grids: Sequence[Grid]) -> RunBlocks:
     tower = made.tower
-    places = grid_places(grids, tower.head_dim, tower.theta, tower.merge, CUDA)
+    places = grid_positions(grids, tower.head_dim, tower.theta, tower.merge, CUDA)
     return made.ops.begin([grid.patches for grid in grids], places, CUDA)
 
 
@@ -248,7 +248,7 @@ def steps_of_a_layer() -> Iterator[Row]:
         grids = SIZES[name]
         tokens = sum(grid.patches for grid in grids)
         x, wide = (torch.randn(tokens, n, device=CUDA, dtype=torch.bfloat16) for n in (1280, 5120))
-        turns = torch.rand(tokens, 80, device=CUDA)
+        rotary = torch.rand(tokens, 80, device=CUDA)
         qkv = torch.randn(tokens, 3, 16, 80, device=CUDA, dtype=torch.bfloat16)
         assert block.out.bias is not None
         norm, matrix = block.attention_norm, 2 * tokens * 1280 * 1280 / FLOPS * 1e3
@@ -256,7 +256,7 @@ def steps_of_a_layer() -> Iterator[Row]:
             "norm": (partial(vit_elementwise.norm_and_add, x, norm.weight, norm.bias, 1e-6, block.out.bias), 0),
             "norm, PyTorch": (partial(norm, x), 0),
             "qkv": (partial(block.qkv, x), 3 * matrix),
-            "rotate": (partial(vit_elementwise.rotate_pairs, qkv, turns), 0),
+            "rotate": (partial(vit_elementwise.rotate_pairs, qkv, rotary), 0),
             "out, added": (partial(torch.addmm, x, x, block.out.weight.T, out=torch.empty_like(x)), matrix),
             "out, added in place": (partial(x.addmm_, x.clone(), block.out.weight.T), matrix),
             "up": (partial(block.up, x), 4 * matrix),
@@ -376,9 +376,9 @@ def compiled_layers() -> Iterator[Row]:
     for name in ("1288x952", "644x476"):
         grids = SIZES[name]
         x = torch.randn(grids[0].patches, 1280, device=CUDA, dtype=torch.bfloat16)
-        angles = angles_of(grid_places(grids, 80, 1e4, 2, CUDA))
+        angles = angles_of(grid_positions(grids, 80, 1e4, 2, CUDA))
 
-        def tower(x: Tensor = x, angles: Angles = angles) -> Tensor:
+        def tower(x: Tensor = x, angles: RotaryCosSin = angles) -> Tensor:
             for own in weights:
                 x = compiled(x, own, *angles)
             return x

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.encoder_inputs import CUDA, Call, device_ms
-from saccade.kernels.attention.decode_triton import num_multiprocessors
+from saccade.kernels.attention.decode_triton import num_sms
 from saccade.kernels.attention.vit_hopper import HopperVit
-from saccade.kernels.attention.vit_schedule import Shares
+from saccade.kernels.attention.vit_schedule import TileSchedule
 from saccade.kernels.attention.vit_triton import TILE_ROWS, packed_vit
 from saccade.kernels.launch.tiling import Tiles
 from saccade.models.layers.attention import packed_attention
@@ -31,8 +31,8 @@ def main() -> None:
             time(name, lengths)
 
 
-def shares(lengths: list[int]) -> Shares:
-    return Shares.of(lengths, HEADS, num_multiprocessors(CUDA), CUDA)
+def shares(lengths: list[int]) -> TileSchedule:
+    return TileSchedule.of(lengths, HEADS, num_sms(CUDA), CUDA)
 
 
 def compare(dim: int, lengths: list[int]) -> None:

@@ -31,8 +31,8 @@ from benchmarks.kernels import (
     random,
     workspace_for,
 )
-from saccade.kernels.attention.decode_triton import num_multiprocessors
-from saccade.kernels.attention.prefill import PromptAttention
+from saccade.kernels.attention.decode_triton import num_sms
+from saccade.kernels.attention.prefill import PrefillAttention
 from saccade.kernels.attention.prefill_flashinfer import Capacity, FlashInferPrefill, Heads
 from saccade.kernels.attention.prefill_triton import choose_rows
 from saccade.kernels.launch.tiling import Tiles
@@ -79,13 +79,13 @@ def plan(flash: FlashInferPrefill, paged: Paged, lengths: Sequence[int]) -> None
 
 
 def ours(paged: Paged, lengths: Sequence[int], q: Tensor) -> Callable[[], Tensor]:
-    attention = PromptAttention.best(Heads(HEADS, KV_HEADS, DIM), DTYPE, BLOCK, DEVICE)
+    attention = PrefillAttention.best(Heads(HEADS, KV_HEADS, DIM), DTYPE, BLOCK, DEVICE)
     tiles = Tiles.of(lengths, attention.rows(len(q)), DEVICE, contexts=paged.lens)
     return partial(attention, q, paged.k, paged.v, paged.tables, paged.contexts, tiles, SCALE)
 
 
 def triton(paged: Paged, lengths: Sequence[int], q: Tensor) -> Callable[[], Tensor]:
-    rows = choose_rows(len(q), HEADS, num_multiprocessors(DEVICE))
+    rows = choose_rows(len(q), HEADS, num_sms(DEVICE))
     return partial(paged.prefill, q, Tiles.of(lengths, rows, DEVICE, contexts=paged.lens))
 
 

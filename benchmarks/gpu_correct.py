@@ -41,7 +41,7 @@ SMALL = {"max_model_len": 2048, "max_num_seqs": 64, "use_tqdm": False, "kv_cache
 # --- logits and embeddings ----------------------------------------------------------------------------------------
 
 
-def numbers(shape: str, folder: str) -> None:
+def metadata(shape: str, folder: str) -> None:
     """The same picture and texts through both devices, with the weights of the GPU's."""
     for dtype, allowed in TOLERANCE.items():
         found = _outputs(shape, folder, DEVICE, dtype, None)
@@ -50,7 +50,7 @@ def numbers(shape: str, folder: str) -> None:
             "logits": _relative(found.logits, expected.logits),
             "embeddings": _relative(found.embeddings, expected.embeddings),
         }
-        say(numbers=[{"shape": shape, "dtype": dtype, "allowed": allowed, **errors}])
+        say(metadata=[{"shape": shape, "dtype": dtype, "allowed": allowed, **errors}])
 
 
 class _Outputs:
@@ -158,7 +158,7 @@ def check(name: str, *, is_quick: bool) -> None:
         built_in(Asked(load_questions(limit=100 if is_quick else None)), name)
         return
     with tempfile.TemporaryDirectory() as folder:
-        numbers(name, str(write_folder(SHAPES[name], Path(folder) / name)))
+        metadata(name, str(write_folder(SHAPES[name], Path(folder) / name)))
 
 
 def main() -> int:

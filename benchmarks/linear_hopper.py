@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.encoder_inputs import CUDA, relative
-from saccade.kernels.attention.decode_triton import num_multiprocessors
-from saccade.kernels.gemm.hopper_act import hopper_linear
+from saccade.kernels.attention.decode_triton import num_sms
+from saccade.kernels.gemm.hopper_act import hopper_linear_act
 from saccade.kernels.ops import norm, reference, vit_elementwise
 
 LAYERS, ROUNDS = 12, 9
@@ -52,7 +52,7 @@ Product = Callable[[Tensor, Tensor, Tensor | None, str], Tensor]
 
 
 def one_launch(x: Tensor, weight: Tensor, bias: Tensor | None, act: str) -> Tensor:
-    return hopper_linear(x, weight, bias, act, num_multiprocessors(CUDA))
+    return hopper_linear_act(x, weight, bias, act, num_sms(CUDA))
 
 
 def two_launches(x: Tensor, weight: Tensor, bias: Tensor | None, act: str) -> Tensor:
@@ -74,7 +74,7 @@ def compare(shape: Shape, dtype: torch.dtype) -> None:
     weight, bias = weight_of(shape).to(dtype), bias_of(shape, dtype)
     for rows in shape.rows:
         x = torch.randn(rows, shape.inputs, device=CUDA, dtype=dtype)
-        exact = reference.act_linear(x.float(), weight.float(), None if bias is None else bias.float(), shape.act)
+        exact = reference.linear_act(x.float(), weight.float(), None if bias is None else bias.float(), shape.act)
         one, two = (relative(way(x, weight, bias, shape.act), exact) for way in (one_launch, two_launches))
         print(f"{shape.act:13} {rows:5} {dtype}: error {one:.6f}, of two launches {two:.6f}", flush=True)
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.kernels.attention.decode_triton import num_multiprocessors
+from saccade.kernels.attention.decode_triton import num_sms
 from saccade.kernels.attention.prefill_hopper import ROWS, hopper_prefill
 from saccade.kernels.attention.prefill_triton import choose_rows, paged_prefill
 from saccade.kernels.launch.tiling import Tiles
@@ -77,7 +77,7 @@ class Windows(NamedTuple):
         return attend
 
     def plain(self) -> Layer:
-        return self.by(paged_prefill, choose_rows(len(self.q), HEADS, num_multiprocessors(CUDA)))
+        return self.by(paged_prefill, choose_rows(len(self.q), HEADS, num_sms(CUDA)))
 
 
 def main() -> None:

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from benchmarks.encoder_inputs import CUDA, relative
 from benchmarks.linear_hopper import replay_us
-from saccade.kernels.attention.decode_triton import num_multiprocessors
-from saccade.kernels.gemm.hopper_qkv_rope import DIM, hopper_qkv
+from saccade.kernels.attention.decode_triton import num_sms
+from saccade.kernels.gemm.hopper_qkv_rope import DIM, hopper_qkv_rope
 from saccade.kernels.ops import reference, vit_elementwise
 
 HEADS, INPUTS = 16, 1280
@@ -29,19 +29,19 @@ ROWS = (512, 768, 1024, 1152, 1280, 1664, 2048, 4784, 6256, 10764, 12512)
 class Inputs(NamedTuple):
     x: Tensor
     bias: Tensor
-    turns: Tensor
+    rotary: Tensor
 
 
 Product = Callable[[Inputs, Tensor], Tensor]
 
 
 def one_launch(given: Inputs, weight: Tensor) -> Tensor:
-    return hopper_qkv(given.x, weight, given.bias, given.turns, HEADS, num_multiprocessors(CUDA))
+    return hopper_qkv_rope(given.x, weight, given.bias, given.rotary, HEADS, num_sms(CUDA))
 
 
 def two_launches(given: Inputs, weight: Tensor) -> Tensor:
     qkv = F.linear(given.x, weight, given.bias).view(len(given.x), 3, HEADS, DIM)
-    vit_elementwise.rotate_pairs(qkv, given.turns)
+    vit_elementwise.rotate_pairs(qkv, given.rotary)
     return qkv
 
 
@@ -57,7 +57,7 @@ def main() -> None:
 
 def compare(rows: int, dtype: torch.dtype) -> None:
     given, weight = inputs_of(rows, dtype), weight_of(dtype)
-    exact = reference.turned_qkv(given.x.float(), weight.float(), given.bias.float(), given.turns, HEADS)
+    exact = reference.qkv_rope(given.x.float(), weight.float(), given.bias.float(), given.rotary, HEADS)
     two = two_launches(given, weight).flatten(1)[:, reference.parted_columns(HEADS, DIM)].view_as(exact)
     errors = (relative(found, exact) for found in (one_launch(given, weight), two))
     print(f"{rows:5} {dtype}: error", ", of two launches ".join(f"{error:.6f}" for error in errors), flush=True)

@@ -34,7 +34,7 @@ def schedule_and_commit_ms(running: int, steps: int = 300, prompt_tokens: int = 
         start = time.perf_counter()
         plan = scheduler.schedule(0.0)
         planned = time.perf_counter()
-        result = StepResult({work.request_id: Sample(step % 1000, None) for work in plan.works})
+        result = StepResult({work.request_id: Sample(step % 1000, None) for work in plan.windows})
         resumed = time.perf_counter()
         scheduler.commit(plan, result, 0.0)
         scheduler.index()

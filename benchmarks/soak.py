@@ -29,7 +29,7 @@ import httpx
 from tqdm import tqdm
 
 from benchmarks.soak_load import Call, Load, can_make_videos
-from benchmarks.soak_report import Answer, Fill, Run, print_report, summary
+from benchmarks.soak_report import Fill, RequestOutputBuilder, Run, print_report, summary
 from benchmarks.soak_watch import Watch, engine_of
 
 _START_SECONDS = 300.0
@@ -99,7 +99,7 @@ class Pacer:
         await asyncio.sleep(self._next - now)
 
 
-async def ask(client: httpx.AsyncClient, call: Call, began: float) -> Answer:
+async def ask(client: httpx.AsyncClient, call: Call, began: float) -> RequestOutputBuilder:
     """Sends one request. The time of a stream is that to its first piece, of all others to their end."""
     content = call.body if isinstance(call.body, bytes) else json.dumps(call.body).encode()
     start = time.monotonic()
@@ -110,7 +110,7 @@ async def ask(client: httpx.AsyncClient, call: Call, began: float) -> Answer:
     except httpx.HTTPError as broken:
         ended, error, status = time.monotonic(), f"connection: {broken!r}", 0
     problem = error or _problem(call, status)
-    return Answer(call.kind, start - began, ended - start, status, status in _OVERLOAD, problem)
+    return RequestOutputBuilder(call.kind, start - began, ended - start, status, status in _OVERLOAD, problem)
 
 
 async def _read(response: httpx.Response, call: Call) -> tuple[float, str | None]:

@@ -17,7 +17,7 @@ _HEADS = ("RSS MiB", "USS MiB", "fds", "thr", "kids")  # of MEASURES
 _MOST_SHOWN = 5  # different failures
 
 
-class Answer(NamedTuple):
+class RequestOutputBuilder(NamedTuple):
     """One request and how it went."""
 
     kind: str
@@ -47,11 +47,11 @@ class Run:
     watch: Watch
     seconds: float
     began: float = 0.0
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[RequestOutputBuilder] = field(default_factory=list)
     fills: list[Fill] = field(default_factory=list)
 
     @property
-    def failures(self) -> list[Answer]:
+    def failures(self) -> list[RequestOutputBuilder]:
         return [answer for answer in self.answers if answer.problem]
 
     @property
@@ -171,7 +171,7 @@ def _signed(slope: float | None) -> str:
     return "-" if slope is None else f"{slope:+.1f}" if abs(slope) < 100 else f"{slope:+.0f}"
 
 
-def _latency(answers: Sequence[Answer]) -> str:
+def _latency(answers: Sequence[RequestOutputBuilder]) -> str:
     ends = [percentile((answer.seconds * 1e3 for answer in answers), share) for share in (0.5, 0.99)]
     return "/".join("-" if end is None else f"{end:.0f}" for end in ends)
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.encoder_inputs import CUDA, device_ms
-from saccade.kernels.gemm.hopper_split_k import choose_gated, choose_parts, gated_stream, linear_parts
+from saccade.kernels.gemm.hopper_split_k import choose_gated, choose_parts, split_k_gated_linear, split_k_linear
 from saccade.kernels.ops.norm import silu_and_mul
 
 COPIES = 8  # of a weight, so that none is found in the cache
@@ -56,11 +56,11 @@ def graph_us(product: Product, x: Tensor, weights: Tensor) -> float:
 
 
 def _in_parts(x: Tensor, weight: Tensor) -> Tensor:
-    return linear_parts(x, weight, None, choose_parts(len(x), *weight.shape))
+    return split_k_linear(x, weight, None, choose_parts(len(x), *weight.shape))
 
 
 def _gated(x: Tensor, weight: Tensor) -> Tensor:
-    return gated_stream(x, weight, choose_gated(len(x)))
+    return split_k_gated_linear(x, weight, choose_gated(len(x)))
 
 
 def _gated_by_cublas(x: Tensor, weight: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import math
 from fractions import Fraction
 from itertools import pairwise
 
-from saccade.checkpoint.config import LatentConfig, ModelConfig, TextConfig, VisionConfig
+from saccade.checkpoint.config import MLAConfig, ModelConfig, TextConfig, VisionConfig
 from saccade.types import Size
 
 GIB = 1 << 30
@@ -51,7 +51,7 @@ def kv_bytes_per_token_layer(num_kv_heads: int, head_dim: int, dtype: str) -> in
 
 def kv_bytes_per_token(text: TextConfig, dtype: str) -> int:
     both = kv_bytes_per_token_layer(text.num_kv_heads, text.head_dim, dtype)
-    return text.num_kv_layers * (both // 2 if text.latent else both)  # a latent vector is key and value at once
+    return text.num_kv_layers * (both // 2 if text.mla else both)  # a latent vector is key and value at once
 
 
 def kv_bytes_per_block(text: TextConfig, dtype: str, block_size: int = 16) -> int:
@@ -117,7 +117,7 @@ def encode_bytes_per_patch(vision: VisionConfig, text: TextConfig, dtype: str) -
     is_in_place = vision.hidden_act in ("quick_gelu", "gelu_pytorch_tanh")
     mlp = 2 * hidden + 2 * wide if vision.is_gated else 2 * hidden + wide if is_in_place else hidden + 2 * wide
     merger = 2 * hidden + max(hidden, text.hidden_size // vision.spatial_merge_size**2)
-    kept = text.embedding_size // vision.spatial_merge_size**2 if vision.deep_layers else 0
+    kept = text.embedding_size // vision.spatial_merge_size**2 if vision.deepstack_layers else 0
     values = max(2 * vision.patch_dim, vision.patch_dim + hidden, max(5 * hidden, mlp, merger) + kept)
     angles = 4 * hidden // vision.num_heads  # cosine and sine of a head's pairs, in float32
     return values * dtype_bytes(dtype) + angles
@@ -183,16 +183,16 @@ def decoder_layer_params(text: TextConfig) -> int:
 def _attention_params(text: TextConfig) -> int:
     q = text.hidden_size * text.num_heads * text.head_dim
     kv = 2 * text.hidden_size * text.num_kv_heads * text.head_dim
-    return _latent_params(text, text.latent) if text.latent else 2 * q + kv
+    return _latent_params(text, text.mla) if text.mla else 2 * q + kv
 
 
-def _latent_params(text: TextConfig, latent: LatentConfig) -> int:
+def _latent_params(text: TextConfig, mla: MLAConfig) -> int:
     """Queries, what is kept, the ways from there to every head's keys and values, and the way out."""
-    hidden, rank = text.hidden_size, latent.query_rank
-    queries = text.num_heads * (latent.plain + latent.turned)
+    hidden, rank = text.hidden_size, mla.query_rank
+    queries = text.num_heads * (mla.plain + mla.turned)
     asked = rank * (hidden + queries) if rank else hidden * queries
-    expanded = latent.rank * text.num_heads * (latent.plain + latent.value)
-    return asked + hidden * (latent.rank + latent.turned) + expanded + text.num_heads * latent.value * hidden
+    expanded = mla.rank * text.num_heads * (mla.plain + mla.value)
+    return asked + hidden * (mla.rank + mla.turned) + expanded + text.num_heads * mla.value * hidden
 
 
 def decoder_params(text: TextConfig) -> int:
@@ -244,7 +244,7 @@ def projector_params(vision: VisionConfig, text: TextConfig) -> int:
     """One projection, and one more for each deep layer."""
     merged = vision.hidden_size * vision.spatial_merge_size**2
     widths = (merged, *(vision.projector or (merged,)), text.hidden_size)
-    return (1 + len(vision.deep_layers)) * sum(inputs * outputs for inputs, outputs in pairwise(widths))
+    return (1 + len(vision.deepstack_layers)) * sum(inputs * outputs for inputs, outputs in pairwise(widths))
 
 
 def weight_bytes(model: ModelConfig, dtype: str) -> int:

@@ -20,8 +20,8 @@ from saccade.engine.core import EngineCore
 from saccade.options import MediaPolicy, Options, SchedulerConfig, options
 from saccade.outputs import RequestOutput
 from saccade.processor.checkpoint import open_checkpoint
-from saccade.processor.images import Foretell
-from saccade.processor.output import Answer
+from saccade.processor.images import PrefetchMedia
+from saccade.processor.output import RequestOutputBuilder
 from saccade.processor.prompt import Processor
 from saccade.sampling_params import SamplingParams
 from saccade.structured.check import check_structured
@@ -40,7 +40,7 @@ class _Open:
     request_id: str
     prompt: Prompt
     prompt_token_ids: list[int]
-    answers: list[Answer]
+    answers: list[RequestOutputBuilder]
     prepare_ms: float  # what the processor took
     bill: Bill  # before it has run
     num_unfinished: int  # answers
@@ -69,9 +69,11 @@ class Engine:
             self.processor.largest_item(),
             progress=progress,
         )
-        self.processor.foretell = _foretelling(weakref.ref(self))
+        self.processor.prefetch_media = _prefetching(weakref.ref(self))
         self._open: dict[str, _Open] = {}
-        self._awaited: dict[str, tuple[_Open, Answer]] = {}  # by the id that the core knows an answer of those under
+        self._awaited: dict[
+            str, tuple[_Open, RequestOutputBuilder]
+        ] = {}  # by the id that the core knows an answer of those under
         self._seeds = random.Random(opts.seed)
 
     @property
@@ -108,7 +110,7 @@ class Engine:
             opened = self._opened(request_id, make, params)
             self._admit(opened, params if is_asked else self._fitted(params, opened.prompt))
         except BaseException:
-            core.rest()  # its pictures may have been foretold
+            core.release_if_idle()  # its pictures may have been foretold
             raise
         self._open[request_id] = opened
         self._awaited |= {_child_id(request_id, answer.index): (opened, answer) for answer in opened.answers}
@@ -117,7 +119,7 @@ class Engine:
         start = time.perf_counter()
         prompt = make()
         prepare_ms = (time.perf_counter() - start) * 1e3
-        answers = [Answer(i, self.processor.tokenizer, params) for i in range(params.n)]
+        answers = [RequestOutputBuilder(i, self.processor.tokenizer, params) for i in range(params.n)]
         return _Open(request_id, prompt, list(prompt.token_ids), answers, prepare_ms, self.bill(prompt), params.n)
 
     def _fitted(self, params: SamplingParams, prompt: Prompt) -> SamplingParams:
@@ -153,11 +155,11 @@ class Engine:
                 self._awaited.clear()
             raise
 
-    def begin(self) -> None:
+    def launch_if_full(self) -> None:
         """Start on what was added, where that fills a step, before the others are added. For whole answers only."""
-        self.core.scheduler.slices.is_protecting = False
+        self.core.scheduler.encoder_pacing.latency_bounded = False
         with self._in_step():
-            self.core.begin()
+            self.core.launch_if_full()
 
     def abort_request(self, request_id: str) -> None:
         opened = self._open.get(request_id)
@@ -177,15 +179,15 @@ class Engine:
 
     def step(self) -> list[RequestOutput]:
         """One scheduler step; the outputs so far of the requests it touched."""
-        self.core.scheduler.slices.is_protecting = True
-        return [self._output(opened) for opened in self._advance(Answer.push)]
+        self.core.scheduler.encoder_pacing.latency_bounded = True
+        return [self._output(opened) for opened in self._advance(RequestOutputBuilder.push)]
 
     def finished_after_step(self) -> list[RequestOutput]:
         """One step, for callers that want whole answers only: unfinished requests cost nothing to report."""
-        self.core.scheduler.slices.is_protecting = False  # nobody sees a token before the last one
-        return [self._output(opened) for opened in self._advance(Answer.add) if opened.is_finished]
+        self.core.scheduler.encoder_pacing.latency_bounded = False  # nobody sees a token before the last one
+        return [self._output(opened) for opened in self._advance(RequestOutputBuilder.add) if opened.is_finished]
 
-    def _advance(self, take: Callable[[Answer, TokenEvent], object]) -> list[_Open]:
+    def _advance(self, take: Callable[[RequestOutputBuilder, TokenEvent], object]) -> list[_Open]:
         with self._in_step():
             events = self.core.step()
             try:
@@ -195,7 +197,9 @@ class Engine:
                     self.abort_request(opened.request_id)
                 raise
 
-    def _hand_out(self, events: Sequence[TokenEvent], take: Callable[[Answer, TokenEvent], object]) -> list[_Open]:
+    def _hand_out(
+        self, events: Sequence[TokenEvent], take: Callable[[RequestOutputBuilder, TokenEvent], object]
+    ) -> list[_Open]:
         touched: dict[str, _Open] = {}
         ended: list[_Open] = []
         for event in events:
@@ -215,7 +219,7 @@ class Engine:
             self._close(opened)
         return list(touched.values())
 
-    def _end(self, opened: _Open, answer: Answer, event: TokenEvent) -> None:
+    def _end(self, opened: _Open, answer: RequestOutputBuilder, event: TokenEvent) -> None:
         opened.num_unfinished -= 1
         opened.error = event.error.located(opened.prompt.where) if event.error else opened.error
         if event.finish_reason is None:  # a stop string, which only text can see
@@ -249,15 +253,15 @@ class Engine:
             core.close()
 
 
-def _foretelling(engine: weakref.ref[Engine]) -> Foretell:
+def _prefetching(engine: weakref.ref[Engine]) -> PrefetchMedia:
     """To whatever core the engine has then. Weak: in a cycle its weights would outlive it until a collection, and on
     a GPU none looks at what was there when the engine started."""
 
-    def foretell(items: Sequence[MediaItem]) -> None:
+    def prefetch_media(items: Sequence[MediaItem]) -> None:
         if (there := engine()) is not None:
-            there.core.foretell(items)
+            there.core.prefetch_media(items)
 
-    return foretell
+    return prefetch_media
 
 
 def _child_id(request_id: str, index: int) -> str:
@@ -353,7 +357,7 @@ class LLM:
         try:
             for request_id, make, params in zip(ids, makers, many, strict=True):
                 self._add(request_id, make, params, results)
-                self.engine.begin()
+                self.engine.launch_if_full()
             self._drain(ids, results, use_tqdm)
         except BaseException:  # the caller gave up (Ctrl-C): nothing of this call stays behind
             for request_id in ids:

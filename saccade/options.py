@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from saccade.checkpoint.config import ConfigError
-from saccade.types import Pace, StepTime
+from saccade.types import LatencyProfile, StepTime
 
 # --- what a user may set ------------------------------------------------------------------------------------------
 
@@ -68,7 +68,7 @@ class Options:
     )
     max_video_bytes: int = _option(256 << 20, "compressed size of one video")
     max_video_seconds: float = _option(3600.0, "how long one video may be")
-    step_ms: float | None = _option(
+    max_step_ms: float | None = _option(
         None,
         "how long a step may take on a CPU: prompts are cut, pictures encoded in slices and text goes ahead of them, "
         "so that nobody waits much longer for a first token; automatic: no limit offline, 400 when serving",
@@ -86,7 +86,7 @@ class Options:
         "attention of prompts on a GPU: triton (our kernels), flashinfer (must be installed; Hopper GPUs, half "
         "precision) or auto: ours where one is made for the device, else flashinfer if installed",
     )
-    decode_threads: int | None = _option(None, "threads that decode pictures; automatic: one per core, at most 8")
+    image_decode_threads: int | None = _option(None, "threads that decode pictures; automatic: one per core, at most 8")
     chat_template_timeout: float = _option(
         2.0,
         "seconds of computing that a checkpoint's chat template may take for one request; most take a millisecond",
@@ -113,7 +113,7 @@ class Options:
                 raise ConfigError(f"{name} must be a number of 0 or more, not {value!r}")
         if not isinstance(self.seed, int):
             raise ConfigError(f"seed must be a whole number, not {self.seed!r}")
-        for name in ("step_ms", "inter_token_ms", "video_fps", "max_video_seconds"):
+        for name in ("max_step_ms", "inter_token_ms", "video_fps", "max_video_seconds"):
             if getattr(self, name) is not None and not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be above 0, not {getattr(self, name)}")
         if not 0 < self.chat_template_timeout <= _MOST_TEMPLATE_SECONDS:
@@ -148,7 +148,7 @@ _OPTIONAL_COUNTS = (
     "max_video_frames",
     "max_video_pixels",
     "encode_layers_per_step",
-    "decode_threads",
+    "image_decode_threads",
 )
 
 
@@ -301,8 +301,8 @@ class SchedulerConfig:
     max_waiting: int | None = None
     slot_bytes: int = 0  # of one embedding slot, for the bill; the scheduler itself counts slots
     state_rows: int | None = None  # states kept for prompts that begin alike; None: the model needs none to go on
-    pace: Pace | None = None  # bounds steps in which someone decodes; None: tokens and layers alone do
-    step_time: StepTime | None = None  # bounds every step by its time; None: see `pace`
+    latency: LatencyProfile | None = None  # bounds steps in which someone decodes; None: tokens and layers alone do
+    step_time: StepTime | None = None  # bounds every step by its time; None: see `latency`
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,7 +60,7 @@ class SamplingParams:
         return self.temperature < _COLDEST
 
     @property
-    def is_foreseeable(self) -> bool:
+    def samples_on_device(self) -> bool:
         """Tokens are chosen by the model's own distribution and their place in the answer, not by the ones before.
 
         Then a device can choose each by itself, and begin the next one before anybody else has seen it.

@@ -23,7 +23,7 @@ Key = bytes
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 TO_THE_END = (1 << 63) - 1
-"""As `Span.read_end`: every later position reads the embeddings, those of the answer too."""
+"""As `Span.last_reader`: every later position reads the embeddings, those of the answer too."""
 
 RECORD_BYTES = 40
 """Width of one position's record in `Prompt.identity`: 32 bytes of content key (zeros for text), 8 bytes of token id
@@ -163,7 +163,7 @@ class Span:
     key: Key
     slots: int  # embeddings the encoder returns for it
     is_embed: tuple[bool, ...] | None = None  # which positions take an embedding; None means all of them
-    read_end: int | None = None  # first position behind all that read the embeddings; None: the span's own end
+    last_reader: int | None = None  # first position behind all that read the embeddings; None: the span's own end
     made: int | None = None  # embeddings the tower makes for it, of which only `slots` stay; None: all of them stay
 
     @property
@@ -176,14 +176,14 @@ class Span:
         return self.start + self.length
 
     @property
-    def needed_to(self) -> int:
+    def pinned_until(self) -> int:
         """Whoever computes a position from `start` up to here needs the embeddings. It never falls along a prompt."""
-        return self.end if self.read_end is None else self.read_end
+        return self.end if self.last_reader is None else self.last_reader
 
     @property
-    def is_lasting(self) -> bool:
+    def is_cross_attended(self) -> bool:
         """Positions behind the span look at the item too, so that having computed the span does not free it."""
-        return self.read_end is not None
+        return self.last_reader is not None
 
 
 class VideoRun(NamedTuple):
@@ -232,14 +232,14 @@ class Request:
 # --- one step -----------------------------------------------------------------------------------------------------
 
 
-class KeptState(NamedTuple):
+class StateCheckpoint(NamedTuple):
     """What a model's recurrent layers remember behind some tokens of a prompt."""
 
     place: int  # tokens that it has seen
     row: int  # of the states that are kept
 
 
-class Work(NamedTuple):
+class ScheduledWindow(NamedTuple):
     """A window [start, end) of one request's tokens to compute in this step. Decode is a window of one."""
 
     request_id: str
@@ -247,7 +247,7 @@ class Work(NamedTuple):
     end: int
     new_blocks: tuple[int, ...]  # KV blocks added to the request's table for this window, in order
     samples: bool  # the window reaches the last known token, so the step yields the next one
-    keeps: tuple[KeptState, ...] = ()  # states to keep on the way, in order
+    checkpoints: tuple[StateCheckpoint, ...] = ()  # states to keep on the way, in order
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -257,7 +257,9 @@ class Admission:
     request: Request
     output_token_ids: tuple[int, ...]  # tokens generated before a preemption
     block_ids: tuple[int, ...]  # KV blocks it has so far: computed, by itself or by others with the same beginning
-    state: KeptState | None = None  # what its recurrent layers go on with, behind these blocks; None: with nothing
+    state: StateCheckpoint | None = (
+        None  # what its recurrent layers go on with, behind these blocks; None: with nothing
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -265,9 +267,9 @@ class StepPlan:
     """What the scheduler decided. The runner does just this, in this order: forget, evict, admit, encode, compute."""
 
     step: int
-    works: tuple[Work, ...]
+    windows: tuple[ScheduledWindow, ...]
     admitted: tuple[Admission, ...] = ()
-    forgotten: tuple[str, ...] = ()  # requests finished, aborted or preempted since the last plan
+    freed_requests: tuple[str, ...] = ()  # requests finished, aborted or preempted since the last plan
     evicted: tuple[Key, ...] = ()  # embeddings to drop; each key is told once
     encode: tuple[MediaItem, ...] = ()  # newly given to the encoder; slots are reserved
     encode_layers: int | None = None  # encoder layers to advance in this step; None: until all is encoded
@@ -315,20 +317,22 @@ class StepResult:
 Collect = Callable[[], StepResult]
 """Waits until a step that was launched is done."""
 
-Curve = tuple[tuple[int, float], ...]
+LatencyCurve = tuple[tuple[int, float], ...]
 """Milliseconds by size, measured at some sizes; both rise."""
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class LatencyProfile:
     """How long the parts of a step take on this device, and how long a step may take beside running answers."""
 
-    decode_ms: Curve  # one token for so many requests
-    prompt_ms: Curve  # so many prompt tokens
-    layer_ms: Curve  # one encoder layer over pictures of so many embeddings; empty without a vision tower
+    decode_ms: LatencyCurve  # one token for so many requests
+    prefill_ms: LatencyCurve  # so many prompt tokens
+    layer_ms: LatencyCurve  # one encoder layer over pictures of so many embeddings; empty without a vision tower
     target_ms: float | None  # None: a multiple of what the running answers take alone
-    max_prompts: int | None = None  # that are computed together at this speed
-    riding_ms: tuple[tuple[int, Curve], ...] = ()  # by requests that decode: as many prompt tokens in the same pass
+    max_prefills: int | None = None  # that are computed together at this speed
+    mixed_ms: tuple[
+        tuple[int, LatencyCurve], ...
+    ] = ()  # by requests that decode: as many prompt tokens in the same pass
 
 
 @dataclass(frozen=True, slots=True)

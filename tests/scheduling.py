@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from saccade.options import SchedulerConfig
-from saccade.processor.families.base import lasting
+from saccade.processor.families.base import cross_attended
 from saccade.sampling_params import SamplingParams
 from saccade.scheduler import Scheduler
 from saccade.scheduler.kv_cache import text_records
@@ -24,12 +24,12 @@ from saccade.types import (
     Request,
     RequestError,
     Sample,
+    ScheduledWindow,
     Size,
     Span,
     StepPlan,
     StepResult,
     TokenEvent,
-    Work,
 )
 
 BLOCK = 4  # tokens per block in these tests, unless they say otherwise
@@ -37,22 +37,22 @@ EOS = 2
 PLACEHOLDER = 9
 
 
-class Picture(NamedTuple):
+class FakeImage(NamedTuple):
     name: str
     tokens: int
     slots: int | None = None  # None: one per token
-    is_lasting: bool = False  # tokens behind it read it too, up to the next such picture; neighbours go together
+    is_cross_attended: bool = False  # tokens behind it read it too, up to the next such picture; neighbours go together
     made: int | None = None  # embeddings the tower makes of it, where fewer stay
 
 
-Part = int | list[int] | Picture  # so many tokens of text, these tokens, or a picture
+Part = int | list[int] | FakeImage  # so many tokens of text, these tokens, or a picture
 
 
 def key_of(name: str, salt: bytes = b"") -> Key:
     return hashlib.sha256(salt + name.encode()).digest()
 
 
-def make_item(picture: Picture, salt: bytes = b"") -> MediaItem:
+def make_item(picture: FakeImage, salt: bytes = b"") -> MediaItem:
     size = Size(picture.tokens, 1)
     geometry = Geometry(size, Grid(1, 1, picture.tokens), picture.tokens, picture.slots or picture.tokens)
     return MediaItem(key_of(picture.name, salt), "image", b"", Header("png", size, 1, 1, "RGB"), geometry)
@@ -66,10 +66,10 @@ def make_prompt(parts: Iterable[Part], salt: bytes = b"", first_token: int = 100
     items: dict[Key, MediaItem] = {}
     for part in parts:
         start = len(tokens)
-        if isinstance(part, Picture):
+        if isinstance(part, FakeImage):
             item = make_item(part, salt)
             items.setdefault(item.key, item)
-            is_embed = (False,) * part.tokens if part.is_lasting else None
+            is_embed = (False,) * part.tokens if part.is_cross_attended else None
             spans.append(Span(start, part.tokens, item.key, item.geometry.slots, is_embed, made=part.made))
             tokens += [PLACEHOLDER] * part.tokens
             records += [item.key + offset.to_bytes(8, "little") for offset in range(part.tokens)]
@@ -79,7 +79,9 @@ def make_prompt(parts: Iterable[Part], salt: bytes = b"", first_token: int = 100
             records += [text_records([token]) for token in text]
     return Prompt(
         token_ids=tokens,
-        spans=lasting(spans) if any(isinstance(p, Picture) and p.is_lasting for p in parts) else tuple(spans),
+        spans=cross_attended(spans)
+        if any(isinstance(p, FakeImage) and p.is_cross_attended for p in parts)
+        else tuple(spans),
         items=tuple(items[span.key] for span in spans),
         positions=np.zeros((1, len(tokens)), np.int32),
         next_position=len(tokens),
@@ -152,7 +154,7 @@ class FakeRunner:
     def execute(self, plan: StepPlan) -> StepResult:
         self._update_state(plan)
         encoded, failed = self._encode(plan)
-        cut = [(work, self._valid_end(work, failed)) for work in plan.works]
+        cut = [(work, self._valid_end(work, failed)) for work in plan.windows]
         for work, end in cut:
             for position in range(work.start, end):
                 self.kv[self._slot(work.request_id, position)] = self.records[work.request_id][position]
@@ -162,7 +164,7 @@ class FakeRunner:
         return StepResult(samples, encoded, failed)
 
     def _update_state(self, plan: StepPlan) -> None:
-        for request_id in plan.forgotten:
+        for request_id in plan.freed_requests:
             assert request_id in self.requests or self.has_broken, "told to forget a request it does not know"
             for table in (self.requests, self.records, self.blocks):
                 table.pop(request_id, None)
@@ -181,7 +183,7 @@ class FakeRunner:
             records = [identity[i : i + 40] for i in range(0, len(identity), 40)]
             self.records[request.request_id] = records + [text_records([token]) for token in admission.output_token_ids]
             self.blocks[request.request_id] = list(admission.block_ids)
-        for work in plan.works:
+        for work in plan.windows:
             self.blocks[work.request_id] += work.new_blocks
 
     def _encode(self, plan: StepPlan) -> tuple[Mapping[Key, MediaTimes], Mapping[Key, RequestError]]:
@@ -200,20 +202,20 @@ class FakeRunner:
         failed = {key: RequestError("this picture cannot be decoded") for key in landed if key in self.broken}
         return {key: MediaTimes(2.0, 3.0) for key in good}, failed
 
-    def _valid_end(self, work: Work, failed: Mapping[Key, RequestError]) -> int:
+    def _valid_end(self, work: ScheduledWindow, failed: Mapping[Key, RequestError]) -> int:
         end = work.end
         for span in self.requests[work.request_id].prompt.spans:
-            if span.start < work.end and span.needed_to > work.start:
+            if span.start < work.end and span.pinned_until > work.start:
                 assert span.key in self.embeddings or span.key in failed, "a window entered a span without embeddings"
                 if span.key in failed:
                     end = min(end, max(work.start, span.start))
         return end
 
-    def _reads_right(self, work: Work) -> bool:
+    def _reads_right(self, work: ScheduledWindow) -> bool:
         records = self.records[work.request_id]
         return all(self.kv.get(self._slot(work.request_id, i)) == records[i] for i in range(work.end))
 
-    def _sample(self, work: Work) -> Sample:
+    def _sample(self, work: ScheduledWindow) -> Sample:
         assert work.end == len(self.records[work.request_id]), "sampled before the last known token"
         token = self.next_token(work.request_id, work.end)
         self.records[work.request_id].append(text_records([token]))
@@ -264,7 +266,7 @@ class Rig:
         raise AssertionError(f"still open after {max_steps} steps: {self.scheduler.stats()}")
 
     def windows(self, plan: StepPlan) -> dict[str, tuple[int, int]]:
-        return {work.request_id: (work.start, work.end) for work in plan.works}
+        return {work.request_id: (work.start, work.end) for work in plan.windows}
 
     def finish_of(self, request_id: str) -> str | None:
         return self.events[request_id][-1].finish_reason

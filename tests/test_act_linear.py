@@ -1,6 +1,6 @@
 """Products that end with their activation: what is chosen, which tile is whose, what layers hand over.
 
-The kernel itself needs the device: `act_linear` tries it there at start, `benchmarks.linear_hopper` compares it.
+The kernel itself needs the device: `linear_act` tries it there at start, `benchmarks.linear_hopper` compares it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from saccade.kernels.gemm import hopper_act, hopper_tiles
 from saccade.kernels.gemm.hopper_act import suits
 from saccade.kernels.gemm.hopper_tiles import num_tiles, num_whole
-from saccade.kernels.gemm.linear_act import act_linear
+from saccade.kernels.gemm.linear_act import linear_act
 from saccade.kernels.ops import reference
 from saccade.models.cuda import gemms, vision
 from saccade.models.cuda.vision import FusedVision
@@ -76,14 +76,14 @@ def test_rows_that_cannot_be_copied_in_boxes_go_another_way() -> None:
 
 
 def test_without_such_a_device_there_is_no_kernel() -> None:
-    assert act_linear(torch.zeros(512, 64).half(), torch.zeros(512, 64).half(), None, "quick_gelu") is None
+    assert linear_act(torch.zeros(512, 64).half(), torch.zeros(512, 64).half(), None, "quick_gelu") is None
 
 
 @pytest.mark.parametrize("act", ["quick_gelu", "tanh_gelu", "silu_and_mul"])
 def test_the_reference_is_the_product_and_then_the_layer_s_activation(act: str) -> None:
     x, weight, bias = random(5, 16), random(24, 16), random(24)
     expected = getattr(basic, act)(F.linear(x, weight, bias))
-    torch.testing.assert_close(reference.act_linear(x, weight, bias, act), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(reference.linear_act(x, weight, bias, act), expected, atol=1e-5, rtol=1e-5)
 
 
 class Counted:
@@ -92,11 +92,11 @@ class Counted:
     def __init__(self, *modules: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls = 0
         for module in modules:
-            monkeypatch.setattr(module, "act_linear", self)
+            monkeypatch.setattr(module, "linear_act", self)
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, act: str, out: Tensor | None = None) -> Tensor:
         self.calls += 1
-        found = reference.act_linear(x, weight, bias, act)
+        found = reference.linear_act(x, weight, bias, act)
         return found if out is None else out.copy_(found)
 
 
@@ -115,7 +115,7 @@ def test_a_tower_gets_the_same_from_one_launch(act: str, monkeypatch: pytest.Mon
 def test_a_layer_of_the_decoder_gets_the_same_from_one_launch(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     made, counted = decoder(), Counted(gemms, monkeypatch=monkeypatch)
     layer, x = made.layers[0], rows_of(rows, 64, 1)
-    ways = gemms.products_for(made, rows, gemms.new_workspace(made))
-    found = total(ways.mlp(gemms.Stream(x), layer))
+    ways = gemms.gemms_for(made, rows, gemms.new_workspace(made))
+    found = total(ways.mlp(gemms.Residual(x), layer))
     assert counted.calls == 1
     torch.testing.assert_close(found, plain_mlp(x, layer), atol=8e-3, rtol=8e-3)

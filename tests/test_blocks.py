@@ -7,19 +7,19 @@ from random import Random
 
 import pytest
 
-from saccade.scheduler.kv_cache import BlockPool, Chain, text_records
-from tests.scheduling import BLOCK, Part, Picture, make_prompt
+from saccade.scheduler.kv_cache import BlockHashes, BlockPool, text_records
+from tests.scheduling import BLOCK, FakeImage, Part, make_prompt
 
 
-def chain_of(*parts: Part, salt: bytes = b"", generated: list[int] | None = None) -> Chain:
+def chain_of(*parts: Part, salt: bytes = b"", generated: list[int] | None = None) -> BlockHashes:
     prompt = make_prompt(parts, salt)
-    return Chain(prompt.identity, salt, BLOCK, generated or [])
+    return BlockHashes(prompt.identity, salt, BLOCK, generated or [])
 
 
-def filled(pool: BlockPool, chain: Chain, count: int) -> list[int]:
+def filled(pool: BlockPool, chain: BlockHashes, count: int) -> list[int]:
     """Blocks of a request that computed `count` whole blocks."""
     blocks = list(pool.allocate(count))
-    pool.publish(blocks, chain, 0)
+    pool.cache_blocks(blocks, chain, 0)
     return blocks
 
 
@@ -77,13 +77,13 @@ def test_a_block_is_found_before_and_after_its_user_lets_go(pool: BlockPool) -> 
 
 
 def test_two_pictures_of_equal_size_never_share_a_block(pool: BlockPool) -> None:
-    filled(pool, chain_of(Picture("cat", 8)), 2)
-    assert pool.find(chain_of(Picture("dog", 8), 1), num_tokens=9) == []
+    filled(pool, chain_of(FakeImage("cat", 8)), 2)
+    assert pool.find(chain_of(FakeImage("dog", 8), 1), num_tokens=9) == []
 
 
 def test_the_same_picture_shifted_by_one_position_shares_no_block(pool: BlockPool) -> None:
-    filled(pool, chain_of([1, 2, 3, 4], Picture("cat", 8)), 3)
-    assert len(pool.find(chain_of([1, 2, 3, 4, 5], Picture("cat", 8)), num_tokens=13)) == 1
+    filled(pool, chain_of([1, 2, 3, 4], FakeImage("cat", 8)), 3)
+    assert len(pool.find(chain_of([1, 2, 3, 4, 5], FakeImage("cat", 8)), num_tokens=13)) == 1
 
 
 def test_a_salt_separates_tenants(pool: BlockPool) -> None:
@@ -126,8 +126,8 @@ def test_sharing_takes_an_idle_block_back(pool: BlockPool) -> None:
 def test_room_beside_found_idle_blocks_does_not_count_them_twice(pool: BlockPool) -> None:
     blocks = filled(pool, chain_of(8), 2)
     pool.release(blocks)
-    assert pool.can_give(6, shared=blocks)
-    assert not pool.can_give(7, shared=blocks)
+    assert pool.can_allocate(6, shared=blocks)
+    assert not pool.can_allocate(7, shared=blocks)
 
 
 def test_free_blocks_are_given_out_before_idle_ones(pool: BlockPool) -> None:
@@ -166,11 +166,11 @@ def test_of_two_equal_blocks_the_second_is_not_kept(pool: BlockPool) -> None:
 
 def test_an_uncached_block_is_not_found_and_becomes_free(pool: BlockPool) -> None:
     blocks = filled(pool, chain_of(8), 2)
-    pool.uncache(blocks[1])
+    pool.evict(blocks[1])
     pool.release(blocks)
     assert pool.find(chain_of(9), num_tokens=9) == blocks[:1]
     assert (pool.stats()["idle"], pool.stats()["free"]) == (1, 7)
-    pool.uncache(blocks[0])
+    pool.evict(blocks[0])
     assert pool.stats()["free"] == 8
     pool.check()
 
@@ -186,9 +186,9 @@ def test_after_a_reset_nothing_is_found(pool: BlockPool) -> None:
 def test_covering_is_judged_by_the_block_of_the_last_position(pool: BlockPool) -> None:
     chain = chain_of(12)
     filled(pool, chain, 2)
-    assert pool.covers(chain, end=8, num_tokens=12)
-    assert not pool.covers(chain, end=9, num_tokens=12)
-    assert not pool.covers(chain, end=8, num_tokens=8), "the last token must be computed"
+    assert pool.has_prefix(chain, end=8, num_tokens=12)
+    assert not pool.has_prefix(chain, end=9, num_tokens=12)
+    assert not pool.has_prefix(chain, end=8, num_tokens=8), "the last token must be computed"
 
 
 def test_lookups_are_counted_in_tokens(pool: BlockPool) -> None:
@@ -224,14 +224,14 @@ def test_looking_for_something_else_hashes_nothing_of_what_was_published(pool: B
     chain = chain_of(12)
     filled(pool, chain, 3)
     assert pool.find(chain_of([1, 2, 3, 4, 5]), num_tokens=5) == []
-    assert not pool.covers(chain_of([5, 6, 7, 8, 9]), end=4, num_tokens=5)
+    assert not pool.has_prefix(chain_of([5, 6, 7, 8, 9]), end=4, num_tokens=5)
     assert chain.num_known == 1
 
 
 def test_a_look_ahead_hashes_no_more_of_a_prompt_than_up_to_the_first_block_that_is_missing(pool: BlockPool) -> None:
     filled(pool, chain_of([1, 2, 3, 4]), 1)
     chain = chain_of([1, 2, 3, 4], 16)
-    assert not pool.covers(chain, end=16, num_tokens=20)
+    assert not pool.has_prefix(chain, end=16, num_tokens=20)
     assert chain.num_known == 2
 
 
@@ -242,7 +242,7 @@ def test_a_prompt_that_is_looked_for_again_finds_what_came_since_and_not_what_we
     assert pool.find(chain, num_tokens=13) == blocks
     more = filled(pool, chain_of(12), 3)[2:]
     assert pool.find(chain, num_tokens=13) == blocks + more
-    pool.uncache(blocks[1])
+    pool.evict(blocks[1])
     assert pool.find(chain, num_tokens=13) == blocks[:1]
 
 
@@ -261,7 +261,7 @@ def admitted(pool: BlockPool, tokens: list[int], windows: int) -> tuple[int, lis
     table = [*found, *pool.allocate(count - len(found))]
     step = -(-(count - len(found)) // windows) or 1
     for first in range(len(found), count, step):
-        pool.publish(table[first : first + step], chain, first)
+        pool.cache_blocks(table[first : first + step], chain, first)
     return len(found), table
 
 
@@ -296,7 +296,7 @@ def test_of_several_continuations_each_is_found(pool: BlockPool) -> None:
     tails = []
     for prompt in prompts:
         (tail,) = pool.allocate(1)
-        pool.publish([tail], chain_of(prompt), 1)
+        pool.cache_blocks([tail], chain_of(prompt), 1)
         tails.append(tail)
     assert [pool.find(chain_of(prompt), num_tokens=9) for prompt in prompts] == [[head, tail] for tail in tails]
 
@@ -304,7 +304,7 @@ def test_of_several_continuations_each_is_found(pool: BlockPool) -> None:
 def test_when_the_last_continuation_is_gone_an_older_one_is_still_found(pool: BlockPool) -> None:
     old, new = chain_of([1, 2, 3, 4, 5, 6, 7, 8, 9]), chain_of([1, 2, 3, 4, 0, 6, 7, 8, 9])
     blocks, (other,) = filled(pool, old, 2), pool.allocate(1)
-    pool.publish([other], new, 1)
-    pool.uncache(other)
+    pool.cache_blocks([other], new, 1)
+    pool.evict(other)
     assert pool.find(chain_of([1, 2, 3, 4, 5, 6, 7, 8, 9]), num_tokens=9) == blocks
     pool.check()

@@ -14,8 +14,8 @@ import pytest
 from PIL import Image
 
 from saccade import LLM, SamplingParams
-from saccade.engine.async_core import OverlappedCore
-from saccade.processor.output import Answer
+from saccade.engine.async_core import AsyncEngineCore
+from saccade.processor.output import RequestOutputBuilder
 from saccade.types import MediaItem, RequestError
 from tests.test_overlap import FEW, OPTIONS, QWEN2_VL, answers, decoding, overlapped
 
@@ -25,7 +25,7 @@ AFTER_CLOSE: dict[str, Callable[[LLM], Any]] = {
     "stats": lambda llm: llm.stats(),
     "add_request": lambda llm: llm.engine.add_request("a", "a", FEW),
     "step": lambda llm: llm.engine.step(),
-    "begin": lambda llm: llm.engine.begin(),
+    "begin": lambda llm: llm.engine.launch_if_full(),
 }
 
 
@@ -96,7 +96,7 @@ def test_an_interrupt_while_a_step_is_begun_leaves_no_request_open(
     llm = two_open(qwen2_vl_folder)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(llm.engine.core.runner, "launch", interrupted)
-        llm.engine.begin()
+        llm.engine.launch_if_full()
     assert is_as_new(llm)
     assert answers(llm, [{"prompt": "Count a."}], FEW) == answers(llm, [{"prompt": "Count a."}], FEW)
 
@@ -105,9 +105,9 @@ def test_an_interrupt_while_a_step_under_way_is_waited_for_leaves_no_request_ope
     qwen2_vl_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = two_open(qwen2_vl_folder)
-    llm.engine.begin()
+    llm.engine.launch_if_full()
     core = llm.engine.core
-    assert isinstance(core, OverlappedCore) and core._launched
+    assert isinstance(core, AsyncEngineCore) and core._launched
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(core, "_commit", interrupted)
         llm.engine.abort_request("a")
@@ -120,7 +120,7 @@ def test_an_interrupt_while_a_request_is_added_leaves_nothing_of_it_and_the_othe
     llm = two_open(qwen2_vl_folder, room=4)
     given = {"prompt": f"{QWEN2_VL} What is it?", "multi_modal_data": {"image": photo(seed=1)}}
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(llm.engine.core.runner, "expect", interrupted)
+        patch.setattr(llm.engine.core.runner, "decode_early", interrupted)
         llm.engine.add_request("c", given, SamplingParams(n=2, max_tokens=4))
     assert list(llm.engine._open) == ["a", "b"] and list(llm.engine.core.scheduler._open) == ["a/0", "b/0"]
     while llm.engine.has_unfinished_requests():
@@ -160,7 +160,7 @@ def test_an_interrupt_while_tokens_are_handed_out_ends_those_whose_tokens_are_lo
     for name in "abc":  # the last one waits
         llm.engine.add_request(name, {"prompt": f"Count {name}."}, FEW)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Answer, "push", interrupted)
+        patch.setattr(RequestOutputBuilder, "push", interrupted)
         for _ in range(8):
             llm.engine.step()
     assert list(llm.engine._open) == ["c"] and list(llm.engine.core.scheduler._open) == ["c/0"]
@@ -173,13 +173,13 @@ def test_an_interrupt_while_tokens_are_handed_out_ends_those_whose_tokens_are_lo
 
 def refused(llm: LLM, photo: Callable[..., Image.Image], monkeypatch: pytest.MonkeyPatch) -> int:
     """A prompt with a picture that is too long. Pictures under way while it was made."""
-    seen, expect = [], llm.engine.core.runner.expect  # type: ignore[attr-defined]
+    seen, decode_early = [], llm.engine.core.runner.decode_early  # type: ignore[attr-defined]
 
     def watched(items: list[MediaItem]) -> None:
-        expect(items)
+        decode_early(items)
         seen.append(decoding(llm))
 
-    monkeypatch.setattr(llm.engine.core.runner, "expect", watched)
+    monkeypatch.setattr(llm.engine.core.runner, "decode_early", watched)
     given = {"prompt": f"{QWEN2_VL} {'What is it? ' * 400}", "multi_modal_data": {"image": photo(seed=1)}}
     with pytest.raises(RequestError, match="max-model-len"):
         llm.engine.add_request("long", given, FEW)
@@ -210,7 +210,7 @@ def test_a_picture_given_up_while_it_is_decoded_counts_until_it_is_done_and_is_t
         return prepared
 
     monkeypatch.setattr(encoder, "_prepare", slowly)
-    wait_begun = llm.engine.core.rest
+    wait_begun = llm.engine.core.release_if_idle
     monkeypatch.setattr(llm.engine.core, "rest", lambda: (has_begun.wait(60), wait_begun()))
     assert refused(llm, photo, monkeypatch) == 1
     assert decoding(llm) == 0 and len(encoder._leaving) == 1
@@ -241,7 +241,7 @@ def test_a_picture_whose_embeddings_are_at_hand_is_not_decoded_though_many_came_
     answers(llm, [given], FEW)
     core, [item] = llm.engine.core, llm.engine.processor.from_prompt(given).items
     for number in range(1000):
-        core.foretell([replace(item, key=number.to_bytes(32))])
-        core.rest()
-    core.foretell([item])
+        core.prefetch_media([replace(item, key=number.to_bytes(32))])
+        core.release_if_idle()
+    core.prefetch_media([item])
     assert decoding(llm) == 0

@@ -13,7 +13,7 @@ from torch import Tensor
 from saccade.kernels.attention import decode, decode_hopper
 from saccade.kernels.attention.decode import DecodeAttention
 from saccade.kernels.attention.decode_hopper import suits
-from saccade.kernels.attention.decode_schedule import KEYS, Shares, plan_shares
+from saccade.kernels.attention.decode_schedule import KEYS, TileSchedule, plan_schedule
 from saccade.kernels.attention.decode_triton import DecodeWorkspace
 from saccade.kernels.attention.prefill_flashinfer import Heads
 from tests.test_kernels import BLOCK, DEVICE, HALF, Paged, assert_close, ints, random
@@ -31,12 +31,12 @@ def all_tiles(contexts: list[int], heads: int) -> list[Tile]:
     ]
 
 
-def sections(shares: Shares, tiles: list[Tile]) -> list[list[list[Tile]]]:
+def sections(schedule: TileSchedule, tiles: list[Tile]) -> list[list[list[Tile]]]:
     """Of each program the tiles of its first section and of its second."""
     found = []
-    for numbers in shares.numbers.tolist():
+    for metadata in schedule.metadata.tolist():
         pair = []
-        for request, head, tile, count in (numbers[:4], numbers[4:8]):
+        for request, head, tile, count in (metadata[:4], metadata[4:8]):
             start = tiles.index((request, head, tile)) if count else 0
             pair.append(tiles[start : start + count])
         found.append(pair)
@@ -56,9 +56,9 @@ def test_programs_have_all_tiles_between_them_and_none_has_two_more_than_another
     contexts: list[int], heads: int, programs: int
 ) -> None:
     tiles = all_tiles(contexts, heads)
-    shares = [first + second for first, second in sections(plan_shares(ints(contexts), heads, programs), tiles)]
-    assert sorted(tile for share in shares for tile in share) == tiles
-    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+    schedule = [first + second for first, second in sections(plan_schedule(ints(contexts), heads, programs), tiles)]
+    assert sorted(tile for share in schedule for tile in share) == tiles
+    assert max(map(len, schedule)) - min(map(len, schedule)) <= 1
 
 
 @settings(max_examples=25, deadline=None)
@@ -67,7 +67,7 @@ def test_what_others_go_on_with_comes_first(contexts: list[int], heads: int, pro
     """So the second section, if there is one, ends with the last tile of a request and head."""
     tiles = all_tiles(contexts, heads)
     ends = {(request, head): tile for request, head, tile in tiles}
-    for first, second in sections(plan_shares(ints(contexts), heads, programs), tiles):
+    for first, second in sections(plan_schedule(ints(contexts), heads, programs), tiles):
         if second:
             assert first[0][2] == 0 and first[-1][2] < ends[first[-1][:2]], "a beginning without its end"
             assert second[-1][2] == ends[second[-1][:2]]
@@ -75,14 +75,14 @@ def test_what_others_go_on_with_comes_first(contexts: list[int], heads: int, pro
 
 def test_rows_of_padding_have_no_tiles() -> None:
     """A tile that only writes zeros takes longer than one of keys, and the last programs would have all of them."""
-    numbers = plan_shares(ints([KEYS * 4, *[0] * 7]), 2, 4).numbers
-    assert [row[3] + row[7] for row in numbers.tolist()] == [2, 2, 2, 2]
-    assert not plan_shares(ints([0] * 16), 2, 4).numbers[:, [3, 7, 8, 9]].any(), "a step of nobody"
+    metadata = plan_schedule(ints([KEYS * 4, *[0] * 7]), 2, 4).metadata
+    assert [row[3] + row[7] for row in metadata.tolist()] == [2, 2, 2, 2]
+    assert not plan_schedule(ints([0] * 16), 2, 4).metadata[:, [3, 7, 8, 9]].any(), "a step of nobody"
 
 
 def test_a_program_learns_how_shares_were_cut() -> None:
-    numbers = plan_shares(ints([KEYS * 7]), 1, 3).numbers
-    assert numbers[:, 8:].tolist() == [[2, 1]] * 3  # two tiles each, and one share has one more
+    metadata = plan_schedule(ints([KEYS * 7]), 1, 3).metadata
+    assert metadata[:, 8:].tolist() == [[2, 1]] * 3  # two tiles each, and one share has one more
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,9 @@ def test_a_kernel_that_fails_is_left_out_with_its_reason(
 def test_the_trial_accepts_what_agrees_with_the_plain_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """The plain kernel in its place: the trial's own example must be one that a right kernel passes."""
 
-    def plain(new: object, k: Tensor, v: Tensor, tables: Tensor, contexts: Tensor, _: Shares, *rest: object) -> Tensor:
+    def plain(
+        new: object, k: Tensor, v: Tensor, tables: Tensor, contexts: Tensor, _: TileSchedule, *rest: object
+    ) -> Tensor:
         return decode.paged_decode(new, k, v, tables, contexts, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(decode_hopper, "hopper_decode", plain)
@@ -160,12 +162,12 @@ def test_the_trial_accepts_what_agrees_with_the_plain_kernel(monkeypatch: pytest
 def test_beside_others_it_has_the_multiprocessors_they_leave_or_comes_after_them(taken: int, programs: int) -> None:
     made = DecodeAttention(HEADS, HALF, BLOCK, 64, DEVICE)
     made.by_hopper, made._programs = True, 12
-    shares = made.plan(ints([100] * 16), taken)
-    assert shares is not None and len(shares.numbers) == programs
+    schedule = made.plan(ints([100] * 16), taken)
+    assert schedule is not None and len(schedule.metadata) == programs
 
 
 def test_the_workspace_has_room_for_two_parts_of_every_program() -> None:
     made = DecodeWorkspace.allocate(1, 12, 1, 128, DEVICE)
-    programs = decode.num_multiprocessors(DEVICE)
+    programs = decode.num_sms(DEVICE)
     assert made.mixed.numel() >= 2 * programs * 12 * 128
     assert made.maxima.numel() == made.sums.numel() >= 2 * programs * 12

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from saccade.kernels.ops.argmax import Board
-from saccade.kernels.ops.sample import draw
+from saccade.kernels.ops.argmax import TokenSink
+from saccade.kernels.ops.sample import sample_rows
 from saccade.runner import sampler
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -42,12 +42,12 @@ def drawn(logits: Tensor, asked: Tensor, block: int = 512) -> list[int]:
     """Smaller blocks than on a device: few values are many chunks."""
     which = torch.arange(len(logits), device=DEVICE)
     out = torch.full((len(logits),), -1, dtype=torch.int64, device=DEVICE)
-    found: list[int] = draw(logits, which, asked, out, block=block).tolist()
+    found: list[int] = sample_rows(logits, which, asked, out, block=block).tolist()
     return found
 
 
 def expected(logits: Tensor, asked: Tensor) -> list[int]:
-    found: list[int] = sampler.draw(logits, asked, is_cut=True).tolist()
+    found: list[int] = sampler.sample_rows(logits, asked, is_cut=True).tolist()
     return found
 
 
@@ -144,12 +144,12 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
 
 def test_tokens_are_written_to_their_rows_and_for_the_step_that_follows() -> None:
     logits, which = random(4, 1001), torch.tensor([3, 1], device=DEVICE)
-    out, latest = (torch.full((5,), -1, dtype=torch.int64, device=DEVICE) for _ in range(2))
+    out, last_tokens = (torch.full((5,), -1, dtype=torch.int64, device=DEVICE) for _ in range(2))
     asked = numbers([0.2, 0.6])
-    draw(logits, which, asked, out, Board(latest, torch.tensor([0, 4], device=DEVICE)), block=512)
+    sample_rows(logits, which, asked, out, TokenSink(last_tokens, torch.tensor([0, 4], device=DEVICE)), block=512)
     third, first = expected(logits[which], asked)
     assert out.tolist() == [-1, first, -1, third, -1]
-    assert latest.tolist() == [third, -1, -1, -1, first]
+    assert last_tokens.tolist() == [third, -1, -1, -1, first]
 
 
 @pytest.mark.parametrize("value", [NEVER, math.nan, math.inf])

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from saccade.kernels.ops.argmax import Board
+from saccade.kernels.ops.argmax import TokenSink
 from saccade.runner.cuda import sampling
-from saccade.runner.sampler import draw
+from saccade.runner.sampler import sample_rows
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -49,13 +49,13 @@ def test_a_kernel_that_fails_is_left_out_with_a_warning(
 def test_tokens_go_where_the_next_step_takes_them_from(with_kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "has_kernel", lambda *_: with_kernel)
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(3)).to(DEVICE)
-    which, lines = torch.tensor([[2, 0], [1, 3]], device=DEVICE)
+    which, request_rows = torch.tensor([[2, 0], [1, 3]], device=DEVICE)
     asked = torch.tensor([[1.0, 9.0, 0.9, 0.0, 0.4], [1.2, 50.0, 1.0, 0.0, 0.8]], dtype=torch.float64, device=DEVICE).T
-    out, latest = nothing(3), nothing(4)
-    sampling.draw_tokens(logits, which, asked, True, out, Board(latest, lines))
-    first, second = draw(logits[which], asked, is_cut=True).tolist()
+    out, last_tokens = nothing(3), nothing(4)
+    sampling.sample_tokens(logits, which, asked, True, out, TokenSink(last_tokens, request_rows))
+    first, second = sample_rows(logits[which], asked, is_cut=True).tolist()
     assert out.tolist() == [second, -1, first]
-    assert latest.tolist() == [-1, first, -1, second]
+    assert last_tokens.tolist() == [-1, first, -1, second]
 
 
 def nothing(size: int) -> Tensor:

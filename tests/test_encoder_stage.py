@@ -191,10 +191,10 @@ def test_memory_is_set_by_the_budget_and_not_by_the_number_of_pictures() -> None
 
 def test_a_submitted_picture_is_decoded_before_those_that_are_expected_later(tower: FakeTower) -> None:
     encoder = stage(tower, max_patches=16)
-    encoder.expect([picture("a"), picture("b")])  # 32 patches: there is room for no more
+    encoder.decode_early([picture("a"), picture("b")])  # 32 patches: there is room for no more
     encoder.submit([picture("wanted")])
     for number in range(100):
-        encoder.expect([picture(f"later {number}"), picture(f"last {number}")])
+        encoder.decode_early([picture(f"later {number}"), picture(f"last {number}")])
         wait([future for _, future in encoder._decoding.values()])
         encoder.advance(1, may_wait=False)
         encoder.prefetch([])
@@ -354,6 +354,6 @@ def test_a_rehearsal_resizes_a_picture_and_a_group_of_frames_and_leaves_nothing_
     seen: list[tuple[int, ...]] = []
     tower.prepare = lambda image, geometry: seen.append(image.shape) or torch.zeros(1)  # type: ignore[method-assign, assignment, func-returns-value]
     encoder = stage(tower)
-    encoder.rehearse(Geometry(Size(28, 56), Grid(1, 4, 2), 2, 2), frames=2)
+    encoder.warm_up(Geometry(Size(28, 56), Grid(1, 4, 2), 2, 2), frames=2)
     assert seen == [(57, 29, 3), (2, 57, 29, 3)], "neither has the size it is to get"
     assert encoder.is_idle and encoder.counters.decoded == 0 and not encoder.poll().embeddings

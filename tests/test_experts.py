@@ -21,14 +21,14 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 from saccade import costs
 from saccade.checkpoint import moe
 from saccade.checkpoint.config import ConfigError, model_config
-from saccade.checkpoint.moe import ExpertRules
+from saccade.checkpoint.moe import MoEConfig
 from saccade.models.layers.basic import Parameters
-from saccade.models.layers.moe import EXPERT_RULES, Experts
+from saccade.models.layers.moe import EXPERT_RULES, MoE
 from saccade.models.weights import fill_random, load_weights
 from tests.allocations import PeakMemory
 
 HIDDEN = 24
-RULES = ExpertRules(layers=(0,), count=8, per_token=3, width=10)
+RULES = MoEConfig(layers=(0,), count=8, per_token=3, width=10)
 QWEN = {"hidden_size": HIDDEN, "moe_intermediate_size": 10, "num_experts": 8, "num_experts_per_tok": 3}
 DEEPSEEK = {
     "num_attention_heads": 2,
@@ -79,9 +79,9 @@ BLOCKS: Mapping[str, tuple[type[Any], Any, dict[str, Any]]] = {
 }
 
 
-def built(rules: ExpertRules, dtype: torch.dtype = torch.float32, seed: int = 0) -> tuple[Experts, Parameters]:
+def built(rules: MoEConfig, dtype: torch.dtype = torch.float32, seed: int = 0) -> tuple[MoE, Parameters]:
     params = Parameters(dtype, torch.device("cpu"))
-    experts = Experts(params.within("experts"), HIDDEN, rules)
+    experts = MoE(params.within("experts"), HIDDEN, rules)
     fill_random(params.targets, seed)
     return experts, params
 
@@ -90,8 +90,8 @@ def tokens(count: int = 40, seed: int = 1) -> Tensor:
     return torch.randn(count, HIDDEN, generator=torch.Generator().manual_seed(seed))
 
 
-def rules_of(text: Mapping[str, Any]) -> ExpertRules:
-    rules = moe.expert_rules(text, num_layers=2)
+def rules_of(text: Mapping[str, Any]) -> MoEConfig:
+    rules = moe.moe_config(text, num_layers=2)
     assert rules is not None
     return rules
 
@@ -194,7 +194,7 @@ def test_a_step_takes_the_memory_that_is_planned_for_it(sizes: dict[str, int]) -
     text = model_config({**SHAPE, **sizes}).text
     assert text.experts is not None
     params, hidden = Parameters(torch.float32, torch.device("cpu")), text.hidden_size
-    experts = Experts(params, hidden, text.experts)
+    experts = MoE(params, hidden, text.experts)
     fill_random(params.targets, 0)
     x = torch.ones(64, hidden)
     with PeakMemory() as memory, torch.inference_mode():
@@ -207,7 +207,7 @@ def test_a_step_takes_the_memory_that_is_planned_for_it(sizes: dict[str, int]) -
 # --- layouts ------------------------------------------------------------------------------------------------------
 
 
-def as_published(experts: Experts, layout: str) -> dict[str, Tensor]:
+def as_published(experts: MoE, layout: str) -> dict[str, Tensor]:
     gates, ups = experts.gate_up.chunk(2, dim=1)
     named = {"gate": gates, "up": ups, "down": experts.down}
     stored = {"mlp.gate.weight": experts.router}
@@ -271,7 +271,7 @@ def test_experts_that_are_stored_twice_are_refused(tmp_path: Path) -> None:
     ],
 )
 def test_the_config_says_which_layers_have_experts(given: dict[str, Any], layers: tuple[int, ...]) -> None:
-    rules = moe.expert_rules({**QWEN, **given}, num_layers=6)
+    rules = moe.moe_config({**QWEN, **given}, num_layers=6)
     assert rules is not None and rules.layers == layers
 
 
@@ -282,7 +282,7 @@ def test_a_published_misspelling_is_read_as_it_is_meant() -> None:
 
 @pytest.mark.parametrize("given", [{}, {"num_experts": 0}, {"mlp_only_layers": [0, 1]}])
 def test_a_config_without_experts_has_no_rules(given: dict[str, Any]) -> None:
-    assert moe.expert_rules({**QWEN, **given} if given else {"hidden_size": 8}, num_layers=2) is None
+    assert moe.moe_config({**QWEN, **given} if given else {"hidden_size": 8}, num_layers=2) is None
 
 
 @pytest.mark.parametrize(

@@ -346,9 +346,9 @@ def test_a_step_with_many_heads_takes_no_more_memory_than_is_planned_for_it() ->
     sizes = {"hidden_size": 160, "intermediate_size": 384, "num_attention_heads": 32, "num_hidden_layers": 2}
     ranks = {"kv_lora_rank": 64, "q_lora_rank": 48, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
     text = model_config({"model_type": "deepseek_v2", "vocab_size": 64, **sizes, **ranks}).text
-    assert text.latent is not None
+    assert text.mla is not None
     params = Parameters(torch.float32, torch.device("cpu"))
-    decoder = LatentDecoder(params, text, text.latent)
+    decoder = LatentDecoder(params, text, text.mla)
     fill_random(params.targets, 0)
     rows = torch.ones(64, text.hidden_size)
     with PeakMemory() as memory, torch.inference_mode():

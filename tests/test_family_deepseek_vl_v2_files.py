@@ -109,7 +109,7 @@ def test_a_template_of_the_checkpoints_own_goes_before(folder: Path, tmp_path: P
 
 def test_the_published_config_is_read_with_its_defaults() -> None:
     config = model_config(TINY)
-    assert config.vision is not None and config.text.latent is None and config.text.experts is not None
+    assert config.vision is not None and config.text.mla is None and config.text.experts is not None
     vision, experts = config.vision, config.text.experts
     assert (vision.intermediate_size, vision.num_heads, vision.image_size, vision.spatial_merge_size) == (
         4304,
@@ -124,7 +124,7 @@ def test_the_published_config_is_read_with_its_defaults() -> None:
 def test_a_decoder_that_does_not_say_otherwise_has_latent_attention() -> None:
     language = {k: v for k, v in TINY_LANGUAGE.items() if not k.startswith(("use_mla", "qk_", "v_head", "kv_lora"))}
     text = model_config({**TINY, "language_config": {k: v for k, v in language.items() if k != "model_type"}}).text
-    assert text.latent is not None and (text.latent.rank, text.latent.turned, text.num_kv_heads) == (512, 64, 1)
+    assert text.mla is not None and (text.mla.rank, text.mla.turned, text.num_kv_heads) == (512, 64, 1)
     assert text.head_dim == 576 and text.model_type == "deepseek_v2"
 
 
@@ -207,4 +207,4 @@ def test_a_relative_with_two_towers_is_refused_by_their_names() -> None:
 def test_dummy_weights_need_no_weight_files(folder: Path) -> None:
     raw = json.loads((folder / "config.json").read_text())
     config: ModelConfig = dummy(raw).config
-    assert config.text.latent is not None
+    assert config.text.mla is not None

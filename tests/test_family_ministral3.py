@@ -17,8 +17,8 @@ from saccade import costs
 from saccade.checkpoint.config import ConfigError, ModelConfig, model_config
 from saccade.cli.count import count_files
 from saccade.models.cuda.decoder import FusedDecoder
-from saccade.models.layers.attention_temperature import Temper, temper_of
-from saccade.runner.build import plain_reason
+from saccade.models.layers.attention_temperature import AttentionTemperature, attention_temperature_of
+from saccade.runner.build import eager_reason_of
 from tests import family_mistral3, family_text
 from tests.conftest import make_photo, png
 from tests.proofs import CPU, Subject, assert_close, dummy
@@ -99,32 +99,34 @@ def reference(folder: Path) -> Reference:
 def test_queries_grow_as_in_transformers(first: int, length: int, beta: float) -> None:
     positions = torch.arange(first, first + 40)
     expected = get_llama_4_attn_scale(positions[None], beta, length)[0, 0, :, 0]
-    torch.testing.assert_close(Temper(beta, length).factors(positions), expected)
+    torch.testing.assert_close(AttentionTemperature(beta, length).factors(positions), expected)
 
 
 def test_up_to_the_length_of_training_nothing_grows() -> None:
-    temper = temper_of(model_config(PUBLISHED_8B).text.rope_scaling)
-    assert temper is not None
-    assert (temper.factors(torch.arange(16384)) == 1).all()
-    assert float(temper.factors(torch.tensor([16384]))) == pytest.approx(1.0693, abs=1e-4)
+    temperature = attention_temperature_of(model_config(PUBLISHED_8B).text.rope_scaling)
+    assert temperature is not None
+    assert (temperature.factors(torch.arange(16384)) == 1).all()
+    assert float(temperature.factors(torch.tensor([16384]))) == pytest.approx(1.0693, abs=1e-4)
 
 
 def test_growing_queries_change_what_the_small_model_says(subject: Subject) -> None:
     text = "The quick brown fox jumps over the lazy dog. How many red circles are there?"
     with_growth = subject.logits(text, [])
-    own, subject.model.decoder.temper = subject.model.decoder.temper, None
+    own, subject.model.decoder.temperature = subject.model.decoder.temperature, None
     without = subject.logits(text, [])
-    subject.model.decoder.temper = own
+    subject.model.decoder.temperature = own
     assert torch.equal(with_growth[:8], without[:8]) and not torch.allclose(with_growth[8:], without[8:], atol=1e-3)
 
 
 def test_a_decoder_without_growing_queries_has_no_temper() -> None:
-    assert temper_of({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}) is None
+    assert (
+        attention_temperature_of({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}) is None
+    )
 
 
 def test_growth_without_a_length_to_count_in_is_refused() -> None:
     with pytest.raises(ConfigError, match="no original_max_position_embeddings"):
-        temper_of({"llama_4_scaling_beta": 0.1})
+        attention_temperature_of({"llama_4_scaling_beta": 0.1})
 
 
 # --- the model ----------------------------------------------------------------------------------------------------
@@ -200,27 +202,27 @@ def test_pictures_are_counted_from_the_config_files_alone(folder: Path, tmp_path
 
 
 def test_on_a_gpu_the_start_up_log_says_why_steps_are_plain(subject: Subject) -> None:
-    assert "queries grow" in str(plain_reason(subject.model, torch.device("cuda")))
+    assert "queries grow" in str(eager_reason_of(subject.model, torch.device("cuda")))
 
 
 def test_a_decoder_of_the_kind_whose_queries_do_not_grow_has_kernels(folder: Path) -> None:
     raw = json.loads((folder / "config.json").read_text())
     rope = {**raw["text_config"]["rope_parameters"], "llama_4_scaling_beta": None}
-    assert plain_reason(dummy(raw, text_config={"rope_parameters": rope}), torch.device("cuda")) is None
+    assert eager_reason_of(dummy(raw, text_config={"rope_parameters": rope}), torch.device("cuda")) is None
 
 
 GROWING = {"rope_parameters": dict(family_text.ROPE["ministral3"])}
 
 
 def test_kernels_refuse_what_they_would_compute_wrongly(subject: Subject) -> None:
-    with pytest.raises(AssertionError, match="why_plain"):
+    with pytest.raises(AssertionError, match="eager_reason"):
         FusedDecoder(subject.model.decoder, None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("model_type", ["ministral3", "mistral"])
 def test_a_decoder_whose_queries_grow_is_plain_on_a_gpu_too(tmp_path: Path, model_type: str) -> None:
     model = Subject(family_text.build(tmp_path, model_type, changes=GROWING)).model
-    assert "queries grow" in str(plain_reason(model, torch.device("cuda"))) and plain_reason(model, CPU) is None
+    assert "queries grow" in str(eager_reason_of(model, torch.device("cuda"))) and eager_reason_of(model, CPU) is None
 
 
 # --- published shapes ---------------------------------------------------------------------------------------------

@@ -26,10 +26,10 @@ from saccade.cli.count import count_files
 from saccade.models.layers.attention import AttentionBatch, PagedAttention, PagedKV
 from saccade.models.layers.cross_attention import pack, unpack
 from saccade.processor.checkpoint import open_checkpoint
-from saccade.processor.families.base import lasting
+from saccade.processor.families.base import cross_attended
 from saccade.processor.families.mllama import Mllama, arrangements
-from saccade.runner.cross_attention import seen_by, stretches
-from saccade.types import Grid, RequestError, Size, Span, Work
+from saccade.runner.cross_attention import rows_by_image, stretches
+from saccade.types import Grid, RequestError, ScheduledWindow, Size, Span
 from tests import family_mllama
 from tests.conftest import make_photo
 from tests.family_mllama import PICTURE, TILE
@@ -53,7 +53,7 @@ class Looking(Subject):
         kv = PagedKV.allocate(self.config.text, length + 1, 1, torch.float32, CPU)
         batch = AttentionBatch([length], [length], places[None], places, 1)
         attention = PagedAttention(kv, batch, self.config.text.head_dim**-0.5)
-        seen = seen_by([(Work("a", 0, length, (), True), prompt.spans)], by_key, CPU)
+        seen = rows_by_image([(ScheduledWindow("a", 0, length, (), True), prompt.spans)], by_key, CPU)
         embeds = self.model.embed(torch.tensor(prompt.token_ids))
         hidden = self.model.forward(embeds, torch.from_numpy(prompt.positions), attention, seen)
         return torch.as_tensor(self.model.logits(hidden))
@@ -188,8 +188,8 @@ def test_fewer_pixels_mean_fewer_tiles_but_at_least_one(published: Mllama) -> No
 
 
 def test_a_picture_is_one_token_that_keeps_its_own_embedding(subject: Looking) -> None:
-    token_ids, is_embed, is_lasting = subject.family.expand(subject.geometry(PHOTOS[0]))
-    assert token_ids.tolist() == [subject.config.image_token_id] and is_embed == (False,) and is_lasting
+    token_ids, is_embed, is_cross_attended = subject.family.expand(subject.geometry(PHOTOS[0]))
+    assert token_ids.tolist() == [subject.config.image_token_id] and is_embed == (False,) and is_cross_attended
     positions, following = subject.family.positions([0] * 5, [Span(1, 1, bytes(32), 8)], [Grid(1, 4, 4)])
     assert positions.tolist() == [[0, 1, 2, 3, 4]] and following == 5
 
@@ -209,7 +209,7 @@ def test_the_placeholder_behind_the_vocabulary_may_come_as_an_id(subject: Lookin
     prompt = subject.processor.from_prompt(
         {"prompt_token_ids": [token, 5, 6], "multi_modal_data": {"image": PHOTOS[0]}}
     )
-    assert prompt.token_ids == [token, 5, 6] and prompt.spans[0].is_lasting
+    assert prompt.token_ids == [token, 5, 6] and prompt.spans[0].is_cross_attended
     with pytest.raises(RequestError, match=rf"holds {token + 1}, but this model's ids go from 0 to {token - 1}"):
         subject.processor.from_prompt({"prompt_token_ids": [5, token + 1]})
 
@@ -221,7 +221,7 @@ def test_the_placeholder_behind_the_vocabulary_may_come_as_an_id(subject: Lookin
 @given(st.lists(st.booleans(), min_size=1, max_size=14), st.data())
 def test_each_row_sees_the_pictures_that_the_models_own_mask_allows(is_picture: list[bool], data: Any) -> None:
     places = [at for at, is_one in enumerate(is_picture) if is_one]
-    spans = lasting([Span(at, 1, bytes([at]) * 32, 8) for at in places])
+    spans = cross_attended([Span(at, 1, bytes([at]) * 32, 8) for at in places])
     length = len(is_picture)
     ranges = get_cross_attention_token_mask([9 if is_one else 1 for is_one in is_picture], 9)
     allowed = [
@@ -238,14 +238,14 @@ def test_each_row_sees_the_pictures_that_the_models_own_mask_allows(is_picture: 
 
 def test_rows_of_several_requests_that_see_the_same_pictures_go_together() -> None:
     a, b = bytes([1]) * 32, bytes([2]) * 32
-    first, second = lasting([Span(2, 1, a, 8)]), lasting([Span(0, 1, a, 8), Span(3, 1, b, 8)])
-    works = [
-        (Work("x", 0, 4, (), True), first),
-        (Work("y", 7, 8, (), True), second),
-        (Work("z", 1, 2, (), True), first),
+    first, second = cross_attended([Span(2, 1, a, 8)]), cross_attended([Span(0, 1, a, 8), Span(3, 1, b, 8)])
+    windows = [
+        (ScheduledWindow("x", 0, 4, (), True), first),
+        (ScheduledWindow("y", 7, 8, (), True), second),
+        (ScheduledWindow("z", 1, 2, (), True), first),
     ]
-    works.append((Work("w", 1, 2, (), True), second))
-    seen = seen_by(works, {a: torch.ones(1), b: torch.zeros(1)}, CPU)
+    windows.append((ScheduledWindow("w", 1, 2, (), True), second))
+    seen = rows_by_image(windows, {a: torch.ones(1), b: torch.zeros(1)}, CPU)
     assert [(group.rows.tolist(), [int(e) for e in group.embeddings]) for group in seen] == [
         ([2, 3, 6], [1]),
         ([4], [0]),
@@ -308,7 +308,7 @@ def test_text_before_a_picture_does_not_depend_on_it(subject: Looking) -> None:
 
 def test_a_picture_out_of_sight_changes_later_text_only_through_the_text_between(subject: Looking) -> None:
     keys = [bytes([n]) * 32 for n in range(2)]
-    spans = lasting([Span(0, 1, keys[0], 8), Span(4, 1, keys[1], 8)])
+    spans = cross_attended([Span(0, 1, keys[0], 8), Span(4, 1, keys[1], 8)])
     assert [found for _, _, found in stretches(spans, 0, 9)] == [(keys[0],), (keys[1],)]
 
 

@@ -18,7 +18,7 @@ from saccade.cli import main as cli
 from saccade.models import load_model
 from saccade.processor.checkpoint import open_checkpoint
 from saccade.processor.families import video_rules_for
-from saccade.runner.build import plain_reason
+from saccade.runner.build import eager_reason_of
 from saccade.types import Grid, Size
 from tests import family_qwen3_5, family_text, test_family_qwen3_5
 from tests.conftest import make_photo
@@ -220,9 +220,9 @@ def test_a_whole_folder_may_be_filled_at_random(folder: Path) -> None:
 
 
 def test_on_a_gpu_the_start_up_log_says_why_steps_are_plain(pair: Pair) -> None:
-    reason = plain_reason(pair.ours, torch.device("cuda"))
+    reason = eager_reason_of(pair.ours, torch.device("cuda"))
     assert reason is not None and "recorded graph" in reason
-    assert plain_reason(pair.ours, CPU) is None
+    assert eager_reason_of(pair.ours, CPU) is None
 
 
 # --- what configs say ---------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from saccade.models.layers.gated_delta_net import CHUNK, delta_rule
 from saccade.processor.checkpoint import open_checkpoint
 from saccade.processor.families import family_for
 from saccade.runner.recurrent_state import RecurrentStates
-from saccade.types import Grid, KeptState, Size, Work
+from saccade.types import Grid, ScheduledWindow, Size, StateCheckpoint
 from tests.conftest import make_photo
 from tests.family_qwen3_5 import PICTURE, build
 from tests.qwen_proofs import assert_positions_equal
@@ -160,7 +160,7 @@ def our_logits(pair: Pair, ids: Tensor, pictures: list[tuple[Grid, Tensor]], chu
     for start in range(0, len(ids), chunk):
         end = min(start + chunk, len(ids))
         attention = PagedAttention(kv, one_request(end, end - start), model.decoder.scale)
-        now = states.of([Work("a", start, end, (), False)])
+        now = states.of([ScheduledWindow("a", start, end, (), False)])
         hidden = model.forward(embeds[start:end], positions[:, start:end], attention, now)  # type: ignore[call-arg]
         outputs.append(model.logits(hidden))
     return torch.cat(outputs)
@@ -249,29 +249,35 @@ def test_a_row_is_given_back_and_begins_at_zero_again() -> None:
 def test_a_window_that_does_not_begin_where_its_state_is_breaks_the_step() -> None:
     states = make_states()
     states.open("a")
-    states.of([Work("a", 0, 5, (), False)])
+    states.of([ScheduledWindow("a", 0, 5, (), False)])
     with pytest.raises(AssertionError, match="after 5 tokens cannot go on at 6"):
-        states.of([Work("a", 6, 7, (), True)])
+        states.of([ScheduledWindow("a", 6, 7, (), True)])
 
 
 def test_windows_of_one_token_are_computed_together() -> None:
     states = make_states(3)
     for name in "abc":
         states.open(name)
-    states.of([Work(name, 0, 4, (), False) for name in "ab"])
-    groups = states.of([Work("a", 4, 5, (), True), Work("c", 0, 3, (), False), Work("b", 4, 5, (), True)]).groups
+    states.of([ScheduledWindow(name, 0, 4, (), False) for name in "ab"])
+    groups = states.of(
+        [
+            ScheduledWindow("a", 4, 5, (), True),
+            ScheduledWindow("c", 0, 3, (), False),
+            ScheduledWindow("b", 4, 5, (), True),
+        ]
+    ).groups
     assert sorted(group.tokens.tolist() for group in groups) == [[[0], [4]], [[1, 2, 3]]]
 
 
 def test_a_window_is_cut_where_its_state_is_kept_and_another_request_goes_on_from_there() -> None:
     states = make_states(2, kept=2)
     states.open("a")
-    now = states.of([Work("a", 0, 7, (), False, (KeptState(4, 1), KeptState(6, 0)))])
+    now = states.of([ScheduledWindow("a", 0, 7, (), False, (StateCheckpoint(4, 1), StateCheckpoint(6, 0)))])
     assert [group.tokens.tolist() for group in now.groups] == [[[0, 1, 2, 3]], [[4, 5]], [[6]]]
     assert [None if g.keep_in is None else g.keep_in.tolist() for g in now.groups] == [[3], [2], None]
     states.memory[:, 3] = 5
-    states.open("b", KeptState(4, 1))
-    (group,) = states.of([Work("b", 4, 9, (), False)]).groups
+    states.open("b", StateCheckpoint(4, 1))
+    (group,) = states.of([ScheduledWindow("b", 4, 9, (), False)]).groups
     assert (states.memory[:, group.rows] == 5).all()
 
 

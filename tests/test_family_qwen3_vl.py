@@ -268,8 +268,8 @@ def test_the_published_config_is_read_with_its_deep_layers_and_its_size() -> Non
     config = model_config(PUBLISHED_4B)
     vision = config.vision
     assert vision is not None
-    assert (vision.deep_layers, vision.is_gated, vision.window_tokens) == ((5, 11, 17), False, None)
-    assert config.text.num_deep == 3
+    assert (vision.deepstack_layers, vision.is_gated, vision.window_tokens) == ((5, 11, 17), False, None)
+    assert config.text.num_deepstack == 3
     assert costs.weight_bytes(config, "bfloat16") == pytest.approx(8.88e9, rel=5e-3)  # 4.44 billion parameters
 
 

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from saccade import LLM
 from saccade.checkpoint.config import ConfigError, model_config
-from saccade.engine.async_core import OverlappedCore
+from saccade.engine.async_core import AsyncEngineCore
 from saccade.kernels.attention.prefill_flashinfer import Capacity, FlashInferPrefill, Heads, lay_out
-from saccade.runner.cuda.attention_backend import LEAST_TOKENS, Place, check, choose
+from saccade.runner.cuda.attention_backend import MIN_TOKENS, Place, check, choose
 from saccade.runner.cuda.forward import CudaForward
 from tests import fake_flashinfer
 from tests.test_config import PUBLISHED
@@ -134,7 +134,7 @@ def engine(folder: Path, least_tokens: int, **options: Any) -> tuple[LLM, Any]:
         axes=3,
         flash=prefill,
     )
-    llm.engine._core = OverlappedCore(limits, runner)
+    llm.engine._core = AsyncEngineCore(limits, runner)
     return llm, prefill._wrapper
 
 
@@ -187,7 +187,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[Any, ...], dict[st
 
 
 @pytest.mark.usefixtures("installed", "hopper")
-@pytest.mark.parametrize(("asked", "least"), [("auto", LEAST_TOKENS), ("flashinfer", 1)])
+@pytest.mark.parametrize(("asked", "least"), [("auto", MIN_TOKENS), ("flashinfer", 1)])
 def test_auto_leaves_short_steps_to_our_kernels(asked: str, least: int, made: list[Any]) -> None:
     assert choose(asked, HOPPER, 16, 100, 0.1) == "built"
     [(given, named)] = made

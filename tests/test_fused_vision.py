@@ -17,7 +17,7 @@ from saccade.models.cuda.vision_graphs import packed_cells
 from saccade.models.families.llava import Llava
 from saccade.models.families.qwen2_vl import Qwen2VL
 from saccade.models.layers.basic import Parameters, cos_sin, quick_gelu, rotate
-from saccade.models.vision.blocks import angles_of, grid_places
+from saccade.models.vision.blocks import angles_of, grid_positions
 from saccade.models.vision.ops import TorchVision, VisionOps
 from saccade.models.vision.preprocess import PatchLayout, PixelPolicy
 from saccade.models.weights import fill_random
@@ -92,7 +92,7 @@ def random(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(7)).to(DEVICE)
 
 
-def turns_of(cos: Tensor, sin: Tensor) -> Tensor:
+def rotary_of(cos: Tensor, sin: Tensor) -> Tensor:
     """What `rotate` takes, as fused kernels take it."""
     half = cos.shape[-1] // 2
     return torch.stack((cos[:, half:], sin[:, half:]), dim=-1).flatten(1)
@@ -103,13 +103,13 @@ def picture(width: int, height: int) -> Tensor:
     return torch.randint(0, 256, (height, width, 3), dtype=torch.uint8, generator=generator).to(DEVICE)
 
 
-@pytest.mark.parametrize("takes_turns", [False, True])
-def test_angles_of_cells_are_those_of_plain_arithmetic(takes_turns: bool) -> None:
-    places = grid_places([Grid(1, 4, 6), Grid(1, 300, 2)], 80, 1e4, 2, DEVICE, takes_turns=takes_turns)
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_angles_of_cells_are_those_of_plain_arithmetic(interleaved: bool) -> None:
+    places = grid_positions([Grid(1, 4, 6), Grid(1, 300, 2)], 80, 1e4, 2, DEVICE, interleaved=interleaved)
     expected = angles_of(places)
-    turns = torch.empty_like(expected.cos)
-    vit_elementwise.turn(packed_cells(places).to(DEVICE), places.per_axis, turns)
-    torch.testing.assert_close(turns, turns_of(*expected), atol=1e-5, rtol=1e-5)
+    rotary = torch.empty_like(expected.cos)
+    vit_elementwise.turn(packed_cells(places).to(DEVICE), places.per_axis, rotary)
+    torch.testing.assert_close(rotary, rotary_of(*expected), atol=1e-5, rtol=1e-5)
 
 
 def test_pictures_of_several_sizes_get_the_embeddings_of_the_plain_tower() -> None:
@@ -162,7 +162,7 @@ def test_rotation_turns_queries_and_keys_and_leaves_values() -> None:
     qkv = random(7, 3, 3, 20)
     cos, sin = cos_sin(random(7, 10), torch.float32)
     expected = torch.cat((rotate(qkv[:, :2], cos[:, None, None], sin[:, None, None]), qkv[:, 2:]), dim=1)
-    vit_elementwise.rotate_pairs(qkv, turns_of(cos, sin))
+    vit_elementwise.rotate_pairs(qkv, rotary_of(cos, sin))
     torch.testing.assert_close(qkv, expected, atol=1e-6, rtol=1e-6)
 
 

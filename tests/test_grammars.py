@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from saccade import LLM, SamplingParams
-from saccade.engine.async_core import OverlappedCore
+from saccade.engine.async_core import AsyncEngineCore
 from saccade.engine.core import EngineCore
 from saccade.structured import grammar, schema, time_budget
 from saccade.structured.grammar import Grammars
@@ -137,12 +137,12 @@ def test_a_request_that_ends_before_its_grammar_is_there_leaves_nothing(
     go = threading.Event()
     monkeypatch.setattr(grammar, "compiled", lambda *given: go.wait(10) and schema.compiled(*given))
     grammars.of(request())
-    assert grammars.held(2, 0.0) == {"r/0"}
+    assert grammars.not_ready(2, 0.0) == {"r/0"}
     grammars.end("r/0")
-    assert not grammars.held(2, 0.0)
+    assert not grammars.not_ready(2, 0.0)
     go.set()
     assert grammars.of(request()).allowed() is not None  # type: ignore[union-attr]
-    assert grammars.held(2, 10.0) == frozenset()
+    assert grammars.not_ready(2, 10.0) == frozenset()
 
 
 # --- beside the steps ---------------------------------------------------------------------------------------------
@@ -296,7 +296,7 @@ def ended(events: list[TokenEvent]) -> list[str]:
     return [event.request_id for event in events if event.finish_reason]
 
 
-@pytest.mark.parametrize("kind", [EngineCore, OverlappedCore])
+@pytest.mark.parametrize("kind", [EngineCore, AsyncEngineCore])
 def test_a_held_request_sits_steps_out_and_others_go_on(kind: type[EngineCore]) -> None:
     core, grammars = make_core(kind)
     grammars.holding = frozenset({"a", "b"})
@@ -314,7 +314,7 @@ def test_a_held_request_sits_steps_out_and_others_go_on(kind: type[EngineCore]) 
     assert not grammars.open and not core.scheduler.has_unfinished()
 
 
-@pytest.mark.parametrize("kind", [EngineCore, OverlappedCore])
+@pytest.mark.parametrize("kind", [EngineCore, AsyncEngineCore])
 def test_grammars_end_with_a_step_that_breaks(kind: type[EngineCore]) -> None:
     core, grammars = make_core(kind)
     core.add(make_request("a", 5, max_tokens=4, temperature=0))
@@ -326,7 +326,7 @@ def test_grammars_end_with_a_step_that_breaks(kind: type[EngineCore]) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-@pytest.mark.parametrize("kind", [EngineCore, OverlappedCore])
+@pytest.mark.parametrize("kind", [EngineCore, AsyncEngineCore])
 def test_whoever_is_held_and_when_every_request_ends_once(kind: type[EngineCore], data: st.DataObject) -> None:
     core, grammars = make_core(kind)
     names = [f"r{i}" for i in range(data.draw(st.integers(1, 7)))]

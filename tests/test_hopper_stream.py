@@ -1,6 +1,6 @@
 """Products that leave their sums in parts: what is chosen, and that layers and engine can add up what they get.
 
-The kernel needs the device, where `products` tries it at start; here its reference stands in for it.
+The kernel needs the device, where `gemms` tries it at start; here its reference stands in for it.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from PIL import Image
 from saccade import LLM
 from saccade.kernels.attention.decode_triton import DecodeWorkspace, paged_decode
 from saccade.kernels.gemm import hopper_split_k
-from saccade.kernels.gemm.hopper_split_k import Ring, choose_gated, choose_parts, suits
+from saccade.kernels.gemm.hopper_split_k import PipelineConfig, choose_gated, choose_parts, suits
 from saccade.kernels.ops import reference
 from saccade.kernels.ops.norm import add_rms_norm
 from saccade.models.cuda import gemms
-from saccade.models.cuda.gemms import Stream, can_stream, new_workspace, products_for
+from saccade.models.cuda.gemms import Residual, can_split_k, gemms_for, new_workspace
 from saccade.models.layers.decoder import Biases
 from tests.families import FAMILIES
 from tests.test_kernels import BLOCK, DEVICE, SMALL, Paged, ints, random
@@ -34,11 +34,11 @@ EVERY_ROWS = pytest.mark.parametrize("rows", [2, 17, 33, 64, 65, 128])
 
 @pytest.fixture
 def streamed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gemms, "can_stream", lambda device: True)
+    monkeypatch.setattr(gemms, "can_split_k", lambda device: True)
     monkeypatch.setattr(hopper_split_k, "suits", lambda *shape: True)
-    monkeypatch.setattr(hopper_split_k, "choose_parts", lambda *shape: Ring(stages=1, splits=3))
-    monkeypatch.setattr(hopper_split_k, "linear_parts", reference.linear_parts)
-    monkeypatch.setattr(hopper_split_k, "gated_stream", reference.gated_stream)
+    monkeypatch.setattr(hopper_split_k, "choose_parts", lambda *shape: PipelineConfig(stages=1, splits=3))
+    monkeypatch.setattr(hopper_split_k, "split_k_linear", reference.split_k_linear)
+    monkeypatch.setattr(hopper_split_k, "split_k_gated_linear", reference.split_k_gated_linear)
 
 
 def stage_bytes(rows: int, weights: int) -> int:
@@ -83,7 +83,7 @@ def test_sizes_it_is_not_made_for_go_another_way(
 
 
 def test_only_hopper_gpus_stream() -> None:
-    assert not can_stream(torch.device("cpu"))
+    assert not can_split_k(torch.device("cpu"))
 
 
 @pytest.mark.usefixtures("streamed")
@@ -91,11 +91,11 @@ def test_one_row_and_many_rows_of_large_weights_go_the_other_ways(monkeypatch: p
     made = decoder()
 
     def kinds() -> list[str]:
-        return [type(products_for(made, rows, new_workspace(made))).__name__ for rows in (1, 2, 32, 33, 128, 129)]
+        return [type(gemms_for(made, rows, new_workspace(made))).__name__ for rows in (1, 2, 32, 33, 128, 129)]
 
-    assert kinds() == ["_FewRows", *["_Streamed"] * 4, "_ManyRows"]
+    assert kinds() == ["_SkinnyGemms", *["_SplitKGemms"] * 4, "_LargeGemms"]
     monkeypatch.setattr(gemms, "MAX_ELEMENTS", 100)
-    assert kinds() == ["_FewRows", *["_Streamed"] * 2, *["_ManyRows"] * 3]
+    assert kinds() == ["_SkinnyGemms", *["_SplitKGemms"] * 2, *["_LargeGemms"] * 3]
 
 
 # --- adding up ----------------------------------------------------------------------------------------------------
@@ -139,9 +139,9 @@ def test_attention_adds_up_a_projection_that_came_in_parts(splits: int) -> None:
 @pytest.mark.parametrize("rows", [2, 20, 40])
 def test_a_layer_in_parts_adds_up_to_the_plain_one(rows: int, biases: Biases) -> None:
     made = decoder(biases)
-    layer, ours = made.layers[0], products_for(made, rows, new_workspace(made), in_parts=True)
+    layer, ours = made.layers[0], gemms_for(made, rows, new_workspace(made), in_parts=True)
     x, mixed = rows_of(rows, 64, 1), rows_of(rows, 64, 2)
-    qkv, stream = ours.qkv(Stream(x), layer)
+    qkv, stream = ours.qkv(Residual(x), layer)
     assert qkv.shape == (3, rows, 128)
     assert_close(qkv.sum(0).half(), layer.qkv(layer.attention_norm(x)))
     added = layer.out(mixed) + x
@@ -154,7 +154,7 @@ def test_a_layer_in_parts_adds_up_to_the_plain_one(rows: int, biases: Biases) ->
 @pytest.mark.usefixtures("streamed")
 def test_who_cannot_add_up_gets_queries_and_keys_whole() -> None:
     made = decoder()
-    qkv, _ = products_for(made, 5, new_workspace(made)).qkv(Stream(rows_of(5, 64, 1)), made.layers[0])
+    qkv, _ = gemms_for(made, 5, new_workspace(made)).qkv(Residual(rows_of(5, 64, 1)), made.layers[0])
     assert qkv.shape == (5, 128)
 
 

@@ -28,7 +28,7 @@ from saccade.options import Options
 from saccade.processor.checkpoint import open_checkpoint
 from saccade.processor.prompt import Processor
 from saccade.processor.template import RESERVED, _environment
-from saccade.processor.template_pool import MOST_SLOW, THREADS, Renderer, TemplateEnded
+from saccade.processor.template_pool import MOST_SLOW, THREADS, TemplateEnded, TemplatePool
 from saccade.types import RequestError
 from tests.conftest import make_photo, png
 from tests.hostile import watching
@@ -76,8 +76,8 @@ def said(text: str) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def renderer() -> Iterator[Renderer]:
-    made = Renderer(TEMPLATE, 0.3, 1 << 20)
+def template_pool() -> Iterator[TemplatePool]:
+    made = TemplatePool(TEMPLATE, 0.3, 1 << 20)
     yield made
     made.close()
 
@@ -99,12 +99,12 @@ def _is_worker(process: psutil.Process) -> bool:
 
 
 @pytest.mark.parametrize("deed", DEEDS)
-def test_a_template_that_misbehaves_ends_its_chat_and_no_other(renderer: Renderer, deed: str) -> None:
+def test_a_template_that_misbehaves_ends_its_chat_and_no_other(template_pool: TemplatePool, deed: str) -> None:
     with pytest.raises(RequestError, match="the model's chat template") as caught:
-        renderer.render(messages=said(deed))
+        template_pool.render(messages=said(deed))
     assert isinstance(caught.value, TemplateEnded) == (deed in ENDED)
     assert caught.value.param == "messages"
-    assert "hello" in renderer.render(messages=said("hello"))
+    assert "hello" in template_pool.render(messages=said("hello"))
 
 
 @pytest.mark.parametrize("deed", DEEDS)
@@ -120,18 +120,18 @@ def test_a_template_that_cannot_be_compiled_is_the_operators_and_costs_one_proce
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     for broken in ("{% if %}", "{{ " + "(" * 50_000, "{% for a in [1] %}" * 50 + "{% endfor %}" * 50):
-        renderer = Renderer(broken, 1.0, 1 << 20)
+        template_pool = TemplatePool(broken, 1.0, 1 << 20)
         for _ in range(3):
             with pytest.raises(ConfigError, match=r"^the checkpoint's chat template cannot be compiled"):
-                renderer.render(messages=said("hello"))
-        renderer.close()
+                template_pool.render(messages=said("hello"))
+        template_pool.close()
     assert len(caplog.records) == 3 and "line 1" in caplog.text
 
 
 def test_what_cannot_fit_is_not_even_sent() -> None:
-    before, renderer = workers(), Renderer(TEMPLATE, 1.0, 1000)
+    before, template_pool = workers(), TemplatePool(TEMPLATE, 1.0, 1000)
     with pytest.raises(RequestError, match=r"have 5\d\d\d bytes, more than the context can hold") as caught:
-        renderer.render(messages=said("x" * 5000))
+        template_pool.render(messages=said("x" * 5000))
     assert caught.value.code == "context_length_exceeded" and workers() == before
 
 
@@ -147,8 +147,10 @@ def test_all_that_templates_find_is_reserved() -> None:
 
 def test_pictures_never_travel_to_the_process(qwen2_vl_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[int] = []
-    plain = Renderer._body
-    monkeypatch.setattr(Renderer, "_body", lambda self, context: sent.append(len(body := plain(self, context))) or body)
+    plain = TemplatePool._body
+    monkeypatch.setattr(
+        TemplatePool, "_body", lambda self, context: sent.append(len(body := plain(self, context))) or body
+    )
     processor, photo = make(qwen2_vl_folder), make_photo(600, 400)
     for picture in ({"type": "image", "image": photo}, image_part(picture_url(600, 400)), image_part(png(photo))):
         processor.from_chat([{"role": "user", "content": [picture, text_part("What is this?")]}])
@@ -167,14 +169,14 @@ def test_the_time_of_a_template_has_bounds(seconds: float) -> None:
 
 def test_slow_chats_wait_for_each_other_and_others_do_not_wait_for_them() -> None:
     """More slow chats than there are threads for them, sent first; then a quick one."""
-    renderer = Renderer(TEMPLATE, 0.6, 1 << 20)
+    template_pool = TemplatePool(TEMPLATE, 0.6, 1 << 20)
     with ThreadPoolExecutor(THREADS) as pool:
-        slow = [pool.submit(renderer.render, messages=said("loops")) for _ in range(2 * MOST_SLOW)]
-        quick = pool.submit(renderer.render, messages=said("hello"))
+        slow = [pool.submit(template_pool.render, messages=said("loops")) for _ in range(2 * MOST_SLOW)]
+        quick = pool.submit(template_pool.render, messages=said("hello"))
         assert "hello" in quick.result(60)
         assert sum(not chat.done() for chat in slow) > 2  # it has overtaken those that wait, too
         errors = [chat.exception(60) for chat in slow]
-    renderer.close()
+    template_pool.close()
     refused = [error for error in errors if isinstance(error, RequestError) and error.code == "overloaded"]
     assert refused and all(isinstance(error, TemplateEnded) for error in errors if error not in refused)
 
@@ -184,43 +186,43 @@ def _interrupted(*_: Any) -> None:
 
 
 def test_a_chat_that_was_given_up_leaves_no_answer_for_the_next(
-    renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+    template_pool: TemplatePool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    renderer.render(messages=said("hello"))
+    template_pool.render(messages=said("hello"))
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr("saccade.processor.template_pool._Process._receive", _interrupted)
-        renderer.render(messages=said("first"))
-    assert "second" in renderer.render(messages=said("second"))
+        template_pool.render(messages=said("first"))
+    assert "second" in template_pool.render(messages=said("second"))
 
 
-def test_a_process_that_was_killed_is_started_again(renderer: Renderer) -> None:
-    renderer.render(messages=said("hello"))
+def test_a_process_that_was_killed_is_started_again(template_pool: TemplatePool) -> None:
+    template_pool.render(messages=said("hello"))
     for pid in workers():
         os.kill(pid, signal.SIGKILL)
     assert until(lambda: not workers())
-    assert "hello" in renderer.render(messages=said("hello"))
+    assert "hello" in template_pool.render(messages=said("hello"))
 
 
 # --- no process is left -------------------------------------------------------------------------------------------
 
 
 def test_closing_ends_the_processes_and_whoever_waits_for_them() -> None:
-    before, renderer = workers(), Renderer(TEMPLATE, 600.0, 1 << 20)
+    before, template_pool = workers(), TemplatePool(TEMPLATE, 600.0, 1 << 20)
     with ThreadPoolExecutor(1) as pool:
-        endless = pool.submit(renderer.render, messages=said("loops"))
+        endless = pool.submit(template_pool.render, messages=said("loops"))
         assert until(lambda: len(workers() - before) == 2)  # quick, then slow
-        renderer.close()
+        template_pool.close()
         assert isinstance(endless.exception(30), TemplateEnded)
     assert workers() == before
     with pytest.raises(RuntimeError, match="closed"):
-        renderer.render(messages=said("hello"))
+        template_pool.render(messages=said("hello"))
 
 
 def test_a_renderer_that_nobody_has_any_more_leaves_no_process() -> None:
-    before, renderer = workers(), Renderer(TEMPLATE, 1.0, 1 << 20)
-    renderer.render(messages=said("hello"))
+    before, template_pool = workers(), TemplatePool(TEMPLATE, 1.0, 1 << 20)
+    template_pool.render(messages=said("hello"))
     assert len(workers() - before) == 1
-    del renderer
+    del template_pool
     gc.collect()
     assert workers() == before
 

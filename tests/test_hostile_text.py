@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from saccade.processor.tokenizer import Tokenizer
 from saccade.server.errors import ApiError
-from saccade.server.http.text_tally import MAX_VALUES, Tally, check_text
+from saccade.server.http.text_tally import MAX_VALUES, TextTally, check_text
 from saccade.types import RequestError, quoted
 from tests.hostile import raw_connection, watching
 from tests.serving import RunningServer, chat_body, error_of, until
@@ -132,11 +132,11 @@ def test_a_picture_where_none_can_be_is_text(body: dict[str, Any]) -> None:
 # --- while a body arrives -----------------------------------------------------------------------------------------
 
 
-def tallied(body: bytes, max_chars: int = 1000, chunk: int = 1 << 16) -> Tally:
-    tally = Tally(max_chars)
+def tallied(body: bytes, max_chars: int = 1000, chunk: int = 1 << 16) -> TextTally:
+    text_tally = TextTally(max_chars)
     for start in range(0, len(body), chunk):
-        tally.take(body[start : start + chunk])
-    return tally
+        text_tally.take(body[start : start + chunk])
+    return text_tally
 
 
 MUCH = 20 << 20
@@ -175,8 +175,8 @@ PIECES = st.lists(
 def test_how_a_body_is_cut_into_chunks_does_not_matter(pieces: list[str], chunk: int) -> None:
     body = ", ".join(pieces).encode() + b" " * 64  # what is held back at the end is not counted yet
 
-    def counts(tally: Tally) -> tuple[int, ...]:
-        return tally._bytes, tally._values, tally._quotes, tally._containers
+    def counts(text_tally: TextTally) -> tuple[int, ...]:
+        return text_tally._bytes, text_tally._values, text_tally._quotes, text_tally._containers
 
     assert counts(tallied(body, chunk=chunk)) == counts(tallied(body))
 

@@ -17,7 +17,7 @@ import pytest
 
 from saccade import LLM, SamplingParams
 from saccade.engine.core import EngineCore
-from saccade.engine.gc_control import settle, tidy
+from saccade.engine.gc_control import collect, freeze
 from saccade.engine.ipc import messages
 from saccade.engine.ipc.loop import EngineLoop
 from saccade.options import Options, SchedulerConfig
@@ -54,7 +54,7 @@ def no_collector() -> Iterator[None]:
 
 def test_what_exists_after_the_start_is_not_looked_through_again() -> None:
     kept = [_Ring() for _ in range(10)]
-    settle()
+    freeze()
     try:
         assert gc.get_freeze_count() > 10
         assert not any(thing is kept for thing in gc.get_objects())
@@ -66,7 +66,7 @@ def test_what_exists_after_the_start_is_not_looked_through_again() -> None:
 def test_tidying_frees_what_refers_to_itself() -> None:
     left = weakref.ref(_Ring())
     assert left() is not None
-    tidy()
+    collect()
     assert left() is None
 
 

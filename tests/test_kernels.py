@@ -15,15 +15,15 @@ from saccade.kernels.attention.rope_store_kv import rotary_and_store
 from saccade.kernels.attention.vit_triton import TILE_ROWS, packed_vit
 from saccade.kernels.launch.tiling import Launch, Tiles, power_of_two
 from saccade.kernels.ops import reference
-from saccade.kernels.ops.argmax import ArgmaxWorkspace, Board, argmax
+from saccade.kernels.ops.argmax import ArgmaxWorkspace, TokenSink, argmax
 from saccade.kernels.ops.norm import add_rms_norm, silu_and_mul
 from saccade.kernels.ops.prepare_inputs import (
-    PromptInputs,
-    PromptNumbers,
-    StepNumbers,
-    Turning,
+    DecodeMetadata,
+    PrefillInputs,
+    PrefillMetadata,
+    RotaryFrequencies,
     decode_inputs,
-    prompt_inputs,
+    prefill_inputs,
 )
 from saccade.models.layers.attention import AttentionBatch, reference_attention, reference_packed_attention
 from saccade.models.layers.basic import cos_sin
@@ -219,7 +219,7 @@ def test_decode_refuses_a_workspace_that_is_too_small() -> None:
 
 
 def test_splits_fill_the_device_and_stay_a_power_of_two() -> None:
-    splits = [choose_splits(requests, 2, 4096, multiprocessors=132) for requests in (1, 8, 32, 128, 512)]
+    splits = [choose_splits(requests, 2, 4096, num_sms=132) for requests in (1, 8, 32, 128, 512)]
     assert splits == sorted(splits, reverse=True)
     assert splits[0] > 16
     assert splits[-1] == 1
@@ -227,7 +227,7 @@ def test_splits_fill_the_device_and_stay_a_power_of_two() -> None:
 
 
 def test_short_contexts_are_not_split() -> None:
-    assert choose_splits(1, 2, 64, multiprocessors=132) == 1
+    assert choose_splits(1, 2, 64, num_sms=132) == 1
 
 
 # --- paged prefill ------------------------------------------------------------------------------------------------
@@ -260,7 +260,7 @@ def test_prefill_equals_the_reference_however_keys_are_split(
 
 
 def test_short_windows_are_split_until_the_device_is_full() -> None:
-    splits = [prefill_splits(tokens, 12, 64, multiprocessors=132) for tokens in (16, 64, 128, 512, 2048)]
+    splits = [prefill_splits(tokens, 12, 64, num_sms=132) for tokens in (16, 64, 128, 512, 2048)]
     assert splits == sorted(splits, reverse=True)
     assert splits[0] >= 8
     assert splits[-1] == 1
@@ -299,7 +299,7 @@ def test_prefill_runs_in_half_precision_with_its_own_launch(rows: int) -> None:
 
 
 def test_small_steps_are_cut_into_small_tiles() -> None:
-    assert choose_rows(512, 12, multiprocessors=132) < choose_rows(8192, 12, multiprocessors=132)
+    assert choose_rows(512, 12, num_sms=132) < choose_rows(8192, 12, num_sms=132)
 
 
 # --- packed pictures ----------------------------------------------------------------------------------------------
@@ -437,18 +437,21 @@ def test_of_equal_largest_values_the_first_one_is_found() -> None:
 
 @pytest.mark.parametrize("size", [40, 9000])
 def test_what_is_found_is_written_down_for_the_step_that_follows(size: int) -> None:
-    logits, latest = random(2, size), ints([-1, -1, -1], torch.int64)
-    board = Board(latest, ints([2, 0]))
-    found = argmax(logits, ArgmaxWorkspace.allocate(2, DEVICE), ints([0, 0], torch.int64), board)
-    assert latest.tolist() == [found[1].item(), -1, found[0].item()]
+    logits, last_tokens = random(2, size), ints([-1, -1, -1], torch.int64)
+    sink = TokenSink(last_tokens, ints([2, 0]))
+    found = argmax(logits, ArgmaxWorkspace.allocate(2, DEVICE), ints([0, 0], torch.int64), sink)
+    assert last_tokens.tolist() == [found[1].item(), -1, found[0].item()]
 
 
-def begun(embeds: Tensor, tables: Tensor) -> tuple[PromptInputs, Tensor, Tensor]:
+def begun(embeds: Tensor, tables: Tensor) -> tuple[PrefillInputs, Tensor, Tensor]:
     """Three rows of two windows with two axes, the table of tokens and the angles they should have."""
-    embedding, turning = random(9, 40, dtype=torch.bfloat16), Turning(random(8).abs(), ints([0, 1] * 4, torch.int64))
+    embedding, turning = (
+        random(9, 40, dtype=torch.bfloat16),
+        RotaryFrequencies(random(8).abs(), ints([0, 1] * 4, torch.int64)),
+    )
     positions = ints([0, 700, 31, 5, 6, 7]).view(2, 3)
-    numbers = PromptNumbers(ints([4, -1, 0]), positions, ints([2, 0]), ints([49, 600 * BLOCK]))
-    found = prompt_inputs(numbers, embeds, embedding, turning, tables, BLOCK)
+    metadata = PrefillMetadata(ints([4, -1, 0]), positions, ints([2, 0]), ints([49, 600 * BLOCK]))
+    found = prefill_inputs(metadata, embeds, embedding, turning, tables, BLOCK)
     return found, embedding, positions.float().index_select(0, turning.axes).T * turning.frequencies
 
 
@@ -488,9 +491,9 @@ def test_not_a_number_is_the_largest_and_with_a_sign_the_smallest(dtype: torch.d
 
 def test_embeddings_of_a_decode_step_may_go_into_wider_rows_of_a_larger_pass() -> None:
     embedding, rows = random(9, 40, dtype=torch.bfloat16), random(5, 60, dtype=torch.bfloat16, seed=1)
-    others, latest, tables = rows[:3].clone(), ints([8], torch.int64), ints([0]).view(1, 1)
-    numbers = StepNumbers(*(ints(values) for values in ([4, -1], [0, 0], [-1, -1], [1, 1], [0, 0])))
-    found = decode_inputs(numbers, latest, embedding, random(8).abs(), tables, BLOCK, rows[3:])
+    others, last_tokens, tables = rows[:3].clone(), ints([8], torch.int64), ints([0]).view(1, 1)
+    metadata = DecodeMetadata(*(ints(values) for values in ([4, -1], [0, 0], [-1, -1], [1, 1], [0, 0])))
+    found = decode_inputs(metadata, last_tokens, embedding, random(8).abs(), tables, BLOCK, rows[3:])
     assert torch.equal(rows[:3], others) and found.embeds.data_ptr() == rows[3:].data_ptr()
     assert torch.equal(rows[3:, :40], embedding[[4, 8]]) and not rows[3:, 40:].any()
 
@@ -499,11 +502,15 @@ def test_a_decode_step_begins_with_embeddings_angles_and_tables() -> None:
     tokens, positions, rows = ints([4, -1, 0]), ints([0, 700, 31]), ints([2, 0, 1])
     embedding, frequencies = random(9, 40, dtype=torch.bfloat16), random(8).abs()
     tables = torch.arange(3 * 600, dtype=torch.int32, device=DEVICE).view(3, 600)
-    latest, slots, contexts = ints([8, 7, 7], torch.int64), ints([-1, -1, 9000 * BLOCK]), ints([1, 600 * BLOCK, 49])
-    numbers = StepNumbers(tokens, positions, slots, contexts, rows)
+    last_tokens, slots, contexts = (
+        ints([8, 7, 7], torch.int64),
+        ints([-1, -1, 9000 * BLOCK]),
+        ints([1, 600 * BLOCK, 49]),
+    )
+    metadata = DecodeMetadata(tokens, positions, slots, contexts, rows)
     expected = tables.clone()
     expected[1, 3] = 9000  # the block of the new token's slot
-    found = decode_inputs(numbers, latest, embedding, frequencies, tables, BLOCK)
+    found = decode_inputs(metadata, last_tokens, embedding, frequencies, tables, BLOCK)
     cos, sin = cos_sin(positions[:, None].float() * frequencies, torch.bfloat16)
     assert torch.equal(found.embeds, embedding[[4, 8, 0]])
     assert torch.equal(tables, expected)

@@ -17,7 +17,7 @@ from saccade.cli.chat import bill_line
 from saccade.models import load_model
 from saccade.options import Options
 from saccade.processor.checkpoint import open_checkpoint
-from saccade.runner.build import plain_reason
+from saccade.runner.build import eager_reason_of
 from saccade.runner.memory import plan_memory
 from saccade.types import Geometry, Grid, RequestError, Size
 from tests import family_mllama
@@ -190,14 +190,14 @@ def test_on_a_gpu_the_model_runs_the_plain_way_and_says_why(folder: Path, qwen2_
         cpu = torch.device("cpu")
         models.append(load_model(path, checkpoint.config, dtype=torch.float32, device=cpu, progress=False))
     cuda = torch.device("cuda")
-    assert "layers that look at pictures" in (plain_reason(models[0], cuda) or "")
-    assert plain_reason(models[0], torch.device("cpu")) is None and plain_reason(models[1], cuda) is None
+    assert "layers that look at pictures" in (eager_reason_of(models[0], cuda) or "")
+    assert eager_reason_of(models[0], torch.device("cpu")) is None and eager_reason_of(models[1], cuda) is None
 
 
 def test_the_reason_is_in_the_start_up_log(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("saccade.engine.build.plain_reason", lambda model, device: f"plain: {model.why_plain}")
+    monkeypatch.setattr("saccade.engine.build.eager_reason_of", lambda model, device: f"plain: {model.eager_reason}")
     with caplog.at_level(logging.INFO, logger="saccade.engine"):
         llm = make(folder)
     assert "plain: layers that look at pictures have no kernels of their own yet" in caplog.messages

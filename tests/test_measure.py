@@ -69,6 +69,6 @@ def test_the_most_expensive_picture_can_be_rehearsed_where_pictures_have_tiles(n
     llm = LLM(str(folder), device="cpu", dtype="float32", max_model_len=2048, kv_cache_gb=0.05, use_tqdm=False)
     largest = llm.engine.processor.largest_item()
     assert largest is not None and largest.tiling is not None
-    llm.engine.core.runner.rehearse(largest)
+    llm.engine.core.runner.warm_up(largest)
     assert largest.grid.t == 1 + largest.tiling.columns * largest.tiling.rows
     llm.close()

@@ -10,8 +10,8 @@ import torch
 
 from saccade import costs
 from saccade.checkpoint.config import ConfigError, ModelConfig, model_config
-from saccade.models import load_model, runs_plain
-from saccade.models.interface import PlainModel
+from saccade.models import load_model, runs_eager
+from saccade.models.interface import EagerModel
 from saccade.options import Options
 from saccade.processor.checkpoint import open_checkpoint
 from saccade.runner.encoder.embedding_cache import EmbeddingSlab
@@ -166,7 +166,7 @@ def test_it_is_known_before_a_model_is_built_whether_kernels_know_it(family_fold
         family_folder, opened.config, dtype=torch.float32, device=torch.device("cpu"),
         load_format="dummy", image_processor=opened.image_processor,
     )  # fmt: skip
-    assert runs_plain(opened.config) == isinstance(made, PlainModel)
+    assert runs_eager(opened.config) == isinstance(made, EagerModel)
 
 
 def test_a_host_plans_weights_kv_and_embeddings_alone() -> None:
@@ -213,7 +213,7 @@ def test_what_does_not_fit_is_kept_outside(slab: EmbeddingSlab) -> None:
 
 def test_a_rehearsal_leaves_the_slab_as_it_was(slab: EmbeddingSlab) -> None:
     slab[b"a"] = rows(1, 3)
-    slab.rehearse()
+    slab.warm_up()
     slab[b"b"] = rows(2, 5)
     assert set(slab) == {b"a", b"b"} and not slab._outside
     assert torch.equal(slab[b"a"], rows(1, 3)) and torch.equal(slab[b"b"], rows(2, 5))

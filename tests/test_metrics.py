@@ -143,10 +143,10 @@ def test_the_dashboard_asks_only_for_metrics_that_exist(metrics: Metrics) -> Non
     metrics.failed("x")
     metrics.media_refused("x")
     names = {name.partition("{")[0] for name in samples(metrics)}
-    board = json.loads(DASHBOARD.read_text())
+    sink = json.loads(DASHBOARD.read_text())
     asked = {
         name
-        for panel in board["panels"]
+        for panel in sink["panels"]
         for target in panel["targets"]
         for name in re.findall(r"saccade:\w+", target["expr"])
     }

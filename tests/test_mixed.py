@@ -11,9 +11,9 @@ import pytest
 from PIL import Image
 
 from saccade import LLM, SamplingParams
-from saccade.runner.cuda.mixed_graphs import MixedPass, MixedSize, mixed_sizes
+from saccade.runner.cuda.mixed_graphs import MixedGraphs, MixedSize, mixed_sizes
 from saccade.runner.device import Sampled
-from saccade.types import StepPlan, StepResult, Work
+from saccade.types import ScheduledWindow, StepPlan, StepResult
 from tests.families import FAMILIES
 from tests.test_overlap import OPTIONS, overlapped, prompts
 
@@ -26,8 +26,8 @@ def riding(folder: Path, size: MixedSize = SIZE) -> tuple[LLM, list[tuple[int, i
     """An engine whose prompts come in small parts, and what rode along: tokens, and the requests that decoded."""
     llm, rode = overlapped(folder, max_num_batched_tokens=24), list[tuple[int, int]]()
     slices = llm.engine.core.scheduler.slices  # without times of a device: whoever can ride does
-    slices.rides = lambda works, _: bool(works) and not any(work.samples for work in works)
-    mixed: MixedPass = llm.engine.core.runner.device._mixed
+    slices.rides = lambda windows, _: bool(windows) and not any(work.samples for work in windows)
+    mixed: MixedGraphs = llm.engine.core.runner.device._mixed
     mixed.prepare(size)
     run = mixed.run
 
@@ -104,10 +104,10 @@ def test_the_result_of_what_rode_along_is_there_before_the_decode_step_is_waited
 def test_one_token_in_the_middle_of_an_answer_that_is_computed_again_is_no_decode_step(qwen2_vl_folder: Path) -> None:
     """Only the device and the host know the latest token; this one stands before it."""
     runner = overlapped(qwen2_vl_folder).engine.core.runner
-    again, latest = Work("a", 6, 7, (), False), Work("b", 6, 7, (), True)
+    again, last_tokens = ScheduledWindow("a", 6, 7, (), False), ScheduledWindow("b", 6, 7, (), True)
     runner._states = {name: SimpleNamespace(num_prompt=4) for name in "ab"}
-    decoding, others = runner._windows(StepPlan(1, (again, latest)))
-    assert [work for work, _ in decoding] == [latest] and [work for work, _ in others] == [again]
+    decoding, others = runner._windows(StepPlan(1, (again, last_tokens)))
+    assert [work for work, _ in decoding] == [last_tokens] and [work for work, _ in others] == [again]
 
 
 def test_recorded_sizes_hold_what_a_step_may_have_and_no_more() -> None:

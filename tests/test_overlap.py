@@ -13,9 +13,9 @@ import torch
 from PIL import Image
 
 from saccade import LLM, SamplingParams
-from saccade.engine.async_core import OverlappedCore
+from saccade.engine.async_core import AsyncEngineCore
 from saccade.kernels.attention.decode import DecodeAttention
-from saccade.runner.cuda.block_table import BlockTables, Mailbox
+from saccade.runner.cuda.block_table import BlockTables, PinnedStaging
 from saccade.runner.cuda.forward import CudaForward
 from saccade.types import StepPlan
 from tests.families import FAMILIES
@@ -43,7 +43,7 @@ def overlapped(folder: Path, **options: Any) -> LLM:
         max_blocks=limits.max_model_len // limits.block_size,
         axes=3 if runner.model.config.text.mrope_section else 1,
     )
-    llm.engine._core = OverlappedCore(limits, runner)
+    llm.engine._core = AsyncEngineCore(limits, runner)
     return llm
 
 
@@ -227,10 +227,10 @@ def test_changes_that_are_more_than_fits_at_a_time_all_reach_the_device() -> Non
 
 
 def test_what_is_written_for_the_next_step_does_not_reach_the_one_before() -> None:
-    mailbox, first, second = Mailbox(4, torch.device("cpu")), torch.zeros(2).int(), torch.zeros(2).int()
+    staging, first, second = PinnedStaging(4, torch.device("cpu")), torch.zeros(2).int(), torch.zeros(2).int()
     for target, value in ((first, 1), (second, 2)):
-        mailbox.open()[:2] = value
-        mailbox.send(target)
+        staging.open()[:2] = value
+        staging.send(target)
     assert first.tolist() == [1, 1] and second.tolist() == [2, 2]
 
 
@@ -351,5 +351,5 @@ def test_a_step_that_is_not_full_waits_for_the_requests_that_come(qwen2_vl_folde
     llm = overlapped(qwen2_vl_folder)
     for name in "abc":
         llm.engine.add_request(name, {"prompt": "Count."}, FEW)
-        llm.engine.begin()
+        llm.engine.launch_if_full()
     assert llm.stats()["steps"] == 0

@@ -11,10 +11,10 @@ import pytest
 from PIL import Image
 
 from saccade import LLM, SamplingParams
-from saccade.engine.async_core import OverlappedCore
+from saccade.engine.async_core import AsyncEngineCore
 from saccade.engine.core import EngineCore
 from saccade.types import Key, MediaItem, MediaTimes, StepPlan, StepResult, TokenEvent
-from tests.scheduling import EOS, FakeRunner, Picture, make_config, make_request
+from tests.scheduling import EOS, FakeImage, FakeRunner, make_config, make_request
 from tests.test_overlap import GREEDY, OPTIONS, QWEN2_VL, overlapped
 from tests.test_scheduler_ahead import PACE
 
@@ -31,7 +31,7 @@ class Launching(FakeRunner):
     ) -> tuple[Callable[[], StepResult], Callable[[], StepResult]]:
         return self.launch(beside), self.launch(ahead)
 
-    def expect(self, items: Sequence[MediaItem]) -> None:
+    def decode_early(self, items: Sequence[MediaItem]) -> None:
         """Nothing is decoded here."""
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -51,7 +51,7 @@ class Launching(FakeRunner):
         pass
 
 
-def make_core(kind: type[EngineCore] = OverlappedCore, **runner: Any) -> EngineCore:
+def make_core(kind: type[EngineCore] = AsyncEngineCore, **runner: Any) -> EngineCore:
     config = make_config()
     return kind(config, Launching(config, **runner))
 
@@ -80,11 +80,11 @@ def test_an_id_may_come_again_while_a_step_for_its_first_request_runs() -> None:
 
 
 def test_last_tokens_do_not_wait_for_the_launch_of_whole_pictures() -> None:
-    config = make_config(pace=PACE)
-    core = OverlappedCore(config, runner := Launching(config, layers=40))
+    config = make_config(latency=PACE)
+    core = AsyncEngineCore(config, runner := Launching(config, layers=40))
     core.add(make_request("a", 5, max_tokens=4, temperature=0))
     events = core.step() + core.step()
-    core.add(make_request("p", Picture("p", 4), max_tokens=1, temperature=0))
+    core.add(make_request("p", FakeImage("p", 4), max_tokens=1, temperature=0))
     while not any(event.finish_reason for event in events):
         events += core.step()
     assert runner.flying and not runner.encoded
@@ -115,14 +115,14 @@ class Asked(dict[Key, MediaTimes]):
         return super().__getitem__(key)
 
 
-def beside_an_answer(layers: int = 4) -> tuple[OverlappedCore, Watching]:
+def beside_an_answer(layers: int = 4) -> tuple[AsyncEngineCore, Watching]:
     """A picture comes while an answer is under way."""
-    config = make_config(pace=PACE)
-    core = OverlappedCore(config, runner := Watching(config, layers=layers))
+    config = make_config(latency=PACE)
+    core = AsyncEngineCore(config, runner := Watching(config, layers=layers))
     core.add(make_request("a", 5, max_tokens=20, temperature=0))
     core.step()
     core.step()
-    core.add(make_request("p", Picture("p", 4), max_tokens=3, temperature=0))
+    core.add(make_request("p", FakeImage("p", 4), max_tokens=3, temperature=0))
     return core, runner
 
 
@@ -148,9 +148,9 @@ def test_how_long_a_picture_took_is_asked_when_its_request_ends() -> None:
 
 def test_a_device_that_died_is_not_asked_how_long_pictures_took() -> None:
     config = make_config()
-    core = OverlappedCore(config, runner := Watching(config))
+    core = AsyncEngineCore(config, runner := Watching(config))
     for name in "abcd":
-        core.add(make_request(name, Picture(name, 4), max_tokens=9, temperature=0))
+        core.add(make_request(name, FakeImage(name, 4), max_tokens=9, temperature=0))
     for _ in range(3):
         core.step()
     runner.is_dead = True
@@ -190,7 +190,7 @@ def test_the_plain_loop_leaves_no_blocks_to_be_hashed_later() -> None:
         assert not core.scheduler._pool._offers
 
 
-@pytest.mark.parametrize("kind", [EngineCore, OverlappedCore])
+@pytest.mark.parametrize("kind", [EngineCore, AsyncEngineCore])
 def test_a_core_whose_runner_cannot_go_on_says_so_and_keeps_nothing(kind: type[EngineCore]) -> None:
     core = make_core(kind)
     core.add(make_request("a", 5, max_tokens=9, temperature=0))
@@ -201,7 +201,7 @@ def test_a_core_whose_runner_cannot_go_on_says_so_and_keeps_nothing(kind: type[E
     assert not core.has_unfinished()
 
 
-@pytest.mark.parametrize("moment", ["schedule", "schedule_ahead", "schedule_beside"])
+@pytest.mark.parametrize("moment", ["schedule", "schedule_async_decode", "schedule_async_prefill"])
 def test_an_interrupt_while_a_step_is_planned_leaves_an_engine_that_works(
     moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

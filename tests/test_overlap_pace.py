@@ -8,21 +8,30 @@ from typing import Any
 
 import pytest
 
-from saccade.engine.async_core import OverlappedCore
+from saccade.engine.async_core import AsyncEngineCore
 from saccade.scheduler.latency import SLOWDOWN, milliseconds
-from saccade.types import Pace, Request, StepPlan, StepResult, Work
-from tests.scheduling import Picture, make_config, make_request
+from saccade.types import LatencyProfile, Request, ScheduledWindow, StepPlan, StepResult
+from tests.scheduling import FakeImage, make_config, make_request
 from tests.test_overlap_faults import Launching
 
 ANSWERS, EMBEDDINGS, LAYERS = 32, 1564, 32
-PACE = Pace(  # as an H200 was measured with Qwen2-VL-2B's shape
+PACE = LatencyProfile(  # as an H200 was measured with Qwen2-VL-2B's shape
     decode_ms=((1, 1.22), (16, 1.40), (32, 1.71), (40, 1.83), (64, 1.92)),
-    prompt_ms=((32, 1.75), (64, 1.87), (128, 2.01), (256, 2.65), (512, 3.42), (1024, 5.03), (2048, 9.15), (8192, 38.2)),
+    prefill_ms=(
+        (32, 1.75),
+        (64, 1.87),
+        (128, 2.01),
+        (256, 2.65),
+        (512, 3.42),
+        (1024, 5.03),
+        (2048, 9.15),
+        (8192, 38.2),
+    ),
     layer_ms=((256, 0.118), (1024, 0.454), (1521, 0.756), (2304, 1.356), (4096, 3.467)),
     target_ms=None,
 )
 RIDING = replace(
-    PACE, riding_ms=((32, ((128, 2.6), (256, 3.2), (384, 3.7), (512, 4.3))), (64, ((128, 2.9), (256, 3.5))))
+    PACE, mixed_ms=((32, ((128, 2.6), (256, 3.2), (384, 3.7), (512, 4.3))), (64, ((128, 2.9), (256, 3.5))))
 )
 
 
@@ -32,24 +41,24 @@ class Device(Launching):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.work: list[tuple[int, float]] = []  # answers that got a token, milliseconds
-        self.pace = PACE
+        self.latency = PACE
 
     def launch_both(
         self, beside: StepPlan, ahead: StepPlan
     ) -> tuple[Callable[[], StepResult], Callable[[], StepResult]]:
         collects = super().launch_both(beside, ahead)
-        tokens, rows = sum(work.end - work.start for work in beside.works), len(ahead.works)
-        curve = next((curve for most, curve in self.pace.riding_ms if rows <= most and tokens <= curve[-1][0]), None)
+        tokens, rows = sum(work.end - work.start for work in beside.windows), len(ahead.windows)
+        curve = next((curve for most, curve in self.latency.mixed_ms if rows <= most and tokens <= curve[-1][0]), None)
         if curve and beside.rides:
             self.work[-2:] = [(rows, milliseconds(curve, tokens) + self._encode_ms(beside))]
         return collects
 
     def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
         known = self.requests | {admission.request.request_id: admission.request for admission in plan.admitted}
-        decoding = sum(_is_decoding(work, known) for work in plan.works)
-        prompts = sum(work.end - work.start for work in plan.works) - decoding
+        decoding = sum(_is_decoding(work, known) for work in plan.windows)
+        prompts = sum(work.end - work.start for work in plan.windows) - decoding
         ms = milliseconds(PACE.decode_ms, decoding) if decoding else 0.0
-        ms += milliseconds(PACE.prompt_ms, prompts) if prompts else 0.0
+        ms += milliseconds(PACE.prefill_ms, prompts) if prompts else 0.0
         self.work.append((decoding, ms + self._encode_ms(plan)))
         return super().launch(plan)
 
@@ -71,24 +80,24 @@ class Device(Launching):
         return gaps
 
 
-def _is_decoding(work: Work, known: dict[str, Request]) -> bool:
+def _is_decoding(work: ScheduledWindow, known: dict[str, Request]) -> bool:
     return work.end - work.start == 1 and work.start >= len(known[work.request_id].prompt)
 
 
-def played(pace: Pace, every: int) -> tuple[Device, dict[str, int]]:
+def played(latency: LatencyProfile, every: int) -> tuple[Device, dict[str, int]]:
     """Answers, with a picture every so many steps; and the step in which each picture's first token came."""
     config = make_config(
-        pace=pace, max_num_seqs=64, max_num_batched_tokens=8192, encoder_budget=8192, encoder_cache_slots=60_000,
+        latency=latency, max_num_seqs=64, max_num_batched_tokens=8192, encoder_budget=8192, encoder_cache_slots=60_000,
         num_blocks=40_000,
     )  # fmt: skip
-    core, first = OverlappedCore(config, device := Device(config, layers=LAYERS)), dict[str, int]()
-    device.pace = pace
+    core, first = AsyncEngineCore(config, device := Device(config, layers=LAYERS)), dict[str, int]()
+    device.latency = latency
     for i in range(ANSWERS):
         core.add(make_request(f"t{i}", 60, max_tokens=250, temperature=0, first_token=1_000 * i))
     core.step()
     for count in range(250):
         if count % every == 0 and 0 < count < 200:
-            picture = Picture(f"p{count}", EMBEDDINGS)
+            picture = FakeImage(f"p{count}", EMBEDDINGS)
             core.add(make_request(f"p{count}", 8, picture, 6, max_tokens=2, temperature=0, first_token=100_000))
         for event in core.step():
             if event.request_id.startswith("p"):
@@ -97,10 +106,12 @@ def played(pace: Pace, every: int) -> tuple[Device, dict[str, int]]:
     return device, first
 
 
-@pytest.mark.parametrize("pace", [PACE, RIDING], ids=["apart", "riding"])
+@pytest.mark.parametrize("latency", [PACE, RIDING], ids=["apart", "riding"])
 @pytest.mark.parametrize("every", [10, 25, 60])
-def test_prompts_and_pictures_in_turns_never_share_the_time_between_two_tokens(pace: Pace, every: int) -> None:
-    device, _ = played(pace, every)
+def test_prompts_and_pictures_in_turns_never_share_the_time_between_two_tokens(
+    latency: LatencyProfile, every: int
+) -> None:
+    device, _ = played(latency, every)
     gaps, alone = device.between_tokens()[1:], milliseconds(PACE.decode_ms, ANSWERS)
     assert max(gaps) > 1.8 * alone, "something was done beside the answers"
     assert max(gaps) <= SLOWDOWN * alone

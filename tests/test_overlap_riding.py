@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from saccade.engine.async_core import OverlappedCore
+from saccade.engine.async_core import AsyncEngineCore
 from saccade.engine.core import EngineCore
 from saccade.types import StepPlan, StepResult, TokenEvent
-from tests.scheduling import Part, Picture, make_config, make_request
+from tests.scheduling import FakeImage, Part, make_config, make_request
 from tests.test_overlap_faults import Launching, drained
 from tests.test_scheduler_riding import PACE
 
@@ -18,9 +18,9 @@ Collects = tuple[Callable[[], StepResult], Callable[[], StepResult]]
 REQUESTS: list[tuple[list[Part], int]] = [
     ([5], 30),
     ([300], 4),
-    ([Picture("a", 150), 8], 6),
+    ([FakeImage("a", 150), 8], 6),
     ([20], 25),
-    ([Picture("b", 200), 4, Picture("a", 150)], 3),
+    ([FakeImage("b", 200), 4, FakeImage("a", 150)], 3),
     ([90], 10),
 ]
 
@@ -39,7 +39,7 @@ class Riding(Launching):
             raise RuntimeError("the device is on fire")
         first, second = super().launch_both(beside, ahead)
         if beside.rides:
-            self.rode.append((sum(work.end - work.start for work in beside.works), len(ahead.works)))
+            self.rode.append((sum(work.end - work.start for work in beside.windows), len(ahead.windows)))
         return self._noted("beside", first), self._noted("ahead", second)
 
     def _noted(self, name: str, collect: Callable[[], StepResult]) -> Callable[[], StepResult]:
@@ -59,10 +59,10 @@ def answered(core: EngineCore, apart: int = 2) -> dict[str, list[TokenEvent]]:
 
 @pytest.mark.parametrize("num_blocks", [4_000, 130], ids=["roomy", "preempting"])
 def test_answers_are_those_of_the_plain_loop_though_prompts_ride_along(num_blocks: int) -> None:
-    config = make_config(pace=PACE, num_blocks=num_blocks, encoder_cache_slots=400, encoder_budget=400)
+    config = make_config(latency=PACE, num_blocks=num_blocks, encoder_cache_slots=400, encoder_budget=400)
     plain, riding = (
         answered(EngineCore(config, Launching(config))),
-        answered(OverlappedCore(config, runner := Riding(config))),
+        answered(AsyncEngineCore(config, runner := Riding(config))),
     )
     assert [[e.token_id for e in events] for events in riding.values()] == [
         [e.token_id for e in events] for events in plain.values()
@@ -71,10 +71,10 @@ def test_answers_are_those_of_the_plain_loop_though_prompts_ride_along(num_block
     assert max(tokens for tokens, _ in runner.rode) > 32
 
 
-def beside_an_answer() -> tuple[OverlappedCore, Riding]:
+def beside_an_answer() -> tuple[AsyncEngineCore, Riding]:
     """A long prompt has come while an answer is under way, and a part of it rides along."""
-    config = make_config(pace=PACE, enable_prefix_caching=False)
-    core = OverlappedCore(config, runner := Riding(config))
+    config = make_config(latency=PACE, enable_prefix_caching=False)
+    core = AsyncEngineCore(config, runner := Riding(config))
     core.add(make_request("a", 5, max_tokens=40, temperature=0))
     core.step()
     core.step()

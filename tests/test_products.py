@@ -9,7 +9,7 @@ from torch import Tensor
 from saccade import costs
 from saccade.checkpoint.config import TextConfig
 from saccade.models.cuda.decoder import FusedDecoder
-from saccade.models.cuda.gemms import Stream, new_workspace, products_for
+from saccade.models.cuda.gemms import Residual, gemms_for, new_workspace
 from saccade.models.layers.attention import PagedKV
 from saccade.models.layers.basic import Parameters
 from saccade.models.layers.decoder import Biases, Decoder, DecoderLayer
@@ -35,7 +35,7 @@ def rows_of(rows: int, size: int, seed: int, dtype: torch.dtype = torch.float16)
     return torch.randn(rows, size, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
 
 
-def total(x: Stream) -> Tensor:
+def total(x: Residual) -> Tensor:
     return x.rows if x.added is None else x.rows + x.added
 
 
@@ -52,39 +52,39 @@ def plain_mlp(x: Tensor, layer: DecoderLayer) -> Tensor:
 @EVERY_SIZE
 def test_a_layer_projects_adds_and_widens_as_the_plain_one_does(rows: int, biases: Biases) -> None:
     made = decoder(biases)
-    layer, products = made.layers[0], products_for(made, rows, new_workspace(made))
+    layer, gemms = made.layers[0], gemms_for(made, rows, new_workspace(made))
     x, mixed = rows_of(rows, 64, 1), rows_of(rows, 64, 2)
-    qkv, stream = products.qkv(Stream(x), layer)
+    qkv, stream = gemms.qkv(Residual(x), layer)
     assert_close(qkv, layer.qkv(layer.attention_norm(x)))
-    stream = products.out(mixed, stream, layer)
+    stream = gemms.out(mixed, stream, layer)
     added = layer.out(mixed) + x
     assert_close(total(stream), added)
-    assert_close(total(products.mlp(stream, layer)), plain_mlp(added, layer))
+    assert_close(total(gemms.mlp(stream, layer)), plain_mlp(added, layer))
 
 
 @EVERY_SIZE
 def test_logits_are_written_where_asked(rows: int) -> None:
     made = decoder()
-    products = products_for(made, rows, new_workspace(made))
-    x, out = Stream(rows_of(rows, 64, 1)), torch.empty(rows, 200, dtype=torch.float16, device=DEVICE)
-    assert products.logits(x, made, out) is out
+    gemms = gemms_for(made, rows, new_workspace(made))
+    x, out = Residual(rows_of(rows, 64, 1)), torch.empty(rows, 200, dtype=torch.float16, device=DEVICE)
+    assert gemms.logits(x, made, out) is out
     assert_close(out, made.logits(made.norm(x.rows)).half())
 
 
 @EVERY_SIZE
 def test_what_is_still_to_be_added_is_added_before_the_last_norm(rows: int) -> None:
     made = decoder()
-    products = products_for(made, rows, new_workspace(made))
-    stream = products.out(rows_of(rows, 64, 2), Stream(rows_of(rows, 64, 1)), made.layers[0])
-    assert_close(products.normed(stream, made), made.norm(total(stream)))
+    gemms = gemms_for(made, rows, new_workspace(made))
+    stream = gemms.out(rows_of(rows, 64, 2), Residual(rows_of(rows, 64, 1)), made.layers[0])
+    assert_close(gemms.normed(stream, made), made.norm(total(stream)))
 
 
 def test_few_rows_take_fewer_launches_only_where_the_widest_product_is_ours() -> None:
     made = decoder()
-    kinds = [type(products_for(made, rows, new_workspace(made))).__name__ for rows in (1, 16, 17, 64)]
-    assert kinds == ["_FewRows", "_FewRows", "_ManyRows", "_ManyRows"]
+    kinds = [type(gemms_for(made, rows, new_workspace(made))).__name__ for rows in (1, 16, 17, 64)]
+    assert kinds == ["_SkinnyGemms", "_SkinnyGemms", "_LargeGemms", "_LargeGemms"]
     exact = decoder(dtype=torch.float32)
-    assert type(products_for(exact, 1, new_workspace(exact))).__name__ == "_ManyRows"
+    assert type(gemms_for(exact, 1, new_workspace(exact))).__name__ == "_LargeGemms"
 
 
 def test_a_prompt_takes_the_memory_that_is_planned_for_it() -> None:
@@ -93,6 +93,6 @@ def test_a_prompt_takes_the_memory_that_is_planned_for_it() -> None:
     fused, embeds = FusedDecoder(made, kv), rows_of(rows, 64, 1, torch.float32)
     with PeakMemory() as memory:
         memory.hold(embeds)
-        fused.forward(embeds, lambda qkv, keys, values: qkv[:, :4].clone(), fused.products(rows))
+        fused.forward(embeds, lambda qkv, keys, values: qkv[:, :4].clone(), fused.gemms(rows))
     planned = costs.fused_prompt_bytes_per_token(TEXT, "float32") - 2 * TEXT.head_dim * 4  # angles are the caller's
     assert memory.peak == pytest.approx(rows * planned, rel=0.02)

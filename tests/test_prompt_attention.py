@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from saccade.kernels.attention import decode_triton, prefill, prefill_hopper
-from saccade.kernels.attention.prefill import PromptAttention
-from saccade.kernels.attention.prefill_combine import MAX_SPLITS, Parts, add_up
+from saccade.kernels.attention.prefill import PrefillAttention
+from saccade.kernels.attention.prefill_combine import MAX_SPLITS, Parts, combine
 from saccade.kernels.attention.prefill_flashinfer import Heads
 from saccade.kernels.attention.prefill_hopper import ROWS, choose_splits, suits
 from saccade.kernels.attention.prefill_triton import choose_rows
@@ -22,13 +22,13 @@ HEADS = Heads(queries=12, keys=2, dim=128)
 SIZES = [16, 64, 128, 256, 512, 640, 1024]
 
 
-def attention(*, by_hopper: bool) -> PromptAttention:
-    return PromptAttention(12, BLOCK, DEVICE, by_hopper=by_hopper)
+def attention(*, by_hopper: bool) -> PrefillAttention:
+    return PrefillAttention(12, BLOCK, DEVICE, by_hopper=by_hopper)
 
 
 @pytest.mark.parametrize("tokens", [1, 64, 128, 129, 512, 2700, 8192])
 def test_without_the_hopper_kernel_tiles_are_the_plain_one_s(tokens: int) -> None:
-    expected = choose_rows(tokens, 12, decode_triton.num_multiprocessors(DEVICE))
+    expected = choose_rows(tokens, 12, decode_triton.num_sms(DEVICE))
     assert attention(by_hopper=False).rows(tokens) == expected
 
 
@@ -39,7 +39,7 @@ def test_with_it_few_tokens_get_small_tiles_and_others_its_own(tokens: int, rows
 
 @pytest.fixture
 def on_h200(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefill, "num_multiprocessors", lambda device: H200)
+    monkeypatch.setattr(prefill, "num_sms", lambda device: H200)
 
 
 @pytest.mark.usefixtures("on_h200")
@@ -62,7 +62,7 @@ def test_few_tokens_behind_a_context_that_is_short_for_many_go_the_long_way(toke
 
 @pytest.mark.usefixtures("on_h200")
 def test_more_heads_than_a_wave_of_programs_holds_are_never_short() -> None:
-    assert not PromptAttention(32, BLOCK, DEVICE, by_hopper=True).is_short(512, 512)
+    assert not PrefillAttention(32, BLOCK, DEVICE, by_hopper=True).is_short(512, 512)
 
 
 @pytest.mark.parametrize("by_hopper", [False, True])
@@ -74,7 +74,7 @@ def test_short_passes_have_small_tiles(tokens: int, by_hopper: bool) -> None:
 @pytest.mark.parametrize("is_short", [False, True])
 def test_the_short_way_gives_what_the_long_one_does(is_short: bool) -> None:
     paged, q = Paged.of([40, 300], kv_heads=2, dim=64, dtype=HALF), random(90, 4, 64, dtype=HALF)
-    attend = PromptAttention(4, BLOCK, DEVICE, by_hopper=False)
+    attend = PrefillAttention(4, BLOCK, DEVICE, by_hopper=False)
     tiles = Tiles.of([20, 70], attend.rows(90, is_short=is_short), DEVICE, contexts=[40, 300])
     splits = 1 if is_short else None
     found = attend(q, paged.k, paged.v, paged.tables, ints([40, 300]), tiles, 0.2, splits=splits)
@@ -116,7 +116,7 @@ def test_heads_and_blocks_it_is_not_made_for_go_another_way(
 
 
 def test_a_device_that_is_no_hopper_gpu_never_tries_it() -> None:
-    assert not PromptAttention.best(HEADS, torch.bfloat16, BLOCK, torch.device("cpu")).by_hopper
+    assert not PrefillAttention.best(HEADS, torch.bfloat16, BLOCK, torch.device("cpu")).by_hopper
 
 
 def test_a_kernel_that_fails_is_left_out_with_its_reason(
@@ -129,7 +129,7 @@ def test_a_kernel_that_fails_is_left_out_with_its_reason(
     monkeypatch.setattr(prefill, "is_hopper", lambda device: True)
     prefill._works_on_hopper.cache_clear()
     with caplog.at_level(logging.WARNING):
-        assert not PromptAttention.best(Heads(2, 1, 128), torch.bfloat16, BLOCK, DEVICE).by_hopper
+        assert not PrefillAttention.best(Heads(2, 1, 128), torch.bfloat16, BLOCK, DEVICE).by_hopper
     assert "no such instruction" in caplog.text
 
 
@@ -148,7 +148,7 @@ def test_beside_others_prompts_take_no_more_than_half_of_the_multiprocessors(
     tokens: int, splits: int, programs: int
 ) -> None:
     made = attention(by_hopper=True)
-    made._multiprocessors = H200
+    made._num_sms = H200
     assert made.half(tokens) == (splits, programs)
 
 
@@ -166,5 +166,5 @@ def test_parts_are_added_up_by_their_levels_and_finished_rows_left_alone() -> No
     for row, count in enumerate(active.tolist()[:2]):
         seen = torch.exp2(scores[:count, row]).flatten()
         expected[row, 0] = (seen[:, None] * values[:count, row].flatten(0, 1)).sum(0) / seen.sum()
-    add_up(Parts(mixed[:, :, None].contiguous(), level[..., None].contiguous(), sums[..., None], active), out)
+    combine(Parts(mixed[:, :, None].contiguous(), level[..., None].contiguous(), sums[..., None], active), out)
     assert_close(out, expected)

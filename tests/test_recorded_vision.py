@@ -17,11 +17,11 @@ from saccade.kernels.launch.tiling import Tiles
 from saccade.kernels.ops import vit_elementwise
 from saccade.models.cuda import vision_graphs
 from saccade.models.cuda.vision import FusedVision, _FusedPass
-from saccade.models.cuda.vision_attention import Heads, Most, SharedWay, TiledWay, num_tiles
+from saccade.models.cuda.vision_attention import Heads, PassLimits, ScheduledAttention, TiledAttention, num_tiles
 from saccade.models.families.llava import Llava
 from saccade.models.families.qwen2_vl import Qwen2VL
-from saccade.models.vision.blocks import grid_places
-from saccade.models.vision.ops import TorchVision, through
+from saccade.models.vision.blocks import grid_positions
+from saccade.models.vision.ops import TorchVision, run_blocks
 from saccade.runner.encoder import graphs
 from saccade.runner.encoder.graphs import record_tower
 from saccade.types import Grid
@@ -88,11 +88,11 @@ def test_passes_that_take_turns_block_by_block_keep_their_own_pictures() -> None
     made = recorded()
     assert isinstance(made, Qwen2VL)
     blocks, x = made.tower.blocks, random(16, 96)
-    places = grid_places([Grid(1, 4, 4)], 48, 1e4, 2, x.device)
+    places = grid_positions([Grid(1, 4, 4)], 48, 1e4, 2, x.device)
     cuts = ([16], [8, 8])
     whole, halves = (made.ops.begin(lengths, places, x.device) for lengths in cuts)
     plain = [
-        torch.stack(finish(through(TorchVision().begin(lengths, places, x.device), blocks, x.clone())))
+        torch.stack(finish(run_blocks(TorchVision().begin(lengths, places, x.device), blocks, x.clone())))
         for lengths in cuts
     ]
     for run, expected in ((whole, plain[0]), (halves, plain[1]), (whole, plain[0])):
@@ -114,7 +114,7 @@ def test_pictures_of_one_number_of_patches_keep_their_own_places(is_recorded: bo
 def test_what_the_pass_before_had_is_not_made_again(is_recorded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     made, grids = recorded() if is_recorded else model(QWEN, FusedVision(), Qwen2VL), [Grid(1, 4, 6)]
     expected = torch.cat(encode(made, patches(grids), grids)).clone()
-    for owner, name in ((vit_elementwise, "turn"), (vision_graphs._RecordedPass, "numbers")):
+    for owner, name in ((vit_elementwise, "turn"), (vision_graphs._RecordedPass, "metadata")):
         monkeypatch.setattr(owner, name, lambda *_: pytest.fail("made again"))
     assert torch.equal(torch.cat(encode(made, patches(grids), grids)), expected)
 
@@ -123,10 +123,10 @@ def test_angles_of_the_pass_before_are_gone_when_others_are_made(monkeypatch: py
     """Memory is planned for those of one pass."""
     made, turn, seen = model(QWEN, FusedVision(), Qwen2VL), vit_elementwise.turn, []
 
-    def watched(cells: Tensor, per_axis: Tensor, turns: Tensor) -> None:
-        seen.append(weakref.ref(turns))
+    def watched(cells: Tensor, per_axis: Tensor, rotary: Tensor) -> None:
+        seen.append(weakref.ref(rotary))
         assert [ref() is None for ref in seen] == [True] * (len(seen) - 1) + [False]
-        turn(cells, per_axis, turns)
+        turn(cells, per_axis, rotary)
 
     monkeypatch.setattr(vit_elementwise, "turn", watched)
     for grids in ([Grid(1, 4, 6)], [Grid(1, 6, 4)], [Grid(1, 4, 6)]):
@@ -139,11 +139,11 @@ def test_a_pass_that_failed_before_its_first_block_finds_nothing_of_another_when
     assert isinstance(made, Qwen2VL)
     encode(made, patches([Grid(1, 2, 8)]), [Grid(1, 2, 8)])
     blocks, x = made.tower.blocks, random(16, 96)
-    places = grid_places([Grid(1, 4, 4)], 48, 1e4, 2, x.device)
-    expected = torch.stack(finish(through(TorchVision().begin([16], places, x.device), blocks, x.clone())))
+    places = grid_positions([Grid(1, 4, 4)], 48, 1e4, 2, x.device)
+    expected = torch.stack(finish(run_blocks(TorchVision().begin([16], places, x.device), blocks, x.clone())))
     run = made.ops.begin([16], places, x.device)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(MemoryError):
-        patch.setattr(vision_graphs._Fixed, "turn", raise_memory_error)
+        patch.setattr(vision_graphs._StaticBuffers, "turn", raise_memory_error)
         run(blocks, x.clone())
     torch.testing.assert_close(run(blocks, x.clone())[0], expected, atol=1e-4, rtol=1e-4)
 
@@ -160,7 +160,7 @@ def test_a_pass_beyond_the_largest_size_is_launched_as_ever() -> None:
 
 def test_nothing_is_recorded_once_the_engine_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     made = recorded()
-    monkeypatch.setattr(vision_graphs.Recordings, "_record", lambda *_: pytest.fail("recorded for a request"))
+    monkeypatch.setattr(vision_graphs.VisionGraphs, "_record", lambda *_: pytest.fail("recorded for a request"))
     for grids in ([Grid(1, 2, 4)], [Grid(1, 4, 4)], [Grid(1, 4, 8)]):
         encode(made, patches(grids), grids)
 
@@ -206,7 +206,7 @@ def test_a_pass_larger_than_the_first_that_was_recorded_is_launched() -> None:
 def test_tiles_of_any_pictures_fit_the_recorded_launch() -> None:
     for lengths in ([32, 0, 0], [1, 1, 30], [17, 15, 0], [9, 9, 9]):
         size = next(size for size in vision_graphs.SIZES if size >= sum(lengths))
-        Tiles.of(lengths, 8, torch.device("cpu"), capacity=num_tiles(Most(size, 3), 8))
+        Tiles.of(lengths, 8, torch.device("cpu"), capacity=num_tiles(PassLimits(size, 3), 8))
 
 
 # --- larger pictures another way ----------------------------------------------------------------------------------
@@ -215,9 +215,11 @@ def test_tiles_of_any_pictures_fit_the_recorded_launch() -> None:
 def shared_or_tiled() -> Qwen2VL | Llava:
     """Pictures of 16 patches and more are shared out among three programs."""
     ops = FusedVision()
-    shared = SharedWay(lambda lengths, *_: min(lengths) >= 16, lambda shares: partial(attend, shares), 3, least=16)
-    tiled = TiledWay(lambda tiles: lambda qkv, scale: packed_vit(*qkv.unbind(1), tiles, scale), TILE_ROWS)
-    ops._recordings = vision_graphs.Recordings(_FusedPass, (shared, tiled), ops._launched)
+    shared = ScheduledAttention(
+        lambda lengths, *_: min(lengths) >= 16, lambda shares: partial(attend, shares), 3, least=16
+    )
+    tiled = TiledAttention(lambda tiles: lambda qkv, scale: packed_vit(*qkv.unbind(1), tiles, scale), TILE_ROWS)
+    ops._recordings = vision_graphs.VisionGraphs(_FusedPass, (shared, tiled), ops._launched)
     made = model(QWEN, ops, Qwen2VL)
     record_tower(made)
     return made
@@ -248,9 +250,9 @@ def test_both_ways_are_recorded_before_the_engine_runs(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("lengths", [[2048], [1564], [256] * 8, [300, 1200, 400], [641, 641]], ids=str)
 def test_whatever_is_shared_out_has_room_in_a_recording(lengths: list[int]) -> None:
-    way = SharedWay(lambda *_: True, lambda _: pytest.fail("not asked for"), 132, least=0)
-    heads, most = Heads(16, 80, torch.bfloat16), Most(2048, 32)
-    assert len(way.numbers(lengths, heads, most)) <= way.room(heads, most)
+    way = ScheduledAttention(lambda *_: True, lambda _: pytest.fail("not asked for"), 132, least=0)
+    heads, most = Heads(16, 80, torch.bfloat16), PassLimits(2048, 32)
+    assert len(way.metadata(lengths, heads, most)) <= way.room(heads, most)
 
 
 @pytest.mark.parametrize("side", [2, 3, 4, 5])

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.scheduling import Picture, Rig, key_of, names
+from tests.scheduling import FakeImage, Rig, key_of, names
 
-CAT, DOG, OWL = Picture("cat", 8), Picture("dog", 8), Picture("owl", 8)
+CAT, DOG, OWL = FakeImage("cat", 8), FakeImage("dog", 8), FakeImage("owl", 8)
 KNOWN = ("cat", "dog", "owl")
 
 
@@ -36,7 +36,7 @@ def test_only_the_window_that_reaches_the_last_token_samples() -> None:
     rig = Rig(max_num_batched_tokens=16)
     rig.add("r", 20, max_tokens=1)
     rig.drain()
-    assert [plan.works[0].samples for plan in rig.plans] == [False, True]
+    assert [plan.windows[0].samples for plan in rig.plans] == [False, True]
 
 
 def test_running_requests_come_before_waiting_ones_in_the_token_budget() -> None:
@@ -57,7 +57,7 @@ def test_no_more_requests_run_than_allowed() -> None:
 
 def test_a_picture_beyond_the_window_touches_neither_the_item_nor_the_chunk() -> None:
     rig = Rig(max_num_batched_tokens=2048)
-    rig.add("r", 5000, Picture("far", 500))
+    rig.add("r", 5000, FakeImage("far", 500))
     rig.step()
     plan = rig.step()
     assert rig.windows(plan) == {"r": (2048, 4096)}
@@ -141,9 +141,9 @@ def steps_until_served(rig: Rig, lead: int, picture: int, tail: int, *, is_fresh
     rig.add("shift", [5] * 9, max_tokens=1)
     for number in range(100):
         name = f"s{number}" if is_fresh else "s"
-        rig.add(f"r{number}", lead, Picture(name, picture), tail, max_tokens=1, first_token=1000 * (number + 1))
+        rig.add(f"r{number}", lead, FakeImage(name, picture), tail, max_tokens=1, first_token=1000 * (number + 1))
         if number == 4:
-            rig.add("large", Picture("large", 12), 1, max_tokens=1)
+            rig.add("large", FakeImage("large", 12), 1, max_tokens=1)
         rig.step()
         if "large" in rig.events:
             return number - 4
@@ -160,7 +160,7 @@ def test_of_pictures_that_have_just_come_only_those_are_missing_whose_turn_is_so
     rig = Rig(encoder_budget=8)
     missing = []
     for name in "abc":
-        rig.add(name, Picture(name, 3), 2)
+        rig.add(name, FakeImage(name, 3), 2)
         missing.append([item.key for item in rig.scheduler.missing(name)])
     assert missing == [[key_of("a")], [key_of("b")], []]
 
@@ -168,7 +168,7 @@ def test_of_pictures_that_have_just_come_only_those_are_missing_whose_turn_is_so
 def test_pictures_behind_one_that_was_refused_go_on_as_soon_as_it_is_served() -> None:
     rig = Rig(encoder_budget=8)
     for name in "abcdefg":
-        rig.add(name, Picture(name, 3), 2)
+        rig.add(name, FakeImage(name, 3), 2)
     assert [len(rig.step().encode) for _ in range(4)] == [2, 2, 2, 1]
 
 
@@ -182,7 +182,7 @@ def test_entering_a_resident_picture_never_evicts_another_of_the_same_window() -
     rig = Rig(encoder_cache_slots=24, enable_prefix_caching=False)
     rig.add("warm", CAT, DOG, OWL, 1, max_tokens=1)
     rig.drain()
-    rig.add("r", Picture("new", 8), CAT, 1, DOG, 1, max_tokens=1)
+    rig.add("r", FakeImage("new", 8), CAT, 1, DOG, 1, max_tokens=1)
     plan = rig.step()
     assert names(plan.encode, "new") == ["new"]
     assert plan.evicted == (key_of("owl"),)
@@ -341,7 +341,7 @@ def test_a_prefix_hit_that_covers_a_picture_keeps_it_from_being_encoded_ahead() 
     rig.scheduler.abort("decoding", rig.now)
     rig.add("a", 4, CAT, 4, max_tokens=1)
     rig.drain()
-    rig.add("dropper", 4, Picture("all", 1000), 1, max_tokens=1)
+    rig.add("dropper", 4, FakeImage("all", 1000), 1, max_tokens=1)
     rig.drain()
     rig.add("decoding", 4, max_tokens=6)
     rig.step()

@@ -11,13 +11,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from saccade.engine.trace import StepTrace
-from saccade.scheduler.draft import Draft
-from saccade.types import Pace, RequestError, Sample, StepPlan, StepResult, Work
-from tests.scheduling import EOS, FakeRunner, Picture, Rig, key_of
+from saccade.scheduler.draft import StepBuilder
+from saccade.types import LatencyProfile, RequestError, Sample, ScheduledWindow, StepPlan, StepResult
+from tests.scheduling import EOS, FakeImage, FakeRunner, Rig, key_of
 
-PACE = Pace(decode_ms=((1, 1.0),), prompt_ms=((2, 0.5), (8, 1.0)), layer_ms=((4, 0.5),), target_ms=None)
-RIDING = replace(PACE, riding_ms=((3, ((4, 1.5), (9, 2.0))),))
-PARTS = st.one_of(st.integers(1, 9), st.sampled_from([Picture("a", 3), Picture("b", 3), Picture("c", 6)]))
+PACE = LatencyProfile(decode_ms=((1, 1.0),), prefill_ms=((2, 0.5), (8, 1.0)), layer_ms=((4, 0.5),), target_ms=None)
+RIDING = replace(PACE, mixed_ms=((3, ((4, 1.5), (9, 2.0))),))
+PARTS = st.one_of(st.integers(1, 9), st.sampled_from([FakeImage("a", 3), FakeImage("b", 3), FakeImage("c", 6)]))
 REQUESTS = st.tuples(
     st.lists(PARTS, min_size=1, max_size=4),
     st.integers(1, 12),  # max_tokens
@@ -34,7 +34,7 @@ CONFIGS = st.fixed_dictionaries(
         "encoder_cache_slots": st.sampled_from([12, 100]),
         "enable_prefix_caching": st.booleans(),
         "encode_layers_per_step": st.sampled_from([None, 1]),
-        "pace": st.sampled_from([None, PACE, RIDING, replace(PACE, max_prompts=2)]),
+        "pace": st.sampled_from([None, PACE, RIDING, replace(PACE, max_prefills=2)]),
     }
 )
 
@@ -50,15 +50,15 @@ class GoingOn(FakeRunner):
         self.lost: set[str] = set()
 
     def execute(self, plan: StepPlan) -> StepResult:
-        in_vain = [work for work in plan.works if work.request_id in self.lost]
-        result = super().execute(replace(plan, works=tuple(work for work in plan.works if work not in in_vain)))
+        in_vain = [work for work in plan.windows if work.request_id in self.lost]
+        result = super().execute(replace(plan, windows=tuple(work for work in plan.windows if work not in in_vain)))
         self.lost |= self.spoiled
         for work in in_vain:
             self.blocks[work.request_id] += work.new_blocks
             self.kv |= {self._slot(work.request_id, place): b"rubbish" for place in range(work.start, work.end)}
         return replace(result, samples={**result.samples, **{w.request_id: Sample(RUBBISH, None) for w in in_vain}})
 
-    def _sample(self, work: Work) -> Sample:
+    def _sample(self, work: ScheduledWindow) -> Sample:
         return Sample(RUBBISH, None) if work.request_id in self.spoiled else super()._sample(work)
 
 
@@ -75,10 +75,10 @@ class AheadRig(Rig):
         if self.under_way and self.under_way[0][0].is_beside:
             self.book(1)
         if self.is_ahead:
-            self.run(self.scheduler.schedule_beside(self.now))
+            self.run(self.scheduler.schedule_async_prefill(self.now))
         count = len(self.under_way)
         if count:
-            self.run(self.scheduler.schedule_ahead())
+            self.run(self.scheduler.schedule_async_decode())
             self.is_ahead = len(self.under_way) > count
             self.book(1 if self.is_ahead else count)
         if not self.under_way and self.scheduler.has_unfinished():
@@ -161,12 +161,12 @@ def test_where_nobody_else_is_open_the_long_way_plans_nothing_beside_a_step_eith
     quick, slow = AheadRig(**config), AheadRig(**config)
     scheduler = slow.scheduler
 
-    def schedule_beside(now: float) -> StepPlan | None:
-        served = frozenset(work.request_id for work in scheduler._plans[0].works)
-        return scheduler._complete(Draft(now, scheduler._budget(), ahead=served))
+    def schedule_async_prefill(now: float) -> StepPlan | None:
+        served = frozenset(work.request_id for work in scheduler._plans[0].windows)
+        return scheduler._complete(StepBuilder(now, scheduler._budget(), ahead=served))
 
-    scheduler.schedule_beside = schedule_beside  # type: ignore[method-assign]
-    found = [[(p.step, p.works, p.encode_layers) for p in run_all(requests, rig)] for rig in (quick, slow)]
+    scheduler.schedule_async_prefill = schedule_async_prefill  # type: ignore[method-assign]
+    found = [[(p.step, p.windows, p.encode_layers) for p in run_all(requests, rig)] for rig in (quick, slow)]
     assert found[0] == found[1]
 
 
@@ -186,7 +186,7 @@ def answered(rig: Rig) -> list[list[int]]:
     add(rig, "text", 9, max_tokens=9)
     for _ in range(3):
         rig.step()
-    add(rig, "seen", 3, Picture("a", 6), 2, max_tokens=4)
+    add(rig, "seen", 3, FakeImage("a", 6), 2, max_tokens=4)
     rig.drain()
     return [rig.tokens_of(name) for name in ("text", "seen")]
 
@@ -209,7 +209,7 @@ def test_prompts_and_pictures_go_beside_what_was_planned_ahead() -> None:
     add(rig, "a", 5, max_tokens=9)
     rig.step()
     rig.step()
-    add(rig, "b", 3, Picture("p", 6), max_tokens=2)
+    add(rig, "b", 3, FakeImage("p", 6), max_tokens=2)
     rig.step()
     decode, rest, ahead = rig.plans[-3:]
     assert [rig.windows(plan) for plan in (decode, rest, ahead)] == [{"a": (5, 6)}, {"b": (0, 3)}, {"a": (6, 7)}]
@@ -235,21 +235,21 @@ def test_answers_that_need_the_host_for_each_token_are_not_planned_ahead(
     rig = AheadRig()
     rig.add("a", 5, max_tokens=3, temperature=temperature, **how)
     rig.step()
-    assert rig.scheduler.schedule_ahead() is None
+    assert rig.scheduler.schedule_async_decode() is None
 
 
 def test_drawn_answers_are_planned_ahead() -> None:
     rig = AheadRig()
     rig.add("a", 5, max_tokens=3, temperature=0.7, top_p=0.9, top_k=5, min_p=0.1)
     rig.step()
-    assert rig.scheduler.schedule_ahead() is not None
+    assert rig.scheduler.schedule_async_decode() is not None
 
 
 def test_prompts_and_pictures_take_turns_beside_answers() -> None:
-    rig = AheadRig(pace=PACE, layers=40)
+    rig = AheadRig(latency=PACE, layers=40)
     add(rig, "a", 2, max_tokens=30)
     rig.step()
-    add(rig, "p", Picture("p", 4), max_tokens=2)
+    add(rig, "p", FakeImage("p", 4), max_tokens=2)
     add(rig, "t", 200, max_tokens=2)
     for _ in range(8):
         rig.step()
@@ -258,20 +258,20 @@ def test_prompts_and_pictures_take_turns_beside_answers() -> None:
 
 
 def test_prompts_about_pictures_at_hand_cannot_keep_the_tower_from_a_new_one() -> None:
-    rig = AheadRig(pace=PACE, layers=10)
+    rig = AheadRig(latency=PACE, layers=10)
     add(rig, "a", 2, max_tokens=99)
-    add(rig, "h", Picture("h", 2), max_tokens=1)
+    add(rig, "h", FakeImage("h", 2), max_tokens=1)
     rig.step()
-    add(rig, "p", Picture("p", 4), max_tokens=1)
+    add(rig, "p", FakeImage("p", 4), max_tokens=1)
     for number in range(40):
-        add(rig, str(number), Picture("h", 2), [3_000 + number], max_tokens=1)
+        add(rig, str(number), FakeImage("h", 2), [3_000 + number], max_tokens=1)
         rig.step()
     assert rig.finish_of("p") == "length"
 
 
-def beside_an_answer(*pictures: Picture, pace: Pace = PACE) -> tuple[AheadRig, StepPlan]:
+def beside_an_answer(*pictures: FakeImage, latency: LatencyProfile = PACE) -> tuple[AheadRig, StepPlan]:
     """The first step that encodes something of these, each of a request of its own."""
-    rig = AheadRig(pace=pace, layers=40)
+    rig = AheadRig(latency=latency, layers=40)
     add(rig, "a", 2, max_tokens=99)
     rig.step()
     for picture in pictures:
@@ -282,39 +282,39 @@ def beside_an_answer(*pictures: Picture, pace: Pace = PACE) -> tuple[AheadRig, S
 
 
 def test_beside_answers_pictures_go_one_by_one_where_a_layer_over_more_takes_too_long() -> None:
-    rig, plan = beside_an_answer(Picture("p", 4), Picture("q", 4))
+    rig, plan = beside_an_answer(FakeImage("p", 4), FakeImage("q", 4))
     assert [item.key for item in plan.encode] == [key_of("p")]
     rig.finish()
     assert rig.runner.encoded == [key_of("p"), key_of("q")]
 
 
 def test_beside_answers_the_picture_that_comes_next_is_decoded_meanwhile() -> None:
-    _, plan = beside_an_answer(Picture("p", 4), Picture("q", 4))
+    _, plan = beside_an_answer(FakeImage("p", 4), FakeImage("q", 4))
     assert [item.key for item in plan.prefetch] == [key_of("q")]
 
 
 def test_beside_answers_a_picture_alone_is_encoded_however_large() -> None:
-    rig, plan = beside_an_answer(Picture("p", 400))
+    rig, plan = beside_an_answer(FakeImage("p", 400))
     assert len(plan.encode) == plan.encode_layers == 1
     rig.finish()
     assert rig.finish_of("p") == "length"
 
 
 def test_a_picture_that_a_step_starts_waits_for_its_layers_where_prompts_have_the_step() -> None:
-    rig = AheadRig(pace=PACE, layers=40)
+    rig = AheadRig(latency=PACE, layers=40)
     add(rig, "a", 2, max_tokens=30)
     rig.step()
     rig.step()
     add(rig, "t", 20, max_tokens=2)
-    add(rig, "p", 3, Picture("p", 4), max_tokens=2)
+    add(rig, "p", 3, FakeImage("p", 4), max_tokens=2)
     rig.finish()
     started = next(plan for plan in rig.plans if plan.encode)
-    assert started.works and started.encode_layers == 0
+    assert started.windows and started.encode_layers == 0
 
 
 def test_layers_of_a_step_are_counted_over_all_pictures_that_it_starts() -> None:
-    pace = replace(PACE, layer_ms=((1, 0.1), (10, 1.0)))
-    _, plan = beside_an_answer(*(Picture(name, 2) for name in "pqrs"), pace=pace)
+    latency = replace(PACE, layer_ms=((1, 0.1), (10, 1.0)))
+    _, plan = beside_an_answer(*(FakeImage(name, 2) for name in "pqrs"), latency=latency)
     assert (len(plan.encode), plan.encode_layers) == (3, 2)
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from saccade.types import RequestError
-from tests.scheduling import BLOCK, Picture, Rig, key_of, names
+from tests.scheduling import BLOCK, FakeImage, Rig, key_of, names
 
-CAT, DOG = Picture("cat", 8), Picture("dog", 8)
+CAT, DOG = FakeImage("cat", 8), FakeImage("dog", 8)
 KNOWN = ("cat", "dog", "owl")
 
 
@@ -80,7 +80,7 @@ def test_a_hit_that_ends_inside_a_picture_without_room_leaves_the_request_waitin
     rig = Rig(encoder_cache_slots=12, max_num_batched_tokens=12)
     rig.add("a", 2, CAT, 1, max_tokens=1)
     rig.drain()
-    rig.add("holder", 5, Picture("big", 12), max_tokens=1)
+    rig.add("holder", 5, FakeImage("big", 12), max_tokens=1)
     rig.step()
     rig.add("b", 2, CAT, [7, 7, 7], max_tokens=1)
     assert set(rig.windows(rig.step())) == {"holder"}
@@ -123,7 +123,7 @@ def test_the_last_running_request_is_preempted_when_blocks_run_out() -> None:
     rig.step()
     plan = rig.step()
     assert rig.windows(plan) == {"old": (12, 13)}
-    assert plan.forgotten == ("new",)
+    assert plan.freed_requests == ("new",)
     rig.drain()
     assert rig.events["new"][-1].usage.num_preemptions == 1
 
@@ -144,7 +144,7 @@ def test_a_preempted_request_is_not_admitted_in_the_same_step() -> None:
     rig.add("new", 16, max_tokens=4)
     while not rig.scheduler.stats()["preemptions"]:
         plan = rig.step()
-    assert (plan.forgotten, plan.admitted) == (("new",), ())
+    assert (plan.freed_requests, plan.admitted) == (("new",), ())
 
 
 def test_the_victim_is_the_request_that_came_last_and_not_the_one_admitted_last() -> None:
@@ -157,7 +157,7 @@ def test_the_victim_is_the_request_that_came_last_and_not_the_one_admitted_last(
         plan = rig.step()
     order = [a.request.request_id for p in rig.plans for a in p.admitted]
     assert order == ["first", "late", "early"]
-    assert plan.forgotten == ("late",)
+    assert plan.freed_requests == ("late",)
 
 
 def test_a_window_is_measured_again_when_a_victim_took_an_embedding_with_it() -> None:
@@ -171,7 +171,7 @@ def test_a_window_is_measured_again_when_a_victim_took_an_embedding_with_it() ->
     rig.add("victim", [4, 4, 4], CAT, 1, max_tokens=1)
     assert rig.windows(rig.step()) == {"decoding": (3, 4), "r": (0, 2), "victim": (0, 7)}
     plan = rig.step()
-    assert plan.forgotten == ("victim",)
+    assert plan.freed_requests == ("victim",)
     assert rig.windows(plan)["r"] == (2, 10), "up to the cat, which left with the victim"
 
 
@@ -198,7 +198,7 @@ def test_a_waiting_request_that_finds_no_blocks_waits_and_nobody_passes_it() -> 
 def test_preemption_releases_pins() -> None:
     rig = Rig(num_blocks=7, max_num_batched_tokens=17)
     rig.add("old", 16, max_tokens=12)
-    rig.add("new", 1, Picture("big", 20), 1, max_tokens=1)
+    rig.add("new", 1, FakeImage("big", 20), 1, max_tokens=1)
     while not rig.scheduler.stats()["preemptions"]:
         rig.step()
     assert encoder_stats(rig)["slots_pinned"] == 0
@@ -277,7 +277,7 @@ def test_when_a_step_broke_every_request_ends_and_both_caches_are_empty() -> Non
     assert rig.scheduler.stats()["kv"]["free"] == rig.config.num_blocks
     plan = rig.scheduler.schedule(rig.now)
     assert plan.evicted == (key_of("cat"),)
-    assert set(plan.forgotten) == {"a", "b"}
+    assert set(plan.freed_requests) == {"a", "b"}
 
 
 def test_what_a_lost_plan_told_is_told_again() -> None:
@@ -286,20 +286,20 @@ def test_what_a_lost_plan_told_is_told_again() -> None:
     rig.drain()
     rig.add("b", 5, DOG)
     lost = rig.scheduler.schedule(rig.now)
-    assert (lost.evicted, lost.forgotten) == ((key_of("cat"),), ("a",))
+    assert (lost.evicted, lost.freed_requests) == ((key_of("cat"),), ("a",))
     rig.scheduler.fail_all(RequestError("the step broke"), rig.now)
     rig.scheduler.check()
     plan = rig.scheduler.schedule(rig.now)
     assert set(plan.evicted) == {key_of("cat"), key_of("dog")}
-    assert set(plan.forgotten) == {"a", "b"}
+    assert set(plan.freed_requests) == {"a", "b"}
 
 
 def test_two_requests_that_prefill_the_same_picture_side_by_side_compute_it_once() -> None:
     rig = Rig(max_num_batched_tokens=8)
-    cat = Picture("cat", 40)
+    cat = FakeImage("cat", 40)
     rig.add("first", cat, [1, 2, 3], max_tokens=1)
     rig.add("second", cat, [4, 5, 6], max_tokens=1)
     rig.drain()
-    computed = sum(work.end - work.start for plan in rig.plans for work in plan.works)
+    computed = sum(work.end - work.start for plan in rig.plans for work in plan.windows)
     assert computed <= 43 + 3 + BLOCK  # the picture once, both questions, and a block that may not align
     assert rig.scheduler.stats()["encoder_cache"]["misses"] == 1

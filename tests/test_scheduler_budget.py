@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from saccade.types import Pace
-from tests.scheduling import Picture, Rig
+from saccade.types import LatencyProfile
+from tests.scheduling import FakeImage, Rig
 
-LARGE = Picture("large", 40)
+LARGE = FakeImage("large", 40)
 
 
 def text_first(**changes: object) -> Rig:
@@ -19,7 +19,7 @@ def text_first(**changes: object) -> Rig:
 
 def test_decoding_gets_its_token_though_an_earlier_prompt_could_fill_the_step() -> None:
     rig = Rig(max_num_batched_tokens=16, always_slice=True, encode_layers_per_step=1)
-    rig.add("early", Picture("huge", 200), max_tokens=1)
+    rig.add("early", FakeImage("huge", 200), max_tokens=1)
     rig.add("late", 1, max_tokens=30, first_token=500)
     rig.drain()
     steps = [plan.step for plan in rig.plans if "late" in rig.windows(plan)]
@@ -30,7 +30,7 @@ def test_decoding_gets_its_token_though_an_earlier_prompt_could_fill_the_step() 
 def test_text_that_comes_behind_pictures_gets_the_next_step_but_for_their_share() -> None:
     rig = text_first(encode_layers_per_step=None)
     for name in "abc":
-        rig.add(name, Picture(name, 40), 4)
+        rig.add(name, FakeImage(name, 40), 4)
     rig.step()
     rig.add("text", 12, max_tokens=1, first_token=500)
     windows = rig.windows(rig.step())
@@ -40,9 +40,11 @@ def test_text_that_comes_behind_pictures_gets_the_next_step_but_for_their_share(
 
 
 def test_no_more_prompts_go_into_a_step_than_are_computed_together() -> None:
-    pace = Pace(decode_ms=((1, 1.0),), prompt_ms=((16, 1.0),), layer_ms=(), target_ms=None, max_prompts=2)
-    rig = Rig(pace=pace)
-    rig.scheduler.slices.is_protecting = False
+    latency = LatencyProfile(
+        decode_ms=((1, 1.0),), prefill_ms=((16, 1.0),), layer_ms=(), target_ms=None, max_prefills=2
+    )
+    rig = Rig(latency=latency)
+    rig.scheduler.encoder_pacing.latency_bounded = False
     for name in "abcde":
         rig.add(name, 3, max_tokens=3)
     assert [len(rig.windows(rig.step())) for _ in range(3)] == [2, 4, 5]
@@ -50,7 +52,7 @@ def test_no_more_prompts_go_into_a_step_than_are_computed_together() -> None:
 
 def test_without_text_first_the_picture_fills_the_step() -> None:
     rig = Rig(max_num_batched_tokens=16)
-    rig.add("picture", Picture("p", 40), 4)
+    rig.add("picture", FakeImage("p", 40), 4)
     rig.step()
     rig.add("text", 12, first_token=500)
     assert set(rig.windows(rig.step())) == {"picture"}
@@ -81,7 +83,7 @@ def test_slices_are_used_when_nobody_decodes_if_always_is_set() -> None:
     rig = text_first(layers=3)
     rig.add("picture", LARGE, max_tokens=1)
     assert [rig.step().encode_layers for _ in range(3)] == [1, 1, 1]
-    assert not rig.plans[0].works  # nothing to compute before the picture is there
+    assert not rig.plans[0].windows  # nothing to compute before the picture is there
     rig.drain()
     assert rig.finish_of("picture") == "length"
 
@@ -91,7 +93,7 @@ def test_slices_are_used_when_nobody_decodes_if_always_is_set() -> None:
     [
         ({"max_num_batched_tokens": 30}, 3),
         ({"max_num_seqs": 2}, 2),
-        ({"pace": Pace(((1, 1.0),), ((8, 1.0),), (), None, max_prompts=4)}, 4),
+        ({"pace": LatencyProfile(((1, 1.0),), ((8, 1.0),), (), None, max_prefills=4)}, 4),
     ],
 )
 def test_a_step_is_full_when_its_tokens_its_places_or_its_prompts_are_taken(

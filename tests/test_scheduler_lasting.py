@@ -10,17 +10,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from saccade.processor.families.base import lasting
+from saccade.processor.families.base import cross_attended
 from saccade.scheduler.encoder_cache import EncoderCache
-from saccade.scheduler.encoder_scheduler import Gate
-from saccade.scheduler.request import Sequence
+from saccade.scheduler.encoder_scheduler import EncoderScheduler
+from saccade.scheduler.request import ScheduledRequest
 from saccade.types import TO_THE_END, RequestError, Span
-from tests.scheduling import BLOCK, EOS, Part, Picture, Rig, key_of, make_request, names
+from tests.scheduling import BLOCK, EOS, FakeImage, Part, Rig, key_of, make_request, names
 from tests.test_scheduler_random import CONFIGS
 
 
-def seen(name: str, slots: int = 8) -> Picture:
-    return Picture(name, 1, slots, is_lasting=True)
+def seen(name: str, slots: int = 8) -> FakeImage:
+    return FakeImage(name, 1, slots, is_cross_attended=True)
 
 
 def pinned(rig: Rig) -> int:
@@ -38,12 +38,12 @@ def cached(rig: Rig, request_id: str) -> int:
 
 def test_a_picture_is_read_until_the_next_and_neighbours_go_together() -> None:
     at = [Span(start, 1, bytes([start]) * 32, 8) for start in (2, 6, 7, 12)]
-    assert [span.needed_to for span in lasting(at)] == [6, 12, 12, TO_THE_END]
+    assert [span.pinned_until for span in cross_attended(at)] == [6, 12, 12, TO_THE_END]
 
 
 def test_a_span_without_later_readers_is_needed_to_its_own_end() -> None:
     span = Span(3, 4, bytes(32), 4)
-    assert span.needed_to == span.end == 7 and not span.is_lasting
+    assert span.pinned_until == span.end == 7 and not span.is_cross_attended
 
 
 # --- pins ---------------------------------------------------------------------------------------------------------
@@ -164,15 +164,15 @@ def test_a_stream_of_text_does_not_hide_that_two_requests_wait_for_each_other() 
 
 def test_who_stands_in_line_for_room_does_not_bar_the_request_that_holds_it() -> None:
     cache = EncoderCache(24)
-    gate = Gate(cache, encoder_budget=24)
-    early = Sequence(make_request("early", seen("large", 20), 2), 0, 0.0, BLOCK)
-    late = Sequence(make_request("late", seen("p", 6), seen("q", 6), 2), 1, 0.0, BLOCK)
-    other = Sequence(make_request("other", seen("r", 6), 2), 2, 0.0, BLOCK)
-    gate.begin_step(is_sliced=False)
-    gate.enter(late, gate.reach(late, 0, 1).spans)
-    assert gate.reach(early, 0, 3).end == 0
-    assert gate.reach(late, 1, 4).end == 4
-    assert gate.reach(other, 0, 3).end == 0, "who holds nothing waits behind it"
+    encoder_scheduler = EncoderScheduler(cache, encoder_budget=24)
+    early = ScheduledRequest(make_request("early", seen("large", 20), 2), 0, 0.0, BLOCK)
+    late = ScheduledRequest(make_request("late", seen("p", 6), seen("q", 6), 2), 1, 0.0, BLOCK)
+    other = ScheduledRequest(make_request("other", seen("r", 6), 2), 2, 0.0, BLOCK)
+    encoder_scheduler.begin_step(is_sliced=False)
+    encoder_scheduler.enter(late, encoder_scheduler.reach(late, 0, 1).spans)
+    assert encoder_scheduler.reach(early, 0, 3).end == 0
+    assert encoder_scheduler.reach(late, 1, 4).end == 4
+    assert encoder_scheduler.reach(other, 0, 3).end == 0, "who holds nothing waits behind it"
 
 
 def test_pictures_side_by_side_that_can_never_be_resident_together_are_refused_with_the_numbers() -> None:
@@ -207,7 +207,7 @@ def test_pictures_of_a_found_prefix_are_brought_back_in_as_many_steps_as_the_enc
     rig.drain()
     rig.add("b", *parts, max_tokens=2)
     first = rig.step()
-    assert names(first.encode, "p", "q") == ["p"] and not first.works, "no token can be computed yet"
+    assert names(first.encode, "p", "q") == ["p"] and not first.windows, "no token can be computed yet"
     assert names(rig.step().encode, "p", "q") == ["q"]
     rig.drain(10)
     assert cached(rig, "b") == 12 and rig.finish_of("b") == "length"

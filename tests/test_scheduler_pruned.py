@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from saccade.types import Pace, RequestError
-from tests.scheduling import Picture, Rig, names
+from saccade.types import LatencyProfile, RequestError
+from tests.scheduling import FakeImage, Rig, names
 
-GROUPS = [Picture(name, 3, made=12) for name in "abcd"]  # a quarter stays
-WHOLE = [Picture(name, 12) for name in "abcd"]
+GROUPS = [FakeImage(name, 3, made=12) for name in "abcd"]  # a quarter stays
+WHOLE = [FakeImage(name, 12) for name in "abcd"]
 
 
 def encoded(rig: Rig) -> list[list[str]]:
@@ -43,7 +43,7 @@ def test_the_cache_counts_what_stays() -> None:
 def test_looking_ahead_in_slices_keeps_to_the_budget_of_whole_groups() -> None:
     rig = Rig(encoder_budget=24, encode_layers_per_step=1, always_slice=True)
     rig.add("video", *GROUPS, 2)
-    rig.add("other", Picture("e", 3), 2)
+    rig.add("other", FakeImage("e", 3), 2)
     rig.step()
     assert names(rig.plans[0].encode, *"abcde") == ["a", "b"]
     assert not rig.step().encode  # nothing has landed, and the small picture does not pass the groups in front of it
@@ -61,10 +61,12 @@ def test_no_more_is_decoded_ahead_than_a_step_may_encode() -> None:
 
 def test_the_pace_is_that_of_whole_groups() -> None:
     """Beside running answers a layer over what stays would look four times as quick as it is."""
-    pace = Pace(decode_ms=((1, 1.0),), prompt_ms=((64, 1.0),), layer_ms=((3, 0.1), (12, 0.4)), target_ms=2.2)
+    latency = LatencyProfile(
+        decode_ms=((1, 1.0),), prefill_ms=((64, 1.0),), layer_ms=((3, 0.1), (12, 0.4)), target_ms=2.2
+    )
     layers = []
     for groups in (GROUPS, WHOLE):
-        rig = Rig(encoder_budget=12, pace=pace, layers=50)
+        rig = Rig(encoder_budget=12, latency=latency, layers=50)
         rig.add("answer", 4, max_tokens=40)
         rig.step()
         rig.add("video", *groups, 2, first_token=500)

@@ -10,17 +10,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from saccade.types import RequestError
-from tests.scheduling import EOS, Part, Picture, Rig
+from tests.scheduling import EOS, FakeImage, Part, Rig
 
 PICTURES = [
-    Picture("a", 3),
-    Picture("b", 3),
-    Picture("c", 6),
-    Picture("d", 9, 7),
-    Picture("e", 12),
-    Picture("f", 3, made=12),
+    FakeImage("a", 3),
+    FakeImage("b", 3),
+    FakeImage("c", 6),
+    FakeImage("d", 9, 7),
+    FakeImage("e", 12),
+    FakeImage("f", 3, made=12),
 ]
-BROKEN = Picture("broken", 5)
+BROKEN = FakeImage("broken", 5)
 
 PARTS = st.one_of(
     st.integers(1, 9),
@@ -103,7 +103,7 @@ def test_after_a_step_that_broke_the_engine_serves_new_requests(config: dict, re
     rig.runner.reset()
     rig.scheduler.check()
     assert not rig.scheduler.has_unfinished()
-    rig.add("after", 3, Picture("a", 3), 2)
+    rig.add("after", 3, FakeImage("a", 3), 2)
     rig.drain()
     assert rig.finish_of("after") == "length"
     assert len(rig.runner.embeddings) <= 1, "embeddings from before were not dropped"
@@ -152,7 +152,7 @@ def test_a_zipf_stream_of_pictures_takes_the_hit_rate_from_nothing_to_over_four_
         before = rig.scheduler.stats()["encoder_cache"]
         for number in range(60):
             picture = rng.choices(range(200), weights)[0]
-            rig.add(f"{wave}.{number}", 4, Picture(f"p{picture}", 4), 2, max_tokens=3)
+            rig.add(f"{wave}.{number}", 4, FakeImage(f"p{picture}", 4), 2, max_tokens=3)
             rig.step()
         rig.drain()
         after = rig.scheduler.stats()["encoder_cache"]

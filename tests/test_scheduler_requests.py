@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from saccade.types import RequestError, Sample, StepResult
-from tests.scheduling import EOS, Picture, Rig
+from tests.scheduling import EOS, FakeImage, Rig
 
-CAT, DOG = Picture("cat", 8), Picture("dog", 8)
+CAT, DOG = FakeImage("cat", 8), FakeImage("dog", 8)
 
 
 def encoder_stats(rig: Rig) -> dict[str, int]:
@@ -56,7 +56,7 @@ def test_a_picture_larger_than_the_encoder_budget_is_refused() -> None:
 
 
 def test_a_picture_larger_than_the_encoder_cache_is_refused() -> None:
-    error = refusal(Rig(encoder_cache_slots=7), 3, Picture("small", 2), CAT)
+    error = refusal(Rig(encoder_cache_slots=7), 3, FakeImage("small", 2), CAT)
     assert all(part in error.message for part in ("picture 2", "8 embeddings", "7", "--encoder-cache-gb"))
 
 
@@ -152,7 +152,7 @@ def test_an_aborted_request_gives_back_what_it_holds_and_ends_once() -> None:
     assert event is not None
     assert (event.finish_reason, event.usage.finished) == ("abort", 9.0)
     assert rig.scheduler.abort("r", 9.0) is None
-    assert rig.step().forgotten == ("r",)
+    assert rig.step().freed_requests == ("r",)
     assert rig.scheduler.stats()["kv"]["used"] == encoder_stats(rig)["slots_pinned"] == 0
 
 
@@ -161,7 +161,7 @@ def test_a_request_aborted_while_it_waits_is_unknown_to_the_runner() -> None:
     rig.add("r", 4)
     assert rig.scheduler.abort("r", 0.0).usage.first_scheduled is None
     plan = rig.step()
-    assert not (plan.works or plan.encode or plan.evicted or plan.forgotten or plan.admitted)
+    assert not (plan.windows or plan.encode or plan.evicted or plan.freed_requests or plan.admitted)
 
 
 def test_the_usage_tells_times_on_the_callers_clock() -> None:

@@ -9,17 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from saccade.types import Pace
-from tests.scheduling import Part, Picture
+from saccade.types import LatencyProfile
+from tests.scheduling import FakeImage, Part
 from tests.test_scheduler_ahead import AheadRig, add
 
 ALONE, RIDING = 32, 96  # tokens that fit beside an answer
-PACE = Pace(
+PACE = LatencyProfile(
     decode_ms=((1, 1.0), (16, 1.0)),
-    prompt_ms=((ALONE, 1.0), (64, 2.0)),
+    prefill_ms=((ALONE, 1.0), (64, 2.0)),
     layer_ms=((4, 0.5),),
     target_ms=None,
-    riding_ms=((4, ((64, 1.5), (RIDING, 2.0), (128, 3.0))),),
+    mixed_ms=((4, ((64, 1.5), (RIDING, 2.0), (128, 3.0))),),
 )
 
 
@@ -37,8 +37,8 @@ def windows_of(rig: AheadRig, *names: str) -> list[list[int]]:
     """Tokens of these requests in each step that has any, until the last of them has its first."""
     while not all(name in rig.events for name in names):
         rig.step()
-    works = [[work for work in plan.works if work.request_id in names and plan.is_beside] for plan in rig.plans]
-    return [[work.end - work.start for work in some] for some in works if some]
+    windows = [[work for work in plan.windows if work.request_id in names and plan.is_beside] for plan in rig.plans]
+    return [[work.end - work.start for work in some] for some in windows if some]
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_all_of_a_prompt_but_its_end_rides_along(tokens: int, windows: list[int]
 
 
 def test_without_passes_for_both_a_prompt_goes_in_parts_that_fit_beside_the_answer() -> None:
-    rig = beside_an_answer(pace=Pace(PACE.decode_ms, PACE.prompt_ms, PACE.layer_ms, None))
+    rig = beside_an_answer(latency=LatencyProfile(PACE.decode_ms, PACE.prefill_ms, PACE.layer_ms, None))
     add(rig, "prompt", 80, max_tokens=1)
     assert windows_of(rig, "prompt") == [[32], [32], [16]]
 
@@ -67,50 +67,50 @@ def test_nothing_rides_along_with_more_answers_than_a_pass_holds() -> None:
     assert windows_of(rig, "prompt") == [[32], [32], [16]]
 
 
-SHORTER = Pace(  # fewer ride along than go by themselves, in less time
+SHORTER = LatencyProfile(  # fewer ride along than go by themselves, in less time
     decode_ms=((1, 1.0), (16, 1.0)),
-    prompt_ms=((32, 1.0), (64, 1.2), (96, 1.3)),
+    prefill_ms=((32, 1.0), (64, 1.2), (96, 1.3)),
     layer_ms=((4, 0.5),),
     target_ms=None,
-    riding_ms=((4, ((64, 1.4),)),),
+    mixed_ms=((4, ((64, 1.4),)),),
 )
 
 
 @pytest.mark.parametrize(
-    ("prompt", "windows"), [(80, [80]), (96, [96]), (97, [64, 33]), (200, [64, 64, 72]), (Picture("p", 80), [80])]
+    ("prompt", "windows"), [(80, [80]), (96, [96]), (97, [64, 33]), (200, [64, 64, 72]), (FakeImage("p", 80), [80])]
 )
 def test_a_prompt_that_can_end_does_though_fewer_tokens_would_ride_along(prompt: Part, windows: list[int]) -> None:
-    rig = beside_an_answer(pace=SHORTER)
+    rig = beside_an_answer(latency=SHORTER)
     add(rig, "prompt", prompt, max_tokens=1)
     assert windows_of(rig, "prompt") == [[size] for size in windows]
 
 
 def test_where_a_prompt_ends_others_have_what_is_left_of_a_step_that_goes_by_itself() -> None:
-    rig = beside_an_answer(pace=SHORTER)
+    rig = beside_an_answer(latency=SHORTER)
     add(rig, "short", 20, max_tokens=1)
     add(rig, "long", 300, max_tokens=1)
     assert windows_of(rig, "short", "long")[0] == [20, 76]
 
 
 def test_plans_say_what_rides_along() -> None:
-    rig = beside_an_answer(pace=SHORTER)
+    rig = beside_an_answer(latency=SHORTER)
     add(rig, "prompt", 200, max_tokens=1)
     windows_of(rig, "prompt")
-    plans = [plan for plan in rig.plans if plan.is_beside and plan.works]
+    plans = [plan for plan in rig.plans if plan.is_beside and plan.windows]
     assert [plan.rides for plan in plans] == [True, True, False]
 
 
 def test_nothing_rides_along_where_one_pass_takes_longer_than_two() -> None:
-    slow = replace(PACE, riding_ms=((4, ((16, 2.4), (RIDING, 2.5))),))  # tokens that fit, but 16 of them take 2 apart
-    rig = beside_an_answer(pace=slow)
-    add(rig, "picture", [1] * 8, Picture("p", 20), max_tokens=1)
+    slow = replace(PACE, mixed_ms=((4, ((16, 2.4), (RIDING, 2.5))),))  # tokens that fit, but 16 of them take 2 apart
+    rig = beside_an_answer(latency=slow)
+    add(rig, "picture", [1] * 8, FakeImage("p", 20), max_tokens=1)
     windows_of(rig, "picture")
     assert not any(plan.rides for plan in rig.plans)
 
 
 def test_text_that_can_end_in_a_step_does_though_a_picture_might_ride_along() -> None:
     rig = beside_an_answer()
-    add(rig, "picture", Picture("p", 300), max_tokens=1)
+    add(rig, "picture", FakeImage("p", 300), max_tokens=1)
     while not rig.runner.encoded:
         rig.step()
     add(rig, "text", 20, max_tokens=1)
@@ -121,8 +121,10 @@ def test_text_that_can_end_in_a_step_does_though_a_picture_might_ride_along() ->
 
 
 def beside_works(rig: AheadRig) -> list[list[tuple[str, int, int]]]:
-    works = [[(work.request_id, work.start, work.end) for work in plan.works] for plan in rig.plans if plan.is_beside]
-    return [some for some in works if some]
+    windows = [
+        [(work.request_id, work.start, work.end) for work in plan.windows] for plan in rig.plans if plan.is_beside
+    ]
+    return [some for some in windows if some]
 
 
 def test_nothing_rides_along_in_a_step_that_ends_a_prompt_by_its_one_token_that_no_cache_has() -> None:
@@ -157,7 +159,7 @@ def test_a_request_that_finds_no_place_keeps_nobody_from_riding_along() -> None:
     assert windows_of(rig, "prompt") == [[96], [88], [16]]
 
 
-PROMPTS = st.lists(st.one_of(st.integers(2, 300), st.integers(1, 200).map(lambda n: Picture(f"p{n}", n))), max_size=5)
+PROMPTS = st.lists(st.one_of(st.integers(2, 300), st.integers(1, 200).map(lambda n: FakeImage(f"p{n}", n))), max_size=5)
 
 
 @settings(max_examples=40, deadline=None)
@@ -173,6 +175,6 @@ def test_no_step_in_which_a_prompt_ends_has_more_tokens_than_fit_by_themselves(
     rig.finish()
     for plan in rig.plans:
         if plan.is_beside:
-            sizes = [work.end - work.start for work in plan.works]
+            sizes = [work.end - work.start for work in plan.windows]
             tokens = sum(size for size in sizes if size > 1)  # one is taken for an answer's
-            assert tokens <= (ALONE if any(work.samples for work in plan.works) else RIDING)
+            assert tokens <= (ALONE if any(work.samples for work in plan.windows) else RIDING)

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from saccade.types import StepPlan, StepResult
-from tests.scheduling import BLOCK, FakeRunner, Picture, Rig
+from tests.scheduling import BLOCK, FakeImage, FakeRunner, Rig
 from tests.test_scheduler_random import CONFIGS, REQUESTS, _assert_nothing_is_held, _drive
 
 
@@ -21,7 +21,7 @@ class StatefulRunner(FakeRunner):
         self.kept: dict[int, list[bytes]] = {}
 
     def execute(self, plan: StepPlan) -> StepResult:
-        for request_id in plan.forgotten:
+        for request_id in plan.freed_requests:
             self.seen.pop(request_id, None)
         for admission in plan.admitted:
             request_id, state = admission.request.request_id, admission.state
@@ -29,13 +29,13 @@ class StatefulRunner(FakeRunner):
             self.seen[request_id] = list(self.kept[state.row]) if state else []
             assert len(admission.block_ids) * self.block_size == (state.place if state else 0)
         result = super().execute(plan)
-        for work in plan.works:
+        for work in plan.windows:
             records, seen = self.records[work.request_id], self.seen[work.request_id]
             end = self._valid_end(work, result.failed)
             assert len(seen) == work.start, "a window begins where its state is not"
             seen += records[work.start : end]
             assert seen == records[:end], f"{work.request_id} went on with a state that is not its own"
-            for place, row in work.keeps:
+            for place, row in work.checkpoints:
                 assert work.start < place <= work.end
                 self.kept[row] = seen[:place] if place <= end else [b"never computed"]
         return result
@@ -49,7 +49,7 @@ def rig(**changes: Any) -> Rig:
 
 def computed(made: Rig, request_id: str) -> int:
     """Where the first window of a request began."""
-    return next(work.start for plan in made.plans for work in plan.works if work.request_id == request_id)
+    return next(work.start for plan in made.plans for work in plan.windows if work.request_id == request_id)
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -71,7 +71,7 @@ def test_the_same_prompt_begins_behind_its_last_full_block() -> None:
 def test_another_question_about_a_picture_begins_behind_the_picture() -> None:
     made = rig()
     for name, question in (("a", [201, 202, 203, 204, 205, 206]), ("b", [301, 302])):
-        made.add(name, 1, Picture("p", 2 * BLOCK), question)
+        made.add(name, 1, FakeImage("p", 2 * BLOCK), question)
         made.drain()
     assert computed(made, "b") == 2 * BLOCK
 
@@ -103,9 +103,9 @@ def test_two_requests_of_one_step_do_not_share_a_state_that_is_still_being_compu
 
 def test_what_a_failed_picture_left_is_not_kept() -> None:
     made = rig()
-    made.add("a", BLOCK, Picture("broken", BLOCK), 2 * BLOCK)
+    made.add("a", BLOCK, FakeImage("broken", BLOCK), 2 * BLOCK)
     made.drain()
-    made.add("b", BLOCK, Picture("broken", BLOCK), 2 * BLOCK)
+    made.add("b", BLOCK, FakeImage("broken", BLOCK), 2 * BLOCK)
     made.drain()
     assert made.finish_of("b") == "error" and computed(made, "b") == 0
 
@@ -116,4 +116,6 @@ def test_models_without_such_layers_go_on_anywhere() -> None:
     made.drain()
     made.add("b", 2 * BLOCK + 1)
     made.drain()
-    assert computed(made, "b") == 2 * BLOCK and not any(work.keeps for plan in made.plans for work in plan.works)
+    assert computed(made, "b") == 2 * BLOCK and not any(
+        work.checkpoints for plan in made.plans for work in plan.windows
+    )

@@ -567,8 +567,8 @@ SCHEMAS: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_a_schema_that_cannot_be_used_is_refused(server: RunningServer, name: str) -> None:
-    wanted = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMAS[name]}}
-    response = server.chat(response_format=wanted)
+    response_options = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMAS[name]}}
+    response = server.chat(response_format=response_options)
     assert response.status_code == 400 and str(error_of(response)["param"]).startswith("response_format")
 
 

@@ -10,13 +10,13 @@ import pytest
 
 from saccade.engine.ipc.client import EngineUnavailable
 from saccade.server.api.content_blocks import Added, BlockAnswer, Closed, Opened
-from saccade.server.api.events import Script, tell
-from saccade.server.api.messages import MessageScript
-from saccade.server.api.responses import ResponseScript
+from saccade.server.api.events import EventShape, send_events
+from saccade.server.api.messages import MessageEvents
+from saccade.server.api.responses import ResponseEvents
 from saccade.server.errors import api_error
-from saccade.server.generation import Generation, Piece
-from saccade.server.http.response import Exchange
-from saccade.server.request.adapter import Chat, Places
+from saccade.server.generation import Delta, Generation
+from saccade.server.http.response import ResponseWriter
+from saccade.server.request.adapter import Chat, SourcePaths
 from saccade.server.request.chat import ChatRequest, read_chat
 from saccade.server.request.fields import FieldReader
 from saccade.server.request.messages import read_message
@@ -40,7 +40,7 @@ def told(request: ChatRequest, *texts: str, finish: str = "stop") -> tuple[Block
     """The answer after these pieces, and its events in short."""
     answer, events = BlockAnswer(request), []
     for index, text in enumerate(texts):
-        piece = Piece(0, text, finish_reason=finish if index == len(texts) - 1 else None)
+        piece = Delta(0, text, finish_reason=finish if index == len(texts) - 1 else None)
         for event in answer.take(piece):
             kind = {Opened: "open", Added: "add", Closed: "close"}[type(event)]
             events.append(f"{kind} {event.block.index}")
@@ -78,17 +78,17 @@ def test_the_block_in_which_the_length_ended_is_cut() -> None:
 # --- scripts ------------------------------------------------------------------------------------------------------
 
 
-def response_script(generation: Generation) -> ResponseScript:
+def response_script(generation: Generation) -> ResponseEvents:
     request = read_response({"input": "a"}, READER)
-    return ResponseScript("m", request.chat, request.echo, "id-1", generation)
+    return ResponseEvents("m", request.chat, request.echo, "id-1", generation)
 
 
-def message_script(generation: Generation) -> MessageScript:
+def message_script(generation: Generation) -> MessageEvents:
     request = read_message({"messages": [{"role": "user", "content": "a"}], "max_tokens": 9}, READER)
-    return MessageScript("m", request.chat, "id-1", generation)
+    return MessageEvents("m", request.chat, "id-1", generation)
 
 
-MakeScript = Callable[[Generation], Script]
+MakeScript = Callable[[Generation], EventShape]
 
 
 def played(make: MakeScript, *items: Any) -> list[dict[str, Any]]:
@@ -99,8 +99,8 @@ def played(make: MakeScript, *items: Any) -> list[dict[str, Any]]:
         stream = FakeStream()
         for item in items:
             stream.queue.put_nowait(item)
-        exchange, generation = wire.exchange(), await started(stream)
-        await _tell(exchange, generation, make(generation))
+        writer, generation = wire.writer(), await started(stream)
+        await _tell(writer, generation, make(generation))
 
     running(play)
     assert wire.sent[-1]["more_body"] is False
@@ -111,11 +111,11 @@ def played(make: MakeScript, *items: Any) -> list[dict[str, Any]]:
     return events
 
 
-async def _tell(exchange: Exchange, generation: Generation, script: Script) -> None:
+async def _tell(writer: ResponseWriter, generation: Generation, script: EventShape) -> None:
     try:
-        await tell(exchange, generation, script, stream=True)
+        await send_events(writer, generation, script, stream=True)
     except (RequestError, EngineUnavailable) as error:
-        await exchange.error(api_error(error))
+        await writer.error(api_error(error))
 
 
 def test_a_response_that_fails_half_way_ends_with_its_failure() -> None:
@@ -141,7 +141,7 @@ def test_while_nothing_comes_a_message_has_begun_and_pings() -> None:
         stream.queue.put_nowait(token(1, "stop"))
         stream.queue.put_nowait(None)
         generation = await started(stream)
-        await tell(wire.exchange(), _Silent(generation), message_script(generation), stream=True)  # type: ignore[arg-type]
+        await send_events(wire.writer(), _Silent(generation), message_script(generation), stream=True)  # type: ignore[arg-type]
 
     running(play)
     body = wire.body().decode()
@@ -167,7 +167,7 @@ def test_an_error_before_the_first_byte_of_a_message_has_its_status_and_form() -
     wire = Wire("/v1/messages")
 
     async def check() -> None:
-        await wire.exchange().error(api_error(RequestError("too much", code="overloaded")))
+        await wire.writer().error(api_error(RequestError("too much", code="overloaded")))
 
     running(check)
     assert wire.sent[0]["status"] == 429
@@ -178,8 +178,10 @@ def test_an_error_before_the_first_byte_of_a_message_has_its_status_and_form() -
 # --- places -------------------------------------------------------------------------------------------------------
 
 
-def places() -> Places:
-    talk = Chat(Places({"messages": "input", "max_tokens": "longest"}, ((".image_url", ".source"), (".function", ""))))
+def places() -> SourcePaths:
+    talk = Chat(
+        SourcePaths({"messages": "input", "max_tokens": "longest"}, ((".image_url", ".source"), (".function", "")))
+    )
     talk.say("system", "a", "system")
     talk.say("user", [{}, {}], "turn[0]", ["turn[0].a", "turn[0].b"])
     talk.call("c", "look", "{}", "turn[1]")
@@ -214,7 +216,7 @@ def test_an_error_is_told_in_the_clients_words() -> None:
 
 
 def test_a_call_joins_the_assistants_message_before_it() -> None:
-    talk = Chat(Places({}, ()))
+    talk = Chat(SourcePaths({}, ()))
     talk.say("assistant", "Let me see.", "turn[0]")
     talk.call("a", "look", "{}", "turn[1]")
     talk.call("b", "look", "{}", "turn[2]")

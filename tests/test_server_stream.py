@@ -12,8 +12,8 @@ import pytest
 from saccade.engine.ipc.client import EngineUnavailable
 from saccade.server import generation as generate
 from saccade.server.errors import ApiError, ClientGone, api_error
-from saccade.server.generation import Generation, Priced, Timing
-from saccade.server.http.response import Exchange, while_connected
+from saccade.server.generation import BilledPrompt, Generation, Timing
+from saccade.server.http.response import ResponseWriter, while_connected
 from saccade.server.metrics import Metrics
 from saccade.server.service import Caller
 from saccade.types import Bill, RequestError, TokenEvent
@@ -67,8 +67,8 @@ def token(number: int, finish: Any = None, error: RequestError | None = None) ->
 
 async def started(stream: FakeStream) -> Generation:
     prompt: Any = SimpleNamespace(token_ids=[1], where={})
-    priced = Priced(prompt, Bill(1, 0, 0, 1, ()))
-    generation = Generation([priced], [FakeAnswer()], Timing(0.0, 0.0, 0.0), Metrics("m", dict))  # type: ignore[list-item]
+    billed = BilledPrompt(prompt, Bill(1, 0, 0, 1, ()))
+    generation = Generation([billed], [FakeAnswer()], Timing(0.0, 0.0, 0.0), Metrics("m", dict))  # type: ignore[list-item]
     request: Any = SimpleNamespace(max_tokens=9)
     await generation.submit(FakeEngine(stream), [request])
     return generation
@@ -151,9 +151,9 @@ class Wire:
     async def send(self, message: Any) -> None:
         self.sent.append(message)
 
-    def exchange(self) -> Exchange:
+    def writer(self) -> ResponseWriter:
         scope = {"type": "http", "path": self.path, "caller": Caller("id-1", "", 0.0)}
-        return Exchange(scope, self.receive, self.send)
+        return ResponseWriter(scope, self.receive, self.send)
 
     def body(self) -> bytes:
         return b"".join(message.get("body", b"") for message in self.sent)
@@ -162,7 +162,7 @@ class Wire:
 def test_an_error_before_the_first_byte_has_its_status() -> None:
     async def check() -> None:
         wire = Wire()
-        await wire.exchange().error(ApiError(429, "later", retry_after=2))
+        await wire.writer().error(ApiError(429, "later", retry_after=2))
         assert wire.sent[0]["status"] == 429 and (b"retry-after", b"2") in wire.sent[0]["headers"]
 
     running(check)
@@ -171,10 +171,10 @@ def test_an_error_before_the_first_byte_has_its_status() -> None:
 def test_an_error_in_a_stream_is_its_last_event() -> None:
     async def check() -> None:
         wire = Wire()
-        exchange = wire.exchange()
-        await exchange.keep_alive()
-        await exchange.event({"a": 1})
-        await exchange.error(api_error(EngineUnavailable("gone", 1.0)))
+        writer = wire.writer()
+        await writer.keep_alive()
+        await writer.event({"a": 1})
+        await writer.error(api_error(EngineUnavailable("gone", 1.0)))
         assert wire.sent[0]["status"] == 200 and wire.sent[-1]["more_body"] is False
         assert wire.body().startswith(b': keep-alive\n\ndata: {"a":1}\n\ndata: {"error":')
         assert b"[DONE]" not in wire.body()

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from saccade.engine.core import EngineCore
-from saccade.scheduler.cpu_latency import FEWEST_TOKENS, Rate, Tempo
-from saccade.types import Slice, StepPlan, StepResult, StepTime, Work
+from saccade.scheduler.cpu_latency import MIN_PREFILL_TOKENS, CpuStepTime, Rate
+from saccade.types import ScheduledWindow, Slice, StepPlan, StepResult, StepTime
 from tests.scheduling import FakeRunner, Picture, make_config, make_request
 
 STEP = 0.4
@@ -43,7 +43,7 @@ class Timed(FakeRunner):
     def execute(self, plan: StepPlan) -> StepResult:
         layers = (plan.encode_layers or 0) if self.flying or plan.encode else 0
         slice_s = layers / self.machine.layers_per_s
-        tokens = sum(work.end - work.start for work in plan.works)
+        tokens = sum(work.end - work.start for work in plan.windows)
         self.machine.now += self.machine.overhead + tokens / self.machine.tokens_per_s + slice_s + self.machine.stall
         self.machine.stall = 0.0
         return replace(super().execute(plan), slice=Slice(layers, slice_s))
@@ -138,7 +138,7 @@ def test_prompts_go_on_beside_answers_that_take_all_of_a_step() -> None:
         core.add(make_request(f"a{number}", 5, max_tokens=200, first_token=1_000 * number))
     step_times(core, machine, 10)
     core.add(make_request("long", 5_000, first_token=500_000))
-    assert all(tokens >= FEWEST_TOKENS for tokens, _ in step_times(core, machine, 10))
+    assert all(tokens >= MIN_PREFILL_TOKENS for tokens, _ in step_times(core, machine, 10))
 
 
 def test_the_time_that_answers_take_is_not_given_to_prompts_as_well() -> None:
@@ -165,19 +165,19 @@ def test_layers_that_the_operator_chose_stay() -> None:
     core = started(machine, QUIET, encode_layers_per_step=3)
     core.add(make_request("p", 4, Picture("cat", 2_000)))
     step_times(core, machine, 5)
-    assert core.scheduler.tempo is not None and core.scheduler.tempo.layers == 3
+    assert core.scheduler.cpu_step_time is not None and core.scheduler.cpu_step_time.layers == 3
 
 
 def test_a_step_never_holds_more_tokens_than_the_option_says() -> None:
-    tempo = Tempo(StepTime(STEP, 1e9, 0.0), MOST, None)
-    assert tempo.tokens(0) == tempo.tokens(100) == MOST
+    cpu_step_time = CpuStepTime(StepTime(STEP, 1e9, 0.0), MOST, None)
+    assert cpu_step_time.tokens(0) == cpu_step_time.tokens(100) == MOST
 
 
 def test_steps_of_no_time_at_all_break_nothing() -> None:
-    tempo = Tempo(StepTime(STEP, BUSY, 1.0), MOST, None)
-    tempo.observe([Work("a", 0, 100, (), False)], Slice(4, 0.0), 0.0)
-    tempo.observe([Work("a", 100, 101, (), True)], Slice(), 0.0)
-    assert tempo.tokens(1) <= 1 + 2 * BUSY * STEP
+    cpu_step_time = CpuStepTime(StepTime(STEP, BUSY, 1.0), MOST, None)
+    cpu_step_time.observe([ScheduledWindow("a", 0, 100, (), False)], Slice(4, 0.0), 0.0)
+    cpu_step_time.observe([ScheduledWindow("a", 100, 101, (), True)], Slice(), 0.0)
+    assert cpu_step_time.tokens(1) <= 1 + 2 * BUSY * STEP
 
 
 def test_a_rate_never_falls_below_the_least() -> None:

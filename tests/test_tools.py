@@ -15,7 +15,7 @@ from saccade.processor.tools import (
     CallArguments,
     CallStart,
     Content,
-    Delta,
+    ToolDelta,
     ToolParser,
     calls_for_template,
     tools_for_template,
@@ -44,10 +44,10 @@ PARIS = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n<
 TRICKY = '<tool_call>{"name": "say", "arguments": {"text": "a \\"</tool_call>\\" <tool_call> ü {"}}</tool_call>'
 
 
-class Seen:
+class CrossAttentionRows:
     """What a client has after the last delta."""
 
-    def __init__(self, deltas: list[Delta]) -> None:
+    def __init__(self, deltas: list[ToolDelta]) -> None:
         self.content = "".join(d.text for d in deltas if isinstance(d, Content))
         starts = [d for d in deltas if isinstance(d, CallStart)]
         assert [d.index for d in starts] == list(range(len(starts)))
@@ -62,10 +62,10 @@ class Seen:
         self.calls = [(start.name, json.loads(text)) for start, text in zip(starts, arguments, strict=True)]
 
 
-def parse(*pieces: str, is_bare: bool = False) -> Seen:
+def parse(*pieces: str, is_bare: bool = False) -> CrossAttentionRows:
     parser = ToolParser(is_bare=is_bare)
     deltas = [delta for piece in pieces for delta in parser.push(piece)] + parser.finish()
-    seen = Seen(deltas)
+    seen = CrossAttentionRows(deltas)
     assert parser.has_calls == bool(seen.calls)
     return seen
 

@@ -7,7 +7,7 @@ from typing import Any
 from saccade.engine.core import EngineCore
 from saccade.engine.trace import NUM_KEPT
 from saccade.types import StepPlan, StepResult
-from tests.scheduling import FakeRunner, Part, Picture, make_config, make_request
+from tests.scheduling import FakeImage, FakeRunner, Part, make_config, make_request
 
 
 class Runner(FakeRunner):
@@ -43,13 +43,13 @@ def sums(steps: list[dict[str, Any]]) -> tuple[int, int, int]:
 
 
 def test_a_step_tells_text_from_picture_from_answer_tokens() -> None:
-    steps = run(make_core(), 5, Picture("p", 12), 3)
+    steps = run(make_core(), 5, FakeImage("p", 12), 3)
     assert sums(steps) == (2, 8, 12)
 
 
 def test_the_sums_are_the_same_when_prefill_comes_in_chunks() -> None:
     whole, chunked = make_core(), make_core(max_num_batched_tokens=4)
-    assert sums(run(whole, 5, Picture("p", 12), 3)) == sums(run(chunked, 5, Picture("p", 12), 3))
+    assert sums(run(whole, 5, FakeImage("p", 12), 3)) == sums(run(chunked, 5, FakeImage("p", 12), 3))
 
 
 def test_a_prompt_of_one_token_is_text_and_no_answer() -> None:
@@ -57,7 +57,7 @@ def test_a_prompt_of_one_token_is_text_and_no_answer() -> None:
 
 
 def test_a_picture_counts_in_each_step_it_is_in_the_encoder() -> None:
-    steps = run(make_core(encode_layers_per_step=1, always_slice=True), 5, Picture("p", 12))
+    steps = run(make_core(encode_layers_per_step=1, always_slice=True), 5, FakeImage("p", 12))
     assert [step["encodes"] for step in steps].count(1) == 4  # layers of the fake encoder
 
 
@@ -75,7 +75,7 @@ def test_only_the_latest_steps_are_kept() -> None:
 def test_after_a_broken_step_requests_of_the_same_name_are_counted_anew() -> None:
     core = make_core()
     assert isinstance(core.runner, Runner)
-    core.add(make_request("a", 5, Picture("p", 12)))
+    core.add(make_request("a", 5, FakeImage("p", 12)))
     core.runner.is_broken = True
     core.step()
     core.runner.is_broken, core.runner.has_broken = False, True

@@ -1,6 +1,6 @@
 """Queries and keys that are turned by their product: what is chosen, which tile is whose, what towers get.
 
-The kernel itself needs the device: `turned_qkv` tries it there at start, `benchmarks.qkv_hopper` compares it.
+The kernel itself needs the device: `qkv_rope` tries it there at start, `benchmarks.qkv_hopper` compares it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from saccade.kernels.gemm import hopper_qkv_rope, hopper_tiles
 from saccade.kernels.gemm.hopper_qkv_rope import DIM, suits
 from saccade.kernels.gemm.hopper_tiles import BOX, num_tiles, num_whole
-from saccade.kernels.gemm.qkv_rope import turned_qkv
+from saccade.kernels.gemm.qkv_rope import qkv_rope
 from saccade.kernels.ops import reference, vit_elementwise
 from saccade.kernels.ops.reference import parted_columns
 from saccade.models.cuda import vision
@@ -77,16 +77,16 @@ def test_parts_have_every_column_once_and_pairs_side_by_side(heads: int, dim: in
     assert columns[2 * heads * dim :] == list(range(2 * heads * dim, 3 * heads * dim))
 
 
-def turns_for(rows: int, dim: int) -> Tensor:
+def rotary_for(rows: int, dim: int) -> Tensor:
     angles = random(rows, dim // 2)
     return torch.stack((angles.cos(), angles.sin()), dim=-1).flatten(1)
 
 
 def test_the_reference_is_the_product_and_then_the_rotation() -> None:
-    x, weight, bias, turns = random(5, 16), random(3 * 4 * 8, 16), random(3 * 4 * 8), turns_for(5, 8)
+    x, weight, bias, rotary = random(5, 16), random(3 * 4 * 8, 16), random(3 * 4 * 8), rotary_for(5, 8)
     expected = torch.nn.functional.linear(x, weight, bias).view(5, 3, 4, 8)
-    vit_elementwise.rotate_pairs(expected, turns)
-    found = reference.turned_qkv(x, weight, bias, turns, 4)
+    vit_elementwise.rotate_pairs(expected, rotary)
+    found = reference.qkv_rope(x, weight, bias, rotary, 4)
     torch.testing.assert_close(found.flatten(1), expected.flatten(1)[:, parted_columns(4, 8)], atol=1e-5, rtol=1e-5)
 
 
@@ -111,7 +111,7 @@ def test_only_heads_that_tiles_divide_are_turned_by_the_product(
 
 def test_without_such_a_device_there_is_no_kernel() -> None:
     x, weight, bias = (torch.zeros(*size).half() for size in ((512, 64), (3840, 64), (3840,)))
-    assert turned_qkv(x, weight, bias, torch.zeros(512, 80), HEADS) is None
+    assert qkv_rope(x, weight, bias, torch.zeros(512, 80), HEADS) is None
 
 
 class Parted:
@@ -135,7 +135,7 @@ class Parted:
 def test_a_tower_gets_the_same_from_heads_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     patches = random(sum(grid.patches for grid in GRIDS), 24)
     expected = encode(model(QWEN, TorchVision(), Qwen2VL), patches, GRIDS)
-    monkeypatch.setattr(vision, "turned_qkv", reference.turned_qkv)
+    monkeypatch.setattr(vision, "qkv_rope", reference.qkv_rope)
     monkeypatch.setitem(vision.ATTENTION, "triton", Parted)  # type: ignore[arg-type]
     found = encode(model(QWEN, FusedVision("triton"), Qwen2VL), patches, GRIDS)
     torch.testing.assert_close(torch.cat(found), torch.cat(expected), atol=1e-4, rtol=1e-4)
@@ -144,6 +144,6 @@ def test_a_tower_gets_the_same_from_heads_in_parts(monkeypatch: pytest.MonkeyPat
 def test_attention_that_knows_no_parts_gets_none(monkeypatch: pytest.MonkeyPatch) -> None:
     patches = random(sum(grid.patches for grid in GRIDS), 24)
     expected = encode(model(QWEN, FusedVision("triton"), Qwen2VL), patches, GRIDS)
-    monkeypatch.setattr(vision, "turned_qkv", lambda *_: pytest.fail("nobody takes parts"))
+    monkeypatch.setattr(vision, "qkv_rope", lambda *_: pytest.fail("nobody takes parts"))
     found = encode(model(QWEN, FusedVision("triton"), Qwen2VL), patches, GRIDS)
     assert torch.equal(torch.cat(found), torch.cat(expected))

@@ -18,9 +18,9 @@ from saccade.checkpoint.config import ConfigError
 from saccade.cli.count import count_files
 from saccade.media import video_reader
 from saccade.media.decode import decode_item
-from saccade.media.video_file import open_film
-from saccade.media.video_probe import probe_clip
-from saccade.media.video_reader import ClipReaders
+from saccade.media.video_file import open_video
+from saccade.media.video_probe import probe_video
+from saccade.media.video_reader import VideoReaders
 from saccade.options import MediaPolicy, Options, VideoPolicy, options
 from saccade.processor.checkpoint import open_checkpoint
 from saccade.processor.families import video_rules_for
@@ -46,7 +46,7 @@ def ask(video: Any, **kwargs: Any) -> dict[str, Any]:
 
 def refused_clip(data: bytes, **policy: Any) -> str:
     with pytest.raises(RequestError) as caught:
-        probe_clip(data, replace(POLICY, video=replace(POLICY.video, **policy)))
+        probe_video(data, replace(POLICY, video=replace(POLICY.video, **policy)))
     return caught.value.message
 
 
@@ -292,21 +292,21 @@ def test_the_key_depends_on_the_size_and_the_tenant(qwen: Processor) -> None:
 # --- decoding -----------------------------------------------------------------------------------------------------
 
 
-def brightnesses(item: MediaItem, readers: ClipReaders) -> list[int]:
+def brightnesses(item: MediaItem, readers: VideoReaders) -> list[int]:
     return [round(float(frame[40:, 50:].mean())) for frame in decode_item(item, readers)]
 
 
 @pytest.mark.parametrize("container", FILMS)
 def test_every_container_gives_the_frames_that_were_chosen(qwen: Processor, container: str) -> None:
     prompt = qwen.from_prompt(ask(FILMS[container], num_frames=20))
-    readers = ClipReaders()
+    readers = VideoReaders()
     found = [level for item in prompt.items for level in brightnesses(item, readers)]
     assert found == pytest.approx([brightness_of(i) for i in range(20)], abs=4)
     readers.close()
 
 
 def test_groups_may_be_decoded_in_any_order(qwen: Processor) -> None:
-    prompt, readers = qwen.from_prompt(ask(FILMS["mp4"], num_frames=20)), ClipReaders()
+    prompt, readers = qwen.from_prompt(ask(FILMS["mp4"], num_frames=20)), VideoReaders()
     for index in (7, 2, 3, 9, 0):
         expected = [brightness_of(2 * index), brightness_of(2 * index + 1)]
         assert brightnesses(prompt.items[index], readers) == pytest.approx(expected, abs=4)
@@ -320,29 +320,29 @@ def test_frames_of_a_group_that_lie_minutes_apart_are_looked_for_by_key_frames(
     slow = film(20, stamps=[100 * i for i in range(20)])
     item = next(item for item in qwen.from_prompt(ask(slow, num_frames=2)).items)
     monkeypatch.setattr(video_reader, "_MOST_PIXELS", 7 * 84 * 56)
-    assert brightnesses(item, ClipReaders()) == pytest.approx([brightness_of(0), brightness_of(10)], abs=4)
+    assert brightnesses(item, VideoReaders()) == pytest.approx([brightness_of(0), brightness_of(10)], abs=4)
 
 
 def test_a_video_with_too_few_key_frames_is_refused_before_an_engine_waits_for_long(
     qwen: Processor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     item = qwen.from_prompt(ask(film(20, gop=20), num_frames=2)).items[0]
-    assert len(decode_item(item, ClipReaders())) == 2
+    assert len(decode_item(item, VideoReaders())) == 2
     monkeypatch.setattr(video_reader, "_MOST_PIXELS", 5 * 84 * 56)
     with pytest.raises(RequestError, match="more than 5 frames would have to be decoded"):
-        decode_item(item, ClipReaders())
+        decode_item(item, VideoReaders())
 
 
 def test_an_odd_frame_stands_alone_in_its_group(qwen: Processor) -> None:
     prompt = qwen.from_prompt(ask(frames(3)))
-    assert [decode_item(item, ClipReaders()).shape for item in prompt.items] == [(2, 56, 84, 3), (1, 56, 84, 3)]
+    assert [decode_item(item, VideoReaders()).shape for item in prompt.items] == [(2, 56, 84, 3), (1, 56, 84, 3)]
 
 
 @pytest.mark.parametrize(("rotation", "corner"), [(90, (-1, 0)), (180, (-1, -1)), (-90, (0, -1))])
 def test_a_turned_video_is_shown_upright(qwen: Processor, rotation: int, corner: tuple[int, int]) -> None:
     """The dark corner of the stored frames is at the upper left; counter-clockwise it goes down first."""
     prompt = qwen.from_prompt(ask(film(4, rotation=rotation)))
-    frame = decode_item(prompt.items[0], ClipReaders())[0]
+    frame = decode_item(prompt.items[0], VideoReaders())[0]
     assert frame.shape[:2] == ((84, 56) if rotation % 180 else (56, 84))
     corners = {place: int(frame[place].mean()) for place in ((0, 0), (0, -1), (-1, 0), (-1, -1))}
     assert min(corners, key=corners.__getitem__) == corner
@@ -350,7 +350,7 @@ def test_a_turned_video_is_shown_upright(qwen: Processor, rotation: int, corner:
 
 def test_a_variable_rate_counts_as_its_average(qwen: Processor) -> None:
     """Ten frames over 8.1 seconds: 1.2 a second, so all of them are fewer than 2 a second."""
-    clip = probe_clip(film(10, stamps=[i * i for i in range(10)]), POLICY)
+    clip = probe_video(film(10, stamps=[i * i for i in range(10)]), POLICY)
     assert len(clip.stamps) == 10 and clip.rate < 2
     prompt = qwen.from_prompt(ask(film(10, stamps=[i * i for i in range(10)])))
     assert prompt.videos[0].frames == 10
@@ -375,7 +375,7 @@ def test_damaged_bytes_lead_to_a_sentence_or_to_frames(qwen: Processor, containe
         data = bytearray(FILMS[container])
         for place in generator.integers(0, len(data), 8):
             data[place : place + 4] = generator.bytes(int(generator.integers(0, 9)))
-        readers = ClipReaders()
+        readers = VideoReaders()
         try:
             for item in qwen.from_prompt(ask(bytes(data))).items:
                 assert decode_item(item, readers).ndim == 4
@@ -427,7 +427,7 @@ def test_compressed_frames_together_are_held_to_the_pixels_of_a_request(qwen2_vl
 def test_opening_a_file_decodes_no_frame_larger_than_expected() -> None:
     for name in ("webm", "avi"):
         for limit, width in ((84 * 56 - 1, 0), (1 << 20, 84)):
-            with open_film(FILMS[name], {"webm": "matroska"}.get(name, name), limit) as opened:
+            with open_video(FILMS[name], {"webm": "matroska"}.get(name, name), limit) as opened:
                 assert opened.streams.video[0].codec_context.width == width
 
 
@@ -470,4 +470,4 @@ def test_a_frame_that_cannot_be_decoded_is_this_videos_fault_alone(qwen: Process
     prompt = qwen.from_prompt(ask(bytes(data)))
     lie = replace(prompt.items[0], stamps=(10**9,))
     with pytest.raises(RequestError, match="cut short"):
-        decode_item(lie, ClipReaders())
+        decode_item(lie, VideoReaders())

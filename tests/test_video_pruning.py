@@ -21,7 +21,7 @@ from saccade.costs import kept_tokens
 from saccade.media import video_reader
 from saccade.media.decode import decode_item
 from saccade.media.video_pruning import changes, kept_of, most_changed
-from saccade.media.video_reader import ClipReaders
+from saccade.media.video_reader import VideoReaders
 from saccade.options import MediaPolicy, Options, options
 from saccade.processor.families.frame_groups import published
 from saccade.processor.prompt import Processor
@@ -203,7 +203,7 @@ def test_a_group_is_compared_with_the_frame_before_it(qwen: Processor, as_file: 
     shown = square_at(*path)
     video = film(6, pictures=shown, size=(140, 112), fps=2) if as_file else shown
     items = qwen.from_prompt(asked(video, 0.9, **({} if as_file else {"fps": 2}))).items
-    readers = ClipReaders()
+    readers = VideoReaders()
     kept = [kept_of(item, decode_item(item, readers)) for item in items]
     readers.close()
     assert [item.num_frames for item in items] == [2, 3, 3]
@@ -215,7 +215,7 @@ def test_a_group_is_compared_with_the_frame_before_it(qwen: Processor, as_file: 
 
 def test_groups_that_share_a_frame_are_decoded_side_by_side(qwen: Processor) -> None:
     """The last frame of a group is the one before the next, and its reader goes from thread to thread."""
-    items, readers = qwen.from_prompt(asked(FILM, 0.5)).items, ClipReaders()
+    items, readers = qwen.from_prompt(asked(FILM, 0.5)).items, VideoReaders()
     expected = [decode_item(item, readers) for item in items]
     with ThreadPoolExecutor(4) as pool:
         for _ in range(20):
@@ -231,7 +231,7 @@ def test_a_frame_is_never_converted_once_its_reader_may_have_another_owner(
 ) -> None:
     """Where two frames have one time the same frame is found twice: whoever comes next begins with it."""
     fast = film(8, container="matroska", fps=10, stamps=[0, 1, 2, 2, 3, 4, 5, 6], b_frames=0)
-    items, readers = qwen.from_prompt(asked(fast, 0.5, num_frames=8)).items, ClipReaders()
+    items, readers = qwen.from_prompt(asked(fast, 0.5, num_frames=8)).items, VideoReaders()
     assert [item.stamps for item in items[:3]] == [(0, 100), (100, 200, 200), (200, 300, 400)]
     convert, given_away = video_reader._upright, []
 

@@ -13,7 +13,7 @@ import torch
 from saccade import LLM, SamplingParams
 from saccade.media.decode import decode_item
 from saccade.media.video_pruning import kept_of
-from saccade.media.video_reader import ClipReaders
+from saccade.media.video_reader import VideoReaders
 from saccade.types import Prompt
 from tests.families import FAMILIES as ALL
 from tests.videos import FAMILIES, VIDEO, VideoReference, frames, metadata, video_reference
@@ -96,7 +96,7 @@ class Pair:
     def stays(self, inputs: dict[str, Any], prompt: Prompt) -> torch.Tensor:
         """Which tokens of the whole prompt: all text, and of each group what was chosen."""
         stays = torch.ne(inputs["input_ids"][0], self.reference.model.config.video_token_id)
-        places, readers = torch.nonzero(~stays)[:, 0], ClipReaders()
+        places, readers = torch.nonzero(~stays)[:, 0], VideoReaders()
         whole = prompt.items[0].geometry.tokens
         for index, item in enumerate(prompt.items):
             kept, own = kept_of(item, decode_item(item, readers)), places[index * whole : (index + 1) * whole]

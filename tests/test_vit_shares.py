@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from saccade.kernels.attention.vit_combine import CELL, add_up
+from saccade.kernels.attention.vit_combine import CELL, combine
 from saccade.kernels.attention.vit_schedule import (
     GROUP_ROWS,
     ITEM,
     KEYS,
     SPLIT,
     TILE_ROWS,
-    Shares,
+    TileSchedule,
+    make_schedule,
     max_slots,
-    share_out,
 )
 from saccade.models.layers.attention import packed_attention
 
@@ -27,7 +27,7 @@ PACKINGS = [[64], [1], [300, 257], [1564], [1564] * 2, [1800], [900, 64, 1564, 2
 
 
 def items_of(lengths: list[int], heads: int, programs: int) -> list[list[int]]:
-    return Shares.of(lengths, heads, programs, CPU).items.tolist()
+    return TileSchedule.of(lengths, heads, programs, CPU).items.tolist()
 
 
 @pytest.mark.parametrize("lengths", PACKINGS, ids=str)
@@ -46,38 +46,38 @@ def test_every_row_meets_every_tile_of_keys_of_its_picture_once(lengths: list[in
 
 @pytest.mark.parametrize("lengths", PACKINGS, ids=str)
 def test_parts_of_a_tile_lie_in_slots_of_their_own_side_by_side(lengths: list[int]) -> None:
-    shares = Shares.of(lengths, 16, 132, CPU)
-    found = sorted((item[7], *item[:3]) for item in shares.items.tolist() if item[7] >= 0)
-    splits = shares.splits[1 : 1 + SPLIT * int(shares.splits[0])].view(-1, SPLIT).tolist()
+    schedule = TileSchedule.of(lengths, 16, 132, CPU)
+    found = sorted((item[7], *item[:3]) for item in schedule.items.tolist() if item[7] >= 0)
+    splits = schedule.splits[1 : 1 + SPLIT * int(schedule.splits[0])].view(-1, SPLIT).tolist()
     assert found == [(slot + i, row, rows, head) for row, rows, head, slot, parts in splits for i in range(parts)]
-    assert len(found) == shares.slots <= max_slots(132)
+    assert len(found) == schedule.slots <= max_slots(132)
     assert all(parts > 1 for *_, parts in splits)
 
 
 @pytest.mark.parametrize("lengths", [[1564], [4784], [4784] * 2, [4784] * 3, [1564] * 8, [10764]], ids=str)
 def test_no_program_has_much_more_to_do_than_others_would_have_if_all_had_the_same(lengths: list[int]) -> None:
-    shares = Shares.of(lengths, 16, 132, CPU)
-    groups = -(-shares.items[:, 1] // GROUP_ROWS)
-    work = (shares.items[:, 6] * (2 + groups)).cumsum(0)[shares.offsets[1:].long() - 1]
+    schedule = TileSchedule.of(lengths, 16, 132, CPU)
+    groups = -(-schedule.items[:, 1] // GROUP_ROWS)
+    work = (schedule.items[:, 6] * (2 + groups)).cumsum(0)[schedule.offsets[1:].long() - 1]
     assert work.diff().max() < 1.05 * work[-1] / 132 + 10
 
 
 def test_whole_waves_are_not_cut() -> None:
-    shares = Shares.of([TILE_ROWS * 33], 16, 132, CPU)
-    assert shares.slots == 0 and len(shares.items) == 16 * 33
-    assert (shares.offsets.diff() == 4).all()
+    schedule = TileSchedule.of([TILE_ROWS * 33], 16, 132, CPU)
+    assert schedule.slots == 0 and len(schedule.items) == 16 * 33
+    assert (schedule.offsets.diff() == 4).all()
 
 
 def test_a_plan_is_made_once_for_pictures_of_the_same_sizes() -> None:
-    assert share_out((1564,), 16, 132) is share_out((1564,), 16, 132)
+    assert make_schedule((1564,), 16, 132) is make_schedule((1564,), 16, 132)
 
 
-def attend(shares: Shares, qkv: Tensor, scale: float) -> Tensor:
+def attend(schedule: TileSchedule, qkv: Tensor, scale: float) -> Tensor:
     """What the kernel does with its items, and the parts added up."""
     _, _, heads, dim = qkv.shape
     out = torch.full((len(qkv), heads, dim), torch.nan)
-    parts = torch.full((max(1, shares.slots), TILE_ROWS, dim + CELL), torch.nan)
-    for row, rows, head, start, length, first, count, slot in shares.items[: shares.offsets[-1]].tolist():
+    parts = torch.full((max(1, schedule.slots), TILE_ROWS, dim + CELL), torch.nan)
+    for row, rows, head, start, length, first, count, slot in schedule.items[: schedule.offsets[-1]].tolist():
         lead = -(-length // KEYS) * KEYS - length  # what the first tile leaves to others
         order = torch.cat((torch.arange(length - KEYS + lead, length), torch.arange(length - KEYS + lead)))
         low = max(0, first * KEYS - lead)
@@ -91,8 +91,8 @@ def attend(shares: Shares, qkv: Tensor, scale: float) -> Tensor:
         else:
             parts[slot, :rows, :dim] = weights @ v
             parts[slot, :rows, dim], parts[slot, :rows, dim + 1] = weights.sum(1), level
-    if shares.slots:
-        add_up(parts, shares, out)
+    if schedule.slots:
+        combine(parts, schedule, out)
     return out
 
 
@@ -100,15 +100,15 @@ def attend(shares: Shares, qkv: Tensor, scale: float) -> Tensor:
 def test_parts_add_up_to_attention_over_all_keys(lengths: list[int], programs: int) -> None:
     torch.manual_seed(0)
     qkv = torch.randn(sum(lengths), 3, 1, 72)
-    shares = Shares.of(lengths, 1, programs, CPU)
-    assert shares.slots > 1
+    schedule = TileSchedule.of(lengths, 1, programs, CPU)
+    assert schedule.slots > 1
     expected = packed_attention(*qkv.unbind(1), lengths, 0.3)
-    torch.testing.assert_close(attend(shares, qkv, 0.3), expected, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(attend(schedule, qkv, 0.3), expected, atol=1e-5, rtol=1e-4)
 
 
 def test_items_that_a_recording_has_room_for_are_read_from_where_they_lie() -> None:
-    plan = share_out((1500,), 1, 7)
-    numbers = torch.cat((plan.numbers, torch.zeros(5 * ITEM, dtype=torch.int32)))
-    shares = Shares.among(numbers, 7, plan.slots)
-    assert shares.items.data_ptr() >= numbers.data_ptr()
-    assert len(shares.items) == 5 + int(shares.offsets[-1])
+    plan = make_schedule((1500,), 1, 7)
+    metadata = torch.cat((plan.metadata, torch.zeros(5 * ITEM, dtype=torch.int32)))
+    schedule = TileSchedule.among(metadata, 7, plan.slots)
+    assert schedule.items.data_ptr() >= metadata.data_ptr()
+    assert len(schedule.items) == 5 + int(schedule.offsets[-1])

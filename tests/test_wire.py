@@ -22,9 +22,9 @@ from saccade.types import (
     Geometry,
     Grid,
     Header,
+    LatencyProfile,
     Logprobs,
     MediaItem,
-    Pace,
     Prompt,
     Request,
     RequestError,
@@ -34,7 +34,7 @@ from saccade.types import (
     TokenEvent,
     Usage,
 )
-from tests.scheduling import Picture, make_item, make_prompt, make_request
+from tests.scheduling import FakeImage, make_item, make_prompt, make_request
 
 counts = st.integers(0, 2**31 - 1)
 ids = st.integers(0, 2**20)
@@ -123,12 +123,12 @@ events = st.builds(
 )
 curves = st.lists(st.tuples(counts, seconds), max_size=3).map(tuple)
 riding = st.lists(st.tuples(counts, curves), max_size=2).map(tuple)
-paces = st.builds(Pace, curves, curves, curves, st.none() | seconds, riding_ms=riding)
+paces = st.builds(LatencyProfile, curves, curves, curves, st.none() | seconds, mixed_ms=riding)
 values: dict[Any, Any] = {
     int: counts,
     bool: st.booleans(),
     int | None: st.none() | counts,
-    Pace | None: st.none() | paces,
+    LatencyProfile | None: st.none() | paces,
     StepTime | None: st.none() | st.builds(StepTime, seconds, seconds, seconds),
 }
 limits = st.builds(SchedulerConfig, **{name: values[kind] for name, kind in get_type_hints(SchedulerConfig).items()})
@@ -203,7 +203,7 @@ def test_the_clients_text_stays_in_the_api_process(request: Request) -> None:
 @given(st.lists(events, max_size=4), st.none() | st.dictionaries(words, counts, max_size=3))
 @settings(max_examples=50, deadline=None)
 def test_events_arrive_as_they_were_sent(sent_events: list[TokenEvent], stats: dict[str, Any] | None) -> None:
-    beat = back(messages.Beat(sent_events, stats))
+    beat = back(messages.StepUpdate(sent_events, stats))
     assert beat.stats == stats
     assert [told(event.error) for event in beat.events] == [told(event.error) for event in sent_events]
     assert [event._replace(error=None) for event in beat.events] == [e._replace(error=None) for e in sent_events]
@@ -242,8 +242,8 @@ def test_the_worker_reads_the_same_model_config(generation: dict[str, Any]) -> N
 
 
 def test_the_same_picture_twice_in_a_prompt_travels_once() -> None:
-    picture = replace(make_item(Picture("a", 4)), data=bytes(100_000))
-    prompt = make_prompt([Picture("a", 4), 3, Picture("a", 4)])
+    picture = replace(make_item(FakeImage("a", 4)), data=bytes(100_000))
+    prompt = make_prompt([FakeImage("a", 4), 3, FakeImage("a", 4)])
     request = make_request("r", 1)
     twice = replace(request, prompt=replace(prompt, items=(picture, picture)))
     assert len(messages.frame(messages.Submit(messages.pack_requests([twice])))) < 110_000
@@ -252,9 +252,9 @@ def test_the_same_picture_twice_in_a_prompt_travels_once() -> None:
 
 
 def test_answers_to_one_prompt_share_it_on_the_way_and_at_its_end() -> None:
-    picture = replace(make_item(Picture("a", 4)), data=bytes(100_000))
+    picture = replace(make_item(FakeImage("a", 4)), data=bytes(100_000))
     first = make_request("r/0", 1)
-    first = replace(first, prompt=replace(make_prompt([Picture("a", 4)]), items=(picture,)))
+    first = replace(first, prompt=replace(make_prompt([FakeImage("a", 4)]), items=(picture,)))
     answers = [replace(first, request_id=f"r/{index}", seed=index) for index in range(64)]
     other = make_request("s", 3, max_tokens=7)
     assert len(messages.frame(messages.Submit(messages.pack_requests([*answers, other])))) < 110_000
@@ -317,7 +317,7 @@ def test_garbage_is_never_more_than_a_wire_error(garbage: bytes) -> None:
 
 
 def test_a_prompt_whose_parts_do_not_fit_together_is_a_wire_error() -> None:
-    (body,) = messages.pack_requests([make_request("r", Picture("a", 2))])
+    (body,) = messages.pack_requests([make_request("r", FakeImage("a", 2))])
     broken = msgspec.structs.replace(body, prompt=msgspec.structs.replace(body.prompt, item_of_span=(5,)))
     with pytest.raises(messages.WireError, match="fit together"):
         messages.unpack_requests([broken])

@@ -19,7 +19,7 @@ from saccade.types import Request, RequestError
 from tests.conftest import make_photo, png
 from tests.fake_worker import BREAKS_THE_STEP, collect, endless, pid_of, run, run_bounded, started, submit, until
 from tests.hostile import resident_mb
-from tests.scheduling import Picture, make_config, make_request
+from tests.scheduling import FakeImage, make_config, make_request
 
 LARGE = 16 << 20  # bytes of a picture
 
@@ -71,7 +71,7 @@ def test_answers_from_the_worker_are_those_of_the_offline_engine(qwen2_vl_folder
 @pytest.mark.parametrize("loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
 def test_a_stream_ends_after_its_terminal_event(loop_factory: Any) -> None:
     async def test(client: EngineClient) -> None:
-        events = await collect(await submit(client, make_request("a", 5, Picture("p", 4), max_tokens=6)))
+        events = await collect(await submit(client, make_request("a", 5, FakeImage("p", 4), max_tokens=6)))
         assert [event.finish_reason for event in events] == [None] * 5 + ["length"]
         assert events[-1].usage is not None
 
@@ -92,7 +92,7 @@ def test_a_warm_up_has_been_through_encoder_and_decoder_when_the_worker_is_ready
         await until(client.stats)
         assert client.stats()["encoder"]["encoded"] == 1 and client.stats()["steps"] >= 3
 
-    run(test, warmup=[make_request("warm-up", 5, Picture("p", 4), max_tokens=3)])
+    run(test, warmup=[make_request("warm-up", 5, FakeImage("p", 4), max_tokens=3)])
 
 
 def test_a_warm_up_that_cannot_run_is_no_reason_not_to_start() -> None:
@@ -171,7 +171,7 @@ def answers_to(request: Request, count: int) -> list[Request]:
 
 
 def with_large_picture(request_id: str, max_tokens: int) -> Request:
-    request = make_request(request_id, Picture("p", 4), 3, max_tokens=max_tokens)
+    request = make_request(request_id, FakeImage("p", 4), 3, max_tokens=max_tokens)
     items = tuple(replace(item, data=bytes(LARGE)) for item in request.prompt.items)
     return replace(request, prompt=replace(request.prompt, items=items))
 

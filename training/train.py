@@ -105,7 +105,7 @@ class Trainer:
         return self.progress.accuracy
 
     def _loop(self) -> None:
-        meter = Meter(self.device)
+        meter = MemoryReport(self.device)
         begin = last_log = last_evaluation = time.monotonic()
         end = self.start + self.settings.minutes * 60 - min(RESERVE, self.settings.minutes * 6)
         done, good = 0, self._snapshot()
@@ -125,7 +125,7 @@ class Trainer:
             self.steer(part)
         self._report(meter, 1.0, good)
 
-    def _step(self, part: float, meter: Meter) -> None:
+    def _step(self, part: float, meter: MemoryReport) -> None:
         rate = schedule.learning_rate(part, self.settings.peak)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
@@ -215,7 +215,7 @@ class Trainer:
     def _snapshot(self) -> list[Tensor]:
         return [p.detach().clone() for p in self.model.parameters()]
 
-    def _report(self, meter: Meter, part: float, good: list[Tensor]) -> list[Tensor]:
+    def _report(self, meter: MemoryReport, part: float, good: list[Tensor]) -> list[Tensor]:
         """Log a line. If the loss is no number any more, go back to the last report's weights, at half the rate."""
         loss = meter.loss()
         self.log(f"{part:5.1%} step {self.progress.steps} " + meter.line())
@@ -230,7 +230,7 @@ class Trainer:
         return good
 
 
-class Meter:
+class MemoryReport:
     """Sums between two lines of the log; reads the device only when asked for a line."""
 
     def __init__(self, device: torch.device) -> None:

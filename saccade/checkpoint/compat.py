@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 
-class Papers(NamedTuple):
+class ConfigFiles(NamedTuple):
     config: Mapping[str, Any]  # of config.json
     generation: Mapping[str, Any]  # of generation_config.json
 
 
-def in_common_words(config: Mapping[str, Any], generation: Mapping[str, Any]) -> Papers:
+def normalize(config: Mapping[str, Any], generation: Mapping[str, Any]) -> ConfigFiles:
     """Common words are left as they are: a config goes to another process in them and is read there again."""
-    given = Papers(config, generation)
+    given = ConfigFiles(config, generation)
     return _qwen(given) if config.get("model_type") == "qwen" and "head_dim" not in config else given
 
 
@@ -39,7 +39,7 @@ _QWEN_PAD = 2  # behind <img> and </img>
 _QWEN_ENDS = 3  # <|endoftext|>, and in chats <|im_start|> and <|im_end|>, which follow it
 
 
-def _qwen(given: Papers) -> Papers:
+def _qwen(given: ConfigFiles) -> ConfigFiles:
     raw = {**_QWEN_DEFAULTS, **given.config}
     chat = given.generation.get("chat_format")
     common = {
@@ -54,8 +54,8 @@ def _qwen(given: Papers) -> Papers:
     }
     end = given.generation.get("eos_token_id")
     if chat != "chatml" or not isinstance(end, int):
-        return Papers(common, given.generation)
-    return Papers(common, {**given.generation, "eos_token_id": list(range(end, end + _QWEN_ENDS))})
+        return ConfigFiles(common, given.generation)
+    return ConfigFiles(common, {**given.generation, "eos_token_id": list(range(end, end + _QWEN_ENDS))})
 
 
 def _qwen_positions(raw: Mapping[str, Any]) -> int:

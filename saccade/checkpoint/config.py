@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from saccade.checkpoint.compat import in_common_words
+from saccade.checkpoint.compat import normalize
 from saccade.checkpoint.defaults import LANGUAGE_TYPE, TEXT_DEFAULTS, TOWER_DEFAULTS, VISION_DEFAULTS
-from saccade.checkpoint.moe import ExpertRules, expert_rules, first_of
+from saccade.checkpoint.moe import MoEConfig, first_of, moe_config
 from saccade.checkpoint.schema import CONFIG, GENERATION, Table, first_wrong
 
 
@@ -49,7 +49,7 @@ class LinearConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class LatentConfig:
+class MLAConfig:
     """Attention that keeps one short vector of a token, from which keys and values of all heads could be made."""
 
     rank: int  # length of that vector
@@ -80,10 +80,10 @@ class TextConfig:
     window: int | None = None  # tokens that attention looks back over in some layers; None: all of them
     num_cross_layers: int = 0  # of the layers, those that attend to pictures instead of the text
     linear: LinearConfig | None = None
-    experts: ExpertRules | None = None
-    num_deep: int = 0  # vectors beside a picture's embedding; number k is added behind decoder layer k
+    experts: MoEConfig | None = None
+    num_deepstack: int = 0  # vectors beside a picture's embedding; number k is added behind decoder layer k
     rope_switch: int | None = None  # tokens beyond which a whole prompt turns by other frequencies; None: no such rope
-    latent: LatentConfig | None = None  # then what is kept of a token is key and value at once, of one head
+    mla: MLAConfig | None = None  # then what is kept of a token is key and value at once, of one head
 
     @property
     def max_context(self) -> int:
@@ -98,7 +98,7 @@ class TextConfig:
     @property
     def embedding_size(self) -> int:
         """Values in what a tower returns for one slot."""
-        return self.hidden_size * (1 + self.num_deep)
+        return self.hidden_size * (1 + self.num_deepstack)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ class VisionConfig:
     is_gated: bool = False  # the MLP multiplies its activation with a second product
     window_size: int | None = None  # side of an attention window, in pixels; None: every layer sees whole pictures
     full_layers: tuple[int, ...] = ()  # those that see whole pictures all the same
-    deep_layers: tuple[int, ...] = ()  # those whose output goes to the decoder beside the last one's
+    deepstack_layers: tuple[int, ...] = ()  # those whose output goes to the decoder beside the last one's
     takes_squares: bool = False  # of `image_size` and nothing else, though patches are merged behind the tower
     projector: tuple[int, ...] = ()  # widths between merged patches and the decoder; none: as wide as merged patches
 
@@ -153,7 +153,7 @@ def model_config(raw: Mapping[str, Any], generation: Mapping[str, Any] | None = 
     try:
         check_values("config.json", raw, CONFIG)
         check_values("generation_config.json", generation or {}, GENERATION)
-        return _read(model_type, *in_common_words(_without_nulls(raw), generation or {}))
+        return _read(model_type, *normalize(_without_nulls(raw), generation or {}))
     except ConfigError as error:
         raise ConfigError(f"{error} (model_type {model_type!r})") from None
 
@@ -185,21 +185,21 @@ def _flat_text(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in raw.items() if k not in ("text_config", "language_config", "vision_config", "model_type")}
 
 
-def _text_config(text: Mapping[str, Any], raw: Mapping[str, Any], num_deep: int) -> TextConfig:
+def _text_config(text: Mapping[str, Any], raw: Mapping[str, Any], num_deepstack: int) -> TextConfig:
     heads, hidden = _need(text, "num_attention_heads"), _need(text, "hidden_size")
     rope = {**(text.get("rope_scaling") or {}), **(text.get("rope_parameters") or {})}
     section = rope.pop("mrope_section", None)
     theta, eps = rope.pop("rope_theta", None) or text.get("rope_theta"), text.get("rms_norm_eps")
     # Some published configs deny at the top what is true of the text model inside: its head is then not stored.
     tie = raw.get("tie_word_embeddings") or text.get("tie_word_embeddings")
-    latent = _latent_config(text)
+    mla = _latent_config(text)
     return TextConfig(
         hidden_size=hidden,
         intermediate_size=_need(text, "intermediate_size", "moe_intermediate_size"),  # the first: of plain layers
         num_layers=_need(text, "num_hidden_layers"),
         num_heads=heads,
-        num_kv_heads=1 if latent else _kv_heads(text, heads),
-        head_dim=latent.rank + latent.turned if latent else _head_dim(text, hidden, heads),
+        num_kv_heads=1 if mla else _kv_heads(text, heads),
+        head_dim=mla.rank + mla.turned if mla else _head_dim(text, hidden, heads),
         vocab_size=_need(text, "vocab_size"),
         max_position=_need(text, "max_position_embeddings"),
         rms_norm_eps=1e-6 if eps is None else eps,
@@ -210,11 +210,11 @@ def _text_config(text: Mapping[str, Any], raw: Mapping[str, Any], num_deep: int)
         model_type=text.get("model_type", raw["model_type"]),
         window=_window(text),
         linear=_linear_config(text),
-        experts=expert_rules(text, _need(text, "num_hidden_layers")),
+        experts=moe_config(text, _need(text, "num_hidden_layers")),
         num_cross_layers=len(text.get("cross_attention_layers") or ()),
-        num_deep=num_deep,
+        num_deepstack=num_deepstack,
         rope_switch=_rope_switch(rope, text),
-        latent=latent,
+        mla=mla,
     )
 
 
@@ -239,10 +239,10 @@ def _head_dim(text: Mapping[str, Any], hidden: int, heads: int) -> int:
     return dim
 
 
-def _latent_config(text: Mapping[str, Any]) -> LatentConfig | None:
+def _latent_config(text: Mapping[str, Any]) -> MLAConfig | None:
     if not text.get("use_mla"):
         return None
-    return LatentConfig(
+    return MLAConfig(
         rank=_need(text, "kv_lora_rank"),
         turned=_need(text, "qk_rope_head_dim"),
         plain=_need(text, "qk_nope_head_dim"),
@@ -303,7 +303,7 @@ def _vision_config(given: Mapping[str, Any]) -> VisionConfig:
         is_gated=vision.get("is_gated", vision["hidden_act"] == "silu"),
         window_size=vision.get("window_size") if "fullatt_block_indexes" in vision else None,
         full_layers=tuple(vision.get("fullatt_block_indexes") or ()),
-        deep_layers=tuple(vision.get("deepstack_visual_indexes") or ()),
+        deepstack_layers=tuple(vision.get("deepstack_visual_indexes") or ()),
         takes_squares=vision.get("takes_squares", False),
         projector=tuple(vision.get("projector_widths") or ()),
     )

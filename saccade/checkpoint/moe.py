@@ -8,7 +8,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertRules:
+class MoEConfig:
     layers: tuple[int, ...]  # those that have experts in place of one MLP
     count: int
     per_token: int
@@ -38,7 +38,7 @@ class ExpertRules:
         return self.count * self.width + self.shared
 
 
-def expert_rules(text: Mapping[str, Any], num_layers: int) -> ExpertRules | None:
+def moe_config(text: Mapping[str, Any], num_layers: int) -> MoEConfig | None:
     """Read the words of the Qwen line and those of the DeepSeek line; None where a model has no experts."""
     count = first_of(text, "num_experts", "num_local_experts", "n_routed_experts")
     layers = _layers(text, num_layers)
@@ -50,7 +50,7 @@ def expert_rules(text: Mapping[str, Any], num_layers: int) -> ExpertRules | None
     shared = first_of(text, "shared_expert_intermediate_size")
     # In the DeepSeek line the only expert of a token keeps its score, in the Qwen line its weight is then one.
     is_one_kept = per_token == 1 and text.get("n_routed_experts") is not None
-    return ExpertRules(
+    return MoEConfig(
         layers=layers,
         count=int(count),
         per_token=per_token,

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from saccade import costs
 from saccade.media.load import load_image
-from saccade.media.video_probe import is_clip
+from saccade.media.video_probe import is_video_file
 from saccade.media.video_sources import Video
 from saccade.options import MediaPolicy, Options
 from saccade.processor.checkpoint import open_checkpoint
 from saccade.processor.families import Family, default_family, default_video_rules, family_for, video_rules_for
-from saccade.processor.families.base import Crowded
+from saccade.processor.families.base import ManyImagesPolicy
 from saccade.processor.video import Videos, video_bill_item
 from saccade.types import RequestError, VideoRun
 
@@ -45,7 +45,7 @@ def count_files(
     options = Options(min_pixels=min_pixels, max_pixels=max_pixels, video_pruning=video_pruning)  # checks them
     family, slot_bytes = _family(model)
     limits = family.policy(options.min_pixels, options.max_pixels)
-    if together and isinstance(family, Crowded):
+    if together and isinstance(family, ManyImagesPolicy):
         limits = (limits[0], family.among(len(files), limits[1]))
     counts, errors = [], []
     for file in files:
@@ -78,14 +78,14 @@ def _count(file: str, family: Family, limits: tuple[int, int], slot_bytes: int) 
         resized_height=geometry.resized.height,
         tokens=geometry.tokens,
         kv_blocks=costs.blocks_for(geometry.tokens, options.block_size),
-        encoder_cache_bytes=geometry.slots * slot_bytes if family.expand(geometry).is_lasting else 0,
+        encoder_cache_bytes=geometry.slots * slot_bytes if family.expand(geometry).is_cross_attended else 0,
     )
 
 
 def _is_video(file: str) -> bool:
     try:
         with open(file, "rb") as stream:
-            return is_clip(stream.read(64))
+            return is_video_file(stream.read(64))
     except (OSError, ValueError):
         return False  # reading it as a picture says what is wrong
 

@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 from saccade.engine.core import EngineCore, StepRunner
-from saccade.engine.gc_control import settle
+from saccade.engine.gc_control import freeze
 from saccade.types import Collect, Key, MediaItem, Request, StepPlan, TokenEvent
 
 _TURN = 5e-5  # seconds; Python's own 5 ms are several steps
@@ -38,7 +38,7 @@ class LaunchingRunner(StepRunner, Protocol):
     def launch_both(self, beside: StepPlan, ahead: StepPlan) -> tuple[Collect, Collect]:
         """In this order, or together."""
 
-    def expect(self, items: Sequence[MediaItem]) -> None:
+    def decode_early(self, items: Sequence[MediaItem]) -> None:
         """Pictures that steps to come will want: they are decoded beside whatever the host and the device do."""
 
 
@@ -48,7 +48,7 @@ class _Launched(NamedTuple):
     collect: Collect
 
 
-class OverlappedCore(EngineCore):
+class AsyncEngineCore(EngineCore):
     """`step` launches the next step, books the one that was under way, and returns what the booked one brought."""
 
     runner: LaunchingRunner
@@ -59,53 +59,53 @@ class OverlappedCore(EngineCore):
         self._is_ahead = False  # the last one was planned ahead, and nothing beside it yet
         self._events: list[TokenEvent] = []  # booked between two steps
         self._seen: OrderedDict[Key, None] = OrderedDict()  # pictures that came lately
-        settle()
+        freeze()
         # Whoever gives up the interpreter for a launch waits this long until a thread that decodes pictures returns it.
         sys.setswitchinterval(_TURN)
 
     def step(self) -> list[TokenEvent]:
-        with self._undivided():
-            return self._turn()
+        with self._atomic():
+            return self._step()
 
-    def _turn(self) -> list[TokenEvent]:
+    def _step(self) -> list[TokenEvent]:
         events, self._events = self._events, []
         if self._launched and self._launched[0].plan.is_beside:
-            events += self._book(1)
+            events += self._commit_finished(1)
         beside = self._plan_beside() if self._is_ahead else None
-        ahead = self.scheduler.schedule_ahead() if self._launched else None
+        ahead = self.scheduler.schedule_async_decode() if self._launched else None
         self._is_ahead = ahead is not None
         events += self._launch(beside, ahead)
         if self._launched:
             self.scheduler.index()  # nothing is left to launch: the device works, and its tokens are waited for
-            events += self._book(1 if self._is_ahead else len(self._launched))
+            events += self._commit_finished(1 if self._is_ahead else len(self._launched))
         if not self._launched and self.scheduler.has_unfinished() and not (events and self._is_long()):
             events += self._launch(self._plan(self.clock()))
         return events
 
     def _plan_beside(self) -> StepPlan | None:
         self._hold()
-        return self.scheduler.schedule_beside(self.clock())
+        return self.scheduler.schedule_async_prefill(self.clock())
 
     def _is_long(self) -> bool:
         """Whether launching the next step may take many times what a token does: then nobody's last one waits for it.
 
         Beside answers steps are short. Without any, whole pictures go in.
         """
-        return self.scheduler.slices.is_protecting and not self.scheduler.has_answers
+        return self.scheduler.encoder_pacing.latency_bounded and not self.scheduler.has_answers
 
     def add(self, request: Request) -> None:
         """Waits for what is under way where it computes for an earlier request of this id, which has ended."""
-        if any(work.request_id == request.request_id for launched in self._launched for work in launched.plan.works):
-            self._settle()
+        if any(work.request_id == request.request_id for launched in self._launched for work in launched.plan.windows):
+            self._drain()
         super().add(request)
         try:
             if missing := self.scheduler.missing(request.request_id):
-                self.runner.expect(missing)
+                self.runner.decode_early(missing)
         except BaseException:  # interrupted: nobody will hear that it was added
             super().abort(request.request_id)
             raise
 
-    def foretell(self, items: Sequence[MediaItem]) -> None:
+    def prefetch_media(self, items: Sequence[MediaItem]) -> None:
         """Where nobody else waits, the first that is new is decoded while the rest of its prompt is made.
 
         Of one that came before, a cache may have all that is needed: only the whole prompt will tell.
@@ -117,12 +117,12 @@ class OverlappedCore(EngineCore):
         while len(self._seen) > _REMEMBERED:
             self._seen.popitem(last=False)
         if new and not self.has_unfinished():
-            self.runner.expect(new[:1])
+            self.runner.decode_early(new[:1])
 
-    def begin(self) -> None:
+    def launch_if_full(self) -> None:
         """Launch a step that is full: the device works on it while others are added, who would not come into it."""
         if not self._launched and self.scheduler.fills_step():
-            with self._undivided():
+            with self._atomic():
                 self._events += self._launch(self._plan(self.clock()))
 
     def abort(self, request_id: str) -> TokenEvent | None:
@@ -130,24 +130,24 @@ class OverlappedCore(EngineCore):
 
         The event that is returned is the request's last one, also where it has just ended by itself.
         """
-        self._settle()
+        self._drain()
         told = [event for event in self._events if event.request_id == request_id]
         self._events = [event for event in self._events if event.request_id != request_id]
         return super().abort(request_id) or next((event for event in told if event.finish_reason), None)
 
     @contextmanager
-    def _undivided(self) -> Iterator[None]:
+    def _atomic(self) -> Iterator[None]:
         try:
-            with super()._undivided():
+            with super()._atomic():
                 yield
         except BaseException:
             self._events = []  # who is told of the interruption knows that all requests have ended
             raise
 
-    def _settle(self) -> None:
+    def _drain(self) -> None:
         """Book all that is under way. The next step begins anew."""
-        with self._undivided():
-            self._events += self._book(len(self._launched))
+        with self._atomic():
+            self._events += self._commit_finished(len(self._launched))
         self._is_ahead = False
 
     def close(self) -> None:
@@ -168,7 +168,7 @@ class OverlappedCore(EngineCore):
             return self._fail_step(plans[0])
         return []
 
-    def _book(self, count: int) -> list[TokenEvent]:
+    def _commit_finished(self, count: int) -> list[TokenEvent]:
         """What the first `count` of the launched steps brought."""
         events: list[TokenEvent] = []
         under_way, self._launched = self._launched[:count], self._launched[count:]

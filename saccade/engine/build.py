@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from saccade.checkpoint.config import ModelConfig
-from saccade.engine.async_core import OverlappedCore
+from saccade.engine.async_core import AsyncEngineCore
 from saccade.engine.core import EngineCore
 from saccade.options import Options, SchedulerConfig
-from saccade.runner.build import build_runner, plain_reason
+from saccade.runner.build import build_runner, eager_reason_of
 from saccade.runner.memory import plan_memory
 from saccade.runner.runner import Runner
-from saccade.scheduler.cpu_latency import Tempo
-from saccade.scheduler.latency import riding_tokens, share
+from saccade.scheduler.cpu_latency import CpuStepTime
+from saccade.scheduler.latency import mixed_tokens, split_spare_time
 from saccade.types import Geometry, StepTime
 
 logger = logging.getLogger("saccade.engine")
@@ -37,12 +37,12 @@ def build_core(
         logger.info("%s", reason)
     runner = build_runner(path, config, image_processor, options, plan, progress=progress)
     if largest and runner.is_overlapping:
-        runner.rehearse(largest)
+        runner.warm_up(largest)
     limits, more = _bounded(plan.scheduler, runner, options, largest)
-    notes = [note for note in (plain_reason(runner.model, plan.device), runner.grammars.problem) if note]
+    notes = [note for note in (eager_reason_of(runner.model, plan.device), runner.grammars.problem) if note]
     for note in notes:
         logger.info("%s", note)
-    core = OverlappedCore if runner.is_overlapping else EngineCore
+    core = AsyncEngineCore if runner.is_overlapping else EngineCore
     return core(limits, runner, reasons=(*plan.reasons, *more, *notes), grammars=runner.grammars)
 
 
@@ -52,11 +52,11 @@ def _bounded(
     """Limits on what a step may hold, from what this device was measured to do; and the reason."""
     if runner.device is not None:
         grid = largest.grid if largest else None
-        limits = replace(limits, pace=runner.device.measure(runner.model, grid, options.inter_token_ms))
+        limits = replace(limits, latency=runner.device.measure(runner.model, grid, options.inter_token_ms))
         reason = _pace_reason(limits)
-    elif options.step_ms is not None and limits.always_slice:
+    elif options.max_step_ms is not None and limits.always_slice:
         rates = (1 / runner.seconds_per_prompt_token(), _layers_per_s(runner, largest))
-        limits = replace(limits, step_time=StepTime(options.step_ms / 1e3, *rates))
+        limits = replace(limits, step_time=StepTime(options.max_step_ms / 1e3, *rates))
         reason = _step_reason(limits, options)
     else:
         return limits, ()
@@ -72,18 +72,18 @@ def _layers_per_s(runner: Runner, largest: Geometry | None) -> float:
 
 def _step_reason(limits: SchedulerConfig, options: Options) -> str:
     assert limits.step_time is not None
-    tempo = Tempo(limits.step_time, limits.max_num_batched_tokens, options.encode_layers_per_step)
+    cpu_step_time = CpuStepTime(limits.step_time, limits.max_num_batched_tokens, options.encode_layers_per_step)
     return (
-        f"{tempo.tokens(0)} tokens or {tempo.layers} encoder layers a step at first: {options.step_ms:.0f} ms at "
+        f"{cpu_step_time.tokens(0)} tokens or {cpu_step_time.layers} encoder layers a step at first: {options.max_step_ms:.0f} ms at "
         f"{limits.step_time.prompt_tokens_per_s:.0f} prompt tokens a second; later steps tell how fast it really is"
     )
 
 
 def _pace_reason(limits: SchedulerConfig) -> str:
-    assert limits.pace is not None
-    many, alone = limits.pace.decode_ms[-1]
-    tokens, layers = share(limits.pace, many, 1024)
-    riding = riding_tokens(limits.pace, many) or tokens
+    assert limits.latency is not None
+    many, alone = limits.latency.decode_ms[-1]
+    tokens, layers = split_spare_time(limits.latency, many, 1024)
+    riding = mixed_tokens(limits.latency, many) or tokens
     return (
         f"a step of {many} answers takes {alone:.2f} ms alone; beside them {riding} prompt tokens ({tokens} where a "
         f"prompt ends) or {layers} encoder layers over a picture of 1024 embeddings fit"

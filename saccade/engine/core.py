@@ -44,7 +44,7 @@ class OpenGrammars(Protocol):
     @property
     def has_open(self) -> bool: ...
 
-    def held(self, num_open: int, patience: float) -> frozenset[str]:
+    def not_ready(self, num_open: int, patience: float) -> frozenset[str]:
         """Requests whose grammar is not ready for the next step."""
 
     def end(self, request_id: str) -> None: ...
@@ -71,7 +71,7 @@ class EngineCore:
         self._trace = StepTrace()
 
     def step(self) -> list[TokenEvent]:
-        with self._undivided():
+        with self._atomic():
             start = self.clock()
             plan = self._plan(start)
             result = self._run(plan)
@@ -86,10 +86,10 @@ class EngineCore:
     def _hold(self, patience: float = 0.0) -> None:
         """Whoever waits for a grammar sits the next step out. Others wait for it no longer than `patience`."""
         if self._grammars:
-            self.scheduler.held = self._grammars.held(self.scheduler.num_open, patience)
+            self.scheduler.not_ready = self._grammars.not_ready(self.scheduler.num_open, patience)
 
     @contextmanager
-    def _undivided(self) -> Iterator[None]:
+    def _atomic(self) -> Iterator[None]:
         """Interrupted, or an invariant is broken: nothing that was planned may stay."""
         try:
             yield
@@ -135,19 +135,19 @@ class EngineCore:
                 self.abort(request_id)
             raise
 
-    def foretell(self, items: Sequence[MediaItem]) -> None:
+    def prefetch_media(self, items: Sequence[MediaItem]) -> None:
         """Pictures of a request that is still being made. Here they are decoded when a step wants them."""
 
-    def begin(self) -> None:
+    def launch_if_full(self) -> None:
         """More requests come at once, but a step may be full without them. Here one step is done before the next."""
 
     def abort(self, request_id: str) -> TokenEvent | None:
         event = self.scheduler.abort(request_id, self.clock())
         self._ended([event] if event else [])
-        self.rest()
+        self.release_if_idle()
         return event
 
-    def rest(self) -> None:
+    def release_if_idle(self) -> None:
         """A request has gone, or was foretold and does not come. Where it was the only one, nothing stays of it."""
         if not self.has_unfinished():
             self.runner.release()
@@ -162,7 +162,7 @@ class EngineCore:
         self.runner.close()
 
     def _fail_step(self, plan: StepPlan) -> list[TokenEvent]:
-        return self._end_all(f"in step {plan.step}, which computed {len(plan.works)} requests")
+        return self._end_all(f"in step {plan.step}, which computed {len(plan.windows)} requests")
 
     def _end_all(self, where: str) -> list[TokenEvent]:
         """A step broke: nothing in the caches can be trusted, every open request ends, the engine goes on.

@@ -9,14 +9,14 @@ from ctypes import CDLL
 _LIBC = CDLL(None) if sys.platform == "linux" else None
 
 
-def settle() -> None:
+def freeze() -> None:
     """After the start: what exists now stays to the end, and looking through it again takes longer than a step."""
     gc.collect()
     gc.freeze()
     trim()
 
 
-def tidy() -> None:
+def collect() -> None:
     """At a quiet moment: free what only a collection frees.
 
     Those are objects in cycles, and the interpreter's spare tuples, of which it keeps up to 2,000 of each size. By

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from saccade.types import Key, Span, StepPlan, StepResult, Work
+from saccade.types import Key, ScheduledWindow, Span, StepPlan, StepResult
 
 NUM_KEPT = 64
 
@@ -41,15 +41,15 @@ class StepTrace:
 
     def record(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
         self._follow(plan)
-        decode, text, picture = (len(plan.works), 0, 0) if plan.is_ahead else self._counts(plan.works)
+        decode, text, picture = (len(plan.windows), 0, 0) if plan.is_ahead else self._counts(plan.windows)
         encodes = len(self._encoding) if plan.encode_layers != 0 else 0
         self._records.append(StepRecord(plan.step, decode, text, picture, encodes, round(seconds * 1e3, 3)))
         self._encoding.difference_update(result.encoded, result.failed)
 
-    def _counts(self, works: Sequence[Work]) -> tuple[int, int, int]:
+    def _counts(self, windows: Sequence[ScheduledWindow]) -> tuple[int, int, int]:
         """Tokens of answers, of text and of pictures."""
         decode = text = picture = 0
-        for work in works:
+        for work in windows:
             known, size = self._requests[work.request_id], work.end - work.start
             if size == 1 and work.start >= known.num_prompt:
                 decode += 1
@@ -69,7 +69,7 @@ class StepTrace:
         self._encoding.clear()
 
     def _follow(self, plan: StepPlan) -> None:
-        for request_id in plan.forgotten:
+        for request_id in plan.freed_requests:
             self._requests.pop(request_id, None)
         for admission in plan.admitted:
             prompt = admission.request.prompt
@@ -77,5 +77,5 @@ class StepTrace:
         self._encoding.update(item.key for item in plan.encode)
 
 
-def _picture_tokens(work: Work, spans: tuple[Span, ...]) -> int:
+def _picture_tokens(work: ScheduledWindow, spans: tuple[Span, ...]) -> int:
     return sum(max(0, min(work.end, span.end) - max(work.start, span.start)) for span in spans)

@@ -21,7 +21,7 @@ from PIL.TiffImagePlugin import TiffImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
 from saccade.media.rgb import to_rgb, upright
-from saccade.media.video_reader import ClipReaders
+from saccade.media.video_reader import VideoReaders
 from saccade.types import MediaItem, RequestError, Size
 
 try:
@@ -49,7 +49,7 @@ def _new_pixels(shape: tuple[int, int, int]) -> Pixels:
     return np.empty(shape, np.uint8)
 
 
-def decode_item(item: MediaItem, clips: ClipReaders, new: NewPixels = _new_pixels) -> Pixels:
+def decode_item(item: MediaItem, clips: VideoReaders, new: NewPixels = _new_pixels) -> Pixels:
     """[height, width, 3] of a picture, in `new` memory if it is written there at once; [frames, ...] of a group."""
     if item.stills:
         return np.stack([decode(still) for still in _stills(item)])
@@ -63,7 +63,7 @@ def _stills(item: MediaItem) -> list[MediaItem]:
     return [replace(item, data=data, header=header, stills=()) for data, header in cuts]
 
 
-def _decode_group(item: MediaItem, clips: ClipReaders) -> Pixels:
+def _decode_group(item: MediaItem, clips: VideoReaders) -> Pixels:
     try:
         return np.stack(clips.frames(item))
     except RequestError:

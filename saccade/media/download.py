@@ -24,7 +24,7 @@ class BrokenAnswer(Exception):
     """The connection failed, or what came over it is no answer that may be read on."""
 
 
-class Answer:
+class RequestOutputBuilder:
     """What came so far. The parser calls `on_...` for each piece of it."""
 
     def __init__(self, reader: asyncio.StreamReader) -> None:
@@ -107,13 +107,13 @@ async def answer_of(
     headers: Iterable[tuple[str, str]],
     context: ssl.SSLContext,
     connect_timeout_s: float,
-) -> AsyncIterator[Answer]:
+) -> AsyncIterator[RequestOutputBuilder]:
     """Connects to the first of the addresses that can be reached. TimeoutError where none can in time."""
     async with asyncio.timeout(connect_timeout_s):
         reader, writer = await _connected(target, addresses, context)
     try:
         writer.write(_request(target, headers))
-        answer = Answer(reader)
+        answer = RequestOutputBuilder(reader)
         await answer.read_head()
         yield answer
     except OSError:

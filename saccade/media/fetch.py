@@ -23,7 +23,7 @@ from importlib.metadata import version
 from pathlib import Path
 from urllib.parse import unquote, urljoin, urlsplit
 
-from saccade.media.download import Answer, BrokenAnswer, answer_of
+from saccade.media.download import BrokenAnswer, RequestOutputBuilder, answer_of
 from saccade.media.fetch_slots import Owners, Slot, SlotLimits, Slots
 from saccade.media.urls import Target, is_public, is_public_or_private, read_domains, read_url
 from saccade.types import RequestError
@@ -174,7 +174,7 @@ class Fetcher:
                     raise _failed(f"could not be had: {target.host} answered with status {answer.status}")
                 return await self._body(answer, job.on_bytes)
 
-    async def _body(self, answer: Answer, on_bytes: OnBytes) -> bytes:
+    async def _body(self, answer: RequestOutputBuilder, on_bytes: OnBytes) -> bytes:
         encoding = answer.headers.get("content-encoding", "").strip().lower() or "identity"
         if encoding not in _ENCODINGS:
             raise _failed("came in a compression that was not asked for")

@@ -26,7 +26,7 @@ def is_available() -> bool:
     return find_spec("av") is not None
 
 
-def open_film(data: bytes, format: str, max_pixels: int) -> av.container.InputContainer:
+def open_video(data: bytes, format: str, max_pixels: int) -> av.container.InputContainer:
     """With just this reader. Close it."""
     try:
         import av
@@ -40,7 +40,7 @@ def open_film(data: bytes, format: str, max_pixels: int) -> av.container.InputCo
     return av.open(io.BytesIO(data), "r", format=format, metadata_errors="ignore", options=limits)
 
 
-def moving_pictures(container: av.container.InputContainer) -> av.VideoStream | None:
+def video_streams(container: av.container.InputContainer) -> av.VideoStream | None:
     """The first stream of video that is not a cover."""
     for stream in container.streams.video:
         if not stream.disposition.value & _COVER:

@@ -10,7 +10,7 @@ import struct
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
-from saccade.media.video_file import CODECS, moving_pictures, open_film
+from saccade.media.video_file import CODECS, open_video, video_streams
 from saccade.options import MediaPolicy
 from saccade.types import RequestError, Size
 
@@ -25,7 +25,7 @@ _MOST_BOXES = 10_000
 _MOST_LOOKED_AT = 36_000_000  # pixels of a frame that opening may decode: 8K
 
 
-class Clip(NamedTuple):
+class VideoInfo(NamedTuple):
     """What is known of a video file before a frame is decoded."""
 
     format: str  # the reader: "mov", "matroska" or "avi"
@@ -39,15 +39,15 @@ class Clip(NamedTuple):
         return len(self.stamps) / self.rate
 
 
-def probe_clip(data: bytes, policy: MediaPolicy) -> Clip:
+def probe_video(data: bytes, policy: MediaPolicy) -> VideoInfo:
     """Read the header, or say in one sentence why this video is refused."""
     if not data:
         raise RequestError("the video is empty (0 bytes)", code="invalid_video")
     check_video_bytes(len(data), policy)
     name = _sniff(data)
     try:
-        with open_film(data, name, _MOST_LOOKED_AT) as container:
-            clip = _read(container, name, data)
+        with open_video(data, name, _MOST_LOOKED_AT) as container:
+            video_info = _read(container, name, data)
     except RequestError:
         raise
     except Exception:  # FFmpeg has a kind of error for everything; all of them mean the same to a client
@@ -55,11 +55,11 @@ def probe_clip(data: bytes, policy: MediaPolicy) -> Clip:
             f"the {_title(name)} video of {len(data)} bytes is damaged or cut short: its header cannot be read",
             code="invalid_video",
         ) from None
-    check_video_seconds(clip.seconds, policy)
-    return clip
+    check_video_seconds(video_info.seconds, policy)
+    return video_info
 
 
-def is_clip(data: bytes) -> bool:
+def is_video_file(data: bytes) -> bool:
     """Whether these bytes begin like a video file."""
     try:
         return bool(_sniff(data))
@@ -109,8 +109,8 @@ def _title(name: str) -> str:
 # --- inside a container -------------------------------------------------------------------------------------------
 
 
-def _read(container: av.container.InputContainer, name: str, data: bytes) -> Clip:
-    stream = moving_pictures(container)
+def _read(container: av.container.InputContainer, name: str, data: bytes) -> VideoInfo:
+    stream = video_streams(container)
     if stream is None:
         kinds = ", ".join(sorted({other.type for other in container.streams})) or "nothing"
         raise RequestError(f"the {_title(name)} file holds no moving pictures, but {kinds}", code="invalid_video")
@@ -126,7 +126,7 @@ def _read(container: av.container.InputContainer, name: str, data: bytes) -> Cli
     stamps = _stamps(container, stream, name)
     orientation = _orientation(data) if name == "mov" else 1
     upright = Size(stored.height, stored.width) if orientation >= 5 else stored
-    return Clip(name, upright, orientation, stamps, _rate(stream, stamps))
+    return VideoInfo(name, upright, orientation, stamps, _rate(stream, stamps))
 
 
 def _stamps(container: av.container.InputContainer, stream: av.VideoStream, name: str) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from saccade.media.rgb import upright
-from saccade.media.video_file import moving_pictures, open_film
+from saccade.media.video_file import open_video, video_streams
 from saccade.types import MediaItem, RequestError, Size
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ _NEAR = 10  # seconds: further ahead, looking for a key frame is quicker than de
 _MOST_PIXELS = 20_000_000_000  # decoded for one group: some ten seconds, in which an engine may have to wait for it
 
 
-class ClipReaders:
+class VideoReaders:
     def __init__(self) -> None:
         self._idle: list[_Reader] = []  # the longest unused first
         self._lock = Lock()
@@ -133,8 +133,8 @@ def _open(item: MediaItem) -> tuple[av.container.InputContainer, av.VideoStream]
     width, height = item.header.size
     # A frame in the middle that claims another size is refused before memory is taken for it; codecs round sides up.
     limit = (width + 256) * (height + 256)
-    container = open_film(item.data, item.header.format, limit)
-    stream = moving_pictures(container)
+    container = open_video(item.data, item.header.format, limit)
+    stream = video_streams(container)
     assert stream is not None, "the header was read from it"
     stream.codec_context.thread_count = 1  # groups are decoded side by side already
     stream.codec_context.options = {"max_pixels": str(limit)}

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from saccade.media.load import decode_data_url
-from saccade.media.video_probe import Clip, check_video_bytes, probe_clip
+from saccade.media.video_probe import VideoInfo, check_video_bytes, probe_video
 from saccade.options import MediaPolicy
 from saccade.types import RequestError
 
@@ -32,10 +32,10 @@ class Video:
 
 class File(NamedTuple):
     data: bytes
-    clip: Clip
+    video_info: VideoInfo
 
 
-def load_footage(video: Video, policy: MediaPolicy) -> File | Sequence[Any]:
+def load_video_source(video: Video, policy: MediaPolicy) -> File | Sequence[Any]:
     """A file with its header, or a list of frames as they were given."""
     source = video.source
     if isinstance(source, (list, tuple)) or (isinstance(source, np.ndarray) and source.ndim == 4):
@@ -59,7 +59,7 @@ def load_footage(video: Video, policy: MediaPolicy) -> File | Sequence[Any]:
 
 
 def _file(data: bytes, policy: MediaPolicy) -> File:
-    return File(data, probe_clip(data, policy))
+    return File(data, probe_video(data, policy))
 
 
 def _from_data_url(url: str, policy: MediaPolicy) -> File | list[str]:

@@ -11,7 +11,7 @@ import torch
 
 from saccade.checkpoint.config import ConfigError, ModelConfig
 from saccade.models.interface import VisionLanguageModel
-from saccade.models.layers.attention_temperature import temper_of
+from saccade.models.layers.attention_temperature import attention_temperature_of
 from saccade.models.layers.basic import Parameters
 from saccade.models.vision.ops import TorchVision, VisionOps
 from saccade.models.weights import fill_random, load_weights
@@ -71,11 +71,11 @@ def load_model(
     return loaded
 
 
-def runs_plain(config: ModelConfig) -> bool:
-    """Whether this will be a `PlainModel`: known before it is built, for memory is planned by it."""
+def runs_eager(config: ModelConfig) -> bool:
+    """Whether this will be a `EagerModel`: known before it is built, for memory is planned by it."""
     if config.model_type not in _FAMILIES:
         return True  # Transformers' code
-    return hasattr(_family(config), "why_plain") or temper_of(config.text.rope_scaling) is not None
+    return hasattr(_family(config), "eager_reason") or attention_temperature_of(config.text.rope_scaling) is not None
 
 
 def _refuse_quantised(config: ModelConfig) -> None:

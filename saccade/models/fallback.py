@@ -20,10 +20,10 @@ from torch import Tensor
 
 from saccade.checkpoint.config import ConfigError, ModelConfig
 from saccade.checkpoint.hf_processor import LOCAL, library, load_processor, placeholder, processed, raised, refusal
-from saccade.models.fallback_check import prove
+from saccade.models.fallback_check import check_against_own_forward
 from saccade.models.interface import Attention, Encoding
 from saccade.models.layers.length_rope import Unfit, follow_lengths
-from saccade.models.vision.preprocess import Picture
+from saccade.models.vision.preprocess import ImagePixels
 from saccade.types import Geometry, Grid, RequestError
 
 logger = logging.getLogger("saccade.models")
@@ -43,7 +43,7 @@ class Fallback:
     device: torch.device
     dtype: torch.dtype
     window: int  # tokens of the longest request
-    why_plain: str = "the model runs through Transformers' code"
+    eager_reason: str = "the model runs through Transformers' code"
 
     def __post_init__(self) -> None:
         table = self.model.get_input_embeddings().weight
@@ -59,7 +59,7 @@ class Fallback:
 
     # --- pictures -------------------------------------------------------------------------------------------------
 
-    def prepare(self, image: Picture, geometry: Geometry) -> Tensor:
+    def prepare(self, image: ImagePixels, geometry: Geometry) -> Tensor:
         """[patches, values of a patch]: the processor's tiles as they lie in memory, in rows as long as a patch."""
         pixels = image.cpu().numpy() if isinstance(image, Tensor) else image
         made = self.on_device(processed(self.processor, self.token, Image.fromarray(pixels)))
@@ -168,7 +168,7 @@ def load(
     try:
         model = _model(library(kind), path, dtype, load_format, seed)
         made = Fallback(config, model.to(device).eval(), processor, device, dtype, window)
-        prove(made)
+        check_against_own_forward(made)
     except ConfigError:
         raise
     except (Unfit, RequestError) as error:

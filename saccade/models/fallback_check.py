@@ -50,7 +50,7 @@ class Piece(NamedTuple):
 
 
 @torch.inference_mode()
-def prove(model: Fallback) -> None:
+def check_against_own_forward(model: Fallback) -> None:
     """Unfit unless it holds; what the model's own code raises comes through."""
     trials = [_with_image(model), _of_text(model)]
     alone = _difference(model, trials, [[Piece(0, 0, len(trials[0].embeds))]])

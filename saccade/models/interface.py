@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 from torch import Tensor
 
 from saccade.checkpoint.config import ModelConfig
-from saccade.models.vision.preprocess import Picture
+from saccade.models.vision.preprocess import ImagePixels
 from saccade.types import Geometry, Grid
 
 if TYPE_CHECKING:
@@ -21,11 +21,11 @@ Encoding = Generator[int, None, list[Tensor]]
 """Encoding of some pictures: pauses after each layer or a few, and says how many these were; returns one
 [slots, width] tensor per picture.
 
-The width is the decoder's, or a multiple of it for towers that feed several of its layers (`TextConfig.num_deep`).
+The width is the decoder's, or a multiple of it for towers that feed several of its layers (`TextConfig.num_deepstack`).
 """
 
 
-class Seen(NamedTuple):
+class CrossAttentionRows(NamedTuple):
     """Rows of a step that look at the same pictures."""
 
     rows: Tensor  # int64 [n]: packed rows
@@ -36,7 +36,7 @@ class VisionLanguageModel(Protocol):
     config: ModelConfig
     decoder: Decoder  # for those who run its layers with kernels of their own
 
-    def prepare(self, image: Picture, geometry: Geometry) -> Tensor:
+    def prepare(self, image: ImagePixels, geometry: Geometry) -> Tensor:
         """Resize, crop, normalise and cut an RGB picture [H, W, 3] -> [patches, patch_dim] on the model's device.
 
         A picture that is there already is worked on there; the patches are the same. Models that take video are given
@@ -57,16 +57,18 @@ class VisionLanguageModel(Protocol):
 
 
 @runtime_checkable
-class PlainModel(Protocol):
+class EagerModel(Protocol):
     """A model whose decoder no kernels know: on every device it runs in plain PyTorch, through `forward`."""
 
-    why_plain: str  # for the start-up log
+    eager_reason: str  # for the start-up log
 
 
-class LookingModel(VisionLanguageModel, Protocol):
-    """A model whose spans last (`Span.is_lasting`): layers of its own read pictures, so it is told who sees what."""
+class CrossAttentionModel(VisionLanguageModel, Protocol):
+    """A model whose spans last (`Span.is_cross_attended`): layers of its own read pictures, so it is told who sees what."""
 
-    def forward(self, embeds: Tensor, positions: Tensor, attention: Attention, seen: Sequence[Seen] = ()) -> Tensor:
+    def forward(
+        self, embeds: Tensor, positions: Tensor, attention: Attention, seen: Sequence[CrossAttentionRows] = ()
+    ) -> Tensor:
         """As above. Rows that `seen` does not name look at nothing, and nothing they become depends on a picture."""
 
 

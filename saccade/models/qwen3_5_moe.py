@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from saccade.models.families.qwen3_5 import Qwen3_5
-from saccade.models.layers.moe import WHY_PLAIN
+from saccade.models.layers.moe import EAGER_REASON
 
 
 class Qwen3_5Moe(Qwen3_5):
-    why_plain = f"{Qwen3_5.why_plain}, and {WHY_PLAIN}"
+    eager_reason = f"{Qwen3_5.eager_reason}, and {EAGER_REASON}"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from saccade.models.families.text import Text
-from saccade.models.layers.moe import WHY_PLAIN
+from saccade.models.layers.moe import EAGER_REASON
 
 
 class Qwen3Moe(Text):
-    why_plain = WHY_PLAIN
+    eager_reason = EAGER_REASON

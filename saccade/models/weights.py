@@ -195,8 +195,8 @@ def _by_file(plan: Iterable[str], homes: Mapping[str, Path]) -> dict[Path, list[
 
 def _upright(stored: Tensor, target: Tensor) -> Tensor:
     """Many matrices in one tensor were published both as [many, out, in] and as [many, in, out]."""
-    is_turned = stored.dim() == 3 and stored.shape != target.shape and stored.mT.shape == target.shape
-    return stored.mT if is_turned else stored
+    is_rotated = stored.dim() == 3 and stored.shape != target.shape and stored.mT.shape == target.shape
+    return stored.mT if is_rotated else stored
 
 
 def _copy(tensor: Tensor, target: Tensor, name: str, file: Path) -> None:

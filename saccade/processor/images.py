@@ -14,7 +14,7 @@ from saccade.media.load import load_image
 from saccade.options import MediaPolicy
 from saccade.processor.checkpoint import Checkpoint
 from saccade.processor.families import Family, family_for
-from saccade.processor.families.base import Crowded
+from saccade.processor.families.base import ManyImagesPolicy
 from saccade.types import BillItem, Geometry, Key, MediaItem, RequestError, quoted, short_key
 
 LOW_DETAIL_PIXELS = 512 * 512
@@ -35,7 +35,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Picture:
+class ImageInput:
     """A picture as a caller gave it."""
 
     source: Any
@@ -44,12 +44,12 @@ class Picture:
     allow_path: bool = True  # False for strings that a client sent
 
 
-Foretell = Callable[[Sequence[MediaItem]], None]
+PrefetchMedia = Callable[[Sequence[MediaItem]], None]
 """Is told pictures that will be wanted, in their order, long before the prompt they stand in is ready."""
 _Source = tuple[int, str]  # of one picture as it was given: object and detail
 
 
-class Pictures:
+class Images:
     """Resolves pictures under one deployment's policy."""
 
     def __init__(self, checkpoint: Checkpoint, policy: MediaPolicy) -> None:
@@ -66,16 +66,16 @@ class Pictures:
         return self.family.largest(self.limits.min_pixels, self.limits.max_pixels)
 
     def resolve(
-        self, pictures: list[Picture], limits: Limits, salt: bytes, foretell: Foretell | None = None
+        self, pictures: list[ImageInput], limits: Limits, salt: bytes, prefetch_media: PrefetchMedia | None = None
     ) -> list[MediaItem]:
         """One item per picture. The same picture twice is hashed once and comes out as the same object."""
         self._check_count(len(pictures))
-        if isinstance(self.family, Crowded):
+        if isinstance(self.family, ManyImagesPolicy):
             limits = limits.lowered(self.family.among(len(pictures), limits.max_pixels))
         by_source: dict[_Source, MediaItem] = {}
-        if foretell:
+        if prefetch_media:
             by_source = self._ends(pictures, limits, salt)
-            foretell(list(by_source.values()))
+            prefetch_media(list(by_source.values()))
         by_key: dict[Key, MediaItem] = {}
         items = []
         for picture in pictures:
@@ -87,7 +87,7 @@ class Pictures:
             self._check_total(by_key)
         return items
 
-    def _ends(self, pictures: list[Picture], limits: Limits, salt: bytes) -> dict[_Source, MediaItem]:
+    def _ends(self, pictures: list[ImageInput], limits: Limits, salt: bytes) -> dict[_Source, MediaItem]:
         """The first and the last one, before all others: in a conversation the last one alone is new."""
         found: dict[_Source, MediaItem] = {}
         with suppress(RequestError):  # it is raised again when it is that picture's turn
@@ -119,7 +119,7 @@ class Pictures:
                 code="context_length_exceeded",
             )
 
-    def item(self, picture: Picture, limits: Limits, salt: bytes = b"") -> MediaItem:
+    def item(self, picture: ImageInput, limits: Limits, salt: bytes = b"") -> MediaItem:
         limits = limits.lowered(LOW_DETAIL_PIXELS) if picture.detail == "low" else limits
         loaded = load_image(picture.source, self.policy, param=picture.param, allow_paths=picture.allow_path)
         try:
@@ -170,11 +170,11 @@ def bill_item(item: MediaItem, block_size: int) -> BillItem:
     )
 
 
-def _source(picture: Picture) -> _Source:
+def _source(picture: ImageInput) -> _Source:
     return id(picture.source), picture.detail
 
 
-def _check_detail(picture: Picture) -> None:
+def _check_detail(picture: ImageInput) -> None:
     if not isinstance(picture.detail, str) or picture.detail not in _DETAILS:
         raise RequestError(
             f"detail must be one of {', '.join(_DETAILS)}, but {quoted(picture.detail)} was given", param=picture.param

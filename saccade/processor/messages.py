@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from saccade.media.video_sources import Video
-from saccade.processor.images import Picture
-from saccade.processor.template_pool import Renderer, TemplateEnded
+from saccade.processor.images import ImageInput
+from saccade.processor.template_pool import TemplateEnded, TemplatePool
 from saccade.processor.tools import calls_for_template
 from saccade.types import RequestError, quoted
 
@@ -18,7 +18,7 @@ _MAX_DEPTH = 64  # far more than any tool schema, far less than the interpreter'
 
 class Chat(NamedTuple):
     messages: list[dict[str, Any]]  # for the template; every string has passed through `clean`
-    pictures: list[Picture]  # in the order of the parts
+    pictures: list[ImageInput]  # in the order of the parts
     videos: list[Video]  # likewise
 
 
@@ -61,17 +61,17 @@ def cleaned(value: Any, clean: Callable[[str], str], depth: int = _MAX_DEPTH) ->
     raise RequestError(f"messages and tools hold plain JSON values, not {type(value).__name__}", param="messages")
 
 
-def form_of(renderer: Renderer) -> Form:
+def form_of(template_pool: TemplatePool) -> Form:
     """Found out by trying: some published templates silently drop a plain string, others print a list as it is or
     fail on it. One that refuses both wants more than a single user message and gets what the client sent."""
-    strings, parts = _shows(renderer, _PROBE), _shows(renderer, [{"type": "text", "text": _PROBE}])
+    strings, parts = _shows(template_pool, _PROBE), _shows(template_pool, [{"type": "text", "text": _PROBE}])
     return Form(not parts if strings is None else strings, not strings if parts is None else parts)
 
 
-def _shows(renderer: Renderer, content: Any) -> bool | None:
+def _shows(template_pool: TemplatePool, content: Any) -> bool | None:
     """None: the template refuses it."""
     try:
-        rendered = renderer.render(messages=[{"role": "user", "content": content}])
+        rendered = template_pool.render(messages=[{"role": "user", "content": content}])
     except TemplateEnded:
         raise  # nothing is known of it
     except RequestError:
@@ -129,19 +129,19 @@ def _video(part: Mapping[str, Any], kind: str, where: str, allow_path: bool) -> 
     return Video(given, where, allow_path)
 
 
-def _linked(link: Any, where: str) -> Picture:
+def _linked(link: Any, where: str) -> ImageInput:
     """A URL as clients send it, alone or with `detail` beside it; or the bytes a server fetched from there."""
     fields = {"url": link} if isinstance(link, str) else link
     if not isinstance(fields, Mapping) or not isinstance(fields.get("url"), (str, bytes)):
         raise RequestError("image_url needs an object with a string under url", code="invalid_image_url", param=where)
-    return Picture(fields["url"], where, fields.get("detail") or "auto", allow_path=False)
+    return ImageInput(fields["url"], where, fields.get("detail") or "auto", allow_path=False)
 
 
-def _given(part: Mapping[str, Any], where: str, allow_paths: bool) -> Picture:
+def _given(part: Mapping[str, Any], where: str, allow_paths: bool) -> ImageInput:
     """A picture object as Python callers pass it."""
     if part.get("image") is None:
         raise RequestError("an image part needs the picture under image", code="invalid_image", param=where)
-    return Picture(part["image"], where, part.get("detail") or "auto", allow_paths)
+    return ImageInput(part["image"], where, part.get("detail") or "auto", allow_paths)
 
 
 def _in_form(content: str | list[dict[str, Any]], form: Form) -> str | list[dict[str, Any]]:

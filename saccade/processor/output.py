@@ -11,7 +11,7 @@ from saccade.sampling_params import SamplingParams
 from saccade.types import FinishReason, Logprobs, TokenEvent, Usage
 
 
-class Answer:
+class RequestOutputBuilder:
     def __init__(
         self,
         index: int,

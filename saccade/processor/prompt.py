@@ -19,14 +19,14 @@ from saccade.options import MediaPolicy
 from saccade.processor.checkpoint import Checkpoint
 from saccade.processor.detokenize import Detokenizer
 from saccade.processor.families import built_in_template
-from saccade.processor.families.base import LengthBound, Marked, lasting
-from saccade.processor.images import Foretell, Picture, Pictures, bill_item, reads_text_only
+from saccade.processor.families.base import HasMarkup, LengthBound, cross_attended
+from saccade.processor.images import ImageInput, Images, PrefetchMedia, bill_item, reads_text_only
 from saccade.processor.messages import Form, cleaned, form_of, read_messages
 from saccade.processor.template import MOST_CHARS, RESERVED
-from saccade.processor.template_pool import Renderer
+from saccade.processor.template_pool import TemplatePool
 from saccade.processor.tokenizer import Tokenizer
 from saccade.processor.video import split_kwargs, video_bill_item, videos_for
-from saccade.processor.video_prompt import Weave, weave
+from saccade.processor.video_prompt import VideoPromptBuilder, build_video_prompt
 from saccade.sampling_params import SamplingParams
 from saccade.types import Bill, BillItem, Geometry, Key, MediaItem, Prompt, RequestError, Span, short_key
 
@@ -41,7 +41,7 @@ class Rendered(NamedTuple):
     """A chat behind its template."""
 
     text: str  # with shields in it
-    pictures: list[Picture]
+    pictures: list[ImageInput]
     videos: list[Video]
 
 
@@ -50,7 +50,7 @@ class Processor:
 
     def __init__(self, checkpoint: Checkpoint, policy: MediaPolicy) -> None:
         self.checkpoint = checkpoint
-        self.pictures = Pictures(checkpoint, policy)
+        self.pictures = Images(checkpoint, policy)
         self.policy = self.pictures.policy
         self.family = self.pictures.family
         self.videos = videos_for(checkpoint, self.policy)  # None for a model that takes none
@@ -58,20 +58,20 @@ class Processor:
             checkpoint.path,
             protect=self.family.placeholder_ids,
             written=built_in_template(checkpoint.config) or "",
-            markup=self.family.markup if isinstance(self.family, Marked) else (),
+            markup=self.family.markup if isinstance(self.family, HasMarkup) else (),
         )
         self.placeholder = self._find_placeholder()  # of a picture in a raw prompt
-        self.foretell: Foretell | None = None
+        self.prefetch_media: PrefetchMedia | None = None
         self._renderer = self._make_renderer()
         self._form: Form | None = None
         if checkpoint.chat_template is not None:
             self.tokenizer.encode_template("")  # so that the first chat does not wait for the second tokenizer
 
-    def _make_renderer(self) -> Renderer:
+    def _make_renderer(self) -> TemplatePool:
         longest = self.checkpoint.config.text.max_context
         chars = most_chars(min(longest, self.policy.max_model_len or longest))
         chars = min(max(chars, MOST_CHARS), _MOST_CHARS)
-        return Renderer(self.checkpoint.chat_template, self.policy.template_seconds, chars)
+        return TemplatePool(self.checkpoint.chat_template, self.policy.template_seconds, chars)
 
     def _find_placeholder(self) -> str | None:
         token = self.family.image_token_id
@@ -86,7 +86,7 @@ class Processor:
         return placeholder
 
     @property
-    def takes_pictures(self) -> bool:
+    def takes_images(self) -> bool:
         return self.placeholder is not None
 
     @property
@@ -156,7 +156,7 @@ class Processor:
         clean = self.tokenizer.shield
         extra = self._template_kwargs(chat_template_kwargs)
         chat = read_messages(messages, self.form(), clean, allow_paths=allow_paths)
-        if chat.pictures and not self.takes_pictures:
+        if chat.pictures and not self.takes_images:
             raise reads_text_only(len(chat.pictures), chat.pictures[0].param)  # before its template meets one
         if chat.videos and self.videos is None:
             raise takes_no_video(chat.videos[0].param)
@@ -243,7 +243,7 @@ class Processor:
     def _build(
         self,
         make_ids: Callable[[], Ids],
-        pictures: list[Picture],
+        pictures: list[ImageInput],
         videos: list[Video],
         kwargs: Any,
         salt: bytes,
@@ -252,7 +252,7 @@ class Processor:
         """Pictures go first, so that whoever decodes them does so while the text is made into ids."""
         pixels, frames = split_kwargs(kwargs) if self.videos else (kwargs, {})
         limits = self.pictures.request_limits(pixels)
-        items = self.pictures.resolve(pictures, limits, salt, self.foretell) if pictures else []
+        items = self.pictures.resolve(pictures, limits, salt, self.prefetch_media) if pictures else []
         ids = make_ids()
         starts = self._starts(ids, len(pictures))
         self._check_videos(ids, len(videos))
@@ -320,7 +320,7 @@ class Processor:
         rules, asked = self.videos.rules, self.videos.asked(frames)
         starts = np.flatnonzero(ids == rules.token_id).tolist()
         groups = [self.videos.resolve(video, asked, salt) for video in videos]
-        made: Weave = weave(ids, pictures, starts, groups, rules, self._caption)
+        made: VideoPromptBuilder = build_video_prompt(ids, pictures, starts, groups, rules, self._caption)
         positions, next_position = made.positions(rules.merge_size)
         return Prompt(
             token_ids=made.token_ids.tolist(),
@@ -343,19 +343,19 @@ class Processor:
         """Replace each placeholder by its picture's tokens."""
         pieces, spans, done, length = [], [], 0, 0
         for start, item in zip(starts.tolist(), items, strict=True):
-            tokens, is_embed, is_lasting = self.family.expand(item.geometry)
+            tokens, is_embed, is_cross_attended = self.family.expand(item.geometry)
             pieces += [ids[done:start], tokens]
             first = length + start - done
             spans.append(Span(first, len(tokens), item.key, item.geometry.slots, is_embed))
             done, length = start + 1, first + len(tokens)
-        return np.concatenate([*pieces, ids[done:]]), lasting(spans) if is_lasting else spans
+        return np.concatenate([*pieces, ids[done:]]), cross_attended(spans) if is_cross_attended else spans
 
     # --- the bill -------------------------------------------------------------------------------------------------
 
     def bill(self, prompt: Prompt, block_size: int, slot_bytes: int = 0) -> Bill:
         """What the prompt costs, from its headers alone. `slot_bytes`: what the engine keeps of one embedding."""
         media = sum(span.length for span in prompt.spans)
-        kept = {short_key(span.key): span.slots * slot_bytes for span in prompt.spans if span.is_lasting}
+        kept = {short_key(span.key): span.slots * slot_bytes for span in prompt.spans if span.is_cross_attended}
         items = tuple(
             replace(item, encoder_cache_bytes=kept.get(item.key, 0)) for item in _bill_items(prompt, block_size)
         )
@@ -370,7 +370,7 @@ class Processor:
         )
 
 
-def _where(given: Iterable[tuple[Picture | Video, MediaItem]]) -> dict[Key, str]:
+def _where(given: Iterable[tuple[ImageInput | Video, MediaItem]]) -> dict[Key, str]:
     """By key the part of the request that holds the item; of several, the first."""
     where: dict[Key, str] = {}
     for part, item in given:
@@ -407,7 +407,7 @@ def _check_prompt(given: Any) -> None:
         raise RequestError("give either prompt or prompt_token_ids", param="prompt")
 
 
-def _given_media(data: Any) -> tuple[list[Picture], list[Video]]:
+def _given_media(data: Any) -> tuple[list[ImageInput], list[Video]]:
     if not data:
         return [], []
     if not isinstance(data, Mapping):
@@ -435,14 +435,14 @@ def _is_frame(value: Any) -> bool:
     return isinstance(value, Image.Image) or (isinstance(value, np.ndarray) and value.ndim < 4)
 
 
-def _listed(images: Any) -> Iterator[Picture]:
+def _listed(images: Any) -> Iterator[ImageInput]:
     if images is None:
         return
     if not isinstance(images, (list, tuple)):
-        yield Picture(images, "multi_modal_data.image")
+        yield ImageInput(images, "multi_modal_data.image")
         return
     for index, image in enumerate(images):
-        yield Picture(image, f"multi_modal_data.image[{index}]")
+        yield ImageInput(image, f"multi_modal_data.image[{index}]")
 
 
 def _are_whole(given: Any) -> bool:

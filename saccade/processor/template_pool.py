@@ -45,7 +45,7 @@ class TemplateEnded(RequestError):
     """The template was ended: it says nothing about the messages."""
 
 
-class Renderer:
+class TemplatePool:
     """One checkpoint's template. Processes are started when they are needed, and end with `close` or with this."""
 
     def __init__(self, template: str | None, seconds: float, most_chars: int) -> None:

@@ -183,7 +183,7 @@ class CallArguments:
         return {"tool_calls": [{"index": self.index, "function": {"arguments": self.arguments}}]}
 
 
-Delta = Content | CallStart | CallArguments
+ToolDelta = Content | CallStart | CallArguments
 
 
 class ToolParser:
@@ -204,14 +204,14 @@ class ToolParser:
         """Whether the answer's finish reason is tool_calls."""
         return self.num_calls > 0
 
-    def push(self, text: str) -> list[Delta]:
+    def push(self, text: str) -> list[ToolDelta]:
         self._text += text
         return [] if self._is_bare else list(self._advance())
 
-    def finish(self) -> list[Delta]:
+    def finish(self) -> list[ToolDelta]:
         """The answer is over. A call that is whole but for its closing tag counts."""
         rest, self._text = self._text, ""
-        deltas: list[Delta] = []
+        deltas: list[ToolDelta] = []
         if self._is_bare or rest.startswith(_OPEN):
             deltas = list(self._call(rest.removeprefix(_OPEN)))
         if not deltas:
@@ -219,7 +219,7 @@ class ToolParser:
         space, self._space = self._space, ""
         return deltas + ([Content(space)] if space and not self.has_calls else [])
 
-    def _advance(self) -> Iterator[Delta]:
+    def _advance(self) -> Iterator[ToolDelta]:
         while True:
             if self._text.startswith(_OPEN):
                 end = _end_of_call(self._text)
@@ -234,7 +234,7 @@ class ToolParser:
             if not self._text.startswith(_OPEN):
                 return
 
-    def _call(self, body: str) -> Iterator[Delta]:
+    def _call(self, body: str) -> Iterator[ToolDelta]:
         found = _parsed(body)
         if found is None:
             return
@@ -244,7 +244,7 @@ class ToolParser:
         yield CallStart(index, f"call_{secrets.token_hex(12)}", name)
         yield CallArguments(index, arguments)
 
-    def _content(self, text: str) -> Iterator[Delta]:
+    def _content(self, text: str) -> Iterator[ToolDelta]:
         text = self._space + text
         shown = text.rstrip()
         self._space = text[len(shown) :]

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from saccade.costs import blocks_for
 from saccade.media.load import Loaded, load_image
-from saccade.media.video_probe import Clip, check_video_seconds
-from saccade.media.video_sources import File, Video, load_footage
+from saccade.media.video_probe import VideoInfo, check_video_seconds
+from saccade.media.video_sources import File, Video, load_video_source
 from saccade.options import MediaPolicy
 from saccade.processor.checkpoint import Checkpoint
 from saccade.processor.families import VideoRules, video_rules_for
@@ -138,7 +138,7 @@ class Videos:
 
     def resolve(self, video: Video, asked: Asked, salt: bytes) -> Groups:
         try:
-            source = load_footage(video, self.policy)
+            source = load_video_source(video, self.policy)
             if isinstance(source, File):
                 return self._of_file(*source, asked, salt)
             return self._of_list(source, video, asked, salt)
@@ -147,21 +147,21 @@ class Videos:
 
     # --- files --------------------------------------------------------------------------------------------------------
 
-    def _of_file(self, data: bytes, clip: Clip, asked: Asked, salt: bytes) -> Groups:
+    def _of_file(self, data: bytes, video_info: VideoInfo, asked: Asked, salt: bytes) -> Groups:
         if asked.sampling.fps > self.policy.video.fps:
             raise RequestError(
                 f"fps is {asked.sampling.fps:g}, but at most {self.policy.video.fps:g} are taken here (video_fps)",
                 param="mm_processor_kwargs.fps",
             )
-        chosen = self.rules.choose(len(clip.stamps), clip.rate, asked.sampling)
-        frames = _Frames(tuple(chosen.tolist()), len(clip.stamps), clip.rate)
-        geometry = self._geometry(clip.size, len(frames.indices), asked)
-        header = Header(clip.format, clip.size, clip.orientation, frames.total, "RGB")
+        chosen = self.rules.choose(len(video_info.stamps), video_info.rate, asked.sampling)
+        frames = _Frames(tuple(chosen.tolist()), len(video_info.stamps), video_info.rate)
+        geometry = self._geometry(video_info.size, len(frames.indices), asked)
+        header = Header(video_info.format, video_info.size, video_info.orientation, frames.total, "RGB")
         digest = hashlib.sha256(data).digest()
         items = []
         for group, own in self._decoded(frames.indices, geometry, asked):
-            stamps = tuple(clip.stamps[index] for index in group)
-            key = self._key(own, salt, digest, clip.format.encode(), struct.pack(f"<{len(stamps)}q", *stamps))
+            stamps = tuple(video_info.stamps[index] for index in group)
+            key = self._key(own, salt, digest, video_info.format.encode(), struct.pack(f"<{len(stamps)}q", *stamps))
             items.append(MediaItem(key, "video", data, header, own, stamps=stamps))
         return self._groups(items, frames)
 

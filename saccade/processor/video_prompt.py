@@ -19,7 +19,7 @@ Ids = npt.NDArray[np.int64]
 
 
 @dataclass(slots=True)
-class Weave:
+class VideoPromptBuilder:
     """A prompt as it grows, from the left to the right."""
 
     pieces: list[Ids] = field(default_factory=list)
@@ -62,15 +62,15 @@ class Weave:
             self.marks += [span.key for span in spans]
 
 
-def weave(
+def build_video_prompt(
     token_ids: Ids,  # pictures expanded, one token per video
     pictures: Sequence[tuple[Span, MediaItem]],
     starts: Sequence[int],  # where the videos stand
     videos: Sequence[Groups],
     rules: VideoRules,
     caption: Callable[[float], Sequence[int]],  # the ids of a time in seconds
-) -> Weave:
-    made, done, grown, waiting = Weave(), 0, 0, list(pictures)
+) -> VideoPromptBuilder:
+    made, done, grown, waiting = VideoPromptBuilder(), 0, 0, list(pictures)
     for start, video in zip(starts, videos, strict=True):
         while waiting and waiting[0][0].start < start:
             made.add_picture(*_moved(waiting.pop(0), grown))

@@ -19,7 +19,7 @@ from torch import Tensor
 from saccade.models.layers.attention import AttentionBatch
 from saccade.runner.sampler import Row
 from saccade.structured.matcher import Grammar
-from saccade.types import Admission, Key, Request, Sample, Span, Work
+from saccade.types import Admission, Key, Request, Sample, ScheduledWindow, Span
 
 Ints = npt.NDArray[np.int64]
 
@@ -40,7 +40,7 @@ class RequestState:
         self.num_prompt = len(prompt)
         self.shift = prompt.next_position - self.num_prompt  # from places to positions behind the prompt
         # Whoever is not is sampled by the host, from logits that wait for it.
-        self.is_foreseeable = grammar is None and admission.request.params.is_foreseeable
+        self.samples_on_device = grammar is None and admission.request.params.samples_on_device
         self.is_greedy = admission.request.params.is_greedy
         self.spans: tuple[Span, ...] = prompt.spans
         self._is_pruned = any(span.made is not None for span in prompt.spans)
@@ -131,16 +131,18 @@ class Batch:
     sampled: list[str]  # their request ids, in the same order
 
 
-def build_batch(works: Sequence[Work], states: Sequence[RequestState], block_size: int, device: torch.device) -> Batch:
-    query_lens = [work.end - work.start for work in works]
+def build_batch(
+    windows: Sequence[ScheduledWindow], states: Sequence[RequestState], block_size: int, device: torch.device
+) -> Batch:
+    query_lens = [work.end - work.start for work in windows]
     ends = np.cumsum(query_lens)
-    samples = [i for i, work in enumerate(works) if work.samples]
-    pairs = list(zip(works, states, strict=True))
+    samples = [i for i, work in enumerate(windows) if work.samples]
+    pairs = list(zip(windows, states, strict=True))
     tables = _block_tables(states)
-    slots = np.concatenate([slots_of(work, tables[i], block_size) for i, work in enumerate(works)])
+    slots = np.concatenate([slots_of(work, tables[i], block_size) for i, work in enumerate(windows)])
     attention = AttentionBatch(
         query_lens=query_lens,
-        context_lens=[work.end for work in works],
+        context_lens=[work.end for work in windows],
         block_tables=torch.from_numpy(tables).to(device),
         slots=torch.from_numpy(slots).to(device),
         block_size=block_size,
@@ -150,7 +152,7 @@ def build_batch(works: Sequence[Work], states: Sequence[RequestState], block_siz
         positions=torch.from_numpy(np.concatenate([s.positions(w.start, w.end) for w, s in pairs], axis=1)).to(device),
         attention=attention,
         last_rows=torch.from_numpy(ends[samples] - 1).to(device),
-        sampled=[works[i].request_id for i in samples],
+        sampled=[windows[i].request_id for i in samples],
     )
 
 
@@ -163,7 +165,7 @@ def _block_tables(states: Sequence[RequestState]) -> Ints:  # [requests, most bl
     return tables
 
 
-def slots_of(work: Work, table: Ints, block_size: int) -> Ints:
+def slots_of(work: ScheduledWindow, table: Ints, block_size: int) -> Ints:
     """Where each new token's keys and values go: block * block_size + offset."""
     index = np.arange(work.start, work.end)
     return table[index // block_size] * block_size + index % block_size
@@ -177,7 +179,7 @@ def overlapping(spans: Sequence[Span], start: int, end: int) -> list[Span]:
     return [span for span in spans if span.start < end and start < span.end]
 
 
-def splice(embeds: Tensor, row: int, work: Work, span: Span, embedding: Tensor) -> None:
+def splice(embeds: Tensor, row: int, work: ScheduledWindow, span: Span, embedding: Tensor) -> None:
     """Overwrite the placeholder rows of `span` inside the window; `row` is the packed row of the window's start."""
     first, last = max(work.start, span.start), min(work.end, span.end)
     low, high = first - span.start, last - span.start  # the slice of the span that the window covers
@@ -191,7 +193,7 @@ def splice(embeds: Tensor, row: int, work: Work, span: Span, embedding: Tensor) 
     target.index_copy_(0, rows.to(target.device), embedding[before : before + len(rows)])
 
 
-def embedded(state: RequestState, work: Work) -> Ints:
+def embedded(state: RequestState, work: ScheduledWindow) -> Ints:
     """The tokens of a window, -1 where a picture's embedding is spliced in."""
     tokens = state.tokens(work.start, work.end)
     spans = overlapping(state.spans, work.start, work.end) if work.start < state.num_prompt else []

@@ -13,7 +13,7 @@ from torch import Tensor
 from saccade import costs
 from saccade.checkpoint.config import ConfigError, ModelConfig
 from saccade.models import load_model
-from saccade.models.interface import PlainModel, VisionLanguageModel
+from saccade.models.interface import EagerModel, VisionLanguageModel
 from saccade.models.layers.attention import PagedKV
 from saccade.options import Options, SchedulerConfig
 from saccade.runner.cuda.attention_backend import Place, check, choose
@@ -22,7 +22,7 @@ from saccade.runner.encoder.embedding_cache import EmbeddingSlab
 from saccade.runner.encoder.graphs import record_tower
 from saccade.runner.encoder.stage import LocalEncoder
 from saccade.runner.memory import MemoryPlan
-from saccade.runner.memory_report import Meter
+from saccade.runner.memory_report import MemoryReport
 from saccade.runner.recurrent_state import RecurrentStates
 from saccade.runner.runner import Runner
 from saccade.structured.grammar import Grammars
@@ -41,7 +41,7 @@ def build_runner(
     *,
     progress: bool = True,
 ) -> Runner:
-    meter, sizes = Meter(plan), plan.scheduler
+    meter, sizes = MemoryReport(plan), plan.scheduler
     place = Place(config.text, plan.dtype, plan.device)
     check(options.attention_backend, place)
     if plan.device.type == "cuda":
@@ -76,11 +76,11 @@ def build_runner(
     return Runner(model, kv, encoder, grammars, sizes.block_size, forward, embeddings, meter.report(), states)
 
 
-def plain_reason(model: VisionLanguageModel, device: torch.device) -> str | None:
+def eager_reason_of(model: VisionLanguageModel, device: torch.device) -> str | None:
     """Why a device that has kernels computes steps without them, for the start-up log."""
-    if device.type != "cuda" or not isinstance(model, PlainModel):
+    if device.type != "cuda" or not isinstance(model, EagerModel):
         return None
-    return f"steps are computed in plain PyTorch, without kernels and graphs: {model.why_plain}"
+    return f"steps are computed in plain PyTorch, without kernels and graphs: {model.eager_reason}"
 
 
 def _states(config: ModelConfig, sizes: SchedulerConfig, plan: MemoryPlan) -> RecurrentStates | None:
@@ -92,7 +92,7 @@ def _states(config: ModelConfig, sizes: SchedulerConfig, plan: MemoryPlan) -> Re
 
 def _embeddings(model: VisionLanguageModel, plan: MemoryPlan) -> MutableMapping[Key, Tensor]:
     """On a host memory comes and goes by itself; a device has one piece of it set aside for whoever splices."""
-    if plan.device.type != "cuda" or plain_reason(model, plan.device):
+    if plan.device.type != "cuda" or eager_reason_of(model, plan.device):
         return {}
     slots = plan.scheduler.encoder_cache_slots
     width = costs.embedding_bytes_per_slot(model.config.text, "float32") // costs.dtype_bytes("float32")
@@ -106,14 +106,14 @@ def _encoder(model: VisionLanguageModel, options: Options, plan: MemoryPlan) -> 
     patches = costs.patches_of(sizes.encoder_budget, vision, model.config.text)
     if sizes.always_slice:
         patches = min(patches, _MOST_SLICED_PATCHES)
-    threads = options.decode_threads or min(os.cpu_count() or 1, _MOST_DECODE_THREADS)
+    threads = options.image_decode_threads or min(os.cpu_count() or 1, _MOST_DECODE_THREADS)
     return LocalEncoder(model, patches, threads, plan.device, plan.parts.pictures)
 
 
 def _on_device(
     model: VisionLanguageModel, kv: PagedKV, place: Place, sizes: SchedulerConfig, backend: str
 ) -> DeviceForward | None:
-    plain = plain_reason(model, place.device)
+    plain = eager_reason_of(model, place.device)
     if plain and backend == "flashinfer":
         raise ConfigError(f"attention_backend=flashinfer cannot be used: {plain}")
     if place.device.type != "cuda" or plain:

@@ -9,15 +9,15 @@ from torch import Tensor
 
 from saccade.models.interface import VisionLanguageModel
 from saccade.runner.batch import RequestState
-from saccade.types import Grid, Key, Pace, Sample, Work
+from saccade.types import Grid, Key, LatencyProfile, Sample, ScheduledWindow
 
-Windows = Sequence[tuple[Work, RequestState]]
+Windows = Sequence[tuple[ScheduledWindow, RequestState]]
 Sampled = Callable[[], dict[str, Sample]]
 """Waits for the device, then tells the tokens by request id."""
 
 
 class DeviceForward(Protocol):
-    def measure(self, model: VisionLanguageModel, largest: Grid | None, target_ms: float | None) -> Pace:
+    def measure(self, model: VisionLanguageModel, largest: Grid | None, target_ms: float | None) -> LatencyProfile:
         """How long the parts of a step take; before any request is open. `largest`: the most expensive picture."""
 
     def open(self, request_id: str, blocks: Sequence[int]) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from saccade import costs
 from saccade.checkpoint.config import ConfigError, ModelConfig
-from saccade.models import runs_plain
+from saccade.models import runs_eager
 from saccade.options import Options, SchedulerConfig
 from saccade.runner.encoder.graphs import largest_pass
 from saccade.types import Geometry, Size
@@ -72,7 +72,7 @@ def plan_memory(
     budget, why_budget = _encoder_budget(options, biggest)
     needed = max(biggest, 0 if keep_idle else max(budget, biggest * _in_sight(options, model)))
     slots, why_cache = _hold_largest(options, slots, why_cache, needed)
-    is_bounded = options.step_ms is not None and device.type == "cpu"
+    is_bounded = options.max_step_ms is not None and device.type == "cpu"
     scheduler = SchedulerConfig(
         max_model_len=length,
         max_num_batched_tokens=options.max_num_batched_tokens,
@@ -144,11 +144,11 @@ def _budget(options: Options, biggest: int) -> int:
 def _work_bytes(options: Options, model: ModelConfig, dtype: str, largest: Geometry | None) -> int:
     """A pass may rest between two layers while a prompt is computed or tokens are drawn."""
     prompt = options.max_num_batched_tokens * _prompt_bytes_per_token(model, dtype)
-    drawing = options.max_num_seqs * costs.sampling_bytes_per_row(model.text)
+    sampling_inputs = options.max_num_seqs * costs.sampling_bytes_per_row(model.text)
     if model.vision is None:
-        return max(prompt, drawing)
+        return max(prompt, sampling_inputs)
     per_patch = costs.encode_bytes_per_patch(model.vision, model.text, dtype)
-    return max(prompt, drawing) + _pass_patches(options, model, largest) * per_patch
+    return max(prompt, sampling_inputs) + _pass_patches(options, model, largest) * per_patch
 
 
 def _picture_bytes(options: Options, model: ModelConfig, dtype: str, largest: Geometry | None) -> int:
@@ -169,15 +169,18 @@ def _graph_bytes(options: Options, model: ModelConfig, dtype: str) -> int:
     By formula, for it must be known before the KV cache is sized, and graphs can only be recorded over a cache that
     is there. What they took is measured then, and shown beside this.
     """
-    if runs_plain(model):
+    if runs_eager(model):
         return _tower_graph_bytes(model, dtype)
-    from saccade.runner.cuda.mixed_graphs import MOST_ROWS, mixed_sizes  # need Triton, which only CUDA machines have
+    from saccade.runner.cuda.mixed_graphs import (  # need Triton, which only CUDA machines have
+        MAX_MIXED_ROWS,
+        mixed_sizes,
+    )
     from saccade.runner.cuda.prefill_graphs import GRAPH_TOKENS, GRAPH_WINDOWS
 
     text, places = model.text, options.max_num_seqs + GRAPH_WINDOWS
     largest = next((n for n in GRAPH_TOKENS if n >= options.max_num_batched_tokens), GRAPH_TOKENS[-1])
     mixed = [sum(size) for size in mixed_sizes(options.max_num_batched_tokens, options.max_num_seqs)]
-    riding = MOST_ROWS * text.embedding_size * costs.dtype_bytes(dtype)
+    riding = MAX_MIXED_ROWS * text.embedding_size * costs.dtype_bytes(dtype)
     logits = places * text.vocab_size * costs.dtype_bytes(dtype)
     length = options.max_model_len or text.max_position
     tables = 2 * places * costs.blocks_for(length, options.block_size) * 4
@@ -186,7 +189,7 @@ def _graph_bytes(options: Options, model: ModelConfig, dtype: str) -> int:
 
 
 def _prompt_bytes_per_token(model: ModelConfig, dtype: str) -> int:
-    per_token = costs.prompt_bytes_per_token if runs_plain(model) else costs.fused_prompt_bytes_per_token
+    per_token = costs.prompt_bytes_per_token if runs_eager(model) else costs.fused_prompt_bytes_per_token
     return per_token(model.text, dtype)
 
 

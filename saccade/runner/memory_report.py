@@ -13,7 +13,7 @@ from saccade.runner.memory import MemoryPlan
 _DEFAULT_POOL = (0, 0)
 
 
-class Meter:
+class MemoryReport:
     def __init__(self, plan: MemoryPlan) -> None:
         self._plan = plan
         self._is_on = plan.device.type == "cuda"

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from saccade.checkpoint.config import ModelConfig
 from saccade.models.interface import VisionLanguageModel
-from saccade.types import Curve, Grid
+from saccade.types import Grid, LatencyCurve
 
 _REPEATS = 3
 _SLOTS = (64, 256, 512, 1024, 1536, 2304, 4096, 8192)
@@ -23,11 +23,11 @@ Trials = Iterable[tuple[int, Callable[[], object]]]
 """Sizes, and how to run one."""
 
 
-def timed_curve(trials: Trials) -> Curve:
+def timed_curve(trials: Trials) -> LatencyCurve:
     return _rising((size, timed(run)) for size, run in trials)
 
 
-def layer_curve(model: VisionLanguageModel, largest: Grid | None) -> Curve:
+def layer_curve(model: VisionLanguageModel, largest: Grid | None) -> LatencyCurve:
     """One layer of the vision tower, up to the grid of the most expensive picture that is let in."""
     return _rising(_layer_times(model, largest)) if largest else ()
 
@@ -119,7 +119,7 @@ def _merged(config: ModelConfig) -> int:
     return config.vision.spatial_merge_size**2
 
 
-def _rising(points: Iterable[tuple[int, float]]) -> Curve:
+def _rising(points: Iterable[tuple[int, float]]) -> LatencyCurve:
     """A smaller size never takes longer. Others who use the device only add time, so the least is nearest the truth.
 
     Otherwise a burst while one size is measured would bound steps for life.

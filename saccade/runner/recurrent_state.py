@@ -15,7 +15,7 @@ import torch
 
 from saccade.checkpoint.config import LinearConfig
 from saccade.models.interface import States, WindowGroup
-from saccade.types import KeptState, Work
+from saccade.types import ScheduledWindow, StateCheckpoint
 
 
 class _Place(NamedTuple):
@@ -36,7 +36,7 @@ class RecurrentStates:
         self._requests = requests
         self._free = list(range(requests - 1, -1, -1))
 
-    def open(self, request_id: str, state: KeptState | None = None) -> None:
+    def open(self, request_id: str, state: StateCheckpoint | None = None) -> None:
         """A state that has seen nothing, or a copy of one that was kept."""
         assert request_id not in self._places, f"{request_id} has a state already"
         row = self._free.pop()
@@ -53,14 +53,14 @@ class RecurrentStates:
         for request_id in list(self._places):
             self.close(request_id)
 
-    def of(self, works: Sequence[Work]) -> States:
+    def of(self, windows: Sequence[ScheduledWindow]) -> States:
         """For the packed tokens of these windows, in their order. Each must begin where its request's state is."""
         ones: list[tuple[int, int]] = []  # (packed token, row) of windows of one token, which are computed together
         groups: list[WindowGroup] = []
         first = 0
-        for work in works:
+        for work in windows:
             length, row = work.end - work.start, self._advance(work)
-            if length == 1 and not work.keeps:
+            if length == 1 and not work.checkpoints:
                 ones.append((first, row))
             else:
                 groups += self._cut(work, first, row)
@@ -69,17 +69,17 @@ class RecurrentStates:
             groups.append(self._group([[token] for token, _ in ones], [row for _, row in ones]))
         return States(self.past, self.memory, groups)
 
-    def _cut(self, work: Work, first: int, row: int) -> Iterator[WindowGroup]:
+    def _cut(self, work: ScheduledWindow, first: int, row: int) -> Iterator[WindowGroup]:
         """A window in pieces, one after the other, each up to a place where its state is kept."""
         done = work.start
-        for place, kept in work.keeps:
+        for place, kept in work.checkpoints:
             if place <= work.end:  # it may have been cut before a picture that could not be had
                 yield self._group([list(range(first, first + place - done))], [row], [self._requests + kept])
                 first, done = first + place - done, place
         if done < work.end:
             yield self._group([list(range(first, first + work.end - done))], [row])
 
-    def _advance(self, work: Work) -> int:
+    def _advance(self, work: ScheduledWindow) -> int:
         place = self._places[work.request_id]
         assert place.computed == work.start, f"a state after {place.computed} tokens cannot go on at {work.start}"
         self._places[work.request_id] = place._replace(computed=work.end)

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from saccade import costs
 from saccade.checkpoint.config import ModelConfig
-from saccade.models.interface import LookingModel, RecurrentModel, VisionLanguageModel
+from saccade.models.interface import CrossAttentionModel, RecurrentModel, VisionLanguageModel
 from saccade.models.layers.attention import PagedAttention, PagedKV
 from saccade.runner.batch import Batch, Ints, RequestState, build_batch, overlapping, splice
-from saccade.runner.cross_attention import reading, seen_by
+from saccade.runner.cross_attention import reading, rows_by_image
 from saccade.runner.cuda.host_threads import OneThread
 from saccade.runner.device import DeviceForward, Sampled, Windows
 from saccade.runner.encoder.embedding_cache import EmbeddingSlab
@@ -39,9 +39,9 @@ from saccade.types import (
     Request,
     RequestError,
     Sample,
+    ScheduledWindow,
     StepPlan,
     StepResult,
-    Work,
 )
 
 
@@ -83,10 +83,10 @@ class Runner:
     def execute(self, plan: StepPlan) -> StepResult:
         return self.launch(plan)()
 
-    def expect(self, items: Sequence[MediaItem]) -> None:
+    def decode_early(self, items: Sequence[MediaItem]) -> None:
         """Begin to decode pictures of a request that has just come, as far as there is room."""
         if self.encoder:
-            self.encoder.expect(items)
+            self.encoder.decode_early(items)
 
     def release(self) -> None:
         """Give up what was decoded for requests that do not come."""
@@ -100,13 +100,13 @@ class Runner:
 
     def _compute(self, plan: StepPlan) -> Collect:
         encoded = self._encode(plan)
-        works = [w for work in plan.works if (w := self._before_failed(work, encoded.failed))]
-        if not works:
+        windows = [w for work in plan.windows if (w := self._before_failed(work, encoded.failed))]
+        if not windows:
             return lambda: encoded
-        states = [self._states[w.request_id] for w in works]
-        batch = build_batch(works, states, self.block_size, self.kv.k.device)
-        samples = self._sample(batch, self._forward(batch, works))
-        result = replace(encoded, samples=samples, unsampled=_broken(list(zip(works, states, strict=True))))
+        states = [self._states[w.request_id] for w in windows]
+        batch = build_batch(windows, states, self.block_size, self.kv.k.device)
+        samples = self._sample(batch, self._forward(batch, windows))
+        result = replace(encoded, samples=samples, unsampled=_broken(list(zip(windows, states, strict=True))))
         return lambda: result
 
     def _launch_on(self, device: DeviceForward, plan: StepPlan) -> Collect:
@@ -138,26 +138,26 @@ class Runner:
 
     def _windows(self, plan: StepPlan) -> tuple[Windows, Windows]:
         """Those of the latest token alone, behind a prompt, and the others."""
-        windows = [(work, self._states[work.request_id]) for work in plan.works]
+        windows = [(work, self._states[work.request_id]) for work in plan.windows]
         if plan.is_ahead:
             return windows, ()
         is_latest = [w.end - w.start == 1 and w.start >= state.num_prompt and w.samples for w, state in windows]
         return list(compress(windows, is_latest)), list(compress(windows, map(not_, is_latest)))
 
-    def rehearse(self, largest: Geometry) -> None:
+    def warm_up(self, largest: Geometry) -> None:
         """A picture's way on a device. Kernels that are compiled or loaded at their first use are so now."""
         vision = self.model.config.vision
         if vision and isinstance(self.encoder, LocalEncoder):
-            self.encoder.rehearse(largest, vision.temporal_patch_size)
+            self.encoder.warm_up(largest, vision.temporal_patch_size)
         if isinstance(self.embeddings, EmbeddingSlab):
-            self.embeddings.rehearse()
+            self.embeddings.warm_up()
 
     @torch.inference_mode()
     def seconds_per_prompt_token(self, tokens: int = 128) -> float:
         """Measured on scratch blocks; call it before any request is admitted."""
         tokens = min(tokens, self.kv.k.shape[1])
         state = RequestState(_scratch_admission(tokens, self.model.config, self.block_size))
-        work = Work("scratch", 0, tokens, (), False)
+        work = ScheduledWindow("scratch", 0, tokens, (), False)
         batch = build_batch([work], [state], self.block_size, self.kv.k.device)
         times = []
         for _ in range(3):
@@ -206,7 +206,7 @@ class Runner:
         self.grammars.close()
 
     def _update_state(self, plan: StepPlan) -> None:
-        for request_id in plan.forgotten:
+        for request_id in plan.freed_requests:
             if self.recurrent:
                 self.recurrent.close(request_id)
             if self._states.pop(request_id, None) and self.device:
@@ -223,7 +223,7 @@ class Runner:
                 self.recurrent.open(admission.request.request_id, admission.state)
             if self.device:
                 self.device.open(admission.request.request_id, admission.block_ids)
-        for work in plan.works:
+        for work in plan.windows:
             if work.new_blocks:
                 blocks = self._states[work.request_id].blocks
                 if self.device:
@@ -233,7 +233,7 @@ class Runner:
             self._clear_partly_filled(plan)
 
     def _clear_partly_filled(self, plan: StepPlan) -> None:
-        blocks = [w.new_blocks[-1] for w in plan.works if w.new_blocks and w.end % self.block_size]
+        blocks = [w.new_blocks[-1] for w in plan.windows if w.new_blocks and w.end % self.block_size]
         if blocks:
             self.kv.clear(blocks, self.block_size)
 
@@ -243,7 +243,7 @@ class Runner:
             return StepResult({})
         if plan.encode:
             self.encoder.submit(plan.encode)
-        advanced = self.encoder.advance(plan.encode_layers, may_wait=not (plan.works or plan.is_beside))
+        advanced = self.encoder.advance(plan.encode_layers, may_wait=not (plan.windows or plan.is_beside))
         if plan.encode_layers != 0:  # otherwise the encoder rests, and earlier guesses still hold
             self.encoder.prefetch(plan.prefetch)
         done = self.encoder.poll()
@@ -251,7 +251,7 @@ class Runner:
         self._places.update(done.places)
         return StepResult({}, done.times, done.errors, slice=advanced)
 
-    def _before_failed(self, work: Work, failed: Mapping[Key, RequestError]) -> Work | None:
+    def _before_failed(self, work: ScheduledWindow, failed: Mapping[Key, RequestError]) -> ScheduledWindow | None:
         """Cut a window before a picture that could not be had: others may share the blocks of the text before it."""
         if not failed:
             return work
@@ -262,24 +262,26 @@ class Runner:
         end = max(work.start, min(bad))
         return work._replace(end=end, samples=False) if end > work.start else None
 
-    def _forward(self, batch: Batch, works: list[Work]) -> Tensor:
+    def _forward(self, batch: Batch, windows: list[ScheduledWindow]) -> Tensor:
         embeds = self.model.embed(batch.token_ids)  # [T, H]
-        self._splice(embeds, works)
+        self._splice(embeds, windows)
         attention = PagedAttention(self.kv, batch.attention, self._scale)
-        windows = [(work, self._states[work.request_id].spans) for work in works]
-        if seen := seen_by(windows, self.embeddings, embeds.device):
-            return cast(LookingModel, self.model).forward(embeds, batch.positions, attention, seen)
-        return self._through(embeds, batch, attention, works)
+        with_spans = [(work, self._states[work.request_id].spans) for work in windows]
+        if seen := rows_by_image(with_spans, self.embeddings, embeds.device):
+            return cast(CrossAttentionModel, self.model).forward(embeds, batch.positions, attention, seen)
+        return self._through(embeds, batch, attention, windows)
 
-    def _through(self, embeds: Tensor, batch: Batch, attention: PagedAttention, works: list[Work]) -> Tensor:
+    def _through(
+        self, embeds: Tensor, batch: Batch, attention: PagedAttention, windows: list[ScheduledWindow]
+    ) -> Tensor:
         if self.recurrent is None:
             return self.model.forward(embeds, batch.positions, attention)
-        states = self.recurrent.of(works)
+        states = self.recurrent.of(windows)
         return cast(RecurrentModel, self.model).forward(embeds, batch.positions, attention, states)
 
-    def _splice(self, embeds: Tensor, works: list[Work]) -> None:
+    def _splice(self, embeds: Tensor, windows: list[ScheduledWindow]) -> None:
         row = 0
-        for work in works:
+        for work in windows:
             state = self._states[work.request_id]
             if work.start < state.num_prompt:
                 for span in overlapping(state.spans, work.start, work.end):

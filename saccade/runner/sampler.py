@@ -46,9 +46,9 @@ def sample(logits: Tensor, rows: Sequence[Row]) -> list[Sample]:
     random = [i for i, row in enumerate(rows) if not row.params.is_greedy]
     if random:
         index = torch.tensor(random, device=logits.device)
-        drawing = Drawing.of([(rows[i].params, rows[i].seed, len(rows[i].output_ids)) for i in random])
-        numbers = torch.from_numpy(drawing.numbers).to(logits.device)
-        tokens[index] = draw(logits[index], numbers, drawing.is_cut)
+        sampling_inputs = SamplingInputs.of([(rows[i].params, rows[i].seed, len(rows[i].output_ids)) for i in random])
+        numbers = torch.from_numpy(sampling_inputs.numbers).to(logits.device)
+        tokens[index] = sample_rows(logits[index], numbers, sampling_inputs.is_cut)
     chosen: list[int] = tokens.tolist()
     if values is None:
         return [Sample(token, None) for token in chosen]
@@ -131,23 +131,23 @@ def _came(row: Row, vocabulary: int) -> tuple[npt.NDArray[np.int64], npt.NDArray
 # --- drawing ------------------------------------------------------------------------------------------------------
 
 
-class Drawing(NamedTuple):
+class SamplingInputs(NamedTuple):
     """What draws a token for each of some rows, as numbers: a device that has them need not wait for the host."""
 
     numbers: npt.NDArray[np.float64]  # [5, rows]: temperature, top_k, top_p, min_p, a number in [0, 1)
     is_cut: bool  # whether some row asks for top_k or top_p, which costs sorting a vocabulary
 
     @classmethod
-    def of(cls, asked: Sequence[tuple[SamplingParams, int, int]]) -> Drawing:
+    def of(cls, asked: Sequence[tuple[SamplingParams, int, int]]) -> SamplingInputs:
         """From each row's parameters, its seed, and how many tokens of its answer there are."""
         rows = [(p.temperature, p.top_k if p.top_k > 0 else np.inf, p.top_p, p.min_p, uniform(*at)) for p, *at in asked]
         return cls(np.array(rows).T, any(p.top_k > 0 or p.top_p < 1 for p, *_ in asked))
 
 
-def draw(logits: Tensor, numbers: Tensor, is_cut: bool) -> Tensor:
+def sample_rows(logits: Tensor, numbers: Tensor, is_cut: bool) -> Tensor:
     """Keep what top-k, then top-p, then min-p leave, and invert the cumulative distribution of those, in their order.
 
-    Tokens that are equally likely stay or go together. `numbers` are those of a `Drawing`, where the logits are.
+    Tokens that are equally likely stay or go together. `numbers` are those of a `SamplingInputs`, where the logits are.
     """
     temperature, top_k, top_p, min_p, uniforms = numbers[:, :, None]
     scaled = logits.double() / temperature  # sums over a vocabulary want precision

@@ -24,7 +24,7 @@ def refuse_impossible(request: Request, config: SchedulerConfig) -> None:
     _check_blocks(request, config)
     for index, span in enumerate(request.prompt.spans):
         _check_span(index, span, config)
-        if span.is_lasting:
+        if span.is_cross_attended:
             _check_company(index, request.prompt.spans, config)
 
 
@@ -58,7 +58,7 @@ def _check_blocks(request: Request, config: SchedulerConfig) -> None:
 
 def _check_company(index: int, spans: Sequence[Span], config: SchedulerConfig) -> None:
     """Pictures that one token looks at are resident together. The same picture twice is there once."""
-    together = {span.key: span.slots for span in spans[: index + 1] if span.needed_to > spans[index].start}
+    together = {span.key: span.slots for span in spans[: index + 1] if span.pinned_until > spans[index].start}
     if sum(together.values()) > config.encoder_cache_slots:
         raise RequestError(
             f"{len(together)} pictures of the prompt stand together and have {sum(together.values())} embeddings, but "

@@ -17,7 +17,7 @@ from collections.abc import Sequence as Many
 from typing import NamedTuple
 
 from saccade.options import SchedulerConfig
-from saccade.scheduler.request import Sequence
+from saccade.scheduler.request import ScheduledRequest
 
 _LAST_TOKENS = 16  # of a prompt that did not end where it might have ridden along: fewer take as long
 _PICTURE_SHARE = 4  # pictures keep a quarter of a step's tokens, and a slice of encoding in every fourth step
@@ -27,12 +27,17 @@ class StepBudget:
     """Tokens that are left in a step, by the kind of window that asks."""
 
     def __init__(
-        self, num_tokens: int, open_requests: Iterable[Sequence], *, is_text_first: bool, max_prompts: int | None = None
+        self,
+        num_tokens: int,
+        open_requests: Iterable[ScheduledRequest],
+        *,
+        is_text_first: bool,
+        max_prefills: int | None = None,
     ) -> None:
         demand = _demand(open_requests)
         self.total = num_tokens
         self.num_windows = 0  # of prompts, so far
-        self._max_windows = max_prompts if max_prompts is not None else num_tokens
+        self._max_windows = max_prefills if max_prefills is not None else num_tokens
         self.num_decoding = demand.decoding
         self.has_text_answers = demand.text_answers > 0
         self.num_prompts = demand.prompts
@@ -44,13 +49,13 @@ class StepBudget:
         self._going_on = self._ending  # where none does
         self._share_out(self._ending)
 
-    def bound(self, prompt_tokens: int, riding_tokens: int = 0) -> None:
+    def bound(self, prompt_tokens: int, mixed_tokens: int = 0) -> None:
         """No more than this for prompts, whatever the step could hold; the second, if any, where none of them ends.
 
         Whoever can end in this step does.
         """
         ends_text = 0 < self._text_tokens <= prompt_tokens
-        going_on = riding_tokens if riding_tokens and not ends_text else prompt_tokens
+        going_on = mixed_tokens if mixed_tokens and not ends_text else prompt_tokens
         self._share_out(min(self._ending, max(prompt_tokens, going_on)))
         self._going_on = min(self._ending, going_on)
         self._ending = min(self._ending, prompt_tokens)
@@ -61,7 +66,7 @@ class StepBudget:
         if self._is_text_first:
             self._pictures = max(prompt_tokens - self._text_tokens, prompt_tokens // _PICTURE_SHARE, 1)
 
-    def left_for(self, seq: Sequence, start: int) -> int:
+    def left_for(self, seq: ScheduledRequest, start: int) -> int:
         """Tokens of a window that begins there."""
         if seq.is_decoding:
             return self.total if self._ending >= 0 else 0  # one token is an end too: not beside those that ride along
@@ -77,7 +82,7 @@ class StepBudget:
             return left
         return min(left, max(rest - _LAST_TOKENS, 0))
 
-    def take(self, seq: Sequence, start: int, end: int) -> None:
+    def take(self, seq: ScheduledRequest, start: int, end: int) -> None:
         self.total -= end - start
         if not seq.is_decoding:
             self.num_windows += 1
@@ -89,9 +94,9 @@ class StepBudget:
             self._prompts = self._going_on = self._ending
 
 
-def are_enough(requests: Many[Sequence], config: SchedulerConfig) -> bool:
+def are_enough(requests: Many[ScheduledRequest], config: SchedulerConfig) -> bool:
     """Whether a step of these requests is full, unless much of them is found in the prefix cache."""
-    most = config.pace.max_prompts if config.pace and config.pace.max_prompts else config.max_num_seqs
+    most = config.latency.max_prefills if config.latency and config.latency.max_prefills else config.max_num_seqs
     tokens = sum(seq.num_tokens for seq in requests)
     return len(requests) >= min(most, config.max_num_seqs) or tokens >= config.max_num_batched_tokens
 
@@ -125,7 +130,7 @@ class _Demand(NamedTuple):
     work: int  # embeddings that the tower would make of the first picture that others wait for
 
 
-def _demand(requests: Iterable[Sequence]) -> _Demand:
+def _demand(requests: Iterable[ScheduledRequest]) -> _Demand:
     decoding = text_answers = prompts = text_tokens = work = 0
     for seq in requests:
         if seq.is_decoding:

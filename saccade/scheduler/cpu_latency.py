@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from saccade.types import Slice, StepTime, Work
+from saccade.types import ScheduledWindow, Slice, StepTime
 
-FEWEST_TOKENS = 16  # of prompts in a step: fewer would be all overhead, and show nothing
+MIN_PREFILL_TOKENS = 16  # of prompts in a step: fewer would be all overhead, and show nothing
 _FASTER = 2.0  # at most, from one step to the next: how long larger ones take is not known yet
 _SLOWER = 4.0
 _LEAST_SHARE = 0.25  # of a step's time is for prompts, however long the running answers take
@@ -33,13 +33,13 @@ class Rate:
             self.value = max(seen, self.value / _SLOWER, self._least)
 
 
-class Tempo:
+class CpuStepTime:
     def __init__(self, time: StepTime, max_tokens: int, layers: int | None) -> None:
         """`layers`: of the encoder in a step, where that is the operator's choice."""
         self._seconds = time.seconds
         self._max_tokens = max_tokens
         self._layers = layers
-        self._prompts = Rate(time.prompt_tokens_per_s, FEWEST_TOKENS / time.seconds)
+        self._prompts = Rate(time.prompt_tokens_per_s, MIN_PREFILL_TOKENS / time.seconds)
         self._slices = Rate(time.layers_per_s, 1 / time.seconds)
         self._decodes: dict[int, float] = {}  # seconds of a step that only decodes, by the bits of how many
 
@@ -49,18 +49,18 @@ class Tempo:
 
     def tokens(self, num_decoding: int) -> int:
         """Of answers and prompts together."""
-        prompts = max(FEWEST_TOKENS, int(self._prompts.value * self._left(num_decoding)))
+        prompts = max(MIN_PREFILL_TOKENS, int(self._prompts.value * self._left(num_decoding)))
         return min(num_decoding + prompts, self._max_tokens)
 
-    def observe(self, works: Iterable[Work], encoded: Slice, seconds: float) -> None:
+    def observe(self, windows: Iterable[ScheduledWindow], encoded: Slice, seconds: float) -> None:
         """A step that did this took so long."""
-        sizes = [work.end - work.start for work in works]
+        sizes = [work.end - work.start for work in windows]
         decoding = sizes.count(1)
         prompt_tokens = sum(sizes) - decoding
         rest = max(seconds - encoded.seconds, 0.0)
         if encoded.layers:
             self._slices.learn(encoded.layers, encoded.seconds, self._seconds)
-        if prompt_tokens >= FEWEST_TOKENS:
+        if prompt_tokens >= MIN_PREFILL_TOKENS:
             spent = max(rest - self._alone(decoding), _LEAST_SHARE * rest)
             self._prompts.learn(prompt_tokens, spent, self._left(decoding))
         elif decoding and not prompt_tokens:

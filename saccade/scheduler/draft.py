@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from saccade.scheduler.budget import StepBudget
-from saccade.types import Admission, Work
+from saccade.types import Admission, ScheduledWindow
 
 
 @dataclass(slots=True)
-class Draft:
+class StepBuilder:
     """What a step has so far, and what it may still take."""
 
     now: float
     budget: StepBudget
-    works: list[Work] = field(default_factory=list)
+    windows: list[ScheduledWindow] = field(default_factory=list)
     admitted: list[Admission] = field(default_factory=list)
     has_preempted: bool = False
     answers_rest: bool = False  # requests that decode sit this step out

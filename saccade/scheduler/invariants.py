@@ -8,10 +8,10 @@ from collections.abc import Sequence as Many
 
 from saccade.scheduler.encoder_cache import EncoderCache
 from saccade.scheduler.kv_cache import BlockPool
-from saccade.scheduler.request import Sequence
+from saccade.scheduler.request import ScheduledRequest
 
 
-def check_holdings(open_requests: Mapping[str, Sequence], pool: BlockPool, encoder: EncoderCache) -> None:
+def check_holdings(open_requests: Mapping[str, ScheduledRequest], pool: BlockPool, encoder: EncoderCache) -> None:
     """Each cache counts as many users as there are."""
     users = Counter(block for seq in open_requests.values() for block in seq.blocks)
     assert all(pool.users(block) == users[block] for block in range(pool.num_blocks)), "users miscounted"
@@ -20,13 +20,16 @@ def check_holdings(open_requests: Mapping[str, Sequence], pool: BlockPool, encod
 
 
 def check_queues(
-    open_requests: Mapping[str, Sequence], running: Many[Sequence], waiting: Many[Sequence], block_size: int
+    open_requests: Mapping[str, ScheduledRequest],
+    running: Many[ScheduledRequest],
+    waiting: Many[ScheduledRequest],
+    block_size: int,
 ) -> None:
     """Every open request stands in one queue; who waits holds nothing, who runs has room for what it computed."""
     in_queues = sorted((*running, *waiting), key=lambda seq: seq.order)
     assert sorted(open_requests.values(), key=lambda seq: seq.order) == in_queues
     assert not any(seq.blocks or seq.held for seq in waiting), "a waiting request holds something"
-    needed = (seq.spans[index].needed_to > seq.num_computed for seq in running for index in seq.held)
+    needed = (seq.spans[index].pinned_until > seq.num_computed for seq in running for index in seq.held)
     assert all(needed), "embeddings are held that nobody will read"
     has_room = (seq.num_computed <= len(seq.blocks) * block_size for seq in running)
     assert all(has_room), "computed without a block"

@@ -25,7 +25,7 @@ def text_records(token_ids: Sequence[int]) -> bytes:
     return struct.pack("<" + _TEXT_RECORD * len(token_ids), *token_ids)
 
 
-class Chain:
+class BlockHashes:
     """The digests of one request's blocks: digest i covers every position up to the end of block i.
 
     Hashed on demand and once: a prompt that misses early is not hashed to its end, and a decode step hashes only when a
@@ -81,7 +81,7 @@ class Chain:
         return records + text_records(self._generated[first : (end - len(self._identity)) // RECORD_BYTES])
 
 
-class _Label(NamedTuple):
+class _CachedBlock(NamedTuple):
     """What can be found in a block."""
 
     block: int
@@ -90,11 +90,11 @@ class _Label(NamedTuple):
     records: bytes
 
 
-class _Offer(NamedTuple):
+class _PendingBlocks(NamedTuple):
     """Blocks of a request that can be found from now on, though they are in no index yet."""
 
     blocks: tuple[int, ...]
-    chain: Chain
+    chain: BlockHashes
     first: int  # number of the first one in its request
 
 
@@ -115,10 +115,12 @@ class BlockPool:
         self.block_size = block_size
         self._enable_caching = enable_caching
         self._users = [0] * num_blocks
-        self._labels: list[_Label | None] = [None] * num_blocks  # of findable blocks
-        self._by_digest: dict[bytes, _Label] = {}
-        self._behind: dict[bytes, _Label] = {}  # by digest of a block: of those that follow it, the one published last
-        self._offers: dict[bytes, list[_Offer]] = {}  # not yet in the two above; by digest of their first block
+        self._labels: list[_CachedBlock | None] = [None] * num_blocks  # of findable blocks
+        self._by_digest: dict[bytes, _CachedBlock] = {}
+        self._behind: dict[
+            bytes, _CachedBlock
+        ] = {}  # by digest of a block: of those that follow it, the one published last
+        self._offers: dict[bytes, list[_PendingBlocks]] = {}  # not yet in the two above; by digest of their first block
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack
         self._idle: OrderedDict[int, None] = OrderedDict()  # the longest unused first
         self._num_forgotten = 0
@@ -134,7 +136,7 @@ class BlockPool:
 
     # --- finding ------------------------------------------------------------------------------------------------------
 
-    def find(self, chain: Chain, num_tokens: int, first: int = 0) -> list[int]:
+    def find(self, chain: BlockHashes, num_tokens: int, first: int = 0) -> list[int]:
         """Blocks, from number `first` on, that already hold the beginning of a request of `num_tokens`. Takes nothing.
 
         The last token is always left to compute, because the next one is sampled from it.
@@ -150,8 +152,8 @@ class BlockPool:
         chain.found += self._walk(chain, len(chain.found), end)  # asked in every step while it waits
         return chain.found[:end]
 
-    def _walk(self, chain: Chain, first: int, end: int) -> list[int]:
-        before, labels = chain.digest(first - 1), list[_Label]()
+    def _walk(self, chain: BlockHashes, first: int, end: int) -> list[int]:
+        before, labels = chain.digest(first - 1), list[_CachedBlock]()
         for records in chain.walk(first, end):
             label = self._behind.get(before)
             if label is None or label.records != records:  # it is not the one that came last: ask by hash
@@ -164,7 +166,7 @@ class BlockPool:
         chain.know(first, [label.digest for label in labels])
         return [label.block for label in labels]
 
-    def covers(self, chain: Chain, end: int, num_tokens: int) -> bool:
+    def has_prefix(self, chain: BlockHashes, end: int, num_tokens: int) -> bool:
         """Whether a request of `num_tokens` would probably find all positions before `end`.
 
         Goes on where its chain was last looked at, and stops at the first block that is missing: hashes no more of it.
@@ -175,7 +177,7 @@ class BlockPool:
         first = min(max(chain.num_known - 1, 0), last)
         return all(self._labelled(chain.digest(index)) is not None for index in range(first, last + 1))
 
-    def _labelled(self, digest: bytes) -> _Label | None:
+    def _labelled(self, digest: bytes) -> _CachedBlock | None:
         if digest in self._offers:
             self._enter(digest)
         return self._by_digest.get(digest)
@@ -185,7 +187,7 @@ class BlockPool:
         self._queries += num_tokens
         self._hits += num_found
 
-    def publish(self, blocks: Sequence[int], chain: Chain, first: int) -> None:
+    def cache_blocks(self, blocks: Sequence[int], chain: BlockHashes, first: int) -> None:
         """Make a request's blocks findable, from its number `first` on: done when the window that fills them is
         planned, so that requests of one step share them. The runner writes a layer's keys and values for all windows
         before any of them attends.
@@ -196,7 +198,7 @@ class BlockPool:
         while index < end and chain.digest(index) in self._by_digest:  # equal ones were there before, and stay
             index += 1
         if index < end:
-            offer = _Offer(tuple(blocks[index - first :]), chain, index)
+            offer = _PendingBlocks(tuple(blocks[index - first :]), chain, index)
             self._offers.setdefault(chain.digest(index), []).append(offer)
 
     def index(self) -> None:
@@ -212,12 +214,12 @@ class BlockPool:
             for index, block in enumerate(blocks, first):
                 digest, records = chain.content(index)
                 if digest not in self._by_digest:  # the first of two equal blocks stays the one that is found
-                    label = _Label(block, before, digest, records)
+                    label = _CachedBlock(block, before, digest, records)
                     self._by_digest[digest] = self._behind[before] = self._labels[block] = label
                 offers += self._offers.pop(digest, ())
                 before = digest
 
-    def uncache(self, block: int) -> None:
+    def evict(self, block: int) -> None:
         """Make a block unfindable: its content never became valid."""
         self.index()
         self._forget(block)
@@ -237,7 +239,7 @@ class BlockPool:
 
     # --- giving out ---------------------------------------------------------------------------------------------------
 
-    def can_give(self, count: int, shared: Sequence[int] = ()) -> bool:
+    def can_allocate(self, count: int, shared: Sequence[int] = ()) -> bool:
         """Whether `count` blocks can be given out beside `shared` ones that were found."""
         left = self.num_available - count
         return left >= len(shared) or left >= sum(not self._users[block] for block in shared)
@@ -270,7 +272,7 @@ class BlockPool:
     def reset(self) -> None:
         """Nothing can be found any more."""
         for block in range(self.num_blocks):
-            self.uncache(block)
+            self.evict(block)
 
     def _take(self) -> int:
         if not self._free:

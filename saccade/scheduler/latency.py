@@ -15,70 +15,72 @@ from bisect import bisect_left
 from itertools import pairwise
 from typing import NamedTuple
 
-from saccade.types import Curve, Pace
+from saccade.types import LatencyCurve, LatencyProfile
 
 SLOWDOWN = 2.5  # of running answers beside other work, where no target is set
 _LEAST_SPARE = 0.25  # of what the answers take alone: whatever the target, prompts and pictures move on
 _FEWEST_TOKENS = 32
 
 
-class Share(NamedTuple):
+class SpareTime(NamedTuple):
     """What fits into a step beside its decodes: one or the other."""
 
     prompt_tokens: int
     encode_layers: int
 
 
-def share(pace: Pace, num_decoding: int, work_in_flight: int) -> Share:
+def split_spare_time(latency: LatencyProfile, num_decoding: int, work_in_flight: int) -> SpareTime:
     """Prompts or pictures get all of the spare time; where both want it, they take turns."""
-    spare = _spare_ms(pace, num_decoding)
-    is_encoding = work_in_flight > 0 and bool(pace.layer_ms)
-    layers = max(1, int(spare / milliseconds(pace.layer_ms, work_in_flight))) if is_encoding else 1
-    return Share(max(_FEWEST_TOKENS, size_within(pace.prompt_ms, spare)), layers)
+    spare = _spare_ms(latency, num_decoding)
+    is_encoding = work_in_flight > 0 and bool(latency.layer_ms)
+    layers = max(1, int(spare / milliseconds(latency.layer_ms, work_in_flight))) if is_encoding else 1
+    return SpareTime(max(_FEWEST_TOKENS, size_within(latency.prefill_ms, spare)), layers)
 
 
-def riding_tokens(pace: Pace, num_decoding: int) -> int:
+def mixed_tokens(latency: LatencyProfile, num_decoding: int) -> int:
     """Prompt tokens that fit into a step if they go through one pass with its decodes.
 
     0 where no such pass does, or where in the same time more of them go by themselves.
     """
-    curve, spare = _riding(pace, num_decoding), _spare_ms(pace, num_decoding)
-    riding = size_within(curve, milliseconds(pace.decode_ms, num_decoding) + spare)
+    curve, spare = _mixed_size(latency, num_decoding), _spare_ms(latency, num_decoding)
+    riding = size_within(curve, milliseconds(latency.decode_ms, num_decoding) + spare)
     if not riding:
         return 0
-    apart = size_within(pace.prompt_ms, spare)
-    is_faster = riding / padded_ms(curve, riding) > apart / _apart_ms(pace, num_decoding, apart)
+    apart = size_within(latency.prefill_ms, spare)
+    is_faster = riding / padded_ms(curve, riding) > apart / _apart_ms(latency, num_decoding, apart)
     return riding if is_faster else 0
 
 
-def rides_sooner(pace: Pace, num_decoding: int, prompt_tokens: int) -> bool:
+def mixed_is_faster(latency: LatencyProfile, num_decoding: int, prompt_tokens: int) -> bool:
     """Whether these and the decodes are done sooner in one pass than in two."""
-    return padded_ms(_riding(pace, num_decoding), prompt_tokens) < _apart_ms(pace, num_decoding, prompt_tokens)
+    return padded_ms(_mixed_size(latency, num_decoding), prompt_tokens) < _apart_ms(
+        latency, num_decoding, prompt_tokens
+    )
 
 
-def _apart_ms(pace: Pace, num_decoding: int, prompt_tokens: int) -> float:
-    return padded_ms(pace.decode_ms, num_decoding) + padded_ms(pace.prompt_ms, prompt_tokens)
+def _apart_ms(latency: LatencyProfile, num_decoding: int, prompt_tokens: int) -> float:
+    return padded_ms(latency.decode_ms, num_decoding) + padded_ms(latency.prefill_ms, prompt_tokens)
 
 
-def _riding(pace: Pace, num_decoding: int) -> Curve:
-    return next((curve for most, curve in pace.riding_ms if most >= num_decoding), ())
+def _mixed_size(latency: LatencyProfile, num_decoding: int) -> LatencyCurve:
+    return next((curve for most, curve in latency.mixed_ms if most >= num_decoding), ())
 
 
-def most_work(pace: Pace, num_decoding: int) -> int:
+def most_work(latency: LatencyProfile, num_decoding: int) -> int:
     """Embeddings that the tower may make at a time: a step holds whole layers, and over these it holds two.
 
     What one layer takes grows with the pictures that go through it together. One picture alone may take longer.
     """
-    return size_at(pace.layer_ms, _spare_ms(pace, num_decoding) / 2)
+    return size_at(latency.layer_ms, _spare_ms(latency, num_decoding) / 2)
 
 
-def _spare_ms(pace: Pace, num_decoding: int) -> float:
-    alone = milliseconds(pace.decode_ms, num_decoding)
-    target = pace.target_ms if pace.target_ms is not None else SLOWDOWN * alone
+def _spare_ms(latency: LatencyProfile, num_decoding: int) -> float:
+    alone = milliseconds(latency.decode_ms, num_decoding)
+    target = latency.target_ms if latency.target_ms is not None else SLOWDOWN * alone
     return max(target - alone, _LEAST_SPARE * alone)
 
 
-def milliseconds(curve: Curve, size: int) -> float:
+def milliseconds(curve: LatencyCurve, size: int) -> float:
     """At any size: straight lines between the measured ones, in proportion beyond the last, flat before the first."""
     index = bisect_left(curve, (size, 0.0))
     if index == 0:
@@ -89,17 +91,17 @@ def milliseconds(curve: Curve, size: int) -> float:
     return low_ms + (high_ms - low_ms) * (size - low) / (high - low)
 
 
-def padded_ms(curve: Curve, size: int) -> float:
+def padded_ms(curve: LatencyCurve, size: int) -> float:
     """Of the smallest measured size that holds it, for passes of these sizes alone; infinite if none does."""
     return next((ms for most, ms in curve if most >= size), math.inf)
 
 
-def size_within(curve: Curve, limit_ms: float) -> int:
+def size_within(curve: LatencyCurve, limit_ms: float) -> int:
     """The largest measured size that takes no longer; 0 if none does."""
     return max((size for size, ms in curve if ms <= limit_ms), default=0)
 
 
-def size_at(curve: Curve, limit_ms: float) -> int:
+def size_at(curve: LatencyCurve, limit_ms: float) -> int:
     """The size that takes so long, by the lines of `milliseconds`; 0 if the first takes longer."""
     if not curve or limit_ms < curve[0][1]:
         return 0

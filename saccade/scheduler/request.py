@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from saccade.scheduler.encoder_cache import Holder
-from saccade.scheduler.kv_cache import Chain
+from saccade.scheduler.kv_cache import BlockHashes
 from saccade.types import FinishReason, Key, MediaTimes, Request, RequestError, Sample, Span, TokenEvent, Usage
 
 
 @dataclass(slots=True, eq=False)
-class Sequence:
+class ScheduledRequest:
     request: Request
     order: int  # of arrival: who came first goes first, also after a preemption
     arrived: float
@@ -21,13 +21,13 @@ class Sequence:
     request_id: str = field(init=False)
     spans: tuple[Span, ...] = field(init=False)
     pictures_end: int = field(init=False)  # positions from here on need no embeddings
-    is_foreseeable: bool = field(init=False)  # the device chooses its tokens by itself
+    samples_on_device: bool = field(init=False)  # the device chooses its tokens by itself
     stop_ids: frozenset[int] = field(init=False)
-    chain: Chain = field(init=False)
+    chain: BlockHashes = field(init=False)
 
     output: list[int] = field(default_factory=list)
     num_tokens: int = field(init=False)  # prompt and output
-    most_tokens: int = field(init=False)  # with so many it ends
+    max_total_tokens: int = field(init=False)  # with so many it ends
     is_running: bool = False  # known to the runner; a waiting request holds neither blocks nor pins
 
     num_computed: int = 0
@@ -48,12 +48,12 @@ class Sequence:
         prompt = self.request.prompt
         self.request_id = self.request.request_id
         self.spans = prompt.spans
-        self.pictures_end = prompt.spans[-1].needed_to if prompt.spans else 0
-        self.is_foreseeable = self.request.params.is_foreseeable
+        self.pictures_end = prompt.spans[-1].pinned_until if prompt.spans else 0
+        self.samples_on_device = self.request.params.samples_on_device
         self.stop_ids = self.request.eos_token_ids.union(self.request.params.stop_token_ids)
-        self.chain = Chain(prompt.identity, prompt.salt, self.block_size, self.output)
+        self.chain = BlockHashes(prompt.identity, prompt.salt, self.block_size, self.output)
         self.num_tokens = len(prompt)
-        self.most_tokens = len(prompt) + self.request.max_tokens
+        self.max_total_tokens = len(prompt) + self.request.max_tokens
 
     @property
     def is_decoding(self) -> bool:
@@ -64,9 +64,9 @@ class Sequence:
         return self.next_span < len(self.spans)
 
     @property
-    def is_holding_on(self) -> bool:
+    def blocks_cache(self) -> bool:
         """It keeps embeddings until later tokens are computed: whoever waits for their room waits for this request."""
-        return any(self.spans[index].is_lasting for index in self.held)
+        return any(self.spans[index].is_cross_attended for index in self.held)
 
     def holder(self, index: int) -> Holder:
         return self.request_id, index

@@ -12,20 +12,20 @@ from typing import Any
 
 from saccade.options import SchedulerConfig
 from saccade.scheduler.admission import refuse_impossible, refuse_overload
-from saccade.scheduler.async_decode import is_foreseeable, may_ride, works_ahead
+from saccade.scheduler.async_decode import async_decode_windows, can_fuse, samples_on_device
 from saccade.scheduler.budget import StepBudget, answers_rest, are_enough
-from saccade.scheduler.cpu_latency import Tempo
-from saccade.scheduler.draft import Draft
+from saccade.scheduler.cpu_latency import CpuStepTime
+from saccade.scheduler.draft import StepBuilder
 from saccade.scheduler.encoder_cache import EncoderCache
-from saccade.scheduler.encoder_scheduler import Gate, Reach
-from saccade.scheduler.failures import doomed_by
+from saccade.scheduler.encoder_scheduler import EncoderScheduler, WindowLimit
+from saccade.scheduler.failures import affected_requests
 from saccade.scheduler.invariants import check_holdings, check_queues
 from saccade.scheduler.kv_cache import BlockPool
-from saccade.scheduler.policy import arrival, giving_way, missing_items, spans_ahead
-from saccade.scheduler.request import Sequence
-from saccade.scheduler.sharing import adopt, catch_up, has_blocks, publish
-from saccade.scheduler.slices import Slices
-from saccade.scheduler.state_cache import KeptStates
+from saccade.scheduler.policy import arrival, deadlock_victim, missing_items, spans_ahead
+from saccade.scheduler.request import ScheduledRequest
+from saccade.scheduler.sharing import attach_cached_blocks, cache_blocks, has_blocks, rematch_prefix
+from saccade.scheduler.slices import EncoderPacing
+from saccade.scheduler.state_cache import StateCache
 from saccade.types import (
     RECORD_BYTES,
     Admission,
@@ -36,10 +36,10 @@ from saccade.types import (
     Request,
     RequestError,
     Sample,
+    ScheduledWindow,
     StepPlan,
     StepResult,
     TokenEvent,
-    Work,
 )
 
 
@@ -53,19 +53,21 @@ class Scheduler:
         self.index = self._pool.index  # hashes what was planned lately: for when nobody waits for the next plan
         self._encoder = EncoderCache(config.encoder_cache_slots, config.keep_idle_embeddings)
         self.has_picture = self._encoder.__contains__  # by its key: embeddings are at hand, or on their way
-        self._gate = Gate(self._encoder, config.encoder_budget)
+        self._gate = EncoderScheduler(self._encoder, config.encoder_budget)
         time = config.step_time
-        self.tempo = (
-            Tempo(time, config.max_num_batched_tokens, config.encode_layers_per_step) if time is not None else None
+        self.cpu_step_time = (
+            CpuStepTime(time, config.max_num_batched_tokens, config.encode_layers_per_step)
+            if time is not None
+            else None
         )
         self._begun = 0.0  # when the latest step was planned
-        self.slices = Slices(config, self._gate, self.tempo)
-        self._kept = KeptStates(config.state_rows, config.block_size)
-        self._open: dict[str, Sequence] = {}  # running and waiting
-        self._running: list[Sequence] = []  # in order of arrival, as is the next one
-        self._waiting: list[Sequence] = []
+        self.encoder_pacing = EncoderPacing(config, self._gate, self.cpu_step_time)
+        self._kept = StateCache(config.state_rows, config.block_size)
+        self._open: dict[str, ScheduledRequest] = {}  # running and waiting
+        self._running: list[ScheduledRequest] = []  # in order of arrival, as is the next one
+        self._waiting: list[ScheduledRequest] = []
         self._forgotten: list[str] = []  # not yet told to the runner
-        self.held: frozenset[str] = frozenset()  # requests that sit the next step out: not all they need is there
+        self.not_ready: frozenset[str] = frozenset()  # requests that sit the next step out: not all they need is there
         self._plans: list[StepPlan] = []  # being run: one, and others when one was planned ahead
         self._is_short = False  # of blocks: the next step is not planned ahead, so that it may preempt
         self._num_added = self._num_steps = self._num_preemptions = 0
@@ -77,7 +79,7 @@ class Scheduler:
         self._refuse(request)
         prompt = request.prompt
         assert len(prompt.identity) == RECORD_BYTES * len(prompt), "identity and tokens differ in length"
-        seq = Sequence(request, self._num_added, now, self.config.block_size)
+        seq = ScheduledRequest(request, self._num_added, now, self.config.block_size)
         self._num_added += 1
         self._open[seq.request_id] = seq
         self._waiting.append(seq)
@@ -98,8 +100,8 @@ class Scheduler:
         events = [self._finish(seq, "error", now, error=error) for seq in tuple(self._open.values())]
         plans, self._plans = self._plans, []
         # The runner may have broken off before it read a plan, so what the plan told is told again.
-        forgotten = (request_id for plan in plans for request_id in plan.forgotten)
-        self._forgotten = list(dict.fromkeys((*forgotten, *self._forgotten)))
+        freed_requests = (request_id for plan in plans for request_id in plan.freed_requests)
+        self._forgotten = list(dict.fromkeys((*freed_requests, *self._forgotten)))
         self._pool.reset()
         self._kept.reset()
         self._encoder.reset(untold=[key for plan in plans for key in plan.evicted])
@@ -133,61 +135,71 @@ class Scheduler:
     def schedule(self, now: float) -> StepPlan:
         """Decide the next step: running requests first, then waiting ones, then pictures that come next."""
         self._begun = now
-        plan = self._complete(Draft(now, self._budget()))
+        plan = self._complete(StepBuilder(now, self._budget()))
         assert plan is not None
         return plan
 
-    def schedule_ahead(self) -> StepPlan | None:
+    def schedule_async_decode(self) -> StepPlan | None:
         """The tokens after those of the steps that run, before these are known; None when they cannot be foreseen."""
         is_short, self._is_short = self._is_short, False
-        if is_short or not is_foreseeable(self._plans, self._running):
+        if is_short or not samples_on_device(self._plans, self._running):
             return None
-        works = works_ahead(self._pool, self._plans, self._open)
-        return self._planned(works, encode_layers=0, is_ahead=True) if works else None
+        windows = async_decode_windows(self._pool, self._plans, self._open)
+        return self._planned(windows, encode_layers=0, is_ahead=True) if windows else None
 
-    def schedule_beside(self, now: float) -> StepPlan | None:
+    def schedule_async_prefill(self, now: float) -> StepPlan | None:
         """Prompts and pictures beside a step that was planned ahead and runs; None when there is nothing to do."""
         (ahead,) = self._plans
-        served = frozenset([work.request_id for work in ahead.works])
+        served = frozenset([work.request_id for work in ahead.windows])
         if self._open.keys() <= served and not self._encoder.slots_in_flight:
             return None  # nearly every step of many answers: nobody else is there, and nothing is under way
-        return self._complete(Draft(now, self._budget(), ahead=served))
+        return self._complete(StepBuilder(now, self._budget(), ahead=served))
 
-    def _complete(self, draft: Draft) -> StepPlan | None:
+    def _complete(self, draft: StepBuilder) -> StepPlan | None:
         """None where the step was planned ahead and nothing is to be done beside it."""
-        gate, steps, is_beside = self._gate, self._num_steps, bool(draft.ahead)
+        encoder_scheduler, steps, is_beside = self._gate, self._num_steps, bool(draft.ahead)
         coming = islice(self._waiting, self.config.max_num_seqs - len(self._running))
-        can_ride = may_ride(draft.ahead, self._running, coming)
-        layers = self.slices.layers(steps, draft.budget, is_decoding=self.has_answers, may_ride=can_ride)
+        can_mix = can_fuse(draft.ahead, self._running, coming)
+        layers = self.encoder_pacing.layers(steps, draft.budget, is_decoding=self.has_answers, can_fuse=can_mix)
         is_encoding = self.config.always_slice and bool(layers) and self._encoder.slots_in_flight > 0
         draft.answers_rest = is_encoding and answers_rest(self._num_steps, draft.budget)
         self._fill(draft, is_sliced=layers is not None)
-        if layers is not None and not (draft.works or draft.ahead or gate.encode or self._encoder.slots_in_flight):
+        if layers is not None and not (
+            draft.windows or draft.ahead or encoder_scheduler.encode or self._encoder.slots_in_flight
+        ):
             # In slices nobody moves: those who wait keep the room that a running request needs. Whole pictures go in.
             layers = None
             self._fill(draft, is_sliced=False)
         self._is_short = draft.is_short
-        layers = self.slices.settled(layers, draft.budget)
-        prefetch = () if gate.is_sliced and self.slices.most_work is None else gate.prefetch(self._spans_ahead())
+        layers = self.encoder_pacing.settled(layers, draft.budget)
+        prefetch = (
+            ()
+            if encoder_scheduler.is_sliced and self.encoder_pacing.most_work is None
+            else encoder_scheduler.prefetch(self._spans_ahead())
+        )
         is_advancing = layers != 0 and self._encoder.slots_in_flight > 0
-        if draft.ahead and not (draft.works or draft.admitted or gate.encode or prefetch or is_advancing):
+        if draft.ahead and not (
+            draft.windows or draft.admitted or encoder_scheduler.encode or prefetch or is_advancing
+        ):
             return None
-        pictures = {"encode": tuple(gate.encode), "encode_layers": layers, "prefetch": prefetch}
-        rides = is_beside and self.slices.rides(draft.works, draft.budget)
-        return self._planned(draft.works, admitted=tuple(draft.admitted), is_beside=is_beside, rides=rides, **pictures)
+        pictures = {"encode": tuple(encoder_scheduler.encode), "encode_layers": layers, "prefetch": prefetch}
+        rides = is_beside and self.encoder_pacing.rides(draft.windows, draft.budget)
+        return self._planned(
+            draft.windows, admitted=tuple(draft.admitted), is_beside=is_beside, rides=rides, **pictures
+        )
 
-    def _planned(self, works: Iterable[Work], **parts: Any) -> StepPlan:
+    def _planned(self, windows: Iterable[ScheduledWindow], **parts: Any) -> StepPlan:
         self._num_steps += 1
-        forgotten, self._forgotten = tuple(self._forgotten), []
+        freed_requests, self._forgotten = tuple(self._forgotten), []
         evicted = self._encoder.drain_evicted()
-        plan = StepPlan(self._num_steps, tuple(works), forgotten=forgotten, evicted=evicted, **parts)
+        plan = StepPlan(self._num_steps, tuple(windows), freed_requests=freed_requests, evicted=evicted, **parts)
         self._plans.append(plan)
         return plan
 
-    def _fill(self, draft: Draft, *, is_sliced: bool) -> None:
-        self._gate.begin_step(is_sliced, self.slices.most_work if is_sliced else None)
+    def _fill(self, draft: StepBuilder, *, is_sliced: bool) -> None:
+        self._gate.begin_step(is_sliced, self.encoder_pacing.most_work if is_sliced else None)
         self._serve_running(draft)
-        if not draft.ahead and (stuck := giving_way(self._running, draft.works, self._gate)):
+        if not draft.ahead and (stuck := deadlock_victim(self._running, draft.windows, self._gate)):
             self._preempt(stuck, draft)
         if not (draft.has_preempted or draft.is_short):  # who lacks blocks goes first, and there is no place for it
             self._admit_waiting(draft)
@@ -197,22 +209,22 @@ class Scheduler:
     def _budget(self) -> StepBudget:
         config = self.config
         candidates = chain(self._running, islice(self._waiting, config.max_num_seqs))
-        most, windows = config.max_num_batched_tokens, config.pace.max_prompts if config.pace else None
-        if self.tempo is not None:
-            most = self.tempo.tokens(sum(seq.is_decoding for seq in self._running))
-        return StepBudget(most, candidates, is_text_first=config.is_text_first, max_prompts=windows)
+        most, windows = config.max_num_batched_tokens, config.latency.max_prefills if config.latency else None
+        if self.cpu_step_time is not None:
+            most = self.cpu_step_time.tokens(sum(seq.is_decoding for seq in self._running))
+        return StepBudget(most, candidates, is_text_first=config.is_text_first, max_prefills=windows)
 
-    def _serve_running(self, draft: Draft) -> None:
+    def _serve_running(self, draft: StepBuilder) -> None:
         index = 0
         while index < len(self._running) and draft.budget.total:  # preemption shortens the list from its end
             seq = self._running[index]
             index += 1
-            if seq.request_id in self.held or (draft.answers_rest and seq.is_decoding):
+            if seq.request_id in self.not_ready or (draft.answers_rest and seq.is_decoding):
                 continue
             if seq.request_id in draft.ahead:
                 draft.budget.total -= 1
                 continue
-            if not (seq.is_decoding or self._kept.is_needed) and catch_up(self._pool, seq):
+            if not (seq.is_decoding or self._kept.is_needed) and rematch_prefix(self._pool, seq):
                 self._leave_spans(seq)
                 draft.admitted.append(self._admission(seq))
             start = seq.num_computed
@@ -227,11 +239,11 @@ class Scheduler:
                 reach = self._reach(seq, start, draft)  # a victim's pins are gone now
             self._go_on(draft, seq, start, reach)
 
-    def _admit_waiting(self, draft: Draft) -> None:
+    def _admit_waiting(self, draft: StepBuilder) -> None:
         index = 0
         while index < len(self._waiting) and draft.budget.total and len(self._running) < self.config.max_num_seqs:
             seq = self._waiting[index]
-            if seq.request_id in self.held or not draft.budget.left_for(seq, start=0):
+            if seq.request_id in self.not_ready or not draft.budget.left_for(seq, start=0):
                 index += 1  # or the kinds before it take this step; it keeps its place
                 continue
             found = self._kept.usable(seq.chain, self._pool.find(seq.chain, seq.num_tokens))
@@ -239,21 +251,21 @@ class Scheduler:
             reach = self._reach(seq, start, draft)
             if reach.end == start and not reach.spans:
                 index += 1  # its picture keeps it; it keeps its place, and others may pass
-            elif self._pool.can_give(self._pool.blocks_for(reach.end) - len(found), shared=found):
+            elif self._pool.can_allocate(self._pool.blocks_for(reach.end) - len(found), shared=found):
                 del self._waiting[index]
                 self._admit(draft, seq, found)
                 self._go_on(draft, seq, start, reach)
             else:
                 return  # nobody passes, or it would never find enough blocks
 
-    def _reach(self, seq: Sequence, start: int, draft: Draft) -> Reach:
+    def _reach(self, seq: ScheduledRequest, start: int, draft: StepBuilder) -> WindowLimit:
         end = min(seq.num_tokens, start + draft.budget.left_for(seq, start))
         if not seq.has_pictures_ahead:
-            return Reach(end, ())
+            return WindowLimit(end, ())
         return self._gate.reach(seq, start, end)
 
-    def _admit(self, draft: Draft, seq: Sequence, found: list[int]) -> None:
-        adopt(self._pool, seq, found)
+    def _admit(self, draft: StepBuilder, seq: ScheduledRequest, found: list[int]) -> None:
+        attach_cached_blocks(self._pool, seq, found)
         self._pool.count_lookup(seq.num_tokens, seq.num_computed)
         self._leave_spans(seq)
         if seq.first_scheduled is None:
@@ -263,18 +275,18 @@ class Scheduler:
         insort(self._running, seq, key=arrival)
         draft.admitted.append(self._admission(seq))
 
-    def _admission(self, seq: Sequence) -> Admission:
+    def _admission(self, seq: ScheduledRequest) -> Admission:
         state = self._kept.behind(seq.chain, len(seq.blocks))
         return Admission(seq.request, tuple(seq.output), tuple(seq.blocks), state)
 
-    def _go_on(self, draft: Draft, seq: Sequence, start: int, reach: Reach) -> None:
+    def _go_on(self, draft: StepBuilder, seq: ScheduledRequest, start: int, reach: WindowLimit) -> None:
         """A window; or, where a token looks at more pictures than a step may encode, some of them without a window."""
         if reach.end > start:
             self._give_work(draft, seq, start, reach)
         elif reach.spans:
             self._gate.enter(seq, reach.spans)
 
-    def _give_work(self, draft: Draft, seq: Sequence, start: int, reach: Reach) -> None:
+    def _give_work(self, draft: StepBuilder, seq: ScheduledRequest, start: int, reach: WindowLimit) -> None:
         end, spans = reach
         new_blocks: tuple[int, ...] = ()
         if end > len(seq.blocks) * self._block_size:
@@ -283,12 +295,14 @@ class Scheduler:
         if spans:
             self._gate.enter(seq, spans)
         if end >= (seq.num_published + 1) * self._block_size:
-            publish(self._pool, seq, end)
+            cache_blocks(self._pool, seq, end)
         draft.budget.take(seq, start, end)
-        keeps = self._kept.plan(seq, start, end)
-        draft.works.append(Work(seq.request_id, start, end, new_blocks, end == seq.num_tokens, keeps))
+        checkpoints = self._kept.plan(seq, start, end)
+        draft.windows.append(
+            ScheduledWindow(seq.request_id, start, end, new_blocks, end == seq.num_tokens, checkpoints)
+        )
 
-    def _preempt(self, seq: Sequence, draft: Draft) -> None:
+    def _preempt(self, seq: ScheduledRequest, draft: StepBuilder) -> None:
         draft.has_preempted = True
         draft.admitted = [admission for admission in draft.admitted if admission.request is not seq.request]
         self._let_go(seq)
@@ -296,7 +310,7 @@ class Scheduler:
         self._num_preemptions += 1
         insort(self._waiting, seq, key=arrival)
 
-    def _spans_ahead(self) -> Iterator[tuple[Sequence, int]]:
+    def _spans_ahead(self) -> Iterator[tuple[ScheduledRequest, int]]:
         """Spans still needed: of running requests and of as many waiting ones as could run at once."""
         return spans_ahead(chain(self._running, islice(self._waiting, self.config.max_num_seqs)), self._pool)
 
@@ -305,22 +319,22 @@ class Scheduler:
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[TokenEvent]:
         """Book what a step did. Returns one event for each request that has a new token or ended."""
         self._plans.remove(plan)
-        if self.tempo is not None and not result.failed:
-            self.tempo.observe(plan.works, result.slice, now - self._begun)
+        if self.cpu_step_time is not None and not result.failed:
+            self.cpu_step_time.observe(plan.windows, result.slice, now - self._begun)
         for key in result.encoded:
             self._book_encoded(key, result.encoded)
         events = self._end_failed(plan, result, now) if result.failed else []
-        self._kept.commit(plan.works, self._open)
-        is_in_flight = plan.encode_layers is None and plan.works and self._encoder.slots_in_flight
+        self._kept.commit(plan.windows, self._open)
+        is_in_flight = plan.encode_layers is None and plan.windows and self._encoder.slots_in_flight
         assert not is_in_flight, "the step should have encoded everything, but something is still in flight"
         samples, unsampled = result.samples, result.unsampled
-        for request_id, _, end, _, is_sampled, _ in plan.works:
+        for request_id, _, end, _, is_sampled, _ in plan.windows:
             seq = self._open.get(request_id)
             if seq is None:
                 continue  # it ended with its picture, or before a step that was planned ahead
             seq.num_computed = end
             if not end % self._block_size and end > seq.num_published * self._block_size:
-                publish(self._pool, seq, end)  # planned ahead, when its tokens were not known
+                cache_blocks(self._pool, seq, end)  # planned ahead, when its tokens were not known
             if seq.spans and seq.has_pictures_ahead:
                 self._leave_spans(seq)
             if unsampled and request_id in unsampled:
@@ -334,16 +348,16 @@ class Scheduler:
         if seq := self._open.get(self._gate.pop_requester(key)):
             seq.count_media(key, lambda: times[key])
 
-    def _leave_spans(self, seq: Sequence) -> None:
+    def _leave_spans(self, seq: ScheduledRequest) -> None:
         """Give back the embeddings that no position to come needs."""
         spans = seq.spans
-        while seq.next_span < len(spans) and spans[seq.next_span].needed_to <= seq.num_computed:
+        while seq.next_span < len(spans) and spans[seq.next_span].pinned_until <= seq.num_computed:
             if seq.next_span in seq.held:
                 seq.held.remove(seq.next_span)
                 self._encoder.release(seq.holder(seq.next_span))
             seq.next_span += 1
 
-    def _take_sample(self, seq: Sequence, sample: Sample, now: float) -> TokenEvent:
+    def _take_sample(self, seq: ScheduledRequest, sample: Sample, now: float) -> TokenEvent:
         token, logprobs, is_last = sample
         seq.output.append(token)
         seq.num_tokens += 1
@@ -351,13 +365,13 @@ class Scheduler:
             seq.first_token = now
         if is_last or (token in seq.stop_ids and len(seq.output) >= seq.request.params.min_tokens):
             return self._finish(seq, "stop", now, sample)
-        if seq.num_tokens >= seq.most_tokens:
+        if seq.num_tokens >= seq.max_total_tokens:
             return self._finish(seq, "length", now, sample)
         # As TokenEvent(...), in half the time: most of what a step of many answers makes are these.
         return tuple.__new__(TokenEvent, (seq.request_id, token, logprobs, None, None, None, None))
 
     def _end_failed(self, plan: StepPlan, result: StepResult, now: float) -> list[TokenEvent]:
-        doomed = doomed_by(result.failed, plan, self._open, self._gate, self._encoder, self._pool)
+        doomed = affected_requests(result.failed, plan, self._open, self._gate, self._encoder, self._pool)
         failing = [(self._open[request_id], error) for request_id, error in doomed.items() if request_id in self._open]
         return [self._finish(seq, "error", now, error=error) for seq, error in failing]
 
@@ -365,7 +379,7 @@ class Scheduler:
 
     def _finish(
         self,
-        seq: Sequence,
+        seq: ScheduledRequest,
         reason: FinishReason,
         now: float,
         sample: Sample | None = None,
@@ -379,7 +393,7 @@ class Scheduler:
             self._waiting.remove(seq)
         return seq.last_event(reason, now, sample, error)
 
-    def _let_go(self, seq: Sequence) -> None:
+    def _let_go(self, seq: ScheduledRequest) -> None:
         """A running request gives back all it holds: the same path for finish, abort, failure and preemption."""
         self._running.remove(seq)
         for index in seq.held:

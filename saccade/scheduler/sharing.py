@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from saccade.scheduler.kv_cache import BlockPool
-from saccade.scheduler.request import Sequence
+from saccade.scheduler.request import ScheduledRequest
 
 
-def has_blocks(pool: BlockPool, seq: Sequence, end: int) -> bool:
+def has_blocks(pool: BlockPool, seq: ScheduledRequest, end: int) -> bool:
     """Whether a running request has blocks up to `end` or can be given them."""
     num_held = len(seq.blocks)
-    return end <= num_held * pool.block_size or pool.can_give(pool.blocks_for(end) - num_held)
+    return end <= num_held * pool.block_size or pool.can_allocate(pool.blocks_for(end) - num_held)
 
 
-def adopt(pool: BlockPool, seq: Sequence, found: list[int]) -> None:
+def attach_cached_blocks(pool: BlockPool, seq: ScheduledRequest, found: list[int]) -> None:
     """Blocks that were found behind a request's own become its own, computed already."""
     pool.share(found)
     seq.blocks += found
@@ -20,7 +20,7 @@ def adopt(pool: BlockPool, seq: Sequence, found: list[int]) -> None:
     seq.num_computed = len(seq.blocks) * pool.block_size
 
 
-def catch_up(pool: BlockPool, seq: Sequence) -> bool:
+def rematch_prefix(pool: BlockPool, seq: ScheduledRequest) -> bool:
     """Take over blocks that someone with the same beginning has filled since this request was admitted.
 
     Two requests that prefill the same picture side by side so compute it once, each going on where the other is. A
@@ -33,15 +33,15 @@ def catch_up(pool: BlockPool, seq: Sequence) -> bool:
     pool.release(seq.blocks[first:])
     del seq.blocks[first:]
     num_before = seq.num_computed
-    adopt(pool, seq, found)
+    attach_cached_blocks(pool, seq, found)
     pool.count_lookup(0, seq.num_computed - num_before)
     if not seq.num_preemptions:
         seq.cached_tokens += seq.num_computed - num_before
     return True
 
 
-def publish(pool: BlockPool, seq: Sequence, end: int) -> None:
+def cache_blocks(pool: BlockPool, seq: ScheduledRequest, end: int) -> None:
     """Offer the blocks that a window up to `end` fills to requests that begin alike."""
     num_full = end // pool.block_size
-    pool.publish(seq.blocks[seq.num_published : num_full], seq.chain, seq.num_published)
+    pool.cache_blocks(seq.blocks[seq.num_published : num_full], seq.chain, seq.num_published)
     seq.num_published = num_full

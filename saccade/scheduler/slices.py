@@ -6,29 +6,31 @@ from collections.abc import Sequence
 
 from saccade.options import SchedulerConfig
 from saccade.scheduler.budget import StepBudget, encodes_now, layers_in_bounded_step
-from saccade.scheduler.cpu_latency import Tempo
-from saccade.scheduler.encoder_scheduler import Gate
-from saccade.scheduler.latency import most_work, rides_sooner, riding_tokens, share
-from saccade.types import Pace, Work
+from saccade.scheduler.cpu_latency import CpuStepTime
+from saccade.scheduler.encoder_scheduler import EncoderScheduler
+from saccade.scheduler.latency import mixed_is_faster, mixed_tokens, most_work, split_spare_time
+from saccade.types import LatencyProfile, ScheduledWindow
 
 
-class Slices:
-    def __init__(self, config: SchedulerConfig, gate: Gate, tempo: Tempo | None = None) -> None:
+class EncoderPacing:
+    def __init__(
+        self, config: SchedulerConfig, encoder_scheduler: EncoderScheduler, cpu_step_time: CpuStepTime | None = None
+    ) -> None:
         self.config = config
-        self._tempo = tempo
-        self.is_protecting = True  # whether anyone wants tokens as they come: then steps keep to the pace
-        self._gate = gate
+        self._tempo = cpu_step_time
+        self.latency_bounded = True  # whether anyone wants tokens as they come: then steps keep to the pace
+        self._gate = encoder_scheduler
         self.most_work: int | None = None  # embeddings that may be made at a time in this step; None: all of the budget
         self._is_prompts_turn = False  # where prompts and pictures take turns
 
-    def layers(self, step: int, budget: StepBudget, *, is_decoding: bool, may_ride: bool) -> int | None:
+    def layers(self, step: int, budget: StepBudget, *, is_decoding: bool, can_fuse: bool) -> int | None:
         """None: this step finishes the pictures it starts. Otherwise how far the encoder advances beside the rest.
 
-        `may_ride`: the step's decodes run already, so its prompts may go along with the next ones.
+        `can_fuse`: the step's decodes run already, so its prompts may go along with the next ones.
         """
         config, self.most_work = self.config, None
-        if config.pace is not None:
-            return self._paced(config.pace, budget, may_ride)
+        if config.latency is not None:
+            return self._paced(config.latency, budget, can_fuse)
         most = self._tempo.layers if self._tempo else config.encode_layers_per_step
         if most is None:
             return None
@@ -40,20 +42,20 @@ class Slices:
             return most
         return layers_in_bounded_step(most, step, budget)
 
-    def _paced(self, pace: Pace, budget: StepBudget, may_ride: bool) -> int | None:
+    def _paced(self, latency: LatencyProfile, budget: StepBudget, can_fuse: bool) -> int | None:
         """Where someone waits for tokens, prompts and pictures get the time that is left; otherwise all they want."""
-        if not self.is_protecting or not budget.num_decoding:
+        if not self.latency_bounded or not budget.num_decoding:
             return None
-        self.most_work = most_work(pace, budget.num_decoding)
+        self.most_work = most_work(latency, budget.num_decoding)
         flying = self._gate.work_in_flight
         work = max(flying, budget.work_wanted)
-        prompts, layers = share(pace, budget.num_decoding, work)
+        prompts, layers = split_spare_time(latency, budget.num_decoding, work)
         # A prompt however short reads all weights: halves of a step would be dear. Whose picture is at hand is counted
         # as waiting for it until it goes on, so where prompts had the last step pictures get this one in any case.
         if (work and budget.num_prompts) or (flying and self._is_prompts_turn):
             self._is_prompts_turn = not self._is_prompts_turn
             prompts, layers = (prompts, 0) if self._is_prompts_turn else (0, layers)
-        budget.bound(prompts, riding_tokens(pace, budget.num_decoding) if may_ride and prompts else 0)
+        budget.bound(prompts, mixed_tokens(latency, budget.num_decoding) if can_fuse and prompts else 0)
         return layers
 
     def settled(self, layers: int | None, budget: StepBudget) -> int | None:
@@ -61,15 +63,15 @@ class Slices:
 
         None goes where prompts have taken the step, because before they did no picture was in sight.
         """
-        pace, work = self.config.pace, self._gate.work_in_flight
-        if not (pace and layers and work):
+        latency, work = self.config.latency, self._gate.work_in_flight
+        if not (latency and layers and work):
             return layers
         self._is_prompts_turn = budget.num_windows > 0
-        return 0 if self._is_prompts_turn else share(pace, budget.num_decoding, work).encode_layers
+        return 0 if self._is_prompts_turn else split_spare_time(latency, budget.num_decoding, work).encode_layers
 
-    def rides(self, works: Sequence[Work], budget: StepBudget) -> bool:
+    def rides(self, windows: Sequence[ScheduledWindow], budget: StepBudget) -> bool:
         """Whether what a step computes beside its decodes, which run, goes along with the next ones."""
-        pace, tokens = self.config.pace, sum(work.end - work.start for work in works)
-        if pace is None or not tokens or any(work.samples for work in works):
+        latency, tokens = self.config.latency, sum(work.end - work.start for work in windows)
+        if latency is None or not tokens or any(work.samples for work in windows):
             return False
-        return rides_sooner(pace, budget.num_decoding, tokens)
+        return mixed_is_faster(latency, budget.num_decoding, tokens)

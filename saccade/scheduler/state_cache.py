@@ -15,12 +15,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Container, Iterable
 
-from saccade.scheduler.kv_cache import Chain
-from saccade.scheduler.request import Sequence
-from saccade.types import KeptState, Work
+from saccade.scheduler.kv_cache import BlockHashes
+from saccade.scheduler.request import ScheduledRequest
+from saccade.types import ScheduledWindow, StateCheckpoint
 
 
-class KeptStates:
+class StateCache:
     """`rows` is None for models whose layers all keep keys and values: they may go on anywhere."""
 
     def __init__(self, rows: int | None, block_size: int) -> None:
@@ -38,37 +38,37 @@ class KeptStates:
 
     # --- finding ------------------------------------------------------------------------------------------------------
 
-    def usable(self, chain: Chain, found: list[int]) -> list[int]:
+    def usable(self, chain: BlockHashes, found: list[int]) -> list[int]:
         """As many of the found blocks as a request can go on behind."""
         if not self.is_needed:
             return found
         ends = range(len(found), 0, -1)
         return found[: next((end for end in ends if chain.digest(end - 1) in self._kept), 0)]
 
-    def behind(self, chain: Chain, num_blocks: int) -> KeptState | None:
+    def behind(self, chain: BlockHashes, num_blocks: int) -> StateCheckpoint | None:
         """What a request that takes over so many blocks begins with; None: with nothing."""
         if not self.is_needed or not num_blocks:
             return None
         digest = chain.digest(num_blocks - 1)
         self._kept.move_to_end(digest)
-        return KeptState(num_blocks * self._block_size, self._kept[digest])
+        return StateCheckpoint(num_blocks * self._block_size, self._kept[digest])
 
     # --- keeping ------------------------------------------------------------------------------------------------------
 
-    def plan(self, seq: Sequence, start: int, end: int) -> tuple[KeptState, ...]:
+    def plan(self, seq: ScheduledRequest, start: int, end: int) -> tuple[StateCheckpoint, ...]:
         """States to keep while the window [start, end) is computed."""
         if not self._num_rows or start >= len(seq.request.prompt):
             return ()
         places = ((place, self._row_for(seq.chain, place)) for place in self._places(seq, start, end))
-        return tuple(KeptState(place, row) for place, row in places if row is not None)
+        return tuple(StateCheckpoint(place, row) for place, row in places if row is not None)
 
-    def _places(self, seq: Sequence, start: int, end: int) -> list[int]:
+    def _places(self, seq: ScheduledRequest, start: int, end: int) -> list[int]:
         # The last token of a prompt is always computed, so a state behind it would not serve the same prompt again.
         ends = [min(end, len(seq.request.prompt) - 1)]
         ends += [span.end for span in seq.spans if start < span.end <= end][-1:]
         return sorted({place for e in ends if (place := e // self._block_size * self._block_size) > start})
 
-    def _row_for(self, chain: Chain, place: int) -> int | None:
+    def _row_for(self, chain: BlockHashes, place: int) -> int | None:
         """None where the state is there already, or every row is being written."""
         digest = chain.digest(place // self._block_size - 1)
         if digest in self._kept:
@@ -80,10 +80,10 @@ class KeptStates:
         self._planned[row] = digest
         return row
 
-    def commit(self, works: Iterable[Work], open_requests: Container[str]) -> None:
+    def commit(self, windows: Iterable[ScheduledWindow], open_requests: Container[str]) -> None:
         """A step is done. What it kept for requests that failed in it may never have been computed."""
-        for work in works if self._planned else ():
-            for _, row in work.keeps:
+        for work in windows if self._planned else ():
+            for _, row in work.checkpoints:
                 digest = self._planned.pop(row)
                 if work.request_id in open_requests:
                     self._kept[digest] = row

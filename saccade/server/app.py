@@ -24,11 +24,11 @@ from saccade.server.api.messages import answer_message
 from saccade.server.api.models import model_card, model_list
 from saccade.server.api.responses import answer_response
 from saccade.server.errors import ApiError, ClientGone, api_error, json_response
-from saccade.server.http.limits import Held, Upload, read_body
-from saccade.server.http.middleware import Envelope
+from saccade.server.http.limits import ByteLease, Upload, read_body
+from saccade.server.http.middleware import RequestMiddleware
 from saccade.server.http.origins import BrowserRules
-from saccade.server.http.response import Exchange, while_connected
-from saccade.server.http.text_tally import Tally
+from saccade.server.http.response import ResponseWriter, while_connected
+from saccade.server.http.text_tally import TextTally
 from saccade.server.metrics import CONTENT_TYPE
 from saccade.server.page import STATIC, page_file
 from saccade.server.service import Caller, Service
@@ -36,8 +36,8 @@ from saccade.types import RequestError
 
 logger = logging.getLogger("saccade.server")
 
-Handler = Callable[[Service, Exchange, Upload, Caller, Held], Awaitable[None]]
-Counter = Callable[[Service, Upload, Caller, Held], Awaitable[dict[str, Any]]]
+Handler = Callable[[Service, ResponseWriter, Upload, Caller, ByteLease], Awaitable[None]]
+Counter = Callable[[Service, Upload, Caller, ByteLease], Awaitable[dict[str, Any]]]
 
 _STALE_SECONDS = 30.0  # without a sign of life of a ready engine, /health says so before it is even restarted
 _SILENT_SECONDS = 5.0  # and /ready, which costs nobody a restart: an engine at work beats twice a second or every step
@@ -52,7 +52,7 @@ def create_app(service: Service) -> FastAPI:
     for kind in (ApiError, EngineUnavailable, Exception):
         app.add_exception_handler(kind, _on_error)
     app.add_middleware(
-        Envelope,
+        RequestMiddleware,
         keys=service.keys,
         rules=BrowserRules(service.server),
         on_refusal=service.metrics.refused,
@@ -88,8 +88,10 @@ def _add_generating_routes(app: FastAPI, service: Service) -> None:
 
 
 def _answering(counter: Counter) -> Handler:
-    async def handler(service: Service, exchange: Exchange, upload: Upload, caller: Caller, held: Held) -> None:
-        await exchange.json(await counter(service, upload, caller, held))
+    async def handler(
+        service: Service, writer: ResponseWriter, upload: Upload, caller: Caller, lease: ByteLease
+    ) -> None:
+        await writer.json(await counter(service, upload, caller, lease))
 
     return handler
 
@@ -110,24 +112,24 @@ class _Work(Response):
         self._handler = handler
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = Exchange(scope, receive, send)
+        writer = ResponseWriter(scope, receive, send)
         try:
-            await self._run(scope, receive, exchange)
+            await self._run(scope, receive, writer)
         except (ClientGone, ClientDisconnect):
             self._service.metrics.failed("client_left")
         except Exception as error:
-            await self._fail(exchange, error, scope["caller"].request_id)
+            await self._fail(writer, error, scope["caller"].request_id)
 
-    async def _run(self, scope: Scope, receive: Receive, exchange: Exchange) -> None:
+    async def _run(self, scope: Scope, receive: Receive, writer: ResponseWriter) -> None:
         service = self._service
         service.check_open()
-        with service.gate.holding(scope["caller"].client) as held:
-            upload = await read_body(Request(scope, receive), service.server, held, Tally(service.max_chars))
-            held.enter()
+        with service.gate.holding(scope["caller"].client) as lease:
+            upload = await read_body(Request(scope, receive), service.server, lease, TextTally(service.max_chars))
+            lease.enter()
             async with while_connected(receive):
-                await self._handler(service, exchange, upload, scope["caller"], held)
+                await self._handler(service, writer, upload, scope["caller"], lease)
 
-    async def _fail(self, exchange: Exchange, error: Exception, request_id: str) -> None:
+    async def _fail(self, writer: ResponseWriter, error: Exception, request_id: str) -> None:
         answer = api_error(error)
         if answer.code == "internal_error":
             logger.exception("%s failed", request_id)
@@ -135,7 +137,7 @@ class _Work(Response):
         metrics.failed(answer.code or "invalid_request")
         if isinstance(error, RequestError) and (error.code or "").startswith(_IMAGE_CODES):
             metrics.media_refused(error.code or "")
-        await exchange.error(answer)
+        await writer.error(answer)
 
 
 # --- routes that only read ----------------------------------------------------------------------------------------

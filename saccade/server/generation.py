@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from saccade.engine.ipc.client import EngineUnavailable, RequestStream
-from saccade.processor.output import Answer
+from saccade.processor.output import RequestOutputBuilder
 from saccade.server.metrics import Finished, Metrics
 from saccade.types import Bill, Logprobs, Prompt, Request, RequestError, TokenEvent
 
@@ -27,7 +27,7 @@ class SubmitsRequests(Protocol):
 
 
 @dataclass(slots=True)
-class Piece:
+class Delta:
     """What some events add to one answer."""
 
     index: int
@@ -40,7 +40,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Priced:
+class BilledPrompt:
     """A prompt and what it costs."""
 
     prompt: Prompt
@@ -57,11 +57,13 @@ class Timing:
 class Generation:
     """A context: leaving it, for whatever reason, frees all that its requests hold in the engine."""
 
-    def __init__(self, prompts: Sequence[Priced], answers: Sequence[Answer], timing: Timing, metrics: Metrics) -> None:
+    def __init__(
+        self, prompts: Sequence[BilledPrompt], answers: Sequence[RequestOutputBuilder], timing: Timing, metrics: Metrics
+    ) -> None:
         # Not the prompts themselves: they hold pictures, which the engine has by now.
-        self.bills = [priced.bill for priced in prompts]
-        self.prompt_ids = [priced.prompt.token_ids for priced in prompts]
-        self._where = [priced.prompt.where for priced in prompts]
+        self.bills = [billed.bill for billed in prompts]
+        self.prompt_ids = [billed.prompt.token_ids for billed in prompts]
+        self._where = [billed.prompt.where for billed in prompts]
         self.answers = answers
         self._max_tokens = 0
         self._timing = timing
@@ -92,7 +94,7 @@ class Generation:
 
     # --- tokens become text -----------------------------------------------------------------------------------------
 
-    async def pieces(self) -> AsyncIterator[Piece | None]:
+    async def pieces(self) -> AsyncIterator[Delta | None]:
         """What is new, answer by answer; None when nothing came for a while. RequestError ends all of it."""
         waits = {asyncio.ensure_future(anext(stream, None)): index for index, stream in enumerate(self._streams)}
         try:
@@ -112,9 +114,9 @@ class Generation:
             for wait in waits:
                 wait.cancel()
 
-    def _take(self, index: int, events: Sequence[TokenEvent]) -> Piece | None:
+    def _take(self, index: int, events: Sequence[TokenEvent]) -> Delta | None:
         """None for what comes after a stop string: only the usage of the request that was cancelled for it."""
-        answer, piece = self.answers[index], Piece(index)
+        answer, piece = self.answers[index], Delta(index)
         if answer.is_finished:
             answer.usage = events[-1].usage or answer.usage
             return None
@@ -127,7 +129,7 @@ class Generation:
         self._count(index, len(piece.token_ids))
         return piece
 
-    def _push(self, answer: Answer, event: TokenEvent, piece: Piece) -> bool:
+    def _push(self, answer: RequestOutputBuilder, event: TokenEvent, piece: Delta) -> bool:
         """True when the answer is complete."""
         if event.error is not None:
             raise event.error.located(self._where[answer.index // self.per_prompt])

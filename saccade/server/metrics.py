@@ -53,8 +53,8 @@ class Metrics:
         self._theirs = _Theirs(self.registry, model)
         self.tokens_in = self.tokens_out = 0  # for the throughput line in the log
         self.registry.register(_EngineCollector(stats, model))
-        held = Gauge("saccade:request_bytes", "Bytes of open requests, here and in the engine", registry=self.registry)
-        held.set_function(bytes_in_flight)
+        lease = Gauge("saccade:request_bytes", "Bytes of open requests, here and in the engine", registry=self.registry)
+        lease.set_function(bytes_in_flight)
 
     def text(self) -> bytes:
         return generate_latest(self.registry)

@@ -22,7 +22,7 @@ import uvicorn
 
 from saccade.checkpoint.config import ConfigError
 from saccade.checkpoint.generation_config import defaults_line
-from saccade.engine.gc_control import settle, tidy, trim
+from saccade.engine.gc_control import collect, freeze, trim
 from saccade.engine.ipc.client import EngineClient, EngineInfo, EngineUnavailable
 from saccade.media.fetch import Fetcher, FetchPolicy
 from saccade.options import MediaPolicy, ServerOptions
@@ -49,8 +49,8 @@ _STEP_MS = 400.0  # on a CPU: what a newcomer waits for at most before its own s
 
 def serve(settings: Settings) -> int:
     options, server = settings
-    if options.step_ms is None:
-        options = replace(options, step_ms=_STEP_MS)
+    if options.max_step_ms is None:
+        options = replace(options, max_step_ms=_STEP_MS)
     checkpoint = open_checkpoint(
         options.model, weights=options.load_format != "dummy", generation_config=options.generation_config
     )
@@ -190,7 +190,7 @@ class _Running:
     async def _start_engine(self) -> bool:
         try:
             self._announce(await self._engine.start())
-            settle()
+            freeze()
         except (ConfigError, EngineUnavailable) as error:
             if not self._service.gate.is_draining:
                 print(f"saccade: {error}", file=sys.stderr)
@@ -243,7 +243,7 @@ class _Running:
             now, stats = (metrics.tokens_in, metrics.tokens_out), self._engine.stats()
             if stats and (now != seen or self._service.gate.num_open):
                 logger.info("%s", _throughput_line(now[0] - seen[0], now[1] - seen[1], stats))
-                tidy()  # of what came since the start: a millisecond
+                collect()  # of what came since the start: a millisecond
                 trim()  # of a heap of 30 MB: another one or two
             seen = now
 

@@ -25,17 +25,17 @@ from saccade.fair_pool import FairPool, QueueFull
 from saccade.media.fetch import Fetcher
 from saccade.media.hashing import salt_of
 from saccade.options import Options, SchedulerConfig, ServerOptions
-from saccade.processor.output import Answer
+from saccade.processor.output import RequestOutputBuilder
 from saccade.processor.prompt import Processor, Rendered
 from saccade.processor.template_pool import THREADS as _TEMPLATE_THREADS
 from saccade.server.errors import ApiError
-from saccade.server.generation import Generation, Priced, SubmitsRequests, Timing
+from saccade.server.generation import BilledPrompt, Generation, SubmitsRequests, Timing
 from saccade.server.http.auth import KeyRing
 from saccade.server.http.connections import Connections, connection_limit
-from saccade.server.http.limits import Gate, Held, Upload, decode_object
+from saccade.server.http.limits import AdmissionGate, ByteLease, Upload, decode_object
 from saccade.server.http.text_tally import check_chars, check_text
 from saccade.server.metrics import Metrics
-from saccade.server.request.chat import ChatRequest, Wanted, renaming
+from saccade.server.request.chat import ChatRequest, ResponseOptions, renaming
 from saccade.server.request.fields import FieldReader
 from saccade.server.request.media import ChatLimits, Link, MediaResolver, Messages, find_links
 from saccade.server.request.media_uuids import UuidCache
@@ -88,7 +88,7 @@ class Service:
         self.names = server.served_model_name or (_name_of(options.model),)
         self.metrics = Metrics(self.names[0], engine.stats, lambda: self.gate.total_bytes())
         max_waiting = options.max_waiting if options.max_waiting is not None else DEFAULT_MAX_WAITING
-        self.gate = Gate(
+        self.gate = AdmissionGate(
             options.max_num_seqs + max_waiting,
             server.max_inflight_mb << 20,
             # Of the largest body one must always fit, whatever the share is.
@@ -200,16 +200,18 @@ class Service:
 
     # --- prompts --------------------------------------------------------------------------------------------------
 
-    async def price_chat(self, request: ChatRequest, caller: Caller, held: Held) -> tuple[Priced, Timing]:
+    async def price_chat(self, request: ChatRequest, caller: Caller, lease: ByteLease) -> tuple[BilledPrompt, Timing]:
         """Fetch what must be fetched, then build the prompt in a thread. Nothing is decoded, nothing runs."""
-        images = self.processor.policy.limits.get("image", 0) if self.processor.takes_pictures else None
+        images = self.processor.policy.limits.get("image", 0) if self.processor.takes_images else None
         videos = self.processor.videos.max_per_prompt if self.processor.videos else None
         messages: Messages = request.take_messages()
         links = find_links(messages, ChatLimits(self.server.max_parts, images, videos))
         start = time.perf_counter()
-        fetched = await self._media.fetch(links, held.add, caller.client)
+        fetched = await self._media.fetch(links, lease.add, caller.client)
         fetch_ms = (time.perf_counter() - start) * 1e3
-        owner = salt_of(caller.tenant, request.wanted.cache_salt)  # names give bytes away, so they are never shared
+        owner = salt_of(
+            caller.tenant, request.response_options.cache_salt
+        )  # names give bytes away, so they are never shared
         messages = await self.in_thread(self._media.resolved, messages, links, fetched, owner)
         # Threads of their own: templates are computed in other processes, and the slow ones wait long for theirs.
         rendering = partial(self._render, messages, request)
@@ -221,9 +223,9 @@ class Service:
         timing = Timing(caller.arrived, (time.perf_counter() - caller.arrived) * 1e3, fetch_ms)
         return self._priced(prompt), timing
 
-    def salt(self, caller: Caller, wanted: Wanted) -> bytes:
+    def salt(self, caller: Caller, response_options: ResponseOptions) -> bytes:
         """Of all that a request leaves in the caches: who has another one finds nothing of it."""
-        return salt_of(self._tenant(caller), wanted.cache_salt)
+        return salt_of(self._tenant(caller), response_options.cache_salt)
 
     def _tenant(self, caller: Caller) -> str:
         """Whose caches the caller uses."""
@@ -239,7 +241,7 @@ class Service:
 
     def _build_chat(self, rendered: Rendered, request: ChatRequest, caller: Caller) -> Prompt:
         return self.processor.from_rendered(
-            rendered, mm_processor_kwargs=request.mm_processor_kwargs, salt=self.salt(caller, request.wanted)
+            rendered, mm_processor_kwargs=request.mm_processor_kwargs, salt=self.salt(caller, request.response_options)
         )
 
     def _count_mistyped(self, links: Sequence[Link], prompt: Prompt) -> None:
@@ -249,10 +251,10 @@ class Service:
         self.metrics.media_mistyped(sum(link.claimed_format not in (None, item.header.format) for link, item in pairs))
 
     async def price_prompts(
-        self, prompts: Sequence[str | Sequence[int]], wanted: Wanted, caller: Caller
-    ) -> tuple[list[Priced], Timing]:
+        self, prompts: Sequence[str | Sequence[int]], response_options: ResponseOptions, caller: Caller
+    ) -> tuple[list[BilledPrompt], Timing]:
         """Plain prompts: text as it is, or token ids."""
-        salt = self.salt(caller, wanted)
+        salt = self.salt(caller, response_options)
         for prompt in prompts:
             self._check_length(prompt)
         built = [await self.in_thread(self._build_plain, prompt, salt) for prompt in prompts]
@@ -272,72 +274,82 @@ class Service:
         except RequestError as error:
             raise RequestError(error.message, code=error.code, param="prompt") from None
 
-    def _priced(self, prompt: Prompt) -> Priced:
-        return Priced(prompt, self.processor.bill(prompt, self.limits.block_size, self.limits.slot_bytes))
+    def _priced(self, prompt: Prompt) -> BilledPrompt:
+        return BilledPrompt(prompt, self.processor.bill(prompt, self.limits.block_size, self.limits.slot_bytes))
 
     # --- running --------------------------------------------------------------------------------------------------
 
     @asynccontextmanager
-    async def answering(self, request: ChatRequest, caller: Caller, held: Held) -> AsyncIterator[Generation]:
+    async def answering(self, request: ChatRequest, caller: Caller, lease: ByteLease) -> AsyncIterator[Generation]:
         """The one way from a chat to its running answers, whichever API it came by."""
-        wanted = request.wanted
-        self.check_model(wanted.model)
-        held.enter(wanted.params.n)
-        priced, timing = await self.price_chat(request, caller, held)
+        response_options = request.response_options
+        self.check_model(response_options.model)
+        lease.enter(response_options.params.n)
+        billed, timing = await self.price_chat(request, caller, lease)
         del request
-        with self.generation([priced], wanted, timing) as generation:
-            await self.start(generation, [priced], wanted, caller.request_id)
-            del priced  # the pictures are with the engine now, so their bytes no longer count here
-            held.release()
+        with self.generation([billed], response_options, timing) as generation:
+            await self.start(generation, [billed], response_options, caller.request_id)
+            del billed  # the pictures are with the engine now, so their bytes no longer count here
+            lease.release()
             yield generation
 
-    def generation(self, prompts: Sequence[Priced], wanted: Wanted, timing: Timing) -> Generation:
-        params = wanted.params
+    def generation(
+        self, prompts: Sequence[BilledPrompt], response_options: ResponseOptions, timing: Timing
+    ) -> Generation:
+        params = response_options.params
         self.processor.check_params(params)
         answers = [
-            Answer(
+            RequestOutputBuilder(
                 index,
                 self.processor.tokenizer,
                 params,
-                include_stop=wanted.include_stop,
-                skip_special_tokens=wanted.skip_special_tokens,
+                include_stop=response_options.include_stop,
+                skip_special_tokens=response_options.skip_special_tokens,
             )
             for index in range(len(prompts) * params.n)
         ]
         return Generation(prompts, answers, timing, self.metrics)
 
-    async def start(self, generation: Generation, prompts: Sequence[Priced], wanted: Wanted, request_id: str) -> None:
+    async def start(
+        self,
+        generation: Generation,
+        prompts: Sequence[BilledPrompt],
+        response_options: ResponseOptions,
+        request_id: str,
+    ) -> None:
         """Submit every answer's request; RequestError with the bill in it when a prompt does not fit."""
         unique = f"{request_id}-{next(self._numbers)}"  # clients may send one id twice
         requests = [
-            self._request(f"{unique}/{answer.index}", prompts[answer.index // wanted.params.n], wanted)
+            self._request(
+                f"{unique}/{answer.index}", prompts[answer.index // response_options.params.n], response_options
+            )
             for answer in generation.answers
         ]
         await generation.submit(self.engine, requests)
 
-    def max_tokens(self, priced: Priced, wanted: Wanted) -> int:
+    def max_tokens(self, billed: BilledPrompt, response_options: ResponseOptions) -> int:
         """What was asked for; or else the checkpoint's own length, or all, but not more than the context has left."""
-        room = self.limits.max_model_len - len(priced.prompt)
-        asked, field = wanted.params.max_tokens, wanted.length_field
+        room = self.limits.max_model_len - len(billed.prompt)
+        asked, field = response_options.params.max_tokens, response_options.length_field
         if room < (asked or 1):
             raise RequestError(
-                f"the prompt has {len(priced.prompt)} tokens{_itemised(priced.bill)}"
+                f"the prompt has {len(billed.prompt)} tokens{_itemised(billed.bill)}"
                 + (f" and {field} is {asked}" if asked else "")
                 + f", but prompt and answer together may have {self.limits.max_model_len}; send less, smaller "
                 "pictures, or raise --max-model-len",
                 code="context_length_exceeded",
-                param=field if room > 0 else "messages" if priced.bill.items else None,
+                param=field if room > 0 else "messages" if billed.bill.items else None,
             )
-        return asked or min(room, wanted.usual_max_tokens or room)
+        return asked or min(room, response_options.usual_max_tokens or room)
 
-    def _request(self, request_id: str, priced: Priced, wanted: Wanted) -> Request:
-        params, index = wanted.params, int(request_id.rpartition("/")[2])
+    def _request(self, request_id: str, billed: BilledPrompt, response_options: ResponseOptions) -> Request:
+        params, index = response_options.params, int(request_id.rpartition("/")[2])
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(62)
         return Request(
             request_id=request_id,
-            prompt=priced.prompt,
+            prompt=billed.prompt,
             params=params,
-            max_tokens=self.max_tokens(priced, wanted),
+            max_tokens=self.max_tokens(billed, response_options),
             eos_token_ids=frozenset() if params.ignore_eos else self.processor.eos_token_ids,
             seed=(seed + index % params.n) % 2**63,
         )

@@ -88,7 +88,7 @@ class Grammars:
         if grammar:  # thousands of small pieces may have to be freed, which is not to be done in a step either
             self._masking.submit(request_id, grammar.release)
 
-    def held(self, num_open: int, patience: float) -> frozenset[str]:
+    def not_ready(self, num_open: int, patience: float) -> frozenset[str]:
         """Requests that wait for a grammar, once those that came lately had `patience` seconds to be done.
 
         `num_open`: requests that there are. When all of them wait, so does the caller, until one can go on.

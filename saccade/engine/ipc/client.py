@@ -18,11 +18,11 @@ from saccade.checkpoint.config import ConfigError, ModelConfig
 from saccade.engine.ipc.messages import (
     Abort,
     Accepted,
-    Beat,
     Fatal,
     Ready,
     Refused,
     Report,
+    StepUpdate,
     Submit,
     frame,
     pack_requests,
@@ -215,7 +215,7 @@ class EngineClient:
     # --- what the worker says -------------------------------------------------------------------------------------
 
     def _take(self, report: Report, process: EngineProcess) -> None:
-        if isinstance(report, Beat):
+        if isinstance(report, StepUpdate):
             self._take_beat(report)
         elif isinstance(report, Accepted):
             if report.request_id in self._open:
@@ -234,7 +234,7 @@ class EngineClient:
                 self._close(request_id)
             submission.refuse(refused.error)
 
-    def _take_beat(self, beat: Beat) -> None:
+    def _take_beat(self, beat: StepUpdate) -> None:
         self._stats = beat.stats if beat.stats is not None else self._stats
         for event in beat.events:
             submission = self._open.get(event.request_id)

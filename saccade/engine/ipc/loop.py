@@ -22,17 +22,17 @@ from typing import BinaryIO
 
 from saccade.checkpoint.config import ConfigError
 from saccade.engine.core import EngineCore
-from saccade.engine.gc_control import tidy, trim
+from saccade.engine.gc_control import collect, trim
 from saccade.engine.ipc.messages import (
     Abort,
     Accepted,
-    Beat,
     Command,
     Fatal,
     Ready,
     Refused,
     Report,
     Start,
+    StepUpdate,
     Stop,
     Submit,
     WireError,
@@ -77,11 +77,11 @@ class EngineLoop:
             warm_up(core, unpack_requests(start.warmup))
             self.send(Ready(core.limits, core.reasons))
             while self._take_messages(core):
-                self._turn(core)
+                self._step(core)
         finally:
             core.close()
 
-    def _turn(self, core: EngineCore) -> None:
+    def _step(self, core: EngineCore) -> None:
         if core.has_unfinished():
             self._is_tidy = self._is_trimmed = False
             self._beat(core, core.step())
@@ -93,7 +93,7 @@ class EngineLoop:
     def _rest(self) -> None:
         """Nobody waits for the next step: the moment for what nobody should wait for."""
         if not self._is_tidy:
-            tidy()
+            collect()
             self._is_tidy = True
 
     def _trim_sometimes(self) -> None:
@@ -161,7 +161,7 @@ class EngineLoop:
         stats = None
         if now >= self._stats_due or any(event.finish_reason for event in events):
             stats, self._stats_due = core.stats(), now + BEAT_SECONDS
-        self.send(Beat(events, stats))
+        self.send(StepUpdate(events, stats))
 
 
 def warm_up(core: EngineCore, requests: list[Request]) -> None:

@@ -193,7 +193,7 @@ class Refused(Message, frozen=True):
     error: RequestError
 
 
-class Beat(Message, frozen=True):
+class StepUpdate(Message, frozen=True):
     """After every step, and regularly when there is nothing to step: the sign of life of the step loop."""
 
     events: list[TokenEvent]  # since the last beat
@@ -208,7 +208,7 @@ class Fatal(Message, frozen=True):
 
 
 Command = Start | Submit | Abort | Stop
-Report = Ready | Accepted | Refused | Beat | Fatal
+Report = Ready | Accepted | Refused | StepUpdate | Fatal
 
 
 def start_message(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from saccade.engine.build import build_core
 from saccade.engine.core import EngineCore
-from saccade.engine.gc_control import settle
+from saccade.engine.gc_control import freeze
 from saccade.engine.ipc.loop import run_process
 from saccade.engine.ipc.messages import Start, config_of
 
@@ -25,7 +25,7 @@ def build(start: Start) -> EngineCore:
         start.largest,
         progress=start.progress,
     )
-    settle()
+    freeze()
     return core
 
 

@@ -12,10 +12,10 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
-from saccade.kernels.attention.decode_schedule import Shares, plan_shares
-from saccade.kernels.attention.decode_triton import DecodeWorkspace, NewTokens, num_multiprocessors, paged_decode
+from saccade.kernels.attention.decode_schedule import TileSchedule, plan_schedule
+from saccade.kernels.attention.decode_triton import DecodeWorkspace, NewTokens, num_sms, paged_decode
 from saccade.kernels.attention.prefill_flashinfer import Heads
-from saccade.kernels.launch.self_test import is_hopper, passes
+from saccade.kernels.launch.self_test import is_hopper, self_test_passes
 
 _LEAST_REQUESTS = 16  # fewer are done before shares have begun
 
@@ -27,10 +27,10 @@ class DecodeAttention:
         self.heads = heads
         self.block_size = block_size
         self.by_hopper = max_requests >= _LEAST_REQUESTS and can_use_hopper(heads, dtype, block_size, device)
-        self._programs = num_multiprocessors(device)
+        self._programs = num_sms(device)
         self._workspace = DecodeWorkspace.allocate(max_requests, heads.queries, heads.keys, heads.dim, device)
 
-    def plan(self, contexts: Tensor, taken: int = 0) -> Shares | None:
+    def plan(self, contexts: Tensor, taken: int = 0) -> TileSchedule | None:
         """Once a step, for all layers. contexts: int32 [requests], on the device.
 
         `taken`: multiprocessors that others have at the same time. Where they have most, we come after them.
@@ -38,7 +38,7 @@ class DecodeAttention:
         if not self.by_hopper or len(contexts) < _LEAST_REQUESTS:
             return None
         left = self._programs - taken
-        return plan_shares(contexts, self.heads.keys, left if left >= taken else self._programs)
+        return plan_schedule(contexts, self.heads.keys, left if left >= taken else self._programs)
 
     def __call__(
         self,
@@ -48,17 +48,19 @@ class DecodeAttention:
         tables: Tensor,
         contexts: Tensor,
         scale: float,
-        shares: Shares | None,
+        schedule: TileSchedule | None,
         out: Tensor | None = None,
     ) -> Tensor:
         """As `paged_decode`, but in rows of padding there may be anything."""
-        if shares is None:
+        if schedule is None:
             return paged_decode(new, keys, values, tables, contexts, self.block_size, scale, self._workspace, out=out)
         from saccade.kernels.attention.decode_hopper import (
             hopper_decode,  # experimental language: only where it is used
         )
 
-        return hopper_decode(new, keys, values, tables, contexts, shares, self.block_size, scale, self._workspace, out)
+        return hopper_decode(
+            new, keys, values, tables, contexts, schedule, self.block_size, scale, self._workspace, out
+        )
 
 
 def can_use_hopper(heads: Heads, dtype: torch.dtype, block_size: int, device: torch.device) -> bool:
@@ -69,13 +71,13 @@ def can_use_hopper(heads: Heads, dtype: torch.dtype, block_size: int, device: to
 @lru_cache
 def _works_on_hopper(heads: Heads, dtype: torch.dtype, block_size: int, device: torch.device) -> bool:
     without = "decoding attends without the Hopper kernel"
-    if not passes(lambda: import_module("saccade.kernels.attention.decode_hopper"), without):
+    if not self_test_passes(lambda: import_module("saccade.kernels.attention.decode_hopper"), without):
         return False
     from saccade.kernels.attention.decode_hopper import suits
 
     if not suits(heads.dim, heads.queries // heads.keys, dtype, block_size):
         return False
-    return passes(lambda: _try_hopper(heads, dtype, block_size, device), without)
+    return self_test_passes(lambda: _try_hopper(heads, dtype, block_size, device), without)
 
 
 def _try_hopper(heads: Heads, dtype: torch.dtype, block_size: int, device: torch.device) -> None:
@@ -86,9 +88,9 @@ def _try_hopper(heads: Heads, dtype: torch.dtype, block_size: int, device: torch
     caches, tables, new = _example(contexts, heads, dtype, block_size)
     (k, v), (own_k, own_v), scale = caches, caches.clone(), heads.dim**-0.5
     workspace = DecodeWorkspace.allocate(len(contexts), *heads, device)
-    shares = plan_shares(contexts, heads.keys, 7)
+    schedule = plan_schedule(contexts, heads.keys, 7)
     expected = paged_decode(new, k, v, tables, contexts, block_size, scale, workspace)
-    found = hopper_decode(new, own_k, own_v, tables, contexts, shares, block_size, scale, workspace)
+    found = hopper_decode(new, own_k, own_v, tables, contexts, schedule, block_size, scale, workspace)
     torch.testing.assert_close(found[:-2], expected[:-2], atol=0.02, rtol=0.02)  # the last are of nobody
     torch.testing.assert_close((own_k, own_v), (k, v), atol=0, rtol=0, equal_nan=True)
 

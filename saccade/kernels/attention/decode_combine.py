@@ -29,7 +29,7 @@ def finish(
         head, tail = _owner(begin, cut), _owner(begin + tiles - 1, cut)
         if gl.atomic_add(counters + cell, 1, sem="acq_rel") == tail - head:
             began = begin != head * cut[0] + gl.minimum(head, cut[1])  # the first one had others before
-            acc, total = _added_up(found, ours, 2 * head + began.to(gl.int32), head, tail, sizes)
+            acc, total = _combined(found, ours, 2 * head + began.to(gl.int32), head, tail, sizes)
             _write(out, cell, acc, total, sizes)
             gl.store(counters + cell, 0)
 
@@ -68,7 +68,7 @@ def _leave(found: gl.tuple, place: gl.tensor, ours: gl.tuple, sizes: gl.constexp
 
 
 @gluon.jit
-def _added_up(
+def _combined(
     found: gl.tuple, ours: gl.tuple, first: gl.tensor, head: gl.tensor, tail: gl.tensor, sizes: gl.constexpr
 ) -> gl.tuple:
     """What programs from `head` to `tail` left, in their order. Others wrote it: it is read past the first cache."""

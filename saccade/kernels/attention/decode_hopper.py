@@ -1,7 +1,7 @@
 """Attention of one new token per request over paged keys and values for Hopper GPUs, in Gluon. Knows no model.
 
 The same work as `paged_decode`, which stays the reference, but for rows of padding: nobody reads these, and they are
-left as they are. As many programs as there are multiprocessors share all tiles of 64 keys evenly (`shares`), so that
+left as they are. As many programs as there are multiprocessors share all tiles of 64 keys evenly (`schedule`), so that
 they end together and the memory never rests. In each:
 
     2 of 1 warp     copy keys and values into rings, the first ones before the projection has ended
@@ -29,7 +29,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from saccade.kernels.attention.decode_combine import finish
-from saccade.kernels.attention.decode_schedule import Shares
+from saccade.kernels.attention.decode_schedule import TileSchedule
 from saccade.kernels.attention.decode_triton import DecodeWorkspace, NewTokens
 from saccade.kernels.attention.hopper_ring import following
 from saccade.kernels.attention.online_softmax import LOG2_E
@@ -62,7 +62,7 @@ def hopper_decode(
     v_cache: Tensor,
     block_tables: Tensor,  # int32 [requests, max_blocks]
     context_lens: Tensor,  # int32 [requests], the new token included; 0 for rows of padding, which come last
-    shares: Shares,
+    schedule: TileSchedule,
     block_size: int,
     scale: float,
     workspace: DecodeWorkspace,
@@ -70,13 +70,13 @@ def hopper_decode(
 ) -> Tensor:  # [requests, heads, 128]; rows of padding hold whatever was there
     (requests, all_heads, dim), kv_heads = new.qkv.shape[-3:], k_cache.shape[1]
     heads, whole = all_heads - 2 * kv_heads, requests * all_heads * dim
-    group, programs = heads // kv_heads, len(shares.numbers)
-    assert suits(dim, group, k_cache.dtype, block_size) and new.qkv.is_contiguous() and requests == shares.requests
+    group, programs = heads // kv_heads, len(schedule.metadata)
+    assert suits(dim, group, k_cache.dtype, block_size) and new.qkv.is_contiguous() and requests == schedule.requests
     assert 2 * programs * group * dim <= workspace.mixed.numel() and requests * kv_heads <= workspace.counters.numel()
     out = k_cache.new_empty(requests, heads, dim) if out is None else out
     _decode_kernel[(programs,)](
         _descriptor(k_cache, block_size), _descriptor(v_cache, block_size), *new, k_cache, v_cache, block_tables,
-        context_lens, shares.numbers, out, *workspace, scale * LOG2_E, block_tables.stride(0), whole,
+        context_lens, schedule.metadata, out, *workspace, scale * LOG2_E, block_tables.stride(0), whole,
         HEADS=kv_heads, GROUP=group, ROWS=power_of_two(group, least=8), BLOCK=block_size, STAGES=choose_stages(group),
         PARTS=new.qkv.numel() // whole, num_warps=4, maxnreg=_REGISTERS, launch_pdl=True,
     )  # fmt: skip
@@ -90,12 +90,12 @@ def _descriptor(cache: Tensor, block_size: int) -> TensorDescriptor:
 
 # Tables and numbers of a step change place and width from step to step; a variant for each would compile anew.
 @gluon.jit(
-    do_not_specialize=["table_row", "part"], do_not_specialize_on_alignment=["slots", "tables", "contexts", "shares"]
+    do_not_specialize=["table_row", "part"], do_not_specialize_on_alignment=["slots", "tables", "contexts", "schedule"]
 )
 def _decode_kernel(
     keys: tma.tensor_descriptor, values: tma.tensor_descriptor,  # of all slots, for half a head of a block
     qkv: gl.tensor, cos: gl.tensor, sin: gl.tensor, slots: gl.tensor, k_cache: gl.tensor, v_cache: gl.tensor,
-    tables: gl.tensor, contexts: gl.tensor, shares: gl.tensor, out: gl.tensor,
+    tables: gl.tensor, contexts: gl.tensor, schedule: gl.tensor, out: gl.tensor,
     mixed: gl.tensor, maxima: gl.tensor, sums: gl.tensor, counters: gl.tensor,
     scale: gl.tensor, table_row: gl.tensor, part: gl.tensor,
     HEADS: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
@@ -111,7 +111,7 @@ def _decode_kernel(
     for i in gl.static_range(4 * STAGES + 4):
         mbarrier.init(bars.index(i), count=1)
     fence_async_shared()
-    mine = shares + gl.program_id(0) * 10
+    mine = schedule + gl.program_id(0) * 10
     one, two = _section(mine, contexts), _section(mine + 4, contexts)
     cut = (gl.load(mine + 8), gl.load(mine + 9))
     walk = (contexts, one, two)
@@ -121,7 +121,7 @@ def _decode_kernel(
     gl.warp_specialize(
         [
             (_multiply, (shared, walk, cut, found, scale, sizes)),
-            (_turn, (shared, walk, (qkv, cos, sin, slots, k_cache, v_cache), part, sizes)),
+            (_rotate, (shared, walk, (qkv, cos, sin, slots, k_cache, v_cache), part, sizes)),
             (_produce, (keys, k, bars, walk, tables, table_row, 0, sizes)),
             (_produce, (values, v, bars, walk, tables, table_row, 1, sizes)),
         ],
@@ -131,10 +131,10 @@ def _decode_kernel(
 
 
 @gluon.jit
-def _section(numbers: gl.tensor, contexts: gl.tensor) -> gl.tuple:
+def _section(metadata: gl.tensor, contexts: gl.tensor) -> gl.tuple:
     """One of a share's two: request, head, tile and number of tiles, and the request's context."""
-    request = gl.load(numbers)
-    return request, gl.load(numbers + 1), gl.load(numbers + 2), gl.load(numbers + 3), gl.load(contexts + request)
+    request = gl.load(metadata)
+    return request, gl.load(metadata + 1), gl.load(metadata + 2), gl.load(metadata + 3), gl.load(contexts + request)
 
 
 @gluon.jit
@@ -212,7 +212,7 @@ def _slots(
 
 
 @gluon.jit
-def _turn(shared: gl.tuple, walk: gl.tuple, token: gl.tuple, part: gl.tensor, sizes: gl.constexpr) -> None:
+def _rotate(shared: gl.tuple, walk: gl.tuple, token: gl.tuple, part: gl.tensor, sizes: gl.constexpr) -> None:
     """Queries of one request and head after the other and, for the last tile, the new key and its value."""
     L: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [2, 1], [1, 0])
     HEADS: gl.constexpr = sizes[0]
@@ -234,7 +234,7 @@ def _turn(shared: gl.tuple, walk: gl.tuple, token: gl.tuple, part: gl.tensor, si
             upcoming, other, coming = _look_ahead(walk[0], request, head, count < left, HEADS)
             own = qkv + request.to(gl.int64) * ((GROUP + 2) * HEADS * 128)
             first, angles = own + (head * GROUP + rows)[:, None] * 128, (along.to(gl.float32), across.to(gl.float32))
-            queries = _turned(
+            queries = _rotated(
                 first, dims[None, :], inside, angles[0][None, :], angles[1][None, :], part, q.dtype, sizes
             )
             mbarrier.wait(bars.index(4 * STAGES + 2 + buffer), phase ^ 1)
@@ -261,7 +261,7 @@ def _hand_over(
     _, _, _, slots, k_cache, v_cache = token
     request, head, context, buffer = place
     behind = own + sizes[1] * HEADS * 128
-    key = _turned(behind + head * 128, dims, dims >= 0, angles[0], angles[1], part, new.dtype, sizes)
+    key = _rotated(behind + head * 128, dims, dims >= 0, angles[0], angles[1], part, new.dtype, sizes)
     value = _projected(behind + (HEADS + head) * 128 + dims, dims >= 0, part, new.dtype, sizes)
     new.index(2 * buffer).store(key)
     new.index(2 * buffer + 1).store(value)
@@ -272,7 +272,7 @@ def _hand_over(
 
 
 @gluon.jit
-def _turned(
+def _rotated(
     rows: gl.tensor, dims: gl.tensor, inside: gl.tensor, along: gl.tensor, across: gl.tensor, part: gl.tensor,
     KIND: gl.constexpr, sizes: gl.constexpr,
 ) -> gl.tensor:  # fmt: skip

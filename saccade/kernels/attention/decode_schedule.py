@@ -21,30 +21,30 @@ from torch import Tensor
 from saccade.kernels.launch.tiling import power_of_two
 
 KEYS = 64  # of a tile
-NUMBERS = 10  # that tell a program its share
+METADATA = 10  # that tell a program its share
 
 
-class Shares(NamedTuple):
+class TileSchedule(NamedTuple):
     """Where programs begin. The first few shares have one tile more than the others."""
 
-    numbers: Tensor  # int32 [programs, NUMBERS]: request, head, tile, tiles; the same; a share's least; larger ones
+    metadata: Tensor  # int32 [programs, NUMBERS]: request, head, tile, tiles; the same; a share's least; larger ones
     requests: int
 
 
-def plan_shares(contexts: Tensor, kv_heads: int, programs: int) -> Shares:
+def plan_schedule(contexts: Tensor, kv_heads: int, programs: int) -> TileSchedule:
     """contexts int32 [requests], on the device. Rows of padding, which have none and come last, have no tile."""
-    numbers = torch.empty((programs, NUMBERS), dtype=torch.int32, device=contexts.device)
+    metadata = torch.empty((programs, METADATA), dtype=torch.int32, device=contexts.device)
     _plan_kernel[(programs,)](
-        contexts, numbers, len(contexts), programs,
-        HEADS=kv_heads, KEYS=KEYS, NUMBERS=NUMBERS, PADDED=power_of_two(len(contexts)), num_warps=4,
+        contexts, metadata, len(contexts), programs,
+        HEADS=kv_heads, KEYS=KEYS, METADATA=METADATA, PADDED=power_of_two(len(contexts)), num_warps=4,
     )  # fmt: skip
-    return Shares(numbers, len(contexts))
+    return TileSchedule(metadata, len(contexts))
 
 
 @triton.jit(do_not_specialize=["requests"], do_not_specialize_on_alignment=["contexts"])
 def _plan_kernel(
-    contexts: tl.tensor, numbers: tl.tensor, requests: tl.tensor, programs: tl.tensor,
-    HEADS: tl.constexpr, KEYS: tl.constexpr, NUMBERS: tl.constexpr, PADDED: tl.constexpr,
+    contexts: tl.tensor, metadata: tl.tensor, requests: tl.tensor, programs: tl.tensor,
+    HEADS: tl.constexpr, KEYS: tl.constexpr, METADATA: tl.constexpr, PADDED: tl.constexpr,
 ) -> None:  # fmt: skip
     each, program = tl.arange(0, PADDED), tl.program_id(0)
     tiles = tl.cdiv(tl.load(contexts + each, mask=each < requests, other=0), KEYS)
@@ -55,7 +55,7 @@ def _plan_kernel(
     request, head, tile = _whose(first, each, tiles, ends, requests, HEADS)
     other, other_head, cut = _whose(first + count, each, tiles, ends, requests, HEADS)
     ahead = tl.where((cut < count) & (first + count < total), cut, 0)  # of what others go on with
-    place = numbers + program * NUMBERS
+    place = metadata + program * METADATA
     one = tl.where(ahead > 0, 4, 0)  # then the rest is the second
     _store(place + one, request, head, tile, count - ahead)
     _store(place + 4 - one, other, other_head, 0, ahead)

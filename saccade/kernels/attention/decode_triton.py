@@ -29,7 +29,7 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade.kernels.attention.online_softmax import LOG2_E, divide, precision_of, weigh
-from saccade.kernels.launch.pdl import go_in_turn, is_early, overlap
+from saccade.kernels.launch.pdl import overlap, pdl_release_then_wait, supports_pdl
 from saccade.kernels.launch.tiling import Launch, power_of_two
 
 _MAX_SPLITS = 64
@@ -54,7 +54,7 @@ class DecodeWorkspace(NamedTuple):
         cls, max_requests: int, heads: int, kv_heads: int, head_dim: int, device: torch.device
     ) -> DecodeWorkspace:
         """Room for any batch of up to `max_requests`, whatever its contexts."""
-        sms = num_multiprocessors(device)
+        sms = num_sms(device)
         rows = heads * max(n * choose_splits(n, kv_heads, 2**30, sms) for n in range(1, max_requests + 1))
         rows = max(rows, 2 * sms * heads // kv_heads)  # a share begins and ends with a part of a request
         return cls(
@@ -65,15 +65,15 @@ class DecodeWorkspace(NamedTuple):
         )
 
 
-def choose_splits(requests: int, kv_heads: int, max_context: int, multiprocessors: int) -> int:
+def choose_splits(requests: int, kv_heads: int, max_context: int, num_sms: int) -> int:
     """A power of two: enough programs to fill the device, none with too few keys at the longest context."""
-    wanted = _PROGRAMS_PER_SM * multiprocessors // (requests * kv_heads)
+    wanted = _PROGRAMS_PER_SM * num_sms // (requests * kv_heads)
     wanted *= 2 if 4 <= wanted < _MANY_SPLITS else 1  # then all of them load their first keys early
     useful = min(wanted, max_context // _MIN_KEYS_PER_SPLIT, _MAX_SPLITS)
     return 1 << (max(useful, 1).bit_length() - 1)
 
 
-def num_multiprocessors(device: torch.device) -> int:
+def num_sms(device: torch.device) -> int:
     if device.type != "cuda":
         return 4  # the interpreter: splits happen at all, with few programs
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -105,10 +105,8 @@ def paged_decode(
     """[requests, heads, d]. The grid depends on shapes alone: batch size, and the longest context the tables hold."""
     (requests, all_heads, dim), kv_heads = new.qkv.shape[-3:], k_cache.shape[1]
     heads = all_heads - 2 * kv_heads
-    splits = splits or choose_splits(
-        requests, kv_heads, block_tables.shape[1] * block_size, num_multiprocessors(k_cache.device)
-    )
-    launch, early = launch or launch_for(k_cache, requests, splits), is_early(k_cache)
+    splits = splits or choose_splits(requests, kv_heads, block_tables.shape[1] * block_size, num_sms(k_cache.device))
+    launch, early = launch or launch_for(k_cache, requests, splits), supports_pdl(k_cache)
     whole = requests * all_heads * dim
     assert k_cache.is_contiguous() and v_cache.is_contiguous() and new.qkv.is_contiguous()
     _check_room(workspace, requests, heads, kv_heads, dim, splits)
@@ -130,7 +128,7 @@ def launch_for(cache: Tensor, requests: int, splits: int) -> Launch:
     if cache.element_size() == 4:
         return Launch(rows=16, keys=32, warps=4, stages=1)
     programs = requests * cache.shape[1] * splits
-    if splits >= _MANY_SPLITS and programs > _PROGRAMS_PER_SM * num_multiprocessors(cache.device):
+    if splits >= _MANY_SPLITS and programs > _PROGRAMS_PER_SM * num_sms(cache.device):
         return Launch(rows=16, keys=64, warps=4, stages=2)  # several share a multiprocessor
     if splits >= _MANY_SPLITS:  # most have one tile, which is loaded already: nothing is left to have in flight
         return Launch(rows=16, keys=128, warps=4, stages=1)
@@ -170,17 +168,17 @@ def _decode_kernel(
     keys, values = k_cache + head * DIM, v_cache + head * DIM
     if PEELED:
         k, v = _load_tile(keys, values, table, start, end, BLOCK_SIZE, HEADS * DIM, DIM, PADDED_DIM, KEYS)
-    go_in_turn(EARLY)
+    pdl_release_then_wait(EARLY)
     rows, dims = tl.arange(0, ROWS), tl.arange(0, PADDED_DIM)
     inside = (rows < GROUP)[:, None] & (dims < DIM)[None, :]
     own = qkv + request.to(tl.int64) * ((GROUP + 2) * HEADS * DIM)
     cos, sin = cos + request * DIM, sin + request * DIM
     kind = out.dtype.element_ty
     first_query = own + (head * GROUP + rows)[:, None] * DIM
-    queries = _turned(first_query, cos, sin, dims[None, :], inside, part, kind, DIM, PARTS)
+    queries = _rotated(first_query, cos, sin, dims[None, :], inside, part, kind, DIM, PARTS)
     new_dims = tl.where((split == 0) & (context > 0), DIM, 0)  # this program's share of the new token
     is_new = dims < new_dims
-    new_key = _turned(own + (GROUP * HEADS + head) * DIM, cos, sin, dims, is_new, part, kind, DIM, PARTS)
+    new_key = _rotated(own + (GROUP * HEADS + head) * DIM, cos, sin, dims, is_new, part, kind, DIM, PARTS)
     new_value = _projected(own + ((GROUP + 1) * HEADS + head) * DIM + dims, is_new, part, kind, PARTS)
     _store(keys, values, tl.load(slots + request), new_key, new_value, new_dims, HEADS * DIM)
     largest, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
@@ -257,7 +255,7 @@ def _attend(
 
 
 @triton.jit
-def _turned(
+def _rotated(
     rows: tl.tensor, cos: tl.tensor, sin: tl.tensor, dims: tl.tensor, inside: tl.tensor, part: tl.tensor,
     kind: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
@@ -318,7 +316,7 @@ def _finish(
     else:
         _leave(mixed, maxima, sums, (cell * SPLITS + split) * GROUP, acc, largest, total, GROUP, DIM)
         if tl.atomic_add(counters + cell, 1, sem="acq_rel") == active - 1:
-            whole = _add_up(mixed, maxima, sums, cell, active, GROUP, DIM, SPLITS, acc.shape[1], AT_ONCE)
+            whole = _combine(mixed, maxima, sums, cell, active, GROUP, DIM, SPLITS, acc.shape[1], AT_ONCE)
             _write(out, cell, whole, GROUP, DIM)
             tl.store(counters + cell, 0)
 
@@ -352,7 +350,7 @@ def slots_of(table: tl.tensor, places: tl.tensor, known: tl.tensor, BLOCK_SIZE: 
 
 
 @triton.jit
-def _add_up(
+def _combine(
     mixed: tl.tensor, maxima: tl.tensor, sums: tl.tensor, cell: tl.tensor, active: tl.tensor,
     GROUP: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr, PADDED_DIM: tl.constexpr, AT_ONCE: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip

@@ -13,10 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.kernels.attention.decode_triton import num_multiprocessors
+from saccade.kernels.attention.decode_triton import num_sms
 from saccade.kernels.attention.prefill_flashinfer import Heads
 from saccade.kernels.attention.prefill_triton import choose_rows, choose_splits, paged_prefill
-from saccade.kernels.launch.self_test import is_hopper, passes
+from saccade.kernels.launch.self_test import is_hopper, self_test_passes
 from saccade.kernels.launch.tiling import Tiles
 
 _HOPPER_ROWS, _PLAIN_ROWS = 128, 64
@@ -31,34 +31,34 @@ class Half(NamedTuple):
     programs: int  # each has a multiprocessor to itself
 
 
-class PromptAttention:
+class PrefillAttention:
     """A pass whose contexts are short has no splits: what they cost would be more than they gain."""
 
     def __init__(self, heads: int, block_size: int, device: torch.device, *, by_hopper: bool) -> None:
         self.heads = heads
         self.block_size = block_size
         self.by_hopper = by_hopper
-        self._multiprocessors = num_multiprocessors(device)
+        self._num_sms = num_sms(device)
 
     @classmethod
-    def best(cls, heads: Heads, dtype: torch.dtype, block_size: int, device: torch.device) -> PromptAttention:
+    def best(cls, heads: Heads, dtype: torch.dtype, block_size: int, device: torch.device) -> PrefillAttention:
         return cls(heads.queries, block_size, device, by_hopper=can_use_hopper(heads, dtype, block_size, device))
 
     def is_short(self, tokens: int, context: int) -> bool:
         """Whether a pass of so many tokens goes the short way, if no context is longer."""
-        is_one_wave = tokens * self.heads <= _PLAIN_ROWS * self._multiprocessors
+        is_one_wave = tokens * self.heads <= _PLAIN_ROWS * self._num_sms
         return is_one_wave and context <= next((keys for most, keys in _SHORT if tokens <= most), 0)
 
     def rows(self, tokens: int, *, is_short: bool = False) -> int:
         """Of the tiles that a step of so many tokens is cut into."""
         if is_short or (self.by_hopper and tokens <= _MOST_PLAIN_TOKENS):
             return _PLAIN_ROWS
-        return _HOPPER_ROWS if self.by_hopper else choose_rows(tokens, self.heads, self._multiprocessors)
+        return _HOPPER_ROWS if self.by_hopper else choose_rows(tokens, self.heads, self._num_sms)
 
     def half(self, tokens: int) -> Half:
         """How so many tokens attend beside others. It is more than half only where their tiles alone are."""
         rows = self.rows(tokens)
-        splits = choose_splits(tokens, self.heads, rows, self._multiprocessors // 2)
+        splits = choose_splits(tokens, self.heads, rows, self._num_sms // 2)
         return Half(splits, self.heads * -(-tokens // rows) * splits)
 
     def __call__(
@@ -93,11 +93,13 @@ def can_use_hopper(heads: Heads, dtype: torch.dtype, block_size: int, device: to
 @lru_cache
 def _works_on_hopper(heads: Heads, dtype: torch.dtype, block_size: int, device: torch.device) -> bool:
     without = "prompts attend without the Hopper kernel"
-    if not passes(lambda: import_module("saccade.kernels.attention.prefill_hopper"), without):
+    if not self_test_passes(lambda: import_module("saccade.kernels.attention.prefill_hopper"), without):
         return False
     from saccade.kernels.attention.prefill_hopper import suits
 
-    return suits(heads.dim, dtype, block_size) and passes(lambda: _try_hopper(heads, block_size, device), without)
+    return suits(heads.dim, dtype, block_size) and self_test_passes(
+        lambda: _try_hopper(heads, block_size, device), without
+    )
 
 
 def _try_hopper(heads: Heads, block_size: int, device: torch.device) -> None:

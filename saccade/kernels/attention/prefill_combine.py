@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saccade.kernels.launch.pdl import go_in_turn, is_early, overlap
+from saccade.kernels.launch.pdl import overlap, pdl_release_then_wait, supports_pdl
 from saccade.kernels.launch.tiling import power_of_two
 
 MAX_SPLITS = 16  # that are added up at once
@@ -30,8 +30,8 @@ def new_parts(splits: int, out: Tensor) -> Parts:
     return Parts(mixed, sums[0], sums[1], torch.empty(len(out), dtype=torch.int32, device=out.device))
 
 
-def add_up(parts: Parts, out: Tensor) -> None:
-    (tokens, heads, dim), early, splits = out.shape, is_early(out), len(parts.mixed)
+def combine(parts: Parts, out: Tensor) -> None:
+    (tokens, heads, dim), early, splits = out.shape, supports_pdl(out), len(parts.mixed)
     _sum_kernel[(tokens, heads)](
         *parts, out, splits, tokens * heads, DIM=dim, PADDED_DIM=power_of_two(dim), SPLITS=power_of_two(splits),
         EARLY=early, num_warps=2, **overlap(early),
@@ -45,7 +45,7 @@ def _sum_kernel(
     DIM: tl.constexpr, PADDED_DIM: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
     """One token and head: the softmax over all splits that have keys for it."""
-    go_in_turn(EARLY)
+    pdl_release_then_wait(EARLY)
     token = tl.program_id(0).to(tl.int64)
     count = tl.minimum(tl.load(active + token), most)  # of a token that no window has, it may be any number
     if count == 0:

@@ -54,8 +54,8 @@ def lay_out(lengths: Sequence[int], contexts: Sequence[int], block_size: int, wi
     blocks = [-(-context // block_size) for context in contexts]
     filled = [context - (count - 1) * block_size for context, count in zip(contexts, blocks, strict=True)]
     rows, pages = (accumulate([*counts, *empty], initial=0) for counts in (lengths, blocks))
-    numbers = [*rows, *pages, *filled, *empty, *contexts, *empty]
-    found = torch.tensor(numbers, dtype=torch.int32, pin_memory=pin)
+    metadata = [*rows, *pages, *filled, *empty, *contexts, *empty]
+    found = torch.tensor(metadata, dtype=torch.int32, pin_memory=pin)
     return Pages(*torch.split(found, [windows + 1, windows + 1, windows, windows]))
 
 

@@ -27,10 +27,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from saccade.kernels.attention.decode_triton import num_multiprocessors
+from saccade.kernels.attention.decode_triton import num_sms
 from saccade.kernels.attention.hopper_ring import before_waiting, following
 from saccade.kernels.attention.online_softmax import LOG2_E
-from saccade.kernels.attention.prefill_combine import MAX_SPLITS, Parts, add_up, new_parts
+from saccade.kernels.attention.prefill_combine import MAX_SPLITS, Parts, combine, new_parts
 from saccade.kernels.launch.tiling import Tiles
 
 ROWS = 128  # of a tile: two groups of 64
@@ -55,9 +55,9 @@ def suits(dim: int, dtype: torch.dtype, block_size: int) -> bool:
     return dim == _DIM and dtype == torch.bfloat16 and block_size in _BLOCK_SIZES
 
 
-def choose_splits(tokens: int, heads: int, multiprocessors: int) -> int:
+def choose_splits(tokens: int, heads: int, num_sms: int) -> int:
     """As many as give each multiprocessor at most one program, where those are more than a few."""
-    wanted = multiprocessors // (heads * -(-tokens // ROWS))
+    wanted = num_sms // (heads * -(-tokens // ROWS))
     return min(wanted, MAX_SPLITS) if wanted >= _LEAST_SPLITS else 1
 
 
@@ -77,7 +77,7 @@ def hopper_prefill(
     """[T, heads, 128]"""
     tokens, heads, dim = q.shape
     assert tiles.rows == ROWS and suits(dim, q.dtype, block_size)
-    splits = splits or choose_splits(tokens, heads, num_multiprocessors(q.device))
+    splits = splits or choose_splits(tokens, heads, num_sms(q.device))
     out = q.new_empty(tokens, heads, dim) if out is None else out
     parts = new_parts(splits, out) if splits > 1 else _no_parts(out)
     _prefill_kernel[(heads, len(tiles.index), splits)](
@@ -88,7 +88,7 @@ def hopper_prefill(
         LEAST_SHARE=_LEAST_SHARE // _KEYS, num_warps=4, maxnreg=_REGISTERS,
     )  # fmt: skip
     if splits > 1:
-        add_up(parts, out)
+        combine(parts, out)
     return out
 
 

@@ -23,18 +23,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saccade.kernels.attention.decode_triton import num_multiprocessors, slots_of
+from saccade.kernels.attention.decode_triton import num_sms, slots_of
 from saccade.kernels.attention.online_softmax import LOG2_E, divide, precision_of, weigh
-from saccade.kernels.attention.prefill_combine import MAX_SPLITS, add_up, new_parts
-from saccade.kernels.launch.pdl import go_in_turn, is_early, overlap
+from saccade.kernels.attention.prefill_combine import MAX_SPLITS, combine, new_parts
+from saccade.kernels.launch.pdl import overlap, pdl_release_then_wait, supports_pdl
 from saccade.kernels.launch.tiling import Launch, Tiles, power_of_two
 
 _LEAST_SHARE = 256  # keys of a split: fewer are done before the sum has begun
 
 
-def choose_rows(tokens: int, heads: int, multiprocessors: int) -> int:
+def choose_rows(tokens: int, heads: int, num_sms: int) -> int:
     """Large tiles read the keys less often; small ones are better while large ones would leave the device idle."""
-    return 128 if tokens * heads >= 128 * 2 * multiprocessors else 64
+    return 128 if tokens * heads >= 128 * 2 * num_sms else 64
 
 
 def paged_prefill(
@@ -54,11 +54,11 @@ def paged_prefill(
 ) -> Tensor:
     """[T, heads, d]. A window of one token is allowed, though `paged_decode` is faster at it."""
     tokens, heads, dim = q.shape
-    splits = splits or choose_splits(tokens, heads, tiles.rows, 2 * num_multiprocessors(q.device))
+    splits = splits or choose_splits(tokens, heads, tiles.rows, 2 * num_sms(q.device))
     launch = launch or launch_for(q, tiles.rows, splits)
     assert launch.rows == tiles.rows, f"tiles of {tiles.rows} rows, a launch of {launch.rows}"
     out = torch.empty((tokens, heads, dim), dtype=q.dtype, device=q.device) if out is None else out
-    parts, early = new_parts(splits, out) if splits > 1 else None, is_early(q)
+    parts, early = new_parts(splits, out) if splits > 1 else None, supports_pdl(q)
     _prefill_kernel[(heads, splits, len(tiles.index))](
         q, k_cache, v_cache, block_tables, context_lens, tiles.starts, tiles.index, out,
         *(parts or (None,) * 4), tokens * heads,
@@ -70,13 +70,13 @@ def paged_prefill(
         num_warps=launch.warps, num_stages=launch.stages, maxnreg=launch.registers, **overlap(early),
     )  # fmt: skip
     if parts is not None:
-        add_up(parts, out)
+        combine(parts, out)
     return out
 
 
-def choose_splits(tokens: int, heads: int, rows: int, multiprocessors: int) -> int:
+def choose_splits(tokens: int, heads: int, rows: int, num_sms: int) -> int:
     """A power of two: a program for each multiprocessor, where tiles alone give fewer. More cost more in the sum."""
-    wanted = multiprocessors // (heads * -(-tokens // rows))
+    wanted = num_sms // (heads * -(-tokens // rows))
     return 1 << (max(min(wanted, MAX_SPLITS), 1).bit_length() - 1)
 
 
@@ -86,7 +86,7 @@ def launch_for(q: Tensor, rows: int, splits: int = 1) -> Launch:
         return Launch(rows, keys=32, warps=4, stages=1)
     if rows >= 128:
         return Launch(rows, keys=64, warps=8, stages=5)
-    room = rows * num_multiprocessors(q.device)
+    room = rows * num_sms(q.device)
     if 2 * q.shape[0] * q.shape[1] <= room:
         # What these leave of a multiprocessor's memory the next product fills with its weights meanwhile. Few keys are
         # masked in one loop with all others: to fetch the instructions of a second one takes longer than to run them.
@@ -114,7 +114,7 @@ def _prefill_kernel(
     request, first = tl.load(index + 2 * tile), tl.load(index + 2 * tile + 1)
     start, context = tl.load(starts + request), tl.load(context_lens + request)
     length = tl.load(starts + request + 1) - start
-    go_in_turn(EARLY)
+    pdl_release_then_wait(EARLY)
     if first >= length:
         return
     rows, dims = first + tl.arange(0, ROWS), tl.arange(0, PADDED_DIM)

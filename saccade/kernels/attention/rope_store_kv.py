@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saccade.kernels.launch.pdl import go_in_turn, is_early, overlap
+from saccade.kernels.launch.pdl import overlap, pdl_release_then_wait, supports_pdl
 from saccade.kernels.launch.tiling import power_of_two
 
 
@@ -35,7 +35,7 @@ def rotary_and_store(
 ) -> Tensor:
     """The turned queries. Dimensions i and i + d / 2 turn as a pair. M-RoPE differs in cos and sin alone."""
     tokens, heads, dim = q.shape[-3:]
-    kv_heads, parts, early = k.shape[-2], q.shape[0] if q.dim() == 4 else 1, is_early(q)
+    kv_heads, parts, early = k.shape[-2], q.shape[0] if q.dim() == 4 else 1, supports_pdl(q)
     assert k_cache.is_contiguous() and v_cache.is_contiguous() and cos.is_contiguous() and sin.is_contiguous()
     assert q.stride() == k.stride() == v.stride() and q.stride(-2) == dim, "queries, keys, values of one product"
     turned = q if q.dim() == 3 else torch.empty((tokens, heads, dim), dtype=k_cache.dtype, device=q.device)
@@ -62,18 +62,18 @@ def _rotary_kernel(
     angles = _load_pair(cos + row * DIM + half, half < DIM // 2, DIM, 0, 1)
     signed = _load_pair(sin + row * DIM + half, half < DIM // 2, DIM, 0, 1)
     slot = tl.load(slots + row).to(tl.int64)
-    go_in_turn(EARLY)
+    pdl_release_then_wait(EARLY)
     if tl.program_id(1) == 0:
         heads = tl.arange(0, PADDED_HEADS)[:, None]
         inside = (heads < HEADS) & (half < DIM // 2)
         pair = _load_pair(q + row * row_step + heads * DIM + half, inside, DIM, part, PARTS)
-        _turn(pair, turned + row * turned_step + heads * DIM + half, inside, angles, signed, DIM)
+        _rotate(pair, turned + row * turned_step + heads * DIM + half, inside, angles, signed, DIM)
     elif slot >= 0:
         heads = tl.arange(0, PADDED_KV_HEADS)[:, None]
         inside = (heads < KV_HEADS) & (half < DIM // 2)
         place = (slot * KV_HEADS + heads) * DIM + half
         pair = _load_pair(k + row * row_step + heads * DIM + half, inside, DIM, part, PARTS)
-        _turn(pair, k_cache + place, inside, angles, signed, DIM)
+        _rotate(pair, k_cache + place, inside, angles, signed, DIM)
         low, high = _load_pair(v + row * row_step + heads * DIM + half, inside, DIM, part, PARTS)
         tl.store(v_cache + place, low.to(v_cache.dtype.element_ty), mask=inside)
         tl.store(v_cache + place + DIM // 2, high.to(v_cache.dtype.element_ty), mask=inside)
@@ -91,7 +91,7 @@ def _load_pair(low: tl.tensor, inside: tl.tensor, DIM: tl.constexpr, part: tl.te
 
 
 @triton.jit
-def _turn(
+def _rotate(
     pair: tl.tuple, target: tl.tensor, inside: tl.tensor, cos: tl.tuple, sin: tl.tuple, DIM: tl.constexpr
 ) -> None:
     """Halves [heads, d / 2] by angles of one row for all heads; `target` points to where the first half goes."""

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saccade.kernels.attention.vit_schedule import SPLIT, TILE_ROWS, Shares
-from saccade.kernels.launch.pdl import is_early, overlap, wait_for_turn
+from saccade.kernels.attention.vit_schedule import SPLIT, TILE_ROWS, TileSchedule
+from saccade.kernels.launch.pdl import overlap, pdl_wait_then_release, supports_pdl
 from saccade.kernels.launch.tiling import power_of_two
 
 CELL = 4  # numbers of a row beside its values: two, and two more that keep rows aligned
@@ -23,21 +23,21 @@ _PARTS = 8  # that are added up at once
 _PROGRAMS = 20  # for each one that left parts: most have one row
 
 
-def add_up(
+def combine(
     parts: Tensor,  # float32 [slots, TILE_ROWS, d + CELL]
-    shares: Shares,
+    schedule: TileSchedule,
     out: Tensor,  # [T, heads, d], whose rows of tiles that were cut are written
     launch: Callable[..., object] | None = None,
 ) -> Any:
     """Returns the launch of the compiled kernel, which may be passed the next time: it is not looked for then."""
     _, heads, dim = out.shape
-    early = is_early(out)
-    args = (parts, shares.splits, out, heads)
+    early = supports_pdl(out)
+    args = (parts, schedule.splits, out, heads)
     sizes = (dim, power_of_two(dim + CELL), TILE_ROWS, dim + CELL, SPLIT, _PARTS, early)
     if launch is not None:
         launch(*args, *sizes)
         return launch
-    grid = (_PROGRAMS * shares.programs, 1, 1)
+    grid = (_PROGRAMS * schedule.programs, 1, 1)
     kernel = _sum_kernel[grid](*args, *sizes, num_warps=1, **overlap(early))
     return kernel and kernel[grid]
 
@@ -52,7 +52,7 @@ def _sum_kernel(
     dims, end = tl.arange(0, PADDED), tl.load(splits) * TILE
     i = tl.program_id(0)
     first, count, head, slot, num = _split(splits + 1 + i // TILE * SPLIT, i < end)
-    wait_for_turn(EARLY)
+    pdl_wait_then_release(EARLY)
     while i < end:
         row = i % TILE
         if row < count:

@@ -14,9 +14,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from saccade.kernels.attention.online_softmax import LOG2_E
-from saccade.kernels.attention.vit_combine import CELL, add_up
+from saccade.kernels.attention.vit_combine import CELL, combine
 from saccade.kernels.attention.vit_hopper_kernel import vit_kernel
-from saccade.kernels.attention.vit_schedule import KEYS, TILE_ROWS, Shares
+from saccade.kernels.attention.vit_schedule import KEYS, TILE_ROWS, TileSchedule
 
 _FIRST, _REST = 64, 16  # a head is two products, as in `packed_vit`
 _STAGES, _REGISTERS = 8, 128  # the latter of a thread, on average over all roles
@@ -30,7 +30,7 @@ def suits(lengths: Sequence[int], dim: int, dtype: torch.dtype) -> bool:
 
 
 def takes_parted(dim: int) -> bool:
-    """Whether such heads may come in the order of `hopper_qkv`."""
+    """Whether such heads may come in the order of `hopper_qkv_rope`."""
     return dim == _FIRST + _REST
 
 
@@ -41,10 +41,10 @@ class HopperVit:
     layer together, and nothing that it is chosen by changes.
     """
 
-    def __init__(self, shares: Shares) -> None:
-        self.shares = shares
+    def __init__(self, schedule: TileSchedule) -> None:
+        self.schedule = schedule
         self._launches: dict[bool, Callable[..., object]] = {}
-        self._add_up: Callable[..., object] | None = None
+        self._combine: Callable[..., object] | None = None
 
     def __call__(self, qkv: Tensor, scale: float) -> Tensor:
         """Contiguous q, k, v [T, 3, heads, d] -> [T, heads, d]."""
@@ -54,26 +54,26 @@ class HopperVit:
         return takes_parted(dim)
 
     def parted(self, qkv: Tensor, scale: float) -> Tensor:
-        """The same, queries and keys being in the order of `hopper_qkv`."""
+        """The same, queries and keys being in the order of `hopper_qkv_rope`."""
         return self._attend(qkv, scale, is_parted=True)
 
     def _attend(self, qkv: Tensor, scale: float, is_parted: bool) -> Tensor:
         tokens, _, heads, dim = qkv.shape
         assert qkv.is_contiguous()
-        shares, rows = self.shares, qkv.view(tokens, -1)
+        schedule, rows = self.schedule, qkv.view(tokens, -1)
         out = torch.empty((tokens, heads, dim), dtype=qkv.dtype, device=qkv.device)
-        parts = torch.empty((max(1, shares.slots), TILE_ROWS, dim + CELL), dtype=torch.float32, device=qkv.device)
+        parts = torch.empty((max(1, schedule.slots), TILE_ROWS, dim + CELL), dtype=torch.float32, device=qkv.device)
         descriptors = (_descriptor(rows, columns) for columns in (_FIRST, _REST))
-        args = (*descriptors, shares.offsets, shares.items, out, parts, scale * LOG2_E, heads)
+        args = (*descriptors, schedule.offsets, schedule.items, out, parts, scale * LOG2_E, heads)
         sizes = (dim, KEYS, _STAGES, is_parted)
-        launch, grid = self._launches.get(is_parted), (shares.programs, 1, 1)
+        launch, grid = self._launches.get(is_parted), (schedule.programs, 1, 1)
         if launch is None:
             kernel = vit_kernel[grid](*args, *sizes, num_warps=4, maxnreg=_REGISTERS, launch_pdl=True)
             self._launches[is_parted] = kernel[grid]
         else:
             launch(*args, *sizes)
-        if shares.slots:
-            self._add_up = add_up(parts, shares, out, self._add_up)
+        if schedule.slots:
+            self._combine = combine(parts, schedule, out, self._combine)
         return out
 
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.kernels.launch.async_copy import sent
+from saccade.kernels.launch.async_copy import to_device
 
 GROUP_ROWS, TILE_ROWS, KEYS = 64, 192, 64  # rows of four warps and of a tile; keys of a tile
 ITEM, SPLIT = 8, 5  # numbers of each
@@ -33,7 +33,7 @@ _FEW_TILES = 3  # of a program: only then smaller ones may fill the device bette
 
 
 @dataclass(frozen=True, eq=False)
-class Shares:
+class TileSchedule:
     offsets: Tensor  # int32 [programs + 1]: where the items of a program begin, and the end
     splits: Tensor  # int32 [1 + SPLIT * n]: how many tiles are cut; first row, rows, head, first slot, parts of each
     items: Tensor  # int32 [items, ITEM]: first row, rows, head; the picture's first row and length; keys, slot
@@ -44,19 +44,19 @@ class Shares:
         return len(self.offsets) - 1
 
     @classmethod
-    def of(cls, lengths: Sequence[int], heads: int, programs: int, device: torch.device) -> Shares:
-        plan = share_out(tuple(lengths), heads, programs)
-        return cls.among(sent(plan.numbers, device), programs, plan.slots)
+    def of(cls, lengths: Sequence[int], heads: int, programs: int, device: torch.device) -> TileSchedule:
+        plan = make_schedule(tuple(lengths), heads, programs)
+        return cls.among(to_device(plan.metadata, device), programs, plan.slots)
 
     @classmethod
-    def among(cls, numbers: Tensor, programs: int, slots: int) -> Shares:
-        """Laid out as `Plan.numbers`."""
+    def among(cls, metadata: Tensor, programs: int, slots: int) -> TileSchedule:
+        """Laid out as `Plan.metadata`."""
         at = items_at(programs)
-        return cls(numbers[: programs + 1], numbers[programs + 1 : at], numbers[at:].view(-1, ITEM), slots)
+        return cls(metadata[: programs + 1], metadata[programs + 1 : at], metadata[at:].view(-1, ITEM), slots)
 
 
 class Plan(NamedTuple):
-    numbers: Tensor  # int32, on the host: offsets, splits, items
+    metadata: Tensor  # int32, on the host: offsets, splits, items
     slots: int
 
 
@@ -71,7 +71,7 @@ def max_slots(programs: int) -> int:
 
 
 @lru_cache(maxsize=64)  # pictures of one camera have one size
-def share_out(lengths: tuple[int, ...], heads: int, programs: int) -> Plan:
+def make_schedule(lengths: tuple[int, ...], heads: int, programs: int) -> Plan:
     tiles = _Tiles.of(lengths, heads, TILE_ROWS)
     choices = [_share(tiles, programs)]
     if len(tiles.items) < _FEW_TILES * programs:
@@ -186,16 +186,16 @@ def _plan(choice: _Choice, programs: int) -> Plan:
     placed = choice.tiles.items
     if items:
         placed = torch.cat((placed[torch.tensor(choice.owners) >= 0], torch.tensor(items).view(-1, ITEM)))
-    numbers = torch.zeros(items_at(programs) + placed.numel(), dtype=torch.int32)
-    numbers[1 : programs + 1] = torch.bincount(owners, minlength=programs).cumsum(0)
+    metadata = torch.zeros(items_at(programs) + placed.numel(), dtype=torch.int32)
+    metadata[1 : programs + 1] = torch.bincount(owners, minlength=programs).cumsum(0)
     table = torch.tensor([len(splits), *(number for split in splits for number in split)])
-    numbers[programs + 1 : programs + 1 + len(table)] = table
-    numbers[items_at(programs) :] = placed[owners.argsort(stable=True)].flatten()
-    return Plan(numbers, sum(split[-1] for split in splits))
+    metadata[programs + 1 : programs + 1 + len(table)] = table
+    metadata[items_at(programs) :] = placed[owners.argsort(stable=True)].flatten()
+    return Plan(metadata, sum(split[-1] for split in splits))
 
 
 def _slots(parts: list[_Part]) -> tuple[list[int], list[list[int]]]:
-    """Numbers of the items of parts, and the tiles that were cut, as in `Shares`."""
+    """Numbers of the items of parts, and the tiles that were cut, as in `TileSchedule`."""
     items: list[int] = []
     splits: list[list[int]] = []
     slots = 0

@@ -47,7 +47,7 @@ _QUICK_GELU, _SILU_AND_MUL = gl.constexpr(0), gl.constexpr(2)
 _LEAST_FILL = 0.75  # of the multiprocessors' time; below, two launches with smaller tiles are faster
 
 
-def hopper_linear(
+def hopper_linear_act(
     x: Tensor,  # [M, K], contiguous as all that follow
     weight: Tensor,  # [N, K], with a gate [2 N, K]
     bias: Tensor | None,  # as long

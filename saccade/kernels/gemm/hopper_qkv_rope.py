@@ -1,6 +1,6 @@
 """Queries, keys and values of rotary heads in one product, for Hopper GPUs, in Gluon. Knows rows and heads, no tower.
 
-As `hopper_linear`, whose roles and tiles these are. Dimensions i and i + d / 2 of a head are a pair, turned together:
+As `hopper_linear_act`, whose roles and tiles these are. Dimensions i and i + d / 2 of a head are a pair, turned together:
 rows of the weight are copied so that the two are neighbours, which one thread has. Attention does not ask in which
 order a head's dimensions are, as long as queries and keys share it, so whole boxes are written as they come:
 
@@ -50,11 +50,11 @@ _LEAST_FILL = 0.78  # of the multiprocessors' time; below, two launches with sma
 _PAIRS = gl.NVMMASharedLayout(swizzle_byte_width=2 * BOX, element_bitwidth=16, rank=4)
 
 
-def hopper_qkv(
+def hopper_qkv_rope(
     x: Tensor,  # [T, K], contiguous as all that follow
     weight: Tensor,  # [3 * heads * d, K]
     bias: Tensor,  # [3 * heads * d]
-    turns: Tensor,  # float32 [T, d]: cosine and sine of each pair
+    rotary: Tensor,  # float32 [T, d]: cosine and sine of each pair
     heads: int,
     programs: int,  # one for each multiprocessor
 ) -> Tensor:
@@ -65,7 +65,7 @@ def hopper_qkv(
     whole = num_whole(tiles, programs)
     _compiled(heads, x.dtype, x.device)[min(programs, 2 * tiles - whole), 1, 1](
         boxes(x), boxes(weight), *_pair_boxes(weight), boxes(out),
-        bias, turns, rows, inputs, whole, 2 * (tiles - whole), heads,
+        bias, rotary, rows, inputs, whole, 2 * (tiles - whole), heads,
     )  # fmt: skip
     return out.view(rows, 3, heads, -1)
 
@@ -79,10 +79,10 @@ def suits(rows: int, inputs: int, heads: int, dim: int, programs: int) -> bool:
 @lru_cache
 def _compiled(heads: int, dtype: torch.dtype, device: torch.device) -> CompiledKernel:
     like = torch.empty((BOX, BOX), dtype=dtype, device=device)
-    turns = torch.empty(BOX, dtype=torch.float32, device=device)
+    rotary = torch.empty(BOX, dtype=torch.float32, device=device)
     return _qkv_kernel.warmup(
         boxes(like), boxes(like), *_pair_boxes(like), boxes(like),
-        like, turns, BOX, BOX, 0, 0, HEADS=heads, num_warps=4, maxnreg=168, launch_pdl=True, grid=(1,),
+        like, rotary, BOX, BOX, 0, 0, HEADS=heads, num_warps=4, maxnreg=168, launch_pdl=True, grid=(1,),
     )  # fmt: skip
 
 
@@ -98,12 +98,12 @@ def _pair_boxes(weight: Tensor) -> tuple[TensorDescriptor, TensorDescriptor]:
 def _qkv_kernel(
     x: tma.tensor_descriptor, weight: tma.tensor_descriptor,
     long: tma.tensor_descriptor, short: tma.tensor_descriptor, out: tma.tensor_descriptor,
-    bias: gl.tensor, turns: gl.tensor,
+    bias: gl.tensor, rotary: gl.tensor,
     M: gl.tensor, K: gl.tensor, whole: gl.tensor, halves: gl.tensor, HEADS: gl.constexpr,
 ) -> None:  # fmt: skip
     shared = new_ring(x)
     shape = (M, gl.to_tensor(3 * HEADS * _DIM), K, whole, halves)
-    ends = (out, bias, turns)
+    ends = (out, bias, rotary)
     gdc_wait()  # before others start that may not: they find all that was written before this launch
     gdc_launch_dependents()
     gl.warp_specialize(
@@ -188,7 +188,7 @@ def _compute_tiles(
     WIDE: gl.constexpr, GROUP: gl.constexpr, HEADS: gl.constexpr,
 ) -> gl.tuple:  # fmt: skip
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 16])
-    out, bias, turns = ends
+    out, bias, rotary = ends
     stage, phase, room = ring
     for unit in range(gl.program_id(0), units, gl.num_programs(0)):
         row, output = place(unit, shape, WIDE, False)
@@ -196,7 +196,7 @@ def _compute_tiles(
         acc, stage, phase = multiply(shared, gl.zeros([64, WIDE], gl.float32, SUMS), shape, stage, phase, WIDE, GROUP)
         # both come while the last products are under way
         more = _biases(bias, output, is_value, is_short, head, SUMS, WIDE)
-        turn = _turns(turns, row + GROUP * 64, shape[0], is_value, is_short)
+        turn = _rotary(rotary, row + GROUP * 64, shape[0], is_value, is_short)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(shared[3].index(STAGES + before(stage)), count=1)
         acc += more.to(gl.float32)
@@ -226,32 +226,32 @@ def _biases(
 
 
 @gluon.jit
-def _turns(turns: gl.tensor, row: gl.tensor, M: gl.tensor, is_value: gl.tensor, is_short: gl.tensor) -> gl.tuple:
+def _rotary(rotary: gl.tensor, row: gl.tensor, M: gl.tensor, is_value: gl.tensor, is_short: gl.tensor) -> gl.tuple:
     """Cosines and sines of a box's pairs: [64, 32] each."""
     BOX: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     rows = row + gl.arange(0, 64, layout=gl.SliceLayout(1, BOX))[:, None]
     columns = gl.arange(0, 64, layout=gl.SliceLayout(0, BOX))[None, :]
     columns = gl.where(is_short, 64 + columns % 16, columns)
     mask = (rows < M) & (columns >= 0) & (is_value == 0)
-    return gl.split(gl.reshape(gl.load(turns + rows * _DIM + columns, mask=mask, other=0.0), [64, 32, 2]))
+    return gl.split(gl.reshape(gl.load(rotary + rows * _DIM + columns, mask=mask, other=0.0), [64, 32, 2]))
 
 
 @gluon.jit
 def _finish(
     results: gl.shared_memory_descriptor, out: tma.tensor_descriptor, sums: gl.tensor, turn: gl.tuple,
-    row: gl.tensor, output: gl.tensor, room: gl.tensor, GROUP: gl.constexpr, IS_TURNED: gl.constexpr,
+    row: gl.tensor, output: gl.tensor, room: gl.tensor, GROUP: gl.constexpr, IS_ROTATED: gl.constexpr,
 ) -> gl.tensor:  # fmt: skip
     """Turn and write sums [64, 64 to 256]."""
     WIDE: gl.constexpr = sums.shape[1]
     if WIDE > 64:
         left, right = left_right(sums)
-        room = _finish(results, out, left, turn, row, output, room, GROUP, IS_TURNED)
-        room = _finish(results, out, right, turn, row, output + WIDE // 2, room, GROUP, IS_TURNED)
+        room = _finish(results, out, left, turn, row, output, room, GROUP, IS_ROTATED)
+        room = _finish(results, out, right, turn, row, output + WIDE // 2, room, GROUP, IS_ROTATED)
     else:
         tma.store_wait(1)  # the last writing may still go on: it reads from the other room
         here = results.index(2 * GROUP + room)
-        if IS_TURNED:
-            sums = _turn(sums, turn)
+        if IS_ROTATED:
+            sums = _rotate(sums, turn)
         here.store(sums.to(results.dtype))
         fence_async_shared()
         write(out, [row, output], here)
@@ -260,7 +260,7 @@ def _finish(
 
 
 @gluon.jit
-def _turn(sums: gl.tensor, turn: gl.tuple) -> gl.tensor:
+def _rotate(sums: gl.tensor, turn: gl.tuple) -> gl.tensor:
     along, across = turn
     low, high = gl.split(gl.reshape(sums, [64, 32, 2]))
     turned = gl.join(low * along - high * across, high * along + low * across)

@@ -40,7 +40,7 @@ _copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_
 _write = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global  # the same
 
 
-class Ring(NamedTuple):
+class PipelineConfig(NamedTuple):
     """The sizes a product is launched with."""
 
     stages: int
@@ -52,19 +52,19 @@ def suits(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> bool:
     return rows <= MAX_ROWS and dtype.itemsize == 2 and inputs % _INPUTS == 0 and outputs % _OUTPUTS == 0
 
 
-def choose_parts(rows: int, outputs: int, inputs: int) -> Ring:
+def choose_parts(rows: int, outputs: int, inputs: int) -> PipelineConfig:
     """All weights of a program that has few wait in its ring before its turn."""
     splits = choose_splits(outputs, inputs, _OUTPUTS, _INPUTS)
     stage = (power_of_two(rows, least=16) + _OUTPUTS) * 2 * _INPUTS  # bytes
-    return Ring(min(-(-inputs // (_INPUTS * splits)), _RING // stage), splits)
+    return PipelineConfig(min(-(-inputs // (_INPUTS * splits)), _RING // stage), splits)
 
 
-def choose_gated(rows: int) -> Ring:
+def choose_gated(rows: int) -> PipelineConfig:
     """As many stages as let two programs share a multiprocessor: all of them run at once then."""
-    return Ring(5 if rows <= 32 else 4 if rows <= 64 else 3)
+    return PipelineConfig(5 if rows <= 32 else 4 if rows <= 64 else 3)
 
 
-def linear_parts(x: Tensor, weight: Tensor, bias: Tensor | None, ring: Ring) -> Tensor:
+def split_k_linear(x: Tensor, weight: Tensor, bias: Tensor | None, ring: PipelineConfig) -> Tensor:
     """x [M, K], weight [N, K] -> float32 [splits, M, N], which add up to x @ weight.T + bias."""
     rows, outputs = len(x), len(weight)
     parts = torch.empty((ring.splits, rows, outputs), dtype=torch.float32, device=x.device)
@@ -72,7 +72,7 @@ def linear_parts(x: Tensor, weight: Tensor, bias: Tensor | None, ring: Ring) -> 
     return parts
 
 
-def gated_stream(x: Tensor, gate_up_weight: Tensor, ring: Ring) -> Tensor:
+def split_k_gated_linear(x: Tensor, gate_up_weight: Tensor, ring: PipelineConfig) -> Tensor:
     """x [M, K], weight [2 wide, K] with the gate's rows first -> silu(x @ gate.T) * (x @ up.T): [M, wide]."""
     wide = len(gate_up_weight) // 2
     assert wide % _OUTPUTS == 0 and ring.splits == 1, (wide, ring)
@@ -82,7 +82,14 @@ def gated_stream(x: Tensor, gate_up_weight: Tensor, ring: Ring) -> Tensor:
 
 
 def _launch(
-    tiles: int, x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None, ring: Ring, *, gated: bool = False
+    tiles: int,
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    bias: Tensor | None,
+    ring: PipelineConfig,
+    *,
+    gated: bool = False,
 ) -> None:
     assert weight.is_contiguous() and x.stride(1) == 1 and x.dtype == weight.dtype
     rows = power_of_two(len(x), least=16)

@@ -7,12 +7,12 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from saccade.kernels.attention.decode_triton import num_multiprocessors
-from saccade.kernels.launch.self_test import is_hopper, passes
+from saccade.kernels.attention.decode_triton import num_sms
+from saccade.kernels.launch.self_test import is_hopper, self_test_passes
 from saccade.kernels.ops import reference
 
 
-def turned_qkv(x: Tensor, weight: Tensor, bias: Tensor | None, turns: Tensor, heads: int) -> Tensor | None:
+def qkv_rope(x: Tensor, weight: Tensor, bias: Tensor | None, rotary: Tensor, heads: int) -> Tensor | None:
     """x @ weight.T + bias with queries and keys turned: [T, 3, heads, d]; None where two launches are as fast.
 
     x is [T, K], the weight [3 * heads * d, K]; turns as `vit_steps.rotate_pairs` takes them. Queries and keys come in
@@ -20,28 +20,28 @@ def turned_qkv(x: Tensor, weight: Tensor, bias: Tensor | None, turns: Tensor, he
     """
     if bias is None or x.dtype == torch.float32 or not has_kernel(x.device):
         return None
-    from saccade.kernels.gemm import hopper_qkv_rope as hopper_qkv
+    from saccade.kernels.gemm import hopper_qkv_rope as hopper_qkv_rope
 
-    (rows, inputs), dim, programs = x.shape, len(weight) // (3 * heads), num_multiprocessors(x.device)
-    if not hopper_qkv.suits(rows, inputs, heads, dim, programs):
+    (rows, inputs), dim, programs = x.shape, len(weight) // (3 * heads), num_sms(x.device)
+    if not hopper_qkv_rope.suits(rows, inputs, heads, dim, programs):
         return None
-    return hopper_qkv.hopper_qkv(x, weight, bias, turns, heads, programs)
+    return hopper_qkv_rope.hopper_qkv_rope(x, weight, bias, rotary, heads, programs)
 
 
 @lru_cache
 def has_kernel(device: torch.device) -> bool:
     """Tried out when it is asked for the first time; that must not be recorded."""
-    return is_hopper(device) and passes(lambda: _try(device), "heads are turned by launches of their own")
+    return is_hopper(device) and self_test_passes(lambda: _try(device), "heads are turned by launches of their own")
 
 
 def _try(device: torch.device) -> None:
     """It must compile and agree with the reference, also where tiles are halved and end early."""
-    from saccade.kernels.gemm.hopper_qkv_rope import DIM, hopper_qkv
+    from saccade.kernels.gemm.hopper_qkv_rope import DIM, hopper_qkv_rope
 
     heads = 16
     outputs = 3 * heads * DIM
     x, weight, bias = (torch.randn(*size, device=device).bfloat16() for size in ((150, 80), (outputs, 80), (outputs,)))
     angles = torch.randn(150, DIM // 2, device=device)
-    turns = torch.stack((angles.cos(), angles.sin()), dim=-1).flatten(1)
-    found = hopper_qkv(0.2 * x, weight, bias, turns, heads, num_multiprocessors(device))
-    torch.testing.assert_close(found, reference.turned_qkv(0.2 * x, weight, bias, turns, heads), atol=0.05, rtol=0.05)
+    rotary = torch.stack((angles.cos(), angles.sin()), dim=-1).flatten(1)
+    found = hopper_qkv_rope(0.2 * x, weight, bias, rotary, heads, num_sms(device))
+    torch.testing.assert_close(found, reference.qkv_rope(0.2 * x, weight, bias, rotary, heads), atol=0.05, rtol=0.05)

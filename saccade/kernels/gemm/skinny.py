@@ -16,7 +16,7 @@ from torch import Tensor
 
 from saccade.kernels.attention.online_softmax import precision_of
 from saccade.kernels.gemm.skinny_kernels import tile_kernel, vector_kernel
-from saccade.kernels.launch.pdl import is_early, overlap
+from saccade.kernels.launch.pdl import overlap, supports_pdl
 from saccade.kernels.launch.tiling import power_of_two
 from saccade.kernels.ops.norm import silu_and_mul
 
@@ -210,7 +210,7 @@ def _launch(product: _Product, config: Config, workspace: SplitWorkspace | None,
 
 def _launch_vector(product: _Product, config: Config, out: Tensor) -> None:
     x, weight, bias, residual, norm_weight, eps, gated = product
-    inputs, early = x.shape[1], config.early and is_early(x)
+    inputs, early = x.shape[1], config.early and supports_pdl(x)
     vector_kernel[(triton.cdiv(out.shape[1], config.outputs),)](
         x, weight, bias, residual, norm_weight, out, eps, out.shape[1],
         K=inputs, OUTPUTS=config.outputs, INPUTS=config.inputs, STAGES=config.stages, GATED=gated,
@@ -225,7 +225,7 @@ def _launch_tiles(product: _Product, config: Config, workspace: SplitWorkspace |
     tiles, splits = triton.cdiv(outputs, config.outputs), config.splits
     partials, squares, counters = _room(workspace, config, tiles) if splits > 1 else (None, None, None)
     share = triton.cdiv(triton.cdiv(inputs, config.inputs), splits) * config.inputs
-    early = config.early and is_early(x)
+    early = config.early and supports_pdl(x)
     tile_kernel[(tiles, splits)](
         x, weight, bias, residual, norm_weight, out, partials, squares, counters, eps, rows, outputs, x.stride(0),
         K=inputs, ROWS=config.rows, OUTPUTS=config.outputs, INPUTS=config.inputs, SPLITS=splits, GATED=gated,

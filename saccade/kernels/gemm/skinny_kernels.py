@@ -24,7 +24,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from saccade.kernels.launch.pdl import ask, wait_for_turn
+from saccade.kernels.launch.pdl import pdl_wait_then_release, prefetch_l2
 
 
 @triton.jit
@@ -37,8 +37,8 @@ def vector_kernel(
     columns = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     own = weight + tl.minimum(columns, N - 1)[:, None].to(tl.int64) * K  # [OUTPUTS, 1]
     to_up = tl.cast(N, tl.int64) * K  # from a row of the gate to its row of `up`
-    _ask_ahead(own, to_up, GATED, AHEAD)
-    wait_for_turn(EARLY)
+    _prefetch_weights(own, to_up, GATED, AHEAD)
+    pdl_wait_then_release(EARLY)
     acc = tl.zeros([OUTPUTS, INPUTS], tl.float32)
     acc_up = tl.zeros([OUTPUTS, INPUTS], tl.float32)
     squares = tl.zeros([1, INPUTS], tl.float32)
@@ -71,8 +71,8 @@ def tile_kernel(
     columns, rows = tile * OUTPUTS + tl.arange(0, OUTPUTS), tl.arange(0, ROWS)
     own = weight + tl.minimum(columns, N - 1)[:, None].to(tl.int64) * K  # [OUTPUTS, 1]
     to_up = tl.cast(N, tl.int64) * K  # from a row of the gate to its row of `up`
-    _ask_ahead(own + split * SHARE, to_up, GATED, AHEAD)
-    wait_for_turn(EARLY)
+    _prefetch_weights(own + split * SHARE, to_up, GATED, AHEAD)
+    pdl_wait_then_release(EARLY)
     few = x + tl.minimum(rows, M - 1)[:, None] * x_row  # [ROWS, 1]
     acc, acc_up, total = _multiply(
         few, own, own + to_up, norm, split * SHARE,
@@ -87,8 +87,8 @@ def tile_kernel(
         tl.store(squares + cell + split * ROWS + rows, total)
         tl.debug_barrier()  # all threads have stored before one of them says so
         if tl.atomic_add(counters + tile, 1, sem="acq_rel") == SPLITS - 1:
-            acc = _add_up(place, OUTPUTS * ROWS, SPLITS)
-            total = _add_up(squares + cell + rows, ROWS, SPLITS)
+            acc = _combine(place, OUTPUTS * ROWS, SPLITS)
+            total = _combine(squares + cell + rows, ROWS, SPLITS)
             _store(_scale_and_gate(acc, acc, total, norm, eps, K, False), bias, residual, out, rows, columns, M, N)
             tl.store(counters + tile, 0)
 
@@ -119,14 +119,14 @@ def _multiply(
 
 
 @triton.jit
-def _ask_ahead(own: tl.tensor, to_up: tl.tensor, GATED: tl.constexpr, AHEAD: tl.constexpr) -> None:
+def _prefetch_weights(own: tl.tensor, to_up: tl.tensor, GATED: tl.constexpr, AHEAD: tl.constexpr) -> None:
     """The first AHEAD cache lines of each weight row."""
     if AHEAD > 0:
         of_line: tl.constexpr = 1024 // own.dtype.element_ty.primitive_bitwidth  # elements
         lines = own + tl.arange(0, AHEAD)[None, :] * of_line  # [OUTPUTS, AHEAD]
-        ask(lines)
+        prefetch_l2(lines)
         if GATED:
-            ask(lines + to_up)
+            prefetch_l2(lines + to_up)
 
 
 @triton.jit
@@ -155,7 +155,7 @@ def _scale_and_gate(
 
 
 @triton.jit
-def _add_up(first: tl.tensor, step: tl.constexpr, SPLITS: tl.constexpr) -> tl.tensor:
+def _combine(first: tl.tensor, step: tl.constexpr, SPLITS: tl.constexpr) -> tl.tensor:
     """Other multiprocessors wrote the parts, so they are read past the first cache; always in the same order."""
     total = tl.load(first, cache_modifier=".cg")
     for split in tl.static_range(1, SPLITS):

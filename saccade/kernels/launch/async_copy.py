@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-def sent(host: Tensor, device: torch.device) -> Tensor:
+def to_device(host: Tensor, device: torch.device) -> Tensor:
     """From memory that is not pinned, a copy may wait for all that the device has to do.
 
     PyTorch keeps what was pinned here until the copy is done.

@@ -5,11 +5,11 @@
     early                   | product ....... |
                                       | wait | attention .. |         programs are there already
 
-A program that starts early must wait before it touches what the launches ahead read or write: those that `go_in_turn`
+A program that starts early must wait before it touches what the launches ahead read or write: those that `pdl_release_then_wait`
 let the next one start before they wait themselves, so several may be there at a time, each with its own weights on
 their way. All wait before they end, so when the launch ahead has ended, all before it have. What may be read without
 waiting was written before a launch that starts at its turn, or that lets others in only after it has waited
-(`wait_for_turn`): a decode step has one behind its inputs. Knows addresses, not what lies there.
+(`pdl_wait_then_release`): a decode step has one behind its inputs. Knows addresses, not what lies there.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
-def is_early(x: Tensor) -> bool:
+def supports_pdl(x: Tensor) -> bool:
     """Whether kernels on this tensor's device can start early: from Hopper on."""
     return x.is_cuda and _has_early_launch(x.device)
 
@@ -39,7 +39,7 @@ def _has_early_launch(device: torch.device) -> bool:
 
 
 @triton.jit
-def wait_for_turn(EARLY: tl.constexpr) -> None:
+def pdl_wait_then_release(EARLY: tl.constexpr) -> None:
     """Wait for the launch ahead, then let the next one start: it finds all that was written before this one."""
     if EARLY:
         gdc_wait()
@@ -47,7 +47,7 @@ def wait_for_turn(EARLY: tl.constexpr) -> None:
 
 
 @triton.jit
-def go_in_turn(EARLY: tl.constexpr) -> None:
+def pdl_release_then_wait(EARLY: tl.constexpr) -> None:
     """Let the next launch start, then wait for the one ahead."""
     if EARLY:
         gdc_launch_dependents()
@@ -55,7 +55,7 @@ def go_in_turn(EARLY: tl.constexpr) -> None:
 
 
 @triton.jit
-def ask(lines: tl.tensor) -> None:
+def prefetch_l2(lines: tl.tensor) -> None:
     """Pointers, one into each cache line that is going to be read: they come to the second cache meanwhile."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [lines.to(tl.uint64)], dtype=tl.int32, is_pure=False, pack=1

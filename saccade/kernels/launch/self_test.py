@@ -14,7 +14,7 @@ def is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
-def passes(trial: Callable[[], object], otherwise: str) -> bool:
+def self_test_passes(trial: Callable[[], object], otherwise: str) -> bool:
     """`trial` raises where the kernel does not compile or is wrong; `otherwise` says what happens then.
 
     A compiler may lack what a kernel is written with, and whatever else it says: slower is better than not at all.

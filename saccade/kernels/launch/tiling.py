@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.kernels.launch.async_copy import sent
+from saccade.kernels.launch.async_copy import to_device
 
 _NO_ROW = 2**30  # beyond the last row of any owner
 
@@ -48,12 +48,12 @@ class Tiles:
         contexts: Sequence[int] | None = None,
         capacity: int | None = None,
     ) -> Tiles:
-        starts, index = tile_numbers(lengths, rows, contexts=contexts, capacity=capacity)
-        both = sent(torch.tensor([*starts, *index], dtype=torch.int32), device)  # one copy to the device
+        starts, index = tile_metadata(lengths, rows, contexts=contexts, capacity=capacity)
+        both = to_device(torch.tensor([*starts, *index], dtype=torch.int32), device)  # one copy to the device
         return cls(both[: len(starts)], both[len(starts) :].view(-1, 2), rows)
 
 
-def tile_numbers(
+def tile_metadata(
     lengths: Sequence[int], rows: int, *, contexts: Sequence[int] | None = None, capacity: int | None = None
 ) -> tuple[list[int], list[int]]:
     """`starts` and `index` of such tiles, on the host.

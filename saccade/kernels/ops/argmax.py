@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saccade.kernels.launch.pdl import go_in_turn, is_early, overlap
+from saccade.kernels.launch.pdl import overlap, pdl_release_then_wait, supports_pdl
 from saccade.kernels.launch.tiling import power_of_two
 
 _MAX_SPLITS = 64
@@ -42,22 +42,22 @@ class ArgmaxWorkspace(NamedTuple):
         )
 
 
-class Board(NamedTuple):
+class TokenSink(NamedTuple):
     """Where the places found are written down for others as well."""
 
-    latest: Tensor  # int64
-    lines: Tensor  # int32 [T]: the line of `latest` that each row writes
+    last_tokens: Tensor  # int64
+    request_rows: Tensor  # int32 [T]: the line of `last_tokens` that each row writes
 
 
-def argmax(logits: Tensor, workspace: ArgmaxWorkspace, out: Tensor, board: Board | None = None) -> Tensor:
+def argmax(logits: Tensor, workspace: ArgmaxWorkspace, out: Tensor, sink: TokenSink | None = None) -> Tensor:
     """logits [T, N], contiguous -> `out`, int64 [T]."""
     rows, size = logits.shape
     assert logits.is_contiguous() and rows <= len(workspace.counters), (logits.shape, len(workspace.counters))
-    blocks, early = triton.cdiv(size, _BLOCK), is_early(logits)
+    blocks, early = triton.cdiv(size, _BLOCK), supports_pdl(logits)
     share = triton.cdiv(blocks, max(1, min(blocks, _PROGRAMS // rows, _MAX_SPLITS))) * _BLOCK
     splits = triton.cdiv(size, share)
     _argmax_kernel[(rows, splits)](
-        logits, *workspace, out, *(board or (None, None)), size, share,
+        logits, *workspace, out, *(sink or (None, None)), size, share,
         SPLITS=splits, PADDED=power_of_two(splits), BLOCK=_BLOCK, STAGES=_STAGES,
         IS_SHORT=logits.element_size() == 2 and share <= _MAX_SHARE, EARLY=early, num_warps=_WARPS, **overlap(early),
     )  # fmt: skip
@@ -66,11 +66,11 @@ def argmax(logits: Tensor, workspace: ArgmaxWorkspace, out: Tensor, board: Board
 
 @triton.jit(do_not_specialize_on_alignment=["out", "lines"])
 def _argmax_kernel(
-    logits: tl.tensor, keys: tl.tensor, counters: tl.tensor, out: tl.tensor, latest: tl.tensor, lines: tl.tensor,
+    logits: tl.tensor, keys: tl.tensor, counters: tl.tensor, out: tl.tensor, last_tokens: tl.tensor, request_rows: tl.tensor,
     size: tl.tensor, share: tl.tensor, SPLITS: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
     STAGES: tl.constexpr, IS_SHORT: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
-    go_in_turn(EARLY)
+    pdl_release_then_wait(EARLY)
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     first = split * share
     count = tl.minimum(size - first, share)
@@ -84,10 +84,10 @@ def _argmax_kernel(
         if tl.atomic_add(counters + row, 1, sem="acq_rel") == SPLITS - 1:
             each = tl.arange(0, PADDED)
             every = tl.load(keys + row * SPLITS + each, mask=each < SPLITS, other=-(2**63), cache_modifier=".cg")
-            _write(out, latest, lines, row, tl.max(every, 0))
+            _write(out, last_tokens, request_rows, row, tl.max(every, 0))
             tl.store(counters + row, 0)
     else:
-        _write(out, latest, lines, row, found)
+        _write(out, last_tokens, request_rows, row, found)
 
 
 @triton.jit
@@ -121,11 +121,11 @@ def _find_short(
 
 
 @triton.jit
-def _write(out: tl.tensor, latest: tl.tensor, lines: tl.tensor, row: tl.tensor, key: tl.tensor) -> None:
+def _write(out: tl.tensor, last_tokens: tl.tensor, request_rows: tl.tensor, row: tl.tensor, key: tl.tensor) -> None:
     place = 0x7FFFFFFF - (key & 0x7FFFFFFF)
     tl.store(out + row, place)
-    if latest is not None:
-        tl.store(latest + tl.load(lines + row), place)
+    if last_tokens is not None:
+        tl.store(last_tokens + tl.load(request_rows + row), place)
 
 
 @triton.jit

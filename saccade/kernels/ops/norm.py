@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saccade.kernels.launch.pdl import go_in_turn, is_early, overlap
+from saccade.kernels.launch.pdl import overlap, pdl_release_then_wait, supports_pdl
 from saccade.kernels.launch.tiling import power_of_two
 
 _COLUMNS = 1024  # of a program of `silu_and_mul`
@@ -31,7 +31,7 @@ def add_rms_norm(
     assert x.is_contiguous() and residual.is_contiguous() and x.shape[-2:] == residual.shape
     rows, hidden = len(residual if only is None else only), residual.shape[1]
     normed, total = residual.new_empty(rows, hidden), residual.new_empty(rows, hidden)
-    columns, early = power_of_two(hidden), is_early(x)
+    columns, early = power_of_two(hidden), supports_pdl(x)
     _norm_kernel[(rows,)](
         x, residual, weight, only, normed, total, eps, residual.numel(),
         HIDDEN=hidden, COLUMNS=columns, PARTS=x.numel() // residual.numel(), EARLY=early,
@@ -48,7 +48,7 @@ def silu_and_mul(gate_up: Tensor, *, over_gate: bool = False) -> Tensor:
     assert gate_up.is_contiguous()
     rows, wide = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up[:, :wide] if over_gate else gate_up.new_empty(rows, wide)
-    early = is_early(gate_up)
+    early = supports_pdl(gate_up)
     _silu_kernel[(rows, triton.cdiv(wide, _COLUMNS))](
         gate_up, out, wide, out.stride(0), COLUMNS=_COLUMNS, EARLY=early, num_warps=4, **overlap(early)
     )
@@ -68,7 +68,7 @@ def _norm_kernel(
     place, target = source * HIDDEN + columns, row * HIDDEN + columns
     kind = total.dtype.element_ty
     by = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
-    go_in_turn(EARLY)
+    pdl_release_then_wait(EARLY)
     here = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
     for i in tl.static_range(1, PARTS):
         here += tl.load(x + i * part + place, mask=inside, other=0.0).to(tl.float32)
@@ -88,7 +88,7 @@ def _silu_kernel(
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = columns < wide
-    go_in_turn(EARLY)
+    pdl_release_then_wait(EARLY)
     gate = tl.load(gate_up + row * 2 * wide + columns, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * wide + wide + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * out_row + columns, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=inside)

@@ -28,10 +28,10 @@ class DecodeInputs(NamedTuple):
     tables: Tensor  # int32 [T, max_blocks]
 
 
-class StepNumbers(NamedTuple):
+class DecodeMetadata(NamedTuple):
     """What the host says of each row: int32 [T], dense."""
 
-    tokens: Tensor  # or -1, for what `latest` says
+    tokens: Tensor  # or -1, for what `last_tokens` says
     positions: Tensor  # one for all axes: behind a prompt they agree
     slots: Tensor  # of the new token; -1: nowhere
     contexts: Tensor  # tokens in the cache once this one is written
@@ -39,15 +39,15 @@ class StepNumbers(NamedTuple):
 
 
 def decode_inputs(
-    numbers: StepNumbers,
-    latest: Tensor,  # int64 [requests]: tokens that only the device may know yet
+    metadata: DecodeMetadata,
+    last_tokens: Tensor,  # int64 [requests]: tokens that only the device may know yet
     embedding: Tensor,  # [vocabulary, hidden], contiguous
     frequencies: Tensor,  # float32 [d / 2]
     block_tables: Tensor,  # int32 [requests, max_blocks], contiguous
     block_size: int,
     embeds: Tensor | None = None,  # [T, hidden or wider], contiguous: where the embeddings go, zeros behind them
 ) -> DecodeInputs:
-    count, hidden = len(numbers.tokens), embedding.shape[1]
+    count, hidden = len(metadata.tokens), embedding.shape[1]
     half, blocks = len(frequencies), block_tables.shape[1]
     if embeds is None:
         embeds = embedding.new_empty(count, hidden)
@@ -59,14 +59,14 @@ def decode_inputs(
         block_tables.new_empty(count, blocks),
     )
     _inputs_kernel[(count,)](
-        *numbers, latest, embedding, frequencies, block_tables, *found, blocks,
+        *metadata, last_tokens, embedding, frequencies, block_tables, *found, blocks,
         BLOCK_SIZE=block_size, HIDDEN=hidden, WIDE=embeds.shape[1], PADDED=power_of_two(embeds.shape[1]),
         HALF=half, PADDED_HALF=power_of_two(half), num_warps=4,
     )  # fmt: skip
     return found
 
 
-class PromptNumbers(NamedTuple):
+class PrefillMetadata(NamedTuple):
     """What the host says of packed windows, all int32."""
 
     tokens: Tensor  # [T]; -1: what is in the row of embeddings stays there
@@ -75,41 +75,41 @@ class PromptNumbers(NamedTuple):
     contexts: Tensor  # [W]: tokens in the cache once the window's are written
 
 
-class Turning(NamedTuple):
+class RotaryFrequencies(NamedTuple):
     frequencies: Tensor  # float32 [d / 2]
     axes: Tensor  # int64 [d / 2]: whose position each of them turns with
 
 
-class PromptInputs(NamedTuple):
+class PrefillInputs(NamedTuple):
     cos: Tensor  # [T, d]
     sin: Tensor  # the same; carries the sign of its half
     tables: Tensor  # int32 [W, max_blocks]: only what the contexts reach is written
 
 
-def prompt_inputs(
-    numbers: PromptNumbers,
+def prefill_inputs(
+    metadata: PrefillMetadata,
     embeds: Tensor,  # [T, hidden or wider], contiguous; zeros fill up wider ones
     embedding: Tensor,  # [vocabulary, hidden], contiguous
-    turning: Turning,
+    turning: RotaryFrequencies,
     block_tables: Tensor,  # int32 [requests, max_blocks], contiguous
     block_size: int,
-) -> PromptInputs:
+) -> PrefillInputs:
     """Writes the embeddings of tokens."""
-    (count, wide), (windows,), half = embeds.shape, numbers.rows.shape, len(turning.frequencies)
+    (count, wide), (windows,), half = embeds.shape, metadata.rows.shape, len(turning.frequencies)
     assert embeds.is_contiguous() and embedding.is_contiguous() and wide >= embedding.shape[1] and windows <= count
-    assert block_tables.is_contiguous() and numbers.positions.is_contiguous()
+    assert block_tables.is_contiguous() and metadata.positions.is_contiguous()
     cos, sin = embedding.new_empty(2, count, 2 * half)
     tables = block_tables.new_empty(windows, block_tables.shape[1])
-    _prompt_kernel[(count,)](
-        *numbers, embedding, embeds, *turning, cos, sin, block_tables, tables,
+    _prefill_inputs_kernel[(count,)](
+        *metadata, embedding, embeds, *turning, cos, sin, block_tables, tables,
         windows, block_tables.shape[1], BLOCK_SIZE=block_size, HIDDEN=embedding.shape[1], WIDE=wide,
         PADDED=power_of_two(wide), HALF=half, PADDED_HALF=power_of_two(half), num_warps=4,
     )  # fmt: skip
-    return PromptInputs(cos, sin, tables)
+    return PrefillInputs(cos, sin, tables)
 
 
 @triton.jit(do_not_specialize_on_alignment=["tokens", "positions", "rows", "contexts"])
-def _prompt_kernel(
+def _prefill_inputs_kernel(
     tokens: tl.tensor, positions: tl.tensor, rows: tl.tensor, contexts: tl.tensor,
     embedding: tl.tensor, embeds: tl.tensor, frequencies: tl.tensor, axes: tl.tensor, cos: tl.tensor, sin: tl.tensor,
     block_tables: tl.tensor, tables: tl.tensor, windows: tl.tensor, blocks: tl.tensor,
@@ -151,7 +151,7 @@ def _write_angles(
 @triton.jit(do_not_specialize_on_alignment=["tokens", "positions", "slots", "contexts", "rows"])
 def _inputs_kernel(
     tokens: tl.tensor, positions: tl.tensor, slots: tl.tensor, contexts: tl.tensor, rows: tl.tensor,
-    latest: tl.tensor, embedding: tl.tensor, frequencies: tl.tensor, block_tables: tl.tensor,
+    last_tokens: tl.tensor, embedding: tl.tensor, frequencies: tl.tensor, block_tables: tl.tensor,
     embeds: tl.tensor, cos: tl.tensor, sin: tl.tensor, tables: tl.tensor, blocks: tl.tensor,
     BLOCK_SIZE: tl.constexpr, HIDDEN: tl.constexpr, WIDE: tl.constexpr, PADDED: tl.constexpr, HALF: tl.constexpr,
     PADDED_HALF: tl.constexpr,
@@ -159,7 +159,7 @@ def _inputs_kernel(
     row = tl.program_id(0).to(tl.int64)
     given = tl.load(tokens + row)
     own_row = tl.load(rows + row).to(tl.int64)
-    fed = tl.load(latest + own_row, mask=given < 0, other=0)
+    fed = tl.load(last_tokens + own_row, mask=given < 0, other=0)
     token = tl.where(given < 0, fed, given.to(tl.int64))
     columns = tl.arange(0, PADDED)
     own = tl.load(embedding + token * HIDDEN + columns, mask=columns < HIDDEN, other=0.0)

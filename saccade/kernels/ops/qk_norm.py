@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saccade.kernels.launch.pdl import go_in_turn, is_early, overlap
+from saccade.kernels.launch.pdl import overlap, pdl_release_then_wait, supports_pdl
 from saccade.kernels.launch.tiling import power_of_two
 
 _HEADS = 8  # of a program: few enough that a decode step of one token fills more than one multiprocessor
@@ -20,7 +20,7 @@ def head_norm(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, heads: int, eps: 
     """Each head divided by its root mean square and multiplied by its kind's weight [d]."""
     assert qkv.is_contiguous()
     rows, both, dim = qkv.shape
-    normed, early = (both + heads) // 2, is_early(qkv)  # heads + kv_heads
+    normed, early = (both + heads) // 2, supports_pdl(qkv)  # heads + kv_heads
     _head_norm_kernel[(rows, triton.cdiv(normed, _HEADS))](
         qkv, q_weight, k_weight, heads, normed, both, eps,
         DIM=dim, COLUMNS=power_of_two(dim), HEADS=_HEADS, EARLY=early, num_warps=4, **overlap(early),
@@ -41,7 +41,7 @@ def _head_norm_kernel(
     by = tl.where((head < heads)[:, None], of_q[None, :], of_k[None, :])
     inside = (head < normed)[:, None] & known[None, :]
     place = (tl.program_id(0).to(tl.int64) * both + head[:, None]) * DIM + column[None, :]
-    go_in_turn(EARLY)
+    pdl_release_then_wait(EARLY)
     x = tl.load(qkv + place, mask=inside, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, 1) / DIM + eps)
     tl.store(qkv + place, (x * scale[:, None] * by).to(qkv.dtype.element_ty), mask=inside)

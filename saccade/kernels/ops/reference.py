@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from saccade.kernels.gemm.hopper_split_k import Ring
+    from saccade.kernels.gemm.hopper_split_k import PipelineConfig
 
 
 def rotary_and_store(
@@ -38,7 +38,7 @@ def head_norm(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, heads: int, eps: 
         part.copy_(F.rms_norm(part.float(), weight.shape, weight.float(), eps))
 
 
-def linear_parts(x: Tensor, weight: Tensor, bias: Tensor | None, ring: Ring) -> Tensor:
+def split_k_linear(x: Tensor, weight: Tensor, bias: Tensor | None, ring: PipelineConfig) -> Tensor:
     """A part for each split, some of which may have no columns."""
     columns = zip(*(matrix.float().tensor_split(ring.splits, dim=1) for matrix in (x, weight)), strict=True)
     parts = torch.stack([F.linear(some, those) for some, those in columns])
@@ -47,7 +47,7 @@ def linear_parts(x: Tensor, weight: Tensor, bias: Tensor | None, ring: Ring) -> 
     return parts
 
 
-def gated_stream(x: Tensor, gate_up_weight: Tensor, ring: Ring) -> Tensor:
+def split_k_gated_linear(x: Tensor, gate_up_weight: Tensor, ring: PipelineConfig) -> Tensor:
     assert ring.splits == 1
     return silu_and_mul(F.linear(x.float(), gate_up_weight.float())).to(x.dtype)
 
@@ -57,7 +57,7 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     return (F.silu(gate) * up).to(gate_up.dtype)
 
 
-def act_linear(x: Tensor, weight: Tensor, bias: Tensor | None, act: str) -> Tensor:
+def linear_act(x: Tensor, weight: Tensor, bias: Tensor | None, act: str) -> Tensor:
     """Added up and activated in float32, rounded once."""
     wide = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
     return _ACTS[act](wide).to(x.dtype)
@@ -70,17 +70,17 @@ _ACTS: Mapping[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def turned_qkv(x: Tensor, weight: Tensor, bias: Tensor, turns: Tensor, heads: int) -> Tensor:
+def qkv_rope(x: Tensor, weight: Tensor, bias: Tensor, rotary: Tensor, heads: int) -> Tensor:
     """Added up and turned in float32, rounded once; queries and keys in parts."""
     qkv = F.linear(x.float(), weight.float(), bias.float()).view(len(x), 3, heads, -1)
     low, high = qkv[:, :2].clone().chunk(2, dim=-1)
-    along, across = (turns[:, None, None, which::2] for which in range(2))
+    along, across = (rotary[:, None, None, which::2] for which in range(2))
     qkv[:, :2] = torch.cat((low * along - high * across, high * along + low * across), dim=-1)
     return qkv.flatten(1)[:, parted_columns(heads, qkv.shape[-1])].view_as(qkv).to(x.dtype)
 
 
 def parted_columns(heads: int, dim: int) -> list[int]:
-    """Where the columns of q, k and v that `turned_qkv` writes one after the other are in the usual order.
+    """Where the columns of q, k and v that `qkv_rope` writes one after the other are in the usual order.
 
     Of all heads 32 pairs first, then the others; the two of a pair (i, i + d / 2) are neighbours. Values are as usual.
     """

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saccade.kernels.ops.argmax import Board
+from saccade.kernels.ops.argmax import TokenSink
 
 _BLOCK = 8192
 _WARPS = 16
@@ -26,18 +26,18 @@ _STAGES = tl.constexpr(3)  # chunks on their way while one is worked on
 _UNUSED_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}  # lowest ones of the same value in float32
 
 
-def draw(
-    logits: Tensor, which: Tensor, numbers: Tensor, out: Tensor, board: Board | None = None, block: int = _BLOCK
+def sample_rows(
+    logits: Tensor, which: Tensor, metadata: Tensor, out: Tensor, sink: TokenSink | None = None, block: int = _BLOCK
 ) -> Tensor:
     """A token for each row of logits [T, N] that `which` [rows] names, written into `out`, int64 [T], there.
 
-    `numbers`, float64 [5, rows]: temperature, top_k (N or more: all), top_p, min_p, a number in [0, 1). Of what top-k,
+    `metadata`, float64 [5, rows]: temperature, top_k (N or more: all), top_p, min_p, a number in [0, 1). Of what top-k,
     then top-p, then min-p leave, the cumulative distribution in its order is inverted at that number.
     """
     rows, size = len(which), logits.shape[1]
-    assert logits.is_contiguous() and numbers.shape == (5, rows), (logits.shape, logits.stride(), numbers.shape)
-    _draw_kernel[(rows,)](
-        logits, which, numbers, *numbers.stride(), out, *(board or (None, None)), size,
+    assert logits.is_contiguous() and metadata.shape == (5, rows), (logits.shape, logits.stride(), metadata.shape)
+    _sample_kernel[(rows,)](
+        logits, which, metadata, *metadata.stride(), out, *(sink or (None, None)), size,
         UNUSED=_UNUSED_BITS[logits.dtype], BLOCK=block, num_warps=_WARPS,
     )  # fmt: skip
     return out
@@ -45,15 +45,15 @@ def draw(
 
 @triton.jit(
     do_not_specialize=["kind_stride", "row_stride"],  # nothing is left to compile for a batch of another size
-    do_not_specialize_on_alignment=["which", "numbers", "out", "latest", "lines"],
+    do_not_specialize_on_alignment=["which", "metadata", "out", "last_tokens", "lines"],
 )
-def _draw_kernel(
-    logits: tl.tensor, which: tl.tensor, numbers: tl.tensor, kind_stride: tl.tensor, row_stride: tl.tensor,
-    out: tl.tensor, latest: tl.tensor, lines: tl.tensor, size: tl.tensor, UNUSED: tl.constexpr, BLOCK: tl.constexpr,
+def _sample_kernel(
+    logits: tl.tensor, which: tl.tensor, metadata: tl.tensor, kind_stride: tl.tensor, row_stride: tl.tensor,
+    out: tl.tensor, last_tokens: tl.tensor, request_rows: tl.tensor, size: tl.tensor, UNUSED: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     row = tl.program_id(0)
     line = tl.load(which + row).to(tl.int64)
-    values, asked = logits + line * size, numbers + row * row_stride
+    values, asked = logits + line * size, metadata + row * row_stride
     temperature, top_k = tl.load(asked), tl.load(asked + kind_stride)
     top_p, min_p, uniform = (
         tl.load(asked + 2 * kind_stride), tl.load(asked + 3 * kind_stride), tl.load(asked + 4 * kind_stride),
@@ -70,8 +70,8 @@ def _draw_kernel(
     bound = _value(least, UNUSED)
     place = _place(values, size, bound, min_p.to(tl.float32), uniform, largest, scale, BLOCK).to(tl.int64)
     tl.store(out + line, place)
-    if latest is not None:
-        tl.store(latest + tl.load(lines + row), place)
+    if last_tokens is not None:
+        tl.store(last_tokens + tl.load(request_rows + row), place)
 
 
 @triton.jit

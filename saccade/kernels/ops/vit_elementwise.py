@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade.kernels.launch.launch_cache import launch
-from saccade.kernels.launch.pdl import is_early, overlap, wait_for_turn
+from saccade.kernels.launch.pdl import overlap, pdl_wait_then_release, supports_pdl
 from saccade.kernels.launch.tiling import power_of_two
 
 _BLOCK = 4096
@@ -29,31 +29,31 @@ def norm_and_add(x: Tensor, weight: Tensor, bias: Tensor, eps: float, added: Ten
     normed = torch.empty_like(x)
     columns = power_of_two(hidden)
     args = (x, weight, bias, added, normed, eps)
-    early = is_early(x)
+    early = supports_pdl(x)
     sizes = (hidden, columns, early)
     launch(_norm_kernel, (rows, 1, 1), args, sizes, num_warps=_norm_warps(columns), **overlap(early))
     return normed
 
 
-def rotate_pairs(qkv: Tensor, turns: Tensor) -> None:
+def rotate_pairs(qkv: Tensor, rotary: Tensor) -> None:
     """Turn queries and keys of [T, 3, heads, d] in place, in float32. turns [T, d]: cosine and sine of each pair."""
-    assert qkv.is_contiguous() and turns.is_contiguous()
+    assert qkv.is_contiguous() and rotary.is_contiguous()
     rows, _, heads, dim = qkv.shape
-    early = is_early(qkv)
+    early = supports_pdl(qkv)
     sizes = (heads, dim, power_of_two(2 * heads), power_of_two(dim // 2), early)
-    launch(_rotate_kernel, (rows, 1, 1), (qkv, turns), sizes, num_warps=4, **overlap(early))
+    launch(_rotate_kernel, (rows, 1, 1), (qkv, rotary), sizes, num_warps=4, **overlap(early))
 
 
-def turn(cells: Tensor, per_axis: Tensor, turns: Tensor) -> None:
+def rotate_one(cells: Tensor, per_axis: Tensor, rotary: Tensor) -> None:
     """Write the cosines and sines [T, d] that `rotate_pairs` takes of patches in these cells, row and column.
 
     cells int32 [T], the row in the lower half; per_axis: frequencies of both axes [d / 4], or of each [2, d / 4].
     """
-    assert per_axis.is_contiguous() and turns.is_contiguous()
+    assert per_axis.is_contiguous() and rotary.is_contiguous()
     quarter = per_axis.shape[-1]
-    assert turns.shape == (len(cells), 4 * quarter)
+    assert rotary.shape == (len(cells), 4 * quarter)
     sizes = (quarter, power_of_two(quarter), quarter if per_axis.dim() > 1 else 0)
-    launch(_turn_kernel, (len(cells), 1, 1), (cells, per_axis, turns), sizes, num_warps=1)
+    launch(_rotate_one_kernel, (len(cells), 1, 1), (cells, per_axis, rotary), sizes, num_warps=1)
 
 
 def quick_gelu(x: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ def _norm_kernel(
     inside = columns < HIDDEN
     place = tl.program_id(0).to(tl.int64) * HIDDEN + columns
     kind = normed.dtype.element_ty
-    wait_for_turn(EARLY)
+    pdl_wait_then_release(EARLY)
     here = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
     centred = tl.where(inside, here - tl.sum(here, 0) / HIDDEN, 0.0)
     scale = tl.rsqrt(tl.sum(centred * centred, 0) / HIDDEN + eps)
@@ -85,7 +85,7 @@ def _norm_kernel(
 
 @triton.jit
 def _rotate_kernel(
-    qkv: tl.tensor, turns: tl.tensor,
+    qkv: tl.tensor, rotary: tl.tensor,
     HEADS: tl.constexpr, DIM: tl.constexpr, PADDED_HEADS: tl.constexpr, PADDED_HALF: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -95,19 +95,19 @@ def _rotate_kernel(
     has_angle = half < DIM // 2
     inside = (heads < 2 * HEADS) & has_angle
     own = qkv + row * (3 * HEADS * DIM) + heads * DIM + half
-    wait_for_turn(EARLY)
+    pdl_wait_then_release(EARLY)
     low = tl.load(own, mask=inside, other=0.0).to(tl.float32)
     high = tl.load(own + DIM // 2, mask=inside, other=0.0).to(tl.float32)
-    along = tl.load(turns + row * DIM + 2 * half, mask=has_angle)
-    across = tl.load(turns + row * DIM + 2 * half + 1, mask=has_angle)
+    along = tl.load(rotary + row * DIM + 2 * half, mask=has_angle)
+    across = tl.load(rotary + row * DIM + 2 * half + 1, mask=has_angle)
     kind = qkv.dtype.element_ty
     tl.store(own, (low * along - high * across).to(kind), mask=inside)
     tl.store(own + DIM // 2, (high * along + low * across).to(kind), mask=inside)
 
 
 @triton.jit(do_not_specialize_on_alignment=["cells"])  # they lie anywhere in a larger array
-def _turn_kernel(
-    cells: tl.tensor, per_axis: tl.tensor, turns: tl.tensor,
+def _rotate_one_kernel(
+    cells: tl.tensor, per_axis: tl.tensor, rotary: tl.tensor,
     QUARTER: tl.constexpr, PADDED: tl.constexpr, NEXT_AXIS: tl.constexpr,
 ) -> None:  # fmt: skip
     patch = tl.program_id(0)
@@ -117,7 +117,7 @@ def _turn_kernel(
     for axis in tl.static_range(2):
         place = (cell >> (16 * axis)) & 0x7FFF
         angle = place.to(tl.float32) * tl.load(per_axis + axis * NEXT_AXIS + pair, mask=inside, other=0.0)
-        own = turns + patch * (4 * QUARTER) + 2 * (axis * QUARTER + pair)
+        own = rotary + patch * (4 * QUARTER) + 2 * (axis * QUARTER + pair)
         tl.store(own, tl.cos(angle), mask=inside)
         tl.store(own + 1, tl.sin(angle), mask=inside)
 
@@ -139,7 +139,7 @@ def rms_norm_and_add(x: Tensor, weight: Tensor, eps: float, added: Tensor) -> Te
     normed = torch.empty_like(x)
     columns = power_of_two(hidden)
     args = (x, weight, added, normed, eps)
-    early = is_early(x)
+    early = supports_pdl(x)
     sizes = (hidden, columns, early)
     launch(_rms_norm_kernel, (rows, 1, 1), args, sizes, num_warps=_norm_warps(columns), **overlap(early))
     return normed
@@ -172,7 +172,7 @@ def _rms_norm_kernel(
     inside = columns < HIDDEN
     place = tl.program_id(0).to(tl.int64) * HIDDEN + columns
     kind = normed.dtype.element_ty
-    wait_for_turn(EARLY)
+    pdl_wait_then_release(EARLY)
     here = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(here * here, 0) / HIDDEN + eps)
     by = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from saccade.kernels.ops.qk_norm import head_norm
-from saccade.models.cuda.gemms import Products, Stream, new_workspace, products_for
+from saccade.models.cuda.gemms import Gemms, Residual, gemms_for, new_workspace
 from saccade.models.layers.attention import PagedKV
 from saccade.models.layers.decoder import Decoder, DecoderLayer
 
@@ -27,31 +27,33 @@ It turns queries and keys by their positions and stores the new keys and values.
 
 class FusedDecoder:
     def __init__(self, decoder: Decoder, kv: PagedKV) -> None:
-        assert decoder.temper is None and not any(layer.experts for layer in decoder.layers), "a model with `why_plain`"
+        assert decoder.temperature is None and not any(layer.experts for layer in decoder.layers), (
+            "a model with `eager_reason`"
+        )
         self.decoder = decoder
         self.kv = kv
         self._workspace = new_workspace(decoder)
 
-    def products(self, rows: int, *, in_parts: bool = False) -> Products:
-        return products_for(self.decoder, rows, self._workspace, in_parts=in_parts)
+    def gemms(self, rows: int, *, in_parts: bool = False) -> Gemms:
+        return gemms_for(self.decoder, rows, self._workspace, in_parts=in_parts)
 
-    def forward(self, embeds: Tensor, attend: Attend, products: Products) -> Stream:
+    def forward(self, embeds: Tensor, attend: Attend, gemms: Gemms) -> Residual:
         """[T, H], or wider rows as `Decoder.parts` reads them -> the stream behind the last layer."""
         first, *deep = self.decoder.parts(embeds)
-        x = Stream(first.contiguous())
+        x = Residual(first.contiguous())
         for index, layer in enumerate(self.decoder.layers):
-            x = self._attended(x, index, attend, products)  # what attention took is free before the MLP begins
-            x = products.mlp(x, layer)
+            x = self._attended(x, index, attend, gemms)  # what attention took is free before the MLP begins
+            x = gemms.mlp(x, layer)
             if index < len(deep):
                 (x.rows if x.added is None else x.added.view(-1, *x.rows.shape)[0]).add_(deep[index])
         return x
 
-    def _attended(self, x: Stream, index: int, attend: Attend, products: Products) -> Stream:
+    def _attended(self, x: Residual, index: int, attend: Attend, gemms: Gemms) -> Residual:
         layer = self.decoder.layers[index]
-        qkv, x = products.qkv(x, layer)
+        qkv, x = gemms.qkv(x, layer)
         projected = _norm_heads(qkv.view(*qkv.shape[:-1], -1, layer.head_dim), layer)
         mixed = attend(projected, self.kv.k[index], self.kv.v[index])
-        return products.out(mixed.flatten(1), x, layer)
+        return gemms.out(mixed.flatten(1), x, layer)
 
     def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of what a layer projects, or of its parts."""

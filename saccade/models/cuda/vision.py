@@ -13,23 +13,23 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from saccade.kernels.attention.decode_triton import num_multiprocessors
-from saccade.kernels.attention.vit_schedule import Shares
+from saccade.kernels.attention.decode_triton import num_sms
+from saccade.kernels.attention.vit_schedule import TileSchedule
 from saccade.kernels.attention.vit_triton import TILE_ROWS, packed_vit
-from saccade.kernels.gemm.linear_act import act_linear
-from saccade.kernels.gemm.qkv_rope import turned_qkv
-from saccade.kernels.launch.async_copy import sent
-from saccade.kernels.launch.self_test import is_hopper, passes
+from saccade.kernels.gemm.linear_act import linear_act
+from saccade.kernels.gemm.qkv_rope import qkv_rope
+from saccade.kernels.launch.async_copy import to_device
+from saccade.kernels.launch.self_test import is_hopper, self_test_passes
 from saccade.kernels.launch.tiling import Tiles
 from saccade.kernels.ops import preprocess, vit_elementwise
 from saccade.kernels.ops.reference import parted_columns
-from saccade.models.cuda.vision_attention import Attend, PartedAttend, SharedWay, TiledWay, Way
-from saccade.models.cuda.vision_graphs import Recordings, packed_cells
+from saccade.models.cuda.vision_attention import Attend, AttentionPath, PartedAttend, ScheduledAttention, TiledAttention
+from saccade.models.cuda.vision_graphs import VisionGraphs, packed_cells
 from saccade.models.layers.attention import packed_attention
 from saccade.models.layers.basic import Activation, Linear, RMSNorm, quick_gelu, silu_and_mul, tanh_gelu
-from saccade.models.vision.blocks import Norm, Places, VisionBlock
+from saccade.models.vision.blocks import Norm, PatchPositions, VisionBlock
 from saccade.models.vision.ops import Blocks, RunBlocks
-from saccade.models.vision.preprocess import PatchLayout, Picture, PixelPolicy, as_tensor, resize
+from saccade.models.vision.preprocess import ImagePixels, PatchLayout, PixelPolicy, as_tensor, resize
 from saccade.models.vision.resample import BITS, Taps, resample
 from saccade.types import Grid, Size
 
@@ -38,7 +38,7 @@ _ACTIVATIONS: Mapping[Activation, tuple[str, Activation]] = {
     silu_and_mul: ("silu_and_mul", vit_elementwise.silu_and_mul),
     tanh_gelu: ("tanh_gelu", vit_elementwise.tanh_gelu),
 }
-"""Kernels: the name that `act_linear` has for them, and by themselves."""
+"""Kernels: the name that `linear_act` has for them, and by themselves."""
 _LEAST_SHARED = 768  # patches of a recorded pass: smaller ones have too few tiles for all programs
 _KEPT = 8  # packings: pictures of one camera have one size
 _TRIED = (2, 15)  # programs of a trial: one item after the other, and some of them cut
@@ -49,10 +49,10 @@ class FusedVision:
         """Without a name: the attention that is fastest on this device."""
         attention = attention or _best_attention()
         self._attention = lru_cache(maxsize=_KEPT)(ATTENTION[attention])  # what is made for a packing serves the next
-        self._last: Places | None = None  # of a pass that was launched
-        self._recordings = Recordings(_FusedPass, _ways(attention), self._launched)
+        self._last: PatchPositions | None = None  # of a pass that was launched
+        self._recordings = VisionGraphs(_FusedPass, _ways(attention), self._launched)
 
-    def resize(self, image: Picture, size: Size, resampling: int) -> Tensor:
+    def resize(self, image: ImagePixels, size: Size, resampling: int) -> Tensor:
         if isinstance(image, Tensor):
             return resample(image, size, resampling, _weigh_axis)
         return as_tensor(resize(image, size, resampling))
@@ -63,23 +63,23 @@ class FusedVision:
         shift = [mean / std for mean, std in zip(policy.mean, policy.std, strict=True)]
         return preprocess.cut_patches(image, cut, (gain[0], gain[1], gain[2]), (shift[0], shift[1], shift[2]), dtype)
 
-    def begin(self, lengths: Sequence[int], places: Places | None, device: torch.device) -> RunBlocks:
+    def begin(self, lengths: Sequence[int], places: PatchPositions | None, device: torch.device) -> RunBlocks:
         if self._recordings.fit(lengths):
             return self._recordings.begin(lengths, places, device)
         return self._launched(lengths, places, device)
 
-    def _launched(self, lengths: Sequence[int], places: Places | None, device: torch.device) -> RunBlocks:
-        return _FusedPass(self._turns(places), self._attention(tuple(lengths), device)).first
+    def _launched(self, lengths: Sequence[int], places: PatchPositions | None, device: torch.device) -> RunBlocks:
+        return _FusedPass(self._rotary(places), self._attention(tuple(lengths), device)).first
 
-    def _turns(self, places: Places | None) -> Tensor | None:
+    def _rotary(self, places: PatchPositions | None) -> Tensor | None:
         if places is None:
             return None
-        if places.turns is None and self._last is not None and places.are(self._last):
-            places.turns = self._last.turns
+        if places.rotary is None and self._last is not None and places.are(self._last):
+            places.rotary = self._last.rotary
         self._last = places  # before others are made: two passes' would be more than was planned for
-        if places.turns is None:
-            places.turns = _new_turns(places)
-        return places.turns
+        if places.rotary is None:
+            places.rotary = _new_rotary(places)
+        return places.rotary
 
     def recording(self) -> AbstractContextManager[None]:
         """Small passes that run in it are recorded, and later ones of their sizes replayed."""
@@ -89,8 +89,8 @@ class FusedVision:
 class _FusedPass:
     """Runs blocks over one packing of pictures. Residuals are added inside the products, so x changes in place."""
 
-    def __init__(self, turns: Tensor | None, attend: Attend) -> None:
-        self._turns = turns  # float32 [T, d]: cosine and sine of each pair
+    def __init__(self, rotary: Tensor | None, attend: Attend) -> None:
+        self._rotary = rotary  # float32 [T, d]: cosine and sine of each pair
         self._attend = attend
         self._parted = attend if isinstance(attend, PartedAttend) else None
 
@@ -105,22 +105,22 @@ class _FusedPass:
         """What heads make of their values [T, heads, d]. The product turns them where device and attention can."""
         normed = _norm(x, block.attention_norm, block.out)
         dim = len(block.qkv.weight) // (3 * block.heads)
-        if self._turns is not None and self._parted is not None and self._parted.takes_parted(dim, x.dtype):
-            parted = turned_qkv(normed, block.qkv.weight, block.qkv.bias, self._turns, block.heads)
+        if self._rotary is not None and self._parted is not None and self._parted.takes_parted(dim, x.dtype):
+            parted = qkv_rope(normed, block.qkv.weight, block.qkv.bias, self._rotary, block.heads)
             if parted is not None:
                 del normed  # before attention needs as much room
                 return self._parted.parted(parted, block.scale)
         qkv = block.qkv(normed).view(len(x), 3, block.heads, dim)
         del normed
-        if self._turns is not None:
-            vit_elementwise.rotate_pairs(qkv, self._turns)
+        if self._rotary is not None:
+            vit_elementwise.rotate_pairs(qkv, self._rotary)
         return self._attend(qkv, block.scale)
 
     def _widen(self, x: Tensor, block: VisionBlock) -> Tensor:
         """Product and activation: one launch where the device has a kernel for both, else two."""
         normed = _norm(x, block.mlp_norm, block.down)
         name, act = _ACTIVATIONS.get(block.act, (None, block.act))
-        wide = act_linear(normed, block.up.weight, block.up.bias, name) if name else None
+        wide = linear_act(normed, block.up.weight, block.up.bias, name) if name else None
         if wide is None:
             wide = block.up(normed)
             del normed  # before an activation that needs as much room again
@@ -128,12 +128,12 @@ class _FusedPass:
         return wide
 
 
-def _new_turns(places: Places) -> Tensor:
+def _new_rotary(places: PatchPositions) -> Tensor:
     device = places.per_axis.device
-    cells = sent(packed_cells(places), device)
-    turns = torch.empty((len(cells), 4 * places.per_axis.shape[-1]), dtype=torch.float32, device=device)
-    vit_elementwise.turn(cells, places.per_axis, turns)
-    return turns
+    cells = to_device(packed_cells(places), device)
+    rotary = torch.empty((len(cells), 4 * places.per_axis.shape[-1]), dtype=torch.float32, device=device)
+    vit_elementwise.rotate_one(cells, places.per_axis, rotary)
+    return rotary
 
 
 def _norm(x: Tensor, norm: Norm, following: Linear) -> Tensor:
@@ -189,28 +189,28 @@ class _ByHopper:
         from saccade.kernels.attention import vit_hopper
 
         if self._chosen is None and vit_hopper.suits(self._lengths, like.shape[3], like.dtype):
-            programs = num_multiprocessors(like.device)
-            self._chosen = vit_hopper.HopperVit(Shares.of(self._lengths, like.shape[2], programs, like.device))
+            programs = num_sms(like.device)
+            self._chosen = vit_hopper.HopperVit(TileSchedule.of(self._lengths, like.shape[2], programs, like.device))
         self._chosen = self._chosen or _by_triton(self._lengths, self._device)
         return self._chosen
 
 
-def _ways(attention: str) -> tuple[Way, ...]:
+def _ways(attention: str) -> tuple[AttentionPath, ...]:
     """Of recorded passes."""
-    tiled = TiledWay(_over, TILE_ROWS)
+    tiled = TiledAttention(_over, TILE_ROWS)
     if attention != "hopper":
         return (tiled,)
     from saccade.kernels.attention import vit_hopper
 
-    programs = num_multiprocessors(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    return SharedWay(vit_hopper.suits, vit_hopper.HopperVit, programs, _LEAST_SHARED), tiled
+    programs = num_sms(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    return ScheduledAttention(vit_hopper.suits, vit_hopper.HopperVit, programs, _LEAST_SHARED), tiled
 
 
 def _best_attention() -> str:
     device = torch.device("cuda")
     if not torch.cuda.is_available() or not is_hopper(device):
         return "triton"
-    is_right = passes(lambda: _try_hopper(device), "vision attention runs without the Hopper kernel")
+    is_right = self_test_passes(lambda: _try_hopper(device), "vision attention runs without the Hopper kernel")
     return "hopper" if is_right else "triton"
 
 
@@ -224,7 +224,7 @@ def _try_hopper(device: torch.device) -> None:
     expected = _by_triton(lengths, device)(qkv, 1.0)
     parted = qkv.flatten(1)[:, parted_columns(2, 80)].view_as(qkv)
     for programs in _TRIED:
-        attend = vit_hopper.HopperVit(Shares.of(lengths, 2, programs, device))
+        attend = vit_hopper.HopperVit(TileSchedule.of(lengths, 2, programs, device))
         for _ in range(2):  # the second layer goes another way
             torch.testing.assert_close(attend(qkv, 1.0), expected, atol=0.05, rtol=0.05)
             torch.testing.assert_close(attend.parted(parted, 1.0), expected, atol=0.05, rtol=0.05)

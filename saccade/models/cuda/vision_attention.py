@@ -13,8 +13,8 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from saccade.kernels.attention.vit_schedule import GROUP_ROWS, ITEM, Shares, items_at, max_slots, share_out
-from saccade.kernels.launch.tiling import Tiles, tile_numbers
+from saccade.kernels.attention.vit_schedule import GROUP_ROWS, ITEM, TileSchedule, items_at, make_schedule, max_slots
+from saccade.kernels.launch.tiling import Tiles, tile_metadata
 
 
 class Attend(Protocol):
@@ -24,7 +24,7 @@ class Attend(Protocol):
 
 @runtime_checkable
 class PartedAttend(Attend, Protocol):
-    """Attention that may also take queries and keys in the order in which `turned_qkv` writes them."""
+    """Attention that may also take queries and keys in the order in which `qkv_rope` writes them."""
 
     def takes_parted(self, dim: int, dtype: torch.dtype) -> bool:
         """Of such heads."""
@@ -33,7 +33,7 @@ class PartedAttend(Attend, Protocol):
         """As ever else."""
 
 
-class Most(NamedTuple):
+class PassLimits(NamedTuple):
     """What a recorded pass may have."""
 
     patches: int
@@ -48,21 +48,21 @@ class Heads(NamedTuple):
     dtype: torch.dtype
 
 
-class Way(Protocol):
+class AttentionPath(Protocol):
     def suits(self, lengths: Sequence[int], heads: Heads, size: int) -> bool:
         """Whether a pass over such pictures is to go this way, padded to so many patches."""
 
-    def room(self, heads: Heads, most: Most) -> int:
+    def room(self, heads: Heads, most: PassLimits) -> int:
         """Numbers of any pass, at most."""
 
-    def numbers(self, lengths: Sequence[int], heads: Heads, most: Most) -> Tensor:
+    def metadata(self, lengths: Sequence[int], heads: Heads, most: PassLimits) -> Tensor:
         """int32, on the host."""
 
-    def attend(self, numbers: Tensor, most: Most) -> Attend:
+    def attend(self, metadata: Tensor, most: PassLimits) -> Attend:
         """Over what lies there; `most` has the patches of this recording."""
 
 
-class TiledWay:
+class TiledAttention:
     """Any pictures, in tiles of so many rows."""
 
     def __init__(self, over: Callable[[Tiles], Attend], rows: int) -> None:
@@ -72,35 +72,35 @@ class TiledWay:
     def suits(self, lengths: Sequence[int], heads: Heads, size: int) -> bool:
         return True
 
-    def room(self, heads: Heads, most: Most) -> int:
+    def room(self, heads: Heads, most: PassLimits) -> int:
         return most.pictures + 1 + 2 * num_tiles(most, self._rows)
 
-    def numbers(self, lengths: Sequence[int], heads: Heads, most: Most) -> Tensor:
+    def metadata(self, lengths: Sequence[int], heads: Heads, most: PassLimits) -> Tensor:
         return _tile_part((*lengths, *[0] * (most.pictures - len(lengths))), self._rows, num_tiles(most, self._rows))
 
-    def attend(self, numbers: Tensor, most: Most) -> Attend:
-        starts, rest = numbers[: most.pictures + 1], numbers[most.pictures + 1 :]
+    def attend(self, metadata: Tensor, most: PassLimits) -> Attend:
+        starts, rest = metadata[: most.pictures + 1], metadata[most.pictures + 1 :]
         return self._over(Tiles(starts, rest[: 2 * num_tiles(most, self._rows)].view(-1, 2), self._rows))
 
 
 @lru_cache(maxsize=64)  # pictures of one camera have one grid
 def _tile_part(lengths: tuple[int, ...], rows: int, capacity: int) -> Tensor:
-    starts, index = tile_numbers(lengths, rows, capacity=capacity)
+    starts, index = tile_metadata(lengths, rows, capacity=capacity)
     return torch.tensor([*starts, *index], dtype=torch.int32)
 
 
-def num_tiles(most: Most, rows: int) -> int:
+def num_tiles(most: PassLimits, rows: int) -> int:
     """Most that so many patches are cut into, whatever pictures they are of."""
     return most.patches // rows + most.pictures
 
 
-class SharedWay:
+class ScheduledAttention:
     """Larger pictures, shared out to one program on each multiprocessor."""
 
     def __init__(
         self,
         suits: Callable[[Sequence[int], int, torch.dtype], bool],
-        over: Callable[[Shares], Attend],
+        over: Callable[[TileSchedule], Attend],
         programs: int,
         least: int,  # patches of a pass that gains by it
     ) -> None:
@@ -112,12 +112,12 @@ class SharedWay:
     def suits(self, lengths: Sequence[int], heads: Heads, size: int) -> bool:
         return size >= self._least and self._suits(lengths, heads.dim, heads.dtype)
 
-    def room(self, heads: Heads, most: Most) -> int:
+    def room(self, heads: Heads, most: PassLimits) -> int:
         tiles = heads.number * (most.patches // (2 * GROUP_ROWS) + most.pictures)
         return items_at(self._programs) + ITEM * (tiles + max_slots(self._programs))
 
-    def numbers(self, lengths: Sequence[int], heads: Heads, most: Most) -> Tensor:
-        return share_out(tuple(lengths), heads.number, self._programs).numbers
+    def metadata(self, lengths: Sequence[int], heads: Heads, most: PassLimits) -> Tensor:
+        return make_schedule(tuple(lengths), heads.number, self._programs).metadata
 
-    def attend(self, numbers: Tensor, most: Most) -> Attend:
-        return self._over(Shares.among(numbers, self._programs, max_slots(self._programs)))
+    def attend(self, metadata: Tensor, most: PassLimits) -> Attend:
+        return self._over(TileSchedule.among(metadata, self._programs, max_slots(self._programs)))

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from saccade.kernels.ops import vit_elementwise
-from saccade.models.cuda.vision_attention import Attend, Heads, Most, Way
-from saccade.models.vision.blocks import Places, VisionBlock
+from saccade.models.cuda.vision_attention import Attend, AttentionPath, Heads, PassLimits
+from saccade.models.vision.blocks import PatchPositions, VisionBlock
 from saccade.models.vision.ops import Blocks, RunBlocks
 
 SIZES = tuple(range(128, 2049, 128))  # patches; matrix products work in tiles of 128 rows anyway
@@ -33,7 +33,7 @@ TOGETHER = 4  # blocks of a recording: a pause behind each would cost a graph an
 
 Make = Callable[[Tensor | None, Attend], Callable[[VisionBlock, Tensor], Tensor]]
 """Single launches, over what lies in a fixed place."""
-Begin = Callable[[Sequence[int], Places | None, torch.device], RunBlocks]
+Begin = Callable[[Sequence[int], PatchPositions | None, torch.device], RunBlocks]
 Replay = Callable[[], object]
 
 
@@ -43,52 +43,52 @@ class _Recorded(NamedTuple):
 
 
 @dataclass(eq=False)
-class _Fixed:
+class _StaticBuffers:
     """What all recordings read."""
 
     x: Tensor
-    turns: Tensor | None  # float32 [most patches, d]
-    numbers: Tensor  # int32: of attention, then cells
+    rotary: Tensor | None  # float32 [most patches, d]
+    metadata: Tensor  # int32: of attention, then cells
 
     @classmethod
     @torch.inference_mode(False)  # tensors that everybody may write, in whatever mode
-    def like(cls, x: Tensor, places: Places | None, size: int, room: int) -> _Fixed:
+    def like(cls, x: Tensor, places: PatchPositions | None, size: int, room: int) -> _StaticBuffers:
         """For so many patches, and numbers of attention."""
 
         def most(columns: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(size, columns, dtype=dtype, device=x.device)
 
-        numbers = torch.zeros(room + size, dtype=torch.int32, device=x.device)
+        metadata = torch.zeros(room + size, dtype=torch.int32, device=x.device)
         dim = 4 * places.per_axis.shape[-1] if places else 0
-        turns = most(dim, torch.float32) if places else None
-        return cls(most(x.shape[1], x.dtype), turns, numbers)
+        rotary = most(dim, torch.float32) if places else None
+        return cls(most(x.shape[1], x.dtype), rotary, metadata)
 
-    def takes(self, x: Tensor, places: Places | None, size: int, room: int) -> bool:
-        is_like = (places is None) == (self.turns is None) and self.x.dtype == x.dtype
-        has_room = len(self.x) >= size and len(self.numbers) >= room + size
+    def takes(self, x: Tensor, places: PatchPositions | None, size: int, room: int) -> bool:
+        is_like = (places is None) == (self.rotary is None) and self.x.dtype == x.dtype
+        has_room = len(self.x) >= size and len(self.metadata) >= room + size
         return is_like and has_room and self.x.shape[1] == x.shape[1]
 
-    def turns_for(self, size: int) -> Tensor | None:
-        return self.turns[:size] if self.turns is not None else None
+    def rotary_for(self, size: int) -> Tensor | None:
+        return self.rotary[:size] if self.rotary is not None else None
 
-    def turn(self, places: Places, at: int) -> None:
+    def rotate_one(self, places: PatchPositions, at: int) -> None:
         """By the cells that lie there."""
         patches = len(places.cells)
-        turns = self.turns_for(patches)
-        assert turns is not None
-        vit_elementwise.turn(self.numbers[at : at + patches], places.per_axis, turns)
+        rotary = self.rotary_for(patches)
+        assert rotary is not None
+        vit_elementwise.rotate_one(self.metadata[at : at + patches], places.per_axis, rotary)
 
 
-class Recordings:
+class VisionGraphs:
     """Of all blocks, for many sizes, made while `recording`, the largest first. Other passes are launched as ever."""
 
-    def __init__(self, make: Make, ways: Sequence[Way], launched: Begin) -> None:
+    def __init__(self, make: Make, ways: Sequence[AttentionPath], launched: Begin) -> None:
         """A pass goes the first way that suits it."""
         self.make = make
         self.ways = ways
         self.launched = launched
-        self._fixed: _Fixed | None = None
-        self._recorded: dict[tuple[int, Way, VisionBlock], _Recorded] = {}  # by size and first block
+        self._fixed: _StaticBuffers | None = None
+        self._recorded: dict[tuple[int, AttentionPath, VisionBlock], _Recorded] = {}  # by size and first block
         self._sizes: set[int] = set()
         self._is_recording = False
         self._pool: Any = None
@@ -105,14 +105,14 @@ class Recordings:
         finally:
             self._is_recording, self._holder = False, None
 
-    def begin(self, lengths: Sequence[int], places: Places | None, device: torch.device) -> RunBlocks:
+    def begin(self, lengths: Sequence[int], places: PatchPositions | None, device: torch.device) -> RunBlocks:
         return _RecordedPass(self, lengths, places, device)
 
     def replay(self, of: _RecordedPass, blocks: Blocks, x: Tensor) -> tuple[Tensor, int] | None:
         """None: there is no recording that begins with these blocks."""
-        heads, most = _heads(blocks[0], x), Most(of.size, PICTURES)
+        heads, most = _heads(blocks[0], x), PassLimits(of.size, PICTURES)
         if self._is_recording and self._fixed is None:
-            self._fixed = _Fixed.like(x, of.places, of.size, max(way.room(heads, most) for way in self.ways))
+            self._fixed = _StaticBuffers.like(x, of.places, of.size, max(way.room(heads, most) for way in self.ways))
         way = next(way for way in self.ways if way.suits(of.lengths, heads, of.size))
         fixed, key, room = self._fixed, (of.size, way, blocks[0]), way.room(heads, most)
         if fixed is None or not fixed.takes(x, of.places, of.size, room):
@@ -121,7 +121,7 @@ class Recordings:
             return None
         self._put_in_place(fixed, of, x, way, heads)
         if key not in self._recorded:
-            attend = way.attend(fixed.numbers[:room], most)
+            attend = way.attend(fixed.metadata[:room], most)
             self._recorded[key] = self._record(fixed, of.size, blocks[:TOGETHER], attend)
             self._sizes.add(of.size)
         recorded = self._recorded[key]
@@ -129,20 +129,22 @@ class Recordings:
         recorded.replay()
         return fixed.x[: len(x)], recorded.blocks
 
-    def _put_in_place(self, fixed: _Fixed, of: _RecordedPass, x: Tensor, way: Way, heads: Heads) -> None:
+    def _put_in_place(
+        self, fixed: _StaticBuffers, of: _RecordedPass, x: Tensor, way: AttentionPath, heads: Heads
+    ) -> None:
         if x.data_ptr() != fixed.x.data_ptr():
             fixed.x[: len(x)] = x
         if self._holder is not None and self._holder.is_like(of):
             return
         before, self._holder = self._holder, None  # nobody's, should what follows fail
-        numbers = of.numbers(way, heads, x.is_cuda)
-        fixed.numbers[: len(numbers)].copy_(numbers, non_blocking=True)
+        metadata = of.metadata(way, heads, x.is_cuda)
+        fixed.metadata[: len(metadata)].copy_(metadata, non_blocking=True)
         if of.places is not None and (before is None or not of.places.are(before.places)):
-            fixed.turn(of.places, way.room(heads, Most(of.size, PICTURES)))
+            fixed.rotate_one(of.places, way.room(heads, PassLimits(of.size, PICTURES)))
         self._holder = of
 
-    def _record(self, fixed: _Fixed, size: int, blocks: Blocks, attend: Attend) -> _Recorded:
-        run, x = self.make(fixed.turns_for(size), attend), fixed.x[:size]
+    def _record(self, fixed: _StaticBuffers, size: int, blocks: Blocks, attend: Attend) -> _Recorded:
+        run, x = self.make(fixed.rotary_for(size), attend), fixed.x[:size]
 
         def run_all() -> None:
             for block in blocks:
@@ -157,13 +159,13 @@ class Recordings:
 
 class _RecordedPass:
     def __init__(
-        self, recordings: Recordings, lengths: Sequence[int], places: Places | None, device: torch.device
+        self, recordings: VisionGraphs, lengths: Sequence[int], places: PatchPositions | None, device: torch.device
     ) -> None:
         self.size = size_for(sum(lengths))
         self.lengths = tuple(lengths)
         self.places = places
         self._recordings = recordings
-        self._numbers: Tensor | None = None
+        self._metadata: Tensor | None = None
         self._launched: RunBlocks | None = None
         self._begin = partial(recordings.launched, lengths, places, device)
 
@@ -181,24 +183,24 @@ class _RecordedPass:
         has_places = self.places is not None and self.places.are(other.places)
         return self.lengths == other.lengths and (has_places or self.places is other.places is None)
 
-    def numbers(self, way: Way, heads: Heads, is_cuda: bool) -> Tensor:
-        """Laid out as `_Fixed.numbers`, on the host. All blocks of a pass go the same way."""
-        if self._numbers is None:
-            most = Most(self.size, PICTURES)
-            own, room = way.numbers(self.lengths, heads, most), way.room(heads, most)
+    def metadata(self, way: AttentionPath, heads: Heads, is_cuda: bool) -> Tensor:
+        """Laid out as `_StaticBuffers.metadata`, on the host. All blocks of a pass go the same way."""
+        if self._metadata is None:
+            most = PassLimits(self.size, PICTURES)
+            own, room = way.metadata(self.lengths, heads, most), way.room(heads, most)
             cells = packed_cells(self.places) if self.places else torch.empty(0, dtype=torch.int32)
-            self._numbers = torch.zeros(room + len(cells), dtype=torch.int32, pin_memory=is_cuda)
-            self._numbers[: len(own)] = own
-            self._numbers[room:] = cells
-        return self._numbers
+            self._metadata = torch.zeros(room + len(cells), dtype=torch.int32, pin_memory=is_cuda)
+            self._metadata[: len(own)] = own
+            self._metadata[room:] = cells
+        return self._metadata
 
 
 def _heads(block: VisionBlock, x: Tensor) -> Heads:
     return Heads(block.heads, block.qkv.weight.shape[0] // (3 * block.heads), x.dtype)
 
 
-def packed_cells(places: Places) -> Tensor:
-    """As `vit_steps.turn` reads them: int32 [T], on the host."""
+def packed_cells(places: PatchPositions) -> Tensor:
+    """As `vit_steps.rotate_one` reads them: int32 [T], on the host."""
     return places.cells.view(torch.int32).flatten()
 
 

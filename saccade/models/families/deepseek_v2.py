@@ -12,16 +12,16 @@ from saccade.models.layers.basic import Parameters
 from saccade.models.layers.decoder import Biases, Decoder, OnDecoder, decoder_rules, head_rule
 from saccade.models.layers.mla import LATENT_RULES, LatentDecoder
 from saccade.models.vision.ops import VisionOps
-from saccade.models.vision.preprocess import Picture
+from saccade.models.vision.preprocess import ImagePixels
 from saccade.models.weights import Rule, under
 from saccade.types import Geometry, Grid
 
-WHY_PLAIN = "the kernels know neither routed experts nor latent attention"
+EAGER_REASON = "the kernels know neither routed experts nor latent attention"
 
 
 class DeepseekV2(OnDecoder):
     decoder: Any  # a LatentDecoder, or a Decoder
-    why_plain = WHY_PLAIN
+    eager_reason = EAGER_REASON
 
     def __init__(
         self, config: ModelConfig, params: Parameters, image_processor: Mapping[str, Any], ops: VisionOps
@@ -29,7 +29,7 @@ class DeepseekV2(OnDecoder):
         self.config = config
         self.decoder = make_decoder(params.within("decoder"), config.text, config.raw)
 
-    def prepare(self, image: Picture, geometry: Geometry) -> NoReturn:
+    def prepare(self, image: ImagePixels, geometry: Geometry) -> NoReturn:
         raise AssertionError("a model without a vision tower has no encoder stage")
 
     def encode(self, patches: Tensor, grids: Sequence[Grid]) -> NoReturn:
@@ -46,11 +46,11 @@ def make_decoder(params: Parameters, text: TextConfig, given: Mapping[str, Any])
         raise ConfigError(f"config.json asks for the activation {act!r}; decoders of this line use silu")
     if given.get("attention_bias") or given.get("mlp_bias"):
         raise ConfigError("config.json asks for biases (attention_bias or mlp_bias), which decoders of this line lack")
-    return LatentDecoder(params, text, text.latent) if text.latent else Decoder(params, text, Biases())
+    return LatentDecoder(params, text, text.mla) if text.mla else Decoder(params, text, Biases())
 
 
 def language_rules(text: TextConfig, level: str) -> tuple[Rule, ...]:
     """`level` is where a checkpoint keeps the language model, with a dot behind it."""
-    latent = under(LATENT_RULES, ("layers.{}.",), "layers.{}.") if text.latent else ()
-    layers = under((*latent, *decoder_rules(text)), (f"{level}model.",), "decoder.")
+    mla = under(LATENT_RULES, ("layers.{}.",), "layers.{}.") if text.mla else ()
+    layers = under((*mla, *decoder_rules(text)), (f"{level}model.",), "decoder.")
     return (*layers, *under([head_rule(text)], (level,), "decoder."))

@@ -10,14 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from saccade.checkpoint.config import ConfigError, ModelConfig
-from saccade.models.families.deepseek_v2 import WHY_PLAIN, language_rules, make_decoder
+from saccade.models.families.deepseek_v2 import EAGER_REASON, language_rules, make_decoder
 from saccade.models.interface import Encoding
 from saccade.models.layers.basic import Linear, Parameters
 from saccade.models.layers.decoder import OnDecoder
 from saccade.models.vision.blocks import vision_config
 from saccade.models.vision.clip import image_size
 from saccade.models.vision.ops import VisionOps
-from saccade.models.vision.preprocess import PatchLayout, Picture, pixel_policy
+from saccade.models.vision.preprocess import ImagePixels, PatchLayout, pixel_policy
 from saccade.models.vision.timm_siglip import TIMM_SIGLIP_RULES, TimmSiglip
 from saccade.models.weights import Rule, under
 from saccade.types import Geometry, Grid, Size, Tiling
@@ -27,7 +27,7 @@ _PIXELS = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}  # where processor_c
 
 class DeepseekVL2(OnDecoder):
     decoder: Any  # a LatentDecoder, or a Decoder
-    why_plain = WHY_PLAIN
+    eager_reason = EAGER_REASON
 
     def __init__(
         self, config: ModelConfig, params: Parameters, image_processor: Mapping[str, Any], ops: VisionOps
@@ -47,7 +47,7 @@ class DeepseekVL2(OnDecoder):
         self.separator = params.new("separator", config.text.hidden_size)
         self.decoder = make_decoder(params.within("decoder"), config.text, raw.get("language_config") or {})
 
-    def prepare(self, image: Picture, geometry: Geometry) -> Tensor:
+    def prepare(self, image: ImagePixels, geometry: Geometry) -> Tensor:
         """The whole picture on one tile, then its tiles in reading order, cut as one tall picture."""
         assert geometry.tiling is not None, "the family's rules give every picture tiles"
         source, side = Size(image.shape[1], image.shape[0]), self.square.width
@@ -59,7 +59,7 @@ class DeepseekVL2(OnDecoder):
         grid = Grid(1, geometry.grid.t * geometry.grid.h, geometry.grid.w)
         return self.ops.cut(column, grid, self.layout, self.pixels, self.params.dtype)
 
-    def _on_grey(self, image: Picture, size: Size, canvas: Size) -> Tensor:
+    def _on_grey(self, image: ImagePixels, size: Size, canvas: Size) -> Tensor:
         """The picture in this size, in the middle of a canvas; halves are rounded as Pillow rounds them."""
         small = self.ops.resize(image, size, self.pixels.resample)
         if size == canvas:

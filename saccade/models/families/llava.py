@@ -14,7 +14,7 @@ from saccade.models.layers.decoder import Biases, Decoder, OnDecoder, decoder_ru
 from saccade.models.vision.blocks import vision_config
 from saccade.models.vision.clip import image_size, square_tower
 from saccade.models.vision.ops import VisionOps
-from saccade.models.vision.preprocess import PatchLayout, Picture, centre_crop, pixel_policy
+from saccade.models.vision.preprocess import ImagePixels, PatchLayout, centre_crop, pixel_policy
 from saccade.models.weights import Rule, under
 from saccade.types import Geometry, Grid, Size
 
@@ -34,7 +34,7 @@ class Llava(OnDecoder):
         self.projector = Projector(params.within("projector"), self.tower.width, config.text.hidden_size, raw)
         self.decoder = Decoder(params.within("decoder"), config.text, decoder_biases(config.text, raw))
 
-    def prepare(self, image: Picture, geometry: Geometry) -> Tensor:
+    def prepare(self, image: ImagePixels, geometry: Geometry) -> Tensor:
         small = self.ops.resize(image, geometry.resized, self.pixels.resample)
         square = centre_crop(small, self.square).to(self.params.device)
         return self.ops.cut(square, geometry.grid, self.layout, self.pixels, self.params.dtype)

@@ -14,7 +14,7 @@ from saccade.models.families.llava import Llava
 from saccade.models.interface import Encoding
 from saccade.models.layers.basic import Parameters
 from saccade.models.vision.ops import VisionOps
-from saccade.models.vision.preprocess import Picture
+from saccade.models.vision.preprocess import ImagePixels
 from saccade.models.weights import Rule, under
 from saccade.types import Geometry, Grid, Size, Tiling
 
@@ -26,7 +26,7 @@ class LlavaNext(Llava):
         super().__init__(config, params, image_processor, ops)
         self.newline = params.new("newline", config.text.hidden_size)
 
-    def prepare(self, image: Picture, geometry: Geometry) -> Tensor:
+    def prepare(self, image: ImagePixels, geometry: Geometry) -> Tensor:
         """The picture stretched to one tile, then its tiles in reading order, cut as one tall picture."""
         assert geometry.tiling is not None, "the family's rules give every picture tiles"
         whole = self.ops.resize(image, self.square, self.pixels.resample)

@@ -7,21 +7,21 @@ from torch import Tensor
 from saccade.checkpoint.config import ConfigError, VisionConfig
 from saccade.models.families.llava import PROJECTOR_RULES, Projector
 from saccade.models.families.pixtral import LlavaPixtral
-from saccade.models.layers.attention_temperature import WHY_PLAIN
+from saccade.models.layers.attention_temperature import EAGER_REASON
 from saccade.models.layers.basic import Linear, Parameters, RMSNorm
 from saccade.models.layers.decoder import Biases, Decoder
 from saccade.models.weights import Rule
 
 
 class Mistral3(LlavaPixtral):
-    why_plain: str  # of those with the decoder of Ministral 3 alone
+    eager_reason: str  # of those with the decoder of Ministral 3 alone
 
     def make_decoder(self, params: Parameters) -> Decoder:
         if self.config.text.model_type != "ministral3":
             return super().make_decoder(params)
         decoder = Decoder(params, self.config.text, Biases())
-        if decoder.temper is not None:
-            self.why_plain = WHY_PLAIN
+        if decoder.temperature is not None:
+            self.eager_reason = EAGER_REASON
         return decoder
 
     def make_projector(self, params: Parameters, vision: VisionConfig) -> Projector:

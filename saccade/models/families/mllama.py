@@ -12,13 +12,13 @@ from torch import Tensor
 
 from saccade.checkpoint.config import ConfigError, ModelConfig, TextConfig
 from saccade.models.families.mllama_tower import TileTower
-from saccade.models.interface import Attention, Encoding, Seen
+from saccade.models.interface import Attention, CrossAttentionRows, Encoding
 from saccade.models.layers.basic import Linear, Parameters
 from saccade.models.layers.cross_attention import CROSS_RULES, CrossLayer, by_layer, pack
 from saccade.models.layers.decoder import Biases, Decoder, decoder_rules, head_rule
 from saccade.models.vision.blocks import vision_config
 from saccade.models.vision.ops import VisionOps
-from saccade.models.vision.preprocess import PatchLayout, Picture, pixel_policy
+from saccade.models.vision.preprocess import ImagePixels, PatchLayout, pixel_policy
 from saccade.models.weights import Rule, under
 from saccade.types import Geometry, Grid
 
@@ -27,7 +27,7 @@ _PIXELS = {"resample": 2, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}  # wh
 
 
 class Mllama:
-    why_plain = "layers that look at pictures have no kernels of their own yet"
+    eager_reason = "layers that look at pictures have no kernels of their own yet"
 
     def __init__(
         self, config: ModelConfig, params: Parameters, image_processor: Mapping[str, Any], ops: VisionOps
@@ -48,7 +48,7 @@ class Mllama:
         cross = params.within("cross")
         self.cross = [CrossLayer(cross.within(i), text) for i in range(len(self.looking))]
 
-    def prepare(self, image: Picture, geometry: Geometry) -> Tensor:
+    def prepare(self, image: ImagePixels, geometry: Geometry) -> Tensor:
         """The canvas is the picture with black to the right and below."""
         small = self.ops.resize(image, geometry.resized, self.pixels.resample).to(self.params.device)
         grid, side = geometry.grid, self.layout.patch
@@ -69,7 +69,9 @@ class Mllama:
     def embed(self, token_ids: Tensor) -> Tensor:
         return self.decoder.embed(token_ids)
 
-    def forward(self, embeds: Tensor, positions: Tensor, attention: Attention, seen: Sequence[Seen] = ()) -> Tensor:
+    def forward(
+        self, embeds: Tensor, positions: Tensor, attention: Attention, seen: Sequence[CrossAttentionRows] = ()
+    ) -> Tensor:
         cos, sin = self.decoder.rotary(positions, embeds.dtype)  # [T, 1, d]
         own, cross = (
             iter(enumerate(self.decoder.layers)),

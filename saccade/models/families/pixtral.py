@@ -13,10 +13,10 @@ from saccade.models.families.llava import PROJECTOR_RULES, Projector, decoder_bi
 from saccade.models.interface import Encoding
 from saccade.models.layers.basic import Parameters, PatchLinear, RMSNorm
 from saccade.models.layers.decoder import Decoder, OnDecoder, decoder_rules, head_rule
-from saccade.models.vision.blocks import VisionBlock, grid_places, turned_dim, vision_config
+from saccade.models.vision.blocks import VisionBlock, grid_positions, rotary_dim, vision_config
 from saccade.models.vision.clip import drops_first, feature_layers
-from saccade.models.vision.ops import VisionOps, through_keeping
-from saccade.models.vision.preprocess import PatchLayout, Picture, pixel_policy
+from saccade.models.vision.ops import VisionOps, run_blocks_keeping
+from saccade.models.vision.preprocess import ImagePixels, PatchLayout, pixel_policy
 from saccade.models.weights import Rule, under
 from saccade.types import Geometry, Grid
 
@@ -48,7 +48,7 @@ class LlavaPixtral(OnDecoder):
             )
         return Projector(params, self.tower.width, self.config.text.hidden_size, self.config.raw)
 
-    def prepare(self, image: Picture, geometry: Geometry) -> Tensor:
+    def prepare(self, image: ImagePixels, geometry: Geometry) -> Tensor:
         small = self.ops.resize(image, geometry.resized, self.pixels.resample).to(self.params.device)
         return self.ops.cut(small, geometry.grid, self.layout, self.pixels, self.params.dtype)
 
@@ -77,7 +77,7 @@ class PixtralTower:
         self.num_layers = vision.num_layers
         self.merge = vision.spatial_merge_size
         self.width = vision.hidden_size * len(self.features)
-        self.head_dim = turned_dim(vision)
+        self.head_dim = rotary_dim(vision)
         self.theta = _theta(raw["vision_config"])
         kernel = (vision.in_channels, vision.patch_size, vision.patch_size)
         self.patch = PatchLinear(params.within("patch"), kernel, vision.hidden_size)
@@ -90,11 +90,11 @@ class PixtralTower:
 
     def encode(self, patches: Tensor, grids: Sequence[Grid], ops: VisionOps) -> Generator[int, None, Tensor]:
         """[patches, patch_dim] -> features [patches, width]; pauses after each layer."""
-        places = grid_places(grids, self.head_dim, self.theta, self.merge, patches.device, takes_turns=True)
+        places = grid_positions(grids, self.head_dim, self.theta, self.merge, patches.device, interleaved=True)
         run = ops.begin([grid.patches for grid in grids], places, patches.device)
         x = self.norm(self.patch(patches))
         del patches  # they would stay until the last layer
-        kept = yield from through_keeping(run, self.blocks, x, self.features)
+        kept = yield from run_blocks_keeping(run, self.blocks, x, self.features)
         return torch.cat(kept, dim=-1)
 
     def rules(self) -> tuple[Rule, ...]:

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from saccade.checkpoint.config import ConfigError, VisionConfig
-from saccade.kernels.launch.async_copy import sent
+from saccade.kernels.launch.async_copy import to_device
 from saccade.models.families.qwen2_vl import COMMON_TOWER_RULES, EPS, MERGER_RULES, Merger, Qwen2VL, vision_theta
 from saccade.models.interface import Encoding
 from saccade.models.layers.basic import Parameters, PatchLinear, RMSNorm
-from saccade.models.vision.blocks import VisionBlock, all_cells, grid_places, reorder, turned_dim
-from saccade.models.vision.ops import VisionOps, through
+from saccade.models.vision.blocks import VisionBlock, all_cells, grid_positions, reorder, rotary_dim
+from saccade.models.vision.ops import VisionOps, run_blocks
 from saccade.models.weights import Rule
 from saccade.types import Grid
 
@@ -39,7 +39,7 @@ class Tower:
     def __init__(self, params: Parameters, vision: VisionConfig, outputs: int, theta: float) -> None:
         self.window = _window_side(vision)
         self.full_layers = frozenset(vision.full_layers)
-        self.head_dim = turned_dim(vision)
+        self.head_dim = rotary_dim(vision)
         self.theta = theta
         self.merge = vision.spatial_merge_size
         kernel = (vision.in_channels, vision.temporal_patch_size, vision.patch_size, vision.patch_size)
@@ -54,15 +54,15 @@ class Tower:
     def encode(self, patches: Tensor, grids: Sequence[Grid], ops: VisionOps) -> Encoding:
         device = patches.device
         packing = pack(tuple(grids), self.merge, self.window)
-        order, back = sent(packing.orders, device)
-        places = grid_places(grids, self.head_dim, self.theta, self.merge, device, packing.cells)
+        order, back = to_device(packing.orders, device)
+        places = grid_positions(grids, self.head_dim, self.theta, self.merge, device, packing.cells)
         inside_windows = ops.begin(packing.windows, places, device)
         inside_frames = ops.begin(packing.frames, places, device)
         x = reorder(self.patch(patches), order, self.merge)
         del patches  # they would stay until the last layer
         for is_full, layers in groupby(range(len(self.blocks)), self.full_layers.__contains__):
             run = inside_frames if is_full else inside_windows
-            x = yield from through(run, [self.blocks[layer] for layer in layers], x)
+            x = yield from run_blocks(run, [self.blocks[layer] for layer in layers], x)
         merged = self.merger(x).index_select(0, back)
         return list(torch.split(merged, [grid.patches // self.merge**2 for grid in grids]))
 

@@ -13,9 +13,9 @@ from saccade.checkpoint.config import ModelConfig, VisionConfig
 from saccade.models.interface import Encoding
 from saccade.models.layers.basic import LayerNorm, Linear, Parameters, PatchLinear, RMSNorm
 from saccade.models.layers.decoder import Biases, Decoder, OnDecoder, decoder_rules, head_rule
-from saccade.models.vision.blocks import VisionBlock, grid_places, turned_dim, vision_config
-from saccade.models.vision.ops import VisionOps, through
-from saccade.models.vision.preprocess import PatchLayout, Picture, pixel_policy
+from saccade.models.vision.blocks import VisionBlock, grid_positions, rotary_dim, vision_config
+from saccade.models.vision.ops import VisionOps, run_blocks
+from saccade.models.vision.preprocess import ImagePixels, PatchLayout, pixel_policy
 from saccade.models.weights import Rule, under
 from saccade.types import Geometry, Grid
 
@@ -41,13 +41,13 @@ class Qwen2VL(OnDecoder):
     def make_decoder(self, params: Parameters) -> Decoder:
         return Decoder(params, self.config.text, Biases(qkv=True))
 
-    def prepare(self, image: Picture, geometry: Geometry) -> Tensor:
+    def prepare(self, image: ImagePixels, geometry: Geometry) -> Tensor:
         if image.ndim == 4:
             return self._prepare_group(image, geometry)
         small = self.ops.resize(image, geometry.resized, self.pixels.resample).to(self.params.device)
         return self.ops.cut(small, geometry.grid, self.layout, self.pixels, self.params.dtype)
 
-    def _prepare_group(self, frames: Picture, geometry: Geometry) -> Tensor:
+    def _prepare_group(self, frames: ImagePixels, geometry: Geometry) -> Tensor:
         """Patches that reach through all frames of a group; where frames are missing, the last one repeats."""
         shape = (geometry.grid.patches, 3, self.layout.frames, self.layout.patch**2)
         patches = torch.empty(shape, dtype=self.params.dtype, device=self.params.device)
@@ -77,7 +77,7 @@ class VisionTower(Protocol):
 
 class Tower:
     def __init__(self, params: Parameters, vision: VisionConfig, outputs: int, theta: float) -> None:
-        self.head_dim = turned_dim(vision)
+        self.head_dim = rotary_dim(vision)
         self.theta = theta
         self.merge = vision.spatial_merge_size
         kernel = (vision.in_channels, vision.temporal_patch_size, vision.patch_size, vision.patch_size)
@@ -89,12 +89,12 @@ class Tower:
         self.merger = Merger(params.within("merger"), vision, outputs)
 
     def encode(self, patches: Tensor, grids: Sequence[Grid], ops: VisionOps) -> Encoding:
-        places = grid_places(grids, self.head_dim, self.theta, self.merge, patches.device)
+        places = grid_positions(grids, self.head_dim, self.theta, self.merge, patches.device)
         lengths = [grid.h * grid.w for grid in grids for _ in range(grid.t)]  # attention stays inside a frame
         run = ops.begin(lengths, places, patches.device)
         x = self.patch(patches)
         del patches  # they would stay until the last layer
-        x = yield from through(run, self.blocks, x)
+        x = yield from run_blocks(run, self.blocks, x)
         return list(torch.split(self.merger(x), [grid.patches // self.merge**2 for grid in grids]))
 
 

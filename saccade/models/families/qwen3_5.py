@@ -18,12 +18,12 @@ from saccade.models.layers.gated_delta_net import GatedDeltaNet
 from saccade.models.layers.moe import GatedMLP, layer_experts
 from saccade.models.weights import Rule, under
 
-_TURNED_SHARE = 0.25  # of a head's dimensions, where a config is silent
+_ROTARY_SHARE = 0.25  # of a head's dimensions, where a config is silent
 
 
 class Qwen3_5(Qwen3VL):
     decoder: Any  # a HybridDecoder
-    why_plain = "its delta nets carry states, which the kernels do not know"
+    eager_reason = "its delta nets carry states, which the kernels do not know"
 
     def make_decoder(self, params: Parameters) -> Any:
         """Its layers are run here and nowhere else: the kernels of CUDA devices know keys and values, not states."""
@@ -59,7 +59,7 @@ class HybridDecoder:
                 f"{linear.value_heads} value heads {linear.key_heads} key heads"
             )
         self.table = params.new("embed.weight", text.vocab_size, text.hidden_size)
-        share = float(text.rope_scaling.get("partial_rotary_factor", _TURNED_SHARE))
+        share = float(text.rope_scaling.get("partial_rotary_factor", _ROTARY_SHARE))
         self.rotary = Rotary(replace(text, head_dim=int(text.head_dim * share)), params.device)
         self.scale = float(text.head_dim**-0.5)
         layers = params.within("layers")
@@ -121,12 +121,12 @@ class GatedAttention:
         both, kv = torch.split(projected, [2 * self.heads, 2 * self.kv_heads], dim=1)
         q, gate = both.reshape(len(x), self.heads, 2, self.head_dim).unbind(2)  # [T, heads, d] each
         k, v = kv.chunk(2, dim=1)
-        q, k = _turn(self.q_norm(q), cos, sin), _turn(self.k_norm(k), cos, sin)
+        q, k = _rotate(self.q_norm(q), cos, sin), _rotate(self.k_norm(k), cos, sin)
         mixed = attention(index, q, k, v)
         return self.out((mixed * gate.sigmoid()).flatten(1))
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Only the first dimensions of a head turn with its position."""
     turned = cos.shape[-1]
     return torch.cat((rotate(x[..., :turned], cos, sin), x[..., turned:]), dim=-1)

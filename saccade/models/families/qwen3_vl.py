@@ -14,8 +14,8 @@ from saccade.models.families.qwen2_vl import COMMON_TOWER_RULES, EPS, Merger, Qw
 from saccade.models.interface import Encoding
 from saccade.models.layers.basic import Parameters, PatchLinear
 from saccade.models.layers.decoder import Biases, Decoder
-from saccade.models.vision.blocks import VisionBlock, by_token, grid_places, turned_dim
-from saccade.models.vision.ops import VisionOps, through
+from saccade.models.vision.blocks import VisionBlock, by_token, grid_positions, rotary_dim
+from saccade.models.vision.ops import VisionOps, run_blocks
 from saccade.models.weights import Rule, under
 from saccade.types import Grid
 
@@ -30,9 +30,9 @@ class Qwen3VL(Qwen2VL):
 
     def make_decoder(self, params: Parameters) -> Decoder:
         text = self.config.text
-        if text.num_deep > text.num_layers:
+        if text.num_deepstack > text.num_layers:
             raise ConfigError(
-                f"deepstack_visual_indexes names {text.num_deep} layers, the decoder has {text.num_layers}"
+                f"deepstack_visual_indexes names {text.num_deepstack} layers, the decoder has {text.num_layers}"
             )
         has_bias = bool((self.config.raw.get("text_config") or {}).get("attention_bias", False))
         return Decoder(params, text, Biases(qkv=has_bias, out=has_bias), has_qk_norms=True)
@@ -52,11 +52,11 @@ class Qwen3VL(Qwen2VL):
 
 class Tower:
     def __init__(self, params: Parameters, vision: VisionConfig, outputs: int, theta: float, positions: int) -> None:
-        self.head_dim = turned_dim(vision)
+        self.head_dim = rotary_dim(vision)
         self.theta = theta
         self.merge = vision.spatial_merge_size
         self.outputs = outputs
-        self.deep_layers = sorted(vision.deep_layers)
+        self.deepstack_layers = sorted(vision.deepstack_layers)
         kernel = (vision.in_channels, vision.temporal_patch_size, vision.patch_size, vision.patch_size)
         self.patch = PatchLinear(params.within("patch"), kernel, vision.hidden_size, bias=True)
         self.positions = Positions(params.within("positions"), positions, vision.hidden_size)
@@ -66,11 +66,11 @@ class Tower:
         ]
         self.merger = Merger(params.within("merger"), vision, outputs)
         self.deep_mergers = [
-            Merger(deep.within(i), vision, outputs, is_norm_merged=True) for i in range(len(self.deep_layers))
+            Merger(deep.within(i), vision, outputs, is_norm_merged=True) for i in range(len(self.deepstack_layers))
         ]
 
     def encode(self, patches: Tensor, grids: Sequence[Grid], ops: VisionOps) -> Encoding:
-        places = grid_places(grids, self.head_dim, self.theta, self.merge, patches.device)
+        places = grid_positions(grids, self.head_dim, self.theta, self.merge, patches.device)
         lengths = [grid.h * grid.w for grid in grids for _ in range(grid.t)]  # attention stays inside a frame
         run = ops.begin(lengths, places, patches.device)
         x = self.patch(patches)
@@ -78,20 +78,20 @@ class Tower:
         self.positions.add_to(x, grids, self.merge)
         slots = [grid.patches // self.merge**2 for grid in grids]
         embeddings, done = x.new_empty(0), 0
-        for place, layer in enumerate(self.deep_layers):
-            x = yield from through(run, self.blocks[done : layer + 1], x)
+        for place, layer in enumerate(self.deepstack_layers):
+            x = yield from run_blocks(run, self.blocks[done : layer + 1], x)
             if not len(embeddings):  # not before they are needed
                 embeddings = self._room(x, sum(slots))
             self._part(embeddings, 1 + place).copy_(self.deep_mergers[place](x))
             done = layer + 1
-        x = yield from through(run, self.blocks[done:], x)
-        if not self.deep_layers:
+        x = yield from run_blocks(run, self.blocks[done:], x)
+        if not self.deepstack_layers:
             return list(torch.split(self.merger(x), slots))
         self._part(embeddings, 0).copy_(self.merger(x))
         return list(torch.split(embeddings, slots))
 
     def _room(self, x: Tensor, slots: int) -> Tensor:
-        return x.new_empty(slots, self.outputs * (1 + len(self.deep_layers)))
+        return x.new_empty(slots, self.outputs * (1 + len(self.deepstack_layers)))
 
     def _part(self, embeddings: Tensor, index: int) -> Tensor:
         return embeddings[:, index * self.outputs : (index + 1) * self.outputs]

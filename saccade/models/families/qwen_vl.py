@@ -15,8 +15,8 @@ from saccade.models.interface import Encoding
 from saccade.models.layers.basic import LayerNorm, Linear, Parameters, PatchLinear
 from saccade.models.layers.decoder import Biases, Decoder, OnDecoder, head_rule
 from saccade.models.vision.blocks import VisionBlock, vision_config
-from saccade.models.vision.ops import VisionOps, through
-from saccade.models.vision.preprocess import PatchLayout, Picture, pixel_policy
+from saccade.models.vision.ops import VisionOps, run_blocks
+from saccade.models.vision.preprocess import ImagePixels, PatchLayout, pixel_policy
 from saccade.models.weights import Rule, under
 from saccade.types import Geometry, Grid
 
@@ -35,7 +35,7 @@ class Qwen(OnDecoder):
         self.params = params
         self.decoder = _decoder(params.within("decoder"), config)
 
-    def prepare(self, image: Picture, geometry: Geometry) -> NoReturn:
+    def prepare(self, image: ImagePixels, geometry: Geometry) -> NoReturn:
         raise AssertionError("a model without a vision tower has no encoder stage")
 
     def encode(self, patches: Tensor, grids: Sequence[Grid]) -> NoReturn:
@@ -63,7 +63,7 @@ class QwenVL(OnDecoder):
         self.resampler = Resampler(params.within("resampler"), vision.hidden_size, width, visual["n_queries"])
         self.decoder = _decoder(params.within("decoder"), config)
 
-    def prepare(self, image: Picture, geometry: Geometry) -> Tensor:
+    def prepare(self, image: ImagePixels, geometry: Geometry) -> Tensor:
         square = self.ops.resize(image, geometry.resized, self.pixels.resample).to(self.params.device)
         return self.ops.cut(square, geometry.grid, self.layout, self.pixels, self.params.dtype)
 
@@ -99,7 +99,7 @@ class Tower:
         run = ops.begin([grid.patches for grid in grids], None, patches.device)
         x = self.norm(self.patch(patches).add_(_on_grids(self.places, grids)))
         del patches
-        return (yield from through(run, self.blocks, x))
+        return (yield from run_blocks(run, self.blocks, x))
 
 
 def _block(params: Parameters, vision: VisionConfig) -> VisionBlock:

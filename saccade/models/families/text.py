@@ -8,11 +8,11 @@ from typing import Any, NamedTuple, NoReturn
 from torch import Tensor
 
 from saccade.checkpoint.config import ConfigError, ModelConfig
-from saccade.models.layers.attention_temperature import WHY_PLAIN
+from saccade.models.layers.attention_temperature import EAGER_REASON
 from saccade.models.layers.basic import Parameters
 from saccade.models.layers.decoder import Biases, Decoder, OnDecoder, decoder_rules, head_rule
 from saccade.models.vision.ops import VisionOps
-from saccade.models.vision.preprocess import Picture
+from saccade.models.vision.preprocess import ImagePixels
 from saccade.models.weights import Rule, under
 from saccade.types import Geometry, Grid
 
@@ -23,7 +23,7 @@ class Variant(NamedTuple):
 
 
 class Text(OnDecoder):
-    why_plain: str  # of those whose queries grow
+    eager_reason: str  # of those whose queries grow
 
     def __init__(
         self, config: ModelConfig, params: Parameters, image_processor: Mapping[str, Any], ops: VisionOps
@@ -34,10 +34,10 @@ class Text(OnDecoder):
         variant = variant_of(config.model_type, config.raw)
         self.config = config
         self.decoder = Decoder(params.within("decoder"), config.text, variant.biases, has_qk_norms=variant.has_qk_norms)
-        if self.decoder.temper is not None:
-            self.why_plain = WHY_PLAIN
+        if self.decoder.temperature is not None:
+            self.eager_reason = EAGER_REASON
 
-    def prepare(self, image: Picture, geometry: Geometry) -> NoReturn:
+    def prepare(self, image: ImagePixels, geometry: Geometry) -> NoReturn:
         raise AssertionError("a model without a vision tower has no encoder stage")
 
     def encode(self, patches: Tensor, grids: Sequence[Grid]) -> NoReturn:

@@ -57,7 +57,7 @@ class PagedKV(NamedTuple):
         shape = (config.num_kv_layers, num_blocks * block_size, config.num_kv_heads, config.head_dim)
         # Written, not only reserved: memory that is missing is then missing at the start, not under some request.
         k = torch.empty(shape, dtype=dtype, device=device).zero_()
-        return cls(k, k if config.latent else torch.empty_like(k).zero_())
+        return cls(k, k if config.mla else torch.empty_like(k).zero_())
 
     def clear(self, blocks: Sequence[int], block_size: int) -> None:
         """Zero blocks that are about to be filled in part.

@@ -15,10 +15,10 @@ from torch import Tensor
 from saccade.checkpoint.config import ConfigError
 from saccade.models.interface import Attention
 
-WHY_PLAIN = "its queries grow with their position, which the kernels do not know"
+EAGER_REASON = "its queries grow with their position, which the kernels do not know"
 
 
-class Temper:
+class AttentionTemperature:
     def __init__(self, beta: float, length: int) -> None:
         self.beta = beta
         self.length = length
@@ -37,11 +37,11 @@ class Temper:
         return tempered
 
 
-def temper_of(scaling: Mapping[str, Any]) -> Temper | None:
+def attention_temperature_of(scaling: Mapping[str, Any]) -> AttentionTemperature | None:
     """What a config's rotary settings say of it, if anything."""
     beta, length = scaling.get("llama_4_scaling_beta"), scaling.get("original_max_position_embeddings")
     if not beta:
         return None
     if not length:
         raise ConfigError("config.json has llama_4_scaling_beta, but no original_max_position_embeddings to count in")
-    return Temper(float(beta), int(length))
+    return AttentionTemperature(float(beta), int(length))

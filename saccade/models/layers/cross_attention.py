@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from saccade.checkpoint.config import TextConfig
-from saccade.models.interface import Seen
+from saccade.models.interface import CrossAttentionRows
 from saccade.models.layers.basic import Linear, Parameters, RMSNorm
 from saccade.models.weights import Rule
 
@@ -39,7 +39,7 @@ class CrossLayer:
         self.down = Linear(params.within("down"), wide, hidden)
         self.mlp_gate = params.new("mlp_gate", 1)
 
-    def __call__(self, x: Tensor, pictures: Sequence[tuple[Seen, Tensor]]) -> Tensor:
+    def __call__(self, x: Tensor, pictures: Sequence[tuple[CrossAttentionRows, Tensor]]) -> Tensor:
         """`pictures`: rows with this layer's keys and values [2, states, kv_heads, d] of all that they see."""
         rows = torch.cat([seen.rows for seen, _ in pictures])
         part = x.index_select(0, rows)
@@ -48,7 +48,7 @@ class CrossLayer:
         part += self.down(F.silu(gate).mul_(up)).mul_(self.mlp_gate.tanh())
         return x.index_copy(0, rows, part)
 
-    def attend(self, x: Tensor, pictures: Sequence[tuple[Seen, Tensor]]) -> Tensor:
+    def attend(self, x: Tensor, pictures: Sequence[tuple[CrossAttentionRows, Tensor]]) -> Tensor:
         q = self.q_norm(self.q(x).view(len(x), self.heads, self.head_dim))
         parts = torch.split(q, [len(seen.rows) for seen, _ in pictures])
         mixed = [self._mix(part, kv) for part, (_, kv) in zip(parts, pictures, strict=True)]
@@ -88,7 +88,9 @@ def unpack(layers: Sequence[CrossLayer], kept: Tensor) -> Tensor:
     return kept.reshape(-1)[: states * values].view(len(layers), 2, states, first.kv_heads, first.head_dim)
 
 
-def by_layer(layers: Sequence[CrossLayer], seen: Sequence[Seen]) -> list[list[tuple[Seen, Tensor]]]:
+def by_layer(
+    layers: Sequence[CrossLayer], seen: Sequence[CrossAttentionRows]
+) -> list[list[tuple[CrossAttentionRows, Tensor]]]:
     """For each layer, what its rows attend to; pictures seen together lie one behind the other."""
     together = [
         torch.cat([unpack(layers, e) for e in s.embeddings], 2)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from saccade.checkpoint.config import ConfigError, TextConfig
 from saccade.models.interface import Attention
-from saccade.models.layers.attention_temperature import temper_of
+from saccade.models.layers.attention_temperature import attention_temperature_of
 from saccade.models.layers.basic import Linear, Parameters, RMSNorm, cos_sin, frequencies, rotate, silu_and_mul
 from saccade.models.layers.moe import EXPERT_RULES, layer_experts
 from saccade.models.weights import Rule, under
@@ -42,7 +42,7 @@ class Decoder:
         self.embedding_size = text.embedding_size
         self.rotary = Rotary(text, params.device)
         self.scale = float(text.head_dim**-0.5) * self.rotary.gain**2  # of scores
-        self.temper = temper_of(text.rope_scaling)
+        self.temperature = attention_temperature_of(text.rope_scaling)
         layers = params.within("layers")
         self.layers = [DecoderLayer(layers.within(i), text, biases, has_qk_norms, i) for i in range(text.num_layers)]
         self.norm = RMSNorm(params.within("norm"), text.hidden_size, text.rms_norm_eps)
@@ -58,8 +58,8 @@ class Decoder:
 
     def forward(self, embeds: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         cos, sin = self.rotary(positions, embeds.dtype)  # [T, 1, d]
-        if self.temper is not None:
-            attention = self.temper.around(attention, positions)
+        if self.temperature is not None:
+            attention = self.temperature.around(attention, positions)
         x, *deep = self.parts(embeds)
         for index, layer in enumerate(self.layers):
             x = layer(x, cos, sin, attention, index)
@@ -152,8 +152,8 @@ def _one_by_one(sections: Sequence[int]) -> list[int]:
 
 def _interleaved(sections: Sequence[int]) -> list[int]:
     """Sizes 4, 2, 2 -> 0 1 2 0 1 2 0 0: axes take turns until theirs are used up, the first one fills the rest."""
-    turns = (index % len(sections) for index in range(sum(sections)))
-    return [axis if index < sections[axis] * len(sections) else 0 for index, axis in enumerate(turns)]
+    rotary = (index % len(sections) for index in range(sum(sections)))
+    return [axis if index < sections[axis] * len(sections) else 0 for index, axis in enumerate(rotary)]
 
 
 def _kind(scaling: Mapping[str, Any]) -> str:
@@ -180,16 +180,16 @@ def _llama3_share(plain: Tensor, text: TextConfig, trained: int) -> Tensor:
     low, high = (float(text.rope_scaling.get(f"{name}_freq_factor") or 0) for name in ("low", "high"))
     if not low or not high or low >= high:
         raise ConfigError(f"rope scaling of type llama3 needs low_freq_factor={low} below high_freq_factor={high}")
-    turns = plain * trained / (2 * math.pi)  # of each wave over the length the model was trained on
-    return ((turns - low) / (high - low)).clamp(0, 1)
+    rotary = plain * trained / (2 * math.pi)  # of each wave over the length the model was trained on
+    return ((rotary - low) / (high - low)).clamp(0, 1)
 
 
 def _yarn_share(plain: Tensor, text: TextConfig, trained: int) -> Tensor:
     """The same, blended along the index of a frequency: from that of fast waves to that of slow ones."""
     scaling, half = text.rope_scaling, text.head_dim / 2
 
-    def index_of(turns: float) -> float:
-        return half * math.log(trained / (turns * 2 * math.pi)) / math.log(text.rope_theta)
+    def index_of(rotary: float) -> float:
+        return half * math.log(trained / (rotary * 2 * math.pi)) / math.log(text.rope_theta)
 
     first, last = index_of(float(scaling.get("beta_fast") or 32)), index_of(float(scaling.get("beta_slow") or 1))
     if scaling.get("truncate", True):

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from saccade.checkpoint.config import LatentConfig, TextConfig
+from saccade.checkpoint.config import MLAConfig, TextConfig
 from saccade.models.interface import Attention
 from saccade.models.layers.basic import Linear, Parameters, RMSNorm, rotate, silu_and_mul
 from saccade.models.layers.decoder import Rotary, yarn_gain
@@ -28,12 +28,12 @@ _LATENT_EPS = 1e-6  # of the norms inside attention, whatever the config says of
 
 
 class LatentDecoder:
-    def __init__(self, params: Parameters, text: TextConfig, latent: LatentConfig) -> None:
+    def __init__(self, params: Parameters, text: TextConfig, mla: MLAConfig) -> None:
         self.table = params.new("embed.weight", text.vocab_size, text.hidden_size)
-        self.rotary = Rotary(replace(text, head_dim=latent.turned), params.device)
-        self.scale = (latent.plain + latent.turned) ** -0.5 * _stretch(text) ** 2  # of scores
+        self.rotary = Rotary(replace(text, head_dim=mla.turned), params.device)
+        self.scale = (mla.plain + mla.turned) ** -0.5 * _stretch(text) ** 2  # of scores
         layers = params.within("layers")
-        self.layers = [LatentLayer(layers.within(i), text, latent, i) for i in range(text.num_layers)]
+        self.layers = [LatentLayer(layers.within(i), text, mla, i) for i in range(text.num_layers)]
         self.norm = RMSNorm(params.within("norm"), text.hidden_size, text.rms_norm_eps)
         self.head = self.table if text.tie_word_embeddings else params.new("head.weight", *self.table.shape)
 
@@ -53,10 +53,10 @@ class LatentDecoder:
 
 
 class LatentLayer:
-    def __init__(self, params: Parameters, text: TextConfig, latent: LatentConfig, index: int) -> None:
+    def __init__(self, params: Parameters, text: TextConfig, mla: MLAConfig, index: int) -> None:
         hidden, wide = text.hidden_size, text.intermediate_size
         self.attention_norm = RMSNorm(params.within("attention_norm"), hidden, text.rms_norm_eps)
-        self.attend = LatentAttention(params, text, latent)
+        self.attend = LatentAttention(params, text, mla)
         self.mlp_norm = RMSNorm(params.within("mlp_norm"), hidden, text.rms_norm_eps)
         self.experts = layer_experts(params, hidden, text.experts, index)
         if self.experts is None:
@@ -70,40 +70,40 @@ class LatentLayer:
 
 
 class LatentAttention:
-    def __init__(self, params: Parameters, text: TextConfig, latent: LatentConfig) -> None:
-        self.latent, self.heads = latent, text.num_heads
-        queries, made = self.heads * (latent.plain + latent.turned), latent.plain + latent.value
-        first = latent.query_rank or queries
+    def __init__(self, params: Parameters, text: TextConfig, mla: MLAConfig) -> None:
+        self.mla, self.heads = mla, text.num_heads
+        queries, made = self.heads * (mla.plain + mla.turned), mla.plain + mla.value
+        first = mla.query_rank or queries
         self.inputs = Linear(params.within("inputs"), text.hidden_size, {"q": first, "kv": text.head_dim})
         self.q_norm, self.q_up = None, None
-        if latent.query_rank:
-            self.q_norm = RMSNorm(params.within("q_norm"), latent.query_rank, _LATENT_EPS)
-            self.q_up = Linear(params.within("q_up"), latent.query_rank, queries)
-        self.norm = RMSNorm(params.within("latent_norm"), latent.rank, _LATENT_EPS)
-        expand = params.new("expand.weight", self.heads * made, latent.rank).view(self.heads, made, latent.rank)
-        self.to_keys, self.to_values = torch.split(expand, [latent.plain, latent.value], dim=1)  # [heads, d, rank]
-        self.out = Linear(params.within("out"), self.heads * latent.value, text.hidden_size)
+        if mla.query_rank:
+            self.q_norm = RMSNorm(params.within("q_norm"), mla.query_rank, _LATENT_EPS)
+            self.q_up = Linear(params.within("q_up"), mla.query_rank, queries)
+        self.norm = RMSNorm(params.within("latent_norm"), mla.rank, _LATENT_EPS)
+        expand = params.new("expand.weight", self.heads * made, mla.rank).view(self.heads, made, mla.rank)
+        self.to_keys, self.to_values = torch.split(expand, [mla.plain, mla.value], dim=1)  # [heads, d, rank]
+        self.out = Linear(params.within("out"), self.heads * mla.value, text.hidden_size)
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention, index: int) -> Tensor:
         queries, memory = self._asked_and_kept(x, cos, sin)
-        mixed = attention(index, queries, memory, memory)[..., : self.latent.rank]
+        mixed = attention(index, queries, memory, memory)[..., : self.mla.rank]
         del queries, memory  # with many heads they are most of what a step takes
         found = torch.bmm(mixed.transpose(0, 1), self.to_values.mT).transpose(0, 1)  # [T, heads, value]
         return self.out(found.flatten(1))
 
     def _asked_and_kept(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """[T, heads, rank + turned] and [T, 1, rank + turned]"""
-        shape, rows = self.latent, len(x)
+        shape, rows = self.mla, len(x)
         first, kept = self.inputs(x).tensor_split([self.inputs.weight.shape[0] - shape.rank - shape.turned], dim=-1)
         q = self.q_up(self.q_norm(first)) if self.q_up and self.q_norm else first
         plain, turning = q.view(rows, self.heads, -1).tensor_split([shape.plain], dim=-1)
         short, key = kept[:, None].tensor_split([shape.rank], dim=-1)  # [T, 1, ...]
         absorbed = torch.bmm(plain.transpose(0, 1), self.to_keys).transpose(0, 1)  # [T, heads, rank]
-        queries = torch.cat((absorbed, turn_pairs(turning, cos, sin)), dim=-1)
-        return queries, torch.cat((self.norm(short), turn_pairs(key, cos, sin)), dim=-1)
+        queries = torch.cat((absorbed, rotate_pairs(turning, cos, sin)), dim=-1)
+        return queries, torch.cat((self.norm(short), rotate_pairs(key, cos, sin)), dim=-1)
 
 
-def turn_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Here neighbours turn together; they are put apart first, in queries and keys alike, so scores stay the same."""
     return rotate(x.view(*x.shape[:-1], -1, 2).mT.flatten(-2), cos, sin)
 

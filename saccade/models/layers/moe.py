@@ -14,17 +14,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from saccade.checkpoint.config import ConfigError
-from saccade.checkpoint.moe import ExpertRules
+from saccade.checkpoint.moe import MoEConfig
 from saccade.models.layers.basic import Linear, Parameters, silu_and_mul
 from saccade.models.weights import Rule
 
-WHY_PLAIN = "how many tokens an expert gets is read back in every layer, which a recorded graph cannot do"
+EAGER_REASON = "how many tokens an expert gets is read back in every layer, which a recorded graph cannot do"
 _CHOICES = ("greedy", "group_limited_greedy", "noaux_tc")
 _TINY = 1e-20  # keeps scores that are all zero from dividing
 
 
-class Experts:
-    def __init__(self, params: Parameters, hidden: int, rules: ExpertRules) -> None:
+class MoE:
+    def __init__(self, params: Parameters, hidden: int, rules: MoEConfig) -> None:
         _check(rules)
         self.rules = rules
         # Close scores decide between experts, so whatever type the model has, they are computed in float32.
@@ -99,13 +99,13 @@ class GatedMLP:
         return self.down(silu_and_mul(self.gate_up(x)))
 
 
-def layer_experts(params: Parameters, hidden: int, rules: ExpertRules | None, index: int) -> Experts | None:
+def layer_experts(params: Parameters, hidden: int, rules: MoEConfig | None, index: int) -> MoE | None:
     """Those of layer `index`, where it has some."""
     is_here = rules is not None and index in rules.layers
-    return Experts(params.within("experts"), hidden, rules) if rules and is_here else None
+    return MoE(params.within("experts"), hidden, rules) if rules and is_here else None
 
 
-def _of_best_groups(offered: Tensor, rules: ExpertRules) -> Tensor:
+def _of_best_groups(offered: Tensor, rules: MoEConfig) -> Tensor:
     """Experts of other groups are out of reach. With a bias a group is as good as its best two, without as its best."""
     grouped = offered.view(len(offered), rules.groups, -1)  # [T, groups, experts of a group]
     best = grouped.topk(2 if rules.has_bias else 1, dim=-1).values.sum(-1)
@@ -119,7 +119,7 @@ def _in_float32(params: Parameters, name: str, *shape: int) -> Tensor:
     return tensor
 
 
-def _check(rules: ExpertRules) -> None:
+def _check(rules: MoEConfig) -> None:
     if rules.scoring not in ("softmax", "sigmoid"):
         raise ConfigError(f"config.json scores experts by {rules.scoring!r}; known are softmax, sigmoid")
     if rules.choice not in _CHOICES:

@@ -26,7 +26,7 @@ from saccade.models.layers.basic import (
 from saccade.types import Grid
 
 
-class Angles(NamedTuple):
+class RotaryCosSin(NamedTuple):
     """Rotary positions of packed patches."""
 
     cos: Tensor  # float32 [T, d]
@@ -34,14 +34,14 @@ class Angles(NamedTuple):
 
 
 @dataclass(eq=False)
-class Places:
+class PatchPositions:
     """Where packed patches stand, and what that turns."""
 
     cells: Tensor  # int16 [T, 2]: row and column of each, on the host; the same tensor for the same grids
     per_axis: Tensor  # float32, on the device: frequencies of both axes [d / 4], or of each [2, d / 4]
-    turns: Tensor | None = None  # what `fused_vision` made of them, for the next pass over the same
+    rotary: Tensor | None = None  # what `fused_vision` made of them, for the next pass over the same
 
-    def are(self, others: Places | None) -> bool:
+    def are(self, others: PatchPositions | None) -> bool:
         """Whether patches stand where others do, and turn as much; not every time that they do."""
         return others is not None and self.cells is others.cells and self.per_axis is others.per_axis
 
@@ -77,11 +77,11 @@ class VisionBlock:
         self.act = gated_activation(vision.hidden_act) if vision.is_gated else activation(vision.hidden_act)
         self.down = Linear(params.within("down"), wide, hidden, bias=has_bias, pad_inputs=_ALIGNED)
 
-    def __call__(self, x: Tensor, lengths: Sequence[int], angles: Angles | None = None) -> Tensor:
+    def __call__(self, x: Tensor, lengths: Sequence[int], angles: RotaryCosSin | None = None) -> Tensor:
         x = self.attend(self.attention_norm(x), lengths, angles).add_(x)
         return self.down(self.act(self.up(self.mlp_norm(x)))).add_(x)
 
-    def attend(self, x: Tensor, lengths: Sequence[int], angles: Angles | None) -> Tensor:
+    def attend(self, x: Tensor, lengths: Sequence[int], angles: RotaryCosSin | None) -> Tensor:
         qkv = self.qkv(x).view(len(x), 3, self.heads, -1).permute(1, 2, 0, 3)  # [3, heads, T, d]
         # Attention gains more from heads that are contiguous than the copy costs; rotation makes the copy anyway.
         if angles is None:
@@ -93,7 +93,7 @@ class VisionBlock:
         return self.out(mixed.flatten(1))
 
 
-def grid_places(
+def grid_positions(
     grids: Sequence[Grid],
     head_dim: int,
     theta: float,
@@ -101,25 +101,25 @@ def grid_places(
     device: torch.device,
     cells: Tensor | None = None,
     *,
-    takes_turns: bool = False,
-) -> Places:
+    interleaved: bool = False,
+) -> PatchPositions:
     """Half of each head turns with a patch's row, half with its column. `cells`: of patches in another order.
 
-    Both axes have the same frequencies, or (`takes_turns`) those of a whole head by turns, rows first.
+    Both axes have the same frequencies, or (`interleaved`) those of a whole head by turns, rows first.
     """
     cells = all_cells(tuple(grids), merge) if cells is None else cells
-    return Places(cells, _per_axis(head_dim, theta, takes_turns, device))
+    return PatchPositions(cells, _per_axis(head_dim, theta, interleaved, device))
 
 
-def angles_of(places: Places) -> Angles:
+def angles_of(places: PatchPositions) -> RotaryCosSin:
     cells = places.cells.to(places.per_axis.device)
-    return Angles(*cos_sin((cells[..., None] * places.per_axis).flatten(1), torch.float32))
+    return RotaryCosSin(*cos_sin((cells[..., None] * places.per_axis).flatten(1), torch.float32))
 
 
 @lru_cache(maxsize=8)
-def _per_axis(head_dim: int, theta: float, takes_turns: bool, device: torch.device) -> Tensor:
+def _per_axis(head_dim: int, theta: float, interleaved: bool, device: torch.device) -> Tensor:
     """Of both axes [d / 4], or of each [2, d / 4]."""
-    if takes_turns:
+    if interleaved:
         return frequencies(head_dim, theta, device).view(-1, 2).T.contiguous()
     return frequencies(head_dim // 2, theta, device)
 
@@ -157,7 +157,7 @@ def vision_config(config: ModelConfig) -> VisionConfig:
     return config.vision
 
 
-def turned_dim(vision: VisionConfig) -> int:
+def rotary_dim(vision: VisionConfig) -> int:
     """Of a head that turns: pairs of values with a patch's row, and as many with its column."""
     dim = vision.hidden_size // vision.num_heads
     if dim % 4:

@@ -12,7 +12,7 @@ from torch import Tensor
 from saccade.checkpoint.config import ConfigError, VisionConfig
 from saccade.models.layers.basic import LayerNorm, Parameters, PatchLinear
 from saccade.models.vision.blocks import VisionBlock
-from saccade.models.vision.ops import VisionOps, through_keeping
+from saccade.models.vision.ops import VisionOps, run_blocks_keeping
 from saccade.models.weights import Rule, under
 
 
@@ -47,7 +47,7 @@ class SquareTower(ABC):
         run = ops.begin([self.length] * squares, None, patches.device)
         x = self.embed(patches, squares)
         del patches
-        kept = yield from through_keeping(run, self.blocks, x, self.features)
+        kept = yield from run_blocks_keeping(run, self.blocks, x, self.features)
         features = torch.cat(kept, dim=-1).view(squares, -1, self.width)
         return self.select(features)
 

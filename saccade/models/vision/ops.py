@@ -11,8 +11,16 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from saccade.models.vision.blocks import Places, VisionBlock, angles_of
-from saccade.models.vision.preprocess import PatchLayout, Picture, PixelPolicy, as_tensor, normalise, patchify, resize
+from saccade.models.vision.blocks import PatchPositions, VisionBlock, angles_of
+from saccade.models.vision.preprocess import (
+    ImagePixels,
+    PatchLayout,
+    PixelPolicy,
+    as_tensor,
+    normalise,
+    patchify,
+    resize,
+)
 from saccade.models.vision.resample import resample, weigh_axis
 from saccade.types import Grid, Size
 
@@ -25,18 +33,18 @@ It may overwrite x.
 
 
 class VisionOps(Protocol):
-    def resize(self, image: Picture, size: Size, resampling: int) -> Tensor:
+    def resize(self, image: ImagePixels, size: Size, resampling: int) -> Tensor:
         """uint8 [size.height, size.width, 3], where the picture is."""
 
     def cut(self, image: Tensor, grid: Grid, layout: PatchLayout, policy: PixelPolicy, dtype: torch.dtype) -> Tensor:
         """uint8 [H, W, 3] -> normalised patches [patches, patch_dim]"""
 
-    def begin(self, lengths: Sequence[int], places: Places | None, device: torch.device) -> RunBlocks:
+    def begin(self, lengths: Sequence[int], places: PatchPositions | None, device: torch.device) -> RunBlocks:
         """A pass over packed pictures with these numbers of patches: what its blocks are run with."""
 
 
 class TorchVision:
-    def resize(self, image: Picture, size: Size, resampling: int) -> Tensor:
+    def resize(self, image: ImagePixels, size: Size, resampling: int) -> Tensor:
         """Pillow itself for a picture on the host; for a tensor its arithmetic, to the bit."""
         if isinstance(image, Tensor):
             return resample(image, size, resampling, weigh_axis)
@@ -45,12 +53,12 @@ class TorchVision:
     def cut(self, image: Tensor, grid: Grid, layout: PatchLayout, policy: PixelPolicy, dtype: torch.dtype) -> Tensor:
         return normalise(patchify(image, grid, *layout), policy, dtype)
 
-    def begin(self, lengths: Sequence[int], places: Places | None, device: torch.device) -> RunBlocks:
+    def begin(self, lengths: Sequence[int], places: PatchPositions | None, device: torch.device) -> RunBlocks:
         angles = angles_of(places) if places else None
         return lambda blocks, x: (blocks[0](x, lengths, angles), 1)
 
 
-def through(run: RunBlocks, blocks: Blocks, x: Tensor) -> Generator[int, None, Tensor]:
+def run_blocks(run: RunBlocks, blocks: Blocks, x: Tensor) -> Generator[int, None, Tensor]:
     """All blocks, one after another; pauses wherever a device can, and says how many layers that were."""
     done = 0
     while done < len(blocks):
@@ -60,13 +68,13 @@ def through(run: RunBlocks, blocks: Blocks, x: Tensor) -> Generator[int, None, T
     return x
 
 
-def through_keeping(
+def run_blocks_keeping(
     run: RunBlocks, blocks: Blocks, x: Tensor, depths: Sequence[int]
 ) -> Generator[int, None, list[Tensor]]:
     """The same up to the deepest of `depths`: what x is behind so many blocks, for each of them."""
     kept, done = {}, 0
     for depth in sorted(set(depths)):
-        x = yield from through(run, blocks[done:depth], x)
+        x = yield from run_blocks(run, blocks[done:depth], x)
         kept[depth] = x.clone() if depth < max(depths) else x  # the next block may overwrite it
         done = depth
     return [kept[depth] for depth in depths]

@@ -18,7 +18,7 @@ from saccade.models.vision.resample import FILTERS
 from saccade.types import Grid, Size
 
 Pixels = npt.NDArray[np.uint8]  # [height, width, 3]
-Picture = Pixels | Tensor
+ImagePixels = Pixels | Tensor
 """RGB of 8 bits [height, width, 3]: on the host, or a tensor where the tower is. A frame group has frames in front."""
 
 _CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)

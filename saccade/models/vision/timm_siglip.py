@@ -10,7 +10,7 @@ from saccade.checkpoint.config import VisionConfig
 from saccade.models.layers.basic import LayerNorm, Parameters, PatchLinear
 from saccade.models.vision.blocks import VisionBlock
 from saccade.models.vision.clip import image_size
-from saccade.models.vision.ops import VisionOps, through
+from saccade.models.vision.ops import VisionOps, run_blocks
 from saccade.models.weights import Rule
 
 _EPS = 1e-6
@@ -36,7 +36,7 @@ class TimmSiglip:
         run = ops.begin([self.side**2] * squares, None, patches.device)
         x = self.patch(patches).view(squares, self.side**2, -1).add_(self.positions).flatten(0, 1)
         del patches
-        x = yield from through(run, self.blocks, x)
+        x = yield from run_blocks(run, self.blocks, x)
         return self.norm(x).view(squares, self.side**2, -1)
 
 
@@ -50,6 +50,6 @@ TIMM_SIGLIP_RULES = (
     Rule("blocks.{}.mlp.fc1.*", "blocks.{}.up.*"),
     Rule("blocks.{}.mlp.fc2.*", "blocks.{}.down.*"),
     Rule("norm.*", "norm.*"),
-    Rule("attn_pool.latent", None),
+    Rule("attn_pool.mla", None),
     *(Rule(f"attn_pool.{name}.*", None) for name in ("q", "kv", "proj", "norm", "mlp.fc1", "mlp.fc2")),
 )

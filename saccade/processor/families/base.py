@@ -38,7 +38,7 @@ class Expansion(NamedTuple):
 
     token_ids: npt.NDArray[np.int64]  # [tokens]
     is_embed: tuple[bool, ...] | None  # which of them take an embedding; None means all
-    is_lasting: bool = False  # the tokens behind them look at the picture too, as `lasting` says
+    is_cross_attended: bool = False  # the tokens behind them look at the picture too, as `cross_attended` says
 
 
 class Family(Protocol):
@@ -79,7 +79,7 @@ class Family(Protocol):
 
 
 @runtime_checkable
-class Crowded(Protocol):
+class ManyImagesPolicy(Protocol):
     """A family whose pictures are seen smaller where a prompt has many."""
 
     def among(self, pictures: int, max_pixels: int) -> int:
@@ -87,7 +87,7 @@ class Crowded(Protocol):
 
 
 @runtime_checkable
-class Marked(Protocol):
+class HasMarkup(Protocol):
     """A family whose tokenizer has control tokens that questions and answers are meant to contain."""
 
     @property
@@ -103,7 +103,7 @@ class LengthBound(Protocol):
         """A salt that prompts share only if equal beginnings mean equal keys and values."""
 
 
-def lasting(spans: Sequence[Span]) -> tuple[Span, ...]:
+def cross_attended(spans: Sequence[Span]) -> tuple[Span, ...]:
     """Spans that later tokens look at: each until the next one begins, and neighbours together as one.
 
     text A text B C text      A is seen up to B, B and C to the end
@@ -114,7 +114,7 @@ def lasting(spans: Sequence[Span]) -> tuple[Span, ...]:
         span, behind = spans[index], spans[index + 1 : index + 2]
         if behind and span.end < behind[0].start:
             end = behind[0].start
-        seen.append(replace(span, read_end=end))
+        seen.append(replace(span, last_reader=end))
     return tuple(reversed(seen))
 
 

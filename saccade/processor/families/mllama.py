@@ -81,7 +81,7 @@ class Mllama:
 
     def expand(self, geometry: Geometry) -> Expansion:
         """The token keeps its own embedding; what the tower returns is read in the layers that look at pictures."""
-        return Expansion(np.array([self.image_token_id], np.int64), (False,), is_lasting=True)
+        return Expansion(np.array([self.image_token_id], np.int64), (False,), is_cross_attended=True)
 
     def positions(
         self, token_ids: Sequence[int] | npt.NDArray[np.int64], spans: Sequence[Span], grids: Sequence[Grid]

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LEAST_TOKENS = 4096
+MIN_TOKENS = 4096
 """From here on FlashInfer is never slower than our Triton kernel, whatever lies before the new tokens; planning a step
 takes the host half a millisecond, which smaller ones gain back only over long contexts."""
 _HEAD_SIZES = (64, 128, 256)
@@ -42,7 +42,7 @@ def choose(asked: str, place: Place, block_size: int, max_blocks: int, scale: fl
     check(asked, place)
     if asked == "triton" or _why_not(place) or (asked == "auto" and _is_ours_faster(place, block_size)):
         return None
-    least = LEAST_TOKENS if asked == "auto" else 1
+    least = MIN_TOKENS if asked == "auto" else 1
     try:
         found = _new(place, block_size, max_blocks, scale, least)
     except Exception as error:  # whatever another library raises while it is imported or compiles its kernels

@@ -19,32 +19,34 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from saccade.kernels.launch.async_copy import sent
+from saccade.kernels.launch.async_copy import to_device as copy_to_device
 
-Numbers = npt.NDArray[np.int32]
+Metadata = npt.NDArray[np.int32]
 _MAIL_ROWS = 16  # whole rows that may change at a time before one waits for another's copy: the prompts of a step
 
 
 class BlockTables:
     def __init__(self, max_requests: int, max_blocks: int, device: torch.device) -> None:
         self.blocks = torch.zeros(max_requests + 1, max_blocks, dtype=torch.int32, device=device)
-        self.latest = torch.zeros(max_requests + 1, dtype=torch.int64, device=device)  # by row: the token given last
+        self.last_tokens = torch.zeros(
+            max_requests + 1, dtype=torch.int64, device=device
+        )  # by row: the token given last
         self.spare = max_requests  # row of no request
         self._known = np.zeros(self.blocks.shape, np.int32)  # the same blocks on the host
         self._free = list(range(max_requests - 1, -1, -1))
         self._rows: dict[str, int] = {}
         self._changes: dict[int, range] = {}  # by row: places whose values are not yet on the device
-        self._mailbox = Mailbox(_MAIL_ROWS * max_blocks, device)
+        self._mailbox = PinnedStaging(_MAIL_ROWS * max_blocks, device)
 
     def row(self, request_id: str) -> int:
         return self._rows[request_id]
 
-    def rows(self, request_ids: Sequence[str]) -> Numbers:
+    def rows(self, request_ids: Sequence[str]) -> Metadata:
         return np.array([self._rows[request_id] for request_id in request_ids], np.int32)
 
-    def slots(self, rows: Numbers | int, places: npt.NDArray[np.integer[Any]], block_size: int) -> Numbers:
+    def slots(self, rows: Metadata | int, places: npt.NDArray[np.integer[Any]], block_size: int) -> Metadata:
         """Where the tokens at these places of requests lie: block * block_size + offset."""
-        found: Numbers = self._known[rows, places // block_size] * block_size + places % block_size
+        found: Metadata = self._known[rows, places // block_size] * block_size + places % block_size
         return found
 
     def blocks_of(self, rows: Sequence[int], counts: Sequence[int]) -> Tensor:
@@ -65,7 +67,7 @@ class BlockTables:
         before = self._changes.get(row, range(held, held))
         self._changes[row] = range(min(before.start, held), max(before.stop, held + len(blocks)))
 
-    def entered(self, row: int, index: int) -> None:
+    def set_by_device(self, row: int, index: int) -> None:
         """The device enters this block by itself."""
         places = self._changes.get(row)
         if places and places[-1] == index:
@@ -85,14 +87,14 @@ class BlockTables:
         """Bring the changes to the device, in the order of its stream."""
         changes = [(row, places) for row, places in self._changes.items() if places]
         self._changes.clear()
-        for few in self._letters(changes):
-            numbers, done = self._mailbox.open(), 0
+        for few in self._chunks(changes):
+            metadata, done = self._mailbox.open(), 0
             for row, places in few:
-                numbers[done : done + len(places)] = self._known[row, places.start : places.stop]
+                metadata[done : done + len(places)] = self._known[row, places.start : places.stop]
                 self._mailbox.send(self.blocks[row, places.start : places.stop], done)
                 done += len(places)
 
-    def _letters(self, changes: Sequence[tuple[int, range]]) -> Iterator[list[tuple[int, range]]]:
+    def _chunks(self, changes: Sequence[tuple[int, range]]) -> Iterator[list[tuple[int, range]]]:
         """As many changes at a time as the mailbox holds."""
         few, room = list[tuple[int, range]](), self._mailbox.size
         for row, places in changes:
@@ -105,7 +107,7 @@ class BlockTables:
             yield few
 
 
-class Mailbox:
+class PinnedStaging:
     """Pinned memory in which a step's numbers are written; two pieces, for one may still be on its way."""
 
     def __init__(self, size: int, device: torch.device) -> None:
@@ -114,13 +116,13 @@ class Mailbox:
         hosts = [torch.zeros(size, dtype=torch.int32, pin_memory=is_cuda) for _ in range(2)]
         self._pieces = [_Piece(host, host.numpy(), _event() if is_cuda else None) for host in hosts]
 
-    def open(self) -> Numbers:
+    def open(self) -> Metadata:
         """The piece to write next, as it was left; waits until its last copy is done."""
         self._pieces.reverse()
         piece = self._pieces[0]
         if piece.sent is not None:
             piece.sent.synchronize()
-        return piece.numbers
+        return piece.metadata
 
     def send(self, target: Tensor, first: int = 0) -> None:
         """As much of the piece, from `first` on, as `target` [numbers] holds, in the order of the device's stream."""
@@ -132,7 +134,7 @@ class Mailbox:
 
 class _Piece(NamedTuple):
     host: Tensor  # int32 [size]
-    numbers: Numbers  # the same memory
+    metadata: Metadata  # the same memory
     sent: torch.cuda.Event | None  # its last copy, if any; None where copies are done at once
 
 
@@ -140,7 +142,7 @@ def _event() -> torch.cuda.Event:
     return torch.cuda.Event()  # type: ignore[no-untyped-call]
 
 
-class Returns:
+class TokenReadback:
     """Pinned memory for tokens on their way to the host. They are read before the third run after theirs."""
 
     def __init__(self, size: int, device: torch.device) -> None:
@@ -151,6 +153,6 @@ class Returns:
         return self._hosts[-1][: len(tokens)].copy_(tokens, non_blocking=True)
 
 
-def to_device(numbers: npt.NDArray[np.generic], device: torch.device) -> Tensor:
+def to_device(metadata: npt.NDArray[np.generic], device: torch.device) -> Tensor:
     """Without waiting for the device."""
-    return sent(torch.from_numpy(numbers), device)
+    return copy_to_device(torch.from_numpy(metadata), device)

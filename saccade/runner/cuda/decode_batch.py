@@ -11,13 +11,13 @@ from saccade.runner.batch import RequestState
 from saccade.runner.cuda.block_table import BlockTables
 
 
-class Group:
-    """One row each, in the order of `states`. `drawn` and `sampled` are the rows that want more than the likeliest."""
+class DecodeBatch:
+    """One row each, in the order of `states`. `device_sampled` and `sampled` are the rows that want more than the likeliest."""
 
     def __init__(self, states: list[RequestState], tables: BlockTables) -> None:
         self.states = states
         self.ids = [state.request.request_id for state in states]
         self.rows = tables.rows(self.ids)  # int32 [size], of the block tables
         self.shifts = np.array([state.shift for state in states], np.int32)  # from places to rotary positions
-        self.drawn = [i for i, state in enumerate(states) if state.is_foreseeable and not state.is_greedy]
-        self.sampled = [i for i, state in enumerate(states) if not state.is_foreseeable]  # by the host, from logits
+        self.device_sampled = [i for i, state in enumerate(states) if state.samples_on_device and not state.is_greedy]
+        self.sampled = [i for i, state in enumerate(states) if not state.samples_on_device]  # by the host, from logits

@@ -17,21 +17,21 @@ from torch import Tensor
 from saccade.kernels.attention.decode import DecodeAttention
 from saccade.kernels.attention.decode_triton import NewTokens
 from saccade.kernels.attention.prefill_flashinfer import Heads
-from saccade.kernels.ops.argmax import ArgmaxWorkspace, Board, argmax
-from saccade.kernels.ops.prepare_inputs import StepNumbers, decode_inputs
+from saccade.kernels.ops.argmax import ArgmaxWorkspace, TokenSink, argmax
+from saccade.kernels.ops.prepare_inputs import DecodeMetadata, decode_inputs
 from saccade.models.cuda.decoder import FusedDecoder
-from saccade.models.cuda.gemms import Products, Stream
-from saccade.runner.cuda.block_table import BlockTables, Mailbox, Numbers
+from saccade.models.cuda.gemms import Gemms, Residual
+from saccade.runner.cuda.block_table import BlockTables, Metadata, PinnedStaging
 
 
 class DecodeRows(NamedTuple):
     """The latest token of each request and where it stands: one number each."""
 
-    tokens: Numbers  # or -1, where only the device knows it yet
-    positions: Numbers  # rotary; behind a prompt all axes agree
-    slots: Numbers
-    contexts: Numbers  # tokens in the cache once this one is written
-    rows: Numbers  # of the block tables
+    tokens: Metadata  # or -1, where only the device knows it yet
+    positions: Metadata  # rotary; behind a prompt all axes agree
+    slots: Metadata
+    contexts: Metadata  # tokens in the cache once this one is written
+    rows: Metadata  # of the block tables
 
 
 class Decoded(NamedTuple):
@@ -45,7 +45,7 @@ class Attending(Protocol):
     def __call__(self, qkv: Tensor, keys: Tensor, values: Tensor, out: Tensor | None = None) -> Tensor: ...
 
 
-class DecodePass:
+class DecodeGraphs:
     def __init__(self, decoder: FusedDecoder, tables: BlockTables, block_size: int, max_requests: int) -> None:
         self.decoder = decoder
         self.tables = tables
@@ -55,8 +55,8 @@ class DecodePass:
         heads = Heads(layer.heads, layer.kv_heads, layer.head_dim)
         self._attention = DecodeAttention(heads, decoder.kv.k.dtype, block_size, self.sizes[-1], device)
         self._argmax = ArgmaxWorkspace.allocate(self.sizes[-1], device)
-        self._numbers = torch.zeros(5 * self.sizes[-1], dtype=torch.int32, device=device)
-        self._mailbox = Mailbox(5 * self.sizes[-1], device)
+        self._metadata = torch.zeros(5 * self.sizes[-1], dtype=torch.int32, device=device)
+        self._mailbox = PinnedStaging(5 * self.sizes[-1], device)
         self._logits = torch.empty(self.sizes[-1], decoder.vocab_size, dtype=decoder.decoder.head.dtype, device=device)
         self._tokens = torch.zeros(self.sizes[-1], dtype=torch.int64, device=device)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
@@ -94,37 +94,43 @@ class DecodePass:
         written[:, :count] = rows
         if count < size:
             written[:, count:] = [[0], [0], [-1], [0], [self.tables.spare]]
-        self._mailbox.send(self._numbers[: 5 * size])
+        self._mailbox.send(self._metadata[: 5 * size])
 
     def _forward(self, size: int) -> None:
         embeds, attend = self.begin(size)
-        products = self.decoder.products(size, in_parts=True)
-        self.finish(self.decoder.forward(embeds, attend, products), products, size)
+        gemms = self.decoder.gemms(size, in_parts=True)
+        self.finish(self.decoder.forward(embeds, attend, gemms), gemms, size)
 
     def begin(self, size: int, embeds: Tensor | None = None, taken: int = 0) -> tuple[Tensor, Attending]:
         """The embeddings of what was sent, in `embeds` if given, and how a layer attends for these rows.
 
         `taken`: multiprocessors that attend for others at the same time.
         """
-        numbers, tables, decoder = self._sent(size), self.tables, self.decoder.decoder
+        metadata, tables, decoder = self._sent(size), self.tables, self.decoder.decoder
         inputs = decode_inputs(
-            numbers, tables.latest, decoder.table, decoder.rotary.frequencies, tables.blocks, self.block_size, embeds
+            metadata,
+            tables.last_tokens,
+            decoder.table,
+            decoder.rotary.frequencies,
+            tables.blocks,
+            self.block_size,
+            embeds,
         )
-        shares = self._attention.plan(numbers.contexts, taken)
+        schedule = self._attention.plan(metadata.contexts, taken)
 
         def attend(qkv: Tensor, keys: Tensor, values: Tensor, out: Tensor | None = None) -> Tensor:
-            new, scale = NewTokens(qkv, inputs.cos, inputs.sin, numbers.slots), self.decoder.scale
-            return self._attention(new, keys, values, inputs.tables, numbers.contexts, scale, shares, out)
+            new, scale = NewTokens(qkv, inputs.cos, inputs.sin, metadata.slots), self.decoder.scale
+            return self._attention(new, keys, values, inputs.tables, metadata.contexts, scale, schedule, out)
 
         return inputs.embeds, attend
 
-    def finish(self, x: Stream, products: Products, size: int) -> None:
+    def finish(self, x: Residual, gemms: Gemms, size: int) -> None:
         """From the stream behind the last layer to the tokens."""
-        logits = products.logits(x, self.decoder.decoder, self._logits[:size])
-        argmax(logits, self._argmax, self._tokens[:size], Board(self.tables.latest, self._sent(size).rows))
+        logits = gemms.logits(x, self.decoder.decoder, self._logits[:size])
+        argmax(logits, self._argmax, self._tokens[:size], TokenSink(self.tables.last_tokens, self._sent(size).rows))
 
-    def _sent(self, size: int) -> StepNumbers:
-        return StepNumbers(*self._numbers[: 5 * size].view(5, size))
+    def _sent(self, size: int) -> DecodeMetadata:
+        return DecodeMetadata(*self._metadata[: 5 * size].view(5, size))
 
 
 def _sizes(largest: int) -> Iterator[int]:

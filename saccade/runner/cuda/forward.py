@@ -15,22 +15,22 @@ import torch
 from torch import Tensor
 
 from saccade.kernels.attention.prefill_flashinfer import FlashInferPrefill
-from saccade.kernels.ops.argmax import Board
+from saccade.kernels.ops.argmax import TokenSink
 from saccade.models.cuda.decoder import FusedDecoder
 from saccade.models.interface import VisionLanguageModel
 from saccade.models.layers.attention import PagedKV
 from saccade.models.layers.decoder import Decoder
 from saccade.runner.batch import RequestState, embedded, overlapping, splice
-from saccade.runner.cuda.block_table import BlockTables, Returns, to_device
-from saccade.runner.cuda.decode_batch import Group
-from saccade.runner.cuda.decode_graphs import Decoded, DecodePass, DecodeRows
-from saccade.runner.cuda.mixed_graphs import MixedPass
-from saccade.runner.cuda.prefill_graphs import GRAPH_WINDOWS, PromptPass, Splice, Window
-from saccade.runner.cuda.sampling import draw_tokens, has_kernel
+from saccade.runner.cuda.block_table import BlockTables, TokenReadback, to_device
+from saccade.runner.cuda.decode_batch import DecodeBatch
+from saccade.runner.cuda.decode_graphs import Decoded, DecodeGraphs, DecodeRows
+from saccade.runner.cuda.mixed_graphs import MixedGraphs
+from saccade.runner.cuda.prefill_graphs import GRAPH_WINDOWS, PrefillGraphs, Splice, Window
+from saccade.runner.cuda.sampling import has_kernel, sample_tokens
 from saccade.runner.device import Sampled, Windows
 from saccade.runner.profile import layer_curve, timed_curve
-from saccade.runner.sampler import Drawing, sample
-from saccade.types import Grid, Key, Pace, Sample, Work
+from saccade.runner.sampler import SamplingInputs, sample
+from saccade.types import Grid, Key, LatencyProfile, Sample, ScheduledWindow
 
 _MEASURED_CONTEXT = 1024  # tokens behind each request whose decoding is timed
 
@@ -38,7 +38,7 @@ _MEASURED_CONTEXT = 1024  # tokens behind each request whose decoding is timed
 class _Picked(NamedTuple):
     """Rows that sample: their tokens, on their way to the host, and the logits for those that want more."""
 
-    group: Group
+    group: DecodeBatch
     tokens: Tensor  # int64, pinned
     logits: Tensor  # [rows, vocabulary], on the device
 
@@ -62,12 +62,15 @@ class CudaForward:
         self.open, self.extend = self._tables.open, self._tables.extend
         self.close, self.clear = self._tables.close, self._tables.clear
         self._decoder = FusedDecoder(decoder, kv)
-        self._decoding = DecodePass(self._decoder, self._tables, block_size, max_requests)
-        self._prompts = PromptPass(self._decoder, self._tables, block_size, axes, flash)
+        self._decoding = DecodeGraphs(self._decoder, self._tables, block_size, max_requests)
+        self._prompts = PrefillGraphs(self._decoder, self._tables, block_size, axes, flash)
         # FlashInfer plans each pass of prompts on the host, and none that is mixed.
-        self._mixed = MixedPass(self._prompts, self._decoding) if flash is None else None
-        self._decoded, self._answered = Returns(max_requests, self.device), Returns(max_requests, self.device)
-        self._group = Group([], self._tables)  # that decoded last
+        self._mixed = MixedGraphs(self._prompts, self._decoding) if flash is None else None
+        self._decoded, self._answered = (
+            TokenReadback(max_requests, self.device),
+            TokenReadback(max_requests, self.device),
+        )
+        self._group = DecodeBatch([], self._tables)  # that decoded last
 
     @torch.inference_mode()
     def record(self, max_tokens: int) -> None:
@@ -81,11 +84,11 @@ class CudaForward:
         torch.cuda.synchronize(self.device)
 
     @torch.inference_mode()
-    def measure(self, model: VisionLanguageModel, largest: Grid | None, target_ms: float | None) -> Pace:
+    def measure(self, model: VisionLanguageModel, largest: Grid | None, target_ms: float | None) -> LatencyProfile:
         self._scatter_blocks()
         decode, prompts = timed_curve(self._decode_trials()), timed_curve(self._prompt_trials())
         riding = [(rows, timed_curve(self._mixed_trials(rows))) for rows in self._mixed_rows()]
-        return Pace(decode, prompts, layer_curve(model, largest), target_ms, GRAPH_WINDOWS, tuple(riding))
+        return LatencyProfile(decode, prompts, layer_curve(model, largest), target_ms, GRAPH_WINDOWS, tuple(riding))
 
     def _scatter_blocks(self) -> None:
         """Keys from all of the cache, as requests have them, for what is timed. Nothing is stored there."""
@@ -153,30 +156,30 @@ class CudaForward:
         sampling = [(work, state) for work, state in windows if work.samples]
         if not sampling:
             return dict
-        group = Group([state for _, state in sampling], self._tables)
+        group = DecodeBatch([state for _, state in sampling], self._tables)
         return self._collecting(sampling, group, found, self._answered)
 
-    def _regroup(self, windows: Windows) -> Group:
+    def _regroup(self, windows: Windows) -> DecodeBatch:
         """Of those that decode now: in most steps the same as in the last one."""
         states = [state for _, state in windows]
         if states != self._group.states:
-            self._group = Group(states, self._tables)
+            self._group = DecodeBatch(states, self._tables)
         return self._group
 
-    def _decode_rows(self, windows: Windows, group: Group) -> DecodeRows:
+    def _decode_rows(self, windows: Windows, group: DecodeBatch) -> DecodeRows:
         tables, size = self._tables, self.block_size
         places = np.array([work.start for work, _ in windows], np.int32)
         tokens = [state.last_token if work.start < state.num_tokens else -1 for work, state in windows]
         for work, _ in windows:
             if work.new_blocks:  # the pass enters it: the block of the new token's slot
-                tables.entered(tables.row(work.request_id), work.start // size)
+                tables.set_by_device(tables.row(work.request_id), work.start // size)
         slots = tables.slots(group.rows, places, size)
         return DecodeRows(np.array(tokens, np.int32), places + group.shifts, slots, places + 1, group.rows)
 
     def _prompt_windows(self, windows: Windows) -> list[Window]:
         return [self._window(work, state) for work, state in windows]
 
-    def _window(self, work: Work, state: RequestState) -> Window:
+    def _window(self, work: ScheduledWindow, state: RequestState) -> Window:
         row = self._tables.row(work.request_id)
         return Window(
             row,
@@ -187,18 +190,20 @@ class CudaForward:
             work.samples,
         )
 
-    def _draw(self, windows: Windows, group: Group, found: Decoded) -> None:
+    def _sample(self, windows: Windows, group: DecodeBatch, found: Decoded) -> None:
         """Tokens other than the likeliest, in their place: the next step takes them from there, unseen by the host."""
-        if not group.drawn:
+        if not group.device_sampled:
             return
-        drawing = [windows[i] for i in group.drawn]
-        asked = Drawing.of([(s.request.params, s.request.seed, work.end - s.num_prompt) for work, s in drawing])
-        here, rows = to_device(np.stack([group.drawn, group.rows[group.drawn]]), self.device)
-        numbers, board = to_device(asked.numbers, self.device), Board(self._tables.latest, rows)
-        draw_tokens(found.logits, here, numbers, asked.is_cut, found.tokens, board)
+        sampling_inputs = [windows[i] for i in group.device_sampled]
+        asked = SamplingInputs.of(
+            [(s.request.params, s.request.seed, work.end - s.num_prompt) for work, s in sampling_inputs]
+        )
+        here, rows = to_device(np.stack([group.device_sampled, group.rows[group.device_sampled]]), self.device)
+        numbers, sink = to_device(asked.numbers, self.device), TokenSink(self._tables.last_tokens, rows)
+        sample_tokens(found.logits, here, numbers, asked.is_cut, found.tokens, sink)
 
-    def _collecting(self, windows: Windows, group: Group, found: Decoded, returns: Returns) -> Sampled:
-        self._draw(windows, group, found)
+    def _collecting(self, windows: Windows, group: DecodeBatch, found: Decoded, returns: TokenReadback) -> Sampled:
+        self._sample(windows, group, found)
         picked = _Picked(group, returns.fetch(found.tokens), found.logits)
         if self.device.type != "cuda":  # kernels in Triton's interpreter: everything is done already
             return lambda: _samples(picked)
@@ -222,7 +227,7 @@ def _samples(picked: _Picked) -> dict[str, Sample]:
     group, tokens = picked.group, picked.tokens.tolist()
     found = dict(zip(group.ids, map(_plain, tokens), strict=True))
     for state, token in zip(group.states, tokens, strict=True):
-        if state.is_foreseeable:
+        if state.samples_on_device:
             state.append(token)
     return {**found, **_sampled(picked)} if group.sampled else found
 
@@ -231,8 +236,8 @@ def _sampled(picked: _Picked) -> dict[str, Sample]:
     """The others need to know the tokens before, a grammar, or more than the token."""
     states, rows = [picked.group.states[i] for i in picked.group.sampled], torch.tensor(picked.group.sampled)
     logits = picked.logits[rows.to(picked.logits.device)].float()
-    drawn = zip(states, sample(logits, [state.row() for state in states]), strict=True)
-    return {state.request.request_id: state.take(chosen) for state, chosen in drawn}
+    device_sampled = zip(states, sample(logits, [state.row() for state in states]), strict=True)
+    return {state.request.request_id: state.take(chosen) for state, chosen in device_sampled}
 
 
 def _splicing(windows: Windows, embeddings: Mapping[Key, Tensor]) -> Splice | None:

@@ -18,14 +18,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.models.cuda.gemms import Stream
-from saccade.runner.cuda.block_table import Mailbox
-from saccade.runner.cuda.decode_graphs import Decoded, DecodePass, DecodeRows
-from saccade.runner.cuda.prefill_graphs import GRAPH_WINDOWS, PromptPass, Sizes, Splice, Window
+from saccade.models.cuda.gemms import Residual
+from saccade.runner.cuda.block_table import PinnedStaging
+from saccade.runner.cuda.decode_graphs import Decoded, DecodeGraphs, DecodeRows
+from saccade.runner.cuda.prefill_graphs import GRAPH_WINDOWS, PrefillGraphs, Sizes, Splice, Window
 
 # Rows that decode: all rows of a pass, which take about as long as somewhat fewer. As many as fit beside those answers.
 _SIZES = {8: (128, 256, 384, 512), 32: (128, 256, 384, 512), 64: (256, 384, 512), 128: (384, 512, 768)}
-MOST_ROWS = max(map(max, _SIZES.values()))
+MAX_MIXED_ROWS = max(map(max, _SIZES.values()))
 
 
 class MixedSize(NamedTuple):
@@ -35,16 +35,16 @@ class MixedSize(NamedTuple):
 
 class _Prepared(NamedTuple):
     sizes: Sizes  # of the prompts' numbers
-    numbers: Tensor  # int32, laid out by `sizes`
+    metadata: Tensor  # int32, laid out by `sizes`
     graph: torch.cuda.CUDAGraph | None  # None: launched one kernel at a time
 
 
-class MixedPass:
-    def __init__(self, prompts: PromptPass, decoding: DecodePass) -> None:
+class MixedGraphs:
+    def __init__(self, prompts: PrefillGraphs, decoding: DecodeGraphs) -> None:
         self._prompts, self._decoding, self._decoder = prompts, decoding, prompts.decoder
         table = self._decoder.decoder.table
-        self._embeds = table.new_zeros(MOST_ROWS, prompts.width)
-        self._mailbox = Mailbox(prompts.graph_sizes(MOST_ROWS).offsets()[-1], table.device)
+        self._embeds = table.new_zeros(MAX_MIXED_ROWS, prompts.width)
+        self._mailbox = PinnedStaging(prompts.graph_sizes(MAX_MIXED_ROWS).offsets()[-1], table.device)
         self._prepared: dict[MixedSize, _Prepared] = {}
         self._side = torch.cuda.Stream(table.device) if table.is_cuda else None  # type: ignore[no-untyped-call]
 
@@ -62,7 +62,7 @@ class MixedPass:
         assert not any(window.samples for window in windows)
         prepared = self._prepared[size]
         self._prompts.write(self._mailbox.open(), windows, prepared.sizes)
-        self._mailbox.send(prepared.numbers)
+        self._mailbox.send(prepared.metadata)
         self._decoding.send(rows, size.rows)
         if splice is not None:
             splice(self._embeds)
@@ -75,7 +75,7 @@ class MixedPass:
     def prepare(self, size: MixedSize) -> _Prepared:
         """From now on passes of this size can be run."""
         sizes = self._prompts.graph_sizes(size.tokens)
-        prepared = _Prepared(sizes, self._prompts.new_numbers((), sizes), None)
+        prepared = _Prepared(sizes, self._prompts.new_metadata((), sizes), None)
         self._prepared[size] = prepared
         return prepared
 
@@ -93,9 +93,9 @@ class MixedPass:
 
     def _forward(self, size: MixedSize, prepared: _Prepared) -> None:
         first, embeds, half = size.tokens, self._embeds[: sum(size)], self._prompts.attention.half(size.tokens)
-        of_prompts = self._prompts.begin(embeds[:first], prepared.numbers, prepared.sizes, half.splits)
+        of_prompts = self._prompts.begin(embeds[:first], prepared.metadata, prepared.sizes, half.splits)
         _, of_answers = self._decoding.begin(size.rows, embeds[first:], half.programs)
-        products = self._decoder.products(len(embeds))
+        gemms = self._decoder.gemms(len(embeds))
 
         def attend(qkv: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             out = torch.empty_like(self._decoder.split(qkv)[0], memory_format=torch.contiguous_format)
@@ -105,9 +105,9 @@ class MixedPass:
             )
             return out
 
-        x = self._decoder.forward(embeds, attend, products)
+        x = self._decoder.forward(embeds, attend, gemms)
         added = x.added if x.added is None else x.added[..., first:, :].contiguous()
-        self._decoding.finish(Stream(x.rows[first:], added), products, size.rows)
+        self._decoding.finish(Residual(x.rows[first:], added), gemms, size.rows)
 
     def _side_by_side(self, here: Callable[[], object], there: Callable[[], object]) -> None:
         """Both begin when what was launched before has ended, and end before what is launched next begins."""

@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from saccade.kernels.attention.prefill import PromptAttention
+from saccade.kernels.attention.prefill import PrefillAttention
 from saccade.kernels.attention.prefill_flashinfer import FlashInferPrefill, Heads
 from saccade.kernels.attention.rope_store_kv import rotary_and_store
 from saccade.kernels.launch.tiling import Tiles
-from saccade.kernels.ops.argmax import ArgmaxWorkspace, Board, argmax
-from saccade.kernels.ops.prepare_inputs import PromptNumbers, Turning, prompt_inputs
+from saccade.kernels.ops.argmax import ArgmaxWorkspace, TokenSink, argmax
+from saccade.kernels.ops.prepare_inputs import PrefillMetadata, RotaryFrequencies, prefill_inputs
 from saccade.models.cuda.decoder import FusedDecoder
-from saccade.runner.cuda.block_table import BlockTables, Mailbox, Numbers, to_device
+from saccade.runner.cuda.block_table import BlockTables, Metadata, PinnedStaging, to_device
 from saccade.runner.cuda.decode_graphs import Attending, Decoded
 
 GRAPH_TOKENS: tuple[int, ...] = (
@@ -62,7 +62,7 @@ class Sizes(NamedTuple):
     windows: int
     axes: int
     tiles: int
-    is_short: bool = False  # of contexts, see `PromptAttention`
+    is_short: bool = False  # of contexts, see `PrefillAttention`
 
     def offsets(self) -> list[int]:
         tokens, windows = self.tokens, self.windows
@@ -76,17 +76,17 @@ class Sizes(NamedTuple):
 class _Recorded(NamedTuple):
     graph: torch.cuda.CUDAGraph
     sizes: Sizes
-    numbers: Tensor  # int32, laid out by `sizes`
+    metadata: Tensor  # int32, laid out by `sizes`
 
 
 class _Last(NamedTuple):
     """The last row of each window, those that sample first."""
 
     hidden: Tensor  # [W, H], normed
-    lines: Tensor  # int32 [W]: rows of the block tables
+    request_rows: Tensor  # int32 [W]: rows of the block tables
 
 
-class PromptPass:
+class PrefillGraphs:
     def __init__(
         self,
         decoder: FusedDecoder,
@@ -102,7 +102,7 @@ class PromptPass:
         self._flash = flash  # attends in the steps that it takes, and is planned before each of them
         layer, table = decoder.decoder.layers[0], decoder.decoder.table
         heads = Heads(layer.heads, layer.kv_heads, layer.head_dim)
-        self.attention = PromptAttention.best(heads, table.dtype, block_size, table.device)
+        self.attention = PrefillAttention.best(heads, table.dtype, block_size, table.device)
         self._recorded: dict[tuple[int, bool], _Recorded] = {}  # by tokens, and whether contexts are short
         self._static: _Static | None = None
 
@@ -113,8 +113,8 @@ class PromptPass:
         if recorded is None or self._static is None:
             return self._run_single(windows, tokens, samples, splice)
         static = self._static
-        self.write(static.mailbox.open(), windows, recorded.sizes)
-        static.mailbox.send(recorded.numbers)
+        self.write(static.staging.open(), windows, recorded.sizes)
+        static.staging.send(recorded.metadata)
         self._plan(windows, recorded.sizes)
         if splice is not None:
             splice(static.embeds)
@@ -131,10 +131,12 @@ class PromptPass:
         embeds = table.new_zeros(tokens, self.width)
         if splice is not None:
             splice(embeds)
-        hidden, lines = self._forward(embeds, self.new_numbers(windows, sizes), sizes)
+        hidden, request_rows = self._forward(embeds, self.new_metadata(windows, sizes), sizes)
         found = self._new_found(samples)
         if samples:
-            self._find(_Last(hidden[:samples], lines[:samples]), found, ArgmaxWorkspace.allocate(samples, table.device))
+            self._find(
+                _Last(hidden[:samples], request_rows[:samples]), found, ArgmaxWorkspace.allocate(samples, table.device)
+            )
         return found
 
     def record(self, pool: Any, max_tokens: int) -> None:
@@ -147,21 +149,21 @@ class PromptPass:
         self._static = static
 
     def _record(self, static: _Static, pool: Any, sizes: Sizes) -> None:
-        numbers = self.new_numbers((), sizes)
+        metadata = self.new_metadata((), sizes)
         self._plan((), sizes)
-        self._forward_into(static, numbers, sizes)  # compiles the kernels
+        self._forward_into(static, metadata, sizes)  # compiles the kernels
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
-            self._forward_into(static, numbers, sizes)
-        self._recorded[sizes.tokens, sizes.is_short] = _Recorded(graph, sizes, numbers)
+            self._forward_into(static, metadata, sizes)
+        self._recorded[sizes.tokens, sizes.is_short] = _Recorded(graph, sizes, metadata)
 
-    def new_numbers(self, windows: Sequence[Window], sizes: Sizes) -> Tensor:
+    def new_metadata(self, windows: Sequence[Window], sizes: Sizes) -> Tensor:
         flat = np.zeros(sizes.offsets()[-1], np.int32)
         self.write(flat, windows, sizes)
         return to_device(flat, self.tables.blocks.device)
 
-    def write(self, flat: Numbers, windows: Sequence[Window], sizes: Sizes) -> None:
-        _write_numbers(flat, windows, sizes, self._rows(sizes), self._spare)
+    def write(self, flat: Metadata, windows: Sequence[Window], sizes: Sizes) -> None:
+        _write_metadata(flat, windows, sizes, self._rows(sizes), self._spare)
 
     def recorded_sizes(self) -> list[int]:
         return sorted({tokens for tokens, _ in self._recorded})
@@ -210,8 +212,8 @@ class PromptPass:
         head = torch.cuda.CUDAGraph()
         with torch.cuda.graph(head, pool=pool):
             self._find(last, found, workspace)
-        mailbox = Mailbox(self.graph_sizes(most_tokens, is_short=True).offsets()[-1], device)
-        return _Static(table.new_zeros(most_tokens, self.width), mailbox, last, found, workspace, head)
+        staging = PinnedStaging(self.graph_sizes(most_tokens, is_short=True).offsets()[-1], device)
+        return _Static(table.new_zeros(most_tokens, self.width), staging, last, found, workspace, head)
 
     def _new_found(self, rows: int) -> Decoded:
         head = self.decoder.decoder.head
@@ -219,27 +221,27 @@ class PromptPass:
 
     def _find(self, last: _Last, found: Decoded, workspace: ArgmaxWorkspace) -> None:
         torch.mm(last.hidden, self.decoder.decoder.head.T, out=found.logits)
-        argmax(found.logits, workspace, found.tokens, Board(self.tables.latest, last.lines))
+        argmax(found.logits, workspace, found.tokens, TokenSink(self.tables.last_tokens, last.request_rows))
 
-    def _forward_into(self, static: _Static, numbers: Tensor, sizes: Sizes) -> None:
-        found = self._forward(static.embeds[: sizes.tokens], numbers, sizes)
+    def _forward_into(self, static: _Static, metadata: Tensor, sizes: Sizes) -> None:
+        found = self._forward(static.embeds[: sizes.tokens], metadata, sizes)
         for target, source in zip(static.last, found, strict=True):
             target.copy_(source)
 
-    def _forward(self, embeds: Tensor, numbers: Tensor, sizes: Sizes) -> _Last:
-        attend = self.begin(embeds, numbers, sizes, 1 if sizes.is_short else None)
-        products = self.decoder.products(sizes.tokens, in_parts=True)
-        x = self.decoder.forward(embeds, attend, products)
-        *_, last, lines, _ = _parts(numbers, sizes)
-        return _Last(products.normed(x, self.decoder.decoder, last), lines)
+    def _forward(self, embeds: Tensor, metadata: Tensor, sizes: Sizes) -> _Last:
+        attend = self.begin(embeds, metadata, sizes, 1 if sizes.is_short else None)
+        gemms = self.decoder.gemms(sizes.tokens, in_parts=True)
+        x = self.decoder.forward(embeds, attend, gemms)
+        *_, last, request_rows, _ = _parts(metadata, sizes)
+        return _Last(gemms.normed(x, self.decoder.decoder, last), request_rows)
 
-    def begin(self, embeds: Tensor, numbers: Tensor, sizes: Sizes, splits: int | None = None) -> Attending:
+    def begin(self, embeds: Tensor, metadata: Tensor, sizes: Sizes, splits: int | None = None) -> Attending:
         """Writes the embeddings of the tokens that have any into `embeds`; how a layer attends for these rows."""
-        tokens, slots, positions, rows, contexts, starts, _, _, index = _parts(numbers, sizes)
+        tokens, slots, positions, rows, contexts, starts, _, _, index = _parts(metadata, sizes)
         decoder, tiles = self.decoder.decoder, Tiles(starts, index.view(-1, 2), self._rows(sizes))
-        told = PromptNumbers(tokens, positions.view(self.axes, -1), rows, contexts)
-        turning = Turning(decoder.rotary.frequencies, decoder.rotary.axes)
-        cos, sin, tables = prompt_inputs(told, embeds, decoder.table, turning, self.tables.blocks, self.block_size)
+        told = PrefillMetadata(tokens, positions.view(self.axes, -1), rows, contexts)
+        turning = RotaryFrequencies(decoder.rotary.frequencies, decoder.rotary.axes)
+        cos, sin, tables = prefill_inputs(told, embeds, decoder.table, turning, self.tables.blocks, self.block_size)
         flash = self._flash_for(sizes)
 
         def attend(qkv: Tensor, keys: Tensor, values: Tensor, out: Tensor | None = None) -> Tensor:
@@ -257,22 +259,22 @@ class _Static(NamedTuple):
     """Where the recorded graphs read and write."""
 
     embeds: Tensor  # [most tokens, H or wider]
-    mailbox: Mailbox
+    staging: PinnedStaging
     last: _Last
     found: Decoded
     workspace: ArgmaxWorkspace
     head: torch.cuda.CUDAGraph  # from `last` to `found`
 
 
-def _parts(numbers: Tensor, sizes: Sizes) -> list[Tensor]:
-    return [numbers[first:end] for first, end in pairwise(sizes.offsets())]
+def _parts(metadata: Tensor, sizes: Sizes) -> list[Tensor]:
+    return [metadata[first:end] for first, end in pairwise(sizes.offsets())]
 
 
-def _write_numbers(flat: Numbers, windows: Sequence[Window], sizes: Sizes, rows: int, spare: int) -> None:
+def _write_metadata(flat: Metadata, windows: Sequence[Window], sizes: Sizes, rows: int, spare: int) -> None:
     """What lies behind the windows' numbers is padding; positions there mean nothing and stay."""
     at = sizes.offsets()
     parts = [flat[first:end] for first, end in pairwise(at)]
-    tokens, slots, positions, table_rows, contexts, starts, last, lines, index = parts
+    tokens, slots, positions, table_rows, contexts, starts, last, request_rows, index = parts
     by_axis, done = positions.reshape(sizes.axes, -1), 0
     for window in windows:
         end = done + len(window.tokens)
@@ -285,11 +287,11 @@ def _write_numbers(flat: Numbers, windows: Sequence[Window], sizes: Sizes, rows:
     starts[0], starts[1 : count + 1], starts[count + 1 :] = 0, np.cumsum(lengths), done
     wanted = [i for i, window in enumerate(windows) if window.samples]
     last[: len(wanted)], last[len(wanted) :] = starts[1:][wanted] - 1, 0
-    lines[: len(wanted)], lines[len(wanted) :] = table_rows[wanted], spare
+    request_rows[: len(wanted)], request_rows[len(wanted) :] = table_rows[wanted], spare
     _write_tiles(index.reshape(-1, 2), windows, rows)
 
 
-def _write_tiles(index: Numbers, windows: Sequence[Window], rows: int) -> None:
+def _write_tiles(index: Metadata, windows: Sequence[Window], rows: int) -> None:
     """Whose rows each tile has and where it begins, the one with most keys first; see `kernels.tiles`."""
     found = [
         (window.context - len(window.tokens) + first, owner, first)

@@ -37,7 +37,7 @@ class EmbeddingSlab(MutableMapping[Key, Tensor]):
         self._outside: dict[Key, Tensor] = {}  # what the slab had no room for
 
     @torch.inference_mode()
-    def rehearse(self) -> None:
+    def warm_up(self) -> None:
         """Write, read and splice as for a picture: the library loads its kernels now, not while answers wait."""
         some = self.memory.new_zeros(min(_REHEARSED, self._left), self.memory.shape[1])
         self[b""] = some

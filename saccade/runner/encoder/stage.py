@@ -22,7 +22,7 @@ from torch import Tensor
 
 from saccade.media.decode import decode_item
 from saccade.media.video_pruning import Ints, Kept, kept_of
-from saccade.media.video_reader import ClipReaders
+from saccade.media.video_reader import VideoReaders
 from saccade.models.interface import Tiled, VisionLanguageModel
 from saccade.runner.cuda.block_table import to_device
 from saccade.runner.encoder.timing import DeviceWatch, HostWatch, Times, Watch
@@ -63,7 +63,7 @@ class Encoder(Protocol):
 
     def submit(self, items: Sequence[MediaItem]) -> None: ...
 
-    def expect(self, items: Sequence[MediaItem]) -> None: ...
+    def decode_early(self, items: Sequence[MediaItem]) -> None: ...
 
     def prefetch(self, items: Sequence[MediaItem]) -> None: ...
 
@@ -113,7 +113,7 @@ class LocalEncoder:
         self.max_patches = max_patches  # per pass; a larger single picture gets a pass of its own
         self.counters = EncoderCounters()
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="saccade-decode")
-        self._clips = ClipReaders()
+        self._clips = VideoReaders()
         self._queue: OrderedDict[Key, MediaItem] = OrderedDict()  # submitted, not yet in a pass
         self._decoding: OrderedDict[Key, tuple[MediaItem, Future[Prepared]]] = OrderedDict()
         self._leaving: dict[Future[Prepared], MediaItem] = {}  # given up while they were being decoded
@@ -121,7 +121,7 @@ class LocalEncoder:
         self._current: _Pass | None = None
         self._done = Encoded.nothing()
 
-    def rehearse(self, geometry: Geometry, frames: int) -> None:
+    def warm_up(self, geometry: Geometry, frames: int) -> None:
         """Prepare a blank picture, and where there are groups of frames one of these, as any that come.
 
         The kernels for it are compiled now. The first picture would otherwise hold up all answers until they are.
@@ -141,7 +141,7 @@ class LocalEncoder:
             self._queue[item.key] = item
         self._start_decoding(self._queue.values())
 
-    def expect(self, items: Sequence[MediaItem]) -> None:
+    def decode_early(self, items: Sequence[MediaItem]) -> None:
         """Begin to decode what came just now, behind all earlier guesses. What is not submitted, `prefetch` forgets."""
         self._start_decoding((*self._queue.values(), *items))  # who was submitted and lacks room lets nobody pass
 

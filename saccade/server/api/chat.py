@@ -6,24 +6,26 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from saccade.processor.tools import CallStart, Content, Delta
+from saccade.processor.tools import CallStart, Content, ToolDelta
 from saccade.server.api.chunks import deliver
 from saccade.server.api.logprobs import chat_logprobs
 from saccade.server.api.tool_calls import CallFinder
-from saccade.server.generation import Generation, Piece
-from saccade.server.http.limits import Held, Upload
-from saccade.server.http.response import Exchange
+from saccade.server.generation import Delta, Generation
+from saccade.server.http.limits import ByteLease, Upload
+from saccade.server.http.response import ResponseWriter
 from saccade.server.request.chat import ChatRequest, read_chat
 from saccade.server.service import Caller, Service
 
 
-async def answer_chat(service: Service, exchange: Exchange, upload: Upload, caller: Caller, held: Held) -> None:
+async def answer_chat(
+    service: Service, writer: ResponseWriter, upload: Upload, caller: Caller, lease: ByteLease
+) -> None:
     request = await service.read(read_chat, await service.decode(upload), caller)
-    wanted = request.wanted
-    async with service.answering(request, caller, held) as generation:
+    response_options = request.response_options
+    async with service.answering(request, caller, lease) as generation:
         shape = _ChatShape(service, request, caller.request_id, generation)
         del request  # the pictures are with the engine now
-        await deliver(exchange, generation, shape, wanted)
+        await deliver(writer, generation, shape, response_options)
 
 
 class _ChatShape:
@@ -31,25 +33,25 @@ class _ChatShape:
 
     def __init__(self, service: Service, request: ChatRequest, request_id: str, generation: Generation) -> None:
         self._tokenizer = service.processor.tokenizer
-        self._wanted = request.wanted
+        self._wanted = request.response_options
         self._answers = [_ChatAnswer(request) for _ in generation.answers]
-        shown = request.wanted.request_id or request_id
+        shown = request.response_options.request_id or request_id
         self._common = {"id": f"chatcmpl-{shown}", "created": int(time.time()), "model": service.names[0]}
 
     def base(self, *, is_chunk: bool) -> dict[str, Any]:
         return {**self._common, "object": "chat.completion.chunk" if is_chunk else "chat.completion"}
 
-    def chunks(self, piece: Piece) -> Iterator[dict[str, Any]]:
+    def chunks(self, piece: Delta) -> Iterator[dict[str, Any]]:
         answer = self._answers[piece.index]
         if not answer.is_open:
             answer.is_open = True
-            yield self._choice(Piece(piece.index), {"role": "assistant", "content": ""})
+            yield self._choice(Delta(piece.index), {"role": "assistant", "content": ""})
         deltas = answer.take(piece)
         is_worth_it = piece.finish_reason or piece.logprobs or (self._wanted.return_token_ids and piece.token_ids)
         if not deltas and is_worth_it:
             deltas = [{}]
         for delta in deltas[:-1]:
-            yield self._choice(Piece(piece.index), delta)
+            yield self._choice(Delta(piece.index), delta)
         if deltas:
             piece.finish_reason = answer.finish_reason(piece.finish_reason)
             yield self._choice(piece, deltas[-1])
@@ -64,7 +66,7 @@ class _ChatShape:
             whole.append(choice)
         return whole
 
-    def _choice(self, piece: Piece, delta: dict[str, Any]) -> dict[str, Any]:
+    def _choice(self, piece: Delta, delta: dict[str, Any]) -> dict[str, Any]:
         logprobs = None
         if self._wanted.params.logprobs is not None:
             logprobs = chat_logprobs(piece.shown_ids, piece.logprobs, self._tokenizer, self._wanted.shows_ids)
@@ -86,9 +88,9 @@ class _ChatAnswer:
         self._found = CallFinder(request)
         self._content: list[str] = []
         self._calls: list[dict[str, Any]] = []
-        self._seen = Piece(0)
+        self._seen = Delta(0)
 
-    def take(self, piece: Piece) -> list[dict[str, Any]]:
+    def take(self, piece: Delta) -> list[dict[str, Any]]:
         """The deltas a piece gives."""
         self._seen.token_ids += piece.token_ids
         self._seen.shown_ids += piece.shown_ids
@@ -99,7 +101,7 @@ class _ChatAnswer:
             self._keep(delta)
         return [delta.delta() for delta in found]
 
-    def _keep(self, delta: Delta) -> None:
+    def _keep(self, delta: ToolDelta) -> None:
         if isinstance(delta, Content):
             self._content.append(delta.text)
         elif isinstance(delta, CallStart):
@@ -110,7 +112,7 @@ class _ChatAnswer:
     def finish_reason(self, reason: str | None) -> str | None:
         return self._found.finish_reason(reason)
 
-    def whole(self, index: int) -> Piece:
+    def whole(self, index: int) -> Delta:
         self._seen.index = index
         return self._seen
 

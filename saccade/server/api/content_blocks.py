@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from saccade.processor.tools import CallStart, Content, Delta
+from saccade.processor.tools import CallStart, Content, ToolDelta
 from saccade.server.api.tool_calls import CallFinder
-from saccade.server.generation import Piece
+from saccade.server.generation import Delta
 from saccade.server.request.chat import ChatRequest
 
 
@@ -49,7 +49,7 @@ class BlockAnswer:
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
 
-    def take(self, piece: Piece) -> Iterator[BlockEvent]:
+    def take(self, piece: Delta) -> Iterator[BlockEvent]:
         for delta in self._calls.take(piece):
             yield from self._add(delta)
         if piece.finish_reason:
@@ -60,7 +60,7 @@ class BlockAnswer:
             self.blocks[-1].is_cut = self.finish_reason == "length"
             yield from self._close()
 
-    def _add(self, delta: Delta) -> Iterator[BlockEvent]:
+    def _add(self, delta: ToolDelta) -> Iterator[BlockEvent]:
         if isinstance(delta, CallStart):
             yield from self._close()
             yield self._open(delta)

@@ -6,19 +6,19 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 from saccade.server.errors import ApiError
-from saccade.server.generation import Generation, Piece
-from saccade.server.http.response import Exchange
+from saccade.server.generation import Delta, Generation
+from saccade.server.http.response import ResponseWriter
 
 Event = Mapping[str, Any]
 """What a stream sends; its `type` is also the name of the event."""
 
 
-class Script(Protocol):
+class EventShape(Protocol):
     """How an API tells one answer. Every piece goes through `take`, also when nothing is streamed."""
 
     def begin(self) -> Iterable[Event]: ...
 
-    def take(self, piece: Piece) -> Iterable[Event]: ...
+    def take(self, piece: Delta) -> Iterable[Event]: ...
 
     def end(self) -> Iterable[Event]: ...
 
@@ -32,35 +32,35 @@ class Script(Protocol):
         """The answer, once every piece has been taken."""
 
 
-async def tell(exchange: Exchange, generation: Generation, script: Script, *, stream: bool) -> None:
+async def send_events(writer: ResponseWriter, generation: Generation, script: EventShape, *, stream: bool) -> None:
     """Run the generation to its end. Errors before the first byte are the caller's to answer with a status."""
     if stream:
-        exchange.fail_with(script.failed)
-        await _stream(exchange, generation, script)
+        writer.fail_with(script.failed)
+        await _stream(writer, generation, script)
         return
     async for piece in generation.pieces():
         if piece is not None:
             list(script.take(piece))
     generation.finish()
-    await exchange.json(script.whole())
+    await writer.json(script.whole())
 
 
-async def _stream(exchange: Exchange, generation: Generation, script: Script) -> None:
+async def _stream(writer: ResponseWriter, generation: Generation, script: EventShape) -> None:
     """As in a chat, the status goes out with the first token, or with the first sign of life."""
     async for piece in generation.pieces():
-        if not exchange.is_streaming:
-            await _send(exchange, script.begin())
+        if not writer.is_streaming:
+            await _send(writer, script.begin())
         if piece is not None:
-            await _send(exchange, script.take(piece))
+            await _send(writer, script.take(piece))
         elif (ping := script.ping()) is not None:
-            await exchange.typed(ping)
+            await writer.typed(ping)
         else:
-            await exchange.keep_alive()
+            await writer.keep_alive()
     generation.finish()
-    await _send(exchange, script.end())
-    await exchange.close()
+    await _send(writer, script.end())
+    await writer.close()
 
 
-async def _send(exchange: Exchange, events: Iterable[Event]) -> None:
+async def _send(writer: ResponseWriter, events: Iterable[Event]) -> None:
     for event in events:
-        await exchange.typed(event)
+        await writer.typed(event)

@@ -8,11 +8,11 @@ from typing import Any
 
 from saccade.server.api.chunks import usage_of
 from saccade.server.api.content_blocks import Added, Block, BlockAnswer, Opened
-from saccade.server.api.events import Event, tell
+from saccade.server.api.events import Event, send_events
 from saccade.server.errors import ApiError
-from saccade.server.generation import Generation, Piece
-from saccade.server.http.limits import Held, Upload
-from saccade.server.http.response import Exchange
+from saccade.server.generation import Delta, Generation
+from saccade.server.http.limits import ByteLease, Upload
+from saccade.server.http.response import ResponseWriter
 from saccade.server.request.chat import ChatRequest
 from saccade.server.request.messages import read_message
 from saccade.server.service import Caller, Service
@@ -20,24 +20,26 @@ from saccade.server.service import Caller, Service
 _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
-async def answer_message(service: Service, exchange: Exchange, upload: Upload, caller: Caller, held: Held) -> None:
+async def answer_message(
+    service: Service, writer: ResponseWriter, upload: Upload, caller: Caller, lease: ByteLease
+) -> None:
     chat, places = await service.read(read_message, await service.decode(upload), caller)
     with places.renaming():
-        async with service.answering(chat, caller, held) as generation:
-            script = MessageScript(service.names[0], chat, caller.request_id, generation)
-            stream = chat.wanted.stream
+        async with service.answering(chat, caller, lease) as generation:
+            script = MessageEvents(service.names[0], chat, caller.request_id, generation)
+            stream = chat.response_options.stream
             del chat  # the pictures are with the engine now
-            await tell(exchange, generation, script, stream=stream)
+            await send_events(writer, generation, script, stream=stream)
 
 
-class MessageScript:
-    """One message; see `Script`."""
+class MessageEvents:
+    """One message; see `EventShape`."""
 
     def __init__(self, model: str, chat: ChatRequest, request_id: str, generation: Generation) -> None:
         self._answer = BlockAnswer(chat)
         self._generation = generation
         self._request_id = request_id
-        shown = chat.wanted.request_id or request_id
+        shown = chat.response_options.request_id or request_id
         self._base = {"id": f"msg_{shown}", "type": "message", "role": "assistant", "model": model}
 
     def whole(self) -> dict[str, Any]:
@@ -51,7 +53,7 @@ class MessageScript:
     def ping(self) -> Event:
         return {"type": "ping"}
 
-    def take(self, piece: Piece) -> Iterator[Event]:
+    def take(self, piece: Delta) -> Iterator[Event]:
         for event in self._answer.take(piece):
             index = event.block.index
             if isinstance(event, Opened):

@@ -50,7 +50,7 @@ def _multimodal(service: Service) -> dict[str, Any]:
     limits = pictures.limits
     return {
         "limit_per_prompt": {"image": policy.limits.get("image", 0), "video": videos.max_per_prompt if videos else 0},
-        "formats": FORMATS.replace(" and ", ", ").split(", ") if service.processor.takes_pictures else [],
+        "formats": FORMATS.replace(" and ", ", ").split(", ") if service.processor.takes_images else [],
         "min_pixels": limits.min_pixels,
         "max_pixels": limits.max_pixels,
         "max_image_bytes": policy.max_image_bytes,
@@ -79,7 +79,7 @@ def video_card(videos: Videos) -> dict[str, Any]:
 
 
 def _tokens_per_picture(service: Service) -> dict[str, int | None]:
-    sizes = _SHOWN_SIZES if service.processor.takes_pictures else ()
+    sizes = _SHOWN_SIZES if service.processor.takes_images else ()
     return {f"{size.width}x{size.height}": tokens_of(service, size) for size in sizes}
 
 
@@ -98,7 +98,7 @@ def capacity_line(service: Service) -> str:
     tokens = (tokens_of(service, _TYPICAL_PICTURE) or 0) + _TYPICAL_TEXT
     blocks = blocks_for(tokens, limits.block_size)
     what = f"a {width}x{height} picture with {_TYPICAL_TEXT} tokens of text is {tokens} tokens"
-    if not service.processor.takes_pictures:
+    if not service.processor.takes_images:
         what = f"the model takes no pictures; a prompt of {tokens} tokens"
     fitting = limits.num_blocks // blocks
     if kept := _kept_slots(service, _TYPICAL_PICTURE):
@@ -110,7 +110,7 @@ def capacity_line(service: Service) -> str:
 def _kept_slots(service: Service, size: Size) -> int:
     """Slots of the encoder cache that a picture keeps while an answer looks at it; 0 where answers do not."""
     family, limits = service.processor.family, service.processor.pictures.limits
-    if not service.processor.takes_pictures:
+    if not service.processor.takes_images:
         return 0
     geometry = family.geometry(size, limits.min_pixels, limits.max_pixels)
-    return geometry.slots if family.expand(geometry).is_lasting else 0
+    return geometry.slots if family.expand(geometry).is_cross_attended else 0

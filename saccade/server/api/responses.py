@@ -9,11 +9,11 @@ from typing import Any
 
 from saccade.server.api.chunks import usage_of
 from saccade.server.api.content_blocks import Added, Block, BlockAnswer, BlockEvent, Closed, Opened
-from saccade.server.api.events import Event, tell
+from saccade.server.api.events import Event, send_events
 from saccade.server.errors import ApiError
-from saccade.server.generation import Generation, Piece
-from saccade.server.http.limits import Held, Upload
-from saccade.server.http.response import Exchange
+from saccade.server.generation import Delta, Generation
+from saccade.server.http.limits import ByteLease, Upload
+from saccade.server.http.response import ResponseWriter
 from saccade.server.request.chat import ChatRequest
 from saccade.server.request.responses import read_response
 from saccade.server.service import Caller, Service
@@ -21,18 +21,20 @@ from saccade.server.service import Caller, Service
 _FIXED = {"background": False, "previous_response_id": None, "store": False, "truncation": "disabled"}
 
 
-async def answer_response(service: Service, exchange: Exchange, upload: Upload, caller: Caller, held: Held) -> None:
+async def answer_response(
+    service: Service, writer: ResponseWriter, upload: Upload, caller: Caller, lease: ByteLease
+) -> None:
     chat, places, echo = await service.read(read_response, await service.decode(upload), caller)
     with places.renaming():
-        async with service.answering(chat, caller, held) as generation:
-            script = ResponseScript(service.names[0], chat, echo, caller.request_id, generation)
-            stream = chat.wanted.stream
+        async with service.answering(chat, caller, lease) as generation:
+            script = ResponseEvents(service.names[0], chat, echo, caller.request_id, generation)
+            stream = chat.response_options.stream
             del chat  # the pictures are with the engine now
-            await tell(exchange, generation, script, stream=stream)
+            await send_events(writer, generation, script, stream=stream)
 
 
-class ResponseScript:
-    """One response; see `Script`. Every block of the answer is one item of the output."""
+class ResponseEvents:
+    """One response; see `EventShape`. Every block of the answer is one item of the output."""
 
     def __init__(
         self, model: str, chat: ChatRequest, echo: Mapping[str, Any], request_id: str, generation: Generation
@@ -40,7 +42,7 @@ class ResponseScript:
         self._answer = BlockAnswer(chat)
         self._generation = generation
         self._numbers = itertools.count()
-        self._id = chat.wanted.request_id or request_id
+        self._id = chat.response_options.request_id or request_id
         self._base = {"id": f"resp_{self._id}", "object": "response", "created_at": int(time.time()), "model": model}
         self._base |= {**_FIXED, **echo}
 
@@ -75,7 +77,7 @@ class ResponseScript:
         for name in ("created", "in_progress"):
             yield self._event(name, response=self._response("in_progress"))
 
-    def take(self, piece: Piece) -> Iterator[Event]:
+    def take(self, piece: Delta) -> Iterator[Event]:
         for event in self._answer.take(piece):
             block = event.block
             if isinstance(event, Opened):

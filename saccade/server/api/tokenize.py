@@ -7,9 +7,9 @@ from typing import Any
 
 from saccade.processor.prompt import Processor
 from saccade.server.api.chunks import bill_body
-from saccade.server.http.limits import Held, Upload
+from saccade.server.http.limits import ByteLease, Upload
 from saccade.server.request import fields
-from saccade.server.request.adapter import Places
+from saccade.server.request.adapter import SourcePaths
 from saccade.server.request.chat import ChatRequest, read_chat
 from saccade.server.request.messages import read_message
 from saccade.server.request.responses import read_response
@@ -17,19 +17,19 @@ from saccade.server.service import Caller, Service
 from saccade.types import RequestError
 
 
-async def bill(service: Service, upload: Upload, caller: Caller, held: Held) -> dict[str, Any]:
+async def bill(service: Service, upload: Upload, caller: Caller, lease: ByteLease) -> dict[str, Any]:
     """What a chat would cost: the numbers the engine would charge, from headers alone."""
     request = await service.read(read_chat, await service.decode(upload), caller)
-    service.check_model(request.wanted.model)
-    priced, timing = await service.price_chat(request, caller, held)
+    service.check_model(request.response_options.model)
+    billed, timing = await service.price_chat(request, caller, lease)
     context = service.limits.max_model_len
-    room = max(0, context - len(priced.prompt))
-    costs = bill_body(priced.bill) | {"times_ms": {"prepare": round(timing.prepare_ms, 3)}}
+    room = max(0, context - len(billed.prompt))
+    costs = bill_body(billed.bill) | {"times_ms": {"prepare": round(timing.prepare_ms, 3)}}
     fit = {"max_model_len": context, "max_tokens_left": room, "fits": room > 0}
     return {"object": "bill", "model": service.names[0], **costs, **fit}
 
 
-async def tokenize(service: Service, upload: Upload, caller: Caller, held: Held) -> dict[str, Any]:
+async def tokenize(service: Service, upload: Upload, caller: Caller, lease: ByteLease) -> dict[str, Any]:
     given = service.fields.read(await service.decode(upload), fields.TOKENIZE)
     service.check_model(given.get("model"))
     if ("prompt" in given) == ("messages" in given):
@@ -37,8 +37,8 @@ async def tokenize(service: Service, upload: Upload, caller: Caller, held: Held)
     if "messages" in given:
         chat = {name: value for name, value in given.items() if name in fields.CHAT}
         request = await service.read(read_chat, chat, caller)
-        priced, _ = await service.price_chat(request, caller, held)
-        ids: Sequence[int] = priced.prompt.token_ids
+        billed, _ = await service.price_chat(request, caller, lease)
+        ids: Sequence[int] = billed.prompt.token_ids
     else:
         encode = service.processor.tokenizer.encode
         ids = await service.in_thread(encode, given["prompt"], given.get("add_special_tokens", True))
@@ -52,7 +52,7 @@ async def tokenize(service: Service, upload: Upload, caller: Caller, held: Held)
     }
 
 
-async def detokenize(service: Service, upload: Upload, caller: Caller, held: Held) -> dict[str, Any]:
+async def detokenize(service: Service, upload: Upload, caller: Caller, lease: ByteLease) -> dict[str, Any]:
     body = await service.decode(upload)
     if isinstance(body.get("tokens"), list):
         service.check_ids(len(body["tokens"]), "tokens")
@@ -68,20 +68,20 @@ def _text_of(processor: Processor, tokens: Sequence[int] | None) -> str:
     return processor.tokenizer.decode(tokens, False)
 
 
-async def input_tokens(service: Service, upload: Upload, caller: Caller, held: Held) -> dict[str, Any]:
+async def input_tokens(service: Service, upload: Upload, caller: Caller, lease: ByteLease) -> dict[str, Any]:
     """OpenAI's counting route: the body of /v1/responses, counted as the chat it stands for."""
     chat, places, _ = await service.read(read_response, await service.decode(upload), caller)
-    return {"object": "response.input_tokens", "input_tokens": await _count(service, chat, places, caller, held)}
+    return {"object": "response.input_tokens", "input_tokens": await _count(service, chat, places, caller, lease)}
 
 
-async def message_tokens(service: Service, upload: Upload, caller: Caller, held: Held) -> dict[str, Any]:
+async def message_tokens(service: Service, upload: Upload, caller: Caller, lease: ByteLease) -> dict[str, Any]:
     """Anthropic's counting route: the body of /v1/messages, but for the length of the answer."""
     chat, places = await service.read(read_message, await service.decode(upload), caller, False)
-    return {"input_tokens": await _count(service, chat, places, caller, held)}
+    return {"input_tokens": await _count(service, chat, places, caller, lease)}
 
 
-async def _count(service: Service, chat: ChatRequest, places: Places, caller: Caller, held: Held) -> int:
+async def _count(service: Service, chat: ChatRequest, places: SourcePaths, caller: Caller, lease: ByteLease) -> int:
     with places.renaming():
-        service.check_model(chat.wanted.model)
-        priced, _ = await service.price_chat(chat, caller, held)
-    return len(priced.prompt)
+        service.check_model(chat.response_options.model)
+        billed, _ = await service.price_chat(chat, caller, lease)
+    return len(billed.prompt)

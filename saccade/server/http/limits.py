@@ -16,7 +16,7 @@ from starlette.requests import Request
 
 from saccade.options import ServerOptions
 from saccade.server.errors import ApiError
-from saccade.server.http.text_tally import Tally
+from saccade.server.http.text_tally import TextTally
 from saccade.types import quoted
 
 MAX_DEPTH = 128
@@ -27,10 +27,10 @@ _RETRY_AFTER_DRAIN = 10.0
 _AS_GOOD_AS_FULL = 15 / 16  # of the bytes in flight: a request with a picture would hardly fit
 
 
-class Held:
+class ByteLease:
     """What one request holds on to in the name of its client: bytes, and a place for each of its answers."""
 
-    def __init__(self, gate: Gate, client: str) -> None:
+    def __init__(self, gate: AdmissionGate, client: str) -> None:
         self.gate = gate
         self._client = client
         self._here = 0
@@ -107,7 +107,7 @@ class Upload:
         return data
 
 
-class Gate:
+class AdmissionGate:
     """Lets requests in. `max_open` counts answers that are computed or wait, and requests as one before it is known how
     many they want; `max_bytes` what they hold, here and (`engine_bytes`) in the engine; `max_client_bytes` what one
     client's requests hold."""
@@ -158,15 +158,15 @@ class Gate:
             )
 
     @contextmanager
-    def holding(self, client: str) -> Iterator[Held]:
-        held = Held(self, client)
+    def holding(self, client: str) -> Iterator[ByteLease]:
+        lease = ByteLease(self, client)
         try:
-            yield held
+            yield lease
         finally:
-            held.leave()
+            lease.leave()
 
 
-async def read_body(request: Request, options: ServerOptions, held: Held, tally: Tally) -> Upload:
+async def read_body(request: Request, options: ServerOptions, lease: ByteLease, text_tally: TextTally) -> Upload:
     """The whole body, counted while it arrives: a header that lies about the length gains nothing.
 
     Bytes for `body_timeout` at the least rate must come before the deadline, which then moves on by as much: a client
@@ -182,14 +182,14 @@ async def read_body(request: Request, options: ServerOptions, held: Held, tally:
         async with asyncio.timeout(timeout) as deadline:
             async for chunk in request.stream():
                 _check_length(len(body) + len(chunk), limit)
-                held.add(len(chunk))
-                tally.take(chunk)
+                lease.add(len(chunk))
+                text_tally.take(chunk)
                 body += chunk
                 if len(body) - seen >= quota:
                     seen = len(body)
                     deadline.reschedule(asyncio.get_running_loop().time() + timeout)
     except TimeoutError:
-        held.gate.on_refusal("slow_body")
+        lease.gate.on_refusal("slow_body")
         raise ApiError(
             408,
             f"{len(body) - seen} bytes of the body came in {timeout:g} s and at least {quota}, or its end, must "

@@ -32,7 +32,7 @@ _HEADERS = {
 }
 
 
-class Envelope:
+class RequestMiddleware:
     def __init__(
         self, app: ASGIApp, keys: KeyRing, rules: BrowserRules, on_refusal: Callable[[str], None], logs: bool
     ) -> None:

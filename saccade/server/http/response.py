@@ -19,7 +19,7 @@ _STREAM_HEADERS = [
 ]
 
 
-class Exchange:
+class ResponseWriter:
     """Writing waits while the client's connection is full: a slow reader slows its own answer and nobody else's."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:

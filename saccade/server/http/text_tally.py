@@ -29,7 +29,7 @@ _MEDIA_FIELDS = ("image_url", "video_url", "image", "video", "source")
 _ID_FIELDS = ("prompt", "tokens")  # as lists they are ids or prompts, which have limits of their own
 
 
-class Tally:
+class TextTally:
     """Counts a body chunk by chunk. What it takes for a data URL may be a text; `check_text` sees that later."""
 
     def __init__(self, max_chars: int) -> None:

@@ -24,7 +24,7 @@ class _Place:
     tool_calls: list[str] = field(default_factory=list)
 
 
-class Places:
+class SourcePaths:
     """Names of a chat's parts in the client's own words.
 
     `names` has the fields that are called differently; `endings` what is replaced inside a name, in order.
@@ -69,7 +69,7 @@ class Places:
 class Chat:
     """Messages of a chat, put together from another API's items."""
 
-    def __init__(self, places: Places) -> None:
+    def __init__(self, places: SourcePaths) -> None:
         self.places = places
         self.messages: list[dict[str, Any]] = []
 

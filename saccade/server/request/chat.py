@@ -16,7 +16,7 @@ from saccade.types import RequestError
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class ResponseOptions:
     """How an answer is to be made and shown, whatever the prompt is."""
 
     model: str | None
@@ -37,7 +37,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    wanted: Wanted
+    response_options: ResponseOptions
     messages: list[Mapping[str, Any]]
     tools: ToolPlan
     parallel_tool_calls: bool
@@ -55,7 +55,7 @@ class ChatRequest:
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
-    wanted: Wanted
+    response_options: ResponseOptions
     prompts: Sequence[str | Sequence[int]]  # answered in order; each gets params.n answers
 
 
@@ -68,10 +68,10 @@ def read_chat(body: Mapping[str, Any], reader: FieldReader) -> ChatRequest:
     limit, logprobs = given.get(length_field), _chat_logprobs(given)
     form = _form(given, reader.scope)
     # The form of a required tool call goes before the form of the answer.
-    wanted = _wanted(given, reader.defaults, limit, logprobs, tools.structured or form, length_field)
+    response_options = _wanted(given, reader.defaults, limit, logprobs, tools.structured or form, length_field)
     kwargs, renamed = _media_kwargs(given)
     return ChatRequest(
-        wanted=wanted,
+        response_options=response_options,
         messages=given["messages"],
         tools=tools,
         parallel_tool_calls=given.get("parallel_tool_calls", True),
@@ -140,7 +140,7 @@ def _wanted(
     logprobs: int | None,
     structured: str | None,
     length_field: str = "max_tokens",
-) -> Wanted:
+) -> ResponseOptions:
     if given.get("best_of", given.get("n", 1)) != given.get("n", 1):
         raise _unsupported("best_of")
     stream, options = given.get("stream", False), given.get("stream_options", {})
@@ -151,7 +151,7 @@ def _wanted(
             where = f"stream_options.{name[:64]}"
             raise RequestError(f"{where} must be true or false", param=where)
     continuous = bool(options.get("continuous_usage_stats"))
-    return Wanted(
+    return ResponseOptions(
         model=given.get("model"),
         params=_params({**defaults, **given}, max_tokens, logprobs, structured, length_field),
         usual_max_tokens=defaults.get("max_tokens"),

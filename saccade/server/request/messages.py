@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from saccade.server.request import fields
-from saccade.server.request.adapter import Chat, Places
+from saccade.server.request.adapter import Chat, SourcePaths
 from saccade.server.request.chat import ChatRequest, read_chat
 from saccade.server.request.fields import FieldReader
 from saccade.types import RequestError, quoted
@@ -18,7 +18,7 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 class MessageRequest(NamedTuple):
     chat: ChatRequest
-    places: Places
+    places: SourcePaths
 
 
 def read_message(body: Mapping[str, Any], reader: FieldReader, needs_length: bool = True) -> MessageRequest:
@@ -32,7 +32,7 @@ def read_message(body: Mapping[str, Any], reader: FieldReader, needs_length: boo
         raise RequestError(
             "thinking is not supported by this server; leave it out", code="unsupported", param="thinking"
         )
-    chat = Chat(Places(_NAMES, _ENDINGS))
+    chat = Chat(SourcePaths(_NAMES, _ENDINGS))
     _add_system(chat, given.get("system"))
     for index, message in enumerate(given["messages"]):
         _add_message(chat, message, f"messages[{index}]")

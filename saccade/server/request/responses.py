@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from saccade.server.request import fields
-from saccade.server.request.adapter import Chat, Places
+from saccade.server.request.adapter import Chat, SourcePaths
 from saccade.server.request.chat import ChatRequest, read_chat
 from saccade.server.request.fields import FieldReader
 from saccade.types import RequestError
@@ -36,7 +36,7 @@ MAX_ECHO_BYTES = 1 << 20
 
 class ResponseRequest(NamedTuple):
     chat: ChatRequest
-    places: Places
+    places: SourcePaths
     echo: Mapping[str, Any]  # see _ECHOED; and how its tokens are drawn
 
 
@@ -51,12 +51,12 @@ def read_response(body: Mapping[str, Any], reader: FieldReader) -> ResponseReque
             code="unsupported",
             param="include",
         )
-    chat = Chat(Places(_NAMES, _ENDINGS))
+    chat = Chat(SourcePaths(_NAMES, _ENDINGS))
     _add_input(chat, given)
     settings = _as_chat(given)
     with chat.places.renaming():
         request = read_chat({**settings, "messages": chat.messages}, reader)
-    sampling = {name: getattr(request.wanted.params, name) for name in ("temperature", "top_p")}
+    sampling = {name: getattr(request.response_options.params, name) for name in ("temperature", "top_p")}
     return ResponseRequest(request, chat.places, {**_echo(given), **sampling})
 
 
