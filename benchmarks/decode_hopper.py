@@ -13,8 +13,8 @@ from torch import Tensor
 from benchmarks.encoder_inputs import CUDA, device_ms
 from saccade.kernels.attention.decode_hopper import hopper_decode
 from saccade.kernels.attention.decode_schedule import plan_schedule
-from saccade.kernels.attention.decode_triton import DecodeWorkspace, NewTokens, num_sms, paged_decode
-from saccade.kernels.attention.prefill_flashinfer import Heads
+from saccade.kernels.attention.decode_triton import DecodeWorkspace, NewTokens, paged_decode
+from saccade.kernels.launch.device import Heads, num_sms
 
 LAYERS = 4  # of keys and values, so that none are found in the cache
 BLOCK, LONGEST = 16, 3356

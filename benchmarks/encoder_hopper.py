@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.encoder_inputs import CUDA, Call, device_ms
-from saccade.kernels.attention.decode_triton import num_sms
 from saccade.kernels.attention.vit_hopper import HopperVit
 from saccade.kernels.attention.vit_schedule import TileSchedule
 from saccade.kernels.attention.vit_triton import TILE_ROWS, packed_vit
+from saccade.kernels.launch.device import num_sms
 from saccade.kernels.launch.tiling import Tiles
 from saccade.models.layers.attention import packed_attention
 

@@ -31,10 +31,10 @@ from benchmarks.kernels import (
     random,
     workspace_for,
 )
-from saccade.kernels.attention.decode_triton import num_sms
 from saccade.kernels.attention.prefill import PrefillAttention
-from saccade.kernels.attention.prefill_flashinfer import Capacity, FlashInferPrefill, Heads
+from saccade.kernels.attention.prefill_flashinfer import Capacity, FlashInferPrefill
 from saccade.kernels.attention.prefill_triton import choose_rows
+from saccade.kernels.launch.device import Heads, num_sms
 from saccade.kernels.launch.tiling import Tiles
 
 SCALE = DIM**-0.5

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.encoder_inputs import CUDA, relative
-from saccade.kernels.attention.decode_triton import num_sms
 from saccade.kernels.gemm.hopper_act import hopper_linear_act
+from saccade.kernels.launch.device import num_sms
 from saccade.kernels.ops import norm, reference, vit_elementwise
 
 LAYERS, ROUNDS = 12, 9

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests import checkpoints
+from benchmarks import checkpoints
 
 # About 120 million parameters: 12 decoder layers of 768 with grouped heads, 12 vision layers of 512.
 TEXT = {

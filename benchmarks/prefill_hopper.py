@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.kernels.attention.decode_triton import num_sms
 from saccade.kernels.attention.prefill_hopper import ROWS, hopper_prefill
 from saccade.kernels.attention.prefill_triton import choose_rows, paged_prefill
+from saccade.kernels.launch.device import num_sms
 from saccade.kernels.launch.tiling import Tiles
 from saccade.models.layers.attention import AttentionBatch, reference_attention
 

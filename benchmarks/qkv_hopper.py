@@ -17,8 +17,8 @@ from torch import Tensor
 
 from benchmarks.encoder_inputs import CUDA, relative
 from benchmarks.linear_hopper import replay_us
-from saccade.kernels.attention.decode_triton import num_sms
 from saccade.kernels.gemm.hopper_qkv_rope import DIM, hopper_qkv_rope
+from saccade.kernels.launch.device import num_sms
 from saccade.kernels.ops import reference, vit_elementwise
 
 HEADS, INPUTS = 16, 1280

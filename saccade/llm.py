@@ -17,6 +17,7 @@ from tqdm import tqdm
 from saccade.checkpoint.generation_config import defaults_line, sampling_defaults
 from saccade.engine.build import build_core
 from saccade.engine.core import EngineCore
+from saccade.errors import RequestError
 from saccade.options import MediaPolicy, Options, SchedulerConfig, options
 from saccade.outputs import RequestOutput
 from saccade.processor.checkpoint import open_checkpoint
@@ -25,7 +26,7 @@ from saccade.processor.output import RequestOutputBuilder
 from saccade.processor.prompt import Processor
 from saccade.sampling_params import SamplingParams
 from saccade.structured.check import check_structured
-from saccade.types import Bill, MediaItem, Prompt, Request, RequestError, TokenEvent
+from saccade.types import Bill, MediaItem, Prompt, Request, TokenEvent
 
 logger = logging.getLogger("saccade.engine")
 

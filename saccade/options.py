@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from saccade.checkpoint.config import ConfigError
+from saccade.errors import ConfigError
 from saccade.types import LatencyProfile, StepTime
 
 # --- what a user may set ------------------------------------------------------------------------------------------

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from saccade.types import Bill, FinishReason, Logprobs, RequestError
+from saccade.errors import RequestError
+from saccade.types import Bill, FinishReason, Logprobs
 
 
 @dataclass(slots=True)

@@ -6,7 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from saccade.types import RequestError, quoted
+from saccade.errors import RequestError
+from saccade.types import quoted
 
 MAX_N = 64
 MAX_LOGPROBS = 20

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from saccade.errors import RequestError
+
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
@@ -28,31 +30,6 @@ TO_THE_END = (1 << 63) - 1
 RECORD_BYTES = 40
 """Width of one position's record in `Prompt.identity`: 32 bytes of content key (zeros for text), 8 bytes of token id
 (text) or of offset inside the span (media)."""
-
-
-class RequestError(ValueError):
-    """The client's mistake: one readable sentence with the values in it. It ends one request and nothing else."""
-
-    def __init__(
-        self, message: str, *, code: str | None = None, param: str | None = None, key: Key | None = None
-    ) -> None:
-        super().__init__(message)
-        self.message = message
-        self.code = code  # one of OpenAI's error codes, where one fits
-        self.param = param  # the part of the request at fault, such as "messages[2].content[1].image_url"
-        self.key = key  # the picture at fault, where the engine says so: it knows no parts of requests
-
-    def renamed(self, param: str) -> RequestError:
-        """The same, about a part as the client calls it."""
-        is_named = self.param is not None and self.message.startswith(self.param)
-        message = param + self.message.removeprefix(self.param or "") if is_named else self.message
-        return RequestError(message, code=self.code, param=param)
-
-    def located(self, where: Mapping[Key, str]) -> RequestError:
-        """The same, with the part in which a request has the picture."""
-        if self.key is None or self.key not in where:
-            return self
-        return self.renamed(where[self.key])
 
 
 def quoted(value: object, most: int = 80) -> str:

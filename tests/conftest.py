@@ -16,7 +16,7 @@ from PIL import Image
 # Without a GPU, kernels are tested in Triton's interpreter. It reads this when Transformers, below, imports it.
 os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
 
-from tests import checkpoints
+from benchmarks import checkpoints
 from tests.families import FAMILIES, ModelFamily
 
 if TYPE_CHECKING:

@@ -16,11 +16,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from saccade.checkpoint.config import ConfigError, model_config
+from saccade.checkpoint.config import model_config
 from saccade.engine.core import EngineCore
 from saccade.engine.ipc.client import EngineClient, RequestStream
 from saccade.engine.ipc.loop import run_process
 from saccade.engine.ipc.messages import Start
+from saccade.errors import ConfigError
 from saccade.options import Options
 from saccade.types import Request, StepPlan, StepResult, TokenEvent
 from tests.scheduling import FakeRunner, make_config, make_request

@@ -19,7 +19,7 @@ from tokenizers import AddedToken, Tokenizer
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from tests import checkpoints
+from benchmarks import checkpoints
 from tests.reference import Reference
 from tests.slow_deepseek_vl_v2 import SlowModel, canvas_of, has_experts, pixels_of, tokens_of, views_of
 

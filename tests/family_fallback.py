@@ -20,8 +20,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from benchmarks.checkpoints import _write, _write_tokenizer, qwen_tokenizer, randomise
 from saccade.checkpoint.hf_processor import load_processor
-from tests.checkpoints import _write, _write_tokenizer, qwen_tokenizer, randomise
 from tests.reference import Reference
 
 TEMPLATE = (

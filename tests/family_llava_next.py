@@ -16,7 +16,7 @@ from transformers import (
 )
 from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
 
-from tests import checkpoints
+from benchmarks import checkpoints
 from tests.reference import Reference, image_settings, load
 
 TILE = 56

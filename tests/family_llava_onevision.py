@@ -17,7 +17,7 @@ from transformers import (
 )
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
 
-from tests import checkpoints
+from benchmarks import checkpoints
 from tests.family_llava_next import text_config
 from tests.reference import Reference, image_settings, load
 

@@ -17,7 +17,7 @@ from transformers import (
 )
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 
-from tests import checkpoints
+from benchmarks import checkpoints
 from tests.family_llava_next import text_config
 from tests.reference import Reference, image_settings, load
 

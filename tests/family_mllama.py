@@ -18,7 +18,7 @@ from transformers.models.mllama.processing_mllama import (
     get_cross_attention_token_mask,
 )
 
-from tests import checkpoints
+from benchmarks import checkpoints
 from tests.reference import Reference, image_settings, load
 
 TILE, TILES = 56, 4

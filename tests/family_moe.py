@@ -16,7 +16,8 @@ from transformers import (
     Qwen3VLMoeForConditionalGeneration,
 )
 
-from tests import checkpoints, family_qwen3_5, family_qwen3_vl
+from benchmarks import checkpoints
+from tests import family_qwen3_5, family_qwen3_vl
 from tests.family_qwen2_5_vl import qwen_reference
 from tests.family_text import enliven_experts
 from tests.reference import Reference, load

@@ -10,7 +10,7 @@ from PIL import Image
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from tests import checkpoints
+from benchmarks import checkpoints
 from tests.reference import Reference, image_settings, load
 
 VISION: dict[str, Any] = {

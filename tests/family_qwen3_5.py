@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
-from tests import checkpoints
+from benchmarks import checkpoints
 from tests.family_qwen2_5_vl import qwen_reference
 from tests.family_qwen3_vl import LIMITS, VISION
 from tests.reference import Reference, load

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
-from tests import checkpoints
+from benchmarks import checkpoints
 from tests.family_qwen2_5_vl import qwen_reference
 from tests.reference import Reference, load
 

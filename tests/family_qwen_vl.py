@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 
-from tests import checkpoints
+from benchmarks import checkpoints
 from tests.reference import Reference
 
 PICTURE = "<img><imgpad></img>\n"

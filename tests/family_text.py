@@ -25,7 +25,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from tests import checkpoints
+from benchmarks import checkpoints
 from tests.reference import Reference, load
 
 KINDS: Mapping[str, tuple[Any, Any]] = {

@@ -13,11 +13,11 @@ from transformers import LlavaProcessor, PreTrainedTokenizerFast, Qwen2VLProcess
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from benchmarks import checkpoints
+from saccade.errors import RequestError
 from saccade.options import MediaPolicy, Options
 from saccade.processor.checkpoint import open_checkpoint
 from saccade.processor.prompt import Processor
-from saccade.types import RequestError
-from tests import checkpoints
 from tests.conftest import make_photo, png
 
 POLICY = MediaPolicy.of(

@@ -16,7 +16,7 @@ from saccade import costs
 from saccade.checkpoint.config import model_config
 from saccade.models.cuda import vision_graphs
 from saccade.models.cuda.vision import FusedVision
-from saccade.models.layers.basic import Parameters
+from saccade.models.parameters import Parameters
 from saccade.models.vision.ops import TorchVision, VisionOps
 from saccade.models.weights import fill_random
 from saccade.processor.checkpoint import open_checkpoint

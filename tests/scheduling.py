@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from saccade.errors import RequestError
 from saccade.options import SchedulerConfig
 from saccade.processor.families.base import cross_attended
 from saccade.sampling_params import SamplingParams
@@ -22,7 +23,6 @@ from saccade.types import (
     MediaTimes,
     Prompt,
     Request,
-    RequestError,
     Sample,
     ScheduledWindow,
     Size,

@@ -11,10 +11,10 @@ import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from saccade.checkpoint.config import ConfigError
+from benchmarks import checkpoints
+from saccade.errors import ConfigError
 from saccade.processor.checkpoint import open_checkpoint
 from saccade.processor.families import family_for
-from tests import checkpoints
 
 
 @pytest.fixture

@@ -15,8 +15,9 @@ from PIL import Image
 
 from saccade import LLM, SamplingParams
 from saccade.engine.async_core import AsyncEngineCore
+from saccade.errors import RequestError
 from saccade.processor.output import RequestOutputBuilder
-from saccade.types import MediaItem, RequestError
+from saccade.types import MediaItem
 from tests.test_overlap import FEW, OPTIONS, QWEN2_VL, answers, decoding, overlapped
 
 AFTER_CLOSE: dict[str, Callable[[LLM], Any]] = {

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from saccade.checkpoint.config import ConfigError, model_config
+from saccade.checkpoint.config import model_config
+from saccade.errors import ConfigError
 from saccade.options import Options, options
 
 PUBLISHED = {

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 from PIL import Image, ImageCms
 
+from saccade.errors import RequestError
 from saccade.media import decode as decode_module
 from saccade.media.decode import decode
 from saccade.media.load import load_image
 from saccade.options import MediaPolicy, Options
-from saccade.types import Geometry, Grid, Header, MediaItem, RequestError, Size
+from saccade.types import Geometry, Grid, Header, MediaItem, Size
 from tests.conftest import make_photo
 
 POLICY = MediaPolicy.of(Options(max_image_bytes=1 << 30, max_image_pixels=10**9))

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks import checkpoints
 from saccade.processor.detokenize import Detokenizer
 from saccade.processor.tokenizer import Tokenizer
-from tests import checkpoints
 from tests.test_tokenizer import llama_first
 
 MAKERS = {"qwen": checkpoints.qwen_tokenizer, "llama": checkpoints.llama_tokenizer, "llama_first": llama_first}

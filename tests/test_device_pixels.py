@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from saccade.checkpoint.config import ConfigError, model_config
+from saccade.checkpoint.config import model_config
+from saccade.errors import ConfigError
 from saccade.models import load_model
 from saccade.models.interface import VisionLanguageModel
 from saccade.models.vision import resample as resample_module

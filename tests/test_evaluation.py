@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from saccade.checkpoint.config import ConfigError
 from saccade.cli import main as cli
+from saccade.errors import ConfigError
 from saccade.evaluation.image_noise import Grain, add_grain, field_from_image, field_to_image
 from saccade.evaluation.questions import load_questions
 from saccade.evaluation.report import rewrite

@@ -20,10 +20,11 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 
 from saccade import costs
 from saccade.checkpoint import moe
-from saccade.checkpoint.config import ConfigError, model_config
+from saccade.checkpoint.config import model_config
 from saccade.checkpoint.moe import MoEConfig
-from saccade.models.layers.basic import Parameters
+from saccade.errors import ConfigError
 from saccade.models.layers.moe import EXPERT_RULES, MoE
+from saccade.models.parameters import Parameters
 from saccade.models.weights import fill_random, load_weights
 from tests.allocations import PeakMemory
 

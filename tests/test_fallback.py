@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from saccade import LLM
-from saccade.checkpoint.config import ConfigError
 from saccade.checkpoint.hf_processor import load_processor
 from saccade.cli.count import count_files
+from saccade.errors import ConfigError, RequestError
 from saccade.processor.checkpoint import open_checkpoint
 from saccade.processor.families import Family, family_for
 from saccade.processor.families.fallback import Fallback
-from saccade.types import RequestError, Size
+from saccade.types import Size
 from tests import family_fallback
 from tests.conftest import make_photo
 from tests.serving import chat_body, photo_part, running_server, text_part

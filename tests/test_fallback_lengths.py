@@ -10,7 +10,8 @@ import pytest
 from torch import nn
 
 from saccade import LLM, SamplingParams
-from saccade.checkpoint.config import ConfigError, model_config
+from saccade.checkpoint.config import model_config
+from saccade.errors import ConfigError
 from saccade.models import fallback
 from saccade.models.layers.length_rope import Unfit, follow_lengths
 from tests import family_fallback

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from saccade import LLM, SamplingParams
-from saccade.checkpoint.config import ConfigError
 from saccade.checkpoint.hf_processor import raised
 from saccade.cli.main import main
+from saccade.errors import ConfigError
 from saccade.models import fallback
 from tests import family_fallback, family_refused
 from tests.conftest import make_photo

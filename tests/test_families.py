@@ -18,13 +18,14 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLModel
 
-from saccade.checkpoint.config import ConfigError, ModelConfig
+from benchmarks import checkpoints
+from saccade.checkpoint.config import ModelConfig
+from saccade.errors import ConfigError, RequestError
 from saccade.processor.checkpoint import open_checkpoint
 from saccade.processor.families import default_family, family_for
 from saccade.processor.families.llava import Llava
 from saccade.processor.families.qwen2_vl import Qwen2VL
-from saccade.types import Grid, RequestError, Size, Span
-from tests import checkpoints
+from saccade.types import Grid, Size, Span
 
 SIDE = 28
 # Small ones often, huge ones too; the ratio is cut where both sides refuse it.

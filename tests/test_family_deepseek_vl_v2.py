@@ -17,17 +17,18 @@ from transformers import SiglipVisionConfig, SiglipVisionModel
 from saccade import LLM, SamplingParams, costs
 from saccade.checkpoint.config import model_config
 from saccade.cli.count import count_files
+from saccade.errors import RequestError
 from saccade.models.cuda import vision_graphs
 from saccade.models.families.deepseek_vl_v2 import Projector
 from saccade.models.layers.attention import PagedKV
-from saccade.models.layers.basic import Parameters
 from saccade.models.layers.mla import LatentDecoder
+from saccade.models.parameters import Parameters
 from saccade.models.weights import fill_random
 from saccade.processor.checkpoint import open_checkpoint
 from saccade.processor.families.deepseek_vl_v2 import DeepseekVL2
 from saccade.runner.encoder.graphs import _packings
 from saccade.runner.profile import largest_within
-from saccade.types import Grid, RequestError, Size, Span
+from saccade.types import Grid, Size, Span
 from tests import family_deepseek_vl_v2 as family
 from tests import slow_deepseek_vl_v2 as slow
 from tests.allocations import PeakMemory

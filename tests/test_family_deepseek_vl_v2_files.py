@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from saccade.checkpoint.config import ConfigError, ModelConfig, model_config
+from saccade.checkpoint.config import ModelConfig, model_config
+from saccade.errors import ConfigError, RequestError
 from saccade.processor.checkpoint import open_checkpoint
 from saccade.processor.families.deepseek_vl_v2 import DeepseekVL2
 from saccade.processor.prompt import Processor
-from saccade.types import RequestError
 from tests import family_deepseek_vl_v2 as family
 from tests.conftest import make_photo
 from tests.family_deepseek_vl_v2 import TINY, TINY_LANGUAGE

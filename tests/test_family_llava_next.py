@@ -15,13 +15,13 @@ from transformers import LlavaNextProcessor, PreTrainedTokenizerFast
 from transformers.image_processing_utils import get_patch_output_size, select_best_resolution
 from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
 
-from saccade.checkpoint.config import ConfigError
 from saccade.cli.count import count_files
 from saccade.engine.ipc.messages import HEADER, Start, command_in, frame, start_message
+from saccade.errors import ConfigError, RequestError
 from saccade.options import Options
 from saccade.processor.checkpoint import open_checkpoint
 from saccade.processor.families.llava_next import LlavaNext
-from saccade.types import Grid, RequestError, Size, Span
+from saccade.types import Grid, Size, Span
 from tests import family_llava_next
 from tests.conftest import make_photo, png
 from tests.proofs import Given, Subject, as_patches, assert_close, dummy, edited, with_config

@@ -22,8 +22,9 @@ from transformers import (
 from transformers.image_processing_utils import get_patch_output_size, select_best_resolution
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
 
-from saccade.checkpoint.config import ConfigError, model_config
+from saccade.checkpoint.config import model_config
 from saccade.cli.count import count_files
+from saccade.errors import ConfigError
 from saccade.models import load_model
 from saccade.models.cuda.vision import FusedVision
 from saccade.processor.checkpoint import open_checkpoint

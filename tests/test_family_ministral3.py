@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 from transformers.models.ministral3.modeling_ministral3 import get_llama_4_attn_scale
 
 from saccade import costs
-from saccade.checkpoint.config import ConfigError, ModelConfig, model_config
+from saccade.checkpoint.config import ModelConfig, model_config
 from saccade.cli.count import count_files
+from saccade.errors import ConfigError
 from saccade.models.cuda.decoder import FusedDecoder
 from saccade.models.layers.attention_temperature import AttentionTemperature, attention_temperature_of
 from saccade.runner.build import eager_reason_of

@@ -14,12 +14,13 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from transformers.models.pixtral.image_processing_pil_pixtral import get_resize_output_image_size
 
-from saccade.checkpoint.config import ConfigError, model_config
+from saccade.checkpoint.config import model_config
 from saccade.cli.count import count_files
+from saccade.errors import ConfigError, RequestError
 from saccade.models.cuda.vision import FusedVision
 from saccade.processor.families import family_for
 from saccade.processor.families.mistral3 import Mistral3
-from saccade.types import Grid, RequestError, Size, Span
+from saccade.types import Grid, Size, Span
 from tests import family_mistral3
 from tests.conftest import make_photo, png
 from tests.proofs import Given, Subject, as_patches, assert_close, dummy, edited, finish

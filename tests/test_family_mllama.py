@@ -21,15 +21,16 @@ from transformers.models.mllama.image_processing_pil_mllama import (
 from transformers.models.mllama.processing_mllama import get_cross_attention_token_mask
 
 from saccade import costs
-from saccade.checkpoint.config import ConfigError, model_config
+from saccade.checkpoint.config import model_config
 from saccade.cli.count import count_files
+from saccade.errors import ConfigError, RequestError
 from saccade.models.layers.attention import AttentionBatch, PagedAttention, PagedKV
 from saccade.models.layers.cross_attention import pack, unpack
 from saccade.processor.checkpoint import open_checkpoint
 from saccade.processor.families.base import cross_attended
 from saccade.processor.families.mllama import Mllama, arrangements
 from saccade.runner.cross_attention import rows_by_image, stretches
-from saccade.types import Grid, RequestError, ScheduledWindow, Size, Span
+from saccade.types import Grid, ScheduledWindow, Size, Span
 from tests import family_mllama
 from tests.conftest import make_photo
 from tests.family_mllama import PICTURE, TILE

@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from saccade import LLM, SamplingParams, costs
-from saccade.checkpoint.config import ConfigError, ModelConfig, model_config
+from saccade.checkpoint.config import ModelConfig, model_config
 from saccade.cli import main as cli
+from saccade.errors import ConfigError
 from saccade.models import load_model
 from saccade.processor.checkpoint import open_checkpoint
 from saccade.processor.families import video_rules_for

@@ -16,11 +16,13 @@ from hypothesis import strategies as st
 from transformers.vision_utils import get_vision_window_index
 
 from saccade import costs
-from saccade.checkpoint.config import ConfigError, model_config
+from saccade.checkpoint.config import model_config
+from saccade.errors import ConfigError
 from saccade.kernels.ops import vit_elementwise
 from saccade.models import load_model
 from saccade.models.families.qwen2_5_vl import Qwen2_5VL, all_windows, pack
-from saccade.models.layers.basic import Linear, Parameters, silu_and_mul
+from saccade.models.layers.basic import Linear, silu_and_mul
+from saccade.models.parameters import Parameters
 from saccade.models.weights import fill_random
 from saccade.types import Grid, Size
 from tests.family_qwen2_5_vl import build

@@ -14,7 +14,8 @@ from torch import Tensor
 from transformers.models.qwen3_5.modeling_qwen3_5 import torch_recurrent_gated_delta_rule
 
 from saccade import LLM, SamplingParams, costs
-from saccade.checkpoint.config import ConfigError, model_config
+from saccade.checkpoint.config import model_config
+from saccade.errors import ConfigError
 from saccade.models import load_model
 from saccade.models.layers.attention import PagedAttention, PagedKV
 from saccade.models.layers.gated_delta_net import CHUNK, delta_rule

@@ -14,12 +14,14 @@ from hypothesis import strategies as st
 from transformers.vision_utils import get_vision_interpolation_indices_and_weights
 
 from saccade import costs
-from saccade.checkpoint.config import ConfigError, model_config
+from saccade.checkpoint.config import model_config
+from saccade.errors import ConfigError
 from saccade.kernels.ops import vit_elementwise
 from saccade.models import load_model
 from saccade.models.families.qwen3_vl import Positions, Qwen3VL
-from saccade.models.layers.basic import Parameters, tanh_gelu
+from saccade.models.layers.basic import tanh_gelu
 from saccade.models.layers.decoder import Rotary
+from saccade.models.parameters import Parameters
 from saccade.models.vision.blocks import by_token
 from saccade.models.weights import fill_random
 from saccade.processor.checkpoint import open_checkpoint

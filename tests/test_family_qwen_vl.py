@@ -15,18 +15,19 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from saccade import LLM
-from saccade.checkpoint.config import ConfigError, ModelConfig, model_config
+from saccade.checkpoint.config import ModelConfig, model_config
 from saccade.cli.count import count_files
+from saccade.errors import ConfigError, RequestError
 from saccade.models.cuda.vision import FusedVision
 from saccade.models.families.qwen_vl import QwenVL as Model
-from saccade.models.layers.basic import Parameters
+from saccade.models.parameters import Parameters
 from saccade.models.vision.ops import TorchVision
 from saccade.models.weights import _as_stored, _plan
 from saccade.processor.families import family_for
 from saccade.processor.families.qwen_vl import QwenVL
 from saccade.processor.families.text import Text
 from saccade.processor.prompt import Processor
-from saccade.types import Grid, RequestError, Size, Span
+from saccade.types import Grid, Size, Span
 from tests import family_qwen_vl
 from tests.conftest import make_photo, png
 from tests.family_qwen_vl import PICTURE, SlowTokenizer

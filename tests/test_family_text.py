@@ -11,14 +11,14 @@ import torch
 from playwright.sync_api import expect
 
 from saccade import LLM, SamplingParams, costs
-from saccade.checkpoint.config import ConfigError, model_config
+from saccade.checkpoint.config import model_config
 from saccade.cli import main as cli
+from saccade.errors import ConfigError, RequestError
 from saccade.models import load_model
 from saccade.models.layers.attention import PagedAttention, PagedKV
 from saccade.options import Options
 from saccade.processor.checkpoint import open_checkpoint
 from saccade.runner.memory import plan_memory
-from saccade.types import RequestError
 from tests.browser import PATIENCE_MS, open_page, running_browser
 from tests.conftest import make_photo
 from tests.family_text import KINDS, build, reference

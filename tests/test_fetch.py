@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from saccade.errors import RequestError
 from saccade.media.fetch import Fetcher, FetchPolicy, Resolve
-from saccade.types import RequestError
 
 HOST = "pictures.test"
 BODY = b"\x89PNG not really, but bytes are bytes here"

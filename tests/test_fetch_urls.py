@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from saccade.checkpoint.config import ConfigError
+from saccade.errors import ConfigError, RequestError
 from saccade.media.fetch import Fetcher, FetchPolicy
 from saccade.media.urls import is_public, is_public_or_private, read_domains, read_url
-from saccade.types import RequestError
 
 BODY = b"bytes are bytes here"
 TRUST = ssl.create_default_context()  # reading the system's certificates takes a while

@@ -14,9 +14,11 @@ from PIL import Image
 from torch import Tensor
 
 from saccade import LLM
-from saccade.checkpoint.config import ConfigError, model_config
+from saccade.checkpoint.config import model_config
 from saccade.engine.async_core import AsyncEngineCore
-from saccade.kernels.attention.prefill_flashinfer import Capacity, FlashInferPrefill, Heads, lay_out
+from saccade.errors import ConfigError
+from saccade.kernels.attention.prefill_flashinfer import Capacity, FlashInferPrefill, lay_out
+from saccade.kernels.launch.device import Heads
 from saccade.runner.cuda.attention_backend import MIN_TOKENS, Place, check, choose
 from saccade.runner.cuda.forward import CudaForward
 from tests import fake_flashinfer

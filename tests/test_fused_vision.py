@@ -16,7 +16,8 @@ from saccade.models.cuda.vision import ATTENTION, FusedVision
 from saccade.models.cuda.vision_graphs import packed_cells
 from saccade.models.families.llava import Llava
 from saccade.models.families.qwen2_vl import Qwen2VL
-from saccade.models.layers.basic import Parameters, cos_sin, quick_gelu, rotate
+from saccade.models.layers.basic import cos_sin, quick_gelu, rotate
+from saccade.models.parameters import Parameters
 from saccade.models.vision.blocks import angles_of, grid_positions
 from saccade.models.vision.ops import TorchVision, VisionOps
 from saccade.models.vision.preprocess import PatchLayout, PixelPolicy

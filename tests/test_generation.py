@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from saccade import LLM, SamplingParams
-from saccade.checkpoint.config import ConfigError
 from saccade.checkpoint.generation_config import defaults_line, sampling_defaults
+from saccade.errors import ConfigError
 from saccade.options import Options
 from saccade.processor.checkpoint import open_checkpoint
 from tests.serving import RunningServer, running_server

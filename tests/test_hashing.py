@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from saccade.errors import RequestError
 from saccade.media.hashing import RecentKeys, content_key, identity, salt_of
 from saccade.media.load import Loaded, load_image
 from saccade.options import MediaPolicy, Options
-from saccade.types import RECORD_BYTES, Header, Key, RequestError, Size, Span
+from saccade.types import RECORD_BYTES, Header, Key, Size, Span
 from tests.conftest import make_photo, png
 
 POLICY = MediaPolicy.of(Options(max_image_bytes=1 << 20, max_image_pixels=1_000_000))

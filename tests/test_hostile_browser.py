@@ -13,7 +13,7 @@ import httpx
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
-from saccade.checkpoint.config import ConfigError
+from saccade.errors import ConfigError
 from saccade.options import ServerOptions
 from saccade.server.errors import ApiError
 from saccade.server.http.origins import BrowserRules

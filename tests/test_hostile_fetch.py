@@ -18,9 +18,9 @@ import psutil
 import pytest
 import uvloop
 
+from saccade.errors import RequestError
 from saccade.media.fetch import Fetcher, FetchPolicy
 from saccade.media.fetch_slots import Owners, SlotLimits, Slots
-from saccade.types import RequestError
 from tests.conftest import make_photo, png
 from tests.hostile import watching
 from tests.serving import RunningServer, error_of, image_part, running_server, until

@@ -13,11 +13,11 @@ import pytest
 import tokenizers
 
 from saccade import LLM
-from saccade.checkpoint.config import ConfigError
 from saccade.checkpoint.files import SETTINGS_BYTES, TEMPLATE_BYTES, links_out
 from saccade.checkpoint.hf_processor import load_processor
 from saccade.checkpoint.schema import CONFIG, first_wrong
 from saccade.checkpoint.tokenizer_json import read_tokenizer
+from saccade.errors import ConfigError
 from saccade.models.weights import load_weights
 from saccade.processor import checkpoint as checkpoint_module
 from saccade.processor.checkpoint import open_checkpoint

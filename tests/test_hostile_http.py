@@ -17,7 +17,7 @@ import httpx
 import msgspec
 import pytest
 
-from saccade.checkpoint.config import ConfigError
+from saccade.errors import ConfigError
 from saccade.options import ServerOptions
 from saccade.server.http.auth import peer_of
 from saccade.server.http.connections import connection_limit

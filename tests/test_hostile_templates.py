@@ -23,13 +23,12 @@ import psutil
 import pytest
 
 from saccade import LLM, SamplingParams
-from saccade.checkpoint.config import ConfigError
+from saccade.errors import ConfigError, RequestError
 from saccade.options import Options
 from saccade.processor.checkpoint import open_checkpoint
 from saccade.processor.prompt import Processor
 from saccade.processor.template import RESERVED, _environment
 from saccade.processor.template_pool import MOST_SLOW, THREADS, TemplateEnded, TemplatePool
-from saccade.types import RequestError
 from tests.conftest import make_photo, png
 from tests.hostile import watching
 from tests.prompts import POLICY, chat_refusal, make

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from saccade.errors import RequestError
 from saccade.server.request.fields import FieldReader
 from saccade.server.request.responses import read_response
-from saccade.types import RequestError
 from tests.conftest import png
 from tests.hostile import resident_mb, watching
 from tests.serving import (

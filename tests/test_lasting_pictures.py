@@ -14,12 +14,13 @@ from saccade import LLM, SamplingParams, costs
 from saccade.checkpoint.config import model_config
 from saccade.cli import main as cli
 from saccade.cli.chat import bill_line
+from saccade.errors import RequestError
 from saccade.models import load_model
 from saccade.options import Options
 from saccade.processor.checkpoint import open_checkpoint
 from saccade.runner.build import eager_reason_of
 from saccade.runner.memory import plan_memory
-from saccade.types import Geometry, Grid, RequestError, Size
+from saccade.types import Geometry, Grid, Size
 from tests import family_mllama
 from tests.conftest import make_photo
 from tests.family_mllama import PICTURE

@@ -14,8 +14,7 @@ import pytest
 from PIL import Image, ImageDraw
 
 from saccade import LLM, SamplingParams
-from saccade.checkpoint.config import ConfigError
-from saccade.types import RequestError
+from saccade.errors import ConfigError, RequestError
 from tests.conftest import make_photo, png
 
 # The script of the lab; only its import line says saccade.

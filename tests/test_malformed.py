@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from saccade.checkpoint.config import ConfigError, check_values, model_config
+from saccade.checkpoint.config import check_values, model_config
 from saccade.checkpoint.schema import CONFIG, PICTURES, first_wrong
+from saccade.errors import ConfigError
 from saccade.models import load_model
 from saccade.options import MediaPolicy, Options
 from saccade.processor.checkpoint import Checkpoint, open_checkpoint

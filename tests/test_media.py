@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from saccade.errors import RequestError
 from saccade.media import load
 from saccade.media.load import load_image
 from saccade.options import MediaPolicy, Options
-from saccade.types import RequestError, Size
+from saccade.types import Size
 from tests.conftest import make_photo, png
 
 POLICY = MediaPolicy.of(Options(max_image_bytes=1 << 20, max_image_pixels=1_000_000))

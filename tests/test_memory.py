@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from saccade import costs
-from saccade.checkpoint.config import ConfigError, ModelConfig, model_config
+from saccade.checkpoint.config import ModelConfig, model_config
+from saccade.errors import ConfigError
 from saccade.models import load_model, runs_eager
 from saccade.models.interface import EagerModel
 from saccade.options import Options

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from saccade.checkpoint.config import ConfigError
+from saccade.errors import ConfigError
 from saccade.processor.prompt import Processor
 from tests.conftest import make_photo, png
 from tests.prompts import PHOTOS, changed, chat_refusal, data_url, make, reference

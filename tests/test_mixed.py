@@ -11,7 +11,8 @@ import pytest
 from PIL import Image
 
 from saccade import LLM, SamplingParams
-from saccade.runner.cuda.mixed_graphs import MixedGraphs, MixedSize, mixed_sizes
+from saccade.runner.cuda.graph_sizes import MixedSize, mixed_sizes
+from saccade.runner.cuda.mixed_graphs import MixedGraphs
 from saccade.runner.device import Sampled
 from saccade.types import ScheduledWindow, StepPlan, StepResult
 from tests.families import FAMILIES

@@ -18,12 +18,14 @@ from transformers import (
     LlavaForConditionalGeneration,
 )
 
-from saccade.checkpoint.config import ConfigError, model_config
+from benchmarks import checkpoints
+from saccade.checkpoint.config import model_config
+from saccade.errors import ConfigError
 from saccade.models import load_model
-from saccade.models.interface import Encoding, VisionLanguageModel
+from saccade.models.interface import VisionLanguageModel
 from saccade.models.layers.attention import AttentionBatch, PagedAttention, PagedKV
+from saccade.models.layers.types import Encoding
 from saccade.types import Geometry, Grid, Size
-from tests import checkpoints
 
 BLOCK = 4
 CPU = torch.device("cpu")

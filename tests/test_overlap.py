@@ -15,8 +15,9 @@ from PIL import Image
 from saccade import LLM, SamplingParams
 from saccade.engine.async_core import AsyncEngineCore
 from saccade.kernels.attention.decode import DecodeAttention
-from saccade.runner.cuda.block_table import BlockTables, PinnedStaging
+from saccade.runner.cuda.block_table import BlockTables
 from saccade.runner.cuda.forward import CudaForward
+from saccade.runner.cuda.staging import PinnedStaging
 from saccade.types import StepPlan
 from tests.families import FAMILIES
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from saccade import SamplingParams
-from saccade.types import RequestError
+from saccade.errors import RequestError
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,12 @@ from PIL import Image
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from benchmarks import checkpoints
 from saccade.checkpoint.config import model_config
 from saccade.models import load_model
 from saccade.models.interface import VisionLanguageModel
 from saccade.models.vision.preprocess import PixelPolicy, centre_crop, normalise, patchify, pixel_policy, resize
 from saccade.types import Geometry, Grid, Size
-from tests import checkpoints
 
 Pixels = npt.NDArray[np.uint8]
 

@@ -14,10 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, PngImagePlugin
 
+from saccade.errors import RequestError
 from saccade.media import image_headers
 from saccade.media.probe import probe
 from saccade.options import MediaPolicy, Options
-from saccade.types import RequestError, Size
+from saccade.types import Size
 from tests.conftest import make_photo
 
 POLICY = MediaPolicy.of(Options(max_image_bytes=4 << 20, max_image_pixels=100_000_000))

@@ -11,8 +11,8 @@ from saccade.checkpoint.config import TextConfig
 from saccade.models.cuda.decoder import FusedDecoder
 from saccade.models.cuda.gemms import Residual, gemms_for, new_workspace
 from saccade.models.layers.attention import PagedKV
-from saccade.models.layers.basic import Parameters
 from saccade.models.layers.decoder import Biases, Decoder, DecoderLayer
+from saccade.models.parameters import Parameters
 from tests.allocations import PeakMemory
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from saccade.checkpoint.config import ConfigError
+from saccade.errors import ConfigError
 from saccade.media.hashing import salt_of
 from saccade.processor.prompt import Processor
 from saccade.types import RECORD_BYTES

@@ -11,9 +11,9 @@ from torch import Tensor
 from saccade.kernels.attention import decode_triton, prefill, prefill_hopper
 from saccade.kernels.attention.prefill import PrefillAttention
 from saccade.kernels.attention.prefill_combine import MAX_SPLITS, Parts, combine
-from saccade.kernels.attention.prefill_flashinfer import Heads
 from saccade.kernels.attention.prefill_hopper import ROWS, choose_splits, suits
 from saccade.kernels.attention.prefill_triton import choose_rows
+from saccade.kernels.launch.device import Heads
 from saccade.kernels.launch.tiling import Tiles
 from tests.test_kernels import BLOCK, DEVICE, HALF, Paged, assert_close, ints, random
 

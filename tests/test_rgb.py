@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from saccade.errors import RequestError
 from saccade.media.rgb import to_rgb, upright
-from saccade.types import RequestError
 
 
 def only_pixel(image: Image.Image) -> tuple[int, ...]:

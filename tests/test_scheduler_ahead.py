@@ -11,8 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from saccade.engine.trace import StepTrace
-from saccade.scheduler.draft import StepBuilder
-from saccade.types import LatencyProfile, RequestError, Sample, ScheduledWindow, StepPlan, StepResult
+from saccade.errors import RequestError
+from saccade.scheduler.budget import StepBuilder
+from saccade.types import LatencyProfile, Sample, ScheduledWindow, StepPlan, StepResult
 from tests.scheduling import EOS, FakeImage, FakeRunner, Rig, key_of
 
 PACE = LatencyProfile(decode_ms=((1, 1.0),), prefill_ms=((2, 0.5), (8, 1.0)), layer_ms=((4, 0.5),), target_ms=None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from saccade.types import RequestError
+from saccade.errors import RequestError
 from tests.scheduling import BLOCK, FakeImage, Rig, key_of, names
 
 CAT, DOG = FakeImage("cat", 8), FakeImage("dog", 8)

@@ -10,11 +10,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from saccade.errors import RequestError
 from saccade.processor.families.base import cross_attended
 from saccade.scheduler.encoder_cache import EncoderCache
 from saccade.scheduler.encoder_scheduler import EncoderScheduler
 from saccade.scheduler.request import ScheduledRequest
-from saccade.types import TO_THE_END, RequestError, Span
+from saccade.types import TO_THE_END, Span
 from tests.scheduling import BLOCK, EOS, FakeImage, Part, Rig, key_of, make_request, names
 from tests.test_scheduler_random import CONFIGS
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from saccade.types import LatencyProfile, RequestError
+from saccade.errors import RequestError
+from saccade.types import LatencyProfile
 from tests.scheduling import FakeImage, Rig, names
 
 GROUPS = [FakeImage(name, 3, made=12) for name in "abcd"]  # a quarter stays

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from saccade.types import RequestError
+from saccade.errors import RequestError
 from tests.scheduling import EOS, FakeImage, Part, Rig
 
 PICTURES = [

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from saccade.types import RequestError, Sample, StepResult
+from saccade.errors import RequestError
+from saccade.types import Sample, StepResult
 from tests.scheduling import EOS, FakeImage, Rig
 
 CAT, DOG = FakeImage("cat", 8), FakeImage("dog", 8)

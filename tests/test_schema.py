@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from saccade.errors import RequestError
 from saccade.server.request.chat import read_chat, read_completion
 from saccade.server.request.fields import FieldReader
 from saccade.structured import check_pool
@@ -18,7 +19,6 @@ from saccade.structured.check import CHECKS, MAX_SCHEMA_BYTES, check_schema, che
 from saccade.structured.check_pool import SchemaChecks
 from saccade.structured.check_process import problem
 from saccade.structured.schema import grammar_of
-from saccade.types import RequestError
 
 OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from saccade.checkpoint.config import ConfigError
+from saccade.errors import ConfigError
 from saccade.options import Options, ServerOptions
 from saccade.server.config import load_settings
 

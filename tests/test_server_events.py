@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from saccade.engine.ipc.client import EngineUnavailable
+from saccade.errors import RequestError
 from saccade.server.api.content_blocks import Added, BlockAnswer, Closed, Opened
 from saccade.server.api.events import EventShape, send_events
 from saccade.server.api.messages import MessageEvents
@@ -21,7 +22,6 @@ from saccade.server.request.chat import ChatRequest, read_chat
 from saccade.server.request.fields import FieldReader
 from saccade.server.request.messages import read_message
 from saccade.server.request.responses import read_response
-from saccade.types import RequestError
 from tests.test_server_stream import FakeStream, Wire, running, started, token
 
 READER = FieldReader(strict=False)

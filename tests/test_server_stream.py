@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 
 from saccade.engine.ipc.client import EngineUnavailable
+from saccade.errors import RequestError
 from saccade.server import generation as generate
 from saccade.server.errors import ApiError, ClientGone, api_error
 from saccade.server.generation import BilledPrompt, Generation, Timing
+from saccade.server.http.caller import Caller
 from saccade.server.http.response import ResponseWriter, while_connected
 from saccade.server.metrics import Metrics
-from saccade.server.service import Caller
-from saccade.types import Bill, RequestError, TokenEvent
+from saccade.types import Bill, TokenEvent
 
 
 class FakeStream:

@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from saccade import LLM, SamplingParams, costs
+from saccade.errors import RequestError
 from saccade.options import MediaPolicy, Options
 from saccade.processor.checkpoint import open_checkpoint
 from saccade.processor.prompt import Processor
@@ -28,7 +29,7 @@ from saccade.server.serve import warmup_requests
 from saccade.structured.check import structured_from
 from saccade.structured.grammar import Grammars
 from saccade.structured.schema import LEAST_VERSION
-from saccade.types import Prompt, Request, RequestError
+from saccade.types import Prompt, Request
 
 PERSON = {
     "$defs": {

@@ -6,10 +6,9 @@ import re
 
 import pytest
 
-from saccade.checkpoint.config import ConfigError
+from benchmarks import checkpoints
+from saccade.errors import ConfigError, RequestError
 from saccade.processor.template import render
-from saccade.types import RequestError
-from tests import checkpoints
 
 HELLO = [{"role": "user", "content": "hello"}]
 

@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from saccade.checkpoint.config import ConfigError
+from benchmarks import checkpoints
+from saccade.errors import ConfigError, RequestError
 from saccade.processor.tokenizer import Tokenizer
-from saccade.types import RequestError
-from tests import checkpoints
 
 
 def llama_first() -> tokenizers.Tokenizer:

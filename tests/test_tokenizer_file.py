@@ -16,14 +16,15 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from saccade.checkpoint.config import ConfigError
+from benchmarks import checkpoints
 from saccade.checkpoint.tokenizer_json import added_tokens, merges_of, read_tokenizer
+from saccade.errors import ConfigError
 from saccade.processor.checkpoint import open_checkpoint
 from saccade.processor.tokenizer import Tokenizer
 from saccade.sampling_params import SamplingParams
 from saccade.structured.grammar import Grammars
 from saccade.types import Prompt, Request
-from tests import checkpoints, family_qwen_vl
+from tests import family_qwen_vl
 from tests.family_qwen_vl import CONTROL, MARKS, SlowTokenizer, train_ranks
 
 WORDS = [

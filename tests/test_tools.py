@@ -11,6 +11,7 @@ import jsonschema
 import pytest
 
 from saccade import LLM, SamplingParams
+from saccade.errors import RequestError
 from saccade.processor.tools import (
     CallArguments,
     CallStart,
@@ -20,7 +21,6 @@ from saccade.processor.tools import (
     calls_for_template,
     tools_for_template,
 )
-from saccade.types import RequestError
 
 WEATHER = {
     "type": "function",

@@ -11,8 +11,8 @@ from xml.etree import ElementTree
 import pytest
 from PIL import Image
 
-from saccade.checkpoint.config import ConfigError
 from saccade.cli import main as cli
+from saccade.errors import ConfigError
 from saccade.evaluation.chart import svg, text_chart, tuned_table
 from saccade.evaluation.client import Reply, ServerInfo
 from saccade.evaluation.questions import Question, QuestionSet, load_questions

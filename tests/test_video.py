@@ -14,8 +14,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from transformers.video_utils import VideoMetadata
 
-from saccade.checkpoint.config import ConfigError
 from saccade.cli.count import count_files
+from saccade.errors import ConfigError, RequestError
 from saccade.media import video_reader
 from saccade.media.decode import decode_item
 from saccade.media.video_file import open_video
@@ -26,7 +26,7 @@ from saccade.processor.checkpoint import open_checkpoint
 from saccade.processor.families import video_rules_for
 from saccade.processor.families.frame_groups import Sampling, VideoRules
 from saccade.processor.prompt import Processor
-from saccade.types import MediaItem, Prompt, RequestError, Size
+from saccade.types import MediaItem, Prompt, Size
 from tests.conftest import make_photo, png
 from tests.families import FAMILIES as ALL
 from tests.prompts import POLICY, make, refusal

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from saccade import LLM
+from saccade.errors import RequestError
 from saccade.models.cuda.vision import FusedVision
 from saccade.models.families.qwen2_vl import Qwen2VL
 from saccade.models.vision.ops import TorchVision
-from saccade.types import Geometry, Grid, RequestError, Size
+from saccade.types import Geometry, Grid, Size
 from tests.conftest import make_photo
 from tests.test_fused_vision import DEVICE, QWEN, model
 from tests.videos import GREEDY, VIDEO, answers, film, frames

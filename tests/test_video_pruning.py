@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from saccade import LLM
-from saccade.checkpoint.config import ConfigError
 from saccade.costs import kept_tokens
+from saccade.errors import ConfigError
 from saccade.media import video_reader
 from saccade.media.decode import decode_item
 from saccade.media.video_pruning import changes, kept_of, most_changed

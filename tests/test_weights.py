@@ -13,11 +13,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from saccade.checkpoint.config import ConfigError, model_config
+from benchmarks import checkpoints
+from saccade.checkpoint.config import model_config
+from saccade.errors import ConfigError
 from saccade.models import load_model
 from saccade.models.interface import VisionLanguageModel
 from saccade.models.weights import Rule, fill_random, load_weights, under
-from tests import checkpoints
 
 CPU = torch.device("cpu")
 Tensors = dict[str, torch.Tensor]

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from saccade.checkpoint.config import model_config
 from saccade.engine.ipc import messages
+from saccade.errors import RequestError
 from saccade.options import Options, SchedulerConfig
 from saccade.sampling_params import SamplingParams
 from saccade.types import (
@@ -27,7 +28,6 @@ from saccade.types import (
     MediaItem,
     Prompt,
     Request,
-    RequestError,
     Size,
     Span,
     StepTime,

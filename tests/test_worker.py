@@ -13,9 +13,10 @@ import uvloop
 
 from saccade import LLM, SamplingParams
 from saccade.engine.ipc.client import EngineClient
+from saccade.errors import RequestError
 from saccade.options import Options
 from saccade.processor.prompt import Processor
-from saccade.types import Request, RequestError
+from saccade.types import Request
 from tests.conftest import make_photo, png
 from tests.fake_worker import BREAKS_THE_STEP, collect, endless, pid_of, run, run_bounded, started, submit, until
 from tests.hostile import resident_mb

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from saccade.checkpoint.config import ConfigError
 from saccade.engine.core import EngineCore
 from saccade.engine.ipc import messages
 from saccade.engine.ipc.client import EngineClient, EngineUnavailable
 from saccade.engine.ipc.loop import EngineLoop
+from saccade.errors import ConfigError
 from saccade.options import MediaPolicy, Options
 from saccade.processor.checkpoint import open_checkpoint
 from saccade.processor.prompt import Processor

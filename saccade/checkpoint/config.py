@@ -14,10 +14,7 @@ from saccade.checkpoint.compat import normalize
 from saccade.checkpoint.defaults import LANGUAGE_TYPE, TEXT_DEFAULTS, TOWER_DEFAULTS, VISION_DEFAULTS
 from saccade.checkpoint.moe import MoEConfig, first_of, moe_config
 from saccade.checkpoint.schema import CONFIG, GENERATION, Table, first_wrong
-
-
-class ConfigError(ValueError):
-    """The operator's mistake: a setting or a checkpoint that cannot work, with the values and what to change."""
+from saccade.errors import ConfigError
 
 
 def check_values(file: str, values: Mapping[str, Any], table: Table) -> None:

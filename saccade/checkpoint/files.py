@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from saccade.checkpoint.config import ConfigError
+from saccade.errors import ConfigError
 
 SETTINGS_BYTES = 8 << 20  # published ones have at most a tenth of it
 INDEX_BYTES = 64 << 20  # of the largest models with experts: 10 MB

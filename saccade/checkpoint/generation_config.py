@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from saccade.checkpoint.config import ConfigError
+from saccade.errors import ConfigError, RequestError
 from saccade.options import Options
 from saccade.sampling_params import SamplingParams
-from saccade.types import RequestError
 
 _FILE = "generation_config.json"
 _FIELDS: Mapping[str, str] = {  # there -> in SamplingParams

@@ -14,8 +14,8 @@ from typing import Any
 
 from PIL import Image
 
-from saccade.checkpoint.config import ConfigError
 from saccade.checkpoint.files import check_named_files, read_optional
+from saccade.errors import ConfigError
 
 LOCAL: Mapping[str, bool] = {"local_files_only": True, "trust_remote_code": False}
 """For whatever that library loads. Unless told so, it asks the terminal whether to run a folder's code, and waits."""

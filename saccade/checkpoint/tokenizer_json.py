@@ -14,8 +14,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from saccade.checkpoint.config import ConfigError
 from saccade.checkpoint.files import TOKENIZER_BYTES, read_json, read_text
+from saccade.errors import ConfigError
 
 Ranks = dict[bytes, int]
 _MOST_BYTES = 1024  # of a token: finding the pair it is made from takes their square

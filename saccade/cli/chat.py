@@ -7,11 +7,12 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from saccade.errors import RequestError
 from saccade.llm import Engine
 from saccade.options import Options
 from saccade.outputs import RequestOutput
 from saccade.sampling_params import SamplingParams
-from saccade.types import Bill, RequestError
+from saccade.types import Bill
 
 _HELP = "Type a question; /image FILE adds a picture to the next one, /new starts over, /quit leaves."
 

@@ -8,6 +8,7 @@ from itertools import compress
 from pathlib import Path
 
 from saccade import costs
+from saccade.errors import RequestError
 from saccade.media.load import load_image
 from saccade.media.video_probe import is_video_file
 from saccade.media.video_sources import Video
@@ -16,7 +17,7 @@ from saccade.processor.checkpoint import open_checkpoint
 from saccade.processor.families import Family, default_family, default_video_rules, family_for, video_rules_for
 from saccade.processor.families.base import ManyImagesPolicy
 from saccade.processor.video import Videos, video_bill_item
-from saccade.types import RequestError, VideoRun
+from saccade.types import VideoRun
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,12 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from saccade import __version__
-from saccade.checkpoint.config import ConfigError
 from saccade.cli.count import count_files, table
+from saccade.errors import ConfigError, RequestError
 from saccade.evaluation.commands import Output, Target, evaluate, tune
 from saccade.options import Options, ServerOptions
 from saccade.server.config import load_settings, option_kinds, text_reader
-from saccade.types import RequestError
 
 
 def main(argv: Sequence[str] | None = None) -> int:

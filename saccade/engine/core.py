@@ -9,9 +9,10 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from saccade.engine.trace import StepTrace
+from saccade.errors import RequestError
 from saccade.options import SchedulerConfig
 from saccade.scheduler.scheduler import Scheduler
-from saccade.types import MediaItem, Request, RequestError, StepPlan, StepResult, TokenEvent
+from saccade.types import MediaItem, Request, StepPlan, StepResult, TokenEvent
 
 _LEAST_PATIENCE = 0.001  # seconds that a step waits for grammars: a quarter of what the last one took, within these
 _MOST_PATIENCE = 0.02

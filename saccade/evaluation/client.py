@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import httpcore
 
-from saccade.checkpoint.config import ConfigError
+from saccade.errors import ConfigError
 
 _CHAT, _MODELS = "/v1/chat/completions", "/v1/models"
 _TIMEOUT = {"timeout": {"connect": 10.0, "pool": None, "read": 600.0, "write": 60.0}}  # a slow server may think long

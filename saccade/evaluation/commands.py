@@ -15,7 +15,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from saccade.checkpoint.config import ConfigError
+from saccade.errors import ConfigError
 from saccade.evaluation.chart import svg, text_chart, tuned_table
 from saccade.evaluation.client import Client
 from saccade.evaluation.questions import QuestionSet, load_questions

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, cast
 
 from PIL import Image, UnidentifiedImageError
 
-from saccade.checkpoint.config import ConfigError
+from saccade.errors import ConfigError
 from saccade.evaluation.image_noise import Field, Grain, add_grain, field_from_image
 from saccade.evaluation.scoring import MATCHES, Match, Rule
 from saccade.types import Size

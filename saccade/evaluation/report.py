@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from saccade.checkpoint.config import ConfigError
+from saccade.errors import ConfigError
 from saccade.evaluation.questions import QuestionSet
 from saccade.evaluation.run import Answered, accuracy
 from saccade.evaluation.scoring import chance

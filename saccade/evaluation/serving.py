@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from saccade.checkpoint.config import ConfigError
+from saccade.errors import ConfigError
 from saccade.options import Options
 
 _STOP_SECONDS = 10.0

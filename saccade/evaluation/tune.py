@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from saccade.checkpoint.config import ConfigError
 from saccade.costs import blocks_for
+from saccade.errors import ConfigError
 from saccade.evaluation.client import Client, Refused, ServerInfo
 from saccade.evaluation.questions import QuestionSet
 from saccade.evaluation.run import Answered, Asking, accuracy, ask_all, request_body

@@ -20,9 +20,10 @@ from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
+from saccade.errors import RequestError
 from saccade.media.rgb import to_rgb, upright
 from saccade.media.video_reader import VideoReaders
-from saccade.types import MediaItem, RequestError, Size
+from saccade.types import MediaItem, Size
 
 try:
     import simplejpeg  # type: ignore[import-untyped, import-not-found, unused-ignore]

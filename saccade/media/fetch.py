@@ -23,10 +23,10 @@ from importlib.metadata import version
 from pathlib import Path
 from urllib.parse import unquote, urljoin, urlsplit
 
+from saccade.errors import RequestError
 from saccade.media.download import BrokenAnswer, RequestOutputBuilder, answer_of
 from saccade.media.fetch_slots import Owners, Slot, SlotLimits, Slots
 from saccade.media.urls import Target, is_public, is_public_or_private, read_domains, read_url
-from saccade.types import RequestError
 
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _ENCODINGS = frozenset({"identity", "gzip", "x-gzip", "deflate"})

@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from saccade.errors import RequestError
 from saccade.media.load import Loaded
-from saccade.types import RECORD_BYTES, Header, Key, RequestError, Span
+from saccade.types import RECORD_BYTES, Header, Key, Span
 
 _KEY_WORDS = 4  # a 32-byte key as 64-bit words
 _RECORD_WORDS = RECORD_BYTES // 8

@@ -15,9 +15,10 @@ from PIL.BmpImagePlugin import BmpImageFile
 from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
+from saccade.errors import RequestError
 from saccade.media.image_headers import WALKS, Outline, exif_orientation
 from saccade.options import MediaPolicy
-from saccade.types import Header, RequestError, Size
+from saccade.types import Header, Size
 
 _MAGIC: tuple[tuple[bytes, str], ...] = (
     (b"\xff\xd8\xff", "jpeg"),

@@ -6,7 +6,7 @@ from functools import lru_cache
 
 from PIL import Image, ImageCms
 
-from saccade.types import RequestError
+from saccade.errors import RequestError
 
 _TRANSPOSE = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,

@@ -10,8 +10,7 @@ from urllib.parse import quote
 
 import idna
 
-from saccade.checkpoint.config import ConfigError
-from saccade.types import RequestError
+from saccade.errors import ConfigError, RequestError
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network

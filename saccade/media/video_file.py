@@ -10,7 +10,7 @@ import io
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from saccade.types import RequestError
+from saccade.errors import RequestError
 
 if TYPE_CHECKING:
     import av

@@ -10,9 +10,10 @@ import struct
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
+from saccade.errors import RequestError
 from saccade.media.video_file import CODECS, open_video, video_streams
 from saccade.options import MediaPolicy
-from saccade.types import RequestError, Size
+from saccade.types import Size
 
 if TYPE_CHECKING:
     import av

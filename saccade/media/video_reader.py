@@ -16,9 +16,10 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
+from saccade.errors import RequestError
 from saccade.media.rgb import upright
 from saccade.media.video_file import open_video, video_streams
-from saccade.types import MediaItem, RequestError, Size
+from saccade.types import MediaItem, Size
 
 if TYPE_CHECKING:
     import av

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from saccade.errors import RequestError
 from saccade.media.load import decode_data_url
 from saccade.media.video_probe import VideoInfo, check_video_bytes, probe_video
 from saccade.options import MediaPolicy
-from saccade.types import RequestError
 
 FRAME_TYPES = ("video/jpeg", "video/png", "video/webp")
 """Of data: URLs that hold frames one after the other."""

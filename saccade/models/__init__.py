@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
-from saccade.checkpoint.config import ConfigError, ModelConfig
+from saccade.checkpoint.config import ModelConfig
+from saccade.errors import ConfigError
 from saccade.models.interface import VisionLanguageModel
 from saccade.models.layers.attention_temperature import attention_temperature_of
-from saccade.models.layers.basic import Parameters
+from saccade.models.parameters import Parameters
 from saccade.models.vision.ops import TorchVision, VisionOps
 from saccade.models.weights import fill_random, load_weights
 

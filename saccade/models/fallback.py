@@ -18,13 +18,14 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from saccade.checkpoint.config import ConfigError, ModelConfig
+from saccade.checkpoint.config import ModelConfig
 from saccade.checkpoint.hf_processor import LOCAL, library, load_processor, placeholder, processed, raised, refusal
+from saccade.errors import ConfigError, RequestError
 from saccade.models.fallback_check import check_against_own_forward
-from saccade.models.interface import Attention, Encoding
 from saccade.models.layers.length_rope import Unfit, follow_lengths
+from saccade.models.layers.types import Attention, Encoding
 from saccade.models.vision.preprocess import ImagePixels
-from saccade.types import Geometry, Grid, RequestError
+from saccade.types import Geometry, Grid
 
 logger = logging.getLogger("saccade.models")
 

@@ -20,9 +20,9 @@ from PIL import Image
 from torch import Tensor
 
 from saccade.checkpoint.hf_processor import processed
-from saccade.models.interface import Encoding
 from saccade.models.layers.attention import AttentionBatch, PagedAttention, PagedKV
 from saccade.models.layers.length_rope import Unfit
+from saccade.models.layers.types import Encoding
 from saccade.types import Geometry, Grid, Size
 
 if TYPE_CHECKING:

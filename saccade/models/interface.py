@@ -2,34 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from saccade.checkpoint.config import ModelConfig
+from saccade.models.layers.types import Attention, CrossAttentionRows, Encoding, States
 from saccade.models.vision.preprocess import ImagePixels
 from saccade.types import Geometry, Grid
 
 if TYPE_CHECKING:
     from saccade.models.layers.decoder import Decoder
-
-Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""(layer, q [T, heads, d], k [T, kv_heads, d], v [T, kv_heads, d]) -> [T, heads, d]. It keeps k and v for later."""
-
-Encoding = Generator[int, None, list[Tensor]]
-"""Encoding of some pictures: pauses after each layer or a few, and says how many these were; returns one
-[slots, width] tensor per picture.
-
-The width is the decoder's, or a multiple of it for towers that feed several of its layers (`TextConfig.num_deepstack`).
-"""
-
-
-class CrossAttentionRows(NamedTuple):
-    """Rows of a step that look at the same pictures."""
-
-    rows: Tensor  # int64 [n]: packed rows
-    embeddings: tuple[Tensor, ...]  # what `encode` returned for each picture they see
 
 
 class VisionLanguageModel(Protocol):
@@ -70,22 +54,6 @@ class CrossAttentionModel(VisionLanguageModel, Protocol):
         self, embeds: Tensor, positions: Tensor, attention: Attention, seen: Sequence[CrossAttentionRows] = ()
     ) -> Tensor:
         """As above. Rows that `seen` does not name look at nothing, and nothing they become depends on a picture."""
-
-
-class WindowGroup(NamedTuple):
-    """Windows of equal length, computed together."""
-
-    tokens: Tensor  # int64 [windows, length]: their packed rows
-    rows: Tensor  # int64 [windows]: the states that belong to them
-    keep_in: Tensor | None = None  # int64 [windows]: rows that get a copy of what they are then
-
-
-class States(NamedTuple):
-    """What layers without keys and values remember of each request. Whoever reads a row leaves the next state there."""
-
-    past: Tensor  # [layers, rows, channels, kernel - 1]: inputs that the next convolution still sees
-    memory: Tensor  # float32 [layers, rows, heads, key, value]
-    groups: Sequence[WindowGroup]  # every packed token is in one of them
 
 
 class RecurrentModel(VisionLanguageModel, Protocol):

@@ -16,9 +16,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from tqdm import tqdm
 
-from saccade.checkpoint.config import ConfigError
 from saccade.checkpoint.files import weight_files
-from saccade.models.layers.basic import Whole
+from saccade.errors import ConfigError
+from saccade.models.parameters import Whole
 
 _INDEX = "model.safetensors.index.json"
 _SHOWN = 5  # names listed in an error before it only counts

@@ -13,7 +13,7 @@ from typing import Any
 import huggingface_hub
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-from saccade.checkpoint.config import ConfigError, ModelConfig, check_values, model_config
+from saccade.checkpoint.config import ModelConfig, check_values, model_config
 from saccade.checkpoint.files import (
     HEADER_BYTES,
     TEMPLATE_BYTES,
@@ -25,6 +25,7 @@ from saccade.checkpoint.files import (
 )
 from saccade.checkpoint.hf_processor import refusal
 from saccade.checkpoint.schema import PICTURES, PROCESSOR, Table
+from saccade.errors import ConfigError
 from saccade.processor.families import FAMILIES, built_in_template, is_known
 
 logger = logging.getLogger("saccade.processor")

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from saccade.checkpoint.config import ConfigError
 from saccade.costs import blocks_for, most_chars
+from saccade.errors import ConfigError, RequestError
 from saccade.media.hashing import identity, salt_of
 from saccade.media.video_sources import Video
 from saccade.options import MediaPolicy
@@ -28,7 +28,7 @@ from saccade.processor.tokenizer import Tokenizer
 from saccade.processor.video import split_kwargs, video_bill_item, videos_for
 from saccade.processor.video_prompt import VideoPromptBuilder, build_video_prompt
 from saccade.sampling_params import SamplingParams
-from saccade.types import Bill, BillItem, Geometry, Key, MediaItem, Prompt, RequestError, Span, short_key
+from saccade.types import Bill, BillItem, Geometry, Key, MediaItem, Prompt, Span, short_key
 
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "multi_modal_data", "mm_processor_kwargs", "cache_salt")
 _MOST_CHARS = 64 << 20  # of a chat, whatever context config.json claims

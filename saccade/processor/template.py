@@ -18,8 +18,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from saccade.checkpoint.config import ConfigError
-from saccade.types import RequestError
+from saccade.errors import ConfigError, RequestError
 
 MOST_CHARS = 1 << 20
 MOST_REASON = 1 << 16  # characters

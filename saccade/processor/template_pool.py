@@ -20,10 +20,9 @@ from contextlib import contextmanager
 from queue import LifoQueue
 from typing import Any
 
-from saccade.checkpoint.config import ConfigError
+from saccade.errors import ConfigError, RequestError
 from saccade.processor.template import MOST_REASON, required
 from saccade.processor.template_worker import MEMORY_MB, REPLY, REQUEST, Kind, Reply, Setup, packed
-from saccade.types import RequestError
 
 MOST_SLOW = 8
 THREADS = MOST_SLOW + 4

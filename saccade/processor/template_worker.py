@@ -24,9 +24,8 @@ from enum import IntEnum
 from functools import partial
 from typing import Any, NamedTuple
 
-from saccade.checkpoint.config import ConfigError
+from saccade.errors import ConfigError, RequestError
 from saccade.processor.template import compile_template, render
-from saccade.types import RequestError
 
 REQUEST = struct.Struct(">Id")
 REPLY = struct.Struct(">IB")

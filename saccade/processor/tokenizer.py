@@ -22,10 +22,9 @@ import tokenizers
 from tokenizers.decoders import ByteLevel
 from tokenizers.processors import TemplateProcessing
 
-from saccade.checkpoint.config import ConfigError
 from saccade.checkpoint.files import read_optional
 from saccade.checkpoint.tokenizer_json import as_markup, read_tokenizer
-from saccade.types import RequestError
+from saccade.errors import ConfigError, RequestError
 
 _MOST_BYTES = 4  # of a character in UTF-8
 _MOST_PIECES = 4096  # remembered: the tokens of most texts, and no memory that grows for as long as new ones come

@@ -13,8 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from saccade.errors import RequestError
 from saccade.structured.check import check_schema
-from saccade.types import RequestError, quoted
+from saccade.types import quoted
 
 MAX_TOOLS = 128
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from saccade import costs
-from saccade.checkpoint.config import ConfigError, ModelConfig
+from saccade.checkpoint.config import ModelConfig
+from saccade.errors import ConfigError
 from saccade.models import load_model
 from saccade.models.interface import EagerModel, VisionLanguageModel
 from saccade.models.layers.attention import PagedKV

@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from saccade.models.interface import CrossAttentionRows
+from saccade.models.layers.types import CrossAttentionRows
 from saccade.types import Key, ScheduledWindow, Span
 
 

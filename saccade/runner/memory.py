@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 
 from saccade import costs
-from saccade.checkpoint.config import ConfigError, ModelConfig
+from saccade.checkpoint.config import ModelConfig
+from saccade.errors import ConfigError
 from saccade.models import runs_eager
 from saccade.options import Options, SchedulerConfig
 from saccade.runner.encoder.graphs import largest_pass
@@ -171,11 +172,7 @@ def _graph_bytes(options: Options, model: ModelConfig, dtype: str) -> int:
     """
     if runs_eager(model):
         return _tower_graph_bytes(model, dtype)
-    from saccade.runner.cuda.mixed_graphs import (  # need Triton, which only CUDA machines have
-        MAX_MIXED_ROWS,
-        mixed_sizes,
-    )
-    from saccade.runner.cuda.prefill_graphs import GRAPH_TOKENS, GRAPH_WINDOWS
+    from saccade.runner.cuda.graph_sizes import GRAPH_TOKENS, GRAPH_WINDOWS, MAX_MIXED_ROWS, mixed_sizes
 
     text, places = model.text, options.max_num_seqs + GRAPH_WINDOWS
     largest = next((n for n in GRAPH_TOKENS if n >= options.max_num_batched_tokens), GRAPH_TOKENS[-1])

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from saccade.checkpoint.config import LinearConfig
-from saccade.models.interface import States, WindowGroup
+from saccade.models.layers.types import States, WindowGroup
 from saccade.types import ScheduledWindow, StateCheckpoint
 
 

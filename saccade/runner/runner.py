@@ -15,6 +15,7 @@ from torch import Tensor
 
 from saccade import costs
 from saccade.checkpoint.config import ModelConfig
+from saccade.errors import RequestError
 from saccade.models.interface import CrossAttentionModel, RecurrentModel, VisionLanguageModel
 from saccade.models.layers.attention import PagedAttention, PagedKV
 from saccade.runner.batch import Batch, Ints, RequestState, build_batch, overlapping, splice
@@ -37,7 +38,6 @@ from saccade.types import (
     MediaItem,
     Prompt,
     Request,
-    RequestError,
     Sample,
     ScheduledWindow,
     StepPlan,

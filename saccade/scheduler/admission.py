@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from saccade.errors import RequestError
 from saccade.options import SchedulerConfig
-from saccade.types import Request, RequestError, Span
+from saccade.types import Request, Span
 
 
 def refuse_overload(num_waiting: int, num_running: int, config: SchedulerConfig) -> None:

@@ -14,10 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Many
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from saccade.options import SchedulerConfig
 from saccade.scheduler.request import ScheduledRequest
+from saccade.types import Admission, ScheduledWindow
 
 _LAST_TOKENS = 16  # of a prompt that did not end where it might have ridden along: fewer take as long
 _PICTURE_SHARE = 4  # pictures keep a quarter of a step's tokens, and a slice of encoding in every fourth step
@@ -144,3 +146,17 @@ def _demand(requests: Iterable[ScheduledRequest]) -> _Demand:
         else:
             work = work or seq.spans[seq.next_span].work
     return _Demand(decoding, text_answers, prompts, text_tokens, work)
+
+
+@dataclass(slots=True)
+class StepBuilder:
+    """What a step has so far, and what it may still take."""
+
+    now: float
+    budget: StepBudget
+    windows: list[ScheduledWindow] = field(default_factory=list)
+    admitted: list[Admission] = field(default_factory=list)
+    has_preempted: bool = False
+    answers_rest: bool = False  # requests that decode sit this step out
+    ahead: frozenset[str] = frozenset()  # requests whose part of the step was planned ahead and runs already
+    is_short: bool = False  # of blocks that only a preemption can give, and none may happen beside what runs

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from saccade.errors import RequestError
 from saccade.scheduler.encoder_cache import EncoderCache
 from saccade.scheduler.encoder_scheduler import EncoderScheduler
 from saccade.scheduler.kv_cache import BlockPool
 from saccade.scheduler.request import ScheduledRequest
-from saccade.types import Key, RequestError, StepPlan
+from saccade.types import Key, StepPlan
 
 Affected = dict[str, RequestError]
 

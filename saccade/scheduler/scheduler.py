@@ -10,20 +10,19 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, islice
 from typing import Any
 
+from saccade.errors import RequestError
 from saccade.options import SchedulerConfig
 from saccade.scheduler.admission import refuse_impossible, refuse_overload
 from saccade.scheduler.async_decode import async_decode_windows, can_fuse, samples_on_device
-from saccade.scheduler.budget import StepBudget, answers_rest, are_enough
+from saccade.scheduler.budget import StepBudget, StepBuilder, answers_rest, are_enough
 from saccade.scheduler.cpu_latency import CpuStepTime
-from saccade.scheduler.draft import StepBuilder
 from saccade.scheduler.encoder_cache import EncoderCache
 from saccade.scheduler.encoder_scheduler import EncoderScheduler, WindowLimit
 from saccade.scheduler.failures import affected_requests
 from saccade.scheduler.invariants import check_holdings, check_queues
 from saccade.scheduler.kv_cache import BlockPool
 from saccade.scheduler.policy import arrival, deadlock_victim, missing_items, spans_ahead
-from saccade.scheduler.request import ScheduledRequest
-from saccade.scheduler.sharing import attach_cached_blocks, cache_blocks, has_blocks, rematch_prefix
+from saccade.scheduler.request import ScheduledRequest, attach_cached_blocks, cache_blocks, has_blocks, rematch_prefix
 from saccade.scheduler.slices import EncoderPacing
 from saccade.scheduler.state_cache import StateCache
 from saccade.types import (
@@ -34,7 +33,6 @@ from saccade.types import (
     MediaItem,
     MediaTimes,
     Request,
-    RequestError,
     Sample,
     ScheduledWindow,
     StepPlan,

@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from saccade import __version__
 from saccade.engine.ipc.client import EngineUnavailable
+from saccade.errors import RequestError
 from saccade.server.api import openapi
 from saccade.server.api import tokenize as text
 from saccade.server.api.chat import answer_chat
@@ -24,6 +25,7 @@ from saccade.server.api.messages import answer_message
 from saccade.server.api.models import model_card, model_list
 from saccade.server.api.responses import answer_response
 from saccade.server.errors import ApiError, ClientGone, api_error, json_response
+from saccade.server.http.caller import Caller
 from saccade.server.http.limits import ByteLease, Upload, read_body
 from saccade.server.http.middleware import RequestMiddleware
 from saccade.server.http.origins import BrowserRules
@@ -31,8 +33,7 @@ from saccade.server.http.response import ResponseWriter, while_connected
 from saccade.server.http.text_tally import TextTally
 from saccade.server.metrics import CONTENT_TYPE
 from saccade.server.page import STATIC, page_file
-from saccade.server.service import Caller, Service
-from saccade.types import RequestError
+from saccade.server.service import Service
 
 logger = logging.getLogger("saccade.server")
 

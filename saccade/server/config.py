@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from saccade.checkpoint.config import ConfigError
+from saccade.errors import ConfigError
 from saccade.options import Options, ServerOptions
 
 logger = logging.getLogger("saccade.server")

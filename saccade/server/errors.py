@@ -11,9 +11,8 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-from saccade.checkpoint.config import ConfigError
 from saccade.engine.ipc.client import EngineUnavailable
-from saccade.types import RequestError
+from saccade.errors import ConfigError, RequestError
 
 _STATUS_OF_CODE = {"overloaded": 429, "model_not_found": 404, "engine_error": 500}
 _RETRY_AFTER_OVERLOAD = 1.0

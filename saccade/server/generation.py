@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from saccade.engine.ipc.client import EngineUnavailable, RequestStream
+from saccade.errors import RequestError
 from saccade.processor.output import RequestOutputBuilder
 from saccade.server.metrics import Finished, Metrics
-from saccade.types import Bill, Logprobs, Prompt, Request, RequestError, TokenEvent
+from saccade.types import Bill, Logprobs, Prompt, Request, TokenEvent
 
 KEEP_ALIVE_SECONDS = 5.0
 """Silence after which a stream shows that it is alive: a large picture's prefill may outlast a proxy's patience."""

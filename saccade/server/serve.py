@@ -20,10 +20,10 @@ from typing import Any
 
 import uvicorn
 
-from saccade.checkpoint.config import ConfigError
 from saccade.checkpoint.generation_config import defaults_line
 from saccade.engine.gc_control import collect, freeze, trim
 from saccade.engine.ipc.client import EngineClient, EngineInfo, EngineUnavailable
+from saccade.errors import ConfigError
 from saccade.media.fetch import Fetcher, FetchPolicy
 from saccade.options import MediaPolicy, ServerOptions
 from saccade.processor.checkpoint import open_checkpoint

@@ -15,12 +15,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
-from saccade.checkpoint.config import ConfigError
 from saccade.checkpoint.generation_config import sampling_defaults
 from saccade.costs import most_chars
 from saccade.engine.ipc.client import EngineInfo, EngineStatus, EngineUnavailable
+from saccade.errors import ConfigError, RequestError
 from saccade.fair_pool import FairPool, QueueFull
 from saccade.media.fetch import Fetcher
 from saccade.media.hashing import salt_of
@@ -31,6 +31,7 @@ from saccade.processor.template_pool import THREADS as _TEMPLATE_THREADS
 from saccade.server.errors import ApiError
 from saccade.server.generation import BilledPrompt, Generation, SubmitsRequests, Timing
 from saccade.server.http.auth import KeyRing
+from saccade.server.http.caller import Caller
 from saccade.server.http.connections import Connections, connection_limit
 from saccade.server.http.limits import AdmissionGate, ByteLease, Upload, decode_object
 from saccade.server.http.text_tally import check_chars, check_text
@@ -40,7 +41,7 @@ from saccade.server.request.fields import FieldReader
 from saccade.server.request.media import ChatLimits, Link, MediaResolver, Messages, find_links
 from saccade.server.request.media_uuids import UuidCache
 from saccade.structured.check import CHECKS
-from saccade.types import Bill, Prompt, Request, RequestError, quoted
+from saccade.types import Bill, Prompt, Request, quoted
 
 logger = logging.getLogger("saccade.server")
 
@@ -66,15 +67,6 @@ class Engine(SubmitsRequests, Protocol):
     def status(self) -> EngineStatus: ...
 
     def stats(self) -> dict[str, Any]: ...
-
-
-class Caller(NamedTuple):
-    """Who sent a request, and when."""
-
-    request_id: str
-    tenant: str
-    arrived: float  # on the clock of time.perf_counter
-    client: str = ""  # whose share of the server it takes: the tenant, or without keys the address it came from
 
 
 class Service:

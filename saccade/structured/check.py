@@ -9,9 +9,10 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from saccade.errors import RequestError
 from saccade.structured.check_pool import SchemaChecks
 from saccade.structured.schema import unavailable
-from saccade.types import RequestError, quoted
+from saccade.types import quoted
 
 MAX_SCHEMA_BYTES = 256 << 10
 CHECKS = SchemaChecks()

@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from saccade.checkpoint.tokenizer_json import read_tokenizer
+from saccade.errors import RequestError
 from saccade.fair_pool import FairPool
 from saccade.structured.matcher import Grammar, Template, too_complex
 from saccade.structured.schema import compiled, is_available, unavailable
 from saccade.structured.time_budget import Budget
-from saccade.types import Request, RequestError
+from saccade.types import Request
 
 if is_available():
     from llguidance import LLTokenizer

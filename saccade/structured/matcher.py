@@ -13,9 +13,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from saccade.errors import RequestError
 from saccade.structured.schema import is_available
 from saccade.structured.time_budget import Budget
-from saccade.types import RequestError
 
 if is_available():
     from llguidance import LLMatcher, LLTokenizer

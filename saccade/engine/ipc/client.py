@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from saccade.checkpoint.config import ConfigError, ModelConfig
+from saccade.checkpoint.config import ModelConfig
 from saccade.engine.ipc.messages import (
     Abort,
     Accepted,
@@ -29,9 +29,10 @@ from saccade.engine.ipc.messages import (
     start_message,
 )
 from saccade.engine.ipc.process import EngineProcess
-from saccade.engine.ipc.stream import EngineUnavailable, RequestStream, Submission
+from saccade.engine.ipc.stream import RequestStream, Submission
+from saccade.errors import ConfigError, EngineUnavailable, RequestError
 from saccade.options import Options, SchedulerConfig
-from saccade.types import Geometry, Request, RequestError
+from saccade.types import Geometry, Request
 
 __all__ = ["EngineClient", "EngineInfo", "EngineStatus", "EngineUnavailable", "RequestStream"]
 

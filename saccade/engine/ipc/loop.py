@@ -20,7 +20,6 @@ from ctypes import CDLL
 from queue import Empty, SimpleQueue
 from typing import BinaryIO
 
-from saccade.checkpoint.config import ConfigError
 from saccade.engine.core import EngineCore
 from saccade.engine.gc_control import collect, trim
 from saccade.engine.ipc.messages import (
@@ -41,7 +40,8 @@ from saccade.engine.ipc.messages import (
     read_body,
     unpack_requests,
 )
-from saccade.types import Request, RequestError, TokenEvent
+from saccade.errors import ConfigError, RequestError
+from saccade.types import Request, TokenEvent
 
 BEAT_SECONDS = 0.5  # between beats when there is nothing to step, and between two looks at the counters
 TRIM_SECONDS = 60.0  # between two times that freed memory is given back: the steps after it fetch some of it again

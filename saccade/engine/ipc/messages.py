@@ -16,9 +16,10 @@ import msgspec
 import numpy as np
 
 from saccade.checkpoint.config import ModelConfig, model_config
+from saccade.errors import RequestError
 from saccade.options import Options, SchedulerConfig
 from saccade.sampling_params import SamplingParams
-from saccade.types import Geometry, MediaItem, Prompt, Request, RequestError, Span, TokenEvent
+from saccade.types import Geometry, MediaItem, Prompt, Request, Span, TokenEvent
 
 HEADER = struct.Struct("!I")
 MAX_FRAME_BYTES = 1 << 30

@@ -5,16 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 
-from saccade.types import RequestError, TokenEvent
-
-
-class EngineUnavailable(Exception):
-    """The engine starts, restarts or drains, or it died under the request. Nothing is wrong with the request."""
-
-    def __init__(self, message: str, retry_after: float) -> None:
-        super().__init__(message)
-        self.message = message
-        self.retry_after = retry_after  # seconds after which it may be worth another try
+from saccade.errors import EngineUnavailable, RequestError
+from saccade.types import TokenEvent
 
 
 class RequestStream:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from saccade.kernels.attention.decode_schedule import TileSchedule, plan_schedule
-from saccade.kernels.attention.decode_triton import DecodeWorkspace, NewTokens, num_sms, paged_decode
-from saccade.kernels.attention.prefill_flashinfer import Heads
-from saccade.kernels.launch.self_test import is_hopper, self_test_passes
+from saccade.kernels.attention.decode_triton import DecodeWorkspace, NewTokens, paged_decode
+from saccade.kernels.launch.device import Heads, is_hopper, num_sms
+from saccade.kernels.launch.self_test import self_test_passes
 
 _LEAST_REQUESTS = 16  # fewer are done before shares have begun
 

@@ -28,7 +28,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saccade.kernels.attention.online_softmax import LOG2_E, divide, precision_of, weigh
+from saccade.kernels.attention.online_softmax import LOG2_E, divide, weigh
+from saccade.kernels.launch.device import num_sms, precision_of
 from saccade.kernels.launch.pdl import overlap, pdl_release_then_wait, supports_pdl
 from saccade.kernels.launch.tiling import Launch, power_of_two
 
@@ -71,12 +72,6 @@ def choose_splits(requests: int, kv_heads: int, max_context: int, num_sms: int) 
     wanted *= 2 if 4 <= wanted < _MANY_SPLITS else 1  # then all of them load their first keys early
     useful = min(wanted, max_context // _MIN_KEYS_PER_SPLIT, _MAX_SPLITS)
     return 1 << (max(useful, 1).bit_length() - 1)
-
-
-def num_sms(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 4  # the interpreter: splits happen at all, with few programs
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 class NewTokens(NamedTuple):

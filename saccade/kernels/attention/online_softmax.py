@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 LOG2_E = 1.4426950408889634  # kernels use powers of two: scale times this
-
-
-def precision_of(q: Tensor) -> str:
-    """float32 is asked for by those who compare: three products of tf32 keep its digits, one would not."""
-    return "tf32x3" if q.dtype == torch.float32 else "tf32"
 
 
 @triton.jit

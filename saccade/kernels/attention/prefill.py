@@ -13,10 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.kernels.attention.decode_triton import num_sms
-from saccade.kernels.attention.prefill_flashinfer import Heads
 from saccade.kernels.attention.prefill_triton import choose_rows, choose_splits, paged_prefill
-from saccade.kernels.launch.self_test import is_hopper, self_test_passes
+from saccade.kernels.launch.device import Heads, is_hopper, num_sms
+from saccade.kernels.launch.self_test import self_test_passes
 from saccade.kernels.launch.tiling import Tiles
 
 _HOPPER_ROWS, _PLAIN_ROWS = 128, 64

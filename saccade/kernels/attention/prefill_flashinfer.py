@@ -22,13 +22,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from saccade.kernels.launch.device import Heads
+
 _UNUSED_BYTES = 1 << 20  # its kernels for Hopper split no keys, so they leave nothing in the workspace they are given
-
-
-class Heads(NamedTuple):
-    queries: int
-    keys: int
-    dim: int
 
 
 class Capacity(NamedTuple):

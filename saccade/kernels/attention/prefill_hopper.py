@@ -27,10 +27,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from saccade.kernels.attention.decode_triton import num_sms
 from saccade.kernels.attention.hopper_ring import before_waiting, following
 from saccade.kernels.attention.online_softmax import LOG2_E
 from saccade.kernels.attention.prefill_combine import MAX_SPLITS, Parts, combine, new_parts
+from saccade.kernels.launch.device import num_sms
 from saccade.kernels.launch.tiling import Tiles
 
 ROWS = 128  # of a tile: two groups of 64

@@ -23,9 +23,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saccade.kernels.attention.decode_triton import num_sms, slots_of
-from saccade.kernels.attention.online_softmax import LOG2_E, divide, precision_of, weigh
+from saccade.kernels.attention.decode_triton import slots_of
+from saccade.kernels.attention.online_softmax import LOG2_E, divide, weigh
 from saccade.kernels.attention.prefill_combine import MAX_SPLITS, combine, new_parts
+from saccade.kernels.launch.device import num_sms, precision_of
 from saccade.kernels.launch.pdl import overlap, pdl_release_then_wait, supports_pdl
 from saccade.kernels.launch.tiling import Launch, Tiles, power_of_two
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.kernels.launch.async_copy import to_device
+from saccade.torch_utils import to_device
 
 GROUP_ROWS, TILE_ROWS, KEYS = 64, 192, 64  # rows of four warps and of a tile; keys of a tile
 ITEM, SPLIT = 8, 5  # numbers of each

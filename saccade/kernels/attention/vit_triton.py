@@ -18,8 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saccade.kernels.attention.online_softmax import LOG2_E, divide, precision_of, weigh
+from saccade.kernels.attention.online_softmax import LOG2_E, divide, weigh
 from saccade.kernels.launch import launch_cache
+from saccade.kernels.launch.device import precision_of
 from saccade.kernels.launch.tiling import Launch, Tiles, power_of_two
 
 TILE_ROWS = 128  # what to cut pictures into: Tiles.of(lengths, TILE_ROWS, device)

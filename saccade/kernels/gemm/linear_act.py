@@ -7,8 +7,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from saccade.kernels.attention.decode_triton import num_sms
-from saccade.kernels.launch.self_test import is_hopper, self_test_passes
+from saccade.kernels.launch.device import is_hopper, num_sms
+from saccade.kernels.launch.self_test import self_test_passes
 from saccade.kernels.ops import reference
 
 

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from saccade.kernels.attention.online_softmax import precision_of
 from saccade.kernels.gemm.skinny_kernels import tile_kernel, vector_kernel
+from saccade.kernels.launch.device import precision_of
 from saccade.kernels.launch.pdl import overlap, supports_pdl
 from saccade.kernels.launch.tiling import power_of_two
 from saccade.kernels.ops.norm import silu_and_mul

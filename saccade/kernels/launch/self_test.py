@@ -5,13 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-import torch
-
 _log = logging.getLogger(__name__)
-
-
-def is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def self_test_passes(trial: Callable[[], object], otherwise: str) -> bool:

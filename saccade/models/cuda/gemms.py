@@ -30,7 +30,8 @@ from saccade.kernels.gemm.skinny import (
     norm_linear,
     skinny_linear,
 )
-from saccade.kernels.launch.self_test import is_hopper, self_test_passes
+from saccade.kernels.launch.device import is_hopper
+from saccade.kernels.launch.self_test import self_test_passes
 from saccade.kernels.ops.norm import add_rms_norm, silu_and_mul
 from saccade.models.layers.basic import Linear, RMSNorm
 from saccade.models.layers.decoder import Decoder, DecoderLayer

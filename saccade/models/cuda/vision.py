@@ -13,13 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from saccade.kernels.attention.decode_triton import num_sms
 from saccade.kernels.attention.vit_schedule import TileSchedule
 from saccade.kernels.attention.vit_triton import TILE_ROWS, packed_vit
 from saccade.kernels.gemm.linear_act import linear_act
 from saccade.kernels.gemm.qkv_rope import qkv_rope
-from saccade.kernels.launch.async_copy import to_device
-from saccade.kernels.launch.self_test import is_hopper, self_test_passes
+from saccade.kernels.launch.device import is_hopper, num_sms
+from saccade.kernels.launch.self_test import self_test_passes
 from saccade.kernels.launch.tiling import Tiles
 from saccade.kernels.ops import preprocess, vit_elementwise
 from saccade.kernels.ops.reference import parted_columns
@@ -31,6 +30,7 @@ from saccade.models.vision.blocks import Norm, PatchPositions, VisionBlock
 from saccade.models.vision.ops import Blocks, RunBlocks
 from saccade.models.vision.preprocess import ImagePixels, PatchLayout, PixelPolicy, as_tensor, resize
 from saccade.models.vision.resample import BITS, Taps, resample
+from saccade.torch_utils import to_device
 from saccade.types import Grid, Size
 
 _ACTIVATIONS: Mapping[Activation, tuple[str, Activation]] = {

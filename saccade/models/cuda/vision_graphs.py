@@ -23,12 +23,10 @@ from torch import Tensor
 
 from saccade.kernels.ops import vit_elementwise
 from saccade.models.cuda.vision_attention import Attend, AttentionPath, Heads, PassLimits
+from saccade.models.cuda.vision_sizes import PICTURES, size_for
 from saccade.models.vision.blocks import PatchPositions, VisionBlock
 from saccade.models.vision.ops import Blocks, RunBlocks
 
-SIZES = tuple(range(128, 2049, 128))  # patches; matrix products work in tiles of 128 rows anyway
-MOST = 8192  # patches, where all pictures have one size: then there are few passes to record
-PICTURES = 32  # of a pass, or windows
 TOGETHER = 4  # blocks of a recording: a pause behind each would cost a graph and a launch, and is as short as a decode
 
 Make = Callable[[Tensor | None, Attend], Callable[[VisionBlock, Tensor], Tensor]]
@@ -202,11 +200,6 @@ def _heads(block: VisionBlock, x: Tensor) -> Heads:
 def packed_cells(places: PatchPositions) -> Tensor:
     """As `vit_steps.rotate_one` reads them: int32 [T], on the host."""
     return places.cells.view(torch.int32).flatten()
-
-
-def size_for(patches: int) -> int:
-    """Of the recording, if there is one."""
-    return -(-patches // SIZES[0]) * SIZES[0]
 
 
 def _captured(run: Callable[[], object], pool: Any, device: torch.device) -> Replay:

@@ -7,10 +7,11 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from saccade.checkpoint.config import ConfigError, ModelConfig, TextConfig
-from saccade.models.layers.basic import Parameters
+from saccade.checkpoint.config import ModelConfig, TextConfig
+from saccade.errors import ConfigError
 from saccade.models.layers.decoder import Biases, Decoder, OnDecoder, decoder_rules, head_rule
 from saccade.models.layers.mla import LATENT_RULES, LatentDecoder
+from saccade.models.parameters import Parameters
 from saccade.models.vision.ops import VisionOps
 from saccade.models.vision.preprocess import ImagePixels
 from saccade.models.weights import Rule, under

@@ -9,11 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from saccade.checkpoint.config import ConfigError, ModelConfig
+from saccade.checkpoint.config import ModelConfig
+from saccade.errors import ConfigError
 from saccade.models.families.deepseek_v2 import EAGER_REASON, language_rules, make_decoder
-from saccade.models.interface import Encoding
-from saccade.models.layers.basic import Linear, Parameters
+from saccade.models.layers.basic import Linear
 from saccade.models.layers.decoder import OnDecoder
+from saccade.models.layers.types import Encoding
+from saccade.models.parameters import Parameters
 from saccade.models.vision.blocks import vision_config
 from saccade.models.vision.clip import image_size
 from saccade.models.vision.ops import VisionOps

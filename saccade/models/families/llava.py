@@ -7,10 +7,12 @@ from typing import Any
 
 from torch import Tensor
 
-from saccade.checkpoint.config import ConfigError, ModelConfig, TextConfig
-from saccade.models.interface import Encoding
-from saccade.models.layers.basic import Linear, Parameters, activation
+from saccade.checkpoint.config import ModelConfig, TextConfig
+from saccade.errors import ConfigError
+from saccade.models.layers.basic import Linear, activation
 from saccade.models.layers.decoder import Biases, Decoder, OnDecoder, decoder_rules, head_rule
+from saccade.models.layers.types import Encoding
+from saccade.models.parameters import Parameters
 from saccade.models.vision.blocks import vision_config
 from saccade.models.vision.clip import image_size, square_tower
 from saccade.models.vision.ops import VisionOps

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from saccade.checkpoint.config import ModelConfig
 from saccade.models.families.llava import Llava
-from saccade.models.interface import Encoding
-from saccade.models.layers.basic import Parameters
+from saccade.models.layers.types import Encoding
+from saccade.models.parameters import Parameters
 from saccade.models.vision.ops import VisionOps
 from saccade.models.vision.preprocess import ImagePixels
 from saccade.models.weights import Rule, under

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from saccade.checkpoint.config import ConfigError, VisionConfig
+from saccade.checkpoint.config import VisionConfig
+from saccade.errors import ConfigError
 from saccade.models.families.llava import PROJECTOR_RULES, Projector
 from saccade.models.families.pixtral import LlavaPixtral
 from saccade.models.layers.attention_temperature import EAGER_REASON
-from saccade.models.layers.basic import Linear, Parameters, RMSNorm
+from saccade.models.layers.basic import Linear, RMSNorm
 from saccade.models.layers.decoder import Biases, Decoder
+from saccade.models.parameters import Parameters
 from saccade.models.weights import Rule
 
 

@@ -10,12 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from saccade.checkpoint.config import ConfigError, ModelConfig, TextConfig
+from saccade.checkpoint.config import ModelConfig, TextConfig
+from saccade.errors import ConfigError
 from saccade.models.families.mllama_tower import TileTower
-from saccade.models.interface import Attention, CrossAttentionRows, Encoding
-from saccade.models.layers.basic import Linear, Parameters
+from saccade.models.layers.basic import Linear
 from saccade.models.layers.cross_attention import CROSS_RULES, CrossLayer, by_layer, pack
 from saccade.models.layers.decoder import Biases, Decoder, decoder_rules, head_rule
+from saccade.models.layers.types import Attention, CrossAttentionRows, Encoding
+from saccade.models.parameters import Parameters
 from saccade.models.vision.blocks import vision_config
 from saccade.models.vision.ops import VisionOps
 from saccade.models.vision.preprocess import ImagePixels, PatchLayout, pixel_policy

@@ -17,8 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from saccade.checkpoint.config import ConfigError, VisionConfig
-from saccade.models.layers.basic import LayerNorm, Linear, Parameters, PatchLinear, activation
+from saccade.checkpoint.config import VisionConfig
+from saccade.errors import ConfigError
+from saccade.models.layers.basic import LayerNorm, Linear, PatchLinear, activation
+from saccade.models.parameters import Parameters
 from saccade.models.weights import Rule, under
 from saccade.types import Grid
 

@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade.checkpoint.config import ConfigError, ModelConfig, VisionConfig
+from saccade.checkpoint.config import ModelConfig, VisionConfig
+from saccade.errors import ConfigError
 from saccade.models.families.llava import PROJECTOR_RULES, Projector, decoder_biases
-from saccade.models.interface import Encoding
-from saccade.models.layers.basic import Parameters, PatchLinear, RMSNorm
+from saccade.models.layers.basic import PatchLinear, RMSNorm
 from saccade.models.layers.decoder import Decoder, OnDecoder, decoder_rules, head_rule
+from saccade.models.layers.types import Encoding
+from saccade.models.parameters import Parameters
 from saccade.models.vision.blocks import VisionBlock, grid_positions, rotary_dim, vision_config
 from saccade.models.vision.clip import drops_first, feature_layers
 from saccade.models.vision.ops import VisionOps, run_blocks_keeping

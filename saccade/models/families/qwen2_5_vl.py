@@ -12,14 +12,16 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from saccade.checkpoint.config import ConfigError, VisionConfig
-from saccade.kernels.launch.async_copy import to_device
+from saccade.checkpoint.config import VisionConfig
+from saccade.errors import ConfigError
 from saccade.models.families.qwen2_vl import COMMON_TOWER_RULES, EPS, MERGER_RULES, Merger, Qwen2VL, vision_theta
-from saccade.models.interface import Encoding
-from saccade.models.layers.basic import Parameters, PatchLinear, RMSNorm
+from saccade.models.layers.basic import PatchLinear, RMSNorm
+from saccade.models.layers.types import Encoding
+from saccade.models.parameters import Parameters
 from saccade.models.vision.blocks import VisionBlock, all_cells, grid_positions, reorder, rotary_dim
 from saccade.models.vision.ops import VisionOps, run_blocks
 from saccade.models.weights import Rule
+from saccade.torch_utils import to_device
 from saccade.types import Grid
 
 

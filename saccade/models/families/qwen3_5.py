@@ -9,13 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from saccade.checkpoint.config import ConfigError, LinearConfig, TextConfig
+from saccade.checkpoint.config import LinearConfig, TextConfig
+from saccade.errors import ConfigError
 from saccade.models.families.qwen3_vl import Qwen3VL
-from saccade.models.interface import Attention, States
-from saccade.models.layers.basic import Linear, Parameters, rotate
+from saccade.models.layers.basic import Linear, rotate
 from saccade.models.layers.decoder import Rotary, decoder_rules
 from saccade.models.layers.gated_delta_net import GatedDeltaNet
 from saccade.models.layers.moe import GatedMLP, layer_experts
+from saccade.models.layers.types import Attention, States
+from saccade.models.parameters import Parameters
 from saccade.models.weights import Rule, under
 
 _ROTARY_SHARE = 0.25  # of a head's dimensions, where a config is silent

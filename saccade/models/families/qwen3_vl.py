@@ -9,11 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from saccade.checkpoint.config import ConfigError, VisionConfig
+from saccade.checkpoint.config import VisionConfig
+from saccade.errors import ConfigError
 from saccade.models.families.qwen2_vl import COMMON_TOWER_RULES, EPS, Merger, Qwen2VL, vision_theta
-from saccade.models.interface import Encoding
-from saccade.models.layers.basic import Parameters, PatchLinear
+from saccade.models.layers.basic import PatchLinear
 from saccade.models.layers.decoder import Biases, Decoder
+from saccade.models.layers.types import Encoding
+from saccade.models.parameters import Parameters
 from saccade.models.vision.blocks import VisionBlock, by_token, grid_positions, rotary_dim
 from saccade.models.vision.ops import VisionOps, run_blocks
 from saccade.models.weights import Rule, under

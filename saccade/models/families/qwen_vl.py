@@ -10,10 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from saccade.checkpoint.config import ConfigError, ModelConfig, TextConfig, VisionConfig
-from saccade.models.interface import Encoding
-from saccade.models.layers.basic import LayerNorm, Linear, Parameters, PatchLinear
+from saccade.checkpoint.config import ModelConfig, TextConfig, VisionConfig
+from saccade.errors import ConfigError
+from saccade.models.layers.basic import LayerNorm, Linear, PatchLinear
 from saccade.models.layers.decoder import Biases, Decoder, OnDecoder, head_rule
+from saccade.models.layers.types import Encoding
+from saccade.models.parameters import Parameters
 from saccade.models.vision.blocks import VisionBlock, vision_config
 from saccade.models.vision.ops import VisionOps, run_blocks
 from saccade.models.vision.preprocess import ImagePixels, PatchLayout, pixel_policy

@@ -7,10 +7,11 @@ from typing import Any, NamedTuple, NoReturn
 
 from torch import Tensor
 
-from saccade.checkpoint.config import ConfigError, ModelConfig
+from saccade.checkpoint.config import ModelConfig
+from saccade.errors import ConfigError
 from saccade.models.layers.attention_temperature import EAGER_REASON
-from saccade.models.layers.basic import Parameters
 from saccade.models.layers.decoder import Biases, Decoder, OnDecoder, decoder_rules, head_rule
+from saccade.models.parameters import Parameters
 from saccade.models.vision.ops import VisionOps
 from saccade.models.vision.preprocess import ImagePixels
 from saccade.models.weights import Rule, under

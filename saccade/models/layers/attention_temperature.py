@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade.checkpoint.config import ConfigError
-from saccade.models.interface import Attention
+from saccade.errors import ConfigError
+from saccade.models.layers.types import Attention
 
 EAGER_REASON = "its queries grow with their position, which the kernels do not know"
 

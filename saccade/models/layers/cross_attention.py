@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from saccade.checkpoint.config import TextConfig
-from saccade.models.interface import CrossAttentionRows
-from saccade.models.layers.basic import Linear, Parameters, RMSNorm
+from saccade.models.layers.basic import Linear, RMSNorm
+from saccade.models.layers.types import CrossAttentionRows
+from saccade.models.parameters import Parameters
 from saccade.models.weights import Rule
 
 

@@ -10,11 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from saccade.checkpoint.config import ConfigError, TextConfig
-from saccade.models.interface import Attention
+from saccade.checkpoint.config import TextConfig
+from saccade.errors import ConfigError
 from saccade.models.layers.attention_temperature import attention_temperature_of
-from saccade.models.layers.basic import Linear, Parameters, RMSNorm, cos_sin, frequencies, rotate, silu_and_mul
+from saccade.models.layers.basic import Linear, RMSNorm, cos_sin, frequencies, rotate, silu_and_mul
 from saccade.models.layers.moe import EXPERT_RULES, layer_experts
+from saccade.models.layers.types import Attention
+from saccade.models.parameters import Parameters
 from saccade.models.weights import Rule, under
 
 

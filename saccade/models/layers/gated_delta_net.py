@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from saccade.checkpoint.config import LinearConfig, TextConfig
-from saccade.models.interface import States
-from saccade.models.layers.basic import Linear, Parameters, RMSNorm
+from saccade.models.layers.basic import Linear, RMSNorm
+from saccade.models.layers.types import States
+from saccade.models.parameters import Parameters
 
 CHUNK = 64  # tokens whose corrections are solved for together
 _TINY = 1e-6  # keeps the length of a zero vector from dividing

@@ -18,10 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from saccade.checkpoint.config import MLAConfig, TextConfig
-from saccade.models.interface import Attention
-from saccade.models.layers.basic import Linear, Parameters, RMSNorm, rotate, silu_and_mul
+from saccade.models.layers.basic import Linear, RMSNorm, rotate, silu_and_mul
 from saccade.models.layers.decoder import Rotary, yarn_gain
 from saccade.models.layers.moe import layer_experts
+from saccade.models.layers.types import Attention
+from saccade.models.parameters import Parameters
 from saccade.models.weights import Rule
 
 _LATENT_EPS = 1e-6  # of the norms inside attention, whatever the config says of the others

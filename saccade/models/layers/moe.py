@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from saccade.checkpoint.config import ConfigError
 from saccade.checkpoint.moe import MoEConfig
-from saccade.models.layers.basic import Linear, Parameters, silu_and_mul
+from saccade.errors import ConfigError
+from saccade.models.layers.basic import Linear, silu_and_mul
+from saccade.models.parameters import Parameters
 from saccade.models.weights import Rule
 
 EAGER_REASON = "how many tokens an expert gets is read back in every layer, which a recorded graph cannot do"

@@ -10,12 +10,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.checkpoint.config import ConfigError, ModelConfig, VisionConfig
+from saccade.checkpoint.config import ModelConfig, VisionConfig
+from saccade.errors import ConfigError
 from saccade.models.layers.attention import packed_attention
 from saccade.models.layers.basic import (
     LayerNorm,
     Linear,
-    Parameters,
     RMSNorm,
     activation,
     cos_sin,
@@ -23,6 +23,7 @@ from saccade.models.layers.basic import (
     gated_activation,
     rotate,
 )
+from saccade.models.parameters import Parameters
 from saccade.types import Grid
 
 

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade.checkpoint.config import ConfigError, VisionConfig
-from saccade.models.layers.basic import LayerNorm, Parameters, PatchLinear
+from saccade.checkpoint.config import VisionConfig
+from saccade.errors import ConfigError
+from saccade.models.layers.basic import LayerNorm, PatchLinear
+from saccade.models.parameters import Parameters
 from saccade.models.vision.blocks import VisionBlock
 from saccade.models.vision.ops import VisionOps, run_blocks_keeping
 from saccade.models.weights import Rule, under

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
-from saccade.checkpoint.config import ConfigError
+from saccade.errors import ConfigError
 from saccade.models.vision.resample import FILTERS
 from saccade.types import Grid, Size
 

@@ -7,7 +7,8 @@ from collections.abc import Generator
 from torch import Tensor
 
 from saccade.checkpoint.config import VisionConfig
-from saccade.models.layers.basic import LayerNorm, Parameters, PatchLinear
+from saccade.models.layers.basic import LayerNorm, PatchLinear
+from saccade.models.parameters import Parameters
 from saccade.models.vision.blocks import VisionBlock
 from saccade.models.vision.clip import image_size
 from saccade.models.vision.ops import VisionOps, run_blocks

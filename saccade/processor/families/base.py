@@ -11,8 +11,9 @@ from typing import Any, NamedTuple, Protocol, Self, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from saccade.checkpoint.config import ConfigError, ModelConfig, VisionConfig
-from saccade.types import TO_THE_END, Geometry, Grid, RequestError, Size, Span
+from saccade.checkpoint.config import ModelConfig, VisionConfig
+from saccade.errors import ConfigError, RequestError
+from saccade.types import TO_THE_END, Geometry, Grid, Size, Span
 
 MAX_ASPECT_RATIO = 200
 """Longer pictures are refused for every family: a thin strip costs far more to resize than its tokens say."""

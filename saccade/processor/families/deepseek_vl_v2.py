@@ -15,8 +15,9 @@ from typing import Any, ClassVar, Self
 import numpy as np
 import numpy.typing as npt
 
-from saccade.checkpoint.config import ConfigError, ModelConfig, VisionConfig
+from saccade.checkpoint.config import ModelConfig, VisionConfig
 from saccade.checkpoint.tokenizer_json import added_tokens
+from saccade.errors import ConfigError
 from saccade.processor.families.base import (
     Expansion,
     Files,

@@ -15,8 +15,9 @@ import numpy.typing as npt
 from PIL import Image
 
 from saccade.checkpoint.hf_processor import check_inputs, load_processor, placeholder, processed, raised, refusal
+from saccade.errors import RequestError
 from saccade.processor.families.base import Expansion, Files, check_aspect_ratio, plain_positions, tag
-from saccade.types import Geometry, Grid, RequestError, Size, Span
+from saccade.types import Geometry, Grid, Size, Span
 
 MOST_PIXELS = 25_000_000
 """A blank picture of the same size is held in memory to count, so sizes have a bound of their own."""

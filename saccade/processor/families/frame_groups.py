@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from saccade.checkpoint.config import ConfigError
 from saccade.costs import kept_tokens
+from saccade.errors import ConfigError
 from saccade.processor.families.base import (
     Files,
     check_agreement,

@@ -9,7 +9,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from saccade.checkpoint.config import ConfigError
+from saccade.errors import ConfigError
 from saccade.processor.families.base import (
     Expansion,
     Files,

@@ -15,7 +15,8 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from saccade.checkpoint.config import ConfigError, VisionConfig
+from saccade.checkpoint.config import VisionConfig
+from saccade.errors import ConfigError
 from saccade.processor.families.base import (
     Expansion,
     Files,

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Self
 
-from saccade.checkpoint.config import ConfigError
+from saccade.errors import ConfigError
 from saccade.processor.families.base import Files, pixel_settings, vision_and_token
 from saccade.processor.families.llava_next import LlavaNext, read_pinpoints, tile_side
 from saccade.types import Size

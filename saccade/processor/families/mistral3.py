@@ -15,8 +15,8 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from saccade.checkpoint.config import ConfigError
 from saccade.checkpoint.tokenizer_json import added_tokens
+from saccade.errors import ConfigError
 from saccade.processor.families.base import (
     MAX_ASPECT_RATIO,
     Expansion,

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from saccade import costs
-from saccade.checkpoint.config import ConfigError
+from saccade.errors import ConfigError
 from saccade.processor.families.base import (
     Expansion,
     Files,

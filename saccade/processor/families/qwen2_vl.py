@@ -11,7 +11,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from saccade.checkpoint.config import ConfigError
+from saccade.errors import ConfigError
 from saccade.processor.families.base import (
     MAX_ASPECT_RATIO,
     Expansion,

@@ -10,7 +10,8 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from saccade.checkpoint.config import ConfigError, ModelConfig
+from saccade.checkpoint.config import ModelConfig
+from saccade.errors import ConfigError
 from saccade.processor.families.base import Expansion, Files, check_aspect_ratio, pixel_settings, plain_positions, tag
 from saccade.types import Geometry, Grid, Size, Span
 

@@ -9,8 +9,9 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
+from saccade.errors import RequestError
 from saccade.processor.families.base import Expansion, Files, plain_positions
-from saccade.types import Geometry, Grid, RequestError, Size, Span
+from saccade.types import Geometry, Grid, Size, Span
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from saccade.checkpoint.config import ConfigError, TextConfig
+from saccade.checkpoint.config import TextConfig
+from saccade.errors import ConfigError
 
 if TYPE_CHECKING:
     from saccade.kernels.attention.prefill_flashinfer import FlashInferPrefill
@@ -57,15 +58,16 @@ def choose(asked: str, place: Place, block_size: int, max_blocks: int, scale: fl
 def _is_ours_faster(place: Place, block_size: int) -> bool:
     """Our kernel for Hopper was faster for long windows, equal for short ones, and needs no planning."""
     from saccade.kernels.attention.prefill import can_use_hopper
-    from saccade.kernels.attention.prefill_flashinfer import Heads
+    from saccade.kernels.launch.device import Heads
 
     heads = Heads(place.text.num_heads, place.text.num_kv_heads, place.text.head_dim)
     return can_use_hopper(heads, place.dtype, block_size, place.device)
 
 
 def _new(place: Place, block_size: int, max_blocks: int, scale: float, least_tokens: int) -> FlashInferPrefill:
-    from saccade.kernels.attention.prefill_flashinfer import Capacity, FlashInferPrefill, Heads
-    from saccade.runner.cuda.prefill_graphs import GRAPH_TOKENS, GRAPH_WINDOWS
+    from saccade.kernels.attention.prefill_flashinfer import Capacity, FlashInferPrefill
+    from saccade.kernels.launch.device import Heads
+    from saccade.runner.cuda.graph_sizes import GRAPH_TOKENS, GRAPH_WINDOWS
 
     text = place.text
     return FlashInferPrefill(

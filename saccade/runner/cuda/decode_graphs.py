@@ -16,12 +16,13 @@ from torch import Tensor
 
 from saccade.kernels.attention.decode import DecodeAttention
 from saccade.kernels.attention.decode_triton import NewTokens
-from saccade.kernels.attention.prefill_flashinfer import Heads
+from saccade.kernels.launch.device import Heads
 from saccade.kernels.ops.argmax import ArgmaxWorkspace, TokenSink, argmax
 from saccade.kernels.ops.prepare_inputs import DecodeMetadata, decode_inputs
 from saccade.models.cuda.decoder import FusedDecoder
 from saccade.models.cuda.gemms import Gemms, Residual
-from saccade.runner.cuda.block_table import BlockTables, Metadata, PinnedStaging
+from saccade.runner.cuda.block_table import BlockTables
+from saccade.runner.cuda.staging import Metadata, PinnedStaging
 
 
 class DecodeRows(NamedTuple):

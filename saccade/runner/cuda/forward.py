@@ -21,12 +21,14 @@ from saccade.models.interface import VisionLanguageModel
 from saccade.models.layers.attention import PagedKV
 from saccade.models.layers.decoder import Decoder
 from saccade.runner.batch import RequestState, embedded, overlapping, splice
-from saccade.runner.cuda.block_table import BlockTables, TokenReadback, to_device
+from saccade.runner.cuda.block_table import BlockTables
 from saccade.runner.cuda.decode_batch import DecodeBatch
 from saccade.runner.cuda.decode_graphs import Decoded, DecodeGraphs, DecodeRows
+from saccade.runner.cuda.graph_sizes import GRAPH_WINDOWS
 from saccade.runner.cuda.mixed_graphs import MixedGraphs
-from saccade.runner.cuda.prefill_graphs import GRAPH_WINDOWS, PrefillGraphs, Splice, Window
+from saccade.runner.cuda.prefill_graphs import PrefillGraphs, Splice, Window
 from saccade.runner.cuda.sampling import has_kernel, sample_tokens
+from saccade.runner.cuda.staging import TokenReadback, to_device
 from saccade.runner.device import Sampled, Windows
 from saccade.runner.profile import layer_curve, timed_curve
 from saccade.runner.sampler import SamplingInputs, sample

@@ -12,25 +12,16 @@ for the decode step as well. Knows neither requests nor plans.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from saccade.models.cuda.gemms import Residual
-from saccade.runner.cuda.block_table import PinnedStaging
 from saccade.runner.cuda.decode_graphs import Decoded, DecodeGraphs, DecodeRows
-from saccade.runner.cuda.prefill_graphs import GRAPH_WINDOWS, PrefillGraphs, Sizes, Splice, Window
-
-# Rows that decode: all rows of a pass, which take about as long as somewhat fewer. As many as fit beside those answers.
-_SIZES = {8: (128, 256, 384, 512), 32: (128, 256, 384, 512), 64: (256, 384, 512), 128: (384, 512, 768)}
-MAX_MIXED_ROWS = max(map(max, _SIZES.values()))
-
-
-class MixedSize(NamedTuple):
-    tokens: int  # of prompts
-    rows: int  # that decode
+from saccade.runner.cuda.graph_sizes import GRAPH_WINDOWS, MAX_MIXED_ROWS, MixedSize, mixed_sizes
+from saccade.runner.cuda.prefill_graphs import PrefillGraphs, Sizes, Splice, Window
+from saccade.runner.cuda.staging import PinnedStaging
 
 
 class _Prepared(NamedTuple):
@@ -121,17 +112,3 @@ class MixedGraphs:
         with torch.cuda.stream(self._side):
             there()
         stream.wait_stream(self._side)
-
-
-def mixed_sizes(max_tokens: int, max_rows: int) -> list[MixedSize]:
-    """The largest first; none is larger than the smallest that holds all that a step may have.
-
-    Where one request runs at a time, nothing is ever beside it.
-    """
-    found = []
-    for smaller, rows in pairwise((0, *_SIZES)):
-        if smaller < max_rows and max_rows > 1:
-            tokens = [size - min(rows, max_rows) for size in _SIZES[rows]]
-            needed = [size for less, size in pairwise((0, *tokens)) if less < max_tokens - smaller]
-            found += [MixedSize(size, min(rows, max_rows)) for size in needed]
-    return sorted(found, reverse=True)

@@ -21,23 +21,18 @@ from torch import Tensor
 from tqdm import tqdm
 
 from saccade.kernels.attention.prefill import PrefillAttention
-from saccade.kernels.attention.prefill_flashinfer import FlashInferPrefill, Heads
+from saccade.kernels.attention.prefill_flashinfer import FlashInferPrefill
 from saccade.kernels.attention.rope_store_kv import rotary_and_store
+from saccade.kernels.launch.device import Heads
 from saccade.kernels.launch.tiling import Tiles
 from saccade.kernels.ops.argmax import ArgmaxWorkspace, TokenSink, argmax
 from saccade.kernels.ops.prepare_inputs import PrefillMetadata, RotaryFrequencies, prefill_inputs
 from saccade.models.cuda.decoder import FusedDecoder
-from saccade.runner.cuda.block_table import BlockTables, Metadata, PinnedStaging, to_device
+from saccade.runner.cuda.block_table import BlockTables
 from saccade.runner.cuda.decode_graphs import Attending, Decoded
+from saccade.runner.cuda.graph_sizes import GRAPH_TOKENS, GRAPH_WINDOWS
+from saccade.runner.cuda.staging import Metadata, PinnedStaging, to_device
 
-GRAPH_TOKENS: tuple[int, ...] = (
-    *(16, 32, 64, 96),
-    *range(128, 2048, 128),
-    *range(2048, 4096, 256),
-    *range(4096, 8193, 512),
-)
-GRAPH_WINDOWS = 16
-"""Steps beyond these are launched one kernel at a time, which takes the host longer than the device."""
 _NO_ROW = 2**30  # beyond the last row of any window
 
 Splice = Callable[[Tensor], None]

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from saccade.runner.cuda.block_table import to_device
+from saccade.runner.cuda.staging import to_device
 from saccade.types import Key
 
 _REHEARSED = 512  # rows; for a few the library has other kernels

@@ -37,7 +37,7 @@ def record_tower(model: VisionLanguageModel) -> None:
 
 def largest_pass(vision: VisionConfig) -> int:
     """Patches of the largest one that is recorded."""
-    from saccade.models.cuda.vision_graphs import SIZES, size_for
+    from saccade.models.cuda.vision_sizes import SIZES, size_for
 
     squares = _most_squares(vision)
     return max(SIZES[-1], size_for(squares * _rows_of(_square(vision)))) if squares else SIZES[-1]
@@ -45,7 +45,7 @@ def largest_pass(vision: VisionConfig) -> int:
 
 def _packings(vision: VisionConfig) -> Iterator[list[Grid]]:
     """Of each size one picture, and several small ones; where all have the same, as many as are recorded."""
-    from saccade.models.cuda.vision_graphs import SIZES, size_for
+    from saccade.models.cuda.vision_sizes import SIZES, size_for
 
     side = vision.spatial_merge_size
     if side > 1 and not vision.takes_squares:
@@ -66,7 +66,7 @@ def _about(patches: int, side: int) -> Grid:
 
 def _most_squares(vision: VisionConfig) -> int:
     """That are recorded in one pass; 0 where pictures have many sizes, or so large a one that nothing is gained."""
-    from saccade.models.cuda.vision_graphs import MOST, PICTURES, SIZES  # needs Triton, which only CUDA machines have
+    from saccade.models.cuda.vision_sizes import MOST, PICTURES, SIZES
 
     has_sizes = vision.spatial_merge_size > 1 and not vision.takes_squares
     if has_sizes or not vision.image_size or _square(vision).patches > SIZES[-1]:

@@ -20,14 +20,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from saccade.errors import RequestError
 from saccade.media.decode import decode_item
 from saccade.media.video_pruning import Ints, Kept, kept_of
 from saccade.media.video_reader import VideoReaders
 from saccade.models.interface import Tiled, VisionLanguageModel
-from saccade.runner.cuda.block_table import to_device
+from saccade.runner.cuda.staging import to_device
 from saccade.runner.encoder.timing import DeviceWatch, HostWatch, Times, Watch
 from saccade.runner.encoder.upload import Prepare, Upload, pinned, use_on_current_stream
-from saccade.types import Geometry, Key, MediaItem, RequestError, Slice
+from saccade.types import Geometry, Key, MediaItem, Slice
 
 _MOST_SOURCE_PIXELS = 50_000_000  # decoded at the same time; a single larger picture is decoded alone
 _MOMENT = 0.005  # seconds that an idle step waits for a decoder before it looks for other work

@@ -11,10 +11,11 @@ from saccade.server.api.chunks import deliver
 from saccade.server.api.logprobs import chat_logprobs
 from saccade.server.api.tool_calls import CallFinder
 from saccade.server.generation import Delta, Generation
+from saccade.server.http.caller import Caller
 from saccade.server.http.limits import ByteLease, Upload
 from saccade.server.http.response import ResponseWriter
 from saccade.server.request.chat import ChatRequest, read_chat
-from saccade.server.service import Caller, Service
+from saccade.server.service import Service
 
 
 async def answer_chat(

@@ -10,10 +10,11 @@ from saccade.processor.tokenizer import Tokenizer
 from saccade.server.api.chunks import deliver
 from saccade.server.api.logprobs import completion_logprobs
 from saccade.server.generation import Delta, Generation
+from saccade.server.http.caller import Caller
 from saccade.server.http.limits import ByteLease, Upload
 from saccade.server.http.response import ResponseWriter
 from saccade.server.request.chat import ResponseOptions, read_completion
-from saccade.server.service import Caller, Service
+from saccade.server.service import Service
 from saccade.types import Logprobs
 
 

@@ -11,11 +11,12 @@ from saccade.server.api.content_blocks import Added, Block, BlockAnswer, Opened
 from saccade.server.api.events import Event, send_events
 from saccade.server.errors import ApiError
 from saccade.server.generation import Delta, Generation
+from saccade.server.http.caller import Caller
 from saccade.server.http.limits import ByteLease, Upload
 from saccade.server.http.response import ResponseWriter
 from saccade.server.request.chat import ChatRequest
 from saccade.server.request.messages import read_message
-from saccade.server.service import Caller, Service
+from saccade.server.service import Service
 
 _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from saccade.errors import RequestError
 from saccade.processor.prompt import Processor
 from saccade.server.api.chunks import bill_body
+from saccade.server.http.caller import Caller
 from saccade.server.http.limits import ByteLease, Upload
 from saccade.server.request import fields
 from saccade.server.request.adapter import SourcePaths
 from saccade.server.request.chat import ChatRequest, read_chat
 from saccade.server.request.messages import read_message
 from saccade.server.request.responses import read_response
-from saccade.server.service import Caller, Service
-from saccade.types import RequestError
+from saccade.server.service import Service
 
 
 async def bill(service: Service, upload: Upload, caller: Caller, lease: ByteLease) -> dict[str, Any]:

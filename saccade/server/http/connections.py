@@ -13,7 +13,7 @@ from collections.abc import Callable
 from enum import Enum, auto
 from typing import Protocol
 
-from saccade.checkpoint.config import ConfigError
+from saccade.errors import ConfigError
 
 logger = logging.getLogger("saccade.server")
 

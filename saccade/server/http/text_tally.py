@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from saccade.errors import RequestError
 from saccade.server.errors import ApiError
-from saccade.types import RequestError
 
 MAX_VALUES = 2_000_000
 """Commas in a body outside of data URLs: room for every id of every prompt of a large batch."""

@@ -7,12 +7,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from saccade.errors import RequestError
 from saccade.processor.tools import ToolPlan, tools_for_template
 from saccade.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
 from saccade.server.request import fields
 from saccade.server.request.fields import FieldReader
 from saccade.structured.check import check_schema, check_schema_text, structured_from
-from saccade.types import RequestError
 
 
 @dataclass(frozen=True, slots=True)

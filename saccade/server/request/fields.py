@@ -10,7 +10,8 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from saccade.types import RequestError, quoted
+from saccade.errors import RequestError
+from saccade.types import quoted
 
 logger = logging.getLogger("saccade.server")
 

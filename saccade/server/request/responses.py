@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from saccade.errors import RequestError
 from saccade.server.request import fields
 from saccade.server.request.adapter import Chat, SourcePaths
 from saccade.server.request.chat import ChatRequest, read_chat
 from saccade.server.request.fields import FieldReader
-from saccade.types import RequestError
 
 _STATEFUL = ("previous_response_id", "conversation", "prompt", "background")
 _NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}

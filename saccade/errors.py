@@ -1,0 +1,43 @@
+"""Errors that are part of the interface: one readable sentence each, with the values and what to change."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+
+class RequestError(ValueError):
+    """The client's mistake: one readable sentence with the values in it. It ends one request and nothing else."""
+
+    def __init__(
+        self, message: str, *, code: str | None = None, param: str | None = None, key: bytes | None = None
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.code = code  # one of OpenAI's error codes, where one fits
+        self.param = param  # the part of the request at fault, such as "messages[2].content[1].image_url"
+        self.key = key  # content key of the image at fault, where the engine says so: it knows no parts of requests
+
+    def renamed(self, param: str) -> RequestError:
+        """The same, about a part as the client calls it."""
+        is_named = self.param is not None and self.message.startswith(self.param)
+        message = param + self.message.removeprefix(self.param or "") if is_named else self.message
+        return RequestError(message, code=self.code, param=param)
+
+    def located(self, where: Mapping[bytes, str]) -> RequestError:
+        """The same, with the part in which a request has the picture."""
+        if self.key is None or self.key not in where:
+            return self
+        return self.renamed(where[self.key])
+
+
+class ConfigError(ValueError):
+    """The operator's mistake: a setting or a checkpoint that cannot work, with the values and what to change."""
+
+
+class EngineUnavailable(Exception):
+    """The engine starts, restarts or drains, or it died under the request. Nothing is wrong with the request."""
+
+    def __init__(self, message: str, retry_after: float) -> None:
+        super().__init__(message)
+        self.message = message
+        self.retry_after = retry_after  # seconds after which it may be worth another try

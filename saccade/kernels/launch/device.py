@@ -1,0 +1,29 @@
+"""What a launch asks of its device: how many SMs it has, whether it is a Hopper, and how heads are laid out."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Heads(NamedTuple):
+    queries: int
+    keys: int
+    dim: int
+
+
+def num_sms(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 4  # the interpreter: splits happen at all, with few programs
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def precision_of(q: Tensor) -> str:
+    """float32 is asked for by those who compare: three products of tf32 keep its digits, one would not."""
+    return "tf32x3" if q.dtype == torch.float32 else "tf32"

@@ -1,0 +1,16 @@
+"""Sizes of encoder passes that CUDA graphs are captured for. Imports no Triton."""
+
+from __future__ import annotations
+
+SIZES = tuple(range(128, 2049, 128))  # patches; matrix products work in tiles of 128 rows anyway
+
+
+MOST = 8192  # patches, where all pictures have one size: then there are few passes to record
+
+
+PICTURES = 32  # of a pass, or windows
+
+
+def size_for(patches: int) -> int:
+    """Of the recording, if there is one."""
+    return -(-patches // SIZES[0]) * SIZES[0]
