@@ -188,11 +188,13 @@ def _attention_params(text: TextConfig) -> int:
 
 def _latent_params(text: TextConfig, mla: MLAConfig) -> int:
     """Queries, what is kept, the ways from there to every head's keys and values, and the way out."""
-    hidden, rank = text.hidden_size, mla.query_rank
-    queries = text.num_heads * (mla.plain + mla.turned)
+    hidden, rank = text.hidden_size, mla.q_lora_rank
+    queries = text.num_heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
     asked = rank * (hidden + queries) if rank else hidden * queries
-    expanded = mla.rank * text.num_heads * (mla.plain + mla.value)
-    return asked + hidden * (mla.rank + mla.turned) + expanded + text.num_heads * mla.value * hidden
+    expanded = mla.kv_lora_rank * text.num_heads * (mla.qk_nope_head_dim + mla.v_head_dim)
+    return (
+        asked + hidden * (mla.kv_lora_rank + mla.qk_rope_head_dim) + expanded + text.num_heads * mla.v_head_dim * hidden
+    )
 
 
 def decoder_params(text: TextConfig) -> int:

@@ -124,7 +124,11 @@ def test_the_published_config_is_read_with_its_defaults() -> None:
 def test_a_decoder_that_does_not_say_otherwise_has_latent_attention() -> None:
     language = {k: v for k, v in TINY_LANGUAGE.items() if not k.startswith(("use_mla", "qk_", "v_head", "kv_lora"))}
     text = model_config({**TINY, "language_config": {k: v for k, v in language.items() if k != "model_type"}}).text
-    assert text.mla is not None and (text.mla.rank, text.mla.turned, text.num_kv_heads) == (512, 64, 1)
+    assert text.mla is not None and (text.mla.kv_lora_rank, text.mla.qk_rope_head_dim, text.num_kv_heads) == (
+        512,
+        64,
+        1,
+    )
     assert text.head_dim == 576 and text.model_type == "deepseek_v2"
 
 

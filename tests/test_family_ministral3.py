@@ -203,7 +203,7 @@ def test_pictures_are_counted_from_the_config_files_alone(folder: Path, tmp_path
 
 
 def test_on_a_gpu_the_start_up_log_says_why_steps_are_plain(subject: Subject) -> None:
-    assert "queries grow" in str(eager_reason_of(subject.model, torch.device("cuda")))
+    assert "attention temperature" in str(eager_reason_of(subject.model, torch.device("cuda")))
 
 
 def test_a_decoder_of_the_kind_whose_queries_do_not_grow_has_kernels(folder: Path) -> None:
@@ -223,7 +223,10 @@ def test_kernels_refuse_what_they_would_compute_wrongly(subject: Subject) -> Non
 @pytest.mark.parametrize("model_type", ["ministral3", "mistral"])
 def test_a_decoder_whose_queries_grow_is_plain_on_a_gpu_too(tmp_path: Path, model_type: str) -> None:
     model = Subject(family_text.build(tmp_path, model_type, changes=GROWING)).model
-    assert "queries grow" in str(eager_reason_of(model, torch.device("cuda"))) and eager_reason_of(model, CPU) is None
+    assert (
+        "attention temperature" in str(eager_reason_of(model, torch.device("cuda")))
+        and eager_reason_of(model, CPU) is None
+    )
 
 
 # --- published shapes ---------------------------------------------------------------------------------------------

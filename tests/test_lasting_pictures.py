@@ -15,7 +15,7 @@ from saccade.checkpoint.config import model_config
 from saccade.cli import main as cli
 from saccade.cli.chat import bill_line
 from saccade.errors import RequestError
-from saccade.models import load_model
+from saccade.models import eager_reason, load_model
 from saccade.options import Options
 from saccade.processor.checkpoint import open_checkpoint
 from saccade.runner.build import eager_reason_of
@@ -191,16 +191,18 @@ def test_on_a_gpu_the_model_runs_the_plain_way_and_says_why(folder: Path, qwen2_
         cpu = torch.device("cpu")
         models.append(load_model(path, checkpoint.config, dtype=torch.float32, device=cpu, progress=False))
     cuda = torch.device("cuda")
-    assert "layers that look at pictures" in (eager_reason_of(models[0], cuda) or "")
+    assert "cross-attention" in (eager_reason_of(models[0], cuda) or "")
     assert eager_reason_of(models[0], torch.device("cpu")) is None and eager_reason_of(models[1], cuda) is None
 
 
 def test_the_reason_is_in_the_start_up_log(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("saccade.engine.build.eager_reason_of", lambda model, device: f"plain: {model.eager_reason}")
+    monkeypatch.setattr(
+        "saccade.engine.build.eager_reason_of", lambda model, device: f"plain: {eager_reason(model.config)}"
+    )
     with caplog.at_level(logging.INFO, logger="saccade.engine"):
         llm = make(folder)
-    assert "plain: layers that look at pictures have no kernels of their own yet" in caplog.messages
+    assert "plain: there are no kernels for cross-attention" in caplog.messages
     assert any(reason.startswith("plain: ") for reason in llm.engine.core.reasons)
     llm.close()

@@ -11,8 +11,8 @@ import torch
 from saccade import costs
 from saccade.checkpoint.config import ModelConfig, model_config
 from saccade.errors import ConfigError
-from saccade.models import load_model, runs_eager
-from saccade.models.interface import EagerModel
+from saccade.models import eager_reason, load_model
+from saccade.models.layers.decoder import Decoder, OnDecoder
 from saccade.options import Options
 from saccade.processor.checkpoint import open_checkpoint
 from saccade.runner.encoder.embedding_cache import EmbeddingSlab
@@ -167,7 +167,14 @@ def test_it_is_known_before_a_model_is_built_whether_kernels_know_it(family_fold
         family_folder, opened.config, dtype=torch.float32, device=torch.device("cpu"),
         load_format="dummy", image_processor=opened.image_processor,
     )  # fmt: skip
-    assert runs_eager(opened.config) == isinstance(made, EagerModel)
+    decoder = made.decoder
+    has_kernels = (
+        getattr(type(made), "forward", None) is OnDecoder.forward
+        and isinstance(decoder, Decoder)
+        and decoder.temperature is None
+        and not any(layer.experts for layer in decoder.layers)
+    )
+    assert (eager_reason(opened.config) is None) == has_kernels
 
 
 def test_a_host_plans_weights_kv_and_embeddings_alone() -> None:

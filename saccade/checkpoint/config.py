@@ -49,11 +49,11 @@ class LinearConfig:
 class MLAConfig:
     """Attention that keeps one short vector of a token, from which keys and values of all heads could be made."""
 
-    rank: int  # length of that vector
-    turned: int  # values kept beside it that turn with the position: a part of the key, the same for all heads
-    plain: int  # values of a head's query that do not turn
-    value: int  # of what a head finds
-    query_rank: int | None  # queries come from a vector of this length; None: from the layer's input
+    kv_lora_rank: int  # length of that vector
+    qk_rope_head_dim: int  # dimensions kept beside it that RoPE rotates: a part of the key, the same for all heads
+    qk_nope_head_dim: int  # dimensions of a head's query that RoPE leaves alone
+    v_head_dim: int  # dimensions of a head's values
+    q_lora_rank: int | None  # queries come from a vector of this length; None: from the layer's input
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,14 +189,14 @@ def _text_config(text: Mapping[str, Any], raw: Mapping[str, Any], num_deepstack:
     theta, eps = rope.pop("rope_theta", None) or text.get("rope_theta"), text.get("rms_norm_eps")
     # Some published configs deny at the top what is true of the text model inside: its head is then not stored.
     tie = raw.get("tie_word_embeddings") or text.get("tie_word_embeddings")
-    mla = _latent_config(text)
+    mla = _mla_config(text)
     return TextConfig(
         hidden_size=hidden,
         intermediate_size=_need(text, "intermediate_size", "moe_intermediate_size"),  # the first: of plain layers
         num_layers=_need(text, "num_hidden_layers"),
         num_heads=heads,
         num_kv_heads=1 if mla else _kv_heads(text, heads),
-        head_dim=mla.rank + mla.turned if mla else _head_dim(text, hidden, heads),
+        head_dim=mla.kv_lora_rank + mla.qk_rope_head_dim if mla else _head_dim(text, hidden, heads),
         vocab_size=_need(text, "vocab_size"),
         max_position=_need(text, "max_position_embeddings"),
         rms_norm_eps=1e-6 if eps is None else eps,
@@ -236,15 +236,15 @@ def _head_dim(text: Mapping[str, Any], hidden: int, heads: int) -> int:
     return dim
 
 
-def _latent_config(text: Mapping[str, Any]) -> MLAConfig | None:
+def _mla_config(text: Mapping[str, Any]) -> MLAConfig | None:
     if not text.get("use_mla"):
         return None
     return MLAConfig(
-        rank=_need(text, "kv_lora_rank"),
-        turned=_need(text, "qk_rope_head_dim"),
-        plain=_need(text, "qk_nope_head_dim"),
-        value=_need(text, "v_head_dim"),
-        query_rank=_need(text, "q_lora_rank") if text.get("q_lora_rank") else None,
+        kv_lora_rank=_need(text, "kv_lora_rank"),
+        qk_rope_head_dim=_need(text, "qk_rope_head_dim"),
+        qk_nope_head_dim=_need(text, "qk_nope_head_dim"),
+        v_head_dim=_need(text, "v_head_dim"),
+        q_lora_rank=_need(text, "q_lora_rank") if text.get("q_lora_rank") else None,
     )
 
 

@@ -17,6 +17,7 @@ from saccade.models.parameters import Parameters
 from saccade.models.vision.ops import TorchVision, VisionOps
 from saccade.models.weights import fill_random, load_weights
 
+_TEXT = ("llama", "ministral3", "mistral", "qwen2", "qwen3", "qwen3_moe")
 _FAMILIES: Mapping[str, tuple[str, str]] = {  # model_type -> (module, class); a module is imported when it is needed
     "deepseek_v2": ("saccade.models.families.deepseek_v2", "DeepseekV2"),
     "deepseek_vl_v2": ("saccade.models.families.deepseek_vl_v2", "DeepseekVL2"),
@@ -29,13 +30,10 @@ _FAMILIES: Mapping[str, tuple[str, str]] = {  # model_type -> (module, class); a
     "qwen": ("saccade.models.families.qwen_vl", "Qwen"),
     "qwen/qwen_visual": ("saccade.models.families.qwen_vl", "QwenVL"),
     "qwen2_vl": ("saccade.models.families.qwen2_vl", "Qwen2VL"),
-    **dict.fromkeys(("llama", "ministral3", "mistral", "qwen2", "qwen3"), ("saccade.models.families.text", "Text")),
+    **dict.fromkeys(_TEXT, ("saccade.models.families.text", "Text")),
     "qwen2_5_vl": ("saccade.models.families.qwen2_5_vl", "Qwen2_5VL"),
-    "qwen3_moe": ("saccade.models.qwen3_moe", "Qwen3Moe"),
-    "qwen3_vl": ("saccade.models.families.qwen3_vl", "Qwen3VL"),
-    "qwen3_vl_moe": ("saccade.models.qwen3_vl_moe", "Qwen3VLMoe"),
-    "qwen3_5": ("saccade.models.families.qwen3_5", "Qwen3_5"),
-    "qwen3_5_moe": ("saccade.models.qwen3_5_moe", "Qwen3_5Moe"),
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), ("saccade.models.families.qwen3_vl", "Qwen3VL")),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), ("saccade.models.families.qwen3_5", "Qwen3_5")),
 }
 
 
@@ -72,11 +70,23 @@ def load_model(
     return loaded
 
 
-def runs_eager(config: ModelConfig) -> bool:
-    """Whether this will be a `EagerModel`: known before it is built, for memory is planned by it."""
+def eager_reason(config: ModelConfig) -> str | None:
+    """Why a GPU runs the model in plain PyTorch, without our kernels and CUDA graphs; None: it does not.
+
+    Known before the model is built, because memory is planned by it.
+    """
     if config.model_type not in _FAMILIES:
-        return True  # Transformers' code
-    return hasattr(_family(config), "eager_reason") or attention_temperature_of(config.text.rope_scaling) is not None
+        return "the model runs through Transformers' code"
+    text = config.text
+    lacking = {
+        "latent attention": text.mla is not None,
+        "gated delta nets": text.linear is not None,
+        "cross-attention": text.num_cross_layers > 0,
+        "routed experts": text.experts is not None,
+        "attention temperature": attention_temperature_of(text.rope_scaling) is not None,
+    }
+    missing = [name for name, is_used in lacking.items() if is_used]
+    return f"there are no kernels for {' and '.join(missing)}" if missing else None
 
 
 def _refuse_quantised(config: ModelConfig) -> None:

@@ -44,7 +44,6 @@ class Fallback:
     device: torch.device
     dtype: torch.dtype
     window: int  # tokens of the longest request
-    eager_reason: str = "the model runs through Transformers' code"
 
     def __post_init__(self) -> None:
         table = self.model.get_input_embeddings().weight

@@ -40,13 +40,6 @@ class VisionLanguageModel(Protocol):
         """[N, hidden] -> float32 [N, vocabulary]"""
 
 
-@runtime_checkable
-class EagerModel(Protocol):
-    """A model whose decoder no kernels know: on every device it runs in plain PyTorch, through `forward`."""
-
-    eager_reason: str  # for the start-up log
-
-
 class CrossAttentionModel(VisionLanguageModel, Protocol):
     """A model whose spans last (`Span.is_cross_attended`): layers of its own read pictures, so it is told who sees what."""
 

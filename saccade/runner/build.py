@@ -13,8 +13,8 @@ from torch import Tensor
 from saccade import costs
 from saccade.checkpoint.config import ModelConfig
 from saccade.errors import ConfigError
-from saccade.models import load_model
-from saccade.models.interface import EagerModel, VisionLanguageModel
+from saccade.models import eager_reason, load_model
+from saccade.models.interface import VisionLanguageModel
 from saccade.models.layers.attention import PagedKV
 from saccade.options import Options, SchedulerConfig
 from saccade.runner.cuda.attention_backend import Place, check, choose
@@ -79,9 +79,8 @@ def build_runner(
 
 def eager_reason_of(model: VisionLanguageModel, device: torch.device) -> str | None:
     """Why a device that has kernels computes steps without them, for the start-up log."""
-    if device.type != "cuda" or not isinstance(model, EagerModel):
-        return None
-    return f"steps are computed in plain PyTorch, without kernels and graphs: {model.eager_reason}"
+    reason = eager_reason(model.config) if device.type == "cuda" else None
+    return f"steps run in plain PyTorch, without kernels and CUDA graphs: {reason}" if reason else None
 
 
 def _states(config: ModelConfig, sizes: SchedulerConfig, plan: MemoryPlan) -> RecurrentStates | None:

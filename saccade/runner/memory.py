@@ -16,7 +16,7 @@ import torch
 from saccade import costs
 from saccade.checkpoint.config import ModelConfig
 from saccade.errors import ConfigError
-from saccade.models import runs_eager
+from saccade.models import eager_reason
 from saccade.options import Options, SchedulerConfig
 from saccade.runner.encoder.graphs import largest_pass
 from saccade.types import Geometry, Size
@@ -170,7 +170,7 @@ def _graph_bytes(options: Options, model: ModelConfig, dtype: str) -> int:
     By formula, for it must be known before the KV cache is sized, and graphs can only be recorded over a cache that
     is there. What they took is measured then, and shown beside this.
     """
-    if runs_eager(model):
+    if eager_reason(model):
         return _tower_graph_bytes(model, dtype)
     from saccade.runner.cuda.graph_sizes import GRAPH_TOKENS, GRAPH_WINDOWS, MAX_MIXED_ROWS, mixed_sizes
 
@@ -186,7 +186,7 @@ def _graph_bytes(options: Options, model: ModelConfig, dtype: str) -> int:
 
 
 def _prompt_bytes_per_token(model: ModelConfig, dtype: str) -> int:
-    per_token = costs.prompt_bytes_per_token if runs_eager(model) else costs.fused_prompt_bytes_per_token
+    per_token = costs.prompt_bytes_per_token if eager_reason(model) else costs.fused_prompt_bytes_per_token
     return per_token(model.text, dtype)
 
 

@@ -28,7 +28,7 @@ It turns queries and keys by their positions and stores the new keys and values.
 class FusedDecoder:
     def __init__(self, decoder: Decoder, kv: PagedKV) -> None:
         assert decoder.temperature is None and not any(layer.experts for layer in decoder.layers), (
-            "a model with `eager_reason`"
+            "`eager_reason` should have kept this model from the kernels"
         )
         self.decoder = decoder
         self.kv = kv

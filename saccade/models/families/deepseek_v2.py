@@ -17,12 +17,9 @@ from saccade.models.vision.preprocess import ImagePixels
 from saccade.models.weights import Rule, under
 from saccade.types import Geometry, Grid
 
-EAGER_REASON = "the kernels know neither routed experts nor latent attention"
-
 
 class DeepseekV2(OnDecoder):
     decoder: Any  # a LatentDecoder, or a Decoder
-    eager_reason = EAGER_REASON
 
     def __init__(
         self, config: ModelConfig, params: Parameters, image_processor: Mapping[str, Any], ops: VisionOps

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from saccade.checkpoint.config import ModelConfig
 from saccade.errors import ConfigError
-from saccade.models.families.deepseek_v2 import EAGER_REASON, language_rules, make_decoder
+from saccade.models.families.deepseek_v2 import language_rules, make_decoder
 from saccade.models.layers.basic import Linear
 from saccade.models.layers.decoder import OnDecoder
 from saccade.models.layers.types import Encoding
@@ -29,7 +29,6 @@ _PIXELS = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}  # where processor_c
 
 class DeepseekVL2(OnDecoder):
     decoder: Any  # a LatentDecoder, or a Decoder
-    eager_reason = EAGER_REASON
 
     def __init__(
         self, config: ModelConfig, params: Parameters, image_processor: Mapping[str, Any], ops: VisionOps

@@ -8,7 +8,6 @@ from saccade.checkpoint.config import VisionConfig
 from saccade.errors import ConfigError
 from saccade.models.families.llava import PROJECTOR_RULES, Projector
 from saccade.models.families.pixtral import LlavaPixtral
-from saccade.models.layers.attention_temperature import EAGER_REASON
 from saccade.models.layers.basic import Linear, RMSNorm
 from saccade.models.layers.decoder import Biases, Decoder
 from saccade.models.parameters import Parameters
@@ -16,15 +15,10 @@ from saccade.models.weights import Rule
 
 
 class Mistral3(LlavaPixtral):
-    eager_reason: str  # of those with the decoder of Ministral 3 alone
-
     def make_decoder(self, params: Parameters) -> Decoder:
         if self.config.text.model_type != "ministral3":
             return super().make_decoder(params)
-        decoder = Decoder(params, self.config.text, Biases())
-        if decoder.temperature is not None:
-            self.eager_reason = EAGER_REASON
-        return decoder
+        return Decoder(params, self.config.text, Biases())
 
     def make_projector(self, params: Parameters, vision: VisionConfig) -> Projector:
         if self.tower.width != vision.hidden_size:

@@ -29,8 +29,6 @@ _PIXELS = {"resample": 2, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}  # wh
 
 
 class Mllama:
-    eager_reason = "layers that look at pictures have no kernels of their own yet"
-
     def __init__(
         self, config: ModelConfig, params: Parameters, image_processor: Mapping[str, Any], ops: VisionOps
     ) -> None:

@@ -25,7 +25,6 @@ _ROTARY_SHARE = 0.25  # of a head's dimensions, where a config is silent
 
 class Qwen3_5(Qwen3VL):
     decoder: Any  # a HybridDecoder
-    eager_reason = "its delta nets carry states, which the kernels do not know"
 
     def make_decoder(self, params: Parameters) -> Any:
         """Its layers are run here and nowhere else: the kernels of CUDA devices know keys and values, not states."""

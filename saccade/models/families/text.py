@@ -9,7 +9,6 @@ from torch import Tensor
 
 from saccade.checkpoint.config import ModelConfig
 from saccade.errors import ConfigError
-from saccade.models.layers.attention_temperature import EAGER_REASON
 from saccade.models.layers.decoder import Biases, Decoder, OnDecoder, decoder_rules, head_rule
 from saccade.models.parameters import Parameters
 from saccade.models.vision.ops import VisionOps
@@ -24,8 +23,6 @@ class Variant(NamedTuple):
 
 
 class Text(OnDecoder):
-    eager_reason: str  # of those whose queries grow
-
     def __init__(
         self, config: ModelConfig, params: Parameters, image_processor: Mapping[str, Any], ops: VisionOps
     ) -> None:
@@ -35,8 +32,6 @@ class Text(OnDecoder):
         variant = variant_of(config.model_type, config.raw)
         self.config = config
         self.decoder = Decoder(params.within("decoder"), config.text, variant.biases, has_qk_norms=variant.has_qk_norms)
-        if self.decoder.temperature is not None:
-            self.eager_reason = EAGER_REASON
 
     def prepare(self, image: ImagePixels, geometry: Geometry) -> NoReturn:
         raise AssertionError("a model without a vision tower has no encoder stage")

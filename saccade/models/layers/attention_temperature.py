@@ -15,8 +15,6 @@ from torch import Tensor
 from saccade.errors import ConfigError
 from saccade.models.layers.types import Attention
 
-EAGER_REASON = "its queries grow with their position, which the kernels do not know"
-
 
 class AttentionTemperature:
     def __init__(self, beta: float, length: int) -> None:

@@ -31,8 +31,8 @@ _LATENT_EPS = 1e-6  # of the norms inside attention, whatever the config says of
 class LatentDecoder:
     def __init__(self, params: Parameters, text: TextConfig, mla: MLAConfig) -> None:
         self.table = params.new("embed.weight", text.vocab_size, text.hidden_size)
-        self.rotary = Rotary(replace(text, head_dim=mla.turned), params.device)
-        self.scale = (mla.plain + mla.turned) ** -0.5 * _stretch(text) ** 2  # of scores
+        self.rotary = Rotary(replace(text, head_dim=mla.qk_rope_head_dim), params.device)
+        self.scale = (mla.qk_nope_head_dim + mla.qk_rope_head_dim) ** -0.5 * _stretch(text) ** 2  # of scores
         layers = params.within("layers")
         self.layers = [LatentLayer(layers.within(i), text, mla, i) for i in range(text.num_layers)]
         self.norm = RMSNorm(params.within("norm"), text.hidden_size, text.rms_norm_eps)
@@ -73,21 +73,28 @@ class LatentLayer:
 class LatentAttention:
     def __init__(self, params: Parameters, text: TextConfig, mla: MLAConfig) -> None:
         self.mla, self.heads = mla, text.num_heads
-        queries, made = self.heads * (mla.plain + mla.turned), mla.plain + mla.value
-        first = mla.query_rank or queries
+        queries, made = (
+            self.heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim),
+            mla.qk_nope_head_dim + mla.v_head_dim,
+        )
+        first = mla.q_lora_rank or queries
         self.inputs = Linear(params.within("inputs"), text.hidden_size, {"q": first, "kv": text.head_dim})
         self.q_norm, self.q_up = None, None
-        if mla.query_rank:
-            self.q_norm = RMSNorm(params.within("q_norm"), mla.query_rank, _LATENT_EPS)
-            self.q_up = Linear(params.within("q_up"), mla.query_rank, queries)
-        self.norm = RMSNorm(params.within("latent_norm"), mla.rank, _LATENT_EPS)
-        expand = params.new("expand.weight", self.heads * made, mla.rank).view(self.heads, made, mla.rank)
-        self.to_keys, self.to_values = torch.split(expand, [mla.plain, mla.value], dim=1)  # [heads, d, rank]
-        self.out = Linear(params.within("out"), self.heads * mla.value, text.hidden_size)
+        if mla.q_lora_rank:
+            self.q_norm = RMSNorm(params.within("q_norm"), mla.q_lora_rank, _LATENT_EPS)
+            self.q_up = Linear(params.within("q_up"), mla.q_lora_rank, queries)
+        self.norm = RMSNorm(params.within("latent_norm"), mla.kv_lora_rank, _LATENT_EPS)
+        expand = params.new("expand.weight", self.heads * made, mla.kv_lora_rank).view(
+            self.heads, made, mla.kv_lora_rank
+        )
+        self.to_keys, self.to_values = torch.split(
+            expand, [mla.qk_nope_head_dim, mla.v_head_dim], dim=1
+        )  # [heads, d, rank]
+        self.out = Linear(params.within("out"), self.heads * mla.v_head_dim, text.hidden_size)
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention, index: int) -> Tensor:
         queries, memory = self._asked_and_kept(x, cos, sin)
-        mixed = attention(index, queries, memory, memory)[..., : self.mla.rank]
+        mixed = attention(index, queries, memory, memory)[..., : self.mla.kv_lora_rank]
         del queries, memory  # with many heads they are most of what a step takes
         found = torch.bmm(mixed.transpose(0, 1), self.to_values.mT).transpose(0, 1)  # [T, heads, value]
         return self.out(found.flatten(1))
@@ -95,10 +102,12 @@ class LatentAttention:
     def _asked_and_kept(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """[T, heads, rank + turned] and [T, 1, rank + turned]"""
         shape, rows = self.mla, len(x)
-        first, kept = self.inputs(x).tensor_split([self.inputs.weight.shape[0] - shape.rank - shape.turned], dim=-1)
+        first, kept = self.inputs(x).tensor_split(
+            [self.inputs.weight.shape[0] - shape.kv_lora_rank - shape.qk_rope_head_dim], dim=-1
+        )
         q = self.q_up(self.q_norm(first)) if self.q_up and self.q_norm else first
-        plain, turning = q.view(rows, self.heads, -1).tensor_split([shape.plain], dim=-1)
-        short, key = kept[:, None].tensor_split([shape.rank], dim=-1)  # [T, 1, ...]
+        plain, turning = q.view(rows, self.heads, -1).tensor_split([shape.qk_nope_head_dim], dim=-1)
+        short, key = kept[:, None].tensor_split([shape.kv_lora_rank], dim=-1)  # [T, 1, ...]
         absorbed = torch.bmm(plain.transpose(0, 1), self.to_keys).transpose(0, 1)  # [T, heads, rank]
         queries = torch.cat((absorbed, rotate_pairs(turning, cos, sin)), dim=-1)
         return queries, torch.cat((self.norm(short), rotate_pairs(key, cos, sin)), dim=-1)

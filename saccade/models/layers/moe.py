@@ -19,7 +19,6 @@ from saccade.models.layers.basic import Linear, silu_and_mul
 from saccade.models.parameters import Parameters
 from saccade.models.weights import Rule
 
-EAGER_REASON = "how many tokens an expert gets is read back in every layer, which a recorded graph cannot do"
 _CHOICES = ("greedy", "group_limited_greedy", "noaux_tc")
 _TINY = 1e-20  # keeps scores that are all zero from dividing
 

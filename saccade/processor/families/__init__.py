@@ -15,14 +15,18 @@ from saccade.processor.families.llava_next import LlavaNext
 from saccade.processor.families.llava_onevision import LlavaOnevision
 from saccade.processor.families.mistral3 import Mistral3
 from saccade.processor.families.mllama import Mllama
-from saccade.processor.families.qwen2_5_vl import Qwen2_5VL
 from saccade.processor.families.qwen2_vl import Qwen2VL
-from saccade.processor.families.qwen3_5 import Qwen3_5
-from saccade.processor.families.qwen3_5_moe import Qwen3_5Moe
-from saccade.processor.families.qwen3_vl import Qwen3VL
-from saccade.processor.families.qwen3_vl_moe import Qwen3VLMoe
 from saccade.processor.families.qwen_vl import QwenVL
 from saccade.processor.families.text import Text
+
+_QWEN_VL = (
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+    "qwen3_5",
+    "qwen3_5_moe",
+)  # they differ in their settings
 
 FAMILIES: dict[str, type[Family]] = {
     "deepseek_v2": Text,
@@ -35,13 +39,8 @@ FAMILIES: dict[str, type[Family]] = {
     "mllama": Mllama,
     "qwen": Text,
     "qwen/qwen_visual": QwenVL,
-    "qwen2_vl": Qwen2VL,
+    **dict.fromkeys(_QWEN_VL, Qwen2VL),
     **dict.fromkeys(("llama", "mistral", "ministral3", "qwen2", "qwen3", "qwen3_moe"), Text),
-    "qwen2_5_vl": Qwen2_5VL,
-    "qwen3_vl": Qwen3VL,
-    "qwen3_vl_moe": Qwen3VLMoe,
-    "qwen3_5": Qwen3_5,
-    "qwen3_5_moe": Qwen3_5Moe,
 }
 
 VIDEO: dict[str, Callable[[Files], VideoRules | None]] = {
