@@ -26,7 +26,7 @@ from benchmarks.transformers_side import TransformersSide
 from saccade import LLM, SamplingParams
 from saccade.outputs import RequestOutput
 
-PICTURE = "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>"
+IMAGE = "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>"
 QUESTIONS = ("What is in this picture?", "How many red circles are there in it?")
 END = "<|im_end|>\n<|im_start|>assistant\n"
 TOKENS = 32
@@ -43,8 +43,8 @@ def photo(seed: int, width: int = 640, height: int = 480) -> bytes:
 
 def workload(seed: int) -> list[Request]:
     """16 requests over 8 pictures: picture first, two questions each."""
-    pictures = [photo(1000 * seed + i) for i in range(8)]
-    return [(f"{PICTURE}{question}{END}", data) for data in pictures for question in QUESTIONS]
+    images = [photo(1000 * seed + i) for i in range(8)]
+    return [(f"{IMAGE}{question}{END}", data) for data in images for question in QUESTIONS]
 
 
 def greedy(tokens: int) -> SamplingParams:
@@ -105,7 +105,7 @@ def first_token(llm: LLM, prompt: dict[str, object]) -> float:
     return seconds(lambda: llm.generate(prompt, greedy(1), use_tqdm=False))
 
 
-def seen_picture(folder: Path, rounds: int) -> dict[str, float]:
+def seen_image(folder: Path, rounds: int) -> dict[str, float]:
     """A picture whose embeddings are at hand against text of as many tokens; then the same with cached prefixes."""
     ids = np.random.default_rng(0)
     data = photo(7)
@@ -113,25 +113,25 @@ def seen_picture(folder: Path, rounds: int) -> dict[str, float]:
     for name, caching in (("no prefix cache", False), ("prefix cache", True)):
         llm = make_llm(folder, enable_prefix_caching=caching)
         tokens = len(
-            llm.generate(as_prompt((f"{PICTURE}{QUESTIONS[0]}{END}", data)), greedy(1), use_tqdm=False)[
+            llm.generate(as_prompt((f"{IMAGE}{QUESTIONS[0]}{END}", data)), greedy(1), use_tqdm=False)[
                 0
             ].prompt_token_ids
         )
         before = llm.stats()["encoder"]
         base = ids.integers(0, 400, tokens).tolist()
         llm.generate({"prompt_token_ids": base}, greedy(1), use_tqdm=False)
-        pictures, texts = [], []
+        images, texts = [], []
         for index in range(rounds):
             question = f"Question {index:03d}, what is in this picture?"
-            asked = as_prompt((f"{PICTURE}{question}{END}", data))
+            asked = as_prompt((f"{IMAGE}{question}{END}", data))
             size = len(llm.engine.processor.from_prompt(asked))
-            start = len(llm.engine.processor.from_prompt(as_prompt((PICTURE, data)))) // 16 * 16
+            start = len(llm.engine.processor.from_prompt(as_prompt((IMAGE, data)))) // 16 * 16
             text = [*base[:start], *ids.integers(0, 400, size - start).tolist()]
-            pictures.append(first_token(llm, asked))
+            images.append(first_token(llm, asked))
             texts.append(first_token(llm, {"prompt_token_ids": text}))
         after = llm.stats()["encoder"]
         assert after["encoded"] == before["encoded"] and after["decoded"] == before["decoded"], "a seen picture is free"
-        result[name] = statistics.median(pictures) / statistics.median(texts)
+        result[name] = statistics.median(images) / statistics.median(texts)
         llm.close()
     return result
 
@@ -150,7 +150,7 @@ def matrix_products(folder: Path, rounds: int) -> dict[str, float]:
     decode = _decode_step(llm, [ids.integers(0, 400, 420).tolist() for _ in range(16)])
     encodes = []
     for index in range(rounds):
-        out = llm.generate(as_prompt((f"{PICTURE}?{END}", photo(500 + index))), greedy(1), use_tqdm=False)[0]
+        out = llm.generate(as_prompt((f"{IMAGE}?{END}", photo(500 + index))), greedy(1), use_tqdm=False)[0]
         encodes.append(out.bill.times_ms["encode"] / 1e3)
     llm.close()
     qkv = (text.num_heads + 2 * text.num_kv_heads) * text.head_dim
@@ -211,7 +211,7 @@ def main() -> int:
     folder = qwen2_vl_120m(args.model_dir)
     rates = throughput(folder, args.rounds)
     best = max(rate for name, rate in rates.items() if name.startswith("batch"))
-    seen = seen_picture(folder, 4 * args.rounds)
+    seen = seen_image(folder, 4 * args.rounds)
     gemms = matrix_products(folder, args.rounds)
     step = schedule_and_commit_ms(64)
     rows = [

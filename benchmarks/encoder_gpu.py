@@ -59,7 +59,7 @@ from saccade.types import Grid, MediaItem, Size
 BICUBIC = int(Image.Resampling.BICUBIC)
 SIZES = {"1288x952": [Grid(1, 68, 92)], "644x476": [Grid(1, 34, 46)], "8 of 644x476": [Grid(1, 34, 46)] * 8,
          "16 of 336x336": [Grid(1, 24, 24)] * 16, "2548x1428": [Grid(1, 102, 182)]}  # fmt: skip
-PICTURES = [Size(644, 476), Size(1280, 960), Size(2560, 1440)]
+IMAGES = [Size(644, 476), Size(1280, 960), Size(2560, 1440)]
 
 
 class Row(NamedTuple):
@@ -164,7 +164,7 @@ def _encoded(made: Qwen2VL, items: Sequence[MediaItem], device: torch.device) ->
 def before_the_tower() -> Iterator[Row]:
     made = model_of(config(layers=1))
     upload, plain = Upload(made, CUDA), TorchVision()
-    for size in PICTURES:
+    for size in IMAGES:
         name, data, geometry = f"{size.width}x{size.height}", photo(size), geometry_of(size)
         image = pixels_of(data)
         pinned = as_tensor(image).pin_memory()
@@ -323,7 +323,7 @@ def memory() -> Iterator[Row]:
 
 def jpeg_to_embeddings() -> Iterator[Row]:
     stage = LocalEncoder(model_of(config()), 32768, 8, CUDA)
-    for size in PICTURES:
+    for size in IMAGES:
         name = f"JPEG {size.width}x{size.height}"
         times = []
         for seed in range(4):  # the first one compiles

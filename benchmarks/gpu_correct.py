@@ -145,8 +145,8 @@ def built_in(asked: Asked, dtype: str) -> None:
 
 
 def _messages(questions: QuestionSet, question: Question) -> list[dict[str, Any]]:
-    pictures = [{"type": "image", "image": questions.picture(ref).data} for ref in question.pictures]
-    return [{"role": "user", "content": [*pictures, {"type": "text", "text": question.text}]}]
+    images = [{"type": "image", "image": questions.image(ref).data} for ref in question.images]
+    return [{"role": "user", "content": [*images, {"type": "text", "text": question.text}]}]
 
 
 def _text(output: RequestOutput) -> str:

@@ -84,14 +84,14 @@ class Floors:
         patches = self.geometry(width, height).grid.patches
         return count * self._flops_s(costs.encode_flops(vision, self.config.text, patches)) * 1e3
 
-    def picture(self, width: int, height: int, count: int = 1, context: int = 0) -> float:
+    def image(self, width: int, height: int, count: int = 1, context: int = 0) -> float:
         """Its encoding and its part of the prompt."""
         tokens = count * self.geometry(width, height).tokens
         return self.encode(width, height, count) + self.prompt(tokens, context)
 
     def rows(self) -> Mapping[str, float]:
         hd, full = self.geometry(1280, 720).tokens, self.geometry(1920, 1080).tokens
-        wave = 64 * self.picture(1280, 720) + 32 * self.decode(64, hd + 32)
+        wave = 64 * self.image(1280, 720) + 32 * self.decode(64, hd + 32)
         stream = self.decode(STREAMS, 500 + STREAM_TOKENS // 2)
         found = {f"decode_{batch}": self.decode(batch, 1000) for batch in BATCHES}
         for rested in ("", "_rested"):
@@ -101,21 +101,21 @@ class Floors:
         found |= {f"text_{tokens}": self.prompt(tokens) for tokens in (64, 1600)}
         for size in ((644, 476), (1280, 960), (2560, 1440)):
             name = "x".join(map(str, size))
-            found[f"new_{name}"] = self.picture(*size)
+            found[f"new_{name}"] = self.image(*size)
             found[f"again_{name}"] = self.prompt(16, self.geometry(*size).tokens)
         found |= {
             "throughput_64x720p": 64e3 / wave,
-            "turn2_720p": self.picture(1280, 720, context=hd),
-            "turn8_720p": self.picture(1280, 720, context=7 * hd),
-            "turn2_1080p": self.picture(1920, 1080, context=full),
-            "turn8_1080p": self.picture(1920, 1080, context=7 * full),
+            "turn2_720p": self.image(1280, 720, context=hd),
+            "turn8_720p": self.image(1280, 720, context=7 * hd),
+            "turn2_1080p": self.image(1920, 1080, context=full),
+            "turn8_1080p": self.image(1920, 1080, context=7 * full),
             "stream_alone_p50": stream,
             "stream_alone_p99": stream,
             "stream_pictures_p50": stream,
             "stream_pictures_p99": stream,
-            "stream_picture_first": self.picture(1280, 960),
-            "many_8x720p": self.picture(1280, 720, 8),
-            "many_64x2560x1440": self.picture(2560, 1440, 64),
+            "stream_picture_first": self.image(1280, 960),
+            "many_8x720p": self.image(1280, 720, 8),
+            "many_64x2560x1440": self.image(2560, 1440, 64),
         }
         return found
 

@@ -29,7 +29,7 @@ QWEN_IDS = {"bos_token_id": 151643, "eos_token_id": 151645, "vision_start_token_
             "vision_end_token_id": 151653, "image_token_id": 151655, "video_token_id": 151656}  # fmt: skip
 QWEN_ROPE = {"rope_theta": 1000000.0, "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}
 CLIP_COLOURS = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
-QWEN_PICTURES = {
+QWEN_IMAGES = {
     "image_processor_type": "Qwen2VLImageProcessor", "min_pixels": 56 * 56, "max_pixels": 28 * 28 * 16384,
     "patch_size": 14, "temporal_patch_size": 2, "merge_size": 2, **CLIP_COLOURS,
 }  # fmt: skip
@@ -41,10 +41,10 @@ class Shape:
 
     name: str
     config: dict[str, Any]
-    pictures: dict[str, Any]  # preprocessor_config.json
+    images: dict[str, Any]  # preprocessor_config.json
     specials: tuple[str, ...]
     first_special: int  # id; ordinary tokens lie below
-    picture: str  # how a picture stands in a prompt
+    image: str  # how a picture stands in a prompt
     turn_end: str = "<|im_end|>\n<|im_start|>assistant\n"
     answer_end: str = "<|im_end|>\n"
     eos: str = "<|im_end|>"
@@ -59,7 +59,7 @@ def _qwen(name: str, model_type: str, text: dict[str, Any], vision: dict[str, An
         **QWEN_IDS, **QWEN_ROPE, **text, "vision_config": vision,
     }  # fmt: skip
     pad = "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>"
-    return Shape(name, config, QWEN_PICTURES, QWEN_TOKENS, QWEN_IDS["bos_token_id"], pad)
+    return Shape(name, config, QWEN_IMAGES, QWEN_TOKENS, QWEN_IDS["bos_token_id"], pad)
 
 
 def _llava() -> Shape:
@@ -74,13 +74,13 @@ def _llava() -> Shape:
         "vision_feature_select_strategy": "default", "tie_word_embeddings": False, "text_config": text,
         "vision_config": vision,
     }  # fmt: skip
-    pictures = {
+    images = {
         "image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 336}, "do_center_crop": True,
         "crop_size": {"height": 336, "width": 336}, "do_resize": True, "do_normalize": True, "do_rescale": True,
         "do_convert_rgb": True, "resample": 3, "rescale_factor": 1 / 255, **CLIP_COLOURS,
     }  # fmt: skip
     specials = ("<image>", "<pad>", "</s>")
-    return Shape("llava_1_5_7b", config, pictures, specials, 32000, "USER: <image>\n", " ASSISTANT: ", "</s>", "</s>")
+    return Shape("llava_1_5_7b", config, images, specials, 32000, "USER: <image>\n", " ASSISTANT: ", "</s>", "</s>")
 
 
 _QWEN2_VISION = {"depth": 32, "embed_dim": 1280, "mlp_ratio": 4, "num_heads": 16, "hidden_act": "quick_gelu"}
@@ -113,7 +113,7 @@ def write_folder(shape: Shape, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     files = {
         "config.json": shape.config,
-        "preprocessor_config.json": shape.pictures,
+        "preprocessor_config.json": shape.images,
         "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": shape.eos},
         "processor_config.json": _processor(shape),
     }

@@ -51,8 +51,8 @@ class Transformers:
         Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC).save(stream, "JPEG", quality=90)
         return stream.getvalue()
 
-    def prepared(self, pictures: list[bytes]) -> dict[str, Any]:
-        opened = [Image.open(io.BytesIO(data)).convert("RGB") for data in pictures]
+    def prepared(self, images: list[bytes]) -> dict[str, Any]:
+        opened = [Image.open(io.BytesIO(data)).convert("RGB") for data in images]
         made = self.images(opened, return_tensors="pt").to(DEVICE)
         pixels = {"pixel_values": made["pixel_values"].to(torch.bfloat16)}
         return pixels if self.is_square else {**pixels, "image_grid_thw": made["image_grid_thw"]}

@@ -25,11 +25,11 @@ from PIL import Image
 from benchmarks.gpu_shapes import ANSWER, QUESTION, SHAPES, Shape
 
 MAX_PIXELS = 2560 * 1440
-MODEL_LEN, STEP_TOKENS, MEMORY_SHARE, MOST_PICTURES = 131072, 8192, 0.6, 64
+MODEL_LEN, STEP_TOKENS, MEMORY_SHARE, MOST_IMAGES = 131072, 8192, 0.6, 64
 BATCHES = (1, 32, 100, 128)  # of decode steps; 100 requests fill no graph
 STREAMS, STREAM_TOKENS = 32, 600
 REST_S = 0.05  # of a device between two encodings
-PICTURES, PICTURE_EVERY_S, TOKENS_BESIDE = 40, 0.06, 1500  # so many tokens last as long as the pictures come
+IMAGES, IMAGE_EVERY_S, TOKENS_BESIDE = 40, 0.06, 1500  # so many tokens last as long as the pictures come
 Prompt = dict[str, Any]
 
 
@@ -53,7 +53,7 @@ def make_engine(kind: str, folder: str, **more: Any) -> tuple[Any, Any, Any]:
         dtype="bfloat16",
         gpu_memory_utilization=MEMORY_SHARE,
         max_num_batched_tokens=STEP_TOKENS,
-        limit_mm_per_prompt={"image": MOST_PICTURES},
+        limit_mm_per_prompt={"image": MOST_IMAGES},
         seed=0,
         **{"max_model_len": MODEL_LEN, **more},
     )
@@ -83,9 +83,9 @@ class Inputs:
     def text(self, tokens: int) -> Prompt:
         return {"prompt_token_ids": [self._ids.randrange(1000, 30000) for _ in range(tokens)]}
 
-    def about(self, pictures: list[bytes], question: str = "Describe this.") -> Prompt:
-        opened = [self.opened(data) for data in pictures]
-        return {"prompt": self.shape.picture * len(pictures) + question, "multi_modal_data": {"image": opened}}
+    def about(self, images: list[bytes], question: str = "Describe this.") -> Prompt:
+        opened = [self.opened(data) for data in images]
+        return {"prompt": self.shape.image * len(images) + question, "multi_modal_data": {"image": opened}}
 
 
 class Side(Inputs):
@@ -147,14 +147,14 @@ def encodes(side: Side, repeats: int) -> None:
 
     from saccade.types import Size
 
-    model, pictures = side.engine.core.runner.model, side.engine.processor.pictures
-    limits = pictures.limits.min_pixels, pictures.limits.max_pixels
+    model, images = side.engine.core.runner.model, side.engine.processor.images
+    limits = images.limits.min_pixels, images.limits.max_pixels
     for name, count, size in (
         ("encode_1288x952", 1, Size(1288, 952)),
         ("encode_644x476", 1, Size(644, 476)),
         ("encode_8x644x476", 8, Size(644, 476)),
     ):
-        grids = [pictures.family.geometry(size, *limits).grid] * count
+        grids = [images.family.geometry(size, *limits).grid] * count
         like = model.decoder.table
         patches = torch.randn(sum(grid.patches for grid in grids), model.config.vision.patch_dim).to(like)
         for suffix, rest_s in (("", 0.0), ("_rested", REST_S)):
@@ -194,17 +194,17 @@ def throughput(side: Side, repeats: int) -> None:
 def conversations(side: Side, repeats: int) -> None:
     """A new picture and question a turn, everything before it again."""
     for name, (width, height) in {"720p": (1280, 720), "1080p": (1920, 1080)}.items():
-        text, pictures, times = "", [], []
+        text, images, times = "", [], []
         for turn in range(8):
-            text += side.shape.picture + QUESTION.format(turn) + side.shape.turn_end
-            pictures.append(side.photo(width, height))
-            opened = [side.opened(data) for data in pictures]
+            text += side.shape.image + QUESTION.format(turn) + side.shape.turn_end
+            images.append(side.photo(width, height))
+            opened = [side.opened(data) for data in images]
             times.append(side.generate({"prompt": text, "multi_modal_data": {"image": opened}}, 1)[0])
             text += ANSWER + side.shape.answer_end
         say(**{f"turn2_{name}": times[1], f"turn8_{name}": times[7]})
 
 
-def many_pictures(side: Side, repeats: int) -> None:
+def many_images(side: Side, repeats: int) -> None:
     elapsed, outputs = side.generate(side.about([side.photo(1280, 720) for _ in range(8)], "Compare."), 1)
     say(many_8x720p=elapsed, tokens_8x720p=len(outputs[0].prompt_token_ids))
 
@@ -213,18 +213,18 @@ def many_pictures(side: Side, repeats: int) -> None:
 
 
 def streams(side: Side, repeats: int) -> None:
-    for name, has_pictures in (("alone", False), ("pictures", True)):
-        gaps = np.array(list(_gaps(side, has_pictures))[STREAMS:])
+    for name, has_images in (("alone", False), ("pictures", True)):
+        gaps = np.array(list(_gaps(side, has_images))[STREAMS:])
         say(**{f"stream_{name}_{q}": float(np.percentile(gaps, p)) for q, p in (("p50", 50), ("p99", 99))})
 
 
-def _gaps(side: Side, has_pictures: bool) -> Iterator[float]:
+def _gaps(side: Side, has_images: bool) -> Iterator[float]:
     """Milliseconds between the tokens of each text stream; with pictures, from the first on: they come by the clock."""
-    photos = [side.photo(1280, 960) for _ in range(PICTURES if has_pictures else 0)]
+    photos = [side.photo(1280, 960) for _ in range(IMAGES if has_images else 0)]
     arrivals = _Arrivals(side, photos)
-    tokens = TOKENS_BESIDE if has_pictures else STREAM_TOKENS
+    tokens = TOKENS_BESIDE if has_images else STREAM_TOKENS
     for index in range(STREAMS):
-        side.engine.add_request(f"text{has_pictures}{index}", side.text(500), side.greedy(tokens))
+        side.engine.add_request(f"text{has_images}{index}", side.text(500), side.greedy(tokens))
     seen: dict[str, tuple[float, int]] = {}
     while side.engine.has_unfinished_requests():
         arrivals.add_due()
@@ -234,11 +234,11 @@ def _gaps(side: Side, has_pictures: bool) -> Iterator[float]:
                 arrivals.note(output.request_id, now)
                 continue
             count, before = len(output.outputs[0].token_ids), seen.get(output.request_id)
-            if before and count > before[1] and (arrivals.at or not has_pictures):
+            if before and count > before[1] and (arrivals.at or not has_images):
                 yield (now - before[0]) / (count - before[1]) * 1e3
             seen[output.request_id] = (now, count)
     if arrivals.waited:
-        say(stream_picture_first=statistics.median(arrivals.waited))
+        say(stream_image_first=statistics.median(arrivals.waited))
 
 
 class _Arrivals:
@@ -256,7 +256,7 @@ class _Arrivals:
             name = f"picture{len(self._photos)}"
             self.at[name] = now
             self._side.engine.add_request(name, self._side.about([self._photos.pop()], "What?"), self._side.greedy(4))
-            self._due = now + PICTURE_EVERY_S
+            self._due = now + IMAGE_EVERY_S
 
     def note(self, name: str, now: float) -> None:
         if begun := self.at.get(name):
@@ -282,7 +282,7 @@ def device_memory(side: Side) -> dict[str, float]:
     }
 
 
-PARTS = (decode_steps, first_tokens, encodes, throughput, conversations, streams, many_pictures)
+PARTS = (decode_steps, first_tokens, encodes, throughput, conversations, streams, many_images)
 
 
 def main() -> int:

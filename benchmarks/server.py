@@ -62,7 +62,7 @@ def _wait_ready(url: str, process: subprocess.Popen[bytes]) -> None:
     raise TimeoutError("the server was not ready after two minutes")
 
 
-def picture_part(data: bytes) -> dict[str, Any]:
+def image_part(data: bytes) -> dict[str, Any]:
     url = "data:image/jpeg;base64," + base64.b64encode(data).decode()
     return {"type": "image_url", "image_url": {"url": url}}
 
@@ -116,7 +116,7 @@ async def throughput(folder: Path, client: httpx.AsyncClient, rounds: int) -> li
     llm = make_llm(folder)
     pairs = []
     for index in range(rounds):
-        asked = [[user(picture_part(photo(3000 + 10 * index + i)), q)] for i in range(8) for q in QUESTIONS]
+        asked = [[user(image_part(photo(3000 + 10 * index + i)), q)] for i in range(8) for q in QUESTIONS]
         start = time.perf_counter()
         llm.chat(asked, greedy(32), use_tqdm=False)
         offline = time.perf_counter() - start
@@ -127,14 +127,14 @@ async def throughput(folder: Path, client: httpx.AsyncClient, rounds: int) -> li
     return pairs
 
 
-async def text_beside_pictures(client: httpx.AsyncClient, rounds: int) -> tuple[float, float]:
+async def text_beside_images(client: httpx.AsyncClient, rounds: int) -> tuple[float, float]:
     """Median first-token time of a text request alone, and while 16 picture requests are in flight."""
     texts = iter(body([user(words(200, seed))], 1) for seed in range(10_000))
     alone = [await first_token(client, next(texts)) for _ in range(8)]
     beside = []
     for index in range(rounds):
-        pictures = [body([user(picture_part(photo(5000 + 100 * index + i)), "What?")], 32) for i in range(16)]
-        tasks = [asyncio.create_task(ask(client, request)) for request in pictures]
+        images = [body([user(image_part(photo(5000 + 100 * index + i)), "What?")], 32) for i in range(16)]
+        tasks = [asyncio.create_task(ask(client, request)) for request in images]
         await asyncio.sleep(0.5)
         while not any(task.done() for task in tasks):
             beside.append(await first_token(client, next(texts)))
@@ -149,7 +149,7 @@ async def conversation(client: httpx.AsyncClient) -> dict[str, float]:
     before = (await client.get("/metrics")).text
     times: dict[int, list[float]] = {3: [], 10: []}
     for run in range(3):
-        messages = [user(picture_part(photo(9000 + run)), "What is in this picture?")]
+        messages = [user(image_part(photo(9000 + run)), "What is in this picture?")]
         for turn in range(1, 11):
             elapsed = await first_token(client, body(messages, 1))
             times.setdefault(turn, []).append(elapsed)
@@ -171,7 +171,7 @@ async def overload(folder: Path) -> float:
             await asyncio.sleep(1.0)
             times = []
             for index in range(50):
-                request = body([user(picture_part(photo(index)), "?")], 8)
+                request = body([user(image_part(photo(index)), "?")], 8)
                 start = time.perf_counter()
                 response = await client.post("/v1/chat/completions", json=request)
                 times.append((time.perf_counter() - start) * 1e3)
@@ -193,10 +193,10 @@ async def memory(folder: Path, requests: int) -> float:
     with serving(folder, *flags) as (url, pid):
         async with httpx.AsyncClient(base_url=url, timeout=600) as client:
             for index in range(WARM_UP):
-                await ask(client, body([user(picture_part(photo(20_000 + index, 160, 120)), "?")], 2))
+                await ask(client, body([user(image_part(photo(20_000 + index, 160, 120)), "?")], 2))
             before = await _resident_at_rest(pid)
             for index in range(requests):
-                await ask(client, body([user(picture_part(photo(30_000 + index, 160, 120)), "?")], 2))
+                await ask(client, body([user(image_part(photo(30_000 + index, 160, 120)), "?")], 2))
             return await _resident_at_rest(pid) - before
 
 
@@ -216,7 +216,7 @@ async def run(folder: Path, rounds: int) -> list[tuple[str, float, str]]:
     with serving(folder) as (url, _):
         async with httpx.AsyncClient(base_url=url, timeout=600, limits=httpx.Limits(max_connections=64)) as client:
             pairs = await throughput(folder, client, 2 * rounds + 1)
-            alone, beside = await text_beside_pictures(client, rounds)
+            alone, beside = await text_beside_images(client, rounds)
             talk = await conversation(client)
     grown = await memory(folder, 300)
     refused = await overload(folder)

@@ -23,10 +23,8 @@ class TransformersSide:
 
     def generate(self, requests: list[tuple[str, bytes]], tokens: int) -> list[list[int]]:
         """One batch: decode, preprocess, expand, pad on the left, generate greedily."""
-        pictures = self.images(
-            [Image.open(io.BytesIO(data)).convert("RGB") for _, data in requests], return_tensors="pt"
-        )
-        grids = pictures["image_grid_thw"]
+        images = self.images([Image.open(io.BytesIO(data)).convert("RGB") for _, data in requests], return_tensors="pt")
+        grids = images["image_grid_thw"]
         texts = [
             prompt.replace(IMAGE_PAD, IMAGE_PAD * int(grid.prod() // 4))
             for (prompt, _), grid in zip(requests, grids, strict=True)
@@ -38,7 +36,7 @@ class TransformersSide:
                 input_ids=inputs["input_ids"],
                 attention_mask=inputs["attention_mask"],
                 mm_token_type_ids=types,
-                pixel_values=pictures["pixel_values"],
+                pixel_values=images["pixel_values"],
                 image_grid_thw=grids,
                 max_new_tokens=tokens,
                 min_new_tokens=tokens,

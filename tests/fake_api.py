@@ -101,11 +101,11 @@ def _handler(api: FakeApi) -> type[BaseHTTPRequestHandler]:
 
 
 def _answer(said: str, body: Body) -> Body:
-    pictures = sum(part["type"] == "image_url" for part in body["messages"][0]["content"])
+    images = sum(part["type"] == "image_url" for part in body["messages"][0]["content"])
     pixels = body.get("mm_processor_kwargs", {}).get("max_pixels", 0)
     usage = {
-        "prompt_tokens": 10 + pictures * pixels // 100,
+        "prompt_tokens": 10 + images * pixels // 100,
         "completion_tokens": 6,
-        "prompt_tokens_details": {"image_tokens": pictures * pixels // 100},
+        "prompt_tokens_details": {"image_tokens": images * pixels // 100},
     }
     return {"choices": [{"message": {"role": "assistant", "content": said}}], "usage": usage}

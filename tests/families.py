@@ -31,7 +31,7 @@ from tests.reference import Reference, image_settings, load
 
 class ModelFamily(NamedTuple):
     build: Callable[..., Path]  # (folder, *, layout="saved" or "published", seed=0, ...) -> the folder, filled
-    picture: str  # what a raw prompt says where a picture goes
+    image: str  # what a raw prompt says where a picture goes
     reference: Callable[[Path], Reference]
     layouts: tuple[str, ...] = ("saved", "published")
 
@@ -40,8 +40,8 @@ def _qwen2_vl_reference(folder: Path) -> Reference:
     model, tokenizer = load(Qwen2VLForConditionalGeneration, folder)
     processor, pad = Qwen2VLImageProcessorPil(**image_settings(folder)), "<|image_pad|>"
 
-    def read(pictures: list[Image.Image]) -> tuple[dict[str, Any], list[str]]:
-        made = dict(processor(pictures, return_tensors="pt"))
+    def read(images: list[Image.Image]) -> tuple[dict[str, Any], list[str]]:
+        made = dict(processor(images, return_tensors="pt"))
         return made, [pad * (int(grid.prod()) // 4) for grid in made["image_grid_thw"]]
 
     def kinds(ids: torch.Tensor) -> dict[str, Any]:
@@ -54,21 +54,21 @@ def _llava_reference(folder: Path) -> Reference:
     model, tokenizer = load(LlavaForConditionalGeneration, folder)
     processor = CLIPImageProcessorPil(**image_settings(folder))
 
-    def read(pictures: list[Image.Image]) -> tuple[dict[str, Any], list[str]]:
-        made = dict(processor(pictures, return_tensors="pt"))
-        return made, ["<image>" * (made["pixel_values"].shape[-1] // 14) ** 2] * len(pictures)
+    def read(images: list[Image.Image]) -> tuple[dict[str, Any], list[str]]:
+        made = dict(processor(images, return_tensors="pt"))
+        return made, ["<image>" * (made["pixel_values"].shape[-1] // 14) ** 2] * len(images)
 
     return Reference(model, tokenizer, "<image>", read)
 
 
-def _unknown(build: Callable[..., Path], picture: str) -> ModelFamily:
+def _unknown(build: Callable[..., Path], image: str) -> ModelFamily:
     """One that is not in our table and runs through Transformers' code."""
-    return ModelFamily(build, picture, family_fallback.reference(picture), ("saved",))
+    return ModelFamily(build, image, family_fallback.reference(image), ("saved",))
 
 
 FAMILIES: dict[str, ModelFamily] = {
-    "qwen_vl": ModelFamily(family_qwen_vl.build, family_qwen_vl.PICTURE, family_qwen_vl.reference, ("published",)),
-    "qwen3_5": ModelFamily(family_qwen3_5.build, family_qwen3_5.PICTURE, family_qwen3_5.reference),
+    "qwen_vl": ModelFamily(family_qwen_vl.build, family_qwen_vl.IMAGE, family_qwen_vl.reference, ("published",)),
+    "qwen3_5": ModelFamily(family_qwen3_5.build, family_qwen3_5.IMAGE, family_qwen3_5.reference),
     "qwen2_vl": ModelFamily(checkpoints.qwen2_vl, "<|vision_start|><|image_pad|><|vision_end|>", _qwen2_vl_reference),
     "qwen2_5_vl": ModelFamily(
         family_qwen2_5_vl.build, "<|vision_start|><|image_pad|><|vision_end|>", family_qwen2_5_vl.reference
@@ -76,16 +76,16 @@ FAMILIES: dict[str, ModelFamily] = {
     "qwen3_vl": ModelFamily(
         family_qwen3_vl.build, "<|vision_start|><|image_pad|><|vision_end|>", family_qwen3_vl.reference
     ),
-    "qwen3_vl_moe": ModelFamily(family_moe.build_vl, family_moe.PICTURE, family_moe.reference_vl),
-    "qwen3_5_moe": ModelFamily(family_moe.build_hybrid, family_moe.PICTURE, family_moe.reference_hybrid),
+    "qwen3_vl_moe": ModelFamily(family_moe.build_vl, family_moe.IMAGE, family_moe.reference_vl),
+    "qwen3_5_moe": ModelFamily(family_moe.build_hybrid, family_moe.IMAGE, family_moe.reference_hybrid),
     "deepseek_vl_v2": ModelFamily(
-        family_deepseek_vl_v2.build, family_deepseek_vl_v2.PICTURE, family_deepseek_vl_v2.reference, ("published",)
+        family_deepseek_vl_v2.build, family_deepseek_vl_v2.IMAGE, family_deepseek_vl_v2.reference, ("published",)
     ),
     "deepseek_vl": _unknown(family_fallback.deepseek_vl, "<image_placeholder>"),
     "idefics3": _unknown(family_fallback.idefics3, "<image>"),
     "internvl": _unknown(family_fallback.internvl, "<IMG_CONTEXT>"),
     "llava": ModelFamily(checkpoints.llava, "<image>\n", _llava_reference),
-    "mllama": ModelFamily(family_mllama.build, family_mllama.PICTURE, family_mllama.reference),
+    "mllama": ModelFamily(family_mllama.build, family_mllama.IMAGE, family_mllama.reference),
     "llava_next": ModelFamily(family_llava_next.build, "<image>\n", family_llava_next.reference),
     "pixtral": ModelFamily(family_mistral3.build_pixtral, "[IMG]", family_mistral3.pixtral_reference),
     "mistral3": ModelFamily(family_mistral3.build, "[IMG]", family_mistral3.reference),

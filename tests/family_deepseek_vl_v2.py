@@ -27,7 +27,7 @@ TILE, PATCH, MERGE = 44, 14, 2
 CANVASES = [[44, 44], [44, 88], [88, 44], [44, 132], [132, 44], [88, 88]]  # width, height
 BOS, EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
 SPECIALS = [BOS, EOS, "<｜▁pad▁｜>", "<image>", "<|User|>", "<|Assistant|>", "<|ref|>", "<|/ref|>"]
-PICTURE = "<image>\n"
+IMAGE = "<image>\n"
 LANGUAGE: Mapping[str, Mapping[str, Any]] = {
     "tiny": {  # plain heads
         "use_mla": False,
@@ -296,11 +296,11 @@ def reference(folder: Path) -> Reference:
     model = SlowModel(folder)
     words = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
 
-    def read(pictures: list[Image.Image]) -> tuple[dict[str, Any], list[str]]:
-        is_tiled = len(pictures) <= 2
-        canvases = [canvas_of(p.size, CANVASES) if is_tiled else (TILE, TILE) for p in pictures]
+    def read(images: list[Image.Image]) -> tuple[dict[str, Any], list[str]]:
+        is_tiled = len(images) <= 2
+        canvases = [canvas_of(p.size, CANVASES) if is_tiled else (TILE, TILE) for p in images]
         views = [
-            torch.stack([pixels_of(v) for v in views_of(p, c, TILE)]) for p, c in zip(pictures, canvases, strict=True)
+            torch.stack([pixels_of(v) for v in views_of(p, c, TILE)]) for p, c in zip(images, canvases, strict=True)
         ]
         spelled = ["<image>" * tokens_of(canvas, TILE, PATCH, MERGE) for canvas in canvases]
         return {"views": views, "canvases": canvases}, spelled

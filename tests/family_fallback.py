@@ -88,14 +88,14 @@ def idefics3(folder: Path, *, layout: str = "saved", seed: int = 0, rope: Mappin
         image_token_id=tokenizer.token_to_id("<image>"),
         tie_word_embeddings=False,
     )
-    pictures = {
+    images = {
         "image_processor_type": "Idefics3ImageProcessor",
         "size": {"longest_edge": 168},
         "max_image_size": {"longest_edge": 56},
         "do_image_splitting": True,
         "resample": 1,
     }
-    processor = {"processor_class": "Idefics3Processor", "image_processor": pictures, "image_seq_len": 4}
+    processor = {"processor_class": "Idefics3Processor", "image_processor": images, "image_seq_len": 4}
     return save(folder, config, tokenizer, processor, "<image>")
 
 
@@ -110,8 +110,8 @@ def idefics2(folder: Path) -> Path:
         image_token_id=tokenizer.token_to_id("<image>"),
     )
     edges = {"shortest_edge": 28, "longest_edge": 56}
-    pictures = {"image_processor_type": "Idefics2ImageProcessor", "size": edges, "do_image_splitting": False}
-    processor = {"processor_class": "Idefics2Processor", "image_processor": pictures, "image_seq_len": 4}
+    images = {"image_processor_type": "Idefics2ImageProcessor", "size": edges, "do_image_splitting": False}
+    processor = {"processor_class": "Idefics2Processor", "image_processor": images, "image_seq_len": 4}
     return save(folder, config, tokenizer, processor, "<image>")
 
 
@@ -125,14 +125,14 @@ def internvl(folder: Path, *, layout: str = "saved", seed: int = 0) -> Path:
         downsample_ratio=0.5,
         tie_word_embeddings=False,
     )
-    pictures = {
+    images = {
         "image_processor_type": "GotOcr2ImageProcessor",
         "size": {"height": 56, "width": 56},
         "crop_to_patches": True,
         "min_patches": 1,
         "max_patches": 6,
     }
-    processor = {"processor_class": "InternVLProcessor", "image_processor": pictures, "image_seq_length": 4}
+    processor = {"processor_class": "InternVLProcessor", "image_processor": images, "image_seq_length": 4}
     named = {"start_image": "<img>", "end_image": "</img>", "context_image": "<IMG_CONTEXT>", "video": "<video>"}
     return save(folder, config, tokenizer, processor, "<IMG_CONTEXT>", **named)
 
@@ -145,8 +145,8 @@ def deepseek_vl(folder: Path, *, layout: str = "saved", seed: int = 0) -> Path:
         image_token_id=tokenizer.token_to_id("<image_placeholder>"),
         tie_word_embeddings=False,
     )
-    pictures = {"image_processor_type": "DeepseekVLImageProcessor", "size": {"height": 56, "width": 56}, "min_size": 14}
-    processor = {"processor_class": "DeepseekVLProcessor", "image_processor": pictures, "num_image_tokens": 16}
+    images = {"image_processor_type": "DeepseekVLImageProcessor", "size": {"height": 56, "width": 56}, "min_size": 14}
+    processor = {"processor_class": "DeepseekVLProcessor", "image_processor": images, "num_image_tokens": 16}
     return save(folder, config, tokenizer, processor, "<image_placeholder>", image="<image_placeholder>")
 
 
@@ -162,8 +162,8 @@ def aya_vision(folder: Path, *, window: int = 4096) -> Path:
         adapter_layer_norm_eps=1e-6,
         image_token_index=tokenizer.token_to_id("<|IMG_PATCH|>"),
     )
-    pictures = {"image_processor_type": "GotOcr2ImageProcessor", "size": {"height": 56, "width": 56}, "max_patches": 4}
-    processor = {"processor_class": "AyaVisionProcessor", "image_processor": pictures, "img_size": 56}
+    images = {"image_processor_type": "GotOcr2ImageProcessor", "size": {"height": 56, "width": 56}, "max_patches": 4}
+    processor = {"processor_class": "AyaVisionProcessor", "image_processor": images, "img_size": 56}
     return save(folder, config, tokenizer, {**processor, "patch_size": 14, "downsample_factor": 2}, "<image>")
 
 
@@ -179,8 +179,8 @@ def gemma3(folder: Path, *, layers: Sequence[str] = ("full_attention", "full_att
         boi_token_index=tokenizer.token_to_id("<start_of_image>"),
         eoi_token_index=tokenizer.token_to_id("<end_of_image>"),
     )
-    pictures = {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 56, "width": 56}}
-    processor = {"processor_class": "Gemma3Processor", "image_processor": pictures, "image_seq_length": 4}
+    images = {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 56, "width": 56}}
+    processor = {"processor_class": "Gemma3Processor", "image_processor": images, "image_seq_length": 4}
     named = {"boi": "<start_of_image>", "eoi": "<end_of_image>", "image": "<image_soft_token>"}
     return save(folder, config, tokenizer, processor, "<start_of_image>", **named)
 
@@ -192,10 +192,10 @@ def reference(placeholder: str) -> Callable[[Path], Reference]:
         processor = load_processor(folder, model.config.model_type)
         tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
 
-        def read(pictures: list[Image.Image]) -> tuple[dict[str, Any], list[str]]:
-            text, how = [placeholder * len(pictures)], {"add_special_tokens": False}
-            made = processor(text=text, images=pictures, return_tensors="pt", **how)
-            alone = [processor(text=[placeholder], images=[p], **how) for p in pictures]
+        def read(images: list[Image.Image]) -> tuple[dict[str, Any], list[str]]:
+            text, how = [placeholder * len(images)], {"add_special_tokens": False}
+            made = processor(text=text, images=images, return_tensors="pt", **how)
+            alone = [processor(text=[placeholder], images=[p], **how) for p in images]
             return {"pixel_values": made["pixel_values"]}, [tokenizer.decode(one["input_ids"][0]) for one in alone]
 
         return Reference(model, tokenizer, placeholder, read)

@@ -113,8 +113,8 @@ def reference(folder: Path) -> Reference:
     model, tokenizer = load(LlavaNextForConditionalGeneration, folder)
     processor = hf_processor(folder, tokenizer)
 
-    def read(pictures: list[Image.Image]) -> tuple[dict[str, Any], list[str]]:
-        made = dict(processor.image_processor(pictures, return_tensors="pt"))
-        return made, [processor.replace_image_token(made, index) for index in range(len(pictures))]
+    def read(images: list[Image.Image]) -> tuple[dict[str, Any], list[str]]:
+        made = dict(processor.image_processor(images, return_tensors="pt"))
+        return made, [processor.replace_image_token(made, index) for index in range(len(images))]
 
     return Reference(model, tokenizer, "<image>", read)

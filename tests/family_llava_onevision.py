@@ -86,7 +86,7 @@ def build(folder: Path, *, layout: str = "saved", seed: int = 0, vision: dict[st
     return folder
 
 
-class PicturesOnly(LlavaOnevisionProcessor):
+class ImagesOnly(LlavaOnevisionProcessor):
     """Transformers' processor without its video part, which would need torchvision."""
 
     def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> None:
@@ -96,16 +96,16 @@ class PicturesOnly(LlavaOnevisionProcessor):
 def hf_processor(tokenizer: Any, **changes: Any) -> LlavaOnevisionProcessor:
     settings = {**{k: v for k, v in PROCESSOR.items() if k != "processor_class"}, **changes}
     images = settings.pop("image_processor", None) or LlavaOnevisionImageProcessorPil()
-    return PicturesOnly(images, tokenizer, None, **settings)
+    return ImagesOnly(images, tokenizer, None, **settings)
 
 
 def reference(folder: Path) -> Reference:
     model, tokenizer = load(LlavaOnevisionForConditionalGeneration, folder)
     processor = hf_processor(tokenizer, image_processor=LlavaOnevisionImageProcessorPil(**image_settings(folder)))
 
-    def read(pictures: list[Image.Image]) -> tuple[dict[str, Any], list[str]]:
-        made = dict(processor.image_processor(pictures, return_tensors="pt"))
-        spelled = [processor.replace_image_token(made, index) for index in range(len(pictures))]
+    def read(images: list[Image.Image]) -> tuple[dict[str, Any], list[str]]:
+        made = dict(processor.image_processor(images, return_tensors="pt"))
+        spelled = [processor.replace_image_token(made, index) for index in range(len(images))]
         made.pop("batch_num_images")  # every picture is one sample: the default
         return made, spelled
 

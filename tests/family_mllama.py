@@ -22,7 +22,7 @@ from benchmarks import checkpoints
 from tests.reference import Reference, image_settings, load
 
 TILE, TILES = 56, 4
-PICTURE = "<|image|>"
+IMAGE = "<|image|>"
 SPECIALS = [
     "<|begin_of_text|>",
     "<|end_of_text|>",
@@ -91,7 +91,7 @@ def make_tokenizer() -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(vocab_size=480, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
     tokenizer.train_from_iterator(checkpoints.CORPUS, trainer)
-    tokenizer.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in (*SPECIALS, PICTURE)])
+    tokenizer.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in (*SPECIALS, IMAGE)])
     return tokenizer
 
 
@@ -105,12 +105,12 @@ def build(
 ) -> Path:
     """Grouped heads, gates that are open, scaled frequencies, two layers that look at pictures."""
     tokenizer = make_tokenizer()
-    ids = {name: tokenizer.token_to_id(name) for name in (*SPECIALS, PICTURE)}
-    named = {"vocab_size": ids[PICTURE], "bos_token_id": ids[SPECIALS[0]], "eos_token_id": ids["<|eot_id|>"]}
+    ids = {name: tokenizer.token_to_id(name) for name in (*SPECIALS, IMAGE)}
+    named = {"vocab_size": ids[IMAGE], "bos_token_id": ids[SPECIALS[0]], "eos_token_id": ids["<|eot_id|>"]}
     config = MllamaConfig(
         text_config={**TEXT, **named, "pad_token_id": ids[SPECIALS[-1]], **(text or {})},
         vision_config={**VISION, **(vision or {})},
-        image_token_index=ids[PICTURE],
+        image_token_index=ids[IMAGE],
         tie_word_embeddings=False,
     )
     model = MllamaForConditionalGeneration(config).float().eval()
@@ -171,10 +171,10 @@ def reference(folder: Path, *, sees_ahead: bool = False) -> Reference:
     processor = MllamaImageProcessorPil(**image_settings(folder))
     tiles: list[int] = []
 
-    def read(pictures: list[Image.Image]) -> tuple[dict[str, Any], list[str]]:
-        made = dict(processor([pictures], return_tensors="pt"))
+    def read(images: list[Image.Image]) -> tuple[dict[str, Any], list[str]]:
+        made = dict(processor([images], return_tensors="pt"))
         tiles[:] = made.pop("num_tiles")[0]
-        return made, [PICTURE] * len(pictures)
+        return made, [IMAGE] * len(images)
 
     def mask(ids: torch.Tensor) -> dict[str, Any]:
         listed = ids[0].tolist()
@@ -188,7 +188,7 @@ def reference(folder: Path, *, sees_ahead: bool = False) -> Reference:
         for index in model.config.text_config.cross_attention_layers:
             layer = model.model.language_model.layers[index]
             layer.forward = passing(layer.forward)
-    return Reference(model, tokenizer, PICTURE, read, mask)
+    return Reference(model, tokenizer, IMAGE, read, mask)
 
 
 def passing(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -22,7 +22,7 @@ from tests.family_qwen2_5_vl import qwen_reference
 from tests.family_text import enliven_experts
 from tests.reference import Reference, load
 
-PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
+IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 EXPERTS = {"moe_intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 2}
 VL = (Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration)
 HYBRID = (Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration)

@@ -98,8 +98,8 @@ def qwen_reference(model: Any, tokenizer: Any, folder: Path) -> Reference:
     """For every model whose pictures are read as Qwen2-VL's are."""
     processor, pad = Qwen2VLImageProcessorPil(**image_settings(folder)), "<|image_pad|>"
 
-    def read(pictures: list[Image.Image]) -> tuple[dict[str, Any], list[str]]:
-        made = dict(processor(pictures, return_tensors="pt"))
+    def read(images: list[Image.Image]) -> tuple[dict[str, Any], list[str]]:
+        made = dict(processor(images, return_tensors="pt"))
         return made, [pad * (int(grid.prod()) // 4) for grid in made["image_grid_thw"]]
 
     def kinds(ids: torch.Tensor) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from tests.family_qwen2_5_vl import qwen_reference
 from tests.family_qwen3_vl import LIMITS, VISION
 from tests.reference import Reference, load
 
-PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
+IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 ROPE = {
     "rope_type": "default",
     "rope_theta": 10000.0,

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from benchmarks import checkpoints
 from tests.reference import Reference
 
-PICTURE = "<img><imgpad></img>\n"
+IMAGE = "<img><imgpad></img>\n"
 CUT = regex.compile(
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -346,13 +346,13 @@ def reference(folder: Path) -> Reference:
     visual = model.config.get("visual") or VISUAL
     side = visual["image_size"]
 
-    def pixels(picture: Image.Image) -> Tensor:
-        small = np.asarray(picture.resize((side, side), Image.Resampling.BICUBIC), np.float32) / 255
+    def pixels(image: Image.Image) -> Tensor:
+        small = np.asarray(image.resize((side, side), Image.Resampling.BICUBIC), np.float32) / 255
         scaled = (small - np.float32(checkpoints.CLIP_MEAN)) / np.float32(checkpoints.CLIP_STD)
         return torch.from_numpy(scaled).permute(2, 0, 1)
 
-    def read(pictures: list[Image.Image]) -> tuple[dict[str, Any], list[str]]:
+    def read(images: list[Image.Image]) -> tuple[dict[str, Any], list[str]]:
         stands = "<imgpad>" * visual.get("n_queries", 256)
-        return {"pixel_values": torch.stack([pixels(p) for p in pictures])}, [stands] * len(pictures)
+        return {"pixel_values": torch.stack([pixels(p) for p in images])}, [stands] * len(images)
 
     return Reference(model, SlowTokenizer(folder), "<imgpad>", read)  # type: ignore[arg-type]

@@ -50,8 +50,8 @@ def ovis2(folder: Path) -> Path:
         hidden_size=64,
         vocab_size=tokenizer.get_vocab_size() + 3,
     )
-    pictures = {"image_processor_type": "Ovis2ImageProcessor", **SQUARE, "crop_to_patches": True}
-    processor = {"processor_class": "Ovis2Processor", "image_processor": pictures, "image_seq_length": 4}
+    images = {"image_processor_type": "Ovis2ImageProcessor", **SQUARE, "crop_to_patches": True}
+    processor = {"processor_class": "Ovis2Processor", "image_processor": images, "image_seq_length": 4}
     return save(folder, config, tokenizer, processor, "<image>")
 
 
@@ -63,8 +63,8 @@ def paligemma(folder: Path) -> Path:
         projection_dim=64,
         image_token_index=tokenizer.token_to_id("<image>"),
     )
-    pictures = {"image_processor_type": "SiglipImageProcessor", **SQUARE, "image_seq_length": 16}
-    processor = {"processor_class": "PaliGemmaProcessor", "image_processor": pictures}
+    images = {"image_processor_type": "SiglipImageProcessor", **SQUARE, "image_seq_length": 16}
+    processor = {"processor_class": "PaliGemmaProcessor", "image_processor": images}
     return save(folder, config, tokenizer, processor, "<image>", bos="<bos>")
 
 
@@ -72,8 +72,8 @@ def video_llava(folder: Path) -> Path:
     tokenizer = tokenizer_with("<image>", "<video>")
     ids = {f"{kind}_token_index": tokenizer.token_to_id(f"<{kind}>") for kind in ("image", "video")}
     config = VideoLlavaConfig(text_config=text_shape(tokenizer), vision_config=CLIP, image_seq_length=16, **ids)
-    pictures = {"image_processor_type": "VideoLlavaImageProcessor", **CROPPED}
-    processor = {"processor_class": "VideoLlavaProcessor", "image_processor": pictures, "patch_size": 14}
+    images = {"image_processor_type": "VideoLlavaImageProcessor", **CROPPED}
+    processor = {"processor_class": "VideoLlavaProcessor", "image_processor": images, "patch_size": 14}
     how = {"vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
     return save(folder, config, tokenizer, {**processor, **how}, "<image>")
 
@@ -84,10 +84,10 @@ def llava_next_video(folder: Path) -> Path:
     config = LlavaNextVideoConfig(
         text_config=text_shape(tokenizer), vision_config=CLIP, image_grid_pinpoints=shapes, **ids
     )
-    pictures = {"image_processor_type": "LlavaNextImageProcessor", **CROPPED, "image_grid_pinpoints": shapes}
+    images = {"image_processor_type": "LlavaNextImageProcessor", **CROPPED, "image_grid_pinpoints": shapes}
     how = {"patch_size": 14, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
     named = {"image_token": "<image>", "video_token": "<video>", "processor_class": "LlavaNextVideoProcessor"}
-    return save(folder, config, tokenizer, {**named, **how, "image_processor": pictures}, "<image>")
+    return save(folder, config, tokenizer, {**named, **how, "image_processor": images}, "<image>")
 
 
 def blip2(folder: Path) -> Path:
@@ -101,7 +101,5 @@ def blip2(folder: Path) -> Path:
         num_query_tokens=4,
         image_token_index=tokenizer.token_to_id("<image>"),
     )
-    pictures = {"image_processor_type": "BlipImageProcessor", **SQUARE}
-    return save(
-        folder, config, tokenizer, {"processor_class": "Blip2Processor", "image_processor": pictures}, "<image>"
-    )
+    images = {"image_processor_type": "BlipImageProcessor", **SQUARE}
+    return save(folder, config, tokenizer, {"processor_class": "Blip2Processor", "image_processor": images}, "<image>")

@@ -168,4 +168,4 @@ def _publish(file: Path) -> None:
 def reference(folder: Path) -> Reference:
     kind = KINDS[json.loads((folder / "config.json").read_text())["model_type"]][1]
     model, tokenizer = load(kind, folder)
-    return Reference(model, tokenizer, "\0", lambda pictures: ({}, []))
+    return Reference(model, tokenizer, "\0", lambda images: ({}, []))

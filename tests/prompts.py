@@ -51,7 +51,7 @@ def chat_refusal(processor: Processor, messages: Any, **how: Any) -> RequestErro
     return caught.value
 
 
-class PicturesOnly(Qwen2VLProcessor):
+class ImagesOnly(Qwen2VLProcessor):
     """Transformers' processor without its video part, which would need torchvision."""
 
     def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> None:
@@ -62,7 +62,7 @@ def reference(folder: Path) -> Any:
     """Transformers' processor for the same files."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     if open_checkpoint(str(folder)).config.model_type == "qwen2_vl":
-        return PicturesOnly(Qwen2VLImageProcessorPil(), tokenizer, None, chat_template=checkpoints.QWEN_TEMPLATE)
+        return ImagesOnly(Qwen2VLImageProcessorPil(), tokenizer, None, chat_template=checkpoints.QWEN_TEMPLATE)
     crop = {"size": {"shortest_edge": 56}, "crop_size": {"height": 56, "width": 56}}
     return LlavaProcessor(
         CLIPImageProcessorPil(**crop),

@@ -53,28 +53,28 @@ class Subject:
             image_processor=checkpoint.image_processor,
         )
 
-    def geometry(self, picture: Image.Image) -> Geometry:
-        return self.family.geometry(Size(*picture.size), *self.family.policy(None, None))
+    def geometry(self, image: Image.Image) -> Geometry:
+        return self.family.geometry(Size(*image.size), *self.family.policy(None, None))
 
-    def prepare(self, picture: Image.Image) -> torch.Tensor:
-        prepared: torch.Tensor = self.model.prepare(np.asarray(picture.convert("RGB")), self.geometry(picture))
+    def prepare(self, image: Image.Image) -> torch.Tensor:
+        prepared: torch.Tensor = self.model.prepare(np.asarray(image.convert("RGB")), self.geometry(image))
         return prepared
 
     @torch.inference_mode()
-    def embeddings(self, pictures: list[Image.Image]) -> list[torch.Tensor]:
+    def embeddings(self, images: list[Image.Image]) -> list[torch.Tensor]:
         """All pictures in one pass."""
-        geometries = [self.geometry(picture) for picture in pictures]
-        patches = torch.cat([self.prepare(picture) for picture in pictures])
+        geometries = [self.geometry(image) for image in images]
+        patches = torch.cat([self.prepare(image) for image in images])
         features = finish(self.model.encode(patches, [geometry.grid for geometry in geometries]))
         if isinstance(self.model, Tiled):
             return [self.model.join(one, geometry) for one, geometry in zip(features, geometries, strict=True)]
         return features
 
     @torch.inference_mode()
-    def logits(self, text: str, pictures: list[Image.Image]) -> torch.Tensor:  # [tokens, V]
-        prompt = self.processor.from_prompt({"prompt": text, "multi_modal_data": {"image": pictures}})
+    def logits(self, text: str, images: list[Image.Image]) -> torch.Tensor:  # [tokens, V]
+        prompt = self.processor.from_prompt({"prompt": text, "multi_modal_data": {"image": images}})
         embeds = self.model.embed(torch.tensor(prompt.token_ids))
-        for span, rows in zip(prompt.spans, self.embeddings(pictures) if pictures else [], strict=True):
+        for span, rows in zip(prompt.spans, self.embeddings(images) if images else [], strict=True):
             takes = torch.tensor(span.is_embed or [True] * span.length)
             embeds[span.start : span.end][takes] = rows
         kv = PagedKV.allocate(self.config.text, len(prompt) + 1, 1, torch.float32, CPU)

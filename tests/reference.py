@@ -30,21 +30,21 @@ class Reference:
     read: Read
     more: Callable[[torch.Tensor], dict[str, Any]] = field(default=nothing_more)  # arguments made from the ids [1, T]
 
-    def inputs(self, text: str, pictures: list[Image.Image]) -> dict[str, Any]:
+    def inputs(self, text: str, images: list[Image.Image]) -> dict[str, Any]:
         """Expanded ids and pixels, as Transformers' processor would hand them to the model."""
-        made, spelled = self.read([p.convert("RGB") for p in pictures]) if pictures else ({}, [])
+        made, spelled = self.read([p.convert("RGB") for p in images]) if images else ({}, [])
         parts = text.split(self.placeholder)
         text = parts[0] + "".join(stands + part for stands, part in zip(spelled, parts[1:], strict=True))
         ids = self.tokenizer(text, return_tensors="pt")["input_ids"]
         return {**made, "input_ids": ids, "attention_mask": torch.ones_like(ids), **self.more(ids)}
 
     @torch.inference_mode()
-    def logits(self, text: str, pictures: list[Image.Image]) -> torch.Tensor:  # [tokens, V]
-        return torch.as_tensor(self.model(**self.inputs(text, pictures)).logits[0])
+    def logits(self, text: str, images: list[Image.Image]) -> torch.Tensor:  # [tokens, V]
+        return torch.as_tensor(self.model(**self.inputs(text, images)).logits[0])
 
     @torch.inference_mode()
-    def greedy(self, text: str, pictures: list[Image.Image], tokens: int = 24) -> list[int]:
-        inputs = self.inputs(text, pictures)
+    def greedy(self, text: str, images: list[Image.Image], tokens: int = 24) -> list[int]:
+        inputs = self.inputs(text, images)
         out = self.model.generate(**inputs, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False)
         return list(out[0, inputs["input_ids"].shape[1] :].tolist())
 

@@ -52,10 +52,10 @@ def key_of(name: str, salt: bytes = b"") -> Key:
     return hashlib.sha256(salt + name.encode()).digest()
 
 
-def make_item(picture: FakeImage, salt: bytes = b"") -> MediaItem:
-    size = Size(picture.tokens, 1)
-    geometry = Geometry(size, Grid(1, 1, picture.tokens), picture.tokens, picture.slots or picture.tokens)
-    return MediaItem(key_of(picture.name, salt), "image", b"", Header("png", size, 1, 1, "RGB"), geometry)
+def make_item(image: FakeImage, salt: bytes = b"") -> MediaItem:
+    size = Size(image.tokens, 1)
+    geometry = Geometry(size, Grid(1, 1, image.tokens), image.tokens, image.slots or image.tokens)
+    return MediaItem(key_of(image.name, salt), "image", b"", Header("png", size, 1, 1, "RGB"), geometry)
 
 
 def make_prompt(parts: Iterable[Part], salt: bytes = b"", first_token: int = 100) -> Prompt:

@@ -79,7 +79,7 @@ def chat_body(content: Any = "What is this?", **fields: Any) -> dict[str, Any]:
     }
 
 
-def picture_url(width: int = 112, height: int = 84, seed: int = 0) -> str:
+def image_url(width: int = 112, height: int = 84, seed: int = 0) -> str:
     return as_url(png(make_photo(width, height, seed)))
 
 
@@ -96,7 +96,7 @@ def text_part(text: str) -> dict[str, Any]:
 
 
 def photo_part(width: int = 112, height: int = 84, seed: int = 0, **fields: Any) -> dict[str, Any]:
-    return image_part(picture_url(width, height, seed), **fields)
+    return image_part(image_url(width, height, seed), **fields)
 
 
 def error_of(response: httpx.Response) -> dict[str, Any]:

@@ -41,12 +41,12 @@ def tokens_of(canvas: tuple[int, int], tile: int, patch: int, merge: int) -> int
     return side * (side + 1) + 1 + rows * side * (columns * side + 1)
 
 
-def views_of(picture: Image.Image, canvas: tuple[int, int], tile: int) -> list[Image.Image]:
+def views_of(image: Image.Image, canvas: tuple[int, int], tile: int) -> list[Image.Image]:
     grey = (127, 127, 127)
-    large = ImageOps.pad(picture, canvas, color=grey)
+    large = ImageOps.pad(image, canvas, color=grey)
     corners = [(x, y) for y in range(0, canvas[1], tile) for x in range(0, canvas[0], tile)]
     return [
-        ImageOps.pad(picture, (tile, tile), color=grey),
+        ImageOps.pad(image, (tile, tile), color=grey),
         *(large.crop((x, y, x + tile, y + tile)) for x, y in corners),
     ]
 

@@ -144,7 +144,7 @@ def test_attention_runs_in_half_precision() -> None:
 
 
 @pytest.mark.parametrize("lengths", [[5], [6, 6, 6], [3, 7, 7, 1]], ids=str)
-def test_packed_attention_stays_inside_each_picture(lengths: list[int]) -> None:
+def test_packed_attention_stays_inside_each_image(lengths: list[int]) -> None:
     q, k, v = torch.randn(3, sum(lengths), 4, DIM)
     expected = reference_packed_attention(q, k, v, lengths, SCALE)
     torch.testing.assert_close(packed_attention(q, k, v, lengths, SCALE), expected, atol=2e-6, rtol=1e-5)

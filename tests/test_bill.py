@@ -38,14 +38,14 @@ def test_the_parts_add_up_to_the_first_token() -> None:
     assert parts(USAGE) == pytest.approx(times["first_token"])
 
 
-def test_pictures_encoded_while_a_request_waited_count_once() -> None:
+def test_images_encoded_while_a_request_waited_count_once() -> None:
     usage = replace(USAGE, first_scheduled=10.4, ahead_ms=200.0)
     times = usage.times_ms()
     assert times["queue"] == pytest.approx(200) and times["prefill"] == pytest.approx(100)
     assert parts(usage) == pytest.approx(times["first_token"])
 
 
-def test_pictures_decoded_side_by_side_leave_no_time_below_zero() -> None:
+def test_images_decoded_side_by_side_leave_no_time_below_zero() -> None:
     assert replace(USAGE, decode_ms=900.0).times_ms()["prefill"] == 0
 
 
@@ -54,7 +54,7 @@ def test_a_request_that_never_ran_has_only_its_whole_time() -> None:
     assert set(usage.times_ms()) == {"decode", "encode", "total"}
 
 
-def test_pictures_that_were_not_encoded_for_the_request_were_at_hand() -> None:
+def test_images_that_were_not_encoded_for_the_request_were_at_hand() -> None:
     bill = make_bill().settled(USAGE, {"prepare": 1.0})
     assert [item.cached for item in bill.items] == [False, True]
     assert bill.cached_tokens == 16 and bill.times_ms["prepare"] == 1.0
@@ -68,6 +68,6 @@ def test_what_is_kept_in_the_encoder_cache_stays_on_the_settled_bill() -> None:
     assert make_bill().encoder_cache_bytes == 0
 
 
-def test_without_a_first_token_nothing_is_said_about_pictures() -> None:
+def test_without_a_first_token_nothing_is_said_about_images() -> None:
     bill = make_bill().settled(replace(USAGE, first_token=None), {})
     assert [item.cached for item in bill.items] == [None, None]

@@ -76,12 +76,12 @@ def test_a_block_is_found_before_and_after_its_user_lets_go(pool: BlockPool) -> 
     assert pool.find(chain_of(5), num_tokens=5) == blocks
 
 
-def test_two_pictures_of_equal_size_never_share_a_block(pool: BlockPool) -> None:
+def test_two_images_of_equal_size_never_share_a_block(pool: BlockPool) -> None:
     filled(pool, chain_of(FakeImage("cat", 8)), 2)
     assert pool.find(chain_of(FakeImage("dog", 8), 1), num_tokens=9) == []
 
 
-def test_the_same_picture_shifted_by_one_position_shares_no_block(pool: BlockPool) -> None:
+def test_the_same_image_shifted_by_one_position_shares_no_block(pool: BlockPool) -> None:
     filled(pool, chain_of([1, 2, 3, 4], FakeImage("cat", 8)), 3)
     assert len(pool.find(chain_of([1, 2, 3, 4, 5], FakeImage("cat", 8)), num_tokens=13)) == 1
 

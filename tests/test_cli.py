@@ -13,7 +13,7 @@ from tests.videos import film
 
 
 @pytest.fixture
-def pictures(tmp_path: Path) -> list[str]:
+def images(tmp_path: Path) -> list[str]:
     paths = []
     for width, height in ((640, 480), (320, 240)):
         path = tmp_path / f"{width}.png"
@@ -22,26 +22,26 @@ def pictures(tmp_path: Path) -> list[str]:
     return paths
 
 
-def test_count_prints_the_bill_of_each_picture_as_json(
-    pictures: list[str], qwen2_vl_folder: Path, capsys: pytest.CaptureFixture[str]
+def test_count_prints_the_bill_of_each_image_as_json(
+    images: list[str], qwen2_vl_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["count", "--model", str(qwen2_vl_folder), "--json", *pictures]) == 0
+    assert cli.main(["count", "--model", str(qwen2_vl_folder), "--json", *images]) == 0
     first, second = json.loads(capsys.readouterr().out)
     assert first == {
-        "file": pictures[0], "width": 640, "height": 480, "resized_width": 644, "resized_height": 476,
+        "file": images[0], "width": 640, "height": 480, "resized_width": 644, "resized_height": 476,
         "tokens": 391, "kv_blocks": 25, "encoder_cache_bytes": 0, "pruned": 0,
     }  # fmt: skip
     assert second["tokens"] == 99
 
 
-def test_count_works_without_a_model_and_adds_up(pictures: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["count", *pictures]) == 0
+def test_count_works_without_a_model_and_adds_up(images: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["count", *images]) == 0
     out = capsys.readouterr().out
     assert "391" in out and "490" in out.splitlines()[-1]
 
 
-def test_count_obeys_max_pixels(pictures: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["count", "--max-pixels", "100352", "--json", pictures[0]]) == 0
+def test_count_obeys_max_pixels(images: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["count", "--max-pixels", "100352", "--json", images[0]]) == 0
     assert json.loads(capsys.readouterr().out)[0]["tokens"] <= 128
 
 
@@ -53,13 +53,13 @@ def video(tmp_path: Path) -> str:
 
 
 def test_count_shows_what_pruning_saves_of_a_video(
-    video: str, pictures: list[str], qwen2_vl_folder: Path, capsys: pytest.CaptureFixture[str]
+    video: str, images: list[str], qwen2_vl_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     counted = ["count", "--model", str(qwen2_vl_folder), "--video-pruning", "0.5"]
     assert cli.main([*counted, "--json", video]) == 0
     (row,) = json.loads(capsys.readouterr().out)
     assert (row["tokens"], row["pruned"], row["kv_blocks"]) == (12 + 6 + 6, 12, 2)
-    assert cli.main([*counted, video, pictures[0]]) == 0
+    assert cli.main([*counted, video, images[0]]) == 0
     head, first, _, total = capsys.readouterr().out.splitlines()
     assert head.split()[-1] == "pruned" and first.split()[-1] == total.split()[-1] == "12"
     assert cli.main(["count", video]) == 0
@@ -78,33 +78,33 @@ def test_max_pixels_are_those_of_frames_too(video: str, capsys: pytest.CaptureFi
 
 @pytest.mark.parametrize("flags", [["--max-pixels", "0"], ["--max-pixels", "-5"], ["--min-pixels", "-5"]])
 def test_pixel_limits_out_of_range_are_one_line(
-    pictures: list[str], flags: list[str], capsys: pytest.CaptureFixture[str]
+    images: list[str], flags: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["count", *flags, pictures[0]]) == 1
+    assert cli.main(["count", *flags, images[0]]) == 1
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and "must be a whole number of 1 or more" in err
 
 
-def test_a_device_is_no_picture(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_device_is_no_image(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["count", "/dev/zero"]) == 1
     assert "not a regular file" in capsys.readouterr().err
 
 
-def test_count_never_imports_torch(pictures: list[str], qwen2_vl_folder: Path) -> None:
+def test_count_never_imports_torch(images: list[str], qwen2_vl_folder: Path) -> None:
     code = (
         "import sys; from saccade.cli.main import main; "
-        f"code = main(['count', '--model', {str(qwen2_vl_folder)!r}, {pictures[0]!r}]); "
+        f"code = main(['count', '--model', {str(qwen2_vl_folder)!r}, {images[0]!r}]); "
         "sys.exit(code or 'torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
 
 
-def test_a_file_that_is_no_picture_is_one_line_and_does_not_hide_the_others(
-    pictures: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_file_that_is_no_image_is_one_line_and_does_not_hide_the_others(
+    images: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bad = tmp_path / "notes.txt"
     bad.write_text("hello")
-    assert cli.main(["count", "--json", str(bad), pictures[0]]) == 1
+    assert cli.main(["count", "--json", str(bad), images[0]]) == 1
     captured = capsys.readouterr()
     assert json.loads(captured.out)[0]["tokens"] == 391
     assert captured.err.count("\n") == 1 and "notes.txt" in captured.err
@@ -137,25 +137,25 @@ def test_every_option_is_a_flag_with_help() -> None:
 
 
 def test_chat_answers_one_question_and_prints_the_bill(
-    pictures: list[str], qwen2_vl_folder: Path, capfd: pytest.CaptureFixture[str]
+    images: list[str], qwen2_vl_folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     flags = ["--max-tokens", "5", "--kv-cache-gb", "0.1", "--limit-mm-per-prompt", "image=2"]
-    assert cli.main(["chat", str(qwen2_vl_folder), "--image", pictures[0], "What is this?", *flags]) == 0
+    assert cli.main(["chat", str(qwen2_vl_folder), "--image", images[0], "What is this?", *flags]) == 0
     captured = capfd.readouterr()
     assert captured.out.strip()
     assert "640x480 = 391 tokens" in captured.err
 
 
-def test_chat_without_a_model_asks_the_built_in_one(pictures: list[str], capfd: pytest.CaptureFixture[str]) -> None:
-    for words in (["--image", pictures[1], "What is this?"], ["What is this?", "--image", pictures[1]]):
+def test_chat_without_a_model_asks_the_built_in_one(images: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    for words in (["--image", images[1], "What is this?"], ["What is this?", "--image", images[1]]):
         assert cli.main(["chat", *words, "--max-tokens", "3", "--kv-cache-gb", "0.05"]) == 0
         assert "320x240" in capfd.readouterr().err
 
 
-def test_a_conversation_goes_on_after_a_bad_picture(
-    qwen2_vl_folder: Path, pictures: list[str], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_a_conversation_goes_on_after_a_bad_image(
+    qwen2_vl_folder: Path, images: list[str], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lines = iter(["/image /nowhere.png", "What?", f"/image {pictures[1]}", "And this?", "And now?", "/quit"])
+    lines = iter(["/image /nowhere.png", "What?", f"/image {images[1]}", "And this?", "And now?", "/quit"])
     monkeypatch.setattr("builtins.input", lambda _: next(lines))
     assert cli.main(["chat", str(qwen2_vl_folder), "--max-tokens", "3", "--kv-cache-gb", "0.1"]) == 0
     err = capfd.readouterr().err

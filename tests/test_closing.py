@@ -187,7 +187,7 @@ def refused(llm: LLM, photo: Callable[..., Image.Image], monkeypatch: pytest.Mon
     return sum(seen)
 
 
-def test_a_foretold_picture_of_a_request_that_is_refused_is_given_up(
+def test_a_foretold_image_of_a_request_that_is_refused_is_given_up(
     qwen2_vl_folder: Path, photo: Callable[..., Image.Image], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = overlapped(qwen2_vl_folder)
@@ -196,7 +196,7 @@ def test_a_foretold_picture_of_a_request_that_is_refused_is_given_up(
     llm.engine.core.scheduler.check()
 
 
-def test_a_picture_given_up_while_it_is_decoded_counts_until_it_is_done_and_is_then_forgotten(
+def test_a_image_given_up_while_it_is_decoded_counts_until_it_is_done_and_is_then_forgotten(
     qwen2_vl_folder: Path, photo: Callable[..., Image.Image], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = overlapped(qwen2_vl_folder)
@@ -220,7 +220,7 @@ def test_a_picture_given_up_while_it_is_decoded_counts_until_it_is_done_and_is_t
     assert not encoder._leaving and made[0]() is None
 
 
-def test_pictures_of_the_last_request_are_given_up_when_it_is_aborted_and_those_of_others_are_kept(
+def test_images_of_the_last_request_are_given_up_when_it_is_aborted_and_those_of_others_are_kept(
     qwen2_vl_folder: Path, photo: Callable[..., Image.Image]
 ) -> None:
     llm = overlapped(qwen2_vl_folder)
@@ -234,7 +234,7 @@ def test_pictures_of_the_last_request_are_given_up_when_it_is_aborted_and_those_
     assert counts == [2, 2, 0]
 
 
-def test_a_picture_whose_embeddings_are_at_hand_is_not_decoded_though_many_came_since(
+def test_a_image_whose_embeddings_are_at_hand_is_not_decoded_though_many_came_since(
     qwen2_vl_folder: Path, photo: Callable[..., Image.Image]
 ) -> None:
     llm = overlapped(qwen2_vl_folder)

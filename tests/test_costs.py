@@ -47,7 +47,7 @@ def model() -> ModelConfig:
     return model_config(LLAMA_90B)
 
 
-def test_one_llava_picture_of_576_tokens_takes_36_blocks() -> None:
+def test_one_llava_image_of_576_tokens_takes_36_blocks() -> None:
     checkpoint = SimpleNamespace(
         config=model_config(LLAVA_7B),
         image_processor={"size": {"shortest_edge": 336}, "crop_size": {"height": 336, "width": 336}},
@@ -68,11 +68,11 @@ def test_a_token_takes_4096_bytes_a_layer_with_8_kv_heads_of_128_in_fp16() -> No
     assert costs.kv_bytes_per_token_layer(8, 128, "float16") == 4096
 
 
-def test_a_576_token_picture_takes_188_7_megabytes_over_80_layers(model: ModelConfig) -> None:
+def test_a_576_token_image_takes_188_7_megabytes_over_80_layers(model: ModelConfig) -> None:
     assert round(576 * costs.kv_bytes_per_token(model.text, "float16") / 1e6, 1) == 188.7
 
 
-def test_fifty_gigabytes_hold_305_text_requests_or_142_with_a_picture(model: ModelConfig) -> None:
+def test_fifty_gigabytes_hold_305_text_requests_or_142_with_a_image(model: ModelConfig) -> None:
     per_token = costs.kv_bytes_per_token(model.text, "float16")
     assert costs.concurrent_requests(50e9, 500 * per_token) == 305
     assert costs.concurrent_requests(50e9, 1076 * per_token) == 142
@@ -96,7 +96,7 @@ def test_prefill_in_two_windows_costs_the_same_matrices_and_attention_as_in_one(
     assert parts == whole + head
 
 
-def test_a_picture_on_its_way_to_patches_is_held_in_three_sizes() -> None:
+def test_a_image_on_its_way_to_patches_is_held_in_three_sizes() -> None:
     assert costs.prepare_bytes(Size(2560, 1440), Size(1280, 720)) == 3 * (2560 * 1440 + 1280 * 1440 + 1280 * 720)
 
 

@@ -68,7 +68,7 @@ def test_without_the_fast_library_jpegs_are_the_same(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("name", ["JPEG", "PNG", "WEBP", "TIFF"])
-def test_the_picture_is_turned_as_a_viewer_turns_it(name: str, orientation: int) -> None:
+def test_the_image_is_turned_as_a_viewer_turns_it(name: str, orientation: int) -> None:
     exif = Image.Exif()
     exif[0x0112] = orientation
     how = {"lossless": True} if name == "WEBP" else {"quality": 100} if name == "JPEG" else {}
@@ -86,7 +86,7 @@ def test_the_picture_is_turned_as_a_viewer_turns_it(name: str, orientation: int)
     assert np.abs(pixels.astype(np.int16) - turned).max() <= tolerance
 
 
-def test_the_first_frame_of_an_animation_is_the_picture() -> None:
+def test_the_first_frame_of_an_animation_is_the_image() -> None:
     frames = [Image.new("RGB", (8, 8), colour) for colour in ("red", "green", "blue")]
     stream = io.BytesIO()
     frames[0].save(stream, "GIF", save_all=True, append_images=frames[1:])

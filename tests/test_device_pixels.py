@@ -95,14 +95,14 @@ def test_an_older_pillow_always_resizes_the_width_first(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("size", [(97, 61), (56, 56), (30, 200), (333, 250)], ids=str)
-def test_patches_of_a_tensor_equal_those_of_a_host_picture(qwen2_vl_folder: Path, size: tuple[int, int]) -> None:
+def test_patches_of_a_tensor_equal_those_of_a_host_image(qwen2_vl_folder: Path, size: tuple[int, int]) -> None:
     image, model = picture(*size), load(qwen2_vl_folder)
     geometry = Geometry(Size(112, 84), Grid(1, 6, 8), 12, 12)
     assert torch.equal(model.prepare(torch.from_numpy(image), geometry), model.prepare(image, geometry))
 
 
 @pytest.mark.parametrize("size", [(97, 61), (56, 56), (30, 200), (333, 251)], ids=str)
-def test_cropped_patches_of_a_tensor_equal_those_of_a_host_picture(llava_folder: Path, size: tuple[int, int]) -> None:
+def test_cropped_patches_of_a_tensor_equal_those_of_a_host_image(llava_folder: Path, size: tuple[int, int]) -> None:
     image, model = picture(*size), load(llava_folder)
     short = min(size)
     geometry = Geometry(Size(size[0] * 56 // short, size[1] * 56 // short), Grid(1, 4, 4), 16, 16)

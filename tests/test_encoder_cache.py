@@ -62,7 +62,7 @@ def test_acquiring_what_is_not_there_fails(cache: EncoderCache) -> None:
     assert not cache.acquire(A, R)
 
 
-def test_the_same_picture_twice_in_one_request_has_two_holders(cache: EncoderCache) -> None:
+def test_the_same_image_twice_in_one_request_has_two_holders(cache: EncoderCache) -> None:
     cache.reserve(A, 4, ("r", 0))
     cache.acquire(A, ("r", 1))
     cache.encoded(A)

@@ -88,7 +88,7 @@ def stage(tower: FakeTower, max_patches: int = 32) -> LocalEncoder:
     return LocalEncoder(tower, max_patches, threads=2)  # type: ignore[arg-type]
 
 
-def test_pictures_of_different_requests_share_a_pass_up_to_the_patch_budget(tower: FakeTower) -> None:
+def test_images_of_different_requests_share_a_pass_up_to_the_patch_budget(tower: FakeTower) -> None:
     encoder = stage(tower, max_patches=32)
     encoder.submit([picture(str(i)) for i in range(5)])  # 16 patches each
     encoder.advance(None)
@@ -96,7 +96,7 @@ def test_pictures_of_different_requests_share_a_pass_up_to_the_patch_budget(towe
     assert len(encoder.poll().embeddings) == 5
 
 
-def test_a_picture_larger_than_the_budget_gets_a_pass_of_its_own(tower: FakeTower) -> None:
+def test_a_image_larger_than_the_budget_gets_a_pass_of_its_own(tower: FakeTower) -> None:
     encoder = stage(tower, max_patches=8)
     encoder.submit([picture("small", 2), picture("large", 8), picture("other", 2)])
     encoder.advance(None)
@@ -138,7 +138,7 @@ def test_slices_and_one_go_give_the_same_embeddings(tower: FakeTower) -> None:
     assert all(torch.equal(expected[key], found[key]) for key in expected)
 
 
-def test_a_broken_picture_fails_alone_with_a_reason_free_of_library_text(tower: FakeTower) -> None:
+def test_a_broken_image_fails_alone_with_a_reason_free_of_library_text(tower: FakeTower) -> None:
     encoder = stage(tower)
     encoder.submit([picture("good"), picture("bad", data=b"\x89PNG\r\n\x1a\n broken"), picture("fine")])
     encoder.advance(None)
@@ -148,7 +148,7 @@ def test_a_broken_picture_fails_alone_with_a_reason_free_of_library_text(tower: 
     assert "4x4" in str(done.errors[b"bad"]) and "0x" not in str(done.errors[b"bad"])
 
 
-def test_running_out_of_memory_ends_one_picture_not_its_neighbours(tower: FakeTower) -> None:
+def test_running_out_of_memory_ends_one_image_not_its_neighbours(tower: FakeTower) -> None:
     tower.break_on = {64}
     encoder = stage(tower, max_patches=200)
     encoder.submit([picture("a"), picture("huge", 8), picture("b")])
@@ -159,7 +159,7 @@ def test_running_out_of_memory_ends_one_picture_not_its_neighbours(tower: FakeTo
     assert "8x8" in str(done.errors[b"huge"])
 
 
-def test_a_picture_that_cannot_be_prepared_fails_alone(tower: FakeTower, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_image_that_cannot_be_prepared_fails_alone(tower: FakeTower, monkeypatch: pytest.MonkeyPatch) -> None:
     prepare = tower.prepare
 
     def short_of_memory(image: np.ndarray, geometry: Geometry) -> Tensor:
@@ -176,7 +176,7 @@ def test_a_picture_that_cannot_be_prepared_fails_alone(tower: FakeTower, monkeyp
     assert "8x8" in str(done.errors[b"huge"])
 
 
-def test_memory_is_set_by_the_budget_and_not_by_the_number_of_pictures() -> None:
+def test_memory_is_set_by_the_budget_and_not_by_the_number_of_images() -> None:
     peaks = []
     for count in (8, 64):
         tower = FakeTower()
@@ -189,7 +189,7 @@ def test_memory_is_set_by_the_budget_and_not_by_the_number_of_pictures() -> None
     assert encoder.counters.peak_patches <= 3 * 32
 
 
-def test_a_submitted_picture_is_decoded_before_those_that_are_expected_later(tower: FakeTower) -> None:
+def test_a_submitted_image_is_decoded_before_those_that_are_expected_later(tower: FakeTower) -> None:
     encoder = stage(tower, max_patches=16)
     encoder.decode_early([picture("a"), picture("b")])  # 32 patches: there is room for no more
     encoder.submit([picture("wanted")])
@@ -201,7 +201,7 @@ def test_a_submitted_picture_is_decoded_before_those_that_are_expected_later(tow
     assert list(encoder.poll().embeddings) == [b"wanted"]
 
 
-def test_a_prefetched_picture_is_decoded_once(tower: FakeTower) -> None:
+def test_a_prefetched_image_is_decoded_once(tower: FakeTower) -> None:
     encoder = stage(tower)
     item = picture("a")
     encoder.prefetch([item])
@@ -255,7 +255,7 @@ def test_the_tower_gets_the_patches_for_itself(tower: FakeTower) -> None:
     assert list(encoder.poll().embeddings) == [b"a"]
 
 
-def test_a_failed_pass_is_forgotten_before_its_pictures_try_again(tower: FakeTower) -> None:
+def test_a_failed_pass_is_forgotten_before_its_images_try_again(tower: FakeTower) -> None:
     held: list[weakref.ref[Tensor]] = []
     encode = tower.encode
 
@@ -275,7 +275,7 @@ def test_a_failed_pass_is_forgotten_before_its_pictures_try_again(tower: FakeTow
     assert len(held) == 1
 
 
-def test_a_slice_does_not_wait_for_a_picture_that_is_still_being_decoded(tower: FakeTower) -> None:
+def test_a_slice_does_not_wait_for_a_image_that_is_still_being_decoded(tower: FakeTower) -> None:
     gate = threading.Event()
     prepare = tower.prepare
 
@@ -295,7 +295,7 @@ def test_a_slice_does_not_wait_for_a_picture_that_is_still_being_decoded(tower: 
     assert list(encoder.poll().embeddings) == [b"slow"]
 
 
-def test_where_passes_run_ahead_the_first_does_not_wait_for_all_its_pictures(tower: FakeTower) -> None:
+def test_where_passes_run_ahead_the_first_does_not_wait_for_all_its_images(tower: FakeTower) -> None:
     gate = threading.Event()
     prepare, encode = tower.prepare, tower.encode
 
@@ -350,7 +350,7 @@ def test_clear_drops_everything_under_way(tower: FakeTower) -> None:
     assert list(encoder.poll().embeddings) == [b"a"]
 
 
-def test_a_rehearsal_resizes_a_picture_and_a_group_of_frames_and_leaves_nothing_behind(tower: FakeTower) -> None:
+def test_a_rehearsal_resizes_a_image_and_a_group_of_frames_and_leaves_nothing_behind(tower: FakeTower) -> None:
     seen: list[tuple[int, ...]] = []
     tower.prepare = lambda image, geometry: seen.append(image.shape) or torch.zeros(1)  # type: ignore[method-assign, assignment, func-returns-value]
     encoder = stage(tower)

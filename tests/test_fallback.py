@@ -64,24 +64,24 @@ def test_files_are_priced_from_the_small_files_alone(kind: tuple[Path, str], tmp
     folder, _ = kind
     for file in folder.glob("*.json"):
         (tmp_path / file.name).write_bytes(file.read_bytes())
-    picture = tmp_path / "photo.png"
-    make_photo(120, 90).save(picture)
-    ((priced,), errors) = count_files([str(picture)], str(tmp_path), None, None)
+    image = tmp_path / "photo.png"
+    make_photo(120, 90).save(image)
+    ((priced,), errors) = count_files([str(image)], str(tmp_path), None, None)
     assert not errors and priced.tokens == rules(folder).geometry(Size(120, 90), 0, 0).tokens
 
 
-def test_the_largest_picture_bounds_common_ones(kind: tuple[Path, str]) -> None:
+def test_the_largest_image_bounds_common_ones(kind: tuple[Path, str]) -> None:
     family = rules(kind[0])
     largest = family.largest(0, 0).slots
     assert all(family.geometry(Size(w, h), 0, 0).slots <= largest for w, h in ((640, 480), (333, 777), (1920, 1080)))
 
 
-def test_a_picture_too_large_to_count_is_refused_with_its_size(kind: tuple[Path, str]) -> None:
+def test_a_image_too_large_to_count_is_refused_with_its_size(kind: tuple[Path, str]) -> None:
     with pytest.raises(RequestError, match="9000x9000 pixels, and at most 25000000"):
         rules(kind[0]).geometry(Size(9000, 9000), 0, 0)
 
 
-def test_a_picture_that_the_models_own_processor_chokes_on_is_refused_in_our_words(kind: tuple[Path, str]) -> None:
+def test_a_image_that_the_models_own_processor_chokes_on_is_refused_in_our_words(kind: tuple[Path, str]) -> None:
     def chokes(size: Size) -> Any:
         raise ZeroDivisionError("library text at 0x7f00")
 
@@ -128,7 +128,7 @@ def test_a_type_that_nobody_knows_is_refused_by_name(tmp_path: Path) -> None:
         LLM(str(folder), use_tqdm=False)
 
 
-def test_a_server_answers_about_a_picture(tmp_path: Path) -> None:
+def test_a_server_answers_about_a_image(tmp_path: Path) -> None:
     with running_server(family_fallback.idefics3(tmp_path)) as server:
         body = chat_body([photo_part(120, 90), text_part("What is it?")], max_tokens=4, ignore_eos=True)
         answer = server.post("/v1/chat/completions", body).json()

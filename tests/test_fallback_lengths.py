@@ -27,12 +27,12 @@ class Asked:
     """Prompts on both sides of the switch, one whose answer crosses it, and what Transformers says to each alone."""
 
     def __init__(self, folder: Path) -> None:
-        picture, theirs = make_photo(90, 90, seed=1), family_fallback.reference("<image>")(folder)
+        image, theirs = make_photo(90, 90, seed=1), family_fallback.reference("<image>")(folder)
         given: list[tuple[str, list[Any]]] = [
             ("What?", []),
             (WORDS * 12, []),
             (WORDS * 4, []),
-            ("<image> What is it?", [picture]),
+            ("<image> What is it?", [image]),
             (WORDS, []),
         ]
         self.folder = folder

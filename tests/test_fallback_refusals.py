@@ -84,7 +84,7 @@ def test_layers_that_keep_other_things_than_keys_are_refused(tmp_path: Path, mon
     assert "its layers are of a kind we cannot follow (sliding_attention)" in refusal_of(folder)
 
 
-def test_pictures_that_no_patches_cover_exactly_are_served(tmp_path: Path) -> None:
+def test_images_that_no_patches_cover_exactly_are_served(tmp_path: Path) -> None:
     folder = family_fallback.idefics2(tmp_path)
     theirs = family_fallback.reference("<image>")(folder)
     asked = [("<image>What is it?", [make_photo(*size)]) for size in ((90, 70), (64, 120), (56, 42))]
@@ -98,9 +98,9 @@ def test_pictures_that_no_patches_cover_exactly_are_served(tmp_path: Path) -> No
 
 
 def test_a_model_with_a_window_is_served_as_far_as_it_reaches(tmp_path: Path) -> None:
-    folder, picture = family_fallback.aya_vision(tmp_path, window=96), make_photo(60, 50, seed=1)
+    folder, image = family_fallback.aya_vision(tmp_path, window=96), make_photo(60, 50, seed=1)
     theirs = family_fallback.reference("<image>")(folder)
-    asked: list[tuple[str, list[Any]]] = [("<image>What is it?", [picture]), ("The quick brown fox. " * 10, [])]
+    asked: list[tuple[str, list[Any]]] = [("<image>What is it?", [image]), ("The quick brown fox. " * 10, [])]
     prompts = [{"prompt": text, "multi_modal_data": {"image": images or None}} for text, images in asked]
     with LLM(str(folder), kv_cache_gb=0.01, use_tqdm=False) as llm:
         assert llm.engine.limits.max_model_len == 96

@@ -69,7 +69,7 @@ def llava(llava_folder: Path) -> Llava:
 
 @settings(max_examples=600, deadline=None)
 @given(width=sides, height=sides, limits=pixel_limits)
-def test_qwen_resizes_any_picture_as_transformers_does(width: int, height: int, limits: list[int]) -> None:
+def test_qwen_resizes_any_image_as_transformers_does(width: int, height: int, limits: list[int]) -> None:
     assume(max(width, height) / min(width, height) <= 200)
     geometry = default_family().geometry(Size(width, height), *limits)
     expected = smart_resize(height, width, SIDE, min_pixels=limits[0], max_pixels=limits[1])
@@ -98,7 +98,7 @@ def test_extreme_aspect_ratios_are_refused_by_both_families(llava: Llava, size: 
 
 
 @pytest.mark.parametrize("size", [Size(1, 1), Size(1, 3), Size(3, 1), Size(2, 2), Size(1, 200)])
-def test_tiny_pictures_are_enlarged(size: Size) -> None:
+def test_tiny_images_are_enlarged(size: Size) -> None:
     assert default_family().geometry(size, 3136, 100_000).tokens >= 4
 
 
@@ -110,7 +110,7 @@ def test_half_the_sides_cost_a_quarter_of_the_tokens() -> None:
 
 @settings(max_examples=400, deadline=None)
 @given(width=sides, height=sides, limits=pixel_limits)
-def test_no_picture_costs_more_than_the_largest(width: int, height: int, limits: list[int]) -> None:
+def test_no_image_costs_more_than_the_largest(width: int, height: int, limits: list[int]) -> None:
     assume(max(width, height) / min(width, height) <= 200)
     family = default_family()
     assert family.geometry(Size(width, height), *limits).tokens <= family.largest(*limits).tokens
@@ -124,7 +124,7 @@ def test_not_even_a_thin_strip_costs_more_than_the_largest(short: int, ratio: fl
     assert geometry.tokens <= family.largest(lowest, lowest).tokens
 
 
-def test_the_largest_picture_is_reached_under_usual_limits() -> None:
+def test_the_largest_image_is_reached_under_usual_limits() -> None:
     family = default_family()
     largest = family.largest(3136, 1003520)
     assert largest.tokens == 1280
@@ -196,22 +196,22 @@ grids = st.builds(lambda h, w: Grid(1, 2 * h, 2 * w), st.integers(1, 12), st.int
 
 
 @settings(max_examples=100, deadline=None)
-@given(first=st.integers(0, 9), pictures=st.lists(st.tuples(grids, st.integers(1, 9)), max_size=4))
-def test_qwen_positions_equal_transformers(qwen: Qwen2VL, first: int, pictures: list[tuple[Grid, int]]) -> None:
-    assume(first or pictures)
-    pieces: list[int | Grid] = [first, *(piece for pair in pictures for piece in pair)]
+@given(first=st.integers(0, 9), images=st.lists(st.tuples(grids, st.integers(1, 9)), max_size=4))
+def test_qwen_positions_equal_transformers(qwen: Qwen2VL, first: int, images: list[tuple[Grid, int]]) -> None:
+    assume(first or images)
+    pieces: list[int | Grid] = [first, *(piece for pair in images for piece in pair)]
     spans, at = [], first
-    for grid, text in pictures:
+    for grid, text in images:
         spans.append(Span(at, grid.patches // 4, bytes(32), grid.patches // 4))
         at += grid.patches // 4 + text
-    positions, following = qwen.positions([0] * at, spans, [grid for grid, _ in pictures])
+    positions, following = qwen.positions([0] * at, spans, [grid for grid, _ in images])
     expected, expected_following = reference_positions(pieces)
     assert positions.dtype == np.int32
     assert positions.tolist() == expected.tolist()
     assert following == expected_following
 
 
-def test_a_picture_at_the_very_end_moves_the_next_position_by_its_longer_side(qwen: Qwen2VL) -> None:
+def test_a_image_at_the_very_end_moves_the_next_position_by_its_longer_side(qwen: Qwen2VL) -> None:
     _, following = qwen.positions([0] * 8, [Span(2, 6, bytes(32), 6)], [Grid(1, 4, 6)])
     assert following == 2 + 3
 
@@ -221,7 +221,7 @@ def test_a_picture_at_the_very_end_moves_the_next_position_by_its_longer_side(qw
 
 @settings(max_examples=400, deadline=None)
 @given(width=sides, height=sides, short=st.sampled_from([14, 56, 224, 336]))
-def test_llava_resizes_any_picture_as_transformers_does(
+def test_llava_resizes_any_image_as_transformers_does(
     llava_config: ModelConfig, width: int, height: int, short: int
 ) -> None:
     assume(max(width, height) / min(width, height) <= 200)
@@ -314,7 +314,7 @@ def test_llava_positions_count_up(llava: Llava) -> None:
 # --- both ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_picture_expands_to_its_placeholder_repeated(qwen: Qwen2VL, llava: Llava) -> None:
+def test_a_image_expands_to_its_placeholder_repeated(qwen: Qwen2VL, llava: Llava) -> None:
     for family in (qwen, llava):
         geometry = family.geometry(Size(100, 80), *family.policy(None, None))
         expansion = family.expand(geometry)

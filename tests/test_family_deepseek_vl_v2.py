@@ -81,7 +81,7 @@ def tiles_of(family: DeepseekVL2, size: Size, limits: tuple[int, int]) -> tuple[
 @given(width=sides, height=sides)
 @example(width=384, height=384)
 @example(width=3456, height=384)
-def test_any_picture_has_the_tiles_and_tokens_of_the_published_rule(
+def test_any_image_has_the_tiles_and_tokens_of_the_published_rule(
     published: DeepseekVL2, width: int, height: int
 ) -> None:
     assume(max(width, height) / min(width, height) <= 200)
@@ -93,7 +93,7 @@ def test_any_picture_has_the_tiles_and_tokens_of_the_published_rule(
 
 @settings(max_examples=100, deadline=None)
 @given(width=st.integers(1, 500), height=st.integers(1, 500), columns=st.integers(1, 9), rows=st.integers(1, 9))
-def test_a_picture_fits_its_canvas_as_pillow_fits_it(width: int, height: int, columns: int, rows: int) -> None:
+def test_a_image_fits_its_canvas_as_pillow_fits_it(width: int, height: int, columns: int, rows: int) -> None:
     assume(max(width, height) / min(width, height) <= 200)
     canvas = Size(384 * columns, 384 * rows)
     assert Size(width, height).inside(canvas) == ImageOps.contain(Image.new("L", (width, height)), canvas).size
@@ -101,7 +101,7 @@ def test_a_picture_fits_its_canvas_as_pillow_fits_it(width: int, height: int, co
 
 @settings(max_examples=200, deadline=None)
 @given(width=sides, height=sides, highest=st.integers(1, 1_500_000))
-def test_no_picture_costs_more_than_the_largest(published: DeepseekVL2, width: int, height: int, highest: int) -> None:
+def test_no_image_costs_more_than_the_largest(published: DeepseekVL2, width: int, height: int, highest: int) -> None:
     assume(max(width, height) / min(width, height) <= 200)
     limits = published.policy(None, highest)
     geometry, largest = published.geometry(Size(width, height), *limits), published.largest(*limits)
@@ -141,7 +141,7 @@ def test_positions_count_up(published: DeepseekVL2) -> None:
     assert positions.tolist() == [[0, 1, 2, 3, 4]] and following == 5
 
 
-def test_pictures_are_counted_from_the_config_files_alone(folder: Path, tmp_path: Path) -> None:
+def test_images_are_counted_from_the_config_files_alone(folder: Path, tmp_path: Path) -> None:
     for name in ("config.json", "processor_config.json"):
         (tmp_path / name).write_bytes((folder / name).read_bytes())
     (tmp_path / "a.png").write_bytes(png(make_photo(88, 88)))
@@ -152,7 +152,7 @@ def test_pictures_are_counted_from_the_config_files_alone(folder: Path, tmp_path
 # --- many pictures ------------------------------------------------------------------------------------------------
 
 
-def test_three_pictures_get_a_tile_each_and_two_keep_theirs(subject: Subject) -> None:
+def test_three_images_get_a_tile_each_and_two_keep_theirs(subject: Subject) -> None:
     def lengths(count: int) -> list[int]:
         asked = {"prompt": "<image>" * count, "multi_modal_data": {"image": PHOTOS[:count]}}
         return [span.length for span in subject.processor.from_prompt(asked).spans]
@@ -177,7 +177,7 @@ def test_counting_files_of_one_prompt_gives_what_the_prompt_is_billed(
     assert (alone == rows) is (count == 2)
 
 
-def test_the_same_picture_has_another_key_where_it_is_seen_smaller(subject: Subject) -> None:
+def test_the_same_image_has_another_key_where_it_is_seen_smaller(subject: Subject) -> None:
     keys = []
     for count in (1, 3):
         asked = {"prompt": "<image>" * count, "multi_modal_data": {"image": [PHOTOS[0]] * count}}
@@ -185,7 +185,7 @@ def test_the_same_picture_has_another_key_where_it_is_seen_smaller(subject: Subj
     assert keys[0] != keys[1]
 
 
-def test_three_pictures_are_answered_as_the_reference_does(folder: Path, reference: Reference) -> None:
+def test_three_images_are_answered_as_the_reference_does(folder: Path, reference: Reference) -> None:
     text = "One <image>\ntwo <image>\nthree <image>\nCompare them."
     llm = LLM(model=str(folder), max_model_len=512, kv_cache_gb=0.02, use_tqdm=False)
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -211,7 +211,7 @@ def test_prepared_tiles_equal_those_that_pillow_pads(
 
 
 @pytest.mark.parametrize("photo", PHOTOS[:2], ids=lambda photo: f"{photo.width}x{photo.height}")
-def test_a_picture_on_the_device_gives_the_same_patches(subject: Subject, photo: Any) -> None:
+def test_a_image_on_the_device_gives_the_same_patches(subject: Subject, photo: Any) -> None:
     there = torch.from_numpy(np.array(photo))
     assert torch.equal(subject.model.prepare(there, subject.geometry(photo)), subject.prepare(photo))
 

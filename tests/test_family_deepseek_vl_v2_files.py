@@ -41,8 +41,8 @@ def chat(subject: Subject, messages: list[dict[str, Any]], **how: Any) -> str:
 
 
 def test_a_chat_is_written_as_the_published_code_writes_it(subject: Subject) -> None:
-    picture = {"type": "image", "image": PHOTOS[0]}
-    first = [{"type": "text", "text": "This is one: "}, picture, {"type": "text", "text": "What is it? "}]
+    image = {"type": "image", "image": PHOTOS[0]}
+    first = [{"type": "text", "text": "This is one: "}, image, {"type": "text", "text": "What is it? "}]
     said = chat(
         subject,
         [
@@ -157,7 +157,7 @@ def test_settings_that_cannot_work_are_refused(given: Given, said: str) -> None:
         DeepseekVL2.from_checkpoint(given)
 
 
-def test_a_tokenizer_without_the_pictures_token_is_refused_by_name(folder: Path, tmp_path: Path) -> None:
+def test_a_tokenizer_without_the_images_token_is_refused_by_name(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
     with pytest.raises(ConfigError, match="no token '<picture>'"):
         DeepseekVL2.from_checkpoint(Given(model_config(TINY), processor={"image_token": "<picture>"}, path=tmp_path))

@@ -71,7 +71,7 @@ def their_rules(folder: Path) -> LlavaNextProcessor:
 
 @settings(max_examples=400, deadline=None)
 @given(width=sides, height=sides)
-def test_any_picture_has_the_tokens_and_the_size_of_transformers(
+def test_any_image_has_the_tokens_and_the_size_of_transformers(
     published: LlavaNext, their_rules: LlavaNextProcessor, width: int, height: int
 ) -> None:
     assume(max(width, height) / min(width, height) <= 200)
@@ -98,7 +98,7 @@ def test_the_tiles_are_those_of_the_whole_processor(subject: Subject, reference:
 
 @settings(max_examples=200, deadline=None)
 @given(width=sides, height=sides, highest=st.integers(1, 1_200_000))
-def test_no_picture_costs_more_than_the_largest(published: LlavaNext, width: int, height: int, highest: int) -> None:
+def test_no_image_costs_more_than_the_largest(published: LlavaNext, width: int, height: int, highest: int) -> None:
     assume(max(width, height) / min(width, height) <= 200)
     limits = published.policy(None, highest)
     geometry, largest = published.geometry(Size(width, height), *limits), published.largest(*limits)
@@ -136,7 +136,7 @@ def test_positions_count_up(published: LlavaNext) -> None:
     assert positions.tolist() == [[0, 1, 2, 3, 4]] and following == 5
 
 
-def test_pictures_are_counted_from_the_config_files_alone(folder: Path, tmp_path: Path) -> None:
+def test_images_are_counted_from_the_config_files_alone(folder: Path, tmp_path: Path) -> None:
     for name in ("config.json", "processor_config.json"):
         (tmp_path / name).write_bytes((folder / name).read_bytes())
     (tmp_path / "a.png").write_bytes(png(make_photo(112, 112)))
@@ -161,7 +161,7 @@ def test_prepared_tiles_equal_those_of_transformers(subject: Subject, reference:
 
 
 @pytest.mark.parametrize("photo", PHOTOS[:2], ids=lambda photo: f"{photo.width}x{photo.height}")
-def test_a_picture_on_the_device_gives_the_same_patches(subject: Subject, photo: Any) -> None:
+def test_a_image_on_the_device_gives_the_same_patches(subject: Subject, photo: Any) -> None:
     there = torch.from_numpy(np.array(photo))
     assert torch.equal(subject.model.prepare(there, subject.geometry(photo)), subject.prepare(photo))
 

@@ -74,7 +74,7 @@ def their_rules(folder: Path) -> Any:
 
 @settings(max_examples=300, deadline=None)
 @given(width=sides, height=sides)
-def test_any_picture_has_the_tokens_and_the_size_of_transformers(
+def test_any_image_has_the_tokens_and_the_size_of_transformers(
     published: LlavaOnevision, their_rules: Any, width: int, height: int
 ) -> None:
     assume(max(width, height) / min(width, height) <= 200)
@@ -102,9 +102,7 @@ def test_the_tiles_are_those_of_the_whole_processor(
 
 @settings(max_examples=100, deadline=None)
 @given(width=sides, height=sides, highest=st.sampled_from([1, 300_000, 1_500_000, 5_308_416]))
-def test_no_picture_costs_more_than_the_largest(
-    published: LlavaOnevision, width: int, height: int, highest: int
-) -> None:
+def test_no_image_costs_more_than_the_largest(published: LlavaOnevision, width: int, height: int, highest: int) -> None:
     assume(max(width, height) / min(width, height) <= 200)
     limits = published.policy(None, highest)
     geometry, largest = published.geometry(Size(width, height), *limits), published.largest(*limits)
@@ -126,7 +124,7 @@ def test_worked_examples(published: LlavaOnevision, size: Size, tokens: int, til
     assert (geometry.tokens, geometry.grid.t) == (tokens, tiles)
 
 
-def test_pictures_are_counted_from_the_config_files_alone(folder: Path, tmp_path: Path) -> None:
+def test_images_are_counted_from_the_config_files_alone(folder: Path, tmp_path: Path) -> None:
     for name in ("config.json", "processor_config.json"):
         (tmp_path / name).write_bytes((folder / name).read_bytes())
     (tmp_path / "a.png").write_bytes(png(make_photo(180, 180)))
@@ -148,7 +146,7 @@ def test_prepared_tiles_equal_those_of_transformers(subject: Subject, reference:
     torch.testing.assert_close(subject.prepare(photo), as_patches(pixels, 14), rtol=0, atol=2e-6)
 
 
-def test_a_picture_on_the_device_gives_the_same_patches(subject: Subject) -> None:
+def test_a_image_on_the_device_gives_the_same_patches(subject: Subject) -> None:
     there = torch.from_numpy(np.array(PHOTOS[0]))
     assert torch.equal(subject.model.prepare(there, subject.geometry(PHOTOS[0])), subject.prepare(PHOTOS[0]))
 

@@ -191,7 +191,7 @@ def _today(name: str) -> str:
     return "model." + name.replace("language_model.model.", "language_model.")
 
 
-def test_pictures_are_counted_from_the_config_files_alone(folder: Path, tmp_path: Path) -> None:
+def test_images_are_counted_from_the_config_files_alone(folder: Path, tmp_path: Path) -> None:
     for name in ("config.json", "processor_config.json"):
         (tmp_path / name).write_bytes((folder / name).read_bytes())
     (tmp_path / "a.png").write_bytes(png(make_photo(84, 56)))

@@ -54,7 +54,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @settings(max_examples=300, deadline=None)
 @given(width=sides, height=sides, name=st.sampled_from(["pixtral", "mistral3"]))
-def test_any_picture_is_resized_as_by_transformers(width: int, height: int, name: str) -> None:
+def test_any_image_is_resized_as_by_transformers(width: int, height: int, name: str) -> None:
     assume(max(width, height) / min(width, height) <= 200)
     family = PUBLISHED[name]
     geometry = family.geometry(Size(width, height), *family.policy(None, None))
@@ -83,7 +83,7 @@ def test_the_tokens_are_those_of_the_whole_processor(case: Case, width: int, hei
 @settings(max_examples=300, deadline=None)
 @example(width=32, height=560, highest=70 * 256, name="pixtral")  # a strip of 64 has more tokens, yet fewer embeddings
 @given(width=sides, height=sides, highest=st.integers(1, 3_000_000), name=st.sampled_from(["pixtral", "mistral3"]))
-def test_no_picture_costs_more_than_the_largest(width: int, height: int, highest: int, name: str) -> None:
+def test_no_image_costs_more_than_the_largest(width: int, height: int, highest: int, name: str) -> None:
     assume(max(width, height) / min(width, height) <= 200)
     limits = PUBLISHED[name].policy(None, highest)
     found, most = PUBLISHED[name].geometry(Size(width, height), *limits), PUBLISHED[name].largest(*limits)
@@ -138,7 +138,7 @@ def test_every_limit_changes_the_tag() -> None:
     assert len({family.policy_tag(1, 2), family.policy_tag(1, 3), PUBLISHED["mistral3"].policy_tag(1, 2)}) == 3
 
 
-def test_pictures_are_counted_from_the_config_files_alone(case: Case, tmp_path: Path) -> None:
+def test_images_are_counted_from_the_config_files_alone(case: Case, tmp_path: Path) -> None:
     for name in ("config.json", "processor_config.json"):
         (tmp_path / name).write_bytes((case.folder / name).read_bytes())
     (tmp_path / "a.png").write_bytes(png(make_photo(84, 56)))
@@ -158,7 +158,7 @@ def test_prepared_patches_equal_those_of_transformers(case: Case, photo: Any) ->
     torch.testing.assert_close(case.subject.prepare(photo), by_token, rtol=0, atol=2e-6)
 
 
-def test_a_picture_on_the_device_gives_the_same_patches(case: Case) -> None:
+def test_a_image_on_the_device_gives_the_same_patches(case: Case) -> None:
     there = torch.from_numpy(np.array(PHOTOS[0]))
     subject = case.subject
     assert torch.equal(subject.model.prepare(there, subject.geometry(PHOTOS[0])), subject.prepare(PHOTOS[0]))

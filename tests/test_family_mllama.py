@@ -33,7 +33,7 @@ from saccade.runner.cross_attention import rows_by_image, stretches
 from saccade.types import Grid, ScheduledWindow, Size, Span
 from tests import family_mllama
 from tests.conftest import make_photo
-from tests.family_mllama import PICTURE, TILE
+from tests.family_mllama import IMAGE, TILE
 from tests.proofs import CPU, Given, Subject, as_patches, assert_close, dummy, edited
 from tests.reference import Reference
 
@@ -46,9 +46,9 @@ class Looking(Subject):
     """Told who sees which picture, as the runner does it."""
 
     @torch.inference_mode()
-    def logits(self, text: str, pictures: list[Image.Image]) -> torch.Tensor:  # [tokens, V]
-        prompt = self.processor.from_prompt({"prompt": text, "multi_modal_data": {"image": pictures}})
-        found = self.embeddings(pictures) if pictures else []
+    def logits(self, text: str, images: list[Image.Image]) -> torch.Tensor:  # [tokens, V]
+        prompt = self.processor.from_prompt({"prompt": text, "multi_modal_data": {"image": images}})
+        found = self.embeddings(images) if images else []
         by_key = {span.key: rows for span, rows in zip(prompt.spans, found, strict=True)}
         length, places = len(prompt), torch.arange(len(prompt))
         kv = PagedKV.allocate(self.config.text, length + 1, 1, torch.float32, CPU)
@@ -155,7 +155,7 @@ def test_tiles_are_numbered_as_the_hugging_face_processor_numbers_them() -> None
 
 @settings(max_examples=25, deadline=None)
 @given(st.integers(8, 300), st.integers(8, 300))
-def test_patches_equal_the_hugging_face_pixels_with_black_beside_the_picture(
+def test_patches_equal_the_hugging_face_pixels_with_black_beside_the_image(
     subject: Looking, width: int, height: int
 ) -> None:
     photo = make_photo(width, height, seed=width)
@@ -169,7 +169,7 @@ def test_patches_equal_the_hugging_face_pixels_with_black_beside_the_picture(
     torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-6)
 
 
-def test_the_published_model_keeps_a_picture_of_four_tiles_in_210_megabytes(published: Mllama) -> None:
+def test_the_published_model_keeps_a_image_of_four_tiles_in_210_megabytes(published: Mllama) -> None:
     text = model_config(HUB).text
     geometry = published.geometry(Size(1120, 1120), *published.policy(None, None))
     assert (geometry.tokens, geometry.slots) == (1, 25_616)
@@ -188,7 +188,7 @@ def test_fewer_pixels_mean_fewer_tiles_but_at_least_one(published: Mllama) -> No
     assert len(tags) == 2, "limits that allow the same tiles make the same picture"
 
 
-def test_a_picture_is_one_token_that_keeps_its_own_embedding(subject: Looking) -> None:
+def test_a_image_is_one_token_that_keeps_its_own_embedding(subject: Looking) -> None:
     token_ids, is_embed, is_cross_attended = subject.family.expand(subject.geometry(PHOTOS[0]))
     assert token_ids.tolist() == [subject.config.image_token_id] and is_embed == (False,) and is_cross_attended
     positions, following = subject.family.positions([0] * 5, [Span(1, 1, bytes(32), 8)], [Grid(1, 4, 4)])
@@ -220,11 +220,11 @@ def test_the_placeholder_behind_the_vocabulary_may_come_as_an_id(subject: Lookin
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.booleans(), min_size=1, max_size=14), st.data())
-def test_each_row_sees_the_pictures_that_the_models_own_mask_allows(is_picture: list[bool], data: Any) -> None:
-    places = [at for at, is_one in enumerate(is_picture) if is_one]
+def test_each_row_sees_the_images_that_the_models_own_mask_allows(is_image: list[bool], data: Any) -> None:
+    places = [at for at, is_one in enumerate(is_image) if is_one]
     spans = cross_attended([Span(at, 1, bytes([at]) * 32, 8) for at in places])
-    length = len(is_picture)
-    ranges = get_cross_attention_token_mask([9 if is_one else 1 for is_one in is_picture], 9)
+    length = len(is_image)
+    ranges = get_cross_attention_token_mask([9 if is_one else 1 for is_one in is_image], 9)
     allowed = [
         [at for at, (low, high) in zip(places, ranges, strict=True) if low <= row < (length if high < 0 else high)]
         for row in range(length)
@@ -237,7 +237,7 @@ def test_each_row_sees_the_pictures_that_the_models_own_mask_allows(is_picture: 
     assert found[start:] == allowed[start:]
 
 
-def test_rows_of_several_requests_that_see_the_same_pictures_go_together() -> None:
+def test_rows_of_several_requests_that_see_the_same_images_go_together() -> None:
     a, b = bytes([1]) * 32, bytes([2]) * 32
     first, second = cross_attended([Span(2, 1, a, 8)]), cross_attended([Span(0, 1, a, 8), Span(3, 1, b, 8)])
     windows = [
@@ -257,7 +257,7 @@ def test_rows_of_several_requests_that_see_the_same_pictures_go_together() -> No
 
 
 @torch.inference_mode()
-def test_keys_and_values_of_each_picture_equal_transformers(subject: Looking, reference: Reference) -> None:
+def test_keys_and_values_of_each_image_equal_transformers(subject: Looking, reference: Reference) -> None:
     ours = subject.embeddings(PHOTOS)
     model = reference.model.model
     for photo, kept in zip(PHOTOS, ours, strict=True):
@@ -277,29 +277,29 @@ def test_keys_and_values_of_each_picture_equal_transformers(subject: Looking, re
     ("text", "count"),
     [
         ("The quick brown fox jumps over the lazy dog", 0),
-        (f"{PICTURE}What is in the picture?", 1),
-        (f"{PICTURE}{PICTURE}Compare these two pictures.", 2),
-        (f"{PICTURE}First, then {PICTURE} and describe", 2),
-        (f"{PICTURE}", 1),
+        (f"{IMAGE}What is in the picture?", 1),
+        (f"{IMAGE}{IMAGE}Compare these two pictures.", 2),
+        (f"{IMAGE}First, then {IMAGE} and describe", 2),
+        (f"{IMAGE}", 1),
     ],
 )
-def test_logits_of_prompts_that_begin_with_the_picture_equal_transformers(
+def test_logits_of_prompts_that_begin_with_the_image_equal_transformers(
     subject: Looking, as_it_is: Reference, text: str, count: int
 ) -> None:
     photos = PHOTOS[1 : 1 + count]
     assert_close(subject.logits(text, photos), as_it_is.logits(text, photos))
 
 
-@pytest.mark.parametrize(("text", "count"), [(f"Look: {PICTURE} here", 1), (f"a {PICTURE} b {PICTURE}{PICTURE} c", 3)])
+@pytest.mark.parametrize(("text", "count"), [(f"Look: {IMAGE} here", 1), (f"a {IMAGE} b {IMAGE}{IMAGE} c", 3)])
 def test_logits_elsewhere_equal_transformers_with_the_text_before_passed_by(
     subject: Looking, reference: Reference, text: str, count: int
 ) -> None:
     assert_close(subject.logits(text, PHOTOS[:count]), reference.logits(text, PHOTOS[:count]))
 
 
-def test_text_before_a_picture_does_not_depend_on_it(subject: Looking) -> None:
+def test_text_before_a_image_does_not_depend_on_it(subject: Looking) -> None:
     text = "The quick brown fox jumps over"
-    one, other = (subject.logits(f"{text}{PICTURE} and", [photo]) for photo in PHOTOS[:2])
+    one, other = (subject.logits(f"{text}{IMAGE} and", [photo]) for photo in PHOTOS[:2])
     alone = subject.logits(text, [])
     before = len(alone)
     assert torch.equal(one[:before], other[:before])
@@ -307,7 +307,7 @@ def test_text_before_a_picture_does_not_depend_on_it(subject: Looking) -> None:
     assert not torch.allclose(one[before:], other[before:], rtol=1e-2)
 
 
-def test_a_picture_out_of_sight_changes_later_text_only_through_the_text_between(subject: Looking) -> None:
+def test_a_image_out_of_sight_changes_later_text_only_through_the_text_between(subject: Looking) -> None:
     keys = [bytes([n]) * 32 for n in range(2)]
     spans = cross_attended([Span(0, 1, keys[0], 8), Span(4, 1, keys[1], 8)])
     assert [found for _, _, found in stretches(spans, 0, 9)] == [(keys[0],), (keys[1],)]
@@ -345,7 +345,7 @@ def test_towers_of_other_shapes_equal_transformers(tmp_path: Path, given: dict[s
     path = folder / "processor_config.json"
     settings = json.loads(path.read_text())
     path.write_text(json.dumps({**settings, "image_processor": {**settings["image_processor"], **size}}))
-    text = f"{PICTURE}What is it?"
+    text = f"{IMAGE}What is it?"
     assert_close(Looking(folder).logits(text, PHOTOS[1:2]), family_mllama.reference(folder).logits(text, PHOTOS[1:2]))
 
 

@@ -128,15 +128,15 @@ def pair(folder: Path) -> Pair:
 
 def logits_of(pair: Pair, count: int, chunk: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Ours and theirs, of a prompt with so many pictures."""
-    pictures = pair.pictures(count)
-    ids = prompt(pair, pictures)
+    images = pair.images(count)
+    ids = prompt(pair, images)
     has_states = pair.config.text.linear is not None
     ours = (
-        test_family_qwen3_5.our_logits(pair, ids, pictures, chunk or 1000)
+        test_family_qwen3_5.our_logits(pair, ids, images, chunk or 1000)
         if has_states
-        else our_logits(pair, ids, pictures, chunk)
+        else our_logits(pair, ids, images, chunk)
     )
-    return ours, their_logits(pair, ids, pictures)
+    return ours, their_logits(pair, ids, images)
 
 
 # --- pictures -----------------------------------------------------------------------------------------------------
@@ -154,7 +154,7 @@ def test_positions_equal_those_of_the_model(pair: Pair, folder: Path) -> None:
     assert_positions_equal(pair.theirs, folder)
 
 
-def test_picture_features_of_all_depths_equal_those_of_transformers(pair: Pair) -> None:
+def test_image_features_of_all_depths_equal_those_of_transformers(pair: Pair) -> None:
     grids = [Grid(1, 10, 6), Grid(1, 4, 4)]
     patches = torch.randn(sum(grid.patches for grid in grids), 3 * 2 * 16 * 16)
     with torch.inference_mode():

@@ -115,7 +115,7 @@ def test_windows_are_those_of_transformers(shapes: list[tuple[int, int, int]], s
     assert (np.cumsum(ours.tokens) * 4).tolist() == ends[1:].tolist()
 
 
-def test_what_is_said_of_packed_pictures_is_made_once_for_the_same_grids() -> None:
+def test_what_is_said_of_packed_images_is_made_once_for_the_same_grids() -> None:
     grids = (Grid(1, 10, 6), Grid(2, 4, 4))
     packing, tokens = pack(grids, 2, 2), (60 + 32) // 4
     assert pack((Grid(1, 10, 6), Grid(2, 4, 4)), 2, 2) is packing is not pack(grids[::-1], 2, 2)
@@ -124,7 +124,7 @@ def test_what_is_said_of_packed_pictures_is_made_once_for_the_same_grids() -> No
     assert sum(packing.windows) == sum(packing.frames) == len(packing.cells) == 4 * tokens
 
 
-def test_picture_features_equal_those_of_transformers(pair: Pair) -> None:
+def test_image_features_equal_those_of_transformers(pair: Pair) -> None:
     grids = [Grid(1, 10, 6), Grid(1, 4, 4), Grid(2, 6, 2)]
     patches = torch.randn(sum(grid.patches for grid in grids), 3 * 2 * 14 * 14)
     with torch.inference_mode():
@@ -134,20 +134,20 @@ def test_picture_features_equal_those_of_transformers(pair: Pair) -> None:
         assert_close(mine, other)
 
 
-def test_a_picture_encodes_the_same_alone_and_packed(pair: Pair) -> None:
-    pictures = pair.pictures(2)
+def test_a_image_encodes_the_same_alone_and_packed(pair: Pair) -> None:
+    images = pair.images(2)
     with torch.inference_mode():
-        packed = finish(pair.ours.encode(torch.cat([p for _, p in pictures]), [g for g, _ in pictures]))
-        alone = [finish(pair.ours.encode(patches, [grid]))[0] for grid, patches in pictures]
+        packed = finish(pair.ours.encode(torch.cat([p for _, p in images]), [g for g, _ in images]))
+        alone = [finish(pair.ours.encode(patches, [grid]))[0] for grid, patches in images]
     for one, other in zip(packed, alone, strict=True):
         assert_close(one, other, 1e-5)
 
 
 @pytest.mark.parametrize("count", [0, 1, 2])
 def test_logits_equal_those_of_transformers(pair: Pair, count: int) -> None:
-    pictures = pair.pictures(count)
-    ids = prompt(pair, pictures)
-    assert_close(our_logits(pair, ids, pictures), their_logits(pair, ids, pictures))
+    images = pair.images(count)
+    ids = prompt(pair, images)
+    assert_close(our_logits(pair, ids, images), their_logits(pair, ids, images))
 
 
 @pytest.mark.parametrize(
@@ -162,9 +162,9 @@ def test_logits_equal_those_of_transformers(pair: Pair, count: int) -> None:
 )
 def test_variants_of_the_config_match(tmp_path: Path, text: dict[str, Any], vision: dict[str, Any]) -> None:
     pair = Pair(build(tmp_path, text=text, vision=vision))
-    pictures = pair.pictures(2)
-    ids = prompt(pair, pictures)
-    assert_close(our_logits(pair, ids, pictures), their_logits(pair, ids, pictures))
+    images = pair.images(2)
+    ids = prompt(pair, images)
+    assert_close(our_logits(pair, ids, images), their_logits(pair, ids, images))
 
 
 # --- on a device --------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from saccade.processor.families import family_for
 from saccade.runner.recurrent_state import RecurrentStates
 from saccade.types import Grid, ScheduledWindow, Size, StateCheckpoint
 from tests.conftest import make_photo
-from tests.family_qwen3_5 import PICTURE, build
+from tests.family_qwen3_5 import IMAGE, build
 from tests.qwen_proofs import assert_positions_equal
 from tests.test_models_parity import (
     BLOCK,
@@ -144,14 +144,14 @@ def test_the_delta_rule_is_that_of_transformers() -> None:
 
 
 @torch.inference_mode()
-def our_logits(pair: Pair, ids: Tensor, pictures: list[tuple[Grid, Tensor]], chunk: int) -> Tensor:
+def our_logits(pair: Pair, ids: Tensor, images: list[tuple[Grid, Tensor]], chunk: int) -> Tensor:
     model, text = pair.ours, pair.config.text
     assert text.linear is not None
     embeds = model.embed(ids)
-    if pictures:
-        encoded = finish(model.encode(torch.cat([p for _, p in pictures]), [g for g, _ in pictures]))
+    if images:
+        encoded = finish(model.encode(torch.cat([p for _, p in images]), [g for g, _ in images]))
         embeds[ids == pair.config.image_token_id] = torch.cat(encoded)
-    positions, outputs = positions_of(pair, ids, pictures), []
+    positions, outputs = positions_of(pair, ids, images), []
     kv, states = (
         PagedKV.allocate(text, 64, BLOCK, torch.float32, CPU),
         RecurrentStates(text.linear, 3, 0, torch.float32, CPU),
@@ -170,12 +170,12 @@ def our_logits(pair: Pair, ids: Tensor, pictures: list[tuple[Grid, Tensor]], chu
 @pytest.mark.parametrize("count", [0, 1, 2])
 @pytest.mark.parametrize("chunk", [1000, 19, 1], ids=["whole", "in chunks", "token by token"])
 def test_logits_equal_transformers(pair: Pair, count: int, chunk: int) -> None:
-    pictures = pair.pictures(count)
-    ids = prompt(pair, pictures)
-    assert_close(our_logits(pair, ids, pictures, chunk), their_logits(pair, ids, pictures))
+    images = pair.images(count)
+    ids = prompt(pair, images)
+    assert_close(our_logits(pair, ids, images, chunk), their_logits(pair, ids, images))
 
 
-def test_picture_features_equal_those_of_transformers(pair: Pair) -> None:
+def test_image_features_equal_those_of_transformers(pair: Pair) -> None:
     grids = [Grid(1, 10, 6), Grid(1, 4, 4)]
     patches = torch.randn(sum(grid.patches for grid in grids), 3 * 2 * 16 * 16)
     with torch.inference_mode():
@@ -198,7 +198,7 @@ def test_the_published_shape_keeps_keys_and_values_in_every_fourth_layer() -> No
     assert costs.state_bytes_per_request(text, "bfloat16") == 24 * (32 * 128 * 128 * 4 + 8192 * 3 * 2)
 
 
-def test_a_picture_costs_a_token_for_32_by_32_pixels(folder: Path) -> None:
+def test_a_image_costs_a_token_for_32_by_32_pixels(folder: Path) -> None:
     files = open_checkpoint(str(folder), weights=False)
     geometry = family_for(files.config).from_checkpoint(files).geometry(Size(640, 480), 65536, 16777216)
     assert geometry.tokens == 20 * 15
@@ -282,11 +282,11 @@ def test_a_window_is_cut_where_its_state_is_kept_and_another_request_goes_on_fro
     assert (states.memory[:, group.rows] == 5).all()
 
 
-def test_a_question_about_a_picture_seen_before_begins_behind_the_picture(folder: Path) -> None:
+def test_a_question_about_a_image_seen_before_begins_behind_the_image(folder: Path) -> None:
     llm = LLM(model=str(folder), max_model_len=512, kv_cache_gb=0.02, use_tqdm=False)
-    picture, greedy = make_photo(300, 250), SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    image, greedy = make_photo(300, 250), SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     outs = [
-        llm.generate({"prompt": PICTURE + text, "multi_modal_data": {"image": picture}}, greedy, use_tqdm=False)[0]
+        llm.generate({"prompt": IMAGE + text, "multi_modal_data": {"image": image}}, greedy, use_tqdm=False)[0]
         for text in ("What is in the picture?", "How many red circles are there?")
     ]
     assert [out.num_cached_tokens for out in outs] == [0, 64]  # 72 tokens of a picture behind one of text

@@ -134,7 +134,7 @@ def test_learned_positions_are_stretched_as_in_transformers(h: int, w: int) -> N
     torch.testing.assert_close(by_token(positions.stretched(grid), 2), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_picture_features_of_all_depths_equal_those_of_transformers(pair: Pair) -> None:
+def test_image_features_of_all_depths_equal_those_of_transformers(pair: Pair) -> None:
     grids = [Grid(1, 10, 6), Grid(1, 4, 4), Grid(2, 6, 2)]
     patches = torch.randn(sum(grid.patches for grid in grids), 3 * 2 * 16 * 16)
     with torch.inference_mode():
@@ -147,11 +147,11 @@ def test_picture_features_of_all_depths_equal_those_of_transformers(pair: Pair) 
             assert_close(part, other[index])
 
 
-def test_a_picture_encodes_the_same_alone_and_packed(pair: Pair) -> None:
-    pictures = pair.pictures(2)
+def test_a_image_encodes_the_same_alone_and_packed(pair: Pair) -> None:
+    images = pair.images(2)
     with torch.inference_mode():
-        packed = finish(pair.ours.encode(torch.cat([p for _, p in pictures]), [g for g, _ in pictures]))
-        alone = [finish(pair.ours.encode(patches, [grid]))[0] for grid, patches in pictures]
+        packed = finish(pair.ours.encode(torch.cat([p for _, p in images]), [g for g, _ in images]))
+        alone = [finish(pair.ours.encode(patches, [grid]))[0] for grid, patches in images]
     for one, other in zip(packed, alone, strict=True):
         assert_close(one, other, 1e-5)
 
@@ -161,15 +161,15 @@ def test_a_picture_encodes_the_same_alone_and_packed(pair: Pair) -> None:
 
 @pytest.mark.parametrize("count", [0, 1, 2])
 def test_logits_equal_those_of_transformers(pair: Pair, count: int) -> None:
-    pictures = pair.pictures(count)
-    ids = prompt(pair, pictures)
-    assert_close(our_logits(pair, ids, pictures), their_logits(pair, ids, pictures))
+    images = pair.images(count)
+    ids = prompt(pair, images)
+    assert_close(our_logits(pair, ids, images), their_logits(pair, ids, images))
 
 
 def test_chunks_do_not_change_the_logits(pair: Pair) -> None:
-    pictures = pair.pictures(1)
-    ids = prompt(pair, pictures)
-    assert_close(our_logits(pair, ids, pictures, 5), our_logits(pair, ids, pictures), 1e-5)
+    images = pair.images(1)
+    ids = prompt(pair, images)
+    assert_close(our_logits(pair, ids, images, 5), our_logits(pair, ids, images), 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -187,9 +187,9 @@ def test_variants_of_the_config_match(tmp_path: Path, text: dict[str, Any], visi
         sections = {"mrope_section": [4, 2, 2], "mrope_interleaved": True}
         text = {**text, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, **sections}}
     pair = Pair(build(tmp_path, text=text, vision=vision))
-    pictures = pair.pictures(2)
-    ids = prompt(pair, pictures)
-    assert_close(our_logits(pair, ids, pictures), their_logits(pair, ids, pictures))
+    images = pair.images(2)
+    ids = prompt(pair, images)
+    assert_close(our_logits(pair, ids, images), their_logits(pair, ids, images))
 
 
 def test_axes_take_turns_until_theirs_are_used_up() -> None:
@@ -197,7 +197,7 @@ def test_axes_take_turns_until_theirs_are_used_up() -> None:
     assert axes == [0, 1, 2] * 20 + [0] * 4
 
 
-def test_text_has_zeros_where_pictures_have_deep_vectors(pair: Pair) -> None:
+def test_text_has_zeros_where_images_have_deep_vectors(pair: Pair) -> None:
     rows = pair.ours.embed(torch.tensor([3, 4]))
     assert rows.shape == (2, 3 * 64)
     assert torch.equal(rows[:, :64], pair.ours.decoder.table[3:5])
@@ -275,7 +275,7 @@ def test_the_published_config_is_read_with_its_deep_layers_and_its_size() -> Non
     assert costs.weight_bytes(config, "bfloat16") == pytest.approx(8.88e9, rel=5e-3)  # 4.44 billion parameters
 
 
-def test_an_embedding_of_a_picture_is_billed_with_all_its_vectors() -> None:
+def test_an_embedding_of_a_image_is_billed_with_all_its_vectors() -> None:
     config = model_config(PUBLISHED_4B)
     assert costs.embedding_bytes_per_slot(config.text, "bfloat16") == 4 * 2560 * 2
 

@@ -30,7 +30,7 @@ from saccade.processor.prompt import Processor
 from saccade.types import Grid, Size, Span
 from tests import family_qwen_vl
 from tests.conftest import make_photo, png
-from tests.family_qwen_vl import PICTURE, SlowTokenizer
+from tests.family_qwen_vl import IMAGE, SlowTokenizer
 from tests.proofs import Given, Subject, as_patches, assert_close, dummy, edited, finish
 from tests.reference import Reference
 
@@ -89,7 +89,7 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
 
 @settings(max_examples=100, deadline=None)
 @given(width=st.integers(1, 60_000), height=st.integers(1, 60_000))
-def test_any_picture_is_256_tokens_of_one_square(width: int, height: int) -> None:
+def test_any_image_is_256_tokens_of_one_square(width: int, height: int) -> None:
     assume(max(width, height) / min(width, height) <= 200)
     family = QwenVL.from_checkpoint(Given(published()))
     geometry = family.geometry(Size(width, height), *family.policy(None, 100_000))
@@ -116,7 +116,7 @@ def test_whatever_changes_pixels_changes_the_tag() -> None:
     assert len({QwenVL.from_checkpoint(one).policy_tag(1, 1) for one in given}) == 3
 
 
-def test_pictures_are_counted_from_the_config_alone(tmp_path: Path) -> None:
+def test_images_are_counted_from_the_config_alone(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED))
     (tmp_path / "a.png").write_bytes(png(make_photo(84, 56)))
     counts, errors = count_files([str(tmp_path / "a.png")], str(tmp_path), None, None)
@@ -132,7 +132,7 @@ def test_prepared_patches_equal_those_of_the_reference(case: Case, photo: Any) -
     torch.testing.assert_close(case.subject.prepare(photo), theirs, rtol=0, atol=2e-6)
 
 
-def test_a_picture_on_the_device_gives_the_same_patches(case: Case) -> None:
+def test_a_image_on_the_device_gives_the_same_patches(case: Case) -> None:
     subject, there = case.subject, torch.from_numpy(np.array(PHOTOS[0]))
     assert torch.equal(subject.model.prepare(there, subject.geometry(PHOTOS[0])), subject.prepare(PHOTOS[0]))
 
@@ -157,7 +157,7 @@ def test_embeddings_equal_those_of_the_reference(tmp_path: Path, visual: dict[st
 
 @pytest.mark.parametrize("count", [0, 1, 2])
 def test_logits_equal_those_of_the_reference(case: Case, count: int) -> None:
-    text = "Look: " + PICTURE * count + "what is it?"
+    text = "Look: " + IMAGE * count + "what is it?"
     assert_close(case.subject.logits(text, PHOTOS[:count]), case.reference.logits(text, PHOTOS[:count]))
 
 
@@ -242,7 +242,7 @@ def test_a_system_message_takes_the_place_of_the_usual_one(case: Case) -> None:
     assert text is not None and text.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHello<")
 
 
-def test_a_client_cannot_write_a_picture(case: Case) -> None:
+def test_a_client_cannot_write_a_image(case: Case) -> None:
     ids = ask(case.subject.processor, "<img><imgpad></img>").token_ids
     start = len(family_qwen_vl.train_ranks()) + 214
     assert not {start, start + 1, start + 2} & set(ids)
@@ -261,7 +261,7 @@ def test_chats_end_at_the_end_of_a_turn_too() -> None:
     assert published().eos_token_ids == {151643, 151644, 151645}
 
 
-def test_a_model_without_a_tower_refuses_pictures(tmp_path: Path) -> None:
+def test_a_model_without_a_tower_refuses_images(tmp_path: Path) -> None:
     processor = Subject(family_qwen_vl.build(tmp_path, sees=False)).processor
     assert ask(processor, "Hello").text.endswith("<|im_start|>assistant\n")
     with pytest.raises(RequestError, match="reads text only"):

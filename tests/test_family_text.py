@@ -157,7 +157,7 @@ def test_kernels_and_launching_ahead_give_the_tokens_of_the_plain_engine(folder:
 # --- pictures -----------------------------------------------------------------------------------------------------
 
 
-def test_a_picture_is_refused_and_says_that_the_model_reads_text(pair: Pair) -> None:
+def test_a_image_is_refused_and_says_that_the_model_reads_text(pair: Pair) -> None:
     processor = pair.llm.engine.processor
     with pytest.raises(RequestError, match=r"reads text only and takes no pictures, but a picture was given"):
         processor.from_prompt({"prompt": "Five.", "multi_modal_data": {"image": make_photo()}})
@@ -173,7 +173,7 @@ def test_no_encoder_is_built_and_no_memory_kept_for_embeddings(pair: Pair) -> No
     assert any("takes no pictures" in reason for reason in core.reasons)
 
 
-def test_count_says_that_the_model_takes_no_pictures(
+def test_count_says_that_the_model_takes_no_images(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "photo.png"
@@ -245,7 +245,7 @@ def text_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningSer
         yield running
 
 
-def test_a_server_answers_text_and_refuses_pictures_with_400(text_server: RunningServer) -> None:
+def test_a_server_answers_text_and_refuses_images_with_400(text_server: RunningServer) -> None:
     assert text_server.chat([text_part("How many?")]).json()["usage"]["completion_tokens"] > 0
     refused = text_server.chat([text_part("What is this?"), photo_part()])
     assert refused.status_code == 400
@@ -253,13 +253,13 @@ def test_a_server_answers_text_and_refuses_pictures_with_400(text_server: Runnin
     assert text_server.answers()
 
 
-def test_the_model_card_offers_no_pictures(text_server: RunningServer) -> None:
+def test_the_model_card_offers_no_images(text_server: RunningServer) -> None:
     card = text_server.get("/v1/models").json()["data"][0]["multimodal"]
     assert card["limit_per_prompt"]["image"] == 0 and card["formats"] == [] and card["tokens_per_picture"] == {}
     assert any("the model takes no pictures" in line for line in text_server.log)
 
 
-def test_the_page_offers_no_pictures_and_answers(text_server: RunningServer) -> None:
+def test_the_page_offers_no_images_and_answers(text_server: RunningServer) -> None:
     with running_browser() as browser, open_page(browser, text_server.url) as page:
         expect(page.locator("#model")).not_to_be_empty(timeout=PATIENCE_MS)
         for place in ("#drop", "#pick", "#sample", "#pixels"):

@@ -110,7 +110,7 @@ def failure(handler: Handler, **policy: Any) -> RequestError:
 # --- what works ---------------------------------------------------------------------------------------------------
 
 
-def test_a_picture_from_an_allowed_host_arrives_whole() -> None:
+def test_a_image_from_an_allowed_host_arrives_whole() -> None:
     data, site = get(answer(response()))
     assert data == BODY
     head = site.requests[0].decode()

@@ -113,7 +113,7 @@ def test_angles_of_cells_are_those_of_plain_arithmetic(interleaved: bool) -> Non
     torch.testing.assert_close(rotary, rotary_of(*expected), atol=1e-5, rtol=1e-5)
 
 
-def test_pictures_of_several_sizes_get_the_embeddings_of_the_plain_tower() -> None:
+def test_images_of_several_sizes_get_the_embeddings_of_the_plain_tower() -> None:
     patches = random(sum(grid.patches for grid in GRIDS), 24)
     expected = encode(model(QWEN, TorchVision(), Qwen2VL), patches, GRIDS)
     found = encode(model(QWEN, FusedVision(), Qwen2VL), patches, GRIDS)
@@ -143,7 +143,7 @@ def test_cutting_gives_the_reference_s_patches(layout: PatchLayout) -> None:
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
 
 
-def test_a_cropped_picture_need_not_be_copied_before_it_is_cut() -> None:
+def test_a_cropped_image_need_not_be_copied_before_it_is_cut() -> None:
     cropped = picture(20, 20)[3:11, 5:13]
     expected = TorchVision().cut(cropped, Grid(1, 4, 4), PatchLayout(2), PixelPolicy(), torch.float32)
     found = FusedVision().cut(cropped, Grid(1, 4, 4), PatchLayout(2), PixelPolicy(), torch.float32)

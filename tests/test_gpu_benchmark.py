@@ -18,10 +18,10 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return write_folder(SHAPES[request.param], tmp_path_factory.mktemp("shapes") / request.param)
 
 
-def test_a_made_folder_opens_and_its_prompts_hold_one_picture_token(folder: Path) -> None:
+def test_a_made_folder_opens_and_its_prompts_hold_one_image_token(folder: Path) -> None:
     config = open_checkpoint(str(folder), weights=False).config
     shape, tokenizer = SHAPES[folder.name], Tokenizer.from_file(str(folder / "tokenizer.json"))
-    assert tokenizer.encode(shape.picture).ids.count(config.image_token_id) == 1
+    assert tokenizer.encode(shape.image).ids.count(config.image_token_id) == 1
     assert tokenizer.get_vocab_size() <= config.text.vocab_size
 
 

@@ -54,12 +54,12 @@ def test_bytes_cannot_move_from_one_field_to_the_next() -> None:
     assert key(loaded, fingerprint=b"m", salt=b"s") != key(loaded, fingerprint=b"ms", salt=b"")
 
 
-def test_a_file_and_its_pixels_are_different_pictures() -> None:
+def test_a_file_and_its_pixels_are_different_images() -> None:
     photo = make_photo()
     assert key(load_image(png(photo), POLICY)) != key(load_image(photo, POLICY))
 
 
-def test_a_transposed_picture_has_another_key() -> None:
+def test_a_transposed_image_has_another_key() -> None:
     photo = np.zeros((4, 4, 3), np.uint8)
     photo[0, 1] = 255
     assert key(load_image(photo, POLICY)) != key(load_image(photo.transpose(1, 0, 2), POLICY))
@@ -71,7 +71,7 @@ def test_a_text_record_is_zeros_and_the_token_id() -> None:
     )
 
 
-def test_a_picture_record_is_the_key_and_the_offset() -> None:
+def test_a_image_record_is_the_key_and_the_offset() -> None:
     k = bytes(range(1, 33))
     records = identity([7, 9, 9, 9, 8], [Span(1, 3, k, 3)])
     cut = [records[i * RECORD_BYTES : (i + 1) * RECORD_BYTES] for i in range(5)]
@@ -80,7 +80,7 @@ def test_a_picture_record_is_the_key_and_the_offset() -> None:
     assert cut[4] == bytes(32) + (8).to_bytes(8, "little")
 
 
-def test_two_pictures_of_equal_size_have_different_records() -> None:
+def test_two_images_of_equal_size_have_different_records() -> None:
     first, second = (identity([9] * 4, [Span(0, 4, bytes([n]) * 32, 4)]) for n in (1, 2))
     assert first != second
 
@@ -109,7 +109,7 @@ def test_the_same_bytes_are_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None
     assert recent.of(bare(2, 1, bytes(bytearray(data))), b"tag", b"") == first
 
 
-def test_pictures_that_differ_in_one_byte_never_share_a_remembered_key() -> None:
+def test_images_that_differ_in_one_byte_never_share_a_remembered_key() -> None:
     recent, data = RecentKeys(b"model"), bytes(1000)
     found = {recent.of(bare(2, 1, data[:i] + b"x" + data[i + 1 :]), b"tag", b"") for i in range(1000)}
     assert len(found) == 1000
@@ -123,19 +123,19 @@ def test_policy_salt_and_shape_are_part_of_what_is_remembered() -> None:
         assert found == [key(bare(*size, data), tag, b"model", salt) for size, tag, salt in asked]
 
 
-def test_the_oldest_pictures_make_room_for_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_oldest_images_make_room_for_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     recent = RecentKeys(b"model", max_bytes=250)
-    pictures = [bytes([i]) * 100 for i in range(3)]
-    for data in pictures:
+    images = [bytes([i]) * 100 for i in range(3)]
+    for data in images:
         recent.of(bare(2, 1, data), b"tag", b"")
     hashed: list[bytes] = []
     monkeypatch.setattr("saccade.media.hashing.content_key", lambda loaded, *_: hashed.append(loaded.data))
-    for data in (pictures[2], pictures[1], pictures[0]):
+    for data in (images[2], images[1], images[0]):
         recent.of(bare(2, 1, data), b"tag", b"")
-    assert hashed == [pictures[0]]
+    assert hashed == [images[0]]
 
 
-def test_a_picture_larger_than_the_memory_is_hashed_and_displaces_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_image_larger_than_the_memory_is_hashed_and_displaces_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     recent, small = RecentKeys(b"model", max_bytes=250), b"small"
     first = recent.of(bare(2, 1, small), b"tag", b"")
     assert recent.of(bare(2, 1, bytes(300)), b"tag", b"") == plain(bytes(300))
@@ -154,7 +154,7 @@ def test_whatever_comes_every_key_is_right_and_the_memory_stays_as_large(
         assert sum(place.length for place in recent._known) <= 250 == len(recent._ring)
 
 
-def test_no_more_pictures_are_remembered_than_allowed_however_small(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_images_are_remembered_than_allowed_however_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("saccade.media.hashing._REMEMBERED", 3)
     recent, hashed = RecentKeys(b"model"), list[bytes]()
     for i in range(9):

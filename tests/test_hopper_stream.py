@@ -163,5 +163,5 @@ def test_who_cannot_add_up_gets_queries_and_keys_whole() -> None:
 def test_products_in_parts_give_the_tokens_of_the_plain_engine(
     name: str, tmp_path: Path, photo: Callable[..., Image.Image]
 ) -> None:
-    folder, given = FAMILIES[name].build(tmp_path), prompts_of(photo, FAMILIES[name].picture)[:3]
+    folder, given = FAMILIES[name].build(tmp_path), prompts_of(photo, FAMILIES[name].image)[:3]
     assert answers(overlapped(folder), given, FEW) == answers(LLM(str(folder), **OPTIONS), given, FEW)

@@ -23,13 +23,13 @@ from tests.test_fused_vision import DEVICE, random
     ],
     ids=str,
 )
-def test_heads_and_pictures_it_is_not_made_for_go_another_way(
+def test_heads_and_images_it_is_not_made_for_go_another_way(
     lengths: list[int], dim: int, dtype: torch.dtype, expected: bool
 ) -> None:
     assert suits(lengths, dim, dtype) is expected
 
 
-def test_such_pictures_get_the_plain_kernel_s_result() -> None:
+def test_such_images_get_the_plain_kernel_s_result() -> None:
     qkv = random(20, 3, 2, 64)
     ways = [FusedVision(name)._attention((12, 8), DEVICE) for name in ("hopper", "triton")]
     assert torch.equal(ways[0](qkv, 0.2), ways[1](qkv, 0.2))

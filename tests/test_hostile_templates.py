@@ -37,7 +37,7 @@ from tests.serving import (
     chat_body,
     error_of,
     image_part,
-    picture_url,
+    image_url,
     running_builtin,
     running_server,
     text_part,
@@ -144,15 +144,15 @@ def test_all_that_templates_find_is_reserved() -> None:
     assert set(_environment().globals) < RESERVED
 
 
-def test_pictures_never_travel_to_the_process(qwen2_vl_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_never_travel_to_the_process(qwen2_vl_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[int] = []
     plain = TemplatePool._body
     monkeypatch.setattr(
         TemplatePool, "_body", lambda self, context: sent.append(len(body := plain(self, context))) or body
     )
     processor, photo = make(qwen2_vl_folder), make_photo(600, 400)
-    for picture in ({"type": "image", "image": photo}, image_part(picture_url(600, 400)), image_part(png(photo))):
-        processor.from_chat([{"role": "user", "content": [picture, text_part("What is this?")]}])
+    for image in ({"type": "image", "image": photo}, image_part(image_url(600, 400)), image_part(png(photo))):
+        processor.from_chat([{"role": "user", "content": [image, text_part("What is this?")]}])
     assert len(sent) == 5 and max(sent) < 400
     processor.close()
 

@@ -23,8 +23,8 @@ from tests.serving import (
     chat_body,
     error_of,
     image_part,
+    image_url,
     photo_part,
-    picture_url,
     running_server,
     text_part,
 )
@@ -93,7 +93,7 @@ def test_a_key_that_guesses_anothers_text_finds_nothing(
     assert cached(answered(apart, ALICE, path, guess)) > 0
 
 
-def with_picture(seed: int, **fields: Any) -> dict[str, Any]:
+def with_image(seed: int, **fields: Any) -> dict[str, Any]:
     return chat_body([photo_part(seed=seed), text_part("?")], include_bill=True, **fields)
 
 
@@ -102,8 +102,8 @@ def is_cached(answer: dict[str, Any]) -> bool:
     return bool(item["cached"])
 
 
-def test_a_key_that_has_anothers_picture_does_not_learn_of_it(apart: RunningServer) -> None:
-    path, body = "/v1/chat/completions", with_picture(seed=1)
+def test_a_key_that_has_anothers_image_does_not_learn_of_it(apart: RunningServer) -> None:
+    path, body = "/v1/chat/completions", with_image(seed=1)
     assert not is_cached(answered(apart, ALICE, path, body))
     encoded = apart.stats("saccade:pictures_encoded_total")
     assert not is_cached(answered(apart, MALLORY, path, body))
@@ -112,22 +112,22 @@ def test_a_key_that_has_anothers_picture_does_not_learn_of_it(apart: RunningServ
 
 
 def test_the_salt_of_another_key_opens_nothing(apart: RunningServer) -> None:
-    path, body = "/v1/chat/completions", with_picture(seed=2, cache_salt="shared secret")
+    path, body = "/v1/chat/completions", with_image(seed=2, cache_salt="shared secret")
     assert not is_cached(answered(apart, ALICE, path, body))
     assert not is_cached(answered(apart, MALLORY, path, body))
     assert is_cached(answered(apart, ALICE, path, body))
 
 
-def test_keys_find_each_others_text_and_pictures_where_the_operator_shares_caches(together: RunningServer) -> None:
+def test_keys_find_each_others_text_and_images_where_the_operator_shares_caches(together: RunningServer) -> None:
     path, body, cached = ROUTES[0]
     answered(together, ALICE, path, body(SECRET))
     assert cached(answered(together, MALLORY, path, body(SECRET))) > 0
-    answered(together, ALICE, path, with_picture(seed=1))
-    assert is_cached(answered(together, MALLORY, path, with_picture(seed=1)))
-    assert not is_cached(answered(together, MALLORY, path, with_picture(seed=1, cache_salt="mine")))
+    answered(together, ALICE, path, with_image(seed=1))
+    assert is_cached(answered(together, MALLORY, path, with_image(seed=1)))
+    assert not is_cached(answered(together, MALLORY, path, with_image(seed=1, cache_salt="mine")))
 
 
-def test_names_of_pictures_are_not_shared_with_the_caches(together: RunningServer) -> None:
+def test_names_of_images_are_not_shared_with_the_caches(together: RunningServer) -> None:
     """A name gives the picture itself away, not only whether somebody has sent it."""
     path, named = "/v1/chat/completions", {**photo_part(seed=3), "uuid": "holiday"}
     answered(together, ALICE, path, chat_body([named, text_part("?")]))
@@ -140,7 +140,7 @@ def test_names_of_pictures_are_not_shared_with_the_caches(together: RunningServe
 
 
 def test_long_salts_are_refused_and_leave_nothing_behind(apart: RunningServer) -> None:
-    part = {**image_part(picture_url(28, 28)), "uuid": "tiny"}
+    part = {**image_part(image_url(28, 28)), "uuid": "tiny"}
     head, tail = httpx.Request("POST", "http://x", json=chat_body([part], cache_salt="|")).content.split(b"|")
     statuses = []
 
@@ -189,10 +189,10 @@ def test_what_a_response_repeats_is_bounded(field: str) -> None:
 # --- many answers -------------------------------------------------------------------------------------------------
 
 
-def test_a_large_picture_with_many_answers_costs_one_picture(apart: RunningServer) -> None:
+def test_a_large_image_with_many_answers_costs_one_image(apart: RunningServer) -> None:
     noise = np.random.default_rng(0).integers(0, 256, (*LARGE, 3), np.uint8)
-    picture = png(Image.fromarray(noise))
-    part, small = image_part(as_url(picture)), {"max_pixels": 56 * 56}
+    image = png(Image.fromarray(noise))
+    part, small = image_part(as_url(image)), {"max_pixels": 56 * 56}
     many = chat_body([part, text_part("?")], n=64, max_tokens=40, ignore_eos=True, mm_processor_kwargs=small)
     held, is_over = [0.0], threading.Event()
 
@@ -209,8 +209,8 @@ def test_a_large_picture_with_many_answers_costs_one_picture(apart: RunningServe
     looking.join()
     assert len(answer["choices"]) == 64
     assert not watch.failures and watch.num_answered
-    assert watch.engine_growth_mb < 10 * len(picture) / 2**20  # as it came, decoded, and on its way to that
-    assert len(picture) < max(held) < 4 * len(picture)  # the body in base64, then what went to the engine
+    assert watch.engine_growth_mb < 10 * len(image) / 2**20  # as it came, decoded, and on its way to that
+    assert len(image) < max(held) < 4 * len(image)  # the body in base64, then what went to the engine
 
 
 def test_more_answers_than_may_ever_be_open_are_refused_before_any_work(apart: RunningServer) -> None:

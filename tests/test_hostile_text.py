@@ -106,7 +106,7 @@ def test_a_text_just_below_the_limit_is_judged_by_its_tokens(server: RunningServ
 
 URL = "data:image/png;base64," + "A" * 1000
 SOURCE = {"type": "base64", "media_type": "image/png", "data": "A" * 1000}
-PICTURES: list[dict[str, Any]] = [
+IMAGES: list[dict[str, Any]] = [
     {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": URL}}]}]},
     {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": URL.replace("data", "DATA")}]}]},
     {"messages": [{"role": "user", "content": [{"type": "video_url", "video_url": {"url": URL}}]}]},
@@ -118,13 +118,13 @@ PICTURES: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("body", PICTURES, ids=range(len(PICTURES)))
-def test_a_picture_is_no_text(body: dict[str, Any]) -> None:
+@pytest.mark.parametrize("body", IMAGES, ids=range(len(IMAGES)))
+def test_a_image_is_no_text(body: dict[str, Any]) -> None:
     check_text(body, 200)
 
 
-@pytest.mark.parametrize("body", PICTURES, ids=range(len(PICTURES)))
-def test_a_picture_where_none_can_be_is_text(body: dict[str, Any]) -> None:
+@pytest.mark.parametrize("body", IMAGES, ids=range(len(IMAGES)))
+def test_a_image_where_none_can_be_is_text(body: dict[str, Any]) -> None:
     with pytest.raises(RequestError) as caught:
         check_text({"tools": [body]}, 900)
     assert caught.value.param == "tools"
@@ -163,7 +163,7 @@ def test_what_takes_long_to_parse_is_refused_while_it_arrives(name: str) -> None
 
 
 @pytest.mark.parametrize("start", ['"url": "data:', '"url":"DATA:', '"data": "', '"data":"', '"data"  :\n "'])
-def test_a_picture_of_any_size_is_not_counted(start: str) -> None:
+def test_a_image_of_any_size_is_not_counted(start: str) -> None:
     tallied(b'{"a": {' + start.encode() + b"A{[,/+=" * (MUCH // 6) + b'"}, "b": 1}')
 
 

@@ -17,15 +17,15 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 SEEDED = SamplingParams(temperature=1.0, top_p=0.95, seed=11, max_tokens=12, ignore_eos=True)
 
 
-def prompts(picture: str) -> list[dict[str, Any]]:
+def prompts(image: str) -> list[dict[str, Any]]:
     """Text, one picture, two, the same picture again, a large one in the middle of text."""
     a, b, large = make_photo(seed=1), make_photo(140, 84, seed=2), make_photo(300, 250, seed=3)
     return [
         {"prompt": "The quick brown fox jumps over the lazy dog. " * 3},
-        {"prompt": f"{picture}What is in the picture?", "multi_modal_data": {"image": a}},
-        {"prompt": f"{picture}{picture}Compare these two pictures.", "multi_modal_data": {"image": [a, b]}},
-        {"prompt": f"Again: {picture} and {picture}", "multi_modal_data": {"image": [a, a]}},
-        {"prompt": f"The quick brown fox {picture} jumps over", "multi_modal_data": {"image": large}},
+        {"prompt": f"{image}What is in the picture?", "multi_modal_data": {"image": a}},
+        {"prompt": f"{image}{image}Compare these two pictures.", "multi_modal_data": {"image": [a, b]}},
+        {"prompt": f"Again: {image} and {image}", "multi_modal_data": {"image": [a, a]}},
+        {"prompt": f"The quick brown fox {image} jumps over", "multi_modal_data": {"image": large}},
     ]
 
 
@@ -39,7 +39,7 @@ class Subject:
 
 @pytest.fixture(scope="module")
 def subject(family: ModelFamily, family_folder: Path) -> Subject:
-    return Subject(family_folder, prompts(family.picture))
+    return Subject(family_folder, prompts(family.image))
 
 
 def run(subject: Subject, params: SamplingParams = GREEDY, *, together: bool = True, **given: Any) -> list[list[int]]:

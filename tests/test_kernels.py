@@ -307,21 +307,21 @@ def test_small_steps_are_cut_into_small_tiles() -> None:
 
 @pytest.mark.parametrize("dim", [12, 64, 72, 80, 96, 128])
 @pytest.mark.parametrize("lengths", [[5], [16, 32], [40, 1, 17]], ids=str)
-def test_pictures_attend_to_themselves_alone(lengths: list[int], dim: int) -> None:
+def test_images_attend_to_themselves_alone(lengths: list[int], dim: int) -> None:
     q, k, v = random(3, sum(lengths), 2, dim)
     found = packed_vit(q, k, v, Tiles.of(lengths, 16, DEVICE), 0.2, launch=SMALL)
     assert_close(found, reference_packed_attention(q, k, v, lengths, 0.2))
 
 
 @pytest.mark.parametrize("dim", [72, 80, 128])
-def test_pictures_run_in_half_precision_with_their_own_launch(dim: int) -> None:
+def test_images_run_in_half_precision_with_their_own_launch(dim: int) -> None:
     lengths = [130, 64]
     q, k, v = random(3, sum(lengths), 2, dim, dtype=HALF)
     found = packed_vit(q, k, v, Tiles.of(lengths, TILE_ROWS, DEVICE), 0.1)
     assert_close(found, reference_packed_attention(q, k, v, lengths, 0.1))
 
 
-def test_pictures_are_read_inside_a_merged_projection() -> None:
+def test_images_are_read_inside_a_merged_projection() -> None:
     q, k, v = random(20, 3, 2, 80).unbind(1)
     found = packed_vit(q, k, v, Tiles.of([20], 16, DEVICE), 0.2, launch=SMALL)
     assert_close(found, reference_packed_attention(q, k, v, [20], 0.2))
@@ -455,7 +455,7 @@ def begun(embeds: Tensor, tables: Tensor) -> tuple[PrefillInputs, Tensor, Tensor
     return found, embedding, positions.float().index_select(0, turning.axes).T * turning.frequencies
 
 
-def test_tokens_become_rows_of_the_table_and_pictures_stay() -> None:
+def test_tokens_become_rows_of_the_table_and_images_stay() -> None:
     embeds, tables = random(3, 60, dtype=torch.bfloat16, seed=1), ints([0] * 1800).view(3, 600)
     before = embeds.clone()
     _, embedding, _ = begun(embeds, tables)

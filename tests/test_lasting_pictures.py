@@ -23,7 +23,7 @@ from saccade.runner.memory import plan_memory
 from saccade.types import Geometry, Grid, Size
 from tests import family_mllama
 from tests.conftest import make_photo
-from tests.family_mllama import PICTURE
+from tests.family_mllama import IMAGE
 from tests.prompts import data_url
 from tests.serving import MODEL, running_server
 from tests.test_family_mllama import HUB
@@ -49,8 +49,8 @@ def llm(folder: Path) -> Iterator[LLM]:
     made.close()
 
 
-def ask(llm: LLM, text: str, *pictures: Any, params: SamplingParams = GREEDY) -> Any:
-    return llm.generate({"prompt": text, "multi_modal_data": {"image": list(pictures)}}, params, use_tqdm=False)[0]
+def ask(llm: LLM, text: str, *images: Any, params: SamplingParams = GREEDY) -> Any:
+    return llm.generate({"prompt": text, "multi_modal_data": {"image": list(images)}}, params, use_tqdm=False)[0]
 
 
 def encoded(llm: LLM) -> int:
@@ -60,28 +60,28 @@ def encoded(llm: LLM) -> int:
 # --- caches -------------------------------------------------------------------------------------------------------
 
 
-def test_a_prefix_hit_whose_picture_was_evicted_gives_the_same_tokens(folder: Path) -> None:
+def test_a_prefix_hit_whose_image_was_evicted_gives_the_same_tokens(folder: Path) -> None:
     room = 136 * 64 * 4 / costs.GIB  # for one picture of four tiles
     llm = make(folder, encoder_cache_gb=room * 1.5)
-    first = ask(llm, f"{PICTURE}{LONG}", FOUR_TILES)
-    ask(llm, f"{PICTURE}{LONG}", make_photo(112, 112, 2))
-    again = ask(llm, f"{PICTURE}{LONG}", FOUR_TILES)
+    first = ask(llm, f"{IMAGE}{LONG}", FOUR_TILES)
+    ask(llm, f"{IMAGE}{LONG}", make_photo(112, 112, 2))
+    again = ask(llm, f"{IMAGE}{LONG}", FOUR_TILES)
     assert again.num_cached_tokens > 16 and encoded(llm) == 3
     assert again.outputs[0].token_ids == first.outputs[0].token_ids
     llm.engine.core.scheduler.check()
     llm.close()
 
 
-def test_a_picture_that_is_resident_is_not_encoded_again_for_the_same_or_another_text(llm: LLM) -> None:
-    for text in (f"{PICTURE}{LONG}", f"{PICTURE}{LONG}", f"{PICTURE}What is it?"):
+def test_a_image_that_is_resident_is_not_encoded_again_for_the_same_or_another_text(llm: LLM) -> None:
+    for text in (f"{IMAGE}{LONG}", f"{IMAGE}{LONG}", f"{IMAGE}What is it?"):
         ask(llm, text, FOUR_TILES)
     assert encoded(llm) == 1
 
 
-def test_the_picture_stays_pinned_while_its_answer_is_decoded(llm: LLM) -> None:
+def test_the_image_stays_pinned_while_its_answer_is_decoded(llm: LLM) -> None:
     engine = llm.engine
     for name in "ab":
-        engine.add_request(name, {"prompt": f"{PICTURE}{name}", "multi_modal_data": {"image": FOUR_TILES}}, GREEDY)
+        engine.add_request(name, {"prompt": f"{IMAGE}{name}", "multi_modal_data": {"image": FOUR_TILES}}, GREEDY)
     pinned = []
     while engine.has_unfinished_requests():
         pinned.append(llm.stats()["encoder_cache"]["slots_pinned"])
@@ -90,31 +90,31 @@ def test_the_picture_stays_pinned_while_its_answer_is_decoded(llm: LLM) -> None:
     assert llm.stats()["encoder_cache"]["slots_pinned"] == 0
 
 
-def test_text_before_the_picture_is_shared_between_different_pictures(llm: LLM) -> None:
-    ask(llm, f"{LONG}{PICTURE}What is it?", FOUR_TILES)
-    other = ask(llm, f"{LONG}{PICTURE}What is it?", make_photo(112, 112, 2))
+def test_text_before_the_image_is_shared_between_different_images(llm: LLM) -> None:
+    ask(llm, f"{LONG}{IMAGE}What is it?", FOUR_TILES)
+    other = ask(llm, f"{LONG}{IMAGE}What is it?", make_photo(112, 112, 2))
     assert other.num_cached_tokens > 16
 
 
-def test_a_prompt_with_more_pictures_side_by_side_than_the_cache_holds_is_refused(folder: Path) -> None:
+def test_a_prompt_with_more_images_side_by_side_than_the_cache_holds_is_refused(folder: Path) -> None:
     llm = make(folder, encoder_cache_gb=200 * 64 * 4 / costs.GIB)
     photos = [make_photo(112, 112, seed) for seed in range(2)]
     with pytest.raises(RequestError, match="2 pictures of the prompt stand together and have 272 embeddings"):
-        ask(llm, f"{PICTURE}{PICTURE}Compare", *photos)
-    assert ask(llm, f"{PICTURE}One, {PICTURE} two", *photos).error is None
+        ask(llm, f"{IMAGE}{IMAGE}Compare", *photos)
+    assert ask(llm, f"{IMAGE}One, {IMAGE} two", *photos).error is None
     llm.close()
 
 
 def test_penalties_pass_over_the_placeholder_behind_the_vocabulary(llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, repetition_penalty=1.3)
-    assert len(ask(llm, f"{PICTURE}What is it?", FOUR_TILES, params=params).outputs[0].token_ids) == 8
+    assert len(ask(llm, f"{IMAGE}What is it?", FOUR_TILES, params=params).outputs[0].token_ids) == 8
 
 
 # --- the bill -----------------------------------------------------------------------------------------------------
 
 
 def test_the_bill_names_one_token_and_the_bytes_of_the_encoder_cache(llm: LLM) -> None:
-    out = ask(llm, f"{PICTURE}{PICTURE} and {PICTURE}", FOUR_TILES, make_photo(40, 40, 3), FOUR_TILES)
+    out = ask(llm, f"{IMAGE}{IMAGE} and {IMAGE}", FOUR_TILES, make_photo(40, 40, 3), FOUR_TILES)
     held = {key.hex()[:16]: tensor.nbytes for key, tensor in llm.engine.core.runner.embeddings.items()}
     assert out.bill.image_tokens == 3 and out.bill.kv_blocks == 1
     assert [(item.tokens, item.kv_blocks) for item in out.bill.items] == [(1, 1)] * 3
@@ -123,7 +123,7 @@ def test_the_bill_names_one_token_and_the_bytes_of_the_encoder_cache(llm: LLM) -
     assert "0.0 MB of the encoder cache" in bill_line(out.bill, 8)
 
 
-def test_pictures_that_lie_in_the_kv_cache_cost_no_encoder_cache(qwen2_vl_folder: Path) -> None:
+def test_images_that_lie_in_the_kv_cache_cost_no_encoder_cache(qwen2_vl_folder: Path) -> None:
     llm = make(qwen2_vl_folder)
     out = ask(llm, "<|vision_start|><|image_pad|><|vision_end|>What?", FOUR_TILES)
     assert out.bill.encoder_cache_bytes == 0 == out.bill.items[0].encoder_cache_bytes
@@ -168,18 +168,18 @@ def plan(**given: Any) -> Any:
     return plan_memory(options, model_config(HUB), LARGEST, free_bytes=64 * costs.GIB)
 
 
-def test_the_automatic_cache_holds_pictures_for_several_answers() -> None:
+def test_the_automatic_cache_holds_images_for_several_answers() -> None:
     made = plan()
     assert made.scheduler.encoder_cache_slots == 8 * 25_616
     assert any("8 of the largest pictures" in reason for reason in made.reasons)
     assert made.scheduler.slot_bytes == 8192
 
 
-def test_a_short_context_does_not_shrink_the_largest_picture() -> None:
+def test_a_short_context_does_not_shrink_the_largest_image() -> None:
     assert plan(max_model_len=512).scheduler.encoder_budget == 25_616
 
 
-def test_without_a_cache_there_is_room_for_all_pictures_of_a_prompt() -> None:
+def test_without_a_cache_there_is_room_for_all_images_of_a_prompt() -> None:
     made = plan(encoder_cache_gb=0.0, limit_mm_per_prompt={"image": 3})
     assert made.scheduler.encoder_cache_slots == 3 * 25_616 and not made.scheduler.keep_idle_embeddings
 

@@ -34,7 +34,7 @@ out = llm.generate({"prompt": prompt, "multi_modal_data": {"image": image}},
 print(out[0].outputs[0].text)
 print("prompt tokens:", len(out[0].prompt_token_ids))   # the EXPANDED length
 """
-PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
+IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 
 
@@ -80,18 +80,18 @@ def test_the_labs_script_runs_with_only_its_import_line_changed(qwen2_vl_folder:
 
 def test_half_the_sides_give_about_a_quarter_of_the_tokens(llm: LLM) -> None:
     image = make_photo(1120, 840)
-    full = ask(llm, PICTURE, image).bill.image_tokens
-    half = ask(llm, PICTURE, image.resize((560, 420))).bill.image_tokens
+    full = ask(llm, IMAGE, image).bill.image_tokens
+    half = ask(llm, IMAGE, image.resize((560, 420))).bill.image_tokens
     assert full / half == pytest.approx(4, rel=0.1)
 
 
-def test_two_pictures_expand_both_placeholders(llm: LLM) -> None:
+def test_two_images_expand_both_placeholders(llm: LLM) -> None:
     a, b = make_photo(112, 84), make_photo(224, 168)
-    one, other = ask(llm, PICTURE, a).bill.image_tokens, ask(llm, PICTURE, b).bill.image_tokens
-    assert ask(llm, f"{PICTURE} and {PICTURE}", [a, b]).bill.image_tokens == one + other == 12 + 48
+    one, other = ask(llm, IMAGE, a).bill.image_tokens, ask(llm, IMAGE, b).bill.image_tokens
+    assert ask(llm, f"{IMAGE} and {IMAGE}", [a, b]).bill.image_tokens == one + other == 12 + 48
 
 
-def test_text_alone_works_and_has_no_picture_on_its_bill(llm: LLM) -> None:
+def test_text_alone_works_and_has_no_image_on_its_bill(llm: LLM) -> None:
     out = ask(llm, "The quick brown fox")
     assert len(out.outputs[0].token_ids) == 4
     assert out.bill.image_tokens == 0 and out.bill.items == ()
@@ -100,11 +100,11 @@ def test_text_alone_works_and_has_no_picture_on_its_bill(llm: LLM) -> None:
 # --- inputs -------------------------------------------------------------------------------------------------------
 
 
-def test_a_picture_gives_the_same_answer_as_pil_path_bytes_or_array(llm: LLM, tmp_path: Path) -> None:
+def test_a_image_gives_the_same_answer_as_pil_path_bytes_or_array(llm: LLM, tmp_path: Path) -> None:
     image = make_photo(140, 112, seed=5)
     image.save(tmp_path / "a.png")
     sources = [image, tmp_path / "a.png", str(tmp_path / "a.png"), png(image), np.asarray(image)]
-    answers = {tuple(ask(llm, PICTURE + "What?", source).outputs[0].token_ids) for source in sources}
+    answers = {tuple(ask(llm, IMAGE + "What?", source).outputs[0].token_ids) for source in sources}
     assert len(answers) == 1
 
 
@@ -112,7 +112,7 @@ def test_a_lazily_opened_file_is_decoded_once_however_often_it_is_sent(llm: LLM,
     make_photo(168, 140, seed=6).save(tmp_path / "b.jpg")
     before = llm.stats()["encoder"]["decoded"]
     for _ in range(3):
-        ask(llm, PICTURE + "What?", Image.open(tmp_path / "b.jpg"))
+        ask(llm, IMAGE + "What?", Image.open(tmp_path / "b.jpg"))
     assert llm.stats()["encoder"]["decoded"] == before + 1
 
 
@@ -178,7 +178,7 @@ def test_a_stop_token_ends_the_answer_and_is_not_shown(llm: LLM) -> None:
 
 
 def test_the_bill_is_the_number_of_tokens_the_engine_charges(llm: LLM) -> None:
-    out = ask(llm, f"{PICTURE} What?", make_photo(280, 280))
+    out = ask(llm, f"{IMAGE} What?", make_photo(280, 280))
     assert out.bill.prompt_tokens == len(out.prompt_token_ids)
     assert out.bill.kv_blocks == -(-len(out.prompt_token_ids) // 16)
     assert out.bill.items[0].tokens == 100
@@ -189,21 +189,21 @@ def test_the_bill_is_the_number_of_tokens_the_engine_charges(llm: LLM) -> None:
 
 BAD = {
     "fewer pictures than placeholders": (
-        {"prompt": PICTURE * 2, "multi_modal_data": {"image": [make_photo()]}},
+        {"prompt": IMAGE * 2, "multi_modal_data": {"image": [make_photo()]}},
         r"2.*1",
     ),
     "more pictures than placeholders": ({"prompt": "no", "multi_modal_data": {"image": [make_photo()]}}, r"0.*1"),
     "more pictures than the limit": (
-        {"prompt": PICTURE * 4, "multi_modal_data": {"image": [make_photo()] * 4}},
+        {"prompt": IMAGE * 4, "multi_modal_data": {"image": [make_photo()] * 4}},
         r"3.*limit_mm_per_prompt.*4",
     ),
     "a prompt longer than the context": ({"prompt_token_ids": [5] * 5000}, r"5000.*4096"),
     "an empty prompt": ({"prompt": ""}, "empty"),
-    "bytes that are no picture": ({"prompt": PICTURE, "multi_modal_data": {"image": b"hello"}}, "picture|image"),
-    "a missing file": ({"prompt": PICTURE, "multi_modal_data": {"image": "/nowhere/x.png"}}, "/nowhere/x.png"),
+    "bytes that are no picture": ({"prompt": IMAGE, "multi_modal_data": {"image": b"hello"}}, "picture|image"),
+    "a missing file": ({"prompt": IMAGE, "multi_modal_data": {"image": "/nowhere/x.png"}}, "/nowhere/x.png"),
     "an unknown key": ({"prompt": "a", "pictures": []}, "pictures"),
     "a truncated picture": (
-        {"prompt": PICTURE, "multi_modal_data": {"image": png(make_photo(200, 200))[:3000]}},
+        {"prompt": IMAGE, "multi_modal_data": {"image": png(make_photo(200, 200))[:3000]}},
         "damaged or cut short",
     ),
 }
@@ -218,15 +218,15 @@ def test_a_bad_prompt_alone_raises_one_sentence_with_values(llm: LLM, name: str)
     assert in_use(llm) == (0, 0, 0)
 
 
-def test_of_several_pictures_the_damaged_one_is_named(llm: LLM) -> None:
-    pictures = [make_photo(seed=41), png(make_photo(200, 200, seed=42))[:3000], make_photo(seed=43)]
+def test_of_several_images_the_damaged_one_is_named(llm: LLM) -> None:
+    images = [make_photo(seed=41), png(make_photo(200, 200, seed=42))[:3000], make_photo(seed=43)]
     with pytest.raises(RequestError) as caught:
-        ask(llm, PICTURE * 3, pictures)
+        ask(llm, IMAGE * 3, images)
     assert (caught.value.code, caught.value.param) == ("image_parse_error", "multi_modal_data.image[1]")
 
 
 def test_bad_prompts_in_a_batch_hurt_only_themselves(llm: LLM) -> None:
-    good = {"prompt": f"{PICTURE}What?", "multi_modal_data": {"image": make_photo(seed=9)}}
+    good = {"prompt": f"{IMAGE}What?", "multi_modal_data": {"image": make_photo(seed=9)}}
     expected = llm.generate(good, GREEDY, use_tqdm=False)[0].outputs[0].token_ids
     mixed = [part for prompt, _ in BAD.values() for part in (prompt, good)]
     outs = llm.generate(mixed, GREEDY, use_tqdm=False)
@@ -256,7 +256,7 @@ def test_without_a_model_the_built_in_one_answers() -> None:
 def test_the_engine_steps_by_hand(llm: LLM) -> None:
     engine = llm.engine
     engine.add_request("a", {"prompt": "The quick"}, GREEDY)
-    engine.add_request("b", {"prompt": f"{PICTURE}", "multi_modal_data": {"image": make_photo()}}, GREEDY)
+    engine.add_request("b", {"prompt": f"{IMAGE}", "multi_modal_data": {"image": make_photo()}}, GREEDY)
     lengths: dict[str, list[int]] = {"a": [], "b": []}
     while engine.has_unfinished_requests():
         for out in engine.step():
@@ -266,7 +266,7 @@ def test_the_engine_steps_by_hand(llm: LLM) -> None:
 
 def test_an_aborted_request_frees_everything(llm: LLM) -> None:
     engine = llm.engine
-    engine.add_request("gone", {"prompt": f"{PICTURE}", "multi_modal_data": {"image": make_photo()}}, GREEDY)
+    engine.add_request("gone", {"prompt": f"{IMAGE}", "multi_modal_data": {"image": make_photo()}}, GREEDY)
     engine.step()
     engine.abort_request("gone")
     assert not engine.has_unfinished_requests()
@@ -283,13 +283,13 @@ def test_a_request_id_in_use_is_refused(llm: LLM) -> None:
 # --- many pictures ------------------------------------------------------------------------------------------------
 
 
-def test_64_pictures_in_one_request_need_no_more_encoder_memory_than_one_budget(qwen2_vl_folder: Path) -> None:
+def test_64_images_in_one_request_need_no_more_encoder_memory_than_one_budget(qwen2_vl_folder: Path) -> None:
     images = [make_photo(112, 112, seed=s) for s in range(64)]
     llm = LLM(
         model=str(qwen2_vl_folder), max_model_len=4096, kv_cache_gb=0.1, limit_mm_per_prompt={"image": 64},
         max_pixels=112 * 112, max_num_batched_tokens=64, encoder_budget=64, encoder_cache_gb=0.00002, use_tqdm=False,
     )  # fmt: skip
-    out = ask(llm, PICTURE * 64, images)
+    out = ask(llm, IMAGE * 64, images)
     counters = llm.stats()["encoder"]
     assert len(out.outputs[0].token_ids) == 4
     assert counters["encoded"] == 64
@@ -298,7 +298,7 @@ def test_64_pictures_in_one_request_need_no_more_encoder_memory_than_one_budget(
     llm.close()
 
 
-def test_a_conversation_about_a_picture_decodes_it_once(llm: LLM) -> None:
+def test_a_conversation_about_a_image_decodes_it_once(llm: LLM) -> None:
     before = llm.stats()["encoder"]
     messages: list[dict[str, Any]] = [
         {"role": "user", "content": [{"type": "image", "image": png(make_photo(300, 200, seed=77))}]}
@@ -314,13 +314,13 @@ def test_a_conversation_about_a_picture_decodes_it_once(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("place", ["_update_state", "_encode", "_forward"])
-@pytest.mark.parametrize("has_picture", [False, True])
+@pytest.mark.parametrize("has_image", [False, True])
 def test_ctrl_c_in_a_step_leaves_nothing_behind(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch, place: str, has_picture: bool
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, place: str, has_image: bool
 ) -> None:
-    text = f"Interrupted {place} {has_picture} at some point, and asked again later."
-    images = make_photo(252, 196, seed=len(place)) if has_picture else None
-    prompt = f"{PICTURE if has_picture else ''}{text}"
+    text = f"Interrupted {place} {has_image} at some point, and asked again later."
+    images = make_photo(252, 196, seed=len(place)) if has_image else None
+    prompt = f"{IMAGE if has_image else ''}{text}"
     runner = llm.engine.core.runner
     whole = getattr(runner, place)
 

@@ -15,14 +15,14 @@ import pytest
 import torch
 
 from saccade.checkpoint.config import check_values, model_config
-from saccade.checkpoint.schema import CONFIG, PICTURES, first_wrong
+from saccade.checkpoint.schema import CONFIG, IMAGES, first_wrong
 from saccade.errors import ConfigError
 from saccade.models import load_model
 from saccade.options import MediaPolicy, Options
 from saccade.processor.checkpoint import Checkpoint, open_checkpoint
 from saccade.processor.families import FAMILIES as KNOWN
 from saccade.processor.families import video_rules_for
-from saccade.processor.images import Pictures
+from saccade.processor.images import Images
 from tests.families import FAMILIES
 
 FILES = ("config.json", "preprocessor_config.json", "processor_config.json", "generation_config.json")
@@ -71,9 +71,9 @@ def changes(folder: Path) -> Iterator[tuple[str, str, Any]]:
 def load(folder: Path) -> None:
     """All that reads settings, up to weights."""
     checkpoint = open_checkpoint(str(folder), weights=False)
-    pictures = Pictures(checkpoint, MediaPolicy.of(Options()))
+    images = Images(checkpoint, MediaPolicy.of(Options()))
     video_rules_for(checkpoint)
-    pictures.largest()
+    images.largest()
     build(checkpoint)
 
 
@@ -127,14 +127,14 @@ def test_a_value_of_another_kind_is_named_with_what_is_needed(values: dict[str, 
 
 
 def test_null_and_unknown_names_are_let_through() -> None:
-    check_values("preprocessor_config.json", {"size": None, "do_pad": None, "anything": object()}, PICTURES)
+    check_values("preprocessor_config.json", {"size": None, "do_pad": None, "anything": object()}, IMAGES)
 
 
 def test_the_file_is_named() -> None:
     with pytest.raises(
         ConfigError, match=r"^preprocessor_config.json: image_std is \[1, 0, 1\], but a list of 3 times"
     ):
-        check_values("preprocessor_config.json", {"image_std": [1, 0, 1]}, PICTURES)
+        check_values("preprocessor_config.json", {"image_std": [1, 0, 1]}, IMAGES)
 
 
 SMALL: dict[str, Any] = {

@@ -39,7 +39,7 @@ def _no_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profile, "timed", lambda run: 8.0)
 
 
-def test_pictures_of_common_sizes_go_through_the_tower_before_the_first_is_timed() -> None:
+def test_images_of_common_sizes_go_through_the_tower_before_the_first_is_timed() -> None:
     tower = Tower()
     curve = profile.layer_curve(tower, Grid(1, 96, 96))  # type: ignore[arg-type]
     slots = [grid.patches // 4 for grid in tower.ran]
@@ -63,7 +63,7 @@ def test_a_tower_that_knows_one_size_is_run_at_that_size_alone() -> None:
 
 
 @pytest.mark.parametrize("name", ["deepseek_vl_v2", "llava_next", "llava_onevision"])
-def test_the_most_expensive_picture_can_be_rehearsed_where_pictures_have_tiles(name: str, tmp_path: Path) -> None:
+def test_the_most_expensive_image_can_be_rehearsed_where_images_have_tiles(name: str, tmp_path: Path) -> None:
     """On a GPU, kernels would read behind a picture that has fewer tiles than its grid says."""
     folder = FAMILIES[name].build(tmp_path)
     llm = LLM(str(folder), device="cpu", dtype="float32", max_model_len=2048, kv_cache_gb=0.05, use_tqdm=False)

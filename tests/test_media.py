@@ -61,7 +61,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
     assert error.code == "image_file_not_found" and "none.png" in error.message
 
 
-def test_a_folder_is_not_a_picture(tmp_path: Path) -> None:
+def test_a_folder_is_not_a_image(tmp_path: Path) -> None:
     assert refusal(str(tmp_path)).code == "image_file_not_found"
 
 
@@ -247,7 +247,7 @@ def test_a_damaged_image_that_was_opened_is_refused_without_library_text() -> No
     assert error.code == "image_parse_error" and "truncated" not in error.message
 
 
-def test_a_picture_with_too_many_pixels_is_refused_however_it_comes() -> None:
+def test_a_image_with_too_many_pixels_is_refused_however_it_comes() -> None:
     large = Image.new("1", (2000, 1000))
     for source in (large, Image.open(io.BytesIO(png(large))), np.zeros((1000, 2000), np.uint8)):
         error = refusal(source)

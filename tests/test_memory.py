@@ -23,14 +23,14 @@ from tests.test_config import PUBLISHED
 from tests.test_encoder_stage import FakeTower, picture
 
 GIB = costs.GIB
-PICTURE = Geometry(Size(1288, 952), Grid(1, 68, 92), 1564, 1564)
+IMAGE = Geometry(Size(1288, 952), Grid(1, 68, 92), 1564, 1564)
 
 
 def small() -> ModelConfig:
     return model_config({**PUBLISHED, "num_hidden_layers": 4, "torch_dtype": "float32"})
 
 
-def plan(largest: Geometry | None = PICTURE, free: int = 16 * GIB, **given: Any) -> MemoryPlan:
+def plan(largest: Geometry | None = IMAGE, free: int = 16 * GIB, **given: Any) -> MemoryPlan:
     return plan_memory(Options(**{"device": "cpu", **given}), small(), largest, free)
 
 
@@ -60,19 +60,19 @@ def test_kv_blocks_fill_the_asked_size() -> None:
     assert made.scheduler.num_blocks == GIB // per_block
 
 
-def test_budget_and_cache_hold_the_largest_picture_by_themselves() -> None:
+def test_budget_and_cache_hold_the_largest_image_by_themselves() -> None:
     huge = Geometry(Size(3584, 3584), Grid(1, 256, 256), 16384, 16384)
     made = plan(huge, encoder_cache_gb=None)
     assert made.scheduler.encoder_budget >= 16384
     assert made.scheduler.encoder_cache_slots >= 16384
 
 
-def test_a_budget_below_the_largest_picture_stops_the_start_with_the_numbers() -> None:
+def test_a_budget_below_the_largest_image_stops_the_start_with_the_numbers() -> None:
     with pytest.raises(ConfigError, match=r"encoder_budget=100 .*1564"):
         plan(encoder_budget=100)
 
 
-def test_a_cache_below_the_largest_picture_stops_the_start_with_the_numbers() -> None:
+def test_a_cache_below_the_largest_image_stops_the_start_with_the_numbers() -> None:
     with pytest.raises(ConfigError, match=r"encoder_cache_gb=0.001 holds \d+ embeddings .*1564"):
         plan(encoder_cache_gb=0.001)
 
@@ -134,13 +134,13 @@ def test_a_kv_cache_that_does_not_fit_beside_the_rest_is_refused() -> None:
 
 
 @pytest.mark.usefixtures("on_cuda")
-def test_work_on_pictures_grows_with_the_budget() -> None:
+def test_work_on_images_grows_with_the_budget() -> None:
     vision = small().vision
     assert vision is not None
     one, two = (plan(device="cuda", free=64 * GIB, encoder_budget=budget).parts for budget in (2000, 4000))
     per_patch = costs.encode_bytes_per_patch(vision, small().text, "float32")
     assert two.work - one.work == 2000 * 4 * per_patch
-    assert two.pictures - one.pictures == 3 * 2000 * 4 * costs.prepared_bytes_per_patch(vision, "float32")
+    assert two.images - one.images == 3 * 2000 * 4 * costs.prepared_bytes_per_patch(vision, "float32")
 
 
 @pytest.mark.usefixtures("on_cuda")
@@ -243,7 +243,7 @@ def breaking(tower: FakeTower, patches: int, error: Exception) -> LocalEncoder:
     return LocalEncoder(tower, 1000, 2)  # type: ignore[arg-type]
 
 
-def test_a_picture_without_room_ends_alone_with_its_size_in_the_error() -> None:
+def test_a_image_without_room_ends_alone_with_its_size_in_the_error() -> None:
     encoder = breaking(FakeTower(), 64, torch.OutOfMemoryError("no room"))
     encoder.submit([picture("a"), picture("huge", 8), picture("b")])
     encoder.advance(None)
@@ -255,7 +255,7 @@ def test_a_picture_without_room_ends_alone_with_its_size_in_the_error() -> None:
 @pytest.mark.parametrize(
     "error", [torch.AcceleratorError("illegal access"), RuntimeError("CUDA error: launch failure")]
 )
-def test_a_dead_device_is_not_blamed_on_a_picture(error: Exception) -> None:
+def test_a_dead_device_is_not_blamed_on_a_image(error: Exception) -> None:
     encoder = breaking(FakeTower(), 16, error)
     encoder.submit([picture("a")])
     with pytest.raises(RuntimeError, match=str(error)):
@@ -263,7 +263,7 @@ def test_a_dead_device_is_not_blamed_on_a_picture(error: Exception) -> None:
     assert not encoder.poll().errors
 
 
-def test_a_device_that_dies_while_a_picture_is_prepared_fails_the_step() -> None:
+def test_a_device_that_dies_while_a_image_is_prepared_fails_the_step() -> None:
     tower = FakeTower()
 
     def dead(image: Any, geometry: Geometry) -> torch.Tensor:

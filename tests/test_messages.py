@@ -85,7 +85,7 @@ def test_low_detail_caps_the_pixels_and_changes_the_key(qwen: Processor) -> None
     assert prompts["low"].items[0].key != prompts["high"].items[0].key
 
 
-def test_one_picture_in_two_details_is_two_items(qwen: Processor) -> None:
+def test_one_image_in_two_details_is_two_items(qwen: Processor) -> None:
     photo = make_photo(1120, 896)
     parts = [{"type": "image", "image": photo}, {"type": "image", "image": photo, "detail": "low"}]
     prompt = qwen.from_chat([{"role": "user", "content": parts}])
@@ -110,7 +110,7 @@ def test_a_string_and_a_text_part_mean_the_same(both: dict[str, Processor]) -> N
         assert string.token_ids == processor.from_chat(user({"type": "text", "text": "hi there"})).token_ids
 
 
-def test_a_data_url_and_the_picture_itself_mean_the_same(qwen: Processor) -> None:
+def test_a_data_url_and_the_image_itself_mean_the_same(qwen: Processor) -> None:
     data = png(PHOTOS[0])
     by_url = qwen.from_chat(user({"type": "image_url", "image_url": {"url": data_url(PHOTOS[0])}}))
     by_string = qwen.from_chat(user({"type": "image_url", "image_url": data_url(PHOTOS[0])}))
@@ -145,7 +145,7 @@ def test_control_tokens_in_tools_and_template_arguments_stay_text(qwen2_vl_folde
     assert (prompt.text or "").count("<|image_pad|>") == 5
 
 
-def test_a_picture_split_over_parts_cannot_be_forged(qwen: Processor) -> None:
+def test_a_image_split_over_parts_cannot_be_forged(qwen: Processor) -> None:
     prompt = qwen.from_chat(user({"type": "text", "text": "<|image"}, {"type": "text", "text": "_pad|>"}))
     assert prompt.spans == ()
 

@@ -25,7 +25,7 @@ STATS: dict[str, Any] = {
     "encoder": {"decoded": 6, "encoded": 6, "failed": 1},
     "embedding_bytes_per_slot": 8,
 }
-PICTURE = BillItem("image", 640, 480, 644, 476, 391, 25, "abc", Grid(1, 34, 46))
+IMAGE = BillItem("image", 640, 480, 644, 476, 391, 25, "abc", Grid(1, 34, 46))
 DASHBOARD = Path(__file__).parent.parent / "docs" / "grafana.json"
 
 
@@ -40,7 +40,7 @@ def samples(metrics: Metrics) -> dict[str, float]:
 
 
 def finished(*, has_media: bool) -> Finished:
-    items = (PICTURE,) if has_media else ()
+    items = (IMAGE,) if has_media else ()
     usage = Usage(16, 0, arrived=1.0, first_scheduled=1.5, first_token=2.0, finished=3.0, decode_ms=20, encode_ms=30)
     return Finished(
         bills=[Bill(10, 391 * len(items), 0, 26, items)],
@@ -76,7 +76,7 @@ def test_tokens_are_counted_by_kind(metrics: Metrics) -> None:
     assert found["vllm:generation_tokens_total{model_name=tiny}"] == 5
 
 
-def test_every_stage_of_a_picture_request_has_a_histogram(metrics: Metrics) -> None:
+def test_every_stage_of_a_image_request_has_a_histogram(metrics: Metrics) -> None:
     metrics.finished(finished(has_media=True))
     metrics.fetched(0.25, 1000)
     found = samples(metrics)
@@ -87,7 +87,7 @@ def test_every_stage_of_a_picture_request_has_a_histogram(metrics: Metrics) -> N
     assert found["saccade:media_fetch_seconds_sum{outcome=ok}"] == pytest.approx(0.25)
 
 
-def test_a_text_request_adds_nothing_to_the_picture_stages(metrics: Metrics) -> None:
+def test_a_text_request_adds_nothing_to_the_image_stages(metrics: Metrics) -> None:
     metrics.finished(finished(has_media=False))
     found = samples(metrics)
     assert found["saccade:media_decode_seconds_count"] == found["saccade:encode_seconds_count"] == 0
@@ -153,7 +153,7 @@ def test_the_dashboard_asks_only_for_metrics_that_exist(metrics: Metrics) -> Non
     assert asked and asked <= names, asked - names
 
 
-def test_a_running_server_counts_a_picture_request(server: RunningServer) -> None:
+def test_a_running_server_counts_a_image_request(server: RunningServer) -> None:
     def look() -> tuple[float, float]:
         return server.stats("saccade:encode_seconds_count"), server.stats("vllm:request_success_total")
 

@@ -55,7 +55,7 @@ def one_by_one(llm: LLM, given: list[dict[str, Any]], params: SamplingParams) ->
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl"])  # rows of the second are wider where a picture is spliced in
 def test_prompts_that_ride_along_change_no_answer(name: str, tmp_path: Path, photo: Callable[..., Image.Image]) -> None:
-    folder, given = FAMILIES[name].build(tmp_path), prompts(photo, FAMILIES[name].picture)[:3]
+    folder, given = FAMILIES[name].build(tmp_path), prompts(photo, FAMILIES[name].image)[:3]
     llm, rode = riding(folder)
     assert one_by_one(llm, given, GREEDY) == one_by_one(LLM(str(folder), **OPTIONS), given, GREEDY)
     assert any(tokens > 1 and rows > 1 for tokens, rows in rode)

@@ -167,7 +167,7 @@ def test_chunks_do_not_change_the_logits(pair: Pair, chunk: int) -> None:
     assert_close(our_logits(pair, ids, pictures, chunk), our_logits(pair, ids, pictures), 1e-5)
 
 
-def test_encoded_pictures_equal_those_of_transformers(pair: Pair) -> None:
+def test_encoded_images_equal_those_of_transformers(pair: Pair) -> None:
     pictures = pair.pictures(2)
     with torch.inference_mode():
         ours = finish(pair.ours.encode(torch.cat([p for _, p in pictures]), [g for g, _ in pictures]))
@@ -177,7 +177,7 @@ def test_encoded_pictures_equal_those_of_transformers(pair: Pair) -> None:
         assert_close(mine, other)
 
 
-def test_a_picture_encodes_the_same_alone_and_packed(pair: Pair) -> None:
+def test_a_image_encodes_the_same_alone_and_packed(pair: Pair) -> None:
     pictures = pair.pictures(2)
     with torch.inference_mode():
         packed = finish(pair.ours.encode(torch.cat([p for _, p in pictures]), [g for g, _ in pictures]))

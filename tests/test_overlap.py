@@ -49,17 +49,17 @@ def overlapped(folder: Path, **options: Any) -> LLM:
 
 
 def prompts(photo: Callable[..., Image.Image], tag: str) -> list[dict[str, Any]]:
-    pictured = f"{tag} What is it?"
+    imaged = f"{tag} What is it?"
     return [
         {"prompt": "Count to three."},
-        {"prompt": pictured, "multi_modal_data": {"image": photo(seed=1)}},
+        {"prompt": imaged, "multi_modal_data": {"image": photo(seed=1)}},
         {"prompt": "A longer text about many small things that has several blocks of tokens in it, at least three."},
-        {"prompt": pictured, "multi_modal_data": {"image": photo(84, 56, seed=2)}},
+        {"prompt": imaged, "multi_modal_data": {"image": photo(84, 56, seed=2)}},
         {"prompt": "Five."},
     ]
 
 
-QWEN2_VL = FAMILIES["qwen2_vl"].picture
+QWEN2_VL = FAMILIES["qwen2_vl"].image
 DECODERS = ("llava", "mistral3", "qwen2_vl", "qwen3_vl")  # all that kernels know: every other family has one of these
 FEW = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
 GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
@@ -73,7 +73,7 @@ def answers(llm: LLM, given: list[dict[str, Any]], params: SamplingParams = GREE
 def test_kernels_and_launching_ahead_give_the_tokens_of_the_plain_engine(
     name: str, tmp_path: Path, photo: Callable[..., Image.Image]
 ) -> None:
-    folder, given = FAMILIES[name].build(tmp_path), prompts(photo, FAMILIES[name].picture)[:4]
+    folder, given = FAMILIES[name].build(tmp_path), prompts(photo, FAMILIES[name].image)[:4]
     assert answers(overlapped(folder), given, FEW) == answers(LLM(str(folder), **OPTIONS), given, FEW)
 
 
@@ -235,7 +235,7 @@ def test_what_is_written_for_the_next_step_does_not_reach_the_one_before() -> No
     assert first.tolist() == [1, 1] and second.tolist() == [2, 2]
 
 
-def test_a_picture_that_arrives_while_others_decode_changes_no_answer(
+def test_a_image_that_arrives_while_others_decode_changes_no_answer(
     qwen2_vl_folder: Path, photo: Callable[..., Image.Image]
 ) -> None:
     given = prompts(photo, QWEN2_VL)
@@ -290,7 +290,7 @@ def decoding(llm: LLM) -> int:
     return len(llm.engine.core.runner.encoder._decoding)
 
 
-def test_a_picture_is_decoded_from_the_moment_its_request_is_added(
+def test_a_image_is_decoded_from_the_moment_its_request_is_added(
     qwen2_vl_folder: Path, photo: Callable[..., Image.Image]
 ) -> None:
     llm, given = overlapped(qwen2_vl_folder), prompts(photo, QWEN2_VL)
@@ -300,7 +300,7 @@ def test_a_picture_is_decoded_from_the_moment_its_request_is_added(
 
 
 @pytest.mark.parametrize("encoder_cache_gb", [None, 0.0])
-def test_a_picture_whose_embeddings_or_blocks_are_at_hand_is_not_decoded_when_it_comes_again(
+def test_a_image_whose_embeddings_or_blocks_are_at_hand_is_not_decoded_when_it_comes_again(
     qwen2_vl_folder: Path, photo: Callable[..., Image.Image], encoder_cache_gb: float | None
 ) -> None:
     """Without a cache of embeddings its blocks are all that is left of it."""
@@ -323,7 +323,7 @@ def seen_while_made(llm: LLM, prompt: dict[str, Any], monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("encoder_cache_gb", [None, 0.0])
-def test_a_new_picture_is_decoded_while_its_prompt_is_made_and_one_that_came_before_is_not(
+def test_a_new_image_is_decoded_while_its_prompt_is_made_and_one_that_came_before_is_not(
     qwen2_vl_folder: Path,
     photo: Callable[..., Image.Image],
     monkeypatch: pytest.MonkeyPatch,

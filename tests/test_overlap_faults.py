@@ -79,7 +79,7 @@ def test_an_id_may_come_again_while_a_step_for_its_first_request_runs() -> None:
     assert tokens(drained(core)) == [1_008, 1_009, 1_010]
 
 
-def test_last_tokens_do_not_wait_for_the_launch_of_whole_pictures() -> None:
+def test_last_tokens_do_not_wait_for_the_launch_of_whole_images() -> None:
     config = make_config(latency=PACE)
     core = AsyncEngineCore(config, runner := Launching(config, layers=40))
     core.add(make_request("a", 5, max_tokens=4, temperature=0))
@@ -126,7 +126,7 @@ def beside_an_answer(layers: int = 4) -> tuple[AsyncEngineCore, Watching]:
     return core, runner
 
 
-def test_a_step_that_breaks_beside_pictures_leaves_nothing_under_way() -> None:
+def test_a_step_that_breaks_beside_images_leaves_nothing_under_way() -> None:
     core, runner = beside_an_answer(layers=40)
     core.step()
     runner.is_dead = True
@@ -135,7 +135,7 @@ def test_a_step_that_breaks_beside_pictures_leaves_nothing_under_way() -> None:
     assert not core._launched
 
 
-def test_how_long_a_picture_took_is_asked_when_its_request_ends() -> None:
+def test_how_long_a_image_took_is_asked_when_its_request_ends() -> None:
     core, runner = beside_an_answer()
     events: list[TokenEvent] = []
     while not any(event.request_id == "p" for event in events):
@@ -146,7 +146,7 @@ def test_how_long_a_picture_took_is_asked_when_its_request_ends() -> None:
     assert runner.num_asked == 1
 
 
-def test_a_device_that_died_is_not_asked_how_long_pictures_took() -> None:
+def test_a_device_that_died_is_not_asked_how_long_images_took() -> None:
     config = make_config()
     core = AsyncEngineCore(config, runner := Watching(config))
     for name in "abcd":
@@ -236,7 +236,7 @@ def test_a_stop_string_ends_each_of_several_answers_where_it_stands(qwen2_vl_fol
         assert ending(ahead, **how) == ending(plain, **how)
 
 
-def test_a_picture_that_was_decoded_ahead_is_decoded_once(
+def test_a_image_that_was_decoded_ahead_is_decoded_once(
     qwen2_vl_folder: Path, photo: Callable[..., Image.Image], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = overlapped(qwen2_vl_folder, max_num_seqs=1)

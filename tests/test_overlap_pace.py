@@ -97,8 +97,8 @@ def played(latency: LatencyProfile, every: int) -> tuple[Device, dict[str, int]]
     core.step()
     for count in range(250):
         if count % every == 0 and 0 < count < 200:
-            picture = FakeImage(f"p{count}", EMBEDDINGS)
-            core.add(make_request(f"p{count}", 8, picture, 6, max_tokens=2, temperature=0, first_token=100_000))
+            image = FakeImage(f"p{count}", EMBEDDINGS)
+            core.add(make_request(f"p{count}", 8, image, 6, max_tokens=2, temperature=0, first_token=100_000))
         for event in core.step():
             if event.request_id.startswith("p"):
                 first.setdefault(event.request_id, count)
@@ -108,7 +108,7 @@ def played(latency: LatencyProfile, every: int) -> tuple[Device, dict[str, int]]
 
 @pytest.mark.parametrize("latency", [PACE, RIDING], ids=["apart", "riding"])
 @pytest.mark.parametrize("every", [10, 25, 60])
-def test_prompts_and_pictures_in_turns_never_share_the_time_between_two_tokens(
+def test_prompts_and_images_in_turns_never_share_the_time_between_two_tokens(
     latency: LatencyProfile, every: int
 ) -> None:
     device, _ = played(latency, every)
@@ -117,7 +117,7 @@ def test_prompts_and_pictures_in_turns_never_share_the_time_between_two_tokens(
     assert max(gaps) <= SLOWDOWN * alone
 
 
-def test_a_picture_whose_prompt_rides_along_has_its_first_token_after_fewer_steps() -> None:
+def test_a_image_whose_prompt_rides_along_has_its_first_token_after_fewer_steps() -> None:
     _, apart = played(PACE, 60)
     _, riding = played(RIDING, 60)
     assert apart.keys() == riding.keys()

@@ -33,11 +33,11 @@ def test_a_target_bounds_prompt_tokens() -> None:
     assert split_spare_time(replace(PACE, target_ms=3.0), 32, 0).prompt_tokens == 128
 
 
-def test_prompts_and_pictures_get_all_of_the_spare_time_when_it_is_their_turn() -> None:
+def test_prompts_and_images_get_all_of_the_spare_time_when_it_is_their_turn() -> None:
     assert split_spare_time(replace(PACE, target_ms=4.0), 32, 1600) == (256, 4)
 
 
-def test_prompts_and_pictures_move_on_even_when_decoding_alone_misses_the_target() -> None:
+def test_prompts_and_images_move_on_even_when_decoding_alone_misses_the_target() -> None:
     least = split_spare_time(replace(PACE, target_ms=0.1), 32, 1600)
     assert least.encode_layers >= 1 and least.prompt_tokens >= 32
 

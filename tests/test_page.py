@@ -126,14 +126,14 @@ def answer(page: Page) -> str:
 # --- the bill -----------------------------------------------------------------------------------------------------
 
 
-def test_a_sample_shows_its_tokens_and_the_grid_over_the_picture(page: Page) -> None:
+def test_a_sample_shows_its_tokens_and_the_grid_over_the_image(page: Page) -> None:
     add_sample(page)
     expect(page.locator("#caption")).to_contain_text("20 × 15 = 300 tokens")
     assert page.locator("#grid").get_attribute("viewBox") == "0 0 20 15"
     assert page.locator("#seen").get_attribute("aria-label") == "shapes.png as the model sees it, 320 × 240 pixels"
 
 
-def test_a_dropped_picture_costs_what_the_server_says(page: Page, server: RunningServer) -> None:
+def test_a_dropped_image_costs_what_the_server_says(page: Page, server: RunningServer) -> None:
     drop_photo(page, 640, 480)
     part = image_part(as_url(png(make_photo(640, 480))))
     bill = server.post("/v1/bill", {"messages": [{"role": "user", "content": [part]}]}).json()
@@ -147,7 +147,7 @@ def test_a_prompt_that_does_not_fit_is_told_before_it_is_asked(page: Page) -> No
     expect(page.locator(".share.over")).to_contain_text("of the context: too long")
 
 
-def test_a_pasted_picture_is_added(page: Page) -> None:
+def test_a_pasted_image_is_added(page: Page) -> None:
     give(page, "paste", ("image.png", "image/png", png(make_photo(160, 160))))
     expect(page.locator("#bill-total")).to_contain_text("100 picture")
 
@@ -167,7 +167,7 @@ def test_the_chosen_detail_is_sent(page: Page) -> None:
     assert sent.value.post_data_json["messages"][0]["content"][0]["image_url"]["detail"] == "low"
 
 
-def test_a_removed_picture_is_off_the_bill(page: Page) -> None:
+def test_a_removed_image_is_off_the_bill(page: Page) -> None:
     drop_photo(page, 160, 160, "one.png", seed=1)
     drop_photo(page, 160, 160, "two.png", seed=2)
     expect(page.locator("#bill-total")).to_contain_text("200 picture")
@@ -202,7 +202,7 @@ def test_the_way_to_the_first_token_is_shown_in_parts(page: Page) -> None:
     expect(cost).to_contain_text(re.compile(r"First token after [\d.]+ (ms|s)"))
 
 
-def test_a_new_picture_is_encoded_and_at_the_second_question_it_is_not(page: Page) -> None:
+def test_a_new_image_is_encoded_and_at_the_second_question_it_is_not(page: Page) -> None:
     drop_photo(page, 192, 160, seed=99)
     ask(page, "What is this?")
     expect(page.locator(".cost").first).to_contain_text("picture: decoded and encoded")
@@ -227,7 +227,7 @@ def test_the_engine_strip_shows_the_steps_of_an_answer(page: Page) -> None:
     expect(page.locator("#running")).to_have_text("0")
 
 
-def test_starting_over_forgets_the_answers_and_keeps_the_picture(page: Page) -> None:
+def test_starting_over_forgets_the_answers_and_keeps_the_image(page: Page) -> None:
     add_sample(page)
     ask(page, SQUARE)
     page.get_by_role("button", name="Start over").click()
@@ -238,20 +238,20 @@ def test_starting_over_forgets_the_answers_and_keeps_the_picture(page: Page) -> 
 # --- when something is wrong --------------------------------------------------------------------------------------
 
 
-def test_a_file_that_is_no_picture_gets_a_sentence(page: Page) -> None:
+def test_a_file_that_is_no_image_gets_a_sentence(page: Page) -> None:
     give(page, "drop", ("notes.txt", "text/plain", b"hello"))
     problem = page.locator("#pictures-problem")
     expect(problem).to_contain_text("notes.txt is neither a picture nor a video. Pictures may be JPEG, PNG")
 
 
-def test_a_broken_picture_gets_the_servers_sentence_beside_it(page: Page) -> None:
+def test_a_broken_image_gets_the_servers_sentence_beside_it(page: Page) -> None:
     add_sample(page)
     give(page, "drop", ("broken.png", "image/png", b"\x89PNG\r\n\x1a\nnothing"))
     expect(page.locator("#pictures-problem")).to_contain_text(re.compile(r"^broken\.png: \w.*\.$"))
     expect(page.locator("#thumbs .bad")).to_have_attribute("title", "broken.png")
 
 
-def test_a_broken_picture_does_not_hold_the_others_up(page: Page) -> None:
+def test_a_broken_image_does_not_hold_the_others_up(page: Page) -> None:
     add_sample(page)
     give(page, "drop", ("broken.png", "image/png", b"\x89PNG\r\n\x1a\nnothing"))
     expect(page.locator("#thumbs .bad")).to_have_count(1)
@@ -261,7 +261,7 @@ def test_a_broken_picture_does_not_hold_the_others_up(page: Page) -> None:
     expect(page.locator("#pictures-problem")).to_be_hidden()
 
 
-def test_more_pictures_than_the_server_takes_get_a_sentence(page: Page) -> None:
+def test_more_images_than_the_server_takes_get_a_sentence(page: Page) -> None:
     photos = [(f"{i}.png", "image/png", png(make_photo(64, 64, seed=i))) for i in range(4)]
     give(page, "drop", *photos)
     expect(page.locator("#pictures-problem")).to_contain_text("At most 3 pictures fit into one prompt here; 3.png")
@@ -326,7 +326,7 @@ def test_a_new_question_wipes_an_error_away(page: Page) -> None:
     expect(page.locator("#talk-problem")).to_be_hidden()
 
 
-def test_an_error_is_not_blamed_on_a_picture_that_was_not_sent(page: Page) -> None:
+def test_an_error_is_not_blamed_on_a_image_that_was_not_sent(page: Page) -> None:
     drop_photo(page, 160, 160, "one.png", seed=1)
     drop_photo(page, 160, 160, "two.png", seed=2)
     expect(page.locator("#bill-total")).to_contain_text("200 picture")

@@ -61,7 +61,7 @@ def test_the_engine_view_tells_what_the_latest_steps_did(server: RunningServer) 
     view = server.get("/v1/engine").json()
     assert view["state"] == "ready" and view["stats"]["running"] == 0 and view["tokens"]["answer"] >= 4
     steps = view["recent_steps"]
-    assert sum(step["picture_tokens"] for step in steps) >= 64 and any(step["encodes"] for step in steps)
+    assert sum(step["image_tokens"] for step in steps) >= 64 and any(step["encodes"] for step in steps)
     assert sum(step["decode_tokens"] for step in steps) >= 3
 
 
@@ -78,7 +78,7 @@ def test_the_parts_of_the_first_token_time_add_up_to_it(server: RunningServer) -
     assert parts == pytest.approx(times["first_token"], abs=0.01)
 
 
-def test_the_bill_says_which_pictures_were_at_hand(server: RunningServer) -> None:
+def test_the_bill_says_which_images_were_at_hand(server: RunningServer) -> None:
     def cached(*seeds: int) -> list[bool]:
         bill = server.chat([photo_part(seed=seed) for seed in seeds], include_bill=True).json()["bill"]
         return [item["cached"] for item in bill["items"]]

@@ -26,10 +26,10 @@ class Pair:
     def __init__(self, family: ModelFamily, folder: Path) -> None:
         self.llm = LLM(model=str(folder), max_model_len=1024, kv_cache_gb=0.05, use_tqdm=False)
         self.reference = family.reference(folder)
-        self.picture = family.picture
+        self.image = family.image
 
     def prompt(self, template: str) -> str:
-        return template.replace("{P}", self.picture)
+        return template.replace("{P}", self.image)
 
 
 @pytest.fixture(scope="module", params=[f"{name}-{layout}" for name, f in FAMILIES.items() for layout in f.layouts])
@@ -65,7 +65,7 @@ def test_log_probabilities_of_the_first_token_equal_transformers(pair: Pair) -> 
         assert value == pytest.approx(float(expected[token]), rel=1e-4, abs=1e-4)
 
 
-def test_the_answer_depends_on_the_picture(pair: Pair) -> None:
+def test_the_answer_depends_on_the_image(pair: Pair) -> None:
     text = pair.prompt("{P}What is in the picture?")
     answers = [
         pair.llm.generate({"prompt": text, "multi_modal_data": {"image": make_photo(seed=s)}}, GREEDY, use_tqdm=False)

@@ -92,12 +92,12 @@ def test_resizing_is_pillows_own() -> None:
     assert np.array_equal(resize(image, Size(28, 56)), expected)
 
 
-def test_a_picture_of_the_right_size_is_not_touched() -> None:
+def test_a_image_of_the_right_size_is_not_touched() -> None:
     image = picture(28, 56)
     assert resize(image, Size(28, 56)) is image
 
 
-def test_a_crop_larger_than_the_picture_is_black_around_it() -> None:
+def test_a_crop_larger_than_the_image_is_black_around_it() -> None:
     cropped = centre_crop(torch.full((2, 9, 3), 7, dtype=torch.uint8), Size(5, 5))
     assert cropped[:, :, 0].tolist() == [[0] * 5, [0] * 5, [7] * 5, [7] * 5, [0] * 5]
 
@@ -109,7 +109,7 @@ def test_patches_of_one_token_follow_each_other() -> None:
     assert order == [0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15]
 
 
-def test_a_still_picture_fills_every_frame_of_a_patch() -> None:
+def test_a_still_image_fills_every_frame_of_a_patch() -> None:
     patches = patchify(torch.from_numpy(picture(4, 4)), Grid(1, 2, 2), 2, frames=2).view(4, 3, 2, 4)
     assert torch.equal(patches[:, :, 0], patches[:, :, 1])
 

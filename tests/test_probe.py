@@ -147,7 +147,7 @@ def test_a_gif_frame_larger_than_its_screen_enlarges_it_as_in_pillow() -> None:
     assert probe(bytes(data), POLICY).size == Image.open(io.BytesIO(bytes(data))).size == (30, 20)
 
 
-def test_bytes_after_the_picture_are_ignored() -> None:
+def test_bytes_after_the_image_are_ignored() -> None:
     for name in FORMATS:
         assert probe(saved(make_photo(8, 8), name) + b"<html>" * 100, POLICY).size == (8, 8)
 

@@ -18,7 +18,7 @@ from saccade.types import RECORD_BYTES
 from tests.conftest import make_photo, png
 from tests.prompts import PHOTOS, changed, make, reference, refusal
 
-PICTURE = {"qwen2_vl": "<|vision_start|><|image_pad|><|vision_end|>", "llava": "<image>"}
+IMAGE = {"qwen2_vl": "<|vision_start|><|image_pad|><|vision_end|>", "llava": "<image>"}
 LAYOUTS = ["no pictures here", "{}\nWhat is this?", "Look: {} and {} differ how?", "the end{}", " {}{}", "a {} b  {}\n"]
 
 
@@ -42,7 +42,7 @@ def theirs(qwen2_vl_folder: Path, llava_folder: Path) -> dict[str, Any]:
     return {"qwen2_vl": reference(qwen2_vl_folder), "llava": reference(llava_folder)}
 
 
-def with_picture(image: Any = None, count: int = 1) -> dict[str, Any]:
+def with_image(image: Any = None, count: int = 1) -> dict[str, Any]:
     return {"prompt": "<|image_pad|>x" * count, "multi_modal_data": {"image": PHOTOS[0] if image is None else image}}
 
 
@@ -55,7 +55,7 @@ def test_raw_prompts_expand_as_in_transformers(
     both: dict[str, Processor], theirs: dict[str, Any], family: str, layout: str
 ) -> None:
     count = layout.count("{}")
-    text = layout.format(*[PICTURE[family]] * count)
+    text = layout.format(*[IMAGE[family]] * count)
     prompt = both[family].from_prompt({"prompt": text, "multi_modal_data": {"image": PHOTOS[:count]}})
     expected = theirs[family](text=text, images=PHOTOS[:count] or None)
     assert prompt.token_ids == expected["input_ids"][0]
@@ -66,7 +66,7 @@ def test_raw_prompts_expand_as_in_transformers(
 @pytest.mark.parametrize("family", ["qwen2_vl", "llava"])
 def test_token_ids_expand_like_their_text(both: dict[str, Processor], family: str, layout: str) -> None:
     processor, count = both[family], layout.count("{}")
-    text = layout.format(*[PICTURE[family]] * count)
+    text = layout.format(*[IMAGE[family]] * count)
     data = {"image": PHOTOS[:count]}
     ids = processor.tokenizer.encode(text)
     from_ids = processor.from_prompt({"prompt_token_ids": ids, "multi_modal_data": data})
@@ -87,15 +87,15 @@ def test_spans_cover_exactly_the_placeholders(qwen: Processor) -> None:
 
 def test_there_is_a_position_and_a_record_per_token(both: dict[str, Processor]) -> None:
     for family, processor in both.items():
-        prompt = processor.from_prompt({"prompt": PICTURE[family] + "x", "multi_modal_data": {"image": PHOTOS[0]}})
+        prompt = processor.from_prompt({"prompt": IMAGE[family] + "x", "multi_modal_data": {"image": PHOTOS[0]}})
         assert prompt.positions.shape == (3 if family == "qwen2_vl" else 1, len(prompt))
         assert len(prompt.identity) == RECORD_BYTES * len(prompt)
 
 
-def test_the_same_picture_twice_is_one_item(qwen: Processor) -> None:
+def test_the_same_image_twice_is_one_item(qwen: Processor) -> None:
     data = png(PHOTOS[0])
-    for pictures in ([PHOTOS[0]] * 2, [data, bytes(bytearray(data))]):
-        prompt = qwen.from_prompt(with_picture(pictures, count=2))
+    for images in ([PHOTOS[0]] * 2, [data, bytes(bytearray(data))]):
+        prompt = qwen.from_prompt(with_image(images, count=2))
         assert prompt.items[0] is prompt.items[1] and len(prompt.spans) == 2
 
 
@@ -110,12 +110,12 @@ def test_a_path_bytes_and_an_unread_image_have_one_key(qwen: Processor, tmp_path
     file = tmp_path / "a.png"
     file.write_bytes(png(PHOTOS[0]))
     sources = [file, str(file), file.read_bytes(), Image.open(file)]
-    assert len({qwen.from_prompt(with_picture(source)).items[0].key for source in sources}) == 1
+    assert len({qwen.from_prompt(with_image(source)).items[0].key for source in sources}) == 1
 
 
 def test_a_salt_separates_tenants(qwen: Processor) -> None:
-    plain, salted = qwen.from_prompt(with_picture()), qwen.from_prompt(with_picture(), salt=salt_of("a", ""))
-    asked = qwen.from_prompt({**with_picture(), "cache_salt": "a"})
+    plain, salted = qwen.from_prompt(with_image()), qwen.from_prompt(with_image(), salt=salt_of("a", ""))
+    asked = qwen.from_prompt({**with_image(), "cache_salt": "a"})
     assert len({p.items[0].key for p in (plain, salted, asked)}) == 3
     assert len({p.salt for p in (plain, salted, asked)}) == 3
     assert plain.salt == b""
@@ -141,14 +141,14 @@ def test_the_bill_adds_up(qwen: Processor) -> None:
     assert bill.items[0].kv_blocks == 1
 
 
-def test_the_largest_item_bounds_every_picture(both: dict[str, Processor]) -> None:
+def test_the_largest_item_bounds_every_image(both: dict[str, Processor]) -> None:
     for family, processor in both.items():
-        prompt = processor.from_prompt({"prompt": PICTURE[family], "multi_modal_data": {"image": make_photo(900, 700)}})
+        prompt = processor.from_prompt({"prompt": IMAGE[family], "multi_modal_data": {"image": make_photo(900, 700)}})
         largest = processor.largest_item()
         assert largest is not None and prompt.items[0].geometry.tokens <= largest.tokens
 
 
-def test_without_pictures_and_videos_allowed_there_is_no_largest_item(qwen2_vl_folder: Path) -> None:
+def test_without_images_and_videos_allowed_there_is_no_largest_item(qwen2_vl_folder: Path) -> None:
     assert make(qwen2_vl_folder, limits={"image": 0, "video": 0}).largest_item() is None
 
 
@@ -163,7 +163,7 @@ def test_end_tokens_fall_back_to_the_tokenizers(llava: Processor, llava_folder: 
 
 
 def tokens_of(processor: Processor, **how: Any) -> int:
-    return processor.from_prompt({**with_picture(make_photo(1120, 896)), **how}).items[0].geometry.tokens
+    return processor.from_prompt({**with_image(make_photo(1120, 896)), **how}).items[0].geometry.tokens
 
 
 def test_a_deployments_limit_holds(qwen2_vl_folder: Path) -> None:
@@ -181,13 +181,13 @@ def test_a_request_may_ask_for_less_than_the_minimum(qwen: Processor) -> None:
 
 @pytest.mark.parametrize("value", [2_000_000, 0, -1, 10**18, "100", True, 1.5])
 def test_a_request_may_not_raise_the_limit_or_give_nonsense(qwen: Processor, value: Any) -> None:
-    error = refusal(qwen, {**with_picture(), "mm_processor_kwargs": {"max_pixels": value}})
+    error = refusal(qwen, {**with_image(), "mm_processor_kwargs": {"max_pixels": value}})
     assert "1003520" in error.message and error.param == "mm_processor_kwargs.max_pixels"
 
 
 def test_unknown_processor_settings_are_refused(qwen: Processor) -> None:
-    assert "fps" in refusal(qwen, {**with_picture(), "mm_processor_kwargs": {"fps": 1}}).message
-    assert refusal(qwen, {**with_picture(), "mm_processor_kwargs": "large"}).param == "mm_processor_kwargs"
+    assert "fps" in refusal(qwen, {**with_image(), "mm_processor_kwargs": {"fps": 1}}).message
+    assert refusal(qwen, {**with_image(), "mm_processor_kwargs": "large"}).param == "mm_processor_kwargs"
 
 
 def test_a_model_of_one_size_cannot_be_asked_for_another(llava: Processor) -> None:
@@ -199,32 +199,32 @@ def test_a_model_of_one_size_cannot_be_asked_for_another(llava: Processor) -> No
 # --- refusals of raw prompts --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("placeholders", "pictures"), [(2, 1), (0, 1), (1, 0), (1, 2)])
-def test_a_mismatch_names_both_numbers(qwen: Processor, placeholders: int, pictures: int) -> None:
-    prompt = {"prompt": "x" + "<|image_pad|>" * placeholders, "multi_modal_data": {"image": PHOTOS[:pictures]}}
+@pytest.mark.parametrize(("placeholders", "images"), [(2, 1), (0, 1), (1, 0), (1, 2)])
+def test_a_mismatch_names_both_numbers(qwen: Processor, placeholders: int, images: int) -> None:
+    prompt = {"prompt": "x" + "<|image_pad|>" * placeholders, "multi_modal_data": {"image": PHOTOS[:images]}}
     error = refusal(qwen, prompt)
     assert f"{placeholders} image placeholders (<|image_pad|>)" in error.message
-    assert f"{pictures} images were given" in error.message
+    assert f"{images} images were given" in error.message
 
 
-def test_too_many_pictures_are_refused_with_the_option(qwen: Processor) -> None:
-    error = refusal(qwen, with_picture([PHOTOS[0]] * 5, count=5))
+def test_too_many_images_are_refused_with_the_option(qwen: Processor) -> None:
+    error = refusal(qwen, with_image([PHOTOS[0]] * 5, count=5))
     assert "at most 4 images per prompt" in error.message and "limit_mm_per_prompt image=4" in error.message
     assert "5 were given" in error.message
 
 
-def test_pictures_that_are_too_large_together_are_refused_with_their_sizes(qwen2_vl_folder: Path) -> None:
+def test_images_that_are_too_large_together_are_refused_with_their_sizes(qwen2_vl_folder: Path) -> None:
     processor = make(qwen2_vl_folder, max_request_pixels=20_000)
     two = [make_photo(100, 90, seed=seed) for seed in (1, 2)]
-    assert len(processor.from_prompt(with_picture(two, count=2)).items) == 2
-    error = refusal(processor, with_picture([*two, make_photo(60, 50)], count=3))
+    assert len(processor.from_prompt(with_image(two, count=2)).items) == 2
+    error = refusal(processor, with_image([*two, make_photo(60, 50)], count=3))
     assert "100x90, 100x90, 60x50" in error.message and "21000 pixels together" in error.message
     assert "at most 20000" in error.message and error.code == "context_length_exceeded"
 
 
-def test_the_same_picture_again_adds_no_pixels(qwen2_vl_folder: Path) -> None:
+def test_the_same_image_again_adds_no_pixels(qwen2_vl_folder: Path) -> None:
     processor, same = make(qwen2_vl_folder, max_request_pixels=10_000), make_photo(100, 90)
-    assert len(processor.from_prompt(with_picture([same] * 3, count=3)).items) == 3
+    assert len(processor.from_prompt(with_image([same] * 3, count=3)).items) == 3
 
 
 @pytest.mark.parametrize("prompt", ["", {"prompt": ""}, {"prompt_token_ids": []}, {}, {"prompt": None}])
@@ -268,13 +268,13 @@ def test_a_model_without_video_says_so(llava: Processor) -> None:
     assert "takes no videos" in refusal(llava, asked).message
 
 
-def test_a_bad_picture_is_named_by_its_place(qwen: Processor) -> None:
-    error = refusal(qwen, with_picture([PHOTOS[0], b"", PHOTOS[1]], count=3))
+def test_a_bad_image_is_named_by_its_place(qwen: Processor) -> None:
+    error = refusal(qwen, with_image([PHOTOS[0], b"", PHOTOS[1]], count=3))
     assert (error.code, error.param) == ("empty_image_file", "multi_modal_data.image[1]")
 
 
 def test_a_strip_is_refused_by_its_place(qwen: Processor) -> None:
-    error = refusal(qwen, with_picture(Image.new("L", (3000, 1))))
+    error = refusal(qwen, with_image(Image.new("L", (3000, 1))))
     assert (error.code, error.param) == ("image_too_large", "multi_modal_data.image")
 
 
@@ -293,5 +293,5 @@ def test_the_detokenizer_speaks_the_models_tokens(qwen: Processor) -> None:
 
 def test_an_untouched_image_file_is_not_decoded(qwen: Processor) -> None:
     image = Image.open(io.BytesIO(png(PHOTOS[0])))
-    qwen.from_prompt(with_picture(image))
+    qwen.from_prompt(with_image(image))
     assert image.tile

@@ -84,7 +84,7 @@ def test_embeddings_stay_what_they_are_when_the_next_pass_runs() -> None:
     assert torch.equal(found, kept)
 
 
-def test_passes_that_take_turns_block_by_block_keep_their_own_pictures() -> None:
+def test_passes_that_take_turns_block_by_block_keep_their_own_images() -> None:
     made = recorded()
     assert isinstance(made, Qwen2VL)
     blocks, x = made.tower.blocks, random(16, 96)
@@ -102,7 +102,7 @@ def test_passes_that_take_turns_block_by_block_keep_their_own_pictures() -> None
 
 
 @pytest.mark.parametrize("is_recorded", [True, False])
-def test_pictures_of_one_number_of_patches_keep_their_own_places(is_recorded: bool) -> None:
+def test_images_of_one_number_of_patches_keep_their_own_places(is_recorded: bool) -> None:
     made = recorded() if is_recorded else model(QWEN, FusedVision(), Qwen2VL)
     plain = model(QWEN, TorchVision(), Qwen2VL)
     for grids in ([Grid(1, 4, 6)], [Grid(1, 6, 4)], [Grid(1, 6, 4)], [Grid(1, 2, 4), Grid(1, 4, 4)], [Grid(1, 4, 6)]):
@@ -173,7 +173,7 @@ def test_towers_that_keep_several_layers_get_each_as_it_was() -> None:
     torch.testing.assert_close(torch.stack(encode(made, given, grids)), torch.stack(expected), atol=1e-4, rtol=1e-4)
 
 
-def test_passes_of_equal_pictures_are_recorded_beyond_the_sizes_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_passes_of_equal_images_are_recorded_beyond_the_sizes_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vision_graphs, "MOST", 64)
     made, grids, given = model(LLAVA, FusedVision(), Llava), [Grid(1, 4, 4)] * 3, random(48, 12)
     record_tower(made)
@@ -203,7 +203,7 @@ def test_a_pass_larger_than_the_first_that_was_recorded_is_launched() -> None:
     torch.testing.assert_close(found[0], expected[0], atol=1e-4, rtol=1e-4)
 
 
-def test_tiles_of_any_pictures_fit_the_recorded_launch() -> None:
+def test_tiles_of_any_images_fit_the_recorded_launch() -> None:
     for lengths in ([32, 0, 0], [1, 1, 30], [17, 15, 0], [9, 9, 9]):
         size = next(size for size in vision_graphs.SIZES if size >= sum(lengths))
         Tiles.of(lengths, 8, torch.device("cpu"), capacity=num_tiles(PassLimits(size, 3), 8))
@@ -230,9 +230,7 @@ def shared_or_tiled() -> Qwen2VL | Llava:
     [[Grid(1, 4, 4)], [Grid(1, 4, 6)], [Grid(1, 4, 4)] * 2, [Grid(1, 2, 2)] * 3, [Grid(1, 4, 4), Grid(1, 2, 2)]],
     ids=["a size itself", "between sizes", "several pictures", "small pictures", "a small one beside a large one"],
 )
-def test_recorded_passes_go_the_way_that_suits_their_pictures(
-    grids: list[Grid], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recorded_passes_go_the_way_that_suits_their_images(grids: list[Grid], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "_SMALL", 8)
     made = shared_or_tiled()
     expected = encode(model(QWEN, TorchVision(), Qwen2VL), patches(grids), grids)
@@ -256,7 +254,7 @@ def test_whatever_is_shared_out_has_room_in_a_recording(lengths: list[int]) -> N
 
 
 @pytest.mark.parametrize("side", [2, 3, 4, 5])
-def test_recorded_pictures_have_whole_tokens_and_no_recording_is_left_out(
+def test_recorded_images_have_whole_tokens_and_no_recording_is_left_out(
     side: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(vision_graphs, "SIZES", tuple(range(128, 2049, 128)))
@@ -268,7 +266,7 @@ def test_recorded_pictures_have_whole_tokens_and_no_recording_is_left_out(
     assert alone == list(reversed(vision_graphs.SIZES))
 
 
-def test_packs_of_small_pictures_are_recorded_beside_one_large_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packs_of_small_images_are_recorded_beside_one_large_image(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vision_graphs, "SIZES", (128, 256, 2048))
     vision = model_config(QWEN).vision
     assert vision

@@ -150,6 +150,6 @@ def test_the_first_frame_of_an_animation_is_taken() -> None:
         (99, [[1, 2, 3], [4, 5, 6]]),
     ],
 )
-def test_a_picture_is_turned_as_a_viewer_turns_it(orientation: int, expected: list[list[int]]) -> None:
+def test_a_image_is_turned_as_a_viewer_turns_it(orientation: int, expected: list[list[int]]) -> None:
     image = Image.fromarray(np.array([[1, 2, 3], [4, 5, 6]], np.uint8))
     assert np.asarray(upright(image, orientation)).tolist() == expected

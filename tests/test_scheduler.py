@@ -55,7 +55,7 @@ def test_no_more_requests_run_than_allowed() -> None:
     assert rig.scheduler.stats()["waiting"] == 1
 
 
-def test_a_picture_beyond_the_window_touches_neither_the_item_nor_the_chunk() -> None:
+def test_a_image_beyond_the_window_touches_neither_the_item_nor_the_chunk() -> None:
     rig = Rig(max_num_batched_tokens=2048)
     rig.add("r", 5000, FakeImage("far", 500))
     rig.step()
@@ -66,7 +66,7 @@ def test_a_picture_beyond_the_window_touches_neither_the_item_nor_the_chunk() ->
     assert names(rig.step().encode, "far") == ["far"]
 
 
-def test_a_window_may_end_inside_a_picture() -> None:
+def test_a_window_may_end_inside_a_image() -> None:
     rig = Rig(max_num_batched_tokens=8)
     rig.add("r", 4, CAT, 3)
     assert rig.windows(rig.step()) == {"r": (0, 8)}
@@ -87,7 +87,7 @@ def test_an_embedding_is_pinned_until_its_span_is_computed_and_idle_afterwards()
 # --- encoder budget and cache room ------------------------------------------------------------------------------------
 
 
-def test_when_the_encoder_budget_is_used_up_text_goes_on_and_the_picture_enters_next_step() -> None:
+def test_when_the_encoder_budget_is_used_up_text_goes_on_and_the_image_enters_next_step() -> None:
     rig = Rig(encoder_budget=10)
     rig.add("r", 4, CAT, 3, DOG, 2)
     plan = rig.step()
@@ -98,7 +98,7 @@ def test_when_the_encoder_budget_is_used_up_text_goes_on_and_the_picture_enters_
     assert names(plan.encode, *KNOWN) == ["dog"]
 
 
-def test_when_the_cache_is_full_a_picture_enters_as_soon_as_someone_releases() -> None:
+def test_when_the_cache_is_full_a_image_enters_as_soon_as_someone_releases() -> None:
     rig = Rig(encoder_cache_slots=12, max_num_batched_tokens=10)
     rig.add("first", 4, CAT, 2)
     rig.add("second", 1, DOG, 2)
@@ -109,7 +109,7 @@ def test_when_the_cache_is_full_a_picture_enters_as_soon_as_someone_releases() -
     assert plan.evicted == (key_of("cat"),)
 
 
-def test_a_picture_that_waits_for_room_does_not_stop_text_behind_it() -> None:
+def test_a_image_that_waits_for_room_does_not_stop_text_behind_it() -> None:
     rig = Rig(encoder_cache_slots=12, max_num_batched_tokens=10)
     rig.add("first", 4, CAT, 2)
     rig.step()
@@ -119,7 +119,7 @@ def test_a_picture_that_waits_for_room_does_not_stop_text_behind_it() -> None:
     assert set(rig.windows(rig.step())) == {"first", "text", "blocked"}
 
 
-def test_a_waiting_request_kept_by_its_picture_holds_nothing() -> None:
+def test_a_waiting_request_kept_by_its_image_holds_nothing() -> None:
     rig = Rig(encoder_cache_slots=12, max_num_batched_tokens=10)
     rig.add("first", 4, CAT, 2)
     rig.step()
@@ -130,7 +130,7 @@ def test_a_waiting_request_kept_by_its_picture_holds_nothing() -> None:
     assert rig.scheduler.stats()["kv"]["used"] == used + 1, "only the running request grew"
 
 
-def steps_until_served(rig: Rig, lead: int, picture: int, tail: int, *, is_fresh: bool) -> int:
+def steps_until_served(rig: Rig, lead: int, image: int, tail: int, *, is_fresh: bool) -> int:
     """How long a picture of 12 slots at the very start of a prompt waits in a stream of smaller ones.
 
     19 tokens a step remain beside the decoding request and each small request has 19, shifted by nine: there is always
@@ -141,7 +141,7 @@ def steps_until_served(rig: Rig, lead: int, picture: int, tail: int, *, is_fresh
     rig.add("shift", [5] * 9, max_tokens=1)
     for number in range(100):
         name = f"s{number}" if is_fresh else "s"
-        rig.add(f"r{number}", lead, FakeImage(name, picture), tail, max_tokens=1, first_token=1000 * (number + 1))
+        rig.add(f"r{number}", lead, FakeImage(name, image), tail, max_tokens=1, first_token=1000 * (number + 1))
         if number == 4:
             rig.add("large", FakeImage("large", 12), 1, max_tokens=1)
         rig.step()
@@ -150,12 +150,12 @@ def steps_until_served(rig: Rig, lead: int, picture: int, tail: int, *, is_fresh
     raise AssertionError("the large picture starved")
 
 
-def test_a_stream_of_pictures_cannot_keep_the_encoder_budget_from_a_large_one() -> None:
+def test_a_stream_of_images_cannot_keep_the_encoder_budget_from_a_large_one() -> None:
     rig = Rig(encoder_budget=12, max_num_batched_tokens=20)
     assert steps_until_served(rig, 14, 4, 1, is_fresh=True) <= 3
 
 
-def test_of_pictures_that_have_just_come_only_those_are_missing_whose_turn_is_soon() -> None:
+def test_of_images_that_have_just_come_only_those_are_missing_whose_turn_is_soon() -> None:
     """The others would be decoded, forgotten with the next step's guesses, and decoded again."""
     rig = Rig(encoder_budget=8)
     missing = []
@@ -165,7 +165,7 @@ def test_of_pictures_that_have_just_come_only_those_are_missing_whose_turn_is_so
     assert missing == [[key_of("a")], [key_of("b")], []]
 
 
-def test_pictures_behind_one_that_was_refused_go_on_as_soon_as_it_is_served() -> None:
+def test_images_behind_one_that_was_refused_go_on_as_soon_as_it_is_served() -> None:
     rig = Rig(encoder_budget=8)
     for name in "abcdefg":
         rig.add(name, FakeImage(name, 3), 2)
@@ -173,12 +173,12 @@ def test_pictures_behind_one_that_was_refused_go_on_as_soon_as_it_is_served() ->
 
 
 @pytest.mark.parametrize("sliced", [None, 1])
-def test_a_stream_of_hits_cannot_keep_cache_room_from_a_large_picture(sliced: int | None) -> None:
+def test_a_stream_of_hits_cannot_keep_cache_room_from_a_large_image(sliced: int | None) -> None:
     rig = Rig(encoder_cache_slots=12, max_num_batched_tokens=20, encode_layers_per_step=sliced, layers=1)
     assert steps_until_served(rig, 6, 8, 5, is_fresh=False) <= 3
 
 
-def test_entering_a_resident_picture_never_evicts_another_of_the_same_window() -> None:
+def test_entering_a_resident_image_never_evicts_another_of_the_same_window() -> None:
     rig = Rig(encoder_cache_slots=24, enable_prefix_caching=False)
     rig.add("warm", CAT, DOG, OWL, 1, max_tokens=1)
     rig.drain()
@@ -191,7 +191,7 @@ def test_entering_a_resident_picture_never_evicts_another_of_the_same_window() -
 # --- a picture is worked on once --------------------------------------------------------------------------------------
 
 
-def test_the_same_picture_in_two_requests_of_one_step_is_encoded_once() -> None:
+def test_the_same_image_in_two_requests_of_one_step_is_encoded_once() -> None:
     rig = Rig()
     rig.add("a", 3, CAT, 2)
     rig.add("b", 5, CAT, 2)
@@ -201,7 +201,7 @@ def test_the_same_picture_in_two_requests_of_one_step_is_encoded_once() -> None:
     assert (encoder_stats(rig)["misses"], encoder_stats(rig)["hits"]) == (1, 1)
 
 
-def test_the_same_picture_twice_in_one_request_is_encoded_once() -> None:
+def test_the_same_image_twice_in_one_request_is_encoded_once() -> None:
     rig = Rig()
     rig.add("r", 3, CAT, 2, CAT, 2)
     plan = rig.step()
@@ -209,7 +209,7 @@ def test_the_same_picture_twice_in_one_request_is_encoded_once() -> None:
     assert rig.windows(plan) == {"r": (0, 23)}
 
 
-def test_a_picture_seen_before_is_not_encoded_again() -> None:
+def test_a_image_seen_before_is_not_encoded_again() -> None:
     rig = Rig()
     rig.add("a", 3, CAT, 2)
     rig.drain()
@@ -242,8 +242,8 @@ def test_without_room_for_idle_embeddings_each_is_dropped_after_use() -> None:
 
 def test_evicted_keys_reach_the_runner_once() -> None:
     rig = Rig(encoder_cache_slots=8)
-    for name, picture in (("a", CAT), ("b", DOG), ("c", OWL)):
-        rig.add(name, 3, picture, 2)
+    for name, image in (("a", CAT), ("b", DOG), ("c", OWL)):
+        rig.add(name, 3, image, 2)
         rig.drain()
     rig.step()
     assert rig.runner.dropped == [key_of("cat"), key_of("dog")]
@@ -269,7 +269,7 @@ def sliced_rig(**changes: object) -> Rig:
     return rig
 
 
-def test_while_someone_decodes_a_window_stops_before_a_picture_until_it_is_resident() -> None:
+def test_while_someone_decodes_a_window_stops_before_a_image_until_it_is_resident() -> None:
     rig = sliced_rig()
     rig.add("r", 5, CAT, 2)
     plans = [rig.step() for _ in range(5)]
@@ -303,7 +303,7 @@ def test_a_flight_begun_in_slices_is_entered_in_the_first_step_that_is_not_slice
     assert plan.encode == ()
 
 
-def test_a_picture_encoded_ahead_is_not_pinned() -> None:
+def test_a_image_encoded_ahead_is_not_pinned() -> None:
     rig = sliced_rig()
     rig.add("r", CAT, 2)
     for _ in range(4):
@@ -311,7 +311,7 @@ def test_a_picture_encoded_ahead_is_not_pinned() -> None:
     assert (encoder_stats(rig)["slots_pinned"], encoder_stats(rig)["slots_idle"]) == (0, 8)
 
 
-def test_pictures_of_waiting_requests_are_encoded_ahead_in_order() -> None:
+def test_images_of_waiting_requests_are_encoded_ahead_in_order() -> None:
     rig = sliced_rig(max_num_seqs=2)
     rig.add("a", 4, CAT)
     rig.add("b", 4, DOG)
@@ -336,7 +336,7 @@ def test_looking_ahead_never_evicts_what_someone_further_ahead_wants() -> None:
     assert rig.runner.dropped == []
 
 
-def test_a_prefix_hit_that_covers_a_picture_keeps_it_from_being_encoded_ahead() -> None:
+def test_a_prefix_hit_that_covers_a_image_keeps_it_from_being_encoded_ahead() -> None:
     rig = sliced_rig(max_num_seqs=1)
     rig.scheduler.abort("decoding", rig.now)
     rig.add("a", 4, CAT, 4, max_tokens=1)
@@ -350,7 +350,7 @@ def test_a_prefix_hit_that_covers_a_picture_keeps_it_from_being_encoded_ahead() 
     assert rig.runner.encoded.count(key_of("cat")) == 1
 
 
-def test_a_failed_picture_that_was_encoded_ahead_ends_the_request_that_asked() -> None:
+def test_a_failed_image_that_was_encoded_ahead_ends_the_request_that_asked() -> None:
     rig = Rig(broken=["cat"], encode_layers_per_step=1)
     rig.add("decoding", 3, max_tokens=30)
     rig.step()
@@ -365,7 +365,7 @@ def test_a_failed_picture_that_was_encoded_ahead_ends_the_request_that_asked() -
 # --- decoding ahead ---------------------------------------------------------------------------------------------------
 
 
-def test_pictures_that_come_next_are_listed_so_that_decoding_can_begin() -> None:
+def test_images_that_come_next_are_listed_so_that_decoding_can_begin() -> None:
     rig = Rig(max_num_batched_tokens=10, encoder_budget=16, max_num_seqs=1)
     rig.add("a", 12, CAT)
     rig.add("b", 12, DOG)

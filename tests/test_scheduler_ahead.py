@@ -205,7 +205,7 @@ def test_a_token_follows_the_end_of_a_prompt_before_that_one_is_known() -> None:
     assert len(rig.under_way) == 1
 
 
-def test_prompts_and_pictures_go_beside_what_was_planned_ahead() -> None:
+def test_prompts_and_images_go_beside_what_was_planned_ahead() -> None:
     rig = AheadRig(encode_layers_per_step=1)
     add(rig, "a", 5, max_tokens=9)
     rig.step()
@@ -246,7 +246,7 @@ def test_drawn_answers_are_planned_ahead() -> None:
     assert rig.scheduler.schedule_async_decode() is not None
 
 
-def test_prompts_and_pictures_take_turns_beside_answers() -> None:
+def test_prompts_and_images_take_turns_beside_answers() -> None:
     rig = AheadRig(latency=PACE, layers=40)
     add(rig, "a", 2, max_tokens=30)
     rig.step()
@@ -258,7 +258,7 @@ def test_prompts_and_pictures_take_turns_beside_answers() -> None:
     assert kinds[1:7] in (["layers", "tokens"] * 3, ["tokens", "layers"] * 3)
 
 
-def test_prompts_about_pictures_at_hand_cannot_keep_the_tower_from_a_new_one() -> None:
+def test_prompts_about_images_at_hand_cannot_keep_the_tower_from_a_new_one() -> None:
     rig = AheadRig(latency=PACE, layers=10)
     add(rig, "a", 2, max_tokens=99)
     add(rig, "h", FakeImage("h", 2), max_tokens=1)
@@ -270,38 +270,38 @@ def test_prompts_about_pictures_at_hand_cannot_keep_the_tower_from_a_new_one() -
     assert rig.finish_of("p") == "length"
 
 
-def beside_an_answer(*pictures: FakeImage, latency: LatencyProfile = PACE) -> tuple[AheadRig, StepPlan]:
+def beside_an_answer(*images: FakeImage, latency: LatencyProfile = PACE) -> tuple[AheadRig, StepPlan]:
     """The first step that encodes something of these, each of a request of its own."""
     rig = AheadRig(latency=latency, layers=40)
     add(rig, "a", 2, max_tokens=99)
     rig.step()
-    for picture in pictures:
-        add(rig, picture.name, picture, max_tokens=2)
+    for image in images:
+        add(rig, image.name, image, max_tokens=2)
     while not rig.plans[-1].encode and not (len(rig.plans) > 1 and rig.plans[-2].encode):
         rig.step()
     return rig, next(plan for plan in rig.plans if plan.encode)
 
 
-def test_beside_answers_pictures_go_one_by_one_where_a_layer_over_more_takes_too_long() -> None:
+def test_beside_answers_images_go_one_by_one_where_a_layer_over_more_takes_too_long() -> None:
     rig, plan = beside_an_answer(FakeImage("p", 4), FakeImage("q", 4))
     assert [item.key for item in plan.encode] == [key_of("p")]
     rig.finish()
     assert rig.runner.encoded == [key_of("p"), key_of("q")]
 
 
-def test_beside_answers_the_picture_that_comes_next_is_decoded_meanwhile() -> None:
+def test_beside_answers_the_image_that_comes_next_is_decoded_meanwhile() -> None:
     _, plan = beside_an_answer(FakeImage("p", 4), FakeImage("q", 4))
     assert [item.key for item in plan.prefetch] == [key_of("q")]
 
 
-def test_beside_answers_a_picture_alone_is_encoded_however_large() -> None:
+def test_beside_answers_a_image_alone_is_encoded_however_large() -> None:
     rig, plan = beside_an_answer(FakeImage("p", 400))
     assert len(plan.encode) == plan.encode_layers == 1
     rig.finish()
     assert rig.finish_of("p") == "length"
 
 
-def test_a_picture_that_a_step_starts_waits_for_its_layers_where_prompts_have_the_step() -> None:
+def test_a_image_that_a_step_starts_waits_for_its_layers_where_prompts_have_the_step() -> None:
     rig = AheadRig(latency=PACE, layers=40)
     add(rig, "a", 2, max_tokens=30)
     rig.step()
@@ -313,7 +313,7 @@ def test_a_picture_that_a_step_starts_waits_for_its_layers_where_prompts_have_th
     assert started.windows and started.encode_layers == 0
 
 
-def test_layers_of_a_step_are_counted_over_all_pictures_that_it_starts() -> None:
+def test_layers_of_a_step_are_counted_over_all_images_that_it_starts() -> None:
     latency = replace(PACE, layer_ms=((1, 0.1), (10, 1.0)))
     _, plan = beside_an_answer(*(FakeImage(name, 2) for name in "pqrs"), latency=latency)
     assert (len(plan.encode), plan.encode_layers) == (3, 2)

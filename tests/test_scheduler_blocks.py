@@ -51,7 +51,7 @@ def test_an_answer_can_be_found_by_the_next_turn() -> None:
     assert rig.windows(rig.step()) == {"b": (8, 11)}
 
 
-def test_a_prefix_hit_that_covers_a_picture_means_it_is_neither_encoded_nor_prefetched() -> None:
+def test_a_prefix_hit_that_covers_a_image_means_it_is_neither_encoded_nor_prefetched() -> None:
     rig = Rig(encoder_cache_slots=8, max_num_seqs=1)
     rig.add("a", 4, CAT, 4, max_tokens=1)
     rig.drain()
@@ -64,7 +64,7 @@ def test_a_prefix_hit_that_covers_a_picture_means_it_is_neither_encoded_nor_pref
     assert rig.events["b"][-1].usage.cached_tokens == 16
 
 
-def test_a_hit_that_ends_inside_a_picture_still_needs_its_embedding() -> None:
+def test_a_hit_that_ends_inside_a_image_still_needs_its_embedding() -> None:
     rig = Rig(encoder_cache_slots=8)
     rig.add("a", 2, CAT, 1, max_tokens=1)
     rig.drain()
@@ -76,7 +76,7 @@ def test_a_hit_that_ends_inside_a_picture_still_needs_its_embedding() -> None:
     assert names(plan.encode, *KNOWN) == ["cat"]
 
 
-def test_a_hit_that_ends_inside_a_picture_without_room_leaves_the_request_waiting() -> None:
+def test_a_hit_that_ends_inside_a_image_without_room_leaves_the_request_waiting() -> None:
     rig = Rig(encoder_cache_slots=12, max_num_batched_tokens=12)
     rig.add("a", 2, CAT, 1, max_tokens=1)
     rig.drain()
@@ -87,7 +87,7 @@ def test_a_hit_that_ends_inside_a_picture_without_room_leaves_the_request_waitin
     assert rig.windows(rig.step()) == {"b": (8, 13)}
 
 
-def test_two_pictures_of_equal_size_never_share_a_block() -> None:
+def test_two_images_of_equal_size_never_share_a_block() -> None:
     rig = Rig()
     rig.add("a", CAT, 4, max_tokens=1)
     rig.drain()
@@ -209,7 +209,7 @@ def test_preemption_releases_pins() -> None:
 # --- pictures that fail -----------------------------------------------------------------------------------------------
 
 
-def test_a_failed_picture_ends_every_request_that_holds_it_and_no_other() -> None:
+def test_a_failed_image_ends_every_request_that_holds_it_and_no_other() -> None:
     rig = Rig(broken=["cat"])
     rig.add("a", 3, CAT)
     rig.add("b", 5, CAT)
@@ -219,7 +219,7 @@ def test_a_failed_picture_ends_every_request_that_holds_it_and_no_other() -> Non
     assert "cannot be decoded" in rig.events["a"][-1].error.message
 
 
-def test_text_before_a_failed_picture_stays_findable_and_the_rest_does_not() -> None:
+def test_text_before_a_failed_image_stays_findable_and_the_rest_does_not() -> None:
     rig = Rig(broken=["cat"])
     rig.add("a", 10, CAT, 10)
     rig.drain()
@@ -228,7 +228,7 @@ def test_text_before_a_failed_picture_stays_findable_and_the_rest_does_not() -> 
     assert rig.windows(rig.step()) == {"b": (8, 28)}
 
 
-def test_a_failure_behind_a_hit_that_ended_inside_the_picture_leaves_the_hit_findable() -> None:
+def test_a_failure_behind_a_hit_that_ended_inside_the_image_leaves_the_hit_findable() -> None:
     rig = Rig(encoder_cache_slots=8)
     rig.add("a", 2, CAT, 1, max_tokens=1)
     rig.drain()
@@ -243,7 +243,7 @@ def test_a_failure_behind_a_hit_that_ended_inside_the_picture_leaves_the_hit_fin
     assert rig.windows(rig.step()) == {"c": (8, 13)}
 
 
-def test_a_request_that_shared_blocks_of_a_failed_picture_in_the_same_step_ends_too() -> None:
+def test_a_request_that_shared_blocks_of_a_failed_image_in_the_same_step_ends_too() -> None:
     rig = Rig(broken=["cat"])
     rig.add("a", 4, CAT, 10)
     rig.add("b", 4, CAT, 9, [7])
@@ -252,7 +252,7 @@ def test_a_request_that_shared_blocks_of_a_failed_picture_in_the_same_step_ends_
     assert (rig.finish_of("a"), rig.finish_of("b")) == ("error", "error")
 
 
-def test_a_request_that_had_computed_the_picture_earlier_is_not_hurt_by_a_later_failure() -> None:
+def test_a_request_that_had_computed_the_image_earlier_is_not_hurt_by_a_later_failure() -> None:
     rig = Rig(encoder_cache_slots=8, enable_prefix_caching=False)
     rig.add("early", 4, CAT, max_tokens=8)
     rig.step()
@@ -294,7 +294,7 @@ def test_what_a_lost_plan_told_is_told_again() -> None:
     assert set(plan.freed_requests) == {"a", "b"}
 
 
-def test_two_requests_that_prefill_the_same_picture_side_by_side_compute_it_once() -> None:
+def test_two_requests_that_prefill_the_same_image_side_by_side_compute_it_once() -> None:
     rig = Rig(max_num_batched_tokens=8)
     cat = FakeImage("cat", 40)
     rig.add("first", cat, [1, 2, 3], max_tokens=1)

@@ -27,7 +27,7 @@ def test_decoding_gets_its_token_though_an_earlier_prompt_could_fill_the_step() 
     assert any(rig.windows(plan).get("early") == (0, 15) for plan in rig.plans)
 
 
-def test_text_that_comes_behind_pictures_gets_the_next_step_but_for_their_share() -> None:
+def test_text_that_comes_behind_images_gets_the_next_step_but_for_their_share() -> None:
     rig = text_first(encode_layers_per_step=None)
     for name in "abc":
         rig.add(name, FakeImage(name, 40), 4)
@@ -50,7 +50,7 @@ def test_no_more_prompts_go_into_a_step_than_are_computed_together() -> None:
     assert [len(rig.windows(rig.step())) for _ in range(3)] == [2, 4, 5]
 
 
-def test_without_text_first_the_picture_fills_the_step() -> None:
+def test_without_text_first_the_image_fills_the_step() -> None:
     rig = Rig(max_num_batched_tokens=16)
     rig.add("picture", FakeImage("p", 40), 4)
     rig.step()
@@ -58,7 +58,7 @@ def test_without_text_first_the_picture_fills_the_step() -> None:
     assert set(rig.windows(rig.step())) == {"picture"}
 
 
-def test_pictures_go_on_under_a_flood_of_text() -> None:
+def test_images_go_on_under_a_flood_of_text() -> None:
     rig = text_first(max_num_seqs=64)
     rig.add("picture", LARGE, 4, max_tokens=1)
     for step in range(200):

@@ -37,7 +37,7 @@ def cached(rig: Rig, request_id: str) -> int:
 # --- which tokens read a picture ----------------------------------------------------------------------------------
 
 
-def test_a_picture_is_read_until_the_next_and_neighbours_go_together() -> None:
+def test_a_image_is_read_until_the_next_and_neighbours_go_together() -> None:
     at = [Span(start, 1, bytes([start]) * 32, 8) for start in (2, 6, 7, 12)]
     assert [span.pinned_until for span in cross_attended(at)] == [6, 12, 12, TO_THE_END]
 
@@ -60,7 +60,7 @@ def test_the_pin_stays_while_the_answer_is_decoded_and_goes_with_the_request() -
     assert pinned(rig) == 0 and rig.scheduler.stats()["encoder_cache"]["slots_idle"] == 8
 
 
-def test_a_picture_is_given_back_when_the_next_one_takes_its_place() -> None:
+def test_a_image_is_given_back_when_the_next_one_takes_its_place() -> None:
     rig = Rig(max_num_batched_tokens=4)
     rig.add("a", seen("p"), 7, seen("q"), 7, max_tokens=2)
     held = []
@@ -70,7 +70,7 @@ def test_a_picture_is_given_back_when_the_next_one_takes_its_place() -> None:
     assert held[0] == {key_of("p")} and held[2] == {key_of("q")}
 
 
-def test_a_request_that_shares_the_whole_prompt_still_pins_its_picture() -> None:
+def test_a_request_that_shares_the_whole_prompt_still_pins_its_image() -> None:
     rig = Rig()
     rig.add("a", seen("p"), 11, max_tokens=1)
     rig.drain()
@@ -81,16 +81,16 @@ def test_a_request_that_shares_the_whole_prompt_still_pins_its_picture() -> None
     assert cached(rig, "b") == 8 and rig.runner.encoded == [key_of("p")]
 
 
-def test_a_picture_evicted_since_is_encoded_again_although_its_prefix_is_found() -> None:
+def test_a_image_evicted_since_is_encoded_again_although_its_prefix_is_found() -> None:
     rig = Rig(encoder_cache_slots=8)
-    for name, picture in (("a", "p"), ("b", "q"), ("c", "p")):
-        rig.add(name, seen(picture), 11, max_tokens=2)
+    for name, image in (("a", "p"), ("b", "q"), ("c", "p")):
+        rig.add(name, seen(image), 11, max_tokens=2)
         rig.drain()
     assert cached(rig, "c") == 8
     assert rig.runner.encoded == [key_of("p"), key_of("q"), key_of("p")]
 
 
-def test_a_picture_that_the_found_prefix_ends_behind_is_not_encoded() -> None:
+def test_a_image_that_the_found_prefix_ends_behind_is_not_encoded() -> None:
     rig = Rig(encoder_cache_slots=8)
     rig.add("a", seen("p"), 7, seen("q"), 7, max_tokens=1)
     rig.drain()
@@ -109,7 +109,7 @@ def test_preemption_releases_the_pin_and_resumption_takes_it_again() -> None:
     assert rig.finish_of("a") == rig.finish_of("b") == "length"
 
 
-def test_while_one_reads_a_picture_another_cannot_take_its_room() -> None:
+def test_while_one_reads_a_image_another_cannot_take_its_room() -> None:
     rig = Rig(encoder_cache_slots=8)
     rig.add("a", seen("p"), 3, max_tokens=5)
     rig.add("b", 2, seen("q"), 3, max_tokens=1)
@@ -123,7 +123,7 @@ def test_while_one_reads_a_picture_another_cannot_take_its_room() -> None:
     assert rig.finish_of("b") == "length"
 
 
-def test_a_picture_that_fails_when_encoded_again_ends_only_its_request() -> None:
+def test_a_image_that_fails_when_encoded_again_ends_only_its_request() -> None:
     rig = Rig(encoder_cache_slots=8)
     rig.add("a", seen("p"), 11, max_tokens=1)
     rig.drain()
@@ -176,7 +176,7 @@ def test_who_stands_in_line_for_room_does_not_bar_the_request_that_holds_it() ->
     assert encoder_scheduler.reach(other, 0, 3).end == 0, "who holds nothing waits behind it"
 
 
-def test_pictures_side_by_side_that_can_never_be_resident_together_are_refused_with_the_numbers() -> None:
+def test_images_side_by_side_that_can_never_be_resident_together_are_refused_with_the_numbers() -> None:
     rig = Rig(encoder_cache_slots=20)
     with pytest.raises(RequestError, match=r"3 pictures .* 24 embeddings, but 20 fit") as caught:
         rig.add("a", seen("p"), seen("q"), seen("r"), 3)
@@ -187,7 +187,7 @@ def test_pictures_side_by_side_that_can_never_be_resident_together_are_refused_w
     assert rig.finish_of("apart") == rig.finish_of("twice") == "length"
 
 
-def test_pictures_of_waiting_requests_are_encoded_ahead_even_where_their_prefix_is_found() -> None:
+def test_images_of_waiting_requests_are_encoded_ahead_even_where_their_prefix_is_found() -> None:
     rig = Rig(encoder_cache_slots=40, max_num_seqs=1, encode_layers_per_step=4)
     for name in ("p", "q"):
         rig.add(name, seen(name), 11, max_tokens=1)
@@ -201,7 +201,7 @@ def test_pictures_of_waiting_requests_are_encoded_ahead_even_where_their_prefix_
     rig.drain()
 
 
-def test_pictures_of_a_found_prefix_are_brought_back_in_as_many_steps_as_the_encoder_needs() -> None:
+def test_images_of_a_found_prefix_are_brought_back_in_as_many_steps_as_the_encoder_needs() -> None:
     rig = Rig(encoder_budget=12, encoder_cache_slots=25, keep_idle_embeddings=False)
     parts = (seen("p", 6), seen("q", 9), 11)
     rig.add("a", *parts, max_tokens=1)
@@ -216,8 +216,8 @@ def test_pictures_of_a_found_prefix_are_brought_back_in_as_many_steps_as_the_enc
 
 # --- random workloads ---------------------------------------------------------------------------------------------
 
-PICTURES = [seen("a", 3), seen("b", 3), seen("c", 6), seen("d", 9), seen("broken", 5)]
-PARTS = st.one_of(st.integers(1, 9), st.sampled_from(PICTURES))
+IMAGES = [seen("a", 3), seen("b", 3), seen("c", 6), seen("d", 9), seen("broken", 5)]
+PARTS = st.one_of(st.integers(1, 9), st.sampled_from(IMAGES))
 REQUESTS = st.tuples(
     st.lists(PARTS, min_size=1, max_size=6),
     st.integers(1, 12),  # max_tokens
@@ -228,7 +228,7 @@ REQUESTS = st.tuples(
 
 @settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(CONFIGS, st.lists(REQUESTS, min_size=1, max_size=14))
-def test_any_workload_of_lasting_pictures_drains_and_leaves_nothing_held(config: dict, requests: list) -> None:
+def test_any_workload_of_lasting_images_drains_and_leaves_nothing_held(config: dict, requests: list) -> None:
     rig = Rig(broken=["broken"], **config)
     accepted: list[str] = []
     for moment in range(21):
@@ -264,9 +264,7 @@ def test_long_streams_through_a_tiny_cache_drain(seed: int, sliced: int | None) 
     rig.runner.next_token = lambda _, position: EOS if rng.random() < 0.1 else 1_000 + position % 3
     accepted = []
     for number in range(120):
-        parts: list[Part] = [
-            rng.choice([rng.randint(1, 8), rng.choice(PICTURES[:4])]) for _ in range(rng.randint(1, 5))
-        ]
+        parts: list[Part] = [rng.choice([rng.randint(1, 8), rng.choice(IMAGES[:4])]) for _ in range(rng.randint(1, 5))]
         try:
             rig.add(f"r{number}", *parts, max_tokens=rng.randint(1, 30))
             accepted.append(f"r{number}")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from saccade.errors import RequestError
 from tests.scheduling import EOS, FakeImage, Part, Rig
 
-PICTURES = [
+IMAGES = [
     FakeImage("a", 3),
     FakeImage("b", 3),
     FakeImage("c", 6),
@@ -25,7 +25,7 @@ BROKEN = FakeImage("broken", 5)
 PARTS = st.one_of(
     st.integers(1, 9),
     st.lists(st.integers(100, 101), min_size=1, max_size=6),
-    st.sampled_from([*PICTURES, BROKEN]),
+    st.sampled_from([*IMAGES, BROKEN]),
 )
 REQUESTS = st.tuples(
     st.lists(PARTS, min_size=1, max_size=5),
@@ -111,7 +111,7 @@ def test_after_a_step_that_broke_the_engine_serves_new_requests(config: dict, re
 
 @pytest.mark.parametrize("sliced", [None, 1])
 @pytest.mark.parametrize("seed", range(4))
-def test_long_streams_of_pictures_through_tiny_caches_drain(seed: int, sliced: int | None) -> None:
+def test_long_streams_of_images_through_tiny_caches_drain(seed: int, sliced: int | None) -> None:
     rng = random.Random(seed)
     rig = Rig(
         broken=["broken"],
@@ -138,12 +138,12 @@ def test_long_streams_of_pictures_through_tiny_caches_drain(seed: int, sliced: i
 
 
 def _random_parts(rng: random.Random) -> list[Part]:
-    pictures = [*PICTURES, BROKEN] if rng.random() < 0.2 else PICTURES
-    return [rng.choice([rng.randint(1, 8), rng.choice(pictures)]) for _ in range(rng.randint(1, 4))]
+    images = [*IMAGES, BROKEN] if rng.random() < 0.2 else IMAGES
+    return [rng.choice([rng.randint(1, 8), rng.choice(images)]) for _ in range(rng.randint(1, 4))]
 
 
 @pytest.mark.parametrize("sliced", [None, 2])
-def test_a_zipf_stream_of_pictures_takes_the_hit_rate_from_nothing_to_over_four_fifths(sliced: int | None) -> None:
+def test_a_zipf_stream_of_images_takes_the_hit_rate_from_nothing_to_over_four_fifths(sliced: int | None) -> None:
     rng = random.Random(7)
     rig = Rig(encoder_budget=64, encoder_cache_slots=400, enable_prefix_caching=False, encode_layers_per_step=sliced)
     weights = [1 / rank**1.2 for rank in range(1, 201)]
@@ -151,8 +151,8 @@ def test_a_zipf_stream_of_pictures_takes_the_hit_rate_from_nothing_to_over_four_
     for wave in range(12):
         before = rig.scheduler.stats()["encoder_cache"]
         for number in range(60):
-            picture = rng.choices(range(200), weights)[0]
-            rig.add(f"{wave}.{number}", 4, FakeImage(f"p{picture}", 4), 2, max_tokens=3)
+            image = rng.choices(range(200), weights)[0]
+            rig.add(f"{wave}.{number}", 4, FakeImage(f"p{image}", 4), 2, max_tokens=3)
             rig.step()
         rig.drain()
         after = rig.scheduler.stats()["encoder_cache"]

@@ -51,12 +51,12 @@ def test_a_request_that_needs_exactly_all_blocks_runs() -> None:
     assert rig.finish_of("r") == "length"
 
 
-def test_a_picture_larger_than_the_encoder_budget_is_refused() -> None:
+def test_a_image_larger_than_the_encoder_budget_is_refused() -> None:
     error = refusal(Rig(encoder_budget=7), 3, CAT)
     assert all(part in error.message for part in ("picture 1", "8 embeddings", "7", "--encoder-budget"))
 
 
-def test_a_picture_larger_than_the_encoder_cache_is_refused() -> None:
+def test_a_image_larger_than_the_encoder_cache_is_refused() -> None:
     error = refusal(Rig(encoder_cache_slots=7), 3, FakeImage("small", 2), CAT)
     assert all(part in error.message for part in ("picture 2", "8 embeddings", "7", "--encoder-cache-gb"))
 
@@ -173,7 +173,7 @@ def test_the_usage_tells_times_on_the_callers_clock() -> None:
     assert (usage.arrived, usage.first_scheduled, usage.first_token, usage.finished) == (0.0, 1.0, 1.5, 2.5)
 
 
-def test_picture_times_are_charged_to_the_request_that_asked_first() -> None:
+def test_image_times_are_charged_to_the_request_that_asked_first() -> None:
     rig = Rig()
     rig.add("a", 4, CAT, DOG, max_tokens=1)
     rig.add("b", 5, CAT, max_tokens=1)

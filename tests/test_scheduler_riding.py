@@ -108,7 +108,7 @@ def test_nothing_rides_along_where_one_pass_takes_longer_than_two() -> None:
     assert not any(plan.rides for plan in rig.plans)
 
 
-def test_text_that_can_end_in_a_step_does_though_a_picture_might_ride_along() -> None:
+def test_text_that_can_end_in_a_step_does_though_a_image_might_ride_along() -> None:
     rig = beside_an_answer()
     add(rig, "picture", FakeImage("p", 300), max_tokens=1)
     while not rig.runner.encoded:

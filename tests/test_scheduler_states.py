@@ -68,7 +68,7 @@ def test_the_same_prompt_begins_behind_its_last_full_block() -> None:
     assert [computed(made, name) for name in "ab"] == [0, 3 * BLOCK]
 
 
-def test_another_question_about_a_picture_begins_behind_the_picture() -> None:
+def test_another_question_about_a_image_begins_behind_the_image() -> None:
     made = rig()
     for name, question in (("a", [201, 202, 203, 204, 205, 206]), ("b", [301, 302])):
         made.add(name, 1, FakeImage("p", 2 * BLOCK), question)
@@ -101,7 +101,7 @@ def test_two_requests_of_one_step_do_not_share_a_state_that_is_still_being_compu
     assert [computed(made, name) for name in "ab"] == [0, 0]
 
 
-def test_what_a_failed_picture_left_is_not_kept() -> None:
+def test_what_a_failed_image_left_is_not_kept() -> None:
     made = rig()
     made.add("a", BLOCK, FakeImage("broken", BLOCK), 2 * BLOCK)
     made.drain()

@@ -18,8 +18,8 @@ from tests.serving import (
     chat_body,
     error_of,
     events_of,
+    image_url,
     photo_part,
-    picture_url,
     text_part,
     until,
 )
@@ -52,7 +52,7 @@ def test_a_chat_answer_has_the_shape_of_openai(server: RunningServer) -> None:
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
 
 
-def test_usage_tells_picture_tokens_from_text_tokens(server: RunningServer) -> None:
+def test_usage_tells_image_tokens_from_text_tokens(server: RunningServer) -> None:
     usage = server.chat([photo_part(640, 480), text_part("What?")]).json()["usage"]
     details = usage["prompt_tokens_details"]
     assert details["image_tokens"] == 391 and details["video_tokens"] == 0
@@ -152,14 +152,14 @@ def test_token_ids_are_returned_when_they_are_asked_for(server: RunningServer) -
     assert len(body["prompt_token_ids"]) == body["usage"]["prompt_tokens"]
 
 
-def test_the_bill_of_an_answer_names_each_picture(server: RunningServer) -> None:
+def test_the_bill_of_an_answer_names_each_image(server: RunningServer) -> None:
     body = server.chat([photo_part(640, 480), text_part("What?")], include_bill=True).json()
     (item,) = body["bill"]["items"]
     assert (item["width"], item["height"], item["tokens"]) == (640, 480, 391)
     assert {"queue", "decode", "encode", "first_token", "total"} <= set(body["bill"]["times_ms"])
 
 
-def test_a_repeated_picture_is_not_decoded_again(server: RunningServer) -> None:
+def test_a_repeated_image_is_not_decoded_again(server: RunningServer) -> None:
     part = photo_part(300, 200, seed=99)
     server.chat([part, text_part("What?")])
     before = server.stats("saccade:pictures_decoded_total")
@@ -214,7 +214,7 @@ def test_tokens_of_log_probabilities_may_be_shown_as_ids(server: RunningServer) 
     assert (ids["text_offset"], ids["token_logprobs"]) == (texts["text_offset"], texts["token_logprobs"])
 
 
-def test_a_picture_may_be_named_again_by_its_uuid(server: RunningServer) -> None:
+def test_a_image_may_be_named_again_by_its_uuid(server: RunningServer) -> None:
     named = {**photo_part(64, 64, seed=5), "uuid": "cat"}
     first = server.chat([named, text_part("What?")]).json()
     again = server.chat([{"type": "image_url", "image_url": None, "uuid": "cat"}, text_part("What?")]).json()
@@ -389,14 +389,14 @@ def test_tokenize_and_detokenize_are_inverse(server: RunningServer) -> None:
     assert server.post("/detokenize", {"tokens": body["tokens"]}).json()["prompt"] == "The quick brown fox"
 
 
-def test_tokenize_expands_the_pictures_of_a_chat(server: RunningServer) -> None:
+def test_tokenize_expands_the_images_of_a_chat(server: RunningServer) -> None:
     body = chat_body([photo_part(640, 480), text_part("What?")])
     count = server.post("/tokenize", {"messages": body["messages"]}).json()["count"]
     assert count == server.post("/v1/bill", body).json()["prompt_tokens"]
 
 
 def test_input_tokens_count_the_responses_form_of_a_chat(server: RunningServer) -> None:
-    parts = [{"type": "input_image", "image_url": picture_url(640, 480)}, {"type": "input_text", "text": "What?"}]
+    parts = [{"type": "input_image", "image_url": image_url(640, 480)}, {"type": "input_text", "text": "What?"}]
     body = server.post("/v1/responses/input_tokens", {"input": [{"role": "user", "content": parts}]}).json()
     chat = chat_body([photo_part(640, 480), text_part("What?")])
     assert body["object"] == "response.input_tokens"
@@ -497,7 +497,7 @@ def test_the_openai_client_counts_input_tokens(client: openai.OpenAI) -> None:
     assert count.input_tokens > 0
 
 
-def test_langchain_answers_about_a_picture(server: RunningServer) -> None:
+def test_langchain_answers_about_a_image(server: RunningServer) -> None:
     chat = langchain_openai.ChatOpenAI(base_url=f"{server.url}/v1", api_key="EMPTY", model=MODEL, max_tokens=4)
     answer = chat.invoke([HumanMessage(content=vision()[0]["content"])])
     assert answer.usage_metadata is not None and answer.usage_metadata["output_tokens"] >= 1
@@ -514,7 +514,7 @@ def test_langchain_gets_structured_output(server: RunningServer) -> None:
 
 
 @pytest.mark.parametrize("provider", ["openai", "hosted_vllm"])
-def test_litellm_answers_about_a_picture(server: RunningServer, provider: str) -> None:
+def test_litellm_answers_about_a_image(server: RunningServer, provider: str) -> None:
     answer = litellm.completion(
         model=f"{provider}/{MODEL}", messages=vision(), api_base=f"{server.url}/v1", api_key="EMPTY", max_tokens=4
     )

@@ -26,9 +26,9 @@ from tests.serving import (
     chat_body,
     error_of,
     image_part,
+    image_url,
     jpeg,
     photo_part,
-    picture_url,
     text_part,
 )
 
@@ -80,7 +80,7 @@ def saved(image: Image.Image, kind: str, **how: Any) -> bytes:
 
 B64 = base64.b64encode(png(make_photo())).decode()
 
-NO_PICTURES: dict[str, tuple[str, str]] = {
+NO_IMAGES: dict[str, tuple[str, str]] = {
     "empty data": ("data:image/png;base64,", "empty_image_file"),
     "no comma": ("data:image/png;base64" + B64, "invalid_base64_image"),
     "not marked base64": ("data:image/png," + B64, "invalid_base64_image"),
@@ -105,15 +105,15 @@ NO_PICTURES: dict[str, tuple[str, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", NO_PICTURES)
-def test_what_is_no_picture_is_refused_by_its_code(server: RunningServer, name: str) -> None:
-    url, code = NO_PICTURES[name]
+@pytest.mark.parametrize("name", NO_IMAGES)
+def test_what_is_no_image_is_refused_by_its_code(server: RunningServer, name: str) -> None:
+    url, code = NO_IMAGES[name]
     refused(ask(server, url), code, WHERE)
 
 
-@pytest.mark.parametrize("name", NO_PICTURES)
+@pytest.mark.parametrize("name", NO_IMAGES)
 def test_a_stream_is_refused_with_the_same_status(server: RunningServer, name: str) -> None:
-    url, code = NO_PICTURES[name]
+    url, code = NO_IMAGES[name]
     refused(ask(server, url, stream=True), code, WHERE)
 
 
@@ -134,7 +134,7 @@ def test_the_bytes_count_and_not_the_claimed_type(server: RunningServer) -> None
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("make", [jpeg, png])
-def test_a_truncated_picture_is_a_parse_error(
+def test_a_truncated_image_is_a_parse_error(
     server: RunningServer, make: Callable[[Image.Image], bytes], stream: bool
 ) -> None:
     data = make(make_photo(400, 300, seed=11))
@@ -153,7 +153,7 @@ def good(seed: int) -> str:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("place", range(3))
-def test_of_several_pictures_the_damaged_one_is_named(server: RunningServer, place: int, stream: bool) -> None:
+def test_of_several_images_the_damaged_one_is_named(server: RunningServer, place: int, stream: bool) -> None:
     urls = [good(500 + place), good(510 + place), good(520 + place)]
     urls[place] = damaged(530 + place + 3 * stream)
     response = server.chat([text_part("What?"), *map(image_part, urls)], stream=stream)
@@ -161,7 +161,7 @@ def test_of_several_pictures_the_damaged_one_is_named(server: RunningServer, pla
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_damaged_picture_is_named_in_the_words_of_each_api(server: RunningServer, stream: bool) -> None:
+def test_a_damaged_image_is_named_in_the_words_of_each_api(server: RunningServer, stream: bool) -> None:
     fine, bad = good(540), damaged(541 + stream)
     parts = [{"type": "input_image", "image_url": url} for url in (fine, bad)]
     response = server.post("/v1/responses", {"input": [{"role": "user", "content": parts}], "stream": stream})
@@ -175,7 +175,7 @@ def test_a_damaged_picture_is_named_in_the_words_of_each_api(server: RunningServ
     assert response.json()["error"]["message"].startswith("messages[0].content[1].source: ")
 
 
-def test_two_requests_with_one_damaged_picture_each_hear_of_their_own_part(server: RunningServer) -> None:
+def test_two_requests_with_one_damaged_image_each_hear_of_their_own_part(server: RunningServer) -> None:
     bad = damaged(550)
     contents = [[image_part(bad)], [text_part("What?"), photo_part(seed=551), image_part(bad)]]
     with ThreadPoolExecutor(2) as pool:
@@ -191,7 +191,7 @@ def test_a_png_with_a_wrong_checksum_is_a_parse_error(server: RunningServer) -> 
 
 
 @pytest.mark.parametrize("size", [(1, 1), (1, 3), (3, 1), (2, 2)])
-def test_tiny_pictures_are_answered_or_refused_as_too_small(server: RunningServer, size: tuple[int, int]) -> None:
+def test_tiny_images_are_answered_or_refused_as_too_small(server: RunningServer, size: tuple[int, int]) -> None:
     response = ask(server, as_url(png(Image.new("RGB", size, "red"))))
     assert response.status_code == 200 or error_of(response)["code"] == "image_too_small"
 
@@ -226,7 +226,7 @@ def _grey16() -> bytes:
     return saved(Image.fromarray(np.arange(64 * 64, dtype=np.uint16).reshape(64, 64) * 16), "PNG")
 
 
-ODD_PICTURES: dict[str, Callable[[], bytes]] = {
+ODD_IMAGES: dict[str, Callable[[], bytes]] = {
     "16-bit grey": _grey16,
     "1-bit": lambda: saved(Image.new("1", (64, 64), 1), "PNG"),
     "grey": lambda: saved(make_photo(64, 64).convert("L"), "PNG"),
@@ -250,9 +250,9 @@ ODD_PICTURES: dict[str, Callable[[], bytes]] = {
 }
 
 
-@pytest.mark.parametrize("name", ODD_PICTURES)
+@pytest.mark.parametrize("name", ODD_IMAGES)
 def test_odd_modes_and_files_are_answered_or_refused_by_mode(server: RunningServer, name: str) -> None:
-    response = ask(server, as_url(ODD_PICTURES[name]()))
+    response = ask(server, as_url(ODD_IMAGES[name]()))
     assert response.status_code == 200 or error_of(response)["code"] == "invalid_image_mode"
 
 
@@ -265,7 +265,7 @@ def test_orientation_is_applied_and_nonsense_ignored(server: RunningServer, orie
     assert (item["width"], item["height"]) == ((60, 120) if orientation in (5, 6, 7, 8) else (120, 60))
 
 
-def test_pictures_with_equal_pixels_in_another_order_differ(server: RunningServer) -> None:
+def test_images_with_equal_pixels_in_another_order_differ(server: RunningServer) -> None:
     square = make_photo(64, 64, seed=3)
     keys = set()
     for image in (square, square.transpose(Image.Transpose.TRANSPOSE), square.convert("P")):
@@ -337,13 +337,13 @@ def test_what_is_no_http_gets_an_error_in_our_form(server: RunningServer) -> Non
 # --- rows 16-20: too much, and URLs -------------------------------------------------------------------------------
 
 
-def test_pictures_over_the_context_are_refused_with_the_bill(server: RunningServer) -> None:
+def test_images_over_the_context_are_refused_with_the_bill(server: RunningServer) -> None:
     parts = [photo_part(1280, 720, seed=i) for i in range(4)]
     error = refused(server.chat([*parts, text_part("?")]), "context_length_exceeded")
     assert "1280x720 = 1196" in error["message"]
 
 
-def test_more_pictures_than_allowed_are_refused_with_both_numbers(server: RunningServer) -> None:
+def test_more_images_than_allowed_are_refused_with_both_numbers(server: RunningServer) -> None:
     error = refused(server.chat([GOOD] * 5), None, "messages")
     assert "4" in error["message"] and "5" in error["message"]
 
@@ -512,7 +512,7 @@ def test_what_a_completion_cannot_do_is_named(server: RunningServer, fields: dic
 
 
 @pytest.mark.parametrize("frames", [{"num_frames": 2}, {"fps": 0.5}])
-def test_settings_of_videos_beside_pictures_are_named_as_they_were_sent(
+def test_settings_of_videos_beside_images_are_named_as_they_were_sent(
     server: RunningServer, frames: dict[str, Any]
 ) -> None:
     (name,) = frames
@@ -538,7 +538,7 @@ def test_a_bad_schema_in_structured_outputs_is_named(server: RunningServer, sche
         ({"text": "no type"}, "messages[0].content[0].type"),
         ({"type": "image_url"}, WHERE),
         ({"type": "image_url", "image_url": {"url": 5}}, WHERE),
-        ({"type": "image_url", "image_url": {"url": picture_url(), "detail": "ultra"}}, WHERE),
+        ({"type": "image_url", "image_url": {"url": image_url(), "detail": "ultra"}}, WHERE),
         ({"type": "text"}, "messages[0].content[0].text"),
         (5, "messages[0].content[0].type"),
     ],
@@ -575,7 +575,7 @@ def test_a_schema_that_cannot_be_used_is_refused(server: RunningServer, name: st
 # --- rows 27-30 ---------------------------------------------------------------------------------------------------
 
 
-def test_one_bad_picture_among_good_ones_is_named(server: RunningServer) -> None:
+def test_one_bad_image_among_good_ones_is_named(server: RunningServer) -> None:
     parts = [GOOD, photo_part(64, 64, 1), image_part(as_url(b"%PDF")), photo_part(64, 64, 2)]
     refused(server.chat(parts), "unsupported_image_media_type", "messages[0].content[2].image_url")
 
@@ -585,7 +585,7 @@ def test_what_is_no_video_is_refused(server: RunningServer) -> None:
     refused(server.chat([part]), "unsupported_video_media_type", "messages[0].content[0].video_url")
 
 
-def test_hundreds_of_pictures_do_not_grow_the_memory(server: RunningServer) -> None:
+def test_hundreds_of_images_do_not_grow_the_memory(server: RunningServer) -> None:
     def round_of(count: int, first: int) -> None:
         with server.client() as client:
             for seed in range(first, first + count):

@@ -99,14 +99,14 @@ def ask(server: RunningServer, *urls: str, **fields: Any) -> Any:
     return server.chat([*map(image_part, urls), text_part("What is this?")], **fields)
 
 
-def test_a_picture_behind_a_url_is_fetched_and_answered(fetching: RunningServer, site: Site) -> None:
+def test_a_image_behind_a_url_is_fetched_and_answered(fetching: RunningServer, site: Site) -> None:
     response = ask(fetching, site.url("/photo.png?one"), include_bill=True)
     assert response.status_code == 200, response.text
     (item,) = response.json()["bill"]["items"]
     assert (item["width"], item["height"]) == (112, 84) and "/photo.png?one" in site.asked
 
 
-def test_a_fetched_picture_costs_what_its_bytes_cost(fetching: RunningServer, site: Site) -> None:
+def test_a_fetched_image_costs_what_its_bytes_cost(fetching: RunningServer, site: Site) -> None:
     usage = ask(fetching, site.url("/photo.png?two")).json()["usage"]
     parts = [
         {"type": "input_image", "image_url": site.url("/photo.png?two")},
@@ -148,7 +148,7 @@ def test_a_redirect_to_a_link_local_address_is_refused(fetching: RunningServer, 
     assert error_of(ask(fetching, site.url("/astray")))["code"] == "invalid_image_url"
 
 
-def test_a_missing_picture_is_the_clients_error_and_names_the_status(fetching: RunningServer, site: Site) -> None:
+def test_a_missing_image_is_the_clients_error_and_names_the_status(fetching: RunningServer, site: Site) -> None:
     response = ask(fetching, site.url("/missing.png"))
     error = error_of(response)
     assert response.status_code == 400 and error["code"] == "failed_to_download_image"
@@ -162,12 +162,12 @@ def test_a_site_that_does_not_answer_is_given_up(fetching: RunningServer, site: 
     assert f"{TIMEOUT:g} s" in error["message"]
 
 
-def test_one_missing_picture_among_good_ones_is_named(fetching: RunningServer, site: Site) -> None:
+def test_one_missing_image_among_good_ones_is_named(fetching: RunningServer, site: Site) -> None:
     error = error_of(ask(fetching, site.url("/photo.png?five"), site.url("/missing.png"), site.url("/slow")))
     assert error["param"] == "messages[0].content[1].image_url"
 
 
-def test_leaving_while_a_picture_is_fetched_frees_everything(fetching: RunningServer, site: Site) -> None:
+def test_leaving_while_a_image_is_fetched_frees_everything(fetching: RunningServer, site: Site) -> None:
     body = {"messages": [{"role": "user", "content": [image_part(site.url("/slow?left"))]}]}
     with fetching.client() as client, pytest.raises(Exception, match="timed out"):
         client.post("/v1/chat/completions", json=body, timeout=0.3)

@@ -104,7 +104,7 @@ def is_idle(server: RunningServer) -> bool:
     )
 
 
-def test_pictures_that_are_too_large_together_are_refused_with_their_sizes(small: RunningServer) -> None:
+def test_images_that_are_too_large_together_are_refused_with_their_sizes(small: RunningServer) -> None:
     parts = [photo_part(256, 256, seed=seed) for seed in range(2)]
     error = error_of(small.chat([*parts, text_part("?")]))
     assert error["code"] == "context_length_exceeded" and "131072 pixels together" in error["message"]
@@ -304,12 +304,12 @@ def test_leaving_during_the_upload_frees_what_was_read(small: RunningServer) -> 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
-def test_leaving_at_any_moment_of_a_picture_request_frees_everything(
+def test_leaving_at_any_moment_of_a_image_request_frees_everything(
     small: RunningServer, path: str, stream: bool
 ) -> None:
     """The body is whole; then the client leaves while it is read, priced, encoded, prefilled or answered."""
     for step in range(12):
-        body = msgspec.json.encode(picture_body(path, seed=5000 + step, stream=stream))
+        body = msgspec.json.encode(image_body(path, seed=5000 + step, stream=stream))
         sock = connect(small, path, len(body))
         sock.sendall(body)
         time.sleep(0.004 * step)
@@ -318,7 +318,7 @@ def test_leaving_at_any_moment_of_a_picture_request_frees_everything(
     assert small.answers()
 
 
-def picture_body(path: str, seed: int, **fields: Any) -> dict[str, Any]:
+def image_body(path: str, seed: int, **fields: Any) -> dict[str, Any]:
     """A question about a new picture with an answer that takes a while, in the words of each API."""
     fields |= {"ignore_eos": True, "model": "tiny"}
     photo, text = photo_part(300, 200, seed), text_part("What is this?")

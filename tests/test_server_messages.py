@@ -81,7 +81,7 @@ def test_the_system_prompt_is_the_system_message(server: RunningServer, system: 
     assert count == server.post("/v1/bill", {"messages": messages}).json()["prompt_tokens"]
 
 
-def test_a_picture_costs_what_it_costs_in_a_chat(server: RunningServer, client: anthropic.Anthropic) -> None:
+def test_a_image_costs_what_it_costs_in_a_chat(server: RunningServer, client: anthropic.Anthropic) -> None:
     count = client.messages.count_tokens(model=MODEL, messages=user(image(640, 480), text())).input_tokens
     chat = {"messages": user(photo_part(640, 480), text_part("What is this?"))}
     assert count == server.post("/v1/bill", chat).json()["prompt_tokens"]
@@ -140,7 +140,7 @@ def test_a_conversation_with_a_tool_is_the_chat_with_it(server: RunningServer) -
     assert count["input_tokens"] == server.post("/v1/bill", {"messages": messages}).json()["prompt_tokens"]
 
 
-def test_a_tools_result_may_hold_a_picture(client: anthropic.Anthropic) -> None:
+def test_a_tools_result_may_hold_a_image(client: anthropic.Anthropic) -> None:
     use = {"type": "tool_use", "id": "t1", "name": "look", "input": {}}
     looked: Any = [*hello("Look."), {"role": "assistant", "content": [use]}]
 
@@ -261,7 +261,7 @@ def test_counting_needs_no_length_and_refuses_the_same(server: RunningServer) ->
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_damaged_picture_is_the_clients_error(server: RunningServer, stream: bool) -> None:
+def test_a_damaged_image_is_the_clients_error(server: RunningServer, stream: bool) -> None:
     data = png(make_photo(400, 300, seed=43))
     response = ask(server, messages=user(picture(data[: len(data) // 2])), stream=stream)
     assert response.status_code == 400 and error_of(response)["type"] == "invalid_request_error"

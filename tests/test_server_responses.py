@@ -10,7 +10,7 @@ import pytest
 from pydantic import BaseModel
 
 from tests.conftest import make_photo, png
-from tests.serving import MODEL, RunningServer, as_url, chat_body, error_of, photo_part, picture_url, text_part
+from tests.serving import MODEL, RunningServer, as_url, chat_body, error_of, image_url, photo_part, text_part
 
 WEATHER: Any = {
     "type": "function",
@@ -64,8 +64,8 @@ def test_instructions_are_the_system_message(server: RunningServer) -> None:
     assert answer["usage"]["input_tokens"] == chat["usage"]["prompt_tokens"]
 
 
-def test_a_picture_is_a_bare_string_and_its_tokens_are_counted(client: openai.OpenAI) -> None:
-    given: Any = user(image(picture_url(640, 480)), text())
+def test_a_image_is_a_bare_string_and_its_tokens_are_counted(client: openai.OpenAI) -> None:
+    given: Any = user(image(image_url(640, 480)), text())
     usage = client.responses.create(model=MODEL, input=given, max_output_tokens=4).usage
     assert usage is not None and usage.input_tokens > 391
     assert usage.input_tokens_details.image_tokens == 391  # type: ignore[attr-defined]
@@ -74,7 +74,7 @@ def test_a_picture_is_a_bare_string_and_its_tokens_are_counted(client: openai.Op
 
 def test_low_detail_costs_fewer_tokens(server: RunningServer) -> None:
     def tokens(detail: str) -> int:
-        body = {"input": user(image(picture_url(1280, 720), detail=detail))}
+        body = {"input": user(image(image_url(1280, 720), detail=detail))}
         return int(server.post("/v1/responses/input_tokens", body).json()["input_tokens"])
 
     assert tokens("low") < tokens("high") == tokens("auto") == tokens("original")
@@ -94,7 +94,7 @@ def test_an_answer_cut_by_its_length_is_incomplete(client: openai.OpenAI) -> Non
 
 
 def test_the_input_is_counted_as_it_is_charged(server: RunningServer, client: openai.OpenAI) -> None:
-    given: Any = user(image(picture_url(300, 200)), text())
+    given: Any = user(image(image_url(300, 200)), text())
     count = client.responses.input_tokens.count(model=MODEL, input=given).input_tokens
     assert count == ask(server, given).json()["usage"]["input_tokens"]
 
@@ -118,9 +118,9 @@ def test_a_conversation_is_sent_as_items(server: RunningServer) -> None:
     assert count == server.post("/v1/bill", {"messages": messages}).json()["prompt_tokens"]
 
 
-def test_a_tool_may_answer_with_a_picture(server: RunningServer) -> None:
+def test_a_tool_may_answer_with_a_image(server: RunningServer) -> None:
     call = {"type": "function_call", "call_id": "c1", "name": "look", "arguments": "{}"}
-    seen = {"type": "function_call_output", "call_id": "c1", "output": [image(picture_url(64, 64))]}
+    seen = {"type": "function_call_output", "call_id": "c1", "output": [image(image_url(64, 64))]}
     body = ask(server, [{"role": "user", "content": "Look."}, call, seen]).json()
     assert body["usage"]["input_tokens_details"]["image_tokens"] > 0
 
@@ -245,9 +245,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"input": user({"type": "input_image"})}, "input[0].content[0].image_url"),
     ({"input": user(image("http://example.com/a.png"))}, "input[0].content[0].image_url"),
     ({"input": user(image("file:///etc/passwd"))}, "input[0].content[0].image_url"),
-    ({"input": user(image(picture_url(), detail="ultra"))}, "input[0].content[0].image_url"),
+    ({"input": user(image(image_url(), detail="ultra"))}, "input[0].content[0].image_url"),
     ({"input": [*user(text()), *user(text(), PDF)], "instructions": "x"}, "input[1].content[1].image_url"),
-    ({"input": user(*[image(picture_url())] * 5)}, "input"),
+    ({"input": user(*[image(image_url())] * 5)}, "input"),
     ({"input": [{"type": "function_call", "name": "a"}]}, "input[0].arguments"),
     ({"input": [{"type": "function_call", "name": "a", "arguments": "{"}]}, "input[0].arguments"),
     ({"input": [{"type": "function_call_output", "output": [PDF]}]}, "input[0].output[0].image_url"),
@@ -283,7 +283,7 @@ def test_a_range_is_told_with_the_name_the_client_used(server: RunningServer) ->
     assert error_of(ask(server, max_output_tokens=-1))["message"].startswith("max_output_tokens must be")
 
 
-def test_a_picture_that_cannot_be_decoded_is_a_400_also_in_a_stream(server: RunningServer) -> None:
+def test_a_image_that_cannot_be_decoded_is_a_400_also_in_a_stream(server: RunningServer) -> None:
     data = png(make_photo(400, 300, seed=41))
     broken = user(text(), image(as_url(data[: len(data) // 2])))
     for stream in (False, True):
@@ -301,7 +301,7 @@ def test_a_chat_and_a_response_share_the_cache(server: RunningServer) -> None:
     part = photo_part(210, 120, seed=77)
     server.chat([part, text_part("What?")])
     before = server.stats("saccade:pictures_decoded_total")
-    ask(server, user(image(picture_url(210, 120, seed=77)), text("Something else?")))
+    ask(server, user(image(image_url(210, 120, seed=77)), text("Something else?")))
     assert server.stats("saccade:pictures_decoded_total") == before
 
 

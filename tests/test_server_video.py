@@ -68,7 +68,7 @@ def test_a_video_can_be_named_again_by_its_uuid(server: RunningServer) -> None:
     assert answer(ask(server, {"type": "video_url", "video_url": None, "uuid": "film"})) == answer(first)
 
 
-def test_a_url_used_as_a_picture_and_as_a_video_is_fetched_under_the_limits_of_each(
+def test_a_url_used_as_a_image_and_as_a_video_is_fetched_under_the_limits_of_each(
     server: RunningServer, site: Site
 ) -> None:
     url, before = site.url("/film.mp4?both"), len(site.asked)
@@ -87,7 +87,7 @@ def test_frames_may_be_sent_one_by_one(server: RunningServer) -> None:
     assert body["bill"]["items"][0]["frames"] == 3
 
 
-def test_a_video_stands_beside_a_picture(server: RunningServer) -> None:
+def test_a_video_stands_beside_a_image(server: RunningServer) -> None:
     parts = [photo_part(56, 56), video_part(as_url(FILM, "video/mp4")), text_part("Which?")]
     body = server.chat(parts, include_bill=True).json()
     assert [item["kind"] for item in body["bill"]["items"]] == ["image", "video"]

@@ -136,7 +136,7 @@ def test_a_model_without_a_tower_reads_marks_as_text(tmp_path: Path) -> None:
     assert len(made.encode("<box>").ids) > 1
 
 
-def test_marks_are_shown_in_answers_and_may_be_sent_but_pictures_cannot_be_forged(folder: Path) -> None:
+def test_marks_are_shown_in_answers_and_may_be_sent_but_images_cannot_be_forged(folder: Path) -> None:
     tokenizer = Tokenizer(folder)
     ids = tokenizer.encode("<ref>the dog</ref><box>(1,2),(3,4)</box><|im_end|>")
     assert tokenizer.decode(ids) == "<ref>the dog</ref><box>(1,2),(3,4)</box>"

@@ -37,12 +37,12 @@ def run(core: EngineCore, *parts: Part, max_tokens: int = 3) -> list[dict[str, A
 
 
 def sums(steps: list[dict[str, Any]]) -> tuple[int, int, int]:
-    names = ("decode_tokens", "text_tokens", "picture_tokens")
-    decode, text, picture = (sum(step[name] for step in steps) for name in names)
-    return decode, text, picture
+    names = ("decode_tokens", "text_tokens", "image_tokens")
+    decode, text, image = (sum(step[name] for step in steps) for name in names)
+    return decode, text, image
 
 
-def test_a_step_tells_text_from_picture_from_answer_tokens() -> None:
+def test_a_step_tells_text_from_image_from_answer_tokens() -> None:
     steps = run(make_core(), 5, FakeImage("p", 12), 3)
     assert sums(steps) == (2, 8, 12)
 
@@ -56,7 +56,7 @@ def test_a_prompt_of_one_token_is_text_and_no_answer() -> None:
     assert sums(run(make_core(), 1, max_tokens=1)) == (0, 1, 0)
 
 
-def test_a_picture_counts_in_each_step_it_is_in_the_encoder() -> None:
+def test_a_image_counts_in_each_step_it_is_in_the_encoder() -> None:
     steps = run(make_core(encode_layers_per_step=1, always_slice=True), 5, FakeImage("p", 12))
     assert [step["encodes"] for step in steps].count(1) == 4  # layers of the fake encoder
 

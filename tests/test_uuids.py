@@ -42,7 +42,7 @@ def test_what_is_larger_than_all_of_it_is_not_kept() -> None:
 
 
 @pytest.mark.parametrize("length", [1, MAX_UUID_CHARS])
-def test_many_tiny_pictures_take_no_more_memory_than_the_cache_may(length: int) -> None:
+def test_many_tiny_images_take_no_more_memory_than_the_cache_may(length: int) -> None:
     limit = 1 << 20
     cache = UuidCache(limit)
     tracemalloc.start()

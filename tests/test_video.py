@@ -141,8 +141,8 @@ def test_no_group_has_more_tokens_than_the_largest(
 
 
 def test_a_video_is_one_line_of_the_bill(qwen: Processor) -> None:
-    picture = {"image": make_photo(56, 56), "video": FILMS["mp4"]}
-    prompt = qwen.from_prompt({"prompt": f"{VIDEO} and <|image_pad|>", "multi_modal_data": picture})
+    image = {"image": make_photo(56, 56), "video": FILMS["mp4"]}
+    prompt = qwen.from_prompt({"prompt": f"{VIDEO} and <|image_pad|>", "multi_modal_data": image})
     bill = qwen.bill(prompt, 16)
     video, still = bill.items
     assert (video.kind, video.frames, video.grid, video.tokens) == ("video", 4, (2, 4, 6), 12)
@@ -188,7 +188,7 @@ def test_a_request_may_lower_the_pixels_of_its_videos(qwen: Processor) -> None:
     assert qwen.bill(small, 16).video_tokens < qwen.bill(whole, 16).video_tokens
 
 
-def test_fewer_pixels_for_pictures_mean_fewer_for_frames(qwen2_vl_folder: Path) -> None:
+def test_fewer_pixels_for_images_mean_fewer_for_frames(qwen2_vl_folder: Path) -> None:
     lowered = make(qwen2_vl_folder, max_pixels=28 * 28 * 4)
     assert lowered.from_prompt(ask(film(4, size=(224, 168)))).items[0].geometry.tokens <= 4
     largest = lowered.largest_item()
@@ -249,7 +249,7 @@ def test_frames_in_a_data_url_are_a_video(qwen: Processor) -> None:
     assert prompt.videos[0].frames == 3
 
 
-def test_a_chat_takes_videos_among_pictures(qwen: Processor) -> None:
+def test_a_chat_takes_videos_among_images(qwen: Processor) -> None:
     url = "data:video/mp4;base64," + base64.b64encode(FILMS["mp4"]).decode()
     parts = [
         {"type": "image", "image": make_photo(56, 56)},
@@ -431,7 +431,7 @@ def test_opening_a_file_decodes_no_frame_larger_than_expected() -> None:
                 assert opened.streams.video[0].codec_context.width == width
 
 
-def test_a_group_may_have_as_many_pixels_as_a_picture(qwen2_vl_folder: Path) -> None:
+def test_a_group_may_have_as_many_pixels_as_a_image(qwen2_vl_folder: Path) -> None:
     qwen = make(qwen2_vl_folder, max_image_pixels=9000)
     assert "2 frames of 84x56 have 9408 pixels, and at most 9000" in refusal(qwen, ask(FILMS["mp4"])).message
 

@@ -20,7 +20,7 @@ from tests.conftest import make_photo
 from tests.test_fused_vision import DEVICE, QWEN, model
 from tests.videos import GREEDY, VIDEO, answers, film, frames
 
-FILM = film(30, pictures=frames(30, seed=3))
+FILM = film(30, images=frames(30, seed=3))
 
 
 def prompts() -> list[dict[str, Any]]:

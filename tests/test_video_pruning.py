@@ -34,7 +34,7 @@ from tests.videos import GREEDY, VIDEO, answers, film, frames
 
 ARRAY = frames(10, 112, 84)  # groups of 4 x 3 tokens
 CELLS = Size(5, 4)  # of the videos with a square
-FILM = film(30, pictures=frames(30, 112, 84, seed=3), size=(112, 84))
+FILM = film(30, images=frames(30, 112, 84, seed=3), size=(112, 84))
 
 
 @pytest.fixture(scope="module")
@@ -201,7 +201,7 @@ def test_frames_that_are_no_whole_number_of_cells_are_cut_where_the_tower_cuts_t
 def test_a_group_is_compared_with_the_frame_before_it(qwen: Processor, as_file: bool) -> None:
     path = [(0, 0), (0, 0), (0, 0), (2, 3), (2, 3), (3, 1)]
     shown = square_at(*path)
-    video = film(6, pictures=shown, size=(140, 112), fps=2) if as_file else shown
+    video = film(6, images=shown, size=(140, 112), fps=2) if as_file else shown
     items = qwen.from_prompt(asked(video, 0.9, **({} if as_file else {"fps": 2}))).items
     readers = VideoReaders()
     kept = [kept_of(item, decode_item(item, readers)) for item in items]

@@ -31,7 +31,7 @@ def items_of(lengths: list[int], heads: int, programs: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("lengths", PACKINGS, ids=str)
-def test_every_row_meets_every_tile_of_keys_of_its_picture_once(lengths: list[int]) -> None:
+def test_every_row_meets_every_tile_of_keys_of_its_image_once(lengths: list[int]) -> None:
     heads, seen = 4, Counter[tuple[int, ...]]()
     for row, rows, head, start, length, first, count, _ in items_of(lengths, heads, 33):
         assert rows <= TILE_ROWS and row + rows <= start + length
@@ -68,7 +68,7 @@ def test_whole_waves_are_not_cut() -> None:
     assert (schedule.offsets.diff() == 4).all()
 
 
-def test_a_plan_is_made_once_for_pictures_of_the_same_sizes() -> None:
+def test_a_plan_is_made_once_for_images_of_the_same_sizes() -> None:
     assert make_schedule((1564,), 16, 132) is make_schedule((1564,), 16, 132)
 
 

@@ -241,20 +241,20 @@ def test_the_worker_reads_the_same_model_config(generation: dict[str, Any]) -> N
     assert messages.config_of(start) == config
 
 
-def test_the_same_picture_twice_in_a_prompt_travels_once() -> None:
-    picture = replace(make_item(FakeImage("a", 4)), data=bytes(100_000))
+def test_the_same_image_twice_in_a_prompt_travels_once() -> None:
+    image = replace(make_item(FakeImage("a", 4)), data=bytes(100_000))
     prompt = make_prompt([FakeImage("a", 4), 3, FakeImage("a", 4)])
     request = make_request("r", 1)
-    twice = replace(request, prompt=replace(prompt, items=(picture, picture)))
+    twice = replace(request, prompt=replace(prompt, items=(image, image)))
     assert len(messages.frame(messages.Submit(messages.pack_requests([twice])))) < 110_000
     first, second = sent(twice).prompt.items
     assert first is second
 
 
 def test_answers_to_one_prompt_share_it_on_the_way_and_at_its_end() -> None:
-    picture = replace(make_item(FakeImage("a", 4)), data=bytes(100_000))
+    image = replace(make_item(FakeImage("a", 4)), data=bytes(100_000))
     first = make_request("r/0", 1)
-    first = replace(first, prompt=replace(make_prompt([FakeImage("a", 4)]), items=(picture,)))
+    first = replace(first, prompt=replace(make_prompt([FakeImage("a", 4)]), items=(image,)))
     answers = [replace(first, request_id=f"r/{index}", seed=index) for index in range(64)]
     other = make_request("s", 3, max_tokens=7)
     assert len(messages.frame(messages.Submit(messages.pack_requests([*answers, other])))) < 110_000

@@ -171,15 +171,15 @@ def answers_to(request: Request, count: int) -> list[Request]:
     return [replace(request, request_id=f"{request.request_id}/{index}", seed=index) for index in range(count)]
 
 
-def with_large_picture(request_id: str, max_tokens: int) -> Request:
+def with_large_image(request_id: str, max_tokens: int) -> Request:
     request = make_request(request_id, FakeImage("p", 4), 3, max_tokens=max_tokens)
     items = tuple(replace(item, data=bytes(LARGE)) for item in request.prompt.items)
     return replace(request, prompt=replace(request.prompt, items=items))
 
 
-def test_a_picture_counts_once_as_bytes_in_flight_until_its_last_answer_ends() -> None:
+def test_a_image_counts_once_as_bytes_in_flight_until_its_last_answer_ends() -> None:
     async def test(client: EngineClient) -> None:
-        streams = await client.submit(answers_to(with_large_picture("a", 9_000), 64))
+        streams = await client.submit(answers_to(with_large_image("a", 9_000), 64))
         sent = client.bytes_in_flight
         assert LARGE < sent < LARGE + 100_000
         for stream in streams[1:]:
@@ -193,10 +193,10 @@ def test_a_picture_counts_once_as_bytes_in_flight_until_its_last_answer_ends() -
     run(test)
 
 
-def test_a_picture_is_in_the_engine_once_however_many_answers_it_has() -> None:
+def test_a_image_is_in_the_engine_once_however_many_answers_it_has() -> None:
     async def test(client: EngineClient) -> None:
         before = resident_mb(pid_of(client))
-        streams = await client.submit(answers_to(with_large_picture("a", 9_000), 64))
+        streams = await client.submit(answers_to(with_large_image("a", 9_000), 64))
         await asyncio.gather(*[anext(stream) for stream in streams[:8]])  # more do not run at once
         grown = resident_mb(pid_of(client)) - before
         assert grown < 4 * LARGE / 2**20  # the frame it came in, and itself; 64 would be 16 times this

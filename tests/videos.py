@@ -53,7 +53,7 @@ def film(
     gop: int = 6,
     b_frames: int = 2,
     index_first: bool = False,
-    pictures: np.ndarray | None = None,
+    images: np.ndarray | None = None,
 ) -> bytes:
     """A video whose frames grow brighter one by one. `stamps` are times in units of 1 / fps."""
     if index_first:
@@ -66,9 +66,9 @@ def film(
             stream.codec_context.max_b_frames = b_frames
         if rotation:
             stream.set_display_rotation(rotation)
-        shown = brightening(count, size) if pictures is None else pictures
-        for index, picture in enumerate(shown):
-            frame = av.VideoFrame.from_ndarray(picture, format="rgb24")
+        shown = brightening(count, size) if images is None else images
+        for index, image in enumerate(shown):
+            frame = av.VideoFrame.from_ndarray(image, format="rgb24")
             frame.pts, frame.time_base = stamps[index] if stamps else index, Fraction(1, fps)
             file.mux(stream.encode(frame))
         file.mux(stream.encode(None))

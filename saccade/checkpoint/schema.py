@@ -215,7 +215,7 @@ GENERATION: Table = {"eos_token_id": TOKENS, "chat_format": WORD}
 
 # --- how pictures are prepared ------------------------------------------------------------------------------------
 
-PICTURES: Table = {
+IMAGES: Table = {
     **dict.fromkeys(("do_resize", "do_rescale", "do_normalize", "do_center_crop", "do_pad"), FLAG),
     **dict.fromkeys(("size", "crop_size"), either(SIDE, sides(AREA))),
     **dict.fromkeys(("min_pixels", "max_pixels", "max_video_tokens"), AREA),
@@ -231,10 +231,10 @@ PICTURES: Table = {
     "cap_pixels_per_frame": FLAG,
 }
 PROCESSOR: Table = {
-    "image_processor": PICTURES,
-    "video_processor": PICTURES,
+    "image_processor": IMAGES,
+    "video_processor": IMAGES,
     "image_mean": many(number(least=0, most=1), 3),
-    "image_std": PICTURES["image_std"],
+    "image_std": IMAGES["image_std"],
     **dict.fromkeys(("image_token", "image_break_token", "image_end_token"), WORD),
     **dict.fromkeys(("vision_feature_select_strategy", "vision_aspect_ratio"), WORD),
     "patch_size": SIDE,

@@ -27,7 +27,7 @@ class Conventions(NamedTuple):
     cut: str  # expression for the pieces that text is cut into; nothing merges across them
     control: tuple[str, ...]  # behind the ranks, in this order
     marks: tuple[str, ...]  # in models that see, behind those: markup that clients and answers may contain
-    pictures: tuple[str, ...]  # and what stands for pictures
+    images: tuple[str, ...]  # and what stands for pictures
 
 
 _KNOWN: Mapping[str, Conventions] = {
@@ -36,7 +36,7 @@ _KNOWN: Mapping[str, Conventions] = {
         r"|\s+(?!\S)|\s+",
         control=("<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{i}|>" for i in range(205))),
         marks=("<ref>", "</ref>", "<box>", "</box>", "<quad>", "</quad>"),
-        pictures=("<img>", "</img>", "<imgpad>"),
+        images=("<img>", "</img>", "<imgpad>"),
     )
 }
 
@@ -78,7 +78,7 @@ def _sees(folder: Path) -> bool:
 def _made_from(file: Path, conventions: Conventions, *, sees: bool) -> str:
     ranks = _ranks(file)
     shown = conventions.marks if sees else ()
-    added = (*conventions.control, *shown, *(conventions.pictures if sees else ()))
+    added = (*conventions.control, *shown, *(conventions.images if sees else ()))
     return json.dumps(
         {
             "version": "1.0",

@@ -73,9 +73,9 @@ class Conversation:
         self.messages, self.images = [], []
 
     def ask(self, question: str) -> None:
-        pictures = [{"type": "image", "image": path} for path in self.images]
+        images = [{"type": "image", "image": path} for path in self.images]
         self.images = []
-        turn = {"role": "user", "content": [*pictures, {"type": "text", "text": question}]}
+        turn = {"role": "user", "content": [*images, {"type": "text", "text": question}]}
         out = self._stream([*self.messages, turn])
         self.messages += [turn, {"role": "assistant", "content": out.outputs[0].text}]
         assert out.bill is not None
@@ -101,9 +101,9 @@ class Conversation:
 
 def bill_line(bill: Bill, answer_tokens: int) -> str:
     """One line: what the prompt cost, what came from a cache, how long it took."""
-    pictures = ", ".join(f"{i.width}x{i.height} = {i.tokens} tokens" for i in bill.items)
+    images = ", ".join(f"{i.width}x{i.height} = {i.tokens} tokens" for i in bill.items)
     parts = [
-        f"{bill.prompt_tokens} prompt tokens" + (f" ({pictures})" if pictures else ""),
+        f"{bill.prompt_tokens} prompt tokens" + (f" ({images})" if images else ""),
         f"{bill.cached_tokens} from the prefix cache",
         f"{bill.kv_blocks} KV blocks",
         *([f"{bill.encoder_cache_bytes / 1e6:.1f} MB of the encoder cache"] if bill.encoder_cache_bytes else []),

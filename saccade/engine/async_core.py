@@ -110,7 +110,7 @@ class AsyncEngineCore(EngineCore):
 
         Of one that came before, a cache may have all that is needed: only the whole prompt will tell.
         """
-        new = [i for i in items if i.key not in self._seen and not self.scheduler.has_picture(i.key)]
+        new = [i for i in items if i.key not in self._seen and not self.scheduler.has_image(i.key)]
         for item in items:
             self._seen[item.key] = None
             self._seen.move_to_end(item.key)

@@ -17,7 +17,7 @@ class StepRecord(NamedTuple):
     step: int
     decode_tokens: int  # windows of one at the end of an answer
     text_tokens: int  # computed again after a preemption: an answer's tokens count as text too
-    picture_tokens: int  # prompt positions of pictures
+    image_tokens: int  # prompt positions of pictures
     encodes: int  # pictures that were in the encoder
     ms: float
 
@@ -41,23 +41,23 @@ class StepTrace:
 
     def record(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
         self._follow(plan)
-        decode, text, picture = (len(plan.windows), 0, 0) if plan.is_ahead else self._counts(plan.windows)
+        decode, text, image = (len(plan.windows), 0, 0) if plan.is_ahead else self._counts(plan.windows)
         encodes = len(self._encoding) if plan.encode_layers != 0 else 0
-        self._records.append(StepRecord(plan.step, decode, text, picture, encodes, round(seconds * 1e3, 3)))
+        self._records.append(StepRecord(plan.step, decode, text, image, encodes, round(seconds * 1e3, 3)))
         self._encoding.difference_update(result.encoded, result.failed)
 
     def _counts(self, windows: Sequence[ScheduledWindow]) -> tuple[int, int, int]:
         """Tokens of answers, of text and of pictures."""
-        decode = text = picture = 0
+        decode = text = image = 0
         for work in windows:
             known, size = self._requests[work.request_id], work.end - work.start
             if size == 1 and work.start >= known.num_prompt:
                 decode += 1
                 continue
-            covered = _picture_tokens(work, known.spans)
-            picture += covered
+            covered = _image_tokens(work, known.spans)
+            image += covered
             text += size - covered
-        return decode, text, picture
+        return decode, text, image
 
     def recent(self) -> list[dict[str, Any]]:
         """The oldest first, in plain values: they travel to other processes as they are."""
@@ -77,5 +77,5 @@ class StepTrace:
         self._encoding.update(item.key for item in plan.encode)
 
 
-def _picture_tokens(work: ScheduledWindow, spans: tuple[Span, ...]) -> int:
+def _image_tokens(work: ScheduledWindow, spans: tuple[Span, ...]) -> int:
     return sum(max(0, min(work.end, span.end) - max(work.start, span.start)) for span in spans)

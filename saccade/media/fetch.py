@@ -33,7 +33,7 @@ _ENCODINGS = frozenset({"identity", "gzip", "x-gzip", "deflate"})
 _AUTO_ZLIB = 47  # window bits that make zlib recognise gzip and deflate by themselves
 _UNPACKED_BYTES = 256 << 10  # at a time: well packed zeros would keep everybody else waiting otherwise
 
-_PICTURE = re.compile(r"^((?:the )?)picture")  # how errors begin; one about a video says so
+_IMAGE = re.compile(r"^((?:the )?)picture")  # how errors begin; one about a video says so
 
 Resolve = Callable[[str, int], Awaitable[list[str]]]
 """Host and port to addresses, best first."""
@@ -112,7 +112,7 @@ class Fetcher:
                 return await self._read_local(url, on_bytes)
             raise _refused("the picture's URL must be a data:, http: or https: URL")
         except RequestError as error:
-            message = _PICTURE.sub(lambda start: start[1] + self._what, error.message)
+            message = _IMAGE.sub(lambda start: start[1] + self._what, error.message)
             raise RequestError(message, code=error.code, param=param) from None
 
     async def close(self) -> None:

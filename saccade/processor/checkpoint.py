@@ -24,7 +24,7 @@ from saccade.checkpoint.files import (
     weight_files,
 )
 from saccade.checkpoint.hf_processor import refusal
-from saccade.checkpoint.schema import PICTURES, PROCESSOR, Table
+from saccade.checkpoint.schema import IMAGES, PROCESSOR, Table
 from saccade.errors import ConfigError
 from saccade.processor.families import FAMILIES, built_in_template, is_known
 
@@ -36,8 +36,8 @@ BUILTIN = Path(__file__).parent.parent / "builtin"
 _SMALL_FILES = ["*.json", "*.txt", "*.jinja", "*.model", "*.tiktoken"]
 _WEIGHT_FILES = ["*.safetensors"]
 _MEDIA_FILES: Mapping[str, Table] = {
-    "preprocessor_config.json": PICTURES,
-    "video_preprocessor_config.json": PICTURES,
+    "preprocessor_config.json": IMAGES,
+    "video_preprocessor_config.json": IMAGES,
     "processor_config.json": PROCESSOR,
 }
 
@@ -73,12 +73,12 @@ def open_checkpoint(model: str | None, *, weights: bool = True, generation_confi
     if is_known(config):  # of the others Transformers reads these files, and says what it makes of them
         for name, table in _MEDIA_FILES.items():
             check_values(name, settings[name], table)
-    pictures, video, processor = settings.values()
+    images, video, processor = settings.values()
     nested, nested_video = processor.pop("image_processor", None), processor.pop("video_processor", None)
     return Checkpoint(
         path=path,
         config=config,
-        image_processor=pictures or nested or _pixel_settings(processor),
+        image_processor=images or nested or _pixel_settings(processor),
         video_processor=video or nested_video or {},
         processor=processor,
         tokenizer_config=tokenizer_config,

@@ -67,34 +67,34 @@ class Images:
         return self.family.largest(self.limits.min_pixels, self.limits.max_pixels)
 
     def resolve(
-        self, pictures: list[ImageInput], limits: Limits, salt: bytes, prefetch_media: PrefetchMedia | None = None
+        self, images: list[ImageInput], limits: Limits, salt: bytes, prefetch_media: PrefetchMedia | None = None
     ) -> list[MediaItem]:
         """One item per picture. The same picture twice is hashed once and comes out as the same object."""
-        self._check_count(len(pictures))
+        self._check_count(len(images))
         if isinstance(self.family, ManyImagesPolicy):
-            limits = limits.lowered(self.family.among(len(pictures), limits.max_pixels))
+            limits = limits.lowered(self.family.among(len(images), limits.max_pixels))
         by_source: dict[_Source, MediaItem] = {}
         if prefetch_media:
-            by_source = self._ends(pictures, limits, salt)
+            by_source = self._ends(images, limits, salt)
             prefetch_media(list(by_source.values()))
         by_key: dict[Key, MediaItem] = {}
         items = []
-        for picture in pictures:
-            _check_detail(picture)
-            same = _source(picture)
-            item = by_source.get(same) or self.item(picture, limits, salt)
+        for image in images:
+            _check_detail(image)
+            same = _source(image)
+            item = by_source.get(same) or self.item(image, limits, salt)
             by_source[same] = by_key.setdefault(item.key, item)
             items.append(by_source[same])
             self._check_total(by_key)
         return items
 
-    def _ends(self, pictures: list[ImageInput], limits: Limits, salt: bytes) -> dict[_Source, MediaItem]:
+    def _ends(self, images: list[ImageInput], limits: Limits, salt: bytes) -> dict[_Source, MediaItem]:
         """The first and the last one, before all others: in a conversation the last one alone is new."""
         found: dict[_Source, MediaItem] = {}
         with suppress(RequestError):  # it is raised again when it is that picture's turn
-            for picture in pictures[:: max(len(pictures) - 1, 1)]:
-                _check_detail(picture)
-                found[_source(picture)] = self.item(picture, limits, salt)
+            for image in images[:: max(len(images) - 1, 1)]:
+                _check_detail(image)
+                found[_source(image)] = self.item(image, limits, salt)
         return found
 
     def _check_count(self, given: int) -> None:
@@ -120,13 +120,13 @@ class Images:
                 code="context_length_exceeded",
             )
 
-    def item(self, picture: ImageInput, limits: Limits, salt: bytes = b"") -> MediaItem:
-        limits = limits.lowered(LOW_DETAIL_PIXELS) if picture.detail == "low" else limits
-        loaded = load_image(picture.source, self.policy, param=picture.param, allow_paths=picture.allow_path)
+    def item(self, image: ImageInput, limits: Limits, salt: bytes = b"") -> MediaItem:
+        limits = limits.lowered(LOW_DETAIL_PIXELS) if image.detail == "low" else limits
+        loaded = load_image(image.source, self.policy, param=image.param, allow_paths=image.allow_path)
         try:
             geometry = self.family.geometry(loaded.header.size, limits.min_pixels, limits.max_pixels)
         except RequestError as error:
-            raise RequestError(error.message, code=error.code, param=picture.param) from None
+            raise RequestError(error.message, code=error.code, param=image.param) from None
         key = self._keys.of(loaded, self._tag(limits.min_pixels, limits.max_pixels), salt)
         return MediaItem(key, "image", loaded.data, loaded.header, geometry)
 
@@ -145,8 +145,8 @@ class Images:
         return Limits(lowest, highest)
 
 
-def reads_text_only(pictures: int, param: str | None = None) -> RequestError:
-    given = f"{pictures} pictures were" if pictures > 1 else "a picture was"
+def reads_text_only(images: int, param: str | None = None) -> RequestError:
+    given = f"{images} pictures were" if images > 1 else "a picture was"
     return RequestError(
         f"this model reads text only and takes no pictures, but {given} given; leave them out or ask a model that does",
         code="unsupported",
@@ -171,14 +171,14 @@ def bill_item(item: MediaItem, block_size: int) -> BillItem:
     )
 
 
-def _source(picture: ImageInput) -> _Source:
-    return id(picture.source), picture.detail
+def _source(image: ImageInput) -> _Source:
+    return id(image.source), image.detail
 
 
-def _check_detail(picture: ImageInput) -> None:
-    if not isinstance(picture.detail, str) or picture.detail not in _DETAILS:
+def _check_detail(image: ImageInput) -> None:
+    if not isinstance(image.detail, str) or image.detail not in _DETAILS:
         raise RequestError(
-            f"detail must be one of {', '.join(_DETAILS)}, but {quoted(picture.detail)} was given", param=picture.param
+            f"detail must be one of {', '.join(_DETAILS)}, but {quoted(image.detail)} was given", param=image.param
         )
 
 

@@ -19,7 +19,7 @@ _MAX_DEPTH = 64  # far more than any tool schema, far less than the interpreter'
 
 class Chat(NamedTuple):
     messages: list[dict[str, Any]]  # for the template; every string has passed through `clean`
-    pictures: list[ImageInput]  # in the order of the parts
+    images: list[ImageInput]  # in the order of the parts
     videos: list[Video]  # likewise
 
 
@@ -105,10 +105,10 @@ def _part(part: Any, where: str, chat: Chat, allow_paths: bool) -> dict[str, Any
             raise RequestError("a text part needs a string under text", param=f"{where}.text")
         return {"type": "text", "text": part["text"]}
     if kind == "image_url":
-        chat.pictures.append(_linked(part.get("image_url"), f"{where}.image_url"))
+        chat.images.append(_linked(part.get("image_url"), f"{where}.image_url"))
         return {"type": "image"}
     if kind == "image":
-        chat.pictures.append(_given(part, f"{where}.image", allow_paths))
+        chat.images.append(_given(part, f"{where}.image", allow_paths))
         return {"type": "image"}
     if kind in ("video_url", "video"):
         chat.videos.append(_video(part, kind, f"{where}.{kind}", allow_paths and kind == "video"))

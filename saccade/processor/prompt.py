@@ -41,7 +41,7 @@ class Rendered(NamedTuple):
     """A chat behind its template."""
 
     text: str  # with shields in it
-    pictures: list[ImageInput]
+    images: list[ImageInput]
     videos: list[Video]
 
 
@@ -50,9 +50,9 @@ class Processor:
 
     def __init__(self, checkpoint: Checkpoint, policy: MediaPolicy) -> None:
         self.checkpoint = checkpoint
-        self.pictures = Images(checkpoint, policy)
-        self.policy = self.pictures.policy
-        self.family = self.pictures.family
+        self.images = Images(checkpoint, policy)
+        self.policy = self.images.policy
+        self.family = self.images.family
         self.videos = videos_for(checkpoint, self.policy)  # None for a model that takes none
         self.tokenizer = Tokenizer(
             checkpoint.path,
@@ -97,7 +97,7 @@ class Processor:
 
     def largest_item(self) -> Geometry | None:
         """The most expensive picture or frame group the limits allow; None when they allow none."""
-        sizes = (self.pictures.largest(), self.videos.largest() if self.videos else None)
+        sizes = (self.images.largest(), self.videos.largest() if self.videos else None)
         return max((size for size in sizes if size), key=lambda size: size.slots, default=None)
 
     def detokenizer(self, stop: Sequence[str] = ()) -> Detokenizer:
@@ -114,10 +114,10 @@ class Processor:
         _check_prompt(given)
         text, ids = given.get("prompt"), given.get("prompt_token_ids")
         make_ids = partial(self._given_ids, ids) if text is None else partial(self._encode, text)
-        pictures, videos = _given_media(given.get("multi_modal_data"))
+        images, videos = _given_media(given.get("multi_modal_data"))
         own = given.get("cache_salt")
         salt = salt_of(salt.hex(), own) if own else salt
-        return self._build(make_ids, pictures, videos, given.get("mm_processor_kwargs"), salt, text)
+        return self._build(make_ids, images, videos, given.get("mm_processor_kwargs"), salt, text)
 
     def from_chat(
         self,
@@ -156,8 +156,8 @@ class Processor:
         clean = self.tokenizer.shield
         extra = self._template_kwargs(chat_template_kwargs)
         chat = read_messages(messages, self.form(), clean, allow_paths=allow_paths)
-        if chat.pictures and not self.takes_images:
-            raise reads_text_only(len(chat.pictures), chat.pictures[0].param)  # before its template meets one
+        if chat.images and not self.takes_images:
+            raise reads_text_only(len(chat.images), chat.images[0].param)  # before its template meets one
         if chat.videos and self.videos is None:
             raise takes_no_video(chat.videos[0].param)
         try:
@@ -170,16 +170,16 @@ class Processor:
         except RequestError as error:
             said = " ".join(self.tokenizer.unshield(error.message).split())
             raise RequestError(said[:_SHOWN_CHARS], code=error.code, param=error.param) from None
-        return Rendered(text, chat.pictures, chat.videos)
+        return Rendered(text, chat.images, chat.videos)
 
     def from_rendered(
         self, rendered: Rendered, *, mm_processor_kwargs: Mapping[str, Any] | None = None, salt: bytes = b""
     ) -> Prompt:
         """The second half: tokens, and the pictures' places among them."""
-        text, pictures, videos = rendered
+        text, images, videos = rendered
         make_ids = partial(self._template_ids, text)
         shown = self.tokenizer.unshield(text)
-        return self._build(make_ids, pictures, videos, mm_processor_kwargs, salt, shown)
+        return self._build(make_ids, images, videos, mm_processor_kwargs, salt, shown)
 
     def form(self) -> Form:
         """Which contents the template takes. It is tried out once, which starts a process for later chats too."""
@@ -243,7 +243,7 @@ class Processor:
     def _build(
         self,
         make_ids: Callable[[], Ids],
-        pictures: list[ImageInput],
+        images: list[ImageInput],
         videos: list[Video],
         kwargs: Any,
         salt: bytes,
@@ -251,16 +251,16 @@ class Processor:
     ) -> Prompt:
         """Pictures go first, so that whoever decodes them does so while the text is made into ids."""
         pixels, frames = split_kwargs(kwargs) if self.videos else (kwargs, {})
-        limits = self.pictures.request_limits(pixels)
-        items = self.pictures.resolve(pictures, limits, salt, self.prefetch_media) if pictures else []
+        limits = self.images.request_limits(pixels)
+        items = self.images.resolve(images, limits, salt, self.prefetch_media) if images else []
         ids = make_ids()
-        starts = self._starts(ids, len(pictures))
+        starts = self._starts(ids, len(images))
         self._check_videos(ids, len(videos))
         if frames and not videos:
             names = ", ".join(frames)
             raise RequestError(f"{names} is for videos, but none was given", param=f"mm_processor_kwargs.{min(frames)}")
         expanded, spans = self._expand(ids, starts, items) if items else (ids, ())
-        where = _where(zip(pictures, items, strict=True))
+        where = _where(zip(images, items, strict=True))
         if videos:
             prompt = self._with_videos(expanded, list(zip(spans, items, strict=True)), videos, frames, salt, text)
             return replace(prompt, where={**prompt.where, **where})
@@ -310,7 +310,7 @@ class Processor:
     def _with_videos(
         self,
         ids: Ids,
-        pictures: list[tuple[Span, MediaItem]],
+        images: list[tuple[Span, MediaItem]],
         videos: list[Video],
         frames: Mapping[str, Any],
         salt: bytes,
@@ -320,7 +320,7 @@ class Processor:
         rules, asked = self.videos.rules, self.videos.asked(frames)
         starts = np.flatnonzero(ids == rules.token_id).tolist()
         groups = [self.videos.resolve(video, asked, salt) for video in videos]
-        made: VideoPromptBuilder = build_video_prompt(ids, pictures, starts, groups, rules, self._caption)
+        made: VideoPromptBuilder = build_video_prompt(ids, images, starts, groups, rules, self._caption)
         positions, next_position = made.positions(rules.merge_size)
         return Prompt(
             token_ids=made.token_ids.tolist(),

@@ -91,9 +91,9 @@ class Videos:
     @property
     def pixel_limits(self) -> PixelLimits:
         """An operator who lowers `max_pixels` means frames too, unless there is a limit for videos."""
-        given, pictures = self.policy.video.max_pixels, self.policy.max_pixels
-        if given is None and pictures is not None and not self.rules.is_total:
-            given = min(self.rules.max_pixels, pictures)
+        given, images = self.policy.video.max_pixels, self.policy.max_pixels
+        if given is None and images is not None and not self.rules.is_total:
+            given = min(self.rules.max_pixels, images)
         return self.rules.limits(given)
 
     def asked(self, given: Mapping[str, Any]) -> Asked:

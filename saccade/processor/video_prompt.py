@@ -39,7 +39,7 @@ class VideoPromptBuilder:
     def positions(self, merge: int) -> tuple[npt.NDArray[np.int32], int]:
         return positions(sum(map(len, self.pieces)), self.stretches, merge)
 
-    def add_picture(self, span: Span, item: MediaItem) -> None:
+    def add_image(self, span: Span, item: MediaItem) -> None:
         self.spans.append(span)
         self.items.append(item)
         self.stretches.append(Stretch(span, item.geometry.grid))
@@ -64,16 +64,16 @@ class VideoPromptBuilder:
 
 def build_video_prompt(
     token_ids: Ids,  # pictures expanded, one token per video
-    pictures: Sequence[tuple[Span, MediaItem]],
+    images: Sequence[tuple[Span, MediaItem]],
     starts: Sequence[int],  # where the videos stand
     videos: Sequence[Groups],
     rules: VideoRules,
     caption: Callable[[float], Sequence[int]],  # the ids of a time in seconds
 ) -> VideoPromptBuilder:
-    made, done, grown, waiting = VideoPromptBuilder(), 0, 0, list(pictures)
+    made, done, grown, waiting = VideoPromptBuilder(), 0, 0, list(images)
     for start, video in zip(starts, videos, strict=True):
         while waiting and waiting[0][0].start < start:
-            made.add_picture(*_moved(waiting.pop(0), grown))
+            made.add_image(*_moved(waiting.pop(0), grown))
         tokens, offsets = _expanded(video, rules, caption)
         made.pieces += [token_ids[done:start], tokens]
         pairs = zip(offsets, video.items, strict=True)
@@ -81,8 +81,8 @@ def build_video_prompt(
         made.add_video(spans, video, rules.fence is None)
         done, grown = start + 1, grown + len(tokens) - 1
     made.pieces.append(token_ids[done:])
-    for picture in waiting:
-        made.add_picture(*_moved(picture, grown))
+    for image in waiting:
+        made.add_image(*_moved(image, grown))
     return made
 
 
@@ -92,8 +92,8 @@ def _span(start: int, group: MediaItem) -> Span:
     return Span(start, geometry.tokens, group.key, geometry.slots, made=made)
 
 
-def _moved(picture: tuple[Span, MediaItem], by: int) -> tuple[Span, MediaItem]:
-    span, item = picture
+def _moved(image: tuple[Span, MediaItem], by: int) -> tuple[Span, MediaItem]:
+    span, item = image
     return replace(span, start=span.start + by), item
 
 

@@ -107,7 +107,7 @@ def _encoder(model: VisionLanguageModel, options: Options, plan: MemoryPlan) -> 
     if sizes.always_slice:
         patches = min(patches, _MOST_SLICED_PATCHES)
     threads = options.image_decode_threads or min(os.cpu_count() or 1, _MOST_DECODE_THREADS)
-    return LocalEncoder(model, patches, threads, plan.device, plan.parts.pictures)
+    return LocalEncoder(model, patches, threads, plan.device, plan.parts.images)
 
 
 def _on_device(

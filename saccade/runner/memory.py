@@ -48,7 +48,7 @@ class MemoryParts:
     kv: int
     embeddings: int  # resident ones
     work: int = 0  # encoding a full pass, and beside it a prompt that fits no graph, or drawing tokens
-    pictures: int = 0  # on their way to the tower: pixels, and patches that wait
+    images: int = 0  # on their way to the tower: pixels, and patches that wait
     graphs: int = 0  # what recorded steps read, write and compute in
     spare: int = 0
     states: int = 0  # of requests and of prefixes, in layers that keep no keys and values
@@ -123,7 +123,7 @@ def _beside_kv(
         kv=0,
         embeddings=max(slots or _budget(options, biggest), biggest) * per_slot,
         work=_work_bytes(options, model, dtype, largest),
-        pictures=_picture_bytes(options, model, dtype, largest),
+        images=_image_bytes(options, model, dtype, largest),
         graphs=_graph_bytes(options, model, dtype),
         spare=_SPARE_BYTES,
         states=states,
@@ -152,7 +152,7 @@ def _work_bytes(options: Options, model: ModelConfig, dtype: str, largest: Geome
     return max(prompt, sampling_inputs) + _pass_patches(options, model, largest) * per_patch
 
 
-def _picture_bytes(options: Options, model: ModelConfig, dtype: str, largest: Geometry | None) -> int:
+def _image_bytes(options: Options, model: ModelConfig, dtype: str, largest: Geometry | None) -> int:
     """One picture at a time is resized; two passes may wait while a third is under way."""
     if model.vision is None or largest is None:
         return 0

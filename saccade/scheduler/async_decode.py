@@ -42,7 +42,7 @@ def async_decode_windows(
         seq = open_requests.get(request_id)
         if seq is None or not is_sampled or not seq.is_running:
             continue
-        if seq.pictures_end > end or seq.num_tokens + 1 >= seq.max_total_tokens:
+        if seq.images_end > end or seq.num_tokens + 1 >= seq.max_total_tokens:
             continue
         if not end % size and end == len(seq.blocks) * size:
             lacking.append((len(windows), seq))

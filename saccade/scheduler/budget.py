@@ -22,7 +22,7 @@ from saccade.scheduler.request import ScheduledRequest
 from saccade.types import Admission, ScheduledWindow
 
 _LAST_TOKENS = 16  # of a prompt that did not end where it might have ridden along: fewer take as long
-_PICTURE_SHARE = 4  # pictures keep a quarter of a step's tokens, and a slice of encoding in every fourth step
+_IMAGE_SHARE = 4  # pictures keep a quarter of a step's tokens, and a slice of encoding in every fourth step
 
 
 class StepBudget:
@@ -64,9 +64,9 @@ class StepBudget:
         self.total = min(self.total, self.num_decoding + self._prompts)
 
     def _share_out(self, prompt_tokens: int) -> None:
-        self._prompts = self._pictures = prompt_tokens
+        self._prompts = self._images = prompt_tokens
         if self._is_text_first:
-            self._pictures = max(prompt_tokens - self._text_tokens, prompt_tokens // _PICTURE_SHARE, 1)
+            self._images = max(prompt_tokens - self._text_tokens, prompt_tokens // _IMAGE_SHARE, 1)
 
     def left_for(self, seq: ScheduledRequest, start: int) -> int:
         """Tokens of a window that begins there."""
@@ -75,8 +75,8 @@ class StepBudget:
         if self.num_windows >= self._max_windows:
             return 0
         rest, left = seq.num_tokens - start, min(self.total, self._prompts)
-        if seq.has_pictures_ahead:
-            left = min(left, self._pictures)
+        if seq.has_images_ahead:
+            left = min(left, self._images)
         if rest <= min(left, self._ending):
             return rest
         left = min(left, self._going_on)
@@ -91,7 +91,7 @@ class StepBudget:
             self._prompts -= end - start
             self._ending -= end - start
             self._going_on -= end - start
-            self._pictures -= end - start if seq.has_pictures_ahead else 0
+            self._images -= end - start if seq.has_images_ahead else 0
         if end == seq.num_tokens:
             self._prompts = self._going_on = self._ending
 
@@ -105,7 +105,7 @@ def are_enough(requests: Many[ScheduledRequest], config: SchedulerConfig) -> boo
 
 def encodes_now(step: int, budget: StepBudget, *, is_text_first: bool) -> bool:
     """Whether a sliced step advances the encoder: not while text waits for its first token, but never much later."""
-    return not (is_text_first and budget.has_text_prompts) or step % _PICTURE_SHARE == 0
+    return not (is_text_first and budget.has_text_prompts) or step % _IMAGE_SHARE == 0
 
 
 def layers_in_bounded_step(layers: int, step: int, budget: StepBudget) -> int:
@@ -121,7 +121,7 @@ def answers_rest(step: int, budget: StepBudget) -> bool:
     A token for a few requests costs a CPU as much as one for many, and what these wait for is pictures. Answers to
     text never rest, and where the decoder runs anyway, nobody does.
     """
-    return not (budget.num_prompts or budget.has_text_answers) and step % _PICTURE_SHARE != 0
+    return not (budget.num_prompts or budget.has_text_answers) and step % _IMAGE_SHARE != 0
 
 
 class _Demand(NamedTuple):
@@ -138,7 +138,7 @@ def _demand(requests: Iterable[ScheduledRequest]) -> _Demand:
         if seq.is_decoding:
             decoding += 1
             text_answers += not seq.spans
-        elif not seq.has_pictures_ahead:
+        elif not seq.has_images_ahead:
             prompts += 1
             text_tokens += seq.num_tokens - seq.num_computed
         elif seq.next_span in seq.held or seq.num_computed < seq.spans[seq.next_span].start:

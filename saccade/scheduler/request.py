@@ -21,7 +21,7 @@ class ScheduledRequest:
     # Copies of what every step reads, so that decoding follows no chain of attributes.
     request_id: str = field(init=False)
     spans: tuple[Span, ...] = field(init=False)
-    pictures_end: int = field(init=False)  # positions from here on need no embeddings
+    images_end: int = field(init=False)  # positions from here on need no embeddings
     samples_on_device: bool = field(init=False)  # the device chooses its tokens by itself
     stop_ids: frozenset[int] = field(init=False)
     chain: BlockHashes = field(init=False)
@@ -49,7 +49,7 @@ class ScheduledRequest:
         prompt = self.request.prompt
         self.request_id = self.request.request_id
         self.spans = prompt.spans
-        self.pictures_end = prompt.spans[-1].pinned_until if prompt.spans else 0
+        self.images_end = prompt.spans[-1].pinned_until if prompt.spans else 0
         self.samples_on_device = self.request.params.samples_on_device
         self.stop_ids = self.request.eos_token_ids.union(self.request.params.stop_token_ids)
         self.chain = BlockHashes(prompt.identity, prompt.salt, self.block_size, self.output)
@@ -61,7 +61,7 @@ class ScheduledRequest:
         return self.num_computed == self.num_tokens - 1
 
     @property
-    def has_pictures_ahead(self) -> bool:
+    def has_images_ahead(self) -> bool:
         return self.next_span < len(self.spans)
 
     @property

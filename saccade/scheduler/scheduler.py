@@ -50,7 +50,7 @@ class Scheduler:
         self._pool = BlockPool(config.num_blocks, config.block_size, config.enable_prefix_caching)
         self.index = self._pool.index  # hashes what was planned lately: for when nobody waits for the next plan
         self._encoder = EncoderCache(config.encoder_cache_slots, config.keep_idle_embeddings)
-        self.has_picture = self._encoder.__contains__  # by its key: embeddings are at hand, or on their way
+        self.has_image = self._encoder.__contains__  # by its key: embeddings are at hand, or on their way
         self._gate = EncoderScheduler(self._encoder, config.encoder_budget)
         time = config.step_time
         self.cpu_step_time = (
@@ -180,11 +180,9 @@ class Scheduler:
             draft.windows or draft.admitted or encoder_scheduler.encode or prefetch or is_advancing
         ):
             return None
-        pictures = {"encode": tuple(encoder_scheduler.encode), "encode_layers": layers, "prefetch": prefetch}
+        images = {"encode": tuple(encoder_scheduler.encode), "encode_layers": layers, "prefetch": prefetch}
         rides = is_beside and self.encoder_pacing.rides(draft.windows, draft.budget)
-        return self._planned(
-            draft.windows, admitted=tuple(draft.admitted), is_beside=is_beside, rides=rides, **pictures
-        )
+        return self._planned(draft.windows, admitted=tuple(draft.admitted), is_beside=is_beside, rides=rides, **images)
 
     def _planned(self, windows: Iterable[ScheduledWindow], **parts: Any) -> StepPlan:
         self._num_steps += 1
@@ -258,7 +256,7 @@ class Scheduler:
 
     def _reach(self, seq: ScheduledRequest, start: int, draft: StepBuilder) -> WindowLimit:
         end = min(seq.num_tokens, start + draft.budget.left_for(seq, start))
-        if not seq.has_pictures_ahead:
+        if not seq.has_images_ahead:
             return WindowLimit(end, ())
         return self._gate.reach(seq, start, end)
 
@@ -333,7 +331,7 @@ class Scheduler:
             seq.num_computed = end
             if not end % self._block_size and end > seq.num_published * self._block_size:
                 cache_blocks(self._pool, seq, end)  # planned ahead, when its tokens were not known
-            if seq.spans and seq.has_pictures_ahead:
+            if seq.spans and seq.has_images_ahead:
                 self._leave_spans(seq)
             if unsampled and request_id in unsampled:
                 events.append(self._finish(seq, "error", now, error=unsampled[request_id]))

@@ -43,7 +43,7 @@ logger = logging.getLogger("saccade.server")
 
 _THROUGHPUT_SECONDS = 10.0
 _LAST_WORDS_SECONDS = 2.0  # for errors to reach clients whose requests were given up
-_WARM_PICTURE = Size(64, 64)
+_WARM_IMAGE = Size(64, 64)
 _STEP_MS = 400.0  # on a CPU: what a newcomer waits for at most before its own step begins
 
 
@@ -100,7 +100,7 @@ def warmup_requests(processor: Processor) -> list[Request]:
     """A few tokens of text and a small picture: what is lazy in the engine is done before the first client comes."""
     prompts = [processor.from_prompt("warm")]
     if processor.policy.limits.get("image", 0) > 0:
-        text, grey = f"{processor.placeholder}warm", _bmp(_WARM_PICTURE)
+        text, grey = f"{processor.placeholder}warm", _bmp(_WARM_IMAGE)
         prompts.append(processor.from_prompt({"prompt": text, "multi_modal_data": {"image": grey}}))
     forms = [ANY_OBJECT] if is_available() else []  # reading the tokenizer for grammars takes a second or three
     asked = [*((prompt, None) for prompt in prompts), *((prompts[0], form) for form in forms)]

@@ -89,11 +89,11 @@ class _Tiles(NamedTuple):
     def of(cls, lengths: tuple[int, ...], heads: int, tile_rows: int) -> _Tiles:
         length = torch.tensor(lengths)
         cut = -(-length // tile_rows)
-        picture = torch.repeat_interleave(cut * heads)
+        image = torch.repeat_interleave(cut * heads)
         begin, cut, start, length = torch.stack(
             ((cut * heads).cumsum(0) - cut * heads, cut, length.cumsum(0) - length, length)
-        )[:, picture]
-        place = torch.arange(len(picture)) - begin
+        )[:, image]
+        place = torch.arange(len(image)) - begin
         head, first = place // cut, place % cut * tile_rows
         rows, keys = (length - first).clamp(max=tile_rows), -(-length // KEYS)
         costs, order = (keys * torch.tensor(_KEY_COSTS)[(rows - 1) // GROUP_ROWS] + _ITEM_COST).sort(

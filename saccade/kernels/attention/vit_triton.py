@@ -75,9 +75,9 @@ def _vit_kernel(
     ROWS: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
     tile, head = tl.program_id(0), tl.program_id(1)
-    picture, first = tl.load(index + 2 * tile), tl.load(index + 2 * tile + 1)
-    start = tl.load(starts + picture)
-    length = tl.load(starts + picture + 1) - start
+    image, first = tl.load(index + 2 * tile), tl.load(index + 2 * tile + 1)
+    start = tl.load(starts + image)
+    length = tl.load(starts + image + 1) - start
     if first >= length:
         return
     rows = first + tl.arange(0, ROWS)

@@ -37,7 +37,7 @@ class PassLimits(NamedTuple):
     """What a recorded pass may have."""
 
     patches: int
-    pictures: int  # or windows
+    images: int  # or windows
 
 
 class Heads(NamedTuple):
@@ -73,13 +73,13 @@ class TiledAttention:
         return True
 
     def room(self, heads: Heads, most: PassLimits) -> int:
-        return most.pictures + 1 + 2 * num_tiles(most, self._rows)
+        return most.images + 1 + 2 * num_tiles(most, self._rows)
 
     def metadata(self, lengths: Sequence[int], heads: Heads, most: PassLimits) -> Tensor:
-        return _tile_part((*lengths, *[0] * (most.pictures - len(lengths))), self._rows, num_tiles(most, self._rows))
+        return _tile_part((*lengths, *[0] * (most.images - len(lengths))), self._rows, num_tiles(most, self._rows))
 
     def attend(self, metadata: Tensor, most: PassLimits) -> Attend:
-        starts, rest = metadata[: most.pictures + 1], metadata[most.pictures + 1 :]
+        starts, rest = metadata[: most.images + 1], metadata[most.images + 1 :]
         return self._over(Tiles(starts, rest[: 2 * num_tiles(most, self._rows)].view(-1, 2), self._rows))
 
 
@@ -91,7 +91,7 @@ def _tile_part(lengths: tuple[int, ...], rows: int, capacity: int) -> Tensor:
 
 def num_tiles(most: PassLimits, rows: int) -> int:
     """Most that so many patches are cut into, whatever pictures they are of."""
-    return most.patches // rows + most.pictures
+    return most.patches // rows + most.images
 
 
 class ScheduledAttention:
@@ -113,7 +113,7 @@ class ScheduledAttention:
         return size >= self._least and self._suits(lengths, heads.dim, heads.dtype)
 
     def room(self, heads: Heads, most: PassLimits) -> int:
-        tiles = heads.number * (most.patches // (2 * GROUP_ROWS) + most.pictures)
+        tiles = heads.number * (most.patches // (2 * GROUP_ROWS) + most.images)
         return items_at(self._programs) + ITEM * (tiles + max_slots(self._programs))
 
     def metadata(self, lengths: Sequence[int], heads: Heads, most: PassLimits) -> Tensor:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from saccade.kernels.ops import vit_elementwise
 from saccade.models.cuda.vision_attention import Attend, AttentionPath, Heads, PassLimits
-from saccade.models.cuda.vision_sizes import PICTURES, size_for
+from saccade.models.cuda.vision_sizes import IMAGES, size_for
 from saccade.models.vision.blocks import PatchPositions, VisionBlock
 from saccade.models.vision.ops import Blocks, RunBlocks
 
@@ -93,7 +93,7 @@ class VisionGraphs:
         self._holder: _RecordedPass | None = None  # whose numbers are in place
 
     def fit(self, lengths: Sequence[int]) -> bool:
-        return len(lengths) <= PICTURES and (self._is_recording or size_for(sum(lengths)) in self._sizes)
+        return len(lengths) <= IMAGES and (self._is_recording or size_for(sum(lengths)) in self._sizes)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -108,7 +108,7 @@ class VisionGraphs:
 
     def replay(self, of: _RecordedPass, blocks: Blocks, x: Tensor) -> tuple[Tensor, int] | None:
         """None: there is no recording that begins with these blocks."""
-        heads, most = _heads(blocks[0], x), PassLimits(of.size, PICTURES)
+        heads, most = _heads(blocks[0], x), PassLimits(of.size, IMAGES)
         if self._is_recording and self._fixed is None:
             self._fixed = _StaticBuffers.like(x, of.places, of.size, max(way.room(heads, most) for way in self.ways))
         way = next(way for way in self.ways if way.suits(of.lengths, heads, of.size))
@@ -138,7 +138,7 @@ class VisionGraphs:
         metadata = of.metadata(way, heads, x.is_cuda)
         fixed.metadata[: len(metadata)].copy_(metadata, non_blocking=True)
         if of.places is not None and (before is None or not of.places.are(before.places)):
-            fixed.rotate_one(of.places, way.room(heads, PassLimits(of.size, PICTURES)))
+            fixed.rotate_one(of.places, way.room(heads, PassLimits(of.size, IMAGES)))
         self._holder = of
 
     def _record(self, fixed: _StaticBuffers, size: int, blocks: Blocks, attend: Attend) -> _Recorded:
@@ -184,7 +184,7 @@ class _RecordedPass:
     def metadata(self, way: AttentionPath, heads: Heads, is_cuda: bool) -> Tensor:
         """Laid out as `_StaticBuffers.metadata`, on the host. All blocks of a pass go the same way."""
         if self._metadata is None:
-            most = PassLimits(self.size, PICTURES)
+            most = PassLimits(self.size, IMAGES)
             own, room = way.metadata(self.lengths, heads, most), way.room(heads, most)
             cells = packed_cells(self.places) if self.places else torch.empty(0, dtype=torch.int32)
             self._metadata = torch.zeros(room + len(cells), dtype=torch.int32, pin_memory=is_cuda)

@@ -8,7 +8,7 @@ SIZES = tuple(range(128, 2049, 128))  # patches; matrix products work in tiles o
 MOST = 8192  # patches, where all pictures have one size: then there are few passes to record
 
 
-PICTURES = 32  # of a pass, or windows
+IMAGES = 32  # of a pass, or windows
 
 
 def size_for(patches: int) -> int:

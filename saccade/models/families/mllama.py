@@ -80,8 +80,8 @@ class Mllama:
         x = embeds
         for index in range(self.config.text.num_layers):
             if index in self.looking:
-                layer, pictures = next(cross)
-                x = layer(x, pictures) if pictures else x
+                layer, images = next(cross)
+                x = layer(x, images) if images else x
             else:
                 number, own_layer = next(own)
                 x = own_layer(x, cos, sin, attention, number)

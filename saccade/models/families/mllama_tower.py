@@ -132,9 +132,9 @@ class TileBlock:
 
     def attend(self, x: Tensor, own: int) -> Tensor:
         q, k, v = self.qkv(x).view(len(x), 3, self.heads, -1).permute(1, 2, 0, 3)  # [heads, T, d] each
-        picture = F.scaled_dot_product_attention(q[None, :, :own], k[None], v[None])
+        image = F.scaled_dot_product_attention(q[None, :, :own], k[None], v[None])
         others = F.scaled_dot_product_attention(q[None, :, own:], k[None, :, :own], v[None, :, :own])
-        return self.out(torch.cat((picture, others), dim=2)[0].transpose(0, 1).flatten(1))
+        return self.out(torch.cat((image, others), dim=2)[0].transpose(0, 1).flatten(1))
 
 
 class Gates(NamedTuple):

@@ -40,19 +40,19 @@ class CrossLayer:
         self.down = Linear(params.within("down"), wide, hidden)
         self.mlp_gate = params.new("mlp_gate", 1)
 
-    def __call__(self, x: Tensor, pictures: Sequence[tuple[CrossAttentionRows, Tensor]]) -> Tensor:
+    def __call__(self, x: Tensor, images: Sequence[tuple[CrossAttentionRows, Tensor]]) -> Tensor:
         """`pictures`: rows with this layer's keys and values [2, states, kv_heads, d] of all that they see."""
-        rows = torch.cat([seen.rows for seen, _ in pictures])
+        rows = torch.cat([seen.rows for seen, _ in images])
         part = x.index_select(0, rows)
-        part = part + self.attend(self.attention_norm(part), pictures).mul_(self.attention_gate.tanh())
+        part = part + self.attend(self.attention_norm(part), images).mul_(self.attention_gate.tanh())
         gate, up = self.gate_up(self.mlp_norm(part)).chunk(2, dim=-1)
         part += self.down(F.silu(gate).mul_(up)).mul_(self.mlp_gate.tanh())
         return x.index_copy(0, rows, part)
 
-    def attend(self, x: Tensor, pictures: Sequence[tuple[CrossAttentionRows, Tensor]]) -> Tensor:
+    def attend(self, x: Tensor, images: Sequence[tuple[CrossAttentionRows, Tensor]]) -> Tensor:
         q = self.q_norm(self.q(x).view(len(x), self.heads, self.head_dim))
-        parts = torch.split(q, [len(seen.rows) for seen, _ in pictures])
-        mixed = [self._mix(part, kv) for part, (_, kv) in zip(parts, pictures, strict=True)]
+        parts = torch.split(q, [len(seen.rows) for seen, _ in images])
+        mixed = [self._mix(part, kv) for part, (_, kv) in zip(parts, images, strict=True)]
         return self.out(torch.cat(mixed))
 
     def _mix(self, q: Tensor, kv: Tensor) -> Tensor:

@@ -83,7 +83,7 @@ class Family(Protocol):
 class ManyImagesPolicy(Protocol):
     """A family whose pictures are seen smaller where a prompt has many."""
 
-    def among(self, pictures: int, max_pixels: int) -> int:
+    def among(self, images: int, max_pixels: int) -> int:
         """The limit for each of so many pictures, where one alone may have `max_pixels`."""
 
 

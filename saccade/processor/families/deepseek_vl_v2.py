@@ -117,8 +117,8 @@ class DeepseekVL2:
         lowest = min(self.tile**2, highest) if min_pixels is None else min_pixels
         return in_order(lowest, highest)
 
-    def among(self, pictures: int, max_pixels: int) -> int:
-        return max_pixels if pictures <= _MOST_IN_TILES else min(max_pixels, self.tile**2)
+    def among(self, images: int, max_pixels: int) -> int:
+        return max_pixels if images <= _MOST_IN_TILES else min(max_pixels, self.tile**2)
 
     def policy_tag(self, min_pixels: int, max_pixels: int) -> bytes:
         allowed = self._allowed(max_pixels)

@@ -189,8 +189,8 @@ def _rules(
 
 def _check_same_pixels(files: Files) -> None:
     """The tower's one way of making patches serves both."""
-    pictures, video = pixel_settings(files.image_processor), pixel_settings(files.video_processor)
-    differing = sorted(name for name in pictures.keys() & video.keys() if pictures[name] != video[name])
+    images, video = pixel_settings(files.image_processor), pixel_settings(files.video_processor)
+    differing = sorted(name for name in images.keys() & video.keys() if images[name] != video[name])
     if differing:
         raise ConfigError(
             f"the checkpoint prepares pictures and videos differently ({', '.join(differing)}), which is not supported"

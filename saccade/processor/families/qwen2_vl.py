@@ -112,14 +112,14 @@ class Qwen2VL:
             positions[:, done : span.start] = np.arange(done + shift, span.start + shift, dtype=np.int32)
             first = span.start + shift
             h, w = grid.h // self.merge_size, grid.w // self.merge_size
-            positions[:, span.start : span.end] = _picture_positions(grid.t, h, w) + first
+            positions[:, span.start : span.end] = _image_positions(grid.t, h, w) + first
             done, shift = span.end, first + max(h, w) - span.end
         positions[:, done:] = np.arange(done + shift, len(token_ids) + shift, dtype=np.int32)
         return positions, len(token_ids) + shift
 
 
 @lru_cache(maxsize=64)
-def _picture_positions(t: int, h: int, w: int) -> npt.NDArray[np.int32]:  # [3, t * h * w]
+def _image_positions(t: int, h: int, w: int) -> npt.NDArray[np.int32]:  # [3, t * h * w]
     return np.indices((t, h, w), dtype=np.int32).reshape(3, -1)
 
 

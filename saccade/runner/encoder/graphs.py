@@ -53,8 +53,8 @@ def _packings(vision: VisionConfig) -> Iterator[list[Grid]]:
             packs = [[_about(size, side)], [_about(_SMALL, side)] * (size // _SMALL)]
             # Neither one that is recorded with another size nor, of the smallest, the same again.
             yield from (p for p in packs[: 1 + (size > _SMALL)] if size_for(sum(g.patches for g in p)) == size)
-    for pictures in range(_most_squares(vision), 0, -1):
-        yield [_square(vision)] * pictures
+    for images in range(_most_squares(vision), 0, -1):
+        yield [_square(vision)] * images
 
 
 def _about(patches: int, side: int) -> Grid:
@@ -66,12 +66,12 @@ def _about(patches: int, side: int) -> Grid:
 
 def _most_squares(vision: VisionConfig) -> int:
     """That are recorded in one pass; 0 where pictures have many sizes, or so large a one that nothing is gained."""
-    from saccade.models.cuda.vision_sizes import MOST, PICTURES, SIZES
+    from saccade.models.cuda.vision_sizes import IMAGES, MOST, SIZES
 
     has_sizes = vision.spatial_merge_size > 1 and not vision.takes_squares
     if has_sizes or not vision.image_size or _square(vision).patches > SIZES[-1]:
         return 0
-    return min(PICTURES, MOST // _rows_of(_square(vision)))
+    return min(IMAGES, MOST // _rows_of(_square(vision)))
 
 
 def _square(vision: VisionConfig) -> Grid:

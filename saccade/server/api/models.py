@@ -18,7 +18,7 @@ from saccade.server.service import Service
 from saccade.types import Size, quoted
 
 _SHOWN_SIZES = (Size(336, 336), Size(640, 480), Size(1024, 1024), Size(1280, 720), Size(1920, 1080), Size(3840, 2160))
-_TYPICAL_PICTURE, _TYPICAL_TEXT = Size(1280, 720), 500
+_TYPICAL_IMAGE, _TYPICAL_TEXT = Size(1280, 720), 500
 
 
 def model_list(service: Service) -> dict[str, Any]:
@@ -47,8 +47,8 @@ def _card(service: Service, name: str) -> dict[str, Any]:
 
 
 def _multimodal(service: Service) -> dict[str, Any]:
-    pictures, policy, videos = service.processor.pictures, service.processor.policy, service.processor.videos
-    limits = pictures.limits
+    images, policy, videos = service.processor.images, service.processor.policy, service.processor.videos
+    limits = images.limits
     return {
         "limit_per_prompt": {"image": policy.limits.get("image", 0), "video": videos.max_per_prompt if videos else 0},
         "formats": FORMATS.replace(" and ", ", ").split(", ") if service.processor.takes_images else [],
@@ -59,7 +59,7 @@ def _multimodal(service: Service) -> dict[str, Any]:
         "max_request_pixels": policy.max_request_pixels,
         "max_body_bytes": service.server.max_body_mb << 20,
         "detail_max_pixels": {"low": min(LOW_DETAIL_PIXELS, limits.max_pixels), "high": limits.max_pixels},
-        "tokens_per_picture": _tokens_per_picture(service),
+        "tokens_per_picture": _tokens_per_image(service),
         "fetches_urls": bool(service.server.allowed_media_domains),
         "video": video_card(videos) if videos else None,
     }
@@ -79,14 +79,14 @@ def video_card(videos: Videos) -> dict[str, Any]:
     }
 
 
-def _tokens_per_picture(service: Service) -> dict[str, int | None]:
+def _tokens_per_image(service: Service) -> dict[str, int | None]:
     sizes = _SHOWN_SIZES if service.processor.takes_images else ()
     return {f"{size.width}x{size.height}": tokens_of(service, size) for size in sizes}
 
 
 def tokens_of(service: Service, size: Size) -> int | None:
     """What a picture of this size costs; None when it is refused."""
-    limits = service.processor.pictures.limits
+    limits = service.processor.images.limits
     try:
         return service.processor.family.geometry(size, limits.min_pixels, limits.max_pixels).tokens
     except RequestError:
@@ -95,14 +95,14 @@ def tokens_of(service: Service, size: Size) -> int | None:
 
 def capacity_line(service: Service) -> str:
     """How many ordinary requests the KV cache holds at once, for the start-up log."""
-    limits, (width, height) = service.limits, _TYPICAL_PICTURE
-    tokens = (tokens_of(service, _TYPICAL_PICTURE) or 0) + _TYPICAL_TEXT
+    limits, (width, height) = service.limits, _TYPICAL_IMAGE
+    tokens = (tokens_of(service, _TYPICAL_IMAGE) or 0) + _TYPICAL_TEXT
     blocks = blocks_for(tokens, limits.block_size)
     what = f"a {width}x{height} picture with {_TYPICAL_TEXT} tokens of text is {tokens} tokens"
     if not service.processor.takes_images:
         what = f"the model takes no pictures; a prompt of {tokens} tokens"
     fitting = limits.num_blocks // blocks
-    if kept := _kept_slots(service, _TYPICAL_PICTURE):
+    if kept := _kept_slots(service, _TYPICAL_IMAGE):
         what += f", {kept * limits.slot_bytes / 1e6:.1f} MB of the encoder cache"
         fitting = min(fitting, limits.encoder_cache_slots // kept)
     return f"{what} = {blocks} KV blocks; {fitting} such requests fit at once"
@@ -110,7 +110,7 @@ def capacity_line(service: Service) -> str:
 
 def _kept_slots(service: Service, size: Size) -> int:
     """Slots of the encoder cache that a picture keeps while an answer looks at it; 0 where answers do not."""
-    family, limits = service.processor.family, service.processor.pictures.limits
+    family, limits = service.processor.family, service.processor.images.limits
     if not service.processor.takes_images:
         return 0
     geometry = family.geometry(size, limits.min_pixels, limits.max_pixels)

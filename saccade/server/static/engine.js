@@ -62,7 +62,7 @@ function showMeter(id, title, text, parts, whole) {
 // One column a step. Heights grow with the square root, or a decode of one token beside a prefill would not be seen.
 function showSteps(steps) {
   const strip = byId("steps");
-  const total = ({ decode_tokens: a, text_tokens: b, picture_tokens: c }) => a + b + c;
+  const total = ({ decode_tokens: a, text_tokens: b, image_tokens: c }) => a + b + c;
   const most = Math.max(16, ...steps.map(total));
   const columns = steps.flatMap((step, i) => {
     const height = (HEIGHT - MARK - 2) * Math.sqrt(total(step) / most);
@@ -74,7 +74,7 @@ function showSteps(steps) {
 }
 
 function column(step, x, perToken) {
-  const parts = [["answer", step.decode_tokens], ["text", step.text_tokens], ["picture", step.picture_tokens]];
+  const parts = [["answer", step.decode_tokens], ["text", step.text_tokens], ["picture", step.image_tokens]];
   const marks = [svg("rect", { class: "tick", x, y: HEIGHT - 1, width: 0.8, height: 1 })];
   let y = HEIGHT;
   for (const [name, tokens] of parts) {
@@ -89,6 +89,6 @@ function summary(steps) {
   const sum = (name) => steps.reduce((total, step) => total + step[name], 0);
   const encoding = steps.filter((step) => step.encodes).length;
   const answers = plural(sum("decode_tokens"), "answer token");
-  const prompts = `${count(sum("text_tokens"))} of text, ${count(sum("picture_tokens"))} of pictures`;
+  const prompts = `${count(sum("text_tokens"))} of text, ${count(sum("image_tokens"))} of pictures`;
   return `The last ${plural(steps.length, "step")}: ${answers}, ${prompts}, ${plural(encoding, "step")} with encoding`;
 }
