@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 
 
@@ -41,3 +42,12 @@ class EngineUnavailable(Exception):
         super().__init__(message)
         self.message = message
         self.retry_after = retry_after  # seconds after which it may be worth another try
+
+
+def quoted(value: object, most: int = 80) -> str:
+    """A client's value as an error repeats it: recognisable, and short however long the value is."""
+    short = reprlib.Repr()
+    short.maxstring = short.maxother = most
+    short.maxlevel = 2
+    text = short.repr(value)
+    return text if len(text) <= most else f"{text[: most - 3]}..."

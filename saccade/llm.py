@@ -14,13 +14,13 @@ from typing import Any, Self
 
 from tqdm import tqdm
 
-from saccade.checkpoint.generation_config import defaults_line, sampling_defaults
 from saccade.engine.build import build_core
 from saccade.engine.core import EngineCore
 from saccade.errors import RequestError
 from saccade.options import MediaPolicy, Options, SchedulerConfig, options
 from saccade.outputs import RequestOutput
 from saccade.processor.checkpoint import open_checkpoint
+from saccade.processor.generation_config import defaults_line, sampling_defaults
 from saccade.processor.images import PrefetchMedia
 from saccade.processor.output import RequestOutputBuilder
 from saccade.processor.prompt import Processor

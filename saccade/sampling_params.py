@@ -6,8 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from saccade.errors import RequestError
-from saccade.types import quoted
+from saccade.errors import RequestError, quoted
 
 MAX_N = 64
 MAX_LOGPROBS = 20

@@ -6,7 +6,6 @@ run anywhere.
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -30,15 +29,6 @@ TO_THE_END = (1 << 63) - 1
 RECORD_BYTES = 40
 """Width of one position's record in `Prompt.identity`: 32 bytes of content key (zeros for text), 8 bytes of token id
 (text) or of offset inside the span (media)."""
-
-
-def quoted(value: object, most: int = 80) -> str:
-    """A client's value as an error repeats it: recognisable, and short however long the value is."""
-    short = reprlib.Repr()
-    short.maxstring = short.maxother = most
-    short.maxlevel = 2
-    text = short.repr(value)
-    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 class Size(NamedTuple):

@@ -12,8 +12,8 @@ from transformers import LlavaForConditionalGeneration, Qwen2VLForConditionalGen
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from benchmarks import checkpoints
 from tests import (
-    checkpoints,
     family_deepseek_vl_v2,
     family_fallback,
     family_llava_next,

@@ -24,11 +24,12 @@ ALLOWED: dict[str, set[str]] = {
     "sampling_params": {"errors"},
     "options": {"errors", "types"},
     "outputs": {"errors", "types"},
+    "fair_pool": set(),
     "torch_utils": set(),
     "checkpoint": {"errors"},
     "costs": {"types", "checkpoint"},
     "media": {"errors", "types", "options"},
-    "structured": {"errors", "types", "checkpoint"},
+    "structured": {"errors", "types", "checkpoint", "fair_pool"},
     "processor.families": {"errors", "types", "costs", "checkpoint"},
     "processor": NOUNS | {"checkpoint", "media", "structured", "processor.families"},
     "scheduler": {"errors", "types", "options"},
@@ -48,11 +49,11 @@ ALLOWED: dict[str, set[str]] = {
     "engine": NOUNS | {"checkpoint", "scheduler", "runner"},
     "engine.ipc": NOUNS | {"checkpoint", "engine"},
     "llm": NOUNS | {"processor", "structured", "engine"},
-    "server.http": {"server", "options"},
+    "server.http": {"errors", "options", "server"},
     "server.request": NOUNS | {"media", "structured", "processor", "server", "server.http"},
     "server.api": NOUNS | {"media", "processor", "server", "server.http", "server.request"},
     "server": NOUNS
-    | {"__init__", "media", "structured", "processor", "engine", "engine.ipc"}
+    | {"__init__", "fair_pool", "media", "structured", "processor", "engine", "engine.ipc"}
     | {"server.http", "server.request", "server.api"},
     "evaluation": {"errors", "types", "options", "costs"},
     "cli": NOUNS | {"__init__", "media", "processor", "processor.families", "llm", "server", "evaluation"},
@@ -77,6 +78,7 @@ LAZY_ALLOWED = {
     "saccade/processor/families/__init__.py",
     "saccade/structured/schema.py",  # llguidance, where a machine has it
     "saccade/structured/grammar.py",
+    "saccade/structured/matcher.py",
     "saccade/media/video_file.py",  # PyAV, where videos are read
     "saccade/runner/build.py",  # Triton, where there is a GPU
     "saccade/runner/cuda/attention_backend.py",

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from saccade import LLM, SamplingParams
-from saccade.checkpoint.generation_config import defaults_line, sampling_defaults
 from saccade.errors import ConfigError
 from saccade.options import Options
 from saccade.processor.checkpoint import open_checkpoint
+from saccade.processor.generation_config import defaults_line, sampling_defaults
 from tests.serving import RunningServer, running_server
 
 QUESTION = "Which words come to mind when you think of rain?"

@@ -13,11 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from saccade.errors import RequestError
+from saccade.errors import RequestError, quoted
 from saccade.processor.tokenizer import Tokenizer
 from saccade.server.errors import ApiError
 from saccade.server.http.text_tally import MAX_VALUES, TextTally, check_text
-from saccade.types import quoted
 from tests.hostile import raw_connection, watching
 from tests.serving import RunningServer, chat_body, error_of, until
 

@@ -41,7 +41,7 @@ class VisionLanguageModel(Protocol):
 
 
 class CrossAttentionModel(VisionLanguageModel, Protocol):
-    """A model whose spans last (`Span.is_cross_attended`): layers of its own read pictures, so it is told who sees what."""
+    """A model with cross-attention layers (`Span.is_cross_attended`): it is told which rows attend to which image."""
 
     def forward(
         self, embeds: Tensor, positions: Tensor, attention: Attention, seen: Sequence[CrossAttentionRows] = ()

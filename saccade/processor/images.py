@@ -9,14 +9,14 @@ from functools import lru_cache
 from typing import Any
 
 from saccade.costs import blocks_for
-from saccade.errors import RequestError
+from saccade.errors import RequestError, quoted
 from saccade.media.hashing import RecentKeys
 from saccade.media.load import load_image
 from saccade.options import MediaPolicy
 from saccade.processor.checkpoint import Checkpoint
 from saccade.processor.families import Family, family_for
 from saccade.processor.families.base import ManyImagesPolicy
-from saccade.types import BillItem, Geometry, Key, MediaItem, quoted, short_key
+from saccade.types import BillItem, Geometry, Key, MediaItem, short_key
 
 LOW_DETAIL_PIXELS = 512 * 512
 """What OpenAI's `detail: "low"` allows; auto, high and original mean the deployment's own limit."""

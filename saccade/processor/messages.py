@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from saccade.errors import RequestError
+from saccade.errors import RequestError, quoted
 from saccade.media.video_sources import Video
 from saccade.processor.images import ImageInput
 from saccade.processor.template_pool import TemplateEnded, TemplatePool
 from saccade.processor.tools import calls_for_template
-from saccade.types import quoted
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _PROBE = "5a17c3"

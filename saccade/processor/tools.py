@@ -13,9 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from saccade.errors import RequestError
+from saccade.errors import RequestError, quoted
 from saccade.structured.check import check_schema
-from saccade.types import quoted
 
 MAX_TOOLS = 128
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from saccade.costs import blocks_for
-from saccade.errors import RequestError
+from saccade.errors import RequestError, quoted
 from saccade.media.load import Loaded, load_image
 from saccade.media.video_probe import VideoInfo, check_video_seconds
 from saccade.media.video_sources import File, Video, load_video_source
@@ -20,7 +20,7 @@ from saccade.options import MediaPolicy
 from saccade.processor.checkpoint import Checkpoint
 from saccade.processor.families import VideoRules, video_rules_for
 from saccade.processor.families.frame_groups import PixelLimits, Sampling
-from saccade.types import BillItem, Geometry, Header, Key, MediaItem, Size, Still, VideoRun, quoted, short_key
+from saccade.types import BillItem, Geometry, Header, Key, MediaItem, Size, Still, VideoRun, short_key
 
 REQUEST_KEYS = ("fps", "num_frames", "max_frames", "max_video_pixels", "video_pruning")
 """What mm_processor_kwargs may say about videos."""

@@ -20,13 +20,13 @@ from typing import Any
 
 import uvicorn
 
-from saccade.checkpoint.generation_config import defaults_line
 from saccade.engine.gc_control import collect, freeze, trim
 from saccade.engine.ipc.client import EngineClient, EngineInfo, EngineUnavailable
 from saccade.errors import ConfigError
 from saccade.media.fetch import Fetcher, FetchPolicy
 from saccade.options import MediaPolicy, ServerOptions
 from saccade.processor.checkpoint import open_checkpoint
+from saccade.processor.generation_config import defaults_line
 from saccade.processor.prompt import Processor
 from saccade.sampling_params import SamplingParams
 from saccade.server.api.models import capacity_line

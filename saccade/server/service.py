@@ -17,14 +17,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from saccade.checkpoint.generation_config import sampling_defaults
 from saccade.costs import most_chars
 from saccade.engine.ipc.client import EngineInfo, EngineStatus, EngineUnavailable
-from saccade.errors import ConfigError, RequestError
+from saccade.errors import ConfigError, RequestError, quoted
 from saccade.fair_pool import FairPool, QueueFull
 from saccade.media.fetch import Fetcher
 from saccade.media.hashing import salt_of
 from saccade.options import Options, SchedulerConfig, ServerOptions
+from saccade.processor.generation_config import sampling_defaults
 from saccade.processor.output import RequestOutputBuilder
 from saccade.processor.prompt import Processor, Rendered
 from saccade.processor.template_pool import THREADS as _TEMPLATE_THREADS
@@ -41,7 +41,7 @@ from saccade.server.request.fields import FieldReader
 from saccade.server.request.media import ChatLimits, Link, MediaResolver, Messages, find_links
 from saccade.server.request.media_uuids import UuidCache
 from saccade.structured.check import CHECKS
-from saccade.types import Bill, Prompt, Request, quoted
+from saccade.types import Bill, Prompt, Request
 
 logger = logging.getLogger("saccade.server")
 

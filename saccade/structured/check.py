@@ -9,10 +9,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from saccade.errors import RequestError
+from saccade.errors import RequestError, quoted
 from saccade.structured.check_pool import SchemaChecks
 from saccade.structured.schema import unavailable
-from saccade.types import quoted
 
 MAX_SCHEMA_BYTES = 256 << 10
 CHECKS = SchemaChecks()

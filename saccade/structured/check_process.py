@@ -1,7 +1,7 @@
 """Checks JSON schemas in a process of its own: what a client sends may take for ever or overflow the stack.
 
-`python -m saccade.structured.check_process` reads schemas from stdin and writes what is wrong with each, or nothing, one
-after the other. Time, memory and stack are limited from inside: a schema that takes more ends the process, which
+`python -m saccade.structured.check_process` reads schemas from stdin and writes what is wrong with each, or nothing,
+one after the other. Time, memory and stack are limited from inside: a schema that takes more ends the process, which
 whoever asked replaces. It ends with its parent, whose end of stdin closes then.
 """
 

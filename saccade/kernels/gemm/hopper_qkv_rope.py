@@ -1,6 +1,6 @@
 """Queries, keys and values of rotary heads in one product, for Hopper GPUs, in Gluon. Knows rows and heads, no tower.
 
-As `hopper_linear_act`, whose roles and tiles these are. Dimensions i and i + d / 2 of a head are a pair, turned together:
+As `hopper_linear_act`, whose roles and tiles these are. Dimensions i and i + d / 2 of a head rotate as a pair:
 rows of the weight are copied so that the two are neighbours, which one thread has. Attention does not ask in which
 order a head's dimensions are, as long as queries and keys share it, so whole boxes are written as they come:
 

@@ -5,8 +5,8 @@
     early                   | product ....... |
                                       | wait | attention .. |         programs are there already
 
-A program that starts early must wait before it touches what the launches ahead read or write: those that `pdl_release_then_wait`
-let the next one start before they wait themselves, so several may be there at a time, each with its own weights on
+A program that starts early must wait before it touches what earlier launches read or write. Those that call
+`pdl_release_then_wait` let the next one start before they wait themselves, so several may be there at a time, each with its own weights on
 their way. All wait before they end, so when the launch ahead has ended, all before it have. What may be read without
 waiting was written before a launch that starts at its turn, or that lets others in only after it has waited
 (`pdl_wait_then_release`): a decode step has one behind its inputs. Knows addresses, not what lies there.

@@ -64,10 +64,10 @@ def argmax(logits: Tensor, workspace: ArgmaxWorkspace, out: Tensor, sink: TokenS
     return out
 
 
-@triton.jit(do_not_specialize_on_alignment=["out", "lines"])
+@triton.jit(do_not_specialize_on_alignment=["out", "request_rows"])
 def _argmax_kernel(
-    logits: tl.tensor, keys: tl.tensor, counters: tl.tensor, out: tl.tensor, last_tokens: tl.tensor, request_rows: tl.tensor,
-    size: tl.tensor, share: tl.tensor, SPLITS: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
+    logits: tl.tensor, keys: tl.tensor, counters: tl.tensor, out: tl.tensor, last_tokens: tl.tensor,
+    request_rows: tl.tensor, size: tl.tensor, share: tl.tensor, SPLITS: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
     STAGES: tl.constexpr, IS_SHORT: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
     pdl_release_then_wait(EARLY)

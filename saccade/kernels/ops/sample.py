@@ -45,11 +45,12 @@ def sample_rows(
 
 @triton.jit(
     do_not_specialize=["kind_stride", "row_stride"],  # nothing is left to compile for a batch of another size
-    do_not_specialize_on_alignment=["which", "metadata", "out", "last_tokens", "lines"],
+    do_not_specialize_on_alignment=["which", "metadata", "out", "last_tokens", "request_rows"],
 )
 def _sample_kernel(
     logits: tl.tensor, which: tl.tensor, metadata: tl.tensor, kind_stride: tl.tensor, row_stride: tl.tensor,
-    out: tl.tensor, last_tokens: tl.tensor, request_rows: tl.tensor, size: tl.tensor, UNUSED: tl.constexpr, BLOCK: tl.constexpr,
+    out: tl.tensor, last_tokens: tl.tensor, request_rows: tl.tensor, size: tl.tensor,
+    UNUSED: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     row = tl.program_id(0)
     line = tl.load(which + row).to(tl.int64)

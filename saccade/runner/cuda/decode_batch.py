@@ -12,7 +12,7 @@ from saccade.runner.cuda.block_table import BlockTables
 
 
 class DecodeBatch:
-    """One row each, in the order of `states`. `device_sampled` and `sampled` are the rows that want more than the likeliest."""
+    """One row per request, in the order of `states`. `device_sampled` and `sampled` are rows that are not greedy."""
 
     def __init__(self, states: list[RequestState], tables: BlockTables) -> None:
         self.states = states

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from saccade.checkpoint.generation_config import shown_defaults
 from saccade.costs import blocks_for
-from saccade.errors import RequestError
+from saccade.errors import RequestError, quoted
 from saccade.media.probe import FORMATS
 from saccade.media.video_file import is_available
 from saccade.media.video_probe import FORMATS as VIDEO_FORMATS
 from saccade.media.video_sources import FRAME_TYPES
+from saccade.processor.generation_config import shown_defaults
 from saccade.processor.images import LOW_DETAIL_PIXELS
 from saccade.processor.video import Videos
 from saccade.server.errors import ApiError
 from saccade.server.service import Service
-from saccade.types import Size, quoted
+from saccade.types import Size
 
 _SHOWN_SIZES = (Size(336, 336), Size(640, 480), Size(1024, 1024), Size(1280, 720), Size(1920, 1080), Size(3840, 2160))
 _TYPICAL_IMAGE, _TYPICAL_TEXT = Size(1280, 720), 500

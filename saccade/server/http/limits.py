@@ -14,10 +14,10 @@ from typing import Any
 import msgspec
 from starlette.requests import Request
 
+from saccade.errors import quoted
 from saccade.options import ServerOptions
 from saccade.server.errors import ApiError
 from saccade.server.http.text_tally import TextTally
-from saccade.types import quoted
 
 MAX_DEPTH = 128
 """Levels of nesting in a body: far more than any schema, far less than the interpreter's stack."""

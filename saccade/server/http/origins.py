@@ -11,10 +11,10 @@ import ipaddress
 import socket
 from collections.abc import Mapping
 
+from saccade.errors import quoted
 from saccade.options import ServerOptions
 from saccade.server.errors import ApiError
 from saccade.server.http.auth import is_open
-from saccade.types import quoted
 
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
 _PROBES = ("/health", "/ready")  # asked by any name, and the same for everybody

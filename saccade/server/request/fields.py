@@ -10,8 +10,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from saccade.errors import RequestError
-from saccade.types import quoted
+from saccade.errors import RequestError, quoted
 
 logger = logging.getLogger("saccade.server")
 

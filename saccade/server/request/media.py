@@ -12,14 +12,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from saccade.errors import RequestError
+from saccade.errors import RequestError, quoted
 from saccade.media.fetch import Fetcher, OnBytes
 from saccade.media.load import decode_data_url
 from saccade.options import MediaPolicy
 from saccade.processor.images import reads_text_only
 from saccade.server.metrics import Metrics
 from saccade.server.request.media_uuids import MAX_UUID_CHARS, UuidCache
-from saccade.types import quoted
 
 Messages = Sequence[Mapping[str, Any]]
 Fetched = Mapping[tuple[str, bool], bytes]  # by URL, and whether as a video: the two have limits of their own

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from saccade.errors import RequestError
+from saccade.errors import RequestError, quoted
 from saccade.server.request import fields
 from saccade.server.request.adapter import Chat, SourcePaths
 from saccade.server.request.chat import ChatRequest, read_chat
 from saccade.server.request.fields import FieldReader
-from saccade.types import quoted
 
 _NAMES = {"stop": "stop_sequences", "response_format": "output_config.format"}
 _ENDINGS = ((".image_url", ".source"), (".function.parameters", ".input_schema"), (".function", ""))
