@@ -11,7 +11,7 @@ import pytest
 from saccade.engine.core import EngineCore
 from saccade.scheduler.cpu_latency import MIN_PREFILL_TOKENS, CpuStepTime, Rate
 from saccade.types import ScheduledWindow, Slice, StepPlan, StepResult, StepTime
-from tests.scheduling import FakeRunner, Image, make_config, make_request
+from tests.scheduling import FakeImage, FakeRunner, make_config, make_request
 
 STEP = 0.4
 QUIET, BUSY = 2_814.0, 98.0  # prompt tokens a second, as they were met
@@ -155,7 +155,7 @@ def test_the_time_that_answers_take_is_not_given_to_prompts_as_well() -> None:
 def test_encoder_layers_are_learned_in_the_same_way(measured: float) -> None:
     machine = Machine(QUIET, layers_per_s=50.0)
     core = started(machine, QUIET, layers_per_s=measured)
-    core.add(make_request("p", 4, Image("cat", 2_000)))
+    core.add(make_request("p", 4, FakeImage("cat", 2_000)))
     seconds = [seconds for _, seconds in step_times(core, machine, 14)]
     assert all(0.8 * STEP <= each <= 1.1 * STEP for each in seconds[10:])
 
@@ -163,7 +163,7 @@ def test_encoder_layers_are_learned_in_the_same_way(measured: float) -> None:
 def test_layers_that_the_operator_chose_stay() -> None:
     machine = Machine(QUIET)
     core = started(machine, QUIET, encode_layers_per_step=3)
-    core.add(make_request("p", 4, Image("cat", 2_000)))
+    core.add(make_request("p", 4, FakeImage("cat", 2_000)))
     step_times(core, machine, 5)
     assert core.scheduler.cpu_step_time is not None and core.scheduler.cpu_step_time.layers == 3
 

@@ -75,7 +75,8 @@ def _step_reason(limits: SchedulerConfig, options: Options) -> str:
     cpu_step_time = CpuStepTime(limits.step_time, limits.max_num_batched_tokens, options.encode_layers_per_step)
     return (
         f"{cpu_step_time.tokens(0)} tokens or {cpu_step_time.layers} encoder layers a step at first: "
-        f"{options.max_step_ms:.0f} ms at {limits.step_time.prompt_tokens_per_s:.0f} prompt tokens a second; later steps tell how fast it really is"
+        f"{options.max_step_ms:.0f} ms at "
+        f"{limits.step_time.prompt_tokens_per_s:.0f} prompt tokens a second; later steps tell how fast it really is"
     )
 
 

@@ -1,15 +1,15 @@
-"""Launches that overlap: a program may start before the launch ahead of it in the stream has ended.
+"""Programmatic dependent launch (PDL): a kernel may start before the previous kernel of its stream has ended.
 
-    one after the other     | product ....... |
-                                                | attention .. |      starting takes a microsecond or two
-    early                   | product ....... |
-                                      | wait | attention .. |         programs are there already
+    without     | GEMM .......... |
+                                    | attention .. |      a launch costs a microsecond or two
+    with PDL    | GEMM .......... |
+                           | wait | attention .. |        its programs are resident already
 
-A program that starts early must wait before it touches what earlier launches read or write. Those that call
-`pdl_release_then_wait` let the next one start before they wait themselves, so several may be there at a time, each with its own weights on
-their way. All wait before they end, so when the launch ahead has ended, all before it have. What may be read without
-waiting was written before a launch that starts at its turn, or that lets others in only after it has waited
-(`pdl_wait_then_release`): a decode step has one behind its inputs. Knows addresses, not what lies there.
+A kernel must wait before it touches what earlier kernels read or write. Kernels that call `pdl_release_then_wait`
+release their dependents before they wait themselves, so several may be resident, each prefetching its own weights.
+All wait before they end: when the previous kernel has ended, all before it have. Before its wait a kernel may read
+only data written before the last kernel that waited first and released afterwards (`pdl_wait_then_release`); a decode
+step has one after its inputs. Knows addresses, not what lies there.
 """
 
 from __future__ import annotations

@@ -67,8 +67,8 @@ def argmax(logits: Tensor, workspace: ArgmaxWorkspace, out: Tensor, sink: TokenS
 @triton.jit(do_not_specialize_on_alignment=["out", "request_rows"])
 def _argmax_kernel(
     logits: tl.tensor, keys: tl.tensor, counters: tl.tensor, out: tl.tensor, last_tokens: tl.tensor,
-    request_rows: tl.tensor, size: tl.tensor, share: tl.tensor, SPLITS: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
-    STAGES: tl.constexpr, IS_SHORT: tl.constexpr, EARLY: tl.constexpr,
+    request_rows: tl.tensor, size: tl.tensor, share: tl.tensor, SPLITS: tl.constexpr, PADDED: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr, IS_SHORT: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
     pdl_release_then_wait(EARLY)
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
