@@ -213,7 +213,7 @@ def test_a_block_that_the_device_enters_itself_is_known_and_not_brought_over() -
     tables = BlockTables(1, 4, torch.device("cpu"))
     tables.open("a", [5])
     tables.extend("a", 1, [6])
-    tables.entered(tables.row("a"), 1)
+    tables.set_by_device(tables.row("a"), 1)
     tables.flush()
     assert tables.blocks[0, :2].tolist() == [5, 0]
     assert tables.slots(0, np.array([15, 16, 17]), 16).tolist() == [95, 96, 97]
@@ -272,7 +272,7 @@ def test_after_a_flush_the_device_has_the_blocks_of_every_open_request() -> None
             tables.extend(name, len(held[name]), blocks)
             if len(blocks) == 1:  # of a decode step, which enters it by itself
                 place = tables.row(name), len(held[name])
-                tables.entered(*place)
+                tables.set_by_device(*place)
                 tables.flush()
                 tables.blocks[place] = blocks[0]
             held[name] += blocks

@@ -114,21 +114,21 @@ def test_images_of_one_number_of_patches_keep_their_own_places(is_recorded: bool
 def test_what_the_pass_before_had_is_not_made_again(is_recorded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     made, grids = recorded() if is_recorded else model(QWEN, FusedVision(), Qwen2VL), [Grid(1, 4, 6)]
     expected = torch.cat(encode(made, patches(grids), grids)).clone()
-    for owner, name in ((vit_elementwise, "turn"), (vision_graphs._RecordedPass, "metadata")):
+    for owner, name in ((vit_elementwise, "rotate_one"), (vision_graphs._RecordedPass, "metadata")):
         monkeypatch.setattr(owner, name, lambda *_: pytest.fail("made again"))
     assert torch.equal(torch.cat(encode(made, patches(grids), grids)), expected)
 
 
 def test_angles_of_the_pass_before_are_gone_when_others_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory is planned for those of one pass."""
-    made, turn, seen = model(QWEN, FusedVision(), Qwen2VL), vit_elementwise.turn, []
+    made, turn, seen = model(QWEN, FusedVision(), Qwen2VL), vit_elementwise.rotate_one, []
 
     def watched(cells: Tensor, per_axis: Tensor, rotary: Tensor) -> None:
         seen.append(weakref.ref(rotary))
         assert [ref() is None for ref in seen] == [True] * (len(seen) - 1) + [False]
         turn(cells, per_axis, rotary)
 
-    monkeypatch.setattr(vit_elementwise, "turn", watched)
+    monkeypatch.setattr(vit_elementwise, "rotate_one", watched)
     for grids in ([Grid(1, 4, 6)], [Grid(1, 6, 4)], [Grid(1, 4, 6)]):
         encode(made, patches(grids), grids)
     assert len(seen) == 3
@@ -143,7 +143,7 @@ def test_a_pass_that_failed_before_its_first_block_finds_nothing_of_another_when
     expected = torch.stack(finish(run_blocks(TorchVision().begin([16], places, x.device), blocks, x.clone())))
     run = made.ops.begin([16], places, x.device)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(MemoryError):
-        patch.setattr(vision_graphs._StaticBuffers, "turn", raise_memory_error)
+        patch.setattr(vision_graphs._StaticBuffers, "rotate_one", raise_memory_error)
         run(blocks, x.clone())
     torch.testing.assert_close(run(blocks, x.clone())[0], expected, atol=1e-4, rtol=1e-4)
 
