@@ -25,7 +25,7 @@ from PIL import Image
 from benchmarks.gpu_shapes import ANSWER, QUESTION, SHAPES, Shape
 
 MAX_PIXELS = 2560 * 1440
-MODEL_LEN, STEP_TOKENS, MEMORY_SHARE, MOST_IMAGES = 131072, 8192, 0.6, 64
+MODEL_LEN, STEP_TOKENS, MEMORY_SHARE, MAX_IMAGES = 131072, 8192, 0.6, 64
 BATCHES = (1, 32, 100, 128)  # of decode steps; 100 requests fill no graph
 STREAMS, STREAM_TOKENS = 32, 600
 REST_S = 0.05  # of a device between two encodings
@@ -53,7 +53,7 @@ def make_engine(kind: str, folder: str, **more: Any) -> tuple[Any, Any, Any]:
         dtype="bfloat16",
         gpu_memory_utilization=MEMORY_SHARE,
         max_num_batched_tokens=STEP_TOKENS,
-        limit_mm_per_prompt={"image": MOST_IMAGES},
+        limit_mm_per_prompt={"image": MAX_IMAGES},
         seed=0,
         **{"max_model_len": MODEL_LEN, **more},
     )

@@ -258,9 +258,9 @@ def graph_us(calls: Sequence[Call]) -> float:
     return statistics.median(times) / len(calls)
 
 
-def copies(size: float, most: int = 160) -> int:
+def copies(size: float, maximum: int = 160) -> int:
     """How many inputs of `size` bytes pass through the L2 before one comes again."""
-    return min(max(4, math.ceil(COLD_BYTES / size)), most)
+    return min(max(4, math.ceil(COLD_BYTES / size)), maximum)
 
 
 def measure(work: str, variants: Mapping[str, Sequence[Call]], floor_us: float) -> Timed:

@@ -41,7 +41,7 @@ _FORMATS: dict[str, dict[str, Any]] = {  # how Pillow is to save them: fast, for
 }
 _NUM_SEEN = 12  # images that come again and again, from all clients
 _NUM_TENANTS = 6
-_MOST_TURNS = 6
+_MAX_TURNS = 6
 _FIELD_TYPES = ("string", "integer", "boolean", "number")
 _BAD_BODIES = (
     b'{"messages": [',
@@ -123,7 +123,7 @@ class Load:
 
     def _conversation(self) -> Call:
         """Each call is one turn more; the answers that come back with it are made up."""
-        if len(self._turns) >= 2 * _MOST_TURNS:
+        if len(self._turns) >= 2 * _MAX_TURNS:
             self._turns = []
         if self._turns:
             self._turns.append({"role": "assistant", "content": self._words(1, 8)})
@@ -162,8 +162,8 @@ class Load:
 
     # --- what they are made of ----------------------------------------------------------------------------------------
 
-    def _words(self, fewest: int, most: int) -> str:
-        return " ".join(self._random.choices(_WORDS, k=self._random.randint(fewest, most)))
+    def _words(self, minimum: int, maximum: int) -> str:
+        return " ".join(self._random.choices(_WORDS, k=self._random.randint(minimum, maximum)))
 
     def _new_image(self) -> dict[str, Any]:
         return image_part(self._random)

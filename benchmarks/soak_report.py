@@ -14,7 +14,7 @@ from benchmarks.soak_watch import MEASURES, Sample, Watch, percentile, theil_sen
 Slopes = dict[str, float | None]
 _WINDOWS = 10
 _HEADS = ("RSS MiB", "USS MiB", "fds", "thr", "kids")  # of MEASURES
-_MOST_SHOWN = 5  # different failures
+_MAX_SHOWN = 5  # different failures
 
 
 class RequestOutputBuilder(NamedTuple):
@@ -111,7 +111,7 @@ def _request_verdict(run: Run) -> str:
     counts = Counter(answer.outcome for answer in run.answers)
     text = f"requests: {len(run.answers)}, {counts['refused']} refused, {counts['failed']} failed"
     problems = Counter(f"{answer.kind}: {answer.problem}" for answer in run.failures)
-    shown = [f"{count} x {problem}" for problem, count in problems.most_common(_MOST_SHOWN)]
+    shown = [f"{count} x {problem}" for problem, count in problems.most_common(_MAX_SHOWN)]
     return "; ".join([text, *shown, *run.watch.deaths])
 
 

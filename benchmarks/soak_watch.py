@@ -10,8 +10,8 @@ import numpy as np
 import psutil
 
 _MIB = 1 << 20
-_FEWEST_POINTS = 8
-_MOST_POINTS = 600  # of a fit, which takes the square of them
+_MIN_POINTS = 8
+_MAX_POINTS = 600  # of a fit, which takes the square of them
 _WORKER = "saccade.engine.ipc.worker"
 MEASURES = ("rss", "uss", "fds", "threads", "children")
 
@@ -69,7 +69,7 @@ def engine_of(server: int) -> int:
 def theil_sen(points: Sequence[tuple[float, float]]) -> float | None:
     """The median slope of all pairs of (seconds, value), an hour: a few outliers do not move it. None for too few."""
     thinned = np.array(_thinned(points))
-    if len(thinned) < _FEWEST_POINTS:
+    if len(thinned) < _MIN_POINTS:
         return None
     later, earlier = np.triu_indices(len(thinned), 1)[::-1]
     rise = thinned[later] - thinned[earlier]
@@ -79,9 +79,9 @@ def theil_sen(points: Sequence[tuple[float, float]]) -> float | None:
 
 def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """Medians of neighbours where there are more points than a fit takes."""
-    if len(points) <= _MOST_POINTS:
+    if len(points) <= _MAX_POINTS:
         return list(points)
-    groups = np.array_split(np.array(points), _MOST_POINTS)
+    groups = np.array_split(np.array(points), _MAX_POINTS)
     return [(float(at), float(value)) for at, value in (np.median(group, axis=0) for group in groups)]
 
 

@@ -44,10 +44,10 @@ class EngineUnavailable(Exception):
         self.retry_after = retry_after  # seconds after which it may be worth another try
 
 
-def quoted(value: object, most: int = 80) -> str:
+def quoted(value: object, maximum: int = 80) -> str:
     """A client's value as an error repeats it: recognisable, and short however long the value is."""
     short = reprlib.Repr()
-    short.maxstring = short.maxother = most
+    short.maxstring = short.maxother = maximum
     short.maxlevel = 2
     text = short.repr(value)
-    return text if len(text) <= most else f"{text[: most - 3]}..."
+    return text if len(text) <= maximum else f"{text[: maximum - 3]}..."

@@ -25,11 +25,11 @@ class FairPool:
     Its threads start with the first piece. They are daemons: no owner can hold up the end of the process.
     """
 
-    def __init__(self, threads: int, name: str, most_waiting: int | None = None) -> None:
-        """`most_waiting`: pieces that one owner may have in the queue."""
+    def __init__(self, threads: int, name: str, max_waiting: int | None = None) -> None:
+        """`max_waiting`: pieces that one owner may have in the queue."""
         self._num_threads = threads
         self._name = name
-        self._most_waiting = most_waiting
+        self._max_waiting = max_waiting
         self._queues: OrderedDict[str, deque[tuple[Future[Any], Callable[[], Any]]]] = OrderedDict()
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
@@ -40,7 +40,7 @@ class FairPool:
         future: Future[Result] = Future()
         with self._changed:
             waiting = len(self._queues.get(owner, ()))
-            if self._most_waiting is not None and waiting >= self._most_waiting:
+            if self._max_waiting is not None and waiting >= self._max_waiting:
                 raise QueueFull(waiting)
             if self._is_closed:
                 future.cancel()

@@ -116,9 +116,9 @@ class Options:
         for name in ("max_step_ms", "inter_token_ms", "video_fps", "max_video_seconds"):
             if getattr(self, name) is not None and not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be above 0, not {getattr(self, name)}")
-        if not 0 < self.chat_template_timeout <= _MOST_TEMPLATE_SECONDS:
+        if not 0 < self.chat_template_timeout <= _MAX_TEMPLATE_SECONDS:
             raise ConfigError(
-                f"chat_template_timeout must be above 0 and at most {_MOST_TEMPLATE_SECONDS} seconds, not "
+                f"chat_template_timeout must be above 0 and at most {_MAX_TEMPLATE_SECONDS} seconds, not "
                 f"{self.chat_template_timeout}"
             )
         if not 0 <= self.video_pruning < 1:
@@ -138,7 +138,7 @@ class Options:
                 raise ConfigError(f"limit_mm_per_prompt takes image=N,video=N with N >= 0, not {kind}={count}")
 
 
-_MOST_TEMPLATE_SECONDS = 600
+_MAX_TEMPLATE_SECONDS = 600
 _PIXEL_LIMITS = ("max_image_bytes", "max_image_pixels", "max_request_pixels", "max_video_bytes")
 _OPTIONAL_COUNTS = (
     "max_model_len",

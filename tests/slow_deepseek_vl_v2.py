@@ -25,13 +25,13 @@ from torch import Tensor
 
 def canvas_of(size: tuple[int, int], candidates: list[list[int]]) -> tuple[int, int]:
     """Most of the picture's own pixels, then least waste, then the first of them."""
-    best, most, least = (0, 0), -1, 0
+    best, maximum, minimum = (0, 0), -1, 0
     for width, height in candidates:
         scale = min(width / size[0], height / size[1])
         shown = min(int(size[0] * scale) * int(size[1] * scale), size[0] * size[1])
         waste = width * height - shown
-        if shown > most or (shown == most and waste < least):
-            best, most, least = (width, height), shown, waste
+        if shown > maximum or (shown == maximum and waste < minimum):
+            best, maximum, minimum = (width, height), shown, waste
     return best
 
 

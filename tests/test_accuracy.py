@@ -23,7 +23,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=96)
 SIZES: dict[str, Any] = {"kv_cache_gb": 0.1, "max_model_len": 1024, "max_num_seqs": 32}
 # Sums in another order may turn a tie between two tokens: of the whole thousand, served one at a time and 32 at a time,
 # two answers differ, both about digits in tables that the model is not sure of.
-MOST_DIFFERENT = 2
+MAX_DIFFERENT = 2
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -84,7 +84,7 @@ def test_caches_that_know_every_picture_change_no_answer(usual: LLM, expected: l
     encoded = usual.stats()["encoder"]
     again = ask(usual, [conversation(question) for question in ASKED])
     assert usual.stats()["encoder"] == encoded, "the pictures were encoded again, so this tests nothing"
-    assert different(again, expected) <= MOST_DIFFERENT
+    assert different(again, expected) <= MAX_DIFFERENT
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_caches_that_know_every_picture_change_no_answer(usual: LLM, expected: l
     ],
 )
 def test_answers_do_not_depend_on(given: dict[str, Any], expected: list[str]) -> None:
-    assert different(replies(**given), expected) <= MOST_DIFFERENT
+    assert different(replies(**given), expected) <= MAX_DIFFERENT
 
 
 def test_pictures_of_other_requests_leave_no_more_than_chance(usual: LLM, expected: list[str]) -> None:

@@ -10,9 +10,9 @@ import pytest
 from saccade.fair_pool import FairPool, QueueFull
 
 
-def blocked(threads: int = 1, most_waiting: int | None = None) -> tuple[FairPool, threading.Event]:
+def blocked(threads: int = 1, max_waiting: int | None = None) -> tuple[FairPool, threading.Event]:
     """A pool whose only thread is busy until the event is set."""
-    pool, go, is_busy = FairPool(threads, "test", most_waiting), threading.Event(), threading.Event()
+    pool, go, is_busy = FairPool(threads, "test", max_waiting), threading.Event(), threading.Event()
     pool.submit("first", lambda: (is_busy.set(), go.wait(10)))
     assert is_busy.wait(10)
     return pool, go
@@ -31,7 +31,7 @@ def test_an_owner_with_one_piece_waits_for_one_piece_of_another_not_for_all() ->
 
 
 def test_an_owner_with_too_much_waiting_is_refused_and_others_are_not() -> None:
-    pool, go = blocked(most_waiting=2)
+    pool, go = blocked(max_waiting=2)
     pieces = [pool.submit("many", int) for _ in range(2)]
     with pytest.raises(QueueFull) as caught:
         pool.submit("many", int)

@@ -143,11 +143,11 @@ def ropes() -> dict[str, nn.Module]:
 
 @pytest.mark.parametrize(("name", "most"), [("dynamic", 100), ("by layer", 64), ("another switch", 64)])
 def test_ropes_that_change_otherwise_are_refused_where_it_matters(
-    ropes: dict[str, nn.Module], name: str, most: int
+    ropes: dict[str, nn.Module], name: str, maximum: int
 ) -> None:
-    assert follow_lengths(ropes[name], None, most) is None
-    with pytest.raises(Unfit, match=f"beyond {most} tokens .* --max-model-len {most} avoids that"):
-        follow_lengths(ropes[name], None, most + 1)
+    assert follow_lengths(ropes[name], None, maximum) is None
+    with pytest.raises(Unfit, match=f"beyond {maximum} tokens .* --max-model-len {maximum} avoids that"):
+        follow_lengths(ropes[name], None, maximum + 1)
 
 
 def test_ropes_that_go_by_position_alone_are_left_alone(ropes: dict[str, nn.Module]) -> None:

@@ -86,8 +86,12 @@ def test_the_tokens_are_those_of_the_whole_processor(case: Case, width: int, hei
 def test_no_image_costs_more_than_the_largest(width: int, height: int, highest: int, name: str) -> None:
     assume(max(width, height) / min(width, height) <= 200)
     limits = PUBLISHED[name].policy(None, highest)
-    found, most = PUBLISHED[name].geometry(Size(width, height), *limits), PUBLISHED[name].largest(*limits)
-    assert (found.tokens <= most.tokens) and (found.slots <= most.slots) and (found.grid.patches <= most.grid.patches)
+    found, maximum = PUBLISHED[name].geometry(Size(width, height), *limits), PUBLISHED[name].largest(*limits)
+    assert (
+        (found.tokens <= maximum.tokens)
+        and (found.slots <= maximum.slots)
+        and (found.grid.patches <= maximum.grid.patches)
+    )
 
 
 @settings(max_examples=100, deadline=None)

@@ -35,8 +35,8 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flashinfer", fake_flashinfer)
 
 
-def flash(least_tokens: int = 1, capacity: Capacity = ROOM) -> FlashInferPrefill:
-    return FlashInferPrefill(HEADS, capacity, BLOCK, 0.2, torch.float32, DEVICE, least_tokens=least_tokens)
+def flash(min_tokens: int = 1, capacity: Capacity = ROOM) -> FlashInferPrefill:
+    return FlashInferPrefill(HEADS, capacity, BLOCK, 0.2, torch.float32, DEVICE, min_tokens=min_tokens)
 
 
 def blocks_of(paged: Paged) -> Tensor:
@@ -108,7 +108,7 @@ def test_short_contexts_leave_room_for_the_largest_step() -> None:
 
 @pytest.mark.usefixtures("installed")
 def test_steps_below_the_least_or_beyond_the_room_are_not_taken() -> None:
-    prefill = flash(least_tokens=32)
+    prefill = flash(min_tokens=32)
     sizes = [(31, 1), (32, 1), (64, 5), (65, 1), (64, 6)]
     assert [prefill.takes(*size) for size in sizes] == [False, True, True, False, False]
 
@@ -116,7 +116,7 @@ def test_steps_below_the_least_or_beyond_the_room_are_not_taken() -> None:
 # --- in the engine ------------------------------------------------------------------------------------------------
 
 
-def engine(folder: Path, least_tokens: int, **options: Any) -> tuple[LLM, Any]:
+def engine(folder: Path, min_tokens: int, **options: Any) -> tuple[LLM, Any]:
     """An engine that runs in kernels, with the stand-in for steps from so many tokens on."""
     llm = LLM(str(folder), **{**OPTIONS, **options})
     core = llm.engine.core
@@ -125,7 +125,7 @@ def engine(folder: Path, least_tokens: int, **options: Any) -> tuple[LLM, Any]:
     heads, scale = Heads(text.num_heads, text.num_kv_heads, text.head_dim), runner.model.decoder.scale
     capacity = Capacity(limits.max_num_batched_tokens, 4, 4 * blocks)
     prefill = FlashInferPrefill(
-        heads, capacity, limits.block_size, scale, torch.float32, runner.kv.k.device, least_tokens=least_tokens
+        heads, capacity, limits.block_size, scale, torch.float32, runner.kv.k.device, min_tokens=min_tokens
     )
     runner.device = CudaForward(
         runner.model.decoder,
@@ -146,14 +146,14 @@ def test_prompts_give_the_tokens_of_the_plain_engine(
     qwen2_vl_folder: Path, photo: Callable[..., Image.Image], chunk: int
 ) -> None:
     given = prompts(photo, QWEN2_VL)
-    llm, wrapper = engine(qwen2_vl_folder, least_tokens=1, max_num_batched_tokens=chunk)
+    llm, wrapper = engine(qwen2_vl_folder, min_tokens=1, max_num_batched_tokens=chunk)
     assert answers(llm, given) == answers(LLM(str(qwen2_vl_folder), **OPTIONS), given)
     assert wrapper.plans > 1
 
 
 @pytest.mark.usefixtures("installed")
 def test_a_step_is_planned_once_for_all_layers(qwen2_vl_folder: Path) -> None:
-    llm, wrapper = engine(qwen2_vl_folder, least_tokens=1)
+    llm, wrapper = engine(qwen2_vl_folder, min_tokens=1)
     wrapper.plans = 0
     answers(llm, [{"prompt": "Count to three."}])
     assert (wrapper.plans, wrapper.runs) == (1, llm.engine.core.runner.model.config.text.num_layers)
@@ -161,7 +161,7 @@ def test_a_step_is_planned_once_for_all_layers(qwen2_vl_folder: Path) -> None:
 
 @pytest.mark.usefixtures("installed")
 def test_short_prompts_stay_with_our_kernels(qwen2_vl_folder: Path) -> None:
-    llm, wrapper = engine(qwen2_vl_folder, least_tokens=500)
+    llm, wrapper = engine(qwen2_vl_folder, min_tokens=500)
     answers(llm, [{"prompt": "Count to three."}])
     assert wrapper.runs == 0
 
@@ -190,10 +190,10 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[Any, ...], dict[st
 
 @pytest.mark.usefixtures("installed", "hopper")
 @pytest.mark.parametrize(("asked", "least"), [("auto", MIN_TOKENS), ("flashinfer", 1)])
-def test_auto_leaves_short_steps_to_our_kernels(asked: str, least: int, made: list[Any]) -> None:
+def test_auto_leaves_short_steps_to_our_kernels(asked: str, minimum: int, made: list[Any]) -> None:
     assert choose(asked, HOPPER, 16, 100, 0.1) == "built"
     [(given, named)] = made
-    assert given[:4] == (Heads(12, 2, 128), Capacity(8192, 16, 1600), 16, 0.1) and named == {"least_tokens": least}
+    assert given[:4] == (Heads(12, 2, 128), Capacity(8192, 16, 1600), 16, 0.1) and named == {"min_tokens": minimum}
 
 
 @pytest.mark.usefixtures("installed", "hopper")

@@ -107,7 +107,7 @@ def test_compiled_schemas_are_forgotten_by_number_and_by_size(
         assert made is not None and made.allowed() is not None
         grammars.end(f"{number}/{letters}")
 
-    monkeypatch.setattr(grammar, "_MOST_TEMPLATES", 3)
+    monkeypatch.setattr(grammar, "_MAX_TEMPLATES", 3)
     for number in range(5):
         use(number)
     assert len(grammars._templates) == 3
@@ -148,14 +148,14 @@ def test_a_request_that_ends_before_its_grammar_is_there_leaves_nothing(
 # --- beside the steps ---------------------------------------------------------------------------------------------
 
 
-def ends(llm: LLM, request_id: str, most_steps: int = 200) -> dict[str, Any]:
+def ends(llm: LLM, request_id: str, max_steps: int = 200) -> dict[str, Any]:
     """Steps until this request has ended; what has ended by then."""
     done: dict[str, Any] = {}
-    for _ in range(most_steps):
+    for _ in range(max_steps):
         done |= {out.request_id: out for out in llm.engine.step() if out.finished}
         if request_id in done:
             return done
-    raise AssertionError(f"{request_id} has not ended in {most_steps} steps")
+    raise AssertionError(f"{request_id} has not ended in {max_steps} steps")
 
 
 @pytest.mark.parametrize("where", ["compiling", "masking"])

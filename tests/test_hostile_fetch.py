@@ -154,12 +154,12 @@ def test_slots_are_never_lost_nor_given_twice_whatever_is_cancelled() -> None:
     dice = random.Random(0)
 
     async def scenario() -> None:
-        slots, most = Slots(limits), 0
+        slots, maximum = Slots(limits), 0
 
         async def work(owners: Owners, turns: int) -> None:
-            nonlocal most
+            nonlocal maximum
             async with slots.taken(owners):
-                most = max(most, slots.num_taken)
+                maximum = max(maximum, slots.num_taken)
                 for _ in range(turns):
                     await asyncio.sleep(0)
 
@@ -172,7 +172,7 @@ def test_slots_are_never_lost_nor_given_twice_whatever_is_cancelled() -> None:
             if dice.random() < 0.5:
                 dice.choice(tasks).cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        assert slots.num_taken == 0 and 0 < most <= limits.total
+        assert slots.num_taken == 0 and 0 < maximum <= limits.total
         assert all(task.done() for task in tasks)
         async with AsyncExitStack() as stack:  # all of them can be had again
             for name in map(str, range(limits.total)):
@@ -228,12 +228,12 @@ def test_a_slow_host_leaves_room_for_another_host() -> None:
 
 
 def test_of_one_request_only_a_few_urls_are_fetched_at_a_time() -> None:
-    at_once, most = 0, 0
+    at_once, maximum = 0, 0
 
     async def handle(_: bytes, writer: asyncio.StreamWriter) -> None:
-        nonlocal at_once, most
+        nonlocal at_once, maximum
         at_once += 1
-        most = max(most, at_once)
+        maximum = max(maximum, at_once)
         await asyncio.sleep(0.01)
         at_once -= 1
         writer.write(response())
@@ -244,7 +244,7 @@ def test_of_one_request_only_a_few_urls_are_fetched_at_a_time() -> None:
             return await asyncio.gather(*fetches)
 
     assert run(scenario) == [BODY] * 16
-    assert most == SlotLimits().request
+    assert maximum == SlotLimits().request
 
 
 def test_a_fetch_that_only_waited_is_refused_as_overload_within_its_deadline() -> None:

@@ -16,7 +16,7 @@ from tests.hostile import watching
 from tests.serving import RunningServer, chat_body, error_of, running_server, until
 
 NUM_ANSWERS = 64
-MOST_WAITING = 6
+MAX_WAITING = 6
 GREEDY, MODEST = "key-of-a-greedy-client", "key-of-a-modest-client"
 
 
@@ -134,7 +134,7 @@ def stopped(server: RunningServer) -> Iterator[Bills]:
 
 @pytest.fixture(scope="module")
 def keyed(qwen2_vl_folder: Path) -> Iterator[RunningServer]:
-    flags = ("--api-key", GREEDY, "--api-key", MODEST, "--max-schema-checks", str(MOST_WAITING))
+    flags = ("--api-key", GREEDY, "--api-key", MODEST, "--max-schema-checks", str(MAX_WAITING))
     with running_server(qwen2_vl_folder, *flags, key=MODEST) as running:
         yield running
 
@@ -142,13 +142,13 @@ def keyed(qwen2_vl_folder: Path) -> Iterator[RunningServer]:
 def test_callers_take_turns_with_their_schemas_and_wait_in_queues_of_their_own(keyed: RunningServer) -> None:
     with stopped(keyed) as bills:
         before = len(bills.order)
-        bills.send(GREEDY, MOST_WAITING)
-        assert until(lambda: bills.num_open == 2 + MOST_WAITING)
+        bills.send(GREEDY, MAX_WAITING)
+        assert until(lambda: bills.num_open == 2 + MAX_WAITING)
         bills.send(GREEDY)
         assert until(lambda: len(bills.order) > before)  # while all others wait
         assert bills.order[-1] == (GREEDY, 429)
         bills.send(MODEST)
-        assert until(lambda: bills.num_open == 3 + MOST_WAITING)
+        assert until(lambda: bills.num_open == 3 + MAX_WAITING)
     answered = bills.all()[before + 1 :]
-    assert [status for _, status in answered] == [200] * (3 + MOST_WAITING)
+    assert [status for _, status in answered] == [200] * (3 + MAX_WAITING)
     assert answered.index((MODEST, 200)) <= 5  # of 9, and it came last

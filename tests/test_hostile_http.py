@@ -27,7 +27,7 @@ from tests.serving import RunningServer, chat_body, error_of, running_server, un
 KEY, OTHER_KEY = "a-long-secret-key", "another-secret-key"
 CHAT = "/v1/chat/completions"
 ELSEWHERE = "127.0.0.2"  # another client's address
-MOST = 16  # connections of the strict server; half of them from one address
+MAXIMUM = 16  # connections of the strict server; half of them from one address
 ENOUGH_FOR_A_FLOOD = 20 << 20
 FLAT_MB = 40
 
@@ -37,7 +37,7 @@ def strict(qwen2_vl_folder: Path) -> Iterator[RunningServer]:
     """A server with deadlines and limits that a test can reach."""
     keys = ("--api-key", KEY, "--api-key", OTHER_KEY)
     times = ("--header-timeout", "2", "--body-timeout", "3", "--min-body-rate", "64", "--write-timeout", "2")
-    limits = ("--max-body-mb", "8", "--max-inflight-mb", "16", "--max-connections", str(MOST))
+    limits = ("--max-body-mb", "8", "--max-inflight-mb", "16", "--max-connections", str(MAXIMUM))
     with running_server(qwen2_vl_folder, *keys, *times, *limits, key=KEY) as server:
         yield server
 
@@ -407,7 +407,7 @@ def test_ready_is_503_while_the_engine_hangs(strict: RunningServer) -> None:
 
 def test_idle_connections_make_room_for_new_ones_of_the_same_client(strict: RunningServer) -> None:
     with ExitStack() as stack:
-        socks = [stack.enter_context(raw_connection(strict, timeout=20)) for _ in range(MOST // 2)]
+        socks = [stack.enter_context(raw_connection(strict, timeout=20)) for _ in range(MAXIMUM // 2)]
         time.sleep(1.2)  # so long they are taken for about to ask
         assert strict.get("/version").status_code == 200
         assert socks[0].recv(1) == b""
@@ -416,7 +416,7 @@ def test_idle_connections_make_room_for_new_ones_of_the_same_client(strict: Runn
 def test_one_client_cannot_have_all_connections(strict: RunningServer) -> None:
     """Its own are all at work, so that further ones of it are turned away; health is told, and others are answered."""
     before = strict.stats("saccade:admission_rejected_total")
-    with stalled(strict, MOST // 2, 5000):
+    with stalled(strict, MAXIMUM // 2, 5000):
         assert until(lambda: strict.get("/version").status_code == 503)
         refused = asks(strict, "/version")
         assert refused.status_code == 503 and "--max-connections" in error_of(refused)["message"]
@@ -470,7 +470,7 @@ def test_without_descriptors_connections_wait_and_the_log_says_so(strict: Runnin
 def test_the_limit_of_connections_leaves_descriptors_for_other_things(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {}
     for descriptors in (64, 256, 1024, 1 << 20):
-        monkeypatch.setattr(resource, "getrlimit", lambda _, most=descriptors: (most, most))
+        monkeypatch.setattr(resource, "getrlimit", lambda _, maximum=descriptors: (maximum, maximum))
         found[descriptors] = connection_limit(None)
     assert found == {64: 32, 256: 128, 1024: 768, 1 << 20: 4096}
 

@@ -28,7 +28,7 @@ from saccade.options import Options
 from saccade.processor.checkpoint import open_checkpoint
 from saccade.processor.prompt import Processor
 from saccade.processor.template import RESERVED, _environment
-from saccade.processor.template_pool import MOST_SLOW, THREADS, TemplateEnded, TemplatePool
+from saccade.processor.template_pool import MAX_SLOW, THREADS, TemplateEnded, TemplatePool
 from tests.conftest import make_photo, png
 from tests.hostile import watching
 from tests.prompts import POLICY, chat_refusal, make
@@ -170,7 +170,7 @@ def test_slow_chats_wait_for_each_other_and_others_do_not_wait_for_them() -> Non
     """More slow chats than there are threads for them, sent first; then a quick one."""
     template_pool = TemplatePool(TEMPLATE, 0.6, 1 << 20)
     with ThreadPoolExecutor(THREADS) as pool:
-        slow = [pool.submit(template_pool.render, messages=said("loops")) for _ in range(2 * MOST_SLOW)]
+        slow = [pool.submit(template_pool.render, messages=said("loops")) for _ in range(2 * MAX_SLOW)]
         quick = pool.submit(template_pool.render, messages=said("hello"))
         assert "hello" in quick.result(60)
         assert sum(not chat.done() for chat in slow) > 2  # it has overtaken those that wait, too

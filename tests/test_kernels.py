@@ -123,7 +123,7 @@ class Paged(NamedTuple):
         tiles, contexts = Tiles.of(lengths, rows, DEVICE, contexts=self.contexts), ints(self.contexts)
         return paged_prefill(
             q, self.k, self.v, self.tables, contexts, tiles, BLOCK, 0.2,
-            splits=splits, least_share=share, launch=launch,
+            splits=splits, min_share=share, launch=launch,
         )  # fmt: skip
 
 

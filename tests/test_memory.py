@@ -157,7 +157,9 @@ def test_a_model_without_kernels_plans_no_graphs_of_steps() -> None:
 @pytest.mark.usefixtures("on_cuda")
 def test_graphs_of_short_steps_take_what_the_largest_pass_for_prompts_and_answers_does() -> None:
     """Beside 8 answers: steps of 96 tokens have a pass of 128 rows, those of 128 one of 256."""
-    less, more = (plan(device="cuda", max_num_batched_tokens=most, max_num_seqs=8).parts.graphs for most in (96, 128))
+    less, more = (
+        plan(device="cuda", max_num_batched_tokens=maximum, max_num_seqs=8).parts.graphs for maximum in (96, 128)
+    )
     assert more - less == 128 * costs.fused_prompt_bytes_per_token(small().text, "float32")
 
 

@@ -48,7 +48,9 @@ class Device(Launching):
     ) -> tuple[Callable[[], StepResult], Callable[[], StepResult]]:
         collects = super().launch_both(beside, ahead)
         tokens, rows = sum(work.end - work.start for work in beside.windows), len(ahead.windows)
-        curve = next((curve for most, curve in self.latency.mixed_ms if rows <= most and tokens <= curve[-1][0]), None)
+        curve = next(
+            (curve for maximum, curve in self.latency.mixed_ms if rows <= maximum and tokens <= curve[-1][0]), None
+        )
         if curve and beside.rides:
             self.work[-2:] = [(rows, milliseconds(curve, tokens) + self._encode_ms(beside))]
         return collects

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 from saccade.scheduler.latency import (
     SLOWDOWN,
+    max_work,
     milliseconds,
     mixed_is_faster,
     mixed_tokens,
-    most_work,
     size_at,
     size_within,
     split_spare_time,
@@ -38,8 +38,8 @@ def test_prompts_and_images_get_all_of_the_spare_time_when_it_is_their_turn() ->
 
 
 def test_prompts_and_images_move_on_even_when_decoding_alone_misses_the_target() -> None:
-    least = split_spare_time(replace(PACE, target_ms=0.1), 32, 1600)
-    assert least.encode_layers >= 1 and least.prompt_tokens >= 32
+    minimum = split_spare_time(replace(PACE, target_ms=0.1), 32, 1600)
+    assert minimum.encode_layers >= 1 and minimum.prompt_tokens >= 32
 
 
 RIDING = replace(PACE, mixed_ms=((8, ((128, 2.0), (256, 2.5))), (32, ((128, 2.8), (256, 4.0), (384, 5.0)))))
@@ -105,5 +105,5 @@ def test_nothing_takes_less_than_the_smallest_size() -> None:
 
 def test_two_layers_over_the_most_that_is_encoded_at_a_time_fit_into_a_step() -> None:
     latency = replace(PACE, target_ms=2.75)
-    assert most_work(latency, 32) == 1000
+    assert max_work(latency, 32) == 1000
     assert split_spare_time(latency, 32, 1000).encode_layers == 2

@@ -174,7 +174,7 @@ def test_towers_that_keep_several_layers_get_each_as_it_was() -> None:
 
 
 def test_passes_of_equal_images_are_recorded_beyond_the_sizes_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vision_graphs, "MOST", 64)
+    monkeypatch.setattr(vision_graphs, "MAXIMUM", 64)
     made, grids, given = model(LLAVA, FusedVision(), Llava), [Grid(1, 4, 4)] * 3, random(48, 12)
     record_tower(made)
     monkeypatch.setattr(FusedVision, "_launched", lambda *_: pytest.fail("launched, not replayed"))
@@ -184,10 +184,10 @@ def test_passes_of_equal_images_are_recorded_beyond_the_sizes_of_others(monkeypa
 
 @pytest.mark.parametrize(("most", "largest"), [(64, 64), (40, 48), (17, 32)])
 def test_memory_is_planned_for_the_largest_pass_that_is_recorded(
-    most: int, largest: int, monkeypatch: pytest.MonkeyPatch
+    maximum: int, largest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A square is 16 patches and the tower's own token."""
-    monkeypatch.setattr(vision_graphs, "MOST", most)
+    monkeypatch.setattr(vision_graphs, "MAXIMUM", maximum)
     made = model(LLAVA, FusedVision(), Llava)
     record_tower(made)
     assert made.config.vision and graphs.largest_pass(made.config.vision) == largest
@@ -216,7 +216,7 @@ def shared_or_tiled() -> Qwen2VL | Llava:
     """Pictures of 16 patches and more are shared out among three programs."""
     ops = FusedVision()
     shared = ScheduledAttention(
-        lambda lengths, *_: min(lengths) >= 16, lambda shares: partial(attend, shares), 3, least=16
+        lambda lengths, *_: min(lengths) >= 16, lambda shares: partial(attend, shares), 3, minimum=16
     )
     tiled = TiledAttention(lambda tiles: lambda qkv, scale: packed_vit(*qkv.unbind(1), tiles, scale), TILE_ROWS)
     ops._recordings = vision_graphs.VisionGraphs(_FusedPass, (shared, tiled), ops._launched)
@@ -248,9 +248,9 @@ def test_both_ways_are_recorded_before_the_engine_runs(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("lengths", [[2048], [1564], [256] * 8, [300, 1200, 400], [641, 641]], ids=str)
 def test_whatever_is_shared_out_has_room_in_a_recording(lengths: list[int]) -> None:
-    way = ScheduledAttention(lambda *_: True, lambda _: pytest.fail("not asked for"), 132, least=0)
-    heads, most = Heads(16, 80, torch.bfloat16), PassLimits(2048, 32)
-    assert len(way.metadata(lengths, heads, most)) <= way.room(heads, most)
+    way = ScheduledAttention(lambda *_: True, lambda _: pytest.fail("not asked for"), 132, minimum=0)
+    heads, maximum = Heads(16, 80, torch.bfloat16), PassLimits(2048, 32)
+    assert len(way.metadata(lengths, heads, maximum)) <= way.room(heads, maximum)
 
 
 @pytest.mark.parametrize("side", [2, 3, 4, 5])

@@ -28,7 +28,7 @@ from saccade.runner.sampler import Row, reference_sample, sample
 from saccade.server.serve import warmup_requests
 from saccade.structured.check import structured_from
 from saccade.structured.grammar import Grammars
-from saccade.structured.schema import LEAST_VERSION
+from saccade.structured.schema import MIN_VERSION
 from saccade.types import Prompt, Request
 
 PERSON = {
@@ -302,7 +302,7 @@ def test_a_server_warms_up_its_grammars_too(qwen2_vl_folder: Path) -> None:
 
 def test_the_package_asks_for_a_version_that_works() -> None:
     wanted = tomllib.loads(Path("pyproject.toml").read_text())["project"]["dependencies"]
-    assert f"llguidance>={LEAST_VERSION}" in wanted
+    assert f"llguidance>={MIN_VERSION}" in wanted
 
 
 def test_a_free_answer_has_no_grammar_and_reads_no_tokenizer(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from tests.scheduling import FakeImage, FakeRunner, make_config, make_request
 STEP = 0.4
 QUIET, BUSY = 2_814.0, 98.0  # prompt tokens a second, as they were met
 LAYERS = 1_000  # of a picture: it takes many steps
-MOST = 2_048
+MAXIMUM = 2_048
 
 
 @dataclass
@@ -56,7 +56,7 @@ class Timed(FakeRunner):
 
 def started(machine: Machine, measured: float, layers_per_s: float = 50.0, **changes: Any) -> EngineCore:
     config = make_config(
-        max_num_batched_tokens=MOST,
+        max_num_batched_tokens=MAXIMUM,
         max_model_len=200_000,
         num_blocks=60_000,
         always_slice=True,
@@ -169,19 +169,19 @@ def test_layers_that_the_operator_chose_stay() -> None:
 
 
 def test_a_step_never_holds_more_tokens_than_the_option_says() -> None:
-    cpu_step_time = CpuStepTime(StepTime(STEP, 1e9, 0.0), MOST, None)
-    assert cpu_step_time.tokens(0) == cpu_step_time.tokens(100) == MOST
+    cpu_step_time = CpuStepTime(StepTime(STEP, 1e9, 0.0), MAXIMUM, None)
+    assert cpu_step_time.tokens(0) == cpu_step_time.tokens(100) == MAXIMUM
 
 
 def test_steps_of_no_time_at_all_break_nothing() -> None:
-    cpu_step_time = CpuStepTime(StepTime(STEP, BUSY, 1.0), MOST, None)
+    cpu_step_time = CpuStepTime(StepTime(STEP, BUSY, 1.0), MAXIMUM, None)
     cpu_step_time.observe([ScheduledWindow("a", 0, 100, (), False)], Slice(4, 0.0), 0.0)
     cpu_step_time.observe([ScheduledWindow("a", 100, 101, (), True)], Slice(), 0.0)
     assert cpu_step_time.tokens(1) <= 1 + 2 * BUSY * STEP
 
 
 def test_a_rate_never_falls_below_the_least() -> None:
-    rate = Rate(100.0, least=40.0)
+    rate = Rate(100.0, minimum=40.0)
     for _ in range(5):
         rate.learn(16, seconds=1e6, allowed=STEP)
     assert rate.value == 40.0

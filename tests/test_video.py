@@ -91,12 +91,12 @@ def inside(indices: Any, total: int) -> list[int]:
     return [index for index in indices.tolist() if index < total]
 
 
-@given(total=st.integers(1, 300), rate=st.floats(0.5, 240), fps=st.floats(0.01, 100), most=st.integers(1, 50))
+@given(total=st.integers(1, 300), rate=st.floats(0.5, 240), fps=st.floats(0.01, 100), maximum=st.integers(1, 50))
 def test_no_more_frames_than_allowed_and_none_twice(
-    rules: tuple[VideoRules, Any], total: int, rate: float, fps: float, most: int
+    rules: tuple[VideoRules, Any], total: int, rate: float, fps: float, maximum: int
 ) -> None:
-    chosen = rules[0].choose(total, rate, Sampling(fps, most)).tolist()
-    assert 1 <= len(chosen) <= max(most, 1)
+    chosen = rules[0].choose(total, rate, Sampling(fps, maximum)).tolist()
+    assert 1 <= len(chosen) <= max(maximum, 1)
     assert chosen == sorted(set(chosen)) and chosen[-1] < total
 
 
@@ -130,13 +130,13 @@ def test_tokens_with_a_share_per_frame_equal_transformers(
     width=st.integers(16, 3000),
     height=st.integers(16, 3000),
     count=st.integers(1, 60),
-    most=st.integers(10_000, 900_000),
+    maximum=st.integers(10_000, 900_000),
 )
 def test_no_group_has_more_tokens_than_the_largest(
-    rules: tuple[VideoRules, Any], width: int, height: int, count: int, most: int
+    rules: tuple[VideoRules, Any], width: int, height: int, count: int, maximum: int
 ) -> None:
     ours, _ = rules
-    limits = ours.limits(most)
+    limits = ours.limits(maximum)
     assert ours.geometry(Size(width, height), count, limits).tokens <= ours.largest(limits).tokens
 
 
@@ -319,7 +319,7 @@ def test_frames_of_a_group_that_lie_minutes_apart_are_looked_for_by_key_frames(
     """200 seconds in 20 frames with a key frame every 6: the way to either frame of a group is at most 6 long."""
     slow = film(20, stamps=[100 * i for i in range(20)])
     item = next(item for item in qwen.from_prompt(ask(slow, num_frames=2)).items)
-    monkeypatch.setattr(video_reader, "_MOST_PIXELS", 7 * 84 * 56)
+    monkeypatch.setattr(video_reader, "_MAX_PIXELS", 7 * 84 * 56)
     assert brightnesses(item, VideoReaders()) == pytest.approx([brightness_of(0), brightness_of(10)], abs=4)
 
 
@@ -328,7 +328,7 @@ def test_a_video_with_too_few_key_frames_is_refused_before_an_engine_waits_for_l
 ) -> None:
     item = qwen.from_prompt(ask(film(20, gop=20), num_frames=2)).items[0]
     assert len(decode_item(item, VideoReaders())) == 2
-    monkeypatch.setattr(video_reader, "_MOST_PIXELS", 5 * 84 * 56)
+    monkeypatch.setattr(video_reader, "_MAX_PIXELS", 5 * 84 * 56)
     with pytest.raises(RequestError, match="more than 5 frames would have to be decoded"):
         decode_item(item, VideoReaders())
 

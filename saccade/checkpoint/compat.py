@@ -61,9 +61,9 @@ def _qwen(given: ConfigFiles) -> ConfigFiles:
 def _qwen_positions(raw: Mapping[str, Any]) -> int:
     """Beyond the trained length these models turn by frequencies that depend on how long the prompt is, and sharpen
     attention: neither is done here."""
-    most: int = raw["max_position_embeddings"]
+    maximum: int = raw["max_position_embeddings"]
     changes = raw["use_dynamic_ntk"] or raw["use_logn_attn"]
-    return min(raw.get("seq_length", most), most) if changes else most
+    return min(raw.get("seq_length", maximum), maximum) if changes else maximum
 
 
 def _qwen_tower(visual: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,34 +19,34 @@ INDEX_BYTES = 64 << 20  # of the largest models with experts: 10 MB
 TOKENIZER_BYTES = 128 << 20  # the largest vocabularies: 35 MB
 TEMPLATE_BYTES = 1 << 20
 HEADER_BYTES = 100_000_000  # of a weight file, by the rule of its format
-_MOST_LEVELS = 64
-_MOST_NAME = 255
+_MAX_LEVELS = 64
+_MAX_NAME = 255
 _SHOWN = 100
 
 
-def read_text(file: Path, most: int = SETTINGS_BYTES) -> str:
+def read_text(file: Path, maximum: int = SETTINGS_BYTES) -> str:
     """A whole file; ConfigError if it is larger, no plain file, or not UTF-8."""
     try:
-        return _bytes(file, most).decode()
+        return _bytes(file, maximum).decode()
     except ValueError as error:
         raise ConfigError(f"{file} is not UTF-8 text ({error}); download it again") from None
 
 
-def _bytes(file: Path, most: int) -> bytes:
+def _bytes(file: Path, maximum: int) -> bytes:
     try:
         if not file.is_file():
             raise ConfigError(f"{file} is missing or no plain file; download it again")
         with file.open("rb") as stream:
-            data = stream.read(most + 1)
+            data = stream.read(maximum + 1)
     except OSError as error:
         raise ConfigError(f"{file} cannot be read ({error.strerror}); check its permissions") from None
-    if len(data) > most:
-        raise ConfigError(f"{file} has {file.stat().st_size} bytes, and at most {most} are read of such a file")
+    if len(data) > maximum:
+        raise ConfigError(f"{file} has {file.stat().st_size} bytes, and at most {maximum} are read of such a file")
     return data
 
 
-def read_json(file: Path, most: int = SETTINGS_BYTES) -> dict[str, Any]:
-    return parse_json(read_text(file, most), file)
+def read_json(file: Path, maximum: int = SETTINGS_BYTES) -> dict[str, Any]:
+    return parse_json(read_text(file, maximum), file)
 
 
 def read_optional(file: Path) -> dict[str, Any]:
@@ -64,7 +64,7 @@ def parse_json(text: str, file: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f"{file} cannot be read: it holds {type(value).__name__}, not an object; download it again")
     level: list[Any] = [value]
-    for _ in range(_MOST_LEVELS):
+    for _ in range(_MAX_LEVELS):
         level = [inner for outer in level for inner in _inner(outer)]
     if level:
         raise _too_deep(file)
@@ -78,7 +78,7 @@ def _inner(value: Any) -> list[Any]:
 
 
 def _too_deep(file: Path) -> ConfigError:
-    return ConfigError(f"{file} is nested more than {_MOST_LEVELS} levels deep; download it again")
+    return ConfigError(f"{file} is nested more than {_MAX_LEVELS} levels deep; download it again")
 
 
 # --- names in files -----------------------------------------------------------------------------------------------
@@ -107,7 +107,7 @@ def check_named_files(settings: Mapping[str, Any], file: Path) -> None:
 def plain_name(name: str, file: Path) -> str:
     """The name, if it stays below the folder of the file it stands in."""
     path = PurePosixPath(name)
-    is_plain = name.isprintable() and "\\" not in name and 0 < len(name) <= _MOST_NAME
+    is_plain = name.isprintable() and "\\" not in name and 0 < len(name) <= _MAX_NAME
     if not is_plain or path.is_absolute() or ".." in path.parts:
         raise ConfigError(
             f"{file} names the file {name[:_SHOWN]!r}; names must stay inside the folder, without .. or a leading /"

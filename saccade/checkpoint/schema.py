@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-_MOST = 4096  # values in a list whose length nothing else says: as many as layers
+_MAXIMUM = 4096  # values in a list whose length nothing else says: as many as layers
 
 
 class Kind(NamedTuple):
@@ -41,23 +41,27 @@ def first_wrong(values: Mapping[str, Any], table: Table, inside: str = "") -> st
 
 def _sentence(name: str, value: Any, wanted: str) -> str:
     shown = repr(value)
-    long = f", with at most {_MOST} values, not {len(value)}" if isinstance(value, list) and len(value) > _MOST else ""
+    long = (
+        f", with at most {_MAXIMUM} values, not {len(value)}"
+        if isinstance(value, list) and len(value) > _MAXIMUM
+        else ""
+    )
     return f"{name} is {shown[:80]}{'...' * (len(shown) > 80)}, but {wanted} is needed{long}"
 
 
 # --- kinds --------------------------------------------------------------------------------------------------------
 
 
-def whole(least: int, most: int) -> Kind:
+def whole(minimum: int, maximum: int) -> Kind:
     """Bounds are far beyond what there is; they keep a slip from filling memory before anyone looks."""
-    wanted = f"{least}" if least == most else f"a whole number from {least} to {most}"
-    return Kind(wanted, lambda v: isinstance(v, int) and not isinstance(v, bool) and least <= v <= most)
+    wanted = f"{minimum}" if minimum == maximum else f"a whole number from {minimum} to {maximum}"
+    return Kind(wanted, lambda v: isinstance(v, int) and not isinstance(v, bool) and minimum <= v <= maximum)
 
 
-def number(*, above: float = -math.inf, least: float = -math.inf, most: float = math.inf) -> Kind:
-    bounds = ((f" above {above}", above), (f" of at least {least}", least), (f" of at most {most}", most))
+def number(*, above: float = -math.inf, minimum: float = -math.inf, maximum: float = math.inf) -> Kind:
+    bounds = ((f" above {above}", above), (f" of at least {minimum}", minimum), (f" of at most {maximum}", maximum))
     wanted = "a number" + "".join(words for words, bound in bounds if math.isfinite(bound))
-    return Kind(wanted, lambda v: _is_number(v) and v > above and least <= v <= most)
+    return Kind(wanted, lambda v: _is_number(v) and v > above and minimum <= v <= maximum)
 
 
 def many(kind: Kind, count: int | None = None) -> Kind:
@@ -66,7 +70,7 @@ def many(kind: Kind, count: int | None = None) -> Kind:
 
 
 def _fits(length: int, count: int | None) -> bool:
-    return length <= _MOST if count is None else length == count
+    return length <= _MAXIMUM if count is None else length == count
 
 
 def either(*kinds: Kind) -> Kind:
@@ -107,7 +111,7 @@ CHANNELS = whole(3, 3)  # pictures are RGB
 TILES = whole(1, 256)
 PAIRS = many(many(SIDE, 2))
 ABOVE_ZERO = number(above=0)
-AT_LEAST_ZERO = number(least=0)
+AT_LEAST_ZERO = number(minimum=0)
 THETA = number(above=1)
 
 
@@ -121,7 +125,7 @@ ROPE: Table = {
     "rope_type": WORD,
     "factor": ABOVE_ZERO,
     "original_max_position_embeddings": LENGTH,
-    "partial_rotary_factor": number(above=0, most=1),
+    "partial_rotary_factor": number(above=0, maximum=1),
     "truncate": FLAG,
     "llama_4_scaling_beta": AT_LEAST_ZERO,
     "mscale": AT_LEAST_ZERO,
@@ -162,7 +166,7 @@ TEXT: Table = {
     "seq_length": LENGTH,
     "sliding_window": TOKEN,
     **dict.fromkeys(("attention_chunk_size", "original_max_position_embeddings"), LENGTH),
-    "rotary_pct": number(above=0, most=1),
+    "rotary_pct": number(above=0, maximum=1),
     "eos_token_id": TOKENS,
 }
 VISION: Table = {
@@ -176,7 +180,7 @@ VISION: Table = {
     **dict.fromkeys(("spatial_merge_size", "temporal_patch_size"), MERGE),
     **dict.fromkeys(("fullatt_block_indexes", "deepstack_visual_indexes", "intermediate_layers_indices"), many(LAYER)),
     **dict.fromkeys(("layer_norm_eps", "norm_eps"), AT_LEAST_ZERO),
-    "mlp_ratio": number(above=0, most=1024),
+    "mlp_ratio": number(above=0, maximum=1024),
     "num_global_layers": LAYER,
     "window_size": SIDE,
     "tokens_per_second": ABOVE_ZERO,
@@ -233,7 +237,7 @@ IMAGES: Table = {
 PROCESSOR: Table = {
     "image_processor": IMAGES,
     "video_processor": IMAGES,
-    "image_mean": many(number(least=0, most=1), 3),
+    "image_mean": many(number(minimum=0, maximum=1), 3),
     "image_std": IMAGES["image_std"],
     **dict.fromkeys(("image_token", "image_break_token", "image_end_token"), WORD),
     **dict.fromkeys(("vision_feature_select_strategy", "vision_aspect_ratio"), WORD),

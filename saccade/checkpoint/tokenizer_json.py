@@ -18,7 +18,7 @@ from saccade.checkpoint.files import TOKENIZER_BYTES, read_json, read_text
 from saccade.errors import ConfigError
 
 Ranks = dict[bytes, int]
-_MOST_BYTES = 1024  # of a token: finding the pair it is made from takes their square
+_MAX_BYTES = 1024  # of a token: finding the pair it is made from takes their square
 
 
 class Conventions(NamedTuple):
@@ -129,8 +129,8 @@ def _ranks(file: Path) -> Ranks:
 def _check_whole(ranks: Ranks, file: Path) -> None:
     """Control tokens count on behind the last rank, and text without a token for one of its bytes would lose it."""
     longest = max(map(len, ranks), default=0)
-    if longest > _MOST_BYTES:
-        raise ConfigError(f"{file} has a token of {longest} bytes; at most {_MOST_BYTES} are taken: download it again")
+    if longest > _MAX_BYTES:
+        raise ConfigError(f"{file} has a token of {longest} bytes; at most {_MAX_BYTES} are taken: download it again")
     missing = sum(bytes([byte]) not in ranks for byte in range(256))
     if missing or sorted(ranks.values()) != list(range(len(ranks))):
         highest = max(ranks.values(), default=None)

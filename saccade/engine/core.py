@@ -14,8 +14,8 @@ from saccade.options import SchedulerConfig
 from saccade.scheduler.scheduler import Scheduler
 from saccade.types import MediaItem, Request, StepPlan, StepResult, TokenEvent
 
-_LEAST_PATIENCE = 0.001  # seconds that a step waits for grammars: a quarter of what the last one took, within these
-_MOST_PATIENCE = 0.02
+_MIN_PATIENCE = 0.001  # seconds that a step waits for grammars: a quarter of what the last one took, within these
+_MAX_PATIENCE = 0.02
 
 logger = logging.getLogger("saccade.engine")
 
@@ -81,7 +81,7 @@ class EngineCore:
             return events
 
     def _plan(self, now: float) -> StepPlan:
-        self._hold(max(_LEAST_PATIENCE, min(self._step_seconds / 4, _MOST_PATIENCE)))
+        self._hold(max(_MIN_PATIENCE, min(self._step_seconds / 4, _MAX_PATIENCE)))
         return self.scheduler.schedule(now)
 
     def _hold(self, patience: float = 0.0) -> None:

@@ -11,7 +11,7 @@ from saccade.evaluation.questions import QuestionSet
 from saccade.evaluation.tune import Advice, Measured
 
 _BAR = 20  # characters
-_MOST_BARS = 2  # groups beside the whole; more do not fit a terminal
+_MAX_BARS = 2  # groups beside the whole; more do not fit a terminal
 _COLORS = ("#c0392b", "#1f6fb2", "#2e8b57", "#b8860b", "#7d3c98", "#00838f", "#8d6e63", "#5d6d7e")
 
 
@@ -34,7 +34,7 @@ def tuned_table(measured: Sequence[Measured]) -> str:
 def text_chart(measured: Sequence[Measured], advice: Advice, questions: QuestionSet) -> str:
     """A bar per setting for all questions, and for the groups that fall deepest."""
     groups = questions.grouped()
-    shown = [cliff.group for cliff in advice.cliffs][:_MOST_BARS]
+    shown = [cliff.group for cliff in advice.cliffs][:_MAX_BARS]
     lines = ["max_pixels  " + "  ".join(f"{name:<{_BAR + 5}}" for name in ["all", *shown]).rstrip()]
     for one in measured:
         shares = [one.accuracy, *(one.of(groups[name]) for name in shown)]

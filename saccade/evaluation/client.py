@@ -17,7 +17,7 @@ _CHAT, _MODELS = "/v1/chat/completions", "/v1/models"
 _TIMEOUT = {"timeout": {"connect": 10.0, "pool": None, "read": 600.0, "write": 60.0}}  # a slow server may think long
 _BUSY = frozenset({429, 503})  # says nothing about the question: ask again
 _PATIENCE, _LONGEST_WAIT = 8, 10.0  # times, and seconds before each
-_MOST_BREAKS = 3  # of the connection, in one question
+_MAX_BREAKS = 3  # of the connection, in one question
 
 
 class Refused(Exception):
@@ -107,7 +107,7 @@ class Client:
                 status, headers, answer = await self._send("POST", _CHAT, content)
             except _Unreachable:
                 breaks += 1
-                if breaks == _MOST_BREAKS:
+                if breaks == _MAX_BREAKS:
                     raise
                 continue
             if status not in _BUSY:

@@ -19,7 +19,7 @@ from saccade.evaluation.questions import QuestionSet
 from saccade.evaluation.run import Answered, Asking, accuracy, ask_all, request_body
 
 _TIMED = 20  # questions whose first token is timed, one after the other
-_MOST_SIZES = 8
+_MAX_SIZES = 8
 _CLIFF = 0.1  # a fall of this share from one setting to the next is worth a sentence
 
 
@@ -85,7 +85,7 @@ def choose_sizes(given: Sequence[int] | None, info: ServerInfo, questions: Quest
         return _checked(given, info)
     areas = [size.width * size.height for size in questions.sizes()]
     top = min(max(areas), info.max_pixels or max(areas))
-    sizes = [top >> step for step in range(_MOST_SIZES)]
+    sizes = [top >> step for step in range(_MAX_SIZES)]
     needed = sum(size > min(areas) for size in sizes) + 1  # the last one reduces every picture
     return sizes[:needed]
 

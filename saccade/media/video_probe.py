@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 FORMATS = "MP4, MOV, WebM, MKV and AVI"
 _QUICKTIME = (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip")
 _STILL_BRANDS = (b"avif", b"avis", b"heic", b"heix", b"mif1", b"msf1")
-_MOST_FRAMES = 1_000_000  # in a file; each costs a look at its packet
-_MOST_BOXES = 10_000
-_MOST_LOOKED_AT = 36_000_000  # pixels of a frame that opening may decode: 8K
+_MAX_FRAMES = 1_000_000  # in a file; each costs a look at its packet
+_MAX_BOXES = 10_000
+_MAX_LOOKED_AT = 36_000_000  # pixels of a frame that opening may decode: 8K
 
 
 class VideoInfo(NamedTuple):
@@ -47,7 +47,7 @@ def probe_video(data: bytes, policy: MediaPolicy) -> VideoInfo:
     check_video_bytes(len(data), policy)
     name = _sniff(data)
     try:
-        with open_video(data, name, _MOST_LOOKED_AT) as container:
+        with open_video(data, name, _MAX_LOOKED_AT) as container:
             video_info = _read(container, name, data)
     except RequestError:
         raise
@@ -121,7 +121,7 @@ def _read(container: av.container.InputContainer, name: str, data: bytes) -> Vid
     stored = Size(stream.codec_context.width, stream.codec_context.height)
     if min(stored) < 1:
         raise RequestError(
-            f"the video's header names no size, or its frames have more than {_MOST_LOOKED_AT} pixels",
+            f"the video's header names no size, or its frames have more than {_MAX_LOOKED_AT} pixels",
             code="invalid_video",
         )
     stamps = _stamps(container, stream, name)
@@ -140,8 +140,8 @@ def _stamps(container: av.container.InputContainer, stream: av.VideoStream, name
         stamp = packet.dts if packet.pts is None else packet.pts
         if not packet.is_discard and stamp is not None:
             stamps.append(stamp)
-        if seen > _MOST_FRAMES:
-            raise RequestError(f"the video has more than {_MOST_FRAMES} frames", code="video_too_large")
+        if seen > _MAX_FRAMES:
+            raise RequestError(f"the video has more than {_MAX_FRAMES} frames", code="video_too_large")
     if not stamps:
         raise RequestError(f"the {_title(name)} video has no frames", code="invalid_video")
     if name == "mov" and seen < stream.frames:
@@ -202,7 +202,7 @@ def _sign(value: int) -> int:
 
 def _boxes(data: bytes, start: int, end: int, name: bytes) -> Iterator[tuple[int, int]]:
     """Where the bodies of boxes of this name begin and end."""
-    for _ in range(_MOST_BOXES):
+    for _ in range(_MAX_BOXES):
         if start + 8 > end:
             return
         size, head = int.from_bytes(data[start : start + 4]), 8

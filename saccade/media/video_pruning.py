@@ -34,7 +34,7 @@ def kept_of(item: MediaItem, frames: npt.NDArray[np.uint8]) -> Kept | None:
     cells = item.geometry.cells
     if cells is None:
         return None
-    tokens = most_changed(changes(frames, cells), item.geometry.slots)
+    tokens = max_changed(changes(frames, cells), item.geometry.slots)
     return Kept(tokens, np.stack(np.divmod(tokens, cells.width)))
 
 
@@ -47,6 +47,6 @@ def changes(frames: npt.NDArray[np.uint8], cells: Size) -> Ints:
     return by_cell.reshape(-1)
 
 
-def most_changed(changed: Ints, count: int) -> Ints:
+def max_changed(changed: Ints, count: int) -> Ints:
     """Of equals the first ones stay."""
     return np.sort(np.argsort(-changed, kind="stable")[:count])

@@ -28,7 +28,7 @@ Frame = npt.NDArray[np.uint8]  # [height, width, 3]
 
 _KEPT = 2  # open decoders that wait for the next group; each holds its video's bytes and some decoded frames
 _NEAR = 10  # seconds: further ahead, looking for a key frame is quicker than decoding all that lies between
-_MOST_PIXELS = 20_000_000_000  # decoded for one group: some ten seconds, in which an engine may have to wait for it
+_MAX_PIXELS = 20_000_000_000  # decoded for one group: some ten seconds, in which an engine may have to wait for it
 
 
 class VideoReaders:
@@ -83,7 +83,7 @@ class _Reader:
         self._near = int(_NEAR / (self._stream.time_base or Fraction(1)))
         self._frames = self._from(item.stamps[0])
         self._current: av.VideoFrame | None = None
-        self._most = max(1, _MOST_PIXELS // math.prod(item.header.size))  # frames decoded on the way to one
+        self._maximum = max(1, _MAX_PIXELS // math.prod(item.header.size))  # frames decoded on the way to one
 
     def is_shortly_before(self, stamp: int) -> bool:
         at = None if self._current is None else self._current.pts
@@ -96,10 +96,10 @@ class _Reader:
             self._frames, current = self._from(stamp), None  # the frames of a group may lie minutes apart
         while current is None or current.pts is None or current.pts < stamp:
             current, passed = next(self._frames, None), passed + 1
-            if passed > self._most:
+            if passed > self._maximum:
                 raise RequestError(
-                    f"the video has so few key frames that more than {self._most} frames would have to be decoded for "
-                    "one; encode it with more of them, or smaller",
+                    f"the video has so few key frames that more than {self._maximum} frames would have to be decoded "
+                    "for one; encode it with more of them, or smaller",
                     code="video_too_large",
                 )
             if current is None:

@@ -18,7 +18,7 @@ from saccade.options import MediaPolicy
 
 FRAME_TYPES = ("video/jpeg", "video/png", "video/webp")
 """Of data: URLs that hold frames one after the other."""
-_MOST_SENT = 10_000  # frames in one data: URL, of which `num_frames` may be taken
+_MAX_SENT = 10_000  # frames in one data: URL, of which `num_frames` may be taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +79,9 @@ def _from_data_url(url: str, policy: MediaPolicy) -> File | list[str]:
 
 
 def _check_sent(count: int) -> None:
-    if count > _MOST_SENT:
+    if count > _MAX_SENT:
         raise RequestError(
-            f"the video has {count} frames, and at most {_MOST_SENT} may be sent; send fewer", code="video_too_large"
+            f"the video has {count} frames, and at most {_MAX_SENT} may be sent; send fewer", code="video_too_large"
         )
 
 

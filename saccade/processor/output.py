@@ -90,9 +90,9 @@ class RequestOutputBuilder:
 
     def _read(self) -> str:
         first, self._num_read = self._num_read, self._num_shown
-        push, least = self._detokenizer.push, self._min_tokens
+        push, minimum = self._detokenizer.push, self._min_tokens
         unread = self.token_ids[first : self._num_shown]
-        return "".join([push(token, may_stop=place >= least) for place, token in enumerate(unread, first + 1)])
+        return "".join([push(token, may_stop=place >= minimum) for place, token in enumerate(unread, first + 1)])
 
     def output(self) -> CompletionOutput:
         return CompletionOutput(

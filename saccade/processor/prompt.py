@@ -22,7 +22,7 @@ from saccade.processor.families import built_in_template
 from saccade.processor.families.base import HasMarkup, LengthBound, cross_attended
 from saccade.processor.images import ImageInput, Images, PrefetchMedia, bill_item, reads_text_only
 from saccade.processor.messages import Form, cleaned, form_of, read_messages
-from saccade.processor.template import MOST_CHARS, RESERVED
+from saccade.processor.template import MAX_CHARS, RESERVED
 from saccade.processor.template_pool import TemplatePool
 from saccade.processor.tokenizer import Tokenizer
 from saccade.processor.video import split_kwargs, video_bill_item, videos_for
@@ -31,7 +31,7 @@ from saccade.sampling_params import SamplingParams
 from saccade.types import Bill, BillItem, Geometry, Key, MediaItem, Prompt, Span, short_key
 
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "multi_modal_data", "mm_processor_kwargs", "cache_salt")
-_MOST_CHARS = 64 << 20  # of a chat, whatever context config.json claims
+_MAX_CHARS = 64 << 20  # of a chat, whatever context config.json claims
 _SHOWN_CHARS = 500  # of what a template says when it refuses
 
 Ids = npt.NDArray[np.int64]
@@ -70,7 +70,7 @@ class Processor:
     def _make_renderer(self) -> TemplatePool:
         longest = self.checkpoint.config.text.max_context
         chars = most_chars(min(longest, self.policy.max_model_len or longest))
-        chars = min(max(chars, MOST_CHARS), _MOST_CHARS)
+        chars = min(max(chars, MAX_CHARS), _MAX_CHARS)
         return TemplatePool(self.checkpoint.chat_template, self.policy.template_seconds, chars)
 
     def _find_placeholder(self) -> str | None:

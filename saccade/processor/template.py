@@ -20,8 +20,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from saccade.errors import ConfigError, RequestError
 
-MOST_CHARS = 1 << 20
-MOST_REASON = 1 << 16  # characters
+MAX_CHARS = 1 << 20
+MAX_REASON = 1 << 16  # characters
 _SAID_ELSEWHERE = {"messages", "tools", "documents", "add_generation_prompt", "template", "tokenize"}
 _OF_JINJA = {"self", "super", "caller", "loop", "varargs", "kwargs"}
 _GLOBALS = {"range", "dict", "lipsum", "cycler", "joiner", "namespace", "raise_exception", "strftime_now"}
@@ -36,7 +36,7 @@ class _Refusal(jinja2.TemplateError):
 def render(
     template: str | None,
     messages: Sequence[Mapping[str, Any]],
-    most_chars: int = MOST_CHARS,
+    most_chars: int = MAX_CHARS,
     /,
     *,
     tools: Sequence[Mapping[str, Any]] | None = None,
@@ -52,8 +52,8 @@ def render(
         raise
     except _Refusal as error:
         reason = str(error)
-        if len(reason) > MOST_REASON:  # not cut: what shields a client's words must stay whole
-            reason = f"it says why in more than {MOST_REASON} characters"
+        if len(reason) > MAX_REASON:  # not cut: what shields a client's words must stay whole
+            reason = f"it says why in more than {MAX_REASON} characters"
     except RecursionError:
         reason = "its macros call each other too deeply"
     except Exception as error:  # whatever a template can be made to raise; in no library's words
@@ -81,13 +81,13 @@ def compile_template(template: str) -> jinja2.Template:
         raise ConfigError(f"the chat template cannot be compiled ({type(error).__name__}: {error})") from None
 
 
-def _joined(pieces: Iterable[str], most: int) -> str:
-    written, left = [], most
+def _joined(pieces: Iterable[str], maximum: int) -> str:
+    written, left = [], maximum
     for piece in pieces:
         left -= len(piece)
         if left < 0:
             raise RequestError(
-                f"the model's chat template writes more than {most} characters for these messages; send less",
+                f"the model's chat template writes more than {maximum} characters for these messages; send less",
                 code="context_length_exceeded",
                 param="messages",
             )

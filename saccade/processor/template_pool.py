@@ -21,11 +21,11 @@ from queue import LifoQueue
 from typing import Any
 
 from saccade.errors import ConfigError, RequestError
-from saccade.processor.template import MOST_REASON, required
+from saccade.processor.template import MAX_REASON, required
 from saccade.processor.template_worker import MEMORY_MB, REPLY, REQUEST, Kind, Reply, Setup, packed
 
-MOST_SLOW = 8
-THREADS = MOST_SLOW + 4
+MAX_SLOW = 8
+THREADS = MAX_SLOW + 4
 """With as many there is always one for a chat that is not slow."""
 
 _QUICK_PROCESSES = 2
@@ -50,10 +50,10 @@ class TemplatePool:
     def __init__(self, template: str | None, seconds: float, most_chars: int) -> None:
         self._template = template
         self._seconds = seconds
-        self._most_bytes = 4 * most_chars  # what is written cannot be much longer than what is read
+        self._max_bytes = 4 * most_chars  # what is written cannot be much longer than what is read
         self._quick = _Lane(_QUICK_PROCESSES, Setup(template or "", most_chars, 0))
         self._slow = _Lane(_SLOW_PROCESSES, Setup(template or "", most_chars, _SLOW_NICENESS))
-        self._slow_places = threading.Semaphore(MOST_SLOW)
+        self._slow_places = threading.Semaphore(MAX_SLOW)
         self._broken: ConfigError | None = None
 
     def render(self, **context: Any) -> str:
@@ -78,10 +78,10 @@ class TemplatePool:
             body = packed(context)
         except ValueError:
             raise RequestError("a number in the messages or tools has thousands of digits", param="messages") from None
-        if len(body) > self._most_bytes:
+        if len(body) > self._max_bytes:
             raise RequestError(
                 f"messages, tools and chat_template_kwargs have {len(body)} bytes, more than the context can hold "
-                f"({self._most_bytes} at most); send less",
+                f"({self._max_bytes} at most); send less",
                 code="context_length_exceeded",
                 param="messages",
             )
@@ -90,7 +90,7 @@ class TemplatePool:
     def _ask_again(self, body: bytes) -> Reply:
         if not self._slow_places.acquire(blocking=False):
             raise RequestError(
-                f"{MOST_SLOW} chats that take the template long are open already; send this one later",
+                f"{MAX_SLOW} chats that take the template long are open already; send this one later",
                 code="overloaded",
                 param="messages",
             )
@@ -202,7 +202,7 @@ class _Process:
             )
         self._connection = ours
         self.end = weakref.finalize(self, _end, self._child, ours)  # at the latest when nobody has it any more
-        self._most_bytes = 4 * max(setup.most_chars, MOST_REASON) + _SENTENCE_BYTES
+        self._max_bytes = 4 * max(setup.most_chars, MAX_REASON) + _SENTENCE_BYTES
         self._is_ready = False
         self._send(packed(setup), _COMPILE_SECONDS)
 
@@ -231,7 +231,7 @@ class _Process:
 
     def _receive(self) -> Reply:
         length, kind = REPLY.unpack(self._read(REPLY.size))
-        if length > self._most_bytes:
+        if length > self._max_bytes:
             raise ConnectionError(f"the process that renders chats sends {length} bytes")
         return Reply(Kind(kind), self._read(length).decode("utf-8", "surrogatepass"))
 

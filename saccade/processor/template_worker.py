@@ -135,8 +135,10 @@ def _limited(seconds: float) -> Iterator[None]:
     """An exception ends what Python runs; what it cannot interrupt, such as a power of two large numbers, the kernel
     ends a second or two later with the process."""
     last = math.ceil(time.process_time() + seconds) + 1
-    _, most = resource.getrlimit(resource.RLIMIT_CPU)
-    resource.setrlimit(resource.RLIMIT_CPU, (last if most == resource.RLIM_INFINITY else min(last, most), most))
+    _, maximum = resource.getrlimit(resource.RLIMIT_CPU)
+    resource.setrlimit(
+        resource.RLIMIT_CPU, (last if maximum == resource.RLIM_INFINITY else min(last, maximum), maximum)
+    )
     signal.setitimer(signal.ITIMER_PROF, seconds, _INSIST_SECONDS)
     try:
         yield

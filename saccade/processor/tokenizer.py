@@ -26,8 +26,8 @@ from saccade.checkpoint.files import read_optional
 from saccade.checkpoint.tokenizer_json import as_markup, read_tokenizer
 from saccade.errors import ConfigError, RequestError
 
-_MOST_BYTES = 4  # of a character in UTF-8
-_MOST_PIECES = 4096  # remembered: the tokens of most texts, and no memory that grows for as long as new ones come
+_MAX_BYTES = 4  # of a character in UTF-8
+_MAX_PIECES = 4096  # remembered: the tokens of most texts, and no memory that grows for as long as new ones come
 _LONG = 1024  # ids: decoded as a batch of one, which alone lets other threads run meanwhile
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -48,7 +48,7 @@ class Tokenizer:
         self._named = _named_tokens(config)
         _frame_as_asked(self._inner, config, self._named)
         self.is_bytewise = isinstance(self._inner.decoder, ByteLevel)
-        self.piece = lru_cache(_MOST_PIECES)(partial(_piece, self._inner))  # most of what is streamed came before
+        self.piece = lru_cache(_MAX_PIECES)(partial(_piece, self._inner))  # most of what is streamed came before
         added = self._inner.get_added_tokens_decoder()
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
         guarded = {*self._special_ids, *protect}
@@ -234,8 +234,8 @@ class DecodeStream:
             # One token of context stays: the first token of a decode may lose its leading space.
             self._window, self._is_all_out = [token_id], True
             self._shown = self._decode()
-        elif self._tokenizer.is_bytewise and len(self._window) > _MOST_BYTES:
-            self._window = self._window[-_MOST_BYTES:]  # what came before can end no character any more
+        elif self._tokenizer.is_bytewise and len(self._window) > _MAX_BYTES:
+            self._window = self._window[-_MAX_BYTES:]  # what came before can end no character any more
             self._shown = self._decode()[:-1]
         return new
 

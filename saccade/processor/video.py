@@ -115,11 +115,11 @@ class Videos:
 
     def _pruning(self, given: Mapping[str, Any]) -> float:
         """A request may have more tokens left out than the deployment does, never fewer."""
-        least = self.policy.video.pruning
-        asked = given.get("video_pruning", least)
-        if not (_is_number(asked) and least <= asked < 1):
+        minimum = self.policy.video.pruning
+        asked = given.get("video_pruning", minimum)
+        if not (_is_number(asked) and minimum <= asked < 1):
             raise RequestError(
-                f"video_pruning must be a number below 1 and at least {least:g}, the share in force here, but "
+                f"video_pruning must be a number below 1 and at least {minimum:g}, the share in force here, but "
                 f"{quoted(asked)} was given",
                 param="mm_processor_kwargs.video_pruning",
             )

@@ -29,8 +29,8 @@ from saccade.runner.runner import Runner
 from saccade.structured.grammar import Grammars
 from saccade.types import Key
 
-_MOST_DECODE_THREADS = 8
-_MOST_SLICED_PATCHES = 2048  # per pass when encoding is sliced: a slice is one layer over the whole pass
+_MAX_DECODE_THREADS = 8
+_MAX_SLICED_PATCHES = 2048  # per pass when encoding is sliced: a slice is one layer over the whole pass
 
 
 def build_runner(
@@ -105,8 +105,8 @@ def _encoder(model: VisionLanguageModel, options: Options, plan: MemoryPlan) -> 
         return None
     patches = costs.patches_of(sizes.encoder_budget, vision, model.config.text)
     if sizes.always_slice:
-        patches = min(patches, _MOST_SLICED_PATCHES)
-    threads = options.image_decode_threads or min(os.cpu_count() or 1, _MOST_DECODE_THREADS)
+        patches = min(patches, _MAX_SLICED_PATCHES)
+    threads = options.image_decode_threads or min(os.cpu_count() or 1, _MAX_DECODE_THREADS)
     return LocalEncoder(model, patches, threads, plan.device, plan.parts.images)
 
 

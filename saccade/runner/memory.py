@@ -210,8 +210,8 @@ def _why_states(options: Options, model: ModelConfig, parts: MemoryParts) -> tup
 
 def _kept_states(options: Options) -> int:
     """Each is as large as that of a request: about as many as run at once, within reason."""
-    fewest, most = _KEPT_STATES
-    return max(fewest, min(options.max_num_seqs, most)) if options.enable_prefix_caching else 0
+    minimum, maximum = _KEPT_STATES
+    return max(minimum, min(options.max_num_seqs, maximum)) if options.enable_prefix_caching else 0
 
 
 def _why_parts(parts: MemoryParts) -> tuple[str, ...]:

@@ -152,7 +152,7 @@ def sample_rows(logits: Tensor, numbers: Tensor, is_cut: bool) -> Tensor:
     temperature, top_k, top_p, min_p, uniforms = numbers[:, :, None]
     scaled = logits.double() / temperature  # sums over a vocabulary want precision
     if is_cut:
-        scaled.masked_fill_(scaled < _least(scaled, top_k, top_p), _NEVER)
+        scaled.masked_fill_(scaled < _minimum(scaled, top_k, top_p), _NEVER)
     probs = scaled.softmax(-1)
     probs.masked_fill_(probs < min_p * probs.amax(-1, keepdim=True), 0)
     sums = probs.cumsum(-1)
@@ -161,12 +161,12 @@ def sample_rows(logits: Tensor, numbers: Tensor, is_cut: bool) -> Tensor:
     return torch.minimum(place, last)[:, 0]
 
 
-def _least(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+def _minimum(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """What the last one kept of the likeliest `top_k` rates, and of those the fewest with `top_p`: [rows, 1]."""
     if scaled.device.type == "cpu" and scaled.shape[-1] > _FEW:  # where looking at a result costs nothing
-        least, is_enough = _least_of(scaled.topk(_FEW).values, scaled, top_k, top_p)
+        minimum, is_enough = _least_of(scaled.topk(_FEW).values, scaled, top_k, top_p)
         if is_enough.all():
-            return least
+            return minimum
     return _least_of(scaled.sort(dim=-1, descending=True).values, scaled, top_k, top_p)[0]
 
 

@@ -98,9 +98,9 @@ class StepBudget:
 
 def are_enough(requests: Many[ScheduledRequest], config: SchedulerConfig) -> bool:
     """Whether a step of these requests is full, unless much of them is found in the prefix cache."""
-    most = config.latency.max_prefills if config.latency and config.latency.max_prefills else config.max_num_seqs
+    maximum = config.latency.max_prefills if config.latency and config.latency.max_prefills else config.max_num_seqs
     tokens = sum(seq.num_tokens for seq in requests)
-    return len(requests) >= min(most, config.max_num_seqs) or tokens >= config.max_num_batched_tokens
+    return len(requests) >= min(maximum, config.max_num_seqs) or tokens >= config.max_num_batched_tokens
 
 
 def encodes_now(step: int, budget: StepBudget, *, is_text_first: bool) -> bool:

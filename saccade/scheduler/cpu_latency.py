@@ -14,15 +14,15 @@ from saccade.types import ScheduledWindow, Slice, StepTime
 MIN_PREFILL_TOKENS = 16  # of prompts in a step: fewer would be all overhead, and show nothing
 _FASTER = 2.0  # at most, from one step to the next: how long larger ones take is not known yet
 _SLOWER = 4.0
-_LEAST_SHARE = 0.25  # of a step's time is for prompts, however long the running answers take
+_MIN_SHARE = 0.25  # of a step's time is for prompts, however long the running answers take
 
 
 class Rate:
     """Something a second."""
 
-    def __init__(self, first: float, least: float) -> None:
-        self._least = least
-        self.value = max(first, least)
+    def __init__(self, first: float, minimum: float) -> None:
+        self._minimum = minimum
+        self.value = max(first, minimum)
 
     def learn(self, amount: float, seconds: float, allowed: float) -> None:
         """Faster than thought counts always; slower only where it took too long. Little at a time is always slow."""
@@ -30,7 +30,7 @@ class Rate:
         if seen > self.value:
             self.value = min(seen, _FASTER * self.value)
         elif seconds > allowed:
-            self.value = max(seen, self.value / _SLOWER, self._least)
+            self.value = max(seen, self.value / _SLOWER, self._minimum)
 
 
 class CpuStepTime:
@@ -61,7 +61,7 @@ class CpuStepTime:
         if encoded.layers:
             self._slices.learn(encoded.layers, encoded.seconds, self._seconds)
         if prompt_tokens >= MIN_PREFILL_TOKENS:
-            spent = max(rest - self._alone(decoding), _LEAST_SHARE * rest)
+            spent = max(rest - self._alone(decoding), _MIN_SHARE * rest)
             self._prompts.learn(prompt_tokens, spent, self._left(decoding))
         elif decoding and not prompt_tokens:
             bits = decoding.bit_length()
@@ -69,7 +69,7 @@ class CpuStepTime:
 
     def _left(self, num_decoding: int) -> float:
         """Seconds of a step for prompts, beside so many answers."""
-        return max(self._seconds - self._alone(num_decoding), _LEAST_SHARE * self._seconds)
+        return max(self._seconds - self._alone(num_decoding), _MIN_SHARE * self._seconds)
 
     def _alone(self, num_decoding: int) -> float:
         """Seconds that so many answers take without a prompt. Until it was seen, as long as so many prompt tokens."""

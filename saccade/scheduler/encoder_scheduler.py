@@ -73,16 +73,16 @@ class EncoderScheduler:
         """Embeddings that the tower is making. Time and memory depend on these; the cache counts those that stay."""
         return sum(flight.work for flight in self._flights.values())
 
-    def begin_step(self, is_sliced: bool, most_work: int | None = None) -> None:
+    def begin_step(self, is_sliced: bool, max_work: int | None = None) -> None:
         """`is_sliced`: encoding goes on a few layers a step, so what is in flight cannot be used in this step.
 
-        `most_work`: of which no more than this at a time, but one picture however large.
+        `max_work`: of which no more than this at a time, but one picture however large.
         """
         self.is_sliced = is_sliced
         self.encode = []
         # What earlier steps left in flight counts too: the encoder's memory is bounded by the budget whatever the mode.
-        most = self._encoder_budget if most_work is None else min(most_work, self._encoder_budget)
-        self._budget = most - self.work_in_flight
+        maximum = self._encoder_budget if max_work is None else min(max_work, self._encoder_budget)
+        self._budget = maximum - self.work_in_flight
         self._encode_line.turn()
         self._room_line.turn()
 

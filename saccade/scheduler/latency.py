@@ -18,8 +18,8 @@ from typing import NamedTuple
 from saccade.types import LatencyCurve, LatencyProfile
 
 SLOWDOWN = 2.5  # of running answers beside other work, where no target is set
-_LEAST_SPARE = 0.25  # of what the answers take alone: whatever the target, prompts and pictures move on
-_FEWEST_TOKENS = 32
+_MIN_SPARE = 0.25  # of what the answers take alone: whatever the target, prompts and pictures move on
+_MIN_TOKENS = 32
 
 
 class SpareTime(NamedTuple):
@@ -34,7 +34,7 @@ def split_spare_time(latency: LatencyProfile, num_decoding: int, work_in_flight:
     spare = _spare_ms(latency, num_decoding)
     is_encoding = work_in_flight > 0 and bool(latency.layer_ms)
     layers = max(1, int(spare / milliseconds(latency.layer_ms, work_in_flight))) if is_encoding else 1
-    return SpareTime(max(_FEWEST_TOKENS, size_within(latency.prefill_ms, spare)), layers)
+    return SpareTime(max(_MIN_TOKENS, size_within(latency.prefill_ms, spare)), layers)
 
 
 def mixed_tokens(latency: LatencyProfile, num_decoding: int) -> int:
@@ -63,10 +63,10 @@ def _apart_ms(latency: LatencyProfile, num_decoding: int, prompt_tokens: int) ->
 
 
 def _mixed_size(latency: LatencyProfile, num_decoding: int) -> LatencyCurve:
-    return next((curve for most, curve in latency.mixed_ms if most >= num_decoding), ())
+    return next((curve for maximum, curve in latency.mixed_ms if maximum >= num_decoding), ())
 
 
-def most_work(latency: LatencyProfile, num_decoding: int) -> int:
+def max_work(latency: LatencyProfile, num_decoding: int) -> int:
     """Embeddings that the tower may make at a time: a step holds whole layers, and over these it holds two.
 
     What one layer takes grows with the pictures that go through it together. One picture alone may take longer.
@@ -77,7 +77,7 @@ def most_work(latency: LatencyProfile, num_decoding: int) -> int:
 def _spare_ms(latency: LatencyProfile, num_decoding: int) -> float:
     alone = milliseconds(latency.decode_ms, num_decoding)
     target = latency.target_ms if latency.target_ms is not None else SLOWDOWN * alone
-    return max(target - alone, _LEAST_SPARE * alone)
+    return max(target - alone, _MIN_SPARE * alone)
 
 
 def milliseconds(curve: LatencyCurve, size: int) -> float:
@@ -93,7 +93,7 @@ def milliseconds(curve: LatencyCurve, size: int) -> float:
 
 def padded_ms(curve: LatencyCurve, size: int) -> float:
     """Of the smallest measured size that holds it, for passes of these sizes alone; infinite if none does."""
-    return next((ms for most, ms in curve if most >= size), math.inf)
+    return next((ms for maximum, ms in curve if maximum >= size), math.inf)
 
 
 def size_within(curve: LatencyCurve, limit_ms: float) -> int:

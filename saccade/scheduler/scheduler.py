@@ -172,7 +172,7 @@ class Scheduler:
         layers = self.encoder_pacing.settled(layers, draft.budget)
         prefetch = (
             ()
-            if encoder_scheduler.is_sliced and self.encoder_pacing.most_work is None
+            if encoder_scheduler.is_sliced and self.encoder_pacing.max_work is None
             else encoder_scheduler.prefetch(self._spans_ahead())
         )
         is_advancing = layers != 0 and self._encoder.slots_in_flight > 0
@@ -193,7 +193,7 @@ class Scheduler:
         return plan
 
     def _fill(self, draft: StepBuilder, *, is_sliced: bool) -> None:
-        self._gate.begin_step(is_sliced, self.encoder_pacing.most_work if is_sliced else None)
+        self._gate.begin_step(is_sliced, self.encoder_pacing.max_work if is_sliced else None)
         self._serve_running(draft)
         if not draft.ahead and (stuck := deadlock_victim(self._running, draft.windows, self._gate)):
             self._preempt(stuck, draft)
@@ -205,10 +205,10 @@ class Scheduler:
     def _budget(self) -> StepBudget:
         config = self.config
         candidates = chain(self._running, islice(self._waiting, config.max_num_seqs))
-        most, windows = config.max_num_batched_tokens, config.latency.max_prefills if config.latency else None
+        maximum, windows = config.max_num_batched_tokens, config.latency.max_prefills if config.latency else None
         if self.cpu_step_time is not None:
-            most = self.cpu_step_time.tokens(sum(seq.is_decoding for seq in self._running))
-        return StepBudget(most, candidates, is_text_first=config.is_text_first, max_prefills=windows)
+            maximum = self.cpu_step_time.tokens(sum(seq.is_decoding for seq in self._running))
+        return StepBudget(maximum, candidates, is_text_first=config.is_text_first, max_prefills=windows)
 
     def _serve_running(self, draft: StepBuilder) -> None:
         index = 0

@@ -8,7 +8,7 @@ from saccade.options import SchedulerConfig
 from saccade.scheduler.budget import StepBudget, encodes_now, layers_in_bounded_step
 from saccade.scheduler.cpu_latency import CpuStepTime
 from saccade.scheduler.encoder_scheduler import EncoderScheduler
-from saccade.scheduler.latency import mixed_is_faster, mixed_tokens, most_work, split_spare_time
+from saccade.scheduler.latency import max_work, mixed_is_faster, mixed_tokens, split_spare_time
 from saccade.types import LatencyProfile, ScheduledWindow
 
 
@@ -20,7 +20,7 @@ class EncoderPacing:
         self._tempo = cpu_step_time
         self.latency_bounded = True  # whether anyone wants tokens as they come: then steps keep to the pace
         self._gate = encoder_scheduler
-        self.most_work: int | None = None  # embeddings that may be made at a time in this step; None: all of the budget
+        self.max_work: int | None = None  # embeddings that may be made at a time in this step; None: all of the budget
         self._is_prompts_turn = False  # where prompts and pictures take turns
 
     def layers(self, step: int, budget: StepBudget, *, is_decoding: bool, can_fuse: bool) -> int | None:
@@ -28,25 +28,25 @@ class EncoderPacing:
 
         `can_fuse`: the step's decodes run already, so its prompts may go along with the next ones.
         """
-        config, self.most_work = self.config, None
+        config, self.max_work = self.config, None
         if config.latency is not None:
             return self._paced(config.latency, budget, can_fuse)
-        most = self._tempo.layers if self._tempo else config.encode_layers_per_step
-        if most is None:
+        maximum = self._tempo.layers if self._tempo else config.encode_layers_per_step
+        if maximum is None:
             return None
         if not config.always_slice and not is_decoding:
             return None
         if not encodes_now(step, budget, is_text_first=config.is_text_first):
             return 0
         if not config.always_slice:
-            return most
-        return layers_in_bounded_step(most, step, budget)
+            return maximum
+        return layers_in_bounded_step(maximum, step, budget)
 
     def _paced(self, latency: LatencyProfile, budget: StepBudget, can_fuse: bool) -> int | None:
         """Where someone waits for tokens, prompts and pictures get the time that is left; otherwise all they want."""
         if not self.latency_bounded or not budget.num_decoding:
             return None
-        self.most_work = most_work(latency, budget.num_decoding)
+        self.max_work = max_work(latency, budget.num_decoding)
         flying = self._gate.work_in_flight
         work = max(flying, budget.work_wanted)
         prompts, layers = split_spare_time(latency, budget.num_decoding, work)

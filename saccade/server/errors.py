@@ -16,7 +16,7 @@ from saccade.errors import ConfigError, RequestError
 
 _STATUS_OF_CODE = {"overloaded": 429, "model_not_found": 404, "engine_error": 500}
 _RETRY_AFTER_OVERLOAD = 1.0
-_MOST_CHARS = 1000  # of a message: a template or a library may repeat more of a request than we would
+_MAX_CHARS = 1000  # of a message: a template or a library may repeat more of a request than we would
 _MESSAGES = "/v1/messages"
 _ANTHROPIC_KINDS = {
     401: "authentication_error",
@@ -42,7 +42,7 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.message = message if len(message) <= _MOST_CHARS else f"{message[: _MOST_CHARS - 3]}..."
+        self.message = message if len(message) <= _MAX_CHARS else f"{message[: _MAX_CHARS - 3]}..."
         self.code = code
         self.param = param
         self.retry_after = retry_after

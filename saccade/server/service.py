@@ -88,8 +88,8 @@ class Service:
             engine_bytes=lambda: engine.bytes_in_flight,
             on_refusal=self.metrics.refused,
         )
-        most = connection_limit(server.max_connections)
-        self.connections = Connections(most, server.max_client_share, on_refusal=self.metrics.refused)
+        maximum = connection_limit(server.max_connections)
+        self.connections = Connections(maximum, server.max_client_share, on_refusal=self.metrics.refused)
         self.keys = KeyRing(server.api_key)
         self.defaults = sampling_defaults(options, processor.checkpoint.generation)
         self.fields = FieldReader(strict=server.strict_params, defaults=self.defaults)

@@ -32,7 +32,7 @@ _MAX_REPEAT = 10_000  # in a pattern
 _MAX_COUNT = 1_000_000  # of letters, items or properties
 _MAX_CHOICES = 500  # at one place: the library gives up at about as many
 _TRIAL_BYTES = 8
-_MOST_WORDS = 200  # letters of what the library says that go into a sentence of ours
+_MAX_WORDS = 200  # letters of what the library says that go into a sentence of ours
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 _DATA = frozenset({"enum", "const", "default", "examples", "example"})  # keywords that hold values, not schemas
 _REPEAT = re.compile(r"(?<!\\)\{(\d+)(?:,(\d*))?\}")
@@ -69,7 +69,7 @@ def _compile_problem(text: str) -> str | None:
     for pattern, wording in _WORDING:
         match = pattern.search(messages[0])
         if match:
-            return wording.format(*(group[:_MOST_WORDS] for group in match.groups()))
+            return wording.format(*(group[:_MAX_WORDS] for group in match.groups()))
     return _OTHERWISE
 
 
@@ -123,9 +123,9 @@ def _count_problems(schema: Mapping[str, Any]) -> Iterator[str]:
             yield f"its {name} is {schema[name]}, and {_MAX_COUNT} is allowed; lower it or leave it out"
     pattern = schema.get("pattern")
     repeats = _REPEAT.findall(pattern) if isinstance(pattern, str) else ()
-    most = max((int(count[:20]) for pair in repeats for count in pair if count), default=0)
-    if most > _MAX_REPEAT:
-        yield f"a pattern repeats something {most} times, and {_MAX_REPEAT} are allowed; lower it or use * or +"
+    maximum = max((int(count[:20]) for pair in repeats for count in pair if count), default=0)
+    if maximum > _MAX_REPEAT:
+        yield f"a pattern repeats something {maximum} times, and {_MAX_REPEAT} are allowed; lower it or use * or +"
 
 
 # --- choices ------------------------------------------------------------------------------------------------------

@@ -30,8 +30,8 @@ from saccade.types import Request
 if is_available():
     from llguidance import LLTokenizer
 
-_MOST_THREADS = 4
-_MOST_TEMPLATES = 64
+_MAX_THREADS = 4
+_MAX_TEMPLATES = 64
 _TEMPLATE_BYTES = 128 << 20  # of compiled schemas that are kept for the next request
 _BYTES_PER_LETTER = 200  # of a schema: what it takes once it is compiled, at the most that was measured
 _IDLE_SECONDS = 0.05  # between two looks when everybody waits for a grammar
@@ -60,7 +60,7 @@ class Grammars:
         self._budgets: weakref.WeakValueDictionary[str, Budget] = weakref.WeakValueDictionary()
         self._templates: OrderedDict[_Key, Future[Template]] = OrderedDict()
         self._compiling = FairPool(1, "saccade-compile")
-        self._masking = FairPool(max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // 2)), "saccade-mask")
+        self._masking = FairPool(max(1, min(_MAX_THREADS, (os.cpu_count() or 1) // 2)), "saccade-mask")
         self._pending: dict[str, float] = {}  # requests that wait for a thread, and since when
         self._changed = threading.Condition()
 
@@ -164,7 +164,7 @@ class Grammars:
 
     def _fit(self) -> bool:
         letters = sum(len(key.schema) for key in self._templates)
-        return len(self._templates) <= _MOST_TEMPLATES and letters * _BYTES_PER_LETTER <= _TEMPLATE_BYTES
+        return len(self._templates) <= _MAX_TEMPLATES and letters * _BYTES_PER_LETTER <= _TEMPLATE_BYTES
 
     def _compile(self, schema: str, answers: int) -> Template:
         if (reason := unavailable()) is not None:

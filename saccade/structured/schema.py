@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-LEAST_VERSION = "1.8"  # of llguidance: older ones lack end tokens, or repeat white space without end
+MIN_VERSION = "1.8"  # of llguidance: older ones lack end tokens, or repeat white space without end
 
 # A model that is unsure likes to write white space for ever. This much is enough for any indented or compact style.
 _WHITESPACE = r"[ ]{1,2}|\n[ ]{0,32}"
@@ -40,7 +40,7 @@ _ROW_ITEMS = 2_000
 _GRAMMAR_SIZE = 50_000
 # Up to 1 kB each. Each answer has its own, so the answers of one request share what a request may have.
 _REQUEST_STATES = 256_000
-_MOST_STATES = 32_000
+_MAX_STATES = 32_000
 
 
 def is_available() -> bool:
@@ -57,7 +57,7 @@ def unavailable() -> str | None:
         return None
     return (
         "answers cannot be held to a JSON schema here: the llguidance on this machine does not work with Saccade; "
-        f"install llguidance {LEAST_VERSION} or newer"
+        f"install llguidance {MIN_VERSION} or newer"
     )
 
 
@@ -109,7 +109,7 @@ def limits(answers: int = 1) -> LLParserLimits:
         initial_lexer_fuel=_LEXER_FUEL,
         step_lexer_fuel=_STEP_FUEL,
         step_max_items=_STEP_ITEMS,
-        max_lexer_states=min(_MOST_STATES, _REQUEST_STATES // answers),
+        max_lexer_states=min(_MAX_STATES, _REQUEST_STATES // answers),
         max_grammar_size=_GRAMMAR_SIZE,
         precompute_large_lexemes=False,  # would fill each answer's memory before its first token
         verbose_errors=False,

@@ -15,7 +15,7 @@ class Allowance:
     """Some seconds at once, and a little more with each token. What is saved up is never more than at the start."""
 
     def __init__(self, at_once: float, per_token: float) -> None:
-        self._most = self._left = at_once
+        self._maximum = self._left = at_once
         self._per_token = per_token
         self._lock = threading.Lock()
 
@@ -26,7 +26,7 @@ class Allowance:
     def earn(self) -> None:
         """A token was made."""
         with self._lock:
-            self._left = min(self._left + self._per_token, self._most)
+            self._left = min(self._left + self._per_token, self._maximum)
 
     @contextmanager
     def spending(self) -> Iterator[None]:

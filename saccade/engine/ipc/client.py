@@ -41,7 +41,7 @@ FIRST_BACKOFF, MAX_BACKOFF = (
     0.5,
     30.0,
 )  # seconds; a worker that lived longer than the latter starts again from the former
-_LEAST_HEARTBEAT_TIMEOUT = 2.0  # an idle worker beats twice a second
+_MIN_HEARTBEAT_TIMEOUT = 2.0  # an idle worker beats twice a second
 _LOOKS = 4  # silent looks in a row before a worker counts as hung: one stall of our own loop is not enough
 _GUESSED_START = 5.0  # seconds, until a start has been measured
 
@@ -97,10 +97,8 @@ class EngineClient:
 
         `heartbeat_timeout` is the longest a single step may take, in seconds.
         """
-        if heartbeat_timeout < _LEAST_HEARTBEAT_TIMEOUT:
-            raise ConfigError(
-                f"heartbeat_timeout must be {_LEAST_HEARTBEAT_TIMEOUT} s or more, not {heartbeat_timeout}"
-            )
+        if heartbeat_timeout < _MIN_HEARTBEAT_TIMEOUT:
+            raise ConfigError(f"heartbeat_timeout must be {_MIN_HEARTBEAT_TIMEOUT} s or more, not {heartbeat_timeout}")
         files = (checkpoint.path, checkpoint.config, checkpoint.image_processor)
         self._start_frame = frame(start_message(*files, options, largest, warmup, progress=progress))
         self._heartbeat_timeout = heartbeat_timeout

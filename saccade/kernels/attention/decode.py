@@ -17,7 +17,7 @@ from saccade.kernels.attention.decode_triton import DecodeWorkspace, NewTokens, 
 from saccade.kernels.launch.device import Heads, is_hopper, num_sms
 from saccade.kernels.launch.self_test import self_test_passes
 
-_LEAST_REQUESTS = 16  # fewer are done before shares have begun
+_MIN_REQUESTS = 16  # fewer are done before shares have begun
 
 
 class DecodeAttention:
@@ -26,7 +26,7 @@ class DecodeAttention:
     ) -> None:
         self.heads = heads
         self.block_size = block_size
-        self.by_hopper = max_requests >= _LEAST_REQUESTS and can_use_hopper(heads, dtype, block_size, device)
+        self.by_hopper = max_requests >= _MIN_REQUESTS and can_use_hopper(heads, dtype, block_size, device)
         self._programs = num_sms(device)
         self._workspace = DecodeWorkspace.allocate(max_requests, heads.queries, heads.keys, heads.dim, device)
 
@@ -35,7 +35,7 @@ class DecodeAttention:
 
         `taken`: multiprocessors that others have at the same time. Where they have most, we come after them.
         """
-        if not self.by_hopper or len(contexts) < _LEAST_REQUESTS:
+        if not self.by_hopper or len(contexts) < _MIN_REQUESTS:
             return None
         left = self._programs - taken
         return plan_schedule(contexts, self.heads.keys, left if left >= taken else self._programs)

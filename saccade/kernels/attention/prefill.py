@@ -19,7 +19,7 @@ from saccade.kernels.launch.self_test import self_test_passes
 from saccade.kernels.launch.tiling import Tiles
 
 _HOPPER_ROWS, _PLAIN_ROWS = 128, 64
-_MOST_PLAIN_TOKENS = 128  # fewer leave half of the Hopper kernel's rows empty
+_MAX_PLAIN_TOKENS = 128  # fewer leave half of the Hopper kernel's rows empty
 _SHORT = ((128, 448), (256, 1024), (640, 2304))  # up to so many tokens a context is short up to so many keys
 
 
@@ -50,7 +50,7 @@ class PrefillAttention:
 
     def rows(self, tokens: int, *, is_short: bool = False) -> int:
         """Of the tiles that a step of so many tokens is cut into."""
-        if is_short or (self.by_hopper and tokens <= _MOST_PLAIN_TOKENS):
+        if is_short or (self.by_hopper and tokens <= _MAX_PLAIN_TOKENS):
             return _PLAIN_ROWS
         return _HOPPER_ROWS if self.by_hopper else choose_rows(tokens, self.heads, self._num_sms)
 

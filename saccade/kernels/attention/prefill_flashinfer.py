@@ -65,10 +65,10 @@ class FlashInferPrefill:
         dtype: torch.dtype,
         device: torch.device,
         *,
-        least_tokens: int = 1,  # smaller steps are left to `paged_prefill`
+        min_tokens: int = 1,  # smaller steps are left to `paged_prefill`
     ) -> None:
         self.heads, self.capacity, self.block_size, self.scale = heads, capacity, block_size, scale
-        self.dtype, self.device, self.least_tokens = dtype, device, least_tokens
+        self.dtype, self.device, self.min_tokens = dtype, device, min_tokens
         self._is_cuda = device.type == "cuda"
         self._planned: torch.cuda.Event | None = None
         whole = -(-capacity.tokens // block_size)
@@ -78,7 +78,7 @@ class FlashInferPrefill:
         self.plan([capacity.tokens], [capacity.tokens], self._zeros(whole))
 
     def takes(self, tokens: int, windows: int) -> bool:
-        return self.least_tokens <= tokens <= self.capacity.tokens and windows <= self.capacity.windows
+        return self.min_tokens <= tokens <= self.capacity.tokens and windows <= self.capacity.windows
 
     def plan(self, lengths: Sequence[int], contexts: Sequence[int], blocks: Tensor) -> None:
         """`blocks`: int32, on the device; of all windows, as many as their contexts fill."""

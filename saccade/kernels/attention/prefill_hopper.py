@@ -38,8 +38,8 @@ _DIM = 128
 _KEYS, _STAGES, _REGISTERS = 128, 3, 168  # registers of a thread on average over all roles
 _HALF = 64  # numbers of a head that a copy takes: as wide as shared memory is swizzled
 _BLOCK_SIZES = (16, 32, 64, 128)  # that fill a tile and are whole swizzles
-_LEAST_SHARE = 512  # keys of a split: fewer are done before it has begun
-_LEAST_SPLITS = 4  # fewer do not pay for their sum where contexts are short
+_MIN_SHARE = 512  # keys of a split: fewer are done before it has begun
+_MIN_SPLITS = 4  # fewer do not pay for their sum where contexts are short
 _HEAD = gl.constexpr(_DIM)
 _LAYOUT = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 _TILE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))  # scores, and sums of values alike
@@ -58,7 +58,7 @@ def suits(dim: int, dtype: torch.dtype, block_size: int) -> bool:
 def choose_splits(tokens: int, heads: int, num_sms: int) -> int:
     """As many as give each multiprocessor at most one program, where those are more than a few."""
     wanted = num_sms // (heads * -(-tokens // ROWS))
-    return min(wanted, MAX_SPLITS) if wanted >= _LEAST_SPLITS else 1
+    return min(wanted, MAX_SPLITS) if wanted >= _MIN_SPLITS else 1
 
 
 def hopper_prefill(
@@ -85,7 +85,7 @@ def hopper_prefill(
         tiles.starts, tiles.index, out, *parts, tokens * heads,
         scale * LOG2_E, q.stride(0), block_tables.stride(0),
         Q_HEAD=q.stride(1), HEADS=heads // k_cache.shape[1], BLOCK=block_size, KEYS=_KEYS, STAGES=_STAGES,
-        LEAST_SHARE=_LEAST_SHARE // _KEYS, num_warps=4, maxnreg=_REGISTERS,
+        MIN_SHARE=_MIN_SHARE // _KEYS, num_warps=4, maxnreg=_REGISTERS,
     )  # fmt: skip
     if splits > 1:
         combine(parts, out)
@@ -113,12 +113,12 @@ def _prefill_kernel(
     mixed: gl.tensor, maxima: gl.tensor, sums: gl.tensor, active: gl.tensor, cells: gl.tensor,
     scale: gl.tensor, q_row: gl.tensor, table_row: gl.tensor,
     Q_HEAD: gl.constexpr, HEADS: gl.constexpr,  # that share one of keys
-    BLOCK: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, LEAST_SHARE: gl.constexpr,
+    BLOCK: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, MIN_SHARE: gl.constexpr,
 ) -> None:  # fmt: skip
     request, first = gl.load(index + 2 * gl.program_id(1)), gl.load(index + 2 * gl.program_id(1) + 1)
     start, context = gl.load(starts + request), gl.load(contexts + request)
     length = gl.load(starts + request + 1) - start
-    share = gl.maximum(LEAST_SHARE, gl.cdiv(gl.cdiv(context, KEYS), gl.num_programs(2)))  # of a split, in tiles
+    share = gl.maximum(MIN_SHARE, gl.cdiv(gl.cdiv(context, KEYS), gl.num_programs(2)))  # of a split, in tiles
     low = gl.program_id(2) * share
     end = gl.minimum(low + share, gl.cdiv(gl.minimum(context, context - length + first + 128), KEYS))
     k = gl.allocate_shared_memory(gl.bfloat16, [STAGES, KEYS, 128], _LAYOUT)

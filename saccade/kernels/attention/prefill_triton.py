@@ -30,7 +30,7 @@ from saccade.kernels.launch.device import num_sms, precision_of
 from saccade.kernels.launch.pdl import overlap, pdl_release_then_wait, supports_pdl
 from saccade.kernels.launch.tiling import Launch, Tiles, power_of_two
 
-_LEAST_SHARE = 256  # keys of a split: fewer are done before the sum has begun
+_MIN_SHARE = 256  # keys of a split: fewer are done before the sum has begun
 
 
 def choose_rows(tokens: int, heads: int, num_sms: int) -> int:
@@ -49,7 +49,7 @@ def paged_prefill(
     scale: float,
     *,
     splits: int | None = None,
-    least_share: int = _LEAST_SHARE,
+    min_share: int = _MIN_SHARE,
     launch: Launch | None = None,
     out: Tensor | None = None,  # [T, heads, d], contiguous
 ) -> Tensor:
@@ -66,7 +66,7 @@ def paged_prefill(
         scale * LOG2_E, q.stride(0), k_cache.stride(0), v_cache.stride(0), block_tables.stride(0),
         Q_HEAD=q.stride(1), K_HEAD=k_cache.stride(1), V_HEAD=v_cache.stride(1), BLOCK_SIZE=block_size,
         GROUP=heads // k_cache.shape[1], DIM=dim, PADDED_DIM=power_of_two(dim, least=16),
-        ROWS=launch.rows, KEYS=launch.keys, IS_SPLIT=splits > 1, LEAST_SHARE=triton.cdiv(least_share, launch.keys),
+        ROWS=launch.rows, KEYS=launch.keys, IS_SPLIT=splits > 1, MIN_SHARE=triton.cdiv(min_share, launch.keys),
         PRECISION=precision_of(q), EARLY=early, ONE_LOOP=launch.one_loop,
         num_warps=launch.warps, num_stages=launch.stages, maxnreg=launch.registers, **overlap(early),
     )  # fmt: skip
@@ -108,7 +108,7 @@ def _prefill_kernel(
     scale: tl.tensor, q_row: tl.tensor, k_slot: tl.tensor, v_slot: tl.tensor, table_row: tl.tensor,
     Q_HEAD: tl.constexpr, K_HEAD: tl.constexpr, V_HEAD: tl.constexpr,  # known, so that loads of a head are aligned
     BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, IS_SPLIT: tl.constexpr, LEAST_SHARE: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, IS_SPLIT: tl.constexpr, MIN_SHARE: tl.constexpr,
     PRECISION: tl.constexpr, EARLY: tl.constexpr, ONE_LOOP: tl.constexpr,
 ) -> None:  # fmt: skip
     head, tile = tl.program_id(0), tl.program_id(2)
@@ -127,7 +127,7 @@ def _prefill_kernel(
     end = tl.minimum(context, context - length + first + ROWS)
     low, all_keys, share = 0, end, end
     if IS_SPLIT:
-        share = tl.maximum(tl.cdiv(tl.cdiv(context, KEYS), tl.num_programs(1)), LEAST_SHARE) * KEYS  # in whole tiles
+        share = tl.maximum(tl.cdiv(tl.cdiv(context, KEYS), tl.num_programs(1)), MIN_SHARE) * KEYS  # in whole tiles
         low = tl.program_id(1) * share
         if low >= end:
             return

@@ -20,13 +20,13 @@ from saccade.kernels.attention.vit_schedule import KEYS, TILE_ROWS, TileSchedule
 
 _FIRST, _REST = 64, 16  # a head is two products, as in `packed_vit`
 _STAGES, _REGISTERS = 8, 128  # the latter of a thread, on average over all roles
-_LEAST_LENGTH = 256  # smaller pictures are not worth four roles
+_MIN_LENGTH = 256  # smaller pictures are not worth four roles
 
 
 def suits(lengths: Sequence[int], dim: int, dtype: torch.dtype) -> bool:
     """Float16 has too small a range for weights without a maximum. Copies want rows of whole 16 bytes."""
     has_heads = _FIRST < dim <= _FIRST + _REST and dim % 8 == 0
-    return has_heads and dtype == torch.bfloat16 and min(lengths) >= _LEAST_LENGTH
+    return has_heads and dtype == torch.bfloat16 and min(lengths) >= _MIN_LENGTH
 
 
 def takes_parted(dim: int) -> bool:

@@ -44,7 +44,7 @@ from saccade.kernels.gemm.hopper_tiles import (
 
 ACTS = ("quick_gelu", "tanh_gelu", "silu_and_mul")  # the last takes a weight of the gate's rows and those of `up`
 _QUICK_GELU, _SILU_AND_MUL = gl.constexpr(0), gl.constexpr(2)
-_LEAST_FILL = 0.75  # of the multiprocessors' time; below, two launches with smaller tiles are faster
+_MIN_FILL = 0.75  # of the multiprocessors' time; below, two launches with smaller tiles are faster
 
 
 def hopper_linear_act(
@@ -72,7 +72,7 @@ def hopper_linear_act(
 def suits(rows: int, inputs: int, outputs: int, is_gated: bool, programs: int) -> bool:
     """Whether it is faster than a product and an activation by themselves, of 16-bit numbers."""
     is_aligned = inputs % ALIGNED == 0 and outputs % ALIGNED == 0
-    return is_aligned and fill(rows, outputs, is_gated, programs) >= _LEAST_FILL
+    return is_aligned and fill(rows, outputs, is_gated, programs) >= _MIN_FILL
 
 
 @lru_cache

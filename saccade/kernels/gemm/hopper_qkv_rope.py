@@ -46,7 +46,7 @@ from saccade.kernels.gemm.hopper_tiles import (
 DIM = 80  # of a head: 64 and 16
 _DIM = gl.constexpr(DIM)
 _TOGETHER = 16  # heads of a tile of short parts
-_LEAST_FILL = 0.78  # of the multiprocessors' time; below, two launches with smaller tiles are faster
+_MIN_FILL = 0.78  # of the multiprocessors' time; below, two launches with smaller tiles are faster
 _PAIRS = gl.NVMMASharedLayout(swizzle_byte_width=2 * BOX, element_bitwidth=16, rank=4)
 
 
@@ -73,7 +73,7 @@ def hopper_qkv_rope(
 def suits(rows: int, inputs: int, heads: int, dim: int, programs: int) -> bool:
     """Whether tiles divide such heads, and it is faster than a product and a rotation by themselves."""
     is_divided = heads % _TOGETHER == 0 and dim == DIM and inputs % ALIGNED == 0
-    return is_divided and fill(rows, 3 * heads * dim, False, programs) >= _LEAST_FILL
+    return is_divided and fill(rows, 3 * heads * dim, False, programs) >= _MIN_FILL
 
 
 @lru_cache

@@ -23,7 +23,7 @@ GROUPS = gl.constexpr(2)
 STAGES = gl.constexpr(4)  # with the room for results, all of shared memory
 _BAND = gl.constexpr(12)  # rows of tiles that are done column by column, so that a wave reads few rows of x and weight
 _ROWS, _WIDE = 128, 256  # of a tile: rows of x, rows of the weight
-_LEAST_ROWS = 256  # fewer take as long as reading the weight does
+_MIN_ROWS = 256  # fewer take as long as reading the weight does
 ALIGNED = 16  # elements that sizes are multiples of: what is copied in boxes has to, and one kernel then fits all
 BOX = 64  # rows and columns of a copy
 _BOXES = gl.NVMMASharedLayout(swizzle_byte_width=2 * BOX, element_bitwidth=16, rank=2)
@@ -39,7 +39,7 @@ def fill(rows: int, outputs: int, is_gated: bool, programs: int) -> float:
     whole = num_whole(tiles, programs)
     waves = -(-whole // programs) + (0.5 if tiles > whole else 0)
     sums = rows * outputs * (2 if is_gated else 1)
-    return sums / (waves * programs * _ROWS * _WIDE) if rows >= _LEAST_ROWS else 0.0
+    return sums / (waves * programs * _ROWS * _WIDE) if rows >= _MIN_ROWS else 0.0
 
 
 def num_tiles(rows: int, outputs: int, is_gated: bool) -> int:

@@ -39,7 +39,7 @@ _ACTIVATIONS: Mapping[Activation, tuple[str, Activation]] = {
     tanh_gelu: ("tanh_gelu", vit_elementwise.tanh_gelu),
 }
 """Kernels: the name that `linear_act` has for them, and by themselves."""
-_LEAST_SHARED = 768  # patches of a recorded pass: smaller ones have too few tiles for all programs
+_MIN_SHARED = 768  # patches of a recorded pass: smaller ones have too few tiles for all programs
 _KEPT = 8  # packings: pictures of one camera have one size
 _TRIED = (2, 15)  # programs of a trial: one item after the other, and some of them cut
 
@@ -203,7 +203,7 @@ def _ways(attention: str) -> tuple[AttentionPath, ...]:
     from saccade.kernels.attention import vit_hopper
 
     programs = num_sms(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    return ScheduledAttention(vit_hopper.suits, vit_hopper.HopperVit, programs, _LEAST_SHARED), tiled
+    return ScheduledAttention(vit_hopper.suits, vit_hopper.HopperVit, programs, _MIN_SHARED), tiled
 
 
 def _best_attention() -> str:

@@ -52,14 +52,14 @@ class AttentionPath(Protocol):
     def suits(self, lengths: Sequence[int], heads: Heads, size: int) -> bool:
         """Whether a pass over such pictures is to go this way, padded to so many patches."""
 
-    def room(self, heads: Heads, most: PassLimits) -> int:
+    def room(self, heads: Heads, maximum: PassLimits) -> int:
         """Numbers of any pass, at most."""
 
-    def metadata(self, lengths: Sequence[int], heads: Heads, most: PassLimits) -> Tensor:
+    def metadata(self, lengths: Sequence[int], heads: Heads, maximum: PassLimits) -> Tensor:
         """int32, on the host."""
 
-    def attend(self, metadata: Tensor, most: PassLimits) -> Attend:
-        """Over what lies there; `most` has the patches of this recording."""
+    def attend(self, metadata: Tensor, maximum: PassLimits) -> Attend:
+        """Over what lies there; `maximum` has the patches of this recording."""
 
 
 class TiledAttention:
@@ -72,15 +72,17 @@ class TiledAttention:
     def suits(self, lengths: Sequence[int], heads: Heads, size: int) -> bool:
         return True
 
-    def room(self, heads: Heads, most: PassLimits) -> int:
-        return most.images + 1 + 2 * num_tiles(most, self._rows)
+    def room(self, heads: Heads, maximum: PassLimits) -> int:
+        return maximum.images + 1 + 2 * num_tiles(maximum, self._rows)
 
-    def metadata(self, lengths: Sequence[int], heads: Heads, most: PassLimits) -> Tensor:
-        return _tile_part((*lengths, *[0] * (most.images - len(lengths))), self._rows, num_tiles(most, self._rows))
+    def metadata(self, lengths: Sequence[int], heads: Heads, maximum: PassLimits) -> Tensor:
+        return _tile_part(
+            (*lengths, *[0] * (maximum.images - len(lengths))), self._rows, num_tiles(maximum, self._rows)
+        )
 
-    def attend(self, metadata: Tensor, most: PassLimits) -> Attend:
-        starts, rest = metadata[: most.images + 1], metadata[most.images + 1 :]
-        return self._over(Tiles(starts, rest[: 2 * num_tiles(most, self._rows)].view(-1, 2), self._rows))
+    def attend(self, metadata: Tensor, maximum: PassLimits) -> Attend:
+        starts, rest = metadata[: maximum.images + 1], metadata[maximum.images + 1 :]
+        return self._over(Tiles(starts, rest[: 2 * num_tiles(maximum, self._rows)].view(-1, 2), self._rows))
 
 
 @lru_cache(maxsize=64)  # pictures of one camera have one grid
@@ -89,9 +91,9 @@ def _tile_part(lengths: tuple[int, ...], rows: int, capacity: int) -> Tensor:
     return torch.tensor([*starts, *index], dtype=torch.int32)
 
 
-def num_tiles(most: PassLimits, rows: int) -> int:
+def num_tiles(maximum: PassLimits, rows: int) -> int:
     """Most that so many patches are cut into, whatever pictures they are of."""
-    return most.patches // rows + most.images
+    return maximum.patches // rows + maximum.images
 
 
 class ScheduledAttention:
@@ -102,22 +104,22 @@ class ScheduledAttention:
         suits: Callable[[Sequence[int], int, torch.dtype], bool],
         over: Callable[[TileSchedule], Attend],
         programs: int,
-        least: int,  # patches of a pass that gains by it
+        minimum: int,  # patches of a pass that gains by it
     ) -> None:
         self._suits = suits
         self._over = over
         self._programs = programs
-        self._least = least
+        self._minimum = minimum
 
     def suits(self, lengths: Sequence[int], heads: Heads, size: int) -> bool:
-        return size >= self._least and self._suits(lengths, heads.dim, heads.dtype)
+        return size >= self._minimum and self._suits(lengths, heads.dim, heads.dtype)
 
-    def room(self, heads: Heads, most: PassLimits) -> int:
-        tiles = heads.number * (most.patches // (2 * GROUP_ROWS) + most.images)
+    def room(self, heads: Heads, maximum: PassLimits) -> int:
+        tiles = heads.number * (maximum.patches // (2 * GROUP_ROWS) + maximum.images)
         return items_at(self._programs) + ITEM * (tiles + max_slots(self._programs))
 
-    def metadata(self, lengths: Sequence[int], heads: Heads, most: PassLimits) -> Tensor:
+    def metadata(self, lengths: Sequence[int], heads: Heads, maximum: PassLimits) -> Tensor:
         return make_schedule(tuple(lengths), heads.number, self._programs).metadata
 
-    def attend(self, metadata: Tensor, most: PassLimits) -> Attend:
+    def attend(self, metadata: Tensor, maximum: PassLimits) -> Attend:
         return self._over(TileSchedule.among(metadata, self._programs, max_slots(self._programs)))

@@ -53,13 +53,13 @@ class _StaticBuffers:
     def like(cls, x: Tensor, places: PatchPositions | None, size: int, room: int) -> _StaticBuffers:
         """For so many patches, and numbers of attention."""
 
-        def most(columns: int, dtype: torch.dtype) -> Tensor:
+        def maximum(columns: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(size, columns, dtype=dtype, device=x.device)
 
         metadata = torch.zeros(room + size, dtype=torch.int32, device=x.device)
         dim = 4 * places.per_axis.shape[-1] if places else 0
-        rotary = most(dim, torch.float32) if places else None
-        return cls(most(x.shape[1], x.dtype), rotary, metadata)
+        rotary = maximum(dim, torch.float32) if places else None
+        return cls(maximum(x.shape[1], x.dtype), rotary, metadata)
 
     def takes(self, x: Tensor, places: PatchPositions | None, size: int, room: int) -> bool:
         is_like = (places is None) == (self.rotary is None) and self.x.dtype == x.dtype
@@ -108,18 +108,18 @@ class VisionGraphs:
 
     def replay(self, of: _RecordedPass, blocks: Blocks, x: Tensor) -> tuple[Tensor, int] | None:
         """None: there is no recording that begins with these blocks."""
-        heads, most = _heads(blocks[0], x), PassLimits(of.size, IMAGES)
+        heads, maximum = _heads(blocks[0], x), PassLimits(of.size, IMAGES)
         if self._is_recording and self._fixed is None:
-            self._fixed = _StaticBuffers.like(x, of.places, of.size, max(way.room(heads, most) for way in self.ways))
+            self._fixed = _StaticBuffers.like(x, of.places, of.size, max(way.room(heads, maximum) for way in self.ways))
         way = next(way for way in self.ways if way.suits(of.lengths, heads, of.size))
-        fixed, key, room = self._fixed, (of.size, way, blocks[0]), way.room(heads, most)
+        fixed, key, room = self._fixed, (of.size, way, blocks[0]), way.room(heads, maximum)
         if fixed is None or not fixed.takes(x, of.places, of.size, room):
             return None
         if key not in self._recorded and not self._is_recording:
             return None
         self._put_in_place(fixed, of, x, way, heads)
         if key not in self._recorded:
-            attend = way.attend(fixed.metadata[:room], most)
+            attend = way.attend(fixed.metadata[:room], maximum)
             self._recorded[key] = self._record(fixed, of.size, blocks[:TOGETHER], attend)
             self._sizes.add(of.size)
         recorded = self._recorded[key]
@@ -184,8 +184,8 @@ class _RecordedPass:
     def metadata(self, way: AttentionPath, heads: Heads, is_cuda: bool) -> Tensor:
         """Laid out as `_StaticBuffers.metadata`, on the host. All blocks of a pass go the same way."""
         if self._metadata is None:
-            most = PassLimits(self.size, IMAGES)
-            own, room = way.metadata(self.lengths, heads, most), way.room(heads, most)
+            maximum = PassLimits(self.size, IMAGES)
+            own, room = way.metadata(self.lengths, heads, maximum), way.room(heads, maximum)
             cells = packed_cells(self.places) if self.places else torch.empty(0, dtype=torch.int32)
             self._metadata = torch.zeros(room + len(cells), dtype=torch.int32, pin_memory=is_cuda)
             self._metadata[: len(own)] = own

@@ -5,7 +5,7 @@ from __future__ import annotations
 SIZES = tuple(range(128, 2049, 128))  # patches; matrix products work in tiles of 128 rows anyway
 
 
-MOST = 8192  # patches, where all pictures have one size: then there are few passes to record
+MAXIMUM = 8192  # patches, where all pictures have one size: then there are few passes to record
 
 
 IMAGES = 32  # of a pass, or windows

@@ -49,22 +49,22 @@ def follow_lengths(text: Any, switch: int | None, window: int) -> LengthRope | N
     """
     made = None
     for name, module in list(text.named_modules()):
-        least = _least_switch(module)
-        if least is None:
+        minimum = _min_switch(module)
+        if minimum is None:
             continue
-        if module.rope_type == "longrope" and least == switch and made is None:
+        if module.rope_type == "longrope" and minimum == switch and made is None:
             parent, _, own = name.rpartition(".")
-            made = LengthRope(module, least)
+            made = LengthRope(module, minimum)
             setattr(text.get_submodule(parent), own, made)
-        elif window > least:
+        elif window > minimum:
             raise Unfit(
-                f"beyond {least} tokens its rope ({module.rope_type}) changes with a prompt's length in a way we do "
-                f"not follow; --max-model-len {least} avoids that"
+                f"beyond {minimum} tokens its rope ({module.rope_type}) changes with a prompt's length in a way we do "
+                f"not follow; --max-model-len {minimum} avoids that"
             )
     return made
 
 
-def _least_switch(module: Any) -> int | None:
+def _min_switch(module: Any) -> int | None:
     """The fewest tokens beyond which a rope depends on how many there are; None: it never does."""
     kind = getattr(module, "rope_type", None)
     kinds: dict[str | None, str] = kind if isinstance(kind, dict) else {None: str(kind)}

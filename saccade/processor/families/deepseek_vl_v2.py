@@ -30,7 +30,7 @@ from saccade.processor.families.base import (
 from saccade.processor.families.llava_next import best_canvas
 from saccade.types import Geometry, Grid, Size, Span, Tiling
 
-_MOST_IN_TILES = 2  # pictures of one prompt; where there are more, each has one tile
+_MAX_IN_TILES = 2  # pictures of one prompt; where there are more, each has one tile
 _UNKNOWN = -1  # the token, while no tokenizer is there: counting needs none
 
 _CHAT = """\
@@ -118,7 +118,7 @@ class DeepseekVL2:
         return in_order(lowest, highest)
 
     def among(self, images: int, max_pixels: int) -> int:
-        return max_pixels if images <= _MOST_IN_TILES else min(max_pixels, self.tile**2)
+        return max_pixels if images <= _MAX_IN_TILES else min(max_pixels, self.tile**2)
 
     def policy_tag(self, min_pixels: int, max_pixels: int) -> bytes:
         allowed = self._allowed(max_pixels)
@@ -140,9 +140,9 @@ class DeepseekVL2:
     def largest(self, min_pixels: int, max_pixels: int) -> Geometry:
         """The picture with the most tiles, and the most tokens that any can have, though perhaps not the same one."""
         every = [self._of(canvas, canvas) for canvas in self._allowed(max_pixels)]
-        most = max(every, key=lambda geometry: geometry.tokens)
+        maximum = max(every, key=lambda geometry: geometry.tokens)
         tiled = max(every, key=lambda geometry: geometry.grid.patches)
-        return replace(tiled, tokens=most.tokens, slots=most.slots)
+        return replace(tiled, tokens=maximum.tokens, slots=maximum.slots)
 
     def _of(self, canvas: Size, resized: Size) -> Geometry:
         columns, rows = canvas.width // self.tile, canvas.height // self.tile

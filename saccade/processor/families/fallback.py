@@ -19,7 +19,7 @@ from saccade.errors import RequestError
 from saccade.processor.families.base import Expansion, Files, check_aspect_ratio, plain_positions, tag
 from saccade.types import Geometry, Grid, Size, Span
 
-MOST_PIXELS = 25_000_000
+MAX_PIXELS = 25_000_000
 """A blank picture of the same size is held in memory to count, so sizes have a bound of their own."""
 _ORDINARY = Size(512, 384)
 _RATIOS = (1, 5 / 4, 4 / 3, 3 / 2, 16 / 9, 2, 5 / 2, 3, 4, 5, 6, 8)
@@ -70,16 +70,16 @@ class Fallback:
         return tuple({self.image_token_id, self.embedded_id})
 
     def policy(self, min_pixels: int | None, max_pixels: int | None) -> tuple[int, int]:
-        return 1, MOST_PIXELS
+        return 1, MAX_PIXELS
 
     def policy_tag(self, min_pixels: int, max_pixels: int) -> bytes:
         return tag({"processor": self.settings})
 
     def geometry(self, size: Size, min_pixels: int, max_pixels: int) -> Geometry:
         check_aspect_ratio(size)
-        if size.width * size.height > MOST_PIXELS:
+        if size.width * size.height > MAX_PIXELS:
             raise RequestError(
-                f"the picture is {size.width}x{size.height} pixels, and at most {MOST_PIXELS} are allowed for a model "
+                f"the picture is {size.width}x{size.height} pixels, and at most {MAX_PIXELS} are allowed for a model "
                 "that is served through Transformers",
                 code="image_too_large",
             )

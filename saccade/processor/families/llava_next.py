@@ -93,9 +93,9 @@ class LlavaNext:
         """The picture with the most tiles, and the most tokens that any can have, though perhaps not the same one."""
         allowed = self._allowed(max_pixels)
         all_sizes = [self._of(target, target, kept) for target in allowed for kept in self._possible(target)]
-        most = max(all_sizes, key=lambda geometry: geometry.tokens)
+        maximum = max(all_sizes, key=lambda geometry: geometry.tokens)
         tiled = max(all_sizes, key=lambda geometry: geometry.grid.patches)
-        return replace(tiled, tokens=most.tokens, slots=most.slots)
+        return replace(tiled, tokens=maximum.tokens, slots=maximum.slots)
 
     def _of(self, target: Size, resized: Size, kept: Size) -> Geometry:
         columns, rows = target.width // self.tile, target.height // self.tile

@@ -12,7 +12,7 @@ from saccade.processor.families.llava_next import LlavaNext, read_pinpoints, til
 from saccade.types import Size
 
 _TOWER = "siglip_vision_model"
-_MOST_TILES = 6  # along either side, where a checkpoint names no pinpoints
+_MAX_TILES = 6  # along either side, where a checkpoint names no pinpoints
 _SLACK = 1.1  # a picture this much larger along its sides is left as it is
 
 
@@ -28,7 +28,7 @@ class LlavaOnevision(LlavaNext):
             raise ConfigError("vision_feature_select_strategy must be full: the tower has no class token to drop")
         if raw["vision_config"].get("model_type") != _TOWER:
             raise ConfigError(f"config.json: vision_config.model_type must be {_TOWER}: tiles have no class tokens")
-        tile, counts = tile_side(given, vision), range(1, _MOST_TILES + 1)
+        tile, counts = tile_side(given, vision), range(1, _MAX_TILES + 1)
         max_tiles = _max_tiles(files.processor.get("vision_aspect_ratio") or raw.get("vision_aspect_ratio"))
         return cls(
             tile=tile,

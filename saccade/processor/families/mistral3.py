@@ -73,12 +73,12 @@ class Mistral3:
     # --- limits ---------------------------------------------------------------------------------------------------
 
     def policy(self, min_pixels: int | None, max_pixels: int | None) -> tuple[int, int]:
-        highest = self._most_pixels if max_pixels is None else max_pixels
+        highest = self._max_pixels if max_pixels is None else max_pixels
         lowest = 1 if min_pixels is None else min_pixels  # small pictures stay small
         return in_order(lowest, highest)
 
     @property
-    def _most_pixels(self) -> int:
+    def _max_pixels(self) -> int:
         """Of any picture once its sides are rounded up to whole tokens."""
         return _up(self.edges.width, self.token_side) * _up(self.edges.height, self.token_side) * self.token_side**2
 
@@ -92,14 +92,14 @@ class Mistral3:
         check_aspect_ratio(size)
         fitted, side = self._fitted(size, min_pixels, max_pixels), self.token_side
         columns, rows = _up(fitted.width, side), _up(fitted.height, side)
-        if max_pixels < self._most_pixels and columns * rows * side**2 > max_pixels:
+        if max_pixels < self._max_pixels and columns * rows * side**2 > max_pixels:
             columns, rows = max(1, fitted.width // side), max(1, fitted.height // side)
         return self._of(columns, rows)
 
     def _fitted(self, size: Size, min_pixels: int, max_pixels: int) -> Size:
         """Shrunk to the longest edge as the checkpoint's processor does it; further only where a limit asks for it."""
         shrink = max(size.height / self.edges.height, size.width / self.edges.width)
-        if max_pixels < self._most_pixels:
+        if max_pixels < self._max_pixels:
             shrink = max(shrink, math.sqrt(size.width * size.height / max_pixels))
         enlarge = math.sqrt(min_pixels / (size.width * size.height))
         if shrink > 1:
@@ -112,18 +112,18 @@ class Mistral3:
     def largest(self, min_pixels: int, max_pixels: int) -> Geometry:
         """The most tokens and the most embeddings that any picture can have, though perhaps not the same picture."""
         shapes = [self._of(*shape) for shape in self._shapes(max_pixels)]
-        most = max(shapes, key=lambda geometry: geometry.slots)
-        return replace(most, tokens=max(geometry.tokens for geometry in shapes))
+        maximum = max(shapes, key=lambda geometry: geometry.slots)
+        return replace(maximum, tokens=max(geometry.tokens for geometry in shapes))
 
     def _shapes(self, max_pixels: int) -> Iterator[tuple[int, int]]:
         """Columns and rows: for every number of rows the most columns a picture can have beside it."""
         side = self.token_side
-        most_columns, most_rows = _up(self.edges.width, side), _up(self.edges.height, side)
+        max_columns, max_rows = _up(self.edges.width, side), _up(self.edges.height, side)
         allowed = max(1, max_pixels // side**2)
         thin = max(1, math.isqrt(MAX_ASPECT_RATIO * max_pixels) // side)  # along a strip less than a token wide
-        yield min(most_columns, max(allowed, thin)), 1
-        yield 1, min(most_rows, max(allowed, thin))
-        yield from ((min(most_columns, allowed // rows), rows) for rows in range(1, min(most_rows, allowed) + 1))
+        yield min(max_columns, max(allowed, thin)), 1
+        yield 1, min(max_rows, max(allowed, thin))
+        yield from ((min(max_columns, allowed // rows), rows) for rows in range(1, min(max_rows, allowed) + 1))
 
     def _of(self, columns: int, rows: int) -> Geometry:
         resized = Size(columns * self.token_side, rows * self.token_side)

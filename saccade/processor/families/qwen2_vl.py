@@ -143,7 +143,7 @@ def fit(size: Size, side: int, min_pixels: int, max_pixels: int) -> Size:
 
 def largest_fit(side: int, min_pixels: int, max_pixels: int) -> Size:
     """A size that `fit` never exceeds in tokens. Three ways lead to many of them; the worst one counts."""
-    candidates = (_fullest(max_pixels // side**2), _thinnest(side, max_pixels), _most_enlarged(side, min_pixels))
+    candidates = (_fullest(max_pixels // side**2), _thinnest(side, max_pixels), _max_enlarged(side, min_pixels))
     rows, columns = max(candidates, key=math.prod)
     return Size(columns * side, rows * side)
 
@@ -160,7 +160,7 @@ def _thinnest(side: int, max_pixels: int) -> tuple[int, int]:
     return 1, max(1, math.floor(math.sqrt(max_pixels * MAX_ASPECT_RATIO) / side * _SLACK))
 
 
-def _most_enlarged(side: int, min_pixels: int) -> tuple[int, int]:
+def _max_enlarged(side: int, min_pixels: int) -> tuple[int, int]:
     """Growing to the minimum rounds up along both sides; the worst shapes are just past a whole number of columns."""
     tokens = min_pixels / side**2 * _SLACK
     squarest, widest = math.floor(math.sqrt(tokens)), math.floor(math.sqrt(tokens * MAX_ASPECT_RATIO))

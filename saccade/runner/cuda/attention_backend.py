@@ -43,15 +43,15 @@ def choose(asked: str, place: Place, block_size: int, max_blocks: int, scale: fl
     check(asked, place)
     if asked == "triton" or _why_not(place) or (asked == "auto" and _is_ours_faster(place, block_size)):
         return None
-    least = MIN_TOKENS if asked == "auto" else 1
+    minimum = MIN_TOKENS if asked == "auto" else 1
     try:
-        found = _new(place, block_size, max_blocks, scale, least)
+        found = _new(place, block_size, max_blocks, scale, minimum)
     except Exception as error:  # whatever another library raises while it is imported or compiles its kernels
         if asked == "flashinfer":
             raise ConfigError(f"attention_backend=flashinfer cannot be used: FlashInfer failed: {error}") from error
         logger.warning("FlashInfer is installed but failed, so prompts go without it: %s", error)
         return None
-    logger.info("prompts attend by FlashInfer in steps of %d tokens and more", least)
+    logger.info("prompts attend by FlashInfer in steps of %d tokens and more", minimum)
     return found
 
 
@@ -64,7 +64,7 @@ def _is_ours_faster(place: Place, block_size: int) -> bool:
     return can_use_hopper(heads, place.dtype, block_size, place.device)
 
 
-def _new(place: Place, block_size: int, max_blocks: int, scale: float, least_tokens: int) -> FlashInferPrefill:
+def _new(place: Place, block_size: int, max_blocks: int, scale: float, min_tokens: int) -> FlashInferPrefill:
     from saccade.kernels.attention.prefill_flashinfer import Capacity, FlashInferPrefill
     from saccade.kernels.launch.device import Heads
     from saccade.runner.cuda.graph_sizes import GRAPH_TOKENS, GRAPH_WINDOWS
@@ -77,7 +77,7 @@ def _new(place: Place, block_size: int, max_blocks: int, scale: float, least_tok
         scale,
         place.dtype,
         place.device,
-        least_tokens=least_tokens,
+        min_tokens=min_tokens,
     )
 
 

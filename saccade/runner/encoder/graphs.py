@@ -39,7 +39,7 @@ def largest_pass(vision: VisionConfig) -> int:
     """Patches of the largest one that is recorded."""
     from saccade.models.cuda.vision_sizes import SIZES, size_for
 
-    squares = _most_squares(vision)
+    squares = _max_squares(vision)
     return max(SIZES[-1], size_for(squares * _rows_of(_square(vision)))) if squares else SIZES[-1]
 
 
@@ -53,7 +53,7 @@ def _packings(vision: VisionConfig) -> Iterator[list[Grid]]:
             packs = [[_about(size, side)], [_about(_SMALL, side)] * (size // _SMALL)]
             # Neither one that is recorded with another size nor, of the smallest, the same again.
             yield from (p for p in packs[: 1 + (size > _SMALL)] if size_for(sum(g.patches for g in p)) == size)
-    for images in range(_most_squares(vision), 0, -1):
+    for images in range(_max_squares(vision), 0, -1):
         yield [_square(vision)] * images
 
 
@@ -64,14 +64,14 @@ def _about(patches: int, side: int) -> Grid:
     return Grid(1, rows * side, tokens // rows * side)
 
 
-def _most_squares(vision: VisionConfig) -> int:
+def _max_squares(vision: VisionConfig) -> int:
     """That are recorded in one pass; 0 where pictures have many sizes, or so large a one that nothing is gained."""
-    from saccade.models.cuda.vision_sizes import IMAGES, MOST, SIZES
+    from saccade.models.cuda.vision_sizes import IMAGES, MAXIMUM, SIZES
 
     has_sizes = vision.spatial_merge_size > 1 and not vision.takes_squares
     if has_sizes or not vision.image_size or _square(vision).patches > SIZES[-1]:
         return 0
-    return min(IMAGES, MOST // _rows_of(_square(vision)))
+    return min(IMAGES, MAXIMUM // _rows_of(_square(vision)))
 
 
 def _square(vision: VisionConfig) -> Grid:

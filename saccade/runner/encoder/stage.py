@@ -30,7 +30,7 @@ from saccade.runner.encoder.timing import DeviceWatch, HostWatch, Times, Watch
 from saccade.runner.encoder.upload import Prepare, Upload, pinned, use_on_current_stream
 from saccade.types import Geometry, Key, MediaItem, Slice
 
-_MOST_SOURCE_PIXELS = 50_000_000  # decoded at the same time; a single larger picture is decoded alone
+_MAX_SOURCE_PIXELS = 50_000_000  # decoded at the same time; a single larger picture is decoded alone
 _MOMENT = 0.005  # seconds that an idle step waits for a decoder before it looks for other work
 
 
@@ -219,7 +219,7 @@ class LocalEncoder:
                 continue
             if held and held + item.geometry.grid.patches > 2 * self.max_patches:
                 break
-            if pixels and pixels + _source_pixels(item) > _MOST_SOURCE_PIXELS:
+            if pixels and pixels + _source_pixels(item) > _MAX_SOURCE_PIXELS:
                 break
             self._decoding[item.key] = (item, self._pool.submit(self._prepare, item))
             held += item.geometry.grid.patches

@@ -18,8 +18,8 @@ from saccade.errors import ConfigError
 logger = logging.getLogger("saccade.server")
 
 _FOR_OTHER_USES = 256  # descriptors: the engine, fetches, files, connections in reserve
-_LEAST_FOR_OTHER_USES = 128
-_MOST_AUTOMATIC = 4096  # each costs memory, also when it is idle
+_MIN_FOR_OTHER_USES = 128
+_MAX_AUTOMATIC = 4096  # each costs memory, also when it is idle
 _RESERVE = 64  # places beyond the limit, for those who ask whether the server is well
 _SAFE_SECONDS = 1.0  # whoever came only now may be about to send a request
 _LOG_SECONDS = 10.0
@@ -29,11 +29,11 @@ def connection_limit(asked: int | None) -> int:
     """How many connections may be open. ConfigError when the process could not open so many."""
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if asked is None:
-        return min(max(descriptors - _FOR_OTHER_USES, descriptors // 2), _MOST_AUTOMATIC)
-    if asked > max(descriptors - _LEAST_FOR_OTHER_USES, descriptors // 2):
+        return min(max(descriptors - _FOR_OTHER_USES, descriptors // 2), _MAX_AUTOMATIC)
+    if asked > max(descriptors - _MIN_FOR_OTHER_USES, descriptors // 2):
         raise ConfigError(
             f"max_connections={asked} needs more than the {descriptors} descriptors this process may open, of which "
-            f"{_LEAST_FOR_OTHER_USES} are for other uses; lower it, or raise the limit (ulimit -n)"
+            f"{_MIN_FOR_OTHER_USES} are for other uses; lower it, or raise the limit (ulimit -n)"
         )
     return asked
 
@@ -52,9 +52,9 @@ class Place(Enum):
 class Connections:
     """One address may have a share of the places. Idle connections make room for new ones."""
 
-    def __init__(self, most: int, share: float, on_refusal: Callable[[str], None]) -> None:
-        self.most = most
-        self._open = _Places(most, share)
+    def __init__(self, maximum: int, share: float, on_refusal: Callable[[str], None]) -> None:
+        self.maximum = maximum
+        self._open = _Places(maximum, share)
         self._reserve = _Places(_RESERVE, share)
         self._on_refusal = on_refusal
         self._num_refused = 0  # since the latest line in the log
@@ -75,15 +75,15 @@ class Connections:
                 "address (--max-client-share)",
                 self._num_refused,
                 len(self._open),
-                self.most,
-                self._open.most_of_one,
+                self.maximum,
+                self._open.max_of_one,
             )
             self._num_refused = 0
 
     @property
     def is_full(self) -> bool:
         """Whether a new client would find no place."""
-        return len(self._open) >= self.most and self._open.oldest_idle() is None
+        return len(self._open) >= self.maximum and self._open.oldest_idle() is None
 
     def make_room(self) -> None:
         """Descriptors have run out for another reason: give one back."""
@@ -103,9 +103,9 @@ class Connections:
 
 
 class _Places:
-    def __init__(self, most: int, share: float) -> None:
-        self._most = most
-        self.most_of_one = max(1, int(most * share))
+    def __init__(self, maximum: int, share: float) -> None:
+        self._maximum = maximum
+        self.max_of_one = max(1, int(maximum * share))
         self._peers: dict[Connection, str] = {}
         self._counts: Counter[str] = Counter()
         self._idle: dict[str, dict[Connection, float]] = {}  # by peer, those idle for longest first, since when
@@ -114,9 +114,9 @@ class _Places:
         return len(self._peers)
 
     def enter(self, connection: Connection, peer: str) -> bool:
-        if self._counts[peer] >= self.most_of_one:
+        if self._counts[peer] >= self.max_of_one:
             victim = self.oldest_idle(peer)
-        elif len(self) >= self._most:
+        elif len(self) >= self._maximum:
             victim = self.oldest_idle()
         else:
             return self._take(connection, peer)

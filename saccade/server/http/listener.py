@@ -79,5 +79,5 @@ class Listener:
             logger.error(
                 "new connections wait: %s; raise the limit (ulimit -n) or lower --max-connections, now %d",
                 error.strerror,
-                self._connections.most,
+                self._connections.maximum,
             )

@@ -18,7 +18,7 @@ MAX_VALUES = 2_000_000
 _MAX_STRINGS = 250_000  # and names: each costs several times what a number does
 _MAX_CONTAINERS = 100_000  # and lists and objects as much again
 _CHARS_PER_CONTAINER = 16  # a long context may hold more brackets than that: in texts nobody can tell them apart
-_LEAST_BYTES = 16 << 20  # parsed in the time of a step, whatever they are
+_MIN_BYTES = 16 << 20  # parsed in the time of a step, whatever they are
 _BYTES_PER_CHAR = 6  # \u00e9
 
 _MEDIA_START = re.compile(rb'"data(?::|"\s*:\s*")', re.IGNORECASE)  # a data URL, or Anthropic's field of that name
@@ -33,7 +33,7 @@ class TextTally:
     """Counts a body chunk by chunk. What it takes for a data URL may be a text; `check_text` sees that later."""
 
     def __init__(self, max_chars: int) -> None:
-        self._max_bytes = max(_LEAST_BYTES, max_chars * _BYTES_PER_CHAR)
+        self._max_bytes = max(_MIN_BYTES, max_chars * _BYTES_PER_CHAR)
         self._max_containers = max(_MAX_CONTAINERS, max_chars // _CHARS_PER_CONTAINER)
         self._rest = b""
         self._is_media = False
