@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -17,10 +14,9 @@ from PIL import Image
 os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
 
 from benchmarks import checkpoints
-from tests.families import FAMILIES, ModelFamily
-
-if TYPE_CHECKING:
-    from tests.serving import RunningServer
+from tests.helpers.families import FAMILIES, ModelFamily
+from tests.helpers.images import make_photo
+from tests.helpers.serving import RunningServer, running_server
 
 torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)  # workers share the cores
 
@@ -54,8 +50,6 @@ def family_folder(family_name: str, tmp_path_factory: pytest.TempPathFactory) ->
 @pytest.fixture(scope="session")
 def server(qwen2_vl_folder: Path) -> Iterator[RunningServer]:
     """One `saccade serve` for all tests that do not hurt it."""
-    from tests.serving import running_server  # which itself needs the pictures below
-
     with running_server(qwen2_vl_folder) as running:
         yield running
 
@@ -63,15 +57,3 @@ def server(qwen2_vl_folder: Path) -> Iterator[RunningServer]:
 @pytest.fixture(scope="session")
 def photo() -> Callable[..., Image.Image]:
     return make_photo
-
-
-def make_photo(width: int = 112, height: int = 84, seed: int = 0) -> Image.Image:
-    """A smooth random picture, different for each seed."""
-    small = np.random.default_rng(seed).integers(0, 255, (5, 6, 3), dtype=np.uint8)
-    return Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC)
-
-
-def png(image: Image.Image) -> bytes:
-    stream = io.BytesIO()
-    image.save(stream, "PNG")
-    return stream.getvalue()

@@ -1,8 +1,8 @@
 """The model: its sizes, and a forward pass for training whose parameters carry Transformers' names.
 
 All pictures of a batch have the same grid, so attention runs over plain [pictures, patches] and [samples, tokens]
-with no masks: padding stands behind the text, where causal attention never looks. `tests/test_training.py` compares
-the logits with Transformers' Qwen2-VL on the same weights.
+with no masks: padding stands behind the text, where causal attention never looks.
+`tests/training/test_training.py` compares the logits with Transformers' Qwen2-VL on the same weights.
 """
 
 from __future__ import annotations

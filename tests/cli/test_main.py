@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from saccade.cli import main as cli
+from tests.helpers.images import make_photo
+from tests.helpers.videos import film
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> list[str]:
+    paths = []
+    for width, height in ((640, 480), (320, 240)):
+        path = tmp_path / f"{width}.png"
+        make_photo(width, height).save(path)
+        paths.append(str(path))
+    return paths
+
+
+def test_count_prints_the_bill_of_each_image_as_json(
+    images: list[str], qwen2_vl_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["count", "--model", str(qwen2_vl_folder), "--json", *images]) == 0
+    first, second = json.loads(capsys.readouterr().out)
+    assert first == {
+        "file": images[0], "width": 640, "height": 480, "resized_width": 644, "resized_height": 476,
+        "tokens": 391, "kv_blocks": 25, "encoder_cache_bytes": 0, "pruned": 0,
+    }  # fmt: skip
+    assert second["tokens"] == 99
+
+
+def test_count_works_without_a_model_and_adds_up(images: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["count", *images]) == 0
+    out = capsys.readouterr().out
+    assert "391" in out and "490" in out.splitlines()[-1]
+
+
+def test_count_obeys_max_pixels(images: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["count", "--max-pixels", "100352", "--json", images[0]]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["tokens"] <= 128
+
+
+@pytest.fixture
+def video(tmp_path: Path) -> str:
+    path = tmp_path / "a.mp4"
+    path.write_bytes(film(30, size=(112, 84)))  # 3 s: 3 groups of 4 x 3 tokens
+    return str(path)
+
+
+def test_count_shows_what_pruning_saves_of_a_video(
+    video: str, images: list[str], qwen2_vl_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    counted = ["count", "--model", str(qwen2_vl_folder), "--video-pruning", "0.5"]
+    assert cli.main([*counted, "--json", video]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert (row["tokens"], row["pruned"], row["kv_blocks"]) == (12 + 6 + 6, 12, 2)
+    assert cli.main([*counted, video, images[0]]) == 0
+    head, first, _, total = capsys.readouterr().out.splitlines()
+    assert head.split()[-1] == "pruned" and first.split()[-1] == total.split()[-1] == "12"
+    assert cli.main(["count", video]) == 0
+    assert "pruned" not in capsys.readouterr().out
+
+
+def test_count_refuses_a_share_that_the_engine_would_refuse(video: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["count", "--video-pruning", "1", video]) == 1
+    assert "video_pruning must be at least 0 and below 1" in capsys.readouterr().err
+
+
+def test_max_pixels_are_those_of_frames_too(video: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["count", "--max-pixels", "3136", "--json", video]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["tokens"] == 3 * 2
+
+
+@pytest.mark.parametrize("flags", [["--max-pixels", "0"], ["--max-pixels", "-5"], ["--min-pixels", "-5"]])
+def test_pixel_limits_out_of_range_are_one_line(
+    images: list[str], flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["count", *flags, images[0]]) == 1
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "must be a whole number of 1 or more" in err
+
+
+def test_a_device_is_no_image(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["count", "/dev/zero"]) == 1
+    assert "not a regular file" in capsys.readouterr().err
+
+
+def test_count_never_imports_torch(images: list[str], qwen2_vl_folder: Path) -> None:
+    code = (
+        "import sys; from saccade.cli.main import main; "
+        f"code = main(['count', '--model', {str(qwen2_vl_folder)!r}, {images[0]!r}]); "
+        "sys.exit(code or 'torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+
+
+def test_a_file_that_is_no_image_is_one_line_and_does_not_hide_the_others(
+    images: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad = tmp_path / "notes.txt"
+    bad.write_text("hello")
+    assert cli.main(["count", "--json", str(bad), images[0]]) == 1
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)[0]["tokens"] == 391
+    assert captured.err.count("\n") == 1 and "notes.txt" in captured.err
+
+
+def test_a_missing_model_is_one_line_and_status_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["chat", "/nowhere/model", "What?"]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("saccade: ") and err.count("\n") == 1
+
+
+def test_a_usage_error_is_status_2() -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["count", "--max-pixels", "many", "x.png"])
+    assert caught.value.code == 2
+
+
+def test_every_option_is_a_flag_with_help() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "saccade.cli", "chat", "--help"], capture_output=True, text=True, check=True
+    )
+    for flag in (
+        "--max-model-len",
+        "--encoder-budget",
+        "--no-prefix-caching",
+        "--limit-mm-per-prompt",
+        "--kv-cache-gb",
+    ):
+        assert flag in done.stdout
+
+
+def test_chat_answers_one_question_and_prints_the_bill(
+    images: list[str], qwen2_vl_folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--max-tokens", "5", "--kv-cache-gb", "0.1", "--limit-mm-per-prompt", "image=2"]
+    assert cli.main(["chat", str(qwen2_vl_folder), "--image", images[0], "What is this?", *flags]) == 0
+    captured = capfd.readouterr()
+    assert captured.out.strip()
+    assert "640x480 = 391 tokens" in captured.err
+
+
+def test_chat_without_a_model_asks_the_built_in_one(images: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    for words in (["--image", images[1], "What is this?"], ["What is this?", "--image", images[1]]):
+        assert cli.main(["chat", *words, "--max-tokens", "3", "--kv-cache-gb", "0.05"]) == 0
+        assert "320x240" in capfd.readouterr().err
+
+
+def test_a_conversation_goes_on_after_a_bad_image(
+    qwen2_vl_folder: Path, images: list[str], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = iter(["/image /nowhere.png", "What?", f"/image {images[1]}", "And this?", "And now?", "/quit"])
+    monkeypatch.setattr("builtins.input", lambda _: next(lines))
+    assert cli.main(["chat", str(qwen2_vl_folder), "--max-tokens", "3", "--kv-cache-gb", "0.1"]) == 0
+    err = capfd.readouterr().err
+    assert "/nowhere.png" in err
+    assert err.count("99 tokens") == 2  # the second question still carries the picture
+    assert "0 from the prefix cache" in err

@@ -1,0 +1,126 @@
+"""What lies between two tokens of running answers, in the order in which the device is given its work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from saccade.engine.async_core import AsyncEngineCore
+from saccade.scheduler.latency import SLOWDOWN, milliseconds
+from saccade.types import LatencyProfile, Request, ScheduledWindow, StepPlan, StepResult
+from tests.engine.test_async_faults import Launching
+from tests.helpers.scheduling import FakeImage, make_config, make_request
+
+ANSWERS, EMBEDDINGS, LAYERS = 32, 1564, 32
+PACE = LatencyProfile(  # as an H200 was measured with Qwen2-VL-2B's shape
+    decode_ms=((1, 1.22), (16, 1.40), (32, 1.71), (40, 1.83), (64, 1.92)),
+    prefill_ms=(
+        (32, 1.75),
+        (64, 1.87),
+        (128, 2.01),
+        (256, 2.65),
+        (512, 3.42),
+        (1024, 5.03),
+        (2048, 9.15),
+        (8192, 38.2),
+    ),
+    layer_ms=((256, 0.118), (1024, 0.454), (1521, 0.756), (2304, 1.356), (4096, 3.467)),
+    target_ms=None,
+)
+RIDING = replace(
+    PACE, mixed_ms=((32, ((128, 2.6), (256, 3.2), (384, 3.7), (512, 4.3))), (64, ((128, 2.9), (256, 3.5))))
+)
+
+
+class Device(Launching):
+    """Works on what it is given in order; each piece takes what the pace says."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.work: list[tuple[int, float]] = []  # answers that got a token, milliseconds
+        self.latency = PACE
+
+    def launch_both(
+        self, beside: StepPlan, ahead: StepPlan
+    ) -> tuple[Callable[[], StepResult], Callable[[], StepResult]]:
+        collects = super().launch_both(beside, ahead)
+        tokens, rows = sum(work.end - work.start for work in beside.windows), len(ahead.windows)
+        curve = next(
+            (curve for maximum, curve in self.latency.mixed_ms if rows <= maximum and tokens <= curve[-1][0]), None
+        )
+        if curve and beside.rides:
+            self.work[-2:] = [(rows, milliseconds(curve, tokens) + self._encode_ms(beside))]
+        return collects
+
+    def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
+        known = self.requests | {admission.request.request_id: admission.request for admission in plan.admitted}
+        decoding = sum(_is_decoding(work, known) for work in plan.windows)
+        prompts = sum(work.end - work.start for work in plan.windows) - decoding
+        ms = milliseconds(PACE.decode_ms, decoding) if decoding else 0.0
+        ms += milliseconds(PACE.prefill_ms, prompts) if prompts else 0.0
+        self.work.append((decoding, ms + self._encode_ms(plan)))
+        return super().launch(plan)
+
+    def _encode_ms(self, plan: StepPlan) -> float:
+        flying = {**self.flying, **{item.key: LAYERS for item in plan.encode}}
+        if not flying or plan.encode_layers == 0:
+            return 0.0
+        layers = min(max(flying.values()), plan.encode_layers or LAYERS)
+        return layers * milliseconds(PACE.layer_ms, EMBEDDINGS * len(flying))
+
+    def between_tokens(self) -> list[float]:
+        """Milliseconds, while all answers run."""
+        gaps, so_far = [], 0.0
+        for decoding, ms in self.work:
+            so_far += ms
+            if decoding >= ANSWERS:
+                gaps.append(so_far)
+            so_far = 0.0 if decoding else so_far
+        return gaps
+
+
+def _is_decoding(work: ScheduledWindow, known: dict[str, Request]) -> bool:
+    return work.end - work.start == 1 and work.start >= len(known[work.request_id].prompt)
+
+
+def played(latency: LatencyProfile, every: int) -> tuple[Device, dict[str, int]]:
+    """Answers, with a picture every so many steps; and the step in which each picture's first token came."""
+    config = make_config(
+        latency=latency, max_num_seqs=64, max_num_batched_tokens=8192, encoder_budget=8192, encoder_cache_slots=60_000,
+        num_blocks=40_000,
+    )  # fmt: skip
+    core, first = AsyncEngineCore(config, device := Device(config, layers=LAYERS)), dict[str, int]()
+    device.latency = latency
+    for i in range(ANSWERS):
+        core.add(make_request(f"t{i}", 60, max_tokens=250, temperature=0, first_token=1_000 * i))
+    core.step()
+    for count in range(250):
+        if count % every == 0 and 0 < count < 200:
+            image = FakeImage(f"p{count}", EMBEDDINGS)
+            core.add(make_request(f"p{count}", 8, image, 6, max_tokens=2, temperature=0, first_token=100_000))
+        for event in core.step():
+            if event.request_id.startswith("p"):
+                first.setdefault(event.request_id, count)
+    core.scheduler.check()
+    return device, first
+
+
+@pytest.mark.parametrize("latency", [PACE, RIDING], ids=["apart", "riding"])
+@pytest.mark.parametrize("every", [10, 25, 60])
+def test_prompts_and_images_in_turns_never_share_the_time_between_two_tokens(
+    latency: LatencyProfile, every: int
+) -> None:
+    device, _ = played(latency, every)
+    gaps, alone = device.between_tokens()[1:], milliseconds(PACE.decode_ms, ANSWERS)
+    assert max(gaps) > 1.8 * alone, "something was done beside the answers"
+    assert max(gaps) <= SLOWDOWN * alone
+
+
+def test_a_image_whose_prompt_rides_along_has_its_first_token_after_fewer_steps() -> None:
+    _, apart = played(PACE, 60)
+    _, riding = played(RIDING, 60)
+    assert apart.keys() == riding.keys()
+    assert all(riding[name] <= apart[name] - 8 for name in apart), (apart, riding)

@@ -1,0 +1,129 @@
+"""The same tokens come out however the work is cut, cached, batched or interrupted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from saccade import LLM, SamplingParams, costs
+from saccade.processor.checkpoint import open_checkpoint
+from tests.helpers.families import ModelFamily
+from tests.helpers.images import make_photo
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+SEEDED = SamplingParams(temperature=1.0, top_p=0.95, seed=11, max_tokens=12, ignore_eos=True)
+
+
+def prompts(image: str) -> list[dict[str, Any]]:
+    """Text, one picture, two, the same picture again, a large one in the middle of text."""
+    a, b, large = make_photo(seed=1), make_photo(140, 84, seed=2), make_photo(300, 250, seed=3)
+    return [
+        {"prompt": "The quick brown fox jumps over the lazy dog. " * 3},
+        {"prompt": f"{image}What is in the picture?", "multi_modal_data": {"image": a}},
+        {"prompt": f"{image}{image}Compare these two pictures.", "multi_modal_data": {"image": [a, b]}},
+        {"prompt": f"Again: {image} and {image}", "multi_modal_data": {"image": [a, a]}},
+        {"prompt": f"The quick brown fox {image} jumps over", "multi_modal_data": {"image": large}},
+    ]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A checkpoint and the prompts that are put to it."""
+
+    folder: Path
+    prompts: list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def subject(family: ModelFamily, family_folder: Path) -> Subject:
+    return Subject(family_folder, prompts(family.image))
+
+
+def run(subject: Subject, params: SamplingParams = GREEDY, *, together: bool = True, **given: Any) -> list[list[int]]:
+    defaults = {"max_model_len": 512, "kv_cache_gb": 0.02, "max_pixels": 200_000, "max_video_pixels": 200_000}
+    if slots := given.pop("encoder_cache_slots", None):
+        text = open_checkpoint(str(subject.folder)).config.text
+        given["encoder_cache_gb"] = (slots + 0.5) * costs.embedding_bytes_per_slot(text, "float32") / costs.GIB
+    llm = LLM(model=str(subject.folder), use_tqdm=False, **{**defaults, **given})
+    asked = subject.prompts
+    batches = [asked] if together else [[p] for p in asked]
+    outs = [out for batch in batches for out in llm.generate(batch, params, use_tqdm=False)]
+    llm.engine.core.scheduler.check()
+    llm.close()
+    return [out.outputs[0].token_ids for out in outs]
+
+
+@pytest.fixture(scope="module")
+def alone(subject: Subject) -> list[list[int]]:
+    """The plain way: one request at a time, whole windows, no cache."""
+    return run(subject, together=False, enable_prefix_caching=False, encoder_cache_gb=0.0)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        pytest.param({}, id="batched"),
+        pytest.param({"max_num_batched_tokens": 16}, id="chunks of 16"),
+        pytest.param({"max_num_batched_tokens": 64}, id="chunks of 64"),
+        pytest.param({"max_num_batched_tokens": 100_000}, id="unlimited chunks"),
+        pytest.param({"enable_prefix_caching": False}, id="no prefix cache"),
+        pytest.param({"encoder_cache_gb": 0.0}, id="no encoder cache"),
+        pytest.param({"encoder_cache_slots": 290}, id="tiny encoder cache"),
+        pytest.param({"encoder_cache_slots": 290, "max_num_batched_tokens": 40}, id="tiny encoder cache, chunks of 40"),
+        pytest.param({"encoder_cache_gb": 0.0, "max_num_batched_tokens": 48}, id="no encoder cache, chunks of 48"),
+        pytest.param({"max_num_seqs": 2}, id="two at a time"),
+        pytest.param({"encode_layers_per_step": 1}, id="encoder sliced by one layer"),
+        pytest.param({"step_ms": 0.001}, id="bounded steps"),
+        pytest.param({"encode_layers_per_step": 1, "max_num_batched_tokens": 32}, id="sliced, chunks of 32"),
+    ],
+)
+def test_tokens_do_not_depend_on(given: dict[str, Any], subject: Subject, alone: list[list[int]]) -> None:
+    assert run(subject, **given) == alone
+
+
+def test_tokens_do_not_depend_on_a_warm_prefix_cache(subject: Subject, alone: list[list[int]]) -> None:
+    llm = LLM(model=str(subject.folder), use_tqdm=False, max_model_len=512, kv_cache_gb=0.02, max_pixels=200_000)
+    cold = llm.generate(subject.prompts, GREEDY, use_tqdm=False)
+    warm = llm.generate(subject.prompts, GREEDY, use_tqdm=False)
+    assert [o.outputs[0].token_ids for o in cold] == [o.outputs[0].token_ids for o in warm] == alone
+    long = [out for out in warm if len(out.prompt_token_ids) > 16]  # a block and a token that is always computed
+    assert long and all(out.num_cached_tokens > 0 for out in long)
+    llm.close()
+
+
+def test_tokens_do_not_depend_on_preemption(subject: Subject) -> None:
+    """KV for two long answers at most: the others are thrown out in the middle and come back."""
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    expected = run(subject, params, together=False, enable_prefix_caching=False, max_pixels=60_000)
+    text = open_checkpoint(str(subject.folder)).config.text
+    blocks = 14
+    gib = (blocks + 0.5) * costs.kv_bytes_per_block(text, "float32") / costs.GIB
+    llm = LLM(model=str(subject.folder), use_tqdm=False, kv_cache_gb=gib, max_pixels=60_000)
+    asked = subject.prompts
+    outs = llm.generate(asked, params, use_tqdm=False)
+    assert llm.stats()["preemptions"] > 0
+    assert [o.outputs[0].token_ids for o in outs] == expected
+    llm.engine.core.scheduler.check()
+    llm.close()
+
+
+def test_tokens_do_not_depend_on_what_earlier_requests_left_in_the_kv_cache(
+    subject: Subject, alone: list[list[int]]
+) -> None:
+    """Not even on NaN: what one request wrote must never reach another through padding."""
+    llm = LLM(model=str(subject.folder), use_tqdm=False, max_model_len=512, kv_cache_gb=0.02, max_pixels=200_000)
+    kv = llm.engine.core.runner.kv
+    kv.k.fill_(float("nan"))
+    kv.v.fill_(float("nan"))
+    outs = llm.generate(subject.prompts, GREEDY, use_tqdm=False)
+    assert [o.outputs[0].token_ids for o in outs] == alone
+    llm.close()
+
+
+def test_a_seeded_request_gives_the_same_text_whatever_it_is_batched_with(subject: Subject) -> None:
+    together = run(subject, SEEDED, max_num_batched_tokens=32)
+    one_by_one = run(subject, SEEDED, together=False, enable_prefix_caching=False)
+    assert together == one_by_one

@@ -1,0 +1,108 @@
+"""A small Qwen2.5-VL checkpoint and Transformers' way of running it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from benchmarks import checkpoints
+from tests.helpers.reference import Reference, image_settings, load
+
+VISION: dict[str, Any] = {
+    "depth": 3,
+    "hidden_size": 48,
+    "intermediate_size": 44,  # no multiple of 8, like the 3420 of the published towers
+    "num_heads": 4,
+    "in_channels": 3,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "window_size": 56,  # two tokens, so that small pictures have whole and cut windows
+    "fullatt_block_indexes": [1],
+}
+LIMITS = {"min_pixels": 56 * 56, "max_pixels": 28 * 28 * 1280}
+
+
+def build(
+    folder: Path,
+    *,
+    layout: str = "saved",
+    seed: int = 0,
+    text: dict[str, Any] | None = None,
+    vision: dict[str, Any] | None = None,
+) -> Path:
+    """Every structural feature on: windows, a full layer between them, RMS norms, gated MLPs with biases."""
+    tokenizer = checkpoints.qwen_tokenizer()
+    ids = {name: tokenizer.token_to_id(name) for name in checkpoints.QWEN_SPECIALS}
+    text_config = {
+        "hidden_size": 64,
+        "intermediate_size": 112,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": tokenizer.get_vocab_size() + 6,
+        "max_position_embeddings": 4096,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
+        "bos_token_id": ids["<|endoftext|>"],
+        "eos_token_id": ids["<|im_end|>"],
+        **(text or {}),
+    }
+    config = Qwen2_5_VLConfig(
+        text_config=text_config,
+        vision_config={**VISION, "out_hidden_size": text_config["hidden_size"], **(vision or {})},
+        image_token_id=ids["<|image_pad|>"],
+        video_token_id=ids["<|video_pad|>"],
+        vision_start_token_id=ids["<|vision_start|>"],
+        vision_end_token_id=ids["<|vision_end|>"],
+        tie_word_embeddings=False,
+    )
+    checkpoints._save_model(Qwen2_5_VLForConditionalGeneration, config, folder, seed, "5GB")
+    if layout == "published":
+        checkpoints._publish(folder, checkpoints.QWEN_OLD_NAMES, flatten=True)
+    write_image_processor(folder, layout)
+    checkpoints._write_tokenizer(
+        folder, tokenizer, checkpoints.QWEN_TEMPLATE, layout, eos="<|im_end|>", pad="<|endoftext|>"
+    )
+    checkpoints._write(folder / "generation_config.json", {"eos_token_id": [ids["<|im_end|>"], ids["<|endoftext|>"]]})
+    return folder
+
+
+def write_image_processor(folder: Path, layout: str) -> None:
+    settings = {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "image_mean": checkpoints.CLIP_MEAN,
+        "image_std": checkpoints.CLIP_STD,
+        "merge_size": 2,
+        "patch_size": 14,
+        "temporal_patch_size": 2,
+    }
+    if layout == "published":
+        checkpoints._write(folder / "preprocessor_config.json", {**settings, **LIMITS})
+        return
+    size = {"shortest_edge": LIMITS["min_pixels"], "longest_edge": LIMITS["max_pixels"]}
+    whole = {"image_processor": {**settings, "size": size}, "processor_class": "Qwen2_5_VLProcessor"}
+    checkpoints._write(folder / "processor_config.json", whole)
+
+
+def reference(folder: Path) -> Reference:
+    model, tokenizer = load(Qwen2_5_VLForConditionalGeneration, folder)
+    return qwen_reference(model, tokenizer, folder)
+
+
+def qwen_reference(model: Any, tokenizer: Any, folder: Path) -> Reference:
+    """For every model whose pictures are read as Qwen2-VL's are."""
+    processor, pad = Qwen2VLImageProcessorPil(**image_settings(folder)), "<|image_pad|>"
+
+    def read(images: list[Image.Image]) -> tuple[dict[str, Any], list[str]]:
+        made = dict(processor(images, return_tensors="pt"))
+        return made, [pad * (int(grid.prod()) // 4) for grid in made["image_grid_thw"]]
+
+    def kinds(ids: torch.Tensor) -> dict[str, Any]:
+        return {"mm_token_type_ids": torch.eq(ids, model.config.image_token_id).int()}
+
+    return Reference(model, tokenizer, pad, read, kinds)

@@ -1,0 +1,109 @@
+"""A small Qwen3-VL checkpoint and Transformers' way of running it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+from benchmarks import checkpoints
+from tests.helpers.family_qwen2_5_vl import qwen_reference
+from tests.helpers.reference import Reference, load
+
+VISION: dict[str, Any] = {
+    "depth": 4,
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_heads": 4,
+    "in_channels": 3,
+    "patch_size": 16,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "num_position_embeddings": 25,
+    "deepstack_visual_indexes": [0, 2],
+}
+LIMITS = {"shortest_edge": 64 * 64, "longest_edge": 32 * 32 * 1280}
+
+
+def build(
+    folder: Path,
+    *,
+    layout: str = "saved",
+    seed: int = 0,
+    text: dict[str, Any] | None = None,
+    vision: dict[str, Any] | None = None,
+    kinds: tuple[Any, Any] = (Qwen3VLConfig, Qwen3VLForConditionalGeneration),
+    prepare: Callable[[Any], None] = lambda model: None,
+) -> Path:
+    """Every structural feature on: deep features, learned positions, interleaved axes, norms of queries and keys,
+    heads that are wider together than the stream."""
+    tokenizer = checkpoints.qwen_tokenizer()
+    ids = {name: tokenizer.token_to_id(name) for name in checkpoints.QWEN_SPECIALS}
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
+    text_config = {
+        "hidden_size": 64,
+        "intermediate_size": 112,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "vocab_size": tokenizer.get_vocab_size() + 6,
+        "max_position_embeddings": 4096,
+        "rope_parameters": rope,
+        "bos_token_id": ids["<|endoftext|>"],
+        "eos_token_id": ids["<|im_end|>"],
+        **(text or {}),
+    }
+    config = kinds[0](
+        text_config=text_config,
+        vision_config={**VISION, "out_hidden_size": text_config["hidden_size"], **(vision or {})},
+        image_token_id=ids["<|image_pad|>"],
+        video_token_id=ids["<|video_pad|>"],
+        vision_start_token_id=ids["<|vision_start|>"],
+        vision_end_token_id=ids["<|vision_end|>"],
+        tie_word_embeddings=True,
+    )
+    model = kinds[1](config).float().eval()
+    checkpoints.randomise(model, seed)
+    prepare(model)
+    model.save_pretrained(folder)
+    settings = {
+        "image_processor_type": "Qwen2VLImageProcessorFast",
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+        "merge_size": 2,
+        "patch_size": 16,
+        "temporal_patch_size": 2,
+        "size": LIMITS,
+    }
+    if layout == "published":
+        _publish_config(folder / "config.json")
+        checkpoints._write(folder / "preprocessor_config.json", settings)
+    else:
+        whole = {"image_processor": settings, "processor_class": "Qwen3VLProcessor"}
+        checkpoints._write(folder / "processor_config.json", whole)
+    template = checkpoints.QWEN_TEMPLATE
+    checkpoints._write_tokenizer(folder, tokenizer, template, layout, eos="<|im_end|>", pad="<|endoftext|>")
+    checkpoints._write(folder / "generation_config.json", {"eos_token_id": [ids["<|im_end|>"], ids["<|endoftext|>"]]})
+    return folder
+
+
+def _publish_config(file: Path) -> None:
+    """The hub's dialect: rotary settings in two places, types in the text's part. Its tensor names are today's."""
+    config = json.loads(file.read_text())
+    text, vision = config["text_config"], config["vision_config"]
+    rope = text.pop("rope_parameters")
+    text["rope_theta"] = rope.pop("rope_theta")
+    text["rope_scaling"] = rope
+    text["dtype"] = config.pop("dtype", "float32")
+    vision.pop("rope_parameters", None)
+    vision["model_type"] = config["model_type"]
+    checkpoints._write(file, config)
+
+
+def reference(folder: Path) -> Reference:
+    model, tokenizer = load(Qwen3VLForConditionalGeneration, folder)
+    return qwen_reference(model, tokenizer, folder)

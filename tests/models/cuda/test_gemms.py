@@ -1,0 +1,98 @@
+"""The products of fused layers against the plain decoder's, for every number of rows that is treated differently."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from saccade import costs
+from saccade.checkpoint.config import TextConfig
+from saccade.models.cuda.decoder import FusedDecoder
+from saccade.models.cuda.gemms import Residual, gemms_for, new_workspace
+from saccade.models.layers.attention import PagedKV
+from saccade.models.layers.decoder import Biases, Decoder, DecoderLayer
+from saccade.models.parameters import Parameters
+from tests.helpers.allocations import PeakMemory
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+EVERY_SIZE = pytest.mark.parametrize("rows", [1, 5, 20, 40, 600], ids=["one", "few", "more", "many", "prompt"])
+BIASES = pytest.mark.parametrize("biases", [Biases(), Biases(qkv=True), Biases(True, True, True)], ids=str)
+PLAIN = Biases()
+TEXT = TextConfig(64, 96, 2, 4, 2, 16, 200, 512, 1e-6, 1e4, None, {}, False, "llama")
+
+
+def decoder(biases: Biases = PLAIN, dtype: torch.dtype = torch.float16) -> Decoder:
+    params = Parameters(dtype, DEVICE)
+    made = Decoder(params, TEXT, biases)
+    generator = torch.Generator().manual_seed(0)
+    for tensor in params.targets.values():
+        tensor.copy_(torch.randn(tensor.shape, generator=generator) / 8)
+    return made
+
+
+def rows_of(rows: int, size: int, seed: int, dtype: torch.dtype = torch.float16) -> Tensor:
+    return torch.randn(rows, size, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def total(x: Residual) -> Tensor:
+    return x.rows if x.added is None else x.rows + x.added
+
+
+def assert_close(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, atol=8e-3, rtol=8e-3)
+
+
+def plain_mlp(x: Tensor, layer: DecoderLayer) -> Tensor:
+    gate, up = layer.gate_up(layer.mlp_norm(x)).chunk(2, dim=-1)
+    return layer.down(torch.nn.functional.silu(gate) * up) + x
+
+
+@BIASES
+@EVERY_SIZE
+def test_a_layer_projects_adds_and_widens_as_the_plain_one_does(rows: int, biases: Biases) -> None:
+    made = decoder(biases)
+    layer, gemms = made.layers[0], gemms_for(made, rows, new_workspace(made))
+    x, mixed = rows_of(rows, 64, 1), rows_of(rows, 64, 2)
+    qkv, stream = gemms.qkv(Residual(x), layer)
+    assert_close(qkv, layer.qkv(layer.attention_norm(x)))
+    stream = gemms.out(mixed, stream, layer)
+    added = layer.out(mixed) + x
+    assert_close(total(stream), added)
+    assert_close(total(gemms.mlp(stream, layer)), plain_mlp(added, layer))
+
+
+@EVERY_SIZE
+def test_logits_are_written_where_asked(rows: int) -> None:
+    made = decoder()
+    gemms = gemms_for(made, rows, new_workspace(made))
+    x, out = Residual(rows_of(rows, 64, 1)), torch.empty(rows, 200, dtype=torch.float16, device=DEVICE)
+    assert gemms.logits(x, made, out) is out
+    assert_close(out, made.logits(made.norm(x.rows)).half())
+
+
+@EVERY_SIZE
+def test_what_is_still_to_be_added_is_added_before_the_last_norm(rows: int) -> None:
+    made = decoder()
+    gemms = gemms_for(made, rows, new_workspace(made))
+    stream = gemms.out(rows_of(rows, 64, 2), Residual(rows_of(rows, 64, 1)), made.layers[0])
+    assert_close(gemms.normed(stream, made), made.norm(total(stream)))
+
+
+def test_few_rows_take_fewer_launches_only_where_the_widest_product_is_ours() -> None:
+    made = decoder()
+    kinds = [type(gemms_for(made, rows, new_workspace(made))).__name__ for rows in (1, 16, 17, 64)]
+    assert kinds == ["_SkinnyGemms", "_SkinnyGemms", "_LargeGemms", "_LargeGemms"]
+    exact = decoder(dtype=torch.float32)
+    assert type(gemms_for(exact, 1, new_workspace(exact))).__name__ == "_LargeGemms"
+
+
+def test_a_prompt_takes_the_memory_that_is_planned_for_it() -> None:
+    made, rows = decoder(dtype=torch.float32), 600
+    kv = PagedKV.allocate(TEXT, 1, 16, torch.float32, DEVICE)
+    fused, embeds = FusedDecoder(made, kv), rows_of(rows, 64, 1, torch.float32)
+    with PeakMemory() as memory:
+        memory.hold(embeds)
+        fused.forward(embeds, lambda qkv, keys, values: qkv[:, :4].clone(), fused.gemms(rows))
+    planned = costs.fused_prompt_bytes_per_token(TEXT, "float32") - 2 * TEXT.head_dim * 4  # angles are the caller's
+    assert memory.peak == pytest.approx(rows * planned, rel=0.02)

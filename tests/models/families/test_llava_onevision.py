@@ -1,0 +1,256 @@
+"""LLaVA-OneVision: what a picture costs, the limit on its embeddings and what is computed, against Transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from transformers import (
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    PreTrainedTokenizerFast,
+    SiglipVisionConfig,
+)
+from transformers.image_processing_utils import get_patch_output_size, select_best_resolution
+from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
+
+from saccade.checkpoint.config import model_config
+from saccade.cli.count import count_files
+from saccade.errors import ConfigError
+from saccade.models import load_model
+from saccade.models.cuda.vision import FusedVision
+from saccade.processor.checkpoint import open_checkpoint
+from saccade.processor.families.llava import Llava
+from saccade.processor.families.llava_onevision import LlavaOnevision
+from saccade.types import Grid, Size
+from tests.helpers import family_llava_onevision
+from tests.helpers.family_checks import (
+    CPU,
+    Given,
+    Subject,
+    as_patches,
+    assert_close,
+    dummy,
+    edited,
+    finish,
+    with_config,
+)
+from tests.helpers.images import make_photo, png
+from tests.helpers.reference import Reference
+
+PINPOINTS = LlavaOnevisionImageProcessorPil.image_grid_pinpoints  # the published ones: up to 6 x 6 tiles of 384
+# The last two have more patches than may be kept: one is reduced, the other within the slack.
+PHOTOS = [make_photo(112, 84, 1), make_photo(31, 33, 2), make_photo(300, 70, 3), make_photo(200, 190, 4)]
+sides = st.one_of(st.integers(1, 64), st.integers(1, 3000), st.integers(1, 60_000))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return family_llava_onevision.build(tmp_path_factory.mktemp("llava_onevision"))
+
+
+@pytest.fixture(scope="module")
+def subject(folder: Path) -> Subject:
+    return Subject(folder)
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> Reference:
+    return family_llava_onevision.reference(folder)
+
+
+@pytest.fixture(scope="module")
+def published() -> LlavaOnevision:
+    sizes = tuple(Size(width, height) for height, width in PINPOINTS)
+    return LlavaOnevision(384, 14, sizes, 151646, (151646, 151647), {})
+
+
+@pytest.fixture(scope="module")
+def their_rules(folder: Path) -> Any:
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+    return family_llava_onevision.hf_processor(tokenizer, num_image_tokens=729, vision_aspect_ratio="anyres_max_9")
+
+
+# --- what a picture costs -----------------------------------------------------------------------------------------
+
+
+@settings(max_examples=300, deadline=None)
+@given(width=sides, height=sides)
+def test_any_image_has_the_tokens_and_the_size_of_transformers(
+    published: LlavaOnevision, their_rules: Any, width: int, height: int
+) -> None:
+    assume(max(width, height) / min(width, height) <= 200)
+    geometry = published.geometry(Size(width, height), *published.policy(None, None))
+    assert geometry.tokens == geometry.slots == their_rules._get_number_of_features(height, width, 384, 384)
+    target = select_best_resolution((height, width), PINPOINTS)
+    stand_in = np.broadcast_to(np.uint8(0), (3, height, width))  # its shape is all that is looked at
+    fitted = get_patch_output_size(stand_in, target, "channels_first")
+    assert (geometry.resized.height, geometry.resized.width) == fitted
+    assert geometry.grid == Grid(1 + target[0] * target[1] // 384**2, 27, 27)
+
+
+@settings(max_examples=30, deadline=None)
+@given(width=st.integers(1, 300), height=st.integers(1, 300))
+def test_the_tiles_are_those_of_the_whole_processor(
+    subject: Subject, reference: Reference, width: int, height: int
+) -> None:
+    assume(max(width, height) / min(width, height) <= 200)
+    photo = make_photo(width, height)
+    made, spelled = reference.read([photo])
+    geometry = subject.geometry(photo)
+    assert made["pixel_values"].shape[1] == geometry.grid.t
+    assert len(spelled[0]) == geometry.tokens * len("<image>")
+
+
+@settings(max_examples=100, deadline=None)
+@given(width=sides, height=sides, highest=st.sampled_from([1, 300_000, 1_500_000, 5_308_416]))
+def test_no_image_costs_more_than_the_largest(published: LlavaOnevision, width: int, height: int, highest: int) -> None:
+    assume(max(width, height) / min(width, height) <= 200)
+    limits = published.policy(None, highest)
+    geometry, largest = published.geometry(Size(width, height), *limits), published.largest(*limits)
+    assert geometry.tokens <= largest.tokens
+    assert geometry.grid.patches <= largest.grid.patches
+
+
+@pytest.mark.parametrize(
+    ("size", "tokens", "tiles"),
+    [
+        (Size(384, 384), 729 + 27 * 28, 2),
+        (Size(640, 480), 729 + 40 * 55, 5),
+        (Size(1152, 1152), 729 + 81 * 82, 10),
+        (Size(2304, 2304), 729 + 81 * 82, 37),
+    ],
+)
+def test_worked_examples(published: LlavaOnevision, size: Size, tokens: int, tiles: int) -> None:
+    geometry = published.geometry(size, *published.policy(None, None))
+    assert (geometry.tokens, geometry.grid.t) == (tokens, tiles)
+
+
+def test_images_are_counted_from_the_config_files_alone(folder: Path, tmp_path: Path) -> None:
+    for name in ("config.json", "processor_config.json"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    (tmp_path / "a.png").write_bytes(png(make_photo(180, 180)))
+    counts, errors = count_files([str(tmp_path / "a.png")], str(tmp_path), None, None)
+    assert not errors and counts[0].tokens == 16 + 8 * 9
+
+
+# --- what is computed ---------------------------------------------------------------------------------------------
+
+
+def test_one_photo_is_reduced_and_another_is_not(subject: Subject) -> None:
+    tilings = [subject.geometry(photo).tiling for photo in PHOTOS]
+    assert [tiling is not None and tiling.kept != tiling.joined for tiling in tilings] == [False, False, False, True]
+
+
+@pytest.mark.parametrize("photo", PHOTOS, ids=lambda photo: f"{photo.width}x{photo.height}")
+def test_prepared_tiles_equal_those_of_transformers(subject: Subject, reference: Reference, photo: Any) -> None:
+    pixels = reference.read([photo])[0]["pixel_values"][0]  # [tiles, 3, 60, 60]
+    torch.testing.assert_close(subject.prepare(photo), as_patches(pixels, 14), rtol=0, atol=2e-6)
+
+
+def test_a_image_on_the_device_gives_the_same_patches(subject: Subject) -> None:
+    there = torch.from_numpy(np.array(PHOTOS[0]))
+    assert torch.equal(subject.model.prepare(there, subject.geometry(PHOTOS[0])), subject.prepare(PHOTOS[0]))
+
+
+def test_embeddings_equal_the_image_features_of_transformers(subject: Subject, reference: Reference) -> None:
+    with torch.inference_mode():
+        theirs = reference.model.get_image_features(**reference.read(PHOTOS)[0]).pooler_output
+    for ours, other in zip(subject.embeddings(PHOTOS), theirs, strict=True):
+        assert_close(ours, other)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_logits_equal_those_of_transformers(subject: Subject, reference: Reference, count: int) -> None:
+    text = "Look: " + "<image>\n" * count + "what is it?"
+    assert_close(subject.logits(text, PHOTOS[:count]), reference.logits(text, PHOTOS[:count]))
+
+
+@torch.inference_mode()
+def test_fused_kernels_run_the_siglip_tower(subject: Subject) -> None:
+    patches, tower = subject.prepare(PHOTOS[1]), subject.model.tower
+    tiles = subject.geometry(PHOTOS[1]).grid.t
+    plain = torch.stack(finish(tower.encode(patches, tiles, subject.model.ops)))
+    assert_close(torch.stack(finish(tower.encode(patches, tiles, FusedVision()))), plain, 1e-5)
+
+
+def test_a_pooling_head_that_is_not_used_is_left_out(tmp_path: Path, subject: Subject) -> None:
+    folder = family_llava_onevision.build(tmp_path, vision={"vision_use_head": True})
+    assert len(Subject(folder).embeddings(PHOTOS[:1])[0]) == subject.geometry(PHOTOS[0]).slots
+
+
+def test_plain_llava_with_a_siglip_tower_matches(tmp_path: Path) -> None:
+    """As LLaVA-Interleave has it."""
+    text = LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, vocab_size=99)
+    config = LlavaConfig(
+        text_config=text,
+        vision_config=SiglipVisionConfig(**family_llava_onevision.VISION),
+        image_token_index=98,
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="full",
+    )
+    theirs = LlavaForConditionalGeneration(config).eval()
+    theirs.save_pretrained(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    ours = load_model(tmp_path, model_config(raw), dtype=torch.float32, device=CPU, progress=False)
+    family = Llava.from_checkpoint(Given(model_config(raw), {"size": {"height": 60, "width": 60}, "do_center_crop": 0}))
+    geometry = family.geometry(Size(90, 60), 1, 1)
+    assert geometry.tokens == 16
+    pixels = torch.randn(1, 3, 60, 60)
+    with torch.inference_mode():
+        features = finish(ours.encode(as_patches(pixels, 14), [geometry.grid]))
+        assert_close(features[0], theirs.get_image_features(pixels).pooler_output[0])
+
+
+# --- what checkpoints say -----------------------------------------------------------------------------------------
+
+
+def test_both_layouts_give_the_same_rules(subject: Subject, tmp_path: Path) -> None:
+    folder = family_llava_onevision.build(tmp_path, layout="published")
+    assert LlavaOnevision.from_checkpoint(open_checkpoint(str(folder))) == subject.family
+
+
+def test_a_head_that_only_the_text_config_calls_tied_is_the_embedding_table(tmp_path: Path) -> None:
+    """As the 0.5B model was published: `tie_word_embeddings` is false at the top, and no head is stored."""
+    folder = family_llava_onevision.build(tmp_path, layout="published")
+    edited(folder, lambda raw: raw["text_config"].update(tie_word_embeddings=True))
+    weights = load_file(folder / "model.safetensors")
+    del weights["language_model.lm_head.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    theirs = family_llava_onevision.reference(folder)
+    assert_close(Subject(folder).logits("what is it?", []), theirs.logits("what is it?", []))
+
+
+def test_a_silent_checkpoint_has_the_published_pinpoints_and_nine_tiles(subject: Subject) -> None:
+    silent = with_config(subject.config, image_grid_pinpoints=None, vision_aspect_ratio=None)
+    family = LlavaOnevision.from_checkpoint(Given(silent))
+    scaled = [[height * 60 // 384, width * 60 // 384] for height, width in PINPOINTS]
+    assert [[size.height, size.width] for size in family.pinpoints] == scaled
+    assert family.max_tiles == 9
+
+
+@pytest.mark.parametrize(
+    ("raw", "said"),
+    [
+        ({"vision_aspect_ratio": "pad"}, "anyres_max_ and a number, not 'pad'"),
+        ({"vision_feature_select_strategy": "default"}, "must be full"),
+    ],
+    ids=str,
+)
+def test_configs_that_cannot_work_are_refused(subject: Subject, raw: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        LlavaOnevision.from_checkpoint(Given(with_config(subject.config, **raw)))
+
+
+def test_a_siglip_tower_without_a_class_token_cannot_drop_one(folder: Path) -> None:
+    raw = json.loads((folder / "config.json").read_text())
+    with pytest.raises(ConfigError, match="set it to full"):
+        dummy(raw, vision_feature_select_strategy="default")

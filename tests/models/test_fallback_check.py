@@ -1,0 +1,117 @@
+"""Families that are served as far as they are the same as ours, or refused with one sentence that says why."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from saccade import LLM, SamplingParams
+from saccade.checkpoint.hf_processor import raised
+from saccade.cli.main import main
+from saccade.errors import ConfigError
+from saccade.models import fallback
+from tests.helpers import family_fallback, family_refused
+from tests.helpers.images import make_photo
+
+SIZES = {"max_model_len": 256, "kv_cache_gb": 0.01, "use_tqdm": False}
+REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
+    "gemma3": (family_fallback.gemma3, "its pictures are read in both directions"),
+    "paligemma": (family_refused.paligemma, "its pictures are read in both directions"),
+    "glm4v": (family_refused.glm4v, "its model reads .*image_grid_thw beside the pixels"),
+    "llava_next_video": (family_refused.llava_next_video, "its model reads image_sizes beside the pixels"),
+    "video_llava": (family_refused.video_llava, "its processor makes pixel_values_images of a picture"),
+    "ovis2": (family_refused.ovis2, "its logits differ by .* tokens around a picture may be changed"),
+    "blip-2": (family_refused.blip2, "config.json has no intermediate_size"),
+}
+
+
+def refusal_of(folder: Path, **given: Any) -> str:
+    with pytest.raises(ConfigError) as error:
+        LLM(str(folder), **{**SIZES, **given})
+    return str(error.value)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_family_that_is_not_served_says_why_in_one_sentence(name: str, tmp_path: Path) -> None:
+    build, why = REFUSED[name]
+    said = refusal_of(build(tmp_path))
+    assert said.startswith(f"model_type {name!r} is not in our table and cannot be served through Transformers: ")
+    assert re.search(why, said) and said.endswith("docs/models.md lists what can be") and "\n" not in said
+
+
+def test_the_command_line_says_it_in_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    folder = family_refused.glm4v(tmp_path)
+    capfd.readouterr()
+    assert main(["chat", str(folder), "What?", "--kv-cache-gb", "0.01"]) == 1
+    said = [line for line in capfd.readouterr().err.splitlines() if "saccade:" in line or "Traceback" in line]
+    assert len(said) == 1 and said[0].startswith("saccade: model_type 'glm4v' is not in our table")
+
+
+def test_no_setting_is_advised_where_none_would_help(tmp_path: Path) -> None:
+    """A window smaller than the context is the first thing that is wrong, and not what matters."""
+    said = refusal_of(family_fallback.gemma3(tmp_path, layers=["sliding_attention", "full_attention"], window=64))
+    assert "both directions" in said and "--max-model-len" not in said
+
+
+def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("saccade.checkpoint.hf_processor.find_spec", lambda name: None)
+    assert "it needs num2words, which is not installed (pip install num2words)" in raised(
+        ImportError("Package `num2words` is required to run SmolVLM processor.")
+    )
+    assert raised(ValueError("tensor at 0x7f")) == "its code there raises ValueError"
+
+
+def test_whatever_the_library_raises_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks(*_: object) -> None:
+        raise IndexError("tuple index out of range")
+
+    folder = family_fallback.internvl(tmp_path)
+    monkeypatch.setattr(fallback, "prove", breaks)
+    assert refusal_of(folder).endswith(
+        "Transformers: its code there raises IndexError; docs/models.md lists what can be"
+    )
+    (folder / "model.safetensors").write_bytes(b"nonsense")
+    assert "its code there raises SafetensorError" in refusal_of(folder)
+
+
+def test_layers_that_keep_other_things_than_keys_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = family_fallback.aya_vision(tmp_path)
+    monkeypatch.setattr(fallback, "_LAYERS", {"full_attention"})
+    assert "its layers are of a kind we cannot follow (sliding_attention)" in refusal_of(folder)
+
+
+def test_images_that_no_patches_cover_exactly_are_served(tmp_path: Path) -> None:
+    folder = family_fallback.idefics2(tmp_path)
+    theirs = family_fallback.reference("<image>")(folder)
+    asked = [("<image>What is it?", [make_photo(*size)]) for size in ((90, 70), (64, 120), (56, 42))]
+    with LLM(str(folder), **SIZES) as llm:
+        prompts = [{"prompt": text, "multi_modal_data": {"image": images}} for text, images in asked]
+        outs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True), use_tqdm=False)
+    assert [out.outputs[0].token_ids for out in outs] == [theirs.greedy(*pair, 12) for pair in asked]
+
+
+# --- windows ------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_with_a_window_is_served_as_far_as_it_reaches(tmp_path: Path) -> None:
+    folder, image = family_fallback.aya_vision(tmp_path, window=96), make_photo(60, 50, seed=1)
+    theirs = family_fallback.reference("<image>")(folder)
+    asked: list[tuple[str, list[Any]]] = [("<image>What is it?", [image]), ("The quick brown fox. " * 10, [])]
+    prompts = [{"prompt": text, "multi_modal_data": {"image": images or None}} for text, images in asked]
+    with LLM(str(folder), kv_cache_gb=0.01, use_tqdm=False) as llm:
+        assert llm.engine.limits.max_model_len == 96
+        outs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True), use_tqdm=False)
+    assert [out.outputs[0].token_ids for out in outs] == [theirs.greedy(*pair, 12) for pair in asked]
+    assert "max_model_len=256 is beyond the 96 positions" in refusal_of(folder)
+
+
+def test_a_window_that_the_config_hides_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = family_fallback.aya_vision(tmp_path, window=96)
+    monkeypatch.setattr("saccade.checkpoint.config._window", lambda text: None)
+    assert "its attention has a window of 96 tokens, ours none; --max-model-len 96 makes up for it" in refusal_of(
+        folder
+    )

@@ -1,0 +1,212 @@
+"""The borders of docs/architecture.md, read from the imports of every file."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+PROJECT = Path(__file__).parents[2]
+ROOT = PROJECT / "saccade"
+NOUNS = {"types", "errors", "options", "sampling_params", "outputs", "costs"}
+KERNELS = {"kernels.attention", "kernels.gemm", "kernels.ops", "kernels.launch"}
+MODELS = {"models", "models.layers", "models.vision", "models.cuda"}  # families are imported by name, from their table
+
+# top-level module, package or sub-package -> what it may import from saccade (itself always)
+ALLOWED: dict[str, set[str]] = {
+    "errors": set(),
+    "types": {"errors"},
+    "sampling_params": {"errors"},
+    "options": {"errors", "types"},
+    "outputs": {"errors", "types"},
+    "fair_pool": set(),
+    "torch_utils": set(),
+    "checkpoint": {"errors"},
+    "costs": {"types", "checkpoint"},
+    "media": {"errors", "types", "options"},
+    "structured": {"errors", "types", "checkpoint", "fair_pool"},
+    "processor.families": {"errors", "types", "costs", "checkpoint"},
+    "processor": NOUNS | {"checkpoint", "media", "structured", "processor.families"},
+    "scheduler": {"errors", "types", "options"},
+    "kernels": set(),
+    "kernels.launch": {"torch_utils"},
+    "kernels.ops": {"kernels.launch"},
+    "kernels.attention": {"kernels.launch", "torch_utils"},
+    "kernels.gemm": {"kernels.launch", "kernels.ops"},
+    "models.layers": {"errors", "checkpoint", "models"},
+    "models.vision": {"errors", "types", "checkpoint", "models", "models.layers"},
+    "models.cuda": {"types", "models.layers", "models.vision", "torch_utils"} | KERNELS,
+    "models.families": {"errors", "types", "checkpoint", "models", "models.layers", "models.vision", "torch_utils"},
+    "models": {"errors", "types", "checkpoint", "models.layers", "models.vision"},
+    "runner.encoder": NOUNS | MODELS | {"checkpoint", "media", "runner.cuda"},
+    "runner.cuda": NOUNS | MODELS | KERNELS | {"checkpoint", "runner", "torch_utils"},
+    "runner": NOUNS | MODELS | {"checkpoint", "structured", "runner.cuda", "runner.encoder"},
+    "engine": NOUNS | {"checkpoint", "scheduler", "runner"},
+    "engine.ipc": NOUNS | {"checkpoint", "engine"},
+    "llm": NOUNS | {"processor", "structured", "engine"},
+    "server.http": {"errors", "options", "server"},
+    "server.request": NOUNS | {"media", "structured", "processor", "server", "server.http"},
+    "server.api": NOUNS | {"media", "processor", "server", "server.http", "server.request"},
+    "server": NOUNS
+    | {"__init__", "fair_pool", "media", "structured", "processor", "engine", "engine.ipc"}
+    | {"server.http", "server.request", "server.api"},
+    "evaluation": {"errors", "types", "options", "costs"},
+    "cli": NOUNS | {"__init__", "media", "processor", "processor.families", "llm", "server", "evaluation"},
+    "__init__": {"sampling_params", "llm"},
+}
+HEAVY = {"torch", "transformers", "safetensors"}
+TORCH_FREE = ("media", "structured", "checkpoint", "processor", "scheduler", "server", "cli", "evaluation", *NOUNS)
+FORBIDDEN_OUTSIDE: dict[str, set[str]] = {  # third-party modules a package must never import
+    **dict.fromkeys(TORCH_FREE, HEAVY),
+    **{name: HEAVY | {"numpy"} for name in NOUNS},
+    "server": HEAVY | {"PIL", "numpy"},
+    "evaluation": HEAVY | {"fastapi"},
+    "engine": {"transformers", "PIL", "tokenizers"},
+    "runner": {"transformers", "tokenizers"},
+    "models": {"transformers", "tokenizers"},
+    "kernels": {"numpy", "transformers", "tokenizers"},
+}
+LAZY_ALLOWED = {
+    "saccade/__init__.py",
+    "saccade/cli/main.py",
+    "saccade/models/__init__.py",
+    "saccade/processor/families/__init__.py",
+    "saccade/structured/schema.py",  # llguidance, where a machine has it
+    "saccade/structured/grammar.py",
+    "saccade/structured/matcher.py",
+    "saccade/media/video_file.py",  # PyAV, where videos are read
+    "saccade/runner/build.py",  # Triton, where there is a GPU
+    "saccade/runner/cuda/attention_backend.py",
+    "saccade/runner/memory.py",
+    "saccade/runner/encoder/graphs.py",
+    "saccade/models/cuda/vision.py",  # Gluon, where the GPU is a Hopper
+    "saccade/kernels/attention/decode.py",
+    "saccade/kernels/attention/prefill.py",
+    "saccade/kernels/gemm/linear_act.py",
+    "saccade/kernels/gemm/qkv_rope.py",
+    "saccade/models/cuda/gemms.py",  # Gluon, too
+    "saccade/media/decode.py",  # simplejpeg, where a machine has it
+}
+
+
+class Import(NamedTuple):
+    file: str
+    line: int
+    module: str  # dotted
+    is_lazy: bool
+
+
+def imports_of(path: Path) -> Iterator[Import]:
+    tree = ast.parse(path.read_text())
+    typing_only = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+        for inner in ast.walk(node)
+    }
+    top = {id(node) for node in tree.body}
+    for node in ast.walk(tree):
+        if id(node) in typing_only or not isinstance(node, (ast.Import, ast.ImportFrom)):
+            continue
+        assert not (isinstance(node, ast.ImportFrom) and node.level), f"{path}: relative imports hide borders"
+        file = str(path.relative_to(ROOT.parent))
+        names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
+        if isinstance(node, ast.ImportFrom) and node.module == "saccade":
+            names = [
+                f"saccade.{a.name}" if (ROOT / f"{a.name}.py").exists() else "saccade.__init__" for a in node.names
+            ]
+        for name in names:
+            yield Import(file, node.lineno, name, id(node) not in top)
+
+
+def part_of(path: Path) -> str:
+    """The top-level module, the package, or the sub-package: `costs`, `runner`, `runner.cuda`."""
+    *folders, _ = path.relative_to(ROOT).parts
+    return ".".join(folders) or path.stem
+
+
+def part_named(module: str) -> str:
+    """The same for a dotted name, which may end with something that a module defines."""
+    names = module.split(".")[1:]
+    path = ROOT
+    for depth, name in enumerate(names):
+        if not (path / name).is_dir():
+            return ".".join(names[:depth]) or name
+        path = path / name
+    return ".".join(names) or "__init__"
+
+
+FILES = sorted(ROOT.rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_no_import_crosses_a_border_the_wrong_way(path: Path) -> None:
+    part = part_of(path)
+    assert part in ALLOWED, f"{part} is not in the table of borders: add it to docs/architecture.md and here"
+    for item in imports_of(path):
+        if not item.module.startswith("saccade"):
+            continue
+        target = part_named(item.module)
+        assert target == part or target in ALLOWED[part], f"{item.file}:{item.line} imports {item.module}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_no_package_imports_a_library_it_must_not_know(path: Path) -> None:
+    package = part_of(path).partition(".")[0]
+    for item in imports_of(path):
+        library = item.module.split(".")[0]
+        assert library not in FORBIDDEN_OUTSIDE.get(package, set()), f"{item.file}:{item.line} imports {library}"
+        if package == "scheduler":
+            assert library in sys.stdlib_module_names | {"saccade"}, f"{item.file}:{item.line} imports {library}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_are_lazy_only_where_a_reason_is_known(path: Path) -> None:
+    for item in imports_of(path):
+        if item.is_lazy:
+            assert item.file in LAZY_ALLOWED, f"{item.file}:{item.line} imports {item.module} inside a function"
+
+
+def test_benchmarks_do_not_import_tests() -> None:
+    for path in (PROJECT / "benchmarks").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            assert not any(name.split(".")[0] == "tests" for name in names), f"{path}:{node.lineno} imports tests"
+
+
+def test_model_names_appear_only_in_the_two_folders_and_their_tables() -> None:
+    shared = ("__init__", "base", "text")  # the last: for models of several names
+    names = [p.stem for p in (ROOT / "processor" / "families").glob("*.py") if p.stem not in shared]
+    assert names
+    for path in FILES:
+        if "families" in path.parts or "models" in path.parts:
+            continue
+        words = {n.value for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Constant)}
+        assert not words & set(names), f"{path} names a model family"
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "saccade",
+        "saccade.scheduler.scheduler",
+        "saccade.processor.prompt",
+        "saccade.engine.ipc.client",
+        "saccade.server.serve",
+        "saccade.cli.main",
+    ],
+)
+def test_importing_it_does_not_load_torch(module: str) -> None:
+    code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_scheduler_runs_on_the_standard_library_alone() -> None:
+    code = "import sys, saccade.scheduler.scheduler; sys.exit(bool({'numpy', 'torch', 'PIL'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

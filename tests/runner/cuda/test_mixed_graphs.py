@@ -1,0 +1,122 @@
+"""Prompt tokens that ride along with a decode step: the same answers, and only where nobody waits for a first token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from saccade import LLM, SamplingParams
+from saccade.runner.cuda.graph_sizes import MixedSize, mixed_sizes
+from saccade.runner.cuda.mixed_graphs import MixedGraphs
+from saccade.runner.device import Sampled
+from saccade.types import ScheduledWindow, StepPlan, StepResult
+from tests.engine.test_async_core import OPTIONS, overlapped, prompts
+from tests.helpers.families import FAMILIES
+
+SIZE = MixedSize(32, 4)
+GREEDY = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
+DRAWN = SamplingParams(max_tokens=5, temperature=1.2, top_k=50, seed=3, ignore_eos=True)
+
+
+def riding(folder: Path, size: MixedSize = SIZE) -> tuple[LLM, list[tuple[int, int]]]:
+    """An engine whose prompts come in small parts, and what rode along: tokens, and the requests that decoded."""
+    llm, rode = overlapped(folder, max_num_batched_tokens=24), list[tuple[int, int]]()
+    slices = llm.engine.core.scheduler.slices  # without times of a device: whoever can ride does
+    slices.rides = lambda windows, _: bool(windows) and not any(work.samples for work in windows)
+    mixed: MixedGraphs = llm.engine.core.runner.device._mixed
+    mixed.prepare(size)
+    run = mixed.run
+
+    def noted(size: MixedSize, windows: Any, splice: Any, rows: Any) -> Any:
+        rode.append((sum(len(window.tokens) for window in windows), len(rows.tokens)))
+        return run(size, windows, splice, rows)
+
+    mixed.run = noted  # type: ignore[method-assign]
+    return llm, rode
+
+
+def one_by_one(llm: LLM, given: list[dict[str, Any]], params: SamplingParams) -> list[list[int]]:
+    """Answers to requests of which each comes two steps after the last."""
+    engine, found = llm.engine, dict[str, list[int]]()
+    for number, prompt in enumerate(given):
+        engine.add_request(str(number), prompt, params)
+        for output in [*engine.step(), *engine.step()]:
+            found[output.request_id] = list(output.outputs[0].token_ids)
+    while engine.has_unfinished_requests():
+        found |= {output.request_id: list(output.outputs[0].token_ids) for output in engine.step()}
+    engine.core.scheduler.check()
+    return [found[str(number)] for number in range(len(given))]
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl"])  # rows of the second are wider where a picture is spliced in
+def test_prompts_that_ride_along_change_no_answer(name: str, tmp_path: Path, photo: Callable[..., Image.Image]) -> None:
+    folder, given = FAMILIES[name].build(tmp_path), prompts(photo, FAMILIES[name].image)[:3]
+    llm, rode = riding(folder)
+    assert one_by_one(llm, given, GREEDY) == one_by_one(LLM(str(folder), **OPTIONS), given, GREEDY)
+    assert any(tokens > 1 and rows > 1 for tokens, rows in rode)
+
+
+LONG = "A longer text about many small things that has several blocks of tokens in it, at least three."
+TEXTS = [{"prompt": "Count to three."}, {"prompt": LONG}]
+
+
+def test_drawn_tokens_are_the_same_whether_prompts_ride_along_or_not(qwen2_vl_folder: Path) -> None:
+    llm, rode = riding(qwen2_vl_folder)
+    assert one_by_one(llm, TEXTS, DRAWN) == one_by_one(LLM(str(qwen2_vl_folder), **OPTIONS), TEXTS, DRAWN)
+    assert rode
+
+
+def test_what_fits_no_pass_for_both_goes_by_itself(qwen2_vl_folder: Path) -> None:
+    llm, rode = riding(qwen2_vl_folder, MixedSize(4, 4))
+    assert one_by_one(llm, TEXTS, GREEDY) == one_by_one(LLM(str(qwen2_vl_folder), **OPTIONS), TEXTS, GREEDY)
+    assert not rode
+
+
+def test_the_result_of_what_rode_along_is_there_before_the_decode_step_is_waited_for(
+    qwen2_vl_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm, rode = riding(qwen2_vl_folder)
+    runner, waited, early = llm.engine.core.runner, list[bool](), list[StepResult]()
+    mixed, launch_both = runner.device.mixed, runner.launch_both
+
+    def waiting(*given: Any) -> Sampled:
+        sampled = mixed(*given)
+        return lambda: (waited.append(True), sampled())[1]
+
+    def asked_at_once(beside: StepPlan, ahead: StepPlan) -> Any:
+        waited.clear()
+        collects = launch_both(beside, ahead)
+        if beside.rides:
+            early.append(collects[0]())
+        assert not waited
+        return collects
+
+    monkeypatch.setattr(runner.device, "mixed", waiting)
+    monkeypatch.setattr(runner, "launch_both", asked_at_once)
+    one_by_one(llm, TEXTS, GREEDY)
+    assert len(early) == len(rode) > 0 and not any(result.samples for result in early)
+
+
+def test_one_token_in_the_middle_of_an_answer_that_is_computed_again_is_no_decode_step(qwen2_vl_folder: Path) -> None:
+    """Only the device and the host know the latest token; this one stands before it."""
+    runner = overlapped(qwen2_vl_folder).engine.core.runner
+    again, last_tokens = ScheduledWindow("a", 6, 7, (), False), ScheduledWindow("b", 6, 7, (), True)
+    runner._states = {name: SimpleNamespace(num_prompt=4) for name in "ab"}
+    decoding, others = runner._windows(StepPlan(1, (again, last_tokens)))
+    assert [work for work, _ in decoding] == [last_tokens] and [work for work, _ in others] == [again]
+
+
+def test_recorded_sizes_hold_what_a_step_may_have_and_no_more() -> None:
+    assert mixed_sizes(200, 20) == [(248, 8), (236, 20), (120, 8), (108, 20)]
+    assert max(size.rows for size in mixed_sizes(8192, 256)) == 128
+    assert {sum(size) % 128 for size in mixed_sizes(8192, 256)} == {0}
+
+
+def test_sizes_that_no_step_can_fill_are_not_recorded() -> None:
+    assert mixed_sizes(8192, 1) == [], "where one request runs, nothing is beside it"
+    assert mixed_sizes(64, 256) == [(192, 64), (120, 8), (96, 32)], "65 answers leave no token of 64"

@@ -1,0 +1,279 @@
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from saccade import costs
+from saccade.checkpoint.config import ModelConfig, model_config
+from saccade.errors import ConfigError
+from saccade.models import eager_reason, load_model
+from saccade.models.layers.decoder import Decoder, OnDecoder
+from saccade.options import Options
+from saccade.processor.checkpoint import open_checkpoint
+from saccade.runner.encoder.embedding_cache import EmbeddingSlab
+from saccade.runner.encoder.stage import LocalEncoder
+from saccade.runner.memory import MemoryPlan, _dtype, plan_memory
+from saccade.types import Geometry, Grid, Size
+from tests.checkpoint.test_config import PUBLISHED
+from tests.runner.encoder.test_stage import FakeTower, picture
+
+GIB = costs.GIB
+IMAGE = Geometry(Size(1288, 952), Grid(1, 68, 92), 1564, 1564)
+
+
+def small() -> ModelConfig:
+    return model_config({**PUBLISHED, "num_hidden_layers": 4, "torch_dtype": "float32"})
+
+
+def plan(largest: Geometry | None = IMAGE, free: int = 16 * GIB, **given: Any) -> MemoryPlan:
+    return plan_memory(Options(**{"device": "cpu", **given}), small(), largest, free)
+
+
+def test_the_context_is_the_models_own_when_the_kv_cache_holds_it() -> None:
+    assert plan().scheduler.max_model_len == 32768
+
+
+def test_the_context_shrinks_to_the_kv_cache_and_says_so() -> None:
+    made = plan(kv_cache_gb=0.01)
+    assert made.scheduler.max_model_len == made.scheduler.num_blocks * 16 < 32768
+    assert any("all the KV cache holds" in reason for reason in made.reasons)
+
+
+def test_a_context_longer_than_the_kv_cache_is_refused_with_both_numbers() -> None:
+    with pytest.raises(ConfigError, match=r"max_model_len=9000 needs 563 KV blocks but only \d+ fit"):
+        plan(kv_cache_gb=0.01, max_model_len=9000)
+
+
+def test_a_context_beyond_the_models_own_is_refused_with_both_numbers() -> None:
+    with pytest.raises(ConfigError, match=r"max_model_len=40000 is beyond the 32768"):
+        plan(max_model_len=40000)
+
+
+def test_kv_blocks_fill_the_asked_size() -> None:
+    made = plan(kv_cache_gb=1.0)
+    per_block = costs.kv_bytes_per_block(small().text, "float32")
+    assert made.scheduler.num_blocks == GIB // per_block
+
+
+def test_budget_and_cache_hold_the_largest_image_by_themselves() -> None:
+    huge = Geometry(Size(3584, 3584), Grid(1, 256, 256), 16384, 16384)
+    made = plan(huge, encoder_cache_gb=None)
+    assert made.scheduler.encoder_budget >= 16384
+    assert made.scheduler.encoder_cache_slots >= 16384
+
+
+def test_a_budget_below_the_largest_image_stops_the_start_with_the_numbers() -> None:
+    with pytest.raises(ConfigError, match=r"encoder_budget=100 .*1564"):
+        plan(encoder_budget=100)
+
+
+def test_a_cache_below_the_largest_image_stops_the_start_with_the_numbers() -> None:
+    with pytest.raises(ConfigError, match=r"encoder_cache_gb=0.001 holds \d+ embeddings .*1564"):
+        plan(encoder_cache_gb=0.001)
+
+
+def test_a_cache_of_zero_keeps_no_idle_embedding_but_can_work_on_a_full_budget() -> None:
+    made = plan(encoder_cache_gb=0.0)
+    assert not made.scheduler.keep_idle_embeddings
+    assert made.scheduler.encoder_cache_slots == made.scheduler.encoder_budget
+
+
+def test_no_memory_for_a_single_block_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no room for KV blocks"):
+        plan(free=0)
+
+
+def test_float32_checkpoints_stay_float32() -> None:
+    assert plan().dtype == torch.float32
+
+
+def test_a_checkpoint_in_a_type_that_no_device_computes_in_is_refused_by_its_name() -> None:
+    with pytest.raises(ConfigError, match=r"not 'float8_e4m3fn'; config.json says so .*choose with --dtype"):
+        _dtype("auto", "float8_e4m3fn", torch.device("cuda"))
+
+
+def test_an_unknown_device_or_dtype_is_refused() -> None:
+    with pytest.raises(ConfigError, match="tpu9"):
+        plan(device="tpu9")
+    with pytest.raises(ConfigError, match="int3"):
+        plan(dtype="int3")
+
+
+# --- a device -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planning asks nothing of a device but whether there is one."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+
+@pytest.mark.usefixtures("on_cuda")
+def test_the_parts_of_a_device_fill_what_it_may_take_and_no_more() -> None:
+    made = plan(device="cuda", free=24 * GIB, dtype="bfloat16")
+    assert made.parts.total <= 24 * GIB
+    assert made.parts.total > 24 * GIB - costs.kv_bytes_per_block(small().text, "bfloat16")
+
+
+@pytest.mark.usefixtures("on_cuda")
+def test_every_part_of_a_device_is_planned_and_said() -> None:
+    made = plan(device="cuda", free=24 * GIB)
+    assert [field.name for field in fields(made.parts) if not getattr(made.parts, field.name)] in ([], ["states"])
+    assert any("GiB of the device in all: weights" in reason for reason in made.reasons)
+
+
+@pytest.mark.usefixtures("on_cuda")
+def test_a_kv_cache_that_does_not_fit_beside_the_rest_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"kv_cache_gb=23 does not fit: .* leaves \d+\.\d+ GiB"):
+        plan(device="cuda", free=24 * GIB, kv_cache_gb=23)
+
+
+@pytest.mark.usefixtures("on_cuda")
+def test_work_on_images_grows_with_the_budget() -> None:
+    vision = small().vision
+    assert vision is not None
+    one, two = (plan(device="cuda", free=64 * GIB, encoder_budget=budget).parts for budget in (2000, 4000))
+    per_patch = costs.encode_bytes_per_patch(vision, small().text, "float32")
+    assert two.work - one.work == 2000 * 4 * per_patch
+    assert two.images - one.images == 3 * 2000 * 4 * costs.prepared_bytes_per_patch(vision, "float32")
+
+
+@pytest.mark.usefixtures("on_cuda")
+def test_a_model_without_kernels_plans_no_graphs_of_steps() -> None:
+    config = model_config({**PUBLISHED, "num_hidden_layers": 4})
+    plain = replace(config, model_type="unknown", vision=None)
+    fused, other = (
+        plan_memory(Options(device="cuda"), made, None, 24 * GIB).parts
+        for made in (replace(config, vision=None), plain)
+    )
+    assert fused.graphs > 0 == other.graphs
+
+
+@pytest.mark.usefixtures("on_cuda")
+def test_graphs_of_short_steps_take_what_the_largest_pass_for_prompts_and_answers_does() -> None:
+    """Beside 8 answers: steps of 96 tokens have a pass of 128 rows, those of 128 one of 256."""
+    less, more = (
+        plan(device="cuda", max_num_batched_tokens=maximum, max_num_seqs=8).parts.graphs for maximum in (96, 128)
+    )
+    assert more - less == 128 * costs.fused_prompt_bytes_per_token(small().text, "float32")
+
+
+def test_it_is_known_before_a_model_is_built_whether_kernels_know_it(family_folder: Path) -> None:
+    opened = open_checkpoint(str(family_folder))
+    made = load_model(
+        family_folder, opened.config, dtype=torch.float32, device=torch.device("cpu"),
+        load_format="dummy", image_processor=opened.image_processor,
+    )  # fmt: skip
+    decoder = made.decoder
+    has_kernels = (
+        getattr(type(made), "forward", None) is OnDecoder.forward
+        and isinstance(decoder, Decoder)
+        and decoder.temperature is None
+        and not any(layer.experts for layer in decoder.layers)
+    )
+    assert (eager_reason(opened.config) is None) == has_kernels
+
+
+def test_a_host_plans_weights_kv_and_embeddings_alone() -> None:
+    parts = plan().parts
+    assert parts.total == parts.weights + parts.kv + parts.embeddings
+
+
+# --- resident embeddings ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def slab() -> EmbeddingSlab:
+    return EmbeddingSlab(8, 2, torch.float32, torch.device("cpu"))
+
+
+def rows(value: float, count: int) -> torch.Tensor:
+    return torch.full((count, 2), float(value))
+
+
+def test_what_was_kept_is_read_again_after_others_came_and_went(slab: EmbeddingSlab) -> None:
+    slab.update({b"a": rows(1, 3), b"b": rows(2, 2), b"c": rows(3, 3)})
+    del slab[b"a"], slab[b"c"]
+    slab[b"d"] = torch.arange(12.0).view(6, 2)  # in the gaps that a and c left
+    assert torch.equal(slab[b"d"], torch.arange(12.0).view(6, 2))
+    assert torch.equal(slab[b"b"], rows(2, 2))
+    assert set(slab) == {b"b", b"d"}
+
+
+def test_a_key_that_comes_again_takes_no_second_place(slab: EmbeddingSlab) -> None:
+    for value in range(5):
+        slab[b"a"] = rows(value, 6)
+    assert torch.equal(slab[b"a"], rows(4, 6))
+    assert not slab._outside
+
+
+def test_what_does_not_fit_is_kept_outside(slab: EmbeddingSlab) -> None:
+    slab[b"a"] = rows(1, 6)
+    slab[b"b"] = rows(2, 4)
+    assert torch.equal(slab[b"b"], rows(2, 4)) and len(slab) == 2
+    del slab[b"b"], slab[b"a"]
+    slab[b"c"] = rows(3, 8)
+    assert not slab._outside
+
+
+def test_a_rehearsal_leaves_the_slab_as_it_was(slab: EmbeddingSlab) -> None:
+    slab[b"a"] = rows(1, 3)
+    slab.warm_up()
+    slab[b"b"] = rows(2, 5)
+    assert set(slab) == {b"a", b"b"} and not slab._outside
+    assert torch.equal(slab[b"a"], rows(1, 3)) and torch.equal(slab[b"b"], rows(2, 5))
+
+
+# --- faults while encoding ----------------------------------------------------------------------------------------
+
+
+def breaking(tower: FakeTower, patches: int, error: Exception) -> LocalEncoder:
+    """A stage whose tower fails on pictures of so many patches."""
+    encode = tower.encode
+
+    def broken(packed: torch.Tensor, grids: Sequence[Grid]) -> Iterator[None]:
+        if patches in [grid.patches for grid in grids]:
+            raise error
+        return (yield from encode(packed, grids))
+
+    tower.encode = broken  # type: ignore[method-assign, assignment]
+    return LocalEncoder(tower, 1000, 2)  # type: ignore[arg-type]
+
+
+def test_a_image_without_room_ends_alone_with_its_size_in_the_error() -> None:
+    encoder = breaking(FakeTower(), 64, torch.OutOfMemoryError("no room"))
+    encoder.submit([picture("a"), picture("huge", 8), picture("b")])
+    encoder.advance(None)
+    done = encoder.poll()
+    assert set(done.embeddings) == {b"a", b"b"}
+    assert "8x8 pixels" in str(done.errors[b"huge"]) and "OutOfMemoryError" in str(done.errors[b"huge"])
+
+
+@pytest.mark.parametrize(
+    "error", [torch.AcceleratorError("illegal access"), RuntimeError("CUDA error: launch failure")]
+)
+def test_a_dead_device_is_not_blamed_on_a_image(error: Exception) -> None:
+    encoder = breaking(FakeTower(), 16, error)
+    encoder.submit([picture("a")])
+    with pytest.raises(RuntimeError, match=str(error)):
+        encoder.advance(None)
+    assert not encoder.poll().errors
+
+
+def test_a_device_that_dies_while_a_image_is_prepared_fails_the_step() -> None:
+    tower = FakeTower()
+
+    def dead(image: Any, geometry: Geometry) -> torch.Tensor:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    tower.prepare = dead  # type: ignore[method-assign]
+    encoder = LocalEncoder(tower, 1000, 2)  # type: ignore[arg-type]
+    encoder.submit([picture("a")])
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        encoder.advance(None)
+    assert not encoder.poll().errors

@@ -1,0 +1,164 @@
+"""Random workloads: whatever arrives, aborts or breaks, everything drains and nothing leaks."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from saccade.errors import RequestError
+from tests.helpers.scheduling import EOS, FakeImage, Part, Rig
+
+IMAGES = [
+    FakeImage("a", 3),
+    FakeImage("b", 3),
+    FakeImage("c", 6),
+    FakeImage("d", 9, 7),
+    FakeImage("e", 12),
+    FakeImage("f", 3, made=12),
+]
+BROKEN = FakeImage("broken", 5)
+
+PARTS = st.one_of(
+    st.integers(1, 9),
+    st.lists(st.integers(100, 101), min_size=1, max_size=6),
+    st.sampled_from([*IMAGES, BROKEN]),
+)
+REQUESTS = st.tuples(
+    st.lists(PARTS, min_size=1, max_size=5),
+    st.integers(1, 12),  # max_tokens
+    st.integers(0, 12),  # the step at which it arrives
+    st.one_of(st.none(), st.integers(0, 20)),  # the step at which its client leaves
+    st.sampled_from([b"", b"", b"other"]),
+)
+CONFIGS = st.fixed_dictionaries(
+    {
+        "max_num_batched_tokens": st.sampled_from([1, 3, 8, 30, 200]),
+        "max_num_seqs": st.integers(1, 6),
+        "block_size": st.sampled_from([1, 2, 4]),
+        "num_blocks": st.sampled_from([20, 40, 300]),
+        "encoder_budget": st.sampled_from([12, 20, 100]),
+        "encoder_cache_slots": st.sampled_from([12, 15, 25, 100]),
+        "keep_idle_embeddings": st.booleans(),
+        "enable_prefix_caching": st.booleans(),
+        "encode_layers_per_step": st.sampled_from([None, 1, 3]),
+        "always_slice": st.booleans(),
+        "is_text_first": st.booleans(),
+    }
+)
+
+
+@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(CONFIGS, st.lists(REQUESTS, min_size=1, max_size=14))
+def test_any_workload_drains_and_each_accepted_request_ends_once(config: dict, requests: list) -> None:
+    rig = Rig(broken=["broken"], **config)
+    accepted = _drive(rig, requests)
+    endings = {name: [e for e in rig.events[name] if e.finish_reason] for name in accepted}
+    assert all(len(ends) == 1 and rig.events[name][-1] is ends[0] for name, ends in endings.items())
+    _assert_nothing_is_held(rig)
+
+
+def _drive(rig: Rig, requests: list) -> list[str]:
+    """Feed arrivals and departures at their steps, then let everything drain."""
+    accepted: list[str] = []
+    for moment in range(21):
+        for number, (parts, max_tokens, arrival, leaving, salt) in enumerate(requests):
+            if arrival == moment:
+                try:
+                    rig.add(f"r{number}", *parts, max_tokens=max_tokens, salt=salt)
+                    accepted.append(f"r{number}")
+                except RequestError as error:
+                    assert "KV blocks" in error.message
+            if leaving == moment:
+                rig.take(rig.scheduler.abort(f"r{number}", rig.now))
+        rig.step()
+    rig.drain()
+    rig.step()  # the runner hears of the last endings
+    return accepted
+
+
+def _assert_nothing_is_held(rig: Rig) -> None:
+    stats = rig.scheduler.stats()
+    assert stats["running"] == stats["waiting"] == 0
+    assert stats["kv"]["used"] == 0
+    assert stats["encoder_cache"]["slots_pinned"] == 0
+    assert not rig.runner.requests, "the runner was not told to forget a request"
+
+
+@settings(max_examples=100, deadline=None)
+@given(CONFIGS, st.lists(REQUESTS, min_size=1, max_size=8), st.integers(1, 20))
+def test_after_a_step_that_broke_the_engine_serves_new_requests(config: dict, requests: list, when: int) -> None:
+    rig = Rig(broken=["broken"], **config)
+    for number, (parts, *_rest) in enumerate(requests):
+        if sum(part if isinstance(part, int) else 12 for part in parts) < 15:
+            rig.add(f"r{number}", *parts, max_tokens=2)
+    for _ in range(when):
+        rig.step()
+    rig.scheduler.schedule(rig.now)  # this plan is lost
+    for event in rig.scheduler.fail_all(RequestError("the step broke"), rig.now):
+        rig.take(event)
+    rig.runner.reset()
+    rig.scheduler.check()
+    assert not rig.scheduler.has_unfinished()
+    rig.add("after", 3, FakeImage("a", 3), 2)
+    rig.drain()
+    assert rig.finish_of("after") == "length"
+    assert len(rig.runner.embeddings) <= 1, "embeddings from before were not dropped"
+
+
+@pytest.mark.parametrize("sliced", [None, 1])
+@pytest.mark.parametrize("seed", range(4))
+def test_long_streams_of_images_through_tiny_caches_drain(seed: int, sliced: int | None) -> None:
+    rng = random.Random(seed)
+    rig = Rig(
+        broken=["broken"],
+        max_num_batched_tokens=16,
+        max_num_seqs=5,
+        num_blocks=20,
+        encoder_budget=12,
+        encoder_cache_slots=rng.choice([12, 18, 30]),
+        encode_layers_per_step=sliced,
+    )
+    rig.runner.next_token = lambda _, position: EOS if rng.random() < 0.1 else 1_000 + position % 3
+    for number in range(150):
+        rig.add(f"r{number}", *_random_parts(rng), max_tokens=rng.randint(1, 30))
+        if rng.random() < 0.7:
+            rig.step()
+        if rng.random() < 0.1:
+            rig.take(rig.scheduler.abort(f"r{rng.randint(0, number)}", rig.now))
+    rig.drain()
+    rig.step()
+    ends = Counter(name for name, events in rig.events.items() for event in events if event.finish_reason)
+    assert ends == {f"r{number}": 1 for number in range(150)}
+    assert rig.scheduler.stats()["preemptions"] > 0
+    _assert_nothing_is_held(rig)
+
+
+def _random_parts(rng: random.Random) -> list[Part]:
+    images = [*IMAGES, BROKEN] if rng.random() < 0.2 else IMAGES
+    return [rng.choice([rng.randint(1, 8), rng.choice(images)]) for _ in range(rng.randint(1, 4))]
+
+
+@pytest.mark.parametrize("sliced", [None, 2])
+def test_a_zipf_stream_of_images_takes_the_hit_rate_from_nothing_to_over_four_fifths(sliced: int | None) -> None:
+    rng = random.Random(7)
+    rig = Rig(encoder_budget=64, encoder_cache_slots=400, enable_prefix_caching=False, encode_layers_per_step=sliced)
+    weights = [1 / rank**1.2 for rank in range(1, 201)]
+    rates = []
+    for wave in range(12):
+        before = rig.scheduler.stats()["encoder_cache"]
+        for number in range(60):
+            image = rng.choices(range(200), weights)[0]
+            rig.add(f"{wave}.{number}", 4, FakeImage(f"p{image}", 4), 2, max_tokens=3)
+            rig.step()
+        rig.drain()
+        after = rig.scheduler.stats()["encoder_cache"]
+        hits, misses = after["hits"] - before["hits"], after["misses"] - before["misses"]
+        rates.append(hits / (hits + misses))
+    assert before["slots_used"] <= 400
+    assert rig.plans[0].encode, "the very first picture is a miss"
+    assert rates[0] < rates[-1]
+    assert rates[-1] > 0.8

@@ -1,0 +1,224 @@
+"""Answers as typed events, and chats made from other APIs: against fakes, without a process or a model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from saccade.engine.ipc.client import EngineUnavailable
+from saccade.errors import RequestError
+from saccade.server.api.content_blocks import Added, BlockAnswer, Closed, Opened
+from saccade.server.api.events import EventShape, send_events
+from saccade.server.api.messages import MessageEvents
+from saccade.server.api.responses import ResponseEvents
+from saccade.server.errors import api_error
+from saccade.server.generation import Delta, Generation
+from saccade.server.http.response import ResponseWriter
+from saccade.server.request.adapter import Chat, SourcePaths
+from saccade.server.request.chat import ChatRequest, read_chat
+from saccade.server.request.fields import FieldReader
+from saccade.server.request.messages import read_message
+from saccade.server.request.responses import read_response
+from tests.server.test_stream import FakeStream, Wire, running, started, token
+
+READER = FieldReader(strict=False)
+CALL = '<tool_call>{"name": "look", "arguments": {"at": 1}}</tool_call>'
+LOOK = {"type": "function", "function": {"name": "look"}}
+
+
+def chat(**fields: Any) -> ChatRequest:
+    return read_chat({"messages": [{"role": "user", "content": "a"}], **fields}, READER)
+
+
+# --- blocks -------------------------------------------------------------------------------------------------------
+
+
+def told(request: ChatRequest, *texts: str, finish: str = "stop") -> tuple[BlockAnswer, list[str]]:
+    """The answer after these pieces, and its events in short."""
+    answer, events = BlockAnswer(request), []
+    for index, text in enumerate(texts):
+        piece = Delta(0, text, finish_reason=finish if index == len(texts) - 1 else None)
+        for event in answer.take(piece):
+            kind = {Opened: "open", Added: "add", Closed: "close"}[type(event)]
+            events.append(f"{kind} {event.block.index}")
+    return answer, events
+
+
+def test_a_text_is_one_block_however_it_arrives() -> None:
+    answer, events = told(chat(), "Hel", "lo", "")
+    assert events == ["open 0", "add 0", "add 0", "close 0"]
+    assert answer.blocks[0].text == "Hello" and answer.finish_reason == "stop"
+
+
+def test_text_and_calls_are_blocks_in_their_order() -> None:
+    answer, events = told(chat(tools=[LOOK]), "Let me see. ", CALL, CALL, "")
+    assert events == ["open 0", "add 0", "close 0", "open 1", "add 1", "close 1", "open 2", "add 2", "close 2"]
+    assert [block.call is not None for block in answer.blocks] == [False, True, True]
+    assert json.loads(answer.blocks[1].text) == {"at": 1} and answer.finish_reason == "tool_calls"
+
+
+def test_only_one_call_is_told_when_calls_may_not_be_parallel() -> None:
+    answer, _ = told(chat(tools=[LOOK], parallel_tool_calls=False), CALL + CALL)
+    assert len(answer.blocks) == 1
+
+
+def test_an_answer_without_a_word_is_one_empty_block() -> None:
+    answer, events = told(chat(), "")
+    assert events == ["open 0", "close 0"] and answer.blocks[0].text == ""
+
+
+def test_the_block_in_which_the_length_ended_is_cut() -> None:
+    answer, _ = told(chat(), "Hel", finish="length")
+    assert answer.blocks[-1].is_cut and answer.finish_reason == "length"
+
+
+# --- scripts ------------------------------------------------------------------------------------------------------
+
+
+def response_script(generation: Generation) -> ResponseEvents:
+    request = read_response({"input": "a"}, READER)
+    return ResponseEvents("m", request.chat, request.echo, "id-1", generation)
+
+
+def message_script(generation: Generation) -> MessageEvents:
+    request = read_message({"messages": [{"role": "user", "content": "a"}], "max_tokens": 9}, READER)
+    return MessageEvents("m", request.chat, "id-1", generation)
+
+
+MakeScript = Callable[[Generation], EventShape]
+
+
+def played(make: MakeScript, *items: Any) -> list[dict[str, Any]]:
+    """The events of a stream in which the engine gives these items; an error ends it as a route would."""
+    wire = Wire()
+
+    async def play() -> None:
+        stream = FakeStream()
+        for item in items:
+            stream.queue.put_nowait(item)
+        writer, generation = wire.writer(), await started(stream)
+        await _tell(writer, generation, make(generation))
+
+    running(play)
+    assert wire.sent[-1]["more_body"] is False
+    blocks = [block for block in wire.body().decode().split("\n\n") if block and not block.startswith(":")]
+    named = [block.split("\n", 1) for block in blocks]
+    events = [json.loads(data.removeprefix("data: ")) for _, data in named]
+    assert [name for name, _ in named] == [f"event: {event['type']}" for event in events]
+    return events
+
+
+async def _tell(writer: ResponseWriter, generation: Generation, script: EventShape) -> None:
+    try:
+        await send_events(writer, generation, script, stream=True)
+    except (RequestError, EngineUnavailable) as error:
+        await writer.error(api_error(error))
+
+
+def test_a_response_that_fails_half_way_ends_with_its_failure() -> None:
+    events = played(response_script, token(1), EngineUnavailable("the engine is gone", 1.0))
+    last = events[-1]
+    assert last["type"] == "response.failed" and last["response"]["status"] == "failed"
+    assert last["response"]["error"] == {"code": "server_error", "message": "the engine is gone"}
+    assert last["response"]["output"][0]["content"][0]["text"] == "1"
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+
+
+def test_a_message_that_fails_half_way_ends_with_an_error_event() -> None:
+    events = played(message_script, token(1), EngineUnavailable("the engine is gone", 1.0))
+    assert events[-1]["type"] == "error" and events[-1]["error"]["type"] == "overloaded_error"
+    assert "message_stop" not in [event["type"] for event in events]
+
+
+def test_while_nothing_comes_a_message_has_begun_and_pings() -> None:
+    wire = Wire("/v1/messages")
+
+    async def play() -> None:
+        stream = FakeStream()
+        stream.queue.put_nowait(token(1, "stop"))
+        stream.queue.put_nowait(None)
+        generation = await started(stream)
+        await send_events(wire.writer(), _Silent(generation), message_script(generation), stream=True)  # type: ignore[arg-type]
+
+    running(play)
+    body = wire.body().decode()
+    assert body.index("event: message_start") < body.index("event: ping") < body.index("event: content_block_start")
+
+
+class _Silent:
+    """A generation whose first piece is silence."""
+
+    def __init__(self, generation: Generation) -> None:
+        self._generation = generation
+
+    async def pieces(self) -> Any:
+        yield None
+        async for piece in self._generation.pieces():
+            yield piece
+
+    def finish(self) -> None:
+        pass
+
+
+def test_an_error_before_the_first_byte_of_a_message_has_its_status_and_form() -> None:
+    wire = Wire("/v1/messages")
+
+    async def check() -> None:
+        await wire.writer().error(api_error(RequestError("too much", code="overloaded")))
+
+    running(check)
+    assert wire.sent[0]["status"] == 429
+    body = json.loads(wire.body())
+    assert body == {"type": "error", "error": {"type": "rate_limit_error", "message": "too much"}, "request_id": "id-1"}
+
+
+# --- places -------------------------------------------------------------------------------------------------------
+
+
+def places() -> SourcePaths:
+    talk = Chat(
+        SourcePaths({"messages": "input", "max_tokens": "longest"}, ((".image_url", ".source"), (".function", "")))
+    )
+    talk.say("system", "a", "system")
+    talk.say("user", [{}, {}], "turn[0]", ["turn[0].a", "turn[0].b"])
+    talk.call("c", "look", "{}", "turn[1]")
+    return talk.places
+
+
+@pytest.mark.parametrize(
+    ("param", "original"),
+    [
+        ("messages", "input"),
+        ("max_tokens", "longest"),
+        ("tools[0].function.name", "tools[0].name"),
+        ("messages[0]", "system"),
+        ("messages[0].content", "system"),
+        ("messages[1].content[1].image_url", "turn[0].b.source"),
+        ("messages[2].tool_calls[0].function.arguments", "turn[1].arguments"),
+        ("temperature", "temperature"),
+    ],
+)
+def test_a_chats_field_has_the_name_the_client_gave_it(param: str, original: str) -> None:
+    assert places().original(param) == original
+
+
+def test_an_error_is_told_in_the_clients_words() -> None:
+    with pytest.raises(RequestError) as caught, places().renaming():
+        raise RequestError("max_tokens must be 1 or more", code="c", param="max_tokens")
+    assert (caught.value.message, caught.value.param, caught.value.code) == (
+        "longest must be 1 or more",
+        "longest",
+        "c",
+    )
+
+
+def test_a_call_joins_the_assistants_message_before_it() -> None:
+    talk = Chat(SourcePaths({}, ()))
+    talk.say("assistant", "Let me see.", "turn[0]")
+    talk.call("a", "look", "{}", "turn[1]")
+    talk.call("b", "look", "{}", "turn[2]")
+    (message,) = talk.messages
+    assert [call["id"] for call in message["tool_calls"]] == ["a", "b"]

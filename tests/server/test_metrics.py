@@ -1,0 +1,166 @@
+"""Metrics: what is counted when, under which names, and that the dashboard asks for names that exist."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from saccade.server.metrics import Finished, Metrics
+from saccade.types import Bill, BillItem, Grid, Usage
+from tests.helpers.serving import RunningServer, photo_part, text_part, until
+
+STATS: dict[str, Any] = {
+    "steps": 7,
+    "running": 2,
+    "waiting": 1,
+    "preemptions": 3,
+    "kv": {"total": 100, "used": 25, "idle": 5, "free": 70},
+    "prefix_cache": {"queries": 40, "hits": 10, "evictions": 0},
+    "encoder_cache": {"slots_total": 50, "slots_used": 20, "hits": 4, "misses": 6},
+    "encoder": {"decoded": 6, "encoded": 6, "failed": 1},
+    "embedding_bytes_per_slot": 8,
+}
+IMAGE = BillItem("image", 640, 480, 644, 476, 391, 25, "abc", Grid(1, 34, 46))
+DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana.json"
+
+
+def samples(metrics: Metrics) -> dict[str, float]:
+    """Every sample by its name and labels."""
+    found = {}
+    for family in text_string_to_metric_families(metrics.text().decode()):
+        for sample in family.samples:
+            labels = ",".join(f"{k}={v}" for k, v in sorted(sample.labels.items()))
+            found[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
+    return found
+
+
+def finished(*, has_media: bool) -> Finished:
+    items = (IMAGE,) if has_media else ()
+    usage = Usage(16, 0, arrived=1.0, first_scheduled=1.5, first_token=2.0, finished=3.0, decode_ms=20, encode_ms=30)
+    return Finished(
+        bills=[Bill(10, 391 * len(items), 0, 26, items)],
+        usages=[usage],
+        finish_reasons=["stop"],
+        generated=[5],
+        max_tokens=100,
+        seconds=2.5,
+        decode_seconds=1.0,
+    )
+
+
+@pytest.fixture
+def metrics() -> Metrics:
+    return Metrics("tiny", lambda: STATS)
+
+
+def test_a_finished_request_is_counted_by_reason_and_media(metrics: Metrics) -> None:
+    metrics.finished(finished(has_media=True))
+    metrics.finished(finished(has_media=False))
+    found = samples(metrics)
+    assert found["saccade:requests_total{finish_reason=stop,has_media=true}"] == 1
+    assert found["saccade:requests_total{finish_reason=stop,has_media=false}"] == 1
+    assert found["vllm:request_success_total{finished_reason=stop,model_name=tiny}"] == 2
+
+
+def test_tokens_are_counted_by_kind(metrics: Metrics) -> None:
+    metrics.finished(finished(has_media=True))
+    found = samples(metrics)
+    kinds = {kind: found[f"saccade:tokens_total{{kind={kind}}}"] for kind in ("text", "image", "cached", "generated")}
+    assert kinds == {"text": 10, "image": 391, "cached": 16, "generated": 5}
+    assert found["vllm:prompt_tokens_total{model_name=tiny}"] == 401
+    assert found["vllm:generation_tokens_total{model_name=tiny}"] == 5
+
+
+def test_every_stage_of_a_image_request_has_a_histogram(metrics: Metrics) -> None:
+    metrics.finished(finished(has_media=True))
+    metrics.fetched(0.25, 1000)
+    found = samples(metrics)
+    assert found["saccade:queue_seconds_sum"] == pytest.approx(0.5)
+    assert found["saccade:prefill_seconds_sum"] == pytest.approx(0.5)
+    assert found["saccade:media_decode_seconds_sum"] == pytest.approx(0.02)
+    assert found["saccade:encode_seconds_sum"] == pytest.approx(0.03)
+    assert found["saccade:media_fetch_seconds_sum{outcome=ok}"] == pytest.approx(0.25)
+
+
+def test_a_text_request_adds_nothing_to_the_image_stages(metrics: Metrics) -> None:
+    metrics.finished(finished(has_media=False))
+    found = samples(metrics)
+    assert found["saccade:media_decode_seconds_count"] == found["saccade:encode_seconds_count"] == 0
+
+
+def test_latencies_are_split_by_media(metrics: Metrics) -> None:
+    metrics.first_token(0.5, has_media=True)
+    metrics.next_tokens(0.2, 2, has_media=False)
+    found = samples(metrics)
+    assert found["saccade:time_to_first_token_seconds_count{has_media=true}"] == 1
+    assert found["saccade:inter_token_latency_seconds_count{has_media=false}"] == 2
+    assert found["saccade:inter_token_latency_seconds_sum{has_media=false}"] == pytest.approx(0.2)
+    assert found["vllm:time_to_first_token_seconds_count{model_name=tiny}"] == 1
+
+
+def test_gauges_and_counters_of_the_engine_are_read_at_each_scrape(metrics: Metrics) -> None:
+    found = samples(metrics)
+    assert found["saccade:running"] == 2 and found["saccade:waiting"] == 1
+    assert found["saccade:kv_blocks_used"] == 25 and found["saccade:kv_blocks_total"] == 100
+    assert found["saccade:encoder_cache_used_bytes"] == 160 and found["saccade:encoder_cache_total_bytes"] == 400
+    assert found["saccade:encoder_cache_queries_total"] == 10 and found["saccade:pictures_decoded_total"] == 6
+    assert found["vllm:kv_cache_usage_perc{model_name=tiny}"] == 0.25
+    assert found["vllm:num_requests_waiting{model_name=tiny}"] == 1
+
+
+def test_before_the_engine_has_spoken_its_numbers_are_left_out() -> None:
+    assert "saccade:running" not in samples(Metrics("tiny", dict))
+
+
+def test_refusals_and_failures_are_counted_by_reason(metrics: Metrics) -> None:
+    metrics.refused("overloaded")
+    metrics.failed("engine_unavailable")
+    metrics.media_refused("image_too_large")
+    found = samples(metrics)
+    assert found["saccade:admission_rejected_total{reason=overloaded}"] == 1
+    assert found["vllm:admission_rejections_total{model_name=tiny,reason=overloaded}"] == 1
+    assert found["saccade:request_failures_total{reason=engine_unavailable}"] == 1
+    assert found["saccade:media_rejected_total{code=image_too_large}"] == 1
+
+
+def test_two_servers_in_one_process_do_not_share_counts(metrics: Metrics) -> None:
+    other = Metrics("tiny", lambda: STATS)
+    metrics.failed("x")
+    assert "saccade:request_failures_total{reason=x}" not in samples(other)
+
+
+def test_the_dashboard_asks_only_for_metrics_that_exist(metrics: Metrics) -> None:
+    metrics.finished(finished(has_media=True))
+    metrics.first_token(0.5, has_media=True)
+    metrics.next_tokens(0.2, 2, has_media=True)
+    metrics.fetched(0.1, 10)
+    metrics.refused("overloaded")
+    metrics.failed("x")
+    metrics.media_refused("x")
+    names = {name.partition("{")[0] for name in samples(metrics)}
+    sink = json.loads(DASHBOARD.read_text())
+    asked = {
+        name
+        for panel in sink["panels"]
+        for target in panel["targets"]
+        for name in re.findall(r"saccade:\w+", target["expr"])
+    }
+    assert asked and asked <= names, asked - names
+
+
+def test_a_running_server_counts_a_image_request(server: RunningServer) -> None:
+    def look() -> tuple[float, float]:
+        return server.stats("saccade:encode_seconds_count"), server.stats("vllm:request_success_total")
+
+    before = look()
+    server.chat([photo_part(70, 70, seed=77), text_part("?")])
+    assert look() == (before[0] + 1, before[1] + 1)
+
+
+def test_a_line_of_throughput_is_logged_while_there_is_work(server: RunningServer) -> None:
+    assert until(lambda: server.answers() and any("answer tokens/s" in line for line in server.log), 30)

@@ -1,0 +1,442 @@
+"""The page at `/`, in a real Chromium, against `saccade serve` with the built-in model."""
+
+from __future__ import annotations
+
+import base64
+import os
+import re
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, Page, Route, expect
+
+from tests.helpers.browser import PATIENCE_MS, open_page, running_browser
+from tests.helpers.images import make_photo, png
+from tests.helpers.serving import RunningServer, as_url, image_part, running_builtin
+
+KEY = "key-for-the-page"
+HAS_KEY = f"sessionStorage.setItem('saccade-key', '{KEY}')"  # as if it had been typed in this tab before
+SQUARE = "What colour is the square?"
+OpenPage = Callable[..., AbstractContextManager[Page]]
+
+# In the page: files made of base64, given to it as a drop or a paste would.
+GIVE = """([kind, files]) => {
+  const data = new DataTransfer();
+  for (const [name, type, content] of files) {
+    const bytes = Uint8Array.from(atob(content), (c) => c.charCodeAt(0));
+    data.items.add(new File([bytes], name, { type }));
+  }
+  const how = { bubbles: true, cancelable: true };
+  const event = kind === "drop"
+    ? new DragEvent("drop", { ...how, dataTransfer: data })
+    : new ClipboardEvent("paste", { ...how, clipboardData: data });
+  document.body.dispatchEvent(event);
+}"""
+
+# In the page: half a second of a canvas that turns from red to blue, recorded and dropped as a video.
+DROP_VIDEO = """async () => {
+  const canvas = Object.assign(document.createElement("canvas"), { width: 160, height: 120 });
+  const pen = canvas.getContext("2d");
+  const recorder = new MediaRecorder(canvas.captureStream(30), { mimeType: "video/webm" });
+  const parts = [];
+  recorder.ondataavailable = (event) => parts.push(event.data);
+  const stopped = new Promise((resolve) => { recorder.onstop = resolve; });
+  recorder.start();
+  for (let i = 0; i < 15; i += 1) {
+    pen.fillStyle = i < 8 ? "red" : "blue";
+    pen.fillRect(0, 0, 160, 120);
+    await new Promise((resolve) => setTimeout(resolve, 33));
+  }
+  recorder.stop();
+  await stopped;
+  const data = new DataTransfer();
+  data.items.add(new File(parts, "clip.webm", { type: "video/webm" }));
+  document.body.dispatchEvent(new DragEvent("drop", { bubbles: true, cancelable: true, dataTransfer: data }));
+}"""
+
+# In the page: what stands in the latest answer, each time it changes.
+WATCH_ANSWER = """() => {
+  window.seen = [];
+  new MutationObserver(() => {
+    const text = document.querySelector(".turn:last-child .said")?.textContent;
+    if (text && text !== window.seen.at(-1)) window.seen.push(text);
+  }).observe(document.getElementById("log"), { subtree: true, childList: true, characterData: true });
+}"""
+
+# In the page: controls that a screen reader would have no name for.
+NAMELESS = """() => [...document.querySelectorAll("button, input, select, textarea, [role=img], [tabindex]")]
+  .filter((e) => e.offsetParent !== null)
+  .filter((e) => !(e.ariaLabel || e.textContent.trim() || e.labels?.length || e.getAttribute("aria-labelledby")))
+  .map((e) => e.outerHTML)"""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    with running_builtin("--api-key", KEY, "--limit-mm-per-prompt", "image=3", key=KEY) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with running_browser() as running:
+        yield running
+
+
+@pytest.fixture
+def open_one(server: RunningServer, browser: Browser) -> OpenPage:
+    return partial(open_page, browser, server.url)
+
+
+@pytest.fixture
+def page(open_one: OpenPage) -> Iterator[Page]:
+    with open_one(script=HAS_KEY) as page:
+        expect(page.locator("#model")).not_to_be_empty(timeout=PATIENCE_MS)
+        yield page
+
+
+def give(page: Page, kind: str, *files: tuple[str, str, bytes]) -> None:
+    page.evaluate(GIVE, [kind, [(name, mime, base64.b64encode(data).decode()) for name, mime, data in files]])
+
+
+def drop_photo(page: Page, width: int = 320, height: int = 240, name: str = "photo.png", seed: int = 0) -> None:
+    give(page, "drop", (name, "image/png", png(make_photo(width, height, seed))))
+
+
+def add_sample(page: Page) -> None:
+    page.get_by_role("button", name="Try a sample").click()
+    expect(page.locator("#bill-total")).to_contain_text("300 picture", timeout=PATIENCE_MS)
+
+
+def ask(page: Page, question: str) -> None:
+    """And wait for the answer's end."""
+    number = page.locator(".cost").count()
+    page.get_by_label("Your question").fill(question)
+    page.keyboard.press("Enter")
+    page.locator(".cost").nth(number).wait_for()
+
+
+def answer(page: Page) -> str:
+    return page.locator(".said").last.inner_text()
+
+
+# --- the bill -----------------------------------------------------------------------------------------------------
+
+
+def test_a_sample_shows_its_tokens_and_the_grid_over_the_image(page: Page) -> None:
+    add_sample(page)
+    expect(page.locator("#caption")).to_contain_text("20 × 15 = 300 tokens")
+    assert page.locator("#grid").get_attribute("viewBox") == "0 0 20 15"
+    assert page.locator("#seen").get_attribute("aria-label") == "shapes.png as the model sees it, 320 × 240 pixels"
+
+
+def test_a_dropped_image_costs_what_the_server_says(page: Page, server: RunningServer) -> None:
+    drop_photo(page, 640, 480)
+    part = image_part(as_url(png(make_photo(640, 480))))
+    bill = server.post("/v1/bill", {"messages": [{"role": "user", "content": [part]}]}).json()
+    total = f"{bill['prompt_tokens']} tokens = {bill['image_tokens']} picture + {bill['text_tokens']} text"
+    expect(page.locator("#bill-total")).to_contain_text(total)
+    expect(page.locator("#bill tbody")).to_contain_text("640 × 480")
+
+
+def test_a_prompt_that_does_not_fit_is_told_before_it_is_asked(page: Page) -> None:
+    page.get_by_label("Your question").fill("word " * 3000)
+    expect(page.locator(".share.over")).to_contain_text("of the context: too long")
+
+
+def test_a_pasted_image_is_added(page: Page) -> None:
+    give(page, "paste", ("image.png", "image/png", png(make_photo(160, 160))))
+    expect(page.locator("#bill-total")).to_contain_text("100 picture")
+
+
+def test_fewer_pixels_are_fewer_tokens(page: Page) -> None:
+    add_sample(page)
+    page.get_by_label("Max pixels").fill("160")
+    expect(page.locator("#pixels-value")).to_have_text("25,600")
+    expect(page.locator("#bill-total")).to_contain_text("88 picture")
+    expect(page.locator("#caption")).to_contain_text("11 × 8 = 88 tokens")
+
+
+def test_the_chosen_detail_is_sent(page: Page) -> None:
+    add_sample(page)
+    with page.expect_request("**/v1/bill") as sent:
+        page.get_by_label("Detail").select_option("low")
+    assert sent.value.post_data_json["messages"][0]["content"][0]["image_url"]["detail"] == "low"
+
+
+def test_a_removed_image_is_off_the_bill(page: Page) -> None:
+    drop_photo(page, 160, 160, "one.png", seed=1)
+    drop_photo(page, 160, 160, "two.png", seed=2)
+    expect(page.locator("#bill-total")).to_contain_text("200 picture")
+    page.get_by_role("button", name="Remove one.png").click()
+    expect(page.locator("#bill-total")).to_contain_text("100 picture")
+
+
+def test_a_video_is_cut_into_frames(page: Page) -> None:
+    page.get_by_label("frames taken from a video").fill("2")
+    page.evaluate(DROP_VIDEO)
+    expect(page.get_by_role("button", name="Show clip.webm")).to_have_count(2)
+    expect(page.locator("#bill-total")).to_contain_text("picture")
+
+
+# --- asking -------------------------------------------------------------------------------------------------------
+
+
+def test_the_answer_streams_and_is_right(page: Page) -> None:
+    add_sample(page)
+    page.evaluate(WATCH_ANSWER)
+    ask(page, SQUARE)
+    assert "blue" in answer(page)
+    assert len(page.evaluate("window.seen")) > 2
+
+
+def test_the_way_to_the_first_token_is_shown_in_parts(page: Page) -> None:
+    add_sample(page)
+    ask(page, SQUARE)
+    cost = page.locator(".cost").last
+    for stage in ("fetch", "queue", "decode", "encode", "prefill"):
+        expect(cost.locator(".legend")).to_contain_text(re.compile(rf"{stage} [\d.]+ (ms|s)"))
+    expect(cost).to_contain_text(re.compile(r"First token after [\d.]+ (ms|s)"))
+
+
+def test_a_new_image_is_encoded_and_at_the_second_question_it_is_not(page: Page) -> None:
+    drop_photo(page, 192, 160, seed=99)
+    ask(page, "What is this?")
+    expect(page.locator(".cost").first).to_contain_text("picture: decoded and encoded")
+    ask(page, "And now?")
+    second = page.locator(".cost").last
+    expect(second).to_contain_text("picture: not decoded, not encoded again")
+    expect(second).to_contain_text("prompt tokens from the prefix cache")
+
+
+def test_a_suggested_question_is_asked_with_a_click(page: Page) -> None:
+    add_sample(page)
+    page.get_by_role("button", name="How many circles are there?").click()
+    page.locator(".cost").wait_for()
+    assert "2" in answer(page)
+
+
+def test_the_engine_strip_shows_the_steps_of_an_answer(page: Page) -> None:
+    add_sample(page)
+    ask(page, SQUARE)
+    expect(page.locator("#steps .answer").first).to_be_attached()
+    expect(page.locator("#kv")).to_contain_text("cached of")
+    expect(page.locator("#running")).to_have_text("0")
+
+
+def test_starting_over_forgets_the_answers_and_keeps_the_image(page: Page) -> None:
+    add_sample(page)
+    ask(page, SQUARE)
+    page.get_by_role("button", name="Start over").click()
+    expect(page.locator(".turn")).to_have_count(0)
+    expect(page.locator("#bill-total")).to_contain_text("300 picture")
+
+
+# --- when something is wrong --------------------------------------------------------------------------------------
+
+
+def test_a_file_that_is_no_image_gets_a_sentence(page: Page) -> None:
+    give(page, "drop", ("notes.txt", "text/plain", b"hello"))
+    problem = page.locator("#pictures-problem")
+    expect(problem).to_contain_text("notes.txt is neither a picture nor a video. Pictures may be JPEG, PNG")
+
+
+def test_a_broken_image_gets_the_servers_sentence_beside_it(page: Page) -> None:
+    add_sample(page)
+    give(page, "drop", ("broken.png", "image/png", b"\x89PNG\r\n\x1a\nnothing"))
+    expect(page.locator("#pictures-problem")).to_contain_text(re.compile(r"^broken\.png: \w.*\.$"))
+    expect(page.locator("#thumbs .bad")).to_have_attribute("title", "broken.png")
+
+
+def test_a_broken_image_does_not_hold_the_others_up(page: Page) -> None:
+    add_sample(page)
+    give(page, "drop", ("broken.png", "image/png", b"\x89PNG\r\n\x1a\nnothing"))
+    expect(page.locator("#thumbs .bad")).to_have_count(1)
+    ask(page, SQUARE)
+    assert "blue" in answer(page)
+    page.get_by_role("button", name="Remove broken.png").click()
+    expect(page.locator("#pictures-problem")).to_be_hidden()
+
+
+def test_more_images_than_the_server_takes_get_a_sentence(page: Page) -> None:
+    photos = [(f"{i}.png", "image/png", png(make_photo(64, 64, seed=i))) for i in range(4)]
+    give(page, "drop", *photos)
+    expect(page.locator("#pictures-problem")).to_contain_text("At most 3 pictures fit into one prompt here; 3.png")
+    expect(page.locator(".thumb")).to_have_count(3)
+
+
+def test_a_server_that_is_gone_is_told_and_the_question_stays(page: Page) -> None:
+    add_sample(page)
+    page.context.set_offline(True)
+    expect(page.locator("#notice")).to_contain_text("The server does not answer")
+    page.get_by_label("Your question").fill(SQUARE)
+    page.keyboard.press("Enter")
+    expect(page.locator("#talk-problem")).to_contain_text("The server does not answer. Nothing is lost")
+    expect(page.get_by_label("Your question")).to_have_value(SQUARE)
+    page.context.set_offline(False)
+    expect(page.locator("#notice")).to_be_hidden()
+    page.keyboard.press("Enter")
+    page.locator(".cost").wait_for()
+    assert "blue" in answer(page)
+
+
+def test_an_error_of_the_server_is_a_sentence_and_the_question_stays(page: Page) -> None:
+    words = "word " * 3000
+    page.get_by_label("Your question").fill(words)
+    page.keyboard.press("Enter")
+    expect(page.locator("#talk-problem")).to_contain_text(re.compile(r"^The prompt has \d+ tokens.*\.$"))
+    expect(page.get_by_label("Your question")).to_have_value(words.strip())
+
+
+def held_back(page: Page, path: str) -> list[Route]:
+    """Requests for a path from now on, each waiting for what the test makes of it."""
+    routes: list[Route] = []
+    page.route(path, lambda route: routes.append(route))
+    return routes
+
+
+def damaged(param: str | None = None) -> dict[str, Any]:
+    return {"error": {"message": "the picture is damaged", "param": param, "code": "image_parse_error"}}
+
+
+def test_a_late_bill_does_not_wipe_an_error_away(page: Page) -> None:
+    add_sample(page)
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(status=400, json=damaged()))
+    bills = held_back(page, "**/v1/bill")
+    page.get_by_label("Your question").fill(SQUARE)
+    page.keyboard.press("Enter")  # the bill is asked for a moment after the last key, so it comes after this
+    expect(page.locator("#talk-problem")).to_have_text("The picture is damaged.")
+    page.unroute("**/v1/bill")
+    for route in bills:
+        route.continue_()
+    expect(page.locator("#bill:not(.old)")).to_be_attached()
+    expect(page.locator("#talk-problem")).to_have_text("The picture is damaged.")
+
+
+def test_a_new_question_wipes_an_error_away(page: Page) -> None:
+    add_sample(page)
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(status=400, json=damaged()), times=1)
+    page.get_by_label("Your question").fill(SQUARE)
+    page.keyboard.press("Enter")
+    expect(page.locator("#talk-problem")).to_have_text("The picture is damaged.")
+    ask(page, SQUARE)
+    expect(page.locator("#talk-problem")).to_be_hidden()
+
+
+def test_an_error_is_not_blamed_on_a_image_that_was_not_sent(page: Page) -> None:
+    drop_photo(page, 160, 160, "one.png", seed=1)
+    drop_photo(page, 160, 160, "two.png", seed=2)
+    expect(page.locator("#bill-total")).to_contain_text("200 picture")
+    sent = held_back(page, "**/v1/chat/completions")
+    page.get_by_label("Your question").fill(SQUARE)
+    with page.expect_request("**/v1/chat/completions"):
+        page.keyboard.press("Enter")
+    page.get_by_role("button", name="Remove one.png").click()
+    expect(page.locator("#bill-total")).to_contain_text("100 picture")
+    sent[0].fulfill(status=400, json=damaged("messages[0].content[0].image_url"))
+    expect(page.locator("#talk-problem")).to_have_text("The picture is damaged.")
+    expect(page.locator("#thumbs .bad")).to_have_count(0)
+
+
+def test_a_wrong_key_is_asked_for_again(open_one: OpenPage) -> None:
+    with open_one() as page:
+        page.get_by_placeholder("API key").fill("wrong")
+        page.keyboard.press("Enter")
+        expect(page.locator("#key-note")).to_contain_text("does not know this key")
+        page.get_by_placeholder("API key").fill(KEY)
+        page.keyboard.press("Enter")
+        expect(page.locator("#model")).to_contain_text("saccade-builtin")
+
+
+# --- for everybody ------------------------------------------------------------------------------------------------
+
+
+def test_it_can_be_used_with_the_keyboard_alone(page: Page) -> None:
+    tab_to(page, "sample")
+    page.keyboard.press("Enter")
+    expect(page.locator("#bill-total")).to_contain_text("300 picture")
+    tab_to(page, "question")
+    page.keyboard.type(SQUARE)
+    page.keyboard.press("Enter")
+    page.locator(".cost").wait_for()
+    assert "blue" in answer(page)
+
+
+def tab_to(page: Page, element: str) -> None:
+    for _ in range(40):
+        page.keyboard.press("Tab")
+        if page.evaluate("document.activeElement.id") == element:
+            return
+    raise AssertionError(f"{element} is not reached with the Tab key")
+
+
+def test_the_focus_can_be_seen(page: Page) -> None:
+    tab_to(page, "sample")
+    assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
+
+
+def test_shift_enter_begins_a_new_line(page: Page) -> None:
+    question = page.get_by_label("Your question")
+    question.focus()
+    page.keyboard.type("one")
+    page.keyboard.press("Shift+Enter")
+    page.keyboard.type("two")
+    expect(question).to_have_value("one\ntwo")
+    assert page.locator(".turn").count() == 0
+
+
+def test_escape_stops_and_gives_an_unanswered_question_back(page: Page) -> None:
+    drop_photo(page, 320, 320, seed=5)
+    page.route("**/v1/chat/completions", lambda route: None)  # an answer that does not come
+    page.get_by_label("Your question").fill(SQUARE)
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("button", name="Stop")).to_be_visible()
+    page.keyboard.press("Escape")
+    expect(page.get_by_role("button", name="Ask")).to_be_visible()
+    expect(page.get_by_label("Your question")).to_have_value(SQUARE)
+
+
+@pytest.mark.parametrize("width", [360, 800, 1280])
+def test_nothing_is_wider_than_the_screen(open_one: OpenPage, width: int) -> None:
+    with open_one(script=HAS_KEY, viewport={"width": width, "height": 740}) as page:
+        add_sample(page)
+        ask(page, SQUARE)
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_dark_follows_the_system_and_the_button_changes_it(open_one: OpenPage) -> None:
+    with open_one(color_scheme="dark") as page:
+        assert brightness(page) < 60
+        page.get_by_role("button", name="Switch to light colours").click()
+        assert brightness(page) > 200
+        page.reload()
+        assert brightness(page) > 200
+
+
+def brightness(page: Page) -> float:
+    colour = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    return sum(int(part) for part in re.findall(r"\d+", colour)[:3]) / 3
+
+
+def test_every_control_has_a_name(page: Page) -> None:
+    add_sample(page)
+    ask(page, SQUARE)
+    assert page.evaluate(NAMELESS) == []
+
+
+def test_an_engine_that_dies_is_told_and_works_again(page: Page, server: RunningServer) -> None:
+    add_sample(page)
+    os.kill(server.children()[0], signal.SIGKILL)
+    expect(page.locator("#state")).to_have_text("restarting")
+    expect(page.locator("#notice")).to_contain_text("being started again")
+    page.get_by_label("Your question").fill(SQUARE)
+    page.keyboard.press("Enter")
+    expect(page.locator("#talk-problem")).to_contain_text("The engine is restarting")
+    expect(page.get_by_label("Your question")).to_have_value(SQUARE)
+    expect(page.locator("#state")).to_have_text("ready", timeout=PATIENCE_MS)
+    page.keyboard.press("Enter")
+    page.locator(".cost").wait_for()
+    assert "blue" in answer(page)
