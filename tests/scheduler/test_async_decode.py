@@ -35,7 +35,7 @@ CONFIGS = st.fixed_dictionaries(
         "encoder_cache_slots": st.sampled_from([12, 100]),
         "enable_prefix_caching": st.booleans(),
         "encode_layers_per_step": st.sampled_from([None, 1]),
-        "pace": st.sampled_from([None, PACE, RIDING, replace(PACE, max_prefills=2)]),
+        "latency": st.sampled_from([None, PACE, RIDING, replace(PACE, max_prefills=2)]),
     }
 )
 

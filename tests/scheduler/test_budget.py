@@ -93,7 +93,7 @@ def test_slices_are_used_when_nobody_decodes_if_always_is_set() -> None:
     [
         ({"max_num_batched_tokens": 30}, 3),
         ({"max_num_seqs": 2}, 2),
-        ({"pace": LatencyProfile(((1, 1.0),), ((8, 1.0),), (), None, max_prefills=4)}, 4),
+        ({"latency": LatencyProfile(((1, 1.0),), ((8, 1.0),), (), None, max_prefills=4)}, 4),
     ],
 )
 def test_a_step_is_full_when_its_tokens_its_places_or_its_prompts_are_taken(

@@ -25,7 +25,7 @@ PACE = LatencyProfile(
 
 def beside_an_answer(**changes: object) -> AheadRig:
     rig = AheadRig(
-        **{"pace": PACE, "is_text_first": True, "enable_prefix_caching": False, "num_blocks": 600, **changes}
+        **{"latency": PACE, "is_text_first": True, "enable_prefix_caching": False, "num_blocks": 600, **changes}
     )
     add(rig, "answer", 5, max_tokens=60)
     rig.step()
