@@ -76,7 +76,7 @@ def step_times(core: EngineCore, machine: Machine, count: int) -> list[tuple[int
         before = machine.now
         core.step()
         record = core.stats()["recent_steps"][-1]
-        found.append((sum(record[f"{kind}_tokens"] for kind in ("text", "decode", "picture")), machine.now - before))
+        found.append((sum(record[f"{kind}_tokens"] for kind in ("text", "decode", "image")), machine.now - before))
     return found
 
 
