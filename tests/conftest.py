@@ -1,59 +1,73 @@
-"""Checkpoints are made once per test run; pictures are drawn from a seed."""
+"""Fixtures for all tests: checkpoints, made once per run, and one server. Heavy modules are imported when used."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
-from PIL import Image
 
-# Without a GPU, kernels are tested in Triton's interpreter. It reads this when Transformers, below, imports it.
-os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
+if TYPE_CHECKING:
+    from PIL import Image
 
-from benchmarks import checkpoints
-from tests.helpers.families import FAMILIES, ModelFamily
-from tests.helpers.images import make_photo
-from tests.helpers.serving import RunningServer, running_server
+    from tests.helpers.families import ModelFamily
+    from tests.helpers.serving import RunningServer
 
-torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)  # workers share the cores
+# Without a GPU, kernels are tested in Triton's interpreter, which reads this when it is first imported.
+HAS_GPU = Path("/dev/nvidiactl").exists() and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
+os.environ.setdefault("TRITON_INTERPRET", "0" if HAS_GPU else "1")
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # workers share the cores
+
+pytest.register_assert_rewrite("tests.helpers")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "family_name" in metafunc.fixturenames:
+        from tests.helpers.families import FAMILIES
+
+        metafunc.parametrize("family_name", FAMILIES, scope="session")
+
+
+@pytest.fixture(scope="session")
+def family(family_name: str) -> ModelFamily:
+    from tests.helpers.families import FAMILIES
+
+    return FAMILIES[family_name]
+
+
+@pytest.fixture(scope="session")
+def family_folder(family: ModelFamily, family_name: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return family.build(tmp_path_factory.mktemp(family_name))
 
 
 @pytest.fixture(scope="session")
 def qwen2_vl_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from benchmarks import checkpoints
+
     return checkpoints.qwen2_vl(tmp_path_factory.mktemp("qwen2_vl"))
 
 
 @pytest.fixture(scope="session")
 def llava_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from benchmarks import checkpoints
+
     return checkpoints.llava(tmp_path_factory.mktemp("llava"))
-
-
-@pytest.fixture(scope="session", params=FAMILIES)
-def family_name(request: pytest.FixtureRequest) -> str:
-    """Each family in turn."""
-    return str(request.param)
-
-
-@pytest.fixture(scope="session")
-def family(family_name: str) -> ModelFamily:
-    return FAMILIES[family_name]
-
-
-@pytest.fixture(scope="session")
-def family_folder(family_name: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return FAMILIES[family_name].build(tmp_path_factory.mktemp(family_name))
 
 
 @pytest.fixture(scope="session")
 def server(qwen2_vl_folder: Path) -> Iterator[RunningServer]:
     """One `saccade serve` for all tests that do not hurt it."""
+    from tests.helpers.serving import running_server
+
     with running_server(qwen2_vl_folder) as running:
         yield running
 
 
 @pytest.fixture(scope="session")
 def photo() -> Callable[..., Image.Image]:
+    from tests.helpers.images import make_photo
+
     return make_photo

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,55 +13,16 @@ from PIL import Image
 from saccade import LLM, SamplingParams
 from saccade.engine.async_core import AsyncEngineCore
 from saccade.engine.core import EngineCore
-from saccade.types import Key, MediaItem, MediaTimes, StepPlan, StepResult, TokenEvent
-from tests.engine.test_async_core import GREEDY, OPTIONS, QWEN2_VL, overlapped
-from tests.helpers.scheduling import EOS, FakeImage, FakeRunner, make_config, make_request
-from tests.scheduler.test_async_decode import PACE
-
-
-class Launching(FakeRunner):
-    is_dead = False
-
-    def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
-        result = self.execute(plan)
-        return lambda: result
-
-    def launch_both(
-        self, beside: StepPlan, ahead: StepPlan
-    ) -> tuple[Callable[[], StepResult], Callable[[], StepResult]]:
-        return self.launch(beside), self.launch(ahead)
-
-    def decode_early(self, items: Sequence[MediaItem]) -> None:
-        """Nothing is decoded here."""
-
-    def execute(self, plan: StepPlan) -> StepResult:
-        if self.is_dead:
-            raise RuntimeError("CUDA error: an illegal memory access was encountered")
-        return super().execute(plan)
-
-    def reset(self) -> None:
-        if self.is_dead:
-            raise RuntimeError("CUDA error: an illegal memory access was encountered")
-        super().reset()
-
-    def stats(self) -> dict[str, Any]:
-        return {}
-
-    def close(self) -> None:
-        pass
+from saccade.types import Key, MediaTimes, StepPlan, StepResult, TokenEvent
+from tests.helpers.async_engine import GREEDY, OPTIONS, QWEN2_VL, overlapped
+from tests.helpers.async_scheduling import PACE
+from tests.helpers.launching import Launching, drained
+from tests.helpers.scheduling import EOS, FakeImage, make_config, make_request
 
 
 def make_core(kind: type[EngineCore] = AsyncEngineCore, **runner: Any) -> EngineCore:
     config = make_config()
     return kind(config, Launching(config, **runner))
-
-
-def drained(core: EngineCore) -> list[TokenEvent]:
-    events = []
-    while core.has_unfinished():
-        events += core.step()
-    core.scheduler.check()
-    return events
 
 
 def tokens(events: list[TokenEvent]) -> list[int | None]:

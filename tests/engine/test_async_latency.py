@@ -11,7 +11,7 @@ import pytest
 from saccade.engine.async_core import AsyncEngineCore
 from saccade.scheduler.latency import SLOWDOWN, milliseconds
 from saccade.types import LatencyProfile, Request, ScheduledWindow, StepPlan, StepResult
-from tests.engine.test_async_faults import Launching
+from tests.helpers.launching import Launching
 from tests.helpers.scheduling import FakeImage, make_config, make_request
 
 ANSWERS, EMBEDDINGS, LAYERS = 32, 1564, 32

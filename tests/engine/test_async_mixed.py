@@ -10,9 +10,9 @@ import pytest
 from saccade.engine.async_core import AsyncEngineCore
 from saccade.engine.core import EngineCore
 from saccade.types import StepPlan, StepResult, TokenEvent
-from tests.engine.test_async_faults import Launching, drained
+from tests.helpers.async_scheduling import MIXED
+from tests.helpers.launching import Launching, drained
 from tests.helpers.scheduling import FakeImage, Part, make_config, make_request
-from tests.scheduler.test_mixed import PACE
 
 Collects = tuple[Callable[[], StepResult], Callable[[], StepResult]]
 REQUESTS: list[tuple[list[Part], int]] = [
@@ -59,7 +59,7 @@ def answered(core: EngineCore, apart: int = 2) -> dict[str, list[TokenEvent]]:
 
 @pytest.mark.parametrize("num_blocks", [4_000, 130], ids=["roomy", "preempting"])
 def test_answers_are_those_of_the_plain_loop_though_prompts_ride_along(num_blocks: int) -> None:
-    config = make_config(latency=PACE, num_blocks=num_blocks, encoder_cache_slots=400, encoder_budget=400)
+    config = make_config(latency=MIXED, num_blocks=num_blocks, encoder_cache_slots=400, encoder_budget=400)
     plain, riding = (
         answered(EngineCore(config, Launching(config))),
         answered(AsyncEngineCore(config, runner := Riding(config))),
@@ -73,7 +73,7 @@ def test_answers_are_those_of_the_plain_loop_though_prompts_ride_along(num_block
 
 def beside_an_answer() -> tuple[AsyncEngineCore, Riding]:
     """A long prompt has come while an answer is under way, and a part of it rides along."""
-    config = make_config(latency=PACE, enable_prefix_caching=False)
+    config = make_config(latency=MIXED, enable_prefix_caching=False)
     core = AsyncEngineCore(config, runner := Riding(config))
     core.add(make_request("a", 5, max_tokens=40, temperature=0))
     core.step()

@@ -18,7 +18,7 @@ from saccade.engine.async_core import AsyncEngineCore
 from saccade.errors import RequestError
 from saccade.processor.output import RequestOutputBuilder
 from saccade.types import MediaItem
-from tests.engine.test_async_core import FEW, OPTIONS, QWEN2_VL, answers, decoding, overlapped
+from tests.helpers.async_engine import FEW, OPTIONS, QWEN2_VL, answers, decoding, overlapped
 
 AFTER_CLOSE: dict[str, Callable[[LLM], Any]] = {
     "generate": lambda llm: llm.generate("a", FEW, use_tqdm=False),

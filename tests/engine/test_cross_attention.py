@@ -22,11 +22,10 @@ from saccade.runner.build import eager_reason_of
 from saccade.runner.memory import plan_memory
 from saccade.types import Geometry, Grid, Size
 from tests.helpers import family_mllama
-from tests.helpers.family_mllama import IMAGE
+from tests.helpers.family_mllama import HUB, IMAGE
 from tests.helpers.images import make_photo
 from tests.helpers.prompts import data_url
 from tests.helpers.serving import MODEL, running_server
-from tests.models.families.test_mllama import HUB
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 LONG = "The quick brown fox jumps over the lazy dog. " * 4

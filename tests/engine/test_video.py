@@ -18,7 +18,7 @@ from saccade.models.vision.ops import TorchVision
 from saccade.types import Geometry, Grid, Size
 from tests.helpers.images import make_photo
 from tests.helpers.videos import GREEDY, VIDEO, answers, film, frames
-from tests.models.cuda.test_vision import DEVICE, QWEN, model
+from tests.helpers.vision_towers import DEVICE, QWEN, model
 
 FILM = film(30, images=frames(30, seed=3))
 

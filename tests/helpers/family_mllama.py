@@ -12,7 +12,9 @@ from PIL import Image
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import MllamaConfig, MllamaForConditionalGeneration
-from transformers.models.mllama.image_processing_pil_mllama import MllamaImageProcessorPil
+from transformers.models.mllama.image_processing_pil_mllama import (
+    MllamaImageProcessorPil,
+)
 from transformers.models.mllama.processing_mllama import (
     convert_sparse_cross_attention_mask_to_dense,
     get_cross_attention_token_mask,
@@ -199,3 +201,48 @@ def passing(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
         return torch.where(is_seeing, forward(hidden, **given), hidden)
 
     return masked
+
+
+HUB: dict[str, Any] = {
+    "model_type": "mllama",
+    "image_token_index": 128256,
+    "torch_dtype": "bfloat16",
+    "text_config": {
+        "model_type": "mllama_text_model",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "cross_attention_layers": [3, 8, 13, 18, 23, 28, 33, 38],
+        "vocab_size": 128256,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 500000.0,
+        "rope_scaling": {
+            "factor": 8.0,
+            "high_freq_factor": 4.0,
+            "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+        "tie_word_embeddings": False,
+    },
+    "vision_config": {
+        "attention_heads": 16,
+        "hidden_act": "gelu",
+        "hidden_size": 1280,
+        "image_size": 560,
+        "intermediate_layers_indices": [3, 7, 15, 23, 30],
+        "intermediate_size": 5120,
+        "max_num_tiles": 4,
+        "model_type": "mllama_vision_model",
+        "norm_eps": 1e-05,
+        "num_channels": 3,
+        "num_global_layers": 8,
+        "num_hidden_layers": 32,
+        "patch_size": 14,
+        "supported_aspect_ratios": [[1, 1], [1, 2], [1, 3], [1, 4], [2, 1], [2, 2], [3, 1], [4, 1]],
+        "vision_output_dim": 7680,
+    },
+}

@@ -21,10 +21,10 @@ import uvloop
 from saccade.errors import RequestError
 from saccade.media.fetch import Fetcher, FetchPolicy
 from saccade.media.fetch_slots import Owners, SlotLimits, Slots
+from tests.helpers.fetching import BODY, HOST, TRUST, Handler, Site, answer, certificate, resolving, response, running
 from tests.helpers.hostile import watching
 from tests.helpers.images import make_photo, png
 from tests.helpers.serving import RunningServer, error_of, image_part, running_server, until
-from tests.media.test_fetch import BODY, HOST, TRUST, Handler, Site, answer, certificate, resolving, response, running
 
 HANG_GUARD = 60.0
 CANCELLED_AFTER = range(40)  # turns of the loop: before, in and after every wait of a fetch

@@ -27,7 +27,7 @@ from saccade.processor.families.frame_groups import published
 from saccade.processor.prompt import Processor
 from saccade.runner.batch import RequestState
 from saccade.types import Admission, Prompt, Request, Size
-from tests.engine.test_async_core import overlapped
+from tests.helpers.async_engine import overlapped
 from tests.helpers.images import png
 from tests.helpers.prompts import POLICY, make, refusal
 from tests.helpers.videos import GREEDY, VIDEO, answers, film, frames

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from transformers import (
-    AutoModelForImageTextToText,
     CLIPVisionConfig,
     LlamaConfig,
     LlavaConfig,
@@ -23,126 +21,23 @@ from saccade.checkpoint.config import model_config
 from saccade.errors import ConfigError
 from saccade.models import load_model
 from saccade.models.interface import VisionLanguageModel
-from saccade.models.layers.attention import AttentionBatch, PagedAttention, PagedKV
-from saccade.models.layers.types import Encoding
-from saccade.types import Geometry, Grid, Size
+from saccade.models.layers.attention import PagedAttention, PagedKV
+from saccade.types import Grid
+from tests.helpers.parity import (
+    BLOCK,
+    CPU,
+    Pair,
+    assert_close,
+    finish,
+    one_request,
+    our_logits,
+    pixel_arguments,
+    positions_of,
+    prompt,
+    their_logits,
+)
 
-BLOCK = 4
-CPU = torch.device("cpu")
 FAMILIES: dict[str, Callable[..., Path]] = {"qwen2_vl": checkpoints.qwen2_vl, "llava": checkpoints.llava}
-
-
-class Pair:
-    """The same checkpoint in Saccade and in Transformers."""
-
-    def __init__(self, folder: Path, **kwargs: Any) -> None:
-        raw = json.loads((folder / "config.json").read_text())
-        self.config = model_config(raw)
-        self.ours: VisionLanguageModel = load_model(
-            folder, self.config, dtype=torch.float32, device=CPU, progress=False, **kwargs
-        )
-        self.theirs = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
-
-    def geometry(self, grid: Grid) -> Geometry:
-        vision = self.config.vision
-        assert vision is not None
-        side = vision.patch_size
-        slots = grid.patches // vision.spatial_merge_size**2
-        return Geometry(Size(grid.w * side, grid.h * side), grid, slots, slots)
-
-    def pictures(self, count: int) -> list[tuple[Grid, torch.Tensor]]:
-        """Random pictures as (grid, patches); LLaVA takes one size only."""
-        grids = [Grid(1, 4, 4)] * count if self.config.model_type == "llava" else [Grid(1, 4, 6), Grid(1, 6, 2)][:count]
-        rng = np.random.default_rng(0)
-        made = []
-        for grid in grids:
-            geometry = self.geometry(grid)
-            image = rng.integers(0, 256, (geometry.resized.height, geometry.resized.width, 3), dtype=np.uint8)
-            made.append((grid, self.ours.prepare(image, geometry)))
-        return made
-
-
-def finish(encoding: Encoding) -> list[torch.Tensor]:
-    while True:
-        try:
-            next(encoding)
-        except StopIteration as done:
-            embeddings: list[torch.Tensor] = done.value
-            return embeddings
-
-
-def pixel_arguments(pair: Pair, pictures: Sequence[tuple[Grid, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    if not pictures:
-        return {}
-    patches = torch.cat([p for _, p in pictures])
-    if pair.config.model_type.startswith("qwen"):
-        return {"pixel_values": patches, "image_grid_thw": torch.tensor([g for g, _ in pictures])}
-    images = patches.view(len(pictures), 4, 4, 3, 14, 14).permute(0, 3, 1, 4, 2, 5).reshape(-1, 3, 56, 56)
-    return {"pixel_values": images}
-
-
-def their_logits(pair: Pair, ids: torch.Tensor, pictures: Sequence[tuple[Grid, torch.Tensor]]) -> torch.Tensor:
-    arguments: dict[str, Any] = pixel_arguments(pair, pictures)
-    if pair.config.model_type.startswith("qwen"):
-        arguments["mm_token_type_ids"] = torch.eq(ids, pair.config.image_token_id or 0).int()[None]
-    with torch.no_grad():
-        logits: torch.Tensor = pair.theirs(input_ids=ids[None], **arguments).logits[0]
-    return logits
-
-
-def positions_of(pair: Pair, ids: torch.Tensor, pictures: Sequence[tuple[Grid, torch.Tensor]]) -> torch.Tensor:
-    plain = torch.arange(len(ids))
-    if pair.config.model_type == "llava":
-        return plain[None]
-    if not pictures:
-        return plain.expand(3, -1)
-    grids = torch.tensor([g for g, _ in pictures])
-    kinds = torch.eq(ids, pair.config.image_token_id or 0).int()[None]
-    positions, _ = pair.theirs.model.get_rope_index(ids[None], kinds, image_grid_thw=grids)
-    found: torch.Tensor = positions[:, 0]
-    return found
-
-
-def one_request(context: int, new: int, seed: int = 0) -> AttentionBatch:
-    """A single request whose last `new` tokens are computed, its blocks scattered over the cache."""
-    blocks = torch.randperm(64, generator=torch.Generator().manual_seed(seed))[: -(-context // BLOCK)]
-    places = torch.arange(context - new, context)
-    return AttentionBatch([new], [context], blocks[None], blocks[places // BLOCK] * BLOCK + places % BLOCK, BLOCK)
-
-
-@torch.inference_mode()
-def our_logits(
-    pair: Pair, ids: torch.Tensor, pictures: Sequence[tuple[Grid, torch.Tensor]], chunk: int | None = None
-) -> torch.Tensor:
-    model, text = pair.ours, pair.config.text
-    embeds = model.embed(ids)
-    if pictures:
-        encoded = finish(model.encode(torch.cat([p for _, p in pictures]), [g for g, _ in pictures]))
-        embeds[ids == pair.config.image_token_id] = torch.cat(encoded)
-    positions = positions_of(pair, ids, pictures)
-    kv = PagedKV.allocate(text, 64, BLOCK, torch.float32, CPU)
-    outputs = []
-    step = chunk or len(ids)
-    for start in range(0, len(ids), step):
-        end = min(start + step, len(ids))
-        attention = PagedAttention(kv, one_request(end, end - start), text.head_dim**-0.5)
-        outputs.append(model.logits(model.forward(embeds[start:end], positions[:, start:end], attention)))
-    return torch.cat(outputs)
-
-
-def prompt(pair: Pair, pictures: Sequence[tuple[Grid, torch.Tensor]]) -> torch.Tensor:
-    """Text, then each picture followed by more text."""
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(3, 200, (7,), generator=generator).tolist()
-    for grid, _ in pictures:
-        ids += [pair.config.image_token_id] * pair.geometry(grid).slots
-        ids += torch.randint(3, 200, (5,), generator=generator).tolist()
-    return torch.tensor(ids)
-
-
-def assert_close(ours: torch.Tensor, theirs: torch.Tensor, relative: float = 1e-4) -> None:
-    difference = (ours - theirs).abs().max() / theirs.abs().max()
-    assert difference < relative, f"relative difference {difference:.2e}"
 
 
 @pytest.fixture(

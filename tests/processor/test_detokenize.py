@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from benchmarks import checkpoints
 from saccade.processor.detokenize import Detokenizer
 from saccade.processor.tokenizer import Tokenizer
-from tests.processor.test_tokenizer import llama_first
+from tests.helpers.tokenizers import llama_first
 
 MAKERS = {"qwen": checkpoints.qwen_tokenizer, "llama": checkpoints.llama_tokenizer, "llama_first": llama_first}
 

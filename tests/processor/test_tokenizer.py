@@ -19,14 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from benchmarks import checkpoints
 from saccade.errors import ConfigError, RequestError
 from saccade.processor.tokenizer import Tokenizer
-
-
-def llama_first() -> tokenizers.Tokenizer:
-    """Llama's newer form: only the first piece of a text gets a leading space."""
-    tokenizer = checkpoints.llama_tokenizer()
-    tokenizer.normalizer = None
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="first", split=False)
-    return tokenizer
+from tests.helpers.tokenizers import llama_first
 
 
 def nfkc() -> tokenizers.Tokenizer:

@@ -172,12 +172,27 @@ def test_imports_are_lazy_only_where_a_reason_is_known(path: Path) -> None:
             assert item.file in LAZY_ALLOWED, f"{item.file}:{item.line} imports {item.module} inside a function"
 
 
+def modules_imported_by(path: Path) -> Iterator[tuple[int, str]]:
+    """Every module a file imports, or may: of `from a import b` also `a.b`. Each with its line."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+
+
 def test_benchmarks_do_not_import_tests() -> None:
     for path in (PROJECT / "benchmarks").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            assert not any(name.split(".")[0] == "tests" for name in names), f"{path}:{node.lineno} imports tests"
+        for line, name in modules_imported_by(path):
+            assert name.split(".")[0] != "tests", f"{path}:{line} imports tests"
+
+
+def test_no_test_imports_another_test() -> None:
+    """What tests share is in tests/helpers, which imports no test either."""
+    for path in (PROJECT / "tests").rglob("*.py"):
+        for line, name in modules_imported_by(path):
+            is_test = name.startswith("tests.") and not name.startswith("tests.helpers.")
+            assert not is_test, f"{path}:{line} imports {name}: move what both need to tests/helpers"
 
 
 def test_model_names_appear_only_in_the_two_folders_and_their_tables() -> None:

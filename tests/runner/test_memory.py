@@ -19,8 +19,8 @@ from saccade.runner.encoder.embedding_cache import EmbeddingSlab
 from saccade.runner.encoder.stage import LocalEncoder
 from saccade.runner.memory import MemoryPlan, _dtype, plan_memory
 from saccade.types import Geometry, Grid, Size
-from tests.checkpoint.test_config import PUBLISHED
-from tests.runner.encoder.test_stage import FakeTower, picture
+from tests.helpers.fake_tower import FakeTower, picture
+from tests.helpers.published import PUBLISHED
 
 GIB = costs.GIB
 IMAGE = Geometry(Size(1288, 952), Grid(1, 68, 92), 1564, 1564)

@@ -16,8 +16,8 @@ from saccade.scheduler.encoder_cache import EncoderCache
 from saccade.scheduler.encoder_scheduler import EncoderScheduler
 from saccade.scheduler.request import ScheduledRequest
 from saccade.types import TO_THE_END, Span
+from tests.helpers.random_workloads import CONFIGS
 from tests.helpers.scheduling import BLOCK, EOS, FakeImage, Part, Rig, key_of, make_request, names
-from tests.scheduler.test_random import CONFIGS
 
 
 def seen(name: str, slots: int = 8) -> FakeImage:

@@ -10,22 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from saccade.types import LatencyProfile
+from tests.helpers.async_scheduling import ALONE, MIXED, RIDING, AheadRig, add
 from tests.helpers.scheduling import FakeImage, Part
-from tests.scheduler.test_async_decode import AheadRig, add
-
-ALONE, RIDING = 32, 96  # tokens that fit beside an answer
-PACE = LatencyProfile(
-    decode_ms=((1, 1.0), (16, 1.0)),
-    prefill_ms=((ALONE, 1.0), (64, 2.0)),
-    layer_ms=((4, 0.5),),
-    target_ms=None,
-    mixed_ms=((4, ((64, 1.5), (RIDING, 2.0), (128, 3.0))),),
-)
 
 
 def beside_an_answer(**changes: object) -> AheadRig:
     rig = AheadRig(
-        **{"latency": PACE, "is_text_first": True, "enable_prefix_caching": False, "num_blocks": 600, **changes}
+        **{"latency": MIXED, "is_text_first": True, "enable_prefix_caching": False, "num_blocks": 600, **changes}
     )
     add(rig, "answer", 5, max_tokens=60)
     rig.step()
@@ -52,7 +43,7 @@ def test_all_of_a_prompt_but_its_end_rides_along(tokens: int, windows: list[int]
 
 
 def test_without_passes_for_both_a_prompt_goes_in_parts_that_fit_beside_the_answer() -> None:
-    rig = beside_an_answer(latency=LatencyProfile(PACE.decode_ms, PACE.prefill_ms, PACE.layer_ms, None))
+    rig = beside_an_answer(latency=LatencyProfile(MIXED.decode_ms, MIXED.prefill_ms, MIXED.layer_ms, None))
     add(rig, "prompt", 80, max_tokens=1)
     assert windows_of(rig, "prompt") == [[32], [32], [16]]
 
@@ -101,7 +92,7 @@ def test_plans_say_what_rides_along() -> None:
 
 
 def test_nothing_rides_along_where_one_pass_takes_longer_than_two() -> None:
-    slow = replace(PACE, mixed_ms=((4, ((16, 2.4), (RIDING, 2.5))),))  # tokens that fit, but 16 of them take 2 apart
+    slow = replace(MIXED, mixed_ms=((4, ((16, 2.4), (RIDING, 2.5))),))  # tokens that fit, but 16 of them take 2 apart
     rig = beside_an_answer(latency=slow)
     add(rig, "picture", [1] * 8, FakeImage("p", 20), max_tokens=1)
     windows_of(rig, "picture")

@@ -10,82 +10,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from saccade.errors import RequestError
+from tests.helpers.random_workloads import BROKEN, CONFIGS, IMAGES, REQUESTS, assert_nothing_is_held, drive
 from tests.helpers.scheduling import EOS, FakeImage, Part, Rig
-
-IMAGES = [
-    FakeImage("a", 3),
-    FakeImage("b", 3),
-    FakeImage("c", 6),
-    FakeImage("d", 9, 7),
-    FakeImage("e", 12),
-    FakeImage("f", 3, made=12),
-]
-BROKEN = FakeImage("broken", 5)
-
-PARTS = st.one_of(
-    st.integers(1, 9),
-    st.lists(st.integers(100, 101), min_size=1, max_size=6),
-    st.sampled_from([*IMAGES, BROKEN]),
-)
-REQUESTS = st.tuples(
-    st.lists(PARTS, min_size=1, max_size=5),
-    st.integers(1, 12),  # max_tokens
-    st.integers(0, 12),  # the step at which it arrives
-    st.one_of(st.none(), st.integers(0, 20)),  # the step at which its client leaves
-    st.sampled_from([b"", b"", b"other"]),
-)
-CONFIGS = st.fixed_dictionaries(
-    {
-        "max_num_batched_tokens": st.sampled_from([1, 3, 8, 30, 200]),
-        "max_num_seqs": st.integers(1, 6),
-        "block_size": st.sampled_from([1, 2, 4]),
-        "num_blocks": st.sampled_from([20, 40, 300]),
-        "encoder_budget": st.sampled_from([12, 20, 100]),
-        "encoder_cache_slots": st.sampled_from([12, 15, 25, 100]),
-        "keep_idle_embeddings": st.booleans(),
-        "enable_prefix_caching": st.booleans(),
-        "encode_layers_per_step": st.sampled_from([None, 1, 3]),
-        "always_slice": st.booleans(),
-        "is_text_first": st.booleans(),
-    }
-)
 
 
 @settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(CONFIGS, st.lists(REQUESTS, min_size=1, max_size=14))
 def test_any_workload_drains_and_each_accepted_request_ends_once(config: dict, requests: list) -> None:
     rig = Rig(broken=["broken"], **config)
-    accepted = _drive(rig, requests)
+    accepted = drive(rig, requests)
     endings = {name: [e for e in rig.events[name] if e.finish_reason] for name in accepted}
     assert all(len(ends) == 1 and rig.events[name][-1] is ends[0] for name, ends in endings.items())
-    _assert_nothing_is_held(rig)
-
-
-def _drive(rig: Rig, requests: list) -> list[str]:
-    """Feed arrivals and departures at their steps, then let everything drain."""
-    accepted: list[str] = []
-    for moment in range(21):
-        for number, (parts, max_tokens, arrival, leaving, salt) in enumerate(requests):
-            if arrival == moment:
-                try:
-                    rig.add(f"r{number}", *parts, max_tokens=max_tokens, salt=salt)
-                    accepted.append(f"r{number}")
-                except RequestError as error:
-                    assert "KV blocks" in error.message
-            if leaving == moment:
-                rig.take(rig.scheduler.abort(f"r{number}", rig.now))
-        rig.step()
-    rig.drain()
-    rig.step()  # the runner hears of the last endings
-    return accepted
-
-
-def _assert_nothing_is_held(rig: Rig) -> None:
-    stats = rig.scheduler.stats()
-    assert stats["running"] == stats["waiting"] == 0
-    assert stats["kv"]["used"] == 0
-    assert stats["encoder_cache"]["slots_pinned"] == 0
-    assert not rig.runner.requests, "the runner was not told to forget a request"
+    assert_nothing_is_held(rig)
 
 
 @settings(max_examples=100, deadline=None)
@@ -134,7 +70,7 @@ def test_long_streams_of_images_through_tiny_caches_drain(seed: int, sliced: int
     ends = Counter(name for name, events in rig.events.items() for event in events if event.finish_reason)
     assert ends == {f"r{number}": 1 for number in range(150)}
     assert rig.scheduler.stats()["preemptions"] > 0
-    _assert_nothing_is_held(rig)
+    assert_nothing_is_held(rig)
 
 
 def _random_parts(rng: random.Random) -> list[Part]:

@@ -8,8 +8,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from saccade.types import StepPlan, StepResult
+from tests.helpers.random_workloads import CONFIGS, REQUESTS, assert_nothing_is_held, drive
 from tests.helpers.scheduling import BLOCK, FakeImage, FakeRunner, Rig
-from tests.scheduler.test_random import CONFIGS, REQUESTS, _assert_nothing_is_held, _drive
 
 
 class StatefulRunner(FakeRunner):
@@ -56,8 +56,8 @@ def computed(made: Rig, request_id: str) -> int:
 @given(CONFIGS, st.lists(REQUESTS, min_size=1, max_size=14), st.sampled_from([0, 1, 2, 20]))
 def test_any_workload_goes_on_with_the_states_of_its_own_text(config: dict, requests: list, rows: int) -> None:
     made = rig(**config, state_rows=rows)
-    _drive(made, requests)
-    _assert_nothing_is_held(made)
+    drive(made, requests)
+    assert_nothing_is_held(made)
 
 
 def test_the_same_prompt_begins_behind_its_last_full_block() -> None:

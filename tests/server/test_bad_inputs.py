@@ -19,6 +19,7 @@ import psutil
 import pytest
 from PIL import Image, PngImagePlugin
 
+from tests.helpers.forbidden_urls import FORBIDDEN_URLS
 from tests.helpers.images import make_photo, png
 from tests.helpers.serving import (
     RunningServer,
@@ -346,25 +347,6 @@ def test_images_over_the_context_are_refused_with_the_bill(server: RunningServer
 def test_more_images_than_allowed_are_refused_with_both_numbers(server: RunningServer) -> None:
     error = refused(server.chat([GOOD] * 5), None, "messages")
     assert "4" in error["message"] and "5" in error["message"]
-
-
-FORBIDDEN_URLS = [
-    "http://example.com/a.png",
-    "http://127.0.0.1:{port}/a.png",
-    "http://[::1]:{port}/a.png",
-    "http://169.254.169.254/latest",
-    "http://10.0.0.1/a.png",
-    "http://2130706433:{port}/a.png",
-    "http://0x7f.1:{port}/a.png",
-    "http://[::ffff:127.0.0.1]:{port}/a.png",
-    "http://user:pass@127.0.0.1:{port}/a.png",
-    "http://example.com\\@127.0.0.1:{port}/a.png",
-    "file:///etc/passwd",
-    "ftp://127.0.0.1:{port}/a.png",
-    "gopher://127.0.0.1:{port}/a.png",
-    "/etc/passwd",
-    "unix:/tmp/a.sock",
-]
 
 
 @pytest.mark.parametrize("template", FORBIDDEN_URLS)

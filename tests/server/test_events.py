@@ -22,7 +22,7 @@ from saccade.server.request.chat import ChatRequest, read_chat
 from saccade.server.request.fields import FieldReader
 from saccade.server.request.messages import read_message
 from saccade.server.request.responses import read_response
-from tests.server.test_stream import FakeStream, Wire, running, started, token
+from tests.helpers.fake_stream import FakeStream, Wire, running, started, token
 
 READER = FieldReader(strict=False)
 CALL = '<tool_call>{"name": "look", "arguments": {"at": 1}}</tool_call>'

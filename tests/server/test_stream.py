@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,74 +12,8 @@ from saccade.engine.ipc.client import EngineUnavailable
 from saccade.errors import RequestError
 from saccade.server import generation as generate
 from saccade.server.errors import ApiError, ClientGone, api_error
-from saccade.server.generation import BilledPrompt, Generation, Timing
-from saccade.server.http.caller import Caller
-from saccade.server.http.response import ResponseWriter, while_connected
-from saccade.server.metrics import Metrics
-from saccade.types import Bill, TokenEvent
-
-
-class FakeStream:
-    """Gives what a test puts in; an exception in the queue is raised."""
-
-    def __init__(self) -> None:
-        self.queue: asyncio.Queue[Any] = asyncio.Queue()
-        self.is_cancelled = False
-
-    async def __anext__(self) -> list[TokenEvent]:
-        item = await self.queue.get()
-        if item is None:
-            raise StopAsyncIteration
-        if isinstance(item, Exception):
-            raise item
-        return [item]
-
-    def cancel(self) -> None:
-        self.is_cancelled = True
-
-
-class FakeEngine:
-    def __init__(self, stream: FakeStream) -> None:
-        self.stream = stream
-
-    async def submit(self, requests: Any) -> Any:
-        return [self.stream]
-
-
-class FakeAnswer:
-    """Stands for the text side: every token is its own number."""
-
-    def __init__(self) -> None:
-        self.index, self.token_ids, self.finish_reason, self.stop_reason, self.usage = 0, [], None, None, None
-
-    @property
-    def is_finished(self) -> bool:
-        return self.finish_reason is not None
-
-    def push(self, event: TokenEvent) -> str:
-        self.finish_reason = event.finish_reason
-        return str(event.token_id)
-
-
-def token(number: int, finish: Any = None, error: RequestError | None = None) -> TokenEvent:
-    return TokenEvent("r", number, None, finish, error=error)
-
-
-async def started(stream: FakeStream) -> Generation:
-    prompt: Any = SimpleNamespace(token_ids=[1], where={})
-    billed = BilledPrompt(prompt, Bill(1, 0, 0, 1, ()))
-    generation = Generation([billed], [FakeAnswer()], Timing(0.0, 0.0, 0.0), Metrics("m", dict))  # type: ignore[list-item]
-    request: Any = SimpleNamespace(max_tokens=9)
-    await generation.submit(FakeEngine(stream), [request])
-    return generation
-
-
-def running(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    async def within() -> None:
-        async with asyncio.timeout(20):
-            await test()
-
-    asyncio.run(within())
+from saccade.server.http.response import while_connected
+from tests.helpers.fake_stream import FakeStream, Wire, running, started, token
 
 
 def test_silence_gives_keep_alives_between_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,29 +68,6 @@ def test_an_engine_that_gives_up_a_request_is_unavailable() -> None:
                 pass
 
     running(check)
-
-
-class Wire:
-    """Both ends of an ASGI exchange."""
-
-    def __init__(self, path: str = "/v1/chat/completions") -> None:
-        self.path = path
-        self.sent: list[dict[str, Any]] = []
-        self.gone = asyncio.Event()
-
-    async def receive(self) -> dict[str, Any]:
-        await self.gone.wait()
-        return {"type": "http.disconnect"}
-
-    async def send(self, message: Any) -> None:
-        self.sent.append(message)
-
-    def writer(self) -> ResponseWriter:
-        scope = {"type": "http", "path": self.path, "caller": Caller("id-1", "", 0.0)}
-        return ResponseWriter(scope, self.receive, self.send)
-
-    def body(self) -> bytes:
-        return b"".join(message.get("body", b"") for message in self.sent)
 
 
 def test_an_error_before_the_first_byte_has_its_status() -> None:

@@ -14,10 +14,10 @@ from saccade.options import MediaPolicy, Options
 from saccade.processor.checkpoint import open_checkpoint
 from saccade.processor.prompt import Processor
 from saccade.server.api.models import video_card
+from tests.helpers.image_site import Site, running_site
 from tests.helpers.images import make_photo, png
 from tests.helpers.serving import RunningServer, as_url, error_of, image_part, photo_part, running_server, text_part
 from tests.helpers.videos import film
-from tests.server.test_fetch import Site, running_site
 
 FILM = film(20)
 STILLS = "data:video/png;base64," + ",".join(as_url(png(make_photo(84, 56, i))).partition(",")[2] for i in range(3))

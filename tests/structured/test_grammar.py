@@ -24,7 +24,7 @@ from saccade.structured.grammar import Grammars
 from saccade.structured.matcher import Grammar
 from saccade.structured.time_budget import Allowance, Budget
 from saccade.types import Prompt, Request, TokenEvent
-from tests.engine.test_async_faults import Launching
+from tests.helpers.launching import Launching
 from tests.helpers.scheduling import make_config, make_request
 
 LIST = {"type": "array", "items": {"enum": ["ab", "cd"]}, "minItems": 4, "maxItems": 4}

@@ -15,7 +15,7 @@ from saccade.kernels.attention.prefill_hopper import ROWS, choose_splits, suits
 from saccade.kernels.attention.prefill_triton import choose_rows
 from saccade.kernels.launch.device import Heads
 from saccade.kernels.launch.tiling import Tiles
-from tests.kernels.test_kernels import BLOCK, DEVICE, HALF, Paged, assert_close, ints, random
+from tests.helpers.paged import BLOCK, DEVICE, HALF, Paged, assert_close, ints, random
 
 H200 = 132
 HEADS = Heads(queries=12, keys=2, dim=128)

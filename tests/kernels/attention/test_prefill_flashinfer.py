@@ -21,10 +21,10 @@ from saccade.kernels.attention.prefill_flashinfer import Capacity, FlashInferPre
 from saccade.kernels.launch.device import Heads
 from saccade.runner.cuda.attention_backend import MIN_TOKENS, Place, check, choose
 from saccade.runner.cuda.forward import CudaForward
-from tests.checkpoint.test_config import PUBLISHED
-from tests.engine.test_async_core import OPTIONS, QWEN2_VL, answers, prompts
 from tests.helpers import fake_flashinfer
-from tests.kernels.test_kernels import BLOCK, DEVICE, Paged, assert_close, ints, random
+from tests.helpers.async_engine import OPTIONS, QWEN2_VL, answers, prompts
+from tests.helpers.paged import BLOCK, DEVICE, Paged, assert_close, ints, random
+from tests.helpers.published import PUBLISHED
 
 HEADS = Heads(queries=6, keys=2, dim=16)
 ROOM = Capacity(tokens=64, windows=5, blocks=40)

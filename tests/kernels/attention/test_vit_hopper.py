@@ -7,7 +7,7 @@ import torch
 
 from saccade.kernels.attention.vit_hopper import suits
 from saccade.models.cuda.vision import FusedVision
-from tests.models.cuda.test_vision import DEVICE, random
+from tests.helpers.vision_towers import DEVICE, random
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,7 @@ from itertools import product
 
 import pytest
 import torch
-from torch import Tensor
 
-from saccade.kernels.attention.vit_combine import CELL, combine
 from saccade.kernels.attention.vit_schedule import (
     GROUP_ROWS,
     ITEM,
@@ -21,6 +19,7 @@ from saccade.kernels.attention.vit_schedule import (
     max_slots,
 )
 from saccade.models.layers.attention import packed_attention
+from tests.helpers.vit_attention import attend
 
 CPU = torch.device("cpu")
 PACKINGS = [[64], [1], [300, 257], [1564], [1564] * 2, [1800], [900, 64, 1564, 200], [2048]]
@@ -70,30 +69,6 @@ def test_whole_waves_are_not_cut() -> None:
 
 def test_a_plan_is_made_once_for_images_of_the_same_sizes() -> None:
     assert make_schedule((1564,), 16, 132) is make_schedule((1564,), 16, 132)
-
-
-def attend(schedule: TileSchedule, qkv: Tensor, scale: float) -> Tensor:
-    """What the kernel does with its items, and the parts added up."""
-    _, _, heads, dim = qkv.shape
-    out = torch.full((len(qkv), heads, dim), torch.nan)
-    parts = torch.full((max(1, schedule.slots), TILE_ROWS, dim + CELL), torch.nan)
-    for row, rows, head, start, length, first, count, slot in schedule.items[: schedule.offsets[-1]].tolist():
-        lead = -(-length // KEYS) * KEYS - length  # what the first tile leaves to others
-        order = torch.cat((torch.arange(length - KEYS + lead, length), torch.arange(length - KEYS + lead)))
-        low = max(0, first * KEYS - lead)
-        mine = start + order[low : (first + count) * KEYS - lead]
-        q, (k, v) = qkv[row : row + rows, 0, head], (qkv[mine, i, head] for i in (1, 2))
-        scores = q @ k.T * scale * 1.4426950408889634
-        level = scores[:, :KEYS].amax(1) + 32
-        weights = torch.exp2(scores - level[:, None])
-        if slot < 0:
-            out[row : row + rows, head] = weights @ v / weights.sum(1, keepdim=True)
-        else:
-            parts[slot, :rows, :dim] = weights @ v
-            parts[slot, :rows, dim], parts[slot, :rows, dim + 1] = weights.sum(1), level
-    if schedule.slots:
-        combine(parts, schedule, out)
-    return out
 
 
 @pytest.mark.parametrize(("lengths", "programs"), [([1500], 7), ([1000, 1400], 11), ([1300], 6)])

@@ -21,11 +21,11 @@ from saccade.kernels.ops.norm import add_rms_norm
 from saccade.models.cuda import gemms
 from saccade.models.cuda.gemms import Residual, can_split_k, gemms_for, new_workspace
 from saccade.models.layers.decoder import Biases
-from tests.engine.test_async_core import FEW, OPTIONS, answers, overlapped
-from tests.engine.test_async_core import prompts as prompts_of
+from tests.helpers.async_engine import FEW, OPTIONS, answers, overlapped
+from tests.helpers.async_engine import prompts as prompts_of
+from tests.helpers.decoder_layers import BIASES, assert_close, decoder, plain_mlp, rows_of
 from tests.helpers.families import FAMILIES
-from tests.kernels.test_kernels import BLOCK, DEVICE, SMALL, Paged, ints, random
-from tests.models.cuda.test_gemms import BIASES, assert_close, decoder, plain_mlp, rows_of
+from tests.helpers.paged import BLOCK, DEVICE, SMALL, Paged, ints, random
 
 SHARED = 227 << 10  # bytes that the programs of a multiprocessor share
 SHAPES = [(2048, 1536), (1536, 1536), (1536, 8960), (4608, 3584), (3584, 3584), (12288, 4096), (4096, 11008)]

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from saccade.kernels.gemm import hopper_act, hopper_tiles
+from saccade.kernels.gemm import hopper_tiles
 from saccade.kernels.gemm.hopper_act import suits
 from saccade.kernels.gemm.hopper_tiles import num_tiles, num_whole
 from saccade.kernels.gemm.linear_act import linear_act
@@ -22,11 +22,9 @@ from saccade.models.cuda.vision import FusedVision
 from saccade.models.families.qwen2_vl import Qwen2VL
 from saccade.models.layers import basic
 from saccade.models.vision.ops import TorchVision
-from tests.models.cuda.test_gemms import decoder, plain_mlp, rows_of, total
-from tests.models.cuda.test_vision import GRIDS, QWEN, encode, model, random
-
-PROGRAMS = 132
-QUICK, GATED = hopper_act.ACTS.index("quick_gelu"), hopper_act.ACTS.index("silu_and_mul")
+from tests.helpers.decoder_layers import decoder, plain_mlp, rows_of, total
+from tests.helpers.tiles import GATED, PROGRAMS, QUICK, place
+from tests.helpers.vision_towers import GRIDS, QWEN, encode, model, random
 
 
 @pytest.mark.parametrize(
@@ -49,11 +47,6 @@ def test_every_output_is_computed_once(act: int, rows: int, outputs: int, monkey
             row, output = place(unit, (rows, outputs, 0, whole, 0), wide, act)
             seen[row : row + 128, output : output + part * wide // 256] += 1
     assert (seen == 1).all()
-
-
-def place(unit: int, shape: tuple[int, ...], wide: int, act: int) -> list[int]:
-    """The kernel's own function, with numbers in place of what it sees on a device."""
-    return [int(getattr(found, "value", found)) for found in hopper_tiles.place.fn(unit, shape, wide, act == GATED)]
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,8 @@ from saccade.models.cuda.vision import FusedVision
 from saccade.models.families.qwen2_vl import Qwen2VL
 from saccade.models.layers.attention import packed_attention
 from saccade.models.vision.ops import TorchVision
-from tests.kernels.gemm.test_linear_act import PROGRAMS, QUICK, place
-from tests.models.cuda.test_vision import GRIDS, QWEN, encode, model, random
+from tests.helpers.tiles import PROGRAMS, QUICK, place
+from tests.helpers.vision_towers import GRIDS, QWEN, encode, model, random
 
 HEADS = 16
 

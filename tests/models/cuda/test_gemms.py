@@ -4,48 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
 from saccade import costs
-from saccade.checkpoint.config import TextConfig
 from saccade.models.cuda.decoder import FusedDecoder
 from saccade.models.cuda.gemms import Residual, gemms_for, new_workspace
 from saccade.models.layers.attention import PagedKV
-from saccade.models.layers.decoder import Biases, Decoder, DecoderLayer
-from saccade.models.parameters import Parameters
+from saccade.models.layers.decoder import Biases
 from tests.helpers.allocations import PeakMemory
+from tests.helpers.decoder_layers import BIASES, DEVICE, TEXT, assert_close, decoder, plain_mlp, rows_of, total
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 EVERY_SIZE = pytest.mark.parametrize("rows", [1, 5, 20, 40, 600], ids=["one", "few", "more", "many", "prompt"])
-BIASES = pytest.mark.parametrize("biases", [Biases(), Biases(qkv=True), Biases(True, True, True)], ids=str)
-PLAIN = Biases()
-TEXT = TextConfig(64, 96, 2, 4, 2, 16, 200, 512, 1e-6, 1e4, None, {}, False, "llama")
-
-
-def decoder(biases: Biases = PLAIN, dtype: torch.dtype = torch.float16) -> Decoder:
-    params = Parameters(dtype, DEVICE)
-    made = Decoder(params, TEXT, biases)
-    generator = torch.Generator().manual_seed(0)
-    for tensor in params.targets.values():
-        tensor.copy_(torch.randn(tensor.shape, generator=generator) / 8)
-    return made
-
-
-def rows_of(rows: int, size: int, seed: int, dtype: torch.dtype = torch.float16) -> Tensor:
-    return torch.randn(rows, size, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
-
-
-def total(x: Residual) -> Tensor:
-    return x.rows if x.added is None else x.rows + x.added
-
-
-def assert_close(found: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(found, expected, atol=8e-3, rtol=8e-3)
-
-
-def plain_mlp(x: Tensor, layer: DecoderLayer) -> Tensor:
-    gate, up = layer.gate_up(layer.mlp_norm(x)).chunk(2, dim=-1)
-    return layer.down(torch.nn.functional.silu(gate) * up) + x
 
 
 @BIASES

@@ -26,8 +26,8 @@ from saccade.runner.encoder import graphs
 from saccade.runner.encoder.graphs import record_tower
 from saccade.types import Grid
 from tests.helpers.family_checks import finish
-from tests.kernels.attention.test_vit_schedule import attend
-from tests.models.cuda.test_vision import LLAVA, QWEN, encode, model, random
+from tests.helpers.vision_towers import LLAVA, QWEN, encode, model, random
+from tests.helpers.vit_attention import attend
 
 
 @pytest.fixture(autouse=True)

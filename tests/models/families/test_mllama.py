@@ -33,7 +33,7 @@ from saccade.runner.cross_attention import rows_by_image, stretches
 from saccade.types import Grid, ScheduledWindow, Size, Span
 from tests.helpers import family_mllama
 from tests.helpers.family_checks import CPU, Given, Subject, as_patches, assert_close, dummy, edited
-from tests.helpers.family_mllama import IMAGE, TILE
+from tests.helpers.family_mllama import HUB, IMAGE, TILE
 from tests.helpers.images import make_photo
 from tests.helpers.reference import Reference
 
@@ -86,49 +86,6 @@ def published() -> Mllama:
     return Mllama.from_checkpoint(Given(model_config(HUB), HUB_PIXELS))
 
 
-HUB: dict[str, Any] = {
-    "model_type": "mllama",
-    "image_token_index": 128256,
-    "torch_dtype": "bfloat16",
-    "text_config": {
-        "model_type": "mllama_text_model",
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 40,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "cross_attention_layers": [3, 8, 13, 18, 23, 28, 33, 38],
-        "vocab_size": 128256,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-05,
-        "rope_theta": 500000.0,
-        "rope_scaling": {
-            "factor": 8.0,
-            "high_freq_factor": 4.0,
-            "low_freq_factor": 1.0,
-            "original_max_position_embeddings": 8192,
-            "rope_type": "llama3",
-        },
-        "tie_word_embeddings": False,
-    },
-    "vision_config": {
-        "attention_heads": 16,
-        "hidden_act": "gelu",
-        "hidden_size": 1280,
-        "image_size": 560,
-        "intermediate_layers_indices": [3, 7, 15, 23, 30],
-        "intermediate_size": 5120,
-        "max_num_tiles": 4,
-        "model_type": "mllama_vision_model",
-        "norm_eps": 1e-05,
-        "num_channels": 3,
-        "num_global_layers": 8,
-        "num_hidden_layers": 32,
-        "patch_size": 14,
-        "supported_aspect_ratios": [[1, 1], [1, 2], [1, 3], [1, 4], [2, 1], [2, 2], [3, 1], [4, 1]],
-        "vision_output_dim": 7680,
-    },
-}
 HUB_PIXELS = {**family_mllama.IMAGE_PROCESSOR, "size": {"height": 560, "width": 560}}
 
 

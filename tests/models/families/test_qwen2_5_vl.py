@@ -26,6 +26,7 @@ from saccade.models.parameters import Parameters
 from saccade.models.weights import fill_random
 from saccade.types import Grid, Size
 from tests.helpers.family_qwen2_5_vl import build
+from tests.helpers.parity import CPU, Pair, assert_close, finish, our_logits, prompt, their_logits
 from tests.helpers.qwen_checks import (
     assert_encoding_memory,
     assert_fused_tower_equal,
@@ -35,7 +36,6 @@ from tests.helpers.qwen_checks import (
     random,
     small_model,
 )
-from tests.models.test_parity import CPU, Pair, assert_close, finish, our_logits, prompt, their_logits
 
 # What the hub says of Qwen2.5-VL-7B-Instruct, text fields at the top level.
 PUBLISHED_7B: dict[str, Any] = {

@@ -17,7 +17,6 @@ from saccade import LLM, SamplingParams, costs
 from saccade.checkpoint.config import model_config
 from saccade.errors import ConfigError
 from saccade.models import load_model
-from saccade.models.layers.attention import PagedAttention, PagedKV
 from saccade.models.layers.gated_delta_net import CHUNK, delta_rule
 from saccade.processor.checkpoint import open_checkpoint
 from saccade.processor.families import family_for
@@ -25,18 +24,8 @@ from saccade.runner.recurrent_state import RecurrentStates
 from saccade.types import Grid, ScheduledWindow, Size, StateCheckpoint
 from tests.helpers.family_qwen3_5 import IMAGE, build
 from tests.helpers.images import make_photo
+from tests.helpers.parity import CPU, Pair, assert_close, finish, hybrid_logits, prompt, their_logits
 from tests.helpers.qwen_checks import assert_positions_equal
-from tests.models.test_parity import (
-    BLOCK,
-    CPU,
-    Pair,
-    assert_close,
-    finish,
-    one_request,
-    positions_of,
-    prompt,
-    their_logits,
-)
 
 # What the hub says of Qwen3.5-9B, as far as shapes go.
 PUBLISHED_9B: dict[str, Any] = {
@@ -143,36 +132,12 @@ def test_the_delta_rule_is_that_of_transformers() -> None:
 # --- the model ----------------------------------------------------------------------------------------------------
 
 
-@torch.inference_mode()
-def our_logits(pair: Pair, ids: Tensor, images: list[tuple[Grid, Tensor]], chunk: int) -> Tensor:
-    model, text = pair.ours, pair.config.text
-    assert text.linear is not None
-    embeds = model.embed(ids)
-    if images:
-        encoded = finish(model.encode(torch.cat([p for _, p in images]), [g for g, _ in images]))
-        embeds[ids == pair.config.image_token_id] = torch.cat(encoded)
-    positions, outputs = positions_of(pair, ids, images), []
-    kv, states = (
-        PagedKV.allocate(text, 64, BLOCK, torch.float32, CPU),
-        RecurrentStates(text.linear, 3, 0, torch.float32, CPU),
-    )
-    states.open("other")
-    states.open("a")
-    for start in range(0, len(ids), chunk):
-        end = min(start + chunk, len(ids))
-        attention = PagedAttention(kv, one_request(end, end - start), model.decoder.scale)
-        now = states.of([ScheduledWindow("a", start, end, (), False)])
-        hidden = model.forward(embeds[start:end], positions[:, start:end], attention, now)  # type: ignore[call-arg]
-        outputs.append(model.logits(hidden))
-    return torch.cat(outputs)
-
-
 @pytest.mark.parametrize("count", [0, 1, 2])
 @pytest.mark.parametrize("chunk", [1000, 19, 1], ids=["whole", "in chunks", "token by token"])
 def test_logits_equal_transformers(pair: Pair, count: int, chunk: int) -> None:
     images = pair.images(count)
     ids = prompt(pair, images)
-    assert_close(our_logits(pair, ids, images, chunk), their_logits(pair, ids, images))
+    assert_close(hybrid_logits(pair, ids, images, chunk), their_logits(pair, ids, images))
 
 
 def test_image_features_equal_those_of_transformers(pair: Pair) -> None:

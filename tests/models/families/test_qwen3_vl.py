@@ -28,6 +28,7 @@ from saccade.processor.checkpoint import open_checkpoint
 from saccade.processor.families import family_for
 from saccade.types import Grid, Size
 from tests.helpers.family_qwen3_vl import build
+from tests.helpers.parity import CPU, Pair, assert_close, finish, our_logits, prompt, their_logits
 from tests.helpers.qwen_checks import (
     assert_encoding_memory,
     assert_fused_tower_equal,
@@ -37,7 +38,6 @@ from tests.helpers.qwen_checks import (
     random,
     small_model,
 )
-from tests.models.test_parity import CPU, Pair, assert_close, finish, our_logits, prompt, their_logits
 
 # What the hub says of Qwen3-VL-4B-Instruct.
 PUBLISHED_4B: dict[str, Any] = {

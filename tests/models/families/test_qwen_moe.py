@@ -24,9 +24,8 @@ from saccade.types import Grid, Size
 from tests.helpers import family_qwen3_5, family_text
 from tests.helpers.family_moe import build_hybrid, build_vl
 from tests.helpers.images import make_photo
+from tests.helpers.parity import CPU, Pair, assert_close, finish, hybrid_logits, our_logits, prompt, their_logits
 from tests.helpers.qwen_checks import assert_positions_equal, assert_sizes_equal
-from tests.models.families import test_qwen3_5 as test_family_qwen3_5
-from tests.models.test_parity import CPU, Pair, assert_close, finish, our_logits, prompt, their_logits
 
 BUILDERS: dict[str, Callable[..., Path]] = {"qwen3_vl_moe": build_vl, "qwen3_5_moe": build_hybrid}
 FOLDERS = [f"{name}-{layout}" for name in BUILDERS for layout in ("saved", "published")]
@@ -132,11 +131,7 @@ def logits_of(pair: Pair, count: int, chunk: int | None = None) -> tuple[torch.T
     images = pair.images(count)
     ids = prompt(pair, images)
     has_states = pair.config.text.linear is not None
-    ours = (
-        test_family_qwen3_5.our_logits(pair, ids, images, chunk or 1000)
-        if has_states
-        else our_logits(pair, ids, images, chunk)
-    )
+    ours = hybrid_logits(pair, ids, images, chunk or 1000) if has_states else our_logits(pair, ids, images, chunk)
     return ours, their_logits(pair, ids, images)
 
 

@@ -19,14 +19,14 @@ from saccade.models.layers.attention import PagedAttention, PagedKV
 from saccade.options import Options
 from saccade.processor.checkpoint import open_checkpoint
 from saccade.runner.memory import plan_memory
-from tests.engine.test_async_core import OPTIONS, answers, overlapped
-from tests.engine.test_invariance import Subject, run
+from tests.helpers.async_engine import OPTIONS, answers, overlapped
 from tests.helpers.browser import PATIENCE_MS, open_page, running_browser
+from tests.helpers.engine_runs import Subject, run
 from tests.helpers.family_text import KINDS, build, reference
 from tests.helpers.images import make_photo
+from tests.helpers.parity import BLOCK, one_request
 from tests.helpers.reference import Reference
 from tests.helpers.serving import RunningServer, error_of, photo_part, running_server, text_part
-from tests.models.test_parity import BLOCK, one_request
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 FOX = "The quick brown fox jumps over the lazy dog. "

@@ -15,7 +15,7 @@ from saccade.runner.cuda.graph_sizes import MixedSize, mixed_sizes
 from saccade.runner.cuda.mixed_graphs import MixedGraphs
 from saccade.runner.device import Sampled
 from saccade.types import ScheduledWindow, StepPlan, StepResult
-from tests.engine.test_async_core import OPTIONS, overlapped, prompts
+from tests.helpers.async_engine import OPTIONS, overlapped, prompts
 from tests.helpers.families import FAMILIES
 
 SIZE = MixedSize(32, 4)

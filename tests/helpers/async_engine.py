@@ -1,0 +1,65 @@
+"""Engines with the step loop and forward pass of CUDA devices, run in Triton's interpreter without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from saccade import LLM, SamplingParams
+from saccade.engine.async_core import AsyncEngineCore
+from saccade.runner.cuda.forward import CudaForward
+from tests.helpers.families import FAMILIES
+
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "device": "cpu",
+    "max_model_len": 512,
+    "max_num_seqs": 4,
+    "kv_cache_gb": 0.02,
+    "use_tqdm": False,
+}
+
+
+def overlapped(folder: Path, **options: Any) -> LLM:
+    """An engine whose decoder runs in kernels and whose core launches ahead."""
+    llm = LLM(str(folder), **{**OPTIONS, **options})
+    core = llm.engine.core
+    runner, limits = core.runner, core.limits
+    runner.device = CudaForward(
+        runner.model.decoder,
+        runner.kv,
+        block_size=limits.block_size,
+        max_requests=limits.max_num_seqs,
+        max_blocks=limits.max_model_len // limits.block_size,
+        axes=3 if runner.model.config.text.mrope_section else 1,
+    )
+    llm.engine._core = AsyncEngineCore(limits, runner)
+    return llm
+
+
+def prompts(photo: Callable[..., Image.Image], tag: str) -> list[dict[str, Any]]:
+    imaged = f"{tag} What is it?"
+    return [
+        {"prompt": "Count to three."},
+        {"prompt": imaged, "multi_modal_data": {"image": photo(seed=1)}},
+        {"prompt": "A longer text about many small things that has several blocks of tokens in it, at least three."},
+        {"prompt": imaged, "multi_modal_data": {"image": photo(84, 56, seed=2)}},
+        {"prompt": "Five."},
+    ]
+
+
+QWEN2_VL = FAMILIES["qwen2_vl"].image
+FEW = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+
+
+def answers(llm: LLM, given: list[dict[str, Any]], params: SamplingParams = GREEDY) -> list[list[int]]:
+    return [list(out.outputs[0].token_ids) for out in llm.generate(given, params, use_tqdm=False)]
+
+
+def decoding(llm: LLM) -> int:
+    """Pictures that are being decoded, or were and wait for the tower."""
+    return len(llm.engine.core.runner.encoder._decoding)

@@ -1,0 +1,43 @@
+"""Decoder layers with random weights, and their MLP in plain PyTorch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from saccade.checkpoint.config import TextConfig
+from saccade.models.cuda.gemms import Residual
+from saccade.models.layers.decoder import Biases, Decoder, DecoderLayer
+from saccade.models.parameters import Parameters
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+BIASES = pytest.mark.parametrize("biases", [Biases(), Biases(qkv=True), Biases(True, True, True)], ids=str)
+PLAIN = Biases()
+TEXT = TextConfig(64, 96, 2, 4, 2, 16, 200, 512, 1e-6, 1e4, None, {}, False, "llama")
+
+
+def decoder(biases: Biases = PLAIN, dtype: torch.dtype = torch.float16) -> Decoder:
+    params = Parameters(dtype, DEVICE)
+    made = Decoder(params, TEXT, biases)
+    generator = torch.Generator().manual_seed(0)
+    for tensor in params.targets.values():
+        tensor.copy_(torch.randn(tensor.shape, generator=generator) / 8)
+    return made
+
+
+def rows_of(rows: int, size: int, seed: int, dtype: torch.dtype = torch.float16) -> Tensor:
+    return torch.randn(rows, size, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def total(x: Residual) -> Tensor:
+    return x.rows if x.added is None else x.rows + x.added
+
+
+def assert_close(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, atol=8e-3, rtol=8e-3)
+
+
+def plain_mlp(x: Tensor, layer: DecoderLayer) -> Tensor:
+    gate, up = layer.gate_up(layer.mlp_norm(x)).chunk(2, dim=-1)
+    return layer.down(torch.nn.functional.silu(gate) * up) + x
