@@ -158,9 +158,8 @@ class Engine:
 
     def launch_if_full(self) -> None:
         """Start on what was added, where that fills a step, before the others are added. For whole answers only."""
-        self.core.scheduler.encoder_pacing.latency_bounded = False
         with self._in_step():
-            self.core.launch_if_full()
+            self.core.launch_if_full(latency_bounded=False)
 
     def abort_request(self, request_id: str) -> None:
         opened = self._open.get(request_id)
@@ -180,17 +179,19 @@ class Engine:
 
     def step(self) -> list[RequestOutput]:
         """One scheduler step; the outputs so far of the requests it touched."""
-        self.core.scheduler.encoder_pacing.latency_bounded = True
-        return [self._output(opened) for opened in self._advance(RequestOutputBuilder.push)]
+        touched = self._advance(RequestOutputBuilder.push, latency_bounded=True)
+        return [self._output(opened) for opened in touched]
 
     def finished_after_step(self) -> list[RequestOutput]:
         """One step, for callers that want whole answers only: unfinished requests cost nothing to report."""
-        self.core.scheduler.encoder_pacing.latency_bounded = False  # nobody sees a token before the last one
-        return [self._output(opened) for opened in self._advance(RequestOutputBuilder.add) if opened.is_finished]
+        touched = self._advance(RequestOutputBuilder.add, latency_bounded=False)
+        return [self._output(opened) for opened in touched if opened.is_finished]
 
-    def _advance(self, take: Callable[[RequestOutputBuilder, TokenEvent], object]) -> list[_Open]:
+    def _advance(
+        self, take: Callable[[RequestOutputBuilder, TokenEvent], object], *, latency_bounded: bool
+    ) -> list[_Open]:
         with self._in_step():
-            events = self.core.step()
+            events = self.core.step(latency_bounded=latency_bounded)
             try:
                 return self._hand_out(events, take)
             except BaseException:  # their answers would lack tokens, or never hear of their end

@@ -101,6 +101,10 @@ class Options:
         'single values of it, as JSON such as {"temperature": 0.5}; null takes the file\'s away',
     )
 
+    def max_step_seconds(self, device: str) -> float | None:
+        """What every step keeps to, if anything. On a GPU a measured latency bounds steps instead."""
+        return self.max_step_ms / 1e3 if self.max_step_ms is not None and device == "cpu" else None
+
     def __post_init__(self) -> None:
         for name in ("max_num_batched_tokens", "max_num_seqs", "block_size", *_PIXEL_LIMITS):
             _positive(name, getattr(self, name))
@@ -296,13 +300,11 @@ class SchedulerConfig:
     keep_idle_embeddings: bool = True  # False: an embedding is dropped as soon as no request holds it
     enable_prefix_caching: bool = True
     encode_layers_per_step: int | None = None  # see Options
-    always_slice: bool = False  # slice encoding even when nobody decodes, so that whoever arrives waits for one slice
-    is_text_first: bool = False  # prompts without pictures go ahead of prompts with pictures
     max_waiting: int | None = None
     slot_bytes: int = 0  # of one embedding slot, for the bill; the scheduler itself counts slots
     state_rows: int | None = None  # states kept for prompts that begin alike; None: the model needs none to go on
-    latency: LatencyProfile | None = None  # bounds steps in which someone decodes; None: tokens and layers alone do
-    step_time: StepTime | None = None  # bounds every step by its time; None: see `latency`
+    latency: LatencyProfile | None = None  # measured: bounds steps in which requests decode (GPU)
+    step_time: StepTime | None = None  # measured: bounds the time of every step (serving on a CPU)
 
 
 @dataclass(frozen=True, slots=True)

@@ -229,21 +229,34 @@ class Admission:
     )
 
 
+PlanKind = Literal["sync", "async_decode", "async_prefill"]
+"""How a step was planned.
+
+sync           with the tokens of all earlier steps known
+async_decode   before the previous step's tokens were known: one more token for every request that samples in it
+async_prefill  while such a decode step runs: everything else, of which nothing may wait for the host
+"""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class StepPlan:
-    """What the scheduler decided. The runner does just this, in this order: forget, evict, admit, encode, compute."""
+    """What the scheduler decided. The runner does just this, in this order: free, evict, admit, encode, compute."""
 
     step: int
-    windows: tuple[ScheduledWindow, ...]
+    decode: tuple[ScheduledWindow, ...] = ()  # the latest token of a request, after its prompt
+    prefill: tuple[ScheduledWindow, ...] = ()  # all other windows
     admitted: tuple[Admission, ...] = ()
     freed_requests: tuple[str, ...] = ()  # requests finished, aborted or preempted since the last plan
     evicted: tuple[Key, ...] = ()  # embeddings to drop; each key is told once
     encode: tuple[MediaItem, ...] = ()  # newly given to the encoder; slots are reserved
     encode_layers: int | None = None  # encoder layers to advance in this step; None: until all is encoded
-    prefetch: tuple[MediaItem, ...] = ()  # likely next: decoding may begin
-    is_beside: bool = False  # the rest of a step that runs already: nothing in it may wait
-    is_ahead: bool = False  # planned before the tokens before it were known: one more for each, behind its prompt
-    rides: bool = False  # what is computed goes through one pass with the next step, if that is planned ahead
+    prefetch: tuple[MediaItem, ...] = ()  # likely next: image decoding may begin
+    kind: PlanKind = "sync"
+    fuse_with_next: bool = False  # run the prefill and the next async decode as one mixed batch
+
+    @property
+    def windows(self) -> tuple[ScheduledWindow, ...]:
+        return self.decode + self.prefill
 
 
 class Logprobs(NamedTuple):

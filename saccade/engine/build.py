@@ -11,13 +11,15 @@ from typing import Any
 from saccade.checkpoint.config import ModelConfig
 from saccade.engine.async_core import AsyncEngineCore
 from saccade.engine.core import EngineCore
+from saccade.engine.gc_control import freeze, switch_threads_often
 from saccade.options import Options, SchedulerConfig
 from saccade.runner.build import build_runner, eager_reason_of
 from saccade.runner.memory import plan_memory
 from saccade.runner.runner import Runner
+from saccade.runner.torch_forward import TorchForward
 from saccade.scheduler.cpu_latency import CpuStepTime
 from saccade.scheduler.latency import mixed_tokens, split_spare_time
-from saccade.types import Geometry, StepTime
+from saccade.types import Geometry, LatencyProfile, StepTime
 
 logger = logging.getLogger("saccade.engine")
 
@@ -36,28 +38,34 @@ def build_core(
     for reason in plan.reasons:
         logger.info("%s", reason)
     runner = build_runner(path, config, image_processor, options, plan, progress=progress)
-    if largest and runner.is_overlapping:
+    if largest and runner.is_async:
         runner.warm_up(largest)
     limits, more = _bounded(plan.scheduler, runner, options, largest)
     notes = [note for note in (eager_reason_of(runner.model, plan.device), runner.grammars.problem) if note]
     for note in notes:
         logger.info("%s", note)
-    core = AsyncEngineCore if runner.is_overlapping else EngineCore
-    return core(limits, runner, reasons=(*plan.reasons, *more, *notes), grammars=runner.grammars)
+    reasons = (*plan.reasons, *more, *notes)
+    if not runner.is_async:
+        return EngineCore(limits, runner, reasons=reasons, grammars=runner.grammars)
+    core = AsyncEngineCore(limits, runner, reasons=reasons, grammars=runner.grammars)
+    freeze()
+    switch_threads_often()
+    return core
 
 
 def _bounded(
     limits: SchedulerConfig, runner: Runner, options: Options, largest: Geometry | None
 ) -> tuple[SchedulerConfig, tuple[str, ...]]:
     """Limits on what a step may hold, from what this device was measured to do; and the reason."""
-    if runner.device is not None:
-        grid = largest.grid if largest else None
-        limits = replace(limits, latency=runner.device.measure(runner.model, grid, options.inter_token_ms))
-        reason = _pace_reason(limits)
-    elif options.max_step_ms is not None and limits.always_slice:
-        rates = (1 / runner.seconds_per_prompt_token(), _layers_per_s(runner, largest))
-        limits = replace(limits, step_time=StepTime(options.max_step_ms / 1e3, *rates))
-        reason = _step_reason(limits, options)
+    forward = runner.forward
+    seconds = options.max_step_seconds(runner.kv.k.device.type)
+    if latency := forward.measure(runner.model, largest.grid if largest else None, options.inter_token_ms):
+        limits = replace(limits, latency=latency)
+        reason = _latency_reason(latency)
+    elif seconds is not None and isinstance(forward, TorchForward):
+        time = StepTime(seconds, 1 / forward.seconds_per_prompt_token(), _layers_per_s(runner, largest))
+        limits = replace(limits, step_time=time)
+        reason = _step_reason(time, limits.max_num_batched_tokens, options)
     else:
         return limits, ()
     logger.info("%s", reason)
@@ -70,22 +78,19 @@ def _layers_per_s(runner: Runner, largest: Geometry | None) -> float:
     return 1 / max(runner.seconds_per_slice(largest.grid), 1e-6)
 
 
-def _step_reason(limits: SchedulerConfig, options: Options) -> str:
-    assert limits.step_time is not None
-    cpu_step_time = CpuStepTime(limits.step_time, limits.max_num_batched_tokens, options.encode_layers_per_step)
+def _step_reason(time: StepTime, max_tokens: int, options: Options) -> str:
+    step = CpuStepTime(time, max_tokens, options.encode_layers_per_step)
     return (
-        f"{cpu_step_time.tokens(0)} tokens or {cpu_step_time.layers} encoder layers a step at first: "
-        f"{options.max_step_ms:.0f} ms at "
-        f"{limits.step_time.prompt_tokens_per_s:.0f} prompt tokens a second; later steps tell how fast it really is"
+        f"{step.tokens(0)} tokens or {step.layers} encoder layers a step at first: {time.seconds * 1e3:.0f} ms at "
+        f"{time.prompt_tokens_per_s:.0f} prompt tokens a second; later steps tell how fast it really is"
     )
 
 
-def _pace_reason(limits: SchedulerConfig) -> str:
-    assert limits.latency is not None
-    many, alone = limits.latency.decode_ms[-1]
-    tokens, layers = split_spare_time(limits.latency, many, 1024)
-    riding = mixed_tokens(limits.latency, many) or tokens
+def _latency_reason(latency: LatencyProfile) -> str:
+    many, alone = latency.decode_ms[-1]
+    tokens, layers = split_spare_time(latency, many, 1024)
+    mixed = mixed_tokens(latency, many) or tokens
     return (
-        f"a step of {many} answers takes {alone:.2f} ms alone; beside them {riding} prompt tokens ({tokens} where a "
+        f"a step of {many} answers takes {alone:.2f} ms alone; beside them {mixed} prompt tokens ({tokens} where a "
         f"prompt ends) or {layers} encoder layers over a picture of 1024 embeddings fit"
     )

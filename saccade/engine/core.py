@@ -71,21 +71,22 @@ class EngineCore:
         self._step_seconds = 0.0  # of the latest step
         self._trace = StepTrace()
 
-    def step(self) -> list[TokenEvent]:
+    def step(self, *, latency_bounded: bool = True) -> list[TokenEvent]:
+        """One step. `latency_bounded`: tokens are wanted as they come, so decodes are not slowed by other work."""
         with self._atomic():
             start = self.clock()
-            plan = self._plan(start)
+            plan = self._plan(start, latency_bounded)
             result = self._run(plan)
             events = result if isinstance(result, list) else self._commit(plan, result, start)
-            self.scheduler.index()  # a little after each step, not all of it when someone looks
+            self.scheduler.index()  # a little after each step, not all of it at the next lookup
             return events
 
-    def _plan(self, now: float) -> StepPlan:
+    def _plan(self, now: float, latency_bounded: bool) -> StepPlan:
         self._hold(max(_MIN_PATIENCE, min(self._step_seconds / 4, _MAX_PATIENCE)))
-        return self.scheduler.schedule(now)
+        return self.scheduler.schedule(now, latency_bounded=latency_bounded)
 
     def _hold(self, patience: float = 0.0) -> None:
-        """Whoever waits for a grammar sits the next step out. Others wait for it no longer than `patience`."""
+        """Requests whose grammar is not ready sit the next step out. The step waits for them up to `patience`."""
         if self._grammars:
             self.scheduler.not_ready = self._grammars.not_ready(self.scheduler.num_open, patience)
 
@@ -137,9 +138,9 @@ class EngineCore:
             raise
 
     def prefetch_media(self, items: Sequence[MediaItem]) -> None:
-        """Pictures of a request that is still being made. Here they are decoded when a step wants them."""
+        """Images of a request that is still being prepared. Here they are decoded when a step needs them."""
 
-    def launch_if_full(self) -> None:
+    def launch_if_full(self, *, latency_bounded: bool = True) -> None:
         """More requests come at once, but a step may be full without them. Here one step is done before the next."""
 
     def abort(self, request_id: str) -> TokenEvent | None:

@@ -9,11 +9,23 @@ from ctypes import CDLL
 _LIBC = CDLL(None) if sys.platform == "linux" else None
 
 
+_SWITCH_SECONDS = 5e-5  # Python's own 5 ms are several steps
+
+
 def freeze() -> None:
     """After the start: what exists now stays to the end, and looking through it again takes longer than a step."""
     gc.collect()
     gc.freeze()
     trim()
+
+
+def unfreeze() -> None:
+    gc.unfreeze()
+
+
+def switch_threads_often() -> None:
+    """For this process: a launch that released the interpreter gets it back soon from threads that decode images."""
+    sys.setswitchinterval(_SWITCH_SECONDS)
 
 
 def collect() -> None:

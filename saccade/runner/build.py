@@ -18,14 +18,16 @@ from saccade.models.interface import VisionLanguageModel
 from saccade.models.layers.attention import PagedKV
 from saccade.options import Options, SchedulerConfig
 from saccade.runner.cuda.attention_backend import Place, check, choose
-from saccade.runner.device import DeviceForward
+from saccade.runner.cuda.host_threads import OneTorchThread
 from saccade.runner.encoder.embedding_cache import EmbeddingSlab
 from saccade.runner.encoder.graphs import record_tower
 from saccade.runner.encoder.stage import LocalEncoder
+from saccade.runner.forward import Forward
 from saccade.runner.memory import MemoryPlan
 from saccade.runner.memory_report import MemoryReport
 from saccade.runner.recurrent_state import RecurrentStates
 from saccade.runner.runner import Runner
+from saccade.runner.torch_forward import TorchForward
 from saccade.structured.grammar import Grammars
 from saccade.types import Key
 
@@ -70,11 +72,14 @@ def build_runner(
         embeddings = _embeddings(model, plan)
     meter.reserve_work()
     with meter.part("graphs"):
-        forward = _on_device(model, kv, place, sizes, options.attention_backend)
+        forward = _forward(model, kv, place, sizes, options.attention_backend, states)
         record_tower(model)
     encoder = _encoder(model, options, plan)
     grammars = Grammars(path, config.text.vocab_size)
-    return Runner(model, kv, encoder, grammars, sizes.block_size, forward, embeddings, meter.report(), states)
+    # What is left to the host of a GPU are copies of a few kilobytes. Sharing one out to all cores takes
+    # microseconds, or ten milliseconds where image decoding keeps them busy.
+    on_close = OneTorchThread().end if plan.device.type == "cuda" else None
+    return Runner(model, kv, encoder, grammars, forward, embeddings, meter.report(), on_close)
 
 
 def eager_reason_of(model: VisionLanguageModel, device: torch.device) -> str | None:
@@ -104,20 +109,25 @@ def _encoder(model: VisionLanguageModel, options: Options, plan: MemoryPlan) -> 
     if vision is None:
         return None
     patches = costs.patches_of(sizes.encoder_budget, vision, model.config.text)
-    if sizes.always_slice:
+    if options.max_step_seconds(plan.device.type):
         patches = min(patches, _MAX_SLICED_PATCHES)
     threads = options.image_decode_threads or min(os.cpu_count() or 1, _MAX_DECODE_THREADS)
     return LocalEncoder(model, patches, threads, plan.device, plan.parts.images)
 
 
-def _on_device(
-    model: VisionLanguageModel, kv: PagedKV, place: Place, sizes: SchedulerConfig, backend: str
-) -> DeviceForward | None:
-    plain = eager_reason_of(model, place.device)
-    if plain and backend == "flashinfer":
-        raise ConfigError(f"attention_backend=flashinfer cannot be used: {plain}")
-    if place.device.type != "cuda" or plain:
-        return None
+def _forward(
+    model: VisionLanguageModel,
+    kv: PagedKV,
+    place: Place,
+    sizes: SchedulerConfig,
+    backend: str,
+    states: RecurrentStates | None,
+) -> Forward:
+    eager = eager_reason_of(model, place.device)
+    if eager and backend == "flashinfer":
+        raise ConfigError(f"attention_backend=flashinfer cannot be used: {eager}")
+    if place.device.type != "cuda" or eager:
+        return TorchForward(model, kv, sizes.block_size, states)
     from saccade.runner.cuda.forward import CudaForward  # needs Triton, which only CUDA machines have
 
     max_blocks = costs.blocks_for(sizes.max_model_len, sizes.block_size)

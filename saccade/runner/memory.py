@@ -73,7 +73,6 @@ def plan_memory(
     budget, why_budget = _encoder_budget(options, biggest)
     needed = max(biggest, 0 if keep_idle else max(budget, biggest * _in_sight(options, model)))
     slots, why_cache = _hold_largest(options, slots, why_cache, needed)
-    is_bounded = options.max_step_ms is not None and device.type == "cpu"
     scheduler = SchedulerConfig(
         max_model_len=length,
         max_num_batched_tokens=options.max_num_batched_tokens,
@@ -86,8 +85,6 @@ def plan_memory(
         enable_prefix_caching=options.enable_prefix_caching,
         state_rows=_kept_states(options) if model.text.linear else None,
         encode_layers_per_step=options.encode_layers_per_step,
-        always_slice=is_bounded,
-        is_text_first=is_bounded or device.type == "cuda",
         max_waiting=options.max_waiting,
         slot_bytes=costs.embedding_bytes_per_slot(model.text, dtype),
     )

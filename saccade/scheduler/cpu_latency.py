@@ -7,9 +7,7 @@ A machine is often busy when an engine starts, or becomes so later. One measure 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from saccade.types import ScheduledWindow, Slice, StepTime
+from saccade.types import Slice, StepTime
 
 MIN_PREFILL_TOKENS = 16  # of prompts in a step: fewer would be all overhead, and show nothing
 _FASTER = 2.0  # at most, from one step to the next: how long larger ones take is not known yet
@@ -52,11 +50,8 @@ class CpuStepTime:
         prompts = max(MIN_PREFILL_TOKENS, int(self._prompts.value * self._left(num_decoding)))
         return min(num_decoding + prompts, self._max_tokens)
 
-    def observe(self, windows: Iterable[ScheduledWindow], encoded: Slice, seconds: float) -> None:
+    def observe(self, decoding: int, prompt_tokens: int, encoded: Slice, seconds: float) -> None:
         """A step that did this took so long."""
-        sizes = [work.end - work.start for work in windows]
-        decoding = sizes.count(1)
-        prompt_tokens = sum(sizes) - decoding
         rest = max(seconds - encoded.seconds, 0.0)
         if encoded.layers:
             self._slices.learn(encoded.layers, encoded.seconds, self._seconds)

@@ -6,7 +6,7 @@ Owns the queue, the blocks and the encoder slots as numbers. Has no clock, and s
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import chain, islice
 from typing import Any
 
@@ -14,8 +14,7 @@ from saccade.errors import RequestError
 from saccade.options import SchedulerConfig
 from saccade.scheduler.admission import refuse_impossible, refuse_overload
 from saccade.scheduler.async_decode import async_decode_windows, can_fuse, samples_on_device
-from saccade.scheduler.budget import StepBudget, StepBuilder, answers_rest, are_enough
-from saccade.scheduler.cpu_latency import CpuStepTime
+from saccade.scheduler.budget import StepBudget, StepBuilder, are_enough, demand_of
 from saccade.scheduler.encoder_cache import EncoderCache
 from saccade.scheduler.encoder_scheduler import EncoderScheduler, WindowLimit
 from saccade.scheduler.failures import affected_requests
@@ -23,8 +22,8 @@ from saccade.scheduler.invariants import check_holdings, check_queues
 from saccade.scheduler.kv_cache import BlockPool
 from saccade.scheduler.policy import arrival, deadlock_victim, missing_items, spans_ahead
 from saccade.scheduler.request import ScheduledRequest, attach_cached_blocks, cache_blocks, has_blocks, rematch_prefix
-from saccade.scheduler.slices import EncoderPacing
 from saccade.scheduler.state_cache import StateCache
+from saccade.scheduler.step_policy import StepLimits, make_policy
 from saccade.types import (
     RECORD_BYTES,
     Admission,
@@ -48,18 +47,10 @@ class Scheduler:
         self.config = config
         self._block_size = config.block_size
         self._pool = BlockPool(config.num_blocks, config.block_size, config.enable_prefix_caching)
-        self.index = self._pool.index  # hashes what was planned lately: for when nobody waits for the next plan
         self._encoder = EncoderCache(config.encoder_cache_slots, config.keep_idle_embeddings)
-        self.has_image = self._encoder.__contains__  # by its key: embeddings are at hand, or on their way
         self._gate = EncoderScheduler(self._encoder, config.encoder_budget)
-        time = config.step_time
-        self.cpu_step_time = (
-            CpuStepTime(time, config.max_num_batched_tokens, config.encode_layers_per_step)
-            if time is not None
-            else None
-        )
+        self.policy = make_policy(config)
         self._begun = 0.0  # when the latest step was planned
-        self.encoder_pacing = EncoderPacing(config, self._gate, self.cpu_step_time)
         self._kept = StateCache(config.state_rows, config.block_size)
         self._open: dict[str, ScheduledRequest] = {}  # running and waiting
         self._running: list[ScheduledRequest] = []  # in order of arrival, as is the next one
@@ -128,96 +119,111 @@ class Scheduler:
         refuse_overload(len(self._waiting), len(self._running), self.config)
         refuse_impossible(request, self.config)
 
+    def has_image(self, key: Key) -> bool:
+        """Its embeddings are resident, or the encoder is making them."""
+        return key in self._encoder
+
+    def index(self) -> None:
+        """Hash what was planned lately: for when the next plan is not waited for."""
+        self._pool.index()
+
     # --- planning -----------------------------------------------------------------------------------------------------
 
-    def schedule(self, now: float) -> StepPlan:
-        """Decide the next step: running requests first, then waiting ones, then pictures that come next."""
+    def schedule(self, now: float, *, latency_bounded: bool = True) -> StepPlan:
+        """Decide the next step: running requests first, then waiting ones, then images that come next."""
         self._begun = now
-        plan = self._complete(StepBuilder(now, self._budget()))
+        plan = self._plan(now, latency_bounded)
         assert plan is not None
         return plan
 
     def schedule_async_decode(self) -> StepPlan | None:
-        """The tokens after those of the steps that run, before these are known; None when they cannot be foreseen."""
+        """The next decode step, before the tokens of running steps are known; None where the host samples."""
         is_short, self._is_short = self._is_short, False
         if is_short or not samples_on_device(self._plans, self._running):
             return None
         windows = async_decode_windows(self._pool, self._plans, self._open)
-        return self._planned(windows, encode_layers=0, is_ahead=True) if windows else None
+        return self._planned(decode=windows, encode_layers=0, kind="async_decode") if windows else None
 
-    def schedule_async_prefill(self, now: float) -> StepPlan | None:
-        """Prompts and pictures beside a step that was planned ahead and runs; None when there is nothing to do."""
-        (ahead,) = self._plans
-        served = frozenset([work.request_id for work in ahead.windows])
+    def schedule_async_prefill(self, now: float, *, latency_bounded: bool = True) -> StepPlan | None:
+        """Prefill and encoding beside an async decode step that runs; None when there is nothing to do."""
+        (decode,) = self._plans
+        served = frozenset([window.request_id for window in decode.decode])
         if self._open.keys() <= served and not self._encoder.slots_in_flight:
-            return None  # nearly every step of many answers: nobody else is there, and nothing is under way
-        return self._complete(StepBuilder(now, self._budget(), ahead=served))
+            return None  # nearly every step of many decodes: nothing else is open or under way
+        return self._plan(now, latency_bounded, served)
 
-    def _complete(self, draft: StepBuilder) -> StepPlan | None:
-        """None where the step was planned ahead and nothing is to be done beside it."""
-        encoder_scheduler, steps, is_beside = self._gate, self._num_steps, bool(draft.ahead)
-        coming = islice(self._waiting, self.config.max_num_seqs - len(self._running))
-        can_mix = can_fuse(draft.ahead, self._running, coming)
-        layers = self.encoder_pacing.layers(steps, draft.budget, is_decoding=self.has_answers, can_fuse=can_mix)
-        is_encoding = self.config.always_slice and bool(layers) and self._encoder.slots_in_flight > 0
-        draft.answers_rest = is_encoding and answers_rest(self._num_steps, draft.budget)
-        self._fill(draft, is_sliced=layers is not None)
-        if layers is not None and not (
-            draft.windows or draft.ahead or encoder_scheduler.encode or self._encoder.slots_in_flight
-        ):
-            # In slices nobody moves: those who wait keep the room that a running request needs. Whole pictures go in.
-            layers = None
-            self._fill(draft, is_sliced=False)
-        self._is_short = draft.is_short
-        layers = self.encoder_pacing.settled(layers, draft.budget)
-        prefetch = (
-            ()
-            if encoder_scheduler.is_sliced and self.encoder_pacing.max_work is None
-            else encoder_scheduler.prefetch(self._spans_ahead())
+    def _plan(self, now: float, latency_bounded: bool, served: frozenset[str] = frozenset()) -> StepPlan | None:
+        """`served`: requests whose decode runs already. None where it does and nothing is to be done beside it."""
+        demand = demand_of(
+            chain(self._running, islice(self._waiting, self.config.max_num_seqs)),
+            step=self._num_steps,
+            work_in_flight=self._gate.work_in_flight,
+            can_fuse=can_fuse(served, self._running, self._coming()),
+            latency_bounded=latency_bounded,
         )
+        limits = self.policy.limits(demand)
+        draft = StepBuilder(now, StepBudget(limits, demand), served, limits.skip_decode)
+        self._fill(draft, limits)
+        if limits.encode_layers is not None and not (draft.has_windows or served or self._encoder.slots_in_flight):
+            # Nothing moves: waiting requests hold the cache space that a running one needs. Whole images go in.
+            limits = limits._replace(encode_layers=None)
+            self._fill(draft, limits)
+        self._is_short = draft.is_short
+        layers = self.policy.encode_layers(limits, demand, draft.budget.num_prefills, self._gate.work_in_flight)
+        prefetch = self._prefetch(limits)
         is_advancing = layers != 0 and self._encoder.slots_in_flight > 0
-        if draft.ahead and not (
-            draft.windows or draft.admitted or encoder_scheduler.encode or prefetch or is_advancing
-        ):
+        if served and not (draft.has_windows or draft.admitted or self._gate.encode or prefetch or is_advancing):
             return None
-        images = {"encode": tuple(encoder_scheduler.encode), "encode_layers": layers, "prefetch": prefetch}
-        rides = is_beside and self.encoder_pacing.rides(draft.windows, draft.budget)
-        return self._planned(draft.windows, admitted=tuple(draft.admitted), is_beside=is_beside, rides=rides, **images)
+        fused = sum(window.end - window.start for window in draft.prefill)
+        can_mix = bool(served and fused) and not any(window.samples for window in chain(draft.decode, draft.prefill))
+        return self._planned(
+            decode=tuple(draft.decode),
+            prefill=tuple(draft.prefill),
+            admitted=tuple(draft.admitted),
+            encode=tuple(self._gate.encode),
+            encode_layers=layers,
+            prefetch=prefetch,
+            kind="async_prefill" if served else "sync",
+            fuse_with_next=can_mix and self.policy.fuses(demand, fused),
+        )
 
-    def _planned(self, windows: Iterable[ScheduledWindow], **parts: Any) -> StepPlan:
+    def _planned(self, **parts: Any) -> StepPlan:
         self._num_steps += 1
         freed_requests, self._forgotten = tuple(self._forgotten), []
         evicted = self._encoder.drain_evicted()
-        plan = StepPlan(self._num_steps, tuple(windows), freed_requests=freed_requests, evicted=evicted, **parts)
+        plan = StepPlan(self._num_steps, freed_requests=freed_requests, evicted=evicted, **parts)
         self._plans.append(plan)
         return plan
 
-    def _fill(self, draft: StepBuilder, *, is_sliced: bool) -> None:
-        self._gate.begin_step(is_sliced, self.encoder_pacing.max_work if is_sliced else None)
+    def _fill(self, draft: StepBuilder, limits: StepLimits) -> None:
+        is_sliced = limits.encode_layers is not None
+        self._gate.begin_step(is_sliced, limits.max_encode_in_flight if is_sliced else None)
         self._serve_running(draft)
-        if not draft.ahead and (stuck := deadlock_victim(self._running, draft.windows, self._gate)):
+        windows = chain(draft.decode, draft.prefill)
+        if not draft.async_decode and (stuck := deadlock_victim(self._running, windows, self._gate)):
             self._preempt(stuck, draft)
-        if not (draft.has_preempted or draft.is_short):  # who lacks blocks goes first, and there is no place for it
+        if not (draft.has_preempted or draft.is_short):  # a request that lacks blocks goes before waiting ones
             self._admit_waiting(draft)
         if is_sliced:
             self._gate.look_ahead(self._spans_ahead())
 
-    def _budget(self) -> StepBudget:
-        config = self.config
-        candidates = chain(self._running, islice(self._waiting, config.max_num_seqs))
-        maximum, windows = config.max_num_batched_tokens, config.latency.max_prefills if config.latency else None
-        if self.cpu_step_time is not None:
-            maximum = self.cpu_step_time.tokens(sum(seq.is_decoding for seq in self._running))
-        return StepBudget(maximum, candidates, is_text_first=config.is_text_first, max_prefills=windows)
+    def _prefetch(self, limits: StepLimits) -> tuple[MediaItem, ...]:
+        if self._gate.is_sliced and limits.max_encode_in_flight is None:
+            return ()
+        return self._gate.prefetch(self._spans_ahead())
+
+    def _coming(self) -> Iterator[ScheduledRequest]:
+        """Waiting requests that may run in the next step."""
+        return islice(self._waiting, self.config.max_num_seqs - len(self._running))
 
     def _serve_running(self, draft: StepBuilder) -> None:
         index = 0
         while index < len(self._running) and draft.budget.total:  # preemption shortens the list from its end
             seq = self._running[index]
             index += 1
-            if seq.request_id in self.not_ready or (draft.answers_rest and seq.is_decoding):
+            if seq.request_id in self.not_ready or (draft.skip_decode and seq.is_decoding):
                 continue
-            if seq.request_id in draft.ahead:
+            if seq.request_id in draft.async_decode:
                 draft.budget.total -= 1
                 continue
             if not (seq.is_decoding or self._kept.is_needed) and rematch_prefix(self._pool, seq):
@@ -226,7 +232,7 @@ class Scheduler:
             start = seq.num_computed
             reach = self._reach(seq, start, draft)
             while reach.end > start and not has_blocks(self._pool, seq, reach.end):
-                if draft.ahead:  # what runs must keep its blocks; the step after it may preempt
+                if draft.async_decode:  # a running step must keep its blocks; the step after it may preempt
                     draft.is_short = True
                     return
                 self._preempt(self._running[-1], draft)
@@ -294,9 +300,9 @@ class Scheduler:
             cache_blocks(self._pool, seq, end)
         draft.budget.take(seq, start, end)
         checkpoints = self._kept.plan(seq, start, end)
-        draft.windows.append(
-            ScheduledWindow(seq.request_id, start, end, new_blocks, end == seq.num_tokens, checkpoints)
-        )
+        window = ScheduledWindow(seq.request_id, start, end, new_blocks, end == seq.num_tokens, checkpoints)
+        is_decode = bool(seq.output) and window.samples and end - start == 1
+        (draft.decode if is_decode else draft.prefill).append(window)
 
     def _preempt(self, seq: ScheduledRequest, draft: StepBuilder) -> None:
         draft.has_preempted = True
@@ -315,8 +321,7 @@ class Scheduler:
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[TokenEvent]:
         """Book what a step did. Returns one event for each request that has a new token or ended."""
         self._plans.remove(plan)
-        if self.cpu_step_time is not None and not result.failed:
-            self.cpu_step_time.observe(plan.windows, result.slice, now - self._begun)
+        self.policy.observe(plan, result, now - self._begun)
         for key in result.encoded:
             self._book_encoded(key, result.encoded)
         events = self._end_failed(plan, result, now) if result.failed else []
@@ -324,18 +329,19 @@ class Scheduler:
         is_in_flight = plan.encode_layers is None and plan.windows and self._encoder.slots_in_flight
         assert not is_in_flight, "the step should have encoded everything, but something is still in flight"
         samples, unsampled = result.samples, result.unsampled
-        for request_id, _, end, _, is_sampled, _ in plan.windows:
+        for window in plan.windows:
+            request_id, end = window.request_id, window.end
             seq = self._open.get(request_id)
             if seq is None:
-                continue  # it ended with its picture, or before a step that was planned ahead
+                continue  # it ended with its image, or before an async decode step
             seq.num_computed = end
             if not end % self._block_size and end > seq.num_published * self._block_size:
-                cache_blocks(self._pool, seq, end)  # planned ahead, when its tokens were not known
+                cache_blocks(self._pool, seq, end)  # async decode: its tokens were not known
             if seq.spans and seq.has_images_ahead:
                 self._leave_spans(seq)
             if unsampled and request_id in unsampled:
                 events.append(self._finish(seq, "error", now, error=unsampled[request_id]))
-            elif is_sampled:
+            elif window.samples:
                 events.append(self._take_sample(seq, samples[request_id], now))
         return events
 

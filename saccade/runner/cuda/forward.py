@@ -6,7 +6,7 @@ prompts that fit go along with a decode step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from typing import NamedTuple
 
@@ -29,10 +29,10 @@ from saccade.runner.cuda.mixed_graphs import MixedGraphs
 from saccade.runner.cuda.prefill_graphs import PrefillGraphs, Splice, Window
 from saccade.runner.cuda.sampling import has_kernel, sample_tokens
 from saccade.runner.cuda.staging import TokenReadback, to_device
-from saccade.runner.device import Sampled, Windows
+from saccade.runner.forward import Embeddings, Sampled, Windows
 from saccade.runner.profile import layer_curve, timed_curve
 from saccade.runner.sampler import SamplingInputs, sample
-from saccade.types import Grid, Key, LatencyProfile, Sample, ScheduledWindow
+from saccade.types import Admission, Grid, LatencyProfile, Sample, ScheduledWindow
 
 _MEASURED_CONTEXT = 1024  # tokens behind each request whose decoding is timed
 
@@ -46,6 +46,8 @@ class _Picked(NamedTuple):
 
 
 class CudaForward:
+    is_async = True
+
     def __init__(
         self,
         decoder: Decoder,
@@ -61,17 +63,13 @@ class CudaForward:
         self.device = kv.k.device
         self._num_blocks = kv.k.shape[1] // block_size
         self._tables = BlockTables(max_requests, max_blocks, self.device)
-        self.open, self.extend = self._tables.open, self._tables.extend
-        self.close, self.clear = self._tables.close, self._tables.clear
         self._decoder = FusedDecoder(decoder, kv)
         self._decoding = DecodeGraphs(self._decoder, self._tables, block_size, max_requests)
         self._prompts = PrefillGraphs(self._decoder, self._tables, block_size, axes, flash)
         # FlashInfer plans each pass of prompts on the host, and none that is mixed.
         self._mixed = MixedGraphs(self._prompts, self._decoding) if flash is None else None
-        self._decoded, self._answered = (
-            TokenReadback(max_requests, self.device),
-            TokenReadback(max_requests, self.device),
-        )
+        self._decoded = TokenReadback(max_requests, self.device)
+        self._prefilled = TokenReadback(max_requests, self.device)
         self._group = DecodeBatch([], self._tables)  # that decoded last
 
     @torch.inference_mode()
@@ -134,32 +132,55 @@ class CudaForward:
         """Context that the block tables hold."""
         return self._tables.blocks.shape[1] * self.block_size
 
-    def decode(self, windows: Windows) -> Sampled:
+    def open(self, admission: Admission) -> None:
+        self._tables.open(admission.request.request_id, admission.block_ids)
+
+    def extend(self, request_id: str, held: int, blocks: Sequence[int]) -> None:
+        self._tables.extend(request_id, held, blocks)
+
+    def close(self, request_id: str) -> None:
+        self._tables.close(request_id)
+
+    def clear(self) -> None:
+        self._tables.clear()
+
+    def step(self, decode: Windows, encode: Callable[[], Windows], embeddings: Embeddings) -> Sampled:
+        """Decoding is launched first: its tokens are read back while images are still being encoded."""
+        decoded = self._decode(decode) if decode else None
+        prefill = encode()
+        prefilled = self._prefill(prefill, embeddings) if prefill else None
+        if decoded and prefilled:
+            return lambda: {**decoded(), **prefilled()}
+        return decoded or prefilled or dict
+
+    def _decode(self, windows: Windows) -> Sampled:
         group = self._regroup(windows)
         rows = self._decode_rows(windows, group)
         self._tables.flush()
         return self._collecting(windows, group, self._decoding.run(rows), self._decoded)
 
-    def mixed(self, prompts: Windows, embeddings: Mapping[Key, Tensor], decoding: Windows) -> Sampled:
-        tokens = sum(work.end - work.start for work, _ in prompts)
-        size = self._mixed.fitting(tokens, len(prompts), len(decoding)) if self._mixed else None
+    def mixed(self, prefill: Windows, embeddings: Embeddings, decode: Windows) -> Sampled:
+        if not prefill:
+            return self._decode(decode)
+        tokens = sum(window.end - window.start for window, _ in prefill)
+        size = self._mixed.fitting(tokens, len(prefill), len(decode)) if self._mixed else None
         if self._mixed is None or size is None:
-            self.prompts(prompts, embeddings)
-            return self.decode(decoding)
-        group = self._regroup(decoding)
-        rows = self._decode_rows(decoding, group)
+            self._prefill(prefill, embeddings)
+            return self._decode(decode)
+        group = self._regroup(decode)
+        rows = self._decode_rows(decode, group)
         self._tables.flush()
-        found = self._mixed.run(size, self._prompt_windows(prompts), _splicing(prompts, embeddings), rows)
-        return self._collecting(decoding, group, found, self._decoded)
+        found = self._mixed.run(size, self._prefill_windows(prefill), _splicing(prefill, embeddings), rows)
+        return self._collecting(decode, group, found, self._decoded)
 
-    def prompts(self, windows: Windows, embeddings: Mapping[Key, Tensor]) -> Sampled:
+    def _prefill(self, windows: Windows, embeddings: Embeddings) -> Sampled:
         self._tables.flush()
-        found = self._prompts.run(self._prompt_windows(windows), _splicing(windows, embeddings))
-        sampling = [(work, state) for work, state in windows if work.samples]
+        found = self._prompts.run(self._prefill_windows(windows), _splicing(windows, embeddings))
+        sampling = [(window, state) for window, state in windows if window.samples]
         if not sampling:
             return dict
         group = DecodeBatch([state for _, state in sampling], self._tables)
-        return self._collecting(sampling, group, found, self._answered)
+        return self._collecting(sampling, group, found, self._prefilled)
 
     def _regroup(self, windows: Windows) -> DecodeBatch:
         """Of those that decode now: in most steps the same as in the last one."""
@@ -178,7 +199,7 @@ class CudaForward:
         slots = tables.slots(group.rows, places, size)
         return DecodeRows(np.array(tokens, np.int32), places + group.shifts, slots, places + 1, group.rows)
 
-    def _prompt_windows(self, windows: Windows) -> list[Window]:
+    def _prefill_windows(self, windows: Windows) -> list[Window]:
         return [self._window(work, state) for work, state in windows]
 
     def _window(self, work: ScheduledWindow, state: RequestState) -> Window:
@@ -242,7 +263,7 @@ def _sampled(picked: _Picked) -> dict[str, Sample]:
     return {state.request.request_id: state.take(chosen) for state, chosen in device_sampled}
 
 
-def _splicing(windows: Windows, embeddings: Mapping[Key, Tensor]) -> Splice | None:
+def _splicing(windows: Windows, embeddings: Embeddings) -> Splice | None:
     """How the pictures inside the windows come into the packed rows; None without any."""
     found, row = [], 0
     for work, state in windows:

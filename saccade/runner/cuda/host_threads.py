@@ -8,20 +8,20 @@ from weakref import WeakSet
 import torch
 
 
-class OneThread:
-    """Until its end one thread; when the last of several has ended, as many as before the first."""
+class OneTorchThread:
+    """PyTorch uses one thread in this process until `end`; after the last of several, as many as before the first."""
 
-    _open: ClassVar[WeakSet[OneThread]] = WeakSet()
+    _open: ClassVar[WeakSet[OneTorchThread]] = WeakSet()
     _before: ClassVar[int] = 1
 
     def __init__(self) -> None:
-        if not OneThread._open:
-            OneThread._before = torch.get_num_threads()
+        if not OneTorchThread._open:
+            OneTorchThread._before = torch.get_num_threads()
         torch.set_num_threads(1)
-        OneThread._open.add(self)
+        OneTorchThread._open.add(self)
 
     def end(self) -> None:
-        if self in OneThread._open:
-            OneThread._open.remove(self)
-            if not OneThread._open:
-                torch.set_num_threads(OneThread._before)
+        if self in OneTorchThread._open:
+            OneTorchThread._open.remove(self)
+            if not OneTorchThread._open:
+                torch.set_num_threads(OneTorchThread._before)

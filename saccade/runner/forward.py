@@ -1,0 +1,52 @@
+"""How a step's windows are computed. `TorchForward` is the reference in PyTorch, `CudaForward` the fast path."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from saccade.models.interface import VisionLanguageModel
+from saccade.runner.batch import RequestState
+from saccade.types import Admission, Grid, Key, LatencyProfile, Sample, ScheduledWindow
+
+Windows = Sequence[tuple[ScheduledWindow, RequestState]]
+Embeddings = Mapping[Key, Tensor]
+Sampled = Callable[[], dict[str, Sample]]
+"""Waits for the device, then tells the tokens by request id."""
+
+
+class Forward(Protocol):
+    @property
+    def is_async(self) -> bool:
+        """Whether passes are launched and the host goes on meanwhile."""
+
+    def open(self, admission: Admission) -> None:
+        """A request comes, or comes again with another block table."""
+
+    def extend(self, request_id: str, held: int, blocks: Sequence[int]) -> None:
+        """Blocks after the `held` ones it has."""
+
+    def close(self, request_id: str) -> None: ...
+
+    def clear(self) -> None:
+        """Forget every request."""
+
+    def step(self, decode: Windows, encode: Callable[[], Windows], embeddings: Embeddings) -> Sampled:
+        """Compute the latest token of each request in `decode`, and the prefill windows that `encode` returns.
+
+        `encode` advances the encoder, and the embeddings of its windows are resident when it returns. It is called
+        once, and decoding may run meanwhile.
+        """
+
+    def mixed(self, prefill: Windows, embeddings: Embeddings, decode: Windows) -> Sampled:
+        """Both as one batch where that is possible. No window of `prefill` samples."""
+
+    def measure(
+        self, model: VisionLanguageModel, largest: Grid | None, target_ms: float | None
+    ) -> LatencyProfile | None:
+        """How long the parts of a step take; before any request is open. None: it does not say.
+
+        `largest`: the most expensive image.
+        """

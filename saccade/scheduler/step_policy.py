@@ -1,0 +1,154 @@
+"""How much one step may do: a policy, chosen once when the engine is built.
+
+throughput   whole images and as many tokens as fit                      offline on a CPU
+bounded      tokens and encoder layers that fit into a step's time       serving on a CPU
+latency      what fits beside running decodes within a latency target    GPU
+
+A policy turns demand into limits. It knows neither requests nor blocks, and reads no clock.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+from saccade.options import SchedulerConfig
+from saccade.scheduler.cpu_latency import CpuStepTime
+from saccade.scheduler.latency import max_work, mixed_is_faster, mixed_tokens, split_spare_time
+from saccade.types import LatencyProfile, StepPlan, StepResult
+
+IMAGE_SHARE = 4  # images keep a quarter of a step's tokens, and some encoding in every fourth step
+
+
+class Demand(NamedTuple):
+    """What open requests want of the next step."""
+
+    step: int  # its number
+    decoding: int  # requests
+    text_decoding: int  # of those, requests without images
+    prompts: int  # requests that could prefill now, as far as images are concerned
+    text_tokens: int  # prefill tokens of requests that wait for no image
+    waiting_work: int  # embeddings of the first image that a request waits for
+    work_in_flight: int  # embeddings that the encoder is making
+    can_fuse: bool  # prefill may be fused with the next decode step
+    latency_bounded: bool  # tokens are wanted as they come, not only whole outputs
+
+
+class StepLimits(NamedTuple):
+    tokens: int  # of decode and prefill together
+    prefill_tokens: int | None = None  # where a prompt ends in the step; None: what decode leaves
+    mixed_tokens: int = 0  # prefill tokens where none ends and all are fused with the next decode step
+    max_prefills: int | None = None
+    encode_layers: int | None = None  # None: the step finishes the images it starts
+    max_encode_in_flight: int | None = None  # embeddings made at a time; None: the encoder budget
+    text_first: bool = False  # prompts without images go before prompts with images
+    skip_decode: bool = False  # only encode: decoding requests sit this step out
+
+
+class StepPolicy(Protocol):
+    def limits(self, demand: Demand) -> StepLimits: ...
+
+    def encode_layers(self, limits: StepLimits, demand: Demand, num_prefills: int, work_in_flight: int) -> int | None:
+        """Layers to advance, once it is known what the step computes and starts to encode."""
+
+    def fuses(self, demand: Demand, prefill_tokens: int) -> bool:
+        """Whether these prefill tokens are fused with the next decode step."""
+
+    def observe(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
+        """A step took so long."""
+
+
+def make_policy(config: SchedulerConfig) -> StepPolicy:
+    if config.latency is not None:
+        return LatencyPolicy(config.latency, config.max_num_batched_tokens)
+    if config.step_time is not None:
+        time = CpuStepTime(config.step_time, config.max_num_batched_tokens, config.encode_layers_per_step)
+        return BoundedStepPolicy(time)
+    return ThroughputPolicy(config.max_num_batched_tokens, config.encode_layers_per_step)
+
+
+class ThroughputPolicy:
+    def __init__(self, max_tokens: int, layers: int | None) -> None:
+        self._max_tokens = max_tokens
+        self._layers = layers  # of the encoder in a step beside decodes, if the operator bounds them
+
+    def limits(self, demand: Demand) -> StepLimits:
+        return StepLimits(self._max_tokens, encode_layers=self._layers if demand.decoding else None)
+
+    def encode_layers(self, limits: StepLimits, demand: Demand, num_prefills: int, work_in_flight: int) -> int | None:
+        return limits.encode_layers
+
+    def fuses(self, demand: Demand, prefill_tokens: int) -> bool:
+        return False
+
+    def observe(self, plan: StepPlan, result: StepResult, seconds: float) -> None: ...
+
+
+class BoundedStepPolicy(ThroughputPolicy):
+    """Every step keeps to a time, also when none decodes: a new request waits for one step at most."""
+
+    def __init__(self, time: CpuStepTime) -> None:
+        self.time = time
+
+    def limits(self, demand: Demand) -> StepLimits:
+        layers = self._layers_now(demand)
+        # A decode step costs a CPU as much for a few requests as for many, and image requests wait for images.
+        # So they skip steps that only encode. Text requests never do, nor does anyone where prompts run the decoder.
+        only_encodes = layers > 0 and demand.work_in_flight > 0 and not (demand.prompts or demand.text_decoding)
+        return StepLimits(
+            self.time.tokens(demand.decoding),
+            encode_layers=layers,
+            text_first=True,
+            skip_decode=only_encodes and demand.step % IMAGE_SHARE != 0,
+        )
+
+    def _layers_now(self, demand: Demand) -> int:
+        if demand.text_tokens and demand.step % IMAGE_SHARE:
+            return 0  # text waits for its first token
+        if not demand.prompts:
+            return self.time.layers
+        return self.time.layers // 2 or 1 - demand.step % 2
+
+    def observe(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
+        if not result.failed:
+            prefill_tokens = sum(window.end - window.start for window in plan.prefill)
+            self.time.observe(len(plan.decode), prefill_tokens, result.slice, seconds)
+
+
+class LatencyPolicy(ThroughputPolicy):
+    """Beside running decodes, prefill and encoding get the time that the target leaves; otherwise all they want."""
+
+    def __init__(self, profile: LatencyProfile, max_tokens: int) -> None:
+        self.profile = profile
+        self._max_tokens = max_tokens
+        self._is_prefill_turn = False  # where prefill and encoding alternate
+
+    def limits(self, demand: Demand) -> StepLimits:
+        free = StepLimits(self._max_tokens, max_prefills=self.profile.max_prefills, text_first=True)
+        if not demand.latency_bounded or not demand.decoding:
+            return free
+        work = max(demand.work_in_flight, demand.waiting_work)
+        prefill_tokens, layers = split_spare_time(self.profile, demand.decoding, work)
+        # Prefill reads all weights however short it is: two halves would be dear, so the two alternate. A request whose
+        # image has just become resident counts as waiting, so after a prefill step encoding gets the next in any case.
+        if (work and demand.prompts) or (demand.work_in_flight and self._is_prefill_turn):
+            self._is_prefill_turn = not self._is_prefill_turn
+            prefill_tokens, layers = (prefill_tokens, 0) if self._is_prefill_turn else (0, layers)
+        can_fuse = demand.can_fuse and prefill_tokens > 0
+        return free._replace(
+            prefill_tokens=prefill_tokens,
+            mixed_tokens=mixed_tokens(self.profile, demand.decoding) if can_fuse else 0,
+            encode_layers=layers,
+            max_encode_in_flight=max_work(self.profile, demand.decoding),
+        )
+
+    def encode_layers(self, limits: StepLimits, demand: Demand, num_prefills: int, work_in_flight: int) -> int | None:
+        """All images in flight may go through the tower together. None advances beside prefill."""
+        if not (limits.encode_layers and work_in_flight):
+            return limits.encode_layers
+        self._is_prefill_turn = num_prefills > 0
+        if self._is_prefill_turn:
+            return 0
+        return split_spare_time(self.profile, demand.decoding, work_in_flight).encode_layers
+
+    def fuses(self, demand: Demand, prefill_tokens: int) -> bool:
+        return mixed_is_faster(self.profile, demand.decoding, prefill_tokens)
