@@ -313,7 +313,7 @@ def test_a_conversation_about_a_image_decodes_it_once(llm: LLM) -> None:
 # --- interruptions ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("place", ["_update_state", "_encode", "_forward"])
+@pytest.mark.parametrize("place", ["_update_state", "_encode", "step"])
 @pytest.mark.parametrize("has_image", [False, True])
 def test_ctrl_c_in_a_step_leaves_nothing_behind(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, place: str, has_image: bool
@@ -322,13 +322,14 @@ def test_ctrl_c_in_a_step_leaves_nothing_behind(
     images = make_photo(252, 196, seed=len(place)) if has_image else None
     prompt = f"{IMAGE if has_image else ''}{text}"
     runner = llm.engine.core.runner
-    whole = getattr(runner, place)
+    owner = runner.forward if place == "step" else runner
+    whole = getattr(owner, place)
 
     def interrupt(*args: Any) -> Any:
-        monkeypatch.setattr(runner, place, whole)
+        monkeypatch.setattr(owner, place, whole)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(runner, place, interrupt)
+    monkeypatch.setattr(owner, place, interrupt)
     with pytest.raises(KeyboardInterrupt):
         ask(llm, prompt, images)
     assert not llm.engine.has_unfinished_requests()
@@ -339,14 +340,14 @@ def test_ctrl_c_in_a_step_leaves_nothing_behind(
 
 
 def test_a_step_that_breaks_ends_its_requests_and_the_engine_goes_on(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    runner = llm.engine.core.runner
-    whole = runner._forward
+    forward = llm.engine.core.runner.forward
+    whole = forward.step
 
     def broken(*args: Any) -> Any:
-        monkeypatch.setattr(runner, "_forward", whole)
+        monkeypatch.setattr(forward, "step", whole)
         raise RuntimeError("cosmic ray")
 
-    monkeypatch.setattr(runner, "_forward", broken)
+    monkeypatch.setattr(forward, "step", broken)
     outs = llm.generate(["one", "two"], GREEDY, use_tqdm=False)
     assert [out.error.code for out in outs if out.error] == ["engine_error"] * 2
     assert not ask(llm, "one").error

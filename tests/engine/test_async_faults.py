@@ -169,8 +169,8 @@ def test_an_interrupt_while_a_step_is_planned_leaves_an_engine_that_works(
     core = make_core()
     plan = getattr(core.scheduler, moment)
 
-    def interrupted(*now: float) -> None:
-        plan(*now)
+    def interrupted(*now: float, **how: bool) -> None:
+        plan(*now, **how)
         raise KeyboardInterrupt
 
     core.add(make_request("a", 5, max_tokens=9, temperature=0))

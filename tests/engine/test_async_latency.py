@@ -10,7 +10,7 @@ import pytest
 
 from saccade.engine.async_core import AsyncEngineCore
 from saccade.scheduler.latency import SLOWDOWN, milliseconds
-from saccade.types import LatencyProfile, Request, ScheduledWindow, StepPlan, StepResult
+from saccade.types import LatencyProfile, StepPlan, StepResult
 from tests.helpers.launching import Launching
 from tests.helpers.scheduling import FakeImage, make_config, make_request
 
@@ -51,14 +51,13 @@ class Device(Launching):
         curve = next(
             (curve for maximum, curve in self.latency.mixed_ms if rows <= maximum and tokens <= curve[-1][0]), None
         )
-        if curve and beside.rides:
+        if curve and beside.fuse_with_next:
             self.work[-2:] = [(rows, milliseconds(curve, tokens) + self._encode_ms(beside))]
         return collects
 
     def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
-        known = self.requests | {admission.request.request_id: admission.request for admission in plan.admitted}
-        decoding = sum(_is_decoding(work, known) for work in plan.windows)
-        prompts = sum(work.end - work.start for work in plan.windows) - decoding
+        decoding = len(plan.decode)
+        prompts = sum(work.end - work.start for work in plan.prefill)
         ms = milliseconds(PACE.decode_ms, decoding) if decoding else 0.0
         ms += milliseconds(PACE.prefill_ms, prompts) if prompts else 0.0
         self.work.append((decoding, ms + self._encode_ms(plan)))
@@ -80,10 +79,6 @@ class Device(Launching):
                 gaps.append(so_far)
             so_far = 0.0 if decoding else so_far
         return gaps
-
-
-def _is_decoding(work: ScheduledWindow, known: dict[str, Request]) -> bool:
-    return work.end - work.start == 1 and work.start >= len(known[work.request_id].prompt)
 
 
 def played(latency: LatencyProfile, every: int) -> tuple[Device, dict[str, int]]:

@@ -38,7 +38,7 @@ class Riding(Launching):
         if self.is_failing:
             raise RuntimeError("the device is on fire")
         first, second = super().launch_both(beside, ahead)
-        if beside.rides:
+        if beside.fuse_with_next:
             self.rode.append((sum(work.end - work.start for work in beside.windows), len(ahead.windows)))
         return self._noted("beside", first), self._noted("ahead", second)
 

@@ -130,7 +130,7 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What an engine loop did about its memory, in order."""
     done = list[str]()
     monkeypatch.setattr("saccade.engine.ipc.loop.trim", lambda: done.append("trim"))
-    monkeypatch.setattr("saccade.engine.ipc.loop.tidy", lambda: done.append("rest"))
+    monkeypatch.setattr("saccade.engine.ipc.loop.collect", lambda: done.append("rest"))
     return done
 
 

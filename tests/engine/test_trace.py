@@ -57,7 +57,7 @@ def test_a_prompt_of_one_token_is_text_and_no_answer() -> None:
 
 
 def test_a_image_counts_in_each_step_it_is_in_the_encoder() -> None:
-    steps = run(make_core(encode_layers_per_step=1, always_slice=True), 5, FakeImage("p", 12))
+    steps = run(make_core(encode_layers_per_step=1, is_bounded=True), 5, FakeImage("p", 12))
     assert [step["encodes"] for step in steps].count(1) == 4  # layers of the fake encoder
 
 

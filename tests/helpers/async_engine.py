@@ -28,7 +28,7 @@ def overlapped(folder: Path, **options: Any) -> LLM:
     llm = LLM(str(folder), **{**OPTIONS, **options})
     core = llm.engine.core
     runner, limits = core.runner, core.limits
-    runner.device = CudaForward(
+    runner.forward = CudaForward(
         runner.model.decoder,
         runner.kv,
         block_size=limits.block_size,

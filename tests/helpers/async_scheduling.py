@@ -25,11 +25,13 @@ class AheadRig(Rig):
     def __init__(self, **changes: Any) -> None:
         super().__init__(**changes)
         self.under_way: list[tuple[StepPlan, StepResult]] = []
+        self.prompt_lengths: dict[str, int] = {}
+        self.prompt_lengths: dict[str, int] = {}
         self.is_ahead = False
 
     def step(self) -> StepPlan:
         self.now += 1
-        if self.under_way and self.under_way[0][0].is_beside:
+        if self.under_way and self.under_way[0][0].kind == "async_prefill":
             self.book(1)
         if self.is_ahead:
             self.run(self.scheduler.schedule_async_prefill(self.now))
@@ -45,6 +47,7 @@ class AheadRig(Rig):
     def run(self, plan: StepPlan | None) -> None:
         self.scheduler.check()
         if plan is not None:
+            self.prompt_lengths |= {a.request.request_id: len(a.request.prompt) for a in plan.admitted}
             self.under_way.append((plan, self.runner.execute(plan)))
             self.plans.append(plan)
 

@@ -39,8 +39,7 @@ CONFIGS = st.fixed_dictionaries(
         "keep_idle_embeddings": st.booleans(),
         "enable_prefix_caching": st.booleans(),
         "encode_layers_per_step": st.sampled_from([None, 1, 3]),
-        "always_slice": st.booleans(),
-        "is_text_first": st.booleans(),
+        "is_bounded": st.booleans(),
     }
 )
 

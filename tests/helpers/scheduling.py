@@ -29,6 +29,7 @@ from saccade.types import (
     Span,
     StepPlan,
     StepResult,
+    StepTime,
     TokenEvent,
 )
 
@@ -109,6 +110,9 @@ def make_config(**changes: Any) -> SchedulerConfig:
         "encoder_budget": 1_000,
         "encoder_cache_slots": 1_000,
     }
+    is_bounded = changes.pop("is_bounded", False)  # every step keeps to a time, which is never reached here
+    if is_bounded:
+        changes.setdefault("step_time", StepTime(1e9, 1e9, 1e9))
     return SchedulerConfig(**{**values, **changes})
 
 
@@ -234,6 +238,7 @@ class Rig:
         self.scheduler = Scheduler(self.config)
         self.runner = FakeRunner(self.config, broken, layers)
         self.now = 0.0
+        self.latency_bounded = True
         self.events: dict[str, list[TokenEvent]] = {}
         self.plans: list[StepPlan] = []
 
@@ -242,7 +247,7 @@ class Rig:
 
     def step(self) -> StepPlan:
         self.now += 1
-        plan = self.scheduler.schedule(self.now)
+        plan = self.scheduler.schedule(self.now, latency_bounded=self.latency_bounded)
         self.scheduler.check()
         result = self.runner.execute(plan)
         events = self.scheduler.commit(plan, result, self.now + 0.5)

@@ -10,9 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from saccade.engine.trace import StepTrace
 from saccade.errors import RequestError
-from saccade.scheduler.budget import StepBuilder
 from saccade.types import LatencyProfile, Sample, ScheduledWindow, StepPlan, StepResult
 from tests.helpers.async_scheduling import PACE, AheadRig, add
 from tests.helpers.scheduling import EOS, FakeImage, FakeRunner, Rig, key_of
@@ -52,7 +50,9 @@ class GoingOn(FakeRunner):
 
     def execute(self, plan: StepPlan) -> StepResult:
         in_vain = [work for work in plan.windows if work.request_id in self.lost]
-        result = super().execute(replace(plan, windows=tuple(work for work in plan.windows if work not in in_vain)))
+        decode = tuple(work for work in plan.decode if work not in in_vain)
+        prefill = tuple(work for work in plan.prefill if work not in in_vain)
+        result = super().execute(replace(plan, decode=decode, prefill=prefill))
         self.lost |= self.spoiled
         for work in in_vain:
             self.blocks[work.request_id] += work.new_blocks
@@ -114,7 +114,7 @@ def test_where_nobody_else_is_open_the_long_way_plans_nothing_beside_a_step_eith
 
     def schedule_async_prefill(now: float) -> StepPlan | None:
         served = frozenset(work.request_id for work in scheduler._plans[0].windows)
-        return scheduler._complete(StepBuilder(now, scheduler._budget(), ahead=served))
+        return scheduler._plan(now, True, served)
 
     scheduler.schedule_async_prefill = schedule_async_prefill  # type: ignore[method-assign]
     found = [[(p.step, p.windows, p.encode_layers) for p in run_all(requests, rig)] for rig in (quick, slow)]
@@ -123,14 +123,15 @@ def test_where_nobody_else_is_open_the_long_way_plans_nothing_beside_a_step_eith
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(CONFIGS, st.lists(REQUESTS, min_size=1, max_size=6))
-def test_whoever_counts_the_windows_of_a_step_planned_ahead_finds_tokens_of_answers_alone(
+def test_an_async_decode_step_has_one_token_after_the_prompt_for_each_request(
     config: dict[str, Any], requests: list[Any]
 ) -> None:
-    told, counting = StepTrace(), StepTrace()
-    for plan in run_all(requests, AheadRig(**config)):
-        told.record(plan, StepResult({}), 0.0)
-        counting.record(replace(plan, is_ahead=False), StepResult({}), 0.0)
-    assert told.recent() == counting.recent()
+    rig = AheadRig(**config)
+    for plan in run_all(requests, rig):
+        if plan.kind == "async_decode":
+            assert not plan.prefill
+            assert all(window.end - window.start == 1 and window.samples for window in plan.decode)
+            assert all(window.start >= rig.prompt_lengths[window.request_id] for window in plan.decode)
 
 
 def answered(rig: Rig) -> list[list[int]]:
@@ -164,7 +165,7 @@ def test_prompts_and_images_go_beside_what_was_planned_ahead() -> None:
     rig.step()
     decode, rest, ahead = rig.plans[-3:]
     assert [rig.windows(plan) for plan in (decode, rest, ahead)] == [{"a": (5, 6)}, {"b": (0, 3)}, {"a": (6, 7)}]
-    assert rest.is_beside and len(rest.encode) == 1
+    assert rest.kind == "async_prefill" and len(rest.encode) == 1
 
 
 def test_nothing_is_planned_beside_answers_that_are_alone() -> None:
@@ -204,7 +205,7 @@ def test_prompts_and_images_take_turns_beside_answers() -> None:
     add(rig, "t", 200, max_tokens=2)
     for _ in range(8):
         rig.step()
-    kinds = [("layers" if plan.encode_layers else "tokens") for plan in rig.plans if plan.is_beside]
+    kinds = [("layers" if plan.encode_layers else "tokens") for plan in rig.plans if plan.kind == "async_prefill"]
     assert kinds[1:7] in (["layers", "tokens"] * 3, ["tokens", "layers"] * 3)
 
 

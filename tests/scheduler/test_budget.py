@@ -13,12 +13,12 @@ LARGE = FakeImage("large", 40)
 
 
 def text_first(**changes: object) -> Rig:
-    values = {"max_num_batched_tokens": 16, "is_text_first": True, "always_slice": True, "encode_layers_per_step": 1}
+    values = {"max_num_batched_tokens": 16, "is_bounded": True, "encode_layers_per_step": 1}
     return Rig(**{**values, **changes})
 
 
 def test_decoding_gets_its_token_though_an_earlier_prompt_could_fill_the_step() -> None:
-    rig = Rig(max_num_batched_tokens=16, always_slice=True, encode_layers_per_step=1)
+    rig = Rig(max_num_batched_tokens=16, is_bounded=True, encode_layers_per_step=1)
     rig.add("early", FakeImage("huge", 200), max_tokens=1)
     rig.add("late", 1, max_tokens=30, first_token=500)
     rig.drain()
@@ -28,7 +28,8 @@ def test_decoding_gets_its_token_though_an_earlier_prompt_could_fill_the_step() 
 
 
 def test_text_that_comes_behind_images_gets_the_next_step_but_for_their_share() -> None:
-    rig = text_first(encode_layers_per_step=None)
+    rig = Rig(max_num_batched_tokens=16, latency=LatencyProfile(((1, 1.0),), ((16, 1.0),), (), None))
+    rig.latency_bounded = False
     for name in "abc":
         rig.add(name, FakeImage(name, 40), 4)
     rig.step()
@@ -44,7 +45,7 @@ def test_no_more_prompts_go_into_a_step_than_are_computed_together() -> None:
         decode_ms=((1, 1.0),), prefill_ms=((16, 1.0),), layer_ms=(), target_ms=None, max_prefills=2
     )
     rig = Rig(latency=latency)
-    rig.scheduler.encoder_pacing.latency_bounded = False
+    rig.latency_bounded = False
     for name in "abcde":
         rig.add(name, 3, max_tokens=3)
     assert [len(rig.windows(rig.step())) for _ in range(3)] == [2, 4, 5]

@@ -10,7 +10,7 @@ import pytest
 
 from saccade.engine.core import EngineCore
 from saccade.scheduler.cpu_latency import MIN_PREFILL_TOKENS, CpuStepTime, Rate
-from saccade.types import ScheduledWindow, Slice, StepPlan, StepResult, StepTime
+from saccade.types import Slice, StepPlan, StepResult, StepTime
 from tests.helpers.scheduling import FakeImage, FakeRunner, make_config, make_request
 
 STEP = 0.4
@@ -59,8 +59,7 @@ def started(machine: Machine, measured: float, layers_per_s: float = 50.0, **cha
         max_num_batched_tokens=MAXIMUM,
         max_model_len=200_000,
         num_blocks=60_000,
-        always_slice=True,
-        is_text_first=True,
+        is_bounded=True,
         step_time=StepTime(STEP, measured, layers_per_s),
         encoder_budget=4_000,
         encoder_cache_slots=8_000,
@@ -165,7 +164,7 @@ def test_layers_that_the_operator_chose_stay() -> None:
     core = started(machine, QUIET, encode_layers_per_step=3)
     core.add(make_request("p", 4, FakeImage("cat", 2_000)))
     step_times(core, machine, 5)
-    assert core.scheduler.cpu_step_time is not None and core.scheduler.cpu_step_time.layers == 3
+    assert core.scheduler.policy.time is not None and core.scheduler.policy.time.layers == 3
 
 
 def test_a_step_never_holds_more_tokens_than_the_option_says() -> None:
@@ -175,8 +174,8 @@ def test_a_step_never_holds_more_tokens_than_the_option_says() -> None:
 
 def test_steps_of_no_time_at_all_break_nothing() -> None:
     cpu_step_time = CpuStepTime(StepTime(STEP, BUSY, 1.0), MAXIMUM, None)
-    cpu_step_time.observe([ScheduledWindow("a", 0, 100, (), False)], Slice(4, 0.0), 0.0)
-    cpu_step_time.observe([ScheduledWindow("a", 100, 101, (), True)], Slice(), 0.0)
+    cpu_step_time.observe(0, 100, Slice(4, 0.0), 0.0)
+    cpu_step_time.observe(1, 0, Slice(), 0.0)
     assert cpu_step_time.tokens(1) <= 1 + 2 * BUSY * STEP
 
 

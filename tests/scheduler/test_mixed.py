@@ -15,9 +15,7 @@ from tests.helpers.scheduling import FakeImage, Part
 
 
 def beside_an_answer(**changes: object) -> AheadRig:
-    rig = AheadRig(
-        **{"latency": MIXED, "is_text_first": True, "enable_prefix_caching": False, "num_blocks": 600, **changes}
-    )
+    rig = AheadRig(**{"latency": MIXED, "enable_prefix_caching": False, "num_blocks": 600, **changes})
     add(rig, "answer", 5, max_tokens=60)
     rig.step()
     rig.step()
@@ -28,7 +26,10 @@ def windows_of(rig: AheadRig, *names: str) -> list[list[int]]:
     """Tokens of these requests in each step that has any, until the last of them has its first."""
     while not all(name in rig.events for name in names):
         rig.step()
-    windows = [[work for work in plan.windows if work.request_id in names and plan.is_beside] for plan in rig.plans]
+    windows = [
+        [work for work in plan.windows if work.request_id in names and plan.kind == "async_prefill"]
+        for plan in rig.plans
+    ]
     return [[work.end - work.start for work in some] for some in windows if some]
 
 
@@ -87,8 +88,8 @@ def test_plans_say_what_rides_along() -> None:
     rig = beside_an_answer(latency=SHORTER)
     add(rig, "prompt", 200, max_tokens=1)
     windows_of(rig, "prompt")
-    plans = [plan for plan in rig.plans if plan.is_beside and plan.windows]
-    assert [plan.rides for plan in plans] == [True, True, False]
+    plans = [plan for plan in rig.plans if plan.kind == "async_prefill" and plan.windows]
+    assert [plan.fuse_with_next for plan in plans] == [True, True, False]
 
 
 def test_nothing_rides_along_where_one_pass_takes_longer_than_two() -> None:
@@ -96,7 +97,7 @@ def test_nothing_rides_along_where_one_pass_takes_longer_than_two() -> None:
     rig = beside_an_answer(latency=slow)
     add(rig, "picture", [1] * 8, FakeImage("p", 20), max_tokens=1)
     windows_of(rig, "picture")
-    assert not any(plan.rides for plan in rig.plans)
+    assert not any(plan.fuse_with_next for plan in rig.plans)
 
 
 def test_text_that_can_end_in_a_step_does_though_a_image_might_ride_along() -> None:
@@ -113,7 +114,9 @@ def test_text_that_can_end_in_a_step_does_though_a_image_might_ride_along() -> N
 
 def beside_works(rig: AheadRig) -> list[list[tuple[str, int, int]]]:
     windows = [
-        [(work.request_id, work.start, work.end) for work in plan.windows] for plan in rig.plans if plan.is_beside
+        [(work.request_id, work.start, work.end) for work in plan.windows]
+        for plan in rig.plans
+        if plan.kind == "async_prefill"
     ]
     return [some for some in windows if some]
 
@@ -165,7 +168,7 @@ def test_no_step_in_which_a_prompt_ends_has_more_tokens_than_fit_by_themselves(
             rig.step()
     rig.finish()
     for plan in rig.plans:
-        if plan.is_beside:
+        if plan.kind == "async_prefill":
             sizes = [work.end - work.start for work in plan.windows]
             tokens = sum(size for size in sizes if size > 1)  # one is taken for an answer's
             assert tokens <= (ALONE if any(work.samples for work in plan.windows) else RIDING)

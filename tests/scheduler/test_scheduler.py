@@ -378,3 +378,17 @@ def test_what_is_resident_or_given_to_the_encoder_is_not_listed() -> None:
     rig.add("a", 2, CAT, max_tokens=5)
     rig.add("b", 3, CAT, DOG)
     assert names(rig.step().prefetch, *KNOWN) == ["dog"]
+
+
+def test_a_generated_token_that_is_computed_again_is_prefill_but_for_the_latest() -> None:
+    """Only the device and the host know the latest token; those before it are read from the request."""
+    rig = Rig(max_num_batched_tokens=1, enable_prefix_caching=False)
+    rig.add("a", 3, max_tokens=5)
+    while len(rig.events.get("a", ())) < 3:
+        rig.step()
+    (seq,) = rig.scheduler._running
+    rig.scheduler._let_go(seq)
+    rig.scheduler._waiting.append(seq)
+    plans = [rig.step() for _ in range(6)]
+    assert [[(w.start, w.end) for w in plan.prefill] for plan in plans] == [[(i, i + 1)] for i in range(5)] + [[]]
+    assert [[(w.start, w.end) for w in plan.decode] for plan in plans] == [[]] * 5 + [[(5, 6)]]

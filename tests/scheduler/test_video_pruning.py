@@ -42,7 +42,7 @@ def test_the_cache_counts_what_stays() -> None:
 
 
 def test_looking_ahead_in_slices_keeps_to_the_budget_of_whole_groups() -> None:
-    rig = Rig(encoder_budget=24, encode_layers_per_step=1, always_slice=True)
+    rig = Rig(encoder_budget=24, encode_layers_per_step=1, is_bounded=True)
     rig.add("video", *GROUPS, 2)
     rig.add("other", FakeImage("e", 3), 2)
     rig.step()
@@ -83,7 +83,7 @@ def test_a_group_that_the_tower_may_not_see_whole_is_refused_with_the_number() -
 
 
 def test_what_was_in_flight_when_a_step_broke_is_not_counted_any_more() -> None:
-    rig = Rig(encoder_budget=24, encode_layers_per_step=1, always_slice=True)
+    rig = Rig(encoder_budget=24, encode_layers_per_step=1, is_bounded=True)
     rig.add("video", *GROUPS, 2)
     rig.step()
     rig.scheduler.fail_all(RequestError("the step broke"), rig.now)
@@ -95,7 +95,7 @@ def test_what_was_in_flight_when_a_step_broke_is_not_counted_any_more() -> None:
 
 
 def test_a_group_that_cannot_be_decoded_gives_its_share_of_the_budget_back() -> None:
-    rig = Rig(broken=["a"], encoder_budget=12, encode_layers_per_step=1, always_slice=True)
+    rig = Rig(broken=["a"], encoder_budget=12, encode_layers_per_step=1, is_bounded=True)
     rig.add("bad", GROUPS[0], 2)
     rig.add("good", GROUPS[1], 2)
     rig.drain()

@@ -127,7 +127,7 @@ def engine(folder: Path, min_tokens: int, **options: Any) -> tuple[LLM, Any]:
     prefill = FlashInferPrefill(
         heads, capacity, limits.block_size, scale, torch.float32, runner.kv.k.device, min_tokens=min_tokens
     )
-    runner.device = CudaForward(
+    runner.forward = CudaForward(
         runner.model.decoder,
         runner.kv,
         block_size=limits.block_size,

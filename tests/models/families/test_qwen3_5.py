@@ -256,5 +256,5 @@ def test_a_question_about_a_image_seen_before_begins_behind_the_image(folder: Pa
     ]
     assert [out.num_cached_tokens for out in outs] == [0, 64]  # 72 tokens of a picture behind one of text
     assert llm.stats()["encoder"]["encoded"] == 1
-    llm.engine.core.runner.recurrent.check()
+    llm.engine.core.runner.forward.recurrent.check()
     llm.close()

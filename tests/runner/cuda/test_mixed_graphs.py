@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +12,8 @@ from PIL import Image
 from saccade import LLM, SamplingParams
 from saccade.runner.cuda.graph_sizes import MixedSize, mixed_sizes
 from saccade.runner.cuda.mixed_graphs import MixedGraphs
-from saccade.runner.device import Sampled
-from saccade.types import ScheduledWindow, StepPlan, StepResult
+from saccade.runner.forward import Sampled
+from saccade.types import StepPlan, StepResult
 from tests.helpers.async_engine import OPTIONS, overlapped, prompts
 from tests.helpers.families import FAMILIES
 
@@ -26,9 +25,8 @@ DRAWN = SamplingParams(max_tokens=5, temperature=1.2, top_k=50, seed=3, ignore_e
 def riding(folder: Path, size: MixedSize = SIZE) -> tuple[LLM, list[tuple[int, int]]]:
     """An engine whose prompts come in small parts, and what rode along: tokens, and the requests that decoded."""
     llm, rode = overlapped(folder, max_num_batched_tokens=24), list[tuple[int, int]]()
-    slices = llm.engine.core.scheduler.slices  # without times of a device: whoever can ride does
-    slices.rides = lambda windows, _: bool(windows) and not any(work.samples for work in windows)
-    mixed: MixedGraphs = llm.engine.core.runner.device._mixed
+    llm.engine.core.scheduler.policy.fuses = lambda *_: True  # without times of a device: all that can be fused is
+    mixed: MixedGraphs = llm.engine.core.runner.forward._mixed
     mixed.prepare(size)
     run = mixed.run
 
@@ -82,7 +80,7 @@ def test_the_result_of_what_rode_along_is_there_before_the_decode_step_is_waited
 ) -> None:
     llm, rode = riding(qwen2_vl_folder)
     runner, waited, early = llm.engine.core.runner, list[bool](), list[StepResult]()
-    mixed, launch_both = runner.device.mixed, runner.launch_both
+    mixed, launch_both = runner.forward.mixed, runner.launch_both
 
     def waiting(*given: Any) -> Sampled:
         sampled = mixed(*given)
@@ -91,24 +89,15 @@ def test_the_result_of_what_rode_along_is_there_before_the_decode_step_is_waited
     def asked_at_once(beside: StepPlan, ahead: StepPlan) -> Any:
         waited.clear()
         collects = launch_both(beside, ahead)
-        if beside.rides:
+        if beside.fuse_with_next:
             early.append(collects[0]())
         assert not waited
         return collects
 
-    monkeypatch.setattr(runner.device, "mixed", waiting)
+    monkeypatch.setattr(runner.forward, "mixed", waiting)
     monkeypatch.setattr(runner, "launch_both", asked_at_once)
     one_by_one(llm, TEXTS, GREEDY)
     assert len(early) == len(rode) > 0 and not any(result.samples for result in early)
-
-
-def test_one_token_in_the_middle_of_an_answer_that_is_computed_again_is_no_decode_step(qwen2_vl_folder: Path) -> None:
-    """Only the device and the host know the latest token; this one stands before it."""
-    runner = overlapped(qwen2_vl_folder).engine.core.runner
-    again, last_tokens = ScheduledWindow("a", 6, 7, (), False), ScheduledWindow("b", 6, 7, (), True)
-    runner._states = {name: SimpleNamespace(num_prompt=4) for name in "ab"}
-    decoding, others = runner._windows(StepPlan(1, (again, last_tokens)))
-    assert [work for work, _ in decoding] == [last_tokens] and [work for work, _ in others] == [again]
 
 
 def test_recorded_sizes_hold_what_a_step_may_have_and_no_more() -> None:

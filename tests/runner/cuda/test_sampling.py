@@ -29,7 +29,7 @@ def test_the_kernel_passes_its_trial(dtype: torch.dtype) -> None:
 
 
 def test_a_kernel_that_draws_other_tokens_does_not_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampling.kernel, "draw", lambda *_: None)
+    monkeypatch.setattr(sampling.kernel, "sample_rows", lambda *_: None)
     with pytest.raises(ValueError, match="drew"):
         sampling.try_out(DEVICE, torch.float32, vocabulary=40)
 
