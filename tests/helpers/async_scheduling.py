@@ -26,7 +26,6 @@ class AheadRig(Rig):
         super().__init__(**changes)
         self.under_way: list[tuple[StepPlan, StepResult]] = []
         self.prompt_lengths: dict[str, int] = {}
-        self.prompt_lengths: dict[str, int] = {}
         self.is_ahead = False
 
     def step(self) -> StepPlan:

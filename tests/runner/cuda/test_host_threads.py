@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from saccade.runner.cuda.host_threads import OneThread
+from saccade.runner.cuda.host_threads import OneTorchThread
 
 
 @pytest.fixture(autouse=True)
@@ -20,7 +20,7 @@ def two_threads() -> Iterator[None]:
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_in_whatever_order_two_engines_end_there_is_one_thread_until_the_last(order: tuple[int, int]) -> None:
-    engines = [OneThread(), OneThread()]
+    engines = [OneTorchThread(), OneTorchThread()]
     found = [torch.get_num_threads()]
     for which in order:
         engines[which].end()
@@ -29,7 +29,7 @@ def test_in_whatever_order_two_engines_end_there_is_one_thread_until_the_last(or
 
 
 def test_who_ends_twice_takes_nothing_from_others() -> None:
-    first, second = OneThread(), OneThread()
+    first, second = OneTorchThread(), OneTorchThread()
     first.end()
     first.end()
     assert torch.get_num_threads() == 1
