@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import random
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,9 +23,10 @@ from saccade.processor.generation_config import defaults_line, sampling_defaults
 from saccade.processor.images import PrefetchMedia
 from saccade.processor.output import RequestOutputBuilder
 from saccade.processor.prompt import Processor
+from saccade.processor.requests import RequestBuilder, child_id
 from saccade.sampling_params import SamplingParams
 from saccade.structured.check import check_structured
-from saccade.types import Bill, MediaItem, Prompt, Request, TokenEvent
+from saccade.types import Bill, MediaItem, Prompt, TokenEvent
 
 logger = logging.getLogger("saccade.engine")
 
@@ -75,7 +75,7 @@ class Engine:
         self._awaited: dict[
             str, tuple[_Open, RequestOutputBuilder]
         ] = {}  # by the id that the core knows an answer of those under
-        self._seeds = random.Random(opts.seed)
+        self._requests = RequestBuilder(self.processor.eos_token_ids, opts.seed)
 
     @property
     def core(self) -> EngineCore:
@@ -114,7 +114,7 @@ class Engine:
             core.release_if_idle()  # its pictures may have been foretold
             raise
         self._open[request_id] = opened
-        self._awaited |= {_child_id(request_id, answer.index): (opened, answer) for answer in opened.answers}
+        self._awaited |= {child_id(request_id, answer.index): (opened, answer) for answer in opened.answers}
 
     def _opened(self, request_id: str, make: Callable[[], Prompt], params: SamplingParams) -> _Open:
         start = time.perf_counter()
@@ -130,18 +130,8 @@ class Engine:
 
     def _admit(self, opened: _Open, params: SamplingParams) -> None:
         room = self.limits.max_model_len - len(opened.prompt)
-        seed = params.seed if params.seed is not None else self._seeds.getrandbits(62)
-        requests = [
-            Request(
-                request_id=_child_id(opened.request_id, answer.index),
-                prompt=opened.prompt,
-                params=params,
-                max_tokens=params.max_tokens if params.max_tokens is not None else max(room, 1),
-                eos_token_ids=frozenset() if params.ignore_eos else self.processor.eos_token_ids,
-                seed=seed + answer.index,
-            )
-            for answer in opened.answers
-        ]
+        max_tokens = params.max_tokens if params.max_tokens is not None else max(room, 1)
+        requests = self._requests.build(opened.request_id, opened.prompt, params, max_tokens)
         with self._in_step():
             self.core.add_all(requests)
 
@@ -167,12 +157,12 @@ class Engine:
             self._close(opened)
             with self._in_step():
                 for answer in opened.answers:
-                    self.core.abort(_child_id(request_id, answer.index))
+                    self.core.abort(child_id(request_id, answer.index))
 
     def _close(self, opened: _Open) -> None:
         del self._open[opened.request_id]
         for answer in opened.answers:
-            del self._awaited[_child_id(opened.request_id, answer.index)]
+            del self._awaited[child_id(opened.request_id, answer.index)]
 
     def has_unfinished_requests(self) -> bool:
         return bool(self._open)
@@ -264,10 +254,6 @@ def _prefetching(engine: weakref.ref[Engine]) -> PrefetchMedia:
             there.core.prefetch_media(items)
 
     return prefetch_media
-
-
-def _child_id(request_id: str, index: int) -> str:
-    return f"{request_id}/{index}"
 
 
 class LLM:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import random
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +26,7 @@ from saccade.options import Options, SchedulerConfig, ServerOptions
 from saccade.processor.generation_config import sampling_defaults
 from saccade.processor.output import RequestOutputBuilder
 from saccade.processor.prompt import Processor, Rendered
+from saccade.processor.requests import RequestBuilder
 from saccade.processor.template_pool import THREADS as _TEMPLATE_THREADS
 from saccade.server.errors import ApiError
 from saccade.server.generation import BilledPrompt, Generation, SubmitsRequests, Timing
@@ -99,7 +99,7 @@ class Service:
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="saccade-prompt")
         self._schema_pool = FairPool(_SCHEMA_THREADS, "saccade-schema", server.max_schema_checks)
         self._template_pool = ThreadPoolExecutor(_TEMPLATE_THREADS, thread_name_prefix="saccade-template")
-        self._seeds = random.Random(options.seed)
+        self._requests = RequestBuilder(self.processor.eos_token_ids, options.seed)
         self._numbers = itertools.count()
 
     @property
@@ -311,12 +311,11 @@ class Service:
     ) -> None:
         """Submit every answer's request; RequestError with the bill in it when a prompt does not fit."""
         unique = f"{request_id}-{next(self._numbers)}"  # clients may send one id twice
-        requests = [
-            self._request(
-                f"{unique}/{answer.index}", prompts[answer.index // response_options.params.n], response_options
-            )
-            for answer in generation.answers
-        ]
+        params = response_options.params
+        requests: list[Request] = []
+        for billed in prompts:
+            max_tokens = self.max_tokens(billed, response_options)
+            requests += self._requests.build(unique, billed.prompt, params, max_tokens, first=len(requests))
         await generation.submit(self.engine, requests)
 
     def max_tokens(self, billed: BilledPrompt, response_options: ResponseOptions) -> int:
@@ -333,18 +332,6 @@ class Service:
                 param=field if room > 0 else "messages" if billed.bill.items else None,
             )
         return asked or min(room, response_options.usual_max_tokens or room)
-
-    def _request(self, request_id: str, billed: BilledPrompt, response_options: ResponseOptions) -> Request:
-        params, index = response_options.params, int(request_id.rpartition("/")[2])
-        seed = params.seed if params.seed is not None else self._seeds.getrandbits(62)
-        return Request(
-            request_id=request_id,
-            prompt=billed.prompt,
-            params=params,
-            max_tokens=self.max_tokens(billed, response_options),
-            eos_token_ids=frozenset() if params.ignore_eos else self.processor.eos_token_ids,
-            seed=(seed + index % params.n) % 2**63,
-        )
 
 
 def _name_of(model: str | None) -> str:
