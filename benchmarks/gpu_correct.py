@@ -95,7 +95,7 @@ def _watching() -> Iterator[list[Tensor]]:
         seen.append(logits.detach().float().cpu().clone())
         return original(logits, rows)
 
-    names = ["saccade.runner.runner", *(["saccade.runner.cuda.forward"] if DEVICE == "cuda" else [])]
+    names = ["saccade.runner.torch_forward", *(["saccade.runner.cuda.forward"] if DEVICE == "cuda" else [])]
     patches = [mock.patch.object(import_module(name), "sample", watched) for name in names]
     for patch in patches:
         patch.start()
