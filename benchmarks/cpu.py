@@ -21,6 +21,7 @@ import torch
 from PIL import Image
 
 from benchmarks.models import qwen2_vl_120m
+from benchmarks.results import write_rows
 from benchmarks.scheduling import schedule_and_commit_ms
 from benchmarks.transformers_side import TransformersSide
 from saccade import LLM, SamplingParams
@@ -207,6 +208,7 @@ def main() -> int:
         "--model-dir", type=Path, default=Path("build/bench-qwen2-vl-120m"), help="made when it is missing"
     )
     parser.add_argument("--rounds", type=int, default=2, help="repeats of the slow parts")
+    parser.add_argument("--json", metavar="FILE", help="also write the rows there, with the commit")
     args = parser.parse_args()
     folder = qwen2_vl_120m(args.model_dir)
     rates = throughput(folder, args.rounds)
@@ -227,6 +229,8 @@ def main() -> int:
     for name in missed(rows):
         print(f"missed: {name}")
     print(json.dumps({name: round(value, 4) for name, value, _ in rows}))
+    if args.json:
+        write_rows(args.json, rows)
     return 1 if missed(rows) else 0
 
 

@@ -22,44 +22,13 @@ import torch
 
 from benchmarks.gpu_correct import CHECKS
 from benchmarks.gpu_floors import Floors, Peaks, measure_peaks
+from benchmarks.gpu_rows import ROWS
 from benchmarks.gpu_shapes import SHAPES, write_folder
+from benchmarks.results import write_json
 
 MODELS = ("qwen2_vl_2b", "qwen2_5_vl_7b", "llava_1_5_7b")
 LIMIT_S = 400  # of one process
 Found = dict[str, Any]
-
-ROWS = {
-    "decode_1": "decode step, 1 request at 1k context, ms",
-    "decode_32": "decode step, 32 requests, ms",
-    "decode_100": "decode step, 100 requests, which fill no graph, ms",
-    "decode_128": "decode step, 128 requests, ms",
-    "encode_1288x952": "encode one 1288x952, ms",
-    "encode_644x476": "encode one 644x476, ms",
-    "encode_8x644x476": "encode 8 of 644x476, ms",
-    "encode_1288x952_rested": "encode one 1288x952 after a rest, ms",
-    "encode_644x476_rested": "encode one 644x476 after a rest, ms",
-    "encode_8x644x476_rested": "encode 8 of 644x476 after a rest, ms",
-    "text_64": "first token, text of 64 tokens, ms",
-    "text_1600": "first token, text of 1,600 tokens, ms",
-    "new_644x476": "first token, new JPEG of 644x476, ms",
-    "new_1280x960": "first token, new JPEG of 1280x960, ms",
-    "new_2560x1440": "first token, new JPEG of 2560x1440, ms",
-    "again_644x476": "the same again, 644x476, ms",
-    "again_1280x960": "the same again, 1280x960, ms",
-    "again_2560x1440": "the same again, 2560x1440, ms",
-    "throughput_64x720p": "64 requests of one 720p picture, 32 tokens, pictures/s",
-    "turn2_720p": "conversation, a new 720p picture a turn, turn 2, ms",
-    "turn8_720p": "the same, turn 8, ms",
-    "turn2_1080p": "the same with 1080p, turn 2, ms",
-    "turn8_1080p": "the same with 1080p, turn 8, ms",
-    "stream_alone_p50": "32 text streams alone, between tokens, p50, ms",
-    "stream_alone_p99": "the same, p99, ms",
-    "stream_pictures_p50": "a 1280x960 picture every 60 ms beside them, p50, ms",
-    "stream_pictures_p99": "the same, p99, ms",
-    "stream_picture_first": "first token of those pictures, median, ms",
-    "many_8x720p": "8 pictures of 720p in one request, ms",
-    "many_64x2560x1440": "64 pictures of 2560x1440 in one request, ms",
-}
 
 
 # --- processes ----------------------------------------------------------------------------------------------------
@@ -211,6 +180,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="fewer repeats, a tenth of the questions")
     for part in ("correctness", "transformers", "memory"):
         parser.add_argument(f"--{part}", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--json", metavar="FILE", help="also write the JSON there, with the commit")
     args = parser.parse_args()
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     peaks = measure_peaks()
@@ -222,6 +192,8 @@ def main() -> int:
         measure_all(args, peaks, found)
     finally:  # what was measured is printed whatever happens then
         print(json.dumps(found))
+        if args.json:
+            write_json(args.json, found)
     broken = [side["errors"] for side in _sides(found) if side.get("errors")]
     return 1 if broken else 0
 

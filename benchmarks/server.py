@@ -26,6 +26,7 @@ import httpx
 
 from benchmarks.cpu import QUESTIONS, greedy, make_llm, photo
 from benchmarks.models import qwen2_vl_120m
+from benchmarks.results import write_rows
 
 WARM_UP = 1000  # requests before memory is measured
 REST = 12.0  # seconds after which both processes have tidied up
@@ -243,11 +244,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model-dir", type=Path, default=Path("build/bench-qwen2-vl-120m"), help="made when missing")
     parser.add_argument("--rounds", type=int, default=2, help="repeats of the slow parts")
+    parser.add_argument("--json", metavar="FILE", help="also write the rows there, with the commit")
     args = parser.parse_args()
     rows = asyncio.run(run(qwen2_vl_120m(args.model_dir), args.rounds))
     for name, value, goal in rows:
         print(f"{name:58} {value:9.3f}  {goal}")
     print(json.dumps({name: round(value, 4) for name, value, _ in rows}))
+    if args.json:
+        write_rows(args.json, rows)
 
 
 if __name__ == "__main__":

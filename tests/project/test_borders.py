@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -225,3 +226,18 @@ def test_importing_it_does_not_load_torch(module: str) -> None:
 def test_the_scheduler_runs_on_the_standard_library_alone() -> None:
     code = "import sys, saccade.scheduler.scheduler; sys.exit(bool({'numpy', 'torch', 'PIL'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_import_table_of_the_architecture_page_is_the_one_above() -> None:
+    page = (PROJECT / "docs" / "architecture.md").read_text().partition("## Import table")[2].partition("\n## ")[0]
+    lines = [line.split("|")[1:-1] for line in page.splitlines() if line.startswith("|")][2:]
+    written = {frozenset(_parts(cells[0])): _parts(cells[2]) for cells in lines}
+    for packages, allowed in written.items():
+        expected = {target.split(".")[0] for part in ALLOWED if part.split(".")[0] in packages for target in ALLOWED[part]}
+        assert allowed - packages == expected - packages, f"docs/architecture.md, row of {sorted(packages)}"
+    assert {package for packages in written for package in packages} == {part.split(".")[0] for part in ALLOWED}
+
+
+def _parts(cell: str) -> set[str]:
+    """The packages that a cell names; "nouns" are several."""
+    return set(re.findall(r"`(\w+)`", cell)) | (NOUNS if "nouns" in cell else set())

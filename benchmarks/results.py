@@ -1,0 +1,28 @@
+"""Writes what a benchmark measured, for docs/results/ and the tables that `python -m tools.docs` makes of it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+
+def write_json(file: str, found: Mapping[str, Any]) -> None:
+    """With the commit it was measured at first."""
+    Path(file).write_text(json.dumps({"commit": commit(), **found}, indent=2) + "\n", encoding="utf-8")
+
+
+def write_rows(file: str, rows: Sequence[tuple[str, float, str]]) -> None:
+    """The rows of a printed table: name, value, goal."""
+    write_json(file, {"rows": [{"name": name, "value": round(value, 4), "goal": goal} for name, value, goal in rows]})
+
+
+def commit() -> str:
+    """Of the working tree, `+` where it has changes; `unknown` outside of a checkout."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"

@@ -1,0 +1,246 @@
+"""Writes the generated parts of the documentation: `python -m tools.docs`, and `--check` to see whether any is stale.
+
+docs/modules.md comes from module docstrings, docs/options.md from `saccade.options`, docs/metrics.md from
+`saccade.server.metrics`, and the result tables from docs/results/*.json, which the benchmarks write with `--json`. In
+other files only what stands between `<!-- generated: NAME -->` and `<!-- end of generated: NAME -->` is replaced.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import json
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.gpu_rows import ROWS
+from saccade.options import Options, ServerOptions
+from saccade.server.metrics import Metrics
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "docs" / "results"
+_BLOCK = re.compile(r"<!-- generated: (\S+) -->\n.*?<!-- end of generated: \1 -->", re.DOTALL)
+_NOTE = "<!-- Written by `python -m tools.docs`; change the source it names, then run that again. -->"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 if a file is stale")
+    args = parser.parse_args(argv)
+    for path, text in stale_files().items():
+        print(f"{'stale' if args.check else 'written'}: {path.relative_to(ROOT)}")
+        if not args.check:
+            path.write_text(text, encoding="utf-8")
+    return 1 if args.check and stale_files() else 0
+
+
+def stale_files() -> dict[Path, str]:
+    """Files that differ from what their sources give, with the text they should have."""
+    return {path: text for path, text in generated_files() if not path.exists() or path.read_text("utf-8") != text}
+
+
+def generated_files() -> Iterator[tuple[Path, str]]:
+    yield ROOT / "docs" / "modules.md", modules_page()
+    yield ROOT / "docs" / "options.md", options_page()
+    yield ROOT / "docs" / "metrics.md", metrics_page()
+    tables = result_tables()
+    for path in (ROOT / "README.md", ROOT / "docs" / "benchmarks.md"):
+        yield path, with_tables(path.read_text("utf-8"), tables)
+
+
+def with_tables(text: str, tables: Mapping[str, str]) -> str:
+    """The text with each marked block replaced. A block of an unknown name is an error."""
+
+    def block(match: re.Match[str]) -> str:
+        name = match.group(1)
+        return f"<!-- generated: {name} -->\n{tables[name]}\n<!-- end of generated: {name} -->"
+
+    return _BLOCK.sub(block, text)
+
+
+def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [titles, ["---"] * len(titles), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+# --- modules ------------------------------------------------------------------------------------------------------
+
+
+def modules_page() -> str:
+    """Each package with its modules, and the first paragraph of their docstrings."""
+    packages: dict[str, list[tuple[str, str]]] = {}
+    for path in sorted((ROOT / "saccade").rglob("*.py"), key=lambda p: (str(p.parent), p.name)):
+        docstring = ast.get_docstring(ast.parse(path.read_text("utf-8")))
+        if docstring or path.name != "__init__.py":
+            folder = str(path.parent.relative_to(ROOT))
+            packages.setdefault(folder, []).append((path.name, (docstring or "").split("\n\n")[0]))
+    parts = [
+        "# Modules",
+        _NOTE,
+        "Every module with the first paragraph of its docstring. [architecture.md](architecture.md) says how they work "
+        "together.",
+    ]
+    for folder, modules in packages.items():
+        rows = [(f"[`{name}`](../{folder}/{name})", _cell(text)) for name, text in modules]
+        parts += [f"## {folder}/", table(("module", "what it is"), rows)]
+    return "\n\n".join(parts) + "\n"
+
+
+# --- options ------------------------------------------------------------------------------------------------------
+
+
+def options_page() -> str:
+    parts = [
+        "# Options",
+        _NOTE,
+        "Every option of `saccade serve`. The engine's are keyword arguments of `LLM(...)` too, with underscores. An\n"
+        "option is also an environment variable (`SACCADE_MAX_MODEL_LEN`) and a line of the file that `--config` names\n"
+        "(`max_model_len: 4096`): flags win over the environment, the environment over the file. A default of\n"
+        "*automatic* is chosen at start, and the start-up log gives the reason. The source is `saccade/options.py`.",
+    ]
+    for title, options in (("Engine", Options), ("Server", ServerOptions)):
+        parts += [f"## {title}", table(("flag", "default", "what it does"), map(_option_row, dataclasses.fields(options)))]
+    return "\n\n".join(parts) + "\n"
+
+
+def _option_row(option: dataclasses.Field[Any]) -> tuple[str, str, str]:
+    """As `saccade.cli.main` makes flags: a switch that is on by default has a flag that turns it off."""
+    default = option.default if option.default is not dataclasses.MISSING else option.default_factory()  # type: ignore[misc]
+    flag, what = f"--{option.name.replace('_', '-')}", option.metadata["help"]
+    if option.name == "model":
+        flag = "MODEL"
+    elif default is True:
+        flag, what = f"--no-{flag[2:].removeprefix('enable-')}", f"do not {what}"
+    return f"`{flag}`", _default(default, "automatic" in what), _cell(what)
+
+
+def _default(value: Any, is_automatic: bool) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if value in (None, ()) or value == {}:
+        return "*automatic*" if is_automatic else "none"
+    if isinstance(value, dict):
+        return f"`{','.join(f'{key}={count}' for key, count in value.items())}`"
+    return f"{value:,}" if isinstance(value, int) and value >= 10_000 else f"`{value}`" if isinstance(value, str) else str(value)
+
+
+# --- metrics ------------------------------------------------------------------------------------------------------
+
+_STATS = {
+    "running": 0,
+    "waiting": 0,
+    "steps": 0,
+    "preemptions": 0,
+    "kv": {"used": 0, "idle": 0, "total": 1},
+    "prefix_cache": {"queries": 0, "hits": 0},
+    "encoder_cache": {"hits": 0, "misses": 0, "slots_used": 0, "slots_total": 0},
+}
+
+
+class _Metric(NamedTuple):
+    name: str
+    kind: str
+    labels: tuple[str, ...]
+    what: str
+
+
+def metrics_page() -> str:
+    found = sorted(_metrics())
+    parts = [
+        "# Metrics",
+        _NOTE,
+        "What `GET /metrics` exposes, from `saccade/server/metrics.py`. `docs/grafana.json` is a dashboard over the\n"
+        "`saccade:` names. The `vllm:` names carry the same values for dashboards that were made for vLLM. A counter's\n"
+        "sample has the suffix `_total`; a histogram has `_bucket`, `_sum` and `_count`.",
+    ]
+    for prefix in ("saccade", "vllm"):
+        rows = [
+            (f"`{m.name}`", m.kind, ", ".join(f"`{label}`" for label in m.labels), _cell(m.what))
+            for m in found
+            if m.name.startswith(f"{prefix}:")
+        ]
+        parts += [f"## `{prefix}:`", table(("metric", "type", "labels", "what it counts"), rows)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _metrics() -> Iterator[_Metric]:
+    registry = Metrics("MODEL", lambda: _STATS).registry
+    for collector in list(registry._collector_to_names):  # the library has no public list of them
+        own_labels = tuple(getattr(collector, "_labelnames", ()))
+        for family in collector.collect():
+            labels = own_labels or tuple(family.samples[0].labels if family.type != "histogram" else ())
+            yield _Metric(family.name, family.type, labels, family.documentation)
+
+
+# --- results ------------------------------------------------------------------------------------------------------
+
+Result = dict[str, Any]
+
+
+class _Column(NamedTuple):
+    title: str
+    values: Mapping[str, float]
+
+
+class _Row(NamedTuple):
+    title: str
+    keys: tuple[str, ...]  # values that stand in one cell, with slashes between them
+
+
+_SHORT_ROWS = (
+    _Row("decode step of 1 / 32 / 128 requests at 1k context, ms", ("decode_1", "decode_32", "decode_128")),
+    _Row("first token, text of 64 / 1,600 tokens, ms", ("text_64", "text_1600")),
+    _Row("first token, new JPEG of 644x476 / 1280x960 / 2560x1440, ms", ("new_644x476", "new_1280x960", "new_2560x1440")),
+    _Row("the same image and prompt again, ms", ("again_644x476", "again_1280x960", "again_2560x1440")),
+    _Row("64 requests of one 720p image, images/s", ("throughput_64x720p",)),
+    _Row("conversation with a new 720p / 1080p image a turn, turn 8, ms", ("turn8_720p", "turn8_1080p")),
+    _Row("32 text streams, a 1280x960 image every 60 ms, p99 between tokens, ms", ("stream_pictures_p99",)),
+    _Row("8 images of 720p in one request, ms", ("many_8x720p",)),
+)
+
+
+def result_tables() -> dict[str, str]:
+    """The tables by the name of their markers."""
+    results = {path.stem: json.loads(path.read_text("utf-8")) for path in sorted(RESULTS.glob("*.json"))}
+    short = [_Column("vLLM 0.26", results["gpu_vllm"]["qwen2_vl_2b"]["vllm"])]
+    short += [_of_commit(results[name]) for name in ("gpu_earlier", "gpu_a96421b", "gpu")]
+    floor = _Column("floor", results["gpu"]["qwen2_vl_2b"]["floor"])
+    return {
+        "cpu": _goals_table(results["cpu"]),
+        "server": _goals_table(results["server"]),
+        "gpu": _gpu_table(_SHORT_ROWS, short),
+        "gpu-all": _gpu_table([_Row(title, (key,)) for key, title in ROWS.items()], [floor, *short]),
+    }
+
+
+def _of_commit(result: Result) -> _Column:
+    return _Column(f"Saccade {result['commit']}", result["qwen2_vl_2b"]["ours"])
+
+
+def _gpu_table(rows: Iterable[_Row], columns: Sequence[_Column]) -> str:
+    cells = [(row.title, *(" / ".join(_number(c.values.get(key)) for key in row.keys) for c in columns)) for row in rows]
+    return table(("work", *(column.title for column in columns)), cells)
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def _goals_table(result: Result) -> str:
+    """Rows of `benchmarks.cpu` or `benchmarks.server` that have a goal."""
+    rows = [(row["name"], f"{row['value']:.2f}", row["goal"]) for row in result["rows"] if row["goal"]]
+    return table(("measure", f"Saccade {result['commit']}", "goal"), rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
