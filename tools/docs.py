@@ -107,29 +107,33 @@ def options_page() -> str:
         "*automatic* is chosen at start, and the start-up log gives the reason. The source is `saccade/options.py`.",
     ]
     for title, options in (("Engine", Options), ("Server", ServerOptions)):
-        parts += [f"## {title}", table(("flag", "default", "what it does"), map(_option_row, dataclasses.fields(options)))]
+        rows = [_option_row(option) for option in dataclasses.fields(options)]
+        parts += [f"## {title}", table(("flag", "default", "what it does"), rows)]
     return "\n\n".join(parts) + "\n"
 
 
 def _option_row(option: dataclasses.Field[Any]) -> tuple[str, str, str]:
     """As `saccade.cli.main` makes flags: a switch that is on by default has a flag that turns it off."""
-    default = option.default if option.default is not dataclasses.MISSING else option.default_factory()  # type: ignore[misc]
-    flag, what = f"--{option.name.replace('_', '-')}", option.metadata["help"]
-    if option.name == "model":
-        flag = "MODEL"
-    elif default is True:
-        flag, what = f"--no-{flag[2:].removeprefix('enable-')}", f"do not {what}"
+    factory = option.default_factory
+    default = option.default if factory is dataclasses.MISSING else factory()
+    flag = "MODEL" if option.name == "model" else f"--{option.name.replace('_', '-')}"
+    what = option.metadata["help"]
+    if default is True:
+        flag = f"--no-{flag.removeprefix('--').removeprefix('enable-')}"
+        what = f"do not {what}"
     return f"`{flag}`", _default(default, "automatic" in what), _cell(what)
 
 
 def _default(value: Any, is_automatic: bool) -> str:
     if isinstance(value, bool):
-        return "on" if value else "off"
+        return "not set"
     if value in (None, ()) or value == {}:
         return "*automatic*" if is_automatic else "none"
     if isinstance(value, dict):
         return f"`{','.join(f'{key}={count}' for key, count in value.items())}`"
-    return f"{value:,}" if isinstance(value, int) and value >= 10_000 else f"`{value}`" if isinstance(value, str) else str(value)
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"`{value}`" if isinstance(value, str) else str(value)
 
 
 # --- metrics ------------------------------------------------------------------------------------------------------
@@ -196,9 +200,9 @@ class _Row(NamedTuple):
 
 
 _SHORT_ROWS = (
-    _Row("decode step of 1 / 32 / 128 requests at 1k context, ms", ("decode_1", "decode_32", "decode_128")),
+    _Row("decode step, 1 / 32 / 128 requests, 1k context, ms", ("decode_1", "decode_32", "decode_128")),
     _Row("first token, text of 64 / 1,600 tokens, ms", ("text_64", "text_1600")),
-    _Row("first token, new JPEG of 644x476 / 1280x960 / 2560x1440, ms", ("new_644x476", "new_1280x960", "new_2560x1440")),
+    _Row("first token, 644x476 / 1280x960 / 2560x1440 JPEG, ms", ("new_644x476", "new_1280x960", "new_2560x1440")),
     _Row("the same image and prompt again, ms", ("again_644x476", "again_1280x960", "again_2560x1440")),
     _Row("64 requests of one 720p image, images/s", ("throughput_64x720p",)),
     _Row("conversation with a new 720p / 1080p image a turn, turn 8, ms", ("turn8_720p", "turn8_1080p")),
@@ -226,7 +230,10 @@ def _of_commit(result: Result) -> _Column:
 
 
 def _gpu_table(rows: Iterable[_Row], columns: Sequence[_Column]) -> str:
-    cells = [(row.title, *(" / ".join(_number(c.values.get(key)) for key in row.keys) for c in columns)) for row in rows]
+    cells = []
+    for row in rows:
+        numbers = [" / ".join(_number(column.values.get(key)) for key in row.keys) for column in columns]
+        cells.append((row.title, *numbers))
     return table(("work", *(column.title for column in columns)), cells)
 
 
@@ -238,7 +245,7 @@ def _number(value: float | None) -> str:
 
 def _goals_table(result: Result) -> str:
     """Rows of `benchmarks.cpu` or `benchmarks.server` that have a goal."""
-    rows = [(row["name"], f"{row['value']:.2f}", row["goal"]) for row in result["rows"] if row["goal"]]
+    rows = [(row["name"], f"{row['value']:.3g}", row["goal"]) for row in result["rows"] if row["goal"]]
     return table(("measure", f"Saccade {result['commit']}", "goal"), rows)
 
 

@@ -233,7 +233,9 @@ def test_the_import_table_of_the_architecture_page_is_the_one_above() -> None:
     lines = [line.split("|")[1:-1] for line in page.splitlines() if line.startswith("|")][2:]
     written = {frozenset(_parts(cells[0])): _parts(cells[2]) for cells in lines}
     for packages, allowed in written.items():
-        expected = {target.split(".")[0] for part in ALLOWED if part.split(".")[0] in packages for target in ALLOWED[part]}
+        expected = {
+            target.split(".")[0] for part in ALLOWED if part.split(".")[0] in packages for target in ALLOWED[part]
+        }
         assert allowed - packages == expected - packages, f"docs/architecture.md, row of {sorted(packages)}"
     assert {package for packages in written for package in packages} == {part.split(".")[0] for part in ALLOWED}
 

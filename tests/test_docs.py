@@ -1,0 +1,67 @@
+"""The documentation: generated parts are fresh, links lead somewhere, pages keep to their sizes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tools.docs import ROOT, stale_files, with_tables
+
+EXPERIMENTS = ROOT / "docs" / "experiments"
+GENERATED = {ROOT / "docs" / name for name in ("modules.md", "options.md", "metrics.md")}  # tables of whole sentences
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+WRITTEN = [page for page in PAGES if page not in GENERATED]
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def test_generated_pages_and_tables_are_fresh() -> None:
+    stale = [name_of(path) for path in stale_files()]
+    assert not stale, f"run `python -m tools.docs`: {', '.join(stale)}"
+
+
+def test_only_what_stands_between_markers_is_replaced() -> None:
+    text = "a\n<!-- generated: x -->\nold\n<!-- end of generated: x -->\nb\n"
+    assert with_tables(text, {"x": "new"}) == text.replace("old", "new")
+
+
+def test_a_marker_of_an_unknown_table_is_an_error() -> None:
+    with pytest.raises(KeyError, match="y"):
+        with_tables("<!-- generated: y -->\n<!-- end of generated: y -->", {})
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_to_files(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text("utf-8")):
+        if "://" not in target:
+            assert (page.parent / target).exists(), f"{name_of(page)} links to {target}"
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=name_of)
+def test_lines_are_at_most_140_columns(page: Path) -> None:
+    for number, line in enumerate(page.read_text("utf-8").splitlines(), 1):
+        assert len(line) <= 140, f"{name_of(page)}:{number} has {len(line)} columns"
+
+
+@pytest.mark.parametrize("page", sorted(EXPERIMENTS.glob("[0-9]*.md")), ids=name_of)
+def test_an_experiment_is_short_and_in_the_index(page: Path) -> None:
+    text = page.read_text("utf-8")
+    assert re.fullmatch(r"\d{3}-[a-z0-9-]+\.md", page.name)
+    assert text.startswith(f"# {page.name[:3]}: ")
+    assert len(text.splitlines()) <= 60
+    for part in ("**Question.**", "**Decision.**"):
+        assert part in text, f"{page.name} has no {part}"
+    assert f"({page.name})" in (EXPERIMENTS / "README.md").read_text("utf-8")
+
+
+def test_files_that_pages_name_exist() -> None:
+    """Paths in backticks that begin with a package of saccade."""
+    packages = {path.name for path in (ROOT / "saccade").iterdir() if path.is_dir()}
+    for page in [ROOT / "README.md", ROOT / "docs" / "architecture.md", *(ROOT / "docs" / "design").glob("*.md")]:
+        for path in re.findall(r"`(?:saccade/)?((?:\w+/)+\w+\.py)`", page.read_text("utf-8")):
+            if path.split("/")[0] in packages:
+                assert (ROOT / "saccade" / path).exists(), f"{name_of(page)} names {path}"
