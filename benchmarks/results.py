@@ -1,4 +1,4 @@
-"""Writes what a benchmark measured, for docs/results/ and the tables that `python -m tools.docs` makes of it."""
+"""Writes what a benchmark measured, for docs/results/ and the tables that `tools.docs` makes of it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ def write_json(file: str, found: Mapping[str, Any]) -> None:
 
 def write_rows(file: str, rows: Sequence[tuple[str, float, str]]) -> None:
     """The rows of a printed table: name, value, goal."""
-    write_json(file, {"rows": [{"name": name, "value": round(value, 4), "goal": goal} for name, value, goal in rows]})
+    found = [{"name": name, "value": round(value, 4), "goal": goal} for name, value, goal in rows]
+    write_json(file, {"rows": found})
 
 
 def commit() -> str:

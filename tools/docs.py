@@ -1,8 +1,9 @@
-"""Writes the generated parts of the documentation: `python -m tools.docs`, and `--check` to see whether any is stale.
+"""Writes the generated parts of the documentation: `python -m tools.docs`; `--check` fails if one is stale.
 
 docs/modules.md comes from module docstrings, docs/options.md from `saccade.options`, docs/metrics.md from
-`saccade.server.metrics`, and the result tables from docs/results/*.json, which the benchmarks write with `--json`. In
-other files only what stands between `<!-- generated: NAME -->` and `<!-- end of generated: NAME -->` is replaced.
+`saccade.server.metrics`, and the result tables from docs/results/*.json, which the benchmarks write with
+`--json`. In other files only what stands between `<!-- generated: NAME -->` and
+`<!-- end of generated: NAME -->` is replaced.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ _NOTE = "<!-- Written by `python -m tools.docs`; change the source it names, the
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 if a file is stale")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; status 1 if a file is stale")
     args = parser.parse_args(argv)
     for path, text in stale_files().items():
         print(f"{'stale' if args.check else 'written'}: {path.relative_to(ROOT)}")
@@ -40,7 +41,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def stale_files() -> dict[Path, str]:
     """Files that differ from what their sources give, with the text they should have."""
-    return {path: text for path, text in generated_files() if not path.exists() or path.read_text("utf-8") != text}
+    stale = {}
+    for path, text in generated_files():
+        if not path.exists() or path.read_text("utf-8") != text:
+            stale[path] = text
+    return stale
 
 
 def generated_files() -> Iterator[tuple[Path, str]]:
@@ -71,7 +76,7 @@ def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
 
-# --- modules ------------------------------------------------------------------------------------------------------
+# --- modules ------------------------------------------------------------------------------------------------
 
 
 def modules_page() -> str:
@@ -85,8 +90,8 @@ def modules_page() -> str:
     parts = [
         "# Modules",
         _NOTE,
-        "Every module with the first paragraph of its docstring. [architecture.md](architecture.md) says how they work "
-        "together.",
+        "Every module with the first paragraph of its docstring. [architecture.md](architecture.md) says\n"
+        "how they work together.",
     ]
     for folder, modules in packages.items():
         rows = [(f"[`{name}`](../{folder}/{name})", _cell(text)) for name, text in modules]
@@ -94,17 +99,18 @@ def modules_page() -> str:
     return "\n\n".join(parts) + "\n"
 
 
-# --- options ------------------------------------------------------------------------------------------------------
+# --- options ------------------------------------------------------------------------------------------------
 
 
 def options_page() -> str:
     parts = [
         "# Options",
         _NOTE,
-        "Every option of `saccade serve`. The engine's are keyword arguments of `LLM(...)` too, with underscores. An\n"
-        "option is also an environment variable (`SACCADE_MAX_MODEL_LEN`) and a line of the file that `--config` names\n"
-        "(`max_model_len: 4096`): flags win over the environment, the environment over the file. A default of\n"
-        "*automatic* is chosen at start, and the start-up log gives the reason. The source is `saccade/options.py`.",
+        "Every option of `saccade serve`, from `saccade/options.py`. The engine's are keyword arguments of\n"
+        "`LLM(...)` too, with underscores. An option is also an environment variable\n"
+        "(`SACCADE_MAX_MODEL_LEN`) and a line of the file that `--config` names (`max_model_len: 4096`).\n"
+        "Flags win over the environment, the environment over the file. An *automatic* value is chosen at\n"
+        "start, and the log gives the reason.",
     ]
     for title, options in (("Engine", Options), ("Server", ServerOptions)):
         rows = [_option_row(option) for option in dataclasses.fields(options)]
@@ -136,7 +142,7 @@ def _default(value: Any, is_automatic: bool) -> str:
     return f"`{value}`" if isinstance(value, str) else str(value)
 
 
-# --- metrics ------------------------------------------------------------------------------------------------------
+# --- metrics ------------------------------------------------------------------------------------------------
 
 _STATS = {
     "running": 0,
@@ -161,9 +167,9 @@ def metrics_page() -> str:
     parts = [
         "# Metrics",
         _NOTE,
-        "What `GET /metrics` exposes, from `saccade/server/metrics.py`. `docs/grafana.json` is a dashboard over the\n"
-        "`saccade:` names. The `vllm:` names carry the same values for dashboards that were made for vLLM. A counter's\n"
-        "sample has the suffix `_total`; a histogram has `_bucket`, `_sum` and `_count`.",
+        "What `GET /metrics` exposes, from `saccade/server/metrics.py`. `docs/grafana.json` is a dashboard\n"
+        "over the `saccade:` names. The `vllm:` names carry the same values for dashboards made for vLLM. A\n"
+        "counter's sample has the suffix `_total`; a histogram has `_bucket`, `_sum` and `_count`.",
     ]
     for prefix in ("saccade", "vllm"):
         rows = [
@@ -184,7 +190,7 @@ def _metrics() -> Iterator[_Metric]:
             yield _Metric(family.name, family.type, labels, family.documentation)
 
 
-# --- results ------------------------------------------------------------------------------------------------------
+# --- results ------------------------------------------------------------------------------------------------
 
 Result = dict[str, Any]
 
@@ -199,11 +205,15 @@ class _Row(NamedTuple):
     keys: tuple[str, ...]  # values that stand in one cell, with slashes between them
 
 
+def _of_sizes(work: str) -> tuple[str, ...]:
+    return tuple(f"{work}_{size}" for size in ("644x476", "1280x960", "2560x1440"))
+
+
 _SHORT_ROWS = (
     _Row("decode step, 1 / 32 / 128 requests, 1k context, ms", ("decode_1", "decode_32", "decode_128")),
     _Row("first token, text of 64 / 1,600 tokens, ms", ("text_64", "text_1600")),
-    _Row("first token, 644x476 / 1280x960 / 2560x1440 JPEG, ms", ("new_644x476", "new_1280x960", "new_2560x1440")),
-    _Row("the same image and prompt again, ms", ("again_644x476", "again_1280x960", "again_2560x1440")),
+    _Row("first token, 644x476 / 1280x960 / 2560x1440 JPEG, ms", _of_sizes("new")),
+    _Row("the same image and prompt again, ms", _of_sizes("again")),
     _Row("64 requests of one 720p image, images/s", ("throughput_64x720p",)),
     _Row("conversation with a new 720p / 1080p image a turn, turn 8, ms", ("turn8_720p", "turn8_1080p")),
     _Row("32 text streams, a 1280x960 image every 60 ms, p99 between tokens, ms", ("stream_pictures_p99",)),
