@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
+from benchmarks.results import write_rows
 from tools.docs import ROOT, stale_files, with_tables
 
 EXPERIMENTS = ROOT / "docs" / "experiments"
@@ -35,6 +37,13 @@ def test_a_marker_of_an_unknown_table_is_an_error() -> None:
         with_tables("<!-- generated: y -->\n<!-- end of generated: y -->", {})
 
 
+def test_a_benchmark_writes_its_rows_with_the_commit(tmp_path: Path) -> None:
+    write_rows(str(tmp_path / "cpu.json"), [("times sequential", 2.640001, ">= 2.5")])
+    found = json.loads((tmp_path / "cpu.json").read_text())
+    assert found["rows"] == [{"name": "times sequential", "value": 2.64, "goal": ">= 2.5"}]
+    assert found["commit"]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_lead_to_files(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text("utf-8")):
@@ -61,11 +70,10 @@ def test_an_experiment_is_short_and_in_the_index(page: Path) -> None:
     assert f"({page.name})" in (EXPERIMENTS / "README.md").read_text("utf-8")
 
 
-def test_files_that_pages_name_exist() -> None:
-    """Paths in backticks that begin with a package of saccade."""
-    packages = {path.name for path in (ROOT / "saccade").iterdir() if path.is_dir()}
-    docs = ROOT / "docs"
-    for page in [ROOT / "README.md", docs / "architecture.md", *(docs / "design").glob("*.md")]:
-        for path in re.findall(r"`(?:saccade/)?((?:\w+/)+\w+\.py)`", page.read_text("utf-8")):
-            if path.split("/")[0] in packages:
-                assert (ROOT / "saccade" / path).exists(), f"{name_of(page)} names {path}"
+@pytest.mark.parametrize("page", WRITTEN, ids=name_of)
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    """Python files in backticks, by the last parts of their paths."""
+    folders = ("saccade", "tests", "benchmarks", "tools", "training", "examples")
+    files = [f"/{name_of(path)}" for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    for path in re.findall(r"`((?:\w+/)*\w+\.py)`", page.read_text("utf-8")):
+        assert any(file.endswith(f"/{path}") for file in files), f"{name_of(page)} names {path}"
