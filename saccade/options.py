@@ -33,9 +33,7 @@ class Options:
     )
     max_num_batched_tokens: int = _option(2048, "tokens computed per step; smaller steps mean smoother streams")
     max_num_seqs: int = _option(128, "requests that run at the same time")
-    max_waiting: int | None = _option(
-        None, "requests that may wait; more are refused at once; automatic: no limit offline, 256 when serving"
-    )
+    max_waiting: int | None = _option(None, "requests that may wait; more are refused; automatic: serving 256")
     block_size: int = _option(16, "tokens per KV block")
     gpu_memory_utilization: float = _option(0.9, "share of a GPU's memory the engine may take")
     kv_cache_gb: float | None = _option(None, "GiB for KV blocks; automatic: from the memory that is free")
