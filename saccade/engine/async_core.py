@@ -89,7 +89,7 @@ class AsyncEngineCore(EngineCore):
 
         Beside decodes steps are short. Without any, whole images go in.
         """
-        is_long = latency_bounded and not self.scheduler.has_answers
+        is_long = latency_bounded and not self.scheduler.has_decodes
         return self.scheduler.has_unfinished() and not (events and is_long)
 
     def add(self, request: Request) -> None:

@@ -10,8 +10,9 @@ from saccade.types import Request, Span
 
 
 def refuse_overload(num_waiting: int, num_running: int, config: SchedulerConfig) -> None:
-    """Raise RequestError if the queue is full. Those who could start in the next step do not wait."""
-    limit, free = config.max_waiting, config.max_num_seqs - num_running
+    """Raise RequestError if the queue is full. Requests that could start in the next step do not count."""
+    limit = config.max_waiting
+    free = config.max_num_seqs - num_running
     if limit is not None and num_waiting - free >= limit:
         raise RequestError(
             f"{num_waiting} requests are waiting and {limit} may; try again later or raise --max-waiting",
@@ -45,7 +46,7 @@ def _check_length(request: Request, config: SchedulerConfig) -> None:
 
 
 def _check_blocks(request: Request, config: SchedulerConfig) -> None:
-    # The last token of the answer is never computed, so it needs no place.
+    # The last generated token is never computed, so it needs no slot.
     num_positions = len(request.prompt) + request.max_tokens - 1
     num_needed = -(-num_positions // config.block_size)
     if num_needed > config.num_blocks:
@@ -58,7 +59,7 @@ def _check_blocks(request: Request, config: SchedulerConfig) -> None:
 
 
 def _check_company(index: int, spans: Sequence[Span], config: SchedulerConfig) -> None:
-    """Pictures that one token looks at are resident together. The same picture twice is there once."""
+    """Images that one token attends to are resident together. The same image twice is there once."""
     together = {span.key: span.slots for span in spans[: index + 1] if span.pinned_until > spans[index].start}
     if sum(together.values()) > config.encoder_cache_slots:
         raise RequestError(

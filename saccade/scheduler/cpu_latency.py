@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from saccade.types import Slice, StepTime
 
-MIN_PREFILL_TOKENS = 16  # of prompts in a step: fewer would be all overhead, and show nothing
+MIN_PREFILL_TOKENS = 16  # in a step: fewer would be all overhead, and show nothing
 _FASTER = 2.0  # at most, from one step to the next: how long larger ones take is not known yet
 _SLOWER = 4.0
-_MIN_SHARE = 0.25  # of a step's time is for prompts, however long the running answers take
+_MIN_SHARE = 0.25  # of a step's time is for prefill, however long decode takes
 
 
 class Rate:
@@ -37,35 +37,35 @@ class CpuStepTime:
         self._seconds = time.seconds
         self._max_tokens = max_tokens
         self._layers = layers
-        self._prompts = Rate(time.prompt_tokens_per_s, MIN_PREFILL_TOKENS / time.seconds)
-        self._slices = Rate(time.layers_per_s, 1 / time.seconds)
+        self._prefill_rate = Rate(time.prompt_tokens_per_s, MIN_PREFILL_TOKENS / time.seconds)
+        self._layer_rate = Rate(time.layers_per_s, 1 / time.seconds)
         self._decodes: dict[int, float] = {}  # seconds of a step that only decodes, by the bits of how many
 
     @property
     def layers(self) -> int:
-        return self._layers or max(1, int(self._slices.value * self._seconds))
+        return self._layers or max(1, int(self._layer_rate.value * self._seconds))
 
     def tokens(self, num_decoding: int) -> int:
-        """Of answers and prompts together."""
-        prompts = max(MIN_PREFILL_TOKENS, int(self._prompts.value * self._left(num_decoding)))
+        """Of decode and prefill together."""
+        prompts = max(MIN_PREFILL_TOKENS, int(self._prefill_rate.value * self._left(num_decoding)))
         return min(num_decoding + prompts, self._max_tokens)
 
     def observe(self, decoding: int, prompt_tokens: int, encoded: Slice, seconds: float) -> None:
         """A step that did this took so long."""
         rest = max(seconds - encoded.seconds, 0.0)
         if encoded.layers:
-            self._slices.learn(encoded.layers, encoded.seconds, self._seconds)
+            self._layer_rate.learn(encoded.layers, encoded.seconds, self._seconds)
         if prompt_tokens >= MIN_PREFILL_TOKENS:
             spent = max(rest - self._alone(decoding), _MIN_SHARE * rest)
-            self._prompts.learn(prompt_tokens, spent, self._left(decoding))
+            self._prefill_rate.learn(prompt_tokens, spent, self._left(decoding))
         elif decoding and not prompt_tokens:
             bits = decoding.bit_length()
             self._decodes[bits] = (self._decodes.get(bits, rest) + rest) / 2
 
     def _left(self, num_decoding: int) -> float:
-        """Seconds of a step for prompts, beside so many answers."""
+        """Seconds of a step for prefill, beside so many decodes."""
         return max(self._seconds - self._alone(num_decoding), _MIN_SHARE * self._seconds)
 
     def _alone(self, num_decoding: int) -> float:
-        """Seconds that so many answers take without a prompt. Until it was seen, as long as so many prompt tokens."""
-        return self._decodes.get(num_decoding.bit_length(), num_decoding / self._prompts.value)
+        """Seconds of a decode step. Until one was seen, as long as so many prefill tokens take."""
+        return self._decodes.get(num_decoding.bit_length(), num_decoding / self._prefill_rate.value)

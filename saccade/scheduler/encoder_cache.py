@@ -1,8 +1,8 @@
-"""Which pictures' embeddings exist, who needs them, and how many slots they take. The tensors live with the runner.
+"""The encoder cache: which images' embeddings exist, which spans pin them, and how many slots they take. No tensors.
 
 in flight:  reserved, being encoded; cannot be evicted
 pinned:     resident and held by at least one request's span; cannot be evicted
-idle:       resident and held by nobody; evicted when room is needed, the longest unused first
+idle:       resident and not held; evicted when space is needed, least recently used first
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from saccade.types import Key
 
 Holder = tuple[str, int]
-"""A request and the index of one of its spans: the same picture twice in a request is two holders."""
+"""A request and the index of one of its spans: the same image twice in a request is two holders."""
 
 
 @dataclass(slots=True)
@@ -35,7 +35,7 @@ class EncoderCache:
         self._slots = slots
         self._keep_idle = keep_idle
         self._entries: dict[Key, _Entry] = {}
-        self._idle: OrderedDict[Key, None] = OrderedDict()  # the longest unused first
+        self._idle: OrderedDict[Key, None] = OrderedDict()  # least recently used first
         self._held: dict[Holder, Key] = {}
         self._evicted: dict[Key, None] = {}  # not yet told to the runner
         self._used_slots = self._idle_slots = self._flight_slots = 0
@@ -45,7 +45,7 @@ class EncoderCache:
         return key in self._entries
 
     @property
-    def room(self) -> int:
+    def space(self) -> int:
         """Slots that are free or can be freed."""
         return self._slots - self._used_slots + self._idle_slots
 
@@ -60,14 +60,14 @@ class EncoderCache:
     def can_ever_fit(self, slots: int) -> bool:
         return slots <= self._slots
 
-    def room_taken_by(self, key: Key, slots: int) -> int:
-        """How much smaller `room` gets when `key`, an item of so many slots, is acquired or reserved."""
+    def space_taken_by(self, key: Key, slots: int) -> int:
+        """How much smaller `space` gets when `key`, an item of so many slots, is acquired or reserved."""
         return slots if key in self._idle or key not in self._entries else 0
 
-    # --- the life of an entry -----------------------------------------------------------------------------------------
+    # --- the life of an entry -------------------------------------------------------------------------------
 
     def reserve(self, key: Key, slots: int, holder: Holder | None, keep: Collection[Key] = ()) -> bool:
-        """Begin a flight, evicting idle entries as needed but none in `keep`. False, and nothing done, if full."""
+        """Reserve slots for an encoding, evicting idle entries but none in `keep`. False, and nothing done, if full."""
         assert key not in self._entries, "reserved twice"
         assert self.can_ever_fit(slots), f"{slots} slots of {self._slots} should have been refused at admission"
         victims = self._victims(slots, keep)
@@ -110,14 +110,14 @@ class EncoderCache:
             self._evict(key)
 
     def encoded(self, key: Key) -> None:
-        """The flight ended well: resident, and idle if nobody holds it."""
+        """Encoding succeeded: resident, and idle if not held."""
         entry = self._entries[key]
         self._land(entry)
         if not entry.holders:
             self._rest(key, entry)
 
     def failed(self, key: Key) -> tuple[Holder, ...]:
-        """The flight ended badly: the entry is gone. Returns who held it."""
+        """Encoding failed: the entry is gone. Returns its holders."""
         entry = self._entries.pop(key)
         self._land(entry)
         self._used_slots -= entry.slots
@@ -168,7 +168,7 @@ class EncoderCache:
         self._idle[key] = None
         self._idle_slots += entry.slots
 
-    # --- telling ------------------------------------------------------------------------------------------------------
+    # --- telling --------------------------------------------------------------------------------------------
 
     def holders(self) -> set[Holder]:
         return set(self._held)

@@ -1,6 +1,6 @@
-"""The one rule: a window ends before the first span whose embeddings are neither resident nor can be had in this step.
+"""Decides which images are encoded, and lets windows into their spans. Knows no blocks and no token budgets.
 
-Owns the encoder budget of a step and the order in which pictures are encoded. Knows nothing of blocks or token budgets.
+The one rule: a window ends before the first span whose embeddings are neither resident nor encoded in this step.
 """
 
 from __future__ import annotations
@@ -20,42 +20,44 @@ class WindowLimit(NamedTuple):
 
 
 class _FifoTurn:
-    """Keeps those who came later behind a request that was refused, until it is served in the next step.
+    """Keeps later requests after one that was refused, until that is served in the next step.
 
-    Not longer: a request that is not even looked at in a step (no token budget, no place) must hold nobody up.
+    Not longer: a request that a step does not even look at (no tokens or seats are left) must hold none up.
     """
 
     def __init__(self) -> None:
-        self._head = self._next_head = math.inf  # arrival order of the first in line
+        self._head = self._next_head = math.inf  # arrival order of the first in the queue
 
     def turn(self) -> None:
-        self._head, self._next_head = self._next_head, math.inf
+        self._head = self._next_head
+        self._next_head = math.inf
 
     def refuse(self, seq: ScheduledRequest) -> None:
-        self._head, self._next_head = min(self._head, seq.order), min(self._next_head, seq.order)
+        self._head = min(self._head, seq.order)
+        self._next_head = min(self._next_head, seq.order)
 
     def serve(self, seq: ScheduledRequest) -> None:
-        """It has what it stood in line for."""
+        """It has what it was queued for."""
         if seq.order == self._head:
             self._head = math.inf
 
     def bars(self, seq: ScheduledRequest) -> bool:
-        """Not who holds on to room that the head of the line may wait for: it gives it back by going on."""
+        """Not one that pins space which the head may wait for: it frees that by going on."""
         return seq.order > self._head and not seq.blocks_cache
 
 
 class _InFlight(NamedTuple):
-    """An item that the encoder has."""
+    """An image that the encoder works on."""
 
-    requester: str  # who asked for it
+    requester: str  # request id
     work: int
 
 
 class EncoderScheduler:
-    """Lets windows into spans and starts encodings, one step after the other.
+    """Lets windows into spans and starts encoding, one step after the other.
 
-    A refusal puts a request in line only when nothing but pins and flights stands in its way: those end by themselves.
-    What else might stand there (blocks it waits for, its own earlier spans) may depend on the requests behind it.
+    A refusal queues a request only where pins and encodings in flight alone block it: those end by themselves. Anything
+    else (blocks it waits for, its own earlier spans) may depend on later requests.
     """
 
     def __init__(self, cache: EncoderCache, encoder_budget: int) -> None:
@@ -64,32 +66,33 @@ class EncoderScheduler:
         self._cache = cache
         self._encoder_budget = encoder_budget
         self._budget = 0  # work that may still be given to the encoder in this step
-        self._flights: dict[Key, _InFlight] = {}
-        self._encode_line = _FifoTurn()  # for the encoder
-        self._room_line = _FifoTurn()  # for room in the cache: even pinning what is resident would keep room away
+        self._in_flight: dict[Key, _InFlight] = {}
+        self._encode_queue = _FifoTurn()
+        self._space_queue = _FifoTurn()  # even pinning what is resident would keep space away
 
     @property
     def work_in_flight(self) -> int:
-        """Embeddings that the tower is making. Time and memory depend on these; the cache counts those that stay."""
-        return sum(flight.work for flight in self._flights.values())
+        """Embeddings that the encoder is making. Time and memory depend on these; the cache counts those that stay."""
+        return sum(flight.work for flight in self._in_flight.values())
 
     def begin_step(self, is_sliced: bool, max_work: int | None = None) -> None:
-        """`is_sliced`: encoding goes on a few layers a step, so what is in flight cannot be used in this step.
+        """`is_sliced`: encoding advances a few layers a step, so what is in flight cannot be used in this step.
 
-        `max_work`: of which no more than this at a time, but one picture however large.
+        `max_work`: embeddings in flight at a time, but one image however large.
         """
         self.is_sliced = is_sliced
         self.encode = []
-        # What earlier steps left in flight counts too: the encoder's memory is bounded by the budget whatever the mode.
+        # What earlier steps left in flight counts too: the budget bounds the encoder's memory.
         maximum = self._encoder_budget if max_work is None else min(max_work, self._encoder_budget)
         self._budget = maximum - self.work_in_flight
-        self._encode_line.turn()
-        self._room_line.turn()
+        self._encode_queue.turn()
+        self._space_queue.turn()
 
-    def reach(self, seq: ScheduledRequest, start: int, end: int) -> WindowLimit:
+    def window_limit(self, seq: ScheduledRequest, start: int, end: int) -> WindowLimit:
         """How far the window [start, end) may go. Takes nothing, so it can be asked before blocks are certain."""
         entered: list[int] = []
-        room, budget = self._cache.room, self._budget
+        space = self._cache.space
+        budget = self._budget
         seen: set[Key] = set()
         for index in range(seq.next_span, len(seq.spans)):
             span = seq.spans[index]
@@ -101,29 +104,29 @@ class EncoderScheduler:
                 if not self._may_enter(seq, span):
                     return WindowLimit(max(start, span.start), tuple(entered))
                 seen.add(span.key)
-                room -= self._cache.room_taken_by(span.key, span.slots)
+                space -= self._cache.space_taken_by(span.key, span.slots)
                 budget -= 0 if span.key in self._cache else span.work
-                if room < 0 or budget < 0:  # spans before it in this window take what it would need
+                if space < 0 or budget < 0:  # earlier spans of this window take what it needs
                     return WindowLimit(max(start, span.start), tuple(entered))
             entered.append(index)
         return WindowLimit(end, tuple(entered))
 
     def enter(self, seq: ScheduledRequest, spans: Iterable[int]) -> None:
-        """Pin the embeddings of spans that `reach` allowed, and encode those that are missing."""
-        # What is there is pinned first: room for the missing ones must not be made by evicting it.
+        """Pin the embeddings of spans that `window_limit` allowed, and encode those that are missing."""
+        # Resident ones are pinned first: they must not be evicted to make space for the others.
         missing = [index for index in spans if not self._pin(seq, index)]
         for index in missing:
-            if not self._pin(seq, index):  # the same picture may come twice in one window
+            if not self._pin(seq, index):  # the same image may come twice in one window
                 is_reserved = self._cache.reserve(seq.spans[index].key, seq.spans[index].slots, seq.holder(index))
-                assert is_reserved, "a span was entered without room for it"
+                assert is_reserved, "a span was entered without space for it"
                 self._start(seq, index)
         seq.held.update(spans)
-        self._room_line.serve(seq)
+        self._space_queue.serve(seq)
 
     def look_ahead(self, ahead: Iterable[tuple[ScheduledRequest, int]]) -> None:
-        """Start encoding what will be needed next, in order, without a pin: who waits must not hold room.
+        """Start encoding what will be needed next, in order, without a pin: a waiting request must hold no space.
 
-        No idle entry is evicted that someone further ahead still wants.
+        No idle entry is evicted that an earlier span still needs.
         """
         wanted: set[Key] = set()
         for seq, index in ahead:
@@ -135,7 +138,7 @@ class EncoderScheduler:
             wanted.add(span.key)
 
     def prefetch(self, ahead: Iterable[tuple[ScheduledRequest, int]]) -> tuple[MediaItem, ...]:
-        """What will be encoded next, as much as one step may encode, so that decoding can begin."""
+        """What will be encoded next, as much as one step may encode, so that image decoding can begin."""
         items: dict[Key, MediaItem] = {}
         budget = self._encoder_budget
         for seq, index in ahead:
@@ -148,41 +151,41 @@ class EncoderScheduler:
             items[span.key] = seq.request.prompt.items[index]
         return tuple(items.values())
 
-    def is_short_of_room(self, seq: ScheduledRequest) -> bool:
-        """Whether the item that a request needs for its next token is missing and does not fit beside what is held."""
+    def lacks_cache_space(self, seq: ScheduledRequest) -> bool:
+        """Whether the image of a request's next token is missing and does not fit beside what is pinned."""
         missing = (span for i, span in enumerate(seq.spans) if i >= seq.next_span and i not in seq.held)
         span = next(missing, None)
         if span is None or span.start > seq.num_computed or span.key in self._cache:
             return False
-        return span.slots > self._cache.room
+        return span.slots > self._cache.space
 
     def pop_requester(self, key: Key) -> str:
-        """A flight ended: which request had asked for it."""
-        return self._flights.pop(key).requester
+        """An encoding ended: which request had asked for it."""
+        return self._in_flight.pop(key).requester
 
     def reset(self) -> None:
-        """Nothing is in flight any more."""
-        self._flights.clear()
+        """The encoder was cleared."""
+        self._in_flight.clear()
 
     def check(self) -> None:
         work = self.work_in_flight
         assert work <= self._encoder_budget, f"{work} embeddings are being made, {self._encoder_budget} allowed"
-        assert self._flights.keys() == self._cache.in_flight(), "gate and cache disagree about what is in flight"
+        assert self._in_flight.keys() == self._cache.in_flight(), "scheduler and cache disagree about what is in flight"
 
     def _may_enter(self, seq: ScheduledRequest, span: Span) -> bool:
-        if self._room_line.bars(seq):
+        if self._space_queue.bars(seq):
             return False
         if span.key in self._cache:
             return not self.is_sliced or self._cache.is_resident(span.key)
-        return not self.is_sliced and not self._encode_line.bars(seq) and self._can_encode(seq, span)
+        return not self.is_sliced and not self._encode_queue.bars(seq) and self._can_encode(seq, span)
 
     def _can_encode(self, seq: ScheduledRequest, span: Span) -> bool:
-        """Whether budget and room allow it. Who is refused gets in line."""
-        if span.slots > self._cache.room:
-            self._room_line.refuse(seq)
-        elif span.work <= self._budget or (self.is_sliced and not self._flights):
+        """Whether budget and space allow it. A refused request is queued."""
+        if span.slots > self._cache.space:
+            self._space_queue.refuse(seq)
+        elif span.work <= self._budget or (self.is_sliced and not self._in_flight):
             return True
-        self._encode_line.refuse(seq)
+        self._encode_queue.refuse(seq)
         return False
 
     def _pin(self, seq: ScheduledRequest, index: int) -> bool:
@@ -190,7 +193,7 @@ class EncoderScheduler:
 
     def _start(self, seq: ScheduledRequest, index: int) -> None:
         span = seq.spans[index]
-        self._encode_line.serve(seq)
+        self._encode_queue.serve(seq)
         self.encode.append(seq.request.prompt.items[index])
         self._budget -= span.work
-        self._flights[span.key] = _InFlight(seq.request_id, span.work)
+        self._in_flight[span.key] = _InFlight(seq.request_id, span.work)

@@ -1,4 +1,4 @@
-"""Whom a picture that cannot be had takes along, and what must not be found in the prefix cache after it."""
+"""When encoding an image fails: which requests fail with it, and which cached blocks must be evicted."""
 
 from __future__ import annotations
 
@@ -22,40 +22,40 @@ def affected_requests(
     encoder: EncoderCache,
     pool: BlockPool,
 ) -> Affected:
-    """The requests that asked for a failed picture, entered it, or share blocks with one that entered it."""
-    doomed: Affected = {}
+    """The requests that asked for a failed image, entered it, or share blocks with one that entered it."""
+    affected: Affected = {}
     bad_from: dict[str, int] = {}  # position from which a request's window holds nothing valid
     for key, reason in failed.items():
         error = RequestError(reason.message, code=reason.code, param=reason.param, key=key)
-        doomed.setdefault(encoder_scheduler.pop_requester(key), error)
+        affected.setdefault(encoder_scheduler.pop_requester(key), error)
         for request_id, index in encoder.failed(key):
-            doomed.setdefault(request_id, error)
+            affected.setdefault(request_id, error)
             seq = open_requests[request_id]
             seq.held.remove(index)
             bad_from[request_id] = min(bad_from.get(request_id, seq.num_tokens), seq.spans[index].start)
-    _uncache_spoiled(plan, open_requests, pool, doomed, bad_from)
-    return doomed
+    _evict_unwritten(plan, open_requests, pool, affected, bad_from)
+    return affected
 
 
-def _uncache_spoiled(
+def _evict_unwritten(
     plan: StepPlan,
     open_requests: Mapping[str, ScheduledRequest],
     pool: BlockPool,
-    doomed: Affected,
+    affected: Affected,
     bad_from: dict[str, int],
 ) -> None:
-    """Make unfindable what this plan published and never wrote; who found it in the same step is doomed as well."""
-    spoiled: dict[int, RequestError] = {}
-    for work in plan.windows:  # who shares a block comes after the one that was to fill it
-        seq = open_requests.get(work.request_id)
+    """Evict what this plan cached and never wrote; a request that found it in the same step fails as well."""
+    unwritten: dict[int, RequestError] = {}
+    for window in plan.windows:  # a request that shares a block comes after the one that was to fill it
+        seq = open_requests.get(window.request_id)
         if seq is None:
             continue  # ended with the step before, when this one was planned already
-        shared = next((block for block in seq.blocks if block in spoiled), None)
+        shared = next((block for block in seq.blocks if block in unwritten), None)
         if shared is not None:
-            doomed.setdefault(work.request_id, spoiled[shared])
-            bad_from[work.request_id] = work.start
-        if work.request_id in bad_from:
-            first = max(work.start, bad_from[work.request_id]) // pool.block_size
+            affected.setdefault(window.request_id, unwritten[shared])
+            bad_from[window.request_id] = window.start
+        if window.request_id in bad_from:
+            first = max(window.start, bad_from[window.request_id]) // pool.block_size
             for block in seq.blocks[first:]:
                 pool.evict(block)
-                spoiled[block] = doomed[work.request_id]
+                unwritten[block] = affected[window.request_id]

@@ -1,4 +1,4 @@
-"""What must always hold between the requests and the two caches. Asserted after every step of random workloads."""
+"""Invariants between requests and the two caches, asserted after every step of random workloads."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def check_queues(
     waiting: Many[ScheduledRequest],
     block_size: int,
 ) -> None:
-    """Every open request stands in one queue; who waits holds nothing, who runs has room for what it computed."""
+    """Each open request is in one queue. Waiting ones hold nothing; running ones have blocks for what they computed."""
     in_queues = sorted((*running, *waiting), key=lambda seq: seq.order)
     assert sorted(open_requests.values(), key=lambda seq: seq.order) == in_queues
     assert not any(seq.blocks or seq.held for seq in waiting), "a waiting request holds something"
     needed = (seq.spans[index].pinned_until > seq.num_computed for seq in running for index in seq.held)
-    assert all(needed), "embeddings are held that nobody will read"
+    assert all(needed), "embeddings are pinned that no window will read"
     has_room = (seq.num_computed <= len(seq.blocks) * block_size for seq in running)
     assert all(has_room), "computed without a block"

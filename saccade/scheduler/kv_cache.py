@@ -1,10 +1,10 @@
-"""Paged KV memory by the block: who uses which block, and which blocks can be found again by what they hold.
+"""The KV cache manager: block allocation, reference counts and prefix caching by chained block hashes.
 
-Owns numbers and hashes only. A position's record says what stands there; that some come from pictures is unknown here.
+Owns block ids and hashes only. A position's record says which token or image row stands there.
 
-    used:  in at least one request's table        free + idle + used = all blocks
-    idle:  in no table, content still findable; reused last, the longest unused first
-    free:  in no table, content worthless
+    used:  in at least one block table          free + idle + used = all blocks
+    idle:  in none, but cached; evicted last, least recently used first
+    free:  in none, not cached
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class BlockHashes:
         self._generated = generated  # the request's own list, which grows as it decodes
         self._width = block_size * RECORD_BYTES
         self._digests = [hashlib.sha256(salt).digest()]  # the root: other salts share nothing
-        self.found: list[int] = []  # what the pool found of it last
-        self.found_at = 0  # how many blocks the pool had forgotten by then: as long as that is so, these stay found
+        self.found: list[int] = []  # the latest lookup, kept by the pool
+        self.found_at = 0  # evictions of the pool by then: the lookup is valid until the next one
 
     @property
     def num_known(self) -> int:
@@ -58,12 +58,12 @@ class BlockHashes:
             digests.append(hashlib.sha256(digests[index] + records).digest())
         return digests[index + 1], records
 
-    def know(self, first: int, digests: Sequence[bytes]) -> None:
-        """Digests from block `first` on, from those who hashed the same records behind the same blocks before."""
+    def extend(self, first: int, digests: Sequence[bytes]) -> None:
+        """Digests from block `first` on, known from cached blocks with the same records after the same parents."""
         self._digests += digests[self.num_known - first :]
 
-    def walk(self, first: int, end: int) -> Iterator[bytes]:
-        """What stands in the blocks from `first` to `end`, one after the other."""
+    def iter_records(self, first: int, end: int) -> Iterator[bytes]:
+        """The records of blocks `first` to `end`, one after the other."""
         identity, width = self._identity, self._width
         inside = min(end, len(identity) // width)
         for start in range(first * width, inside * width, width):
@@ -72,7 +72,7 @@ class BlockHashes:
             yield self.records(index)
 
     def records(self, index: int) -> bytes:
-        """What stands in block `index`; the block must be full."""
+        """The records of block `index`, which must be full."""
         start, end = index * self._width, (index + 1) * self._width
         records = self._identity[start:end]
         if len(records) == self._width:
@@ -82,32 +82,33 @@ class BlockHashes:
 
 
 class _CachedBlock(NamedTuple):
-    """What can be found in a block."""
+    """A full block that can be found by its digest."""
 
     block: int
-    before: bytes  # digest of the block before it
+    parent: bytes  # digest of the block before it
     digest: bytes
     records: bytes
 
 
 class _PendingBlocks(NamedTuple):
-    """Blocks of a request that can be found from now on, though they are in no index yet."""
+    """Blocks of a request that are cached from now on, but not all hashed yet."""
 
     blocks: tuple[int, ...]
-    chain: BlockHashes
+    hashes: BlockHashes
     first: int  # number of the first one in its request
 
 
 class BlockPool:
-    """Gives out blocks, counts their users and finds full blocks again by digest.
+    """Allocates blocks, counts their users and finds full blocks again by digest.
 
-    Hashing a long prompt takes as long as launching it, so of what is published only the first block is hashed at once:
+    Hashing a long prompt takes as long as launching it, so of the blocks that a step caches only the first is hashed at
+    once. The others are pending under its digest:
 
-        published     |0|1|2|3|4|       an offer under the digest of 0; whoever looks for 0 has all five entered
-        in the index   .
+        cached       |0|1|2|3|4|       a lookup of 0 enters all five into the index
+        in the index  .
 
-    The others follow when someone comes upon the first one, when blocks are given back, or when there is time for it
-    (`index`). Whoever looks for one of them looks for those before it, so nobody can tell the difference.
+    They are entered when a lookup finds the first one, when blocks are released, or when there is time (`index`). A
+    lookup always comes through the blocks before, so the result is the same as if all were hashed at once.
     """
 
     def __init__(self, num_blocks: int, block_size: int, enable_caching: bool) -> None:
@@ -115,15 +116,13 @@ class BlockPool:
         self.block_size = block_size
         self._enable_caching = enable_caching
         self._users = [0] * num_blocks
-        self._labels: list[_CachedBlock | None] = [None] * num_blocks  # of findable blocks
+        self._cached: list[_CachedBlock | None] = [None] * num_blocks  # by block
         self._by_digest: dict[bytes, _CachedBlock] = {}
-        self._behind: dict[
-            bytes, _CachedBlock
-        ] = {}  # by digest of a block: of those that follow it, the one published last
-        self._offers: dict[bytes, list[_PendingBlocks]] = {}  # not yet in the two above; by digest of their first block
+        self._successor: dict[bytes, _CachedBlock] = {}  # by digest of a block: its most recently cached successor
+        self._pending: dict[bytes, list[_PendingBlocks]] = {}  # not in the two above yet; by their first digest
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack
         self._idle: OrderedDict[int, None] = OrderedDict()  # the longest unused first
-        self._num_forgotten = 0
+        self._num_uncached = 0
         self._queries = self._hits = self._evictions = 0
 
     @property
@@ -134,51 +133,51 @@ class BlockPool:
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    # --- finding ------------------------------------------------------------------------------------------------------
+    # --- lookup ---------------------------------------------------------------------------------------------
 
-    def find(self, chain: BlockHashes, num_tokens: int, first: int = 0) -> list[int]:
-        """Blocks, from number `first` on, that already hold the beginning of a request of `num_tokens`. Takes nothing.
+    def find(self, hashes: BlockHashes, num_tokens: int, first: int = 0) -> list[int]:
+        """Cached blocks, from number `first` on, of a request of `num_tokens`. Takes nothing.
 
         The last token is always left to compute, because the next one is sampled from it.
         """
         if not self._enable_caching:
             return []
         end = (num_tokens - 1) // self.block_size
-        if first:  # in the middle, behind the first block of what others may have published
+        if first:  # in the middle, after the first block of what others may have pending
             self.index()
-            return self._walk(chain, first, end)
-        if chain.found_at != self._num_forgotten:
-            chain.found, chain.found_at = [], self._num_forgotten
-        chain.found += self._walk(chain, len(chain.found), end)  # asked in every step while it waits
-        return chain.found[:end]
+            return self._match(hashes, first, end)
+        if hashes.found_at != self._num_uncached:
+            hashes.found, hashes.found_at = [], self._num_uncached
+        hashes.found += self._match(hashes, len(hashes.found), end)  # asked in every step while it waits
+        return hashes.found[:end]
 
-    def _walk(self, chain: BlockHashes, first: int, end: int) -> list[int]:
-        before, labels = chain.digest(first - 1), list[_CachedBlock]()
-        for records in chain.walk(first, end):
-            label = self._behind.get(before)
-            if label is None or label.records != records:  # it is not the one that came last: ask by hash
-                chain.know(first, [label.digest for label in labels])
-                label = self._labelled(chain.digest(first + len(labels)))
-                if label is None or label.records != records:
+    def _match(self, hashes: BlockHashes, first: int, end: int) -> list[int]:
+        parent, matched = hashes.digest(first - 1), list[_CachedBlock]()
+        for records in hashes.iter_records(first, end):
+            cached = self._successor.get(parent)
+            if cached is None or cached.records != records:  # not the most recent successor: look it up by hash
+                hashes.extend(first, [cached.digest for cached in matched])
+                cached = self._lookup(hashes.digest(first + len(matched)))
+                if cached is None or cached.records != records:
                     break
-            labels.append(label)
-            before = label.digest
-        chain.know(first, [label.digest for label in labels])
-        return [label.block for label in labels]
+            matched.append(cached)
+            parent = cached.digest
+        hashes.extend(first, [cached.digest for cached in matched])
+        return [cached.block for cached in matched]
 
-    def has_prefix(self, chain: BlockHashes, end: int, num_tokens: int) -> bool:
+    def has_prefix(self, hashes: BlockHashes, end: int, num_tokens: int) -> bool:
         """Whether a request of `num_tokens` would probably find all positions before `end`.
 
-        Goes on where its chain was last looked at, and stops at the first block that is missing: hashes no more of it.
+        Goes on where it was last looked up, and stops at the first block that is missing: hashes no further.
         """
         last = (end - 1) // self.block_size
         if not self._enable_caching or last >= (num_tokens - 1) // self.block_size:
             return False
-        first = min(max(chain.num_known - 1, 0), last)
-        return all(self._labelled(chain.digest(index)) is not None for index in range(first, last + 1))
+        first = min(max(hashes.num_known - 1, 0), last)
+        return all(self._lookup(hashes.digest(index)) is not None for index in range(first, last + 1))
 
-    def _labelled(self, digest: bytes) -> _CachedBlock | None:
-        if digest in self._offers:
+    def _lookup(self, digest: bytes) -> _CachedBlock | None:
+        if digest in self._pending:
             self._enter(digest)
         return self._by_digest.get(digest)
 
@@ -187,65 +186,65 @@ class BlockPool:
         self._queries += num_tokens
         self._hits += num_found
 
-    def cache_blocks(self, blocks: Sequence[int], chain: BlockHashes, first: int) -> None:
-        """Make a request's blocks findable, from its number `first` on: done when the window that fills them is
-        planned, so that requests of one step share them. The runner writes a layer's keys and values for all windows
-        before any of them attends.
+    def cache_blocks(self, blocks: Sequence[int], hashes: BlockHashes, first: int) -> None:
+        """Cache a request's blocks from number `first` on, when the window that fills them is planned.
+
+        So requests of one step share them: the runner writes a layer's KV of all windows before any of them attends.
         """
         if not self._enable_caching:
             return
         index, end = first, first + len(blocks)
-        while index < end and chain.digest(index) in self._by_digest:  # equal ones were there before, and stay
+        while index < end and hashes.digest(index) in self._by_digest:  # equal blocks are cached already, and stay
             index += 1
         if index < end:
-            offer = _PendingBlocks(tuple(blocks[index - first :]), chain, index)
-            self._offers.setdefault(chain.digest(index), []).append(offer)
+            pending = _PendingBlocks(tuple(blocks[index - first :]), hashes, index)
+            self._pending.setdefault(hashes.digest(index), []).append(pending)
 
     def index(self) -> None:
-        """Enter all that was published into the index."""
-        for digest in tuple(self._offers):
+        """Hash all pending blocks and enter them into the index."""
+        for digest in tuple(self._pending):
             self._enter(digest)
 
     def _enter(self, digest: bytes) -> None:
-        """The offers that begin with this block, and those that begin with one of theirs."""
-        offers = self._offers.pop(digest, [])
-        for blocks, chain, first in offers:  # grows meanwhile
-            before = chain.digest(first - 1)
+        """Pending blocks that begin with this one, and those that begin with one of theirs."""
+        pending = self._pending.pop(digest, [])
+        for blocks, hashes, first in pending:  # grows meanwhile
+            parent = hashes.digest(first - 1)
             for index, block in enumerate(blocks, first):
-                digest, records = chain.content(index)
+                digest, records = hashes.content(index)
                 if digest not in self._by_digest:  # the first of two equal blocks stays the one that is found
-                    label = _CachedBlock(block, before, digest, records)
-                    self._by_digest[digest] = self._behind[before] = self._labels[block] = label
-                offers += self._offers.pop(digest, ())
-                before = digest
+                    cached = _CachedBlock(block, parent, digest, records)
+                    self._by_digest[digest] = self._successor[parent] = self._cached[block] = cached
+                pending += self._pending.pop(digest, ())
+                parent = digest
 
     def evict(self, block: int) -> None:
-        """Make a block unfindable: its content never became valid."""
+        """Remove a block from the cache: its content never became valid."""
         self.index()
-        self._forget(block)
+        self._uncache(block)
 
-    def _forget(self, block: int) -> None:
-        label = self._labels[block]
-        if label is None:
+    def _uncache(self, block: int) -> None:
+        cached = self._cached[block]
+        if cached is None:
             return
-        del self._by_digest[label.digest]
-        if self._behind.get(label.before) is label:
-            del self._behind[label.before]
-        self._labels[block] = None
-        self._num_forgotten += 1
+        del self._by_digest[cached.digest]
+        if self._successor.get(cached.parent) is cached:
+            del self._successor[cached.parent]
+        self._cached[block] = None
+        self._num_uncached += 1
         if block in self._idle:
             del self._idle[block]
             self._free.append(block)
 
-    # --- giving out ---------------------------------------------------------------------------------------------------
+    # --- allocation -----------------------------------------------------------------------------------------
 
     def can_allocate(self, count: int, shared: Sequence[int] = ()) -> bool:
-        """Whether `count` blocks can be given out beside `shared` ones that were found."""
+        """Whether `count` blocks can be allocated beside `shared` ones that were found."""
         left = self.num_available - count
         return left >= len(shared) or left >= sum(not self._users[block] for block in shared)
 
     def share(self, blocks: Sequence[int]) -> None:
-        """One more user for blocks that were found."""
+        """One more user of blocks that were found."""
         users, idle = self._users, self._idle
         for block in blocks:
             if not users[block]:
@@ -259,30 +258,30 @@ class BlockPool:
     def release(self, blocks: Sequence[int]) -> None:
         """One user less. The tail goes idle before the head, so a prefix outlives what followed it."""
         self.index()
-        users, labels = self._users, self._labels
+        users, matched = self._users, self._cached
         for block in reversed(blocks):
             users[block] -= 1
             if users[block]:
                 continue
-            if labels[block] is None:
+            if matched[block] is None:
                 self._free.append(block)
             else:
                 self._idle[block] = None
 
     def reset(self) -> None:
-        """Nothing can be found any more."""
+        """Empty the cache."""
         for block in range(self.num_blocks):
             self.evict(block)
 
     def _take(self) -> int:
         if not self._free:
-            self._forget(next(iter(self._idle)))
+            self._uncache(next(iter(self._idle)))
             self._evictions += 1
         block = self._free.pop()
         self._users[block] = 1
         return block
 
-    # --- telling ------------------------------------------------------------------------------------------------------
+    # --- reporting ------------------------------------------------------------------------------------------
 
     def users(self, block: int) -> int:
         return self._users[block]
@@ -300,17 +299,21 @@ class BlockPool:
         }
 
     def check(self) -> None:
-        """The conservation laws."""
+        """The invariants."""
         free, idle = set(self._free), set(self._idle)
         used = {block for block, users in enumerate(self._users) if users}
         assert len(free) == len(self._free), "a block is free twice"
         assert not (free & idle or free & used or idle & used), "a block is in two states"
         assert len(free) + len(idle) + len(used) == self.num_blocks, "a block is lost"
         assert min(self._users, default=0) >= 0, "a block has fewer than no users"
-        labelled = {block: label for block, label in enumerate(self._labels) if label is not None}
-        assert labelled == {label.block: label for label in self._by_digest.values()}, "labels and index disagree"
-        assert all(self._by_digest.get(label.digest) is label for label in self._behind.values()), "a label is stale"
-        assert all(label.before == before for before, label in self._behind.items()), "a block follows what it does not"
-        assert not self._offers.keys() & self._by_digest.keys(), "an offer begins with a block that is found without it"
-        assert idle <= labelled.keys(), "an idle block cannot be found"
-        assert not free & labelled.keys(), "a free block can be found"
+        findable = {block: cached for block, cached in enumerate(self._cached) if cached is not None}
+        assert findable == {cached.block: cached for cached in self._by_digest.values()}, "blocks and index disagree"
+        assert all(self._by_digest.get(cached.digest) is cached for cached in self._successor.values()), (
+            "a successor is stale"
+        )
+        assert all(cached.parent == parent for parent, cached in self._successor.items()), (
+            "a successor of another block"
+        )
+        assert not self._pending.keys() & self._by_digest.keys(), "a pending block is in the index"
+        assert idle <= findable.keys(), "an idle block cannot be found"
+        assert not free & findable.keys(), "a free block can be found"

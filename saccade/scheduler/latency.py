@@ -1,11 +1,11 @@
-"""How much may happen in a step beside running answers, so that their next tokens come in time. Plain arithmetic.
+"""How much fits into a step beside running decodes, by measured times. Plain arithmetic.
 
-a step     | decode of the running ones | prompts, or encoder layers |
+a step     | decode                     | prefill, or encoder layers |
            |<------ alone ------------->|<--------- spare ---------->|      alone + spare = target
 
-or, for prompts that do not end in it, where the device has passes for both and these pay:
+or, where no prompt ends in the step, a mixed batch fits and it is faster:
 
-           | decode and prompt tokens in one pass, which reads the weights once |
+           | decode and prefill tokens in one pass, which reads the weights once |
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from typing import NamedTuple
 
 from saccade.types import LatencyCurve, LatencyProfile
 
-SLOWDOWN = 2.5  # of running answers beside other work, where no target is set
-_MIN_SPARE = 0.25  # of what the answers take alone: whatever the target, prompts and pictures move on
+SLOWDOWN = 2.5  # of decode steps beside other work, where no target is set
+_MIN_SPARE = 0.25  # of what decode takes alone: whatever the target, prefill and encoding move on
 _MIN_TOKENS = 32
 
 
 class SpareTime(NamedTuple):
-    """What fits into a step beside its decodes: one or the other."""
+    """What fits into a step beside decode: one or the other."""
 
     prompt_tokens: int
     encode_layers: int
 
 
 def split_spare_time(latency: LatencyProfile, num_decoding: int, work_in_flight: int) -> SpareTime:
-    """Prompts or pictures get all of the spare time; where both want it, they take turns."""
+    """Prefill or encoding gets all of the spare time; where both want it, they alternate."""
     spare = _spare_ms(latency, num_decoding)
     is_encoding = work_in_flight > 0 and bool(latency.layer_ms)
     layers = max(1, int(spare / milliseconds(latency.layer_ms, work_in_flight))) if is_encoding else 1
@@ -38,21 +38,22 @@ def split_spare_time(latency: LatencyProfile, num_decoding: int, work_in_flight:
 
 
 def mixed_tokens(latency: LatencyProfile, num_decoding: int) -> int:
-    """Prompt tokens that fit into a step if they go through one pass with its decodes.
+    """Prefill tokens that fit into a step as a mixed batch with its decodes.
 
-    0 where no such pass does, or where in the same time more of them go by themselves.
+    0 where no such batch fits, or where a prefill pass of its own gets more done in the same time.
     """
-    curve, spare = _mixed_size(latency, num_decoding), _spare_ms(latency, num_decoding)
-    riding = size_within(curve, milliseconds(latency.decode_ms, num_decoding) + spare)
-    if not riding:
+    curve = _mixed_size(latency, num_decoding)
+    spare = _spare_ms(latency, num_decoding)
+    mixed = size_within(curve, milliseconds(latency.decode_ms, num_decoding) + spare)
+    if not mixed:
         return 0
     apart = size_within(latency.prefill_ms, spare)
-    is_faster = riding / padded_ms(curve, riding) > apart / _apart_ms(latency, num_decoding, apart)
-    return riding if is_faster else 0
+    is_faster = mixed / padded_ms(curve, mixed) > apart / _apart_ms(latency, num_decoding, apart)
+    return mixed if is_faster else 0
 
 
 def mixed_is_faster(latency: LatencyProfile, num_decoding: int, prompt_tokens: int) -> bool:
-    """Whether these and the decodes are done sooner in one pass than in two."""
+    """Whether one mixed pass is faster than a prefill pass and a decode pass."""
     return padded_ms(_mixed_size(latency, num_decoding), prompt_tokens) < _apart_ms(
         latency, num_decoding, prompt_tokens
     )
@@ -67,9 +68,9 @@ def _mixed_size(latency: LatencyProfile, num_decoding: int) -> LatencyCurve:
 
 
 def max_work(latency: LatencyProfile, num_decoding: int) -> int:
-    """Embeddings that the tower may make at a time: a step holds whole layers, and over these it holds two.
+    """Embeddings that the encoder may make at a time, such that two layers over them fit into a step.
 
-    What one layer takes grows with the pictures that go through it together. One picture alone may take longer.
+    A layer takes longer the more images go through it together. One image alone may exceed this.
     """
     return size_at(latency.layer_ms, _spare_ms(latency, num_decoding) / 2)
 

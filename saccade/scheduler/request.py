@@ -1,4 +1,4 @@
-"""One request while it is open: what the scheduler has to remember of it. Private to this package."""
+"""The scheduler's state of one open request, and how it shares blocks with the prefix cache."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from saccade.types import FinishReason, Key, MediaTimes, Request, Sample, Span, 
 @dataclass(slots=True, eq=False)
 class ScheduledRequest:
     request: Request
-    order: int  # of arrival: who came first goes first, also after a preemption
+    order: int  # of arrival: first come, first served, also after a preemption
     arrived: float
     block_size: int
 
-    # Copies of what every step reads, so that decoding follows no chain of attributes.
+    # Copies of what every step reads, so that decode steps follow no chain of attributes.
     request_id: str = field(init=False)
     spans: tuple[Span, ...] = field(init=False)
     images_end: int = field(init=False)  # positions from here on need no embeddings
-    samples_on_device: bool = field(init=False)  # the device chooses its tokens by itself
+    samples_on_device: bool = field(init=False)  # not by the host
     stop_ids: frozenset[int] = field(init=False)
-    chain: BlockHashes = field(init=False)
+    hashes: BlockHashes = field(init=False)
 
     output: list[int] = field(default_factory=list)
     num_tokens: int = field(init=False)  # prompt and output
-    max_total_tokens: int = field(init=False)  # with so many it ends
-    is_running: bool = False  # known to the runner; a waiting request holds neither blocks nor pins
+    max_total_tokens: int = field(init=False)  # it ends with so many
+    is_running: bool = False  # the runner knows it; a waiting one holds neither blocks nor pins
 
     num_computed: int = 0
     blocks: list[int] = field(default_factory=list)
-    num_published: int = 0  # full blocks already offered to the prefix cache
-    next_span: int = 0  # the first span that positions still to be computed need
+    num_cached_blocks: int = 0  # full blocks that the prefix cache has
+    next_span: int = 0  # the first span that positions still to be computed read
     held: set[int] = field(default_factory=set)  # spans whose embeddings are pinned
 
     first_scheduled: float | None = None
     first_token: float | None = None
     cached_tokens: int = 0
     num_preemptions: int = 0
-    encoded: list[Key] = field(default_factory=list)  # pictures that were encoded for this request
+    encoded: list[Key] = field(default_factory=list)  # images that were encoded for this request
     media: list[Callable[[], MediaTimes]] = field(default_factory=list)  # how long these took, to be asked at the end
     num_ahead: int = 0  # of them, before the first step
 
@@ -52,7 +52,7 @@ class ScheduledRequest:
         self.images_end = prompt.spans[-1].pinned_until if prompt.spans else 0
         self.samples_on_device = self.request.params.samples_on_device
         self.stop_ids = self.request.eos_token_ids.union(self.request.params.stop_token_ids)
-        self.chain = BlockHashes(prompt.identity, prompt.salt, self.block_size, self.output)
+        self.hashes = BlockHashes(prompt.identity, prompt.salt, self.block_size, self.output)
         self.num_tokens = len(prompt)
         self.max_total_tokens = len(prompt) + self.request.max_tokens
 
@@ -66,14 +66,14 @@ class ScheduledRequest:
 
     @property
     def blocks_cache(self) -> bool:
-        """It keeps embeddings until later tokens are computed: whoever waits for their room waits for this request."""
+        """It pins embeddings until later tokens are computed: requests that need their space wait for it."""
         return any(self.spans[index].is_cross_attended for index in self.held)
 
     def holder(self, index: int) -> Holder:
         return self.request_id, index
 
     def count_media(self, key: Key, times: Callable[[], MediaTimes]) -> None:
-        """`times` may wait for a device that is still at work on the picture."""
+        """`times` may wait for a device that still works on the image."""
         self.encoded.append(key)
         self.media.append(times)
         self.num_ahead += self.first_scheduled is None
@@ -115,21 +115,21 @@ def has_blocks(pool: BlockPool, seq: ScheduledRequest, end: int) -> bool:
 
 
 def attach_cached_blocks(pool: BlockPool, seq: ScheduledRequest, found: list[int]) -> None:
-    """Blocks that were found behind a request's own become its own, computed already."""
+    """Cached blocks that follow a request's own become its own, computed already."""
     pool.share(found)
     seq.blocks += found
-    seq.num_published = len(seq.blocks)
+    seq.num_cached_blocks = len(seq.blocks)
     seq.num_computed = len(seq.blocks) * pool.block_size
 
 
 def rematch_prefix(pool: BlockPool, seq: ScheduledRequest) -> bool:
-    """Take over blocks that someone with the same beginning has filled since this request was admitted.
+    """Attach blocks that another request with the same prefix has filled since this one was admitted.
 
-    Two requests that prefill the same picture side by side so compute it once, each going on where the other is. A
-    block that this request had filled in part is exchanged for the full one, so its table must be told anew.
+    So two requests that prefill the same image side by side compute it once. A block that this request had filled in
+    part is exchanged for the full one, and its block table must be sent anew.
     """
     first = seq.num_computed // pool.block_size
-    found = pool.find(seq.chain, seq.num_tokens, first=first)
+    found = pool.find(seq.hashes, seq.num_tokens, first=first)
     if not found:
         return False
     pool.release(seq.blocks[first:])
@@ -145,5 +145,5 @@ def rematch_prefix(pool: BlockPool, seq: ScheduledRequest) -> bool:
 def cache_blocks(pool: BlockPool, seq: ScheduledRequest, end: int) -> None:
     """Offer the blocks that a window up to `end` fills to requests that begin alike."""
     num_full = end // pool.block_size
-    pool.cache_blocks(seq.blocks[seq.num_published : num_full], seq.chain, seq.num_published)
-    seq.num_published = num_full
+    pool.cache_blocks(seq.blocks[seq.num_cached_blocks : num_full], seq.hashes, seq.num_cached_blocks)
+    seq.num_cached_blocks = num_full

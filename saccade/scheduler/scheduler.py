@@ -1,6 +1,6 @@
-"""Plans steps and books their results: which request gets which window of its tokens, and what it holds meanwhile.
+"""Plans steps and commits their results: which request computes which window of its tokens, and what it holds.
 
-Owns the queue, the blocks and the encoder slots as numbers. Has no clock, and sees neither tensors nor pixels nor text.
+Owns the queues, the KV blocks and the encoder slots, as ids and counts. Has no clock; sees no tensor, pixel or text.
 """
 
 from __future__ import annotations
@@ -46,22 +46,22 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
         self._block_size = config.block_size
-        self._pool = BlockPool(config.num_blocks, config.block_size, config.enable_prefix_caching)
-        self._encoder = EncoderCache(config.encoder_cache_slots, config.keep_idle_embeddings)
-        self._gate = EncoderScheduler(self._encoder, config.encoder_budget)
+        self._kv_cache = BlockPool(config.num_blocks, config.block_size, config.enable_prefix_caching)
+        self._encoder_cache = EncoderCache(config.encoder_cache_slots, config.keep_idle_embeddings)
+        self._encoder = EncoderScheduler(self._encoder_cache, config.encoder_budget)
         self.policy = make_policy(config)
         self._begun = 0.0  # when the latest step was planned
-        self._kept = StateCache(config.state_rows, config.block_size)
-        self._open: dict[str, ScheduledRequest] = {}  # running and waiting
+        self._state_cache = StateCache(config.state_rows, config.block_size)
+        self._open: dict[str, ScheduledRequest] = {}
         self._running: list[ScheduledRequest] = []  # in order of arrival, as is the next one
         self._waiting: list[ScheduledRequest] = []
-        self._forgotten: list[str] = []  # not yet told to the runner
-        self.not_ready: frozenset[str] = frozenset()  # requests that sit the next step out: not all they need is there
-        self._plans: list[StepPlan] = []  # being run: one, and others when one was planned ahead
-        self._is_short = False  # of blocks: the next step is not planned ahead, so that it may preempt
+        self._freed: list[str] = []  # requests that the runner has not been told of
+        self.not_ready: frozenset[str] = frozenset()  # requests that skip the next step: their grammar
+        self._plans: list[StepPlan] = []  # being run: one, or several with async scheduling
+        self._is_short = False  # of blocks: the next step is a sync one, which may preempt
         self._num_added = self._num_steps = self._num_preemptions = 0
 
-    # --- requests come and go -----------------------------------------------------------------------------------------
+    # --- requests come and go -------------------------------------------------------------------------------
 
     def add(self, request: Request, now: float) -> None:
         """Queue a request; RequestError if it can never run or the queue is full."""
@@ -74,27 +74,27 @@ class Scheduler:
         self._waiting.append(seq)
 
     def missing(self, request_id: str) -> tuple[MediaItem, ...]:
-        """Pictures of a request that waits which come next and are neither at hand nor spared by the prefix cache."""
+        """Images of a waiting request that come next and are neither resident nor spared by the prefix cache."""
         candidates = chain(self._running, islice(self._waiting, self.config.max_num_seqs))
-        return missing_items(self._open[request_id], candidates, self._pool, self._gate)
+        return missing_items(self._open[request_id], candidates, self._kv_cache, self._encoder)
 
     def abort(self, request_id: str, now: float) -> TokenEvent | None:
         """End a request between two steps. None if it is not open."""
         return self._finish(self._open[request_id], "abort", now) if request_id in self._open else None
 
     def fail_all(self, error: RequestError, now: float) -> list[TokenEvent]:
-        """A step broke: end every request and forget what both caches hold, since nobody knows what was written."""
+        """A step broke: end every request and empty both caches, since it is unknown what was written."""
         for seq in self._open.values():
-            seq.media.clear()  # a device that has died cannot be asked how long its pictures took
+            seq.media.clear()  # a device that has died cannot be asked how long its images took
         events = [self._finish(seq, "error", now, error=error) for seq in tuple(self._open.values())]
         plans, self._plans = self._plans, []
         # The runner may have broken off before it read a plan, so what the plan told is told again.
         freed_requests = (request_id for plan in plans for request_id in plan.freed_requests)
-        self._forgotten = list(dict.fromkeys((*freed_requests, *self._forgotten)))
-        self._pool.reset()
-        self._kept.reset()
-        self._encoder.reset(untold=[key for plan in plans for key in plan.evicted])
-        self._gate.reset()
+        self._freed = list(dict.fromkeys((*freed_requests, *self._freed)))
+        self._kv_cache.reset()
+        self._state_cache.reset()
+        self._encoder_cache.reset(untold=[key for plan in plans for key in plan.evicted])
+        self._encoder.reset()
         return events
 
     def has_unfinished(self) -> bool:
@@ -105,12 +105,12 @@ class Scheduler:
         return len(self._open)
 
     @property
-    def has_answers(self) -> bool:
-        """Whether anyone's next token follows from what is computed."""
+    def has_decodes(self) -> bool:
+        """Whether a running request decodes."""
         return any(seq.is_decoding for seq in self._running)
 
     def fills_step(self) -> bool:
-        """Whether those who wait are as many as come into the next step."""
+        """Whether the waiting requests fill the next step."""
         return are_enough(self._waiting, self.config)
 
     def _refuse(self, request: Request) -> None:
@@ -121,13 +121,13 @@ class Scheduler:
 
     def has_image(self, key: Key) -> bool:
         """Its embeddings are resident, or the encoder is making them."""
-        return key in self._encoder
+        return key in self._encoder_cache
 
     def index(self) -> None:
         """Hash what was planned lately: for when the next plan is not waited for."""
-        self._pool.index()
+        self._kv_cache.index()
 
-    # --- planning -----------------------------------------------------------------------------------------------------
+    # --- planning -------------------------------------------------------------------------------------------
 
     def schedule(self, now: float, *, latency_bounded: bool = True) -> StepPlan:
         """Decide the next step: running requests first, then waiting ones, then images that come next."""
@@ -141,14 +141,14 @@ class Scheduler:
         is_short, self._is_short = self._is_short, False
         if is_short or not samples_on_device(self._plans, self._running):
             return None
-        windows = async_decode_windows(self._pool, self._plans, self._open)
+        windows = async_decode_windows(self._kv_cache, self._plans, self._open)
         return self._planned(decode=windows, encode_layers=0, kind="async_decode") if windows else None
 
     def schedule_async_prefill(self, now: float, *, latency_bounded: bool = True) -> StepPlan | None:
         """Prefill and encoding beside an async decode step that runs; None when there is nothing to do."""
         (decode,) = self._plans
         served = frozenset([window.request_id for window in decode.decode])
-        if self._open.keys() <= served and not self._encoder.slots_in_flight:
+        if self._open.keys() <= served and not self._encoder_cache.slots_in_flight:
             return None  # nearly every step of many decodes: nothing else is open or under way
         return self._plan(now, latency_bounded, served)
 
@@ -157,22 +157,24 @@ class Scheduler:
         demand = demand_of(
             chain(self._running, islice(self._waiting, self.config.max_num_seqs)),
             step=self._num_steps,
-            work_in_flight=self._gate.work_in_flight,
+            work_in_flight=self._encoder.work_in_flight,
             can_fuse=can_fuse(served, self._running, self._coming()),
             latency_bounded=latency_bounded,
         )
         limits = self.policy.limits(demand)
         draft = StepBuilder(now, StepBudget(limits, demand), served, limits.skip_decode)
         self._fill(draft, limits)
-        if limits.encode_layers is not None and not (draft.has_windows or served or self._encoder.slots_in_flight):
+        if limits.encode_layers is not None and not (
+            draft.has_windows or served or self._encoder_cache.slots_in_flight
+        ):
             # Nothing moves: waiting requests hold the cache space that a running one needs. Whole images go in.
             limits = limits._replace(encode_layers=None)
             self._fill(draft, limits)
         self._is_short = draft.is_short
-        layers = self.policy.encode_layers(limits, demand, draft.budget.num_prefills, self._gate.work_in_flight)
+        layers = self.policy.encode_layers(limits, demand, draft.budget.num_prefills, self._encoder.work_in_flight)
         prefetch = self._prefetch(limits)
-        is_advancing = layers != 0 and self._encoder.slots_in_flight > 0
-        if served and not (draft.has_windows or draft.admitted or self._gate.encode or prefetch or is_advancing):
+        is_advancing = layers != 0 and self._encoder_cache.slots_in_flight > 0
+        if served and not (draft.has_windows or draft.admitted or self._encoder.encode or prefetch or is_advancing):
             return None
         fused = sum(window.end - window.start for window in draft.prefill)
         can_mix = bool(served and fused) and not any(window.samples for window in chain(draft.decode, draft.prefill))
@@ -180,7 +182,7 @@ class Scheduler:
             decode=tuple(draft.decode),
             prefill=tuple(draft.prefill),
             admitted=tuple(draft.admitted),
-            encode=tuple(self._gate.encode),
+            encode=tuple(self._encoder.encode),
             encode_layers=layers,
             prefetch=prefetch,
             kind="async_prefill" if served else "sync",
@@ -189,28 +191,28 @@ class Scheduler:
 
     def _planned(self, **parts: Any) -> StepPlan:
         self._num_steps += 1
-        freed_requests, self._forgotten = tuple(self._forgotten), []
-        evicted = self._encoder.drain_evicted()
+        freed_requests, self._freed = tuple(self._freed), []
+        evicted = self._encoder_cache.drain_evicted()
         plan = StepPlan(self._num_steps, freed_requests=freed_requests, evicted=evicted, **parts)
         self._plans.append(plan)
         return plan
 
     def _fill(self, draft: StepBuilder, limits: StepLimits) -> None:
         is_sliced = limits.encode_layers is not None
-        self._gate.begin_step(is_sliced, limits.max_encode_in_flight if is_sliced else None)
+        self._encoder.begin_step(is_sliced, limits.max_encode_in_flight if is_sliced else None)
         self._serve_running(draft)
         windows = chain(draft.decode, draft.prefill)
-        if not draft.async_decode and (stuck := deadlock_victim(self._running, windows, self._gate)):
+        if not draft.async_decode and (stuck := deadlock_victim(self._running, windows, self._encoder)):
             self._preempt(stuck, draft)
         if not (draft.has_preempted or draft.is_short):  # a request that lacks blocks goes before waiting ones
             self._admit_waiting(draft)
         if is_sliced:
-            self._gate.look_ahead(self._spans_ahead())
+            self._encoder.look_ahead(self._spans_ahead())
 
     def _prefetch(self, limits: StepLimits) -> tuple[MediaItem, ...]:
-        if self._gate.is_sliced and limits.max_encode_in_flight is None:
+        if self._encoder.is_sliced and limits.max_encode_in_flight is None:
             return ()
-        return self._gate.prefetch(self._spans_ahead())
+        return self._encoder.prefetch(self._spans_ahead())
 
     def _coming(self) -> Iterator[ScheduledRequest]:
         """Waiting requests that may run in the next step."""
@@ -226,49 +228,49 @@ class Scheduler:
             if seq.request_id in draft.async_decode:
                 draft.budget.total -= 1
                 continue
-            if not (seq.is_decoding or self._kept.is_needed) and rematch_prefix(self._pool, seq):
+            if not (seq.is_decoding or self._state_cache.is_needed) and rematch_prefix(self._kv_cache, seq):
                 self._leave_spans(seq)
                 draft.admitted.append(self._admission(seq))
             start = seq.num_computed
-            reach = self._reach(seq, start, draft)
-            while reach.end > start and not has_blocks(self._pool, seq, reach.end):
+            limit = self._window_limit(seq, start, draft)
+            while limit.end > start and not has_blocks(self._kv_cache, seq, limit.end):
                 if draft.async_decode:  # a running step must keep its blocks; the step after it may preempt
                     draft.is_short = True
                     return
                 self._preempt(self._running[-1], draft)
                 if not seq.is_running:
                     return  # it was the last one itself
-                reach = self._reach(seq, start, draft)  # a victim's pins are gone now
-            self._go_on(draft, seq, start, reach)
+                limit = self._window_limit(seq, start, draft)  # a victim's pins are gone now
+            self._advance(draft, seq, start, limit)
 
     def _admit_waiting(self, draft: StepBuilder) -> None:
         index = 0
         while index < len(self._waiting) and draft.budget.total and len(self._running) < self.config.max_num_seqs:
             seq = self._waiting[index]
             if seq.request_id in self.not_ready or not draft.budget.left_for(seq, start=0):
-                index += 1  # or the kinds before it take this step; it keeps its place
+                index += 1  # or other kinds take this step; it keeps its place
                 continue
-            found = self._kept.usable(seq.chain, self._pool.find(seq.chain, seq.num_tokens))
+            found = self._state_cache.usable(seq.hashes, self._kv_cache.find(seq.hashes, seq.num_tokens))
             start = len(found) * self._block_size
-            reach = self._reach(seq, start, draft)
-            if reach.end == start and not reach.spans:
-                index += 1  # its picture keeps it; it keeps its place, and others may pass
-            elif self._pool.can_allocate(self._pool.blocks_for(reach.end) - len(found), shared=found):
+            limit = self._window_limit(seq, start, draft)
+            if limit.end == start and not limit.spans:
+                index += 1  # its image is missing; it keeps its place, and others may pass
+            elif self._kv_cache.can_allocate(self._kv_cache.blocks_for(limit.end) - len(found), shared=found):
                 del self._waiting[index]
                 self._admit(draft, seq, found)
-                self._go_on(draft, seq, start, reach)
+                self._advance(draft, seq, start, limit)
             else:
-                return  # nobody passes, or it would never find enough blocks
+                return  # none may pass, or it would never find enough blocks
 
-    def _reach(self, seq: ScheduledRequest, start: int, draft: StepBuilder) -> WindowLimit:
+    def _window_limit(self, seq: ScheduledRequest, start: int, draft: StepBuilder) -> WindowLimit:
         end = min(seq.num_tokens, start + draft.budget.left_for(seq, start))
         if not seq.has_images_ahead:
             return WindowLimit(end, ())
-        return self._gate.reach(seq, start, end)
+        return self._encoder.window_limit(seq, start, end)
 
     def _admit(self, draft: StepBuilder, seq: ScheduledRequest, found: list[int]) -> None:
-        attach_cached_blocks(self._pool, seq, found)
-        self._pool.count_lookup(seq.num_tokens, seq.num_computed)
+        attach_cached_blocks(self._kv_cache, seq, found)
+        self._kv_cache.count_lookup(seq.num_tokens, seq.num_computed)
         self._leave_spans(seq)
         if seq.first_scheduled is None:
             seq.first_scheduled = draft.now
@@ -278,28 +280,28 @@ class Scheduler:
         draft.admitted.append(self._admission(seq))
 
     def _admission(self, seq: ScheduledRequest) -> Admission:
-        state = self._kept.behind(seq.chain, len(seq.blocks))
+        state = self._state_cache.checkpoint_after(seq.hashes, len(seq.blocks))
         return Admission(seq.request, tuple(seq.output), tuple(seq.blocks), state)
 
-    def _go_on(self, draft: StepBuilder, seq: ScheduledRequest, start: int, reach: WindowLimit) -> None:
-        """A window; or, where a token looks at more pictures than a step may encode, some of them without a window."""
-        if reach.end > start:
-            self._give_work(draft, seq, start, reach)
-        elif reach.spans:
-            self._gate.enter(seq, reach.spans)
+    def _advance(self, draft: StepBuilder, seq: ScheduledRequest, start: int, limit: WindowLimit) -> None:
+        """A window; or, where one token attends to more images than a step may encode, some of these without one."""
+        if limit.end > start:
+            self._add_window(draft, seq, start, limit)
+        elif limit.spans:
+            self._encoder.enter(seq, limit.spans)
 
-    def _give_work(self, draft: StepBuilder, seq: ScheduledRequest, start: int, reach: WindowLimit) -> None:
-        end, spans = reach
+    def _add_window(self, draft: StepBuilder, seq: ScheduledRequest, start: int, limit: WindowLimit) -> None:
+        end, spans = limit
         new_blocks: tuple[int, ...] = ()
         if end > len(seq.blocks) * self._block_size:
-            new_blocks = self._pool.allocate(self._pool.blocks_for(end) - len(seq.blocks))
+            new_blocks = self._kv_cache.allocate(self._kv_cache.blocks_for(end) - len(seq.blocks))
             seq.blocks.extend(new_blocks)
         if spans:
-            self._gate.enter(seq, spans)
-        if end >= (seq.num_published + 1) * self._block_size:
-            cache_blocks(self._pool, seq, end)
+            self._encoder.enter(seq, spans)
+        if end >= (seq.num_cached_blocks + 1) * self._block_size:
+            cache_blocks(self._kv_cache, seq, end)
         draft.budget.take(seq, start, end)
-        checkpoints = self._kept.plan(seq, start, end)
+        checkpoints = self._state_cache.plan(seq, start, end)
         window = ScheduledWindow(seq.request_id, start, end, new_blocks, end == seq.num_tokens, checkpoints)
         is_decode = bool(seq.output) and window.samples and end - start == 1
         (draft.decode if is_decode else draft.prefill).append(window)
@@ -307,26 +309,26 @@ class Scheduler:
     def _preempt(self, seq: ScheduledRequest, draft: StepBuilder) -> None:
         draft.has_preempted = True
         draft.admitted = [admission for admission in draft.admitted if admission.request is not seq.request]
-        self._let_go(seq)
+        self._release(seq)
         seq.num_preemptions += 1
         self._num_preemptions += 1
         insort(self._waiting, seq, key=arrival)
 
     def _spans_ahead(self) -> Iterator[tuple[ScheduledRequest, int]]:
-        """Spans still needed: of running requests and of as many waiting ones as could run at once."""
-        return spans_ahead(chain(self._running, islice(self._waiting, self.config.max_num_seqs)), self._pool)
+        """Spans still needed: of running requests, and of as many waiting ones as could run at once."""
+        return spans_ahead(chain(self._running, islice(self._waiting, self.config.max_num_seqs)), self._kv_cache)
 
-    # --- booking ------------------------------------------------------------------------------------------------------
+    # --- committing -----------------------------------------------------------------------------------------
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[TokenEvent]:
-        """Book what a step did. Returns one event for each request that has a new token or ended."""
+        """Take over what a step did. Returns one event for each request that has a new token or ended."""
         self._plans.remove(plan)
         self.policy.observe(plan, result, now - self._begun)
         for key in result.encoded:
             self._book_encoded(key, result.encoded)
         events = self._end_failed(plan, result, now) if result.failed else []
-        self._kept.commit(plan.windows, self._open)
-        is_in_flight = plan.encode_layers is None and plan.windows and self._encoder.slots_in_flight
+        self._state_cache.commit(plan.windows, self._open)
+        is_in_flight = plan.encode_layers is None and plan.windows and self._encoder_cache.slots_in_flight
         assert not is_in_flight, "the step should have encoded everything, but something is still in flight"
         samples, unsampled = result.samples, result.unsampled
         for window in plan.windows:
@@ -335,8 +337,8 @@ class Scheduler:
             if seq is None:
                 continue  # it ended with its image, or before an async decode step
             seq.num_computed = end
-            if not end % self._block_size and end > seq.num_published * self._block_size:
-                cache_blocks(self._pool, seq, end)  # async decode: its tokens were not known
+            if not end % self._block_size and end > seq.num_cached_blocks * self._block_size:
+                cache_blocks(self._kv_cache, seq, end)  # async decode: its tokens were not known
             if seq.spans and seq.has_images_ahead:
                 self._leave_spans(seq)
             if unsampled and request_id in unsampled:
@@ -346,8 +348,8 @@ class Scheduler:
         return events
 
     def _book_encoded(self, key: Key, times: Mapping[Key, MediaTimes]) -> None:
-        self._encoder.encoded(key)
-        if seq := self._open.get(self._gate.pop_requester(key)):
+        self._encoder_cache.encoded(key)
+        if seq := self._open.get(self._encoder.pop_requester(key)):
             seq.count_media(key, lambda: times[key])
 
     def _leave_spans(self, seq: ScheduledRequest) -> None:
@@ -356,7 +358,7 @@ class Scheduler:
         while seq.next_span < len(spans) and spans[seq.next_span].pinned_until <= seq.num_computed:
             if seq.next_span in seq.held:
                 seq.held.remove(seq.next_span)
-                self._encoder.release(seq.holder(seq.next_span))
+                self._encoder_cache.release(seq.holder(seq.next_span))
             seq.next_span += 1
 
     def _take_sample(self, seq: ScheduledRequest, sample: Sample, now: float) -> TokenEvent:
@@ -369,15 +371,19 @@ class Scheduler:
             return self._finish(seq, "stop", now, sample)
         if seq.num_tokens >= seq.max_total_tokens:
             return self._finish(seq, "length", now, sample)
-        # As TokenEvent(...), in half the time: most of what a step of many answers makes are these.
+        # As TokenEvent(...), in half the time: a step makes one for every running request.
         return tuple.__new__(TokenEvent, (seq.request_id, token, logprobs, None, None, None, None))
 
     def _end_failed(self, plan: StepPlan, result: StepResult, now: float) -> list[TokenEvent]:
-        doomed = affected_requests(result.failed, plan, self._open, self._gate, self._encoder, self._pool)
-        failing = [(self._open[request_id], error) for request_id, error in doomed.items() if request_id in self._open]
+        affected = affected_requests(
+            result.failed, plan, self._open, self._encoder, self._encoder_cache, self._kv_cache
+        )
+        failing = [
+            (self._open[request_id], error) for request_id, error in affected.items() if request_id in self._open
+        ]
         return [self._finish(seq, "error", now, error=error) for seq, error in failing]
 
-    # --- letting go ---------------------------------------------------------------------------------------------------
+    # --- releasing ------------------------------------------------------------------------------------------
 
     def _finish(
         self,
@@ -390,27 +396,27 @@ class Scheduler:
         """The one place where a request ends, so it ends once."""
         del self._open[seq.request_id]
         if seq.is_running:
-            self._let_go(seq)
+            self._release(seq)
         else:
             self._waiting.remove(seq)
         return seq.last_event(reason, now, sample, error)
 
-    def _let_go(self, seq: ScheduledRequest) -> None:
-        """A running request gives back all it holds: the same path for finish, abort, failure and preemption."""
+    def _release(self, seq: ScheduledRequest) -> None:
+        """A running request gives back all it holds, on finish, abort, failure and preemption alike."""
         self._running.remove(seq)
         for index in seq.held:
-            self._encoder.release(seq.holder(index))
-        self._pool.release(seq.blocks)
+            self._encoder_cache.release(seq.holder(index))
+        self._kv_cache.release(seq.blocks)
         seq.held.clear()
         seq.blocks = []
-        seq.num_computed = seq.num_published = seq.next_span = 0
+        seq.num_computed = seq.num_cached_blocks = seq.next_span = 0
         seq.is_running = False
-        self._forgotten.append(seq.request_id)
+        self._freed.append(seq.request_id)
 
-    # --- telling ------------------------------------------------------------------------------------------------------
+    # --- reporting ------------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        pool = self._pool.stats()
+        pool = self._kv_cache.stats()
         return {
             "steps": self._num_steps,
             "running": len(self._running),
@@ -418,15 +424,15 @@ class Scheduler:
             "preemptions": self._num_preemptions,
             "kv": {name: pool[name] for name in ("total", "used", "idle", "free")},
             "prefix_cache": {name: pool[name] for name in ("queries", "hits", "evictions")},
-            "encoder_cache": self._encoder.stats(),
+            "encoder_cache": self._encoder_cache.stats(),
         }
 
     def check(self) -> None:
-        """Assert the conservation laws of both caches, and that they agree with what the requests hold."""
-        self._pool.check()
+        """Assert the invariants of both caches, and that they agree with what the requests hold."""
+        self._kv_cache.check()
+        self._encoder_cache.check()
         self._encoder.check()
-        self._gate.check()
-        self._kept.check()
-        check_holdings(self._open, self._pool, self._encoder)
+        self._state_cache.check()
+        check_holdings(self._open, self._kv_cache, self._encoder_cache)
         check_queues(self._open, self._running, self._waiting, self._block_size)
         assert len(self._running) <= self.config.max_num_seqs, "too many requests run"

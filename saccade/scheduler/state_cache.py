@@ -1,13 +1,13 @@
-"""Which states of a model's recurrent layers are kept for prompts that begin alike, and in which row. Numbers only.
+"""Prefix caching for recurrent layers: which state checkpoints are kept, and in which row. Ids only.
 
-Keys and values of a prefix can be taken over at any block; a state only where one was kept. So a hit in the block pool
-is cut back to the longest beginning behind which a state lies:
+KV blocks of a prefix can be reused up to any block, a recurrent state only where a checkpoint was kept. So a prefix
+hit is cut back to the last block that has one:
 
-    blocks found     |0|1|2|3|4|5|6|
-    states kept           ^       ^        behind blocks 2 and 6: seven blocks are used, or three when 3 to 6 are gone
+    cached blocks    |0|1|2|3|4|5|6|
+    checkpoints           ^       ^        after blocks 2 and 6: seven blocks are used, or three when 3 to 6 are gone
 
-A state is kept behind the last block of a prompt's window, and behind the last block of the pictures in it. The longest
-unused one makes room.
+A checkpoint is kept after the last block of a prompt's window, and after the last block of the images in it. The least
+recently used one is evicted.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from saccade.types import ScheduledWindow, StateCheckpoint
 
 
 class StateCache:
-    """`rows` is None for models whose layers all keep keys and values: they may go on anywhere."""
+    """`rows` is None for models whose layers all have KV: they may go on after any block."""
 
     def __init__(self, rows: int | None, block_size: int) -> None:
         self.is_needed = rows is not None
@@ -31,65 +31,63 @@ class StateCache:
 
     def reset(self) -> None:
         self._free = list(range(self._num_rows))
-        self._kept: OrderedDict[bytes, int] = (
-            OrderedDict()
-        )  # by the digest of the block before it, longest unused first
+        self._states: OrderedDict[bytes, int] = OrderedDict()  # by digest of the last block, least recently used first
         self._planned: dict[int, bytes] = {}  # rows that a step under way writes
 
-    # --- finding ------------------------------------------------------------------------------------------------------
+    # --- lookup ---------------------------------------------------------------------------------------------
 
-    def usable(self, chain: BlockHashes, found: list[int]) -> list[int]:
-        """As many of the found blocks as a request can go on behind."""
+    def usable(self, hashes: BlockHashes, found: list[int]) -> list[int]:
+        """The found blocks up to the last one with a checkpoint."""
         if not self.is_needed:
             return found
         ends = range(len(found), 0, -1)
-        return found[: next((end for end in ends if chain.digest(end - 1) in self._kept), 0)]
+        return found[: next((end for end in ends if hashes.digest(end - 1) in self._states), 0)]
 
-    def behind(self, chain: BlockHashes, num_blocks: int) -> StateCheckpoint | None:
-        """What a request that takes over so many blocks begins with; None: with nothing."""
+    def checkpoint_after(self, hashes: BlockHashes, num_blocks: int) -> StateCheckpoint | None:
+        """The state that a request with so many cached blocks begins with; None: an empty one."""
         if not self.is_needed or not num_blocks:
             return None
-        digest = chain.digest(num_blocks - 1)
-        self._kept.move_to_end(digest)
-        return StateCheckpoint(num_blocks * self._block_size, self._kept[digest])
+        digest = hashes.digest(num_blocks - 1)
+        self._states.move_to_end(digest)
+        return StateCheckpoint(num_blocks * self._block_size, self._states[digest])
 
-    # --- keeping ------------------------------------------------------------------------------------------------------
+    # --- keeping --------------------------------------------------------------------------------------------
 
     def plan(self, seq: ScheduledRequest, start: int, end: int) -> tuple[StateCheckpoint, ...]:
         """States to keep while the window [start, end) is computed."""
         if not self._num_rows or start >= len(seq.request.prompt):
             return ()
-        places = ((place, self._row_for(seq.chain, place)) for place in self._places(seq, start, end))
-        return tuple(StateCheckpoint(place, row) for place, row in places if row is not None)
+        checkpoints = ((place, self._row_for(seq.hashes, place)) for place in self._positions(seq, start, end))
+        return tuple(StateCheckpoint(place, row) for place, row in checkpoints if row is not None)
 
-    def _places(self, seq: ScheduledRequest, start: int, end: int) -> list[int]:
-        # The last token of a prompt is always computed, so a state behind it would not serve the same prompt again.
+    def _positions(self, seq: ScheduledRequest, start: int, end: int) -> list[int]:
+        # The last token of a prompt is always computed, so a state after it would not serve the same prompt again.
         ends = [min(end, len(seq.request.prompt) - 1)]
         ends += [span.end for span in seq.spans if start < span.end <= end][-1:]
         return sorted({place for e in ends if (place := e // self._block_size * self._block_size) > start})
 
-    def _row_for(self, chain: BlockHashes, place: int) -> int | None:
+    def _row_for(self, hashes: BlockHashes, place: int) -> int | None:
         """None where the state is there already, or every row is being written."""
-        digest = chain.digest(place // self._block_size - 1)
-        if digest in self._kept:
-            self._kept.move_to_end(digest)
+        digest = hashes.digest(place // self._block_size - 1)
+        if digest in self._states:
+            self._states.move_to_end(digest)
             return None
-        if digest in self._planned.values() or not (self._free or self._kept):
+        if digest in self._planned.values() or not (self._free or self._states):
             return None
-        row = self._free.pop() if self._free else self._kept.popitem(last=False)[1]
+        row = self._free.pop() if self._free else self._states.popitem(last=False)[1]
         self._planned[row] = digest
         return row
 
     def commit(self, windows: Iterable[ScheduledWindow], open_requests: Container[str]) -> None:
-        """A step is done. What it kept for requests that failed in it may never have been computed."""
-        for work in windows if self._planned else ():
-            for _, row in work.checkpoints:
+        """A step is done. Checkpoints of requests that failed in it may never have been computed."""
+        for window in windows if self._planned else ():
+            for _, row in window.checkpoints:
                 digest = self._planned.pop(row)
-                if work.request_id in open_requests:
-                    self._kept[digest] = row
+                if window.request_id in open_requests:
+                    self._states[digest] = row
                 else:
                     self._free.append(row)
 
     def check(self) -> None:
-        rows = [*self._free, *self._kept.values(), *self._planned]
+        rows = [*self._free, *self._states.values(), *self._planned]
         assert sorted(rows) == list(range(self._num_rows)), "rows of states were lost or given twice"

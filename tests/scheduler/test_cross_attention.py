@@ -66,7 +66,7 @@ def test_a_image_is_given_back_when_the_next_one_takes_its_place() -> None:
     held = []
     while rig.scheduler.has_unfinished():
         rig.step()
-        held.append(set(rig.scheduler._encoder._held.values()))
+        held.append(set(rig.scheduler._encoder_cache._held.values()))
     assert held[0] == {key_of("p")} and held[2] == {key_of("q")}
 
 
@@ -170,10 +170,10 @@ def test_who_stands_in_line_for_room_does_not_bar_the_request_that_holds_it() ->
     late = ScheduledRequest(make_request("late", seen("p", 6), seen("q", 6), 2), 1, 0.0, BLOCK)
     other = ScheduledRequest(make_request("other", seen("r", 6), 2), 2, 0.0, BLOCK)
     encoder_scheduler.begin_step(is_sliced=False)
-    encoder_scheduler.enter(late, encoder_scheduler.reach(late, 0, 1).spans)
-    assert encoder_scheduler.reach(early, 0, 3).end == 0
-    assert encoder_scheduler.reach(late, 1, 4).end == 4
-    assert encoder_scheduler.reach(other, 0, 3).end == 0, "who holds nothing waits behind it"
+    encoder_scheduler.enter(late, encoder_scheduler.window_limit(late, 0, 1).spans)
+    assert encoder_scheduler.window_limit(early, 0, 3).end == 0
+    assert encoder_scheduler.window_limit(late, 1, 4).end == 4
+    assert encoder_scheduler.window_limit(other, 0, 3).end == 0, "who holds nothing waits behind it"
 
 
 def test_images_side_by_side_that_can_never_be_resident_together_are_refused_with_the_numbers() -> None:

@@ -201,5 +201,5 @@ def test_a_reset_drops_everything_and_tells_the_runner(cache: EncoderCache) -> N
     cache.reserve(B, 3, None)
     cache.reset(untold=(C,))
     assert set(cache.drain_evicted()) == {A, B, C}
-    assert cache.room == 10
+    assert cache.space == 10
     cache.check()
