@@ -61,7 +61,7 @@ class Engine:
         )
         self.defaults = sampling_defaults(opts, checkpoint.generation)  # of requests that come without parameters
         logger.info("%s", defaults_line(self.defaults))
-        self.processor = Processor(checkpoint, MediaPolicy.of(opts))
+        self.processor = Processor(checkpoint, MediaPolicy.of(opts), _prefetching(weakref.ref(self)))
         self._core: EngineCore | None = build_core(
             checkpoint.path,
             checkpoint.config,
@@ -70,11 +70,8 @@ class Engine:
             self.processor.largest_item(),
             progress=progress,
         )
-        self.processor.prefetch_media = _prefetching(weakref.ref(self))
         self._open: dict[str, _Open] = {}
-        self._awaited: dict[
-            str, tuple[_Open, RequestOutputBuilder]
-        ] = {}  # by the id that the core knows an answer of those under
+        self._awaited: dict[str, tuple[_Open, RequestOutputBuilder]] = {}  # by the core's id of each answer
         self._requests = RequestBuilder(self.processor.eos_token_ids, opts.seed)
 
     @property
@@ -111,7 +108,7 @@ class Engine:
             opened = self._opened(request_id, make, params)
             self._admit(opened, params if is_asked else self._fitted(params, opened.prompt))
         except BaseException:
-            core.release_if_idle()  # its pictures may have been foretold
+            core.release_if_idle()  # its images may have been prefetched
             raise
         self._open[request_id] = opened
         self._awaited |= {child_id(request_id, answer.index): (opened, answer) for answer in opened.answers}
@@ -124,7 +121,7 @@ class Engine:
         return _Open(request_id, prompt, list(prompt.token_ids), answers, prepare_ms, self.bill(prompt), params.n)
 
     def _fitted(self, params: SamplingParams, prompt: Prompt) -> SamplingParams:
-        """A length that nobody asked for is no reason to refuse a prompt."""
+        """A default length is no reason to refuse a prompt."""
         room = max(1, self.limits.max_model_len - len(prompt))
         return replace(params, max_tokens=min(params.max_tokens or room, room))
 
@@ -220,7 +217,8 @@ class Engine:
 
     def _output(self, opened: _Open) -> RequestOutput:
         """Made for every stream in every step, so what does not change is made once and shared by all of them."""
-        bill, usage = opened.bill, opened.answers[0].usage
+        bill = opened.bill
+        usage = opened.answers[0].usage
         return RequestOutput(
             request_id=opened.request_id,
             prompt=opened.prompt.text,
@@ -237,7 +235,8 @@ class Engine:
 
     def close(self) -> None:
         """End what is open and let go of all memory. Whatever else is called afterwards raises; this may be again."""
-        core, self._core = self._core, None
+        core = self._core
+        self._core = None
         self._open.clear()
         self._awaited.clear()
         self.processor.close()
@@ -370,7 +369,8 @@ class LLM:
 
     def _drain(self, ids: Sequence[str], results: dict[str, RequestOutput], use_tqdm: bool) -> None:
         """Step until every request of this call is finished."""
-        tokens, start = 0, time.perf_counter()
+        tokens = 0
+        start = time.perf_counter()
         with tqdm(total=len(ids), initial=len(results), desc="requests") if use_tqdm else nullcontext() as bar:
             while len(results) < len(ids):
                 for output in self.engine.finished_after_step():

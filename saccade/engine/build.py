@@ -33,7 +33,7 @@ def build_core(
     *,
     progress: bool = True,
 ) -> EngineCore:
-    """`largest` is the most expensive picture the limits allow: budget and cache are sized to hold it."""
+    """`largest` is the most expensive image the limits allow: budget and cache are sized to hold it."""
     plan = plan_memory(options, config, largest)
     for reason in plan.reasons:
         logger.info("%s", reason)
@@ -92,5 +92,5 @@ def _latency_reason(latency: LatencyProfile) -> str:
     mixed = mixed_tokens(latency, many) or tokens
     return (
         f"a step of {many} answers takes {alone:.2f} ms alone; beside them {mixed} prompt tokens ({tokens} where a "
-        f"prompt ends) or {layers} encoder layers over a picture of 1024 embeddings fit"
+        f"prompt ends) or {layers} encoder layers over an image of 1024 embeddings fit"
     )

@@ -31,7 +31,7 @@ class StepRunner(Protocol):
     def stats(self) -> dict[str, Any]: ...
 
     def release(self) -> None:
-        """Give up pictures that were decoded for later: nobody is left who could want them."""
+        """Drop images that were decoded early: no request is left that could need them."""
 
     def close(self) -> None: ...
 
@@ -92,7 +92,7 @@ class EngineCore:
 
     @contextmanager
     def _atomic(self) -> Iterator[None]:
-        """Interrupted, or an invariant is broken: nothing that was planned may stay."""
+        """Interrupted, or an invariant is broken: no plan may stay."""
         try:
             yield
         except BaseException:
@@ -150,7 +150,7 @@ class EngineCore:
         return event
 
     def release_if_idle(self) -> None:
-        """A request has gone, or was foretold and does not come. Where it was the only one, nothing stays of it."""
+        """A request has gone, or its media were prefetched and it does not come. If it was the only one, drop them."""
         if not self.has_unfinished():
             self.runner.release()
 

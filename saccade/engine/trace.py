@@ -1,4 +1,4 @@
-"""What the latest steps did, kept for whoever watches. Sees plans and results; decides nothing, keeps no picture."""
+"""What the latest steps did, for the engine page and its API. Sees plans and results; decides nothing."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ NUM_KEPT = 64
 
 
 class StepRecord(NamedTuple):
-    """What one step did, for whoever watches the engine."""
+    """What one step did."""
 
     step: int
     decode_tokens: int
     text_tokens: int  # of prefill; after a preemption generated tokens are prefilled too
-    image_tokens: int  # prompt positions of pictures
-    encodes: int  # pictures that were in the encoder
+    image_tokens: int  # prompt positions of images
+    encodes: int  # images that were in the encoder
     ms: float
 
 

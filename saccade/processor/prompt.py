@@ -48,7 +48,9 @@ class Rendered(NamedTuple):
 class Processor:
     """Everything between a client's words and pictures and a `Prompt`, for one checkpoint and one media policy."""
 
-    def __init__(self, checkpoint: Checkpoint, policy: MediaPolicy) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, policy: MediaPolicy, prefetch_media: PrefetchMedia | None = None
+    ) -> None:
         self.checkpoint = checkpoint
         self.images = Images(checkpoint, policy)
         self.policy = self.images.policy
@@ -61,7 +63,7 @@ class Processor:
             markup=self.family.markup if isinstance(self.family, HasMarkup) else (),
         )
         self.placeholder = self._find_placeholder()  # of a picture in a raw prompt
-        self.prefetch_media: PrefetchMedia | None = None
+        self.prefetch_media = prefetch_media  # told of images before the rest of a prompt is ready
         self._renderer = self._make_renderer()
         self._form: Form | None = None
         if checkpoint.chat_template is not None:
