@@ -1,4 +1,4 @@
-"""A conversation in the terminal: streamed answers, and the bill after each."""
+"""`saccade chat`: a conversation in the terminal. Streams each answer and prints its bill."""
 
 from __future__ import annotations
 
@@ -20,48 +20,49 @@ _HELP = "Type a question; /image FILE adds a picture to the next one, /new start
 def converse(
     opts: Options, question: str | None, images: Sequence[str], max_tokens: int, temperature: float | None
 ) -> int:
-    """Answer `question` once, or talk until the user leaves."""
+    """Answer one question, or read questions until the user leaves."""
     logging.getLogger("saccade.engine").setLevel(logging.WARNING)
     given: dict[str, Any] = {"max_tokens": max_tokens}
     if temperature is not None:
         given["temperature"] = temperature
-    SamplingParams(**given)  # a mistake is known before the model is loaded
+    SamplingParams(**given)  # reports a mistake before the model is loaded
     engine = Engine(opts, progress=sys.stderr.isatty())
     try:
         params = SamplingParams(**{"temperature": 0.0, **engine.defaults, **given})
-        talk = Conversation(engine, params, list(images))
+        conversation = Conversation(engine, params, list(images))
         if question is not None:
-            talk.ask(question)
-            return 0
-        return _loop(talk)
+            conversation.ask(question)
+        else:
+            _loop(conversation)
+        return 0
     finally:
         engine.close()
 
 
-def _loop(talk: Conversation) -> int:
+def _loop(conversation: Conversation) -> None:
     print(_HELP, file=sys.stderr)
     while True:
         try:
             line = input("> ").strip()
         except EOFError:
-            return 0
+            return
         if line in ("/quit", "/exit"):
-            return 0
+            return
         if line == "/new":
-            talk.clear()
+            conversation.clear()
         elif line.startswith("/image "):
-            talk.images.append(line.removeprefix("/image ").strip())
+            conversation.images.append(line.removeprefix("/image ").strip())
         elif line.startswith("/"):
             print(_HELP, file=sys.stderr)
         elif line:
             try:
-                talk.ask(line)
-            except RequestError as error:  # a bad picture or a full context ends one question, not the conversation
+                conversation.ask(line)
+            except RequestError as error:  # ends one question, not the conversation
                 print(f"saccade: {error}", file=sys.stderr)
 
 
 class Conversation:
-    """Messages so far and the pictures for the next question."""
+    """Messages so far and the images for the next question."""
 
     def __init__(self, engine: Engine, params: SamplingParams, images: list[str]) -> None:
         self.engine = engine
@@ -70,14 +71,15 @@ class Conversation:
         self.messages: list[dict[str, Any]] = []
 
     def clear(self) -> None:
-        self.messages, self.images = [], []
+        self.messages = []
+        self.images = []
 
     def ask(self, question: str) -> None:
         images = [{"type": "image", "image": path} for path in self.images]
         self.images = []
-        turn = {"role": "user", "content": [*images, {"type": "text", "text": question}]}
-        out = self._stream([*self.messages, turn])
-        self.messages += [turn, {"role": "assistant", "content": out.outputs[0].text}]
+        message = {"role": "user", "content": [*images, {"type": "text", "text": question}]}
+        out = self._stream([*self.messages, message])
+        self.messages += [message, {"role": "assistant", "content": out.outputs[0].text}]
         assert out.bill is not None
         print(bill_line(out.bill, len(out.outputs[0].token_ids)), file=sys.stderr)
 
@@ -100,15 +102,16 @@ class Conversation:
 
 
 def bill_line(bill: Bill, answer_tokens: int) -> str:
-    """One line: what the prompt cost, what came from a cache, how long it took."""
+    """The bill in one line: tokens, cache hits and times."""
     images = ", ".join(f"{i.width}x{i.height} = {i.tokens} tokens" for i in bill.items)
     parts = [
         f"{bill.prompt_tokens} prompt tokens" + (f" ({images})" if images else ""),
         f"{bill.cached_tokens} from the prefix cache",
         f"{bill.kv_blocks} KV blocks",
-        *([f"{bill.encoder_cache_bytes / 1e6:.1f} MB of the encoder cache"] if bill.encoder_cache_bytes else []),
-        f"{answer_tokens} answer tokens",
     ]
+    if bill.encoder_cache_bytes:
+        parts.append(f"{bill.encoder_cache_bytes / 1e6:.1f} MB of the encoder cache")
+    parts.append(f"{answer_tokens} answer tokens")
     times = bill.times_ms
     if "first_token" in times:
         spent = f"decode {times['decode']:.0f}, encode {times['encode']:.0f}"

@@ -1,10 +1,9 @@
-"""Prices files of pictures and videos: what `saccade count` prints. Reads headers and the checkpoint's small files."""
+"""`saccade count`: the bill of image and video files, from their headers. Loads no weights."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import compress
 from pathlib import Path
 
 from saccade import costs
@@ -29,8 +28,11 @@ class Count:
     resized_height: int
     tokens: int
     kv_blocks: int
-    encoder_cache_bytes: int  # while answers look at it, in the checkpoint's own type; 0: it lies in KV blocks
-    pruned: int = 0  # tokens of a video that are left out
+    encoder_cache_bytes: int  # with cross-attention, in the checkpoint's dtype; otherwise 0
+    pruned: int = 0  # tokens of a video
+
+
+_SUMMED = ("tokens", "kv_blocks", "encoder_cache_bytes", "pruned")
 
 
 def count_files(
@@ -42,32 +44,37 @@ def count_files(
     *,
     together: bool = False,
 ) -> tuple[list[Count], list[RequestError]]:
-    """The bill of each file, alone or as one of a prompt with all of them, and an error for each that has none."""
-    options = Options(min_pixels=min_pixels, max_pixels=max_pixels, video_pruning=video_pruning)  # checks them
+    """The bill of each file, and an error for each that has none. `together`: all files are in one prompt."""
+    # Checks the values.
+    options = Options(min_pixels=min_pixels, max_pixels=max_pixels, video_pruning=video_pruning)
     family, slot_bytes = _family(model)
     limits = family.policy(options.min_pixels, options.max_pixels)
     if together and isinstance(family, ManyImagesPolicy):
         limits = (limits[0], family.among(len(files), limits[1]))
-    counts, errors = [], []
+    counts = []
+    errors = []
     for file in files:
         try:
-            is_video = _is_video(file)
-            counts.append(_video(file, model, options) if is_video else _count(file, family, limits, slot_bytes))
+            if _is_video(file):
+                counts.append(_count_video(file, model, options))
+            else:
+                counts.append(_count_image(file, family, limits, slot_bytes))
         except RequestError as error:
             errors.append(RequestError(f"{file}: {error.message}", code=error.code))
     return counts, errors
 
 
 def _family(model: str | None) -> tuple[Family, int]:
-    """The rules, and the bytes of one embedding."""
+    """The family of the model, and the bytes of one embedding."""
     if model is None:
         return default_family(), 0
     checkpoint = open_checkpoint(model, weights=False)
     config = checkpoint.config
-    return family_for(config).from_checkpoint(checkpoint), costs.embedding_bytes_per_slot(config.text, config.dtype)
+    family = family_for(config).from_checkpoint(checkpoint)
+    return family, costs.embedding_bytes_per_slot(config.text, config.dtype)
 
 
-def _count(file: str, family: Family, limits: tuple[int, int], slot_bytes: int) -> Count:
+def _count_image(file: str, family: Family, limits: tuple[int, int], slot_bytes: int) -> Count:
     options = Options()
     size = load_image(Path(file), MediaPolicy.of(options)).header.size
     geometry = family.geometry(size, *limits)
@@ -88,40 +95,56 @@ def _is_video(file: str) -> bool:
         with open(file, "rb") as stream:
             return is_video_file(stream.read(64))
     except (OSError, ValueError):
-        return False  # reading it as a picture says what is wrong
+        return False  # reading it as an image reports the error
 
 
-def _video(file: str, model: str | None, options: Options) -> Count:
-    """With the frames that are taken where nobody asks for others."""
-    rules = default_video_rules() if model is None else video_rules_for(open_checkpoint(model, weights=False))
+def _count_video(file: str, model: str | None, options: Options) -> Count:
+    """With the default frames."""
+    checkpoint = open_checkpoint(model, weights=False) if model is not None else None
+    rules = video_rules_for(checkpoint) if checkpoint else default_video_rules()
     if rules is None:
         raise RequestError("this model takes no videos", code="unsupported")
     videos = Videos(rules, MediaPolicy.of(options), b"")
     groups = videos.resolve(Video(Path(file), file), videos.asked({}), b"")
-    bill = video_bill_item(groups.items, VideoRun(0, len(groups.items), groups.frames, groups.key), options.block_size)
-    sizes = (bill.width, bill.height, bill.resized_width, bill.resized_height)
-    return Count(file, *sizes, bill.tokens, bill.kv_blocks, 0, bill.pruned)
+    run = VideoRun(0, len(groups.items), groups.frames, groups.key)
+    bill = video_bill_item(groups.items, run, options.block_size)
+    return Count(
+        file=file,
+        width=bill.width,
+        height=bill.height,
+        resized_width=bill.resized_width,
+        resized_height=bill.resized_height,
+        tokens=bill.tokens,
+        kv_blocks=bill.kv_blocks,
+        encoder_cache_bytes=0,
+        pruned=bill.pruned,
+    )
 
 
 def table(counts: Sequence[Count]) -> str:
-    """Columns for people; the last line adds up when there is more than one picture."""
-    rows: list[tuple[str, ...]] = [("file", "size", "resized", "tokens", "KV blocks", "pruned", "encoder cache")]
-    for c in counts:
-        sizes = (f"{c.width}x{c.height}", f"{c.resized_width}x{c.resized_height}")
-        rows.append((c.file, *sizes, *_costs([c])))
+    """Columns for people. The last line is a total if there is more than one file."""
+    rows = list(counts)
     if len(counts) > 1:
-        rows.append(("total", "", "", *_costs(counts)))
-    is_shown = (*[True] * 5, any(c.pruned for c in counts), any(c.encoder_cache_bytes for c in counts))
-    rows = [tuple(compress(row, is_shown)) for row in rows]
-    widths = [max(len(row[i]) for row in rows) for i in range(sum(is_shown))]
-    return "\n".join("  ".join(_align(cell, widths[i], i) for i, cell in enumerate(row)).rstrip() for row in rows)
+        sums = [sum(getattr(count, name) for count in counts) for name in _SUMMED]
+        rows.append(Count("total", 0, 0, 0, 0, *sums))
+    columns = {
+        "file": [row.file for row in rows],
+        "size": [_size(row.width, row.height) for row in rows],
+        "resized": [_size(row.resized_width, row.resized_height) for row in rows],
+        "tokens": [f"{row.tokens:,}" for row in rows],
+        "KV blocks": [f"{row.kv_blocks:,}" for row in rows],
+    }
+    if any(row.pruned for row in rows):
+        columns["pruned"] = [f"{row.pruned:,}" for row in rows]
+    if any(row.encoder_cache_bytes for row in rows):
+        columns["encoder cache"] = [f"{row.encoder_cache_bytes / 1e6:,.1f} MB" for row in rows]
+    aligned = []
+    for title, cells in columns.items():
+        width = max(map(len, [title, *cells]))
+        align = str.ljust if title == "file" else str.rjust
+        aligned.append([align(cell, width) for cell in [title, *cells]])
+    return "\n".join("  ".join(line).rstrip() for line in zip(*aligned, strict=True))
 
 
-def _costs(counts: Sequence[Count]) -> tuple[str, ...]:
-    names = ("tokens", "kv_blocks", "pruned", "encoder_cache_bytes")
-    tokens, blocks, pruned, kept = (sum(getattr(c, name) for c in counts) for name in names)
-    return f"{tokens:,}", f"{blocks:,}", f"{pruned:,}", f"{kept / 1e6:,.1f} MB"
-
-
-def _align(cell: str, width: int, column: int) -> str:
-    return cell.ljust(width) if column == 0 else cell.rjust(width)
+def _size(width: int, height: int) -> str:
+    return f"{width}x{height}" if width else ""

@@ -1,4 +1,4 @@
-"""The command line: one small function per command; flags are made from the classes in `options`.
+"""The command line. Flags are made from the config classes in `options`.
 
 Commands that need no model weights never import torch.
 """
@@ -28,7 +28,8 @@ from saccade.server.config import load_settings, option_kinds, text_reader
 def main(argv: Sequence[str] | None = None) -> int:
     """0 on success, 2 on a usage error, 1 otherwise; errors are one line on stderr."""
     args = _parse(argv)
-    logging.basicConfig(level=logging.DEBUG if args.debug else logging.INFO, format="%(message)s", stream=sys.stderr)
+    level = logging.DEBUG if args.debug else logging.INFO
+    logging.basicConfig(level=level, format="%(message)s", stream=sys.stderr)
     try:
         return int(args.run(args))
     except (ConfigError, RequestError, OSError) as error:
@@ -42,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """As argparse does, but a question may also stand behind the flags: `chat MODEL --image FILE "question"`."""
+    """As argparse, but a question may also follow the flags: `chat MODEL --image FILE "question"`."""
     parser = _parser()
     args, rest = parser.parse_known_args(argv)
     if len(rest) == 1 and not rest[0].startswith("-") and getattr(args, "question", "") is None:
@@ -68,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-# --- count --------------------------------------------------------------------------------------------------------
+# --- count --------------------------------------------------------------------------------------------------
 
 
 def _add_count(commands: Any) -> None:
@@ -78,19 +79,20 @@ def _add_count(commands: Any) -> None:
         description="Print the bill of each picture and video. No weights are loaded and no picture is decoded.",
         epilog="Example: saccade count --model Qwen/Qwen2-VL-2B-Instruct --max-pixels 1003520 *.jpg",
     )
-    command.add_argument("files", nargs="+", metavar="FILE", help="pictures and videos")
-    command.add_argument("--model", help="folder or hub id whose rules apply; without it the rules of Qwen2-VL")
-    command.add_argument("--min-pixels", type=int, help="smaller pictures are enlarged to this")
-    command.add_argument("--max-pixels", type=int, help="larger pictures are reduced to this, frames of videos too")
-    command.add_argument("--video-pruning", type=float, default=0.0, help="share of static video tokens that goes")
-    command.add_argument("--together", action="store_true", help="in one prompt: some models see many pictures smaller")
-    command.add_argument("--json", action="store_true", help="print a JSON list instead of a table")
-    command.add_argument("--debug", action="store_true", help="show tracebacks")
+    add = command.add_argument
+    add("files", nargs="+", metavar="FILE", help="pictures and videos")
+    add("--model", help="folder or hub id whose rules apply; without it the rules of Qwen2-VL")
+    add("--min-pixels", type=int, help="smaller pictures are enlarged to this")
+    add("--max-pixels", type=int, help="larger pictures are reduced to this, frames of videos too")
+    add("--video-pruning", type=float, default=0.0, help="share of static video tokens that goes")
+    add("--together", action="store_true", help="in one prompt: some models see many pictures smaller")
+    add("--json", action="store_true", help="print a JSON list instead of a table")
+    add("--debug", action="store_true", help="show tracebacks")
     command.set_defaults(run=_count)
 
 
 def _count(args: argparse.Namespace) -> int:
-    """Every readable picture is priced; unreadable ones are named on stderr and make the exit status 1."""
+    """Unreadable files are reported on stderr and make the exit status 1."""
     limits = (args.min_pixels, args.max_pixels)
     rows, errors = count_files(args.files, args.model, *limits, args.video_pruning, together=args.together)
     print(json.dumps([dataclasses.asdict(row) for row in rows], indent=2) if args.json else table(rows))
@@ -99,7 +101,7 @@ def _count(args: argparse.Namespace) -> int:
     return 1 if errors else 0
 
 
-# --- chat ---------------------------------------------------------------------------------------------------------
+# --- chat ---------------------------------------------------------------------------------------------------
 
 
 def _add_chat(commands: Any) -> None:
@@ -110,17 +112,18 @@ def _add_chat(commands: Any) -> None:
         description="Answer one question, or hold a conversation when no question is given.",
         epilog='Example: saccade chat --image shapes.png "How many circles are there?"',
     )
-    command.add_argument("model", nargs="?", metavar="MODEL", help="folder or hub id; nothing: the built-in model")
-    command.add_argument("question", nargs="?", help="leave it out to hold a conversation")
-    command.add_argument("--image", action="append", default=[], metavar="FILE", help="a picture; may be repeated")
-    command.add_argument("--max-tokens", type=int, default=512, help="longest answer (default: 512)")
-    command.add_argument(
+    add = command.add_argument
+    add("model", nargs="?", metavar="MODEL", help="folder or hub id; nothing: the built-in model")
+    add("question", nargs="?", help="leave it out to hold a conversation")
+    add("--image", action="append", default=[], metavar="FILE", help="a picture; may be repeated")
+    add("--max-tokens", type=int, default=512, help="longest answer (default: 512)")
+    add(
         "--temperature",
         type=float,
         help="0 always takes the likeliest token; automatic: the checkpoint's (--generation-config), or 0",
     )
     add_options(command, "engine", Options)
-    command.add_argument("--debug", action="store_true", help="show tracebacks and debug logs")
+    add("--debug", action="store_true", help="show tracebacks and debug logs")
     command.set_defaults(run=_chat)
 
 
@@ -128,17 +131,18 @@ def _chat(args: argparse.Namespace) -> int:
     from saccade.cli.chat import converse  # needs torch
 
     if args.question is None and args.model is not None and not _names_model(args.model):
-        args.model, args.question = None, args.model
+        args.question = args.model
+        args.model = None
     opts = Options(**given_options(args, Options))
     return converse(opts, args.question, args.image, args.max_tokens, args.temperature)
 
 
 def _names_model(word: str) -> bool:
-    """Whether a lone word is a folder or a hub id, and not a question."""
+    """Whether a single argument is a folder or a hub id, and not a question."""
     return Path(word).is_dir() or re.fullmatch(r"[./~]*[\w.-]+(/[\w.-]+)+/?", word) is not None
 
 
-# --- serve --------------------------------------------------------------------------------------------------------
+# --- serve --------------------------------------------------------------------------------------------------
 
 
 def _add_serve(commands: Any) -> None:
@@ -149,22 +153,23 @@ def _add_serve(commands: Any) -> None:
         description="Serve a model. Options may also stand in the environment (SACCADE_PORT=8000) or in a YAML file.",
         epilog="Example: saccade serve Qwen/Qwen2-VL-2B-Instruct --port 8000 --limit-mm-per-prompt image=4",
     )
-    command.add_argument("model", nargs="?", metavar="MODEL", help="folder or hub id; nothing: the built-in model")
-    command.add_argument("--config", metavar="FILE", help="YAML file with options; flags and the environment win")
+    add = command.add_argument
+    add("model", nargs="?", metavar="MODEL", help="folder or hub id; nothing: the built-in model")
+    add("--config", metavar="FILE", help="YAML file with options; flags and the environment win")
     add_options(command, "server", ServerOptions)
     add_options(command, "engine", Options)
-    command.add_argument("--debug", action="store_true", help="show tracebacks and debug logs")
+    add("--debug", action="store_true", help="show tracebacks and debug logs")
     command.set_defaults(run=_serve)
 
 
 def _serve(args: argparse.Namespace) -> int:
-    from saccade.server.serve import serve  # FastAPI takes a while to load, and only this command needs it
+    from saccade.server.serve import serve  # FastAPI loads slowly, and only this command needs it
 
     file = args.config or os.environ.get("SACCADE_CONFIG")
     return serve(load_settings(given_options(args, Options, ServerOptions), os.environ, file))
 
 
-# --- eval and tune ------------------------------------------------------------------------------------------------
+# --- eval and tune ------------------------------------------------------------------------------------------
 
 
 def _add_eval(commands: Any) -> None:
@@ -198,25 +203,22 @@ def _add_tune(commands: Any) -> None:
         help="settings to try; automatic: from the largest picture or the server's limit, halving",
     )
     command.add_argument("--plot", metavar="FILE.svg", help="draw accuracy against pixels")
-    add_options(command, "engine, for a server of our own", Options, leave_out=("max_pixels",))
+    add_options(command, "engine, for a server of our own", Options, skip=("max_pixels",))
     command.set_defaults(run=_tune)
 
 
 def _add_target(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "model", nargs="?", metavar="MODEL", help="folder or hub id; nothing: the built-in model; with --url: its name"
-    )
-    command.add_argument("--url", help="ask this OpenAI-compatible server; without it one is started and stopped")
-    command.add_argument("--api-key", metavar="KEY", help="of that server")
-    command.add_argument("--questions", metavar="PATH", help="folder or zip with questions.jsonl; nothing: built in")
-    command.add_argument("--limit", type=int, metavar="N", help="ask only the first N questions")
-    command.add_argument("--concurrency", type=int, default=32, metavar="N", help="questions at a time (default: 32)")
-    command.add_argument("--max-tokens", type=int, default=256, metavar="N", help="longest answer (default: 256)")
-    command.add_argument("--json", metavar="FILE", help="also write everything that was found there")
-    command.add_argument(
-        "--markdown", action="append", default=[], metavar="FILE", help="also rewrite the table in this Markdown file"
-    )
-    command.add_argument("--debug", action="store_true", help="show tracebacks and the log of the server we start")
+    add = command.add_argument
+    add("model", nargs="?", metavar="MODEL", help="folder or hub id; nothing: the built-in model; with --url: its name")
+    add("--url", help="ask this OpenAI-compatible server; without it one is started and stopped")
+    add("--api-key", metavar="KEY", help="of that server")
+    add("--questions", metavar="PATH", help="folder or zip with questions.jsonl; nothing: built in")
+    add("--limit", type=int, metavar="N", help="ask only the first N questions")
+    add("--concurrency", type=int, default=32, metavar="N", help="questions at a time (default: 32)")
+    add("--max-tokens", type=int, default=256, metavar="N", help="longest answer (default: 256)")
+    add("--json", metavar="FILE", help="also write everything that was found there")
+    add("--markdown", action="append", default=[], metavar="FILE", help="also rewrite the table in this Markdown file")
+    add("--debug", action="store_true", help="show tracebacks and the log of the server we start")
 
 
 def _eval(args: argparse.Namespace) -> int:
@@ -239,7 +241,14 @@ def _target(args: argparse.Namespace) -> Target:
             )
         options = Options(**given)
     return Target(
-        options, args.url, args.api_key, args.questions, args.limit, args.concurrency, args.max_tokens, args.debug
+        options,
+        url=args.url,
+        api_key=args.api_key,
+        questions=args.questions,
+        limit=args.limit,
+        concurrency=args.concurrency,
+        max_tokens=args.max_tokens,
+        show_log=args.debug,
     )
 
 
@@ -250,28 +259,31 @@ def _read_sizes(text: str) -> tuple[int, ...]:
         raise ValueError(f"expected whole numbers such as 6400,25600, not {text!r}") from None
 
 
-# --- flags made from the options ----------------------------------------------------------------------------------
+# --- flags made from the options ----------------------------------------------------------------------------
 
 
-def add_options(parser: argparse.ArgumentParser, title: str, cls: type, leave_out: Sequence[str] = ()) -> None:
-    """One flag per option; the default and its meaning are the config class's own.
+def add_options(parser: argparse.ArgumentParser, title: str, cls: type, skip: Sequence[str] = ()) -> None:
+    """One flag per option, with the default and the help text of the config class.
 
-    A flag that is not written leaves nothing in the namespace, so that the environment and a file can speak.
+    A flag that is not given leaves nothing in the namespace, so that the environment or a file can set it.
     """
     group = parser.add_argument_group(title)
     kinds = option_kinds(cls)
     for option in dataclasses.fields(cls):
-        if option.name != "model" and option.name not in leave_out:
-            _add_flag(group, option.name, kinds[option.name], getattr(cls(), option.name), option.metadata["help"])
+        if option.name != "model" and option.name not in skip:
+            default = getattr(cls(), option.name)
+            _add_flag(group, option.name, kinds[option.name], default, option.metadata["help"])
 
 
 def _add_flag(group: Any, name: str, kind: Any, default: Any, help_text: str) -> None:
     flag = name.replace("_", "-")
     if kind is bool:
-        off = {"flag": f"--no-{flag.removeprefix('enable-')}", "action": "store_false", "help": f"do not {help_text}"}
-        on = {"flag": f"--{flag}", "action": "store_true", "help": help_text}
-        given = off if default else on
-        group.add_argument(given.pop("flag"), dest=name, default=argparse.SUPPRESS, **given)
+        action = "store_true"
+        if default:
+            action = "store_false"
+            flag = f"no-{flag.removeprefix('enable-')}"
+            help_text = f"do not {help_text}"
+        group.add_argument(f"--{flag}", dest=name, default=argparse.SUPPRESS, action=action, help=help_text)
         return
     shown = "" if default in (None, ()) or isinstance(default, dict) else f" (default: {default})"
     action = "extend" if typing.get_origin(kind) is tuple else "store"
@@ -291,11 +303,7 @@ def _flag_reader(reader: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 def given_options(args: argparse.Namespace, *classes: type) -> dict[str, Any]:
-    """The options the command line names, as the config classes take them."""
+    """The options that the command line names, as the config classes take them."""
     names = {option.name for cls in classes for option in dataclasses.fields(cls)}
     given = {name: value for name, value in vars(args).items() if name in names and value is not None}
     return {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
-
-
-if __name__ == "__main__":
-    sys.exit(main())

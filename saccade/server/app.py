@@ -1,9 +1,10 @@
-"""The routes. Each is a few lines: what it answers is made elsewhere; this file says where and under which limits."""
+"""The routes of the FastAPI app, admission around those with a body, and the health checks."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
+from http import HTTPStatus
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -17,16 +18,15 @@ from saccade import __version__
 from saccade.engine.ipc.client import EngineUnavailable
 from saccade.errors import RequestError
 from saccade.server.api import openapi
-from saccade.server.api import tokenize as text
-from saccade.server.api.chat import answer_chat
-from saccade.server.api.completions import answer_completion
-from saccade.server.api.engine_view import engine_view
-from saccade.server.api.messages import answer_message
+from saccade.server.api import tokenize as tokenize_api
+from saccade.server.api.chat import create_chat_completion
+from saccade.server.api.completions import create_completion
+from saccade.server.api.messages import create_message
 from saccade.server.api.models import model_card, model_list
-from saccade.server.api.responses import answer_response
+from saccade.server.api.responses import create_response
 from saccade.server.errors import ApiError, ClientGone, api_error, json_response
-from saccade.server.http.caller import Caller
-from saccade.server.http.limits import ByteLease, Upload, read_body
+from saccade.server.http.caller import Exchange
+from saccade.server.http.limits import read_body
 from saccade.server.http.middleware import RequestMiddleware
 from saccade.server.http.origins import BrowserRules
 from saccade.server.http.response import ResponseWriter, while_connected
@@ -37,18 +37,18 @@ from saccade.server.service import Service
 
 logger = logging.getLogger("saccade.server")
 
-Handler = Callable[[Service, ResponseWriter, Upload, Caller, ByteLease], Awaitable[None]]
-Counter = Callable[[Service, Upload, Caller, ByteLease], Awaitable[dict[str, Any]]]
+Handler = Callable[[Service, Exchange], Awaitable[None]]
+JsonHandler = Callable[[Service, Exchange], Awaitable[dict[str, Any]]]
 
-_STALE_SECONDS = 30.0  # without a sign of life of a ready engine, /health says so before it is even restarted
-_SILENT_SECONDS = 5.0  # and /ready, which costs nobody a restart: an engine at work beats twice a second or every step
+_UNHEALTHY_SECONDS = 30.0  # without a heartbeat: /health fails before the engine is restarted
+_NOT_READY_SECONDS = 5.0  # without a heartbeat: /ready fails. The engine sends one every half second or step
 _IMAGE_CODES = ("invalid_image", "image_", "empty_image", "unsupported_image", "invalid_base64", "failed_to_download")
 
 
 def create_app(service: Service) -> FastAPI:
     app = FastAPI(title="Saccade", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
-    _add_generating_routes(app, service)
-    _add_reading_routes(app, service)
+    _add_post_routes(app, service)
+    _add_get_routes(app, service)
     app.add_exception_handler(HTTPException, _on_http_error)
     for kind in (ApiError, EngineUnavailable, Exception):
         app.add_exception_handler(kind, _on_error)
@@ -59,7 +59,7 @@ def create_app(service: Service) -> FastAPI:
         on_refusal=service.metrics.refused,
         logs=service.server.enable_access_log,
     )
-    if service.server.allowed_origins:  # outermost: a browser's preflight carries no key
+    if service.server.allowed_origins:  # outermost: a preflight request has no key
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(service.server.allowed_origins),
@@ -69,43 +69,41 @@ def create_app(service: Service) -> FastAPI:
     return app
 
 
-# --- routes with a body -------------------------------------------------------------------------------------------
+# --- routes with a body -------------------------------------------------------------------------------------
 
 
-def _add_generating_routes(app: FastAPI, service: Service) -> None:
+def _add_post_routes(app: FastAPI, service: Service) -> None:
     handlers: dict[str, tuple[Handler, dict[str, Any]]] = {
-        "/v1/chat/completions": (answer_chat, openapi.CHAT),
-        "/v1/completions": (answer_completion, openapi.COMPLETION),
-        "/v1/bill": (_answering(text.bill), openapi.CHAT),
-        "/tokenize": (_answering(text.tokenize), openapi.TOKENIZE),
-        "/detokenize": (_answering(text.detokenize), openapi.DETOKENIZE),
-        "/v1/responses": (answer_response, openapi.RESPONSES),
-        "/v1/responses/input_tokens": (_answering(text.input_tokens), openapi.RESPONSES),
-        "/v1/messages": (answer_message, openapi.MESSAGES),
-        "/v1/messages/count_tokens": (_answering(text.message_tokens), openapi.COUNT_TOKENS),
+        "/v1/chat/completions": (create_chat_completion, openapi.CHAT),
+        "/v1/completions": (create_completion, openapi.COMPLETION),
+        "/v1/bill": (_json_handler(tokenize_api.bill), openapi.CHAT),
+        "/tokenize": (_json_handler(tokenize_api.tokenize), openapi.TOKENIZE),
+        "/detokenize": (_json_handler(tokenize_api.detokenize), openapi.DETOKENIZE),
+        "/v1/responses": (create_response, openapi.RESPONSES),
+        "/v1/responses/input_tokens": (_json_handler(tokenize_api.input_tokens), openapi.RESPONSES),
+        "/v1/messages": (create_message, openapi.MESSAGES),
+        "/v1/messages/count_tokens": (_json_handler(tokenize_api.message_tokens), openapi.COUNT_TOKENS),
     }
     for path, (handler, extra) in handlers.items():
         app.add_api_route(path, _endpoint(service, handler), methods=["POST"], openapi_extra=extra, name=path)
 
 
-def _answering(counter: Counter) -> Handler:
-    async def handler(
-        service: Service, writer: ResponseWriter, upload: Upload, caller: Caller, lease: ByteLease
-    ) -> None:
-        await writer.json(await counter(service, upload, caller, lease))
+def _json_handler(handler: JsonHandler) -> Handler:
+    async def write(service: Service, exchange: Exchange) -> None:
+        await exchange.writer.json(await handler(service, exchange))
 
-    return handler
+    return write
 
 
 def _endpoint(service: Service, handler: Handler) -> Callable[[], Awaitable[Response]]:
     async def endpoint() -> Response:
-        return _Work(service, handler)
+        return _HandledResponse(service, handler)
 
     return endpoint
 
 
-class _Work(Response):
-    """A whole exchange as one task, so that one place lets it in, counts it and cleans up after it."""
+class _HandledResponse(Response):
+    """Admits a request, runs its handler and reports its errors, in one task."""
 
     def __init__(self, service: Service, handler: Handler) -> None:
         super().__init__()
@@ -124,72 +122,73 @@ class _Work(Response):
     async def _run(self, scope: Scope, receive: Receive, writer: ResponseWriter) -> None:
         service = self._service
         service.check_open()
-        with service.gate.holding(scope["caller"].client) as lease:
-            upload = await read_body(Request(scope, receive), service.server, lease, TextTally(service.max_chars))
+        caller = scope["caller"]
+        with service.gate.lease(caller.client) as lease:
+            tally = TextTally(service.max_chars)
+            upload = await read_body(Request(scope, receive), service.server, lease, tally)
             lease.enter()
             async with while_connected(receive):
-                await self._handler(service, writer, upload, scope["caller"], lease)
+                await self._handler(service, Exchange(caller, upload, lease, writer))
 
     async def _fail(self, writer: ResponseWriter, error: Exception, request_id: str) -> None:
-        answer = api_error(error)
-        if answer.code == "internal_error":
+        response = api_error(error)
+        if response.code == "internal_error":
             logger.exception("%s failed", request_id)
         metrics = self._service.metrics
-        metrics.failed(answer.code or "invalid_request")
+        metrics.failed(response.code or "invalid_request")
         if isinstance(error, RequestError) and (error.code or "").startswith(_IMAGE_CODES):
             metrics.media_refused(error.code or "")
-        await writer.error(answer)
+        await writer.error(response)
 
 
-# --- routes that only read ----------------------------------------------------------------------------------------
+# --- routes without a body ----------------------------------------------------------------------------------
 
 
-def _add_reading_routes(app: FastAPI, service: Service) -> None:
-    def add(path: str, endpoint: Callable[..., Any]) -> None:
-        app.add_api_route(path, endpoint, methods=["GET", "HEAD"], response_class=Response)
+def _add_get_routes(app: FastAPI, service: Service) -> None:
+    def get(path: str) -> Callable[[Any], Any]:
+        return app.api_route(path, methods=["GET", "HEAD"], response_class=Response)
 
+    @get("/health")
     def health() -> Response:
         return _health(service)
 
+    @get("/ready")
     def ready() -> Response:
         return _ready(service)
 
+    @get("/v1/models")
     def models() -> Response:
         return json_response(model_list(service))
 
+    @get("/v1/models/{name:path}")
     def model(name: str) -> Response:
         return json_response(model_card(service, name))
 
+    @get("/metrics")
     async def metrics() -> Response:
         return Response(service.metrics.text(), media_type=CONTENT_TYPE)
 
+    @get("/version")
     async def version() -> Response:
         return json_response({"version": __version__})
 
+    @get("/v1/engine")
+    async def engine() -> Response:
+        return json_response(_engine_view(service))
+
+    @get("/")
     async def home() -> Response:
         return page_file("index.html")
 
+    @get(STATIC + "{name}")
     async def static(name: str) -> Response:
         return page_file(name)
 
-    async def engine() -> Response:
-        return json_response(engine_view(service))
-
-    add("/health", health)
-    add("/ready", ready)
-    add("/v1/models", models)
-    add("/v1/models/{name:path}", model)
-    add("/metrics", metrics)
-    add("/version", version)
-    add("/v1/engine", engine)
-    add("/", home)
-    add(STATIC + "{name}", static)
-
 
 def _health(service: Service) -> Response:
-    """200 while the engine steps, or is idle and says so."""
+    """200 while the engine steps or sends heartbeats."""
     status = service.engine.status()
-    is_alive = status.state in ("ready", "draining") and status.heartbeat_age < _STALE_SECONDS
+    is_alive = status.state in ("ready", "draining") and status.heartbeat_age < _UNHEALTHY_SECONDS
     body = {
         "status": "ok" if is_alive else "unavailable",
         "engine": status.state,
@@ -200,36 +199,57 @@ def _health(service: Service) -> Response:
 
 
 def _ready(service: Service) -> Response:
-    """200 when a request sent now would be taken."""
+    """200 if a new request would be admitted."""
     status = service.engine.status()
     reason: str = "draining" if service.gate.is_draining else status.state
-    if reason == "ready" and status.heartbeat_age > _SILENT_SECONDS:
+    if reason == "ready" and status.heartbeat_age > _NOT_READY_SECONDS:
         reason = "silent"
     if reason == "ready" and (service.gate.is_full or service.connections.is_full):
         reason = "overloaded"
-    is_ready = reason == "ready"
-    return json_response({"status": reason}, 200 if is_ready else 503, {} if is_ready else {"retry-after": "1"})
+    if reason == "ready":
+        return json_response({"status": reason})
+    return json_response({"status": reason}, 503, {"retry-after": "1"})
 
 
-# --- errors outside the routes ------------------------------------------------------------------------------------
+def _engine_view(service: Service) -> dict[str, Any]:
+    """For the page at `/`: state and counters, nothing of any request. Before the first start most are missing."""
+    status = service.engine.status()
+    info = service.engine.info
+    stats = dict(service.engine.stats())
+    return {
+        "object": "engine",
+        "model": service.names[0],
+        "state": "draining" if service.gate.is_draining else status.state,
+        "heartbeat_age_s": round(status.heartbeat_age, 3),
+        "restarts": status.restarts,
+        "open_requests": service.gate.num_open,
+        "max_model_len": info.limits.max_model_len if info else None,
+        "block_size": info.limits.block_size if info else None,
+        "tokens": {"prompt": service.metrics.tokens_in, "answer": service.metrics.tokens_out},
+        "recent_steps": stats.pop("recent_steps", []),
+        "stats": stats,
+    }
+
+
+# --- errors outside the routes ------------------------------------------------------------------------------
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
-    """Paths and methods that are not there."""
+    """Unknown paths and methods."""
     assert isinstance(error, HTTPException)
     path = request.scope["path"][:200]
-    messages = {404: f"there is no route {path}", 405: f"{request.method} is not a method of {path}"}
-    message = messages.get(error.status_code, "the request cannot be answered")
-    codes = {404: "not_found", 405: "method_not_allowed"}
-    answer = ApiError(error.status_code, message, code=codes.get(error.status_code))
-    response = _answer(request, answer)
+    message = "the request cannot be answered"
+    code = None
+    if error.status_code == HTTPStatus.NOT_FOUND:
+        message = f"there is no route {path}"
+        code = "not_found"
+    elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+        message = f"{request.method} is not a method of {path}"
+        code = "method_not_allowed"
+    response = await _on_error(request, ApiError(error.status_code, message, code=code))
     response.headers.update(error.headers or {})
     return response
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
-    return _answer(request, api_error(error))
-
-
-def _answer(request: Request, error: ApiError) -> Response:
-    return error.response(request.scope["path"], request.scope["caller"].request_id)
+    return api_error(error).response(request.scope["path"], request.scope["caller"].request_id)

@@ -1,6 +1,6 @@
-"""Where settings come from: flags over the environment over a YAML file over the defaults of the config classes.
+"""Settings from flags, the environment, a YAML file and the defaults of the config classes, in this order.
 
-Knows how each kind of option is written as text; the command line is made with the same readers.
+Parses options from text; the command line uses the same parsers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from saccade.options import Options, ServerOptions
 logger = logging.getLogger("saccade.server")
 
 _PREFIX = "SACCADE_"
-_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+_TRUE = ("1", "true", "yes", "on")
+_FALSE = ("0", "false", "no", "off")
 
 
 class Settings(NamedTuple):
@@ -30,7 +31,7 @@ class Settings(NamedTuple):
 
 
 def load_settings(flags: Mapping[str, Any], environ: Mapping[str, str], file: str | None) -> Settings:
-    """`flags` holds what the command line names, and nothing else."""
+    """`flags` holds only the options that the command line names."""
     kinds = option_kinds(Options) | option_kinds(ServerOptions)
     given = {**_from_file(file, kinds), **_from_environment(environ, kinds), **flags}
     return Settings(_make(Options, given), _make(ServerOptions, given))
@@ -46,18 +47,19 @@ def _make(cls: type, given: Mapping[str, Any]) -> Any:
     return cls(**{name: value for name, value in given.items() if name in names})
 
 
-# --- text ---------------------------------------------------------------------------------------------------------
+# --- text ---------------------------------------------------------------------------------------------------
 
 
 def text_reader(kind: Any) -> Callable[[str], Any]:
-    """The function that reads one option from text; it raises ValueError with a sentence."""
+    """The function that parses an option of this type. It raises ValueError with a readable message."""
     if typing.get_origin(kind) is dict:
         return _read_limits if int in typing.get_args(kind) else _read_object
     if typing.get_origin(kind) is tuple:
         return _read_list
     if kind is bool:
         return _read_bool
-    return next((_number(k) for k in (int, float) if kind is k or k in typing.get_args(kind)), str)
+    number = _plain_type(kind)
+    return _number_reader(number) if number in (int, float) else str
 
 
 def _read_limits(text: str) -> dict[str, int]:
@@ -87,21 +89,22 @@ def _read_bool(text: str) -> bool:
     return text.lower() in _TRUE
 
 
-def _number(kind: Callable[[str], Any]) -> Callable[[str], Any]:
+def _number_reader(kind: Callable[[str], Any]) -> Callable[[str], Any]:
     def read(text: str) -> Any:
         try:
             return kind(text)
         except ValueError:
-            raise ValueError(f"expected {'a whole number' if kind is int else 'a number'}, not {text!r}") from None
+            expected = "a whole number" if kind is int else "a number"
+            raise ValueError(f"expected {expected}, not {text!r}") from None
 
     return read
 
 
-# --- environment and file -----------------------------------------------------------------------------------------
+# --- environment and file -----------------------------------------------------------------------------------
 
 
 def _from_environment(environ: Mapping[str, str], kinds: Mapping[str, Any]) -> dict[str, Any]:
-    """SACCADE_MAX_MODEL_LEN=4096 and so on. A name that is no option is only named in the log: others may own it."""
+    """Variables such as SACCADE_MAX_MODEL_LEN=4096. Unknown ones are logged and ignored."""
     found = {}
     for name, text in sorted(environ.items()):
         option = name.removeprefix(_PREFIX).lower()
@@ -131,30 +134,31 @@ def _from_file(file: str | None, kinds: Mapping[str, Any]) -> dict[str, Any]:
     named = {str(name).replace("-", "_"): value for name, value in content.items()}
     unknown = sorted(set(named) - set(kinds))
     if unknown:
-        raise ConfigError(f"the config file {file} names {', '.join(unknown)}; the options are {', '.join(kinds)}")
-    return {name: _plain(file, name, kinds[name], value) for name, value in named.items()}
+        options = ", ".join(kinds)
+        raise ConfigError(f"the config file {file} names {', '.join(unknown)}; the options are {options}")
+    return {name: _converted(file, name, kinds[name], value) for name, value in named.items()}
 
 
-def _plain(file: str, name: str, kind: Any, value: Any) -> Any:
-    """A YAML value as the option's type; text is read as a flag's would be."""
-    wanted = _wanted(kind)
+def _converted(file: str, name: str, kind: Any, value: Any) -> Any:
+    """A YAML value as the option's type. Text is parsed like that of a flag."""
+    expected = _plain_type(kind)
     if value is None and type(None) in typing.get_args(kind):
         return None
-    if isinstance(value, list) and wanted is tuple and all(isinstance(v, str) for v in value):
+    if isinstance(value, list) and expected is tuple and all(isinstance(v, str) for v in value):
         return tuple(value)
-    if wanted is float and isinstance(value, int) and not isinstance(value, bool):
+    if expected is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
-    if isinstance(value, str) and wanted is not str:
+    if isinstance(value, str) and expected is not str:
         try:
             return text_reader(kind)(value)
         except ValueError as error:
             raise ConfigError(f"the config file {file}: {name}: {error}") from None
-    if type(value) is not wanted:
-        raise ConfigError(f"the config file {file}: {name} must be {wanted.__name__}, not {value!r}")
+    if type(value) is not expected:
+        raise ConfigError(f"the config file {file}: {name} must be {expected.__name__}, not {value!r}")
     return value
 
 
-def _wanted(kind: Any) -> type:
+def _plain_type(kind: Any) -> type:
     """int for `int | None`, tuple for `tuple[str, ...]`, and so on."""
     origin = typing.get_origin(kind)
     if origin in (tuple, dict):

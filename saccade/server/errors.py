@@ -1,6 +1,6 @@
-"""Errors as clients read them: a status, a sentence, the field at fault and a code. No library's words.
+"""Errors in responses: an HTTP status, a message, the field at fault and a code.
 
-Two forms: OpenAI's, and Anthropic's below /v1/messages.
+In OpenAI's form; below /v1/messages in Anthropic's.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from saccade.errors import ConfigError, RequestError
 
 _STATUS_OF_CODE = {"overloaded": 429, "model_not_found": 404, "engine_error": 500}
 _RETRY_AFTER_OVERLOAD = 1.0
-_MAX_CHARS = 1000  # of a message: a template or a library may repeat more of a request than we would
+_MAX_CHARS = 1000  # of a message: those of templates and libraries may repeat much of a request
 _MESSAGES = "/v1/messages"
 _ANTHROPIC_KINDS = {
     401: "authentication_error",
@@ -29,7 +29,7 @@ _ANTHROPIC_KINDS = {
 
 
 class ApiError(Exception):
-    """An answer that is an error. `retry_after` is given where the same request may work later."""
+    """An error response. `retry_after` is set if the same request may work later."""
 
     def __init__(
         self,
@@ -58,20 +58,22 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
     def anthropic_body(self, request_id: str) -> dict[str, Any]:
-        """That form has no place for the field at fault, so the message begins with it."""
-        kind = _ANTHROPIC_KINDS.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
-        is_named = self.param is None or self.message.startswith(self.param)
-        message = self.message if is_named else f"{self.param}: {self.message}"
+        """Anthropic's form has no `param`, so the message begins with it."""
+        other = "api_error" if self.status >= 500 else "invalid_request_error"
+        kind = _ANTHROPIC_KINDS.get(self.status, other)
+        message = self.message
+        if self.param is not None and not message.startswith(self.param):
+            message = f"{self.param}: {message}"
         return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
 
     def headers(self) -> dict[str, str]:
-        """Clients retry 5xx on their own, so they are told when that is of no use."""
+        """OpenAI's clients retry some errors by themselves; `x-should-retry` prevents useless attempts."""
         if self.retry_after is not None:
             return {"retry-after": str(max(1, round(self.retry_after)))}
         return {} if self.status >= 500 else {"x-should-retry": "false"}
 
     def response(self, path: str, request_id: str) -> Response:
-        """In the form of the API that `path` belongs to."""
+        """In the form of the API at `path`."""
         body = self.anthropic_body(request_id) if is_anthropic(path) else self.body()
         return json_response(body, self.status, self.headers())
 
@@ -80,12 +82,16 @@ def is_anthropic(path: str) -> bool:
     return path == _MESSAGES or path.startswith(f"{_MESSAGES}/")
 
 
+def overloaded(status: int, message: str) -> ApiError:
+    return ApiError(status, message, code="overloaded", retry_after=_RETRY_AFTER_OVERLOAD)
+
+
 class ClientGone(Exception):
-    """Nobody reads the answer any more."""
+    """The client has disconnected."""
 
 
 def api_error(error: Exception) -> ApiError:
-    """The answer to whatever went wrong on the way."""
+    """The error response for an exception."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestError):
@@ -94,7 +100,7 @@ def api_error(error: Exception) -> ApiError:
         return ApiError(status, error.message, code=error.code, param=error.param, retry_after=retry_after)
     if isinstance(error, EngineUnavailable):
         return ApiError(503, error.message, code="engine_unavailable", retry_after=error.retry_after)
-    if isinstance(error, ConfigError):  # a checkpoint without a chat template, found out by the first chat
+    if isinstance(error, ConfigError):  # the checkpoint has no chat template
         return ApiError(400, str(error), code="unsupported")
     return ApiError(500, "the server failed on this request; its log says why", code="internal_error")
 

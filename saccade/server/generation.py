@@ -1,6 +1,6 @@
-"""Answers on their way: requests submitted to the engine, their events turned into text, their cost and times.
+"""The running outputs of one HTTP request: token events become text deltas, bills and metrics.
 
-One `Generation` is the answers to one HTTP request: `n` to each of its prompts. Knows no HTTP and no JSON.
+A `Generation` has `n` outputs for each prompt of the request. Knows no HTTP and no JSON.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from saccade.server.metrics import Finished, Metrics
 from saccade.types import Bill, Logprobs, Prompt, Request, TokenEvent
 
 KEEP_ALIVE_SECONDS = 5.0
-"""Silence after which a stream shows that it is alive: a large picture's prefill may outlast a proxy's patience."""
+"""A stream sends something after this time: the prefill of large images may outlast a proxy's timeout."""
 
 
 class SubmitsRequests(Protocol):
-    """The part of the engine client that generation needs."""
+    """The part of the engine client that a generation needs."""
 
     async def submit(self, requests: Sequence[Request]) -> list[RequestStream]: ...
 
 
 @dataclass(slots=True)
 class Delta:
-    """What some events add to one answer."""
+    """What some token events add to one output."""
 
     index: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    shown_ids: list[int] = field(default_factory=list)  # the same without the token that ended the answer
-    logprobs: list[Logprobs] = field(default_factory=list)  # of `shown_ids`, when they were asked for
+    shown_ids: list[int] = field(default_factory=list)  # without the stop token
+    logprobs: list[Logprobs] = field(default_factory=list)  # of `shown_ids`, if asked for
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class BilledPrompt:
-    """A prompt and what it costs."""
+    """A prompt and its cost."""
 
     prompt: Prompt
     bill: Bill
@@ -50,18 +50,18 @@ class BilledPrompt:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    arrived: float  # on the clock of time.perf_counter
-    prepare_ms: float  # reading the body, fetching and pricing pictures, building the prompt
+    arrived: float  # time.perf_counter()
+    prepare_ms: float  # reading the body, fetching media, building the prompt
     fetch_ms: float
 
 
 class Generation:
-    """A context: leaving it, for whatever reason, frees all that its requests hold in the engine."""
+    """A context manager: leaving it cancels the requests that still run."""
 
     def __init__(
         self, prompts: Sequence[BilledPrompt], answers: Sequence[RequestOutputBuilder], timing: Timing, metrics: Metrics
     ) -> None:
-        # Not the prompts themselves: they hold pictures, which the engine has by now.
+        # Not the prompts themselves: they hold images, which the engine has by now.
         self.bills = [billed.bill for billed in prompts]
         self.prompt_ids = [billed.prompt.token_ids for billed in prompts]
         self._where = [billed.prompt.where for billed in prompts]
@@ -71,7 +71,7 @@ class Generation:
         self._metrics = metrics
         self._streams: list[RequestStream] = []
         self._has_media = any(bill.items for bill in self.bills)
-        self._last: list[float | None] = [None] * len(answers)  # when the latest token of each answer came
+        self._last: list[float | None] = [None] * len(answers)  # time of the last token of each output
         self._first: float | None = None
 
     def __enter__(self) -> Generation:
@@ -91,64 +91,68 @@ class Generation:
         try:
             self._streams = await engine.submit(requests)
         except RequestError as error:
-            raise error.located(self._where[0]) from None  # only chats have pictures, and a chat is one prompt
+            raise error.located(self._where[0]) from None  # only chats have images, and a chat is one prompt
 
-    # --- tokens become text -----------------------------------------------------------------------------------------
+    # --- tokens become text ---------------------------------------------------------------------------------
 
     async def pieces(self) -> AsyncIterator[Delta | None]:
-        """What is new, answer by answer; None when nothing came for a while. RequestError ends all of it."""
-        waits = {asyncio.ensure_future(anext(stream, None)): index for index, stream in enumerate(self._streams)}
+        """Deltas of all outputs as they arrive; None after some time without one. A RequestError ends it."""
+        pending = {asyncio.ensure_future(anext(stream, None)): i for i, stream in enumerate(self._streams)}
         try:
-            while waits:
-                done, _ = await asyncio.wait(waits, timeout=KEEP_ALIVE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            while pending:
+                done, _ = await asyncio.wait(pending, timeout=KEEP_ALIVE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
                 if not done:
                     yield None
-                for wait in done:
-                    index = waits.pop(wait)
-                    events = wait.result()
+                for future in done:
+                    index = pending.pop(future)
+                    events = future.result()
                     if events is not None:
-                        waits[asyncio.ensure_future(anext(self._streams[index], None))] = index
-                        piece = self._take(index, events)
-                        if piece is not None:
-                            yield piece
+                        pending[asyncio.ensure_future(anext(self._streams[index], None))] = index
+                        delta = self._take(index, events)
+                        if delta is not None:
+                            yield delta
         finally:
-            for wait in waits:
-                wait.cancel()
+            for future in pending:
+                future.cancel()
 
     def _take(self, index: int, events: Sequence[TokenEvent]) -> Delta | None:
-        """None for what comes after a stop string: only the usage of the request that was cancelled for it."""
-        answer, piece = self.answers[index], Delta(index)
+        """None after a stop string: the cancelled request only reports its usage."""
+        answer = self.answers[index]
+        delta = Delta(index)
         if answer.is_finished:
             answer.usage = events[-1].usage or answer.usage
             return None
         for event in events:
-            if self._push(answer, event, piece):
-                self._streams[index].cancel()  # a stop string; the engine goes on otherwise
+            if self._push(answer, event, delta):
+                self._streams[index].cancel()  # for a stop string, which the engine does not know
                 answer.usage = events[-1].usage or answer.usage
                 break
-        piece.finish_reason, piece.stop_reason = answer.finish_reason, answer.stop_reason
-        self._count(index, len(piece.token_ids))
-        return piece
+        delta.finish_reason = answer.finish_reason
+        delta.stop_reason = answer.stop_reason
+        self._count(index, len(delta.token_ids))
+        return delta
 
-    def _push(self, answer: RequestOutputBuilder, event: TokenEvent, piece: Delta) -> bool:
-        """True when the answer is complete."""
+    def _push(self, answer: RequestOutputBuilder, event: TokenEvent, delta: Delta) -> bool:
+        """Returns whether the output is complete."""
         if event.error is not None:
             raise event.error.located(self._where[answer.index // self.per_prompt])
         if event.finish_reason == "abort":
             raise EngineUnavailable("the engine gave the request up; send it again", 1.0)
-        piece.text += answer.push(event)
+        delta.text += answer.push(event)
         if event.token_id is not None:
-            piece.token_ids.append(event.token_id)
+            delta.token_ids.append(event.token_id)
             if event.stop_token_id is None:
-                piece.shown_ids.append(event.token_id)
-                piece.logprobs += [event.logprobs] if event.logprobs is not None else []
+                delta.shown_ids.append(event.token_id)
+                if event.logprobs is not None:
+                    delta.logprobs.append(event.logprobs)
         return answer.is_finished
 
     def _count(self, index: int, count: int) -> None:
         if not count:
             return
         self._metrics.tokens_out += count
-        now, last = time.perf_counter(), self._last[index]
+        now = time.perf_counter()
+        last = self._last[index]
         if self._first is None:
             self._first = now
             self._metrics.first_token(now - self._timing.arrived, has_media=self._has_media)
@@ -156,10 +160,10 @@ class Generation:
             self._metrics.next_tokens(now - last, count, has_media=self._has_media)
         self._last[index] = now
 
-    # --- when all is said ---------------------------------------------------------------------------------------------
+    # --- the end -----------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Tell the metrics; called once, when every answer is complete."""
+        """Reports to the metrics. Called once, when every output is complete."""
         now = time.perf_counter()
         self._metrics.finished(
             Finished(
@@ -175,11 +179,12 @@ class Generation:
 
     @property
     def cached_tokens(self) -> int:
-        """Of each prompt once: the further answers to it find what the first one left."""
+        """Counted once per prompt: its other outputs find what the first one has cached."""
         firsts = self.answers[:: self.per_prompt]
         return sum(answer.usage.cached_tokens for answer in firsts if answer.usage is not None)
 
     def bill(self, index: int) -> Bill:
-        """A prompt's bill with what its first answer took, as far as it is known."""
-        bill, usage = self.bills[index], self.answers[index * self.per_prompt].usage
-        return bill.settled(usage, {"prepare": self._timing.prepare_ms, "fetch": self._timing.fetch_ms})
+        """The bill of a prompt with the cache hits and times of its first output, as far as known."""
+        usage = self.answers[index * self.per_prompt].usage
+        times = {"prepare": self._timing.prepare_ms, "fetch": self._timing.fetch_ms}
+        return self.bills[index].settled(usage, times)

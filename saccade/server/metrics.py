@@ -1,7 +1,6 @@
-"""What operators watch: Prometheus metrics under our own names, and the same numbers under the names of vLLM's boards.
+"""Prometheus metrics under our own names, and the same values under vLLM's names for its dashboards.
 
-Gets finished facts and the engine's latest counters; knows neither HTTP nor how anything is computed. The registry is
-its own, so two servers in one process do not mix.
+Each instance has its own registry, so that two servers in one process do not mix.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ _BYTES = tuple(float(4**i) for i in range(5, 14))
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """One answered request, as its metrics need it."""
+    """A request that ended normally."""
 
     bills: Sequence[Bill]  # one per prompt
-    usages: Sequence[Usage]  # one per answer
-    finish_reasons: Sequence[str]  # one per answer
-    generated: Sequence[int]  # tokens, one per answer
+    usages: Sequence[Usage]  # one per output
+    finish_reasons: Sequence[str]  # one per output
+    generated: Sequence[int]  # tokens, one per output
     max_tokens: int
-    seconds: float  # from the arrival of the request to its last token
-    decode_seconds: float  # from the first token to the last
+    seconds: float  # arrival to last token
+    decode_seconds: float  # first token to last token
 
     @property
     def has_media(self) -> bool:
@@ -42,70 +41,70 @@ class Finished:
 
 
 class Metrics:
-    """`stats` gives the engine's latest counters; `model` is the name under which vLLM's boards look for numbers."""
+    """`stats` returns the engine's counters; `model` is the label `model_name` of vLLM's metrics."""
 
     def __init__(
         self, model: str, stats: Callable[[], Mapping[str, Any]], bytes_in_flight: Callable[[], int] = lambda: 0
     ) -> None:
         self.registry = CollectorRegistry()
         self._model = model
-        self._ours = _Ours(self.registry)
-        self._theirs = _Theirs(self.registry, model)
+        self._saccade = _SaccadeMetrics(self.registry)
+        self._vllm = _VllmMetrics(self.registry, model)
         self.tokens_in = self.tokens_out = 0  # for the throughput line in the log
         self.registry.register(_EngineCollector(stats, model))
-        lease = Gauge("saccade:request_bytes", "Bytes of open requests, here and in the engine", registry=self.registry)
-        lease.set_function(bytes_in_flight)
+        text = "Bytes of open requests, here and in the engine"
+        Gauge("saccade:request_bytes", text, registry=self.registry).set_function(bytes_in_flight)
 
     def text(self) -> bytes:
         return generate_latest(self.registry)
 
-    # --- while a request runs -------------------------------------------------------------------------------------
+    # --- while a request runs -------------------------------------------------------------------------------
 
     def first_token(self, seconds: float, *, has_media: bool) -> None:
-        self._ours.first_token.labels(_flag(has_media)).observe(seconds)
-        self._theirs.first_token.observe(seconds)
+        self._saccade.first_token.labels(_flag(has_media)).observe(seconds)
+        self._vllm.first_token.observe(seconds)
 
     def next_tokens(self, seconds: float, count: int, *, has_media: bool) -> None:
-        """`count` tokens of one answer arrived this long after the one before them."""
+        """`count` tokens of one output arrived this long after the preceding one."""
         for _ in range(count):
-            self._ours.inter_token.labels(_flag(has_media)).observe(seconds / count)
-            self._theirs.inter_token.observe(seconds / count)
+            self._saccade.inter_token.labels(_flag(has_media)).observe(seconds / count)
+            self._vllm.inter_token.observe(seconds / count)
 
     def fetched(self, seconds: float, num_bytes: int | None) -> None:
-        """A picture was fetched, or not when there are no bytes."""
-        self._ours.fetch.labels("failed" if num_bytes is None else "ok").observe(seconds)
+        """A fetch ended. No bytes: it failed."""
+        self._saccade.fetch.labels("failed" if num_bytes is None else "ok").observe(seconds)
         if num_bytes is not None:
-            self._ours.fetch_bytes.observe(num_bytes)
+            self._saccade.fetch_bytes.observe(num_bytes)
 
-    # --- when it is over ------------------------------------------------------------------------------------------
+    # --- the end of a request ------------------------------------------------------------------------------------
 
     def finished(self, done: Finished) -> None:
-        self._ours.finished(done)
-        self._theirs.finished(done)
+        self._saccade.finished(done)
+        self._vllm.finished(done)
         self.tokens_in += sum(bill.prompt_tokens for bill in done.bills)
 
     def failed(self, reason: str) -> None:
-        """A request that was let in and ended without an answer."""
-        self._ours.failed.labels(reason).inc()
+        """A request that was admitted and ended without a response."""
+        self._saccade.failed.labels(reason).inc()
 
     def refused(self, reason: str) -> None:
-        """A request that was turned away before any work."""
-        self._ours.refused.labels(reason).inc()
-        self._theirs.refused.labels(self._model, reason).inc()
+        """A request that was not admitted."""
+        self._saccade.refused.labels(reason).inc()
+        self._vllm.refused.labels(self._model, reason).inc()
 
     def media_refused(self, code: str) -> None:
-        self._ours.media_refused.labels(code).inc()
+        self._saccade.media_refused.labels(code).inc()
 
     def media_mistyped(self, count: int) -> None:
-        """Pictures that were taken for what they are, and not for what their URL said."""
-        self._ours.media_mistyped.inc(count)
+        """Images of another format than their data URL says."""
+        self._saccade.media_mistyped.inc(count)
 
 
 def _flag(value: bool) -> str:
     return "true" if value else "false"
 
 
-class _Ours:
+class _SaccadeMetrics:
     """Metrics with the prefix `saccade:`."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -138,11 +137,6 @@ class _Ours:
         for reason in done.finish_reasons:
             self.requests.labels(reason, media).inc()
         self.e2e.labels(media).observe(done.seconds)
-        self._count_tokens(done)
-        for usage in done.usages:
-            self._observe_stages(usage, done.has_media)
-
-    def _count_tokens(self, done: Finished) -> None:
         for bill in done.bills:
             self.tokens.labels("text").inc(bill.text_tokens)
             self.tokens.labels("image").inc(bill.image_tokens)
@@ -151,24 +145,24 @@ class _Ours:
                 self.image_tokens.observe(item.tokens)
         self.tokens.labels("cached").inc(sum(usage.cached_tokens for usage in done.usages))
         self.tokens.labels("generated").inc(sum(done.generated))
+        for usage in done.usages:
+            if usage.first_scheduled is None:
+                continue
+            self.queue.observe(usage.first_scheduled - usage.arrived)
+            if usage.first_token is not None:
+                self.prefill.observe(usage.first_token - usage.first_scheduled)
+            if done.has_media:
+                self.decode.observe(usage.decode_ms / 1e3)
+                self.encode.observe(usage.encode_ms / 1e3)
 
-    def _observe_stages(self, usage: Usage, has_media: bool) -> None:
-        if usage.first_scheduled is None:
-            return
-        self.queue.observe(usage.first_scheduled - usage.arrived)
-        if usage.first_token is not None:
-            self.prefill.observe(usage.first_token - usage.first_scheduled)
-        if has_media:
-            self.decode.observe(usage.decode_ms / 1e3)
-            self.encode.observe(usage.encode_ms / 1e3)
 
-
-class _Theirs:
-    """The names, types and labels that dashboards made for vLLM read."""
+class _VllmMetrics:
+    """Metrics with the names, types and labels of vLLM, for its dashboards."""
 
     def __init__(self, registry: CollectorRegistry, model: str) -> None:
         def histogram(name: str, text: str, buckets: Sequence[float] = _SLOW) -> Histogram:
-            return Histogram(f"vllm:{name}", text, ("model_name",), buckets=buckets, registry=registry).labels(model)
+            metric = Histogram(f"vllm:{name}", text, ("model_name",), buckets=buckets, registry=registry)
+            return metric.labels(model)
 
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"vllm:{name}", text, ("model_name", *labels), registry=registry)
@@ -208,7 +202,7 @@ class _Theirs:
 
 
 class _EngineCollector(Collector):
-    """The engine's own counters, read at the moment of a scrape."""
+    """The engine's counters, read at each scrape."""
 
     def __init__(self, stats: Callable[[], Mapping[str, Any]], model: str) -> None:
         self._stats = stats
@@ -217,20 +211,19 @@ class _EngineCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         stats = self._stats()
         if stats:
-            yield from _gauges(stats)
-            yield from _counters(stats)
-            yield from self._aliases(stats)
+            yield from _saccade_metrics(stats)
+            yield from self._vllm_metrics(stats)
 
-    def _aliases(self, stats: Mapping[str, Any]) -> Iterator[Metric]:
-        kv, prefix, encoder = stats["kv"], stats["prefix_cache"], stats["encoder_cache"]
+    def _vllm_metrics(self, stats: Mapping[str, Any]) -> Iterator[Metric]:
+        encoder = stats["encoder_cache"]
         gauges = {
             "num_requests_running": stats["running"],
             "num_requests_waiting": stats["waiting"],
-            "kv_cache_usage_perc": kv["used"] / kv["total"],
+            "kv_cache_usage_perc": stats["kv"]["used"] / stats["kv"]["total"],
         }
         counters = {
-            "prefix_cache_queries": prefix["queries"],
-            "prefix_cache_hits": prefix["hits"],
+            "prefix_cache_queries": stats["prefix_cache"]["queries"],
+            "prefix_cache_hits": stats["prefix_cache"]["hits"],
             "mm_cache_queries": encoder["hits"] + encoder["misses"],
             "mm_cache_hits": encoder["hits"],
             "num_preemptions": stats["preemptions"],
@@ -242,25 +235,22 @@ class _EngineCollector(Collector):
                 yield family
 
 
-def _gauges(stats: Mapping[str, Any]) -> Iterator[Metric]:
-    kv, encoder = stats["kv"], stats["encoder_cache"]
-    bytes_per_slot = stats.get("embedding_bytes_per_slot", 0)
-    table = {
+def _saccade_metrics(stats: Mapping[str, Any]) -> Iterator[Metric]:
+    kv = stats["kv"]
+    prefix = stats["prefix_cache"]
+    cache = stats["encoder_cache"]
+    encoder = stats.get("encoder", {})
+    slot_bytes = stats.get("embedding_bytes_per_slot", 0)
+    gauges = {
         "running": ("Requests being computed", stats["running"]),
         "waiting": ("Requests that wait", stats["waiting"]),
         "kv_blocks_used": ("KV blocks held by requests", kv["used"]),
         "kv_blocks_idle": ("KV blocks kept for reuse", kv["idle"]),
         "kv_blocks_total": ("KV blocks there are", kv["total"]),
-        "encoder_cache_used_bytes": ("Embeddings kept", encoder["slots_used"] * bytes_per_slot),
-        "encoder_cache_total_bytes": ("Embeddings that fit", encoder["slots_total"] * bytes_per_slot),
+        "encoder_cache_used_bytes": ("Embeddings kept", cache["slots_used"] * slot_bytes),
+        "encoder_cache_total_bytes": ("Embeddings that fit", cache["slots_total"] * slot_bytes),
     }
-    for name, (text, value) in table.items():
-        yield GaugeMetricFamily(f"saccade:{name}", text, value=value)
-
-
-def _counters(stats: Mapping[str, Any]) -> Iterator[Metric]:
-    prefix, cache, encoder = stats["prefix_cache"], stats["encoder_cache"], stats.get("encoder", {})
-    table = {
+    counters = {
         "steps": ("Steps of the engine", stats["steps"]),
         "preemptions": ("Requests that gave their blocks back and began again", stats["preemptions"]),
         "prefix_cache_queries": ("Prompt tokens looked up", prefix["queries"]),
@@ -271,5 +261,7 @@ def _counters(stats: Mapping[str, Any]) -> Iterator[Metric]:
         "pictures_encoded": ("Pictures encoded", encoder.get("encoded", 0)),
         "pictures_failed": ("Pictures that could not be decoded or encoded", encoder.get("failed", 0)),
     }
-    for name, (text, value) in table.items():
+    for name, (text, value) in gauges.items():
+        yield GaugeMetricFamily(f"saccade:{name}", text, value=value)
+    for name, (text, value) in counters.items():
         yield CounterMetricFamily(f"saccade:{name}", text, value=value)

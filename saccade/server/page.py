@@ -1,4 +1,4 @@
-"""The page at `/`: files that browsers load, read once at the start. Knows nothing of models, engines or keys."""
+"""The files of the page at `/`. Knows nothing of models, engines or keys."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _TYPES = {
     ".svg": "image/svg+xml",
 }
 _HEADERS = {
-    # Everything from here and nothing inline. Pictures that people drop are blobs until they are sent as data URLs.
+    # Everything from this origin, nothing inline. A dropped image is a blob until it is sent as a data URL.
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src 'self' data: blob:; media-src blob:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-    "cache-control": "no-cache",  # a newer server's page must not meet an older one's scripts
+    "cache-control": "no-cache",  # a new page must not load old scripts after an upgrade
 }
 
 
 def page_file(name: str) -> Response:
-    """One of the page's files; a 404 for every other name."""
+    """A file of the page. HTTPException 404 for any other name."""
     content = _files().get(name)
     if content is None:
         raise HTTPException(404)
@@ -34,5 +34,5 @@ def page_file(name: str) -> Response:
 
 @cache
 def _files() -> dict[str, bytes]:
-    """All there are, by name: what a client asks for is looked up here and never in the file system."""
+    """All files by name, read once: names from clients never reach the file system."""
     return {path.name: path.read_bytes() for path in _FOLDER.iterdir() if path.suffix in _TYPES}

@@ -1,7 +1,7 @@
-"""`saccade serve`: puts the parts together, says what was chosen, and shuts everything down in order.
+"""`saccade serve`: builds the server, logs its settings, and shuts it down in order.
 
-SIGTERM ─► ready is 503, new requests 503 ─► open ones finish (--drain-timeout) ─► the rest get an error ─► exit 0
-a second signal skips the waiting
+SIGTERM ─► new requests get 503 ─► open ones finish (--drain-timeout) ─► the rest get an error ─► exit 0
+A second signal skips the draining.
 """
 
 from __future__ import annotations
@@ -42,15 +42,16 @@ from saccade.types import Request, Size
 logger = logging.getLogger("saccade.server")
 
 _THROUGHPUT_SECONDS = 10.0
-_LAST_WORDS_SECONDS = 2.0  # for errors to reach clients whose requests were given up
+_FLUSH_SECONDS = 2.0  # for errors to reach the clients of aborted requests
 _WARM_IMAGE = Size(64, 64)
-_STEP_MS = 400.0  # on a CPU: what a newcomer waits for at most before its own step begins
+_MAX_STEP_MS = 400.0  # on a CPU: bounds the wait of a new request for its first step
 
 
 def serve(settings: Settings) -> int:
-    options, server = settings
+    options = settings.engine
+    server = settings.server
     if options.max_step_ms is None:
-        options = replace(options, max_step_ms=_STEP_MS)
+        options = replace(options, max_step_ms=_MAX_STEP_MS)
     checkpoint = open_checkpoint(
         options.model, weights=options.load_format != "dummy", generation_config=options.generation_config
     )
@@ -63,8 +64,16 @@ def serve(settings: Settings) -> int:
         heartbeat_timeout=server.heartbeat_timeout,
         progress=sys.stderr.isatty(),
     )
+    local = server.allowed_local_media_path
+    fetch_policy = FetchPolicy(
+        allowed_domains=server.allowed_media_domains,
+        allowed_local_path=Path(local) if local is not None else None,
+        max_bytes=options.max_image_bytes,
+        timeout_s=server.media_fetch_timeout,
+        allow_private_addresses=server.allow_private_media_addresses,
+    )
     with _listening(server) as sock:
-        service = Service(options, server, processor, engine, Fetcher(_fetch_policy(settings)))
+        service = Service(options, server, processor, engine, Fetcher(fetch_policy))
         running = _Running(service, engine, sock)
         with asyncio.Runner(loop_factory=running.http.config.get_loop_factory()) as runner:
             return runner.run(running.run())
@@ -72,7 +81,7 @@ def serve(settings: Settings) -> int:
 
 @contextlib.contextmanager
 def _listening(server: ServerOptions) -> Iterator[socket.socket]:
-    """The port is taken before anything slow begins, so that a taken one is known at once."""
+    """Binds the port before anything slow begins, so that a port in use fails at once."""
     family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
     try:
         sock = socket.create_server((server.host, server.port), family=family, backlog=2048)
@@ -84,42 +93,35 @@ def _listening(server: ServerOptions) -> Iterator[socket.socket]:
         yield sock
 
 
-def _fetch_policy(settings: Settings) -> FetchPolicy:
-    server = settings.server
-    local = server.allowed_local_media_path
-    return FetchPolicy(
-        allowed_domains=server.allowed_media_domains,
-        allowed_local_path=Path(local) if local is not None else None,
-        max_bytes=settings.engine.max_image_bytes,
-        timeout_s=server.media_fetch_timeout,
-        allow_private_addresses=server.allow_private_media_addresses,
-    )
-
-
 def warmup_requests(processor: Processor) -> list[Request]:
-    """A few tokens of text and a small picture: what is lazy in the engine is done before the first client comes."""
-    prompts = [processor.from_prompt("warm")]
+    """Text, an image and a JSON grammar: lazy initialization is done before the first request."""
+    params = SamplingParams(max_tokens=2, temperature=0)
+    text = processor.from_prompt("warm")
+    warmups = [(text, params)]
     if processor.policy.limits.get("image", 0) > 0:
-        text, grey = f"{processor.placeholder}warm", _bmp(_WARM_IMAGE)
-        prompts.append(processor.from_prompt({"prompt": text, "multi_modal_data": {"image": grey}}))
-    forms = [ANY_OBJECT] if is_available() else []  # reading the tokenizer for grammars takes a second or three
-    asked = [*((prompt, None) for prompt in prompts), *((prompts[0], form) for form in forms)]
+        image = {"image": _black_bmp(_WARM_IMAGE)}
+        prompt = processor.from_prompt({"prompt": f"{processor.placeholder}warm", "multi_modal_data": image})
+        warmups.append((prompt, params))
+    if is_available():  # preparing the tokenizer for grammars takes one to three seconds
+        warmups.append((text, replace(params, structured=ANY_OBJECT)))
     return [
-        Request(f"warm-up-{i}", prompt, SamplingParams(max_tokens=2, temperature=0, structured=form), 2, frozenset(), 0)
-        for i, (prompt, form) in enumerate(asked)
+        Request(f"warm-up-{i}", prompt, params, max_tokens=2, eos_token_ids=frozenset(), seed=0)
+        for i, (prompt, params) in enumerate(warmups)
     ]
 
 
-def _bmp(size: Size) -> bytes:
-    """A black picture in the simplest format there is: a header, then 24 bits a pixel."""
+def _black_bmp(size: Size) -> bytes:
     pixels = bytes(size.width * size.height * 3)
-    numbers = (54 + len(pixels), 0, 54, 40, size.width, size.height, 1 | 24 << 16, 0, len(pixels), 0, 0, 0, 0)
-    return b"BM" + b"".join(number.to_bytes(4, "little") for number in numbers) + pixels
+    header = (54 + len(pixels), 0, 54, 40, size.width, size.height, 1 | 24 << 16, 0, len(pixels), 0, 0, 0, 0)
+    return b"BM" + b"".join(value.to_bytes(4, "little") for value in header) + pixels
 
 
 class _Server(uvicorn.Server):
-    """Signals are ours: Uvicorn would close the port at once, and a draining server still has to say so. So is the
-    port: Uvicorn's loop drops connections when descriptors run out."""
+    """Uvicorn without its signal handlers and its accept loop.
+
+    On a signal Uvicorn would close the port at once, but a draining server still answers probes. For the
+    accept loop see `Listener`.
+    """
 
     def __init__(self, config: uvicorn.Config, service: Service, sock: socket.socket) -> None:
         super().__init__(config)
@@ -128,9 +130,7 @@ class _Server(uvicorn.Server):
 
     def _make_protocol(self) -> BoundedHttp:
         service = self._service
-        return BoundedHttp(
-            self.config, self.server_state, service.server, service.connections, on_refusal=service.metrics.refused
-        )
+        return BoundedHttp(self.config, self.server_state, service.server, service.connections)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -146,7 +146,7 @@ class _Server(uvicorn.Server):
 
 
 class _Running:
-    """The server from its first request to its last."""
+    """The life of the server: start, drain, stop."""
 
     def __init__(self, service: Service, engine: EngineClient, sock: socket.socket) -> None:
         self._service = service
@@ -170,7 +170,7 @@ class _Running:
         self.http = _Server(config, service, sock)
 
     async def run(self) -> int:
-        """The port answers from the start: while the model loads, /health and /ready say so."""
+        """Serves from the start: while the model loads, /health and /ready report it."""
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
@@ -211,7 +211,7 @@ class _Running:
         names = ", ".join(self._service.names)
         logger.info("serving %s on http://%s:%d after %.1f s", names, host, port, info.start_seconds)
 
-    # --- the end --------------------------------------------------------------------------------------------------
+    # --- shutdown --------------------------------------------------------------------------------------------
 
     def _on_signal(self) -> None:
         if self._stop is None:
@@ -220,41 +220,46 @@ class _Running:
             self._skip_drain.set()
 
     async def _drain(self) -> None:
-        gate, timeout = self._service.gate, self._service.server.drain_timeout
+        gate = self._service.gate
+        timeout = self._service.server.drain_timeout
         gate.is_draining = True
         logger.info("shutting down: %d requests are open and may take %.0f s", gate.num_open, timeout)
         deadline = time.monotonic() + timeout
         while gate.num_open and time.monotonic() < deadline and not self._skip_drain.is_set():
             await asyncio.sleep(0.05)
-        await self._engine.stop()  # whoever is still open gets an error now
-        deadline = time.monotonic() + _LAST_WORDS_SECONDS
+        await self._engine.stop()  # requests that are still open get an error now
+        deadline = time.monotonic() + _FLUSH_SECONDS
         while gate.num_open and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
         self.http.should_exit = True
 
-    # --- the log --------------------------------------------------------------------------------------------------
+    # --- the log --------------------------------------------------------------------------------------------
 
     async def _report_throughput(self) -> None:
-        """One line while there is work, so that a quiet server has a quiet log; then what work left is cleared."""
+        """Logs one line per interval with work, then collects garbage. An idle server logs nothing."""
         metrics = self._service.metrics
-        seen = metrics.tokens_in, metrics.tokens_out
         while True:
+            tokens_in = metrics.tokens_in
+            tokens_out = metrics.tokens_out
             await asyncio.sleep(_THROUGHPUT_SECONDS)
-            now, stats = (metrics.tokens_in, metrics.tokens_out), self._engine.stats()
-            if stats and (now != seen or self._service.gate.num_open):
-                logger.info("%s", _throughput_line(now[0] - seen[0], now[1] - seen[1], stats))
-                collect()  # of what came since the start: a millisecond
-                trim()  # of a heap of 30 MB: another one or two
-            seen = now
+            tokens_in = metrics.tokens_in - tokens_in
+            tokens_out = metrics.tokens_out - tokens_out
+            stats = self._engine.stats()
+            if stats and (tokens_in or tokens_out or self._service.gate.num_open):
+                logger.info("%s", _throughput_line(tokens_in, tokens_out, stats))
+                collect()  # about 1 ms: only what came since the start
+                trim()  # 1 to 2 ms with a heap of 30 MB
 
 
 def _throughput_line(tokens_in: int, tokens_out: int, stats: dict[str, Any]) -> str:
-    kv, prefix, encoder = stats["kv"], stats["prefix_cache"], stats["encoder_cache"]
+    prefix = stats["prefix_cache"]
+    encoder = stats["encoder_cache"]
     return (
-        f"{tokens_in / _THROUGHPUT_SECONDS:.1f} prompt and {tokens_out / _THROUGHPUT_SECONDS:.1f} answer tokens/s; "
-        f"{stats['running']} running, {stats['waiting']} waiting; KV {kv['used'] / kv['total']:.0%} used; prefix cache "
-        f"{_share(prefix['hits'], prefix['queries'])} found, pictures "
-        f"{_share(encoder['hits'], encoder['hits'] + encoder['misses'])} found"
+        f"{tokens_in / _THROUGHPUT_SECONDS:.1f} prompt and {tokens_out / _THROUGHPUT_SECONDS:.1f} answer "
+        f"tokens/s; {stats['running']} running, {stats['waiting']} waiting; "
+        f"KV {stats['kv']['used'] / stats['kv']['total']:.0%} used; "
+        f"prefix cache {_share(prefix['hits'], prefix['queries'])} found, "
+        f"pictures {_share(encoder['hits'], encoder['hits'] + encoder['misses'])} found"
     )
 
 

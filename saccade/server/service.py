@@ -1,6 +1,6 @@
-"""What the routes share: a checked request becomes a priced prompt, and priced prompts become running generations.
+"""What the routes share: checked requests become prompts with a bill, prompts become running generations.
 
-Owns the thread pool for prompt building, the gate and the pictures kept by uuid. Knows no JSON shapes.
+Owns the thread pools, the admission gate and the cache of media uuids. Knows no JSON of any API.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from saccade.media.hashing import salt_of
 from saccade.options import Options, SchedulerConfig, ServerOptions
 from saccade.processor.generation_config import sampling_defaults
 from saccade.processor.output import RequestOutputBuilder
-from saccade.processor.prompt import Processor, Rendered
+from saccade.processor.prompt import Processor
 from saccade.processor.requests import RequestBuilder
 from saccade.processor.template_pool import THREADS as _TEMPLATE_THREADS
-from saccade.server.errors import ApiError
+from saccade.server.errors import overloaded
 from saccade.server.generation import BilledPrompt, Generation, SubmitsRequests, Timing
 from saccade.server.http.auth import KeyRing
-from saccade.server.http.caller import Caller
+from saccade.server.http.caller import Caller, Exchange
 from saccade.server.http.connections import Connections, connection_limit
-from saccade.server.http.limits import AdmissionGate, ByteLease, Upload, decode_object
+from saccade.server.http.limits import AdmissionGate, decode_object
 from saccade.server.http.text_tally import check_chars, check_text
 from saccade.server.metrics import Metrics
 from saccade.server.request.chat import ChatRequest, ResponseOptions, renaming
@@ -47,16 +47,16 @@ logger = logging.getLogger("saccade.server")
 
 DEFAULT_MAX_WAITING = 256
 _THREADS = 4
-_SCHEMA_THREADS = 2  # as many processes check schemas at once
-_RETRY_AFTER_SCHEMAS = 1.0
-_GUESSED_START = 5.0
+_SCHEMA_THREADS = 2  # each waits for one process that checks schemas
+_RETRY_AFTER_START = 5.0
 _SCHEMA_FIELDS = ("response_format", "structured_outputs", "tools", "text", "output_config")
 
 Result = TypeVar("Result")
+Reader = Callable[..., Result]
 
 
 class Engine(SubmitsRequests, Protocol):
-    """What the server needs of an engine client; tests put a fake here."""
+    """The part of the engine client that the server needs."""
 
     @property
     def info(self) -> EngineInfo | None: ...
@@ -83,7 +83,7 @@ class Service:
         self.gate = AdmissionGate(
             options.max_num_seqs + max_waiting,
             server.max_inflight_mb << 20,
-            # Of the largest body one must always fit, whatever the share is.
+            # One body of the maximum size must always fit.
             max(int((server.max_inflight_mb << 20) * server.max_client_share), server.max_body_mb << 20),
             engine_bytes=lambda: engine.bytes_in_flight,
             on_refusal=self.metrics.refused,
@@ -95,23 +95,25 @@ class Service:
         self.fields = FieldReader(strict=server.strict_params, defaults=self.defaults)
         self.created = int(time.time())
         self._fetcher = fetcher
-        self._media = MediaResolver(fetcher, UuidCache(server.uuid_cache_mb << 20), processor.policy, self.metrics)
+        uuids = UuidCache(server.uuid_cache_mb << 20)
+        self._media = MediaResolver(fetcher, uuids, processor.policy, self.metrics)
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="saccade-prompt")
         self._schema_pool = FairPool(_SCHEMA_THREADS, "saccade-schema", server.max_schema_checks)
         self._template_pool = ThreadPoolExecutor(_TEMPLATE_THREADS, thread_name_prefix="saccade-template")
-        self._requests = RequestBuilder(self.processor.eos_token_ids, options.seed)
-        self._numbers = itertools.count()
+        self._requests = RequestBuilder(processor.eos_token_ids, options.seed)
+        self._request_numbers = itertools.count()
 
     @property
     def limits(self) -> SchedulerConfig:
-        """What the engine admits under; EngineUnavailable before it is up for the first time."""
+        """The engine's limits. EngineUnavailable before its first start."""
         self._check_started()
         assert self.engine.info is not None
         return self.engine.info.limits
 
     def _check_started(self) -> None:
         if self.engine.info is None:
-            raise EngineUnavailable(f"the engine is {self.engine.status().state}; try again later", _GUESSED_START)
+            message = f"the engine is {self.engine.status().state}; try again later"
+            raise EngineUnavailable(message, _RETRY_AFTER_START)
 
     @property
     def max_chars(self) -> int:
@@ -120,49 +122,51 @@ class Service:
     def check_ids(self, count: int, param: str) -> None:
         if count > self.limits.max_model_len:
             raise RequestError(
-                f"{count} token ids were given, and the context has {self.limits.max_model_len}; send fewer or raise "
-                "--max-model-len",
+                f"{count} token ids were given, and the context has {self.limits.max_model_len}; send fewer or "
+                "raise --max-model-len",
                 code="context_length_exceeded",
                 param=param,
             )
 
     def check_open(self) -> None:
-        """ApiError or EngineUnavailable when a request that comes now need not even be read."""
+        """ApiError or EngineUnavailable if a new request would be refused without reading its body."""
         self.gate.check()
         self._check_started()
 
-    async def decode(self, upload: Upload) -> dict[str, Any]:
-        """The body as an object whose text the context may hold."""
-        body = await self.in_thread(decode_object, upload.take())
+    async def decode(self, exchange: Exchange) -> dict[str, Any]:
+        """The body as a JSON object. RequestError if its text cannot fit the context."""
+        body = await self.in_thread(decode_object, exchange.upload.take())
         await self.in_thread(check_text, body, self.max_chars)
         return body
 
-    async def read(self, reader: Callable[..., Result], body: Mapping[str, Any], caller: Caller, *args: Any) -> Result:
-        """Check a body in a thread. Schemas have threads of their own, which callers use in turn: one may take seconds.
+    async def read(self, reader: Reader[Result], exchange: Exchange, *args: Any) -> Result:
+        """The checked request in a body."""
+        return await self.check(reader, await self.decode(exchange), exchange.caller, *args)
 
-        What was found about a schema is remembered for the caller's tenant, as is all that can be told by its time.
+    async def check(self, reader: Reader[Result], body: Mapping[str, Any], caller: Caller, *args: Any) -> Result:
+        """Check a body in a thread. One JSON schema may take seconds, so schemas have their own fair pool.
+
+        Results of schema checks are cached per tenant, so that timing reveals nothing of other tenants.
         """
         if not any(body.get(name) for name in _SCHEMA_FIELDS):
             return await self.in_thread(reader, body, self.fields, *args)
-        check = partial(reader, body, self.fields.of(self._tenant(caller)), *args)
+        check = partial(reader, body, self.fields.for_scope(self._tenant(caller)), *args)
         try:
             return await asyncio.wrap_future(self._schema_pool.submit(caller.client, check))
         except QueueFull as full:
             self.metrics.refused("overloaded")
-            raise ApiError(
+            raise overloaded(
                 429,
                 f"{full.count} of your requests wait for their JSON schemas to be checked and "
                 f"{self.server.max_schema_checks} may (--max-schema-checks); try again soon",
-                code="overloaded",
-                retry_after=_RETRY_AFTER_SCHEMAS,
             ) from None
 
     async def in_thread(self, work: Callable[..., Result], *args: Any) -> Result:
-        """For work of a millisecond or more: the event loop stays free for everybody's tokens."""
+        """For work of a millisecond or more: on the event loop it would delay the tokens of all streams."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, work, *args)
 
     def serves(self, name: str) -> bool:
-        """A folder may also be named as the operator named it; it is never told to those who do not know it."""
+        """The path of a model folder is accepted too, but never shown."""
         return name in self.names or (name == self.options.model and not self.server.served_model_name)
 
     def check_model(self, name: str | None) -> None:
@@ -182,7 +186,7 @@ class Service:
         CHECKS.close()
 
     async def warm(self) -> None:
-        """The first chat need not wait until a process for templates has started. What is wrong with one is logged."""
+        """Starts a template process before the first chat. Logs what is wrong with the template."""
         if self.processor.checkpoint.chat_template is None:
             return
         try:
@@ -190,99 +194,96 @@ class Service:
         except (ConfigError, RequestError) as error:
             logger.warning("the chat template does not work: %s", error)
 
-    # --- prompts --------------------------------------------------------------------------------------------------
+    # --- prompts --------------------------------------------------------------------------------------------
 
-    async def price_chat(self, request: ChatRequest, caller: Caller, lease: ByteLease) -> tuple[BilledPrompt, Timing]:
-        """Fetch what must be fetched, then build the prompt in a thread. Nothing is decoded, nothing runs."""
+    async def prepare_chat(self, request: ChatRequest, exchange: Exchange) -> tuple[BilledPrompt, Timing]:
+        """Fetch the media, then build the prompt in a thread. Nothing is decoded, nothing runs."""
+        caller = exchange.caller
         images = self.processor.policy.limits.get("image", 0) if self.processor.takes_images else None
         videos = self.processor.videos.max_per_prompt if self.processor.videos else None
         messages: Messages = request.take_messages()
         links = find_links(messages, ChatLimits(self.server.max_parts, images, videos))
         start = time.perf_counter()
-        fetched = await self._media.fetch(links, lease.add, caller.client)
+        fetched = await self._media.fetch(links, exchange.lease.add, caller.client)
         fetch_ms = (time.perf_counter() - start) * 1e3
-        owner = salt_of(
-            caller.tenant, request.response_options.cache_salt
-        )  # names give bytes away, so they are never shared
+        # Not `self.salt`: a uuid gives access to bytes, so it is never shared between tenants.
+        owner = salt_of(caller.tenant, request.response_options.cache_salt)
         messages = await self.in_thread(self._media.resolved, messages, links, fetched, owner)
-        # Threads of their own: templates are computed in other processes, and the slow ones wait long for theirs.
-        rendering = partial(self._render, messages, request)
-        rendered = await asyncio.get_running_loop().run_in_executor(self._template_pool, rendering)
-        with renaming(request.renamed):
-            prompt = await self.in_thread(self._build_chat, rendered, request, caller)
-        self._media.remember(links, messages, owner)
-        self._count_mistyped(links, prompt)
-        timing = Timing(caller.arrived, (time.perf_counter() - caller.arrived) * 1e3, fetch_ms)
-        return self._priced(prompt), timing
-
-    def salt(self, caller: Caller, response_options: ResponseOptions) -> bytes:
-        """Of all that a request leaves in the caches: who has another one finds nothing of it."""
-        return salt_of(self._tenant(caller), response_options.cache_salt)
-
-    def _tenant(self, caller: Caller) -> str:
-        """Whose caches the caller uses."""
-        return "" if self.server.share_caches else caller.tenant
-
-    def _render(self, messages: Messages, request: ChatRequest) -> Rendered:
-        return self.processor.render(
+        # Its own pool: templates are rendered in other processes, and slow ones occupy a thread for long.
+        render = partial(
+            self.processor.render,
             messages,
             tools=request.tools.for_template,
             add_generation_prompt=request.add_generation_prompt,
             chat_template_kwargs=request.chat_template_kwargs,
         )
-
-    def _build_chat(self, rendered: Rendered, request: ChatRequest, caller: Caller) -> Prompt:
-        return self.processor.from_rendered(
-            rendered, mm_processor_kwargs=request.mm_processor_kwargs, salt=self.salt(caller, request.response_options)
+        rendered = await asyncio.get_running_loop().run_in_executor(self._template_pool, render)
+        build = partial(
+            self.processor.from_rendered,
+            rendered,
+            mm_processor_kwargs=request.mm_processor_kwargs,
+            salt=self.salt(caller, request.response_options),
         )
+        with renaming(request.renamed):
+            prompt = await self.in_thread(build)
+        self._media.remember(links, messages, owner)
+        self._count_mistyped(links, prompt)
+        timing = Timing(caller.arrived, (time.perf_counter() - caller.arrived) * 1e3, fetch_ms)
+        return self._with_bill(prompt), timing
+
+    def salt(self, caller: Caller, response_options: ResponseOptions) -> bytes:
+        """The salt of a request's content keys: other salts find nothing of it in the caches."""
+        return salt_of(self._tenant(caller), response_options.cache_salt)
+
+    def _tenant(self, caller: Caller) -> str:
+        """The tenant in whose caches the caller's requests are."""
+        return "" if self.server.share_caches else caller.tenant
 
     def _count_mistyped(self, links: Sequence[Link], prompt: Prompt) -> None:
         if len(links) != len(prompt.items):
-            return  # some pictures came without a link, so that it cannot be told whose claim is whose
-        pairs = zip(links, prompt.items, strict=True)
-        self.metrics.media_mistyped(sum(link.claimed_format not in (None, item.header.format) for link, item in pairs))
+            return  # links and items do not correspond
+        for link, item in zip(links, prompt.items, strict=True):
+            if link.claimed_format not in (None, item.header.format):
+                self.metrics.media_mistyped(1)
 
-    async def price_prompts(
+    async def prepare_prompts(
         self, prompts: Sequence[str | Sequence[int]], response_options: ResponseOptions, caller: Caller
     ) -> tuple[list[BilledPrompt], Timing]:
-        """Plain prompts: text as it is, or token ids."""
+        """Prompts of text or token ids, without a chat template."""
         salt = self.salt(caller, response_options)
         for prompt in prompts:
-            self._check_length(prompt)
-        built = [await self.in_thread(self._build_plain, prompt, salt) for prompt in prompts]
+            if isinstance(prompt, str):
+                check_chars(len(prompt), self.max_chars, "prompt")
+            else:
+                self.check_ids(len(prompt), "prompt")
+        built = [await self.in_thread(self._build_prompt, prompt, salt) for prompt in prompts]
         timing = Timing(caller.arrived, (time.perf_counter() - caller.arrived) * 1e3, 0.0)
-        return [self._priced(prompt) for prompt in built], timing
+        return [self._with_bill(prompt) for prompt in built], timing
 
-    def _check_length(self, prompt: str | Sequence[int]) -> None:
-        if isinstance(prompt, str):
-            check_chars(len(prompt), self.max_chars, "prompt")
-        else:
-            self.check_ids(len(prompt), "prompt")
-
-    def _build_plain(self, prompt: str | Sequence[int], salt: bytes) -> Prompt:
+    def _build_prompt(self, prompt: str | Sequence[int], salt: bytes) -> Prompt:
         key = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
         try:
             return self.processor.from_prompt({key: prompt}, salt=salt)
         except RequestError as error:
             raise RequestError(error.message, code=error.code, param="prompt") from None
 
-    def _priced(self, prompt: Prompt) -> BilledPrompt:
-        return BilledPrompt(prompt, self.processor.bill(prompt, self.limits.block_size, self.limits.slot_bytes))
+    def _with_bill(self, prompt: Prompt) -> BilledPrompt:
+        bill = self.processor.bill(prompt, self.limits.block_size, self.limits.slot_bytes)
+        return BilledPrompt(prompt, bill)
 
-    # --- running --------------------------------------------------------------------------------------------------
+    # --- running --------------------------------------------------------------------------------------------
 
     @asynccontextmanager
-    async def answering(self, request: ChatRequest, caller: Caller, lease: ByteLease) -> AsyncIterator[Generation]:
-        """The one way from a chat to its running answers, whichever API it came by."""
+    async def generating(self, request: ChatRequest, exchange: Exchange) -> AsyncIterator[Generation]:
+        """Admits and submits a chat of any API. Leaving the context cancels what still runs."""
         response_options = request.response_options
         self.check_model(response_options.model)
-        lease.enter(response_options.params.n)
-        billed, timing = await self.price_chat(request, caller, lease)
-        del request
+        exchange.lease.enter(response_options.params.n)
+        billed, timing = await self.prepare_chat(request, exchange)
         with self.generation([billed], response_options, timing) as generation:
-            await self.start(generation, [billed], response_options, caller.request_id)
-            del billed  # the pictures are with the engine now, so their bytes no longer count here
-            lease.release()
+            await self.start(generation, [billed], response_options, exchange.caller.request_id)
+            del billed  # the engine has the images now and counts their bytes
+            exchange.lease.release()
             yield generation
 
     def generation(
@@ -309,8 +310,8 @@ class Service:
         response_options: ResponseOptions,
         request_id: str,
     ) -> None:
-        """Submit every answer's request; RequestError with the bill in it when a prompt does not fit."""
-        unique = f"{request_id}-{next(self._numbers)}"  # clients may send one id twice
+        """Submit one request per output. RequestError with the bill if a prompt does not fit the context."""
+        unique = f"{request_id}-{next(self._request_numbers)}"  # clients may send the same id twice
         params = response_options.params
         requests: list[Request] = []
         for billed in prompts:
@@ -319,27 +320,31 @@ class Service:
         await generation.submit(self.engine, requests)
 
     def max_tokens(self, billed: BilledPrompt, response_options: ResponseOptions) -> int:
-        """What was asked for; or else the checkpoint's own length, or all, but not more than the context has left."""
-        room = self.limits.max_model_len - len(billed.prompt)
-        asked, field = response_options.params.max_tokens, response_options.length_field
-        if room < (asked or 1):
+        """As asked; otherwise the checkpoint's default or all, within what is left of the context."""
+        left = self.limits.max_model_len - len(billed.prompt)
+        asked = response_options.params.max_tokens
+        field = response_options.length_field
+        if left < (asked or 1):
+            param = "messages" if billed.bill.items else None
             raise RequestError(
                 f"the prompt has {len(billed.prompt)} tokens{_itemised(billed.bill)}"
                 + (f" and {field} is {asked}" if asked else "")
                 + f", but prompt and answer together may have {self.limits.max_model_len}; send less, smaller "
                 "pictures, or raise --max-model-len",
                 code="context_length_exceeded",
-                param=field if room > 0 else "messages" if billed.bill.items else None,
+                param=field if left > 0 else param,
             )
-        return asked or min(room, response_options.usual_max_tokens or room)
+        return asked or min(left, response_options.usual_max_tokens or left)
 
 
 def _name_of(model: str | None) -> str:
-    """A hub id as it is; of a folder its last name, because clients need not know where an operator keeps it."""
+    """A hub id as it is; of a folder only its name, because clients need not know its path."""
     if model is None:
         return "saccade-builtin"
     folder = Path(model).expanduser()
-    return folder.resolve().name or "model" if folder.is_dir() else model
+    if not folder.is_dir():
+        return model
+    return folder.resolve().name or "model"
 
 
 def _itemised(bill: Bill) -> str:
@@ -347,5 +352,5 @@ def _itemised(bill: Bill) -> str:
         return ""
     shown = ", ".join(f"{item.width}x{item.height} = {item.tokens}" for item in bill.items[:8])
     more = f" and {len(bill.items) - 8} more" if len(bill.items) > 8 else ""
-    media = f"{bill.image_tokens} of pictures" + (f", {bill.video_tokens} of videos" if bill.video_tokens else "")
-    return f" ({bill.text_tokens} of text, {media}: {shown}{more})"
+    videos = f", {bill.video_tokens} of videos" if bill.video_tokens else ""
+    return f" ({bill.text_tokens} of text, {bill.image_tokens} of pictures{videos}: {shown}{more})"

@@ -10,14 +10,14 @@ import pytest
 
 from saccade.engine.ipc.client import EngineUnavailable
 from saccade.errors import RequestError
-from saccade.server.api.content_blocks import Added, BlockAnswer, Closed, Opened
+from saccade.server.api.content_blocks import BlockOutput
 from saccade.server.api.events import EventShape, send_events
 from saccade.server.api.messages import MessageEvents
 from saccade.server.api.responses import ResponseEvents
 from saccade.server.errors import api_error
 from saccade.server.generation import Delta, Generation
 from saccade.server.http.response import ResponseWriter
-from saccade.server.request.adapter import Chat, SourcePaths
+from saccade.server.request.adapter import ChatBuilder, SourcePaths
 from saccade.server.request.chat import ChatRequest, read_chat
 from saccade.server.request.fields import FieldReader
 from saccade.server.request.messages import read_message
@@ -36,14 +36,13 @@ def chat(**fields: Any) -> ChatRequest:
 # --- blocks -------------------------------------------------------------------------------------------------------
 
 
-def told(request: ChatRequest, *texts: str, finish: str = "stop") -> tuple[BlockAnswer, list[str]]:
+def told(request: ChatRequest, *texts: str, finish: str = "stop") -> tuple[BlockOutput, list[str]]:
     """The answer after these pieces, and its events in short."""
-    answer, events = BlockAnswer(request), []
+    answer, events = BlockOutput(request), []
     for index, text in enumerate(texts):
         piece = Delta(0, text, finish_reason=finish if index == len(texts) - 1 else None)
         for event in answer.take(piece):
-            kind = {Opened: "open", Added: "add", Closed: "close"}[type(event)]
-            events.append(f"{kind} {event.block.index}")
+            events.append(f"{event.kind} {event.block.index}")
     return answer, events
 
 
@@ -75,23 +74,23 @@ def test_the_block_in_which_the_length_ended_is_cut() -> None:
     assert answer.blocks[-1].is_cut and answer.finish_reason == "length"
 
 
-# --- scripts ------------------------------------------------------------------------------------------------------
+# --- event shapes ------------------------------------------------------------------------------------------------------
 
 
-def response_script(generation: Generation) -> ResponseEvents:
+def response_events(generation: Generation) -> ResponseEvents:
     request = read_response({"input": "a"}, READER)
     return ResponseEvents("m", request.chat, request.echo, "id-1", generation)
 
 
-def message_script(generation: Generation) -> MessageEvents:
+def message_events(generation: Generation) -> MessageEvents:
     request = read_message({"messages": [{"role": "user", "content": "a"}], "max_tokens": 9}, READER)
     return MessageEvents("m", request.chat, "id-1", generation)
 
 
-MakeScript = Callable[[Generation], EventShape]
+MakeShape = Callable[[Generation], EventShape]
 
 
-def played(make: MakeScript, *items: Any) -> list[dict[str, Any]]:
+def played(make: MakeShape, *items: Any) -> list[dict[str, Any]]:
     """The events of a stream in which the engine gives these items; an error ends it as a route would."""
     wire = Wire()
 
@@ -100,7 +99,7 @@ def played(make: MakeScript, *items: Any) -> list[dict[str, Any]]:
         for item in items:
             stream.queue.put_nowait(item)
         writer, generation = wire.writer(), await started(stream)
-        await _tell(writer, generation, make(generation))
+        await _send(writer, generation, make(generation))
 
     running(play)
     assert wire.sent[-1]["more_body"] is False
@@ -111,15 +110,15 @@ def played(make: MakeScript, *items: Any) -> list[dict[str, Any]]:
     return events
 
 
-async def _tell(writer: ResponseWriter, generation: Generation, script: EventShape) -> None:
+async def _send(writer: ResponseWriter, generation: Generation, shape: EventShape) -> None:
     try:
-        await send_events(writer, generation, script, stream=True)
+        await send_events(writer, generation, shape, stream=True)
     except (RequestError, EngineUnavailable) as error:
         await writer.error(api_error(error))
 
 
 def test_a_response_that_fails_half_way_ends_with_its_failure() -> None:
-    events = played(response_script, token(1), EngineUnavailable("the engine is gone", 1.0))
+    events = played(response_events, token(1), EngineUnavailable("the engine is gone", 1.0))
     last = events[-1]
     assert last["type"] == "response.failed" and last["response"]["status"] == "failed"
     assert last["response"]["error"] == {"code": "server_error", "message": "the engine is gone"}
@@ -128,7 +127,7 @@ def test_a_response_that_fails_half_way_ends_with_its_failure() -> None:
 
 
 def test_a_message_that_fails_half_way_ends_with_an_error_event() -> None:
-    events = played(message_script, token(1), EngineUnavailable("the engine is gone", 1.0))
+    events = played(message_events, token(1), EngineUnavailable("the engine is gone", 1.0))
     assert events[-1]["type"] == "error" and events[-1]["error"]["type"] == "overloaded_error"
     assert "message_stop" not in [event["type"] for event in events]
 
@@ -141,7 +140,7 @@ def test_while_nothing_comes_a_message_has_begun_and_pings() -> None:
         stream.queue.put_nowait(token(1, "stop"))
         stream.queue.put_nowait(None)
         generation = await started(stream)
-        await send_events(wire.writer(), _Silent(generation), message_script(generation), stream=True)  # type: ignore[arg-type]
+        await send_events(wire.writer(), _Silent(generation), message_events(generation), stream=True)  # type: ignore[arg-type]
 
     running(play)
     body = wire.body().decode()
@@ -175,17 +174,16 @@ def test_an_error_before_the_first_byte_of_a_message_has_its_status_and_form() -
     assert body == {"type": "error", "error": {"type": "rate_limit_error", "message": "too much"}, "request_id": "id-1"}
 
 
-# --- places -------------------------------------------------------------------------------------------------------
+# --- source paths -------------------------------------------------------------------------------------------------------
 
 
-def places() -> SourcePaths:
-    talk = Chat(
-        SourcePaths({"messages": "input", "max_tokens": "longest"}, ((".image_url", ".source"), (".function", "")))
-    )
-    talk.say("system", "a", "system")
-    talk.say("user", [{}, {}], "turn[0]", ["turn[0].a", "turn[0].b"])
-    talk.call("c", "look", "{}", "turn[1]")
-    return talk.places
+def source_paths() -> SourcePaths:
+    endings = ((".image_url", ".source"), (".function", ""))
+    chat = ChatBuilder(SourcePaths({"messages": "input", "max_tokens": "longest"}, endings))
+    chat.add_message("system", "a", "system")
+    chat.add_message("user", [{}, {}], "turn[0]", ["turn[0].a", "turn[0].b"])
+    chat.add_call("c", "look", "{}", "turn[1]")
+    return chat.source_paths
 
 
 @pytest.mark.parametrize(
@@ -202,11 +200,11 @@ def places() -> SourcePaths:
     ],
 )
 def test_a_chats_field_has_the_name_the_client_gave_it(param: str, original: str) -> None:
-    assert places().original(param) == original
+    assert source_paths().original(param) == original
 
 
 def test_an_error_is_told_in_the_clients_words() -> None:
-    with pytest.raises(RequestError) as caught, places().renaming():
+    with pytest.raises(RequestError) as caught, source_paths().renaming():
         raise RequestError("max_tokens must be 1 or more", code="c", param="max_tokens")
     assert (caught.value.message, caught.value.param, caught.value.code) == (
         "longest must be 1 or more",
@@ -216,9 +214,9 @@ def test_an_error_is_told_in_the_clients_words() -> None:
 
 
 def test_a_call_joins_the_assistants_message_before_it() -> None:
-    talk = Chat(SourcePaths({}, ()))
-    talk.say("assistant", "Let me see.", "turn[0]")
-    talk.call("a", "look", "{}", "turn[1]")
-    talk.call("b", "look", "{}", "turn[2]")
-    (message,) = talk.messages
+    chat = ChatBuilder(SourcePaths({}, ()))
+    chat.add_message("assistant", "Let me see.", "turn[0]")
+    chat.add_call("a", "look", "{}", "turn[1]")
+    chat.add_call("b", "look", "{}", "turn[2]")
+    (message,) = chat.messages
     assert [call["id"] for call in message["tool_calls"]] == ["a", "b"]

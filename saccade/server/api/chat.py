@@ -1,123 +1,114 @@
-"""POST /v1/chat/completions: from a checked body to a running chat, and the shape of its answers."""
+"""POST /v1/chat/completions: runs a chat and writes its outputs as OpenAI's choices."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from typing import Any
 
 from saccade.processor.tools import CallStart, Content, ToolDelta
-from saccade.server.api.chunks import deliver
+from saccade.server.api.chunks import DONE, Envelope
+from saccade.server.api.events import Event, EventShape, send_events
 from saccade.server.api.logprobs import chat_logprobs
 from saccade.server.api.tool_calls import CallFinder
 from saccade.server.generation import Delta, Generation
-from saccade.server.http.caller import Caller
-from saccade.server.http.limits import ByteLease, Upload
-from saccade.server.http.response import ResponseWriter
+from saccade.server.http.caller import Exchange
 from saccade.server.request.chat import ChatRequest, read_chat
 from saccade.server.service import Service
 
 
-async def answer_chat(
-    service: Service, writer: ResponseWriter, upload: Upload, caller: Caller, lease: ByteLease
-) -> None:
-    request = await service.read(read_chat, await service.decode(upload), caller)
-    response_options = request.response_options
-    async with service.answering(request, caller, lease) as generation:
-        shape = _ChatShape(service, request, caller.request_id, generation)
-        del request  # the pictures are with the engine now
-        await deliver(writer, generation, shape, response_options)
+async def create_chat_completion(service: Service, exchange: Exchange) -> None:
+    request = await service.read(read_chat, exchange)
+    async with service.generating(request, exchange) as generation:
+        shape = ChatEvents(service, request, exchange.caller.request_id, generation)
+        await send_events(exchange.writer, generation, shape, stream=request.response_options.stream)
 
 
-class _ChatShape:
-    """Builds chunks and keeps what a whole answer needs."""
+class ChatEvents(EventShape):
+    end_marker = DONE
 
-    def __init__(self, service: Service, request: ChatRequest, request_id: str, generation: Generation) -> None:
+    def __init__(self, service: Service, chat: ChatRequest, request_id: str, generation: Generation) -> None:
+        options = chat.response_options
+        self._options = options
         self._tokenizer = service.processor.tokenizer
-        self._wanted = request.response_options
-        self._answers = [_ChatAnswer(request) for _ in generation.answers]
-        shown = request.response_options.request_id or request_id
-        self._common = {"id": f"chatcmpl-{shown}", "created": int(time.time()), "model": service.names[0]}
+        self._outputs = [_ChatOutput(chat, index) for index in range(len(generation.answers))]
+        response_id = f"chatcmpl-{options.request_id or request_id}"
+        self._envelope = Envelope(response_id, service.names[0], options, generation)
 
-    def base(self, *, is_chunk: bool) -> dict[str, Any]:
-        return {**self._common, "object": "chat.completion.chunk" if is_chunk else "chat.completion"}
+    def take(self, delta: Delta) -> Iterator[Event]:
+        output = self._outputs[delta.index]
+        if not output.is_open:
+            output.is_open = True
+            yield self._chunk(Delta(delta.index), {"role": "assistant", "content": ""})
+        messages = output.take(delta)
+        has_tokens = delta.logprobs or (self._options.return_token_ids and delta.token_ids)
+        if not messages and (delta.finish_reason or has_tokens):
+            messages = [{}]
+        for message in messages[:-1]:
+            yield self._chunk(Delta(delta.index), message)
+        if messages:
+            delta.finish_reason = output.finish_reason(delta.finish_reason)
+            yield self._chunk(delta, messages[-1])
 
-    def chunks(self, piece: Delta) -> Iterator[dict[str, Any]]:
-        answer = self._answers[piece.index]
-        if not answer.is_open:
-            answer.is_open = True
-            yield self._choice(Delta(piece.index), {"role": "assistant", "content": ""})
-        deltas = answer.take(piece)
-        is_worth_it = piece.finish_reason or piece.logprobs or (self._wanted.return_token_ids and piece.token_ids)
-        if not deltas and is_worth_it:
-            deltas = [{}]
-        for delta in deltas[:-1]:
-            yield self._choice(Delta(piece.index), delta)
-        if deltas:
-            piece.finish_reason = answer.finish_reason(piece.finish_reason)
-            yield self._choice(piece, deltas[-1])
+    def end(self) -> Iterator[Event]:
+        return self._envelope.last_chunk("chat.completion.chunk")
 
-    def choices(self) -> list[dict[str, Any]]:
-        whole = []
-        for index, answer in enumerate(self._answers):
-            piece = answer.whole(index)
-            piece.finish_reason = answer.finish_reason(piece.finish_reason)
-            choice = self._choice(piece, answer.message())
-            choice["message"] = choice.pop("delta")
-            whole.append(choice)
-        return whole
+    def whole(self) -> dict[str, Any]:
+        choices = [self._choice(output.total(), "message", output.message()) for output in self._outputs]
+        return self._envelope.whole("chat.completion", choices)
 
-    def _choice(self, piece: Delta, delta: dict[str, Any]) -> dict[str, Any]:
+    def _chunk(self, delta: Delta, message: dict[str, Any]) -> Event:
+        return self._envelope.chunk("chat.completion.chunk", self._choice(delta, "delta", message))
+
+    def _choice(self, delta: Delta, key: str, message: dict[str, Any]) -> dict[str, Any]:
+        options = self._options
         logprobs = None
-        if self._wanted.params.logprobs is not None:
-            logprobs = chat_logprobs(piece.shown_ids, piece.logprobs, self._tokenizer, self._wanted.shows_ids)
-        choice = {
-            "index": piece.index,
-            "delta": delta,
-            "logprobs": logprobs,
-            "finish_reason": piece.finish_reason,
-            "stop_reason": piece.stop_reason,
-        }
-        return choice | ({"token_ids": piece.token_ids} if self._wanted.return_token_ids else {})
+        if options.params.logprobs is not None:
+            logprobs = chat_logprobs(delta.shown_ids, delta.logprobs, self._tokenizer, options.shows_ids)
+        return self._envelope.choice(delta, key, message, logprobs)
 
 
-class _ChatAnswer:
-    """One answer as far as it is known: its text, the calls found in it, and the tokens to report."""
+class _ChatOutput:
+    """One output so far: its text, its tool calls and its tokens."""
 
-    def __init__(self, request: ChatRequest) -> None:
+    def __init__(self, request: ChatRequest, index: int) -> None:
         self.is_open = False
-        self._found = CallFinder(request)
+        self._finder = CallFinder(request)
         self._content: list[str] = []
         self._calls: list[dict[str, Any]] = []
-        self._seen = Delta(0)
+        self._total = Delta(index)
 
-    def take(self, piece: Delta) -> list[dict[str, Any]]:
-        """The deltas a piece gives."""
-        self._seen.token_ids += piece.token_ids
-        self._seen.shown_ids += piece.shown_ids
-        self._seen.logprobs += piece.logprobs
-        self._seen.finish_reason, self._seen.stop_reason = piece.finish_reason, piece.stop_reason
-        found = self._found.take(piece)
-        for delta in found:
-            self._keep(delta)
-        return [delta.delta() for delta in found]
+    def take(self, delta: Delta) -> list[dict[str, Any]]:
+        """The `delta` objects of the chunks that this delta becomes."""
+        self._total.token_ids += delta.token_ids
+        self._total.shown_ids += delta.shown_ids
+        self._total.logprobs += delta.logprobs
+        self._total.finish_reason = delta.finish_reason
+        self._total.stop_reason = delta.stop_reason
+        found = self._finder.take(delta)
+        for part in found:
+            self._keep(part)
+        return [part.delta() for part in found]
 
-    def _keep(self, delta: ToolDelta) -> None:
-        if isinstance(delta, Content):
-            self._content.append(delta.text)
-        elif isinstance(delta, CallStart):
-            self._calls.append({"id": delta.id, "type": "function", "function": {"name": delta.name, "arguments": ""}})
+    def _keep(self, part: ToolDelta) -> None:
+        if isinstance(part, Content):
+            self._content.append(part.text)
+        elif isinstance(part, CallStart):
+            function = {"name": part.name, "arguments": ""}
+            self._calls.append({"id": part.id, "type": "function", "function": function})
         else:
-            self._calls[delta.index]["function"]["arguments"] += delta.arguments
+            self._calls[part.index]["function"]["arguments"] += part.arguments
 
     def finish_reason(self, reason: str | None) -> str | None:
-        return self._found.finish_reason(reason)
+        return self._finder.finish_reason(reason)
 
-    def whole(self, index: int) -> Delta:
-        self._seen.index = index
-        return self._seen
+    def total(self) -> Delta:
+        """All deltas as one."""
+        self._total.finish_reason = self.finish_reason(self._total.finish_reason)
+        return self._total
 
     def message(self) -> dict[str, Any]:
         text = "".join(self._content)
-        message = {"role": "assistant", "content": text, "refusal": None}
-        return {**message, "content": text or None, "tool_calls": self._calls} if self._calls else message
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if self._calls:
+            message |= {"content": text or None, "tool_calls": self._calls}
+        return message

@@ -1,61 +1,67 @@
-"""From running answers to the client: whole or as a stream, in whatever shape the route gives it."""
+"""What surrounds the choices of OpenAI's chat and text completions: id, model, usage, bill."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import Any
 
+from saccade.server.api.events import Event
 from saccade.server.generation import Delta, Generation
-from saccade.server.http.response import ResponseWriter
 from saccade.server.request.chat import ResponseOptions
 from saccade.types import Bill
 
-
-class Shape(Protocol):
-    """How a route writes answers. `base` is what all chunks have in common."""
-
-    def base(self, *, is_chunk: bool) -> dict[str, Any]: ...
-
-    def chunks(self, piece: Delta) -> Iterable[dict[str, Any]]:
-        """The `choices` entries of a stream that a piece gives, one chunk each."""
-
-    def choices(self) -> list[dict[str, Any]]:
-        """All answers, once every piece has been seen."""
+DONE = b"data: [DONE]\n\n"
 
 
-async def deliver(
-    writer: ResponseWriter, generation: Generation, shape: Shape, response_options: ResponseOptions
-) -> None:
-    """Run the generation to its end. Errors before the first byte are the caller's to answer with a status."""
-    if response_options.stream:
-        await _stream(writer, generation, shape, response_options)
-        return
-    async for piece in generation.pieces():
-        if piece is not None:
-            list(shape.chunks(piece))
-    generation.finish()
-    whole = {**shape.base(is_chunk=False), "choices": shape.choices(), "usage": usage_of(generation)}
-    await writer.json({**whole, **_extras(generation, response_options)})
+class Envelope:
+    """Wraps choices into the body of a completion or of one chunk of its stream."""
 
+    def __init__(self, response_id: str, model: str, options: ResponseOptions, generation: Generation) -> None:
+        self._options = options
+        self._generation = generation
+        self._base = {"id": response_id, "created": int(time.time()), "model": model}
 
-async def _stream(
-    writer: ResponseWriter, generation: Generation, shape: Shape, response_options: ResponseOptions
-) -> None:
-    """The status goes out with the first token, so that a picture that cannot be decoded is still a plain 400."""
-    base = shape.base(is_chunk=True) | ({"usage": None} if response_options.include_usage else {})
-    async for piece in generation.pieces():
-        if piece is None:
-            await writer.keep_alive()
-            continue
-        for choice in shape.chunks(piece):
-            usage = {"usage": usage_of(generation)} if response_options.continuous_usage else {}
-            await writer.event({**base, "choices": [choice], **usage})
-    generation.finish()
-    if response_options.include_usage or response_options.include_bill or response_options.return_token_ids:
-        usage = {"usage": usage_of(generation)} if response_options.include_usage else {}
-        await writer.event({**base, "choices": [], **usage, **_extras(generation, response_options)})
-    await writer.done()
+    def choice(self, delta: Delta, key: str, content: Any, logprobs: Any) -> dict[str, Any]:
+        choice = {
+            "index": delta.index,
+            key: content,
+            "logprobs": logprobs,
+            "finish_reason": delta.finish_reason,
+            "stop_reason": delta.stop_reason,
+        }
+        return choice | ({"token_ids": delta.token_ids} if self._options.return_token_ids else {})
+
+    def chunk(self, kind: str, choice: dict[str, Any]) -> Event:
+        return self._chunk(kind, [choice], with_usage=self._options.continuous_usage)
+
+    def last_chunk(self, kind: str) -> Iterator[Event]:
+        """Usage, bill and prompt ids in a chunk without choices, if the client asked for one of them."""
+        options = self._options
+        if options.include_usage or options.include_bill or options.return_token_ids:
+            yield {**self._chunk(kind, [], with_usage=options.include_usage), **self._extras()}
+
+    def _chunk(self, kind: str, choices: Sequence[dict[str, Any]], *, with_usage: bool) -> dict[str, Any]:
+        chunk: dict[str, Any] = {**self._base, "object": kind}
+        if self._options.include_usage:  # OpenAI: null in every chunk but the last
+            chunk["usage"] = usage_of(self._generation) if with_usage else None
+        chunk["choices"] = choices
+        return chunk
+
+    def whole(self, kind: str, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        usage = usage_of(self._generation)
+        return {**self._base, "object": kind, "choices": choices, "usage": usage, **self._extras()}
+
+    def _extras(self) -> dict[str, Any]:
+        extras: dict[str, Any] = {}
+        if self._options.include_bill:
+            bills = [bill_body(self._generation.bill(index)) for index in range(len(self._generation.bills))]
+            extras["bill"] = bills[0] if len(bills) == 1 else bills
+        if self._options.return_token_ids:
+            ids = [list(token_ids) for token_ids in self._generation.prompt_ids]
+            extras["prompt_token_ids"] = ids[0] if len(ids) == 1 else ids
+        return extras
 
 
 def usage_of(generation: Generation) -> dict[str, Any]:
@@ -73,18 +79,6 @@ def usage_of(generation: Generation) -> dict[str, Any]:
             "video_tokens": sum(bill.video_tokens for bill in bills),
         },
     }
-
-
-def _extras(generation: Generation, response_options: ResponseOptions) -> dict[str, Any]:
-    """What only a client gets that asked for it."""
-    extras: dict[str, Any] = {}
-    bills = [bill_body(generation.bill(index)) for index in range(len(generation.bills))]
-    if response_options.include_bill:
-        extras["bill"] = bills[0] if len(bills) == 1 else bills
-    if response_options.return_token_ids:
-        ids = [list(token_ids) for token_ids in generation.prompt_ids]
-        extras["prompt_token_ids"] = ids[0] if len(ids) == 1 else ids
-    return extras
 
 
 def bill_body(bill: Bill) -> dict[str, Any]:

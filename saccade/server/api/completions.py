@@ -1,83 +1,76 @@
-"""POST /v1/completions: plain prompts and the shape of their answers."""
+"""POST /v1/completions: runs text or token prompts and writes their outputs as OpenAI's choices."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from typing import Any
 
-from saccade.processor.tokenizer import Tokenizer
-from saccade.server.api.chunks import deliver
+from saccade.server.api.chunks import DONE, Envelope
+from saccade.server.api.events import Event, EventShape, send_events
 from saccade.server.api.logprobs import completion_logprobs
 from saccade.server.generation import Delta, Generation
-from saccade.server.http.caller import Caller
-from saccade.server.http.limits import ByteLease, Upload
-from saccade.server.http.response import ResponseWriter
+from saccade.server.http.caller import Exchange
 from saccade.server.request.chat import ResponseOptions, read_completion
 from saccade.server.service import Service
 from saccade.types import Logprobs
 
 
-async def answer_completion(
-    service: Service, writer: ResponseWriter, upload: Upload, caller: Caller, lease: ByteLease
-) -> None:
-    request = await service.read(read_completion, await service.decode(upload), caller, service.options.max_num_seqs)
-    response_options = request.response_options
-    service.check_model(response_options.model)
-    lease.enter(len(request.prompts) * response_options.params.n)
-    prompts, timing = await service.price_prompts(request.prompts, response_options, caller)
-    with service.generation(prompts, response_options, timing) as generation:
-        await service.start(generation, prompts, response_options, caller.request_id)
-        lease.release()
-        shape = _CompletionShape(service, response_options, caller.request_id, generation)
-        await deliver(writer, generation, shape, response_options)
+async def create_completion(service: Service, exchange: Exchange) -> None:
+    request = await service.read(read_completion, exchange, service.options.max_num_seqs)
+    options = request.response_options
+    service.check_model(options.model)
+    exchange.lease.enter(len(request.prompts) * options.params.n)
+    prompts, timing = await service.prepare_prompts(request.prompts, options, exchange.caller)
+    with service.generation(prompts, options, timing) as generation:
+        await service.start(generation, prompts, options, exchange.caller.request_id)
+        exchange.lease.release()
+        shape = CompletionEvents(service, options, exchange.caller.request_id, generation)
+        await send_events(exchange.writer, generation, shape, stream=options.stream)
 
 
-class _CompletionShape:
-    def __init__(
-        self, service: Service, response_options: ResponseOptions, request_id: str, generation: Generation
-    ) -> None:
-        self._tokenizer: Tokenizer = service.processor.tokenizer
-        self._wanted = response_options
+class CompletionEvents(EventShape):
+    end_marker = DONE
+
+    def __init__(self, service: Service, options: ResponseOptions, request_id: str, generation: Generation) -> None:
+        self._options = options
+        self._tokenizer = service.processor.tokenizer
         self._answers = generation.answers
-        self._shown = [0] * len(generation.answers)  # characters of each answer that are out
-        self._ids: list[list[int]] = [[] for _ in generation.answers]  # without the tokens that ended them
+        self._num_chars = [0] * len(generation.answers)  # already sent, per output
+        self._shown_ids: list[list[int]] = [[] for _ in generation.answers]  # without the stop token
         self._logprobs: list[list[Logprobs]] = [[] for _ in generation.answers]
-        shown = response_options.request_id or request_id
-        self._common = {"id": f"cmpl-{shown}", "created": int(time.time()), "model": service.names[0]}
+        response_id = f"cmpl-{options.request_id or request_id}"
+        self._envelope = Envelope(response_id, service.names[0], options, generation)
 
-    def base(self, *, is_chunk: bool) -> dict[str, Any]:
-        return {**self._common, "object": "text_completion"}
+    def take(self, delta: Delta) -> Iterator[Event]:
+        index = delta.index
+        self._shown_ids[index] += delta.shown_ids
+        self._logprobs[index] += delta.logprobs
+        if delta.text or delta.finish_reason or delta.logprobs:
+            yield self._envelope.chunk("text_completion", self._choice(delta, self._num_chars[index]))
+        self._num_chars[index] += len(delta.text)
 
-    def chunks(self, piece: Delta) -> Iterator[dict[str, Any]]:
-        index = piece.index
-        self._ids[index] += piece.shown_ids
-        self._logprobs[index] += piece.logprobs
-        if piece.text or piece.finish_reason or piece.logprobs:
-            choice = self._choice(piece, self._listed(piece.shown_ids, piece.logprobs, self._shown[index]))
-            yield choice
-        self._shown[index] += len(piece.text)
+    def end(self) -> Iterator[Event]:
+        return self._envelope.last_chunk("text_completion")
 
-    def choices(self) -> list[dict[str, Any]]:
-        whole = []
+    def whole(self) -> dict[str, Any]:
+        choices = []
         for answer in self._answers:
-            piece = Delta(answer.index, answer.text, answer.token_ids)
-            piece.finish_reason, piece.stop_reason = answer.finish_reason, answer.stop_reason
-            listed = self._listed(self._ids[answer.index], self._logprobs[answer.index], 0)
-            whole.append(self._choice(piece, listed))
-        return whole
+            total = Delta(
+                answer.index,
+                answer.text,
+                answer.token_ids,
+                self._shown_ids[answer.index],
+                self._logprobs[answer.index],
+                answer.finish_reason,
+                answer.stop_reason,
+            )
+            choices.append(self._choice(total, offset=0))
+        return self._envelope.whole("text_completion", choices)
 
-    def _listed(self, ids: list[int], logprobs: list[Logprobs], offset: int) -> dict[str, Any] | None:
-        if self._wanted.params.logprobs is None:
-            return None
-        return completion_logprobs(ids, logprobs, self._tokenizer, offset, self._wanted.shows_ids)
-
-    def _choice(self, piece: Delta, logprobs: dict[str, Any] | None) -> dict[str, Any]:
-        choice = {
-            "index": piece.index,
-            "text": piece.text,
-            "logprobs": logprobs,
-            "finish_reason": piece.finish_reason,
-            "stop_reason": piece.stop_reason,
-        }
-        return choice | ({"token_ids": piece.token_ids} if self._wanted.return_token_ids else {})
+    def _choice(self, delta: Delta, offset: int) -> dict[str, Any]:
+        """`offset` is where the delta begins in the text of its output."""
+        options = self._options
+        logprobs = None
+        if options.params.logprobs is not None:
+            logprobs = completion_logprobs(delta.shown_ids, delta.logprobs, self._tokenizer, offset, options.shows_ids)
+        return self._envelope.choice(delta, "text", delta.text, logprobs)

@@ -1,13 +1,13 @@
-"""An answer as a row of blocks, each a text or a call with a beginning and an end. Knows no JSON shape.
+"""An output as a sequence of blocks, each a text or a tool call with a start and an end. Knows no JSON shape.
 
-This is how the Responses and the Messages API tell an answer; a chat's chunks have no such order.
+The Responses and the Messages API stream blocks; the chunks of a chat completion have none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from saccade.processor.tools import CallStart, Content, ToolDelta
 from saccade.server.api.tool_calls import CallFinder
@@ -19,28 +19,18 @@ from saccade.server.request.chat import ChatRequest
 class Block:
     index: int
     call: CallStart | None  # None: a text
-    text: str = ""  # so far; of a call its arguments, which are JSON
-    is_cut: bool = False  # the answer ended in it because it had its length
+    text: str = ""  # so far; for a call its arguments as JSON
+    is_cut: bool = False  # the output reached its maximum length in this block
 
 
-class Opened(NamedTuple):
+class BlockEvent(NamedTuple):
+    kind: Literal["open", "add", "close"]
     block: Block
+    text: str = ""  # what was added
 
 
-class Added(NamedTuple):
-    block: Block
-    text: str
-
-
-class Closed(NamedTuple):
-    block: Block
-
-
-BlockEvent = Opened | Added | Closed
-
-
-class BlockAnswer:
-    """Takes the pieces of one answer. When it is complete it has at least one block: clients look for the first."""
+class BlockOutput:
+    """Collects the deltas of one output. A complete output has at least one block: clients read the first."""
 
     def __init__(self, request: ChatRequest) -> None:
         self._calls = CallFinder(request)
@@ -49,35 +39,35 @@ class BlockAnswer:
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
 
-    def take(self, piece: Delta) -> Iterator[BlockEvent]:
-        for delta in self._calls.take(piece):
-            yield from self._add(delta)
-        if piece.finish_reason:
-            self.finish_reason = self._calls.finish_reason(piece.finish_reason)
-            self.stop_reason = piece.stop_reason
+    def take(self, delta: Delta) -> Iterator[BlockEvent]:
+        for part in self._calls.take(delta):
+            yield from self._add(part)
+        if delta.finish_reason:
+            self.finish_reason = self._calls.finish_reason(delta.finish_reason)
+            self.stop_reason = delta.stop_reason
             if not self.blocks:
                 yield self._open(None)
             self.blocks[-1].is_cut = self.finish_reason == "length"
             yield from self._close()
 
-    def _add(self, delta: ToolDelta) -> Iterator[BlockEvent]:
-        if isinstance(delta, CallStart):
+    def _add(self, part: ToolDelta) -> Iterator[BlockEvent]:
+        if isinstance(part, CallStart):
             yield from self._close()
-            yield self._open(delta)
+            yield self._open(part)
             return
-        if isinstance(delta, Content) and not (self._is_open and self.blocks[-1].call is None):
+        if isinstance(part, Content) and not (self._is_open and self.blocks[-1].call is None):
             yield from self._close()
             yield self._open(None)
-        text = delta.text if isinstance(delta, Content) else delta.arguments
+        text = part.text if isinstance(part, Content) else part.arguments
         self.blocks[-1].text += text
-        yield Added(self.blocks[-1], text)
+        yield BlockEvent("add", self.blocks[-1], text)
 
-    def _open(self, call: CallStart | None) -> Opened:
+    def _open(self, call: CallStart | None) -> BlockEvent:
         self.blocks.append(Block(len(self.blocks), call))
         self._is_open = True
-        return Opened(self.blocks[-1])
+        return BlockEvent("open", self.blocks[-1])
 
-    def _close(self) -> Iterator[Closed]:
+    def _close(self) -> Iterator[BlockEvent]:
         if self._is_open:
             self._is_open = False
-            yield Closed(self.blocks[-1])
+            yield BlockEvent("close", self.blocks[-1])

@@ -1,4 +1,4 @@
-"""From running answers to the client as typed events, or whole: what the Responses and the Messages API share."""
+"""Sends a generation to the client as JSON or as server-sent events. Each API has its own `EventShape`."""
 
 from __future__ import annotations
 
@@ -10,57 +10,62 @@ from saccade.server.generation import Delta, Generation
 from saccade.server.http.response import ResponseWriter
 
 Event = Mapping[str, Any]
-"""What a stream sends; its `type` is also the name of the event."""
+"""The data of one server-sent event. If it has a `type`, the event is named after it."""
 
 
 class EventShape(Protocol):
-    """How an API tells one answer. Every piece goes through `take`, also when nothing is streamed."""
+    """How one API writes the outputs of a generation. Every delta goes through `take`, streamed or not."""
 
-    def begin(self) -> Iterable[Event]: ...
+    end_marker: bytes = b""  # sent after the last event of a stream
 
-    def take(self, piece: Delta) -> Iterable[Event]: ...
+    def begin(self) -> Iterable[Event]:
+        return ()
+
+    def take(self, delta: Delta) -> Iterable[Event]: ...
 
     def end(self) -> Iterable[Event]: ...
 
     def ping(self) -> Event | None:
-        """Sent while nothing comes; None: a comment line."""
+        """Sent while no token arrives. None sends a comment line instead."""
+        return None
 
     def failed(self, error: ApiError) -> Event:
-        """The last event of a stream that went wrong."""
+        """The last event of a stream that fails."""
+        return error.body()
 
     def whole(self) -> Mapping[str, Any]:
-        """The answer, once every piece has been taken."""
+        """The complete body, after every delta was taken."""
 
 
-async def send_events(writer: ResponseWriter, generation: Generation, script: EventShape, *, stream: bool) -> None:
-    """Run the generation to its end. Errors before the first byte are the caller's to answer with a status."""
+async def send_events(writer: ResponseWriter, generation: Generation, shape: EventShape, *, stream: bool) -> None:
+    """Run the generation to its end. An error before the first byte still gets its HTTP status."""
     if stream:
-        writer.fail_with(script.failed)
-        await _stream(writer, generation, script)
+        await _stream(writer, generation, shape)
         return
-    async for piece in generation.pieces():
-        if piece is not None:
-            list(script.take(piece))
+    async for delta in generation.pieces():
+        if delta is not None:
+            list(shape.take(delta))
     generation.finish()
-    await writer.json(script.whole())
+    await writer.json(shape.whole())
 
 
-async def _stream(writer: ResponseWriter, generation: Generation, script: EventShape) -> None:
-    """As in a chat, the status goes out with the first token, or with the first sign of life."""
-    async for piece in generation.pieces():
+async def _stream(writer: ResponseWriter, generation: Generation, shape: EventShape) -> None:
+    """The status 200 goes out with the first token. An image that fails to decode before that is a 400."""
+    writer.fail_with(shape.failed)
+    async for delta in generation.pieces():
         if not writer.is_streaming:
-            await _send(writer, script.begin())
-        if piece is not None:
-            await _send(writer, script.take(piece))
-        elif (ping := script.ping()) is not None:
-            await writer.typed(ping)
+            await _send(writer, shape.begin())
+        if delta is not None:
+            await _send(writer, shape.take(delta))
+        elif (ping := shape.ping()) is not None:
+            await writer.event(ping)
         else:
             await writer.keep_alive()
     generation.finish()
-    await _send(writer, script.end())
-    await writer.close()
+    await _send(writer, shape.end())
+    await writer.close(shape.end_marker)
 
 
 async def _send(writer: ResponseWriter, events: Iterable[Event]) -> None:
     for event in events:
-        await writer.typed(event)
+        await writer.event(event)

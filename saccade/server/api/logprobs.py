@@ -1,4 +1,4 @@
-"""Log probabilities in OpenAI's two shapes. JSON has no infinity, so what is impossible has a very low number."""
+"""Log probabilities in the forms of OpenAI's two completion APIs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from saccade.processor.tokenizer import Tokenizer
 from saccade.types import Logprobs
 
-_LOWEST = -9999.0
+_LOWEST = -9999.0  # JSON has no minus infinity
 
 
 def chat_logprobs(
@@ -26,10 +26,12 @@ def chat_logprobs(
 def completion_logprobs(
     token_ids: Sequence[int], logprobs: Sequence[Logprobs], tokenizer: Tokenizer, offset: int, shows_ids: bool
 ) -> dict[str, Any]:
-    """`offset` is where the first token's text begins in the answer."""
+    """`offset` is where the first token begins in the text of the output."""
     texts = [_text(token_id, tokenizer) for token_id in token_ids]
     offsets = list(accumulate(map(len, texts), initial=offset))[:-1]
-    tops = [{_shown(other, tokenizer, shows_ids): _finite(value) for other, value in entry.top} for entry in logprobs]
+    tops = []
+    for entry in logprobs:
+        tops.append({_shown(other, tokenizer, shows_ids): _finite(value) for other, value in entry.top})
     return {
         "tokens": list(map(_id, token_ids)) if shows_ids else texts,
         "token_logprobs": [_finite(entry.logprob) for entry in logprobs],
@@ -40,9 +42,9 @@ def completion_logprobs(
 
 def _entry(token_id: int, logprob: float, tokenizer: Tokenizer, shows_ids: bool) -> dict[str, Any]:
     text = _text(token_id, tokenizer)
-    # A token that is part of a character has bytes of its own, which the decoded text no longer shows.
-    spelled = None if "\ufffd" in text else list(text.encode())
-    return {"token": _id(token_id) if shows_ids else text, "logprob": _finite(logprob), "bytes": spelled}
+    # A token that is part of a character decodes to U+FFFD, which hides its bytes.
+    utf8 = None if "\ufffd" in text else list(text.encode())
+    return {"token": _id(token_id) if shows_ids else text, "logprob": _finite(logprob), "bytes": utf8}
 
 
 def _shown(token_id: int, tokenizer: Tokenizer, shows_ids: bool) -> str:

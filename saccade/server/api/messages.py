@@ -1,4 +1,4 @@
-"""POST /v1/messages: the chat behind it, and the shape of its answers in Anthropic's API."""
+"""POST /v1/messages: runs the chat that a request stands for and writes its output in Anthropic's form."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from saccade.server.api.chunks import usage_of
-from saccade.server.api.content_blocks import Added, Block, BlockAnswer, Opened
-from saccade.server.api.events import Event, send_events
+from saccade.server.api.content_blocks import Block, BlockEvent, BlockOutput
+from saccade.server.api.events import Event, EventShape, send_events
 from saccade.server.errors import ApiError
 from saccade.server.generation import Delta, Generation
-from saccade.server.http.caller import Caller
-from saccade.server.http.limits import ByteLease, Upload
-from saccade.server.http.response import ResponseWriter
+from saccade.server.http.caller import Exchange
 from saccade.server.request.chat import ChatRequest
 from saccade.server.request.messages import read_message
 from saccade.server.service import Service
@@ -21,45 +19,41 @@ from saccade.server.service import Service
 _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
-async def answer_message(
-    service: Service, writer: ResponseWriter, upload: Upload, caller: Caller, lease: ByteLease
-) -> None:
-    chat, places = await service.read(read_message, await service.decode(upload), caller)
-    with places.renaming():
-        async with service.answering(chat, caller, lease) as generation:
-            script = MessageEvents(service.names[0], chat, caller.request_id, generation)
-            stream = chat.response_options.stream
-            del chat  # the pictures are with the engine now
-            await send_events(writer, generation, script, stream=stream)
+async def create_message(service: Service, exchange: Exchange) -> None:
+    request = await service.read(read_message, exchange)
+    chat = request.chat
+    with request.source_paths.renaming():
+        async with service.generating(chat, exchange) as generation:
+            shape = MessageEvents(service.names[0], chat, exchange.caller.request_id, generation)
+            await send_events(exchange.writer, generation, shape, stream=chat.response_options.stream)
 
 
-class MessageEvents:
-    """One message; see `EventShape`."""
-
+class MessageEvents(EventShape):
     def __init__(self, model: str, chat: ChatRequest, request_id: str, generation: Generation) -> None:
-        self._answer = BlockAnswer(chat)
+        self._output = BlockOutput(chat)
         self._generation = generation
         self._request_id = request_id
-        shown = chat.response_options.request_id or request_id
-        self._base = {"id": f"msg_{shown}", "type": "message", "role": "assistant", "model": model}
+        message_id = f"msg_{chat.response_options.request_id or request_id}"
+        self._base = {"id": message_id, "type": "message", "role": "assistant", "model": model}
 
     def whole(self) -> dict[str, Any]:
-        content = [_content(block) for block in self._answer.blocks]
+        content = [_content(block) for block in self._output.blocks]
         return {**self._base, "content": content, **self._stop(), "usage": _usage(self._generation)}
 
     def begin(self) -> Iterator[Event]:
         unknown: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
-        yield {"type": "message_start", "message": {**self._base, **unknown, "usage": _usage(self._generation)}}
+        message = {**self._base, **unknown, "usage": _usage(self._generation)}
+        yield {"type": "message_start", "message": message}
 
     def ping(self) -> Event:
         return {"type": "ping"}
 
-    def take(self, piece: Delta) -> Iterator[Event]:
-        for event in self._answer.take(piece):
+    def take(self, delta: Delta) -> Iterator[Event]:
+        for event in self._output.take(delta):
             index = event.block.index
-            if isinstance(event, Opened):
+            if event.kind == "open":
                 yield {"type": "content_block_start", "index": index, "content_block": _content(event.block)}
-            elif isinstance(event, Added):
+            elif event.kind == "add":
                 yield {"type": "content_block_delta", "index": index, "delta": _delta(event)}
             else:
                 yield {"type": "content_block_stop", "index": index}
@@ -72,34 +66,36 @@ class MessageEvents:
         return error.anthropic_body(self._request_id)
 
     def _stop(self) -> dict[str, Any]:
-        """Why the answer ended. Only a string of the client's is a stop sequence; end tokens are not."""
-        answer = self._answer
-        reason = _STOP_REASONS.get(str(answer.finish_reason))
-        sequence = answer.stop_reason if reason is None and isinstance(answer.stop_reason, str) else None
-        return {"stop_reason": reason or ("stop_sequence" if sequence else "end_turn"), "stop_sequence": sequence}
+        """Why the output ended. Only a stop string of the client is a stop sequence; an EOS token is not."""
+        reason = _STOP_REASONS.get(str(self._output.finish_reason))
+        sequence = self._output.stop_reason
+        if reason is not None or not isinstance(sequence, str):
+            sequence = None
+        reason = reason or ("stop_sequence" if sequence else "end_turn")
+        return {"stop_reason": reason, "stop_sequence": sequence}
 
 
 def _content(block: Block) -> dict[str, Any]:
-    """A block as far as it is known. A call's arguments are JSON only when they are whole, and empty before."""
+    """A block so far. The arguments of a call are empty until they are complete JSON."""
     if block.call is None:
         return {"type": "text", "text": block.text}
-    given = json.loads(block.text) if block.text else {}
-    return {"type": "tool_use", "id": block.call.id, "name": block.call.name, "input": given}
+    arguments = json.loads(block.text) if block.text else {}
+    return {"type": "tool_use", "id": block.call.id, "name": block.call.name, "input": arguments}
 
 
-def _delta(event: Added) -> dict[str, Any]:
+def _delta(event: BlockEvent) -> dict[str, Any]:
     if event.block.call is None:
         return {"type": "text_delta", "text": event.text}
     return {"type": "input_json_delta", "partial_json": event.text}
 
 
 def _usage(generation: Generation) -> dict[str, Any]:
-    """Here what was found in the cache is not part of the input. It is known when the answer is complete."""
+    """Anthropic's input tokens exclude cached ones. Their number is known when the output is complete."""
     usage = usage_of(generation)
     cached = usage["prompt_tokens_details"]["cached_tokens"]
     return {
         "input_tokens": usage["prompt_tokens"] - cached,
         "cache_read_input_tokens": cached,
-        "cache_creation_input_tokens": 0,  # nothing is charged for what the prefix cache keeps
+        "cache_creation_input_tokens": 0,  # storing a prefix is free
         "output_tokens": usage["completion_tokens"],
     }

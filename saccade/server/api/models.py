@@ -1,4 +1,4 @@
-"""GET /v1/models: the model's name and length, and what its pictures may be and cost."""
+"""GET /v1/models: the name and context length of the model, and what its images may be and cost."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from saccade.server.service import Service
 from saccade.types import Size
 
 _SHOWN_SIZES = (Size(336, 336), Size(640, 480), Size(1024, 1024), Size(1280, 720), Size(1920, 1080), Size(3840, 2160))
-_TYPICAL_IMAGE, _TYPICAL_TEXT = Size(1280, 720), 500
+_TYPICAL_IMAGE = Size(1280, 720)
+_TEXT_TOKENS = 500
 
 
 def model_list(service: Service) -> dict[str, Any]:
@@ -27,7 +28,8 @@ def model_list(service: Service) -> dict[str, Any]:
 
 def model_card(service: Service, name: str) -> dict[str, Any]:
     if not service.serves(name):
-        raise ApiError(404, f"the model {quoted(name, 200)} is not served here", code="model_not_found", param="model")
+        message = f"the model {quoted(name, 200)} is not served here"
+        raise ApiError(404, message, code="model_not_found", param="model")
     return _card(service, name if name in service.names else service.names[0])
 
 
@@ -47,11 +49,14 @@ def _card(service: Service, name: str) -> dict[str, Any]:
 
 
 def _multimodal(service: Service) -> dict[str, Any]:
-    images, policy, videos = service.processor.images, service.processor.policy, service.processor.videos
-    limits = images.limits
+    processor = service.processor
+    policy = processor.policy
+    videos = processor.videos
+    limits = processor.images.limits
+    max_videos = videos.max_per_prompt if videos else 0
     return {
-        "limit_per_prompt": {"image": policy.limits.get("image", 0), "video": videos.max_per_prompt if videos else 0},
-        "formats": FORMATS.replace(" and ", ", ").split(", ") if service.processor.takes_images else [],
+        "limit_per_prompt": {"image": policy.limits.get("image", 0), "video": max_videos},
+        "formats": FORMATS.replace(" and ", ", ").split(", ") if processor.takes_images else [],
         "min_pixels": limits.min_pixels,
         "max_pixels": limits.max_pixels,
         "max_image_bytes": policy.max_image_bytes,
@@ -69,7 +74,7 @@ def video_card(videos: Videos) -> dict[str, Any]:
     policy = videos.policy.video
     return {
         "formats": VIDEO_FORMATS.replace(" and ", ", ").split(", ") if is_available() else [],
-        "frame_types": FRAME_TYPES,  # these need no PyAV
+        "frame_types": FRAME_TYPES,  # read without PyAV
         "fps": policy.fps,
         "max_frames": videos.max_frames,
         "max_pixels": videos.rules.limits(policy.max_pixels).max_pixels,
@@ -85,7 +90,7 @@ def _tokens_per_image(service: Service) -> dict[str, int | None]:
 
 
 def tokens_of(service: Service, size: Size) -> int | None:
-    """What a picture of this size costs; None when it is refused."""
+    """Tokens of an image of this size; None if it is refused."""
     limits = service.processor.images.limits
     try:
         return service.processor.family.geometry(size, limits.min_pixels, limits.max_pixels).tokens
@@ -94,24 +99,24 @@ def tokens_of(service: Service, size: Size) -> int | None:
 
 
 def capacity_line(service: Service) -> str:
-    """How many ordinary requests the KV cache holds at once, for the start-up log."""
-    limits, (width, height) = service.limits, _TYPICAL_IMAGE
-    tokens = (tokens_of(service, _TYPICAL_IMAGE) or 0) + _TYPICAL_TEXT
+    """How many typical requests the KV cache holds at once, for the start-up log."""
+    limits = service.limits
+    size = _TYPICAL_IMAGE
+    tokens = (tokens_of(service, size) or 0) + _TEXT_TOKENS
     blocks = blocks_for(tokens, limits.block_size)
-    what = f"a {width}x{height} picture with {_TYPICAL_TEXT} tokens of text is {tokens} tokens"
+    fitting = limits.num_blocks // blocks
+    what = f"a {size.width}x{size.height} picture with {_TEXT_TOKENS} tokens of text is {tokens} tokens"
     if not service.processor.takes_images:
         what = f"the model takes no pictures; a prompt of {tokens} tokens"
-    fitting = limits.num_blocks // blocks
-    if kept := _kept_slots(service, _TYPICAL_IMAGE):
-        what += f", {kept * limits.slot_bytes / 1e6:.1f} MB of the encoder cache"
-        fitting = min(fitting, limits.encoder_cache_slots // kept)
+    elif slots := _cross_attended_slots(service, size):
+        what += f", {slots * limits.slot_bytes / 1e6:.1f} MB of the encoder cache"
+        fitting = min(fitting, limits.encoder_cache_slots // slots)
     return f"{what} = {blocks} KV blocks; {fitting} such requests fit at once"
 
 
-def _kept_slots(service: Service, size: Size) -> int:
-    """Slots of the encoder cache that a picture keeps while an answer looks at it; 0 where answers do not."""
-    family, limits = service.processor.family, service.processor.images.limits
-    if not service.processor.takes_images:
-        return 0
+def _cross_attended_slots(service: Service, size: Size) -> int:
+    """Slots that an image holds in the encoder cache for the whole request; 0 without cross-attention."""
+    family = service.processor.family
+    limits = service.processor.images.limits
     geometry = family.geometry(size, limits.min_pixels, limits.max_pixels)
     return geometry.slots if family.expand(geometry).is_cross_attended else 0

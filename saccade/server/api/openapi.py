@@ -1,4 +1,4 @@
-"""What /openapi.json says about request bodies: the field tables, as they are checked."""
+"""Request bodies in /openapi.json, made from the tables that check them."""
 
 from __future__ import annotations
 
@@ -7,35 +7,16 @@ from typing import Any
 
 from saccade.server.request import fields
 
-_ERROR = {
-    "type": "object",
-    "properties": {
-        "error": {
-            "type": "object",
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
-            },
-            "required": ["message", "type", "param", "code"],
-        }
-    },
-    "required": ["error"],
-}
-_ANTHROPIC_ERROR = {
-    "type": "object",
-    "properties": {
-        "type": {"const": "error"},
-        "error": {
-            "type": "object",
-            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
-            "required": ["type", "message"],
-        },
-        "request_id": {"type": "string"},
-    },
-    "required": ["type", "error", "request_id"],
-}
+_STRING = {"type": "string"}
+_STRING_OR_NULL = {"type": ["string", "null"]}
+
+
+def _object(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": list(properties)}
+
+
+_ERROR = _object(error=_object(message=_STRING, type=_STRING, param=_STRING_OR_NULL, code=_STRING_OR_NULL))
+_ANTHROPIC_ERROR = _object(type={"const": "error"}, error=_object(type=_STRING, message=_STRING), request_id=_STRING)
 _STATUSES = {
     "400": "The request is at fault",
     "401": "No key, or a wrong one",

@@ -1,4 +1,7 @@
-"""POST /v1/responses, without anything kept between two requests: the chat behind it, and the shape of its answers."""
+"""POST /v1/responses: runs the chat that a request stands for and writes its output as items.
+
+Stateless: nothing is kept between two requests.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from saccade.server.api.chunks import usage_of
-from saccade.server.api.content_blocks import Added, Block, BlockAnswer, BlockEvent, Closed, Opened
-from saccade.server.api.events import Event, send_events
+from saccade.server.api.content_blocks import Block, BlockEvent, BlockOutput
+from saccade.server.api.events import Event, EventShape, send_events
 from saccade.server.errors import ApiError
 from saccade.server.generation import Delta, Generation
-from saccade.server.http.caller import Caller
-from saccade.server.http.limits import ByteLease, Upload
-from saccade.server.http.response import ResponseWriter
+from saccade.server.http.caller import Exchange
 from saccade.server.request.chat import ChatRequest
 from saccade.server.request.responses import read_response
 from saccade.server.service import Service
@@ -22,42 +23,46 @@ from saccade.server.service import Service
 _FIXED = {"background": False, "previous_response_id": None, "store": False, "truncation": "disabled"}
 
 
-async def answer_response(
-    service: Service, writer: ResponseWriter, upload: Upload, caller: Caller, lease: ByteLease
-) -> None:
-    chat, places, echo = await service.read(read_response, await service.decode(upload), caller)
-    with places.renaming():
-        async with service.answering(chat, caller, lease) as generation:
-            script = ResponseEvents(service.names[0], chat, echo, caller.request_id, generation)
-            stream = chat.response_options.stream
-            del chat  # the pictures are with the engine now
-            await send_events(writer, generation, script, stream=stream)
+async def create_response(service: Service, exchange: Exchange) -> None:
+    request = await service.read(read_response, exchange)
+    chat = request.chat
+    with request.source_paths.renaming():
+        async with service.generating(chat, exchange) as generation:
+            request_id = exchange.caller.request_id
+            shape = ResponseEvents(service.names[0], chat, request.echo, request_id, generation)
+            await send_events(exchange.writer, generation, shape, stream=chat.response_options.stream)
 
 
-class ResponseEvents:
-    """One response; see `EventShape`. Every block of the answer is one item of the output."""
+class ResponseEvents(EventShape):
+    """Every block of the output is one item of the response."""
 
     def __init__(
         self, model: str, chat: ChatRequest, echo: Mapping[str, Any], request_id: str, generation: Generation
     ) -> None:
-        self._answer = BlockAnswer(chat)
+        self._output = BlockOutput(chat)
         self._generation = generation
-        self._numbers = itertools.count()
+        self._sequence_numbers = itertools.count()
         self._id = chat.response_options.request_id or request_id
-        self._base = {"id": f"resp_{self._id}", "object": "response", "created_at": int(time.time()), "model": model}
-        self._base |= {**_FIXED, **echo}
+        self._base = {
+            "id": f"resp_{self._id}",
+            "object": "response",
+            "created_at": int(time.time()),
+            "model": model,
+            **_FIXED,
+            **echo,
+        }
 
-    # --- the whole --------------------------------------------------------------------------------------------------
+    # --- the whole ------------------------------------------------------------------------------------------
 
     def whole(self) -> dict[str, Any]:
-        is_cut = self._answer.finish_reason == "length"
+        is_cut = self._output.finish_reason == "length"
         response = self._response("incomplete" if is_cut else "completed")
         response["incomplete_details"] = {"reason": "max_output_tokens"} if is_cut else None
         response["usage"] = _usage(self._generation)
         return response
 
     def _response(self, status: str) -> dict[str, Any]:
-        output = [self._item(block, _status(block)) for block in self._answer.blocks]
+        output = [self._item(block, _status(block)) for block in self._output.blocks]
         later = {"error": None, "incomplete_details": None, "usage": None}
         return {**self._base, "status": status, "output": output, **later}
 
@@ -72,23 +77,23 @@ class ResponseEvents:
     def _item_id(self, block: Block) -> str:
         return f"{'msg' if block.call is None else 'fc'}_{self._id}_{block.index}"
 
-    # --- the stream -------------------------------------------------------------------------------------------------
+    # --- the stream -----------------------------------------------------------------------------------------
 
     def begin(self) -> Iterator[Event]:
         for name in ("created", "in_progress"):
             yield self._event(name, response=self._response("in_progress"))
 
-    def take(self, piece: Delta) -> Iterator[Event]:
-        for event in self._answer.take(piece):
+    def take(self, delta: Delta) -> Iterator[Event]:
+        for event in self._output.take(delta):
             block = event.block
-            if isinstance(event, Opened):
-                yield self._about_item("output_item.added", block, "in_progress")
-            yield from self._inside(event) if block.call is None else self._inside_call(event, block.call.name)
-            if isinstance(event, Closed):
-                yield self._about_item("output_item.done", block, _status(block))
-
-    def ping(self) -> None:
-        """That API has no such event."""
+            if event.kind == "open":
+                yield self._item_event("output_item.added", block, "in_progress")
+            if block.call is None:
+                yield from self._text_events(event)
+            else:
+                yield from self._call_events(event, block.call.name)
+            if event.kind == "close":
+                yield self._item_event("output_item.done", block, _status(block))
 
     def end(self) -> Iterator[Event]:
         response = self.whole()
@@ -100,32 +105,32 @@ class ResponseEvents:
         response["error"] = {"code": code, "message": error.message}
         return self._event("failed", response=response)
 
-    def _inside(self, event: BlockEvent) -> Iterator[Event]:
-        block, text = event.block, event.block.text
-        if isinstance(event, Opened):
-            yield self._about_part("content_part.added", block, part=_part(""))
-        elif isinstance(event, Added):
-            yield self._about_part("output_text.delta", block, delta=event.text, logprobs=[])
+    def _text_events(self, event: BlockEvent) -> Iterator[Event]:
+        block = event.block
+        if event.kind == "open":
+            yield self._part_event("content_part.added", block, part=_part(""))
+        elif event.kind == "add":
+            yield self._part_event("output_text.delta", block, delta=event.text, logprobs=[])
         else:
-            yield self._about_part("output_text.done", block, text=text, logprobs=[])
-            yield self._about_part("content_part.done", block, part=_part(text))
+            yield self._part_event("output_text.done", block, text=block.text, logprobs=[])
+            yield self._part_event("content_part.done", block, part=_part(block.text))
 
-    def _inside_call(self, event: BlockEvent, name: str) -> Iterator[Event]:
+    def _call_events(self, event: BlockEvent, name: str) -> Iterator[Event]:
         where = {"item_id": self._item_id(event.block), "output_index": event.block.index}
-        if isinstance(event, Added):
+        if event.kind == "add":
             yield self._event("function_call_arguments.delta", **where, delta=event.text)
-        elif isinstance(event, Closed):
+        elif event.kind == "close":
             yield self._event("function_call_arguments.done", **where, name=name, arguments=event.block.text)
 
-    def _about_item(self, name: str, block: Block, status: str) -> Event:
+    def _item_event(self, name: str, block: Block, status: str) -> Event:
         return self._event(name, output_index=block.index, item=self._item(block, status))
 
-    def _about_part(self, name: str, block: Block, **fields: Any) -> Event:
+    def _part_event(self, name: str, block: Block, **fields: Any) -> Event:
         where = {"item_id": self._item_id(block), "output_index": block.index, "content_index": 0}
         return self._event(name, **where, **fields)
 
     def _event(self, kind: str, **fields: Any) -> Event:
-        return {"type": f"response.{kind}", "sequence_number": next(self._numbers), **fields}
+        return {"type": f"response.{kind}", "sequence_number": next(self._sequence_numbers), **fields}
 
 
 def _status(block: Block) -> str:
@@ -143,7 +148,7 @@ def _usage(generation: Generation) -> dict[str, Any]:
         "input_tokens": usage["prompt_tokens"],
         "input_tokens_details": {
             "cached_tokens": details["cached_tokens"],
-            "cache_write_tokens": 0,  # nothing is charged for what the prefix cache keeps
+            "cache_write_tokens": 0,  # storing a prefix is free
             "image_tokens": details["image_tokens"],
         },
         "output_tokens": usage["completion_tokens"],

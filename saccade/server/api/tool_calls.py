@@ -1,4 +1,4 @@
-"""The tool calls in one answer of a chat, found as its text arrives; no more than the request allows. Knows no JSON."""
+"""Finds the tool calls in the text of one output while it streams. Knows no JSON shape of any API."""
 
 from __future__ import annotations
 
@@ -14,20 +14,18 @@ class CallFinder:
         self._max_calls = MAX_TOOLS if request.parallel_tool_calls else 1
         self._has_calls = False
 
-    def take(self, piece: Delta) -> list[ToolDelta]:
-        """The text and the calls that a piece completes."""
-        found = [delta for delta in self._parsed(piece) if self._is_wanted(delta)]
-        self._has_calls = self._has_calls or any(isinstance(delta, CallStart) for delta in found)
+    def take(self, delta: Delta) -> list[ToolDelta]:
+        """The text and the tool calls that a delta completes. Calls beyond the allowed number are dropped."""
+        parts = self._parsed(delta)
+        found = [part for part in parts if isinstance(part, Content) or part.index < self._max_calls]
+        self._has_calls = self._has_calls or any(isinstance(part, CallStart) for part in found)
         return found
 
     def finish_reason(self, reason: str | None) -> str | None:
         return "tool_calls" if reason == "stop" and self._has_calls else reason
 
-    def _parsed(self, piece: Delta) -> list[ToolDelta]:
+    def _parsed(self, delta: Delta) -> list[ToolDelta]:
         if self._parser is None:
-            return [Content(piece.text)] if piece.text else []
-        deltas = self._parser.push(piece.text)
-        return deltas + (self._parser.finish() if piece.finish_reason else [])
-
-    def _is_wanted(self, delta: ToolDelta) -> bool:
-        return isinstance(delta, Content) or delta.index < self._max_calls
+            return [Content(delta.text)] if delta.text else []
+        found = self._parser.push(delta.text)
+        return found + (self._parser.finish() if delta.finish_reason else [])

@@ -1,14 +1,22 @@
-"""Who sent a request, and when."""
+"""What a route knows of a request: its sender, its body, what it holds, and where its response goes."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+from saccade.server.http.limits import ByteLease, Upload
+from saccade.server.http.response import ResponseWriter
+
 
 class Caller(NamedTuple):
-    """Who sent a request, and when."""
-
     request_id: str
     tenant: str
-    arrived: float  # on the clock of time.perf_counter
-    client: str = ""  # whose share of the server it takes: the tenant, or without keys the address it came from
+    arrived: float  # time.perf_counter()
+    client: str = ""  # shares and limits are per client: the tenant, or without keys the address
+
+
+class Exchange(NamedTuple):
+    caller: Caller
+    upload: Upload
+    lease: ByteLease
+    writer: ResponseWriter

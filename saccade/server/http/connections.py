@@ -1,6 +1,6 @@
-"""Who is connected, how many may be, and who must go when there is no room for somebody else.
+"""Limits the open connections, in total and per client address, and evicts idle ones when there are too many.
 
-Counts connections by the address they come from. Knows nothing of what is sent over them.
+Knows nothing of what is sent over a connection.
 """
 
 from __future__ import annotations
@@ -17,143 +17,140 @@ from saccade.errors import ConfigError
 
 logger = logging.getLogger("saccade.server")
 
-_FOR_OTHER_USES = 256  # descriptors: the engine, fetches, files, connections in reserve
-_MIN_FOR_OTHER_USES = 128
-_MAX_AUTOMATIC = 4096  # each costs memory, also when it is idle
-_RESERVE = 64  # places beyond the limit, for those who ask whether the server is well
-_SAFE_SECONDS = 1.0  # whoever came only now may be about to send a request
+_OTHER_DESCRIPTORS = 256  # the engine, fetches, files, reserve connections
+_MIN_OTHER_DESCRIPTORS = 128
+_MAX_AUTOMATIC = 4096  # an idle connection costs memory too
+_NUM_RESERVE = 64  # connections beyond the limit that may only ask for health and readiness
+_MIN_IDLE_SECONDS = 1.0  # a newer connection may be about to send its request
 _LOG_SECONDS = 10.0
 
 
 def connection_limit(asked: int | None) -> int:
-    """How many connections may be open. ConfigError when the process could not open so many."""
+    """The maximum number of open connections. ConfigError if the process cannot open that many."""
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if asked is None:
-        return min(max(descriptors - _FOR_OTHER_USES, descriptors // 2), _MAX_AUTOMATIC)
-    if asked > max(descriptors - _MIN_FOR_OTHER_USES, descriptors // 2):
+        return min(max(descriptors - _OTHER_DESCRIPTORS, descriptors // 2), _MAX_AUTOMATIC)
+    if asked > max(descriptors - _MIN_OTHER_DESCRIPTORS, descriptors // 2):
         raise ConfigError(
-            f"max_connections={asked} needs more than the {descriptors} descriptors this process may open, of which "
-            f"{_MIN_FOR_OTHER_USES} are for other uses; lower it, or raise the limit (ulimit -n)"
+            f"max_connections={asked} needs more than the {descriptors} descriptors this process may open, of "
+            f"which {_MIN_OTHER_DESCRIPTORS} are for other uses; lower it, or raise the limit (ulimit -n)"
         )
     return asked
 
 
 class Connection(Protocol):
     def drop(self) -> None:
-        """End at once."""
+        """Close at once."""
 
 
-class Place(Enum):
+class Admission(Enum):
     OPEN = auto()
-    PROBES = auto()  # there is no room: only health and readiness are told
-    NONE = auto()
+    PROBES_ONLY = auto()  # the limit is reached: only /health and /ready are answered
+    REFUSED = auto()
 
 
 class Connections:
-    """One address may have a share of the places. Idle connections make room for new ones."""
+    """A new connection over the limit replaces an idle one. Each address may have a share of the limit."""
 
     def __init__(self, maximum: int, share: float, on_refusal: Callable[[str], None]) -> None:
         self.maximum = maximum
-        self._open = _Places(maximum, share)
-        self._reserve = _Places(_RESERVE, share)
-        self._on_refusal = on_refusal
-        self._num_refused = 0  # since the latest line in the log
-        self._is_due = seldom(_LOG_SECONDS)
+        self._open = _Pool(maximum, share)
+        self._reserve = _Pool(_NUM_RESERVE, share)
+        self.on_refusal = on_refusal
+        self._num_refused = 0  # since the last log line
+        self._may_log = at_most_every(_LOG_SECONDS)
 
-    def enter(self, connection: Connection, peer: str) -> Place:
-        if self._open.enter(connection, peer):
-            return Place.OPEN
-        return Place.PROBES if self._reserve.enter(connection, peer) else Place.NONE
+    def admit(self, connection: Connection, peer: str) -> Admission:
+        if self._open.admit(connection, peer):
+            return Admission.OPEN
+        return Admission.PROBES_ONLY if self._reserve.admit(connection, peer) else Admission.REFUSED
 
     def refused(self) -> None:
-        """A request, or a connection, for which there was no place."""
-        self._on_refusal("connections")
+        """Counts a connection, or a request on one, that was refused."""
+        self.on_refusal("connections")
         self._num_refused += 1
-        if self._is_due():
+        if self._may_log():
             logger.warning(
-                "%d connections were turned away: %d are open, %d may be (--max-connections), %d of them from one "
-                "address (--max-client-share)",
+                "%d connections were turned away: %d are open, %d may be (--max-connections), %d of them from "
+                "one address (--max-client-share)",
                 self._num_refused,
                 len(self._open),
                 self.maximum,
-                self._open.max_of_one,
+                self._open.max_per_peer,
             )
             self._num_refused = 0
 
     @property
     def is_full(self) -> bool:
-        """Whether a new client would find no place."""
+        """Whether a new client would be refused."""
         return len(self._open) >= self.maximum and self._open.oldest_idle() is None
 
-    def make_room(self) -> None:
-        """Descriptors have run out for another reason: give one back."""
-        self._open.drop(self._open.oldest_idle())
+    def drop_idle(self) -> None:
+        """Frees a descriptor, if a connection is idle. Called when the process has none left."""
+        victim = self._open.oldest_idle()
+        if victim is not None:
+            self._open.drop(victim)
 
-    def idle(self, connection: Connection) -> None:
-        for places in (self._open, self._reserve):
-            places.idle(connection)
+    def mark_idle(self, connection: Connection) -> None:
+        for pool in (self._open, self._reserve):
+            pool.mark_idle(connection)
 
-    def busy(self, connection: Connection) -> None:
-        for places in (self._open, self._reserve):
-            places.busy(connection)
+    def mark_busy(self, connection: Connection) -> None:
+        for pool in (self._open, self._reserve):
+            pool.mark_busy(connection)
 
-    def leave(self, connection: Connection) -> None:
-        for places in (self._open, self._reserve):
-            places.leave(connection)
+    def remove(self, connection: Connection) -> None:
+        for pool in (self._open, self._reserve):
+            pool.remove(connection)
 
 
-class _Places:
+class _Pool:
     def __init__(self, maximum: int, share: float) -> None:
         self._maximum = maximum
-        self.max_of_one = max(1, int(maximum * share))
+        self.max_per_peer = max(1, int(maximum * share))
         self._peers: dict[Connection, str] = {}
         self._counts: Counter[str] = Counter()
-        self._idle: dict[str, dict[Connection, float]] = {}  # by peer, those idle for longest first, since when
+        self._idle: dict[str, dict[Connection, float]] = {}  # by peer: idle since, the oldest first
 
     def __len__(self) -> int:
         return len(self._peers)
 
-    def enter(self, connection: Connection, peer: str) -> bool:
-        if self._counts[peer] >= self.max_of_one:
-            victim = self.oldest_idle(peer)
-        elif len(self) >= self._maximum:
-            victim = self.oldest_idle()
-        else:
-            return self._take(connection, peer)
-        self.drop(victim)
-        return victim is not None and self._take(connection, peer)
-
-    def _take(self, connection: Connection, peer: str) -> bool:
+    def admit(self, connection: Connection, peer: str) -> bool:
+        has_max = self._counts[peer] >= self.max_per_peer
+        if has_max or len(self) >= self._maximum:
+            victim = self.oldest_idle(peer if has_max else None)
+            if victim is None:
+                return False
+            self.drop(victim)
         self._peers[connection] = peer
         self._counts[peer] += 1
-        self.idle(connection)
+        self.mark_idle(connection)
         return True
 
     def oldest_idle(self, peer: str | None = None) -> Connection | None:
-        """Of the one who has most of them, unless a peer is named: whoever keeps many is the first to lose some."""
+        """Of this peer; without one, of the peer that has the most idle connections."""
         if peer is None:
             peer = max(self._idle, key=lambda name: len(self._idle[name]), default="")
         connection, since = next(iter(self._idle.get(peer, {}).items()), (None, 0.0))
-        return connection if time.monotonic() - since > _SAFE_SECONDS else None
+        return connection if time.monotonic() - since > _MIN_IDLE_SECONDS else None
 
-    def drop(self, connection: Connection | None) -> None:
-        if connection is not None:
-            self.leave(connection)  # at once: that the transport has closed is reported later
-            connection.drop()
+    def drop(self, connection: Connection) -> None:
+        self.remove(connection)  # now: the transport reports its end later
+        connection.drop()
 
-    def idle(self, connection: Connection) -> None:
+    def mark_idle(self, connection: Connection) -> None:
         if connection in self._peers:
             self._idle.setdefault(self._peers[connection], {})[connection] = time.monotonic()
 
-    def busy(self, connection: Connection) -> None:
+    def mark_busy(self, connection: Connection) -> None:
         peer = self._peers.get(connection, "")
         others = self._idle.get(peer, {})
         others.pop(connection, None)
         if not others:
             self._idle.pop(peer, None)
 
-    def leave(self, connection: Connection) -> None:
-        self.busy(connection)
+    def remove(self, connection: Connection) -> None:
+        self.mark_busy(connection)
         peer = self._peers.pop(connection, None)
         if peer is not None:
             self._counts[peer] -= 1
@@ -161,16 +158,16 @@ class _Places:
                 del self._counts[peer]
 
 
-def seldom(seconds: float) -> Callable[[], bool]:
-    """Says yes at once and then no for a while: a client must not be able to fill the log."""
-    due = 0.0
+def at_most_every(seconds: float) -> Callable[[], bool]:
+    """A function that is true at most once in this time, so that clients cannot fill the log."""
+    next_time = 0.0
 
     def is_due() -> bool:
-        nonlocal due
+        nonlocal next_time
         now = time.monotonic()
-        if now < due:
+        if now < next_time:
             return False
-        due = now + seconds
+        next_time = now + seconds
         return True
 
     return is_due

@@ -1,7 +1,7 @@
-"""Takes connections from the listening socket.
+"""Accepts connections from the listening socket, in place of Uvicorn's loop.
 
-Ours, because uvloop closes waiting connections without a word when the process has no descriptors left. Here they wait
-in the socket's queue until there are some again, and the log says so.
+When the process has no descriptors left, uvloop silently closes pending connections. Here they wait in the
+socket's backlog until a descriptor is free, and the log says so.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import logging
 import socket
 from collections.abc import Callable
 
-from saccade.server.http.connections import Connections, seldom
+from saccade.server.http.connections import Connections, at_most_every
 
 logger = logging.getLogger("saccade.server")
 
-_AT_ONCE = 128  # connections taken before others have their turn on the event loop
+_MAX_ACCEPTS = 128  # per callback, so that the event loop stays responsive
 _PAUSE_SECONDS = 0.1
 _LOG_SECONDS = 10.0
 _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -30,23 +30,23 @@ class Listener:
         self._make_protocol = make_protocol
         self._connections = connections
         self._opening: set[asyncio.Task[object]] = set()
-        self._is_due = seldom(_LOG_SECONDS)
+        self._may_log = at_most_every(_LOG_SECONDS)
 
     def open(self) -> None:
         self._sock.setblocking(False)
-        self._listen()
+        self._resume()
 
     def close(self) -> None:
         if self._sock.fileno() >= 0:
             asyncio.get_running_loop().remove_reader(self._sock)
             self._sock.close()
 
-    def _listen(self) -> None:
+    def _resume(self) -> None:
         if self._sock.fileno() >= 0:
             asyncio.get_running_loop().add_reader(self._sock, self._accept)
 
     def _accept(self) -> None:
-        for _ in range(_AT_ONCE):
+        for _ in range(_MAX_ACCEPTS):
             try:
                 sock, _ = self._sock.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
@@ -68,14 +68,14 @@ class Listener:
     def _opened(self, task: asyncio.Task[object]) -> None:
         self._opening.discard(task)
         if not task.cancelled() and task.exception() is not None:
-            logger.debug("a connection was gone before it was taken: %s", task.exception())
+            logger.debug("a connection was lost before it was accepted: %s", task.exception())
 
     def _pause(self, error: OSError) -> None:
         loop = asyncio.get_running_loop()
-        loop.remove_reader(self._sock)  # it would be reported as readable without end
-        loop.call_later(_PAUSE_SECONDS, self._listen)
-        self._connections.make_room()
-        if self._is_due():
+        loop.remove_reader(self._sock)  # it would be reported as readable all the time
+        loop.call_later(_PAUSE_SECONDS, self._resume)
+        self._connections.drop_idle()
+        if self._may_log():
             logger.error(
                 "new connections wait: %s; raise the limit (ulimit -n) or lower --max-connections, now %d",
                 error.strerror,

@@ -1,7 +1,4 @@
-"""Around every request: its id, its key, the page it came from, headers of every answer, a line in the log.
-
-Sees no bodies.
-"""
+"""Request id, API key, browser rules, response headers and access log of every request. Sees no bodies."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ from saccade.server.http.origins import BrowserRules
 logger = logging.getLogger("saccade.server")
 
 _SAFE_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
-_WATCHED = "/v1/engine"  # an open page asks twice a second: it would fill the log
+_POLLED = "/v1/engine"  # an open page polls it twice a second: it would fill the log
 _HEADERS = {
     "x-content-type-options": "nosniff",
     "x-frame-options": "DENY",
@@ -46,7 +43,8 @@ class RequestMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        start, headers = time.perf_counter(), dict(scope["headers"])
+        start = time.perf_counter()
+        headers = dict(scope["headers"])
         request_id = _request_id(headers.get(b"x-request-id"))
         status = 0
 
@@ -56,15 +54,16 @@ class RequestMiddleware:
                 status = message["status"]
                 headers_out = MutableHeaders(scope=message)
                 headers_out["x-request-id"] = request_id
-                if is_anthropic(scope["path"]):  # its clients look for the id there
+                if is_anthropic(scope["path"]):  # Anthropic's clients read this header
                     headers_out["request-id"] = request_id
-                for name, value in _HEADERS.items():  # the page brings a policy of its own
+                for name, value in _HEADERS.items():  # the page has its own policy
                     headers_out.setdefault(name, value)
             await send(message)
 
         try:
-            tenant = self._keys.tenant(scope["path"], headers.get(b"authorization"), headers.get(b"x-api-key"))
-            self._rules.check(scope["method"], scope["path"], headers)
+            path = scope["path"]
+            tenant = self._keys.tenant(path, headers.get(b"authorization"), headers.get(b"x-api-key"))
+            self._rules.check(scope["method"], path, headers)
             scope["caller"] = Caller(request_id, tenant, start, tenant or peer_of(scope.get("client")))
             await self._app(scope, receive, send_with_headers)
         except ApiError as error:
@@ -74,15 +73,15 @@ class RequestMiddleware:
             self._log(scope, request_id, status, start)
 
     def _log(self, scope: Scope, request_id: str, status: int, start: float) -> None:
-        if self._logs and scope["path"] != _WATCHED and not is_open(scope["path"]):
+        if self._logs and scope["path"] != _POLLED and not is_open(scope["path"]):
             shown = scope["path"][:100].encode("unicode_escape").decode()
-            result = status or "left"  # the client was gone before there was an answer
+            result = status or "left"  # the client disconnected before the response
             ms = (time.perf_counter() - start) * 1e3
             logger.info("%s %s %s %s %.0f ms", request_id, scope["method"], shown, result, ms)
 
 
 def _request_id(given: bytes | None) -> str:
-    """The client's own, when it is one that may stand in a log and in a header."""
+    """The id the client sent, if it is safe to write into a log and a header; otherwise a new one."""
     if given is not None and _SAFE_ID.fullmatch(given):
         return given.decode()
     return uuid.uuid4().hex

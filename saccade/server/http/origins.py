@@ -1,8 +1,7 @@
-"""Which browsers' requests are taken: those of the server's own page, and of pages the operator allows.
+"""Cross-origin rules: browsers may call from the server's own page and from origins the operator allows.
 
-A browser sends requests for every page it shows. It says which page (Origin, Sec-Fetch-Site) and under which name it
-found the server (Host); scripts can change neither. Other clients say no Origin, and nothing here concerns them. Reads
-headers only.
+A browser states the page's origin (Origin, Sec-Fetch-Site) and the name it used for the server (Host).
+Scripts cannot forge these headers. Clients that are no browser send no Origin and are not affected.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from saccade.server.errors import ApiError
 from saccade.server.http.auth import is_open
 
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
-_PROBES = ("/health", "/ready")  # asked by any name, and the same for everybody
-_READING = ("GET", "HEAD")
+_PROBES = ("/health", "/ready")  # allowed under any Host
+_READ_METHODS = ("GET", "HEAD")
 
 
 class BrowserRules:
@@ -27,44 +26,47 @@ class BrowserRules:
         self._hosts = _known_hosts(server)
 
     def check(self, method: str, path: str, headers: Mapping[bytes, bytes]) -> None:
-        """ApiError 403 for a request that a page of somebody else made."""
-        is_reading = method in _READING
+        """ApiError 403 for a request made by a page that is not allowed."""
+        is_reading = method in _READ_METHODS
         if is_reading and path in _PROBES:
             return
         host = _text(headers.get(b"host"))
         self._check_host(host)
-        # What needs no key is no secret: anyone may link to the page.
+        # Paths without a key are public, so any page may link to them.
         if not (is_reading and is_open(path)):
             self._check_origin(host, _text(headers.get(b"origin")), _text(headers.get(b"sec-fetch-site")))
 
     def _check_host(self, host: str | None) -> None:
-        """A name that leads here only because somebody's DNS says so makes any page a page of this server."""
+        """Against DNS rebinding: a foreign name that resolves to this server makes its pages same-origin."""
         if host is None or self._hosts is None or _without_port(host) in self._hosts:
             return
         raise ApiError(
             403,
-            f"the Host {quoted(host)} is not a name of this server; use localhost or 127.0.0.1, or start it with "
-            "--allowed-hosts and the name",
+            f"the Host {quoted(host)} is not a name of this server; use localhost or 127.0.0.1, or start it "
+            "with --allowed-hosts and the name",
             code="host_not_allowed",
         )
 
     def _check_origin(self, host: str | None, origin: str | None, site: str | None) -> None:
         if "*" in self._origins or origin in self._origins:
             return
-        # Where a browser judges for itself, it is right also behind a proxy that changes the Host.
-        is_own = site in ("same-origin", "none") if site else origin is None or origin.partition("://")[2] == host
-        if not is_own:
+        # Sec-Fetch-Site is the browser's own verdict. It also holds when a proxy changes the Host.
+        if site:
+            is_same_origin = site in ("same-origin", "none")
+        else:
+            is_same_origin = origin is None or origin.partition("://")[2] == host
+        if not is_same_origin:
             page = "another site" if origin is None else quoted(origin)
             raise ApiError(
                 403,
-                f"a page of {page} may not call this server; start it with --allowed-origins and the page's origin "
-                "if it should",
+                f"a page of {page} may not call this server; start it with --allowed-origins and the page's "
+                "origin if it should",
                 code="origin_not_allowed",
             )
 
 
 def _known_hosts(server: ServerOptions) -> frozenset[str] | None:
-    """Names the server answers to; None: any, because only the operator knows the names of other addresses."""
+    """Allowed Host names. None allows any: without --allowed-hosts only loopback names are known."""
     if "*" in server.allowed_hosts or not (server.allowed_hosts or _is_loopback(server.host)):
         return None
     own = f"[{server.host}]" if ":" in server.host else server.host
@@ -74,7 +76,7 @@ def _known_hosts(server: ServerOptions) -> frozenset[str] | None:
 def _is_loopback(host: str) -> bool:
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except OSError:  # listening on it will say why
+    except OSError:  # listening on the host reports the error
         return False
     return all(ipaddress.ip_address(address[0]).is_loopback for *_, address in found)
 

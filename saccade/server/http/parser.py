@@ -1,9 +1,9 @@
-"""The edge of HTTP: what a connection may send beside bodies, how long it may take, and how it ends.
+"""The HTTP protocol of one connection: Uvicorn's, with limits on headers, deadlines and a graceful close.
 
-    waiting ─► headers ─► body, answer ─► waiting ... ─► leaving: the answer goes out, what still comes is thrown away
-       └ --header-timeout ┘    └ --write-timeout          └ closed for good after a moment
+    idle ─► headers ─► body, response ─► idle ... ─► closing: the response is flushed, input is discarded
+      └ --header-timeout ┘   └ --write-timeout          └ aborted after a few seconds
 
-How fast a body must come is said where bodies are read (limits.py). Knows no routes but those that probes ask.
+The minimum rate of a body is enforced in limits.py. Knows no routes but /health and /ready.
 """
 
 from __future__ import annotations
@@ -20,29 +20,30 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.server import ServerState
 
 from saccade.options import ServerOptions
-from saccade.server.errors import ApiError
+from saccade.server.errors import ApiError, overloaded
 from saccade.server.http.auth import peer_of
-from saccade.server.http.connections import Connections, Place
+from saccade.server.http.connections import Admission, Connections
 
 MAX_HEADER_BYTES = 64 << 10
 MAX_HEADERS = 256
-"""Each costs far more memory than its bytes. Trailers count with the headers."""
+"""With trailers. Each costs far more memory than its bytes."""
 
-_MAX_PIPELINED = 8  # requests that wait behind the one being answered
+_MAX_PIPELINED = 8  # requests after the one that runs
 _PROBES = (b"/health", b"/ready")
 _REQUEST_LINE = len(b"GET  HTTP/1.1\r\n\r\n")
-_CHUNK_FRAME = 16  # a chunk's length and line ends; extensions are longer
+_CHUNK_FRAME = 16  # bytes of a chunk's length and line ends, without extensions
 _LINGER_SECONDS = 3.0
-_FIRST_LOOK, _LAST_LOOK = 0.1, 5.0  # seconds between two looks whether a client that stopped sending is still there
+_MIN_PROBE_SECONDS = 0.1  # between two checks whether a half-closed client is still there
+_MAX_PROBE_SECONDS = 5.0
 _UPGRADE = (b"upgrade", b"http2-settings")
 
 
 class _Refused(Exception):
-    """Ends the parser's work on what came."""
+    """Stops the parser."""
 
 
-class _Exit(NamedTuple):
-    """A connection as an answer sees it: closing it is leaving in order."""
+class _ResponseTransport(NamedTuple):
+    """The transport that a response gets. Its close is graceful."""
 
     write: Callable[[bytes], None]
     is_closing: Callable[[], bool]
@@ -50,7 +51,7 @@ class _Exit(NamedTuple):
 
 
 class BoundedHttp(HttpToolsProtocol):
-    """Uvicorn's protocol with limits and deadlines. Trailers and upgrades are ignored, half-closed clients answered."""
+    """Ignores trailers and upgrades. A client that half-closes its connection still gets its response."""
 
     def __init__(
         self,
@@ -58,76 +59,74 @@ class BoundedHttp(HttpToolsProtocol):
         state: ServerState,
         options: ServerOptions,
         connections: Connections,
-        on_refusal: Callable[[str], None],
     ) -> None:
         super().__init__(config, state, {})
         self._options = options
         self._connections = connections
-        self._on_refusal = on_refusal
-        self._place = Place.NONE
-        self._timer: asyncio.TimerHandle | None = None  # what happens unless the client does something before
+        self._admission = Admission.REFUSED
+        self._timer: asyncio.TimerHandle | None = None  # the current deadline of the client
         self._write_timer: asyncio.TimerHandle | None = None
-        self._answering: RequestResponseCycle | None = None  # `cycle` is the latest request, which may still wait
-        self._keeps_alive = False  # what the latest request asked for
+        self._running: RequestResponseCycle | None = None  # `cycle` is the latest, which may be pipelined
+        self._keeps_alive = False  # asked for by the latest request
         self._is_in_headers = False
-        self._is_leaving = False
-        self._has_ended = False  # the client sends no more
-        self._num_headers = 0  # of the latest request, with trailers
+        self._is_closing = False
+        self._is_half_closed = False  # by the client
+        self._num_headers = 0  # of the latest request, with its trailers
         self._header_bytes = 0
-        self._unreported = 0  # bytes that came and the parser has not named yet: a line without an end, extensions
+        self._unreported = 0  # received but not reported by the parser: an unfinished line, chunk extensions
 
-    # --- the connection -------------------------------------------------------------------------------------------
+    # --- the connection -------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._exit = _Exit(transport.write, transport.is_closing, self._leave)
-        self._place = self._connections.enter(self, peer_of(self.client))
-        if self._place is Place.NONE:
-            self._refuse_place()
-            transport.close()  # nothing is read: there may be very many of these
+        self._response_transport = _ResponseTransport(transport.write, transport.is_closing, self._close)
+        self._admission = self._connections.admit(self, peer_of(self.client))
+        if self._admission is Admission.REFUSED:
+            self._refuse_connection()
+            transport.close()  # without reading: there may be very many of these
         else:
-            self._arm(self._options.header_timeout, self._on_silence)
+            self._set_timer(self._options.header_timeout, self._on_header_timeout)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._connections.leave(self)
-        self._disarm()
+        self._connections.remove(self)
+        self._cancel_timer()
         self._stop_write_timer()
-        self._abandon()
+        self._cancel_requests()
         super().connection_lost(exc)
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """True keeps the connection: the client has said all it had to say and waits for the answer."""
-        if self._is_leaving or not self._is_busy or self.cycle.more_body:
+        """True keeps the connection open: the request is complete and waits for its response."""
+        if self._is_closing or not self._is_busy or self.cycle.more_body:
             return False
-        self._has_ended = True
+        self._is_half_closed = True
         self.cycle.keep_alive = False
-        self._look(_FIRST_LOOK)
+        self._probe(_MIN_PROBE_SECONDS)
         return True
 
-    def _look(self, pause: float) -> None:
-        """Whether the client is still there shows only when something is written: an interim answer, which it skips."""
-        cycle = self._answering
+    def _probe(self, pause: float) -> None:
+        """Writes an interim response, which clients skip: only a write shows that a client has gone."""
+        cycle = self._running
         if cycle is None or cycle.response_started or self.scope["http_version"] != "1.1":
-            return  # what is written of the answer shows it
+            return  # the response itself shows it
         self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        self._arm(pause, self._look, min(2 * pause, _LAST_LOOK))
+        self._set_timer(pause, self._probe, min(2 * pause, _MAX_PROBE_SECONDS))
 
     @property
     def _is_busy(self) -> bool:
-        """Whether a request waits for its answer or for the rest of it."""
+        """Whether a response is not complete."""
         return self.cycle is not None and not self.cycle.response_complete
 
-    def _abandon(self) -> None:
-        """Nobody reads the answers to what was asked; those that wait their turn are never begun."""
+    def _cancel_requests(self) -> None:
+        """Cancels the running request and the pipelined ones: their responses cannot be delivered."""
         self.pipeline.clear()
-        if self._answering is not None and not self._answering.response_complete:
-            self._answering.disconnected = True
-            self._answering.message_event.set()
+        if self._running is not None and not self._running.response_complete:
+            self._running.disconnected = True
+            self._running.message_event.set()
 
-    # --- what comes -----------------------------------------------------------------------------------------------
+    # --- input ----------------------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
-        if self._is_leaving:
+        if self._is_closing:
             return
         self._unreported += len(data)
         self._feed(data)
@@ -137,7 +136,7 @@ class BoundedHttp(HttpToolsProtocol):
             self._refuse_headers(f"longer than {MAX_HEADER_BYTES} bytes")
 
     def _feed(self, data: bytes) -> None:
-        while data and not self._is_leaving:
+        while data and not self._is_closing:
             try:
                 self.parser.feed_data(data)
                 return
@@ -148,7 +147,7 @@ class BoundedHttp(HttpToolsProtocol):
                 return
 
     def _without_upgrade(self) -> bytes:
-        """The request's head without its wish for another protocol, for a new parser: the old one reads no body."""
+        """The request head without its upgrade, for a new parser: the old one reads no body after an upgrade."""
         method = self.parser.get_method()
         if method == b"CONNECT":
             self._refuse(ApiError(405, "this server is no proxy", code="method_not_allowed"))
@@ -156,7 +155,8 @@ class BoundedHttp(HttpToolsProtocol):
         lines = [b"%s %s HTTP/%s" % (method, self.url, self.parser.get_http_version().encode())]
         for name, value in self.headers:
             if name == b"connection":
-                value = b",".join(token for token in value.split(b",") if token.strip().lower() not in _UPGRADE)
+                tokens = [token for token in value.split(b",") if token.strip().lower() not in _UPGRADE]
+                value = b",".join(tokens)
             if name not in _UPGRADE and value:
                 lines.append(name + b": " + value)
         head = b"\r\n".join(lines) + b"\r\n\r\n"
@@ -175,7 +175,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._num_headers = 0
         self._header_bytes = 0
         if not self._is_busy:
-            self._arm(self._options.header_timeout, self._on_silence)
+            self._set_timer(self._options.header_timeout, self._on_header_timeout)
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
@@ -188,29 +188,29 @@ class BoundedHttp(HttpToolsProtocol):
         if self._num_headers > MAX_HEADERS:
             self._refuse_headers(f"more than {MAX_HEADERS}")
             raise _Refused
-        if self._is_in_headers:  # what comes after the body is none: it was not there when the request was let in
+        if self._is_in_headers:  # trailers are ignored: they arrive after admission
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self._unreported -= _REQUEST_LINE
         self._is_in_headers = False
         if self.parser.should_upgrade():
-            return  # it begins again
+            return  # a new parser reads it again
         if self._header_bytes > MAX_HEADER_BYTES:
             self._refuse_headers(f"longer than {MAX_HEADER_BYTES} bytes")
             raise _Refused
-        if self._place is Place.PROBES and self.url.partition(b"?")[0] not in _PROBES:
-            self._refuse_place()
+        if self._admission is Admission.PROBES_ONLY and self.url.partition(b"?")[0] not in _PROBES:
+            self._refuse_connection()
             raise _Refused
         super().on_headers_complete()
-        self._disarm()
-        self._connections.busy(self)
+        self._cancel_timer()
+        self._connections.mark_busy(self)
         cycle = self.cycle
-        cycle.transport = self._exit  # type: ignore[assignment]
-        self._keeps_alive = cycle.keep_alive and self._place is Place.OPEN
-        cycle.keep_alive = False  # until all of the request is here: what nobody reads must not go on coming
+        cycle.transport = self._response_transport  # type: ignore[assignment]
+        self._keeps_alive = cycle.keep_alive and self._admission is Admission.OPEN
+        cycle.keep_alive = False  # until the body is complete: an unread body must not go on arriving
         if not self.pipeline:
-            self._answering = cycle
+            self._running = cycle
 
     def on_body(self, body: bytes) -> None:
         self._unreported -= len(body)
@@ -230,19 +230,19 @@ class BoundedHttp(HttpToolsProtocol):
         self._header_bytes += num_bytes
         self._unreported -= num_bytes
 
-    # --- what is answered -----------------------------------------------------------------------------------------
+    # --- output ---------------------------------------------------------------------------------------------
 
     def on_response_complete(self) -> None:
-        if self._is_leaving:
+        if self._is_closing:
             return
-        following = self.pipeline[-1][0] if self.pipeline else None
+        next_cycle = self.pipeline[-1][0] if self.pipeline else None
         super().on_response_complete()
-        if following is not None:
-            self._answering = following
+        if next_cycle is not None:
+            self._running = next_cycle
             return
-        self._connections.idle(self)
+        self._connections.mark_idle(self)
         if self._is_in_headers:
-            self._arm(self._options.header_timeout, self._on_silence)
+            self._set_timer(self._options.header_timeout, self._on_header_timeout)
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -257,77 +257,78 @@ class BoundedHttp(HttpToolsProtocol):
             self._write_timer.cancel()
             self._write_timer = None
 
-    # --- the end --------------------------------------------------------------------------------------------------
+    # --- the end --------------------------------------------------------------------------------------------
 
     def timeout_keep_alive_handler(self) -> None:
-        self._leave()
+        self._close()
 
-    def _on_silence(self) -> None:
+    def _on_header_timeout(self) -> None:
         seconds = self._options.header_timeout
         if self._is_in_headers:
             message = f"the request's headers did not come within {seconds:g} s (--header-timeout)"
             self._refuse(ApiError(408, message, code="request_timeout", retry_after=1))
         else:
-            self._leave()  # nothing was asked, so there is nothing to answer
+            self._close()  # there is no request to answer
 
     def _refuse_headers(self, what: str) -> None:
         message = f"the request's headers and trailers are {what}"
         self._refuse(ApiError(431, message, code="headers_too_large"))
 
-    def _refuse_place(self) -> None:
+    def _refuse_connection(self) -> None:
         self._connections.refused()
         message = (
-            "there are too many connections: in all (--max-connections) or from your address (--max-client-share); "
-            "try again soon"
+            "there are too many connections: in all (--max-connections) or from your address "
+            "(--max-client-share); try again soon"
         )
-        self._write_error(ApiError(503, message, code="overloaded", retry_after=1))
-        self._leave()
+        self._write_error(overloaded(503, message))
+        self._close()
 
     def _refuse(self, error: ApiError) -> None:
-        if not self._is_leaving:
-            self._on_refusal(error.code or "")
+        if not self._is_closing:
+            self._connections.on_refusal(error.code or "")
             self._write_error(error)
-            self._leave()
+            self._close()
 
     def _write_error(self, error: ApiError) -> None:
-        """Unless an answer is under way: it is cut off, and these words would be taken for a part of it."""
-        answer = self._answering
-        is_cut_off = answer is not None and answer.response_started and not answer.response_complete
-        self._abandon()
+        """Unless a response has started: it is cut off, and the error would be taken for a part of it."""
+        cycle = self._running
+        is_cut_off = cycle is not None and cycle.response_started and not cycle.response_complete
+        self._cancel_requests()
         if not is_cut_off and not self.transport.is_closing():
             self.transport.write(_raw(error))
 
-    def _leave(self) -> None:
-        """Close, but only after a moment of listening: a reset would take the answer out of the client's hands."""
-        if self._is_leaving or self.transport.is_closing():
+    def _close(self) -> None:
+        """Half-closes and lingers: closing with unread input resets the connection and loses the response."""
+        if self._is_closing or self.transport.is_closing():
             return
-        self._is_leaving = True
-        self._connections.idle(self)
+        self._is_closing = True
+        self._connections.mark_idle(self)
         self.flow.resume_reading()
-        if self._has_ended:
+        if self._is_half_closed:
             self.transport.close()
         else:
             self.transport.write_eof()
         unsent = self.transport.get_write_buffer_size()
-        self._arm(self._options.write_timeout if unsent else _LINGER_SECONDS, self._end, unsent)
+        seconds = self._options.write_timeout if unsent else _LINGER_SECONDS
+        self._set_timer(seconds, self._abort_unless_read, unsent)
 
-    def _end(self, unsent: int) -> None:
-        """For good, unless the client is reading on."""
+    def _abort_unless_read(self, unsent: int) -> None:
+        """Aborts, unless the client is still reading."""
         left = self.transport.get_write_buffer_size()
         if 0 < left < unsent:
-            self._arm(self._options.write_timeout, self._end, left)
+            self._set_timer(self._options.write_timeout, self._abort_unless_read, left)
         else:
             self.transport.abort()
 
     def drop(self) -> None:
-        self._is_leaving = True
+        self._is_closing = True
         self.transport.abort()
 
-    def _arm(self, seconds: float, action: Callable[..., None], *args: Any) -> None:
-        self._disarm()
+    def _set_timer(self, seconds: float, action: Callable[..., None], *args: Any) -> None:
+        self._cancel_timer()
         self._timer = self.loop.call_later(seconds, action, *args)
 
-    def _disarm(self) -> None:
+    def _cancel_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

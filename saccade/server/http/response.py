@@ -1,4 +1,4 @@
-"""One HTTP exchange: a JSON answer or a stream of events, an error at any moment, the end when the client leaves."""
+"""Writes one HTTP response: JSON, server-sent events or an error. Cancels the work when the client leaves."""
 
 from __future__ import annotations
 
@@ -15,47 +15,41 @@ from saccade.server.errors import ApiError, ClientGone, json_response
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # proxies of the nginx family would collect events otherwise
+    (b"x-accel-buffering", b"no"),  # nginx would buffer events otherwise
 ]
 
 
 class ResponseWriter:
-    """Writing waits while the client's connection is full: a slow reader slows its own answer and nobody else's."""
+    """A write waits while the connection's buffer is full, so a slow reader delays only its own response."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._scope = scope
         self._receive = receive
         self._send = send
         self.is_streaming = False
-        self._last_event: Callable[[ApiError], bytes] = lambda error: _data(error.body())
+        self._failure_event: Callable[[ApiError], Mapping[str, Any]] = ApiError.body
 
     async def json(self, content: Any) -> None:
         await json_response(content)(self._scope, self._receive, self._send)
 
     async def event(self, data: Mapping[str, Any]) -> None:
-        await self._write(_data(data))
-
-    async def typed(self, data: Mapping[str, Any]) -> None:
-        """An event that is named after the `type` in its data."""
-        await self._write(_typed(data))
+        """A server-sent event, named after the `type` in its data if there is one."""
+        await self._write(_event(data))
 
     async def keep_alive(self) -> None:
         await self._write(b": keep-alive\n\n")
 
-    async def done(self) -> None:
-        await self._write(b"data: [DONE]\n\n", more=False)
+    async def close(self, end_marker: bytes = b"") -> None:
+        await self._write(end_marker, more=False)
 
-    async def close(self) -> None:
-        await self._write(b"", more=False)
-
-    def fail_with(self, last_event: Callable[[ApiError], Mapping[str, Any]]) -> None:
-        """How a stream of typed events ends when something goes wrong in it."""
-        self._last_event = lambda error: _typed(last_event(error))
+    def fail_with(self, failure_event: Callable[[ApiError], Mapping[str, Any]]) -> None:
+        """Sets the last event of a stream that fails."""
+        self._failure_event = failure_event
 
     async def error(self, error: ApiError) -> None:
-        """With its status while nothing has been sent; as the last event of a stream, without [DONE], afterwards."""
+        """An HTTP error if nothing was sent yet; otherwise the last event of the stream, without [DONE]."""
         if self.is_streaming:
-            await self._write(self._last_event(error), more=False)
+            await self._write(_event(self._failure_event(error)), more=False)
         else:
             scope = self._scope
             await error.response(scope["path"], scope["caller"].request_id)(scope, self._receive, self._send)
@@ -67,17 +61,14 @@ class ResponseWriter:
         await self._send({"type": "http.response.body", "body": body, "more_body": more})
 
 
-def _data(data: Mapping[str, Any]) -> bytes:
-    return b"data: " + msgspec.json.encode(data) + b"\n\n"
-
-
-def _typed(data: Mapping[str, Any]) -> bytes:
-    return b"event: " + str(data["type"]).encode() + b"\n" + _data(data)
+def _event(data: Mapping[str, Any]) -> bytes:
+    name = f"event: {data['type']}\n".encode() if "type" in data else b""
+    return name + b"data: " + msgspec.json.encode(data) + b"\n\n"
 
 
 @asynccontextmanager
 async def while_connected(receive: Receive) -> AsyncIterator[None]:
-    """Cancels what runs inside when the client goes away, and raises ClientGone then."""
+    """Cancels the body of the context when the client disconnects; ClientGone is raised then."""
     task = asyncio.current_task()
     assert task is not None
     is_gone = False
@@ -93,7 +84,7 @@ async def while_connected(receive: Receive) -> AsyncIterator[None]:
     try:
         yield
     except asyncio.CancelledError:
-        if not is_gone or task.uncancel():  # somebody else wants us to stop
+        if not is_gone or task.uncancel():  # cancelled for another reason too
             raise
         raise ClientGone from None
     finally:

@@ -1,7 +1,7 @@
-"""How much text a body brings: roughly while it arrives, exactly once it is read. Pictures are counted elsewhere.
+"""Limits the text of a body: an estimate while it arrives, an exact count once parsed. Skips data URLs.
 
-All a request says must fit the model's context. What cannot is refused before a parser, a template or a tokenizer works
-on it: those keep the interpreter to themselves, and everybody's tokens wait meanwhile.
+Text that cannot fit the context is refused before it is parsed, rendered or tokenized. These hold the GIL and
+would delay the tokens of all other requests.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from saccade.errors import RequestError
 from saccade.server.errors import ApiError
 
 MAX_VALUES = 2_000_000
-"""Commas in a body outside of data URLs: room for every id of every prompt of a large batch."""
-_MAX_STRINGS = 250_000  # and names: each costs several times what a number does
-_MAX_CONTAINERS = 100_000  # and lists and objects as much again
-_CHARS_PER_CONTAINER = 16  # a long context may hold more brackets than that: in texts nobody can tell them apart
-_MIN_BYTES = 16 << 20  # parsed in the time of a step, whatever they are
+"""Commas outside of data URLs: enough for every token id of a large batch of prompts."""
+_MAX_STRINGS = 250_000  # with keys: each costs several times the memory of a number
+_MAX_CONTAINERS = 100_000  # lists and objects: more again
+_CHARS_PER_CONTAINER = 16  # for long contexts: brackets inside of strings are counted too
+_MIN_BYTES = 16 << 20  # are parsed in about the time of a step
 _BYTES_PER_CHAR = 6  # \u00e9
 
-_MEDIA_START = re.compile(rb'"data(?::|"\s*:\s*")', re.IGNORECASE)  # a data URL, or Anthropic's field of that name
-_OVERLAP = 32  # bytes in which that begins, when the rest of it has not arrived
+_MEDIA_START = re.compile(rb'"data(?::|"\s*:\s*")', re.IGNORECASE)  # a data URL, or Anthropic's field `data`
+_OVERLAP = 32  # bytes of a chunk in which a match may begin and not end
 
 _MEDIA_LISTS = ("messages", "input", "system")
 _MEDIA_FIELDS = ("image_url", "video_url", "image", "video", "source")
-_ID_FIELDS = ("prompt", "tokens")  # as lists they are ids or prompts, which have limits of their own
+_ID_FIELDS = ("prompt", "tokens")  # lists of ids or prompts have their own limits
 
 
 class TextTally:
-    """Counts a body chunk by chunk. What it takes for a data URL may be a text; `check_text` sees that later."""
+    """Counts a body chunk by chunk. Text that looks like a data URL is left to `check_text`."""
 
     def __init__(self, max_chars: int) -> None:
         self._max_bytes = max(_MIN_BYTES, max_chars * _BYTES_PER_CHAR)
@@ -43,19 +43,20 @@ class TextTally:
         self._containers = 0
 
     def take(self, chunk: bytes) -> None:
-        """ApiError when more has come than any request of this model needs."""
-        data, at = self._rest + chunk, 0
+        """ApiError if the body is larger than any request of this model needs."""
+        data = self._rest + chunk
         self._rest = b""
-        while at < len(data):
-            at = self._after_media(data, at) if self._is_media else self._after_text(data, at)
+        start = 0
+        while start < len(data):
+            start = self._skip_media(data, start) if self._is_media else self._count_text(data, start)
         self._check()
 
-    def _after_media(self, data: bytes, start: int) -> int:
+    def _skip_media(self, data: bytes, start: int) -> int:
         end = data.find(b'"', start)
         self._is_media = end < 0
         return len(data) if end < 0 else end
 
-    def _after_text(self, data: bytes, start: int) -> int:
+    def _count_text(self, data: bytes, start: int) -> int:
         found = _MEDIA_START.search(data, start)
         self._is_media = found is not None
         end = found.end() if found else max(start, len(data) - _OVERLAP)
@@ -72,48 +73,49 @@ class TextTally:
         if self._bytes > self._max_bytes:
             raise ApiError(
                 400,
-                f"the body has more than {self._max_bytes} bytes beside its pictures, more than the context can hold; "
-                "send less text or raise --max-model-len",
+                f"the body has more than {self._max_bytes} bytes beside its pictures, more than the context can "
+                "hold; send less text or raise --max-model-len",
                 code="context_length_exceeded",
             )
         is_large = self._values > MAX_VALUES or self._quotes > 2 * _MAX_STRINGS
         if is_large or self._containers > self._max_containers:
             raise ApiError(
                 400,
-                f"the body holds more than {MAX_VALUES} values, {_MAX_STRINGS} strings or {self._max_containers} lists "
-                "and objects; send a smaller request",
+                f"the body holds more than {MAX_VALUES} values, {_MAX_STRINGS} strings or {self._max_containers} "
+                "lists and objects; send a smaller request",
                 code="request_too_large",
             )
 
 
 def check_text(body: Mapping[str, Any], limit: int) -> None:
-    """RequestError when all that a body says, names included, has more than `limit` characters.
+    """RequestError if the strings and keys of a body have more than `limit` characters.
 
-    Whatever is no string counts as one. Data URLs count only where no picture can be.
+    Other values count as one character. Data URLs count only where no image can be.
     """
     media = {id(text) for text in _media(body)}
-    room = limit
+    count = 0
     for name, value in body.items():
         if name in _ID_FIELDS and isinstance(value, list):
             continue
-        room -= len(name) + _num_chars(value, media, room)
-        check_chars(limit - room, limit, name[:64])
+        count += len(name) + _num_chars(value, media, limit - count)
+        check_chars(count, limit, name[:64])
 
 
 def check_chars(count: int, limit: int, param: str) -> None:
-    """Long before a text is tokenized it can be too long for any context."""
+    """Refuses text that cannot fit the context, before it is tokenized."""
     if count > limit:
         raise RequestError(
-            f"the request has more than {limit} characters of text, more than the context can hold; send less or raise "
-            "--max-model-len",
+            f"the request has more than {limit} characters of text, more than the context can hold; send less "
+            "or raise --max-model-len",
             code="context_length_exceeded",
             param=param,
         )
 
 
 def _num_chars(value: Any, media: set[int], enough: int) -> int:
-    """Stops when there are more than enough, so that counting a list takes no longer than its limit."""
-    count, waiting = 0, [value]
+    """Stops above `enough`, so that counting takes no longer than the limit allows."""
+    count = 0
+    waiting = [value]
     while waiting and count <= enough:
         value = waiting.pop()
         if isinstance(value, str):
@@ -128,7 +130,7 @@ def _num_chars(value: Any, media: set[int], enough: int) -> int:
 
 
 def _media(body: Mapping[str, Any]) -> Iterator[str]:
-    """Strings that are read as pictures or videos: those of content parts, and nothing that a template could print."""
+    """Strings of content parts that are read as images or videos. A template never prints these."""
     for name in _MEDIA_LISTS:
         entries = body.get(name)
         for entry in entries if isinstance(entries, list) else ():
@@ -143,7 +145,7 @@ def _media_of_parts(parts: Any) -> Iterator[str]:
     for part in parts if isinstance(parts, list) else ():
         yield from _media_of_part(part)
         if isinstance(part, dict):
-            yield from _media_of_parts(part.get("content"))  # a tool's result
+            yield from _media_of_parts(part.get("content"))  # of a tool result
 
 
 def _media_of_part(part: Any) -> Iterator[str]:

@@ -1,12 +1,12 @@
-"""What other APIs have in common on their way to a chat: the chat so far, and where each piece of it came from.
+"""What the Responses and the Messages API share: they build a chat and remember where each part came from.
 
-The places outlive the messages: an error found late still names what the client wrote, and no picture is kept for it.
+An error of the chat then names the field that the client wrote. The paths hold no images.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,27 +17,27 @@ _PARAM = re.compile(r"messages\[(\d+)\](?:\.(content|tool_calls)\[(\d+)\])?(.*)"
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    where: str
-    is_leaf: bool  # the message's content is one string, and `where` is that string
-    content: Sequence[str]
+class _MessagePaths:
+    path: str
+    is_leaf: bool  # the content is one string, and `path` is that of the string
+    content: Sequence[str]  # path of each part
     tool_calls: list[str] = field(default_factory=list)
 
 
 class SourcePaths:
-    """Names of a chat's parts in the client's own words.
+    """Maps fields of a chat to the fields of the client's request.
 
-    `names` has the fields that are called differently; `endings` what is replaced inside a name, in order.
+    `names` has the top-level fields with another name, `endings` what is replaced inside of a path, in order.
     """
 
     def __init__(self, names: Mapping[str, str], endings: Sequence[tuple[str, str]]) -> None:
         self._names = names
         self._endings = endings
-        self.messages: list[_Place] = []
+        self.messages: list[_MessagePaths] = []
 
     @contextmanager
     def renaming(self) -> Iterator[None]:
-        """RequestErrors that leave this context speak of the client's fields."""
+        """RequestErrors that leave this context name the client's fields."""
         try:
             yield
         except RequestError as error:
@@ -47,41 +47,49 @@ class SourcePaths:
 
     def original(self, param: str) -> str:
         match = _PARAM.fullmatch(param)
-        found = self._of_message(match) if match else self._of_field(param)
+        if match:
+            path = self._of_message(match)
+        else:
+            name = re.split(r"[.\[]", param, maxsplit=1)[0]
+            path = self._names.get(name, name) + param.removeprefix(name)
         for ending, theirs in self._endings:
-            found = found.replace(ending, theirs)
-        return found
-
-    def _of_field(self, param: str) -> str:
-        name = re.split(r"[.\[]", param, maxsplit=1)[0]
-        return self._names.get(name, name) + param.removeprefix(name)
+            path = path.replace(ending, theirs)
+        return path
 
     def _of_message(self, match: re.Match[str]) -> str:
-        place = self.messages[int(match[1])]
-        if place.is_leaf and match[2] != "tool_calls":
-            return place.where
-        if match[2] is None:
-            return place.where + match[4]
-        parts = place.content if match[2] == "content" else place.tool_calls
-        return parts[int(match[3])] + match[4]
+        index, kind, part, rest = match.groups()
+        message = self.messages[int(index)]
+        if message.is_leaf and kind != "tool_calls":
+            return message.path
+        if kind is None:
+            return message.path + rest
+        parts = message.content if kind == "content" else message.tool_calls
+        return parts[int(part)] + rest
 
 
-class Chat:
-    """Messages of a chat, put together from another API's items."""
+class ChatBuilder:
+    """Builds the messages of a chat from the items of another API."""
 
-    def __init__(self, places: SourcePaths) -> None:
-        self.places = places
+    def __init__(self, source_paths: SourcePaths) -> None:
+        self.source_paths = source_paths
         self.messages: list[dict[str, Any]] = []
 
-    def say(self, role: Any, content: Any, where: str, parts: Sequence[str] = (), **more: Any) -> None:
-        """`parts` says where each part of a list came from. Content of any other kind came from `where` itself."""
-        self.messages.append({"role": role, "content": content, **more})
-        self.places.messages.append(_Place(where, not isinstance(content, list), parts))
+    def add_message(self, role: Any, content: Any, path: str, part_paths: Sequence[str] = (), **fields: Any) -> None:
+        """`part_paths` has the path of each part if the content is a list."""
+        self.messages.append({"role": role, "content": content, **fields})
+        self.source_paths.messages.append(_MessagePaths(path, not isinstance(content, list), part_paths))
 
-    def call(self, call_id: Any, name: Any, arguments: Any, where: str) -> None:
-        """A call belongs to the assistant's message before it, or begins one."""
+    def add_parts(
+        self, role: Any, parts: Sequence[Any], path: str, convert: Callable[[Any, str], Any], **fields: Any
+    ) -> None:
+        """A message from a list at `path`. `convert` makes a chat's part of an entry and its path."""
+        paths = [f"{path}[{index}]" for index in range(len(parts))]
+        self.add_message(role, list(map(convert, parts, paths)), path, paths, **fields)
+
+    def add_call(self, call_id: Any, name: Any, arguments: Any, path: str) -> None:
+        """A tool call belongs to the preceding message if that is the assistant's; otherwise to a new one."""
         if not self.messages or self.messages[-1]["role"] != "assistant":
-            self.say("assistant", "", where)
-        function = {"name": name, "arguments": arguments}
-        self.messages[-1].setdefault("tool_calls", []).append({"id": call_id, "type": "function", "function": function})
-        self.places.messages[-1].tool_calls.append(where)
+            self.add_message("assistant", "", path)
+        call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+        self.messages[-1].setdefault("tool_calls", []).append(call)
+        self.source_paths.messages[-1].tool_calls.append(path)

@@ -1,4 +1,4 @@
-"""Bodies of requests as small frozen types, checked. Knows OpenAI's field names; builds no prompt, runs nothing."""
+"""Checked chat and completion requests. Knows OpenAI's field names; builds no prompt, runs nothing."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from saccade.structured.check import check_schema, check_schema_text, structured
 
 @dataclass(frozen=True, slots=True)
 class ResponseOptions:
-    """How an answer is to be made and shown, whatever the prompt is."""
+    """How outputs are sampled and shown, independent of the prompt."""
 
     model: str | None
     params: SamplingParams
-    usual_max_tokens: int | None  # of the checkpoint, for an answer whose length nobody said
+    usual_max_tokens: int | None  # the checkpoint's default, when the client sets no maximum
     stream: bool
-    include_usage: bool  # one more chunk with the usage at the end of a stream
-    continuous_usage: bool  # and the usage so far in every chunk
+    include_usage: bool  # a last chunk with the usage at the end of a stream
+    continuous_usage: bool  # also the usage so far in every chunk
     skip_special_tokens: bool
-    include_stop: bool  # show the stop string that ended the answer
+    include_stop: bool  # show the stop string that ended the output
     return_token_ids: bool
-    shows_ids: bool  # in log probabilities, token_id:5 in the place of a token's text
+    shows_ids: bool  # log probabilities name tokens as token_id:5
     include_bill: bool
     cache_salt: str
-    request_id: str | None  # for the answer's own id
-    length_field: str = "max_tokens"  # under which the client said how long the answer may be
+    request_id: str | None  # becomes part of the response's id
+    length_field: str = "max_tokens"  # the field with the maximum length, for errors
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +44,10 @@ class ChatRequest:
     add_generation_prompt: bool
     chat_template_kwargs: Mapping[str, Any] | None
     mm_processor_kwargs: Mapping[str, Any] | None
-    renamed: Mapping[str, str]  # fields as errors may call them, and as the client did
+    renamed: Mapping[str, str]  # fields as errors name them: as the client named them
 
     def take_messages(self) -> list[Mapping[str, Any]]:
-        """Once. They hold pictures as text, and the request outlives the prompt that is made of them."""
+        """Can be called once: messages hold images as text, and the request outlives its prompt."""
         taken = list(self.messages)
         self.messages.clear()
         return taken
@@ -56,7 +56,7 @@ class ChatRequest:
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
     response_options: ResponseOptions
-    prompts: Sequence[str | Sequence[int]]  # answered in order; each gets params.n answers
+    prompts: Sequence[str | Sequence[int]]  # each gets params.n outputs
 
 
 def read_chat(body: Mapping[str, Any], reader: FieldReader) -> ChatRequest:
@@ -65,13 +65,18 @@ def read_chat(body: Mapping[str, Any], reader: FieldReader) -> ChatRequest:
         raise RequestError("messages is missing; send a list with at least one message", param="messages")
     tools = tools_for_template(given.get("tools"), given.get("tool_choice"), reader.scope)
     length_field = "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"
-    limit, logprobs = given.get(length_field), _chat_logprobs(given)
-    form = _form(given, reader.scope)
-    # The form of a required tool call goes before the form of the answer.
-    response_options = _wanted(given, reader.defaults, limit, logprobs, tools.structured or form, length_field)
+    schema = _schema(given, reader.scope)
+    options = _response_options(
+        given,
+        reader.defaults,
+        max_tokens=given.get(length_field),
+        logprobs=_chat_logprobs(given),
+        structured=tools.structured or schema,  # the schema of a required tool call has precedence
+        length_field=length_field,
+    )
     kwargs, renamed = _media_kwargs(given)
     return ChatRequest(
-        response_options=response_options,
+        response_options=options,
         messages=given["messages"],
         tools=tools,
         parallel_tool_calls=given.get("parallel_tool_calls", True),
@@ -83,7 +88,7 @@ def read_chat(body: Mapping[str, Any], reader: FieldReader) -> ChatRequest:
 
 
 def _media_kwargs(given: Mapping[str, Any]) -> tuple[Mapping[str, Any] | None, Mapping[str, str]]:
-    """mm_processor_kwargs with what some clients say about frames in a field of its own; and how that one is called."""
+    """mm_processor_kwargs with vLLM's media_io_kwargs merged in, and which fields came from there."""
     own = given.get("mm_processor_kwargs") or {}
     other = given.get("media_io_kwargs") or {}
     frames = other.get("video") or {}
@@ -93,7 +98,8 @@ def _media_kwargs(given: Mapping[str, Any]) -> tuple[Mapping[str, Any] | None, M
             code="unsupported",
             param="media_io_kwargs",
         )
-    renamed = {f"mm_processor_kwargs.{name}": f"media_io_kwargs.video.{name}" for name in frames if name not in own}
+    merged = [name for name in frames if name not in own]
+    renamed = {f"mm_processor_kwargs.{name}": f"media_io_kwargs.video.{name}" for name in merged}
     if frames and not own:
         renamed["mm_processor_kwargs"] = "media_io_kwargs"
     return {**frames, **own} or None, renamed
@@ -103,13 +109,20 @@ def read_completion(body: Mapping[str, Any], reader: FieldReader, max_prompts: i
     given = reader.read(body, fields.COMPLETION)
     prompts = _prompts(given.get("prompt"))
     if len(prompts) > max_prompts:
-        raise RequestError(f"{len(prompts)} prompts were given and at most {max_prompts} may be", param="prompt")
+        message = f"{len(prompts)} prompts were given and at most {max_prompts} may be"
+        raise RequestError(message, param="prompt")
     if not given.get("add_special_tokens", True):
-        raise _unsupported("add_special_tokens")
-    # OpenAI's completions stop after 16 tokens unless they, or the checkpoint, say otherwise; chats go on.
-    limit = given.get("max_tokens", None if "max_tokens" in reader.defaults else 16)
-    form = _form(given, reader.scope)
-    return CompletionRequest(_wanted(given, reader.defaults, limit, given.get("logprobs"), form), prompts)
+        raise fields.unsupported("add_special_tokens")
+    options = _response_options(
+        given,
+        reader.defaults,
+        # OpenAI's default for completions is 16 tokens; chats have none.
+        max_tokens=given.get("max_tokens", None if "max_tokens" in reader.defaults else 16),
+        logprobs=given.get("logprobs"),
+        structured=_schema(given, reader.scope),
+        length_field="max_tokens",
+    )
+    return CompletionRequest(options, prompts)
 
 
 def _prompts(given: Any) -> list[str | Sequence[int]]:
@@ -122,38 +135,43 @@ def _prompts(given: Any) -> list[str | Sequence[int]]:
             return list(given)
         if all(isinstance(item, list) and item and all(map(_is_token, item)) for item in given):
             return list(given)
-    raise RequestError("prompt must be a string, a list of strings, or token ids; it may not be empty", param="prompt")
+    message = "prompt must be a string, a list of strings, or token ids; it may not be empty"
+    raise RequestError(message, param="prompt")
 
 
 def _is_token(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
 
-def _unsupported(name: str) -> RequestError:
-    return RequestError(f"{name} is not supported by this server; leave it out", code="unsupported", param=name)
-
-
-def _wanted(
+def _response_options(
     given: Mapping[str, Any],
     defaults: Mapping[str, Any],
+    *,
     max_tokens: int | None,
     logprobs: int | None,
     structured: str | None,
-    length_field: str = "max_tokens",
+    length_field: str,
 ) -> ResponseOptions:
     if given.get("best_of", given.get("n", 1)) != given.get("n", 1):
-        raise _unsupported("best_of")
-    stream, options = given.get("stream", False), given.get("stream_options", {})
+        raise fields.unsupported("best_of")
+    stream = given.get("stream", False)
+    options = given.get("stream_options", {})
     if options and not stream:
         raise RequestError("stream_options is only for streams; set stream to true", param="stream_options")
     for name, value in options.items():
         if value is not None and not isinstance(value, bool):
-            where = f"stream_options.{name[:64]}"
-            raise RequestError(f"{where} must be true or false", param=where)
+            path = f"stream_options.{name[:64]}"
+            raise RequestError(f"{path} must be true or false", param=path)
     continuous = bool(options.get("continuous_usage_stats"))
+    settings = {**defaults, **given}
+    sampling = {name: settings[name] for name in fields.SAMPLING if name in settings}
+    sampling["logit_bias"] = _logit_bias(settings.get("logit_bias"))
+    sampling["max_tokens"] = max_tokens
+    with renaming({"max_tokens": length_field}):
+        params = SamplingParams(**sampling, logprobs=logprobs, structured=structured)
     return ResponseOptions(
         model=given.get("model"),
-        params=_params({**defaults, **given}, max_tokens, logprobs, structured, length_field),
+        params=params,
         usual_max_tokens=defaults.get("max_tokens"),
         stream=stream,
         include_usage=bool(options.get("include_usage")) or continuous,
@@ -169,20 +187,9 @@ def _wanted(
     )
 
 
-def _params(
-    given: Mapping[str, Any], max_tokens: int | None, logprobs: int | None, structured: str | None, length_field: str
-) -> SamplingParams:
-    plain = {name: given[name] for name in fields.SAMPLING if name in given and name != "logit_bias"}
-    bias = _bias(given.get("logit_bias"))
-    with renaming({"max_tokens": length_field}):
-        return SamplingParams(
-            **{**plain, "max_tokens": max_tokens}, logprobs=logprobs, logit_bias=bias, structured=structured
-        )
-
-
 @contextmanager
 def renaming(names: Mapping[str, str]) -> Iterator[None]:
-    """RequestErrors that leave this context name a field as the client did."""
+    """RequestErrors that leave this context name fields as the client did."""
     try:
         yield
     except RequestError as error:
@@ -191,8 +198,8 @@ def renaming(names: Mapping[str, str]) -> Iterator[None]:
         raise error.renamed(names[error.param]) from None
 
 
-def _form(given: Mapping[str, Any], scope: str) -> str | None:
-    """OpenAI's response_format, or vLLM's structured_outputs with a JSON schema in it, as an object or as text."""
+def _schema(given: Mapping[str, Any], scope: str) -> str | None:
+    """From OpenAI's response_format, or from vLLM's structured_outputs (an object or its JSON text)."""
     other = given.get("structured_outputs")
     if not other:
         return structured_from(given.get("response_format"), scope)
@@ -202,20 +209,18 @@ def _form(given: Mapping[str, Any], scope: str) -> str | None:
             code="unsupported",
             param="structured_outputs",
         )
-    schema, where = other["json"], "structured_outputs.json"
-    if isinstance(schema, str):
-        return check_schema_text(schema, param=where, scope=scope)
-    return check_schema(schema, param=where, scope=scope)
+    schema = other["json"]
+    check = check_schema_text if isinstance(schema, str) else check_schema
+    return check(schema, param="structured_outputs.json", scope=scope)
 
 
-def _bias(given: Mapping[str, Any] | None) -> dict[int, float] | None:
-    """JSON has string keys only."""
+def _logit_bias(given: Mapping[str, Any] | None) -> dict[int, float] | None:
+    """JSON has only string keys."""
     if not given:
         return None
     if len(given) > MAX_LOGIT_BIAS:
-        raise RequestError(
-            f"logit_bias names {len(given)} tokens and at most {MAX_LOGIT_BIAS} are allowed", param="logit_bias"
-        )
+        message = f"logit_bias names {len(given)} tokens and at most {MAX_LOGIT_BIAS} are allowed"
+        raise RequestError(message, param="logit_bias")
     if not all(key.isascii() and key.isdigit() and len(key) < 19 for key in given):
         raise RequestError("the keys of logit_bias must be token ids", param="logit_bias")
     return {int(key): value for key, value in given.items()}
@@ -228,5 +233,6 @@ def _chat_logprobs(given: Mapping[str, Any]) -> int | None:
             raise RequestError("top_logprobs needs logprobs set to true", param="top_logprobs")
         return None
     if top is not None and not 0 <= top <= MAX_LOGPROBS:
-        raise RequestError(f"top_logprobs must be from 0 to {MAX_LOGPROBS}, but {top} was given", param="top_logprobs")
+        message = f"top_logprobs must be from 0 to {MAX_LOGPROBS}, but {top} was given"
+        raise RequestError(message, param="top_logprobs")
     return top or 0

@@ -1,6 +1,6 @@
-"""The fields of a request as tables: what each may hold, which are ignored, which are refused by name.
+"""Tables of request fields: the type of each, which are ignored, which are refused by name.
 
-The tables are JSON schema, so they are also what /openapi.json shows.
+The tables are JSON schema, and /openapi.json shows them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _INT: Schema = {"type": "integer"}
 _NUM: Schema = {"type": "number"}
 _BOOL: Schema = {"type": "boolean"}
 _STR: Schema = {"type": "string"}
-_LABEL: Schema = {"type": "string", "maxLength": 1024}  # kept, hashed or repeated, but nothing that is read
+_LABEL: Schema = {"type": "string", "maxLength": 1024}  # stored, hashed or echoed, never interpreted
 _OBJ: Schema = {"type": "object"}
 _LIST: Schema = {"type": "array"}
 _ANY: Schema = {}
@@ -119,7 +119,7 @@ TOKENIZE: Mapping[str, Schema] = {
 }
 DETOKENIZE: Mapping[str, Schema] = {"model": _STR, "tokens": {"type": "array", "items": _INT}}
 
-# --- the other two APIs: their own names, and beside them what a chat has and they have no name for -----------------
+# --- the Responses and the Messages API: their own fields, and a chat's where they have none ---
 
 CHAT_EXTRAS: Mapping[str, Schema] = {
     **{name: schema for name, schema in SAMPLING.items() if name not in ("n", "max_tokens", "stop")},
@@ -190,7 +190,7 @@ _BLOCK: Schema = {
     },
     "required": ["type"],
 }
-_TURN: Schema = {
+_ANTHROPIC_MESSAGE: Schema = {
     "type": "object",
     "properties": {
         "role": {"type": "string", "enum": ["user", "assistant"]},
@@ -200,18 +200,21 @@ _TURN: Schema = {
 }
 MESSAGES: Mapping[str, Schema] = {
     **CHAT_EXTRAS,
-    "messages": {"type": "array", "items": _TURN, "minItems": 1},
+    "messages": {"type": "array", "items": _ANTHROPIC_MESSAGE, "minItems": 1},
     "max_tokens": _INT,
     "system": {"type": ["string", "array"]},
     "stop_sequences": {"type": "array", "items": _STR},
     "tools": {"type": "array", "items": _OBJ},
-    "tool_choice": {"type": "object", "properties": {"type": {"enum": ["auto", "any", "tool", "none"]}, "name": _STR}},
+    "tool_choice": {
+        "type": "object",
+        "properties": {"type": {"enum": ["auto", "any", "tool", "none"]}, "name": _STR},
+    },
     "output_config": {"type": "object", "properties": {"format": _OBJ}},
     "thinking": _OBJ,
 }
 
 IGNORED = frozenset(
-    (
+    [
         "metadata",
         "store",
         "service_tier",
@@ -227,12 +230,12 @@ IGNORED = frozenset(
         "web_search_options",
         "cache_control",
         "max_tool_calls",
-    )
+    ]
 )
-"""Sent by client libraries; nothing here depends on them."""
+"""Sent by client libraries. They have no effect."""
 
 INERT: Mapping[str, tuple[Any, ...]] = {
-    "add_special_tokens": (False,),  # a template writes its own
+    "add_special_tokens": (False,),  # the template writes them
     "best_of": (1,),
     "return_tokens_as_token_ids": (False,),
     "continue_final_message": (False,),
@@ -245,10 +248,10 @@ INERT: Mapping[str, tuple[Any, ...]] = {
     "background": (False,),
     "top_logprobs": (0,),
 }
-"""Known and not supported, but harmless with these values."""
+"""Unsupported fields, ignored with these values."""
 
 UNSUPPORTED = frozenset(
-    (
+    [
         "audio",
         "functions",
         "function_call",
@@ -275,57 +278,48 @@ UNSUPPORTED = frozenset(
         "container",
         "mcp_servers",
         "context_management",
-    )
+    ]
 )
 
-_CHECKS: Mapping[str, tuple[type, ...]] = {
-    "integer": (int,),
-    "number": (int, float),
-    "boolean": (bool,),
-    "string": (str,),
-    "object": (dict,),
-    "array": (list,),
-    "null": (type(None),),
-}
-_WORDS = {
-    "integer": "a whole number",
-    "number": "a number",
-    "boolean": "true or false",
-    "string": "a string",
-    "object": "an object",
-    "array": "a list",
-    "null": "null",
+_TYPES: Mapping[str, tuple[type | tuple[type, ...], str]] = {  # in Python, and in words
+    "integer": (int, "a whole number"),
+    "number": ((int, float), "a number"),
+    "boolean": (bool, "true or false"),
+    "string": (str, "a string"),
+    "object": (dict, "an object"),
+    "array": (list, "a list"),
+    "null": (type(None), "null"),
 }
 
 
 class FieldReader:
-    """Checks bodies against a table and remembers which unknown names were already logged."""
+    """Checks bodies against a table. Logs each unknown field once."""
 
     def __init__(self, *, strict: bool, defaults: Mapping[str, Any] | None = None) -> None:
-        self.defaults: Mapping[str, Any] = defaults or {}  # of sampling, where a body says nothing
-        self.scope = ""  # whose requests may profit from what is found out about these
+        self.defaults: Mapping[str, Any] = defaults or {}  # of sampling parameters
+        self.scope = ""  # tenant whose requests share cached schema checks
         self._strict = strict
         self._logged: set[str] = set()
 
-    def of(self, scope: str) -> FieldReader:
-        """The same, for requests of one scope."""
+    def for_scope(self, scope: str) -> FieldReader:
+        """A reader for the requests of one tenant."""
         reader = copy.copy(self)
         reader.scope = scope
         return reader
 
     def read(self, body: Mapping[str, Any], table: Mapping[str, Schema]) -> dict[str, Any]:
-        """The known fields that are set. RequestError for a wrong type or an unsupported field."""
+        """The known fields that are set. RequestError if one has a wrong type or is unsupported."""
         given = {name: value for name, value in body.items() if value is not None}
         for name, value in given.items():
             if name in table:
                 _check(value, table[name], name)
             elif name not in IGNORED:
-                self._other(name, value)
+                self._check_unknown(name, value)
         return {name: value for name, value in given.items() if name in table}
 
-    def _other(self, name: str, value: Any) -> None:
+    def _check_unknown(self, name: str, value: Any) -> None:
         if name in UNSUPPORTED or (name in INERT and value not in INERT[name]):
-            raise RequestError(f"{name} is not supported by this server; leave it out", code="unsupported", param=name)
+            raise unsupported(name)
         if name in INERT:
             return
         shown = name[:64]
@@ -335,34 +329,40 @@ class FieldReader:
                 code="unknown_parameter",
                 param=shown,
             )
-        if shown not in self._logged and len(self._logged) < 1000:  # clients choose the names, so they are bounded
+        if shown not in self._logged and len(self._logged) < 1000:  # bounded: clients choose the names
             self._logged.add(shown)
             logger.info("a request has the unknown field %r, which is ignored", shown)
 
 
-def _check(value: Any, schema: Schema, where: str) -> None:
+def unsupported(name: str) -> RequestError:
+    message = f"{name} is not supported by this server; leave it out"
+    return RequestError(message, code="unsupported", param=name)
+
+
+def _check(value: Any, schema: Schema, path: str) -> None:
     kinds = schema.get("type", ())
     kinds = (kinds,) if isinstance(kinds, str) else tuple(kinds)
-    if kinds and not any(_is(value, kind) for kind in kinds):
-        wanted = " or ".join(_WORDS[kind] for kind in kinds)
-        raise RequestError(f"{where} must be {wanted}, not {_shown(value)}", param=where)
+    if kinds and not any(_has_type(value, kind) for kind in kinds):
+        expected = " or ".join(_TYPES[kind][1] for kind in kinds)
+        raise RequestError(f"{path} must be {expected}, not {_shown(value)}", param=path)
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        raise RequestError(f"{where} must fit in 64 bits", param=where)
-    longest = schema.get("maxLength")
-    if longest is not None and len(value) > longest:
-        raise RequestError(f"{where} has {len(value)} characters and may have {longest}; send less", param=where)
-    simple = schema.get("items", {}).get("type") in ("integer", "string")
-    for item in value if simple and isinstance(value, list) else ():
-        _check(item, schema["items"], where)
+        raise RequestError(f"{path} must fit in 64 bits", param=path)
+    max_chars = schema.get("maxLength")
+    if max_chars is not None and len(value) > max_chars:
+        message = f"{path} has {len(value)} characters and may have {max_chars}; send less"
+        raise RequestError(message, param=path)
+    if isinstance(value, list) and schema.get("items", {}).get("type") in ("integer", "string"):
+        for item in value:
+            _check(item, schema["items"], path)
 
 
-def _is(value: Any, kind: str) -> bool:
+def _has_type(value: Any, kind: str) -> bool:
     if isinstance(value, bool):
         return kind == "boolean"
-    return isinstance(value, _CHECKS[kind])
+    return isinstance(value, _TYPES[kind][0])
 
 
 def _shown(value: Any) -> str:
-    if isinstance(value, (dict, list)):
-        return _WORDS["object" if isinstance(value, dict) else "array"]
-    return quoted(value)
+    if isinstance(value, dict):
+        return "an object"
+    return "a list" if isinstance(value, list) else quoted(value)

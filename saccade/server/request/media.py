@@ -1,6 +1,6 @@
-"""Pictures and videos of a chat before its prompt is built: counted, fetched, or found by uuid. Decodes nothing.
+"""Images and videos of a chat before its prompt is built: counted, fetched or cached. Decodes nothing.
 
-messages ─► links (counted, refused early) ─► bytes (fetched or looked up) ─► messages the processor takes
+messages ─► links (counted, refused early) ─► bytes (fetched or cached) ─► messages for the processor
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from saccade.server.metrics import Metrics
 from saccade.server.request.media_uuids import MAX_UUID_CHARS, UuidCache
 
 Messages = Sequence[Mapping[str, Any]]
-Fetched = Mapping[tuple[str, bool], bytes]  # by URL, and whether as a video: the two have limits of their own
+Fetched = Mapping[tuple[str, bool], bytes]  # by URL and whether it is a video, which has its own limits
 
-_CLAIM = re.compile(r"data:image/([a-z]{2,8})[;,]", re.IGNORECASE)
+_DATA_FORMAT = re.compile(r"data:image/([a-z]{2,8})[;,]", re.IGNORECASE)
 
 
 class Link(NamedTuple):
-    """A picture or video part of a message, as the client wrote it."""
+    """An image or video part of a message, as the client wrote it."""
 
     message: int
     part: int
-    url: str | None  # None: the client only names a uuid
+    url: str | None  # None: only a uuid is given
     uuid: str | None
     kind: str = "image_url"  # or "video_url"
 
@@ -49,8 +49,8 @@ class Link(NamedTuple):
 
     @property
     def claimed_format(self) -> str | None:
-        """What a data URL says its picture is. Only the bytes decide; this is for whoever wonders about a client."""
-        match = _CLAIM.match(self.url or "")
+        """The format in a data URL, for metrics only: the format is read from the bytes."""
+        match = _DATA_FORMAT.match(self.url or "")
         claimed = match[1].lower() if match else None
         return "jpeg" if claimed == "jpg" else claimed
 
@@ -58,23 +58,30 @@ class Link(NamedTuple):
 class ChatLimits(NamedTuple):
     max_parts: int  # messages and parts together
     max_images: int | None  # None: the model takes none
-    max_videos: int | None = None  # None: the processor says that the model takes none
+    max_videos: int | None = None  # None: the processor refuses videos
 
 
 def find_links(messages: Messages, limits: ChatLimits) -> list[Link]:
-    """Pictures and videos of a chat; RequestError when there is too much. Odd shapes are left to the processor."""
+    """Images and videos of a chat. RequestError if there are too many. The processor checks their form."""
     links: list[Link] = []
     num_parts = len(messages)
     for index, message in enumerate(messages):
         content = message.get("content") if isinstance(message, Mapping) else None
         parts = content if isinstance(content, list) else [content]
         num_parts += len(parts)
-        _check_parts(num_parts, limits)
+        if num_parts > limits.max_parts:
+            count = f"more than {limits.max_parts} messages and parts"
+            raise RequestError(f"the request has {count}, which is the limit (--max-parts)", param="messages")
         for position, part in enumerate(parts):
             link = _link(part, index, position)
-            links += [link] if link else []
-    _check_images(sum(not link.is_video for link in links), limits)
-    _check_videos(sum(link.is_video for link in links), limits)
+            if link is not None:
+                links.append(link)
+    num_videos = sum(link.is_video for link in links)
+    num_images = len(links) - num_videos
+    if num_images and limits.max_images is None:
+        raise reads_text_only(num_images, "messages")
+    _check_count("image", num_images, limits.max_images)
+    _check_count("video", num_videos, limits.max_videos)
     return links
 
 
@@ -82,8 +89,8 @@ def _link(part: Any, message: int, position: int) -> Link | None:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind not in ("image_url", "video_url"):
         return None
-    where = part.get(kind)
-    url = where.get("url") if isinstance(where, Mapping) else where
+    source = part.get(kind)
+    url = source.get("url") if isinstance(source, Mapping) else source
     uuid = part.get("uuid")
     link = Link(message, position, url if isinstance(url, str) and url else None, uuid, kind)
     if uuid is not None and not (isinstance(uuid, str) and 0 < len(uuid) <= MAX_UUID_CHARS):
@@ -94,36 +101,17 @@ def _link(part: Any, message: int, position: int) -> Link | None:
     return link
 
 
-def _check_parts(count: int, limits: ChatLimits) -> None:
-    if count > limits.max_parts:
+def _check_count(kind: str, count: int, maximum: int | None) -> None:
+    if maximum is not None and count > maximum:
         raise RequestError(
-            f"the request has more than {limits.max_parts} messages and parts, which is the limit (--max-parts)",
-            param="messages",
-        )
-
-
-def _check_images(num_images: int, limits: ChatLimits) -> None:
-    if num_images and limits.max_images is None:
-        raise reads_text_only(num_images, "messages")
-    if limits.max_images is not None and num_images > limits.max_images:
-        raise RequestError(
-            f"at most {limits.max_images} images per prompt are allowed (--limit-mm-per-prompt "
-            f"image={limits.max_images}), but {num_images} were given",
-            param="messages",
-        )
-
-
-def _check_videos(count: int, limits: ChatLimits) -> None:
-    if limits.max_videos is not None and count > limits.max_videos:
-        raise RequestError(
-            f"at most {limits.max_videos} videos per prompt are allowed (--limit-mm-per-prompt "
-            f"video={limits.max_videos}), but {count} were given",
+            f"at most {maximum} {kind}s per prompt are allowed (--limit-mm-per-prompt {kind}={maximum}), but "
+            f"{count} were given",
             param="messages",
         )
 
 
 class MediaResolver:
-    """Puts bytes in the place of URLs and uuids."""
+    """Replaces URLs and uuids by bytes."""
 
     def __init__(self, fetcher: Fetcher, uuids: UuidCache, policy: MediaPolicy, metrics: Metrics) -> None:
         self._fetcher = fetcher
@@ -133,20 +121,23 @@ class MediaResolver:
         self._metrics = metrics
 
     async def fetch(self, links: Sequence[Link], on_bytes: OnBytes, client: str) -> Fetched:
-        """What is behind each URL that is not a data URL. The first failure cancels the other fetches."""
+        """The bytes of every URL that is not a data URL. The first failure cancels the other fetches."""
         how = {"on_bytes": on_bytes, "client": client, "request": object()}
-        wanted = {(link.url, link.is_video): link for link in links if link.url is not None and not link.is_data}
         tasks: dict[tuple[str, bool], asyncio.Task[bytes]] = {}
         try:
             async with asyncio.TaskGroup() as group:
-                for (url, is_video), link in wanted.items():
-                    tasks[url, is_video] = group.create_task(self._fetch(url, link, how))
+                for link in links:
+                    if link.url is None or link.is_data or (link.url, link.is_video) in tasks:
+                        continue
+                    task = group.create_task(self._fetch(link.url, link, how))
+                    tasks[link.url, link.is_video] = task
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
-        return {wanted: task.result() for wanted, task in tasks.items()}
+        return {key: task.result() for key, task in tasks.items()}
 
     async def _fetch(self, url: str, link: Link, how: Mapping[str, Any]) -> bytes:
-        start, size = time.perf_counter(), None
+        start = time.perf_counter()
+        size = None
         try:
             fetcher = self._videos if link.is_video else self._fetcher
             data = await fetcher.fetch(url, param=link.param, **how)
@@ -156,22 +147,32 @@ class MediaResolver:
             self._metrics.fetched(time.perf_counter() - start, size)
 
     def resolved(self, messages: Messages, links: Sequence[Link], fetched: Fetched, owner: bytes) -> Messages:
-        """The messages with bytes where they are at hand. Runs in a thread: data URLs with a uuid are decoded here."""
-        found = {(link.message, link.part): self._bytes(link, fetched, owner) for link in links}
-        return [_with_bytes(message, index, found) for index, message in enumerate(messages)]
+        """The messages with bytes in place of URLs. Runs in a thread: base64 with a uuid is decoded here."""
+        resolved = list(messages)
+        for link in links:
+            data = self._bytes(link, fetched, owner)
+            message = resolved[link.message]
+            if data is None or not isinstance(message["content"], list):
+                continue
+            parts = list(message["content"])
+            source = parts[link.part].get(link.kind)
+            detail = source.get("detail") if isinstance(source, Mapping) else None
+            parts[link.part] = {**parts[link.part], link.kind: {"url": data, "detail": detail}}
+            resolved[link.message] = {**message, "content": parts}
+        return resolved
 
     def remember(self, links: Sequence[Link], messages: Messages, owner: bytes) -> None:
-        """Keep named pictures once a prompt was built from them, so that only good ones are kept."""
+        """Stores media with a uuid, after the prompt was built: only valid ones are stored."""
         for link in links:
             if link.uuid is not None and link.url is not None:
                 data = messages[link.message]["content"][link.part][link.kind]["url"]
-                if isinstance(data, bytes):  # frames one by one stay a string
+                if isinstance(data, bytes):  # a list of frames stays a string
                     self._uuids.put(owner, link.uuid, data)
 
     def _bytes(self, link: Link, fetched: Fetched, owner: bytes) -> bytes | None:
-        """None leaves the part as it is: a data URL without a name, or something the processor refuses."""
+        """None leaves the part as it is: a data URL without a uuid, or something the processor refuses."""
         if link.url is None:
-            return self._looked_up(link, owner) if link.uuid is not None else None
+            return self._cached(link, owner) if link.uuid is not None else None
         if not link.is_data:
             return fetched[link.url, link.is_video]
         if link.uuid is None or (link.is_video and "," in link.url.partition(",")[2]):
@@ -184,7 +185,7 @@ class MediaResolver:
         except RequestError as error:
             raise RequestError(error.message, code=error.code, param=link.param) from None
 
-    def _looked_up(self, link: Link, owner: bytes) -> bytes:
+    def _cached(self, link: Link, owner: bytes) -> bytes:
         assert link.uuid is not None
         data = self._uuids.get(owner, link.uuid)
         if data is None:
@@ -195,22 +196,3 @@ class MediaResolver:
                 param=link.param,
             )
         return data
-
-
-def _with_bytes(
-    message: Mapping[str, Any], index: int, found: Mapping[tuple[int, int], bytes | None]
-) -> Mapping[str, Any]:
-    content = message.get("content") if isinstance(message, Mapping) else None
-    if not isinstance(content, list):
-        return message
-    parts = [_part_with(part, found.get((index, position))) for position, part in enumerate(content)]
-    return {**message, "content": parts}
-
-
-def _part_with(part: Any, data: bytes | None) -> Any:
-    if data is None:
-        return part
-    kind = part["type"]
-    where = part.get(kind)
-    detail = where.get("detail") if isinstance(where, Mapping) else None
-    return {**part, kind: {"url": data, "detail": detail}}

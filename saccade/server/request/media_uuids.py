@@ -1,4 +1,4 @@
-"""Pictures that clients may name again: bytes by owner and uuid, the least recently used going first."""
+"""An LRU cache of media bytes by owner and uuid, so that clients need not send an image again."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import threading
 from collections import OrderedDict
 
 MAX_UUID_CHARS = 256
-_ENTRY_BYTES = 512  # of an entry beside its data and its name: with tiny pictures it is most of what they take
-_CHAR_BYTES = 4  # the most that a character of a name takes
+_ENTRY_BYTES = 512  # overhead of an entry, which dominates with tiny images
+_CHAR_BYTES = 4  # the maximum per character of a uuid
 
 
 class UuidCache:
-    """A uuid is a name for bytes, never an identity: the bytes are hashed again whenever they are used.
+    """A uuid names bytes but does not identify an image: the bytes are hashed whenever they are used.
 
-    An owner is the digest of a tenant and a salt (see `salt_of`): nobody else finds what it named.
+    An owner is the digest of a tenant and a salt (see `salt_of`). Other owners do not find its entries.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -23,7 +23,7 @@ class UuidCache:
         self._lock = threading.Lock()  # prompts are built in threads
 
     def put(self, owner: bytes, uuid: str, data: bytes) -> None:
-        """Keep the bytes, replacing what had the same name. What is larger than the whole cache is not kept."""
+        """Replaces an entry of the same name. Bytes larger than the whole cache are not stored."""
         with self._lock:
             if (owner, uuid) in self._kept:
                 self._bytes -= _cost(uuid, self._kept.pop((owner, uuid)))

@@ -1,4 +1,4 @@
-"""Bodies of the Messages API, read as the chat they stand for. Knows Anthropic's block names; runs nothing."""
+"""Reads bodies of the Messages API as chats. Knows Anthropic's names; runs nothing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from saccade.errors import RequestError, quoted
 from saccade.server.request import fields
-from saccade.server.request.adapter import Chat, SourcePaths
+from saccade.server.request.adapter import ChatBuilder, SourcePaths
 from saccade.server.request.chat import ChatRequest, read_chat
 from saccade.server.request.fields import FieldReader
 
@@ -18,58 +18,71 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 class MessageRequest(NamedTuple):
     chat: ChatRequest
-    places: SourcePaths
+    source_paths: SourcePaths
 
 
 def read_message(body: Mapping[str, Any], reader: FieldReader, needs_length: bool = True) -> MessageRequest:
-    """`needs_length` is False where nothing is answered, only counted."""
+    """`needs_length` is False when the tokens are only counted."""
     given = reader.read(body, fields.MESSAGES)
     if "messages" not in given:
         raise RequestError("messages is missing; send a list with at least one message", param="messages")
     if needs_length and "max_tokens" not in given:
         raise RequestError("max_tokens is missing; say how long the answer may be", param="max_tokens")
     if given.get("thinking", {}).get("type") == "enabled":
-        raise RequestError(
-            "thinking is not supported by this server; leave it out", code="unsupported", param="thinking"
-        )
-    chat = Chat(SourcePaths(_NAMES, _ENDINGS))
-    _add_system(chat, given.get("system"))
+        raise fields.unsupported("thinking")
+    chat = ChatBuilder(SourcePaths(_NAMES, _ENDINGS))
+    system = given.get("system")
+    if isinstance(system, list):
+        chat.add_parts("system", system, "system", _part)
+    elif system:
+        chat.add_message("system", system, "system")
     for index, message in enumerate(given["messages"]):
         _add_message(chat, message, f"messages[{index}]")
-    _check_last(given["messages"])
-    settings = _as_chat(given)
-    with chat.places.renaming():
-        request = read_chat({**settings, "messages": chat.messages}, reader)
-    return MessageRequest(request, chat.places)
+    if given["messages"] and given["messages"][-1]["role"] == "assistant":
+        raise RequestError(
+            "the last message must be the user's: this server begins a new answer and does not continue one",
+            code="unsupported",
+            param="messages",
+        )
+    body = {**_as_chat(given), "messages": chat.messages}
+    with chat.source_paths.renaming():
+        request = read_chat(body, reader)
+    return MessageRequest(request, chat.source_paths)
 
 
 def _as_chat(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What is neither system nor messages, under the names a chat has for it."""
+    """All fields but system and messages, under their names in a chat."""
     chat = {name: given[name] for name in (*fields.CHAT_EXTRAS, "max_tokens") if name in given}
-    chat |= {"stop": given.get("stop_sequences") or None, "response_format": _format(given.get("output_config"))}
+    chat["stop"] = given.get("stop_sequences") or None
+    chat["response_format"] = _format(given.get("output_config"))
     tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(given.get("tools", ()))]
     choice = given.get("tool_choice", {"type": "auto"})
     if not tools and choice.get("type") in ("auto", "none"):
         return chat
-    is_parallel = choice.get("disable_parallel_tool_use") is not True
-    return {**chat, "tools": tools or None, "tool_choice": _choice(choice), "parallel_tool_calls": is_parallel}
+    chat["tools"] = tools or None
+    chat["tool_choice"] = _choice(choice)
+    chat["parallel_tool_calls"] = choice.get("disable_parallel_tool_use") is not True
+    return chat
 
 
 def _format(config: Mapping[str, Any] | None) -> Any:
     given = (config or {}).get("format")
-    return {**given, "json_schema": {"schema": given.get("schema")}} if isinstance(given, Mapping) else given
+    if not isinstance(given, Mapping):
+        return given
+    return {**given, "json_schema": {"schema": given.get("schema")}}
 
 
-def _tool(tool: Any, where: str) -> dict[str, Any]:
+def _tool(tool: Any, path: str) -> dict[str, Any]:
     if not isinstance(tool, Mapping) or tool.get("type", "custom") not in (None, "custom"):
         raise RequestError(
             "tools of this server are the client's own: an object with name and input_schema",
             code="unsupported",
-            param=where,
+            param=path,
         )
     function = {"name": tool.get("name"), "parameters": tool.get("input_schema")}
-    described = {"description": tool["description"]} if "description" in tool else {}
-    return {"type": "function", "function": {**function, **described}}
+    if "description" in tool:
+        function["description"] = tool["description"]
+    return {"type": "function", "function": function}
 
 
 def _choice(choice: Mapping[str, Any]) -> Any:
@@ -81,108 +94,89 @@ def _choice(choice: Mapping[str, Any]) -> Any:
     return _CHOICES[kind]
 
 
-def _check_last(messages: Sequence[Any]) -> None:
-    if messages and messages[-1]["role"] == "assistant":
-        raise RequestError(
-            "the last message must be the user's: this server begins a new answer and does not continue one",
-            code="unsupported",
-            param="messages",
-        )
+# --- messages ---
 
 
-# --- messages -----------------------------------------------------------------------------------------------------
-
-
-def _add_system(chat: Chat, system: str | list[Any] | None) -> None:
-    if isinstance(system, list):
-        places = [f"system[{index}]" for index in range(len(system))]
-        chat.say("system", [_part(*pair) for pair in zip(system, places, strict=True)], "system", places)
-    elif system:
-        chat.say("system", system, "system")
-
-
-def _add_message(chat: Chat, message: Any, where: str) -> None:
+def _add_message(chat: ChatBuilder, message: Any, path: str) -> None:
     role = message.get("role") if isinstance(message, Mapping) else None
     if role not in ("user", "assistant"):
-        raise RequestError(f"{where} must be an object with the role user or assistant", param=f"{where}")
+        raise RequestError(f"{path} must be an object with the role user or assistant", param=path)
     content = message.get("content")
     if isinstance(content, str):
-        chat.say(role, content, f"{where}.content")
+        chat.add_message(role, content, f"{path}.content")
     elif isinstance(content, list):
-        _add_blocks(chat, role, content, f"{where}.content")
+        _add_blocks(chat, role, content, f"{path}.content")
     else:
-        raise RequestError(f"{where}.content must be a string or a list of blocks", param=f"{where}.content")
+        raise RequestError(f"{path}.content must be a string or a list of blocks", param=f"{path}.content")
 
 
-def _add_blocks(chat: Chat, role: str, blocks: Sequence[Any], where: str) -> None:
-    """One message of blocks is several of a chat, where a tool's result is a message and a call none."""
+def _add_blocks(chat: ChatBuilder, role: str, blocks: Sequence[Any], path: str) -> None:
+    """One message may become several: in a chat, tool results are messages and calls belong to one."""
     parts: list[dict[str, Any]] = []
-    places: list[str] = []
+    part_paths: list[str] = []
     calls = []
     for index, block in enumerate(blocks):
-        place = f"{where}[{index}]"
+        block_path = f"{path}[{index}]"
         kind = block.get("type") if isinstance(block, Mapping) else None
         if kind == "tool_result" and role == "user":
             if parts:
-                chat.say(role, parts, where, places)
-                parts, places = [], []
-            _add_result(chat, block, place)
+                chat.add_message(role, parts, path, part_paths)
+                parts = []
+                part_paths = []
+            _add_result(chat, block, block_path)
         elif kind == "tool_use" and role == "assistant":
-            calls.append((block, place))
+            calls.append((block, block_path))
         else:
-            parts.append(_part(block, place))
-            places.append(place)
+            parts.append(_part(block, block_path))
+            part_paths.append(block_path)
     if parts or not blocks:
-        chat.say(role, parts, where, places)
-    for block, place in calls:
-        _add_call(chat, block, place)
+        chat.add_message(role, parts, path, part_paths)
+    for block, block_path in calls:
+        name = block.get("name")
+        arguments = block.get("input")
+        if not isinstance(name, str) or not isinstance(arguments, Mapping):
+            message = "a tool_use block needs a string under name and an object under input"
+            raise RequestError(message, param=block_path)
+        chat.add_call(block.get("id"), name, arguments, block_path)
 
 
-def _add_call(chat: Chat, block: Mapping[str, Any], where: str) -> None:
-    name, given = block.get("name"), block.get("input")
-    if not isinstance(name, str) or not isinstance(given, Mapping):
-        raise RequestError("a tool_use block needs a string under name and an object under input", param=where)
-    chat.call(block.get("id"), name, given, where)
-
-
-def _add_result(chat: Chat, block: Mapping[str, Any], where: str) -> None:
-    content, call_id = block.get("content"), block.get("tool_use_id")
+def _add_result(chat: ChatBuilder, block: Mapping[str, Any], path: str) -> None:
+    content = block.get("content")
+    call_id = block.get("tool_use_id")
+    path = f"{path}.content"
     if content is None or isinstance(content, str):
-        chat.say("tool", content or "", f"{where}.content", tool_call_id=call_id)
-        return
-    if not isinstance(content, list):
-        raise RequestError("a tool_result's content must be a string or a list of blocks", param=f"{where}.content")
-    places = [f"{where}.content[{index}]" for index in range(len(content))]
-    parts = [_part(*pair) for pair in zip(content, places, strict=True)]
-    chat.say("tool", parts, f"{where}.content", places, tool_call_id=call_id)
+        chat.add_message("tool", content or "", path, tool_call_id=call_id)
+    elif isinstance(content, list):
+        chat.add_parts("tool", content, path, _part, tool_call_id=call_id)
+    else:
+        raise RequestError("a tool_result's content must be a string or a list of blocks", param=path)
 
 
-def _part(block: Any, where: str) -> dict[str, Any]:
+def _part(block: Any, path: str) -> dict[str, Any]:
     kind = block.get("type") if isinstance(block, Mapping) else None
     if kind == "text":
         return {"type": "text", "text": block.get("text")}
     if kind == "image":
-        return {"type": "image_url", "image_url": {"url": _url(block.get("source"), f"{where}.source")}}
+        return {"type": "image_url", "image_url": {"url": _url(block.get("source"), f"{path}.source")}}
     raise RequestError(
-        f"a block of the type {quoted(kind)} cannot stand here; use text and image, tool_use in an assistant's "
-        "message, tool_result in a user's",
-        param=f"{where}.type",
+        f"a block of the type {quoted(kind)} cannot stand here; use text and image, tool_use in an "
+        "assistant's message, tool_result in a user's",
+        param=f"{path}.type",
     )
 
 
-def _url(source: Any, where: str) -> str:
-    """Of base64 data only the bytes count, so the media type that was claimed for them is not repeated."""
+def _url(source: Any, path: str) -> str:
+    """The media type of base64 data is dropped: the format is read from the bytes."""
     kind = source.get("type") if isinstance(source, Mapping) else None
     if kind == "base64" and isinstance(source.get("data"), str):
         return f"data:;base64,{source['data']}"
     if kind == "url" and isinstance(source.get("url"), str):
         return str(source["url"])
     if kind == "file":
-        raise RequestError(
-            "this server keeps no files; send the picture as base64 or url", code="unsupported", param=where
-        )
+        message = "this server keeps no files; send the picture as base64 or url"
+        raise RequestError(message, code="unsupported", param=path)
     raise RequestError(
         "an image's source must be {'type': 'base64', 'data': ...} or {'type': 'url', 'url': ...}",
         code="invalid_image_url",
-        param=where,
+        param=path,
     )

@@ -1,4 +1,4 @@
-"""Bodies of the Responses API, read as the chat they stand for. Knows OpenAI's item names; runs nothing."""
+"""Reads bodies of the Responses API as chats. Knows OpenAI's item names; runs nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 
 from saccade.errors import RequestError
 from saccade.server.request import fields
-from saccade.server.request.adapter import Chat, SourcePaths
+from saccade.server.request.adapter import ChatBuilder, SourcePaths
 from saccade.server.request.chat import ChatRequest, read_chat
 from saccade.server.request.fields import FieldReader
 
@@ -27,17 +27,16 @@ _ECHOED: Mapping[str, Any] = {
     "tools": [],
     "user": None,
 }
-"""Fields of a request that its response repeats, and what stands there when they were not sent."""
-
+"""Fields of a request that its response repeats, with their defaults."""
 
 MAX_ECHO_BYTES = 1 << 20
-"""As JSON: it is kept while the response runs, and three events of a stream repeat it."""
+"""As JSON. It is kept while the response runs, and three events of a stream repeat it."""
 
 
 class ResponseRequest(NamedTuple):
     chat: ChatRequest
-    places: SourcePaths
-    echo: Mapping[str, Any]  # see _ECHOED; and how its tokens are drawn
+    source_paths: SourcePaths
+    echo: Mapping[str, Any]  # see _ECHOED; with temperature and top_p
 
 
 def read_response(body: Mapping[str, Any], reader: FieldReader) -> ResponseRequest:
@@ -51,17 +50,18 @@ def read_response(body: Mapping[str, Any], reader: FieldReader) -> ResponseReque
             code="unsupported",
             param="include",
         )
-    chat = Chat(SourcePaths(_NAMES, _ENDINGS))
+    chat = ChatBuilder(SourcePaths(_NAMES, _ENDINGS))
     _add_input(chat, given)
-    settings = _as_chat(given)
-    with chat.places.renaming():
-        request = read_chat({**settings, "messages": chat.messages}, reader)
-    sampling = {name: getattr(request.response_options.params, name) for name in ("temperature", "top_p")}
-    return ResponseRequest(request, chat.places, {**_echo(given), **sampling})
+    body = {**_as_chat(given), "messages": chat.messages}
+    with chat.source_paths.renaming():
+        request = read_chat(body, reader)
+    params = request.response_options.params
+    echo = {**_echo(given), "temperature": params.temperature, "top_p": params.top_p}
+    return ResponseRequest(request, chat.source_paths, echo)
 
 
 def _echo(given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Instructions may be longer: like all text of the prompt they have to fit the context."""
+    """Instructions do not count: like all text of the prompt they are limited by the context."""
     sizes = {name: len(msgspec.json.encode(given[name])) for name in _ECHOED if name in given}
     sizes.pop("instructions", None)
     if sum(sizes.values()) > MAX_ECHO_BYTES:
@@ -77,21 +77,22 @@ def _check_stateless(body: Mapping[str, Any]) -> None:
     for name in _STATEFUL:
         if body.get(name):
             raise RequestError(
-                f"{name} needs what a server keeps between requests, and this one keeps no state; send the whole "
-                "conversation as input",
+                f"{name} needs what a server keeps between requests, and this one keeps no state; send the "
+                "whole conversation as input",
                 code="unsupported",
                 param=name,
             )
 
 
 def _as_chat(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What is not input, under the names a chat has for it."""
+    """All fields but the input, under their names in a chat."""
     same = (*fields.CHAT_EXTRAS, "stop", "stream_options", "parallel_tool_calls")
     chat = {name: given[name] for name in same if name in given}
-    chat |= {"max_tokens": given.get("max_output_tokens"), "response_format": _format(given.get("text"))}
+    chat["max_tokens"] = given.get("max_output_tokens")
+    chat["response_format"] = _format(given.get("text"))
     tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(given.get("tools", ()))]
     choice = given.get("tool_choice")
-    if not tools and choice in ("auto", "none"):  # some clients always send them
+    if not tools and choice in ("auto", "none"):  # some clients always send it
         return chat
     if isinstance(choice, Mapping) and choice.get("type") == "function":
         choice = {"type": "function", "function": {"name": choice.get("name")}}
@@ -105,23 +106,22 @@ def _format(text: Mapping[str, Any] | None) -> Any:
     return {"type": "json_schema", "json_schema": {"schema": given.get("schema")}}
 
 
-def _tool(tool: Any, where: str) -> dict[str, Any]:
+def _tool(tool: Any, path: str) -> dict[str, Any]:
     if not isinstance(tool, Mapping) or tool.get("type") != "function":
-        raise RequestError(
-            "tools of this server are functions: {'type': 'function', 'name': ...}", code="unsupported", param=where
-        )
+        message = "tools of this server are functions: {'type': 'function', 'name': ...}"
+        raise RequestError(message, code="unsupported", param=path)
     function = {name: tool[name] for name in ("name", "description", "parameters") if name in tool}
     return {"type": "function", "function": function}
 
 
-# --- input --------------------------------------------------------------------------------------------------------
+# --- input --------------------------------------------------------------------------------------------------
 
 
-def _add_input(chat: Chat, given: Mapping[str, Any]) -> None:
+def _add_input(chat: ChatBuilder, given: Mapping[str, Any]) -> None:
     if "instructions" in given:
-        chat.say("system", given["instructions"], "instructions")
+        chat.add_message("system", given["instructions"], "instructions")
     if isinstance(given["input"], str):
-        chat.say("user", given["input"], "input")
+        chat.add_message("user", given["input"], "input")
         return
     if not given["input"]:
         raise RequestError("input must have at least one item", param="input")
@@ -129,53 +129,47 @@ def _add_input(chat: Chat, given: Mapping[str, Any]) -> None:
         _add_item(chat, item, f"input[{index}]")
 
 
-def _add_item(chat: Chat, item: Any, where: str) -> None:
+def _add_item(chat: ChatBuilder, item: Any, path: str) -> None:
     kind = item.get("type", "message") if isinstance(item, Mapping) else None
     if kind == "message":
         if item.get("role") not in _ROLES:
-            raise _unreadable(f"a message's role must be one of {', '.join(_ROLES)}", f"{where}.role")
-        _say(chat, item.get("role"), item.get("content"), f"{where}.content")
+            raise _invalid(f"a message's role must be one of {', '.join(_ROLES)}", f"{path}.role")
+        _add_content(chat, item.get("role"), item.get("content"), f"{path}.content")
     elif kind == "function_call":
-        _check_call(item, where)
-        chat.call(item.get("call_id"), item["name"], item["arguments"], where)
+        for name in ("name", "arguments"):
+            if not isinstance(item.get(name), str):
+                raise _invalid(f"a function_call needs a string under {name}", f"{path}.{name}")
+        chat.add_call(item.get("call_id"), item["name"], item["arguments"], path)
     elif kind == "function_call_output":
-        _say(chat, "tool", item.get("output"), f"{where}.output", tool_call_id=item.get("call_id"))
+        _add_content(chat, "tool", item.get("output"), f"{path}.output", tool_call_id=item.get("call_id"))
     else:
-        raise _unreadable(f"{where} must be a message, a function_call or a function_call_output", where)
+        raise _invalid(f"{path} must be a message, a function_call or a function_call_output", path)
 
 
-def _say(chat: Chat, role: Any, content: Any, where: str, **more: Any) -> None:
-    if not isinstance(content, list):
-        chat.say(role, content, where, **more)
-        return
-    places = [f"{where}[{index}]" for index in range(len(content))]
-    parts = [_part(part, place) for part, place in zip(content, places, strict=True)]
-    chat.say(role, parts, where, places, **more)
+def _add_content(chat: ChatBuilder, role: Any, content: Any, path: str, **fields: Any) -> None:
+    if isinstance(content, list):
+        chat.add_parts(role, content, path, _part, **fields)
+    else:
+        chat.add_message(role, content, path, **fields)
 
 
-def _check_call(item: Mapping[str, Any], where: str) -> None:
-    for name in ("name", "arguments"):
-        if not isinstance(item.get(name), str):
-            raise _unreadable(f"a function_call needs a string under {name}", f"{where}.{name}")
-
-
-def _part(part: Any, where: str) -> dict[str, Any]:
-    """Parts as chats have them. Here an image's URL is a bare string, with its detail beside it."""
+def _part(part: Any, path: str) -> dict[str, Any]:
+    """A part of a chat. In the Responses API, `image_url` is a string, and `detail` a field next to it."""
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind in ("input_text", "output_text"):
         return {"type": "text", "text": part.get("text")}
     if kind == "refusal":
         return {"type": "text", "text": part.get("refusal")}
     if kind != "input_image":
-        raise _unreadable(f"{where} must be an input_text, an input_image or an output_text", where)
+        raise _invalid(f"{path} must be an input_text, an input_image or an output_text", path)
     if part.get("file_id") is not None:
         raise RequestError(
             "file_id names a file, and this server keeps none; send the picture as image_url",
             code="unsupported",
-            param=f"{where}.file_id",
+            param=f"{path}.file_id",
         )
     return {"type": "image_url", "image_url": {"url": part.get("image_url"), "detail": part.get("detail")}}
 
 
-def _unreadable(message: str, where: str) -> RequestError:
-    return RequestError(message, code="invalid_input", param=where)
+def _invalid(message: str, path: str) -> RequestError:
+    return RequestError(message, code="invalid_input", param=path)
