@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from saccade.errors import RequestError
@@ -61,14 +62,14 @@ def _loop(conversation: Conversation) -> None:
                 print(f"saccade: {error}", file=sys.stderr)
 
 
+@dataclass
 class Conversation:
     """Messages so far and the images for the next question."""
 
-    def __init__(self, engine: Engine, params: SamplingParams, images: list[str]) -> None:
-        self.engine = engine
-        self.params = params
-        self.images = images
-        self.messages: list[dict[str, Any]] = []
+    engine: Engine
+    params: SamplingParams
+    images: list[str]
+    messages: list[dict[str, Any]] = field(default_factory=list)
 
     def clear(self) -> None:
         self.messages = []
@@ -115,5 +116,6 @@ def bill_line(bill: Bill, answer_tokens: int) -> str:
     times = bill.times_ms
     if "first_token" in times:
         spent = f"decode {times['decode']:.0f}, encode {times['encode']:.0f}"
-        parts.append(f"first token after {times['first_token']:.0f} ms ({spent}), all after {times['total']:.0f} ms")
+        first = f"first token after {times['first_token']:.0f} ms ({spent})"
+        parts.append(f"{first}, all after {times['total']:.0f} ms")
     return "[" + "; ".join(parts) + "]"

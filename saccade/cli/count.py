@@ -12,8 +12,8 @@ from saccade.media.load import load_image
 from saccade.media.video_probe import is_video_file
 from saccade.media.video_sources import Video
 from saccade.options import MediaPolicy, Options
+from saccade.processor import families
 from saccade.processor.checkpoint import open_checkpoint
-from saccade.processor.families import Family, default_family, default_video_rules, family_for, video_rules_for
 from saccade.processor.families.base import ManyImagesPolicy
 from saccade.processor.video import Videos, video_bill_item
 from saccade.types import VideoRun
@@ -64,17 +64,17 @@ def count_files(
     return counts, errors
 
 
-def _family(model: str | None) -> tuple[Family, int]:
+def _family(model: str | None) -> tuple[families.Family, int]:
     """The family of the model, and the bytes of one embedding."""
     if model is None:
-        return default_family(), 0
+        return families.default_family(), 0
     checkpoint = open_checkpoint(model, weights=False)
     config = checkpoint.config
-    family = family_for(config).from_checkpoint(checkpoint)
+    family = families.family_for(config).from_checkpoint(checkpoint)
     return family, costs.embedding_bytes_per_slot(config.text, config.dtype)
 
 
-def _count_image(file: str, family: Family, limits: tuple[int, int], slot_bytes: int) -> Count:
+def _count_image(file: str, family: families.Family, limits: tuple[int, int], slot_bytes: int) -> Count:
     options = Options()
     size = load_image(Path(file), MediaPolicy.of(options)).header.size
     geometry = family.geometry(size, *limits)
@@ -101,7 +101,7 @@ def _is_video(file: str) -> bool:
 def _count_video(file: str, model: str | None, options: Options) -> Count:
     """With the default frames."""
     checkpoint = open_checkpoint(model, weights=False) if model is not None else None
-    rules = video_rules_for(checkpoint) if checkpoint else default_video_rules()
+    rules = families.video_rules_for(checkpoint) if checkpoint else families.default_video_rules()
     if rules is None:
         raise RequestError("this model takes no videos", code="unsupported")
     videos = Videos(rules, MediaPolicy.of(options), b"")

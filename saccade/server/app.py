@@ -42,7 +42,7 @@ JsonHandler = Callable[[Service, Exchange], Awaitable[dict[str, Any]]]
 
 _UNHEALTHY_SECONDS = 30.0  # without a heartbeat: /health fails before the engine is restarted
 _NOT_READY_SECONDS = 5.0  # without a heartbeat: /ready fails. The engine sends one every half second or step
-_IMAGE_CODES = ("invalid_image", "image_", "empty_image", "unsupported_image", "invalid_base64", "failed_to_download")
+_IMAGE_CODES = ("invalid_image", "image_", "empty_image", "unsupported_image", "invalid_base64", "failed_to")
 
 
 def create_app(service: Service) -> FastAPI:

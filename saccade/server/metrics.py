@@ -15,6 +15,7 @@ from prometheus_client.registry import Collector
 
 from saccade.types import Bill, Usage
 
+Stats = Callable[[], Mapping[str, Any]]
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _FAST = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5, 10)
@@ -43,9 +44,7 @@ class Finished:
 class Metrics:
     """`stats` returns the engine's counters; `model` is the label `model_name` of vLLM's metrics."""
 
-    def __init__(
-        self, model: str, stats: Callable[[], Mapping[str, Any]], bytes_in_flight: Callable[[], int] = lambda: 0
-    ) -> None:
+    def __init__(self, model: str, stats: Stats, bytes_in_flight: Callable[[], int] = lambda: 0) -> None:
         self.registry = CollectorRegistry()
         self._model = model
         self._saccade = _SaccadeMetrics(self.registry)
@@ -108,14 +107,14 @@ class _SaccadeMetrics:
     """Metrics with the prefix `saccade:`."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        def histogram(name: str, text: str, buckets: Sequence[float] = _SLOW, labels: Sequence[str] = ()) -> Histogram:
+        def histogram(name: str, text: str, buckets: Sequence[float] = _SLOW, *labels: str) -> Histogram:
             return Histogram(f"saccade:{name}", text, labels, buckets=buckets, registry=registry)
 
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"saccade:{name}", text, labels, registry=registry)
 
-        media = ("has_media",)
-        self.requests = counter("requests", "Requests that were answered", "finish_reason", "has_media")
+        media = "has_media"
+        self.requests = counter("requests", "Requests that were answered", "finish_reason", media)
         self.failed = counter("request_failures", "Requests that ended without an answer", "reason")
         self.refused = counter("admission_rejected", "Requests turned away before any work", "reason")
         self.media_refused = counter("media_rejected", "Pictures that were refused", "code")
@@ -125,7 +124,7 @@ class _SaccadeMetrics:
         self.inter_token = histogram("inter_token_latency_seconds", "One token to the next", _FAST, media)
         self.e2e = histogram("e2e_latency_seconds", "Arrival to last token", _SLOW, media)
         self.queue = histogram("queue_seconds", "Waiting for the first step")
-        self.fetch = histogram("media_fetch_seconds", "Fetching one picture", _SLOW, ("outcome",))
+        self.fetch = histogram("media_fetch_seconds", "Fetching one picture", _SLOW, "outcome")
         self.fetch_bytes = histogram("media_fetch_bytes", "Bytes of a fetched picture", _BYTES)
         self.decode = histogram("media_decode_seconds", "Decoding a request's pictures", _SLOW)
         self.encode = histogram("encode_seconds", "Encoding a request's pictures", _SLOW)
@@ -178,20 +177,20 @@ class _VllmMetrics:
         self.queue = histogram("request_queue_time_seconds", "Waiting for the first step")
         self.prefill = histogram("request_prefill_time_seconds", "First step to first token")
         self.decode = histogram("request_decode_time_seconds", "First token to last token")
-        self.prompt_size = histogram("request_prompt_tokens", "Prompt tokens of a request", _TOKENS)
-        self.answer_size = histogram("request_generation_tokens", "Generated tokens of an answer", _TOKENS)
-        self.answer_limit = histogram("request_max_num_generation_tokens", "Largest answer asked for", _TOKENS)
+        self.num_prompt = histogram("request_prompt_tokens", "Prompt tokens of a request", _TOKENS)
+        self.num_generated = histogram("request_generation_tokens", "Generated tokens of an answer", _TOKENS)
+        self.max_tokens = histogram("request_max_num_generation_tokens", "Largest answer asked for", _TOKENS)
 
     def finished(self, done: Finished) -> None:
         for reason in done.finish_reasons:
             self.success.labels(self._model, reason).inc()
         for bill in done.bills:
             self.prompt_tokens.inc(bill.prompt_tokens)
-            self.prompt_size.observe(bill.prompt_tokens)
+            self.num_prompt.observe(bill.prompt_tokens)
         for count in done.generated:
             self.generation_tokens.inc(count)
-            self.answer_size.observe(count)
-            self.answer_limit.observe(done.max_tokens)
+            self.num_generated.observe(count)
+            self.max_tokens.observe(done.max_tokens)
         self.e2e.observe(done.seconds)
         self.decode.observe(done.decode_seconds)
         for usage in done.usages:
@@ -204,7 +203,7 @@ class _VllmMetrics:
 class _EngineCollector(Collector):
     """The engine's counters, read at each scrape."""
 
-    def __init__(self, stats: Callable[[], Mapping[str, Any]], model: str) -> None:
+    def __init__(self, stats: Stats, model: str) -> None:
         self._stats = stats
         self._model = model
 

@@ -9,7 +9,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
@@ -143,7 +143,7 @@ class Service:
         """The checked request in a body."""
         return await self.check(reader, await self.decode(exchange), exchange.caller, *args)
 
-    async def check(self, reader: Reader[Result], body: Mapping[str, Any], caller: Caller, *args: Any) -> Result:
+    async def check(self, reader: Reader[Result], body: dict[str, Any], caller: Caller, *args: Any) -> Result:
         """Check a body in a thread. One JSON schema may take seconds, so schemas have their own fair pool.
 
         Results of schema checks are cached per tenant, so that timing reveals nothing of other tenants.

@@ -72,5 +72,6 @@ class CompletionEvents(EventShape):
         options = self._options
         logprobs = None
         if options.params.logprobs is not None:
-            logprobs = completion_logprobs(delta.shown_ids, delta.logprobs, self._tokenizer, offset, options.shows_ids)
+            ids = delta.shown_ids
+            logprobs = completion_logprobs(ids, delta.logprobs, self._tokenizer, offset, options.shows_ids)
         return self._envelope.choice(delta, "text", delta.text, logprobs)

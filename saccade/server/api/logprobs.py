@@ -31,9 +31,12 @@ def completion_logprobs(
     offsets = list(accumulate(map(len, texts), initial=offset))[:-1]
     tops = []
     for entry in logprobs:
-        tops.append({_shown(other, tokenizer, shows_ids): _finite(value) for other, value in entry.top})
+        top = {}
+        for token_id, value in entry.top:
+            top[_name(token_id, _text(token_id, tokenizer), shows_ids)] = _finite(value)
+        tops.append(top)
     return {
-        "tokens": list(map(_id, token_ids)) if shows_ids else texts,
+        "tokens": [_name(token_id, text, shows_ids) for token_id, text in zip(token_ids, texts, strict=True)],
         "token_logprobs": [_finite(entry.logprob) for entry in logprobs],
         "top_logprobs": tops,
         "text_offset": offsets,
@@ -44,15 +47,11 @@ def _entry(token_id: int, logprob: float, tokenizer: Tokenizer, shows_ids: bool)
     text = _text(token_id, tokenizer)
     # A token that is part of a character decodes to U+FFFD, which hides its bytes.
     utf8 = None if "\ufffd" in text else list(text.encode())
-    return {"token": _id(token_id) if shows_ids else text, "logprob": _finite(logprob), "bytes": utf8}
+    return {"token": _name(token_id, text, shows_ids), "logprob": _finite(logprob), "bytes": utf8}
 
 
-def _shown(token_id: int, tokenizer: Tokenizer, shows_ids: bool) -> str:
-    return _id(token_id) if shows_ids else _text(token_id, tokenizer)
-
-
-def _id(token_id: int) -> str:
-    return f"token_id:{token_id}"
+def _name(token_id: int, text: str, shows_ids: bool) -> str:
+    return f"token_id:{token_id}" if shows_ids else text
 
 
 def _text(token_id: int, tokenizer: Tokenizer) -> str:

@@ -17,7 +17,7 @@ from saccade.server.errors import ApiError
 from saccade.server.service import Service
 from saccade.types import Size
 
-_SHOWN_SIZES = (Size(336, 336), Size(640, 480), Size(1024, 1024), Size(1280, 720), Size(1920, 1080), Size(3840, 2160))
+_SHOWN_SIZES = ((336, 336), (640, 480), (1024, 1024), (1280, 720), (1920, 1080), (3840, 2160))
 _TYPICAL_IMAGE = Size(1280, 720)
 _TEXT_TOKENS = 500
 
@@ -86,7 +86,7 @@ def video_card(videos: Videos) -> dict[str, Any]:
 
 def _tokens_per_image(service: Service) -> dict[str, int | None]:
     sizes = _SHOWN_SIZES if service.processor.takes_images else ()
-    return {f"{size.width}x{size.height}": tokens_of(service, size) for size in sizes}
+    return {f"{width}x{height}": tokens_of(service, Size(width, height)) for width, height in sizes}
 
 
 def tokens_of(service: Service, size: Size) -> int | None:

@@ -29,7 +29,7 @@ _STATUSES = {
 }
 
 
-def _operation(table: Mapping[str, fields.Schema], *required: str, form: Mapping[str, Any] = _ERROR) -> dict[str, Any]:
+def _operation(table: Mapping[str, Any], *required: str, form: Mapping[str, Any] = _ERROR) -> dict[str, Any]:
     body = {"type": "object", "properties": dict(table), "required": list(required)}
     error = {"application/json": {"schema": form}}
     responses = {status: {"description": text, "content": error} for status, text in _STATUSES.items()}

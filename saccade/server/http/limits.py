@@ -9,6 +9,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -62,7 +63,7 @@ class ByteLease:
         self._client_bytes += count
 
     def enter(self, answers: int = 1) -> None:
-        """Hold one output per answer. ApiError 429 if so many are not free now, 400 if they never are."""
+        """Hold so many outputs. ApiError 429 if they are not free now, 400 if they never can be."""
         gate = self.gate
         if answers > gate.max_open:
             raise ApiError(
@@ -85,10 +86,8 @@ class ByteLease:
     def close(self) -> None:
         self.release()
         self.gate.num_open -= self._num_outputs
-        self._num_outputs = 0
         by_client = self.gate.bytes_by_client
         by_client[self._client] -= self._client_bytes
-        self._client_bytes = 0
         if not by_client[self._client]:
             del by_client[self._client]
 
@@ -105,6 +104,7 @@ class Upload:
         return data
 
 
+@dataclass(slots=True)
 class AdmissionGate:
     """Admits requests while the limits allow it.
 
@@ -112,23 +112,15 @@ class AdmissionGate:
     limits the bytes of all requests, here and in the engine (`engine_bytes`), `max_client_bytes` one client's.
     """
 
-    def __init__(
-        self,
-        max_open: int,
-        max_bytes: int,
-        max_client_bytes: int,
-        engine_bytes: Callable[[], int],
-        on_refusal: Callable[[str], None],
-    ) -> None:
-        self.max_open = max_open
-        self.max_bytes = max_bytes
-        self.max_client_bytes = max_client_bytes
-        self.engine_bytes = engine_bytes
-        self.bytes_held = 0
-        self.bytes_by_client: Counter[str] = Counter()  # in the server and the engine
-        self.num_open = 0
-        self.is_draining = False
-        self.on_refusal = on_refusal
+    max_open: int
+    max_bytes: int
+    max_client_bytes: int
+    engine_bytes: Callable[[], int]
+    on_refusal: Callable[[str], None]
+    bytes_held: int = 0  # in the server
+    bytes_by_client: Counter[str] = field(default_factory=Counter)  # in the server and the engine
+    num_open: int = 0
+    is_draining: bool = False
 
     def total_bytes(self) -> int:
         return self.bytes_held + self.engine_bytes()

@@ -7,6 +7,7 @@ import re
 import time
 import uuid
 from collections.abc import Callable
+from dataclasses import dataclass
 from http import HTTPStatus
 
 from starlette.datastructures import MutableHeaders
@@ -29,19 +30,17 @@ _HEADERS = {
 }
 
 
+@dataclass(frozen=True)
 class RequestMiddleware:
-    def __init__(
-        self, app: ASGIApp, keys: KeyRing, rules: BrowserRules, on_refusal: Callable[[str], None], logs: bool
-    ) -> None:
-        self._app = app
-        self._keys = keys
-        self._rules = rules
-        self._on_refusal = on_refusal
-        self._logs = logs
+    app: ASGIApp
+    keys: KeyRing
+    rules: BrowserRules
+    on_refusal: Callable[[str], None]
+    logs: bool
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
         start = time.perf_counter()
         headers = dict(scope["headers"])
@@ -62,18 +61,18 @@ class RequestMiddleware:
 
         try:
             path = scope["path"]
-            tenant = self._keys.tenant(path, headers.get(b"authorization"), headers.get(b"x-api-key"))
-            self._rules.check(scope["method"], path, headers)
+            tenant = self.keys.tenant(path, headers.get(b"authorization"), headers.get(b"x-api-key"))
+            self.rules.check(scope["method"], path, headers)
             scope["caller"] = Caller(request_id, tenant, start, tenant or peer_of(scope.get("client")))
-            await self._app(scope, receive, send_with_headers)
+            await self.app(scope, receive, send_with_headers)
         except ApiError as error:
-            self._on_refusal("unauthorized" if error.status == HTTPStatus.UNAUTHORIZED else str(error.code))
+            self.on_refusal("unauthorized" if error.status == HTTPStatus.UNAUTHORIZED else str(error.code))
             await error.response(scope["path"], request_id)(scope, receive, send_with_headers)
         finally:
             self._log(scope, request_id, status, start)
 
     def _log(self, scope: Scope, request_id: str, status: int, start: float) -> None:
-        if self._logs and scope["path"] != _POLLED and not is_open(scope["path"]):
+        if self.logs and scope["path"] != _POLLED and not is_open(scope["path"]):
             shown = scope["path"][:100].encode("unicode_escape").decode()
             result = status or "left"  # the client disconnected before the response
             ms = (time.perf_counter() - start) * 1e3

@@ -24,16 +24,16 @@ class _MessagePaths:
     tool_calls: list[str] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
 class SourcePaths:
     """Maps fields of a chat to the fields of the client's request.
 
     `names` has the top-level fields with another name, `endings` what is replaced inside of a path, in order.
     """
 
-    def __init__(self, names: Mapping[str, str], endings: Sequence[tuple[str, str]]) -> None:
-        self._names = names
-        self._endings = endings
-        self.messages: list[_MessagePaths] = []
+    names: Mapping[str, str]
+    endings: Sequence[tuple[str, str]]
+    messages: list[_MessagePaths] = field(default_factory=list)
 
     @contextmanager
     def renaming(self) -> Iterator[None]:
@@ -51,8 +51,8 @@ class SourcePaths:
             path = self._of_message(match)
         else:
             name = re.split(r"[.\[]", param, maxsplit=1)[0]
-            path = self._names.get(name, name) + param.removeprefix(name)
-        for ending, theirs in self._endings:
+            path = self.names.get(name, name) + param.removeprefix(name)
+        for ending, theirs in self.endings:
             path = path.replace(ending, theirs)
         return path
 
@@ -67,12 +67,12 @@ class SourcePaths:
         return parts[int(part)] + rest
 
 
+@dataclass(frozen=True, slots=True)
 class ChatBuilder:
     """Builds the messages of a chat from the items of another API."""
 
-    def __init__(self, source_paths: SourcePaths) -> None:
-        self.source_paths = source_paths
-        self.messages: list[dict[str, Any]] = []
+    source_paths: SourcePaths
+    messages: list[dict[str, Any]] = field(default_factory=list)
 
     def add_message(self, role: Any, content: Any, path: str, part_paths: Sequence[str] = (), **fields: Any) -> None:
         """`part_paths` has the path of each part if the content is a list."""

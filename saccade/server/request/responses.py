@@ -40,7 +40,14 @@ class ResponseRequest(NamedTuple):
 
 
 def read_response(body: Mapping[str, Any], reader: FieldReader) -> ResponseRequest:
-    _check_stateless(body)
+    for name in _STATEFUL:
+        if body.get(name):
+            raise RequestError(
+                f"{name} needs what a server keeps between requests, and this one keeps no state; send the "
+                "whole conversation as input",
+                code="unsupported",
+                param=name,
+            )
     given = reader.read(body, fields.RESPONSES)
     if "input" not in given:
         raise RequestError("input is missing; send a string or a list of items", param="input")
@@ -71,17 +78,6 @@ def _echo(given: Mapping[str, Any]) -> Mapping[str, Any]:
             param=max(sizes, key=lambda name: sizes[name]),
         )
     return {name: given.get(name, value) for name, value in _ECHOED.items()}
-
-
-def _check_stateless(body: Mapping[str, Any]) -> None:
-    for name in _STATEFUL:
-        if body.get(name):
-            raise RequestError(
-                f"{name} needs what a server keeps between requests, and this one keeps no state; send the "
-                "whole conversation as input",
-                code="unsupported",
-                param=name,
-            )
 
 
 def _as_chat(given: Mapping[str, Any]) -> dict[str, Any]:
