@@ -74,7 +74,7 @@ def test_the_block_in_which_the_length_ended_is_cut() -> None:
     assert answer.blocks[-1].is_cut and answer.finish_reason == "length"
 
 
-# --- event shapes ------------------------------------------------------------------------------------------------------
+# --- event shapes ------------------------------------------------------------------------------------------
 
 
 def response_events(generation: Generation) -> ResponseEvents:
@@ -174,7 +174,7 @@ def test_an_error_before_the_first_byte_of_a_message_has_its_status_and_form() -
     assert body == {"type": "error", "error": {"type": "rate_limit_error", "message": "too much"}, "request_id": "id-1"}
 
 
-# --- source paths -------------------------------------------------------------------------------------------------------
+# --- source paths ------------------------------------------------------------------------------------------
 
 
 def source_paths() -> SourcePaths:
