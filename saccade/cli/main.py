@@ -84,8 +84,8 @@ def _add_count(commands: Any) -> None:
     add("--model", help="folder or hub id whose rules apply; without it the rules of Qwen2-VL")
     add("--min-pixels", type=int, help="smaller pictures are enlarged to this")
     add("--max-pixels", type=int, help="larger pictures are reduced to this, frames of videos too")
-    add("--video-pruning", type=float, default=0.0, help="share of static video tokens that goes")
-    add("--together", action="store_true", help="in one prompt: some models see many pictures smaller")
+    add("--video-pruning", type=float, default=0.0, help="share of static video tokens to drop")
+    add("--together", action="store_true", help="as one prompt: some models shrink images when there are many")
     add("--json", action="store_true", help="print a JSON list instead of a table")
     add("--debug", action="store_true", help="show tracebacks")
     command.set_defaults(run=_count)
@@ -150,7 +150,7 @@ def _add_serve(commands: Any) -> None:
         "serve",
         help="answer over HTTP, in the shapes of the OpenAI API",
         usage="saccade serve [MODEL] [options]",
-        description="Serve a model. Options may also stand in the environment (SACCADE_PORT=8000) or in a YAML file.",
+        description="Serve a model. Options may also be set in the environment (SACCADE_PORT=8000) or in a YAML file.",
         epilog="Example: saccade serve Qwen/Qwen2-VL-2B-Instruct --port 8000 --limit-mm-per-prompt image=4",
     )
     add = command.add_argument
