@@ -253,8 +253,8 @@ def test_a_parent_that_is_killed_leaves_no_process(deed: str) -> None:
     """Idle or in the middle of a chat."""
     code = (
         "import sys, threading\n"
-        "from saccade.processor.template_pool import Renderer\n"
-        f"renderer = Renderer({TEMPLATE!r}, 1.0, 1 << 20)\n"
+        "from saccade.processor.template_pool import TemplatePool\n"
+        f"renderer = TemplatePool({TEMPLATE!r}, 1.0, 1 << 20)\n"
         "renderer.render(messages=[{'role': 'user', 'content': 'first'}])\n"
         f"ask = lambda: renderer.render(messages=[{{'role': 'user', 'content': {deed!r}}}])\n"
         "threading.Thread(target=ask).start()\n"
