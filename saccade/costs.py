@@ -36,12 +36,9 @@ def blocks_for(tokens: int, block_size: int = 16) -> int:
     return -(-tokens // block_size)
 
 
-def most_chars(tokens: int) -> int:
+def max_chars(tokens: int) -> int:
     """More characters than a text of so many tokens has on average: only what cannot fit is refused by it."""
     return 32 * tokens
-
-
-# --- KV cache -----------------------------------------------------------------------------------------------------
 
 
 def kv_bytes_per_token_layer(num_kv_heads: int, head_dim: int, dtype: str) -> int:
@@ -67,9 +64,6 @@ def concurrent_requests(budget_bytes: float, request_bytes: float) -> int:
     return round(budget_bytes / request_bytes)
 
 
-# --- embeddings ---------------------------------------------------------------------------------------------------
-
-
 def embedding_bytes_per_slot(text: TextConfig, dtype: str) -> int:
     """One resident picture embedding: a vector of the decoder's width, or several of them side by side."""
     return text.embedding_size * dtype_bytes(dtype)
@@ -88,9 +82,6 @@ def cross_slots_per_state(text: TextConfig) -> int:
     """Slots for one state of a picture that some layers attend to: its keys and values in all of these layers."""
     values = 2 * text.num_cross_layers * text.num_kv_heads * text.head_dim
     return -(-values // text.embedding_size)
-
-
-# --- encoding -----------------------------------------------------------------------------------------------------
 
 
 def prepared_bytes_per_patch(vision: VisionConfig, dtype: str) -> int:
@@ -133,9 +124,6 @@ def state_bytes_per_request(text: TextConfig, dtype: str) -> int:
     return len(linear.layers) * (memory + linear.channels * (linear.kernel - 1) * dtype_bytes(dtype))
 
 
-# --- steps on a device --------------------------------------------------------------------------------------------
-
-
 def prompt_bytes_per_token(text: TextConfig, dtype: str) -> int:
     """Most that a prompt's token takes, in the MLP of a layer whose attention is not forgotten yet.
 
@@ -170,9 +158,6 @@ def sampling_bytes_per_row(text: TextConfig) -> int:
     As measured with all of it: what a device sorts in is the library's affair.
     """
     return 75 * text.vocab_size
-
-
-# --- weights ------------------------------------------------------------------------------------------------------
 
 
 def decoder_layer_params(text: TextConfig) -> int:
@@ -252,9 +237,6 @@ def projector_params(vision: VisionConfig, text: TextConfig) -> int:
 def weight_bytes(model: ModelConfig, dtype: str) -> int:
     vision = encoder_params(model.vision, model.text) if model.vision else 0
     return (decoder_params(model.text) + vision) * dtype_bytes(dtype)
-
-
-# --- FLOPs --------------------------------------------------------------------------------------------------------
 
 
 def prefill_flops(text: TextConfig, new_tokens: int, context: int = 0) -> int:

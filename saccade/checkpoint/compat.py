@@ -18,8 +18,6 @@ def normalize(config: Mapping[str, Any], generation: Mapping[str, Any]) -> Confi
     return _qwen(given) if config.get("model_type") == "qwen" and "head_dim" not in config else given
 
 
-# --- the first Qwen, with and without a tower ---------------------------------------------------------------------
-
 _QWEN_DEFAULTS: Mapping[str, Any] = {  # of its config class
     "hidden_size": 4096,
     "intermediate_size": 22016,

@@ -25,8 +25,6 @@ def check_values(file: str, values: Mapping[str, Any], table: Table) -> None:
 
 _NULL_IS_MEANT = {"sliding_window", "q_lora_rank", "num_key_value_heads", "head_dim"}  # none; or derived from others
 
-# --- the checkpoint -----------------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True, slots=True)
 class LinearConfig:

@@ -81,9 +81,6 @@ def _too_deep(file: Path) -> ConfigError:
     return ConfigError(f"{file} is nested more than {_MAX_LEVELS} levels deep; download it again")
 
 
-# --- names in files -----------------------------------------------------------------------------------------------
-
-
 def weight_files(index: Path) -> list[str]:
     """The files that a model.safetensors.index.json names, whether they are there or not."""
     try:
@@ -113,9 +110,6 @@ def plain_name(name: str, file: Path) -> str:
             f"{file} names the file {name[:_SHOWN]!r}; names must stay inside the folder, without .. or a leading /"
         )
     return name
-
-
-# --- links --------------------------------------------------------------------------------------------------------
 
 
 def links_out(folder: Path) -> list[str]:

@@ -49,9 +49,6 @@ def _sentence(name: str, value: Any, wanted: str) -> str:
     return f"{name} is {shown[:80]}{'...' * (len(shown) > 80)}, but {wanted} is needed{long}"
 
 
-# --- kinds --------------------------------------------------------------------------------------------------------
-
-
 def whole(minimum: int, maximum: int) -> Kind:
     """Bounds are far beyond what there is; they keep a slip from filling memory before anyone looks."""
     wanted = f"{minimum}" if minimum == maximum else f"a whole number from {minimum} to {maximum}"
@@ -114,8 +111,6 @@ ABOVE_ZERO = number(above=0)
 AT_LEAST_ZERO = number(minimum=0)
 THETA = number(above=1)
 
-
-# --- config.json --------------------------------------------------------------------------------------------------
 
 ROPE: Table = {
     "rope_theta": THETA,
@@ -216,8 +211,6 @@ CONFIG: Table = {
 }
 GENERATION: Table = {"eos_token_id": TOKENS, "chat_format": WORD}
 
-
-# --- how pictures are prepared ------------------------------------------------------------------------------------
 
 IMAGES: Table = {
     **dict.fromkeys(("do_resize", "do_rescale", "do_normalize", "do_center_crop", "do_pad"), FLAG),

@@ -110,9 +110,6 @@ def _added(content: str, token_id: int, is_special: bool) -> dict[str, Any]:
     return {"id": token_id, "content": content, "special": is_special, **whole}
 
 
-# --- ranks --------------------------------------------------------------------------------------------------------
-
-
 def _ranks(file: Path) -> Ranks:
     """Lines of a token in base64 and its rank."""
     try:

@@ -50,7 +50,7 @@ def count_files(
     family, slot_bytes = _family(model)
     limits = family.policy(options.min_pixels, options.max_pixels)
     if together and isinstance(family, ManyImagesPolicy):
-        limits = (limits[0], family.among(len(files), limits[1]))
+        limits = (limits[0], family.max_pixels_for(len(files), limits[1]))
     counts = []
     errors = []
     for file in files:
@@ -105,7 +105,7 @@ def _count_video(file: str, model: str | None, options: Options) -> Count:
     if rules is None:
         raise RequestError("this model takes no videos", code="unsupported")
     videos = Videos(rules, MediaPolicy.of(options), b"")
-    groups = videos.resolve(Video(Path(file), file), videos.asked({}), b"")
+    groups = videos.resolve(Video(Path(file), file), videos.options({}), b"")
     run = VideoRun(0, len(groups.items), groups.frames, groups.key)
     bill = video_bill_item(groups.items, run, options.block_size)
     return Count(

@@ -28,9 +28,6 @@ def tuned_table(measured: Sequence[Measured]) -> str:
     return "\n".join(lines)
 
 
-# --- terminal -----------------------------------------------------------------------------------------------------
-
-
 def text_chart(measured: Sequence[Measured], advice: Advice, questions: QuestionSet) -> str:
     """A bar per setting for all questions, and for the groups that fall deepest."""
     groups = questions.grouped()
@@ -47,9 +44,6 @@ def text_chart(measured: Sequence[Measured], advice: Advice, questions: Question
 def _bar(share: float) -> str:
     filled = round(share * _BAR)
     return "█" * filled + "·" * (_BAR - filled)
-
-
-# --- SVG ----------------------------------------------------------------------------------------------------------
 
 
 class _Frame(NamedTuple):

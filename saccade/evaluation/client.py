@@ -138,9 +138,6 @@ class Client:
         raise ConfigError(f"{self.url}{path} answers {_message(status, content)}{hint}")
 
 
-# --- shapes -------------------------------------------------------------------------------------------------------
-
-
 def _server_info(name: str, card: Mapping[str, Any]) -> ServerInfo:
     pixels, kv = _get(card, "multimodal", dict).get("max_pixels"), _get(card, "kv_cache", dict)
     is_saccade = card.get("owned_by") == "saccade"

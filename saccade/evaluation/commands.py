@@ -147,9 +147,6 @@ def _write_eval(output: Output, answered: list[Answered], questions: QuestionSet
         rewrite(file, "saccade eval", f"```\n{table(scores(answered, questions))}\n{summary}\n```")
 
 
-# --- tune ---------------------------------------------------------------------------------------------------------
-
-
 def tune(target: Target, sizes: Sequence[int] | None, output: Output) -> int:
     questions = with_pictures_only(target.load())
     for file in output.markdown:

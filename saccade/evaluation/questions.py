@@ -128,9 +128,6 @@ def _root(where: Path) -> Root:
     return root
 
 
-# --- one line -----------------------------------------------------------------------------------------------------
-
-
 def _question(root: Root, at: str, line: str) -> Question:
     try:
         raw = json.loads(line)
@@ -205,9 +202,6 @@ def _texts(raw: Mapping[str, Any], name: str, at: str) -> tuple[str, ...]:
     if not all(isinstance(value, str) for value in values):
         raise ConfigError(f"{at}: {name} must be a list of texts, not {values!r}")
     return tuple(values)
-
-
-# --- set.json -----------------------------------------------------------------------------------------------------
 
 
 def _about(root: Root, where: Path) -> dict[str, Any]:

@@ -109,9 +109,6 @@ def _reply_json(one: Answered) -> dict[str, Any]:
     return {"reply": one.reply.text} if one.reply.error is None else {"error": one.reply.error}
 
 
-# --- Markdown -----------------------------------------------------------------------------------------------------
-
-
 def check_markers(file: str, command: str) -> None:
     """Before an hour is spent on a table that has no place to go."""
     if not re.search(_block(command), _read(file), re.DOTALL):

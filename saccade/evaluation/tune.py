@@ -68,9 +68,6 @@ class Advice:
     cliffs: Sequence[Cliff]
 
 
-# --- which settings -----------------------------------------------------------------------------------------------
-
-
 def with_pictures_only(questions: QuestionSet) -> QuestionSet:
     """What is asked without a picture cannot depend on its size."""
     pictured = [question for question in questions.questions if question.pictures]
@@ -100,9 +97,6 @@ def _checked(given: Sequence[int], info: ServerInfo) -> list[int]:
             f"ask for less, or start saccade serve --max-pixels {sizes[0]} and give its --url"
         )
     return sizes
-
-
-# --- measuring ----------------------------------------------------------------------------------------------------
 
 
 async def measure(
@@ -154,9 +148,6 @@ def _concurrency(info: ServerInfo, answered: Sequence[Answered]) -> int | None:
     tokens = [one.reply.prompt_tokens + one.reply.answer_tokens for one in answered]
     blocks = statistics.mean(blocks_for(count, info.block_size) for count in tokens)
     return int(info.kv_blocks // blocks)
-
-
-# --- choosing -----------------------------------------------------------------------------------------------------
 
 
 def advise(measured: Sequence[Measured], questions: QuestionSet) -> Advice:

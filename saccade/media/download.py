@@ -68,8 +68,6 @@ class RequestOutputBuilder:
             raise BrokenAnswer
         return bool(data)
 
-    # --- called by the parser ---------------------------------------------------------------------------------------
-
     def on_message_begin(self) -> None:
         if not self.status:
             self.headers.clear()

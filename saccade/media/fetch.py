@@ -123,8 +123,6 @@ class Fetcher:
         on_bytes(size)
         return await asyncio.to_thread(_read_regular, path, size)
 
-    # --- http -------------------------------------------------------------------------------------------------------
-
     async def _fetch_http(self, url: str, job: _Job) -> bytes:
         if not self._domains:
             raise _refused(
@@ -189,8 +187,6 @@ class Fetcher:
             body.write(piece)
         return body.getvalue()
 
-    # --- names ------------------------------------------------------------------------------------------------------
-
     async def _addresses(self, target: Target, slot: Slot) -> list[str]:
         """A name is resolved once and refused unless all its addresses are public; these very ones are connected to."""
         slot.work = asyncio.ensure_future(self._looked_up(target))
@@ -239,9 +235,6 @@ async def _unpacked(packed: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     raise _damaged()
 
 
-# --- files --------------------------------------------------------------------------------------------------------
-
-
 def _local_file(url: str, policy: FetchPolicy) -> tuple[Path, int]:
     """A file under the allowed folder, links followed first, and its size. Outside it, nobody learns whether a file
     exists."""
@@ -285,9 +278,6 @@ def _read_regular(path: Path, size: int) -> bytes:
     except OSError:
         pass
     raise _unreadable()
-
-
-# --- errors -------------------------------------------------------------------------------------------------------
 
 
 def _refused(message: str) -> RequestError:

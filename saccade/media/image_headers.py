@@ -26,8 +26,6 @@ class Outline(NamedTuple):
     mode: str | None = None
 
 
-# --- JPEG ---------------------------------------------------------------------------------------------------------
-
 _EXIF_MARK = b"Exif\x00\x00"
 _JPEG_MODES = {1: "L", 3: "RGB", 4: "CMYK"}
 _MARKER_START = re.compile(rb"\xff+")  # any number of padding bytes may come before a marker
@@ -66,9 +64,6 @@ def _jpeg_segments(data: bytes) -> Iterator[tuple[int, memoryview]]:
         at += 2 + length
 
 
-# --- PNG ----------------------------------------------------------------------------------------------------------
-
-
 def walk_png(data: bytes) -> Outline:
     """Chunks before the pixels. An EXIF chunk behind them is not looked for."""
     frames, exif, at = 1, None, 8
@@ -82,9 +77,6 @@ def walk_png(data: bytes) -> Outline:
             exif = data[at + 8 : at + 8 + length]
         at += 12 + length
     raise ValueError("too many chunks before the pixels")
-
-
-# --- WebP ---------------------------------------------------------------------------------------------------------
 
 
 def walk_webp(data: bytes) -> Outline:
@@ -130,9 +122,6 @@ def _vp8l(data: bytes, at: int) -> tuple[Size, bool]:
 _WEBP_SIZES: Mapping[bytes, Callable[[bytes, int], tuple[Size, bool]]] = {b"VP8X": _vp8x, b"VP8 ": _vp8, b"VP8L": _vp8l}
 
 
-# --- GIF ----------------------------------------------------------------------------------------------------------
-
-
 def walk_gif(data: bytes) -> Outline:
     """Blocks, counting picture descriptors. A first frame that sticks out of the screen enlarges it, as in Pillow."""
     width, height, flags = struct.unpack_from("<6xHHB", data)
@@ -162,8 +151,6 @@ def _skip_sub_blocks(data: bytes, at: int, steps: int) -> tuple[int, int]:
         at, steps = at + 1 + data[at], steps + 1
     return at + 1, steps
 
-
-# --- TIFF ---------------------------------------------------------------------------------------------------------
 
 _ORIENTATION_TAG = 0x0112
 _SHORT = 3
@@ -228,9 +215,6 @@ def exif_orientation(exif: bytes) -> int:
     except struct.error:
         return 1
     return 1
-
-
-# --- all of them --------------------------------------------------------------------------------------------------
 
 
 def walk_bmp(data: bytes) -> Outline:

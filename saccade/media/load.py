@@ -70,9 +70,6 @@ def _from_bytes(data: bytes, policy: MediaPolicy) -> Loaded:
     return Loaded(data, probe(data, policy))
 
 
-# --- strings and files --------------------------------------------------------------------------------------------
-
-
 def _from_string(text: str, policy: MediaPolicy, allow_paths: bool) -> Loaded:
     scheme = _SCHEME.match(text)
     if scheme and scheme[1].lower() == "data":
@@ -140,9 +137,6 @@ def read_file(path: str | os.PathLike[str], policy: MediaPolicy) -> bytes:
         ) from None
 
 
-# --- pixels that arrive decoded -----------------------------------------------------------------------------------
-
-
 def _from_pil(image: Image.Image, policy: MediaPolicy) -> Loaded:
     return _still_compressed(image, policy) or _decoded(image, policy)
 
@@ -190,9 +184,6 @@ def _decoded(image: Image.Image, policy: MediaPolicy) -> Loaded:
 
 def _bare(data: bytes, size: Size) -> Loaded:
     return Loaded(data, Header("rgb", size, 1, 1, "RGB"))
-
-
-# --- arrays -------------------------------------------------------------------------------------------------------
 
 
 def _from_array(array: npt.NDArray[Any], policy: MediaPolicy) -> Loaded:

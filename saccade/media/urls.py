@@ -130,9 +130,6 @@ def _path(rest: str) -> str:
     return quote(path if path.startswith("/") else f"/{path}", safe=_UNTOUCHED)
 
 
-# --- addresses ----------------------------------------------------------------------------------------------------
-
-
 def is_public(address: str) -> bool:
     """Whether an address, and every IPv4 address wrapped inside it, belongs to the public internet."""
     try:

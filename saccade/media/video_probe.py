@@ -107,9 +107,6 @@ def _title(name: str) -> str:
     return {"mov": "MP4", "matroska": "WebM or MKV", "avi": "AVI"}[name]
 
 
-# --- inside a container -------------------------------------------------------------------------------------------
-
-
 def _read(container: av.container.InputContainer, name: str, data: bytes) -> VideoInfo:
     stream = video_streams(container)
     if stream is None:
@@ -157,8 +154,6 @@ def _rate(stream: av.VideoStream, stamps: tuple[int, ...]) -> float:
     lasts = (stamps[-1] - stamps[0]) * float(stream.time_base or 0)
     return (len(stamps) - 1) / lasts if lasts > 0 else 24.0  # what the models' own processors assume
 
-
-# --- orientation --------------------------------------------------------------------------------------------------
 
 _TURNS = {  # the first two columns of a track's matrix -> EXIF's number
     (1, 0, 0, 1): 1,

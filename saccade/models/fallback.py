@@ -57,8 +57,6 @@ class Fallback:
         self._encode = owner.get_image_features
         self._rope = follow_lengths(self._text, self.config.text.rope_switch, self.window)
 
-    # --- pictures -------------------------------------------------------------------------------------------------
-
     def prepare(self, image: ImagePixels, geometry: Geometry) -> Tensor:
         """[patches, values of a patch]: the processor's tiles as they lie in memory, in rows as long as a patch."""
         pixels = image.cpu().numpy() if isinstance(image, Tensor) else image
@@ -95,8 +93,6 @@ class Fallback:
         whole = features if isinstance(features, Tensor) else torch.cat([f.flatten(0, -2) for f in features])
         return whole.reshape(-1, whole.shape[-1])
 
-    # --- text -----------------------------------------------------------------------------------------------------
-
     def embed(self, token_ids: Tensor) -> Tensor:
         embeds: Tensor = self.model.get_input_embeddings()(token_ids)
         return embeds
@@ -132,8 +128,6 @@ class Fallback:
     def logits(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self.model.get_output_embeddings()(hidden)
         return logits.float()
-
-    # --- for the proof --------------------------------------------------------------------------------------------
 
     @contextmanager
     def own_attention(self) -> Iterator[None]:

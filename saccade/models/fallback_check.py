@@ -67,9 +67,6 @@ def check_against_own_forward(model: Fallback) -> None:
         )
 
 
-# --- the requests -------------------------------------------------------------------------------------------------
-
-
 def _with_image(model: Fallback) -> Trial:
     image = Image.effect_noise(_SIZE, 80).convert("RGB")
     inputs = model.on_device(processed(model.processor, f"a {model.token} b c d e", image))
@@ -111,9 +108,6 @@ def _own_logits(model: Fallback, inputs: Mapping[str, Any]) -> Tensor:
     with model.own_attention():
         logits: Tensor = model.model(**{name: value for name, value in inputs.items() if name in taken}).logits
     return logits[0].float()
-
-
-# --- as a server computes them ------------------------------------------------------------------------------------
 
 
 def _in_pieces(lengths: Sequence[int]) -> list[list[Piece]]:

@@ -44,9 +44,6 @@ def under(rules: Iterable[Rule], sources: Sequence[str], target: str) -> tuple[R
     )
 
 
-# --- from a checkpoint --------------------------------------------------------------------------------------------
-
-
 def load_weights(
     folder: Path,
     targets: Mapping[str, Tensor],
@@ -211,9 +208,6 @@ def _copy(tensor: Tensor, target: Tensor, name: str, file: Path) -> None:
 def _some(names: Sequence[str]) -> str:
     shown = sorted(names)[:_SHOWN]
     return ", ".join(shown) + (", ..." if len(names) > _SHOWN else "")
-
-
-# --- from nothing -------------------------------------------------------------------------------------------------
 
 
 def fill_random(targets: Mapping[str, Tensor], seed: int) -> None:

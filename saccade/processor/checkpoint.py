@@ -1,4 +1,4 @@
-"""Opens a checkpoint folder or hub id and reads its small files. Never reads weights beyond their headers."""
+"""Checkpoint loading: open a folder or hub id and read its config files; of weights only the headers."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ _MEDIA_FILES: Mapping[str, Table] = {
 class Checkpoint:
     path: Path
     config: ModelConfig
-    image_processor: Mapping[str, Any]  # how pictures are prepared
-    video_processor: Mapping[str, Any]  # how videos are, where the checkpoint says so
-    processor: Mapping[str, Any]  # how they enter the prompt: patch_size, vision_feature_select_strategy ...
+    image_processor: Mapping[str, Any]  # preprocessor_config.json
+    video_processor: Mapping[str, Any]  # video_preprocessor_config.json; may be empty
+    processor: Mapping[str, Any]  # processor_config.json: patch_size, vision_feature_select_strategy ...
     tokenizer_config: Mapping[str, Any]
     chat_template: str | None
     generation: Mapping[str, Any]  # generation_config.json
@@ -56,10 +56,10 @@ class Checkpoint:
 
 
 def open_checkpoint(model: str | None, *, weights: bool = True, generation_config: str = "auto") -> Checkpoint:
-    """A folder, a hub id, or None for the model inside the package.
+    """Open a folder, a hub id, or with None the model inside the package.
 
-    `weights=False` is for callers that need the small files only: dummy weights, counting. `generation_config` may name
-    a folder whose generation_config.json takes the place of the checkpoint's.
+    `weights=False` needs no weight files: dummy weights, counting. `generation_config` may name a folder
+    whose generation_config.json replaces the checkpoint's.
     """
     path = BUILTIN if model is None else _locate(model, weights)
     _check_complete(path, weights)
@@ -70,11 +70,12 @@ def open_checkpoint(model: str | None, *, weights: bool = True, generation_confi
     generation = _generation(path, generation_config)
     config = _config(raw, generation)
     settings = {name: read_optional(path / name) for name in _MEDIA_FILES}
-    if is_known(config):  # of the others Transformers reads these files, and says what it makes of them
+    if is_known(config):  # for the fallback, Transformers reads and checks these files
         for name, table in _MEDIA_FILES.items():
             check_values(name, settings[name], table)
     images, video, processor = settings.values()
-    nested, nested_video = processor.pop("image_processor", None), processor.pop("video_processor", None)
+    nested = processor.pop("image_processor", None)
+    nested_video = processor.pop("video_processor", None)
     return Checkpoint(
         path=path,
         config=config,
@@ -86,9 +87,6 @@ def open_checkpoint(model: str | None, *, weights: bool = True, generation_confi
         generation=generation,
         fingerprint=_fingerprint(path),
     )
-
-
-# --- finding the folder -------------------------------------------------------------------------------------------
 
 
 def _locate(model: str, weights: bool) -> Path:
@@ -131,9 +129,6 @@ def _check_complete(path: Path, weights: bool) -> None:
             )
 
 
-# --- reading the small files --------------------------------------------------------------------------------------
-
-
 def _config(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
     try:
         return model_config(raw, generation)
@@ -141,11 +136,11 @@ def _config(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfi
         kind = raw.get("model_type")
         if not isinstance(kind, str) or kind in FAMILIES:
             raise
-        raise refusal(kind, str(error)) from None  # another shape than ours would not help it
+        raise refusal(kind, str(error)) from None  # the fallback cannot run this config either
 
 
 def _generation(path: Path, wanted: str) -> dict[str, Any]:
-    """Where the sampling values are not wanted (none), end tokens still are: those are no matter of taste."""
+    """generation_config.json. With "none" it is read too, for its EOS ids; its sampling values are ignored later."""
     if wanted in ("auto", "none"):
         return read_optional(path / "generation_config.json")
     file = Path(wanted).expanduser() / "generation_config.json"
@@ -158,13 +153,13 @@ def _generation(path: Path, wanted: str) -> dict[str, Any]:
 
 
 def _pixel_settings(processor: Mapping[str, Any]) -> dict[str, Any]:
-    """Processors without an image processor of their own say themselves how pixels are prepared."""
+    """Pixel settings of a processor_config.json that has no image_processor of its own."""
     names = {"image_mean": "image_mean", "image_std": "image_std", "normalize": "do_normalize"}
     return {common: processor[name] for name, common in names.items() if processor.get(name) is not None}
 
 
 def _chat_template(path: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
-    """A file of its own in newer checkpoints, JSON beside or inside the tokenizer's in older ones."""
+    """chat_template.jinja in newer checkpoints; chat_template.json or tokenizer_config.json in older ones."""
     file = path / "chat_template.jinja"
     if file.is_file():
         return read_text(file, TEMPLATE_BYTES)
@@ -179,11 +174,8 @@ def _chat_template(path: Path, tokenizer_config: Mapping[str, Any]) -> str | Non
     return template if isinstance(template, str) else None
 
 
-# --- identity -----------------------------------------------------------------------------------------------------
-
-
 def _fingerprint(path: Path) -> bytes:
-    """Over the small files and the weight files' names, sizes and headers: seconds saved, and different enough."""
+    """Hash the config files, and of weight files name, size and header: hashing all weights would take seconds."""
     digest = hashlib.sha256()
     for field in _identifying(path):
         digest.update(len(field).to_bytes(8, "little"))
@@ -203,7 +195,7 @@ def _identifying(path: Path) -> Iterator[bytes]:
 
 
 def _safetensors_header(file: Path) -> bytes:
-    """Eight bytes of length, then that much JSON with every tensor's name, type, shape and place."""
+    """Eight bytes of length, then JSON with every tensor's name, dtype, shape and offsets."""
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         return stream.read(min(length, HEADER_BYTES))

@@ -1,4 +1,4 @@
-"""An answer's text as its tokens arrive: never half a character, never the beginning of a stop string."""
+"""Incremental detokenization of one output, with stop strings. Holds back half characters and half stop strings."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from saccade.processor.tokenizer import Tokenizer
 
 
 class Detokenizer:
-    """Text of one answer. `text` is what may be shown so far; `stopped` is the stop string that ended it."""
+    """Text of one output. `text` is what may be shown so far; `stopped` is the stop string that ended it."""
 
     def __init__(
         self,
@@ -26,18 +26,19 @@ class Detokenizer:
         self.stopped: str | None = None
 
     def push(self, token_id: int, *, may_stop: bool = True) -> str:
-        """The text this token adds, as far as it is certain. `may_stop=False`: whatever it says, it goes on."""
+        """Return the new text that can no longer change. `may_stop=False` ignores stop strings (min_tokens)."""
         if self.stopped is not None:
             return ""
         new = self._stream.push(token_id)
         return self._take(new) if may_stop else self._show(new)
 
     def finish(self) -> str:
-        """No token follows: whatever was held back comes out."""
+        """No token follows: return the text that was held back."""
         if self.stopped is not None:
             return ""
         new = self._take(self._stream.finish())
-        rest, self._held = self._held, ""
+        rest = self._held
+        self._held = ""
         return new + self._show(rest)
 
     def _take(self, new: str) -> str:
@@ -46,7 +47,8 @@ class Detokenizer:
         text = self._held + new
         found = self._first_stop(text)
         if found is not None:
-            self.stopped, self._held = found, ""
+            self.stopped = found
+            self._held = ""
             end = text.index(found) + (len(found) if self._include_stop else 0)
             return self._show(text[:end])
         keep = self._undecided(text)
@@ -58,12 +60,14 @@ class Detokenizer:
         return text
 
     def _first_stop(self, text: str) -> str | None:
-        """The one that is complete first, character by character: how tokens cut the text must not matter."""
+        """The stop string that ends first, so that the result does not depend on token boundaries."""
         ends = [(text.index(s) + len(s), -len(s), s) for s in self._stop if s in text]
         return min(ends)[2] if ends else None
 
     def _undecided(self, text: str) -> int:
-        """Length of the longest ending of the text that begins a stop string."""
+        """Length of the longest suffix of the text that is a prefix of a stop string."""
         longest = min(len(text), max(map(len, self._stop)) - 1)
-        lengths = range(longest, 0, -1)
-        return next((n for n in lengths if any(s.startswith(text[-n:]) for s in self._stop)), 0)
+        for length in range(longest, 0, -1):
+            if any(stop.startswith(text[-length:]) for stop in self._stop):
+                return length
+        return 0

@@ -1,7 +1,4 @@
-"""How a checkpoint wants its tokens drawn: sampling values of generation_config.json, for requests that set none.
-
-Knows that file's names and those of SamplingParams. Opens no file; end tokens are `config`'s business.
-"""
+"""Default sampling parameters from generation_config.json, for requests that set none. Opens no file."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from saccade.options import Options
 from saccade.sampling_params import SamplingParams
 
 _FILE = "generation_config.json"
-_FIELDS: Mapping[str, str] = {  # there -> in SamplingParams
+_FIELDS: Mapping[str, str] = {  # generation_config.json -> SamplingParams
     "temperature": "temperature",
     "top_p": "top_p",
     "top_k": "top_k",
@@ -21,19 +18,19 @@ _FIELDS: Mapping[str, str] = {  # there -> in SamplingParams
     "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",
 }
-_LARGEST = 2**31 - 1  # of whole numbers: what the engine's side can be told
-_GREEDY = "do_sample"  # false: the likeliest token, whatever the temperature
+_LARGEST = 2**31 - 1  # integers cross to the engine process as int32
+_GREEDY = "do_sample"  # false: greedy, whatever the temperature
 
 
 def sampling_defaults(options: Options, file: Mapping[str, Any]) -> dict[str, Any]:
-    """What stands for what a request leaves out, by the names of SamplingParams; the file's other keys mean nothing.
+    """Defaults by the names of SamplingParams; other keys of the file are ignored.
 
-    ConfigError where a value is one that no request could send. Null is silence, in an override too.
+    A value that no request could send is a ConfigError. Null counts as unset, in an override too.
     """
     override = _override(options)
     given = {} if options.generation_config == "none" else dict(file)
     if "temperature" in override:
-        given.pop(_GREEDY, None)  # the file's way to say that its temperature is 0
+        given.pop(_GREEDY, None)  # do_sample=false means temperature 0, which the override replaces
     said = {
         **{name: _checked(_FILE, name, given[name]) for name in given if name not in override},
         **{name: _checked("override_generation_config", name, value) for name, value in override.items()},
@@ -43,13 +40,13 @@ def sampling_defaults(options: Options, file: Mapping[str, Any]) -> dict[str, An
 
 
 def shown_defaults(defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """All of them, the engine's own included. No max_tokens: what the API says, or what the context holds."""
+    """All defaults, the engine's own included; max_tokens only if set, as it otherwise depends on the request."""
     filled = SamplingParams(**defaults)
     return {name: getattr(filled, name) for name in _FIELDS.values() if name != "max_tokens" or name in defaults}
 
 
 def defaults_line(defaults: Mapping[str, Any]) -> str:
-    """For the start-up log."""
+    """One line for the start-up log."""
     said = ", ".join(f"{name}={value}" for name, value in defaults.items())
     if not said:
         return "sampling defaults: the engine's own, temperature=1.0; the checkpoint names none that are used"
@@ -78,7 +75,7 @@ def _checked(source: str, name: str, value: Any) -> Any:
 
 
 def _wrong(name: str, value: Any) -> str | None:
-    """What is wrong with it, in the words a request would hear."""
+    """What is wrong with a value, in the same words as for a request; None if nothing is."""
     if name == _GREEDY:
         return None if isinstance(value, bool) else f"{name} must be true or false, but {value!r:.80} was given"
     if name not in _FIELDS:

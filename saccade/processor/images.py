@@ -1,4 +1,4 @@
-"""From whatever stands for a picture to a `MediaItem` with its key and cost. Needs no tokenizer and no template."""
+"""Image inputs: load, size and hash each image of a request into a `MediaItem`. Decodes no pixels."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from saccade.media.hashing import RecentKeys
 from saccade.media.load import load_image
 from saccade.options import MediaPolicy
 from saccade.processor.checkpoint import Checkpoint
-from saccade.processor.families import Family, family_for
-from saccade.processor.families.base import ManyImagesPolicy
+from saccade.processor.families import family_for
+from saccade.processor.families.base import Family, ManyImagesPolicy
 from saccade.types import BillItem, Geometry, Key, MediaItem, short_key
 
 LOW_DETAIL_PIXELS = 512 * 512
-"""What OpenAI's `detail: "low"` allows; auto, high and original mean the deployment's own limit."""
+"""The limit for OpenAI's `detail: "low"`; auto, high and original use the deployment's limit."""
 _DETAILS = ("auto", "low", "high", "original")
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Pixel limits in force for one picture."""
+    """Pixel limits in force for one image."""
 
     min_pixels: int
     max_pixels: int
@@ -37,21 +37,21 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class ImageInput:
-    """A picture as a caller gave it."""
+    """An image as a caller gave it."""
 
     source: Any
-    param: str  # where it stands in the request, for errors
+    param: str  # its path in the request, for errors
     detail: str = "auto"
     allow_path: bool = True  # False for strings that a client sent
 
 
 PrefetchMedia = Callable[[Sequence[MediaItem]], None]
-"""Is told pictures that will be wanted, in their order, long before the prompt they stand in is ready."""
-_Source = tuple[int, str]  # of one picture as it was given: object and detail
+"""Called with images in prompt order before the prompt is tokenized, so that decoding can start early."""
+_Source = tuple[int, str]  # id of the object as given, and detail
 
 
 class Images:
-    """Resolves pictures under one deployment's policy."""
+    """Resolves images under one deployment's policy."""
 
     def __init__(self, checkpoint: Checkpoint, policy: MediaPolicy) -> None:
         self.family: Family = family_for(checkpoint.config).from_checkpoint(checkpoint)
@@ -61,7 +61,7 @@ class Images:
         self._keys = RecentKeys(checkpoint.fingerprint)
 
     def largest(self) -> Geometry | None:
-        """The most expensive picture a request may bring; None when it may bring none."""
+        """The most expensive image a request may contain; None when it may contain none."""
         if self.policy.limits.get("image", 0) < 1:
             return None
         return self.family.largest(self.limits.min_pixels, self.limits.max_pixels)
@@ -69,13 +69,13 @@ class Images:
     def resolve(
         self, images: list[ImageInput], limits: Limits, salt: bytes, prefetch_media: PrefetchMedia | None = None
     ) -> list[MediaItem]:
-        """One item per picture. The same picture twice is hashed once and comes out as the same object."""
+        """One item per image. An image given twice is hashed once and becomes the same object."""
         self._check_count(len(images))
         if isinstance(self.family, ManyImagesPolicy):
-            limits = limits.lowered(self.family.among(len(images), limits.max_pixels))
+            limits = limits.lowered(self.family.max_pixels_for(len(images), limits.max_pixels))
         by_source: dict[_Source, MediaItem] = {}
         if prefetch_media:
-            by_source = self._ends(images, limits, salt)
+            by_source = self._first_and_last(images, limits, salt)
             prefetch_media(list(by_source.values()))
         by_key: dict[Key, MediaItem] = {}
         items = []
@@ -88,10 +88,10 @@ class Images:
             self._check_total(by_key)
         return items
 
-    def _ends(self, images: list[ImageInput], limits: Limits, salt: bytes) -> dict[_Source, MediaItem]:
-        """The first and the last one, before all others: in a conversation the last one alone is new."""
+    def _first_and_last(self, images: list[ImageInput], limits: Limits, salt: bytes) -> dict[_Source, MediaItem]:
+        """Resolved before the others, to be prefetched: in a conversation only the last image is new."""
         found: dict[_Source, MediaItem] = {}
-        with suppress(RequestError):  # it is raised again when it is that picture's turn
+        with suppress(RequestError):  # `resolve` raises it again, in order
             for image in images[:: max(len(images) - 1, 1)]:
                 _check_detail(image)
                 found[_source(image)] = self.item(image, limits, salt)
@@ -108,7 +108,7 @@ class Images:
             )
 
     def _check_total(self, items: Mapping[Key, MediaItem]) -> None:
-        """Each may be small enough and all of them together still more than a request should make anyone decode."""
+        """Bound the pixels that one request makes the decoder work on, beside the limit per image."""
         sizes = [item.header.size for item in items.values()]
         total = sum(size.width * size.height for size in sizes)
         if total > self.policy.max_request_pixels:
@@ -131,7 +131,7 @@ class Images:
         return MediaItem(key, "image", loaded.data, loaded.header, geometry)
 
     def request_limits(self, given: Any) -> Limits:
-        """Limits of one request from its mm_processor_kwargs, which may ask for fewer pixels, never for more."""
+        """Limits from a request's mm_processor_kwargs, which may lower the deployment's but not raise them."""
         if not given:
             return self.limits
         _check_names(given)
@@ -155,19 +155,17 @@ def reads_text_only(images: int, param: str | None = None) -> RequestError:
 
 
 def bill_item(item: MediaItem, block_size: int) -> BillItem:
-    width, height = item.header.size
-    resized, tokens = item.geometry.resized, item.geometry.tokens
-    blocks = blocks_for(tokens, block_size)
+    geometry = item.geometry
     return BillItem(
         kind=item.kind,
-        width=width,
-        height=height,
-        resized_width=resized.width,
-        resized_height=resized.height,
-        tokens=tokens,
-        kv_blocks=blocks,
+        width=item.header.size.width,
+        height=item.header.size.height,
+        resized_width=geometry.resized.width,
+        resized_height=geometry.resized.height,
+        tokens=geometry.tokens,
+        kv_blocks=blocks_for(geometry.tokens, block_size),
         key=short_key(item.key),
-        grid=item.geometry.grid,
+        grid=geometry.grid,
     )
 
 

@@ -1,4 +1,4 @@
-"""OpenAI-style messages: what they may contain, and the plain form a chat template takes. Knows no tokens."""
+"""OpenAI chat messages: validation, media extraction, and conversion to what a chat template takes."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ _MAX_DEPTH = 64  # far more than any tool schema, far less than the interpreter'
 
 class Chat(NamedTuple):
     messages: list[dict[str, Any]]  # for the template; every string has passed through `clean`
-    images: list[ImageInput]  # in the order of the parts
-    videos: list[Video]  # likewise
+    images: list[ImageInput]  # in prompt order
+    videos: list[Video]  # in prompt order
 
 
 class Form(NamedTuple):
-    """Which form of `content` a template understands."""
+    """Which forms of `content` a template takes (vLLM: chat template content format)."""
 
     takes_strings: bool
     takes_parts: bool
 
 
 def read_messages(messages: Any, form: Form, clean: Callable[[str], str], *, allow_paths: bool) -> Chat:
-    """Check the messages, take the pictures out, and put the rest into the form the template understands."""
+    """Check the messages, take the media out, and convert the rest to the form the template takes."""
     if not isinstance(messages, (list, tuple)) or not messages:
         raise RequestError("messages must be a list with at least one message", param="messages")
     chat = Chat([], [], [])
@@ -47,7 +47,7 @@ def read_messages(messages: Any, form: Form, clean: Callable[[str], str], *, all
 
 
 def cleaned(value: Any, clean: Callable[[str], str], depth: int = _MAX_DEPTH) -> Any:
-    """A copy with every string in it, keys included, passed through `clean`. Templates get nothing but plain JSON."""
+    """A deep copy with every string, keys included, passed through `clean`. Only JSON values are allowed."""
     if depth == 0:
         raise RequestError(f"messages and tools may be nested at most {_MAX_DEPTH} levels deep", param="messages")
     if isinstance(value, str):
@@ -62,18 +62,21 @@ def cleaned(value: Any, clean: Callable[[str], str], depth: int = _MAX_DEPTH) ->
 
 
 def form_of(template_pool: TemplatePool) -> Form:
-    """Found out by trying: some published templates silently drop a plain string, others print a list as it is or
-    fail on it. One that refuses both wants more than a single user message and gets what the client sent."""
-    strings, parts = _shows(template_pool, _PROBE), _shows(template_pool, [{"type": "text", "text": _PROBE}])
+    """Probe the template: some published ones silently drop a string, others print a list or fail on it.
+
+    A template that refuses both probes gets the content as the client sent it.
+    """
+    strings = _shows(template_pool, _PROBE)
+    parts = _shows(template_pool, [{"type": "text", "text": _PROBE}])
     return Form(not parts if strings is None else strings, not strings if parts is None else parts)
 
 
 def _shows(template_pool: TemplatePool, content: Any) -> bool | None:
-    """None: the template refuses it."""
+    """Whether the template renders this content; None if it refuses it."""
     try:
         rendered = template_pool.render(messages=[{"role": "user", "content": content}])
     except TemplateEnded:
-        raise  # nothing is known of it
+        raise  # a timeout says nothing about the form
     except RequestError:
         return None
     return _PROBE in rendered and "'type'" not in rendered
@@ -119,7 +122,7 @@ def _part(part: Any, where: str, chat: Chat, allow_paths: bool) -> dict[str, Any
 
 
 def _video(part: Mapping[str, Any], kind: str, where: str, allow_path: bool) -> Video:
-    """A URL or fetched bytes under `video_url`; whatever Python callers pass under `video`."""
+    """A URL or fetched bytes under `video_url`; any video object of a Python caller under `video`."""
     given = part.get(kind)
     if kind == "video_url":
         given = given.get("url") if isinstance(given, Mapping) else given
@@ -130,7 +133,7 @@ def _video(part: Mapping[str, Any], kind: str, where: str, allow_path: bool) -> 
 
 
 def _linked(link: Any, where: str) -> ImageInput:
-    """A URL as clients send it, alone or with `detail` beside it; or the bytes a server fetched from there."""
+    """An image_url part: a URL, alone or with `detail`, or the bytes that the server fetched from it."""
     fields = {"url": link} if isinstance(link, str) else link
     if not isinstance(fields, Mapping) or not isinstance(fields.get("url"), (str, bytes)):
         raise RequestError("image_url needs an object with a string under url", code="invalid_image_url", param=where)
@@ -138,7 +141,7 @@ def _linked(link: Any, where: str) -> ImageInput:
 
 
 def _given(part: Mapping[str, Any], where: str, allow_paths: bool) -> ImageInput:
-    """A picture object as Python callers pass it."""
+    """An image object of a Python caller."""
     if part.get("image") is None:
         raise RequestError("an image part needs the picture under image", code="invalid_image", param=where)
     return ImageInput(part["image"], where, part.get("detail") or "auto", allow_paths)

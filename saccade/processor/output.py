@@ -1,4 +1,4 @@
-"""Turns one request's token events into text: incremental detokenization, stop strings, finish reason."""
+"""The output processor of one completion: token events in; text, stop strings and finish reason out."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ class RequestOutputBuilder:
         include_stop: bool = False,
         skip_special_tokens: bool = True,
     ) -> None:
-        """`include_stop` shows the stop string that ended it; `skip_special_tokens=False` shows control tokens."""
+        """`include_stop` keeps the stop string in the text; `skip_special_tokens=False` keeps control tokens."""
         self.index = index
         self.token_ids: list[int] = []
         self.logprobs: list[Logprobs] | None = [] if params.logprobs is not None else None
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.usage: Usage | None = None
-        self._min_tokens = params.min_tokens  # no stop string ends the answer before
+        self._min_tokens = params.min_tokens  # stop strings are ignored before
         self._caller_stops = frozenset(params.stop_token_ids)
-        self._must_read = bool(params.stop_strings)
-        self._num_shown = 0  # tokens but for one that ended it, which is counted but not shown
-        self._num_read = 0  # of these, those whose text was asked for
+        self._must_detokenize = bool(params.stop_strings)
+        self._num_shown = 0  # tokens without the stop token, which is counted but not shown
+        self._num_detokenized = 0  # tokens of these that the detokenizer has taken
         self._decode = partial(tokenizer.decode, skip_special_tokens=skip_special_tokens)
         self._detokenizer = Detokenizer(
             tokenizer, params.stop_strings, include_stop=include_stop, skip_special_tokens=skip_special_tokens
@@ -44,18 +44,19 @@ class RequestOutputBuilder:
 
     @property
     def text(self) -> str:
-        if self._num_read < self._num_shown:
-            if self.is_finished and not self._num_read:
-                return self._decode(self.token_ids[: self._num_shown])  # nobody has seen a part of it: one call for all
-            self._read()
+        if self._num_detokenized < self._num_shown:
+            if self.is_finished and not self._num_detokenized:
+                return self._decode(self.token_ids[: self._num_shown])  # nothing was streamed: one decode call
+            self._detokenize()
         return self._detokenizer.text
 
     def push(self, event: TokenEvent) -> str:
-        """Take one event; the new text. After a stop string the answer is finished and the request can be aborted."""
+        """Take one event and return the new text. After a stop string the caller can abort the request."""
         self._take(event)
-        new = self._read()
+        new = self._detokenize()
         if self._detokenizer.stopped is not None:
-            self.finish_reason, self.stop_reason = "stop", self._detokenizer.stopped
+            self.finish_reason = "stop"
+            self.stop_reason = self._detokenizer.stopped
         elif event.finish_reason is not None:
             new += self._detokenizer.finish()
             self._end(event)
@@ -63,8 +64,8 @@ class RequestOutputBuilder:
         return new
 
     def add(self, event: TokenEvent) -> None:
-        """Take one event whose text nobody wants yet; where a stop string may end the answer it is read anyway."""
-        if self._must_read:
+        """Take one event without detokenizing it, unless there are stop strings to look for."""
+        if self._must_detokenize:
             self.push(event)
             return
         self._take(event)
@@ -74,8 +75,9 @@ class RequestOutputBuilder:
 
     def _end(self, event: TokenEvent) -> None:
         self.finish_reason = event.finish_reason
-        if self._detokenizer.stopped is not None:  # held back until now
-            self.finish_reason, self.stop_reason = "stop", self._detokenizer.stopped
+        if self._detokenizer.stopped is not None:  # found in the text that `finish` released
+            self.finish_reason = "stop"
+            self.stop_reason = self._detokenizer.stopped
         elif event.stop_token_id in self._caller_stops:
             self.stop_reason = event.stop_token_id
 
@@ -88,11 +90,12 @@ class RequestOutputBuilder:
         if self.logprobs is not None and event.logprobs is not None:
             self.logprobs.append(event.logprobs)
 
-    def _read(self) -> str:
-        first, self._num_read = self._num_read, self._num_shown
-        push, minimum = self._detokenizer.push, self._min_tokens
-        unread = self.token_ids[first : self._num_shown]
-        return "".join([push(token, may_stop=place >= minimum) for place, token in enumerate(unread, first + 1)])
+    def _detokenize(self) -> str:
+        text = ""
+        for index in range(self._num_detokenized, self._num_shown):
+            text += self._detokenizer.push(self.token_ids[index], may_stop=index + 1 >= self._min_tokens)
+        self._num_detokenized = self._num_shown
+        return text
 
     def output(self) -> CompletionOutput:
         return CompletionOutput(

@@ -1,4 +1,4 @@
-"""Builds prompts: text and pictures in; token ids, spans, positions and the bill out. Decodes no pixels."""
+"""The input processor: text, chats and media in; token ids, spans, positions and the bill out. Decodes no pixels."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from saccade.costs import blocks_for, most_chars
+from saccade.costs import blocks_for, max_chars
 from saccade.errors import ConfigError, RequestError
 from saccade.media.hashing import identity, salt_of
 from saccade.media.video_sources import Video
 from saccade.options import MediaPolicy
 from saccade.processor.checkpoint import Checkpoint
-from saccade.processor.detokenize import Detokenizer
 from saccade.processor.families import built_in_template
 from saccade.processor.families.base import HasMarkup, LengthBound, cross_attended
 from saccade.processor.images import ImageInput, Images, PrefetchMedia, bill_item, reads_text_only
@@ -31,22 +30,22 @@ from saccade.sampling_params import SamplingParams
 from saccade.types import Bill, BillItem, Geometry, Key, MediaItem, Prompt, Span, short_key
 
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "multi_modal_data", "mm_processor_kwargs", "cache_salt")
-_MAX_CHARS = 64 << 20  # of a chat, whatever context config.json claims
-_SHOWN_CHARS = 500  # of what a template says when it refuses
+_MAX_CHARS = 64 << 20  # of a rendered chat, whatever context config.json claims
+_SHOWN_CHARS = 500  # of a template's error message
 
 Ids = npt.NDArray[np.int64]
 
 
 class Rendered(NamedTuple):
-    """A chat behind its template."""
+    """A chat after its template."""
 
-    text: str  # with shields in it
+    text: str  # still shielded
     images: list[ImageInput]
     videos: list[Video]
 
 
 class Processor:
-    """Everything between a client's words and pictures and a `Prompt`, for one checkpoint and one media policy."""
+    """Makes a `Prompt` of what a client sends, for one checkpoint and one media policy."""
 
     def __init__(
         self, checkpoint: Checkpoint, policy: MediaPolicy, prefetch_media: PrefetchMedia | None = None
@@ -62,18 +61,15 @@ class Processor:
             written=built_in_template(checkpoint.config) or "",
             markup=self.family.markup if isinstance(self.family, HasMarkup) else (),
         )
-        self.placeholder = self._find_placeholder()  # of a picture in a raw prompt
+        self.placeholder = self._find_placeholder()  # of an image in a raw prompt
         self.prefetch_media = prefetch_media  # told of images before the rest of a prompt is ready
-        self._renderer = self._make_renderer()
+        longest = checkpoint.config.text.max_context
+        chars = max_chars(min(longest, self.policy.max_model_len or longest))
+        chars = min(max(chars, MAX_CHARS), _MAX_CHARS)
+        self._templates = TemplatePool(checkpoint.chat_template, self.policy.template_seconds, chars)
         self._form: Form | None = None
         if checkpoint.chat_template is not None:
-            self.tokenizer.encode_template("")  # so that the first chat does not wait for the second tokenizer
-
-    def _make_renderer(self) -> TemplatePool:
-        longest = self.checkpoint.config.text.max_context
-        chars = most_chars(min(longest, self.policy.max_model_len or longest))
-        chars = min(max(chars, MAX_CHARS), _MAX_CHARS)
-        return TemplatePool(self.checkpoint.chat_template, self.policy.template_seconds, chars)
+            self.tokenizer.encode_template("")  # builds the alias tokenizer before the first chat needs it
 
     def _find_placeholder(self) -> str | None:
         token = self.family.image_token_id
@@ -93,28 +89,24 @@ class Processor:
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
-        """The model's own end tokens; the tokenizer's where the config names none."""
+        """EOS ids of the config, or the tokenizer's if the config names none."""
         fallback = self.tokenizer.eos_token_id
         return self.checkpoint.config.eos_token_ids or frozenset(() if fallback is None else (fallback,))
 
     def largest_item(self) -> Geometry | None:
-        """The most expensive picture or frame group the limits allow; None when they allow none."""
+        """The most expensive image or frame group the limits allow; None when they allow none."""
         sizes = (self.images.largest(), self.videos.largest() if self.videos else None)
         return max((size for size in sizes if size), key=lambda size: size.slots, default=None)
 
-    def detokenizer(self, stop: Sequence[str] = ()) -> Detokenizer:
-        return Detokenizer(self.tokenizer, stop)
-
-    # --- the two ways in ------------------------------------------------------------------------------------------
-
     def from_prompt(self, prompt: str | Mapping[str, Any], *, salt: bytes = b"") -> Prompt:
-        """A raw prompt: text or ids with one placeholder per picture, as the caller wrote them.
+        """A raw prompt: text or ids with one placeholder per image, as the caller wrote them.
 
-        `salt` is what `salt_of` makes of a server's request; callers in Python say `cache_salt` in the prompt.
+        `salt` comes from `salt_of` for a server's request; Python callers put `cache_salt` into the prompt.
         """
         given: Mapping[str, Any] = {"prompt": prompt} if isinstance(prompt, str) else prompt
         _check_prompt(given)
-        text, ids = given.get("prompt"), given.get("prompt_token_ids")
+        text = given.get("prompt")
+        ids = given.get("prompt_token_ids")
         make_ids = partial(self._given_ids, ids) if text is None else partial(self._encode, text)
         images, videos = _given_media(given.get("multi_modal_data"))
         own = given.get("cache_salt")
@@ -132,7 +124,7 @@ class Processor:
         salt: bytes = b"",
         allow_paths: bool = False,
     ) -> Prompt:
-        """OpenAI-style messages through the checkpoint's template. What a client wrote never becomes a control token.
+        """OpenAI messages through the checkpoint's chat template. Client text never becomes a control token.
 
         `allow_paths` lets a string in an `image` or `video` part name a local file: for Python, never for a server.
         """
@@ -154,16 +146,16 @@ class Processor:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         allow_paths: bool = False,
     ) -> Rendered:
-        """The first half of `from_chat`: what the template does, in a process of its own. It may take a while."""
+        """First half of `from_chat`: run the template, in a process of its own. It may be slow."""
         clean = self.tokenizer.shield
         extra = self._template_kwargs(chat_template_kwargs)
         chat = read_messages(messages, self.form(), clean, allow_paths=allow_paths)
         if chat.images and not self.takes_images:
-            raise reads_text_only(len(chat.images), chat.images[0].param)  # before its template meets one
+            raise reads_text_only(len(chat.images), chat.images[0].param)  # before the template fails on one
         if chat.videos and self.videos is None:
             raise takes_no_video(chat.videos[0].param)
         try:
-            text = self._renderer.render(
+            text = self._templates.render(
                 messages=chat.messages,
                 tools=cleaned(tools, clean),
                 add_generation_prompt=add_generation_prompt,
@@ -177,21 +169,20 @@ class Processor:
     def from_rendered(
         self, rendered: Rendered, *, mm_processor_kwargs: Mapping[str, Any] | None = None, salt: bytes = b""
     ) -> Prompt:
-        """The second half: tokens, and the pictures' places among them."""
-        text, images, videos = rendered
-        make_ids = partial(self._template_ids, text)
-        shown = self.tokenizer.unshield(text)
-        return self._build(make_ids, images, videos, mm_processor_kwargs, salt, shown)
+        """Second half of `from_chat`: tokenize, resolve the media and expand their placeholders."""
+        make_ids = partial(self._template_ids, rendered.text)
+        shown = self.tokenizer.unshield(rendered.text)
+        return self._build(make_ids, rendered.images, rendered.videos, mm_processor_kwargs, salt, shown)
 
     def form(self) -> Form:
-        """Which contents the template takes. It is tried out once, which starts a process for later chats too."""
+        """Which contents the template takes, probed once. The probe also starts a process for later chats."""
         if self._form is None:
-            self._form = form_of(self._renderer)
+            self._form = form_of(self._templates)
         return self._form
 
     def close(self) -> None:
-        """End the processes in which templates run."""
-        self._renderer.close()
+        """End the template processes."""
+        self._templates.close()
 
     def _template_kwargs(self, given: Mapping[str, Any] | None) -> dict[str, Any]:
         named = self.tokenizer.named_tokens
@@ -203,15 +194,13 @@ class Processor:
         return {**named, **cleaned(given or {}, self.tokenizer.shield)}
 
     def check_params(self, params: SamplingParams) -> None:
-        """Token ids that the vocabulary does not have are refused, not dropped."""
+        """Refuse token ids outside the vocabulary."""
         size = self.checkpoint.config.text.vocab_size
         named = {"stop_token_ids": params.stop_token_ids, "logit_bias": params.logit_bias or ()}
         for name, ids in named.items():
             wrong = [token for token in ids if token >= size]
             if wrong:
                 raise RequestError(f"{name} holds {wrong[0]}, but this model's ids go from 0 to {size - 1}", param=name)
-
-    # --- ids ------------------------------------------------------------------------------------------------------
 
     def _encode(self, text: Any) -> Ids:
         if not isinstance(text, str) or not text:
@@ -232,15 +221,13 @@ class Processor:
             )
         vocab_size = self.checkpoint.config.text.vocab_size
         wrong = ids[(ids < 0) | (ids >= vocab_size)]
-        # A placeholder may lie behind the tokens that can be answered.
+        # A placeholder's id may be above the vocabulary that the model can sample from.
         if len(wrong) and len(wrong := wrong[~np.isin(wrong, self.family.placeholder_ids)]):
             raise RequestError(
                 f"prompt_token_ids holds {wrong[0]}, but this model's ids go from 0 to {vocab_size - 1}",
                 param="prompt_token_ids",
             )
         return ids
-
-    # --- putting it together --------------------------------------------------------------------------------------
 
     def _build(
         self,
@@ -251,7 +238,7 @@ class Processor:
         salt: bytes,
         text: str | None,
     ) -> Prompt:
-        """Pictures go first, so that whoever decodes them does so while the text is made into ids."""
+        """Images are resolved first, so that they are decoded while the text is tokenized."""
         pixels, frames = split_kwargs(kwargs) if self.videos else (kwargs, {})
         limits = self.images.request_limits(pixels)
         items = self.images.resolve(images, limits, salt, self.prefetch_media) if images else []
@@ -280,7 +267,7 @@ class Processor:
         )
 
     def _starts(self, ids: Ids, given: int) -> Ids:
-        """Where the placeholders are: as many as pictures."""
+        """Indices of the placeholders, as many as images."""
         starts = np.flatnonzero(ids == self.family.image_token_id)
         if len(starts) != given:
             raise RequestError(
@@ -288,10 +275,8 @@ class Processor:
             )
         return starts
 
-    # --- videos -------------------------------------------------------------------------------------------------------
-
     def _check_videos(self, ids: Ids, given: int) -> None:
-        """As many placeholders as videos, and no more videos than allowed."""
+        """Check that the placeholders match the videos, and the limit on videos."""
         token = self.checkpoint.config.video_token_id
         if given and self.videos is None:
             raise takes_no_video()
@@ -319,9 +304,10 @@ class Processor:
         text: str | None,
     ) -> Prompt:
         assert self.videos is not None
-        rules, asked = self.videos.rules, self.videos.asked(frames)
+        rules = self.videos.rules
+        options = self.videos.options(frames)
         starts = np.flatnonzero(ids == rules.token_id).tolist()
-        groups = [self.videos.resolve(video, asked, salt) for video in videos]
+        groups = [self.videos.resolve(video, options, salt) for video in videos]
         made: VideoPromptBuilder = build_video_prompt(ids, images, starts, groups, rules, self._caption)
         positions, next_position = made.positions(rules.merge_size)
         return Prompt(
@@ -338,24 +324,27 @@ class Processor:
         )
 
     def _caption(self, seconds: float) -> Sequence[int]:
-        """A frame group's time as the models that read it were trained to."""
+        """Tokens of a frame group's timestamp, in the format of Qwen3-VL."""
         return self.tokenizer.encode(f"<{seconds:.1f} seconds>", add_special_tokens=False)
 
     def _expand(self, ids: Ids, starts: Ids, items: list[MediaItem]) -> tuple[Ids, Sequence[Span]]:
-        """Replace each placeholder by its picture's tokens."""
-        pieces, spans, done, length = [], [], 0, 0
+        """Replace each placeholder by its image's tokens."""
+        pieces: list[Ids] = []
+        spans: list[Span] = []
+        done = 0  # ids copied
+        length = 0  # of the expanded prompt
         for start, item in zip(starts.tolist(), items, strict=True):
-            tokens, is_embed, is_cross_attended = self.family.expand(item.geometry)
-            pieces += [ids[done:start], tokens]
+            image = self.family.expand(item.geometry)
+            pieces += [ids[done:start], image.token_ids]
             first = length + start - done
-            spans.append(Span(first, len(tokens), item.key, item.geometry.slots, is_embed))
-            done, length = start + 1, first + len(tokens)
-        return np.concatenate([*pieces, ids[done:]]), cross_attended(spans) if is_cross_attended else spans
-
-    # --- the bill -------------------------------------------------------------------------------------------------
+            spans.append(Span(first, len(image.token_ids), item.key, item.geometry.slots, image.is_embed))
+            done = start + 1
+            length = first + len(image.token_ids)
+        expanded = np.concatenate([*pieces, ids[done:]])
+        return expanded, cross_attended(spans) if image.is_cross_attended else spans
 
     def bill(self, prompt: Prompt, block_size: int, slot_bytes: int = 0) -> Bill:
-        """What the prompt costs, from its headers alone. `slot_bytes`: what the engine keeps of one embedding."""
+        """What the prompt costs, from its headers alone. `slot_bytes`: encoder cache bytes per embedding."""
         media = sum(span.length for span in prompt.spans)
         kept = {short_key(span.key): span.slots * slot_bytes for span in prompt.spans if span.is_cross_attended}
         items = tuple(
@@ -373,7 +362,7 @@ class Processor:
 
 
 def _where(given: Iterable[tuple[ImageInput | Video, MediaItem]]) -> dict[Key, str]:
-    """By key the part of the request that holds the item; of several, the first."""
+    """Content key -> path in the request; the first path if there are several."""
     where: dict[Key, str] = {}
     for part, item in given:
         where.setdefault(item.key, part.param)
@@ -381,7 +370,7 @@ def _where(given: Iterable[tuple[ImageInput | Video, MediaItem]]) -> dict[Key, s
 
 
 def _bill_items(prompt: Prompt, block_size: int) -> Iterator[BillItem]:
-    """One per picture and per video, in the order of the prompt."""
+    """One per image and per video, in prompt order."""
     runs = {run.first: run for run in prompt.videos}
     index = 0
     while index < len(prompt.items):
@@ -423,7 +412,7 @@ def _given_media(data: Any) -> tuple[list[ImageInput], list[Video]]:
 
 
 def _videos(given: Any) -> Iterator[Video]:
-    """One video, or a list of them. A list of decoded pictures is one video: its frames."""
+    """One video or a list of videos. A list of decoded images is one video."""
     if given is None:
         return
     if not isinstance(given, (list, tuple)) or (given and all(map(_is_frame, given))):
@@ -450,5 +439,5 @@ def _listed(images: Any) -> Iterator[ImageInput]:
 def _are_whole(given: Any) -> bool:
     if isinstance(given, np.ndarray):
         return bool(np.issubdtype(given.dtype, np.integer))
-    kinds = set(map(type, given))  # of thousands of ids there are one or two
+    kinds = set(map(type, given))  # thousands of ids, one or two types
     return all(issubclass(kind, (int, np.integer)) and kind is not bool for kind in kinds)

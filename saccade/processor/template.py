@@ -1,6 +1,6 @@
-"""Runs a checkpoint's chat template in a sandbox. Knows nothing of tokens, pictures or what a message may contain.
+"""Chat template rendering in a Jinja sandbox.
 
-The sandbox keeps a template from files and objects, not from taking for ever: `renderer` runs this in another process.
+The sandbox does not bound time or memory: `template_pool` runs it in another process.
 """
 
 from __future__ import annotations
@@ -22,41 +22,41 @@ from saccade.errors import ConfigError, RequestError
 
 MAX_CHARS = 1 << 20
 MAX_REASON = 1 << 16  # characters
-_SAID_ELSEWHERE = {"messages", "tools", "documents", "add_generation_prompt", "template", "tokenize"}
-_OF_JINJA = {"self", "super", "caller", "loop", "varargs", "kwargs"}
+_OPENAI_FIELDS = {"messages", "tools", "documents", "add_generation_prompt", "template", "tokenize"}
+_JINJA_NAMES = {"self", "super", "caller", "loop", "varargs", "kwargs"}
 _GLOBALS = {"range", "dict", "lipsum", "cycler", "joiner", "namespace", "raise_exception", "strftime_now"}
-RESERVED = frozenset(_SAID_ELSEWHERE | _OF_JINJA | _GLOBALS)
-"""Names that a request cannot give a value of its own."""
+RESERVED = frozenset(_OPENAI_FIELDS | _JINJA_NAMES | _GLOBALS)
+"""Names that chat_template_kwargs may not set."""
 
 
 class _Refusal(jinja2.TemplateError):
-    """The template's own words."""
+    """Raised by the template's own raise_exception."""
 
 
 def render(
     template: str | None,
     messages: Sequence[Mapping[str, Any]],
-    most_chars: int = MAX_CHARS,
+    max_chars: int = MAX_CHARS,
     /,
     *,
     tools: Sequence[Mapping[str, Any]] | None = None,
     add_generation_prompt: bool = True,
     **kwargs: Any,
 ) -> str:
-    """The conversation as the model was trained to read it."""
+    """The chat as text in the model's own format."""
     compiled = compile_template(required(template))
     how = {"tools": tools, "add_generation_prompt": add_generation_prompt, "documents": None}
     try:
-        return _joined(compiled.generate({**kwargs, **how, "messages": messages}), most_chars)
+        return _joined(compiled.generate({**kwargs, **how, "messages": messages}), max_chars)
     except (RequestError, MemoryError):
         raise
     except _Refusal as error:
         reason = str(error)
-        if len(reason) > MAX_REASON:  # not cut: what shields a client's words must stay whole
+        if len(reason) > MAX_REASON:  # not cut: a shield marker inside must stay whole
             reason = f"it says why in more than {MAX_REASON} characters"
     except RecursionError:
         reason = "its macros call each other too deeply"
-    except Exception as error:  # whatever a template can be made to raise; in no library's words
+    except Exception as error:  # a template can raise anything; the library's text would not help a client
         reason = f"line {_line(error.__traceback__, compiled)} of it cannot work with them"
     raise RequestError(f"the model's chat template refuses these messages: {reason}", param="messages")
 
@@ -77,12 +77,13 @@ def compile_template(template: str) -> jinja2.Template:
         raise ConfigError(f"the chat template has an error in line {error.lineno}: {error.message}") from None
     except MemoryError:
         raise
-    except Exception as error:  # of blocks that are nested too deeply, Python's compiler says so in several ways
+    except Exception as error:  # Python's compiler has several errors for blocks nested too deeply
         raise ConfigError(f"the chat template cannot be compiled ({type(error).__name__}: {error})") from None
 
 
 def _joined(pieces: Iterable[str], maximum: int) -> str:
-    written, left = [], maximum
+    written: list[str] = []
+    left = maximum
     for piece in pieces:
         left -= len(piece)
         if left < 0:
@@ -96,7 +97,7 @@ def _joined(pieces: Iterable[str], maximum: int) -> str:
 
 
 def _line(traceback: TracebackType | None, template: jinja2.Template) -> int:
-    """Where in the template it happened; Jinja has put its lines into the traceback."""
+    """The template's line of an error; Jinja puts its own lines into the traceback."""
     line = 1
     while traceback is not None:
         if traceback.tb_frame.f_code.co_filename == (template.filename or "<template>"):
@@ -107,7 +108,7 @@ def _line(traceback: TracebackType | None, template: jinja2.Template) -> int:
 
 @lru_cache(maxsize=1)
 def _environment() -> ImmutableSandboxedEnvironment:
-    """What published templates rely on, and no more."""
+    """The filters and globals that published templates rely on, as Transformers provides them."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
     )
@@ -118,7 +119,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks the model's own words for training; here its body simply passes through."""
+    """`{% generation %}` marks assistant tokens for training; inference renders its body."""
 
     tags = {"generation"}  # noqa: RUF012 (Jinja reads it as a plain class attribute)
 
@@ -128,7 +129,7 @@ class _Generation(Extension):
 
 
 def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **how: Any) -> str:
-    """Jinja's own filter escapes HTML characters, which models have never seen."""
+    """Jinja's own filter would escape HTML characters."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **how)
 
 

@@ -1,7 +1,7 @@
-"""Renders chats in processes that can be ended, one checkpoint's template in each. Knows no Jinja and no tokens.
+"""Process pool for chat templates, with a limit on time and memory. The processes are `template_worker`.
 
-A chat first gets a moment (`_QUICK_SECONDS`), which is a hundred times what published templates take. Who needs more
-starts again among the slow ones, which are few and have the rest of the CPU: whatever they do, others render meanwhile.
+A chat first gets `_QUICK_SECONDS`, a hundred times what published templates take. A slower one starts again in
+the slow lane, whose few processes have a lower priority, so that it cannot delay other chats.
 
     render ─► quick: 2 processes ─► done
                     └─ too slow ─► slow: 2 processes, 6 wait, more are refused ─► done, or ended after `seconds`
@@ -15,8 +15,6 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from queue import LifoQueue
 from typing import Any
 
@@ -26,34 +24,34 @@ from saccade.processor.template_worker import MEMORY_MB, REPLY, REQUEST, Kind, R
 
 MAX_SLOW = 8
 THREADS = MAX_SLOW + 4
-"""With as many there is always one for a chat that is not slow."""
+"""Of the caller: slow chats cannot occupy all of them."""
 
 _QUICK_PROCESSES = 2
 _SLOW_PROCESSES = 2
 _QUICK_SECONDS = 0.05
 _SLOW_NICENESS = 5
 _COMPILE_SECONDS = 5.0
-_HUNG_SECONDS = 60.0  # of real time and silence: only a process that somebody has stopped takes as long
-_SENTENCE_BYTES = 4096  # around what a template says
+_HUNG_SECONDS = 60.0  # of wall time; the worker's own limit is CPU time, so only a stopped process takes as long
+_SENTENCE_BYTES = 4096  # of our own words around a template's message
 _COMMAND = (sys.executable, "-m", "saccade.processor.template_worker")
 
 logger = logging.getLogger("saccade.processor")
 
 
 class TemplateEnded(RequestError):
-    """The template was ended: it says nothing about the messages."""
+    """The template process was ended, which says nothing about the messages."""
 
 
 class TemplatePool:
-    """One checkpoint's template. Processes are started when they are needed, and end with `close` or with this."""
+    """Renders one checkpoint's template. Processes start when needed and end with `close` or with this object."""
 
-    def __init__(self, template: str | None, seconds: float, most_chars: int) -> None:
+    def __init__(self, template: str | None, seconds: float, max_chars: int) -> None:
         self._template = template
         self._seconds = seconds
-        self._max_bytes = 4 * most_chars  # what is written cannot be much longer than what is read
-        self._quick = _Lane(_QUICK_PROCESSES, Setup(template or "", most_chars, 0))
-        self._slow = _Lane(_SLOW_PROCESSES, Setup(template or "", most_chars, _SLOW_NICENESS))
-        self._slow_places = threading.Semaphore(MAX_SLOW)
+        self._max_bytes = 4 * max_chars  # of the context: a template writes about as much as it reads
+        self._quick = _Lane(_QUICK_PROCESSES, Setup(template or "", max_chars, 0))
+        self._slow = _Lane(_SLOW_PROCESSES, Setup(template or "", max_chars, _SLOW_NICENESS))
+        self._slow_slots = threading.Semaphore(MAX_SLOW)
         self._broken: ConfigError | None = None
 
     def render(self, **context: Any) -> str:
@@ -69,7 +67,7 @@ class TemplatePool:
         return self._text_in(reply)
 
     def close(self) -> None:
-        """Whoever still waits for a chat gets an error. May be called again."""
+        """End all processes; callers still waiting get an error. May be called again."""
         for lane in (self._quick, self._slow):
             lane.close()
 
@@ -88,7 +86,7 @@ class TemplatePool:
         return body
 
     def _ask_again(self, body: bytes) -> Reply:
-        if not self._slow_places.acquire(blocking=False):
+        if not self._slow_slots.acquire(blocking=False):
             raise RequestError(
                 f"{MAX_SLOW} chats that take the template long are open already; send this one later",
                 code="overloaded",
@@ -97,7 +95,7 @@ class TemplatePool:
         try:
             return self._slow.ask(body, self._seconds)
         finally:
-            self._slow_places.release()
+            self._slow_slots.release()
 
     def _text_in(self, reply: Reply) -> str:
         if reply.kind is Kind.TEXT:
@@ -118,7 +116,7 @@ class TemplatePool:
 
 
 class _Lane:
-    """Processes that take turns; the one that was used last goes first, so that others start only when needed."""
+    """A few processes; the most recently used one goes first, so that others start only when needed."""
 
     def __init__(self, count: int, setup: Setup) -> None:
         self._children = [_Child(setup) for _ in range(count)]
@@ -127,14 +125,9 @@ class _Lane:
             self._free.put(child)
 
     def ask(self, body: bytes, seconds: float) -> Reply:
-        with self._child() as child:
-            return child.ask(body, seconds)
-
-    @contextmanager
-    def _child(self) -> Iterator[_Child]:
         child = self._free.get()
         try:
-            yield child
+            return child.ask(body, seconds)
         finally:
             self._free.put(child)
 
@@ -144,7 +137,7 @@ class _Lane:
 
 
 class _Child:
-    """A process, started when it is asked, and anew after it has ended."""
+    """A process that is started on demand and restarted after it has ended."""
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
@@ -153,12 +146,12 @@ class _Child:
         self._process: _Process | None = None
 
     def ask(self, body: bytes, seconds: float) -> Reply:
-        """By one thread at a time."""
+        """Called by one thread at a time."""
         try:
             reply = self._started().ask(body, seconds)
         except OSError:  # it is gone, says nothing, or cannot be started
             reply = Reply(Kind.DIED)
-        except BaseException:  # the caller gave up (Ctrl-C): whoever asks next must not read what this one asked for
+        except BaseException:  # the caller gave up (Ctrl-C): the next one must not read its reply
             self._forget()
             raise
         if reply.kind in (Kind.BROKEN, Kind.MEMORY, Kind.DIED):
@@ -166,7 +159,7 @@ class _Child:
         return reply
 
     def close(self) -> None:
-        """Who waits for it sees the end of its stream."""
+        """A waiting caller sees the end of the stream."""
         with self._lock:
             self._is_closed = True
             if self._process is not None:
@@ -188,10 +181,9 @@ class _Child:
 
 
 class _Process:
-    """A running template_worker and the socket to it.
+    """A running template_worker and the socket to it. It ends when its socket closes or at its own limits.
 
-    It ends when its socket closes or its limits are reached. The kernel is not asked to end it with its parent, as for
-    the engine: that would be the thread that started it, which may be gone long before this process.
+    PR_SET_PDEATHSIG, as used for the engine, would bind it to the thread that started it.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -201,8 +193,8 @@ class _Process:
                 _COMMAND, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, start_new_session=True
             )
         self._connection = ours
-        self.end = weakref.finalize(self, _end, self._child, ours)  # at the latest when nobody has it any more
-        self._max_bytes = 4 * max(setup.most_chars, MAX_REASON) + _SENTENCE_BYTES
+        self.end = weakref.finalize(self, _end, self._child, ours)  # at the latest with this object
+        self._max_bytes = 4 * max(setup.max_chars, MAX_REASON) + _SENTENCE_BYTES
         self._is_ready = False
         self._send(packed(setup), _COMPILE_SECONDS)
 
@@ -215,7 +207,7 @@ class _Process:
         self._child.wait()
 
     def ask(self, body: bytes, seconds: float) -> Reply:
-        """OSError if it has ended."""
+        """Raises OSError if the process has ended."""
         if not self._is_ready:
             first = self._receive()
             if first.kind is not Kind.TEXT:

@@ -1,8 +1,8 @@
-"""The process that renders chats: `python -m saccade.processor.template_worker`, with a socket as its standard input.
+"""The process that renders chats: `python -m saccade.processor.template_worker`, with a socket as its stdin.
 
-One checkpoint's template, many chats. A template may loop for ever or fill the memory, so each chat has its CPU
-seconds and the process its memory; both limits end it from inside, so that it outlives no parent. CPU seconds and not
-time: a template never waits, and on a busy machine nobody is ended for being interrupted.
+A template may loop forever or fill the memory, so each chat has a limit of CPU seconds and the process one of
+memory. The process enforces both on itself, so it outlives no parent. CPU time, because a busy machine must not
+make a chat fail.
 
     request: length, seconds, JSON ─► reply: length, kind, text
     the first request is the template; its reply says whether it can be compiled
@@ -29,18 +29,18 @@ from saccade.processor.template import compile_template, render
 
 REQUEST = struct.Struct(">Id")
 REPLY = struct.Struct(">IB")
-MEMORY_MB = 768  # addresses, not pages: the interpreter itself takes a few dozen, on some systems 250
-_INSIST_SECONDS = 0.05  # a signal that comes while an object is taken down is lost
+MEMORY_MB = 768  # of address space: the interpreter alone takes a few dozen, on some systems 250
+_INSIST_SECONDS = 0.05  # the signal repeats, as one that arrives during a finalizer is lost
 
 
 class Kind(IntEnum):
     TEXT = 0
-    REFUSED = 1  # the text is what the client is told
-    TOO_LONG = 2  # the same, of what was written
+    REFUSED = 1  # the text is for the client
+    TOO_LONG = 2  # so is this: the rendered chat is too long
     BROKEN = 3  # the template cannot be compiled; the text is for the operator
     SLOW = 4
     MEMORY = 5
-    DIED = 6  # said by nobody: the parent's word for silence
+    DIED = 6  # never sent: the parent's own, for a process that ended
 
 
 class Reply(NamedTuple):
@@ -52,12 +52,12 @@ class Setup(NamedTuple):
     """The first request."""
 
     template: str
-    most_chars: int  # that a chat may become
+    max_chars: int  # of a rendered chat
     niceness: int
 
 
 def packed(value: Any) -> bytes:
-    """JSON, with halves of surrogate pairs as they are: who reads the text later says what is wrong with them."""
+    """JSON. Lone surrogates pass; the tokenizer refuses them later with an error of its own."""
     return json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass")
 
 
@@ -66,7 +66,7 @@ def unpacked(body: bytes) -> Any:
 
 
 class _Slow(BaseException):
-    """No Exception: nothing between here and the template's loop may take it for its own."""
+    """A BaseException, so that no `except Exception` around the template can swallow it."""
 
 
 def main() -> None:
@@ -106,13 +106,13 @@ def _compiled(setup: Setup) -> str:
 
 def _rendered(setup: Setup, body: bytes) -> str:
     context: dict[str, Any] = unpacked(body)
-    return render(setup.template, context.pop("messages"), setup.most_chars, **context)
+    return render(setup.template, context.pop("messages"), setup.max_chars, **context)
 
 
 def _answer(connection: socket.socket, work: Callable[[], str], seconds: float) -> None:
-    kind, text = _outcome(work, seconds)
-    body = text.encode("utf-8", "surrogatepass")
-    connection.sendall(REPLY.pack(len(body), kind) + body)
+    reply = _outcome(work, seconds)
+    body = reply.text.encode("utf-8", "surrogatepass")
+    connection.sendall(REPLY.pack(len(body), reply.kind) + body)
 
 
 def _outcome(work: Callable[[], str], seconds: float) -> Reply:
@@ -120,7 +120,7 @@ def _outcome(work: Callable[[], str], seconds: float) -> Reply:
         with _limited(seconds):
             return Reply(Kind.TEXT, work())
     except _Slow:
-        signal.setitimer(signal.ITIMER_PROF, 0)  # a second signal may have come before this was done below
+        signal.setitimer(signal.ITIMER_PROF, 0)  # a second signal may have arrived before `_limited` did this
         return Reply(Kind.SLOW)
     except MemoryError:
         return Reply(Kind.MEMORY)
@@ -132,8 +132,8 @@ def _outcome(work: Callable[[], str], seconds: float) -> Reply:
 
 @contextmanager
 def _limited(seconds: float) -> Iterator[None]:
-    """An exception ends what Python runs; what it cannot interrupt, such as a power of two large numbers, the kernel
-    ends a second or two later with the process."""
+    """SIGPROF raises `_Slow` in Python code. What cannot be interrupted, such as a huge power, is ended a second or
+    two later by the kernel (RLIMIT_CPU), with the process."""
     last = math.ceil(time.process_time() + seconds) + 1
     _, maximum = resource.getrlimit(resource.RLIMIT_CPU)
     resource.setrlimit(

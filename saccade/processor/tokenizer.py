@@ -1,10 +1,9 @@
-"""Text to ids and back, with a checkpoint's tokenizer. Knows which text may become a control token.
+"""The tokenizer of a checkpoint (Hugging Face tokenizers), with protection against injected control tokens.
 
-A raw prompt is trusted: control tokens in it count. In a chat only the template may write them; what a client wrote
-stays plain text. Yet the rendered chat must be tokenized as one string, or merges across the seams would come out
-differently. So client text is *shielded* before the template runs: a marker breaks every control token in it. What the
-template wrote is whole afterwards and is replaced by a secret *alias*; then the markers go, and a second tokenizer that
-knows only the aliases encodes the lot.
+In a raw prompt control tokens count. In a chat only the template may write them. The rendered chat must be
+tokenized as one string, or BPE merges across the seams would differ. So client text is *shielded* first: a marker
+breaks every control token in it. After the template, whole control tokens are replaced by secret *aliases*, the
+markers are removed, and a second tokenizer, which knows only the aliases, encodes the text.
 """
 
 from __future__ import annotations
@@ -27,19 +26,20 @@ from saccade.checkpoint.tokenizer_json import as_markup, read_tokenizer
 from saccade.errors import ConfigError, RequestError
 
 _MAX_BYTES = 4  # of a character in UTF-8
-_MAX_PIECES = 4096  # remembered: the tokens of most texts, and no memory that grows for as long as new ones come
-_LONG = 1024  # ids: decoded as a batch of one, which alone lets other threads run meanwhile
+_MAX_PIECES = 4096  # cached token texts
+_LONG = 1024  # ids: longer ones are decoded as a batch of one, which releases the GIL
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class Tokenizer:
-    """`protect` names ids that a client's text must never become, beside the tokens marked special and those that
-    occur in `written`, a template that no checkpoint brought. Tokens in `markup` may be written by anyone."""
+    """`protect` names ids that client text must never become, beside special tokens and those that occur in
+    `written`, a built-in chat template. Client text may contain the tokens in `markup`."""
 
     def __init__(
         self, path: Path, *, protect: Iterable[int] = (), written: str = "", markup: Collection[str] = ()
     ) -> None:
-        spec, config = read_tokenizer(path), read_optional(path / "tokenizer_config.json")
+        spec = read_tokenizer(path)
+        config = read_optional(path / "tokenizer_config.json")
         with _reading(path):
             self._spec = as_markup(spec, markup) if markup else spec
             self._inner = _open(self._spec)
@@ -48,7 +48,7 @@ class Tokenizer:
         self._named = _named_tokens(config)
         _frame_as_asked(self._inner, config, self._named)
         self.is_bytewise = isinstance(self._inner.decoder, ByteLevel)
-        self.piece = lru_cache(_MAX_PIECES)(partial(_piece, self._inner))  # most of what is streamed came before
+        self.piece = lru_cache(_MAX_PIECES)(partial(_piece, self._inner))
         added = self._inner.get_added_tokens_decoder()
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
         guarded = {*self._special_ids, *protect}
@@ -56,8 +56,6 @@ class Tokenizer:
         self._protected = {
             t.content: i for i, t in added.items() if i in guarded or t.content in named or t.content in written
         }
-
-    # --- trusted text ---------------------------------------------------------------------------------------------
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of a raw prompt: control tokens in the text count, and the tokenizer adds its own (such as BOS)."""
@@ -91,21 +89,19 @@ class Tokenizer:
 
     @cached_property
     def byte_ids(self) -> frozenset[int]:
-        """Tokens that stand for one raw byte, where the vocabulary spells rare characters that way."""
+        """Byte-fallback tokens (<0x41>), if the vocabulary has them."""
         ids = [self._inner.token_to_id(f"<0x{byte:02X}>") for byte in range(256)]
         letter = ids[ord("A")]
         if letter is None or self._inner.decode([letter]) != "A":
             return frozenset()
         return frozenset(i for i in ids if i is not None)
 
-    # --- text from a client ---------------------------------------------------------------------------------------
-
     def shield(self, text: str) -> str:
-        """Client text in which no control token is whole, nor can become whole beside what comes before or after it."""
+        """Client text in which no control token is whole, nor becomes whole together with its surroundings."""
         return self._shield(text)
 
     def unshield(self, rendered: str) -> str:
-        """A rendered chat as a reader should see it."""
+        """A rendered chat without the markers."""
         return rendered.replace(self._shield.marker, "")
 
     def encode_template(self, rendered: str) -> list[int]:
@@ -128,21 +124,22 @@ class Tokenizer:
 
     @cached_property
     def _frame(self) -> tuple[list[int], list[int]]:
-        """What the tokenizer puts before and after every text."""
-        bare, framed = self.encode("a", add_special_tokens=False), self.encode("a")
+        """The special tokens that the tokenizer puts before and after every text."""
+        bare = self.encode("a", add_special_tokens=False)
+        framed = self.encode("a")
         starts = (at for at in range(len(framed)) if framed[at : at + len(bare)] == bare)
         at = next(starts, 0)
         return framed[:at], framed[at + len(bare) :]
 
 
 class _Shield:
-    """Breaks control tokens in client text with a marker nobody outside this process can write.
+    """Breaks control tokens in client text with a secret marker.
 
-    A control token of a single character has no inside to break, so a client could write it; published ones are longer.
+    A control token of one character cannot be broken; published ones are longer.
     """
 
     def __init__(self, protected: Mapping[str, int]) -> None:
-        # Digits between private-use characters: no case, no white space, nothing a template filter would change.
+        # Digits between private-use characters: no template filter (case, strip) changes them.
         self.marker = f"\ue0f0{secrets.randbits(128):039d}\ue0f1"
         self._whole = re.compile(f"(?={_any_of(protected)})") if protected else None
         self._heads = {token[:n] for token in protected for n in range(1, len(token))}
@@ -157,7 +154,7 @@ class _Shield:
         return self.marker.join(pieces)
 
     def _cuts(self, text: str) -> list[int]:
-        """Where markers go: inside each control token, a beginning of one at the end, an ending of one at the start."""
+        """Where markers go: inside each control token, a prefix of one at the end, a suffix of one at the start."""
         inside = {match.start() + 1 for match in self._whole.finditer(text)} if self._whole else set()
         reach = range(1, min(self._longest, len(text)) + 1)
         at_end = {len(text) - n + 1 for n in reach if text[-n:] in self._heads}
@@ -166,7 +163,7 @@ class _Shield:
 
 
 class _AliasTokenizer:
-    """The same tokenizer with every protected token under a secret name, so its real name is plain text."""
+    """The same tokenizer with every protected token under a secret name, so that its real name is ordinary text."""
 
     def __init__(self, text: str, real: tokenizers.Tokenizer, protected: Mapping[str, int]) -> None:
         nonce = f"{secrets.randbits(128):039d}"
@@ -178,7 +175,7 @@ class _AliasTokenizer:
             token["content"] = self._aliases.get(token["content"], token["content"])
         self._inner = _open(json.dumps(spec))
         self._real_ids = self._map_ids(real)
-        # A real name that still has an id is in the model's own vocabulary. Only "unknown" may come from there.
+        # A real name that still has an id is in the BPE vocabulary itself. Only the unknown token may come from there.
         unknown = {spec["model"].get("unk_id"), real.token_to_id(spec["model"].get("unk_token") or "")}
         in_vocabulary = {i for token, i in protected.items() if self._inner.token_to_id(token) == i}
         self._forged = frozenset(in_vocabulary - unknown)
@@ -204,13 +201,13 @@ class _AliasTokenizer:
 
 
 class DecodeStream:
-    """Ids in, text out as soon as it can no longer change. All pieces together equal one decode of all ids."""
+    """Incremental decoding: text is returned when it can no longer change. All of it equals one decode of all ids."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skips = skip_special_tokens
-        self._window: list[int] = []  # the last token whose text is out, then those whose text is not
-        self._shown = ""  # text of the window that is already out
+        self._window: list[int] = []  # the last returned token, then those not yet returned
+        self._shown = ""  # text of the window that was returned
         self._is_all_out = True
 
     def push(self, token_id: int) -> str:
@@ -218,24 +215,26 @@ class DecodeStream:
             return ""
         piece = self._tokenizer.piece(token_id)
         if piece == "":
-            return ""  # an id without bytes, such as models have behind their vocabulary
+            return ""  # an id without bytes: models pad their vocabulary
         if piece is not None and self._is_all_out:
-            self._window, self._shown = [token_id], piece
+            self._window = [token_id]
+            self._shown = piece
             return piece
         self._window.append(token_id)
         self._is_all_out = False
         if token_id in self._tokenizer.byte_ids:
-            return ""  # raw bytes in a row are decoded together: one bad byte spoils its neighbours
+            return ""  # a run of byte tokens is decoded together: one bad byte spoils its neighbours
         text = self._decode()
         # A character cut in the middle shows as one replacement character at the end.
         is_whole = not text.endswith("\ufffd")
         new = self._emit(text if is_whole else text[:-1])
         if is_whole:
             # One token of context stays: the first token of a decode may lose its leading space.
-            self._window, self._is_all_out = [token_id], True
+            self._window = [token_id]
+            self._is_all_out = True
             self._shown = self._decode()
         elif self._tokenizer.is_bytewise and len(self._window) > _MAX_BYTES:
-            self._window = self._window[-_MAX_BYTES:]  # what came before can end no character any more
+            self._window = self._window[-_MAX_BYTES:]  # no character is longer
             self._shown = self._decode()[:-1]
         return new
 
@@ -252,17 +251,11 @@ class DecodeStream:
 
 
 def _piece(inner: tokenizers.Tokenizer, token_id: int) -> str | None:
-    """What a token adds to any text before it; None where that may depend on its neighbours.
-
-    Where texts are decoded byte by byte, a token of whole characters is the same everywhere.
-    """
+    """The text of a token if it is the same in every context: byte-level BPE, whole characters. Else None."""
     if not isinstance(inner.decoder, ByteLevel):
         return None
     text = inner.decode([token_id], skip_special_tokens=False)
     return None if "\ufffd" in text else text
-
-
-# --- reading the files --------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -271,14 +264,14 @@ def _reading(path: Path) -> Iterator[None]:
         yield
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # the library raises nothing narrower, and its panics are no Exception
+    except BaseException as error:  # Rust panics are no Exception
         raise ConfigError(
             f"{path / 'tokenizer.json'} cannot be read as a tokenizer ({error}); download it again"
         ) from None
 
 
 def _open(spec: str) -> tokenizers.Tokenizer:
-    """For whole texts: a file may carry the truncation and padding its training used."""
+    """Without truncation and padding, which a file may carry from training."""
     tokenizer = tokenizers.Tokenizer.from_str(spec)
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -286,7 +279,7 @@ def _open(spec: str) -> tokenizers.Tokenizer:
 
 
 def _frame_as_asked(tokenizer: tokenizers.Tokenizer, config: Mapping[str, Any], named: Mapping[str, str]) -> None:
-    """The Llama line's class goes by its own settings, not by tokenizer.json, in what it puts around a text."""
+    """LlamaTokenizer in Transformers takes add_bos_token and add_eos_token from its config, not tokenizer.json."""
     asked = config.get("add_bos_token")
     if not str(config.get("tokenizer_class")).startswith("LlamaTokenizer") or not isinstance(asked, bool):
         return
@@ -299,13 +292,18 @@ def _frame_as_asked(tokenizer: tokenizers.Tokenizer, config: Mapping[str, Any], 
 
 def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     """Named tokens are strings, or mappings with the string under "content" in older files."""
-    found = {name: config.get(name) for name in _NAMED}
-    plain = {name: value.get("content") if isinstance(value, dict) else value for name, value in found.items()}
-    return {name: value for name, value in plain.items() if isinstance(value, str)}
+    named = {}
+    for name in _NAMED:
+        value = config.get(name)
+        if isinstance(value, dict):
+            value = value.get("content")
+        if isinstance(value, str):
+            named[name] = value
+    return named
 
 
 def _encode(inner: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
-    """As a batch of one: while a single text is encoded, however long, the library lets no other thread run."""
+    """As a batch of one, which releases the GIL; `encode` would hold it."""
     try:
         return inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
     except TypeError:
@@ -315,5 +313,5 @@ def _encode(inner: tokenizers.Tokenizer, text: str, add_special_tokens: bool) ->
 
 
 def _any_of(tokens: Iterable[str]) -> str:
-    """Longest first, as the tokenizer itself prefers."""
+    """A pattern of these tokens, longest first as the tokenizer matches."""
     return "|".join(re.escape(token) for token in sorted(tokens, key=len, reverse=True))

@@ -1,7 +1,6 @@
-"""Tool calls in the Hermes form: what a request may ask for, and how calls are found in what the model writes.
+"""Tools: checks of `tools` and `tool_choice`, and the Hermes tool call parser.
 
-The model writes <tool_call>{"name": ..., "arguments": {...}}</tool_call>, once or several times, with text around it.
-Knows neither tokens nor HTTP.
+The model writes <tool_call>{"name": ..., "arguments": {...}}</tool_call>, once or several times, with text around.
 """
 
 from __future__ import annotations
@@ -17,32 +16,30 @@ from saccade.errors import RequestError, quoted
 from saccade.structured.check import check_schema
 
 MAX_TOOLS = 128
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_OPEN = "<tool_call>"
+_CLOSE = "</tool_call>"
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 _STRINGS = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 
 Tool = Mapping[str, Any]
 
 
-# --- what a request asks for --------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class ToolPlan:
     """What `tools` and `tool_choice` mean for one request."""
 
-    for_template: Sequence[Tool] | None  # what the model is shown
-    calls: bool  # calls are looked for in the answer, by a `ToolParser`
-    structured: str | None = None  # for SamplingParams: the answer must be one bare call, without tags
+    for_template: Sequence[Tool] | None  # in the chat template
+    calls: bool  # the output is parsed for calls, by a `ToolParser`
+    structured: str | None = None  # for SamplingParams: a schema of one call without tags
 
 
 NO_TOOLS = ToolPlan(None, calls=False)
 
 
 def tools_for_template(tools: Any, tool_choice: Any = None, scope: str = "") -> ToolPlan:
-    """Check OpenAI's tools and tool_choice. A call that is required is enforced by a schema made from the tools.
+    """Check OpenAI's tools and tool_choice. A required call is enforced by a schema made from the tools.
 
-    `scope` is whose schemas this one is remembered with.
+    `scope` is the tenant under which the schema is cached.
     """
     if tools is None:
         if tool_choice not in (None, "none"):
@@ -68,8 +65,8 @@ def _check_tools(tools: Any) -> list[Tool]:
 def _check_tool(tool: Any, where: str) -> None:
     if not isinstance(tool, Mapping) or tool.get("type") != "function" or not isinstance(tool.get("function"), Mapping):
         raise RequestError('a tool must be {"type": "function", "function": {"name": ...}}', param=where)
-    function = tool["function"]
-    name, parameters = function.get("name"), function.get("parameters")
+    name = tool["function"].get("name")
+    parameters = tool["function"].get("parameters")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise RequestError(
             f"a function's name must have 1 to 64 letters, digits, _, - or ., not {quoted(name)}",
@@ -96,7 +93,7 @@ def _named(tools: Sequence[Tool], tool_choice: Any) -> Tool:
 
 
 def _call_schema(tools: Sequence[Tool], scope: str) -> str:
-    """A schema of one call to one of the tools. References inside a tool's own schema are moved with it."""
+    """A schema of one call to one of the tools. Each tool's $refs are rebased."""
     calls = []
     for index, tool in enumerate(tools):
         parameters = tool["function"].get("parameters") or {"type": "object"}
@@ -121,11 +118,8 @@ def _rebased(schema: Any, root: str, depth: int = 64) -> Any:
     return moved
 
 
-# --- calls in earlier messages ------------------------------------------------------------------------------------
-
-
 def calls_for_template(calls: Any, where: str) -> Any:
-    """An assistant message's tool_calls with their arguments as objects: templates print them as JSON again."""
+    """An assistant message's tool_calls with their arguments parsed, as templates print them as JSON."""
     if not isinstance(calls, (list, tuple)):
         raise RequestError("tool_calls must be a list", param=where)
     return [_call_for_template(call, f"{where}[{index}]") for index, call in enumerate(calls)]
@@ -135,7 +129,7 @@ def _call_for_template(call: Any, where: str) -> Any:
     function = call.get("function") if isinstance(call, Mapping) else None
     arguments = function.get("arguments") if isinstance(function, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(arguments, str):
-        return call  # an object already, or something the template has to make sense of
+        return call  # parsed already, or left to the template
     try:
         parsed = json.loads(arguments or "{}")
     except (ValueError, RecursionError):
@@ -143,9 +137,6 @@ def _call_for_template(call: Any, where: str) -> Any:
             "the arguments of a tool call must be JSON as text", param=f"{where}.function.arguments"
         ) from None
     return {**call, "function": {**function, "arguments": parsed}}
-
-
-# --- calls in an answer -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +152,7 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class CallStart:
-    """A call was found: who is called."""
+    """Start of a call: the function's name."""
 
     index: int
     id: str
@@ -174,7 +165,7 @@ class CallStart:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """With what: JSON as text, to be appended to what came before for this index."""
+    """A call's arguments as JSON text, appended to what came before for this index."""
 
     index: int
     arguments: str
@@ -187,21 +178,21 @@ ToolDelta = Content | CallStart | CallArguments
 
 
 class ToolParser:
-    """Takes an answer's text as it comes; gives content and calls.
+    """Streaming parser: output text in; content and calls out.
 
-    A call is told when it is whole: what looked like one and is not valid comes back as content, not a letter lost.
-    White space around calls is dropped. `is_bare` is for an answer that is one call without tags.
+    A call is returned when it is complete; an invalid one comes back as content. White space around calls is
+    dropped. `is_bare` is for an output that is one call without tags.
     """
 
     def __init__(self, *, is_bare: bool = False) -> None:
         self.num_calls = 0
         self._is_bare = is_bare
-        self._text = ""  # not yet told: the beginning of a tag, or a call so far
-        self._space = ""  # white space that is told only if text follows
+        self._text = ""  # pending: the beginning of a tag, or an incomplete call
+        self._space = ""  # pending white space, returned only if text follows
 
     @property
     def has_calls(self) -> bool:
-        """Whether the answer's finish reason is tool_calls."""
+        """Whether the finish reason is tool_calls."""
         return self.num_calls > 0
 
     def push(self, text: str) -> list[ToolDelta]:
@@ -209,15 +200,18 @@ class ToolParser:
         return [] if self._is_bare else list(self._advance())
 
     def finish(self) -> list[ToolDelta]:
-        """The answer is over. A call that is whole but for its closing tag counts."""
-        rest, self._text = self._text, ""
+        """The output has ended. A call that lacks only its closing tag counts."""
+        rest = self._text
+        self._text = ""
         deltas: list[ToolDelta] = []
         if self._is_bare or rest.startswith(_OPEN):
             deltas = list(self._call(rest.removeprefix(_OPEN)))
         if not deltas:
             deltas = list(self._content(rest))
-        space, self._space = self._space, ""
-        return deltas + ([Content(space)] if space and not self.has_calls else [])
+        if self._space and not self.has_calls:
+            deltas.append(Content(self._space))
+        self._space = ""
+        return deltas
 
     def _advance(self) -> Iterator[ToolDelta]:
         while True:
@@ -225,11 +219,13 @@ class ToolParser:
                 end = _end_of_call(self._text)
                 if end is None:
                     return
-                whole, self._text = self._text[:end], self._text[end:]
+                whole = self._text[:end]
+                self._text = self._text[end:]
                 yield from list(self._call(whole[len(_OPEN) : -len(_CLOSE)])) or self._content(whole)
                 continue
             start = _start_of_tag(self._text)
-            before, self._text = self._text[:start], self._text[start:]
+            before = self._text[:start]
+            self._text = self._text[start:]
             yield from self._content(before)
             if not self._text.startswith(_OPEN):
                 return
@@ -239,7 +235,8 @@ class ToolParser:
         if found is None:
             return
         name, arguments = found
-        index, self._space = self.num_calls, ""
+        index = self.num_calls
+        self._space = ""
         self.num_calls += 1
         yield CallStart(index, f"call_{secrets.token_hex(12)}", name)
         yield CallArguments(index, arguments)
@@ -253,16 +250,18 @@ class ToolParser:
 
 
 def _start_of_tag(text: str) -> int:
-    """Where an opening tag stands, or may be about to stand at the end."""
+    """Index of an opening tag, or of a prefix of one at the end; the text's length if there is neither."""
     start = text.find(_OPEN)
     if start >= 0:
         return start
-    lengths = range(min(len(_OPEN) - 1, len(text)), 0, -1)
-    return next((len(text) - n for n in lengths if _OPEN.startswith(text[-n:])), len(text))
+    for length in range(min(len(_OPEN) - 1, len(text)), 0, -1):
+        if _OPEN.startswith(text[-length:]):
+            return len(text) - length
+    return len(text)
 
 
 def _end_of_call(text: str) -> int | None:
-    """Behind the first closing tag that is not inside a JSON string; None if there is none yet."""
+    """End of the first closing tag outside a JSON string; None if there is none yet."""
     at = text.find(_CLOSE)
     while at >= 0:
         if '"' not in _STRINGS.sub("", text[:at]):

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from saccade.costs import most_chars
+from saccade.costs import max_chars
 from saccade.engine.ipc.client import EngineInfo, EngineStatus, EngineUnavailable
 from saccade.errors import ConfigError, RequestError, quoted
 from saccade.fair_pool import FairPool, QueueFull
@@ -117,7 +117,7 @@ class Service:
 
     @property
     def max_chars(self) -> int:
-        return most_chars(self.limits.max_model_len)
+        return max_chars(self.limits.max_model_len)
 
     def check_ids(self, count: int, param: str) -> None:
         if count > self.limits.max_model_len:

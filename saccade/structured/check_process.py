@@ -128,9 +128,6 @@ def _count_problems(schema: Mapping[str, Any]) -> Iterator[str]:
         yield f"a pattern repeats something {maximum} times, and {_MAX_REPEAT} are allowed; lower it or use * or +"
 
 
-# --- choices ------------------------------------------------------------------------------------------------------
-
-
 def _choices(schema: Mapping[str, Any], root: Any) -> int:
     """How many ways lead on where a value of this schema begins: choices, those of choices, optional properties.
 
@@ -156,9 +153,6 @@ def _optional(schema: Mapping[str, Any]) -> int:
     optional = sum(name not in needed for name in properties) if isinstance(properties, dict) else 0
     structures = [value for value in values if isinstance(value, (dict, list))] if isinstance(values, list) else []
     return optional + len(structures)
-
-
-# --- references ---------------------------------------------------------------------------------------------------
 
 
 def _has_finite_value(schema: Any) -> bool:
@@ -218,9 +212,6 @@ def _needed(schema: Mapping[str, Any]) -> Iterator[Any]:
     if schema.get("type") == "array" and isinstance(schema.get("minItems"), int) and schema["minItems"] > 0:
         first = schema.get("prefixItems")
         yield from first[: schema["minItems"]] if isinstance(first, list) and first else [schema.get("items")]
-
-
-# --- the process --------------------------------------------------------------------------------------------------
 
 
 def main() -> None:

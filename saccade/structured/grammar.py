@@ -110,8 +110,6 @@ class Grammars:
     def _rest_of(self, patience: float) -> float:
         return max(0.0, max(self._pending.values(), default=0.0) + patience - time.monotonic())
 
-    # --- on the way -----------------------------------------------------------------------------------------------
-
     def _begun(self, request: Request, schema: str) -> Grammar:
         request_id, owner = request.request_id, request.family
         budget = self._budgets.setdefault(owner, Budget())
@@ -150,8 +148,6 @@ class Grammars:
                 self._changed.notify_all()
 
         self._masking.submit(owner, do)
-
-    # --- compiling ------------------------------------------------------------------------------------------------
 
     def _template(self, key: _Key, owner: str) -> Future[Template]:
         """Compiled, or being compiled. Those that were not used lately are forgotten when there are too many."""

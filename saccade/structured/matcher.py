@@ -45,8 +45,6 @@ class Grammar:
         self._has_ended = False
         self.error: RequestError | None = None
 
-    # --- in a step ------------------------------------------------------------------------------------------------
-
     @property
     def is_complete(self) -> bool:
         """Nothing may follow."""
@@ -82,8 +80,6 @@ class Grammar:
         else:
             self._is_made.clear()
             self._hand_over(self)
-
-    # --- beside it ------------------------------------------------------------------------------------------------
 
     def begin(self, template: Template) -> None:
         vocabulary = template.tokenizer.vocab_size

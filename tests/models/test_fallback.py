@@ -20,7 +20,8 @@ from saccade.checkpoint.hf_processor import load_processor
 from saccade.cli.count import count_files
 from saccade.errors import ConfigError, RequestError
 from saccade.processor.checkpoint import open_checkpoint
-from saccade.processor.families import Family, family_for
+from saccade.processor.families import family_for
+from saccade.processor.families.base import Family
 from saccade.processor.families.fallback import Fallback
 from saccade.types import Size
 from tests.helpers import family_fallback

@@ -89,7 +89,7 @@ def test_macros_that_call_each_other_without_end_are_the_templates_refusal() -> 
 
 
 def test_arguments_may_be_called_like_our_own() -> None:
-    assert render("{{ most_chars }}{{ kwargs }}", HELLO, most_chars=1, kwargs=2) == "12"
+    assert render("{{ max_chars }}{{ kwargs }}", HELLO, max_chars=1, kwargs=2) == "12"
 
 
 @pytest.mark.parametrize(

@@ -70,9 +70,6 @@ class Projector:
         return self.down(self.act(self.up(features)))
 
 
-# --- what config.json says ----------------------------------------------------------------------------------------
-
-
 def decoder_biases(text: TextConfig, raw: Mapping[str, Any]) -> Biases:
     given = raw.get("text_config") or {}
     if text.model_type == "qwen2":
@@ -87,7 +84,5 @@ def decoder_biases(text: TextConfig, raw: Mapping[str, Any]) -> Biases:
         "known are llama, mistral and qwen2"
     )
 
-
-# --- the weight map -----------------------------------------------------------------------------------------------
 
 PROJECTOR_RULES = (Rule("linear_1.*", "up.*"), Rule("linear_2.*", "down.*"))

@@ -167,8 +167,6 @@ def _features(raw: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(given)
 
 
-# --- the weight map -----------------------------------------------------------------------------------------------
-
 _AROUND = ("before", "after")
 _TOWER_RULES = (
     Rule("patch_embedding.weight", "patch.weight"),

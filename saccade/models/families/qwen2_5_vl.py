@@ -79,9 +79,6 @@ def _window_side(vision: VisionConfig) -> int:
     return side
 
 
-# --- windows ------------------------------------------------------------------------------------------------------
-
-
 class Windows(NamedTuple):
     """Tokens by window, window sides of 2 for example (numbers are places in the picture, letters windows):
 

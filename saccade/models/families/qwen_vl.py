@@ -82,9 +82,6 @@ class QwenVL(OnDecoder):
         )
 
 
-# --- the tower ----------------------------------------------------------------------------------------------------
-
-
 class Tower:
     """Patches alone, without a class token; no norm behind the last layer."""
 
@@ -168,9 +165,6 @@ def _on_grid(places: Tensor, grid: Grid) -> Tensor:
     return spread.flatten(1).T.to(places.dtype)
 
 
-# --- the decoder --------------------------------------------------------------------------------------------------
-
-
 def _decoder(params: Parameters, config: ModelConfig) -> Decoder:
     """q, k and v have biases, the rest only where the config says so; a checkpoint has them as one tensor."""
     _check(config.text, config.raw)
@@ -192,8 +186,6 @@ def _check(text: TextConfig, raw: Mapping[str, Any]) -> None:
             f"{text.num_heads} heads of kv_channels={text.head_dim} do not add up to hidden_size={text.hidden_size}"
         )
 
-
-# --- the weight map -----------------------------------------------------------------------------------------------
 
 _DECODER_RULES = (
     Rule("wte.weight", "embed.weight"),

@@ -75,9 +75,6 @@ Backend = Callable[[Tensor, Tensor, Tensor, AttentionBatch, float], Tensor]
 """(q [T, heads, d], one layer's keys, its values, batch, scale) -> [T, heads, d]. The cache has this step's tokens."""
 
 
-# --- paged --------------------------------------------------------------------------------------------------------
-
-
 def reference_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch, scale: float) -> Tensor:
     """One request, one explicit mask, one float32 softmax at a time."""
     outputs = []
@@ -123,9 +120,6 @@ class PagedAttention:
         if self.kv.v is not self.kv.k:
             v_cache.index_copy_(0, self.batch.slots, v)
         return self.backend(q, k_cache, v_cache, self.batch, self.scale)
-
-
-# --- how torch_attention walks a step -----------------------------------------------------------------------------
 
 
 class _Keys(NamedTuple):
@@ -240,9 +234,6 @@ def _keys(batch: AttentionBatch, members: list[int]) -> _Keys:
 
 def _additive(allowed: Tensor) -> Tensor:
     return torch.zeros(allowed.shape, device=allowed.device).masked_fill_(~allowed, float("-inf"))
-
-
-# --- packed pictures ----------------------------------------------------------------------------------------------
 
 
 def reference_packed_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], scale: float) -> Tensor:

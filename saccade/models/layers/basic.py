@@ -74,8 +74,6 @@ class LayerNorm:
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
 
-# --- activations --------------------------------------------------------------------------------------------------
-
 Activation = Callable[[Tensor], Tensor]
 
 
@@ -125,9 +123,6 @@ def gated_activation(name: str) -> Activation:
     if name not in known:
         raise ConfigError(f"config.json asks for the gated hidden_act {name!r}; known are {', '.join(known)}")
     return known[name]
-
-
-# --- rotary positions ---------------------------------------------------------------------------------------------
 
 
 def frequencies(rotated: int, theta: float, device: torch.device) -> Tensor:

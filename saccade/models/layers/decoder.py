@@ -123,9 +123,6 @@ class QKNorms:
         return torch.cat((self.q(qk[:, : self.heads]), self.k(qk[:, self.heads :])), dim=1)
 
 
-# --- rotary positions ---------------------------------------------------------------------------------------------
-
-
 class Rotary:
     """RoPE, and M-RoPE: there each section of the frequencies turns with its own axis (time, height, width)."""
 
@@ -211,9 +208,6 @@ def _yarn_gain(scaling: Mapping[str, Any]) -> float:
 
 def yarn_gain(scaling: Mapping[str, Any], weight: float) -> float:
     return 0.1 * weight * math.log(max(float(scaling.get("factor") or 1), 1)) + 1
-
-
-# --- the weight map -----------------------------------------------------------------------------------------------
 
 
 class OnDecoder:

@@ -124,8 +124,6 @@ def _stretch(text: TextConfig) -> float:
     return yarn_gain(text.rope_scaling, float(weight)) if weight else 1.0
 
 
-# --- the weight map -----------------------------------------------------------------------------------------------
-
 LATENT_RULES = tuple(  # below a layer
     Rule(f"self_attn.{name}.weight", f"{ours}.weight")
     for name, ours in {

@@ -123,9 +123,6 @@ _TOWERS: Mapping[str, type[ClipTower | SiglipTower]] = {
 }
 
 
-# --- what config.json says ----------------------------------------------------------------------------------------
-
-
 def feature_layers(raw: Mapping[str, Any], num_layers: int) -> list[int]:
     """Which hidden states the projector gets, counted from the embeddings (0) to the last layer's output."""
     given = raw.get("vision_feature_layer", -2)
@@ -152,8 +149,6 @@ def image_size(vision: VisionConfig) -> int:
 def _kernel(vision: VisionConfig) -> tuple[int, ...]:
     return vision.in_channels, vision.patch_size, vision.patch_size
 
-
-# --- the weight map -----------------------------------------------------------------------------------------------
 
 _CLIP_RULES = (
     Rule("embeddings.class_embedding", "class_token"),

@@ -1,4 +1,4 @@
-"""The table of model families. The only place in this package that names them."""
+"""The registry of model families: model type -> multimodal rules, video rules, built-in chat template."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from saccade.checkpoint.config import ModelConfig
 from saccade.processor.families import deepseek_vl_v2, frame_groups, qwen_vl
-from saccade.processor.families.base import Expansion, Family, Files
+from saccade.processor.families.base import Family, Files
 from saccade.processor.families.deepseek_vl_v2 import DeepseekVL2
 from saccade.processor.families.fallback import Fallback
 from saccade.processor.families.frame_groups import VideoRules
@@ -26,13 +26,13 @@ _QWEN_VL = (
     "qwen3_vl_moe",
     "qwen3_5",
     "qwen3_5_moe",
-)  # they differ in their settings
+)  # the rules are one, the settings differ
 
 FAMILIES: dict[str, type[Family]] = {
     "deepseek_v2": Text,
     "deepseek_vl_v2": DeepseekVL2,
     "llava": Llava,
-    "llava/pixtral": Mistral3,  # a model type with another tower
+    "llava/pixtral": Mistral3,  # model type/tower type
     "llava_next": LlavaNext,
     "llava_onevision": LlavaOnevision,
     "mistral3": Mistral3,
@@ -48,14 +48,14 @@ VIDEO: dict[str, Callable[[Files], VideoRules | None]] = {
     "qwen2_5_vl": frame_groups.qwen2_5_vl,
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), frame_groups.qwen3_vl),
 }
-"""Families that take video; the others take pictures only."""
+"""Families that take video."""
 
 TEMPLATES: dict[str, Callable[[ModelConfig], str | None]] = {
     "deepseek_vl_v2": deepseek_vl_v2.chat_template,
     "qwen": qwen_vl.chat_template,
     "qwen/qwen_visual": qwen_vl.chat_template,
 }
-"""Families whose checkpoints have their chat format in code, not in a file."""
+"""Chat templates of families whose checkpoints ship none."""
 
 
 def video_rules_for(files: Files) -> VideoRules | None:
@@ -64,7 +64,7 @@ def video_rules_for(files: Files) -> VideoRules | None:
 
 
 def family_for(config: ModelConfig) -> type[Family]:
-    """The family's rules; of one that is not in the table, what Transformers' own processor says."""
+    """The family's rules, or the fallback through Transformers' own processor."""
     return FAMILIES.get(_name_of(config), Fallback)
 
 
@@ -73,13 +73,13 @@ def is_known(config: ModelConfig) -> bool:
 
 
 def built_in_template(config: ModelConfig) -> str | None:
-    """For a checkpoint that ships no chat template; None: it cannot chat."""
+    """The chat template of a checkpoint that ships none; None if there is none here either."""
     make = TEMPLATES.get(_name_of(config))
     return make(config) if make else None
 
 
 def _name_of(config: ModelConfig) -> str:
-    """With its tower where that makes another family of it."""
+    """The model type, with the tower's type where the table has such an entry."""
     with_tower = f"{config.model_type}/{(config.raw.get('vision_config') or {}).get('model_type')}"
     return with_tower if with_tower in FAMILIES else config.model_type
 
@@ -89,20 +89,5 @@ def default_video_rules() -> VideoRules:
 
 
 def default_family() -> Family:
-    """The rules that apply when no model is named: Qwen2-VL as it was published."""
+    """The rules when no model is named: the published Qwen2-VL."""
     return Qwen2VL.published()
-
-
-__all__ = [
-    "FAMILIES",
-    "Expansion",
-    "Family",
-    "Files",
-    "VideoRules",
-    "built_in_template",
-    "default_family",
-    "default_video_rules",
-    "family_for",
-    "is_known",
-    "video_rules_for",
-]

@@ -1,4 +1,4 @@
-"""What a model family must say about pictures, and the parts the families share. Pure functions of sizes and ids."""
+"""The interface of a model family (vLLM: its multimodal processor) and what families share. Pure functions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ from saccade.errors import ConfigError, RequestError
 from saccade.types import TO_THE_END, Geometry, Grid, Size, Span
 
 MAX_ASPECT_RATIO = 200
-"""Longer pictures are refused for every family: a thin strip costs far more to resize than its tokens say."""
+"""For every family: resizing a thin strip costs far more than its tokens say."""
+
+TokenIds = Sequence[int] | npt.NDArray[np.int64]
+Positions = tuple[npt.NDArray[np.int32], int]
+"""RoPE positions [axes, tokens], and the position of the first generated token."""
 
 
 class Files(Protocol):
@@ -35,33 +39,33 @@ class Files(Protocol):
 
 
 class Expansion(NamedTuple):
-    """The tokens that stand for one picture in the prompt."""
+    """The prompt tokens of one image."""
 
     token_ids: npt.NDArray[np.int64]  # [tokens]
     is_embed: tuple[bool, ...] | None  # which of them take an embedding; None means all
-    is_cross_attended: bool = False  # the tokens behind them look at the picture too, as `cross_attended` says
+    is_cross_attended: bool = False  # later tokens attend to the image, see `cross_attended`
 
 
 class Family(Protocol):
-    """How a header becomes a grid and tokens, and what positions the tokens get."""
+    """How an image's size becomes a grid and tokens, and which RoPE positions the tokens get."""
 
     @property
     def is_fixed_size(self) -> bool:
-        """Every picture costs the same; pixel limits have no effect."""
+        """Every image costs the same; pixel limits have no effect."""
 
     @classmethod
     def from_checkpoint(cls, files: Files) -> Self: ...
 
     @property
     def image_token_id(self) -> int | None:
-        """The token that stands for a picture; None for a model that takes none."""
+        """The placeholder of an image; None for a text model."""
 
     @property
     def placeholder_ids(self) -> tuple[int, ...]:
-        """Every token that stands for media; a client's text must never contain one."""
+        """Every token that stands for media; client text must never contain one."""
 
     def policy(self, min_pixels: int | None, max_pixels: int | None) -> tuple[int, int]:
-        """The pixel limits in force: what is given, else the checkpoint's."""
+        """The pixel limits in force: those given, else the checkpoint's."""
 
     def policy_tag(self, min_pixels: int, max_pixels: int) -> bytes:
         """Every setting that decides which pixels reach the encoder, for the content key."""
@@ -69,58 +73,56 @@ class Family(Protocol):
     def geometry(self, size: Size, min_pixels: int, max_pixels: int) -> Geometry: ...
 
     def largest(self, min_pixels: int, max_pixels: int) -> Geometry:
-        """At least as many tokens as any picture can have under these limits."""
+        """At least as many tokens as any image can have under these limits."""
 
     def expand(self, geometry: Geometry) -> Expansion: ...
 
-    def positions(
-        self, token_ids: Sequence[int] | npt.NDArray[np.int64], spans: Sequence[Span], grids: Sequence[Grid]
-    ) -> tuple[npt.NDArray[np.int32], int]:
-        """Rotary positions [axes, tokens] and the position of the first generated token."""
+    def positions(self, token_ids: TokenIds, spans: Sequence[Span], grids: Sequence[Grid]) -> Positions:
+        """RoPE positions of an expanded prompt."""
 
 
 @runtime_checkable
 class ManyImagesPolicy(Protocol):
-    """A family whose pictures are seen smaller where a prompt has many."""
+    """A family that resizes images further down if a prompt has many."""
 
-    def among(self, images: int, max_pixels: int) -> int:
-        """The limit for each of so many pictures, where one alone may have `max_pixels`."""
+    def max_pixels_for(self, images: int, max_pixels: int) -> int:
+        """The limit for each of so many images, where a single one may have `max_pixels`."""
 
 
 @runtime_checkable
 class HasMarkup(Protocol):
-    """A family whose tokenizer has control tokens that questions and answers are meant to contain."""
+    """A family whose tokenizer has control tokens that clients may write, such as those for grounding."""
 
     @property
-    def markup(self) -> tuple[str, ...]:
-        """What is pointed at, and where it is, for instance."""
+    def markup(self) -> tuple[str, ...]: ...
 
 
 @runtime_checkable
 class LengthBound(Protocol):
-    """A family whose keys and values depend on how long a prompt is, not only on the tokens before them."""
+    """A family whose keys and values depend on the prompt's length (LongRoPE), not only on preceding tokens."""
 
     def root(self, salt: bytes, tokens: int) -> bytes:
-        """A salt that prompts share only if equal beginnings mean equal keys and values."""
+        """A cache salt that prompts share only if equal prefixes mean equal keys and values."""
 
 
 def cross_attended(spans: Sequence[Span]) -> tuple[Span, ...]:
-    """Spans that later tokens look at: each until the next one begins, and neighbours together as one.
+    """Spans with their last reader: tokens attend to an image until the next one; adjacent images act as one.
 
-    text A text B C text      A is seen up to B, B and C to the end
+    text A text B C text      A is read up to B, B and C to the end
     """
-    seen: list[Span] = []
+    read: list[Span] = []
     end = TO_THE_END
-    for index in reversed(range(len(spans))):
-        span, behind = spans[index], spans[index + 1 : index + 2]
-        if behind and span.end < behind[0].start:
-            end = behind[0].start
-        seen.append(replace(span, last_reader=end))
-    return tuple(reversed(seen))
+    following: Span | None = None
+    for span in reversed(spans):
+        if following is not None and span.end < following.start:
+            end = following.start
+        read.append(replace(span, last_reader=end))
+        following = span
+    return tuple(reversed(read))
 
 
-def plain_positions(token_ids: Sequence[int] | npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int32], int]:
-    """One axis, on which pictures count as text does: [1, tokens], and the position behind the last."""
+def sequential_positions(token_ids: TokenIds) -> Positions:
+    """One axis [1, tokens], on which image tokens count as text does."""
     return np.arange(len(token_ids), dtype=np.int32)[None], len(token_ids)
 
 
@@ -133,7 +135,7 @@ def in_order(min_pixels: int, max_pixels: int) -> tuple[int, int]:
 
 
 def vision_and_token(files: Files) -> tuple[VisionConfig, int]:
-    """What every family of pictures needs."""
+    """The two parts of config.json that every family with images needs."""
     config = files.config
     if config.vision is None or config.image_token_id is None:
         missing = "vision_config" if config.vision is None else "image_token_id (or image_token_index)"
@@ -142,7 +144,7 @@ def vision_and_token(files: Files) -> tuple[VisionConfig, int]:
 
 
 def check_agreement(file: str, given: Mapping[str, Any], ours: Mapping[str, int]) -> None:
-    """What two files of a checkpoint say must be the same: pictures are cut here as the tower takes them."""
+    """Two files of a checkpoint must agree: images are cut into the patches that the tower takes."""
     for name, here in ours.items():
         if given.get(name) not in (None, here):
             raise ConfigError(
@@ -151,9 +153,12 @@ def check_agreement(file: str, given: Mapping[str, Any], ours: Mapping[str, int]
 
 
 def tower_sides(vision: VisionConfig) -> dict[str, int]:
-    """In the words of image processors."""
-    merge, frames = vision.spatial_merge_size, vision.temporal_patch_size
-    return {"patch_size": vision.patch_size, "merge_size": merge, "temporal_patch_size": frames}
+    """Under the names of image processors."""
+    return {
+        "patch_size": vision.patch_size,
+        "merge_size": vision.spatial_merge_size,
+        "temporal_patch_size": vision.temporal_patch_size,
+    }
 
 
 def check_aspect_ratio(size: Size) -> None:
@@ -171,6 +176,6 @@ def tag(settings: Mapping[str, Any]) -> bytes:
 
 
 def pixel_settings(image_processor: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings all image processors share. Absent ones stay out: two checkpoints never share a key anyway."""
+    """The settings that all image processors share, as far as the checkpoint sets them."""
     names = ("resample", "do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std")
     return {name: image_processor[name] for name in names if name in image_processor}

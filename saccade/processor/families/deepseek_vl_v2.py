@@ -1,9 +1,8 @@
-"""DeepSeek-VL2: a picture is seen whole on one square and again, larger, over tiles; plain rotary positions.
+"""DeepSeek-VL2: one square of the whole image plus tiles of a larger one; sequential RoPE positions.
 
     whole: rows of 14 tokens and a newline | separator | tiles: rows across all of them, each with a newline
 
-Grey fills what the picture leaves of a canvas, and unlike elsewhere it keeps its tokens. More than two pictures in a
-prompt get one tile each.
+A canvas is padded with grey, whose tokens are kept. More than two images in a prompt get one tile each.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 import numpy as np
-import numpy.typing as npt
 
 from saccade.checkpoint.config import ModelConfig, VisionConfig
 from saccade.checkpoint.tokenizer_json import added_tokens
@@ -21,17 +19,19 @@ from saccade.errors import ConfigError
 from saccade.processor.families.base import (
     Expansion,
     Files,
+    Positions,
+    TokenIds,
     check_agreement,
     check_aspect_ratio,
     in_order,
-    plain_positions,
+    sequential_positions,
     tag,
 )
 from saccade.processor.families.llava_next import best_canvas
 from saccade.types import Geometry, Grid, Size, Span, Tiling
 
-_MAX_IN_TILES = 2  # pictures of one prompt; where there are more, each has one tile
-_UNKNOWN = -1  # the token, while no tokenizer is there: counting needs none
+_MAX_IN_TILES = 2  # images of one prompt; if there are more, each has one tile
+_UNKNOWN = -1  # image token of a folder without a tokenizer: counting needs none
 
 _CHAT = """\
 {%- macro text_of(content) -%}
@@ -58,7 +58,7 @@ _CHAT = """\
   {%- endif -%}
 {%- endfor -%}
 """
-"""The conversations it was trained on, as its own code writes them: published checkpoints bring no template."""
+"""The format of the original code; published checkpoints ship no template."""
 
 
 def chat_template(config: ModelConfig) -> str:
@@ -70,15 +70,17 @@ class DeepseekVL2:
     tile: int  # pixels along one side of a tile
     patch_size: int
     merge: int  # patches along each side of a token
-    canvases: tuple[Size, ...]  # sizes of all tiles together, in the checkpoint's order
+    canvases: tuple[Size, ...]  # possible sizes of all tiles together, in the checkpoint's order
     image_token_id: int
-    settings: Mapping[str, Any]  # of the pixels
+    settings: Mapping[str, Any]
     is_fixed_size: bool = False
     markup: ClassVar[tuple[str, ...]] = ("<|ref|>", "<|/ref|>", "<|det|>", "<|/det|>", "<|grounding|>")
 
     @classmethod
     def from_checkpoint(cls, files: Files) -> Self:
-        vision, processor, raw = _vision(files), files.processor, files.config.raw
+        vision = _vision(files)
+        processor = files.processor
+        raw = files.config.raw
         if raw.get("tile_tag", "2D") != "2D":
             raise ConfigError(
                 f"config.json says tile_tag={raw['tile_tag']!r}; rows of tiles are marked here, as by '2D'"
@@ -101,23 +103,21 @@ class DeepseekVL2:
 
     @property
     def patches(self) -> int:
-        """Along one side of a tile; pixels that make no whole patch are not seen."""
+        """Patches along one side of a tile; a rest of pixels is dropped."""
         return self.tile // self.patch_size
 
     @property
     def side(self) -> int:
-        """Tokens along one side of a tile; the last of a row may be filled up with nothing."""
+        """Tokens along one side of a tile; the last one of a row may be padded."""
         return -(-self.patches // self.merge)
 
-    # --- limits ---------------------------------------------------------------------------------------------------
-
     def policy(self, min_pixels: int | None, max_pixels: int | None) -> tuple[int, int]:
-        """Pixels of all tiles together. Pictures are always enlarged to fill their tiles, so there is no minimum."""
+        """Limits on all tiles together. Images always fill their tiles, so there is no minimum."""
         highest = max(map(_area, self.canvases)) if max_pixels is None else max_pixels
         lowest = min(self.tile**2, highest) if min_pixels is None else min_pixels
         return in_order(lowest, highest)
 
-    def among(self, images: int, max_pixels: int) -> int:
+    def max_pixels_for(self, images: int, max_pixels: int) -> int:
         return max_pixels if images <= _MAX_IN_TILES else min(max_pixels, self.tile**2)
 
     def policy_tag(self, min_pixels: int, max_pixels: int) -> bytes:
@@ -126,11 +126,9 @@ class DeepseekVL2:
         return tag({**self.settings, **shape, "canvases": allowed})
 
     def _allowed(self, max_pixels: int) -> list[Size]:
-        """Those within the limit; a single tile is always allowed, for a picture needs some."""
+        """Canvases within the limit, or a single tile."""
         within = [canvas for canvas in self.canvases if _area(canvas) <= max_pixels]
         return within or [Size(self.tile, self.tile)]
-
-    # --- sizes ----------------------------------------------------------------------------------------------------
 
     def geometry(self, size: Size, min_pixels: int, max_pixels: int) -> Geometry:
         check_aspect_ratio(size)
@@ -138,31 +136,25 @@ class DeepseekVL2:
         return self._of(canvas, size.inside(canvas))
 
     def largest(self, min_pixels: int, max_pixels: int) -> Geometry:
-        """The picture with the most tiles, and the most tokens that any can have, though perhaps not the same one."""
+        """The maximum of tiles and the maximum of tokens, though perhaps not of the same image."""
         every = [self._of(canvas, canvas) for canvas in self._allowed(max_pixels)]
         maximum = max(every, key=lambda geometry: geometry.tokens)
         tiled = max(every, key=lambda geometry: geometry.grid.patches)
         return replace(tiled, tokens=maximum.tokens, slots=maximum.slots)
 
     def _of(self, canvas: Size, resized: Size) -> Geometry:
-        columns, rows = canvas.width // self.tile, canvas.height // self.tile
+        columns = canvas.width // self.tile
+        rows = canvas.height // self.tile
         shown = Size(columns * self.side, rows * self.side)
         slots = self.side * (self.side + 1) + 1 + shown.height * (shown.width + 1)
         grid = Grid(1 + rows * columns, self.patches, self.patches)
         return Geometry(resized, grid, slots, slots, Tiling(columns, rows, shown, shown))
 
-    # --- the prompt -----------------------------------------------------------------------------------------------
-
     def expand(self, geometry: Geometry) -> Expansion:
         return Expansion(np.full(geometry.tokens, self.image_token_id, np.int64), None)
 
-    def positions(
-        self, token_ids: Sequence[int] | npt.NDArray[np.int64], spans: Sequence[Span], grids: Sequence[Grid]
-    ) -> tuple[npt.NDArray[np.int32], int]:
-        return plain_positions(token_ids)
-
-
-# --- what a checkpoint says ---------------------------------------------------------------------------------------
+    def positions(self, token_ids: TokenIds, spans: Sequence[Span], grids: Sequence[Grid]) -> Positions:
+        return sequential_positions(token_ids)
 
 
 def _vision(files: Files) -> VisionConfig:
@@ -175,7 +167,7 @@ def _vision(files: Files) -> VisionConfig:
 
 
 def _canvases(given: Sequence[Sequence[int]], tile: int) -> tuple[Size, ...]:
-    """[width, height] each. The first is also what a picture seen whole is drawn on."""
+    """[width, height] each. The first one is also the canvas of the whole image."""
     sizes = tuple(Size(int(width), int(height)) for width, height in given)
     if not sizes or sizes[0].width != tile or any(min(s) < tile or s.width % tile or s.height % tile for s in sizes):
         raise ConfigError(
@@ -186,10 +178,11 @@ def _canvases(given: Sequence[Sequence[int]], tile: int) -> tuple[Size, ...]:
 
 
 def _image_token(files: Files) -> int:
-    """The id of the token that processor_config.json names: config.json does not say it."""
+    """The id of the token that processor_config.json names, as config.json has none."""
     if files.config.image_token_id is not None:
         return files.config.image_token_id
-    name, file = files.processor.get("image_token", "<image>"), files.path / "tokenizer.json"
+    name = files.processor.get("image_token", "<image>")
+    file = files.path / "tokenizer.json"
     if not file.is_file():
         return _UNKNOWN
     found = added_tokens(file).get(name)

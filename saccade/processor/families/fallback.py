@@ -1,4 +1,4 @@
-"""Families that the table does not know, by asking Transformers' own processor what it makes of a blank picture."""
+"""Any other family, through Transformers' own processor: run it on a blank image and count tokens and tiles."""
 
 from __future__ import annotations
 
@@ -11,16 +11,23 @@ from functools import lru_cache
 from typing import Any, NamedTuple, Self
 
 import numpy as np
-import numpy.typing as npt
 from PIL import Image
 
 from saccade.checkpoint.hf_processor import check_inputs, load_processor, placeholder, processed, raised, refusal
 from saccade.errors import RequestError
-from saccade.processor.families.base import Expansion, Files, check_aspect_ratio, plain_positions, tag
+from saccade.processor.families.base import (
+    Expansion,
+    Files,
+    Positions,
+    TokenIds,
+    check_aspect_ratio,
+    sequential_positions,
+    tag,
+)
 from saccade.types import Geometry, Grid, Size, Span
 
 MAX_PIXELS = 25_000_000
-"""A blank picture of the same size is held in memory to count, so sizes have a bound of their own."""
+"""Counting allocates a blank image of the same size, so sizes have a bound of their own."""
 _ORDINARY = Size(512, 384)
 _RATIOS = (1, 5 / 4, 4 / 3, 3 / 2, 16 / 9, 2, 5 / 2, 3, 4, 5, 6, 8)
 _WIDE = [Size(1280, round(1280 / ratio)) for ratio in _RATIOS]
@@ -28,20 +35,20 @@ _TRIED = [*_WIDE, *(Size(height, width) for width, height in _WIDE), Size(64, 64
 
 
 class Counted(NamedTuple):
-    token_ids: tuple[int, ...]  # that stand for the picture
+    token_ids: tuple[int, ...]  # of the expanded image
     tiles: int
-    tile: Size  # what the tower sees of each, in pixels
+    tile: Size  # input of the tower, in pixels
 
 
 @dataclass(frozen=True, slots=True)
 class Fallback:
-    image_token_id: int  # in a prompt that is not expanded yet
-    embedded_id: int  # tokens whose place an embedding takes, in the expanded one
+    image_token_id: int  # placeholder in the prompt before expansion
+    embedded_id: int  # tokens that embeddings replace, after expansion
     patch_size: int
     count: Callable[[Size], Counted]
-    settings: str  # of the picture processor
+    settings: str  # of the image processor
     rope_switch: int | None = None  # see TextConfig
-    is_fixed_size: bool = True  # pixel limits are the processor's own business
+    is_fixed_size: bool = True  # the processor applies pixel limits of its own
 
     @classmethod
     def from_checkpoint(cls, files: Files) -> Self:
@@ -84,42 +91,41 @@ class Fallback:
                 code="image_too_large",
             )
         counted = self._counted(size)
-        height, width = (side // self.patch_size for side in (counted.tile.height, counted.tile.width))
+        rows = counted.tile.height // self.patch_size
+        columns = counted.tile.width // self.patch_size
         slots = counted.token_ids.count(self.embedded_id)
-        return Geometry(size, Grid(counted.tiles, height, width), len(counted.token_ids), slots)
+        return Geometry(size, Grid(counted.tiles, rows, columns), len(counted.token_ids), slots)
 
     def _counted(self, size: Size) -> Counted:
         try:
             return self.count(size)
-        except Exception:  # a library of hundreds of models may raise anything, and all of it is about this picture
+        except Exception:  # a processor may raise anything about an image
             raise RequestError(
                 f"the model's own processor takes no pictures of {size.width}x{size.height} pixels",
                 code="invalid_image",
             ) from None
 
     def largest(self, min_pixels: int, max_pixels: int) -> Geometry:
-        """Of many shapes tried. A picture that costs still more is refused when it comes."""
+        """The largest of many sizes tried. An image that costs still more is refused when it comes."""
         tried = []
         for size in (_ORDINARY, *_TRIED):
-            with suppress(RequestError):  # of shapes that the processor does not take
+            with suppress(RequestError):  # a size that the processor does not take
                 tried.append(self.geometry(size, min_pixels, max_pixels))
         return max(tried, key=lambda geometry: geometry.slots)
 
     def expand(self, geometry: Geometry) -> Expansion:
-        ids = self.count(geometry.resized).token_ids  # `resized` is the picture's own size: nobody else knows better
+        ids = self.count(geometry.resized).token_ids  # here `resized` is the image's own size
         return Expansion(np.array(ids, np.int64), tuple(i == self.embedded_id for i in ids))
 
-    def positions(
-        self, token_ids: Sequence[int] | npt.NDArray[np.int64], spans: Sequence[Span], grids: Sequence[Grid]
-    ) -> tuple[npt.NDArray[np.int32], int]:
-        """Where the rope asks for it, a second row: the length that a token's own request had."""
-        positions, behind = plain_positions(token_ids)
+    def positions(self, token_ids: TokenIds, spans: Sequence[Span], grids: Sequence[Grid]) -> Positions:
+        """LongRoPE needs a second row: the last position of the token's prompt, which selects the factors."""
+        positions, next_position = sequential_positions(token_ids)
         if self.rope_switch is None:
-            return positions, behind
-        return np.concatenate([positions, np.full_like(positions, behind - 1)]), behind
+            return positions, next_position
+        return np.concatenate([positions, np.full_like(positions, next_position - 1)]), next_position
 
     def root(self, salt: bytes, tokens: int) -> bytes:
-        """Prompts on the two sides of the rope's switch share nothing."""
+        """Prompts below and above the LongRoPE switch share no prefix."""
         is_long = self.rope_switch is not None and tokens > self.rope_switch
         return hashlib.sha256(b"long" + salt).digest() if is_long else salt
 

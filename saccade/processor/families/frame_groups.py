@@ -1,7 +1,7 @@
-"""Video in the Qwen line: which frames are taken, what a frame group costs, where its tokens stand. Pure functions.
+"""Video of the Qwen families: frame sampling, geometry and M-RoPE positions. Pure functions.
 
-A frame group is `group` frames (two) that share their patches; the towers' attention never leaves it. Frame groups are
-therefore media items of their own: an old part of a growing video is recognised like a picture that was seen before.
+A frame group is `group` frames (two) that share patches (temporal_patch_size). The tower's attention stays inside
+a group, so each group is a media item with a content key of its own, and a growing video reuses its old groups.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from saccade.costs import kept_tokens
 from saccade.errors import ConfigError
 from saccade.processor.families.base import (
     Files,
+    Positions,
     check_agreement,
     check_aspect_ratio,
     pixel_settings,
@@ -31,15 +32,15 @@ Indices = npt.NDArray[np.int64]
 
 
 class Sampling(NamedTuple):
-    """How many frames are taken of a video."""
+    """How many frames of a video are sampled."""
 
-    fps: float  # frames a second, where no number is given
+    fps: float
     max_frames: int
-    num_frames: int | None = None  # just so many
+    num_frames: int | None = None  # instead of fps
 
 
 class PixelLimits(NamedTuple):
-    """Of a frame; of all frames together where `VideoRules.is_total` says so."""
+    """Per frame, or for all frames together if `VideoRules.is_total`."""
 
     min_pixels: int
     max_pixels: int
@@ -49,7 +50,7 @@ class PixelLimits(NamedTuple):
 class VideoRules:
     """One checkpoint's rules."""
 
-    token_id: int  # stands for a video in a prompt, and for each of its embeddings
+    token_id: int  # placeholder of a video, and of each of its embeddings
     patch_size: int
     merge_size: int
     group: int  # frames that share patches
@@ -57,10 +58,10 @@ class VideoRules:
     max_pixels: int
     min_frames: int
     max_frames: int
-    is_total: bool  # pixel limits hold for all frames together
-    frame_tokens: int | None  # bounds a video beside the pixel limits, see `_highest`; None: nothing more does
+    is_total: bool  # pixel limits are for all frames together
+    frame_tokens: int | None  # a second bound on a frame, see `_highest`; None: there is none
     tokens_per_second: float | None  # of the time axis; None: it counts frame groups
-    fence: tuple[int, int] | None  # tokens around each group, which then has its time in front; None: nothing between
+    fence: tuple[int, int] | None  # vision start and end tokens around each group, after its timestamp; None: neither
     settings: Mapping[str, Any]
 
     @property
@@ -68,16 +69,16 @@ class VideoRules:
         return self.patch_size * self.merge_size
 
     def limits(self, max_pixels: int | None) -> PixelLimits:
-        """What a deployment or a request asks for, else the checkpoint's own."""
+        """The limit of a deployment or request, else the checkpoint's."""
         highest = self.max_pixels if max_pixels is None else max_pixels
         return PixelLimits(min(self.min_pixels, highest), highest)
 
     def choose(self, total: int, rate: float, wanted: Sampling) -> Indices:
-        """Which of `total` frames, shown at `rate` a second, are taken."""
-        return _up_to_the_last(self, total, rate, wanted) if self.fence else _in_even_steps(self, total, rate, wanted)
+        """Sampled indices of `total` frames at `rate` frames a second."""
+        return _first_to_last(self, total, rate, wanted) if self.fence else _even_steps(self, total, rate, wanted)
 
     def geometry(self, size: Size, num_frames: int, limits: PixelLimits) -> Geometry:
-        """Of one group in a video of so many frames."""
+        """Geometry of one group in a video of so many frames."""
         highest = self._highest(num_frames, limits)
         if self.is_total:
             return self._of(_fit_all(size, max(num_frames, self.group), self.group, self.token_side, limits, highest))
@@ -87,11 +88,12 @@ class VideoRules:
     def largest(self, limits: PixelLimits) -> Geometry:
         """At least as many tokens as any group can have."""
         shared = self.group if self.is_total else 1
-        lowest, highest = -(-limits.min_pixels // shared), max(limits.max_pixels, int(limits.min_pixels * 1.05))
+        lowest = -(-limits.min_pixels // shared)
+        highest = max(limits.max_pixels, int(limits.min_pixels * 1.05))
         return self._of(largest_fit(self.token_side, lowest, highest // shared))
 
     def pruned(self, geometry: Geometry, pruning: float) -> Geometry:
-        """Of a group behind a video's first, of which only the tokens stay where most has changed."""
+        """Geometry of a later group, which keeps only the tokens that changed most since the previous one."""
         kept = kept_tokens(geometry.tokens, pruning)
         if kept == geometry.tokens:
             return geometry
@@ -99,20 +101,21 @@ class VideoRules:
         return replace(geometry, tokens=kept, slots=kept, cells=cells)
 
     def policy_tag(self, geometry: Geometry) -> bytes:
-        """All that decides which pixels of a group reach the tower, and how much of what it makes of them is kept."""
+        """Every setting that decides which pixels reach the tower and how many embeddings stay, for the key."""
         sides = {"patch": self.patch_size, "merge": self.merge_size, "group": self.group}
         kept = {} if geometry.cells is None else {"kept": geometry.slots}
         return tag({**self.settings, **sides, "resized": geometry.resized, **kept})
 
     def step(self, group_seconds: float) -> float:
-        """Rotary positions from one group to the next along the time axis."""
+        """RoPE positions from one group to the next along the time axis."""
         return 1.0 if self.tokens_per_second is None else self.tokens_per_second * group_seconds
 
     def _highest(self, num_frames: int, limits: PixelLimits) -> int:
-        """Newer checkpoints give a frame no more than its share of what all frames may have together."""
+        """The maximum of pixels. With cap_pixels_per_frame a frame gets at most its share of the total."""
         if self.frame_tokens is None:
             return limits.max_pixels
-        lowest, bound = int(limits.min_pixels * 1.05), self.frame_tokens * self.token_side**2
+        lowest = int(limits.min_pixels * 1.05)
+        bound = self.frame_tokens * self.token_side**2
         if self.is_total:
             return max(min(bound, limits.max_pixels // num_frames), lowest) * num_frames
         return max(min(limits.max_pixels, int(bound * 0.9) * self.group // num_frames), lowest)
@@ -123,16 +126,27 @@ class VideoRules:
         return Geometry(resized, grid, tokens, tokens)
 
 
-# --- from a checkpoint --------------------------------------------------------------------------------------------
-
-
 def published() -> VideoRules:
-    """Of Qwen2-VL as it is on the hub, 2B to 72B: it has no settings of its own for videos."""
-    return VideoRules(151656, 14, 2, 2, 56 * 56, 28 * 28 * 16384, 4, 768, False, None, None, None, {})
+    """Qwen2-VL on the hub, 2B to 72B, which has no video settings of its own."""
+    return VideoRules(
+        token_id=151656,
+        patch_size=14,
+        merge_size=2,
+        group=2,
+        min_pixels=56 * 56,
+        max_pixels=28 * 28 * 16384,
+        min_frames=4,
+        max_frames=768,
+        is_total=False,
+        frame_tokens=None,
+        tokens_per_second=None,
+        fence=None,
+        settings={},
+    )
 
 
 class _Defaults(NamedTuple):
-    """What a video processor assumes when the checkpoint is silent."""
+    """Defaults of the Hugging Face video processor."""
 
     min_tokens: int
     max_tokens: int
@@ -149,7 +163,8 @@ def qwen2_5_vl(files: Files) -> VideoRules | None:
 
 
 def qwen3_vl(files: Files) -> VideoRules | None:
-    first, last = (files.config.raw.get(f"vision_{end}_token_id") for end in ("start", "end"))
+    first = files.config.raw.get("vision_start_token_id")
+    last = files.config.raw.get("vision_end_token_id")
     if first is None or last is None:
         raise ConfigError("config.json has no vision_start_token_id or vision_end_token_id, which video needs")
     return _rules(files, _Defaults(128, 768, 768), fence=(first, last))
@@ -162,13 +177,16 @@ def _rules(
     tokens_per_second: float | None = None,
     fence: tuple[int, int] | None = None,
 ) -> VideoRules | None:
-    """None for a checkpoint without a token for video."""
-    config, given = files.config, files.video_processor or files.image_processor
+    """None for a checkpoint without a video token."""
+    config = files.config
+    given = files.video_processor or files.image_processor
     if config.video_token_id is None or config.vision is None:
         return None
     check_agreement("the video processor", given, tower_sides(config.vision))
-    patch, merge = config.vision.patch_size, config.vision.spatial_merge_size
-    size, area = edges_of(given), (patch * merge) ** 2
+    patch = config.vision.patch_size
+    merge = config.vision.spatial_merge_size
+    size = edges_of(given)
+    area = (patch * merge) ** 2
     _check_same_pixels(files)
     return VideoRules(
         token_id=config.video_token_id,
@@ -188,8 +206,9 @@ def _rules(
 
 
 def _check_same_pixels(files: Files) -> None:
-    """The tower's one way of making patches serves both."""
-    images, video = pixel_settings(files.image_processor), pixel_settings(files.video_processor)
+    """The tower preprocesses images and videos in the same way."""
+    images = pixel_settings(files.image_processor)
+    video = pixel_settings(files.video_processor)
     differing = sorted(name for name in images.keys() & video.keys() if images[name] != video[name])
     if differing:
         raise ConfigError(
@@ -197,11 +216,8 @@ def _check_same_pixels(files: Files) -> None:
         )
 
 
-# --- which frames -------------------------------------------------------------------------------------------------
-
-
-def _in_even_steps(rules: VideoRules, total: int, rate: float, wanted: Sampling) -> Indices:
-    """Whole groups, from the first frame on in steps of one length."""
+def _even_steps(rules: VideoRules, total: int, rate: float, wanted: Sampling) -> Indices:
+    """Qwen2-VL's sampling: whole groups, from the first frame on in equal steps."""
     group = rules.group
     if wanted.num_frames is not None:
         count = min(round(wanted.num_frames / group) * group, wanted.max_frames, total)
@@ -210,28 +226,28 @@ def _in_even_steps(rules: VideoRules, total: int, rate: float, wanted: Sampling)
         count = math.floor(min(max(total / rate * wanted.fps, rules.min_frames), highest))
     count = count // group * group
     if count < 1:
-        return np.arange(min(total, 1))  # too short for a group: the one frame fills it
+        return np.arange(min(total, 1))  # too short for a group: one frame is repeated
     return _counted(total, count)
 
 
 def _counted(total: int, count: int) -> Indices:
-    """0, step, 2 * step ... below `total`, as the models' own processors count: whole blocks of sixteen numbers in two
-    rows of eight, each from a base in single precision, and what is left one by one.
+    """0, step, 2 * step ... below `total`, rounded as `torch.arange` in the Hugging Face processor rounds.
 
-    It matters where a product comes close to a whole number: 2.99999999 is frame 3.
+    It computes blocks of sixteen as two vectors of eight, each from a float32 base, and the rest one by one. That
+    decides where a multiple is close to an integer: 2.99999999 is frame 3.
     """
     step = total / count
     numbers = np.arange(math.ceil(total / step))
     lanes = numbers % 8
     bases = ((numbers - lanes) * step).astype(np.float32)
-    in_rows = (bases.astype(np.float64) + lanes * step).astype(np.float32)
-    one_by_one = (numbers * step).astype(np.float32)
-    counted: Indices = np.where(numbers < len(numbers) // 16 * 16, in_rows, one_by_one).astype(np.int64)
+    vectorized = (bases.astype(np.float64) + lanes * step).astype(np.float32)
+    scalar = (numbers * step).astype(np.float32)
+    counted: Indices = np.where(numbers < len(numbers) // 16 * 16, vectorized, scalar).astype(np.int64)
     return counted[:count]
 
 
-def _up_to_the_last(rules: VideoRules, total: int, rate: float, wanted: Sampling) -> Indices:
-    """Evenly from the first frame to the last, both included."""
+def _first_to_last(rules: VideoRules, total: int, rate: float, wanted: Sampling) -> Indices:
+    """Qwen3-VL's sampling: evenly from the first frame to the last, both included."""
     count = wanted.num_frames
     if count is None:
         count = max(int(total / rate * wanted.fps), rules.min_frames)
@@ -239,67 +255,65 @@ def _up_to_the_last(rules: VideoRules, total: int, rate: float, wanted: Sampling
     return np.linspace(0, total - 1, count).round().astype(np.int64)
 
 
-# --- how large ----------------------------------------------------------------------------------------------------
-
-
 def _fit_all(size: Size, frames: int, group: int, side: int, limits: PixelLimits, highest: int) -> Size:
-    """As `fit`, with limits for all frames together; a video smaller than a token is enlarged first."""
-    width, height = size
+    """As `fit`, with limits for all frames together; a frame smaller than a token is enlarged first."""
     if min(size) < side:
-        scale = max(side / height, side / width)
-        width, height = int(width * scale), int(height * scale)
-    check_aspect_ratio(Size(width, height))
+        scale = max(side / size.height, side / size.width)
+        size = Size(int(size.width * scale), int(size.height * scale))
+    width, height = size
+    check_aspect_ratio(size)
     rounded = Size(round(width / side) * side, round(height / side) * side)
     volume = round(frames / group) * group * rounded.width * rounded.height
     if volume > highest:
         scale = math.sqrt(frames * height * width / highest)
-        return Size(*(max(side, math.floor(length / scale / side) * side) for length in (width, height)))
+        return Size(*(max(side, math.floor(length / scale / side) * side) for length in size))
     if volume < limits.min_pixels:
         scale = math.sqrt(limits.min_pixels / (frames * height * width))
-        return Size(*(math.ceil(length * scale / side) * side for length in (width, height)))
+        return Size(*(math.ceil(length * scale / side) * side for length in size))
     return rounded
 
 
-# --- where --------------------------------------------------------------------------------------------------------
-
-
-class Stretch(NamedTuple):
-    """A picture, or the groups of one video that stand side by side: what shares a place in the prompt."""
+class MropeSegment(NamedTuple):
+    """An image, or all adjacent groups of one video: tokens that share one M-RoPE origin."""
 
     span: Span
     grid: Grid  # t counts groups
-    step: float = 1.0  # rotary positions from group to group
+    step: float = 1.0  # RoPE positions from group to group
     lengths: Sequence[int] | None = None  # tokens of each group; None: none is pruned
 
 
-def positions(length: int, stretches: Sequence[Stretch], merge: int) -> tuple[npt.NDArray[np.int32], int]:
-    """Rotary positions [3, length] and that of the first generated token.
+def positions(length: int, segments: Sequence[MropeSegment], merge: int) -> Positions:
+    """RoPE positions [3, length] and that of the first generated token.
 
-    Text behind a video goes on at its longer side, however long the video lasts and however few of its tokens stay.
+    Text after a video continues at its longer spatial side, however long the video is and however much is pruned.
 
-        text  video of 3 groups of 1 x 2 tokens, step 2    text     answer
+        text  video of 3 groups of 1 x 2 tokens, step 2    text     output
     t   0 1   2 2 4 4 6 6                                  4        5
     h   0 1   2 2 2 2 2 2                                  4        5
     w   0 1   2 3 2 3 2 3                                  4        5
     """
-    placed = np.empty((3, length), np.int32)
-    done, shift = 0, 0  # tokens written; rotary position minus index for the text that comes next
-    for stretch in stretches:
-        span, grid = stretch.span, stretch.grid
-        placed[:, done : span.start] = np.arange(done + shift, span.start + shift)
-        first, h, w = span.start + shift, grid.h // merge, grid.w // merge
-        inside = _corners(np.indices((grid.t, h, w), dtype=np.int32), stretch.lengths)
-        inside[0] = inside[0].astype(np.float32) * np.float32(stretch.step)
-        placed[:, span.start : span.end] = inside + first
-        done, shift = span.end, first + max(h, w) - span.end
-    placed[:, done:] = np.arange(done + shift, length + shift)
-    return placed, length + shift
+    result = np.empty((3, length), np.int32)
+    done = 0  # tokens written
+    shift = 0  # RoPE position minus index, for the text that comes next
+    for segment in segments:
+        span = segment.span
+        result[:, done : span.start] = np.arange(done + shift, span.start + shift)
+        first = span.start + shift
+        h = segment.grid.h // merge
+        w = segment.grid.w // merge
+        inside = _corners(np.indices((segment.grid.t, h, w), dtype=np.int32), segment.lengths)
+        inside[0] = inside[0].astype(np.float32) * np.float32(segment.step)
+        result[:, span.start : span.end] = inside + first
+        done = span.end
+        shift = first + max(h, w) - span.end
+    result[:, done:] = np.arange(done + shift, length + shift)
+    return result, length + shift
 
 
 def _corners(inside: npt.NDArray[np.int32], lengths: Sequence[int] | None) -> npt.NDArray[np.int32]:
-    """[3, groups, h, w] -> [3, tokens]. Tokens of a pruned group all stand in its upper left corner.
+    """[3, groups, h, w] -> [3, tokens]. Tokens of a pruned group all get its upper left corner.
 
-    Which of them stay is known when the frames have been decoded; whoever computes then adds their rows and columns.
+    Which tokens stay is known only after the frames are decoded; the runner then adds their rows and columns.
     """
     groups = inside.reshape(*inside.shape[:2], -1)
     if lengths is None:

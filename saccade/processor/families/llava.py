@@ -1,4 +1,4 @@
-"""LLaVA-1.5: every picture is resized by its short side and cropped to one square; plain rotary positions."""
+"""LLaVA-1.5: every image is resized by its short side and cropped to one square; sequential RoPE positions."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
-import numpy.typing as npt
 
 from saccade.errors import ConfigError
 from saccade.processor.families.base import (
     Expansion,
     Files,
+    Positions,
+    TokenIds,
     check_agreement,
     check_aspect_ratio,
     pixel_settings,
-    plain_positions,
+    sequential_positions,
     tag,
     vision_and_token,
 )
@@ -27,17 +28,19 @@ _DEFAULT_SIDE = 224  # what CLIP's image processor assumes when a checkpoint is 
 
 @dataclass(frozen=True, slots=True)
 class Llava:
-    short_side: int | None  # pictures are resized to this short side; None: stretched to the crop
+    short_side: int | None  # after the resize; None: stretched to the crop
     crop: Size
     patch_size: int
-    extra_tokens: int  # beside the patches: +1 for a class token that is kept
+    extra_tokens: int  # beside the patches: 1 for a class token that is kept
     image_token_id: int
     settings: Mapping[str, Any]
     is_fixed_size: bool = True
 
     @classmethod
     def from_checkpoint(cls, files: Files) -> Self:
-        (vision, token), given, processor = vision_and_token(files), files.image_processor, files.processor
+        vision, token = vision_and_token(files)
+        given = files.image_processor
+        processor = files.processor
         if given.get("do_pad"):
             raise ConfigError("the image processor says do_pad=true, but pictures are cropped here, not padded")
         short_side, crop = _resize_and_crop(given)
@@ -61,7 +64,7 @@ class Llava:
         return (self.image_token_id,)
 
     def policy(self, min_pixels: int | None, max_pixels: int | None) -> tuple[int, int]:
-        """The tower takes one size only, so limits a deployment sets have nothing to act on and are left aside."""
+        """The tower takes one size only; limits are ignored."""
         pixels = self.crop.width * self.crop.height
         return pixels, pixels
 
@@ -89,14 +92,12 @@ class Llava:
     def expand(self, geometry: Geometry) -> Expansion:
         return Expansion(np.full(geometry.tokens, self.image_token_id, np.int64), None)
 
-    def positions(
-        self, token_ids: Sequence[int] | npt.NDArray[np.int64], spans: Sequence[Span], grids: Sequence[Grid]
-    ) -> tuple[npt.NDArray[np.int32], int]:
-        return plain_positions(token_ids)
+    def positions(self, token_ids: TokenIds, spans: Sequence[Span], grids: Sequence[Grid]) -> Positions:
+        return sequential_positions(token_ids)
 
 
 def _resize_and_crop(given: Mapping[str, Any]) -> tuple[int | None, Size]:
-    """`size` and `crop_size` are numbers in old checkpoints, mappings in newer ones."""
+    """`size` and `crop_size` are integers in old checkpoints, mappings in newer ones."""
     size = {"shortest_edge": _DEFAULT_SIDE} if given.get("size") is None else given["size"]
     short_side = size if isinstance(size, int) else size.get("shortest_edge")
     own = _DEFAULT_SIDE if given.get("crop_size") is None else given["crop_size"]
@@ -113,13 +114,15 @@ def _resize_and_crop(given: Mapping[str, Any]) -> tuple[int | None, Size]:
 
 
 def _crops(given: Mapping[str, Any], size: Mapping[str, Any] | int) -> bool:
-    """Of a processor that does not say it. SigLIP's never does: it stretches a picture to height and width."""
+    """Whether a processor without do_center_crop crops. SigLIP's does not: it resizes to height and width."""
     return given.get("crop_size") is not None or isinstance(size, int) or not size.get("height")
 
 
 def _extra_tokens(processor: Mapping[str, Any], raw: Mapping[str, Any]) -> int:
-    """Tokens beside one per patch. Checkpoints from before the processor knew its patch size rely on the tower's own
-    output: CLIP puts a class token in front (SigLIP has none), and the strategy "default" drops it."""
+    """Tokens beside one per patch. CLIP adds a class token, SigLIP has none; the strategy "default" drops it.
+
+    A processor without patch_size does not count it, so the tower's own output decides.
+    """
     strategy = processor.get("vision_feature_select_strategy") or raw.get("vision_feature_select_strategy", "default")
     if strategy not in ("default", "full") or raw.get("vision_feature_select_strategy", strategy) != strategy:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""LLaVA-OneVision: tiles as in LLaVA-NeXT, many more of them, and a limit on the embeddings they become."""
+"""LLaVA-OneVision: LLaVA-NeXT's tiles, many more of them, with a limit on the embeddings (anyres_max_9)."""
 
 from __future__ import annotations
 
@@ -13,22 +13,24 @@ from saccade.types import Size
 
 _TOWER = "siglip_vision_model"
 _MAX_TILES = 6  # along either side, where a checkpoint names no pinpoints
-_SLACK = 1.1  # a picture this much larger along its sides is left as it is
+_SLACK = 1.1  # up to this ratio along a side, embeddings are not reduced
 
 
 @dataclass(frozen=True, slots=True)
 class LlavaOnevision(LlavaNext):
-    max_tiles: int = 9  # whose patches may become embeddings; more are reduced to as many
+    max_tiles: int = 9  # embeddings of more tiles are interpolated down to as many
 
     @classmethod
     def from_checkpoint(cls, files: Files) -> Self:
         vision, token = vision_and_token(files)
-        config, given, raw = files.config, files.image_processor, files.config.raw
+        given = files.image_processor
+        raw = files.config.raw
         if raw.get("vision_feature_select_strategy", "full") != "full":
             raise ConfigError("vision_feature_select_strategy must be full: the tower has no class token to drop")
         if raw["vision_config"].get("model_type") != _TOWER:
             raise ConfigError(f"config.json: vision_config.model_type must be {_TOWER}: tiles have no class tokens")
-        tile, counts = tile_side(given, vision), range(1, _MAX_TILES + 1)
+        tile = tile_side(given, vision)
+        counts = range(1, _MAX_TILES + 1)
         max_tiles = _max_tiles(files.processor.get("vision_aspect_ratio") or raw.get("vision_aspect_ratio"))
         return cls(
             tile=tile,
@@ -36,7 +38,7 @@ class LlavaOnevision(LlavaNext):
             pinpoints=read_pinpoints(given.get("image_grid_pinpoints") or raw.get("image_grid_pinpoints"), tile)
             or tuple(Size(columns * tile, rows * tile) for rows in counts for columns in counts),
             image_token_id=token,
-            placeholder_ids=tuple(i for i in (token, config.video_token_id) if i is not None),
+            placeholder_ids=tuple(i for i in (token, files.config.video_token_id) if i is not None),
             settings={**pixel_settings(given), "max_tiles": max_tiles},
             max_tiles=max_tiles,
         )
@@ -49,7 +51,7 @@ class LlavaOnevision(LlavaNext):
 
 
 def _max_tiles(aspect_ratio: Any) -> int:
-    """9 for "anyres_max_9", which is also what a silent checkpoint means."""
+    """9 for "anyres_max_9", the default."""
     number = str(aspect_ratio or "anyres_max_9").removeprefix("anyres_max_")
     if not number.isdecimal() or int(number) < 1:
         raise ConfigError(f"vision_aspect_ratio must be anyres_max_ and a number, not {aspect_ratio!r}")

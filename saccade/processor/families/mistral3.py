@@ -1,7 +1,7 @@
-"""Mistral 3 and Pixtral: any size up to a longest edge, a break token behind each row, an end token behind the last.
+"""Mistral 3 and Pixtral: any size up to a longest edge; a break token ends each row, an end token the last one.
 
 IMG IMG IMG BREAK
-IMG IMG IMG END         a picture of 2 x 3 tokens: six embeddings, eight positions
+IMG IMG IMG END         an image of 2 x 3 tokens: six embeddings, eight positions
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-import numpy.typing as npt
 
 from saccade.checkpoint.tokenizer_json import added_tokens
 from saccade.errors import ConfigError
@@ -21,10 +20,12 @@ from saccade.processor.families.base import (
     MAX_ASPECT_RATIO,
     Expansion,
     Files,
+    Positions,
+    TokenIds,
     check_aspect_ratio,
     in_order,
     pixel_settings,
-    plain_positions,
+    sequential_positions,
     tag,
     vision_and_token,
 )
@@ -46,11 +47,13 @@ class Mistral3:
 
     @classmethod
     def from_checkpoint(cls, files: Files) -> Self:
-        (vision, token), given, processor = vision_and_token(files), files.image_processor, files.processor
+        vision, token = vision_and_token(files)
+        given = files.image_processor
         if not given.get("do_resize", True):
             raise ConfigError("the image processor says do_resize=false; pictures must be resized to whole patches")
-        names = (processor.get("image_break_token") or "[IMG_BREAK]", processor.get("image_end_token") or "[IMG_END]")
-        break_id, end_id = _token_ids(files.path, names, token)
+        break_token = files.processor.get("image_break_token") or "[IMG_BREAK]"
+        end_token = files.processor.get("image_end_token") or "[IMG_END]"
+        break_id, end_id = _token_ids(files.path, [break_token, end_token], token)
         return cls(
             patch_size=vision.patch_size,
             merge_size=vision.spatial_merge_size,
@@ -70,34 +73,33 @@ class Mistral3:
         """Pixels along one side of the square that becomes one token."""
         return self.patch_size * self.merge_size
 
-    # --- limits ---------------------------------------------------------------------------------------------------
-
     def policy(self, min_pixels: int | None, max_pixels: int | None) -> tuple[int, int]:
         highest = self._max_pixels if max_pixels is None else max_pixels
-        lowest = 1 if min_pixels is None else min_pixels  # small pictures stay small
+        lowest = 1 if min_pixels is None else min_pixels  # small images stay small
         return in_order(lowest, highest)
 
     @property
     def _max_pixels(self) -> int:
-        """Of any picture once its sides are rounded up to whole tokens."""
+        """Pixels of the largest image, with its sides rounded up to whole tokens."""
         return _up(self.edges.width, self.token_side) * _up(self.edges.height, self.token_side) * self.token_side**2
 
     def policy_tag(self, min_pixels: int, max_pixels: int) -> bytes:
         sides = {"patch": self.patch_size, "merge": self.merge_size, "edges": self.edges}
         return tag({**self.settings, **sides, "min_pixels": min_pixels, "max_pixels": max_pixels})
 
-    # --- sizes ----------------------------------------------------------------------------------------------------
-
     def geometry(self, size: Size, min_pixels: int, max_pixels: int) -> Geometry:
         check_aspect_ratio(size)
-        fitted, side = self._fitted(size, min_pixels, max_pixels), self.token_side
-        columns, rows = _up(fitted.width, side), _up(fitted.height, side)
+        fitted = self._fitted(size, min_pixels, max_pixels)
+        side = self.token_side
+        columns = _up(fitted.width, side)
+        rows = _up(fitted.height, side)
         if max_pixels < self._max_pixels and columns * rows * side**2 > max_pixels:
-            columns, rows = max(1, fitted.width // side), max(1, fitted.height // side)
+            columns = max(1, fitted.width // side)
+            rows = max(1, fitted.height // side)
         return self._of(columns, rows)
 
     def _fitted(self, size: Size, min_pixels: int, max_pixels: int) -> Size:
-        """Shrunk to the longest edge as the checkpoint's processor does it; further only where a limit asks for it."""
+        """Shrunk to the longest edge as the Hugging Face processor does; further only for a pixel limit."""
         shrink = max(size.height / self.edges.height, size.width / self.edges.width)
         if max_pixels < self._max_pixels:
             shrink = max(shrink, math.sqrt(size.width * size.height / max_pixels))
@@ -110,15 +112,16 @@ class Mistral3:
         return size
 
     def largest(self, min_pixels: int, max_pixels: int) -> Geometry:
-        """The most tokens and the most embeddings that any picture can have, though perhaps not the same picture."""
+        """The maximum of tokens and the maximum of embeddings, though perhaps not of the same image."""
         shapes = [self._of(*shape) for shape in self._shapes(max_pixels)]
         maximum = max(shapes, key=lambda geometry: geometry.slots)
         return replace(maximum, tokens=max(geometry.tokens for geometry in shapes))
 
     def _shapes(self, max_pixels: int) -> Iterator[tuple[int, int]]:
-        """Columns and rows: for every number of rows the most columns a picture can have beside it."""
+        """(columns, rows): for every number of rows the maximum of columns."""
         side = self.token_side
-        max_columns, max_rows = _up(self.edges.width, side), _up(self.edges.height, side)
+        max_columns = _up(self.edges.width, side)
+        max_rows = _up(self.edges.height, side)
         allowed = max(1, max_pixels // side**2)
         thin = max(1, math.isqrt(MAX_ASPECT_RATIO * max_pixels) // side)  # along a strip less than a token wide
         yield min(max_columns, max(allowed, thin)), 1
@@ -130,8 +133,6 @@ class Mistral3:
         grid = Grid(1, rows * self.merge_size, columns * self.merge_size)
         return Geometry(resized, grid, tokens=rows * (columns + 1), slots=rows * columns)
 
-    # --- the prompt -----------------------------------------------------------------------------------------------
-
     def expand(self, geometry: Geometry) -> Expansion:
         rows = geometry.grid.h // self.merge_size
         ids = np.full((rows, geometry.tokens // rows), self.image_token_id, np.int64)
@@ -140,14 +141,12 @@ class Mistral3:
         row = [True] * (ids.shape[1] - 1) + [False]
         return Expansion(ids.ravel(), tuple(row * rows))
 
-    def positions(
-        self, token_ids: Sequence[int] | npt.NDArray[np.int64], spans: Sequence[Span], grids: Sequence[Grid]
-    ) -> tuple[npt.NDArray[np.int32], int]:
-        return plain_positions(token_ids)
+    def positions(self, token_ids: TokenIds, spans: Sequence[Span], grids: Sequence[Grid]) -> Positions:
+        return sequential_positions(token_ids)
 
 
 def _up(length: int, side: int) -> int:
-    """Whole tokens that cover so many pixels."""
+    """Tokens that cover so many pixels."""
     return -(-length // side)
 
 
@@ -163,7 +162,7 @@ def _edges(size: Any) -> Size:
 
 
 def _token_ids(folder: Path, names: Sequence[str], without: int) -> list[int]:
-    """Ids of control tokens. `without` a tokenizer no prompt can be made, but pictures can be counted."""
+    """Ids of control tokens; `without` for a folder that has no tokenizer, which is enough for counting."""
     file = folder / "tokenizer.json"
     if not file.is_file():
         return [without] * len(names)

@@ -1,4 +1,4 @@
-"""Llama 3.2 Vision: a picture is laid out on square tiles and stands as one token, which later tokens look at."""
+"""Llama 3.2 Vision: an image is cut into square tiles and is one token, which later tokens cross-attend to."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
-import numpy.typing as npt
 
 from saccade import costs
 from saccade.errors import ConfigError
 from saccade.processor.families.base import (
     Expansion,
     Files,
+    Positions,
+    TokenIds,
     check_aspect_ratio,
     in_order,
     pixel_settings,
-    plain_positions,
+    sequential_positions,
     tag,
     vision_and_token,
 )
@@ -36,17 +37,19 @@ class Mllama:
     tile: int  # side, in pixels
     max_tiles: int
     patch_size: int
-    slots_per_tile: int  # of the encoder cache: keys and values of a tile in every cross-attention layer
+    slots_per_tile: int  # encoder cache slots: a tile's keys and values in every cross-attention layer
     image_token_id: int
     settings: Mapping[str, Any]
     is_fixed_size: bool = False
 
     @classmethod
     def from_checkpoint(cls, files: Files) -> Self:
-        (vision, token), config, given = vision_and_token(files), files.config, files.image_processor
+        vision, token = vision_and_token(files)
+        config = files.config
+        given = files.image_processor
         tile, max_tiles = _tiling(given)
         _check_tower(config.raw["vision_config"], tile, max_tiles)
-        states = (tile // vision.patch_size) ** 2 + 1  # the tower puts a class token in front of each tile
+        states = (tile // vision.patch_size) ** 2 + 1  # the tower adds a class token to each tile
         return cls(
             tile=tile,
             max_tiles=max_tiles,
@@ -61,8 +64,7 @@ class Mllama:
         return (self.image_token_id,)
 
     def policy(self, min_pixels: int | None, max_pixels: int | None) -> tuple[int, int]:
-        """The maximum is of the canvas, in whole tiles but at least one. A minimum has nothing to act on: what is
-        smaller than a tile is enlarged anyway."""
+        """The maximum limits the canvas, to at least one tile. A minimum has no effect: small images fill a tile."""
         highest = self.max_tiles * self.tile**2 if max_pixels is None else max_pixels
         lowest = min(self.tile**2, highest) if min_pixels is None else min_pixels
         return in_order(lowest, highest)
@@ -80,13 +82,11 @@ class Mllama:
         return self._of(Size(columns * self.tile, self.tile), (1, columns))
 
     def expand(self, geometry: Geometry) -> Expansion:
-        """The token keeps its own embedding; what the tower returns is read in the layers that look at pictures."""
+        """The token keeps its own embedding; cross-attention layers read the tower's output."""
         return Expansion(np.array([self.image_token_id], np.int64), (False,), is_cross_attended=True)
 
-    def positions(
-        self, token_ids: Sequence[int] | npt.NDArray[np.int64], spans: Sequence[Span], grids: Sequence[Grid]
-    ) -> tuple[npt.NDArray[np.int32], int]:
-        return plain_positions(token_ids)
+    def positions(self, token_ids: TokenIds, spans: Sequence[Span], grids: Sequence[Grid]) -> Positions:
+        return sequential_positions(token_ids)
 
     def _tiles_within(self, max_pixels: int) -> int:
         return max(1, min(self.max_tiles, max_pixels // self.tile**2))
@@ -100,13 +100,13 @@ class Mllama:
 
 
 def arrangements(max_tiles: int) -> list[Arrangement]:
-    """In the order in which the tower numbers them."""
+    """In the order of the tower's aspect ratio ids."""
     sides = range(1, max_tiles + 1)
     return [(rows, columns) for rows in sides for columns in sides if rows * columns <= max_tiles]
 
 
 def choose(size: Size, tile: int, max_tiles: int) -> Arrangement:
-    """The canvas that a picture fills best: enlarged as little as possible, or else reduced as little as possible."""
+    """The canvas that enlarges the image least, or if none enlarges it, the one that shrinks it least."""
     scales = {
         (rows, columns): min(rows * tile / size.height, columns * tile / size.width)
         for rows, columns in arrangements(max_tiles)
@@ -117,16 +117,14 @@ def choose(size: Size, tile: int, max_tiles: int) -> Arrangement:
 
 
 def fit(size: Size, tile: int, arrangement: Arrangement) -> Size:
-    """The size of the picture on its canvas: no side is enlarged beyond one tile, both keep their ratio."""
+    """The image's size on its canvas: no side is enlarged beyond one tile; the aspect ratio stays."""
     height = min(max(size.height, tile), arrangement[0] * tile)
     width = min(max(size.width, tile), arrangement[1] * tile)
-    by_height, by_width = height / size.height, width / size.width
+    by_height = height / size.height
+    by_width = width / size.width
     if by_width < by_height:
         return Size(width, min(math.floor(size.height * by_width) or 1, height))
     return Size(min(math.floor(size.width * by_height) or 1, width), height)
-
-
-# --- what the files say -------------------------------------------------------------------------------------------
 
 
 def _tiling(given: Mapping[str, Any]) -> tuple[int, int]:

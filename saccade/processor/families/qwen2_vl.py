@@ -1,4 +1,4 @@
-"""Qwen2-VL: any size, rounded to whole tokens within pixel limits; three-axis rotary positions."""
+"""Qwen2-VL and later: any size, rounded to whole tokens within pixel limits (smart_resize); M-RoPE positions."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from saccade.processor.families.base import (
     MAX_ASPECT_RATIO,
     Expansion,
     Files,
+    Positions,
+    TokenIds,
     check_agreement,
     check_aspect_ratio,
     in_order,
@@ -28,7 +30,7 @@ from saccade.types import Geometry, Grid, Size, Span
 
 _MIN_PIXELS = 56 * 56  # what the image processor assumes when a checkpoint is silent
 _MAX_PIXELS = 28 * 28 * 1280
-_SLACK = 1 + 1e-9  # a bound must not be missed by the rounding error of a square root
+_SLACK = 1 + 1e-9  # for the rounding error of a square root
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,8 @@ class Qwen2VL:
 
     @classmethod
     def from_checkpoint(cls, files: Files) -> Self:
-        (vision, token), given = vision_and_token(files), files.image_processor
+        vision, token = vision_and_token(files)
+        given = files.image_processor
         if not given.get("do_resize", True):
             raise ConfigError("the image processor says do_resize=false; pictures must be resized to whole patches")
         check_agreement("the image processor", given, tower_sides(vision))
@@ -73,7 +76,7 @@ class Qwen2VL:
 
     def policy(self, min_pixels: int | None, max_pixels: int | None) -> tuple[int, int]:
         highest = self.max_pixels if max_pixels is None else max_pixels
-        # A deployment that only lowers the maximum means it, even below the checkpoint's own minimum.
+        # A maximum that the operator sets wins, even below the checkpoint's own minimum.
         lowest = min(self.min_pixels, highest) if min_pixels is None else min_pixels
         return in_order(lowest, highest)
 
@@ -96,24 +99,25 @@ class Qwen2VL:
     def expand(self, geometry: Geometry) -> Expansion:
         return Expansion(np.full(geometry.tokens, self.image_token_id, np.int64), None)
 
-    def positions(
-        self, token_ids: Sequence[int] | npt.NDArray[np.int64], spans: Sequence[Span], grids: Sequence[Grid]
-    ) -> tuple[npt.NDArray[np.int32], int]:
-        """Text counts on along all three axes; a picture spreads over height and width and ends at its longer side.
+    def positions(self, token_ids: TokenIds, spans: Sequence[Span], grids: Sequence[Grid]) -> Positions:
+        """Text counts up on all three axes; an image spreads over height and width and advances by its longer side.
 
-            text  picture of 2 x 3 tokens   text
+            text  image of 2 x 3 tokens     text
         t   0 1   2 2 2 2 2 2               5
         h   0 1   2 2 2 3 3 3               5
         w   0 1   2 3 4 2 3 4               5
         """
         positions = np.empty((3, len(token_ids)), np.int32)  # [axes, tokens]
-        done, shift = 0, 0  # tokens written; rotary position minus index for the text that comes next
+        done = 0  # tokens written
+        shift = 0  # RoPE position minus index, for the text that comes next
         for span, grid in zip(spans, grids, strict=True):
             positions[:, done : span.start] = np.arange(done + shift, span.start + shift, dtype=np.int32)
             first = span.start + shift
-            h, w = grid.h // self.merge_size, grid.w // self.merge_size
+            h = grid.h // self.merge_size
+            w = grid.w // self.merge_size
             positions[:, span.start : span.end] = _image_positions(grid.t, h, w) + first
-            done, shift = span.end, first + max(h, w) - span.end
+            done = span.end
+            shift = first + max(h, w) - span.end
         positions[:, done:] = np.arange(done + shift, len(token_ids) + shift, dtype=np.int32)
         return positions, len(token_ids) + shift
 
@@ -124,10 +128,9 @@ def _image_positions(t: int, h: int, w: int) -> npt.NDArray[np.int32]:  # [3, t 
 
 
 def fit(size: Size, side: int, min_pixels: int, max_pixels: int) -> Size:
-    """The nearest whole number of tokens along each side, then shrunk or grown until the area is within the limits.
+    """`smart_resize`: round each side to whole tokens, then scale until the area is within the limits.
 
-    A strip whose short side rounds to nothing still gets one token across, so thin pictures can end up above
-    `max_pixels`; the model's own processor does the same.
+    A thin strip keeps one token across and can so exceed `max_pixels`; the Hugging Face processor does the same.
     """
     width, height = size
     rounded = Size(round(width / side) * side, round(height / side) * side)
@@ -142,28 +145,29 @@ def fit(size: Size, side: int, min_pixels: int, max_pixels: int) -> Size:
 
 
 def largest_fit(side: int, min_pixels: int, max_pixels: int) -> Size:
-    """A size that `fit` never exceeds in tokens. Three ways lead to many of them; the worst one counts."""
+    """A size that `fit` never exceeds in tokens: the worst of three cases."""
     candidates = (_fullest(max_pixels // side**2), _thinnest(side, max_pixels), _max_enlarged(side, min_pixels))
     rows, columns = max(candidates, key=math.prod)
     return Size(columns * side, rows * side)
 
 
 def _fullest(tokens: int) -> tuple[int, int]:
-    """Most tokens in a rectangle of at most this many, the squarest one where several tie."""
+    """The largest rectangle of at most so many tokens; of several, the squarest."""
     if tokens < 1:
         return 1, 1
     return max(((rows, tokens // rows) for rows in range(math.isqrt(tokens), 0, -1)), key=math.prod)
 
 
 def _thinnest(side: int, max_pixels: int) -> tuple[int, int]:
-    """A strip at the aspect limit, shrunk: its length shrinks by the area, but one token across is always left."""
+    """A strip at the aspect ratio limit, shrunk: one token across always stays."""
     return 1, max(1, math.floor(math.sqrt(max_pixels * MAX_ASPECT_RATIO) / side * _SLACK))
 
 
 def _max_enlarged(side: int, min_pixels: int) -> tuple[int, int]:
-    """Growing to the minimum rounds up along both sides; the worst shapes are just past a whole number of columns."""
+    """Enlarging rounds both sides up; the worst sizes are just above a whole number of columns."""
     tokens = min_pixels / side**2 * _SLACK
-    squarest, widest = math.floor(math.sqrt(tokens)), math.floor(math.sqrt(tokens * MAX_ASPECT_RATIO))
+    squarest = math.floor(math.sqrt(tokens))
+    widest = math.floor(math.sqrt(tokens * MAX_ASPECT_RATIO))
     shapes = [(math.ceil(tokens / columns), columns + 1) for columns in range(max(1, squarest), widest + 1)]
     return max([(1, 1), *shapes], key=math.prod)
 
@@ -176,7 +180,7 @@ def edges_of(given: Mapping[str, Any]) -> Mapping[str, int | None]:
 
 
 def _checkpoint_limits(given: Mapping[str, Any]) -> tuple[int, int]:
-    """Published checkpoints say min_pixels and max_pixels; newer ones keep the same numbers as edges of `size`."""
+    """min_pixels and max_pixels, in newer checkpoints under the edges of `size`."""
     size = edges_of(given)
     lowest = given.get("min_pixels") or size.get("shortest_edge") or size.get("min_pixels") or _MIN_PIXELS
     highest = given.get("max_pixels") or size.get("longest_edge") or size.get("max_pixels") or _MAX_PIXELS

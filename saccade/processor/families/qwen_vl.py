@@ -1,4 +1,4 @@
-"""The first Qwen-VL: every picture is stretched to one square and read by as many queries; plain rotary positions."""
+"""The first Qwen-VL: every image is resized to one square and resampled to n_queries embeddings."""
 
 from __future__ import annotations
 
@@ -8,11 +8,19 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
-import numpy.typing as npt
 
 from saccade.checkpoint.config import ModelConfig
 from saccade.errors import ConfigError
-from saccade.processor.families.base import Expansion, Files, check_aspect_ratio, pixel_settings, plain_positions, tag
+from saccade.processor.families.base import (
+    Expansion,
+    Files,
+    Positions,
+    TokenIds,
+    check_aspect_ratio,
+    pixel_settings,
+    sequential_positions,
+    tag,
+)
 from saccade.types import Geometry, Grid, Size, Span
 
 
@@ -20,14 +28,15 @@ from saccade.types import Geometry, Grid, Size, Span
 class QwenVL:
     side: int  # of the square, in pixels
     patch_size: int
-    queries: int  # embeddings of a picture, whatever it shows
+    queries: int  # embeddings of an image
     image_token_id: int
     settings: Mapping[str, Any]
     is_fixed_size: bool = True
 
     @classmethod
     def from_checkpoint(cls, files: Files) -> Self:
-        vision, image_token = files.config.vision, files.config.image_token_id
+        vision = files.config.vision
+        image_token = files.config.image_token_id
         if vision is None or vision.image_size is None or image_token is None:
             raise ConfigError(
                 "config.json: visual needs image_size and image_start_id, or this model takes no pictures"
@@ -47,7 +56,7 @@ class QwenVL:
         return (self.image_token_id,)
 
     def policy(self, min_pixels: int | None, max_pixels: int | None) -> tuple[int, int]:
-        """The tower takes one size only, so limits a deployment sets have nothing to act on and are left aside."""
+        """The tower takes one size only; limits are ignored."""
         return self.side**2, self.side**2
 
     def policy_tag(self, min_pixels: int, max_pixels: int) -> bytes:
@@ -64,10 +73,8 @@ class QwenVL:
     def expand(self, geometry: Geometry) -> Expansion:
         return Expansion(np.full(geometry.tokens, self.image_token_id, np.int64), None)
 
-    def positions(
-        self, token_ids: Sequence[int] | npt.NDArray[np.int64], spans: Sequence[Span], grids: Sequence[Grid]
-    ) -> tuple[npt.NDArray[np.int32], int]:
-        return plain_positions(token_ids)
+    def positions(self, token_ids: TokenIds, spans: Sequence[Span], grids: Sequence[Grid]) -> Positions:
+        return sequential_positions(token_ids)
 
 
 def _square(queries: int) -> int:
@@ -75,8 +82,6 @@ def _square(queries: int) -> int:
         raise ConfigError(f"visual: n_queries={queries} must be a square, as queries lie on a grid")
     return queries
 
-
-# --- chats --------------------------------------------------------------------------------------------------------
 
 CHATML = """\
 {%- set pictures = namespace(count=0) -%}
@@ -106,6 +111,5 @@ CHATML = """\
 
 
 def chat_template(config: ModelConfig) -> str | None:
-    """Checkpoints ship none: their code writes ChatML where generation_config.json asks for it, with pictures numbered
-    through the conversation. The others were not trained to chat."""
+    """ChatML with numbered images, if generation_config.json asks for it; the base model cannot chat."""
     return CHATML if config.raw.get("chat_format") == "chatml" else None

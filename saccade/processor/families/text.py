@@ -1,4 +1,4 @@
-"""Models that read text alone: a picture is refused in words, and positions count on."""
+"""Text-only models: images are refused; sequential RoPE positions."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
-import numpy.typing as npt
 
 from saccade.errors import RequestError
-from saccade.processor.families.base import Expansion, Files, plain_positions
+from saccade.processor.families.base import Expansion, Files, Positions, TokenIds, sequential_positions
 from saccade.types import Geometry, Grid, Size, Span
 
 
@@ -40,7 +39,5 @@ class Text:
     def expand(self, geometry: Geometry) -> Expansion:
         return Expansion(np.empty(0, np.int64), None)
 
-    def positions(
-        self, token_ids: Sequence[int] | npt.NDArray[np.int64], spans: Sequence[Span], grids: Sequence[Grid]
-    ) -> tuple[npt.NDArray[np.int32], int]:
-        return plain_positions(token_ids)
+    def positions(self, token_ids: TokenIds, spans: Sequence[Span], grids: Sequence[Grid]) -> Positions:
+        return sequential_positions(token_ids)
