@@ -1,4 +1,4 @@
-"""Threads that work for several owners in turn: whoever asks for much waits for itself. Knows nothing of the work."""
+"""A thread pool that serves its owners round-robin, so that one with much work delays only itself."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Result = TypeVar("Result")
 
 
 class QueueFull(Exception):
-    """An owner has as much waiting as it may; `count` of it."""
+    """An owner's queue is full, with `count` items."""
 
     def __init__(self, count: int) -> None:
         super().__init__(f"{count} wait")
@@ -20,13 +20,10 @@ class QueueFull(Exception):
 
 
 class FairPool:
-    """Takes one piece of work from each owner that has some, then again one from each.
-
-    Its threads start with the first piece. They are daemons: no owner can hold up the end of the process.
-    """
+    """Takes one item of each owner in turn. Threads start on demand and are daemons, so none delays exit."""
 
     def __init__(self, threads: int, name: str, max_waiting: int | None = None) -> None:
-        """`max_waiting`: pieces that one owner may have in the queue."""
+        """`max_waiting`: items that one owner may have queued."""
         self._num_threads = threads
         self._name = name
         self._max_waiting = max_waiting
@@ -36,7 +33,7 @@ class FairPool:
         self._is_closed = False
 
     def submit(self, owner: str, work: Callable[[], Result]) -> Future[Result]:
-        """QueueFull if too much of this owner's waits. What is cancelled before its turn is not begun."""
+        """Raises QueueFull if the owner's queue is full. A future may be cancelled until its work starts."""
         future: Future[Result] = Future()
         with self._changed:
             waiting = len(self._queues.get(owner, ()))
@@ -51,7 +48,7 @@ class FairPool:
         return future
 
     def close(self) -> None:
-        """Cancels what waits; what runs is not waited for."""
+        """Cancel queued work; running work is not waited for."""
         with self._changed:
             self._is_closed = True
             waiting = [future for queue in self._queues.values() for future, _ in queue]
@@ -75,10 +72,10 @@ class FairPool:
                 future.set_result(work())
             except BaseException as error:
                 future.set_exception(error)
-            del taken, future, work  # or the last piece of work would stay until the next one comes
+            del taken, future, work  # or they would stay alive until the next item
 
     def _take(self) -> tuple[Future[Any], Callable[[], Any]] | None:
-        """The next piece; its owner goes behind all others. None when the pool is closed."""
+        """The next item; its owner moves to the end. None when the pool is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._queues or self._is_closed)
             if self._is_closed:

@@ -1,14 +1,10 @@
-"""Compressed bytes to upright RGB pixels, of a picture or of a video's frame group.
-
-Owns no threads: the encoder stage calls this from its pool.
-"""
+"""Media decoding: an image or a frame group to upright RGB pixels. Called from the encoder stage's threads."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -27,15 +23,14 @@ from saccade.types import MediaItem, Size
 
 try:
     import simplejpeg  # type: ignore[import-untyped, import-not-found, unused-ignore]
-except ImportError:  # then Pillow does it, with the same library and two copies more
+except ImportError:  # Pillow uses the same library with two more copies
     simplejpeg = None
 
 Pixels = npt.NDArray[np.uint8]
 NewPixels = Callable[[tuple[int, int, int]], Pixels]
-"""(height, width, 3) -> an array to decode into."""
+"""Allocates an array of (height, width, 3) to decode into."""
 
-# The readers themselves: Image.open would add a pixel limit of its own, which is a global of the process. Ours is an
-# option, and the probe has already applied it.
+# Not Image.open, which has a process-wide pixel limit of its own; the probe has applied ours.
 _READERS: dict[str, type[ImageFile]] = {
     "jpeg": JpegImageFile,
     "png": PngImageFile,
@@ -50,26 +45,28 @@ def _new_pixels(shape: tuple[int, int, int]) -> Pixels:
     return np.empty(shape, np.uint8)
 
 
-def decode_item(item: MediaItem, clips: VideoReaders, new: NewPixels = _new_pixels) -> Pixels:
-    """[height, width, 3] of a picture, in `new` memory if it is written there at once; [frames, ...] of a group."""
+def decode_item(item: MediaItem, readers: VideoReaders, new: NewPixels = _new_pixels) -> Pixels:
+    """[height, width, 3] of an image, decoded into `new` memory where possible; [frames, ...] of a group."""
     if item.stills:
         return np.stack([decode(still) for still in _stills(item)])
-    return _decode_group(item, clips) if item.stamps else decode(item, new)
+    return _decode_group(item, readers) if item.stamps else decode(item, new)
 
 
-def _stills(item: MediaItem) -> list[MediaItem]:
-    """The frames of a group that came one by one, as pictures of their own."""
-    ends = accumulate(still.length for still in item.stills)
-    cuts = [(item.data[end - still.length : end], still.header) for end, still in zip(ends, item.stills, strict=True)]
-    return [replace(item, data=data, header=header, stills=()) for data, header in cuts]
+def _stills(item: MediaItem) -> Iterator[MediaItem]:
+    """The frames of a group from a list of frames, as images."""
+    start = 0
+    for still in item.stills:
+        data = item.data[start : start + still.length]
+        yield replace(item, data=data, header=still.header, stills=())
+        start += still.length
 
 
-def _decode_group(item: MediaItem, clips: VideoReaders) -> Pixels:
+def _decode_group(item: MediaItem, readers: VideoReaders) -> Pixels:
     try:
-        return np.stack(clips.frames(item))
+        return np.stack(readers.frames(item))
     except RequestError:
         raise
-    except Exception:  # FFmpeg's errors are as many as Pillow's
+    except Exception:  # FFmpeg has many error types
         width, height = item.header.size
         raise RequestError(
             f"the video of {width}x{height} pixels ({len(item.data)} bytes) is damaged or cut short and cannot be "
@@ -79,12 +76,12 @@ def _decode_group(item: MediaItem, clips: VideoReaders) -> Pixels:
 
 
 def decode(item: MediaItem, new: NewPixels = _new_pixels) -> Pixels:  # [height, width, 3]
-    """The picture as a viewer shows it. Any fault of the bytes becomes one RequestError without library text."""
+    """An upright image. Any fault of the bytes becomes a RequestError without library text."""
     width, height = item.header.size
     if item.header.format == "rgb":
         return np.frombuffer(item.data, np.uint8).reshape(height, width, 3)
     try:
-        pixels = _decode_plain_jpeg(item, new)
+        pixels = _decode_jpeg(item, new)
         if pixels is None:
             pixels = _decode_file(item)
     except RequestError:
@@ -93,7 +90,7 @@ def decode(item: MediaItem, new: NewPixels = _new_pixels) -> Pixels:  # [height,
         raise RequestError(
             f"a picture of {width}x{height} pixels does not fit into memory while it is decoded", code="image_too_large"
         ) from None
-    except Exception:  # Pillow raises a dozen kinds for broken files; all of them mean the same to a client
+    except Exception:  # Pillow has a dozen error types for broken files
         raise RequestError(
             f"the {item.header.format.upper()} picture of {width}x{height} pixels ({len(item.data)} bytes) is damaged "
             "or cut short and cannot be decoded",
@@ -107,10 +104,10 @@ def decode(item: MediaItem, new: NewPixels = _new_pixels) -> Pixels:  # [height,
     return pixels
 
 
-def _decode_plain_jpeg(item: MediaItem, new: NewPixels) -> Pixels | None:
-    """What Pillow would give, to the bit, without its copies and without holding up other threads.
+def _decode_jpeg(item: MediaItem, new: NewPixels) -> Pixels | None:
+    """The same pixels as Pillow's, without its copies and without the GIL.
 
-    None for all but upright, undamaged colour or grey pictures: Pillow reads the others, or says what is wrong.
+    None unless the image is upright, intact, and colour or grey: Pillow handles the others.
     """
     if simplejpeg is None or item.header.format != "jpeg" or item.header.orientation != 1:
         return None
@@ -132,7 +129,7 @@ def _decode_file(item: MediaItem) -> Pixels:
 
 
 def _check_stored_size(stored: Size, item: MediaItem) -> None:
-    """The raster about to be allocated is the one that was billed, so a header cannot promise little and cost much."""
+    """The raster about to be allocated must have the billed size."""
     width, height = item.header.size
     if stored.width * stored.height != width * height:
         raise RequestError(

@@ -1,7 +1,6 @@
-"""One GET over one connection, which nobody shares and which is closed whatever happens. Knows no rules about URLs.
+"""A minimal HTTP/1.1 client: one GET over one connection, which is always closed. Deadlines are the caller's.
 
-What an origin may send beside a body is bounded: interim answers, headers, chunk sizes and their extensions, trailers.
-Deadlines are the caller's.
+What an origin may send beside a body is bounded: interim responses, headers, chunk extensions, trailers.
 """
 
 from __future__ import annotations
@@ -16,16 +15,16 @@ import httptools
 from saccade.media.urls import Target
 
 _READ_BYTES = 64 << 10
-_MAX_EXTRA_BYTES = 64 << 10  # that are no body; beyond them every byte needs one of a body
-_MAX_INTERIM = 16  # answers such as 103 before the real one
+_MAX_EXTRA_BYTES = 64 << 10  # of overhead; beyond, at most one byte per byte of body
+_MAX_INTERIM = 16  # responses such as 103 before the final one
 
 
-class BrokenAnswer(Exception):
-    """The connection failed, or what came over it is no answer that may be read on."""
+class BrokenResponse(Exception):
+    """The connection failed, or the response is invalid."""
 
 
-class RequestOutputBuilder:
-    """What came so far. The parser calls `on_...` for each piece of it."""
+class HttpResponse:
+    """A response while it is received. The parser calls the `on_...` methods."""
 
     def __init__(self, reader: asyncio.StreamReader) -> None:
         self.status = 0  # 0 until the headers are complete
@@ -36,24 +35,25 @@ class RequestOutputBuilder:
         self._num_interim = 0
         self._num_read = 0
         self._num_body = 0
-        self._pieces: list[bytes] = []  # of the body, not taken yet
+        self._pieces: list[bytes] = []  # of the body, not yet yielded
 
     async def read_head(self) -> None:
         while not self.status:
             if not await self._read():
-                raise BrokenAnswer
+                raise BrokenResponse
 
     async def body(self) -> AsyncIterator[bytes]:
-        """Ends with the length, the last chunk, or the connection where neither was announced."""
+        """Ends with content-length, the last chunk, or the connection if there is neither."""
         while True:
-            pieces, self._pieces = self._pieces, []
-            if pieces:
-                yield b"".join(pieces)
+            if self._pieces:
+                piece = b"".join(self._pieces)
+                self._pieces.clear()
+                yield piece
             if self._is_complete:
                 return
             if not await self._read():
                 if self.headers.keys() & {"content-length", "transfer-encoding"}:
-                    raise BrokenAnswer
+                    raise BrokenResponse
                 return
 
     async def _read(self) -> bool:
@@ -63,9 +63,9 @@ class RequestOutputBuilder:
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):
-            raise BrokenAnswer from None
+            raise BrokenResponse from None
         if self._num_read - self._num_body > _MAX_EXTRA_BYTES + self._num_body:
-            raise BrokenAnswer
+            raise BrokenResponse
         return bool(data)
 
     def on_message_begin(self) -> None:
@@ -83,11 +83,11 @@ class RequestOutputBuilder:
         if status >= 200:
             self.status = status
             if self.headers.get("transfer-encoding", "chunked").strip().lower() != "chunked":
-                raise BrokenAnswer
+                raise BrokenResponse
             return
         self._num_interim += 1
         if self._num_interim > _MAX_INTERIM:
-            raise BrokenAnswer
+            raise BrokenResponse
 
     def on_body(self, body: bytes) -> None:
         if not self._is_complete:
@@ -99,31 +99,31 @@ class RequestOutputBuilder:
 
 
 @asynccontextmanager
-async def answer_of(
+async def open_response(
     target: Target,
     addresses: Sequence[str],
     headers: Iterable[tuple[str, str]],
     context: ssl.SSLContext,
     connect_timeout_s: float,
-) -> AsyncIterator[RequestOutputBuilder]:
-    """Connects to the first of the addresses that can be reached. TimeoutError where none can in time."""
+) -> AsyncIterator[HttpResponse]:
+    """Connect to the first reachable address and send the request. TimeoutError if none connects in time."""
     async with asyncio.timeout(connect_timeout_s):
         reader, writer = await _connected(target, addresses, context)
     try:
         writer.write(_request(target, headers))
-        answer = RequestOutputBuilder(reader)
-        await answer.read_head()
-        yield answer
+        response = HttpResponse(reader)
+        await response.read_head()
+        yield response
     except OSError:
-        raise BrokenAnswer from None
+        raise BrokenResponse from None
     finally:
-        writer.transport.abort()  # at once and without waiting: nothing can come between, not even a cancellation
+        writer.transport.abort()  # without await, so that no cancellation can come between
 
 
 async def _connected(
     target: Target, addresses: Sequence[str], context: ssl.SSLContext
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """TLS is started with the name, so the certificate is checked against the name and not the address."""
+    """TLS checks the certificate against the host name, not the address."""
     tls: Mapping[str, ssl.SSLContext | str] = {}
     if target.scheme == "https":
         tls = {"ssl": context, "server_hostname": target.host}
@@ -131,8 +131,8 @@ async def _connected(
         try:
             return await asyncio.open_connection(address, target.port, limit=_READ_BYTES, **tls)  # type: ignore[arg-type]
         except OSError:
-            continue  # the next may be reachable: many hosts have an IPv6 address, and many networks no way to it
-    raise BrokenAnswer
+            continue  # for example no IPv6 route
+    raise BrokenResponse
 
 
 def _request(target: Target, headers: Iterable[tuple[str, str]]) -> bytes:

@@ -1,8 +1,8 @@
-"""Fetches pictures: http(s) from hosts the operator allows, files from one folder. Knows neither prompts nor formats.
+"""Media fetching with SSRF protection: http(s) from hosts the operator allows, files from one folder.
 
-URL ─► checked ─► resolved once ─► every address public ─► connected to one of them ─► bytes, or a URL again
+URL ─► checked ─► resolved once ─► every address public ─► connected to one of them ─► bytes, or a redirect
 
-Nothing is kept between two fetches: no connections, no cookies, no proxy from the environment.
+Fetches share no state: no connections, no cookies, no proxy from the environment.
 """
 
 from __future__ import annotations
@@ -24,45 +24,45 @@ from pathlib import Path
 from urllib.parse import unquote, urljoin, urlsplit
 
 from saccade.errors import RequestError
-from saccade.media.download import BrokenAnswer, RequestOutputBuilder, answer_of
+from saccade.media.download import BrokenResponse, HttpResponse, open_response
 from saccade.media.fetch_slots import Owners, Slot, SlotLimits, Slots
 from saccade.media.urls import Target, is_public, is_public_or_private, read_domains, read_url
 
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _ENCODINGS = frozenset({"identity", "gzip", "x-gzip", "deflate"})
-_AUTO_ZLIB = 47  # window bits that make zlib recognise gzip and deflate by themselves
-_UNPACKED_BYTES = 256 << 10  # at a time: well packed zeros would keep everybody else waiting otherwise
+_AUTO_ZLIB = 47  # wbits with which zlib detects gzip and deflate
+_CHUNK_BYTES = 256 << 10  # decompressed at once: highly compressed zeros would block the event loop otherwise
 
-_IMAGE = re.compile(r"^((?:the )?)picture")  # how errors begin; one about a video says so
+_IMAGE = re.compile(r"^((?:the )?)picture")  # start of error messages, adapted for videos
 
 Resolve = Callable[[str, int], Awaitable[list[str]]]
 """Host and port to addresses, best first."""
 OnBytes = Callable[[int], None]
-"""Is told how many bytes are about to be kept, piece by piece; an error of its own ends the fetch."""
+"""Called before each chunk is stored, with its size; an exception ends the fetch."""
 
 
 @dataclass(frozen=True, slots=True)
 class FetchPolicy:
     """What the operator allows. By default nothing is fetched and no file is read."""
 
-    allowed_domains: tuple[str, ...] = ()  # "example.com" stands for its subdomains too; "*" for every public host
-    allowed_local_path: Path | None = None  # the folder whose files may be named by file: URLs and paths
-    timeout_s: float = 10  # for one picture, redirects included
+    allowed_domains: tuple[str, ...] = ()  # "example.com" includes its subdomains; "*" is every public host
+    allowed_local_path: Path | None = None  # the folder for file: URLs and paths
+    timeout_s: float = 10  # for one image, redirects included
     connect_timeout_s: float = 5
     max_redirects: int = 3
-    max_bytes: int = 64 << 20  # of the picture, after any decompression
-    allow_private_addresses: bool = False  # those of a private network too, of hosts that are named one by one
-    slots: SlotLimits = field(default_factory=SlotLimits)  # connections at once; waiting for one is part of `timeout_s`
+    max_bytes: int = 64 << 20  # of the image, after any decompression
+    allow_private_addresses: bool = False  # allowed hosts may have addresses of a private network
+    slots: SlotLimits = field(default_factory=SlotLimits)  # connections; the wait for one is part of `timeout_s`
 
 
 @dataclass(slots=True)
 class _Job:
-    """One fetch under way."""
+    """One fetch in progress."""
 
     on_bytes: OnBytes
     client: str
     request: object
-    is_waiting: bool = False  # for a connection that it may open
+    is_waiting: bool = False  # for a connection slot
 
 
 class Fetcher:
@@ -78,13 +78,13 @@ class Fetcher:
             ("Accept-Encoding", "identity"),
         ]
         self.slots = Slots(policy.slots)
-        # As many threads as connections, so that a name server which does not answer keeps nobody else's lookups.
+        # As many threads as connections, so that a slow name server cannot delay other lookups.
         self._lookups = ThreadPoolExecutor(policy.slots.total, thread_name_prefix="saccade-lookup")
         self._resolve = resolve or self._system_resolve
         self._ssl_context = ssl_context or ssl.create_default_context()
 
     def for_videos(self, max_bytes: int) -> Fetcher:
-        """The same hosts, slots and times, for larger things."""
+        """The same policy and slots, with another size limit."""
         other = copy(self)
         other._policy = replace(self._policy, max_bytes=max_bytes)
         other._headers = [(name, "video/*" if name == "Accept" else value) for name, value in self._headers]
@@ -100,9 +100,9 @@ class Fetcher:
         client: str = "",
         request: object = None,
     ) -> bytes:
-        """The bytes behind a URL or path; RequestError, with `param` on it, for everything that can go wrong.
+        """The bytes at a URL or path. Every failure is a RequestError with `param` on it.
 
-        `client` and `request` say for whom: each of them gets a share of the connections and no more.
+        `client` and `request` are the owners, each of which gets a share of the connections.
         """
         try:
             scheme = url.partition(":")[0].lower()
@@ -146,15 +146,15 @@ class Fetcher:
         for _ in range(self._policy.max_redirects + 1):
             target = read_url(url, self._domains)
             try:
-                answer = await self._get(target, job)
+                response = await self._get(target, job)
             except TimeoutError:
                 limit = self._policy.connect_timeout_s
                 raise _failed(f"could not be had: no connection to {target.host} within {limit:g} s") from None
-            except BrokenAnswer:
+            except BrokenResponse:
                 raise _failed(f"could not be had: the connection to {target.host} failed or broke off") from None
-            if isinstance(answer, bytes):
-                return answer
-            url = _joined(target.url, answer)
+            if isinstance(response, bytes):
+                return response
+            url = _joined(target.url, response)
         raise _failed(f"is behind more than {self._policy.max_redirects} redirects")
 
     async def _get(self, target: Target, job: _Job) -> bytes | str:
@@ -165,22 +165,22 @@ class Fetcher:
             job.is_waiting = False
             async with asyncio.timeout(limit):
                 addresses = await self._addresses(target, slot)
-            async with answer_of(target, addresses, self._headers, self._ssl_context, limit) as answer:
-                if answer.status in _REDIRECTS and "location" in answer.headers:
-                    return answer.headers["location"]
-                if answer.status != 200:
-                    raise _failed(f"could not be had: {target.host} answered with status {answer.status}")
-                return await self._body(answer, job.on_bytes)
+            async with open_response(target, addresses, self._headers, self._ssl_context, limit) as response:
+                if response.status in _REDIRECTS and "location" in response.headers:
+                    return response.headers["location"]
+                if response.status != 200:
+                    raise _failed(f"could not be had: {target.host} answered with status {response.status}")
+                return await self._body(response, job.on_bytes)
 
-    async def _body(self, answer: RequestOutputBuilder, on_bytes: OnBytes) -> bytes:
-        encoding = answer.headers.get("content-encoding", "").strip().lower() or "identity"
+    async def _body(self, response: HttpResponse, on_bytes: OnBytes) -> bytes:
+        encoding = response.headers.get("content-encoding", "").strip().lower() or "identity"
         if encoding not in _ENCODINGS:
             raise _failed("came in a compression that was not asked for")
-        claimed = answer.headers.get("content-length", "0")
+        claimed = response.headers.get("content-length", "0")
         if claimed.isdecimal() and int(claimed) > self._policy.max_bytes:
             raise _over(self._policy)
         body = io.BytesIO()  # gives its bytes away without a copy
-        async for piece in answer.body() if encoding == "identity" else _unpacked(answer.body()):
+        async for piece in response.body() if encoding == "identity" else _decompressed(response.body()):
             if body.tell() + len(piece) > self._policy.max_bytes:
                 raise _over(self._policy)
             on_bytes(len(piece))
@@ -188,9 +188,9 @@ class Fetcher:
         return body.getvalue()
 
     async def _addresses(self, target: Target, slot: Slot) -> list[str]:
-        """A name is resolved once and refused unless all its addresses are public; these very ones are connected to."""
-        slot.work = asyncio.ensure_future(self._looked_up(target))
-        addresses = await asyncio.shield(slot.work)  # a lookup cannot be broken off, and keeps its thread till it ends
+        """Resolve once, refuse unless all addresses are public, and connect to these (no DNS rebinding)."""
+        slot.work = asyncio.ensure_future(self._lookup(target))
+        addresses = await asyncio.shield(slot.work)  # a lookup cannot be cancelled and holds its thread
         if not addresses:
             raise _failed(f"could not be had: the host {target.host} is unknown")
         is_allowed = is_public_or_private if self._policy.allow_private_addresses else is_public
@@ -198,7 +198,7 @@ class Fetcher:
             raise _refused(f"pictures may not be fetched from {target.host}: it is not on the public internet")
         return addresses
 
-    async def _looked_up(self, target: Target) -> list[str]:
+    async def _lookup(self, target: Target) -> list[str]:
         try:
             return await self._resolve(target.host, target.port)
         except (OSError, UnicodeError):
@@ -219,12 +219,12 @@ def _joined(base: str, location: str) -> str:
         raise _failed("is behind a redirect to something that is no URL") from None
 
 
-async def _unpacked(packed: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Small pieces however well they were packed, and between two of them it is the others' turn."""
+async def _decompressed(packed: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Decompress in small chunks, yielding to the event loop between them."""
     unpack = zlib.decompressobj(_AUTO_ZLIB)
     async for chunk in packed:
         try:
-            while piece := unpack.decompress(chunk, _UNPACKED_BYTES):
+            while piece := unpack.decompress(chunk, _CHUNK_BYTES):
                 yield piece
                 await asyncio.sleep(0)
                 chunk = unpack.unconsumed_tail
@@ -236,8 +236,8 @@ async def _unpacked(packed: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 
 
 def _local_file(url: str, policy: FetchPolicy) -> tuple[Path, int]:
-    """A file under the allowed folder, links followed first, and its size. Outside it, nobody learns whether a file
-    exists."""
+    """A file under the allowed folder, with links resolved first, and its size. Errors do not tell whether a file
+    outside the folder exists."""
     if policy.allowed_local_path is None:
         raise _refused(
             "pictures are not read from files here; the operator allows a folder with --allowed-local-media-path"
@@ -270,11 +270,11 @@ def _local_path(url: str) -> Path:
 
 
 def _read_regular(path: Path, size: int) -> bytes:
-    """No pipes or devices, which may never end, and no link that was put there after the check."""
+    """Refuses pipes and devices, which may never end, and a link that was put there after the check."""
     try:
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
             if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                return file.read(size)  # what was added since was not counted
+                return file.read(size)  # not more than was accounted for
     except OSError:
         pass
     raise _unreadable()

@@ -1,7 +1,4 @@
-"""Who may connect now: so many connections at once in all, and fewer for one client, one request and one host.
-
-Counts and turns only; opens nothing.
-"""
+"""Connection slots for media fetches: limits in total and per client, request and host, shared fairly."""
 
 from __future__ import annotations
 
@@ -11,11 +8,11 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import NamedTuple
 
-Turn = asyncio.Future[None]
+Waiter = asyncio.Future[None]
 
 
 class SlotLimits(NamedTuple):
-    """Connections at once. One client, one request or one slow host leaves room for the others."""
+    """Maximum of concurrent connections, in total and per owner."""
 
     total: int = 64
     client: int = 16
@@ -24,7 +21,7 @@ class SlotLimits(NamedTuple):
 
 
 class Owners(NamedTuple):
-    """On whose behalf a connection is opened."""
+    """The owners that a connection is counted for."""
 
     client: str
     request: object  # the same for all fetches of one request
@@ -35,19 +32,19 @@ class Slot:
     """The right to one connection."""
 
     def __init__(self) -> None:
-        self.work: asyncio.Future[list[str]] | None = None  # may outlive the fetch; the slot is not free before it ends
+        self.work: asyncio.Future[list[str]] | None = None  # may outlive the fetch; the slot stays taken until it ends
 
 
 class Slots:
     def __init__(self, limits: SlotLimits) -> None:
         self._limits = limits
         self._held: Counter[tuple[str, object]] = Counter()  # by kind and name of owner
-        self._waiting: dict[str, dict[Turn, Owners]] = {}  # by client, then in order of arrival
+        self._waiting: dict[str, dict[Waiter, Owners]] = {}  # by client, then in order of arrival
         self.num_taken = 0
 
     @asynccontextmanager
     async def taken(self, owners: Owners) -> AsyncIterator[Slot]:
-        """Waits for a turn. Whatever happens inside, the slot comes back."""
+        """Wait for a slot and free it afterwards."""
         await self._take(owners)
         slot = Slot()
         try:
@@ -59,47 +56,48 @@ class Slots:
                 slot.work.add_done_callback(lambda _: self._give_back(owners))
 
     async def _take(self, owners: Owners) -> None:
-        if self._has_room(owners):  # whoever waits has none, or would have gone when it came
+        if self._has_capacity(owners):  # waiters lack it, or they would have been served when it was freed
             self._count(owners, 1)
             return
-        turn: Turn = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(owners.client, {})[turn] = owners
+        waiter: Waiter = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(owners.client, {})[waiter] = owners
         try:
-            await turn
+            await waiter
         except asyncio.CancelledError:
-            if turn.cancelled():
-                self._leave(turn, owners)
-            else:  # its turn had come, and nobody is there to take it
+            if waiter.cancelled():
+                self._remove(waiter, owners)
+            else:  # the slot was granted but the task is gone
                 self._give_back(owners)
             raise
 
     def _give_back(self, owners: Owners) -> None:
         self._count(owners, -1)
         while found := self._next():
-            turn, owners = found
-            self._leave(turn, owners)
+            waiter, owners = found
+            self._remove(waiter, owners)
             self._count(owners, 1)
-            turn.set_result(None)
+            waiter.set_result(None)
 
-    def _next(self) -> tuple[Turn, Owners] | None:
-        """Of the client that holds least, who waits longest. Clients at their limit are not looked at."""
+    def _next(self) -> tuple[Waiter, Owners] | None:
+        """The longest waiter of the client with the fewest connections; clients at their limit are skipped."""
         for client in sorted(self._waiting, key=lambda client: self._held["client", client]):
             if self._held["client", client] >= self._limits.client:
                 return None
-            for turn, owners in self._waiting[client].items():
-                if self._has_room(owners) and not turn.done():
-                    return turn, owners
+            for waiter, owners in self._waiting[client].items():
+                if self._has_capacity(owners) and not waiter.done():
+                    return waiter, owners
         return None
 
-    def _leave(self, turn: Turn, owners: Owners) -> None:
+    def _remove(self, waiter: Waiter, owners: Owners) -> None:
         waiting = self._waiting[owners.client]
-        del waiting[turn]
+        del waiting[waiter]
         if not waiting:
             del self._waiting[owners.client]
 
-    def _has_room(self, owners: Owners) -> bool:
-        has_one = self.num_taken < self._limits.total
-        return has_one and all(self._held[kind, name] < getattr(self._limits, kind) for kind, name in _named(owners))
+    def _has_capacity(self, owners: Owners) -> bool:
+        if self.num_taken >= self._limits.total:
+            return False
+        return all(self._held[kind, name] < getattr(self._limits, kind) for kind, name in _named(owners))
 
     def _count(self, owners: Owners, change: int) -> None:
         self.num_taken += change

@@ -1,6 +1,6 @@
-"""Identity: the salt of a request, the content key of a picture, the records of a prompt. Knows bytes and ids only.
+"""Multimodal hashing: content keys of images, cache salts, and the per-position identity that prefix caching hashes.
 
-SHA-256 rather than BLAKE2: processors since 2017 have instructions for it, and there it is about twice as fast.
+SHA-256 rather than BLAKE2: CPUs since 2017 have instructions for it, which make it about twice as fast.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from saccade.types import RECORD_BYTES, Header, Key, Span
 
 _KEY_WORDS = 4  # a 32-byte key as 64-bit words
 _RECORD_WORDS = RECORD_BYTES // 8
-_REMEMBERED_BYTES = 16 << 20  # of pictures, compressed: those of the conversations that go on at the moment
-_REMEMBERED = 512  # pictures, 700 bytes each: of tiny ones the bytes alone would allow hundreds of thousands
+_CACHE_BYTES = 16 << 20  # of compressed images: those of running conversations
+_CACHE_ENTRIES = 512  # 700 bytes each: bounds the memory for tiny images
 _SAMPLES = 32
 
 
 def content_key(loaded: Loaded, policy_tag: bytes, fingerprint: bytes, salt: bytes) -> Key:
-    """Equal for equal bytes under one policy, model and salt. Fields carry their lengths, so none poses as another."""
+    """Equal for equal bytes under one policy, model and salt. Fields are length-prefixed."""
     header = loaded.header
-    # Compressed bytes say their own size and orientation; bare pixels do not.
+    # Compressed bytes contain their size and orientation; raw pixels do not.
     shape = struct.pack("<QQ", *header.size) if header.format == "rgb" else b""
     digest = hashlib.sha256()
     for field in (header.format.encode(), shape, policy_tag, fingerprint, salt, loaded.data):
@@ -39,8 +39,10 @@ def content_key(loaded: Loaded, policy_tag: bytes, fingerprint: bytes, salt: byt
 
 
 def salt_of(tenant: str, cache_salt: Any) -> bytes:
-    """What keeps a request's cache entries apart from those of others: nothing, or the digest of who asks and which
-    salt came with the request. The length keeps ("a", "bc") and ("ab", "c") apart."""
+    """Separates a request's cache entries from those of other tenants and salts; empty if it has neither.
+
+    The length keeps ("a", "bc") and ("ab", "c") apart.
+    """
     if not isinstance(cache_salt, str):
         raise RequestError(f"cache_salt must be a string, not {type(cache_salt).__name__}", param="cache_salt")
     if not tenant and not cache_salt:
@@ -48,69 +50,68 @@ def salt_of(tenant: str, cache_salt: Any) -> bytes:
     return hashlib.sha256(f"{len(tenant)}:{tenant}{cache_salt}".encode(errors="surrogatepass")).digest()
 
 
-class _Place(NamedTuple):
-    """Where a picture is looked up. Everything its key depends on, but of its bytes only a few."""
+class _LookupKey(NamedTuple):
+    """Everything a content key depends on, but only a sample of the bytes."""
 
     header: Header
     policy_tag: bytes
-    salt: bytes  # its digest: clients choose how long a salt is
+    salt: bytes  # a digest, as clients choose how long a salt is
     length: int
     sample: bytes
 
 
-class _Known(NamedTuple):
-    start: int  # of its bytes in the ring
+class _CachedKey(NamedTuple):
+    start: int  # of the bytes in the ring
     key: Key
 
 
 class RecentKeys:
-    """`content_key` for one model, which remembers the pictures that came last: those of a conversation come each turn.
+    """`content_key` with a cache of recent images: a conversation sends its images again with every request.
 
-    Bytes are compared several times faster than they are hashed, and a picture is another's equal only if all of its
-    bytes are: what is remembered is what hashing would give. The memory for bytes is taken at once and never grows:
+    All bytes are compared, which is several times faster than hashing them. The ring is allocated once:
 
-        ring    | picture 7 | 8 | 9 ...  | (a gap) | picture 4 | 5 | 6 |      the next one takes the place of 4
+        ring    | image 7 | 8 | 9 ...  | (a gap) | image 4 | 5 | 6 |      the next one overwrites 4
     """
 
-    def __init__(self, fingerprint: bytes, max_bytes: int = _REMEMBERED_BYTES) -> None:
+    def __init__(self, fingerprint: bytes, max_bytes: int = _CACHE_BYTES) -> None:
         self._fingerprint = fingerprint
         self._ring = bytearray(b"\1") * max_bytes
         self._next = 0
-        self._known: OrderedDict[_Place, _Known] = OrderedDict()  # as they came
+        self._cached: OrderedDict[_LookupKey, _CachedKey] = OrderedDict()  # oldest first
         self._lock = Lock()
 
     def of(self, loaded: Loaded, policy_tag: bytes, salt: bytes) -> Key:
         data = loaded.data
         sample = data[:: len(data) // _SAMPLES + 1]
-        place = _Place(loaded.header, policy_tag, hashlib.sha256(salt).digest(), len(data), sample)
+        lookup = _LookupKey(loaded.header, policy_tag, hashlib.sha256(salt).digest(), len(data), sample)
         with self._lock:
-            known = self._known.get(place)
-            if known and self._ring.startswith(data, known.start):
-                return known.key
+            cached = self._cached.get(lookup)
+            if cached and self._ring.startswith(data, cached.start):
+                return cached.key
         key = content_key(loaded, policy_tag, self._fingerprint, salt)
         with self._lock:
-            self._remember(place, data, key)
+            self._insert(lookup, data, key)
         return key
 
-    def _remember(self, place: _Place, data: bytes, key: Key) -> None:
+    def _insert(self, lookup: _LookupKey, data: bytes, key: Key) -> None:
         if len(data) > len(self._ring):
             return
-        self._known.pop(place, None)
+        self._cached.pop(lookup, None)
         if self._next + len(data) > len(self._ring):
-            self._forget_before(len(self._ring))
+            self._evict_before(len(self._ring))
             self._next = 0
         end = self._next + len(data)
-        self._forget_before(end)
+        self._evict_before(end)
         self._ring[self._next : end] = data
-        self._known[place] = _Known(self._next, key)
-        if len(self._known) > _REMEMBERED:
-            self._known.popitem(last=False)
+        self._cached[lookup] = _CachedKey(self._next, key)
+        if len(self._cached) > _CACHE_ENTRIES:
+            self._cached.popitem(last=False)
         self._next = end
 
-    def _forget_before(self, end: int) -> None:
-        """Those that begin between here and there. They are the oldest."""
-        while self._known and self._next <= next(iter(self._known.values())).start < end:
-            self._known.popitem(last=False)
+    def _evict_before(self, end: int) -> None:
+        """Evict the entries that start between `_next` and `end`, which are the oldest."""
+        while self._cached and self._next <= next(iter(self._cached.values())).start < end:
+            self._cached.popitem(last=False)
 
 
 def identity(
@@ -121,7 +122,7 @@ def identity(
     | 0 ....................... 31 | 32 ........... 39 |
     | zeros, or the content key    | id, or the offset |
 
-    `marks` stand for the content keys, one per span, where a span's positions depend on more than what is before it.
+    `marks`, one per span, replace the content keys where KV depends on more than the preceding tokens.
     """
     records = np.zeros((len(token_ids), _RECORD_WORDS), "<u8")  # [positions, 5]
     records[:, _KEY_WORDS] = token_ids

@@ -1,7 +1,7 @@
-"""Walks over picture files: frames, EXIF and, where Pillow would do more than look, size and mode. Decodes nothing.
+"""Image header parsers: frame count, EXIF and, where Pillow would allocate or decode, size and mode.
 
-Each walk takes a bounded number of steps whatever the bytes say, so that a file made of a million empty pieces costs no
-more than a photo. A walk that cannot make sense of the bytes raises ValueError.
+Each parser takes a bounded number of steps, so that a file of a million empty chunks costs no more than a photo.
+Invalid bytes raise ValueError.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import NamedTuple
 from saccade.types import Size
 
 MAX_STEPS = 20_000
-"""Segments looked at in one file. Counting frames stops here: a longer animation reports the frames seen so far."""
+"""Segments read of one file. A longer animation reports the frames counted so far."""
 
 
 class Outline(NamedTuple):
-    """What a walk found. `size` and `mode` are None where Pillow's own header reader is asked instead."""
+    """A parsed header. `size` and `mode` are None where Pillow's own header reader is safe to use."""
 
     frames: int = 1
     exif: bytes | None = None
@@ -32,8 +32,8 @@ _MARKER_START = re.compile(rb"\xff+")  # any number of padding bytes may come be
 _NOT_A_FRAME = frozenset({0xC4, 0xC8, 0xCC})  # in the range of frame headers, but tables
 
 
-def walk_jpeg(data: bytes) -> Outline:
-    """Segments up to the frame header, which has the size. EXIF comes before it."""
+def parse_jpeg(data: bytes) -> Outline:
+    """Segments up to the frame header, which has the size and follows EXIF."""
     exif = None
     for marker, body in _jpeg_segments(data):
         if marker == 0xE1 and exif is None and body[:6] == _EXIF_MARK:
@@ -47,16 +47,17 @@ def walk_jpeg(data: bytes) -> Outline:
 
 
 def _jpeg_segments(data: bytes) -> Iterator[tuple[int, memoryview]]:
-    view, at = memoryview(data), 2
+    view = memoryview(data)
+    at = 2
     for _ in range(MAX_STEPS):
         run = _MARKER_START.search(data, at)
         if run is None or run.end() + 3 > len(data):
             return
         at = run.end() - 1
-        if data[at + 1] in (0xD9, 0xDA):  # end of picture, start of pixels
+        if data[at + 1] in (0xD9, 0xDA):  # end of image, start of pixels
             return
         marker = data[at + 1]
-        if marker in (0x00, 0x01) or 0xD0 <= marker <= 0xD8:  # stand alone, without a length
+        if marker in (0x00, 0x01) or 0xD0 <= marker <= 0xD8:  # markers without a length
             at += 2
             continue
         length = struct.unpack_from(">H", data, at + 2)[0]
@@ -64,9 +65,11 @@ def _jpeg_segments(data: bytes) -> Iterator[tuple[int, memoryview]]:
         at += 2 + length
 
 
-def walk_png(data: bytes) -> Outline:
-    """Chunks before the pixels. An EXIF chunk behind them is not looked for."""
-    frames, exif, at = 1, None, 8
+def parse_png(data: bytes) -> Outline:
+    """Chunks before the pixels. A later EXIF chunk is ignored."""
+    frames = 1
+    exif = None
+    at = 8
     for _ in range(MAX_STEPS):
         length, kind = struct.unpack_from(">I4s", data, at)
         if kind in (b"IDAT", b"IEND"):
@@ -79,9 +82,13 @@ def walk_png(data: bytes) -> Outline:
     raise ValueError("too many chunks before the pixels")
 
 
-def walk_webp(data: bytes) -> Outline:
-    """RIFF chunks. Pillow is not asked: opening a WebP there already allocates its canvas."""
-    size, mode, frames, exif, at = None, "RGB", 0, None, 12
+def parse_webp(data: bytes) -> Outline:
+    """RIFF chunks. Size and mode are read here because Pillow allocates the canvas on opening a WebP."""
+    size = None
+    mode = "RGB"
+    frames = 0
+    exif = None
+    at = 12
     for _ in range(MAX_STEPS):
         if at + 8 > len(data):
             break
@@ -122,8 +129,8 @@ def _vp8l(data: bytes, at: int) -> tuple[Size, bool]:
 _WEBP_SIZES: Mapping[bytes, Callable[[bytes, int], tuple[Size, bool]]] = {b"VP8X": _vp8x, b"VP8 ": _vp8, b"VP8L": _vp8l}
 
 
-def walk_gif(data: bytes) -> Outline:
-    """Blocks, counting picture descriptors. A first frame that sticks out of the screen enlarges it, as in Pillow."""
+def parse_gif(data: bytes) -> Outline:
+    """Blocks, counting image descriptors. A first frame larger than the screen enlarges it, as in Pillow."""
     width, height, flags = struct.unpack_from("<6xHHB", data)
     at = 13 + _palette_bytes(flags)
     frames = steps = 0
@@ -131,7 +138,8 @@ def walk_gif(data: bytes) -> Outline:
         if data[at] == 0x2C:
             left, top, w, h, local = struct.unpack_from("<HHHHB", data, at + 1)
             if frames == 0:
-                width, height = max(width, left + w), max(height, top + h)
+                width = max(width, left + w)
+                height = max(height, top + h)
             frames += 1
             at += 11 + _palette_bytes(local)  # descriptor, palette, code size
         else:
@@ -148,7 +156,8 @@ def _palette_bytes(flags: int) -> int:
 
 def _skip_sub_blocks(data: bytes, at: int, steps: int) -> tuple[int, int]:
     while at < len(data) and data[at] and steps < MAX_STEPS:
-        at, steps = at + 1 + data[at], steps + 1
+        at += 1 + data[at]
+        steps += 1
     return at + 1, steps
 
 
@@ -163,19 +172,20 @@ class _TiffLayout(NamedTuple):
     entry: str
     offset: str
     entry_bytes: int
-    first: int  # where the offset of the first directory is
+    first: int  # position of the first directory's offset
 
 
-def walk_tiff(data: bytes) -> Outline:
-    """Directories, one per page. Pillow turns TIFF pictures upright by itself, so there is no EXIF to pass on."""
+def parse_tiff(data: bytes) -> Outline:
+    """Directories, one per page. Pillow applies a TIFF's orientation itself, so no EXIF is passed on."""
     order = "<" if data[:2] == b"II" else ">"
     is_big = data[2:4] in (b"+\x00", b"\x00+")
     layout = _TiffLayout("Q", "HHQ", "Q", 20, 8) if is_big else _TiffLayout("H", "HHI", "I", 12, 4)
     at = struct.unpack_from(order + layout.offset, data, layout.first)[0]
     _check_tiff_values(data, at, order, layout)
-    frames, seen = 0, set[int]()
-    while at and at not in seen and frames < MAX_STEPS and at + 2 <= len(data):
-        seen.add(at)
+    frames = 0
+    visited = set[int]()
+    while at and at not in visited and frames < MAX_STEPS and at + 2 <= len(data):
+        visited.add(at)
         frames += 1
         at = _next_directory(data, at, order, layout)
     return Outline(max(1, frames))
@@ -190,11 +200,12 @@ def _next_directory(data: bytes, at: int, order: str, layout: _TiffLayout) -> in
 
 
 def _check_tiff_values(data: bytes, at: int, order: str, layout: _TiffLayout) -> None:
-    """Entries may all point at the same bytes and a reader would copy them for each: refuse more than the file has."""
+    """Refuse entries that claim more bytes than the file has: a reader would copy them for each entry."""
     entries = struct.unpack_from(order + layout.entries, data, at)[0]
     if entries > MAX_STEPS:
         raise ValueError("too many entries")
-    at, total = at + struct.calcsize(order + layout.entries), 0
+    at += struct.calcsize(order + layout.entries)
+    total = 0
     for entry in range(entries):
         _, kind, count = struct.unpack_from(order + layout.entry, data, at + entry * layout.entry_bytes)
         total += count * _TYPE_BYTES.get(kind, 0)
@@ -203,7 +214,7 @@ def _check_tiff_values(data: bytes, at: int, order: str, layout: _TiffLayout) ->
 
 
 def exif_orientation(exif: bytes) -> int:
-    """1 to 8 from the first directory of an EXIF block; anything missing or broken counts as 1, as viewers do."""
+    """1 to 8 from the first directory of an EXIF block; 1 if it is missing or broken."""
     body = exif.removeprefix(_EXIF_MARK)
     order = {b"II": "<", b"MM": ">"}.get(body[:2], "<")
     try:
@@ -217,16 +228,11 @@ def exif_orientation(exif: bytes) -> int:
     return 1
 
 
-def walk_bmp(data: bytes) -> Outline:
-    """One picture behind a fixed header: nothing to walk."""
-    return Outline()
-
-
-WALKS: Mapping[str, Callable[[bytes], Outline]] = {
-    "jpeg": walk_jpeg,
-    "png": walk_png,
-    "webp": walk_webp,
-    "gif": walk_gif,
-    "bmp": walk_bmp,
-    "tiff": walk_tiff,
+PARSERS: Mapping[str, Callable[[bytes], Outline]] = {
+    "jpeg": parse_jpeg,
+    "png": parse_png,
+    "webp": parse_webp,
+    "gif": parse_gif,
+    "bmp": lambda _: Outline(),  # Pillow reads its fixed header
+    "tiff": parse_tiff,
 }

@@ -1,6 +1,6 @@
-"""Whatever a caller passes as a picture becomes bytes and a header. Decodes nothing that is still compressed.
+"""Image loading: any object that a caller may pass becomes bytes and a header. Nothing compressed is decoded.
 
-Reads local files when the Python caller names one; never touches the network.
+Reads local files for Python callers; never uses the network.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _PIECE_CHARS = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A picture at hand: compressed bytes as they arrived, or bare RGB pixels when its header says "rgb"."""
+    """An image: compressed bytes as they arrived, or raw RGB pixels if the header's format is "rgb"."""
 
     data: bytes
     header: Header
@@ -51,7 +51,7 @@ def load_image(source: Any, policy: MediaPolicy, *, param: str | None = None, al
 
 def _load(source: Any, policy: MediaPolicy, allow_paths: bool) -> Loaded:
     if isinstance(source, Image.Image):
-        return _from_pil(source, policy)
+        return _still_compressed(source, policy) or _decoded(source, policy)
     if isinstance(source, (bytes, bytearray, memoryview)):
         return _from_bytes(bytes(source), policy)
     if isinstance(source, np.ndarray):
@@ -59,7 +59,7 @@ def _load(source: Any, policy: MediaPolicy, allow_paths: bool) -> Loaded:
     if isinstance(source, str):
         return _from_string(source, policy, allow_paths)
     if isinstance(source, Path) and allow_paths:
-        return _from_bytes(read_file(source, policy), policy)
+        return _from_file(source, policy)
     raise RequestError(
         f"a picture is a PIL image, a path, bytes, a NumPy array or a data: URL, not {type(source).__name__}",
         code="invalid_image",
@@ -81,18 +81,18 @@ def _from_string(text: str, policy: MediaPolicy, allow_paths: bool) -> Loaded:
         )
     if not allow_paths:
         raise RequestError("the picture's URL must be a data: URL with base64 data", code="invalid_image_url")
-    return _from_bytes(read_file(text, policy), policy)
+    return _from_file(text, policy)
 
 
 def decode_data_url(url: str, policy: MediaPolicy) -> bytes:
-    """The bytes of `data:[type][;parameters];base64,...`. What the type claims is ignored: bytes are sniffed."""
+    """The bytes of `data:[type][;parameters];base64,...`. The type is ignored: bytes are sniffed."""
     start = url.find(",") + 1
     if not start:
         raise _bad_base64("has no comma before its data")
     if "base64" not in [part.strip().lower() for part in url[: start - 1].split(";")[1:]]:
         raise _bad_base64("is not marked ;base64")
     length = len(url) - start
-    check_bytes(length // 4 * 3 - 2, policy)  # before a copy is made of something too large
+    check_bytes(length // 4 * 3 - 2, policy)  # before it is copied
     try:
         return _base64(url, start)
     except (binascii.Error, ValueError):
@@ -100,8 +100,10 @@ def decode_data_url(url: str, policy: MediaPolicy) -> bytes:
 
 
 def _base64(url: str, start: int) -> bytes:
-    """Piece by piece: no copy of the whole text is made, and other threads need not wait until one long call ends."""
-    decoded, rest, is_over = io.BytesIO(), "", False
+    """Decode in chunks: no copy of the whole text, and other threads can run between two calls."""
+    decoded = io.BytesIO()
+    rest = ""
+    is_over = False
     for position in range(start, len(url), _PIECE_CHARS):
         text = rest + url[position : position + _PIECE_CHARS]
         if any(noise in text for noise in _WHITE_SPACE):
@@ -121,31 +123,32 @@ def _bad_base64(what: str) -> RequestError:
     return RequestError(f"the picture's data: URL {what}", code="invalid_base64_image")
 
 
-def read_file(path: str | os.PathLike[str], policy: MediaPolicy) -> bytes:
+def read_file(path: str | Path, check_size: Callable[[int], None], what: str, code: str) -> bytes:
     try:
         info = os.stat(path)
         if not stat.S_ISREG(info.st_mode):  # a device or a pipe may never end
             raise OSError(errno.EINVAL, "not a regular file")
-        check_bytes(info.st_size, policy)
+        check_size(info.st_size)
         return Path(path).read_bytes()
-    except (OSError, ValueError) as error:
-        if isinstance(error, RequestError):
-            raise
-        reason = error.strerror if isinstance(error, OSError) else "not a valid path"
-        raise RequestError(
-            f"the picture file {os.fspath(path)!r} cannot be read: {reason}", code="image_file_not_found"
-        ) from None
+    except RequestError:
+        raise
+    except OSError as error:
+        reason = error.strerror
+    except ValueError:
+        reason = "not a valid path"
+    raise RequestError(f"the {what} file {os.fspath(path)!r} cannot be read: {reason}", code=code)
 
 
-def _from_pil(image: Image.Image, policy: MediaPolicy) -> Loaded:
-    return _still_compressed(image, policy) or _decoded(image, policy)
+def _from_file(path: str | Path, policy: MediaPolicy) -> Loaded:
+    data = read_file(path, lambda count: check_bytes(count, policy), "picture", "image_file_not_found")
+    return _from_bytes(data, policy)
 
 
 def _still_compressed(image: Image.Image, policy: MediaPolicy) -> Loaded | None:
-    """The file behind an image that was opened and not touched since: same key as the file, and nothing is decoded."""
+    """The file of a PIL image that was opened but not decoded: it gets the same key as the file."""
     if not isinstance(image, ImageFile.ImageFile) or image.fp is None or image.tell() != 0:
         return None
-    if not image.tile and image.format != "WEBP":  # nothing left to decode; a WebP has no tiles even before that
+    if not image.tile and image.format != "WEBP":  # decoded already; a WebP never has tiles
         return None
     try:
         position = image.fp.tell()
@@ -156,7 +159,7 @@ def _still_compressed(image: Image.Image, policy: MediaPolicy) -> Loaded | None:
     except RequestError as error:
         if error.code in ("image_too_large", "image_file_too_large"):
             raise
-        return None  # a format we do not read from bytes, but Pillow opened it for the caller
+        return None  # a format that only Pillow reads
     except (OSError, ValueError):
         return None
     return loaded if _stored(loaded.header) == (image.size, image.mode) else None
@@ -174,7 +177,7 @@ def _decoded(image: Image.Image, policy: MediaPolicy) -> Loaded:
         pixels = upright(to_rgb(image), orientation)
     except RequestError:
         raise
-    except Exception:  # a lazily opened file may be damaged; Pillow has a dozen kinds of error for that
+    except Exception:  # a lazily opened file may be damaged
         raise RequestError(
             f"the {image.format or 'PIL'} picture of {image.width}x{image.height} pixels cannot be decoded",
             code="image_parse_error",
@@ -212,7 +215,8 @@ def _to_bytes(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
         high_bits: npt.NDArray[np.uint8] = (array >> 8).astype(np.uint8)
         return high_bits
     if np.issubdtype(array.dtype, np.floating):
-        low, high = float(array.min()), float(array.max())
+        low = float(array.min())
+        high = float(array.max())
         if not (low >= 0 and high <= 1):  # also false for NaN
             raise RequestError(
                 f"a float picture array holds values from 0 to 1, but these go from {low:g} to {high:g}; "

@@ -1,7 +1,6 @@
-"""A picture's header: format, size, orientation, frames, mode. Never allocates a raster, never shows a library's words.
+"""Image probing: format, size, orientation, frames and mode from the header. Never allocates a raster.
 
-Only the formats in `FORMATS`, recognised by their first bytes, are ever parsed; what a MIME type or a file name claims
-does not matter. Bytes behind the picture are ignored.
+Formats are recognised by magic bytes; MIME types and file names are ignored, and so are bytes after the image.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
 from saccade.errors import RequestError
-from saccade.media.image_headers import WALKS, Outline, exif_orientation
+from saccade.media.image_headers import PARSERS, Outline, exif_orientation
 from saccade.options import MediaPolicy
 from saccade.types import Header, Size
 
@@ -31,7 +30,7 @@ _MAGIC: tuple[tuple[bytes, str], ...] = (
     (b"II+\x00", "tiff"),
     (b"MM\x00+", "tiff"),
 )
-# Not pictures, or not ones we read; recognised only to say so by name.
+# Unsupported formats, recognised for the error message.
 _OTHERS: tuple[tuple[bytes, str], ...] = (
     (b"%PDF", "PDF"),
     (b"%!PS", "EPS or PostScript"),
@@ -49,17 +48,17 @@ _OTHERS: tuple[tuple[bytes, str], ...] = (
 _BRANDS = {b"avif": "AVIF", b"avis": "AVIF", b"heic": "HEIC", b"heix": "HEIC", b"mif1": "HEIF", b"msf1": "HEIF"}
 FORMATS = "JPEG, PNG, WebP, GIF, BMP and TIFF"
 
-# These readers stop at the pixels. They are called directly because `Image.open` has a size limit and a warning.
+# These readers stop before the pixels. `Image.open` would add a size limit and a warning.
 _READERS: Mapping[str, Callable[[io.BytesIO], Image.Image]] = {
     "png": PngImageFile,
     "bmp": BmpImageFile,
     "tiff": TiffImageFile,
 }
-_MAX_SIDE = 2**31 - 1  # a larger number is a negative one read without its sign
+_MAX_SIDE = 2**31 - 1  # a larger value is a negative one read as unsigned
 
 
 def probe(data: bytes, policy: MediaPolicy) -> Header:
-    """Read the header, or say in one sentence why this picture is refused."""
+    """Read the header, or raise a RequestError that says why the image is refused."""
     if not data:
         raise RequestError("the picture is empty (0 bytes)", code="empty_image_file")
     check_bytes(len(data), policy)
@@ -108,7 +107,7 @@ def _guess(data: bytes) -> str:
 
 def _header(name: str, data: bytes) -> Header:
     try:
-        outline = WALKS[name](data)
+        outline = PARSERS[name](data)
         size, mode = _size_and_mode(name, data, outline)
     except (ValueError, struct.error, SyntaxError, OSError, EOFError, LookupError, TypeError, OverflowError) as error:
         raise _refusal(name, data, error) from None

@@ -1,4 +1,4 @@
-"""How any picture becomes upright 8-bit RGB, one rule per mode. Knows Pillow images: no files, limits or models."""
+"""Conversion of any Pillow image to upright 8-bit RGB, one rule per mode."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _STRIP_PIXELS = 1 << 20
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """The picture in mode RGB. Of several frames it is the one the image stands at: the first when just opened.
+    """The current frame in mode RGB.
 
     | stored pixels                                   | what comes out                                                 |
     | ----------------------------------------------- | -------------------------------------------------------------- |
@@ -33,11 +33,11 @@ def to_rgb(image: Image.Image) -> Image.Image:
     | 1 bit, 8-bit grey, palette, RGB                 | same colours                                                   |
     | 16-bit grey (I;16, I)                           | the upper 8 of 16 bits, so the whole range is kept             |
     | float grey (F)                                  | 0..1 scaled to 0..255 if nothing exceeds 1; else clipped 0..255|
-    | CMYK, YCCK, YCbCr, HSV                          | Pillow's plain formulas, no colour management                  |
+    | CMYK, YCCK, YCbCr, HSV                          | Pillow's formulas, no colour management                        |
     | LAB                                             | sRGB through LittleCMS                                         |
     | anything else                                   | RequestError `invalid_image_mode`                              |
 
-    Embedded ICC profiles are ignored, as the models' own processors ignore them.
+    Embedded ICC profiles are ignored, as the Hugging Face processors do.
     """
     if image.mode in _WIDE_GREY:
         return _from_wide_grey(image)
@@ -56,7 +56,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 
 def upright(image: Image.Image, orientation: int) -> Image.Image:
-    """The picture as a viewer shows it, for an EXIF orientation of 1 to 8."""
+    """Apply an EXIF orientation of 1 to 8."""
     method = _TRANSPOSE.get(orientation)
     return image if method is None else image.transpose(method)
 
@@ -64,12 +64,12 @@ def upright(image: Image.Image, orientation: int) -> Image.Image:
 def _on_white(image: Image.Image) -> Image.Image:
     colour = image.info.get("transparency")
     if image.mode == "RGB" and isinstance(colour, tuple) and max(colour) > 255:
-        # A 16-bit file names its transparent colour in 16 bits, but Pillow keeps 8 bits of its pixels.
+        # A 16-bit file has a 16-bit transparent colour, but Pillow keeps 8 bits of its pixels.
         image = image.copy()
         image.info["transparency"] = tuple(c >> 8 for c in colour)
     flat = Image.new("RGB", image.size)
     rows = max(1, _STRIP_PIXELS // image.width)
-    for top in range(0, image.height, rows):  # in strips: whole layers of a large picture would take a gigabyte
+    for top in range(0, image.height, rows):  # in strips: layers of a large image would take a gigabyte
         layer = image.crop((0, top, image.width, min(top + rows, image.height))).convert("RGBA")
         flat.paste(Image.alpha_composite(Image.new("RGBA", layer.size, _WHITE), layer).convert("RGB"), (0, top))
     return flat

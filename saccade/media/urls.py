@@ -1,4 +1,4 @@
-"""Which URLs a picture may be fetched from, and which addresses may be connected to. Pure checks: opens nothing."""
+"""URL and address checks for media fetching: the operator's list of domains, and public addresses. Opens nothing."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _PRIVATE: Mapping[int, tuple[Network, ...]] = {
     4: tuple(map(ipaddress.IPv4Network, ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10"))),
     6: (ipaddress.IPv6Network("fc00::/7"),),
 }
-_METADATA = frozenset({"100.100.100.200", "fd00:ec2::254"})  # credentials of two clouds, inside those networks
+_METADATA = frozenset({"100.100.100.200", "fd00:ec2::254"})  # cloud metadata services inside those networks
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 
 
 class Target(NamedTuple):
-    """Where a request goes, after all checks on the URL itself."""
+    """A checked URL."""
 
     scheme: str
     host: str  # lower case, ASCII; an IPv6 address without brackets
@@ -46,7 +46,7 @@ class Target(NamedTuple):
 
     @property
     def authority(self) -> str:
-        """What the Host header says: without the port where it is the scheme's own."""
+        """The Host header: without the scheme's default port."""
         return self._bracketed if self.port == _PORTS[self.scheme] else f"{self._bracketed}:{self.port}"
 
     @property
@@ -66,7 +66,7 @@ class Domain(NamedTuple):
 
 
 def read_domains(entries: Iterable[str]) -> tuple[Domain, ...]:
-    """Entries of --allowed-media-domains: "*" or a host, which stands for its subdomains too. A port may follow."""
+    """Entries of --allowed-media-domains: "*" or a host, which includes its subdomains. A port may follow."""
     return tuple(_domain(entry) for entry in entries)
 
 
@@ -81,7 +81,7 @@ def _domain(entry: str) -> Domain:
 
 
 def read_url(url: str, domains: tuple[Domain, ...]) -> Target:
-    """A http(s) URL that the operator allows, read strictly: what two parsers could read differently is refused."""
+    """An http(s) URL that the operator allows. What two parsers could read differently is refused."""
     match = _URL.fullmatch(url) if len(url) <= _MAX_URL_CHARS and not _NOT_IN_URLS.search(url) else None
     host = _host(match["host"].lower()) if match else None
     if match is None or host is None:
@@ -101,7 +101,7 @@ def _refused(message: str) -> RequestError:
 
 
 def _host(host: str) -> str | None:
-    """The host in its one canonical form; None where it has another."""
+    """The host in its canonical form; None if it is invalid."""
     if host.startswith("["):
         try:
             return str(ipaddress.IPv6Address(host[1:-1]))
@@ -131,16 +131,16 @@ def _path(rest: str) -> str:
 
 
 def is_public(address: str) -> bool:
-    """Whether an address, and every IPv4 address wrapped inside it, belongs to the public internet."""
+    """Whether an address, and every IPv4 address embedded in it, is on the public internet."""
     try:
         parsed = ipaddress.ip_address(address)
-    except ValueError:  # with a zone, for one: link-local
+    except ValueError:  # for example with a zone: link-local
         return False
     return all(each.is_global and not each.is_multicast and not each.is_reserved for each in _with_embedded(parsed))
 
 
 def is_public_or_private(address: str) -> bool:
-    """The public internet, private networks and this machine. Never link-local, where clouds keep their secrets."""
+    """The public internet, private networks and this machine. Never link-local, the range of metadata services."""
     if is_public(address):
         return True
     try:
@@ -157,14 +157,14 @@ def _is_private(address: Address) -> bool:
 
 
 def _with_embedded(address: Address) -> Iterator[Address]:
-    """The addresses a packet may end up at: a mapped or translated one stands for the IPv4 address inside it."""
+    """The addresses a packet may reach: a mapped or translated one is the IPv4 address inside it."""
     if isinstance(address, ipaddress.IPv4Address):
         yield address
         return
     if address.ipv4_mapped is not None:
         yield address.ipv4_mapped
         return
-    if address in _NAT64:  # as public as what it wraps
+    if address in _NAT64:
         yield ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
         return
     yield address

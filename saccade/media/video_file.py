@@ -1,7 +1,7 @@
-"""How a video file is opened, for those who read its header and those who decode it. Knows no requests.
+"""Opening video files with PyAV, for the probe and the reader.
 
-Opening looks into the first frames of every stream. So only the codecs below are let near the bytes, and frames larger
-than the caller expects are left alone before memory is taken for them. PyAV is optional, imported when a video comes.
+Opening decodes the first frames of every stream, so it is limited to the codecs below and to a frame size. PyAV is
+optional and imported with the first video.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 CODECS = frozenset(
     ("h264", "hevc", "vp8", "vp9", "libvpx", "libvpx-vp9", "av1", "libdav1d", "mpeg4", "mjpeg", "mpeg2video", "prores")
 )
-_COVER = 0x400  # FFmpeg's mark of a stream that is one still picture beside the music
+_COVER = 0x400  # AV_DISPOSITION_ATTACHED_PIC: a cover image
 
 
 def is_available() -> bool:
-    """Whether files can be read here. Looks for PyAV without loading it."""
+    """Whether PyAV is installed. Does not import it."""
     return find_spec("av") is not None
 
 
 def open_video(data: bytes, format: str, max_pixels: int) -> av.container.InputContainer:
-    """With just this reader. Close it."""
+    """Open with this demuxer only. The caller closes it."""
     try:
         import av
     except ImportError:
@@ -40,8 +40,8 @@ def open_video(data: bytes, format: str, max_pixels: int) -> av.container.InputC
     return av.open(io.BytesIO(data), "r", format=format, metadata_errors="ignore", options=limits)
 
 
-def video_streams(container: av.container.InputContainer) -> av.VideoStream | None:
-    """The first stream of video that is not a cover."""
+def video_stream(container: av.container.InputContainer) -> av.VideoStream | None:
+    """The first video stream that is not a cover image."""
     for stream in container.streams.video:
         if not stream.disposition.value & _COVER:
             return stream

@@ -1,7 +1,6 @@
-"""A video file's header: format, size, orientation, and when each frame is shown. Decodes no more than opening does.
+"""Video probing: format, size, orientation and the timestamp of each frame. Decodes no more than opening does.
 
-Containers are recognised by their first bytes and opened by just that reader: a file can lead neither to another file
-nor to a format nobody asked for.
+Containers are recognised by magic bytes and opened by that demuxer only, so that a file cannot refer to others.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from saccade.errors import RequestError
-from saccade.media.video_file import CODECS, open_video, video_streams
+from saccade.media.video_file import CODECS, open_video, video_stream
 from saccade.options import MediaPolicy
 from saccade.types import Size
 
@@ -21,19 +20,19 @@ if TYPE_CHECKING:
 FORMATS = "MP4, MOV, WebM, MKV and AVI"
 _QUICKTIME = (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip")
 _STILL_BRANDS = (b"avif", b"avis", b"heic", b"heix", b"mif1", b"msf1")
-_MAX_FRAMES = 1_000_000  # in a file; each costs a look at its packet
+_MAX_FRAMES = 1_000_000  # in a file; each packet is read
 _MAX_BOXES = 10_000
 _MAX_LOOKED_AT = 36_000_000  # pixels of a frame that opening may decode: 8K
 
 
 class VideoInfo(NamedTuple):
-    """What is known of a video file before a frame is decoded."""
+    """A video file's header."""
 
-    format: str  # the reader: "mov", "matroska" or "avi"
-    size: Size  # as a player shows it
-    orientation: int  # EXIF's numbers, 1 for upright
-    stamps: tuple[int, ...]  # when each frame is shown, in order, in the stream's unit
-    rate: float  # frames a second, on average
+    format: str  # the demuxer: "mov", "matroska" or "avi"
+    size: Size  # upright
+    orientation: int  # as in EXIF, 1 for upright
+    stamps: tuple[int, ...]  # presentation timestamps in order, in the stream's time base
+    rate: float  # average frames a second
 
     @property
     def seconds(self) -> float:
@@ -41,7 +40,7 @@ class VideoInfo(NamedTuple):
 
 
 def probe_video(data: bytes, policy: MediaPolicy) -> VideoInfo:
-    """Read the header, or say in one sentence why this video is refused."""
+    """Read the header, or raise a RequestError that says why the video is refused."""
     if not data:
         raise RequestError("the video is empty (0 bytes)", code="invalid_video")
     check_video_bytes(len(data), policy)
@@ -51,7 +50,7 @@ def probe_video(data: bytes, policy: MediaPolicy) -> VideoInfo:
             video_info = _read(container, name, data)
     except RequestError:
         raise
-    except Exception:  # FFmpeg has a kind of error for everything; all of them mean the same to a client
+    except Exception:  # FFmpeg has many error types
         raise RequestError(
             f"the {_title(name)} video of {len(data)} bytes is damaged or cut short: its header cannot be read",
             code="invalid_video",
@@ -61,7 +60,7 @@ def probe_video(data: bytes, policy: MediaPolicy) -> VideoInfo:
 
 
 def is_video_file(data: bytes) -> bool:
-    """Whether these bytes begin like a video file."""
+    """Whether these bytes start with the magic bytes of a video."""
     try:
         return bool(_sniff(data))
     except RequestError:
@@ -108,7 +107,7 @@ def _title(name: str) -> str:
 
 
 def _read(container: av.container.InputContainer, name: str, data: bytes) -> VideoInfo:
-    stream = video_streams(container)
+    stream = video_stream(container)
     if stream is None:
         kinds = ", ".join(sorted({other.type for other in container.streams})) or "nothing"
         raise RequestError(f"the {_title(name)} file holds no moving pictures, but {kinds}", code="invalid_video")
@@ -128,22 +127,24 @@ def _read(container: av.container.InputContainer, name: str, data: bytes) -> Vid
 
 
 def _stamps(container: av.container.InputContainer, stream: av.VideoStream, name: str) -> tuple[int, ...]:
-    """From the packets themselves: what a header says about their number may be missing, and may be a lie."""
-    stamps, seen = [], 0
+    """Read from the packets, as a header's frame count may be missing or wrong."""
+    stamps: list[int] = []
+    num_packets = 0
     for packet in container.demux(stream):
         if not packet.size:
             continue
-        seen += 1
+        num_packets += 1
         stamp = packet.dts if packet.pts is None else packet.pts
         if not packet.is_discard and stamp is not None:
             stamps.append(stamp)
-        if seen > _MAX_FRAMES:
+        if num_packets > _MAX_FRAMES:
             raise RequestError(f"the video has more than {_MAX_FRAMES} frames", code="video_too_large")
     if not stamps:
         raise RequestError(f"the {_title(name)} video has no frames", code="invalid_video")
-    if name == "mov" and seen < stream.frames:
+    if name == "mov" and num_packets < stream.frames:
         raise RequestError(
-            f"the video is cut short: its header says {stream.frames} frames and {seen} are there", code="invalid_video"
+            f"the video is cut short: its header says {stream.frames} frames and {num_packets} are there",
+            code="invalid_video",
         )
     return tuple(sorted(stamps))
 
@@ -151,11 +152,11 @@ def _stamps(container: av.container.InputContainer, stream: av.VideoStream, name
 def _rate(stream: av.VideoStream, stamps: tuple[int, ...]) -> float:
     if stream.average_rate:
         return float(stream.average_rate)
-    lasts = (stamps[-1] - stamps[0]) * float(stream.time_base or 0)
-    return (len(stamps) - 1) / lasts if lasts > 0 else 24.0  # what the models' own processors assume
+    seconds = (stamps[-1] - stamps[0]) * float(stream.time_base or 0)
+    return (len(stamps) - 1) / seconds if seconds > 0 else 24.0  # the default of the Hugging Face processors
 
 
-_TURNS = {  # the first two columns of a track's matrix -> EXIF's number
+_ORIENTATIONS = {  # signs of a track's matrix (a, b, c, d) -> EXIF orientation
     (1, 0, 0, 1): 1,
     (-1, 0, 0, 1): 2,
     (-1, 0, 0, -1): 3,
@@ -168,27 +169,27 @@ _TURNS = {  # the first two columns of a track's matrix -> EXIF's number
 
 
 def _orientation(data: bytes) -> int:
-    """Phones store every video lying and say in the track's header how to turn it."""
+    """From the video track's header: phones store videos unrotated."""
     for start, end in _boxes(data, 0, len(data), b"moov"):
         for first, last in _boxes(data, start, end, b"trak"):
             if _is_video(data, first, last):
-                return next((_turn(data, *place) for place in _boxes(data, first, last, b"tkhd")), 1)
+                return next((_track_orientation(data, *box) for box in _boxes(data, first, last, b"tkhd")), 1)
     return 1
 
 
 def _is_video(data: bytes, start: int, end: int) -> bool:
     for first, last in _boxes(data, start, end, b"mdia"):
-        for place, _ in _boxes(data, first, last, b"hdlr"):
-            return data[place + 8 : place + 12] == b"vide"
+        for body, _ in _boxes(data, first, last, b"hdlr"):
+            return data[body + 8 : body + 12] == b"vide"
     return False
 
 
-def _turn(data: bytes, start: int, end: int) -> int:
-    matrix = start + (52 if data[start] == 1 else 40)  # behind times of 64 or of 32 bits
+def _track_orientation(data: bytes, start: int, end: int) -> int:
+    matrix = start + (52 if data[start] == 1 else 40)  # after times of 64 or 32 bits
     if matrix + 20 > end:
         return 1
     a, b, _, c, d = struct.unpack_from(">5i", data, matrix)
-    return _TURNS.get((_sign(a), _sign(b), _sign(c), _sign(d)), 1)
+    return _ORIENTATIONS.get((_sign(a), _sign(b), _sign(c), _sign(d)), 1)
 
 
 def _sign(value: int) -> int:
@@ -196,13 +197,15 @@ def _sign(value: int) -> int:
 
 
 def _boxes(data: bytes, start: int, end: int, name: bytes) -> Iterator[tuple[int, int]]:
-    """Where the bodies of boxes of this name begin and end."""
+    """Start and end of the bodies of all MP4 boxes of this name."""
     for _ in range(_MAX_BOXES):
         if start + 8 > end:
             return
-        size, head = int.from_bytes(data[start : start + 4]), 8
+        size = int.from_bytes(data[start : start + 4])
+        head = 8
         if size == 1:
-            size, head = int.from_bytes(data[start + 8 : start + 16]), 16
+            size = int.from_bytes(data[start + 8 : start + 16])
+            head = 16
         last = end if size == 0 else start + size
         if last < start + head or last > end:
             return

@@ -1,9 +1,9 @@
-"""Which tokens of a frame group stay: those where most has changed since the frame before. Knows pixels, not models.
+"""Video token pruning (vLLM: EVS): a frame group keeps the tokens whose pixels changed most since the previous frame.
 
-frame before ─┐ change of each cell, frame by frame, added up
-own frames ───┴─────────────────────────────────────────────► the `slots` cells with the largest sums, in reading order
+previous frame ─┐ change of each cell, summed over the frames
+own frames ─────┴────────────────────────────────────────────► the `slots` cells with the largest sums, in order
 
-Sums are whole numbers, so the choice is the same on every machine and device.
+Sums are integers, so the choice is the same on every machine and device.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from saccade.types import MediaItem, Size
 
 Ints = npt.NDArray[np.int64]
 
-_SAMPLES = 4  # along each side of a cell: enough to see a line move, too few to see the noise of compression
+_SAMPLES = 4  # along each side of a cell: enough to detect a moving line, too few for compression noise
 
 
 class Kept(NamedTuple):
-    """What is left of a frame group."""
+    """The kept tokens of a frame group."""
 
-    tokens: Ints  # [slots]: which of its tokens, rising
-    places: Ints  # [2, slots]: their rows and columns
+    tokens: Ints  # [slots]: indices, ascending
+    cells: Ints  # [2, slots]: their rows and columns
 
 
 def kept_of(item: MediaItem, frames: npt.NDArray[np.uint8]) -> Kept | None:
-    """`frames` [decoded, H, W, 3] begin with the one before the group. None: everything stays."""
+    """`frames` [decoded, H, W, 3] start with the one before the group. None: all tokens stay."""
     cells = item.geometry.cells
     if cells is None:
         return None
-    tokens = max_changed(changes(frames, cells), item.geometry.slots)
+    tokens = top_changed(changes(frames, cells), item.geometry.slots)
     return Kept(tokens, np.stack(np.divmod(tokens, cells.width)))
 
 
 def changes(frames: npt.NDArray[np.uint8], cells: Size) -> Ints:
-    """[cells]: how much each changes from every frame to the next, in steps of 1/255 of a sample and channel."""
+    """[cells]: sum of absolute differences between consecutive frames, downsampled to `_SAMPLES` a side."""
     size = (cells.width * _SAMPLES, cells.height * _SAMPLES)
     small = [np.asarray(Image.fromarray(f).resize(size, Image.Resampling.BOX)).astype(np.int64) for f in frames]
     total = sum((np.abs(later - earlier) for earlier, later in pairwise(small)), np.zeros_like(small[0]))
@@ -47,6 +47,6 @@ def changes(frames: npt.NDArray[np.uint8], cells: Size) -> Ints:
     return by_cell.reshape(-1)
 
 
-def max_changed(changed: Ints, count: int) -> Ints:
-    """Of equals the first ones stay."""
+def top_changed(changed: Ints, count: int) -> Ints:
+    """Indices of the largest changes, ascending; ties keep the first."""
     return np.sort(np.argsort(-changed, kind="stable")[:count])

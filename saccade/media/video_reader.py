@@ -1,7 +1,6 @@
-"""Frames of video files, a group at a time, so that never more than a group is in memory. Owns the open decoders.
+"""Video decoding, one frame group at a time. Owns the open decoders.
 
-Groups of a video are usually wanted one after the other. A decoder that has just read one stands where the next begins;
-a few such are kept, because starting again means decoding from the last key frame on.
+Groups of a video are usually decoded in order. A few decoders stay open, because a new one starts at a key frame.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from PIL import Image
 
 from saccade.errors import RequestError
 from saccade.media.rgb import upright
-from saccade.media.video_file import open_video, video_streams
+from saccade.media.video_file import open_video, video_stream
 from saccade.types import MediaItem, Size
 
 if TYPE_CHECKING:
@@ -26,14 +25,14 @@ if TYPE_CHECKING:
 
 Frame = npt.NDArray[np.uint8]  # [height, width, 3]
 
-_KEPT = 2  # open decoders that wait for the next group; each holds its video's bytes and some decoded frames
-_NEAR = 10  # seconds: further ahead, looking for a key frame is quicker than decoding all that lies between
-_MAX_PIXELS = 20_000_000_000  # decoded for one group: some ten seconds, in which an engine may have to wait for it
+_KEPT = 2  # idle decoders; each holds its video's bytes and some decoded frames
+_NEAR = 10  # seconds: further ahead, seeking is faster than decoding everything between
+_MAX_PIXELS = 20_000_000_000  # decoded for one group: some ten seconds, during which an engine may wait
 
 
 class VideoReaders:
     def __init__(self) -> None:
-        self._idle: list[_Reader] = []  # the longest unused first
+        self._idle: list[_Reader] = []  # least recently used first
         self._lock = Lock()
 
     def frames(self, item: MediaItem) -> list[Frame]:
@@ -41,8 +40,8 @@ class VideoReaders:
         reader = self._take(item)
         try:
             *frames, last = [reader.frame_at(stamp) for stamp in item.stamps]
-            # Whoever has the reader next may get this frame again, and a frame is converted by one thread at a time:
-            # two that do it at once may never end. Frames of one time are one frame.
+            # Converted before the reader is shared: its next user may get this frame again, and two threads that
+            # convert one frame can deadlock. Equal timestamps give the same frame object.
             shown = _upright(last, item)
         except BaseException:
             reader.close()
@@ -52,12 +51,13 @@ class VideoReaders:
 
     def close(self) -> None:
         with self._lock:
-            idle, self._idle = self._idle, []
+            idle = self._idle
+            self._idle = []
         for reader in idle:
             reader.close()
 
     def _take(self, item: MediaItem) -> _Reader:
-        """One that stands shortly before the group, or a new one."""
+        """An idle reader that is shortly before the group, or a new one."""
         with self._lock:
             for reader in self._idle:
                 if reader.data is item.data and reader.is_shortly_before(item.stamps[0]):
@@ -74,7 +74,7 @@ class VideoReaders:
 
 
 class _Reader:
-    """One decoder, which only ever goes forward."""
+    """One decoder, which moves forward only."""
 
     def __init__(self, item: MediaItem) -> None:
         self.data = item.data
@@ -83,7 +83,7 @@ class _Reader:
         self._near = int(_NEAR / (self._stream.time_base or Fraction(1)))
         self._frames = self._from(item.stamps[0])
         self._current: av.VideoFrame | None = None
-        self._maximum = max(1, _MAX_PIXELS // math.prod(item.header.size))  # frames decoded on the way to one
+        self._maximum = max(1, _MAX_PIXELS // math.prod(item.header.size))  # frames decoded to reach one
 
     def is_shortly_before(self, stamp: int) -> bool:
         at = None if self._current is None else self._current.pts
@@ -91,12 +91,15 @@ class _Reader:
 
     def frame_at(self, stamp: int) -> av.VideoFrame:
         """The first frame shown at this time or later."""
-        current, passed = self._current, 0
+        current = self._current
+        num_decoded = 0
         if current is not None and current.pts is not None and stamp > current.pts + self._near:
-            self._frames, current = self._from(stamp), None  # the frames of a group may lie minutes apart
+            self._frames = self._from(stamp)  # frames of a group may be minutes apart
+            current = None
         while current is None or current.pts is None or current.pts < stamp:
-            current, passed = next(self._frames, None), passed + 1
-            if passed > self._maximum:
+            current = next(self._frames, None)
+            num_decoded += 1
+            if num_decoded > self._maximum:
                 raise RequestError(
                     f"the video has so few key frames that more than {self._maximum} frames would have to be decoded "
                     "for one; encode it with more of them, or smaller",
@@ -117,7 +120,7 @@ class _Reader:
         self._container.close()
 
     def _from(self, stamp: int) -> Iterator[av.VideoFrame]:
-        """Frames from the last key frame before this time on; from the start where the file's index is no help."""
+        """Frames from the last key frame before this time on; from the start if the file's index is no help."""
         self._container.seek(stamp, stream=self._stream, backward=True)
         frames = self._container.decode(self._stream)
         first = next(frames, None)
@@ -132,12 +135,12 @@ class _Reader:
 
 def _open(item: MediaItem) -> tuple[av.container.InputContainer, av.VideoStream]:
     width, height = item.header.size
-    # A frame in the middle that claims another size is refused before memory is taken for it; codecs round sides up.
+    # A later frame of another size is refused before it is allocated; codecs round sides up.
     limit = (width + 256) * (height + 256)
     container = open_video(item.data, item.header.format, limit)
-    stream = video_streams(container)
+    stream = video_stream(container)
     assert stream is not None, "the header was read from it"
-    stream.codec_context.thread_count = 1  # groups are decoded side by side already
+    stream.codec_context.thread_count = 1  # groups are decoded in parallel already
     stream.codec_context.options = {"max_pixels": str(limit)}
     return container, stream
 

@@ -1,9 +1,7 @@
-"""Reads whatever stands for a video: a file's bytes and header, or a list of frames as they came. Decodes nothing."""
+"""Video loading: any object that a caller may pass becomes a file with its header, or a list of frames."""
 
 from __future__ import annotations
 
-import os
-import stat
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,13 +10,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from saccade.errors import RequestError
-from saccade.media.load import decode_data_url
+from saccade.media.load import decode_data_url, read_file
 from saccade.media.video_probe import VideoInfo, check_video_bytes, probe_video
 from saccade.options import MediaPolicy
 
 FRAME_TYPES = ("video/jpeg", "video/png", "video/webp")
-"""Of data: URLs that hold frames one after the other."""
-_MAX_SENT = 10_000  # frames in one data: URL, of which `num_frames` may be taken
+"""MIME types of data: URLs that hold a list of frames."""
+_MAX_SENT = 10_000  # frames in one data: URL, before sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +24,7 @@ class Video:
     """A video as a caller gave it."""
 
     source: Any
-    param: str  # where it stands in the request, for errors
+    param: str  # its path in the request, for errors
     allow_path: bool = True  # False for strings that a client sent
 
 
@@ -36,7 +34,7 @@ class File(NamedTuple):
 
 
 def load_video_source(video: Video, policy: MediaPolicy) -> File | Sequence[Any]:
-    """A file with its header, or a list of frames as they were given."""
+    """A file with its header, or a list of frames as given."""
     source = video.source
     if isinstance(source, (list, tuple)) or (isinstance(source, np.ndarray) and source.ndim == 4):
         return list(source)
@@ -45,7 +43,8 @@ def load_video_source(video: Video, policy: MediaPolicy) -> File | Sequence[Any]
     if isinstance(source, str) and source[:5].lower() == "data:":
         return _from_data_url(source, policy)
     if isinstance(source, (str, Path)) and video.allow_path and "://" not in str(source):
-        return _file(_read(source, policy), policy)
+        data = read_file(source, lambda count: check_video_bytes(count, policy), "video", "invalid_video")
+        return _file(data, policy)
     if isinstance(source, str):
         raise RequestError(
             "a video cannot be fetched from there; send it as a data: URL with base64 data", code="invalid_video_url"
@@ -63,12 +62,17 @@ def _file(data: bytes, policy: MediaPolicy) -> File:
 
 
 def _from_data_url(url: str, policy: MediaPolicy) -> File | list[str]:
-    """Bytes of a file; or, of the type video/jpeg, pictures one after the other with commas between them."""
+    """A file; or for the type video/jpeg, comma-separated frames (vLLM's format)."""
     check_video_bytes(len(url) // 4 * 3, policy)
     head, _, payload = url.partition(",")
     kind = head[5:].split(";")[0].strip().lower()
     if kind in FRAME_TYPES:
-        _check_sent(payload.count(",") + 1)
+        count = payload.count(",") + 1
+        if count > _MAX_SENT:
+            raise RequestError(
+                f"the video has {count} frames, and at most {_MAX_SENT} may be sent; send fewer",
+                code="video_too_large",
+            )
         still = head.replace("video/", "image/", 1)
         return [f"{still},{frame}" for frame in payload.split(",")]
     try:
@@ -76,26 +80,3 @@ def _from_data_url(url: str, policy: MediaPolicy) -> File | list[str]:
     except RequestError as error:
         message = error.message.replace("the picture's", "the video's", 1)
         raise RequestError(message, code=error.code, param=error.param) from None
-
-
-def _check_sent(count: int) -> None:
-    if count > _MAX_SENT:
-        raise RequestError(
-            f"the video has {count} frames, and at most {_MAX_SENT} may be sent; send fewer", code="video_too_large"
-        )
-
-
-def _read(path: str | Path, policy: MediaPolicy) -> bytes:
-    try:
-        info = os.stat(path)
-        if not stat.S_ISREG(info.st_mode):  # a device or a pipe may never end
-            raise OSError(None, "not a regular file")
-        check_video_bytes(info.st_size, policy)
-        return Path(path).read_bytes()
-    except OSError as error:
-        reason = error.strerror
-    except ValueError as error:
-        if isinstance(error, RequestError):
-            raise
-        reason = "not a valid path"
-    raise RequestError(f"the video file {os.fspath(path)!r} cannot be read: {reason}", code="invalid_video")

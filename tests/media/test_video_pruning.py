@@ -20,7 +20,7 @@ from saccade.costs import kept_tokens
 from saccade.errors import ConfigError
 from saccade.media import video_reader
 from saccade.media.decode import decode_item
-from saccade.media.video_pruning import changes, kept_of, max_changed
+from saccade.media.video_pruning import changes, kept_of, top_changed
 from saccade.media.video_reader import VideoReaders
 from saccade.options import MediaPolicy, Options, options
 from saccade.processor.families.frame_groups import published
@@ -178,7 +178,7 @@ def square_at(*corners: tuple[int, int], side: int = 28) -> np.ndarray:
 def test_the_cells_a_square_leaves_and_enters_stay() -> None:
     changed = changes(square_at((1, 1), (1, 2), (2, 2)), CELLS)
     assert np.flatnonzero(changed).tolist() == [6, 7, 12]
-    assert max_changed(changed, 3).tolist() == [6, 7, 12]
+    assert top_changed(changed, 3).tolist() == [6, 7, 12]
 
 
 def test_what_moved_only_before_the_group_does_not_stay() -> None:
@@ -188,7 +188,7 @@ def test_what_moved_only_before_the_group_does_not_stay() -> None:
 
 
 def test_of_cells_that_changed_alike_the_first_ones_stay() -> None:
-    assert max_changed(np.array([0, 3, 0, 3, 0]), 4).tolist() == [0, 1, 2, 3]
+    assert top_changed(np.array([0, 3, 0, 3, 0]), 4).tolist() == [0, 1, 2, 3]
 
 
 def test_frames_that_are_no_whole_number_of_cells_are_cut_where_the_tower_cuts_them() -> None:
@@ -209,7 +209,7 @@ def test_a_group_is_compared_with_the_frame_before_it(qwen: Processor, as_file: 
     assert [item.num_frames for item in items] == [2, 3, 3]
     assert kept[0] is None
     assert kept[1] is not None and kept[1].tokens.tolist() == [0, 13]
-    assert kept[1].places.tolist() == [[0, 2], [0, 3]]
+    assert kept[1].cells.tolist() == [[0, 2], [0, 3]]
     assert kept[2] is not None and kept[2].tokens.tolist() == [13, 16]
 
 

@@ -114,7 +114,7 @@ class LocalEncoder:
         self.max_patches = max_patches  # per pass; a larger single picture gets a pass of its own
         self.counters = EncoderCounters()
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="saccade-decode")
-        self._clips = VideoReaders()
+        self._readers = VideoReaders()
         self._queue: OrderedDict[Key, MediaItem] = OrderedDict()  # submitted, not yet in a pass
         self._decoding: OrderedDict[Key, tuple[MediaItem, Future[Prepared]]] = OrderedDict()
         self._leaving: dict[Future[Prepared], MediaItem] = {}  # given up while they were being decoded
@@ -200,7 +200,7 @@ class LocalEncoder:
     def close(self) -> None:
         self.clear()
         self._pool.shutdown(wait=True, cancel_futures=True)
-        self._clips.close()
+        self._readers.close()
 
     # --- decoding -------------------------------------------------------------------------------------------------
 
@@ -229,7 +229,7 @@ class LocalEncoder:
     def _prepare(self, item: MediaItem) -> Prepared:
         start = time.perf_counter()
         with torch.inference_mode():
-            pixels = decode_item(item, self._clips, pinned) if self._on_cuda else decode_item(item, self._clips)
+            pixels = decode_item(item, self._readers, pinned) if self._on_cuda else decode_item(item, self._readers)
             kept = kept_of(item, pixels)
             own = pixels[item.leading :] if item.leading else pixels
             patches = self._to_patches(own, item.geometry)
@@ -345,7 +345,7 @@ class LocalEncoder:
             share = item.geometry.grid.patches / total
             if kept is not None:
                 embedding = embedding.index_select(0, to_device(kept.tokens, embedding.device))
-                self._done.places[item.key] = kept.places
+                self._done.places[item.key] = kept.cells
             elif len(current.items) > 1:
                 embedding = embedding.clone()  # a view would keep the whole pass after its neighbours are evicted
             assert embedding.shape[0] == item.geometry.slots, "the bill and the tower disagree"
