@@ -18,7 +18,7 @@ from torch import Tensor
 
 from saccade.models.layers.attention import AttentionBatch
 from saccade.runner.sampler import Row
-from saccade.structured.matcher import Grammar
+from saccade.structured.grammar import Grammar
 from saccade.types import Admission, Key, Request, Sample, ScheduledWindow, Span
 
 Ints = npt.NDArray[np.int64]

@@ -1,26 +1,36 @@
-"""From what a client asks of the answer's form to a schema the engine can enforce. Never imports torch.
+"""Structured output on the server's side: response_format to a JSON schema that the engine can enforce.
 
-`scope` is whose requests may profit from each other: what was found about a schema is remembered for it alone.
+Schemas are checked in processes (`check_process`) that can be ended, since a client can make one arbitrarily
+costly. Results are cached per `scope` (tenant), so that no tenant can tell what others sent.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections import OrderedDict
 from collections.abc import Mapping
+from io import BufferedIOBase
 from typing import Any
 
 from saccade.errors import RequestError, quoted
-from saccade.structured.check_pool import SchemaChecks
 from saccade.structured.schema import unavailable
 
 MAX_SCHEMA_BYTES = 256 << 10
-CHECKS = SchemaChecks()
 ANY_OBJECT = '{"type":"object"}'
 _TYPES = ("text", "json_object", "json_schema")
+_SECONDS = 30.0  # until a process counts as hung; CPU time is limited inside, so a busy machine refuses no schema
+_MAX_CACHED = 256  # results of one scope: a hash and a sentence each
+TOO_COMPLEX = "it is too complex to be compiled; make it simpler"
 
 
 def structured_from(response_format: Any, scope: str = "") -> str | None:
-    """`SamplingParams.structured` for OpenAI's response_format: a JSON schema as text, or None for free text."""
+    """`SamplingParams.structured` for OpenAI's response_format: a JSON schema as text, or None for text."""
     if response_format is None:
         return None
     kind = response_format.get("type") if isinstance(response_format, Mapping) else None
@@ -37,7 +47,7 @@ def structured_from(response_format: Any, scope: str = "") -> str | None:
 
 
 def check_schema(schema: Any, *, param: str = "response_format", scope: str = "") -> str:
-    """The schema as text, once it is known that the engine can enforce it; RequestError otherwise."""
+    """The schema as text. RequestError if the engine cannot enforce it."""
     _check_available(param)
     text = _as_text(schema, param)
     try:
@@ -50,12 +60,12 @@ def check_schema(schema: Any, *, param: str = "response_format", scope: str = ""
 
 
 def check_structured(text: str) -> None:
-    """The same check for `SamplingParams.structured` as a Python caller wrote it."""
+    """Check `SamplingParams.structured` of a Python caller."""
     check_schema_text(text, param="structured")
 
 
 def check_schema_text(text: str, *, param: str, scope: str = "") -> str:
-    """The same check for a schema that comes as text."""
+    """Check a schema that comes as text."""
     _check_size(len(text), param)
     try:
         schema = json.loads(text)
@@ -95,3 +105,107 @@ def _check_size(size: int, param: str) -> None:
 
 def _refused(message: str, param: str = "response_format") -> RequestError:
     return RequestError(message, code="invalid_json_schema", param=param)
+
+
+class SchemaChecks:
+    """A pool of check processes with a cache of results per scope."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._idle: list[_Process] = []
+        self._cached: dict[str, OrderedDict[bytes, str | None]] = {}
+
+    def problem(self, text: str, scope: str = "") -> str | None:
+        """What is wrong with a schema, as the end of a sentence; None if it can be enforced.
+
+        A TimeoutError is not cached: the machine may have been busy.
+        """
+        digest = hashlib.sha256(text.encode()).digest()
+        with self._lock:
+            cached = self._cached.setdefault(scope, OrderedDict())
+            if digest in cached:
+                cached.move_to_end(digest)
+                return cached[digest]
+        found = self._ask(text)
+        with self._lock:
+            cached[digest] = found
+            while len(cached) > _MAX_CACHED:
+                cached.popitem(last=False)
+        return found
+
+    def _ask(self, text: str) -> str | None:
+        """Uses one process per concurrent caller; callers limit their own number."""
+        process = self._take_idle() or _Process()
+        try:
+            found = process.ask(text)
+        except BaseException:
+            process.end()
+            raise
+        if found is None:
+            process.end()
+            return TOO_COMPLEX
+        with self._lock:
+            self._idle.append(process)
+        return found or None
+
+    def _take_idle(self) -> _Process | None:
+        with self._lock:
+            self._idle = [process for process in self._idle if process.is_ours]
+            return self._idle.pop() if self._idle else None
+
+    def close(self) -> None:
+        with self._lock:
+            idle = self._idle
+            self._idle = []
+        for process in idle:
+            process.end()
+
+
+class _Process:
+    """A check process and its socket. It ends when the socket closes, so it never outlives its parent."""
+
+    def __init__(self) -> None:
+        self._socket, theirs = socket.socketpair()
+        self._parent = os.getpid()
+        command = [sys.executable, "-m", "saccade.structured.check_process"]
+        with theirs:
+            end = theirs.fileno()
+            self._process = subprocess.Popen(command, stdin=end, stdout=end, stderr=subprocess.DEVNULL)
+        self._replies = self._socket.makefile("rb")
+
+    @property
+    def is_ours(self) -> bool:
+        """False after a fork, in the child."""
+        return self._parent == os.getpid()
+
+    def ask(self, text: str) -> str | None:
+        """The reply, which may be empty; None if the process died of the schema. TimeoutError if it hangs."""
+        self._socket.settimeout(_SECONDS)
+        try:
+            self._socket.sendall(framed(text))
+            return read_frame(self._replies)
+        except ConnectionError:
+            return None
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._replies.close()
+        self._socket.close()
+
+
+def read_frame(stream: BufferedIOBase) -> str | None:
+    """Four bytes of length, then text. None at the end of the stream."""
+    size = stream.read(4)
+    if len(size) < 4:
+        return None
+    data = stream.read(int.from_bytes(size))
+    return data.decode() if len(data) == int.from_bytes(size) else None
+
+
+def framed(text: str) -> bytes:
+    data = text.encode()
+    return len(data).to_bytes(4) + data
+
+
+CHECKS = SchemaChecks()

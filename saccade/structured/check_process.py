@@ -1,8 +1,7 @@
-"""Checks JSON schemas in a process of its own: what a client sends may take for ever or overflow the stack.
+"""The process that checks JSON schemas: `python -m saccade.structured.check_process`.
 
-`python -m saccade.structured.check_process` reads schemas from stdin and writes what is wrong with each, or nothing,
-one after the other. Time, memory and stack are limited from inside: a schema that takes more ends the process, which
-whoever asked replaces. It ends with its parent, whose end of stdin closes then.
+It reads schemas from stdin and writes what is wrong with each, or an empty reply. It limits its own CPU time,
+memory and stack: a schema that needs more ends the process, and the parent starts another one.
 """
 
 from __future__ import annotations
@@ -21,24 +20,24 @@ from urllib.parse import unquote
 
 from llguidance import LLMatcher, LLTokenizer
 
-from saccade.structured.check_pool import framed, read_frame
+from saccade.structured.check import framed, read_frame
 from saccade.structured.schema import compiled, limits, rules_of
 
-CPU_SECONDS = 2.0  # for one schema; the engine takes about as long to compile it again
+CPU_SECONDS = 2.0  # for one schema; the engine needs about as long to compile it again
 _MEMORY_BYTES = 1 << 30
-_STACK_BYTES = 2 << 20  # a quarter of what the engine has, where the same schema is compiled again
+_STACK_BYTES = 2 << 20  # a quarter of the engine's, which compiles the same schema again
 _MAX_DEPTH = 64
 _MAX_REPEAT = 10_000  # in a pattern
 _MAX_COUNT = 1_000_000  # of letters, items or properties
-_MAX_CHOICES = 500  # at one place: the library gives up at about as many
+_MAX_CHOICES = 500  # at one point: the library fails at about as many
 _TRIAL_BYTES = 8
-_MAX_WORDS = 200  # letters of what the library says that go into a sentence of ours
+_MAX_WORDS = 200  # characters of the library's message that are quoted
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 _DATA = frozenset({"enum", "const", "default", "examples", "example"})  # keywords that hold values, not schemas
 _REPEAT = re.compile(r"(?<!\\)\{(\d+)(?:,(\d*))?\}")
 _NESTED_REPEAT = re.compile(r"(?<!\\)(?:[+*]|\{\d+,\})\??\)+(?:[+*]|\{\d+,\})")
 
-# How the library words what it refuses, and how we do.
+# The library's messages and ours.
 _WORDING = (
     (re.compile(r"Unimplemented keys: \[(.*)\]"), "it uses {0}, which is not supported; leave it out"),
     (re.compile(r"Unknown format: (\S{1,40})"), 'it uses the format "{0}", which is not supported; use a pattern'),
@@ -74,14 +73,14 @@ def _compile_problem(text: str) -> str | None:
 
 
 def _trial_problem(text: str) -> str | None:
-    """Compiles as the engine does, which can take ten times as long, and begins an answer on bytes."""
+    """Compile as the engine does, which can take ten times as long, and match a few bytes."""
     matcher = compiled(_byte_tokenizer(), text, answers=1)
     for _ in range(_TRIAL_BYTES):
         if matcher.is_stopped():
             break
         mask = int.from_bytes(matcher.compute_bitmask(), "little")
         if mask:
-            matcher.consume_token((mask & -mask).bit_length() - 1)  # the lowest that may follow
+            matcher.consume_token((mask & -mask).bit_length() - 1)  # the lowest allowed token
     return "it is too complex to be followed; make it simpler" if matcher.is_error() else None
 
 
@@ -109,10 +108,11 @@ def _problems_inside(schema: Any, root: Any, depth: int) -> Iterator[str]:
 
 
 def _keyword_problems(schema: Mapping[str, Any]) -> Iterator[str]:
-    reference, pattern = schema.get("$ref"), schema.get("pattern")
+    reference = schema.get("$ref")
+    pattern = schema.get("pattern")
     if isinstance(reference, str) and not reference.startswith("#"):
         yield "its $ref leads outside of it, and nothing is fetched; put the definition under $defs"
-    # Ours would cope, but clients check answers with engines that take exponential time on such a pattern.
+    # The library would cope, but clients validate outputs with regex engines of exponential time.
     if isinstance(pattern, str) and _NESTED_REPEAT.search(pattern):
         yield "a pattern repeats a repeat, as (a+)+ does; write it with one repeat"
 
@@ -129,16 +129,18 @@ def _count_problems(schema: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _choices(schema: Mapping[str, Any], root: Any) -> int:
-    """How many ways lead on where a value of this schema begins: choices, those of choices, optional properties.
+    """Alternatives at the start of a value of this schema: nested choices and optional properties.
 
-    A reference has those of what it points to, which is looked at by itself.
+    A schema with a reference counts as none, since its target is checked by itself.
     """
-    found, waiting, seen = 0, [schema] if "$ref" not in schema else [], set()
+    found = 0
+    waiting: list[Any] = [schema] if "$ref" not in schema else []
+    visited: set[int] = set()
     while waiting:
         inner = waiting.pop()
-        if not isinstance(inner, dict) or id(inner) in seen:
+        if not isinstance(inner, dict) or id(inner) in visited:
             continue
-        seen.add(id(inner))
+        visited.add(id(inner))
         found += ("$ref" not in inner) + _optional(inner)
         for name in ("anyOf", "oneOf", "allOf"):
             waiting += inner[name] if isinstance(inner.get(name), list) else ()
@@ -148,18 +150,21 @@ def _choices(schema: Mapping[str, Any], root: Any) -> int:
 
 
 def _optional(schema: Mapping[str, Any]) -> int:
-    properties, required, values = schema.get("properties"), schema.get("required"), schema.get("enum")
-    needed = {name for name in required if isinstance(name, str)} if isinstance(required, list) else set()
-    optional = sum(name not in needed for name in properties) if isinstance(properties, dict) else 0
-    structures = [value for value in values if isinstance(value, (dict, list))] if isinstance(values, list) else []
-    return optional + len(structures)
+    """Optional properties, and values of an enum that are objects or lists."""
+    properties = schema.get("properties")
+    required = schema.get("required")
+    values = schema.get("enum")
+    count = 0
+    if isinstance(properties, dict):
+        needed = [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
+        count += sum(name not in set(needed) for name in properties)
+    if isinstance(values, list):
+        count += sum(isinstance(value, (dict, list)) for value in values)
+    return count
 
 
 def _has_finite_value(schema: Any) -> bool:
-    """Whether some JSON value follows the schema without following its references for ever.
-
-    Grows the set of references that are known to end until it grows no more.
-    """
+    """Whether a finite JSON value matches the schema: a fixed point over the references that are known to end."""
     targets = {reference: _target(schema, reference) for reference in set(_references(schema))}
     ending: set[str] = set()
     while True:
@@ -170,16 +175,19 @@ def _has_finite_value(schema: Any) -> bool:
 
 
 def _references(schema: Any) -> Iterator[str]:
-    entries = schema.items() if isinstance(schema, dict) else enumerate(schema) if isinstance(schema, list) else ()
-    for name, value in entries:
-        if name == "$ref" and isinstance(value, str):
-            yield value
-        elif name not in _DATA:
-            yield from _references(value)
+    if isinstance(schema, list):
+        for entry in schema:
+            yield from _references(entry)
+    if isinstance(schema, dict):
+        for name, value in schema.items():
+            if name == "$ref" and isinstance(value, str):
+                yield value
+            elif name not in _DATA:
+                yield from _references(value)
 
 
 def _target(schema: Any, reference: str) -> Any:
-    """What a reference such as #/$defs/x points to; an open schema where that cannot be told."""
+    """The target of a reference such as #/$defs/x; an empty schema if there is none."""
     for step in unquote(reference).removeprefix("#").split("/")[1:]:
         name = step.replace("~1", "/").replace("~0", "~")
         if isinstance(schema, dict) and name in schema:
@@ -192,21 +200,22 @@ def _target(schema: Any, reference: str) -> Any:
 
 
 def _ends(schema: Any, ending: set[str]) -> bool:
-    """Whether a value can be written, given the references that are known to end."""
+    """Whether a finite value matches, given the references that are known to end."""
     if not isinstance(schema, dict):
         return True
     if isinstance(schema.get("$ref"), str) and schema["$ref"] not in ending:
         return False
-    choices = [options for name in ("anyOf", "oneOf") if isinstance(options := schema.get(name), list)]
-    return all(_ends(each, ending) for each in _needed(schema)) and all(
-        any(_ends(option, ending) for option in options) for options in choices
-    )
+    if not all(_ends(part, ending) for part in _needed(schema)):
+        return False
+    choices = [schema[name] for name in ("anyOf", "oneOf") if isinstance(schema.get(name), list)]
+    return all(any(_ends(option, ending) for option in options) for options in choices)
 
 
 def _needed(schema: Mapping[str, Any]) -> Iterator[Any]:
-    """The schemas that every value has a part for."""
+    """The schemas of parts that every value has."""
     yield from schema["allOf"] if isinstance(schema.get("allOf"), list) else ()
-    properties, required = schema.get("properties"), schema.get("required")
+    properties = schema.get("properties")
+    required = schema.get("required")
     if schema.get("type", "object") == "object" and isinstance(properties, dict) and isinstance(required, list):
         yield from (properties[name] for name in required if isinstance(name, str) and name in properties)
     if schema.get("type") == "array" and isinstance(schema.get("minItems"), int) and schema["minItems"] > 0:
@@ -215,17 +224,17 @@ def _needed(schema: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: it is for our parent, whose end is ours
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     threading.stack_size(_STACK_BYTES)
-    questions = os.fdopen(0, "rb")
-    while (text := read_frame(questions)) is not None:
+    schemas = os.fdopen(0, "rb")
+    while (text := read_frame(schemas)) is not None:
         os.write(1, framed(_checked(text)))
 
 
 def _checked(text: str) -> str:
-    """What is wrong, within the limits: the timer counts the processor's time, and its signal ends the process."""
+    """The problem or "". The timer counts CPU time, and its signal ends the process."""
     found: list[str] = []
     thread = threading.Thread(target=lambda: found.append(problem(text) or ""))
     signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
@@ -233,7 +242,7 @@ def _checked(text: str) -> str:
     thread.join()
     signal.setitimer(signal.ITIMER_PROF, 0)
     if not found:
-        sys.exit(1)  # it broke, as it does without memory
+        sys.exit(1)  # the thread failed, for example out of memory
     return found[0]
 
 

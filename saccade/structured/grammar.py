@@ -1,8 +1,9 @@
-"""The grammars of all open requests: a schema is compiled once, copied for each answer, and forgotten when unused.
+"""Structured output in the engine (vLLM: StructuredOutputManager): grammars compiled from JSON schemas, and masks.
 
-What takes long happens in threads beside the steps. Whoever waits for one sits steps out; nobody else does.
+A schema is compiled once and copied for each output. Compiling and masking run in threads beside the steps; a
+request that waits for them skips steps, others do not. Each request has a budget of CPU time.
 
-    request comes ─► compile its schema (once) ─► copy, first mask ─► step ─► next mask ─► step ─► ...
+    new request ─► compile its schema (once) ─► copy, first mask ─► step ─► next mask ─► step ─► ...
 """
 
 from __future__ import annotations
@@ -13,44 +14,50 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from saccade.checkpoint.tokenizer_json import read_tokenizer
 from saccade.errors import RequestError
 from saccade.fair_pool import FairPool
-from saccade.structured.matcher import Grammar, Template, too_complex
 from saccade.structured.schema import compiled, is_available, unavailable
-from saccade.structured.time_budget import Budget
 from saccade.types import Request
 
 if is_available():
-    from llguidance import LLTokenizer
+    from llguidance import LLMatcher, LLTokenizer
+    from llguidance.numpy import fill_next_token_bitmask
 
 _MAX_THREADS = 4
 _MAX_TEMPLATES = 64
-_TEMPLATE_BYTES = 128 << 20  # of compiled schemas that are kept for the next request
-_BYTES_PER_LETTER = 200  # of a schema: what it takes once it is compiled, at the most that was measured
-_IDLE_SECONDS = 0.05  # between two looks when everybody waits for a grammar
+_TEMPLATE_BYTES = 128 << 20  # of cached compiled schemas
+_BYTES_PER_LETTER = 200  # of a schema, once compiled: the measured maximum
+_IDLE_SECONDS = 0.05  # between two polls when every request waits for a grammar
 
 logger = logging.getLogger("saccade.engine")
 
+Bits = npt.NDArray[np.int32]
+"""One bit per token of the vocabulary, 32 to a word, lowest first."""
+
 
 class _Key(NamedTuple):
-    """What makes two requests have one template."""
+    """Requests with equal keys share a template."""
 
-    salt: bytes  # of their tenant: nobody can tell by the time what schemas others use
+    salt: bytes  # of the tenant, so that timing does not tell which schemas others use
     schema: str
-    answers: int  # that share a request's limits
+    answers: int  # n, whose outputs share a request's limits
 
 
 class Grammars:
-    """Makes grammars for one tokenizer, which is read when the first one is wanted: that takes a second or three.
+    """Makes grammars for one tokenizer, which is built with the first one: one to three seconds with the GIL held.
 
-    Meanwhile nothing else runs in the process, not even a thread, so a server asks for one before it is ready.
+    A server therefore requests a grammar before it is ready.
     """
 
     def __init__(self, folder: Path, vocab_size: int) -> None:
@@ -61,12 +68,12 @@ class Grammars:
         self._templates: OrderedDict[_Key, Future[Template]] = OrderedDict()
         self._compiling = FairPool(1, "saccade-compile")
         self._masking = FairPool(max(1, min(_MAX_THREADS, (os.cpu_count() or 1) // 2)), "saccade-mask")
-        self._pending: dict[str, float] = {}  # requests that wait for a thread, and since when
+        self._pending: dict[str, float] = {}  # waiting requests -> since when
         self._changed = threading.Condition()
 
     @property
     def problem(self) -> str | None:
-        """Why there are none, for the start-up log."""
+        """Why structured output is unavailable, for the start-up log."""
         return unavailable()
 
     @property
@@ -74,7 +81,7 @@ class Grammars:
         return bool(self._open)
 
     def of(self, request: Request) -> Grammar | None:
-        """The grammar of an open request, which begins to be made if it is new; None if its answer is free."""
+        """The grammar of a request, started if it is new; None if the request has no schema."""
         schema = request.params.structured
         if schema is None:
             return None
@@ -86,13 +93,13 @@ class Grammars:
         grammar = self._open.pop(request_id, None)
         with self._changed:
             self._pending.pop(request_id, None)
-        if grammar:  # thousands of small pieces may have to be freed, which is not to be done in a step either
+        if grammar:  # freeing thousands of small objects is too slow for a step
             self._masking.submit(request_id, grammar.release)
 
     def not_ready(self, num_open: int, patience: float) -> frozenset[str]:
-        """Requests that wait for a grammar, once those that came lately had `patience` seconds to be done.
+        """Requests that wait for a mask, after giving recent ones up to `patience` seconds.
 
-        `num_open`: requests that there are. When all of them wait, so does the caller, until one can go on.
+        `num_open` is the number of all requests. If all of them wait, the call blocks until one is ready.
         """
         if not self._pending:
             return frozenset()
@@ -111,7 +118,8 @@ class Grammars:
         return max(0.0, max(self._pending.values(), default=0.0) + patience - time.monotonic())
 
     def _begun(self, request: Request, schema: str) -> Grammar:
-        request_id, owner = request.request_id, request.family
+        request_id = request.request_id
+        owner = request.family
         budget = self._budgets.setdefault(owner, Budget())
         grammar = Grammar(request.eos_token_ids, budget, partial(self._hand_over, request_id, owner))
         self._open[request_id] = grammar
@@ -121,7 +129,7 @@ class Grammars:
         return grammar
 
     def _compiled(self, request_id: str, owner: str, waiting: weakref.ref[Grammar], template: Future[Template]) -> None:
-        """The template stays, and with it whoever was called back: that must not keep the grammars of all requests."""
+        """Takes a weak reference, since a cached template keeps its callbacks alive."""
         if (grammar := waiting()) is not None:
             self._submit(request_id, owner, grammar, lambda: grammar.begin(template.result()))
 
@@ -150,7 +158,7 @@ class Grammars:
         self._masking.submit(owner, do)
 
     def _template(self, key: _Key, owner: str) -> Future[Template]:
-        """Compiled, or being compiled. Those that were not used lately are forgotten when there are too many."""
+        """A compiled schema, or one being compiled, from an LRU cache."""
         if key not in self._templates:
             self._templates[key] = self._compiling.submit(owner, partial(self._compile, key.schema, key.answers))
         self._templates.move_to_end(key)
@@ -182,3 +190,166 @@ class Grammars:
         except ValueError:
             message = "answers cannot be held to a JSON schema here: llguidance cannot read this model's tokenizer"
             raise RequestError(message, code="unsupported", param="response_format") from None
+
+
+class Template(NamedTuple):
+    """A compiled schema, which outputs copy."""
+
+    matcher: LLMatcher
+    tokenizer: LLTokenizer
+
+
+class Grammar:
+    """The matcher of one output: `allowed`, then `advance` with the sampled token, and so on.
+
+    `advance` is fast and runs in the step. `begin` and `make_mask` may be slow and run in other threads.
+    """
+
+    def __init__(self, end_ids: frozenset[int], budget: Budget, hand_over: Callable[[Grammar], None]) -> None:
+        self._ends = end_ids
+        self._budget = budget
+        self._hand_over = hand_over  # has `make_mask` called in a thread
+        self._matcher: LLMatcher | None = None
+        self._bits: Bits | None = None
+        self._is_made = threading.Event()
+        self._has_ended = False
+        self.error: RequestError | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the output must end."""
+        return self._has_ended
+
+    def allowed(self) -> Bits | None:  # [words]
+        """The tokens allowed next, including EOS where the output may end. None after an error."""
+        self._is_made.wait()
+        return self._bits
+
+    def must_end(self, bits: Bits) -> bool:
+        """Whether only EOS tokens are allowed."""
+        rest = bits.copy()
+        _clear(rest, self._end_ids)
+        return not rest.any()
+
+    def advance(self, token: int) -> None:
+        if token in self._ends:
+            self._has_ended = True
+            return
+        if self._matcher is None or self.error:
+            return
+        with self._budget.step.spending():
+            self._matcher.consume_token(token)
+        self._budget.step.earn()
+        self._budget.masks.earn()
+        if self._matcher.is_error():
+            self.fail(too_complex())
+        elif self._budget.step.is_spent:
+            self.fail(_too_costly())
+        elif self._matcher.is_stopped():
+            self._has_ended = True
+        else:
+            self._is_made.clear()
+            self._hand_over(self)
+
+    def begin(self, template: Template) -> None:
+        vocabulary = template.tokenizer.vocab_size
+        self._words = -(-vocabulary // 32)
+        self._library_ends = np.array(template.tokenizer.eos_tokens, np.int64)
+        self._end_ids = np.array(sorted(end for end in self._ends if end < vocabulary), np.int64)
+        with self._budget.masks.spending():
+            self._matcher = template.matcher.deep_copy()
+        self.make_mask()
+
+    def make_mask(self) -> None:
+        matcher = self._matcher
+        if matcher is None:  # the request has ended
+            return
+        if self._budget.masks.is_spent:
+            self.fail(_too_costly())
+            return
+        with self._budget.masks.spending():
+            bits = self._mask(matcher)
+        if bits is None:
+            self.fail(too_complex())
+        else:
+            self._bits = bits
+            self._is_made.set()
+
+    def release(self) -> None:
+        """The request has ended: free the matcher."""
+        self._matcher = None
+
+    def fail(self, error: RequestError) -> None:
+        self.error = self.error or error
+        self._bits = None
+        self._is_made.set()
+
+    def _mask(self, matcher: LLMatcher) -> Bits | None:
+        bits = np.zeros(self._words, np.int32)
+        fill_next_token_bitmask(matcher, bits[None])
+        if matcher.is_error():
+            return None
+        # The library has one EOS token; the request has its own set, which may be empty.
+        _clear(bits, self._library_ends)
+        if matcher.is_accepting():
+            _set(bits, self._end_ids)
+        return bits
+
+
+def too_complex() -> RequestError:
+    return _refusal("the answer cannot be held to this JSON schema, which is too complex; make it simpler")
+
+
+def _too_costly() -> RequestError:
+    return _refusal("the answers were held to a JSON schema that takes more than its share of time; make it simpler")
+
+
+def _refusal(message: str) -> RequestError:
+    return RequestError(message, code="invalid_json_schema", param="response_format")
+
+
+def _set(bits: Bits, tokens: npt.NDArray[np.int64]) -> None:
+    words = bits.view(np.uint32)
+    np.bitwise_or.at(words, tokens // 32, np.uint32(1) << (tokens % 32).astype(np.uint32))
+
+
+def _clear(bits: Bits, tokens: npt.NDArray[np.int64]) -> None:
+    words = bits.view(np.uint32)
+    np.bitwise_and.at(words, tokens // 32, ~(np.uint32(1) << (tokens % 32).astype(np.uint32)))
+
+
+class Allowance:
+    """A token bucket of CPU seconds: `at_once` to start with and at most, plus `per_token` for each token."""
+
+    def __init__(self, at_once: float, per_token: float) -> None:
+        self._maximum = self._left = at_once
+        self._per_token = per_token
+        self._lock = threading.Lock()
+
+    @property
+    def is_spent(self) -> bool:
+        return self._left < 0
+
+    def earn(self) -> None:
+        """A token was sampled."""
+        with self._lock:
+            self._left = min(self._left + self._per_token, self._maximum)
+
+    @contextmanager
+    def spending(self) -> Iterator[None]:
+        """Charge this thread's CPU time. CPU time, so that a busy machine costs a request nothing."""
+        start = time.thread_time()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._left -= time.thread_time() - start
+
+
+class Budget:
+    """CPU time that all outputs of one request share."""
+
+    def __init__(self) -> None:
+        # Typical grammars take 0.05 ms to accept a token and up to 3 ms for a mask, with a vocabulary of 150,000.
+        self.step = Allowance(at_once=0.25, per_token=0.0005)  # inside of steps, which block every request
+        self.masks = Allowance(at_once=2.0, per_token=0.010)  # in threads

@@ -13,6 +13,7 @@ from PIL import Image
 
 from saccade.errors import ConfigError
 from saccade.media.hashing import salt_of
+from saccade.processor.detokenize import Detokenizer
 from saccade.processor.prompt import Processor
 from saccade.types import RECORD_BYTES
 from tests.helpers.images import make_photo, png
@@ -285,7 +286,7 @@ def test_a_tokenizer_without_the_image_token_is_refused(llava: Processor, llava_
 
 
 def test_the_detokenizer_speaks_the_models_tokens(qwen: Processor) -> None:
-    detokenizer = qwen.detokenizer(["picture"])
+    detokenizer = Detokenizer(qwen.tokenizer, ["picture"])
     for token in qwen.tokenizer.encode("What is in the picture?"):
         detokenizer.push(token)
     assert detokenizer.text == "What is in the "

@@ -79,7 +79,6 @@ LAZY_ALLOWED = {
     "saccade/processor/families/__init__.py",
     "saccade/structured/schema.py",  # llguidance, where a machine has it
     "saccade/structured/grammar.py",
-    "saccade/structured/matcher.py",
     "saccade/media/video_file.py",  # PyAV, where videos are read
     "saccade/runner/build.py",  # Triton, where there is a GPU
     "saccade/runner/cuda/attention_backend.py",

@@ -20,9 +20,7 @@ from saccade import LLM, SamplingParams
 from saccade.engine.async_core import AsyncEngineCore
 from saccade.engine.core import EngineCore
 from saccade.structured import grammar, schema, time_budget
-from saccade.structured.grammar import Grammars
-from saccade.structured.matcher import Grammar
-from saccade.structured.time_budget import Allowance, Budget
+from saccade.structured.grammar import Allowance, Budget, Grammar, Grammars
 from saccade.types import Prompt, Request, TokenEvent
 from tests.helpers.launching import Launching
 from tests.helpers.scheduling import make_config, make_request
@@ -240,7 +238,7 @@ def test_a_grammar_that_breaks_ends_its_own_request(llm: LLM, monkeypatch: pytes
     def broken(*_: Any) -> None:
         raise RuntimeError("the library has a bug")
 
-    monkeypatch.setattr("saccade.structured.matcher.fill_next_token_bitmask", broken)
+    monkeypatch.setattr("saccade.structured.grammar.fill_next_token_bitmask", broken)
     bad, free = llm.generate([PROMPT, PROMPT], [held_to(LIST), FREE], use_tqdm=False)
     assert bad.error is not None and "bug" not in bad.error.message
     assert free.error is None

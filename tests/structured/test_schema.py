@@ -14,9 +14,15 @@ import pytest
 from saccade.errors import RequestError
 from saccade.server.request.chat import read_chat, read_completion
 from saccade.server.request.fields import FieldReader
-from saccade.structured import check_pool
-from saccade.structured.check import CHECKS, MAX_SCHEMA_BYTES, check_schema, check_structured, structured_from
-from saccade.structured.check_pool import SchemaChecks
+from saccade.structured import check
+from saccade.structured.check import (
+    CHECKS,
+    MAX_SCHEMA_BYTES,
+    SchemaChecks,
+    check_schema,
+    check_structured,
+    structured_from,
+)
 from saccade.structured.check_process import problem
 from saccade.structured.schema import grammar_of
 
@@ -185,8 +191,8 @@ def checks() -> Iterator[SchemaChecks]:
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What processes were asked."""
     texts: list[str] = []
-    ask = check_pool._Process.ask
-    monkeypatch.setattr(check_pool._Process, "ask", lambda self, text: (texts.append(text), ask(self, text))[1])
+    ask = check._Process.ask
+    monkeypatch.setattr(check._Process, "ask", lambda self, text: (texts.append(text), ask(self, text))[1])
     return texts
 
 
@@ -220,18 +226,18 @@ def test_what_a_caller_sends_is_checked_in_its_own_scope(monkeypatch: pytest.Mon
 def test_what_is_remembered_of_schemas_is_small_and_bounded(
     checks: SchemaChecks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(check_pool, "_REMEMBERED", 2)
+    monkeypatch.setattr(check, "_MAX_CACHED", 2)
     long = "x" * 200_000
     assert len(checks.problem(json.dumps({long: 1})) or "") < 400
     for i in range(4):
         checks.problem(json.dumps({"enum": [i, long]}))
-    assert len(pickle.dumps(checks._known)) < 2000
+    assert len(pickle.dumps(checks._cached)) < 2000
 
 
 def test_one_process_checks_many_schemas(checks: SchemaChecks, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Any] = []
-    start = check_pool._Process.__init__
-    monkeypatch.setattr(check_pool._Process, "__init__", lambda self: (started.append(self), start(self))[1])
+    start = check._Process.__init__
+    monkeypatch.setattr(check._Process, "__init__", lambda self: (started.append(self), start(self))[1])
     for i in range(5):
         assert checks.problem(json.dumps({"const": i})) is None
     assert len(started) == 1
@@ -249,7 +255,7 @@ def test_a_check_without_an_answer_is_ended_and_not_remembered(
     asked: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow, _ = REFUSED["patterns that take minutes to intersect"]
-    monkeypatch.setattr(check_pool, "_SECONDS", 0.01)
+    monkeypatch.setattr(check, "_SECONDS", 0.01)
     for _ in range(2):
         with pytest.raises(RequestError, match="in time"):
             check_schema(slow, scope="another")
