@@ -1,7 +1,6 @@
-"""Every formula once: bytes of weights, KV and embeddings; blocks; FLOPs; how many requests fit. Pure functions.
+"""Cost formulas: bytes of weights, KV cache, embeddings and activations; KV blocks; FLOPs. Pure functions.
 
-How a picture's size becomes tokens depends on the model family and lives in `processor/families/`; everything that
-follows from the number of tokens is here.
+How an image's size becomes tokens is in `processor/families/`; everything that follows from tokens is here.
 """
 
 from __future__ import annotations
@@ -24,10 +23,7 @@ def dtype_bytes(dtype: str) -> int:
 
 
 def kept_tokens(tokens: int, pruning: float) -> int:
-    """What is left of a frame group's tokens when this share of them goes, rounded up.
-
-    The share is meant as it is written: 0.29 of 100 is 29, not the 28 that its nearest binary number leaves.
-    """
+    """Tokens of a frame group after pruning this share, rounded up. Computed in decimal: 0.29 of 100 is 29."""
     return tokens - math.floor(Fraction(repr(float(pruning))) * tokens)
 
 
@@ -37,7 +33,7 @@ def blocks_for(tokens: int, block_size: int = 16) -> int:
 
 
 def max_chars(tokens: int) -> int:
-    """More characters than a text of so many tokens has on average: only what cannot fit is refused by it."""
+    """An upper bound on the characters of so many tokens, to refuse early what cannot fit."""
     return 32 * tokens
 
 
@@ -48,7 +44,7 @@ def kv_bytes_per_token_layer(num_kv_heads: int, head_dim: int, dtype: str) -> in
 
 def kv_bytes_per_token(text: TextConfig, dtype: str) -> int:
     both = kv_bytes_per_token_layer(text.num_kv_heads, text.head_dim, dtype)
-    return text.num_kv_layers * (both // 2 if text.mla else both)  # a latent vector is key and value at once
+    return text.num_kv_layers * (both // 2 if text.mla else both)  # MLA's latent vector is key and value
 
 
 def kv_bytes_per_block(text: TextConfig, dtype: str, block_size: int = 16) -> int:
@@ -60,12 +56,12 @@ def kv_blocks_in(budget_bytes: float, text: TextConfig, dtype: str, block_size: 
 
 
 def concurrent_requests(budget_bytes: float, request_bytes: float) -> int:
-    """How many requests of this KV size fit side by side, to the nearest whole request."""
+    """How many requests of this KV size fit, rounded."""
     return round(budget_bytes / request_bytes)
 
 
 def embedding_bytes_per_slot(text: TextConfig, dtype: str) -> int:
-    """One resident picture embedding: a vector of the decoder's width, or several of them side by side."""
+    """One cached image embedding, with its deepstack vectors."""
     return text.embedding_size * dtype_bytes(dtype)
 
 
@@ -74,39 +70,42 @@ def embedding_slots_in(budget_bytes: float, text: TextConfig, dtype: str) -> int
 
 
 def patches_of(slots: int, vision: VisionConfig, text: TextConfig) -> int:
-    """Patches that become so many slots, about: a slot is one or several patches, or a part of what one becomes."""
+    """About how many patches become so many slots."""
     return slots * vision.spatial_merge_size**2 // max(1, cross_slots_per_state(text))
 
 
 def cross_slots_per_state(text: TextConfig) -> int:
-    """Slots for one state of a picture that some layers attend to: its keys and values in all of these layers."""
+    """Encoder cache slots of one cross-attended state: its keys and values in all cross-attention layers."""
     values = 2 * text.num_cross_layers * text.num_kv_heads * text.head_dim
     return -(-values // text.embedding_size)
 
 
 def prepared_bytes_per_patch(vision: VisionConfig, dtype: str) -> int:
-    """A patch that waits for the tower. Two passes may wait while a third is under way."""
+    """A preprocessed patch that waits for the tower."""
     return vision.patch_dim * dtype_bytes(dtype)
 
 
 def prepare_bytes(source: Size, resized: Size) -> int:
-    """A picture on its way from pixels to patches on a device: as it came, with one axis resized, with both."""
+    """Preprocessing of an image on a device: the original, with one axis resized, with both."""
     between = max(resized.width * source.height, source.width * resized.height)
     return 3 * (source.width * source.height + between + resized.width * resized.height)
 
 
 def encode_bytes_per_patch(vision: VisionConfig, text: TextConfig, dtype: str) -> int:
-    """Most that a patch takes while fused kernels encode it, its place in the packed input included.
+    """Peak memory of a patch while fused kernels encode it, including the packed input.
 
-    packing       the pictures' patches, and all of them in one tensor
-    attention     x, its norm or what attention gives, q, k, v
-    MLP           x, its norm, the wide tensor (gated: gate and up); an activation not in place makes a second one
-    merger        x, its norm or the activation, the product between; then embeddings in place of one of them
-    deep layers   what is kept of them until the last one, with room for that one's
+    packing       the images' patches, and all of them in one tensor
+    attention     x, its norm or the attention output, q, k, v
+    MLP           x, its norm, the intermediate tensor (gated: gate and up); an activation out of place adds a second
+    merger        x, its norm or the activation, the hidden tensor; then embeddings in place of one of them
+    deepstack     outputs kept until the last layer, including that layer's own
     """
-    hidden, wide = vision.hidden_size, vision.intermediate_size
+    hidden = vision.hidden_size
+    wide = vision.intermediate_size
     is_in_place = vision.hidden_act in ("quick_gelu", "gelu_pytorch_tanh")
-    mlp = 2 * hidden + 2 * wide if vision.is_gated else 2 * hidden + wide if is_in_place else hidden + 2 * wide
+    mlp = 2 * hidden + wide if is_in_place else hidden + 2 * wide
+    if vision.is_gated:
+        mlp = 2 * hidden + 2 * wide
     merger = 2 * hidden + max(hidden, text.hidden_size // vision.spatial_merge_size**2)
     kept = text.embedding_size // vision.spatial_merge_size**2 if vision.deepstack_layers else 0
     values = max(2 * vision.patch_dim, vision.patch_dim + hidden, max(5 * hidden, mlp, merger) + kept)
@@ -115,8 +114,7 @@ def encode_bytes_per_patch(vision: VisionConfig, text: TextConfig, dtype: str) -
 
 
 def state_bytes_per_request(text: TextConfig, dtype: str) -> int:
-    """What layers without keys and values keep of a running request, however long it is: memory in float32, and the
-    inputs that the next convolution still sees."""
+    """Recurrent state of a request in linear attention layers: float32 state and the convolution's last inputs."""
     if text.linear is None:
         return 0
     linear = text.linear
@@ -125,11 +123,11 @@ def state_bytes_per_request(text: TextConfig, dtype: str) -> int:
 
 
 def prompt_bytes_per_token(text: TextConfig, dtype: str) -> int:
-    """Most that a prompt's token takes, in the MLP of a layer whose attention is not forgotten yet.
+    """Peak activations of a prefill token, in a layer's MLP while the attention tensors are still alive.
 
-    the row it came as; q, k, v and what attention gave; the stream before and after; its norm; gate and up, and
-    their product; the cosines and sines of its position. With experts: its row for each of them, by expert and by
-    token, and one expert that all tokens may go to
+    the input row; q, k, v and the attention output; the residual before and after; its norm; gate and up, and their
+    elementwise result; RoPE cos and sin. With MoE: its row for each of its experts, ordered by expert and by token,
+    and one expert that all tokens may go to
     """
     attention = 2 * (text.num_heads + text.num_kv_heads) * text.head_dim
     mlp = 3 * text.hidden_size + 3 * text.intermediate_size
@@ -141,27 +139,25 @@ def prompt_bytes_per_token(text: TextConfig, dtype: str) -> int:
 
 
 def fused_prompt_bytes_per_token(text: TextConfig, dtype: str) -> int:
-    """The same where kernels compute it: one room serves the widest products in turn.
+    """The same for fused kernels, where one workspace serves the widest GEMMs.
 
-    the row it came as; q, k, v or gate and up; the stream before a layer and behind its attention, each in two parts,
-    and a norm or what attention gave; the cosines and sines of its position
+    the input row; q, k, v or gate and up; the residual before a layer and after its attention, each with a split-K
+    partial, and a norm or the attention output; RoPE cos and sin
     """
-    queries, hidden = text.num_heads * text.head_dim, text.hidden_size
-    room = max(queries + 2 * text.num_kv_heads * text.head_dim, 2 * text.intermediate_size)
-    stream = 4 * hidden + max(hidden, queries)
-    return (text.embedding_size + room + stream + 2 * text.head_dim) * dtype_bytes(dtype)
+    queries = text.num_heads * text.head_dim
+    hidden = text.hidden_size
+    workspace = max(queries + 2 * text.num_kv_heads * text.head_dim, 2 * text.intermediate_size)
+    residual = 4 * hidden + max(hidden, queries)
+    return (text.embedding_size + workspace + residual + 2 * text.head_dim) * dtype_bytes(dtype)
 
 
 def sampling_bytes_per_row(text: TextConfig) -> int:
-    """A request that draws its token: its logits in float64, their order, sums and shares, and what penalties count.
-
-    As measured with all of it: what a device sorts in is the library's affair.
-    """
+    """Sampling one row with all options: float64 logits, sorted indices, cumulative sums, penalty counts. Measured."""
     return 75 * text.vocab_size
 
 
 def decoder_layer_params(text: TextConfig) -> int:
-    """Matrix parameters of one decoder layer without experts (norms and biases are noise beside them)."""
+    """Matrix parameters of one dense decoder layer; norms and biases are negligible."""
     return _attention_params(text) + 3 * text.hidden_size * text.intermediate_size
 
 
@@ -172,48 +168,47 @@ def _attention_params(text: TextConfig) -> int:
 
 
 def _latent_params(text: TextConfig, mla: MLAConfig) -> int:
-    """Queries, what is kept, the ways from there to every head's keys and values, and the way out."""
-    hidden, rank = text.hidden_size, mla.q_lora_rank
+    """MLA projections: queries, down to the latent vector, up to keys and values, output."""
+    hidden = text.hidden_size
+    rank = mla.q_lora_rank
     queries = text.num_heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
-    asked = rank * (hidden + queries) if rank else hidden * queries
-    expanded = mla.kv_lora_rank * text.num_heads * (mla.qk_nope_head_dim + mla.v_head_dim)
-    return (
-        asked + hidden * (mla.kv_lora_rank + mla.qk_rope_head_dim) + expanded + text.num_heads * mla.v_head_dim * hidden
-    )
+    q_proj = rank * (hidden + queries) if rank else hidden * queries
+    kv_down = hidden * (mla.kv_lora_rank + mla.qk_rope_head_dim)
+    kv_up = mla.kv_lora_rank * text.num_heads * (mla.qk_nope_head_dim + mla.v_head_dim)
+    return q_proj + kv_down + kv_up + text.num_heads * mla.v_head_dim * hidden
 
 
 def decoder_params(text: TextConfig) -> int:
-    """All decoder layers plus the embedding table and, where it is not tied, the output projection."""
+    """All decoder layers plus the embedding table and, unless it is tied, the output projection."""
     tables = 1 if text.tie_word_embeddings else 2
-    return _all_layer_params(text) + tables * text.vocab_size * text.hidden_size
-
-
-def _all_layer_params(text: TextConfig) -> int:
-    return _all_mixer_params(text) + _all_mlp_params(text)
+    layers = _all_mixer_params(text) + _all_mlp_params(text)
+    return layers + tables * text.vocab_size * text.hidden_size
 
 
 def active_layer_params(text: TextConfig) -> int:
-    """Of these, the ones that a token is multiplied with: all but the experts it does not go to."""
+    """Parameters of all layers that one token uses: without the experts it is not routed to."""
     return _all_mixer_params(text) + _all_mlp_params(text, is_active=True)
 
 
 def _all_mixer_params(text: TextConfig) -> int:
-    """What mixes tokens, in all layers."""
+    """Attention and linear attention of all layers."""
     if text.linear is None:
         return text.num_layers * _attention_params(text)
-    linear, values = text.linear, text.linear.value_heads * text.linear.value_dim
-    gate = text.hidden_size * text.num_heads * text.head_dim  # in models with such layers, attention has one too
+    linear = text.linear
+    values = linear.value_heads * linear.value_dim
+    gate = text.hidden_size * text.num_heads * text.head_dim  # such models have gated attention, too
     mixer = text.hidden_size * (linear.channels + 2 * values + 2 * linear.value_heads)
     return text.num_kv_layers * (_attention_params(text) + gate) + len(linear.layers) * mixer
 
 
 def _all_mlp_params(text: TextConfig, *, is_active: bool = False) -> int:
-    rules, plain = text.experts, 3 * text.hidden_size * text.intermediate_size
-    if rules is None:
-        return text.num_layers * plain
-    width = rules.active_width if is_active else rules.total_width
-    routed = text.hidden_size * (3 * width + rules.count + rules.shared_gate)
-    return (text.num_layers - len(rules.layers)) * plain + len(rules.layers) * routed
+    dense = 3 * text.hidden_size * text.intermediate_size
+    moe = text.experts
+    if moe is None:
+        return text.num_layers * dense
+    width = moe.active_width if is_active else moe.total_width
+    routed = text.hidden_size * (3 * width + moe.count + moe.shared_gate)
+    return (text.num_layers - len(moe.layers)) * dense + len(moe.layers) * routed
 
 
 def encoder_layer_params(vision: VisionConfig) -> int:
@@ -228,7 +223,7 @@ def encoder_params(vision: VisionConfig, text: TextConfig) -> int:
 
 
 def projector_params(vision: VisionConfig, text: TextConfig) -> int:
-    """One projection, and one more for each deep layer."""
+    """The projector, and one more for each deepstack layer."""
     merged = vision.hidden_size * vision.spatial_merge_size**2
     widths = (merged, *(vision.projector or (merged,)), text.hidden_size)
     return (1 + len(vision.deepstack_layers)) * sum(inputs * outputs for inputs, outputs in pairwise(widths))
@@ -248,7 +243,7 @@ def prefill_flops(text: TextConfig, new_tokens: int, context: int = 0) -> int:
 
 
 def encode_flops(vision: VisionConfig, text: TextConfig, patches: int) -> int:
-    """One picture through the tower and the projection."""
+    """One image through the tower and the projector."""
     matrices = 2 * patches * (vision.num_layers * encoder_layer_params(vision) + vision.patch_dim * vision.hidden_size)
     attention = 4 * patches * attended_patches(vision, patches) * vision.hidden_size
     tokens = patches // vision.spatial_merge_size**2
@@ -256,7 +251,7 @@ def encode_flops(vision: VisionConfig, text: TextConfig, patches: int) -> int:
 
 
 def attended_patches(vision: VisionConfig, patches: int) -> int:
-    """Patches that one patch of a picture attends to, summed over the layers; windows are taken as full ones."""
+    """Patches that one patch attends to, summed over the layers; windows count as full."""
     if vision.window_tokens is None:
         return patches * vision.num_layers
     window = (vision.window_tokens * vision.spatial_merge_size) ** 2

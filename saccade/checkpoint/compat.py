@@ -1,4 +1,4 @@
-"""Configs with words of their own for a model's shape, put into those that `config` reads. Pure data."""
+"""Compatibility with configs that predate Transformers' names (Qwen, Qwen-VL): converts them to those names."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ class ConfigFiles(NamedTuple):
 
 
 def normalize(config: Mapping[str, Any], generation: Mapping[str, Any]) -> ConfigFiles:
-    """Common words are left as they are: a config goes to another process in them and is read there again."""
+    """Convert, or return the config as it is. Idempotent, since another process reads a converted config again."""
     given = ConfigFiles(config, generation)
     return _qwen(given) if config.get("model_type") == "qwen" and "head_dim" not in config else given
 
 
-_QWEN_DEFAULTS: Mapping[str, Any] = {  # of its config class
+_QWEN_DEFAULTS: Mapping[str, Any] = {
     "hidden_size": 4096,
     "intermediate_size": 22016,
     "num_hidden_layers": 32,
@@ -33,8 +33,8 @@ _QWEN_DEFAULTS: Mapping[str, Any] = {  # of its config class
     "tie_word_embeddings": False,
 }
 _QWEN_QUERIES = 256
-_QWEN_PAD = 2  # behind <img> and </img>
-_QWEN_ENDS = 3  # <|endoftext|>, and in chats <|im_start|> and <|im_end|>, which follow it
+_QWEN_PAD = 2  # offset of <imgpad> from <img>
+_QWEN_ENDS = 3  # <|endoftext|> and, for chats, the next two: <|im_start|> and <|im_end|>
 
 
 def _qwen(given: ConfigFiles) -> ConfigFiles:
@@ -42,7 +42,7 @@ def _qwen(given: ConfigFiles) -> ConfigFiles:
     chat = given.generation.get("chat_format")
     common = {
         **raw,
-        "intermediate_size": raw["intermediate_size"] // 2,  # theirs counts gate and up together
+        "intermediate_size": raw["intermediate_size"] // 2,  # Qwen's is that of gate and up together
         "head_dim": raw["kv_channels"],
         "max_position_embeddings": _qwen_positions(raw),
         "rms_norm_eps": raw["layer_norm_epsilon"],
@@ -57,8 +57,7 @@ def _qwen(given: ConfigFiles) -> ConfigFiles:
 
 
 def _qwen_positions(raw: Mapping[str, Any]) -> int:
-    """Beyond the trained length these models turn by frequencies that depend on how long the prompt is, and sharpen
-    attention: neither is done here."""
+    """Capped at the trained length: dynamic NTK and log-n attention, used beyond it, are not implemented."""
     maximum: int = raw["max_position_embeddings"]
     changes = raw["use_dynamic_ntk"] or raw["use_logn_attn"]
     return min(raw.get("seq_length", maximum), maximum) if changes else maximum
@@ -78,7 +77,7 @@ def _qwen_tower(visual: Mapping[str, Any]) -> dict[str, Any]:
         "n_queries": queries,
         "hidden_act": "gelu",
         "takes_squares": True,
-        # On average: every query sees all patches. A number that is no square is refused where it is read.
+        # An average, as every query attends to all patches.
         "spatial_merge_size": max(1, side // max(1, math.isqrt(max(0, queries)))),
     }
     start = visual.get("image_start_id")

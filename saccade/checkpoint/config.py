@@ -1,7 +1,7 @@
-"""What a checkpoint is (`ModelConfig`) and what a user may set (`Options`). Pure data: nothing here opens a file.
+"""The model config: config.json as typed shapes of decoder and vision tower. Pure data; opens no file.
 
-Checkpoints come in two dialects: the flat configs that were published (`rope_scaling`, text fields at the top level)
-and the nested ones that Transformers 5 saves (`text_config`, `rope_parameters`). Both are read here, once.
+Reads both flat configs (`rope_scaling`, text fields at the top level) and the nested ones that Transformers 5 saves
+(`text_config`, `rope_parameters`).
 """
 
 from __future__ import annotations
@@ -18,40 +18,40 @@ from saccade.errors import ConfigError
 
 
 def check_values(file: str, values: Mapping[str, Any], table: Table) -> None:
-    """Refuse a file of a checkpoint in which a value is of another kind than the table says."""
+    """Refuse a checkpoint file in which a value has not the type that the table gives."""
     if wrong := first_wrong(values, table):
         raise ConfigError(f"{file}: {wrong}")
 
 
-_NULL_IS_MEANT = {"sliding_window", "q_lora_rank", "num_key_value_heads", "head_dim"}  # none; or derived from others
+_NULL_IS_MEANT = {"sliding_window", "q_lora_rank", "num_key_value_heads", "head_dim"}  # null: none, or derived
 
 
 @dataclass(frozen=True, slots=True)
 class LinearConfig:
-    """Layers of a decoder that remember a fixed amount (gated delta nets) instead of every token's key and value."""
+    """Linear attention layers (gated delta net), with a recurrent state instead of a KV cache."""
 
-    layers: tuple[int, ...]  # their numbers
+    layers: tuple[int, ...]  # indices
     key_heads: int
     value_heads: int
     key_dim: int
     value_dim: int
-    kernel: int  # tokens that the convolution before them sees
+    kernel: int  # width of the causal convolution
 
     @property
     def channels(self) -> int:
-        """Queries, keys and values of one token, side by side."""
+        """Width of the concatenated queries, keys and values."""
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
 
 @dataclass(frozen=True, slots=True)
 class MLAConfig:
-    """Attention that keeps one short vector of a token, from which keys and values of all heads could be made."""
+    """Multi-head latent attention: the KV cache holds one latent vector per token, for all heads."""
 
-    kv_lora_rank: int  # length of that vector
-    qk_rope_head_dim: int  # dimensions kept beside it that RoPE rotates: a part of the key, the same for all heads
-    qk_nope_head_dim: int  # dimensions of a head's query that RoPE leaves alone
-    v_head_dim: int  # dimensions of a head's values
-    q_lora_rank: int | None  # queries come from a vector of this length; None: from the layer's input
+    kv_lora_rank: int  # of the latent vector
+    qk_rope_head_dim: int  # rotated part of the key, cached beside it and shared by all heads
+    qk_nope_head_dim: int  # part of a head's query and key without RoPE
+    v_head_dim: int
+    q_lora_rank: int | None  # None: queries are projected from the layer's input directly
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,31 +68,31 @@ class TextConfig:
     max_position: int
     rms_norm_eps: float
     rope_theta: float
-    mrope_section: tuple[int, ...] | None  # frequencies per axis; None for plain RoPE
-    rope_scaling: Mapping[str, Any]  # what is left of rope_scaling / rope_parameters, for decoders that scale
+    mrope_section: tuple[int, ...] | None  # M-RoPE frequencies per axis; None for RoPE
+    rope_scaling: Mapping[str, Any]  # the other keys of rope_scaling / rope_parameters
     tie_word_embeddings: bool
     model_type: str
-    window: int | None = None  # tokens that attention looks back over in some layers; None: all of them
-    num_cross_layers: int = 0  # of the layers, those that attend to pictures instead of the text
+    window: int | None = None  # sliding or chunked attention in some layers; None: full attention
+    num_cross_layers: int = 0  # layers with cross-attention to images instead of self-attention
     linear: LinearConfig | None = None
     experts: MoEConfig | None = None
-    num_deepstack: int = 0  # vectors beside a picture's embedding; number k is added behind decoder layer k
-    rope_switch: int | None = None  # tokens beyond which a whole prompt turns by other frequencies; None: no such rope
-    mla: MLAConfig | None = None  # then what is kept of a token is key and value at once, of one head
+    num_deepstack: int = 0  # extra vectors per image embedding; number k is added after decoder layer k
+    rope_switch: int | None = None  # LongRoPE: prompts longer than this use the long factors; None: no LongRoPE
+    mla: MLAConfig | None = None  # then the KV cache has one head, whose vector is key and value
 
     @property
     def max_context(self) -> int:
-        """Positions that are computed as the model means them: attention here always looks back over all tokens."""
+        """Positions for which full attention, the only kind here, equals the model's own."""
         return min(self.max_position, self.window or self.max_position)
 
     @property
     def num_kv_layers(self) -> int:
-        """Layers that keep keys and values of the text."""
+        """Layers with a KV cache."""
         return self.num_layers - self.num_cross_layers - (len(self.linear.layers) if self.linear else 0)
 
     @property
     def embedding_size(self) -> int:
-        """Values in what a tower returns for one slot."""
+        """Width of the tower's output for one slot."""
         return self.hidden_size * (1 + self.num_deepstack)
 
 
@@ -110,12 +110,12 @@ class VisionConfig:
     spatial_merge_size: int  # patches per token along each side
     temporal_patch_size: int  # frames per patch
     hidden_act: str
-    is_gated: bool = False  # the MLP multiplies its activation with a second product
-    window_size: int | None = None  # side of an attention window, in pixels; None: every layer sees whole pictures
-    full_layers: tuple[int, ...] = ()  # those that see whole pictures all the same
-    deepstack_layers: tuple[int, ...] = ()  # those whose output goes to the decoder beside the last one's
-    takes_squares: bool = False  # of `image_size` and nothing else, though patches are merged behind the tower
-    projector: tuple[int, ...] = ()  # widths between merged patches and the decoder; none: as wide as merged patches
+    is_gated: bool = False  # gated MLP, such as SwiGLU
+    window_size: int | None = None  # side of an attention window, in pixels; None: full attention
+    full_layers: tuple[int, ...] = ()  # with windows: the layers of full attention
+    deepstack_layers: tuple[int, ...] = ()  # layers with an additional output to the decoder
+    takes_squares: bool = False  # only inputs of `image_size`, although patches are merged after the tower
+    projector: tuple[int, ...] = ()  # hidden widths of the projector; empty: one, as wide as merged patches
 
     @property
     def window_tokens(self) -> int | None:
@@ -137,11 +137,11 @@ class ModelConfig:
     video_token_id: int | None
     dtype: str  # as the checkpoint was saved: "float32", "bfloat16", "float16"
     eos_token_ids: frozenset[int]
-    raw: Mapping[str, Any] = field(repr=False)  # config.json, for what only one family reads
+    raw: Mapping[str, Any] = field(repr=False)  # config.json, for fields of one family
 
 
 def model_config(raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
-    """Read config.json (and generation_config.json, which may name more end tokens) in either dialect."""
+    """Read config.json, and generation_config.json for its EOS ids."""
     model_type = raw.get("model_type")
     if not isinstance(model_type, str):
         raise ConfigError("config.json has no model_type, so this is not a Hugging Face checkpoint Saccade can read")
@@ -154,9 +154,12 @@ def model_config(raw: Mapping[str, Any], generation: Mapping[str, Any] | None = 
 
 
 def _without_nulls(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Null says nothing, and hides a default; but for some names it is an answer."""
-    said = {name: value for name, value in raw.items() if value is not None or name in _NULL_IS_MEANT}
-    return {name: _without_nulls(value) if isinstance(value, Mapping) else value for name, value in said.items()}
+    """Without nulls, which would hide a default, except for names where null has a meaning."""
+    kept: dict[str, Any] = {}
+    for name, value in raw.items():
+        if value is not None or name in _NULL_IS_MEANT:
+            kept[name] = _without_nulls(value) if isinstance(value, Mapping) else value
+    return kept
 
 
 def _read(model_type: str, raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
@@ -167,7 +170,7 @@ def _read(model_type: str, raw: Mapping[str, Any], generation: Mapping[str, Any]
     return ModelConfig(
         model_type=model_type,
         text=_text_config(text, raw, len((vision or {}).get("deepstack_visual_indexes") or ())),
-        vision=_vision_config({**_beside_towers(raw), **vision}) if vision else None,
+        vision=_vision_config({**_projector_fields(raw), **vision}) if vision else None,
         image_token_id=first_of(raw, "image_token_id", "image_token_index"),
         video_token_id=first_of(raw, "video_token_id", "video_token_index"),
         dtype=_dtype_name(raw, text),
@@ -181,16 +184,18 @@ def _flat_text(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _text_config(text: Mapping[str, Any], raw: Mapping[str, Any], num_deepstack: int) -> TextConfig:
-    heads, hidden = _need(text, "num_attention_heads"), _need(text, "hidden_size")
+    heads = _need(text, "num_attention_heads")
+    hidden = _need(text, "hidden_size")
     rope = {**(text.get("rope_scaling") or {}), **(text.get("rope_parameters") or {})}
     section = rope.pop("mrope_section", None)
-    theta, eps = rope.pop("rope_theta", None) or text.get("rope_theta"), text.get("rms_norm_eps")
-    # Some published configs deny at the top what is true of the text model inside: its head is then not stored.
+    theta = rope.pop("rope_theta", None) or text.get("rope_theta")
+    eps = text.get("rms_norm_eps")
+    # Some published configs have false at the top and true in text_config; the head is then not stored.
     tie = raw.get("tie_word_embeddings") or text.get("tie_word_embeddings")
     mla = _mla_config(text)
     return TextConfig(
         hidden_size=hidden,
-        intermediate_size=_need(text, "intermediate_size", "moe_intermediate_size"),  # the first: of plain layers
+        intermediate_size=_need(text, "intermediate_size", "moe_intermediate_size"),
         num_layers=_need(text, "num_hidden_layers"),
         num_heads=heads,
         num_kv_heads=1 if mla else _kv_heads(text, heads),
@@ -224,7 +229,7 @@ def _kv_heads(text: Mapping[str, Any], heads: int) -> int:
 
 
 def _head_dim(text: Mapping[str, Any], hidden: int, heads: int) -> int:
-    """Half of a head turns as cosine, half as sine."""
+    """Even, since RoPE rotates pairs."""
     given: int | None = text.get("head_dim")
     if given is None and hidden % heads:
         raise ConfigError(f"config.json: hidden_size={hidden} is not divided by num_attention_heads={heads}")
@@ -264,8 +269,9 @@ def _window(text: Mapping[str, Any]) -> int | None:
 def _linear_config(text: Mapping[str, Any]) -> LinearConfig | None:
     if text.get("linear_num_value_heads") is None:
         return None
-    every, kinds = text.get("full_attention_interval") or 4, text.get("layer_types")
-    is_linear = [kind == "linear_attention" for kind in kinds] if kinds else [True] * (every - 1) + [False]
+    every = text.get("full_attention_interval") or 4
+    kinds = text.get("layer_types") or ["linear_attention"] * (every - 1) + ["full_attention"]
+    is_linear = [kind == "linear_attention" for kind in kinds]
     return LinearConfig(
         layers=tuple(i for i in range(_need(text, "num_hidden_layers")) if is_linear[i % len(is_linear)]),
         key_heads=_need(text, "linear_num_key_heads"),
@@ -294,7 +300,7 @@ def _vision_config(given: Mapping[str, Any]) -> VisionConfig:
         spatial_merge_size=vision["spatial_merge_size"],
         temporal_patch_size=vision["temporal_patch_size"],
         hidden_act=vision["hidden_act"],
-        # No config says it, but SiLU came to towers together with the gate.
+        # No config field says it, but towers with SiLU have gated MLPs.
         is_gated=vision.get("is_gated", vision["hidden_act"] == "silu"),
         window_size=vision.get("window_size") if "fullatt_block_indexes" in vision else None,
         full_layers=tuple(vision.get("fullatt_block_indexes") or ()),
@@ -304,12 +310,13 @@ def _vision_config(given: Mapping[str, Any]) -> VisionConfig:
     )
 
 
-def _beside_towers(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """What belongs to the tower's shape but stands at the top where a projector does the merging."""
+def _projector_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of the tower's shape that are outside vision_config if a projector merges the patches."""
     if "projector_config" in raw:
         given = raw["projector_config"] or {}
-        wide, between = given.get("n_embed", 2048) * given.get("mlp_ratio", 1), given.get("depth", 2) - 1
-        return {"spatial_merge_size": given.get("downsample_ratio", 2), "projector_widths": [wide] * between}
+        width = given.get("n_embed", 2048) * given.get("mlp_ratio", 1)
+        widths = [width] * (given.get("depth", 2) - 1)
+        return {"spatial_merge_size": given.get("downsample_ratio", 2), "projector_widths": widths}
     return {name: raw[name] for name in ("spatial_merge_size",) if raw.get(name) is not None}
 
 
@@ -324,14 +331,15 @@ def _vision_heads(vision: Mapping[str, Any], hidden: int) -> int:
 
 
 def _image_size(vision: Mapping[str, Any]) -> int | None:
-    side, patch = _side(vision, "image_size"), _side(vision, "patch_size") or 0
+    side = _side(vision, "image_size")
+    patch = _side(vision, "patch_size") or 0
     if side is not None and side < patch:
         raise ConfigError(f"config.json: vision_config.image_size={side} is less than one patch_size={patch}")
     return side
 
 
 def _side(vision: Mapping[str, Any], name: str) -> int | None:
-    """Of a square, which some checkpoints write as two equal numbers."""
+    """The side of a square, which some checkpoints write as two equal values."""
     given = vision.get(name)
     sides = given if isinstance(given, list) else [given]
     if len(set(sides)) != 1:
@@ -355,7 +363,7 @@ def _dtype_name(raw: Mapping[str, Any], text: Mapping[str, Any]) -> str:
 
 
 def _eos_ids(*sources: Mapping[str, Any]) -> frozenset[int]:
-    """The first source that names end tokens wins: generation_config.json, then config.json, then its text part."""
+    """EOS ids of the first source that has any: generation_config.json, config.json, text_config."""
     for source in sources:
         ids = source.get("eos_token_id")
         if ids is not None:

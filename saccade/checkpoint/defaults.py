@@ -1,4 +1,4 @@
-"""What published configs leave out: whatever equals the default of their model's class. Pure data."""
+"""Defaults of Transformers' config classes, which published configs leave out."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "v_head_dim": 128,
     },
 }
-LANGUAGE_TYPE = "deepseek_v2"  # of text parts that are called language_config and name no type
+LANGUAGE_TYPE = "deepseek_v2"  # of a language_config without model_type
 VISION_DEFAULTS: Mapping[str, Any] = {
     "in_channels": 3,
     "patch_size": 14,
@@ -66,7 +66,7 @@ VISION_DEFAULTS: Mapping[str, Any] = {
     "temporal_patch_size": 1,
     "hidden_act": "quick_gelu",
 }
-TOWER_DEFAULTS: Mapping[str, Mapping[str, Any]] = {  # the same for towers that are known by their own type
+TOWER_DEFAULTS: Mapping[str, Mapping[str, Any]] = {  # by the tower's model_type
     "pixtral": {
         "hidden_size": 1024,
         "intermediate_size": 4096,
@@ -86,7 +86,7 @@ TOWER_DEFAULTS: Mapping[str, Mapping[str, Any]] = {  # the same for towers that 
         "hidden_act": "gelu_pytorch_tanh",
     },
     "mllama_vision_model": {"num_global_layers": 8},
-    "vision": {  # towers in the words of timm: width, layers, heads
+    "vision": {  # timm's names
         "width": 1024,
         "layers": 24,
         "heads": 16,

@@ -1,7 +1,6 @@
-"""Reads files of a checkpoint folder. The folder is input: size and depth have limits, names lead nowhere else.
+"""File access of a checkpoint folder, which is untrusted: limits on size and depth, no names that leave the folder.
 
-Names in its files are plain names below it. Links are followed, because the hub's cache is made of them and operators
-make their own; `links_out` tells those that lead elsewhere. Knows JSON, not what a value means.
+Symbolic links are followed, because the hub's cache consists of them; `links_out` lists those that lead elsewhere.
 """
 
 from __future__ import annotations
@@ -14,25 +13,18 @@ from typing import Any
 
 from saccade.errors import ConfigError
 
-SETTINGS_BYTES = 8 << 20  # published ones have at most a tenth of it
-INDEX_BYTES = 64 << 20  # of the largest models with experts: 10 MB
-TOKENIZER_BYTES = 128 << 20  # the largest vocabularies: 35 MB
+SETTINGS_BYTES = 8 << 20  # published ones have at most a tenth
+INDEX_BYTES = 64 << 20  # the largest MoE models have 10 MB
+TOKENIZER_BYTES = 128 << 20  # the largest vocabularies have 35 MB
 TEMPLATE_BYTES = 1 << 20
-HEADER_BYTES = 100_000_000  # of a weight file, by the rule of its format
+HEADER_BYTES = 100_000_000  # the limit of the safetensors format
 _MAX_LEVELS = 64
 _MAX_NAME = 255
 _SHOWN = 100
 
 
 def read_text(file: Path, maximum: int = SETTINGS_BYTES) -> str:
-    """A whole file; ConfigError if it is larger, no plain file, or not UTF-8."""
-    try:
-        return _bytes(file, maximum).decode()
-    except ValueError as error:
-        raise ConfigError(f"{file} is not UTF-8 text ({error}); download it again") from None
-
-
-def _bytes(file: Path, maximum: int) -> bytes:
+    """A whole file; ConfigError if it is larger, not a regular file, or not UTF-8."""
     try:
         if not file.is_file():
             raise ConfigError(f"{file} is missing or no plain file; download it again")
@@ -42,7 +34,10 @@ def _bytes(file: Path, maximum: int) -> bytes:
         raise ConfigError(f"{file} cannot be read ({error.strerror}); check its permissions") from None
     if len(data) > maximum:
         raise ConfigError(f"{file} has {file.stat().st_size} bytes, and at most {maximum} are read of such a file")
-    return data
+    try:
+        return data.decode()
+    except ValueError as error:
+        raise ConfigError(f"{file} is not UTF-8 text ({error}); download it again") from None
 
 
 def read_json(file: Path, maximum: int = SETTINGS_BYTES) -> dict[str, Any]:
@@ -54,7 +49,7 @@ def read_optional(file: Path) -> dict[str, Any]:
 
 
 def parse_json(text: str, file: Path) -> dict[str, Any]:
-    """The object in a text that came from `file`, no deeper than whoever walks through it can go."""
+    """Parse the text of `file`, with a limit on nesting so that recursion over it is safe."""
     try:
         value = json.loads(text)
     except ValueError as error:
@@ -72,7 +67,7 @@ def parse_json(text: str, file: Path) -> dict[str, Any]:
 
 
 def _inner(value: Any) -> list[Any]:
-    """What is nested in a value and may itself hold something."""
+    """The containers inside a container."""
     values = value.values() if isinstance(value, dict) else value
     return [inner for inner in values if isinstance(inner, (dict, list))]
 
@@ -82,30 +77,30 @@ def _too_deep(file: Path) -> ConfigError:
 
 
 def weight_files(index: Path) -> list[str]:
-    """The files that a model.safetensors.index.json names, whether they are there or not."""
+    """The files that a model.safetensors.index.json names, whether they exist or not."""
     try:
         given = read_json(index, INDEX_BYTES).get("weight_map")
     except ConfigError as error:
         raise ConfigError(f"{index} is not a readable list of weight files: {error}") from None
     if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given.values()):
         raise ConfigError(f"{index} is not a readable list of weight files: it has no weight_map from tensors to files")
-    return sorted({plain_name(name, index) for name in given.values()})
+    return sorted({checked_name(name, index) for name in given.values()})
 
 
 def check_named_files(settings: Mapping[str, Any], file: Path) -> None:
-    """What settings name as files (`vocab_file`, `fast_tokenizer_files`), for libraries that open them."""
+    """Check file names in settings (`vocab_file`, `fast_tokenizer_files`), which libraries open."""
     for key, value in settings.items():
         if key.endswith(("_file", "_files")):
             for name in value if isinstance(value, list) else [value]:
                 if isinstance(name, str):
-                    plain_name(name, file)
+                    checked_name(name, file)
 
 
-def plain_name(name: str, file: Path) -> str:
-    """The name, if it stays below the folder of the file it stands in."""
+def checked_name(name: str, file: Path) -> str:
+    """The name, if it stays inside the folder of the file that contains it."""
     path = PurePosixPath(name)
-    is_plain = name.isprintable() and "\\" not in name and 0 < len(name) <= _MAX_NAME
-    if not is_plain or path.is_absolute() or ".." in path.parts:
+    is_valid = name.isprintable() and "\\" not in name and 0 < len(name) <= _MAX_NAME
+    if not is_valid or path.is_absolute() or ".." in path.parts:
         raise ConfigError(
             f"{file} names the file {name[:_SHOWN]!r}; names must stay inside the folder, without .. or a leading /"
         )
@@ -113,9 +108,9 @@ def plain_name(name: str, file: Path) -> str:
 
 
 def links_out(folder: Path) -> list[str]:
-    """Files that are links to outside of the folder, or of the hub's cache of this model where it is a part of one."""
+    """Links to outside of the folder or, for a folder in the hub's cache, of the model's cache."""
     home = Path(os.path.realpath(folder))
-    if home.parent.name == "snapshots":  # models--owner--name/snapshots/commit, with links to models--owner--name/blobs
+    if home.parent.name == "snapshots":  # models--owner--name/snapshots/commit links to models--owner--name/blobs
         home = home.parent.parent
     links = (file for file in sorted(folder.iterdir()) if file.is_symlink())
     return [file.name for file in links if not Path(os.path.realpath(file)).is_relative_to(home)]

@@ -1,6 +1,6 @@
-"""Transformers' own processor of a checkpoint, for families that are not in our tables. The one way to import it.
+"""Transformers' AutoProcessor of a checkpoint, for the fallback. The only module that imports Transformers here.
 
-Importing that library brings torch along, so whoever calls this is no longer free of it.
+That import loads torch, so it happens lazily.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from saccade.checkpoint.files import check_named_files, read_optional
 from saccade.errors import ConfigError
 
 LOCAL: Mapping[str, bool] = {"local_files_only": True, "trust_remote_code": False}
-"""For whatever that library loads. Unless told so, it asks the terminal whether to run a folder's code, and waits."""
+"""Arguments of every from_pretrained: without them it may prompt on the terminal whether to run a folder's code."""
 
-_OPTIONAL = ("torchvision", "timm", "num2words", "sentencepiece", "tiktoken")  # what some of its processors need
+_OPTIONAL = ("torchvision", "timm", "num2words", "sentencepiece", "tiktoken")  # needed by some processors
 _HANDLED = frozenset(("input_ids", "attention_mask", "pixel_values", "pixel_attention_mask", "pixel_mask"))
-_BOTH_WAYS = "token_type_ids"  # with which a model is told whose tokens see each other, whichever comes first
+_BIDIRECTIONAL = "token_type_ids"  # marks image tokens that attend to each other in both directions
 _TRIED = (64, 64)
 
 
@@ -34,7 +34,7 @@ def refusal(model_type: str, reason: str) -> ConfigError:
 
 
 def raised(error: Exception) -> str:
-    """What to say of an exception from a library of hundreds of models: its text is for those who know the code."""
+    """A short reason for an exception from Transformers, whose own text is meant for its developers."""
     missing = [name for name in _OPTIONAL if name in str(error).lower() and find_spec(name) is None]
     if missing:
         return f"it needs {missing[0]}, which is not installed (pip install {missing[0]})"
@@ -50,13 +50,13 @@ def library(model_type: str) -> Any:
 
 
 def load_processor(path: Path, model_type: str) -> Any:
-    """Pictures and text only: the part for video would need torchvision, and nobody asks for it."""
+    """For images and text; the video processor is left out, as it needs torchvision."""
     transformers = library(model_type)
     try:
         return _load(transformers, path)
     except ConfigError:
         raise
-    except Exception as error:  # a library of hundreds of models may raise anything
+    except Exception as error:  # Transformers may raise anything
         raise refusal(model_type, f"its processor cannot be loaded: {raised(error)}") from error
 
 
@@ -72,7 +72,7 @@ def _load(transformers: Any, path: Path) -> Any:
         "tokenizer": transformers.AutoTokenizer.from_pretrained(path, **LOCAL),
     }
     missing = {name: None for name in kind.get_attributes() if name not in parts}
-    unchecked = {"check_argument_for_proper_class": lambda self, name, value: None}  # None is no video processor
+    unchecked = {"check_argument_for_proper_class": lambda self, name, value: None}  # allows None as video processor
     return type(kind.__name__, (kind,), unchecked)(**parts, **missing, **_settings(path))
 
 
@@ -83,12 +83,12 @@ def _settings(path: Path) -> dict[str, Any]:
 
 
 def processed(processor: Any, text: str, image: Image.Image) -> Any:
-    """One prompt with one picture, as tensors by name. Some processors fail without tensors."""
+    """One prompt with one image, as tensors by name. Some processors fail without tensors."""
     return processor(text=[text], images=[image], return_tensors="pt", add_special_tokens=False)
 
 
 def placeholder(processor: Any, model_type: str, image_token_id: int) -> str:
-    """What a prompt says where a picture goes: of the tokens that may mean it, the one that most embeddings replace."""
+    """The placeholder of an image: of the candidates, the one that expands to the largest number of embeddings."""
     tokenizer = processor.tokenizer
     own = tokenizer.convert_ids_to_tokens(image_token_id)
     named = (own, getattr(processor, "image_token", None), getattr(processor, "boi_token", None))
@@ -104,19 +104,19 @@ def placeholder(processor: Any, model_type: str, image_token_id: int) -> str:
 def _embedded(processor: Any, token: str, image_token_id: int) -> int:
     try:
         made = processed(processor, token, Image.new("RGB", _TRIED))
-    except Exception:  # it is not the one
+    except Exception:  # not the placeholder
         return 0
     return int((made["input_ids"] == image_token_id).sum())
 
 
 def check_inputs(processor: Any, path: Path, model_type: str, token: str) -> None:
-    """ConfigError where the model is told more of a picture than its pixels. Known before any weight is read."""
+    """ConfigError if the model takes more inputs than pixel values. Called before any weight is read."""
     taken = inspect.signature(_model_class(path, model_type).forward).parameters
     given = processed(processor, token, Image.new("RGB", _TRIED))
     if "pixel_values" not in given:
         names = ", ".join(name for name in given if name in taken and name not in _HANDLED)
         raise refusal(model_type, f"its processor makes {names or 'nothing'} of a picture, not pixel_values")
-    if _BOTH_WAYS in given and _BOTH_WAYS in taken:
+    if _BIDIRECTIONAL in given and _BIDIRECTIONAL in taken:
         raise refusal(model_type, "its pictures are read in both directions, and our attention looks back only")
     more = [name for name in given if name in taken and name not in _HANDLED]
     if more:

@@ -1,4 +1,4 @@
-"""How a decoder with experts sends tokens to them, as config.json says it. Pure data: knows no tensors and no files."""
+"""The MoE config: experts and routing of a decoder, read from config.json. Pure data."""
 
 from __future__ import annotations
 
@@ -9,46 +9,48 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class MoEConfig:
-    layers: tuple[int, ...]  # those that have experts in place of one MLP
+    layers: tuple[int, ...]  # indices of the MoE layers
     count: int
-    per_token: int
-    width: int  # of an expert's MLP
-    normalise: bool = False  # the weights of a token's experts add up to one
+    per_token: int  # top-k
+    width: int  # intermediate size of an expert
+    normalise: bool = False  # norm_topk_prob: the weights of a token's experts add up to one
     scoring: str = "softmax"  # or "sigmoid"
-    groups: int = 1  # that the experts are divided into, neighbours together
-    groups_kept: int = 1  # a token's experts come from these
-    choice: str = "greedy"  # the config's word for how experts are chosen
-    scale: float = 1.0  # of the weights
-    shared: int = 0  # width of the MLP that every token goes through as well; 0: there is none
-    shared_gate: bool = False  # what comes out of that one is weighted by token
+    groups: int = 1  # n_group
+    groups_kept: int = 1  # topk_group: groups that a token's experts are chosen from
+    choice: str = "greedy"  # topk_method
+    scale: float = 1.0  # routed_scaling_factor
+    shared: int = 0  # intermediate size of the shared expert; 0: there is none
+    shared_gate: bool = False  # the shared expert's output has a gate per token
 
     @property
     def has_bias(self) -> bool:
-        """On the scores, when experts are chosen; weights do not see it."""
+        """A bias on the scores that selects experts but does not enter their weights."""
         return self.choice == "noaux_tc"
 
     @property
     def active_width(self) -> int:
-        """Of all MLPs that one token goes through, side by side."""
+        """Intermediate size of all experts of one token together."""
         return self.per_token * self.width + self.shared
 
     @property
     def total_width(self) -> int:
-        """Of all that lie in memory."""
+        """Intermediate size of all experts together."""
         return self.count * self.width + self.shared
 
 
 def moe_config(text: Mapping[str, Any], num_layers: int) -> MoEConfig | None:
-    """Read the words of the Qwen line and those of the DeepSeek line; None where a model has no experts."""
+    """Read the field names of Qwen and of DeepSeek; None for a dense model."""
     count = first_of(text, "num_experts", "num_local_experts", "n_routed_experts")
     layers = _layers(text, num_layers)
     if not count or not layers or text.get("moe_intermediate_size") is None:
         return None
-    width, choice = int(text["moe_intermediate_size"]), text.get("topk_method") or "greedy"
-    choice = "greedy" if choice == "gready" else choice  # as the DeepSeek line's config class has it
-    is_grouped, per_token = choice != "greedy", int(text.get("num_experts_per_tok") or 0)
+    width = int(text["moe_intermediate_size"])
+    choice = text.get("topk_method") or "greedy"
+    choice = "greedy" if choice == "gready" else choice  # a typo in DeepSeek's config class
+    is_grouped = choice != "greedy"
+    per_token = int(text.get("num_experts_per_tok") or 0)
     shared = first_of(text, "shared_expert_intermediate_size")
-    # In the DeepSeek line the only expert of a token keeps its score, in the Qwen line its weight is then one.
+    # With one expert per token DeepSeek keeps its score as weight, while Qwen normalises it to one.
     is_one_kept = per_token == 1 and text.get("n_routed_experts") is not None
     return MoEConfig(
         layers=layers,
@@ -67,12 +69,13 @@ def moe_config(text: Mapping[str, Any], num_layers: int) -> MoEConfig | None:
 
 
 def _layers(text: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
-    """Every so many layers, without those that are named as plain and the first few."""
-    plain, first = text.get("mlp_only_layers") or (), int(text.get("first_k_dense_replace") or 0)
-    every, rhythm = int(text.get("decoder_sparse_step") or 1), int(text.get("moe_layer_freq") or 1)
-    numbers = (i for i in range(first, num_layers) if i not in plain)
-    # The two lines count differently: one from one, the other from zero.
-    return tuple(i for i in numbers if (i + 1) % every == 0 and i % rhythm == 0)
+    """Every n-th layer, without the dense ones. Qwen's step counts from one, DeepSeek's from zero."""
+    dense = text.get("mlp_only_layers") or ()
+    first = int(text.get("first_k_dense_replace") or 0)
+    step = int(text.get("decoder_sparse_step") or 1)
+    frequency = int(text.get("moe_layer_freq") or 1)
+    layers = [i for i in range(first, num_layers) if i not in dense]
+    return tuple(i for i in layers if (i + 1) % step == 0 and i % frequency == 0)
 
 
 def first_of(values: Mapping[str, Any], *names: str) -> Any:

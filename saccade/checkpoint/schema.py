@@ -1,7 +1,4 @@
-"""What values in a checkpoint's JSON files may be, by their names. Pure data: opens no file, builds no model.
-
-A name stands here if somebody reads it. Null is silence: who reads says what is assumed then, or that it is missing.
-"""
+"""The schema of a checkpoint's JSON files: types and bounds of every field that is read. Null counts as absent."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-_MAXIMUM = 4096  # values in a list whose length nothing else says: as many as layers
+_MAXIMUM = 4096  # values in a list of any length: as many as layers
 
 
 class Kind(NamedTuple):
@@ -19,11 +16,11 @@ class Kind(NamedTuple):
 
 
 Table = Mapping[str, "Kind | Table"]
-"""By name; a table in the place of a kind is for an object inside."""
+"""Field name -> kind, or a table for a nested object."""
 
 
 def first_wrong(values: Mapping[str, Any], table: Table, inside: str = "") -> str | None:
-    """One sentence on the first value that is of another kind, None if there is none."""
+    """One sentence on the first value that is of another kind; None if there is none."""
     for name, kind in table.items():
         value = values.get(name)
         if value is None:
@@ -41,16 +38,14 @@ def first_wrong(values: Mapping[str, Any], table: Table, inside: str = "") -> st
 
 def _sentence(name: str, value: Any, wanted: str) -> str:
     shown = repr(value)
-    long = (
-        f", with at most {_MAXIMUM} values, not {len(value)}"
-        if isinstance(value, list) and len(value) > _MAXIMUM
-        else ""
-    )
-    return f"{name} is {shown[:80]}{'...' * (len(shown) > 80)}, but {wanted} is needed{long}"
+    sentence = f"{name} is {shown[:80]}{'...' * (len(shown) > 80)}, but {wanted} is needed"
+    if isinstance(value, list) and len(value) > _MAXIMUM:
+        return f"{sentence}, with at most {_MAXIMUM} values, not {len(value)}"
+    return sentence
 
 
 def whole(minimum: int, maximum: int) -> Kind:
-    """Bounds are far beyond what there is; they keep a slip from filling memory before anyone looks."""
+    """An integer. The bounds are far beyond published values; they keep a typo from filling the memory."""
     wanted = f"{minimum}" if minimum == maximum else f"a whole number from {minimum} to {maximum}"
     return Kind(wanted, lambda v: isinstance(v, int) and not isinstance(v, bool) and minimum <= v <= maximum)
 
@@ -61,7 +56,7 @@ def number(*, above: float = -math.inf, minimum: float = -math.inf, maximum: flo
     return Kind(wanted, lambda v: _is_number(v) and v > above and minimum <= v <= maximum)
 
 
-def many(kind: Kind, count: int | None = None) -> Kind:
+def list_of(kind: Kind, count: int | None = None) -> Kind:
     wanted = f"a list of {'' if count is None else f'{count} times '}{kind.wanted}"
     return Kind(wanted, lambda v: isinstance(v, list) and _fits(len(v), count) and all(map(kind.takes, v)))
 
@@ -94,27 +89,27 @@ WIDTH = whole(1, 1 << 24)
 MAYBE_WIDTH = whole(0, 1 << 24)
 LAYERS = whole(1, 4096)
 LAYER = whole(0, 4095)
-ANY_LAYER = whole(-4096, 4095)  # from the last one on, where negative
+ANY_LAYER = whole(-4096, 4095)  # negative: from the end
 HEADS = whole(1, 1 << 16)
 MAYBE_COUNT = whole(0, 1 << 16)
 LENGTH = whole(1, (1 << 31) - 1)
 TOKEN = whole(0, (1 << 31) - 1)
-TOKENS = either(whole(-1, (1 << 31) - 1), many(whole(-1, (1 << 31) - 1)))  # -1: none
+TOKENS = either(whole(-1, (1 << 31) - 1), list_of(whole(-1, (1 << 31) - 1)))  # -1: none
 SIDE = whole(1, 1 << 16)
-SQUARE = either(SIDE, many(SIDE, 2))
+SQUARE = either(SIDE, list_of(SIDE, 2))
 AREA = LENGTH
 MERGE = whole(1, 64)
-CHANNELS = whole(3, 3)  # pictures are RGB
+CHANNELS = whole(3, 3)  # RGB
 TILES = whole(1, 256)
-PAIRS = many(many(SIDE, 2))
+PAIRS = list_of(list_of(SIDE, 2))
 ABOVE_ZERO = number(above=0)
-AT_LEAST_ZERO = number(minimum=0)
+NON_NEGATIVE = number(minimum=0)
 THETA = number(above=1)
 
 
 ROPE: Table = {
     "rope_theta": THETA,
-    "mrope_section": many(whole(0, 1 << 16)),
+    "mrope_section": list_of(whole(0, 1 << 16)),
     "mrope_interleaved": FLAG,
     "type": WORD,
     "rope_type": WORD,
@@ -122,9 +117,9 @@ ROPE: Table = {
     "original_max_position_embeddings": LENGTH,
     "partial_rotary_factor": number(above=0, maximum=1),
     "truncate": FLAG,
-    "llama_4_scaling_beta": AT_LEAST_ZERO,
-    "mscale": AT_LEAST_ZERO,
-    "mscale_all_dim": AT_LEAST_ZERO,
+    "llama_4_scaling_beta": NON_NEGATIVE,
+    "mscale": NON_NEGATIVE,
+    "mscale_all_dim": NON_NEGATIVE,
     **dict.fromkeys(("beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor", "attention_factor"), ABOVE_ZERO),
 }
 EXPERTS: Table = {
@@ -133,7 +128,7 @@ EXPERTS: Table = {
     **dict.fromkeys(("first_k_dense_replace", "decoder_sparse_step", "moe_layer_freq"), MAYBE_COUNT),
     "moe_intermediate_size": WIDTH,
     "shared_expert_intermediate_size": MAYBE_WIDTH,
-    "mlp_only_layers": many(LAYER),
+    "mlp_only_layers": list_of(LAYER),
     "norm_topk_prob": FLAG,
     "scoring_func": WORD,
     "topk_method": WORD,
@@ -143,20 +138,20 @@ TEXT: Table = {
     **EXPERTS,
     **dict.fromkeys(("model_type", "dtype", "torch_dtype", "hidden_act"), WORD),
     **dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size", "head_dim", "kv_channels"), WIDTH),
-    # Of models without latent attention too, which have none.
+    # 0 in configs of models without MLA.
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), MAYBE_WIDTH),
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim"), WIDTH),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), HEADS),
     **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), HEADS),
     **dict.fromkeys(("attention_bias", "mlp_bias", "tie_word_embeddings", "use_sliding_window", "use_mla"), FLAG),
     **dict.fromkeys(("use_dynamic_ntk", "use_logn_attn", "no_bias"), FLAG),
-    **dict.fromkeys(("rms_norm_eps", "layer_norm_epsilon"), AT_LEAST_ZERO),
+    **dict.fromkeys(("rms_norm_eps", "layer_norm_epsilon"), NON_NEGATIVE),
     **dict.fromkeys(("rope_theta", "rotary_emb_base"), THETA),
     **dict.fromkeys(("rope_scaling", "rope_parameters"), ROPE),
     "num_hidden_layers": LAYERS,
     "full_attention_interval": LAYERS,
-    "layer_types": many(WORD),
-    "cross_attention_layers": many(LAYER),
+    "layer_types": list_of(WORD),
+    "cross_attention_layers": list_of(LAYER),
     "max_position_embeddings": LENGTH,
     "seq_length": LENGTH,
     "sliding_window": TOKEN,
@@ -173,8 +168,10 @@ VISION: Table = {
     **dict.fromkeys(("in_channels", "in_chans", "num_channels"), CHANNELS),
     **dict.fromkeys(("patch_size", "image_size"), SQUARE),
     **dict.fromkeys(("spatial_merge_size", "temporal_patch_size"), MERGE),
-    **dict.fromkeys(("fullatt_block_indexes", "deepstack_visual_indexes", "intermediate_layers_indices"), many(LAYER)),
-    **dict.fromkeys(("layer_norm_eps", "norm_eps"), AT_LEAST_ZERO),
+    **dict.fromkeys(
+        ("fullatt_block_indexes", "deepstack_visual_indexes", "intermediate_layers_indices"), list_of(LAYER)
+    ),
+    **dict.fromkeys(("layer_norm_eps", "norm_eps"), NON_NEGATIVE),
     "mlp_ratio": number(above=0, maximum=1024),
     "num_global_layers": LAYER,
     "window_size": SIDE,
@@ -185,7 +182,7 @@ VISION: Table = {
     "rope_theta": THETA,
     "rope_parameters": ROPE,
 }
-VISUAL: Table = {**VISION, "width": WIDTH, "patch_size": SIDE, "image_size": SIDE}  # as the first Qwen-VL has it
+VISUAL: Table = {**VISION, "width": WIDTH, "patch_size": SIDE, "image_size": SIDE}  # of the first Qwen-VL
 PROJECTOR: Table = {
     **dict.fromkeys(("n_embed", "input_dim"), WIDTH),
     **dict.fromkeys(("mlp_ratio", "depth", "downsample_ratio"), MERGE),
@@ -205,7 +202,7 @@ CONFIG: Table = {
     **dict.fromkeys(("vision_feature_select_strategy", "vision_aspect_ratio", "projector_hidden_act"), WORD),
     **dict.fromkeys(("tile_tag", "global_view_pos"), WORD),
     **dict.fromkeys(("image_grid_pinpoints", "candidate_resolutions"), PAIRS),
-    "vision_feature_layer": either(ANY_LAYER, many(ANY_LAYER)),
+    "vision_feature_layer": either(ANY_LAYER, list_of(ANY_LAYER)),
     "multimodal_projector_bias": FLAG,
     "spatial_merge_size": MERGE,
 }
@@ -221,8 +218,8 @@ IMAGES: Table = {
     "patch_size": either(SIDE, sides(SIDE)),
     "resample": whole(0, 5),
     "rescale_factor": ABOVE_ZERO,
-    "image_mean": many(number(), 3),
-    "image_std": many(ABOVE_ZERO, 3),
+    "image_mean": list_of(number(), 3),
+    "image_std": list_of(ABOVE_ZERO, 3),
     "max_image_tiles": TILES,
     "image_grid_pinpoints": PAIRS,
     "cap_pixels_per_frame": FLAG,
@@ -230,7 +227,7 @@ IMAGES: Table = {
 PROCESSOR: Table = {
     "image_processor": IMAGES,
     "video_processor": IMAGES,
-    "image_mean": many(number(minimum=0, maximum=1), 3),
+    "image_mean": list_of(number(minimum=0, maximum=1), 3),
     "image_std": IMAGES["image_std"],
     **dict.fromkeys(("image_token", "image_break_token", "image_end_token"), WORD),
     **dict.fromkeys(("vision_feature_select_strategy", "vision_aspect_ratio"), WORD),

@@ -1,7 +1,7 @@
-"""A checkpoint's tokenizer in the words of tokenizer.json: that file, or made from a tiktoken file. Encodes no text.
+"""tokenizer.json of a checkpoint: read, or converted from a tiktoken file.
 
-A tiktoken file is a list of byte strings with their ranks. Where text is cut before they apply, and which control
-tokens stand behind them, is written in no file: it is here, under the name of the file.
+A tiktoken file is a list of byte strings with their ranks. Its pre-tokenizer pattern and control tokens are in no
+file of the checkpoint, so they are here.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from saccade.checkpoint.files import TOKENIZER_BYTES, read_json, read_text
 from saccade.errors import ConfigError
 
 Ranks = dict[bytes, int]
-_MAX_BYTES = 1024  # of a token: finding the pair it is made from takes their square
+_MAX_BYTES = 1024  # of a token: finding its merge takes quadratic time
 
 
 class Conventions(NamedTuple):
-    """What a tiktoken file leaves unsaid."""
+    """What a tiktoken file lacks."""
 
-    cut: str  # expression for the pieces that text is cut into; nothing merges across them
-    control: tuple[str, ...]  # behind the ranks, in this order
-    marks: tuple[str, ...]  # in models that see, behind those: markup that clients and answers may contain
-    images: tuple[str, ...]  # and what stands for pictures
+    pattern: str  # of the pre-tokenizer
+    control: tuple[str, ...]  # ids after the ranks, in this order
+    marks: tuple[str, ...]  # then, for models with a tower: markup in prompts and outputs
+    images: tuple[str, ...]  # and image tokens
 
 
-_KNOWN: Mapping[str, Conventions] = {
+_TIKTOKEN_FILES: Mapping[str, Conventions] = {
     "qwen.tiktoken": Conventions(
-        cut=r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+        pattern=r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
         r"|\s+(?!\S)|\s+",
         control=("<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{i}|>" for i in range(205))),
         marks=("<ref>", "</ref>", "<box>", "</box>", "<quad>", "</quad>"),
@@ -46,14 +46,14 @@ def read_tokenizer(folder: Path) -> str:
     file = folder / "tokenizer.json"
     if file.is_file():
         return read_text(file, TOKENIZER_BYTES)
-    for name, conventions in _KNOWN.items():
+    for name, conventions in _TIKTOKEN_FILES.items():
         if (folder / name).is_file():
-            return _made_from(folder / name, conventions, sees=_sees(folder))
+            return _converted(folder / name, conventions, has_tower=_has_tower(folder))
     raise ConfigError(f"{file} is missing; save the tokenizer in its fast form (tokenizer.json)")
 
 
 def added_tokens(file: Path) -> dict[str, int]:
-    """What a tokenizer.json adds to its vocabulary, for those who need an id and no tokenizer."""
+    """Ids of the added tokens of a tokenizer.json."""
     tokenizer = read_json(file, TOKENIZER_BYTES)
     try:
         return {token["content"]: int(token["id"]) for token in tokenizer.get("added_tokens") or ()}
@@ -62,36 +62,36 @@ def added_tokens(file: Path) -> dict[str, int]:
 
 
 def as_markup(spec: str, names: Collection[str]) -> str:
-    """The same tokenizer.json, in which these tokens are plain words: sent by clients, shown in answers."""
+    """The same tokenizer.json, in which these tokens are not special: clients may send them, outputs show them."""
     tokenizer = json.loads(spec)
     for token in tokenizer.get("added_tokens") or ():
         token["special"] = token.get("special", False) and token["content"] not in names
     return json.dumps(tokenizer)
 
 
-def _sees(folder: Path) -> bool:
-    """Checkpoints of one name have a tower or none, and only the former know tokens for pictures."""
+def _has_tower(folder: Path) -> bool:
+    """Whether the checkpoint has a vision tower, and so tokens for images."""
     config = folder / "config.json"
     return config.is_file() and bool(read_json(config).get("visual"))
 
 
-def _made_from(file: Path, conventions: Conventions, *, sees: bool) -> str:
+def _converted(file: Path, conventions: Conventions, *, has_tower: bool) -> str:
     ranks = _ranks(file)
-    shown = conventions.marks if sees else ()
-    added = (*conventions.control, *shown, *(conventions.images if sees else ()))
+    shown = conventions.marks if has_tower else ()
+    added = (*conventions.control, *shown, *(conventions.images if has_tower else ()))
     return json.dumps(
         {
             "version": "1.0",
             "added_tokens": [_added(token, len(ranks) + i, token not in shown) for i, token in enumerate(added)],
             "normalizer": {"type": "NFC"},
-            "pre_tokenizer": _cutting(conventions.cut),
+            "pre_tokenizer": _pre_tokenizer(conventions.pattern),
             "post_processor": None,
             "decoder": _BYTE_LEVEL,
             "model": {
                 "type": "BPE",
                 "vocab": {_spelled(token): rank for token, rank in ranks.items()},
                 "merges": [[_spelled(left), _spelled(right)] for left, right in merges_of(ranks)],
-                "ignore_merges": True,  # a piece that is a token is not put together from its bytes
+                "ignore_merges": True,  # a whole piece that is a token needs no merges
             },
         }
     )
@@ -100,7 +100,7 @@ def _made_from(file: Path, conventions: Conventions, *, sees: bool) -> str:
 _BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
 
 
-def _cutting(expression: str) -> dict[str, Any]:
+def _pre_tokenizer(expression: str) -> dict[str, Any]:
     split = {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False}
     return {"type": "Sequence", "pretokenizers": [split, _BYTE_LEVEL]}
 
@@ -124,7 +124,7 @@ def _ranks(file: Path) -> Ranks:
 
 
 def _check_whole(ranks: Ranks, file: Path) -> None:
-    """Control tokens count on behind the last rank, and text without a token for one of its bytes would lose it."""
+    """Ranks must be contiguous, as control tokens follow them, and include all 256 bytes."""
     longest = max(map(len, ranks), default=0)
     if longest > _MAX_BYTES:
         raise ConfigError(f"{file} has a token of {longest} bytes; at most {_MAX_BYTES} are taken: download it again")
@@ -138,16 +138,13 @@ def _check_whole(ranks: Ranks, file: Path) -> None:
 
 
 def merges_of(ranks: Ranks) -> list[tuple[bytes, bytes]]:
-    """Which pair each token is made from, in the order of ranks.
-
-    A token that comes from no pair is never reached by merging; only a whole piece can be one.
-    """
+    """The merge of each token, in the order of ranks. A token without one is only used for a whole piece."""
     pairs = (_pair(token, ranks, rank) for token, rank in sorted(ranks.items(), key=lambda item: item[1]))
     return [pair for pair in pairs if pair]
 
 
 def _pair(token: bytes, ranks: Ranks, rank: int) -> tuple[bytes, bytes] | None:
-    """The last two parts that lower ranks leave of it. Most tokens have one pair of tokens to choose from."""
+    """The two parts that lower ranks merge a token into. For nearly all tokens there is one candidate."""
     cuts = [i for i in range(1, len(token)) if token[:i] in ranks and token[i:] in ranks]
     if len(cuts) == 1:
         return token[: cuts[0]], token[cuts[0] :]
@@ -156,7 +153,7 @@ def _pair(token: bytes, ranks: Ranks, rank: int) -> tuple[bytes, bytes] | None:
 
 
 def _parts(token: bytes, ranks: Ranks, below: int) -> list[bytes]:
-    """The token merged as far as ranks below its own go, the lowest one first and the leftmost of equals."""
+    """The token after all merges of ranks below its own, lowest and leftmost first."""
     parts = [token[i : i + 1] for i in range(len(token))]
     while len(parts) > 2:
         pairs = [ranks.get(left + right, below) for left, right in pairwise(parts)]
@@ -169,7 +166,7 @@ def _parts(token: bytes, ranks: Ranks, below: int) -> list[bytes]:
 
 
 def _letters() -> dict[int, str]:
-    """Byte-level vocabularies are written in letters: a byte that prints is itself, the others follow behind 255."""
+    """GPT-2's byte-to-unicode table: a printable byte is itself, the others start at 256."""
     prints = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), 256)}
     others = [byte for byte in range(256) if byte not in prints]
     return {byte: chr(byte) for byte in prints} | {byte: chr(256 + i) for i, byte in enumerate(others)}

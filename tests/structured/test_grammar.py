@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from saccade import LLM, SamplingParams
 from saccade.engine.async_core import AsyncEngineCore
 from saccade.engine.core import EngineCore
-from saccade.structured import grammar, schema, time_budget
+from saccade.structured import grammar, schema
 from saccade.structured.grammar import Allowance, Budget, Grammar, Grammars
 from saccade.types import Prompt, Request, TokenEvent
 from tests.helpers.launching import Launching
@@ -192,7 +192,7 @@ def test_an_aborted_request_is_not_waited_for(llm: LLM, monkeypatch: pytest.Monk
 
 def test_an_allowance_is_spent_by_the_processors_time_and_earned_by_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([0.0, 1.0, 5.0, 7.0])
-    monkeypatch.setattr(time_budget.time, "thread_time", lambda: next(times))
+    monkeypatch.setattr(grammar.time, "thread_time", lambda: next(times))
     given = Allowance(at_once=2.0, per_token=0.75)
     with given.spending():
         pass
