@@ -1,4 +1,4 @@
-"""The table of model families, and loading. What a family computes is in the file named like its `model_type`."""
+"""The model registry and loader. A family is in `families/`, in the file named like its `model_type`."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from saccade.models.vision.ops import TorchVision, VisionOps
 from saccade.models.weights import fill_random, load_weights
 
 _TEXT = ("llama", "ministral3", "mistral", "qwen2", "qwen3", "qwen3_moe")
-_FAMILIES: Mapping[str, tuple[str, str]] = {  # model_type -> (module, class); a module is imported when it is needed
+_FAMILIES: Mapping[str, tuple[str, str]] = {  # model_type -> (module, class), imported on demand
     "deepseek_v2": ("saccade.models.families.deepseek_v2", "DeepseekV2"),
     "deepseek_vl_v2": ("saccade.models.families.deepseek_vl_v2", "DeepseekVL2"),
     "llava": ("saccade.models.families.llava", "Llava"),
-    "llava/pixtral": ("saccade.models.families.pixtral", "LlavaPixtral"),  # a model type with another tower
+    "llava/pixtral": ("saccade.models.families.pixtral", "LlavaPixtral"),  # model type/tower type
     "llava_next": ("saccade.models.families.llava_next", "LlavaNext"),
     "llava_onevision": ("saccade.models.families.llava_onevision", "LlavaOnevision"),
     "mistral3": ("saccade.models.families.mistral3", "Mistral3"),
@@ -49,9 +49,9 @@ def load_model(
     image_processor: Mapping[str, Any] | None = None,
     max_model_len: int | None = None,
 ) -> VisionLanguageModel:
-    """Build the model that config.json describes and fill it: from the folder, or ("dummy") at random from the seed.
+    """Build the model and load its weights from the folder, or ("dummy") fill it at random from the seed.
 
-    No request will have more than `max_model_len` tokens: what a model does beyond need not be known.
+    The fallback supports any model up to `max_model_len` tokens whose behaviour changes only beyond.
     """
     if config.model_type not in _FAMILIES and path is not None:
         how = {"load_format": load_format, "seed": seed, "max_model_len": max_model_len}
@@ -71,9 +71,9 @@ def load_model(
 
 
 def eager_reason(config: ModelConfig) -> str | None:
-    """Why a GPU runs the model in plain PyTorch, without our kernels and CUDA graphs; None: it does not.
+    """Why a GPU runs the model in eager mode, without our kernels and CUDA graphs; None: it does not.
 
-    Known before the model is built, because memory is planned by it.
+    Known before the model is built, because memory planning depends on it.
     """
     if config.model_type not in _FAMILIES:
         return "the model runs through Transformers' code"
@@ -100,7 +100,7 @@ def _refuse_quantised(config: ModelConfig) -> None:
 def _vision_ops(device: torch.device) -> VisionOps:
     if device.type != "cuda":
         return TorchVision()
-    fused: VisionOps = import_module("saccade.models.cuda.vision").FusedVision()  # needs Triton, as only CUDA does
+    fused: VisionOps = import_module("saccade.models.cuda.vision").FusedVision()  # needs Triton
     return fused
 
 

@@ -1,4 +1,4 @@
-"""What the engine may ask of a model, whatever its family. Tensors in, tensors out: no requests, no blocks, no text."""
+"""The model interface of the engine (vLLM: SupportsMultiModal). Tensors in, tensors out."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ if TYPE_CHECKING:
 
 class VisionLanguageModel(Protocol):
     config: ModelConfig
-    decoder: Decoder  # for those who run its layers with kernels of their own
+    decoder: Decoder  # for the CUDA runner, which runs its layers with fused kernels
 
     def prepare(self, image: ImagePixels, geometry: Geometry) -> Tensor:
-        """Resize, crop, normalise and cut an RGB picture [H, W, 3] -> [patches, patch_dim] on the model's device.
+        """Resize, crop, normalise and cut an RGB image [H, W, 3] -> [patches, patch_dim] on the model's device.
 
-        A picture that is there already is worked on there; the patches are the same. Models that take video are given
-        frame groups [frames, H, W, 3] too, of one frame or more.
+        An image on the device is processed there, with equal results. Video models also take frame groups
+        [frames, H, W, 3].
         """
 
     def encode(self, patches: Tensor, grids: Sequence[Grid]) -> Encoding:
-        """Run the vision tower over the packed patches of several pictures [sum of patches, patch_dim]."""
+        """Run the vision tower over the packed patches of several images [sum of patches, patch_dim]."""
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """[T] -> rows as wide as what `encode` returns"""
+        """[T] -> [T, width], as wide as what `encode` returns"""
 
     def forward(self, embeds: Tensor, positions: Tensor, attention: Attention) -> Tensor:
-        """Packed rows of `embed` and `encode` at rotary positions [axes, T] -> [T, hidden], final norm applied."""
+        """Packed embeddings at RoPE positions [axes, T] -> [T, hidden], final norm applied."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, hidden] -> float32 [N, vocabulary]"""
@@ -44,13 +44,13 @@ class CrossAttentionModel(VisionLanguageModel, Protocol):
     """A model with cross-attention layers (`Span.is_cross_attended`): it is told which rows attend to which image."""
 
     def forward(
-        self, embeds: Tensor, positions: Tensor, attention: Attention, seen: Sequence[CrossAttentionRows] = ()
+        self, embeds: Tensor, positions: Tensor, attention: Attention, cross_rows: Sequence[CrossAttentionRows] = ()
     ) -> Tensor:
-        """As above. Rows that `seen` does not name look at nothing, and nothing they become depends on a picture."""
+        """As above. Rows that are in none of `cross_rows` skip cross-attention."""
 
 
 class RecurrentModel(VisionLanguageModel, Protocol):
-    """A model with such layers (`TextConfig.linear`)."""
+    """A model with linear attention layers (`TextConfig.linear`)."""
 
     def forward(
         self, embeds: Tensor, positions: Tensor, attention: Attention, states: States | None = None
@@ -59,7 +59,7 @@ class RecurrentModel(VisionLanguageModel, Protocol):
 
 @runtime_checkable
 class Tiled(Protocol):
-    """A model whose tower sees tiles: what it makes of a picture's tiles has to be put together."""
+    """A model whose tower encodes tiles, which have to be joined."""
 
     def join(self, features: Tensor, geometry: Geometry) -> Tensor:
-        """All that `encode` returned for one picture -> its embeddings in the order of the prompt [slots, hidden]."""
+        """All that `encode` returned for one image -> its embeddings in prompt order [slots, hidden]."""

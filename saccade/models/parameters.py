@@ -1,4 +1,4 @@
-"""The tensors of a model by name, so that weights can stream into them. Knows neither layers nor checkpoints."""
+"""A model's parameters by name, allocated before weights are loaded into them."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ from torch import Tensor
 
 
 class Whole(NamedTuple):
-    """Some targets as one tensor, for checkpoints that store them so."""
+    """Several targets as one tensor, for checkpoints that store them fused."""
 
     tensor: Tensor
-    parts: frozenset[str]  # the targets that filling it fills
+    parts: frozenset[str]  # the targets that it covers
 
 
 class Parameters:
-    """Allocates a model's tensors and remembers each under a name, so that weights can stream into them later.
+    """Allocates a model's tensors and registers each under a name.
 
-    `targets` holds one entry per tensor of a checkpoint. Where several are merged into one for speed (q, k and v, say),
-    the entries are views of the parts: filling the parts fills the whole. `wholes` holds what a checkpoint may have as
-    one tensor instead.
+    `targets` has one entry per tensor of a checkpoint. For fused projections (such as q, k and v) the entries are views
+    of the parts. `wholes` has tensors that a checkpoint may store fused instead.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
@@ -32,9 +31,10 @@ class Parameters:
         self._prefix = ""
 
     def within(self, name: str | int) -> Parameters:
-        """The same collection, with this level added in front of every name."""
+        """The same collection, with this level added to the prefix."""
         inner = Parameters(self.dtype, self.device)
-        inner.targets, inner.wholes = self.targets, self.wholes
+        inner.targets = self.targets
+        inner.wholes = self.wholes
         inner._prefix = f"{self._prefix}{name}."
         return inner
 

@@ -1,4 +1,4 @@
-"""Filling a model's tensors from safetensors files or at random. Knows names and shapes, not what they mean."""
+"""Weight loading: safetensors into a model's parameters, renamed by rules; or random weights."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _SHOWN = 5  # names listed in an error before it only counts
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A checkpoint's name -> ours. `{}` is a layer number, a final `*` the last part of the name (weight or bias).
+    """A checkpoint's name -> ours. `{}` is an index, a final `*` the last part of the name (weight or bias).
 
-    Without a target the tensor is known and not needed.
+    A tensor without a target is ignored.
     """
 
     source: str
@@ -36,12 +36,12 @@ class Rule:
 
 
 def under(rules: Iterable[Rule], sources: Sequence[str], target: str) -> tuple[Rule, ...]:
-    """The same rules one level deeper. Checkpoints of different ages put a part at different places: all `sources`."""
-    return tuple(
-        Rule(source + rule.source, None if rule.target is None else target + rule.target)
-        for rule in rules
-        for source in sources
-    )
+    """The same rules under prefixes. Checkpoints of different versions have different ones: all `sources`."""
+    prefixed = []
+    for rule in rules:
+        inner = None if rule.target is None else target + rule.target
+        prefixed += [Rule(source + rule.source, inner) for source in sources]
+    return tuple(prefixed)
 
 
 def load_weights(
@@ -52,29 +52,31 @@ def load_weights(
     progress: bool,
     wholes: Mapping[str, Whole] | None = None,
 ) -> None:
-    """Stream a folder's safetensors into `targets`, one tensor at a time. Every target must be met exactly once.
+    """Load a folder's safetensors into `targets`, one tensor at a time. Every target must be loaded exactly once.
 
-    Where the folder has one of the `wholes`, that stands for the targets it consists of.
+    A fused tensor of `wholes` counts as all targets that it covers.
     """
-    homes, wholes = _homes(folder), wholes or {}
-    targets = _as_stored(homes, targets, rules, wholes)
-    plan = _plan(homes, targets, rules)
+    tensor_files = _tensor_files(folder)
+    wholes = wholes or {}
+    targets = _stored_targets(tensor_files, targets, rules, wholes)
+    plan = _plan(tensor_files, targets, rules)
     with tqdm(total=len(plan), desc="Loading weights", unit=" tensors", disable=not progress) as bar:
-        for file, names in _by_file(plan, homes).items():
+        for file, names in _by_file(plan, tensor_files).items():
             with _open(file) as handle:
                 for name in names:
-                    stored, target = handle.get_tensor(name), targets[plan[name]]
-                    _copy(_upright(stored, target) if plan[name] in wholes else stored, target, name, file)
+                    stored = handle.get_tensor(name)
+                    target = targets[plan[name]]
+                    _copy(_as_shaped(stored, target) if plan[name] in wholes else stored, target, name, file)
                     bar.update()
 
 
-def _homes(folder: Path) -> dict[str, Path]:
+def _tensor_files(folder: Path) -> dict[str, Path]:
     """The file that holds each tensor."""
-    homes: dict[str, Path] = {}
+    tensor_files: dict[str, Path] = {}
     for file in _files(folder):
         with _open(file) as handle:
-            homes |= dict.fromkeys(handle.keys(), file)
-    return homes
+            tensor_files |= dict.fromkeys(handle.keys(), file)
+    return tensor_files
 
 
 def _files(folder: Path) -> list[Path]:
@@ -108,10 +110,10 @@ def _open(file: Path) -> Any:
         raise ConfigError(f"{file} is damaged or half-downloaded ({error}); download it again") from error
 
 
-def _as_stored(
+def _stored_targets(
     names: Iterable[str], targets: Mapping[str, Tensor], rules: Sequence[Rule], wholes: Mapping[str, Whole]
 ) -> Mapping[str, Tensor]:
-    """The targets, cut as this checkpoint cuts them."""
+    """The targets, with those that this checkpoint stores fused replaced by the fused tensor."""
     if not wholes:
         return targets
     found = {hit.target for name in names if (hit := _translate(name, rules)) is not None}
@@ -122,7 +124,7 @@ def _as_stored(
 
 
 def _plan(names: Iterable[str], targets: Mapping[str, Tensor], rules: Sequence[Rule]) -> dict[str, str]:
-    """Checkpoint name -> target, for all that are needed; leftovers no rule knows and unmet targets are errors."""
+    """Checkpoint name -> target. Unexpected and missing tensors are errors."""
     found = {name: _translate(name, rules) for name in names}
     unexpected = [n for n, hit in found.items() if hit is None or (hit.target and hit.target not in targets)]
     if unexpected:
@@ -138,13 +140,13 @@ def _plan(names: Iterable[str], targets: Mapping[str, Tensor], rules: Sequence[R
         raise ConfigError(f"the checkpoint holds {len(twice)} tensors under two names ({_some(pairs)})")
     missing = sorted(targets.keys() - by_target.keys())
     if missing:
-        shown = [_name_in(found, target, rules) for target in missing[: _SHOWN + 1]]  # for thousands it takes minutes
+        shown = [_name_in(found, target, rules) for target in missing[: _SHOWN + 1]]  # slow for thousands
         raise ConfigError(f"the checkpoint lacks {len(missing)} tensors that config.json asks for ({_some(shown)})")
     return plan
 
 
 def _translate(name: str, rules: Sequence[Rule]) -> Rule | None:
-    """The first rule about this name, with its blanks filled in."""
+    """The first rule that matches this name, with its blanks filled in."""
     for rule in rules:
         blanks = _match(rule.source, name)
         if blanks is not None:
@@ -153,12 +155,12 @@ def _translate(name: str, rules: Sequence[Rule]) -> Rule | None:
 
 
 def _name_in(found: Iterable[str], target: str, rules: Sequence[Rule]) -> str:
-    """What a checkpoint that names its tensors like `found` would call this target."""
-    candidates = [
-        _fill(rule.source, blanks)
-        for rule in rules
-        if rule.target is not None and (blanks := _match(rule.target, target)) is not None
-    ]
+    """The name of this target in a checkpoint with names like `found`."""
+    candidates = []
+    for rule in rules:
+        blanks = None if rule.target is None else _match(rule.target, target)
+        if blanks is not None:
+            candidates.append(_fill(rule.source, blanks))
     levels = {name: max((_shared_levels(name, other) for other in found), default=0) for name in candidates}
     return max(levels, key=lambda name: levels[name], default=target)
 
@@ -169,12 +171,12 @@ def _shared_levels(name: str, other: str) -> int:
 
 
 def _match(template: str, name: str) -> tuple[str, ...] | None:
-    """What stands for the blanks of the template in this name, or None when it does not fit."""
+    """The values of the template's blanks in this name, or None if it does not match."""
     found = _pattern(template).fullmatch(name)
     return found.groups() if found else None
 
 
-@lru_cache(maxsize=4096)  # a model with experts has tens of thousands of names to try
+@lru_cache(maxsize=4096)  # an MoE model has tens of thousands of names
 def _pattern(template: str) -> re.Pattern[str]:
     return re.compile(re.escape(template).replace(r"\{\}", r"(\d+)").replace(r"\*", r"(\w+)"))
 
@@ -183,26 +185,28 @@ def _fill(template: str, blanks: tuple[str, ...]) -> str:
     return template.replace("*", "{}").format(*blanks)
 
 
-def _by_file(plan: Iterable[str], homes: Mapping[str, Path]) -> dict[Path, list[str]]:
+def _by_file(plan: Iterable[str], tensor_files: Mapping[str, Path]) -> dict[Path, list[str]]:
     files: dict[Path, list[str]] = {}
     for name in plan:
-        files.setdefault(homes[name], []).append(name)
+        files.setdefault(tensor_files[name], []).append(name)
     return files
 
 
-def _upright(stored: Tensor, target: Tensor) -> Tensor:
-    """Many matrices in one tensor were published both as [many, out, in] and as [many, in, out]."""
+def _as_shaped(stored: Tensor, target: Tensor) -> Tensor:
+    """Stacked matrices are published both as [n, out, in] and as [n, in, out]."""
     is_rotated = stored.dim() == 3 and stored.shape != target.shape and stored.mT.shape == target.shape
     return stored.mT if is_rotated else stored
 
 
 def _copy(tensor: Tensor, target: Tensor, name: str, file: Path) -> None:
-    """A target with more dimensions has the tensor's first one unfolded: its rows were published in another order."""
+    """A target with more dimensions than the tensor splits its first one, for rows stored in another order."""
     first = max(target.dim() - tensor.dim(), 0) + 1
-    asked = [math.prod(target.shape[:first]), *target.shape[first:]]
-    if tensor.shape != target.shape and list(tensor.shape) != asked:
-        raise ConfigError(f"{name} in {file.name} has the shape {list(tensor.shape)}, but config.json asks for {asked}")
-    target.copy_(tensor.view(target.shape))  # converts and moves to the device on the way
+    expected = [math.prod(target.shape[:first]), *target.shape[first:]]
+    if tensor.shape != target.shape and list(tensor.shape) != expected:
+        raise ConfigError(
+            f"{name} in {file.name} has the shape {list(tensor.shape)}, but config.json asks for {expected}"
+        )
+    target.copy_(tensor.view(target.shape))  # converts the dtype and moves to the device
 
 
 def _some(names: Sequence[str]) -> str:
@@ -211,7 +215,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def fill_random(targets: Mapping[str, Tensor], seed: int) -> None:
-    """Random weights at the scale that keeps activations, and so logits, alive through any number of layers."""
+    """Random weights, scaled by fan-in so that activations neither vanish nor explode."""
     generators: dict[torch.device, torch.Generator] = {}
     for name, tensor in targets.items():
         if name.endswith("bias"):

@@ -1,24 +1,21 @@
-"""DeepSeek-V2: routed experts behind latent attention, or, in the smallest models, behind plain heads."""
+"""DeepSeek-V2: MoE with MLA or, in the smallest models, with MHA."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
-
-from torch import Tensor
+from collections.abc import Mapping
+from typing import Any
 
 from saccade.checkpoint.config import ModelConfig, TextConfig
 from saccade.errors import ConfigError
-from saccade.models.layers.decoder import Biases, Decoder, OnDecoder, decoder_rules, head_rule
+from saccade.models.families.text import Text
+from saccade.models.layers.decoder import Biases, Decoder, decoder_rules, head_rule
 from saccade.models.layers.mla import LATENT_RULES, LatentDecoder
 from saccade.models.parameters import Parameters
 from saccade.models.vision.ops import VisionOps
-from saccade.models.vision.preprocess import ImagePixels
 from saccade.models.weights import Rule, under
-from saccade.types import Geometry, Grid
 
 
-class DeepseekV2(OnDecoder):
+class DeepseekV2(Text):
     decoder: Any  # a LatentDecoder, or a Decoder
 
     def __init__(
@@ -27,18 +24,12 @@ class DeepseekV2(OnDecoder):
         self.config = config
         self.decoder = make_decoder(params.within("decoder"), config.text, config.raw)
 
-    def prepare(self, image: ImagePixels, geometry: Geometry) -> NoReturn:
-        raise AssertionError("a model without a vision tower has no encoder stage")
-
-    def encode(self, patches: Tensor, grids: Sequence[Grid]) -> NoReturn:
-        raise AssertionError("a model without a vision tower has no encoder stage")
-
     def rules(self) -> tuple[Rule, ...]:
         return language_rules(self.config.text, "")
 
 
 def make_decoder(params: Parameters, text: TextConfig, given: Mapping[str, Any]) -> Any:
-    """`given` is the part of config.json about the decoder."""
+    """`given` is the decoder's part of config.json."""
     act = given.get("hidden_act", "silu")
     if act != "silu":
         raise ConfigError(f"config.json asks for the activation {act!r}; decoders of this line use silu")
@@ -48,7 +39,7 @@ def make_decoder(params: Parameters, text: TextConfig, given: Mapping[str, Any])
 
 
 def language_rules(text: TextConfig, level: str) -> tuple[Rule, ...]:
-    """`level` is where a checkpoint keeps the language model, with a dot behind it."""
+    """`level` is the prefix of the language model in a checkpoint, with a final dot."""
     mla = under(LATENT_RULES, ("layers.{}.",), "layers.{}.") if text.mla else ()
     layers = under((*mla, *decoder_rules(text)), (f"{level}model.",), "decoder.")
     return (*layers, *under([head_rule(text)], (level,), "decoder."))

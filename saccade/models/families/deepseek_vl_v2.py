@@ -1,4 +1,4 @@
-"""DeepSeek-VL2: SigLIP over tiles, patches merged by a projector, rows ended by newlines, a DeepSeek-V2 decoder."""
+"""DeepSeek-VL2: SigLIP over tiles, a projector that merges patches, and a DeepSeek-V2 decoder."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from saccade.models.vision.timm_siglip import TIMM_SIGLIP_RULES, TimmSiglip
 from saccade.models.weights import Rule, under
 from saccade.types import Geometry, Grid, Size, Tiling
 
-_PIXELS = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}  # where processor_config.json is silent
+_PIXELS = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}  # defaults of processor_config.json
 
 
 class DeepseekVL2(OnDecoder):
@@ -33,12 +33,14 @@ class DeepseekVL2(OnDecoder):
     def __init__(
         self, config: ModelConfig, params: Parameters, image_processor: Mapping[str, Any], ops: VisionOps
     ) -> None:
-        raw, vision, pixels = config.raw, vision_config(config), {**_PIXELS, **image_processor}
+        raw = config.raw
+        vision = vision_config(config)
+        pixels = {**_PIXELS, **image_processor}
         self.config = config
         self.params = params
         self.ops = ops
         self.pixels = pixel_policy(pixels)
-        self.grey = [int(level * 255) for level in pixels["image_mean"]]  # around a picture
+        self.grey = [int(level * 255) for level in pixels["image_mean"]]  # padding
         self.square = Size(image_size(vision), image_size(vision))
         self.layout = PatchLayout(vision.patch_size)
         self.has_whole_first = raw.get("global_view_pos", "head") == "head"
@@ -49,23 +51,25 @@ class DeepseekVL2(OnDecoder):
         self.decoder = make_decoder(params.within("decoder"), config.text, raw.get("language_config") or {})
 
     def prepare(self, image: ImagePixels, geometry: Geometry) -> Tensor:
-        """The whole picture on one tile, then its tiles in reading order, cut as one tall picture."""
-        assert geometry.tiling is not None, "the family's rules give every picture tiles"
-        source, side = Size(image.shape[1], image.shape[0]), self.square.width
+        """The whole image on one tile, then its tiles in reading order, cut as one tall image."""
+        assert geometry.tiling is not None, "the family's rules give every image tiles"
+        source = Size(image.shape[1], image.shape[0])
+        side = self.square.width
         canvas = Size(geometry.tiling.columns * side, geometry.tiling.rows * side)
-        whole = self._on_grey(image, source.inside(self.square), self.square)
-        tiles = torch.cat((whole[None], _tiles(self._on_grey(image, geometry.resized, canvas), geometry.tiling, side)))
-        seen = geometry.grid.w * self.layout.patch  # pixels that make whole patches
-        column = tiles[:, :seen, :seen].reshape(-1, seen, 3).to(self.params.device)
+        whole = self._padded(image, source.inside(self.square), self.square)
+        tiles = torch.cat((whole[None], _tiles(self._padded(image, geometry.resized, canvas), geometry.tiling, side)))
+        used = geometry.grid.w * self.layout.patch  # pixels of whole patches
+        column = tiles[:, :used, :used].reshape(-1, used, 3).to(self.params.device)
         grid = Grid(1, geometry.grid.t * geometry.grid.h, geometry.grid.w)
         return self.ops.cut(column, grid, self.layout, self.pixels, self.params.dtype)
 
-    def _on_grey(self, image: ImagePixels, size: Size, canvas: Size) -> Tensor:
-        """The picture in this size, in the middle of a canvas; halves are rounded as Pillow rounds them."""
+    def _padded(self, image: ImagePixels, size: Size, canvas: Size) -> Tensor:
+        """The image in this size, centred on a grey canvas, with Pillow's rounding of halves."""
         small = self.ops.resize(image, size, self.pixels.resample)
         if size == canvas:
             return small
-        left, top = round((canvas.width - size.width) * 0.5), round((canvas.height - size.height) * 0.5)
+        left = round((canvas.width - size.width) * 0.5)
+        top = round((canvas.height - size.height) * 0.5)
         grey = torch.tensor(self.grey, dtype=torch.uint8, device=small.device)
         whole = grey.expand(canvas.height, canvas.width, 3).clone()
         whole[top : top + size.height, left : left + size.width] = small
@@ -77,15 +81,16 @@ class DeepseekVL2(OnDecoder):
         return list(torch.split(self.projector(features), tiles))  # [tiles, tokens of one, hidden] each
 
     def join(self, features: Tensor, geometry: Geometry) -> Tensor:
-        """Both views with a newline behind each row, and the separator between them."""
-        assert geometry.tiling is not None, "the family's rules give every picture tiles"
-        columns, rows, *_ = geometry.tiling
-        whole, tiles = self._lined(features[:1], 1, 1), self._lined(features[1:], rows, columns)
+        """Both views with a newline after each row, and the separator between them."""
+        tiling = geometry.tiling
+        assert tiling is not None, "the family's rules give every image tiles"
+        whole = self._rows_with_newlines(features[:1], 1, 1)
+        tiles = self._rows_with_newlines(features[1:], tiling.rows, tiling.columns)
         between = self.separator[None]
         return torch.cat((whole, between, tiles) if self.has_whole_first else (tiles, between, whole))
 
-    def _lined(self, tiles: Tensor, rows: int, columns: int) -> Tensor:
-        """[rows * columns, tokens, hidden] -> rows of tokens across all tiles, each with its newline, one by one."""
+    def _rows_with_newlines(self, tiles: Tensor, rows: int, columns: int) -> Tensor:
+        """[rows * columns, tokens, hidden] -> [slots, hidden]: rows of tokens across all tiles, each with a newline."""
         side = int(tiles.shape[1] ** 0.5)
         cells = tiles.view(rows, columns, side, side, -1).transpose(1, 2).reshape(rows * side, columns * side, -1)
         return torch.cat((cells, self.newline.expand(len(cells), 1, -1)), dim=1).flatten(0, 1)
@@ -96,20 +101,22 @@ class DeepseekVL2(OnDecoder):
             *under(TIMM_SIGLIP_RULES, ("vision.",), "vision."),
             Rule("projector.layers.{}.*", "projector.{}.*"),
             Rule("image_newline", "newline"),
-            Rule("view_seperator", "separator"),  # the spelling is the checkpoints' own
+            Rule("view_seperator", "separator"),  # the checkpoints' own spelling
         )
 
 
 class Projector:
-    """Squares of patches side by side, then an MLP to the decoder's width. A ragged edge is filled with zeros."""
+    """Concatenates squares of patches, padded with zeros, then an MLP to the decoder's width."""
 
     def __init__(self, params: Parameters, given: Mapping[str, Any], config: ModelConfig) -> None:
-        self.merge, tower = vision_config(config).spatial_merge_size, vision_config(config).hidden_size
-        width, depth = given.get("n_embed", 2048), given.get("depth", 2)
+        self.merge = vision_config(config).spatial_merge_size
+        tower = vision_config(config).hidden_size
+        width = given.get("n_embed", 2048)
+        depth = given.get("depth", 2)
         _check(given, tower, config.text.hidden_size)
         wide = width * given.get("mlp_ratio", 1)
         sizes = [tower * self.merge**2, *[wide] * (depth - 1), width]
-        # In checkpoints activations are counted as layers, so every other number is a product.
+        # Activations count as layers in checkpoints, so linear layers have even numbers.
         self.layers = [Linear(params.within(2 * i), sizes[i], sizes[i + 1], bias=True) for i in range(len(sizes) - 1)]
 
     def __call__(self, features: Tensor) -> Tensor:
@@ -121,9 +128,10 @@ class Projector:
         return x
 
     def _merged(self, features: Tensor) -> Tensor:
-        """A token's patches as one row, channel by channel, as the checkpoints' own unfolding lays them."""
+        """A token's patches as one row, channel by channel (F.unfold)."""
         squares, patches, width = features.shape
-        side, merge = int(patches**0.5), self.merge
+        side = int(patches**0.5)
+        merge = self.merge
         missing = -side % merge
         cells = F.pad(features.view(squares, side, side, width), (0, 0, 0, missing, 0, missing))
         tokens = (side + missing) // merge

@@ -1,4 +1,4 @@
-"""LLaVA 1.5: a tower for square pictures of one size, a two-layer projector, a Llama-like decoder."""
+"""LLaVA 1.5: a tower for square images of one size, a two-layer projector, a Llama-like decoder."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ class Llava(OnDecoder):
     def __init__(
         self, config: ModelConfig, params: Parameters, image_processor: Mapping[str, Any], ops: VisionOps
     ) -> None:
-        raw, vision = config.raw, vision_config(config)
+        raw = config.raw
+        vision = vision_config(config)
         self.config = config
         self.params = params
         self.ops = ops

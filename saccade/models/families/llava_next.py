@@ -1,4 +1,4 @@
-"""LLaVA-NeXT (1.6): LLaVA over tiles, whose patches are put together again with a newline behind each row."""
+"""LLaVA-NeXT (1.6): LLaVA over tiles, whose patches are joined with a newline after each row."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class LlavaNext(Llava):
         self.newline = params.new("newline", config.text.hidden_size)
 
     def prepare(self, image: ImagePixels, geometry: Geometry) -> Tensor:
-        """The picture stretched to one tile, then its tiles in reading order, cut as one tall picture."""
-        assert geometry.tiling is not None, "the family's rules give every picture tiles"
+        """The image resized to one tile, then its tiles in reading order, cut as one tall image."""
+        assert geometry.tiling is not None, "the family's rules give every image tiles"
         whole = self.ops.resize(image, self.square, self.pixels.resample)
         fitted = self.ops.resize(image, geometry.resized, self.pixels.resample)
         tiles = torch.cat((whole[None], _tiles(fitted, geometry.tiling, self.square.width)))
-        side = geometry.grid.w * self.layout.patch  # pixels that make whole patches
+        side = geometry.grid.w * self.layout.patch  # pixels of whole patches
         column = tiles[:, :side, :side].reshape(-1, side, 3).to(self.params.device)
         grid = Grid(1, geometry.grid.t * geometry.grid.h, geometry.grid.w)
         return self.ops.cut(column, grid, self.layout, self.pixels, self.params.dtype)
@@ -43,13 +43,13 @@ class LlavaNext(Llava):
         return list(torch.split(self.projector(features), tiles))  # [tiles, patches, hidden] each
 
     def join(self, features: Tensor, geometry: Geometry) -> Tensor:
-        assert geometry.tiling is not None, "the family's rules give every picture tiles"
+        assert geometry.tiling is not None, "the family's rules give every image tiles"
         rows = self.reduce(_joined(features[1:], geometry.tiling), geometry.tiling.joined)  # [rows, columns, hidden]
         newline = self.newline.expand(len(rows), 1, -1)
         return torch.cat((features[0], torch.cat((rows, newline), dim=1).flatten(0, 1)))
 
     def reduce(self, rows: Tensor, size: Size) -> Tensor:
-        """Where a family has a limit: fewer embeddings [size.height, size.width, hidden] for the same picture."""
+        """Interpolate to [size.height, size.width, hidden], in families with a limit on embeddings."""
         return rows
 
     def rules(self) -> tuple[Rule, ...]:
@@ -57,17 +57,20 @@ class LlavaNext(Llava):
 
 
 def _tiles(fitted: Tensor, tiling: Tiling, side: int) -> Tensor:
-    """uint8 [H, W, 3] in the middle of black, cut into [rows * columns, side, side, 3]"""
-    height, width = tiling.rows * side - fitted.shape[0], tiling.columns * side - fitted.shape[1]  # left over
-    top, left = height // 2, width // 2
+    """uint8 [H, W, 3] centred on black, cut into [rows * columns, side, side, 3]"""
+    height = tiling.rows * side - fitted.shape[0]  # of the padding
+    width = tiling.columns * side - fitted.shape[1]
+    top = height // 2
+    left = width // 2
     canvas = F.pad(fitted, (0, 0, left, width - left, top, height - top))
     return canvas.view(tiling.rows, side, tiling.columns, side, 3).transpose(1, 2).reshape(-1, side, side, 3)
 
 
 def _joined(tiles: Tensor, tiling: Tiling) -> Tensor:
-    """[tiles, patches, hidden] -> the patches of all tiles side by side, without padding [rows, columns, hidden]"""
+    """[tiles, patches, hidden] -> the patches of all tiles without padding [rows, columns, hidden]"""
     side = int(tiles.shape[1] ** 0.5)
     cells = tiles.view(tiling.rows, tiling.columns, side, side, -1).transpose(1, 2)
     whole = cells.reshape(tiling.rows * side, tiling.columns * side, -1)
-    top, left = (len(whole) - tiling.kept.height) // 2, (whole.shape[1] - tiling.kept.width) // 2
+    top = (len(whole) - tiling.kept.height) // 2
+    left = (whole.shape[1] - tiling.kept.width) // 2
     return whole[top : top + tiling.kept.height, left : left + tiling.kept.width]

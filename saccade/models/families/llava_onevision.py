@@ -1,4 +1,4 @@
-"""LLaVA-OneVision: LLaVA-NeXT with a SigLIP tower, whose patches are reduced where there are too many."""
+"""LLaVA-OneVision: LLaVA-NeXT with a SigLIP tower, whose embeddings are interpolated down to a limit."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ class LlavaOnevision(LlavaNext):
         if rows.shape[:2] == (size.height, size.width):
             return rows
         channel_first = rows.permute(2, 0, 1)[None]  # [1, hidden, rows, columns]
-        fewer = F.interpolate(channel_first, (size.height, size.width), mode="bilinear")
-        return fewer[0].permute(1, 2, 0)
+        reduced = F.interpolate(channel_first, (size.height, size.width), mode="bilinear")
+        return reduced[0].permute(1, 2, 0)

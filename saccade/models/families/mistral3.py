@@ -1,4 +1,4 @@
-"""Mistral 3 and Ministral 3: Pixtral's tower, whose neighbouring patches are merged before the projector."""
+"""Mistral 3 and Ministral 3: Pixtral's tower with a patch merger before the projector."""
 
 from __future__ import annotations
 
@@ -33,14 +33,15 @@ class Mistral3(LlavaPixtral):
 
 class MergingProjector(Projector):
     def __init__(self, params: Parameters, vision: VisionConfig, model: Mistral3) -> None:
-        text, width = model.config.text, vision.hidden_size
+        text = model.config.text
+        width = vision.hidden_size
         super().__init__(params, width, text.hidden_size, {"multimodal_projector_bias": False, **model.config.raw})
         self.patches = vision.spatial_merge_size**2  # of one token
         self.norm = RMSNorm(params.within("norm"), width, text.rms_norm_eps)
         self.merge = Linear(params.within("merge"), width * self.patches, width)
 
     def __call__(self, features: Tensor) -> Tensor:
-        """[patches, width] with the patches of a token next to each other -> [tokens, hidden]"""
+        """[patches, width] with the patches of a token adjacent -> [tokens, hidden]"""
         squares = self.norm(features).view(-1, self.patches, features.shape[1])
-        channel_first = squares.transpose(1, 2).flatten(1)  # the weights want a channel's patches side by side
+        channel_first = squares.transpose(1, 2).flatten(1)  # as F.unfold orders them
         return super().__call__(self.merge(channel_first))

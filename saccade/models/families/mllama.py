@@ -1,4 +1,4 @@
-"""Llama 3.2 Vision: a tower over tiles, and a Llama decoder with layers between its own that look at pictures."""
+"""Llama 3.2 Vision: a tower over tiles, and a Llama decoder with cross-attention layers in between."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ from saccade.models.vision.preprocess import ImagePixels, PatchLayout, pixel_pol
 from saccade.models.weights import Rule, under
 from saccade.types import Geometry, Grid
 
-_EXTRA_TOKENS = 8  # rows of the embedding table behind the vocabulary; the first stands for a picture
-_PIXELS = {"resample": 2, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}  # where the image processor is silent
+_EXTRA_TOKENS = 8  # rows of the embedding table after the vocabulary; the first is the image token
+_PIXELS = {"resample": 2, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}  # defaults of the image processor
 
 
 class Mllama:
     def __init__(
         self, config: ModelConfig, params: Parameters, image_processor: Mapping[str, Any], ops: VisionOps
     ) -> None:
-        vision, text = vision_config(config), config.text
+        vision = vision_config(config)
+        text = config.text
         if text.tie_word_embeddings:
             raise ConfigError("config.json ties the head to an embedding table that has more rows than the head")
         self.config = config
@@ -42,22 +43,22 @@ class Mllama:
         self.layout = PatchLayout(vision.patch_size)
         self.tower = TileTower(params.within("vision"), vision, config.raw["vision_config"])
         self.projector = Linear(params.within("projector"), self.tower.width, text.hidden_size, bias=True)
-        self.looking = _cross_layers(config.raw, text)
+        self.cross_indices = _cross_layers(config.raw, text)
         own = replace(text, num_layers=text.num_kv_layers)
         self.decoder = Decoder(params.within("decoder"), own, Biases(), extra_tokens=_EXTRA_TOKENS)
         cross = params.within("cross")
-        self.cross = [CrossLayer(cross.within(i), text) for i in range(len(self.looking))]
+        self.cross = [CrossLayer(cross.within(i), text) for i in range(len(self.cross_indices))]
 
     def prepare(self, image: ImagePixels, geometry: Geometry) -> Tensor:
-        """The canvas is the picture with black to the right and below."""
+        """The image is padded with black to the right and below."""
         small = self.ops.resize(image, geometry.resized, self.pixels.resample).to(self.params.device)
-        grid, side = geometry.grid, self.layout.patch
-        missing = (grid.w * side - small.shape[1], grid.h * side - small.shape[0])
-        canvas = F.pad(small, (0, 0, 0, missing[0], 0, missing[1])) if any(missing) else small
-        return self.ops.cut(canvas, grid, self.layout, self.pixels, self.params.dtype)
+        right = geometry.grid.w * self.layout.patch - small.shape[1]
+        below = geometry.grid.h * self.layout.patch - small.shape[0]
+        canvas = F.pad(small, (0, 0, 0, right, 0, below)) if right or below else small
+        return self.ops.cut(canvas, geometry.grid, self.layout, self.pixels, self.params.dtype)
 
     def encode(self, patches: Tensor, grids: Sequence[Grid]) -> Encoding:
-        """One picture after the other: all tile slots of one are as many rows as a device needs to be busy."""
+        """One image at a time: its tile slots are enough rows to keep a device busy."""
         parts = list(torch.split(patches, [grid.patches for grid in grids]))
         del patches
         kept = []
@@ -70,16 +71,14 @@ class Mllama:
         return self.decoder.embed(token_ids)
 
     def forward(
-        self, embeds: Tensor, positions: Tensor, attention: Attention, seen: Sequence[CrossAttentionRows] = ()
+        self, embeds: Tensor, positions: Tensor, attention: Attention, cross_rows: Sequence[CrossAttentionRows] = ()
     ) -> Tensor:
         cos, sin = self.decoder.rotary(positions, embeds.dtype)  # [T, 1, d]
-        own, cross = (
-            iter(enumerate(self.decoder.layers)),
-            iter(zip(self.cross, by_layer(self.cross, seen), strict=True)),
-        )
+        own = iter(enumerate(self.decoder.layers))
+        cross = iter(zip(self.cross, by_layer(self.cross, cross_rows), strict=True))
         x = embeds
         for index in range(self.config.text.num_layers):
-            if index in self.looking:
+            if index in self.cross_indices:
                 layer, images = next(cross)
                 x = layer(x, images) if images else x
             else:
@@ -101,17 +100,16 @@ class Mllama:
         )
 
     def _layer_rules(self) -> list[Rule]:
-        """A checkpoint numbers layers of both kinds together."""
+        """Checkpoints number both kinds of layers together."""
         shared = decoder_rules(self.config.text)
         rules = [Rule(r.source, r.target and f"decoder.{r.target}") for r in shared if "layers.{}" not in r.source]
         layer = [r for r in shared if "layers.{}" in r.source]
-        own = [index for index in range(self.config.text.num_layers) if index not in self.looking]
+        own = [index for index in range(self.config.text.num_layers) if index not in self.cross_indices]
         for number, index in enumerate(own):
-            at, to = f"layers.{index}", f"decoder.layers.{number}"
-            rules += [
-                Rule(r.source.replace("layers.{}", at), r.target and r.target.replace("layers.{}", to)) for r in layer
-            ]
-        for number, index in enumerate(self.looking):
+            for rule in layer:
+                target = rule.target and rule.target.replace("layers.{}", f"decoder.layers.{number}")
+                rules.append(Rule(rule.source.replace("layers.{}", f"layers.{index}"), target))
+        for number, index in enumerate(self.cross_indices):
             rules += under(CROSS_RULES, (f"layers.{index}.",), f"cross.{number}.")
         return rules
 

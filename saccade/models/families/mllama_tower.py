@@ -1,8 +1,8 @@
-"""The tower of Llama 3.2 Vision: tiles of one picture that see each other, then a second stack with gates.
+"""The vision tower of Llama 3.2 Vision: a local stack over all tiles of an image, then a gated global stack.
 
-A picture takes all tile slots, whether it fills them or not, and each tile is padded to a multiple of eight rows. Who
-sees whom is as the model was trained: rows of the picture see every row, padding and empty tiles included; those see
-the picture alone. So the rows of the picture are kept in front:
+An image occupies all tile slots, and each tile is padded to a multiple of eight rows. As the model was trained, rows of
+the image attend to every row, including padding and empty tiles; those attend to the image alone. So the image's own
+rows come first:
 
     own rows     tile 0: class token, patches | tile 1: ...
     other rows   padding of tile 0 | padding of tile 1 | empty tile 2 with its padding | empty tile 3 ...
@@ -24,14 +24,15 @@ from saccade.models.parameters import Parameters
 from saccade.models.weights import Rule, under
 from saccade.types import Grid
 
-_EPS = 1e-5  # of the norms around the stacks; no config names it
-_MULTIPLE = 8  # rows of a tile are padded to
+_EPS = 1e-5  # of the norms around the stacks; not in the config
+_MULTIPLE = 8  # of a tile's rows
 _DEFAULT_FEATURES = (3, 7, 15, 23, 30)
 
 
 class TileTower:
     def __init__(self, params: Parameters, vision: VisionConfig, raw: Mapping[str, Any]) -> None:
-        hidden, eps = vision.hidden_size, raw.get("norm_eps", 1e-5)
+        hidden = vision.hidden_size
+        eps = raw.get("norm_eps", 1e-5)
         self.side = _image_size(vision) // vision.patch_size
         self.rows = self.side**2 + 1  # of a tile: a class token and the patches
         self.padded = -(-self.rows // _MULTIPLE) * _MULTIPLE
@@ -39,7 +40,7 @@ class TileTower:
         self.features = _features(raw)
         self.width = hidden * (1 + len(self.features))
         self.arrangements = _arrangements(self.max_tiles)
-        kinds = len(self.arrangements) + 1  # number 0 means no picture, and is not used here
+        kinds = len(self.arrangements) + 1  # 0 means no image, which is not used here
         kernel = (vision.in_channels, vision.patch_size, vision.patch_size)
         self.patch = PatchLinear(params.within("patch"), kernel, hidden)
         self.first = params.new("class_token", hidden)
@@ -49,14 +50,17 @@ class TileTower:
         self.before, self.after = (TileEmbedding(params.within(n), kinds, self.max_tiles, hidden) for n in _AROUND)
         self.norm_before, self.norm_after = (LayerNorm(params.within(f"norm_{n}"), hidden, _EPS) for n in _AROUND)
         num_global = raw.get("num_global_layers", 8)
-        local, wide = params.within("blocks"), params.within("global_blocks")
-        self.blocks = [TileBlock(local.within(i), vision, eps, False) for i in range(vision.num_layers - num_global)]
+        num_local = vision.num_layers - num_global
+        self.blocks = [TileBlock(params.within("blocks").within(i), vision, eps, False) for i in range(num_local)]
+        wide = params.within("global_blocks")
         self.global_blocks = [TileBlock(wide.within(i), vision, eps, True) for i in range(num_global)]
 
     def encode(self, patches: Tensor, grid: Grid) -> Generator[int, None, Tensor]:
-        """Patches of one picture, row by row over its canvas -> [its own rows, width]; pauses after each layer."""
-        rows, columns = grid.h // self.side, grid.w // self.side
-        kind, own = self.arrangements.index((rows, columns)) + 1, rows * columns * self.rows
+        """Patches of one image, row by row over its canvas -> [own rows, width]; yields after each layer."""
+        rows = grid.h // self.side
+        columns = grid.w // self.side
+        kind = self.arrangements.index((rows, columns)) + 1
+        own = rows * columns * self.rows
         x = self._embed(patches, rows, columns, kind)
         del patches
         kept = []
@@ -69,14 +73,15 @@ class TileTower:
         for block in self.global_blocks:
             x = block(x, own)
             yield 1
-        deep = torch.stack(kept, dim=-1).flatten(1)  # the features of one channel lie side by side
-        return torch.cat((x[:own], deep), dim=1)
+        features = torch.stack(kept, dim=-1).flatten(1)  # channel by channel
+        return torch.cat((x[:own], features), dim=1)
 
     def _embed(self, patches: Tensor, rows: int, columns: int, kind: int) -> Tensor:
-        """[tile slots * padded rows, hidden], the picture's own rows in front."""
-        hidden, tiles = len(self.first), rows * columns
+        """[tile slots * padded rows, hidden], the image's own rows first."""
+        hidden = len(self.first)
+        tiles = rows * columns
         canvas = self.patch(patches).view(rows, self.side, columns, self.side, hidden)
-        x = canvas.new_zeros(self.max_tiles, self.rows, hidden)  # pixels of empty tiles are zero, and so are products
+        x = canvas.new_zeros(self.max_tiles, self.rows, hidden)  # empty tiles have zero embeddings
         x[:tiles, 1:] = canvas.transpose(1, 2).reshape(tiles, -1, hidden)
         x[:, 1:] += self.before(kind)
         x[:, 0] = self.first
@@ -85,8 +90,9 @@ class TileTower:
         return self._sort(F.pad(self.norm_before(x), (0, 0, 0, self.padded - self.rows)), tiles)
 
     def _sort(self, x: Tensor, tiles: int) -> Tensor:
-        """[tile slots, padded rows, hidden] -> [all of them, hidden], own rows first."""
-        own, padding = x[:tiles, : self.rows], x[:tiles, self.rows :]
+        """[tile slots, padded rows, hidden] -> [all rows, hidden], own rows first."""
+        own = x[:tiles, : self.rows]
+        padding = x[:tiles, self.rows :]
         return torch.cat([part.flatten(0, 1) for part in (own, padding, x[tiles:])])
 
     def rules(self) -> tuple[Rule, ...]:
@@ -98,7 +104,7 @@ class TileTower:
 
 
 class TileEmbedding:
-    """A vector per tile slot and arrangement, behind a gate."""
+    """A gated vector per tile slot and arrangement."""
 
     def __init__(self, params: Parameters, kinds: int, max_tiles: int, hidden: int) -> None:
         self.table = params.new("weight", kinds, max_tiles * hidden)
@@ -110,10 +116,11 @@ class TileEmbedding:
 
 
 class TileBlock:
-    """Attention over the tiles of a picture, then an MLP; what each adds may pass a gate."""
+    """Attention over all tiles of an image, then an MLP; in the global stack both are gated."""
 
     def __init__(self, params: Parameters, vision: VisionConfig, eps: float, is_gated: bool) -> None:
-        hidden, wide = vision.hidden_size, vision.intermediate_size
+        hidden = vision.hidden_size
+        wide = vision.intermediate_size
         self.heads = vision.num_heads
         self.attention_norm = LayerNorm(params.within("attention_norm"), hidden, eps)
         self.qkv = Linear(params.within("qkv"), hidden, {"q": hidden, "k": hidden, "v": hidden})
@@ -143,7 +150,7 @@ class Gates(NamedTuple):
 
 
 def _arrangements(max_tiles: int) -> list[tuple[int, int]]:
-    """Rows and columns of tiles, in the order of the tables."""
+    """(rows, columns) of tiles, in the order of aspect ratio ids."""
     sides = range(1, max_tiles + 1)
     return [(rows, columns) for rows in sides for columns in sides if rows * columns <= max_tiles]
 
@@ -158,7 +165,7 @@ def _image_size(vision: VisionConfig) -> int:
 
 
 def _features(raw: Mapping[str, Any]) -> tuple[int, ...]:
-    """Layers whose output the projector gets beside the last one's. Rising, so that they can be kept as they come."""
+    """Layers whose output the projector gets beside the last one's, ascending."""
     given = raw.get("intermediate_layers_indices") or _DEFAULT_FEATURES
     if sorted(set(given)) != list(given) or not 0 <= given[0] <= given[-1] < raw["num_hidden_layers"]:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Pixtral: a tower for pictures of any size with 2-D rotary positions, and LLaVA with this tower."""
+"""Pixtral: a vision tower for images of any size with 2-D RoPE, and LLaVA with this tower."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from saccade.models.vision.preprocess import ImagePixels, PatchLayout, pixel_pol
 from saccade.models.weights import Rule, under
 from saccade.types import Geometry, Grid
 
-_EPS = 1e-5  # of the tower's norms; no config names it
+_EPS = 1e-5  # of the tower's norms; not in the config
 
 
 class LlavaPixtral(OnDecoder):
@@ -72,7 +72,7 @@ class LlavaPixtral(OnDecoder):
 
 
 class PixtralTower:
-    """Up to the last layer whose output is used. Patches that merge into one token stand next to each other."""
+    """Runs up to the last layer whose output is used. Patches that merge into one token are adjacent."""
 
     def __init__(self, params: Parameters, vision: VisionConfig, raw: Mapping[str, Any]) -> None:
         self.features = feature_layers({"vision_feature_layer": -1, **raw}, vision.num_layers)
@@ -91,11 +91,11 @@ class PixtralTower:
         ]
 
     def encode(self, patches: Tensor, grids: Sequence[Grid], ops: VisionOps) -> Generator[int, None, Tensor]:
-        """[patches, patch_dim] -> features [patches, width]; pauses after each layer."""
-        places = grid_positions(grids, self.head_dim, self.theta, self.merge, patches.device, interleaved=True)
-        run = ops.begin([grid.patches for grid in grids], places, patches.device)
+        """[patches, patch_dim] -> features [patches, width]; yields after each layer."""
+        positions = grid_positions(grids, self.head_dim, self.theta, self.merge, patches.device, interleaved=True)
+        run = ops.begin([grid.patches for grid in grids], positions, patches.device)
         x = self.norm(self.patch(patches))
-        del patches  # they would stay until the last layer
+        del patches  # or they would stay alive until the last layer
         kept = yield from run_blocks_keeping(run, self.blocks, x, self.features)
         return torch.cat(kept, dim=-1)
 

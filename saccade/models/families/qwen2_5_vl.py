@@ -1,4 +1,4 @@
-"""Qwen2.5-VL: the tower of Qwen2-VL with RMS norms, gated MLPs and attention that mostly stays inside small windows."""
+"""Qwen2.5-VL: Qwen2-VL's tower with RMS norms, gated MLPs and window attention in all but a few layers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Qwen2_5VL(Qwen2VL):
 
 
 class Tower:
-    """Between the first and the last layer tokens stand window by window, so a window is a run of rows."""
+    """Inside the tower tokens are ordered window by window, so that a window is a run of rows."""
 
     def __init__(self, params: Parameters, vision: VisionConfig, outputs: int, theta: float) -> None:
         self.window = _window_side(vision)
@@ -57,11 +57,11 @@ class Tower:
         device = patches.device
         packing = pack(tuple(grids), self.merge, self.window)
         order, back = to_device(packing.orders, device)
-        places = grid_positions(grids, self.head_dim, self.theta, self.merge, device, packing.cells)
-        inside_windows = ops.begin(packing.windows, places, device)
-        inside_frames = ops.begin(packing.frames, places, device)
+        positions = grid_positions(grids, self.head_dim, self.theta, self.merge, device, packing.cells)
+        inside_windows = ops.begin(packing.windows, positions, device)
+        inside_frames = ops.begin(packing.frames, positions, device)
         x = reorder(self.patch(patches), order, self.merge)
-        del patches  # they would stay until the last layer
+        del patches  # or they would stay alive until the last layer
         for is_full, layers in groupby(range(len(self.blocks)), self.full_layers.__contains__):
             run = inside_frames if is_full else inside_windows
             x = yield from run_blocks(run, [self.blocks[layer] for layer in layers], x)
@@ -80,7 +80,7 @@ def _window_side(vision: VisionConfig) -> int:
 
 
 class Windows(NamedTuple):
-    """Tokens by window, window sides of 2 for example (numbers are places in the picture, letters windows):
+    """Tokens by window, for example with window sides of 2 (numbers are tokens of the image, letters windows):
 
     0 1 | 2      a a | b
     3 4 | 5      a a | b      order 0 1 3 4 2 5 6 7 8, tokens 4 2 2 1
@@ -88,20 +88,20 @@ class Windows(NamedTuple):
     6 7 | 8      c c | d
     """
 
-    order: npt.NDArray[np.int32]  # the token that stands at each place
+    order: npt.NDArray[np.int32]  # the token at each row
     tokens: npt.NDArray[np.int64]  # of each window, none of them empty
 
 
 class Packing(NamedTuple):
-    """All that the host has to say of packed pictures."""
+    """Metadata of packed images, on the CPU."""
 
-    orders: Tensor  # int32 [2, tokens]: the token that stands at each place, and the place of each token
+    orders: Tensor  # int32 [2, tokens]: the token at each row, and the row of each token
     cells: Tensor  # int16 [patches, 2]: row and column of each, window by window
     windows: tuple[int, ...]  # patches of each
     frames: tuple[int, ...]
 
 
-@lru_cache(maxsize=8)  # pictures of one camera have one grid
+@lru_cache(maxsize=8)  # images of one camera share a grid
 def pack(grids: tuple[Grid, ...], merge: int, side: int) -> Packing:
     windows = all_windows(grids, merge, side)
     order = torch.from_numpy(windows.order)
@@ -112,7 +112,7 @@ def pack(grids: tuple[Grid, ...], merge: int, side: int) -> Packing:
 
 
 def all_windows(grids: Sequence[Grid], merge: int, side: int) -> Windows:
-    """Of packed pictures. No window crosses a frame."""
+    """Windows of packed images. No window crosses a frame."""
     frames = [frame_windows(grid.h // merge, grid.w // merge, side) for grid in grids for _ in range(grid.t)]
     starts = np.cumsum([0, *(len(frame.order) for frame in frames[:-1])])
     order = np.concatenate([frame.order + start for frame, start in zip(frames, starts, strict=True)])

@@ -1,4 +1,4 @@
-"""Qwen2-VL: pictures of any size, 2-D rotary positions in the tower, four patches a token, M-RoPE in the decoder."""
+"""Qwen2-VL: a tower for images of any size with 2-D RoPE and a 2x2 merger, and a decoder with M-RoPE."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from saccade.models.vision.preprocess import ImagePixels, PatchLayout, pixel_pol
 from saccade.models.weights import Rule, under
 from saccade.types import Geometry, Grid
 
-EPS = 1e-6  # of the tower's norms; no config names it
+EPS = 1e-6  # of the tower's norms; not in the config
 
 
 class Qwen2VL(OnDecoder):
@@ -49,7 +49,7 @@ class Qwen2VL(OnDecoder):
         return self.ops.cut(small, geometry.grid, self.layout, self.pixels, self.params.dtype)
 
     def _prepare_group(self, frames: ImagePixels, geometry: Geometry) -> Tensor:
-        """Patches that reach through all frames of a group; where frames are missing, the last one repeats."""
+        """Patches over all frames of a group; missing frames repeat the last one."""
         shape = (geometry.grid.patches, 3, self.layout.frames, self.layout.patch**2)
         patches = torch.empty(shape, dtype=self.params.dtype, device=self.params.device)
         layout = self.layout._replace(frames=1)
@@ -90,17 +90,17 @@ class Tower:
         self.merger = Merger(params.within("merger"), vision, outputs)
 
     def encode(self, patches: Tensor, grids: Sequence[Grid], ops: VisionOps) -> Encoding:
-        places = grid_positions(grids, self.head_dim, self.theta, self.merge, patches.device)
+        positions = grid_positions(grids, self.head_dim, self.theta, self.merge, patches.device)
         lengths = [grid.h * grid.w for grid in grids for _ in range(grid.t)]  # attention stays inside a frame
-        run = ops.begin(lengths, places, patches.device)
+        run = ops.begin(lengths, positions, patches.device)
         x = self.patch(patches)
-        del patches  # they would stay until the last layer
+        del patches  # or they would stay alive until the last layer
         x = yield from run_blocks(run, self.blocks, x)
         return list(torch.split(self.merger(x), [grid.patches // self.merge**2 for grid in grids]))
 
 
 class Merger:
-    """Four neighbouring patches become one embedding of the decoder's width."""
+    """2x2 patches become one embedding of the decoder's width."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class Merger:
         self.down = Linear(params.within("down"), merged, outputs, bias=True)
 
     def __call__(self, x: Tensor) -> Tensor:
-        # `patchify` put the patches of a token next to each other, so merging is a change of shape.
+        # `patchify` made the patches of a token adjacent, so merging is a reshape.
         normed = self.norm(x.view(-1, *self.norm.weight.shape))
         return self.down(F.gelu(self.up(normed.view(-1, self.up.weight.shape[1]))))
 

@@ -1,4 +1,4 @@
-"""Qwen3.5: the tower of Qwen3-VL; in the decoder gated delta nets, and every few layers attention with gated output."""
+"""Qwen3.5: Qwen3-VL's tower, and a hybrid decoder of gated delta nets with gated attention every few layers."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from saccade.models.layers.types import Attention, States
 from saccade.models.parameters import Parameters
 from saccade.models.weights import Rule, under
 
-_ROTARY_SHARE = 0.25  # of a head's dimensions, where a config is silent
+_ROTARY_SHARE = 0.25  # default of partial_rotary_factor
 
 
 class Qwen3_5(Qwen3VL):
     decoder: Any  # a HybridDecoder
 
     def make_decoder(self, params: Parameters) -> Any:
-        """Its layers are run here and nowhere else: the kernels of CUDA devices know keys and values, not states."""
+        """Not a `Decoder`, since the fused CUDA kernels do not support recurrent states."""
         if self.config.text.linear is None:
             raise ConfigError("config.json names no linear_attention layers, which this family is made of")
         return HybridDecoder(params, self.config.text, self.config.text.linear)
@@ -47,9 +47,9 @@ class Qwen3_5(Qwen3VL):
             "out_proj.*": "out.*",
         }
         linear = [Rule(f"layers.{{}}.linear_attn.{name}", f"layers.{{}}.linear.{ours}") for name, ours in names.items()]
-        ahead = [Rule(f"mtp.{rule.source}", None) for rule in decoder_rules(self.config.text)]
-        more = [Rule(f"mtp.{name}.weight", None) for name in ("fc", "pre_fc_norm_hidden", "pre_fc_norm_embedding")]
-        return (*super().rules(), *under(linear, ("model.language_model.", "model."), "decoder."), *ahead, *more)
+        mtp = [Rule(f"mtp.{rule.source}", None) for rule in decoder_rules(self.config.text)]
+        mtp += [Rule(f"mtp.{name}.weight", None) for name in ("fc", "pre_fc_norm_hidden", "pre_fc_norm_embedding")]
+        return (*super().rules(), *under(linear, ("model.language_model.", "model."), "decoder."), *mtp)
 
 
 class HybridDecoder:
@@ -72,7 +72,7 @@ class HybridDecoder:
         return F.embedding(token_ids, self.table)
 
     def forward(self, embeds: Tensor, positions: Tensor, attention: Attention, states: States) -> Tensor:
-        cos, sin = self.rotary(positions, embeds.dtype)  # [T, 1, turned]
+        cos, sin = self.rotary(positions, embeds.dtype)  # [T, 1, rotated]
         x = embeds
         for layer in self.layers:
             x = layer(x, cos, sin, attention, states)
@@ -84,18 +84,20 @@ class HybridDecoder:
 
 class HybridLayer:
     def __init__(self, params: Parameters, text: TextConfig, linear: LinearConfig, index: int) -> None:
-        hidden, wide, eps = text.hidden_size, text.intermediate_size, text.rms_norm_eps
-        before = sum(1 for i in linear.layers if i < index)  # layers with states
-        self.attention_norm = CenteredNorm(params.within("attention_norm"), hidden, eps)
+        hidden = text.hidden_size
+        before = sum(1 for i in linear.layers if i < index)  # linear attention layers
+        self.attention_norm = CenteredNorm(params.within("attention_norm"), hidden, text.rms_norm_eps)
         self.delta: GatedDeltaNet | None = None
         self.attend: GatedAttention | None = None
         if index in linear.layers:
-            self.index, self.delta = before, GatedDeltaNet(params.within("linear"), text, linear)
+            self.index = before
+            self.delta = GatedDeltaNet(params.within("linear"), text, linear)
         else:
-            self.index, self.attend = index - before, GatedAttention(params, text)
-        self.mlp_norm = CenteredNorm(params.within("mlp_norm"), hidden, eps)
+            self.index = index - before
+            self.attend = GatedAttention(params, text)
+        self.mlp_norm = CenteredNorm(params.within("mlp_norm"), hidden, text.rms_norm_eps)
         experts = layer_experts(params, hidden, text.experts, index)
-        self.mlp = experts or GatedMLP(params, hidden, wide)
+        self.mlp = experts or GatedMLP(params, hidden, text.intermediate_size)
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention, states: States) -> Tensor:
         normed = self.attention_norm(x)
@@ -107,11 +109,14 @@ class HybridLayer:
 
 
 class GatedAttention:
-    """Beside each query stands a gate, through which what the head found goes."""
+    """Attention with an output gate, which is projected together with each query."""
 
     def __init__(self, params: Parameters, text: TextConfig) -> None:
-        self.heads, self.kv_heads, self.head_dim = text.num_heads, text.num_kv_heads, text.head_dim
-        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        self.heads = text.num_heads
+        self.kv_heads = text.num_kv_heads
+        self.head_dim = text.head_dim
+        q = self.heads * self.head_dim
+        kv = self.kv_heads * self.head_dim
         self.qkv = Linear(params.within("qkv"), text.hidden_size, {"q": 2 * q, "k": kv, "v": kv})
         self.q_norm = CenteredNorm(params.within("q_norm"), self.head_dim, text.rms_norm_eps)
         self.k_norm = CenteredNorm(params.within("k_norm"), self.head_dim, text.rms_norm_eps)
@@ -122,19 +127,20 @@ class GatedAttention:
         both, kv = torch.split(projected, [2 * self.heads, 2 * self.kv_heads], dim=1)
         q, gate = both.reshape(len(x), self.heads, 2, self.head_dim).unbind(2)  # [T, heads, d] each
         k, v = kv.chunk(2, dim=1)
-        q, k = _rotate(self.q_norm(q), cos, sin), _rotate(self.k_norm(k), cos, sin)
+        q = _rotate(self.q_norm(q), cos, sin)
+        k = _rotate(self.k_norm(k), cos, sin)
         mixed = attention(index, q, k, v)
         return self.out((mixed * gate.sigmoid()).flatten(1))
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Only the first dimensions of a head turn with its position."""
-    turned = cos.shape[-1]
-    return torch.cat((rotate(x[..., :turned], cos, sin), x[..., turned:]), dim=-1)
+    """Partial RoPE: only the first dimensions of a head rotate."""
+    rotated = cos.shape[-1]
+    return torch.cat((rotate(x[..., :rotated], cos, sin), x[..., rotated:]), dim=-1)
 
 
 class CenteredNorm:
-    """An RMS norm whose weights are stored as their distance from one."""
+    """An RMS norm whose weights are stored minus one."""
 
     def __init__(self, params: Parameters, size: int, eps: float) -> None:
         self.weight = params.new("weight", size)

@@ -1,4 +1,4 @@
-"""Qwen3-VL: learned positions beside the rotary ones, and features of several layers for the decoder's first layers."""
+"""Qwen3-VL: a tower with learned positions beside RoPE, and deepstack: features of several layers for the decoder."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from saccade.types import Grid
 
 
 class Qwen3VL(Qwen2VL):
-    """An embedding of a picture is 1 + n vectors side by side: the first goes into the decoder's first layer, the
-    others are added behind its layers 0 to n - 1. Text has zeros there."""
+    """An image embedding is 1 + n concatenated vectors: the first is the decoder's input, the others are added after
+    its layers 0 to n - 1. Text has zeros there."""
 
     def make_tower(self, params: Parameters, vision: VisionConfig) -> Tower:
         positions = int(self.config.raw["vision_config"].get("num_position_embeddings") or 2304)
@@ -62,29 +62,31 @@ class Tower:
         kernel = (vision.in_channels, vision.temporal_patch_size, vision.patch_size, vision.patch_size)
         self.patch = PatchLinear(params.within("patch"), kernel, vision.hidden_size, bias=True)
         self.positions = Positions(params.within("positions"), positions, vision.hidden_size)
-        blocks, deep = params.within("blocks"), params.within("deep")
+        blocks = params.within("blocks")
+        deep = params.within("deep")
         self.blocks = [
             VisionBlock(blocks.within(i), vision, eps=EPS, is_qkv_fused=True) for i in range(vision.num_layers)
         ]
         self.merger = Merger(params.within("merger"), vision, outputs)
-        self.deep_mergers = [
+        self.deepstack_mergers = [
             Merger(deep.within(i), vision, outputs, is_norm_merged=True) for i in range(len(self.deepstack_layers))
         ]
 
     def encode(self, patches: Tensor, grids: Sequence[Grid], ops: VisionOps) -> Encoding:
-        places = grid_positions(grids, self.head_dim, self.theta, self.merge, patches.device)
+        patch_positions = grid_positions(grids, self.head_dim, self.theta, self.merge, patches.device)
         lengths = [grid.h * grid.w for grid in grids for _ in range(grid.t)]  # attention stays inside a frame
-        run = ops.begin(lengths, places, patches.device)
+        run = ops.begin(lengths, patch_positions, patches.device)
         x = self.patch(patches)
-        del patches  # they would stay until the last layer
+        del patches  # or they would stay alive until the last layer
         self.positions.add_to(x, grids, self.merge)
         slots = [grid.patches // self.merge**2 for grid in grids]
-        embeddings, done = x.new_empty(0), 0
-        for place, layer in enumerate(self.deepstack_layers):
+        embeddings = x.new_empty(0)
+        done = 0
+        for index, layer in enumerate(self.deepstack_layers):
             x = yield from run_blocks(run, self.blocks[done : layer + 1], x)
-            if not len(embeddings):  # not before they are needed
-                embeddings = self._room(x, sum(slots))
-            self._part(embeddings, 1 + place).copy_(self.deep_mergers[place](x))
+            if not len(embeddings):  # allocated when needed
+                embeddings = x.new_empty(sum(slots), self.outputs * (1 + len(self.deepstack_layers)))
+            self._part(embeddings, 1 + index).copy_(self.deepstack_mergers[index](x))
             done = layer + 1
         x = yield from run_blocks(run, self.blocks[done:], x)
         if not self.deepstack_layers:
@@ -92,15 +94,12 @@ class Tower:
         self._part(embeddings, 0).copy_(self.merger(x))
         return list(torch.split(embeddings, slots))
 
-    def _room(self, x: Tensor, slots: int) -> Tensor:
-        return x.new_empty(slots, self.outputs * (1 + len(self.deepstack_layers)))
-
     def _part(self, embeddings: Tensor, index: int) -> Tensor:
         return embeddings[:, index * self.outputs : (index + 1) * self.outputs]
 
 
 class Positions:
-    """A learned vector for each cell of a square, stretched over whatever grid a picture has."""
+    """Learned position embeddings on a square grid, interpolated to an image's grid."""
 
     def __init__(self, params: Parameters, count: int, hidden: int) -> None:
         self.side = math.isqrt(count)
@@ -109,12 +108,12 @@ class Positions:
         self.table = params.new("table", count, hidden)
 
     def add_to(self, x: Tensor, grids: Sequence[Grid], merge: int) -> None:
-        """x [patches of all pictures, hidden], in place; every frame of a picture gets the same."""
+        """x [patches of all images, hidden], in place; all frames have the same positions."""
         for own, grid in zip(torch.split(x, [grid.patches for grid in grids]), grids, strict=True):
-            own.view(grid.t, grid.h * grid.w, -1).add_(by_token(self.stretched(grid), merge))
+            own.view(grid.t, grid.h * grid.w, -1).add_(by_token(self.interpolated(grid), merge))
 
-    def stretched(self, grid: Grid) -> Tensor:
-        """[h, w, hidden]: corners meet corners, what lies between is blended from its four neighbours."""
+    def interpolated(self, grid: Grid) -> Tensor:
+        """[h, w, hidden]: bilinear, with aligned corners."""
         square = self.table.view(1, self.side, self.side, -1).permute(0, 3, 1, 2)  # [1, hidden, side, side]
         spread = F.interpolate(square, (grid.h, grid.w), mode="bilinear", align_corners=True)
         return spread[0].permute(1, 2, 0).contiguous()

@@ -1,10 +1,10 @@
-"""The first Qwen, alone and as Qwen-VL: a tower for one square, a resampler with learned queries, its decoder."""
+"""The first Qwen and Qwen-VL: a tower for one square, a resampler with learned queries, and Qwen's decoder."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Generator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from saccade.checkpoint.config import ModelConfig, TextConfig, VisionConfig
 from saccade.errors import ConfigError
+from saccade.models.families.text import Text
 from saccade.models.layers.basic import LayerNorm, Linear, PatchLinear
 from saccade.models.layers.decoder import Biases, Decoder, OnDecoder, head_rule
 from saccade.models.layers.types import Encoding
@@ -23,25 +24,17 @@ from saccade.models.weights import Rule, under
 from saccade.types import Geometry, Grid
 
 _EPS = 1e-6  # of all norms in the tower
-_PLACES = 256  # learned positions of patches, whatever the square: 16 x 16
+_NUM_POSITIONS = 256  # learned position embeddings of patches for any size: 16 x 16
 _RESAMPLER_HEAD = 128
 
 
-class Qwen(OnDecoder):
-    """Text alone."""
-
+class Qwen(Text):
     def __init__(
         self, config: ModelConfig, params: Parameters, image_processor: Mapping[str, Any], ops: VisionOps
     ) -> None:
         self.config = config
         self.params = params
         self.decoder = _decoder(params.within("decoder"), config)
-
-    def prepare(self, image: ImagePixels, geometry: Geometry) -> NoReturn:
-        raise AssertionError("a model without a vision tower has no encoder stage")
-
-    def encode(self, patches: Tensor, grids: Sequence[Grid]) -> NoReturn:
-        raise AssertionError("a model without a vision tower has no encoder stage")
 
     def rules(self) -> tuple[Rule, ...]:
         decoder = under(_DECODER_RULES, ("transformer.",), "decoder.")
@@ -52,7 +45,8 @@ class QwenVL(OnDecoder):
     def __init__(
         self, config: ModelConfig, params: Parameters, image_processor: Mapping[str, Any], ops: VisionOps
     ) -> None:
-        vision, visual = vision_config(config), config.raw["vision_config"]
+        vision = vision_config(config)
+        visual = config.raw["vision_config"]
         width = visual.get("output_dim")
         if width != config.text.hidden_size:
             raise ConfigError(f"visual: output_dim={width} is not the decoder's width {config.text.hidden_size}")
@@ -83,26 +77,27 @@ class QwenVL(OnDecoder):
 
 
 class Tower:
-    """Patches alone, without a class token; no norm behind the last layer."""
+    """Without a class token and without a norm after the last layer."""
 
     def __init__(self, params: Parameters, vision: VisionConfig) -> None:
-        hidden, kernel = vision.hidden_size, (vision.in_channels, vision.patch_size, vision.patch_size)
+        hidden = vision.hidden_size
+        kernel = (vision.in_channels, vision.patch_size, vision.patch_size)
         self.patch = PatchLinear(params.within("patch"), kernel, hidden)
-        self.places = params.new("places", _PLACES, hidden)
+        self.positions = params.new("positions", _NUM_POSITIONS, hidden)
         self.norm = LayerNorm(params.within("norm"), hidden, _EPS)
         blocks = params.within("blocks")
         self.blocks = [_block(blocks.within(i), vision) for i in range(vision.num_layers)]
 
     def encode(self, patches: Tensor, grids: Sequence[Grid], ops: VisionOps) -> Generator[int, None, Tensor]:
-        """Packed patches -> [patches, hidden]; pauses after each layer."""
+        """Packed patches -> [patches, hidden]; yields after each layer."""
         run = ops.begin([grid.patches for grid in grids], None, patches.device)
-        x = self.norm(self.patch(patches).add_(_on_grids(self.places, grids)))
+        x = self.norm(self.patch(patches).add_(_interpolated_all(self.positions, grids)))
         del patches
         return (yield from run_blocks(run, self.blocks, x))
 
 
 def _block(params: Parameters, vision: VisionConfig) -> VisionBlock:
-    """Its projection was published head by head: q, k and v of the first one, then of the second."""
+    """Checkpoints store its qkv projection head by head: q, k and v of the first one, then of the second."""
     block = VisionBlock(params, vision, eps=_EPS, is_qkv_fused=True)
     qkv = params.within("qkv")
     for name, tensor in (("weight", block.qkv.weight), ("bias", block.qkv.bias)):
@@ -113,33 +108,33 @@ def _block(params: Parameters, vision: VisionConfig) -> VisionBlock:
 
 
 class Resampler:
-    """Learned queries on a grid look at a picture's patches once; what they saw is what the decoder gets."""
+    """One cross-attention layer from learned queries to an image's patches (Qwen-VL's VL adapter)."""
 
     def __init__(self, params: Parameters, inputs: int, width: int, queries: int) -> None:
         if width % _RESAMPLER_HEAD:
             raise ConfigError(f"visual: output_dim={width} does not divide into heads of {_RESAMPLER_HEAD}")
         self.heads = width // _RESAMPLER_HEAD
         self.query = params.new("query", queries, width)
-        self.places = params.new("places", queries, width)
+        self.positions = params.new("positions", queries, width)
         self.narrow = Linear(params.within("narrow"), inputs, width) if inputs != width else None
         self.query_norm = LayerNorm(params.within("query_norm"), width, _EPS)
-        self.seen_norm = LayerNorm(params.within("seen_norm"), width, _EPS)
+        self.kv_norm = LayerNorm(params.within("kv_norm"), width, _EPS)
         self.qkv = Linear(params.within("qkv"), width, 3 * width, bias=True)
         self.out = Linear(params.within("out"), width, width, bias=True)
         self.norm = LayerNorm(params.within("norm"), width, _EPS)
         self.project = params.new("project", width, width)  # [inputs, outputs]
 
     def __call__(self, features: Tensor, grids: Sequence[Grid]) -> Tensor:
-        """Packed features of pictures -> [pictures, queries, width]"""
-        seen = self.seen_norm(self.narrow(features) if self.narrow else features)
-        asked = self.query_norm(self.query) + self.places
-        q, k, v = self._projected(asked, seen + _on_grids(self.places, grids), seen)
+        """Packed features of images -> [images, queries, width]"""
+        values = self.kv_norm(self.narrow(features) if self.narrow else features)
+        queries = self.query_norm(self.query) + self.positions
+        q, k, v = self._projected(queries, values + _interpolated_all(self.positions, grids), values)
         lengths = [grid.patches for grid in grids]
         mixed = [self._attend(q, *of) for of in zip(torch.split(k, lengths), torch.split(v, lengths), strict=True)]
         return self.norm(self.out(torch.stack(mixed))) @ self.project
 
     def _projected(self, *inputs: Tensor) -> list[Tensor]:
-        """Each by its third of the projection."""
+        """Each input through its third of the qkv projection."""
         assert self.qkv.bias is not None
         thirds = zip(inputs, self.qkv.weight.chunk(3), self.qkv.bias.chunk(3), strict=True)
         return [F.linear(rows, weight, bias) for rows, weight, bias in thirds]
@@ -150,23 +145,23 @@ class Resampler:
         return F.scaled_dot_product_attention(q, k, v)[0].transpose(0, 1).flatten(1)
 
 
-def _on_grids(places: Tensor, grids: Sequence[Grid]) -> Tensor:
-    """Vectors on a square grid [places, n] -> one for each patch, in between where the grids differ: [patches, n]."""
-    spread = {grid: _on_grid(places, grid) for grid in set(grids)}
+def _interpolated_all(positions: Tensor, grids: Sequence[Grid]) -> Tensor:
+    """Embeddings on a square grid [positions, n] -> [patches, n] of all images, interpolated where grids differ."""
+    spread = {grid: _interpolated(positions, grid) for grid in set(grids)}
     return torch.cat([spread[grid] for grid in grids])
 
 
-def _on_grid(places: Tensor, grid: Grid) -> Tensor:
-    side = math.isqrt(len(places))
+def _interpolated(positions: Tensor, grid: Grid) -> Tensor:
+    side = math.isqrt(len(positions))
     if (grid.h, grid.w) == (side, side):
-        return places
-    square = places.float().T.reshape(1, -1, side, side)
+        return positions
+    square = positions.float().T.reshape(1, -1, side, side)
     spread = F.interpolate(square, (grid.h, grid.w), mode="bicubic")[0]  # [n, h, w]
-    return spread.flatten(1).T.to(places.dtype)
+    return spread.flatten(1).T.to(positions.dtype)
 
 
 def _decoder(params: Parameters, config: ModelConfig) -> Decoder:
-    """q, k and v have biases, the rest only where the config says so; a checkpoint has them as one tensor."""
+    """q, k and v have biases and are one tensor in checkpoints; other biases depend on the config."""
     _check(config.text, config.raw)
     has_bias = not config.raw.get("no_bias", True)
     decoder = Decoder(params, config.text, Biases(qkv=True, out=has_bias, mlp=has_bias))
@@ -194,7 +189,7 @@ _DECODER_RULES = (
     Rule("h.{}.attn.c_proj.*", "layers.{}.out.*"),
     Rule("h.{}.ln_2.weight", "layers.{}.mlp_norm.weight"),
     Rule("h.{}.mlp.w1.*", "layers.{}.gate_up.up.*"),
-    Rule("h.{}.mlp.w2.*", "layers.{}.gate_up.gate.*"),  # the second of them goes through the activation
+    Rule("h.{}.mlp.w2.*", "layers.{}.gate_up.gate.*"),
     Rule("h.{}.mlp.c_proj.*", "layers.{}.down.*"),
     Rule("h.{}.attn.masked_bias", None),
     Rule("h.{}.attn.rotary_emb.inv_freq", None),
@@ -203,7 +198,7 @@ _DECODER_RULES = (
 )
 _TOWER_RULES = (
     Rule("conv1.weight", "patch.weight"),
-    Rule("positional_embedding", "places"),
+    Rule("positional_embedding", "positions"),
     Rule("ln_pre.*", "norm.*"),
     *under(
         (
@@ -220,10 +215,10 @@ _TOWER_RULES = (
 )
 _RESAMPLER_RULES = (
     Rule("attn_pool.query", "query"),
-    Rule("attn_pool.pos_embed", "places"),
+    Rule("attn_pool.pos_embed", "positions"),
     Rule("attn_pool.kv_proj.weight", "narrow.weight"),
     Rule("attn_pool.ln_q.*", "query_norm.*"),
-    Rule("attn_pool.ln_kv.*", "seen_norm.*"),
+    Rule("attn_pool.ln_kv.*", "kv_norm.*"),
     Rule("attn_pool.attn.in_proj_weight", "qkv.weight"),
     Rule("attn_pool.attn.in_proj_bias", "qkv.bias"),
     Rule("attn_pool.attn.out_proj.*", "out.*"),

@@ -1,4 +1,4 @@
-"""Llama, Qwen2, Qwen3, Mistral and Ministral 3 without a vision tower: the decoder, and how each differs."""
+"""Text models: Llama, Qwen2, Qwen3, Mistral and Ministral 3."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ class Variant(NamedTuple):
 
 
 class Text(OnDecoder):
+    """A decoder without a vision tower. Other text models override the constructor and the rules."""
+
     def __init__(
         self, config: ModelConfig, params: Parameters, image_processor: Mapping[str, Any], ops: VisionOps
     ) -> None:
@@ -45,12 +47,12 @@ class Text(OnDecoder):
 
 
 def variant_of(model_type: str, given: Mapping[str, Any]) -> Variant:
-    """What a decoder of this type has beside its matrices; `given` is the part of config.json about it."""
+    """Biases and norms of a decoder; `given` is its part of config.json."""
     if model_type == "qwen2":
         return Variant(Biases(qkv=True), False)
     if model_type in ("mistral", "ministral3"):
         return Variant(Biases(), False)
-    attention, mlp = bool(given.get("attention_bias")), bool(given.get("mlp_bias"))
+    attention = bool(given.get("attention_bias"))
     if model_type in ("qwen3", "qwen3_moe"):
         return Variant(Biases(qkv=attention, out=attention), True)
-    return Variant(Biases(qkv=attention, out=attention, mlp=mlp), False)
+    return Variant(Biases(qkv=attention, out=attention, mlp=bool(given.get("mlp_bias"))), False)

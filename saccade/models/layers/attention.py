@@ -1,8 +1,6 @@
-"""Attention over paged keys and values, and over packed pictures: a slow reference and a fast PyTorch version of each.
+"""PyTorch attention over the paged KV cache and over packed images: a reference and a fast version of each.
 
-Knows blocks and lengths; does not know which request they belong to. Every backend has the reference's signature.
-
-One layer's cache is [num_blocks * block_size, kv_heads, d]; a request's token i lies in block table[i // block_size]:
+One layer's cache is [num_blocks * block_size, kv_heads, d]; a request's token i is in block table[i // block_size]:
 
     block table of a request: [7, 2, 5]          block_size 4, context 10
     slots of its tokens:      28 29 30 31 | 8 9 10 11 | 20 21
@@ -22,8 +20,8 @@ from torch import Tensor
 
 from saccade.checkpoint.config import TextConfig
 
-# Decode rows share one padded batch while padding stays below this share and keys and values stay about as large as a
-# core's cache: a batch that leaves the cache between the gather and its use costs more than another call.
+# Decode rows share a padded batch while padding is below this share and their keys and values fit a core's cache:
+# a batch that leaves the cache between gather and use costs more than another call.
 _MAX_PADDING = 0.25
 _MAX_GROUP_TOKENS = 2048
 
@@ -40,31 +38,28 @@ class AttentionBatch:
 
     @cached_property
     def plan(self) -> _Plan:
-        """How `torch_attention` walks this step: made once, used in every layer."""
+        """The plan of `torch_attention`, made once and used in every layer."""
         return _make_plan(self)
 
 
 class PagedKV(NamedTuple):
-    """Keys and values of every token the engine remembers."""
+    """The paged KV cache."""
 
-    k: Tensor  # [layers that keep them, num_blocks * block_size, kv_heads, d]
-    v: Tensor  # the same tensor where one vector is key and value
+    k: Tensor  # [KV layers, num_blocks * block_size, kv_heads, d]
+    v: Tensor  # the same tensor for MLA
 
     @classmethod
     def allocate(
         cls, config: TextConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> PagedKV:
         shape = (config.num_kv_layers, num_blocks * block_size, config.num_kv_heads, config.head_dim)
-        # Written, not only reserved: memory that is missing is then missing at the start, not under some request.
+        # Written, not only reserved, so that missing memory fails at start-up.
         k = torch.empty(shape, dtype=dtype, device=device).zero_()
         return cls(k, k if config.mla else torch.empty_like(k).zero_())
 
     def clear(self, blocks: Sequence[int], block_size: int) -> None:
-        """Zero blocks that are about to be filled in part.
-
-        Attention reads whole blocks and masks what is beyond a context, but a mask cannot undo a NaN that an earlier
-        owner of the block left there.
-        """
+        """Zero blocks that will be partly filled. Attention masks the rest of a block, but a mask does not remove a
+        NaN of an earlier owner."""
         slots = torch.tensor(blocks, device=self.k.device)[:, None] * block_size
         slots = (slots + torch.arange(block_size, device=self.k.device)).flatten()
         self.k.index_fill_(1, slots, 0)
@@ -79,21 +74,21 @@ def reference_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Atte
     """One request, one explicit mask, one float32 softmax at a time."""
     outputs = []
     for i, queries in enumerate(torch.split(q, batch.query_lens)):  # [n, heads, d]
-        n, context = batch.query_lens[i], batch.context_lens[i]
+        context = batch.context_lens[i]
         offsets = torch.arange(context, device=q.device)
         slots = batch.block_tables[i][offsets // batch.block_size] * batch.block_size + offsets % batch.block_size
         group = q.shape[1] // k_cache.shape[1]
         k = k_cache[slots].repeat_interleave(group, dim=1).float()  # [context, heads, d]
         v = v_cache[slots].repeat_interleave(group, dim=1).float()
         scores = torch.einsum("nhd,mhd->hnm", queries.float(), k) * scale
-        own = torch.arange(context - n, context, device=q.device)  # each query's place in its context
+        own = torch.arange(context - len(queries), context, device=q.device)  # positions of the queries
         scores = scores.masked_fill(offsets[None, :] > own[:, None], float("-inf"))
         outputs.append(torch.einsum("hnm,mhd->nhd", scores.softmax(-1), v).to(q.dtype))
     return torch.cat(outputs)
 
 
 def torch_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch, scale: float) -> Tensor:
-    """Decode rows in padded groups, longer windows one by one; keys and values are never repeated per head."""
+    """Decode rows in padded groups, prefill windows one by one; keys and values are not repeated per head."""
     out = torch.empty_like(q)
     for group in batch.plan.groups:
         _attend_group(group, q, k_cache, v_cache, out, scale)
@@ -103,9 +98,9 @@ def torch_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Attentio
 
 
 class PagedAttention:
-    """What a decoder is handed: writes a layer's new keys and values to the cache, then attends to all of them.
+    """The `Attention` of a step: writes a layer's new keys and values to the cache, then attends.
 
-    All tokens of the step are written first: a request may read blocks that another one fills in the same step.
+    All tokens are written first, because a request may read blocks that another one fills in the same step.
     """
 
     def __init__(self, kv: PagedKV, batch: AttentionBatch, scale: float, backend: Backend = torch_attention) -> None:
@@ -115,7 +110,8 @@ class PagedAttention:
         self.backend = backend
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        k_cache, v_cache = self.kv.k[layer], self.kv.v[layer]
+        k_cache = self.kv.k[layer]
+        v_cache = self.kv.v[layer]
         k_cache.index_copy_(0, self.batch.slots, k)
         if self.kv.v is not self.kv.k:
             v_cache.index_copy_(0, self.batch.slots, v)
@@ -123,15 +119,15 @@ class PagedAttention:
 
 
 class _Keys(NamedTuple):
-    """Where the keys of some requests lie: blocks to gather, or one stretch of the cache that needs no copy."""
+    """Where the keys of some requests are: blocks to gather, or a slice of the cache that needs no copy."""
 
     blocks: Tensor  # int64 [requests, blocks]
-    stretch: slice | None  # of slots, for a single request with consecutive blocks
+    contiguous: slice | None  # of slots, for a single request with consecutive blocks
 
     def read(self, cache: Tensor, block_size: int) -> Tensor:
         """[slots, kv_heads, d] -> [requests, kv_heads, tokens, d]"""
-        if self.stretch is not None:
-            return cache[self.stretch].transpose(0, 1)[None]
+        if self.contiguous is not None:
+            return cache[self.contiguous].transpose(0, 1)[None]
         # Whole blocks are contiguous, so the gather is a few large copies.
         found = cache.view(-1, block_size * cache[0].numel()).index_select(0, self.blocks.flatten())
         return found.view(len(self.blocks), -1, *cache.shape[1:]).transpose(1, 2)
@@ -162,7 +158,7 @@ class _Plan(NamedTuple):
 
 
 def _attend_group(g: _Group, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, scale: float) -> None:
-    # The query heads that share a key head become rows of one small product.
+    # The query heads that share a key head become rows of one small GEMM.
     queries = q.index_select(0, g.rows).view(len(g.rows), k_cache.shape[1], -1, q.shape[2])  # [b, kv_heads, group, d]
     k, v = (g.keys.read(cache, g.block_size) for cache in (k_cache, v_cache))
     mask = None if g.mask is None else g.mask.to(q.dtype).expand(-1, -1, queries.shape[2], -1)
@@ -184,11 +180,11 @@ def _make_plan(batch: AttentionBatch) -> _Plan:
     starts = [0, *accumulate(batch.query_lens)]
     decoding = [i for i, n in enumerate(batch.query_lens) if n == 1]
     windows = [_window(batch, i, starts[i]) for i, n in enumerate(batch.query_lens) if n > 1]
-    groups = [_group(batch, members, starts) for members in _similar(decoding, batch.context_lens)]
+    groups = [_group(batch, members, starts) for members in _similar_contexts(decoding, batch.context_lens)]
     return _Plan(groups, windows)
 
 
-def _similar(requests: list[int], contexts: Sequence[int]) -> Iterator[list[int]]:
+def _similar_contexts(requests: list[int], contexts: Sequence[int]) -> Iterator[list[int]]:
     """Split into groups of similar context, so that padding to the longest stays small."""
     group: list[int] = []
     for i in sorted(requests, key=lambda i: contexts[i], reverse=True):
@@ -208,14 +204,15 @@ def _group(batch: AttentionBatch, members: list[int], starts: list[int]) -> _Gro
     lengths = torch.tensor([batch.context_lens[i] for i in members], device=device)
     keys = _keys(batch, members)
     mask = None
-    if keys.stretch is None:
+    if keys.contiguous is None:
         columns = torch.arange(keys.blocks.shape[1] * batch.block_size, device=device)
         mask = _additive(columns < lengths[:, None])[:, None, None]
     return _Group(torch.tensor([starts[i] for i in members], device=device), keys, batch.block_size, mask)
 
 
 def _window(batch: AttentionBatch, i: int, start: int) -> _Window:
-    n, context = batch.query_lens[i], batch.context_lens[i]
+    n = batch.query_lens[i]
+    context = batch.context_lens[i]
     mask = None
     if n < context:
         own = torch.arange(context - n, context, device=batch.block_tables.device)
@@ -227,9 +224,9 @@ def _keys(batch: AttentionBatch, members: list[int]) -> _Keys:
     longest = max(batch.context_lens[i] for i in members)
     blocks = batch.block_tables[members, : -(-longest // batch.block_size)]
     first = int(blocks[0, 0])
-    is_stretch = len(members) == 1 and blocks[0].tolist() == list(range(first, first + blocks.shape[1]))
+    is_contiguous = len(members) == 1 and blocks[0].tolist() == list(range(first, first + blocks.shape[1]))
     start = first * batch.block_size
-    return _Keys(blocks, slice(start, start + longest) if is_stretch else None)
+    return _Keys(blocks, slice(start, start + longest) if is_contiguous else None)
 
 
 def _additive(allowed: Tensor) -> Tensor:
@@ -237,19 +234,19 @@ def _additive(allowed: Tensor) -> Tensor:
 
 
 def reference_packed_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], scale: float) -> Tensor:
-    """Everyone sees everyone of the same picture: one dense mask over all of them."""
-    owner = torch.repeat_interleave(torch.tensor(lengths, device=q.device))  # [T]: the picture of each patch
+    """Full attention inside each image, with one dense mask."""
+    owner = torch.repeat_interleave(torch.tensor(lengths, device=q.device))  # [T]: the image of each patch
     scores = torch.einsum("nhd,mhd->hnm", q.float(), k.float()) * scale
     scores = scores.masked_fill(owner[:, None] != owner[None, :], float("-inf"))
     return torch.einsum("hnm,mhd->nhd", scores.softmax(-1), v.float()).to(q.dtype)
 
 
 def packed_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], scale: float) -> Tensor:
-    """Full attention inside each picture; q, k, v are [T, heads, d] with T the sum of lengths. No padding."""
+    """Full attention inside each image; q, k, v are [T, heads, d] with T the sum of lengths. No padding."""
     outputs = []
     start = 0
     for length, same in groupby(lengths):
-        count = len(list(same))  # neighbours of equal size are one batch
+        count = len(list(same))  # adjacent images of equal size are one batch
         rows = slice(start, start + count * length)
         shape = (count, length, *q.shape[1:])
         own_q, own_k, own_v = (x[rows].view(shape).transpose(1, 2) for x in (q, k, v))  # [count, heads, length, d]

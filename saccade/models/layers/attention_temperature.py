@@ -1,4 +1,4 @@
-"""Queries that grow with their position, so that attention over long contexts stays sharp. Knows no cache, no layer.
+"""Attention temperature (llama_4_scaling_beta): queries are scaled by position for long contexts.
 
 positions     0 .. L - 1    L .. 2 L - 1        2 L .. 3 L - 1      L: the length the model was trained on
 queries       x 1           x (1 + b log 2)     x (1 + b log 3)
@@ -26,18 +26,15 @@ class AttentionTemperature:
         return 1 + self.beta * torch.log(1 + torch.floor(positions / self.length))
 
     def around(self, attention: Attention, positions: Tensor) -> Attention:
-        """The same attention for tokens at these rotary positions [axes, T]. Keys stay as they are."""
+        """The same attention, with queries scaled for these RoPE positions [axes, T]."""
         factors = self.factors(positions[0])[:, None, None]
-
-        def tempered(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return attention(layer, q * factors.to(q.dtype), k, v)
-
-        return tempered
+        return lambda layer, q, k, v: attention(layer, q * factors.to(q.dtype), k, v)
 
 
 def attention_temperature_of(scaling: Mapping[str, Any]) -> AttentionTemperature | None:
-    """What a config's rotary settings say of it, if anything."""
-    beta, length = scaling.get("llama_4_scaling_beta"), scaling.get("original_max_position_embeddings")
+    """Read it from rope_scaling, if it is there."""
+    beta = scaling.get("llama_4_scaling_beta")
+    length = scaling.get("original_max_position_embeddings")
     if not beta:
         return None
     if not length:

@@ -1,4 +1,4 @@
-"""Building blocks shared by decoders and vision towers. They know tensors and names, not models or checkpoints."""
+"""Basic layers of decoders and vision towers: linear, norms, activations, RoPE."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from saccade.models.parameters import Parameters
 
 
 class Linear:
-    """x @ weight.T + bias. Several projections of the same input are one product: give `outputs` as {name: size}.
+    """x @ weight.T + bias. Several projections of one input are one GEMM: give `outputs` as {name: size}.
 
-    With `pad_outputs` each of them gets zero rows up to a multiple of that number, with `pad_inputs` the weight gets
-    zero columns: the tensor between two products may so be wider than a checkpoint says.
+    `pad_outputs` pads each of them with zero rows to a multiple, `pad_inputs` the weight with zero columns, so that
+    the tensor between two GEMMs can be wider than in the checkpoint.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Linear:
 
 
 class PatchLinear:
-    """A convolution whose stride is its kernel: one product over flattened patches [patches, patch_dim]."""
+    """Patch embedding: a convolution with stride = kernel, as one GEMM over flattened patches [patches, patch_dim]."""
 
     def __init__(self, params: Parameters, kernel: tuple[int, ...], outputs: int, *, bias: bool = False) -> None:
         stored = params.new("weight", outputs, *kernel)
@@ -78,12 +78,12 @@ Activation = Callable[[Tensor], Tensor]
 
 
 def quick_gelu(x: Tensor) -> Tensor:
-    """x * sigmoid(1.702 x), in place: a vision tower's widest tensors pass through here."""
+    """x * sigmoid(1.702 x), in place: this is a vision tower's widest tensor."""
     return F.silu(x.mul_(1.702), inplace=True).mul_(1 / 1.702)
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
-    """[T, gate | up] -> silu(gate) * up [T, half], written over the gate."""
+    """[T, gate | up] -> silu(gate) * up [T, half], in place of the gate."""
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate, inplace=True).mul_(up)
 
@@ -108,7 +108,7 @@ _ACTIVATIONS: Mapping[str, Activation] = {
 
 
 def activation(name: str) -> Activation:
-    """The function of this name. It may overwrite its argument."""
+    """The activation of this name. It may overwrite its argument."""
     if name not in _ACTIVATIONS:
         raise ConfigError(
             f"config.json asks for the activation {name!r} (hidden_act or projector_hidden_act); known are "
@@ -118,7 +118,7 @@ def activation(name: str) -> Activation:
 
 
 def gated_activation(name: str) -> Activation:
-    """The same for the product of gate and up side by side, which becomes half as wide."""
+    """The same for a gated MLP: [T, gate | up] -> [T, half]."""
     known = {"silu": silu_and_mul, "gelu": gelu_and_mul}
     if name not in known:
         raise ConfigError(f"config.json asks for the gated hidden_act {name!r}; known are {', '.join(known)}")
@@ -126,26 +126,27 @@ def gated_activation(name: str) -> Activation:
 
 
 def frequencies(rotated: int, theta: float, device: torch.device) -> Tensor:
-    """Angle per position of each pair of `rotated` dimensions: float32 [rotated / 2], from 1 to about 1 / theta."""
+    """RoPE's inverse frequencies of `rotated` dimensions: float32 [rotated / 2], from 1 to about 1 / theta."""
     exponents = torch.arange(0, rotated, 2, dtype=torch.float32, device=device) / rotated
     return 1.0 / theta**exponents
 
 
 def cos_sin(angles: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Angles [..., d / 2] -> what `rotate` takes, both [..., d]; the sine carries the sign of its half."""
-    cos, sin = angles.cos(), angles.sin()
+    """Angles [..., d / 2] -> cos and sin for `rotate`, both [..., d]; the first half of sin is negated."""
+    cos = angles.cos()
+    sin = angles.sin()
     return torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((-sin, sin), dim=-1).to(dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn dimension i and i + d / 2 of x [..., d] as a pair."""
+    """Apply RoPE: rotate dimensions i and i + d / 2 of x [..., d] as a pair."""
     half = x.shape[-1] // 2
     swapped = torch.cat((x[..., half:], x[..., :half]), dim=-1)
     return swapped.mul_(sin).addcmul_(x, cos)
 
 
 def _own_part(padded: Tensor, *sizes: int) -> Tensor:
-    """The corner of these sizes; what lies around it is zero from here on."""
+    """The view of these sizes; the padding around it is set to zero."""
     if padded.shape == sizes:
         return padded
     padded.zero_()

@@ -1,6 +1,6 @@
-"""Decoder layers that look at pictures beside the text: attention to what the encoder returned, behind gates.
+"""Gated cross-attention layers of a decoder, which attend to encoded images.
 
-An encoded picture holds the keys and values of its states in every such layer, cut into rows as wide as the decoder:
+An encoded image is the keys and values of its states in every such layer, stored in rows as wide as the decoder:
 
     [layers, k and v, states, kv_heads, d]  ->  flat, zeros up to whole rows  ->  [slots, hidden]
 """
@@ -22,12 +22,17 @@ from saccade.models.weights import Rule
 
 
 class CrossLayer:
-    """Rows that see no picture pass it unchanged."""
+    """Rows without images pass unchanged."""
 
     def __init__(self, params: Parameters, text: TextConfig) -> None:
-        self.heads, self.kv_heads, self.head_dim = text.num_heads, text.num_kv_heads, text.head_dim
-        hidden, wide, eps = text.hidden_size, text.intermediate_size, text.rms_norm_eps
-        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        self.heads = text.num_heads
+        self.kv_heads = text.num_kv_heads
+        self.head_dim = text.head_dim
+        hidden = text.hidden_size
+        wide = text.intermediate_size
+        eps = text.rms_norm_eps
+        q = self.heads * self.head_dim
+        kv = self.kv_heads * self.head_dim
         self.attention_norm = RMSNorm(params.within("attention_norm"), hidden, eps)
         self.q = Linear(params.within("q"), hidden, q)
         self.kv = Linear(params.within("kv"), hidden, {"k": kv, "v": kv})
@@ -41,8 +46,8 @@ class CrossLayer:
         self.mlp_gate = params.new("mlp_gate", 1)
 
     def __call__(self, x: Tensor, images: Sequence[tuple[CrossAttentionRows, Tensor]]) -> Tensor:
-        """`pictures`: rows with this layer's keys and values [2, states, kv_heads, d] of all that they see."""
-        rows = torch.cat([seen.rows for seen, _ in images])
+        """`images`: rows with this layer's keys and values [2, states, kv_heads, d] of all their images."""
+        rows = torch.cat([cross_rows.rows for cross_rows, _ in images])
         part = x.index_select(0, rows)
         part = part + self.attend(self.attention_norm(part), images).mul_(self.attention_gate.tanh())
         gate, up = self.gate_up(self.mlp_norm(part)).chunk(2, dim=-1)
@@ -51,16 +56,17 @@ class CrossLayer:
 
     def attend(self, x: Tensor, images: Sequence[tuple[CrossAttentionRows, Tensor]]) -> Tensor:
         q = self.q_norm(self.q(x).view(len(x), self.heads, self.head_dim))
-        parts = torch.split(q, [len(seen.rows) for seen, _ in images])
+        parts = torch.split(q, [len(cross_rows.rows) for cross_rows, _ in images])
         mixed = [self._mix(part, kv) for part, (_, kv) in zip(parts, images, strict=True)]
         return self.out(torch.cat(mixed))
 
     def _mix(self, q: Tensor, kv: Tensor) -> Tensor:
-        """Query heads that share a key head become rows of one product: [n, heads, d] -> [n, heads * d]."""
-        n, group = len(q), self.heads // self.kv_heads
+        """Query heads that share a key head become rows of one GEMM: [n, heads, d] -> [n, heads * d]."""
+        n = len(q)
+        group = self.heads // self.kv_heads
         queries = q.view(n, self.kv_heads, -1).transpose(0, 1).reshape(1, self.kv_heads, n * group, self.head_dim)
         k, v = kv.transpose(1, 2)  # [kv_heads, states, d] each
-        mixed = F.scaled_dot_product_attention(queries, k[None], v[None])  # its strides are the device's choice
+        mixed = F.scaled_dot_product_attention(queries, k[None], v[None])  # of any strides
         return mixed.reshape(self.kv_heads, n, -1).transpose(0, 1).reshape(n, -1)
 
     def project(self, states: Tensor) -> Tensor:
@@ -70,14 +76,14 @@ class CrossLayer:
 
 
 def pack(layers: Sequence[CrossLayer], states: Tensor) -> Tensor:
-    """States of one picture [states, hidden] -> what is kept of it [slots, hidden]."""
+    """States of one image [states, hidden] -> its keys and values as [slots, hidden]."""
     first = layers[0]
     values = 2 * len(layers) * first.kv_heads * first.head_dim  # of one state
     slots = len(states) * math.ceil(values / states.shape[1])
     kept = states.new_zeros(slots, states.shape[1])
-    places = kept.view(-1)[: len(states) * values].view(len(layers), 2, len(states), first.kv_heads, first.head_dim)
-    for layer, place in zip(layers, places, strict=True):
-        place.copy_(layer.project(states))
+    by_layer = kept.view(-1)[: len(states) * values].view(len(layers), 2, len(states), first.kv_heads, first.head_dim)
+    for layer, kv in zip(layers, by_layer, strict=True):
+        kv.copy_(layer.project(states))
     return kept
 
 
@@ -90,16 +96,14 @@ def unpack(layers: Sequence[CrossLayer], kept: Tensor) -> Tensor:
 
 
 def by_layer(
-    layers: Sequence[CrossLayer], seen: Sequence[CrossAttentionRows]
+    layers: Sequence[CrossLayer], cross_rows: Sequence[CrossAttentionRows]
 ) -> list[list[tuple[CrossAttentionRows, Tensor]]]:
-    """For each layer, what its rows attend to; pictures seen together lie one behind the other."""
-    together = [
-        torch.cat([unpack(layers, e) for e in s.embeddings], 2)
-        if len(s.embeddings) > 1
-        else unpack(layers, s.embeddings[0])
-        for s in seen
-    ]
-    return [[(s, kv[index]) for s, kv in zip(seen, together, strict=True)] for index in range(len(layers))]
+    """For each layer, its rows with their keys and values; several images are concatenated."""
+    pairs = []
+    for rows in cross_rows:
+        images = [unpack(layers, embedding) for embedding in rows.embeddings]
+        pairs.append((rows, images[0] if len(images) == 1 else torch.cat(images, 2)))
+    return [[(rows, kv[index]) for rows, kv in pairs] for index in range(len(layers))]
 
 
 CROSS_RULES = (

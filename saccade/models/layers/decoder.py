@@ -1,4 +1,4 @@
-"""The decoder of the Llama and Qwen line, over packed tokens. Where keys and values stay is not its business."""
+"""The Llama-like decoder of most families, over packed tokens. The KV cache is behind `Attention`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from saccade.models.weights import Rule, under
 
 
 class Biases(NamedTuple):
-    """Which projections add a bias; this is how the members of the line differ."""
+    """Which projections have a bias, by which the families differ."""
 
     qkv: bool = False
     out: bool = False
@@ -36,7 +36,7 @@ class Decoder:
         biases: Biases,
         *,
         has_qk_norms: bool = False,
-        extra_tokens: int = 0,  # that are read and never answered: behind the vocabulary
+        extra_tokens: int = 0,  # input-only tokens after the vocabulary
     ) -> None:
         if text.num_heads % text.num_kv_heads:
             raise ConfigError(f"{text.num_heads} attention heads cannot share {text.num_kv_heads} key-value heads")
@@ -53,7 +53,7 @@ class Decoder:
             self.head = params.new("head.weight", text.vocab_size, text.hidden_size)
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """[T] -> [T, embedding size]: zeros where pictures have vectors for deeper layers."""
+        """[T] -> [T, embedding size]: zeros for the deepstack vectors of images."""
         rows = F.embedding(token_ids, self.table)
         missing = self.embedding_size - rows.shape[1]
         return F.pad(rows, (0, missing)) if missing else rows
@@ -62,16 +62,15 @@ class Decoder:
         cos, sin = self.rotary(positions, embeds.dtype)  # [T, 1, d]
         if self.temperature is not None:
             attention = self.temperature.around(attention, positions)
-        x, *deep = self.parts(embeds)
+        x, *deepstack = self.parts(embeds)
         for index, layer in enumerate(self.layers):
             x = layer(x, cos, sin, attention, index)
-            if index < len(deep):
-                x.add_(deep[index])
+            if index < len(deepstack):
+                x.add_(deepstack[index])
         return self.norm(x)
 
     def parts(self, embeds: Tensor) -> tuple[Tensor, ...]:
-        """What goes into the first layer, and what is added behind each of the first layers, where a tower gave more
-        than one vector for an embedding: [T, H] each."""
+        """The input of the first layer, and what deepstack adds after each of the first layers: [T, H] each."""
         return torch.split(embeds, self.table.shape[1], dim=1)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -82,9 +81,13 @@ class DecoderLayer:
     def __init__(
         self, params: Parameters, text: TextConfig, biases: Biases, has_qk_norms: bool = False, index: int = 0
     ) -> None:
-        self.heads, self.kv_heads, self.head_dim = text.num_heads, text.num_kv_heads, text.head_dim
-        hidden, q, kv = text.hidden_size, self.heads * self.head_dim, self.kv_heads * self.head_dim
+        self.heads = text.num_heads
+        self.kv_heads = text.num_kv_heads
+        self.head_dim = text.head_dim
+        hidden = text.hidden_size
         wide = text.intermediate_size
+        q = self.heads * self.head_dim
+        kv = self.kv_heads * self.head_dim
         self.attention_norm = RMSNorm(params.within("attention_norm"), hidden, text.rms_norm_eps)
         self.qkv = Linear(params.within("qkv"), hidden, {"q": q, "k": kv, "v": kv}, bias=biases.qkv)
         self.qk_norms = QKNorms(params, text) if has_qk_norms else None
@@ -104,17 +107,18 @@ class DecoderLayer:
         qkv = self.qkv(x).view(len(x), -1, self.head_dim)  # [T, heads + 2 kv_heads, d]
         v = qkv[:, self.heads + self.kv_heads :]
         qk = qkv[:, : self.heads + self.kv_heads]
-        # Queries and keys lie side by side, so one rotation serves both.
-        turned = rotate(self.qk_norms(qk) if self.qk_norms else qk, cos, sin)
-        mixed = attention(index, turned[:, : self.heads], turned[:, self.heads :], v)
+        # Queries and keys are adjacent, so one call rotates both.
+        rotated = rotate(self.qk_norms(qk) if self.qk_norms else qk, cos, sin)
+        mixed = attention(index, rotated[:, : self.heads], rotated[:, self.heads :], v)
         return self.out(mixed.reshape(len(x), -1))
 
 
 class QKNorms:
-    """RMS norms over each head of the queries and of the keys, before they are turned."""
+    """RMS norms over each head of the queries and keys, before RoPE."""
 
     def __init__(self, params: Parameters, text: TextConfig) -> None:
-        self.heads, self.eps = text.num_heads, text.rms_norm_eps
+        self.heads = text.num_heads
+        self.eps = text.rms_norm_eps
         self.q = RMSNorm(params.within("q_norm"), text.head_dim, self.eps)
         self.k = RMSNorm(params.within("k_norm"), text.head_dim, self.eps)
 
@@ -124,85 +128,93 @@ class QKNorms:
 
 
 class Rotary:
-    """RoPE, and M-RoPE: there each section of the frequencies turns with its own axis (time, height, width)."""
+    """RoPE, and M-RoPE, where each section of the frequencies has its own axis (time, height, width)."""
 
     def __init__(self, text: TextConfig, device: torch.device) -> None:
-        plain = frequencies(text.head_dim, text.rope_theta, device)
-        self.frequencies = _scale(plain, text)  # float32 [d / 2]
-        # What a scaling multiplies queries and keys with. Attention multiplies scores by its square instead.
+        base = frequencies(text.head_dim, text.rope_theta, device)
+        self.frequencies = _scale(base, text)  # float32 [d / 2]
+        # YaRN's factor of queries and keys. Attention multiplies scores by its square instead.
         self.gain = _yarn_gain(text.rope_scaling) if _kind(text.rope_scaling) == "yarn" else 1.0
         sections = text.mrope_section or (text.head_dim // 2,)
         if sum(sections) != text.head_dim // 2:
             raise ConfigError(f"mrope_section {list(sections)} must add up to half the head size {text.head_dim}")
-        axes = _interleaved(sections) if text.rope_scaling.get("mrope_interleaved") else _one_by_one(sections)
-        self.axes = torch.tensor(axes, device=device)  # int64 [d / 2]: the axis each frequency turns with
+        axes = _interleaved(sections) if text.rope_scaling.get("mrope_interleaved") else _contiguous(sections)
+        self.axes = torch.tensor(axes, device=device)  # int64 [d / 2]: the axis of each frequency
 
     def __call__(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """[axes, T] -> cosines and sines, each [T, 1, d]."""
+        """[axes, T] -> cos and sin, each [T, 1, d]."""
         per_frequency = positions.float().index_select(0, self.axes)  # [d / 2, T]
         angles = per_frequency.T * self.frequencies  # [T, d / 2]
         return cos_sin(angles[:, None], dtype)
 
 
-def _one_by_one(sections: Sequence[int]) -> list[int]:
+def _contiguous(sections: Sequence[int]) -> list[int]:
     """Sizes 2, 3, 3 -> 0 0 1 1 1 2 2 2"""
     return [axis for axis, size in enumerate(sections) for _ in range(size)]
 
 
 def _interleaved(sections: Sequence[int]) -> list[int]:
-    """Sizes 4, 2, 2 -> 0 1 2 0 1 2 0 0: axes take turns until theirs are used up, the first one fills the rest."""
-    rotary = (index % len(sections) for index in range(sum(sections)))
-    return [axis if index < sections[axis] * len(sections) else 0 for index, axis in enumerate(rotary)]
+    """Sizes 4, 2, 2 -> 0 1 2 0 1 2 0 0: axes alternate until used up, the first one fills the rest."""
+    axes = []
+    for index in range(sum(sections)):
+        axis = index % len(sections)
+        axes.append(axis if index < sections[axis] * len(sections) else 0)
+    return axes
 
 
 def _kind(scaling: Mapping[str, Any]) -> str:
     return str(scaling.get("rope_type") or scaling.get("type") or "default")
 
 
-def _scale(plain: Tensor, text: TextConfig) -> Tensor:
-    kind, factor = _kind(text.rope_scaling), float(text.rope_scaling.get("factor") or 1)
+def _scale(base: Tensor, text: TextConfig) -> Tensor:
+    kind = _kind(text.rope_scaling)
+    factor = float(text.rope_scaling.get("factor") or 1)
     if kind in ("default", "mrope"):
-        return plain
+        return base
     if kind == "linear":
-        return plain / factor
+        return base / factor
     shares = {"llama3": _llama3_share, "yarn": _yarn_share}
     if kind not in shares:
         known = ", ".join(("default", "mrope", "linear", *shares))
         raise ConfigError(f"config.json asks for rope scaling of type (rope_type) {kind!r}; known are {known}")
     trained = int(text.rope_scaling.get("original_max_position_embeddings") or text.max_position)
-    share = shares[kind](plain, text, trained)
-    return share * plain + (1 - share) * plain / factor
+    share = shares[kind](base, text, trained)
+    return share * base + (1 - share) * base / factor
 
 
-def _llama3_share(plain: Tensor, text: TextConfig, trained: int) -> Tensor:
-    """How much of each frequency is not slowed down: all of short waves, nothing of long ones, a blend in between."""
-    low, high = (float(text.rope_scaling.get(f"{name}_freq_factor") or 0) for name in ("low", "high"))
+def _llama3_share(base: Tensor, text: TextConfig, trained: int) -> Tensor:
+    """The share of each frequency that is not scaled: 1 for short wavelengths, 0 for long ones, linear between."""
+    low = float(text.rope_scaling.get("low_freq_factor") or 0)
+    high = float(text.rope_scaling.get("high_freq_factor") or 0)
     if not low or not high or low >= high:
         raise ConfigError(f"rope scaling of type llama3 needs low_freq_factor={low} below high_freq_factor={high}")
-    rotary = plain * trained / (2 * math.pi)  # of each wave over the length the model was trained on
-    return ((rotary - low) / (high - low)).clamp(0, 1)
+    rotations = base * trained / (2 * math.pi)  # over the length the model was trained on
+    return ((rotations - low) / (high - low)).clamp(0, 1)
 
 
-def _yarn_share(plain: Tensor, text: TextConfig, trained: int) -> Tensor:
-    """The same, blended along the index of a frequency: from that of fast waves to that of slow ones."""
-    scaling, half = text.rope_scaling, text.head_dim / 2
+def _yarn_share(base: Tensor, text: TextConfig, trained: int) -> Tensor:
+    """The same, linear along the index of a frequency, from beta_fast to beta_slow."""
+    scaling = text.rope_scaling
 
-    def index_of(rotary: float) -> float:
-        return half * math.log(trained / (rotary * 2 * math.pi)) / math.log(text.rope_theta)
+    def index_of(rotations: float) -> float:
+        return text.head_dim / 2 * math.log(trained / (rotations * 2 * math.pi)) / math.log(text.rope_theta)
 
-    first, last = index_of(float(scaling.get("beta_fast") or 32)), index_of(float(scaling.get("beta_slow") or 1))
+    first = index_of(float(scaling.get("beta_fast") or 32))
+    last = index_of(float(scaling.get("beta_slow") or 1))
     if scaling.get("truncate", True):
-        first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, text.head_dim - 1)
-    index = torch.arange(len(plain), dtype=torch.float32, device=plain.device)
+        first = math.floor(first)
+        last = math.ceil(last)
+    first = max(first, 0)
+    last = min(last, text.head_dim - 1)
+    index = torch.arange(len(base), dtype=torch.float32, device=base.device)
     return 1 - ((index - first) / max(last - first, 1e-3)).clamp(0, 1)
 
 
 def _yarn_gain(scaling: Mapping[str, Any]) -> float:
     if scaling.get("attention_factor") is not None:
         return float(scaling["attention_factor"])
-
-    above, below = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    above = scaling.get("mscale")
+    below = scaling.get("mscale_all_dim")
     return yarn_gain(scaling, above) / yarn_gain(scaling, below) if above and below else yarn_gain(scaling, 1)
 
 
@@ -211,7 +223,7 @@ def yarn_gain(scaling: Mapping[str, Any], weight: float) -> float:
 
 
 class OnDecoder:
-    """What most models leave to their decoder."""
+    """The methods of a model that its decoder implements."""
 
     decoder: Decoder
 
@@ -226,7 +238,7 @@ class OnDecoder:
 
 
 def decoder_rules(text: TextConfig) -> tuple[Rule, ...]:
-    """Names below the decoder's own level in a checkpoint, and where they go."""
+    """Weight rules under the decoder's prefix in a checkpoint."""
     layer = {
         "input_layernorm": "attention_norm",
         "self_attn.q_proj": "qkv.q",
@@ -251,5 +263,5 @@ def decoder_rules(text: TextConfig) -> tuple[Rule, ...]:
 
 
 def head_rule(text: TextConfig) -> Rule:
-    """Some checkpoints store a tied head as well; the embedding table is used then."""
+    """A tied head is ignored where a checkpoint stores it as well."""
     return Rule("lm_head.weight", None if text.tie_word_embeddings else "head.weight")

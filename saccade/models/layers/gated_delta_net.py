@@ -1,9 +1,9 @@
-"""Gated delta nets: attention with a memory of fixed size instead of keys and values. Knows tensors, not requests.
+"""Gated delta net: linear attention with a recurrent state instead of a KV cache.
 
-    memory [key, value] of a head      decays by exp(g), then token t corrects what is stored under its key:
-    S_t = exp(g_t) S_(t-1) + k_t d_t   d_t = beta_t (v_t - k_t exp(g_t) S_(t-1))      read: o_t = q_t S_t
+    memory [key, value] of a head      decays by exp(g), then token t corrects the value under its key:
+    S_t = exp(g_t) S_(t-1) + k_t d_t   d_t = beta_t (v_t - k_t exp(g_t) S_(t-1))      output: o_t = q_t S_t
 
-Tokens of a chunk are computed together: the corrections d are the solution of one triangular system.
+In the chunked form the corrections d of a chunk are the solution of one triangular system.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from saccade.models.layers.basic import Linear, RMSNorm
 from saccade.models.layers.types import States
 from saccade.models.parameters import Parameters
 
-CHUNK = 64  # tokens whose corrections are solved for together
-_TINY = 1e-6  # keeps the length of a zero vector from dividing
+CHUNK = 64  # tokens
+_TINY = 1e-6  # against division by zero
 
 
 def delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
     """q, k [N, heads, T, key], v [N, heads, T, value], g, beta [N, heads, T], memory [N, heads, key, value], float32.
 
-    Returns what each token reads [N, heads, T, value], and the memory behind the last one.
+    Returns outputs [N, heads, T, value] and the memory after the last token.
     """
     read = []
     for start in range(0, q.shape[2], CHUNK):
@@ -35,61 +35,68 @@ def delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, memory:
 
 
 def _chunk(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-    total = g.cumsum(-1)  # [N, heads, T]: how much the memory has decayed at each token, as a logarithm
-    between = (total[..., :, None] - total[..., None, :]).tril().exp().tril()  # from token j to token i >= j
-    known = (k * total.exp()[..., None]) @ memory  # what the old memory says to each key
-    system = ((k @ k.transpose(-1, -2)) * between * beta[..., None]).tril(-1)  # a diagonal of ones is meant
+    total = g.cumsum(-1)  # [N, heads, T]: log decay of the memory at each token
+    between = (total[..., :, None] - total[..., None, :]).tril().exp().tril()  # decay from token j to token i >= j
+    known = (k * total.exp()[..., None]) @ memory  # the old memory's value for each key
+    system = ((k @ k.transpose(-1, -2)) * between * beta[..., None]).tril(-1)  # its diagonal is implicitly one
     wanted = (v - known) * beta[..., None]
     d = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
     out = (q * total.exp()[..., None]) @ memory + ((q @ k.transpose(-1, -2)) * between) @ d
-    left = (total[..., -1:] - total).exp()  # of each token's correction at the end
+    left = (total[..., -1:] - total).exp()  # decay of each correction until the end of the chunk
     new = memory * total[..., -1].exp()[..., None, None] + (k * left[..., None]).transpose(-1, -2) @ d
     return out, new
 
 
 class GatedDeltaNet:
-    """A mixer of tokens: projections, a short causal convolution, the delta rule, a gated norm."""
+    """Projections, a short causal convolution, the delta rule, a gated norm."""
 
     def __init__(self, params: Parameters, text: TextConfig, linear: LinearConfig) -> None:
         self.shape = linear
-        hidden, values = text.hidden_size, linear.value_heads * linear.value_dim
+        hidden = text.hidden_size
+        values = linear.value_heads * linear.value_dim
         self.sizes = {"qkv": linear.channels, "z": values, "b": linear.value_heads, "a": linear.value_heads}
         self.inputs = Linear(params.within("inputs"), hidden, self.sizes)
         self.conv = params.new("conv.weight", linear.channels, 1, linear.kernel)
-        self.decay = params.new("decay", linear.value_heads)  # logarithm of the speed at which a head forgets
+        self.decay = params.new("decay", linear.value_heads)  # A_log
         self.decay_bias = params.new("decay_bias", linear.value_heads)
         self.norm = RMSNorm(params.within("norm"), linear.value_dim, text.rms_norm_eps)
         self.out = Linear(params.within("out"), values, hidden)
 
     def __call__(self, x: Tensor, states: States, index: int) -> Tensor:
-        """Packed tokens [T, hidden]; `index` counts the layers that have states."""
+        """Packed tokens [T, hidden]; `index` counts linear attention layers."""
         qkv, z, b, a = torch.split(self.inputs(x), list(self.sizes.values()), dim=-1)
         speed = -self.decay.float().exp() * F.softplus(a.float() + self.decay_bias)  # [T, heads]
         mixed = x.new_empty(len(x), self.shape.value_heads, self.shape.value_dim)
-        past, memory = states.past[index], states.memory[index]
-        for tokens, rows, keep_in in states.groups:  # equally long windows: tokens [N, T], rows [N]
-            turned, past[rows] = self._convolve(qkv[tokens], past[rows])
-            read, memory[rows] = self._remember(turned, speed[tokens], b[tokens].float().sigmoid(), memory[rows])
+        past = states.past[index]
+        memory = states.memory[index]
+        for group in states.groups:
+            tokens = group.tokens  # [N, T]
+            rows = group.rows  # [N]
+            convolved, past[rows] = self._convolve(qkv[tokens], past[rows])
+            beta = b[tokens].float().sigmoid()
+            read, memory[rows] = self._delta_rule(convolved, speed[tokens], beta, memory[rows])
             mixed[tokens] = read.to(mixed.dtype)
-            if keep_in is not None:
-                past[keep_in], memory[keep_in] = past[rows], memory[rows]
+            if group.keep_in is not None:
+                past[group.keep_in] = past[rows]
+                memory[group.keep_in] = memory[rows]
         gated = self.norm(mixed).float() * F.silu(z.float().view(mixed.shape))
         return self.out(gated.to(x.dtype).flatten(1))
 
     def _convolve(self, x: Tensor, past: Tensor) -> tuple[Tensor, Tensor]:
-        """x [N, T, channels] behind the inputs before it [N, channels, kernel - 1], and what is then past."""
-        line = torch.cat((past, x.transpose(1, 2)), dim=-1)
-        turned = F.conv1d(line, self.conv, groups=line.shape[1])
-        return F.silu(turned).transpose(1, 2), line[..., line.shape[-1] - past.shape[-1] :]
+        """x [N, T, channels] after the state [N, channels, kernel - 1] -> output and next state."""
+        inputs = torch.cat((past, x.transpose(1, 2)), dim=-1)
+        convolved = F.conv1d(inputs, self.conv, groups=inputs.shape[1])
+        return F.silu(convolved).transpose(1, 2), inputs[..., inputs.shape[-1] - past.shape[-1] :]
 
-    def _remember(self, qkv: Tensor, speed: Tensor, beta: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-        """qkv [N, T, channels] -> [N, T, heads, value]; key heads are shared by neighbouring value heads."""
-        shape, keys = self.shape, self.shape.key_heads * self.shape.key_dim
+    def _delta_rule(self, qkv: Tensor, speed: Tensor, beta: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+        """qkv [N, T, channels] -> [N, T, heads, value]; adjacent value heads share a key head."""
+        shape = self.shape
+        keys = shape.key_heads * shape.key_dim
         q, k, v = torch.split(qkv.float(), [keys, keys, shape.value_heads * shape.value_dim], dim=-1)
-        q, k = (self._heads(_of_length_one(x.reshape(*x.shape[:2], shape.key_heads, -1))) for x in (q, k))
+        q, k = (self._heads(_l2_norm(x.reshape(*x.shape[:2], shape.key_heads, -1))) for x in (q, k))
         v = v.reshape(*v.shape[:2], shape.value_heads, -1).transpose(1, 2)
-        g, beta = speed.transpose(1, 2), beta.transpose(1, 2)  # [N, heads, T]
-        read, memory = delta_rule(q * shape.key_dim**-0.5, k, v, g, beta, memory)
+        g = speed.transpose(1, 2)  # [N, heads, T]
+        read, memory = delta_rule(q * shape.key_dim**-0.5, k, v, g, beta.transpose(1, 2), memory)
         return read.transpose(1, 2), memory
 
     def _heads(self, x: Tensor) -> Tensor:
@@ -97,5 +104,5 @@ class GatedDeltaNet:
         return x.repeat_interleave(self.shape.value_heads // self.shape.key_heads, dim=2).transpose(1, 2)
 
 
-def _of_length_one(x: Tensor) -> Tensor:
+def _l2_norm(x: Tensor) -> Tensor:
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + _TINY)

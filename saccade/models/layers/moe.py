@@ -1,10 +1,8 @@
-"""Routed experts in place of a decoder layer's MLP. Knows tensors and rules, not models or who sent the tokens.
+"""MoE: routed experts in place of a decoder layer's MLP.
 
-    tokens      a b c        chosen, two each: a 2 0, b 0 1, c 2 0
-    by expert   a b c | b | a c      one product for each expert that has tokens
-    by token    a a | b b | c c      weighted and added up
-
-Which tokens share a product changes nothing but the last bits of it.
+tokens      a b c        top-2 experts: a 2 0, b 0 1, c 2 0
+by expert   a b c | b | a c      one GEMM for each expert that has tokens
+by token    a a | b b | c c      weighted sum
 """
 
 from __future__ import annotations
@@ -20,16 +18,16 @@ from saccade.models.parameters import Parameters
 from saccade.models.weights import Rule
 
 _CHOICES = ("greedy", "group_limited_greedy", "noaux_tc")
-_TINY = 1e-20  # keeps scores that are all zero from dividing
+_TINY = 1e-20  # against division by zero
 
 
 class MoE:
     def __init__(self, params: Parameters, hidden: int, rules: MoEConfig) -> None:
         _check(rules)
         self.rules = rules
-        # Close scores decide between experts, so whatever type the model has, they are computed in float32.
-        self.router = _in_float32(params, "router.weight", rules.count, hidden)
-        self.router_bias = _in_float32(params, "router.bias", rules.count) if rules.has_bias else None
+        # In float32 for any dtype, because close scores decide between experts.
+        self.router = _float32(params, "router.weight", rules.count, hidden)
+        self.router_bias = _float32(params, "router.bias", rules.count) if rules.has_bias else None
         self.gate_up = params.empty(rules.count, 2 * rules.width, hidden)  # [E, 2 I, H], gates first
         self.down = params.empty(rules.count, hidden, rules.width)  # [E, H, I]
         self._name(params)
@@ -37,7 +35,7 @@ class MoE:
         self.shared_gate = Linear(params.within("shared_gate"), hidden, 1) if rules.shared_gate else None
 
     def _name(self, params: Parameters) -> None:
-        """Expert by expert; a checkpoint may also hold all of them in one tensor."""
+        """Register each expert's weights, and the stacked tensors that a checkpoint may have instead."""
         gates, ups = self.gate_up.chunk(2, dim=1)
         for name, tensor in {"gate": gates, "up": ups, "down": self.down}.items():
             for expert in range(self.rules.count):
@@ -48,45 +46,46 @@ class MoE:
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, H] -> [T, H]"""
-        weights, chosen = self.route(x)
-        out = self._mix(self._made(x, chosen), weights.to(x.dtype))
+        weights, indices = self.route(x)
+        out = self._combine(self._run_experts(x, indices), weights.to(x.dtype))
         if self.shared is None:
             return out
         common = self.shared(x)
         return out.add_(common if self.shared_gate is None else common.mul_(self.shared_gate(x).sigmoid_()))
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The weights of each token's experts (float32) and their numbers, both [T, per_token]."""
-        rules, logits = self.rules, F.linear(x.float(), self.router)  # [T, E]
+        """The weights of each token's experts (float32) and their indices, both [T, per_token]."""
+        rules = self.rules
+        logits = F.linear(x.float(), self.router)  # [T, E]
         scores = logits.softmax(-1) if rules.scoring == "softmax" else logits.sigmoid()
-        offered = scores if self.router_bias is None else scores + self.router_bias
+        selection = scores if self.router_bias is None else scores + self.router_bias
         if rules.groups > 1:
-            offered = _of_best_groups(offered, rules)
-        chosen = offered.topk(rules.per_token, dim=-1).indices
-        weights = scores.gather(1, chosen)
+            selection = _mask_groups(selection, rules)
+        indices = selection.topk(rules.per_token, dim=-1).indices
+        weights = scores.gather(1, indices)
         if rules.normalise:
             weights = weights / (weights.sum(-1, keepdim=True) + _TINY)
-        return weights * rules.scale, chosen
+        return weights * rules.scale, indices
 
-    def _made(self, x: Tensor, chosen: Tensor) -> Tensor:
-        """What each token's experts make of it: [T, per_token, H]."""
-        experts = chosen.flatten()
+    def _run_experts(self, x: Tensor, indices: Tensor) -> Tensor:
+        """Outputs of each token's experts: [T, per_token, H]."""
+        experts = indices.flatten()
         order = experts.argsort(stable=True)
-        rows = x[order // self.rules.per_token]  # [T * per_token, H], an expert's tokens side by side
+        rows = x[order // self.rules.per_token]  # [T * per_token, H], sorted by expert
         sizes = torch.bincount(experts, minlength=self.rules.count).tolist()
         for expert, part in enumerate(torch.split(rows, sizes)):
             if len(part):
-                self._pass(part, expert)
-        return rows[order.argsort()].view(*chosen.shape, x.shape[-1])
+                self._run_expert(part, expert)
+        return rows[order.argsort()].view(*indices.shape, x.shape[-1])
 
-    def _pass(self, rows: Tensor, expert: int) -> None:
-        """One expert over its tokens, written over what is not needed any more."""
+    def _run_expert(self, rows: Tensor, expert: int) -> None:
+        """One expert over its tokens, in place."""
         wide = F.linear(rows, self.gate_up[expert])
         torch.mm(silu_and_mul(wide), self.down[expert].T, out=rows)
 
     @staticmethod
-    def _mix(made: Tensor, weights: Tensor) -> Tensor:
-        """One product a token adds its experts up, in float32 whatever the type, always in the same order."""
+    def _combine(made: Tensor, weights: Tensor) -> Tensor:
+        """A small GEMM per token sums its experts in a fixed order, accumulated in float32."""
         return torch.bmm(weights[:, None], made)[:, 0]
 
 
@@ -100,20 +99,20 @@ class GatedMLP:
 
 
 def layer_experts(params: Parameters, hidden: int, rules: MoEConfig | None, index: int) -> MoE | None:
-    """Those of layer `index`, where it has some."""
+    """The MoE of layer `index`, if it has one."""
     is_here = rules is not None and index in rules.layers
     return MoE(params.within("experts"), hidden, rules) if rules and is_here else None
 
 
-def _of_best_groups(offered: Tensor, rules: MoEConfig) -> Tensor:
-    """Experts of other groups are out of reach. With a bias a group is as good as its best two, without as its best."""
-    grouped = offered.view(len(offered), rules.groups, -1)  # [T, groups, experts of a group]
+def _mask_groups(selection: Tensor, rules: MoEConfig) -> Tensor:
+    """Mask experts outside the best groups. A group's score is its best expert, or with a bias its best two."""
+    grouped = selection.view(len(selection), rules.groups, -1)  # [T, groups, experts of a group]
     best = grouped.topk(2 if rules.has_bias else 1, dim=-1).values.sum(-1)
     kept = torch.zeros_like(best, dtype=torch.bool).scatter_(1, best.topk(rules.groups_kept, dim=-1).indices, True)
-    return grouped.masked_fill(~kept[..., None], float("-inf")).view_as(offered)
+    return grouped.masked_fill(~kept[..., None], float("-inf")).view_as(selection)
 
 
-def _in_float32(params: Parameters, name: str, *shape: int) -> Tensor:
+def _float32(params: Parameters, name: str, *shape: int) -> Tensor:
     tensor = torch.empty(shape, dtype=torch.float32, device=params.device)
     params.add(name, tensor)
     return tensor
@@ -141,7 +140,7 @@ def _check(rules: MoEConfig) -> None:
         )
 
 
-EXPERT_RULES = (  # below a layer
+EXPERT_RULES = (  # under a layer's prefix
     Rule("mlp.gate.weight", "experts.router.weight"),
     Rule("mlp.gate.e_score_correction_bias", "experts.router.bias"),
     *(Rule(f"mlp.experts.{{}}.{part}_proj.weight", f"experts.{{}}.{part}.weight") for part in ("gate", "up", "down")),

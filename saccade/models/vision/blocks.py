@@ -1,4 +1,4 @@
-"""Transformer blocks of vision towers, over the packed patches of any number of pictures. Knows no model family."""
+"""Transformer blocks of vision towers, over the packed patches of several images."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from saccade.types import Grid
 
 
 class RotaryCosSin(NamedTuple):
-    """Rotary positions of packed patches."""
+    """RoPE of packed patches."""
 
     cos: Tensor  # float32 [T, d]
     sin: Tensor
@@ -36,24 +36,24 @@ class RotaryCosSin(NamedTuple):
 
 @dataclass(eq=False)
 class PatchPositions:
-    """Where packed patches stand, and what that turns."""
+    """Positions and RoPE frequencies of packed patches."""
 
-    cells: Tensor  # int16 [T, 2]: row and column of each, on the host; the same tensor for the same grids
+    cells: Tensor  # int16 [T, 2]: row and column of each, on the CPU; the same tensor for the same grids
     per_axis: Tensor  # float32, on the device: frequencies of both axes [d / 4], or of each [2, d / 4]
-    rotary: Tensor | None = None  # what `fused_vision` made of them, for the next pass over the same
+    rotary: Tensor | None = None  # cos and sin as `cuda.vision` computed them, reused by the next pass
 
     def are(self, others: PatchPositions | None) -> bool:
-        """Whether patches stand where others do, and turn as much; not every time that they do."""
+        """Whether the positions are known to be equal; may miss some that are."""
         return others is not None and self.cells is others.cells and self.per_axis is others.per_axis
 
 
-_ALIGNED = 8  # values of two bytes that are read at once; fast products want rows that are a multiple long
+_ALIGNED = 8  # two-byte values in a 16-byte load: rows of fast GEMMs are a multiple of it
 
 Norm = LayerNorm | RMSNorm
 
 
 class VisionBlock:
-    """Attention inside each picture, then an MLP; each works on a norm of its input and is added to it."""
+    """A pre-norm block: attention inside each image, then an MLP."""
 
     def __init__(
         self,
@@ -65,7 +65,8 @@ class VisionBlock:
         norm: type[LayerNorm] | type[RMSNorm] = LayerNorm,
         has_bias: bool = True,
     ) -> None:
-        hidden, wide = vision.hidden_size, vision.intermediate_size
+        hidden = vision.hidden_size
+        wide = vision.intermediate_size
         self.heads = vision.num_heads
         self.scale = (hidden // vision.num_heads) ** -0.5
         qkv = 3 * hidden if is_qkv_fused else {"q": hidden, "k": hidden, "v": hidden}
@@ -84,11 +85,11 @@ class VisionBlock:
 
     def attend(self, x: Tensor, lengths: Sequence[int], angles: RotaryCosSin | None) -> Tensor:
         qkv = self.qkv(x).view(len(x), 3, self.heads, -1).permute(1, 2, 0, 3)  # [3, heads, T, d]
-        # Attention gains more from heads that are contiguous than the copy costs; rotation makes the copy anyway.
+        # Contiguous heads speed up attention by more than the copy costs; RoPE makes the copy anyway.
         if angles is None:
             q, k, v = qkv.contiguous()
         else:
-            q, k = rotate(qkv[:2].float(), *angles).to(x.dtype)  # in float32, as the towers were trained
+            q, k = rotate(qkv[:2].float(), angles.cos, angles.sin).to(x.dtype)  # in float32, as in training
             v = qkv[2].contiguous()
         mixed = packed_attention(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), lengths, self.scale)
         return self.out(mixed.flatten(1))
@@ -104,34 +105,34 @@ def grid_positions(
     *,
     interleaved: bool = False,
 ) -> PatchPositions:
-    """Half of each head turns with a patch's row, half with its column. `cells`: of patches in another order.
+    """2-D RoPE: half of each head rotates by the row, half by the column. `cells` is for another order of patches.
 
-    Both axes have the same frequencies, or (`interleaved`) those of a whole head by turns, rows first.
+    Both axes have the same frequencies, or (`interleaved`) alternate ones of a whole head, rows first.
     """
     cells = all_cells(tuple(grids), merge) if cells is None else cells
     return PatchPositions(cells, _per_axis(head_dim, theta, interleaved, device))
 
 
-def angles_of(places: PatchPositions) -> RotaryCosSin:
-    cells = places.cells.to(places.per_axis.device)
-    return RotaryCosSin(*cos_sin((cells[..., None] * places.per_axis).flatten(1), torch.float32))
+def angles_of(positions: PatchPositions) -> RotaryCosSin:
+    cells = positions.cells.to(positions.per_axis.device)
+    return RotaryCosSin(*cos_sin((cells[..., None] * positions.per_axis).flatten(1), torch.float32))
 
 
 @lru_cache(maxsize=8)
 def _per_axis(head_dim: int, theta: float, interleaved: bool, device: torch.device) -> Tensor:
-    """Of both axes [d / 4], or of each [2, d / 4]."""
+    """Frequencies of both axes [d / 4], or of each [2, d / 4]."""
     if interleaved:
         return frequencies(head_dim, theta, device).view(-1, 2).T.contiguous()
     return frequencies(head_dim // 2, theta, device)
 
 
 def reorder(x: Tensor, order: Tensor, merge: int) -> Tensor:
-    """Rows of patches [T, ...] with their tokens in another order; the patches of a token stay together."""
+    """Patches [T, ...] with their tokens in another order; the patches of a token stay together."""
     return x.view(len(order), merge**2, *x.shape[1:]).index_select(0, order).flatten(0, 1)
 
 
 def by_token(cells: Tensor, merge: int) -> Tensor:
-    """[h, w, n] of a frame -> [h * w, n] in the order of `pixels.patchify`."""
+    """[h, w, n] of a frame -> [h * w, n] in the order of `preprocess.patchify`."""
     height, width, size = cells.shape
     blocks = cells.view(height // merge, merge, width // merge, merge, size)
     return blocks.transpose(1, 2).reshape(-1, size)
@@ -139,13 +140,13 @@ def by_token(cells: Tensor, merge: int) -> Tensor:
 
 @lru_cache(maxsize=8)
 def all_cells(grids: tuple[Grid, ...], merge: int) -> Tensor:
-    """Row and column of each patch of packed pictures: int16 [patches, 2], on the host."""
+    """Row and column of each patch of packed images: int16 [patches, 2], on the CPU."""
     return torch.cat([_cells(grid, merge) for grid in grids])
 
 
-@lru_cache(maxsize=64)  # pictures of one camera have one grid
+@lru_cache(maxsize=64)  # images of one camera share a grid
 def _cells(grid: Grid, merge: int) -> Tensor:
-    """Row and column of each patch of a picture, in the order of `pixels.patchify`: int16 [patches, 2]."""
+    """Row and column of each patch of an image, in the order of `preprocess.patchify`: int16 [patches, 2]."""
     rows, columns = torch.meshgrid(
         torch.arange(grid.h, dtype=torch.int16), torch.arange(grid.w, dtype=torch.int16), indexing="ij"
     )
@@ -159,7 +160,7 @@ def vision_config(config: ModelConfig) -> VisionConfig:
 
 
 def rotary_dim(vision: VisionConfig) -> int:
-    """Of a head that turns: pairs of values with a patch's row, and as many with its column."""
+    """The head size, which 2-D RoPE divides into pairs for rows and as many for columns."""
     dim = vision.hidden_size // vision.num_heads
     if dim % 4:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""CLIP and SigLIP: towers for square pictures of one size with learned positions. Know no language model."""
+"""CLIP and SigLIP: vision towers for square images of one size with learned positions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from saccade.models.weights import Rule, under
 
 
 class SquareTower(ABC):
-    """Up to the last layer whose output is used; the layers behind it are neither loaded nor run."""
+    """Runs up to the last layer whose output is used; later layers are not loaded."""
 
     def __init__(self, params: Parameters, vision: VisionConfig, raw: Mapping[str, Any], eps: float) -> None:
         self.features = feature_layers(raw, vision.num_layers)
@@ -41,11 +41,11 @@ class SquareTower(ABC):
         """[squares * patches, patch_dim] -> [squares * length, hidden]"""
 
     def select(self, features: Tensor) -> Tensor:
-        """[squares, length, width] -> what the language model gets of it."""
+        """[squares, length, width] -> the features for the projector."""
         return features
 
     def encode(self, patches: Tensor, squares: int, ops: VisionOps) -> Generator[int, None, Tensor]:
-        """Patches of so many squares -> features [squares, slots, width]; pauses after each layer."""
+        """Patches of so many squares -> features [squares, slots, width]; yields after each layer."""
         run = ops.begin([self.length] * squares, None, patches.device)
         x = self.embed(patches, squares)
         del patches
@@ -60,7 +60,7 @@ class SquareTower(ABC):
 
 
 class ClipTower(SquareTower):
-    """A class token in front of the patches and a norm before the first layer."""
+    """With a class token before the patches and a norm before the first layer."""
 
     def __init__(self, params: Parameters, vision: VisionConfig, raw: Mapping[str, Any]) -> None:
         eps = raw["vision_config"].get("layer_norm_eps", 1e-5)
@@ -88,7 +88,7 @@ class ClipTower(SquareTower):
 
 
 class SiglipTower(SquareTower):
-    """Patches alone. Its last norm and its pooling head are not used: features are taken before them."""
+    """Without a class token. Features are taken before the last norm and the pooling head."""
 
     def __init__(self, params: Parameters, vision: VisionConfig, raw: Mapping[str, Any]) -> None:
         super().__init__(params, vision, raw, raw["vision_config"].get("layer_norm_eps", 1e-6))
@@ -110,7 +110,7 @@ class SiglipTower(SquareTower):
 
 
 def square_tower(params: Parameters, vision: VisionConfig, raw: Mapping[str, Any]) -> SquareTower:
-    """The tower that vision_config names; the oldest checkpoints name none and have CLIP's."""
+    """The tower that vision_config names, by default CLIP's."""
     kind = raw["vision_config"].get("model_type", "clip_vision_model")
     if kind not in _TOWERS:
         raise ConfigError(f"a tower of model_type {kind!r} is not supported here; known are {', '.join(_TOWERS)}")
@@ -124,7 +124,7 @@ _TOWERS: Mapping[str, type[ClipTower | SiglipTower]] = {
 
 
 def feature_layers(raw: Mapping[str, Any], num_layers: int) -> list[int]:
-    """Which hidden states the projector gets, counted from the embeddings (0) to the last layer's output."""
+    """Indices of the hidden states for the projector, from the embeddings (0) to the last layer's output."""
     given = raw.get("vision_feature_layer", -2)
     layers = given if isinstance(given, list) else [given]
     resolved = [i if i >= 0 else num_layers + 1 + i for i in layers]
@@ -155,8 +155,8 @@ _CLIP_RULES = (
     Rule("embeddings.patch_embedding.weight", "patch.weight"),
     Rule("embeddings.position_embedding.weight", "positions.weight"),
     Rule("embeddings.position_ids", None),
-    Rule("pre_layrnorm.*", "norm.*"),  # the misspelling is CLIP's own
-    Rule("post_layernorm.*", None),  # of the class token alone, which is not used
+    Rule("pre_layrnorm.*", "norm.*"),  # CLIP's own spelling
+    Rule("post_layernorm.*", None),  # of the pooled class token
 )
 _SIGLIP_RULES = (
     Rule("embeddings.patch_embedding.*", "patch.*"),

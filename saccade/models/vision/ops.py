@@ -1,6 +1,6 @@
-"""What a device does for a vision tower beside its matrix products, in plain PyTorch. Knows no model family.
+"""The ops of a vision tower that differ by device, here in PyTorch: the CPU's and the reference.
 
-This is the CPU's way and the reference for others: `fused_vision` has the same methods for CUDA.
+`cuda.vision` has the same methods for CUDA.
 """
 
 from __future__ import annotations
@@ -26,26 +26,23 @@ from saccade.types import Grid, Size
 
 Blocks = Sequence[VisionBlock]
 RunBlocks = Callable[[Blocks, Tensor], tuple[Tensor, int]]
-"""(blocks, x [T, hidden]) -> [T, hidden] behind the first of them, or the first few, and how many these were.
-
-It may overwrite x.
-"""
+"""(blocks, x [T, hidden]) -> [T, hidden] after the first block or the first few, and their number. May overwrite x."""
 
 
 class VisionOps(Protocol):
     def resize(self, image: ImagePixels, size: Size, resampling: int) -> Tensor:
-        """uint8 [size.height, size.width, 3], where the picture is."""
+        """uint8 [size.height, size.width, 3], on the image's device."""
 
     def cut(self, image: Tensor, grid: Grid, layout: PatchLayout, policy: PixelPolicy, dtype: torch.dtype) -> Tensor:
         """uint8 [H, W, 3] -> normalised patches [patches, patch_dim]"""
 
-    def begin(self, lengths: Sequence[int], places: PatchPositions | None, device: torch.device) -> RunBlocks:
-        """A pass over packed pictures with these numbers of patches: what its blocks are run with."""
+    def begin(self, lengths: Sequence[int], positions: PatchPositions | None, device: torch.device) -> RunBlocks:
+        """Start a pass over packed images of these lengths in patches; returns the function that runs blocks."""
 
 
 class TorchVision:
     def resize(self, image: ImagePixels, size: Size, resampling: int) -> Tensor:
-        """Pillow itself for a picture on the host; for a tensor its arithmetic, to the bit."""
+        """Pillow for an image on the CPU; for a tensor the same arithmetic, bit for bit."""
         if isinstance(image, Tensor):
             return resample(image, size, resampling, weigh_axis)
         return as_tensor(resize(image, size, resampling))
@@ -53,13 +50,13 @@ class TorchVision:
     def cut(self, image: Tensor, grid: Grid, layout: PatchLayout, policy: PixelPolicy, dtype: torch.dtype) -> Tensor:
         return normalise(patchify(image, grid, *layout), policy, dtype)
 
-    def begin(self, lengths: Sequence[int], places: PatchPositions | None, device: torch.device) -> RunBlocks:
-        angles = angles_of(places) if places else None
+    def begin(self, lengths: Sequence[int], positions: PatchPositions | None, device: torch.device) -> RunBlocks:
+        angles = angles_of(positions) if positions else None
         return lambda blocks, x: (blocks[0](x, lengths, angles), 1)
 
 
 def run_blocks(run: RunBlocks, blocks: Blocks, x: Tensor) -> Generator[int, None, Tensor]:
-    """All blocks, one after another; pauses wherever a device can, and says how many layers that were."""
+    """Run all blocks; yields the number of layers that were run after each call."""
     done = 0
     while done < len(blocks):
         x, count = run(blocks[done:], x)
@@ -71,8 +68,9 @@ def run_blocks(run: RunBlocks, blocks: Blocks, x: Tensor) -> Generator[int, None
 def run_blocks_keeping(
     run: RunBlocks, blocks: Blocks, x: Tensor, depths: Sequence[int]
 ) -> Generator[int, None, list[Tensor]]:
-    """The same up to the deepest of `depths`: what x is behind so many blocks, for each of them."""
-    kept, done = {}, 0
+    """The same up to the deepest of `depths`; returns x after so many blocks, for each depth."""
+    kept: dict[int, Tensor] = {}
+    done = 0
     for depth in sorted(set(depths)):
         x = yield from run_blocks(run, blocks[done:depth], x)
         kept[depth] = x.clone() if depth < max(depths) else x  # the next block may overwrite it

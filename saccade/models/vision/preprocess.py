@@ -1,4 +1,4 @@
-"""From an RGB picture to the patches a vision tower takes. Knows pixels and grids, not models or weights."""
+"""Image preprocessing: resize, crop, normalise and cut into patches (Hugging Face: image processor)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from saccade.types import Grid, Size
 
 Pixels = npt.NDArray[np.uint8]  # [height, width, 3]
 ImagePixels = Pixels | Tensor
-"""RGB of 8 bits [height, width, 3]: on the host, or a tensor where the tower is. A frame group has frames in front."""
+"""8-bit RGB [height, width, 3] on the CPU, or a tensor on the tower's device. A frame group is [frames, ...]."""
 
 _CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 _CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
@@ -27,7 +27,7 @@ _CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
 @dataclass(frozen=True, slots=True)
 class PixelPolicy:
-    """How a checkpoint wants its pixels: from preprocessor_config.json."""
+    """Pixel settings of preprocessor_config.json."""
 
     resample: int = Image.Resampling.BICUBIC
     scale: float = 1 / 255
@@ -37,16 +37,17 @@ class PixelPolicy:
 
 def pixel_policy(image_processor: Mapping[str, Any]) -> PixelPolicy:
     given = image_processor
-    normalises, rescales = given.get("do_normalize", True), given.get("do_rescale", True)
+    normalises = given.get("do_normalize", True)
+    rescales = given.get("do_rescale", True)
     return PixelPolicy(
-        resample=_known_filter(given.get("resample", Image.Resampling.BICUBIC)),
+        resample=_checked_filter(given.get("resample", Image.Resampling.BICUBIC)),
         scale=given.get("rescale_factor") or 1 / 255 if rescales else 1.0,
         mean=tuple(given.get("image_mean") or _CLIP_MEAN) if normalises else (0.0,) * 3,
         std=tuple(given.get("image_std") or _CLIP_STD) if normalises else (1.0,) * 3,
     )
 
 
-def _known_filter(resampling: int) -> int:
+def _checked_filter(resampling: int) -> int:
     if resampling not in FILTERS:
         known = ", ".join(f"{number} ({name})" for number, name in sorted(FILTERS.items()))
         raise ConfigError(f"preprocessor_config.json asks for resample={resampling}; known are {known}")
@@ -54,30 +55,32 @@ def _known_filter(resampling: int) -> int:
 
 
 class PatchLayout(NamedTuple):
-    """How a tower wants its patches."""
+    """The patch format of a tower."""
 
     patch: int  # side, in pixels
     merge: int = 1  # patches along each side of a token
-    frames: int = 1  # copies of a still picture in each patch
+    frames: int = 1  # per patch; an image is repeated
 
 
 def resize(image: Pixels, size: Size, resampling: int = Image.Resampling.BICUBIC) -> Pixels:
-    """Pillow's own resampling on uint8, because models were trained on exactly its rounding."""
+    """Pillow's resampling on uint8, with whose rounding models are trained."""
     if image.shape[:2] == (size.height, size.width):
         return image
     return np.asarray(Image.fromarray(image).resize(size, resample=Image.Resampling(resampling)))
 
 
 def as_tensor(image: Pixels) -> Tensor:
-    # PyTorch shares the array's memory and insists that it could be written.
+    # PyTorch shares the array's memory and warns if it is read-only.
     return torch.from_numpy(np.require(image, requirements=["C_CONTIGUOUS", "WRITEABLE"]))
 
 
 def centre_crop(image: Tensor, size: Size) -> Tensor:
-    """The middle of a picture [H, W, C]; where it is smaller than `size`, black around it."""
+    """The centre of an image [H, W, C], padded with black if it is smaller than `size`."""
     height, width = image.shape[:2]
-    left, top = (width - size.width) // 2, (height - size.height) // 2
-    right, bottom = width - left - size.width, height - top - size.height
+    left = (width - size.width) // 2
+    top = (height - size.height) // 2
+    right = width - left - size.width
+    bottom = height - top - size.height
     if min(left, top, right, bottom) < 0:
         image = F.pad(image, (0, 0, *(max(-side, 0) for side in (left, right, top, bottom))))
     return image[max(top, 0) :, max(left, 0) :][: size.height, : size.width]
@@ -86,14 +89,14 @@ def centre_crop(image: Tensor, size: Size) -> Tensor:
 def patchify(image: Tensor, grid: Grid, patch: int, merge: int = 1, frames: int = 1) -> Tensor:
     """Cut [H, W, C] into [h * w, C * frames * patch * patch], each patch flattened channel first.
 
-    Patches that will merge into one token follow each other (merge 2, numbers are places in the sequence):
+    Patches that will merge into one token are adjacent (merge 2, indices in the sequence):
 
         0 1 | 4 5
         2 3 | 6 7
         ----+----
         8 9 | ...
 
-    A still picture fills all `frames` of a patch with the same pixels.
+    An image fills all `frames` of a patch with the same pixels.
     """
     channels = image.shape[2]
     cells = image[: grid.h * patch, : grid.w * patch].reshape(

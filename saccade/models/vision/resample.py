@@ -1,7 +1,7 @@
-"""Pillow's resampling of 8-bit pictures for pixels that are tensors already. Knows filters and rounding, no model.
+"""Pillow's resampling of 8-bit images, on tensors and bit for bit.
 
-One axis after the other. An output pixel is a weighted sum of a few neighbours; weights are integers of 22 bits, and
-each axis rounds to 8 bits again. All of it is integer arithmetic, so every device gives Pillow's own pixels.
+It is separable. An output pixel is a weighted sum of a few neighbours; weights are integers of 22 bits, and each axis
+rounds to 8 bits. All of it is integer arithmetic, so every device gives Pillow's pixels.
 
     source   0 1 2 3 4 5 6 7 8 9        start 3, five taps
     target             ^                weights[:, 2] = (-a, b, c, b, -a), sum 1 << 22
@@ -27,14 +27,14 @@ Doubles = npt.NDArray[np.float64]
 WeighAxis = Callable[[Tensor, "Taps"], Tensor]
 """uint8 [outer, source, inner], contiguous -> [outer, target, inner]"""
 
-BITS = 22  # of a weight: 8 of the pixel, 22 and the sign fit 32 bits with one to spare for the sum
-# Up to version 12 Pillow resizes the width first; later ones the height, where that shrinks by far more pixels.
+BITS = 22  # of a weight: with 8 of the pixel, the sign and one for the sum they fit 32 bits
+# Up to version 12 Pillow resizes the width first; later ones the height, if that shrinks by far more pixels.
 _IS_WIDTH_ALWAYS_FIRST = int(PIL.__version__.split(".")[0]) < 13
-_CACHED_AXES = 256  # pairs of sizes; a few hundred kilobytes each at most
+_CACHED_AXES = 256  # pairs of sizes, of up to a few hundred kilobytes
 
 
 class Taps(NamedTuple):
-    """How one axis becomes another length."""
+    """How one axis is resampled."""
 
     starts: Tensor  # int32 [target]: first source pixel of each sum
     weights: Tensor  # int32 [taps, target]; zero where a sum has fewer
@@ -46,24 +46,25 @@ class _Filter(NamedTuple):
 
 
 def resample(image: Tensor, size: Size, resampling: int, weigh: WeighAxis) -> Tensor:
-    """uint8 [H, W, C] -> [size.height, size.width, C]. An axis that keeps its length is not computed."""
+    """uint8 [H, W, C] -> [size.height, size.width, C]. An axis that keeps its length is skipped."""
     if is_height_first(Size(image.shape[1], image.shape[0]), size):
-        return _to_width(_to_height(image, size.height, resampling, weigh), size.width, resampling, weigh)
-    return _to_height(_to_width(image, size.width, resampling, weigh), size.height, resampling, weigh)
+        return _resample_width(_resample_height(image, size.height, resampling, weigh), size.width, resampling, weigh)
+    return _resample_height(_resample_width(image, size.width, resampling, weigh), size.height, resampling, weigh)
 
 
 def is_height_first(source: Size, target: Size) -> bool:
-    """The order matters to the pixels, because each axis rounds."""
-    fewer_rows, fewer_columns = source.height - target.height, source.width - target.width
-    return fewer_rows > 0 and fewer_rows > 2 * fewer_columns and not _IS_WIDTH_ALWAYS_FIRST
+    """The order matters, because each axis rounds."""
+    rows = source.height - target.height
+    columns = source.width - target.width
+    return rows > 0 and rows > 2 * columns and not _IS_WIDTH_ALWAYS_FIRST
 
 
-def _to_width(image: Tensor, width: int, resampling: int, weigh: WeighAxis) -> Tensor:
+def _resample_width(image: Tensor, width: int, resampling: int, weigh: WeighAxis) -> Tensor:
     source = image.shape[1]
     return image if source == width else weigh(image, taps_of(source, width, resampling, image.device))
 
 
-def _to_height(image: Tensor, height: int, resampling: int, weigh: WeighAxis) -> Tensor:
+def _resample_height(image: Tensor, height: int, resampling: int, weigh: WeighAxis) -> Tensor:
     source, width, channels = image.shape
     if source == height:
         return image
@@ -76,20 +77,20 @@ def weigh_axis(image: Tensor, taps: Taps) -> Tensor:
     outer, source, inner = image.shape
     total = torch.full((outer, len(taps.starts), inner), 1 << (BITS - 1), dtype=torch.int32, device=image.device)
     for tap, weights in enumerate(taps.weights):  # [target]
-        place = (taps.starts + tap).clamp_(max=source - 1)
-        total += image.index_select(1, place).int() * weights[:, None]
+        index = (taps.starts + tap).clamp_(max=source - 1)
+        total += image.index_select(1, index).int() * weights[:, None]
     return total.bitwise_right_shift_(BITS).clamp_(0, 255).to(torch.uint8)
 
 
 @lru_cache(maxsize=_CACHED_AXES)
 def taps_of(source: int, target: int, resampling: int, device: torch.device) -> Taps:
     starts, weights = weights_of(source, target, resampling)
-    # Waits for the copy: whoever finds the taps here later may use them on another stream.
+    # A synchronous copy, because cached taps may be used on another stream.
     return Taps(torch.from_numpy(starts).to(device), torch.from_numpy(weights).to(device))
 
 
 def weights_of(source: int, target: int, resampling: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-    """`Taps` on the host. Shrinking widens the filter, so that every source pixel has its share."""
+    """`Taps` on the CPU. Shrinking widens the filter, so that every source pixel contributes."""
     kind = _FILTERS[Resampling(resampling)]
     scale = source / target
     widened = max(scale, 1.0)
@@ -97,9 +98,9 @@ def weights_of(source: int, target: int, resampling: int) -> tuple[npt.NDArray[n
     centres = (np.arange(target) + 0.5) * scale
     starts = np.maximum((centres - reach + 0.5).astype(np.int32), 0)
     ends = np.minimum((centres + reach + 0.5).astype(np.int32), source)
-    places = starts[:, None] + np.arange(math.ceil(reach) * 2 + 1)  # [target, taps]
-    raw = kind.weigh((places - centres[:, None] + 0.5) * (1.0 / widened)) * (places < ends[:, None])
-    total = np.cumsum(raw, axis=1)[:, -1:]  # added up in order, as Pillow does
+    indices = starts[:, None] + np.arange(math.ceil(reach) * 2 + 1)  # [target, taps]
+    raw = kind.weigh((indices - centres[:, None] + 0.5) * (1.0 / widened)) * (indices < ends[:, None])
+    total = np.cumsum(raw, axis=1)[:, -1:]  # in order, as Pillow does
     exact = raw / np.where(total == 0, 1.0, total) * (1 << BITS)
     rounded = np.trunc(exact + np.where(raw < 0, -0.5, 0.5)).astype(np.int32)
     used = int((ends - starts).max())
@@ -115,7 +116,8 @@ def _triangle(x: Doubles) -> Doubles:
 
 
 def _hamming(x: Doubles) -> Doubles:
-    base, swing = float(np.float32(0.54)), float(np.float32(0.46))  # single precision in Pillow, too
+    base = float(np.float32(0.54))  # single precision in Pillow, too
+    swing = float(np.float32(0.46))
     return np.where(np.abs(x) < 1, np.sinc(x) * (base + swing * np.cos(np.pi * x)), 0.0)
 
 

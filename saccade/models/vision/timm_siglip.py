@@ -1,4 +1,4 @@
-"""SigLIP's tower under the names that timm gives its weights. Knows no language model."""
+"""SigLIP's vision tower with timm's weight names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _EPS = 1e-6
 
 
 class TimmSiglip:
-    """All layers and the norm behind the last; the pooling head is neither loaded nor run."""
+    """All layers and the last norm; the pooling head is not loaded."""
 
     def __init__(self, params: Parameters, vision: VisionConfig) -> None:
         self.side = image_size(vision) // vision.patch_size  # patches along each side of a square
@@ -33,7 +33,7 @@ class TimmSiglip:
         self.norm = LayerNorm(params.within("norm"), self.width, _EPS)
 
     def encode(self, patches: Tensor, squares: int, ops: VisionOps) -> Generator[int, None, Tensor]:
-        """Patches of so many squares -> [squares, patches of one, width]; pauses after each layer."""
+        """Patches of so many squares -> [squares, patches of one, width]; yields after each layer."""
         run = ops.begin([self.side**2] * squares, None, patches.device)
         x = self.patch(patches).view(squares, self.side**2, -1).add_(self.positions).flatten(0, 1)
         del patches
@@ -51,6 +51,6 @@ TIMM_SIGLIP_RULES = (
     Rule("blocks.{}.mlp.fc1.*", "blocks.{}.up.*"),
     Rule("blocks.{}.mlp.fc2.*", "blocks.{}.down.*"),
     Rule("norm.*", "norm.*"),
-    Rule("attn_pool.mla", None),
+    Rule("attn_pool.latent", None),
     *(Rule(f"attn_pool.{name}.*", None) for name in ("q", "kv", "proj", "norm", "mlp.fc1", "mlp.fc2")),
 )

@@ -13,7 +13,7 @@ from saccade import LLM, SamplingParams
 from saccade.checkpoint.config import model_config
 from saccade.errors import ConfigError
 from saccade.models import fallback
-from saccade.models.layers.length_rope import Unfit, follow_lengths
+from saccade.models.fallback import Unfit, follow_lengths
 from tests.helpers import family_fallback
 from tests.helpers.family_fallback import LONGROPE, SWITCH, TEXT
 from tests.helpers.images import make_photo
