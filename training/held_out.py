@@ -96,8 +96,8 @@ def check(out: Path, samples: Sequence[Sample]) -> None:
     """Whoever reads the file gets the pixels that were drawn."""
     made = load_questions(str(out))
     for question, sample in zip(made.questions, samples, strict=True):
-        for ref, picture in zip(question.pictures, sample.pictures, strict=True):
-            read = Image.open(io.BytesIO(made.picture(ref).data)).convert("RGB")
+        for ref, picture in zip(question.images, sample.pictures, strict=True):
+            read = Image.open(io.BytesIO(made.image(ref).data)).convert("RGB")
             assert read.size == picture.image.size, f"{ref.file} has another size than was drawn"
             assert read.tobytes() == picture.image.tobytes(), f"{ref.file} differs from what was drawn"
 

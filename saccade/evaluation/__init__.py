@@ -1,1 +1,1 @@
-"""Accuracy of anything that answers questions about pictures over HTTP. Knows no weights and no engine."""
+"""Accuracy evaluation of any OpenAI-compatible server on questions about images."""

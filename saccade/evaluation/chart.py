@@ -1,4 +1,4 @@
-"""Draws what `tune` measured: a table, bars for the terminal, and a small SVG. Measures and chooses nothing."""
+"""Results of `saccade tune` as a table, as bars for the terminal and as an SVG."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def tuned_table(measured: Sequence[Measured]) -> str:
     lines = ["max_pixels  accuracy  worst skill       tokens/picture  first token  requests in KV"]
     for one in measured:
         skill, share = one.worst()
-        tokens = "-" if one.tokens_per_picture is None else f"{one.tokens_per_picture:.1f}"
+        tokens = "-" if one.tokens_per_image is None else f"{one.tokens_per_image:.1f}"
         fit = "-" if one.concurrency is None else f"{one.concurrency:,}"
         lines.append(
             f"{one.max_pixels:>10,} {one.accuracy:>9.1%}  {f'{skill} {share:.0%}':<17} {tokens:>14} "
@@ -29,7 +29,7 @@ def tuned_table(measured: Sequence[Measured]) -> str:
 
 
 def text_chart(measured: Sequence[Measured], advice: Advice, questions: QuestionSet) -> str:
-    """A bar per setting for all questions, and for the groups that fall deepest."""
+    """A bar per setting for all questions, and for the groups that lose most."""
     groups = questions.grouped()
     shown = [cliff.group for cliff in advice.cliffs][:_MAX_BARS]
     lines = ["max_pixels  " + "  ".join(f"{name:<{_BAR + 5}}" for name in ["all", *shown]).rstrip()]
@@ -47,7 +47,7 @@ def _bar(share: float) -> str:
 
 
 class _Frame(NamedTuple):
-    """Where the curves lie, in the units of the drawing, and which pixels they span."""
+    """The plot area in SVG units, and the range of max_pixels."""
 
     lowest: int
     highest: int
@@ -98,7 +98,7 @@ def _mark(frame: _Frame, pixels: int) -> Iterator[str]:
 
 
 def _curves(frame: _Frame, measured: Sequence[Measured], questions: QuestionSet) -> Iterator[str]:
-    """On the right curves end at nearly the same height, so their names are a list, in the order of their left ends."""
+    """Curves with a legend, ordered by accuracy at the left end, since they meet at the right."""
     lowest = min(measured, key=lambda one: one.max_pixels)
     groups = sorted(questions.grouped().items(), key=lambda item: -lowest.of(item[1]))
     for row, (name, skills) in enumerate(groups):

@@ -1,4 +1,4 @@
-"""Asks any OpenAI-compatible server. Knows HTTP and the shapes of that API; not what is asked or what is right."""
+"""A client of any OpenAI-compatible server."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ import httpcore
 
 from saccade.errors import ConfigError
 
-_CHAT, _MODELS = "/v1/chat/completions", "/v1/models"
-_TIMEOUT = {"timeout": {"connect": 10.0, "pool": None, "read": 600.0, "write": 60.0}}  # a slow server may think long
-_BUSY = frozenset({429, 503})  # says nothing about the question: ask again
-_PATIENCE, _LONGEST_WAIT = 8, 10.0  # times, and seconds before each
-_MAX_BREAKS = 3  # of the connection, in one question
+_CHAT = "/v1/chat/completions"
+_MODELS = "/v1/models"
+_TIMEOUT = {"timeout": {"connect": 10.0, "pool": None, "read": 600.0, "write": 60.0}}
+_BUSY = frozenset({429, 503})  # retried
+_PATIENCE = 8  # attempts
+_LONGEST_WAIT = 10.0  # seconds before each
+_MAX_BREAKS = 3  # of the connection, for one question
 
 
 class Refused(Exception):
-    """The server does not answer this request; the message is its own."""
+    """The server refused this request; the message is its own."""
 
 
 class _Unreachable(ConfigError):
@@ -29,11 +31,11 @@ class _Unreachable(ConfigError):
 
 
 class ServerInfo(NamedTuple):
-    """What a server says about the model it serves; None where it does not."""
+    """What /v1/models says about a model; None where it says nothing."""
 
     model: str
     is_saccade: bool = False
-    max_pixels: int | None = None  # what a request may ask for
+    max_pixels: int | None = None  # the limit of a request
     kv_blocks: int | None = None
     block_size: int | None = None
 
@@ -47,7 +49,7 @@ class Reply(NamedTuple):
 
 
 class Client:
-    """One server, asked over connections that are kept open."""
+    """One server, with keep-alive connections."""
 
     def __init__(self, url: str, api_key: str | None = None, connections: int = 32) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
@@ -81,14 +83,14 @@ class Client:
         return _server_info(name, named[name])
 
     async def ask(self, body: Mapping[str, Any]) -> Reply:
-        """The whole answer. A refusal is a reply without text; ConfigError when the server answers nobody."""
+        """The whole reply. A refusal is a reply without text; a server that refuses everything is a ConfigError."""
         status, content = await self._ask_until_taken(json.dumps(body).encode())
         if status in (401, 403, 404):
             self._fail(status, _CHAT, content)
         return _reply(_decoded(content)) if status == 200 else Reply("", _message(status, content))
 
     async def first_token(self, body: Mapping[str, Any]) -> float:
-        """Seconds from the request to the first piece of its answer."""
+        """Time to first token, in seconds."""
         content = json.dumps({**body, "stream": True, "max_tokens": 1}).encode()
         start = time.perf_counter()
         async with self._stream("POST", _CHAT, content) as response:
@@ -100,7 +102,7 @@ class Client:
         raise Refused("the stream ended without a token")
 
     async def _ask_until_taken(self, content: bytes) -> tuple[int, bytes]:
-        """A busy server is asked again, and so is one whose connection broke off: that happens in a long run."""
+        """Retry while the server is busy, and a few times if the connection breaks."""
         breaks = 0
         for _ in range(_PATIENCE):
             try:
@@ -139,7 +141,8 @@ class Client:
 
 
 def _server_info(name: str, card: Mapping[str, Any]) -> ServerInfo:
-    pixels, kv = _get(card, "multimodal", dict).get("max_pixels"), _get(card, "kv_cache", dict)
+    pixels = _get(card, "multimodal", dict).get("max_pixels")
+    kv = _get(card, "kv_cache", dict)
     is_saccade = card.get("owned_by") == "saccade"
     return ServerInfo(name, is_saccade, pixels, kv.get("blocks"), kv.get("block_size"))
 
@@ -165,7 +168,7 @@ def _has_token(chunk: Mapping[str, Any]) -> bool:
 
 
 def _message(status: int, content: bytes) -> str:
-    """One line with the status and what the server says, in whatever shape it says it."""
+    """One line with the status and the server's message, in whatever format."""
     decoded = _decoded(content)
     error = decoded.get("error", decoded)
     said = error.get("message") or error.get("detail") if isinstance(error, dict) else error
@@ -181,7 +184,7 @@ def _decoded(content: bytes) -> dict[str, Any]:
 
 
 def _get(value: Mapping[str, Any], name: str, kind: type) -> Any:
-    """A member of a server's answer, or an empty one of its kind where it is missing or something else."""
+    """A member of a server's response, or an empty value if it is missing or of another type."""
     found = value.get(name)
     return found if isinstance(found, kind) else kind()
 
@@ -189,7 +192,7 @@ def _get(value: Mapping[str, Any], name: str, kind: type) -> Any:
 def _number(text: str | None) -> float:
     try:
         return max(0.1, float(text or 1))
-    except ValueError:  # a date, which nobody sends for a short wait
+    except ValueError:  # a date, which is unusual for a short wait
         return 1.0
 
 

@@ -1,4 +1,4 @@
-"""`saccade eval` and `saccade tune`: a set, a server, a run and a report, put together. Parses no flags."""
+"""The commands `saccade eval` and `saccade tune`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from saccade.evaluation.questions import QuestionSet, load_questions
 from saccade.evaluation.report import as_json, check_markers, rewrite, scores, table, wrong_answers
 from saccade.evaluation.run import Answered, Asking, ask_all
 from saccade.evaluation.serving import serving
-from saccade.evaluation.tune import Measured, advise, choose_sizes, measure, with_max_pixels, with_pictures_only
+from saccade.evaluation.tune import Measured, advise, choose_sizes, measure, with_images_only, with_max_pixels
 from saccade.evaluation.tune import as_json as tuned_json
 from saccade.options import Options
 
@@ -31,16 +31,16 @@ _INTERRUPTED = 130  # as a shell reports Ctrl-C
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Who is asked, and what."""
+    """The server and the questions."""
 
-    options: Options  # of the server we start; with a url only the model's name counts
-    url: str | None = None  # a server that runs already
+    options: Options  # of the server to start; with a url only the model's name counts
+    url: str | None = None  # a running server
     api_key: str | None = None
     questions: str | None = None  # folder or zip; None: the built-in set
     limit: int | None = None  # only the first so many questions
     concurrency: int = 32
     max_tokens: int = 256
-    show_log: bool = False  # of the server we start
+    show_log: bool = False  # of the server to start
 
     def __post_init__(self) -> None:
         for name in ("limit", "concurrency", "max_tokens"):
@@ -53,7 +53,7 @@ class Target:
 
     @contextmanager
     def server(self) -> Iterator[str]:
-        """The address of whoever answers, for as long as the context lasts."""
+        """The server's address, valid inside the context."""
         if self.url is not None:
             yield self.url
             return
@@ -62,13 +62,13 @@ class Target:
 
     @property
     def model(self) -> str | None:
-        """The name to ask for; a server of our own has one model, whatever its name."""
+        """The model name to request; None for a server of our own, which has one model."""
         return self.options.model if self.url is not None else None
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """Where the findings go, besides the terminal."""
+    """Where results go, besides the terminal."""
 
     json: str | None = None
     markdown: tuple[str, ...] = ()  # files with marker lines to write between
@@ -78,7 +78,7 @@ class Output:
 
 @dataclass(slots=True)
 class _Progress:
-    """A bar, and every answer as it came."""
+    """A progress bar, and the replies so far."""
 
     total: int
     label: str = "questions"
@@ -103,7 +103,8 @@ def evaluate(target: Target, output: Output) -> int:
     questions = target.load()
     for file in output.markdown:
         check_markers(file, "saccade eval")
-    progress, start = _Progress(len(questions.questions)), time.monotonic()
+    progress = _Progress(len(questions.questions))
+    start = time.monotonic()
     try:
         with target.server() as url, progress:
             start = time.monotonic()
@@ -148,7 +149,7 @@ def _write_eval(output: Output, answered: list[Answered], questions: QuestionSet
 
 
 def tune(target: Target, sizes: Sequence[int] | None, output: Output) -> int:
-    questions = with_pictures_only(target.load())
+    questions = with_images_only(target.load())
     for file in output.markdown:
         check_markers(file, "saccade tune")
     measured: list[Measured] = []
@@ -173,10 +174,10 @@ def tune(target: Target, sizes: Sequence[int] | None, output: Output) -> int:
 async def _measure(
     target: Target, url: str, questions: QuestionSet, sizes: Sequence[int] | None, measured: list[Measured]
 ) -> None:
-    """One setting after the other into `measured`."""
+    """Measure one setting after the other, into `measured`."""
     async with Client(url, target.api_key, target.concurrency) as client:
         info = await client.info(target.model)
-        # A salt of this run: a server that was tuned before would know the pictures, and first tokens would come early.
+        # A salt of this run: cached images of an earlier run would make first tokens too fast.
         salt = {"cache_salt": f"tune-{uuid.uuid4().hex}"} if info.is_saccade else {}
         asking = Asking(info.model, target.max_tokens, target.concurrency, salt)
         for size in choose_sizes(sizes, info, questions):

@@ -1,7 +1,7 @@
-"""Camera-like noise that is added when a picture is read, so that a question set can hold the clean one.
+"""Camera-like noise, added when an image is read.
 
-Noise does not compress: stored with it, the built-in set would be 35 MB. One field of noise, stored once, serves all
-pictures; each names the window it takes of it.
+Noise does not compress: with it the built-in set would have 35 MB. One stored field of noise serves all images; each
+names its window of it.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-_MIDDLE = 128  # a stored field is an ordinary picture, whose values cannot be negative
+_MIDDLE = 128  # offset of a stored field, an image without negative values
 
 Field = npt.NDArray[np.int16]
 
 
 class Grain(NamedTuple):
-    """A window of a field, and how strongly it shows."""
+    """A window of a field, and its strength."""
 
     left: int
     top: int
@@ -26,8 +26,8 @@ class Grain(NamedTuple):
 
 
 def add_grain(image: Image.Image, field: Field, grain: Grain) -> Image.Image:
-    rows, columns = slice(grain.top, grain.top + image.height), slice(grain.left, grain.left + image.width)
-    noise = field[rows, columns] * np.int16(grain.strength) >> 4  # [height, width, 3]
+    window = field[grain.top : grain.top + image.height, grain.left : grain.left + image.width]
+    noise = window * np.int16(grain.strength) >> 4  # [height, width, 3]
     return Image.fromarray(np.clip(np.asarray(image) + noise, 0, 255).astype(np.uint8))
 
 

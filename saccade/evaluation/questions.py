@@ -1,6 +1,6 @@
-"""Question sets: a folder or a zip file with pictures and `questions.jsonl`. Knows nothing of who answers.
+"""Question sets: a folder or zip file with images and `questions.jsonl`, in the format of docs/evaluation.md.
 
-docs/evaluation.md has the format. Whatever is wrong with a set is said before a question is asked, with file and line.
+A set is checked when it is loaded; errors name file and line.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ from saccade.types import Size
 BUILTIN = Path(__file__).parent / "held_out.zip"
 """A thousand questions that the built-in model was not trained on."""
 
-QUESTIONS, ABOUT = "questions.jsonl", "set.json"
+QUESTIONS = "questions.jsonl"
+ABOUT = "set.json"
 _FIELDS = frozenset({"id", "skill", "pictures", "question", "answer", "answers", "match", "forbidden"})
 
 Root = Path | zipfile.Path
 
 
-class PictureRef(NamedTuple):
-    """A picture of a set: its file, and the noise to add to it."""
+class ImageRef(NamedTuple):
+    """An image of a set: its file, and the noise to add."""
 
     file: str
-    field: str | None = None  # the file with the field of noise
+    field: str | None = None  # the file with the noise
     grain: Grain | None = None
 
 
@@ -44,13 +45,11 @@ class Question:
     id: str
     skill: str
     text: str
-    pictures: tuple[PictureRef, ...]
+    images: tuple[ImageRef, ...]
     rule: Rule
 
 
-class Picture(NamedTuple):
-    """As it is sent."""
-
+class EncodedImage(NamedTuple):
     data: bytes
     media_type: str
 
@@ -60,23 +59,23 @@ class QuestionSet:
     name: str
     root: Root
     questions: Sequence[Question]
-    goals: Mapping[str, float] = field(default_factory=dict)  # share of right answers to reach, by skill or group
-    groups: Mapping[str, Sequence[str]] = field(default_factory=dict)  # skills that belong together, by a name
+    goals: Mapping[str, float] = field(default_factory=dict)  # skill or group -> accuracy to reach
+    groups: Mapping[str, Sequence[str]] = field(default_factory=dict)  # name -> skills
 
-    def picture(self, ref: PictureRef) -> Picture:
+    def image(self, ref: ImageRef) -> EncodedImage:
         data = (self.root / ref.file).read_bytes()
         if ref.field is None or ref.grain is None:
-            return Picture(data, mimetypes.guess_type(ref.file)[0] or "image/png")
+            return EncodedImage(data, mimetypes.guess_type(ref.file)[0] or "image/png")
         noisy = add_grain(Image.open(io.BytesIO(data)).convert("RGB"), _field(self.root, ref.field), ref.grain)
         stream = io.BytesIO()
-        noisy.save(stream, "PNG", compress_level=1)  # noise does not get smaller by trying harder
-        return Picture(stream.getvalue(), "image/png")
+        noisy.save(stream, "PNG", compress_level=1)  # noise does not compress
+        return EncodedImage(stream.getvalue(), "image/png")
 
     def sizes(self) -> list[Size]:
-        """Of every picture, from its header."""
-        return [self._size(ref) for question in self.questions for ref in question.pictures]
+        """Sizes of all images, from their headers."""
+        return [self._size(ref) for question in self.questions for ref in question.images]
 
-    def _size(self, ref: PictureRef) -> Size:
+    def _size(self, ref: ImageRef) -> Size:
         try:
             with (self.root / ref.file).open("rb") as stream, Image.open(cast(io.BytesIO, stream)) as image:
                 return Size(*image.size)
@@ -84,11 +83,12 @@ class QuestionSet:
             raise ConfigError(f"{self.root / ref.file} is no picture that can be read") from None
 
     def grouped(self) -> Mapping[str, Sequence[str]]:
-        """The groups, and every skill that is in none as a group of its own; only skills that are asked about."""
-        asked = list(dict.fromkeys(question.skill for question in self.questions))
-        groups = {name: [s for s in asked if s in skills] for name, skills in self.groups.items()}
-        named = {skill for skills in groups.values() for skill in skills}
-        return {name: s for name, s in groups.items() if s} | {s: [s] for s in asked if s not in named}
+        """The groups, and each other skill as a group of its own; only skills that have questions."""
+        used = list(dict.fromkeys(question.skill for question in self.questions))
+        groups = {name: [skill for skill in used if skill in skills] for name, skills in self.groups.items()}
+        grouped = {skill for skills in groups.values() for skill in skills}
+        found = {name: skills for name, skills in groups.items() if skills}
+        return found | {skill: [skill] for skill in used if skill not in grouped}
 
 
 @lru_cache(maxsize=4)
@@ -98,7 +98,7 @@ def _field(root: Root, name: str) -> Field:
 
 
 def load_questions(path: str | None = None, limit: int | None = None) -> QuestionSet:
-    """The set at `path`, or the one inside the package; ConfigError says what is wrong with it and where."""
+    """The set at `path`, or the built-in one."""
     where = BUILTIN if path is None else Path(path)
     root = _root(where)
     file = root / QUESTIONS
@@ -113,7 +113,7 @@ def load_questions(path: str | None = None, limit: int | None = None) -> Questio
 
 
 def _root(where: Path) -> Root:
-    """The folder with questions.jsonl; in a zip file it may be the one folder at the top."""
+    """The folder with questions.jsonl; in a zip file it may be the only folder at the top."""
     if not where.exists():
         raise ConfigError(f"{where} does not exist; a question set is a folder or a zip file with {QUESTIONS}")
     root: Root = where
@@ -144,7 +144,7 @@ def _question(root: Root, at: str, line: str) -> Question:
         id=_text(raw, "id", at, default=at.rpartition(":")[2]),
         skill=_text(raw, "skill", at, default="all"),
         text=_text(raw, "question", at),
-        pictures=tuple(_picture(root, given, at) for given in _list(raw, "pictures", at)),
+        images=tuple(_image(root, given, at) for given in _list(raw, "pictures", at)),
         rule=_rule(raw, at),
     )
 
@@ -161,9 +161,9 @@ def _rule(raw: Mapping[str, Any], at: str) -> Rule:
     return Rule(answers, cast(Match, match), _texts(raw, "forbidden", at))
 
 
-def _picture(root: Root, given: Any, at: str) -> PictureRef:
+def _image(root: Root, given: Any, at: str) -> ImageRef:
     if isinstance(given, str):
-        return PictureRef(_file(root, given, at))
+        return ImageRef(_file(root, given, at))
     grain = given.get("grain") if isinstance(given, dict) else None
     if not isinstance(grain, dict) or set(given) != {"file", "grain"}:
         raise ConfigError(f"{at}: a picture is the name of a file, or an object with file and grain, not {given!r}")
@@ -171,11 +171,11 @@ def _picture(root: Root, given: Any, at: str) -> PictureRef:
     if set(grain) != {"field", *Grain._fields} or not all(type(n) is int and n >= 0 for n in numbers):
         names = ", ".join(Grain._fields)
         raise ConfigError(f"{at}: grain has field, the name of a file, and {names}, whole numbers, not {grain!r}")
-    return PictureRef(_file(root, given["file"], at), _file(root, grain["field"], at), Grain(*numbers))
+    return ImageRef(_file(root, given["file"], at), _file(root, grain["field"], at), Grain(*numbers))
 
 
 def _file(root: Root, name: Any, at: str) -> str:
-    """A set is sent to servers, so it may name only what lies in it."""
+    """A set is sent to servers, so it may refer only to files inside it."""
     if not isinstance(name, str) or not name or name.startswith("/") or ".." in name.split("/"):
         raise ConfigError(f"{at}: a picture is the name of a file inside the set, not {name!r}")
     if not (root / name).is_file():
@@ -205,7 +205,7 @@ def _texts(raw: Mapping[str, Any], name: str, at: str) -> tuple[str, ...]:
 
 
 def _about(root: Root, where: Path) -> dict[str, Any]:
-    """The set's name, goals and groups; a set needs none of them."""
+    """The set's optional name, goals and groups."""
     file = root / ABOUT
     if not file.is_file():
         return {"name": where.name}
@@ -221,7 +221,8 @@ def _about(root: Root, where: Path) -> dict[str, Any]:
 
 
 def _is_about(about: dict[str, Any]) -> bool:
-    goals, groups = about.get("goals", {}), about.get("groups", {})
+    goals = about.get("goals", {})
+    groups = about.get("groups", {})
     return (
         about.keys() <= {"name", "goals", "groups"}
         and isinstance(about.get("name"), str)

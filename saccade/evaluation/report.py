@@ -1,4 +1,4 @@
-"""What an evaluation found, as a table, as JSON, and inside a Markdown file. Asks nothing."""
+"""Results of `saccade eval` as a table, as JSON, and inside a Markdown file."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from saccade.evaluation.scoring import chance
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Of one skill, or of skills that have a goal together."""
+    """The score of one skill, or of a group with a goal."""
 
     skill: str  # or the group's name
     right: int
     total: int
-    chance: float  # what one constant reply would get
+    chance: float  # accuracy of the best constant reply
     goal: float | None
     is_group: bool = False
 
@@ -37,19 +37,16 @@ class Score:
 
 
 def scores(answered: Sequence[Answered], questions: QuestionSet) -> list[Score]:
-    """By skill, in the order in which the set first asks about them; then the groups that have a goal of their own."""
+    """By skill, in the order of the set; then the groups with a goal of their own."""
     by_skill: dict[str, list[Answered]] = {question.skill: [] for question in questions.questions}
     for one in answered:
         by_skill[one.question.skill].append(one)
-    groups = {
-        name: [one for skill in skills for one in by_skill[skill]]
-        for name, skills in questions.grouped().items()
-        if name in questions.goals and name not in by_skill
-    }
-    return [
-        *(_score(skill, mine, questions.goals.get(skill)) for skill, mine in by_skill.items() if mine),
-        *(_score(name, mine, questions.goals[name], is_group=True) for name, mine in groups.items() if mine),
-    ]
+    found = [_score(skill, mine, questions.goals.get(skill)) for skill, mine in by_skill.items() if mine]
+    for name, skills in questions.grouped().items():
+        mine = [one for skill in skills for one in by_skill[skill]]
+        if mine and name in questions.goals and name not in by_skill:
+            found.append(_score(name, mine, questions.goals[name], is_group=True))
+    return found
 
 
 def _score(name: str, mine: Sequence[Answered], goal: float | None, *, is_group: bool = False) -> Score:
@@ -58,23 +55,20 @@ def _score(name: str, mine: Sequence[Answered], goal: float | None, *, is_group:
 
 
 def table(found: Sequence[Score]) -> str:
-    """One line per skill. `guessing` is what the best constant reply would get right."""
+    """One line per skill. `guessing` is the accuracy of the best constant reply."""
     width = max([len("skill"), *(len(s.skill) for s in found)])
     heading = "goal" if any(s.goal is not None for s in found) else ""
-    right, total = (sum(getattr(s, name) for s in found if not s.is_group) for name in ("right", "total"))
-    lines = [
-        f"{'skill':<{width}}  right    of  accuracy  guessing  {heading}",
-        *(
-            f"{s.skill:<{width}} {s.right:>6} {s.total:>5} {s.accuracy:>9.1%} {s.chance:>9.0%}  {s.verdict}"
-            for s in found
-        ),
-        f"{'all':<{width}} {right:>6} {total:>5} {right / max(1, total):>9.1%}",
-    ]
+    right = sum(s.right for s in found if not s.is_group)
+    total = sum(s.total for s in found if not s.is_group)
+    lines = [f"{'skill':<{width}}  right    of  accuracy  guessing  {heading}"]
+    for s in found:
+        lines.append(f"{s.skill:<{width}} {s.right:>6} {s.total:>5} {s.accuracy:>9.1%} {s.chance:>9.0%}  {s.verdict}")
+    lines.append(f"{'all':<{width}} {right:>6} {total:>5} {right / max(1, total):>9.1%}")
     return "\n".join(line.rstrip() for line in lines)
 
 
 def wrong_answers(answered: Sequence[Answered], count: int) -> list[str]:
-    """The first wrong ones: what was asked, what was expected, what came."""
+    """The first wrong ones: question, expected reply, actual reply."""
     wrong = [one for one in answered if not one.is_right][: max(0, count)]
     return [
         f"{one.question.id}: {one.question.text}\n  expected {one.question.rule.reply!r}, got "
@@ -110,7 +104,7 @@ def _reply_json(one: Answered) -> dict[str, Any]:
 
 
 def check_markers(file: str, command: str) -> None:
-    """Before an hour is spent on a table that has no place to go."""
+    """Check the file before the run, which may take an hour."""
     if not re.search(_block(command), _read(file), re.DOTALL):
         raise ConfigError(f"{file} has no lines <!-- {command} --> and <!-- end of {command} --> to write between")
 

@@ -1,4 +1,4 @@
-"""Asks a whole question set, many questions at a time, and scores the replies. Knows neither tables nor servers."""
+"""Runs a question set against a server, many questions at a time, and scores the replies."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class Asking:
-    """How questions are asked."""
+    """Request settings."""
 
     model: str
     max_tokens: int = 256
@@ -30,9 +30,9 @@ class Asking:
 
 
 def request_body(questions: QuestionSet, question: Question, asking: Asking) -> dict[str, Any]:
-    """Pictures first, then the text, greedy."""
-    pictures = [questions.picture(ref) for ref in question.pictures]
-    urls = [f"data:{p.media_type};base64,{base64.b64encode(p.data).decode()}" for p in pictures]
+    """Images first, then the text; greedy."""
+    images = [questions.image(ref) for ref in question.images]
+    urls = [f"data:{image.media_type};base64,{base64.b64encode(image.data).decode()}" for image in images]
     parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
     return {
         "model": asking.model,
@@ -46,12 +46,12 @@ def request_body(questions: QuestionSet, question: Question, asking: Asking) -> 
 async def ask_all(
     client: Client, questions: QuestionSet, asking: Asking, on_answer: Callable[[Answered], None]
 ) -> list[Answered]:
-    """In the order of the set; `on_answer` hears of each as it comes, so that an interrupted run loses nothing."""
+    """Replies in the order of the set; `on_answer` is called with each as it arrives, for interrupted runs."""
     answered: dict[int, Answered] = {}
     waiting = iter(enumerate(questions.questions))
 
     async def work(mine: Iterator[tuple[int, Question]]) -> None:
-        for index, question in mine:  # all workers take from one iterator
+        for index, question in mine:  # all workers share one iterator
             reply = await client.ask(request_body(questions, question, asking))
             answered[index] = score(question, reply)
             on_answer(answered[index])
@@ -61,7 +61,7 @@ async def ask_all(
             for _ in range(min(asking.concurrency, len(questions.questions))):
                 group.create_task(work(waiting))
     except BaseExceptionGroup as failed:
-        raise failed.exceptions[0] from None  # they are all the same: the server is gone
+        raise failed.exceptions[0] from None  # all are the same: the server is gone
     return [answered[index] for index in range(len(answered))]
 
 

@@ -1,4 +1,4 @@
-"""When a reply counts as right. Standard library only: whoever makes questions scores with the same rules."""
+"""Scoring: when a reply counts as right. Standard library only, as training uses the same rules."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-OTHER_NUMBER = "#"  # in `forbidden`: any number that is not an answer
-OTHER_QUOTE = '"'  # in `forbidden`: any quoted text that is not an answer
+OTHER_NUMBER = "#"  # in `forbidden`: any number that is not in `answers`
+OTHER_QUOTE = '"'  # in `forbidden`: any quoted text that is not in `answers`
 
 Match = Literal["any", "all", "exact", "json"]
 MATCHES: tuple[str, ...] = get_args(Match)
-_GUESSES = 20  # how many of the commonest answers are tried as a constant guess
+_GUESSES = 20  # common answers that are tried as a constant guess
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What a right reply holds, whatever its wording."""
+    """What a right reply contains, whatever its wording."""
 
     answers: tuple[str, ...]
     match: Match = "any"
@@ -28,7 +28,8 @@ class Rule:
     def is_right(self, reply: str) -> bool:
         if self.match == "json":
             return any(_same_json(answer, reply) for answer in self.answers)
-        text, answers = _plain(reply), [_plain(answer) for answer in self.answers]
+        text = _normalised(reply)
+        answers = [_normalised(answer) for answer in self.answers]
         if self.match == "exact":
             return text.removesuffix(".") in [answer.removesuffix(".") for answer in answers]
         held = [_holds(text, answer) for answer in answers]
@@ -42,12 +43,12 @@ class Rule:
 
 
 def chance(rules: Sequence[Rule]) -> float:
-    """The share that one constant reply gets right: what is left to somebody who sees no picture."""
+    """The accuracy of the best constant reply, which needs no image."""
     guesses = Counter(rule.reply for rule in rules).most_common(_GUESSES)
     return max((sum(rule.is_right(guess) for rule in rules) / len(rules) for guess, _ in guesses), default=0.0)
 
 
-def _plain(text: str) -> str:
+def _normalised(text: str) -> str:
     return " ".join(text.lower().split())
 
 
@@ -60,7 +61,7 @@ def _contradicts(text: str, answers: Sequence[str], forbidden: str) -> bool:
         return any(number not in answers for number in re.findall(r"\d+", text))
     if forbidden == OTHER_QUOTE:
         return any(quoted not in answers for quoted in re.findall(r'"([^"]*)"', text))
-    return _holds(text, _plain(forbidden))
+    return _holds(text, _normalised(forbidden))
 
 
 def _same_json(expected: str, given: str) -> bool:
@@ -71,7 +72,7 @@ def _same_json(expected: str, given: str) -> bool:
 
 
 def _unordered(value: Any) -> Any:
-    """Lists compare as bags: the order of the things in a picture is nobody's business."""
+    """Lists compare as multisets, since objects in an image have no order."""
     if isinstance(value, list):
         return sorted(json.dumps(item, sort_keys=True) for item in value)
     return value

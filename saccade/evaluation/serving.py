@@ -1,4 +1,4 @@
-"""A `saccade serve` of our own on a free loopback port, for as long as an evaluation takes."""
+"""Starts `saccade serve` on a free loopback port for an evaluation."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PR_SET_PDEATHSIG = 1
 
 @contextmanager
 def serving(options: Options, *, show_log: bool = False) -> Iterator[str]:
-    """The address of a server with these options, which answers; it is gone when the context is left."""
+    """The address of a ready server with these options, which ends with the context."""
     url = f"http://127.0.0.1:{_free_port()}"
     with tempfile.TemporaryDirectory(prefix="saccade-eval-") as folder, tempfile.TemporaryFile() as log:
         config = Path(folder) / "options.json"
@@ -42,9 +42,9 @@ def serving(options: Options, *, show_log: bool = False) -> Iterator[str]:
 
 
 def _start(config: Path, url: str, log: IO[bytes] | None) -> subprocess.Popen[bytes]:
-    """In a session of its own: Ctrl-C reaches only us, and questions under way are not refused by a server that ends.
+    """In a session of its own, so that Ctrl-C does not end the server before its requests are done.
 
-    The options are complete, so what the environment says about them is already in them.
+    The options are complete, so SACCADE_ variables of the environment are left out.
     """
     flags = ["--config", str(config), "--host", "127.0.0.1", "--port", url.rpartition(":")[2], "--no-access-log"]
     return subprocess.Popen(
@@ -63,7 +63,7 @@ def _end_with_parent() -> None:
 
 
 def _wait_ready(process: subprocess.Popen[bytes], url: str, log: IO[bytes]) -> None:
-    """However long the weights take to load; only a server that ended will never be ready."""
+    """Wait without a time limit, as weights may load slowly, unless the server ends."""
     while not _is_ready(url):
         if process.poll() is not None:
             raise ConfigError(f"the server did not start: {_last_line(log)} (--debug shows its log)")

@@ -1,7 +1,4 @@
-"""The same questions at several max_pixels: what each setting costs and loses, and which one to choose.
-
-Measures through a client; the choosing is plain arithmetic on what was measured. Prints nothing.
-"""
+"""Tuning of max_pixels: run the same questions at several settings, and recommend one."""
 
 from __future__ import annotations
 
@@ -18,9 +15,9 @@ from saccade.evaluation.client import Client, Refused, ServerInfo
 from saccade.evaluation.questions import QuestionSet
 from saccade.evaluation.run import Answered, Asking, accuracy, ask_all, request_body
 
-_TIMED = 20  # questions whose first token is timed, one after the other
+_TIMED = 20  # questions for time to first token, one at a time
 _MAX_SIZES = 8
-_CLIFF = 0.1  # a fall of this share from one setting to the next is worth a sentence
+_CLIFF = 0.1  # loss of accuracy between two settings that is reported
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +26,9 @@ class Measured:
 
     max_pixels: int
     answered: Sequence[Answered]
-    first_token_ms: float  # median, one request at a time, pictures not seen before
-    tokens_per_picture: float | None  # None where the server does not say
-    concurrency: int | None  # requests of this mean size that fit the KV cache at once
+    first_token_ms: float  # median, one request at a time, images not cached
+    tokens_per_image: float | None  # None if the server does not say
+    concurrency: int | None  # requests of mean size that fit the KV cache
 
     @property
     def accuracy(self) -> float:
@@ -48,7 +45,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Cliff:
-    """The deepest fall of a group between two neighbouring settings."""
+    """The largest loss of a group between two adjacent settings."""
 
     group: str
     above: int  # max_pixels
@@ -68,22 +65,22 @@ class Advice:
     cliffs: Sequence[Cliff]
 
 
-def with_pictures_only(questions: QuestionSet) -> QuestionSet:
-    """What is asked without a picture cannot depend on its size."""
-    pictured = [question for question in questions.questions if question.pictures]
-    if not pictured:
+def with_images_only(questions: QuestionSet) -> QuestionSet:
+    """Questions without images do not depend on max_pixels."""
+    with_images = [question for question in questions.questions if question.images]
+    if not with_images:
         raise ConfigError(f"no question of {questions.name} has a picture, so there is nothing to tune")
-    return replace(questions, questions=pictured)
+    return replace(questions, questions=with_images)
 
 
 def choose_sizes(given: Sequence[int] | None, info: ServerInfo, questions: QuestionSet) -> list[int]:
-    """What was asked for, largest first, checked; or halving from the largest size that matters."""
+    """The given sizes, checked and largest first; or halving from the largest size that matters."""
     if given is not None:
         return _checked(given, info)
     areas = [size.width * size.height for size in questions.sizes()]
     top = min(max(areas), info.max_pixels or max(areas))
     sizes = [top >> step for step in range(_MAX_SIZES)]
-    needed = sum(size > min(areas) for size in sizes) + 1  # the last one reduces every picture
+    needed = sum(size > min(areas) for size in sizes) + 1  # the last one shrinks every image
     return sizes[:needed]
 
 
@@ -106,18 +103,14 @@ async def measure(
     asking: Asking,
     on_answer: Callable[[Answered], None],
 ) -> Measured:
-    """One setting, given by `asking`. First tokens are timed first, while no cache knows the pictures."""
+    """One setting, given by `asking`. First tokens are timed first, while no image is cached."""
     first_token_ms = await _first_token_ms(client, questions, asking)
     answered = await ask_all(client, questions, asking, on_answer)
     told = [one for one in answered if one.reply.image_tokens is not None]
-    tokens, pictures = sum(one.reply.image_tokens or 0 for one in told), sum(len(one.question.pictures) for one in told)
-    return Measured(
-        max_pixels_of(asking),
-        answered,
-        first_token_ms,
-        tokens / pictures if pictures else None,
-        _concurrency(info, told),
-    )
+    tokens = sum(one.reply.image_tokens or 0 for one in told)
+    images = sum(len(one.question.images) for one in told)
+    per_image = tokens / images if images else None
+    return Measured(max_pixels_of(asking), answered, first_token_ms, per_image, _concurrency(info, told))
 
 
 def with_max_pixels(asking: Asking, max_pixels: int) -> Asking:
@@ -131,7 +124,8 @@ def max_pixels_of(asking: Asking) -> int:
 
 async def _first_token_ms(client: Client, questions: QuestionSet, asking: Asking) -> float:
     every = max(1, len(questions.questions) // _TIMED)
-    times, refusal = [], ""
+    times: list[float] = []
+    refusal = ""
     for question in questions.questions[::every][:_TIMED]:
         try:
             times.append(await client.first_token(request_body(questions, question, asking)))
@@ -151,11 +145,8 @@ def _concurrency(info: ServerInfo, answered: Sequence[Answered]) -> int | None:
 
 
 def advise(measured: Sequence[Measured], questions: QuestionSet) -> Advice:
-    """The smallest setting that is as good as the best one, as far as these questions can tell.
-
-    Both settings answered the same questions, so what counts is where they differ: a setting is as good when its
-    accuracy is not below the best by more than one standard error of the mean of the paired differences.
-    """
+    """The smallest setting that is as good as the best one: its accuracy is lower by at most one standard error of the
+    mean of the paired differences."""
     best = max(measured, key=lambda one: (one.accuracy, one.max_pixels))
     chosen = min((one for one in measured if is_as_good(one, best)), key=lambda one: one.max_pixels)
     return Advice(chosen.max_pixels, _reason(chosen, best, measured), find_cliffs(measured, questions))
@@ -167,7 +158,7 @@ def is_as_good(one: Measured, best: Measured) -> bool:
 
 
 def paired_loss(one: Measured, best: Measured) -> tuple[float, float]:
-    """By how much `one` is less accurate than `best`, and the standard error of that."""
+    """The loss of accuracy of `one` against `best`, and its standard error."""
     differences = [b.is_right - a.is_right for a, b in zip(one.answered, best.answered, strict=True)]
     if len(differences) < 2:
         return statistics.mean(differences), 0.0
@@ -177,8 +168,8 @@ def paired_loss(one: Measured, best: Measured) -> tuple[float, float]:
 def _reason(chosen: Measured, best: Measured, measured: Sequence[Measured]) -> str:
     saved = ""
     largest = max(measured, key=lambda one: one.max_pixels)
-    if chosen.tokens_per_picture and largest.tokens_per_picture and chosen is not largest:
-        share = chosen.tokens_per_picture / largest.tokens_per_picture
+    if chosen.tokens_per_image and largest.tokens_per_image and chosen is not largest:
+        share = chosen.tokens_per_image / largest.tokens_per_image
         saved = f"; it takes {share:.0%} of the tokens of {largest.max_pixels:,}"
     if chosen is best:
         return f"{chosen.accuracy:.1%} is the best measured, and no smaller setting is within noise of it{saved}"
@@ -188,7 +179,7 @@ def _reason(chosen: Measured, best: Measured, measured: Sequence[Measured]) -> s
 
 
 def find_cliffs(measured: Sequence[Measured], questions: QuestionSet) -> list[Cliff]:
-    """Per group the deepest fall, where it is deep; the deepest first."""
+    """The largest loss of each group, if it is above `_CLIFF`; the largest first."""
     steps = sorted(measured, key=lambda one: -one.max_pixels)
     found = []
     for group, skills in questions.grouped().items():
@@ -218,7 +209,7 @@ def as_json(measured: Sequence[Measured], advice: Advice, questions: QuestionSet
                 "max_pixels": one.max_pixels,
                 "accuracy": one.accuracy,
                 "groups": {group: one.of(skills) for group, skills in questions.grouped().items()},
-                "tokens_per_picture": one.tokens_per_picture,
+                "tokens_per_picture": one.tokens_per_image,
                 "first_token_ms": one.first_token_ms,
                 "concurrency": one.concurrency,
             }

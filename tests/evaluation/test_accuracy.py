@@ -18,7 +18,7 @@ from saccade.evaluation.scoring import chance
 
 SET = load_questions()
 ASKED = SET.questions[:98]  # seven of each skill
-PICTURED = [question for question in ASKED if question.pictures]
+PICTURED = [question for question in ASKED if question.images]
 GREEDY = SamplingParams(temperature=0, max_tokens=96)
 SIZES: dict[str, Any] = {"kv_cache_gb": 0.1, "max_model_len": 1024, "max_num_seqs": 32}
 # Sums in another order may turn a tie between two tokens: of the whole thousand, served one at a time and 32 at a time,
@@ -35,8 +35,8 @@ def one_thread() -> Iterator[None]:
 
 
 def conversation(question: Question, pictures_of: Question | None = None) -> list[dict[str, Any]]:
-    refs = (pictures_of or question).pictures
-    parts: list[dict[str, Any]] = [{"type": "image", "image": SET.picture(ref).data} for ref in refs]
+    refs = (pictures_of or question).images
+    parts: list[dict[str, Any]] = [{"type": "image", "image": SET.image(ref).data} for ref in refs]
     return [{"role": "user", "content": [*parts, {"type": "text", "text": question.text}]}]
 
 

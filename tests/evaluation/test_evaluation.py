@@ -120,8 +120,8 @@ def test_every_rule_of_the_built_in_set_takes_its_own_answer() -> None:
 def test_every_kind_of_picture_of_the_built_in_set_can_be_read() -> None:
     questions = load_questions(limit=28)
     for question in questions.questions:
-        for ref in question.pictures:
-            with Image.open(io.BytesIO(questions.picture(ref).data)) as image:
+        for ref in question.images:
+            with Image.open(io.BytesIO(questions.image(ref).data)) as image:
                 assert image.width * image.height >= 8000
 
 
@@ -142,14 +142,14 @@ def test_a_zip_file_is_read_like_its_folder(folder: Path, tmp_path: Path, prefix
             archive.write(file, prefix + file.name)
     here, there = load_questions(str(folder)), load_questions(str(packed))
     assert here.questions == there.questions
-    ref = here.questions[0].pictures[0]
-    assert here.picture(ref) == there.picture(ref)
+    ref = here.questions[0].images[0]
+    assert here.image(ref) == there.image(ref)
 
 
 def test_a_question_needs_only_a_text_and_an_answer(folder: Path) -> None:
     write_lines(folder, [{"question": "How many?", "answer": "3"}])
     (question,) = load_questions(str(folder)).questions
-    assert (question.id, question.skill, question.pictures) == ("1", "all", ())
+    assert (question.id, question.skill, question.images) == ("1", "all", ())
 
 
 @pytest.mark.parametrize(

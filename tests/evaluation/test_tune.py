@@ -18,7 +18,7 @@ from saccade.evaluation.client import Reply, ServerInfo
 from saccade.evaluation.questions import Question, QuestionSet, load_questions
 from saccade.evaluation.run import Answered
 from saccade.evaluation.scoring import Rule
-from saccade.evaluation.tune import Measured, advise, choose_sizes, find_cliffs, paired_loss, with_pictures_only
+from saccade.evaluation.tune import Measured, advise, choose_sizes, find_cliffs, paired_loss, with_images_only
 from tests.helpers.fake_api import FakeApi, error, fake_api, question_of
 
 SKILLS = ("color", "words")
@@ -63,7 +63,7 @@ def measured(max_pixels: int, right: Sequence[bool], **more: Any) -> Measured:
         Answered(Question(str(i), SKILLS[i % 2], "?", (), Rule(("yes",))), Reply(""), is_right)
         for i, is_right in enumerate(right)
     ]
-    given = {"first_token_ms": 5.0, "tokens_per_picture": max_pixels / 100, "concurrency": 7, **more}
+    given = {"first_token_ms": 5.0, "tokens_per_image": max_pixels / 100, "concurrency": 7, **more}
     return Measured(max_pixels, answered, **given)
 
 
@@ -100,7 +100,7 @@ def test_a_setting_above_the_servers_limit_is_refused_with_both_numbers(
 def test_a_set_without_pictures_cannot_be_tuned(folder: Path) -> None:
     (folder / "questions.jsonl").write_text('{"question": "Hello?", "answer": "yes"}')
     with pytest.raises(ConfigError, match="nothing to tune"):
-        with_pictures_only(load_questions(str(folder)))
+        with_images_only(load_questions(str(folder)))
 
 
 # --- choosing -----------------------------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ def test_the_chart_in_the_terminal_shows_the_groups_that_fall() -> None:
 
 
 def test_what_a_server_does_not_say_is_left_open() -> None:
-    row = tuned_table([measured(400, [True] * 4, tokens_per_picture=None, concurrency=None)]).splitlines()[1]
+    row = tuned_table([measured(400, [True] * 4, tokens_per_image=None, concurrency=None)]).splitlines()[1]
     assert row.split() == ["400", "100.0%", "color", "100%", "-", "5", "ms", "-"]
 
 
