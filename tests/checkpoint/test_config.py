@@ -85,13 +85,13 @@ def test_mm_processor_kwargs_set_the_pixel_limits_and_refuse_anything_else() -> 
         {"min_pixels": 10, "max_pixels": 5},
         {"limit_mm_per_prompt": {"audio": 1}},
         {"limit_mm_per_prompt": {"image": -1}},
-        {"decode_threads": 0},
-        {"decode_threads": -2},
+        {"image_decode_threads": 0},
+        {"image_decode_threads": -2},
         {"max_waiting": -3},
         {"seed": "x"},
         {"kv_cache_gb": -1},
         {"encoder_cache_gb": -1},
-        {"step_ms": 0},
+        {"max_step_ms": 0},
     ],
 )
 def test_an_option_out_of_range_is_refused(given: dict[str, Any]) -> None:

@@ -151,15 +151,15 @@ def test_whatever_comes_every_key_is_right_and_the_memory_stays_as_large(
     for length, byte in asked:
         data = bytes([byte]) * length
         assert recent.of(bare(2, 1, data), b"tag", b"") == plain(data)
-        assert sum(place.length for place in recent._known) <= 250 == len(recent._ring)
+        assert sum(lookup.length for lookup in recent._cached) <= 250 == len(recent._ring)
 
 
 def test_no_more_images_are_remembered_than_allowed_however_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("saccade.media.hashing._REMEMBERED", 3)
+    monkeypatch.setattr("saccade.media.hashing._CACHE_ENTRIES", 3)
     recent, hashed = RecentKeys(b"model"), list[bytes]()
     for i in range(9):
         recent.of(bare(2, 1, bytes([i])), b"tag", b"")
-    assert len(recent._known) == 3
+    assert len(recent._cached) == 3
     monkeypatch.setattr("saccade.media.hashing.content_key", lambda loaded, *_: hashed.append(loaded.data))
     for i in (8, 7, 6, 5):
         recent.of(bare(2, 1, bytes([i])), b"tag", b"")
@@ -169,8 +169,8 @@ def test_no_more_images_are_remembered_than_allowed_however_small(monkeypatch: p
 def test_a_salt_however_long_is_not_kept() -> None:
     recent, salt = RecentKeys(b"model"), b"salt" * 1_000_000
     assert recent.of(bare(2, 1, b"picture"), b"tag", salt) == plain(b"picture", salt=salt)
-    (place,) = recent._known
-    assert len(place.salt) == 32
+    (lookup,) = recent._cached
+    assert len(lookup.salt) == 32
 
 
 # --- salts --------------------------------------------------------------------------------------------------------

@@ -278,7 +278,7 @@ class FakeGrammars:
     def of(self, request: Request) -> None:
         self.open.add(request.request_id)
 
-    def held(self, num_open: int, patience: float) -> frozenset[str]:
+    def not_ready(self, num_open: int, patience: float) -> frozenset[str]:
         return self.holding & self.open
 
     def end(self, request_id: str) -> None:
