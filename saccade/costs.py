@@ -23,7 +23,7 @@ def dtype_bytes(dtype: str) -> int:
 
 
 def kept_tokens(tokens: int, pruning: float) -> int:
-    """Tokens of a frame group after pruning this share, rounded up. Computed in decimal: 0.29 of 100 is 29."""
+    """Tokens of a frame group after pruning this share, rounded up. In decimal: 0.29 of 100 is 29."""
     return tokens - math.floor(Fraction(repr(float(pruning))) * tokens)
 
 
@@ -96,7 +96,7 @@ def encode_bytes_per_patch(vision: VisionConfig, text: TextConfig, dtype: str) -
 
     packing       the images' patches, and all of them in one tensor
     attention     x, its norm or the attention output, q, k, v
-    MLP           x, its norm, the intermediate tensor (gated: gate and up); an activation out of place adds a second
+    MLP           x, its norm, the intermediate tensor (gated: gate and up); out of place: twice
     merger        x, its norm or the activation, the hidden tensor; then embeddings in place of one of them
     deepstack     outputs kept until the last layer, including that layer's own
     """
@@ -114,7 +114,7 @@ def encode_bytes_per_patch(vision: VisionConfig, text: TextConfig, dtype: str) -
 
 
 def state_bytes_per_request(text: TextConfig, dtype: str) -> int:
-    """Recurrent state of a request in linear attention layers: float32 state and the convolution's last inputs."""
+    """Recurrent state of a request in linear attention layers: float32 state and convolution inputs."""
     if text.linear is None:
         return 0
     linear = text.linear
@@ -125,9 +125,9 @@ def state_bytes_per_request(text: TextConfig, dtype: str) -> int:
 def prompt_bytes_per_token(text: TextConfig, dtype: str) -> int:
     """Peak activations of a prefill token, in a layer's MLP while the attention tensors are still alive.
 
-    the input row; q, k, v and the attention output; the residual before and after; its norm; gate and up, and their
-    elementwise result; RoPE cos and sin. With MoE: its row for each of its experts, ordered by expert and by token,
-    and one expert that all tokens may go to
+    the input row; q, k, v and the attention output; the residual before and after; its norm; gate and up, and
+    their elementwise result; RoPE cos and sin. With MoE: its row for each of its experts, ordered by expert
+    and by token, and one expert that all tokens may go to
     """
     attention = 2 * (text.num_heads + text.num_kv_heads) * text.head_dim
     mlp = 3 * text.hidden_size + 3 * text.intermediate_size
@@ -141,8 +141,8 @@ def prompt_bytes_per_token(text: TextConfig, dtype: str) -> int:
 def fused_prompt_bytes_per_token(text: TextConfig, dtype: str) -> int:
     """The same for fused kernels, where one workspace serves the widest GEMMs.
 
-    the input row; q, k, v or gate and up; the residual before a layer and after its attention, each with a split-K
-    partial, and a norm or the attention output; RoPE cos and sin
+    the input row; q, k, v or gate and up; the residual before a layer and after its attention, each with a
+    split-K partial, and a norm or the attention output; RoPE cos and sin
     """
     queries = text.num_heads * text.head_dim
     hidden = text.hidden_size
@@ -152,7 +152,7 @@ def fused_prompt_bytes_per_token(text: TextConfig, dtype: str) -> int:
 
 
 def sampling_bytes_per_row(text: TextConfig) -> int:
-    """Sampling one row with all options: float64 logits, sorted indices, cumulative sums, penalty counts. Measured."""
+    """Sampling one row with all options: float64 logits, sorted indices, sums, penalty counts. Measured."""
     return 75 * text.vocab_size
 
 

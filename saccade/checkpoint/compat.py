@@ -1,4 +1,4 @@
-"""Compatibility with configs that predate Transformers' names (Qwen, Qwen-VL): converts them to those names."""
+"""Compatibility with configs that predate Transformers' names (Qwen, Qwen-VL): converts them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class ConfigFiles(NamedTuple):
 
 
 def normalize(config: Mapping[str, Any], generation: Mapping[str, Any]) -> ConfigFiles:
-    """Convert, or return the config as it is. Idempotent, since another process reads a converted config again."""
+    """Convert if needed. Idempotent, since another process reads a converted config again."""
     given = ConfigFiles(config, generation)
     return _qwen(given) if config.get("model_type") == "qwen" and "head_dim" not in config else given
 

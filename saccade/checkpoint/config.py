@@ -1,7 +1,7 @@
 """The model config: config.json as typed shapes of decoder and vision tower. Pure data; opens no file.
 
-Reads both flat configs (`rope_scaling`, text fields at the top level) and the nested ones that Transformers 5 saves
-(`text_config`, `rope_parameters`).
+Reads both flat configs (`rope_scaling`, text fields at the top level) and the nested ones that Transformers 5
+saves (`text_config`, `rope_parameters`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def check_values(file: str, values: Mapping[str, Any], table: Table) -> None:
         raise ConfigError(f"{file}: {wrong}")
 
 
-_NULL_IS_MEANT = {"sliding_window", "q_lora_rank", "num_key_value_heads", "head_dim"}  # null: none, or derived
+_NULL_IS_MEANT = {"sliding_window", "q_lora_rank", "num_key_value_heads", "head_dim"}  # null has a meaning
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class TextConfig:
     linear: LinearConfig | None = None
     experts: MoEConfig | None = None
     num_deepstack: int = 0  # extra vectors per image embedding; number k is added after decoder layer k
-    rope_switch: int | None = None  # LongRoPE: prompts longer than this use the long factors; None: no LongRoPE
+    rope_switch: int | None = None  # LongRoPE: longer prompts use the long factors; None: no LongRoPE
     mla: MLAConfig | None = None  # then the KV cache has one head, whose vector is key and value
 
     @property

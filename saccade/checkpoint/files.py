@@ -1,6 +1,6 @@
-"""File access of a checkpoint folder, which is untrusted: limits on size and depth, no names that leave the folder.
+"""File access of a checkpoint folder, which is untrusted: size, depth and names are limited.
 
-Symbolic links are followed, because the hub's cache consists of them; `links_out` lists those that lead elsewhere.
+Symbolic links are followed, as the hub's cache consists of them; `links_out` lists those that lead elsewhere.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def checked_name(name: str, file: Path) -> str:
 def links_out(folder: Path) -> list[str]:
     """Links to outside of the folder or, for a folder in the hub's cache, of the model's cache."""
     home = Path(os.path.realpath(folder))
-    if home.parent.name == "snapshots":  # models--owner--name/snapshots/commit links to models--owner--name/blobs
+    if home.parent.name == "snapshots":  # models--owner--name/snapshots/commit, linked to its blobs
         home = home.parent.parent
     links = (file for file in sorted(folder.iterdir()) if file.is_symlink())
     return [file.name for file in links if not Path(os.path.realpath(file)).is_relative_to(home)]

@@ -1,4 +1,4 @@
-"""Transformers' AutoProcessor of a checkpoint, for the fallback. The only module that imports Transformers here.
+"""Transformers' AutoProcessor of a checkpoint, for the fallback. Only this imports Transformers here.
 
 That import loads torch, so it happens lazily.
 """
@@ -18,7 +18,7 @@ from saccade.checkpoint.files import check_named_files, read_optional
 from saccade.errors import ConfigError
 
 LOCAL: Mapping[str, bool] = {"local_files_only": True, "trust_remote_code": False}
-"""Arguments of every from_pretrained: without them it may prompt on the terminal whether to run a folder's code."""
+"""Arguments of every from_pretrained, which may otherwise ask on the terminal whether to run remote code."""
 
 _OPTIONAL = ("torchvision", "timm", "num2words", "sentencepiece", "tiktoken")  # needed by some processors
 _HANDLED = frozenset(("input_ids", "attention_mask", "pixel_values", "pixel_attention_mask", "pixel_mask"))
@@ -72,7 +72,7 @@ def _load(transformers: Any, path: Path) -> Any:
         "tokenizer": transformers.AutoTokenizer.from_pretrained(path, **LOCAL),
     }
     missing = {name: None for name in kind.get_attributes() if name not in parts}
-    unchecked = {"check_argument_for_proper_class": lambda self, name, value: None}  # allows None as video processor
+    unchecked = {"check_argument_for_proper_class": lambda self, name, value: None}  # allows None
     return type(kind.__name__, (kind,), unchecked)(**parts, **missing, **_settings(path))
 
 
@@ -88,7 +88,7 @@ def processed(processor: Any, text: str, image: Image.Image) -> Any:
 
 
 def placeholder(processor: Any, model_type: str, image_token_id: int) -> str:
-    """The placeholder of an image: of the candidates, the one that expands to the largest number of embeddings."""
+    """The placeholder of an image: the candidate that expands to the largest number of embeddings."""
     tokenizer = processor.tokenizer
     own = tokenizer.convert_ids_to_tokens(image_token_id)
     named = (own, getattr(processor, "image_token", None), getattr(processor, "boi_token", None))

@@ -1,4 +1,4 @@
-"""The schema of a checkpoint's JSON files: types and bounds of every field that is read. Null counts as absent."""
+"""The schema of a checkpoint's JSON files: types and bounds of all fields that are read. Null is absent."""
 
 from __future__ import annotations
 
@@ -161,7 +161,8 @@ TEXT: Table = {
 }
 VISION: Table = {
     **dict.fromkeys(("model_type", "hidden_act"), WORD),
-    **dict.fromkeys(("embed_dim", "hidden_size", "width"), either(WIDTH, OBJECT)),  # several towers have one each
+    # an object: several towers
+    **dict.fromkeys(("embed_dim", "hidden_size", "width"), either(WIDTH, OBJECT)),
     **dict.fromkeys(("intermediate_size", "output_dim", "n_queries", "num_position_embeddings"), WIDTH),
     **dict.fromkeys(("depth", "num_hidden_layers", "layers"), LAYERS),
     **dict.fromkeys(("num_heads", "num_attention_heads", "attention_heads", "heads"), HEADS),

@@ -1,7 +1,7 @@
 """tokenizer.json of a checkpoint: read, or converted from a tiktoken file.
 
-A tiktoken file is a list of byte strings with their ranks. Its pre-tokenizer pattern and control tokens are in no
-file of the checkpoint, so they are here.
+A tiktoken file is a list of byte strings with their ranks. Its pre-tokenizer pattern and control tokens are
+in no file of the checkpoint, so they are here.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def added_tokens(file: Path) -> dict[str, int]:
 
 
 def as_markup(spec: str, names: Collection[str]) -> str:
-    """The same tokenizer.json, in which these tokens are not special: clients may send them, outputs show them."""
+    """The same tokenizer.json with these tokens not special: clients and outputs may contain them."""
     tokenizer = json.loads(spec)
     for token in tokenizer.get("added_tokens") or ():
         token["special"] = token.get("special", False) and token["content"] not in names

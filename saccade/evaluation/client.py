@@ -83,7 +83,7 @@ class Client:
         return _server_info(name, named[name])
 
     async def ask(self, body: Mapping[str, Any]) -> Reply:
-        """The whole reply. A refusal is a reply without text; a server that refuses everything is a ConfigError."""
+        """The whole reply. A refusal is a reply without text; one of all requests is a ConfigError."""
         status, content = await self._ask_until_taken(json.dumps(body).encode())
         if status in (401, 403, 404):
             self._fail(status, _CHAT, content)

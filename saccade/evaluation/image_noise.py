@@ -1,7 +1,7 @@
 """Camera-like noise, added when an image is read.
 
-Noise does not compress: with it the built-in set would have 35 MB. One stored field of noise serves all images; each
-names its window of it.
+Noise does not compress: with it the built-in set would have 35 MB. One stored field of noise serves all
+images; each names its window of it.
 """
 
 from __future__ import annotations

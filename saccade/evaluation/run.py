@@ -46,7 +46,7 @@ def request_body(questions: QuestionSet, question: Question, asking: Asking) -> 
 async def ask_all(
     client: Client, questions: QuestionSet, asking: Asking, on_answer: Callable[[Answered], None]
 ) -> list[Answered]:
-    """Replies in the order of the set; `on_answer` is called with each as it arrives, for interrupted runs."""
+    """Replies in the order of the set; `on_answer` is called with each as it arrives."""
     answered: dict[int, Answered] = {}
     waiting = iter(enumerate(questions.questions))
 

@@ -23,7 +23,7 @@ class Rule:
 
     answers: tuple[str, ...]
     match: Match = "any"
-    forbidden: tuple[str, ...] = ()  # none may occur as whole words; OTHER_NUMBER and OTHER_QUOTE are patterns
+    forbidden: tuple[str, ...] = ()  # no whole word of these; OTHER_NUMBER and OTHER_QUOTE are patterns
 
     def is_right(self, reply: str) -> bool:
         if self.match == "json":

@@ -71,7 +71,7 @@ def _wait_ready(process: subprocess.Popen[bytes], url: str, log: IO[bytes]) -> N
 
 
 def _is_ready(url: str) -> bool:
-    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=10)  # no proxy from the environment
+    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=10)  # without a proxy
     try:
         connection.request("GET", "/ready")
         return connection.getresponse().status == 200

@@ -145,8 +145,9 @@ def _concurrency(info: ServerInfo, answered: Sequence[Answered]) -> int | None:
 
 
 def advise(measured: Sequence[Measured], questions: QuestionSet) -> Advice:
-    """The smallest setting that is as good as the best one: its accuracy is lower by at most one standard error of the
-    mean of the paired differences."""
+    """The smallest setting that is as good as the best one: its accuracy is lower by at most one standard
+    error of the mean of the paired differences.
+    """
     best = max(measured, key=lambda one: (one.accuracy, one.max_pixels))
     chosen = min((one for one in measured if is_as_good(one, best)), key=lambda one: one.max_pixels)
     return Advice(chosen.max_pixels, _reason(chosen, best, measured), find_cliffs(measured, questions))

@@ -1,4 +1,4 @@
-"""Media decoding: an image or a frame group to upright RGB pixels. Called from the encoder stage's threads."""
+"""Media decoding: an image or a frame group to upright RGB pixels. Runs in the encoder stage's threads."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class FetchPolicy:
     max_redirects: int = 3
     max_bytes: int = 64 << 20  # of the image, after any decompression
     allow_private_addresses: bool = False  # allowed hosts may have addresses of a private network
-    slots: SlotLimits = field(default_factory=SlotLimits)  # connections; the wait for one is part of `timeout_s`
+    slots: SlotLimits = field(default_factory=SlotLimits)  # the wait for a connection is part of `timeout_s`
 
 
 @dataclass(slots=True)
@@ -236,8 +236,9 @@ async def _decompressed(packed: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 
 
 def _local_file(url: str, policy: FetchPolicy) -> tuple[Path, int]:
-    """A file under the allowed folder, with links resolved first, and its size. Errors do not tell whether a file
-    outside the folder exists."""
+    """A file under the allowed folder, with links resolved first, and its size. Errors do not tell whether a
+    file outside the folder exists.
+    """
     if policy.allowed_local_path is None:
         raise _refused(
             "pictures are not read from files here; the operator allows a folder with --allowed-local-media-path"

@@ -32,7 +32,7 @@ class Slot:
     """The right to one connection."""
 
     def __init__(self) -> None:
-        self.work: asyncio.Future[list[str]] | None = None  # may outlive the fetch; the slot stays taken until it ends
+        self.work: asyncio.Future[list[str]] | None = None  # the slot stays taken until it ends
 
 
 class Slots:
@@ -79,7 +79,7 @@ class Slots:
             waiter.set_result(None)
 
     def _next(self) -> tuple[Waiter, Owners] | None:
-        """The longest waiter of the client with the fewest connections; clients at their limit are skipped."""
+        """The longest waiter of the client with the fewest connections, unless that is at its limit."""
         for client in sorted(self._waiting, key=lambda client: self._held["client", client]):
             if self._held["client", client] >= self._limits.client:
                 return None

@@ -1,4 +1,4 @@
-"""Multimodal hashing: content keys of images, cache salts, and the per-position identity that prefix caching hashes.
+"""Multimodal hashing: content keys of images, cache salts, and the identity of positions for prefix caching.
 
 SHA-256 rather than BLAKE2: CPUs since 2017 have instructions for it, which make it about twice as fast.
 """
@@ -117,7 +117,7 @@ class RecentKeys:
 def identity(
     token_ids: Sequence[int] | npt.NDArray[np.int64], spans: Sequence[Span], marks: Sequence[Key] | None = None
 ) -> bytes:
-    """RECORD_BYTES per position: a key (zeros for text) and, little-endian, the token id or the offset in the span.
+    """RECORD_BYTES per position: a key (zeros for text) and, little-endian, a token id or offset in the span.
 
     | 0 ....................... 31 | 32 ........... 39 |
     | zeros, or the content key    | id, or the offset |

@@ -1,6 +1,6 @@
 """Image header parsers: frame count, EXIF and, where Pillow would allocate or decode, size and mode.
 
-Each parser takes a bounded number of steps, so that a file of a million empty chunks costs no more than a photo.
+Each parser takes a bounded number of steps, so that a million empty chunks cost no more than a photo.
 Invalid bytes raise ValueError.
 """
 
@@ -168,7 +168,7 @@ _TYPE_BYTES = {kind: width for width, kinds in _BYTES_OF_TYPES for kind in kinds
 
 
 class _TiffLayout(NamedTuple):
-    entries: str  # struct formats: entries in a directory; one entry's tag, type and count; offset of a directory
+    entries: str  # struct formats: number of entries; tag, type and count of an entry; offset of a directory
     entry: str
     offset: str
     entry_bytes: int

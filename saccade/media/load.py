@@ -42,7 +42,7 @@ class Loaded:
 
 
 def load_image(source: Any, policy: MediaPolicy, *, param: str | None = None, allow_paths: bool = True) -> Loaded:
-    """A PIL image, path, bytes, NumPy array or data: URL. `allow_paths=False` is for strings that a client sent."""
+    """A PIL image, path, bytes, NumPy array or data: URL. `allow_paths=False` is for strings of clients."""
     try:
         return _load(source, policy, allow_paths)
     except RequestError as error:
@@ -190,7 +190,7 @@ def _bare(data: bytes, size: Size) -> Loaded:
 
 
 def _from_array(array: npt.NDArray[Any], policy: MediaPolicy) -> Loaded:
-    """[height, width], or with 1, 3 or 4 channels last: uint8, uint16 (upper 8 bits), or floats from 0 to 1."""
+    """[height, width] or [height, width, 1, 3 or 4]: uint8, uint16 (upper 8 bits), or floats from 0 to 1."""
     if array.ndim == 3 and array.shape[2] in (1, 3, 4):
         channels = array.shape[2]
     elif array.ndim == 2:

@@ -1,6 +1,6 @@
 """Image probing: format, size, orientation, frames and mode from the header. Never allocates a raster.
 
-Formats are recognised by magic bytes; MIME types and file names are ignored, and so are bytes after the image.
+Formats are recognised by magic bytes; MIME types, file names and bytes after the image are ignored.
 """
 
 from __future__ import annotations

@@ -26,16 +26,16 @@ _STRIP_PIXELS = 1 << 20
 def to_rgb(image: Image.Image) -> Image.Image:
     """The current frame in mode RGB.
 
-    | stored pixels                                   | what comes out                                                 |
-    | ----------------------------------------------- | -------------------------------------------------------------- |
-    | alpha channel (RGBA, LA, PA, RGBa, La)          | composited on white                                            |
-    | one transparent colour or palette (tRNS)        | composited on white; ignored for 16-bit grey                   |
-    | 1 bit, 8-bit grey, palette, RGB                 | same colours                                                   |
-    | 16-bit grey (I;16, I)                           | the upper 8 of 16 bits, so the whole range is kept             |
-    | float grey (F)                                  | 0..1 scaled to 0..255 if nothing exceeds 1; else clipped 0..255|
-    | CMYK, YCCK, YCbCr, HSV                          | Pillow's formulas, no colour management                        |
-    | LAB                                             | sRGB through LittleCMS                                         |
-    | anything else                                   | RequestError `invalid_image_mode`                              |
+    | stored pixels                            | what comes out                                           |
+    | ---------------------------------------- | -------------------------------------------------------- |
+    | alpha channel (RGBA, LA, PA, RGBa, La)   | composited on white                                      |
+    | one transparent colour or palette (tRNS) | composited on white; ignored for 16-bit grey             |
+    | 1 bit, 8-bit grey, palette, RGB          | same colours                                             |
+    | 16-bit grey (I;16, I)                    | the upper 8 of 16 bits, so the whole range is kept       |
+    | float grey (F)                           | 0..1 scaled to 0..255 unless above 1; else clipped to it |
+    | CMYK, YCCK, YCbCr, HSV                   | Pillow's formulas, no colour management                  |
+    | LAB                                      | sRGB through LittleCMS                                   |
+    | anything else                            | RequestError `invalid_image_mode`                        |
 
     Embedded ICC profiles are ignored, as the Hugging Face processors do.
     """

@@ -1,4 +1,4 @@
-"""URL and address checks for media fetching: the operator's list of domains, and public addresses. Opens nothing."""
+"""URL and address checks for media fetching: allowed domains and public addresses. Opens nothing."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def is_public(address: str) -> bool:
 
 
 def is_public_or_private(address: str) -> bool:
-    """The public internet, private networks and this machine. Never link-local, the range of metadata services."""
+    """The public internet, private networks and this machine. Never link-local (cloud metadata)."""
     if is_public(address):
         return True
     try:

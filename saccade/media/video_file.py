@@ -1,7 +1,7 @@
 """Opening video files with PyAV, for the probe and the reader.
 
-Opening decodes the first frames of every stream, so it is limited to the codecs below and to a frame size. PyAV is
-optional and imported with the first video.
+Opening decodes the first frames of every stream, so it is limited to the codecs below and to a frame size.
+PyAV is optional and imported with the first video.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Video probing: format, size, orientation and the timestamp of each frame. Decodes no more than opening does.
+"""Video probing: format, size, orientation and the timestamp of each frame. Decodes only what opening does.
 
-Containers are recognised by magic bytes and opened by that demuxer only, so that a file cannot refer to others.
+Containers are recognised by magic bytes and opened by that demuxer only, so a file cannot refer to others.
 """
 
 from __future__ import annotations

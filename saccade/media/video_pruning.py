@@ -1,7 +1,7 @@
-"""Video token pruning (vLLM: EVS): a frame group keeps the tokens whose pixels changed most since the previous frame.
+"""Video token pruning (vLLM: EVS): a frame group keeps the tokens with the largest changes of pixels.
 
 previous frame ─┐ change of each cell, summed over the frames
-own frames ─────┴────────────────────────────────────────────► the `slots` cells with the largest sums, in order
+own frames ─────┴──────────────────────────────────────────► the `slots` cells with the largest sums, in order
 
 Sums are integers, so the choice is the same on every machine and device.
 """

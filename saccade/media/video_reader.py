@@ -1,6 +1,6 @@
 """Video decoding, one frame group at a time. Owns the open decoders.
 
-Groups of a video are usually decoded in order. A few decoders stay open, because a new one starts at a key frame.
+Groups of a video are usually decoded in order. A few decoders stay open, as a new one starts at a key frame.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class VideoReaders:
         reader = self._take(item)
         try:
             *frames, last = [reader.frame_at(stamp) for stamp in item.stamps]
-            # Converted before the reader is shared: its next user may get this frame again, and two threads that
-            # convert one frame can deadlock. Equal timestamps give the same frame object.
+            # Converted before the reader is shared: its next user may get this frame again, and two threads
+            # that convert one frame can deadlock. Equal timestamps give the same frame object.
             shown = _upright(last, item)
         except BaseException:
             reader.close()
@@ -120,7 +120,7 @@ class _Reader:
         self._container.close()
 
     def _from(self, stamp: int) -> Iterator[av.VideoFrame]:
-        """Frames from the last key frame before this time on; from the start if the file's index is no help."""
+        """Frames from the last key frame before this time on; from the start without a usable index."""
         self._container.seek(stamp, stream=self._stream, backward=True)
         frames = self._container.decode(self._stream)
         first = next(frames, None)

@@ -1,8 +1,8 @@
-"""The Transformers backend (vLLM: model_impl="transformers"): any other model, with our attention and KV cache.
+"""The Transformers backend (vLLM: model_impl="transformers"): any other model, with our attention and cache.
 
-Before a model is served, `check_against_own_forward` compares its logits with those of its own attention: once alone,
-and once as a server computes, with two requests of different length in the same steps, each in chunks, over the paged
-cache. With LongRoPE the second request is beyond the switch.
+Before a model is served, `check_against_own_forward` compares its logits with those of its own attention:
+once alone, and once as a server computes, with two requests of different length in the same steps, each in
+chunks, over the paged cache. With LongRoPE the second request is beyond the switch.
 
     request      step 1            step 2              step 3
     image        [0, n / 3)        [n / 3, n - 1)      [n - 1, n)
@@ -217,7 +217,7 @@ def use_our_attention(model: Any) -> None:
 def _attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **how: Any
 ) -> tuple[Tensor, None]:
-    """The attention function that Transformers calls in every decoder layer: [1, heads, T, d] -> [1, T, heads, d]."""
+    """What Transformers calls in every decoder layer: [1, heads, T, d] each -> [1, T, heads, d]."""
     window = how.get("sliding_window")
     unknown = [name for name in _UNKNOWN if how.get(name) is not None]
     if unknown:
@@ -231,8 +231,9 @@ def _attend(
 
 
 class LengthRope(nn.Module):
-    """LongRoPE for packed steps. Transformers' module selects the factors by the largest position in the batch, which
-    is wrong for several requests or for a chunk of one. Here each token has the length of its own request:
+    """LongRoPE for packed steps. Transformers' module selects the factors by the largest position in the
+    batch, which is wrong for several requests or for a chunk of one. Here each token has the length of its
+    own request:
 
         switch 8       prompt of 6, positions 0 .. 5          prompt of 10, positions 0 .. 9
         lengths        5 5 5 5 5 5 | 6 7 8 9 (its output)     9 9 9 9 9 9 9 9 9 9 | 10 11 ...

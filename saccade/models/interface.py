@@ -21,7 +21,7 @@ class VisionLanguageModel(Protocol):
     decoder: Decoder  # for the CUDA runner, which runs its layers with fused kernels
 
     def prepare(self, image: ImagePixels, geometry: Geometry) -> Tensor:
-        """Resize, crop, normalise and cut an RGB image [H, W, 3] -> [patches, patch_dim] on the model's device.
+        """Resize, crop, normalise and cut an RGB image [H, W, 3] -> [patches, patch_dim] on the device.
 
         An image on the device is processed there, with equal results. Video models also take frame groups
         [frames, H, W, 3].
@@ -41,7 +41,7 @@ class VisionLanguageModel(Protocol):
 
 
 class CrossAttentionModel(VisionLanguageModel, Protocol):
-    """A model with cross-attention layers (`Span.is_cross_attended`): it is told which rows attend to which image."""
+    """A model with cross-attention layers (`Span.is_cross_attended`): it gets the rows of each image."""
 
     def forward(
         self, embeds: Tensor, positions: Tensor, attention: Attention, cross_rows: Sequence[CrossAttentionRows] = ()

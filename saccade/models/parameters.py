@@ -19,8 +19,8 @@ class Whole(NamedTuple):
 class Parameters:
     """Allocates a model's tensors and registers each under a name.
 
-    `targets` has one entry per tensor of a checkpoint. For fused projections (such as q, k and v) the entries are views
-    of the parts. `wholes` has tensors that a checkpoint may store fused instead.
+    `targets` has one entry per tensor of a checkpoint. For fused projections (such as q, k and v) the entries
+    are views of the parts. `wholes` has tensors that a checkpoint may store fused instead.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:

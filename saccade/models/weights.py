@@ -52,7 +52,7 @@ def load_weights(
     progress: bool,
     wholes: Mapping[str, Whole] | None = None,
 ) -> None:
-    """Load a folder's safetensors into `targets`, one tensor at a time. Every target must be loaded exactly once.
+    """Load a folder's safetensors into `targets`, one tensor at a time. Every target is loaded exactly once.
 
     A fused tensor of `wholes` counts as all targets that it covers.
     """
@@ -199,7 +199,7 @@ def _as_shaped(stored: Tensor, target: Tensor) -> Tensor:
 
 
 def _copy(tensor: Tensor, target: Tensor, name: str, file: Path) -> None:
-    """A target with more dimensions than the tensor splits its first one, for rows stored in another order."""
+    """A target with more dimensions than the tensor splits its first one, for rows in another order."""
     first = max(target.dim() - tensor.dim(), 0) + 1
     expected = [math.prod(target.shape[:first]), *target.shape[first:]]
     if tensor.shape != target.shape and list(tensor.shape) != expected:

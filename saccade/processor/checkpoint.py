@@ -140,7 +140,7 @@ def _config(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfi
 
 
 def _generation(path: Path, wanted: str) -> dict[str, Any]:
-    """generation_config.json. With "none" it is read too, for its EOS ids; its sampling values are ignored later."""
+    """generation_config.json. With "none" only its EOS ids are used, so it is read too."""
     if wanted in ("auto", "none"):
         return read_optional(path / "generation_config.json")
     file = Path(wanted).expanduser() / "generation_config.json"
@@ -175,7 +175,7 @@ def _chat_template(path: Path, tokenizer_config: Mapping[str, Any]) -> str | Non
 
 
 def _fingerprint(path: Path) -> bytes:
-    """Hash the config files, and of weight files name, size and header: hashing all weights would take seconds."""
+    """Hash the config files, and of weight files name, size and header, as all weights would take seconds."""
     digest = hashlib.sha256()
     for field in _identifying(path):
         digest.update(len(field).to_bytes(8, "little"))

@@ -1,4 +1,4 @@
-"""Incremental detokenization of one output, with stop strings. Holds back half characters and half stop strings."""
+"""Incremental detokenization with stop strings. Half characters and half stop strings are held back."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Detokenizer:
         self.stopped: str | None = None
 
     def push(self, token_id: int, *, may_stop: bool = True) -> str:
-        """Return the new text that can no longer change. `may_stop=False` ignores stop strings (min_tokens)."""
+        """Return the new text that is final. `may_stop=False` ignores stop strings (min_tokens)."""
         if self.stopped is not None:
             return ""
         new = self._stream.push(token_id)

@@ -40,7 +40,7 @@ def sampling_defaults(options: Options, file: Mapping[str, Any]) -> dict[str, An
 
 
 def shown_defaults(defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """All defaults, the engine's own included; max_tokens only if set, as it otherwise depends on the request."""
+    """All defaults, the engine's own included; max_tokens only if it is set."""
     filled = SamplingParams(**defaults)
     return {name: getattr(filled, name) for name in _FIELDS.values() if name != "max_tokens" or name in defaults}
 

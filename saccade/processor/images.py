@@ -131,7 +131,7 @@ class Images:
         return MediaItem(key, "image", loaded.data, loaded.header, geometry)
 
     def request_limits(self, given: Any) -> Limits:
-        """Limits from a request's mm_processor_kwargs, which may lower the deployment's but not raise them."""
+        """Limits from a request's mm_processor_kwargs, which may only lower the deployment's."""
         if not given:
             return self.limits
         _check_names(given)

@@ -21,7 +21,7 @@ class RequestOutputBuilder:
         include_stop: bool = False,
         skip_special_tokens: bool = True,
     ) -> None:
-        """`include_stop` keeps the stop string in the text; `skip_special_tokens=False` keeps control tokens."""
+        """`include_stop` keeps the stop string, `skip_special_tokens=False` keeps control tokens."""
         self.index = index
         self.token_ids: list[int] = []
         self.logprobs: list[Logprobs] | None = [] if params.logprobs is not None else None
@@ -46,7 +46,7 @@ class RequestOutputBuilder:
     def text(self) -> str:
         if self._num_detokenized < self._num_shown:
             if self.is_finished and not self._num_detokenized:
-                return self._decode(self.token_ids[: self._num_shown])  # nothing was streamed: one decode call
+                return self._decode(self.token_ids[: self._num_shown])  # nothing was streamed
             self._detokenize()
         return self._detokenizer.text
 

@@ -1,4 +1,4 @@
-"""The input processor: text, chats and media in; token ids, spans, positions and the bill out. Decodes no pixels."""
+"""The input processor: text, chats and media in; token ids, spans, positions and the bill out."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class Processor:
     ) -> Prompt:
         """OpenAI messages through the checkpoint's chat template. Client text never becomes a control token.
 
-        `allow_paths` lets a string in an `image` or `video` part name a local file: for Python, never for a server.
+        `allow_paths` lets a string in an `image` or `video` part name a local file: not for a server.
         """
         rendered = self.render(
             messages,

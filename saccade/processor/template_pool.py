@@ -1,10 +1,10 @@
 """Process pool for chat templates, with a limit on time and memory. The processes are `template_worker`.
 
-A chat first gets `_QUICK_SECONDS`, a hundred times what published templates take. A slower one starts again in
-the slow lane, whose few processes have a lower priority, so that it cannot delay other chats.
+A chat first gets `_QUICK_SECONDS`, a hundred times what published templates take. A slower one starts again
+in the slow lane, whose few processes have a lower priority, so that it cannot delay other chats.
 
     render ─► quick: 2 processes ─► done
-                    └─ too slow ─► slow: 2 processes, 6 wait, more are refused ─► done, or ended after `seconds`
+                    └─ too slow ─► slow: 2 processes, 6 wait, more are refused ─► done, or ended
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SLOW_PROCESSES = 2
 _QUICK_SECONDS = 0.05
 _SLOW_NICENESS = 5
 _COMPILE_SECONDS = 5.0
-_HUNG_SECONDS = 60.0  # of wall time; the worker's own limit is CPU time, so only a stopped process takes as long
+_HUNG_SECONDS = 60.0  # of wall time; the worker limits its CPU time, so only a stopped process takes as long
 _SENTENCE_BYTES = 4096  # of our own words around a template's message
 _COMMAND = (sys.executable, "-m", "saccade.processor.template_worker")
 
@@ -43,7 +43,7 @@ class TemplateEnded(RequestError):
 
 
 class TemplatePool:
-    """Renders one checkpoint's template. Processes start when needed and end with `close` or with this object."""
+    """Renders one checkpoint's template. Processes start on demand and end with `close` or this object."""
 
     def __init__(self, template: str | None, seconds: float, max_chars: int) -> None:
         self._template = template

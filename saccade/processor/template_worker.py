@@ -1,8 +1,8 @@
 """The process that renders chats: `python -m saccade.processor.template_worker`, with a socket as its stdin.
 
 A template may loop forever or fill the memory, so each chat has a limit of CPU seconds and the process one of
-memory. The process enforces both on itself, so it outlives no parent. CPU time, because a busy machine must not
-make a chat fail.
+memory. The process enforces both on itself, so it outlives no parent. CPU time, because a busy machine must
+not make a chat fail.
 
     request: length, seconds, JSON ─► reply: length, kind, text
     the first request is the template; its reply says whether it can be compiled
@@ -73,7 +73,7 @@ def main() -> None:
     signal.signal(signal.SIGPROF, _stop)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_MB << 20, MEMORY_MB << 20))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with socket.socket(fileno=0) as connection, suppress(ConnectionError):  # the parent may be gone at any time
+    with socket.socket(fileno=0) as connection, suppress(ConnectionError):  # the parent may be gone
         _serve(connection)
 
 
@@ -132,8 +132,9 @@ def _outcome(work: Callable[[], str], seconds: float) -> Reply:
 
 @contextmanager
 def _limited(seconds: float) -> Iterator[None]:
-    """SIGPROF raises `_Slow` in Python code. What cannot be interrupted, such as a huge power, is ended a second or
-    two later by the kernel (RLIMIT_CPU), with the process."""
+    """SIGPROF raises `_Slow` in Python code. What cannot be interrupted, such as a huge power, is ended a
+    second or two later by the kernel (RLIMIT_CPU), with the process.
+    """
     last = math.ceil(time.process_time() + seconds) + 1
     _, maximum = resource.getrlimit(resource.RLIMIT_CPU)
     resource.setrlimit(

@@ -1,9 +1,9 @@
 """The tokenizer of a checkpoint (Hugging Face tokenizers), with protection against injected control tokens.
 
 In a raw prompt control tokens count. In a chat only the template may write them. The rendered chat must be
-tokenized as one string, or BPE merges across the seams would differ. So client text is *shielded* first: a marker
-breaks every control token in it. After the template, whole control tokens are replaced by secret *aliases*, the
-markers are removed, and a second tokenizer, which knows only the aliases, encodes the text.
+tokenized as one string, or BPE merges across the seams would differ. So client text is *shielded* first: a
+marker breaks every control token in it. After the template, whole control tokens are replaced by secret
+*aliases*, the markers are removed, and a second tokenizer, which knows only the aliases, encodes the text.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Tokenizer:
         }
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Ids of a raw prompt: control tokens in the text count, and the tokenizer adds its own (such as BOS)."""
+        """Ids of a raw prompt: control tokens in the text count, and the tokenizer adds its own."""
         return _encode(self._inner, text, add_special_tokens)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -97,7 +97,7 @@ class Tokenizer:
         return frozenset(i for i in ids if i is not None)
 
     def shield(self, text: str) -> str:
-        """Client text in which no control token is whole, nor becomes whole together with its surroundings."""
+        """Client text in which no control token is whole, nor becomes whole with its surroundings."""
         return self._shield(text)
 
     def unshield(self, rendered: str) -> str:
@@ -154,7 +154,7 @@ class _Shield:
         return self.marker.join(pieces)
 
     def _cuts(self, text: str) -> list[int]:
-        """Where markers go: inside each control token, a prefix of one at the end, a suffix of one at the start."""
+        """Where markers go: inside control tokens, prefixes of one at the end, suffixes of one at the start."""
         inside = {match.start() + 1 for match in self._whole.finditer(text)} if self._whole else set()
         reach = range(1, min(self._longest, len(text)) + 1)
         at_end = {len(text) - n + 1 for n in reach if text[-n:] in self._heads}
@@ -163,7 +163,7 @@ class _Shield:
 
 
 class _AliasTokenizer:
-    """The same tokenizer with every protected token under a secret name, so that its real name is ordinary text."""
+    """The same tokenizer with every protected token under a secret name; its real name is ordinary text."""
 
     def __init__(self, text: str, real: tokenizers.Tokenizer, protected: Mapping[str, int]) -> None:
         nonce = f"{secrets.randbits(128):039d}"
@@ -175,7 +175,7 @@ class _AliasTokenizer:
             token["content"] = self._aliases.get(token["content"], token["content"])
         self._inner = _open(json.dumps(spec))
         self._real_ids = self._map_ids(real)
-        # A real name that still has an id is in the BPE vocabulary itself. Only the unknown token may come from there.
+        # A real name that still has an id is in the BPE vocabulary. Only the unknown token may be.
         unknown = {spec["model"].get("unk_id"), real.token_to_id(spec["model"].get("unk_token") or "")}
         in_vocabulary = {i for token, i in protected.items() if self._inner.token_to_id(token) == i}
         self._forged = frozenset(in_vocabulary - unknown)
@@ -201,7 +201,7 @@ class _AliasTokenizer:
 
 
 class DecodeStream:
-    """Incremental decoding: text is returned when it can no longer change. All of it equals one decode of all ids."""
+    """Incremental decoding: text is returned when it is final. All of it equals one decode of all ids."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
@@ -279,7 +279,7 @@ def _open(spec: str) -> tokenizers.Tokenizer:
 
 
 def _frame_as_asked(tokenizer: tokenizers.Tokenizer, config: Mapping[str, Any], named: Mapping[str, str]) -> None:
-    """LlamaTokenizer in Transformers takes add_bos_token and add_eos_token from its config, not tokenizer.json."""
+    """LlamaTokenizer in Transformers takes add_bos_token and add_eos_token from tokenizer_config.json."""
     asked = config.get("add_bos_token")
     if not str(config.get("tokenizer_class")).startswith("LlamaTokenizer") or not isinstance(asked, bool):
         return

@@ -1,6 +1,6 @@
 """Tools: checks of `tools` and `tool_choice`, and the Hermes tool call parser.
 
-The model writes <tool_call>{"name": ..., "arguments": {...}}</tool_call>, once or several times, with text around.
+The model writes <tool_call>{"name": ..., "arguments": {...}}</tool_call>, once or more, with text around.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Video inputs: sample, size and hash the frame groups of each video into `MediaItem`s. Decodes no frame of a file.
+"""Video inputs: sample, size and hash the frame groups of each video into `MediaItem`s. Decodes no file.
 
 file or bytes ─► header ─► sampled frames ─► groups of frames, each with the file's bytes and its timestamps
 list of frames ─────────► sampled frames ─► groups of frames, each with the bytes of its own frames
@@ -225,8 +225,9 @@ class Videos:
     def _decoded(
         self, indices: Sequence[int], whole: Geometry, options: VideoOptions
     ) -> Iterator[tuple[Sequence[int], Geometry]]:
-        """The frames and the geometry of each group. A pruned group also needs the frame before it, but nothing
-        later, so that a video may grow."""
+        """The frames and the geometry of each group. A pruned group also needs the frame before it, but
+        nothing later, so that a video may grow.
+        """
         pruned = self.rules.pruned(whole, options.pruning)
         before: tuple[int, ...] = ()
         for group in self._grouped(indices):

@@ -24,7 +24,7 @@ from saccade.structured.schema import unavailable
 MAX_SCHEMA_BYTES = 256 << 10
 ANY_OBJECT = '{"type":"object"}'
 _TYPES = ("text", "json_object", "json_schema")
-_SECONDS = 30.0  # until a process counts as hung; CPU time is limited inside, so a busy machine refuses no schema
+_SECONDS = 30.0  # until a process counts as hung; CPU time is limited inside
 _MAX_CACHED = 256  # results of one scope: a hash and a sentence each
 TOO_COMPLEX = "it is too complex to be compiled; make it simpler"
 

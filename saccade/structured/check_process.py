@@ -33,7 +33,7 @@ _MAX_CHOICES = 500  # at one point: the library fails at about as many
 _TRIAL_BYTES = 8
 _MAX_WORDS = 200  # characters of the library's message that are quoted
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
-_DATA = frozenset({"enum", "const", "default", "examples", "example"})  # keywords that hold values, not schemas
+_DATA = frozenset({"enum", "const", "default", "examples", "example"})  # hold values, not schemas
 _REPEAT = re.compile(r"(?<!\\)\{(\d+)(?:,(\d*))?\}")
 _NESTED_REPEAT = re.compile(r"(?<!\\)(?:[+*]|\{\d+,\})\??\)+(?:[+*]|\{\d+,\})")
 
@@ -164,7 +164,7 @@ def _optional(schema: Mapping[str, Any]) -> int:
 
 
 def _has_finite_value(schema: Any) -> bool:
-    """Whether a finite JSON value matches the schema: a fixed point over the references that are known to end."""
+    """Whether a finite JSON value matches the schema: a fixed point over references."""
     targets = {reference: _target(schema, reference) for reference in set(_references(schema))}
     ending: set[str] = set()
     while True:

@@ -1,4 +1,4 @@
-"""Structured output in the engine (vLLM: StructuredOutputManager): grammars compiled from JSON schemas, and masks.
+"""Structured output in the engine (vLLM: StructuredOutputManager): grammars of JSON schemas, and masks.
 
 A schema is compiled once and copied for each output. Compiling and masking run in threads beside the steps; a
 request that waits for them skips steps, others do not. Each request has a budget of CPU time.
@@ -55,7 +55,8 @@ class _Key(NamedTuple):
 
 
 class Grammars:
-    """Makes grammars for one tokenizer, which is built with the first one: one to three seconds with the GIL held.
+    """Makes grammars for one tokenizer, which is built with the first one, in one to three seconds with the
+    GIL.
 
     A server therefore requests a grammar before it is ready.
     """
@@ -350,6 +351,6 @@ class Budget:
     """CPU time that all outputs of one request share."""
 
     def __init__(self) -> None:
-        # Typical grammars take 0.05 ms to accept a token and up to 3 ms for a mask, with a vocabulary of 150,000.
+        # With a vocabulary of 150,000 typical grammars take 0.05 ms to accept a token and up to 3 ms a mask.
         self.step = Allowance(at_once=0.25, per_token=0.0005)  # inside of steps, which block every request
         self.masks = Allowance(at_once=2.0, per_token=0.010)  # in threads

@@ -1,4 +1,4 @@
-"""The structured output backend (llguidance): JSON schema to grammar, and its limits. Used by server and engine.
+"""The structured output backend (llguidance): JSON schema to grammar, and its limits.
 
 llguidance has no wheel for some machines, so it is imported lazily.
 """
@@ -26,12 +26,12 @@ _OPTIONS = {
     "coerce_one_of": False,  # an approximated oneOf would allow outputs that the schema forbids
     "lenient": False,  # and so would ignored keywords
 }
-# Forced tokens are tokenized for every token, outside of all limits: 50 ms a token for ^a{120000}$. Without forcing
-# the model samples them one by one.
+# Forced tokens are tokenized for every token, outside of all limits: 50 ms a token for ^a{120000}$. Without
+# forcing the model samples them one by one.
 _NO_FORCING = '%llguidance {"no_forcing": true}\n'
 
-# With a vocabulary of 150,000 tokens typical schemas took at most 16,000 of fuel, 5,400 items a token, rows of
-# 1,600 items and a grammar of 21,000 (128 tools of 30 arguments).
+# With a vocabulary of 150,000 tokens typical schemas took at most 16,000 of fuel, 5,400 items a token, rows
+# of 1,600 items and a grammar of 21,000 (128 tools of 30 arguments).
 _LEXER_FUEL = 1_000_000  # to compile a grammar, about half a second
 _STEP_FUEL = 50_000  # for each token, about 25 ms
 _STEP_ITEMS = 8_000  # also bounds the cost of accepting a token inside of a step: 20 ms
@@ -73,8 +73,9 @@ def _works(library: ModuleType) -> bool:
 
 
 def compiled(tokenizer: LLTokenizer, schema: str, answers: int) -> LLMatcher:
-    """A matcher of one JSON value, for a request of so many outputs. ValueError if the schema is no JSON object; a
-    schema that is too complex makes a matcher with an error."""
+    """A matcher of one JSON value, for a request of so many outputs. ValueError if the schema is no JSON
+    object; a schema that is too complex makes a matcher with an error.
+    """
     from llguidance import LLMatcher
 
     return LLMatcher(tokenizer, grammar_of(schema), log_level=0, limits=limits(answers))

@@ -90,7 +90,7 @@ class DeepseekVL2(OnDecoder):
         return torch.cat((whole, between, tiles) if self.has_whole_first else (tiles, between, whole))
 
     def _rows_with_newlines(self, tiles: Tensor, rows: int, columns: int) -> Tensor:
-        """[rows * columns, tokens, hidden] -> [slots, hidden]: rows of tokens across all tiles, each with a newline."""
+        """[rows * columns, tokens, hidden] -> [slots, hidden]: rows across all tiles, each with a newline."""
         side = int(tiles.shape[1] ** 0.5)
         cells = tiles.view(rows, columns, side, side, -1).transpose(1, 2).reshape(rows * side, columns * side, -1)
         return torch.cat((cells, self.newline.expand(len(cells), 1, -1)), dim=1).flatten(0, 1)

@@ -44,7 +44,8 @@ class LlavaNext(Llava):
 
     def join(self, features: Tensor, geometry: Geometry) -> Tensor:
         assert geometry.tiling is not None, "the family's rules give every image tiles"
-        rows = self.reduce(_joined(features[1:], geometry.tiling), geometry.tiling.joined)  # [rows, columns, hidden]
+        # [rows, columns, hidden]
+        rows = self.reduce(_joined(features[1:], geometry.tiling), geometry.tiling.joined)
         newline = self.newline.expand(len(rows), 1, -1)
         return torch.cat((features[0], torch.cat((rows, newline), dim=1).flatten(0, 1)))
 

@@ -1,8 +1,8 @@
 """The vision tower of Llama 3.2 Vision: a local stack over all tiles of an image, then a gated global stack.
 
-An image occupies all tile slots, and each tile is padded to a multiple of eight rows. As the model was trained, rows of
-the image attend to every row, including padding and empty tiles; those attend to the image alone. So the image's own
-rows come first:
+An image occupies all tile slots, and each tile is padded to a multiple of eight rows. As the model was
+trained, rows of the image attend to every row, including padding and empty tiles; those attend to the image
+alone. So the image's own rows come first:
 
     own rows     tile 0: class token, patches | tile 1: ...
     other rows   padding of tile 0 | padding of tile 1 | empty tile 2 with its padding | empty tile 3 ...

@@ -80,7 +80,7 @@ def _window_side(vision: VisionConfig) -> int:
 
 
 class Windows(NamedTuple):
-    """Tokens by window, for example with window sides of 2 (numbers are tokens of the image, letters windows):
+    """Tokens by window, for example with window sides of 2 (numbers are tokens, letters windows):
 
     0 1 | 2      a a | b
     3 4 | 5      a a | b      order 0 1 3 4 2 5 6 7 8, tokens 4 2 2 1

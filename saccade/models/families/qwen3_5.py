@@ -1,4 +1,4 @@
-"""Qwen3.5: Qwen3-VL's tower, and a hybrid decoder of gated delta nets with gated attention every few layers."""
+"""Qwen3.5: Qwen3-VL's tower, and a hybrid decoder of gated delta nets and gated attention."""
 
 from __future__ import annotations
 

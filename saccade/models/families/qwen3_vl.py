@@ -1,4 +1,4 @@
-"""Qwen3-VL: a tower with learned positions beside RoPE, and deepstack: features of several layers for the decoder."""
+"""Qwen3-VL: a tower with learned positions beside RoPE, and deepstack features for the decoder."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ from saccade.types import Grid
 
 
 class Qwen3VL(Qwen2VL):
-    """An image embedding is 1 + n concatenated vectors: the first is the decoder's input, the others are added after
-    its layers 0 to n - 1. Text has zeros there."""
+    """An image embedding is 1 + n concatenated vectors: the first is the decoder's input, the others are
+    added after its layers 0 to n - 1. Text has zeros there.
+    """
 
     def make_tower(self, params: Parameters, vision: VisionConfig) -> Tower:
         positions = int(self.config.raw["vision_config"].get("num_position_embeddings") or 2304)

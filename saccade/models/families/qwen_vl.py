@@ -1,4 +1,4 @@
-"""The first Qwen and Qwen-VL: a tower for one square, a resampler with learned queries, and Qwen's decoder."""
+"""The first Qwen and Qwen-VL: a tower for one square, a resampler with learned queries, Qwen's decoder."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ class Resampler:
 
 
 def _interpolated_all(positions: Tensor, grids: Sequence[Grid]) -> Tensor:
-    """Embeddings on a square grid [positions, n] -> [patches, n] of all images, interpolated where grids differ."""
+    """Embeddings on a square grid [positions, n] -> [patches, n] of all images, interpolated."""
     spread = {grid: _interpolated(positions, grid) for grid in set(grids)}
     return torch.cat([spread[grid] for grid in grids])
 

@@ -1,6 +1,6 @@
 """PyTorch attention over the paged KV cache and over packed images: a reference and a fast version of each.
 
-One layer's cache is [num_blocks * block_size, kv_heads, d]; a request's token i is in block table[i // block_size]:
+One layer's cache is [num_blocks * block_size, kv_heads, d]; token i is in block table[i // block_size]:
 
     block table of a request: [7, 2, 5]          block_size 4, context 10
     slots of its tokens:      28 29 30 31 | 8 9 10 11 | 20 21
@@ -20,8 +20,8 @@ from torch import Tensor
 
 from saccade.checkpoint.config import TextConfig
 
-# Decode rows share a padded batch while padding is below this share and their keys and values fit a core's cache:
-# a batch that leaves the cache between gather and use costs more than another call.
+# Decode rows share a padded batch while padding is below this share and their keys and values fit a core's
+# cache: a batch that leaves the cache between gather and use costs more than another call.
 _MAX_PADDING = 0.25
 _MAX_GROUP_TOKENS = 2048
 
@@ -58,8 +58,9 @@ class PagedKV(NamedTuple):
         return cls(k, k if config.mla else torch.empty_like(k).zero_())
 
     def clear(self, blocks: Sequence[int], block_size: int) -> None:
-        """Zero blocks that will be partly filled. Attention masks the rest of a block, but a mask does not remove a
-        NaN of an earlier owner."""
+        """Zero blocks that will be partly filled. Attention masks the rest of a block, but a mask does not
+        remove a NaN of an earlier owner.
+        """
         slots = torch.tensor(blocks, device=self.k.device)[:, None] * block_size
         slots = (slots + torch.arange(block_size, device=self.k.device)).flatten()
         self.k.index_fill_(1, slots, 0)
@@ -67,7 +68,7 @@ class PagedKV(NamedTuple):
 
 
 Backend = Callable[[Tensor, Tensor, Tensor, AttentionBatch, float], Tensor]
-"""(q [T, heads, d], one layer's keys, its values, batch, scale) -> [T, heads, d]. The cache has this step's tokens."""
+"""(q [T, heads, d], one layer's keys, its values, batch, scale) -> [T, heads, d]. The cache is up to date."""
 
 
 def reference_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch, scale: float) -> Tensor:
@@ -159,7 +160,8 @@ class _Plan(NamedTuple):
 
 def _attend_group(g: _Group, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, scale: float) -> None:
     # The query heads that share a key head become rows of one small GEMM.
-    queries = q.index_select(0, g.rows).view(len(g.rows), k_cache.shape[1], -1, q.shape[2])  # [b, kv_heads, group, d]
+    # [b, kv_heads, group, d]
+    queries = q.index_select(0, g.rows).view(len(g.rows), k_cache.shape[1], -1, q.shape[2])
     k, v = (g.keys.read(cache, g.block_size) for cache in (k_cache, v_cache))
     mask = None if g.mask is None else g.mask.to(q.dtype).expand(-1, -1, queries.shape[2], -1)
     mixed = F.scaled_dot_product_attention(queries, k, v, attn_mask=mask, scale=scale)
@@ -249,7 +251,8 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], sc
         count = len(list(same))  # adjacent images of equal size are one batch
         rows = slice(start, start + count * length)
         shape = (count, length, *q.shape[1:])
-        own_q, own_k, own_v = (x[rows].view(shape).transpose(1, 2) for x in (q, k, v))  # [count, heads, length, d]
+        # [count, heads, length, d]
+        own_q, own_k, own_v = (x[rows].view(shape).transpose(1, 2) for x in (q, k, v))
         mixed = F.scaled_dot_product_attention(own_q, own_k, own_v, scale=scale)
         outputs.append(mixed.transpose(1, 2).flatten(0, 1))
         start = rows.stop

@@ -15,8 +15,8 @@ from saccade.models.parameters import Parameters
 class Linear:
     """x @ weight.T + bias. Several projections of one input are one GEMM: give `outputs` as {name: size}.
 
-    `pad_outputs` pads each of them with zero rows to a multiple, `pad_inputs` the weight with zero columns, so that
-    the tensor between two GEMMs can be wider than in the checkpoint.
+    `pad_outputs` pads each of them with zero rows to a multiple, `pad_inputs` the weight with zero columns,
+    so that the tensor between two GEMMs can be wider than in the checkpoint.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Linear:
 
 
 class PatchLinear:
-    """Patch embedding: a convolution with stride = kernel, as one GEMM over flattened patches [patches, patch_dim]."""
+    """Patch embedding: a convolution with stride = kernel, as a GEMM over [patches, patch_dim]."""
 
     def __init__(self, params: Parameters, kernel: tuple[int, ...], outputs: int, *, bias: bool = False) -> None:
         stored = params.new("weight", outputs, *kernel)
@@ -126,7 +126,7 @@ def gated_activation(name: str) -> Activation:
 
 
 def frequencies(rotated: int, theta: float, device: torch.device) -> Tensor:
-    """RoPE's inverse frequencies of `rotated` dimensions: float32 [rotated / 2], from 1 to about 1 / theta."""
+    """RoPE's inverse frequencies of `rotated` dimensions: float32 [rotated / 2], from 1 to 1 / theta."""
     exponents = torch.arange(0, rotated, 2, dtype=torch.float32, device=device) / rotated
     return 1.0 / theta**exponents
 

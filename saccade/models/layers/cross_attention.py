@@ -1,6 +1,6 @@
 """Gated cross-attention layers of a decoder, which attend to encoded images.
 
-An encoded image is the keys and values of its states in every such layer, stored in rows as wide as the decoder:
+An encoded image is the keys and values of its states in every such layer, in rows as wide as the decoder:
 
     [layers, k and v, states, kv_heads, d]  ->  flat, zeros up to whole rows  ->  [slots, hidden]
 """

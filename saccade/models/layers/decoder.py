@@ -70,7 +70,7 @@ class Decoder:
         return self.norm(x)
 
     def parts(self, embeds: Tensor) -> tuple[Tensor, ...]:
-        """The input of the first layer, and what deepstack adds after each of the first layers: [T, H] each."""
+        """The input of the first layer, and what deepstack adds after the first layers: [T, H] each."""
         return torch.split(embeds, self.table.shape[1], dim=1)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -183,7 +183,7 @@ def _scale(base: Tensor, text: TextConfig) -> Tensor:
 
 
 def _llama3_share(base: Tensor, text: TextConfig, trained: int) -> Tensor:
-    """The share of each frequency that is not scaled: 1 for short wavelengths, 0 for long ones, linear between."""
+    """The share of each frequency that is not scaled: 1 for short wavelengths, 0 for long ones."""
     low = float(text.rope_scaling.get("low_freq_factor") or 0)
     high = float(text.rope_scaling.get("high_freq_factor") or 0)
     if not low or not high or low >= high:

@@ -22,7 +22,7 @@ _TINY = 1e-6  # against division by zero
 
 
 def delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-    """q, k [N, heads, T, key], v [N, heads, T, value], g, beta [N, heads, T], memory [N, heads, key, value], float32.
+    """q, k [N, heads, T, key], v [N, heads, T, value], g, beta [N, heads, T], memory [N, heads, key, value].
 
     Returns outputs [N, heads, T, value] and the memory after the last token.
     """
@@ -36,9 +36,9 @@ def delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, memory:
 
 def _chunk(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
     total = g.cumsum(-1)  # [N, heads, T]: log decay of the memory at each token
-    between = (total[..., :, None] - total[..., None, :]).tril().exp().tril()  # decay from token j to token i >= j
+    between = (total[..., :, None] - total[..., None, :]).tril().exp().tril()  # decay from j to i >= j
     known = (k * total.exp()[..., None]) @ memory  # the old memory's value for each key
-    system = ((k @ k.transpose(-1, -2)) * between * beta[..., None]).tril(-1)  # its diagonal is implicitly one
+    system = ((k @ k.transpose(-1, -2)) * between * beta[..., None]).tril(-1)  # with a diagonal of ones
     wanted = (v - known) * beta[..., None]
     d = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
     out = (q * total.exp()[..., None]) @ memory + ((q @ k.transpose(-1, -2)) * between) @ d

@@ -3,8 +3,8 @@
 The KV cache has one vector per token for all heads: the latent vector and the rotated part of the key.
 
     cached     [ latent 512 | rope 64 ]              key and value of a single head
-    queries    [ nope 128 -> 512 | rope 64 ]         a head's up-projection of keys is absorbed into its queries
-    output     latent 512 -> value 128               its up-projection of values is applied to the attention output
+    queries    [ nope 128 -> 512 | rope 64 ]         a head's up-projection of keys is absorbed
+    output     latent 512 -> value 128               its up-projection of values comes last
 
 So attention runs with one key head, and a context is never expanded into keys and values of every head.
 """
@@ -32,7 +32,7 @@ class LatentDecoder:
     def __init__(self, params: Parameters, text: TextConfig, mla: MLAConfig) -> None:
         self.table = params.new("embed.weight", text.vocab_size, text.hidden_size)
         self.rotary = Rotary(replace(text, head_dim=mla.qk_rope_head_dim), params.device)
-        self.scale = (mla.qk_nope_head_dim + mla.qk_rope_head_dim) ** -0.5 * _yarn_scale(text) ** 2  # of scores
+        self.scale = (mla.qk_nope_head_dim + mla.qk_rope_head_dim) ** -0.5 * _yarn_scale(text) ** 2
         layers = params.within("layers")
         self.layers = [LatentLayer(layers.within(i), text, mla, i) for i in range(text.num_layers)]
         self.norm = RMSNorm(params.within("norm"), text.hidden_size, text.rms_norm_eps)
@@ -108,7 +108,7 @@ class LatentAttention:
 
 
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE on adjacent pairs: they are moved d / 2 apart first, in queries and keys alike, so scores are the same."""
+    """RoPE on adjacent pairs: they are moved d / 2 apart in queries and keys, which keeps scores."""
     return rotate(x.view(*x.shape[:-1], -1, 2).mT.flatten(-2), cos, sin)
 
 

@@ -105,7 +105,7 @@ def layer_experts(params: Parameters, hidden: int, rules: MoEConfig | None, inde
 
 
 def _mask_groups(selection: Tensor, rules: MoEConfig) -> Tensor:
-    """Mask experts outside the best groups. A group's score is its best expert, or with a bias its best two."""
+    """Mask experts outside the best groups. A group's score is its best expert, with a bias its best two."""
     grouped = selection.view(len(selection), rules.groups, -1)  # [T, groups, experts of a group]
     best = grouped.topk(2 if rules.has_bias else 1, dim=-1).values.sum(-1)
     kept = torch.zeros_like(best, dtype=torch.bool).scatter_(1, best.topk(rules.groups_kept, dim=-1).indices, True)

@@ -8,11 +8,11 @@ from typing import NamedTuple
 from torch import Tensor
 
 Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""(layer, q [T, heads, d], k [T, kv_heads, d], v [T, kv_heads, d]) -> [T, heads, d]. Writes k and v to the cache."""
+"""(layer, q [T, heads, d], k [T, kv_heads, d], v [T, kv_heads, d]) -> [T, heads, d]. Caches k and v."""
 
 
 Encoding = Generator[int, None, list[Tensor]]
-"""Encoding of several images: yields after each layer or a few, with their number; returns [slots, width] per image.
+"""Encoding of several images: yields the number of layers run; returns [slots, width] per image.
 
 The width is the decoder's, or a multiple of it with deepstack (`TextConfig.num_deepstack`).
 """

@@ -105,7 +105,7 @@ def grid_positions(
     *,
     interleaved: bool = False,
 ) -> PatchPositions:
-    """2-D RoPE: half of each head rotates by the row, half by the column. `cells` is for another order of patches.
+    """2-D RoPE: half of each head rotates by the row, half by the column. `cells`: another order of patches.
 
     Both axes have the same frequencies, or (`interleaved`) alternate ones of a whole head, rows first.
     """

@@ -26,7 +26,8 @@ from saccade.types import Grid, Size
 
 Blocks = Sequence[VisionBlock]
 RunBlocks = Callable[[Blocks, Tensor], tuple[Tensor, int]]
-"""(blocks, x [T, hidden]) -> [T, hidden] after the first block or the first few, and their number. May overwrite x."""
+"""(blocks, x [T, hidden]) -> [T, hidden] after the first block or a few, and their number. May overwrite x.
+"""
 
 
 class VisionOps(Protocol):
@@ -37,7 +38,7 @@ class VisionOps(Protocol):
         """uint8 [H, W, 3] -> normalised patches [patches, patch_dim]"""
 
     def begin(self, lengths: Sequence[int], positions: PatchPositions | None, device: torch.device) -> RunBlocks:
-        """Start a pass over packed images of these lengths in patches; returns the function that runs blocks."""
+        """Start a pass over packed images of these lengths; returns the function that runs blocks."""
 
 
 class TorchVision:

@@ -19,7 +19,7 @@ from saccade.types import Grid, Size
 
 Pixels = npt.NDArray[np.uint8]  # [height, width, 3]
 ImagePixels = Pixels | Tensor
-"""8-bit RGB [height, width, 3] on the CPU, or a tensor on the tower's device. A frame group is [frames, ...]."""
+"""8-bit RGB [height, width, 3] on the CPU, or a tensor on the device. A frame group is [frames, ...]."""
 
 _CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 _CLIP_STD = (0.26862954, 0.26130258, 0.27577711)

@@ -1,7 +1,7 @@
 """Pillow's resampling of 8-bit images, on tensors and bit for bit.
 
-It is separable. An output pixel is a weighted sum of a few neighbours; weights are integers of 22 bits, and each axis
-rounds to 8 bits. All of it is integer arithmetic, so every device gives Pillow's pixels.
+It is separable. An output pixel is a weighted sum of a few neighbours; weights are integers of 22 bits, and
+each axis rounds to 8 bits. All of it is integer arithmetic, so every device gives Pillow's pixels.
 
     source   0 1 2 3 4 5 6 7 8 9        start 3, five taps
     target             ^                weights[:, 2] = (-a, b, c, b, -a), sum 1 << 22

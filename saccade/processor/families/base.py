@@ -1,4 +1,4 @@
-"""The interface of a model family (vLLM: its multimodal processor) and what families share. Pure functions."""
+"""The interface of a model family (vLLM: multimodal processor) and what families share. Pure functions."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class HasMarkup(Protocol):
 
 @runtime_checkable
 class LengthBound(Protocol):
-    """A family whose keys and values depend on the prompt's length (LongRoPE), not only on preceding tokens."""
+    """A family whose keys and values depend on the prompt's length too (LongRoPE)."""
 
     def root(self, salt: bytes, tokens: int) -> bytes:
         """A cache salt that prompts share only if equal prefixes mean equal keys and values."""

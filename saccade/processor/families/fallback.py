@@ -1,4 +1,4 @@
-"""Any other family, through Transformers' own processor: run it on a blank image and count tokens and tiles."""
+"""Any other family, through Transformers' own processor: count tokens and tiles of a blank image."""
 
 from __future__ import annotations
 

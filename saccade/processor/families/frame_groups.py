@@ -1,7 +1,8 @@
 """Video of the Qwen families: frame sampling, geometry and M-RoPE positions. Pure functions.
 
-A frame group is `group` frames (two) that share patches (temporal_patch_size). The tower's attention stays inside
-a group, so each group is a media item with a content key of its own, and a growing video reuses its old groups.
+A frame group is `group` frames (two) that share patches (temporal_patch_size). The tower's attention stays
+inside a group, so each group is a media item with a content key of its own, and a growing video reuses its
+old groups.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class VideoRules:
     is_total: bool  # pixel limits are for all frames together
     frame_tokens: int | None  # a second bound on a frame, see `_highest`; None: there is none
     tokens_per_second: float | None  # of the time axis; None: it counts frame groups
-    fence: tuple[int, int] | None  # vision start and end tokens around each group, after its timestamp; None: neither
+    fence: tuple[int, int] | None  # tokens around each group, after its timestamp; None: neither
     settings: Mapping[str, Any]
 
     @property
@@ -101,7 +102,7 @@ class VideoRules:
         return replace(geometry, tokens=kept, slots=kept, cells=cells)
 
     def policy_tag(self, geometry: Geometry) -> bytes:
-        """Every setting that decides which pixels reach the tower and how many embeddings stay, for the key."""
+        """Every setting that decides the tower's pixels and how many embeddings stay, for the key."""
         sides = {"patch": self.patch_size, "merge": self.merge_size, "group": self.group}
         kept = {} if geometry.cells is None else {"kept": geometry.slots}
         return tag({**self.settings, **sides, "resized": geometry.resized, **kept})
@@ -233,8 +234,8 @@ def _even_steps(rules: VideoRules, total: int, rate: float, wanted: Sampling) ->
 def _counted(total: int, count: int) -> Indices:
     """0, step, 2 * step ... below `total`, rounded as `torch.arange` in the Hugging Face processor rounds.
 
-    It computes blocks of sixteen as two vectors of eight, each from a float32 base, and the rest one by one. That
-    decides where a multiple is close to an integer: 2.99999999 is frame 3.
+    It computes blocks of sixteen as two vectors of eight, each from a float32 base, and the rest one by one.
+    That decides where a multiple is close to an integer: 2.99999999 is frame 3.
     """
     step = total / count
     numbers = np.arange(math.ceil(total / step))
@@ -285,7 +286,7 @@ class MropeSegment(NamedTuple):
 def positions(length: int, segments: Sequence[MropeSegment], merge: int) -> Positions:
     """RoPE positions [3, length] and that of the first generated token.
 
-    Text after a video continues at its longer spatial side, however long the video is and however much is pruned.
+    Text after a video continues at its longer spatial side, whatever its length and pruning.
 
         text  video of 3 groups of 1 x 2 tokens, step 2    text     output
     t   0 1   2 2 4 4 6 6                                  4        5

@@ -1,4 +1,4 @@
-"""LLaVA-1.5: every image is resized by its short side and cropped to one square; sequential RoPE positions."""
+"""LLaVA-1.5: every image is resized by its short side and cropped to one square; sequential positions."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """LLaVA-NeXT (1.6): one square of the whole image plus tiles of a larger one; sequential RoPE positions.
 
-+-----+     +-----+-----+     The image keeps its aspect ratio inside the tiles and is padded with black. Patches
-| all |     | 1   | 2   |     of black rows (or columns) are dropped after the tower. Each row of patches across
++-----+     +-----+-----+     The image keeps its aspect ratio inside the tiles, padded with black. Patches
+| all |     | 1   | 2   |     of black rows or columns are dropped after the tower. Each row of patches across
 +-----+     +-----+-----+     all tiles ends in a newline embedding.
 """
 
@@ -167,7 +167,7 @@ def _area(size: Size) -> int:
 
 
 def best_canvas(size: Size, pinpoints: Sequence[Size]) -> Size:
-    """The canvas that keeps most of the image's pixels, then the one with the least padding, then the first."""
+    """The canvas that keeps most of the image's pixels, then the least padding, then the first."""
 
     def worth(pinpoint: Size) -> tuple[int, int]:
         scale = min(pinpoint.width / size.width, pinpoint.height / size.height)

@@ -1,4 +1,4 @@
-"""Mistral 3 and Pixtral: any size up to a longest edge; a break token ends each row, an end token the last one.
+"""Mistral 3 and Pixtral: any size up to a longest edge; a break token ends each row, an end token the last.
 
 IMG IMG IMG BREAK
 IMG IMG IMG END         an image of 2 x 3 tokens: six embeddings, eight positions
@@ -123,7 +123,7 @@ class Mistral3:
         max_columns = _up(self.edges.width, side)
         max_rows = _up(self.edges.height, side)
         allowed = max(1, max_pixels // side**2)
-        thin = max(1, math.isqrt(MAX_ASPECT_RATIO * max_pixels) // side)  # along a strip less than a token wide
+        thin = max(1, math.isqrt(MAX_ASPECT_RATIO * max_pixels) // side)  # a strip less than a token wide
         yield min(max_columns, max(allowed, thin)), 1
         yield 1, min(max_rows, max(allowed, thin))
         yield from ((min(max_columns, allowed // rows), rows) for rows in range(1, min(max_rows, allowed) + 1))

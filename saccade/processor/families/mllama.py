@@ -1,4 +1,4 @@
-"""Llama 3.2 Vision: an image is cut into square tiles and is one token, which later tokens cross-attend to."""
+"""Llama 3.2 Vision: an image is cut into tiles and is one token, which later tokens cross-attend to."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Mllama:
         return (self.image_token_id,)
 
     def policy(self, min_pixels: int | None, max_pixels: int | None) -> tuple[int, int]:
-        """The maximum limits the canvas, to at least one tile. A minimum has no effect: small images fill a tile."""
+        """The maximum limits the canvas, to at least one tile. A minimum has no effect."""
         highest = self.max_tiles * self.tile**2 if max_pixels is None else max_pixels
         lowest = min(self.tile**2, highest) if min_pixels is None else min_pixels
         return in_order(lowest, highest)

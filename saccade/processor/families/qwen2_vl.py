@@ -1,4 +1,4 @@
-"""Qwen2-VL and later: any size, rounded to whole tokens within pixel limits (smart_resize); M-RoPE positions."""
+"""Qwen2-VL and later: any size, rounded to whole tokens within limits (smart_resize); M-RoPE positions."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Qwen2VL:
         return Expansion(np.full(geometry.tokens, self.image_token_id, np.int64), None)
 
     def positions(self, token_ids: TokenIds, spans: Sequence[Span], grids: Sequence[Grid]) -> Positions:
-        """Text counts up on all three axes; an image spreads over height and width and advances by its longer side.
+        """Text counts up on all three axes; an image spreads over two and advances by its longer side.
 
             text  image of 2 x 3 tokens     text
         t   0 1   2 2 2 2 2 2               5
@@ -130,7 +130,7 @@ def _image_positions(t: int, h: int, w: int) -> npt.NDArray[np.int32]:  # [3, t 
 def fit(size: Size, side: int, min_pixels: int, max_pixels: int) -> Size:
     """`smart_resize`: round each side to whole tokens, then scale until the area is within the limits.
 
-    A thin strip keeps one token across and can so exceed `max_pixels`; the Hugging Face processor does the same.
+    A thin strip keeps one token across and can so exceed `max_pixels`, as in the Hugging Face processor.
     """
     width, height = size
     rounded = Size(round(width / side) * side, round(height / side) * side)

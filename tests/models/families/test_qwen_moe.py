@@ -226,7 +226,9 @@ def test_on_a_gpu_the_start_up_log_says_why_steps_are_plain(pair: Pair) -> None:
 
 
 def active_params(config: ModelConfig) -> int:
-    tables = costs.decoder_params(config.text) - costs._all_layer_params(config.text)
+    tables = (
+        costs.decoder_params(config.text) - costs._all_mixer_params(config.text) - costs._all_mlp_params(config.text)
+    )
     return costs.active_layer_params(config.text) + tables
 
 

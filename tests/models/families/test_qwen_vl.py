@@ -22,7 +22,7 @@ from saccade.models.cuda.vision import FusedVision
 from saccade.models.families.qwen_vl import QwenVL as Model
 from saccade.models.parameters import Parameters
 from saccade.models.vision.ops import TorchVision
-from saccade.models.weights import _as_stored, _plan
+from saccade.models.weights import _plan, _stored_targets
 from saccade.processor.families import family_for
 from saccade.processor.families.qwen_vl import QwenVL
 from saccade.processor.families.text import Text
@@ -300,7 +300,7 @@ def test_the_published_tensors_fill_the_published_shape() -> None:
     model = Model(published(), params, {}, TorchVision())
     names = tensors()
     assert len(names) == 853
-    targets = _as_stored(names, params.targets, model.rules(), params.wholes)
+    targets = _stored_targets(names, params.targets, model.rules(), params.wholes)
     plan = _plan(names, targets, model.rules())
     assert len(plan) == 853
     assert all(targets[ours].numel() == int(np.prod(names[theirs])) for theirs, ours in plan.items())
