@@ -14,7 +14,7 @@ from saccade.media.video_sources import Video
 from saccade.options import MediaPolicy, Options
 from saccade.processor import families
 from saccade.processor.checkpoint import open_checkpoint
-from saccade.processor.families.base import ManyImagesPolicy
+from saccade.processor.families.base import Family, ManyImagesPolicy
 from saccade.processor.video import Videos, video_bill_item
 from saccade.types import VideoRun
 
@@ -64,7 +64,7 @@ def count_files(
     return counts, errors
 
 
-def _family(model: str | None) -> tuple[families.Family, int]:
+def _family(model: str | None) -> tuple[Family, int]:
     """The family of the model, and the bytes of one embedding."""
     if model is None:
         return families.default_family(), 0
@@ -74,7 +74,7 @@ def _family(model: str | None) -> tuple[families.Family, int]:
     return family, costs.embedding_bytes_per_slot(config.text, config.dtype)
 
 
-def _count_image(file: str, family: families.Family, limits: tuple[int, int], slot_bytes: int) -> Count:
+def _count_image(file: str, family: Family, limits: tuple[int, int], slot_bytes: int) -> Count:
     options = Options()
     size = load_image(Path(file), MediaPolicy.of(options)).header.size
     geometry = family.geometry(size, *limits)
