@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,6 +30,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         from tests.helpers.families import FAMILIES
 
         metafunc.parametrize("family_name", FAMILIES, scope="session")
+
+
+def pytest_collection_finish() -> None:
+    if os.environ["TRITON_INTERPRET"] == "1" and "triton" in sys.modules:
+        from tests.helpers.interpreter import hasten
+
+        hasten()
 
 
 @pytest.fixture(scope="session")

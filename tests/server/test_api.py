@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-import langchain_openai
-import litellm
 import openai
 import pytest
-from langchain_core.messages import HumanMessage
 from pydantic import BaseModel
 
 from tests.helpers.serving import (
@@ -497,36 +496,44 @@ def test_the_openai_client_counts_input_tokens(client: openai.OpenAI) -> None:
     assert count.input_tokens > 0
 
 
-def test_langchain_answers_about_a_image(server: RunningServer) -> None:
-    chat = langchain_openai.ChatOpenAI(base_url=f"{server.url}/v1", api_key="EMPTY", model=MODEL, max_tokens=4)
-    answer = chat.invoke([HumanMessage(content=vision()[0]["content"])])
+@pytest.fixture
+def langchain(server: RunningServer) -> Callable[..., Any]:
+    from langchain_openai import ChatOpenAI  # takes seconds, which only the worker that runs these tests spends
+
+    return partial(ChatOpenAI, base_url=f"{server.url}/v1", api_key="EMPTY", model=MODEL)
+
+
+@pytest.fixture
+def litellm(server: RunningServer) -> Callable[..., Any]:
+    from litellm import completion  # takes seconds too
+
+    return partial(completion, api_base=f"{server.url}/v1", api_key="EMPTY")
+
+
+def test_langchain_answers_about_a_image(langchain: Callable[..., Any]) -> None:
+    answer = langchain(max_tokens=4).invoke([{"role": "user", "content": vision()[0]["content"]}])
     assert answer.usage_metadata is not None and answer.usage_metadata["output_tokens"] >= 1
 
 
-def test_langchain_streams(server: RunningServer) -> None:
-    chat = langchain_openai.ChatOpenAI(base_url=f"{server.url}/v1", api_key="EMPTY", model=MODEL, max_tokens=4)
-    assert list(chat.stream("What is this?"))
+def test_langchain_streams(langchain: Callable[..., Any]) -> None:
+    assert list(langchain(max_tokens=4).stream("What is this?"))
 
 
-def test_langchain_gets_structured_output(server: RunningServer) -> None:
-    chat = langchain_openai.ChatOpenAI(base_url=f"{server.url}/v1", api_key="EMPTY", model=MODEL, temperature=0)
+def test_langchain_gets_structured_output(langchain: Callable[..., Any]) -> None:
+    chat = langchain(temperature=0)
     assert isinstance(chat.with_structured_output(Invoice).invoke("Read it."), Invoice)
 
 
 @pytest.mark.parametrize("provider", ["openai", "hosted_vllm"])
-def test_litellm_answers_about_a_image(server: RunningServer, provider: str) -> None:
-    answer = litellm.completion(
-        model=f"{provider}/{MODEL}", messages=vision(), api_base=f"{server.url}/v1", api_key="EMPTY", max_tokens=4
-    )
+def test_litellm_answers_about_a_image(litellm: Callable[..., Any], provider: str) -> None:
+    answer = litellm(model=f"{provider}/{MODEL}", messages=vision(), max_tokens=4)
     assert answer.choices[0].message.content is not None
 
 
-def test_litellm_streams_with_usage(server: RunningServer) -> None:
-    chunks = litellm.completion(
+def test_litellm_streams_with_usage(litellm: Callable[..., Any]) -> None:
+    chunks = litellm(
         model=f"openai/{MODEL}",
         messages=messages(),
-        api_base=f"{server.url}/v1",
-        api_key="EMPTY",
         max_tokens=4,
         stream=True,
         stream_options={"include_usage": True},
