@@ -44,8 +44,8 @@ class Pair:
         slots = grid.patches // vision.spatial_merge_size**2
         return Geometry(Size(grid.w * side, grid.h * side), grid, slots, slots)
 
-    def pictures(self, count: int) -> list[tuple[Grid, Tensor]]:
-        """Random pictures as (grid, patches); LLaVA takes one size only."""
+    def images(self, count: int) -> list[tuple[Grid, Tensor]]:
+        """Random images as (grid, patches); LLaVA takes one size only."""
         grids = [Grid(1, 4, 4)] * count if self.config.model_type == "llava" else [Grid(1, 4, 6), Grid(1, 6, 2)][:count]
         rng = np.random.default_rng(0)
         made = []
@@ -65,18 +65,18 @@ def finish(encoding: Encoding) -> list[Tensor]:
             return embeddings
 
 
-def pixel_arguments(pair: Pair, pictures: Sequence[tuple[Grid, Tensor]]) -> dict[str, Tensor]:
-    if not pictures:
+def pixel_arguments(pair: Pair, images: Sequence[tuple[Grid, Tensor]]) -> dict[str, Tensor]:
+    if not images:
         return {}
-    patches = torch.cat([p for _, p in pictures])
+    patches = torch.cat([p for _, p in images])
     if pair.config.model_type.startswith("qwen"):
-        return {"pixel_values": patches, "image_grid_thw": torch.tensor([g for g, _ in pictures])}
-    images = patches.view(len(pictures), 4, 4, 3, 14, 14).permute(0, 3, 1, 4, 2, 5).reshape(-1, 3, 56, 56)
-    return {"pixel_values": images}
+        return {"pixel_values": patches, "image_grid_thw": torch.tensor([g for g, _ in images])}
+    pixels = patches.view(len(images), 4, 4, 3, 14, 14).permute(0, 3, 1, 4, 2, 5).reshape(-1, 3, 56, 56)
+    return {"pixel_values": pixels}
 
 
-def their_logits(pair: Pair, ids: Tensor, pictures: Sequence[tuple[Grid, Tensor]]) -> Tensor:
-    arguments: dict[str, Any] = pixel_arguments(pair, pictures)
+def their_logits(pair: Pair, ids: Tensor, images: Sequence[tuple[Grid, Tensor]]) -> Tensor:
+    arguments: dict[str, Any] = pixel_arguments(pair, images)
     if pair.config.model_type.startswith("qwen"):
         arguments["mm_token_type_ids"] = torch.eq(ids, pair.config.image_token_id or 0).int()[None]
     with torch.no_grad():
@@ -84,13 +84,13 @@ def their_logits(pair: Pair, ids: Tensor, pictures: Sequence[tuple[Grid, Tensor]
     return logits
 
 
-def positions_of(pair: Pair, ids: Tensor, pictures: Sequence[tuple[Grid, Tensor]]) -> Tensor:
+def positions_of(pair: Pair, ids: Tensor, images: Sequence[tuple[Grid, Tensor]]) -> Tensor:
     plain = torch.arange(len(ids))
     if pair.config.model_type == "llava":
         return plain[None]
-    if not pictures:
+    if not images:
         return plain.expand(3, -1)
-    grids = torch.tensor([g for g, _ in pictures])
+    grids = torch.tensor([g for g, _ in images])
     kinds = torch.eq(ids, pair.config.image_token_id or 0).int()[None]
     positions, _ = pair.theirs.model.get_rope_index(ids[None], kinds, image_grid_thw=grids)
     found: Tensor = positions[:, 0]
@@ -105,13 +105,13 @@ def one_request(context: int, new: int, seed: int = 0) -> AttentionBatch:
 
 
 @torch.inference_mode()
-def our_logits(pair: Pair, ids: Tensor, pictures: Sequence[tuple[Grid, Tensor]], chunk: int | None = None) -> Tensor:
+def our_logits(pair: Pair, ids: Tensor, images: Sequence[tuple[Grid, Tensor]], chunk: int | None = None) -> Tensor:
     model, text = pair.ours, pair.config.text
     embeds = model.embed(ids)
-    if pictures:
-        encoded = finish(model.encode(torch.cat([p for _, p in pictures]), [g for g, _ in pictures]))
+    if images:
+        encoded = finish(model.encode(torch.cat([p for _, p in images]), [g for g, _ in images]))
         embeds[ids == pair.config.image_token_id] = torch.cat(encoded)
-    positions = positions_of(pair, ids, pictures)
+    positions = positions_of(pair, ids, images)
     kv = PagedKV.allocate(text, 64, BLOCK, torch.float32, CPU)
     outputs = []
     step = chunk or len(ids)
@@ -122,11 +122,11 @@ def our_logits(pair: Pair, ids: Tensor, pictures: Sequence[tuple[Grid, Tensor]],
     return torch.cat(outputs)
 
 
-def prompt(pair: Pair, pictures: Sequence[tuple[Grid, Tensor]]) -> Tensor:
+def prompt(pair: Pair, images: Sequence[tuple[Grid, Tensor]]) -> Tensor:
     """Text, then each picture followed by more text."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(3, 200, (7,), generator=generator).tolist()
-    for grid, _ in pictures:
+    for grid, _ in images:
         ids += [pair.config.image_token_id] * pair.geometry(grid).slots
         ids += torch.randint(3, 200, (5,), generator=generator).tolist()
     return torch.tensor(ids)

@@ -14,7 +14,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from saccade import costs
 from saccade.checkpoint.config import model_config
-from saccade.models.cuda import vision_graphs
+from saccade.models.cuda import vision_graphs, vision_sizes
 from saccade.models.cuda.vision import FusedVision
 from saccade.models.parameters import Parameters
 from saccade.models.vision.ops import TorchVision, VisionOps
@@ -80,8 +80,9 @@ def assert_fused_tower_equal(make: Make, grids: list[Grid]) -> None:
 
 def assert_recorded_passes_equal(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was recorded with one grid serves others of that size."""
-    monkeypatch.setattr(vision_graphs, "SIZES", (16,))
-    monkeypatch.setattr(vision_graphs, "PICTURES", 4)
+    monkeypatch.setattr(vision_sizes, "SIZES", (16,))
+    for module in (vision_sizes, vision_graphs):
+        monkeypatch.setattr(module, "IMAGES", 4)
     ops, grids = FusedVision(), [Grid(1, 2, 6), Grid(1, 2, 2)]
     recorded, patches = make(ops), random(sum(grid.patches for grid in grids), 24)
     with ops.recording():

@@ -50,39 +50,39 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.mark.parametrize("count", [0, 1, 2])
 def test_logits_equal_those_of_transformers(pair: Pair, count: int) -> None:
-    pictures = pair.pictures(count)
-    ids = prompt(pair, pictures)
-    assert_close(our_logits(pair, ids, pictures), their_logits(pair, ids, pictures))
+    images = pair.images(count)
+    ids = prompt(pair, images)
+    assert_close(our_logits(pair, ids, images), their_logits(pair, ids, images))
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 16])
 def test_chunks_do_not_change_the_logits(pair: Pair, chunk: int) -> None:
-    pictures = pair.pictures(1)
-    ids = prompt(pair, pictures)
-    assert_close(our_logits(pair, ids, pictures, chunk), our_logits(pair, ids, pictures), 1e-5)
+    images = pair.images(1)
+    ids = prompt(pair, images)
+    assert_close(our_logits(pair, ids, images, chunk), our_logits(pair, ids, images), 1e-5)
 
 
 def test_encoded_images_equal_those_of_transformers(pair: Pair) -> None:
-    pictures = pair.pictures(2)
+    images = pair.images(2)
     with torch.inference_mode():
-        ours = finish(pair.ours.encode(torch.cat([p for _, p in pictures]), [g for g, _ in pictures]))
-        theirs = pair.theirs.get_image_features(**pixel_arguments(pair, pictures)).pooler_output
+        ours = finish(pair.ours.encode(torch.cat([p for _, p in images]), [g for g, _ in images]))
+        theirs = pair.theirs.get_image_features(**pixel_arguments(pair, images)).pooler_output
     assert len(ours) == 2
     for mine, other in zip(ours, theirs, strict=True):
         assert_close(mine, other)
 
 
 def test_a_image_encodes_the_same_alone_and_packed(pair: Pair) -> None:
-    pictures = pair.pictures(2)
+    images = pair.images(2)
     with torch.inference_mode():
-        packed = finish(pair.ours.encode(torch.cat([p for _, p in pictures]), [g for g, _ in pictures]))
-        alone = [finish(pair.ours.encode(patches, [grid]))[0] for grid, patches in pictures]
+        packed = finish(pair.ours.encode(torch.cat([p for _, p in images]), [g for g, _ in images]))
+        alone = [finish(pair.ours.encode(patches, [grid]))[0] for grid, patches in images]
     for one, other in zip(packed, alone, strict=True):
         assert_close(one, other, 1e-5)
 
 
 def test_encoding_pauses_after_every_layer(pair: Pair) -> None:
-    (grid, patches), *_ = pair.pictures(1)
+    (grid, patches), *_ = pair.images(1)
     vision = pair.config.vision
     assert vision is not None
     needed = vision.num_layers - 1 if pair.config.model_type == "llava" else vision.num_layers
@@ -144,9 +144,9 @@ def _edit_config(folder: Path, edit: Callable[[dict[str, Any]], None]) -> Path:
 )
 def test_llama_decoders_of_every_kind_match(tmp_path: Path, text: dict[str, Any]) -> None:
     pair = Pair(checkpoints.llava(tmp_path, text=text))
-    pictures = pair.pictures(1)
-    ids = prompt(pair, pictures)
-    assert_close(our_logits(pair, ids, pictures), their_logits(pair, ids, pictures))
+    images = pair.images(1)
+    ids = prompt(pair, images)
+    assert_close(our_logits(pair, ids, images), their_logits(pair, ids, images))
 
 
 def test_an_untied_head_of_qwen2_vl_matches(tmp_path: Path) -> None:
@@ -167,10 +167,10 @@ def test_an_untied_head_of_qwen2_vl_matches(tmp_path: Path) -> None:
 )
 def test_llava_features_are_taken_where_the_config_says(tmp_path: Path, changes: dict[str, Any]) -> None:
     pair = Pair(_edit_config(checkpoints.llava(tmp_path), lambda raw: raw.update(changes)))
-    pictures = pair.pictures(2)
+    images = pair.images(2)
     with torch.inference_mode():
-        ours = finish(pair.ours.encode(torch.cat([p for _, p in pictures]), [g for g, _ in pictures]))
-        theirs = pair.theirs.get_image_features(**pixel_arguments(pair, pictures)).pooler_output
+        ours = finish(pair.ours.encode(torch.cat([p for _, p in images]), [g for g, _ in images]))
+        theirs = pair.theirs.get_image_features(**pixel_arguments(pair, images)).pooler_output
     assert_close(torch.cat(ours), torch.cat(list(theirs)))
 
 
@@ -182,18 +182,18 @@ def test_features_of_several_layers_are_joined(tmp_path: Path) -> None:
     config = LlavaConfig(text_config=text, vision_config=vision, vision_feature_layer=[-3, 1], image_token_index=98)
     LlavaForConditionalGeneration(config).save_pretrained(tmp_path)
     pair = Pair(tmp_path)
-    pictures = pair.pictures(1)
+    images = pair.images(1)
     with torch.inference_mode():
-        ours = finish(pair.ours.encode(pictures[0][1], [pictures[0][0]]))
-        theirs = pair.theirs.get_image_features(**pixel_arguments(pair, pictures)).pooler_output
+        ours = finish(pair.ours.encode(images[0][1], [images[0][0]]))
+        theirs = pair.theirs.get_image_features(**pixel_arguments(pair, images)).pooler_output
     assert_close(ours[0], theirs[0])
 
 
 def test_a_clip_tower_with_gelu_matches(tmp_path: Path) -> None:
     pair = Pair(checkpoints.llava(tmp_path, vision={"hidden_act": "gelu"}))
-    pictures = pair.pictures(1)
-    ids = prompt(pair, pictures)
-    assert_close(our_logits(pair, ids, pictures), their_logits(pair, ids, pictures))
+    images = pair.images(1)
+    ids = prompt(pair, images)
+    assert_close(our_logits(pair, ids, images), their_logits(pair, ids, images))
 
 
 # --- what cannot be built -----------------------------------------------------------------------------------------

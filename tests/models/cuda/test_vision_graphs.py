@@ -15,7 +15,7 @@ from saccade.checkpoint.config import model_config
 from saccade.kernels.attention.vit_triton import TILE_ROWS, packed_vit
 from saccade.kernels.launch.tiling import Tiles
 from saccade.kernels.ops import vit_elementwise
-from saccade.models.cuda import vision_graphs
+from saccade.models.cuda import vision_graphs, vision_sizes
 from saccade.models.cuda.vision import FusedVision, _FusedPass
 from saccade.models.cuda.vision_attention import Heads, PassLimits, ScheduledAttention, TiledAttention, num_tiles
 from saccade.models.families.llava import Llava
@@ -32,8 +32,9 @@ from tests.helpers.vit_attention import attend
 
 @pytest.fixture(autouse=True)
 def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vision_graphs, "SIZES", (16, 32))
-    monkeypatch.setattr(vision_graphs, "PICTURES", 3)
+    monkeypatch.setattr(vision_sizes, "SIZES", (16, 32))
+    for module in (vision_sizes, vision_graphs):
+        monkeypatch.setattr(module, "IMAGES", 3)
     monkeypatch.setattr(graphs, "_ROWS", 2)
 
 
@@ -174,7 +175,7 @@ def test_towers_that_keep_several_layers_get_each_as_it_was() -> None:
 
 
 def test_passes_of_equal_images_are_recorded_beyond_the_sizes_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vision_graphs, "MAXIMUM", 64)
+    monkeypatch.setattr(vision_sizes, "MAXIMUM", 64)
     made, grids, given = model(LLAVA, FusedVision(), Llava), [Grid(1, 4, 4)] * 3, random(48, 12)
     record_tower(made)
     monkeypatch.setattr(FusedVision, "_launched", lambda *_: pytest.fail("launched, not replayed"))
@@ -187,7 +188,7 @@ def test_memory_is_planned_for_the_largest_pass_that_is_recorded(
     maximum: int, largest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A square is 16 patches and the tower's own token."""
-    monkeypatch.setattr(vision_graphs, "MAXIMUM", maximum)
+    monkeypatch.setattr(vision_sizes, "MAXIMUM", maximum)
     made = model(LLAVA, FusedVision(), Llava)
     record_tower(made)
     assert made.config.vision and graphs.largest_pass(made.config.vision) == largest
@@ -205,7 +206,7 @@ def test_a_pass_larger_than_the_first_that_was_recorded_is_launched() -> None:
 
 def test_tiles_of_any_images_fit_the_recorded_launch() -> None:
     for lengths in ([32, 0, 0], [1, 1, 30], [17, 15, 0], [9, 9, 9]):
-        size = next(size for size in vision_graphs.SIZES if size >= sum(lengths))
+        size = next(size for size in vision_sizes.SIZES if size >= sum(lengths))
         Tiles.of(lengths, 8, torch.device("cpu"), capacity=num_tiles(PassLimits(size, 3), 8))
 
 
@@ -257,17 +258,17 @@ def test_whatever_is_shared_out_has_room_in_a_recording(lengths: list[int]) -> N
 def test_recorded_images_have_whole_tokens_and_no_recording_is_left_out(
     side: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vision_graphs, "SIZES", tuple(range(128, 2049, 128)))
+    monkeypatch.setattr(vision_sizes, "SIZES", tuple(range(128, 2049, 128)))
     qwen = model_config(QWEN).vision
     assert qwen
     packings = list(graphs._packings(replace(qwen, spatial_merge_size=side)))
     assert all(grid.h % side == grid.w % side == 0 and grid.patches for grids in packings for grid in grids)
-    alone = [vision_graphs.size_for(grids[0].patches) for grids in packings if len(grids) == 1]
-    assert alone == list(reversed(vision_graphs.SIZES))
+    alone = [vision_sizes.size_for(grids[0].patches) for grids in packings if len(grids) == 1]
+    assert alone == list(reversed(vision_sizes.SIZES))
 
 
 def test_packs_of_small_images_are_recorded_beside_one_large_image(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vision_graphs, "SIZES", (128, 256, 2048))
+    monkeypatch.setattr(vision_sizes, "SIZES", (128, 256, 2048))
     vision = model_config(QWEN).vision
     assert vision
     assert [[len(grids), sum(grid.patches for grid in grids)] for grids in graphs._packings(vision)] == [

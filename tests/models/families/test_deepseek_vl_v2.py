@@ -18,7 +18,7 @@ from saccade import LLM, SamplingParams, costs
 from saccade.checkpoint.config import model_config
 from saccade.cli.count import count_files
 from saccade.errors import RequestError
-from saccade.models.cuda import vision_graphs
+from saccade.models.cuda import vision_sizes
 from saccade.models.families.deepseek_vl_v2 import Projector
 from saccade.models.layers.attention import PagedKV
 from saccade.models.layers.mla import LatentDecoder
@@ -372,7 +372,7 @@ def test_a_layer_is_timed_over_whole_tiles() -> None:
 
 
 def test_a_recorded_pass_holds_whole_squares(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vision_graphs, "MOST", 2048)
+    monkeypatch.setattr(vision_sizes, "MAXIMUM", 2048)
     vision = model_config(TINY).vision
     assert vision
     packings = list(_packings(vision))

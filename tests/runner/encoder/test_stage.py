@@ -270,7 +270,7 @@ def test_where_passes_run_ahead_the_first_does_not_wait_for_all_its_images(tower
 
 
 def test_pixels_decoded_at_the_same_time_are_bounded(tower: FakeTower, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encoder_module, "_MOST_SOURCE_PIXELS", 40)
+    monkeypatch.setattr(encoder_module, "_MAX_SOURCE_PIXELS", 40)
     encoder = stage(tower, max_patches=1000)
     encoder.submit([picture(str(i)) for i in range(6)])  # 16 pixels each
     assert len([f for _, f in encoder._decoding.values() if not f.done()]) <= 2
