@@ -5,7 +5,12 @@ BIN := $(VENV)/bin
 PORT ?= 8000
 MODEL ?=
 
-.PHONY: setup test lint types tests browser serve bench evaluate clean
+# What `make test-fast` runs: no engine, no server, no Transformers.
+FAST := tests/project/test_borders.py tests/scheduler tests/media/test_[dfhlpru]*.py \
+	tests/checkpoint/test_config.py tests/structured/test_schema.py tests/engine/test_trace.py tests/engine/ipc/test_messages.py \
+	tests/server/test_[ces][ovt][nre]*.py tests/test_[cfs]*.py
+
+.PHONY: setup test test-fast lint types tests browser serve bench evaluate clean
 
 setup: $(VENV)/.ready
 
@@ -15,6 +20,9 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	touch $@
 
 test: setup lint types tests
+
+test-fast: setup lint
+	$(BIN)/python -m pytest -n 2 -m "not slow and not server" $(FAST)
 
 lint: setup
 	$(BIN)/ruff check .

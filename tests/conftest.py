@@ -24,6 +24,31 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 pytest.register_assert_rewrite("tests.helpers")
 
+# Marks by folder; `transformers`, `browser` and `slow` stand in the files themselves.
+FOLDERS = {
+    "kernels/": "kernels",
+    "models/cuda/": "kernels",
+    "runner/cuda/": "kernels",
+    "runner/": "engine",
+    "engine/": "engine",
+    "training/": "engine",
+    "test_llm.py": "engine",
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        path = item.path.relative_to(Path(__file__).parent).as_posix()
+        for folder, mark in FOLDERS.items():
+            if path.startswith(folder):
+                item.add_marker(mark)
+        assert isinstance(item, pytest.Function)
+        names, fixtures = vars(item.module), set(item.fixturenames)
+        if "running_server" in names or "running_builtin" in names or "server" in fixtures:
+            item.add_marker("server")
+        if fixtures & {"browser", "page"}:
+            item.add_marker("browser")
+
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "family_name" in metafunc.fixturenames:

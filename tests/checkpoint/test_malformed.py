@@ -25,6 +25,8 @@ from saccade.processor.families import video_rules_for
 from saccade.processor.images import Images
 from tests.helpers.families import FAMILIES
 
+pytestmark = pytest.mark.transformers
+
 FILES = ("config.json", "preprocessor_config.json", "processor_config.json", "generation_config.json")
 GONE = object()
 VALUES = (GONE, 0, -1, 1.5, "x", [], {}, None, 10**12, 10**400)

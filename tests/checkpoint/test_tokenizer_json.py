@@ -27,6 +27,8 @@ from saccade.types import Prompt, Request
 from tests.helpers import family_qwen_vl
 from tests.helpers.family_qwen_vl import CONTROL, MARKS, SlowTokenizer, train_ranks
 
+pytestmark = pytest.mark.transformers
+
 WORDS = [
     "the",
     " quick",

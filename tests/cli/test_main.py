@@ -11,6 +11,8 @@ from saccade.cli import main as cli
 from tests.helpers.images import make_photo
 from tests.helpers.videos import film
 
+pytestmark = pytest.mark.transformers
+
 
 @pytest.fixture
 def images(tmp_path: Path) -> list[str]:

@@ -20,6 +20,8 @@ from saccade.types import StepPlan
 from tests.helpers.async_engine import FEW, GREEDY, OPTIONS, QWEN2_VL, answers, decoding, overlapped, prompts
 from tests.helpers.families import FAMILIES
 
+pytestmark = pytest.mark.transformers
+
 DECODERS = ("llava", "mistral3", "qwen2_vl", "qwen3_vl")  # all that kernels know: every other family has one of these
 
 

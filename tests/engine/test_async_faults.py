@@ -19,6 +19,8 @@ from tests.helpers.async_scheduling import PACE
 from tests.helpers.launching import Launching, drained
 from tests.helpers.scheduling import EOS, FakeImage, make_config, make_request
 
+pytestmark = pytest.mark.transformers
+
 
 def make_core(kind: type[EngineCore] = AsyncEngineCore, **runner: Any) -> EngineCore:
     config = make_config()

@@ -20,6 +20,8 @@ from saccade.processor.output import RequestOutputBuilder
 from saccade.types import MediaItem
 from tests.helpers.async_engine import FEW, OPTIONS, QWEN2_VL, answers, decoding, overlapped
 
+pytestmark = pytest.mark.transformers
+
 AFTER_CLOSE: dict[str, Callable[[LLM], Any]] = {
     "generate": lambda llm: llm.generate("a", FEW, use_tqdm=False),
     "chat": lambda llm: llm.chat([{"role": "user", "content": "a"}], FEW, use_tqdm=False),

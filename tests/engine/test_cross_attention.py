@@ -27,6 +27,8 @@ from tests.helpers.images import make_photo
 from tests.helpers.prompts import data_url
 from tests.helpers.serving import MODEL, running_server
 
+pytestmark = pytest.mark.transformers
+
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 LONG = "The quick brown fox jumps over the lazy dog. " * 4
 FOUR_TILES = make_photo(112, 112, 1)

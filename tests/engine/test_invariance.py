@@ -12,6 +12,8 @@ from saccade.processor.checkpoint import open_checkpoint
 from tests.helpers.engine_runs import GREEDY, Subject, prompts, run
 from tests.helpers.families import ModelFamily
 
+pytestmark = pytest.mark.transformers
+
 SEEDED = SamplingParams(temperature=1.0, top_p=0.95, seed=11, max_tokens=12, ignore_eos=True)
 
 

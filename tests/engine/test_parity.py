@@ -12,6 +12,8 @@ from saccade import LLM, SamplingParams
 from tests.helpers.families import FAMILIES, ModelFamily
 from tests.helpers.images import make_photo
 
+pytestmark = pytest.mark.transformers
+
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 CASES = {
     "no picture": ("The quick brown fox jumps over the lazy dog", 0),

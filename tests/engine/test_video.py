@@ -20,6 +20,8 @@ from tests.helpers.images import make_photo
 from tests.helpers.videos import GREEDY, VIDEO, answers, film, frames
 from tests.helpers.vision_towers import DEVICE, QWEN, model
 
+pytestmark = pytest.mark.transformers
+
 FILM = film(30, images=frames(30, seed=3))
 
 

@@ -12,6 +12,8 @@ from saccade import LLM, SamplingParams
 from tests.helpers.families import FAMILIES as ALL
 from tests.helpers.videos import FAMILIES, VIDEO, VideoReference, frames, metadata, video_reference
 
+pytestmark = pytest.mark.transformers
+
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 
 

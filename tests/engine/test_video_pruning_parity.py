@@ -18,6 +18,8 @@ from saccade.types import Prompt
 from tests.helpers.families import FAMILIES as ALL
 from tests.helpers.videos import FAMILIES, VIDEO, VideoReference, frames, metadata, video_reference
 
+pytestmark = pytest.mark.transformers
+
 TOKENS = 16
 GREEDY = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, logprobs=1)
 

@@ -25,6 +25,8 @@ from saccade.processor.tokenizer import Tokenizer
 from saccade.server.service import _name_of
 from tests.helpers.prompts import make
 
+pytestmark = pytest.mark.transformers
+
 INDEX = "model.safetensors.index.json"
 DEEP = '{"a": ' * 100_000 + "1" + "}" * 100_000
 JUST_TOO_DEEP = '{"model_type": ' + "[" * 64 + "]" * 64 + "}"

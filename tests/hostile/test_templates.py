@@ -44,6 +44,8 @@ from tests.helpers.serving import (
     until,
 )
 
+pytestmark = pytest.mark.transformers
+
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 DEEDS = {
     "loops": LOOP,

@@ -28,6 +28,8 @@ from tests.helpers import family_fallback
 from tests.helpers.images import make_photo
 from tests.helpers.serving import chat_body, photo_part, running_server, text_part
 
+pytestmark = pytest.mark.transformers
+
 KINDS: dict[str, tuple[Callable[..., Path], str]] = {
     "idefics3": (family_fallback.idefics3, "<image>"),
     "internvl": (family_fallback.internvl, "<IMG_CONTEXT>"),

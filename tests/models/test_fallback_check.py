@@ -17,6 +17,8 @@ from saccade.models import fallback
 from tests.helpers import family_fallback, family_refused
 from tests.helpers.images import make_photo
 
+pytestmark = pytest.mark.transformers
+
 SIZES = {"max_model_len": 256, "kv_cache_gb": 0.01, "use_tqdm": False}
 REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
     "gemma3": (family_fallback.gemma3, "its pictures are read in both directions"),

@@ -18,6 +18,8 @@ from tests.helpers import family_fallback
 from tests.helpers.family_fallback import LONGROPE, SWITCH, TEXT
 from tests.helpers.images import make_photo
 
+pytestmark = pytest.mark.transformers
+
 WORDS = "The quick brown fox jumps over the lazy dog. "
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 SIZES = {"max_model_len": 512, "kv_cache_gb": 0.02, "use_tqdm": False}

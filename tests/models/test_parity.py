@@ -37,6 +37,8 @@ from tests.helpers.parity import (
     their_logits,
 )
 
+pytestmark = pytest.mark.transformers
+
 FAMILIES: dict[str, Callable[..., Path]] = {"qwen2_vl": checkpoints.qwen2_vl, "llava": checkpoints.llava}
 
 

@@ -20,6 +20,8 @@ from saccade.models import load_model
 from saccade.models.interface import VisionLanguageModel
 from saccade.models.weights import Rule, fill_random, load_weights, under
 
+pytestmark = pytest.mark.transformers
+
 CPU = torch.device("cpu")
 Tensors = dict[str, torch.Tensor]
 

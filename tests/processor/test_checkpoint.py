@@ -16,6 +16,8 @@ from saccade.errors import ConfigError
 from saccade.processor.checkpoint import open_checkpoint
 from saccade.processor.families import family_for
 
+pytestmark = pytest.mark.transformers
+
 
 @pytest.fixture
 def folder(tmp_path: Path, qwen2_vl_folder: Path) -> Path:

@@ -14,6 +14,8 @@ from saccade.processor.detokenize import Detokenizer
 from saccade.processor.tokenizer import Tokenizer
 from tests.helpers.tokenizers import llama_first
 
+pytestmark = pytest.mark.transformers
+
 MAKERS = {"qwen": checkpoints.qwen_tokenizer, "llama": checkpoints.llama_tokenizer, "llama_first": llama_first}
 
 

@@ -12,6 +12,8 @@ from saccade.processor.prompt import Processor
 from tests.helpers.images import make_photo, png
 from tests.helpers.prompts import PHOTOS, changed, chat_refusal, data_url, make, reference
 
+pytestmark = pytest.mark.transformers
+
 
 @pytest.fixture(scope="session")
 def qwen(qwen2_vl_folder: Path) -> Processor:

@@ -19,6 +19,8 @@ from saccade.types import RECORD_BYTES
 from tests.helpers.images import make_photo, png
 from tests.helpers.prompts import PHOTOS, changed, make, reference, refusal
 
+pytestmark = pytest.mark.transformers
+
 IMAGE = {"qwen2_vl": "<|vision_start|><|image_pad|><|vision_end|>", "llava": "<image>"}
 LAYOUTS = ["no pictures here", "{}\nWhat is this?", "Look: {} and {} differ how?", "the end{}", " {}{}", "a {} b  {}\n"]
 

@@ -10,6 +10,8 @@ from benchmarks import checkpoints
 from saccade.errors import ConfigError, RequestError
 from saccade.processor.template import render
 
+pytestmark = pytest.mark.transformers
+
 HELLO = [{"role": "user", "content": "hello"}]
 
 

@@ -21,6 +21,8 @@ from saccade.errors import ConfigError, RequestError
 from saccade.processor.tokenizer import Tokenizer
 from tests.helpers.tokenizers import llama_first
 
+pytestmark = pytest.mark.transformers
+
 
 def nfkc() -> tokenizers.Tokenizer:
     """Full-width characters become plain ones, and control tokens are looked for afterwards: the worst case."""

@@ -32,6 +32,8 @@ from tests.helpers.images import make_photo, png
 from tests.helpers.prompts import POLICY, make, refusal
 from tests.helpers.videos import FAMILIES, VIDEO, brightness_of, film, frames, sound, video_processor
 
+pytestmark = pytest.mark.transformers
+
 FILMS = {name: film(container=name) for name in ("mp4", "mov", "webm", "matroska", "avi")}
 
 

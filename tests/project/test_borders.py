@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -101,7 +102,8 @@ class Import(NamedTuple):
     is_lazy: bool
 
 
-def imports_of(path: Path) -> Iterator[Import]:
+@cache
+def imports_of(path: Path) -> list[Import]:
     tree = ast.parse(path.read_text())
     typing_only = {
         id(inner)
@@ -110,6 +112,7 @@ def imports_of(path: Path) -> Iterator[Import]:
         for inner in ast.walk(node)
     }
     top = {id(node) for node in tree.body}
+    found = []
     for node in ast.walk(tree):
         if id(node) in typing_only or not isinstance(node, (ast.Import, ast.ImportFrom)):
             continue
@@ -121,7 +124,8 @@ def imports_of(path: Path) -> Iterator[Import]:
                 f"saccade.{a.name}" if (ROOT / f"{a.name}.py").exists() else "saccade.__init__" for a in node.names
             ]
         for name in names:
-            yield Import(file, node.lineno, name, id(node) not in top)
+            found.append(Import(file, node.lineno, name, id(node) not in top))
+    return found
 
 
 def part_of(path: Path) -> str:

@@ -16,6 +16,8 @@ from saccade.runner import profile
 from saccade.types import Grid
 from tests.helpers.families import FAMILIES
 
+pytestmark = pytest.mark.transformers
+
 
 class Tower:
     """Notes the grids that went through it."""

@@ -63,6 +63,7 @@ class GoingOn(FakeRunner):
         return Sample(RUBBISH, None) if work.request_id in self.spoiled else super()._sample(work)
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(CONFIGS, st.lists(REQUESTS, min_size=1, max_size=10), st.sets(st.sampled_from("abc")))
 def test_any_workload_planned_ahead_drains_and_each_request_ends_once(

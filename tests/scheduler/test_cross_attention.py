@@ -226,6 +226,7 @@ REQUESTS = st.tuples(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(CONFIGS, st.lists(REQUESTS, min_size=1, max_size=14))
 def test_any_workload_of_lasting_images_drains_and_leaves_nothing_held(config: dict, requests: list) -> None:

@@ -156,6 +156,7 @@ def test_a_request_that_finds_no_place_keeps_nobody_from_riding_along() -> None:
 PROMPTS = st.lists(st.one_of(st.integers(2, 300), st.integers(1, 200).map(lambda n: FakeImage(f"p{n}", n))), max_size=5)
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(PROMPTS, st.integers(0, 6), st.booleans())
 def test_no_step_in_which_a_prompt_ends_has_more_tokens_than_fit_by_themselves(

@@ -14,6 +14,7 @@ from tests.helpers.random_workloads import BROKEN, CONFIGS, IMAGES, REQUESTS, as
 from tests.helpers.scheduling import EOS, FakeImage, Part, Rig
 
 
+@pytest.mark.slow
 @settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(CONFIGS, st.lists(REQUESTS, min_size=1, max_size=14))
 def test_any_workload_drains_and_each_accepted_request_ends_once(config: dict, requests: list) -> None:
@@ -78,6 +79,7 @@ def _random_parts(rng: random.Random) -> list[Part]:
     return [rng.choice([rng.randint(1, 8), rng.choice(images)]) for _ in range(rng.randint(1, 4))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sliced", [None, 2])
 def test_a_zipf_stream_of_images_takes_the_hit_rate_from_nothing_to_over_four_fifths(sliced: int | None) -> None:
     rng = random.Random(7)

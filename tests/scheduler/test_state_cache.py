@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -52,6 +53,7 @@ def computed(made: Rig, request_id: str) -> int:
     return next(work.start for plan in made.plans for work in plan.windows if work.request_id == request_id)
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(CONFIGS, st.lists(REQUESTS, min_size=1, max_size=14), st.sampled_from([0, 1, 2, 20]))
 def test_any_workload_goes_on_with_the_states_of_its_own_text(config: dict, requests: list, rows: int) -> None:

@@ -18,6 +18,8 @@ from tests.helpers.browser import PATIENCE_MS, open_page, running_browser
 from tests.helpers.images import make_photo, png
 from tests.helpers.serving import RunningServer, as_url, image_part, running_builtin
 
+pytestmark = pytest.mark.browser
+
 KEY = "key-for-the-page"
 HAS_KEY = f"sessionStorage.setItem('saccade-key', '{KEY}')"  # as if it had been typed in this tab before
 SQUARE = "What colour is the square?"

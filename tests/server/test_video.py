@@ -19,6 +19,8 @@ from tests.helpers.images import make_photo, png
 from tests.helpers.serving import RunningServer, as_url, error_of, image_part, photo_part, running_server, text_part
 from tests.helpers.videos import film
 
+pytestmark = pytest.mark.transformers
+
 FILM = film(20)
 STILLS = "data:video/png;base64," + ",".join(as_url(png(make_photo(84, 56, i))).partition(",")[2] for i in range(3))
 WHERE = "messages[0].content[0].video_url"

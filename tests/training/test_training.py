@@ -29,6 +29,8 @@ from training.scenes import TRAIN, TRAINING, Shape, held_out, sample
 from training.tokenizer import corpus, train_tokenizer
 from training.train import Settings, Trainer
 
+pytestmark = pytest.mark.transformers
+
 VOCABULARY = 640
 SIZES = dataclasses.replace(TINY, vocabulary=VOCABULARY)
 SMALL = BatchSizes(patches=1200, text=96)

@@ -26,6 +26,8 @@ from tests.helpers.async_engine import OPTIONS, QWEN2_VL, answers, prompts
 from tests.helpers.paged import BLOCK, DEVICE, Paged, assert_close, ints, random
 from tests.helpers.published import PUBLISHED
 
+pytestmark = pytest.mark.transformers
+
 HEADS = Heads(queries=6, keys=2, dim=16)
 ROOM = Capacity(tokens=64, windows=5, blocks=40)
 

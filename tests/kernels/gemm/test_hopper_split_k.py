@@ -27,6 +27,8 @@ from tests.helpers.decoder_layers import BIASES, assert_close, decoder, plain_ml
 from tests.helpers.families import FAMILIES
 from tests.helpers.paged import BLOCK, DEVICE, SMALL, Paged, ints, random
 
+pytestmark = pytest.mark.transformers
+
 SHARED = 227 << 10  # bytes that the programs of a multiprocessor share
 SHAPES = [(2048, 1536), (1536, 1536), (1536, 8960), (4608, 3584), (3584, 3584), (12288, 4096), (4096, 11008)]
 EVERY_ROWS = pytest.mark.parametrize("rows", [2, 17, 33, 64, 65, 128])

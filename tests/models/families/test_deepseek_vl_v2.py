@@ -37,6 +37,8 @@ from tests.helpers.family_deepseek_vl_v2 import PUBLISHED, TINY
 from tests.helpers.images import make_photo, png
 from tests.helpers.reference import Reference
 
+pytestmark = pytest.mark.transformers
+
 PHOTOS = [make_photo(112, 84, 1), make_photo(60, 130, 2), make_photo(31, 33, 3), make_photo(300, 70, 4)]
 sides = st.one_of(st.integers(1, 64), st.integers(1, 2000), st.integers(1, 60_000))
 

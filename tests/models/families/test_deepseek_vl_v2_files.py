@@ -18,6 +18,8 @@ from tests.helpers.family_checks import POLICY, Given, Subject, dummy
 from tests.helpers.family_deepseek_vl_v2 import TINY, TINY_LANGUAGE
 from tests.helpers.images import make_photo
 
+pytestmark = pytest.mark.transformers
+
 PHOTOS = [make_photo(112, 84, 1)]
 
 

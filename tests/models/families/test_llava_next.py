@@ -27,6 +27,8 @@ from tests.helpers.family_checks import Given, Subject, as_patches, assert_close
 from tests.helpers.images import make_photo, png
 from tests.helpers.reference import Reference
 
+pytestmark = pytest.mark.transformers
+
 PUBLISHED = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
 PHOTOS = [make_photo(112, 84, 1), make_photo(60, 130, 2), make_photo(31, 33, 3), make_photo(300, 70, 4)]
 sides = st.one_of(st.integers(1, 64), st.integers(1, 2000), st.integers(1, 60_000))

@@ -46,6 +46,8 @@ from tests.helpers.family_checks import (
 from tests.helpers.images import make_photo, png
 from tests.helpers.reference import Reference
 
+pytestmark = pytest.mark.transformers
+
 PINPOINTS = LlavaOnevisionImageProcessorPil.image_grid_pinpoints  # the published ones: up to 6 x 6 tiles of 384
 # The last two have more patches than may be kept: one is reduced, the other within the slack.
 PHOTOS = [make_photo(112, 84, 1), make_photo(31, 33, 2), make_photo(300, 70, 3), make_photo(200, 190, 4)]

@@ -25,6 +25,8 @@ from tests.helpers.family_checks import CPU, Subject, assert_close, dummy
 from tests.helpers.images import make_photo, png
 from tests.helpers.reference import Reference
 
+pytestmark = pytest.mark.transformers
+
 PHOTOS = [make_photo(112, 84, 1), make_photo(60, 130, 2)]
 
 # What the hub says of the 8B, as far as shapes go.

@@ -26,6 +26,8 @@ from tests.helpers.family_checks import Given, Subject, as_patches, assert_close
 from tests.helpers.images import make_photo, png
 from tests.helpers.reference import Reference
 
+pytestmark = pytest.mark.transformers
+
 PHOTOS = [make_photo(112, 84, 1), make_photo(60, 130, 2), make_photo(31, 33, 3), make_photo(300, 70, 4)]
 PUBLISHED = {"pixtral": Mistral3(16, 1, Size(1024, 1024), 10, 12, 13, {})}
 PUBLISHED["mistral3"] = Mistral3(14, 2, Size(1540, 1540), 10, 12, 13, {})

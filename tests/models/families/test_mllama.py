@@ -37,6 +37,8 @@ from tests.helpers.family_mllama import HUB, IMAGE, TILE
 from tests.helpers.images import make_photo
 from tests.helpers.reference import Reference
 
+pytestmark = pytest.mark.transformers
+
 # One, two, three and four tiles: wide, tall, square.
 PHOTOS = [make_photo(50, 40, 1), make_photo(110, 50, 2), make_photo(40, 160, 3), make_photo(112, 84, 4)]
 SIDES = st.one_of(st.integers(1, 64), st.integers(1, 2500), st.integers(1, 20_000))

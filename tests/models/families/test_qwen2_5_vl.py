@@ -37,6 +37,8 @@ from tests.helpers.qwen_checks import (
     small_model,
 )
 
+pytestmark = pytest.mark.transformers
+
 # What the hub says of Qwen2.5-VL-7B-Instruct, text fields at the top level.
 PUBLISHED_7B: dict[str, Any] = {
     "model_type": "qwen2_5_vl",

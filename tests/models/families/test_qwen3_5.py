@@ -27,6 +27,8 @@ from tests.helpers.images import make_photo
 from tests.helpers.parity import CPU, Pair, assert_close, finish, hybrid_logits, prompt, their_logits
 from tests.helpers.qwen_checks import assert_positions_equal
 
+pytestmark = pytest.mark.transformers
+
 # What the hub says of Qwen3.5-9B, as far as shapes go.
 PUBLISHED_9B: dict[str, Any] = {
     "model_type": "qwen3_5",

@@ -39,6 +39,8 @@ from tests.helpers.qwen_checks import (
     small_model,
 )
 
+pytestmark = pytest.mark.transformers
+
 # What the hub says of Qwen3-VL-4B-Instruct.
 PUBLISHED_4B: dict[str, Any] = {
     "architectures": ["Qwen3VLForConditionalGeneration"],

@@ -27,6 +27,8 @@ from tests.helpers.images import make_photo
 from tests.helpers.parity import CPU, Pair, assert_close, finish, hybrid_logits, our_logits, prompt, their_logits
 from tests.helpers.qwen_checks import assert_positions_equal, assert_sizes_equal
 
+pytestmark = pytest.mark.transformers
+
 BUILDERS: dict[str, Callable[..., Path]] = {"qwen3_vl_moe": build_vl, "qwen3_5_moe": build_hybrid}
 FOLDERS = [f"{name}-{layout}" for name in BUILDERS for layout in ("saved", "published")]
 

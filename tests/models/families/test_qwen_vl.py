@@ -34,6 +34,8 @@ from tests.helpers.family_qwen_vl import IMAGE, SlowTokenizer
 from tests.helpers.images import make_photo, png
 from tests.helpers.reference import Reference
 
+pytestmark = pytest.mark.transformers
+
 PHOTOS = [make_photo(112, 84, 1), make_photo(60, 130, 2), make_photo(31, 33, 3)]
 PUBLISHED: dict[str, Any] = {  # what Qwen-VL-Chat says
     "architectures": ["QWenLMHeadModel"],

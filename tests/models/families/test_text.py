@@ -28,6 +28,8 @@ from tests.helpers.parity import BLOCK, one_request
 from tests.helpers.reference import Reference
 from tests.helpers.serving import RunningServer, error_of, photo_part, running_server, text_part
 
+pytestmark = pytest.mark.transformers
+
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 FOX = "The quick brown fox jumps over the lazy dog. "
 PROMPTS = [FOX * 8, "Five.", FOX * 2 + "Compare these two.", "你好, naïve café 🙂"]
@@ -259,6 +261,7 @@ def test_the_model_card_offers_no_images(text_server: RunningServer) -> None:
     assert any("the model takes no pictures" in line for line in text_server.log)
 
 
+@pytest.mark.browser
 def test_the_page_offers_no_images_and_answers(text_server: RunningServer) -> None:
     with running_browser() as browser, open_page(browser, text_server.url) as page:
         expect(page.locator("#model")).not_to_be_empty(timeout=PATIENCE_MS)

@@ -28,6 +28,8 @@ from saccade.models.parameters import Parameters
 from saccade.models.weights import fill_random, load_weights
 from tests.helpers.allocations import PeakMemory
 
+pytestmark = pytest.mark.transformers
+
 HIDDEN = 24
 RULES = MoEConfig(layers=(0,), count=8, per_token=3, width=10)
 QWEN = {"hidden_size": HIDDEN, "moe_intermediate_size": 10, "num_experts": 8, "num_experts_per_tok": 3}

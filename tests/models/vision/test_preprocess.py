@@ -21,6 +21,8 @@ from saccade.models.interface import VisionLanguageModel
 from saccade.models.vision.preprocess import PixelPolicy, centre_crop, normalise, patchify, pixel_policy, resize
 from saccade.types import Geometry, Grid, Size
 
+pytestmark = pytest.mark.transformers
+
 Pixels = npt.NDArray[np.uint8]
 
 

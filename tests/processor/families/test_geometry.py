@@ -27,6 +27,8 @@ from saccade.processor.families.llava import Llava
 from saccade.processor.families.qwen2_vl import Qwen2VL
 from saccade.types import Grid, Size, Span
 
+pytestmark = pytest.mark.transformers
+
 SIDE = 28
 # Small ones often, huge ones too; the ratio is cut where both sides refuse it.
 sides = st.one_of(st.integers(1, 64), st.integers(1, 2000), st.integers(1, 60_000))

@@ -17,6 +17,8 @@ from saccade.types import StepPlan, StepResult
 from tests.helpers.async_engine import OPTIONS, overlapped, prompts
 from tests.helpers.families import FAMILIES
 
+pytestmark = pytest.mark.transformers
+
 SIZE = MixedSize(32, 4)
 GREEDY = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
 DRAWN = SamplingParams(max_tokens=5, temperature=1.2, top_k=50, seed=3, ignore_eos=True)

@@ -32,6 +32,8 @@ from tests.helpers.images import png
 from tests.helpers.prompts import POLICY, make, refusal
 from tests.helpers.videos import GREEDY, VIDEO, answers, film, frames
 
+pytestmark = pytest.mark.transformers
+
 ARRAY = frames(10, 112, 84)  # groups of 4 x 3 tokens
 CELLS = Size(5, 4)  # of the videos with a square
 FILM = film(30, images=frames(30, 112, 84, seed=3), size=(112, 84))
