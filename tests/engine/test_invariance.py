@@ -42,7 +42,7 @@ def alone(subject: Subject) -> list[list[int]]:
         pytest.param({"encoder_cache_gb": 0.0, "max_num_batched_tokens": 48}, id="no encoder cache, chunks of 48"),
         pytest.param({"max_num_seqs": 2}, id="two at a time"),
         pytest.param({"encode_layers_per_step": 1}, id="encoder sliced by one layer"),
-        pytest.param({"step_ms": 0.001}, id="bounded steps"),
+        pytest.param({"max_step_ms": 0.001}, id="bounded steps"),
         pytest.param({"encode_layers_per_step": 1, "max_num_batched_tokens": 32}, id="sliced, chunks of 32"),
     ],
 )

@@ -129,7 +129,7 @@ def alone(subject: Subject) -> list[list[int]]:
         pytest.param({"max_num_batched_tokens": 16}, id="chunks of 16"),
         pytest.param({"enable_prefix_caching": False}, id="no prefix cache"),
         pytest.param({"max_num_seqs": 2}, id="two at a time"),
-        pytest.param({"step_ms": 0.001}, id="bounded steps"),
+        pytest.param({"max_step_ms": 0.001}, id="bounded steps"),
         pytest.param({"encoder_cache_gb": 0.0}, id="no encoder cache"),
     ],
 )
