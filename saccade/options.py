@@ -1,4 +1,4 @@
-"""Every setting: what a user may choose, with its default and its help, and the resolved limits the parts get."""
+"""Every setting: what a user may choose, with its default and help, and the resolved limits the parts get."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from saccade.errors import ConfigError
 from saccade.types import LatencyProfile, StepTime
 
-# --- what a user may set ------------------------------------------------------------------------------------------
+# --- what a user may set ------------------------------------------------------------------------------------
 
 
 def _option(default: Any, help: str) -> Any:
@@ -21,88 +21,85 @@ def _option(default: Any, help: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Every setting of the engine, with its default. The command line is made from this class; None means automatic."""
+    """Every setting of the engine. The command line is made from this class; None means automatic."""
 
-    model: str | None = _option(None, "folder or hub id of a checkpoint; nothing: the small model inside the package")
-    dtype: str = _option("auto", "float32, bfloat16 or float16; auto: the checkpoint's, where the device is good at it")
+    model: str | None = _option(None, "folder or hub id of a checkpoint; none: the small model in the package")
+    dtype: str = _option("auto", "float32, bfloat16 or float16; auto: the checkpoint's, if the device is fast at it")
     device: str = _option("auto", "cpu or cuda; auto: cuda when there is one")
     load_format: str = _option("auto", "auto, or dummy for random weights made from the config alone")
-    seed: int = _option(0, "of dummy weights and of requests that set none")
-    max_model_len: int | None = _option(
-        None, "longest prompt plus answer, in tokens; automatic: what model and KV allow"
-    )
-    max_num_batched_tokens: int = _option(2048, "tokens computed per step; smaller steps mean smoother streams")
+    seed: int = _option(0, "seed of dummy weights, and of requests that set none")
+    max_model_len: int | None = _option(None, "prompt plus output tokens; automatic: what model and KV cache allow")
+    max_num_batched_tokens: int = _option(2048, "tokens computed per step; fewer mean smoother streams")
     max_num_seqs: int = _option(128, "requests that run at the same time")
     max_waiting: int | None = _option(None, "requests that may wait; more are refused; automatic: serving 256")
     block_size: int = _option(16, "tokens per KV block")
     gpu_memory_utilization: float = _option(0.9, "share of a GPU's memory the engine may take")
-    kv_cache_gb: float | None = _option(None, "GiB for KV blocks; automatic: from the memory that is free")
-    encoder_budget: int | None = _option(None, "embeddings encoded per step; automatic: holds the largest picture")
+    kv_cache_gb: float | None = _option(None, "GiB for KV blocks; automatic: from the free memory")
+    encoder_budget: int | None = _option(None, "embeddings encoded per step; automatic: fits the largest image")
     encoder_cache_gb: float | None = _option(
         None,
-        "GiB for embeddings of pictures seen before; 0 keeps none; automatic: 0.5, or more if one picture needs it",
+        "GiB for the encoder cache; 0 keeps nothing between requests; automatic: 0.5, or more if one image needs it",
     )
-    enable_prefix_caching: bool = _option(True, "reuse KV blocks of equal beginnings")
+    enable_prefix_caching: bool = _option(True, "reuse KV blocks of equal prompt prefixes")
     limit_mm_per_prompt: dict[str, int] = _option(  # noqa: RUF009 (a dict becomes a default factory)
         {"image": 16, "video": 1},
-        "pictures and videos per prompt, such as image=4,video=1",
+        "images and videos per prompt, such as image=4,video=1",
     )
-    min_pixels: int | None = _option(None, "smaller pictures are enlarged to this; automatic: the checkpoint's")
+    min_pixels: int | None = _option(None, "smaller images are enlarged to this; automatic: the checkpoint's")
     max_pixels: int | None = _option(
-        None, "larger pictures are reduced to this, frames of videos too; automatic: the checkpoint's"
+        None, "larger images and video frames are reduced to this; automatic: the checkpoint's"
     )
-    max_image_bytes: int = _option(64 << 20, "compressed size of one picture")
-    max_image_pixels: int = _option(100_000_000, "width x height of one picture before it is resized")
-    max_request_pixels: int = _option(400_000_000, "the same for all pictures of one request together")
-    video_fps: float = _option(2.0, "frames taken of each second of a video; requests may ask for fewer")
-    max_video_frames: int | None = _option(None, "frames taken of one video at most; automatic: the checkpoint's")
+    max_image_bytes: int = _option(64 << 20, "compressed size of one image")
+    max_image_pixels: int = _option(100_000_000, "width x height of one image before it is resized")
+    max_request_pixels: int = _option(400_000_000, "the same for all images of one request together")
+    video_fps: float = _option(2.0, "frames sampled per second of video; requests may ask for fewer")
+    max_video_frames: int | None = _option(None, "frames sampled from one video; automatic: the checkpoint's")
     max_video_pixels: int | None = _option(
         None,
-        "larger videos are reduced to this: a frame, or all frames together where the checkpoint counts so; automatic: "
+        "larger videos are reduced to this: per frame, or over all frames if the checkpoint counts so; automatic: "
         "the checkpoint's",
     )
     video_pruning: float = _option(
         0.0,
-        "share of a frame group's tokens that goes, where least has changed since the frame before; a video's first "
-        "group stays whole, and requests may ask for more",
+        "share of a frame group's tokens that is dropped, where least has changed since the frame before; the first "
+        "group of a video stays whole, and requests may ask for more",
     )
     max_video_bytes: int = _option(256 << 20, "compressed size of one video")
-    max_video_seconds: float = _option(3600.0, "how long one video may be")
+    max_video_seconds: float = _option(3600.0, "length of one video")
     max_step_ms: float | None = _option(
         None,
-        "how long a step may take on a CPU: prompts are cut, pictures encoded in slices and text goes ahead of them, "
-        "so that nobody waits much longer for a first token; automatic: no limit offline, 400 when serving",
+        "how long a step may take on a CPU: prefill is chunked, images are encoded in slices and text requests go "
+        "first, which bounds the time to first token; automatic: no limit offline, 400 when serving",
     )
     inter_token_ms: float | None = _option(
         None,
-        "on a GPU, the device time a step beside running answers is planned to take, prompts and pictures included; "
-        "the host's own time comes on top; automatic: 2.5 times what the answers take alone",
+        "on a GPU, the planned device time of a step in which requests decode, with its prefill and encoding; the "
+        "host's own time comes on top; automatic: 2.5 times the decode step alone",
     )
     encode_layers_per_step: int | None = _option(
-        None, "encoder layers run per step while others decode; automatic: whole pictures at once"
+        None, "encoder layers run per step while requests decode; automatic: whole images at once"
     )
     attention_backend: str = _option(
         "auto",
-        "attention of prompts on a GPU: triton (our kernels), flashinfer (must be installed; Hopper GPUs, half "
-        "precision) or auto: ours where one is made for the device, else flashinfer if installed",
+        "prefill attention on a GPU: triton (our kernels), flashinfer (must be installed; Hopper GPUs, half "
+        "precision) or auto: our Hopper kernel if it supports the model, else flashinfer if installed",
     )
-    image_decode_threads: int | None = _option(None, "threads that decode pictures; automatic: one per core, at most 8")
+    image_decode_threads: int | None = _option(None, "threads that decode images; automatic: one per core, at most 8")
     chat_template_timeout: float = _option(
-        2.0,
-        "seconds of computing that a checkpoint's chat template may take for one request; most take a millisecond",
+        2.0, "CPU seconds that a checkpoint's chat template may take for one request; most take a millisecond"
     )
     generation_config: str = _option(
         "auto",
-        "whose sampling values hold for requests that set none: auto for the checkpoint's generation_config.json, none "
-        "for the engine's own, or a folder with another generation_config.json",
+        "sampling defaults of requests that set none: auto for the checkpoint's generation_config.json, none for "
+        "the engine's own, or a folder with another generation_config.json",
     )
     override_generation_config: dict[str, Any] = _option(  # noqa: RUF009 (a dict becomes a default factory)
         {},
-        'single values of it, as JSON such as {"temperature": 0.5}; null takes the file\'s away',
+        'single values of it, as JSON such as {"temperature": 0.5}; null removes the file\'s value',
     )
 
     def max_step_seconds(self, device: str) -> float | None:
-        """What every step keeps to, if anything. On a GPU a measured latency bounds steps instead."""
+        """The limit of every step, if any. On a GPU a measured latency profile bounds steps instead."""
         return self.max_step_ms / 1e3 if self.max_step_ms is not None and device == "cpu" else None
 
     def __post_init__(self) -> None:
@@ -172,7 +169,7 @@ _PROCESSOR_OPTIONS = {  # as the models' own processors call them -> the option
 
 
 def options(**given: Any) -> Options:
-    """Options from keyword arguments, as `LLM(...)` takes them. An unknown name is an error, never dropped."""
+    """Options from keyword arguments, as `LLM(...)` takes them. An unknown name is an error."""
     pixels = dict(given.pop("mm_processor_kwargs", None) or {})
     unknown = set(pixels) - set(_PROCESSOR_OPTIONS)
     if unknown:
@@ -188,56 +185,54 @@ def options(**given: Any) -> Options:
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """Every setting of `saccade serve` beside the engine's. Flags, environment and file are made from this class."""
+    """Every setting of `saccade serve` beside the engine's. Flags, environment and file are made from it."""
 
     host: str = _option("127.0.0.1", "address to listen on; 0.0.0.0 for all of them")
     port: int = _option(8000, "port to listen on; 0 takes a free one")
     served_model_name: tuple[str, ...] = _option(
-        (), "names clients may use, the first is shown; automatic: MODEL, of a folder only its last part"
+        (), "model names clients may use, the first is shown; automatic: MODEL, of a folder only its last part"
     )
     api_key: tuple[str, ...] = _option((), "a key clients must send as a bearer token; may be repeated; none: open")
     share_caches: bool = _option(
         False,
-        "let API keys share what is cached; each can then find out whether another one sent a given text or picture",
+        "let API keys share both caches; each can then find out whether another one sent a given text or image",
     )
     allowed_origins: tuple[str, ...] = _option(
-        (), "web origins whose pages may call the server, such as https://app.example.com, or *; none but its own"
+        (), "web origins whose pages may call the server, such as https://app.example.com, or *; default: its own"
     )
     allowed_hosts: tuple[str, ...] = _option(
         (),
-        "names under which clients may call the server, or *; localhost always may; automatic: those of HOST when it "
-        "is this machine's own, else any",
+        "host names under which clients may call the server, or *; localhost is always allowed; automatic: HOST if it "
+        "is an address of this machine, else any",
     )
-    allowed_media_domains: tuple[str, ...] = _option((), "domains pictures may be fetched from; none by default")
+    allowed_media_domains: tuple[str, ...] = _option((), "domains media may be fetched from; default: none")
     allow_private_media_addresses: bool = _option(
-        False, "fetch from the allowed domains also where they are on a private network; never with *"
+        False, "also fetch from allowed domains that are on a private network; never with *"
     )
-    media_fetch_timeout: float = _option(10.0, "seconds that one picture may take to be fetched, redirects included")
-    allowed_local_media_path: str | None = _option(None, "folder whose pictures file: URLs may name; none by default")
+    media_fetch_timeout: float = _option(10.0, "seconds that fetching one image or video may take, with redirects")
+    allowed_local_media_path: str | None = _option(None, "folder whose files file: URLs may name; default: none")
     max_body_mb: int = _option(96, "MiB of one request's body")
     max_inflight_mb: int = _option(1024, "MiB of all bodies being read or prepared at the same time")
     max_client_share: float = _option(
         0.5,
-        "share of --max-inflight-mb that the requests of one API key, or without keys of one address, may hold, and of "
-        "--max-connections that one address may; 1: all",
+        "share of --max-inflight-mb that the requests of one API key (without keys: of one address) may hold, and of "
+        "--max-connections that one address may hold; 1: all",
     )
-    max_connections: int | None = _option(None, "connections open at once; automatic: from ulimit -n, at most 4096")
+    max_connections: int | None = _option(None, "open connections; automatic: from ulimit -n, at most 4096")
     header_timeout: float = _option(
-        15.0, "seconds until a connection's first request, and a request's headers, are here"
+        15.0, "seconds until a connection's first request, and a request's headers, have arrived"
     )
     body_timeout: float = _option(
-        15.0, "seconds that a body may take, or its next part of --min-body-rate times as many"
+        15.0, "seconds that a body may take; a longer one must bring --min-body-rate over each such interval"
     )
-    min_body_rate: float = _option(
-        32.0, "KiB a second at which bodies must come; 0: within --body-timeout anything will do"
-    )
-    write_timeout: float = _option(60.0, "seconds that an answer waits for its client to read on before it is given up")
+    min_body_rate: float = _option(32.0, "KiB a second at which bodies must arrive; 0: any rate within --body-timeout")
+    write_timeout: float = _option(60.0, "seconds that a response waits for its client to read before it is aborted")
     max_parts: int = _option(4096, "messages and content parts of one request")
     max_schema_checks: int = _option(128, "requests of one caller whose JSON schemas wait to be checked")
-    uuid_cache_mb: int = _option(64, "MiB of pictures kept so that clients may name them again by uuid; 0 keeps none")
+    uuid_cache_mb: int = _option(64, "MiB of images kept so that clients may name them again by uuid; 0 keeps none")
     drain_timeout: float = _option(30.0, "seconds that open requests may take to finish after SIGTERM")
-    heartbeat_timeout: float = _option(60.0, "seconds without a sign from the engine before it is started again")
-    strict_params: bool = _option(False, "refuse requests with fields that are not known")
+    heartbeat_timeout: float = _option(60.0, "seconds without a heartbeat of the engine before it is restarted")
+    strict_params: bool = _option(False, "refuse requests with unknown fields")
     enable_access_log: bool = _option(True, "log a line per request")
 
     def __post_init__(self) -> None:
@@ -283,7 +278,7 @@ _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\sA-Z]+")
 _HOST = re.compile(r"\*|[\w.-]+|\[[0-9a-fA-F:.]+\]")
 
 
-# --- what the parts get -------------------------------------------------------------------------------------------
+# --- what the parts get -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,21 +290,21 @@ class SchedulerConfig:
     max_num_seqs: int
     block_size: int
     num_blocks: int
-    encoder_budget: int  # embeddings the tower makes per step, also of frame groups of which fewer stay
+    encoder_budget: int  # embeddings encoded per step, counted before pruning
     encoder_cache_slots: int  # embedding slots that may be resident or in flight
     keep_idle_embeddings: bool = True  # False: an embedding is dropped as soon as no request holds it
     enable_prefix_caching: bool = True
     encode_layers_per_step: int | None = None  # see Options
     max_waiting: int | None = None
     slot_bytes: int = 0  # of one embedding slot, for the bill; the scheduler itself counts slots
-    state_rows: int | None = None  # states kept for prompts that begin alike; None: the model needs none to go on
+    state_rows: int | None = None  # recurrent-state checkpoints of the prefix cache; None: no recurrent layers
     latency: LatencyProfile | None = None  # measured: bounds steps in which requests decode (GPU)
     step_time: StepTime | None = None  # measured: bounds the time of every step (serving on a CPU)
 
 
 @dataclass(frozen=True, slots=True)
 class VideoPolicy:
-    """Resolved limits for one video. Defaults are those of Options, from which it is made."""
+    """Resolved limits for one video."""
 
     fps: float
     max_frames: int | None
@@ -332,7 +327,7 @@ class VideoPolicy:
 
 @dataclass(frozen=True, slots=True)
 class MediaPolicy:
-    """Resolved limits the processor works under. They have no defaults either."""
+    """Resolved limits the processor works under."""
 
     limits: Mapping[str, int]  # media per prompt, by kind
     min_pixels: int | None
@@ -341,8 +336,8 @@ class MediaPolicy:
     max_image_pixels: int
     max_request_pixels: int
     video: VideoPolicy
-    template_seconds: float  # of computing, for one chat
-    max_model_len: int | None  # as far as it is known before the model is loaded
+    template_seconds: float  # of CPU time, for one chat
+    max_model_len: int | None  # None: not known before the model is loaded
 
     @classmethod
     def of(cls, options: Options) -> MediaPolicy:

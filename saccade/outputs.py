@@ -10,13 +10,13 @@ from saccade.types import Bill, FinishReason, Logprobs
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One answer. While it is being generated, the part that is there so far."""
+    """One completion: all of it, or while it is being generated what there is so far."""
 
     index: int
     text: str
     token_ids: list[int]
     finish_reason: FinishReason | None
-    stop_reason: int | str | None = None  # the stop token or string that ended it, when one of the caller's did
+    stop_reason: int | str | None = None  # the caller's stop token or string that ended it, if one did
     logprobs: list[Logprobs] | None = None  # one per token, when they were asked for
 
 
@@ -28,5 +28,5 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     bill: Bill | None  # None when the request was refused before it could be priced
-    error: RequestError | None = None  # why it was refused or failed; other requests are not affected
+    error: RequestError | None = None  # why it was refused or failed; other requests go on
     num_cached_tokens: int = field(default=0)

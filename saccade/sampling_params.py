@@ -11,37 +11,37 @@ from saccade.errors import RequestError, quoted
 MAX_N = 64
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 64
-MAX_STOP_CHARS = 1024  # of one: it is kept while the answer runs, and every token looks for its beginning
+MAX_STOP_CHARS = 1024  # of one: it is kept while the request runs, and every token looks for its beginning
 MAX_LOGIT_BIAS = 1024
 MAX_SEED = 2**63 - 1
 MAX_TOKEN_ID = 2**31 - 1
-_COLDEST = 1e-5  # below this the likeliest token always wins, and dividing by it would overflow
+_MIN_TEMPERATURE = 1e-5  # below this sampling is greedy, and dividing by it would overflow
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How the next token is chosen and when to stop.
 
-    `temperature=0` is greedy. A `seed` makes the text repeatable whatever else runs beside it.
+    `temperature=0` is greedy. A `seed` makes the text repeatable whatever it is batched with.
     """
 
-    n: int = 1  # independent answers to one prompt
+    n: int = 1  # independent completions of one prompt
     temperature: float = 1.0
     top_p: float = 1.0  # keep the smallest set of tokens whose probabilities reach this sum
     top_k: int = 0  # keep the k most likely tokens; 0 or -1 keeps all
     min_p: float = 0.0  # keep tokens at least this fraction as likely as the most likely one
     presence_penalty: float = 0.0  # subtracted once from tokens already generated
     frequency_penalty: float = 0.0  # subtracted for each time a token was generated
-    repetition_penalty: float = 1.0  # divides (or multiplies) logits of tokens in the prompt or the answer
+    repetition_penalty: float = 1.0  # divides (or multiplies) logits of tokens in the prompt or the output
     seed: int | None = None
-    stop: str | Sequence[str] | None = None  # strings that end the answer; not included in it
+    stop: str | Sequence[str] | None = None  # strings that end the output; not included in it
     stop_token_ids: Sequence[int] = field(default_factory=tuple)  # None means none
     max_tokens: int | None = 16  # None: as many as the context holds
     min_tokens: int = 0  # no end token before this many
     ignore_eos: bool = False
     logprobs: int | None = None  # how many alternatives to report beside the chosen token
     logit_bias: Mapping[int, float] | None = None  # added to the logits of these tokens
-    structured: str | None = None  # a JSON schema as text: the answer is one JSON value that follows it, and then ends
+    structured: str | None = None  # a JSON schema as text: the output is one JSON value that follows it
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop_token_ids", self.stop_token_ids or ())
@@ -57,13 +57,13 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        return self.temperature < _COLDEST
+        return self.temperature < _MIN_TEMPERATURE
 
     @property
     def samples_on_device(self) -> bool:
-        """Tokens are chosen by the model's own distribution and their place in the answer, not by the ones before.
+        """Sampling needs only the logits and the position, not the tokens before.
 
-        Then a device can choose each by itself, and begin the next one before anybody else has seen it.
+        Then the device samples by itself and starts the next step before the host has seen the token.
         """
         has_penalty = self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
         changes = has_penalty or self.logit_bias or self.min_tokens or self.structured

@@ -346,7 +346,7 @@ class Processor:
     def bill(self, prompt: Prompt, block_size: int, slot_bytes: int = 0) -> Bill:
         """What the prompt costs, from its headers alone. `slot_bytes`: encoder cache bytes per embedding."""
         media = sum(span.length for span in prompt.spans)
-        kept = {short_key(span.key): span.slots * slot_bytes for span in prompt.spans if span.is_cross_attended}
+        kept = {short_key(span.key): span.num_embeds * slot_bytes for span in prompt.spans if span.is_cross_attended}
         items = tuple(
             replace(item, encoder_cache_bytes=kept.get(item.key, 0)) for item in _bill_items(prompt, block_size)
         )

@@ -91,7 +91,7 @@ def build_video_prompt(
 def _span(start: int, group: MediaItem) -> Span:
     geometry = group.geometry
     made = None if geometry.cells is None else geometry.cells.width * geometry.cells.height
-    return Span(start, geometry.tokens, group.key, geometry.slots, made=made)
+    return Span(start, geometry.tokens, group.key, geometry.slots, encoder_tokens=made)
 
 
 def _moved(image: tuple[Span, MediaItem], by: int) -> tuple[Span, MediaItem]:

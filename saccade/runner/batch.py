@@ -43,7 +43,7 @@ class RequestState:
         self.samples_on_device = grammar is None and admission.request.params.samples_on_device
         self.is_greedy = admission.request.params.is_greedy
         self.spans: tuple[Span, ...] = prompt.spans
-        self._is_pruned = any(span.made is not None for span in prompt.spans)
+        self._is_pruned = any(span.encoder_tokens is not None for span in prompt.spans)
         self.blocks: list[int] = list(admission.block_ids)
         self._read = np.empty(64, np.int64)  # the answer's tokens as an array; grows by doubling
         self._unread: list[int] = list(admission.output_token_ids)  # behind those: nobody has looked at them yet
@@ -94,7 +94,7 @@ class RequestState:
         """The processor puts the tokens of a pruned group into its corner: places are known once it is decoded."""
         end = start + inside.shape[1]
         for span in overlapping(self.spans, start, end):
-            if span.made is not None:
+            if span.encoder_tokens is not None:
                 places = self.places[span.key]  # not there: better no answer than one from the corner
                 first, last = max(start, span.start), min(end, span.end)
                 inside[1:, first - start : last - start] += places[:, first - span.start : last - span.start]
@@ -171,7 +171,7 @@ def slots_of(work: ScheduledWindow, table: Ints, block_size: int) -> Ints:
     return table[index // block_size] * block_size + index % block_size
 
 
-# --- splicing pictures in -----------------------------------------------------------------------------------------
+# --- splicing pictures in -----------------------------------------------------------------------------------
 
 
 def overlapping(spans: Sequence[Span], start: int, end: int) -> list[Span]:

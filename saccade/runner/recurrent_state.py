@@ -42,7 +42,7 @@ class RecurrentStates:
         row = self._free.pop()
         for states in (self.past, self.memory):
             states[:, row] = states[:, self._requests + state.row] if state else 0
-        self._places[request_id] = _Place(row, state.place if state else 0)
+        self._places[request_id] = _Place(row, state.num_tokens if state else 0)
 
     def close(self, request_id: str) -> None:
         place = self._places.pop(request_id, None)

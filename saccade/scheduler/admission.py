@@ -60,7 +60,7 @@ def _check_blocks(request: Request, config: SchedulerConfig) -> None:
 
 def _check_company(index: int, spans: Sequence[Span], config: SchedulerConfig) -> None:
     """Images that one token attends to are resident together. The same image twice is there once."""
-    together = {span.key: span.slots for span in spans[: index + 1] if span.pinned_until > spans[index].start}
+    together = {span.key: span.num_embeds for span in spans[: index + 1] if span.pinned_until > spans[index].start}
     if sum(together.values()) > config.encoder_cache_slots:
         raise RequestError(
             f"{len(together)} pictures of the prompt stand together and have {sum(together.values())} embeddings, but "
@@ -72,8 +72,8 @@ def _check_company(index: int, spans: Sequence[Span], config: SchedulerConfig) -
 
 def _check_span(index: int, span: Span, config: SchedulerConfig) -> None:
     limits = (
-        (span.work, config.encoder_budget, "may be encoded in one step", "--encoder-budget"),
-        (span.slots, config.encoder_cache_slots, "fit in the encoder cache", "--encoder-cache-gb"),
+        (span.encode_cost, config.encoder_budget, "may be encoded in one step", "--encoder-budget"),
+        (span.num_embeds, config.encoder_cache_slots, "fit in the encoder cache", "--encoder-cache-gb"),
     )
     for count, limit, what, flag in limits:
         if count > limit:

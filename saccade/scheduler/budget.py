@@ -97,7 +97,7 @@ def demand_of(
         elif seq.next_span in seq.held or seq.num_computed < seq.spans[seq.next_span].start:
             prompts += 1
         else:
-            work = work or seq.spans[seq.next_span].work
+            work = work or seq.spans[seq.next_span].encode_cost
     return Demand(step, decoding, text_decoding, prompts, text_tokens, work, work_in_flight, can_fuse, latency_bounded)
 
 

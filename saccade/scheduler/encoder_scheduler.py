@@ -104,8 +104,8 @@ class EncoderScheduler:
                 if not self._may_enter(seq, span):
                     return WindowLimit(max(start, span.start), tuple(entered))
                 seen.add(span.key)
-                space -= self._cache.space_taken_by(span.key, span.slots)
-                budget -= 0 if span.key in self._cache else span.work
+                space -= self._cache.space_taken_by(span.key, span.num_embeds)
+                budget -= 0 if span.key in self._cache else span.encode_cost
                 if space < 0 or budget < 0:  # earlier spans of this window take what it needs
                     return WindowLimit(max(start, span.start), tuple(entered))
             entered.append(index)
@@ -117,7 +117,7 @@ class EncoderScheduler:
         missing = [index for index in spans if not self._pin(seq, index)]
         for index in missing:
             if not self._pin(seq, index):  # the same image may come twice in one window
-                is_reserved = self._cache.reserve(seq.spans[index].key, seq.spans[index].slots, seq.holder(index))
+                is_reserved = self._cache.reserve(seq.spans[index].key, seq.spans[index].num_embeds, seq.holder(index))
                 assert is_reserved, "a span was entered without space for it"
                 self._start(seq, index)
         seq.held.update(spans)
@@ -132,7 +132,9 @@ class EncoderScheduler:
         for seq, index in ahead:
             span = seq.spans[index]
             if span.key not in self._cache:
-                if not self._can_encode(seq, span) or not self._cache.reserve(span.key, span.slots, None, keep=wanted):
+                if not self._can_encode(seq, span):
+                    return
+                if not self._cache.reserve(span.key, span.num_embeds, None, keep=wanted):
                     return
                 self._start(seq, index)
             wanted.add(span.key)
@@ -145,7 +147,7 @@ class EncoderScheduler:
             span = seq.spans[index]
             if span.key in self._cache or span.key in items:
                 continue
-            budget -= span.work
+            budget -= span.encode_cost
             if budget < 0:
                 break
             items[span.key] = seq.request.prompt.items[index]
@@ -157,7 +159,7 @@ class EncoderScheduler:
         span = next(missing, None)
         if span is None or span.start > seq.num_computed or span.key in self._cache:
             return False
-        return span.slots > self._cache.space
+        return span.num_embeds > self._cache.space
 
     def pop_requester(self, key: Key) -> str:
         """An encoding ended: which request had asked for it."""
@@ -181,9 +183,9 @@ class EncoderScheduler:
 
     def _can_encode(self, seq: ScheduledRequest, span: Span) -> bool:
         """Whether budget and space allow it. A refused request is queued."""
-        if span.slots > self._cache.space:
+        if span.num_embeds > self._cache.space:
             self._space_queue.refuse(seq)
-        elif span.work <= self._budget or (self.is_sliced and not self._in_flight):
+        elif span.encode_cost <= self._budget or (self.is_sliced and not self._in_flight):
             return True
         self._encode_queue.refuse(seq)
         return False
@@ -195,5 +197,5 @@ class EncoderScheduler:
         span = seq.spans[index]
         self._encode_queue.serve(seq)
         self.encode.append(seq.request.prompt.items[index])
-        self._budget -= span.work
-        self._in_flight[span.key] = _InFlight(seq.request_id, span.work)
+        self._budget -= span.encode_cost
+        self._in_flight[span.key] = _InFlight(seq.request_id, span.encode_cost)

@@ -71,7 +71,7 @@ def make_prompt(parts: Iterable[Part], salt: bytes = b"", first_token: int = 100
             item = make_item(part, salt)
             items.setdefault(item.key, item)
             is_embed = (False,) * part.tokens if part.is_cross_attended else None
-            spans.append(Span(start, part.tokens, item.key, item.geometry.slots, is_embed, made=part.made))
+            spans.append(Span(start, part.tokens, item.key, item.geometry.slots, is_embed, encoder_tokens=part.made))
             tokens += [PLACEHOLDER] * part.tokens
             records += [item.key + offset.to_bytes(8, "little") for offset in range(part.tokens)]
         else:

@@ -28,7 +28,7 @@ class StatefulRunner(FakeRunner):
             request_id, state = admission.request.request_id, admission.state
             assert request_id not in self.seen, "a request with a state was given another"
             self.seen[request_id] = list(self.kept[state.row]) if state else []
-            assert len(admission.block_ids) * self.block_size == (state.place if state else 0)
+            assert len(admission.block_ids) * self.block_size == (state.num_tokens if state else 0)
         result = super().execute(plan)
         for work in plan.windows:
             records, seen = self.records[work.request_id], self.seen[work.request_id]
