@@ -1,6 +1,6 @@
-"""The engine as the API process sees it: async streams, back-off restarts, the truth about its state.
+"""The engine as the API process sees it: async streams, restarts with back-off, its state.
 
-Owns one engine process at a time and the requests open in it. Never imports torch and never looks into a picture.
+Owns one engine process at a time and the requests open in it. Never imports torch and never decodes an image.
 """
 
 from __future__ import annotations
@@ -37,12 +37,10 @@ from saccade.types import Geometry, Request
 __all__ = ["EngineClient", "EngineInfo", "EngineStatus", "EngineUnavailable", "RequestStream"]
 
 WORKER = (sys.executable, "-m", "saccade.engine.ipc.worker")
-FIRST_BACKOFF, MAX_BACKOFF = (
-    0.5,
-    30.0,
-)  # seconds; a worker that lived longer than the latter starts again from the former
-_MIN_HEARTBEAT_TIMEOUT = 2.0  # an idle worker beats twice a second
-_LOOKS = 4  # silent looks in a row before a worker counts as hung: one stall of our own loop is not enough
+FIRST_BACKOFF = 0.5  # seconds
+MAX_BACKOFF = 30.0  # a worker that lived longer starts again from the first back-off
+_MIN_HEARTBEAT_TIMEOUT = 2.0  # an idle worker reports twice a second
+_NUM_CHECKS = 4  # without a message before a worker counts as hung: one stall of our own loop is not enough
 _GUESSED_START = 5.0  # seconds, until a start has been measured
 
 logger = logging.getLogger("saccade.engine")
@@ -51,7 +49,7 @@ State = Literal["starting", "ready", "restarting", "draining", "stopped"]
 
 
 class CheckpointFiles(Protocol):
-    """What the worker needs to know of a checkpoint; the processor's `Checkpoint` has it."""
+    """What the worker needs of a checkpoint; the processor's `Checkpoint` has it."""
 
     @property
     def path(self) -> Path: ...
@@ -65,7 +63,7 @@ class CheckpointFiles(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What a worker chose when it started. A restarted one may choose anew, as the free memory may differ."""
+    """What a worker chose when it started. A restarted one chooses anew: the free memory may differ."""
 
     limits: SchedulerConfig
     reasons: tuple[str, ...]  # one line per choice, for the start-up log
@@ -75,10 +73,10 @@ class EngineInfo:
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
     state: State
-    heartbeat_age: float  # seconds since the worker's last sign of life
+    heartbeat_age: float  # seconds since the worker's last message
     restarts: int
-    last_error: str | None  # why the last worker ended, when it was not asked to
-    pid: int | None  # of the worker, when there is one
+    last_error: str | None  # why the last worker ended, if it was not told to
+    pid: int | None  # of the worker, if there is one
 
 
 class EngineClient:
@@ -93,7 +91,7 @@ class EngineClient:
         progress: bool = True,
         command: Sequence[str] = WORKER,
     ) -> None:
-        """`warmup` requests run in every new worker before it counts as ready; `command` gets a socket's number added.
+        """`warmup` requests run in every new worker before it is ready; `command` gets a socket's fd added.
 
         `heartbeat_timeout` is the longest a single step may take, in seconds.
         """
@@ -111,17 +109,17 @@ class EngineClient:
         self._ready_at: float | None = None  # of the current worker
         self._info: EngineInfo | None = None
         self._stats: dict[str, Any] = {}
-        self._open: dict[str, Submission] = {}  # by request, until the worker says that it ended
+        self._open: dict[str, Submission] = {}  # by request id, until the worker says that it ended
         self._bytes_in_flight = 0
-        self._fatal: Fatal | None = None  # the current worker's last words
+        self._fatal: Fatal | None = None  # the current worker's last message
         self._backoff = FIRST_BACKOFF
         self._restarts = 0
         self._last_error: str | None = None
 
-    # --- from start to stop ---------------------------------------------------------------------------------------
+    # --- from start to stop ---------------------------------------------------------------------------------
 
     async def start(self) -> EngineInfo:
-        """Wait until the worker is warm. ConfigError or EngineUnavailable if the very first one does not come up."""
+        """Wait until the worker is warm. ConfigError or EngineUnavailable if the first one does not come up."""
         assert self._supervisor is None, "an engine client starts once"
         self._started = asyncio.get_running_loop().create_future()
         self._supervisor = asyncio.create_task(self._supervise(self._started))
@@ -133,7 +131,7 @@ class EngineClient:
             self._state = "draining"
 
     async def stop(self) -> None:
-        """End the worker for sure. Open streams raise EngineUnavailable."""
+        """End the worker, by force if needed. Open streams raise EngineUnavailable."""
         self._state = "stopped"
         self._lose_open("the server is shutting down; the request was not finished")
         if self._supervisor is not None:
@@ -164,12 +162,12 @@ class EngineClient:
             pid=process.pid if process else None,
         )
 
-    # --- requests -------------------------------------------------------------------------------------------------
+    # --- requests -------------------------------------------------------------------------------------------
 
     async def submit(self, requests: Sequence[Request]) -> list[RequestStream]:
-        """Returns when the scheduler has let all of them in; RequestError, with its code, if it refuses, and none runs.
+        """Returns when the scheduler has admitted all of them; RequestError if it refuses, then none runs.
 
-        Requests that share a prompt, as objects, send it once, and it counts once as bytes in flight.
+        Requests that share a prompt object send it once, and it counts once as bytes in flight.
         """
         submission = self._send(requests)
         await submission.admission()
@@ -211,11 +209,11 @@ class EngineClient:
     def _retry_after(self) -> float:
         return self._backoff + (self._info.start_seconds if self._info else _GUESSED_START)
 
-    # --- what the worker says -------------------------------------------------------------------------------------
+    # --- what the worker says -------------------------------------------------------------------------------
 
     def _take(self, report: Report, process: EngineProcess) -> None:
         if isinstance(report, StepUpdate):
-            self._take_beat(report)
+            self._take_update(report)
         elif isinstance(report, Accepted):
             if report.request_id in self._open:
                 self._open[report.request_id].admit()
@@ -233,9 +231,9 @@ class EngineClient:
                 self._close(request_id)
             submission.refuse(refused.error)
 
-    def _take_beat(self, beat: StepUpdate) -> None:
-        self._stats = beat.stats if beat.stats is not None else self._stats
-        for event in beat.events:
+    def _take_update(self, update: StepUpdate) -> None:
+        self._stats = update.stats if update.stats is not None else self._stats
+        for event in update.events:
             submission = self._open.get(event.request_id)
             if submission is None:
                 continue
@@ -252,7 +250,7 @@ class EngineClient:
         if self._started is not None and not self._started.done():
             self._started.set_result(self._info)
 
-    # --- one worker after the other -------------------------------------------------------------------------------
+    # --- one worker after the other -------------------------------------------------------------------------
 
     async def _supervise(self, started: asyncio.Future[EngineInfo]) -> None:
         while True:
@@ -268,7 +266,7 @@ class EngineClient:
             await self._pause(reason)
 
     async def _pause(self, reason: str) -> None:
-        """A worker that keeps dying is started ever more rarely."""
+        """Back off before the next start: a worker that keeps dying is started ever more rarely."""
         if self._ready_at is not None and time.monotonic() - self._ready_at > MAX_BACKOFF:
             self._backoff = FIRST_BACKOFF
         self._lose_open("the engine stopped under the request and is being started again; send the request again")
@@ -278,7 +276,7 @@ class EngineClient:
         self._backoff = min(self._backoff * 2, MAX_BACKOFF)
 
     async def _run_worker(self) -> str:
-        """From its start to its end; why it ended."""
+        """From its start to its end; returns why it ended."""
         self._fatal = self._ready_at = None
         self._spawned_at = time.monotonic()
         try:
@@ -300,17 +298,17 @@ class EngineClient:
             process.send(self._start_frame)
             while (report := await process.receive()) is not None:
                 self._take(report, process)
-        except Exception:  # garbage on the wire, or our own mistake: a new worker is the way out of both
+        except Exception:  # garbage on the wire, or a bug of ours: a new worker is the way out of both
             logger.exception("what the engine sent cannot be understood")
             process.kill()
 
     async def _watch(self, process: EngineProcess) -> None:
-        """Kill a worker whose step loop gives no sign of life; loading may take as long as it likes."""
+        """Kill a worker whose step loop is silent for the heartbeat timeout; loading may take any time."""
         silent = 0
-        while silent < _LOOKS:
-            seen = process.num_received
-            await asyncio.sleep(self._heartbeat_timeout / _LOOKS)
-            silent = silent + 1 if process.is_ready and process.num_received == seen else 0
+        while silent < _NUM_CHECKS:
+            before = process.num_received
+            await asyncio.sleep(self._heartbeat_timeout / _NUM_CHECKS)
+            silent = silent + 1 if process.is_ready and process.num_received == before else 0
         self._fatal = Fatal(f"it gave no sign of life for {self._heartbeat_timeout} s", is_config=False)
         process.kill()
 

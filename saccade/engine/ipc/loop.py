@@ -1,9 +1,9 @@
-"""The life of an engine process: build a core, warm it up, then step it for one client until told to stop.
+"""The engine process: builds a core, warms it up, then steps it for one client until told to stop.
 
-Owns the connection and the rhythm of steps; what a step does is the core's. Reads no options and never loads torch by
-itself, so that tests can run it with a fake core.
+Owns the connection and the step loop. Reads no options and does not import torch itself, so that tests can
+run it with a fake core.
 
-    socket ─► reader thread ─► inbox ─► loop: take messages, step, beat ─► socket
+    socket ─► reader thread ─► inbox ─► loop: take messages, step, report ─► socket
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from saccade.engine.ipc.messages import (
 from saccade.errors import ConfigError, RequestError
 from saccade.types import Request, TokenEvent
 
-BEAT_SECONDS = 0.5  # between beats when there is nothing to step, and between two looks at the counters
-TRIM_SECONDS = 60.0  # between two times that freed memory is given back: the steps after it fetch some of it again
+BEAT_SECONDS = 0.5  # between heartbeats when idle, and between two reports of the counters
+TRIM_SECONDS = 60.0  # between two returns of freed memory to the system: later steps fetch some of it again
 _PR_SET_PDEATHSIG = 1
 
 logger = logging.getLogger("saccade.engine")
@@ -56,11 +56,11 @@ class EngineLoop:
     """Steps one core for the other end of one socket."""
 
     def __init__(self, connection: socket.socket, on_close: Callable[[], None]) -> None:
-        """`on_close` is called in the reader's thread when the other side is gone or sends garbage."""
+        """`on_close` is called in the reader thread when the client is gone or sends garbage."""
         self._connection = connection
         self._on_close = on_close
         self._inbox: SimpleQueue[Command] = SimpleQueue()
-        self._ended: list[TokenEvent] = []  # terminal events of aborted requests, not yet told
+        self._ended: list[TokenEvent] = []  # terminal events of aborted requests, not yet sent
         self._stats_due = 0.0
         self._is_tidy = self._is_trimmed = True
         self._trim_due = time.monotonic() + TRIM_SECONDS
@@ -84,42 +84,39 @@ class EngineLoop:
     def _step(self, core: EngineCore) -> None:
         if core.has_unfinished():
             self._is_tidy = self._is_trimmed = False
-            self._beat(core, core.step())
+            self._report(core, core.step())
         else:
-            self._beat(core, [])
-            self._rest()
+            self._report(core, [])
+            if not self._is_tidy:  # idle: a garbage collection delays no request
+                collect()
+                self._is_tidy = True
         self._trim_sometimes()
 
-    def _rest(self) -> None:
-        """Nobody waits for the next step: the moment for what nobody should wait for."""
-        if not self._is_tidy:
-            collect()
-            self._is_tidy = True
-
     def _trim_sometimes(self) -> None:
-        """Not only at rest: under load that never ends there is none."""
+        """Not only when idle: under constant load the engine never is."""
         now = time.monotonic()
         if not self._is_trimmed and now >= self._trim_due:
             trim()
-            self._is_trimmed, self._trim_due = True, now + TRIM_SECONDS
+            self._is_trimmed = True
+            self._trim_due = now + TRIM_SECONDS
 
     def send(self, message: Report) -> None:
         self._connection.sendall(frame(message))
 
-    # --- incoming -------------------------------------------------------------------------------------------------
+    # --- incoming -------------------------------------------------------------------------------------------
 
     def _read(self) -> None:
-        """Runs in a thread of its own, so that what arrives during a step is read and decoded meanwhile."""
+        """Runs in its own thread, so that messages are read and decoded while a step runs."""
         try:
             with self._connection.makefile("rb") as stream:
                 while self._receive(stream):
                     pass
-        except Exception as error:  # garbage, a broken socket, no memory for a frame: the connection is of no use
+        except Exception as error:  # garbage, a broken socket, no memory for a frame: the connection is useless
             logger.error("the connection to the server broke: %s", error)
         self._on_close()
 
     def _receive(self, stream: BinaryIO) -> bool:
-        """One message; False at the end. Nothing of it stays here, where the next may be waited for all night."""
+        """One message; False at the end. A function of its own: no local holds the message while waiting."""
         body = read_body(stream)
         if body is None:
             return False
@@ -127,7 +124,7 @@ class EngineLoop:
         return True
 
     def _take_messages(self, core: EngineCore) -> bool:
-        """Do what has arrived; wait a little only when there is nothing to step. False: it is time to stop."""
+        """Handle what has arrived; block, for a heartbeat, only when idle. False: it is time to stop."""
         try:
             message = self._inbox.get(block=not core.has_unfinished(), timeout=BEAT_SECONDS)
             while not isinstance(message, Stop):
@@ -153,19 +150,21 @@ class EngineLoop:
         else:
             self.send(Accepted(first))
 
-    # --- outgoing -------------------------------------------------------------------------------------------------
+    # --- outgoing -------------------------------------------------------------------------------------------
 
-    def _beat(self, core: EngineCore, events: list[TokenEvent]) -> None:
-        events, self._ended = self._ended + events, []
+    def _report(self, core: EngineCore, events: list[TokenEvent]) -> None:
+        events = self._ended + events
+        self._ended = []
         now = time.monotonic()
         stats = None
         if now >= self._stats_due or any(event.finish_reason for event in events):
-            stats, self._stats_due = core.stats(), now + BEAT_SECONDS
+            stats = core.stats()
+            self._stats_due = now + BEAT_SECONDS
         self.send(StepUpdate(events, stats))
 
 
 def warm_up(core: EngineCore, requests: list[Request]) -> None:
-    """Run these to their end: the first client must not pay for lazy set-up. One that fails is a warning, no more."""
+    """Run these to their end, so that lazy set-up delays no client. One that fails is only a warning."""
     for request in requests:
         try:
             core.add(request)
@@ -177,15 +176,15 @@ def warm_up(core: EngineCore, requests: list[Request]) -> None:
                 logger.warning("warm-up request %s failed: %s", event.request_id, event.error)
 
 
-# --- the process --------------------------------------------------------------------------------------------------
+# --- the process --------------------------------------------------------------------------------------------
 
 
 def run_process(fd: int, build: Build) -> int:
-    """Serve the inherited socket until the client stops us or is gone; the exit status."""
+    """Serve the inherited socket until the client stops us or is gone; returns the exit status."""
     die_with_parent()
-    os.set_inheritable(fd, False)  # a grandchild that held it would hide our death from the client
+    os.set_inheritable(fd, False)  # a child process that held it would hide our exit from the client
     with socket.socket(fileno=fd) as connection:
-        # Nobody is left to answer: whatever a step still computes is in vain.
+        # Without a client the rest of a step is of no use.
         loop = EngineLoop(connection, on_close=lambda: os._exit(0))
         try:
             loop.run(build)
@@ -210,6 +209,6 @@ def _tell_fatal(loop: EngineLoop, error: Exception) -> None:
 
 
 def die_with_parent() -> None:
-    """Linux ends us with the parent, even in the middle of a step; elsewhere the closed socket does."""
+    """Linux kills us with the parent, even inside a step; elsewhere the closed socket ends us."""
     if sys.platform == "linux":
         CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

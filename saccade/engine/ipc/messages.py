@@ -1,6 +1,6 @@
-"""What travels between the API process and the engine process: the messages, and the frames they travel in.
+"""Messages between the API process and the engine process, and the frames they are sent in.
 
-A frame is four bytes of length (big endian), then one message in msgpack. Plain values only; whatever does not fit its
+A frame is four bytes of length (big endian), then one message in msgpack. A value that does not fit its
 declared type ends the connection. Knows no sockets and no processes.
 """
 
@@ -28,18 +28,18 @@ _Kind = TypeVar("_Kind")
 
 
 class WireError(Exception):
-    """The other side sent something that is not a message. Nothing after it can be trusted: the connection ends."""
+    """The other side sent something that is not a message. The connection ends."""
 
 
-# --- requests -----------------------------------------------------------------------------------------------------
+# --- requests -----------------------------------------------------------------------------------------------
 
 
 class PromptBody(msgspec.Struct, frozen=True, array_like=True):
-    """A `Prompt` in plain values, without its text and its parts: the engine never sees a string of the client's."""
+    """A `Prompt` without its text and the names of its parts: the engine sees no string of the client."""
 
     token_ids: list[int]
     spans: tuple[Span, ...]
-    items: tuple[MediaItem, ...]  # each picture and frame group once, without its data
+    items: tuple[MediaItem, ...]  # each image and frame group once, without its data
     data: tuple[bytes, ...]  # each file once: all groups of a video share theirs
     data_of_item: tuple[int, ...]  # items[i] has data[data_of_item[i]]
     item_of_span: tuple[int, ...]  # spans[i] belongs to items[item_of_span[i]]
@@ -51,9 +51,9 @@ class PromptBody(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RequestBody(msgspec.Struct, frozen=True, array_like=True):
-    """Requests that ask the same of one prompt, as the `n` answers of a client do: all they share is there once."""
+    """Requests with the same prompt and parameters, such as the `n` completions of one client request."""
 
-    answers: tuple[tuple[str, int], ...]  # each request's id and seed
+    ids: tuple[tuple[str, int], ...]  # each request's id and seed
     prompt: PromptBody
     params: SamplingParams  # without stop strings, which only text can see
     max_tokens: int
@@ -61,7 +61,7 @@ class RequestBody(msgspec.Struct, frozen=True, array_like=True):
 
 
 def pack_requests(requests: Iterable[Request]) -> list[RequestBody]:
-    """Requests that share their prompt and parameters, as objects, travel as one body."""
+    """Requests that share their prompt and parameter objects become one body."""
     alike: dict[Hashable, list[Request]] = {}
     for request in requests:
         shared = (id(request.prompt), id(request.params), request.max_tokens, request.eos_token_ids)
@@ -72,7 +72,7 @@ def pack_requests(requests: Iterable[Request]) -> list[RequestBody]:
 def _pack_alike(requests: Sequence[Request]) -> RequestBody:
     first = requests[0]
     return RequestBody(
-        answers=tuple((request.request_id, request.seed) for request in requests),
+        ids=tuple((request.request_id, request.seed) for request in requests),
         prompt=_pack_prompt(first.prompt),
         params=replace(first.params, stop=None),
         max_tokens=first.max_tokens,
@@ -95,23 +95,23 @@ def _unpack_alike(body: RequestBody) -> list[Request]:
             eos_token_ids=body.eos_token_ids,
             seed=seed,
         )
-        for request_id, seed in body.answers
+        for request_id, seed in body.ids
     ]
 
 
 def _pack_prompt(prompt: Prompt) -> PromptBody:
     items = {item.key: item for item in prompt.items}
-    place = {key: index for index, key in enumerate(items)}
+    item_index = {key: index for index, key in enumerate(items)}
     files = {id(item.data): item.data for item in items.values()}
-    file_place = {identity: index for index, identity in enumerate(files)}
+    file_index = {identity: index for index, identity in enumerate(files)}
     axes, tokens = prompt.positions.shape
     return PromptBody(
         token_ids=list(prompt.token_ids),
         spans=prompt.spans,
         items=tuple(replace(item, data=b"") for item in items.values()),
         data=tuple(files.values()),
-        data_of_item=tuple(file_place[id(item.data)] for item in items.values()),
-        item_of_span=tuple(place[item.key] for item in prompt.items),
+        data_of_item=tuple(file_index[id(item.data)] for item in items.values()),
+        item_of_span=tuple(item_index[item.key] for item in prompt.items),
         positions=prompt.positions.astype(_POSITION, copy=False).tobytes(),
         shape=(axes, tokens),
         next_position=prompt.next_position,
@@ -139,37 +139,37 @@ def _unpack_prompt(body: PromptBody) -> Prompt:
     )
 
 
-# --- messages -----------------------------------------------------------------------------------------------------
+# --- messages -----------------------------------------------------------------------------------------------
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The first value on the wire is the class's name."""
+    """Base of all messages. The first value on the wire is the class name."""
 
 
 class Start(Message, frozen=True):
-    """First to the worker: everything it needs to build a core. The checkpoint's small files are read by the sender."""
+    """First to the worker: all it needs to build a core. The sender has read the checkpoint's small files."""
 
     path: str
     config: dict[str, Any]  # config.json
     eos_token_ids: list[int]  # as generation_config.json or config.json name them
     image_processor: dict[str, Any]
     options: Options
-    largest: Geometry | None  # the most expensive picture the limits allow
+    largest: Geometry | None  # the most expensive image the limits allow
     warmup: list[RequestBody]  # run before Ready
-    progress: bool  # whether to draw bars while loading
+    progress: bool  # whether to show progress bars while loading
 
 
 class Submit(Message, frozen=True):
-    """All its requests are let in or none is: answered by one Accepted or Refused, which names the first of them.
+    """All its requests are admitted or none: one Accepted or Refused follows, which names the first of them.
 
-    Once accepted, each request is answered by exactly one terminal event.
+    Once accepted, each request gets exactly one terminal event.
     """
 
     requests: list[RequestBody]
 
 
 class Abort(Message, frozen=True):
-    """Answered by the terminal event, unless that is already on its way."""
+    """The terminal event follows, unless it has been sent already."""
 
     request_id: str
 
@@ -195,17 +195,17 @@ class Refused(Message, frozen=True):
 
 
 class StepUpdate(Message, frozen=True):
-    """After every step, and regularly when there is nothing to step: the sign of life of the step loop."""
+    """After every step, and regularly when idle: the heartbeat of the step loop."""
 
-    events: list[TokenEvent]  # since the last beat
-    stats: dict[str, Any] | None  # now and then, and whenever a request has ended
+    events: list[TokenEvent]  # since the last update
+    stats: dict[str, Any] | None  # about twice a second, and when a request has ended
 
 
 class Fatal(Message, frozen=True):
     """Last from the worker."""
 
     message: str
-    is_config: bool  # the operator can repair it by other settings
+    is_config: bool  # other settings can fix it
 
 
 Command = Start | Submit | Abort | Stop
@@ -238,29 +238,29 @@ def config_of(start: Start) -> ModelConfig:
     return model_config(start.config, {"eos_token_id": start.eos_token_ids})
 
 
-# --- frames -------------------------------------------------------------------------------------------------------
+# --- frames -------------------------------------------------------------------------------------------------
 
 
-def _plain(value: Any) -> Any:
+def _encode_error(value: Any) -> Any:
     if isinstance(value, RequestError):
         return value.message, value.code, value.param, value.key
     raise TypeError(f"{type(value).__name__} has no form on the wire")
 
 
-def _from_plain(kind: type, value: Any) -> Any:
+def _decode_error(kind: type, value: Any) -> Any:
     if kind is not RequestError:
         raise TypeError(f"{kind.__name__} has no form on the wire")
     message, code, param, key = value
     return RequestError(message, code=code, param=param, key=key)
 
 
-_ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain)
-_COMMANDS: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command, dec_hook=_from_plain)
-_REPORTS: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report, dec_hook=_from_plain)
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_encode_error)
+_COMMANDS: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command, dec_hook=_decode_error)
+_REPORTS: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report, dec_hook=_decode_error)
 
 
 def frame(message: Command | Report) -> bytearray:
-    """One message, ready to be sent. RequestError where a client's value cannot travel."""
+    """One message, ready to be sent. RequestError if a client's value cannot be encoded."""
     buffer = bytearray(HEADER.size)
     try:
         _ENCODER.encode_into(message, buffer, HEADER.size)
@@ -279,7 +279,7 @@ def frame(message: Command | Report) -> bytearray:
 
 
 def body_size(header: bytes) -> int:
-    """How many bytes follow the header of a frame."""
+    """Bytes that follow the header of a frame."""
     size = int(HEADER.unpack(header)[0])
     if size > MAX_FRAME_BYTES:
         raise WireError(f"a frame claims {size} bytes, but the most is {MAX_FRAME_BYTES}")

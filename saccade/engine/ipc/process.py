@@ -1,4 +1,4 @@
-"""One engine process as its parent sees it: a child, a socket to it, and a sure way to end it. Knows no requests."""
+"""One engine process as its parent sees it: a child process and a socket to it. Knows no requests."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from saccade.engine.ipc.messages import HEADER, Report, Stop, body_size, frame, 
 STOP_SECONDS = 5.0  # for the step that runs when the stop message arrives
 TERM_SECONDS = 2.0  # between SIGTERM and SIGKILL
 _POLL_SECONDS = 0.02
-# glibc gives each thread that decodes pictures a heap of its own, each keeps what its largest picture needed, and the
-# size from which memory goes back to the system moves. With one heap and fixed sizes a long run takes no more.
+# By default glibc gives each image-decoding thread its own arena, which keeps what its largest image needed,
+# and adapts the size from which memory is unmapped. One arena and fixed sizes keep memory constant.
 _ENVIRONMENT = {
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
@@ -31,14 +31,14 @@ class EngineProcess:
         self._reader = reader
         self._writer = writer
         self.is_ready = False
-        self.num_received = 0  # messages so far: each is a sign of life
+        self.num_received = 0  # messages so far; each counts as a heartbeat
         self.last_received = time.monotonic()
 
     @classmethod
     async def spawn(cls, command: Sequence[str]) -> EngineProcess:
         """Start `command FD`, where FD is the child's end of a socket pair.
 
-        The child gets a session of its own: Ctrl-C in the terminal reaches only the parent, which drains first.
+        The child gets its own session: Ctrl-C in the terminal reaches only the parent, which drains first.
         """
         ours, theirs = socket.socketpair()
         with theirs:
@@ -62,12 +62,12 @@ class EngineProcess:
         return self._child.pid
 
     def send(self, message: bytes | bytearray) -> None:
-        """Never waits. What a client may have under way is limited where requests are admitted."""
+        """Never waits: bytes in flight are bounded where requests are admitted."""
         if not self._writer.is_closing():
             self._writer.write(message)
 
     async def receive(self) -> Report | None:
-        """The next message; None when the child has closed its end, as it does when it dies."""
+        """The next message; None when the child has closed its end or died."""
         try:
             header = await self._reader.readexactly(HEADER.size)
             body = await self._reader.readexactly(body_size(header))
@@ -82,7 +82,7 @@ class EngineProcess:
         self._child.kill()
 
     async def end(self) -> str:
-        """End the child for sure: stop message, SIGTERM, SIGKILL. Returns how it ended, in words."""
+        """End the child: stop message, then SIGTERM, then SIGKILL. Returns how it ended, in words."""
         try:
             self.send(frame(Stop()))
             if not await self._has_ended_within(STOP_SECONDS):

@@ -1,4 +1,4 @@
-"""The events of requests on their way to whoever reads them, fast or slow. Knows neither sockets nor processes."""
+"""Streams of requests' events to their readers. Knows neither sockets nor processes."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from saccade.types import TokenEvent
 
 
 class RequestStream:
-    """Async iterator over a request's events, each time a list of all that came since; ends after the terminal one.
+    """Async iterator over a request's events, in lists of all that are new; ends after the terminal one.
 
-    A slow reader holds up nobody: its events wait here, at most one per token of its answer.
+    A slow reader delays no other: its events wait here, at most one per generated token.
     """
 
     def __init__(self, request_id: str, abort: Callable[[str], None]) -> None:
@@ -28,7 +28,7 @@ class RequestStream:
         return self
 
     async def __anext__(self) -> list[TokenEvent]:
-        """RequestErrors of a running request come inside its terminal event; EngineUnavailable is raised."""
+        """A RequestError of a running request is in its terminal event; EngineUnavailable is raised."""
         while not self._events:
             if self._lost is not None:
                 raise self._lost
@@ -40,12 +40,12 @@ class RequestStream:
         return events
 
     def cancel(self) -> None:
-        """Give back all the request holds in the engine. Who reads on gets the terminal event, with the usage."""
+        """Abort the request in the engine. The terminal event, with the usage, still follows."""
         if not self._is_cancelled and not self._is_over:
             self._is_cancelled = True
             self._abort(self.request_id)
 
-    # --- the client's side ----------------------------------------------------------------------------------------
+    # --- the client's side ----------------------------------------------------------------------------------
 
     def push(self, event: TokenEvent) -> None:
         self._events.append(event)
@@ -60,16 +60,16 @@ class RequestStream:
 
 
 class Submission:
-    """Requests that went to the engine in one message: they are let in together, or none of them is."""
+    """Requests sent to the engine in one message: all are admitted or none."""
 
     def __init__(self, request_ids: Iterable[str], num_bytes: int, abort: Callable[[str], None]) -> None:
         self.streams = {request_id: RequestStream(request_id, abort) for request_id in request_ids}
         self.num_open = len(self.streams)
-        self.num_bytes = num_bytes  # on the wire; they share their prompt, so all of it stays until the last one ends
+        self.num_bytes = num_bytes  # on the wire; the shared prompt stays until the last request ends
         self._admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def admission(self) -> None:
-        """Wait for the scheduler's word; RequestError if it refuses. Giving up the wait cancels the requests."""
+        """Wait until admitted; RequestError if refused. Cancelling the wait cancels the requests."""
         try:
             await self._admitted
         except asyncio.CancelledError:
@@ -82,6 +82,6 @@ class Submission:
             self._admitted.set_result(None)
 
     def refuse(self, error: RequestError | EngineUnavailable) -> None:
-        """For whoever still waits to be let in."""
+        """Fail `admission`, if it still waits."""
         if not self._admitted.done():
             self._admitted.set_exception(error)

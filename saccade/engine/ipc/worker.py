@@ -1,6 +1,6 @@
 """The main of the engine process: `python -m saccade.engine.ipc.worker FD`, started by `saccade.engine.ipc.client`.
 
-FD is an inherited socket; options and checkpoint arrive over it. Nothing is read from the command line or environment.
+FD is an inherited socket; options and checkpoint arrive over it. Nothing else is read from the command line.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def build(start: Start) -> EngineCore:
 
 
 def main() -> int:
-    # Warnings and errors only: what was chosen and why reaches the server in Ready, and the server logs it once.
+    # Warnings and errors only: the reasons for automatic values reach the server in Ready, which logs them.
     logging.basicConfig(level=logging.WARNING, format="engine: %(message)s", stream=sys.stderr)
     return run_process(int(sys.argv[1]), build)
 
