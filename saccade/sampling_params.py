@@ -60,13 +60,16 @@ class SamplingParams:
         return self.temperature < _MIN_TEMPERATURE
 
     @property
+    def has_penalty(self) -> bool:
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @property
     def samples_on_device(self) -> bool:
         """Sampling needs only the logits and the position, not the tokens before.
 
         Then the device samples by itself and starts the next step before the host has seen the token.
         """
-        has_penalty = self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
-        changes = has_penalty or self.logit_bias or self.min_tokens or self.structured
+        changes = self.has_penalty or self.logit_bias or self.min_tokens or self.structured
         return self.logprobs is None and not changes
 
     def _check_types(self) -> None:

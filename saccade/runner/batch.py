@@ -1,6 +1,6 @@
-"""What the runner remembers of each request, and how a step's windows become packed tensors.
+"""What the runner keeps of each request, and how a step's windows become packed tensors.
 
-works      A: [3, 7)        B: [40, 41)   C: [0, 5)
+windows    A: [3, 7)        B: [40, 41)   C: [0, 5)
 packed     a3 a4 a5 a6      b40           c0 c1 c2 c3 c4       one row per token, no padding
 query_lens 4                1             5
 """
@@ -25,47 +25,46 @@ Ints = npt.NDArray[np.int64]
 
 
 class RequestState:
-    """One admitted request: its tokens, positions and block table. Dropped when the plan says so."""
+    """One admitted request: its tokens, positions and block table. Dropped when the plan frees it."""
 
     def __init__(
         self,
         admission: Admission,
         grammar: Grammar | None = None,
-        places: Mapping[Key, Ints] | None = None,  # of pruned groups that are resident: row and column of each token
+        coordinates: Mapping[Key, Ints] | None = None,  # of resident pruned groups: row and column by token
     ) -> None:
         prompt = admission.request.prompt
         self.request: Request = admission.request
-        self.places: Mapping[Key, Ints] = {} if places is None else places
-        self.grammar = grammar  # of an answer that must follow a schema, after the tokens it has already
+        self.coordinates: Mapping[Key, Ints] = {} if coordinates is None else coordinates
+        self.grammar = grammar  # of structured output, advanced past the tokens it has already
         self.num_prompt = len(prompt)
-        self.shift = prompt.next_position - self.num_prompt  # from places to positions behind the prompt
-        # Whoever is not is sampled by the host, from logits that wait for it.
+        self.shift = prompt.next_position - self.num_prompt  # from token index to position after the prompt
         self.samples_on_device = grammar is None and admission.request.params.samples_on_device
         self.is_greedy = admission.request.params.is_greedy
         self.spans: tuple[Span, ...] = prompt.spans
         self._is_pruned = any(span.encoder_tokens is not None for span in prompt.spans)
         self.blocks: list[int] = list(admission.block_ids)
-        self._read = np.empty(64, np.int64)  # the answer's tokens as an array; grows by doubling
-        self._unread: list[int] = list(admission.output_token_ids)  # behind those: nobody has looked at them yet
-        self.num_tokens = self.num_prompt + len(self._unread)
-        self.last_token = (self._unread or prompt.token_ids)[-1]
+        self._array = np.empty(64, np.int64)  # output tokens as an array; grows by doubling
+        self._appended: list[int] = list(admission.output_token_ids)  # output tokens not in the array yet
+        self.num_tokens = self.num_prompt + len(self._appended)
+        self.last_token = (self._appended or prompt.token_ids)[-1]
 
     def append(self, token: int) -> None:
-        """Many times a step, while few ever look at the tokens."""
-        self._unread.append(token)
+        """Called for every token of a step, so it is cheap: few requests need the array."""
+        self._appended.append(token)
         self.last_token = token
         self.num_tokens += 1
 
-    def _answer(self) -> Ints:
+    def _output(self) -> Ints:
         end = self.num_tokens - self.num_prompt
-        if end > len(self._read):
-            self._read = np.concatenate([self._read, np.empty(max(end, len(self._read)), np.int64)])
-        self._read[end - len(self._unread) : end] = self._unread
-        self._unread.clear()
-        return self._read[:end]
+        if end > len(self._array):
+            self._array = np.concatenate([self._array, np.empty(max(end, len(self._array)), np.int64)])
+        self._array[end - len(self._appended) : end] = self._appended
+        self._appended.clear()
+        return self._array[:end]
 
     def take(self, sample: Sample) -> Sample:
-        """Append a sampled token; the sample again, which says so when nothing may follow it."""
+        """Append a sampled token; returns the sample, marked as last if the grammar is complete."""
         self.append(sample.token_id)
         if self.grammar is None:
             return sample
@@ -74,34 +73,33 @@ class RequestState:
 
     def tokens(self, start: int, end: int) -> Ints:
         assert end <= self.num_tokens, "a window ends at the last known token"
-        asked, first = self.request.prompt.token_ids[start:end], max(start - self.num_prompt, 0)
-        answered = self._answer()[first : max(end - self.num_prompt, 0)]
-        # Of a prompt that was found in the cache, only the end is ever looked at.
-        return np.concatenate([np.array(asked, np.int64), answered])
+        prompt = self.request.prompt.token_ids[start:end]  # a slice first: a cached prefix is never converted
+        output = self._output()[max(start - self.num_prompt, 0) : max(end - self.num_prompt, 0)]
+        return np.concatenate([np.array(prompt, np.int64), output])
 
     def positions(self, start: int, end: int) -> Ints:  # [axes, end - start]
-        """Prompt positions come from the processor; behind the prompt every axis counts on by one."""
+        """Prompt positions come from the processor; after the prompt every axis counts on by one."""
         prompt = self.request.prompt
         inside = prompt.positions[:, start : min(end, self.num_prompt)].astype(np.int64)
         if self._is_pruned and start < self.num_prompt:
-            self._place(inside, start)
+            self._add_coordinates(inside, start)
         if end <= self.num_prompt:
             return inside
-        behind = np.arange(max(start, self.num_prompt), end) + self.shift
-        return np.concatenate([inside, np.broadcast_to(behind, (len(inside), len(behind)))], axis=1)
+        after = np.arange(max(start, self.num_prompt), end) + self.shift
+        return np.concatenate([inside, np.broadcast_to(after, (len(inside), len(after)))], axis=1)
 
-    def _place(self, inside: Ints, start: int) -> None:
-        """The processor puts the tokens of a pruned group into its corner: places are known once it is decoded."""
+    def _add_coordinates(self, inside: Ints, start: int) -> None:
+        """The processor puts all tokens of a pruned group at its corner: which ones stay is known after decoding."""
         end = start + inside.shape[1]
         for span in overlapping(self.spans, start, end):
             if span.encoder_tokens is not None:
-                places = self.places[span.key]  # not there: better no answer than one from the corner
+                coordinates = self.coordinates[span.key]  # a KeyError is better than wrong positions
                 first, last = max(start, span.start), min(end, span.end)
-                inside[1:, first - start : last - start] += places[:, first - span.start : last - span.start]
+                inside[1:, first - start : last - start] += coordinates[:, first - span.start : last - span.start]
 
     @cached_property
     def _prompt_ids(self) -> Ints:
-        """Each once; of a long prompt that takes too long to be done for each token."""
+        """Each once. Cached: too slow for a long prompt to be done at every token."""
         return np.unique(np.array(self.request.prompt.token_ids, np.int64))
 
     def row(self) -> Row:
@@ -113,7 +111,7 @@ class RequestState:
         return Row(
             params=request.params,
             prompt_ids=self._prompt_ids,
-            output_ids=self._answer(),
+            output_ids=self._output(),
             end_ids=end_ids,
             seed=request.seed,
             allowed=allowed,
@@ -134,15 +132,15 @@ class Batch:
 def build_batch(
     windows: Sequence[ScheduledWindow], states: Sequence[RequestState], block_size: int, device: torch.device
 ) -> Batch:
-    query_lens = [work.end - work.start for work in windows]
+    query_lens = [window.end - window.start for window in windows]
     ends = np.cumsum(query_lens)
-    samples = [i for i, work in enumerate(windows) if work.samples]
+    samples = [i for i, window in enumerate(windows) if window.samples]
     pairs = list(zip(windows, states, strict=True))
     tables = _block_tables(states)
-    slots = np.concatenate([slots_of(work, tables[i], block_size) for i, work in enumerate(windows)])
+    slots = np.concatenate([slots_of(window, tables[i], block_size) for i, window in enumerate(windows)])
     attention = AttentionBatch(
         query_lens=query_lens,
-        context_lens=[work.end for work in windows],
+        context_lens=[window.end for window in windows],
         block_tables=torch.from_numpy(tables).to(device),
         slots=torch.from_numpy(slots).to(device),
         block_size=block_size,
@@ -156,8 +154,8 @@ def build_batch(
     )
 
 
-def _block_tables(states: Sequence[RequestState]) -> Ints:  # [requests, most blocks]
-    """Padded with a block of the request's own: what is masked is still read, and must not be another's."""
+def _block_tables(states: Sequence[RequestState]) -> Ints:  # [requests, max blocks]
+    """Padded with the request's first block: padding is masked but still read, and must not be another's."""
     tables = np.empty((len(states), max(len(s.blocks) for s in states)), np.int64)
     for i, state in enumerate(states):
         tables[i, : len(state.blocks)] = state.blocks
@@ -165,41 +163,41 @@ def _block_tables(states: Sequence[RequestState]) -> Ints:  # [requests, most bl
     return tables
 
 
-def slots_of(work: ScheduledWindow, table: Ints, block_size: int) -> Ints:
+def slots_of(window: ScheduledWindow, table: Ints, block_size: int) -> Ints:
     """Where each new token's keys and values go: block * block_size + offset."""
-    index = np.arange(work.start, work.end)
+    index = np.arange(window.start, window.end)
     return table[index // block_size] * block_size + index % block_size
 
 
-# --- splicing pictures in -----------------------------------------------------------------------------------
+# --- splicing embeddings ------------------------------------------------------------------------------------
 
 
 def overlapping(spans: Sequence[Span], start: int, end: int) -> list[Span]:
-    """The spans that the window [start, end) touches."""
+    """The spans that overlap the window [start, end)."""
     return [span for span in spans if span.start < end and start < span.end]
 
 
-def splice(embeds: Tensor, row: int, work: ScheduledWindow, span: Span, embedding: Tensor) -> None:
+def splice(embeds: Tensor, row: int, window: ScheduledWindow, span: Span, embedding: Tensor) -> None:
     """Overwrite the placeholder rows of `span` inside the window; `row` is the packed row of the window's start."""
-    first, last = max(work.start, span.start), min(work.end, span.end)
+    first, last = max(window.start, span.start), min(window.end, span.end)
     low, high = first - span.start, last - span.start  # the slice of the span that the window covers
-    target = embeds[row + first - work.start : row + last - work.start]
+    target = embeds[row + first - window.start : row + last - window.start]
     if span.is_embed is None:
         target.copy_(embedding[low:high])
         return
     mask = np.asarray(span.is_embed)
     before = int(mask[:low].sum())
-    rows = torch.from_numpy(np.flatnonzero(mask[low:high]))  # not the mask itself: a device would be waited for
+    rows = torch.from_numpy(np.flatnonzero(mask[low:high]))  # indexing by the mask would wait for the device
     target.index_copy_(0, rows.to(target.device), embedding[before : before + len(rows)])
 
 
-def embedded(state: RequestState, work: ScheduledWindow) -> Ints:
-    """The tokens of a window, -1 where a picture's embedding is spliced in."""
-    tokens = state.tokens(work.start, work.end)
-    spans = overlapping(state.spans, work.start, work.end) if work.start < state.num_prompt else []
+def embedded(state: RequestState, window: ScheduledWindow) -> Ints:
+    """The tokens of a window, -1 where an image's embedding is spliced in."""
+    tokens = state.tokens(window.start, window.end)
+    spans = overlapping(state.spans, window.start, window.end) if window.start < state.num_prompt else []
     for span in spans:
-        first, last = max(work.start, span.start), min(work.end, span.end)
-        inside = tokens[first - work.start : last - work.start]
+        first, last = max(window.start, span.start), min(window.end, span.end)
+        inside = tokens[first - window.start : last - window.start]
         mask = True if span.is_embed is None else np.asarray(span.is_embed)[first - span.start : last - span.start]
         inside[mask] = -1
     return tokens

@@ -20,7 +20,7 @@ from saccade.options import Options, SchedulerConfig
 from saccade.runner.cuda.attention_backend import Place, check, choose
 from saccade.runner.cuda.host_threads import OneTorchThread
 from saccade.runner.encoder.embedding_cache import EmbeddingSlab
-from saccade.runner.encoder.graphs import record_tower
+from saccade.runner.encoder.graphs import capture_tower
 from saccade.runner.encoder.stage import LocalEncoder
 from saccade.runner.forward import Forward
 from saccade.runner.memory import MemoryPlan
@@ -44,15 +44,16 @@ def build_runner(
     *,
     progress: bool = True,
 ) -> Runner:
-    meter, sizes = MemoryReport(plan), plan.scheduler
+    memory = MemoryReport(plan)
+    sizes = plan.scheduler
     place = Place(config.text, plan.dtype, plan.device)
     check(options.attention_backend, place)
     if plan.device.type == "cuda":
         if plan.device.index is not None:
-            torch.cuda.set_device(plan.device)  # kernels and graphs go to the current one, wherever their tensors are
-        # A promise to whoever else uses the device, so the allocator is held to it.
+            torch.cuda.set_device(plan.device)  # kernels and graphs go to the current device, not the tensors'
+        # Other processes may use the rest, so the allocator enforces it.
         torch.cuda.set_per_process_memory_fraction(options.gpu_memory_utilization, plan.device.index)
-    with meter.part("weights"):
+    with memory.part("weights"):
         model = load_model(
             path,
             config,
@@ -64,26 +65,26 @@ def build_runner(
             image_processor=image_processor,
             max_model_len=sizes.max_model_len,
         )
-    with meter.part("kv"):
+    with memory.part("kv"):
         kv = PagedKV.allocate(config.text, sizes.num_blocks, sizes.block_size, plan.dtype, plan.device)
-    with meter.part("states"):
+    with memory.part("states"):
         states = _states(config, sizes, plan)
-    with meter.part("embeddings"):
+    with memory.part("embeddings"):
         embeddings = _embeddings(model, plan)
-    meter.reserve_work()
-    with meter.part("graphs"):
+    memory.reserve_work()
+    with memory.part("graphs"):
         forward = _forward(model, kv, place, sizes, options.attention_backend, states)
-        record_tower(model)
+        capture_tower(model)
     encoder = _encoder(model, options, plan)
     grammars = Grammars(path, config.text.vocab_size)
-    # What is left to the host of a GPU are copies of a few kilobytes. Sharing one out to all cores takes
-    # microseconds, or ten milliseconds where image decoding keeps them busy.
+    # Beside a GPU, PyTorch only copies a few kilobytes on the host. Splitting a copy over all cores takes
+    # microseconds, or ten milliseconds while image decoding keeps them busy.
     on_close = OneTorchThread().end if plan.device.type == "cuda" else None
-    return Runner(model, kv, encoder, grammars, forward, embeddings, meter.report(), on_close)
+    return Runner(model, kv, encoder, grammars, forward, embeddings, memory.report(), on_close)
 
 
 def eager_reason_of(model: VisionLanguageModel, device: torch.device) -> str | None:
-    """Why a device that has kernels computes steps without them, for the start-up log."""
+    """Why a GPU runs the model without our kernels, for the start-up log."""
     reason = eager_reason(model.config) if device.type == "cuda" else None
     return f"steps run in plain PyTorch, without kernels and CUDA graphs: {reason}" if reason else None
 
@@ -96,7 +97,7 @@ def _states(config: ModelConfig, sizes: SchedulerConfig, plan: MemoryPlan) -> Re
 
 
 def _embeddings(model: VisionLanguageModel, plan: MemoryPlan) -> MutableMapping[Key, Tensor]:
-    """On a host memory comes and goes by itself; a device has one piece of it set aside for whoever splices."""
+    """A slab of device memory taken at start where our kernels run; a dict elsewhere."""
     if plan.device.type != "cuda" or eager_reason_of(model, plan.device):
         return {}
     slots = plan.scheduler.encoder_cache_slots
@@ -105,10 +106,10 @@ def _embeddings(model: VisionLanguageModel, plan: MemoryPlan) -> MutableMapping[
 
 
 def _encoder(model: VisionLanguageModel, options: Options, plan: MemoryPlan) -> LocalEncoder | None:
-    vision, sizes = model.config.vision, plan.scheduler
+    vision = model.config.vision
     if vision is None:
         return None
-    patches = costs.patches_of(sizes.encoder_budget, vision, model.config.text)
+    patches = costs.patches_of(plan.scheduler.encoder_budget, vision, model.config.text)
     if options.max_step_seconds(plan.device.type):
         patches = min(patches, _MAX_SLICED_PATCHES)
     threads = options.image_decode_threads or min(os.cpu_count() or 1, _MAX_DECODE_THREADS)
@@ -140,5 +141,5 @@ def _forward(
         axes=3 if place.text.mrope_section else 1,
         flash=choose(backend, place, sizes.block_size, max_blocks, model.decoder.scale),
     )
-    forward.record(sizes.max_num_batched_tokens)
+    forward.capture(sizes.max_num_batched_tokens)
     return forward

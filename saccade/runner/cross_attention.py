@@ -1,4 +1,4 @@
-"""Which rows of a step look at which pictures, for models that read pictures beside the text. Computes nothing."""
+"""Which rows of a step attend to which images, for models with cross-attention layers. Computes nothing."""
 
 from __future__ import annotations
 
@@ -15,25 +15,26 @@ from saccade.types import Key, ScheduledWindow, Span
 def rows_by_image(
     windows: Sequence[tuple[ScheduledWindow, Sequence[Span]]], embeddings: Mapping[Key, Tensor], device: torch.device
 ) -> list[CrossAttentionRows]:
-    """Rows of all requests that look at the same pictures go together. Rows that see none are left out."""
+    """Groups rows of all requests by the images they attend to. Rows that attend to none are left out."""
     rows: dict[tuple[Key, ...], list[int]] = {}
     first = 0  # packed row of the window's start
-    for work, spans in windows:
-        for start, end, keys in stretches(spans, work.start, work.end):
-            rows.setdefault(keys, []).extend(range(first + start - work.start, first + end - work.start))
-        first += work.end - work.start
+    for window, spans in windows:
+        for start, end, keys in stretches(spans, window.start, window.end):
+            rows.setdefault(keys, []).extend(range(first + start - window.start, first + end - window.start))
+        first += window.end - window.start
     return [
-        CrossAttentionRows(torch.tensor(places, device=device), tuple(embeddings[key] for key in keys))
-        for keys, places in rows.items()
+        CrossAttentionRows(torch.tensor(members, device=device), tuple(embeddings[key] for key in keys))
+        for keys, members in rows.items()
     ]
 
 
 def stretches(spans: Sequence[Span], start: int, end: int) -> Iterator[tuple[int, int, tuple[Key, ...]]]:
-    """Cut [start, end) where something comes into sight or goes out of it; the same picture twice counts twice."""
-    if not spans or not spans[0].is_cross_attended:  # all of a prompt last, or none
+    """Cut [start, end) where the set of attended images changes; the same image twice counts twice."""
+    if not spans or not spans[0].is_cross_attended:  # all spans of a prompt are, or none
         return
-    near = [s for s in spans if s.start < end and start < s.pinned_until]
-    cuts = sorted({start, end, *(p for s in near for p in (s.start, s.pinned_until) if start < p < end)})
+    near = reading(spans, start, end)
+    borders = {p for s in near for p in (s.start, s.pinned_until)}
+    cuts = sorted({start, end, *(p for p in borders if start < p < end)})
     for low, high in pairwise(cuts):
         keys = tuple(s.key for s in near if s.start <= low < s.pinned_until)
         if keys:

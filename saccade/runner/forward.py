@@ -14,19 +14,19 @@ from saccade.types import Admission, Grid, Key, LatencyProfile, Sample, Schedule
 Windows = Sequence[tuple[ScheduledWindow, RequestState]]
 Embeddings = Mapping[Key, Tensor]
 Sampled = Callable[[], dict[str, Sample]]
-"""Waits for the device, then tells the tokens by request id."""
+"""Waits for the device; returns the samples by request id."""
 
 
 class Forward(Protocol):
     @property
     def is_async(self) -> bool:
-        """Whether passes are launched and the host goes on meanwhile."""
+        """Whether passes are launched without waiting for them."""
 
     def open(self, admission: Admission) -> None:
-        """A request comes, or comes again with another block table."""
+        """Add a request, or replace its block table."""
 
     def extend(self, request_id: str, held: int, blocks: Sequence[int]) -> None:
-        """Blocks after the `held` ones it has."""
+        """Append blocks to the `held` ones it has."""
 
     def close(self, request_id: str) -> None: ...
 
@@ -36,17 +36,17 @@ class Forward(Protocol):
     def step(self, decode: Windows, encode: Callable[[], Windows], embeddings: Embeddings) -> Sampled:
         """Compute the latest token of each request in `decode`, and the prefill windows that `encode` returns.
 
-        `encode` advances the encoder, and the embeddings of its windows are resident when it returns. It is called
+        `encode` advances the encoder; the embeddings of its windows are resident when it returns. It is called
         once, and decoding may run meanwhile.
         """
 
     def mixed(self, prefill: Windows, embeddings: Embeddings, decode: Windows) -> Sampled:
-        """Both as one batch where that is possible. No window of `prefill` samples."""
+        """Both as one mixed batch where possible. No window of `prefill` samples."""
 
     def measure(
         self, model: VisionLanguageModel, largest: Grid | None, target_ms: float | None
     ) -> LatencyProfile | None:
-        """How long the parts of a step take; before any request is open. None: it does not say.
+        """Measure the parts of a step, before any request is open. None: not measured.
 
         `largest`: the most expensive image.
         """

@@ -1,6 +1,6 @@
 """Sizes everything once, before weights are loaded: dtype, context, KV blocks, encoder budget and cache.
 
-Each automatic value comes with the reason it was chosen; a setting that cannot work is refused with the numbers.
+Each automatic value comes with the reason it was chosen; a setting that cannot work is refused with values.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from saccade.options import Options, SchedulerConfig
 from saccade.runner.encoder.graphs import largest_pass
 from saccade.types import Geometry, Size
 
-_CPU_KV_GIB = 4.0  # most that is taken on a CPU without being asked
-_CPU_KV_SHARE = 0.3  # of the memory that is free once the weights are in
+_CPU_KV_GIB = 4.0  # automatic maximum on a CPU
+_CPU_KV_SHARE = 0.3  # of the memory that is free once the weights are loaded
 _EMBEDDING_CACHE_GIB = 0.5
-_KEPT_STATES = (8, 32)  # fewest and most states of recurrent layers that are kept behind beginnings of prompts
-_LOOKED_AT = 8  # pictures that the cache holds at least, where answers look at them to their end
-_LIBRARY_BYTES = 32 << 20  # that cuBLAS works in, for each stream it is called on
+_MIN_CHECKPOINTS = 8  # of recurrent states in the prefix cache
+_MAX_CHECKPOINTS = 32
+_CROSS_ATTENDED = 8  # images that the cache holds at least, where requests pin them until they finish
+_LIBRARY_BYTES = 32 << 20  # cuBLAS workspace, for each stream it is called on
 _SEGMENT_BYTES = 20 << 20  # that the allocator takes for graphs at a time, so about as much stays unused
-_SPARE_BYTES = 1 << 30  # of a GPU: the driver's share of graphs and kernels, workspaces of libraries, rounding
+_SPARE_BYTES = 1 << 30  # of a GPU: the driver's memory for graphs and kernels, library workspaces, rounding
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,16 +43,16 @@ class MemoryPlan:
 
 @dataclass(frozen=True, slots=True)
 class MemoryParts:
-    """Bytes by use. Nothing is allocated beside them once the engine runs; a CPU plans the first three alone."""
+    """Bytes by use. Nothing else is allocated once the engine runs; a CPU plans only the first three."""
 
     weights: int
     kv: int
     embeddings: int  # resident ones
-    work: int = 0  # encoding a full pass, and beside it a prompt that fits no graph, or drawing tokens
-    images: int = 0  # on their way to the tower: pixels, and patches that wait
-    graphs: int = 0  # what recorded steps read, write and compute in
+    work: int = 0  # activations: a full encoder pass, plus prefill without a graph or sampling
+    images: int = 0  # before the tower: pixels, and patches that wait
+    graphs: int = 0  # inputs, outputs and activations of CUDA graphs
     spare: int = 0
-    states: int = 0  # of requests and of prefixes, in layers that keep no keys and values
+    states: int = 0  # of recurrent layers, for requests and checkpoints
 
     @property
     def total(self) -> int:
@@ -61,7 +62,7 @@ class MemoryParts:
 def plan_memory(
     options: Options, model: ModelConfig, largest: Geometry | None, free_bytes: int | None = None
 ) -> MemoryPlan:
-    """`largest` is the most expensive picture the limits allow; `free_bytes` is measured when it is not given."""
+    """`largest` is the most expensive image the limits allow; `free_bytes` is measured if not given."""
     device = _device(options.device)
     dtype, why_dtype = _dtype(options.dtype, model.dtype, device)
     free = free_bytes if free_bytes is not None else _free_bytes(device, options.gpu_memory_utilization)
@@ -71,7 +72,7 @@ def plan_memory(
     length, why_length = _model_len(options, model, blocks)
     biggest = _biggest(largest, length)
     budget, why_budget = _encoder_budget(options, biggest)
-    needed = max(biggest, 0 if keep_idle else max(budget, biggest * _in_sight(options, model)))
+    needed = biggest if keep_idle else max(budget, biggest * _pinned_images(options, model))
     slots, why_cache = _hold_largest(options, slots, why_cache, needed)
     scheduler = SchedulerConfig(
         max_model_len=length,
@@ -83,7 +84,7 @@ def plan_memory(
         encoder_cache_slots=slots,
         keep_idle_embeddings=keep_idle,
         enable_prefix_caching=options.enable_prefix_caching,
-        state_rows=_kept_states(options) if model.text.linear else None,
+        state_rows=_num_checkpoints(options) if model.text.linear else None,
         encode_layers_per_step=options.encode_layers_per_step,
         max_waiting=options.max_waiting,
         slot_bytes=costs.embedding_bytes_per_slot(model.text, dtype),
@@ -109,12 +110,13 @@ def plan_memory(
 def _beside_kv(
     options: Options, model: ModelConfig, dtype: str, largest: Geometry | None, slots: int, device: torch.device
 ) -> MemoryParts:
-    """All that has to fit beside the KV cache. The largest picture is taken whole, whatever the context will be."""
+    """All that has to fit beside the KV cache. The largest image counts whole, even if the context is shorter."""
     weights = costs.weight_bytes(model, dtype)
-    states = (options.max_num_seqs + _kept_states(options)) * costs.state_bytes_per_request(model.text, dtype)
+    states = (options.max_num_seqs + _num_checkpoints(options)) * costs.state_bytes_per_request(model.text, dtype)
     if device.type != "cuda":
         return MemoryParts(weights, 0, 0, states=states)
-    biggest, per_slot = largest.slots if largest else 0, costs.embedding_bytes_per_slot(model.text, dtype)
+    biggest = largest.slots if largest else 0
+    per_slot = costs.embedding_bytes_per_slot(model.text, dtype)
     return MemoryParts(
         weights=weights,
         kv=0,
@@ -128,32 +130,32 @@ def _beside_kv(
 
 
 def _pass_patches(options: Options, model: ModelConfig, largest: Geometry | None) -> int:
-    """Patches of a full pass through the tower. A picture in tiles may have far more of them than embeddings."""
+    """Patches of a full encoder pass. An image in tiles may have far more patches than embeddings."""
     assert model.vision is not None
     slots, patches = (largest.slots, largest.grid.patches) if largest else (0, 0)
     return max(costs.patches_of(_budget(options, slots), model.vision, model.text), patches)
 
 
 def _budget(options: Options, biggest: int) -> int:
-    """Embeddings encoded per step: a full step, and the largest picture."""
+    """Embeddings encoded per step: a full step, and the largest image."""
     return options.encoder_budget or max(options.max_num_batched_tokens, biggest)
 
 
 def _work_bytes(options: Options, model: ModelConfig, dtype: str, largest: Geometry | None) -> int:
-    """A pass may rest between two layers while a prompt is computed or tokens are drawn."""
-    prompt = options.max_num_batched_tokens * _prompt_bytes_per_token(model, dtype)
-    sampling_inputs = options.max_num_seqs * costs.sampling_bytes_per_row(model.text)
+    """An encoder pass may pause between two layers while prefill or sampling runs."""
+    prefill = options.max_num_batched_tokens * _prefill_bytes_per_token(model, dtype)
+    sampling = options.max_num_seqs * costs.sampling_bytes_per_row(model.text)
     if model.vision is None:
-        return max(prompt, sampling_inputs)
+        return max(prefill, sampling)
     per_patch = costs.encode_bytes_per_patch(model.vision, model.text, dtype)
-    return max(prompt, sampling_inputs) + _pass_patches(options, model, largest) * per_patch
+    return max(prefill, sampling) + _pass_patches(options, model, largest) * per_patch
 
 
 def _image_bytes(options: Options, model: ModelConfig, dtype: str, largest: Geometry | None) -> int:
-    """One picture at a time is resized; two passes may wait while a third is under way."""
+    """One image at a time is resized; two passes may wait while a third runs."""
     if model.vision is None or largest is None:
         return 0
-    # Squares: what lies between two sizes depends on their areas alone, for the sides keep their ratio.
+    # Squares: the intermediate of a resize depends only on both areas, since the aspect ratio is kept.
     source, resized = (math.isqrt(area) for area in (options.max_image_pixels, math.prod(largest.resized)))
     held = 3 * _pass_patches(options, model, largest)
     prepared = held * costs.prepared_bytes_per_patch(model.vision, dtype)
@@ -161,34 +163,34 @@ def _image_bytes(options: Options, model: ModelConfig, dtype: str, largest: Geom
 
 
 def _graph_bytes(options: Options, model: ModelConfig, dtype: str) -> int:
-    """All graphs compute in the memory of the largest. Beside it: what those for prompts and answers together read,
-    logits, block tables, what libraries work in.
+    """All graphs share the memory of the largest; beside it inputs of mixed batches, logits, block tables.
 
-    By formula, for it must be known before the KV cache is sized, and graphs can only be recorded over a cache that
-    is there. What they took is measured then, and shown beside this.
+    A formula, since it must be known before the KV cache is sized, and graphs are captured over the cache. What
+    they really took is measured and shown beside this.
     """
     if eager_reason(model):
         return _tower_graph_bytes(model, dtype)
     from saccade.runner.cuda.graph_sizes import GRAPH_TOKENS, GRAPH_WINDOWS, MAX_MIXED_ROWS, mixed_sizes
 
-    text, places = model.text, options.max_num_seqs + GRAPH_WINDOWS
+    text = model.text
+    rows = options.max_num_seqs + GRAPH_WINDOWS
     largest = next((n for n in GRAPH_TOKENS if n >= options.max_num_batched_tokens), GRAPH_TOKENS[-1])
     mixed = [sum(size) for size in mixed_sizes(options.max_num_batched_tokens, options.max_num_seqs)]
-    riding = MAX_MIXED_ROWS * text.embedding_size * costs.dtype_bytes(dtype)
-    logits = places * text.vocab_size * costs.dtype_bytes(dtype)
+    embeds = MAX_MIXED_ROWS * text.embedding_size * costs.dtype_bytes(dtype)
+    logits = rows * text.vocab_size * costs.dtype_bytes(dtype)
     length = options.max_model_len or text.max_position
-    tables = 2 * places * costs.blocks_for(length, options.block_size) * 4
-    rows = max([largest, *mixed]) * _prompt_bytes_per_token(model, dtype) + _LIBRARY_BYTES + _SEGMENT_BYTES
-    return rows + riding + logits + tables + _tower_graph_bytes(model, dtype)
+    tables = 2 * rows * costs.blocks_for(length, options.block_size) * 4
+    activations = max([largest, *mixed]) * _prefill_bytes_per_token(model, dtype) + _LIBRARY_BYTES + _SEGMENT_BYTES
+    return activations + embeds + logits + tables + _tower_graph_bytes(model, dtype)
 
 
-def _prompt_bytes_per_token(model: ModelConfig, dtype: str) -> int:
+def _prefill_bytes_per_token(model: ModelConfig, dtype: str) -> int:
     per_token = costs.prompt_bytes_per_token if eager_reason(model) else costs.fused_prompt_bytes_per_token
     return per_token(model.text, dtype)
 
 
 def _tower_graph_bytes(model: ModelConfig, dtype: str) -> int:
-    """Recorded passes of the tower: what all of them read, and compute in, is as much as the largest one takes."""
+    """CUDA graphs of the tower: all share the memory of the largest."""
     if model.vision is None:
         return 0
     per_patch = costs.encode_bytes_per_patch(model.vision, model.text, dtype)
@@ -198,17 +200,17 @@ def _tower_graph_bytes(model: ModelConfig, dtype: str) -> int:
 def _why_states(options: Options, model: ModelConfig, parts: MemoryParts) -> tuple[str, ...]:
     if model.text.linear is None:
         return ()
-    layers, kept = len(model.text.linear.layers), _kept_states(options)
     return (
-        f"states {parts.states / costs.GIB:.2f} GiB: what {layers} layers remember of each request, and behind "
-        f"{kept} beginnings of prompts, where others may go on",
+        f"states {parts.states / costs.GIB:.2f} GiB: of {len(model.text.linear.layers)} recurrent layers, for each "
+        f"request and for {_num_checkpoints(options)} checkpoints of the prefix cache",
     )
 
 
-def _kept_states(options: Options) -> int:
-    """Each is as large as that of a request: about as many as run at once, within reason."""
-    minimum, maximum = _KEPT_STATES
-    return max(minimum, min(options.max_num_seqs, maximum)) if options.enable_prefix_caching else 0
+def _num_checkpoints(options: Options) -> int:
+    """Each is as large as a request's state: about as many as requests run at once."""
+    if not options.enable_prefix_caching:
+        return 0
+    return max(_MIN_CHECKPOINTS, min(options.max_num_seqs, _MAX_CHECKPOINTS))
 
 
 def _why_parts(parts: MemoryParts) -> tuple[str, ...]:
@@ -251,14 +253,14 @@ def _check_dtype(name: str, remedy: str) -> None:
 def _free_bytes(device: torch.device, utilization: float) -> int:
     if device.type == "cuda":
         gc.collect()
-        torch.cuda.empty_cache()  # what a closed engine left with the allocator counts as taken until it is given back
+        torch.cuda.empty_cache()  # memory that a closed engine left with the allocator counts as taken
         free, total = torch.cuda.mem_get_info(device)
         return int(free - total * (1 - utilization))
     return _free_ram()
 
 
 def _free_ram() -> int:
-    """What the system could give without swapping, and no more than what a container leaves this process."""
+    """What is available without swapping, and within the limit of a container."""
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
@@ -304,10 +306,11 @@ def _kv_blocks(options: Options, model: ModelConfig, dtype: str, left: int, devi
 
 
 def _model_len(options: Options, model: ModelConfig, blocks: int) -> tuple[int, str]:
-    """Every request that is let in must be able to finish alone, so the context never exceeds the KV cache."""
-    room, trained = blocks * options.block_size, model.text.max_context
+    """Every admitted request must be able to finish alone, so the context never exceeds the KV cache."""
+    capacity = blocks * options.block_size
+    trained = model.text.max_context
     if options.max_model_len is None:
-        length = min(trained, room)
+        length = min(trained, capacity)
         own = "the model's own" if trained == model.text.max_position else "what the model's attention window covers"
         why = own if length == trained else f"all the KV cache holds (the model allows {trained})"
         return length, f"context {length} tokens: {why}"
@@ -316,11 +319,11 @@ def _model_len(options: Options, model: ModelConfig, blocks: int) -> tuple[int, 
             f"max_model_len={options.max_model_len} is beyond the {trained} positions the model was trained for"
             f"{' in one attention window' if model.text.window else ''}; lower --max-model-len"
         )
-    if options.max_model_len > room:
+    if options.max_model_len > capacity:
         needed = costs.blocks_for(options.max_model_len, options.block_size)
         raise ConfigError(
             f"max_model_len={options.max_model_len} needs {needed} KV blocks but only {blocks} fit; lower "
-            f"--max-model-len to {room} or raise --kv-cache-gb"
+            f"--max-model-len to {capacity} or raise --kv-cache-gb"
         )
     return options.max_model_len, f"context {options.max_model_len} tokens: as asked"
 
@@ -338,28 +341,28 @@ def _encoder_budget(options: Options, biggest: int) -> tuple[int, str]:
 
 
 def _biggest(largest: Geometry | None, length: int) -> int:
-    """Embeddings of the largest picture whose tokens the context holds."""
+    """Embeddings of the largest image whose tokens the context holds."""
     if largest is None:
         return 0
     return largest.slots if largest.tokens <= length else min(largest.slots, length)
 
 
-def _in_sight(options: Options, model: ModelConfig) -> int:
-    """Pictures that one token may look at together: all of a prompt, where layers look at pictures at all."""
+def _pinned_images(options: Options, model: ModelConfig) -> int:
+    """Images that one token needs at once: with cross-attention all of its prompt."""
     return max(1, options.limit_mm_per_prompt.get("image", 0)) if model.text.num_cross_layers else 1
 
 
 def _encoder_slots(options: Options, model: ModelConfig, dtype: str, largest: Geometry | None) -> tuple[int, str, bool]:
-    """Slots, the reason, and whether unused embeddings are kept. 0 GiB keeps none, only what a step works on."""
+    """Slots, the reason, and whether unused embeddings stay. With 0 GiB only those of the current step do."""
     if model.vision is None:
         return 0, "no encoder cache: the model takes no pictures", True
     size, why = options.encoder_cache_gb, "as asked"
     if size is None:
         size, why = _EMBEDDING_CACHE_GIB, "the default"
-        looked_at = largest.slots * _LOOKED_AT if largest and model.text.num_cross_layers else 0
-        wanted = looked_at * costs.embedding_bytes_per_slot(model.text, dtype) / costs.GIB
+        pinned = largest.slots * _CROSS_ATTENDED if largest and model.text.num_cross_layers else 0
+        wanted = pinned * costs.embedding_bytes_per_slot(model.text, dtype) / costs.GIB
         if wanted > size:
-            size, why = wanted, f"{_LOOKED_AT} of the largest pictures, each kept while an answer looks at it"
+            size, why = wanted, f"{_CROSS_ATTENDED} of the largest pictures, each pinned until its request ends"
     slots = costs.embedding_slots_in(size * costs.GIB, model.text, dtype)
     return slots, f"encoder cache {slots} embeddings, {size:.2f} GiB: {why}", size > 0
 

@@ -1,4 +1,4 @@
-"""What the parts of the memory plan took on a CUDA device, beside what was planned for them. A CPU measures nothing."""
+"""Measures what each part of the memory plan took on a CUDA device. On a CPU nothing is measured."""
 
 from __future__ import annotations
 
@@ -21,16 +21,15 @@ class MemoryReport:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """What is allocated inside and stays, and what recorded graphs keep for themselves."""
+        """Counts what is allocated inside and stays, with the private pools of CUDA graphs."""
         before = self._held()
         yield
         self._measured[name] = self._held() - before
 
     def reserve_work(self) -> None:
-        """Take the memory that steps compute in as one piece, and give it back to the allocator.
+        """Allocate the memory of activations as one segment and free it, so that the allocator keeps it.
 
-        It keeps the piece, and everything later is cut from it: a run of many sizes then leaves no gaps that are too
-        small for the next one, and what is missing is missing now.
+        Later tensors are cut from it: many sizes cause no fragmentation, and too little memory fails at start.
         """
         if self._is_on:
             torch.empty(self._plan.parts.work, dtype=torch.uint8, device=self._plan.device)
@@ -47,4 +46,4 @@ class MemoryReport:
         segments: list[dict[str, Any]] = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
         graphs = [segment for segment in segments if segment["segment_pool_id"] != _DEFAULT_POOL]
         unused: int = sum(segment["total_size"] - segment["allocated_size"] for segment in graphs)
-        return int(torch.cuda.memory_allocated(self._plan.device)) + unused  # between two replays nobody else gets it
+        return int(torch.cuda.memory_allocated(self._plan.device)) + unused

@@ -1,4 +1,4 @@
-"""Times the parts of a step at start, so that the scheduler can say what fits into one."""
+"""Times the parts of a step at start, so that the scheduler knows what fits into one."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import islice, pairwise
 
 import torch
-from torch import Tensor
 
 from saccade.checkpoint.config import ModelConfig
 from saccade.models.interface import VisionLanguageModel
+from saccade.runner.encoder.graphs import blank_patches
 from saccade.types import Grid, LatencyCurve
 
 _REPEATS = 3
 _SLOTS = (64, 256, 512, 1024, 1536, 2304, 4096, 8192)
-_COMMON = range(512, 4097, 128)  # embeddings of pictures that come often
+_COMMON = range(512, 4097, 128)  # embeddings of common image sizes
 
 
 Trials = Iterable[tuple[int, Callable[[], object]]]
-"""Sizes, and how to run one."""
+"""Each size with a function that runs it."""
 
 
 def timed_curve(trials: Trials) -> LatencyCurve:
@@ -28,27 +28,27 @@ def timed_curve(trials: Trials) -> LatencyCurve:
 
 
 def layer_curve(model: VisionLanguageModel, largest: Grid | None) -> LatencyCurve:
-    """One layer of the vision tower, up to the grid of the most expensive picture that is let in."""
+    """One layer of the vision tower, by embeddings, up to the most expensive image that is admitted."""
     return _rising(_layer_times(model, largest)) if largest else ()
 
 
 @torch.inference_mode()
 def seconds_per_layer(model: VisionLanguageModel, grid: Grid) -> float:
-    """On a CPU: one layer of the vision tower over a picture of this grid, without running the whole tower."""
-    encoding = model.encode(_blank(model, grid), [grid])
-    marks = [time.perf_counter() for _ in islice(encoding, 1 + _REPEATS)]  # the set-up lies before the first
+    """On a CPU: one layer of the vision tower over an image of this grid, without running the whole tower."""
+    encoding = model.encode(blank_patches(model, [grid]), [grid])
+    marks = [time.perf_counter() for _ in islice(encoding, 1 + _REPEATS)]  # set-up comes before the first
     encoding.close()
     return min((end - start for start, end in pairwise(marks)), default=0.0)
 
 
 def largest_within(config: ModelConfig, largest: Grid, patches: int) -> Grid:
-    """The grid of the largest picture that has at most so many patches, or the smallest there is."""
+    """The grid of the largest image that has at most so many patches, or the smallest there is."""
     fitting = [grid for grid in _grids(config, largest) if grid.patches <= patches]
     return max(fitting, key=lambda grid: grid.patches, default=largest)
 
 
 def timed(run: Callable[[], object]) -> float:
-    """Milliseconds on the device, the best of a few. As steps are, each is launched while the one before it runs."""
+    """Milliseconds on the device, the best of a few. Launched back to back, as steps are."""
     run()
     laps = []
     for _ in range(_REPEATS):
@@ -71,9 +71,9 @@ def _layer_times(model: VisionLanguageModel, largest: Grid) -> Iterator[tuple[in
 
 
 def _load_kernels(model: VisionLanguageModel, largest: Grid) -> None:
-    """Run the tower over many sizes: for each, libraries may choose kernels that no other size has needed.
+    """Run the tower over many sizes: libraries may choose another kernel for each.
 
-    To load one takes as long as several steps, and the first picture of its size would make all answers wait.
+    Loading one takes as long as several steps, in which all running requests would wait.
     """
     for slots in _COMMON:
         grid = _square(model.config, slots)
@@ -82,20 +82,12 @@ def _load_kernels(model: VisionLanguageModel, largest: Grid) -> None:
 
 
 def _encode(model: VisionLanguageModel, grid: Grid) -> int:
-    """The number of layers that ran."""
-    return sum(model.encode(_blank(model, grid), [grid]))
-
-
-def _blank(model: VisionLanguageModel, grid: Grid) -> Tensor:
-    vision, table = model.config.vision, model.decoder.table
-    assert vision is not None
-    pixels = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-    return torch.ones(grid.patches, pixels, dtype=table.dtype, device=table.device)
+    """Returns the number of layers that ran."""
+    return sum(model.encode(blank_patches(model, [grid]), [grid]))
 
 
 def _grids(config: ModelConfig, largest: Grid) -> Iterator[Grid]:
-    """Squares of several sizes up to the largest picture; towers with learned positions take one size alone, or
-    fewer tiles of it."""
+    """Squares of several sizes up to the largest image; with learned positions one size, or fewer tiles of it."""
     if config.vision and config.vision.takes_squares:
         yield from (Grid(tiles, largest.h, largest.w) for tiles in range(1, largest.t))
     elif _takes_any_size(config):
@@ -108,21 +100,21 @@ def _takes_any_size(config: ModelConfig) -> bool:
 
 
 def _square(config: ModelConfig, slots: int) -> Grid:
-    """The largest that has no more embeddings."""
+    """The largest square with at most so many embeddings."""
     side = math.isqrt(slots) * math.isqrt(_merged(config))
     return Grid(1, side, side)
 
 
 def _merged(config: ModelConfig) -> int:
-    """Patches of one embedding."""
+    """Patches per embedding."""
     assert config.vision is not None
     return config.vision.spatial_merge_size**2
 
 
 def _rising(points: Iterable[tuple[int, float]]) -> LatencyCurve:
-    """A smaller size never takes longer. Others who use the device only add time, so the least is nearest the truth.
+    """Lower each time to that of the next larger size: other users of the device only add time.
 
-    Otherwise a burst while one size is measured would bound steps for life.
+    Otherwise a burst while one size is measured would bound steps for good.
     """
     curve: list[tuple[int, float]] = []
     for size, ms in sorted(points, reverse=True):

@@ -1,4 +1,4 @@
-"""Does what a plan says. The only owner of device memory: weights, KV blocks and resident embeddings."""
+"""Executes step plans. The only owner of device memory: weights, KV blocks and resident embeddings."""
 
 from __future__ import annotations
 
@@ -40,28 +40,28 @@ class Runner:
         self.encoder = encoder  # None for a model without a vision tower
         self.grammars = grammars
         self.forward = forward
-        # [slots, hidden] each; which keys are here is the scheduler's decision
+        # [slots, hidden] each; the scheduler decides which keys are resident
         self.embeddings: MutableMapping[Key, Tensor] = {} if embeddings is None else embeddings
-        self._places: dict[Key, Ints] = {}  # [2, slots] of pruned ones: row and column of each token
+        self._coordinates: dict[Key, Ints] = {}  # [2, slots] of pruned ones: row and column of each token
         self.memory = memory or {}  # bytes planned and measured, by use
         self._states: dict[str, RequestState] = {}
         self._on_close = on_close
 
     @property
     def is_async(self) -> bool:
-        """Whether `launch` returns before its step is done, so that the host can work meanwhile."""
+        """Whether `launch` returns before its step is done."""
         return self.forward.is_async
 
     def execute(self, plan: StepPlan) -> StepResult:
         return self.launch(plan)()
 
     def decode_early(self, items: Sequence[MediaItem]) -> None:
-        """Begin to decode images of a request that has just come, as far as memory is set aside for them."""
+        """Begin to decode images of a request that has just arrived, within the decode budget."""
         if self.encoder:
             self.encoder.decode_early(items)
 
     def release(self) -> None:
-        """Give up what was decoded for requests that do not come."""
+        """Drop what was decoded early and not submitted."""
         if self.encoder:
             self.encoder.release()
 
@@ -104,7 +104,7 @@ class Runner:
         return self._with_states(windows)
 
     def warm_up(self, largest: Geometry) -> None:
-        """A picture's way on a device. Kernels that are compiled or loaded at their first use are so now."""
+        """Run an image through preprocessing and the cache, which compiles and loads kernels."""
         vision = self.model.config.vision
         if vision and isinstance(self.encoder, LocalEncoder):
             self.encoder.warm_up(largest, vision.temporal_patch_size)
@@ -112,22 +112,22 @@ class Runner:
             self.embeddings.warm_up()
 
     def seconds_per_slice(self, largest: Grid) -> float:
-        """Measured: one encoder layer over as many patches as a pass takes. `largest`: the most expensive picture."""
+        """Measured: one encoder layer over a full pass. `largest`: the most expensive image."""
         assert self.encoder is not None
         grid = largest_within(self.model.config, largest, self.encoder.max_patches)
         return seconds_per_layer(self.model, grid) * max(1.0, self.encoder.max_patches / grid.patches)
 
     def reset(self) -> None:
-        """Forget all requests and everything under way; resident embeddings go when the scheduler says so."""
+        """Drop all requests and everything in flight; resident embeddings stay until the scheduler evicts them."""
         if self.kv.k.is_cuda:
-            torch.cuda.synchronize(self.kv.k.device)  # raises where the context has died: no later step would succeed
+            torch.cuda.synchronize(self.kv.k.device)  # raises if the CUDA context has died: no step would succeed
         self._states.clear()
         self.forward.clear()
         if self.encoder:
             self.encoder.clear()
 
     def stats(self) -> dict[str, Any]:
-        """Counters of pictures: decoded, encoded, passes through the tower, failures, most patches held at once."""
+        """Counters of the encoder, memory by use, and bytes of an embedding slot."""
         dtype = str(self.kv.k.dtype).removeprefix("torch.")
         return {
             "encoder": asdict(self.encoder.counters) if self.encoder else {},
@@ -149,11 +149,11 @@ class Runner:
         for key in plan.evicted:
             if key in self.embeddings:
                 del self.embeddings[key]
-            self._places.pop(key, None)
+            self._coordinates.pop(key, None)
         for admission in plan.admitted:
-            # A preempted request finds the grammar where it left it.
+            # A preempted request continues with its grammar's state.
             grammar = self.grammars.of(admission.request)
-            self._states[admission.request.request_id] = RequestState(admission, grammar, self._places)
+            self._states[admission.request.request_id] = RequestState(admission, grammar, self._coordinates)
             self.forward.open(admission)
         for window in plan.windows:
             if window.new_blocks:
@@ -162,18 +162,18 @@ class Runner:
                 blocks.extend(window.new_blocks)
 
     def _encode(self, plan: StepPlan) -> StepResult:
-        """Give the stage its new pictures, advance it as far as the plan allows, and take what is ready."""
+        """Submit the plan's images, advance the encoder as far as the plan allows, and take what is ready."""
         if self.encoder is None:
             return StepResult({})
         if plan.encode:
             self.encoder.submit(plan.encode)
         may_wait = plan.kind == "sync" and not plan.windows
         advanced = self.encoder.advance(plan.encode_layers, may_wait=may_wait)
-        if plan.encode_layers != 0:  # otherwise the encoder rests, and earlier guesses still hold
+        if plan.encode_layers != 0:  # otherwise the encoder pauses and earlier prefetches stay
             self.encoder.prefetch(plan.prefetch)
         done = self.encoder.poll()
         self.embeddings.update(done.embeddings)
-        self._places.update(done.places)
+        self._coordinates.update(done.coordinates)
         return StepResult({}, done.times, done.errors, slice=advanced)
 
     def _before_failed(self, window: ScheduledWindow, failed: Mapping[Key, RequestError]) -> ScheduledWindow | None:
@@ -196,6 +196,6 @@ def _collecting(encoded: StepResult, windows: Windows, sampled: Sampled) -> Coll
 
 
 def _broken(windows: Windows) -> dict[str, RequestError]:
-    """Requests whose grammar broke: what was sampled for them means nothing."""
+    """Requests whose grammar failed: their samples are invalid."""
     grammars = {w.request_id: state.grammar for w, state in windows if state.grammar is not None and w.samples}
     return {request_id: grammar.error for request_id, grammar in grammars.items() if grammar.error}

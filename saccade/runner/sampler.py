@@ -1,7 +1,7 @@
 """From logits to tokens, for all requests of a step at once. Stateless: noise is a function of (seed, position).
 
 So a seeded request gives the same text whatever it is batched with, and a preempted one goes on as it began.
-`reference_sample` does the same for one row, slowly and obviously; a test compares the two.
+`reference_sample` does the same for one row, slowly; a test compares the two.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from saccade.types import Logprobs, Sample
 Added = tuple[Tensor, Tensor]
 
 _NEVER = float("-inf")
-_FEW = 4096  # tokens among which those of top-k and top-p are looked for, before a whole vocabulary is sorted
+_CANDIDATES = 4096  # most likely tokens in which top-k and top-p are tried before the whole vocabulary is sorted
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One request's turn at the sampler."""
+    """What the sampler needs of one request."""
 
     params: SamplingParams
     prompt_ids: npt.NDArray[np.int64]  # each token that is in the prompt, once
     output_ids: npt.NDArray[np.int64]
     end_ids: frozenset[int]  # forbidden until min_tokens are out
     seed: int
-    allowed: npt.NDArray[np.int32] | None = None  # one bit per token, 32 to a word, lowest first; None: all tokens
+    allowed: npt.NDArray[np.int32] | None = None  # a bit per token, 32 to a word, lowest first; None: all
 
 
 def sample(logits: Tensor, rows: Sequence[Row]) -> list[Sample]:
@@ -46,25 +46,25 @@ def sample(logits: Tensor, rows: Sequence[Row]) -> list[Sample]:
     random = [i for i, row in enumerate(rows) if not row.params.is_greedy]
     if random:
         index = torch.tensor(random, device=logits.device)
-        sampling_inputs = SamplingInputs.of([(rows[i].params, rows[i].seed, len(rows[i].output_ids)) for i in random])
-        numbers = torch.from_numpy(sampling_inputs.numbers).to(logits.device)
-        tokens[index] = sample_rows(logits[index], numbers, sampling_inputs.is_cut)
+        inputs = SamplingInputs.of([(rows[i].params, rows[i].seed, len(rows[i].output_ids)) for i in random])
+        numbers = torch.from_numpy(inputs.values).to(logits.device)
+        tokens[index] = sample_rows(logits[index], numbers, inputs.is_cut)
     chosen: list[int] = tokens.tolist()
     if values is None:
         return [Sample(token, None) for token in chosen]
-    told = dict(zip(wanted, _logprobs(values, tokens[wanted], [rows[i] for i in wanted]), strict=True))
-    return [Sample(token, told.get(i)) for i, token in enumerate(chosen)]
+    logprobs = dict(zip(wanted, _logprobs(values, tokens[wanted], [rows[i] for i in wanted]), strict=True))
+    return [Sample(token, logprobs.get(i)) for i, token in enumerate(chosen)]
 
 
-# --- adjusting logits ---------------------------------------------------------------------------------------------
+# --- adjusting logits ---------------------------------------------------------------------------------------
 
 
 def _adjust(logits: Tensor, rows: Sequence[Row]) -> None:
     """Bias, penalties and forbidden tokens, in place; rows that ask for none cost nothing."""
-    penalised = [i for i, row in enumerate(rows) if _has_penalty(row.params)]
+    penalised = [i for i, row in enumerate(rows) if row.params.has_penalty]
     if penalised:
         _penalise(logits, penalised, [rows[i] for i in penalised])
-    biases: dict[int, Added] = {}  # answers of one request have one map
+    biases: dict[int, Added] = {}  # completions of one request share their map
     for i, row in enumerate(rows):
         if bias := row.params.logit_bias:
             if id(bias) not in biases:
@@ -84,7 +84,7 @@ def _added(tokens: Collection[int], values: Iterable[float], logits: Tensor) -> 
 
 
 def _forbid(logits: Tensor, rows: Sequence[Row]) -> None:
-    """Tokens outside a row's grammar. The bits travel to the device packed, and are spread out there."""
+    """Mask tokens outside a row's grammar. The bits are copied packed and unpacked on the device."""
     masks = {i: row.allowed for i, row in enumerate(rows) if row.allowed is not None}
     if not masks:
         return
@@ -95,83 +95,77 @@ def _forbid(logits: Tensor, rows: Sequence[Row]) -> None:
     logits[index] = logits[index].masked_fill(~allowed, _NEVER)
 
 
-def _has_penalty(params: SamplingParams) -> bool:
-    return params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
-
-
 def _penalise(logits: Tensor, where: list[int], rows: Sequence[Row]) -> None:
-    """Repetition counts prompt and answer; presence and frequency count the answer alone. Touches what came only."""
-    came = [_came(row, logits.shape[-1]) for row in rows]
-    lengths = [len(tokens) for tokens, _ in came]
-    index = torch.from_numpy(np.stack([np.repeat(where, lengths), np.concatenate([t for t, _ in came])]))
+    """Repetition counts prompt and output; presence and frequency only the output. Touches only these tokens."""
+    seen = [_counts(row, logits.shape[-1]) for row in rows]
+    lengths = [len(tokens) for tokens, _ in seen]
+    index = torch.from_numpy(np.stack([np.repeat(where, lengths), np.concatenate([t for t, _ in seen])]))
     penalties = [(r.params.repetition_penalty, r.params.frequency_penalty, r.params.presence_penalty) for r in rows]
-    numbers = np.concatenate(
-        [np.repeat(np.array(penalties).T, lengths, axis=1), [np.concatenate([c for _, c in came])]]
-    )
-    places = tuple(index.to(logits.device))
-    repetition, frequency, presence, counts = torch.from_numpy(numbers).to(logits.device, logits.dtype)
-    part = logits[places]  # of all rows, one behind the other
+    values = np.concatenate([np.repeat(np.array(penalties).T, lengths, axis=1), [np.concatenate([c for _, c in seen])]])
+    entries = tuple(index.to(logits.device))  # (row, token)
+    repetition, frequency, presence, counts = torch.from_numpy(values).to(logits.device, logits.dtype)
+    part = logits[entries]
     part = torch.where(part > 0, part / repetition, part * repetition)
     part -= frequency * counts
     part -= presence * (counts > 0)
-    logits[places] = part
+    logits[entries] = part
 
 
-def _came(row: Row, vocabulary: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Tokens that came before, each once, and how often in the answer."""
+def _counts(row: Row, vocabulary: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Tokens to penalise, each once, and how often each is in the output."""
     tokens, counts = np.unique(row.output_ids, return_counts=True)
     if row.params.repetition_penalty != 1:
-        answered, often = tokens, counts
-        tokens = np.union1d(row.prompt_ids, answered)
-        counts = np.zeros(len(tokens), np.int64)
-        counts[np.searchsorted(tokens, answered)] = often
+        together = np.union1d(row.prompt_ids, tokens)
+        in_output = np.zeros(len(together), np.int64)
+        in_output[np.searchsorted(together, tokens)] = counts
+        tokens, counts = together, in_output
     return tokens[tokens < vocabulary], counts[tokens < vocabulary]
 
 
-# --- drawing ------------------------------------------------------------------------------------------------------
+# --- sampling -----------------------------------------------------------------------------------------------
 
 
 class SamplingInputs(NamedTuple):
-    """What draws a token for each of some rows, as numbers: a device that has them need not wait for the host."""
+    """What sampling needs beside the logits, as one array: the device then never waits for the host."""
 
-    numbers: npt.NDArray[np.float64]  # [5, rows]: temperature, top_k, top_p, min_p, a number in [0, 1)
-    is_cut: bool  # whether some row asks for top_k or top_p, which costs sorting a vocabulary
+    values: npt.NDArray[np.float64]  # [5, rows]: temperature, top_k, top_p, min_p, a uniform number in [0, 1)
+    is_cut: bool  # whether some row asks for top_k or top_p, which costs sorting the vocabulary
 
     @classmethod
     def of(cls, asked: Sequence[tuple[SamplingParams, int, int]]) -> SamplingInputs:
-        """From each row's parameters, its seed, and how many tokens of its answer there are."""
+        """From each row's parameters, seed and number of output tokens."""
         rows = [(p.temperature, p.top_k if p.top_k > 0 else np.inf, p.top_p, p.min_p, uniform(*at)) for p, *at in asked]
         return cls(np.array(rows).T, any(p.top_k > 0 or p.top_p < 1 for p, *_ in asked))
 
 
 def sample_rows(logits: Tensor, numbers: Tensor, is_cut: bool) -> Tensor:
-    """Keep what top-k, then top-p, then min-p leave, and invert the cumulative distribution of those, in their order.
+    """Filter by top-k, then top-p, then min-p, and invert the cumulative distribution of the rest.
 
-    Tokens that are equally likely stay or go together. `numbers` are those of a `SamplingInputs`, where the logits are.
+    Equally likely tokens stay or go together. `numbers`: `SamplingInputs.values`, on the logits' device.
     """
     temperature, top_k, top_p, min_p, uniforms = numbers[:, :, None]
-    scaled = logits.double() / temperature  # sums over a vocabulary want precision
+    scaled = logits.double() / temperature  # float64: sums over a vocabulary need the precision
     if is_cut:
         scaled.masked_fill_(scaled < _minimum(scaled, top_k, top_p), _NEVER)
     probs = scaled.softmax(-1)
     probs.masked_fill_(probs < min_p * probs.amax(-1, keepdim=True), 0)
     sums = probs.cumsum(-1)
-    place = torch.searchsorted(sums, uniforms * sums[:, -1:], right=True)  # the first sum beyond it: never of a zero
+    found = torch.searchsorted(sums, uniforms * sums[:, -1:], right=True)  # right: never a token of probability 0
     last = (sums < sums[:, -1:]).sum(-1, keepdim=True)  # rounding must not step past the last one
-    return torch.minimum(place, last)[:, 0]
+    return torch.minimum(found, last)[:, 0]
 
 
 def _minimum(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """What the last one kept of the likeliest `top_k` rates, and of those the fewest with `top_p`: [rows, 1]."""
-    if scaled.device.type == "cpu" and scaled.shape[-1] > _FEW:  # where looking at a result costs nothing
-        minimum, is_enough = _least_of(scaled.topk(_FEW).values, scaled, top_k, top_p)
+    """The smallest logit that top-k, then top-p keep: [rows, 1]."""
+    if scaled.device.type == "cpu" and scaled.shape[-1] > _CANDIDATES:  # on a GPU the check would synchronize
+        minimum, is_enough = _minimum_of(scaled.topk(_CANDIDATES).values, scaled, top_k, top_p)
         if is_enough.all():
             return minimum
-    return _least_of(scaled.sort(dim=-1, descending=True).values, scaled, top_k, top_p)[0]
+    return _minimum_of(scaled.sort(dim=-1, descending=True).values, scaled, top_k, top_p)[0]
 
 
-def _least_of(first: Tensor, scaled: Tensor, top_k: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
-    """The same from the first of the ordered values, and whether these were enough to say so."""
+def _minimum_of(first: Tensor, scaled: Tensor, top_k: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
+    """The same from the largest values, in order, and whether these were enough."""
     rank = torch.arange(first.shape[-1], device=first.device)[None]
     within = first.masked_fill(rank >= top_k, _NEVER)
     total = torch.where(top_k <= first.shape[-1], within.logsumexp(-1, True), scaled.logsumexp(-1, True))
@@ -190,11 +184,11 @@ def uniform(seed: int, position: int) -> float:
     return (x >> 11) / (1 << 53)
 
 
-# --- log probabilities --------------------------------------------------------------------------------------------
+# --- log probabilities --------------------------------------------------------------------------------------
 
 
 def _logprobs(values: Tensor, tokens: Tensor, rows: Sequence[Row]) -> list[Logprobs]:
-    """For all rows at once: each look at a device's results is waited for. `values` is [rows, vocabulary]."""
+    """For all rows at once: each read of a device's results synchronizes. `values` is [rows, vocabulary]."""
     counts = [row.params.logprobs or 0 for row in rows]
     chosen = values.gather(-1, tokens[:, None])
     ranks = (values > chosen).sum(-1) + 1
@@ -206,13 +200,15 @@ def _logprobs(values: Tensor, tokens: Tensor, rows: Sequence[Row]) -> list[Logpr
     ]
 
 
-# --- the reference ------------------------------------------------------------------------------------------------
+# --- the reference ------------------------------------------------------------------------------------------
 
 
 def reference_sample(logits: Sequence[float], row: Row) -> int:
     """One row in plain Python, step by step."""
-    params, values = row.params, list(logits)
-    outputs, prompts = row.output_ids.tolist(), row.prompt_ids.tolist()
+    params = row.params
+    values = list(logits)
+    outputs = row.output_ids.tolist()
+    prompts = row.prompt_ids.tolist()
     for token in set(outputs) | set(prompts):
         values[token] *= params.repetition_penalty if values[token] <= 0 else 1 / params.repetition_penalty
     for token in set(outputs):
@@ -231,10 +227,11 @@ def reference_sample(logits: Sequence[float], row: Row) -> int:
     weights = [math.exp((values[t] - values[ranked[0]]) / params.temperature) for t in ranked]
     probs = [w / sum(weights) for w in weights]
     last = [t for i, t in enumerate(ranked) if sum(probs[:i]) < params.top_p][-1]
-    likely = [t for t, v in enumerate(values) if v >= values[last]]  # with those that are as likely as the last
+    likely = [t for t, v in enumerate(values) if v >= values[last]]  # also those as likely as the last
     odds = {t: math.exp((values[t] - values[ranked[0]]) / params.temperature) for t in likely}
     kept = {t: odd for t, odd in odds.items() if odd >= params.min_p}
-    target, running = uniform(row.seed, len(outputs)) * sum(kept.values()), 0.0
+    target = uniform(row.seed, len(outputs)) * sum(kept.values())
+    running = 0.0
     for token in sorted(kept):
         running += kept[token]
         if running > target:

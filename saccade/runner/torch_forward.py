@@ -1,4 +1,4 @@
-"""The forward pass in PyTorch: all windows of a step as one batch. The reference, and the way on a CPU."""
+"""The forward pass in PyTorch: all windows of a step as one batch. The reference, and the path on a CPU."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class TorchForward:
         self.model = model
         self.kv = kv
         self.block_size = block_size
-        self.recurrent = recurrent  # states of layers without keys and values, for models that have such
-        self._new_blocks: list[int] = []  # the last of each request, since the latest pass
+        self.recurrent = recurrent  # None: the model has no recurrent layers
+        self._new_blocks: list[int] = []  # the last one of each request, since the latest pass
 
     def open(self, admission: Admission) -> None:
         if self.recurrent:
@@ -63,7 +63,7 @@ class TorchForward:
 
     @torch.inference_mode()
     def seconds_per_prompt_token(self, tokens: int = 128) -> float:
-        """Measured on scratch blocks; call it before any request is admitted."""
+        """Measured on KV blocks; call it before any request is admitted."""
         tokens = min(tokens, self.kv.k.shape[1])
         admission = self._scratch_admission(tokens)
         windows = [(ScheduledWindow("scratch", 0, tokens, (), False), RequestState(admission))]
@@ -77,7 +77,7 @@ class TorchForward:
         return min(times) / tokens
 
     def _pass(self, windows: Windows, embeddings: Embeddings) -> Sampled:
-        if self._new_blocks:  # attention reads whole blocks, also beyond a context
+        if self._new_blocks:  # attention reads whole blocks, also beyond the context
             self.kv.clear(self._new_blocks, self.block_size)
             self._new_blocks = []
         if not windows:

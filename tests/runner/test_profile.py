@@ -23,9 +23,7 @@ class Tower:
     """Notes the grids that went through it."""
 
     def __init__(self, *, takes_squares: bool = False) -> None:
-        vision = SimpleNamespace(
-            takes_squares=takes_squares, spatial_merge_size=2, in_channels=3, temporal_patch_size=2, patch_size=14
-        )
+        vision = SimpleNamespace(takes_squares=takes_squares, spatial_merge_size=2, patch_dim=3 * 2 * 14**2)
         self.config: Any = SimpleNamespace(vision=vision)
         self.decoder: Any = SimpleNamespace(table=torch.zeros(1))
         self.ran: list[Grid] = []

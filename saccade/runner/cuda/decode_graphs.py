@@ -1,9 +1,9 @@
-"""One new token for each of many requests on a CUDA device: the whole step is one recorded graph per batch size.
+"""Decode on a CUDA device: one CUDA graph per batch size, from the embeddings to the argmax of the logits.
 
     one int32 array a step   [5, size]   token, rotary position, slot, context, row of the block tables
 
-From the token's embedding to the largest logit nothing comes back to the host, and the tokens found are kept by row of
-the block tables: the next step may begin before the host has seen them.
+The sampled tokens stay on the device, by row of the block tables: the next step may begin before the host has
+read them.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from saccade.runner.cuda.staging import Metadata, PinnedStaging
 
 
 class DecodeRows(NamedTuple):
-    """The latest token of each request and where it stands: one number each."""
+    """The latest token of each request and its metadata, all [size]."""
 
-    tokens: Metadata  # or -1, where only the device knows it yet
-    positions: Metadata  # rotary; behind a prompt all axes agree
+    tokens: Metadata  # -1 where only the device knows it yet
+    positions: Metadata  # rotary; after the prompt all axes agree
     slots: Metadata
     contexts: Metadata  # tokens in the cache once this one is written
     rows: Metadata  # of the block tables
 
 
 class Decoded(NamedTuple):
-    tokens: Tensor  # int64 [size]: the likeliest, on the device; whoever wants others puts them in their place
-    logits: Tensor  # [size, vocabulary] in the model's type; valid until the next run
+    tokens: Tensor  # int64 [size]: the argmax, on the device; sampling overwrites its rows
+    logits: Tensor  # [size, vocabulary] in the model's dtype; valid until the next run
 
 
 class Attending(Protocol):
-    """`Attend`, of rows that may be a part of a pass: then it is told where its result goes."""
+    """`Attend` for a part of a pass's rows, with the result in `out` if given."""
 
     def __call__(self, qkv: Tensor, keys: Tensor, values: Tensor, out: Tensor | None = None) -> Tensor: ...
 
@@ -52,12 +52,13 @@ class DecodeGraphs:
         self.tables = tables
         self.block_size = block_size
         self.sizes = list(_sizes(max_requests))
-        layer, device = decoder.decoder.layers[0], tables.blocks.device
+        device = tables.blocks.device
+        layer = decoder.decoder.layers[0]
         heads = Heads(layer.heads, layer.kv_heads, layer.head_dim)
         self._attention = DecodeAttention(heads, decoder.kv.k.dtype, block_size, self.sizes[-1], device)
         self._argmax = ArgmaxWorkspace.allocate(self.sizes[-1], device)
         self._metadata = torch.zeros(5 * self.sizes[-1], dtype=torch.int32, device=device)
-        self._mailbox = PinnedStaging(5 * self.sizes[-1], device)
+        self._staging = PinnedStaging(5 * self.sizes[-1], device)
         self._logits = torch.empty(self.sizes[-1], decoder.vocab_size, dtype=decoder.decoder.head.dtype, device=device)
         self._tokens = torch.zeros(self.sizes[-1], dtype=torch.int64, device=device)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
@@ -74,10 +75,10 @@ class DecodeGraphs:
         return self.found(count)
 
     def found(self, count: int) -> Decoded:
-        """Of the first rows of the latest pass."""
+        """The first rows of the latest pass."""
         return Decoded(self._tokens[:count], self._logits[:count])
 
-    def record(self, pool: Any) -> None:
+    def capture(self, pool: Any) -> None:
         nothing = torch.empty(0, dtype=torch.int32).numpy()
         for size in reversed(self.sizes):
             self.send(DecodeRows(*[nothing] * 5), size)
@@ -88,14 +89,14 @@ class DecodeGraphs:
             self._graphs[size] = graph
 
     def send(self, rows: DecodeRows, size: int) -> None:
-        """Behind the rows come those of padding: not stored, seeing nothing, of no request."""
+        """Copies the metadata. Padding rows come last: slot -1 (not stored), context 0, the spare table row."""
         count = len(rows.tokens)
-        assert rows.contexts.all(), "shares of programs end with the first row that sees nothing"
-        written = self._mailbox.open()[: 5 * size].reshape(5, size)
+        assert rows.contexts.all(), "the tile schedule ends at the first row without a context"
+        written = self._staging.open()[: 5 * size].reshape(5, size)
         written[:, :count] = rows
         if count < size:
             written[:, count:] = [[0], [0], [-1], [0], [self.tables.spare]]
-        self._mailbox.send(self._metadata[: 5 * size])
+        self._staging.send(self._metadata[: 5 * size])
 
     def _forward(self, size: int) -> None:
         embeds, attend = self.begin(size)
@@ -103,11 +104,13 @@ class DecodeGraphs:
         self.finish(self.decoder.forward(embeds, attend, gemms), gemms, size)
 
     def begin(self, size: int, embeds: Tensor | None = None, taken: int = 0) -> tuple[Tensor, Attending]:
-        """The embeddings of what was sent, in `embeds` if given, and how a layer attends for these rows.
+        """The embeddings of what was sent, in `embeds` if given, and the attention of these rows.
 
-        `taken`: multiprocessors that attend for others at the same time.
+        `taken`: SMs that run prefill attention at the same time.
         """
-        metadata, tables, decoder = self._sent(size), self.tables, self.decoder.decoder
+        metadata = self._sent(size)
+        tables = self.tables
+        decoder = self.decoder.decoder
         inputs = decode_inputs(
             metadata,
             tables.last_tokens,
@@ -120,13 +123,14 @@ class DecodeGraphs:
         schedule = self._attention.plan(metadata.contexts, taken)
 
         def attend(qkv: Tensor, keys: Tensor, values: Tensor, out: Tensor | None = None) -> Tensor:
-            new, scale = NewTokens(qkv, inputs.cos, inputs.sin, metadata.slots), self.decoder.scale
+            new = NewTokens(qkv, inputs.cos, inputs.sin, metadata.slots)
+            scale = self.decoder.scale
             return self._attention(new, keys, values, inputs.tables, metadata.contexts, scale, schedule, out)
 
         return inputs.embeds, attend
 
     def finish(self, x: Residual, gemms: Gemms, size: int) -> None:
-        """From the stream behind the last layer to the tokens."""
+        """From the residual stream after the last layer to the tokens."""
         logits = gemms.logits(x, self.decoder.decoder, self._logits[:size])
         argmax(logits, self._argmax, self._tokens[:size], TokenSink(self.tables.last_tokens, self._sent(size).rows))
 
@@ -135,7 +139,7 @@ class DecodeGraphs:
 
 
 def _sizes(largest: int) -> Iterator[int]:
-    """Each costs a recording; a batch is padded to the next one, which costs little between neighbours."""
+    """Each size costs a capture; a batch is padded to the next one, which costs little."""
     for size in (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64, *range(80, 257, 16), *range(320, 4097, 64)):
         if size >= largest:
             break

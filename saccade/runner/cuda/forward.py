@@ -1,7 +1,7 @@
-"""Computes a step's windows on a CUDA device without waiting for it: launch now, ask for the tokens later.
+"""The forward pass on a CUDA device, asynchronous: launch now, read the tokens later.
 
-Requests that decode go through one graph, prompts through another pass: each has the shapes it is fast at. Parts of
-prompts that fit go along with a decode step.
+Decode and prefill are separate passes, each with the shapes it is fast at. A prefill chunk that does not end its
+prompt may be fused with a decode step into a mixed batch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from saccade.models.layers.attention import PagedKV
 from saccade.models.layers.decoder import Decoder
 from saccade.runner.batch import RequestState, embedded, overlapping, splice
 from saccade.runner.cuda.block_table import BlockTables
-from saccade.runner.cuda.decode_batch import DecodeBatch
 from saccade.runner.cuda.decode_graphs import Decoded, DecodeGraphs, DecodeRows
 from saccade.runner.cuda.graph_sizes import GRAPH_WINDOWS
 from saccade.runner.cuda.mixed_graphs import MixedGraphs
@@ -34,13 +33,26 @@ from saccade.runner.profile import layer_curve, timed_curve
 from saccade.runner.sampler import SamplingInputs, sample
 from saccade.types import Admission, Grid, LatencyProfile, Sample, ScheduledWindow
 
-_MEASURED_CONTEXT = 1024  # tokens behind each request whose decoding is timed
+_MEASURED_CONTEXT = 1024  # tokens of each request when decode is timed
 
 
-class _Picked(NamedTuple):
-    """Rows that sample: their tokens, on their way to the host, and the logits for those that want more."""
+class DecodeBatch:
+    """Requests that sample in one pass, a row each. In most steps the same as in the last one."""
 
-    group: DecodeBatch
+    def __init__(self, states: list[RequestState], tables: BlockTables) -> None:
+        self.states = states
+        self.ids = [state.request.request_id for state in states]
+        self.rows = tables.rows(self.ids)  # int32 [size], of the block tables
+        self.shifts = np.array([state.shift for state in states], np.int32)  # from token index to rotary position
+        # Rows that are not greedy: sampled by a kernel, or on the host from their logits.
+        self.device_sampled = [i for i, s in enumerate(states) if s.samples_on_device and not s.is_greedy]
+        self.host_sampled = [i for i, state in enumerate(states) if not state.samples_on_device]
+
+
+class _Pending(NamedTuple):
+    """Rows that sample: their tokens, being copied to the host, and the logits for sampling there."""
+
+    batch: DecodeBatch
     tokens: Tensor  # int64, pinned
     logits: Tensor  # [rows, vocabulary], on the device
 
@@ -57,79 +69,86 @@ class CudaForward:
         max_requests: int,
         max_blocks: int,
         axes: int,
-        flash: FlashInferPrefill | None = None,  # None: prompts go through our own kernels alone
+        flash: FlashInferPrefill | None = None,  # None: prefill uses only our own kernels
     ) -> None:
         self.block_size = block_size
         self.device = kv.k.device
         self._num_blocks = kv.k.shape[1] // block_size
         self._tables = BlockTables(max_requests, max_blocks, self.device)
         self._decoder = FusedDecoder(decoder, kv)
-        self._decoding = DecodeGraphs(self._decoder, self._tables, block_size, max_requests)
-        self._prompts = PrefillGraphs(self._decoder, self._tables, block_size, axes, flash)
-        # FlashInfer plans each pass of prompts on the host, and none that is mixed.
-        self._mixed = MixedGraphs(self._prompts, self._decoding) if flash is None else None
+        self._decode_graphs = DecodeGraphs(self._decoder, self._tables, block_size, max_requests)
+        self._prefill_graphs = PrefillGraphs(self._decoder, self._tables, block_size, axes, flash)
+        # FlashInfer plans each prefill on the host, which mixed batches do not support.
+        self._mixed_graphs = MixedGraphs(self._prefill_graphs, self._decode_graphs) if flash is None else None
         self._decoded = TokenReadback(max_requests, self.device)
         self._prefilled = TokenReadback(max_requests, self.device)
-        self._group = DecodeBatch([], self._tables)  # that decoded last
+        self._last_batch = DecodeBatch([], self._tables)  # that decoded last
 
     @torch.inference_mode()
-    def record(self, max_tokens: int) -> None:
-        """Compile every kernel and record every graph: nothing of it is left for the first request to wait for."""
+    def capture(self, max_tokens: int) -> None:
+        """Compile every kernel and capture every CUDA graph, so that no request waits for it."""
         pool = torch.cuda.graph_pool_handle()
-        self._prompts.record(pool, max_tokens)
-        self._decoding.record(pool)
-        if self._mixed:
-            self._mixed.record(pool, max_tokens)
-        has_kernel(self.device, self._decoder.decoder.head.dtype, self._decoder.vocab_size)  # of what draws tokens
+        self._prefill_graphs.capture(pool, max_tokens)
+        self._decode_graphs.capture(pool)
+        if self._mixed_graphs:
+            self._mixed_graphs.capture(pool, max_tokens)
+        has_kernel(self.device, self._decoder.decoder.head.dtype, self._decoder.vocab_size)  # compiles sampling
         torch.cuda.synchronize(self.device)
 
     @torch.inference_mode()
     def measure(self, model: VisionLanguageModel, largest: Grid | None, target_ms: float | None) -> LatencyProfile:
         self._scatter_blocks()
-        decode, prompts = timed_curve(self._decode_trials()), timed_curve(self._prompt_trials())
-        riding = [(rows, timed_curve(self._mixed_trials(rows))) for rows in self._mixed_rows()]
-        return LatencyProfile(decode, prompts, layer_curve(model, largest), target_ms, GRAPH_WINDOWS, tuple(riding))
+        return LatencyProfile(
+            decode_ms=timed_curve(self._decode_trials()),
+            prefill_ms=timed_curve(self._prefill_trials()),
+            layer_ms=layer_curve(model, largest),
+            target_ms=target_ms,
+            max_prefills=GRAPH_WINDOWS,
+            mixed_ms=tuple((rows, timed_curve(self._mixed_trials(rows))) for rows in self._mixed_rows()),
+        )
 
     def _scatter_blocks(self) -> None:
-        """Keys from all of the cache, as requests have them, for what is timed. Nothing is stored there."""
+        """Spread the timed requests' blocks over the whole cache, as in real use. Nothing is stored there."""
         tables = self._tables.blocks
         some = tables[:, : -(-2 * _MEASURED_CONTEXT // self.block_size)]
         some.copy_(torch.arange(some.numel(), device=self.device).remainder_(self._num_blocks).view(some.shape))
 
     def _decode_trials(self) -> Iterator[tuple[int, Callable[[], object]]]:
-        """A run of each recorded size."""
-        for size in self._decoding.sizes:
-            yield size, partial(self._decoding.run, self._trial_rows(size))
+        """A run of each captured size."""
+        for size in self._decode_graphs.sizes:
+            yield size, partial(self._decode_graphs.run, self._trial_rows(size))
 
     def _trial_rows(self, size: int) -> DecodeRows:
-        zeros, context = np.zeros(size, np.int32), min(_MEASURED_CONTEXT, self._longest)
+        zeros = np.zeros(size, np.int32)
+        context = min(_MEASURED_CONTEXT, self._longest)
         return DecodeRows(zeros, zeros, zeros - 1, zeros + context, np.arange(size, dtype=np.int32))
 
-    def _prompt_trials(self) -> Iterator[tuple[int, Callable[[], object]]]:
-        """The same for prompts: one window at the end of a context."""
-        for tokens in self._prompts.recorded_sizes():
+    def _prefill_trials(self) -> Iterator[tuple[int, Callable[[], object]]]:
+        """One window of each captured size, at the end of a context."""
+        for tokens in self._prefill_graphs.captured_sizes():
             if tokens <= self._longest:
-                yield tokens, partial(self._prompts.run, [self._trial_window(tokens)._replace(samples=True)])
+                yield tokens, partial(self._prefill_graphs.run, [self._trial_window(tokens)._replace(samples=True)])
 
     def _trial_window(self, tokens: int) -> Window:
-        zeros, slots = np.zeros((self._prompts.axes, tokens), np.int32), np.full(tokens, -1)
+        zeros = np.zeros((self._prefill_graphs.axes, tokens), np.int32)
+        slots = np.full(tokens, -1)
         context = min(_MEASURED_CONTEXT + tokens, self._longest)
         return Window(0, zeros[0], zeros, slots, context, samples=False)
 
     def _mixed_rows(self) -> list[int]:
-        return sorted({size.rows for size in self._mixed.sizes()}) if self._mixed else []
+        return sorted({size.rows for size in self._mixed_graphs.sizes()}) if self._mixed_graphs else []
 
     def _mixed_trials(self, rows: int) -> Iterator[tuple[int, Callable[[], object]]]:
-        """The same for both together: a window in the middle of its prompt, for those at its end go by themselves."""
-        assert self._mixed is not None
-        for size in self._mixed.sizes():
+        """Both together: a window inside its prompt, since the last one of a prompt is never mixed."""
+        assert self._mixed_graphs is not None
+        for size in self._mixed_graphs.sizes():
             if size.rows == rows and size.tokens <= self._longest:
                 window = self._trial_window(size.tokens)
-                yield size.tokens, partial(self._mixed.run, size, [window], None, self._trial_rows(rows))
+                yield size.tokens, partial(self._mixed_graphs.run, size, [window], None, self._trial_rows(rows))
 
     @property
     def _longest(self) -> int:
-        """Context that the block tables hold."""
+        """Tokens of context that a row of the block tables holds."""
         return self._tables.blocks.shape[1] * self.block_size
 
     def open(self, admission: Admission) -> None:
@@ -145,7 +164,7 @@ class CudaForward:
         self._tables.clear()
 
     def step(self, decode: Windows, encode: Callable[[], Windows], embeddings: Embeddings) -> Sampled:
-        """Decoding is launched first: its tokens are read back while images are still being encoded."""
+        """Decode is launched first: its tokens are read back while images are still being encoded."""
         decoded = self._decode(decode) if decode else None
         prefill = encode()
         prefilled = self._prefill(prefill, embeddings) if prefill else None
@@ -154,125 +173,129 @@ class CudaForward:
         return decoded or prefilled or dict
 
     def _decode(self, windows: Windows) -> Sampled:
-        group = self._regroup(windows)
-        rows = self._decode_rows(windows, group)
+        batch = self._batch_of(windows)
+        rows = self._decode_rows(windows, batch)
         self._tables.flush()
-        return self._collecting(windows, group, self._decoding.run(rows), self._decoded)
+        return self._collecting(windows, batch, self._decode_graphs.run(rows), self._decoded)
 
     def mixed(self, prefill: Windows, embeddings: Embeddings, decode: Windows) -> Sampled:
         if not prefill:
             return self._decode(decode)
         tokens = sum(window.end - window.start for window, _ in prefill)
-        size = self._mixed.fitting(tokens, len(prefill), len(decode)) if self._mixed else None
-        if self._mixed is None or size is None:
+        size = self._mixed_graphs.fitting(tokens, len(prefill), len(decode)) if self._mixed_graphs else None
+        if self._mixed_graphs is None or size is None:
             self._prefill(prefill, embeddings)
             return self._decode(decode)
-        group = self._regroup(decode)
-        rows = self._decode_rows(decode, group)
+        batch = self._batch_of(decode)
+        rows = self._decode_rows(decode, batch)
         self._tables.flush()
-        found = self._mixed.run(size, self._prefill_windows(prefill), _splicing(prefill, embeddings), rows)
-        return self._collecting(decode, group, found, self._decoded)
+        chunks = [self._window(window, state) for window, state in prefill]
+        found = self._mixed_graphs.run(size, chunks, _splicing(prefill, embeddings), rows)
+        return self._collecting(decode, batch, found, self._decoded)
 
     def _prefill(self, windows: Windows, embeddings: Embeddings) -> Sampled:
         self._tables.flush()
-        found = self._prompts.run(self._prefill_windows(windows), _splicing(windows, embeddings))
+        chunks = [self._window(window, state) for window, state in windows]
+        found = self._prefill_graphs.run(chunks, _splicing(windows, embeddings))
         sampling = [(window, state) for window, state in windows if window.samples]
         if not sampling:
             return dict
-        group = DecodeBatch([state for _, state in sampling], self._tables)
-        return self._collecting(sampling, group, found, self._prefilled)
+        batch = DecodeBatch([state for _, state in sampling], self._tables)
+        return self._collecting(sampling, batch, found, self._prefilled)
 
-    def _regroup(self, windows: Windows) -> DecodeBatch:
-        """Of those that decode now: in most steps the same as in the last one."""
+    def _batch_of(self, windows: Windows) -> DecodeBatch:
         states = [state for _, state in windows]
-        if states != self._group.states:
-            self._group = DecodeBatch(states, self._tables)
-        return self._group
+        if states != self._last_batch.states:
+            self._last_batch = DecodeBatch(states, self._tables)
+        return self._last_batch
 
-    def _decode_rows(self, windows: Windows, group: DecodeBatch) -> DecodeRows:
-        tables, size = self._tables, self.block_size
-        places = np.array([work.start for work, _ in windows], np.int32)
-        tokens = [state.last_token if work.start < state.num_tokens else -1 for work, state in windows]
-        for work, _ in windows:
-            if work.new_blocks:  # the pass enters it: the block of the new token's slot
-                tables.set_by_device(tables.row(work.request_id), work.start // size)
-        slots = tables.slots(group.rows, places, size)
-        return DecodeRows(np.array(tokens, np.int32), places + group.shifts, slots, places + 1, group.rows)
+    def _decode_rows(self, windows: Windows, batch: DecodeBatch) -> DecodeRows:
+        tables = self._tables
+        starts = np.array([window.start for window, _ in windows], np.int32)
+        tokens = [state.last_token if window.start < state.num_tokens else -1 for window, state in windows]
+        for window, _ in windows:
+            if window.new_blocks:  # the pass writes the block of the new token itself
+                tables.set_by_device(tables.row(window.request_id), window.start // self.block_size)
+        return DecodeRows(
+            tokens=np.array(tokens, np.int32),
+            positions=starts + batch.shifts,
+            slots=tables.slots(batch.rows, starts, self.block_size),
+            contexts=starts + 1,
+            rows=batch.rows,
+        )
 
-    def _prefill_windows(self, windows: Windows) -> list[Window]:
-        return [self._window(work, state) for work, state in windows]
-
-    def _window(self, work: ScheduledWindow, state: RequestState) -> Window:
-        row = self._tables.row(work.request_id)
+    def _window(self, window: ScheduledWindow, state: RequestState) -> Window:
+        row = self._tables.row(window.request_id)
         return Window(
             row,
-            embedded(state, work),
-            state.positions(work.start, work.end),
-            self._tables.slots(row, np.arange(work.start, work.end), self.block_size),
-            work.end,
-            work.samples,
+            embedded(state, window),
+            state.positions(window.start, window.end),
+            self._tables.slots(row, np.arange(window.start, window.end), self.block_size),
+            window.end,
+            window.samples,
         )
 
-    def _sample(self, windows: Windows, group: DecodeBatch, found: Decoded) -> None:
-        """Tokens other than the likeliest, in their place: the next step takes them from there, unseen by the host."""
-        if not group.device_sampled:
+    def _sample(self, windows: Windows, batch: DecodeBatch, found: Decoded) -> None:
+        """Replace the argmax of rows that sample on the device; the next step reads the tokens there."""
+        if not batch.device_sampled:
             return
-        sampling_inputs = [windows[i] for i in group.device_sampled]
-        asked = SamplingInputs.of(
-            [(s.request.params, s.request.seed, work.end - s.num_prompt) for work, s in sampling_inputs]
-        )
-        here, rows = to_device(np.stack([group.device_sampled, group.rows[group.device_sampled]]), self.device)
-        numbers, sink = to_device(asked.numbers, self.device), TokenSink(self._tables.last_tokens, rows)
-        sample_tokens(found.logits, here, numbers, asked.is_cut, found.tokens, sink)
+        sampling = [windows[i] for i in batch.device_sampled]
+        inputs = SamplingInputs.of([(s.request.params, s.request.seed, w.end - s.num_prompt) for w, s in sampling])
+        here, rows = to_device(np.stack([batch.device_sampled, batch.rows[batch.device_sampled]]), self.device)
+        values = to_device(inputs.values, self.device)
+        sink = TokenSink(self._tables.last_tokens, rows)
+        sample_tokens(found.logits, here, values, inputs.is_cut, found.tokens, sink)
 
-    def _collecting(self, windows: Windows, group: DecodeBatch, found: Decoded, returns: TokenReadback) -> Sampled:
-        self._sample(windows, group, found)
-        picked = _Picked(group, returns.fetch(found.tokens), found.logits)
+    def _collecting(self, windows: Windows, batch: DecodeBatch, found: Decoded, readback: TokenReadback) -> Sampled:
+        self._sample(windows, batch, found)
+        pending = _Pending(batch, readback.copy(found.tokens), found.logits)
         if self.device.type != "cuda":  # kernels in Triton's interpreter: everything is done already
-            return lambda: _samples(picked)
+            return lambda: _samples(pending)
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record()
 
         def collect() -> dict[str, Sample]:
             done.synchronize()
-            return _samples(picked)
+            return _samples(pending)
 
         return collect
 
 
-@lru_cache(4096)  # an answer's next token is looked up faster than made
-def _plain(token: int) -> Sample:
+@lru_cache(4096)  # a lookup is faster than a new tuple
+def _sample_of(token: int) -> Sample:
     return Sample(token, None)
 
 
-def _samples(picked: _Picked) -> dict[str, Sample]:
-    """Most have their token already."""
-    group, tokens = picked.group, picked.tokens.tolist()
-    found = dict(zip(group.ids, map(_plain, tokens), strict=True))
-    for state, token in zip(group.states, tokens, strict=True):
+def _samples(pending: _Pending) -> dict[str, Sample]:
+    batch = pending.batch
+    tokens = pending.tokens.tolist()
+    found = dict(zip(batch.ids, map(_sample_of, tokens), strict=True))
+    for state, token in zip(batch.states, tokens, strict=True):
         if state.samples_on_device:
             state.append(token)
-    return {**found, **_sampled(picked)} if group.sampled else found
+    return {**found, **_sample_on_host(pending)} if batch.host_sampled else found
 
 
-def _sampled(picked: _Picked) -> dict[str, Sample]:
-    """The others need to know the tokens before, a grammar, or more than the token."""
-    states, rows = [picked.group.states[i] for i in picked.group.sampled], torch.tensor(picked.group.sampled)
-    logits = picked.logits[rows.to(picked.logits.device)].float()
-    device_sampled = zip(states, sample(logits, [state.row() for state in states]), strict=True)
-    return {state.request.request_id: state.take(chosen) for state, chosen in device_sampled}
+def _sample_on_host(pending: _Pending) -> dict[str, Sample]:
+    """Requests with penalties, a grammar or logprobs."""
+    states = [pending.batch.states[i] for i in pending.batch.host_sampled]
+    rows = torch.tensor(pending.batch.host_sampled)
+    logits = pending.logits[rows.to(pending.logits.device)].float()
+    samples = sample(logits, [state.row() for state in states])
+    return {state.request.request_id: state.take(one) for state, one in zip(states, samples, strict=True)}
 
 
 def _splicing(windows: Windows, embeddings: Embeddings) -> Splice | None:
-    """How the pictures inside the windows come into the packed rows; None without any."""
-    found, row = [], 0
-    for work, state in windows:
-        if work.start < state.num_prompt:
-            found += [(row, work, span) for span in overlapping(state.spans, work.start, work.end)]
-        row += work.end - work.start
+    """Writes the embeddings of images in the windows into the packed rows; None without any."""
+    found = []
+    row = 0
+    for window, state in windows:
+        if window.start < state.num_prompt:
+            found += [(row, window, span) for span in overlapping(state.spans, window.start, window.end)]
+        row += window.end - window.start
 
     def write(embeds: Tensor) -> None:
-        for first, work, span in found:
-            splice(embeds, first, work, span, embeddings[span.key])
+        for first, window, span in found:
+            splice(embeds, first, window, span, embeddings[span.key])
 
     return write if found else None

@@ -1,4 +1,4 @@
-"""Sizes that CUDA graphs are captured for. Imports no Triton, so that memory can be planned anywhere."""
+"""Sizes for which CUDA graphs are captured. Imports no Triton, so that memory can be planned anywhere."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ GRAPH_TOKENS: tuple[int, ...] = (
 
 
 GRAPH_WINDOWS = 16
-"""Steps beyond these are launched one kernel at a time, which takes the host longer than the device."""
+"""Prefills with more windows are launched kernel by kernel, which takes the host longer than the device."""
 
 
-# Rows that decode: all rows of a pass, which take about as long as somewhat fewer. As many as fit beside those answers.
+# By rows that decode: all rows of a mixed batch. A pass takes about as long as one of somewhat fewer rows.
 _SIZES = {8: (128, 256, 384, 512), 32: (128, 256, 384, 512), 64: (256, 384, 512), 128: (384, 512, 768)}
 
 
@@ -30,10 +30,7 @@ class MixedSize(NamedTuple):
 
 
 def mixed_sizes(max_tokens: int, max_rows: int) -> list[MixedSize]:
-    """The largest first; none is larger than the smallest that holds all that a step may have.
-
-    Where one request runs at a time, nothing is ever beside it.
-    """
+    """The largest first; none is larger than a step needs. With one request at a time there are none."""
     found = []
     for smaller, rows in pairwise((0, *_SIZES)):
         if smaller < max_rows and max_rows > 1:

@@ -1,4 +1,4 @@
-"""How many threads of the host PyTorch uses. The number is one of the whole process; engines come and go in it."""
+"""PyTorch's number of CPU threads. It belongs to the process, in which engines come and go."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class OneTorchThread:
-    """PyTorch uses one thread in this process until `end`; after the last of several, as many as before the first."""
+    """PyTorch uses one thread until `end`; after the last of several, as many as before the first."""
 
     _open: ClassVar[WeakSet[OneTorchThread]] = WeakSet()
     _before: ClassVar[int] = 1

@@ -1,12 +1,11 @@
-"""Prompt tokens that ride along with a decode step on a CUDA device: one pass, which reads the weights once for both.
+"""Mixed batches on a CUDA device: a prefill chunk and a decode step in one pass, which reads the weights once.
 
-    rows of a pass    | tokens of prompts ... padding | one token a request ... padding |
-    products          | ........................... all rows .......................... |
-    attention         | as in a pass of prompts       |
-                      | as in a decode step           |      at the same time, each on its share of the multiprocessors
+    rows of a pass    | prefill tokens ... padding | one token a request ... padding |
+    GEMMs             | ......................... all rows ......................... |
+    attention         | prefill kernel             | decode kernel                   |   concurrent, each on its SMs
 
-Each size of both parts is a recorded graph. No prompt ends in such a pass: whoever waits for its first token would wait
-for the decode step as well. Knows neither requests nor plans.
+Each pair of sizes is a CUDA graph. No prompt ends in such a pass: its first token would wait for the decode step.
+Knows neither requests nor plans.
 """
 
 from __future__ import annotations
@@ -25,57 +24,60 @@ from saccade.runner.cuda.staging import PinnedStaging
 
 
 class _Prepared(NamedTuple):
-    sizes: Sizes  # of the prompts' numbers
+    sizes: Sizes  # of the prefill metadata
     metadata: Tensor  # int32, laid out by `sizes`
-    graph: torch.cuda.CUDAGraph | None  # None: launched one kernel at a time
+    graph: torch.cuda.CUDAGraph | None  # None: launched kernel by kernel
 
 
 class MixedGraphs:
-    def __init__(self, prompts: PrefillGraphs, decoding: DecodeGraphs) -> None:
-        self._prompts, self._decoding, self._decoder = prompts, decoding, prompts.decoder
+    def __init__(self, prefill: PrefillGraphs, decode: DecodeGraphs) -> None:
+        self._prefill = prefill
+        self._decode = decode
+        self._decoder = prefill.decoder
         table = self._decoder.decoder.table
-        self._embeds = table.new_zeros(MAX_MIXED_ROWS, prompts.width)
-        self._mailbox = PinnedStaging(prompts.graph_sizes(MAX_MIXED_ROWS).offsets()[-1], table.device)
+        self._embeds = table.new_zeros(MAX_MIXED_ROWS, prefill.width)
+        self._staging = PinnedStaging(prefill.graph_sizes(MAX_MIXED_ROWS).offsets()[-1], table.device)
         self._prepared: dict[MixedSize, _Prepared] = {}
         self._side = torch.cuda.Stream(table.device) if table.is_cuda else None  # type: ignore[no-untyped-call]
 
     def fitting(self, tokens: int, windows: int, rows: int) -> MixedSize | None:
         """The smallest size that holds these, if any does."""
+        if windows > GRAPH_WINDOWS:
+            return None
         fitting = [size for size in self._prepared if size.tokens >= tokens and size.rows >= rows]
-        is_small = windows <= GRAPH_WINDOWS
-        return min(fitting, key=lambda size: (sum(size), size.rows), default=None) if is_small else None
+        return min(fitting, key=lambda size: (sum(size), size.rows), default=None)
 
     def sizes(self) -> list[MixedSize]:
         return sorted(self._prepared)
 
     def run(self, size: MixedSize, windows: Sequence[Window], splice: Splice | None, rows: DecodeRows) -> Decoded:
-        """The likeliest next token of each of `rows`, as a decode step finds it. No window samples."""
+        """The most likely next token of each of `rows`. No window samples."""
         assert not any(window.samples for window in windows)
         prepared = self._prepared[size]
-        self._prompts.write(self._mailbox.open(), windows, prepared.sizes)
-        self._mailbox.send(prepared.metadata)
-        self._decoding.send(rows, size.rows)
+        self._prefill.write(self._staging.open(), windows, prepared.sizes)
+        self._staging.send(prepared.metadata)
+        self._decode.send(rows, size.rows)
         if splice is not None:
             splice(self._embeds)
         if prepared.graph is None:
             self._forward(size, prepared)
         else:
             prepared.graph.replay()
-        return self._decoding.found(len(rows.tokens))
+        return self._decode.found(len(rows.tokens))
 
     def prepare(self, size: MixedSize) -> _Prepared:
-        """From now on passes of this size can be run."""
-        sizes = self._prompts.graph_sizes(size.tokens)
-        prepared = _Prepared(sizes, self._prompts.new_metadata((), sizes), None)
+        """Allocate what passes of this size need."""
+        sizes = self._prefill.graph_sizes(size.tokens)
+        prepared = _Prepared(sizes, self._prefill.new_metadata((), sizes), None)
         self._prepared[size] = prepared
         return prepared
 
-    def record(self, pool: Any, max_tokens: int) -> None:
-        """Graphs for all sizes, in the memory of larger ones that were recorded before. `max_tokens`: of a step."""
+    def capture(self, pool: Any, max_tokens: int) -> None:
+        """Graphs for all sizes, in the memory of the larger ones captured before. `max_tokens`: of a step."""
         nothing = DecodeRows(*[torch.empty(0, dtype=torch.int32).numpy()] * 5)
-        for size in mixed_sizes(max_tokens, self._decoding.sizes[-1]):
+        for size in mixed_sizes(max_tokens, self._decode.sizes[-1]):
             prepared = self.prepare(size)
-            self._decoding.send(nothing, size.rows)
+            self._decode.send(nothing, size.rows)
             self._forward(size, prepared)  # compiles the kernels
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
@@ -83,25 +85,27 @@ class MixedGraphs:
             self._prepared[size] = prepared._replace(graph=graph)
 
     def _forward(self, size: MixedSize, prepared: _Prepared) -> None:
-        first, embeds, half = size.tokens, self._embeds[: sum(size)], self._prompts.attention.half(size.tokens)
-        of_prompts = self._prompts.begin(embeds[:first], prepared.metadata, prepared.sizes, half.splits)
-        _, of_answers = self._decoding.begin(size.rows, embeds[first:], half.programs)
+        first = size.tokens
+        embeds = self._embeds[: sum(size)]
+        half = self._prefill.attention.half(size.tokens)
+        attend_prefill = self._prefill.begin(embeds[:first], prepared.metadata, prepared.sizes, half.splits)
+        _, attend_decode = self._decode.begin(size.rows, embeds[first:], half.programs)
         gemms = self._decoder.gemms(len(embeds))
 
         def attend(qkv: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             out = torch.empty_like(self._decoder.split(qkv)[0], memory_format=torch.contiguous_format)
-            self._side_by_side(
-                lambda: of_prompts(qkv[:first], keys, values, out[:first]),
-                lambda: of_answers(qkv[first:], keys, values, out[first:]),
+            self._concurrently(
+                lambda: attend_prefill(qkv[:first], keys, values, out[:first]),
+                lambda: attend_decode(qkv[first:], keys, values, out[first:]),
             )
             return out
 
         x = self._decoder.forward(embeds, attend, gemms)
         added = x.added if x.added is None else x.added[..., first:, :].contiguous()
-        self._decoding.finish(Residual(x.rows[first:], added), gemms, size.rows)
+        self._decode.finish(Residual(x.rows[first:], added), gemms, size.rows)
 
-    def _side_by_side(self, here: Callable[[], object], there: Callable[[], object]) -> None:
-        """Both begin when what was launched before has ended, and end before what is launched next begins."""
+    def _concurrently(self, here: Callable[[], object], there: Callable[[], object]) -> None:
+        """Fork to a side stream and join: both start after earlier kernels and end before later ones."""
         if self._side is None:
             here()
             there()

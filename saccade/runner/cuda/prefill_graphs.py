@@ -1,17 +1,16 @@
-"""Windows of several tokens on a CUDA device: what they need travels in one copy, small ones replay a recorded graph.
+"""Prefill on a CUDA device: metadata in one copy, and a CUDA graph for steps that are not too large.
 
-    one int32 array a step   | tokens | slots | positions ... | rows | contexts | starts | last | lines | tiles ... |
-                               T        T       axes * T        W      W          W + 1    W      W       2 * tiles
+    one int32 array a step   | tokens | slots | positions | rows | contexts | starts | last | request_rows | tiles |
+                               T        T       axes * T    W      W          W + 1    W      W              2 * tiles
 
-A graph is recorded for a number of tokens; fewer are padded with rows that belong to no window and are not stored. It
-ends with the normed rows of each window's last token. What follows, the logits and the largest of them, is a graph of
-its own, which only steps with a window that samples replay.
+A graph is captured per number of tokens; fewer are padded with rows of no window, which are not stored. It ends
+with the normed last row of each window. Logits and argmax are a second graph, replayed only if a window samples.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,22 +35,22 @@ from saccade.runner.cuda.staging import Metadata, PinnedStaging, to_device
 _NO_ROW = 2**30  # beyond the last row of any window
 
 Splice = Callable[[Tensor], None]
-"""Writes the embeddings of pictures into the packed rows [T, H or wider]."""
+"""Writes the embeddings of images into the packed rows [T, H or wider]."""
 
 
 class Window(NamedTuple):
     """New tokens of one request."""
 
     row: int  # of the block tables
-    tokens: npt.NDArray[np.integer[Any]]  # [tokens]; -1 where a picture's embedding is written
+    tokens: npt.NDArray[np.integer[Any]]  # [tokens]; -1 where an image's embedding is written
     positions: npt.NDArray[np.integer[Any]]  # [axes, tokens]
     slots: npt.NDArray[np.integer[Any]]  # [tokens]
     context: int  # tokens in the cache once these are written
-    samples: bool  # the next token is wanted
+    samples: bool  # the next token is sampled
 
 
 class Sizes(NamedTuple):
-    """Of what a pass has numbers for."""
+    """Sizes of a pass's metadata."""
 
     tokens: int
     windows: int
@@ -60,15 +59,12 @@ class Sizes(NamedTuple):
     is_short: bool = False  # of contexts, see `PrefillAttention`
 
     def offsets(self) -> list[int]:
-        tokens, windows = self.tokens, self.windows
-        parts = (tokens, tokens, self.axes * tokens, windows, windows, windows + 1, windows, windows, 2 * self.tiles)
-        at = [0]
-        for part in parts:
-            at.append(at[-1] + part)
-        return at
+        t, w = self.tokens, self.windows
+        parts = (t, t, self.axes * t, w, w, w + 1, w, w, 2 * self.tiles)
+        return [0, *accumulate(parts)]
 
 
-class _Recorded(NamedTuple):
+class _Captured(NamedTuple):
     graph: torch.cuda.CUDAGraph
     sizes: Sizes
     metadata: Tensor  # int32, laid out by `sizes`
@@ -94,32 +90,35 @@ class PrefillGraphs:
         self.tables = tables
         self.block_size = block_size
         self.axes = axes
-        self._flash = flash  # attends in the steps that it takes, and is planned before each of them
-        layer, table = decoder.decoder.layers[0], decoder.decoder.table
+        self._flash = flash  # attends in steps large enough for it; the host plans each of them
+        layer = decoder.decoder.layers[0]
+        table = decoder.decoder.table
         heads = Heads(layer.heads, layer.kv_heads, layer.head_dim)
         self.attention = PrefillAttention.best(heads, table.dtype, block_size, table.device)
-        self._recorded: dict[tuple[int, bool], _Recorded] = {}  # by tokens, and whether contexts are short
+        self._captured: dict[tuple[int, bool], _Captured] = {}  # by tokens, and whether contexts are short
         self._static: _Static | None = None
 
     def run(self, windows: Sequence[Window], splice: Splice | None = None) -> Decoded:
-        """The likeliest next token of each window that samples, in the order of the windows."""
-        tokens, samples = sum(len(window.tokens) for window in windows), sum(window.samples for window in windows)
-        recorded = self._fitting(tokens, windows)
-        if recorded is None or self._static is None:
-            return self._run_single(windows, tokens, samples, splice)
+        """The most likely next token of each window that samples, in the order of the windows."""
+        tokens = sum(len(window.tokens) for window in windows)
+        samples = sum(window.samples for window in windows)
+        captured = self._fitting(tokens, windows)
         static = self._static
-        self.write(static.staging.open(), windows, recorded.sizes)
-        static.staging.send(recorded.metadata)
-        self._plan(windows, recorded.sizes)
+        if captured is None or static is None:
+            return self._run_eager(windows, tokens, samples, splice)
+        self.write(static.staging.open(), windows, captured.sizes)
+        static.staging.send(captured.metadata)
+        self._plan(windows, captured.sizes)
         if splice is not None:
             splice(static.embeds)
-        recorded.graph.replay()
+        captured.graph.replay()
         if samples:
             static.head.replay()
         return Decoded(static.found.tokens[:samples], static.found.logits[:samples])
 
-    def _run_single(self, windows: Sequence[Window], tokens: int, samples: int, splice: Splice | None) -> Decoded:
-        table, rows = self.decoder.decoder.table, self.attention.rows(tokens)
+    def _run_eager(self, windows: Sequence[Window], tokens: int, samples: int, splice: Splice | None) -> Decoded:
+        table = self.decoder.decoder.table
+        rows = self.attention.rows(tokens)
         tiles = sum(-(-len(window.tokens) // rows) for window in windows)
         sizes = Sizes(tokens, len(windows), self.axes, tiles)
         self._plan(windows, sizes)
@@ -129,28 +128,27 @@ class PrefillGraphs:
         hidden, request_rows = self._forward(embeds, self.new_metadata(windows, sizes), sizes)
         found = self._new_found(samples)
         if samples:
-            self._find(
-                _Last(hidden[:samples], request_rows[:samples]), found, ArgmaxWorkspace.allocate(samples, table.device)
-            )
+            last = _Last(hidden[:samples], request_rows[:samples])
+            self._find(last, found, ArgmaxWorkspace.allocate(samples, table.device))
         return found
 
-    def record(self, pool: Any, max_tokens: int) -> None:
-        """Graphs for every size a step may have, the largest first: the others find room in its memory."""
+    def capture(self, pool: Any, max_tokens: int) -> None:
+        """Graphs for every size of a step, the largest first: the others share its memory."""
         wanted = [tokens for tokens in GRAPH_TOKENS if tokens <= _rounded(max_tokens)]
         static = self._new_static(pool, wanted[-1])
-        for tokens in tqdm(reversed(wanted), "Recording prompts", len(wanted), disable=None):
+        for tokens in tqdm(reversed(wanted), "Capturing prefill", len(wanted), disable=None):
             for is_short in {False, self.attention.is_short(tokens, tokens)}:
-                self._record(static, pool, self.graph_sizes(tokens, is_short=is_short))
+                self._capture(static, pool, self.graph_sizes(tokens, is_short=is_short))
         self._static = static
 
-    def _record(self, static: _Static, pool: Any, sizes: Sizes) -> None:
+    def _capture(self, static: _Static, pool: Any, sizes: Sizes) -> None:
         metadata = self.new_metadata((), sizes)
         self._plan((), sizes)
         self._forward_into(static, metadata, sizes)  # compiles the kernels
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
             self._forward_into(static, metadata, sizes)
-        self._recorded[sizes.tokens, sizes.is_short] = _Recorded(graph, sizes, metadata)
+        self._captured[sizes.tokens, sizes.is_short] = _Captured(graph, sizes, metadata)
 
     def new_metadata(self, windows: Sequence[Window], sizes: Sizes) -> Tensor:
         flat = np.zeros(sizes.offsets()[-1], np.int32)
@@ -158,16 +156,37 @@ class PrefillGraphs:
         return to_device(flat, self.tables.blocks.device)
 
     def write(self, flat: Metadata, windows: Sequence[Window], sizes: Sizes) -> None:
-        _write_metadata(flat, windows, sizes, self._rows(sizes), self._spare)
+        """The rest of each part is padding; positions there are not read and stay as they were."""
+        parts = [flat[first:end] for first, end in pairwise(sizes.offsets())]
+        tokens, slots, positions, table_rows, contexts, starts, last, request_rows, index = parts
+        by_axis = positions.reshape(sizes.axes, -1)
+        done = 0
+        for window in windows:
+            end = done + len(window.tokens)
+            tokens[done:end] = window.tokens
+            slots[done:end] = window.slots
+            by_axis[:, done:end] = window.positions
+            done = end
+        tokens[done:] = 0
+        slots[done:] = -1
+        _fill(table_rows, [window.row for window in windows], self.tables.spare)
+        _fill(contexts, [window.context for window in windows], 0)
+        starts[0] = 0
+        _fill(starts[1:], np.cumsum([len(window.tokens) for window in windows]), done)
+        samples = [i for i, window in enumerate(windows) if window.samples]
+        _fill(last, starts[1:][samples] - 1, 0)
+        _fill(request_rows, table_rows[samples], self.tables.spare)
+        _write_tiles(index.reshape(-1, 2), windows, self._rows(sizes))
 
-    def recorded_sizes(self) -> list[int]:
-        return sorted({tokens for tokens, _ in self._recorded})
+    def captured_sizes(self) -> list[int]:
+        return sorted({tokens for tokens, _ in self._captured})
 
-    def _fitting(self, tokens: int, windows: Sequence[Window]) -> _Recorded | None:
+    def _fitting(self, tokens: int, windows: Sequence[Window]) -> _Captured | None:
         if len(windows) > GRAPH_WINDOWS or tokens > GRAPH_TOKENS[-1]:
             return None
-        size, longest = _rounded(tokens), max(window.context for window in windows)
-        return self._recorded.get((size, self.attention.is_short(size, longest)))
+        size = _rounded(tokens)
+        longest = max(window.context for window in windows)
+        return self._captured.get((size, self.attention.is_short(size, longest)))
 
     def graph_sizes(self, tokens: int, *, is_short: bool = False) -> Sizes:
         tiles = -(-tokens // self.attention.rows(tokens, is_short=is_short)) + GRAPH_WINDOWS
@@ -189,26 +208,22 @@ class PrefillGraphs:
 
     @property
     def width(self) -> int:
-        """Of a row that the decoder reads."""
+        """Of a row of the decoder's input."""
         return self.decoder.decoder.embedding_size
 
-    @property
-    def _spare(self) -> int:
-        return self.tables.spare
-
-    def _new_static(self, pool: Any, most_tokens: int) -> _Static:
+    def _new_static(self, pool: Any, max_tokens: int) -> _Static:
         table = self.decoder.decoder.table
         device, hidden = table.device, table.shape[1]
-        last = _Last(
-            table.new_zeros(GRAPH_WINDOWS, hidden), torch.full((GRAPH_WINDOWS,), self._spare, device=device).int()
-        )
-        found, workspace = self._new_found(GRAPH_WINDOWS), ArgmaxWorkspace.allocate(GRAPH_WINDOWS, device)
+        request_rows = torch.full((GRAPH_WINDOWS,), self.tables.spare, device=device).int()
+        last = _Last(table.new_zeros(GRAPH_WINDOWS, hidden), request_rows)
+        found = self._new_found(GRAPH_WINDOWS)
+        workspace = ArgmaxWorkspace.allocate(GRAPH_WINDOWS, device)
         self._find(last, found, workspace)  # compiles the kernels
         head = torch.cuda.CUDAGraph()
         with torch.cuda.graph(head, pool=pool):
             self._find(last, found, workspace)
-        staging = PinnedStaging(self.graph_sizes(most_tokens, is_short=True).offsets()[-1], device)
-        return _Static(table.new_zeros(most_tokens, self.width), staging, last, found, workspace, head)
+        staging = PinnedStaging(self.graph_sizes(max_tokens, is_short=True).offsets()[-1], device)
+        return _Static(table.new_zeros(max_tokens, self.width), staging, last, found, workspace, head)
 
     def _new_found(self, rows: int) -> Decoded:
         head = self.decoder.decoder.head
@@ -231,19 +246,21 @@ class PrefillGraphs:
         return _Last(gemms.normed(x, self.decoder.decoder, last), request_rows)
 
     def begin(self, embeds: Tensor, metadata: Tensor, sizes: Sizes, splits: int | None = None) -> Attending:
-        """Writes the embeddings of the tokens that have any into `embeds`; how a layer attends for these rows."""
+        """Writes the embeddings of text tokens into `embeds`; returns the attention of these rows."""
         tokens, slots, positions, rows, contexts, starts, _, _, index = _parts(metadata, sizes)
-        decoder, tiles = self.decoder.decoder, Tiles(starts, index.view(-1, 2), self._rows(sizes))
-        told = PrefillMetadata(tokens, positions.view(self.axes, -1), rows, contexts)
-        turning = RotaryFrequencies(decoder.rotary.frequencies, decoder.rotary.axes)
-        cos, sin, tables = prefill_inputs(told, embeds, decoder.table, turning, self.tables.blocks, self.block_size)
+        decoder = self.decoder.decoder
+        tiles = Tiles(starts, index.view(-1, 2), self._rows(sizes))
+        inputs = PrefillMetadata(tokens, positions.view(self.axes, -1), rows, contexts)
+        frequencies = RotaryFrequencies(decoder.rotary.frequencies, decoder.rotary.axes)
+        blocks = self.tables.blocks
+        cos, sin, tables = prefill_inputs(inputs, embeds, decoder.table, frequencies, blocks, self.block_size)
         flash = self._flash_for(sizes)
 
         def attend(qkv: Tensor, keys: Tensor, values: Tensor, out: Tensor | None = None) -> Tensor:
             q, k, v = self.decoder.split(qkv)
             q = rotary_and_store(q, k, v, cos, sin, keys, values, slots)
             if flash is not None:
-                assert out is None, "FlashInfer has its own room for what it finds"
+                assert out is None, "FlashInfer allocates its own output"
                 return flash(q, keys, values)
             return self.attention(q, keys, values, tables, contexts, tiles, self.decoder.scale, out, splits)
 
@@ -251,9 +268,9 @@ class PrefillGraphs:
 
 
 class _Static(NamedTuple):
-    """Where the recorded graphs read and write."""
+    """Buffers that the CUDA graphs read and write."""
 
-    embeds: Tensor  # [most tokens, H or wider]
+    embeds: Tensor  # [max tokens, H or wider]
     staging: PinnedStaging
     last: _Last
     found: Decoded
@@ -265,29 +282,13 @@ def _parts(metadata: Tensor, sizes: Sizes) -> list[Tensor]:
     return [metadata[first:end] for first, end in pairwise(sizes.offsets())]
 
 
-def _write_metadata(flat: Metadata, windows: Sequence[Window], sizes: Sizes, rows: int, spare: int) -> None:
-    """What lies behind the windows' numbers is padding; positions there mean nothing and stay."""
-    at = sizes.offsets()
-    parts = [flat[first:end] for first, end in pairwise(at)]
-    tokens, slots, positions, table_rows, contexts, starts, last, request_rows, index = parts
-    by_axis, done = positions.reshape(sizes.axes, -1), 0
-    for window in windows:
-        end = done + len(window.tokens)
-        tokens[done:end], slots[done:end], by_axis[:, done:end] = window.tokens, window.slots, window.positions
-        done = end
-    tokens[done:], slots[done:] = 0, -1
-    lengths, count = [len(window.tokens) for window in windows], len(windows)
-    table_rows[:count], table_rows[count:] = [window.row for window in windows], spare
-    contexts[:count], contexts[count:] = [window.context for window in windows], 0
-    starts[0], starts[1 : count + 1], starts[count + 1 :] = 0, np.cumsum(lengths), done
-    wanted = [i for i, window in enumerate(windows) if window.samples]
-    last[: len(wanted)], last[len(wanted) :] = starts[1:][wanted] - 1, 0
-    request_rows[: len(wanted)], request_rows[len(wanted) :] = table_rows[wanted], spare
-    _write_tiles(index.reshape(-1, 2), windows, rows)
+def _fill(target: Metadata, values: Sequence[int] | npt.NDArray[np.integer[Any]], padding: int) -> None:
+    target[: len(values)] = values
+    target[len(values) :] = padding
 
 
 def _write_tiles(index: Metadata, windows: Sequence[Window], rows: int) -> None:
-    """Whose rows each tile has and where it begins, the one with most keys first; see `kernels.tiles`."""
+    """The window and first row of each tile, the one with most keys first; see `kernels.launch.tiling`."""
     found = [
         (window.context - len(window.tokens) + first, owner, first)
         for owner, window in enumerate(windows)
@@ -301,5 +302,5 @@ def _write_tiles(index: Metadata, windows: Sequence[Window], rows: int) -> None:
 
 
 def _rounded(tokens: int) -> int:
-    """The smallest recorded size that holds so many, or the largest there is."""
+    """The smallest captured size that holds so many, or the largest there is."""
     return next((size for size in GRAPH_TOKENS if size >= tokens), GRAPH_TOKENS[-1])

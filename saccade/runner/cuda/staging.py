@@ -1,4 +1,4 @@
-"""Copies between the host and the device that nobody waits for: metadata on its way there, tokens on their way back."""
+"""Asynchronous copies between host and device: metadata to the device, sampled tokens back."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ Metadata = npt.NDArray[np.int32]
 
 
 class PinnedStaging:
-    """Pinned memory in which a step's numbers are written; two pieces, for one may still be on its way."""
+    """Pinned memory for a step's metadata. Double-buffered: one copy may still be in flight."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.size = size
         is_cuda = device.type == "cuda"
         hosts = [torch.zeros(size, dtype=torch.int32, pin_memory=is_cuda) for _ in range(2)]
-        self._pieces = [_Piece(host, host.numpy(), _event() if is_cuda else None) for host in hosts]
+        self._buffers = [_Buffer(host, host.numpy(), _event() if is_cuda else None) for host in hosts]
 
     def open(self) -> Metadata:
-        """The piece to write next, as it was left; waits until its last copy is done."""
-        self._pieces.reverse()
-        piece = self._pieces[0]
-        if piece.sent is not None:
-            piece.sent.synchronize()
-        return piece.metadata
+        """The buffer to write next, with its old contents; waits until its last copy is done."""
+        self._buffers.reverse()
+        buffer = self._buffers[0]
+        if buffer.copied is not None:
+            buffer.copied.synchronize()
+        return buffer.metadata
 
     def send(self, target: Tensor, first: int = 0) -> None:
-        """As much of the piece, from `first` on, as `target` [numbers] holds, in the order of the device's stream."""
-        piece = self._pieces[0]
-        target.copy_(piece.host[first : first + target.numel()], non_blocking=True)
-        if piece.sent is not None:
-            piece.sent.record()
+        """Copy from the buffer, beginning at `first`, as much as `target` holds, in stream order."""
+        buffer = self._buffers[0]
+        target.copy_(buffer.host[first : first + target.numel()], non_blocking=True)
+        if buffer.copied is not None:
+            buffer.copied.record()
 
 
-class _Piece(NamedTuple):
+class _Buffer(NamedTuple):
     host: Tensor  # int32 [size]
     metadata: Metadata  # the same memory
-    sent: torch.cuda.Event | None  # its last copy, if any; None where copies are done at once
+    copied: torch.cuda.Event | None  # after its last copy; None where copies are synchronous
 
 
 def _event() -> torch.cuda.Event:
@@ -50,16 +50,16 @@ def _event() -> torch.cuda.Event:
 
 
 class TokenReadback:
-    """Pinned memory for tokens on their way to the host. They are read before the third run after theirs."""
+    """Pinned memory for sampled tokens. They are read before the third copy after theirs."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         self._hosts = [torch.zeros(size, dtype=torch.int64, pin_memory=device.type == "cuda") for _ in range(3)]
 
-    def fetch(self, tokens: Tensor) -> Tensor:
+    def copy(self, tokens: Tensor) -> Tensor:
         self._hosts.append(self._hosts.pop(0))
         return self._hosts[-1][: len(tokens)].copy_(tokens, non_blocking=True)
 
 
 def to_device(metadata: npt.NDArray[np.generic], device: torch.device) -> Tensor:
-    """Without waiting for the device."""
+    """Copy without waiting for the device."""
     return copy_to_device(torch.from_numpy(metadata), device)

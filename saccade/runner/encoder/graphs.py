@@ -1,4 +1,4 @@
-"""Records the vision tower's small passes at start. Knows which packings there can be, not how blocks are recorded."""
+"""Captures CUDA graphs of the vision tower's small passes at start. Chooses the packings, not how to capture."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from saccade.checkpoint.config import VisionConfig
 from saccade.models.interface import VisionLanguageModel
 from saccade.types import Grid
 
-_ROWS = 8  # tokens: the height of the pictures that are recorded; only their patches count
-_SMALL = 128  # patches of a picture that attention takes another way than large ones, where it has several
+_ROWS = 8  # tokens: the height of the captured images; only their number of patches matters
+_SMALL = 128  # patches of a small image, for which attention may take another path than for large ones
 
 
 @runtime_checkable
-class Recorder(Protocol):
+class CapturesGraphs(Protocol):
     def recording(self) -> AbstractContextManager[None]: ...
 
 
 @torch.inference_mode()
-def record_tower(model: VisionLanguageModel) -> None:
-    """Every size of pass that is launched faster as a recording, the largest first: others compute in its memory."""
-    ops = getattr(model, "ops", None)  # families that have no tower of ours have none
-    if model.config.vision is None or not isinstance(ops, Recorder):
+def capture_tower(model: VisionLanguageModel) -> None:
+    """Every size of pass that is faster as a CUDA graph, the largest first: the others share its memory."""
+    ops = getattr(model, "ops", None)  # only towers of our own have them
+    if model.config.vision is None or not isinstance(ops, CapturesGraphs):
         return
     packings = list(_packings(model.config.vision))
     with ops.recording():
-        for grids in tqdm(packings, "Recording the tower", disable=None):
-            for _ in model.encode(_blank(model, grids), grids):
+        for grids in tqdm(packings, "Capturing the tower", disable=None):
+            for _ in model.encode(blank_patches(model, grids), grids):
                 pass
 
 
 def largest_pass(vision: VisionConfig) -> int:
-    """Patches of the largest one that is recorded."""
+    """Patches of the largest captured pass."""
     from saccade.models.cuda.vision_sizes import SIZES, size_for
 
     squares = _max_squares(vision)
@@ -44,28 +44,30 @@ def largest_pass(vision: VisionConfig) -> int:
 
 
 def _packings(vision: VisionConfig) -> Iterator[list[Grid]]:
-    """Of each size one picture, and several small ones; where all have the same, as many as are recorded."""
+    """One image of each size, and several small ones; with one fixed image size, each number of images."""
     from saccade.models.cuda.vision_sizes import SIZES, size_for
 
     side = vision.spatial_merge_size
     if side > 1 and not vision.takes_squares:
         for size in reversed(SIZES):
-            packs = [[_about(size, side)], [_about(_SMALL, side)] * (size // _SMALL)]
-            # Neither one that is recorded with another size nor, of the smallest, the same again.
-            yield from (p for p in packs[: 1 + (size > _SMALL)] if size_for(sum(g.patches for g in p)) == size)
+            packs = [[_about(size, side)]]
+            if size > _SMALL:
+                packs.append([_about(_SMALL, side)] * (size // _SMALL))
+            # Some round up to another size, which has its own.
+            yield from (pack for pack in packs if size_for(sum(grid.patches for grid in pack)) == size)
     for images in range(_max_squares(vision), 0, -1):
         yield [_square(vision)] * images
 
 
 def _about(patches: int, side: int) -> Grid:
-    """A picture of so many patches, or of the whole tokens among them."""
+    """An image of so many patches, rounded down to whole tokens."""
     tokens = patches // side**2
     rows = 1 if tokens % _ROWS else _ROWS
     return Grid(1, rows * side, tokens // rows * side)
 
 
 def _max_squares(vision: VisionConfig) -> int:
-    """That are recorded in one pass; 0 where pictures have many sizes, or so large a one that nothing is gained."""
+    """Images of the one fixed size in the largest captured pass; 0: sizes vary, or it is too large to gain."""
     from saccade.models.cuda.vision_sizes import IMAGES, MAXIMUM, SIZES
 
     has_sizes = vision.spatial_merge_size > 1 and not vision.takes_squares
@@ -80,11 +82,11 @@ def _square(vision: VisionConfig) -> Grid:
 
 
 def _rows_of(square: Grid) -> int:
-    """Inside a tower, which may put a token of its own in front."""
+    """Inside a tower, which may add a class token."""
     return square.patches + 1
 
 
-def _blank(model: VisionLanguageModel, grids: list[Grid]) -> torch.Tensor:
+def blank_patches(model: VisionLanguageModel, grids: list[Grid]) -> torch.Tensor:
     vision, table = model.config.vision, model.decoder.table
     assert vision is not None
     patches = sum(grid.patches for grid in grids)

@@ -1,7 +1,7 @@
-"""The encoder stage: decodes pictures in a pool and turns them into embeddings, some layers at a time.
+"""The encoder stage: decodes images in a thread pool and encodes them, some layers at a time.
 
-It owns pixels and the pass that is under way. It does not know requests, caches or why a picture is wanted; the
-scheduler never submits a key that is resident or in flight.
+It owns pixels and the current pass. It does not know requests or caches; the scheduler never submits a key that is
+resident or in flight.
 
     submit ─► queue ─► decode + prepare (threads) ─► pass (packed patches, layer by layer) ─► poll
               bounded: patches decoded ahead <= 2 passes
@@ -30,17 +30,17 @@ from saccade.runner.encoder.timing import DeviceWatch, HostWatch, Times, Watch
 from saccade.runner.encoder.upload import Prepare, Upload, pinned, use_on_current_stream
 from saccade.types import Geometry, Key, MediaItem, Slice
 
-_MAX_SOURCE_PIXELS = 50_000_000  # decoded at the same time; a single larger picture is decoded alone
-_MOMENT = 0.005  # seconds that an idle step waits for a decoder before it looks for other work
+_MAX_SOURCE_PIXELS = 50_000_000  # decoded at the same time; a single larger image is decoded alone
+_IDLE_WAIT = 0.005  # seconds that an otherwise idle step waits for image decoding
 
 
 class Encoded(NamedTuple):
-    """What became of the pictures since the last poll."""
+    """Results since the last poll."""
 
-    embeddings: dict[Key, Tensor]  # [slots, hidden] each, complete for whoever uses them on the stream of the pass
+    embeddings: dict[Key, Tensor]  # [slots, hidden] each, complete in the order of the current stream
     times: Times
     errors: dict[Key, RequestError]
-    places: dict[Key, Ints]  # [2, slots]: row and column of each embedding, of frame groups that were pruned
+    coordinates: dict[Key, Ints]  # [2, slots]: row and column of each embedding, of pruned frame groups
 
     @classmethod
     def nothing(cls) -> Encoded:
@@ -53,11 +53,11 @@ class EncoderCounters:
     encoded: int = 0
     passes: int = 0
     failed: int = 0
-    peak_patches: int = field(default=0)  # most patches held at once: decoded ahead plus in the current pass
+    peak_patches: int = field(default=0)  # maximum of patches held at once: decoded ahead plus current pass
 
 
 class Encoder(Protocol):
-    """What the runner needs of a stage. The local one is below; a remote one advances by itself."""
+    """What the runner needs of an encoder stage."""
 
     counters: EncoderCounters
     max_patches: int  # that go through the tower together
@@ -81,13 +81,13 @@ class Encoder(Protocol):
 
 class Prepared(NamedTuple):
     patches: Tensor  # [patches, patch_dim]
-    kept: Kept | None  # None: all that the tower makes of them
+    kept: Kept | None  # tokens that stay after pruning; None: all
     decode_ms: float
 
 
 @dataclass(eq=False)
 class _Pass:
-    """Pictures that go through the tower together."""
+    """Images that go through the tower together."""
 
     items: list[MediaItem]
     decode_ms: list[float]
@@ -97,7 +97,7 @@ class _Pass:
 
 
 class LocalEncoder:
-    """Encodes on the model's own device, in the engine's thread; only decoding runs beside it."""
+    """Encodes on the model's own device, in the engine's thread; images are decoded in a thread pool."""
 
     def __init__(
         self,
@@ -105,31 +105,31 @@ class LocalEncoder:
         max_patches: int,
         threads: int,
         device: torch.device | None = None,
-        upload_bytes: int = 0,  # of the device, taken now for pictures on their way
+        upload_bytes: int = 0,  # device memory reserved for preprocessing
     ) -> None:
         self.model = model
         self._on_cuda = device is not None and device.type == "cuda"
-        self._runs_ahead = self._on_cuda  # a pass is launched long before it is done
-        self._to_patches: Prepare = Upload(model, device, upload_bytes) if device and self._on_cuda else model.prepare
-        self.max_patches = max_patches  # per pass; a larger single picture gets a pass of its own
+        self._is_async = self._on_cuda  # a pass is launched, and runs while the host goes on
+        self._to_patches: Prepare = model.prepare
+        if device is not None and self._on_cuda:
+            self._to_patches = Upload(model, device, upload_bytes)
+        self.max_patches = max_patches  # per pass; a larger single image gets a pass of its own
         self.counters = EncoderCounters()
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="saccade-decode")
         self._readers = VideoReaders()
         self._queue: OrderedDict[Key, MediaItem] = OrderedDict()  # submitted, not yet in a pass
         self._decoding: OrderedDict[Key, tuple[MediaItem, Future[Prepared]]] = OrderedDict()
-        self._leaving: dict[Future[Prepared], MediaItem] = {}  # given up while they were being decoded
-        self._alone: set[Key] = set()  # were in a pass that failed; each tries again by itself
+        self._leaving: dict[Future[Prepared], MediaItem] = {}  # dropped while they were being decoded
+        self._alone: set[Key] = set()  # were in a pass that failed; each is retried alone
         self._current: _Pass | None = None
         self._done = Encoded.nothing()
 
     def warm_up(self, geometry: Geometry, frames: int) -> None:
-        """Prepare a blank picture, and where there are groups of frames one of these, as any that come.
-
-        The kernels for it are compiled now. The first picture would otherwise hold up all answers until they are.
-        """
+        """Prepare a blank image, and a frame group if the model has them, which compiles the kernels."""
         width, height = geometry.resized
-        blank = np.zeros((height + 1, width + 1, 3), np.uint8)  # not the size it should have: it is resized, too
-        for pixels in (blank, np.stack([blank] * frames)) if frames > 1 else (blank,):
+        blank = np.zeros((height + 1, width + 1, 3), np.uint8)  # one pixel larger, so that it is resized too
+        inputs = [blank] if frames == 1 else [blank, np.stack([blank] * frames)]
+        for pixels in inputs:
             self._pool.submit(torch.inference_mode()(self._to_patches), pixels, geometry).result()
 
     @property
@@ -143,20 +143,20 @@ class LocalEncoder:
         self._start_decoding(self._queue.values())
 
     def decode_early(self, items: Sequence[MediaItem]) -> None:
-        """Begin to decode what came just now, behind all earlier guesses. What is not submitted, `prefetch` forgets."""
-        self._start_decoding((*self._queue.values(), *items))  # who was submitted and lacks room lets nobody pass
+        """Begin to decode new arrivals, after all that is prefetched. `prefetch` drops what is not submitted."""
+        self._start_decoding((*self._queue.values(), *items))  # submitted images that still wait go first
 
     def prefetch(self, items: Sequence[MediaItem]) -> None:
-        """Begin to decode what will probably be submitted soon; forget earlier guesses that were not."""
+        """Begin to decode what will probably be submitted soon; drop earlier prefetches that are not in it."""
         wanted = {item.key for item in items} | self._queue.keys()
         for key in [k for k in self._decoding if k not in wanted]:
             future = self._decoding[key][1]
-            if future.cancel() or future.done():  # one that is being decoded still takes memory, and still counts
+            if future.cancel() or future.done():  # otherwise it runs, takes memory and still counts
                 del self._decoding[key]
         self._start_decoding((*self._queue.values(), *items))
 
     def release(self) -> None:
-        """Give up all guesses, without waiting. What is just being decoded counts until it is done."""
+        """Drop all prefetches, without waiting. One that is being decoded counts until it is done."""
         for key in [k for k in self._decoding if k not in self._queue]:
             item, future = self._decoding.pop(key)
             if not future.cancel():
@@ -164,9 +164,9 @@ class LocalEncoder:
                 future.add_done_callback(self._leaving.pop)
 
     def advance(self, layers: int | None, *, may_wait: bool = True) -> Slice:
-        """Run up to this many layers; None: until everything submitted is encoded. What was done.
+        """Run up to this many layers; None: until everything submitted is encoded. Returns what was done.
 
-        A slice never waits for a picture that is still being decoded, unless `may_wait` says that nobody else would.
+        A slice does not wait for image decoding, unless `may_wait` says that the step has nothing else to do.
         """
         if layers is not None and may_wait and self._current is None:
             self._wait_for_first()
@@ -174,7 +174,8 @@ class LocalEncoder:
         while layers is None or layers > 0:
             if self._current is None and not self._begin_pass(is_sliced=layers is not None):
                 break
-            share, start = min(1.0, self._current_patches / self.max_patches), time.perf_counter()
+            share = min(1.0, self._current_patches / self.max_patches)
+            start = time.perf_counter()
             taken = self._run_layers(layers)
             done = Slice(done.layers + taken * share, done.seconds + time.perf_counter() - start)
             if self._current is not None:
@@ -188,7 +189,7 @@ class LocalEncoder:
         return done
 
     def clear(self) -> None:
-        """Drop everything under way: after a failed step nobody waits for it."""
+        """Drop everything in flight, after a failed step."""
         for _, future in self._decoding.values():
             future.cancel()
         self._queue.clear()
@@ -202,16 +203,15 @@ class LocalEncoder:
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._readers.close()
 
-    # --- decoding -------------------------------------------------------------------------------------------------
+    # --- decoding -------------------------------------------------------------------------------------------
 
     def _start_decoding(self, items: Iterable[MediaItem]) -> None:
-        """Fill the pool in order.
-
-        Never more decoded patches than two passes (or one picture) need, and never more pixels of whole pictures, which
-        can be far larger than what is left of them after the resize.
+        """Fill the pool in order, within two limits (one image is always allowed): decoded patches of two passes, and
+        source pixels, which can be far more than the resize leaves.
         """
         leaving = list(self._leaving.values())
-        held = sum(i.geometry.grid.patches for i in (*(item for item, _ in self._decoding.values()), *leaving))
+        decoding = [item for item, _ in self._decoding.values()]
+        held = sum(item.geometry.grid.patches for item in (*decoding, *leaving))
         pixels = sum(_source_pixels(item) for item, future in self._decoding.values() if not future.done())
         pixels += sum(map(_source_pixels, leaving))
         for item in items:
@@ -236,14 +236,14 @@ class LocalEncoder:
         return Prepared(patches, kept, (time.perf_counter() - start) * 1e3)
 
     def _take(self, item: MediaItem) -> Prepared | None:
-        """The decoded picture, or None when it cannot be had: the reason is then in the errors."""
+        """The decoded image, or None if it failed: the reason is then in the errors."""
         try:
-            ahead = self._decoding.pop(item.key, None)  # None: what was decoded ahead left no room for it
-            prepared = ahead[1].result() if ahead else self._prepare(item)
+            started = self._decoding.pop(item.key, None)  # None: it did not fit the limits of decoding ahead
+            prepared = started[1].result() if started else self._prepare(item)
         except RequestError as error:
             self._fail(item, error)
             return None
-        except Exception as error:  # resizing ran out of memory, say: still this picture's trouble alone
+        except Exception as error:  # such as a resize out of memory: only this image fails
             if _is_of_the_device(error):
                 raise
             self._fail(item, _unusable(item, type(error)))
@@ -255,28 +255,28 @@ class LocalEncoder:
     def _current_patches(self) -> int:
         return sum(item.geometry.grid.patches for item in self._current.items) if self._current else 0
 
-    # --- passes ---------------------------------------------------------------------------------------------------
+    # --- passes ---------------------------------------------------------------------------------------------
 
     def _wait_for_first(self) -> None:
-        """Until one of the submitted pictures is decoded, or a moment has passed."""
+        """Wait, for a moment at most, until one of the submitted images is decoded."""
         self._start_decoding(self._queue.values())
         futures = [self._decoding[key][1] for key in self._queue if key in self._decoding]
         if futures:
-            wait(futures, timeout=_MOMENT, return_when=FIRST_COMPLETED)
+            wait(futures, timeout=_IDLE_WAIT, return_when=FIRST_COMPLETED)
 
     def _ready(self, item: MediaItem) -> bool:
         return item.key in self._decoding and self._decoding[item.key][1].done()
 
     def _begin_pass(self, *, is_sliced: bool) -> bool:
-        """Take pictures from the queue, in order, up to the patch budget, and set the tower up for them.
+        """Take images from the queue, in order, up to the patch budget, and set up the tower for them.
 
-        Where encoding goes on by itself it waits for one picture at most: the others are decoded meanwhile.
+        If passes run asynchronously, only the first image is waited for.
         """
         self._start_decoding(self._queue.values())
         batch: list[tuple[MediaItem, Prepared]] = []
         patches = 0
         for item in list(self._queue.values()):
-            if (is_sliced or (batch and self._runs_ahead)) and not self._ready(item):
+            if (is_sliced or (batch and self._is_async)) and not self._ready(item):
                 continue
             size = item.geometry.grid.patches
             if batch and (patches + size > self.max_patches or item.key in self._alone):
@@ -297,39 +297,41 @@ class LocalEncoder:
         self.counters.passes += 1
         items = [item for item, _ in batch]
         layers = self._encoding([prepared.patches for _, prepared in batch], [item.geometry for item in items])
-        watch: Watch = DeviceWatch() if self._on_cuda else HostWatch()
-        decode_ms, kept = [prepared.decode_ms for _, prepared in batch], [prepared.kept for _, prepared in batch]
-        return _Pass(items, decode_ms, kept, layers, watch)
+        decode_ms = [prepared.decode_ms for _, prepared in batch]
+        kept = [prepared.kept for _, prepared in batch]
+        return _Pass(items, decode_ms, kept, layers, DeviceWatch() if self._on_cuda else HostWatch())
 
     def _encoding(self, parts: list[Tensor], geometries: list[Geometry]) -> Generator[int, None, list[Tensor]]:
-        """Packing is part of the work that may run out of memory, so it happens in the first layer's turn."""
+        """Packs with the first layer: it may run out of memory, too, and is then retried like a layer."""
         use_on_current_stream(parts)
         packed = parts[0] if len(parts) == 1 else torch.cat(parts)
         parts.clear()
         layers = self.model.encode(packed, [geometry.grid for geometry in geometries])
-        del packed  # the tower forgets it after its first product, and so must everyone else
+        del packed  # the tower drops it after the patch embedding; no other reference may stay
         features = yield from layers
         if isinstance(self.model, Tiled):
             return [self.model.join(one, geometry) for one, geometry in zip(features, geometries, strict=True)]
         return features
 
     def _run_layers(self, limit: int | None) -> int:
-        """Advance the current pass by about `limit` layers, to its end if it is near; how many it took.
+        """Advance the current pass by about `limit` layers, to its end if it is near; returns how many ran.
 
-        Where a tower runs several at a time, the limit is met as closely as these allow.
+        Where a tower runs several at a time, the limit is met as closely as possible.
         """
-        current, taken, last = self._current, 0, 1
+        current = self._current
         assert current is not None
-        failure, embeddings = None, None
+        taken = 0
+        last = 1
+        failure = embeddings = None
         try:
             with current.watch.lap():
                 while embeddings is None and (limit is None or limit - taken > last // 2):
                     last, embeddings = _next_layers(current.layers)
                     taken += last
-        except (RuntimeError, MemoryError) as error:  # out of memory is a RuntimeError on accelerators
+        except (RuntimeError, MemoryError) as error:  # out of memory is a RuntimeError on CUDA
             if _is_of_the_device(error):
                 raise
-            failure = type(error)  # not the error itself, whose traceback keeps the pass's tensors
+            failure = type(error)  # not the error itself, whose traceback holds the pass's tensors
         if failure is not None:
             self._current = None
             self._retry_or_fail(current, failure)
@@ -345,9 +347,9 @@ class LocalEncoder:
             share = item.geometry.grid.patches / total
             if kept is not None:
                 embedding = embedding.index_select(0, to_device(kept.tokens, embedding.device))
-                self._done.places[item.key] = kept.cells
+                self._done.coordinates[item.key] = kept.cells
             elif len(current.items) > 1:
-                embedding = embedding.clone()  # a view would keep the whole pass after its neighbours are evicted
+                embedding = embedding.clone()  # a view would hold the whole pass after the others are evicted
             assert embedding.shape[0] == item.geometry.slots, "the bill and the tower disagree"
             self._done.embeddings[item.key] = embedding
             self._done.times.add(item.key, decode_ms, current.watch, share)
@@ -355,9 +357,9 @@ class LocalEncoder:
             self.counters.encoded += 1
 
     def _retry_or_fail(self, failed: _Pass, kind: type[Exception]) -> None:
-        """One picture must not take its neighbours along: after a failure each goes through the tower alone."""
+        """One image must not fail the others of its pass: after a failure each is retried alone."""
         if self._on_cuda:
-            torch.cuda.empty_cache()  # what is kept in other sizes may be all that was missing
+            torch.cuda.empty_cache()  # cached blocks of other sizes may be all that was missing
         if len(failed.items) > 1:
             for item in reversed(failed.items):
                 self._alone.add(item.key)
@@ -374,7 +376,7 @@ class LocalEncoder:
 
 
 def _next_layers(layers: Generator[int, None, list[Tensor]]) -> tuple[int, list[Tensor] | None]:
-    """Run one more layer, or a few: how many; and the embeddings once there are none left."""
+    """Run the next layer or layers; returns how many, and the embeddings after the last."""
     try:
         return next(layers), None
     except StopIteration as stop:
@@ -382,9 +384,9 @@ def _next_layers(layers: Generator[int, None, list[Tensor]]) -> tuple[int, list[
 
 
 def _is_of_the_device(error: Exception) -> bool:
-    """A CUDA context that has died fails whatever comes next: no picture is to blame, and the step must end.
+    """Whether the CUDA context has died: then no image is to blame and the step must fail.
 
-    Running out of memory is not of this kind: the allocator refuses before the device is asked to do anything.
+    Out of memory is not of this kind: the allocator refuses before anything is launched.
     """
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "out of memory" in str(error):
         return False

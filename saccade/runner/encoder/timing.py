@@ -1,7 +1,6 @@
-"""How long the encoder worked, by the clock of whoever does the work. Knows neither pictures nor layers.
+"""How long the encoder worked, on the clock of its device. Knows neither images nor layers.
 
-A CUDA device works on long after a launch has returned: its laps lie between events on its stream, and are added up
-when somebody wants to know.
+On a CUDA device a lap is a pair of events on its stream; they are read only when a time is needed.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from saccade.types import Key, MediaTimes
 
 class Watch(Protocol):
     def lap(self) -> AbstractContextManager[None]:
-        """Work inside counts."""
+        """Time what runs inside."""
 
     def ms(self) -> float:
-        """The laps so far. Waits for a device that has not finished them."""
+        """The sum of the laps so far. Waits for the device."""
 
 
 class HostWatch:
@@ -57,13 +56,13 @@ class DeviceWatch:
 
 
 class Times(Mapping[Key, MediaTimes]):
-    """Times of pictures by key. The keys are known at once; reading a time may wait for the device."""
+    """Times of images by key. The keys are known at once; reading a time may wait for the device."""
 
     def __init__(self) -> None:
         self._read: dict[Key, Callable[[], MediaTimes]] = {}
 
     def add(self, key: Key, decode_ms: float, watch: Watch, share: float) -> None:
-        """`share`: this picture's part of what the watch measured."""
+        """`share`: this image's part of what the watch measured."""
         self._read[key] = lambda: MediaTimes(decode_ms, watch.ms() * share)
 
     def __getitem__(self, key: Key) -> MediaTimes:

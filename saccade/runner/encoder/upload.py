@@ -1,8 +1,7 @@
-"""Brings decoded pictures to a CUDA device and prepares them there, beside the engine's own stream. Knows no queue.
+"""Copies decoded images to a CUDA device and preprocesses them there, on a side stream. Knows no queue.
 
-Pixels travel as they were decoded, 3 bytes each, through pinned memory; PyTorch keeps pinned blocks by size class, so
-pinning costs time once a size. One stream for all threads: what one picture frees there the next one reuses, so only
-one picture at a time takes memory beside its patches.
+Pixels are copied as decoded, 3 bytes each, through pinned memory, which PyTorch caches by size class. All threads
+share one stream: each image reuses the memory that the one before freed.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from saccade.models.vision.preprocess import Pixels, as_tensor
 from saccade.types import Geometry
 
 Prepare = Callable[[Pixels, Geometry], Tensor]
-"""(decoded picture, geometry) -> patches on the model's device, complete. Runs in the threads that decode."""
+"""(decoded image, geometry) -> patches on the model's device, complete. Runs in the decoding threads."""
 
 
 class Upload:
@@ -28,7 +27,7 @@ class Upload:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._lock = Lock()
-        with torch.cuda.stream(self._stream):  # freed at once, and kept for this stream: later pictures are cut from it
+        with torch.cuda.stream(self._stream):  # freed at once; the allocator keeps it for this stream
             torch.empty(reserve_bytes, dtype=torch.uint8, device=device)
 
     def __call__(self, image: Pixels, geometry: Geometry) -> Tensor:
@@ -40,18 +39,18 @@ class Upload:
         with self._lock, torch.cuda.stream(self._stream):
             patches = self.model.prepare(staged.to(self._device, non_blocking=True), geometry)
             done.record()
-        done.synchronize()  # nobody is kept waiting but this thread
+        done.synchronize()  # blocks only this thread
         return patches
 
 
 def pinned(shape: tuple[int, ...]) -> Pixels:
-    """Memory that is copied from while others work."""
+    """Host memory for asynchronous copies."""
     array: Pixels = torch.empty(shape, dtype=torch.uint8, pin_memory=True).numpy()
     return array
 
 
 def use_on_current_stream(parts: Iterable[Tensor]) -> None:
-    """They were made on the upload's stream: its next picture must not take their memory before this stream is done."""
+    """Tell the allocator that tensors of the upload's stream are read here, so that it reuses them later."""
     for patches in parts:
         if patches.is_cuda:
             patches.record_stream(torch.cuda.current_stream(patches.device))

@@ -23,7 +23,7 @@ from saccade.models.families.qwen2_vl import Qwen2VL
 from saccade.models.vision.blocks import grid_positions
 from saccade.models.vision.ops import TorchVision, run_blocks
 from saccade.runner.encoder import graphs
-from saccade.runner.encoder.graphs import record_tower
+from saccade.runner.encoder.graphs import capture_tower
 from saccade.types import Grid
 from tests.helpers.family_checks import finish
 from tests.helpers.vision_towers import LLAVA, QWEN, encode, model, random
@@ -40,7 +40,7 @@ def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def recorded() -> Qwen2VL | Llava:
     made = model(QWEN, FusedVision(), Qwen2VL)
-    record_tower(made)
+    capture_tower(made)
     return made
 
 
@@ -64,7 +64,7 @@ def test_blocks_recorded_together_are_those_of_the_tower(together: int, monkeypa
     monkeypatch.setattr(vision_graphs, "TOGETHER", together)
     raw, grids = {**QWEN, "vision_config": {**QWEN["vision_config"], "depth": 4}}, [Grid(1, 4, 6)]
     made = model(raw, FusedVision(), Qwen2VL)
-    record_tower(made)
+    capture_tower(made)
     assert list(made.encode(patches(grids), grids)) == {1: [1, 1, 1, 1], 2: [2, 2], 3: [3, 1]}[together]
     expected = encode(model(raw, TorchVision(), Qwen2VL), patches(grids), grids)
     torch.testing.assert_close(encode(made, patches(grids), grids)[0], expected[0], atol=1e-4, rtol=1e-4)
@@ -169,7 +169,7 @@ def test_nothing_is_recorded_once_the_engine_runs(monkeypatch: pytest.MonkeyPatc
 def test_towers_that_keep_several_layers_get_each_as_it_was() -> None:
     grids, given = [Grid(1, 4, 4)] * 2, random(32, 12)
     made = model(LLAVA, FusedVision(), Llava)
-    record_tower(made)
+    capture_tower(made)
     expected = encode(model(LLAVA, TorchVision(), Llava), given, grids)
     torch.testing.assert_close(torch.stack(encode(made, given, grids)), torch.stack(expected), atol=1e-4, rtol=1e-4)
 
@@ -177,7 +177,7 @@ def test_towers_that_keep_several_layers_get_each_as_it_was() -> None:
 def test_passes_of_equal_images_are_recorded_beyond_the_sizes_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vision_sizes, "MAXIMUM", 64)
     made, grids, given = model(LLAVA, FusedVision(), Llava), [Grid(1, 4, 4)] * 3, random(48, 12)
-    record_tower(made)
+    capture_tower(made)
     monkeypatch.setattr(FusedVision, "_launched", lambda *_: pytest.fail("launched, not replayed"))
     expected = encode(model(LLAVA, TorchVision(), Llava), given, grids)
     torch.testing.assert_close(torch.stack(encode(made, given, grids)), torch.stack(expected), atol=1e-4, rtol=1e-4)
@@ -190,7 +190,7 @@ def test_memory_is_planned_for_the_largest_pass_that_is_recorded(
     """A square is 16 patches and the tower's own token."""
     monkeypatch.setattr(vision_sizes, "MAXIMUM", maximum)
     made = model(LLAVA, FusedVision(), Llava)
-    record_tower(made)
+    capture_tower(made)
     assert made.config.vision and graphs.largest_pass(made.config.vision) == largest
 
 
@@ -222,7 +222,7 @@ def shared_or_tiled() -> Qwen2VL | Llava:
     tiled = TiledAttention(lambda tiles: lambda qkv, scale: packed_vit(*qkv.unbind(1), tiles, scale), TILE_ROWS)
     ops._recordings = vision_graphs.VisionGraphs(_FusedPass, (shared, tiled), ops._launched)
     made = model(QWEN, ops, Qwen2VL)
-    record_tower(made)
+    capture_tower(made)
     return made
 
 

@@ -28,7 +28,7 @@ def riding(folder: Path, size: MixedSize = SIZE) -> tuple[LLM, list[tuple[int, i
     """An engine whose prompts come in small parts, and what rode along: tokens, and the requests that decoded."""
     llm, rode = overlapped(folder, max_num_batched_tokens=24), list[tuple[int, int]]()
     llm.engine.core.scheduler.policy.fuses = lambda *_: True  # without times of a device: all that can be fused is
-    mixed: MixedGraphs = llm.engine.core.runner.forward._mixed
+    mixed: MixedGraphs = llm.engine.core.runner.forward._mixed_graphs
     mixed.prepare(size)
     run = mixed.run
 

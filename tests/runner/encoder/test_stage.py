@@ -262,7 +262,7 @@ def test_where_passes_run_ahead_the_first_does_not_wait_for_all_its_images(tower
 
     tower.prepare, tower.encode = slow, opening  # type: ignore[method-assign]
     encoder = stage(tower, max_patches=100)
-    encoder._runs_ahead = True
+    encoder._is_async = True
     encoder.submit([picture("quick"), picture("slow", 8)])
     encoder.advance(None)
     assert encoder.poll().embeddings.keys() == {b"quick", b"slow"}
