@@ -23,22 +23,22 @@ def _option(default: Any, help: str) -> Any:
 class Options:
     """Every setting of the engine. The command line is made from this class; None means automatic."""
 
-    model: str | None = _option(None, "folder or hub id of a checkpoint; none: the small model in the package")
-    dtype: str = _option("auto", "float32, bfloat16 or float16; auto: the checkpoint's, if the device is fast at it")
+    model: str | None = _option(None, "folder or hub id of a checkpoint; none: the built-in model")
+    dtype: str = _option("auto", "float32, bfloat16 or float16; auto: the checkpoint's, if it is fast here")
     device: str = _option("auto", "cpu or cuda; auto: cuda when there is one")
     load_format: str = _option("auto", "auto, or dummy for random weights made from the config alone")
     seed: int = _option(0, "seed of dummy weights, and of requests that set none")
-    max_model_len: int | None = _option(None, "prompt plus output tokens; automatic: what model and KV cache allow")
+    max_model_len: int | None = _option(None, "prompt plus output tokens; automatic: by model and KV cache")
     max_num_batched_tokens: int = _option(2048, "tokens computed per step; fewer mean smoother streams")
     max_num_seqs: int = _option(128, "requests that run at the same time")
     max_waiting: int | None = _option(None, "requests that may wait; more are refused; automatic: serving 256")
     block_size: int = _option(16, "tokens per KV block")
     gpu_memory_utilization: float = _option(0.9, "share of a GPU's memory the engine may take")
     kv_cache_gb: float | None = _option(None, "GiB for KV blocks; automatic: from the free memory")
-    encoder_budget: int | None = _option(None, "embeddings encoded per step; automatic: fits the largest image")
+    encoder_budget: int | None = _option(None, "embeddings per step; automatic: fits the largest image")
     encoder_cache_gb: float | None = _option(
         None,
-        "GiB for the encoder cache; 0 keeps nothing between requests; automatic: 0.5, or more if one image needs it",
+        "GiB for the encoder cache; 0 keeps nothing; automatic: 0.5, or more if one image needs it",
     )
     enable_prefix_caching: bool = _option(True, "reuse KV blocks of equal prompt prefixes")
     limit_mm_per_prompt: dict[str, int] = _option(  # noqa: RUF009 (a dict becomes a default factory)
@@ -56,25 +56,25 @@ class Options:
     max_video_frames: int | None = _option(None, "frames sampled from one video; automatic: the checkpoint's")
     max_video_pixels: int | None = _option(
         None,
-        "larger videos are reduced to this: per frame, or over all frames if the checkpoint counts so; automatic: "
-        "the checkpoint's",
+        "larger videos are reduced to this: per frame, or over all frames if the checkpoint counts so; "
+        "automatic: the checkpoint's",
     )
     video_pruning: float = _option(
         0.0,
-        "share of a frame group's tokens that is dropped, where least has changed since the frame before; the first "
-        "group of a video stays whole, and requests may ask for more",
+        "share of a frame group's tokens that is dropped, where least has changed since the frame before; "
+        "the first group of a video stays whole, and requests may ask for more",
     )
     max_video_bytes: int = _option(256 << 20, "compressed size of one video")
     max_video_seconds: float = _option(3600.0, "length of one video")
     max_step_ms: float | None = _option(
         None,
-        "how long a step may take on a CPU: prefill is chunked, images are encoded in slices and text requests go "
-        "first, which bounds the time to first token; automatic: no limit offline, 400 when serving",
+        "how long a step may take on a CPU: prefill is chunked, images are encoded in slices and text "
+        "requests go first, which bounds the time to first token; automatic: no limit offline, 400 when serving",
     )
     inter_token_ms: float | None = _option(
         None,
-        "on a GPU, the planned device time of a step in which requests decode, with its prefill and encoding; the "
-        "host's own time comes on top; automatic: 2.5 times the decode step alone",
+        "on a GPU, the planned device time of a step in which requests decode, with its prefill and "
+        "encoding; the host's own time comes on top; automatic: 2.5 times the decode step alone",
     )
     encode_layers_per_step: int | None = _option(
         None, "encoder layers run per step while requests decode; automatic: whole images at once"
@@ -84,14 +84,14 @@ class Options:
         "prefill attention on a GPU: triton (our kernels), flashinfer (must be installed; Hopper GPUs, half "
         "precision) or auto: our Hopper kernel if it supports the model, else flashinfer if installed",
     )
-    image_decode_threads: int | None = _option(None, "threads that decode images; automatic: one per core, at most 8")
+    image_decode_threads: int | None = _option(None, "image decoders; automatic: one per core, at most 8")
     chat_template_timeout: float = _option(
         2.0, "CPU seconds that a checkpoint's chat template may take for one request; most take a millisecond"
     )
     generation_config: str = _option(
         "auto",
-        "sampling defaults of requests that set none: auto for the checkpoint's generation_config.json, none for "
-        "the engine's own, or a folder with another generation_config.json",
+        "sampling defaults of requests that set none: auto for the checkpoint's generation_config.json, none "
+        "for the engine's own, or a folder with another generation_config.json",
     )
     override_generation_config: dict[str, Any] = _option(  # noqa: RUF009 (a dict becomes a default factory)
         {},
@@ -190,33 +190,33 @@ class ServerOptions:
     host: str = _option("127.0.0.1", "address to listen on; 0.0.0.0 for all of them")
     port: int = _option(8000, "port to listen on; 0 takes a free one")
     served_model_name: tuple[str, ...] = _option(
-        (), "model names clients may use, the first is shown; automatic: MODEL, of a folder only its last part"
+        (), "model names clients may use, the first is shown; automatic: MODEL, or the name of its folder"
     )
     api_key: tuple[str, ...] = _option((), "a key clients must send as a bearer token; may be repeated; none: open")
     share_caches: bool = _option(
         False,
-        "let API keys share both caches; each can then find out whether another one sent a given text or image",
+        "let API keys share both caches; each can then tell whether another one sent a given text or image",
     )
     allowed_origins: tuple[str, ...] = _option(
-        (), "web origins whose pages may call the server, such as https://app.example.com, or *; default: its own"
+        (), "web origins that may call the server, such as https://app.example.com, or *; default: its own"
     )
     allowed_hosts: tuple[str, ...] = _option(
         (),
-        "host names under which clients may call the server, or *; localhost is always allowed; automatic: HOST if it "
-        "is an address of this machine, else any",
+        "host names under which clients may call the server, or *; localhost is always allowed; automatic: "
+        "HOST if it is an address of this machine, else any",
     )
     allowed_media_domains: tuple[str, ...] = _option((), "domains media may be fetched from; default: none")
     allow_private_media_addresses: bool = _option(
         False, "also fetch from allowed domains that are on a private network; never with *"
     )
-    media_fetch_timeout: float = _option(10.0, "seconds that fetching one image or video may take, with redirects")
-    allowed_local_media_path: str | None = _option(None, "folder whose files file: URLs may name; default: none")
+    media_fetch_timeout: float = _option(10.0, "seconds to fetch one image or video, with redirects")
+    allowed_local_media_path: str | None = _option(None, "folder that file: URLs may name; default: none")
     max_body_mb: int = _option(96, "MiB of one request's body")
     max_inflight_mb: int = _option(1024, "MiB of all bodies being read or prepared at the same time")
     max_client_share: float = _option(
         0.5,
-        "share of --max-inflight-mb that the requests of one API key (without keys: of one address) may hold, and of "
-        "--max-connections that one address may hold; 1: all",
+        "share of --max-inflight-mb that the requests of one API key (without keys: of one address) may "
+        "hold, and of --max-connections that one address may hold; 1: all",
     )
     max_connections: int | None = _option(None, "open connections; automatic: from ulimit -n, at most 4096")
     header_timeout: float = _option(
@@ -225,13 +225,13 @@ class ServerOptions:
     body_timeout: float = _option(
         15.0, "seconds that a body may take; a longer one must bring --min-body-rate over each such interval"
     )
-    min_body_rate: float = _option(32.0, "KiB a second at which bodies must arrive; 0: any rate within --body-timeout")
-    write_timeout: float = _option(60.0, "seconds that a response waits for its client to read before it is aborted")
+    min_body_rate: float = _option(32.0, "KiB a second that bodies must reach; 0: any within --body-timeout")
+    write_timeout: float = _option(60.0, "seconds that a response waits for its client to read")
     max_parts: int = _option(4096, "messages and content parts of one request")
     max_schema_checks: int = _option(128, "requests of one caller whose JSON schemas wait to be checked")
-    uuid_cache_mb: int = _option(64, "MiB of images kept so that clients may name them again by uuid; 0 keeps none")
+    uuid_cache_mb: int = _option(64, "MiB of images that clients may name again by uuid; 0 keeps none")
     drain_timeout: float = _option(30.0, "seconds that open requests may take to finish after SIGTERM")
-    heartbeat_timeout: float = _option(60.0, "seconds without a heartbeat of the engine before it is restarted")
+    heartbeat_timeout: float = _option(60.0, "seconds without a heartbeat until the engine is restarted")
     strict_params: bool = _option(False, "refuse requests with unknown fields")
     enable_access_log: bool = _option(True, "log a line per request")
 
@@ -297,7 +297,7 @@ class SchedulerConfig:
     encode_layers_per_step: int | None = None  # see Options
     max_waiting: int | None = None
     slot_bytes: int = 0  # of one embedding slot, for the bill; the scheduler itself counts slots
-    state_rows: int | None = None  # recurrent-state checkpoints of the prefix cache; None: no recurrent layers
+    state_rows: int | None = None  # recurrent-state checkpoints; None: the model has no recurrent layers
     latency: LatencyProfile | None = None  # measured: bounds steps in which requests decode (GPU)
     step_time: StepTime | None = None  # measured: bounds the time of every step (serving on a CPU)
 

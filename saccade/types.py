@@ -169,7 +169,7 @@ class Prompt:
 
     token_ids: Sequence[int]  # expanded: one entry per position the engine charges
     spans: tuple[Span, ...]  # in prompt order, disjoint
-    items: tuple[MediaItem, ...]  # items[i] belongs to spans[i]; the same image twice is the same object twice
+    items: tuple[MediaItem, ...]  # items[i] belongs to spans[i]; a repeated image is the same object
     positions: npt.NDArray[np.int32]  # [axes, tokens]: 1 for RoPE, 3 (time, height, width) for M-RoPE
     next_position: int  # rotary position of the first generated token, on every axis
     identity: bytes  # RECORD_BYTES per position: what the prefix cache hashes
@@ -232,14 +232,14 @@ PlanKind = Literal["sync", "async_decode", "async_prefill"]
 """How a step was planned.
 
 sync           with the tokens of all earlier steps known
-async_decode   before the previous step's tokens were known: one more token for each request that samples in it
+async_decode   before the previous step's tokens were known: one more token for each that samples in it
 async_prefill  while such a decode step runs: everything else; nothing in it may wait for the host
 """
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepPlan:
-    """What the scheduler decided. The runner does this, in this order: free, evict, admit, encode, compute."""
+    """What the scheduler decided. The runner does it in this order: free, evict, admit, encode, compute."""
 
     step: int
     decode: tuple[ScheduledWindow, ...] = ()  # the latest token of a request, after its prompt
@@ -302,7 +302,7 @@ LatencyCurve = tuple[tuple[int, float], ...]
 
 @dataclass(frozen=True, slots=True)
 class LatencyProfile:
-    """How long the parts of a step take on this device, and how long a step may take while requests decode."""
+    """How long the parts of a step take on this device, and how long a step with decodes may take."""
 
     decode_ms: LatencyCurve  # by requests that decode
     prefill_ms: LatencyCurve  # by prompt tokens

@@ -89,13 +89,14 @@ class RequestState:
         return np.concatenate([inside, np.broadcast_to(after, (len(inside), len(after)))], axis=1)
 
     def _add_coordinates(self, inside: Ints, start: int) -> None:
-        """The processor puts all tokens of a pruned group at its corner: which ones stay is known after decoding."""
+        """The processor puts a pruned group's tokens at its corner; decoding tells which ones stay."""
         end = start + inside.shape[1]
         for span in overlapping(self.spans, start, end):
             if span.encoder_tokens is not None:
                 coordinates = self.coordinates[span.key]  # a KeyError is better than wrong positions
                 first, last = max(start, span.start), min(end, span.end)
-                inside[1:, first - start : last - start] += coordinates[:, first - span.start : last - span.start]
+                part = coordinates[:, first - span.start : last - span.start]
+                inside[1:, first - start : last - start] += part
 
     @cached_property
     def _prompt_ids(self) -> Ints:

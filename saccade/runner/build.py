@@ -50,7 +50,7 @@ def build_runner(
     check(options.attention_backend, place)
     if plan.device.type == "cuda":
         if plan.device.index is not None:
-            torch.cuda.set_device(plan.device)  # kernels and graphs go to the current device, not the tensors'
+            torch.cuda.set_device(plan.device)  # kernels launch on the current device, not the tensors'
         # Other processes may use the rest, so the allocator enforces it.
         torch.cuda.set_per_process_memory_fraction(options.gpu_memory_utilization, plan.device.index)
     with memory.part("weights"):

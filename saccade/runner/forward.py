@@ -36,8 +36,8 @@ class Forward(Protocol):
     def step(self, decode: Windows, encode: Callable[[], Windows], embeddings: Embeddings) -> Sampled:
         """Compute the latest token of each request in `decode`, and the prefill windows that `encode` returns.
 
-        `encode` advances the encoder; the embeddings of its windows are resident when it returns. It is called
-        once, and decoding may run meanwhile.
+        `encode` advances the encoder; the embeddings of its windows are resident when it returns. It is
+        called once, and decode may run meanwhile.
         """
 
     def mixed(self, prefill: Windows, embeddings: Embeddings, decode: Windows) -> Sampled:

@@ -110,9 +110,10 @@ def plan_memory(
 def _beside_kv(
     options: Options, model: ModelConfig, dtype: str, largest: Geometry | None, slots: int, device: torch.device
 ) -> MemoryParts:
-    """All that has to fit beside the KV cache. The largest image counts whole, even if the context is shorter."""
+    """All that has to fit beside the KV cache. The largest image counts whole, for any context."""
     weights = costs.weight_bytes(model, dtype)
-    states = (options.max_num_seqs + _num_checkpoints(options)) * costs.state_bytes_per_request(model.text, dtype)
+    num_states = options.max_num_seqs + _num_checkpoints(options)
+    states = num_states * costs.state_bytes_per_request(model.text, dtype)
     if device.type != "cuda":
         return MemoryParts(weights, 0, 0, states=states)
     biggest = largest.slots if largest else 0
@@ -165,8 +166,8 @@ def _image_bytes(options: Options, model: ModelConfig, dtype: str, largest: Geom
 def _graph_bytes(options: Options, model: ModelConfig, dtype: str) -> int:
     """All graphs share the memory of the largest; beside it inputs of mixed batches, logits, block tables.
 
-    A formula, since it must be known before the KV cache is sized, and graphs are captured over the cache. What
-    they really took is measured and shown beside this.
+    A formula, since it must be known before the KV cache is sized, and graphs are captured over the cache.
+    What they really took is measured and shown beside this.
     """
     if eager_reason(model):
         return _tower_graph_bytes(model, dtype)
@@ -180,8 +181,9 @@ def _graph_bytes(options: Options, model: ModelConfig, dtype: str) -> int:
     logits = rows * text.vocab_size * costs.dtype_bytes(dtype)
     length = options.max_model_len or text.max_position
     tables = 2 * rows * costs.blocks_for(length, options.block_size) * 4
-    activations = max([largest, *mixed]) * _prefill_bytes_per_token(model, dtype) + _LIBRARY_BYTES + _SEGMENT_BYTES
-    return activations + embeds + logits + tables + _tower_graph_bytes(model, dtype)
+    activations = max([largest, *mixed]) * _prefill_bytes_per_token(model, dtype)
+    fixed = _LIBRARY_BYTES + _SEGMENT_BYTES
+    return activations + fixed + embeds + logits + tables + _tower_graph_bytes(model, dtype)
 
 
 def _prefill_bytes_per_token(model: ModelConfig, dtype: str) -> int:
@@ -201,8 +203,8 @@ def _why_states(options: Options, model: ModelConfig, parts: MemoryParts) -> tup
     if model.text.linear is None:
         return ()
     return (
-        f"states {parts.states / costs.GIB:.2f} GiB: of {len(model.text.linear.layers)} recurrent layers, for each "
-        f"request and for {_num_checkpoints(options)} checkpoints of the prefix cache",
+        f"states {parts.states / costs.GIB:.2f} GiB: of {len(model.text.linear.layers)} recurrent layers, "
+        f"for each request and for {_num_checkpoints(options)} checkpoints of the prefix cache",
     )
 
 
@@ -362,7 +364,8 @@ def _encoder_slots(options: Options, model: ModelConfig, dtype: str, largest: Ge
         pinned = largest.slots * _CROSS_ATTENDED if largest and model.text.num_cross_layers else 0
         wanted = pinned * costs.embedding_bytes_per_slot(model.text, dtype) / costs.GIB
         if wanted > size:
-            size, why = wanted, f"{_CROSS_ATTENDED} of the largest pictures, each pinned until its request ends"
+            size = wanted
+            why = f"{_CROSS_ATTENDED} of the largest pictures, each pinned until its request ends"
     slots = costs.embedding_slots_in(size * costs.GIB, model.text, dtype)
     return slots, f"encoder cache {slots} embeddings, {size:.2f} GiB: {why}", size > 0
 

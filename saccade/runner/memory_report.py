@@ -29,7 +29,7 @@ class MemoryReport:
     def reserve_work(self) -> None:
         """Allocate the memory of activations as one segment and free it, so that the allocator keeps it.
 
-        Later tensors are cut from it: many sizes cause no fragmentation, and too little memory fails at start.
+        Later tensors are cut from it: many sizes do not fragment it, and too little memory fails at start.
         """
         if self._is_on:
             torch.empty(self._plan.parts.work, dtype=torch.uint8, device=self._plan.device)

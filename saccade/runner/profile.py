@@ -87,7 +87,7 @@ def _encode(model: VisionLanguageModel, grid: Grid) -> int:
 
 
 def _grids(config: ModelConfig, largest: Grid) -> Iterator[Grid]:
-    """Squares of several sizes up to the largest image; with learned positions one size, or fewer tiles of it."""
+    """Squares of several sizes up to the largest; with learned positions one size, or fewer tiles of it."""
     if config.vision and config.vision.takes_squares:
         yield from (Grid(tiles, largest.h, largest.w) for tiles in range(1, largest.t))
     elif _takes_any_size(config):

@@ -118,9 +118,9 @@ class Runner:
         return seconds_per_layer(self.model, grid) * max(1.0, self.encoder.max_patches / grid.patches)
 
     def reset(self) -> None:
-        """Drop all requests and everything in flight; resident embeddings stay until the scheduler evicts them."""
+        """Drop all requests and everything in flight. Resident embeddings stay until they are evicted."""
         if self.kv.k.is_cuda:
-            torch.cuda.synchronize(self.kv.k.device)  # raises if the CUDA context has died: no step would succeed
+            torch.cuda.synchronize(self.kv.k.device)  # raises if the CUDA context has died
         self._states.clear()
         self.forward.clear()
         if self.encoder:

@@ -22,7 +22,7 @@ from saccade.types import Logprobs, Sample
 Added = tuple[Tensor, Tensor]
 
 _NEVER = float("-inf")
-_CANDIDATES = 4096  # most likely tokens in which top-k and top-p are tried before the whole vocabulary is sorted
+_CANDIDATES = 4096  # most likely tokens, tried for top-k and top-p before the whole vocabulary is sorted
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +96,13 @@ def _forbid(logits: Tensor, rows: Sequence[Row]) -> None:
 
 
 def _penalise(logits: Tensor, where: list[int], rows: Sequence[Row]) -> None:
-    """Repetition counts prompt and output; presence and frequency only the output. Touches only these tokens."""
-    seen = [_counts(row, logits.shape[-1]) for row in rows]
-    lengths = [len(tokens) for tokens, _ in seen]
-    index = torch.from_numpy(np.stack([np.repeat(where, lengths), np.concatenate([t for t, _ in seen])]))
+    """Repetition counts prompt and output, presence and frequency the output. Touches only these tokens."""
+    found = [_counts(row, logits.shape[-1]) for row in rows]
+    lengths = [len(tokens) for tokens, _ in found]
+    index = torch.from_numpy(np.stack([np.repeat(where, lengths), np.concatenate([t for t, _ in found])]))
     penalties = [(r.params.repetition_penalty, r.params.frequency_penalty, r.params.presence_penalty) for r in rows]
-    values = np.concatenate([np.repeat(np.array(penalties).T, lengths, axis=1), [np.concatenate([c for _, c in seen])]])
+    counted = np.concatenate([counts for _, counts in found])
+    values = np.concatenate([np.repeat(np.array(penalties).T, lengths, axis=1), counted[None]])
     entries = tuple(index.to(logits.device))  # (row, token)
     repetition, frequency, presence, counts = torch.from_numpy(values).to(logits.device, logits.dtype)
     part = logits[entries]
@@ -150,7 +151,7 @@ def sample_rows(logits: Tensor, numbers: Tensor, is_cut: bool) -> Tensor:
     probs = scaled.softmax(-1)
     probs.masked_fill_(probs < min_p * probs.amax(-1, keepdim=True), 0)
     sums = probs.cumsum(-1)
-    found = torch.searchsorted(sums, uniforms * sums[:, -1:], right=True)  # right: never a token of probability 0
+    found = torch.searchsorted(sums, uniforms * sums[:, -1:], right=True)  # never of probability 0
     last = (sums < sums[:, -1:]).sum(-1, keepdim=True)  # rounding must not step past the last one
     return torch.minimum(found, last)[:, 0]
 

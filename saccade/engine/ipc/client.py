@@ -119,7 +119,7 @@ class EngineClient:
     # --- from start to stop ---------------------------------------------------------------------------------
 
     async def start(self) -> EngineInfo:
-        """Wait until the worker is warm. ConfigError or EngineUnavailable if the first one does not come up."""
+        """Wait until the worker is warm. ConfigError or EngineUnavailable if the first one fails."""
         assert self._supervisor is None, "an engine client starts once"
         self._started = asyncio.get_running_loop().create_future()
         self._supervisor = asyncio.create_task(self._supervise(self._started))

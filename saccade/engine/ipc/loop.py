@@ -111,7 +111,7 @@ class EngineLoop:
             with self._connection.makefile("rb") as stream:
                 while self._receive(stream):
                     pass
-        except Exception as error:  # garbage, a broken socket, no memory for a frame: the connection is useless
+        except Exception as error:  # garbage, a broken socket, no memory: the connection is useless
             logger.error("the connection to the server broke: %s", error)
         self._on_close()
 

@@ -27,7 +27,8 @@ _STAGED_ROWS = 16  # whole rows that fit in the staging buffer: the prefills of 
 class BlockTables:
     def __init__(self, max_requests: int, max_blocks: int, device: torch.device) -> None:
         self.blocks = torch.zeros(max_requests + 1, max_blocks, dtype=torch.int32, device=device)
-        self.last_tokens = torch.zeros(max_requests + 1, dtype=torch.int64, device=device)  # sampled last, by row
+        # The token sampled last, by row.
+        self.last_tokens = torch.zeros(max_requests + 1, dtype=torch.int64, device=device)
         self.spare = max_requests  # the row for padding
         self._mirror = np.zeros(self.blocks.shape, np.int32)  # the same blocks on the host
         self._free = list(range(max_requests - 1, -1, -1))

@@ -89,7 +89,7 @@ class DecodeGraphs:
             self._graphs[size] = graph
 
     def send(self, rows: DecodeRows, size: int) -> None:
-        """Copies the metadata. Padding rows come last: slot -1 (not stored), context 0, the spare table row."""
+        """Copies the metadata. Padding comes last: slot -1 (not stored), context 0, the spare table row."""
         count = len(rows.tokens)
         assert rows.contexts.all(), "the tile schedule ends at the first row without a context"
         written = self._staging.open()[: 5 * size].reshape(5, size)

@@ -1,7 +1,7 @@
 """The forward pass on a CUDA device, asynchronous: launch now, read the tokens later.
 
-Decode and prefill are separate passes, each with the shapes it is fast at. A prefill chunk that does not end its
-prompt may be fused with a decode step into a mixed batch.
+Decode and prefill are separate passes, each with the shapes it is fast at. A prefill chunk that does not end
+its prompt may be fused with a decode step into a mixed batch.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class DecodeBatch:
         self.states = states
         self.ids = [state.request.request_id for state in states]
         self.rows = tables.rows(self.ids)  # int32 [size], of the block tables
-        self.shifts = np.array([state.shift for state in states], np.int32)  # from token index to rotary position
+        self.shifts = np.array([state.shift for state in states], np.int32)  # token index to rotary position
         # Rows that are not greedy: sampled by a kernel, or on the host from their logits.
         self.device_sampled = [i for i, s in enumerate(states) if s.samples_on_device and not s.is_greedy]
         self.host_sampled = [i for i, state in enumerate(states) if not state.samples_on_device]
@@ -92,7 +92,7 @@ class CudaForward:
         self._decode_graphs.capture(pool)
         if self._mixed_graphs:
             self._mixed_graphs.capture(pool, max_tokens)
-        has_kernel(self.device, self._decoder.decoder.head.dtype, self._decoder.vocab_size)  # compiles sampling
+        has_kernel(self.device, self._decoder.decoder.head.dtype, self._decoder.vocab_size)
         torch.cuda.synchronize(self.device)
 
     @torch.inference_mode()
@@ -127,13 +127,14 @@ class CudaForward:
         """One window of each captured size, at the end of a context."""
         for tokens in self._prefill_graphs.captured_sizes():
             if tokens <= self._longest:
-                yield tokens, partial(self._prefill_graphs.run, [self._trial_window(tokens)._replace(samples=True)])
+                window = self._trial_window(tokens, samples=True)
+                yield tokens, partial(self._prefill_graphs.run, [window])
 
-    def _trial_window(self, tokens: int) -> Window:
+    def _trial_window(self, tokens: int, *, samples: bool = False) -> Window:
         zeros = np.zeros((self._prefill_graphs.axes, tokens), np.int32)
         slots = np.full(tokens, -1)
         context = min(_MEASURED_CONTEXT + tokens, self._longest)
-        return Window(0, zeros[0], zeros, slots, context, samples=False)
+        return Window(0, zeros[0], zeros, slots, context, samples)
 
     def _mixed_rows(self) -> list[int]:
         return sorted({size.rows for size in self._mixed_graphs.sizes()}) if self._mixed_graphs else []
@@ -144,7 +145,8 @@ class CudaForward:
         for size in self._mixed_graphs.sizes():
             if size.rows == rows and size.tokens <= self._longest:
                 window = self._trial_window(size.tokens)
-                yield size.tokens, partial(self._mixed_graphs.run, size, [window], None, self._trial_rows(rows))
+                decode = self._trial_rows(rows)
+                yield size.tokens, partial(self._mixed_graphs.run, size, [window], None, decode)
 
     @property
     def _longest(self) -> int:
@@ -239,9 +241,12 @@ class CudaForward:
         """Replace the argmax of rows that sample on the device; the next step reads the tokens there."""
         if not batch.device_sampled:
             return
-        sampling = [windows[i] for i in batch.device_sampled]
-        inputs = SamplingInputs.of([(s.request.params, s.request.seed, w.end - s.num_prompt) for w, s in sampling])
-        here, rows = to_device(np.stack([batch.device_sampled, batch.rows[batch.device_sampled]]), self.device)
+        which = batch.device_sampled
+        asked = []
+        for window, state in (windows[i] for i in which):
+            asked.append((state.request.params, state.request.seed, window.end - state.num_prompt))
+        inputs = SamplingInputs.of(asked)
+        here, rows = to_device(np.stack([which, batch.rows[which]]), self.device)
         values = to_device(inputs.values, self.device)
         sink = TokenSink(self._tables.last_tokens, rows)
         sample_tokens(found.logits, here, values, inputs.is_cut, found.tokens, sink)

@@ -1,11 +1,11 @@
-"""Mixed batches on a CUDA device: a prefill chunk and a decode step in one pass, which reads the weights once.
+"""Mixed batches on a CUDA device: prefill chunk and decode step in one pass, which reads the weights once.
 
     rows of a pass    | prefill tokens ... padding | one token a request ... padding |
     GEMMs             | ......................... all rows ......................... |
-    attention         | prefill kernel             | decode kernel                   |   concurrent, each on its SMs
+    attention         | prefill kernel             | decode kernel                   |  concurrent
 
-Each pair of sizes is a CUDA graph. No prompt ends in such a pass: its first token would wait for the decode step.
-Knows neither requests nor plans.
+The attention kernels share the SMs. Each pair of sizes is a CUDA graph. No prompt ends in such a pass: its
+first token would wait for the decode step. Knows neither requests nor plans.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Prefill on a CUDA device: metadata in one copy, and a CUDA graph for steps that are not too large.
 
-    one int32 array a step   | tokens | slots | positions | rows | contexts | starts | last | request_rows | tiles |
-                               T        T       axes * T    W      W          W + 1    W      W              2 * tiles
+    int32 a step   | tokens | slots | positions | rows | contexts | starts | last | request_rows | tiles     |
+                     T        T       axes * T    W      W          W + 1    W      W              2 * tiles
 
-A graph is captured per number of tokens; fewer are padded with rows of no window, which are not stored. It ends
-with the normed last row of each window. Logits and argmax are a second graph, replayed only if a window samples.
+A graph is captured per number of tokens; fewer are padded with rows of no window, which are not stored. It
+ends with the normed last row of each window. Logits and argmax are another graph, for windows that sample.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class PrefillGraphs:
         captured = self._fitting(tokens, windows)
         static = self._static
         if captured is None or static is None:
-            return self._run_eager(windows, tokens, samples, splice)
+            return self._run_eager(windows, samples, splice)
         self.write(static.staging.open(), windows, captured.sizes)
         static.staging.send(captured.metadata)
         self._plan(windows, captured.sizes)
@@ -116,7 +116,8 @@ class PrefillGraphs:
             static.head.replay()
         return Decoded(static.found.tokens[:samples], static.found.logits[:samples])
 
-    def _run_eager(self, windows: Sequence[Window], tokens: int, samples: int, splice: Splice | None) -> Decoded:
+    def _run_eager(self, windows: Sequence[Window], samples: int, splice: Splice | None) -> Decoded:
+        tokens = sum(len(window.tokens) for window in windows)
         table = self.decoder.decoder.table
         rows = self.attention.rows(tokens)
         tiles = sum(-(-len(window.tokens) // rows) for window in windows)

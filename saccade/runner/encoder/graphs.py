@@ -1,4 +1,4 @@
-"""Captures CUDA graphs of the vision tower's small passes at start. Chooses the packings, not how to capture."""
+"""Captures CUDA graphs of the vision tower's small passes. Chooses the packings, not how to capture."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _about(patches: int, side: int) -> Grid:
 
 
 def _max_squares(vision: VisionConfig) -> int:
-    """Images of the one fixed size in the largest captured pass; 0: sizes vary, or it is too large to gain."""
+    """Images of the one fixed size in the largest captured pass; 0: sizes vary, or it is too large."""
     from saccade.models.cuda.vision_sizes import IMAGES, MAXIMUM, SIZES
 
     has_sizes = vision.spatial_merge_size > 1 and not vision.takes_squares

@@ -1,7 +1,7 @@
 """The encoder stage: decodes images in a thread pool and encodes them, some layers at a time.
 
-It owns pixels and the current pass. It does not know requests or caches; the scheduler never submits a key that is
-resident or in flight.
+It owns pixels and the current pass. It does not know requests or caches; the scheduler never submits a key
+that is resident or in flight.
 
     submit ─► queue ─► decode + prepare (threads) ─► pass (packed patches, layer by layer) ─► poll
               bounded: patches decoded ahead <= 2 passes
@@ -143,11 +143,11 @@ class LocalEncoder:
         self._start_decoding(self._queue.values())
 
     def decode_early(self, items: Sequence[MediaItem]) -> None:
-        """Begin to decode new arrivals, after all that is prefetched. `prefetch` drops what is not submitted."""
+        """Begin to decode new arrivals, after all prefetches. `prefetch` drops what is not submitted."""
         self._start_decoding((*self._queue.values(), *items))  # submitted images that still wait go first
 
     def prefetch(self, items: Sequence[MediaItem]) -> None:
-        """Begin to decode what will probably be submitted soon; drop earlier prefetches that are not in it."""
+        """Begin to decode what will probably be submitted soon; drop earlier prefetches not in it."""
         wanted = {item.key for item in items} | self._queue.keys()
         for key in [k for k in self._decoding if k not in wanted]:
             future = self._decoding[key][1]
@@ -206,7 +206,7 @@ class LocalEncoder:
     # --- decoding -------------------------------------------------------------------------------------------
 
     def _start_decoding(self, items: Iterable[MediaItem]) -> None:
-        """Fill the pool in order, within two limits (one image is always allowed): decoded patches of two passes, and
+        """Fill the pool in order, with one image or up to two limits: decoded patches of two passes, and
         source pixels, which can be far more than the resize leaves.
         """
         leaving = list(self._leaving.values())

@@ -1,7 +1,7 @@
 """Copies decoded images to a CUDA device and preprocesses them there, on a side stream. Knows no queue.
 
-Pixels are copied as decoded, 3 bytes each, through pinned memory, which PyTorch caches by size class. All threads
-share one stream: each image reuses the memory that the one before freed.
+Pixels are copied as decoded, 3 bytes each, through pinned memory, which PyTorch caches by size class. All
+threads share one stream: each image reuses the memory that the one before freed.
 """
 
 from __future__ import annotations
