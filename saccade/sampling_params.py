@@ -127,14 +127,7 @@ class SamplingParams:
             _require(_is_number(value) and -100 <= value <= 100, "logit_bias", value, "from -100 to 100")
 
 
-_FLOATS = (
-    "temperature",
-    "top_p",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-)
+_FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 
 
 def _is_int(value: object) -> bool:

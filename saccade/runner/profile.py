@@ -18,7 +18,6 @@ _REPEATS = 3
 _SLOTS = (64, 256, 512, 1024, 1536, 2304, 4096, 8192)
 _COMMON = range(512, 4097, 128)  # embeddings of common image sizes
 
-
 Trials = Iterable[tuple[int, Callable[[], object]]]
 """Each size with a function that runs it."""
 

@@ -12,14 +12,11 @@ GRAPH_TOKENS: tuple[int, ...] = (
     *range(4096, 8193, 512),
 )
 
-
 GRAPH_WINDOWS = 16
 """Prefills with more windows are launched kernel by kernel, which takes the host longer than the device."""
 
-
 # By rows that decode: all rows of a mixed batch. A pass takes about as long as one of somewhat fewer rows.
 _SIZES = {8: (128, 256, 384, 512), 32: (128, 256, 384, 512), 64: (256, 384, 512), 128: (384, 512, 768)}
-
 
 MAX_MIXED_ROWS = max(map(max, _SIZES.values()))
 
