@@ -338,7 +338,7 @@ def test_a_window_whose_tokens_have_no_places_is_an_error_and_not_a_wrong_answer
     with pytest.raises(KeyError):
         RequestState(admission).positions(0, pruned.start + 1)
     places = {pruned.key: np.array([[0, 0, 1, 1, 2, 2], [0, 3, 1, 2, 0, 1]])}
-    placed = RequestState(admission, places=places).positions(pruned.start + 2, pruned.end)
+    placed = RequestState(admission, coordinates=places).positions(pruned.start + 2, pruned.end)
     corner = prompt.positions[1:, pruned.start : pruned.start + 1]
     assert np.array_equal(placed[1:] - corner, places[pruned.key][:, 2:])
 
@@ -349,7 +349,7 @@ def test_places_go_with_the_embeddings_they_belong_to(qwen2_vl_folder: Path) -> 
     for text in ("one?", "two?"):
         ask(llm, ARRAY, text)
     ask(llm, ARRAY[:1], "three?")
-    assert not llm.engine.core.runner._places
+    assert not llm.engine.core.runner._coordinates
     llm.close()
 
 

@@ -35,7 +35,7 @@ def build(kernel: Any, types: dict[str, str], constants: dict[str, Any], **optio
 
 def decode(dtype: str, parts: int) -> None:
     types = {name: boxes(dtype, 16) for name in ("keys", "values")}
-    types |= dict.fromkeys(("slots", "tables", "contexts", "shares", "counters"), "*i32")
+    types |= dict.fromkeys(("slots", "tables", "contexts", "schedule", "counters"), "*i32")
     types |= {**dict.fromkeys(("cos", "sin", "k_cache", "v_cache", "out"), f"*{dtype}"), "scale": "fp32"}
     types |= {**dict.fromkeys(("qkv", "mixed", "maxima", "sums"), "*fp32"), "table_row": "i32", "part": "i32"}
     sizes = {"HEADS": 2, "GROUP": 6, "ROWS": 8, "BLOCK": 16, "STAGES": 3, "PARTS": parts}
@@ -55,14 +55,14 @@ def prefill(block: int) -> None:
     types |= dict.fromkeys(("tables", "contexts", "starts", "index", "active"), "*i32")
     types |= {**dict.fromkeys(("q", "out"), "*bf16"), **dict.fromkeys(("mixed", "maxima", "sums"), "*fp32")}
     types |= {"scale": "fp32", **dict.fromkeys(("cells", "q_row", "table_row"), "i32")}
-    sizes = {"Q_HEAD": 128, "HEADS": 6, "BLOCK": block, "KEYS": 128, "STAGES": 3, "LEAST_SHARE": 4}
+    sizes = {"Q_HEAD": 128, "HEADS": 6, "BLOCK": block, "KEYS": 128, "STAGES": 3, "MIN_SHARE": 4}
     build(prefill_hopper._prefill_kernel, types, sizes, maxnreg=168)
 
 
 def qkv(dtype: str) -> None:
     sizes = {"long": [1, 32, 2, hopper_tiles.BOX], "short": [4, 8, 2, hopper_tiles.BOX]}
     types = {name: f"tensordesc<{dtype}{size},{hopper_qkv_rope._PAIRS!r}>" for name, size in sizes.items()}
-    types |= {**dict.fromkeys(("x", "weight", "out"), boxes(dtype, 64)), "bias": f"*{dtype}", "turns": "*fp32"}
+    types |= {**dict.fromkeys(("x", "weight", "out"), boxes(dtype, 64)), "bias": f"*{dtype}", "rotary": "*fp32"}
     types |= dict.fromkeys(("M", "K", "whole", "halves"), "i32")
     build(hopper_qkv_rope._qkv_kernel, types, {"HEADS": 16}, maxnreg=168, launch_pdl=True)
 

@@ -218,8 +218,10 @@ def test_what_a_caller_sends_is_checked_in_its_own_scope(monkeypatch: pytest.Mon
         {"messages": [{"role": "user"}], "tools": [tool], "tool_choice": "required"},
     ]
     for body in bodies:
-        read_chat(body, FieldReader(strict=False).of("tenant"))
-    read_completion({"prompt": "a", "structured_outputs": {"json": OBJECT}}, FieldReader(strict=False).of("other"), 1)
+        read_chat(body, FieldReader(strict=False).for_scope("tenant"))
+    read_completion(
+        {"prompt": "a", "structured_outputs": {"json": OBJECT}}, FieldReader(strict=False).for_scope("other"), 1
+    )
     assert scopes == ["tenant", "tenant", "other"]
 
 

@@ -133,7 +133,7 @@ def test_learned_positions_are_stretched_as_in_transformers(h: int, w: int) -> N
         torch.tensor([grid]), 7, align_corners=True, spatial_merge_size=2
     )
     expected = (positions.table[indices] * weights[..., None]).sum(1)
-    torch.testing.assert_close(by_token(positions.stretched(grid), 2), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(by_token(positions.interpolated(grid), 2), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_image_features_of_all_depths_equal_those_of_transformers(pair: Pair) -> None:
