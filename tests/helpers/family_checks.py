@@ -19,7 +19,9 @@ from saccade.models.layers.attention import AttentionBatch, PagedAttention, Page
 from saccade.options import MediaPolicy, Options
 from saccade.processor.checkpoint import open_checkpoint
 from saccade.processor.prompt import Processor
-from saccade.types import Geometry, Size
+from saccade.runner.cross_attention import rows_by_image
+from saccade.runner.recurrent_state import RecurrentStates
+from saccade.types import Geometry, ScheduledWindow, Size
 
 POLICY = MediaPolicy.of(Options(limit_mm_per_prompt={"image": 4}, max_image_bytes=1 << 24, max_image_pixels=10_000_000))
 CPU = torch.device("cpu")
@@ -71,22 +73,52 @@ class Subject:
         return features
 
     @torch.inference_mode()
-    def logits(self, text: str, images: list[Image.Image]) -> torch.Tensor:  # [tokens, V]
+    def logits(self, text: str, images: list[Image.Image], chunk: int | None = None) -> torch.Tensor:  # [tokens, V]
+        """Of a whole prompt, computed in windows of so many tokens."""
         prompt = self.processor.from_prompt({"prompt": text, "multi_modal_data": {"image": images}})
+        length = len(prompt)
         embeds = self.model.embed(torch.tensor(prompt.token_ids))
         for span, rows in zip(prompt.spans, self.embeddings(images) if images else [], strict=True):
             takes = torch.tensor(span.is_embed or [True] * span.length)
             embeds[span.start : span.end][takes] = rows
-        kv = PagedKV.allocate(self.config.text, len(prompt) + 1, 1, torch.float32, CPU)
-        places = torch.arange(len(prompt))
-        attention = PagedAttention(
-            kv,
-            AttentionBatch([len(prompt)], [len(prompt)], places[None], places, 1),
-            self.model.decoder.scale,
-        )
-        hidden = self.model.forward(embeds, torch.from_numpy(prompt.positions), attention)
-        logits: torch.Tensor = self.model.logits(hidden)
-        return logits
+        positions = torch.from_numpy(prompt.positions)
+        kv = PagedKV.allocate(self.config.text, length + 1, 1, torch.float32, CPU)
+        slots = torch.randperm(length, generator=torch.Generator().manual_seed(0))  # scattered over the cache
+        states = RecurrentStates(self.config.text.linear, 1, 0, torch.float32, CPU) if self.config.text.linear else None
+        if states:
+            states.open("a")
+        outputs = []
+        for start in range(0, length, chunk or length):
+            end = min(start + (chunk or length), length)
+            batch = AttentionBatch([end - start], [end], slots[None, :end], slots[start:end], 1)
+            attention = PagedAttention(kv, batch, self.model.decoder.scale)
+            more = [states.of([ScheduledWindow("a", start, end, (), False)])] if states else []
+            hidden = self.model.forward(embeds[start:end], positions[:, start:end], attention, *more)
+            outputs.append(self.model.logits(hidden))
+        return torch.cat(outputs)
+
+
+class CrossAttentionSubject(Subject):
+    """A model that reads images by cross-attention: told which rows read which image, as by the runner."""
+
+    @torch.inference_mode()
+    def logits(self, text: str, images: list[Image.Image], chunk: int | None = None) -> torch.Tensor:  # [tokens, V]
+        prompt = self.processor.from_prompt({"prompt": text, "multi_modal_data": {"image": images}})
+        found = self.embeddings(images) if images else []
+        by_key = {span.key: rows for span, rows in zip(prompt.spans, found, strict=True)}
+        length, slots = len(prompt), torch.arange(len(prompt))
+        kv = PagedKV.allocate(self.config.text, length + 1, 1, torch.float32, CPU)
+        embeds = self.model.embed(torch.tensor(prompt.token_ids))
+        positions = torch.from_numpy(prompt.positions)
+        outputs = []
+        for start in range(0, length, chunk or length):
+            end = min(start + (chunk or length), length)
+            batch = AttentionBatch([end - start], [end], slots[None, :end], slots[start:end], 1)
+            attention = PagedAttention(kv, batch, self.config.text.head_dim**-0.5)
+            rows = rows_by_image([(ScheduledWindow("a", start, end, (), True), prompt.spans)], by_key, CPU)
+            hidden = self.model.forward(embeds[start:end], positions[:, start:end], attention, rows)
+            outputs.append(self.model.logits(hidden))
+        return torch.cat(outputs)
 
 
 def finish(encoding: Any) -> list[torch.Tensor]:

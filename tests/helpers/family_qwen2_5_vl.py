@@ -27,6 +27,63 @@ VISION: dict[str, Any] = {
 }
 LIMITS = {"min_pixels": 56 * 56, "max_pixels": 28 * 28 * 1280}
 
+# What the hub says of Qwen2.5-VL-7B-Instruct, text fields at the top level.
+PUBLISHED_7B: dict[str, Any] = {
+    "model_type": "qwen2_5_vl",
+    "image_token_id": 151655,
+    "video_token_id": 151656,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "max_position_embeddings": 128000,
+    "num_attention_heads": 28,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_sliding_window": False,
+    "vision_config": {
+        "depth": 32,
+        "fullatt_block_indexes": [7, 15, 23, 31],
+        "hidden_act": "silu",
+        "hidden_size": 1280,
+        "in_chans": 3,
+        "intermediate_size": 3420,
+        "num_heads": 16,
+        "out_hidden_size": 3584,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "spatial_patch_size": 14,
+        "temporal_patch_size": 2,
+        "tokens_per_second": 2,
+        "window_size": 112,
+    },
+    "vocab_size": 152064,
+}
+
+SMALL: dict[str, Any] = {
+    **PUBLISHED_7B,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]},
+    "vocab_size": 32,
+    "vision_config": {
+        **PUBLISHED_7B["vision_config"],
+        "depth": 3,
+        "fullatt_block_indexes": [1],
+        "hidden_size": 96,
+        "intermediate_size": 168,
+        "num_heads": 2,
+        "patch_size": 2,
+        "window_size": 8,
+    },
+}
+
 
 def build(
     folder: Path,

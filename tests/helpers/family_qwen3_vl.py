@@ -27,6 +27,76 @@ VISION: dict[str, Any] = {
 }
 LIMITS = {"shortest_edge": 64 * 64, "longest_edge": 32 * 32 * 1280}
 
+# What the hub says of Qwen3-VL-4B-Instruct.
+PUBLISHED_4B: dict[str, Any] = {
+    "architectures": ["Qwen3VLForConditionalGeneration"],
+    "model_type": "qwen3_vl",
+    "image_token_id": 151655,
+    "video_token_id": 151656,
+    "vision_start_token_id": 151652,
+    "vision_end_token_id": 151653,
+    "tie_word_embeddings": True,
+    "text_config": {
+        "attention_bias": False,
+        "dtype": "bfloat16",
+        "eos_token_id": 151645,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "max_position_embeddings": 262144,
+        "model_type": "qwen3_vl_text",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 36,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"},
+        "rope_theta": 5000000,
+        "tie_word_embeddings": True,
+        "vocab_size": 151936,
+    },
+    "vision_config": {
+        "deepstack_visual_indexes": [5, 11, 17],
+        "depth": 24,
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_size": 1024,
+        "in_channels": 3,
+        "intermediate_size": 4096,
+        "model_type": "qwen3_vl",
+        "num_heads": 16,
+        "num_position_embeddings": 2304,
+        "out_hidden_size": 2560,
+        "patch_size": 16,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+    },
+}
+
+SMALL: dict[str, Any] = {
+    **PUBLISHED_4B,
+    "text_config": {
+        **PUBLISHED_4B["text_config"],
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "rope_scaling": {"mrope_interleaved": True, "mrope_section": [6, 5, 5], "rope_type": "default"},
+        "vocab_size": 32,
+    },
+    "vision_config": {
+        **PUBLISHED_4B["vision_config"],
+        "deepstack_visual_indexes": [0, 1],
+        "depth": 3,
+        "hidden_size": 96,
+        "intermediate_size": 384,
+        "num_heads": 2,
+        "num_position_embeddings": 16,
+        "patch_size": 2,
+    },
+}
+
 
 def build(
     folder: Path,

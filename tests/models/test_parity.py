@@ -50,39 +50,6 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Pair(FAMILIES[family](tmp_path_factory.mktemp(family), layout=layout))
 
 
-@pytest.mark.parametrize("count", [0, 1, 2])
-def test_logits_equal_those_of_transformers(pair: Pair, count: int) -> None:
-    images = pair.images(count)
-    ids = prompt(pair, images)
-    assert_close(our_logits(pair, ids, images), their_logits(pair, ids, images))
-
-
-@pytest.mark.parametrize("chunk", [1, 5, 16])
-def test_chunks_do_not_change_the_logits(pair: Pair, chunk: int) -> None:
-    images = pair.images(1)
-    ids = prompt(pair, images)
-    assert_close(our_logits(pair, ids, images, chunk), our_logits(pair, ids, images), 1e-5)
-
-
-def test_encoded_images_equal_those_of_transformers(pair: Pair) -> None:
-    images = pair.images(2)
-    with torch.inference_mode():
-        ours = finish(pair.ours.encode(torch.cat([p for _, p in images]), [g for g, _ in images]))
-        theirs = pair.theirs.get_image_features(**pixel_arguments(pair, images)).pooler_output
-    assert len(ours) == 2
-    for mine, other in zip(ours, theirs, strict=True):
-        assert_close(mine, other)
-
-
-def test_a_image_encodes_the_same_alone_and_packed(pair: Pair) -> None:
-    images = pair.images(2)
-    with torch.inference_mode():
-        packed = finish(pair.ours.encode(torch.cat([p for _, p in images]), [g for g, _ in images]))
-        alone = [finish(pair.ours.encode(patches, [grid]))[0] for grid, patches in images]
-    for one, other in zip(packed, alone, strict=True):
-        assert_close(one, other, 1e-5)
-
-
 def test_encoding_pauses_after_every_layer(pair: Pair) -> None:
     (grid, patches), *_ = pair.images(1)
     vision = pair.config.vision

@@ -15,16 +15,14 @@ from transformers import LlavaNextProcessor, PreTrainedTokenizerFast
 from transformers.image_processing_utils import get_patch_output_size, select_best_resolution
 from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
 
-from saccade.cli.count import count_files
 from saccade.engine.ipc.messages import HEADER, Start, command_in, frame, start_message
-from saccade.errors import ConfigError, RequestError
+from saccade.errors import ConfigError
 from saccade.options import Options
-from saccade.processor.checkpoint import open_checkpoint
 from saccade.processor.families.llava_next import LlavaNext
-from saccade.types import Grid, Size, Span
+from saccade.types import Grid, Size
 from tests.helpers import family_llava_next
 from tests.helpers.family_checks import Given, Subject, as_patches, assert_close, dummy, edited, with_config
-from tests.helpers.images import make_photo, png
+from tests.helpers.images import make_photo
 from tests.helpers.reference import Reference
 
 pytestmark = pytest.mark.transformers
@@ -98,16 +96,6 @@ def test_the_tiles_are_those_of_the_whole_processor(subject: Subject, reference:
     assert len(spelled[0]) == geometry.tokens * len("<image>")
 
 
-@settings(max_examples=200, deadline=None)
-@given(width=sides, height=sides, highest=st.integers(1, 1_200_000))
-def test_no_image_costs_more_than_the_largest(published: LlavaNext, width: int, height: int, highest: int) -> None:
-    assume(max(width, height) / min(width, height) <= 200)
-    limits = published.policy(None, highest)
-    geometry, largest = published.geometry(Size(width, height), *limits), published.largest(*limits)
-    assert geometry.tokens <= largest.tokens
-    assert geometry.grid.patches <= largest.grid.patches
-
-
 @pytest.mark.parametrize(
     ("size", "tokens"),
     [(Size(672, 672), 576 + 48 * 49), (Size(1000, 1000), 2928), (Size(336, 672), 1776), (Size(640, 480), 2340)],
@@ -121,29 +109,6 @@ def test_a_lower_limit_leaves_out_the_larger_pinpoints(published: LlavaNext) -> 
     assert published.geometry(Size(672, 672), *limits).grid == Grid(3, 24, 24)
     assert published.geometry(Size(672, 672), *published.policy(None, 1)).grid == Grid(3, 24, 24)
     assert published.policy_tag(*limits) != published.policy_tag(*published.policy(None, None))
-
-
-def test_a_minimum_above_the_maximum_is_refused(published: LlavaNext) -> None:
-    with pytest.raises(ConfigError, match="min_pixels=9 is above max_pixels=8"):
-        published.policy(9, 8)
-
-
-def test_extreme_aspect_ratios_are_refused(published: LlavaNext) -> None:
-    with pytest.raises(RequestError, match="1x201"):
-        published.geometry(Size(1, 201), *published.policy(None, None))
-
-
-def test_positions_count_up(published: LlavaNext) -> None:
-    positions, following = published.positions([0] * 5, [Span(1, 3, bytes(32), 3)], [Grid(3, 24, 24)])
-    assert positions.tolist() == [[0, 1, 2, 3, 4]] and following == 5
-
-
-def test_images_are_counted_from_the_config_files_alone(folder: Path, tmp_path: Path) -> None:
-    for name in ("config.json", "processor_config.json"):
-        (tmp_path / name).write_bytes((folder / name).read_bytes())
-    (tmp_path / "a.png").write_bytes(png(make_photo(112, 112)))
-    counts, errors = count_files([str(tmp_path / "a.png")], str(tmp_path), None, None)
-    assert not errors and counts[0].tokens == 16 + 8 * 9
 
 
 def test_a_tiling_travels_to_the_engines_process(subject: Subject) -> None:
@@ -160,25 +125,6 @@ def test_a_tiling_travels_to_the_engines_process(subject: Subject) -> None:
 def test_prepared_tiles_equal_those_of_transformers(subject: Subject, reference: Reference, photo: Any) -> None:
     pixels = reference.read([photo])[0]["pixel_values"][0]  # [tiles, 3, 56, 56]
     torch.testing.assert_close(subject.prepare(photo), as_patches(pixels, 14), rtol=0, atol=2e-6)
-
-
-@pytest.mark.parametrize("photo", PHOTOS[:2], ids=lambda photo: f"{photo.width}x{photo.height}")
-def test_a_image_on_the_device_gives_the_same_patches(subject: Subject, photo: Any) -> None:
-    there = torch.from_numpy(np.array(photo))
-    assert torch.equal(subject.model.prepare(there, subject.geometry(photo)), subject.prepare(photo))
-
-
-def test_embeddings_equal_the_image_features_of_transformers(subject: Subject, reference: Reference) -> None:
-    with torch.inference_mode():
-        theirs = reference.model.get_image_features(**reference.read(PHOTOS)[0]).pooler_output
-    for ours, other in zip(subject.embeddings(PHOTOS), theirs, strict=True):
-        assert_close(ours, other)
-
-
-@pytest.mark.parametrize("count", [0, 1, 2])
-def test_logits_equal_those_of_transformers(subject: Subject, reference: Reference, count: int) -> None:
-    text = "Look: " + "<image>\n" * count + "what is it?"
-    assert_close(subject.logits(text, PHOTOS[:count]), reference.logits(text, PHOTOS[:count]))
 
 
 @pytest.mark.parametrize("decoder", ["llama", "qwen2"])
@@ -201,11 +147,6 @@ def test_features_are_taken_where_the_config_says(tmp_path: Path, changes: dict[
 
 
 # --- what checkpoints say -----------------------------------------------------------------------------------------
-
-
-def test_both_layouts_give_the_same_rules(subject: Subject, tmp_path: Path) -> None:
-    folder = family_llava_next.build(tmp_path, layout="published")
-    assert LlavaNext.from_checkpoint(open_checkpoint(str(folder))) == subject.family
 
 
 def test_pinpoints_come_from_the_model_where_the_processor_is_silent(subject: Subject) -> None:

@@ -23,11 +23,8 @@ from transformers.image_processing_utils import get_patch_output_size, select_be
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
 
 from saccade.checkpoint.config import model_config
-from saccade.cli.count import count_files
 from saccade.errors import ConfigError
 from saccade.models import load_model
-from saccade.models.cuda.vision import FusedVision
-from saccade.processor.checkpoint import open_checkpoint
 from saccade.processor.families.llava import Llava
 from saccade.processor.families.llava_onevision import LlavaOnevision
 from saccade.types import Grid, Size
@@ -43,7 +40,7 @@ from tests.helpers.family_checks import (
     finish,
     with_config,
 )
-from tests.helpers.images import make_photo, png
+from tests.helpers.images import make_photo
 from tests.helpers.reference import Reference
 
 pytestmark = pytest.mark.transformers
@@ -112,16 +109,6 @@ def test_the_tiles_are_those_of_the_whole_processor(
     assert len(spelled[0]) == geometry.tokens * len("<image>")
 
 
-@settings(max_examples=100, deadline=None)
-@given(width=sides, height=sides, highest=st.sampled_from([1, 300_000, 1_500_000, 5_308_416]))
-def test_no_image_costs_more_than_the_largest(published: LlavaOnevision, width: int, height: int, highest: int) -> None:
-    assume(max(width, height) / min(width, height) <= 200)
-    limits = published.policy(None, highest)
-    geometry, largest = published.geometry(Size(width, height), *limits), published.largest(*limits)
-    assert geometry.tokens <= largest.tokens
-    assert geometry.grid.patches <= largest.grid.patches
-
-
 @pytest.mark.parametrize(
     ("size", "tokens", "tiles"),
     [
@@ -136,14 +123,6 @@ def test_worked_examples(published: LlavaOnevision, size: Size, tokens: int, til
     assert (geometry.tokens, geometry.grid.t) == (tokens, tiles)
 
 
-def test_images_are_counted_from_the_config_files_alone(folder: Path, tmp_path: Path) -> None:
-    for name in ("config.json", "processor_config.json"):
-        (tmp_path / name).write_bytes((folder / name).read_bytes())
-    (tmp_path / "a.png").write_bytes(png(make_photo(180, 180)))
-    counts, errors = count_files([str(tmp_path / "a.png")], str(tmp_path), None, None)
-    assert not errors and counts[0].tokens == 16 + 8 * 9
-
-
 # --- what is computed ---------------------------------------------------------------------------------------------
 
 
@@ -156,32 +135,6 @@ def test_one_photo_is_reduced_and_another_is_not(subject: Subject) -> None:
 def test_prepared_tiles_equal_those_of_transformers(subject: Subject, reference: Reference, photo: Any) -> None:
     pixels = reference.read([photo])[0]["pixel_values"][0]  # [tiles, 3, 60, 60]
     torch.testing.assert_close(subject.prepare(photo), as_patches(pixels, 14), rtol=0, atol=2e-6)
-
-
-def test_a_image_on_the_device_gives_the_same_patches(subject: Subject) -> None:
-    there = torch.from_numpy(np.array(PHOTOS[0]))
-    assert torch.equal(subject.model.prepare(there, subject.geometry(PHOTOS[0])), subject.prepare(PHOTOS[0]))
-
-
-def test_embeddings_equal_the_image_features_of_transformers(subject: Subject, reference: Reference) -> None:
-    with torch.inference_mode():
-        theirs = reference.model.get_image_features(**reference.read(PHOTOS)[0]).pooler_output
-    for ours, other in zip(subject.embeddings(PHOTOS), theirs, strict=True):
-        assert_close(ours, other)
-
-
-@pytest.mark.parametrize("count", [0, 1, 2])
-def test_logits_equal_those_of_transformers(subject: Subject, reference: Reference, count: int) -> None:
-    text = "Look: " + "<image>\n" * count + "what is it?"
-    assert_close(subject.logits(text, PHOTOS[:count]), reference.logits(text, PHOTOS[:count]))
-
-
-@torch.inference_mode()
-def test_fused_kernels_run_the_siglip_tower(subject: Subject) -> None:
-    patches, tower = subject.prepare(PHOTOS[1]), subject.model.tower
-    tiles = subject.geometry(PHOTOS[1]).grid.t
-    plain = torch.stack(finish(tower.encode(patches, tiles, subject.model.ops)))
-    assert_close(torch.stack(finish(tower.encode(patches, tiles, FusedVision()))), plain, 1e-5)
 
 
 def test_a_pooling_head_that_is_not_used_is_left_out(tmp_path: Path, subject: Subject) -> None:
@@ -213,11 +166,6 @@ def test_plain_llava_with_a_siglip_tower_matches(tmp_path: Path) -> None:
 
 
 # --- what checkpoints say -----------------------------------------------------------------------------------------
-
-
-def test_both_layouts_give_the_same_rules(subject: Subject, tmp_path: Path) -> None:
-    folder = family_llava_onevision.build(tmp_path, layout="published")
-    assert LlavaOnevision.from_checkpoint(open_checkpoint(str(folder))) == subject.family
 
 
 def test_a_head_that_only_the_text_config_calls_tied_is_the_embedding_table(tmp_path: Path) -> None:

@@ -15,14 +15,13 @@ from transformers.models.ministral3.modeling_ministral3 import get_llama_4_attn_
 
 from saccade import costs
 from saccade.checkpoint.config import ModelConfig, model_config
-from saccade.cli.count import count_files
 from saccade.errors import ConfigError
 from saccade.models.cuda.decoder import FusedDecoder
 from saccade.models.layers.attention_temperature import AttentionTemperature, attention_temperature_of
 from saccade.runner.build import eager_reason_of
 from tests.helpers import family_mistral3, family_text
 from tests.helpers.family_checks import CPU, Subject, assert_close, dummy
-from tests.helpers.images import make_photo, png
+from tests.helpers.images import make_photo
 from tests.helpers.reference import Reference
 
 pytestmark = pytest.mark.transformers
@@ -135,19 +134,6 @@ def test_growth_without_a_length_to_count_in_is_refused() -> None:
 # --- the model ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("count", [0, 1, 2])
-def test_logits_equal_those_of_transformers(subject: Subject, reference: Reference, count: int) -> None:
-    text = "Look: " + "[IMG]" * count + "what is it? The quick brown fox jumps over the lazy dog."
-    assert_close(subject.logits(text, PHOTOS[:count]), reference.logits(text, PHOTOS[:count]))
-
-
-def test_embeddings_equal_the_image_features_of_transformers(subject: Subject, reference: Reference) -> None:
-    with torch.inference_mode():
-        theirs = reference.model.get_image_features(**reference.read(PHOTOS)[0]).pooler_output
-    for ours, other in zip(subject.embeddings(PHOTOS), theirs, strict=True):
-        assert_close(ours, other)
-
-
 @settings(max_examples=30, deadline=None)
 @given(width=st.integers(1, 300), height=st.integers(1, 300))
 def test_the_tokens_are_those_of_the_whole_processor(
@@ -191,14 +177,6 @@ def _today(name: str) -> str:
     if name == "language_model.lm_head.weight":
         return "lm_head.weight"
     return "model." + name.replace("language_model.model.", "language_model.")
-
-
-def test_images_are_counted_from_the_config_files_alone(folder: Path, tmp_path: Path) -> None:
-    for name in ("config.json", "processor_config.json"):
-        (tmp_path / name).write_bytes((folder / name).read_bytes())
-    (tmp_path / "a.png").write_bytes(png(make_photo(84, 56)))
-    counts, errors = count_files([str(tmp_path / "a.png")], str(tmp_path), None, None)
-    assert not errors and counts[0].tokens == 2 * 4
 
 
 # --- on a device --------------------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
 from transformers.models.mllama.image_processing_pil_mllama import (
     MllamaImageProcessorPil,
     get_all_supported_aspect_ratios,
@@ -24,7 +23,7 @@ from saccade import costs
 from saccade.checkpoint.config import model_config
 from saccade.cli.count import count_files
 from saccade.errors import ConfigError, RequestError
-from saccade.models.layers.attention import AttentionBatch, PagedAttention, PagedKV
+from saccade.models.layers.attention import PagedKV
 from saccade.models.layers.cross_attention import pack, unpack
 from saccade.processor.checkpoint import open_checkpoint
 from saccade.processor.families.base import cross_attended
@@ -32,7 +31,15 @@ from saccade.processor.families.mllama import Mllama, arrangements
 from saccade.runner.cross_attention import rows_by_image, stretches
 from saccade.types import Grid, ScheduledWindow, Size, Span
 from tests.helpers import family_mllama
-from tests.helpers.family_checks import CPU, Given, Subject, as_patches, assert_close, dummy, edited
+from tests.helpers.family_checks import (
+    CPU,
+    CrossAttentionSubject,
+    Given,
+    as_patches,
+    assert_close,
+    dummy,
+    edited,
+)
 from tests.helpers.family_mllama import HUB, IMAGE, TILE
 from tests.helpers.images import make_photo
 from tests.helpers.reference import Reference
@@ -44,32 +51,14 @@ PHOTOS = [make_photo(50, 40, 1), make_photo(110, 50, 2), make_photo(40, 160, 3),
 SIDES = st.one_of(st.integers(1, 64), st.integers(1, 2500), st.integers(1, 20_000))
 
 
-class Looking(Subject):
-    """Told who sees which picture, as the runner does it."""
-
-    @torch.inference_mode()
-    def logits(self, text: str, images: list[Image.Image]) -> torch.Tensor:  # [tokens, V]
-        prompt = self.processor.from_prompt({"prompt": text, "multi_modal_data": {"image": images}})
-        found = self.embeddings(images) if images else []
-        by_key = {span.key: rows for span, rows in zip(prompt.spans, found, strict=True)}
-        length, places = len(prompt), torch.arange(len(prompt))
-        kv = PagedKV.allocate(self.config.text, length + 1, 1, torch.float32, CPU)
-        batch = AttentionBatch([length], [length], places[None], places, 1)
-        attention = PagedAttention(kv, batch, self.config.text.head_dim**-0.5)
-        seen = rows_by_image([(ScheduledWindow("a", 0, length, (), True), prompt.spans)], by_key, CPU)
-        embeds = self.model.embed(torch.tensor(prompt.token_ids))
-        hidden = self.model.forward(embeds, torch.from_numpy(prompt.positions), attention, seen)
-        return torch.as_tensor(self.model.logits(hidden))
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return family_mllama.build(tmp_path_factory.mktemp("mllama"))
 
 
 @pytest.fixture(scope="module")
-def subject(folder: Path) -> Looking:
-    return Looking(folder)
+def subject(folder: Path) -> CrossAttentionSubject:
+    return CrossAttentionSubject(folder)
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +104,7 @@ def test_tiles_are_numbered_as_the_hugging_face_processor_numbers_them() -> None
 @settings(max_examples=25, deadline=None)
 @given(st.integers(8, 300), st.integers(8, 300))
 def test_patches_equal_the_hugging_face_pixels_with_black_beside_the_image(
-    subject: Looking, width: int, height: int
+    subject: CrossAttentionSubject, width: int, height: int
 ) -> None:
     photo = make_photo(width, height, seed=width)
     made = MllamaImageProcessorPil(**family_mllama.IMAGE_PROCESSOR)([[photo]], return_tensors="pt")
@@ -147,7 +136,7 @@ def test_fewer_pixels_mean_fewer_tiles_but_at_least_one(published: Mllama) -> No
     assert len(tags) == 2, "limits that allow the same tiles make the same picture"
 
 
-def test_a_image_is_one_token_that_keeps_its_own_embedding(subject: Looking) -> None:
+def test_a_image_is_one_token_that_keeps_its_own_embedding(subject: CrossAttentionSubject) -> None:
     token_ids, is_embed, is_cross_attended = subject.family.expand(subject.geometry(PHOTOS[0]))
     assert token_ids.tolist() == [subject.config.image_token_id] and is_embed == (False,) and is_cross_attended
     positions, following = subject.family.positions([0] * 5, [Span(1, 1, bytes(32), 8)], [Grid(1, 4, 4)])
@@ -163,7 +152,7 @@ def test_count_needs_the_small_files_only(folder: Path, tmp_path: Path) -> None:
     assert (counts[0].resized_width, counts[0].resized_height) == (110, 50)
 
 
-def test_the_placeholder_behind_the_vocabulary_may_come_as_an_id(subject: Looking) -> None:
+def test_the_placeholder_behind_the_vocabulary_may_come_as_an_id(subject: CrossAttentionSubject) -> None:
     token = subject.config.image_token_id
     assert token == subject.config.text.vocab_size
     prompt = subject.processor.from_prompt(
@@ -216,7 +205,7 @@ def test_rows_of_several_requests_that_see_the_same_images_go_together() -> None
 
 
 @torch.inference_mode()
-def test_keys_and_values_of_each_image_equal_transformers(subject: Looking, reference: Reference) -> None:
+def test_keys_and_values_of_each_image_equal_transformers(subject: CrossAttentionSubject, reference: Reference) -> None:
     ours = subject.embeddings(PHOTOS)
     model = reference.model.model
     for photo, kept in zip(PHOTOS, ours, strict=True):
@@ -243,7 +232,7 @@ def test_keys_and_values_of_each_image_equal_transformers(subject: Looking, refe
     ],
 )
 def test_logits_of_prompts_that_begin_with_the_image_equal_transformers(
-    subject: Looking, as_it_is: Reference, text: str, count: int
+    subject: CrossAttentionSubject, as_it_is: Reference, text: str, count: int
 ) -> None:
     photos = PHOTOS[1 : 1 + count]
     assert_close(subject.logits(text, photos), as_it_is.logits(text, photos))
@@ -251,12 +240,12 @@ def test_logits_of_prompts_that_begin_with_the_image_equal_transformers(
 
 @pytest.mark.parametrize(("text", "count"), [(f"Look: {IMAGE} here", 1), (f"a {IMAGE} b {IMAGE}{IMAGE} c", 3)])
 def test_logits_elsewhere_equal_transformers_with_the_text_before_passed_by(
-    subject: Looking, reference: Reference, text: str, count: int
+    subject: CrossAttentionSubject, reference: Reference, text: str, count: int
 ) -> None:
     assert_close(subject.logits(text, PHOTOS[:count]), reference.logits(text, PHOTOS[:count]))
 
 
-def test_text_before_a_image_does_not_depend_on_it(subject: Looking) -> None:
+def test_text_before_a_image_does_not_depend_on_it(subject: CrossAttentionSubject) -> None:
     text = "The quick brown fox jumps over"
     one, other = (subject.logits(f"{text}{IMAGE} and", [photo]) for photo in PHOTOS[:2])
     alone = subject.logits(text, [])
@@ -266,13 +255,13 @@ def test_text_before_a_image_does_not_depend_on_it(subject: Looking) -> None:
     assert not torch.allclose(one[before:], other[before:], rtol=1e-2)
 
 
-def test_a_image_out_of_sight_changes_later_text_only_through_the_text_between(subject: Looking) -> None:
+def test_a_image_out_of_sight_changes_later_text_only_through_the_text_between(subject: CrossAttentionSubject) -> None:
     keys = [bytes([n]) * 32 for n in range(2)]
     spans = cross_attended([Span(0, 1, keys[0], 8), Span(4, 1, keys[1], 8)])
     assert [found for _, _, found in stretches(spans, 0, 9)] == [(keys[0],), (keys[1],)]
 
 
-def test_what_is_kept_fills_whole_rows_whatever_the_widths(subject: Looking) -> None:
+def test_what_is_kept_fills_whole_rows_whatever_the_widths(subject: CrossAttentionSubject) -> None:
     states = torch.randn(5, 64)
     one = subject.model.cross[:1]  # 64 values of a state: as wide as a row; two layers take two rows
     for layers, rows in ((one, 5), (subject.model.cross, 10)):
@@ -281,7 +270,7 @@ def test_what_is_kept_fills_whole_rows_whatever_the_widths(subject: Looking) -> 
         torch.testing.assert_close(unpack(layers, kept)[0], layers[0].project(states))
 
 
-def test_only_layers_that_read_the_text_have_kv_memory(subject: Looking) -> None:
+def test_only_layers_that_read_the_text_have_kv_memory(subject: CrossAttentionSubject) -> None:
     kv = PagedKV.allocate(subject.config.text, 2, 4, torch.float32, CPU)
     assert len(kv.k) == 3 and subject.config.text.num_layers == 5
     assert costs.kv_bytes_per_block(subject.config.text, "float32", 4) * 2 == kv.k.nbytes + kv.v.nbytes
@@ -305,7 +294,10 @@ def test_towers_of_other_shapes_equal_transformers(tmp_path: Path, given: dict[s
     settings = json.loads(path.read_text())
     path.write_text(json.dumps({**settings, "image_processor": {**settings["image_processor"], **size}}))
     text = f"{IMAGE}What is it?"
-    assert_close(Looking(folder).logits(text, PHOTOS[1:2]), family_mllama.reference(folder).logits(text, PHOTOS[1:2]))
+    assert_close(
+        CrossAttentionSubject(folder).logits(text, PHOTOS[1:2]),
+        family_mllama.reference(folder).logits(text, PHOTOS[1:2]),
+    )
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,60 +19,18 @@ from saccade.checkpoint.config import model_config
 from saccade.errors import ConfigError
 from saccade.kernels.ops import vit_elementwise
 from saccade.models import load_model
-from saccade.models.families.qwen2_5_vl import Qwen2_5VL, all_windows, pack
+from saccade.models.families.qwen2_5_vl import all_windows, pack
 from saccade.models.layers.basic import Linear, silu_and_mul
 from saccade.models.parameters import Parameters
 from saccade.models.weights import fill_random
-from saccade.types import Grid, Size
-from tests.helpers.family_qwen2_5_vl import build
+from saccade.types import Grid
+from tests.helpers.family_qwen2_5_vl import PUBLISHED_7B, build
 from tests.helpers.parity import CPU, Pair, assert_close, finish, our_logits, prompt, their_logits
 from tests.helpers.qwen_checks import (
-    assert_encoding_memory,
-    assert_fused_tower_equal,
-    assert_positions_equal,
-    assert_recorded_passes_equal,
-    assert_sizes_equal,
     random,
-    small_model,
 )
 
 pytestmark = pytest.mark.transformers
-
-# What the hub says of Qwen2.5-VL-7B-Instruct, text fields at the top level.
-PUBLISHED_7B: dict[str, Any] = {
-    "model_type": "qwen2_5_vl",
-    "image_token_id": 151655,
-    "video_token_id": 151656,
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "max_position_embeddings": 128000,
-    "num_attention_heads": 28,
-    "num_hidden_layers": 28,
-    "num_key_value_heads": 4,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
-    "rope_theta": 1000000.0,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "use_sliding_window": False,
-    "vision_config": {
-        "depth": 32,
-        "fullatt_block_indexes": [7, 15, 23, 31],
-        "hidden_act": "silu",
-        "hidden_size": 1280,
-        "in_chans": 3,
-        "intermediate_size": 3420,
-        "num_heads": 16,
-        "out_hidden_size": 3584,
-        "patch_size": 14,
-        "spatial_merge_size": 2,
-        "spatial_patch_size": 14,
-        "temporal_patch_size": 2,
-        "tokens_per_second": 2,
-        "window_size": 112,
-    },
-    "vocab_size": 152064,
-}
 
 
 @pytest.fixture(scope="module", params=["saved", "published"])
@@ -87,18 +44,6 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build(tmp_path_factory.mktemp("family"))
-
-
-@settings(max_examples=60, deadline=None)
-@given(width=st.integers(1, 300), height=st.integers(1, 300), limits=st.sampled_from([(3136, 50176), (784, 7840)]))
-def test_sizes_and_grids_equal_those_of_the_image_processor(
-    folder: Path, width: int, height: int, limits: tuple[int, int]
-) -> None:
-    assert_sizes_equal(folder, Size(width, height), limits, patch=14)
-
-
-def test_positions_equal_those_of_the_model(pair: Pair, folder: Path) -> None:
-    assert_positions_equal(pair.theirs, folder)
 
 
 # --- the tower ----------------------------------------------------------------------------------------------------
@@ -136,22 +81,6 @@ def test_image_features_equal_those_of_transformers(pair: Pair) -> None:
         assert_close(mine, other)
 
 
-def test_a_image_encodes_the_same_alone_and_packed(pair: Pair) -> None:
-    images = pair.images(2)
-    with torch.inference_mode():
-        packed = finish(pair.ours.encode(torch.cat([p for _, p in images]), [g for g, _ in images]))
-        alone = [finish(pair.ours.encode(patches, [grid]))[0] for grid, patches in images]
-    for one, other in zip(packed, alone, strict=True):
-        assert_close(one, other, 1e-5)
-
-
-@pytest.mark.parametrize("count", [0, 1, 2])
-def test_logits_equal_those_of_transformers(pair: Pair, count: int) -> None:
-    images = pair.images(count)
-    ids = prompt(pair, images)
-    assert_close(our_logits(pair, ids, images), their_logits(pair, ids, images))
-
-
 @pytest.mark.parametrize(
     ("text", "vision"),
     [
@@ -170,42 +99,6 @@ def test_variants_of_the_config_match(tmp_path: Path, text: dict[str, Any], visi
 
 
 # --- on a device --------------------------------------------------------------------------------------------------
-
-SMALL: dict[str, Any] = {
-    **PUBLISHED_7B,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]},
-    "vocab_size": 32,
-    "vision_config": {
-        **PUBLISHED_7B["vision_config"],
-        "depth": 3,
-        "fullatt_block_indexes": [1],
-        "hidden_size": 96,
-        "intermediate_size": 168,
-        "num_heads": 2,
-        "patch_size": 2,
-        "window_size": 8,
-    },
-}
-
-
-model = partial(small_model, Qwen2_5VL, SMALL)
-
-
-def test_fused_kernels_give_the_embeddings_of_the_plain_tower() -> None:
-    assert_fused_tower_equal(model, [Grid(1, 6, 6), Grid(1, 2, 2)])
-
-
-def test_recorded_passes_give_the_embeddings_of_the_plain_tower(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert_recorded_passes_equal(model, monkeypatch)
-
-
-def test_encoding_takes_the_memory_that_the_formula_says() -> None:
-    assert_encoding_memory(model)
 
 
 def test_the_fused_rms_norm_leaves_its_input_with_the_bias_added() -> None:
