@@ -84,6 +84,14 @@ def qwen2_vl_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def two_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Qwen2-VL with a decoder of two layers, for engines whose kernels run in the interpreter."""
+    from benchmarks import checkpoints
+
+    return checkpoints.qwen2_vl(tmp_path_factory.mktemp("two_layers"), text={"num_hidden_layers": 2})
+
+
+@pytest.fixture(scope="session")
 def llava_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from benchmarks import checkpoints
 

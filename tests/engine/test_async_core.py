@@ -17,7 +17,17 @@ from saccade.kernels.attention.decode import DecodeAttention
 from saccade.runner.cuda.block_table import BlockTables
 from saccade.runner.cuda.staging import PinnedStaging
 from saccade.types import StepPlan
-from tests.helpers.async_engine import FEW, GREEDY, OPTIONS, QWEN2_VL, answers, decoding, overlapped, prompts
+from tests.helpers.async_engine import (
+    FEW,
+    GREEDY,
+    OPTIONS,
+    QWEN2_VL,
+    TWO_LAYERS,
+    answers,
+    decoding,
+    overlapped,
+    prompts,
+)
 from tests.helpers.families import FAMILIES
 
 pytestmark = pytest.mark.transformers
@@ -29,11 +39,11 @@ DECODERS = ("llava", "mistral3", "qwen2_vl", "qwen3_vl")  # all that kernels kno
 def test_kernels_and_launching_ahead_give_the_tokens_of_the_plain_engine(
     name: str, tmp_path: Path, photo: Callable[..., Image.Image]
 ) -> None:
-    folder, given = FAMILIES[name].build(tmp_path), prompts(photo, FAMILIES[name].image)[:4]
+    folder, given = FAMILIES[name].build(tmp_path, text=TWO_LAYERS), prompts(photo, FAMILIES[name].image)[:4]
     assert answers(overlapped(folder), given, FEW) == answers(LLM(str(folder), **OPTIONS), given, FEW)
 
 
-def test_rows_of_padding_may_hold_anything(qwen2_vl_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_padding_may_hold_anything(two_layers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     attend, poisoned = DecodeAttention.__call__, list[int]()
 
     def leave_padding(self: DecodeAttention, *given: Any) -> torch.Tensor:
@@ -44,15 +54,15 @@ def test_rows_of_padding_may_hold_anything(qwen2_vl_folder: Path, monkeypatch: p
 
     monkeypatch.setattr(DecodeAttention, "__call__", leave_padding)
     given = [{"prompt": text} for text in ("Count to three.", "Five.", "Small things.")]  # in a pass of four
-    llm = overlapped(qwen2_vl_folder)
-    assert answers(llm, given) == answers(LLM(str(qwen2_vl_folder), **OPTIONS), given)
+    llm = overlapped(two_layers)
+    assert answers(llm, given) == answers(LLM(str(two_layers), **OPTIONS), given)
     assert any(poisoned) and not llm.engine.core.runner.kv.k.isnan().any()
 
 
-def test_prompts_in_chunks_give_the_same_tokens(qwen2_vl_folder: Path, photo: Callable[..., Image.Image]) -> None:
+def test_prompts_in_chunks_give_the_same_tokens(two_layers: Path, photo: Callable[..., Image.Image]) -> None:
     given = prompts(photo, QWEN2_VL)
-    plain = LLM(str(qwen2_vl_folder), **OPTIONS)
-    chunked = overlapped(qwen2_vl_folder, max_num_batched_tokens=24)
+    plain = LLM(str(two_layers), **OPTIONS)
+    chunked = overlapped(two_layers, max_num_batched_tokens=24)
     assert answers(chunked, given) == answers(plain, given)
 
 
@@ -66,12 +76,12 @@ KINDS = [
 
 @pytest.mark.parametrize("logprobs", [None, 2])
 def test_drawn_answers_beside_likeliest_ones_are_those_of_the_plain_engine(
-    qwen2_vl_folder: Path, logprobs: int | None
+    two_layers: Path, logprobs: int | None
 ) -> None:
     """With log probabilities the host draws, without them the device does, and begins the next before it is seen."""
     given = [{"prompt": text} for text in ("Count to three.", "Five.", "Small things.", "What?")]
     params = [SamplingParams(max_tokens=5, ignore_eos=True, logprobs=logprobs, **kind) for kind in KINDS]
-    ahead, plain = overlapped(qwen2_vl_folder), LLM(str(qwen2_vl_folder), **OPTIONS)
+    ahead, plain = overlapped(two_layers), LLM(str(two_layers), **OPTIONS)
     found = [list(out.outputs[0].token_ids) for out in ahead.generate(given, params, use_tqdm=False)]
     assert found == [list(out.outputs[0].token_ids) for out in plain.generate(given, params, use_tqdm=False)]
     greedy = answers(plain, given)
@@ -83,15 +93,15 @@ def test_drawn_answers_beside_likeliest_ones_are_those_of_the_plain_engine(
     ]
 
 
-def test_answers_that_end_at_different_steps_are_those_of_the_plain_engine(qwen2_vl_folder: Path) -> None:
+def test_answers_that_end_at_different_steps_are_those_of_the_plain_engine(two_layers: Path) -> None:
     given = [{"prompt": text} for text in ("Count to three.", "Five.", "A longer text about small things.")]
-    plain = LLM(str(qwen2_vl_folder), **OPTIONS)
+    plain = LLM(str(two_layers), **OPTIONS)
     whole = answers(plain, given, SamplingParams(max_tokens=12, temperature=0, ignore_eos=True))
     ends = [
         SamplingParams(max_tokens=12, temperature=0, stop_token_ids=[tokens[4 + i]]) for i, tokens in enumerate(whole)
     ]
     ends[2] = SamplingParams(max_tokens=7, temperature=0, ignore_eos=True)
-    llm = overlapped(qwen2_vl_folder)
+    llm = overlapped(two_layers)
     for _ in range(2):  # the second time on blocks that the first one left
         found = [list(out.outputs[0].token_ids) for out in llm.generate(given, ends, use_tqdm=False)]
         assert found == [list(out.outputs[0].token_ids) for out in plain.generate(given, ends, use_tqdm=False)]
@@ -99,8 +109,8 @@ def test_answers_that_end_at_different_steps_are_those_of_the_plain_engine(qwen2
 
 
 @pytest.mark.parametrize("temperature", [0, 1.0])
-def test_decoding_is_planned_before_its_tokens_are_known(qwen2_vl_folder: Path, temperature: float) -> None:
-    llm = overlapped(qwen2_vl_folder)
+def test_decoding_is_planned_before_its_tokens_are_known(two_layers: Path, temperature: float) -> None:
+    llm = overlapped(two_layers)
     engine = llm.engine
     engine.add_request("a", {"prompt": "Five."}, replace(GREEDY, temperature=temperature))
     under_way = []
@@ -110,8 +120,8 @@ def test_decoding_is_planned_before_its_tokens_are_known(qwen2_vl_folder: Path, 
     assert under_way[0] == 1 and llm.stats()["steps"] == GREEDY.max_tokens
 
 
-def test_blocks_filled_by_steps_planned_ahead_are_found_by_the_next_turn(qwen2_vl_folder: Path) -> None:
-    llm = overlapped(qwen2_vl_folder)
+def test_blocks_filled_by_steps_planned_ahead_are_found_by_the_next_turn(two_layers: Path) -> None:
+    llm = overlapped(two_layers)
     first = llm.generate(
         {"prompt": "Five."}, SamplingParams(max_tokens=40, temperature=0, ignore_eos=True), use_tqdm=False
     )[0]
@@ -120,8 +130,8 @@ def test_blocks_filled_by_steps_planned_ahead_are_found_by_the_next_turn(qwen2_v
     assert out.num_cached_tokens >= len(again) - 2 * llm.engine.limits.block_size
 
 
-def test_a_request_aborted_while_its_step_runs_leaves_the_others_alone(qwen2_vl_folder: Path) -> None:
-    llm = overlapped(qwen2_vl_folder)
+def test_a_request_aborted_while_its_step_runs_leaves_the_others_alone(two_layers: Path) -> None:
+    llm = overlapped(two_layers)
     expected = answers(llm, [{"prompt": "Five."}])[0]
     engine = llm.engine
     engine.add_request("gone", {"prompt": "Count to three."}, GREEDY)
@@ -136,9 +146,9 @@ def test_a_request_aborted_while_its_step_runs_leaves_the_others_alone(qwen2_vl_
 
 
 def test_a_step_that_cannot_be_launched_ends_its_requests_and_the_engine_goes_on(
-    qwen2_vl_folder: Path, monkeypatch: pytest.MonkeyPatch
+    two_layers: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    llm = overlapped(qwen2_vl_folder)
+    llm = overlapped(two_layers)
     expected = answers(llm, [{"prompt": "Five."}])
     launch = llm.engine.core.runner.launch
     calls = []
@@ -192,11 +202,11 @@ def test_what_is_written_for_the_next_step_does_not_reach_the_one_before() -> No
 
 
 def test_a_image_that_arrives_while_others_decode_changes_no_answer(
-    qwen2_vl_folder: Path, photo: Callable[..., Image.Image]
+    two_layers: Path, photo: Callable[..., Image.Image]
 ) -> None:
     given = prompts(photo, QWEN2_VL)
-    expected = answers(LLM(str(qwen2_vl_folder), **OPTIONS), given)
-    engine, found = overlapped(qwen2_vl_folder).engine, {}
+    expected = answers(LLM(str(two_layers), **OPTIONS), given)
+    engine, found = overlapped(two_layers).engine, {}
     for number, prompt in enumerate(given):  # each one arrives two steps after the last
         engine.add_request(str(number), prompt, GREEDY)
         for output in [*engine.step(), *engine.step()]:
@@ -242,9 +252,9 @@ def test_after_a_flush_the_device_has_the_blocks_of_every_open_request() -> None
 
 
 def test_a_image_is_decoded_from_the_moment_its_request_is_added(
-    qwen2_vl_folder: Path, photo: Callable[..., Image.Image]
+    two_layers: Path, photo: Callable[..., Image.Image]
 ) -> None:
-    llm, given = overlapped(qwen2_vl_folder), prompts(photo, QWEN2_VL)
+    llm, given = overlapped(two_layers), prompts(photo, QWEN2_VL)
     for number, prompt in enumerate(given):
         llm.engine.add_request(str(number), prompt, FEW)
     assert decoding(llm) == 2
@@ -252,12 +262,12 @@ def test_a_image_is_decoded_from_the_moment_its_request_is_added(
 
 @pytest.mark.parametrize("encoder_cache_gb", [None, 0.0])
 def test_a_image_whose_embeddings_or_blocks_are_at_hand_is_not_decoded_when_it_comes_again(
-    qwen2_vl_folder: Path, photo: Callable[..., Image.Image], encoder_cache_gb: float | None
+    two_layers: Path, photo: Callable[..., Image.Image], encoder_cache_gb: float | None
 ) -> None:
     """Without a cache of embeddings its blocks are all that is left of it."""
     text = f"{QWEN2_VL} What is it? A longer text, so that the block with the end of the picture is a full one."
     given = {"prompt": text, "multi_modal_data": {"image": photo(seed=1)}}
-    llm = overlapped(qwen2_vl_folder, encoder_cache_gb=encoder_cache_gb)
+    llm = overlapped(two_layers, encoder_cache_gb=encoder_cache_gb)
     answers(llm, [given], FEW)
     llm.engine.add_request("again", given, FEW)
     assert decoding(llm) == 0
@@ -275,22 +285,22 @@ def seen_while_made(llm: LLM, prompt: dict[str, Any], monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("encoder_cache_gb", [None, 0.0])
 def test_a_new_image_is_decoded_while_its_prompt_is_made_and_one_that_came_before_is_not(
-    qwen2_vl_folder: Path,
+    two_layers: Path,
     photo: Callable[..., Image.Image],
     monkeypatch: pytest.MonkeyPatch,
     encoder_cache_gb: float | None,
 ) -> None:
     given = {"prompt": f"{QWEN2_VL} What is it?", "multi_modal_data": {"image": photo(seed=1)}}
-    llm = overlapped(qwen2_vl_folder, encoder_cache_gb=encoder_cache_gb)
+    llm = overlapped(two_layers, encoder_cache_gb=encoder_cache_gb)
     assert seen_while_made(llm, given, monkeypatch) == 1
     assert seen_while_made(llm, given, monkeypatch) == 0
 
 
 def test_a_full_step_is_launched_before_the_other_requests_are_added(
-    qwen2_vl_folder: Path, photo: Callable[..., Image.Image], monkeypatch: pytest.MonkeyPatch
+    two_layers: Path, photo: Callable[..., Image.Image], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = prompts(photo, QWEN2_VL)
-    llm, plain = overlapped(qwen2_vl_folder, max_num_seqs=2), LLM(str(qwen2_vl_folder), **OPTIONS)
+    llm, plain = overlapped(two_layers, max_num_seqs=2), LLM(str(two_layers), **OPTIONS)
     runner, waiting = llm.engine.core.runner, []
     launch = runner.launch
     monkeypatch.setattr(runner, "launch", lambda plan: (waiting.append(len(llm.engine._open)), launch(plan))[1])
@@ -299,8 +309,8 @@ def test_a_full_step_is_launched_before_the_other_requests_are_added(
     llm.engine.core.scheduler.check()
 
 
-def test_a_step_that_is_not_full_waits_for_the_requests_that_come(qwen2_vl_folder: Path) -> None:
-    llm = overlapped(qwen2_vl_folder)
+def test_a_step_that_is_not_full_waits_for_the_requests_that_come(two_layers: Path) -> None:
+    llm = overlapped(two_layers)
     for name in "abc":
         llm.engine.add_request(name, {"prompt": "Count."}, FEW)
         llm.engine.launch_if_full()

@@ -183,14 +183,14 @@ def test_an_interrupt_while_a_step_is_planned_leaves_an_engine_that_works(
     assert tokens(drained(core)) == [1_005, 1_006, 1_007, 1_008]
 
 
-def test_a_stop_string_ends_each_of_several_answers_where_it_stands(qwen2_vl_folder: Path) -> None:
+def test_a_stop_string_ends_each_of_several_answers_where_it_stands(two_layers: Path) -> None:
     def ending(llm: LLM, **how: Any) -> list[tuple[list[int], bool]]:
         params = SamplingParams(temperature=0, ignore_eos=True, **how)
         out = llm.generate({"prompt": "Count to three."}, params, use_tqdm=False)[0]
         assert out.bill is not None
         return [(list(answer.token_ids), "total" in out.bill.times_ms) for answer in out.outputs]
 
-    plain, ahead = LLM(str(qwen2_vl_folder), **OPTIONS), overlapped(qwen2_vl_folder, max_num_seqs=1)
+    plain, ahead = LLM(str(two_layers), **OPTIONS), overlapped(two_layers, max_num_seqs=1)
     whole, _ = ending(plain, max_tokens=8)[0]
     texts = [plain.engine.processor.tokenizer.decode([token]) for token in whole]
     stop = next(text for text in texts[1:] if text.strip())
@@ -200,9 +200,9 @@ def test_a_stop_string_ends_each_of_several_answers_where_it_stands(qwen2_vl_fol
 
 
 def test_a_image_that_was_decoded_ahead_is_decoded_once(
-    qwen2_vl_folder: Path, photo: Callable[..., Image.Image], monkeypatch: pytest.MonkeyPatch
+    two_layers: Path, photo: Callable[..., Image.Image], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    llm = overlapped(qwen2_vl_folder, max_num_seqs=1)
+    llm = overlapped(two_layers, max_num_seqs=1)
     encoder, decoded = llm.engine.core.runner.encoder, []
     prepare = encoder._prepare
     monkeypatch.setattr(encoder, "_prepare", lambda item: (decoded.append(item.key), prepare(item))[1])

@@ -36,8 +36,8 @@ AFTER_CLOSE: dict[str, Callable[[LLM], Any]] = {
 
 
 @pytest.fixture(scope="module")
-def closed(qwen2_vl_folder: Path) -> LLM:
-    with LLM(str(qwen2_vl_folder), **OPTIONS) as llm:
+def closed(two_layers: Path) -> LLM:
+    with LLM(str(two_layers), **OPTIONS) as llm:
         llm.engine.add_request("open", "a", FEW)
     return llm
 
@@ -56,9 +56,9 @@ def test_an_engine_may_be_closed_again_and_has_no_request_then(closed: LLM) -> N
 
 @pytest.mark.parametrize("make", [lambda folder: LLM(str(folder), **OPTIONS), overlapped])
 def test_closing_frees_the_weights_though_the_engine_is_still_held(
-    qwen2_vl_folder: Path, make: Callable[[Path], LLM]
+    two_layers: Path, make: Callable[[Path], LLM]
 ) -> None:
-    llm = make(qwen2_vl_folder)
+    llm = make(two_layers)
     answers(llm, [{"prompt": "Count."}], FEW)
     table = weakref.ref(llm.engine.core.runner.model.decoder.table)  # type: ignore[attr-defined]
     llm.close()
@@ -66,8 +66,8 @@ def test_closing_frees_the_weights_though_the_engine_is_still_held(
     assert table() is None
 
 
-def test_leaving_a_with_block_by_an_error_closes_and_lets_the_error_through(qwen2_vl_folder: Path) -> None:
-    with pytest.raises(KeyboardInterrupt), LLM(str(qwen2_vl_folder), **OPTIONS) as llm:
+def test_leaving_a_with_block_by_an_error_closes_and_lets_the_error_through(two_layers: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), LLM(str(two_layers), **OPTIONS) as llm:
         raise KeyboardInterrupt
     with pytest.raises(RuntimeError, match="the engine was closed"):
         llm.stats()
@@ -94,9 +94,9 @@ def is_as_new(llm: LLM) -> bool:
 
 
 def test_an_interrupt_while_a_step_is_begun_leaves_no_request_open(
-    qwen2_vl_folder: Path, monkeypatch: pytest.MonkeyPatch
+    two_layers: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    llm = two_open(qwen2_vl_folder)
+    llm = two_open(two_layers)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(llm.engine.core.runner, "launch", interrupted)
         llm.engine.launch_if_full()
@@ -105,9 +105,9 @@ def test_an_interrupt_while_a_step_is_begun_leaves_no_request_open(
 
 
 def test_an_interrupt_while_a_step_under_way_is_waited_for_leaves_no_request_open(
-    qwen2_vl_folder: Path, monkeypatch: pytest.MonkeyPatch
+    two_layers: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    llm = two_open(qwen2_vl_folder)
+    llm = two_open(two_layers)
     llm.engine.launch_if_full()
     core = llm.engine.core
     assert isinstance(core, AsyncEngineCore) and core._launched
@@ -118,9 +118,9 @@ def test_an_interrupt_while_a_step_under_way_is_waited_for_leaves_no_request_ope
 
 
 def test_an_interrupt_while_a_request_is_added_leaves_nothing_of_it_and_the_others_alone(
-    qwen2_vl_folder: Path, photo: Callable[..., Image.Image], monkeypatch: pytest.MonkeyPatch
+    two_layers: Path, photo: Callable[..., Image.Image], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    llm = two_open(qwen2_vl_folder, room=4)
+    llm = two_open(two_layers, room=4)
     given = {"prompt": f"{QWEN2_VL} What is it?", "multi_modal_data": {"image": photo(seed=1)}}
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(llm.engine.core.runner, "decode_early", interrupted)
@@ -137,9 +137,9 @@ def stopping(llm: LLM) -> SamplingParams:
 
 
 def test_an_interrupt_while_a_stop_string_ends_an_answer_leaves_no_request_open(
-    qwen2_vl_folder: Path, monkeypatch: pytest.MonkeyPatch
+    two_layers: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    llm = overlapped(qwen2_vl_folder)
+    llm = overlapped(two_layers)
     core, params = llm.engine.core, stopping(llm)
     llm.engine.add_request("a", {"prompt": "Count a."}, params)
     llm.engine.add_request("b", {"prompt": "A longer one."}, FEW)
@@ -157,9 +157,9 @@ def test_an_interrupt_while_a_stop_string_ends_an_answer_leaves_no_request_open(
 
 
 def test_an_interrupt_while_tokens_are_handed_out_ends_those_whose_tokens_are_lost_and_no_other(
-    qwen2_vl_folder: Path, monkeypatch: pytest.MonkeyPatch
+    two_layers: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    llm = overlapped(qwen2_vl_folder, max_num_seqs=2)
+    llm = overlapped(two_layers, max_num_seqs=2)
     for name in "abc":  # the last one waits
         llm.engine.add_request(name, {"prompt": f"Count {name}."}, FEW)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -190,18 +190,18 @@ def refused(llm: LLM, photo: Callable[..., Image.Image], monkeypatch: pytest.Mon
 
 
 def test_a_foretold_image_of_a_request_that_is_refused_is_given_up(
-    qwen2_vl_folder: Path, photo: Callable[..., Image.Image], monkeypatch: pytest.MonkeyPatch
+    two_layers: Path, photo: Callable[..., Image.Image], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    llm = overlapped(qwen2_vl_folder)
+    llm = overlapped(two_layers)
     assert refused(llm, photo, monkeypatch) == 1
     assert decoding(llm) == 0
     llm.engine.core.scheduler.check()
 
 
 def test_a_image_given_up_while_it_is_decoded_counts_until_it_is_done_and_is_then_forgotten(
-    qwen2_vl_folder: Path, photo: Callable[..., Image.Image], monkeypatch: pytest.MonkeyPatch
+    two_layers: Path, photo: Callable[..., Image.Image], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    llm = overlapped(qwen2_vl_folder)
+    llm = overlapped(two_layers)
     encoder, go_on, has_begun = llm.engine.core.runner.encoder, threading.Event(), threading.Event()
     prepare, made = encoder._prepare, []
 
@@ -223,9 +223,9 @@ def test_a_image_given_up_while_it_is_decoded_counts_until_it_is_done_and_is_the
 
 
 def test_images_of_the_last_request_are_given_up_when_it_is_aborted_and_those_of_others_are_kept(
-    qwen2_vl_folder: Path, photo: Callable[..., Image.Image]
+    two_layers: Path, photo: Callable[..., Image.Image]
 ) -> None:
-    llm = overlapped(qwen2_vl_folder)
+    llm = overlapped(two_layers)
     for seed, name in enumerate("ab"):
         given = {"prompt": f"{QWEN2_VL} What is it?", "multi_modal_data": {"image": photo(seed=seed)}}
         llm.engine.add_request(name, given, FEW)
@@ -237,9 +237,9 @@ def test_images_of_the_last_request_are_given_up_when_it_is_aborted_and_those_of
 
 
 def test_a_image_whose_embeddings_are_at_hand_is_not_decoded_though_many_came_since(
-    qwen2_vl_folder: Path, photo: Callable[..., Image.Image]
+    two_layers: Path, photo: Callable[..., Image.Image]
 ) -> None:
-    llm = overlapped(qwen2_vl_folder)
+    llm = overlapped(two_layers)
     given = {"prompt": f"{QWEN2_VL} What is it?", "multi_modal_data": {"image": photo(seed=1)}}
     answers(llm, [given], FEW)
     core, [item] = llm.engine.core, llm.engine.processor.from_prompt(given).items

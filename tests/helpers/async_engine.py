@@ -13,6 +13,7 @@ from saccade.engine.async_core import AsyncEngineCore
 from saccade.runner.cuda.forward import CudaForward
 from tests.helpers.families import FAMILIES
 
+TWO_LAYERS = {"num_hidden_layers": 2}  # of a decoder: enough to mix up, and the interpreter takes a while for each
 OPTIONS: dict[str, Any] = {
     "dtype": "float32",
     "device": "cpu",

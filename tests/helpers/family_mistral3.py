@@ -67,11 +67,18 @@ def tokenizer(*, adds_bos: bool) -> Tokenizer:
     return made
 
 
-def build(folder: Path, *, layout: str = "saved", seed: int = 0, vision: dict[str, Any] | None = None) -> Path:
+def build(
+    folder: Path,
+    *,
+    layout: str = "saved",
+    seed: int = 0,
+    text: dict[str, Any] | None = None,
+    vision: dict[str, Any] | None = None,
+) -> Path:
     """Mistral 3: four patches a token, projector without biases, heads of a size of their own."""
     made = tokenizer(adds_bos=True)
     config = Mistral3Config(
-        text_config=text_config("mistral", made, head_dim=24),
+        text_config=text_config("mistral", made, head_dim=24, **(text or {})),
         vision_config=PixtralVisionConfig(**{**VISION, **(vision or {})}),
         image_token_index=made.token_to_id("[IMG]"),
         spatial_merge_size=2,

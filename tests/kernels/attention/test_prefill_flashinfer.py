@@ -145,25 +145,25 @@ def engine(folder: Path, min_tokens: int, **options: Any) -> tuple[LLM, Any]:
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize("chunk", [24, 2048])
 def test_prompts_give_the_tokens_of_the_plain_engine(
-    qwen2_vl_folder: Path, photo: Callable[..., Image.Image], chunk: int
+    two_layers: Path, photo: Callable[..., Image.Image], chunk: int
 ) -> None:
     given = prompts(photo, QWEN2_VL)
-    llm, wrapper = engine(qwen2_vl_folder, min_tokens=1, max_num_batched_tokens=chunk)
-    assert answers(llm, given) == answers(LLM(str(qwen2_vl_folder), **OPTIONS), given)
+    llm, wrapper = engine(two_layers, min_tokens=1, max_num_batched_tokens=chunk)
+    assert answers(llm, given) == answers(LLM(str(two_layers), **OPTIONS), given)
     assert wrapper.plans > 1
 
 
 @pytest.mark.usefixtures("installed")
-def test_a_step_is_planned_once_for_all_layers(qwen2_vl_folder: Path) -> None:
-    llm, wrapper = engine(qwen2_vl_folder, min_tokens=1)
+def test_a_step_is_planned_once_for_all_layers(two_layers: Path) -> None:
+    llm, wrapper = engine(two_layers, min_tokens=1)
     wrapper.plans = 0
     answers(llm, [{"prompt": "Count to three."}])
     assert (wrapper.plans, wrapper.runs) == (1, llm.engine.core.runner.model.config.text.num_layers)
 
 
 @pytest.mark.usefixtures("installed")
-def test_short_prompts_stay_with_our_kernels(qwen2_vl_folder: Path) -> None:
-    llm, wrapper = engine(qwen2_vl_folder, min_tokens=500)
+def test_short_prompts_stay_with_our_kernels(two_layers: Path) -> None:
+    llm, wrapper = engine(two_layers, min_tokens=500)
     answers(llm, [{"prompt": "Count to three."}])
     assert wrapper.runs == 0
 
@@ -260,6 +260,6 @@ def test_an_installation_that_fails_is_an_error_if_asked_and_a_warning_else(
     assert choose("auto", HOPPER, 16, 100, 0.1) is None and "no nvcc" in caplog.text
 
 
-def test_an_engine_on_a_cpu_refuses_it_before_it_loads(qwen2_vl_folder: Path) -> None:
+def test_an_engine_on_a_cpu_refuses_it_before_it_loads(two_layers: Path) -> None:
     with pytest.raises(ConfigError, match="attention_backend=flashinfer cannot be used: it needs a CUDA device"):
-        LLM(str(qwen2_vl_folder), attention_backend="flashinfer", **OPTIONS)
+        LLM(str(two_layers), attention_backend="flashinfer", **OPTIONS)

@@ -21,7 +21,7 @@ from saccade.kernels.ops.norm import add_rms_norm
 from saccade.models.cuda import gemms
 from saccade.models.cuda.gemms import Residual, can_split_k, gemms_for, new_workspace
 from saccade.models.layers.decoder import Biases
-from tests.helpers.async_engine import FEW, OPTIONS, answers, overlapped
+from tests.helpers.async_engine import FEW, OPTIONS, TWO_LAYERS, answers, overlapped
 from tests.helpers.async_engine import prompts as prompts_of
 from tests.helpers.decoder_layers import BIASES, assert_close, decoder, plain_mlp, rows_of
 from tests.helpers.families import FAMILIES
@@ -165,5 +165,5 @@ def test_who_cannot_add_up_gets_queries_and_keys_whole() -> None:
 def test_products_in_parts_give_the_tokens_of_the_plain_engine(
     name: str, tmp_path: Path, photo: Callable[..., Image.Image]
 ) -> None:
-    folder, given = FAMILIES[name].build(tmp_path), prompts_of(photo, FAMILIES[name].image)[:3]
+    folder, given = FAMILIES[name].build(tmp_path, text=TWO_LAYERS), prompts_of(photo, FAMILIES[name].image)[:3]
     assert answers(overlapped(folder), given, FEW) == answers(LLM(str(folder), **OPTIONS), given, FEW)

@@ -14,7 +14,7 @@ from saccade.runner.cuda.graph_sizes import MixedSize, mixed_sizes
 from saccade.runner.cuda.mixed_graphs import MixedGraphs
 from saccade.runner.forward import Sampled
 from saccade.types import StepPlan, StepResult
-from tests.helpers.async_engine import OPTIONS, overlapped, prompts
+from tests.helpers.async_engine import OPTIONS, TWO_LAYERS, overlapped, prompts
 from tests.helpers.families import FAMILIES
 
 pytestmark = pytest.mark.transformers
@@ -55,7 +55,7 @@ def one_by_one(llm: LLM, given: list[dict[str, Any]], params: SamplingParams) ->
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl"])  # rows of the second are wider where a picture is spliced in
 def test_prompts_that_ride_along_change_no_answer(name: str, tmp_path: Path, photo: Callable[..., Image.Image]) -> None:
-    folder, given = FAMILIES[name].build(tmp_path), prompts(photo, FAMILIES[name].image)[:3]
+    folder, given = FAMILIES[name].build(tmp_path, text=TWO_LAYERS), prompts(photo, FAMILIES[name].image)[:3]
     llm, rode = riding(folder)
     assert one_by_one(llm, given, GREEDY) == one_by_one(LLM(str(folder), **OPTIONS), given, GREEDY)
     assert any(tokens > 1 and rows > 1 for tokens, rows in rode)
@@ -65,22 +65,22 @@ LONG = "A longer text about many small things that has several blocks of tokens 
 TEXTS = [{"prompt": "Count to three."}, {"prompt": LONG}]
 
 
-def test_drawn_tokens_are_the_same_whether_prompts_ride_along_or_not(qwen2_vl_folder: Path) -> None:
-    llm, rode = riding(qwen2_vl_folder)
-    assert one_by_one(llm, TEXTS, DRAWN) == one_by_one(LLM(str(qwen2_vl_folder), **OPTIONS), TEXTS, DRAWN)
+def test_drawn_tokens_are_the_same_whether_prompts_ride_along_or_not(two_layers: Path) -> None:
+    llm, rode = riding(two_layers)
+    assert one_by_one(llm, TEXTS, DRAWN) == one_by_one(LLM(str(two_layers), **OPTIONS), TEXTS, DRAWN)
     assert rode
 
 
-def test_what_fits_no_pass_for_both_goes_by_itself(qwen2_vl_folder: Path) -> None:
-    llm, rode = riding(qwen2_vl_folder, MixedSize(4, 4))
-    assert one_by_one(llm, TEXTS, GREEDY) == one_by_one(LLM(str(qwen2_vl_folder), **OPTIONS), TEXTS, GREEDY)
+def test_what_fits_no_pass_for_both_goes_by_itself(two_layers: Path) -> None:
+    llm, rode = riding(two_layers, MixedSize(4, 4))
+    assert one_by_one(llm, TEXTS, GREEDY) == one_by_one(LLM(str(two_layers), **OPTIONS), TEXTS, GREEDY)
     assert not rode
 
 
 def test_the_result_of_what_rode_along_is_there_before_the_decode_step_is_waited_for(
-    qwen2_vl_folder: Path, monkeypatch: pytest.MonkeyPatch
+    two_layers: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    llm, rode = riding(qwen2_vl_folder)
+    llm, rode = riding(two_layers)
     runner, waited, early = llm.engine.core.runner, list[bool](), list[StepResult]()
     mixed, launch_both = runner.forward.mixed, runner.launch_both
 
