@@ -1,91 +1,133 @@
-"""What programs of `hopper_decode` find: written if it is whole, otherwise left for the last of them to add up.
+"""How programs of `hopper_decode` finish a request and KV head: write the result, or combine partial results.
 
-    request and head   | program 4 | program 5 ........... | program 6 |      each may have a part of its tiles
-    workspace          | .. | 4: began with, ended with | 5: .. | 6: .. |     [programs, 2, group, 128]
+    request and head   | program 4 | program 5 ........... | program 6 |      each may have some of its tiles
+    workspace          | .. | 4: begin, end of its share | 5: .. | 6: .. |     [programs, 2, group, 128]
 
-Knows shares and cells, not what was multiplied.
+The last program to arrive combines what the others wrote. Knows tile ranges and the workspace, no queries or keys.
 """
 
 from __future__ import annotations
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
+from saccade.kernels.launch.gluon_compat import aggregate, barrier, gl, gluon
 
-_meet = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # its name in Triton 3.6
+
+@aggregate
+class Sizes:
+    """What the kernel is compiled for."""
+
+    HEADS: gl.constexpr  # KV heads
+    GROUP: gl.constexpr  # query heads per KV head
+    ROWS: gl.constexpr  # the group, padded
+    BLOCK: gl.constexpr  # tokens of a KV block
+    STAGES: gl.constexpr
+    PARTS: gl.constexpr  # split-K partials of the QKV projection
+
+
+@aggregate
+class Output:
+    out: gl.tensor
+    mixed: gl.tensor  # the workspace: sums of values, maxima, sums of weights
+    maxima: gl.tensor
+    sums: gl.tensor
+    counters: gl.tensor
+
+
+@aggregate
+class Accumulator:
+    acc: gl.tensor  # [128, ROWS]: sums of values
+    total: gl.tensor  # sums of weights
+    largest: gl.tensor  # [ROWS]: the maximum that weights are relative to
+
+
+@aggregate
+class Partition:
+    """How all tiles are divided: `larger` programs have one tile more than `share`."""
+
+    share: gl.tensor
+    larger: gl.tensor
+
+    @gluon.jit
+    def begin(self, program: gl.tensor) -> gl.tensor:
+        return program * self.share + gl.minimum(program, self.larger)
+
+    @gluon.jit
+    def owner(self, tile: gl.tensor) -> gl.tensor:
+        """The program that has this tile."""
+        after = tile - self.larger * (self.share + 1)
+        return gl.where(after < 0, tile // (self.share + 1), self.larger + after // gl.maximum(self.share, 1))
+
+
+@aggregate
+class TileRange:
+    begin: gl.tensor  # the first tile of the request and head, among all tiles
+    tiles: gl.tensor  # of the request and head
+    count: gl.tensor  # of these, this program's
 
 
 @gluon.jit
 def finish(
-    found: gl.tuple, ours: gl.tuple, cell: gl.tensor, span: gl.tuple, cut: gl.tuple, is_first: gl.tensor,
-    sizes: gl.constexpr,
+    output: Output, ours: Accumulator, cell: gl.tensor, span: TileRange, partition: Partition, is_first: gl.tensor,
+    sizes: Sizes,
 ) -> None:  # fmt: skip
-    """Write the result, or leave it where programs leave what they began with (0) or end with (1)."""
-    out, counters = found[0], found[4]
-    begin, tiles, count = span
-    if count == tiles:
-        _write(out, cell, ours[0], ours[1], sizes)
+    """Write the result, or a partial one: slot 0 is for where the program's share begins, 1 for where it ends."""
+    if span.count == span.tiles:
+        _write(output.out, cell, ours.acc, ours.total, sizes)
     else:
-        _leave(found, 2 * gl.program_id(0) + 1 - is_first, ours, sizes)
-        head, tail = _owner(begin, cut), _owner(begin + tiles - 1, cut)
-        if gl.atomic_add(counters + cell, 1, sem="acq_rel") == tail - head:
-            began = begin != head * cut[0] + gl.minimum(head, cut[1])  # the first one had others before
-            acc, total = _combined(found, ours, 2 * head + began.to(gl.int32), head, tail, sizes)
-            _write(out, cell, acc, total, sizes)
-            gl.store(counters + cell, 0)
+        _write_partial(output, 2 * gl.program_id(0) + 1 - is_first, ours, sizes)
+        head = partition.owner(span.begin)
+        tail = partition.owner(span.begin + span.tiles - 1)
+        if gl.atomic_add(output.counters + cell, 1, sem="acq_rel") == tail - head:
+            began = span.begin != partition.begin(head)  # the first program had others before
+            acc, total = _combine(output, ours, 2 * head + began.to(gl.int32), head, tail, sizes)
+            _write(output.out, cell, acc, total, sizes)
+            gl.store(output.counters + cell, 0)
 
 
 @gluon.jit
-def _owner(tile: gl.tensor, cut: gl.tuple) -> gl.tensor:
-    """The program that has this tile of all."""
-    share, larger = cut
-    behind = tile - larger * (share + 1)
-    return gl.where(behind < 0, tile // (share + 1), larger + behind // gl.maximum(share, 1))
-
-
-@gluon.jit
-def _write(out: gl.tensor, cell: gl.tensor, acc: gl.tensor, total: gl.tensor, sizes: gl.constexpr) -> None:
+def _write(out: gl.tensor, cell: gl.tensor, acc: gl.tensor, total: gl.tensor, sizes: Sizes) -> None:
     S: gl.constexpr = acc.type.layout
-    rows = gl.arange(0, sizes[2], layout=gl.SliceLayout(0, S))[None, :]
+    rows = gl.arange(0, sizes.ROWS, layout=gl.SliceLayout(0, S))[None, :]
     dims = gl.arange(0, 128, layout=gl.SliceLayout(1, S))[:, None]
     found = acc / gl.where(total > 0, total, 1.0)[None, :]
-    place = out + cell.to(gl.int64) * (sizes[1] * 128) + rows * 128 + dims
-    gl.store(place, found.to(out.dtype.element_ty), mask=(rows < sizes[1]) & (dims >= 0))
+    target = out + cell.to(gl.int64) * (sizes.GROUP * 128) + rows * 128 + dims
+    gl.store(target, found.to(out.dtype.element_ty), mask=(rows < sizes.GROUP) & (dims >= 0))
 
 
 @gluon.jit
-def _leave(found: gl.tuple, place: gl.tensor, ours: gl.tuple, sizes: gl.constexpr) -> None:
-    """For the last one to add up. No thread goes on before all have stored."""
-    _, mixed, maxima, sums, _ = found
-    acc, total, largest = ours
-    S: gl.constexpr = acc.type.layout
-    rows = gl.arange(0, sizes[2], layout=gl.SliceLayout(0, S))
+def _write_partial(output: Output, slot: gl.tensor, ours: Accumulator, sizes: Sizes) -> None:
+    """The barrier at the end: all threads have stored before one of them counts this program."""
+    S: gl.constexpr = ours.acc.type.layout
+    rows = gl.arange(0, sizes.ROWS, layout=gl.SliceLayout(0, S))
     dims = gl.arange(0, 128, layout=gl.SliceLayout(1, S))[:, None]
-    part = place * sizes[1] + rows
-    gl.store(mixed + part[None, :] * 128 + dims, acc, mask=(rows < sizes[1])[None, :] & (dims >= 0))
-    gl.store(maxima + part, largest, mask=rows < sizes[1])
-    gl.store(sums + part, total, mask=rows < sizes[1])
-    _meet()
+    part = slot * sizes.GROUP + rows
+    inside = (rows < sizes.GROUP)[None, :] & (dims >= 0)
+    gl.store(output.mixed + part[None, :] * 128 + dims, ours.acc, mask=inside)
+    gl.store(output.maxima + part, ours.largest, mask=rows < sizes.GROUP)
+    gl.store(output.sums + part, ours.total, mask=rows < sizes.GROUP)
+    barrier()
 
 
 @gluon.jit
-def _combined(
-    found: gl.tuple, ours: gl.tuple, first: gl.tensor, head: gl.tensor, tail: gl.tensor, sizes: gl.constexpr
+def _combine(
+    output: Output, like: Accumulator, first: gl.tensor, head: gl.tensor, tail: gl.tensor, sizes: Sizes
 ) -> gl.tuple:
-    """What programs from `head` to `tail` left, in their order. Others wrote it: it is read past the first cache."""
-    _, mixed, maxima, sums, _ = found
-    acc, total, largest = ours
-    S: gl.constexpr = acc.type.layout
-    rows = gl.arange(0, sizes[2], layout=gl.SliceLayout(0, S))
+    """The partial results of programs `head` to `tail`, in their order. Other SMs wrote them: loads bypass L1."""
+    S: gl.constexpr = like.acc.type.layout
+    rows = gl.arange(0, sizes.ROWS, layout=gl.SliceLayout(0, S))
     dims = gl.arange(0, 128, layout=gl.SliceLayout(1, S))[:, None]
-    acc, total, largest = acc * 0.0, total * 0.0, gl.full_like(largest, -1e30)
-    inside = (rows < sizes[1])[None, :] & (dims >= 0)
+    acc = like.acc * 0.0
+    total = like.total * 0.0
+    largest = gl.full_like(like.largest, -1e30)
+    inside = (rows < sizes.GROUP)[None, :] & (dims >= 0)
     for program in range(head, tail + 1):
-        part = gl.where(program == head, first, 2 * program) * sizes[1] + rows
-        each_largest = gl.load(maxima + part, mask=rows < sizes[1], other=-1e30, cache_modifier=".cg")
-        each_total = gl.load(sums + part, mask=rows < sizes[1], other=0.0, cache_modifier=".cg")
-        each = gl.load(mixed + part[None, :] * 128 + dims, mask=inside, other=0.0, cache_modifier=".cg")
+        part = gl.where(program == head, first, 2 * program) * sizes.GROUP + rows
+        each_largest = gl.load(output.maxima + part, mask=rows < sizes.GROUP, other=-1e30, cache_modifier=".cg")
+        each_total = gl.load(output.sums + part, mask=rows < sizes.GROUP, other=0.0, cache_modifier=".cg")
+        each = gl.load(output.mixed + part[None, :] * 128 + dims, mask=inside, other=0.0, cache_modifier=".cg")
         larger = gl.maximum(largest, each_largest)
-        shrink, weight = gl.exp2(largest - larger), gl.exp2(each_largest - larger)
+        shrink = gl.exp2(largest - larger)
+        weight = gl.exp2(each_largest - larger)
         acc = acc * shrink[None, :] + each * weight[None, :]
-        total, largest = total * shrink + each_total * weight, larger
+        total = total * shrink + each_total * weight
+        largest = larger
     return acc, total

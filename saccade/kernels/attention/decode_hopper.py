@@ -1,58 +1,59 @@
-"""Attention of one new token per request over paged keys and values for Hopper GPUs, in Gluon. Knows no model.
+"""Decode attention (one new token per request) over the paged KV cache for Hopper GPUs, in Gluon.
 
-The same work as `paged_decode`, which stays the reference, but for rows of padding: nobody reads these, and they are
-left as they are. As many programs as there are multiprocessors share all tiles of 64 keys evenly (`schedule`), so that
-they end together and the memory never rests. In each:
+Computes what `paged_decode` does, which stays the reference, except that padding rows of `out` are left as they are.
+One program per SM takes an even share of all tiles of 64 keys (`decode_schedule`), so all end together and memory is
+always busy. Each has four warp-specialized roles:
 
-    2 of 1 warp     copy keys and values into rings, the first ones before the projection has ended
-    1 of 2 warps    turns queries and the new key, stores it, and hands both over
-    1 of 4 warps    multiplies: scores^T = K q^T and sums^T = V^T weights^T, so that a tile fills the tensor cores
+    2 of 1 warp     TMA loads of keys and values into rings; the first ones start before the QKV projection has ended
+    1 of 2 warps    applies RoPE to queries and the new key, stores key and value, passes them on
+    1 of 4 warps    WGMMA: scores^T = K q^T and acc^T = V^T weights^T, so that a tile of keys fills the tensor cores
 
-The new token stands in its tile as if it had been copied. Who has only a part of a request's tiles leaves its sums; the
-last one to arrive adds them up.
+The new token takes its slot in its tile as if it had been loaded. A program that has only some of a request's tiles
+writes a partial result; the last one to arrive combines them (`decode_combine`).
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
+
+from saccade.kernels.attention.decode_combine import Accumulator, Output, Partition, Sizes, TileRange, finish
+from saccade.kernels.attention.decode_schedule import TileSchedule
+from saccade.kernels.attention.decode_triton import DecodeWorkspace, NewTokens
+from saccade.kernels.attention.online_softmax import LOG2_E
+from saccade.kernels.launch.gluon_compat import (
+    TensorDescriptor,
+    aggregate,
     fence_async_shared,
+    gdc_launch_dependents,
+    gdc_wait,
+    gl,
+    gluon,
     mbarrier,
+    reinterpret,
     tma,
+    tma_load,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-
-from saccade.kernels.attention.decode_combine import finish
-from saccade.kernels.attention.decode_schedule import TileSchedule
-from saccade.kernels.attention.decode_triton import DecodeWorkspace, NewTokens
-from saccade.kernels.attention.hopper_ring import following
-from saccade.kernels.attention.online_softmax import LOG2_E
+from saccade.kernels.launch.hopper_ring import next_stage
 from saccade.kernels.launch.tiling import power_of_two
 
 _DIM = 128
 _MAX_GROUP = 16
 _BLOCK_SIZES = (16, 32, 64)
-_REGISTERS = 144  # of a thread on average: a second program finds no room beside the first, one of a product does
+_REGISTERS = 144  # per thread on average: an SM has no space for a second program, but for one of a GEMM
 _LAYOUT = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
-_PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-_copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # its name until Triton 3.7
-_room = gl.shared_memory_descriptor
-_seen_as = _room.reinterpret if hasattr(_room, "reinterpret") else _room._reinterpret  # its name in Triton 3.6
+_UNSWIZZLED = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 def suits(dim: int, group: int, dtype: torch.dtype, block_size: int) -> bool:
-    """`group`: query heads that share one of keys."""
+    """`group`: query heads per KV head."""
     return dim == _DIM and group <= _MAX_GROUP and dtype.itemsize == 2 and block_size in _BLOCK_SIZES
 
 
 def choose_stages(group: int) -> int:
-    """Two leave room for the rings of the products ahead and behind; where keys outweigh all else, depth counts."""
+    """Two leave shared memory for the rings of the GEMMs before and after; with one query head, depth counts more."""
     return 3 if group == 1 else 2
 
 
@@ -61,24 +62,28 @@ def hopper_decode(
     k_cache: Tensor,  # [slots, kv_heads, 128], contiguous; so is v_cache
     v_cache: Tensor,
     block_tables: Tensor,  # int32 [requests, max_blocks]
-    context_lens: Tensor,  # int32 [requests], the new token included; 0 for rows of padding, which come last
+    context_lens: Tensor,  # int32 [requests], the new token included; 0 for padding rows, which come last
     schedule: TileSchedule,
     block_size: int,
     scale: float,
     workspace: DecodeWorkspace,
     out: Tensor | None = None,  # contiguous
-) -> Tensor:  # [requests, heads, 128]; rows of padding hold whatever was there
-    (requests, all_heads, dim), kv_heads = new.qkv.shape[-3:], k_cache.shape[1]
-    heads, whole = all_heads - 2 * kv_heads, requests * all_heads * dim
-    group, programs = heads // kv_heads, len(schedule.metadata)
+) -> Tensor:  # [requests, heads, 128]; padding rows are not written
+    requests, all_heads, dim = new.qkv.shape[-3:]
+    kv_heads = k_cache.shape[1]
+    heads = all_heads - 2 * kv_heads
+    group = heads // kv_heads
+    projected = requests * all_heads * dim
+    programs = len(schedule.metadata)
     assert suits(dim, group, k_cache.dtype, block_size) and new.qkv.is_contiguous() and requests == schedule.requests
     assert 2 * programs * group * dim <= workspace.mixed.numel() and requests * kv_heads <= workspace.counters.numel()
     out = k_cache.new_empty(requests, heads, dim) if out is None else out
     _decode_kernel[(programs,)](
         _descriptor(k_cache, block_size), _descriptor(v_cache, block_size), *new, k_cache, v_cache, block_tables,
-        context_lens, schedule.metadata, out, *workspace, scale * LOG2_E, block_tables.stride(0), whole,
-        HEADS=kv_heads, GROUP=group, ROWS=power_of_two(group, least=8), BLOCK=block_size, STAGES=choose_stages(group),
-        PARTS=new.qkv.numel() // whole, num_warps=4, maxnreg=_REGISTERS, launch_pdl=True,
+        context_lens, schedule.metadata, out, *workspace, scale * LOG2_E, block_tables.stride(0), projected,
+        HEADS=kv_heads, GROUP=group, ROWS=power_of_two(group, minimum=8), BLOCK=block_size,
+        STAGES=choose_stages(group), PARTS=new.qkv.numel() // projected,
+        num_warps=4, maxnreg=_REGISTERS, launch_pdl=True,
     )  # fmt: skip
     return out
 
@@ -88,12 +93,76 @@ def _descriptor(cache: Tensor, block_size: int) -> TensorDescriptor:
     return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [block_size, 64], _LAYOUT.value)
 
 
-# Tables and numbers of a step change place and width from step to step; a variant for each would compile anew.
+@aggregate
+class _Barriers:
+    """Of two rings, 0 for keys and 1 for values, and of the two buffers of queries."""
+
+    bars: gl.shared_memory_descriptor
+    STAGES: gl.constexpr
+
+    @gluon.jit
+    def full(self, RING: gl.constexpr, stage: gl.tensor) -> gl.shared_memory_descriptor:
+        return self.bars.index(RING * self.STAGES + stage)
+
+    @gluon.jit
+    def free(self, RING: gl.constexpr, stage: gl.tensor) -> gl.shared_memory_descriptor:
+        return self.bars.index((2 + RING) * self.STAGES + stage)
+
+    @gluon.jit
+    def queries_full(self, buffer: gl.tensor) -> gl.shared_memory_descriptor:
+        return self.bars.index(4 * self.STAGES + buffer)
+
+    @gluon.jit
+    def queries_free(self, buffer: gl.tensor) -> gl.shared_memory_descriptor:
+        return self.bars.index(4 * self.STAGES + 2 + buffer)
+
+
+@aggregate
+class _Shared:
+    k: gl.shared_memory_descriptor
+    v: gl.shared_memory_descriptor
+    q: gl.shared_memory_descriptor
+    weights: gl.shared_memory_descriptor
+    new: gl.shared_memory_descriptor
+    bars: _Barriers
+
+
+@aggregate
+class _Section:
+    """Consecutive tiles of a program. It begins with this request, head and tile; later ones follow in order."""
+
+    request: gl.tensor
+    head: gl.tensor
+    tile: gl.tensor
+    count: gl.tensor  # tiles
+    context: gl.tensor  # of the request
+
+
+@aggregate
+class _Walk:
+    """A program's work."""
+
+    contexts: gl.tensor
+    first: _Section
+    second: _Section
+
+
+@aggregate
+class _NewToken:
+    qkv: gl.tensor
+    cos: gl.tensor
+    sin: gl.tensor
+    slots: gl.tensor
+    k_cache: gl.tensor
+    v_cache: gl.tensor
+
+
+# Step metadata changes alignment and width from step to step: each variant would be compiled anew.
 @gluon.jit(
     do_not_specialize=["table_row", "part"], do_not_specialize_on_alignment=["slots", "tables", "contexts", "schedule"]
 )
 def _decode_kernel(
-    keys: tma.tensor_descriptor, values: tma.tensor_descriptor,  # of all slots, for half a head of a block
+    keys: tma.tensor_descriptor, values: tma.tensor_descriptor,  # of all slots; boxes of a block by half a head
     qkv: gl.tensor, cos: gl.tensor, sin: gl.tensor, slots: gl.tensor, k_cache: gl.tensor, v_cache: gl.tensor,
     tables: gl.tensor, contexts: gl.tensor, schedule: gl.tensor, out: gl.tensor,
     mixed: gl.tensor, maxima: gl.tensor, sums: gl.tensor, counters: gl.tensor,
@@ -105,25 +174,25 @@ def _decode_kernel(
     v = gl.allocate_shared_memory(keys.dtype, [STAGES, 64, 128], _LAYOUT)
     q = gl.allocate_shared_memory(keys.dtype, [2, ROWS, 128], _LAYOUT)
     weights = gl.allocate_shared_memory(keys.dtype, [ROWS, 64], _LAYOUT)
-    new = gl.allocate_shared_memory(keys.dtype, [4, 128], _PLAIN)  # key, value, and those of the next request
-    # keys full, values full, keys free, values free; queries handed over, taken
+    new = gl.allocate_shared_memory(keys.dtype, [4, 128], _UNSWIZZLED)  # key and value, double-buffered
     bars = gl.allocate_shared_memory(gl.int64, [4 * STAGES + 4, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(4 * STAGES + 4):
         mbarrier.init(bars.index(i), count=1)
     fence_async_shared()
     mine = schedule + gl.program_id(0) * 10
-    one, two = _section(mine, contexts), _section(mine + 4, contexts)
-    cut = (gl.load(mine + 8), gl.load(mine + 9))
-    walk = (contexts, one, two)
-    sizes: gl.constexpr = (HEADS, GROUP, ROWS, BLOCK, STAGES, PARTS)
-    shared = (k, v, q, weights, new, bars)
-    found = (out, mixed, maxima, sums, counters)
+    walk = _Walk(contexts, _section(mine, contexts), _section(mine + 4, contexts))
+    partition = Partition(gl.load(mine + 8), gl.load(mine + 9))
+    sizes = Sizes(HEADS, GROUP, ROWS, BLOCK, STAGES, PARTS)
+    barriers = _Barriers(bars, STAGES)
+    shared = _Shared(k, v, q, weights, new, barriers)
+    output = Output(out, mixed, maxima, sums, counters)
+    token = _NewToken(qkv, cos, sin, slots, k_cache, v_cache)
     gl.warp_specialize(
         [
-            (_multiply, (shared, walk, cut, found, scale, sizes)),
-            (_rotate, (shared, walk, (qkv, cos, sin, slots, k_cache, v_cache), part, sizes)),
-            (_produce, (keys, k, bars, walk, tables, table_row, 0, sizes)),
-            (_produce, (values, v, bars, walk, tables, table_row, 1, sizes)),
+            (_multiply, (shared, walk, partition, output, scale, sizes)),
+            (_rotate, (shared, walk, token, part, sizes)),
+            (_produce, (keys, k, barriers, walk, tables, table_row, 0, sizes)),
+            (_produce, (values, v, barriers, walk, tables, table_row, 1, sizes)),
         ],
         [2, 1, 1],
         [128, 40, 40],
@@ -131,266 +200,272 @@ def _decode_kernel(
 
 
 @gluon.jit
-def _section(metadata: gl.tensor, contexts: gl.tensor) -> gl.tuple:
-    """One of a share's two: request, head, tile and number of tiles, and the request's context."""
+def _section(metadata: gl.tensor, contexts: gl.tensor) -> _Section:
     request = gl.load(metadata)
-    return request, gl.load(metadata + 1), gl.load(metadata + 2), gl.load(metadata + 3), gl.load(contexts + request)
+    head = gl.load(metadata + 1)
+    tile = gl.load(metadata + 2)
+    return _Section(request, head, tile, gl.load(metadata + 3), gl.load(contexts + request))
 
 
 @gluon.jit
-def _enter(walk: gl.tuple, section: gl.tensor) -> gl.tuple:
-    _, one, two = walk
+def _enter(walk: _Walk, section: gl.tensor) -> gl.tuple:
+    """Request, head, tile, tiles left and context where this section begins."""
     is_first = section == 0
-    request, head = gl.where(is_first, one[0], two[0]), gl.where(is_first, one[1], two[1])
-    tile, left = gl.where(is_first, one[2], two[2]), gl.where(is_first, one[3], two[3])
-    return request, head, tile, left, gl.where(is_first, one[4], two[4])
+    request = gl.where(is_first, walk.first.request, walk.second.request)
+    head = gl.where(is_first, walk.first.head, walk.second.head)
+    tile = gl.where(is_first, walk.first.tile, walk.second.tile)
+    left = gl.where(is_first, walk.first.count, walk.second.count)
+    return request, head, tile, left, gl.where(is_first, walk.first.context, walk.second.context)
 
 
 @gluon.jit
-def _stretch(context: gl.tensor, tile: gl.tensor, left: gl.tensor) -> gl.tuple:
+def _own_tiles(context: gl.tensor, tile: gl.tensor, left: gl.tensor) -> gl.tuple:
     """A request's tiles, and how many of them from `tile` on are this program's."""
-    tiles = gl.maximum(gl.cdiv(context, 64), 1)  # without one, those who copy and those who multiply would part ways
+    tiles = gl.maximum(gl.cdiv(context, 64), 1)  # with none, producers and consumer would wait for each other
     return tiles, gl.minimum(tiles - tile, left)
 
 
 @gluon.jit
-def _look_ahead(
+def _prefetch_next(
     contexts: gl.tensor, request: gl.tensor, head: gl.tensor, is_more: gl.tensor, HEADS: gl.constexpr
 ) -> gl.tuple:
-    """The next request and head, and the context there, which is thus known when it is needed."""
+    """The next request and head, and its context, loaded before it is needed."""
     is_last = head == HEADS - 1
     request = gl.where(is_last & is_more, request + 1, request)
     return request, gl.where(is_last, 0, head + 1), gl.load(contexts + request)
 
 
-# --- copying ------------------------------------------------------------------------------------------------------
+# --- the producers ------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
 def _produce(
-    source: tma.tensor_descriptor, target: gl.shared_memory_descriptor, bars: gl.shared_memory_descriptor,
-    walk: gl.tuple, tables: gl.tensor, table_row: gl.tensor, KIND: gl.constexpr, sizes: gl.constexpr,
+    source: tma.tensor_descriptor, target: gl.shared_memory_descriptor, bars: _Barriers,
+    walk: _Walk, tables: gl.tensor, table_row: gl.tensor, RING: gl.constexpr, sizes: Sizes,
 ) -> None:  # fmt: skip
     """a tile in shared memory   | block 0 | block 1 | .. the first half | block 0 | block 1 | .. the second half |"""
-    BLOCK: gl.constexpr = sizes[3]
-    STAGES: gl.constexpr = sizes[4]
+    BLOCK: gl.constexpr = sizes.BLOCK
+    STAGES: gl.constexpr = sizes.STAGES
     BLOCKS: gl.constexpr = 64 // BLOCK
-    boxes = _seen_as(target, target.dtype, [STAGES * 2 * BLOCKS, BLOCK, 64], _LAYOUT)
+    boxes = reinterpret(target, target.dtype, [STAGES * 2 * BLOCKS, BLOCK, 64], _LAYOUT)
     stage, phase = gl.to_tensor(0), gl.to_tensor(0)
     for section in range(2):
         request, head, tile, left, context = _enter(walk, section)
         while left > 0:
-            _, count = _stretch(context, tile, left)
-            upcoming, other, coming = _look_ahead(walk[0], request, head, count < left, sizes[0])
+            _, count = _own_tiles(context, tile, left)
+            next_request, next_head, next_context = _prefetch_next(
+                walk.contexts, request, head, count < left, sizes.HEADS
+            )
             table = tables + request.to(gl.int64) * table_row
             for j in range(tile, tile + count):
                 slots = _slots(table, j * BLOCKS, context, BLOCK, BLOCKS)
-                full = bars.index(KIND * STAGES + stage)
-                mbarrier.wait(bars.index((2 + KIND) * STAGES + stage), phase ^ 1)
+                full = bars.full(RING, stage)
+                mbarrier.wait(bars.free(RING, stage), phase ^ 1)
                 mbarrier.expect(full, 64 * 128 * 2)
                 for i in gl.static_range(BLOCKS):
                     for half in gl.static_range(2):
                         box = boxes.index((stage * 2 + half) * BLOCKS + i)
-                        _copy(source, [slots[i], head * 128 + half * 64], full, box)
-                stage, phase = following(stage, phase, STAGES)
+                        tma_load(source, [slots[i], head * 128 + half * 64], full, box)
+                stage, phase = next_stage(stage, phase, STAGES)
             left -= count
-            request, head, context, tile = upcoming, other, coming, gl.to_tensor(0)
+            request, head, context, tile = next_request, next_head, next_context, gl.to_tensor(0)
 
 
 @gluon.jit
 def _slots(
     table: gl.tensor, first: gl.tensor, context: gl.tensor, BLOCK: gl.constexpr, BLOCKS: gl.constexpr
 ) -> gl.tuple:
-    """Where a tile's blocks begin. Behind the context's last block the table may say anything: that one again."""
+    """The first slot of each block of a tile. After the context's last block the table is undefined: that one again."""
     found: gl.tuple = ()
     for i in gl.static_range(BLOCKS):
         found = found + (gl.load(table + gl.minimum(first + i, (context - 1) // BLOCK)) * BLOCK,)  # noqa: RUF005
     return found
 
 
-# --- what is new --------------------------------------------------------------------------------------------------
+# --- the new token ------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
-def _rotate(shared: gl.tuple, walk: gl.tuple, token: gl.tuple, part: gl.tensor, sizes: gl.constexpr) -> None:
-    """Queries of one request and head after the other and, for the last tile, the new key and its value."""
+def _rotate(shared: _Shared, walk: _Walk, token: _NewToken, part: gl.tensor, sizes: Sizes) -> None:
+    """RoPE of the queries of each request and head and, for its last tile, of the new key."""
     L: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [2, 1], [1, 0])
-    HEADS: gl.constexpr = sizes[0]
-    GROUP: gl.constexpr = sizes[1]
-    STAGES: gl.constexpr = sizes[4]
-    q, bars = shared[2], shared[5]
-    qkv, cos, sin = token[0], token[1], token[2]
-    rows = gl.arange(0, sizes[2], layout=gl.SliceLayout(1, L))
+    HEADS: gl.constexpr = sizes.HEADS
+    GROUP: gl.constexpr = sizes.GROUP
+    q = shared.q
+    rows = gl.arange(0, sizes.ROWS, layout=gl.SliceLayout(1, L))
     dims = gl.arange(0, 128, layout=gl.SliceLayout(0, L))
     inside = (rows < GROUP)[:, None] & (dims >= 0)[None, :]
-    along, across = gl.load(cos + walk[1][0] * 128 + dims), gl.load(sin + walk[1][0] * 128 + dims)
+    cos = gl.load(token.cos + walk.first.request * 128 + dims)
+    sin = gl.load(token.sin + walk.first.request * 128 + dims)
     buffer, phase = gl.to_tensor(0), gl.to_tensor(0)
     gdc_launch_dependents()
     gdc_wait()
     for section in range(2):
         request, head, tile, left, context = _enter(walk, section)
         while left > 0:
-            tiles, count = _stretch(context, tile, left)
-            upcoming, other, coming = _look_ahead(walk[0], request, head, count < left, HEADS)
-            own = qkv + request.to(gl.int64) * ((GROUP + 2) * HEADS * 128)
-            first, angles = own + (head * GROUP + rows)[:, None] * 128, (along.to(gl.float32), across.to(gl.float32))
-            queries = _rotated(
-                first, dims[None, :], inside, angles[0][None, :], angles[1][None, :], part, q.dtype, sizes
-            )
-            mbarrier.wait(bars.index(4 * STAGES + 2 + buffer), phase ^ 1)
+            tiles, count = _own_tiles(context, tile, left)
+            next_request, next_head, next_context = _prefetch_next(walk.contexts, request, head, count < left, HEADS)
+            own = token.qkv + request.to(gl.int64) * ((GROUP + 2) * HEADS * 128)
+            first = own + (head * GROUP + rows)[:, None] * 128
+            cos32 = cos.to(gl.float32)
+            sin32 = sin.to(gl.float32)
+            queries = _rotated(first, dims[None, :], inside, cos32[None, :], sin32[None, :], part, q.dtype, sizes)
+            mbarrier.wait(shared.bars.queries_free(buffer), phase ^ 1)
             q.index(buffer).store(queries)
             if tile + count == tiles:
-                _hand_over(shared, token, own, angles, (request, head, context, buffer), dims, part, sizes)
+                target = shared.new
+                _store_new(target, token, own, cos32, sin32, request, head, context, buffer, dims, part, sizes)
             fence_async_shared()
-            mbarrier.arrive(bars.index(4 * STAGES + buffer), count=1)
-            buffer, phase = following(buffer, phase, 2)
-            soon = gl.where(count < left, upcoming, walk[2][0])
-            along, across = gl.load(cos + soon * 128 + dims), gl.load(sin + soon * 128 + dims)
+            mbarrier.arrive(shared.bars.queries_full(buffer), count=1)
+            buffer, phase = next_stage(buffer, phase, 2)
+            soon = gl.where(count < left, next_request, walk.second.request)
+            cos = gl.load(token.cos + soon * 128 + dims)
+            sin = gl.load(token.sin + soon * 128 + dims)
             left -= count
-            request, head, context, tile = upcoming, other, coming, gl.to_tensor(0)
+            request, head, context, tile = next_request, next_head, next_context, gl.to_tensor(0)
 
 
 @gluon.jit
-def _hand_over(
-    shared: gl.tuple, token: gl.tuple, own: gl.tensor, angles: gl.tuple, place: gl.tuple, dims: gl.tensor,
-    part: gl.tensor, sizes: gl.constexpr,
+def _store_new(
+    new: gl.shared_memory_descriptor, token: _NewToken, own: gl.tensor, cos: gl.tensor, sin: gl.tensor,
+    request: gl.tensor, head: gl.tensor, context: gl.tensor, buffer: gl.tensor, dims: gl.tensor, part: gl.tensor,
+    sizes: Sizes,
 ) -> None:  # fmt: skip
-    """The new key and its value, to the cache and to those who multiply."""
-    HEADS: gl.constexpr = sizes[0]
-    new = shared[4]
-    _, _, _, slots, k_cache, v_cache = token
-    request, head, context, buffer = place
-    behind = own + sizes[1] * HEADS * 128
-    key = _rotated(behind + head * 128, dims, dims >= 0, angles[0], angles[1], part, new.dtype, sizes)
-    value = _projected(behind + (HEADS + head) * 128 + dims, dims >= 0, part, new.dtype, sizes)
+    """The new key and its value, to shared memory and to the cache."""
+    HEADS: gl.constexpr = sizes.HEADS
+    keys = own + sizes.GROUP * HEADS * 128
+    key = _rotated(keys + head * 128, dims, dims >= 0, cos, sin, part, new.dtype, sizes)
+    value = _projected(keys + (HEADS + head) * 128 + dims, dims >= 0, part, new.dtype, sizes)
     new.index(2 * buffer).store(key)
     new.index(2 * buffer + 1).store(value)
-    slot = gl.load(slots + request).to(gl.int64)
-    target, is_stored = (slot * HEADS + head) * 128 + dims, (dims >= 0) & (slot >= 0) & (context > 0)
-    gl.store(k_cache + target, key, mask=is_stored)
-    gl.store(v_cache + target, value, mask=is_stored)
+    slot = gl.load(token.slots + request).to(gl.int64)
+    target = (slot * HEADS + head) * 128 + dims
+    is_stored = (dims >= 0) & (slot >= 0) & (context > 0)
+    gl.store(token.k_cache + target, key, mask=is_stored)
+    gl.store(token.v_cache + target, value, mask=is_stored)
 
 
 @gluon.jit
 def _rotated(
-    rows: gl.tensor, dims: gl.tensor, inside: gl.tensor, along: gl.tensor, across: gl.tensor, part: gl.tensor,
-    KIND: gl.constexpr, sizes: gl.constexpr,
+    rows: gl.tensor, dims: gl.tensor, inside: gl.tensor, cos: gl.tensor, sin: gl.tensor, part: gl.tensor,
+    KIND: gl.constexpr, sizes: Sizes,
 ) -> gl.tensor:  # fmt: skip
-    """Rows at these pointers, dimensions i and i + d / 2 of each turned as a pair."""
+    """RoPE of rows at these pointers: dimensions i and i + d / 2 rotate as a pair."""
     one = _projected(rows + dims, inside, part, KIND, sizes).to(gl.float32)
     other = _projected(rows + (dims + 64) % 128, inside, part, KIND, sizes).to(gl.float32)
-    return (one * along + other * across).to(KIND)
+    return (one * cos + other * sin).to(KIND)
 
 
 @gluon.jit
 def _projected(
-    place: gl.tensor, inside: gl.tensor, part: gl.tensor, KIND: gl.constexpr, sizes: gl.constexpr
+    source: gl.tensor, inside: gl.tensor, part: gl.tensor, KIND: gl.constexpr, sizes: Sizes
 ) -> gl.tensor:
-    """What was projected to these pointers, and so many elements further for each part."""
-    found = gl.load(place, mask=inside, other=0.0)
-    for i in gl.static_range(1, sizes[5]):
-        found += gl.load(place + i * part, mask=inside, other=0.0)
+    """The projection at these pointers: the sum of its split-K partials, `part` elements apart."""
+    found = gl.load(source, mask=inside, other=0.0)
+    for i in gl.static_range(1, sizes.PARTS):
+        found += gl.load(source + i * part, mask=inside, other=0.0)
     return found.to(KIND)
 
 
-# --- multiplying --------------------------------------------------------------------------------------------------
+# --- the consumer -------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
 def _multiply(
-    shared: gl.tuple, walk: gl.tuple, cut: gl.tuple, found: gl.tuple, scale: gl.tensor, sizes: gl.constexpr
+    shared: _Shared, walk: _Walk, partition: Partition, output: Output, scale: gl.tensor, sizes: Sizes
 ) -> None:
-    STAGES: gl.constexpr = sizes[4]
-    bars = shared[5]
-    program = gl.program_id(0)
-    begin = program * cut[0] + gl.minimum(program, cut[1])  # tiles before this share
+    STAGES: gl.constexpr = sizes.STAGES
+    begin = partition.begin(gl.program_id(0))
     stage, phase = gl.to_tensor(0), gl.to_tensor(0)
-    buffer, turn = gl.to_tensor(0), gl.to_tensor(0)
+    buffer, buffer_phase = gl.to_tensor(0), gl.to_tensor(0)
     for section in range(2):
         request, head, tile, left, context = _enter(walk, section)
-        first = gl.where(section == 0, begin + walk[2][3], begin)  # what comes first is the share's end
+        first = gl.where(section == 0, begin + walk.second.count, begin)  # the first section is the share's end
         while left > 0:
-            tiles, count = _stretch(context, tile, left)
-            upcoming, other, coming = _look_ahead(walk[0], request, head, count < left, sizes[0])
-            state = _nothing(sizes)
-            mbarrier.wait(bars.index(4 * STAGES + buffer), turn)
+            tiles, count = _own_tiles(context, tile, left)
+            next_request, next_head, next_context = _prefetch_next(
+                walk.contexts, request, head, count < left, sizes.HEADS
+            )
+            state = _new_accumulator(sizes)
+            mbarrier.wait(shared.bars.queries_full(buffer), buffer_phase)
             for _ in range(tile, gl.minimum(tile + count, tiles - 1)):
                 state = _step(shared, state, stage, phase, buffer, scale, context, False, sizes)
-                stage, phase = following(stage, phase, STAGES)
+                stage, phase = next_stage(stage, phase, STAGES)
             if tile + count == tiles:
                 known = context - (tiles - 1) * 64
                 state = _step(shared, state, stage, phase, buffer, scale, known, True, sizes)
-                stage, phase = following(stage, phase, STAGES)
-            mbarrier.arrive(bars.index(4 * STAGES + 2 + buffer), count=1)
-            ours = (state[0], gl.sum(state[1], 0), state[2])
-            span = (first - tile, tiles, count)
-            finish(found, ours, request * sizes[0] + head, span, cut, (first == begin).to(gl.int32), sizes)
-            buffer, turn = following(buffer, turn, 2)
+                stage, phase = next_stage(stage, phase, STAGES)
+            mbarrier.arrive(shared.bars.queries_free(buffer), count=1)
+            ours = Accumulator(state.acc, gl.sum(state.total, 0), state.largest)
+            span = TileRange(first - tile, tiles, count)
+            cell = request * sizes.HEADS + head
+            finish(output, ours, cell, span, partition, (first == begin).to(gl.int32), sizes)
+            buffer, buffer_phase = next_stage(buffer, buffer_phase, 2)
             left -= count
             first += count
-            request, head, context, tile = upcoming, other, coming, gl.to_tensor(0)
+            request, head, context, tile = next_request, next_head, next_context, gl.to_tensor(0)
 
 
 @gluon.jit
-def _nothing(sizes: gl.constexpr) -> gl.tuple:
-    """Sums of values, weights by key and head, and the largest score by head."""
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sizes[2], 16])
-    acc, total = gl.zeros([128, sizes[2]], gl.float32, layout=S), gl.zeros([64, sizes[2]], gl.float32, layout=S)
-    return acc, total, gl.full([sizes[2]], -1e30, gl.float32, layout=gl.SliceLayout(0, S))
+def _new_accumulator(sizes: Sizes) -> Accumulator:
+    """Its `total` is by key and head [64, ROWS]: threads add up their own weights until the end."""
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sizes.ROWS, 16])
+    acc = gl.zeros([128, sizes.ROWS], gl.float32, layout=S)
+    total = gl.zeros([64, sizes.ROWS], gl.float32, layout=S)
+    return Accumulator(acc, total, gl.full([sizes.ROWS], -1e30, gl.float32, layout=gl.SliceLayout(0, S)))
 
 
 @gluon.jit
 def _step(
-    shared: gl.tuple, state: gl.tuple, stage: gl.tensor, phase: gl.tensor, buffer: gl.tensor, scale: gl.tensor,
-    known: gl.tensor, IS_LAST: gl.constexpr, sizes: gl.constexpr,
-) -> gl.tuple:  # fmt: skip
-    """One more tile. Of its keys so many are known, the new one included, which stands behind all others."""
-    STAGES: gl.constexpr = sizes[4]
-    k, v, q, weights, new, bars = shared
-    acc, total, largest = state
+    shared: _Shared, state: Accumulator, stage: gl.tensor, phase: gl.tensor, buffer: gl.tensor, scale: gl.tensor,
+    known: gl.tensor, IS_LAST: gl.constexpr, sizes: Sizes,
+) -> Accumulator:  # fmt: skip
+    """One more tile. `known` of its keys count in the last tile; the new one is the last of them."""
+    k, q, weights, bars = shared.k, shared.q, shared.weights, shared.bars
+    acc = state.acc
     S: gl.constexpr = acc.type.layout
-    mbarrier.wait(bars.index(stage), phase)
+    mbarrier.wait(bars.full(0, stage), phase)
     if IS_LAST:
-        _put_new(k, stage, new, 2 * buffer, known - 1, sizes)
-    scores = gl.zeros([64, sizes[2]], gl.float32, layout=S)
+        _insert_new(k, stage, shared.new, 2 * buffer, known - 1, sizes)
+    scores = gl.zeros([64, sizes.ROWS], gl.float32, layout=S)
     scores = warpgroup_mma(k.index(stage), q.index(buffer).permute((1, 0)), scores, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(0, deps=(scores,))
-    mbarrier.arrive(bars.index(2 * STAGES + stage), count=1)
+    mbarrier.arrive(bars.free(0, stage), count=1)
     if IS_LAST:
         scores = gl.where((gl.arange(0, 64, layout=gl.SliceLayout(1, S)) < known)[:, None], scores, float("-inf"))
-    larger = gl.maximum(largest, gl.max(scores, 0) * scale)
-    shrink = gl.exp2(largest - larger)
+    larger = gl.maximum(state.largest, gl.max(scores, 0) * scale)
+    shrink = gl.exp2(state.largest - larger)
     each = gl.exp2(scores * scale - larger[None, :])
     weights.permute((1, 0)).store(each.to(weights.dtype))
     fence_async_shared()
     acc = acc * shrink[None, :]
-    total = total * shrink[None, :] + each
-    mbarrier.wait(bars.index(STAGES + stage), phase)
+    total = state.total * shrink[None, :] + each
+    mbarrier.wait(bars.full(1, stage), phase)
     if IS_LAST:
-        _put_new(v, stage, new, 2 * buffer + 1, known - 1, sizes)
-    acc = warpgroup_mma(v.index(stage).permute((1, 0)), weights.permute((1, 0)), acc, is_async=True)
+        _insert_new(shared.v, stage, shared.new, 2 * buffer + 1, known - 1, sizes)
+    acc = warpgroup_mma(shared.v.index(stage).permute((1, 0)), weights.permute((1, 0)), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=(acc,))
-    mbarrier.arrive(bars.index(3 * STAGES + stage), count=1)
-    return acc, total, larger
+    mbarrier.arrive(bars.free(1, stage), count=1)
+    return Accumulator(acc, total, larger)
 
 
 @gluon.jit
-def _put_new(
+def _insert_new(
     ring: gl.shared_memory_descriptor, stage: gl.tensor, new: gl.shared_memory_descriptor, which: gl.tensor,
-    place: gl.tensor, sizes: gl.constexpr,
+    position: gl.tensor, sizes: Sizes,
 ) -> None:  # fmt: skip
-    """The new row into its place, nought behind it: a weight of nought cannot undo a NaN that others left there."""
-    BLOCK: gl.constexpr = sizes[3]
+    """The new row into its position, zeros after it: a NaN that lies there would survive a weight of zero."""
+    BLOCK: gl.constexpr = sizes.BLOCK
     BLOCKS: gl.constexpr = 64 // BLOCK
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    boxes = _seen_as(ring, ring.dtype, [sizes[4] * 2 * BLOCKS, BLOCK, 64], _LAYOUT)
-    halves = _seen_as(new, new.dtype, [8, 64], _PLAIN)
+    boxes = reinterpret(ring, ring.dtype, [sizes.STAGES * 2 * BLOCKS, BLOCK, 64], _LAYOUT)
+    halves = reinterpret(new, new.dtype, [8, 64], _UNSWIZZLED)
     rows = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, L))
-    for i in range(place // BLOCK, BLOCKS):
+    for i in range(position // BLOCK, BLOCKS):
         here = (i * BLOCK + rows)[:, None]
         for half in gl.static_range(2):
             box = boxes.index((stage * 2 + half) * BLOCKS + i)
             row = halves.index(which * 2 + half).load(gl.SliceLayout(0, L))[None, :]
-            nought = gl.zeros([BLOCK, 64], ring.dtype, layout=L)
-            box.store(gl.where(here < place, box.load(L), gl.where(here == place, row, nought)))
+            zeros = gl.zeros([BLOCK, 64], ring.dtype, layout=L)
+            box.store(gl.where(here < position, box.load(L), gl.where(here == position, row, zeros)))
     fence_async_shared()

@@ -110,7 +110,7 @@ def paged_decode(
         *new, k_cache, v_cache, block_tables, context_lens, out, *workspace, scale * LOG2_E,
         block_tables.stride(0), whole,
         BLOCK_SIZE=block_size, HEADS=kv_heads, GROUP=heads // kv_heads, DIM=dim, SPLITS=splits,
-        ROWS=power_of_two(heads // kv_heads, least=launch.rows), PADDED_DIM=power_of_two(dim, least=16),
+        ROWS=power_of_two(heads // kv_heads, minimum=launch.rows), PADDED_DIM=power_of_two(dim, minimum=16),
         KEYS=launch.keys, PRECISION=precision_of(k_cache), PARTS=new.qkv.numel() // whole,
         AT_ONCE=min(splits, _SPLITS_AT_ONCE), PEELED=splits >= _MANY_SPLITS, EARLY=early,
         num_warps=launch.warps, num_stages=launch.stages, maxnreg=launch.registers, **overlap(early),

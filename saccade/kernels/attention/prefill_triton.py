@@ -65,7 +65,7 @@ def paged_prefill(
         *(parts or (None,) * 4), tokens * heads,
         scale * LOG2_E, q.stride(0), k_cache.stride(0), v_cache.stride(0), block_tables.stride(0),
         Q_HEAD=q.stride(1), K_HEAD=k_cache.stride(1), V_HEAD=v_cache.stride(1), BLOCK_SIZE=block_size,
-        GROUP=heads // k_cache.shape[1], DIM=dim, PADDED_DIM=power_of_two(dim, least=16),
+        GROUP=heads // k_cache.shape[1], DIM=dim, PADDED_DIM=power_of_two(dim, minimum=16),
         ROWS=launch.rows, KEYS=launch.keys, IS_SPLIT=splits > 1, MIN_SHARE=triton.cdiv(min_share, launch.keys),
         PRECISION=precision_of(q), EARLY=early, ONE_LOOP=launch.one_loop,
         num_warps=launch.warps, num_stages=launch.stages, maxnreg=launch.registers, **overlap(early),

@@ -44,7 +44,7 @@ def packed_vit(
         q, k, v = (torch.nn.functional.pad(x, (0, _SMALLEST_HEAD - dim)) for x in (q, k, v))
         return packed_vit(q, k, v, tiles, scale, launch=launch)[..., :dim]
     first = power_of_two(dim + 1) // 2  # the largest power of two that fits
-    rest = power_of_two(dim - first, least=16) if dim > first else 0
+    rest = power_of_two(dim - first, minimum=16) if dim > first else 0
     out = torch.empty((tokens, heads, dim), dtype=q.dtype, device=q.device)
     args = (q, k, v, tiles.starts, tiles.index, out, scale * LOG2_E, q.stride(0), k.stride(0), v.stride(0))
     heads_apart = (q.stride(1), k.stride(1), v.stride(1))

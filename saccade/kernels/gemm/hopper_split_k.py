@@ -55,7 +55,7 @@ def suits(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> bool:
 def choose_parts(rows: int, outputs: int, inputs: int) -> PipelineConfig:
     """All weights of a program that has few wait in its ring before its turn."""
     splits = choose_splits(outputs, inputs, _OUTPUTS, _INPUTS)
-    stage = (power_of_two(rows, least=16) + _OUTPUTS) * 2 * _INPUTS  # bytes
+    stage = (power_of_two(rows, minimum=16) + _OUTPUTS) * 2 * _INPUTS  # bytes
     return PipelineConfig(min(-(-inputs // (_INPUTS * splits)), _RING // stage), splits)
 
 
@@ -92,7 +92,7 @@ def _launch(
     gated: bool = False,
 ) -> None:
     assert weight.is_contiguous() and x.stride(1) == 1 and x.dtype == weight.dtype
-    rows = power_of_two(len(x), least=16)
+    rows = power_of_two(len(x), minimum=16)
     target = _descriptor(out, rows) if gated else out
     _stream_kernel[(tiles, ring.splits)](
         _descriptor(weight, _OUTPUTS), _descriptor(x, rows), target, bias, len(x), out.shape[-1],

@@ -52,7 +52,7 @@ class SplitWorkspace(NamedTuple):
     @classmethod
     def allocate(cls, max_rows: int, device: torch.device) -> SplitWorkspace:
         """Room for every launch that `choose` gives for up to `max_rows` rows."""
-        rows = power_of_two(max_rows, least=16)
+        rows = power_of_two(max_rows, minimum=16)
         return cls(
             torch.empty(_MAX_PROGRAMS * _split_outputs(rows) * rows, dtype=torch.float32, device=device),
             torch.empty(_MAX_PROGRAMS * rows, dtype=torch.float32, device=device),

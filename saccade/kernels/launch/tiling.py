@@ -79,6 +79,6 @@ def _padding(tiles: int, capacity: int | None) -> int:
     return capacity - tiles
 
 
-def power_of_two(n: int, *, least: int = 1) -> int:
-    """The smallest one that is neither below n nor below `least`: tensors inside a kernel have such sides."""
-    return max(least, 1 << (n - 1).bit_length())
+def power_of_two(n: int, *, minimum: int = 1) -> int:
+    """The smallest one that is neither below n nor below `minimum`: tensors inside a kernel have such sides."""
+    return max(minimum, 1 << (n - 1).bit_length())
