@@ -114,7 +114,7 @@ def triton_variants() -> Iterator[Variant]:
         yield of(name, "attention.prefill_triton:_prefill_kernel", types + parts + steps, constants, num_stages=5, **early)
     yield of("plan", "attention.decode_schedule:_plan_kernel", [I32, I32, "i32", "i32"], [2, 64, 10, 64])
     types = [F32, F32, F32, I32, BF16, "i32", "i32"]
-    yield of("prefill_combine", "attention.prefill_combine:_sum_kernel", types, [128, 128, 4, True], 2, **early)
+    yield of("prefill_combine", "attention.prefill_combine:_combine_kernel", types, [128, 128, 4, True], 2, **early)
     types = [F32, I32, BF16, "i32"]
     yield of("vit_combine", "attention.vit_combine:_sum_kernel", types, [80, 128, 192, 84, 5, 8, True], 1, **early)
     types = [BF16, BF16, BF16, I32, I32, BF16, "fp32", "i32:16", "i32:16", "i32:16"]

@@ -1,4 +1,4 @@
-"""What the splits of prompt attention leave, and its sum. Knows tokens and heads, not where keys lie."""
+"""Combines the partial results of split-KV prefill attention. Knows tokens and heads, no keys."""
 
 from __future__ import annotations
 
@@ -12,42 +12,44 @@ from torch import Tensor
 from saccade.kernels.launch.pdl import overlap, pdl_release_then_wait, supports_pdl
 from saccade.kernels.launch.tiling import power_of_two
 
-MAX_SPLITS = 16  # that are added up at once
+MAX_SPLITS = 16
 
 
-class Parts(NamedTuple):
-    """What the splits found. The rows of a token that no window has are never written."""
+class Partials(NamedTuple):
+    """What the splits found. Rows of a token that no window has are never written."""
 
     mixed: Tensor  # float32 [splits, T, heads, d]: sums of values, not yet divided
-    maxima: Tensor  # float32 [splits, T, heads]: largest score, or whatever level the weights are above
+    maxima: Tensor  # float32 [splits, T, heads]: the maximum, or level, that weights are relative to
     sums: Tensor  # the same: sum of weights
     active: Tensor  # int32 [T]: splits that have keys for this token; 0 where its result is written already
 
 
-def new_parts(splits: int, out: Tensor) -> Parts:
+def new_partials(splits: int, out: Tensor) -> Partials:
     sums = torch.empty((2, splits, *out.shape[:2]), dtype=torch.float32, device=out.device)
     mixed = torch.empty((splits, *out.shape), dtype=torch.float32, device=out.device)
-    return Parts(mixed, sums[0], sums[1], torch.empty(len(out), dtype=torch.int32, device=out.device))
+    return Partials(mixed, sums[0], sums[1], torch.empty(len(out), dtype=torch.int32, device=out.device))
 
 
-def combine(parts: Parts, out: Tensor) -> None:
-    (tokens, heads, dim), early, splits = out.shape, supports_pdl(out), len(parts.mixed)
-    _sum_kernel[(tokens, heads)](
-        *parts, out, splits, tokens * heads, DIM=dim, PADDED_DIM=power_of_two(dim), SPLITS=power_of_two(splits),
+def combine(partials: Partials, out: Tensor) -> None:
+    tokens, heads, dim = out.shape
+    splits = len(partials.mixed)
+    early = supports_pdl(out)
+    _combine_kernel[(tokens, heads)](
+        *partials, out, splits, tokens * heads, DIM=dim, PADDED_DIM=power_of_two(dim), SPLITS=power_of_two(splits),
         EARLY=early, num_warps=2, **overlap(early),
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["most", "cells"])
-def _sum_kernel(
-    mixed: tl.tensor, maxima: tl.tensor, sums: tl.tensor, active: tl.tensor, out: tl.tensor, most: tl.tensor,
+@triton.jit(do_not_specialize=["max_splits", "cells"])
+def _combine_kernel(
+    mixed: tl.tensor, maxima: tl.tensor, sums: tl.tensor, active: tl.tensor, out: tl.tensor, max_splits: tl.tensor,
     cells: tl.tensor,
     DIM: tl.constexpr, PADDED_DIM: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
     """One token and head: the softmax over all splits that have keys for it."""
     pdl_release_then_wait(EARLY)
     token = tl.program_id(0).to(tl.int64)
-    count = tl.minimum(tl.load(active + token), most)  # of a token that no window has, it may be any number
+    count = tl.minimum(tl.load(active + token), max_splits)  # undefined for a token that no window has
     if count == 0:
         return
     cell = token * tl.num_programs(1) + tl.program_id(1)

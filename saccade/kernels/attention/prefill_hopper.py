@@ -1,62 +1,66 @@
-"""Attention of new tokens over paged keys and values for Hopper GPUs, in Gluon. Knows blocks and windows, no model.
+"""Prefill attention (windows of new tokens) over the paged KV cache for Hopper GPUs, in Gluon.
 
-The same work as `paged_prefill`, which stays the reference, with the tricks of `hopper_vit`: a level for the weights
-that the first tile fixes, and the exponentials of a tile while values of the one before it are still multiplied.
+Computes what `paged_prefill` does, which stays the reference. Two ideas are those of `vit_hopper_kernel`: softmax
+weights relative to a level that the first tile fixes, and the exponentials of a tile overlapped with the WGMMA of the
+values of the tile before it.
 
-    producers, 4 of 1 warp   copy blocks of 16 tokens, half a head each,   | K0 . | K1 V0 | K2 V1 | .. | . Vn |
-                             into a ring of stages; one would be too slow
-    2 groups of 4 warps,     multiply; a tile that only later rows see whole is masked, all others are not
+    producers, 4 of 1 warp   TMA loads of KV blocks, half a head each,   | K0 . | K1 V0 | K2 V1 | .. | . Vn |
+                             into a ring of stages; one warp is too slow
+    2 groups of 4 warps,     WGMMA; only tiles on the diagonal are masked
     64 rows each
 
-Every row sees the first key of its program's first tile, so that the level exists; where a split's keys are all behind
-a row, what it leaves is not a number, and nobody reads it.
+Every row sees the first key of its program's first tile, so the level exists. Where all keys of a split come after a
+row, its partial result is NaN and is never read.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
+
+from saccade.kernels.attention.online_softmax import LOG2_E
+from saccade.kernels.attention.prefill_combine import MAX_SPLITS, Partials, combine, new_partials
+from saccade.kernels.launch.device import num_sms
+from saccade.kernels.launch.gluon_compat import (
+    TensorDescriptor,
+    aggregate,
     fence_async_shared,
+    gl,
+    gluon,
     mbarrier,
+    reinterpret,
     tma,
+    tma_load,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-from saccade.kernels.attention.hopper_ring import before_waiting, following
-from saccade.kernels.attention.online_softmax import LOG2_E
-from saccade.kernels.attention.prefill_combine import MAX_SPLITS, Parts, combine, new_parts
-from saccade.kernels.launch.device import num_sms
+from saccade.kernels.launch.hopper_ring import Barriers, before_waiting, next_stage
 from saccade.kernels.launch.tiling import Tiles
 
 ROWS = 128  # of a tile: two groups of 64
 _DIM = 128
-_KEYS, _STAGES, _REGISTERS = 128, 3, 168  # registers of a thread on average over all roles
-_HALF = 64  # numbers of a head that a copy takes: as wide as shared memory is swizzled
+_KEYS = 128
+_STAGES = 3
+_REGISTERS = 168  # per thread, on average over all roles
+_HALF = 64  # dimensions of a TMA box: as wide as shared memory is swizzled
 _BLOCK_SIZES = (16, 32, 64, 128)  # that fill a tile and are whole swizzles
-_MIN_SHARE = 512  # keys of a split: fewer are done before it has begun
-_MIN_SPLITS = 4  # fewer do not pay for their sum where contexts are short
+_MIN_SHARE = 512  # keys of a split: shorter ones cost more than they save
+_MIN_SPLITS = 4  # fewer do not pay for the combine where contexts are short
 _HEAD = gl.constexpr(_DIM)
 _LAYOUT = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
-_TILE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))  # scores, and sums of values alike
-_HEADROOM = gl.constexpr(32.0)  # the level lies so many powers of two above what the first tile shows
-_MOST = gl.constexpr(2.0**90)  # sums of weights beyond this are not trusted
-_copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # its name until Triton 3.7
-_room = gl.shared_memory_descriptor
-_seen_as = _room.reinterpret if hasattr(_room, "reinterpret") else _room._reinterpret  # its name in Triton 3.6
+_TILE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))  # of scores and of the accumulator
+_HEADROOM = gl.constexpr(32.0)  # the level is so many powers of two above the maximum of the first tile
+_MAX_TOTAL = gl.constexpr(2.0**90)  # larger sums of weights may have overflowed
+_CHECKED = gl.constexpr(0)  # the extra barrier: all groups have said whether their weights overflowed
 
 
 def suits(dim: int, dtype: torch.dtype, block_size: int) -> bool:
-    """Float16 has too small a range for weights without a maximum."""
+    """Float16 has too small a range for weights without a running maximum."""
     return dim == _DIM and dtype == torch.bfloat16 and block_size in _BLOCK_SIZES
 
 
 def choose_splits(tokens: int, heads: int, num_sms: int) -> int:
-    """As many as give each multiprocessor at most one program, where those are more than a few."""
+    """As many as give each SM at most one program; 1 where that would be only a few."""
     wanted = num_sms // (heads * -(-tokens // ROWS))
     return min(wanted, MAX_SPLITS) if wanted >= _MIN_SPLITS else 1
 
@@ -79,22 +83,23 @@ def hopper_prefill(
     assert tiles.rows == ROWS and suits(dim, q.dtype, block_size)
     splits = splits or choose_splits(tokens, heads, num_sms(q.device))
     out = q.new_empty(tokens, heads, dim) if out is None else out
-    parts = new_parts(splits, out) if splits > 1 else _no_parts(out)
+    partials = new_partials(splits, out) if splits > 1 else _no_partials(out)
     _prefill_kernel[(heads, len(tiles.index), splits)](
         _descriptor(k_cache, block_size), _descriptor(v_cache, block_size), q, block_tables, context_lens,
-        tiles.starts, tiles.index, out, *parts, tokens * heads,
+        tiles.starts, tiles.index, out, *partials, tokens * heads,
         scale * LOG2_E, q.stride(0), block_tables.stride(0),
-        Q_HEAD=q.stride(1), HEADS=heads // k_cache.shape[1], BLOCK=block_size, KEYS=_KEYS, STAGES=_STAGES,
+        Q_HEAD=q.stride(1), GROUP=heads // k_cache.shape[1], BLOCK=block_size, KEYS=_KEYS, STAGES=_STAGES,
         MIN_SHARE=_MIN_SHARE // _KEYS, num_warps=4, maxnreg=_REGISTERS,
     )  # fmt: skip
     if splits > 1:
-        combine(parts, out)
+        combine(partials, out)
     return out
 
 
-def _no_parts(out: Tensor) -> Parts:
-    """Never written, and of the right types: a kernel without them would be another one to compile."""
-    return Parts(*(out.view(torch.float32),) * 3, out.view(torch.int32))
+def _no_partials(out: Tensor) -> Partials:
+    """Never written, but of the right types: without them another variant of the kernel would be compiled."""
+    unused = out.view(torch.float32)
+    return Partials(unused, unused, unused, out.view(torch.int32))
 
 
 def _descriptor(cache: Tensor, block_size: int) -> TensorDescriptor:
@@ -102,17 +107,85 @@ def _descriptor(cache: Tensor, block_size: int) -> TensorDescriptor:
     return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [block_size, _HALF], _LAYOUT.value)
 
 
-# Tables and numbers of a step change place and width from step to step; a variant for each would compile anew.
+@aggregate
+class _Sizes:
+    """What the kernel is compiled for."""
+
+    BLOCK: gl.constexpr  # tokens of a KV block
+    KEYS: gl.constexpr  # of a tile
+    STAGES: gl.constexpr
+    GROUP: gl.constexpr  # query heads per KV head
+    Q_HEAD: gl.constexpr  # stride
+
+
+@aggregate
+class _Shared:
+    k: gl.shared_memory_descriptor
+    v: gl.shared_memory_descriptor
+    bars: Barriers
+    overflowed: gl.shared_memory_descriptor
+
+
+@aggregate
+class _Keys:
+    """Of a program."""
+
+    low: gl.tensor  # the first tile, and the end
+    end: gl.tensor
+    context: gl.tensor  # keys that exist
+
+
+@aggregate
+class _Window:
+    """A request's new tokens, and the tile of queries among them."""
+
+    start: gl.tensor  # packed row
+    length: gl.tensor
+    first: gl.tensor  # row of the tile
+    share: gl.tensor  # tiles of keys of a split
+
+
+@aggregate
+class _Output:
+    out: gl.tensor
+    mixed: gl.tensor  # partial results, as in `Partials`
+    maxima: gl.tensor
+    sums: gl.tensor
+    active: gl.tensor
+    cells: gl.tensor
+
+
+@aggregate
+class _Work:
+    q: gl.tensor
+    q_row: gl.tensor
+    output: _Output
+    scale: gl.tensor
+    keys: _Keys
+    window: _Window
+
+
+@aggregate
+class _State:
+    """Between two tiles."""
+
+    acc: gl.tensor  # [64, 128]: sums of values
+    level: gl.tensor  # [64]: what weights are relative to
+    total: gl.tensor  # [64, 8]: sums of weights, by thread
+    ready: gl.tensor  # [64, 128]: weights of the last tile, whose values are still to be added
+
+
+# Step metadata changes alignment and width from step to step: each variant would be compiled anew.
 @gluon.jit(
     do_not_specialize=["table_row", "cells"],
     do_not_specialize_on_alignment=["tables", "contexts", "starts", "index", "maxima", "sums"],
 )
 def _prefill_kernel(
-    keys: tma.tensor_descriptor, values: tma.tensor_descriptor,  # of all slots, for half a head of a block
+    keys: tma.tensor_descriptor, values: tma.tensor_descriptor,  # of all slots; boxes of a block by half a head
     q: gl.tensor, tables: gl.tensor, contexts: gl.tensor, starts: gl.tensor, index: gl.tensor, out: gl.tensor,
     mixed: gl.tensor, maxima: gl.tensor, sums: gl.tensor, active: gl.tensor, cells: gl.tensor,
     scale: gl.tensor, q_row: gl.tensor, table_row: gl.tensor,
-    Q_HEAD: gl.constexpr, HEADS: gl.constexpr,  # that share one of keys
+    Q_HEAD: gl.constexpr, GROUP: gl.constexpr,
     BLOCK: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, MIN_SHARE: gl.constexpr,
 ) -> None:  # fmt: skip
     request, first = gl.load(index + 2 * gl.program_id(1)), gl.load(index + 2 * gl.program_id(1) + 1)
@@ -123,20 +196,20 @@ def _prefill_kernel(
     end = gl.minimum(low + share, gl.cdiv(gl.minimum(context, context - length + first + 128), KEYS))
     k = gl.allocate_shared_memory(gl.bfloat16, [STAGES, KEYS, 128], _LAYOUT)
     v = gl.allocate_shared_memory(gl.bfloat16, [STAGES, KEYS, 128], _LAYOUT)
-    outgrown = gl.allocate_shared_memory(gl.int32, [128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    outgrown.store(gl.full([128], 0, gl.int32, gl.BlockedLayout([1], [32], [4], [0])))
-    # a stage is full, a stage is free again, everybody has said whether weights outgrew
-    bars = gl.allocate_shared_memory(gl.int64, [2 * STAGES + 1, 1], mbarrier.MBarrierLayout())
+    overflowed = gl.allocate_shared_memory(gl.int32, [128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    overflowed.store(gl.full([128], 0, gl.int32, gl.BlockedLayout([1], [32], [4], [0])))
+    bars = Barriers(gl.allocate_shared_memory(gl.int64, [2 * STAGES + 1, 1], mbarrier.MBarrierLayout()), STAGES)
     for i in gl.static_range(STAGES):
-        mbarrier.init(bars.index(i), count=4)
-        mbarrier.init(bars.index(STAGES + i), count=2)
-    mbarrier.init(bars.index(2 * STAGES), count=2)
+        mbarrier.init(bars.full(i), count=4)
+        mbarrier.init(bars.free(i), count=2)
+    mbarrier.init(bars.extra(_CHECKED), count=2)
     fence_async_shared()
-    shared = (k, v, bars, outgrown)
-    span = (low, end, context)  # tiles, and keys that exist
-    work = (q, q_row, (out, mixed, maxima, sums, active, cells), scale, span, (start, length, first, share))
+    shared = _Shared(k, v, bars, overflowed)
+    span = _Keys(low, end, context)
+    output = _Output(out, mixed, maxima, sums, active, cells)
+    work = _Work(q, q_row, output, scale, span, _Window(start, length, first, share))
     table = tables + request.to(gl.int64) * table_row
-    sizes: gl.constexpr = (BLOCK, KEYS, STAGES, HEADS, Q_HEAD)
+    sizes = _Sizes(BLOCK, KEYS, STAGES, GROUP, Q_HEAD)
     if (first < length) & (low < end):
         gl.warp_specialize(
             [
@@ -157,43 +230,41 @@ def _prefill_kernel(
 
 @gluon.jit
 def _produce(
-    shared: gl.tuple, source: tma.tensor_descriptor, target: gl.shared_memory_descriptor, table: gl.tensor,
-    span: gl.tuple, BEHIND: gl.constexpr, HALF: gl.constexpr, sizes: gl.constexpr,
+    shared: _Shared, source: tma.tensor_descriptor, target: gl.shared_memory_descriptor, table: gl.tensor,
+    span: _Keys, DELAY: gl.constexpr, HALF: gl.constexpr, sizes: _Sizes,
 ) -> None:  # fmt: skip
     none = gl.to_tensor(0)
-    stage, phase = _copy_all(shared, source, target, table, span, none, none, BEHIND, HALF, sizes)
-    if _has_outgrown(shared, 1, sizes):
-        _copy_all(shared, source, target, table, span, stage, phase, BEHIND, HALF, sizes)
+    stage, phase = _load_all(shared, source, target, table, span, none, none, DELAY, HALF, sizes)
+    if _has_overflowed(shared, 1):
+        _load_all(shared, source, target, table, span, stage, phase, DELAY, HALF, sizes)
 
 
 @gluon.jit
-def _copy_all(
-    shared: gl.tuple, source: tma.tensor_descriptor, target: gl.shared_memory_descriptor, table: gl.tensor,
-    span: gl.tuple, stage: gl.tensor, phase: gl.tensor, BEHIND: gl.constexpr, HALF: gl.constexpr, sizes: gl.constexpr,
+def _load_all(
+    shared: _Shared, source: tma.tensor_descriptor, target: gl.shared_memory_descriptor, table: gl.tensor,
+    span: _Keys, stage: gl.tensor, phase: gl.tensor, DELAY: gl.constexpr, HALF: gl.constexpr, sizes: _Sizes,
 ) -> gl.tuple:  # fmt: skip
-    """One half of the heads' numbers, of keys or, a stage behind them, of values.
+    """One half of the head's dimensions, of keys or, one stage later, of values.
 
     a tile in shared memory   | block 0 | block 1 | .. the first half | block 0 | block 1 | .. the second half |
     """
-    BLOCK: gl.constexpr = sizes[0]
-    BLOCKS: gl.constexpr = sizes[1] // BLOCK
-    STAGES: gl.constexpr = sizes[2]
-    bars = shared[2]
-    low, end, context = span
-    column = gl.program_id(0) // sizes[3] * _HEAD + HALF * 64
-    boxes = _seen_as(target, gl.bfloat16, [STAGES * 2 * BLOCKS, BLOCK, 64], _LAYOUT)
-    for j in range(low, end + 1):
-        tile = j - BEHIND
-        is_copied = (tile >= low) & (tile < end)
-        slots = _slots(table, gl.maximum(tile, 0) * BLOCKS, context, BLOCK, BLOCKS)
-        full = bars.index(stage)
-        mbarrier.wait(bars.index(STAGES + stage), phase ^ 1)
-        mbarrier.expect(full, BLOCKS * BLOCK * 128, pred=is_copied)
-        mbarrier.arrive(full, count=1, pred=~is_copied)
+    BLOCK: gl.constexpr = sizes.BLOCK
+    BLOCKS: gl.constexpr = sizes.KEYS // BLOCK
+    STAGES: gl.constexpr = sizes.STAGES
+    column = gl.program_id(0) // sizes.GROUP * _HEAD + HALF * 64
+    boxes = reinterpret(target, gl.bfloat16, [STAGES * 2 * BLOCKS, BLOCK, 64], _LAYOUT)
+    for j in range(span.low, span.end + 1):
+        tile = j - DELAY
+        is_loaded = (tile >= span.low) & (tile < span.end)
+        slots = _slots(table, gl.maximum(tile, 0) * BLOCKS, span.context, BLOCK, BLOCKS)
+        full = shared.bars.full(stage)
+        mbarrier.wait(shared.bars.free(stage), phase ^ 1)
+        mbarrier.expect(full, BLOCKS * BLOCK * 128, pred=is_loaded)
+        mbarrier.arrive(full, count=1, pred=~is_loaded)
         for i in gl.static_range(BLOCKS):
             box = boxes.index((stage * 2 + HALF) * BLOCKS + i)
-            _copy(source, [slots[i], column], full, box, pred=is_copied)
-        stage, phase = following(stage, phase, STAGES)
+            tma_load(source, [slots[i], column], full, box, pred=is_loaded)
+        stage, phase = next_stage(stage, phase, STAGES)
     return stage, phase
 
 
@@ -201,108 +272,109 @@ def _copy_all(
 def _slots(
     table: gl.tensor, first: gl.tensor, context: gl.tensor, BLOCK: gl.constexpr, BLOCKS: gl.constexpr
 ) -> gl.tuple:
-    """Where a tile's blocks begin. Behind the context's last block the table may say anything: that one again."""
+    """The first slot of each block of a tile. After the context's last block the table is undefined: that one again."""
     found: gl.tuple = ()
     for i in gl.static_range(BLOCKS):
         found = found + (gl.load(table + gl.minimum(first + i, (context - 1) // BLOCK)) * BLOCK,)  # noqa: RUF005
     return found
 
 
-# --- the groups of rows -------------------------------------------------------------------------------------------
+# --- the consumers ------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
-def _consume(shared: gl.tuple, work: gl.tuple, GROUP: gl.constexpr, sizes: gl.constexpr) -> None:
-    bars, outgrown = shared[2], shared[3]
-    q, q_row, result, scale, span, place = work
-    start, length, first, share = place
-    mine = first + GROUP * 64
-    past = span[2] - length + mine  # keys before the first row's own
-    queries = _queries(q, q_row, start + mine, length - mine, sizes)
+def _consume(shared: _Shared, work: _Work, ROW_GROUP: gl.constexpr, sizes: _Sizes) -> None:
+    keys = work.keys
+    window = work.window
+    mine = window.first + ROW_GROUP * 64
+    past = keys.context - window.length + mine  # keys before the first row's own
+    queries = _queries(work.q, work.q_row, window.start + mine, window.length - mine, sizes)
     none = gl.to_tensor(0)
-    acc, level, total, stage, phase = _attend(shared, queries, scale, span, past, none, none, False, sizes)
-    if gl.max(total, 0) > _MOST:
-        outgrown.store(gl.full([128], 1, gl.int32, gl.BlockedLayout([1], [32], [4], [0])))
-    mbarrier.arrive(bars.index(2 * sizes[2]), count=1)
-    if _has_outgrown(shared, 4, sizes):
-        acc, level, total, stage, phase = _attend(shared, queries, scale, span, past, stage, phase, True, sizes)
-    if share * sizes[1] >= span[2]:
-        _write(result, acc, total, start + mine, length - mine)
+    acc, level, total, stage, phase = _attend(shared, queries, work.scale, keys, past, none, none, False, sizes)
+    if gl.max(total, 0) > _MAX_TOTAL:
+        shared.overflowed.store(gl.full([128], 1, gl.int32, gl.BlockedLayout([1], [32], [4], [0])))
+    mbarrier.arrive(shared.bars.extra(_CHECKED), count=1)
+    if _has_overflowed(shared, 4):
+        acc, level, total, stage, phase = _attend(shared, queries, work.scale, keys, past, stage, phase, True, sizes)
+    if window.share * sizes.KEYS >= keys.context:
+        _write(work.output, acc, total, window.start + mine, window.length - mine)
     else:
-        _leave(result, acc, level, total, start + mine, length - mine, past, share * sizes[1])
+        share = window.share * sizes.KEYS
+        _write_partial(work.output, acc, level, total, window.start + mine, window.length - mine, past, share)
 
 
 @gluon.jit
-def _has_outgrown(shared: gl.tuple, WARPS: gl.constexpr, sizes: gl.constexpr) -> gl.tensor:
-    """Whether any group's weights did, once all have said so."""
-    mbarrier.wait(shared[2].index(2 * sizes[2]), 0)
-    return gl.max(shared[3].load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0) > 0
+def _has_overflowed(shared: _Shared, WARPS: gl.constexpr) -> gl.tensor:
+    """Whether the weights of any group did, once all have checked."""
+    mbarrier.wait(shared.bars.extra(_CHECKED), 0)
+    return gl.max(shared.overflowed.load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0) > 0
 
 
 @gluon.jit
-def _queries(q: gl.tensor, q_row: gl.tensor, start: gl.tensor, count: gl.tensor, sizes: gl.constexpr) -> gl.tensor:
-    """[64, 128], in registers"""
+def _queries(q: gl.tensor, q_row: gl.tensor, start: gl.tensor, count: gl.tensor, sizes: _Sizes) -> gl.tensor:
+    """[64, 128], in registers."""
     Q: gl.constexpr = gl.DotOperandLayout(0, _TILE, 2)
     rows = gl.arange(0, 64, layout=gl.SliceLayout(1, Q))
     dims = gl.arange(0, 128, layout=gl.SliceLayout(0, Q))[None, :]
-    here = q + (start + rows).to(gl.int64)[:, None] * q_row + gl.program_id(0) * sizes[4]
+    here = q + (start + rows).to(gl.int64)[:, None] * q_row + gl.program_id(0) * sizes.Q_HEAD
     return gl.load(here + dims, mask=(rows < count)[:, None], other=0.0)
 
 
 @gluon.jit
 def _attend(
-    shared: gl.tuple, q: gl.tensor, scale: gl.tensor, span: gl.tuple, past: gl.tensor, stage: gl.tensor,
-    phase: gl.tensor, IS_CAREFUL: gl.constexpr, sizes: gl.constexpr,
+    shared: _Shared, q: gl.tensor, scale: gl.tensor, span: _Keys, past: gl.tensor, stage: gl.tensor,
+    phase: gl.tensor, HAS_MAXIMUM: gl.constexpr, sizes: _Sizes,
 ) -> gl.tuple:  # fmt: skip
-    """Sums of values [64, 128], level and sums of weights [64], and where the ring stands then."""
-    KEYS: gl.constexpr = sizes[1]
-    STAGES: gl.constexpr = sizes[2]
-    k, v, bars, _ = shared
-    low, end, context = span
-    mbarrier.wait(bars.index(stage), phase)
-    scores = warpgroup_mma_wait(0, deps=(_scores(q, k.index(stage)),))
-    mbarrier.arrive(bars.index(STAGES + stage), count=1)
-    scores = _masked(scores, past - low * KEYS)
+    """Sums of values [64, 128], level and sums of weights [64], and the stage and phase of the ring after that.
+
+    HAS_MAXIMUM: the level is a running maximum, as in any online softmax. It is needed if weights overflowed without.
+    """
+    KEYS: gl.constexpr = sizes.KEYS
+    STAGES: gl.constexpr = sizes.STAGES
+    v, bars = shared.v, shared.bars
+    mbarrier.wait(bars.full(stage), phase)
+    scores = warpgroup_mma_wait(0, deps=(_scores(q, shared.k.index(stage)),))
+    mbarrier.arrive(bars.free(stage), count=1)
+    scores = _masked(scores, past - span.low * KEYS)
     level = gl.max(scores, 1) * scale
-    if not IS_CAREFUL:
+    if not HAS_MAXIMUM:
         level += _HEADROOM
     weights = gl.exp2(scores * scale - level[:, None])
-    state = (gl.zeros([64, 128], gl.float32, layout=_TILE), level, _partial_sums(weights), weights.to(gl.bfloat16))
-    stage, phase = following(stage, phase, STAGES)
-    masked = gl.minimum(end, (past + 1) // KEYS)  # the first tile that not every row sees whole
-    if IS_CAREFUL:
-        masked = low + 1  # fewer loops to compile, for what hardly ever runs
-    for _ in range(low + 1, masked):
-        state = _step(shared, q, scale, state, stage, phase, past, False, IS_CAREFUL, sizes)
-        stage, phase = following(stage, phase, STAGES)
-    for j in range(gl.maximum(low + 1, masked), end):
-        state = _step(shared, q, scale, state, stage, phase, past - j * KEYS, True, IS_CAREFUL, sizes)
-        stage, phase = following(stage, phase, STAGES)
-    acc, level, total, ready = state
-    mbarrier.wait(bars.index(stage), phase)
-    _forget_strangers(v, stage, context - (end - 1) * KEYS, sizes)
-    acc, ready = warpgroup_mma_wait(0, deps=_add_values(ready, v.index(stage), acc))
-    mbarrier.arrive(bars.index(STAGES + stage), count=1)
-    stage, phase = following(stage, phase, STAGES)
-    return acc, level, gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, _TILE)), stage, phase
+    none = gl.zeros([64, 128], gl.float32, layout=_TILE)
+    state = _State(none, level, _partial_sums(weights), weights.to(gl.bfloat16))
+    stage, phase = next_stage(stage, phase, STAGES)
+    masked = gl.minimum(span.end, (past + 1) // KEYS)  # the first tile that some row sees only in part
+    if HAS_MAXIMUM:
+        masked = span.low + 1  # one loop less to compile: this hardly ever runs
+    for _ in range(span.low + 1, masked):
+        state = _step(shared, q, scale, state, stage, phase, past, False, HAS_MAXIMUM)
+        stage, phase = next_stage(stage, phase, STAGES)
+    for j in range(gl.maximum(span.low + 1, masked), span.end):
+        state = _step(shared, q, scale, state, stage, phase, past - j * KEYS, True, HAS_MAXIMUM)
+        stage, phase = next_stage(stage, phase, STAGES)
+    mbarrier.wait(bars.full(stage), phase)
+    _zero_after_context(v, stage, span.context - (span.end - 1) * KEYS, sizes)
+    acc, _ = warpgroup_mma_wait(0, deps=_add_values(state.ready, v.index(stage), state.acc))
+    mbarrier.arrive(bars.free(stage), count=1)
+    stage, phase = next_stage(stage, phase, STAGES)
+    return acc, state.level, gl.convert_layout(gl.sum(state.total, 1), gl.SliceLayout(1, _TILE)), stage, phase
 
 
 @gluon.jit
 def _step(
-    shared: gl.tuple, q: gl.tensor, scale: gl.tensor, state: gl.tuple, stage: gl.tensor, phase: gl.tensor,
-    past: gl.tensor, IS_MASKED: gl.constexpr, IS_CAREFUL: gl.constexpr, sizes: gl.constexpr,
-) -> gl.tuple:  # fmt: skip
+    shared: _Shared, q: gl.tensor, scale: gl.tensor, state: _State, stage: gl.tensor, phase: gl.tensor,
+    past: gl.tensor, IS_MASKED: gl.constexpr, HAS_MAXIMUM: gl.constexpr,
+) -> _State:  # fmt: skip
     """The scores of a tile, the values of the one before."""
-    k, v, bars, _ = shared
-    acc, level, total, ready = state
-    mbarrier.wait(bars.index(stage), phase)
-    scores = _scores(q, k.index(stage))
-    acc, ready = _add_values(ready, v.index(stage), acc)
+    level, total = state.level, state.total
+    mbarrier.wait(shared.bars.full(stage), phase)
+    scores = _scores(q, shared.k.index(stage))
+    acc, ready = _add_values(state.ready, shared.v.index(stage), state.acc)
     scores = warpgroup_mma_wait(1, deps=(scores,))
     if IS_MASKED:
         scores = _masked(scores, past)
     shrink = level
-    if IS_CAREFUL:
+    if HAS_MAXIMUM:
         larger = gl.maximum(level, gl.max(scores, 1) * scale)
         shrink = gl.exp2(level - larger)
         level = larger
@@ -311,29 +383,29 @@ def _step(
     total = before_waiting(total + _partial_sums(weights))
     acc, ready = warpgroup_mma_wait(0, deps=(acc, ready))
     ready = weights.to(gl.bfloat16)
-    if IS_CAREFUL:
+    if HAS_MAXIMUM:
         acc = acc * shrink[:, None]
-    mbarrier.arrive(bars.index(sizes[2] + stage), count=1)
-    return acc, level, total, ready
+    mbarrier.arrive(shared.bars.free(stage), count=1)
+    return _State(acc, level, total, ready)
 
 
 @gluon.jit
 def _masked(scores: gl.tensor, past: gl.tensor) -> gl.tensor:
-    """-inf where a key, counted from the tile's first, is behind the row's own."""
+    """-inf where a key, counted from the tile's first, comes after the row's own."""
     own = past + gl.arange(0, 64, layout=gl.SliceLayout(1, _TILE))
     return gl.where(gl.arange(0, 128, layout=gl.SliceLayout(0, _TILE))[None, :] <= own[:, None], scores, float("-inf"))
 
 
 @gluon.jit
-def _forget_strangers(v: gl.shared_memory_descriptor, stage: gl.tensor, count: gl.tensor, sizes: gl.constexpr) -> None:
-    """Zero in the last tile what is behind the context: a weight of nought cannot undo a NaN left there.
+def _zero_after_context(v: gl.shared_memory_descriptor, stage: gl.tensor, count: gl.tensor, sizes: _Sizes) -> None:
+    """Zero the values after the context in the last tile: a NaN that lies there would survive a weight of zero.
 
     Both groups do so, neither waits for the other: they write the same.
     """
-    BLOCK: gl.constexpr = sizes[0]
-    BLOCKS: gl.constexpr = sizes[1] // BLOCK
+    BLOCK: gl.constexpr = sizes.BLOCK
+    BLOCKS: gl.constexpr = sizes.KEYS // BLOCK
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    boxes = _seen_as(v, gl.bfloat16, [sizes[2] * 2 * BLOCKS, BLOCK, 64], _LAYOUT)
+    boxes = reinterpret(v, gl.bfloat16, [sizes.STAGES * 2 * BLOCKS, BLOCK, 64], _LAYOUT)
     rows = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, L))
     for i in range(count // BLOCK, BLOCKS):
         for half in gl.static_range(2):
@@ -344,50 +416,48 @@ def _forget_strangers(v: gl.shared_memory_descriptor, stage: gl.tensor, count: g
 
 @gluon.jit
 def _scores(q: gl.tensor, k: gl.shared_memory_descriptor) -> gl.tensor:
-    """On their way."""
+    """Asynchronous."""
     none = gl.zeros([64, 128], gl.float32, layout=_TILE)
     return warpgroup_mma(q, k.permute((1, 0)), none, use_acc=False, is_async=True)
 
 
 @gluon.jit
 def _add_values(ready: gl.tensor, v: gl.shared_memory_descriptor, acc: gl.tensor) -> gl.tuple:
-    """On their way. The weights come back: their registers must last as long."""
+    """Asynchronous. The weights are returned as well: their registers must stay allocated until the wait."""
     ready = gl.convert_layout(ready, gl.DotOperandLayout(0, _TILE, 2), assert_trivial=True)
     return warpgroup_mma(ready, v, acc, is_async=True), ready
 
 
 @gluon.jit
 def _partial_sums(weights: gl.tensor) -> gl.tensor:
-    """[64, 128] -> [64, 8]: what a thread can add up alone, so that threads need not meet in every tile."""
+    """[64, 128] -> [64, 8]: what a thread can add up alone, without a shuffle in every tile."""
     return gl.sum(gl.reshape(weights, [64, 16, 8]), 1)
 
 
 @gluon.jit
-def _write(result: gl.tuple, acc: gl.tensor, total: gl.tensor, start: gl.tensor, count: gl.tensor) -> None:
-    """What one split has found alone; others of the launch may have something to add up."""
-    out, active = result[0], result[4]
+def _write(output: _Output, acc: gl.tensor, total: gl.tensor, start: gl.tensor, count: gl.tensor) -> None:
+    """The result of rows that have one split. Other rows of the launch may have more."""
     rows = gl.arange(0, 64, layout=gl.SliceLayout(1, _TILE))
     known, packed = rows < count, (start + rows).to(gl.int64)
     cell = packed * gl.num_programs(0) + gl.program_id(0)
-    place = out + cell[:, None] * _HEAD + gl.arange(0, 128, layout=gl.SliceLayout(0, _TILE))[None, :]
-    gl.store(place, (acc * (1.0 / total)[:, None]).to(gl.bfloat16), mask=known[:, None])
+    target = output.out + cell[:, None] * _HEAD + gl.arange(0, 128, layout=gl.SliceLayout(0, _TILE))[None, :]
+    gl.store(target, (acc * (1.0 / total)[:, None]).to(gl.bfloat16), mask=known[:, None])
     if (gl.program_id(0) == 0) & (gl.num_programs(2) > 1):
-        gl.store(active + packed, gl.zeros_like(rows), mask=known)
+        gl.store(output.active + packed, gl.zeros_like(rows), mask=known)
 
 
 @gluon.jit
-def _leave(
-    result: gl.tuple, acc: gl.tensor, level: gl.tensor, total: gl.tensor, start: gl.tensor, count: gl.tensor,
+def _write_partial(
+    output: _Output, acc: gl.tensor, level: gl.tensor, total: gl.tensor, start: gl.tensor, count: gl.tensor,
     past: gl.tensor, share: gl.tensor,
 ) -> None:  # fmt: skip
-    """A split's sums, and from its first the number of those that have keys for a row."""
-    _, mixed, maxima, sums, active, cells = result
+    """A split's sums; the first split also writes how many splits have keys for each row."""
     rows = gl.arange(0, 64, layout=gl.SliceLayout(1, _TILE))
     dims = gl.arange(0, 128, layout=gl.SliceLayout(0, _TILE))[None, :]
     known, packed = rows < count, (start + rows).to(gl.int64)
-    part = gl.program_id(2).to(gl.int64) * cells + packed * gl.num_programs(0) + gl.program_id(0)
-    gl.store(mixed + part[:, None] * _HEAD + dims, acc, mask=known[:, None])
-    gl.store(maxima + part, level, mask=known)
-    gl.store(sums + part, total, mask=known)
+    part = gl.program_id(2).to(gl.int64) * output.cells + packed * gl.num_programs(0) + gl.program_id(0)
+    gl.store(output.mixed + part[:, None] * _HEAD + dims, acc, mask=known[:, None])
+    gl.store(output.maxima + part, level, mask=known)
+    gl.store(output.sums + part, total, mask=known)
     if (gl.program_id(0) == 0) & (gl.program_id(2) == 0):
-        gl.store(active + packed, (past + rows) // share + 1, mask=known)
+        gl.store(output.active + packed, (past + rows) // share + 1, mask=known)

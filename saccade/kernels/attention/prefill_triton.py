@@ -25,7 +25,7 @@ from torch import Tensor
 
 from saccade.kernels.attention.decode_triton import slots_of
 from saccade.kernels.attention.online_softmax import LOG2_E, divide, weigh
-from saccade.kernels.attention.prefill_combine import MAX_SPLITS, combine, new_parts
+from saccade.kernels.attention.prefill_combine import MAX_SPLITS, combine, new_partials
 from saccade.kernels.launch.device import num_sms, precision_of
 from saccade.kernels.launch.pdl import overlap, pdl_release_then_wait, supports_pdl
 from saccade.kernels.launch.tiling import Launch, Tiles, power_of_two
@@ -59,7 +59,8 @@ def paged_prefill(
     launch = launch or launch_for(q, tiles.rows, splits)
     assert launch.rows == tiles.rows, f"tiles of {tiles.rows} rows, a launch of {launch.rows}"
     out = torch.empty((tokens, heads, dim), dtype=q.dtype, device=q.device) if out is None else out
-    parts, early = new_parts(splits, out) if splits > 1 else None, supports_pdl(q)
+    parts = new_partials(splits, out) if splits > 1 else None
+    early = supports_pdl(q)
     _prefill_kernel[(heads, splits, len(tiles.index))](
         q, k_cache, v_cache, block_tables, context_lens, tiles.starts, tiles.index, out,
         *(parts or (None,) * 4), tokens * heads,

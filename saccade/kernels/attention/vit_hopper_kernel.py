@@ -1,79 +1,160 @@
-"""What `hopper_vit` runs on the device, in Gluon. Knows items of work, not how they were shared out.
+"""The device code of `vit_hopper`, in Gluon. Knows work items, not how they were scheduled.
 
-One program on each multiprocessor goes through its items (see `vit_shares`). Four roles run side by side in it and meet
-at barriers only:
+A persistent program on each SM runs its items (see `vit_schedule`), with four warp-specialized roles:
 
-    producer, 1 warp       copies keys and values into a ring of stages   | K0 . | K1 V0 | K2 V1 | .. | . Vn | K0 . | ..
-    3 groups of 4 warps,   scores of tile j and the values of tile j - 1 are multiplied together, so that the
-    64 rows each           exponentials of tile j are taken while the tensor cores still work
+    producer, 1 warp       TMA loads of keys and values into a ring       | K0 . | K1 V0 | K2 V1 | .. | . Vn | K0 . | ..
+    3 groups of 4 warps,   the WGMMA of the scores of tile j and of the values of tile j - 1 are issued together, so
+    64 rows each           that the exponentials of tile j overlap with the latter
 
-The ring goes on from item to item: keys and queries of the next one are there when the last result is written.
+The ring runs on from item to item: keys and queries of the next one are loaded when the last result is written.
 
-Weights are powers of two above a level that is fixed by the first tile: nothing already summed is ever rescaled, and no
-maximum is looked for. Should a row's weights outgrow float32's range all the same, the program starts over and takes
-the careful way, with a maximum that moves.
+Softmax weights are relative to a level that the first tile fixes: no running maximum, no rescaling of the accumulator.
+If the weights of a row overflow all the same, the program starts over with a running maximum.
 """
 
 from __future__ import annotations
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
+from saccade.kernels.attention.vit_combine import CELL
+from saccade.kernels.launch.gluon_compat import (
+    aggregate,
     fence_async_shared,
+    gdc_launch_dependents,
+    gdc_wait,
+    gl,
+    gluon,
     mbarrier,
     tma,
+    tma_load,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from saccade.kernels.launch.hopper_ring import Barriers, before_waiting, next_stage
 
-from saccade.kernels.attention.hopper_ring import before_waiting, following
-from saccade.kernels.attention.vit_combine import CELL
-
-_SUMS1 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))  # of values, in registers
-_SUMS2 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16]))
-_HEADROOM = gl.constexpr(32.0)  # the level lies so many powers of two above what the first tile shows
-_MOST = gl.constexpr(2.0**90)  # sums of weights beyond this are not trusted
+_ACC1 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+_ACC2 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16]))
+_HEADROOM = gl.constexpr(32.0)  # the level is so many powers of two above the maximum of the first tile
+_MAX_TOTAL = gl.constexpr(2.0**90)  # larger sums of weights may have overflowed
 _SPARE = gl.constexpr(CELL)
-_copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # its name until Triton 3.7
+# Extra barriers: all groups have said whether their weights overflowed; queries are loaded; queries are read.
+_CHECKED = gl.constexpr(0)
+_QUERIES_FULL = gl.constexpr(1)
+_QUERIES_FREE = gl.constexpr(2)
+
+
+@aggregate
+class _Sizes:
+    """What the kernel is compiled for."""
+
+    DIM: gl.constexpr
+    KEYS: gl.constexpr  # of a tile
+    STAGES: gl.constexpr
+    IS_PARTED: gl.constexpr  # queries and keys are in the order of `hopper_qkv_rope`
+
+
+@aggregate
+class _Shared:
+    """A head is 64 dimensions and up to 16 more, each with buffers of its own."""
+
+    k1: gl.shared_memory_descriptor
+    k2: gl.shared_memory_descriptor
+    v1: gl.shared_memory_descriptor
+    v2: gl.shared_memory_descriptor
+    q1: gl.shared_memory_descriptor
+    q2: gl.shared_memory_descriptor
+    bars: Barriers
+    overflowed: gl.shared_memory_descriptor
+
+
+@aggregate
+class _Item:
+    """A work item in memory: one head's tile of rows, and the tiles of keys it attends to (see `vit_schedule`)."""
+
+    pointer: gl.tensor
+
+    @gluon.jit
+    def row(self) -> gl.tensor:
+        return gl.load(self.pointer)
+
+    @gluon.jit
+    def rows(self) -> gl.tensor:
+        return gl.load(self.pointer + 1)
+
+    @gluon.jit
+    def head(self) -> gl.tensor:
+        return gl.load(self.pointer + 2)
+
+    @gluon.jit
+    def image_start(self) -> gl.tensor:
+        return gl.load(self.pointer + 3)
+
+    @gluon.jit
+    def image_length(self) -> gl.tensor:
+        return gl.load(self.pointer + 4)
+
+    @gluon.jit
+    def first_tile(self) -> gl.tensor:
+        return gl.load(self.pointer + 5)
+
+    @gluon.jit
+    def tiles(self) -> gl.tensor:
+        return gl.load(self.pointer + 6)
+
+    @gluon.jit
+    def slot(self) -> gl.tensor:
+        return gl.load(self.pointer + 7)
+
+
+@aggregate
+class _Share:
+    """The items of a program."""
+
+    begin: gl.tensor
+    end: gl.tensor
+
+
+@aggregate
+class _Tensors:
+    items: gl.tensor
+    out: gl.tensor
+    parts: gl.tensor
+    heads: gl.tensor
 
 
 @gluon.jit(do_not_specialize=["heads"], do_not_specialize_on_alignment=["offsets", "items"])
 def vit_kernel(
-    wide: tma.tensor_descriptor, narrow: tma.tensor_descriptor,  # of all rows, for the parts of a head
+    wide: tma.tensor_descriptor, narrow: tma.tensor_descriptor,  # of all rows; boxes of 64 and of 16 columns
     offsets: gl.tensor, items: gl.tensor, out: gl.tensor, parts: gl.tensor, scale: gl.tensor,
     heads: gl.tensor, DIM: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, IS_PARTED: gl.constexpr,
 ) -> None:  # fmt: skip
-    gdc_launch_dependents()  # what adds up parts waits for all of them, but may take every multiprocessor that is free
-    share = (gl.load(offsets + gl.program_id(0)), gl.load(offsets + gl.program_id(0) + 1))
+    gdc_launch_dependents()  # the combine kernel waits for all partial results, but may take every SM that is free
+    share = _Share(gl.load(offsets + gl.program_id(0)), gl.load(offsets + gl.program_id(0) + 1))
     k1 = gl.allocate_shared_memory(gl.bfloat16, [STAGES, KEYS, 64], wide.layout)
     k2 = gl.allocate_shared_memory(gl.bfloat16, [STAGES, KEYS, 16], narrow.layout)
     v1 = gl.allocate_shared_memory(gl.bfloat16, [STAGES, KEYS, 64], wide.layout)
     v2 = gl.allocate_shared_memory(gl.bfloat16, [STAGES, KEYS, 16], narrow.layout)
     q1 = gl.allocate_shared_memory(gl.bfloat16, [3, 64, 64], wide.layout)
     q2 = gl.allocate_shared_memory(gl.bfloat16, [3, 64, 16], narrow.layout)
-    outgrown = gl.allocate_shared_memory(gl.int32, [128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    outgrown.store(gl.full([128], 0, gl.int32, gl.BlockedLayout([1], [32], [4], [0])))
-    # a stage is full, a stage is free again; everybody has said whether weights outgrew; queries are there, are taken
-    bars = gl.allocate_shared_memory(gl.int64, [2 * STAGES + 3, 1], mbarrier.MBarrierLayout())
+    overflowed = gl.allocate_shared_memory(gl.int32, [128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    overflowed.store(gl.full([128], 0, gl.int32, gl.BlockedLayout([1], [32], [4], [0])))
+    bars = Barriers(gl.allocate_shared_memory(gl.int64, [2 * STAGES + 3, 1], mbarrier.MBarrierLayout()), STAGES)
     for i in gl.static_range(STAGES):
-        mbarrier.init(bars.index(i), count=1)
-        mbarrier.init(bars.index(STAGES + i), count=3)
-    mbarrier.init(bars.index(2 * STAGES), count=3)
-    mbarrier.init(bars.index(2 * STAGES + 1), count=1)
-    mbarrier.init(bars.index(2 * STAGES + 2), count=3)
+        mbarrier.init(bars.full(i), count=1)
+        mbarrier.init(bars.free(i), count=3)
+    mbarrier.init(bars.extra(_CHECKED), count=3)
+    mbarrier.init(bars.extra(_QUERIES_FULL), count=1)
+    mbarrier.init(bars.extra(_QUERIES_FREE), count=3)
     fence_async_shared()
-    shared = (k1, k2, v1, v2, q1, q2, bars, outgrown)
-    tensors = (items, out, parts, heads)
-    sizes: gl.constexpr = (DIM, KEYS, STAGES, IS_PARTED)
-    gdc_wait()  # for the queries, keys and values
-    if share[0] < share[1]:
+    shared = _Shared(k1, k2, v1, v2, q1, q2, bars, overflowed)
+    tensors = _Tensors(items, out, parts, heads)
+    sizes = _Sizes(DIM, KEYS, STAGES, IS_PARTED)
+    gdc_wait()  # for queries, keys and values
+    if share.begin < share.end:
         gl.warp_specialize(
             [
                 (_consume, (shared, tensors, scale, share, 0, sizes)),
                 (_consume, (shared, tensors, scale, share, 1, sizes)),
                 (_consume, (shared, tensors, scale, share, 2, sizes)),
-                (_produce, (shared, wide, narrow, (items, heads), share, sizes)),
+                (_produce, (shared, wide, narrow, items, heads, share, sizes)),
             ],
             [4, 4, 1],
             [160, 160, 24],
@@ -85,207 +166,196 @@ def vit_kernel(
 
 @gluon.jit
 def _produce(
-    shared: gl.tuple, wide: tma.tensor_descriptor, narrow: tma.tensor_descriptor, work: gl.tuple, share: gl.tuple,
-    sizes: gl.constexpr,
+    shared: _Shared, wide: tma.tensor_descriptor, narrow: tma.tensor_descriptor, items: gl.tensor, heads: gl.tensor,
+    share: _Share, sizes: _Sizes,
 ) -> None:  # fmt: skip
-    stage, phase, turn = _copy_all(
-        shared, wide, narrow, work, share, gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0), sizes
+    stage, phase, q_phase = _load_all(
+        shared, wide, narrow, items, heads, share, gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0), sizes
     )
-    if _has_outgrown(shared, 1, sizes):
-        _copy_all(shared, wide, narrow, work, share, stage, phase, turn, sizes)
+    if _has_overflowed(shared, 1):
+        _load_all(shared, wide, narrow, items, heads, share, stage, phase, q_phase, sizes)
 
 
 @gluon.jit
-def _copy_all(
-    shared: gl.tuple, wide: tma.tensor_descriptor, narrow: tma.tensor_descriptor, work: gl.tuple, share: gl.tuple,
-    stage: gl.tensor, phase: gl.tensor, turn: gl.tensor, sizes: gl.constexpr,
+def _load_all(
+    shared: _Shared, wide: tma.tensor_descriptor, narrow: tma.tensor_descriptor, items: gl.tensor, heads: gl.tensor,
+    share: _Share, stage: gl.tensor, phase: gl.tensor, q_phase: gl.tensor, sizes: _Sizes,
 ) -> gl.tuple:  # fmt: skip
-    items, heads = work
-    for i in range(share[0], share[1]):
-        _copy_queries(shared, wide, narrow, items + 8 * i, heads, turn, sizes)
-        stage, phase = _copy_item(shared, wide, narrow, items + 8 * i, heads, stage, phase, sizes)
-        turn ^= 1
-    return stage, phase, turn
+    for i in range(share.begin, share.end):
+        _load_queries(shared, wide, narrow, _Item(items + 8 * i), heads, q_phase, sizes)
+        stage, phase = _load_item(shared, wide, narrow, _Item(items + 8 * i), heads, stage, phase, sizes)
+        q_phase ^= 1
+    return stage, phase, q_phase
 
 
 @gluon.jit
-def _copy_queries(
-    shared: gl.tuple, wide: tma.tensor_descriptor, narrow: tma.tensor_descriptor, item: gl.tensor, heads: gl.tensor,
-    turn: gl.tensor, sizes: gl.constexpr,
+def _load_queries(
+    shared: _Shared, wide: tma.tensor_descriptor, narrow: tma.tensor_descriptor, item: _Item, heads: gl.tensor,
+    q_phase: gl.tensor, sizes: _Sizes,
 ) -> None:  # fmt: skip
-    """Of all groups, also rows that the item does not have: nothing is made of them."""
-    STAGES: gl.constexpr = sizes[2]
-    _, _, _, _, q1, q2, bars, _ = shared
-    row = gl.load(item)
-    first, rest = _columns(gl.load(item + 2), heads, sizes)
-    full = bars.index(2 * STAGES + 1)
-    mbarrier.wait(bars.index(2 * STAGES + 2), turn ^ 1)
+    """Of all groups, also rows after the item's last: their results are not written."""
+    row = item.row()
+    first, rest = _columns(item.head(), heads, sizes)
+    full = shared.bars.extra(_QUERIES_FULL)
+    mbarrier.wait(shared.bars.extra(_QUERIES_FREE), q_phase ^ 1)
     mbarrier.expect(full, 192 * 160)
     for group in gl.static_range(3):
-        _copy(wide, [row + group * 64, first], full, q1.index(group))
-        _copy(narrow, [row + group * 64, rest], full, q2.index(group))
+        tma_load(wide, [row + group * 64, first], full, shared.q1.index(group))
+        tma_load(narrow, [row + group * 64, rest], full, shared.q2.index(group))
 
 
 @gluon.jit
-def _columns(head: gl.tensor, heads: gl.tensor, sizes: gl.constexpr) -> gl.tuple:
-    """Of a head's two parts among the queries. Parted: first those of 64 of all heads, then those of 16."""
-    first, rest = head * sizes[0], head * sizes[0] + 64
-    if sizes[3]:
+def _columns(head: gl.tensor, heads: gl.tensor, sizes: _Sizes) -> gl.tuple:
+    """Where a head's two parts are among the queries. Parted: the 64 columns of all heads, then the 16 of all."""
+    first, rest = head * sizes.DIM, head * sizes.DIM + 64
+    if sizes.IS_PARTED:
         first, rest = head * 64, heads * 64 + head * 16
     return first, rest
 
 
 @gluon.jit
-def _copy_item(
-    shared: gl.tuple, wide: tma.tensor_descriptor, narrow: tma.tensor_descriptor, item: gl.tensor, heads: gl.tensor,
-    stage: gl.tensor, phase: gl.tensor, sizes: gl.constexpr,
+def _load_item(
+    shared: _Shared, wide: tma.tensor_descriptor, narrow: tma.tensor_descriptor, item: _Item, heads: gl.tensor,
+    stage: gl.tensor, phase: gl.tensor, sizes: _Sizes,
 ) -> gl.tuple:  # fmt: skip
     """The tiles of keys, each with the values of the tile before.
 
-    A picture's first tile is its last rows, however many of them the other tiles have, too: no tile ever reaches into
-    the next picture.
+    An image's first tile is its last rows, even if other tiles have some of them, too: no tile reaches into the next
+    image.
     """
-    DIM: gl.constexpr = sizes[0]
-    KEYS: gl.constexpr = sizes[1]
-    STAGES: gl.constexpr = sizes[2]
-    k1, k2, v1, v2, _, _, bars, _ = shared
-    key, rest = _columns(gl.load(item + 2), heads, sizes)
+    DIM: gl.constexpr = sizes.DIM
+    KEYS: gl.constexpr = sizes.KEYS
+    bars = shared.bars
+    key, rest = _columns(item.head(), heads, sizes)
     key, rest = key + heads * DIM, rest + heads * DIM
-    value = (2 * heads + gl.load(item + 2)) * DIM
-    start, length, first, tiles = gl.load(item + 3), gl.load(item + 4), gl.load(item + 5), gl.load(item + 6)
+    value = (2 * heads + item.head()) * DIM
+    start, length, first, tiles = item.image_start(), item.image_length(), item.first_tile(), item.tiles()
     at = start + gl.where(first == 0, length - KEYS, (first - 1) * KEYS)
-    following_at = start + first * KEYS
+    next_at = start + first * KEYS
     before = start  # a name of its own for the compiler: nothing reads it
     for j in range(tiles + 1):
-        full = bars.index(stage)
-        mbarrier.wait(bars.index(STAGES + stage), phase ^ 1)
+        full = bars.full(stage)
+        mbarrier.wait(bars.free(stage), phase ^ 1)
         mbarrier.expect(full, KEYS * 160, pred=(j == 0) | (j == tiles))
         mbarrier.expect(full, KEYS * 320, pred=(j > 0) & (j < tiles))
-        _copy(wide, [at, key], full, k1.index(stage), pred=j < tiles)
-        _copy(narrow, [at, rest], full, k2.index(stage), pred=j < tiles)
-        _copy(wide, [before, value], full, v1.index(stage), pred=j > 0)
-        _copy(narrow, [before, value + 64], full, v2.index(stage), pred=j > 0)
-        before, at, following_at = at, following_at, following_at + KEYS
-        stage, phase = following(stage, phase, STAGES)
+        tma_load(wide, [at, key], full, shared.k1.index(stage), pred=j < tiles)
+        tma_load(narrow, [at, rest], full, shared.k2.index(stage), pred=j < tiles)
+        tma_load(wide, [before, value], full, shared.v1.index(stage), pred=j > 0)
+        tma_load(narrow, [before, value + 64], full, shared.v2.index(stage), pred=j > 0)
+        before, at, next_at = at, next_at, next_at + KEYS
+        stage, phase = next_stage(stage, phase, sizes.STAGES)
     return stage, phase
 
 
-# --- the groups of rows -------------------------------------------------------------------------------------------
+# --- the consumers ------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
 def _consume(
-    shared: gl.tuple, tensors: gl.tuple, scale: gl.tensor, share: gl.tuple, GROUP: gl.constexpr, sizes: gl.constexpr
+    shared: _Shared, tensors: _Tensors, scale: gl.tensor, share: _Share, GROUP: gl.constexpr, sizes: _Sizes
 ) -> None:
-    STAGES: gl.constexpr = sizes[2]
-    _, _, _, _, _, _, bars, outgrown = shared
-    largest, stage, phase, turn = _walk(
+    largest, stage, phase, q_phase = _attend_items(
         shared, tensors, scale, share, gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0), False, GROUP, sizes
     )
-    if gl.max(largest, 0) > _MOST:
-        outgrown.store(gl.full([128], 1, gl.int32, gl.BlockedLayout([1], [32], [4], [0])))
-    mbarrier.arrive(bars.index(2 * STAGES), count=1)
-    if _has_outgrown(shared, 4, sizes):
-        _walk(shared, tensors, scale, share, stage, phase, turn, True, GROUP, sizes)
+    if gl.max(largest, 0) > _MAX_TOTAL:
+        shared.overflowed.store(gl.full([128], 1, gl.int32, gl.BlockedLayout([1], [32], [4], [0])))
+    mbarrier.arrive(shared.bars.extra(_CHECKED), count=1)
+    if _has_overflowed(shared, 4):
+        _attend_items(shared, tensors, scale, share, stage, phase, q_phase, True, GROUP, sizes)
 
 
 @gluon.jit
-def _has_outgrown(shared: gl.tuple, WARPS: gl.constexpr, sizes: gl.constexpr) -> gl.tensor:
-    """Whether any group's weights did, once all have said so."""
-    STAGES: gl.constexpr = sizes[2]
-    _, _, _, _, _, _, bars, outgrown = shared
-    mbarrier.wait(bars.index(2 * STAGES), 0)
-    return gl.max(outgrown.load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0) > 0
+def _has_overflowed(shared: _Shared, WARPS: gl.constexpr) -> gl.tensor:
+    """Whether the weights of any group did, once all have checked."""
+    mbarrier.wait(shared.bars.extra(_CHECKED), 0)
+    return gl.max(shared.overflowed.load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0) > 0
 
 
 @gluon.jit
-def _walk(
-    shared: gl.tuple, tensors: gl.tuple, scale: gl.tensor, share: gl.tuple, stage: gl.tensor, phase: gl.tensor,
-    turn: gl.tensor, IS_CAREFUL: gl.constexpr, GROUP: gl.constexpr, sizes: gl.constexpr,
+def _attend_items(
+    shared: _Shared, tensors: _Tensors, scale: gl.tensor, share: _Share, stage: gl.tensor, phase: gl.tensor,
+    q_phase: gl.tensor, HAS_MAXIMUM: gl.constexpr, GROUP: gl.constexpr, sizes: _Sizes,
 ) -> gl.tuple:  # fmt: skip
-    """All items. Returns the largest sums of weights [64], and where ring and queries stand then."""
-    items = tensors[0]
-    _, _, _, _, _, _, bars, _ = shared
-    largest = gl.zeros([64], gl.float32, layout=gl.SliceLayout(1, _SUMS1))
-    for i in range(share[0], share[1]):
-        item = items + 8 * i
-        mbarrier.wait(bars.index(2 * sizes[2] + 1), turn)
-        if gl.load(item + 1) > GROUP * 64:
+    """All items. Returns the largest sums of weights [64], and the stage and phases after that."""
+    bars = shared.bars
+    largest = gl.zeros([64], gl.float32, layout=gl.SliceLayout(1, _ACC1))
+    for i in range(share.begin, share.end):
+        item = _Item(tensors.items + 8 * i)
+        mbarrier.wait(bars.extra(_QUERIES_FULL), q_phase)
+        if item.rows() > GROUP * 64:
             q = _queries(shared, GROUP, sizes)
-            acc, total, level, ready, stage, phase = _attend(shared, q, scale, item, stage, phase, IS_CAREFUL, sizes)
+            acc, total, level, ready, stage, phase = _attend(shared, q, scale, item, stage, phase, HAS_MAXIMUM, sizes)
             acc1, acc2, stage, phase = _last_values(shared, ready, acc, stage, phase, sizes)
-            total = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, _SUMS1))
-            rows = GROUP * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, _SUMS1))
-            largest = gl.maximum(largest, gl.where(rows < gl.load(item + 1), total, 0.0))  # others are nobody's
-            _leave(tensors, item, acc1, acc2, total, level, GROUP, sizes)
+            total = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, _ACC1))
+            rows = GROUP * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, _ACC1))
+            largest = gl.maximum(largest, gl.where(rows < item.rows(), total, 0.0))
+            _write_result(tensors, item, acc1, acc2, total, level, GROUP, sizes)
         else:
-            mbarrier.arrive(bars.index(2 * sizes[2] + 2), count=1)
-            stage, phase = _pass_over(shared, gl.load(item + 6) + 1, stage, phase, sizes)
-        turn ^= 1
-    return largest, stage, phase, turn
+            mbarrier.arrive(bars.extra(_QUERIES_FREE), count=1)
+            stage, phase = _skip(bars, item.tiles() + 1, stage, phase, sizes)
+        q_phase ^= 1
+    return largest, stage, phase, q_phase
 
 
 @gluon.jit
-def _queries(shared: gl.tuple, GROUP: gl.constexpr, sizes: gl.constexpr) -> gl.tuple:
-    """[64, 64] and [64, 16], the latter zero behind the head's end: where keys belong to the next head."""
-    Q: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sizes[1], 16]), 2)
-    _, _, _, _, first, rest, _, _ = shared
-    q1, q2 = first.index(GROUP).load(Q), rest.index(GROUP).load(Q)
-    if sizes[0] < 80:
-        known = gl.arange(0, 16, layout=gl.SliceLayout(0, Q))[None, :] < sizes[0] - 64
+def _queries(shared: _Shared, GROUP: gl.constexpr, sizes: _Sizes) -> gl.tuple:
+    """[64, 64] and [64, 16], the latter zero after the head's end: those columns of keys are the next head's."""
+    Q: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sizes.KEYS, 16]), 2)
+    q1, q2 = shared.q1.index(GROUP).load(Q), shared.q2.index(GROUP).load(Q)
+    if sizes.DIM < 80:
+        known = gl.arange(0, 16, layout=gl.SliceLayout(0, Q))[None, :] < sizes.DIM - 64
         q2 = gl.where(known, q2, gl.zeros([64, 16], gl.bfloat16, layout=Q))
     return q1, q2
 
 
 @gluon.jit
-def _pass_over(
-    shared: gl.tuple, stages: gl.tensor, stage: gl.tensor, phase: gl.tensor, sizes: gl.constexpr
-) -> gl.tuple:
-    """A group that an item has no rows for leaves its stages to the others."""
-    STAGES: gl.constexpr = sizes[2]
-    _, _, _, _, _, _, bars, _ = shared
+def _skip(bars: Barriers, stages: gl.tensor, stage: gl.tensor, phase: gl.tensor, sizes: _Sizes) -> gl.tuple:
+    """The stages of an item that has no rows for this group."""
     for _ in range(stages):
-        mbarrier.wait(bars.index(stage), phase)
-        mbarrier.arrive(bars.index(STAGES + stage), count=1)
-        stage, phase = following(stage, phase, STAGES)
+        mbarrier.wait(bars.full(stage), phase)
+        mbarrier.arrive(bars.free(stage), count=1)
+        stage, phase = next_stage(stage, phase, sizes.STAGES)
     return stage, phase
 
 
 @gluon.jit
 def _attend(
-    shared: gl.tuple, q: gl.tuple, scale: gl.tensor, item: gl.tensor, stage: gl.tensor, phase: gl.tensor,
-    IS_CAREFUL: gl.constexpr, sizes: gl.constexpr,
+    shared: _Shared, q: gl.tuple, scale: gl.tensor, item: _Item, stage: gl.tensor, phase: gl.tensor,
+    HAS_MAXIMUM: gl.constexpr, sizes: _Sizes,
 ) -> gl.tuple:  # fmt: skip
-    """Sums of values ([64, 64], [64, 16]) but for those of the last tile, sums of weights, their level, the weights of
-    the last tile, and where the ring stands then."""
-    KEYS: gl.constexpr = sizes[1]
-    STAGES: gl.constexpr = sizes[2]
+    """Sums of values ([64, 64], [64, 16]) without those of the last tile, sums of weights, their level, the weights of
+    the last tile, and the stage and phase of the ring after that.
+
+    HAS_MAXIMUM: the level is a running maximum, as in any online softmax.
+    """
+    KEYS: gl.constexpr = sizes.KEYS
+    STAGES: gl.constexpr = sizes.STAGES
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
-    k1, k2, v1, v2, _, _, bars, _ = shared
-    length, first, tiles = gl.load(item + 4), gl.load(item + 5), gl.load(item + 6)
-    acc1 = gl.zeros([64, 64], gl.float32, layout=_SUMS1)
-    acc2 = gl.zeros([64, 16], gl.float32, layout=_SUMS2)
-    mbarrier.wait(bars.index(stage), phase)
+    k1, k2, v1, v2, bars = shared.k1, shared.k2, shared.v1, shared.v2, shared.bars
+    length, first, tiles = item.image_length(), item.first_tile(), item.tiles()
+    acc1 = gl.zeros([64, 64], gl.float32, layout=_ACC1)
+    acc2 = gl.zeros([64, 16], gl.float32, layout=_ACC2)
+    mbarrier.wait(bars.full(stage), phase)
     scores = warpgroup_mma_wait(0, deps=(_scores(q, k1.index(stage), k2.index(stage), KEYS),))
-    mbarrier.arrive(bars.index(STAGES + stage), count=1)
-    # Not before: loads of queries may still be queued behind stores when a barrier hears that they were issued.
-    mbarrier.arrive(bars.index(2 * STAGES + 2), count=1)
+    mbarrier.arrive(bars.free(stage), count=1)
+    # Not earlier: loads of queries may still be queued when an arrive directly after them is seen.
+    mbarrier.arrive(bars.extra(_QUERIES_FREE), count=1)
     again = gl.where(first == 0, (length + KEYS - 1) // KEYS * KEYS - length, 0)  # keys that another tile has, too
     scores = gl.where(gl.arange(0, KEYS, layout=gl.SliceLayout(0, S))[None, :] >= again, scores, float("-inf"))
     level = gl.max(scores, 1) * scale
-    if not IS_CAREFUL:
+    if not HAS_MAXIMUM:
         level += _HEADROOM
     weights = gl.exp2(scores * scale - level[:, None])
     total = _partial_sums(weights, KEYS)
     ready = weights.to(gl.bfloat16)
-    stage, phase = following(stage, phase, STAGES)
+    stage, phase = next_stage(stage, phase, STAGES)
     for _ in range(1, tiles):
-        mbarrier.wait(bars.index(stage), phase)
+        mbarrier.wait(bars.full(stage), phase)
         scores = _scores(q, k1.index(stage), k2.index(stage), KEYS)
         acc1, acc2, ready1, ready2 = _add_values(ready, v1.index(stage), v2.index(stage), acc1, acc2)
         scores = warpgroup_mma_wait(2, deps=(scores,))
         shrink = level
-        if IS_CAREFUL:
+        if HAS_MAXIMUM:
             larger = gl.maximum(level, gl.max(scores, 1) * scale)
             shrink = gl.exp2(level - larger)
             level = larger
@@ -294,25 +364,24 @@ def _attend(
         total = before_waiting(total + _partial_sums(weights, KEYS))
         acc1, acc2, ready1, ready2 = warpgroup_mma_wait(0, deps=(acc1, acc2, ready1, ready2))
         ready = weights.to(gl.bfloat16)
-        if IS_CAREFUL:
-            acc1 = acc1 * gl.convert_layout(shrink, gl.SliceLayout(1, _SUMS1))[:, None]
-            acc2 = acc2 * gl.convert_layout(shrink, gl.SliceLayout(1, _SUMS2))[:, None]
-        mbarrier.arrive(bars.index(STAGES + stage), count=1)
-        stage, phase = following(stage, phase, STAGES)
+        if HAS_MAXIMUM:
+            acc1 = acc1 * gl.convert_layout(shrink, gl.SliceLayout(1, _ACC1))[:, None]
+            acc2 = acc2 * gl.convert_layout(shrink, gl.SliceLayout(1, _ACC2))[:, None]
+        mbarrier.arrive(bars.free(stage), count=1)
+        stage, phase = next_stage(stage, phase, STAGES)
     return (acc1, acc2), total, level, ready, stage, phase
 
 
 @gluon.jit
 def _last_values(
-    shared: gl.tuple, ready: gl.tensor, acc: gl.tuple, stage: gl.tensor, phase: gl.tensor, sizes: gl.constexpr
+    shared: _Shared, ready: gl.tensor, acc: gl.tuple, stage: gl.tensor, phase: gl.tensor, sizes: _Sizes
 ) -> gl.tuple:
-    STAGES: gl.constexpr = sizes[2]
-    _, _, v1, v2, _, _, bars, _ = shared
-    mbarrier.wait(bars.index(stage), phase)
+    v1, v2 = shared.v1, shared.v2
+    mbarrier.wait(shared.bars.full(stage), phase)
     acc1, acc2, ready1, ready2 = _add_values(ready, v1.index(stage), v2.index(stage), acc[0], acc[1])
     acc1, acc2, ready1, ready2 = warpgroup_mma_wait(0, deps=(acc1, acc2, ready1, ready2))
-    mbarrier.arrive(bars.index(STAGES + stage), count=1)
-    stage, phase = following(stage, phase, STAGES)
+    mbarrier.arrive(shared.bars.free(stage), count=1)
+    stage, phase = next_stage(stage, phase, sizes.STAGES)
     return acc1, acc2, stage, phase
 
 
@@ -320,7 +389,7 @@ def _last_values(
 def _scores(
     q: gl.tuple, k1: gl.shared_memory_descriptor, k2: gl.shared_memory_descriptor, KEYS: gl.constexpr
 ) -> gl.tensor:
-    """On their way, in two groups of products."""
+    """Asynchronous, in two WGMMA groups."""
     none = gl.zeros([64, KEYS], gl.float32, layout=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16]))
     scores = warpgroup_mma(q[0], k1.permute((1, 0)), none, use_acc=False, is_async=True)
     return warpgroup_mma(q[1], k2.permute((1, 0)), scores, is_async=True)
@@ -331,9 +400,9 @@ def _add_values(
     ready: gl.tensor, v1: gl.shared_memory_descriptor, v2: gl.shared_memory_descriptor,
     acc1: gl.tensor, acc2: gl.tensor,
 ) -> gl.tuple:  # fmt: skip
-    """On their way, in two groups of products. The weights come back: their registers must last as long."""
-    ready1 = gl.convert_layout(ready, gl.DotOperandLayout(0, _SUMS1, 2), assert_trivial=True)
-    ready2 = gl.convert_layout(ready, gl.DotOperandLayout(0, _SUMS2, 2), assert_trivial=True)
+    """Asynchronous, in two groups. The weights are returned as well: their registers must last until the wait."""
+    ready1 = gl.convert_layout(ready, gl.DotOperandLayout(0, _ACC1, 2), assert_trivial=True)
+    ready2 = gl.convert_layout(ready, gl.DotOperandLayout(0, _ACC2, 2), assert_trivial=True)
     acc1 = warpgroup_mma(ready1, v1, acc1, is_async=True)
     acc2 = warpgroup_mma(ready2, v2, acc2, is_async=True)
     return acc1, acc2, ready1, ready2
@@ -341,50 +410,47 @@ def _add_values(
 
 @gluon.jit
 def _partial_sums(weights: gl.tensor, KEYS: gl.constexpr) -> gl.tensor:
-    """[64, KEYS] -> [64, 8]: what a thread can add up alone, so that threads need not meet in every tile."""
+    """[64, KEYS] -> [64, 8]: what a thread can add up alone, without a shuffle in every tile."""
     return gl.sum(gl.reshape(weights, [64, KEYS // 8, 8]), 1)
 
 
 @gluon.jit
-def _leave(
-    tensors: gl.tuple, item: gl.tensor, acc1: gl.tensor, acc2: gl.tensor, total: gl.tensor, level: gl.tensor,
-    GROUP: gl.constexpr, sizes: gl.constexpr,
+def _write_result(
+    tensors: _Tensors, item: _Item, acc1: gl.tensor, acc2: gl.tensor, total: gl.tensor, level: gl.tensor,
+    GROUP: gl.constexpr, sizes: _Sizes,
 ) -> None:  # fmt: skip
-    """The result, or where an item has only some of the keys, its sums: as `vit_sums` reads them."""
-    DIM: gl.constexpr = sizes[0]
-    _, _, parts, _ = tensors
-    slot = gl.load(item + 7)
+    """The result or, where an item has only some of the keys, a partial one as `vit_combine` reads it."""
+    DIM: gl.constexpr = sizes.DIM
+    slot = item.slot()
     if slot < 0:
-        place = (gl.load(item), gl.load(item + 1), gl.load(item + 2))
-        _write(tensors, acc1, total, place, GROUP, sizes, 0)
-        _write(tensors, acc2, total, place, GROUP, sizes, 64)
+        first, count, head = item.row(), item.rows(), item.head()
+        _write(tensors, acc1, total, first, count, head, GROUP, sizes, 0)
+        _write(tensors, acc2, total, first, count, head, GROUP, sizes, 64)
     else:
-        cells = parts + (slot * 192 + GROUP * 64) * (DIM + _SPARE)
-        _keep(cells, acc1, sizes, 0)
-        _keep(cells, acc2, sizes, 64)
+        cells = tensors.parts + (slot * 192 + GROUP * 64) * (DIM + _SPARE)
+        _write_partial(cells, acc1, sizes, 0)
+        _write_partial(cells, acc2, sizes, 64)
         gl.store(cells + gl.arange(0, 64, layout=total.type.layout) * (DIM + _SPARE) + DIM, total)
         gl.store(cells + gl.arange(0, 64, layout=level.type.layout) * (DIM + _SPARE) + DIM + 1, level)
 
 
 @gluon.jit
 def _write(
-    tensors: gl.tuple, acc: gl.tensor, total: gl.tensor, place: gl.tuple, GROUP: gl.constexpr, sizes: gl.constexpr,
-    FIRST: gl.constexpr,
+    tensors: _Tensors, acc: gl.tensor, total: gl.tensor, first: gl.tensor, count: gl.tensor, head: gl.tensor,
+    GROUP: gl.constexpr, sizes: _Sizes, FIRST: gl.constexpr,
 ) -> None:  # fmt: skip
-    DIM: gl.constexpr = sizes[0]
+    DIM: gl.constexpr = sizes.DIM
     A: gl.constexpr = acc.type.layout
-    _, out, _, heads = tensors
-    first, count, head = place
     rows = GROUP * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, A))
     dims = FIRST + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, A))[None, :]
-    cells = out + ((first + rows).to(gl.int64)[:, None] * heads + head) * DIM + dims
+    cells = tensors.out + ((first + rows).to(gl.int64)[:, None] * tensors.heads + head) * DIM + dims
     result = acc * gl.convert_layout(1.0 / total, gl.SliceLayout(1, A))[:, None]
     gl.store(cells, result.to(gl.bfloat16), mask=(rows < count)[:, None] & (dims < DIM))
 
 
 @gluon.jit
-def _keep(cells: gl.tensor, acc: gl.tensor, sizes: gl.constexpr, FIRST: gl.constexpr) -> None:
-    DIM: gl.constexpr = sizes[0]
+def _write_partial(cells: gl.tensor, acc: gl.tensor, sizes: _Sizes, FIRST: gl.constexpr) -> None:
+    DIM: gl.constexpr = sizes.DIM
     A: gl.constexpr = acc.type.layout
     rows = gl.arange(0, 64, layout=gl.SliceLayout(1, A))[:, None]
     dims = FIRST + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, A))[None, :]
