@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.encoder_inputs import CUDA, device_ms
-from saccade.kernels.gemm.hopper_split_k import choose_gated, choose_parts, split_k_gated_linear, split_k_linear
+from saccade.kernels.gemm.hopper_split_k import choose_gated, choose_split_k, split_k_gated_linear, split_k_linear
 from saccade.kernels.ops.norm import silu_and_mul
 
 COPIES = 8  # of a weight, so that none is found in the cache
@@ -56,7 +56,7 @@ def graph_us(product: Product, x: Tensor, weights: Tensor) -> float:
 
 
 def _in_parts(x: Tensor, weight: Tensor) -> Tensor:
-    return split_k_linear(x, weight, None, choose_parts(len(x), *weight.shape))
+    return split_k_linear(x, weight, None, choose_split_k(len(x), *weight.shape))
 
 
 def _gated(x: Tensor, weight: Tensor) -> Tensor:

@@ -82,17 +82,17 @@ def hopper_variants() -> Iterator[Variant]:
     for dtype, act, has_bias in (("bf16", 0, True), ("bf16", 1, True), ("bf16", 2, False), ("fp16", 2, True)):
         types = [box(64, dtype=dtype)] * 3 + [f"*{dtype}", "i32", "i32:16", "i32:16", "i32", "i32"]
         name = f"linear.{dtype}.{act}.{has_bias}"
-        yield of(name, "gemm.hopper_act:_act_linear_kernel", types, [act, has_bias], 168)
+        yield of(name, "gemm.hopper_act:_linear_act_kernel", types, [act, has_bias], 168)
     types = [*[box(64)] * 2, pairs(1, 32, 2, 64), pairs(4, 8, 2, 64), box(64), BF16, F32, "i32", "i32:16", "i32", "i32"]
     yield of("qkv.16", "gemm.hopper_qkv_rope:_qkv_kernel", types, [16], 168)
     for rows, stages, splits, registers in ((16, 2, 8, 64), (32, 5, 4, 64), (64, 6, 4, 64), (128, 6, 4, 96)):
         types = [box(64), box(rows), F32, BF16, "i32", "i32:16"]
         constants = [1536, rows, 64, stages, splits, False]
-        yield of(f"stream.{rows}", "gemm.hopper_split_k:_stream_kernel", types, constants, registers)
+        yield of(f"stream.{rows}", "gemm.hopper_split_k:_split_k_kernel", types, constants, registers)
     for rows, stages, registers in ((16, 5, 64), (64, 4, 96), (128, 3, 128)):
         types = [box(64), box(rows), box(rows), NONE, "i32", "i32:16"]
         constants = [1536, rows, 64, stages, 1, True]
-        yield of(f"stream.{rows}.gated", "gemm.hopper_split_k:_stream_kernel", types, constants, registers)
+        yield of(f"stream.{rows}.gated", "gemm.hopper_split_k:_split_k_kernel", types, constants, registers)
 
 
 def triton_variants() -> Iterator[Variant]:
@@ -205,8 +205,7 @@ def is_aligned(param: Any, kind: str) -> bool:
 
 
 def ptx_hash(made: Any) -> str:
-    text = re.sub(rf"\b{re.escape(made.metadata.name)}\b", "kernel", made.asm["ptx"])
-    text = re.sub(r"//.*", "", text)
+    text = re.sub(r"//.*", "", made.asm["ptx"].replace(made.metadata.name, "kernel"))
     lines = [line.strip() for line in text.split(".section")[0].splitlines()]
     return _hash("\n".join(line for line in lines if line and not line.startswith((".loc", ".file"))))
 

@@ -1,12 +1,12 @@
-"""Queries, keys and values of rotary heads in one product, for Hopper GPUs, in Gluon. Knows rows and heads, no tower.
+"""QKV projection with RoPE as its epilogue for Hopper GPUs, in Gluon. Knows rows and heads, no tower.
 
-As `hopper_linear_act`, whose roles and tiles these are. Dimensions i and i + d / 2 of a head rotate as a pair:
-rows of the weight are copied so that the two are neighbours, which one thread has. Attention does not ask in which
-order a head's dimensions are, as long as queries and keys share it, so whole boxes are written as they come:
+Roles and tiles are those of `hopper_act`. Dimensions i and i + d / 2 of a head rotate as a pair: rows of the weight are
+loaded so that the two become neighbouring columns, which one thread has. Attention does not depend on the order of a
+head's dimensions as long as queries and keys share it, so whole boxes are stored as they come:
 
     a row    | q: 64 of each head, 32 pairs | 16 of each head, the other 8 pairs | k: the same | v: head by head |
 
-`hopper_vit` takes a head in the same two parts.
+`vit_hopper` reads a head in the same two parts.
 """
 
 from __future__ import annotations
@@ -16,37 +16,47 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 from triton.compiler import CompiledKernel
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from saccade.kernels.gemm.hopper_tiles import (
     ALIGNED,
     BOX,
     GROUPS,
     STAGES,
+    Cursor,
+    Ring,
+    Shape,
     Unchecked,
-    before,
     boxes,
-    copy,
-    fill,
-    following,
     left_right,
     multiply,
     new_ring,
     num_tiles,
     num_whole,
-    place,
-    seen_as,
-    write,
+    previous_stage,
+    tile_start,
+    utilization,
 )
+from saccade.kernels.launch.gluon_compat import (
+    TensorDescriptor,
+    aggregate,
+    fence_async_shared,
+    gdc_launch_dependents,
+    gdc_wait,
+    gl,
+    gluon,
+    mbarrier,
+    reinterpret,
+    tma,
+    tma_load,
+    tma_store,
+    warpgroup_mma_wait,
+)
+from saccade.kernels.launch.hopper_ring import next_stage
 
 DIM = 80  # of a head: 64 and 16
 _DIM = gl.constexpr(DIM)
-_TOGETHER = 16  # heads of a tile of short parts
-_MIN_FILL = 0.78  # of the multiprocessors' time; below, two launches with smaller tiles are faster
+_SHORT_HEADS = 16  # heads of a tile of short parts
+_MIN_UTILIZATION = 0.78  # of the SMs; below, two launches with smaller tiles are faster
 _PAIRS = gl.NVMMASharedLayout(swizzle_byte_width=2 * BOX, element_bitwidth=16, rank=4)
 
 
@@ -56,10 +66,11 @@ def hopper_qkv_rope(
     bias: Tensor,  # [3 * heads * d]
     rotary: Tensor,  # float32 [T, d]: cosine and sine of each pair
     heads: int,
-    programs: int,  # one for each multiprocessor
+    programs: int,  # one per SM
 ) -> Tensor:
-    """x @ weight.T + bias with queries and keys turned, in the order above: [T, 3, heads, d]."""
-    (rows, inputs), outputs = x.shape, len(weight)
+    """x @ weight.T + bias with RoPE applied to queries and keys, in the order above: [T, 3, heads, d]."""
+    rows, inputs = x.shape
+    outputs = len(weight)
     out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
     tiles = num_tiles(rows, outputs, False)
     whole = num_whole(tiles, programs)
@@ -71,9 +82,9 @@ def hopper_qkv_rope(
 
 
 def suits(rows: int, inputs: int, heads: int, dim: int, programs: int) -> bool:
-    """Whether tiles divide such heads, and it is faster than a product and a rotation by themselves."""
-    is_divided = heads % _TOGETHER == 0 and dim == DIM and inputs % ALIGNED == 0
-    return is_divided and fill(rows, 3 * heads * dim, False, programs) >= _MIN_FILL
+    """Whether tiles divide such heads, and it is faster than a GEMM and RoPE in two launches."""
+    is_divided = heads % _SHORT_HEADS == 0 and dim == DIM and inputs % ALIGNED == 0
+    return is_divided and utilization(rows, 3 * heads * dim, False, programs) >= _MIN_UTILIZATION
 
 
 @lru_cache
@@ -89,9 +100,34 @@ def _compiled(heads: int, dtype: torch.dtype, device: torch.device) -> CompiledK
 def _pair_boxes(weight: Tensor) -> tuple[TensorDescriptor, TensorDescriptor]:
     """32 pairs of a head, 8 pairs of 4 heads: the two of a pair are next to each other."""
     outputs, inputs = weight.shape
-    shape, strides = (outputs // DIM, DIM // 2, 2, inputs), (DIM * inputs, inputs, DIM // 2 * inputs, 1)
+    shape = (outputs // DIM, DIM // 2, 2, inputs)
+    strides = (DIM * inputs, inputs, DIM // 2 * inputs, 1)
     long = Unchecked(weight, shape, strides, [1, 32, 2, BOX], _PAIRS)
     return long, Unchecked(weight, shape, strides, [4, 8, 2, BOX], _PAIRS)
+
+
+@aggregate
+class _Sources:
+    x: tma.tensor_descriptor
+    weight: tma.tensor_descriptor
+    long: tma.tensor_descriptor  # the weight, in boxes of pairs
+    short: tma.tensor_descriptor
+
+
+@aggregate
+class _Epilogue:
+    out: tma.tensor_descriptor
+    bias: gl.tensor
+    rotary: gl.tensor
+
+
+@aggregate
+class _Columns:
+    """What a tile's outputs are."""
+
+    is_value: gl.tensor
+    is_short: gl.tensor  # the short parts of queries or keys
+    head: gl.tensor  # the first; heads of keys follow those of queries
 
 
 @gluon.jit(do_not_specialize=["M", "whole", "halves"])
@@ -101,16 +137,16 @@ def _qkv_kernel(
     bias: gl.tensor, rotary: gl.tensor,
     M: gl.tensor, K: gl.tensor, whole: gl.tensor, halves: gl.tensor, HEADS: gl.constexpr,
 ) -> None:  # fmt: skip
-    shared = new_ring(x)
-    shape = (M, gl.to_tensor(3 * HEADS * _DIM), K, whole, halves)
-    ends = (out, bias, rotary)
-    gdc_wait()  # before others start that may not: they find all that was written before this launch
+    ring = new_ring(x)
+    shape = Shape(M, gl.to_tensor(3 * HEADS * _DIM), K, whole, halves)
+    epilogue = _Epilogue(out, bias, rotary)
+    gdc_wait()  # before the release: dependents that do not wait may read what was written before this launch
     gdc_launch_dependents()
     gl.warp_specialize(
         [
-            (_consume, (shared, ends, shape, 0, HEADS)),
-            (_consume, (shared, ends, shape, 1, HEADS)),
-            (_produce, (shared, x, weight, long, short, shape, HEADS)),
+            (_consume, (ring, epilogue, shape, 0, HEADS)),
+            (_consume, (ring, epilogue, shape, 1, HEADS)),
+            (_produce, (ring, _Sources(x, weight, long, short), shape, HEADS)),
         ],
         [4, 1],
         [240, 24],
@@ -118,150 +154,141 @@ def _qkv_kernel(
 
 
 @gluon.jit
-def _whose(output: gl.tensor, HEADS: gl.constexpr) -> gl.tuple:
-    """Of a tile that begins there: has it values, has it short parts, its first head (keys follow queries)."""
-    turned = output // (HEADS * _DIM)  # 0: queries, 1: keys
-    inside = output - turned * (HEADS * _DIM)
+def _columns_at(output: gl.tensor, HEADS: gl.constexpr) -> _Columns:
+    """Of a tile that begins there."""
+    kind = output // (HEADS * _DIM)  # 0: queries, 1: keys, 2: values
+    inside = output - kind * (HEADS * _DIM)
     is_short = inside >= HEADS * 64
-    head = turned * HEADS + gl.where(is_short, (inside - HEADS * 64) // 16, inside // 64)
-    return turned == 2, is_short, head
+    head = kind * HEADS + gl.where(is_short, (inside - HEADS * 64) // 16, inside // 64)
+    return _Columns(kind == 2, is_short, head)
 
 
 # --- the producer -------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
-def _produce(
-    shared: gl.tuple, x: tma.tensor_descriptor, weight: tma.tensor_descriptor,
-    long: tma.tensor_descriptor, short: tma.tensor_descriptor, shape: gl.tuple, HEADS: gl.constexpr,
-) -> None:  # fmt: skip
-    given = (x, weight, long, short)
-    _, _, _, whole, halves = shape
-    stage, phase = _copy_tiles(shared, given, shape, whole, gl.to_tensor(0), gl.to_tensor(0), 256, HEADS)
-    _copy_tiles(shared, given, shape, halves, stage, phase, 128, HEADS)
+def _produce(ring: Ring, sources: _Sources, shape: Shape, HEADS: gl.constexpr) -> None:
+    stage, phase = _load_tiles(ring, sources, shape, shape.whole, gl.to_tensor(0), gl.to_tensor(0), 256, HEADS)
+    _load_tiles(ring, sources, shape, shape.halves, stage, phase, 128, HEADS)
 
 
 @gluon.jit
-def _copy_tiles(
-    shared: gl.tuple, given: gl.tuple, shape: gl.tuple, units: gl.tensor, stage: gl.tensor, phase: gl.tensor,
+def _load_tiles(
+    ring: Ring, sources: _Sources, shape: Shape, units: gl.tensor, stage: gl.tensor, phase: gl.tensor,
     WIDE: gl.constexpr, HEADS: gl.constexpr,
 ) -> gl.tuple:  # fmt: skip
-    rows, weights, _, bars = shared
-    x, weight, long, short = given
-    longs = seen_as(weights, weights.dtype, [4 * STAGES, 1, 32, 2, 64], long.layout)
-    shorts = seen_as(weights, weights.dtype, [4 * STAGES, 4, 8, 2, 64], short.layout)
+    weights = ring.weights
+    longs = reinterpret(weights, weights.dtype, [4 * STAGES, 1, 32, 2, 64], sources.long.layout)
+    shorts = reinterpret(weights, weights.dtype, [4 * STAGES, 4, 8, 2, 64], sources.short.layout)
     for unit in range(gl.program_id(0), units, gl.num_programs(0)):
-        row, output = place(unit, shape, WIDE, False)
-        is_value, is_short, head = _whose(output, HEADS)
-        for k in range(0, shape[2], 64):
-            full = bars.index(stage)
-            mbarrier.wait(bars.index(STAGES + stage), phase ^ 1)
+        row, output = tile_start(unit, shape, WIDE, False)
+        columns = _columns_at(output, HEADS)
+        for k in range(0, shape.K, 64):
+            full = ring.bars.full(stage)
+            mbarrier.wait(ring.bars.free(stage), phase ^ 1)
             mbarrier.expect(full, (GROUPS * 64 + WIDE) * 64 * 2)
             for i in gl.static_range(WIDE // 64):
-                if is_value:
-                    copy(weight, [output + i * 64, k], full, weights.index(4 * stage + i))
-                elif is_short:
-                    copy(short, [head + 4 * i, 32, 0, k], full, shorts.index(4 * stage + i))
+                if columns.is_value:
+                    tma_load(sources.weight, [output + i * 64, k], full, weights.index(4 * stage + i))
+                elif columns.is_short:
+                    tma_load(sources.short, [columns.head + 4 * i, 32, 0, k], full, shorts.index(4 * stage + i))
                 else:
-                    copy(long, [head + i, 0, 0, k], full, longs.index(4 * stage + i))
+                    tma_load(sources.long, [columns.head + i, 0, 0, k], full, longs.index(4 * stage + i))
             for i in gl.static_range(GROUPS):
-                copy(x, [row + i * 64, k], full, rows.index(GROUPS * stage + i))
-            stage, phase = following(stage, phase)
+                tma_load(sources.x, [row + i * 64, k], full, ring.rows.index(GROUPS * stage + i))
+            stage, phase = next_stage(stage, phase, STAGES)
     return stage, phase
 
 
-# --- the groups of rows -------------------------------------------------------------------------------------------
+# --- the consumers ------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
-def _consume(shared: gl.tuple, ends: gl.tuple, shape: gl.tuple, GROUP: gl.constexpr, HEADS: gl.constexpr) -> None:
-    _, _, _, whole, halves = shape
-    ring = (gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0))  # stage, its phase, the room that is free for results
-    ring = _compute_tiles(shared, ends, shape, whole, ring, 256, GROUP, HEADS)
-    _compute_tiles(shared, ends, shape, halves, ring, 128, GROUP, HEADS)
+def _consume(ring: Ring, epilogue: _Epilogue, shape: Shape, GROUP: gl.constexpr, HEADS: gl.constexpr) -> None:
+    cursor = Cursor(gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0))
+    cursor = _compute_tiles(ring, epilogue, shape, shape.whole, cursor, 256, GROUP, HEADS)
+    _compute_tiles(ring, epilogue, shape, shape.halves, cursor, 128, GROUP, HEADS)
     tma.store_wait(0)
 
 
 @gluon.jit
 def _compute_tiles(
-    shared: gl.tuple, ends: gl.tuple, shape: gl.tuple, units: gl.tensor, ring: gl.tuple,
+    ring: Ring, epilogue: _Epilogue, shape: Shape, units: gl.tensor, cursor: Cursor,
     WIDE: gl.constexpr, GROUP: gl.constexpr, HEADS: gl.constexpr,
-) -> gl.tuple:  # fmt: skip
+) -> Cursor:  # fmt: skip
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 16])
-    out, bias, rotary = ends
-    stage, phase, room = ring
+    results, out = ring.results, epilogue.out
+    stage, phase, buffer = cursor.stage, cursor.phase, cursor.buffer
     for unit in range(gl.program_id(0), units, gl.num_programs(0)):
-        row, output = place(unit, shape, WIDE, False)
-        is_value, is_short, head = _whose(output, HEADS)
-        acc, stage, phase = multiply(shared, gl.zeros([64, WIDE], gl.float32, SUMS), shape, stage, phase, WIDE, GROUP)
-        # both come while the last products are under way
-        more = _biases(bias, output, is_value, is_short, head, SUMS, WIDE)
-        turn = _rotary(rotary, row + GROUP * 64, shape[0], is_value, is_short)
+        row, output = tile_start(unit, shape, WIDE, False)
+        columns = _columns_at(output, HEADS)
+        acc, stage, phase = multiply(ring, gl.zeros([64, WIDE], gl.float32, SUMS), shape, stage, phase, WIDE, GROUP)
+        # both are loaded while the last WGMMA runs
+        more = _biases(epilogue.bias, output, columns, SUMS, WIDE)
+        cos, sin = _cos_sin(epilogue.rotary, row + GROUP * 64, shape.M, columns)
         acc = warpgroup_mma_wait(0, deps=(acc,))
-        mbarrier.arrive(shared[3].index(STAGES + before(stage)), count=1)
+        mbarrier.arrive(ring.bars.free(previous_stage(stage)), count=1)
         acc += more.to(gl.float32)
-        if is_value:
-            room = _finish(shared[2], out, acc, turn, row + GROUP * 64, output, room, GROUP, False)
+        if columns.is_value:
+            buffer = _finish(results, out, acc, cos, sin, row + GROUP * 64, output, buffer, GROUP, False)
         else:
-            room = _finish(shared[2], out, acc, turn, row + GROUP * 64, output, room, GROUP, True)
-    return stage, phase, room
+            buffer = _finish(results, out, acc, cos, sin, row + GROUP * 64, output, buffer, GROUP, True)
+    return Cursor(stage, phase, buffer)
 
 
 @gluon.jit
 def _biases(
-    bias: gl.tensor, output: gl.tensor, is_value: gl.tensor, is_short: gl.tensor, head: gl.tensor,
-    SUMS: gl.constexpr, WIDE: gl.constexpr,
-) -> gl.tensor:  # fmt: skip
+    bias: gl.tensor, output: gl.tensor, tile: _Columns, SUMS: gl.constexpr, WIDE: gl.constexpr
+) -> gl.tensor:
     """Of a tile's columns: [1, WIDE]."""
     columns = gl.arange(0, WIDE, layout=gl.SliceLayout(0, SUMS))
     box, heads, pairs, which = columns // 64, columns // 16 % 4, columns // 2 % 8, columns % 2
-    first, next_box, next_head = head * _DIM, _DIM, 8
+    first, next_box, next_head = tile.head * _DIM, _DIM, 8
     next_pair, next_half = 1, _DIM // 2
-    if is_value:
+    if tile.is_value:
         first, next_box, next_head, next_pair, next_half = output, 64, 16, 2, 1
-    elif is_short:
-        first, next_box, next_head, next_pair, next_half = head * _DIM + 32, 4 * _DIM, _DIM, 1, _DIM // 2
+    elif tile.is_short:
+        first, next_box, next_head, next_pair, next_half = tile.head * _DIM + 32, 4 * _DIM, _DIM, 1, _DIM // 2
     own = first + box * next_box + heads * next_head + pairs * next_pair + which * next_half
     return gl.load(bias + own)[None, :]
 
 
 @gluon.jit
-def _rotary(rotary: gl.tensor, row: gl.tensor, M: gl.tensor, is_value: gl.tensor, is_short: gl.tensor) -> gl.tuple:
+def _cos_sin(rotary: gl.tensor, row: gl.tensor, M: gl.tensor, tile: _Columns) -> gl.tuple:
     """Cosines and sines of a box's pairs: [64, 32] each."""
     BOX: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     rows = row + gl.arange(0, 64, layout=gl.SliceLayout(1, BOX))[:, None]
     columns = gl.arange(0, 64, layout=gl.SliceLayout(0, BOX))[None, :]
-    columns = gl.where(is_short, 64 + columns % 16, columns)
-    mask = (rows < M) & (columns >= 0) & (is_value == 0)
+    columns = gl.where(tile.is_short, 64 + columns % 16, columns)
+    mask = (rows < M) & (columns >= 0) & (tile.is_value == 0)
     return gl.split(gl.reshape(gl.load(rotary + rows * _DIM + columns, mask=mask, other=0.0), [64, 32, 2]))
 
 
 @gluon.jit
 def _finish(
-    results: gl.shared_memory_descriptor, out: tma.tensor_descriptor, sums: gl.tensor, turn: gl.tuple,
-    row: gl.tensor, output: gl.tensor, room: gl.tensor, GROUP: gl.constexpr, IS_ROTATED: gl.constexpr,
+    results: gl.shared_memory_descriptor, out: tma.tensor_descriptor, sums: gl.tensor, cos: gl.tensor, sin: gl.tensor,
+    row: gl.tensor, output: gl.tensor, buffer: gl.tensor, GROUP: gl.constexpr, IS_ROTATED: gl.constexpr,
 ) -> gl.tensor:  # fmt: skip
-    """Turn and write sums [64, 64 to 256]."""
+    """Rotate and store sums [64, 64 to 256]."""
     WIDE: gl.constexpr = sums.shape[1]
     if WIDE > 64:
         left, right = left_right(sums)
-        room = _finish(results, out, left, turn, row, output, room, GROUP, IS_ROTATED)
-        room = _finish(results, out, right, turn, row, output + WIDE // 2, room, GROUP, IS_ROTATED)
+        buffer = _finish(results, out, left, cos, sin, row, output, buffer, GROUP, IS_ROTATED)
+        buffer = _finish(results, out, right, cos, sin, row, output + WIDE // 2, buffer, GROUP, IS_ROTATED)
     else:
-        tma.store_wait(1)  # the last writing may still go on: it reads from the other room
-        here = results.index(2 * GROUP + room)
+        tma.store_wait(1)  # the last store may still read from the other buffer
+        here = results.index(2 * GROUP + buffer)
         if IS_ROTATED:
-            sums = _rotate(sums, turn)
+            sums = _rotate(sums, cos, sin)
         here.store(sums.to(results.dtype))
         fence_async_shared()
-        write(out, [row, output], here)
-        room = room ^ 1
-    return room
+        tma_store(out, [row, output], here)
+        buffer = buffer ^ 1
+    return buffer
 
 
 @gluon.jit
-def _rotate(sums: gl.tensor, turn: gl.tuple) -> gl.tensor:
-    along, across = turn
+def _rotate(sums: gl.tensor, cos: gl.tensor, sin: gl.tensor) -> gl.tensor:
     low, high = gl.split(gl.reshape(sums, [64, 32, 2]))
-    turned = gl.join(low * along - high * across, high * along + low * across)
-    return gl.convert_layout(gl.reshape(turned, [64, 64]), sums.type.layout, assert_trivial=True)
+    rotated = gl.join(low * cos - high * sin, high * cos + low * sin)
+    return gl.convert_layout(gl.reshape(rotated, [64, 64]), sums.type.layout, assert_trivial=True)

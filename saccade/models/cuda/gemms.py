@@ -222,12 +222,12 @@ class _SplitKGemms(_LargeGemms):
         return self._added(normed, layer.qkv) if self.in_parts else self._linear(normed, layer.qkv), x
 
     def _added(self, rows: Tensor, linear: Linear) -> Tensor:
-        from saccade.kernels.gemm.hopper_split_k import choose_parts, split_k_linear, suits
+        from saccade.kernels.gemm.hopper_split_k import choose_split_k, split_k_linear, suits
 
         outputs, inputs = linear.weight.shape
         if not suits(len(rows), outputs, inputs, rows.dtype):
             return self._linear(rows, linear)
-        return split_k_linear(rows, linear.weight, linear.bias, choose_parts(len(rows), outputs, inputs))
+        return split_k_linear(rows, linear.weight, linear.bias, choose_split_k(len(rows), outputs, inputs))
 
     def _gated(self, rows: Tensor, layer: DecoderLayer) -> Tensor:
         from saccade.kernels.gemm.hopper_split_k import choose_gated, split_k_gated_linear, suits

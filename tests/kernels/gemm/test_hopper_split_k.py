@@ -15,7 +15,7 @@ from PIL import Image
 from saccade import LLM
 from saccade.kernels.attention.decode_triton import DecodeWorkspace, paged_decode
 from saccade.kernels.gemm import hopper_split_k
-from saccade.kernels.gemm.hopper_split_k import PipelineConfig, choose_gated, choose_parts, suits
+from saccade.kernels.gemm.hopper_split_k import PipelineConfig, choose_gated, choose_split_k, suits
 from saccade.kernels.ops import reference
 from saccade.kernels.ops.norm import add_rms_norm
 from saccade.models.cuda import gemms
@@ -38,7 +38,7 @@ EVERY_ROWS = pytest.mark.parametrize("rows", [2, 17, 33, 64, 65, 128])
 def streamed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gemms, "can_split_k", lambda device: True)
     monkeypatch.setattr(hopper_split_k, "suits", lambda *shape: True)
-    monkeypatch.setattr(hopper_split_k, "choose_parts", lambda *shape: PipelineConfig(stages=1, splits=3))
+    monkeypatch.setattr(hopper_split_k, "choose_split_k", lambda *shape: PipelineConfig(stages=1, splits=3))
     monkeypatch.setattr(hopper_split_k, "split_k_linear", reference.split_k_linear)
     monkeypatch.setattr(hopper_split_k, "split_k_gated_linear", reference.split_k_gated_linear)
 
@@ -53,7 +53,7 @@ def stage_bytes(rows: int, weights: int) -> int:
 @EVERY_ROWS
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
 def test_every_split_has_columns_and_its_ring_fits(rows: int, outputs: int, inputs: int) -> None:
-    stages, splits = choose_parts(rows, outputs, inputs)
+    stages, splits = choose_split_k(rows, outputs, inputs)
     steps = -(-inputs // 64)
     share = -(-steps // splits)
     assert (splits - 1) * share < steps <= splits * share
