@@ -48,6 +48,7 @@ from saccade import costs
 from saccade.kernels.ops import vit_elementwise
 from saccade.models.cuda.vision import ATTENTION, Attend, FusedVision
 from saccade.models.families.qwen2_vl import Qwen2VL
+from saccade.models.layers.attention import packed_attention
 from saccade.models.layers.basic import rotate
 from saccade.models.vision.blocks import RotaryCosSin, VisionBlock, angles_of, grid_positions
 from saccade.models.vision.ops import RunBlocks, TorchVision, VisionOps
@@ -389,6 +390,18 @@ def compiled_layers() -> Iterator[Row]:
     yield Row("torch.compile", "and runs", time.perf_counter() - start, "s")
 
 
+def _by_sdpa(backend: SDPBackend, lengths: Sequence[int], device: torch.device) -> Attend:
+    def attend(qkv: Tensor, scale: float) -> Tensor:
+        q, k, v = qkv.unbind(1)
+        with sdpa_kernel(backend):
+            return packed_attention(q, k, v, lengths, scale)
+
+    return attend
+
+
+# What the engine's kernels are compared with.
+ATTENTION["cudnn"] = partial(_by_sdpa, SDPBackend.CUDNN_ATTENTION)
+ATTENTION["flash"] = partial(_by_sdpa, SDPBackend.FLASH_ATTENTION)
 PARTS: list[Callable[[], Iterator[Row]]] = [
     resize_equals_pillow, patches_equal_the_cpu, embeddings_equal_the_cpu, jpeg_to_embeddings_equals_the_cpu,
     before_the_tower, *(partial(whole_tower, variant) for variant in ATTENTION), host_and_graph, steps_of_a_layer,

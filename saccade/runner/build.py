@@ -17,7 +17,7 @@ from saccade.models import eager_reason, load_model
 from saccade.models.interface import VisionLanguageModel
 from saccade.models.layers.attention import PagedKV
 from saccade.options import Options, SchedulerConfig
-from saccade.runner.cuda.attention_backend import Place, check, choose
+from saccade.runner.cuda.attention_backend import AttentionTarget, check, choose
 from saccade.runner.cuda.host_threads import OneTorchThread
 from saccade.runner.encoder.embedding_cache import EmbeddingSlab
 from saccade.runner.encoder.graphs import capture_tower
@@ -44,9 +44,8 @@ def build_runner(
     *,
     progress: bool = True,
 ) -> Runner:
-    memory = MemoryReport(plan)
-    sizes = plan.scheduler
-    place = Place(config.text, plan.dtype, plan.device)
+    meter, sizes = MemoryReport(plan), plan.scheduler
+    place = AttentionTarget(config.text, plan.dtype, plan.device)
     check(options.attention_backend, place)
     if plan.device.type == "cuda":
         if plan.device.index is not None:
@@ -119,7 +118,7 @@ def _encoder(model: VisionLanguageModel, options: Options, plan: MemoryPlan) -> 
 def _forward(
     model: VisionLanguageModel,
     kv: PagedKV,
-    place: Place,
+    place: AttentionTarget,
     sizes: SchedulerConfig,
     backend: str,
     states: RecurrentStates | None,

@@ -1,6 +1,6 @@
-"""Compiles the kernels for sm_90 without a GPU: `python -m tests.compile_hopper NAME`, TRITON_INTERPRET unset.
+"""Compiles the kernels for sm_90 without a GPU: `python -m tests.helpers.compile_hopper NAME`, TRITON_INTERPRET unset.
 
-    NAME            compile the variants of one Hopper kernel, and check that their shared memory fits
+    NAME            compile one variant of a Hopper kernel, and check that its shared memory fits
     --hash [TEXT]   print a hash of the PTX and one of the SASS of every variant whose name contains TEXT
 
 Hashes of two commits tell whether a change of the sources changed the machine code. Names of kernels, source lines and
@@ -55,7 +55,7 @@ def pairs(*size: int) -> str:
 
 
 def hopper_variants() -> Iterator[Variant]:
-    """Of the Gluon kernels. The name up to the first dot is the kernel's."""
+    """Of the Gluon kernels."""
 
     def of(name: str, kernel: str, types: list[str], constants: list[object], registers: int, pdl: bool = True) -> Variant:
         return Variant(name, kernel, types, constants, {"num_warps": 4, "maxnreg": registers, "launch_pdl": pdl})
@@ -227,7 +227,7 @@ def _hash(text: str) -> str:
 def main(arguments: list[str]) -> None:
     if arguments[0] != "--hash":
         for variant in hopper_variants():
-            if variant.name.split(".")[0] == arguments[0]:
+            if variant.name == arguments[0]:
                 build(variant)
         return
     os.environ["TRITON_DISABLE_LINE_INFO"] = "1"

@@ -85,7 +85,7 @@ def assert_recorded_passes_equal(make: Make, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(module, "IMAGES", 4)
     ops, grids = FusedVision(), [Grid(1, 2, 6), Grid(1, 2, 2)]
     recorded, patches = make(ops), random(sum(grid.patches for grid in grids), 24)
-    with ops.recording():
+    with ops.capturing():
         finish(recorded.encode(random(12, 24), [Grid(1, 6, 2)]))
     expected = finish(make(TorchVision()).encode(patches, grids))
     for one, other in zip(finish(recorded.encode(patches, grids)), expected, strict=True):

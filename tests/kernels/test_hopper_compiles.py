@@ -10,7 +10,13 @@ from pathlib import Path
 import pytest
 
 
-@pytest.mark.parametrize("name", ["decode", "linear", "prefill", "qkv", "stream", "vit", "vit_parted"])
+VARIANTS = [
+    "decode.bf16.2.6.8.16.3.4", "linear.fp16.2.True", "prefill.16", "qkv.16", "stream.128", "stream.128.gated",
+    "vit.80", "vit_parted",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", VARIANTS)
 def test_this_triton_compiles_the_kernel_for_a_hopper_gpu(name: str, tmp_path: Path) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-m", "tests.helpers.compile_hopper", name]

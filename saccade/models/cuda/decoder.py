@@ -1,7 +1,7 @@
 """The decoder with fused kernels, for CUDA devices: the same weights and the same result as `Decoder.forward`.
 
-Rows of any kind may be mixed; what differs between decoding and prompts is the attention the caller passes in. Nothing
-here reads a value back from the device, so a CUDA graph can hold all of it.
+Decode and prefill differ only in the attention that the caller passes in. Nothing here reads a value back from the
+device, so a CUDA graph can hold all of it.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from saccade.models.layers.decoder import Decoder, DecoderLayer
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(the projection of new tokens [T, heads + 2 kv_heads, d], a layer's cached keys, its values) -> [T, heads, d]
 
-With products that were told so, the projection may come in parts [splits, T, ...] that add up to it.
-
-It turns queries and keys by their positions and stores the new keys and values.
+With `in_parts`, the projection may be split-K partials [splits, T, ...]. It applies RoPE to queries and keys and stores
+the new keys and values.
 """
 
 
@@ -38,17 +37,17 @@ class FusedDecoder:
         return gemms_for(self.decoder, rows, self._workspace, in_parts=in_parts)
 
     def forward(self, embeds: Tensor, attend: Attend, gemms: Gemms) -> Residual:
-        """[T, H], or wider rows as `Decoder.parts` reads them -> the stream behind the last layer."""
+        """[T, H], or wider rows as `Decoder.parts` reads them -> the residual after the last layer."""
         first, *deep = self.decoder.parts(embeds)
         x = Residual(first.contiguous())
         for index, layer in enumerate(self.decoder.layers):
-            x = self._attended(x, index, attend, gemms)  # what attention took is free before the MLP begins
+            x = self._attention(x, index, attend, gemms)  # a method: its memory is free before the MLP begins
             x = gemms.mlp(x, layer)
             if index < len(deep):
                 (x.rows if x.added is None else x.added.view(-1, *x.rows.shape)[0]).add_(deep[index])
         return x
 
-    def _attended(self, x: Residual, index: int, attend: Attend, gemms: Gemms) -> Residual:
+    def _attention(self, x: Residual, index: int, attend: Attend, gemms: Gemms) -> Residual:
         layer = self.decoder.layers[index]
         qkv, x = gemms.qkv(x, layer)
         projected = _norm_heads(qkv.view(*qkv.shape[:-1], -1, layer.head_dim), layer)
@@ -56,13 +55,13 @@ class FusedDecoder:
         return gemms.out(mixed.flatten(1), x, layer)
 
     def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of what a layer projects, or of its parts."""
+        """Queries, keys and values of a layer's projection, or of its split-K partials."""
         layer = self.decoder.layers[0]
         q, k, v = torch.split(qkv, [layer.heads, layer.kv_heads, layer.kv_heads], dim=-2)
         return q, k, v
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Of normed rows. In the model's own type: rounding does not change which one is largest."""
+        """Of normed rows, in the model's dtype: rounding does not change which one is largest."""
         return torch.mm(hidden, self.decoder.head.T)
 
     @property
@@ -75,7 +74,7 @@ class FusedDecoder:
 
 
 def _norm_heads(qkv: Tensor, layer: DecoderLayer) -> Tensor:
-    """Only layers with norms of queries and keys pay for them."""
+    """QK norms, in place, of layers that have them."""
     norms = layer.qk_norms
     if norms is not None:
         head_norm(qkv, norms.q.weight, norms.k.weight, layer.heads, norms.eps)

@@ -1,16 +1,16 @@
-"""The matrix products of a decoder's layers on a CUDA device, and the small steps between them. Knows no attention.
+"""The GEMMs of a decoder's layers on a CUDA device, with norms, gates and residuals. Knows no attention.
 
-    few rows     four launches a layer: norms, gate and residuals are inside the products
-    many rows    the products are cuBLAS's or ours; a norm has its own launch and adds the residual on the way; so has
-                 the gate, unless the product has a kernel that ends with it
-    streamed     the same on Hopper GPUs: products that start early and leave their sums to whoever reads them
+    rows                          GEMMs             norm, gate, residual
+    1 to 16 (32 MiB weights)      `_SkinnyGemms`    fused: four launches per layer
+    2 to 128 on Hopper GPUs       `_SplitKGemms`    the gate is fused; the norm adds the residual and split-K partials
+    all others                    `_LargeGemms`     cuBLAS; the norm adds the residual; the gate is fused where
+                                                    `linear_act` or `skinny` has a kernel for the shape
 
-Which is which depends on shapes alone, so it is decided once for each CUDA graph.
+The choice depends on shapes alone, so it is made once for each CUDA graph.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 import torch
@@ -31,68 +31,61 @@ from saccade.kernels.gemm.skinny import (
     skinny_linear,
 )
 from saccade.kernels.launch.device import is_hopper
-from saccade.kernels.launch.self_test import self_test_passes
+from saccade.kernels.launch.kernel_choice import KernelChoice
 from saccade.kernels.ops.norm import add_rms_norm, silu_and_mul
 from saccade.models.layers.basic import Linear, RMSNorm
 from saccade.models.layers.decoder import Decoder, DecoderLayer
 
-_ROOM_ROWS = 512  # from here on memory counts; decoding has fewer
+_MIN_WORKSPACE_ROWS = 512  # from here on memory counts; decode has fewer
 
 
 class Residual(NamedTuple):
-    """The residual stream between two products."""
+    """The residual between two GEMMs."""
 
     rows: Tensor  # [T, H]
-    added: Tensor | None = None  # [T, H], or parts [splits, T, H]: still to be added, by the norm that comes next
+    added: Tensor | None = None  # [T, H] or split-K partials [splits, T, H]: to be added by the next norm
 
 
 class Gemms(Protocol):
     def qkv(self, x: Residual, layer: DecoderLayer) -> tuple[Tensor, Residual]:
-        """Queries, keys and values [T, (heads + 2 kv_heads) * d] of the normed stream, and the stream.
+        """Queries, keys and values [T, (heads + 2 kv_heads) * d] of the normed residual, and the residual.
 
-        If parts are welcome, they may come as parts [splits, T, ...].
+        With `in_parts`, they may be split-K partials [splits, T, ...].
         """
         ...
 
     def out(self, mixed: Tensor, x: Residual, layer: DecoderLayer) -> Residual:
-        """The stream with the projection of `mixed` [T, heads * d] added."""
+        """The residual with the projection of `mixed` [T, heads * d] added."""
         ...
 
     def mlp(self, x: Residual, layer: DecoderLayer) -> Residual: ...
 
     def normed(self, x: Residual, decoder: Decoder, only: Tensor | None = None) -> Tensor:
-        """What the head reads: [T, H], or of some rows (int32 [W]) alone: [W, H]."""
+        """The input of the LM head: [T, H], or of the rows `only` (int32 [W]): [W, H]."""
         ...
 
     def logits(self, x: Residual, decoder: Decoder, out: Tensor) -> Tensor:
-        """[T, vocabulary], in the model's own type: rounding does not change which one is largest."""
+        """[T, vocabulary], in the model's dtype: rounding does not change which one is largest."""
         ...
 
 
 def gemms_for(decoder: Decoder, rows: int, workspace: SplitWorkspace, *, in_parts: bool = False) -> Gemms:
-    """Few rows are those whose widest product is ours. `in_parts` says that queries, keys and values may come so."""
+    """`in_parts`: attention accepts queries, keys and values as split-K partials."""
     layer = decoder.layers[0]
-    if rows > 1 and rows <= _max_split_k_rows(layer) and can_split_k(decoder.table.device):
+    if 1 < rows <= _max_split_k_rows(layer) and can_split_k(decoder.table.device):
         return _SplitKGemms(workspace, in_parts and layer.qk_norms is None)
-    is_few = rows <= MAX_NORMED_ROWS and _gated_config(layer, rows) is not None
-    return _SkinnyGemms(workspace) if is_few else _LargeGemms(workspace, _new_room(decoder, rows))
+    if rows <= MAX_NORMED_ROWS and _gated_config(layer, rows) is not None:
+        return _SkinnyGemms(workspace)
+    return _LargeGemms(workspace, _new_scratch(decoder, rows))
 
 
 def _max_split_k_rows(layer: DecoderLayer) -> int:
-    """cuBLAS shares its reads of many rows better; that counts where weights are large."""
+    """cuBLAS reuses what it reads better over many rows; that counts where weights are large."""
     return 128 if layer.gate_up.weight.numel() <= MAX_ELEMENTS else 32
 
 
-@lru_cache
-def can_split_k(device: torch.device) -> bool:
-    """Whether it is a Hopper GPU whose Triton compiles those products, and they are right."""
-    return is_hopper(device) and self_test_passes(
-        lambda: _try_split_k(device), "decoding goes without the Hopper products"
-    )
-
-
-def _try_split_k(device: torch.device) -> None:
-    from saccade.kernels.gemm.hopper_split_k import (  # experimental: only if used
+def _self_test(device: torch.device) -> None:
+    from saccade.kernels.gemm.hopper_split_k import (  # Gluon is experimental: only where used
         PipelineConfig,
         split_k_gated_linear,
         split_k_linear,
@@ -107,24 +100,27 @@ def _try_split_k(device: torch.device) -> None:
     torch.testing.assert_close(found, F.silu(gate) * up, atol=0.02, rtol=0.02)
 
 
+can_split_k = KernelChoice("the Hopper split-K GEMM", is_hopper, _self_test, "cuBLAS and Triton GEMMs run instead")
+
+
 def new_workspace(decoder: Decoder) -> SplitWorkspace:
-    """Enough for all products of one stream."""
+    """Enough for all GEMMs of one CUDA stream."""
     return SplitWorkspace.allocate(MAX_ROWS, decoder.table.device)
 
 
-def _new_room(decoder: Decoder, rows: int) -> Tensor | None:
-    """Of prompts: one piece of memory for the widest products, one at a time, from the first layer to the last.
+def _new_scratch(decoder: Decoder, rows: int) -> Tensor | None:
+    """One allocation for the widest results of all layers of a prefill, used by one at a time.
 
-    Taken and given back layer by layer it would be cut up for narrower rows, and a second one would be needed.
+    Allocated layer by layer it would be split for narrower results, and a second one would be needed.
     """
-    if rows < _ROOM_ROWS:
+    if rows < _MIN_WORKSPACE_ROWS:
         return None
     widest = max(max(len(layer.qkv.weight), len(layer.gate_up.weight)) for layer in decoder.layers)
     return decoder.table.new_empty(rows * widest)
 
 
 def _gated_config(layer: DecoderLayer, rows: int) -> Config | None:
-    """How gate and up are multiplied in one launch; None where cuBLAS is better, or a bias is to be added."""
+    """The config of gate and up in one launch; None where cuBLAS is better, or there is a bias."""
     weight = layer.gate_up.weight
     if layer.gate_up.bias is not None:
         return None
@@ -160,15 +156,15 @@ class _SkinnyGemms:
 
 
 class _LargeGemms:
-    """What goes through `room` is forgotten when the next product is written there."""
+    """A result in `scratch` is valid until the next one is written there."""
 
-    def __init__(self, workspace: SplitWorkspace, room: Tensor | None) -> None:
+    def __init__(self, workspace: SplitWorkspace, scratch: Tensor | None) -> None:
         self.workspace = workspace
-        self.room = room
+        self.scratch = scratch
 
     def qkv(self, x: Residual, layer: DecoderLayer) -> tuple[Tensor, Residual]:
         normed, x = self._norm(x, layer.attention_norm)
-        return self._linear(normed, layer.qkv, self._room_for(normed, len(layer.qkv.weight))), x
+        return self._linear(normed, layer.qkv, self._scratch_for(normed, len(layer.qkv.weight))), x
 
     def out(self, mixed: Tensor, x: Residual, layer: DecoderLayer) -> Residual:
         return Residual(x.rows, self._added(mixed, layer.out))
@@ -192,11 +188,11 @@ class _LargeGemms:
     def _linear(self, rows: Tensor, linear: Linear, out: Tensor | None = None) -> Tensor:
         return skinny_linear(rows, linear.weight, linear.bias, workspace=self.workspace, out=out)
 
-    def _room_for(self, rows: Tensor, outputs: int) -> Tensor | None:
-        return None if self.room is None else self.room[: len(rows) * outputs].view(len(rows), outputs)
+    def _scratch_for(self, rows: Tensor, outputs: int) -> Tensor | None:
+        return None if self.scratch is None else self.scratch[: len(rows) * outputs].view(len(rows), outputs)
 
     def _added(self, rows: Tensor, linear: Linear) -> Tensor:
-        """What a norm is to add to the stream."""
+        """What the next norm adds to the residual."""
         return self._linear(rows, linear)
 
     def _gated(self, rows: Tensor, layer: DecoderLayer) -> Tensor:
@@ -204,12 +200,13 @@ class _LargeGemms:
         config = _gated_config(layer, len(rows))
         if config is not None:
             return gated_linear(rows, layer.gate_up.weight, config=config)
-        weight, bias = layer.gate_up.weight, layer.gate_up.bias
-        found = linear_act(rows, weight, bias, "silu_and_mul", self._room_for(rows, len(weight) // 2))
+        weight = layer.gate_up.weight
+        out = self._scratch_for(rows, len(weight) // 2)
+        found = linear_act(rows, weight, layer.gate_up.bias, "silu_and_mul", out)
         if found is not None:
             return found
-        room = self._room_for(rows, len(weight))
-        return silu_and_mul(self._linear(rows, layer.gate_up, room), over_gate=room is not None)
+        scratch = self._scratch_for(rows, len(weight))
+        return silu_and_mul(self._linear(rows, layer.gate_up, scratch), over_gate=scratch is not None)
 
 
 class _SplitKGemms(_LargeGemms):
@@ -219,7 +216,8 @@ class _SplitKGemms(_LargeGemms):
 
     def qkv(self, x: Residual, layer: DecoderLayer) -> tuple[Tensor, Residual]:
         normed, x = self._norm(x, layer.attention_norm)
-        return self._added(normed, layer.qkv) if self.in_parts else self._linear(normed, layer.qkv), x
+        project = self._added if self.in_parts else self._linear
+        return project(normed, layer.qkv), x
 
     def _added(self, rows: Tensor, linear: Linear) -> Tensor:
         from saccade.kernels.gemm.hopper_split_k import choose_split_k, split_k_linear, suits

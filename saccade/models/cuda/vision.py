@@ -1,4 +1,4 @@
-"""A vision tower's work with fused kernels, for CUDA devices: the same weights and results as `TorchVision`.
+"""Vision towers with fused kernels, for CUDA devices: the same weights and results as `TorchVision`.
 
 Nothing here reads a value back from the device.
 """
@@ -11,20 +11,18 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from saccade.kernels.attention.vit_schedule import TileSchedule
 from saccade.kernels.attention.vit_triton import TILE_ROWS, packed_vit
 from saccade.kernels.gemm.linear_act import linear_act
 from saccade.kernels.gemm.qkv_rope import qkv_rope
 from saccade.kernels.launch.device import is_hopper, num_sms
-from saccade.kernels.launch.self_test import self_test_passes
+from saccade.kernels.launch.kernel_choice import KernelChoice
 from saccade.kernels.launch.tiling import Tiles
 from saccade.kernels.ops import preprocess, vit_elementwise
 from saccade.kernels.ops.reference import parted_columns
 from saccade.models.cuda.vision_attention import Attend, AttentionPath, PartedAttend, ScheduledAttention, TiledAttention
 from saccade.models.cuda.vision_graphs import VisionGraphs, packed_cells
-from saccade.models.layers.attention import packed_attention
 from saccade.models.layers.basic import Activation, Linear, RMSNorm, quick_gelu, silu_and_mul, tanh_gelu
 from saccade.models.vision.blocks import Norm, PatchPositions, VisionBlock
 from saccade.models.vision.ops import Blocks, RunBlocks
@@ -38,19 +36,19 @@ _ACTIVATIONS: Mapping[Activation, tuple[str, Activation]] = {
     silu_and_mul: ("silu_and_mul", vit_elementwise.silu_and_mul),
     tanh_gelu: ("tanh_gelu", vit_elementwise.tanh_gelu),
 }
-"""Kernels: the name that `linear_act` has for them, and by themselves."""
-_MIN_SHARED = 768  # patches of a recorded pass: smaller ones have too few tiles for all programs
-_KEPT = 8  # packings: pictures of one camera have one size
-_TRIED = (2, 15)  # programs of a trial: one item after the other, and some of them cut
+"""The name that `linear_act` has for each, and a kernel for it alone."""
+_MIN_SCHEDULED = 768  # patches of a captured pass: smaller ones have too few tiles for all SMs
+_KEPT = 8  # packings: images of one camera have one size
+_TESTED_PROGRAMS = (2, 15)  # of the self-test: one item after the other, and some of them cut
 
 
 class FusedVision:
     def __init__(self, attention: str | None = None) -> None:
         """Without a name: the attention that is fastest on this device."""
         attention = attention or _best_attention()
-        self._attention = lru_cache(maxsize=_KEPT)(ATTENTION[attention])  # what is made for a packing serves the next
-        self._last: PatchPositions | None = None  # of a pass that was launched
-        self._recordings = VisionGraphs(_FusedPass, _ways(attention), self._launched)
+        self._attention = lru_cache(maxsize=_KEPT)(ATTENTION[attention])  # later passes often have the same packing
+        self._last: PatchPositions | None = None  # of the last eager pass
+        self._graphs = VisionGraphs(_FusedPass, _graph_paths(attention), self._eager)
 
     def resize(self, image: ImagePixels, size: Size, resampling: int) -> Tensor:
         if isinstance(image, Tensor):
@@ -64,30 +62,30 @@ class FusedVision:
         return preprocess.cut_patches(image, cut, (gain[0], gain[1], gain[2]), (shift[0], shift[1], shift[2]), dtype)
 
     def begin(self, lengths: Sequence[int], places: PatchPositions | None, device: torch.device) -> RunBlocks:
-        if self._recordings.fit(lengths):
-            return self._recordings.begin(lengths, places, device)
-        return self._launched(lengths, places, device)
+        if self._graphs.fit(lengths):
+            return self._graphs.begin(lengths, places, device)
+        return self._eager(lengths, places, device)
 
-    def _launched(self, lengths: Sequence[int], places: PatchPositions | None, device: torch.device) -> RunBlocks:
-        return _FusedPass(self._rotary(places), self._attention(tuple(lengths), device)).first
+    def _eager(self, lengths: Sequence[int], positions: PatchPositions | None, device: torch.device) -> RunBlocks:
+        return _FusedPass(self._rotary(positions), self._attention(tuple(lengths), device)).first
 
-    def _rotary(self, places: PatchPositions | None) -> Tensor | None:
-        if places is None:
+    def _rotary(self, positions: PatchPositions | None) -> Tensor | None:
+        if positions is None:
             return None
-        if places.rotary is None and self._last is not None and places.are(self._last):
-            places.rotary = self._last.rotary
-        self._last = places  # before others are made: two passes' would be more than was planned for
-        if places.rotary is None:
-            places.rotary = _new_rotary(places)
-        return places.rotary
+        if positions.rotary is None and self._last is not None and positions.are(self._last):
+            positions.rotary = self._last.rotary
+        self._last = positions  # frees the last ones first: memory is planned for those of one pass
+        if positions.rotary is None:
+            positions.rotary = _new_rotary(positions)
+        return positions.rotary
 
-    def recording(self) -> AbstractContextManager[None]:
-        """Small passes that run in it are recorded, and later ones of their sizes replayed."""
-        return self._recordings.recording()
+    def capturing(self) -> AbstractContextManager[None]:
+        """Small passes that run in it are captured as CUDA graphs; later ones of their sizes replay them."""
+        return self._graphs.capturing()
 
 
 class _FusedPass:
-    """Runs blocks over one packing of pictures. Residuals are added inside the products, so x changes in place."""
+    """Runs blocks over one packing of images. The GEMMs add to the residual x in place."""
 
     def __init__(self, rotary: Tensor | None, attend: Attend) -> None:
         self._rotary = rotary  # float32 [T, d]: cosine and sine of each pair
@@ -102,13 +100,13 @@ class _FusedPass:
         return x.addmm_(self._widen(x, block), block.down.weight.T)
 
     def _mix(self, x: Tensor, block: VisionBlock) -> Tensor:
-        """What heads make of their values [T, heads, d]. The product turns them where device and attention can."""
+        """Attention [T, heads, d]. RoPE is fused into the projection where device and attention can."""
         normed = _norm(x, block.attention_norm, block.out)
         dim = len(block.qkv.weight) // (3 * block.heads)
         if self._rotary is not None and self._parted is not None and self._parted.takes_parted(dim, x.dtype):
             parted = qkv_rope(normed, block.qkv.weight, block.qkv.bias, self._rotary, block.heads)
             if parted is not None:
-                del normed  # before attention needs as much room
+                del normed  # before attention needs as much memory
                 return self._parted.parted(parted, block.scale)
         qkv = block.qkv(normed).view(len(x), 3, block.heads, dim)
         del normed
@@ -117,28 +115,28 @@ class _FusedPass:
         return self._attend(qkv, block.scale)
 
     def _widen(self, x: Tensor, block: VisionBlock) -> Tensor:
-        """Product and activation: one launch where the device has a kernel for both, else two."""
+        """GEMM and activation: one launch where the device has a kernel for both, else two."""
         normed = _norm(x, block.mlp_norm, block.down)
         name, act = _ACTIVATIONS.get(block.act, (None, block.act))
         wide = linear_act(normed, block.up.weight, block.up.bias, name) if name else None
         if wide is None:
             wide = block.up(normed)
-            del normed  # before an activation that needs as much room again
+            del normed  # before an activation that needs as much memory again
             wide = act(wide)
         return wide
 
 
-def _new_rotary(places: PatchPositions) -> Tensor:
-    device = places.per_axis.device
-    cells = to_device(packed_cells(places), device)
-    rotary = torch.empty((len(cells), 4 * places.per_axis.shape[-1]), dtype=torch.float32, device=device)
-    vit_elementwise.rotate_one(cells, places.per_axis, rotary)
+def _new_rotary(positions: PatchPositions) -> Tensor:
+    device = positions.per_axis.device
+    cells = to_device(packed_cells(positions), device)
+    rotary = torch.empty((len(cells), 4 * positions.per_axis.shape[-1]), dtype=torch.float32, device=device)
+    vit_elementwise.write_cos_sin(cells, positions.per_axis, rotary)
     return rotary
 
 
 def _norm(x: Tensor, norm: Norm, following: Linear) -> Tensor:
-    """What the norm makes of x. The bias of the product that is going to be added to x is added already."""
-    if following.bias is None:  # then PyTorch's own kernel has all there is to do
+    """The norm of x. The bias of the GEMM that will be added to x is added to it here."""
+    if following.bias is None:  # then PyTorch's own kernel does the same
         return norm(x)
     if isinstance(norm, RMSNorm):
         return vit_elementwise.rms_norm_and_add(x, norm.weight, norm.eps, following.bias)
@@ -165,7 +163,7 @@ def _over(tiles: Tiles) -> Attend:
 
 
 class _ByHopper:
-    """Chosen once heads are seen: other heads and smaller pictures than the kernel is made for go the plain way."""
+    """Chosen once heads are known: others, and images too small for the Hopper kernel, take the Triton one."""
 
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
         self._lengths = lengths
@@ -182,7 +180,7 @@ class _ByHopper:
 
     def parted(self, qkv: Tensor, scale: float) -> Tensor:
         chosen = self._choose(qkv)
-        assert isinstance(chosen, PartedAttend), "asked by `takes_parted`"
+        assert isinstance(chosen, PartedAttend), "`takes_parted` was asked before"
         return chosen.parted(qkv, scale)
 
     def _choose(self, like: Tensor) -> Attend:
@@ -195,56 +193,43 @@ class _ByHopper:
         return self._chosen
 
 
-def _ways(attention: str) -> tuple[AttentionPath, ...]:
-    """Of recorded passes."""
+def _graph_paths(attention: str) -> tuple[AttentionPath, ...]:
+    """Of captured passes."""
     tiled = TiledAttention(_over, TILE_ROWS)
     if attention != "hopper":
         return (tiled,)
     from saccade.kernels.attention import vit_hopper
 
     programs = num_sms(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    return ScheduledAttention(vit_hopper.suits, vit_hopper.HopperVit, programs, _MIN_SHARED), tiled
+    return ScheduledAttention(vit_hopper.suits, vit_hopper.HopperVit, programs, _MIN_SCHEDULED), tiled
 
 
-def _best_attention() -> str:
-    device = torch.device("cuda")
-    if not torch.cuda.is_available() or not is_hopper(device):
-        return "triton"
-    is_right = self_test_passes(lambda: _try_hopper(device), "vision attention runs without the Hopper kernel")
-    return "hopper" if is_right else "triton"
-
-
-def _try_hopper(device: torch.device) -> None:
-    """It must compile and agree with the plain kernel, also where weights outgrow its level."""
+def _self_test(device: torch.device) -> None:
+    """It must compile and agree with the Triton kernel, also where weights overflow."""
     from saccade.kernels.attention import vit_hopper
 
     lengths = [1500, 257]
     qkv = torch.randn(sum(lengths), 3, 2, 80, device=device, dtype=torch.bfloat16)
-    qkv[5, 1] *= 60  # a key of the second tile that queries prefer by hundreds of powers of two
+    qkv[5, 1] *= 60  # a key of the second tile with scores larger by hundreds of powers of two
     expected = _by_triton(lengths, device)(qkv, 1.0)
     parted = qkv.flatten(1)[:, parted_columns(2, 80)].view_as(qkv)
-    for programs in _TRIED:
+    for programs in _TESTED_PROGRAMS:
         attend = vit_hopper.HopperVit(TileSchedule.of(lengths, 2, programs, device))
-        for _ in range(2):  # the second layer goes another way
+        for _ in range(2):  # the second layer is launched another way
             torch.testing.assert_close(attend(qkv, 1.0), expected, atol=0.05, rtol=0.05)
             torch.testing.assert_close(attend.parted(parted, 1.0), expected, atol=0.05, rtol=0.05)
 
 
-def _by_sdpa(backend: SDPBackend) -> Callable[[Sequence[int], torch.device], Attend]:
-    def begin(lengths: Sequence[int], device: torch.device) -> Attend:
-        def attend(qkv: Tensor, scale: float) -> Tensor:
-            q, k, v = qkv.unbind(1)
-            with sdpa_kernel(backend):
-                return packed_attention(q, k, v, lengths, scale)
-
-        return attend
-
-    return begin
+_can_use_hopper = KernelChoice(
+    "the Hopper kernel of vision attention", is_hopper, _self_test, "the Triton kernel runs instead"
+)
 
 
-ATTENTION: Mapping[str, Callable[[Sequence[int], torch.device], Attend]] = {
-    "triton": _by_triton,  # one launch for pictures of any sizes, and nothing to set up for a new size
-    "hopper": _ByHopper,  # the same, faster where the device is one; small pictures go the way above
-    "cudnn": _by_sdpa(SDPBackend.CUDNN_ATTENTION),
-    "flash": _by_sdpa(SDPBackend.FLASH_ATTENTION),
+def _best_attention() -> str:
+    return "hopper" if torch.cuda.is_available() and _can_use_hopper(torch.device("cuda")) else "triton"
+
+
+ATTENTION: dict[str, Callable[[Sequence[int], torch.device], Attend]] = {
+    "triton": _by_triton,  # one launch for images of any sizes, and nothing to set up for a new size
+    "hopper": _ByHopper,  # the same, faster on Hopper GPUs
 }

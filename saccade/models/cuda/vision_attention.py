@@ -1,7 +1,7 @@
-"""How recorded blocks attend: a kernel, and the numbers that tell it where the pictures of a pass are.
+"""How attention runs inside captured vision blocks: a kernel, and metadata that says where the images of a pass are.
 
-A recording reads its numbers where they lay when it was made, and each pass copies its own there: whatever pictures it
-has, they must fit into the same launch.
+A CUDA graph reads its metadata from a fixed address. Each pass copies its own there, so the launch must fit whatever
+images a pass has.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from saccade.kernels.launch.tiling import Tiles, tile_metadata
 
 class Attend(Protocol):
     def __call__(self, qkv: Tensor, scale: float, /) -> Tensor:
-        """(turned q, k, v [T, 3, heads, d], scale) -> [T, heads, d]"""
+        """(q, k, v [T, 3, heads, d] with RoPE applied, scale) -> [T, heads, d]"""
 
 
 @runtime_checkable
@@ -30,11 +30,11 @@ class PartedAttend(Attend, Protocol):
         """Of such heads."""
 
     def parted(self, qkv: Tensor, scale: float) -> Tensor:
-        """As ever else."""
+        """Attention over queries and keys in that order."""
 
 
 class PassLimits(NamedTuple):
-    """What a recorded pass may have."""
+    """What a captured pass may have at most."""
 
     patches: int
     images: int  # or windows
@@ -50,20 +50,20 @@ class Heads(NamedTuple):
 
 class AttentionPath(Protocol):
     def suits(self, lengths: Sequence[int], heads: Heads, size: int) -> bool:
-        """Whether a pass over such pictures is to go this way, padded to so many patches."""
+        """Whether a pass over such images, padded to so many patches, takes this path."""
 
-    def room(self, heads: Heads, maximum: PassLimits) -> int:
-        """Numbers of any pass, at most."""
+    def metadata_size(self, heads: Heads, limits: PassLimits) -> int:
+        """Elements, at most."""
 
-    def metadata(self, lengths: Sequence[int], heads: Heads, maximum: PassLimits) -> Tensor:
-        """int32, on the host."""
+    def metadata(self, lengths: Sequence[int], heads: Heads, limits: PassLimits) -> Tensor:
+        """int32, on the CPU."""
 
-    def attend(self, metadata: Tensor, maximum: PassLimits) -> Attend:
-        """Over what lies there; `maximum` has the patches of this recording."""
+    def attend(self, metadata: Tensor, limits: PassLimits) -> Attend:
+        """Attention that reads its metadata there; `limits` has the patches of the graph."""
 
 
 class TiledAttention:
-    """Any pictures, in tiles of so many rows."""
+    """For any images: tiles of so many rows."""
 
     def __init__(self, over: Callable[[Tiles], Attend], rows: int) -> None:
         self._over = over
@@ -72,54 +72,54 @@ class TiledAttention:
     def suits(self, lengths: Sequence[int], heads: Heads, size: int) -> bool:
         return True
 
-    def room(self, heads: Heads, maximum: PassLimits) -> int:
-        return maximum.images + 1 + 2 * num_tiles(maximum, self._rows)
+    def metadata_size(self, heads: Heads, limits: PassLimits) -> int:
+        return limits.images + 1 + 2 * num_tiles(limits, self._rows)
 
-    def metadata(self, lengths: Sequence[int], heads: Heads, maximum: PassLimits) -> Tensor:
-        return _tile_part(
-            (*lengths, *[0] * (maximum.images - len(lengths))), self._rows, num_tiles(maximum, self._rows)
-        )
+    def metadata(self, lengths: Sequence[int], heads: Heads, limits: PassLimits) -> Tensor:
+        padded = (*lengths, *[0] * (limits.images - len(lengths)))
+        return _tile_metadata(padded, self._rows, num_tiles(limits, self._rows))
 
-    def attend(self, metadata: Tensor, maximum: PassLimits) -> Attend:
-        starts, rest = metadata[: maximum.images + 1], metadata[maximum.images + 1 :]
-        return self._over(Tiles(starts, rest[: 2 * num_tiles(maximum, self._rows)].view(-1, 2), self._rows))
+    def attend(self, metadata: Tensor, limits: PassLimits) -> Attend:
+        starts = metadata[: limits.images + 1]
+        index = metadata[limits.images + 1 :][: 2 * num_tiles(limits, self._rows)]
+        return self._over(Tiles(starts, index.view(-1, 2), self._rows))
 
 
-@lru_cache(maxsize=64)  # pictures of one camera have one grid
-def _tile_part(lengths: tuple[int, ...], rows: int, capacity: int) -> Tensor:
+@lru_cache(maxsize=64)  # images of one camera have one grid
+def _tile_metadata(lengths: tuple[int, ...], rows: int, capacity: int) -> Tensor:
     starts, index = tile_metadata(lengths, rows, capacity=capacity)
     return torch.tensor([*starts, *index], dtype=torch.int32)
 
 
-def num_tiles(maximum: PassLimits, rows: int) -> int:
-    """Most that so many patches are cut into, whatever pictures they are of."""
-    return maximum.patches // rows + maximum.images
+def num_tiles(limits: PassLimits, rows: int) -> int:
+    """The most that so many patches are cut into, whatever images they are of."""
+    return limits.patches // rows + limits.images
 
 
 class ScheduledAttention:
-    """Larger pictures, shared out to one program on each multiprocessor."""
+    """For larger images: a persistent program on each SM, by a schedule."""
 
     def __init__(
         self,
         suits: Callable[[Sequence[int], int, torch.dtype], bool],
         over: Callable[[TileSchedule], Attend],
         programs: int,
-        minimum: int,  # patches of a pass that gains by it
+        min_patches: int,  # of a pass that gains by it
     ) -> None:
         self._suits = suits
         self._over = over
         self._programs = programs
-        self._minimum = minimum
+        self._min_patches = min_patches
 
     def suits(self, lengths: Sequence[int], heads: Heads, size: int) -> bool:
-        return size >= self._minimum and self._suits(lengths, heads.dim, heads.dtype)
+        return size >= self._min_patches and self._suits(lengths, heads.dim, heads.dtype)
 
-    def room(self, heads: Heads, maximum: PassLimits) -> int:
-        tiles = heads.number * (maximum.patches // (2 * GROUP_ROWS) + maximum.images)
+    def metadata_size(self, heads: Heads, limits: PassLimits) -> int:
+        tiles = heads.number * (limits.patches // (2 * GROUP_ROWS) + limits.images)
         return items_at(self._programs) + ITEM * (tiles + max_slots(self._programs))
 
-    def metadata(self, lengths: Sequence[int], heads: Heads, maximum: PassLimits) -> Tensor:
+    def metadata(self, lengths: Sequence[int], heads: Heads, limits: PassLimits) -> Tensor:
         return make_schedule(tuple(lengths), heads.number, self._programs).metadata
 
-    def attend(self, metadata: Tensor, maximum: PassLimits) -> Attend:
-        return self._over(TileSchedule.among(metadata, self._programs, max_slots(self._programs)))
+    def attend(self, metadata: Tensor, limits: PassLimits) -> Attend:
+        return self._over(TileSchedule.view_of(metadata, self._programs, max_slots(self._programs)))

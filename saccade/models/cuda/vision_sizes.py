@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-SIZES = tuple(range(128, 2049, 128))  # patches; matrix products work in tiles of 128 rows anyway
-
-
-MAXIMUM = 8192  # patches, where all pictures have one size: then there are few passes to record
-
-
+SIZES = tuple(range(128, 2049, 128))  # patches; GEMMs work in tiles of 128 rows anyway
+MAXIMUM = 8192  # patches, where all images have one size: then there are few passes to capture
 IMAGES = 32  # of a pass, or windows
 
 
 def size_for(patches: int) -> int:
-    """Of the recording, if there is one."""
+    """The size of graph that a pass is padded to."""
     return -(-patches // SIZES[0]) * SIZES[0]

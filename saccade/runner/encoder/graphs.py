@@ -18,8 +18,8 @@ _SMALL = 128  # patches of a small image, for which attention may take another p
 
 
 @runtime_checkable
-class CapturesGraphs(Protocol):
-    def recording(self) -> AbstractContextManager[None]: ...
+class Recorder(Protocol):
+    def capturing(self) -> AbstractContextManager[None]: ...
 
 
 @torch.inference_mode()
@@ -29,9 +29,9 @@ def capture_tower(model: VisionLanguageModel) -> None:
     if model.config.vision is None or not isinstance(ops, CapturesGraphs):
         return
     packings = list(_packings(model.config.vision))
-    with ops.recording():
-        for grids in tqdm(packings, "Capturing the tower", disable=None):
-            for _ in model.encode(blank_patches(model, grids), grids):
+    with ops.capturing():
+        for grids in tqdm(packings, "Recording the tower", disable=None):
+            for _ in model.encode(_blank(model, grids), grids):
                 pass
 
 

@@ -197,7 +197,7 @@ def test_memory_is_planned_for_the_largest_pass_that_is_recorded(
 def test_a_pass_larger_than_the_first_that_was_recorded_is_launched() -> None:
     made, grids = model(QWEN, FusedVision(), Qwen2VL), [Grid(1, 4, 8)]
     assert isinstance(made.ops, FusedVision)
-    with made.ops.recording():
+    with made.ops.capturing():
         encode(made, patches([Grid(1, 4, 4)]), [Grid(1, 4, 4)])
         found = encode(made, patches(grids), grids)
     expected = encode(model(QWEN, TorchVision(), Qwen2VL), patches(grids), grids)
