@@ -148,9 +148,9 @@ _TILES = {
 
 def candidates(case: Case) -> list[Config]:
     shape, rows = case.shape, max(16, case.m)
-    tiles = [Config(rows, o, i, _splits(shape, o, i), w, s, early=False) for o, i, w, s in _TILES[rows]]
+    tiles = [Config(rows, o, i, _splits(shape, o, i), w, s, pdl=False) for o, i, w, s in _TILES[rows]]
     if case.m == 1:
-        return [Config(1, o, i, warps=w, stages=s, early=False) for o, i, w, s in _VECTORS] + tiles[:1]
+        return [Config(1, o, i, warps=w, stages=s, pdl=False) for o, i, w, s in _VECTORS] + tiles[:1]
     extra = [tiles[0]._replace(splits=2 * tiles[0].splits)] if shape.name == "down" else []
     return tiles + extra
 
@@ -224,7 +224,7 @@ def our_us(bench: Bench, case: Case, config: Config) -> float:
 
 def _short(config: Config) -> str:
     text = "x".join(map(str, (config.rows, config.outputs, config.inputs)))
-    return f"{text}/{config.splits}w{config.warps}s{config.stages}" + (f"a{config.ahead}" if config.early else "")
+    return f"{text}/{config.splits}w{config.warps}s{config.stages}" + (f"a{config.prefetch}" if config.pdl else "")
 
 
 # --- the products one by one --------------------------------------------------------------------------------------
@@ -347,7 +347,7 @@ def choices_for(m: int, late: Mapping[Case, Times], early: Mapping[Case, Times])
 
 
 def ahead(config: Config | None, lines: int = 8) -> Config | None:
-    return config and config._replace(early=True, ahead=lines)
+    return config and config._replace(pdl=True, prefetch=lines)
 
 
 # --- all of it ----------------------------------------------------------------------------------------------------
@@ -365,7 +365,7 @@ def main() -> None:
         if times is not None:
             late[case] = times
             report(case, times)
-    compile_all(bench, [(case, config._replace(early=True, ahead=8)) for case, config in chosen])
+    compile_all(bench, [(case, config._replace(pdl=True, prefetch=8)) for case, config in chosen])
     early = measure_early(bench, late)
     stacks = {m: attempt(f"stack {m}", partial(stack_ms, bench, m, choices_for(m, late, early))) for m in STACK_ROWS}
     record: dict[str, Any] = {"products": {case.name: times.record() for case, times in early.items()}, "stack": stacks}
@@ -380,7 +380,7 @@ def measure_early(bench: Bench, late: Mapping[Case, Times]) -> dict[Case, Times]
     found = dict(late)
     for case, config in jobs.items():
         found[case] = late[case]._replace(ours=late[case].ours | measure(bench, case, [config]))
-        report(case, found[case]._replace(ours={c: us for c, us in found[case].ours.items() if c.ahead}))
+        report(case, found[case]._replace(ours={c: us for c, us in found[case].ours.items() if c.prefetch}))
     return found
 
 

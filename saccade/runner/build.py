@@ -44,9 +44,10 @@ def build_runner(
     *,
     progress: bool = True,
 ) -> Runner:
-    meter, sizes = MemoryReport(plan), plan.scheduler
-    place = AttentionTarget(config.text, plan.dtype, plan.device)
-    check(options.attention_backend, place)
+    memory = MemoryReport(plan)
+    sizes = plan.scheduler
+    target = AttentionTarget(config.text, plan.dtype, plan.device)
+    check(options.attention_backend, target)
     if plan.device.type == "cuda":
         if plan.device.index is not None:
             torch.cuda.set_device(plan.device)  # kernels launch on the current device, not the tensors'
@@ -72,7 +73,7 @@ def build_runner(
         embeddings = _embeddings(model, plan)
     memory.reserve_work()
     with memory.part("graphs"):
-        forward = _forward(model, kv, place, sizes, options.attention_backend, states)
+        forward = _forward(model, kv, target, sizes, options.attention_backend, states)
         capture_tower(model)
     encoder = _encoder(model, options, plan)
     grammars = Grammars(path, config.text.vocab_size)
@@ -118,15 +119,15 @@ def _encoder(model: VisionLanguageModel, options: Options, plan: MemoryPlan) -> 
 def _forward(
     model: VisionLanguageModel,
     kv: PagedKV,
-    place: AttentionTarget,
+    target: AttentionTarget,
     sizes: SchedulerConfig,
     backend: str,
     states: RecurrentStates | None,
 ) -> Forward:
-    eager = eager_reason_of(model, place.device)
+    eager = eager_reason_of(model, target.device)
     if eager and backend == "flashinfer":
         raise ConfigError(f"attention_backend=flashinfer cannot be used: {eager}")
-    if place.device.type != "cuda" or eager:
+    if target.device.type != "cuda" or eager:
         return TorchForward(model, kv, sizes.block_size, states)
     from saccade.runner.cuda.forward import CudaForward  # needs Triton, which only CUDA machines have
 
@@ -137,8 +138,8 @@ def _forward(
         block_size=sizes.block_size,
         max_requests=sizes.max_num_seqs,
         max_blocks=max_blocks,
-        axes=3 if place.text.mrope_section else 1,
-        flash=choose(backend, place, sizes.block_size, max_blocks, model.decoder.scale),
+        axes=3 if target.text.mrope_section else 1,
+        flash=choose(backend, target, sizes.block_size, max_blocks, model.decoder.scale),
     )
     forward.capture(sizes.max_num_batched_tokens)
     return forward

@@ -57,7 +57,9 @@ def pairs(*size: int) -> str:
 def hopper_variants() -> Iterator[Variant]:
     """Of the Gluon kernels."""
 
-    def of(name: str, kernel: str, types: list[str], constants: list[object], registers: int, pdl: bool = True) -> Variant:
+    def of(
+        name: str, kernel: str, types: list[str], constants: list[object], registers: int, pdl: bool = True
+    ) -> Variant:
         return Variant(name, kernel, types, constants, {"num_warps": 4, "maxnreg": registers, "launch_pdl": pdl})
 
     for dtype, constants in (
@@ -78,7 +80,7 @@ def hopper_variants() -> Iterator[Variant]:
     for dim, is_parted in ((80, False), (72, False), (80, True)):
         types = [box(64), box(64, 16), I32, I32, BF16, F32, "fp32", "i32"]
         name = "vit_parted" if is_parted else f"vit.{dim}"
-        yield of(name, "attention.vit_hopper_kernel:vit_kernel", types, [dim, 64, 8, is_parted], 128)
+        yield of(name, "attention.vit_hopper:_vit_kernel", types, [dim, 64, 8, is_parted], 128)
     for dtype, act, has_bias in (("bf16", 0, True), ("bf16", 1, True), ("bf16", 2, False), ("fp16", 2, True)):
         types = [box(64, dtype=dtype)] * 3 + [f"*{dtype}", "i32", "i32:16", "i32:16", "i32", "i32"]
         name = f"linear.{dtype}.{act}.{has_bias}"
@@ -96,7 +98,9 @@ def hopper_variants() -> Iterator[Variant]:
 
 
 def triton_variants() -> Iterator[Variant]:
-    def of(name: str, kernel: str, types: list[str], constants: list[object], warps: int = 4, **options: Any) -> Variant:
+    def of(
+        name: str, kernel: str, types: list[str], constants: list[object], warps: int = 4, **options: Any
+    ) -> Variant:
         return Variant(name, kernel, types, constants, {"num_warps": warps, **options})
 
     early = {"launch_pdl": True}
@@ -111,16 +115,20 @@ def triton_variants() -> Iterator[Variant]:
         steps = ["i32", "fp32", "i32:16", "i32:16", "i32:16", "i32"]
         constants = [128, 128, 128, 16, 6, 128, 128, 64, 64, is_split, 4, "tf32", True, one_loop]
         name = f"triton_prefill.{is_split}.{one_loop}"
-        yield of(name, "attention.prefill_triton:_prefill_kernel", types + parts + steps, constants, num_stages=5, **early)
+        yield of(
+            name, "attention.prefill_triton:_prefill_kernel", types + parts + steps, constants, num_stages=5, **early
+        )
     yield of("plan", "attention.decode_schedule:_plan_kernel", [I32, I32, "i32", "i32"], [2, 64, 10, 64])
     types = [F32, F32, F32, I32, BF16, "i32", "i32"]
     yield of("prefill_combine", "attention.prefill_combine:_combine_kernel", types, [128, 128, 4, True], 2, **early)
     types = [F32, I32, BF16, "i32"]
-    yield of("vit_combine", "attention.vit_combine:_sum_kernel", types, [80, 128, 192, 84, 5, 8, True], 1, **early)
+    yield of("vit_combine", "attention.vit_combine:_combine_kernel", types, [80, 128, 192, 84, 5, 8, True], 1, **early)
     types = [BF16, BF16, BF16, I32, I32, BF16, "fp32", "i32:16", "i32:16", "i32:16"]
     for dim, first, rest in ((80, 64, 16), (64, 64, 0), (72, 64, 16)):
         constants = [dim, dim, dim, dim, first, rest, 128, 64, "tf32"]
-        yield of(f"triton_vit.{dim}", "attention.vit_triton:_vit_kernel", types, constants, 8, num_stages=3, maxnreg=128)
+        yield of(
+            f"triton_vit.{dim}", "attention.vit_triton:_vit_kernel", types, constants, 8, num_stages=3, maxnreg=128
+        )
     types = [BF16] * 8 + [I64, "i32:16", "i32:16", "i32"]
     constants = [12, 2, 128, 16, 2, 64, 1, True]
     yield of("rope_store_kv", "attention.rope_store_kv:_rotary_kernel", types, constants, **early)
@@ -130,16 +138,18 @@ def triton_variants() -> Iterator[Variant]:
     for gated in (False, True):
         types = [BF16, BF16, NONE if gated else BF16, NONE if gated else BF16, BF16, BF16, "fp32", "i32:16"]
         constants = [1536, 4, 512, 4, gated, True, 8]
-        yield of(f"vector.{gated}", "gemm.skinny_kernels:vector_kernel", types, constants, **early)
+        yield of(f"vector.{gated}", "gemm.skinny:_vector_kernel", types, constants, **early)
         work = [NONE, NONE, NONE] if gated else [F32, F32, I32]
         types = [BF16, BF16, NONE, NONE if gated else BF16, BF16, BF16, *work, "fp32", "i32", "i32:16", "i32:16"]
         constants = [1536, 16, 64, 128, 1 if gated else 4, gated, "tf32", True, 4]
-        yield of(f"tile.{gated}", "gemm.skinny_kernels:tile_kernel", types, constants, **early)
+        yield of(f"tile.{gated}", "gemm.skinny:_tile_kernel", types, constants, **early)
     yield from small_variants()
 
 
 def small_variants() -> Iterator[Variant]:
-    def of(name: str, kernel: str, types: list[str], constants: list[object], warps: int = 4, pdl: bool = True) -> Variant:
+    def of(
+        name: str, kernel: str, types: list[str], constants: list[object], warps: int = 4, pdl: bool = True
+    ) -> Variant:
         return Variant(name, f"ops.{kernel}", types, constants, {"num_warps": warps, "launch_pdl": pdl})
 
     for parts, only in ((1, NONE), (4, I32)):
@@ -167,7 +177,7 @@ def small_variants() -> Iterator[Variant]:
     yield of("vit_norm", f"{vit}:_norm_kernel", [BF16] * 5 + ["fp32"], [1280, 2048, True], 1)
     yield of("vit_rms_norm", f"{vit}:_rms_norm_kernel", [BF16] * 4 + ["fp32"], [1280, 2048, True], 1)
     yield of("vit_rotate", f"{vit}:_rotate_kernel", [BF16, F32], [16, 80, 32, 64, True])
-    yield of("vit_cos_sin", f"{vit}:_rotate_one_kernel", [I32, F32, F32], [20, 32, 0], 1, pdl=False)
+    yield of("vit_cos_sin", f"{vit}:_cos_sin_kernel", [I32, F32, F32], [20, 32, 0], 1, pdl=False)
     yield of("vit_quick_gelu", f"{vit}:_quick_gelu_kernel", [BF16, "i32:16"], [4096], 8, pdl=False)
     yield of("vit_silu_and_mul", f"{vit}:_silu_and_mul_kernel", [BF16], [3420, 1024], pdl=False)
     yield of("vit_tanh_gelu", f"{vit}:_tanh_gelu_kernel", [BF16, "i32:16"], [4096], 8, pdl=False)

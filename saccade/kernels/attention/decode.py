@@ -38,16 +38,9 @@ class DecodeAttention:
         return plan_schedule(contexts, self.heads.keys, left if left >= taken else self._programs)
 
     def __call__(
-        self,
-        new: NewTokens,
-        keys: Tensor,
-        values: Tensor,
-        tables: Tensor,
-        contexts: Tensor,
-        scale: float,
-        schedule: TileSchedule | None,
-        out: Tensor | None = None,
-    ) -> Tensor:
+        self, new: NewTokens, keys: Tensor, values: Tensor, tables: Tensor, contexts: Tensor, scale: float,
+        schedule: TileSchedule | None, out: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """As `paged_decode`, but padding rows may hold anything."""
         block_size = self.block_size
         if schedule is None:

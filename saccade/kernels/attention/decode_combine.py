@@ -57,27 +57,23 @@ class Partition:
         return gl.where(after < 0, tile // (self.share + 1), self.larger + after // gl.maximum(self.share, 1))
 
 
-@aggregate
-class TileRange:
-    begin: gl.tensor  # the first tile of the request and head, among all tiles
-    tiles: gl.tensor  # of the request and head
-    count: gl.tensor  # of these, this program's
-
-
 @gluon.jit
 def finish(
-    output: Output, ours: Accumulator, cell: gl.tensor, span: TileRange, partition: Partition, is_first: gl.tensor,
-    sizes: Sizes,
+    output: Output, ours: Accumulator, cell: gl.tensor, begin: gl.tensor, tiles: gl.tensor, count: gl.tensor,
+    partition: Partition, is_first: gl.tensor, sizes: Sizes,
 ) -> None:  # fmt: skip
-    """Write the result, or a partial one: slot 0 is for where the program's share begins, 1 for where it ends."""
-    if span.count == span.tiles:
+    """Write the result, or a partial one: slot 0 is for where the program's share begins, 1 for where it ends.
+
+    A request and head has `tiles` from `begin` on, among all tiles; `count` of them are this program's.
+    """
+    if count == tiles:
         _write(output.out, cell, ours.acc, ours.total, sizes)
     else:
         _write_partial(output, 2 * gl.program_id(0) + 1 - is_first, ours, sizes)
-        head = partition.owner(span.begin)
-        tail = partition.owner(span.begin + span.tiles - 1)
+        head = partition.owner(begin)
+        tail = partition.owner(begin + tiles - 1)
         if gl.atomic_add(output.counters + cell, 1, sem="acq_rel") == tail - head:
-            began = span.begin != partition.begin(head)  # the first program had others before
+            began = begin != partition.begin(head)  # the first program had others before
             acc, total = _combine(output, ours, 2 * head + began.to(gl.int32), head, tail, sizes)
             _write(output.out, cell, acc, total, sizes)
             gl.store(output.counters + cell, 0)

@@ -17,25 +17,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from saccade.kernels.attention.decode_combine import Accumulator, Output, Partition, Sizes, TileRange, finish
+from saccade.kernels.attention.decode_combine import Accumulator, Output, Partition, Sizes, finish
 from saccade.kernels.attention.decode_schedule import TileSchedule
 from saccade.kernels.attention.decode_triton import DecodeWorkspace, NewTokens
 from saccade.kernels.attention.online_softmax import LOG2_E
-from saccade.kernels.launch.gluon_compat import (
-    TensorDescriptor,
-    aggregate,
-    fence_async_shared,
-    gdc_launch_dependents,
-    gdc_wait,
-    gl,
-    gluon,
-    mbarrier,
-    reinterpret,
-    tma,
-    tma_load,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from saccade.kernels.launch import gluon_compat as hopper
+from saccade.kernels.launch.gluon_compat import aggregate, gl, gluon, mbarrier, tma
 from saccade.kernels.launch.hopper_ring import next_stage
 from saccade.kernels.launch.tiling import power_of_two
 
@@ -43,7 +30,7 @@ _DIM = 128
 _MAX_GROUP = 16
 _BLOCK_SIZES = (16, 32, 64)
 _REGISTERS = 144  # per thread on average: an SM has no space for a second program, but for one of a GEMM
-_LAYOUT = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
+KV_LAYOUT = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 _UNSWIZZLED = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
@@ -79,7 +66,7 @@ def hopper_decode(
     assert 2 * programs * group * dim <= workspace.mixed.numel() and requests * kv_heads <= workspace.counters.numel()
     out = k_cache.new_empty(requests, heads, dim) if out is None else out
     _decode_kernel[(programs,)](
-        _descriptor(k_cache, block_size), _descriptor(v_cache, block_size), *new, k_cache, v_cache, block_tables,
+        kv_descriptor(k_cache, block_size), kv_descriptor(v_cache, block_size), *new, k_cache, v_cache, block_tables,
         context_lens, schedule.metadata, out, *workspace, scale * LOG2_E, block_tables.stride(0), projected,
         HEADS=kv_heads, GROUP=group, ROWS=power_of_two(group, minimum=8), BLOCK=block_size,
         STAGES=choose_stages(group), PARTS=new.qkv.numel() // projected,
@@ -88,9 +75,9 @@ def hopper_decode(
     return out
 
 
-def _descriptor(cache: Tensor, block_size: int) -> TensorDescriptor:
+def kv_descriptor(cache: Tensor, block_size: int) -> hopper.TensorDescriptor:
     rows = cache.view(len(cache), -1)
-    return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [block_size, 64], _LAYOUT.value)
+    return hopper.TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [block_size, 64], KV_LAYOUT.value)
 
 
 @aggregate
@@ -170,15 +157,15 @@ def _decode_kernel(
     HEADS: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
     PARTS: gl.constexpr,
 ) -> None:  # fmt: skip
-    k = gl.allocate_shared_memory(keys.dtype, [STAGES, 64, 128], _LAYOUT)
-    v = gl.allocate_shared_memory(keys.dtype, [STAGES, 64, 128], _LAYOUT)
-    q = gl.allocate_shared_memory(keys.dtype, [2, ROWS, 128], _LAYOUT)
-    weights = gl.allocate_shared_memory(keys.dtype, [ROWS, 64], _LAYOUT)
+    k = gl.allocate_shared_memory(keys.dtype, [STAGES, 64, 128], KV_LAYOUT)
+    v = gl.allocate_shared_memory(keys.dtype, [STAGES, 64, 128], KV_LAYOUT)
+    q = gl.allocate_shared_memory(keys.dtype, [2, ROWS, 128], KV_LAYOUT)
+    weights = gl.allocate_shared_memory(keys.dtype, [ROWS, 64], KV_LAYOUT)
     new = gl.allocate_shared_memory(keys.dtype, [4, 128], _UNSWIZZLED)  # key and value, double-buffered
     bars = gl.allocate_shared_memory(gl.int64, [4 * STAGES + 4, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(4 * STAGES + 4):
         mbarrier.init(bars.index(i), count=1)
-    fence_async_shared()
+    hopper.fence_async_shared()
     mine = schedule + gl.program_id(0) * 10
     walk = _Walk(contexts, _section(mine, contexts), _section(mine + 4, contexts))
     partition = Partition(gl.load(mine + 8), gl.load(mine + 9))
@@ -235,9 +222,6 @@ def _prefetch_next(
     return request, gl.where(is_last, 0, head + 1), gl.load(contexts + request)
 
 
-# --- the producers ------------------------------------------------------------------------------------------------
-
-
 @gluon.jit
 def _produce(
     source: tma.tensor_descriptor, target: gl.shared_memory_descriptor, bars: _Barriers,
@@ -247,7 +231,7 @@ def _produce(
     BLOCK: gl.constexpr = sizes.BLOCK
     STAGES: gl.constexpr = sizes.STAGES
     BLOCKS: gl.constexpr = 64 // BLOCK
-    boxes = reinterpret(target, target.dtype, [STAGES * 2 * BLOCKS, BLOCK, 64], _LAYOUT)
+    boxes = hopper.reinterpret(target, target.dtype, [STAGES * 2 * BLOCKS, BLOCK, 64], KV_LAYOUT)
     stage, phase = gl.to_tensor(0), gl.to_tensor(0)
     for section in range(2):
         request, head, tile, left, context = _enter(walk, section)
@@ -258,21 +242,21 @@ def _produce(
             )
             table = tables + request.to(gl.int64) * table_row
             for j in range(tile, tile + count):
-                slots = _slots(table, j * BLOCKS, context, BLOCK, BLOCKS)
+                slots = block_slots(table, j * BLOCKS, context, BLOCK, BLOCKS)
                 full = bars.full(RING, stage)
                 mbarrier.wait(bars.free(RING, stage), phase ^ 1)
                 mbarrier.expect(full, 64 * 128 * 2)
                 for i in gl.static_range(BLOCKS):
                     for half in gl.static_range(2):
                         box = boxes.index((stage * 2 + half) * BLOCKS + i)
-                        tma_load(source, [slots[i], head * 128 + half * 64], full, box)
+                        hopper.tma_load(source, [slots[i], head * 128 + half * 64], full, box)
                 stage, phase = next_stage(stage, phase, STAGES)
             left -= count
             request, head, context, tile = next_request, next_head, next_context, gl.to_tensor(0)
 
 
 @gluon.jit
-def _slots(
+def block_slots(
     table: gl.tensor, first: gl.tensor, context: gl.tensor, BLOCK: gl.constexpr, BLOCKS: gl.constexpr
 ) -> gl.tuple:
     """The first slot of each block of a tile. After the context's last block the table is undefined: that one again."""
@@ -280,9 +264,6 @@ def _slots(
     for i in gl.static_range(BLOCKS):
         found = found + (gl.load(table + gl.minimum(first + i, (context - 1) // BLOCK)) * BLOCK,)  # noqa: RUF005
     return found
-
-
-# --- the new token ------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
@@ -298,8 +279,8 @@ def _rotate(shared: _Shared, walk: _Walk, token: _NewToken, part: gl.tensor, siz
     cos = gl.load(token.cos + walk.first.request * 128 + dims)
     sin = gl.load(token.sin + walk.first.request * 128 + dims)
     buffer, phase = gl.to_tensor(0), gl.to_tensor(0)
-    gdc_launch_dependents()
-    gdc_wait()
+    hopper.gdc_launch_dependents()
+    hopper.gdc_wait()
     for section in range(2):
         request, head, tile, left, context = _enter(walk, section)
         while left > 0:
@@ -315,7 +296,7 @@ def _rotate(shared: _Shared, walk: _Walk, token: _NewToken, part: gl.tensor, siz
             if tile + count == tiles:
                 target = shared.new
                 _store_new(target, token, own, cos32, sin32, request, head, context, buffer, dims, part, sizes)
-            fence_async_shared()
+            hopper.fence_async_shared()
             mbarrier.arrive(shared.bars.queries_full(buffer), count=1)
             buffer, phase = next_stage(buffer, phase, 2)
             soon = gl.where(count < left, next_request, walk.second.request)
@@ -357,17 +338,12 @@ def _rotated(
 
 
 @gluon.jit
-def _projected(
-    source: gl.tensor, inside: gl.tensor, part: gl.tensor, KIND: gl.constexpr, sizes: Sizes
-) -> gl.tensor:
+def _projected(source: gl.tensor, inside: gl.tensor, part: gl.tensor, KIND: gl.constexpr, sizes: Sizes) -> gl.tensor:
     """The projection at these pointers: the sum of its split-K partials, `part` elements apart."""
     found = gl.load(source, mask=inside, other=0.0)
     for i in gl.static_range(1, sizes.PARTS):
         found += gl.load(source + i * part, mask=inside, other=0.0)
     return found.to(KIND)
-
-
-# --- the consumer -------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
@@ -397,9 +373,9 @@ def _multiply(
                 stage, phase = next_stage(stage, phase, STAGES)
             mbarrier.arrive(shared.bars.queries_free(buffer), count=1)
             ours = Accumulator(state.acc, gl.sum(state.total, 0), state.largest)
-            span = TileRange(first - tile, tiles, count)
+            start = first - tile
             cell = request * sizes.HEADS + head
-            finish(output, ours, cell, span, partition, (first == begin).to(gl.int32), sizes)
+            finish(output, ours, cell, start, tiles, count, partition, (first == begin).to(gl.int32), sizes)
             buffer, buffer_phase = next_stage(buffer, buffer_phase, 2)
             left -= count
             first += count
@@ -428,8 +404,8 @@ def _step(
     if IS_LAST:
         _insert_new(k, stage, shared.new, 2 * buffer, known - 1, sizes)
     scores = gl.zeros([64, sizes.ROWS], gl.float32, layout=S)
-    scores = warpgroup_mma(k.index(stage), q.index(buffer).permute((1, 0)), scores, use_acc=False, is_async=True)
-    scores = warpgroup_mma_wait(0, deps=(scores,))
+    scores = hopper.warpgroup_mma(k.index(stage), q.index(buffer).permute((1, 0)), scores, use_acc=False, is_async=True)
+    scores = hopper.warpgroup_mma_wait(0, deps=(scores,))
     mbarrier.arrive(bars.free(0, stage), count=1)
     if IS_LAST:
         scores = gl.where((gl.arange(0, 64, layout=gl.SliceLayout(1, S)) < known)[:, None], scores, float("-inf"))
@@ -437,14 +413,14 @@ def _step(
     shrink = gl.exp2(state.largest - larger)
     each = gl.exp2(scores * scale - larger[None, :])
     weights.permute((1, 0)).store(each.to(weights.dtype))
-    fence_async_shared()
+    hopper.fence_async_shared()
     acc = acc * shrink[None, :]
     total = state.total * shrink[None, :] + each
     mbarrier.wait(bars.full(1, stage), phase)
     if IS_LAST:
         _insert_new(shared.v, stage, shared.new, 2 * buffer + 1, known - 1, sizes)
-    acc = warpgroup_mma(shared.v.index(stage).permute((1, 0)), weights.permute((1, 0)), acc, is_async=True)
-    acc = warpgroup_mma_wait(0, deps=(acc,))
+    acc = hopper.warpgroup_mma(shared.v.index(stage).permute((1, 0)), weights.permute((1, 0)), acc, is_async=True)
+    acc = hopper.warpgroup_mma_wait(0, deps=(acc,))
     mbarrier.arrive(bars.free(1, stage), count=1)
     return Accumulator(acc, total, larger)
 
@@ -458,8 +434,8 @@ def _insert_new(
     BLOCK: gl.constexpr = sizes.BLOCK
     BLOCKS: gl.constexpr = 64 // BLOCK
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    boxes = reinterpret(ring, ring.dtype, [sizes.STAGES * 2 * BLOCKS, BLOCK, 64], _LAYOUT)
-    halves = reinterpret(new, new.dtype, [8, 64], _UNSWIZZLED)
+    boxes = hopper.reinterpret(ring, ring.dtype, [sizes.STAGES * 2 * BLOCKS, BLOCK, 64], KV_LAYOUT)
+    halves = hopper.reinterpret(new, new.dtype, [8, 64], _UNSWIZZLED)
     rows = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, L))
     for i in range(position // BLOCK, BLOCKS):
         here = (i * BLOCK + rows)[:, None]
@@ -468,4 +444,4 @@ def _insert_new(
             row = halves.index(which * 2 + half).load(gl.SliceLayout(0, L))[None, :]
             zeros = gl.zeros([BLOCK, 64], ring.dtype, layout=L)
             box.store(gl.where(here < position, box.load(L), gl.where(here == position, row, zeros)))
-    fence_async_shared()
+    hopper.fence_async_shared()

@@ -1,10 +1,10 @@
-"""All tiles of keys of a decode step, shared out evenly between programs. Knows contexts, not what lies in them.
+"""Schedules a decode step: all tiles of keys, divided evenly among programs. Knows contexts, no keys.
 
     tiles of 64 keys       | request 0, head 0 | request 0, head 1 | request 1, head 0 | ..
-    shares of programs     | 0 ........... | 1 ........................... | 2 ..
+    programs               | 0 ........... | 1 ........................... | 2 ..
 
-What a share ends with, if others have the rest of it, comes first: all parts of a request and head are then there long
-before the last tiles, and are added up while others are read.
+If the request and head at the end of a share go on in the next one, these tiles come first: all partial results are
+then written long before the last tiles, and are combined while other keys are read.
 
     program 1              | the first tiles of request 1, head 0 | the last of request 0, head 0 | request 0, head 1 |
 """
@@ -21,18 +21,19 @@ from torch import Tensor
 from saccade.kernels.launch.tiling import power_of_two
 
 KEYS = 64  # of a tile
-METADATA = 10  # that tell a program its share
+METADATA = 10  # integers of a program
 
 
 class TileSchedule(NamedTuple):
     """Where programs begin. The first few shares have one tile more than the others."""
 
-    metadata: Tensor  # int32 [programs, NUMBERS]: request, head, tile, tiles; the same; a share's least; larger ones
+    metadata: Tensor  # int32 [programs, METADATA]: two sections (request, head, tile, tiles); tiles of a share; how
+    # many shares have one more
     requests: int
 
 
 def plan_schedule(contexts: Tensor, kv_heads: int, programs: int) -> TileSchedule:
-    """contexts int32 [requests], on the device. Rows of padding, which have none and come last, have no tile."""
+    """contexts int32 [requests], on the device. Padding rows, which have none and come last, have no tile."""
     metadata = torch.empty((programs, METADATA), dtype=torch.int32, device=contexts.device)
     _plan_kernel[(programs,)](
         contexts, metadata, len(contexts), programs,
@@ -52,31 +53,31 @@ def _plan_kernel(
     share, larger = total // programs, total % programs
     first = program * share + tl.minimum(program, larger)
     count = share + (program < larger).to(tl.int32)
-    request, head, tile = _whose(first, each, tiles, ends, requests, HEADS)
-    other, other_head, cut = _whose(first + count, each, tiles, ends, requests, HEADS)
-    ahead = tl.where((cut < count) & (first + count < total), cut, 0)  # of what others go on with
-    place = metadata + program * METADATA
-    one = tl.where(ahead > 0, 4, 0)  # then the rest is the second
-    _store(place + one, request, head, tile, count - ahead)
-    _store(place + 4 - one, other, other_head, 0, ahead)
-    tl.store(place + 8, share)
-    tl.store(place + 9, larger)
+    request, head, tile = _locate(first, each, tiles, ends, requests, HEADS)
+    other, other_head, cut = _locate(first + count, each, tiles, ends, requests, HEADS)
+    ahead = tl.where((cut < count) & (first + count < total), cut, 0)  # tiles of what the next program goes on with
+    target = metadata + program * METADATA
+    one = tl.where(ahead > 0, 4, 0)  # then the rest is the second section
+    _store(target + one, request, head, tile, count - ahead)
+    _store(target + 4 - one, other, other_head, 0, ahead)
+    tl.store(target + 8, share)
+    tl.store(target + 9, larger)
 
 
 @triton.jit
-def _whose(
-    place: tl.tensor, each: tl.tensor, tiles: tl.tensor, ends: tl.tensor, requests: tl.tensor, HEADS: tl.constexpr
+def _locate(
+    index: tl.tensor, each: tl.tensor, tiles: tl.tensor, ends: tl.tensor, requests: tl.tensor, HEADS: tl.constexpr
 ) -> tl.tuple:
-    """The request, head and tile that stand at this place of all; behind the last one, nothing that counts."""
-    request = tl.minimum(tl.sum((ends <= place).to(tl.int32), 0), requests - 1)
-    inside = place - tl.sum(tl.where(each < request, tiles, 0), 0) * HEADS
+    """Request, head and tile of the tile with this index; undefined after the last one."""
+    request = tl.minimum(tl.sum((ends <= index).to(tl.int32), 0), requests - 1)
+    inside = index - tl.sum(tl.where(each < request, tiles, 0), 0) * HEADS
     own = tl.maximum(tl.sum(tl.where(each == request, tiles, 0), 0), 1)
     return request, inside // own, inside % own
 
 
 @triton.jit
-def _store(place: tl.tensor, request: tl.tensor, head: tl.tensor, tile: tl.tensor, count: tl.tensor) -> None:
-    tl.store(place, request)
-    tl.store(place + 1, head)
-    tl.store(place + 2, tile)
-    tl.store(place + 3, count)
+def _store(target: tl.tensor, request: tl.tensor, head: tl.tensor, tile: tl.tensor, count: tl.tensor) -> None:
+    tl.store(target, request)
+    tl.store(target + 1, head)
+    tl.store(target + 2, tile)
+    tl.store(target + 3, count)

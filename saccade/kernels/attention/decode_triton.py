@@ -1,22 +1,22 @@
-"""Attention of one new token per request over paged keys and values. Knows block tables, not whose they are.
+"""Decode attention (one new token per request) over the paged KV cache, in Triton. Knows block tables, no requests.
 
-The keys of a request are shared out between programs (split KV), each request's own context evenly, so that the grid
-depends on shapes alone and a CUDA graph may hold it. Query heads that share a key head are the rows of one product.
+The keys of a request are divided among programs (split KV), evenly within each context, so that the grid depends on
+shapes alone and a CUDA graph can hold it. Query heads of one KV head are the rows of one GEMM.
 
     cache of a layer [slots, kv_heads, d]         grid (kv_heads, splits, requests)
 
     request 0, table [7, 2, 5], context 41:       block 7            block 2            block 5
-        keys in the order of the request          |0 ......... 15|16 ........ 31|32 .. 39| 40: the new token
+        keys                                      |0 ......... 15|16 ........ 31|32 .. 39| 40: the new token
         tiles of 16, three splits                  split 0        split 1        split 2   split 0
     request 1, context 10:                        |0 ..... 8| 9
                                                    split 0        nothing        nothing
 
-    workspace [requests, kv_heads, splits, group, d]: what each split found. The last split to arrive at the
-    counter of (request, kv head) adds them up, writes the result and sets the counter back to zero.
+    workspace [requests, kv_heads, splits, group, d]: partial results. The last split to arrive at the counter of
+    (request, kv head) combines them, writes the result and resets the counter.
 
-The new token's query and key come as they were projected and are turned here. Its key and value go to the cache and,
-without the way through it, into split 0. All else in the cache is older than this step, so where latency counts, a
-program loads its first tile while the projection still runs. A projection in parts is added up here.
+RoPE is applied here to the new token's query and key. Its key and value go to the cache and, without a round trip,
+into split 0. All else in the cache is older than this step, so where latency counts, a program loads its first tile
+while the QKV projection still runs. Split-K partials of the projection are added up here.
 """
 
 from __future__ import annotations
@@ -30,23 +30,21 @@ from torch import Tensor
 
 from saccade.kernels.attention.online_softmax import LOG2_E, divide, weigh
 from saccade.kernels.launch.device import num_sms, precision_of
-from saccade.kernels.launch.pdl import overlap, pdl_release_then_wait, supports_pdl
+from saccade.kernels.launch.pdl import pdl_options, pdl_release_then_wait, supports_pdl
 from saccade.kernels.launch.tiling import Launch, power_of_two
 
 _MAX_SPLITS = 64
-# A split below this many keys costs more in the sum than it saves: reading 64 keys is one latency anyway.
-_MIN_KEYS_PER_SPLIT = 64
-# Programs per multiprocessor that keep the memory busy; more only make the sums longer.
-_PROGRAMS_PER_SM = 2
-_SPLITS_AT_ONCE = 8  # that the last program reads together when it adds up
-_MANY_SPLITS = 8  # from here on the device has room for more programs, and latency is what counts
+_MIN_KEYS_PER_SPLIT = 64  # fewer save nothing: reading 64 keys is one latency anyway
+_PROGRAMS_PER_SM = 2  # keep memory busy; more only make the combine longer
+_SPLITS_AT_ONCE = 8  # that the last program reads together when it combines
+_MANY_SPLITS = 8  # from here on the device is not full, and latency counts
 
 
 class DecodeWorkspace(NamedTuple):
     """Scratch memory of `paged_decode`. One is enough for all layers; two streams need two."""
 
     mixed: Tensor  # float32 [requests * heads * splits * d]: sums of values, not yet divided
-    maxima: Tensor  # float32 [requests * heads * splits]: largest score of each split
+    maxima: Tensor  # float32 [requests * heads * splits]: the maximum of each split
     sums: Tensor  # the same: sum of its weights
     counters: Tensor  # int32 [requests * kv_heads]: splits that have arrived; zero between launches
 
@@ -54,10 +52,10 @@ class DecodeWorkspace(NamedTuple):
     def allocate(
         cls, max_requests: int, heads: int, kv_heads: int, head_dim: int, device: torch.device
     ) -> DecodeWorkspace:
-        """Room for any batch of up to `max_requests`, whatever its contexts."""
+        """For any batch of up to `max_requests`, whatever its contexts."""
         sms = num_sms(device)
         rows = heads * max(n * choose_splits(n, kv_heads, 2**30, sms) for n in range(1, max_requests + 1))
-        rows = max(rows, 2 * sms * heads // kv_heads)  # a share begins and ends with a part of a request
+        rows = max(rows, 2 * sms * heads // kv_heads)  # `hopper_decode`: two partial results per program
         return cls(
             torch.empty(rows * head_dim, dtype=torch.float32, device=device),
             torch.empty(rows, dtype=torch.float32, device=device),
@@ -69,15 +67,15 @@ class DecodeWorkspace(NamedTuple):
 def choose_splits(requests: int, kv_heads: int, max_context: int, num_sms: int) -> int:
     """A power of two: enough programs to fill the device, none with too few keys at the longest context."""
     wanted = _PROGRAMS_PER_SM * num_sms // (requests * kv_heads)
-    wanted *= 2 if 4 <= wanted < _MANY_SPLITS else 1  # then all of them load their first keys early
+    wanted *= 2 if 4 <= wanted < _MANY_SPLITS else 1  # with many splits, first tiles are loaded early
     useful = min(wanted, max_context // _MIN_KEYS_PER_SPLIT, _MAX_SPLITS)
     return 1 << (max(useful, 1).bit_length() - 1)
 
 
 class NewTokens(NamedTuple):
-    """One token of each request, as projected."""
+    """One token of each request, before RoPE."""
 
-    qkv: Tensor  # [requests, heads + 2 kv_heads, d], contiguous; or parts of it, float32 [splits, ...]
+    qkv: Tensor  # [requests, heads + 2 kv_heads, d], contiguous; or its split-K partials, float32 [splits, ...]
     cos: Tensor  # [requests, d], contiguous
     sin: Tensor  # the same; carries the sign of its half
     slots: Tensor  # int32 [requests]: where key and value go; -1: nowhere
@@ -88,7 +86,7 @@ def paged_decode(
     k_cache: Tensor,  # [slots, kv_heads, d], contiguous; so is v_cache
     v_cache: Tensor,
     block_tables: Tensor,  # int32 [requests, max_blocks]
-    context_lens: Tensor,  # int32 [requests], the new token included; 0 for a row of padding, whose result is zero
+    context_lens: Tensor,  # int32 [requests], the new token included; 0 for a padding row, whose result is zero
     block_size: int,
     scale: float,
     workspace: DecodeWorkspace,
@@ -98,40 +96,44 @@ def paged_decode(
     out: Tensor | None = None,  # [requests, heads, d], contiguous
 ) -> Tensor:
     """[requests, heads, d]. The grid depends on shapes alone: batch size, and the longest context the tables hold."""
-    (requests, all_heads, dim), kv_heads = new.qkv.shape[-3:], k_cache.shape[1]
+    requests, all_heads, dim = new.qkv.shape[-3:]
+    kv_heads = k_cache.shape[1]
     heads = all_heads - 2 * kv_heads
     splits = splits or choose_splits(requests, kv_heads, block_tables.shape[1] * block_size, num_sms(k_cache.device))
-    launch, early = launch or launch_for(k_cache, requests, splits), supports_pdl(k_cache)
-    whole = requests * all_heads * dim
+    launch = launch or launch_for(k_cache, requests, splits)
+    pdl = supports_pdl(k_cache)
+    projected = requests * all_heads * dim
     assert k_cache.is_contiguous() and v_cache.is_contiguous() and new.qkv.is_contiguous()
-    _check_room(workspace, requests, heads, kv_heads, dim, splits)
+    _check_workspace(workspace, requests, heads, kv_heads, dim, splits)
     out = k_cache.new_empty(requests, heads, dim) if out is None else out
     _decode_kernel[(kv_heads, splits, requests)](
         *new, k_cache, v_cache, block_tables, context_lens, out, *workspace, scale * LOG2_E,
-        block_tables.stride(0), whole,
+        block_tables.stride(0), projected,
         BLOCK_SIZE=block_size, HEADS=kv_heads, GROUP=heads // kv_heads, DIM=dim, SPLITS=splits,
         ROWS=power_of_two(heads // kv_heads, minimum=launch.rows), PADDED_DIM=power_of_two(dim, minimum=16),
-        KEYS=launch.keys, PRECISION=precision_of(k_cache), PARTS=new.qkv.numel() // whole,
-        AT_ONCE=min(splits, _SPLITS_AT_ONCE), PEELED=splits >= _MANY_SPLITS, EARLY=early,
-        num_warps=launch.warps, num_stages=launch.stages, maxnreg=launch.registers, **overlap(early),
+        KEYS=launch.keys, PRECISION=precision_of(k_cache), PARTS=new.qkv.numel() // projected,
+        AT_ONCE=min(splits, _SPLITS_AT_ONCE), PEELED=splits >= _MANY_SPLITS, PDL=pdl,
+        num_warps=launch.warps, num_stages=launch.stages, maxnreg=launch.registers, **pdl_options(pdl),
     )  # fmt: skip
     return out
 
 
 def launch_for(cache: Tensor, requests: int, splits: int) -> Launch:
-    """16 rows are the least a matrix instruction takes; the group's heads seldom fill them, but reading is the work."""
+    """16 rows are the least that an MMA takes; a group seldom fills them, but the kernel is memory-bound."""
     if cache.element_size() == 4:
         return Launch(rows=16, keys=32, warps=4, stages=1)
     programs = requests * cache.shape[1] * splits
     if splits >= _MANY_SPLITS and programs > _PROGRAMS_PER_SM * num_sms(cache.device):
-        return Launch(rows=16, keys=64, warps=4, stages=2)  # several share a multiprocessor
-    if splits >= _MANY_SPLITS:  # most have one tile, which is loaded already: nothing is left to have in flight
+        return Launch(rows=16, keys=64, warps=4, stages=2)  # several share an SM
+    if splits >= _MANY_SPLITS:  # most have one tile, which is loaded early: there is nothing to pipeline
         return Launch(rows=16, keys=128, warps=4, stages=1)
-    # Two programs to a multiprocessor: were there room for three, some multiprocessors would have none.
+    # Shared memory for two programs per SM: if three fitted, some SMs would have none.
     return Launch(rows=16, keys=64, warps=8, stages=3) if splits == 1 else Launch(rows=16, keys=64, warps=4, stages=4)
 
 
-def _check_room(workspace: DecodeWorkspace, requests: int, heads: int, kv_heads: int, dim: int, splits: int) -> None:
+def _check_workspace(
+    workspace: DecodeWorkspace, requests: int, heads: int, kv_heads: int, dim: int, splits: int
+) -> None:
     needed = requests * heads * splits * dim
     if needed > workspace.mixed.numel() or requests * kv_heads > workspace.counters.numel():
         raise ValueError(
@@ -140,7 +142,7 @@ def _check_room(workspace: DecodeWorkspace, requests: int, heads: int, kv_heads:
         )
 
 
-# Tables and numbers of a step change place and width from step to step; a variant for each would compile anew.
+# Step metadata changes alignment and width from step to step: each variant would be compiled anew.
 @triton.jit(do_not_specialize=["table_row"], do_not_specialize_on_alignment=["slots", "block_tables", "context_lens"])
 def _decode_kernel(
     qkv: tl.tensor, cos: tl.tensor, sin: tl.tensor, slots: tl.tensor,
@@ -149,13 +151,13 @@ def _decode_kernel(
     scale: tl.tensor, table_row: tl.tensor, part: tl.tensor,
     BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr,
     ROWS: tl.constexpr, PADDED_DIM: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
-    PARTS: tl.constexpr, AT_ONCE: tl.constexpr, PEELED: tl.constexpr, EARLY: tl.constexpr,
+    PARTS: tl.constexpr, AT_ONCE: tl.constexpr, PEELED: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     head, split, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     context = tl.load(context_lens + request)
     cached = tl.maximum(context - 1, 0)
     share = tl.maximum(tl.cdiv(tl.cdiv(cached, KEYS), SPLITS), 1) * KEYS  # keys of a split, in whole tiles
-    active = tl.maximum(tl.cdiv(cached, share), 1)  # split 0 answers for an empty context too
+    active = tl.maximum(tl.cdiv(cached, share), 1)  # splits with keys; split 0 also writes for an empty context
     if split >= active:
         return
     start, end = split * share, tl.minimum((split + 1) * share, cached)
@@ -163,7 +165,7 @@ def _decode_kernel(
     keys, values = k_cache + head * DIM, v_cache + head * DIM
     if PEELED:
         k, v = _load_tile(keys, values, table, start, end, BLOCK_SIZE, HEADS * DIM, DIM, PADDED_DIM, KEYS)
-    pdl_release_then_wait(EARLY)
+    pdl_release_then_wait(PDL)
     rows, dims = tl.arange(0, ROWS), tl.arange(0, PADDED_DIM)
     inside = (rows < GROUP)[:, None] & (dims < DIM)[None, :]
     own = qkv + request.to(tl.int64) * ((GROUP + 2) * HEADS * DIM)
@@ -171,7 +173,7 @@ def _decode_kernel(
     kind = out.dtype.element_ty
     first_query = own + (head * GROUP + rows)[:, None] * DIM
     queries = _rotated(first_query, cos, sin, dims[None, :], inside, part, kind, DIM, PARTS)
-    new_dims = tl.where((split == 0) & (context > 0), DIM, 0)  # this program's share of the new token
+    new_dims = tl.where((split == 0) & (context > 0), DIM, 0)  # only split 0 has the new token
     is_new = dims < new_dims
     new_key = _rotated(own + (GROUP * HEADS + head) * DIM, cos, sin, dims, is_new, part, kind, DIM, PARTS)
     new_value = _projected(own + ((GROUP + 1) * HEADS + head) * DIM + dims, is_new, part, kind, PARTS)
@@ -198,9 +200,9 @@ def _load_tile(
     BLOCK_SIZE: tl.constexpr, SLOT: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr, KEYS: tl.constexpr,
 ) -> tl.tuple:  # fmt: skip
     """Cached keys from `first` on and their values, both [KEYS, PADDED_DIM]."""
-    places = first + tl.arange(0, KEYS)
-    slots = slots_of(table, places, places < end, BLOCK_SIZE)
-    return _load_slots(keys, values, slots, places < end, SLOT, DIM, PADDED_DIM)
+    positions = first + tl.arange(0, KEYS)
+    slots = slots_of(table, positions, positions < end, BLOCK_SIZE)
+    return _load_slots(keys, values, slots, positions < end, SLOT, DIM, PADDED_DIM)
 
 
 @triton.jit
@@ -208,11 +210,11 @@ def _load_slots(
     keys: tl.tensor, values: tl.tensor, slots: tl.tensor, known: tl.tensor,
     SLOT: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
 ) -> tl.tuple:  # fmt: skip
-    """What lies beyond the context is not read at all: it may be another request's, or not a number."""
+    """What lies beyond the context is not read at all: it may be another request's, or NaN."""
     dims = tl.arange(0, PADDED_DIM)[None, :]
-    place, readable = slots[:, None] * SLOT + dims, known[:, None] & (dims < DIM)
-    k = tl.load(keys + place, mask=readable, other=0.0)
-    return k, tl.load(values + place, mask=readable, other=0.0)
+    offsets, readable = slots[:, None] * SLOT + dims, known[:, None] & (dims < DIM)
+    k = tl.load(keys + offsets, mask=readable, other=0.0)
+    return k, tl.load(values + offsets, mask=readable, other=0.0)
 
 
 @triton.jit
@@ -224,14 +226,14 @@ def _attend_rest(
 ) -> tl.tuple:  # fmt: skip
     """The cached keys from `start` to `end`, tile by tile.
 
-    Where the next tile lies is looked up a tile ahead: the compiler can then have copies of several in flight.
+    Slots are looked up one tile ahead: the compiler can then pipeline the loads of several tiles.
     """
     known = start + tl.arange(0, KEYS) < end
-    places = slots_of(table, start + tl.arange(0, KEYS), known, BLOCK_SIZE)
+    slots = slots_of(table, start + tl.arange(0, KEYS), known, BLOCK_SIZE)
     for first in range(start, end, KEYS):
-        k, v = _load_slots(keys, values, places, known, SLOT, DIM, PADDED_DIM)
+        k, v = _load_slots(keys, values, slots, known, SLOT, DIM, PADDED_DIM)
         known = first + KEYS + tl.arange(0, KEYS) < end
-        places = slots_of(table, first + KEYS + tl.arange(0, KEYS), known, BLOCK_SIZE)
+        slots = slots_of(table, first + KEYS + tl.arange(0, KEYS), known, BLOCK_SIZE)
         acc, largest, total = _attend(queries, k, v, first, end, scale, acc, largest, total, KEYS, PRECISION)
     return acc, largest, total
 
@@ -241,7 +243,7 @@ def _attend(
     queries: tl.tensor, k: tl.tensor, v: tl.tensor, first: tl.tensor, end: tl.tensor, scale: tl.tensor,
     acc: tl.tensor, largest: tl.tensor, total: tl.tensor, KEYS: tl.constexpr, PRECISION: tl.constexpr,
 ) -> tl.tuple:  # fmt: skip
-    """A tile of keys added to what the rows have seen."""
+    """One more tile of keys."""
     scores = tl.dot(queries, tl.trans(k), input_precision=PRECISION)  # [ROWS, KEYS]
     scores = tl.where((first + tl.arange(0, KEYS) < end)[None, :], scores, float("-inf"))
     weights, shrink, largest, total = weigh(scores, scale, largest, total)
@@ -254,22 +256,22 @@ def _rotated(
     rows: tl.tensor, cos: tl.tensor, sin: tl.tensor, dims: tl.tensor, inside: tl.tensor, part: tl.tensor,
     kind: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Rows at these pointers, dimensions i and i + d / 2 of each turned as a pair."""
-    along = tl.load(cos + dims, mask=dims < DIM, other=0.0).to(tl.float32)
-    across = tl.load(sin + dims, mask=dims < DIM, other=0.0).to(tl.float32)
+    """RoPE of rows at these pointers: dimensions i and i + d / 2 rotate as a pair."""
+    own_cos = tl.load(cos + dims, mask=dims < DIM, other=0.0).to(tl.float32)
+    own_sin = tl.load(sin + dims, mask=dims < DIM, other=0.0).to(tl.float32)
     one = _projected(rows + dims, inside, part, kind, PARTS)
     other = _projected(rows + (dims + DIM // 2) % DIM, inside, part, kind, PARTS)
-    return (one.to(tl.float32) * along + other.to(tl.float32) * across).to(one.dtype)
+    return (one.to(tl.float32) * own_cos + other.to(tl.float32) * own_sin).to(one.dtype)
 
 
 @triton.jit
 def _projected(
-    place: tl.tensor, inside: tl.tensor, part: tl.tensor, kind: tl.constexpr, PARTS: tl.constexpr
+    source: tl.tensor, inside: tl.tensor, part: tl.tensor, kind: tl.constexpr, PARTS: tl.constexpr
 ) -> tl.tensor:
-    """What was projected to these pointers, and so many elements further for each part."""
-    found = tl.load(place, mask=inside, other=0.0)
+    """The projection at these pointers: the sum of its split-K partials, `part` elements apart."""
+    found = tl.load(source, mask=inside, other=0.0)
     for i in tl.static_range(1, PARTS):
-        found += tl.load(place + i * part, mask=inside, other=0.0)
+        found += tl.load(source + i * part, mask=inside, other=0.0)
     return found.to(kind)
 
 
@@ -280,9 +282,9 @@ def _store(
 ) -> None:  # fmt: skip
     """The first `count` dimensions of a key and its value, unless the slot is -1."""
     dims = tl.arange(0, key.shape[0])
-    place, is_stored = slot.to(tl.int64) * SLOT + dims, dims < tl.where(slot >= 0, count, 0)
-    tl.store(keys + place, key, mask=is_stored)
-    tl.store(values + place, value, mask=is_stored)
+    target, is_stored = slot.to(tl.int64) * SLOT + dims, dims < tl.where(slot >= 0, count, 0)
+    tl.store(keys + target, key, mask=is_stored)
+    tl.store(values + target, value, mask=is_stored)
 
 
 @triton.jit
@@ -290,7 +292,7 @@ def _add_one(
     queries: tl.tensor, key: tl.tensor, value: tl.tensor, scale: tl.tensor,
     acc: tl.tensor, largest: tl.tensor, total: tl.tensor,
 ) -> tl.tuple:  # fmt: skip
-    """One more key [d] and its value, added to what the rows have seen, which may be nothing."""
+    """One more key [d] and its value; it may be the first."""
     score = tl.sum(queries.to(tl.float32) * key.to(tl.float32)[None, :], 1) * scale  # [ROWS]
     new_largest = tl.maximum(largest, score)
     shrink, weight = tl.exp2(largest - new_largest), tl.exp2(score - new_largest)
@@ -305,11 +307,11 @@ def _finish(
     cell: tl.tensor, split: tl.tensor, active: tl.tensor,
     GROUP: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr, AT_ONCE: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Write the result, or leave it with those of the other splits; the last one adds them up."""
+    """Write the result, or a partial one; the last split combines them."""
     if active == 1:
         _write(out, cell, divide(acc, total), GROUP, DIM)
     else:
-        _leave(mixed, maxima, sums, (cell * SPLITS + split) * GROUP, acc, largest, total, GROUP, DIM)
+        _write_partial(mixed, maxima, sums, (cell * SPLITS + split) * GROUP, acc, largest, total, GROUP, DIM)
         if tl.atomic_add(counters + cell, 1, sem="acq_rel") == active - 1:
             whole = _combine(mixed, maxima, sums, cell, active, GROUP, DIM, SPLITS, acc.shape[1], AT_ONCE)
             _write(out, cell, whole, GROUP, DIM)
@@ -324,11 +326,11 @@ def _write(out: tl.tensor, cell: tl.tensor, found: tl.tensor, GROUP: tl.constexp
 
 
 @triton.jit
-def _leave(
+def _write_partial(
     mixed: tl.tensor, maxima: tl.tensor, sums: tl.tensor, part: tl.tensor,
     acc: tl.tensor, largest: tl.tensor, total: tl.tensor, GROUP: tl.constexpr, DIM: tl.constexpr,
 ) -> None:  # fmt: skip
-    """What a split found, for the last one to add up. No thread goes on before all have stored."""
+    """The barrier at the end: all threads have stored before one of them counts this split."""
     rows, dims = tl.arange(0, acc.shape[0]), tl.arange(0, acc.shape[1])
     inside = (rows < GROUP)[:, None] & (dims < DIM)[None, :]
     tl.store(mixed + (part + rows)[:, None] * DIM + dims[None, :], acc, mask=inside)
@@ -338,10 +340,10 @@ def _leave(
 
 
 @triton.jit
-def slots_of(table: tl.tensor, places: tl.tensor, known: tl.tensor, BLOCK_SIZE: tl.constexpr) -> tl.tensor:
-    """Where a request's tokens lie: int64, for a cache may have more elements than 32 bits count."""
-    blocks = tl.load(table + places // BLOCK_SIZE, mask=known, other=0)
-    return blocks.to(tl.int64) * BLOCK_SIZE + places % BLOCK_SIZE
+def slots_of(table: tl.tensor, positions: tl.tensor, known: tl.tensor, BLOCK_SIZE: tl.constexpr) -> tl.tensor:
+    """The slots of a request's tokens: int64, since a cache may have more elements than 32 bits count."""
+    blocks = tl.load(table + positions // BLOCK_SIZE, mask=known, other=0)
+    return blocks.to(tl.int64) * BLOCK_SIZE + positions % BLOCK_SIZE
 
 
 @triton.jit
@@ -349,10 +351,10 @@ def _combine(
     mixed: tl.tensor, maxima: tl.tensor, sums: tl.tensor, cell: tl.tensor, active: tl.tensor,
     GROUP: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr, PADDED_DIM: tl.constexpr, AT_ONCE: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """The softmax over all splits of a request and key head [rows, d], several at a time: one latency for all of them.
+    """The softmax over all splits of a request and KV head [rows, d], several at a time: one latency for all of them.
 
-    Other multiprocessors wrote the parts, so they are read past the first cache. Rows come before splits: warps then
-    share out the rows, and each thread adds up its own splits.
+    Other SMs wrote the partial results, so loads bypass L1. Rows come before splits: warps then divide the rows, and
+    each thread reduces its own splits.
     """
     ROWS: tl.constexpr = triton.next_power_of_2(GROUP)
     rows, dims = tl.arange(0, ROWS), tl.arange(0, PADDED_DIM)

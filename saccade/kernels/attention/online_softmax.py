@@ -1,4 +1,4 @@
-"""A softmax that sees its scores tile by tile, shared by the attention kernels. Knows neither keys nor masks."""
+"""Online softmax, shared by the Triton attention kernels. Knows neither keys nor masks."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ LOG2_E = 1.4426950408889634  # kernels use powers of two: scale times this
 
 @triton.jit
 def weigh(scores: tl.tensor, scale: tl.tensor, largest: tl.tensor, total: tl.tensor) -> tl.tuple:
-    """One more tile of scores [rows, keys], -inf where masked; every row has seen at least one that is not.
+    """One more tile of scores [rows, keys], -inf where masked; every row has had at least one that is not.
 
-    Returns its weights, what earlier sums of values are to be multiplied with, and the largest score (times scale)
-    and sum of weights so far, both [rows].
+    Returns its weights, the factor for the accumulator so far, and the maximum (times scale) and sum of weights so
+    far, both [rows].
     """
     new_largest = tl.maximum(largest, tl.max(scores, 1) * scale)
     shrink = tl.exp2(largest - new_largest)
@@ -23,5 +23,5 @@ def weigh(scores: tl.tensor, scale: tl.tensor, largest: tl.tensor, total: tl.ten
 
 @triton.jit
 def divide(acc: tl.tensor, total: tl.tensor) -> tl.tensor:
-    """Sums of values [rows, d] by sums of weights [rows]; zero where nothing was seen."""
+    """The accumulator [rows, d] by sums of weights [rows]; zero for rows without keys."""
     return acc / tl.where(total > 0, total, 1.0)[:, None]

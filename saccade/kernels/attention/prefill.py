@@ -60,17 +60,9 @@ class PrefillAttention:
         return Half(splits, self.heads * -(-tokens // rows) * splits)
 
     def __call__(
-        self,
-        q: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        tables: Tensor,
-        contexts: Tensor,
-        tiles: Tiles,
-        scale: float,
-        out: Tensor | None = None,
-        splits: int | None = None,
-    ) -> Tensor:
+        self, q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, contexts: Tensor, tiles: Tiles, scale: float,
+        out: Tensor | None = None, splits: int | None = None,
+    ) -> Tensor:  # fmt: skip
         """As `paged_prefill`."""
         kernel: Callable[..., Tensor] = paged_prefill
         if self.by_hopper and tiles.rows == _HOPPER_ROWS:

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saccade.kernels.launch.pdl import overlap, pdl_release_then_wait, supports_pdl
+from saccade.kernels.launch.pdl import pdl_options, pdl_release_then_wait, supports_pdl
 from saccade.kernels.launch.tiling import power_of_two
 
 MAX_SPLITS = 16
@@ -33,10 +33,10 @@ def new_partials(splits: int, out: Tensor) -> Partials:
 def combine(partials: Partials, out: Tensor) -> None:
     tokens, heads, dim = out.shape
     splits = len(partials.mixed)
-    early = supports_pdl(out)
+    pdl = supports_pdl(out)
     _combine_kernel[(tokens, heads)](
         *partials, out, splits, tokens * heads, DIM=dim, PADDED_DIM=power_of_two(dim), SPLITS=power_of_two(splits),
-        EARLY=early, num_warps=2, **overlap(early),
+        PDL=pdl, num_warps=2, **pdl_options(pdl),
     )  # fmt: skip
 
 
@@ -44,10 +44,10 @@ def combine(partials: Partials, out: Tensor) -> None:
 def _combine_kernel(
     mixed: tl.tensor, maxima: tl.tensor, sums: tl.tensor, active: tl.tensor, out: tl.tensor, max_splits: tl.tensor,
     cells: tl.tensor,
-    DIM: tl.constexpr, PADDED_DIM: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr,
+    DIM: tl.constexpr, PADDED_DIM: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """One token and head: the softmax over all splits that have keys for it."""
-    pdl_release_then_wait(EARLY)
+    pdl_release_then_wait(PDL)
     token = tl.program_id(0).to(tl.int64)
     count = tl.minimum(tl.load(active + token), max_splits)  # undefined for a token that no window has
     if count == 0:

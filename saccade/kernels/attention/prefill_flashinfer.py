@@ -1,15 +1,15 @@
-"""Attention of several new tokens per request by FlashInfer, where it is installed: what `paged_prefill` computes.
+"""Prefill attention by FlashInfer, where it is installed: what `paged_prefill` computes.
 
-Knows lengths, contexts and blocks; does not know whose they are. The host plans a step once, for all of its layers:
+Knows lengths, contexts and blocks, no requests. The CPU plans a step once, for all of its layers:
 
-    windows of 5 and 3 tokens, contexts of 9 and 3, blocks of 4, room for 3 windows
+    windows of 5 and 3 tokens, contexts of 9 and 3, blocks of 4, capacity for 3 windows
 
     rows      0 5 8 8      where each window begins in the packed rows
     pages     0 3 4 4      where its blocks begin in the list of all blocks: | 7 2 5 | 9 |
     filled    1 3 0        tokens in its last block
     contexts  9 3 0
 
-Buffers and launches have fixed sizes, so a CUDA graph can hold them: windows that a step does not have are empty.
+Buffers and launches have fixed sizes, so a CUDA graph can hold them: missing windows are empty.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from saccade.kernels.launch.device import Heads
 
-_UNUSED_BYTES = 1 << 20  # its kernels for Hopper split no keys, so they leave nothing in the workspace they are given
+_UNUSED_BYTES = 1 << 20  # of workspace: its Hopper kernels split no keys, so they write nothing there
 
 
 class Capacity(NamedTuple):
@@ -36,7 +36,7 @@ class Capacity(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """See above. int32, on the host."""
+    """See above. int32, on the CPU."""
 
     rows: Tensor  # [windows + 1]
     pages: Tensor  # [windows + 1]
@@ -45,7 +45,7 @@ class Pages(NamedTuple):
 
 
 def lay_out(lengths: Sequence[int], contexts: Sequence[int], block_size: int, windows: int, *, pin: bool) -> Pages:
-    """Padded to `windows`. One piece of memory, pinned where copies from it must not wait for the device."""
+    """Padded to `windows`. One allocation, pinned where copies from it must not wait for the device."""
     empty = [0] * (windows - len(lengths))
     blocks = [-(-context // block_size) for context in contexts]
     filled = [context - (count - 1) * block_size for context, count in zip(contexts, blocks, strict=True)]
@@ -57,24 +57,22 @@ def lay_out(lengths: Sequence[int], contexts: Sequence[int], block_size: int, wi
 
 class FlashInferPrefill:
     def __init__(
-        self,
-        heads: Heads,
-        capacity: Capacity,
-        block_size: int,
-        scale: float,
-        dtype: torch.dtype,
-        device: torch.device,
-        *,
-        min_tokens: int = 1,  # smaller steps are left to `paged_prefill`
-    ) -> None:
-        self.heads, self.capacity, self.block_size, self.scale = heads, capacity, block_size, scale
-        self.dtype, self.device, self.min_tokens = dtype, device, min_tokens
+        self, heads: Heads, capacity: Capacity, block_size: int, scale: float, dtype: torch.dtype,
+        device: torch.device, *, min_tokens: int = 1,  # smaller steps are left to `paged_prefill`
+    ) -> None:  # fmt: skip
+        self.heads = heads
+        self.capacity = capacity
+        self.block_size = block_size
+        self.scale = scale
+        self.dtype = dtype
+        self.device = device
+        self.min_tokens = min_tokens
         self._is_cuda = device.type == "cuda"
         self._planned: torch.cuda.Event | None = None
         whole = -(-capacity.tokens // block_size)
         self._wrapper = self._new_wrapper(max(capacity.blocks, whole))
-        # The largest step comes first: it settles how much of the wrapper's buffers each later one may use. The
-        # kernels are compiled here, too, if nobody has done so before.
+        # The largest step comes first: it fixes how much of the wrapper's buffers later ones may use. It also compiles
+        # the kernels, unless they are cached.
         self.plan([capacity.tokens], [capacity.tokens], self._zeros(whole))
 
     def takes(self, tokens: int, windows: int) -> bool:
@@ -83,28 +81,19 @@ class FlashInferPrefill:
     def plan(self, lengths: Sequence[int], contexts: Sequence[int], blocks: Tensor) -> None:
         """`blocks`: int32, on the device; of all windows, as many as their contexts fill."""
         if self._planned is not None:
-            self._planned.synchronize()  # what is planned lies in pinned memory that the last copy may still read
+            self._planned.synchronize()  # the last copy may still read from the pinned memory of a plan
         pages = lay_out(lengths, contexts, self.block_size, self.capacity.windows, pin=self._is_cuda)
         self._wrapper.plan(
-            pages.rows,
-            pages.pages,
-            blocks,
-            pages.filled,
-            self.heads.queries,
-            self.heads.keys,
-            self.heads.dim,
-            self.block_size,
-            causal=True,
-            sm_scale=self.scale,
-            q_data_type=self.dtype,
-            seq_lens=pages.contexts,  # left to itself, it would copy them from memory that is not pinned
-        )
+            pages.rows, pages.pages, blocks, pages.filled, *self.heads, self.block_size,
+            causal=True, sm_scale=self.scale, q_data_type=self.dtype,
+            seq_lens=pages.contexts,  # without them, it would copy from memory that is not pinned
+        )  # fmt: skip
         if self._is_cuda:
             self._planned = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._planned.record()
 
     def __call__(self, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
-        """[T, heads, d] as `paged_prefill` has them, of the step that was planned; rows of no window mean nothing."""
+        """[T, heads, d] as in `paged_prefill`, of the planned step; rows that no window has are undefined."""
         k, v = (cache.view(-1, self.block_size, *cache.shape[1:]) for cache in (k_cache, v_cache))
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         self._wrapper.run(q, (k, v), out=out)

@@ -1,15 +1,15 @@
-"""Writes a step's new keys and values to the cache, turned by their positions on the way. Knows slots alone.
+"""Applies RoPE to a step's queries and keys, and writes its keys and values to the KV cache. Knows slots alone.
 
 k, v [T, kv_heads, d], views of one merged projection       cache of a layer [slots, kv_heads, d]
 
     row 0, slot 28   ──────────────────────────────────────►  28 | head 0 ... | head 1 ... |
-    row 1, slot -1   padding of a recorded launch: nothing
+    row 1, slot -1   padding of a CUDA graph: nothing
     row 2, slot 20   ──────────────────────────────────────►  20 | head 0 ... | head 1 ... |
 
-Grid (T, 2): program (t, 0) turns the queries of row t where they lie, program (t, 1) turns its keys on their way to the
-cache and copies its values.
+Grid (T, 2): program (t, 0) rotates the queries of row t in place, program (t, 1) writes its rotated keys and its values
+to the cache.
 
-What a product left in parts [splits, T, ...] is added up on the way; queries are then written elsewhere.
+Split-K partials [splits, T, ...] of the projection are added up here; queries are then written elsewhere.
 """
 
 from __future__ import annotations
@@ -19,69 +19,71 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saccade.kernels.launch.pdl import overlap, pdl_release_then_wait, supports_pdl
+from saccade.kernels.launch.pdl import pdl_options, pdl_release_then_wait, supports_pdl
 from saccade.kernels.launch.tiling import power_of_two
 
 
 def rotary_and_store(
-    q: Tensor,  # [T, heads, d], turned in place, or parts of it [splits, T, heads, d], which are left as they are
-    k: Tensor,  # [T, kv_heads, d] or parts, left as it is: the cache has it turned
+    q: Tensor,  # [T, heads, d], rotated in place; or its partials [splits, T, heads, d], which are not changed
+    k: Tensor,  # [T, kv_heads, d] or partials, not changed: only the cache has it rotated
     v: Tensor,
     cos: Tensor,  # [T, d] or [T, 1, d], contiguous
     sin: Tensor,  # the same; carries the sign of its half
     k_cache: Tensor,  # [slots, kv_heads, d], contiguous; so is v_cache
     v_cache: Tensor,
-    slots: Tensor,  # int64 or int32 [T]; -1: the row's queries are turned, nothing is stored
+    slots: Tensor,  # int64 or int32 [T]; -1: the row's queries are rotated, nothing is stored
 ) -> Tensor:
-    """The turned queries. Dimensions i and i + d / 2 turn as a pair. M-RoPE differs in cos and sin alone."""
+    """The rotated queries. Dimensions i and i + d / 2 rotate as a pair. M-RoPE differs in cos and sin alone."""
     tokens, heads, dim = q.shape[-3:]
-    kv_heads, parts, early = k.shape[-2], q.shape[0] if q.dim() == 4 else 1, supports_pdl(q)
+    kv_heads = k.shape[-2]
+    parts = q.shape[0] if q.dim() == 4 else 1
+    pdl = supports_pdl(q)
     assert k_cache.is_contiguous() and v_cache.is_contiguous() and cos.is_contiguous() and sin.is_contiguous()
-    assert q.stride() == k.stride() == v.stride() and q.stride(-2) == dim, "queries, keys, values of one product"
-    turned = q if q.dim() == 3 else torch.empty((tokens, heads, dim), dtype=k_cache.dtype, device=q.device)
+    assert q.stride() == k.stride() == v.stride() and q.stride(-2) == dim, "queries, keys, values of one GEMM"
+    rotated = q if q.dim() == 3 else torch.empty((tokens, heads, dim), dtype=k_cache.dtype, device=q.device)
     _rotary_kernel[(tokens, 2)](
-        q, k, v, turned, cos, sin, k_cache, v_cache, slots, q.stride(-3), turned.stride(0), q.stride(0),
+        q, k, v, rotated, cos, sin, k_cache, v_cache, slots, q.stride(-3), rotated.stride(0), q.stride(0),
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PADDED_HEADS=power_of_two(heads),
-        PADDED_KV_HEADS=power_of_two(kv_heads), PADDED_HALF=power_of_two(dim // 2), PARTS=parts, EARLY=early,
-        num_warps=4, **overlap(early),
+        PADDED_KV_HEADS=power_of_two(kv_heads), PADDED_HALF=power_of_two(dim // 2), PARTS=parts, PDL=pdl,
+        num_warps=4, **pdl_options(pdl),
     )  # fmt: skip
-    return turned
+    return rotated
 
 
-@triton.jit(do_not_specialize=["part"], do_not_specialize_on_alignment=["slots"])  # which lie anywhere in an array
+@triton.jit(do_not_specialize=["part"], do_not_specialize_on_alignment=["slots"])  # a slice of a larger array
 def _rotary_kernel(
-    q: tl.tensor, k: tl.tensor, v: tl.tensor, turned: tl.tensor, cos: tl.tensor, sin: tl.tensor,
-    k_cache: tl.tensor, v_cache: tl.tensor, slots: tl.tensor, row_step: tl.tensor, turned_step: tl.tensor,
+    q: tl.tensor, k: tl.tensor, v: tl.tensor, rotated: tl.tensor, cos: tl.tensor, sin: tl.tensor,
+    k_cache: tl.tensor, v_cache: tl.tensor, slots: tl.tensor, row_step: tl.tensor, rotated_step: tl.tensor,
     part: tl.tensor,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
     PADDED_HEADS: tl.constexpr, PADDED_KV_HEADS: tl.constexpr, PADDED_HALF: tl.constexpr,
-    PARTS: tl.constexpr, EARLY: tl.constexpr,
+    PARTS: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     half = tl.arange(0, PADDED_HALF)[None, :]
     angles = _load_pair(cos + row * DIM + half, half < DIM // 2, DIM, 0, 1)
     signed = _load_pair(sin + row * DIM + half, half < DIM // 2, DIM, 0, 1)
     slot = tl.load(slots + row).to(tl.int64)
-    pdl_release_then_wait(EARLY)
+    pdl_release_then_wait(PDL)
     if tl.program_id(1) == 0:
         heads = tl.arange(0, PADDED_HEADS)[:, None]
         inside = (heads < HEADS) & (half < DIM // 2)
         pair = _load_pair(q + row * row_step + heads * DIM + half, inside, DIM, part, PARTS)
-        _rotate(pair, turned + row * turned_step + heads * DIM + half, inside, angles, signed, DIM)
+        _rotate(pair, rotated + row * rotated_step + heads * DIM + half, inside, angles, signed, DIM)
     elif slot >= 0:
         heads = tl.arange(0, PADDED_KV_HEADS)[:, None]
         inside = (heads < KV_HEADS) & (half < DIM // 2)
-        place = (slot * KV_HEADS + heads) * DIM + half
+        target = (slot * KV_HEADS + heads) * DIM + half
         pair = _load_pair(k + row * row_step + heads * DIM + half, inside, DIM, part, PARTS)
-        _rotate(pair, k_cache + place, inside, angles, signed, DIM)
+        _rotate(pair, k_cache + target, inside, angles, signed, DIM)
         low, high = _load_pair(v + row * row_step + heads * DIM + half, inside, DIM, part, PARTS)
-        tl.store(v_cache + place, low.to(v_cache.dtype.element_ty), mask=inside)
-        tl.store(v_cache + place + DIM // 2, high.to(v_cache.dtype.element_ty), mask=inside)
+        tl.store(v_cache + target, low.to(v_cache.dtype.element_ty), mask=inside)
+        tl.store(v_cache + target + DIM // 2, high.to(v_cache.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _load_pair(low: tl.tensor, inside: tl.tensor, DIM: tl.constexpr, part: tl.tensor, PARTS: tl.constexpr) -> tl.tuple:
-    """Both halves of rows in float32, added up from their parts; given are pointers to the first halves."""
+    """Both halves of rows in float32, summed over split-K partials; `low` points to the first halves."""
     first = tl.load(low, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(low + DIM // 2, mask=inside, other=0.0).to(tl.float32)
     for i in tl.static_range(1, PARTS):

@@ -1,11 +1,11 @@
-"""Full attention inside each of several packed pictures. Knows rows and where pictures begin, not what they show.
+"""Full attention inside each of several packed images, in Triton. Knows rows and where images begin.
 
-packed patches [T, heads, d]                    grid (tiles, heads): the tiles of a picture share its keys in L2
+packed patches [T, heads, d]                    grid (tiles, heads): the tiles of an image share its keys in L2
 
-    picture 0       picture 1
-    | tile | tile | tile |..                    each tile reads every key of its own picture, no other
+    image 0         image 1
+    | tile | tile | tile |..                    each tile reads every key of its own image, no other
 
-A head size between powers of two is two products instead of one with padding, 80 = 64 + 16:
+A head size between powers of two is two GEMMs instead of one with padding, 80 = 64 + 16:
 
     q, k, v row     | 0 ........ 63 | 64 .. 79 |
                       first           rest           scores = first . first + rest . rest
@@ -23,15 +23,15 @@ from saccade.kernels.launch import launch_cache
 from saccade.kernels.launch.device import precision_of
 from saccade.kernels.launch.tiling import Launch, Tiles, power_of_two
 
-TILE_ROWS = 128  # what to cut pictures into: Tiles.of(lengths, TILE_ROWS, device)
-_SMALLEST_HEAD = 16  # of a product; smaller ones are filled up with zeros
+TILE_ROWS = 128  # for Tiles.of(lengths, TILE_ROWS, device)
+_MIN_HEAD_DIM = 16  # of a GEMM; smaller ones are padded with zeros
 
 
 def packed_vit(
     q: Tensor,  # [T, heads, d], last dimension dense; k and v the same
     k: Tensor,
     v: Tensor,
-    tiles: Tiles,  # of the pictures' lengths
+    tiles: Tiles,  # of the images' lengths
     scale: float,
     *,
     launch: Launch | None = None,
@@ -40,17 +40,17 @@ def packed_vit(
     tokens, heads, dim = q.shape
     launch = launch or launch_for(q, tiles.rows)
     assert launch.rows == tiles.rows, f"tiles of {tiles.rows} rows, a launch of {launch.rows}"
-    if dim < _SMALLEST_HEAD:
-        q, k, v = (torch.nn.functional.pad(x, (0, _SMALLEST_HEAD - dim)) for x in (q, k, v))
+    if dim < _MIN_HEAD_DIM:
+        q, k, v = (torch.nn.functional.pad(x, (0, _MIN_HEAD_DIM - dim)) for x in (q, k, v))
         return packed_vit(q, k, v, tiles, scale, launch=launch)[..., :dim]
     first = power_of_two(dim + 1) // 2  # the largest power of two that fits
     rest = power_of_two(dim - first, minimum=16) if dim > first else 0
     out = torch.empty((tokens, heads, dim), dtype=q.dtype, device=q.device)
     args = (q, k, v, tiles.starts, tiles.index, out, scale * LOG2_E, q.stride(0), k.stride(0), v.stride(0))
-    heads_apart = (q.stride(1), k.stride(1), v.stride(1))
+    head_strides = (q.stride(1), k.stride(1), v.stride(1))
     launch_cache.launch(
         _vit_kernel, (len(tiles.index), heads, 1), args,
-        (*heads_apart, dim, first, rest, launch.rows, launch.keys, precision_of(q)),
+        (*head_strides, dim, first, rest, launch.rows, launch.keys, precision_of(q)),
         num_warps=launch.warps, num_stages=launch.stages, maxnreg=launch.registers,
     )  # fmt: skip
     return out
@@ -61,16 +61,16 @@ def launch_for(q: Tensor, rows: int) -> Launch:
         return Launch(rows, keys=32, warps=8, stages=1)
     if rows < 128:
         return Launch(rows, keys=64, warps=4, stages=3)
-    # With 128 registers two programs share a multiprocessor; larger heads would not fit in so few.
+    # With 128 registers two programs share an SM; larger heads would spill.
     return Launch(rows, keys=64, warps=8, stages=3, registers=128 if q.shape[2] <= 96 else None)
 
 
-# These lie anywhere in a larger array; a variant for each alignment would compile anew.
+# Both are slices of a larger array: each alignment would be compiled anew.
 @triton.jit(do_not_specialize_on_alignment=["starts", "index"])
 def _vit_kernel(
     q: tl.tensor, k: tl.tensor, v: tl.tensor, starts: tl.tensor, index: tl.tensor, out: tl.tensor, scale: tl.tensor,
     q_row: tl.tensor, k_row: tl.tensor, v_row: tl.tensor,
-    Q_HEAD: tl.constexpr, K_HEAD: tl.constexpr, V_HEAD: tl.constexpr,  # known, so that loads of a head are aligned
+    Q_HEAD: tl.constexpr, K_HEAD: tl.constexpr, V_HEAD: tl.constexpr,  # constants, so that loads of a head are aligned
     DIM: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -113,7 +113,7 @@ def _attend(
     DIM: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr,
     KEYS: tl.constexpr, PRECISION: tl.constexpr, IS_MASKED: tl.constexpr,
 ) -> tl.tuple:  # fmt: skip
-    """The tile of keys from `first` on, added to what the rows have seen."""
+    """One more tile of keys, from `first` on."""
     own = first + tl.arange(0, KEYS)
     known = own[:, None] < length
     k1, k2 = _read(keys + own[:, None] * k_row, known, IS_MASKED, DIM, FIRST, REST)
@@ -136,7 +136,7 @@ def _read(
     pointers: tl.tensor, known: tl.tensor,
     IS_MASKED: tl.constexpr, DIM: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr,
 ) -> tl.tuple:  # fmt: skip
-    """Rows [n, d] as [n, FIRST] and [n, REST]; the second is the first again where there is no rest."""
+    """Rows [n, d] as [n, FIRST] and [n, REST]; without a rest, the second is the first again."""
     dims = tl.arange(0, FIRST)[None, :]
     one = tl.load(pointers + dims, mask=known, other=0.0) if IS_MASKED else tl.load(pointers + dims)
     two = one

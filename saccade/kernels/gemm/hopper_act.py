@@ -19,36 +19,9 @@ import torch
 from torch import Tensor
 from triton.compiler import CompiledKernel
 
-from saccade.kernels.gemm.hopper_tiles import (
-    ALIGNED,
-    BOX,
-    GROUPS,
-    STAGES,
-    Cursor,
-    Ring,
-    Shape,
-    boxes,
-    left_right,
-    multiply,
-    new_ring,
-    num_tiles,
-    num_whole,
-    previous_stage,
-    tile_start,
-    utilization,
-)
-from saccade.kernels.launch.gluon_compat import (
-    fence_async_shared,
-    gdc_launch_dependents,
-    gdc_wait,
-    gl,
-    gluon,
-    mbarrier,
-    tma,
-    tma_load,
-    tma_store,
-    warpgroup_mma_wait,
-)
+from saccade.kernels.gemm import hopper_tiles as gemm
+from saccade.kernels.launch import gluon_compat as hopper
+from saccade.kernels.launch.gluon_compat import gl, gluon, mbarrier, tma
 from saccade.kernels.launch.hopper_ring import next_stage
 
 ACTS = ("quick_gelu", "tanh_gelu", "silu_and_mul")  # the last takes a weight of the gate's rows and those of `up`
@@ -70,12 +43,12 @@ def hopper_linear_act(
     is_gated = act == "silu_and_mul"
     has_bias = bias is not None
     outputs = len(weight) // 2 if is_gated else len(weight)
-    assert x.is_contiguous() and weight.is_contiguous() and inputs % ALIGNED == 0 and outputs % ALIGNED == 0
+    assert x.is_contiguous() and weight.is_contiguous() and inputs % gemm.ALIGNED == 0 and outputs % gemm.ALIGNED == 0
     out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device) if out is None else out
-    tiles = num_tiles(rows, outputs, is_gated)
-    whole = num_whole(tiles, programs)
+    tiles = gemm.num_tiles(rows, outputs, is_gated)
+    whole = gemm.num_whole(tiles, programs)
     _compiled(ACTS.index(act), has_bias, x.dtype, x.device)[min(programs, 2 * tiles - whole), 1, 1](
-        boxes(x), boxes(weight), boxes(out), weight if bias is None else bias,
+        gemm.boxes(x), gemm.boxes(weight), gemm.boxes(out), weight if bias is None else bias,
         rows, outputs, inputs, whole, 2 * (tiles - whole), ACTS.index(act), has_bias,
     )  # fmt: skip
     return out
@@ -83,16 +56,16 @@ def hopper_linear_act(
 
 def suits(rows: int, inputs: int, outputs: int, is_gated: bool, programs: int) -> bool:
     """Whether it is faster than a GEMM and an activation in two launches, in 16-bit types."""
-    is_aligned = inputs % ALIGNED == 0 and outputs % ALIGNED == 0
-    return is_aligned and utilization(rows, outputs, is_gated, programs) >= _MIN_UTILIZATION
+    is_aligned = inputs % gemm.ALIGNED == 0 and outputs % gemm.ALIGNED == 0
+    return is_aligned and gemm.utilization(rows, outputs, is_gated, programs) >= _MIN_UTILIZATION
 
 
 @lru_cache
 def _compiled(act: int, has_bias: bool, dtype: torch.dtype, device: torch.device) -> CompiledKernel:
     """One for all sizes. Triton's lookup by arguments costs the CPU three times as much as the launch."""
-    like = torch.empty((BOX, BOX), dtype=dtype, device=device)
+    like = torch.empty((gemm.BOX, gemm.BOX), dtype=dtype, device=device)
     return _linear_act_kernel.warmup(
-        boxes(like), boxes(like), boxes(like), like, BOX, BOX, BOX, 0, 0,
+        gemm.boxes(like), gemm.boxes(like), gemm.boxes(like), like, gemm.BOX, gemm.BOX, gemm.BOX, 0, 0,
         ACT=act, HAS_BIAS=has_bias, num_warps=4, maxnreg=168, launch_pdl=True, grid=(1,),
     )  # fmt: skip
 
@@ -103,10 +76,10 @@ def _linear_act_kernel(
     M: gl.tensor, N: gl.tensor, K: gl.tensor, whole: gl.tensor, halves: gl.tensor,
     ACT: gl.constexpr, HAS_BIAS: gl.constexpr,
 ) -> None:  # fmt: skip
-    ring = new_ring(x)
-    shape = Shape(M, N, K, whole, halves)
-    gdc_wait()  # before the release: dependents that do not wait may read what was written before this launch
-    gdc_launch_dependents()
+    ring = gemm.new_ring(x)
+    shape = gemm.Shape(M, N, K, whole, halves)
+    hopper.gdc_wait()  # before the release: dependents that do not wait may read what was written before this launch
+    hopper.gdc_launch_dependents()
     gl.warp_specialize(
         [
             (_consume, (ring, out, bias, shape, 0, ACT, HAS_BIAS)),
@@ -118,12 +91,9 @@ def _linear_act_kernel(
     )
 
 
-# --- the producer -------------------------------------------------------------------------------------------------
-
-
 @gluon.jit
 def _produce(
-    ring: Ring, x: tma.tensor_descriptor, weight: tma.tensor_descriptor, shape: Shape, ACT: gl.constexpr
+    ring: gemm.Ring, x: tma.tensor_descriptor, weight: tma.tensor_descriptor, shape: gemm.Shape, ACT: gl.constexpr
 ) -> None:
     stage, phase = _load_tiles(ring, x, weight, shape, shape.whole, gl.to_tensor(0), gl.to_tensor(0), 256, ACT)
     _load_tiles(ring, x, weight, shape, shape.halves, stage, phase, 128, ACT)
@@ -131,38 +101,35 @@ def _produce(
 
 @gluon.jit
 def _load_tiles(
-    ring: Ring, x: tma.tensor_descriptor, weight: tma.tensor_descriptor, shape: Shape, units: gl.tensor,
+    ring: gemm.Ring, x: tma.tensor_descriptor, weight: tma.tensor_descriptor, shape: gemm.Shape, units: gl.tensor,
     stage: gl.tensor, phase: gl.tensor, WIDE: gl.constexpr, ACT: gl.constexpr,
 ) -> gl.tuple:  # fmt: skip
     """TMA fills rows and columns after the end with zeros."""
     BOXES: gl.constexpr = WIDE // 64
     for unit in range(gl.program_id(0), units, gl.num_programs(0)):
-        row, output = tile_start(unit, shape, WIDE, ACT == _SILU_AND_MUL)
+        row, output = gemm.tile_start(unit, shape, WIDE, ACT == _SILU_AND_MUL)
         second = output + WIDE // 2
         if ACT == _SILU_AND_MUL:
             second = output + shape.N
         for k in range(0, shape.K, 64):
             full = ring.bars.full(stage)
             mbarrier.wait(ring.bars.free(stage), phase ^ 1)
-            mbarrier.expect(full, (GROUPS * 64 + WIDE) * 64 * 2)
+            mbarrier.expect(full, (gemm.GROUPS * 64 + WIDE) * 64 * 2)
             for i in gl.static_range(BOXES // 2):
-                tma_load(weight, [output + i * 64, k], full, ring.weights.index(4 * stage + i))
-                tma_load(weight, [second + i * 64, k], full, ring.weights.index(4 * stage + BOXES // 2 + i))
-            for i in gl.static_range(GROUPS):
-                tma_load(x, [row + i * 64, k], full, ring.rows.index(GROUPS * stage + i))
-            stage, phase = next_stage(stage, phase, STAGES)
+                hopper.tma_load(weight, [output + i * 64, k], full, ring.weights.index(4 * stage + i))
+                hopper.tma_load(weight, [second + i * 64, k], full, ring.weights.index(4 * stage + BOXES // 2 + i))
+            for i in gl.static_range(gemm.GROUPS):
+                hopper.tma_load(x, [row + i * 64, k], full, ring.rows.index(gemm.GROUPS * stage + i))
+            stage, phase = next_stage(stage, phase, gemm.STAGES)
     return stage, phase
-
-
-# --- the consumers ------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
 def _consume(
-    ring: Ring, out: tma.tensor_descriptor, bias: gl.tensor, shape: Shape,
+    ring: gemm.Ring, out: tma.tensor_descriptor, bias: gl.tensor, shape: gemm.Shape,
     GROUP: gl.constexpr, ACT: gl.constexpr, HAS_BIAS: gl.constexpr,
 ) -> None:  # fmt: skip
-    cursor = Cursor(gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0))
+    cursor = (gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0))  # stage, phase, buffer for the next result
     cursor = _compute_tiles(ring, out, bias, shape, shape.whole, cursor, 256, GROUP, ACT, HAS_BIAS)
     _compute_tiles(ring, out, bias, shape, shape.halves, cursor, 128, GROUP, ACT, HAS_BIAS)
     tma.store_wait(0)
@@ -170,28 +137,28 @@ def _consume(
 
 @gluon.jit
 def _compute_tiles(
-    ring: Ring, out: tma.tensor_descriptor, bias: gl.tensor, shape: Shape, units: gl.tensor, cursor: Cursor,
+    ring: gemm.Ring, out: tma.tensor_descriptor, bias: gl.tensor, shape: gemm.Shape, units: gl.tensor, cursor: gl.tuple,
     WIDE: gl.constexpr, GROUP: gl.constexpr, ACT: gl.constexpr, HAS_BIAS: gl.constexpr,
-) -> Cursor:  # fmt: skip
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 16])
+) -> gl.tuple:  # fmt: skip
     results = ring.results
-    stage, phase, buffer = cursor.stage, cursor.phase, cursor.buffer
+    stage, phase, buffer = cursor
     for unit in range(gl.program_id(0), units, gl.num_programs(0)):
-        row, output = tile_start(unit, shape, WIDE, ACT == _SILU_AND_MUL)
-        acc, stage, phase = multiply(ring, gl.zeros([64, WIDE], gl.float32, SUMS), shape, stage, phase, WIDE, GROUP)
+        row, output = gemm.tile_start(unit, shape, WIDE, ACT == _SILU_AND_MUL)
+        acc, stage, phase = gemm.multiply(ring, shape, stage, phase, WIDE, GROUP)
         if HAS_BIAS:
+            SUMS: gl.constexpr = acc.type.layout
             more = _biases(bias, output, shape.N, SUMS, WIDE, ACT)  # loaded while the last WGMMA runs
-        acc = warpgroup_mma_wait(0, deps=(acc,))
-        mbarrier.arrive(ring.bars.free(previous_stage(stage)), count=1)
+        acc = hopper.warpgroup_mma_wait(0, deps=(acc,))
+        mbarrier.arrive(ring.bars.free(gemm.previous_stage(stage)), count=1)
         if HAS_BIAS:
             acc += more.to(gl.float32)
-        left, right = left_right(acc)
+        left, right = gemm.left_right(acc)
         if ACT == _SILU_AND_MUL:
             buffer = _finish(results, out, left, right, row, output, buffer, GROUP, ACT)
         else:
             buffer = _finish(results, out, left, left, row, output, buffer, GROUP, ACT)
             buffer = _finish(results, out, right, right, row, output + WIDE // 2, buffer, GROUP, ACT)
-    return Cursor(stage, phase, buffer)
+    return stage, phase, buffer
 
 
 @gluon.jit
@@ -212,30 +179,21 @@ def _finish(
     results: gl.shared_memory_descriptor, out: tma.tensor_descriptor, sums: gl.tensor, ups: gl.tensor,
     row: gl.tensor, output: gl.tensor, buffer: gl.tensor, GROUP: gl.constexpr, ACT: gl.constexpr,
 ) -> gl.tensor:  # fmt: skip
-    """Activate and store sums [64, 64 or 128]. `ups` are what a gate multiplies."""
+    """Activate and store sums [64, 64 or 128]; `ups` are what a gate multiplies. Nothing is stored after the end."""
     WIDE: gl.constexpr = sums.shape[1]
-    if WIDE == 128:
-        left, right = left_right(sums)
-        more_left, more_right = left_right(ups)
-        buffer = _finish_box(results, out, left, more_left, row, output, buffer, GROUP, ACT)
-        buffer = _finish_box(results, out, right, more_right, row, output + 64, buffer, GROUP, ACT)
+    if WIDE > 64:
+        left, right = gemm.left_right(sums)
+        more_left, more_right = gemm.left_right(ups)
+        buffer = _finish(results, out, left, more_left, row, output, buffer, GROUP, ACT)
+        buffer = _finish(results, out, right, more_right, row, output + WIDE // 2, buffer, GROUP, ACT)
     else:
-        buffer = _finish_box(results, out, sums, ups, row, output, buffer, GROUP, ACT)
+        tma.store_wait(1)  # the last store may still read from the other buffer
+        here = results.index(2 * GROUP + buffer)
+        here.store(_activate(sums, ups, ACT).to(results.dtype))
+        hopper.fence_async_shared()
+        hopper.tma_store(out, [row + GROUP * 64, output], here)
+        buffer = buffer ^ 1
     return buffer
-
-
-@gluon.jit
-def _finish_box(
-    results: gl.shared_memory_descriptor, out: tma.tensor_descriptor, sums: gl.tensor, ups: gl.tensor,
-    row: gl.tensor, output: gl.tensor, buffer: gl.tensor, GROUP: gl.constexpr, ACT: gl.constexpr,
-) -> gl.tensor:  # fmt: skip
-    """Rows and outputs after the end are not stored."""
-    tma.store_wait(1)  # the last store may still read from the other buffer
-    here = results.index(2 * GROUP + buffer)
-    here.store(_activate(sums, ups, ACT).to(results.dtype))
-    fence_async_shared()
-    tma_store(out, [row + GROUP * 64, output], here)
-    return buffer ^ 1
 
 
 @gluon.jit

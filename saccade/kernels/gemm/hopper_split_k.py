@@ -1,13 +1,13 @@
 """Split-K GEMMs of up to 128 rows with a large weight for Hopper GPUs, in Gluon. Knows shapes and dtypes, not layers.
 
-    weight [N, K]: program (tile, split) has OUTPUTS rows and a share of the columns, as in `skinny_kernels`
+    weight [N, K]: program (tile, split) has OUTPUTS rows and a share of the columns, as in `skinny`
 
     ring of stages, 64 columns each   | W0 .  | W1 .  | W2 .  | ...      before the previous kernel has ended
                                       | W0 x0 | W1 x1 | W2 x2 | ...      after
 
 A weight depends on no kernel, so a program first fills its ring with weights and then waits (PDL). Splits write their
 partial sums, float32 [splits, M, N]; the next kernel (norm, attention) adds them up as it reads them, which saves a
-reduction. As in `skinny_kernels`, the GEMM is out^T = weight x^T. TMA fills rows of x after the last with zeros.
+reduction. As in `skinny`, the GEMM is out^T = weight x^T. TMA fills rows of x after the last with zeros.
 `ops.reference` has the same functions.
 """
 
@@ -19,21 +19,8 @@ import torch
 from torch import Tensor
 
 from saccade.kernels.gemm.skinny import choose_splits
-from saccade.kernels.launch.gluon_compat import (
-    TensorDescriptor,
-    aggregate,
-    fence_async_shared,
-    gdc_launch_dependents,
-    gdc_wait,
-    gl,
-    gluon,
-    mbarrier,
-    tma,
-    tma_load,
-    tma_store,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from saccade.kernels.launch import gluon_compat as hopper
+from saccade.kernels.launch.gluon_compat import aggregate, gl, gluon, mbarrier, tma
 from saccade.kernels.launch.hopper_ring import Barriers, next_stage
 from saccade.kernels.launch.tiling import power_of_two
 
@@ -71,9 +58,8 @@ def choose_gated(rows: int) -> PipelineConfig:
 
 def split_k_linear(x: Tensor, weight: Tensor, bias: Tensor | None, config: PipelineConfig) -> Tensor:
     """x [M, K], weight [N, K] -> float32 [splits, M, N], which add up to x @ weight.T + bias."""
-    outputs = len(weight)
-    partials = torch.empty((config.splits, len(x), outputs), dtype=torch.float32, device=x.device)
-    _launch(-(-outputs // _OUTPUTS), x, weight, partials, bias, config)
+    partials = torch.empty((config.splits, len(x), len(weight)), dtype=torch.float32, device=x.device)
+    _launch(x, weight, partials, bias, config, gated=False)
     return partials
 
 
@@ -82,25 +68,19 @@ def split_k_gated_linear(x: Tensor, gate_up_weight: Tensor, config: PipelineConf
     wide = len(gate_up_weight) // 2
     assert wide % _OUTPUTS == 0 and config.splits == 1, (wide, config)
     out = torch.empty((len(x), wide), dtype=x.dtype, device=x.device)
-    _launch(wide // _OUTPUTS, x, gate_up_weight, out, None, config, gated=True)
+    _launch(x, gate_up_weight, out, None, config, gated=True)
     return out
 
 
 def _launch(
-    tiles: int,
-    x: Tensor,
-    weight: Tensor,
-    out: Tensor,
-    bias: Tensor | None,
-    config: PipelineConfig,
-    *,
-    gated: bool = False,
+    x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None, config: PipelineConfig, *, gated: bool
 ) -> None:
     assert weight.is_contiguous() and x.stride(1) == 1 and x.dtype == weight.dtype
     rows = power_of_two(len(x), minimum=16)
     target = _descriptor(out, rows) if gated else out
-    _split_k_kernel[(tiles, config.splits)](
-        _descriptor(weight, _OUTPUTS), _descriptor(x, rows), target, bias, len(x), out.shape[-1],
+    outputs = out.shape[-1]
+    _split_k_kernel[(-(-outputs // _OUTPUTS), config.splits)](
+        _descriptor(weight, _OUTPUTS), _descriptor(x, rows), target, bias, len(x), outputs,
         K=x.shape[1], ROWS=rows, OUTPUTS=_OUTPUTS, STAGES=config.stages, SPLITS=config.splits, GATED=gated,
         num_warps=4, maxnreg=_registers(rows, gated), launch_pdl=True,
     )  # fmt: skip
@@ -114,9 +94,9 @@ def _registers(rows: int, gated: bool) -> int:
     return 96 if sums <= 64 else 128
 
 
-def _descriptor(rows: Tensor, count: int) -> TensorDescriptor:
+def _descriptor(rows: Tensor, count: int) -> hopper.TensorDescriptor:
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [count, _INPUTS], layout)
+    return hopper.TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [count, _INPUTS], layout)
 
 
 @aggregate
@@ -128,17 +108,7 @@ class _Ring:
 
 
 @aggregate
-class _Steps:
-    """Of a program: 64 columns each."""
-
-    first: gl.tensor
-    count: gl.tensor
-
-
-@aggregate
 class _Sizes:
-    """What the kernel is compiled for."""
-
     OUTPUTS: gl.constexpr
     ROWS: gl.constexpr
     STAGES: gl.constexpr
@@ -161,15 +131,15 @@ def _split_k_kernel(
     bars = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2 * STAGES):
         mbarrier.init(bars.index(i), count=1)
-    fence_async_shared()
+    hopper.fence_async_shared()
     first = gl.program_id(1) * SHARE
-    steps = _Steps(first, gl.minimum(SHARE, STEPS - first))
+    steps = gl.minimum(SHARE, STEPS - first)  # of this program, 64 columns each
     ring = _Ring(gates, ups, few, Barriers(bars, STAGES))
     sizes = _Sizes(OUTPUTS, ROWS, STAGES, GATED)
     gl.warp_specialize(
         [
             (_consume, (ring, out, bias, steps, M, N, sizes)),
-            (_produce, (ring, weight, x, steps, N, sizes)),
+            (_produce, (ring, weight, x, first, steps, N, sizes)),
         ],
         [1],
         [24],
@@ -178,21 +148,22 @@ def _split_k_kernel(
 
 @gluon.jit
 def _produce(
-    ring: _Ring, weight: tma.tensor_descriptor, x: tma.tensor_descriptor, steps: _Steps, N: gl.tensor, sizes: _Sizes
-) -> None:
+    ring: _Ring, weight: tma.tensor_descriptor, x: tma.tensor_descriptor, first: gl.tensor, steps: gl.tensor,
+    N: gl.tensor, sizes: _Sizes,
+) -> None:  # fmt: skip
     STAGES: gl.constexpr = sizes.STAGES
-    first, bars = steps.first, ring.bars
+    bars = ring.bars
     for i in gl.static_range(STAGES):
-        _load_weights(ring, weight, N, first + i, i, i < steps.count, sizes)
-    gdc_launch_dependents()
-    gdc_wait()
+        _load_weights(ring, weight, N, first + i, i, i < steps, sizes)
+    hopper.gdc_launch_dependents()
+    hopper.gdc_wait()
     for i in gl.static_range(STAGES):
-        tma_load(x, [0, (first + i) * 64], bars.full(i), ring.x.index(i), pred=i < steps.count)
+        hopper.tma_load(x, [0, (first + i) * 64], bars.full(i), ring.x.index(i), pred=i < steps)
     stage, phase = gl.to_tensor(0), gl.to_tensor(0)
-    for step in range(STAGES, steps.count):
+    for step in range(STAGES, steps):
         mbarrier.wait(bars.free(stage), phase)
         _load_weights(ring, weight, N, first + step, stage, True, sizes)
-        tma_load(x, [0, (first + step) * 64], bars.full(stage), ring.x.index(stage))
+        hopper.tma_load(x, [0, (first + step) * 64], bars.full(stage), ring.x.index(stage))
         stage, phase = next_stage(stage, phase, STAGES)
 
 
@@ -206,14 +177,14 @@ def _load_weights(
     GATED: gl.constexpr = sizes.GATED
     full, row = ring.bars.full(stage), gl.program_id(0) * OUTPUTS
     mbarrier.expect(full, ((2 if GATED else 1) * OUTPUTS + sizes.ROWS) * 128, pred=pred)
-    tma_load(weight, [row, step * 64], full, ring.gates.index(stage), pred=pred)
+    hopper.tma_load(weight, [row, step * 64], full, ring.gates.index(stage), pred=pred)
     if GATED:
-        tma_load(weight, [N + row, step * 64], full, ring.ups.index(stage), pred=pred)
+        hopper.tma_load(weight, [N + row, step * 64], full, ring.ups.index(stage), pred=pred)
 
 
 @gluon.jit
 def _consume(
-    ring: _Ring, out: gl.tensor, bias: gl.tensor, steps: _Steps, M: gl.tensor, N: gl.tensor, sizes: _Sizes
+    ring: _Ring, out: gl.tensor, bias: gl.tensor, steps: gl.tensor, M: gl.tensor, N: gl.tensor, sizes: _Sizes
 ) -> None:
     OUTPUTS: gl.constexpr = sizes.OUTPUTS
     GATED: gl.constexpr = sizes.GATED
@@ -222,21 +193,21 @@ def _consume(
     acc = gl.zeros([OUTPUTS, sizes.ROWS], gl.float32, layout=L)
     up = gl.zeros([OUTPUTS, sizes.ROWS], gl.float32, layout=L)
     stage, phase = gl.to_tensor(0), gl.to_tensor(0)
-    for _ in range(steps.count):
+    for _ in range(steps):
         mbarrier.wait(ring.bars.full(stage), phase)
         here = few.index(stage).permute((1, 0))
-        acc = warpgroup_mma(ring.gates.index(stage), here, acc, is_async=True)
+        acc = hopper.warpgroup_mma(ring.gates.index(stage), here, acc, is_async=True)
         if GATED:
-            up = warpgroup_mma(ring.ups.index(stage), here, up, is_async=True)
-            acc, up = warpgroup_mma_wait(0, deps=(acc, up))
+            up = hopper.warpgroup_mma(ring.ups.index(stage), here, up, is_async=True)
+            acc, up = hopper.warpgroup_mma_wait(0, deps=(acc, up))
         else:
-            acc = warpgroup_mma_wait(0, deps=(acc,))
+            acc = hopper.warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(ring.bars.free(stage), count=1)
         stage, phase = next_stage(stage, phase, sizes.STAGES)
     if GATED:
         few.index(0).permute((1, 0)).store((acc / (1.0 + gl.exp(-acc)) * up).to(few.dtype))
-        fence_async_shared()
-        tma_store(out, [0, gl.program_id(0) * OUTPUTS], few.index(0))
+        hopper.fence_async_shared()
+        hopper.tma_store(out, [0, gl.program_id(0) * OUTPUTS], few.index(0))
         tma.store_wait(0)
     else:
         _store_partial(acc, out, bias, M, N, OUTPUTS)

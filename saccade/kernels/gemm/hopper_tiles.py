@@ -9,18 +9,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from saccade.kernels.launch.gluon_compat import (
-    TensorDescriptor,
-    aggregate,
-    fence_async_shared,
-    gl,
-    gluon,
-    mbarrier,
-    reinterpret,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from saccade.kernels.launch import gluon_compat as hopper
+from saccade.kernels.launch.gluon_compat import aggregate, gl, gluon, mbarrier, tma
 from saccade.kernels.launch.hopper_ring import Barriers, next_stage
 
 GROUPS = gl.constexpr(2)
@@ -55,14 +45,14 @@ def num_whole(tiles: int, programs: int) -> int:
     return tiles - last if 2 * last <= programs else tiles
 
 
-class Unchecked(TensorDescriptor):  # type: ignore[misc]
+class Unchecked(hopper.TensorDescriptor):  # type: ignore[misc]
     """Of a tensor that is known to be dense and aligned: the checks cost the CPU more than the launch."""
 
     def __post_init__(self) -> None:
         pass
 
 
-def boxes(rows: Tensor) -> TensorDescriptor:
+def boxes(rows: Tensor) -> hopper.TensorDescriptor:
     return Unchecked(rows, rows.shape, rows.stride(), [BOX, BOX], _BOX_LAYOUT)
 
 
@@ -83,15 +73,6 @@ class Shape:
     halves: gl.tensor
 
 
-@aggregate
-class Cursor:
-    """Where a consumer is."""
-
-    stage: gl.tensor
-    phase: gl.tensor
-    buffer: gl.tensor  # for the next result
-
-
 @gluon.jit
 def new_ring(x: tma.tensor_descriptor) -> Ring:
     rows = gl.allocate_shared_memory(x.dtype, [GROUPS * STAGES, 64, 64], x.layout)
@@ -101,7 +82,7 @@ def new_ring(x: tma.tensor_descriptor) -> Ring:
     for i in gl.static_range(STAGES):
         mbarrier.init(bars.full(i), count=1)
         mbarrier.init(bars.free(i), count=GROUPS)
-    fence_async_shared()
+    hopper.fence_async_shared()
     return Ring(rows, weights, results, bars)
 
 
@@ -127,18 +108,18 @@ def tile_start(unit: gl.tensor, shape: Shape, WIDE: gl.constexpr, IS_GATED: gl.c
 
 @gluon.jit
 def multiply(
-    ring: Ring, acc: gl.tensor, shape: Shape, stage: gl.tensor, phase: gl.tensor,
-    WIDE: gl.constexpr, GROUP: gl.constexpr,
-) -> gl.tuple:  # fmt: skip
+    ring: Ring, shape: Shape, stage: gl.tensor, phase: gl.tensor, WIDE: gl.constexpr, GROUP: gl.constexpr
+) -> gl.tuple:
     """One WGMMA is always in flight, the last one on return; a stage is freed when the next one has been issued."""
+    acc = gl.zeros([64, WIDE], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 16]))
     weights = ring.weights
-    joined = reinterpret(weights, weights.dtype, [1024 // WIDE, WIDE, 64], weights.layout)
+    joined = hopper.reinterpret(weights, weights.dtype, [1024 // WIDE, WIDE, 64], weights.layout)
     STEP: gl.constexpr = 256 // WIDE
     for k in range(0, shape.K, 64):
         mbarrier.wait(ring.bars.full(stage), phase)
         columns = joined.index(STEP * stage).permute((1, 0))
-        acc = warpgroup_mma(ring.rows.index(GROUPS * stage + GROUP), columns, acc, is_async=True)
-        acc = warpgroup_mma_wait(1, deps=(acc,))
+        acc = hopper.warpgroup_mma(ring.rows.index(GROUPS * stage + GROUP), columns, acc, is_async=True)
+        acc = hopper.warpgroup_mma_wait(1, deps=(acc,))
         mbarrier.arrive(ring.bars.free(previous_stage(stage)), count=1, pred=k > 0)
         stage, phase = next_stage(stage, phase, STAGES)
     return acc, stage, phase

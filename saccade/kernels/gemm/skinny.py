@@ -1,8 +1,26 @@
-"""Products of a few rows with a large weight, as a decode step has them. Knows shapes and dtypes, not layers.
+"""Skinny GEMMs: a few rows by a large weight, as in a decode step. Knows shapes and dtypes, not layers.
 
-Such a product takes as long as reading its weight, so each variant is a way to keep the memory busy: one row goes
-through `vector_kernel`, up to 32 through `tile_kernel`, and more, where cuBLAS does better, through `F.linear`.
-`choose` decides from the shape alone, so a CUDA graph may hold the launches, and nothing is tuned while serving.
+Such a GEMM is memory-bound. One row runs on CUDA cores, up to 32 on tensor cores, and more, where cuBLAS is better,
+through `F.linear`. `choose` decides from the shape alone, so a CUDA graph can hold the launches, and nothing is tuned
+while serving.
+
+    weight [N, K]: program (tile, split) has OUTPUTS rows and a share of the columns, and reads INPUTS at a time
+
+                   |<--------------------- K --------------------->|
+        tile 0     | split 0 | INPUTS | INPUTS | split 1 | ...     |   out[:, 0 .. OUTPUTS - 1]
+        tile 1     |         |        |        |         |         |   out[:, OUTPUTS .. ]
+
+    partials [tiles, SPLITS, OUTPUTS, ROWS]: split-K partials. The last split to arrive at the counter of its tile adds
+    them up in a fixed order, writes the result and resets the counter.
+
+The GEMM is out^T = weight x^T: the weight's many rows are the wide side of an MMA, those of x the narrow one. Rows
+after the last of either are the last one again: loads need no masks, and their results are dropped.
+
+With a norm, x is multiplied by the norm's weight as it is loaded, and its squares are summed. The divisor is common to
+a row, so it is applied last: rms_norm(x) W^T = ((x * g) W^T) * rsqrt(mean(x^2) + eps).
+
+With PDL, a program starts before the previous kernel has ended (see `pdl`). Until its wait it may touch nothing that
+others write; weights are constant, so it prefetches the first ones, PREFETCH cache lines of each row, into L2.
 """
 
 from __future__ import annotations
@@ -12,11 +30,11 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 import triton
+import triton.language as tl
 from torch import Tensor
 
-from saccade.kernels.gemm.skinny_kernels import tile_kernel, vector_kernel
 from saccade.kernels.launch.device import precision_of
-from saccade.kernels.launch.pdl import overlap, supports_pdl
+from saccade.kernels.launch.pdl import pdl_options, pdl_wait_then_release, prefetch_l2, supports_pdl
 from saccade.kernels.launch.tiling import power_of_two
 from saccade.kernels.ops.norm import silu_and_mul
 
@@ -24,34 +42,34 @@ MAX_ROWS = 32  # that `choose` has launches for
 MAX_NORMED_ROWS = 16  # beyond, norming x again in every program costs more than a launch of its own
 MAX_ELEMENTS = 32 << 20  # of a weight that several rows are multiplied with
 _MANY_OUTPUTS = 1 << 16
-_PROGRAMS = 132  # that a launch should have at least: one for each multiprocessor of an H100 or H200
-_MAX_PROGRAMS = 2 * _PROGRAMS  # of a launch with splits; the workspace has room for these
+_PROGRAMS = 132  # that a launch should have at least: one for each SM of an H100 or H200
+_MAX_PROGRAMS = 2 * _PROGRAMS  # of a launch with splits: the workspace is for these
 _LINE = 128  # bytes
 
 
 class Config(NamedTuple):
-    """The sizes a product is launched with."""
+    """The sizes a GEMM is launched with."""
 
-    rows: int  # of x, at most: 1 for the plain units, else a power of two from 16 for the matrix units
+    rows: int  # of x, at most: 1 for CUDA cores, else a power of two from 16 for tensor cores
     outputs: int  # weight rows of a program; of the gate and as many of `up` where there is one
     inputs: int  # columns it reads at a time
     splits: int = 1  # programs that share the columns of a tile
     warps: int = 4
-    stages: int = 4  # reads in flight ahead of their use
-    early: bool = True  # start while the launch ahead still runs, where the device can
-    ahead: int = 0  # cache lines of each weight row asked for then
+    stages: int = 4  # of the software pipeline
+    pdl: bool = True  # start while the previous kernel still runs, where the device can
+    prefetch: int = 0  # cache lines of each weight row that are prefetched then
 
 
 class SplitWorkspace(NamedTuple):
-    """Scratch memory of products whose columns are split. One is enough for all layers; two streams need two."""
+    """Scratch memory of split-K GEMMs. One is enough for all layers; two CUDA streams need two."""
 
-    partials: Tensor  # float32 [programs * outputs * rows]: products of a split's columns
+    partials: Tensor  # float32 [programs * outputs * rows]: sums over a split's columns
     squares: Tensor  # float32 [programs * rows]: sums of squares, for the norm
     counters: Tensor  # int32 [programs]: splits that have arrived at a tile; zero between launches
 
     @classmethod
     def allocate(cls, max_rows: int, device: torch.device) -> SplitWorkspace:
-        """Room for every launch that `choose` gives for up to `max_rows` rows."""
+        """For every launch that `choose` gives for up to `max_rows` rows."""
         rows = power_of_two(max_rows, minimum=16)
         return cls(
             torch.empty(_MAX_PROGRAMS * _split_outputs(rows) * rows, dtype=torch.float32, device=device),
@@ -75,7 +93,7 @@ def skinny_linear(
     if config is None:
         found = _library_linear(x, weight, bias, out)
         return found if residual is None else found.add_(residual)
-    return _launch(_Product(x, weight, bias, residual), config, workspace, out)
+    return _launch(_Gemm(x, weight, bias, residual), config, workspace, out)
 
 
 def norm_linear(
@@ -94,7 +112,7 @@ def norm_linear(
     if config is None or not norms(config, x.dtype):
         x = F.rms_norm(x, norm_weight.shape, norm_weight, eps)
         return skinny_linear(x, weight, bias, workspace=workspace, config=config, out=out)
-    return _launch(_Product(x, weight, bias, None, norm_weight, eps), config, workspace, out)
+    return _launch(_Gemm(x, weight, bias, None, norm_weight, eps), config, workspace, out)
 
 
 def gated_linear(x: Tensor, gate_up_weight: Tensor, *, config: Config | None = None) -> Tensor:
@@ -103,7 +121,7 @@ def gated_linear(x: Tensor, gate_up_weight: Tensor, *, config: Config | None = N
     config = config or choose(len(x), wide, inputs, x.dtype, gated=True)
     if config is None:
         return silu_and_mul(F.linear(x, gate_up_weight))
-    return _launch(_Product(x, gate_up_weight, gated=True), config, None, None)
+    return _launch(_Gemm(x, gate_up_weight, gated=True), config, None, None)
 
 
 def norm_gated_linear(
@@ -114,21 +132,18 @@ def norm_gated_linear(
     config = config or choose(len(x), wide, inputs, x.dtype, gated=True)
     if config is None or not norms(config, x.dtype):
         return gated_linear(F.rms_norm(x, norm_weight.shape, norm_weight, eps), gate_up_weight, config=config)
-    return _launch(_Product(x, gate_up_weight, None, None, norm_weight, eps, gated=True), config, None, None)
-
-
-# --- choosing -----------------------------------------------------------------------------------------------------
+    return _launch(_Gemm(x, gate_up_weight, None, None, norm_weight, eps, gated=True), config, None, None)
 
 
 def choose(m: int, n: int, k: int, dtype: torch.dtype, *, gated: bool = False) -> Config | None:
-    """How to multiply m rows with a weight [n, k], or [2 n, k] if gated; None where cuBLAS is as good.
+    """The launch of m rows by a weight [n, k], or [2 n, k] if gated; None where cuBLAS is as good.
 
-    cuBLAS has the better loop, ours has fewer launches and starts earlier: several rows are ours where a weight is read
-    in a few microseconds, one row always is. Columns are split between programs until the device is full.
+    cuBLAS has the better main loop, ours has fewer launches and starts earlier: several rows are ours where a weight is
+    read in a few microseconds, one row always is. Columns are split among programs until the device is full.
     """
-    if m > MAX_ROWS or k % 16:  # rows of a weight that do not begin at 32 bytes cannot be read in wide pieces
+    if m > MAX_ROWS or k % 16:  # weight rows that do not begin at 32 bytes have no vector loads
         return None
-    if dtype == torch.float32:  # asked for by those who compare
+    if dtype == torch.float32:  # only for comparisons
         return None
     if m == 1:
         return _choose_vector(n, k, gated)
@@ -138,36 +153,36 @@ def choose(m: int, n: int, k: int, dtype: torch.dtype, *, gated: bool = False) -
 
 
 def _choose_vector(n: int, k: int, gated: bool) -> Config:
-    """Long rows need their reads in flight; of short ones, many programs side by side do as well without."""
+    """Long rows need a pipeline; with short ones, many programs hide latency as well without."""
     if gated:
-        return Config(rows=1, outputs=4, inputs=512, early=False)
+        return Config(rows=1, outputs=4, inputs=512, pdl=False)
     if k > 4096:
-        return Config(rows=1, outputs=2, inputs=1024, ahead=8)
+        return Config(rows=1, outputs=2, inputs=1024, prefetch=8)
     return Config(rows=1, outputs=4, inputs=512, stages=1 if k <= 2048 or n >= _MANY_OUTPUTS else 4)
 
 
 def _choose_few(n: int, k: int, gated: bool) -> Config:
     if gated:
-        return Config(rows=16, outputs=64, inputs=64, stages=5, early=False)
+        return Config(rows=16, outputs=64, inputs=64, stages=5, pdl=False)
     return Config(rows=16, outputs=64, inputs=64, splits=choose_splits(n, k, 64, 64), stages=5)
 
 
 def _choose_tiles(n: int, k: int, gated: bool) -> Config:
     if gated:
-        return Config(rows=32, outputs=64, inputs=64, stages=5, early=False)
+        return Config(rows=32, outputs=64, inputs=64, stages=5, pdl=False)
     splits = choose_splits(n, k, 64, 128)
     return Config(rows=32, outputs=64, inputs=128, splits=splits, stages=7 if k > 4096 else 4)
 
 
 def choose_splits(n: int, k: int, outputs: int, inputs: int) -> int:
-    """As many as still fit the device at once, none without columns."""
+    """As many as run at once, none without columns."""
     tiles, steps = triton.cdiv(n, outputs), triton.cdiv(k, inputs)
     wanted = max(1, min(_PROGRAMS // tiles, steps))
     return int(triton.cdiv(steps, triton.cdiv(steps, wanted)))
 
 
 def norms(config: Config, dtype: torch.dtype) -> bool:
-    """Whether a launch can norm its rows. The matrix units get x before it is divided: float16 may not hold that."""
+    """Whether a launch can norm its rows. Tensor cores get x before it is divided: float16 may overflow."""
     return config.rows == 1 or (config.rows <= MAX_NORMED_ROWS and dtype != torch.float16)
 
 
@@ -182,10 +197,7 @@ def _library_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor 
     return torch.mm(x, weight.T, out=out) if bias is None else torch.addmm(bias, x, weight.T, out=out)
 
 
-# --- launching ----------------------------------------------------------------------------------------------------
-
-
-class _Product(NamedTuple):
+class _Gemm(NamedTuple):
     x: Tensor  # [M, K]
     weight: Tensor  # [N, K], or [2 N, K] if gated
     bias: Tensor | None = None
@@ -195,72 +207,226 @@ class _Product(NamedTuple):
     gated: bool = False
 
 
-def _launch(product: _Product, config: Config, workspace: SplitWorkspace | None, out: Tensor | None) -> Tensor:
-    x, weight = product.x, product.weight
-    _check(product, config)
-    outputs = len(weight) // 2 if product.gated else len(weight)
+def _launch(gemm: _Gemm, config: Config, workspace: SplitWorkspace | None, out: Tensor | None) -> Tensor:
+    x = gemm.x
+    _check(gemm, config)
+    outputs = len(gemm.weight) // 2 if gemm.gated else len(gemm.weight)
     out = torch.empty((len(x), outputs), dtype=x.dtype, device=x.device) if out is None else out
     assert out.shape == (len(x), outputs) and out.is_contiguous()
     if config.rows == 1:
-        _launch_vector(product, config, out)
+        _launch_vector(gemm, config, out)
     else:
-        _launch_tiles(product, config, workspace, out)
+        _launch_tiles(gemm, config, workspace, out)
     return out
 
 
-def _launch_vector(product: _Product, config: Config, out: Tensor) -> None:
-    x, weight, bias, residual, norm_weight, eps, gated = product
-    inputs, early = x.shape[1], config.early and supports_pdl(x)
-    vector_kernel[(triton.cdiv(out.shape[1], config.outputs),)](
-        x, weight, bias, residual, norm_weight, out, eps, out.shape[1],
-        K=inputs, OUTPUTS=config.outputs, INPUTS=config.inputs, STAGES=config.stages, GATED=gated,
-        EARLY=early, AHEAD=_lines_ahead(config, inputs, weight) if early else 0,
-        num_warps=config.warps, num_stages=config.stages, **overlap(early),
+def _launch_vector(gemm: _Gemm, config: Config, out: Tensor) -> None:
+    inputs = gemm.x.shape[1]
+    pdl = config.pdl and supports_pdl(gemm.x)
+    _vector_kernel[(triton.cdiv(out.shape[1], config.outputs),)](
+        gemm.x, gemm.weight, gemm.bias, gemm.residual, gemm.norm_weight, out, gemm.eps, out.shape[1],
+        K=inputs, OUTPUTS=config.outputs, INPUTS=config.inputs, STAGES=config.stages, GATED=gemm.gated,
+        PDL=pdl, PREFETCH=_prefetched_lines(config, inputs, gemm.weight) if pdl else 0,
+        num_warps=config.warps, num_stages=config.stages, **pdl_options(pdl),
     )  # fmt: skip
 
 
-def _launch_tiles(product: _Product, config: Config, workspace: SplitWorkspace | None, out: Tensor) -> None:
-    x, weight, bias, residual, norm_weight, eps, gated = product
-    (rows, inputs), outputs = x.shape, out.shape[1]
-    tiles, splits = triton.cdiv(outputs, config.outputs), config.splits
-    partials, squares, counters = _room(workspace, config, tiles) if splits > 1 else (None, None, None)
+def _launch_tiles(gemm: _Gemm, config: Config, workspace: SplitWorkspace | None, out: Tensor) -> None:
+    rows, inputs = gemm.x.shape
+    outputs = out.shape[1]
+    tiles = triton.cdiv(outputs, config.outputs)
+    splits = config.splits
+    scratch = _checked_workspace(workspace, config, tiles) if splits > 1 else (None, None, None)
     share = triton.cdiv(triton.cdiv(inputs, config.inputs), splits) * config.inputs
-    early = config.early and supports_pdl(x)
-    tile_kernel[(tiles, splits)](
-        x, weight, bias, residual, norm_weight, out, partials, squares, counters, eps, rows, outputs, x.stride(0),
-        K=inputs, ROWS=config.rows, OUTPUTS=config.outputs, INPUTS=config.inputs, SPLITS=splits, GATED=gated,
-        PRECISION=precision_of(x), EARLY=early, AHEAD=_lines_ahead(config, min(share, inputs), weight) if early else 0,
-        num_warps=config.warps, num_stages=config.stages, **overlap(early),
+    pdl = config.pdl and supports_pdl(gemm.x)
+    _tile_kernel[(tiles, splits)](
+        gemm.x, gemm.weight, gemm.bias, gemm.residual, gemm.norm_weight, out, *scratch, gemm.eps, rows, outputs,
+        gemm.x.stride(0),
+        K=inputs, ROWS=config.rows, OUTPUTS=config.outputs, INPUTS=config.inputs, SPLITS=splits, GATED=gemm.gated,
+        PRECISION=precision_of(gemm.x), PDL=pdl,
+        PREFETCH=_prefetched_lines(config, min(share, inputs), gemm.weight) if pdl else 0,
+        num_warps=config.warps, num_stages=config.stages, **pdl_options(pdl),
     )  # fmt: skip
 
 
-def _lines_ahead(config: Config, columns: int, weight: Tensor) -> int:
-    """Cache lines to ask for: a power of two, within a program's columns."""
-    lines = min(config.ahead, max(1, columns * weight.element_size() // _LINE))
+def _prefetched_lines(config: Config, columns: int, weight: Tensor) -> int:
+    """Cache lines: a power of two, within a program's columns."""
+    lines = min(config.prefetch, max(1, columns * weight.element_size() // _LINE))
     return 1 << (lines.bit_length() - 1) if lines else 0
 
 
-def _room(workspace: SplitWorkspace | None, config: Config, tiles: int) -> SplitWorkspace:
+def _checked_workspace(workspace: SplitWorkspace | None, config: Config, tiles: int) -> SplitWorkspace:
     programs = tiles * config.splits
     needed = programs * config.outputs * config.rows
     if workspace is None:
         raise ValueError(f"{config.splits} splits of {tiles} tiles need a workspace: pass SplitWorkspace.allocate(...)")
-    room = workspace.partials.numel()
-    if needed > room or programs * config.rows > workspace.squares.numel() or tiles > workspace.counters.numel():
+    given = workspace.partials.numel()
+    if needed > given or programs * config.rows > workspace.squares.numel() or tiles > workspace.counters.numel():
         raise ValueError(
             f"{config.splits} splits of {tiles} tiles need {needed} floats and {tiles} counters of workspace; there are"
-            f" {room} and {workspace.counters.numel()}: allocate it for more rows, or split less"
+            f" {given} and {workspace.counters.numel()}: allocate it for more rows, or split less"
         )
     return workspace
 
 
-def _check(product: _Product, config: Config) -> None:
-    x, weight, _, residual, norm_weight, _, gated = product
+def _check(gemm: _Gemm, config: Config) -> None:
+    x, weight = gemm.x, gemm.weight
     if len(x) > config.rows:
         raise ValueError(f"{len(x)} rows do not fit a launch for {config.rows}; choose a config for more rows")
-    if gated and config.splits > 1:
-        raise ValueError(f"a gated product cannot be split, and {config.splits} splits were asked for; use splits=1")
+    if gemm.gated and config.splits > 1:
+        raise ValueError(f"a gated GEMM cannot be split, and {config.splits} splits were asked for; use splits=1")
     assert x.dtype == weight.dtype and x.shape[1] == weight.shape[1], (x.shape, x.dtype, weight.shape, weight.dtype)
     assert x.stride(1) == 1 and weight.is_contiguous()
-    assert residual is None or residual.is_contiguous()
-    assert norm_weight is None or norms(config, x.dtype), f"{config} cannot norm {x.dtype}"
+    assert gemm.residual is None or gemm.residual.is_contiguous()
+    assert gemm.norm_weight is None or norms(config, x.dtype), f"{config} cannot norm {x.dtype}"
+
+
+@triton.jit
+def _vector_kernel(
+    x: tl.tensor, weight: tl.tensor, bias: tl.tensor, residual: tl.tensor, norm: tl.tensor, out: tl.tensor,
+    eps: tl.tensor, N: tl.tensor, K: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, STAGES: tl.constexpr,
+    GATED: tl.constexpr, PDL: tl.constexpr, PREFETCH: tl.constexpr,
+) -> None:  # fmt: skip
+    """One row of x, on CUDA cores: each thread multiplies the columns it loads; one reduction at the end."""
+    columns = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    own = weight + tl.minimum(columns, N - 1)[:, None].to(tl.int64) * K  # [OUTPUTS, 1]
+    to_up = tl.cast(N, tl.int64) * K  # from a row of the gate to its row of `up`
+    _prefetch_weights(own, to_up, GATED, PREFETCH)
+    pdl_wait_then_release(PDL)
+    acc = tl.zeros([OUTPUTS, INPUTS], tl.float32)
+    acc_up = tl.zeros([OUTPUTS, INPUTS], tl.float32)
+    squares = tl.zeros([1, INPUTS], tl.float32)
+    MASKED: tl.constexpr = K % INPUTS != 0
+    for first in tl.range(0, K, INPUTS, num_stages=STAGES):
+        inputs = first + tl.arange(0, INPUTS)[None, :]
+        here = _load(x, inputs, K, MASKED, "").to(tl.float32)  # [1, INPUTS]
+        if norm is not None:
+            squares += here * here
+            here *= _load(norm, inputs, K, MASKED, "").to(tl.float32)
+        acc += _load(own, inputs, K, MASKED, "evict_first").to(tl.float32) * here
+        if GATED:
+            acc_up += _load(own + to_up, inputs, K, MASKED, "evict_first").to(tl.float32) * here
+    total = tl.sum(squares, 1)  # [1]
+    found = _scale_and_gate(tl.sum(acc, 1)[:, None], tl.sum(acc_up, 1)[:, None], total, norm, eps, K, GATED)
+    _store(found, bias, residual, out, tl.arange(0, 1), columns, 1, N)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _tile_kernel(
+    x: tl.tensor, weight: tl.tensor, bias: tl.tensor, residual: tl.tensor, norm: tl.tensor, out: tl.tensor,
+    partials: tl.tensor, squares: tl.tensor, counters: tl.tensor,
+    eps: tl.tensor, M: tl.tensor, N: tl.tensor, x_row: tl.tensor,
+    K: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, SPLITS: tl.constexpr,
+    GATED: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr, PREFETCH: tl.constexpr,
+) -> None:  # fmt: skip
+    """Up to ROWS rows of x, on tensor cores."""
+    tile, split = tl.program_id(0), tl.program_id(1)
+    SHARE: tl.constexpr = ((K + INPUTS - 1) // INPUTS + SPLITS - 1) // SPLITS * INPUTS  # columns of a split
+    columns, rows = tile * OUTPUTS + tl.arange(0, OUTPUTS), tl.arange(0, ROWS)
+    own = weight + tl.minimum(columns, N - 1)[:, None].to(tl.int64) * K  # [OUTPUTS, 1]
+    to_up = tl.cast(N, tl.int64) * K  # from a row of the gate to its row of `up`
+    _prefetch_weights(own + split * SHARE, to_up, GATED, PREFETCH)
+    pdl_wait_then_release(PDL)
+    few = x + tl.minimum(rows, M - 1)[:, None] * x_row  # [ROWS, 1]
+    acc, acc_up, total = _multiply(
+        few, own, own + to_up, norm, split * SHARE,
+        SHARE, K, ROWS, OUTPUTS, INPUTS, SHARE * SPLITS != K, GATED, PRECISION,
+    )  # fmt: skip
+    if SPLITS == 1:
+        _store(_scale_and_gate(acc, acc_up, total, norm, eps, K, GATED), bias, residual, out, rows, columns, M, N)
+    else:
+        cell = (tile * SPLITS).to(tl.int64) * ROWS  # the tile's first row in the workspace
+        partial = partials + cell * OUTPUTS + tl.arange(0, OUTPUTS)[:, None] * ROWS + rows[None, :]
+        tl.store(partial + split * OUTPUTS * ROWS, acc)
+        tl.store(squares + cell + split * ROWS + rows, total)
+        tl.debug_barrier()  # all threads have stored before one of them counts this split
+        if tl.atomic_add(counters + tile, 1, sem="acq_rel") == SPLITS - 1:
+            acc = _combine(partial, OUTPUTS * ROWS, SPLITS)
+            total = _combine(squares + cell + rows, ROWS, SPLITS)
+            _store(_scale_and_gate(acc, acc, total, norm, eps, K, False), bias, residual, out, rows, columns, M, N)
+            tl.store(counters + tile, 0)
+
+
+@triton.jit
+def _multiply(
+    few: tl.tensor, gate: tl.tensor, up: tl.tensor, norm: tl.tensor, start: tl.tensor,
+    SHARE: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
+    MASKED: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr,
+) -> tl.tuple:  # fmt: skip
+    """The GEMM over the columns from `start` on [OUTPUTS, ROWS], that with `up`, and sums of x's squares [ROWS]."""
+    acc = tl.zeros([OUTPUTS, ROWS], tl.float32)
+    acc_up = tl.zeros([OUTPUTS, ROWS], tl.float32)
+    squares = tl.zeros([ROWS, INPUTS], tl.float32)  # by thread; one reduction at the end
+    for first in range(0, SHARE, INPUTS):
+        inputs = start + first + tl.arange(0, INPUTS)[None, :]
+        here = _load(few, inputs, K, MASKED, "")  # [ROWS, INPUTS]
+        if norm is not None:
+            exact = here.to(tl.float32)
+            squares += exact * exact
+            here = (exact * _load(norm, inputs, K, MASKED, "").to(tl.float32)).to(here.dtype)
+        weights = _load(gate, inputs, K, MASKED, "evict_first")  # [OUTPUTS, INPUTS]
+        acc = tl.dot(weights, tl.trans(here), acc, input_precision=PRECISION)
+        if GATED:
+            weights = _load(up, inputs, K, MASKED, "evict_first")
+            acc_up = tl.dot(weights, tl.trans(here), acc_up, input_precision=PRECISION)
+    return acc, acc_up, tl.sum(squares, 1)
+
+
+@triton.jit
+def _prefetch_weights(own: tl.tensor, to_up: tl.tensor, GATED: tl.constexpr, PREFETCH: tl.constexpr) -> None:
+    """The first PREFETCH cache lines of each weight row."""
+    if PREFETCH > 0:
+        of_line: tl.constexpr = 1024 // own.dtype.element_ty.primitive_bitwidth  # elements
+        lines = own + tl.arange(0, PREFETCH)[None, :] * of_line  # [OUTPUTS, PREFETCH]
+        prefetch_l2(lines)
+        if GATED:
+            prefetch_l2(lines + to_up)
+
+
+@triton.jit
+def _load(row: tl.tensor, inputs: tl.tensor, K: tl.constexpr, MASKED: tl.constexpr, POLICY: tl.constexpr) -> tl.tensor:
+    """Columns `inputs` of rows; zero after K. Weights are read once, so they are evicted first."""
+    if MASKED:
+        found = tl.load(row + inputs, mask=inputs < K, other=0.0, eviction_policy=POLICY)
+    else:
+        found = tl.load(row + inputs, eviction_policy=POLICY)
+    return found
+
+
+@triton.jit
+def _scale_and_gate(
+    found: tl.tensor, up: tl.tensor, squares: tl.tensor, norm: tl.tensor, eps: tl.tensor,
+    K: tl.constexpr, GATED: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """[OUTPUTS, ROWS]: the norm's divisor, and silu(gate) * up."""
+    if norm is not None:
+        scale = tl.rsqrt(squares / K + eps)[None, :]
+        found *= scale
+        up *= scale
+    if GATED:
+        found = found * tl.sigmoid(found) * up
+    return found
+
+
+@triton.jit
+def _combine(first: tl.tensor, step: tl.constexpr, SPLITS: tl.constexpr) -> tl.tensor:
+    """Other SMs wrote the partials, so loads bypass L1; always in the same order."""
+    total = tl.load(first, cache_modifier=".cg")
+    for split in tl.static_range(1, SPLITS):
+        total += tl.load(first + split * step, cache_modifier=".cg")
+    return total
+
+
+@triton.jit
+def _store(
+    found: tl.tensor, bias: tl.tensor, residual: tl.tensor, out: tl.tensor,
+    rows: tl.tensor, columns: tl.tensor, M: tl.tensor, N: tl.tensor,
+) -> None:  # fmt: skip
+    """found [OUTPUTS, ROWS] -> out [M, N], with bias [N] and residual [M, N] where there are any."""
+    inside = (columns < N)[:, None] & (rows < M)[None, :]
+    offsets = rows[None, :].to(tl.int64) * N + columns[:, None]
+    if bias is not None:
+        found += tl.load(bias + columns, mask=columns < N, other=0.0).to(tl.float32)[:, None]
+    if residual is not None:
+        found += tl.load(residual + offsets, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + offsets, found.to(out.dtype.element_ty), mask=inside)

@@ -1,4 +1,4 @@
-"""What a launch asks of its device: how many SMs it has, whether it is a Hopper, and how heads are laid out."""
+"""What launches need to know: SMs of the device, whether it is a Hopper GPU, and a model's heads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Heads(NamedTuple):
 
 def num_sms(device: torch.device) -> int:
     if device.type != "cuda":
-        return 4  # the interpreter: splits happen at all, with few programs
+        return 4  # the interpreter: enough for splits, and few programs
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -25,5 +25,5 @@ def is_hopper(device: torch.device) -> bool:
 
 
 def precision_of(q: Tensor) -> str:
-    """float32 is asked for by those who compare: three products of tf32 keep its digits, one would not."""
+    """float32 is for comparisons: three tf32 GEMMs keep its precision, one does not."""
     return "tf32x3" if q.dtype == torch.float32 else "tf32"

@@ -5,7 +5,7 @@ Kernels import Gluon from here, so a renamed path or function is followed in thi
 
 from __future__ import annotations
 
-from typing import Any, TypeVar, dataclass_transform, get_type_hints
+from typing import TypeVar, cast, dataclass_transform, get_type_hints
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -21,22 +21,9 @@ from triton.language import core
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 __all__ = [
-    "TensorDescriptor",
-    "aggregate",
-    "barrier",
-    "fence_async_shared",
-    "gdc_launch_dependents",
-    "gdc_wait",
-    "gl",
-    "gluon",
-    "mbarrier",
-    "reinterpret",
-    "tma",
-    "tma_load",
-    "tma_store",
-    "warpgroup_mma",
-    "warpgroup_mma_wait",
-]
+    "TensorDescriptor", "aggregate", "barrier", "fence_async_shared", "gdc_launch_dependents", "gdc_wait", "gl",
+    "gluon", "mbarrier", "reinterpret", "tma", "tma_load", "tma_store", "warpgroup_mma", "warpgroup_mma_wait",
+]  # fmt: skip
 
 _T = TypeVar("_T")
 
@@ -50,20 +37,16 @@ reinterpret = _memory.reinterpret if hasattr(_memory, "reinterpret") else _memor
 
 @dataclass_transform()
 def aggregate(cls: type[_T]) -> type[_T]:
-    """A class whose instances hold named values inside a kernel. Its fields are set by position or by name."""
+    """A class whose instances hold named values inside a kernel; its fields are set by position."""
     if hasattr(gluon, "aggregate"):
-        made: type[_T] = gluon.aggregate(cls)
-        return made
-    cls.__annotations__ = get_type_hints(cls)  # Triton 3.6 wants classes, not their names, and a constructor
-    cls.__init__ = _constructor(tuple(cls.__annotations__))  # type: ignore[misc]
-    old: type[_T] = core._aggregate(cls)
-    return old
+        return cast(type[_T], gluon.aggregate(cls))
+    fields = get_type_hints(cls)
 
-
-def _constructor(names: tuple[str, ...]) -> Any:
-    def __init__(self: object, *args: object, **kwargs: object) -> None:
-        for name, value in {**dict(zip(names, args, strict=False)), **kwargs}.items():
+    def init(self: object, *values: object) -> None:
+        for name, value in zip(fields, values, strict=True):
             setattr(self, name, value if isinstance(value, core.base_value) else core.constexpr(value))
 
-    __init__.__triton_builtin__ = True  # type: ignore[attr-defined]
-    return __init__
+    init.__triton_builtin__ = True  # type: ignore[attr-defined]
+    cls.__annotations__ = fields  # Triton 3.6 wants classes, not their names, and a constructor
+    cls.__init__ = init  # type: ignore[method-assign]
+    return cast(type[_T], core._aggregate(cls))

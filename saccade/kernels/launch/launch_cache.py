@@ -1,7 +1,4 @@
-"""Launches kernels without looking for them each time. Knows of what kind arguments are, not what they are for.
-
-To find a compiled kernel by its arguments takes Triton's host code several times as long as to launch it.
-"""
+"""Launches compiled kernels from a cache of our own: Triton's lookup costs the CPU several times the launch."""
 
 from __future__ import annotations
 
@@ -9,30 +6,30 @@ from typing import Any
 
 from torch import Tensor
 
-_ALIGNED = 16  # bytes; kernels are compiled apart for addresses that are multiples
-_found: dict[tuple[object, ...], Any] = {}
+_ALIGNED = 16  # bytes; kernels are compiled separately for addresses that are multiples
+_compiled: dict[tuple[object, ...], Any] = {}
 
 
 def launch(
     kernel: Any,
     grid: tuple[int, int, int],
-    args: tuple[Tensor | float, ...],  # floats are not compiled for, whole numbers are
-    sizes: tuple[object, ...],  # what the kernel is compiled for; the arguments behind `args`
+    args: tuple[Tensor | float, ...],  # kernels are specialized on integers, not on floats
+    sizes: tuple[object, ...],  # the constexpr arguments, which follow `args`
     **options: object,
 ) -> None:
     """`kernel[grid](*args, *sizes, **options)`."""
     key = (kernel, sizes, *options.values(), *map(_kind, args))
-    found = _found.get(key)
-    if found is not None:
-        found[grid](*args, *sizes)
+    compiled = _compiled.get(key)
+    if compiled is not None:
+        compiled[grid](*args, *sizes)
         return
     made = kernel[grid](*args, *sizes, **options)
-    if made is not None:  # as the interpreter's result is
-        _found[key] = made
+    if made is not None:  # the interpreter returns None
+        _compiled[key] = made
 
 
 def _kind(argument: Tensor | float) -> object:
-    """All that decides which compiled kernel fits."""
+    """What a kernel is specialized on."""
     if isinstance(argument, Tensor):
         return argument.dtype, argument.get_device(), argument.data_ptr() % _ALIGNED == 0
     return float if isinstance(argument, float) else argument

@@ -9,7 +9,7 @@ A kernel must wait before it touches what earlier kernels read or write. Kernels
 release their dependents before they wait themselves, so several may be resident, each prefetching its own weights.
 All wait before they end: when the previous kernel has ended, all before it have. Before its wait a kernel may read
 only data written before the last kernel that waited first and released afterwards (`pdl_wait_then_release`); a decode
-step has one after its inputs. Knows addresses, not what lies there.
+step has one after its inputs.
 """
 
 from __future__ import annotations
@@ -24,39 +24,39 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 def supports_pdl(x: Tensor) -> bool:
-    """Whether kernels on this tensor's device can start early: from Hopper on."""
-    return x.is_cuda and _has_early_launch(x.device)
+    """From Hopper on."""
+    return x.is_cuda and _has_pdl(x.device)
 
 
-def overlap(early: bool) -> dict[str, bool]:
-    """Options of a launch."""
-    return {"launch_pdl": True} if early else {}
+def pdl_options(pdl: bool) -> dict[str, bool]:
+    """Launch options."""
+    return {"launch_pdl": True} if pdl else {}
 
 
 @lru_cache
-def _has_early_launch(device: torch.device) -> bool:
+def _has_pdl(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device)[0] >= 9
 
 
 @triton.jit
-def pdl_wait_then_release(EARLY: tl.constexpr) -> None:
-    """Wait for the launch ahead, then let the next one start: it finds all that was written before this one."""
-    if EARLY:
+def pdl_wait_then_release(PDL: tl.constexpr) -> None:
+    """Wait for the previous kernel, then release the next: it may read all that was written before this one."""
+    if PDL:
         gdc_wait()
         gdc_launch_dependents()
 
 
 @triton.jit
-def pdl_release_then_wait(EARLY: tl.constexpr) -> None:
-    """Let the next launch start, then wait for the one ahead."""
-    if EARLY:
+def pdl_release_then_wait(PDL: tl.constexpr) -> None:
+    """Release the next kernel, then wait for the previous one."""
+    if PDL:
         gdc_launch_dependents()
         gdc_wait()
 
 
 @triton.jit
 def prefetch_l2(lines: tl.tensor) -> None:
-    """Pointers, one into each cache line that is going to be read: they come to the second cache meanwhile."""
+    """`lines`: pointers, one into each cache line that will be read."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [lines.to(tl.uint64)], dtype=tl.int32, is_pure=False, pack=1
     )

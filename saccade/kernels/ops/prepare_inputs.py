@@ -1,13 +1,13 @@
-"""What a step begins with, in one launch: embeddings, angles and block tables of its rows. Knows no layer.
+"""The inputs of a step in one launch: embeddings, rotary cos and sin, and block tables of its rows. Knows no layer.
 
 row t    token ──────► row of the embedding table      embeds [T, hidden]
-           or -1: the latest token that the request of this table row was given
+           or -1: the last token sampled for the request of this table row
          position ───► times each frequency            cos, sin [T, d]
          table row ──► the request's blocks            tables [T, max_blocks]
-         slot ───────► the block it lies in is entered into the request's table, if it is not there yet
+         slot ───────► its block is written into the request's table
 
-That is decoding. Rows of prompts have a position for each axis, pictures' embeddings in place of some tokens, and
-windows of several rows have one table.
+That is decode. Prefill rows have a position for each axis, image embeddings in place of some tokens, and one block
+table per window.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class DecodeInputs(NamedTuple):
 
 
 class DecodeMetadata(NamedTuple):
-    """What the host says of each row: int32 [T], dense."""
+    """Of each row, from the CPU: int32 [T], dense."""
 
-    tokens: Tensor  # or -1, for what `last_tokens` says
-    positions: Tensor  # one for all axes: behind a prompt they agree
+    tokens: Tensor  # or -1: the one in `last_tokens`
+    positions: Tensor  # one for all axes: after a prompt they agree
     slots: Tensor  # of the new token; -1: nowhere
     contexts: Tensor  # tokens in the cache once this one is written
     rows: Tensor  # of the block tables
@@ -40,15 +40,17 @@ class DecodeMetadata(NamedTuple):
 
 def decode_inputs(
     metadata: DecodeMetadata,
-    last_tokens: Tensor,  # int64 [requests]: tokens that only the device may know yet
+    last_tokens: Tensor,  # int64 [requests]: sampled tokens, which may be on the device only
     embedding: Tensor,  # [vocabulary, hidden], contiguous
     frequencies: Tensor,  # float32 [d / 2]
     block_tables: Tensor,  # int32 [requests, max_blocks], contiguous
     block_size: int,
-    embeds: Tensor | None = None,  # [T, hidden or wider], contiguous: where the embeddings go, zeros behind them
+    embeds: Tensor | None = None,  # [T, hidden or wider], contiguous: where embeddings go, padded with zeros
 ) -> DecodeInputs:
-    count, hidden = len(metadata.tokens), embedding.shape[1]
-    half, blocks = len(frequencies), block_tables.shape[1]
+    count = len(metadata.tokens)
+    hidden = embedding.shape[1]
+    half = len(frequencies)
+    blocks = block_tables.shape[1]
     if embeds is None:
         embeds = embedding.new_empty(count, hidden)
     assert embedding.is_contiguous() and block_tables.is_contiguous() and embeds.is_contiguous()
@@ -67,9 +69,9 @@ def decode_inputs(
 
 
 class PrefillMetadata(NamedTuple):
-    """What the host says of packed windows, all int32."""
+    """Of packed windows, from the CPU: int32."""
 
-    tokens: Tensor  # [T]; -1: what is in the row of embeddings stays there
+    tokens: Tensor  # [T]; -1: the row of `embeds` is not written
     positions: Tensor  # [axes, T]
     rows: Tensor  # [W]: of the block tables
     contexts: Tensor  # [W]: tokens in the cache once the window's are written
@@ -77,31 +79,33 @@ class PrefillMetadata(NamedTuple):
 
 class RotaryFrequencies(NamedTuple):
     frequencies: Tensor  # float32 [d / 2]
-    axes: Tensor  # int64 [d / 2]: whose position each of them turns with
+    axes: Tensor  # int64 [d / 2]: the axis whose position each is multiplied with
 
 
 class PrefillInputs(NamedTuple):
     cos: Tensor  # [T, d]
     sin: Tensor  # the same; carries the sign of its half
-    tables: Tensor  # int32 [W, max_blocks]: only what the contexts reach is written
+    tables: Tensor  # int32 [W, max_blocks]: only blocks of the contexts are written
 
 
 def prefill_inputs(
     metadata: PrefillMetadata,
-    embeds: Tensor,  # [T, hidden or wider], contiguous; zeros fill up wider ones
+    embeds: Tensor,  # [T, hidden or wider], contiguous; wider ones are padded with zeros
     embedding: Tensor,  # [vocabulary, hidden], contiguous
-    turning: RotaryFrequencies,
+    rotary: RotaryFrequencies,
     block_tables: Tensor,  # int32 [requests, max_blocks], contiguous
     block_size: int,
 ) -> PrefillInputs:
     """Writes the embeddings of tokens."""
-    (count, wide), (windows,), half = embeds.shape, metadata.rows.shape, len(turning.frequencies)
+    count, wide = embeds.shape
+    windows = len(metadata.rows)
+    half = len(rotary.frequencies)
     assert embeds.is_contiguous() and embedding.is_contiguous() and wide >= embedding.shape[1] and windows <= count
     assert block_tables.is_contiguous() and metadata.positions.is_contiguous()
     cos, sin = embedding.new_empty(2, count, 2 * half)
     tables = block_tables.new_empty(windows, block_tables.shape[1])
     _prefill_inputs_kernel[(count,)](
-        *metadata, embedding, embeds, *turning, cos, sin, block_tables, tables,
+        *metadata, embedding, embeds, *rotary, cos, sin, block_tables, tables,
         windows, block_tables.shape[1], BLOCK_SIZE=block_size, HIDDEN=embedding.shape[1], WIDE=wide,
         PADDED=power_of_two(wide), HALF=half, PADDED_HALF=power_of_two(half), num_warps=4,
     )  # fmt: skip
@@ -121,8 +125,8 @@ def _prefill_inputs_kernel(
     half = tl.arange(0, PADDED_HALF)
     inside = half < HALF
     own_axis = tl.load(axes + half, mask=inside, other=0) * tl.num_programs(0)
-    place = tl.load(positions + own_axis + row, mask=inside, other=0).to(tl.float32)
-    _write_angles(place * tl.load(frequencies + half, mask=inside, other=0.0), cos, sin, row, half, HALF)
+    position = tl.load(positions + own_axis + row, mask=inside, other=0).to(tl.float32)
+    _write_cos_sin(position * tl.load(frequencies + half, mask=inside, other=0.0), cos, sin, row, half, HALF)
     if token >= 0:
         columns = tl.arange(0, PADDED)
         own = tl.load(embedding + token * HIDDEN + columns, mask=columns < HIDDEN, other=0.0)
@@ -135,19 +139,19 @@ def _prefill_inputs_kernel(
 
 
 @triton.jit
-def _write_angles(
+def _write_cos_sin(
     angles: tl.tensor, cos: tl.tensor, sin: tl.tensor, row: tl.tensor, half: tl.tensor, HALF: tl.constexpr
 ) -> None:
-    along, across = tl.cos(angles), tl.sin(angles)
-    place = row * 2 * HALF + half
+    own_cos, own_sin = tl.cos(angles), tl.sin(angles)
+    offsets = row * 2 * HALF + half
     kind = cos.dtype.element_ty
-    tl.store(cos + place, along.to(kind), mask=half < HALF)
-    tl.store(cos + place + HALF, along.to(kind), mask=half < HALF)
-    tl.store(sin + place, (-across).to(kind), mask=half < HALF)
-    tl.store(sin + place + HALF, across.to(kind), mask=half < HALF)
+    tl.store(cos + offsets, own_cos.to(kind), mask=half < HALF)
+    tl.store(cos + offsets + HALF, own_cos.to(kind), mask=half < HALF)
+    tl.store(sin + offsets, (-own_sin).to(kind), mask=half < HALF)
+    tl.store(sin + offsets + HALF, own_sin.to(kind), mask=half < HALF)
 
 
-# Numbers of a step lie anywhere in a larger array; a variant for each alignment would compile anew.
+# Step metadata is sliced from a larger array: each alignment would be compiled anew.
 @triton.jit(do_not_specialize_on_alignment=["tokens", "positions", "slots", "contexts", "rows"])
 def _inputs_kernel(
     tokens: tl.tensor, positions: tl.tensor, slots: tl.tensor, contexts: tl.tensor, rows: tl.tensor,
@@ -166,11 +170,11 @@ def _inputs_kernel(
     tl.store(embeds + row * WIDE + columns, own, mask=columns < WIDE)
     half = tl.arange(0, PADDED_HALF)
     angles = tl.load(positions + row).to(tl.float32) * tl.load(frequencies + half, mask=half < HALF, other=0.0)
-    _write_angles(angles, cos, sin, row, half, HALF)
+    _write_cos_sin(angles, cos, sin, row, half, HALF)
     table, slot = block_tables + own_row * blocks, tl.load(slots + row)
     context = tl.load(contexts + row)
     entry = tl.where(slot >= 0, (context - 1) // BLOCK_SIZE, -1)  # where the slot's block belongs
-    for first in range(0, tl.cdiv(context, BLOCK_SIZE), 512):  # nobody reads what lies beyond
+    for first in range(0, tl.cdiv(context, BLOCK_SIZE), 512):  # the rest is never read
         some = first + tl.arange(0, 512)
         own_blocks = tl.load(table + some, mask=some < blocks)
         own_blocks = tl.where(some == entry, slot // BLOCK_SIZE, own_blocks)

@@ -1,7 +1,7 @@
-"""RMS norms of query and key heads, in place, for decoders that have them. Knows heads, not what they attend to.
+"""RMS norms of query and key heads, in place, for decoders that have them. Knows heads, not layers.
 
 qkv [T, heads + 2 kv_heads, d]    | q q q q q q q q | k k | v v |
-grid (T, groups of heads)         |  q_weight       | k_w | left as they are
+grid (T, groups of heads)         |  q_weight       | k_w | not changed
 """
 
 from __future__ import annotations
@@ -10,20 +10,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saccade.kernels.launch.pdl import overlap, pdl_release_then_wait, supports_pdl
+from saccade.kernels.launch.pdl import pdl_options, pdl_release_then_wait, supports_pdl
 from saccade.kernels.launch.tiling import power_of_two
 
-_HEADS = 8  # of a program: few enough that a decode step of one token fills more than one multiprocessor
+_HEADS = 8  # of a program: few enough that a decode step of one token runs on more than one SM
 
 
 def head_norm(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, heads: int, eps: float) -> None:
     """Each head divided by its root mean square and multiplied by its kind's weight [d]."""
     assert qkv.is_contiguous()
     rows, both, dim = qkv.shape
-    normed, early = (both + heads) // 2, supports_pdl(qkv)  # heads + kv_heads
+    normed = (both + heads) // 2  # heads + kv_heads
+    pdl = supports_pdl(qkv)
     _head_norm_kernel[(rows, triton.cdiv(normed, _HEADS))](
         qkv, q_weight, k_weight, heads, normed, both, eps,
-        DIM=dim, COLUMNS=power_of_two(dim), HEADS=_HEADS, EARLY=early, num_warps=4, **overlap(early),
+        DIM=dim, COLUMNS=power_of_two(dim), HEADS=_HEADS, PDL=pdl, num_warps=4, **pdl_options(pdl),
     )  # fmt: skip
 
 
@@ -31,7 +32,7 @@ def head_norm(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, heads: int, eps: 
 def _head_norm_kernel(
     qkv: tl.tensor, q_weight: tl.tensor, k_weight: tl.tensor,
     heads: tl.tensor, normed: tl.tensor, both: tl.tensor, eps: tl.tensor,
-    DIM: tl.constexpr, COLUMNS: tl.constexpr, HEADS: tl.constexpr, EARLY: tl.constexpr,
+    DIM: tl.constexpr, COLUMNS: tl.constexpr, HEADS: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     column = tl.arange(0, COLUMNS)
@@ -40,8 +41,8 @@ def _head_norm_kernel(
     of_k = tl.load(k_weight + column, mask=known, other=0.0).to(tl.float32)
     by = tl.where((head < heads)[:, None], of_q[None, :], of_k[None, :])
     inside = (head < normed)[:, None] & known[None, :]
-    place = (tl.program_id(0).to(tl.int64) * both + head[:, None]) * DIM + column[None, :]
-    pdl_release_then_wait(EARLY)
-    x = tl.load(qkv + place, mask=inside, other=0.0).to(tl.float32)
+    offsets = (tl.program_id(0).to(tl.int64) * both + head[:, None]) * DIM + column[None, :]
+    pdl_release_then_wait(PDL)
+    x = tl.load(qkv + offsets, mask=inside, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, 1) / DIM + eps)
-    tl.store(qkv + place, (x * scale[:, None] * by).to(qkv.dtype.element_ty), mask=inside)
+    tl.store(qkv + offsets, (x * scale[:, None] * by).to(qkv.dtype.element_ty), mask=inside)

@@ -1,6 +1,6 @@
-"""What the small kernels compute, in plain PyTorch and with their signatures. Slow, and runs anywhere.
+"""References of GEMM and elementwise kernels in PyTorch, with the same signatures. Slow, and run anywhere.
 
-Those of attention are in `models.attention`: `reference_attention` and `reference_packed_attention`.
+Those of attention are in `models.layers.attention`: `reference_attention` and `reference_packed_attention`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 def rotary_and_store(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor
 ) -> None:
-    turned = _rotate(k, cos, sin)
+    rotated = _rotate(k, cos, sin)
     q.copy_(_rotate(q, cos, sin))
-    _store_kv(turned, v, k_cache, v_cache, slots)
+    _store_kv(rotated, v, k_cache, v_cache, slots)
 
 
 def add_rms_norm(
@@ -38,17 +38,18 @@ def head_norm(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, heads: int, eps: 
         part.copy_(F.rms_norm(part.float(), weight.shape, weight.float(), eps))
 
 
-def split_k_linear(x: Tensor, weight: Tensor, bias: Tensor | None, ring: PipelineConfig) -> Tensor:
-    """A part for each split, some of which may have no columns."""
-    columns = zip(*(matrix.float().tensor_split(ring.splits, dim=1) for matrix in (x, weight)), strict=True)
-    parts = torch.stack([F.linear(some, those) for some, those in columns])
+def split_k_linear(x: Tensor, weight: Tensor, bias: Tensor | None, config: PipelineConfig) -> Tensor:
+    """One partial for each split, some of which may have no columns."""
+    xs = x.float().tensor_split(config.splits, dim=1)
+    weights = weight.float().tensor_split(config.splits, dim=1)
+    partials = torch.stack([F.linear(*columns) for columns in zip(xs, weights, strict=True)])
     if bias is not None:
-        parts[0] += bias.float()
-    return parts
+        partials[0] += bias.float()
+    return partials
 
 
-def split_k_gated_linear(x: Tensor, gate_up_weight: Tensor, ring: PipelineConfig) -> Tensor:
-    assert ring.splits == 1
+def split_k_gated_linear(x: Tensor, gate_up_weight: Tensor, config: PipelineConfig) -> Tensor:
+    assert config.splits == 1
     return silu_and_mul(F.linear(x.float(), gate_up_weight.float())).to(x.dtype)
 
 
@@ -58,7 +59,7 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 
 
 def linear_act(x: Tensor, weight: Tensor, bias: Tensor | None, act: str) -> Tensor:
-    """Added up and activated in float32, rounded once."""
+    """Computed in float32, rounded once."""
     wide = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
     return _ACTS[act](wide).to(x.dtype)
 
@@ -71,26 +72,28 @@ _ACTS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 
 def qkv_rope(x: Tensor, weight: Tensor, bias: Tensor, rotary: Tensor, heads: int) -> Tensor:
-    """Added up and turned in float32, rounded once; queries and keys in parts."""
+    """Computed in float32, rounded once; columns of queries and keys in the order of `parted_columns`."""
     qkv = F.linear(x.float(), weight.float(), bias.float()).view(len(x), 3, heads, -1)
     low, high = qkv[:, :2].clone().chunk(2, dim=-1)
-    along, across = (rotary[:, None, None, which::2] for which in range(2))
-    qkv[:, :2] = torch.cat((low * along - high * across, high * along + low * across), dim=-1)
+    cos = rotary[:, None, None, ::2]
+    sin = rotary[:, None, None, 1::2]
+    qkv[:, :2] = torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
     return qkv.flatten(1)[:, parted_columns(heads, qkv.shape[-1])].view_as(qkv).to(x.dtype)
 
 
 def parted_columns(heads: int, dim: int) -> list[int]:
-    """Where the columns of q, k and v that `qkv_rope` writes one after the other are in the usual order.
+    """The usual column of q, k and v for each column that `qkv_rope` writes.
 
     Of all heads 32 pairs first, then the others; the two of a pair (i, i + d / 2) are neighbours. Values are as usual.
     """
-    low = [range(first, first + dim // 2) for first in range(0, 2 * heads * dim, dim)]
-    parts = [own[pairs] for whose in (low[:heads], low[heads:]) for pairs in _PARTS for own in whose]
-    turned = [i + half for part in parts for i in part for half in (0, dim // 2)]
-    return [*turned, *range(len(turned), 3 * heads * dim)]
-
-
-_PARTS = (slice(0, 32), slice(32, None))  # pairs
+    columns: list[int] = []
+    for first in (0, heads * dim):  # of queries, of keys
+        for pairs in (range(min(32, dim // 2)), range(32, dim // 2)):
+            for head in range(heads):
+                for pair in pairs:
+                    low = first + head * dim + pair
+                    columns += [low, low + dim // 2]
+    return [*columns, *range(len(columns), 3 * heads * dim)]
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

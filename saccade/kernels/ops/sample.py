@@ -1,14 +1,14 @@
-"""Draws a token for each of some rows of logits in one launch, without sorting. Knows numbers, not who asks for them.
+"""Samples a token for each of some rows of logits in one launch, without sorting: top-k, top-p, min-p by bisection.
 
-    one program a row        | chunk 0 | chunk 1 | ...     each pass goes over all chunks: they stay in the second cache
+    one program per row      | chunk 0 | chunk 1 | ...     each pass reads all chunks, which stay in L2
     1 pass                   the largest and the smallest
-    a pass for each bit      which value is the k-th largest: count those above the middle of what is left, halve it
-    a pass for each bit      which one is the last of top-p: sum up those above the middle, halve it
-    1 pass                   the sum of what is kept, and how far into it the token lies
-    1 pass at most           the chunk it lies in, and the place there
+    a pass for each bit      the k-th largest value: count those above the middle of the interval, halve it
+    a pass for each bit      the last value of top-p: sum the weights above the middle, halve it
+    1 pass                   the sum of what is kept, and the target inside it
+    1 pass at most           the chunk of the target, and the token there
 
-A row's passes are those it asks for. What is halved are keys, integers that order as values do: halving ends at a value
-that is there, and equal ones stay or go together. A row's sums are added up in the same order whatever is beside it.
+A row has only the passes that its parameters need. The bisection is over keys, integers that order as values do: it
+ends at a value that occurs, and equal ones stay or go together. Sums do not depend on the batch.
 """
 
 from __future__ import annotations
@@ -22,73 +22,76 @@ from saccade.kernels.ops.argmax import TokenSink
 
 _BLOCK = 8192
 _WARPS = 16
-_STAGES = tl.constexpr(3)  # chunks on their way while one is worked on
-_UNUSED_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}  # lowest ones of the same value in float32
+_STAGES = tl.constexpr(3)  # of the software pipeline over chunks
+_UNUSED_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}  # lowest bits of the same value in float32
 
 
 def sample_rows(
-    logits: Tensor, which: Tensor, metadata: Tensor, out: Tensor, sink: TokenSink | None = None, block: int = _BLOCK
+    logits: Tensor, which: Tensor, params: Tensor, out: Tensor, sink: TokenSink | None = None, block: int = _BLOCK
 ) -> Tensor:
-    """A token for each row of logits [T, N] that `which` [rows] names, written into `out`, int64 [T], there.
+    """A token for each row of logits [T, N] that `which` [rows] names, written into `out`, int64 [T], at that row.
 
-    `metadata`, float64 [5, rows]: temperature, top_k (N or more: all), top_p, min_p, a number in [0, 1). Of what top-k,
-    then top-p, then min-p leave, the cumulative distribution in its order is inverted at that number.
+    `params`, float64 [5, rows]: temperature, top_k (N or more: all), top_p, min_p, a uniform number in [0, 1). The
+    cumulative distribution of what top-k, then top-p, then min-p leave is inverted at that number.
     """
-    rows, size = len(which), logits.shape[1]
-    assert logits.is_contiguous() and metadata.shape == (5, rows), (logits.shape, logits.stride(), metadata.shape)
+    rows = len(which)
+    size = logits.shape[1]
+    assert logits.is_contiguous() and params.shape == (5, rows), (logits.shape, logits.stride(), params.shape)
     _sample_kernel[(rows,)](
-        logits, which, metadata, *metadata.stride(), out, *(sink or (None, None)), size,
+        logits, which, params, *params.stride(), out, *(sink or (None, None)), size,
         UNUSED=_UNUSED_BITS[logits.dtype], BLOCK=block, num_warps=_WARPS,
     )  # fmt: skip
     return out
 
 
 @triton.jit(
-    do_not_specialize=["kind_stride", "row_stride"],  # nothing is left to compile for a batch of another size
-    do_not_specialize_on_alignment=["which", "metadata", "out", "last_tokens", "request_rows"],
+    do_not_specialize=["param_stride", "row_stride"],  # one compilation for all batch sizes
+    do_not_specialize_on_alignment=["which", "params", "out", "last_tokens", "request_rows"],
 )
 def _sample_kernel(
-    logits: tl.tensor, which: tl.tensor, metadata: tl.tensor, kind_stride: tl.tensor, row_stride: tl.tensor,
+    logits: tl.tensor, which: tl.tensor, params: tl.tensor, param_stride: tl.tensor, row_stride: tl.tensor,
     out: tl.tensor, last_tokens: tl.tensor, request_rows: tl.tensor, size: tl.tensor,
     UNUSED: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     row = tl.program_id(0)
     line = tl.load(which + row).to(tl.int64)
-    values, asked = logits + line * size, metadata + row * row_stride
-    temperature, top_k = tl.load(asked), tl.load(asked + kind_stride)
-    top_p, min_p, uniform = (
-        tl.load(asked + 2 * kind_stride), tl.load(asked + 3 * kind_stride), tl.load(asked + 4 * kind_stride),
-    )  # fmt: skip
+    values = logits + line * size
+    own = params + row * row_stride
+    temperature = tl.load(own)
+    top_k = tl.load(own + param_stride)
+    top_p = tl.load(own + 2 * param_stride)
+    min_p = tl.load(own + 3 * param_stride)
+    uniform = tl.load(own + 4 * param_stride)
     largest, smallest = _ends(values, size, BLOCK)
-    # Powers of two; where it is so cold that only the largest is left, times zero must still be zero.
+    # For exp2. The limit: at a temperature near zero, 0 * scale must not be NaN.
     scale = tl.minimum(1.4426950408889634 / temperature, 1e30).to(tl.float32)
-    most, least = _key(largest, UNUSED), _key(smallest, UNUSED)
+    high, low = _key(largest, UNUSED), _key(smallest, UNUSED)
     if top_k < size:
-        least = _kth(values, size, least, most, top_k.to(tl.int32), UNUSED, BLOCK)
+        low = _kth(values, size, low, high, top_k.to(tl.int32), UNUSED, BLOCK)
     if top_p < 1:
         count = tl.minimum(top_k, size.to(tl.float64)).to(tl.int32)
-        least = _last(values, size, least, most, count, top_p, largest, scale, UNUSED, BLOCK)
-    bound = _value(least, UNUSED)
-    place = _place(values, size, bound, min_p.to(tl.float32), uniform, largest, scale, BLOCK).to(tl.int64)
-    tl.store(out + line, place)
+        low = _last(values, size, low, high, count, top_p, largest, scale, UNUSED, BLOCK)
+    bound = _value(low, UNUSED)
+    token = _invert(values, size, bound, min_p.to(tl.float32), uniform, largest, scale, BLOCK).to(tl.int64)
+    tl.store(out + line, token)
     if last_tokens is not None:
-        tl.store(last_tokens + tl.load(request_rows + row), place)
+        tl.store(last_tokens + tl.load(request_rows + row), token)
 
 
 @triton.jit
-def _load(values: tl.tensor, places: tl.tensor, size: tl.tensor) -> tl.tensor:
-    return tl.load(values + places, mask=places < size, other=float("-inf")).to(tl.float32)
+def _load(values: tl.tensor, index: tl.tensor, size: tl.tensor) -> tl.tensor:
+    return tl.load(values + index, mask=index < size, other=float("-inf")).to(tl.float32)
 
 
 @triton.jit
 def _key(values: tl.tensor, UNUSED: tl.constexpr) -> tl.tensor:
     bits = tl.where(values == 0, 0.0, values).to(tl.int32, bitcast=True)  # minus zero is zero
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> UNUSED  # negative ones are stored by size: turned round
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> UNUSED  # negative floats order backwards: flipped
 
 
 @triton.jit
 def _value(key: tl.tensor, UNUSED: tl.constexpr) -> tl.tensor:
-    """What has this key."""
+    """The inverse of `_key`."""
     order = (key << UNUSED) | tl.where(key < 0, (1 << UNUSED) - 1, 0)
     return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
@@ -97,10 +100,10 @@ def _value(key: tl.tensor, UNUSED: tl.constexpr) -> tl.tensor:
 def _ends(values: tl.tensor, size: tl.tensor, BLOCK: tl.constexpr) -> tl.tuple:
     largest, smallest = tl.full([BLOCK], float("-inf"), tl.float32), tl.full([BLOCK], float("inf"), tl.float32)
     for first in tl.range(0, size, BLOCK, num_stages=_STAGES):
-        places = first + tl.arange(0, BLOCK)
-        found = _load(values, places, size)
+        index = first + tl.arange(0, BLOCK)
+        found = _load(values, index, size)
         largest = tl.maximum(largest, found)
-        smallest = tl.where(places < size, tl.minimum(smallest, found), smallest)
+        smallest = tl.where(index < size, tl.minimum(smallest, found), smallest)
     return tl.max(largest, 0), tl.min(smallest, 0)
 
 
@@ -109,7 +112,7 @@ def _kth(
     values: tl.tensor, size: tl.tensor, low: tl.tensor, high: tl.tensor, k: tl.tensor, UNUSED: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """The key of the k-th largest: the largest one that k values reach."""
+    """The key of the k-th largest value: the largest key that k values reach."""
     while low < high:
         middle = (low | high) - ((low ^ high) >> 1)  # their mean, rounded up; a sum might not fit
         if _count(values, size, _value(middle, UNUSED), BLOCK) >= k:
@@ -124,9 +127,9 @@ def _last(
     values: tl.tensor, size: tl.tensor, low: tl.tensor, high: tl.tensor, count: tl.tensor, top_p: tl.tensor,
     largest: tl.tensor, scale: tl.tensor, UNUSED: tl.constexpr, BLOCK: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """The smallest key, from `low` on, such that those above it have less than top_p of the first `count` values."""
+    """The smallest key, from `low` on, such that values above it weigh less than top_p of the top `count`."""
     bound = _value(low, UNUSED)
-    ties = count - _count(values, size, _value(low + 1, UNUSED), BLOCK)  # of the last of top-k as many as it counts
+    ties = count - _count(values, size, _value(low + 1, UNUSED), BLOCK)  # of the k-th value, in top-k
     total = _mass(values, size, bound, largest, scale, BLOCK) + ties.to(tl.float32) * _weigh(bound, largest, scale)
     limit = top_p * total.to(tl.float64)
     while low < high:
@@ -140,7 +143,7 @@ def _last(
 
 @triton.jit
 def _count(values: tl.tensor, size: tl.tensor, bound: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
-    """How many are as large as this bound, which is not minus infinity: chunks end with that."""
+    """How many are at least this bound, which is not -inf: chunks are padded with that."""
     counts = tl.zeros([BLOCK], tl.int32)
     for first in tl.range(0, size, BLOCK, num_stages=_STAGES):
         counts += (_load(values, first + tl.arange(0, BLOCK), size) >= bound).to(tl.int32)
@@ -156,7 +159,7 @@ def _weigh(values: tl.tensor, largest: tl.tensor, scale: tl.tensor) -> tl.tensor
 def _mass(
     values: tl.tensor, size: tl.tensor, bound: tl.tensor, largest: tl.tensor, scale: tl.tensor, BLOCK: tl.constexpr
 ) -> tl.tensor:  # fmt: skip
-    """The sum of the weights of those that are larger than this bound."""
+    """The sum of the weights of values above this bound."""
     sums = tl.zeros([BLOCK], tl.float32)
     for first in tl.range(0, size, BLOCK, num_stages=_STAGES):
         found = _load(values, first + tl.arange(0, BLOCK), size)
@@ -166,21 +169,21 @@ def _mass(
 
 @triton.jit
 def _kept(
-    values: tl.tensor, places: tl.tensor, size: tl.tensor, bound: tl.tensor, min_p: tl.tensor, largest: tl.tensor,
+    values: tl.tensor, index: tl.tensor, size: tl.tensor, bound: tl.tensor, min_p: tl.tensor, largest: tl.tensor,
     scale: tl.tensor,
 ) -> tl.tensor:  # fmt: skip
     """The weights of a chunk, zero for what is cut off."""
-    found = _load(values, places, size)
+    found = _load(values, index, size)
     weights = _weigh(found, largest, scale)
     return tl.where((found >= bound) & (weights >= min_p), weights, 0.0)
 
 
 @triton.jit
-def _place(
+def _invert(
     values: tl.tensor, size: tl.tensor, bound: tl.tensor, min_p: tl.tensor, uniform: tl.tensor, largest: tl.tensor,
     scale: tl.tensor, BLOCK: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """The last one that has a weight and begins at or before the target: there always is one, however sums round."""
+    """The last token with a weight that begins at or before the target: there always is one, however sums round."""
     sums = tl.zeros([BLOCK], tl.float32)
     for first in tl.range(0, size, BLOCK, num_stages=_STAGES):
         sums += _kept(values, first + tl.arange(0, BLOCK), size, bound, min_p, largest, scale)
@@ -192,7 +195,7 @@ def _place(
             chunk, begin = first, done
         done += inside.to(tl.float64)
         first += BLOCK
-    places = chunk + tl.arange(0, BLOCK)
-    weights = _kept(values, places, size, bound, min_p, largest, scale).to(tl.float64)
+    index = chunk + tl.arange(0, BLOCK)
+    weights = _kept(values, index, size, bound, min_p, largest, scale).to(tl.float64)
     begins = begin + (tl.cumsum(weights, 0) - weights)
-    return tl.max(tl.where((weights > 0) & (begins <= target), places, 0), 0)
+    return tl.max(tl.where((weights > 0) & (begins <= target), index, 0), 0)

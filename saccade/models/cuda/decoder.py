@@ -1,7 +1,7 @@
-"""The decoder with fused kernels, for CUDA devices: the same weights and the same result as `Decoder.forward`.
+"""The decoder with fused kernels, for CUDA devices: same weights and result as `Decoder.forward`.
 
-Decode and prefill differ only in the attention that the caller passes in. Nothing here reads a value back from the
-device, so a CUDA graph can hold all of it.
+Decode and prefill differ only in the attention that the caller passes in. Nothing here reads a value back
+from the device, so a CUDA graph can hold all of it.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from saccade.models.layers.attention import PagedKV
 from saccade.models.layers.decoder import Decoder, DecoderLayer
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(the projection of new tokens [T, heads + 2 kv_heads, d], a layer's cached keys, its values) -> [T, heads, d]
+"""(QKV projection of new tokens [T, heads + 2 kv_heads, d], a layer's cached keys, its values) -> [T, heads, d]
 
-With `in_parts`, the projection may be split-K partials [splits, T, ...]. It applies RoPE to queries and keys and stores
-the new keys and values.
+With `in_parts`, the projection may be split-K partials [splits, T, ...]. It applies RoPE to queries and keys
+and stores the new keys and values.
 """
 
 

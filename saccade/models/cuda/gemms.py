@@ -1,10 +1,11 @@
 """The GEMMs of a decoder's layers on a CUDA device, with norms, gates and residuals. Knows no attention.
 
-    rows                          GEMMs             norm, gate, residual
-    1 to 16 (32 MiB weights)      `_SkinnyGemms`    fused: four launches per layer
-    2 to 128 on Hopper GPUs       `_SplitKGemms`    the gate is fused; the norm adds the residual and split-K partials
-    all others                    `_LargeGemms`     cuBLAS; the norm adds the residual; the gate is fused where
-                                                    `linear_act` or `skinny` has a kernel for the shape
+    rows                                     GEMMs            norm, gate, residual
+    2 to 128 on Hopper GPUs (32 if weights   `_SplitKGemms`   gate fused; the norm adds residual and partials
+    have more than 32 Mi elements)
+    1, or 2 to 16 with such small weights    `_SkinnyGemms`   all fused: four launches per layer
+    others                                   `_LargeGemms`    the norm adds the residual; gate fused where
+                                                              `skinny` or `linear_act` has a kernel
 
 The choice depends on shapes alone, so it is made once for each CUDA graph.
 """
@@ -100,7 +101,7 @@ def _self_test(device: torch.device) -> None:
     torch.testing.assert_close(found, F.silu(gate) * up, atol=0.02, rtol=0.02)
 
 
-can_split_k = KernelChoice("the Hopper split-K GEMM", is_hopper, _self_test, "cuBLAS and Triton GEMMs run instead")
+can_split_k = KernelChoice("the Hopper split-K GEMM", is_hopper, _self_test, "other GEMMs run instead")
 
 
 def new_workspace(decoder: Decoder) -> SplitWorkspace:
@@ -132,14 +133,17 @@ class _SkinnyGemms:
         self.workspace = workspace
 
     def qkv(self, x: Residual, layer: DecoderLayer) -> tuple[Tensor, Residual]:
-        return self._normed_linear(x, layer.attention_norm, layer.qkv), x
+        norm = layer.attention_norm
+        weight, bias = layer.qkv.weight, layer.qkv.bias
+        return norm_linear(x.rows, norm.weight, norm.eps, weight, bias, workspace=self.workspace), x
 
     def out(self, mixed: Tensor, x: Residual, layer: DecoderLayer) -> Residual:
         return self._add(mixed, layer.out, x)
 
     def mlp(self, x: Residual, layer: DecoderLayer) -> Residual:
         norm = layer.mlp_norm
-        return self._add(norm_gated_linear(x.rows, norm.weight, norm.eps, layer.gate_up.weight), layer.down, x)
+        gated = norm_gated_linear(x.rows, norm.weight, norm.eps, layer.gate_up.weight)
+        return self._add(gated, layer.down, x)
 
     def normed(self, x: Residual, decoder: Decoder, only: Tensor | None = None) -> Tensor:
         return decoder.norm(x.rows if only is None else x.rows.index_select(0, only))
@@ -147,9 +151,6 @@ class _SkinnyGemms:
     def logits(self, x: Residual, decoder: Decoder, out: Tensor) -> Tensor:
         norm = decoder.norm
         return norm_linear(x.rows, norm.weight, norm.eps, decoder.head, workspace=self.workspace, out=out)
-
-    def _normed_linear(self, x: Residual, norm: RMSNorm, linear: Linear) -> Tensor:
-        return norm_linear(x.rows, norm.weight, norm.eps, linear.weight, linear.bias, workspace=self.workspace)
 
     def _add(self, rows: Tensor, linear: Linear, x: Residual) -> Residual:
         return Residual(skinny_linear(rows, linear.weight, linear.bias, x.rows, workspace=self.workspace))
@@ -231,6 +232,7 @@ class _SplitKGemms(_LargeGemms):
         from saccade.kernels.gemm.hopper_split_k import choose_gated, split_k_gated_linear, suits
 
         weight = layer.gate_up.weight
-        if layer.gate_up.bias is not None or not suits(len(rows), len(weight) // 2, weight.shape[1], weight.dtype):
+        is_suited = suits(len(rows), len(weight) // 2, weight.shape[1], weight.dtype)
+        if layer.gate_up.bias is not None or not is_suited:
             return super()._gated(rows, layer)
         return split_k_gated_linear(rows, weight, choose_gated(len(rows)))

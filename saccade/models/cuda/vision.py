@@ -21,7 +21,8 @@ from saccade.kernels.launch.kernel_choice import KernelChoice
 from saccade.kernels.launch.tiling import Tiles
 from saccade.kernels.ops import preprocess, vit_elementwise
 from saccade.kernels.ops.reference import parted_columns
-from saccade.models.cuda.vision_attention import Attend, AttentionPath, PartedAttend, ScheduledAttention, TiledAttention
+from saccade.models.cuda import vision_attention
+from saccade.models.cuda.vision_attention import Attend, AttentionPath, PartedAttend
 from saccade.models.cuda.vision_graphs import VisionGraphs, packed_cells
 from saccade.models.layers.basic import Activation, Linear, RMSNorm, quick_gelu, silu_and_mul, tanh_gelu
 from saccade.models.vision.blocks import Norm, PatchPositions, VisionBlock
@@ -46,7 +47,7 @@ class FusedVision:
     def __init__(self, attention: str | None = None) -> None:
         """Without a name: the attention that is fastest on this device."""
         attention = attention or _best_attention()
-        self._attention = lru_cache(maxsize=_KEPT)(ATTENTION[attention])  # later passes often have the same packing
+        self._attention = lru_cache(maxsize=_KEPT)(ATTENTION[attention])
         self._last: PatchPositions | None = None  # of the last eager pass
         self._graphs = VisionGraphs(_FusedPass, _graph_paths(attention), self._eager)
 
@@ -59,12 +60,12 @@ class FusedVision:
         cut = preprocess.Cut(grid.h, grid.w, layout.patch, layout.merge, layout.frames)
         gain = [policy.scale / std for std in policy.std]
         shift = [mean / std for mean, std in zip(policy.mean, policy.std, strict=True)]
-        return preprocess.cut_patches(image, cut, (gain[0], gain[1], gain[2]), (shift[0], shift[1], shift[2]), dtype)
+        return preprocess.cut_patches(image, cut, gain, shift, dtype)
 
-    def begin(self, lengths: Sequence[int], places: PatchPositions | None, device: torch.device) -> RunBlocks:
+    def begin(self, lengths: Sequence[int], positions: PatchPositions | None, device: torch.device) -> RunBlocks:
         if self._graphs.fit(lengths):
-            return self._graphs.begin(lengths, places, device)
-        return self._eager(lengths, places, device)
+            return self._graphs.begin(lengths, positions, device)
+        return self._eager(lengths, positions, device)
 
     def _eager(self, lengths: Sequence[int], positions: PatchPositions | None, device: torch.device) -> RunBlocks:
         return _FusedPass(self._rotary(positions), self._attention(tuple(lengths), device)).first
@@ -147,9 +148,6 @@ def _weigh_axis(image: Tensor, taps: Taps) -> Tensor:
     return preprocess.weigh_axis(image, taps.starts, taps.weights, BITS)
 
 
-# --- attention ----------------------------------------------------------------------------------------------------
-
-
 def _by_triton(lengths: Sequence[int], device: torch.device) -> Attend:
     return _over(Tiles.of(lengths, TILE_ROWS, device))
 
@@ -163,7 +161,7 @@ def _over(tiles: Tiles) -> Attend:
 
 
 class _ByHopper:
-    """Chosen once heads are known: others, and images too small for the Hopper kernel, take the Triton one."""
+    """Chosen once heads are known: others, and images that are too small, take the Triton kernel."""
 
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
         self._lengths = lengths
@@ -187,21 +185,22 @@ class _ByHopper:
         from saccade.kernels.attention import vit_hopper
 
         if self._chosen is None and vit_hopper.suits(self._lengths, like.shape[3], like.dtype):
-            programs = num_sms(like.device)
-            self._chosen = vit_hopper.HopperVit(TileSchedule.of(self._lengths, like.shape[2], programs, like.device))
+            schedule = TileSchedule.of(self._lengths, like.shape[2], num_sms(like.device), like.device)
+            self._chosen = vit_hopper.HopperVit(schedule)
         self._chosen = self._chosen or _by_triton(self._lengths, self._device)
         return self._chosen
 
 
 def _graph_paths(attention: str) -> tuple[AttentionPath, ...]:
     """Of captured passes."""
-    tiled = TiledAttention(_over, TILE_ROWS)
+    tiled = vision_attention.TiledAttention(_over, TILE_ROWS)
     if attention != "hopper":
         return (tiled,)
     from saccade.kernels.attention import vit_hopper
 
     programs = num_sms(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    return ScheduledAttention(vit_hopper.suits, vit_hopper.HopperVit, programs, _MIN_SCHEDULED), tiled
+    scheduled = vision_attention.ScheduledAttention(vit_hopper.suits, vit_hopper.HopperVit, programs, _MIN_SCHEDULED)
+    return scheduled, tiled
 
 
 def _self_test(device: torch.device) -> None:

@@ -1,7 +1,7 @@
-"""How attention runs inside captured vision blocks: a kernel, and metadata that says where the images of a pass are.
+"""How attention runs inside captured vision blocks: a kernel, and metadata of the images of a pass.
 
-A CUDA graph reads its metadata from a fixed address. Each pass copies its own there, so the launch must fit whatever
-images a pass has.
+A CUDA graph reads its metadata from a fixed address. Each pass copies its own there, so the launch must fit
+whatever images a pass has.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from saccade.kernels.attention.vit_schedule import GROUP_ROWS, ITEM, TileSchedule, items_at, make_schedule, max_slots
+from saccade.kernels.attention import vit_schedule
+from saccade.kernels.attention.vit_schedule import TileSchedule
 from saccade.kernels.launch.tiling import Tiles, tile_metadata
 
 
@@ -115,11 +116,13 @@ class ScheduledAttention:
         return size >= self._min_patches and self._suits(lengths, heads.dim, heads.dtype)
 
     def metadata_size(self, heads: Heads, limits: PassLimits) -> int:
-        tiles = heads.number * (limits.patches // (2 * GROUP_ROWS) + limits.images)
-        return items_at(self._programs) + ITEM * (tiles + max_slots(self._programs))
+        tiles = heads.number * (limits.patches // (2 * vit_schedule.GROUP_ROWS) + limits.images)
+        items = tiles + vit_schedule.max_slots(self._programs)
+        return vit_schedule.items_at(self._programs) + vit_schedule.ITEM * items
 
     def metadata(self, lengths: Sequence[int], heads: Heads, limits: PassLimits) -> Tensor:
-        return make_schedule(tuple(lengths), heads.number, self._programs).metadata
+        return vit_schedule.make_schedule(tuple(lengths), heads.number, self._programs).metadata
 
     def attend(self, metadata: Tensor, limits: PassLimits) -> Attend:
-        return self._over(TileSchedule.view_of(metadata, self._programs, max_slots(self._programs)))
+        slots = vit_schedule.max_slots(self._programs)
+        return self._over(TileSchedule.view_of(metadata, self._programs, slots))

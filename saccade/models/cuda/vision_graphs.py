@@ -1,7 +1,7 @@
 """CUDA graphs of vision blocks, for passes that the GPU runs faster than a CPU launches them.
 
-A graph is of a few blocks over so many patches, with inputs at fixed addresses. A pass copies its own there before its
-first block:
+A graph is of a few blocks over so many patches, with inputs at fixed addresses. A pass copies its own there
+before its first block:
 
     x [max patches, hidden]    | the pass ....... | padding: computed, never read |
     metadata, in one copy      | where its images are, for attention | cells |
@@ -27,7 +27,7 @@ from saccade.models.cuda.vision_sizes import IMAGES, size_for
 from saccade.models.vision.blocks import PatchPositions, VisionBlock
 from saccade.models.vision.ops import Blocks, RunBlocks
 
-BLOCKS_PER_GRAPH = 4  # one block each would cost more graphs and launches; four take about as long as a decode step
+BLOCKS_PER_GRAPH = 4  # fewer would cost more graphs and launches; four take about as long as a decode step
 
 Make = Callable[[Tensor | None, Attend], Callable[[VisionBlock, Tensor], Tensor]]
 """Kernel launches for a block, with a fixed `rotary` and attention."""
@@ -77,7 +77,7 @@ class _StaticBuffers:
 
 
 class VisionGraphs:
-    """Graphs of all blocks for many sizes, captured while `capturing`, the largest first. Other passes run eagerly."""
+    """Graphs of all blocks for many sizes, captured in `capturing`, the largest first. Other passes are eager."""
 
     def __init__(self, make: Make, paths: Sequence[AttentionPath], eager: Begin) -> None:
         """A pass takes the first path that suits it."""
@@ -163,7 +163,11 @@ class VisionGraphs:
 
 class _GraphPass:
     def __init__(
-        self, graphs: VisionGraphs, lengths: Sequence[int], positions: PatchPositions | None, device: torch.device
+        self,
+        graphs: VisionGraphs,
+        lengths: Sequence[int],
+        positions: PatchPositions | None,
+        device: torch.device,
     ) -> None:
         self.size = size_for(sum(lengths))
         self.lengths = tuple(lengths)
@@ -210,11 +214,12 @@ def packed_cells(positions: PatchPositions) -> Tensor:
 
 
 def _captured(run: Callable[[], object], pool: Any, device: torch.device) -> Replay:
-    """Without the garbage collection that `torch.cuda.graph` begins with: there are a hundred graphs to capture.
+    """As `torch.cuda.graph`, without the garbage collection it begins with: there are a hundred graphs.
 
-    On the stream that it captures on, and which is set here if it has none yet: libraries keep workspace per stream.
+    On its capture stream, which is set here if there is none yet: libraries keep workspace per stream.
     """
-    stream = torch.cuda.graph.default_capture_stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream = torch.cuda.graph.default_capture_stream
+    stream = stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     torch.cuda.graph.default_capture_stream = stream
     graph = torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream())

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MIN_TOKENS = 4096
-"""Of a step. From here on FlashInfer is never slower than our Triton kernel, whatever the contexts; planning a step
-costs the CPU half a millisecond, which smaller ones gain back only over long contexts."""
+"""Of a step. From here on FlashInfer is never slower than our Triton kernel, whatever the contexts; planning a
+step costs the CPU half a millisecond, which smaller ones gain back only over long contexts."""
 _HEAD_SIZES = (64, 128, 256)
 _HOPPER = 9
 
@@ -50,7 +50,8 @@ def choose(
         found = _new(target, block_size, max_blocks, scale, minimum)
     except Exception as error:  # anything: the library is imported and compiles its kernels here
         if asked == "flashinfer":
-            raise ConfigError(f"attention_backend=flashinfer cannot be used: FlashInfer failed: {error}") from error
+            reason = f"FlashInfer failed: {error}"
+            raise ConfigError(f"attention_backend=flashinfer cannot be used: {reason}") from error
         logger.warning("FlashInfer is installed but failed, so prefill runs without it: %s", error)
         return None
     logger.info("prefill attention runs on FlashInfer in steps of %d tokens and more", minimum)
@@ -66,9 +67,7 @@ def _is_ours_faster(target: AttentionTarget, block_size: int) -> bool:
     return can_use_hopper(heads, target.dtype, block_size, target.device)
 
 
-def _new(
-    target: AttentionTarget, block_size: int, max_blocks: int, scale: float, min_tokens: int
-) -> FlashInferPrefill:
+def _new(target: AttentionTarget, block_size: int, max_blocks: int, scale: float, min_tokens: int) -> FlashInferPrefill:
     from saccade.kernels.attention.prefill_flashinfer import Capacity, FlashInferPrefill
     from saccade.kernels.launch.device import Heads
     from saccade.runner.cuda.graph_sizes import GRAPH_TOKENS, GRAPH_WINDOWS
@@ -94,7 +93,8 @@ def _why_not(target: AttentionTarget) -> str | None:
     if target.dtype not in (torch.float16, torch.bfloat16):
         return f"it computes in float16 or bfloat16, not {str(target.dtype).removeprefix('torch.')}"
     if target.text.head_dim not in _HEAD_SIZES:
-        return f"its heads have {', '.join(map(str, _HEAD_SIZES))} dimensions, this model's {target.text.head_dim}"
+        sizes = ", ".join(map(str, _HEAD_SIZES))
+        return f"its heads have {sizes} dimensions, this model's {target.text.head_dim}"
     major, minor = torch.cuda.get_device_capability(target.device)
     if major != _HOPPER:
         return f"it is used on Hopper GPUs (compute capability 9.x), not on {major}.{minor}"

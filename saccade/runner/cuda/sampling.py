@@ -1,4 +1,4 @@
-"""Samples tokens on the device: by one kernel if it agrees with PyTorch, else by PyTorch. Knows rows, not requests."""
+"""Samples tokens on the device: by one kernel if it agrees with PyTorch, else by PyTorch. Knows no requests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LIKELY = 16  # tokens of the self-test that have nearly all probability: roundi
 
 
 def sample_tokens(logits: Tensor, which: Tensor, params: Tensor, is_cut: bool, out: Tensor, sink: TokenSink) -> None:
-    """A token for each of the rows `which` [rows] of the logits [T, N], into `out` [T] at that row and into the sink.
+    """A token for each of the rows `which` [rows] of logits [T, N], into `out` [T] at that row and into the sink.
 
     `params` and `is_cut` are those of a `SamplingInputs`, on the device.
     """
@@ -51,4 +51,4 @@ def _self_test_on_gpu(device: torch.device, dtype: torch.dtype, vocabulary: int)
         self_test(device, dtype, vocabulary)
 
 
-has_kernel = KernelChoice("the sampling kernel", lambda *_: True, _self_test_on_gpu, "PyTorch samples instead")
+has_kernel = KernelChoice("the sampling kernel", lambda *_: True, _self_test_on_gpu, "PyTorch runs instead")

@@ -10,6 +10,7 @@ import torch
 from tqdm import tqdm
 
 from saccade.checkpoint.config import VisionConfig
+from saccade.models.cuda.vision_sizes import IMAGES, MAXIMUM, SIZES, size_for
 from saccade.models.interface import VisionLanguageModel
 from saccade.types import Grid
 
@@ -18,7 +19,7 @@ _SMALL = 128  # patches of a small image, for which attention may take another p
 
 
 @runtime_checkable
-class Recorder(Protocol):
+class CapturesGraphs(Protocol):
     def capturing(self) -> AbstractContextManager[None]: ...
 
 
@@ -30,23 +31,19 @@ def capture_tower(model: VisionLanguageModel) -> None:
         return
     packings = list(_packings(model.config.vision))
     with ops.capturing():
-        for grids in tqdm(packings, "Recording the tower", disable=None):
-            for _ in model.encode(_blank(model, grids), grids):
+        for grids in tqdm(packings, "Capturing the tower", disable=None):
+            for _ in model.encode(blank_patches(model, grids), grids):
                 pass
 
 
 def largest_pass(vision: VisionConfig) -> int:
     """Patches of the largest captured pass."""
-    from saccade.models.cuda.vision_sizes import SIZES, size_for
-
     squares = _max_squares(vision)
     return max(SIZES[-1], size_for(squares * _rows_of(_square(vision)))) if squares else SIZES[-1]
 
 
 def _packings(vision: VisionConfig) -> Iterator[list[Grid]]:
     """One image of each size, and several small ones; with one fixed image size, each number of images."""
-    from saccade.models.cuda.vision_sizes import SIZES, size_for
-
     side = vision.spatial_merge_size
     if side > 1 and not vision.takes_squares:
         for size in reversed(SIZES):
@@ -68,8 +65,6 @@ def _about(patches: int, side: int) -> Grid:
 
 def _max_squares(vision: VisionConfig) -> int:
     """Images of the one fixed size in the largest captured pass; 0: sizes vary, or it is too large."""
-    from saccade.models.cuda.vision_sizes import IMAGES, MAXIMUM, SIZES
-
     has_sizes = vision.spatial_merge_size > 1 and not vision.takes_squares
     if has_sizes or not vision.image_size or _square(vision).patches > SIZES[-1]:
         return 0

@@ -140,7 +140,7 @@ def test_a_kernel_that_fails_is_left_out_with_its_reason(
 
     monkeypatch.setattr(decode_hopper, "hopper_decode", fail)
     monkeypatch.setattr(decode, "is_hopper", lambda device: True)
-    decode._works_on_hopper.cache_clear()
+    monkeypatch.setattr(decode.can_use_hopper, "decided", {})
     with caplog.at_level(logging.WARNING):
         assert not DecodeAttention(Heads(2, 1, 128), HALF, BLOCK, 64, DEVICE).by_hopper
     assert "no such instruction" in caplog.text
@@ -155,7 +155,7 @@ def test_the_trial_accepts_what_agrees_with_the_plain_kernel(monkeypatch: pytest
         return decode.paged_decode(new, k, v, tables, contexts, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(decode_hopper, "hopper_decode", plain)
-    decode._try_hopper(Heads(2, 1, 128), HALF, BLOCK, DEVICE)
+    decode.can_use_hopper.self_test(Heads(2, 1, 128), HALF, BLOCK, DEVICE)
 
 
 @pytest.mark.parametrize(("taken", "programs"), [(0, 12), (4, 8), (6, 6), (7, 12)])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from saccade.kernels.attention import decode_triton, prefill, prefill_hopper
 from saccade.kernels.attention.prefill import PrefillAttention
-from saccade.kernels.attention.prefill_combine import MAX_SPLITS, Parts, combine
+from saccade.kernels.attention.prefill_combine import MAX_SPLITS, Partials, combine
 from saccade.kernels.attention.prefill_hopper import ROWS, choose_splits, suits
 from saccade.kernels.attention.prefill_triton import choose_rows
 from saccade.kernels.launch.device import Heads
@@ -127,7 +127,7 @@ def test_a_kernel_that_fails_is_left_out_with_its_reason(
 
     monkeypatch.setattr(prefill_hopper, "hopper_prefill", fail)
     monkeypatch.setattr(prefill, "is_hopper", lambda device: True)
-    prefill._works_on_hopper.cache_clear()
+    monkeypatch.setattr(prefill.can_use_hopper, "decided", {})
     with caplog.at_level(logging.WARNING):
         assert not PrefillAttention.best(Heads(2, 1, 128), torch.bfloat16, BLOCK, DEVICE).by_hopper
     assert "no such instruction" in caplog.text
@@ -166,5 +166,5 @@ def test_parts_are_added_up_by_their_levels_and_finished_rows_left_alone() -> No
     for row, count in enumerate(active.tolist()[:2]):
         seen = torch.exp2(scores[:count, row]).flatten()
         expected[row, 0] = (seen[:, None] * values[:count, row].flatten(0, 1)).sum(0) / seen.sum()
-    combine(Parts(mixed[:, :, None].contiguous(), level[..., None].contiguous(), sums[..., None], active), out)
+    combine(Partials(mixed[:, :, None].contiguous(), level[..., None].contiguous(), sums[..., None], active), out)
     assert_close(out, expected)

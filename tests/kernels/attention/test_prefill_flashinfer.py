@@ -19,7 +19,7 @@ from saccade.engine.async_core import AsyncEngineCore
 from saccade.errors import ConfigError
 from saccade.kernels.attention.prefill_flashinfer import Capacity, FlashInferPrefill, lay_out
 from saccade.kernels.launch.device import Heads
-from saccade.runner.cuda.attention_backend import MIN_TOKENS, Place, check, choose
+from saccade.runner.cuda.attention_backend import MIN_TOKENS, AttentionTarget, check, choose
 from saccade.runner.cuda.forward import CudaForward
 from tests.helpers import fake_flashinfer
 from tests.helpers.async_engine import OPTIONS, QWEN2_VL, answers, prompts
@@ -171,7 +171,7 @@ def test_short_prompts_stay_with_our_kernels(two_layers: Path) -> None:
 # --- when it is chosen --------------------------------------------------------------------------------------------
 
 TEXT = model_config(PUBLISHED).text
-HOPPER = Place(TEXT, torch.bfloat16, torch.device("cuda"))
+HOPPER = AttentionTarget(TEXT, torch.bfloat16, torch.device("cuda"))
 
 
 @pytest.fixture
@@ -233,7 +233,7 @@ def test_asking_for_what_is_not_installed_says_how_to_get_it(made: list[Any]) ->
     ids=["device", "type", "heads"],
 )
 def test_what_it_has_no_kernels_for_is_refused_if_asked_and_else_done_by_ours(
-    place: Place, reason: str, made: list[Any]
+    place: AttentionTarget, reason: str, made: list[Any]
 ) -> None:
     with pytest.raises(ConfigError, match=reason):
         check("flashinfer", place)

@@ -84,6 +84,6 @@ def test_parts_add_up_to_attention_over_all_keys(lengths: list[int], programs: i
 def test_items_that_a_recording_has_room_for_are_read_from_where_they_lie() -> None:
     plan = make_schedule((1500,), 1, 7)
     metadata = torch.cat((plan.metadata, torch.zeros(5 * ITEM, dtype=torch.int32)))
-    schedule = TileSchedule.among(metadata, 7, plan.slots)
+    schedule = TileSchedule.view_of(metadata, 7, plan.slots)
     assert schedule.items.data_ptr() >= metadata.data_ptr()
     assert len(schedule.items) == 5 + int(schedule.offsets[-1])

@@ -23,7 +23,7 @@ from saccade.models.families.qwen2_vl import Qwen2VL
 from saccade.models.layers import basic
 from saccade.models.vision.ops import TorchVision
 from tests.helpers.decoder_layers import decoder, plain_mlp, rows_of, total
-from tests.helpers.tiles import GATED, PROGRAMS, QUICK, place
+from tests.helpers.tiles import GATED, PROGRAMS, QUICK, tile_start
 from tests.helpers.vision_towers import GRIDS, QWEN, encode, model, random
 
 
@@ -44,7 +44,7 @@ def test_every_output_is_computed_once(act: int, rows: int, outputs: int, monkey
     seen = torch.zeros(-(-rows // 128) * 128, -(-outputs // part) * part, dtype=torch.int32)
     for wide, units in ((256, whole), (128, 2 * (tiles - whole))):
         for unit in range(units):
-            row, output = place(unit, (rows, outputs, 0, whole, 0), wide, act)
+            row, output = tile_start(unit, rows, outputs, whole, wide, act)
             seen[row : row + 128, output : output + part * wide // 256] += 1
     assert (seen == 1).all()
 

@@ -23,7 +23,7 @@ from saccade.models.cuda.vision import FusedVision
 from saccade.models.families.qwen2_vl import Qwen2VL
 from saccade.models.layers.attention import packed_attention
 from saccade.models.vision.ops import TorchVision
-from tests.helpers.tiles import PROGRAMS, QUICK, place
+from tests.helpers.tiles import PROGRAMS, QUICK, tile_start
 from tests.helpers.vision_towers import GRIDS, QWEN, encode, model, random
 
 HEADS = 16
@@ -41,8 +41,8 @@ def rows_of_tile(output: int, wide: int, heads: int) -> list[int]:
     """The rows of the weight that a tile's copies bring, one after the other."""
     index = torch.arange(3 * heads * DIM)[:, None]
     descriptors = hopper_qkv_rope._pair_boxes(index)
-    whose = hopper_qkv_rope._whose.fn(output, heads)
-    is_value, is_short, head = (int(getattr(found, "value", found)) for found in whose)
+    columns = hopper_qkv_rope._columns_at.fn(output, heads)
+    is_value, is_short, head = (int(getattr(found, "value", found)) for found in columns)
     if is_value:
         return list(range(output, output + wide))
     box = descriptors[is_short]
@@ -62,7 +62,7 @@ def test_tiles_bring_every_row_of_the_weight_to_its_column(rows: int, heads: int
     seen = torch.zeros(-(-rows // 128), outputs, dtype=torch.int32)
     for wide, units in ((256, whole), (128, 2 * (tiles - whole))):
         for unit in range(units):
-            row, output = place(unit, (rows, outputs, 0, whole, 0), wide, QUICK)
+            row, output = tile_start(unit, rows, outputs, whole, wide, QUICK)
             assert rows_of_tile(output, wide, heads) == columns[output : output + wide]
             seen[row // 128, output : output + wide] += 1
     assert (seen == 1).all()

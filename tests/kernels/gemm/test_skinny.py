@@ -209,8 +209,8 @@ def test_float16_is_normed_before_the_matrix_units_see_it() -> None:
     assert_close(found, F.linear(normed(x, norm), weight.half() / 100))
 
 
-def test_a_gated_product_is_not_split() -> None:
-    with pytest.raises(ValueError, match="a gated product cannot be split, and 2 splits were asked for"):
+def test_a_gated_gemm_is_not_split() -> None:
+    with pytest.raises(ValueError, match="a gated GEMM cannot be split, and 2 splits were asked for"):
         gated_linear(random(4, 64), weights(32, 64), config=TILES._replace(splits=2))
 
 

@@ -161,7 +161,7 @@ def test_a_pass_beyond_the_largest_size_is_launched_as_ever() -> None:
 
 def test_nothing_is_recorded_once_the_engine_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     made = recorded()
-    monkeypatch.setattr(vision_graphs.VisionGraphs, "_record", lambda *_: pytest.fail("recorded for a request"))
+    monkeypatch.setattr(vision_graphs.VisionGraphs, "_capture", lambda *_: pytest.fail("recorded for a request"))
     for grids in ([Grid(1, 2, 4)], [Grid(1, 4, 4)], [Grid(1, 4, 8)]):
         encode(made, patches(grids), grids)
 

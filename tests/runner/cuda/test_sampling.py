@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,21 +16,19 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @pytest.fixture(autouse=True)
-def no_memory_of_trials() -> Iterator[None]:
-    sampling.has_kernel.cache_clear()
-    yield
-    sampling.has_kernel.cache_clear()
+def nothing_decided(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling.has_kernel, "decided", {})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_kernel_passes_its_trial(dtype: torch.dtype) -> None:
-    sampling.try_out(DEVICE, dtype, vocabulary=9001)
+def test_the_kernel_passes_its_self_test(dtype: torch.dtype) -> None:
+    sampling.self_test(DEVICE, dtype, vocabulary=9001)
 
 
-def test_a_kernel_that_draws_other_tokens_does_not_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_samples_other_tokens_does_not_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling.kernel, "sample_rows", lambda *_: None)
-    with pytest.raises(ValueError, match="drew"):
-        sampling.try_out(DEVICE, torch.float32, vocabulary=40)
+    with pytest.raises(ValueError, match="sampled"):
+        sampling.self_test(DEVICE, torch.float32, vocabulary=40)
 
 
 def test_a_kernel_that_fails_is_left_out_with_a_warning(
@@ -40,7 +37,7 @@ def test_a_kernel_that_fails_is_left_out_with_a_warning(
     def fail(*_: Any) -> None:
         raise RuntimeError("no such instruction")
 
-    monkeypatch.setattr(sampling, "try_out", fail)
+    monkeypatch.setattr(sampling.has_kernel, "self_test", fail)
     assert not sampling.has_kernel(torch.device("cuda:0"), torch.float32, 40)
     assert "no such instruction" in caplog.text
 
