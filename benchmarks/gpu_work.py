@@ -238,7 +238,7 @@ def _gaps(side: Side, has_images: bool) -> Iterator[float]:
                 yield (now - before[0]) / (count - before[1]) * 1e3
             seen[output.request_id] = (now, count)
     if arrivals.waited:
-        say(stream_image_first=statistics.median(arrivals.waited))
+        say(stream_picture_first=statistics.median(arrivals.waited))
 
 
 class _Arrivals:

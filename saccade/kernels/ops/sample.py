@@ -46,17 +46,17 @@ def sample_rows(
 
 @triton.jit(
     do_not_specialize=["param_stride", "row_stride"],  # one compilation for all batch sizes
-    do_not_specialize_on_alignment=["which", "params", "out", "last_tokens", "request_rows"],
+    do_not_specialize_on_alignment=["which", "sampling", "out", "last_tokens", "request_rows"],
 )
 def _sample_kernel(
-    logits: tl.tensor, which: tl.tensor, params: tl.tensor, param_stride: tl.tensor, row_stride: tl.tensor,
+    logits: tl.tensor, which: tl.tensor, sampling: tl.tensor, param_stride: tl.tensor, row_stride: tl.tensor,
     out: tl.tensor, last_tokens: tl.tensor, request_rows: tl.tensor, size: tl.tensor,
     UNUSED: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     row = tl.program_id(0)
     line = tl.load(which + row).to(tl.int64)
     values = logits + line * size
-    own = params + row * row_stride
+    own = sampling + row * row_stride
     temperature = tl.load(own)
     top_k = tl.load(own + param_stride)
     top_p = tl.load(own + 2 * param_stride)
