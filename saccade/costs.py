@@ -244,10 +244,10 @@ def prefill_flops(text: TextConfig, new_tokens: int, context: int = 0) -> int:
 
 def encode_flops(vision: VisionConfig, text: TextConfig, patches: int) -> int:
     """One image through the tower and the projector."""
-    matrices = 2 * patches * (vision.num_layers * encoder_layer_params(vision) + vision.patch_dim * vision.hidden_size)
+    params = vision.num_layers * encoder_layer_params(vision) + vision.patch_dim * vision.hidden_size
     attention = 4 * patches * attended_patches(vision, patches) * vision.hidden_size
     tokens = patches // vision.spatial_merge_size**2
-    return matrices + attention + 2 * tokens * projector_params(vision, text)
+    return 2 * patches * params + attention + 2 * tokens * projector_params(vision, text)
 
 
 def attended_patches(vision: VisionConfig, patches: int) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 
 class RequestError(ValueError):
-    """The client's mistake: one readable sentence with the values in it. It ends one request and nothing else."""
+    """The client's mistake. It ends one request and nothing else."""
 
     def __init__(
         self, message: str, *, code: str | None = None, param: str | None = None, key: bytes | None = None
@@ -16,7 +16,7 @@ class RequestError(ValueError):
         self.message = message
         self.code = code  # one of OpenAI's error codes, where one fits
         self.param = param  # the part of the request at fault, such as "messages[2].content[1].image_url"
-        self.key = key  # content key of the image at fault, where the engine says so: it knows no parts of requests
+        self.key = key  # content key of the image at fault, from the engine, which knows no `param`
 
     def renamed(self, param: str) -> RequestError:
         """The same, about a part as the client calls it."""
@@ -32,11 +32,11 @@ class RequestError(ValueError):
 
 
 class ConfigError(ValueError):
-    """The operator's mistake: a setting or a checkpoint that cannot work, with the values and what to change."""
+    """The operator's mistake: a setting or a checkpoint that cannot work."""
 
 
 class EngineUnavailable(Exception):
-    """The engine starts, restarts or drains, or it died under the request. Nothing is wrong with the request."""
+    """The engine starts, restarts, drains or died. Nothing is wrong with the request."""
 
     def __init__(self, message: str, retry_after: float) -> None:
         super().__init__(message)

@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Any, Self
 
 from tqdm import tqdm
@@ -31,20 +30,22 @@ from saccade.types import Bill, MediaItem, Prompt, TokenEvent
 logger = logging.getLogger("saccade.engine")
 
 PromptInput = str | Mapping[str, Any]
-Message = Mapping[str, Any]
+Messages = Sequence[Mapping[str, Any]]
+ManyParams = SamplingParams | Sequence[SamplingParams] | None
+"""One for all prompts, one for each, or the checkpoint's own."""
 
 
 @dataclass(eq=False, slots=True)
 class _Open:
-    """A request on its way: n answers to one prompt."""
+    """A request on its way: n outputs of one prompt."""
 
     request_id: str
     prompt: Prompt
     prompt_token_ids: list[int]
-    answers: list[RequestOutputBuilder]
+    outputs: list[RequestOutputBuilder]
     prepare_ms: float  # what the processor took
     bill: Bill  # before it has run
-    num_unfinished: int  # answers
+    num_unfinished: int  # outputs
     error: RequestError | None = None
 
     @property
@@ -59,7 +60,7 @@ class Engine:
         checkpoint = open_checkpoint(
             opts.model, weights=opts.load_format != "dummy", generation_config=opts.generation_config
         )
-        self.defaults = sampling_defaults(opts, checkpoint.generation)  # of requests that come without parameters
+        self.defaults = sampling_defaults(opts, checkpoint.generation)  # of requests without parameters
         logger.info("%s", defaults_line(self.defaults))
         self.processor = Processor(checkpoint, MediaPolicy.of(opts), _prefetching(weakref.ref(self)))
         self._core: EngineCore | None = build_core(
@@ -71,7 +72,7 @@ class Engine:
             progress=progress,
         )
         self._open: dict[str, _Open] = {}
-        self._awaited: dict[str, tuple[_Open, RequestOutputBuilder]] = {}  # by the core's id of each answer
+        self._awaited: dict[str, tuple[_Open, RequestOutputBuilder]] = {}  # by the core's id of each output
         self._requests = RequestBuilder(self.processor.eos_token_ids, opts.seed)
 
     @property
@@ -87,50 +88,41 @@ class Engine:
     def add_request(self, request_id: str, prompt: PromptInput, params: SamplingParams | None = None) -> None:
         """Refuses with a RequestError when the request can never run; nothing is kept of it then.
 
-        Without parameters, the checkpoint's own hold, and the answer is as long as they say and the context allows.
+        Without parameters, the checkpoint's own hold, and the output is as long as the context allows.
         """
         self.add_with(request_id, lambda: self.processor.from_prompt(prompt), params)
 
-    def add_chat(self, request_id: str, messages: Sequence[Message], params: SamplingParams, **how: Any) -> None:
+    def add_chat(self, request_id: str, messages: Messages, params: SamplingParams, **how: Any) -> None:
         """The same for OpenAI-style messages, through the checkpoint's chat template."""
         self.add_with(request_id, lambda: self.processor.from_chat(messages, allow_paths=True, **how), params)
 
     def add_with(self, request_id: str, make: Callable[[], Prompt], params: SamplingParams | None) -> None:
         core = self.core  # a closed engine says so before a prompt is made
-        is_asked = params is not None
-        params = params if params is not None else SamplingParams(**self.defaults)
+        has_params = params is not None
+        params = params or SamplingParams(**self.defaults)
         if request_id in self._open:
             raise RequestError(f"request id {request_id!r} is already in use")
         self.processor.check_params(params)
         if params.structured is not None:
             check_structured(params.structured)
         try:
-            opened = self._opened(request_id, make, params)
-            self._admit(opened, params if is_asked else self._fitted(params, opened.prompt))
+            start = time.perf_counter()
+            prompt = make()
+            prepare_ms = (time.perf_counter() - start) * 1e3
+            left = max(1, self.limits.max_model_len - len(prompt))
+            if not has_params:  # a default length is no reason to refuse a prompt
+                params = replace(params, max_tokens=min(params.max_tokens or left, left))
+            requests = self._requests.build(request_id, prompt, params, params.max_tokens or left)
+            outputs = [RequestOutputBuilder(i, self.processor.tokenizer, params) for i in range(params.n)]
+            ids = list(prompt.token_ids)
+            opened = _Open(request_id, prompt, ids, outputs, prepare_ms, self.bill(prompt), params.n)
+            with self._in_step():
+                core.add_all(requests)
         except BaseException:
             core.release_if_idle()  # its images may have been prefetched
             raise
         self._open[request_id] = opened
-        self._awaited |= {child_id(request_id, answer.index): (opened, answer) for answer in opened.answers}
-
-    def _opened(self, request_id: str, make: Callable[[], Prompt], params: SamplingParams) -> _Open:
-        start = time.perf_counter()
-        prompt = make()
-        prepare_ms = (time.perf_counter() - start) * 1e3
-        answers = [RequestOutputBuilder(i, self.processor.tokenizer, params) for i in range(params.n)]
-        return _Open(request_id, prompt, list(prompt.token_ids), answers, prepare_ms, self.bill(prompt), params.n)
-
-    def _fitted(self, params: SamplingParams, prompt: Prompt) -> SamplingParams:
-        """A default length is no reason to refuse a prompt."""
-        room = max(1, self.limits.max_model_len - len(prompt))
-        return replace(params, max_tokens=min(params.max_tokens or room, room))
-
-    def _admit(self, opened: _Open, params: SamplingParams) -> None:
-        room = self.limits.max_model_len - len(opened.prompt)
-        max_tokens = params.max_tokens if params.max_tokens is not None else max(room, 1)
-        requests = self._requests.build(opened.request_id, opened.prompt, params, max_tokens)
-        with self._in_step():
-            self.core.add_all(requests)
+        self._awaited |= {child_id(request_id, output.index): (opened, output) for output in outputs}
 
     @contextmanager
     def _in_step(self) -> Iterator[None]:
@@ -144,7 +136,7 @@ class Engine:
             raise
 
     def launch_if_full(self) -> None:
-        """Start on what was added, where that fills a step, before the others are added. For whole answers only."""
+        """Start on what was added if that fills a step. For callers that want whole outputs only."""
         with self._in_step():
             self.core.launch_if_full(latency_bounded=False)
 
@@ -153,13 +145,13 @@ class Engine:
         if opened is not None:
             self._close(opened)
             with self._in_step():
-                for answer in opened.answers:
-                    self.core.abort(child_id(request_id, answer.index))
+                for output in opened.outputs:
+                    self.core.abort(child_id(request_id, output.index))
 
     def _close(self, opened: _Open) -> None:
         del self._open[opened.request_id]
-        for answer in opened.answers:
-            del self._awaited[child_id(opened.request_id, answer.index)]
+        for output in opened.outputs:
+            del self._awaited[child_id(opened.request_id, output.index)]
 
     def has_unfinished_requests(self) -> bool:
         return bool(self._open)
@@ -170,7 +162,7 @@ class Engine:
         return [self._output(opened) for opened in touched]
 
     def finished_after_step(self) -> list[RequestOutput]:
-        """One step, for callers that want whole answers only: unfinished requests cost nothing to report."""
+        """One step, for callers that want whole outputs only: unfinished requests cost nothing to report."""
         touched = self._advance(RequestOutputBuilder.add, latency_bounded=False)
         return [self._output(opened) for opened in touched if opened.is_finished]
 
@@ -181,9 +173,10 @@ class Engine:
             events = self.core.step(latency_bounded=latency_bounded)
             try:
                 return self._hand_out(events, take)
-            except BaseException:  # their answers would lack tokens, or never hear of their end
-                for opened, _ in [self._awaited[e.request_id] for e in events if e.request_id in self._awaited]:
-                    self.abort_request(opened.request_id)
+            except BaseException:  # their outputs would lack tokens, or never hear of their end
+                for event in events:
+                    if event.request_id in self._awaited:
+                        self.abort_request(self._awaited[event.request_id][0].request_id)
                 raise
 
     def _hand_out(
@@ -194,36 +187,36 @@ class Engine:
         for event in events:
             if event.request_id not in self._awaited:
                 continue
-            opened, answer = self._awaited[event.request_id]
-            if answer.finish_reason is not None:  # by a stop string in an earlier token of this step
-                answer.usage = answer.usage or event.usage
+            opened, output = self._awaited[event.request_id]
+            if output.finish_reason is not None:  # by a stop string in an earlier token of this step
+                output.usage = output.usage or event.usage
                 continue
-            take(answer, event)
+            take(output, event)
             touched[opened.request_id] = opened
-            if answer.is_finished:
-                self._end(opened, answer, event)
+            if output.is_finished:
+                self._end(opened, output, event)
                 if opened.is_finished:
                     ended.append(opened)
         for opened in ended:
             self._close(opened)
         return list(touched.values())
 
-    def _end(self, opened: _Open, answer: RequestOutputBuilder, event: TokenEvent) -> None:
+    def _end(self, opened: _Open, output: RequestOutputBuilder, event: TokenEvent) -> None:
         opened.num_unfinished -= 1
         opened.error = event.error.located(opened.prompt.where) if event.error else opened.error
         if event.finish_reason is None:  # a stop string, which only text can see
             ended = self.core.abort(event.request_id)
-            answer.usage = ended.usage if ended else None
+            output.usage = ended.usage if ended else None
 
     def _output(self, opened: _Open) -> RequestOutput:
-        """Made for every stream in every step, so what does not change is made once and shared by all of them."""
+        """Made for every stream in every step, so what does not change is made once and shared."""
         bill = opened.bill
-        usage = opened.answers[0].usage
+        usage = opened.outputs[0].usage
         return RequestOutput(
             request_id=opened.request_id,
             prompt=opened.prompt.text,
             prompt_token_ids=opened.prompt_token_ids,
-            outputs=[answer.output() for answer in opened.answers],
+            outputs=[output.output() for output in opened.outputs],
             finished=opened.is_finished,
             bill=bill.settled(usage, {"prepare": opened.prepare_ms}) if usage else bill,
             error=opened.error,
@@ -234,7 +227,7 @@ class Engine:
         return self.processor.bill(prompt, self.limits.block_size, self.limits.slot_bytes)
 
     def close(self) -> None:
-        """End what is open and let go of all memory. Whatever else is called afterwards raises; this may be again."""
+        """End what is open and free all memory. Other calls then raise; this one may be repeated."""
         core = self._core
         self._core = None
         self._open.clear()
@@ -245,8 +238,7 @@ class Engine:
 
 
 def _prefetching(engine: weakref.ref[Engine]) -> PrefetchMedia:
-    """To whatever core the engine has then. Weak: in a cycle its weights would outlive it until a collection, and on
-    a GPU none looks at what was there when the engine started."""
+    """Weak: in a cycle the weights would outlive the engine until a collection, and on a GPU none comes."""
 
     def prefetch_media(items: Sequence[MediaItem]) -> None:
         if (there := engine()) is not None:
@@ -263,9 +255,8 @@ class LLM:
     ...     {"type": "image", "image": "photo.jpg"}, {"type": "text", "text": "What is this?"}]}])
     >>> print(outs[0].outputs[0].text)
 
-    Without a model it is the small one inside the package.
-    Every option of the command line is a keyword here (see `saccade.options.Options`). `close` gives its memory back,
-    as does the end of a `with LLM(...) as llm:`.
+    Without a model it is the small one inside the package. Every option of the command line is a keyword here
+    (see `saccade.options.Options`). `close` frees the memory, as does the end of a `with LLM(...) as llm:`.
     """
 
     def __init__(self, model: str | None = None, **given: Any) -> None:
@@ -276,13 +267,12 @@ class LLM:
     def generate(
         self,
         prompts: PromptInput | Sequence[PromptInput],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: ManyParams = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Answer one prompt or many, in order. Without `sampling_params` by the checkpoint's own sampling values.
+        """Answer one prompt or many, in order. Without `sampling_params` the checkpoint's own values hold.
 
-        A bad prompt given alone raises RequestError. In a list it hurts only itself: its output has `error` set and no
-        answers, and all others are answered.
+        A bad prompt given alone raises RequestError. In a list only its own output has `error` set.
         """
         is_single = isinstance(prompts, (str, Mapping))
         many: Sequence[PromptInput] = [prompts] if isinstance(prompts, (str, Mapping)) else prompts
@@ -291,59 +281,56 @@ class LLM:
 
     def chat(
         self,
-        messages: Sequence[Message] | Sequence[Sequence[Message]],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        messages: Messages | Sequence[Messages],
+        sampling_params: ManyParams = None,
         use_tqdm: bool = True,
         **how: Any,
     ) -> list[RequestOutput]:
-        """Answer one conversation (OpenAI-style messages) or a list of them; `how` goes to the chat template."""
+        """Answer one conversation (OpenAI-style messages) or many; `how` goes to the chat template."""
         is_single = not messages or isinstance(messages[0], Mapping)
         many: Sequence[Any] = [messages] if is_single else messages
         makers = [lambda m=m: self.engine.processor.from_chat(m, allow_paths=True, **how) for m in many]
         return self._run(makers, sampling_params, use_tqdm, raise_errors=is_single)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What holds for calls without `sampling_params`: generation_config.json's values, and ours for the rest.
-
-        Parameters that are given hold as they are: what they leave out is theirs, not the checkpoint's.
-        """
+        """For calls without `sampling_params`: generation_config.json's values, and ours for the rest."""
         return SamplingParams(**self.engine.defaults)
 
     def stats(self) -> dict[str, Any]:
-        """Counters of the engine: kv, prefix_cache, encoder_cache, encoder, steps; and what the latest steps did."""
+        """Counters of the engine: kv, prefix_cache, encoder_cache, encoder, steps, recent_steps."""
         return self.engine.core.stats()
 
     def close(self) -> None:
-        """Give weights, KV blocks and threads back. May be called again; other calls then raise a RuntimeError."""
+        """Free weights, KV blocks and threads. May be called again; other calls then raise RuntimeError."""
         self.engine.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _run(
         self,
         makers: Sequence[Callable[[], Prompt]],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        sampling_params: ManyParams,
         use_tqdm: bool,
         *,
         raise_errors: bool,
     ) -> list[RequestOutput]:
         if self.engine.has_unfinished_requests():
-            raise RuntimeError(
-                "requests that were added by hand are still open; step the engine until they are finished"
-            )
+            advice = "step the engine until they are finished"
+            raise RuntimeError(f"requests that were added by hand are still open; {advice}")
         results: dict[str, RequestOutput] = {}
         many = _spread(sampling_params, len(makers))
         ids = [f"request-{self._count + i}" for i in range(len(makers))]
         self._count += len(makers)
         try:
             for request_id, make, params in zip(ids, makers, many, strict=True):
-                self._add(request_id, make, params, results)
+                try:
+                    self.engine.add_with(request_id, make, params)
+                except RequestError as error:
+                    results[request_id] = RequestOutput(request_id, None, [], [], True, None, error)
                 self.engine.launch_if_full()
             self._drain(ids, results, use_tqdm)
         except BaseException:  # the caller gave up (Ctrl-C): nothing of this call stays behind
@@ -355,37 +342,26 @@ class LLM:
             raise first_error
         return [results[request_id] for request_id in ids]
 
-    def _add(
-        self,
-        request_id: str,
-        make: Callable[[], Prompt],
-        params: SamplingParams | None,
-        results: dict[str, RequestOutput],
-    ) -> None:
-        try:
-            self.engine.add_with(request_id, make, params)
-        except RequestError as error:
-            results[request_id] = RequestOutput(request_id, None, [], [], True, None, error)
-
     def _drain(self, ids: Sequence[str], results: dict[str, RequestOutput], use_tqdm: bool) -> None:
         """Step until every request of this call is finished."""
         tokens = 0
         start = time.perf_counter()
-        with tqdm(total=len(ids), initial=len(results), desc="requests") if use_tqdm else nullcontext() as bar:
+        progress = tqdm(total=len(ids), initial=len(results), desc="requests") if use_tqdm else nullcontext()
+        with progress as bar:
             while len(results) < len(ids):
                 for output in self.engine.finished_after_step():
                     results[output.request_id] = output
-                    tokens += sum(len(answer.token_ids) for answer in output.outputs)
+                    tokens += sum(len(completion.token_ids) for completion in output.outputs)
                     if bar is not None:
-                        bar.set_postfix_str(f"{tokens / (time.perf_counter() - start):.1f} tokens/s", refresh=False)
+                        speed = tokens / (time.perf_counter() - start)
+                        bar.set_postfix_str(f"{speed:.1f} tokens/s", refresh=False)
                         bar.update()
 
 
-def _spread(given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams | None]:
+def _spread(given: ManyParams, count: int) -> Sequence[SamplingParams | None]:
     if given is None or isinstance(given, SamplingParams):
         return [given] * count
     if len(given) != count:
-        raise RequestError(
-            f"{count} prompts were given with {len(given)} sampling params; give one for all or one each"
-        )
+        counts = f"{count} prompts were given with {len(given)} sampling params"
+        raise RequestError(f"{counts}; give one for all or one each")
     return given

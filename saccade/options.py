@@ -31,19 +31,17 @@ class Options:
     max_model_len: int | None = _option(None, "prompt plus output tokens; automatic: by model and KV cache")
     max_num_batched_tokens: int = _option(2048, "tokens computed per step; fewer mean smoother streams")
     max_num_seqs: int = _option(128, "requests that run at the same time")
-    max_waiting: int | None = _option(None, "requests that may wait; more are refused; automatic: serving 256")
+    max_waiting: int | None = _option(None, "waiting requests; more are refused; automatic: 256 when serving")
     block_size: int = _option(16, "tokens per KV block")
     gpu_memory_utilization: float = _option(0.9, "share of a GPU's memory the engine may take")
     kv_cache_gb: float | None = _option(None, "GiB for KV blocks; automatic: from the free memory")
     encoder_budget: int | None = _option(None, "embeddings per step; automatic: fits the largest image")
     encoder_cache_gb: float | None = _option(
-        None,
-        "GiB for the encoder cache; 0 keeps nothing; automatic: 0.5, or more if one image needs it",
+        None, "GiB for the encoder cache; 0 keeps nothing; automatic: 0.5, or more if one image needs it"
     )
     enable_prefix_caching: bool = _option(True, "reuse KV blocks of equal prompt prefixes")
     limit_mm_per_prompt: dict[str, int] = _option(  # noqa: RUF009 (a dict becomes a default factory)
-        {"image": 16, "video": 1},
-        "images and videos per prompt, such as image=4,video=1",
+        {"image": 16, "video": 1}, "images and videos per prompt, such as image=4,video=1"
     )
     min_pixels: int | None = _option(None, "smaller images are enlarged to this; automatic: the checkpoint's")
     max_pixels: int | None = _option(
@@ -68,8 +66,8 @@ class Options:
     max_video_seconds: float = _option(3600.0, "length of one video")
     max_step_ms: float | None = _option(
         None,
-        "how long a step may take on a CPU: prefill is chunked, images are encoded in slices and text "
-        "requests go first, which bounds the time to first token; automatic: no limit offline, 400 when serving",
+        "how long a step may take on a CPU: prefill is chunked, images are encoded in slices, text goes "
+        "first, which bounds the time to first token; automatic: no limit offline, 400 when serving",
     )
     inter_token_ms: float | None = _option(
         None,
@@ -94,8 +92,7 @@ class Options:
         "for the engine's own, or a folder with another generation_config.json",
     )
     override_generation_config: dict[str, Any] = _option(  # noqa: RUF009 (a dict becomes a default factory)
-        {},
-        'single values of it, as JSON such as {"temperature": 0.5}; null removes the file\'s value',
+        {}, 'single values of it, as JSON such as {"temperature": 0.5}; null removes the file\'s value'
     )
 
     def max_step_seconds(self, device: str) -> float | None:
@@ -110,33 +107,28 @@ class Options:
                 _positive(name, getattr(self, name))
         for name in ("kv_cache_gb", "encoder_cache_gb", "max_waiting"):
             value = getattr(self, name)
-            if value is not None and not (isinstance(value, (int, float)) and value >= 0):
-                raise ConfigError(f"{name} must be a number of 0 or more, not {value!r}")
-        if not isinstance(self.seed, int):
-            raise ConfigError(f"seed must be a whole number, not {self.seed!r}")
+            is_valid = value is None or (isinstance(value, (int, float)) and value >= 0)
+            _require(is_valid, name, value, "a number of 0 or more")
+        _require(isinstance(self.seed, int), "seed", self.seed, "a whole number")
         for name in ("max_step_ms", "inter_token_ms", "video_fps", "max_video_seconds"):
-            if getattr(self, name) is not None and not getattr(self, name) > 0:
-                raise ConfigError(f"{name} must be above 0, not {getattr(self, name)}")
-        if not 0 < self.chat_template_timeout <= _MAX_TEMPLATE_SECONDS:
-            raise ConfigError(
-                f"chat_template_timeout must be above 0 and at most {_MAX_TEMPLATE_SECONDS} seconds, not "
-                f"{self.chat_template_timeout}"
-            )
-        if not 0 <= self.video_pruning < 1:
-            raise ConfigError(f"video_pruning must be at least 0 and below 1, not {self.video_pruning}")
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise ConfigError(
-                f"gpu_memory_utilization must be above 0 and at most 1, not {self.gpu_memory_utilization}"
-            )
-        if self.load_format not in ("auto", "safetensors", "dummy"):
-            raise ConfigError(f"load_format must be auto, safetensors or dummy, not {self.load_format!r}")
-        if self.attention_backend not in ("auto", "triton", "flashinfer"):
-            raise ConfigError(f"attention_backend must be auto, triton or flashinfer, not {self.attention_backend!r}")
+            value = getattr(self, name)
+            _require(value is None or value > 0, name, value, "above 0")
+        seconds = self.chat_template_timeout
+        allowed = f"above 0 and at most {_MAX_TEMPLATE_SECONDS} seconds"
+        _require(0 < seconds <= _MAX_TEMPLATE_SECONDS, "chat_template_timeout", seconds, allowed)
+        _require(0 <= self.video_pruning < 1, "video_pruning", self.video_pruning, "at least 0 and below 1")
+        share = self.gpu_memory_utilization
+        _require(0 < share <= 1, "gpu_memory_utilization", share, "above 0 and at most 1")
+        is_known = self.load_format in ("auto", "safetensors", "dummy")
+        _require(is_known, "load_format", self.load_format, "auto, safetensors or dummy")
+        is_known = self.attention_backend in ("auto", "triton", "flashinfer")
+        _require(is_known, "attention_backend", self.attention_backend, "auto, triton or flashinfer")
         if self.min_pixels is not None and self.max_pixels is not None and self.min_pixels > self.max_pixels:
             raise ConfigError(f"min_pixels={self.min_pixels} is above max_pixels={self.max_pixels}")
         for kind, count in self.limit_mm_per_prompt.items():
             if kind not in ("image", "video") or count < 0:
-                raise ConfigError(f"limit_mm_per_prompt takes image=N,video=N with N >= 0, not {kind}={count}")
+                expected = "image=N,video=N with N >= 0"
+                raise ConfigError(f"limit_mm_per_prompt takes {expected}, not {kind}={count}")
 
 
 _MAX_TEMPLATE_SECONDS = 600
@@ -154,8 +146,12 @@ _OPTIONAL_COUNTS = (
 
 
 def _positive(name: str, value: int) -> None:
-    if not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{name} must be a whole number of 1 or more, not {value!r}")
+    _require(isinstance(value, int) and value >= 1, name, value, "a whole number of 1 or more")
+
+
+def _require(condition: bool, name: str, given: object, allowed: str) -> None:
+    if not condition:
+        raise ConfigError(f"{name} must be {allowed}, not {given!r}")
 
 
 _PROCESSOR_OPTIONS = {  # as the models' own processors call them -> the option
@@ -179,7 +175,8 @@ def options(**given: Any) -> Options:
     known = {f.name for f in fields(Options)}
     unknown = set(given) - known
     if unknown:
-        raise ConfigError(f"unknown option {', '.join(sorted(unknown))}; the options are {', '.join(sorted(known))}")
+        names = ", ".join(sorted(known))
+        raise ConfigError(f"unknown option {', '.join(sorted(unknown))}; the options are {names}")
     return Options(**{**pixels, **given})
 
 
@@ -192,10 +189,9 @@ class ServerOptions:
     served_model_name: tuple[str, ...] = _option(
         (), "model names clients may use, the first is shown; automatic: MODEL, or the name of its folder"
     )
-    api_key: tuple[str, ...] = _option((), "a key clients must send as a bearer token; may be repeated; none: open")
+    api_key: tuple[str, ...] = _option((), "bearer token that clients must send; may be repeated; none: open")
     share_caches: bool = _option(
-        False,
-        "let API keys share both caches; each can then tell whether another one sent a given text or image",
+        False, "let API keys share both caches; each can then tell if another one sent a given text or image"
     )
     allowed_origins: tuple[str, ...] = _option(
         (), "web origins that may call the server, such as https://app.example.com, or *; default: its own"
@@ -236,44 +232,41 @@ class ServerOptions:
     enable_access_log: bool = _option(True, "log a line per request")
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
-            raise ConfigError(f"port must be from 0 to 65535, not {self.port}")
+        _require(0 <= self.port <= 65535, "port", self.port, "from 0 to 65535")
         for name in ("max_body_mb", "max_inflight_mb", "max_parts", "max_schema_checks"):
             _positive(name, getattr(self, name))
         if self.max_connections is not None:
             _positive("max_connections", self.max_connections)
-        if not 0 < self.max_client_share <= 1:
-            raise ConfigError(f"max_client_share must be above 0 and at most 1, not {self.max_client_share}")
+        share = self.max_client_share
+        _require(0 < share <= 1, "max_client_share", share, "above 0 and at most 1")
         for name in ("uuid_cache_mb", "drain_timeout", "min_body_rate"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} must be 0 or more, not {getattr(self, name)}")
-        for name in ("heartbeat_timeout", "media_fetch_timeout", "header_timeout", "body_timeout", "write_timeout"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} must be above 0, not {getattr(self, name)}")
+            _require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
+        for name in _TIMEOUTS:
+            _require(getattr(self, name) > 0, name, getattr(self, name), "above 0")
         for origin in self.allowed_origins:
             if not _ORIGIN.fullmatch(origin):
-                raise ConfigError(
-                    "allowed_origins takes * or origins as browsers send them, such as https://app.example.com, not "
-                    f"{origin}"
-                )
+                expected = "* or origins as browsers send them, such as https://app.example.com"
+                raise ConfigError(f"allowed_origins takes {expected}, not {origin}")
         for host in self.allowed_hosts:
             if not _HOST.fullmatch(host):
                 raise ConfigError(f"allowed_hosts takes * or names without scheme and port, not {host}")
-        named = [domain for domain in self.allowed_media_domains if not domain.startswith("*")]
-        if self.allow_private_media_addresses and (not named or len(named) < len(self.allowed_media_domains)):
+        has_wildcard = any(domain.startswith("*") for domain in self.allowed_media_domains)
+        if self.allow_private_media_addresses and (has_wildcard or not self.allowed_media_domains):
+            named = ",".join(self.allowed_media_domains) or "none"
             raise ConfigError(
-                "allow_private_media_addresses needs allowed_media_domains that name the hosts one by one, not "
-                f"{','.join(self.allowed_media_domains) or 'none'}: * would open your whole network to clients"
+                "allow_private_media_addresses needs allowed_media_domains that name the hosts one by one, "
+                f"not {named}: * would open your whole network to clients"
             )
         if self.max_inflight_mb < self.max_body_mb:
             raise ConfigError(
-                f"max_inflight_mb={self.max_inflight_mb} is below max_body_mb={self.max_body_mb}, so the largest body "
-                "could never be taken; raise the one or lower the other"
+                f"max_inflight_mb={self.max_inflight_mb} is below max_body_mb={self.max_body_mb}, so the "
+                "largest body could never be taken; raise the one or lower the other"
             )
-        if any(not key for key in self.api_key):
+        if not all(self.api_key):
             raise ConfigError("an api_key is empty, which would let everybody in; give a key or leave it out")
 
 
+_TIMEOUTS = ("heartbeat_timeout", "media_fetch_timeout", "header_timeout", "body_timeout", "write_timeout")
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\sA-Z]+")
 _HOST = re.compile(r"\*|[\w.-]+|\[[0-9a-fA-F:.]+\]")
 

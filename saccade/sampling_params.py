@@ -85,10 +85,10 @@ class SamplingParams:
         _require(is_stop, "stop", self.stop, "a string or a list of strings")
         for stop in self.stop_strings:
             _require(isinstance(stop, str) and stop != "", "stop", stop, "a string that is not empty")
-        _require(self.structured is None or isinstance(self.structured, str), "structured", self.structured, "a string")
-        _require(
-            isinstance(self.stop_token_ids, Sequence), "stop_token_ids", self.stop_token_ids, "a list of token ids"
-        )
+        is_text = self.structured is None or isinstance(self.structured, str)
+        _require(is_text, "structured", self.structured, "a string")
+        is_list = isinstance(self.stop_token_ids, Sequence)
+        _require(is_list, "stop_token_ids", self.stop_token_ids, "a list of token ids")
         for token in self.stop_token_ids:
             is_id = _is_int(token) and 0 <= token <= MAX_TOKEN_ID
             _require(is_id, "stop_token_ids", token, "a list of whole numbers that are token ids")
@@ -101,14 +101,15 @@ class SamplingParams:
         _require(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
         _require(self.top_k >= -1, "top_k", self.top_k, "-1 or more")
         _require(0 <= self.min_p <= 1, "min_p", self.min_p, "from 0 to 1")
-        _require(-2 <= self.presence_penalty <= 2, "presence_penalty", self.presence_penalty, "from -2 to 2")
-        _require(-2 <= self.frequency_penalty <= 2, "frequency_penalty", self.frequency_penalty, "from -2 to 2")
+        for name in ("presence_penalty", "frequency_penalty"):
+            _require(-2 <= getattr(self, name) <= 2, name, getattr(self, name), "from -2 to 2")
         penalty = self.repetition_penalty
-        _require(0.01 <= penalty <= 100, "repetition_penalty", penalty, "from 0.01 to 100 (1 changes nothing)")
+        allowed = "from 0.01 to 100 (1 changes nothing)"
+        _require(0.01 <= penalty <= 100, "repetition_penalty", penalty, allowed)
         _require(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", self.max_tokens, "1 or more")
         _require(self.min_tokens >= 0, "min_tokens", self.min_tokens, "0 or more")
-        limit = self.max_tokens if self.max_tokens is not None else self.min_tokens
-        _require(self.min_tokens <= limit, "min_tokens", self.min_tokens, f"at most max_tokens={self.max_tokens}")
+        fits = self.max_tokens is None or self.min_tokens <= self.max_tokens
+        _require(fits, "min_tokens", self.min_tokens, f"at most max_tokens={self.max_tokens}")
         _require(self.seed is None or abs(self.seed) <= MAX_SEED, "seed", self.seed, "a 64-bit number")
         in_range = self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS
         _require(in_range, "logprobs", self.logprobs, f"from 0 to {MAX_LOGPROBS}")
@@ -117,11 +118,14 @@ class SamplingParams:
         count = len(self.stop_strings)
         _require(count <= MAX_STOP_STRINGS, "stop", f"{count} strings", f"at most {MAX_STOP_STRINGS} strings")
         count = max(map(len, self.stop_strings), default=0)
-        _require(count <= MAX_STOP_CHARS, "stop", f"one of {count}", f"strings of at most {MAX_STOP_CHARS} characters")
+        allowed = f"strings of at most {MAX_STOP_CHARS} characters"
+        _require(count <= MAX_STOP_CHARS, "stop", f"one of {count}", allowed)
         count = len(self.stop_token_ids)
-        _require(count <= MAX_STOP_STRINGS, "stop_token_ids", f"{count} ids", f"at most {MAX_STOP_STRINGS} ids")
+        allowed = f"at most {MAX_STOP_STRINGS} ids"
+        _require(count <= MAX_STOP_STRINGS, "stop_token_ids", f"{count} ids", allowed)
         bias = self.logit_bias or {}
-        _require(len(bias) <= MAX_LOGIT_BIAS, "logit_bias", f"{len(bias)} tokens", f"at most {MAX_LOGIT_BIAS} tokens")
+        allowed = f"at most {MAX_LOGIT_BIAS} tokens"
+        _require(len(bias) <= MAX_LOGIT_BIAS, "logit_bias", f"{len(bias)} tokens", allowed)
         for token, value in bias.items():
             _require(_is_int(token) and token >= 0, "logit_bias", token, "a map from token ids")
             _require(_is_number(value) and -100 <= value <= 100, "logit_bias", value, "from -100 to 100")

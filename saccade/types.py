@@ -335,7 +335,7 @@ class TokenEvent(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a finished request consumed, as the scheduler counted it. Times are seconds on the engine's clock."""
+    """What a finished request consumed. Times are seconds on the engine's clock."""
 
     cached_tokens: int  # prompt tokens that came from the prefix cache when it first ran
     num_preemptions: int
@@ -411,11 +411,12 @@ class Bill:
         bill = replace(self, times_ms={name: round(value, 3) for name, value in times.items()})
         if usage is None:
             return bill
+        bill = replace(bill, cached_tokens=usage.cached_tokens)
+        if usage.first_token is None:
+            return bill  # an image may not have been reached at all
         encoded = {short_key(key) for key in usage.encoded}
-        items = self.items
-        if usage.first_token is not None:  # before that an image may not have been reached at all
-            items = tuple(replace(item, cached=encoded.isdisjoint(item.groups or (item.key,))) for item in items)
-        return replace(bill, items=items, cached_tokens=usage.cached_tokens)
+        items = (replace(item, cached=encoded.isdisjoint(item.groups or (item.key,))) for item in self.items)
+        return replace(bill, items=tuple(items))
 
 
 def short_key(key: Key) -> str:

@@ -32,22 +32,11 @@ class Count:
     pruned: int = 0  # tokens of a video
 
 
-_SUMMED = ("tokens", "kv_blocks", "encoder_cache_bytes", "pruned")
-
-
 def count_files(
-    files: Sequence[str],
-    model: str | None,
-    min_pixels: int | None,
-    max_pixels: int | None,
-    video_pruning: float = 0.0,
-    *,
-    together: bool = False,
+    files: Sequence[str], options: Options, *, together: bool = False
 ) -> tuple[list[Count], list[RequestError]]:
     """The bill of each file, and an error for each that has none. `together`: all files are in one prompt."""
-    # Checks the values.
-    options = Options(min_pixels=min_pixels, max_pixels=max_pixels, video_pruning=video_pruning)
-    family, slot_bytes = _family(model)
+    family, slot_bytes = _family(options.model)
     limits = family.policy(options.min_pixels, options.max_pixels)
     if together and isinstance(family, ManyImagesPolicy):
         limits = (limits[0], family.max_pixels_for(len(files), limits[1]))
@@ -56,7 +45,7 @@ def count_files(
     for file in files:
         try:
             if _is_video(file):
-                counts.append(_count_video(file, model, options))
+                counts.append(_count_video(file, options))
             else:
                 counts.append(_count_image(file, family, limits, slot_bytes))
         except RequestError as error:
@@ -98,9 +87,9 @@ def _is_video(file: str) -> bool:
         return False  # reading it as an image reports the error
 
 
-def _count_video(file: str, model: str | None, options: Options) -> Count:
+def _count_video(file: str, options: Options) -> Count:
     """With the default frames."""
-    checkpoint = open_checkpoint(model, weights=False) if model is not None else None
+    checkpoint = open_checkpoint(options.model, weights=False) if options.model is not None else None
     rules = families.video_rules_for(checkpoint) if checkpoint else families.default_video_rules()
     if rules is None:
         raise RequestError("this model takes no videos", code="unsupported")
@@ -125,7 +114,8 @@ def table(counts: Sequence[Count]) -> str:
     """Columns for people. The last line is a total if there is more than one file."""
     rows = list(counts)
     if len(counts) > 1:
-        sums = [sum(getattr(count, name) for count in counts) for name in _SUMMED]
+        summed = ("tokens", "kv_blocks", "encoder_cache_bytes", "pruned")
+        sums = [sum(getattr(count, name) for count in counts) for name in summed]
         rows.append(Count("total", 0, 0, 0, 0, *sums))
     columns = {
         "file": [row.file for row in rows],

@@ -56,7 +56,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="saccade",
-        description="An inference engine for vision-language models that prices a picture before it decodes a pixel.",
+        description="An inference engine for vision-language models. It prices a picture before decoding it.",
         epilog="Start with: saccade count photo.jpg",
     )
     parser.add_argument("--version", action="version", version=f"saccade {__version__}")
@@ -76,7 +76,7 @@ def _add_count(commands: Any) -> None:
     command = commands.add_parser(
         "count",
         help="what pictures and videos cost: tokens and KV blocks, from their headers alone",
-        description="Print the bill of each picture and video. No weights are loaded and no picture is decoded.",
+        description="Print the bill of each picture and video. Loads no weights and decodes no picture.",
         epilog="Example: saccade count --model Qwen/Qwen2-VL-2B-Instruct --max-pixels 1003520 *.jpg",
     )
     add = command.add_argument
@@ -85,7 +85,7 @@ def _add_count(commands: Any) -> None:
     add("--min-pixels", type=int, help="smaller pictures are enlarged to this")
     add("--max-pixels", type=int, help="larger pictures are reduced to this, frames of videos too")
     add("--video-pruning", type=float, default=0.0, help="share of static video tokens to drop")
-    add("--together", action="store_true", help="as one prompt: some models shrink images when there are many")
+    add("--together", action="store_true", help="as one prompt: some models shrink many images")
     add("--json", action="store_true", help="print a JSON list instead of a table")
     add("--debug", action="store_true", help="show tracebacks")
     command.set_defaults(run=_count)
@@ -93,8 +93,8 @@ def _add_count(commands: Any) -> None:
 
 def _count(args: argparse.Namespace) -> int:
     """Unreadable files are reported on stderr and make the exit status 1."""
-    limits = (args.min_pixels, args.max_pixels)
-    rows, errors = count_files(args.files, args.model, *limits, args.video_pruning, together=args.together)
+    options = Options(**given_options(args, Options))  # checks the values
+    rows, errors = count_files(args.files, options, together=args.together)
     print(json.dumps([dataclasses.asdict(row) for row in rows], indent=2) if args.json else table(rows))
     for error in errors:
         print(f"saccade: {error}", file=sys.stderr)
@@ -150,7 +150,7 @@ def _add_serve(commands: Any) -> None:
         "serve",
         help="answer over HTTP, in the shapes of the OpenAI API",
         usage="saccade serve [MODEL] [options]",
-        description="Serve a model. Options may also be set in the environment (SACCADE_PORT=8000) or in a YAML file.",
+        description="Serve a model. Options may also be in a YAML file or the environment (SACCADE_PORT).",
         epilog="Example: saccade serve Qwen/Qwen2-VL-2B-Instruct --port 8000 --limit-mm-per-prompt image=4",
     )
     add = command.add_argument
@@ -181,7 +181,7 @@ def _add_eval(commands: Any) -> None:
         epilog="Example: saccade eval --url http://127.0.0.1:8000 --questions my-set --show-wrong 5",
     )
     _add_target(command)
-    command.add_argument("--show-wrong", type=int, default=0, metavar="N", help="print the first N wrong answers")
+    command.add_argument("--show-wrong", type=int, default=0, metavar="N", help="print N wrong answers")
     add_options(command, "engine, for a server of our own", Options)
     command.set_defaults(run=_eval)
 
@@ -191,7 +191,7 @@ def _add_tune(commands: Any) -> None:
         "tune",
         help="accuracy, tokens and first-token time at several picture sizes, and a recommended max_pixels",
         usage="saccade tune [MODEL] [options]",
-        description="Run an evaluation at several max_pixels, to see what smaller pictures save and what they lose.",
+        description="Run an evaluation at several max_pixels: what smaller pictures save and what they lose.",
         epilog="Example: saccade tune --url http://127.0.0.1:8000 --questions my-set --plot tune.svg",
     )
     _add_target(command)
@@ -209,7 +209,7 @@ def _add_tune(commands: Any) -> None:
 
 def _add_target(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
-    add("model", nargs="?", metavar="MODEL", help="folder or hub id; nothing: the built-in model; with --url: its name")
+    add("model", nargs="?", metavar="MODEL", help="folder or hub id; nothing: built in; with --url: its name")
     add("--url", help="ask this OpenAI-compatible server; without it one is started and stopped")
     add("--api-key", metavar="KEY", help="of that server")
     add("--questions", metavar="PATH", help="folder or zip with questions.jsonl; nothing: built in")
@@ -217,7 +217,7 @@ def _add_target(command: argparse.ArgumentParser) -> None:
     add("--concurrency", type=int, default=32, metavar="N", help="questions at a time (default: 32)")
     add("--max-tokens", type=int, default=256, metavar="N", help="longest answer (default: 256)")
     add("--json", metavar="FILE", help="also write everything that was found there")
-    add("--markdown", action="append", default=[], metavar="FILE", help="also rewrite the table in this Markdown file")
+    add("--markdown", action="append", default=[], metavar="FILE", help="also rewrite the table in this file")
     add("--debug", action="store_true", help="show tracebacks and the log of the server we start")
 
 
@@ -234,11 +234,10 @@ def _target(args: argparse.Namespace) -> Target:
     if args.url is None:
         options = load_settings(given, os.environ, os.environ.get("SACCADE_CONFIG")).engine
     else:
-        unused = sorted(f"--{name.replace('_', '-')}" for name in given if name != "model")
+        unused = ", ".join(sorted(f"--{name.replace('_', '-')}" for name in given if name != "model"))
         if unused:
-            raise ConfigError(
-                f"{', '.join(unused)} cannot change the server at {args.url}; leave it out, or leave --url"
-            )
+            message = f"{unused} cannot change the server at {args.url}; leave it out, or leave --url"
+            raise ConfigError(message)
         options = Options(**given)
     return Target(
         options,

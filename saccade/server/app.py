@@ -212,7 +212,7 @@ def _ready(service: Service) -> Response:
 
 
 def _engine_view(service: Service) -> dict[str, Any]:
-    """For the page at `/`: state and counters, nothing of any request. Before the first start most are missing."""
+    """For the page at `/`: state and counters, nothing of any request."""
     status = service.engine.status()
     info = service.engine.info
     stats = dict(service.engine.stats())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from asyncio import FIRST_COMPLETED
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -17,6 +18,7 @@ from saccade.processor.output import RequestOutputBuilder
 from saccade.server.metrics import Finished, Metrics
 from saccade.types import Bill, Logprobs, Prompt, Request, TokenEvent
 
+Outputs = Sequence[RequestOutputBuilder]
 KEEP_ALIVE_SECONDS = 5.0
 """A stream sends something after this time: the prefill of large images may outlast a proxy's timeout."""
 
@@ -39,6 +41,14 @@ class Delta:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
+    def add(self, later: Delta) -> None:
+        self.text += later.text
+        self.token_ids += later.token_ids
+        self.shown_ids += later.shown_ids
+        self.logprobs += later.logprobs
+        self.finish_reason = later.finish_reason
+        self.stop_reason = later.stop_reason
+
 
 @dataclass(frozen=True, slots=True)
 class BilledPrompt:
@@ -59,19 +69,19 @@ class Generation:
     """A context manager: leaving it cancels the requests that still run."""
 
     def __init__(
-        self, prompts: Sequence[BilledPrompt], answers: Sequence[RequestOutputBuilder], timing: Timing, metrics: Metrics
+        self, prompts: Sequence[BilledPrompt], outputs: Outputs, timing: Timing, metrics: Metrics
     ) -> None:
         # Not the prompts themselves: they hold images, which the engine has by now.
         self.bills = [billed.bill for billed in prompts]
         self.prompt_ids = [billed.prompt.token_ids for billed in prompts]
         self._where = [billed.prompt.where for billed in prompts]
-        self.answers = answers
+        self.outputs = outputs
         self._max_tokens = 0
         self._timing = timing
         self._metrics = metrics
         self._streams: list[RequestStream] = []
         self._has_media = any(bill.items for bill in self.bills)
-        self._last: list[float | None] = [None] * len(answers)  # time of the last token of each output
+        self._last: list[float | None] = [None] * len(outputs)  # time of the last token of each output
         self._first: float | None = None
 
     def __enter__(self) -> Generation:
@@ -83,7 +93,7 @@ class Generation:
 
     @property
     def per_prompt(self) -> int:
-        return len(self.answers) // len(self.bills)
+        return len(self.outputs) // len(self.bills)
 
     async def submit(self, engine: SubmitsRequests, requests: Sequence[Request]) -> None:
         """All of them or none."""
@@ -93,14 +103,12 @@ class Generation:
         except RequestError as error:
             raise error.located(self._where[0]) from None  # only chats have images, and a chat is one prompt
 
-    # --- tokens become text ---------------------------------------------------------------------------------
-
-    async def pieces(self) -> AsyncIterator[Delta | None]:
+    async def deltas(self) -> AsyncIterator[Delta | None]:
         """Deltas of all outputs as they arrive; None after some time without one. A RequestError ends it."""
         pending = {asyncio.ensure_future(anext(stream, None)): i for i, stream in enumerate(self._streams)}
         try:
             while pending:
-                done, _ = await asyncio.wait(pending, timeout=KEEP_ALIVE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+                done, _ = await asyncio.wait(pending, timeout=KEEP_ALIVE_SECONDS, return_when=FIRST_COMPLETED)
                 if not done:
                     yield None
                 for future in done:
@@ -117,35 +125,34 @@ class Generation:
 
     def _take(self, index: int, events: Sequence[TokenEvent]) -> Delta | None:
         """None after a stop string: the cancelled request only reports its usage."""
-        answer = self.answers[index]
-        delta = Delta(index)
-        if answer.is_finished:
-            answer.usage = events[-1].usage or answer.usage
+        output = self.outputs[index]
+        output.usage = events[-1].usage or output.usage
+        if output.is_finished:
             return None
+        delta = Delta(index)
         for event in events:
-            if self._push(answer, event, delta):
+            if self._push(output, event, delta):
                 self._streams[index].cancel()  # for a stop string, which the engine does not know
-                answer.usage = events[-1].usage or answer.usage
                 break
-        delta.finish_reason = answer.finish_reason
-        delta.stop_reason = answer.stop_reason
+        delta.finish_reason = output.finish_reason
+        delta.stop_reason = output.stop_reason
         self._count(index, len(delta.token_ids))
         return delta
 
-    def _push(self, answer: RequestOutputBuilder, event: TokenEvent, delta: Delta) -> bool:
+    def _push(self, output: RequestOutputBuilder, event: TokenEvent, delta: Delta) -> bool:
         """Returns whether the output is complete."""
         if event.error is not None:
-            raise event.error.located(self._where[answer.index // self.per_prompt])
+            raise event.error.located(self._where[output.index // self.per_prompt])
         if event.finish_reason == "abort":
             raise EngineUnavailable("the engine gave the request up; send it again", 1.0)
-        delta.text += answer.push(event)
+        delta.text += output.push(event)
         if event.token_id is not None:
             delta.token_ids.append(event.token_id)
             if event.stop_token_id is None:
                 delta.shown_ids.append(event.token_id)
                 if event.logprobs is not None:
                     delta.logprobs.append(event.logprobs)
-        return answer.is_finished
+        return output.is_finished
 
     def _count(self, index: int, count: int) -> None:
         if not count:
@@ -160,17 +167,15 @@ class Generation:
             self._metrics.next_tokens(now - last, count, has_media=self._has_media)
         self._last[index] = now
 
-    # --- the end -----------------------------------------------------------------------------------
-
     def finish(self) -> None:
         """Reports to the metrics. Called once, when every output is complete."""
         now = time.perf_counter()
         self._metrics.finished(
             Finished(
                 bills=self.bills,
-                usages=[answer.usage for answer in self.answers if answer.usage is not None],
-                finish_reasons=[str(answer.finish_reason) for answer in self.answers],
-                generated=[len(answer.token_ids) for answer in self.answers],
+                usages=[output.usage for output in self.outputs if output.usage is not None],
+                finish_reasons=[str(output.finish_reason) for output in self.outputs],
+                generated=[len(output.token_ids) for output in self.outputs],
                 max_tokens=self._max_tokens,
                 seconds=now - self._timing.arrived,
                 decode_seconds=now - (self._first or now),
@@ -180,11 +185,11 @@ class Generation:
     @property
     def cached_tokens(self) -> int:
         """Counted once per prompt: its other outputs find what the first one has cached."""
-        firsts = self.answers[:: self.per_prompt]
-        return sum(answer.usage.cached_tokens for answer in firsts if answer.usage is not None)
+        firsts = self.outputs[:: self.per_prompt]
+        return sum(output.usage.cached_tokens for output in firsts if output.usage is not None)
 
     def bill(self, index: int) -> Bill:
         """The bill of a prompt with the cache hits and times of its first output, as far as known."""
-        usage = self.answers[index * self.per_prompt].usage
+        usage = self.outputs[index * self.per_prompt].usage
         times = {"prepare": self._timing.prepare_ms, "fetch": self._timing.fetch_ms}
         return self.bills[index].settled(usage, times)

@@ -57,8 +57,6 @@ class Metrics:
     def text(self) -> bytes:
         return generate_latest(self.registry)
 
-    # --- while a request runs -------------------------------------------------------------------------------
-
     def first_token(self, seconds: float, *, has_media: bool) -> None:
         self._saccade.first_token.labels(_flag(has_media)).observe(seconds)
         self._vllm.first_token.observe(seconds)
@@ -74,8 +72,6 @@ class Metrics:
         self._saccade.fetch.labels("failed" if num_bytes is None else "ok").observe(seconds)
         if num_bytes is not None:
             self._saccade.fetch_bytes.observe(num_bytes)
-
-    # --- the end of a request ------------------------------------------------------------------------------------
 
     def finished(self, done: Finished) -> None:
         self._saccade.finished(done)

@@ -19,7 +19,8 @@ _TYPES = {
 _HEADERS = {
     # Everything from this origin, nothing inline. A dropped image is a blob until it is sent as a data URL.
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
-    "img-src 'self' data: blob:; media-src blob:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "img-src 'self' data: blob:; media-src blob:; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
     "cache-control": "no-cache",  # a new page must not load old scripts after an upgrade
 }
 

@@ -28,6 +28,7 @@ from saccade.options import MediaPolicy, ServerOptions
 from saccade.processor.checkpoint import open_checkpoint
 from saccade.processor.generation_config import defaults_line
 from saccade.processor.prompt import Processor
+from saccade.processor.requests import RequestBuilder
 from saccade.sampling_params import SamplingParams
 from saccade.server.api.models import capacity_line
 from saccade.server.app import create_app
@@ -37,13 +38,12 @@ from saccade.server.http.parser import BoundedHttp
 from saccade.server.service import Service
 from saccade.structured.check import ANY_OBJECT
 from saccade.structured.schema import is_available
-from saccade.types import Request, Size
+from saccade.types import Request
 
 logger = logging.getLogger("saccade.server")
 
 _THROUGHPUT_SECONDS = 10.0
 _FLUSH_SECONDS = 2.0  # for errors to reach the clients of aborted requests
-_WARM_IMAGE = Size(64, 64)
 _MAX_STEP_MS = 400.0  # on a CPU: bounds the wait of a new request for its first step
 
 
@@ -86,9 +86,9 @@ def _listening(server: ServerOptions) -> Iterator[socket.socket]:
     try:
         sock = socket.create_server((server.host, server.port), family=family, backlog=2048)
     except OSError as error:
-        raise ConfigError(
-            f"cannot listen on {server.host}:{server.port}: {error.strerror}; choose another --port or --host"
-        ) from None
+        address = f"{server.host}:{server.port}"
+        message = f"cannot listen on {address}: {error.strerror}; choose another --port or --host"
+        raise ConfigError(message) from None
     with sock:
         yield sock
 
@@ -99,20 +99,18 @@ def warmup_requests(processor: Processor) -> list[Request]:
     text = processor.from_prompt("warm")
     warmups = [(text, params)]
     if processor.policy.limits.get("image", 0) > 0:
-        image = {"image": _black_bmp(_WARM_IMAGE)}
+        image = {"image": _black_bmp(64, 64)}
         prompt = processor.from_prompt({"prompt": f"{processor.placeholder}warm", "multi_modal_data": image})
         warmups.append((prompt, params))
     if is_available():  # preparing the tokenizer for grammars takes one to three seconds
         warmups.append((text, replace(params, structured=ANY_OBJECT)))
-    return [
-        Request(f"warm-up-{i}", prompt, params, max_tokens=2, eos_token_ids=frozenset(), seed=0)
-        for i, (prompt, params) in enumerate(warmups)
-    ]
+    builder = RequestBuilder(frozenset(), seed=0)  # without end tokens, so that decode is warmed up, too
+    return [builder.build(f"warm-up-{i}", *warmup, max_tokens=2)[0] for i, warmup in enumerate(warmups)]
 
 
-def _black_bmp(size: Size) -> bytes:
-    pixels = bytes(size.width * size.height * 3)
-    header = (54 + len(pixels), 0, 54, 40, size.width, size.height, 1 | 24 << 16, 0, len(pixels), 0, 0, 0, 0)
+def _black_bmp(width: int, height: int) -> bytes:
+    pixels = bytes(width * height * 3)
+    header = (54 + len(pixels), 0, 54, 40, width, height, 1 | 24 << 16, 0, len(pixels), 0, 0, 0, 0)
     return b"BM" + b"".join(value.to_bytes(4, "little") for value in header) + pixels
 
 
@@ -211,8 +209,6 @@ class _Running:
         names = ", ".join(self._service.names)
         logger.info("serving %s on http://%s:%d after %.1f s", names, host, port, info.start_seconds)
 
-    # --- shutdown --------------------------------------------------------------------------------------------
-
     def _on_signal(self) -> None:
         if self._stop is None:
             self._stop = asyncio.create_task(self._drain())
@@ -232,8 +228,6 @@ class _Running:
         while gate.num_open and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
         self.http.should_exit = True
-
-    # --- the log --------------------------------------------------------------------------------------------
 
     async def _report_throughput(self) -> None:
         """Logs one line per interval with work, then collects garbage. An idle server logs nothing."""

@@ -121,12 +121,9 @@ class Service:
 
     def check_ids(self, count: int, param: str) -> None:
         if count > self.limits.max_model_len:
-            raise RequestError(
-                f"{count} token ids were given, and the context has {self.limits.max_model_len}; send fewer or "
-                "raise --max-model-len",
-                code="context_length_exceeded",
-                param=param,
-            )
+            limit = f"the context has {self.limits.max_model_len}; send fewer or raise --max-model-len"
+            message = f"{count} token ids were given, and {limit}"
+            raise RequestError(message, code="context_length_exceeded", param=param)
 
     def check_open(self) -> None:
         """ApiError or EngineUnavailable if a new request would be refused without reading its body."""
@@ -155,11 +152,9 @@ class Service:
             return await asyncio.wrap_future(self._schema_pool.submit(caller.client, check))
         except QueueFull as full:
             self.metrics.refused("overloaded")
-            raise overloaded(
-                429,
-                f"{full.count} of your requests wait for their JSON schemas to be checked and "
-                f"{self.server.max_schema_checks} may (--max-schema-checks); try again soon",
-            ) from None
+            limit = f"{self.server.max_schema_checks} may (--max-schema-checks)"
+            waiting = f"{full.count} of your requests wait for their JSON schemas to be checked"
+            raise overloaded(429, f"{waiting} and {limit}; try again soon") from None
 
     async def in_thread(self, work: Callable[..., Result], *args: Any) -> Result:
         """For work of a millisecond or more: on the event loop it would delay the tokens of all streams."""
@@ -171,11 +166,9 @@ class Service:
 
     def check_model(self, name: str | None) -> None:
         if name is not None and not self.serves(name):
-            raise RequestError(
-                f"the model {quoted(name, 200)} is not served here; this server has {', '.join(self.names)}",
-                code="model_not_found",
-                param="model",
-            )
+            names = ", ".join(self.names)
+            message = f"the model {quoted(name, 200)} is not served here; this server has {names}"
+            raise RequestError(message, code="model_not_found", param="model")
 
     async def close(self) -> None:
         await self._fetcher.close()
@@ -193,8 +186,6 @@ class Service:
             await asyncio.get_running_loop().run_in_executor(self._template_pool, self.processor.form)
         except (ConfigError, RequestError) as error:
             logger.warning("the chat template does not work: %s", error)
-
-    # --- prompts --------------------------------------------------------------------------------------------
 
     async def prepare_chat(self, request: ChatRequest, exchange: Exchange) -> tuple[BilledPrompt, Timing]:
         """Fetch the media, then build the prompt in a thread. Nothing is decoded, nothing runs."""
@@ -224,7 +215,7 @@ class Service:
             mm_processor_kwargs=request.mm_processor_kwargs,
             salt=self.salt(caller, request.response_options),
         )
-        with renaming(request.renamed):
+        with renaming(request.renamed.get):
             prompt = await self.in_thread(build)
         self._media.remember(links, messages, owner)
         self._count_mistyped(links, prompt)
@@ -271,8 +262,6 @@ class Service:
         bill = self.processor.bill(prompt, self.limits.block_size, self.limits.slot_bytes)
         return BilledPrompt(prompt, bill)
 
-    # --- running --------------------------------------------------------------------------------------------
-
     @asynccontextmanager
     async def generating(self, request: ChatRequest, exchange: Exchange) -> AsyncIterator[Generation]:
         """Admits and submits a chat of any API. Leaving the context cancels what still runs."""
@@ -291,17 +280,15 @@ class Service:
     ) -> Generation:
         params = response_options.params
         self.processor.check_params(params)
-        answers = [
-            RequestOutputBuilder(
-                index,
-                self.processor.tokenizer,
-                params,
-                include_stop=response_options.include_stop,
-                skip_special_tokens=response_options.skip_special_tokens,
-            )
-            for index in range(len(prompts) * params.n)
-        ]
-        return Generation(prompts, answers, timing, self.metrics)
+        build = partial(
+            RequestOutputBuilder,
+            tokenizer=self.processor.tokenizer,
+            params=params,
+            include_stop=response_options.include_stop,
+            skip_special_tokens=response_options.skip_special_tokens,
+        )
+        outputs = [build(index) for index in range(len(prompts) * params.n)]
+        return Generation(prompts, outputs, timing, self.metrics)
 
     async def start(
         self,
@@ -326,14 +313,11 @@ class Service:
         field = response_options.length_field
         if left < (asked or 1):
             param = "messages" if billed.bill.items else None
-            raise RequestError(
-                f"the prompt has {len(billed.prompt)} tokens{_itemised(billed.bill)}"
-                + (f" and {field} is {asked}" if asked else "")
-                + f", but prompt and answer together may have {self.limits.max_model_len}; send less, smaller "
-                "pictures, or raise --max-model-len",
-                code="context_length_exceeded",
-                param=field if left > 0 else param,
-            )
+            prompt = f"the prompt has {len(billed.prompt)} tokens{_itemised(billed.bill)}"
+            output = f" and {field} is {asked}" if asked else ""
+            limit = f"prompt and answer together may have {self.limits.max_model_len}"
+            message = f"{prompt}{output}, but {limit}; send less, smaller pictures, or raise --max-model-len"
+            raise RequestError(message, code="context_length_exceeded", param=field if left > 0 else param)
         return asked or min(left, response_options.usual_max_tokens or left)
 
 

@@ -19,6 +19,7 @@ from saccade import LLM
 from saccade.checkpoint.hf_processor import load_processor
 from saccade.cli.count import count_files
 from saccade.errors import ConfigError, RequestError
+from saccade.options import Options
 from saccade.processor.checkpoint import open_checkpoint
 from saccade.processor.families import family_for
 from saccade.processor.families.base import Family
@@ -69,7 +70,7 @@ def test_files_are_priced_from_the_small_files_alone(kind: tuple[Path, str], tmp
         (tmp_path / file.name).write_bytes(file.read_bytes())
     image = tmp_path / "photo.png"
     make_photo(120, 90).save(image)
-    ((priced,), errors) = count_files([str(image)], str(tmp_path), None, None)
+    ((priced,), errors) = count_files([str(image)], Options(model=str(tmp_path)))
     assert not errors and priced.tokens == rules(folder).geometry(Size(120, 90), 0, 0).tokens
 
 

@@ -164,9 +164,9 @@ def test_files_are_counted_without_a_model_loaded(qwen2_vl_folder: Path, llava_f
     path = tmp_path / "a.mp4"
     path.write_bytes(FILMS["mp4"])
     for model in (None, str(qwen2_vl_folder)):
-        (count,), errors = count_files([str(path)], model, None, None)
+        (count,), errors = count_files([str(path)], Options(model=model))
         assert (count.width, count.height, count.tokens, errors) == (84, 56, 12, [])
-    assert "takes no videos" in str(count_files([str(path)], str(llava_folder), None, None)[1][0])
+    assert "takes no videos" in str(count_files([str(path)], Options(model=str(llava_folder)))[1][0])
 
 
 # --- requests and policy ------------------------------------------------------------------------------------------

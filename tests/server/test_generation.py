@@ -21,17 +21,17 @@ def test_silence_gives_keep_alives_between_pieces(monkeypatch: pytest.MonkeyPatc
 
     async def check() -> None:
         stream = FakeStream()
-        pieces = (await started(stream)).pieces()
-        assert await anext(pieces) is None
+        deltas = (await started(stream)).deltas()
+        assert await anext(deltas) is None
         stream.queue.put_nowait(token(1))
-        seen = [piece async for piece in _until(pieces, lambda piece: piece is not None)]
+        seen = [piece async for piece in _until(deltas, lambda piece: piece is not None)]
         assert seen[-1] is not None and seen[-1].text == "1"
 
     running(check)
 
 
-async def _until(pieces: Any, is_last: Callable[[Any], bool]) -> Any:
-    async for piece in pieces:
+async def _until(deltas: Any, is_last: Callable[[Any], bool]) -> Any:
+    async for piece in deltas:
         yield piece
         if is_last(piece):
             return
@@ -43,7 +43,7 @@ def test_an_error_of_the_request_comes_out_of_its_pieces() -> None:
         stream.queue.put_nowait(token(1))
         stream.queue.put_nowait(token(0, "error", RequestError("bad", code="image_parse_error")))
         with pytest.raises(RequestError, match="bad"):
-            async for _ in (await started(stream)).pieces():
+            async for _ in (await started(stream)).deltas():
                 pass
 
     running(check)
@@ -64,7 +64,7 @@ def test_an_engine_that_gives_up_a_request_is_unavailable() -> None:
         stream = FakeStream()
         stream.queue.put_nowait(token(0, "abort"))
         with pytest.raises(EngineUnavailable):
-            async for _ in (await started(stream)).pieces():
+            async for _ in (await started(stream)).deltas():
                 pass
 
     running(check)

@@ -30,7 +30,7 @@ class ChatEvents(EventShape):
         options = chat.response_options
         self._options = options
         self._tokenizer = service.processor.tokenizer
-        self._outputs = [_ChatOutput(chat, index) for index in range(len(generation.answers))]
+        self._outputs = [_ChatOutput(chat, index) for index in range(len(generation.outputs))]
         response_id = f"chatcmpl-{options.request_id or request_id}"
         self._envelope = Envelope(response_id, service.names[0], options, generation)
 
@@ -79,11 +79,7 @@ class _ChatOutput:
 
     def take(self, delta: Delta) -> list[dict[str, Any]]:
         """The `delta` objects of the chunks that this delta becomes."""
-        self._total.token_ids += delta.token_ids
-        self._total.shown_ids += delta.shown_ids
-        self._total.logprobs += delta.logprobs
-        self._total.finish_reason = delta.finish_reason
-        self._total.stop_reason = delta.stop_reason
+        self._total.add(delta)
         found = self._finder.take(delta)
         for part in found:
             self._keep(part)

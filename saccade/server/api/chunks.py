@@ -18,10 +18,10 @@ DONE = b"data: [DONE]\n\n"
 class Envelope:
     """Wraps choices into the body of a completion or of one chunk of its stream."""
 
-    def __init__(self, response_id: str, model: str, options: ResponseOptions, generation: Generation) -> None:
+    def __init__(self, reply_id: str, model: str, options: ResponseOptions, generation: Generation) -> None:
         self._options = options
         self._generation = generation
-        self._base = {"id": response_id, "created": int(time.time()), "model": model}
+        self._base = {"id": reply_id, "created": int(time.time()), "model": model}
 
     def choice(self, delta: Delta, key: str, content: Any, logprobs: Any) -> dict[str, Any]:
         choice = {
@@ -67,7 +67,7 @@ class Envelope:
 def usage_of(generation: Generation) -> dict[str, Any]:
     bills = generation.bills
     prompt_tokens = sum(bill.prompt_tokens for bill in bills)
-    completion_tokens = sum(len(answer.token_ids) for answer in generation.answers)
+    completion_tokens = sum(len(output.token_ids) for output in generation.outputs)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,

@@ -12,7 +12,6 @@ from saccade.server.generation import Delta, Generation
 from saccade.server.http.caller import Exchange
 from saccade.server.request.chat import ResponseOptions, read_completion
 from saccade.server.service import Service
-from saccade.types import Logprobs
 
 
 async def create_completion(service: Service, exchange: Exchange) -> None:
@@ -31,40 +30,26 @@ async def create_completion(service: Service, exchange: Exchange) -> None:
 class CompletionEvents(EventShape):
     end_marker = DONE
 
-    def __init__(self, service: Service, options: ResponseOptions, request_id: str, generation: Generation) -> None:
+    def __init__(
+        self, service: Service, options: ResponseOptions, request_id: str, generation: Generation
+    ) -> None:
         self._options = options
         self._tokenizer = service.processor.tokenizer
-        self._answers = generation.answers
-        self._num_chars = [0] * len(generation.answers)  # already sent, per output
-        self._shown_ids: list[list[int]] = [[] for _ in generation.answers]  # without the stop token
-        self._logprobs: list[list[Logprobs]] = [[] for _ in generation.answers]
+        self._totals = [Delta(index) for index in range(len(generation.outputs))]  # each output so far
         response_id = f"cmpl-{options.request_id or request_id}"
         self._envelope = Envelope(response_id, service.names[0], options, generation)
 
     def take(self, delta: Delta) -> Iterator[Event]:
-        index = delta.index
-        self._shown_ids[index] += delta.shown_ids
-        self._logprobs[index] += delta.logprobs
+        total = self._totals[delta.index]
         if delta.text or delta.finish_reason or delta.logprobs:
-            yield self._envelope.chunk("text_completion", self._choice(delta, self._num_chars[index]))
-        self._num_chars[index] += len(delta.text)
+            yield self._envelope.chunk("text_completion", self._choice(delta, offset=len(total.text)))
+        total.add(delta)
 
     def end(self) -> Iterator[Event]:
         return self._envelope.last_chunk("text_completion")
 
     def whole(self) -> dict[str, Any]:
-        choices = []
-        for answer in self._answers:
-            total = Delta(
-                answer.index,
-                answer.text,
-                answer.token_ids,
-                self._shown_ids[answer.index],
-                self._logprobs[answer.index],
-                answer.finish_reason,
-                answer.stop_reason,
-            )
-            choices.append(self._choice(total, offset=0))
+        choices = [self._choice(total, offset=0) for total in self._totals]
         return self._envelope.whole("text_completion", choices)
 
     def _choice(self, delta: Delta, offset: int) -> dict[str, Any]:

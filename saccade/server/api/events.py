@@ -37,12 +37,14 @@ class EventShape(Protocol):
         """The complete body, after every delta was taken."""
 
 
-async def send_events(writer: ResponseWriter, generation: Generation, shape: EventShape, *, stream: bool) -> None:
+async def send_events(
+    writer: ResponseWriter, generation: Generation, shape: EventShape, *, stream: bool
+) -> None:
     """Run the generation to its end. An error before the first byte still gets its HTTP status."""
     if stream:
         await _stream(writer, generation, shape)
         return
-    async for delta in generation.pieces():
+    async for delta in generation.deltas():
         if delta is not None:
             list(shape.take(delta))
     generation.finish()
@@ -52,7 +54,7 @@ async def send_events(writer: ResponseWriter, generation: Generation, shape: Eve
 async def _stream(writer: ResponseWriter, generation: Generation, shape: EventShape) -> None:
     """The status 200 goes out with the first token. An image that fails to decode before that is a 400."""
     writer.fail_with(shape.failed)
-    async for delta in generation.pieces():
+    async for delta in generation.deltas():
         if not writer.is_streaming:
             await _send(writer, shape.begin())
         if delta is not None:

@@ -16,7 +16,8 @@ def _object(**properties: Any) -> dict[str, Any]:
 
 
 _ERROR = _object(error=_object(message=_STRING, type=_STRING, param=_STRING_OR_NULL, code=_STRING_OR_NULL))
-_ANTHROPIC_ERROR = _object(type={"const": "error"}, error=_object(type=_STRING, message=_STRING), request_id=_STRING)
+_CAUSE = _object(type=_STRING, message=_STRING)
+_ANTHROPIC_ERROR = _object(type={"const": "error"}, error=_CAUSE, request_id=_STRING)
 _STATUSES = {
     "400": "The request is at fault",
     "401": "No key, or a wrong one",
@@ -33,10 +34,8 @@ def _operation(table: Mapping[str, Any], *required: str, form: Mapping[str, Any]
     body = {"type": "object", "properties": dict(table), "required": list(required)}
     error = {"application/json": {"schema": form}}
     responses = {status: {"description": text, "content": error} for status, text in _STATUSES.items()}
-    return {
-        "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
-        "responses": responses,
-    }
+    content = {"application/json": {"schema": body}}
+    return {"requestBody": {"required": True, "content": content}, "responses": responses}
 
 
 CHAT = _operation(fields.CHAT, "messages")

@@ -32,8 +32,8 @@ def connection_limit(asked: int | None) -> int:
         return min(max(descriptors - _OTHER_DESCRIPTORS, descriptors // 2), _MAX_AUTOMATIC)
     if asked > max(descriptors - _MIN_OTHER_DESCRIPTORS, descriptors // 2):
         raise ConfigError(
-            f"max_connections={asked} needs more than the {descriptors} descriptors this process may open, of "
-            f"which {_MIN_OTHER_DESCRIPTORS} are for other uses; lower it, or raise the limit (ulimit -n)"
+            f"max_connections={asked} needs more than the {descriptors} descriptors this process may open, "
+            f"of which {_MIN_OTHER_DESCRIPTORS} are for other uses; lower it, or raise the limit (ulimit -n)"
         )
     return asked
 
@@ -71,8 +71,8 @@ class Connections:
         self._num_refused += 1
         if self._may_log():
             logger.warning(
-                "%d connections were turned away: %d are open, %d may be (--max-connections), %d of them from "
-                "one address (--max-client-share)",
+                "%d connections were turned away: %d are open, %d may be (--max-connections), "
+                "%d of them from one address (--max-client-share)",
                 self._num_refused,
                 len(self._open),
                 self.maximum,

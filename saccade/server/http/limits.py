@@ -44,19 +44,15 @@ class ByteLease:
         of_client = gate.bytes_by_client[self._client]
         if of_client + count > gate.max_client_bytes:
             gate.on_refusal("client_share")
-            raise overloaded(
-                429,
-                f"your open requests hold {of_client} bytes and those of one client may hold "
-                f"{gate.max_client_bytes} (--max-client-share of --max-inflight-mb); try again when some have ended",
-            )
+            held = f"your open requests hold {of_client} bytes and those of one client may hold"
+            limit = f"{gate.max_client_bytes} (--max-client-share of --max-inflight-mb)"
+            raise overloaded(429, f"{held} {limit}; try again when some have ended")
         others = gate.total_bytes()
         if others + count > gate.max_bytes:
             gate.on_refusal("bytes")
-            raise overloaded(
-                503,
-                f"requests of {others} bytes are in flight and at most {gate.max_bytes} may be "
-                "(--max-inflight-mb); try again soon",
-            )
+            held = f"requests of {others} bytes are in flight"
+            limit = f"at most {gate.max_bytes} may be (--max-inflight-mb)"
+            raise overloaded(503, f"{held} and {limit}; try again soon")
         gate.bytes_held += count
         gate.bytes_by_client[self._client] += count
         self._server_bytes += count
@@ -66,12 +62,9 @@ class ByteLease:
         """Hold so many outputs. ApiError 429 if they are not free now, 400 if they never can be."""
         gate = self.gate
         if answers > gate.max_open:
-            raise ApiError(
-                400,
-                f"the request asks for {answers} answers, n for each of its prompts, but at most {gate.max_open} "
-                "may be open at once (--max-num-seqs plus --max-waiting); lower n or send fewer prompts",
-                param="n",
-            )
+            asked = f"the request asks for {answers} answers, n for each of its prompts"
+            limit = f"at most {gate.max_open} may be open at once (--max-num-seqs plus --max-waiting)"
+            raise ApiError(400, f"{asked}, but {limit}; lower n or send fewer prompts", param="n")
         more = answers - self._num_outputs
         if more > 0:
             gate.check(more)
@@ -109,7 +102,7 @@ class AdmissionGate:
     """Admits requests while the limits allow it.
 
     `max_open` limits outputs that run or wait; a request counts as one until its n is known. `max_bytes`
-    limits the bytes of all requests, here and in the engine (`engine_bytes`), `max_client_bytes` one client's.
+    limits the bytes of all requests, here and in the engine, `max_client_bytes` those of one client.
     """
 
     max_open: int
@@ -133,19 +126,13 @@ class AdmissionGate:
         """ApiError if so many more outputs cannot be admitted now. Before a body is read, one is assumed."""
         if self.is_draining:
             self.on_refusal("draining")
-            raise ApiError(
-                503,
-                "the server is shutting down and takes no new requests; send it to another one",
-                code="draining",
-                retry_after=_RETRY_AFTER_DRAIN,
-            )
+            message = "the server is shutting down and takes no new requests; send it to another one"
+            raise ApiError(503, message, code="draining", retry_after=_RETRY_AFTER_DRAIN)
         if self.num_open + answers > self.max_open:
             self.on_refusal("overloaded")
-            raise overloaded(
-                429,
-                f"{self.num_open} answers are open, the request asks for {answers} more and {self.max_open} may "
-                "be open (--max-num-seqs plus --max-waiting); try again soon",
-            )
+            asked = f"{self.num_open} answers are open, the request asks for {answers} more"
+            limit = f"{self.max_open} may be open (--max-num-seqs plus --max-waiting)"
+            raise overloaded(429, f"{asked} and {limit}; try again soon")
 
     @contextmanager
     def lease(self, client: str) -> Iterator[ByteLease]:
@@ -181,13 +168,10 @@ async def read_body(request: Request, options: ServerOptions, lease: ByteLease, 
                     deadline.reschedule(asyncio.get_running_loop().time() + timeout)
     except TimeoutError:
         lease.gate.on_refusal("slow_body")
-        raise ApiError(
-            408,
-            f"{len(body) - counted} bytes of the body came in {timeout:g} s and at least {quota}, or its end, "
-            "must (--body-timeout, --min-body-rate); send it faster",
-            code="request_timeout",
-            retry_after=_RETRY_AFTER_TIMEOUT,
-        ) from None
+        came = f"{len(body) - counted} bytes of the body came in {timeout:g} s"
+        expected = f"at least {quota}, or its end, must (--body-timeout, --min-body-rate)"
+        message = f"{came} and {expected}; send it faster"
+        raise ApiError(408, message, code="request_timeout", retry_after=_RETRY_AFTER_TIMEOUT) from None
     return Upload(bytes(body))
 
 
@@ -196,21 +180,14 @@ def _check_type(request: Request) -> None:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
         given = f"this one is {quoted(kind)}" if kind else "this one says nothing"
-        raise ApiError(
-            415,
-            f"the body must be JSON, but {given}; send the header Content-Type: application/json",
-            code="unsupported_media_type",
-        )
+        message = f"the body must be JSON, but {given}; send the header Content-Type: application/json"
+        raise ApiError(415, message, code="unsupported_media_type")
 
 
 def _check_length(length: int, limit: int) -> None:
     if length > limit:
-        raise ApiError(
-            413,
-            f"the body has {length} bytes or more, and at most {limit} are allowed (--max-body-mb); send "
-            "smaller pictures or fewer",
-            code="request_too_large",
-        )
+        sizes = f"the body has {length} bytes or more, and at most {limit} are allowed (--max-body-mb)"
+        raise ApiError(413, f"{sizes}; send smaller pictures or fewer", code="request_too_large")
 
 
 def decode_object(body: bytes) -> dict[str, Any]:

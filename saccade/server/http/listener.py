@@ -76,8 +76,5 @@ class Listener:
         loop.call_later(_PAUSE_SECONDS, self._resume)
         self._connections.drop_idle()
         if self._may_log():
-            logger.error(
-                "new connections wait: %s; raise the limit (ulimit -n) or lower --max-connections, now %d",
-                error.strerror,
-                self._connections.maximum,
-            )
+            text = "new connections wait: %s; raise the limit (ulimit -n) or lower --max-connections, now %d"
+            logger.error(text, error.strerror, self._connections.maximum)

@@ -40,12 +40,9 @@ class BrowserRules:
         """Against DNS rebinding: a foreign name that resolves to this server makes its pages same-origin."""
         if host is None or self._hosts is None or _without_port(host) in self._hosts:
             return
-        raise ApiError(
-            403,
-            f"the Host {quoted(host)} is not a name of this server; use localhost or 127.0.0.1, or start it "
-            "with --allowed-hosts and the name",
-            code="host_not_allowed",
-        )
+        advice = "use localhost or 127.0.0.1, or start it with --allowed-hosts and the name"
+        message = f"the Host {quoted(host)} is not a name of this server; {advice}"
+        raise ApiError(403, message, code="host_not_allowed")
 
     def _check_origin(self, host: str | None, origin: str | None, site: str | None) -> None:
         if "*" in self._origins or origin in self._origins:
@@ -57,12 +54,9 @@ class BrowserRules:
             is_same_origin = origin is None or origin.partition("://")[2] == host
         if not is_same_origin:
             page = "another site" if origin is None else quoted(origin)
-            raise ApiError(
-                403,
-                f"a page of {page} may not call this server; start it with --allowed-origins and the page's "
-                "origin if it should",
-                code="origin_not_allowed",
-            )
+            advice = "start it with --allowed-origins and the page's origin if it should"
+            message = f"a page of {page} may not call this server; {advice}"
+            raise ApiError(403, message, code="origin_not_allowed")
 
 
 def _known_hosts(server: ServerOptions) -> frozenset[str] | None:

@@ -54,11 +54,7 @@ class BoundedHttp(HttpToolsProtocol):
     """Ignores trailers and upgrades. A client that half-closes its connection still gets its response."""
 
     def __init__(
-        self,
-        config: Config,
-        state: ServerState,
-        options: ServerOptions,
-        connections: Connections,
+        self, config: Config, state: ServerState, options: ServerOptions, connections: Connections
     ) -> None:
         super().__init__(config, state, {})
         self._options = options
@@ -147,7 +143,7 @@ class BoundedHttp(HttpToolsProtocol):
                 return
 
     def _without_upgrade(self) -> bytes:
-        """The request head without its upgrade, for a new parser: the old one reads no body after an upgrade."""
+        """The request head for a new parser: the old one reads no body after an upgrade."""
         method = self.parser.get_method()
         if method == b"CONNECT":
             self._refuse(ApiError(405, "this server is no proxy", code="method_not_allowed"))
@@ -276,11 +272,8 @@ class BoundedHttp(HttpToolsProtocol):
 
     def _refuse_connection(self) -> None:
         self._connections.refused()
-        message = (
-            "there are too many connections: in all (--max-connections) or from your address "
-            "(--max-client-share); try again soon"
-        )
-        self._write_error(overloaded(503, message))
+        limits = "in all (--max-connections) or from your address (--max-client-share)"
+        self._write_error(overloaded(503, f"there are too many connections: {limits}; try again soon"))
         self._close()
 
     def _refuse(self, error: ApiError) -> None:

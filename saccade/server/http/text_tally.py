@@ -71,20 +71,14 @@ class TextTally:
 
     def _check(self) -> None:
         if self._bytes > self._max_bytes:
-            raise ApiError(
-                400,
-                f"the body has more than {self._max_bytes} bytes beside its pictures, more than the context can "
-                "hold; send less text or raise --max-model-len",
-                code="context_length_exceeded",
-            )
+            size = f"the body has more than {self._max_bytes} bytes beside its pictures"
+            message = f"{size}, more than the context can hold; send less text or raise --max-model-len"
+            raise ApiError(400, message, code="context_length_exceeded")
         is_large = self._values > MAX_VALUES or self._quotes > 2 * _MAX_STRINGS
         if is_large or self._containers > self._max_containers:
-            raise ApiError(
-                400,
-                f"the body holds more than {MAX_VALUES} values, {_MAX_STRINGS} strings or {self._max_containers} "
-                "lists and objects; send a smaller request",
-                code="request_too_large",
-            )
+            values = f"{MAX_VALUES} values, {_MAX_STRINGS} strings or {self._max_containers} lists"
+            message = f"the body holds more than {values} and objects; send a smaller request"
+            raise ApiError(400, message, code="request_too_large")
 
 
 def check_text(body: Mapping[str, Any], limit: int) -> None:
@@ -104,12 +98,9 @@ def check_text(body: Mapping[str, Any], limit: int) -> None:
 def check_chars(count: int, limit: int, param: str) -> None:
     """Refuses text that cannot fit the context, before it is tokenized."""
     if count > limit:
-        raise RequestError(
-            f"the request has more than {limit} characters of text, more than the context can hold; send less "
-            "or raise --max-model-len",
-            code="context_length_exceeded",
-            param=param,
-        )
+        size = f"the request has more than {limit} characters of text"
+        message = f"{size}, more than the context can hold; send less or raise --max-model-len"
+        raise RequestError(message, code="context_length_exceeded", param=param)
 
 
 def _num_chars(value: Any, media: set[int], enough: int) -> int:

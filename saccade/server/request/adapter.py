@@ -6,12 +6,12 @@ An error of the chat then names the field that the client wrote. The paths hold 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
-from saccade.errors import RequestError
+from saccade.server.request.chat import renaming
 
 _PARAM = re.compile(r"messages\[(\d+)\](?:\.(content|tool_calls)\[(\d+)\])?(.*)", re.DOTALL)
 
@@ -35,15 +35,8 @@ class SourcePaths:
     endings: Sequence[tuple[str, str]]
     messages: list[_MessagePaths] = field(default_factory=list)
 
-    @contextmanager
-    def renaming(self) -> Iterator[None]:
-        """RequestErrors that leave this context name the client's fields."""
-        try:
-            yield
-        except RequestError as error:
-            if error.param is None:
-                raise
-            raise error.renamed(self.original(error.param)) from None
+    def renaming(self) -> AbstractContextManager[None]:
+        return renaming(self.original)
 
     def original(self, param: str) -> str:
         match = _PARAM.fullmatch(param)
@@ -74,7 +67,9 @@ class ChatBuilder:
     source_paths: SourcePaths
     messages: list[dict[str, Any]] = field(default_factory=list)
 
-    def add_message(self, role: Any, content: Any, path: str, part_paths: Sequence[str] = (), **fields: Any) -> None:
+    def add_message(
+        self, role: Any, content: Any, path: str, part_paths: Sequence[str] = (), **fields: Any
+    ) -> None:
         """`part_paths` has the path of each part if the content is a list."""
         self.messages.append({"role": role, "content": content, **fields})
         self.source_paths.messages.append(_MessagePaths(path, not isinstance(content, list), part_paths))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -93,11 +93,8 @@ def _media_kwargs(given: Mapping[str, Any]) -> tuple[Mapping[str, Any] | None, M
     other = given.get("media_io_kwargs") or {}
     frames = other.get("video") or {}
     if set(other) - {"video"} or not isinstance(frames, dict) or set(frames) - {"fps", "num_frames"}:
-        raise RequestError(
-            'media_io_kwargs takes fps or num_frames under video, such as {"video": {"num_frames": 8}}',
-            code="unsupported",
-            param="media_io_kwargs",
-        )
+        message = 'media_io_kwargs takes fps or num_frames under video, such as {"video": {"num_frames": 8}}'
+        raise RequestError(message, code="unsupported", param="media_io_kwargs")
     merged = [name for name in frames if name not in own]
     renamed = {f"mm_processor_kwargs.{name}": f"media_io_kwargs.video.{name}" for name in merged}
     if frames and not own:
@@ -167,7 +164,7 @@ def _response_options(
     sampling = {name: settings[name] for name in fields.SAMPLING if name in settings}
     sampling["logit_bias"] = _logit_bias(settings.get("logit_bias"))
     sampling["max_tokens"] = max_tokens
-    with renaming({"max_tokens": length_field}):
+    with renaming({"max_tokens": length_field}.get):
         params = SamplingParams(**sampling, logprobs=logprobs, structured=structured)
     return ResponseOptions(
         model=given.get("model"),
@@ -188,14 +185,15 @@ def _response_options(
 
 
 @contextmanager
-def renaming(names: Mapping[str, str]) -> Iterator[None]:
-    """RequestErrors that leave this context name fields as the client did."""
+def renaming(client_name: Callable[[str], str | None]) -> Iterator[None]:
+    """RequestErrors that leave this context name fields as the client did. None keeps a name."""
     try:
         yield
     except RequestError as error:
-        if error.param is None or error.param not in names:
+        name = client_name(error.param) if error.param is not None else None
+        if name is None:
             raise
-        raise error.renamed(names[error.param]) from None
+        raise error.renamed(name) from None
 
 
 def _schema(given: Mapping[str, Any], scope: str) -> str | None:
@@ -204,11 +202,9 @@ def _schema(given: Mapping[str, Any], scope: str) -> str | None:
     if not other:
         return structured_from(given.get("response_format"), scope)
     if set(other) != {"json"} or "response_format" in given:
-        raise RequestError(
-            "structured_outputs takes a schema under json and nothing else, and not beside response_format",
-            code="unsupported",
-            param="structured_outputs",
-        )
+        allowed = "a schema under json and nothing else, and not beside response_format"
+        message = f"structured_outputs takes {allowed}"
+        raise RequestError(message, code="unsupported", param="structured_outputs")
     schema = other["json"]
     check = check_schema_text if isinstance(schema, str) else check_schema
     return check(schema, param="structured_outputs.json", scope=scope)

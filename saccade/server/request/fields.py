@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 from saccade.errors import RequestError, quoted
@@ -22,8 +22,6 @@ _BOOL: Schema = {"type": "boolean"}
 _STR: Schema = {"type": "string"}
 _LABEL: Schema = {"type": "string", "maxLength": 1024}  # stored, hashed or echoed, never interpreted
 _OBJ: Schema = {"type": "object"}
-_LIST: Schema = {"type": "array"}
-_ANY: Schema = {}
 
 SAMPLING: Mapping[str, Schema] = {
     "n": _INT,
@@ -213,24 +211,10 @@ MESSAGES: Mapping[str, Schema] = {
     "thinking": _OBJ,
 }
 
-IGNORED = frozenset(
-    [
-        "metadata",
-        "store",
-        "service_tier",
-        "safety_identifier",
-        "prompt_cache_key",
-        "prompt_cache_options",
-        "prompt_cache_retention",
-        "verbosity",
-        "prediction",
-        "reasoning",
-        "reasoning_effort",
-        "moderation",
-        "web_search_options",
-        "cache_control",
-        "max_tool_calls",
-    ]
+IGNORED: Set[str] = (
+    {"metadata", "store", "service_tier", "safety_identifier", "verbosity", "prediction", "moderation"}
+    | {"prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "cache_control"}
+    | {"reasoning", "reasoning_effort", "web_search_options", "max_tool_calls"}
 )
 """Sent by client libraries. They have no effect."""
 
@@ -250,35 +234,12 @@ INERT: Mapping[str, tuple[Any, ...]] = {
 }
 """Unsupported fields, ignored with these values."""
 
-UNSUPPORTED = frozenset(
-    [
-        "audio",
-        "functions",
-        "function_call",
-        "chat_template",
-        "documents",
-        "suffix",
-        "prompt_logprobs",
-        "prompt_embeds",
-        "bad_words",
-        "allowed_token_ids",
-        "logits_processors",
-        "length_penalty",
-        "truncate_prompt_tokens",
-        "guided_json",
-        "guided_regex",
-        "guided_choice",
-        "guided_grammar",
-        "previous_response_id",
-        "conversation",
-        "file_id",
-        "thinking_token_budget",
-        "stop_regex",
-        "lora_path",
-        "container",
-        "mcp_servers",
-        "context_management",
-    ]
+UNSUPPORTED: Set[str] = (
+    {"audio", "functions", "function_call", "suffix", "previous_response_id", "conversation", "file_id"}
+    | {"chat_template", "documents", "prompt_logprobs", "prompt_embeds", "truncate_prompt_tokens"}
+    | {"bad_words", "allowed_token_ids", "logits_processors", "length_penalty", "thinking_token_budget"}
+    | {"guided_json", "guided_regex", "guided_choice", "guided_grammar", "stop_regex", "lora_path"}
+    | {"container", "mcp_servers", "context_management"}
 )
 
 _TYPES: Mapping[str, tuple[type | tuple[type, ...], str]] = {  # in Python, and in words
@@ -324,11 +285,9 @@ class FieldReader:
             return
         shown = name[:64]
         if self._strict:
-            raise RequestError(
-                f"the field {shown!r} is unknown, and this server refuses unknown fields (--strict-params)",
-                code="unknown_parameter",
-                param=shown,
-            )
+            reason = "this server refuses unknown fields (--strict-params)"
+            message = f"the field {shown!r} is unknown, and {reason}"
+            raise RequestError(message, code="unknown_parameter", param=shown)
         if shown not in self._logged and len(self._logged) < 1000:  # bounded: clients choose the names
             self._logged.add(shown)
             logger.info("a request has the unknown field %r, which is ignored", shown)

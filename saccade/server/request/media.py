@@ -94,20 +94,15 @@ def _link(part: Any, message: int, position: int) -> Link | None:
     uuid = part.get("uuid")
     link = Link(message, position, url if isinstance(url, str) and url else None, uuid, kind)
     if uuid is not None and not (isinstance(uuid, str) and 0 < len(uuid) <= MAX_UUID_CHARS):
-        raise RequestError(
-            f"a uuid must be a string of 1 to {MAX_UUID_CHARS} characters",
-            param=link.param.removesuffix(kind) + "uuid",
-        )
+        param = link.param.removesuffix(kind) + "uuid"
+        raise RequestError(f"a uuid must be a string of 1 to {MAX_UUID_CHARS} characters", param=param)
     return link
 
 
 def _check_count(kind: str, count: int, maximum: int | None) -> None:
     if maximum is not None and count > maximum:
-        raise RequestError(
-            f"at most {maximum} {kind}s per prompt are allowed (--limit-mm-per-prompt {kind}={maximum}), but "
-            f"{count} were given",
-            param="messages",
-        )
+        limit = f"at most {maximum} {kind}s per prompt are allowed (--limit-mm-per-prompt {kind}={maximum})"
+        raise RequestError(f"{limit}, but {count} were given", param="messages")
 
 
 class MediaResolver:
@@ -190,9 +185,6 @@ class MediaResolver:
         data = self._uuids.get(owner, link.uuid)
         if data is None:
             kind = "video" if link.is_video else "picture"
-            raise RequestError(
-                f"no {kind} is kept under the uuid {quoted(link.uuid)}; send it again with its data",
-                code="image_file_not_found",
-                param=link.param,
-            )
+            message = f"no {kind} is kept under the uuid {quoted(link.uuid)}; send it again with its data"
+            raise RequestError(message, code="image_file_not_found", param=link.param)
         return data

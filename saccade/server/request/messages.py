@@ -39,11 +39,9 @@ def read_message(body: Mapping[str, Any], reader: FieldReader, needs_length: boo
     for index, message in enumerate(given["messages"]):
         _add_message(chat, message, f"messages[{index}]")
     if given["messages"] and given["messages"][-1]["role"] == "assistant":
-        raise RequestError(
-            "the last message must be the user's: this server begins a new answer and does not continue one",
-            code="unsupported",
-            param="messages",
-        )
+        reason = "this server begins a new answer and does not continue one"
+        message = f"the last message must be the user's: {reason}"
+        raise RequestError(message, code="unsupported", param="messages")
     body = {**_as_chat(given), "messages": chat.messages}
     with chat.source_paths.renaming():
         request = read_chat(body, reader)
@@ -74,11 +72,8 @@ def _format(config: Mapping[str, Any] | None) -> Any:
 
 def _tool(tool: Any, path: str) -> dict[str, Any]:
     if not isinstance(tool, Mapping) or tool.get("type", "custom") not in (None, "custom"):
-        raise RequestError(
-            "tools of this server are the client's own: an object with name and input_schema",
-            code="unsupported",
-            param=path,
-        )
+        message = "tools of this server are the client's own: an object with name and input_schema"
+        raise RequestError(message, code="unsupported", param=path)
     function = {"name": tool.get("name"), "parameters": tool.get("input_schema")}
     if "description" in tool:
         function["description"] = tool["description"]
@@ -158,11 +153,9 @@ def _part(block: Any, path: str) -> dict[str, Any]:
         return {"type": "text", "text": block.get("text")}
     if kind == "image":
         return {"type": "image_url", "image_url": {"url": _url(block.get("source"), f"{path}.source")}}
-    raise RequestError(
-        f"a block of the type {quoted(kind)} cannot stand here; use text and image, tool_use in an "
-        "assistant's message, tool_result in a user's",
-        param=f"{path}.type",
-    )
+    allowed = "text and image, tool_use in an assistant's message, tool_result in a user's"
+    message = f"a block of the type {quoted(kind)} cannot stand here; use {allowed}"
+    raise RequestError(message, param=f"{path}.type")
 
 
 def _url(source: Any, path: str) -> str:
@@ -175,8 +168,5 @@ def _url(source: Any, path: str) -> str:
     if kind == "file":
         message = "this server keeps no files; send the picture as base64 or url"
         raise RequestError(message, code="unsupported", param=path)
-    raise RequestError(
-        "an image's source must be {'type': 'base64', 'data': ...} or {'type': 'url', 'url': ...}",
-        code="invalid_image_url",
-        param=path,
-    )
+    message = "an image's source must be {'type': 'base64', 'data': ...} or {'type': 'url', 'url': ...}"
+    raise RequestError(message, code="invalid_image_url", param=path)

@@ -42,21 +42,15 @@ class ResponseRequest(NamedTuple):
 def read_response(body: Mapping[str, Any], reader: FieldReader) -> ResponseRequest:
     for name in _STATEFUL:
         if body.get(name):
-            raise RequestError(
-                f"{name} needs what a server keeps between requests, and this one keeps no state; send the "
-                "whole conversation as input",
-                code="unsupported",
-                param=name,
-            )
+            reason = f"{name} needs what a server keeps between requests, and this one keeps no state"
+            message = f"{reason}; send the whole conversation as input"
+            raise RequestError(message, code="unsupported", param=name)
     given = reader.read(body, fields.RESPONSES)
     if "input" not in given:
         raise RequestError("input is missing; send a string or a list of items", param="input")
     if "message.output_text.logprobs" in given.get("include", ()):
-        raise RequestError(
-            "include asks for log probabilities, which only /v1/chat/completions gives",
-            code="unsupported",
-            param="include",
-        )
+        message = "include asks for log probabilities, which only /v1/chat/completions gives"
+        raise RequestError(message, code="unsupported", param="include")
     chat = ChatBuilder(SourcePaths(_NAMES, _ENDINGS))
     _add_input(chat, given)
     body = {**_as_chat(given), "messages": chat.messages}
@@ -72,11 +66,10 @@ def _echo(given: Mapping[str, Any]) -> Mapping[str, Any]:
     sizes = {name: len(msgspec.json.encode(given[name])) for name in _ECHOED if name in given}
     sizes.pop("instructions", None)
     if sum(sizes.values()) > MAX_ECHO_BYTES:
-        raise RequestError(
-            f"{', '.join(sizes)} have {sum(sizes.values())} bytes together, but a response repeats at most "
-            f"{MAX_ECHO_BYTES} of what it was asked; send less",
-            param=max(sizes, key=lambda name: sizes[name]),
-        )
+        given_bytes = f"{', '.join(sizes)} have {sum(sizes.values())} bytes together"
+        limit = f"a response repeats at most {MAX_ECHO_BYTES} of what it was asked"
+        largest = max(sizes, key=lambda name: sizes[name])
+        raise RequestError(f"{given_bytes}, but {limit}; send less", param=largest)
     return {name: given.get(name, value) for name, value in _ECHOED.items()}
 
 
@@ -159,11 +152,8 @@ def _part(part: Any, path: str) -> dict[str, Any]:
     if kind != "input_image":
         raise _invalid(f"{path} must be an input_text, an input_image or an output_text", path)
     if part.get("file_id") is not None:
-        raise RequestError(
-            "file_id names a file, and this server keeps none; send the picture as image_url",
-            code="unsupported",
-            param=f"{path}.file_id",
-        )
+        message = "file_id names a file, and this server keeps none; send the picture as image_url"
+        raise RequestError(message, code="unsupported", param=f"{path}.file_id")
     return {"type": "image_url", "image_url": {"url": part.get("image_url"), "detail": part.get("detail")}}
 
 

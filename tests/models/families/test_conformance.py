@@ -19,6 +19,7 @@ from saccade import costs
 from saccade.cli.count import count_files
 from saccade.errors import ConfigError, RequestError
 from saccade.models.cuda.vision import FusedVision
+from saccade.options import Options
 from saccade.processor.checkpoint import open_checkpoint
 from saccade.processor.families import family_for
 from saccade.types import Grid, Size, Span
@@ -84,7 +85,7 @@ def test_images_are_counted_from_the_config_files_alone(case: Case, tmp_path: Pa
         if (case.folder / name).exists():
             (tmp_path / name).write_bytes((case.folder / name).read_bytes())
     (tmp_path / "a.png").write_bytes(png(make_photo(*case.row.counted)))
-    counts, errors = count_files([str(tmp_path / "a.png")], str(tmp_path), None, None)
+    counts, errors = count_files([str(tmp_path / "a.png")], Options(model=str(tmp_path)))
     assert not errors and counts[0].tokens == case.row.tokens
 
 

@@ -23,6 +23,7 @@ from saccade.models.layers.attention import PagedKV
 from saccade.models.layers.mla import LatentDecoder
 from saccade.models.parameters import Parameters
 from saccade.models.weights import fill_random
+from saccade.options import Options
 from saccade.processor.checkpoint import open_checkpoint
 from saccade.processor.families.deepseek_vl_v2 import DeepseekVL2
 from saccade.runner.encoder.graphs import _packings
@@ -145,9 +146,9 @@ def test_counting_files_of_one_prompt_gives_what_the_prompt_is_billed(
     files = [str(tmp_path / f"{i}.png") for i in range(count)]
     asked = {"prompt": "<image>\n" * count, "multi_modal_data": {"image": PHOTOS[:count]}}
     billed = subject.processor.bill(subject.processor.from_prompt(asked), 16).items
-    rows, _ = count_files(files, str(folder), None, None, together=True)
+    rows, _ = count_files(files, Options(model=str(folder)), together=True)
     assert [row.tokens for row in rows] == [item.tokens for item in billed]
-    alone, _ = count_files(files, str(folder), None, None)
+    alone, _ = count_files(files, Options(model=str(folder)))
     assert (alone == rows) is (count == 2)
 
 

@@ -25,6 +25,7 @@ from saccade.cli.count import count_files
 from saccade.errors import ConfigError, RequestError
 from saccade.models.layers.attention import PagedKV
 from saccade.models.layers.cross_attention import pack, unpack
+from saccade.options import Options
 from saccade.processor.checkpoint import open_checkpoint
 from saccade.processor.families.base import cross_attended
 from saccade.processor.families.mllama import Mllama, arrangements
@@ -147,7 +148,7 @@ def test_count_needs_the_small_files_only(folder: Path, tmp_path: Path) -> None:
     for name in ("config.json", "processor_config.json"):
         (tmp_path / name).write_bytes((folder / name).read_bytes())
     PHOTOS[1].save(tmp_path / "wide.png")
-    counts, errors = count_files([str(tmp_path / "wide.png")], str(tmp_path), None, None)
+    counts, errors = count_files([str(tmp_path / "wide.png")], Options(model=str(tmp_path)))
     assert not errors and (counts[0].tokens, counts[0].kv_blocks) == (1, 1)
     assert (counts[0].resized_width, counts[0].resized_height) == (110, 50)
 

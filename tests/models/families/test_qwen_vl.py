@@ -22,6 +22,7 @@ from saccade.models.families.qwen_vl import QwenVL as Model
 from saccade.models.parameters import Parameters
 from saccade.models.vision.ops import TorchVision
 from saccade.models.weights import _plan, _stored_targets
+from saccade.options import Options
 from saccade.processor.families import family_for
 from saccade.processor.families.qwen_vl import QwenVL
 from saccade.processor.families.text import Text
@@ -115,7 +116,7 @@ def test_whatever_changes_pixels_changes_the_tag() -> None:
 def test_images_are_counted_from_the_config_alone(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED))
     (tmp_path / "a.png").write_bytes(png(make_photo(84, 56)))
-    counts, errors = count_files([str(tmp_path / "a.png")], str(tmp_path), None, None)
+    counts, errors = count_files([str(tmp_path / "a.png")], Options(model=str(tmp_path)))
     assert not errors and (counts[0].tokens, counts[0].kv_blocks, counts[0].resized_width) == (256, 16, 448)
 
 

@@ -153,9 +153,9 @@ class _Silent:
     def __init__(self, generation: Generation) -> None:
         self._generation = generation
 
-    async def pieces(self) -> Any:
+    async def deltas(self) -> Any:
         yield None
-        async for piece in self._generation.pieces():
+        async for piece in self._generation.deltas():
             yield piece
 
     def finish(self) -> None:
