@@ -5,10 +5,11 @@ BIN := $(VENV)/bin
 PORT ?= 8000
 MODEL ?=
 
-# What `make test-fast` runs: no engine, no server, no Transformers.
-FAST := tests/project/test_borders.py tests/scheduler tests/media/test_[dfhlpru]*.py \
+# What `make test-fast` runs: nothing that needs an engine, a server or Transformers.
+FAST := tests/project/test_borders.py tests/project/test_vocabulary.py tests/scheduler tests/media \
 	tests/checkpoint/test_config.py tests/structured/test_schema.py tests/engine/test_trace.py tests/engine/ipc/test_messages.py \
-	tests/server/test_[ces][ovt][nre]*.py tests/test_[cfs]*.py
+	tests/server/api tests/server/request tests/server/test_config.py tests/server/test_generation.py tests/server/test_metrics.py \
+	tests/test_costs.py tests/test_fair_pool.py tests/test_sampling_params.py
 
 .PHONY: setup test test-fast lint types tests browser serve bench evaluate clean
 
@@ -21,6 +22,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 
 test: setup lint types tests
 
+# What most changes touch, in half a minute: lint, borders, words, scheduler, media, configs and requests.
 test-fast: setup lint
 	$(BIN)/python -m pytest -n 2 -m "not slow and not server" $(FAST)
 
