@@ -333,7 +333,7 @@ class LLM:
                     results[request_id] = RequestOutput(request_id, None, [], [], True, None, error)
                 self.engine.launch_if_full()
             self._drain(ids, results, use_tqdm)
-        except BaseException:  # the caller gave up (Ctrl-C): nothing of this call stays behind
+        except BaseException:  # the caller gave up (Ctrl-C): nothing of this call stays open
             for request_id in ids:
                 self.engine.abort_request(request_id)
             raise
