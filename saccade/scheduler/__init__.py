@@ -1,4 +1,4 @@
-"""Decides what each step computes. Standard library only: no tensors, no pixels, no text, no clock of its own."""
+"""Decides what each step computes. Standard library only: no tensors, no pixels, no text, no clock."""
 
 from saccade.scheduler.scheduler import Scheduler
 

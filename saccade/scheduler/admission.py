@@ -1,4 +1,4 @@
-"""Requests that could never run are refused when they arrive, with the numbers and the flag that moves the limit."""
+"""Requests that could never run are refused on arrival, with the values and the flag that moves the limit."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def _check_length(request: Request, config: SchedulerConfig) -> None:
         num_media = sum(span.length for span in request.prompt.spans)
         raise RequestError(
             f"the prompt has {num_prompt} tokens ({num_media} of them for pictures) and max_tokens is "
-            f"{request.max_tokens}, {total} together, but prompt and answer may have {config.max_model_len} with at "
-            "least 1 for the answer; send less, lower max_tokens or raise --max-model-len",
+            f"{request.max_tokens}, {total} together, but prompt and answer may have {config.max_model_len} "
+            "with at least 1 for the answer; send less, lower max_tokens or raise --max-model-len",
             code="context_length_exceeded",
         )
 
@@ -51,19 +51,21 @@ def _check_blocks(request: Request, config: SchedulerConfig) -> None:
     num_needed = -(-num_positions // config.block_size)
     if num_needed > config.num_blocks:
         raise RequestError(
-            f"the prompt of {len(request.prompt)} tokens with max_tokens {request.max_tokens} needs {num_needed} KV "
-            f"blocks of {config.block_size} tokens, but there are {config.num_blocks}; send less, lower max_tokens or "
-            "raise --kv-cache-gb",
+            f"the prompt of {len(request.prompt)} tokens with max_tokens {request.max_tokens} needs "
+            f"{num_needed} KV blocks of {config.block_size} tokens, but there are {config.num_blocks}; send "
+            "less, lower max_tokens or raise --kv-cache-gb",
             code="context_length_exceeded",
         )
 
 
 def _check_company(index: int, spans: Sequence[Span], config: SchedulerConfig) -> None:
     """Images that one token attends to are resident together. The same image twice is there once."""
-    together = {span.key: span.num_embeds for span in spans[: index + 1] if span.pinned_until > spans[index].start}
-    if sum(together.values()) > config.encoder_cache_slots:
+    start = spans[index].start
+    together = {span.key: span.num_embeds for span in spans[: index + 1] if span.pinned_until > start}
+    total = sum(together.values())
+    if total > config.encoder_cache_slots:
         raise RequestError(
-            f"{len(together)} pictures of the prompt stand together and have {sum(together.values())} embeddings, but "
+            f"{len(together)} pictures of the prompt stand together and have {total} embeddings, but "
             f"{config.encoder_cache_slots} fit in the encoder cache; send fewer of them side by side, lower "
             "--max-pixels or raise --encoder-cache-gb",
             code="image_too_large",
@@ -78,8 +80,8 @@ def _check_span(index: int, span: Span, config: SchedulerConfig) -> None:
     for count, limit, what, flag in limits:
         if count > limit:
             raise RequestError(
-                f"picture {index + 1} of the prompt has {count} embeddings, but {limit} {what}; send it smaller, "
-                f"lower --max-pixels or raise {flag}",
+                f"picture {index + 1} of the prompt has {count} embeddings, but {limit} {what}; send it "
+                f"smaller, lower --max-pixels or raise {flag}",
                 code="image_too_large",
                 key=span.key,
             )

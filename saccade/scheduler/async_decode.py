@@ -1,18 +1,18 @@
 """Asynchronous scheduling: plan the next decode step before the current one's tokens are known.
 
-step 7 runs:    A computes its token 40    B ends its prompt at 12    their next tokens are on the device alone
-async decode:   A computes its token 41    B computes 13              a request that ends with step 7 decodes in vain
+step 7 runs:    A computes token 40    B ends its prompt at 12    their next tokens are on the device alone
+async decode:   A computes token 41    B computes 13              one that ends with step 7 decodes in vain
 
-Every request that samples now decodes next. Prefill and images are planned beside it, once step 7's tokens are known.
+Every request that samples now decodes next. Prefill and images are planned beside it, once tokens are known.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 
 from saccade.scheduler.kv_cache import BlockPool
-from saccade.scheduler.request import ScheduledRequest
+from saccade.scheduler.request import OpenRequests, ScheduledRequest
 from saccade.types import ScheduledWindow, StepPlan
 
 
@@ -21,23 +21,21 @@ def samples_on_device(plans: Sequence[StepPlan], running: Iterable[ScheduledRequ
     return bool(plans) and all(seq.samples_on_device for seq in running)
 
 
-def can_fuse(served: frozenset[str], running: Iterable[ScheduledRequest], coming: Iterable[ScheduledRequest]) -> bool:
-    """Whether prefill may be fused with the next decode step: that will be async, as far as can be said, and no request
-    gets a token beside the step that decodes `served` now."""
+def can_fuse(
+    served: frozenset[str], running: Iterable[ScheduledRequest], coming: Iterable[ScheduledRequest]
+) -> bool:
+    """Whether prefill may be fused with the next decode step: only `served` decode, all on the device."""
     if not served or not all(seq.request_id in served or not seq.is_decoding for seq in running):
         return False
     return all(seq.samples_on_device and not seq.is_decoding for seq in coming)
 
 
 def async_decode_windows(
-    pool: BlockPool, plans: Iterable[StepPlan], open_requests: Mapping[str, ScheduledRequest]
+    pool: BlockPool, plans: Iterable[StepPlan], open_requests: OpenRequests
 ) -> tuple[ScheduledWindow, ...]:
-    """One more token for each request that samples in a plan and does not surely end with it.
-
-    Nothing if a block is missing.
-    """
+    """A token for each request that samples in a plan and may go on; nothing if a block is missing."""
     windows: list[ScheduledWindow] = []
-    lacking: list[tuple[int, ScheduledRequest]] = []  # requests that need a block for it, by their index in `windows`
+    lacking: list[tuple[int, ScheduledRequest]] = []  # by index in `windows`: requests that need a block
     size = pool.block_size
     for window in chain.from_iterable(plan.windows for plan in plans):
         end = window.end

@@ -1,10 +1,10 @@
 """How the tokens of one step are shared: decode first, then prompts of text, then prompts with images.
 
-Requests are served in order of arrival, so the later kinds get a smaller purse instead: each kind leaves what the kinds
-before it want, and images keep a share whatever comes.
+Requests are served in order of arrival, so the later kinds get a smaller purse instead: each kind leaves what
+the kinds before it want, and images keep a share whatever comes.
 
-Prefill that does not end its prompt may be fused with the next decode step, and then a step holds more tokens of it.
-Where one prompt ends, nothing is fused:
+Prefill that does not end its prompt may be fused with the next decode step, and then a step holds more tokens
+of it. Where one prompt ends, nothing is fused:
 
     fused       | 384 of 1,500 |  384  |  384  | 332 | the last 16 |
     not fused   | 128 of 1,500 |  128  |  128  | 128 | 128 | ...
@@ -12,8 +12,7 @@ Where one prompt ends, nothing is fused:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from collections.abc import Sequence as Many
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from saccade.options import SchedulerConfig
@@ -31,15 +30,15 @@ class StepBudget:
         self.total = limits.tokens
         self.num_prefills = 0  # so far
         self._max_prefills = limits.max_prefills if limits.max_prefills is not None else limits.tokens
-        room = max(limits.tokens - demand.decoding, 1)
-        self._ending = room  # prefill tokens in a step in which a prompt ends
-        self._going_on = room  # where none does
+        left = max(limits.tokens - demand.decoding, 1)
+        self._ending = left  # prefill tokens in a step in which a prompt ends
+        self._going_on = left  # where none does
         if limits.prefill_tokens is not None:
             # Every prompt that can end in this step does.
             ends_text = 0 < demand.text_tokens <= limits.prefill_tokens
             going_on = limits.mixed_tokens if limits.mixed_tokens and not ends_text else limits.prefill_tokens
-            self._ending = min(room, limits.prefill_tokens)
-            self._going_on = min(room, going_on)
+            self._ending = min(left, limits.prefill_tokens)
+            self._going_on = min(left, going_on)
         self._prefill = max(self._ending, self._going_on)
         self._images = self._prefill
         if limits.text_first:
@@ -76,7 +75,7 @@ class StepBudget:
             self._prefill = self._going_on = self._ending
 
 
-def are_enough(requests: Many[ScheduledRequest], config: SchedulerConfig) -> bool:
+def are_enough(requests: Sequence[ScheduledRequest], config: SchedulerConfig) -> bool:
     """Whether a step of these requests is full, unless much of them is found in the prefix cache."""
     max_prefills = config.latency.max_prefills if config.latency else None
     most = min(max_prefills or config.max_num_seqs, config.max_num_seqs)
@@ -84,8 +83,9 @@ def are_enough(requests: Many[ScheduledRequest], config: SchedulerConfig) -> boo
 
 
 def demand_of(
-    requests: Iterable[ScheduledRequest], *, step: int, work_in_flight: int, can_fuse: bool, latency_bounded: bool
+    requests: Iterable[ScheduledRequest], step: int, in_flight: int, can_fuse: bool, latency_bounded: bool
 ) -> Demand:
+    """`in_flight`: work."""
     decoding = text_decoding = prompts = text_tokens = work = 0
     for seq in requests:
         if seq.is_decoding:
@@ -98,7 +98,9 @@ def demand_of(
             prompts += 1
         else:
             work = work or seq.spans[seq.next_span].encode_cost
-    return Demand(step, decoding, text_decoding, prompts, text_tokens, work, work_in_flight, can_fuse, latency_bounded)
+    return Demand(
+        step, decoding, text_decoding, prompts, text_tokens, work, in_flight, can_fuse, latency_bounded
+    )
 
 
 @dataclass(slots=True)
@@ -113,7 +115,7 @@ class StepBuilder:
     prefill: list[ScheduledWindow] = field(default_factory=list)
     admitted: list[Admission] = field(default_factory=list)
     has_preempted: bool = False
-    is_short: bool = False  # of blocks that only a preemption can free, and none may happen beside a running step
+    is_short: bool = False  # of blocks that only a preemption can free; none may happen beside a running step
 
     @property
     def has_windows(self) -> bool:

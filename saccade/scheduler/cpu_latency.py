@@ -1,8 +1,8 @@
-"""What fits into a step on a CPU: measured at start, and learned again from every step. Plain arithmetic, no clock.
+"""What fits into a step on a CPU: measured at start, and learned again from every step. Has no clock.
 
 A machine is often busy when an engine starts, or becomes so later. One measure would bound steps for life:
 
-    first 98 tokens/s, really 2,814     step of   39 ─► 78 ─► 156 ─► 313 ─► 627 ─► 1,125 tokens, which take 400 ms
+    first 98 tokens/s, really 2,814   step of   39 ─► 78 ─► 156 ─► 313 ─► 627 ─► 1,125 tokens, in 400 ms
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Rate:
         self.value = max(first, minimum)
 
     def learn(self, amount: float, seconds: float, allowed: float) -> None:
-        """Faster than thought counts always; slower only where it took too long. Little at a time is always slow."""
+        """Faster counts always; slower only where it took too long: little at a time is always slow."""
         seen = amount / max(seconds, 1e-9)
         if seen > self.value:
             self.value = min(seen, _FASTER * self.value)

@@ -1,4 +1,4 @@
-"""The encoder cache: which images' embeddings exist, which spans pin them, and how many slots they take. No tensors.
+"""The encoder cache: which images' embeddings exist, which spans pin them, and their slots. No tensors.
 
 in flight:  reserved, being encoded; cannot be evicted
 pinned:     resident and held by at least one request's span; cannot be evicted
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from saccade.types import Key
 
@@ -21,11 +21,8 @@ Holder = tuple[str, int]
 class _Entry:
     slots: int
     holders: set[Holder]
+    is_unused: bool  # encoded ahead and not yet entered: its miss is counted, its first hit is not
     is_in_flight: bool = True
-    is_unused: bool = field(init=False)  # encoded ahead and not yet entered: its miss is counted, its first hit is not
-
-    def __post_init__(self) -> None:
-        self.is_unused = not self.holders
 
 
 class EncoderCache:
@@ -38,7 +35,7 @@ class EncoderCache:
         self._idle: OrderedDict[Key, None] = OrderedDict()  # least recently used first
         self._held: dict[Holder, Key] = {}
         self._evicted: dict[Key, None] = {}  # not yet told to the runner
-        self._used_slots = self._idle_slots = self._flight_slots = 0
+        self._used_slots = self._idle_slots = self.slots_in_flight = 0
         self._hits = self._misses = self._evictions = 0
 
     def __contains__(self, key: Key) -> bool:
@@ -48,10 +45,6 @@ class EncoderCache:
     def space(self) -> int:
         """Slots that are free or can be freed."""
         return self._slots - self._used_slots + self._idle_slots
-
-    @property
-    def slots_in_flight(self) -> int:
-        return self._flight_slots
 
     def is_resident(self, key: Key) -> bool:
         entry = self._entries.get(key)
@@ -67,20 +60,20 @@ class EncoderCache:
     # --- the life of an entry -------------------------------------------------------------------------------
 
     def reserve(self, key: Key, slots: int, holder: Holder | None, keep: Collection[Key] = ()) -> bool:
-        """Reserve slots for an encoding, evicting idle entries but none in `keep`. False, and nothing done, if full."""
+        """Reserve slots for an encoding; may evict idle entries, but none in `keep`. False: too few are left."""
         assert key not in self._entries, "reserved twice"
-        assert self.can_ever_fit(slots), f"{slots} slots of {self._slots} should have been refused at admission"
+        assert self.can_ever_fit(slots), f"{slots} slots of {self._slots} should have been refused"
         victims = self._victims(slots, keep)
         if victims is None:
             return False
         for victim in victims:
             self._evict(victim)
         self._evicted.pop(key, None)  # it is encoded anew, which overwrites what the runner still has
-        self._entries[key] = _Entry(slots, {holder} if holder else set())
+        self._entries[key] = _Entry(slots, {holder} if holder else set(), is_unused=holder is None)
         if holder:
             self._held[holder] = key
         self._used_slots += slots
-        self._flight_slots += slots
+        self.slots_in_flight += slots
         self._misses += 1
         return True
 
@@ -123,7 +116,7 @@ class EncoderCache:
         self._used_slots -= entry.slots
         for holder in entry.holders:
             del self._held[holder]
-        self._evicted[key] = None  # an older tensor may still be there, when eviction and reservation fell in one step
+        self._evicted[key] = None  # an older tensor may be there, evicted and reserved again in one step
         return tuple(sorted(entry.holders))
 
     def drain_evicted(self) -> tuple[Key, ...]:
@@ -133,12 +126,12 @@ class EncoderCache:
         return evicted
 
     def reset(self, untold: Iterable[Key] = ()) -> None:
-        """Drop every entry. The runner is told all of them, and `untold` from a plan that it may never have read."""
+        """Drop every entry. The runner is told all, and `untold` from a plan that it may never have read."""
         assert not self._held, "reset while requests hold embeddings"
         self._evicted.update(dict.fromkeys((*untold, *self._entries)))
         self._entries.clear()
         self._idle.clear()
-        self._used_slots = self._idle_slots = self._flight_slots = 0
+        self._used_slots = self._idle_slots = self.slots_in_flight = 0
 
     def _victims(self, slots: int, keep: Collection[Key]) -> list[Key] | None:
         missing = slots - (self._slots - self._used_slots)
@@ -162,7 +155,7 @@ class EncoderCache:
     def _land(self, entry: _Entry) -> None:
         assert entry.is_in_flight, "an embedding arrived that nobody asked for"
         entry.is_in_flight = False
-        self._flight_slots -= entry.slots
+        self.slots_in_flight -= entry.slots
 
     def _rest(self, key: Key, entry: _Entry) -> None:
         self._idle[key] = None
@@ -180,9 +173,9 @@ class EncoderCache:
         return {
             "slots_total": self._slots,
             "slots_used": self._used_slots,
-            "slots_pinned": self._used_slots - self._idle_slots - self._flight_slots,
+            "slots_pinned": self._used_slots - self._idle_slots - self.slots_in_flight,
             "slots_idle": self._idle_slots,
-            "slots_in_flight": self._flight_slots,
+            "slots_in_flight": self.slots_in_flight,
             "entries": len(self._entries),
             "hits": self._hits,
             "misses": self._misses,
@@ -197,7 +190,7 @@ class EncoderCache:
         assert self._used_slots == sum(entry.slots for entry in entries.values()), "used slots miscounted"
         assert self._idle_slots == sum(entries[key].slots for key in idle), "idle slots miscounted"
         flight = sum(entry.slots for entry in entries.values() if entry.is_in_flight)
-        assert self._flight_slots == flight, "slots in flight miscounted"
+        assert self.slots_in_flight == flight, "slots in flight miscounted"
         assert self._used_slots <= self._slots, f"{self._used_slots} slots used of {self._slots}"
         held = {holder: key for key, entry in entries.items() for holder in entry.holders}
         assert held == self._held, "holders and entries disagree"

@@ -1,6 +1,6 @@
 """Decides which images are encoded, and lets windows into their spans. Knows no blocks and no token budgets.
 
-The one rule: a window ends before the first span whose embeddings are neither resident nor encoded in this step.
+A window ends before the first span whose embeddings are neither resident nor encoded in this step.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class _InFlight(NamedTuple):
 class EncoderScheduler:
     """Lets windows into spans and starts encoding, one step after the other.
 
-    A refusal queues a request only where pins and encodings in flight alone block it: those end by themselves. Anything
-    else (blocks it waits for, its own earlier spans) may depend on later requests.
+    A refusal queues a request only where pins and encodings in flight alone block it: those end by
+    themselves. Anything else (blocks it waits for, its own earlier spans) may depend on later requests.
     """
 
     def __init__(self, cache: EncoderCache, encoder_budget: int) -> None:
@@ -72,11 +72,11 @@ class EncoderScheduler:
 
     @property
     def work_in_flight(self) -> int:
-        """Embeddings that the encoder is making. Time and memory depend on these; the cache counts those that stay."""
+        """Embeddings that the encoder is making, on which time and memory depend; some may be pruned then."""
         return sum(flight.work for flight in self._in_flight.values())
 
     def begin_step(self, is_sliced: bool, max_work: int | None = None) -> None:
-        """`is_sliced`: encoding advances a few layers a step, so what is in flight cannot be used in this step.
+        """`is_sliced`: encoding advances a few layers a step; what is in flight cannot be used in this step.
 
         `max_work`: embeddings in flight at a time, but one image however large.
         """
@@ -89,7 +89,7 @@ class EncoderScheduler:
         self._space_queue.turn()
 
     def window_limit(self, seq: ScheduledRequest, start: int, end: int) -> WindowLimit:
-        """How far the window [start, end) may go. Takes nothing, so it can be asked before blocks are certain."""
+        """How far the window [start, end) may go. Takes nothing, so it can be asked early."""
         entered: list[int] = []
         space = self._cache.space
         budget = self._budget
@@ -117,14 +117,15 @@ class EncoderScheduler:
         missing = [index for index in spans if not self._pin(seq, index)]
         for index in missing:
             if not self._pin(seq, index):  # the same image may come twice in one window
-                is_reserved = self._cache.reserve(seq.spans[index].key, seq.spans[index].num_embeds, seq.holder(index))
+                span = seq.spans[index]
+                is_reserved = self._cache.reserve(span.key, span.num_embeds, seq.holder(index))
                 assert is_reserved, "a span was entered without space for it"
                 self._start(seq, index)
         seq.held.update(spans)
         self._space_queue.serve(seq)
 
     def look_ahead(self, ahead: Iterable[tuple[ScheduledRequest, int]]) -> None:
-        """Start encoding what will be needed next, in order, without a pin: a waiting request must hold no space.
+        """Start encoding what will be needed next, in order, unpinned: a waiting request must hold no space.
 
         No idle entry is evicted that an earlier span still needs.
         """
@@ -171,8 +172,8 @@ class EncoderScheduler:
 
     def check(self) -> None:
         work = self.work_in_flight
-        assert work <= self._encoder_budget, f"{work} embeddings are being made, {self._encoder_budget} allowed"
-        assert self._in_flight.keys() == self._cache.in_flight(), "scheduler and cache disagree about what is in flight"
+        assert work <= self._encoder_budget, f"{work} embeddings in flight, {self._encoder_budget} allowed"
+        assert self._in_flight.keys() == self._cache.in_flight(), "the cache has other images in flight"
 
     def _may_enter(self, seq: ScheduledRequest, span: Span) -> bool:
         if self._space_queue.bars(seq):

@@ -8,7 +8,7 @@ from saccade.errors import RequestError
 from saccade.scheduler.encoder_cache import EncoderCache
 from saccade.scheduler.encoder_scheduler import EncoderScheduler
 from saccade.scheduler.kv_cache import BlockPool
-from saccade.scheduler.request import ScheduledRequest
+from saccade.scheduler.request import OpenRequests
 from saccade.types import Key, StepPlan
 
 Affected = dict[str, RequestError]
@@ -17,7 +17,7 @@ Affected = dict[str, RequestError]
 def affected_requests(
     failed: Mapping[Key, RequestError],
     plan: StepPlan,
-    open_requests: Mapping[str, ScheduledRequest],
+    open_requests: OpenRequests,
     encoder_scheduler: EncoderScheduler,
     encoder: EncoderCache,
     pool: BlockPool,
@@ -38,11 +38,7 @@ def affected_requests(
 
 
 def _evict_unwritten(
-    plan: StepPlan,
-    open_requests: Mapping[str, ScheduledRequest],
-    pool: BlockPool,
-    affected: Affected,
-    bad_from: dict[str, int],
+    plan: StepPlan, open_requests: OpenRequests, pool: BlockPool, affected: Affected, bad_from: dict[str, int]
 ) -> None:
     """Evict what this plan cached and never wrote; a request that found it in the same step fails as well."""
     unwritten: dict[int, RequestError] = {}

@@ -28,8 +28,8 @@ def text_records(token_ids: Sequence[int]) -> bytes:
 class BlockHashes:
     """The digests of one request's blocks: digest i covers every position up to the end of block i.
 
-    Hashed on demand and once: a prompt that misses early is not hashed to its end, and a decode step hashes only when a
-    block fills.
+    Hashed on demand and once: a prompt that misses early is not hashed to its end, and a decode step hashes
+    only when a block fills.
     """
 
     def __init__(self, identity: bytes, salt: bytes, block_size: int, generated: Sequence[int]) -> None:
@@ -53,18 +53,20 @@ class BlockHashes:
 
     def content(self, index: int) -> tuple[bytes, bytes]:
         """Digest and records of block `index`, where that of the block before it is known."""
-        digests, records = self._digests, self.records(index)
+        digests = self._digests
+        records = self.records(index)
         if index + 1 == len(digests):
             digests.append(hashlib.sha256(digests[index] + records).digest())
         return digests[index + 1], records
 
     def extend(self, first: int, digests: Sequence[bytes]) -> None:
-        """Digests from block `first` on, known from cached blocks with the same records after the same parents."""
+        """Digests from block `first` on, known from cached blocks with the same records and parents."""
         self._digests += digests[self.num_known - first :]
 
     def iter_records(self, first: int, end: int) -> Iterator[bytes]:
         """The records of blocks `first` to `end`, one after the other."""
-        identity, width = self._identity, self._width
+        identity = self._identity
+        width = self._width
         inside = min(end, len(identity) // width)
         for start in range(first * width, inside * width, width):
             yield identity[start : start + width]
@@ -73,7 +75,8 @@ class BlockHashes:
 
     def records(self, index: int) -> bytes:
         """The records of block `index`, which must be full."""
-        start, end = index * self._width, (index + 1) * self._width
+        start = index * self._width
+        end = start + self._width
         records = self._identity[start:end]
         if len(records) == self._width:
             return records
@@ -101,14 +104,14 @@ class _PendingBlocks(NamedTuple):
 class BlockPool:
     """Allocates blocks, counts their users and finds full blocks again by digest.
 
-    Hashing a long prompt takes as long as launching it, so of the blocks that a step caches only the first is hashed at
-    once. The others are pending under its digest:
+    Hashing a long prompt takes as long as launching it, so of the blocks that a step caches only the first is
+    hashed at once. The others are pending under its digest:
 
         cached       |0|1|2|3|4|       a lookup of 0 enters all five into the index
         in the index  .
 
-    They are entered when a lookup finds the first one, when blocks are released, or when there is time (`index`). A
-    lookup always comes through the blocks before, so the result is the same as if all were hashed at once.
+    They are entered when a lookup finds the first one, when blocks are released, or when there is time
+    (`index`). A lookup comes through the blocks before, so the result is as if all were hashed at once.
     """
 
     def __init__(self, num_blocks: int, block_size: int, enable_caching: bool) -> None:
@@ -118,8 +121,8 @@ class BlockPool:
         self._users = [0] * num_blocks
         self._cached: list[_CachedBlock | None] = [None] * num_blocks  # by block
         self._by_digest: dict[bytes, _CachedBlock] = {}
-        self._successor: dict[bytes, _CachedBlock] = {}  # by digest of a block: its most recently cached successor
-        self._pending: dict[bytes, list[_PendingBlocks]] = {}  # not in the two above yet; by their first digest
+        self._successor: dict[bytes, _CachedBlock] = {}  # by digest of a block: its latest cached successor
+        self._pending: dict[bytes, list[_PendingBlocks]] = {}  # not in the two above yet; by first digest
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack
         self._idle: OrderedDict[int, None] = OrderedDict()  # the longest unused first
         self._num_uncached = 0
@@ -147,15 +150,17 @@ class BlockPool:
             self.index()
             return self._match(hashes, first, end)
         if hashes.found_at != self._num_uncached:
-            hashes.found, hashes.found_at = [], self._num_uncached
+            hashes.found = []
+            hashes.found_at = self._num_uncached
         hashes.found += self._match(hashes, len(hashes.found), end)  # asked in every step while it waits
         return hashes.found[:end]
 
     def _match(self, hashes: BlockHashes, first: int, end: int) -> list[int]:
-        parent, matched = hashes.digest(first - 1), list[_CachedBlock]()
+        parent = hashes.digest(first - 1)
+        matched: list[_CachedBlock] = []
         for records in hashes.iter_records(first, end):
             cached = self._successor.get(parent)
-            if cached is None or cached.records != records:  # not the most recent successor: look it up by hash
+            if cached is None or cached.records != records:  # not the latest successor: look it up by hash
                 hashes.extend(first, [cached.digest for cached in matched])
                 cached = self._lookup(hashes.digest(first + len(matched)))
                 if cached is None or cached.records != records:
@@ -189,12 +194,13 @@ class BlockPool:
     def cache_blocks(self, blocks: Sequence[int], hashes: BlockHashes, first: int) -> None:
         """Cache a request's blocks from number `first` on, when the window that fills them is planned.
 
-        So requests of one step share them: the runner writes a layer's KV of all windows before any of them attends.
+        So requests of one step share them: the runner writes a layer's KV of all windows before any attends.
         """
         if not self._enable_caching:
             return
-        index, end = first, first + len(blocks)
-        while index < end and hashes.digest(index) in self._by_digest:  # equal blocks are cached already, and stay
+        index = first
+        end = first + len(blocks)
+        while index < end and hashes.digest(index) in self._by_digest:  # equal blocks are cached, and stay
             index += 1
         if index < end:
             pending = _PendingBlocks(tuple(blocks[index - first :]), hashes, index)
@@ -245,11 +251,10 @@ class BlockPool:
 
     def share(self, blocks: Sequence[int]) -> None:
         """One more user of blocks that were found."""
-        users, idle = self._users, self._idle
         for block in blocks:
-            if not users[block]:
-                del idle[block]
-            users[block] += 1
+            if not self._users[block]:
+                del self._idle[block]
+            self._users[block] += 1
 
     def allocate(self, count: int) -> tuple[int, ...]:
         assert count <= self.num_available, f"{count} blocks asked for, {self.num_available} available"
@@ -258,12 +263,12 @@ class BlockPool:
     def release(self, blocks: Sequence[int]) -> None:
         """One user less. The tail goes idle before the head, so a prefix outlives what followed it."""
         self.index()
-        users, matched = self._users, self._cached
+        users = self._users
         for block in reversed(blocks):
             users[block] -= 1
             if users[block]:
                 continue
-            if matched[block] is None:
+            if self._cached[block] is None:
                 self._free.append(block)
             else:
                 self._idle[block] = None
@@ -287,12 +292,11 @@ class BlockPool:
         return self._users[block]
 
     def stats(self) -> dict[str, int]:
-        free, idle = len(self._free), len(self._idle)
         return {
             "total": self.num_blocks,
-            "used": self.num_blocks - free - idle,
-            "idle": idle,
-            "free": free,
+            "used": self.num_blocks - self.num_available,
+            "idle": len(self._idle),
+            "free": len(self._free),
             "queries": self._queries,
             "hits": self._hits,
             "evictions": self._evictions,
@@ -300,20 +304,19 @@ class BlockPool:
 
     def check(self) -> None:
         """The invariants."""
-        free, idle = set(self._free), set(self._idle)
+        free = set(self._free)
+        idle = set(self._idle)
         used = {block for block, users in enumerate(self._users) if users}
         assert len(free) == len(self._free), "a block is free twice"
         assert not (free & idle or free & used or idle & used), "a block is in two states"
         assert len(free) + len(idle) + len(used) == self.num_blocks, "a block is lost"
         assert min(self._users, default=0) >= 0, "a block has fewer than no users"
         findable = {block: cached for block, cached in enumerate(self._cached) if cached is not None}
-        assert findable == {cached.block: cached for cached in self._by_digest.values()}, "blocks and index disagree"
-        assert all(self._by_digest.get(cached.digest) is cached for cached in self._successor.values()), (
-            "a successor is stale"
-        )
-        assert all(cached.parent == parent for parent, cached in self._successor.items()), (
-            "a successor of another block"
-        )
+        indexed = {cached.block: cached for cached in self._by_digest.values()}
+        assert findable == indexed, "blocks and index disagree"
+        for parent, cached in self._successor.items():
+            assert self._by_digest.get(cached.digest) is cached, "a successor is stale"
+            assert cached.parent == parent, "a successor of another block"
         assert not self._pending.keys() & self._by_digest.keys(), "a pending block is in the index"
         assert idle <= findable.keys(), "an idle block cannot be found"
         assert not free & findable.keys(), "a free block can be found"

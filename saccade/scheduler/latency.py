@@ -54,9 +54,8 @@ def mixed_tokens(latency: LatencyProfile, num_decoding: int) -> int:
 
 def mixed_is_faster(latency: LatencyProfile, num_decoding: int, prompt_tokens: int) -> bool:
     """Whether one mixed pass is faster than a prefill pass and a decode pass."""
-    return padded_ms(_mixed_size(latency, num_decoding), prompt_tokens) < _apart_ms(
-        latency, num_decoding, prompt_tokens
-    )
+    mixed_ms = padded_ms(_mixed_size(latency, num_decoding), prompt_tokens)
+    return mixed_ms < _apart_ms(latency, num_decoding, prompt_tokens)
 
 
 def _apart_ms(latency: LatencyProfile, num_decoding: int, prompt_tokens: int) -> float:
@@ -82,13 +81,14 @@ def _spare_ms(latency: LatencyProfile, num_decoding: int) -> float:
 
 
 def milliseconds(curve: LatencyCurve, size: int) -> float:
-    """At any size: straight lines between the measured ones, in proportion beyond the last, flat before the first."""
+    """At any size: lines between the measured ones, in proportion beyond the last, flat before the first."""
     index = bisect_left(curve, (size, 0.0))
     if index == 0:
         return curve[0][1]
     if index == len(curve):
         return curve[-1][1] * size / curve[-1][0]
-    (low, low_ms), (high, high_ms) = curve[index - 1], curve[index]
+    low, low_ms = curve[index - 1]
+    high, high_ms = curve[index]
     return low_ms + (high_ms - low_ms) * (size - low) / (high - low)
 
 

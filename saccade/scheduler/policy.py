@@ -2,43 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from collections.abc import Sequence as Many
+from collections.abc import Iterable, Iterator, Sequence
 
 from saccade.scheduler.encoder_scheduler import EncoderScheduler
 from saccade.scheduler.kv_cache import BlockPool
 from saccade.scheduler.request import ScheduledRequest
 from saccade.types import MediaItem, ScheduledWindow
 
-
-def arrival(seq: ScheduledRequest) -> int:
-    return seq.order
+SpansAhead = Iterator[tuple[ScheduledRequest, int]]  # requests, and indices of their spans
 
 
-def spans_ahead(candidates: Iterable[ScheduledRequest], pool: BlockPool) -> Iterator[tuple[ScheduledRequest, int]]:
+def spans_ahead(candidates: Iterable[ScheduledRequest], pool: BlockPool) -> SpansAhead:
     """Spans that are still needed, in the order in which they should be encoded.
 
-    In order of arrival: a later request that runs must not keep taking the cache space that an earlier one waits for.
-    Unless the earlier one waits for just that request, which holds its space until it has gone on.
+    In order of arrival: a later request that runs must not keep taking the cache space that an earlier one
+    waits for. Unless the earlier one waits for just that request, which holds its space until it has gone on.
     """
-    wanting = [seq for seq in candidates if seq.next_span < len(seq.spans)]
+    wanting = [seq for seq in candidates if seq.has_images_ahead]
     for seq in sorted(wanting, key=lambda seq: (not seq.blocks_cache, seq.order)):
         for index in range(seq.next_span, len(seq.spans)):
-            if seq.is_running or not pool.has_prefix(seq.hashes, seq.spans[index].pinned_until, seq.num_tokens):
+            end = seq.spans[index].pinned_until
+            if seq.is_running or not pool.has_prefix(seq.hashes, end, seq.num_tokens):
                 yield seq, index
 
 
 def missing_items(
-    seq: ScheduledRequest, candidates: Iterable[ScheduledRequest], pool: BlockPool, encoder_scheduler: EncoderScheduler
+    seq: ScheduledRequest, candidates: Iterable[ScheduledRequest], pool: BlockPool, encoder: EncoderScheduler
 ) -> tuple[MediaItem, ...]:
     """Images of a waiting request to decode early: those that will be encoded soon, as things stand.
 
     Others would be dropped with the next step, and decoded again.
     """
-    soon = encoder_scheduler.prefetch(
-        (other, index) for other in candidates for index in range(other.next_span, len(other.spans))
-    )
-    keys = {item.key for item in soon}
+    ahead = ((other, index) for other in candidates for index in range(other.next_span, len(other.spans)))
+    keys = {item.key for item in encoder.prefetch(ahead)}
     if all(span.key not in keys for span in seq.spans):
         return ()
     found = len(pool.find(seq.hashes, seq.num_tokens)) * pool.block_size
@@ -47,9 +43,9 @@ def missing_items(
 
 
 def deadlock_victim(
-    running: Many[ScheduledRequest], windows: Iterable[ScheduledWindow], encoder_scheduler: EncoderScheduler
+    running: Sequence[ScheduledRequest], windows: Iterable[ScheduledWindow], encoder: EncoderScheduler
 ) -> ScheduledRequest | None:
-    """The last of several running requests that pin embeddings and are blocked for cache space; None if fewer are.
+    """The last of several running requests that pin embeddings and lack cache space; None if fewer do.
 
     Each may wait for what another one pins. One alone waits for requests that go on, and those end.
     """
@@ -57,5 +53,5 @@ def deadlock_victim(
     if len(holding) < 2:
         return None
     served = {window.request_id for window in windows}
-    stuck = [seq for seq in holding if seq.request_id not in served and encoder_scheduler.lacks_cache_space(seq)]
+    stuck = [seq for seq in holding if seq.request_id not in served and encoder.lacks_cache_space(seq)]
     return stuck[-1] if len(stuck) > 1 else None

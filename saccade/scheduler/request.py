@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from saccade.errors import RequestError
@@ -42,7 +42,7 @@ class ScheduledRequest:
     cached_tokens: int = 0
     num_preemptions: int = 0
     encoded: list[Key] = field(default_factory=list)  # images that were encoded for this request
-    media: list[Callable[[], MediaTimes]] = field(default_factory=list)  # how long these took, to be asked at the end
+    media: list[Callable[[], MediaTimes]] = field(default_factory=list)  # how long each took
     num_ahead: int = 0  # of them, before the first step
 
     def __post_init__(self) -> None:
@@ -107,43 +107,44 @@ class ScheduledRequest:
             encoded=tuple(self.encoded),
         )
 
+    # --- blocks ---------------------------------------------------------------------------------------------
 
-def has_blocks(pool: BlockPool, seq: ScheduledRequest, end: int) -> bool:
-    """Whether a running request has blocks up to `end` or can be given them."""
-    num_held = len(seq.blocks)
-    return end <= num_held * pool.block_size or pool.can_allocate(pool.blocks_for(end) - num_held)
+    def has_blocks(self, pool: BlockPool, end: int) -> bool:
+        """Whether a running request has blocks up to `end` or can be given them."""
+        num_held = len(self.blocks)
+        return end <= num_held * pool.block_size or pool.can_allocate(pool.blocks_for(end) - num_held)
+
+    def attach_cached_blocks(self, pool: BlockPool, found: list[int]) -> None:
+        """Cached blocks that follow a request's own become its own, computed already."""
+        pool.share(found)
+        self.blocks += found
+        self.num_cached_blocks = len(self.blocks)
+        self.num_computed = len(self.blocks) * pool.block_size
+
+    def rematch_prefix(self, pool: BlockPool) -> bool:
+        """Attach blocks that another request with the same prefix has filled since this one was admitted.
+
+        So two requests that prefill the same image side by side compute it once. A block that was filled in
+        part is exchanged for the full one, and the block table must be sent anew.
+        """
+        first = self.num_computed // pool.block_size
+        found = pool.find(self.hashes, self.num_tokens, first=first)
+        if not found:
+            return False
+        pool.release(self.blocks[first:])
+        del self.blocks[first:]
+        num_before = self.num_computed
+        self.attach_cached_blocks(pool, found)
+        pool.count_lookup(0, self.num_computed - num_before)
+        if not self.num_preemptions:
+            self.cached_tokens += self.num_computed - num_before
+        return True
+
+    def cache_blocks(self, pool: BlockPool, end: int) -> None:
+        """Offer the blocks that a window up to `end` fills to requests that begin alike."""
+        num_full = end // pool.block_size
+        pool.cache_blocks(self.blocks[self.num_cached_blocks : num_full], self.hashes, self.num_cached_blocks)
+        self.num_cached_blocks = num_full
 
 
-def attach_cached_blocks(pool: BlockPool, seq: ScheduledRequest, found: list[int]) -> None:
-    """Cached blocks that follow a request's own become its own, computed already."""
-    pool.share(found)
-    seq.blocks += found
-    seq.num_cached_blocks = len(seq.blocks)
-    seq.num_computed = len(seq.blocks) * pool.block_size
-
-
-def rematch_prefix(pool: BlockPool, seq: ScheduledRequest) -> bool:
-    """Attach blocks that another request with the same prefix has filled since this one was admitted.
-
-    So two requests that prefill the same image side by side compute it once. A block that this request had filled in
-    part is exchanged for the full one, and its block table must be sent anew.
-    """
-    first = seq.num_computed // pool.block_size
-    found = pool.find(seq.hashes, seq.num_tokens, first=first)
-    if not found:
-        return False
-    pool.release(seq.blocks[first:])
-    del seq.blocks[first:]
-    num_before = seq.num_computed
-    attach_cached_blocks(pool, seq, found)
-    pool.count_lookup(0, seq.num_computed - num_before)
-    if not seq.num_preemptions:
-        seq.cached_tokens += seq.num_computed - num_before
-    return True
-
-
-def cache_blocks(pool: BlockPool, seq: ScheduledRequest, end: int) -> None:
-    """Offer the blocks that a window up to `end` fills to requests that begin alike."""
-    num_full = end // pool.block_size
-    pool.cache_blocks(seq.blocks[seq.num_cached_blocks : num_full], seq.hashes, seq.num_cached_blocks)
-    seq.num_cached_blocks = num_full
+OpenRequests = Mapping[str, ScheduledRequest]

@@ -1,6 +1,6 @@
-"""Plans steps and commits their results: which request computes which window of its tokens, and what it holds.
+"""Plans steps and commits their results: which request computes which window of its tokens, what it holds.
 
-Owns the queues, the KV blocks and the encoder slots, as ids and counts. Has no clock; sees no tensor, pixel or text.
+Owns the queues, the KV blocks and the encoder slots, as ids and counts. Has no clock; sees no tensor or text.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from saccade.scheduler.encoder_scheduler import EncoderScheduler, WindowLimit
 from saccade.scheduler.failures import affected_requests
 from saccade.scheduler.invariants import check_holdings, check_queues
 from saccade.scheduler.kv_cache import BlockPool
-from saccade.scheduler.policy import arrival, deadlock_victim, missing_items, spans_ahead
-from saccade.scheduler.request import ScheduledRequest, attach_cached_blocks, cache_blocks, has_blocks, rematch_prefix
+from saccade.scheduler.policy import SpansAhead, deadlock_victim, missing_items, spans_ahead
+from saccade.scheduler.request import ScheduledRequest
 from saccade.scheduler.state_cache import StateCache
 from saccade.scheduler.step_policy import StepLimits, make_policy
 from saccade.types import (
@@ -65,7 +65,11 @@ class Scheduler:
 
     def add(self, request: Request, now: float) -> None:
         """Queue a request; RequestError if it can never run or the queue is full."""
-        self._refuse(request)
+        if request.request_id in self._open:
+            name = request.request_id
+            raise RequestError(f"a request with the id {name!r} is already open; choose another id")
+        refuse_overload(len(self._waiting), len(self._running), self.config)
+        refuse_impossible(request, self.config)
         prompt = request.prompt
         assert len(prompt.identity) == RECORD_BYTES * len(prompt), "identity and tokens differ in length"
         seq = ScheduledRequest(request, self._num_added, now, self.config.block_size)
@@ -74,9 +78,8 @@ class Scheduler:
         self._waiting.append(seq)
 
     def missing(self, request_id: str) -> tuple[MediaItem, ...]:
-        """Images of a waiting request that come next and are neither resident nor spared by the prefix cache."""
-        candidates = chain(self._running, islice(self._waiting, self.config.max_num_seqs))
-        return missing_items(self._open[request_id], candidates, self._kv_cache, self._encoder)
+        """Images of a waiting request that come next, neither resident nor spared by the prefix cache."""
+        return missing_items(self._open[request_id], self._candidates(), self._kv_cache, self._encoder)
 
     def abort(self, request_id: str, now: float) -> TokenEvent | None:
         """End a request between two steps. None if it is not open."""
@@ -87,7 +90,8 @@ class Scheduler:
         for seq in self._open.values():
             seq.media.clear()  # a device that has died cannot be asked how long its images took
         events = [self._finish(seq, "error", now, error=error) for seq in tuple(self._open.values())]
-        plans, self._plans = self._plans, []
+        plans = self._plans
+        self._plans = []
         # The runner may have broken off before it read a plan, so what the plan told is told again.
         freed_requests = (request_id for plan in plans for request_id in plan.freed_requests)
         self._freed = list(dict.fromkeys((*freed_requests, *self._freed)))
@@ -113,12 +117,6 @@ class Scheduler:
         """Whether the waiting requests fill the next step."""
         return are_enough(self._waiting, self.config)
 
-    def _refuse(self, request: Request) -> None:
-        if request.request_id in self._open:
-            raise RequestError(f"a request with the id {request.request_id!r} is already open; choose another id")
-        refuse_overload(len(self._waiting), len(self._running), self.config)
-        refuse_impossible(request, self.config)
-
     def has_image(self, key: Key) -> bool:
         """Its embeddings are resident, or the encoder is making them."""
         return key in self._encoder_cache
@@ -138,7 +136,8 @@ class Scheduler:
 
     def schedule_async_decode(self) -> StepPlan | None:
         """The next decode step, before the tokens of running steps are known; None where the host samples."""
-        is_short, self._is_short = self._is_short, False
+        is_short = self._is_short
+        self._is_short = False
         if is_short or not samples_on_device(self._plans, self._running):
             return None
         windows = async_decode_windows(self._kv_cache, self._plans, self._open)
@@ -152,32 +151,32 @@ class Scheduler:
             return None  # nearly every step of many decodes: nothing else is open or under way
         return self._plan(now, latency_bounded, served)
 
-    def _plan(self, now: float, latency_bounded: bool, served: frozenset[str] = frozenset()) -> StepPlan | None:
-        """`served`: requests whose decode runs already. None where it does and nothing is to be done beside it."""
+    def _plan(self, now: float, bounded: bool, served: frozenset[str] = frozenset()) -> StepPlan | None:
+        """`served`: requests whose decode runs already. None where nothing is to be done beside them."""
         demand = demand_of(
-            chain(self._running, islice(self._waiting, self.config.max_num_seqs)),
+            self._candidates(),
             step=self._num_steps,
-            work_in_flight=self._encoder.work_in_flight,
+            in_flight=self._encoder.work_in_flight,
             can_fuse=can_fuse(served, self._running, self._coming()),
-            latency_bounded=latency_bounded,
+            latency_bounded=bounded,
         )
         limits = self.policy.limits(demand)
         draft = StepBuilder(now, StepBudget(limits, demand), served, limits.skip_decode)
         self._fill(draft, limits)
-        if limits.encode_layers is not None and not (
-            draft.has_windows or served or self._encoder_cache.slots_in_flight
-        ):
-            # Nothing moves: waiting requests hold the cache space that a running one needs. Whole images go in.
+        moves = draft.has_windows or served or self._encoder_cache.slots_in_flight
+        if limits.encode_layers is not None and not moves:
+            # Waiting requests hold the cache space that a running one needs. Whole images go in.
             limits = limits._replace(encode_layers=None)
             self._fill(draft, limits)
         self._is_short = draft.is_short
-        layers = self.policy.encode_layers(limits, demand, draft.budget.num_prefills, self._encoder.work_in_flight)
+        num_prefills = draft.budget.num_prefills
+        layers = self.policy.encode_layers(limits, demand, num_prefills, self._encoder.work_in_flight)
         prefetch = self._prefetch(limits)
-        is_advancing = layers != 0 and self._encoder_cache.slots_in_flight > 0
-        if served and not (draft.has_windows or draft.admitted or self._encoder.encode or prefetch or is_advancing):
+        encodes = self._encoder.encode or (layers != 0 and self._encoder_cache.slots_in_flight > 0)
+        if served and not (draft.has_windows or draft.admitted or prefetch or encodes):
             return None
         fused = sum(window.end - window.start for window in draft.prefill)
-        can_mix = bool(served and fused) and not any(window.samples for window in chain(draft.decode, draft.prefill))
+        samples = any(window.samples for window in chain(draft.decode, draft.prefill))
         return self._planned(
             decode=tuple(draft.decode),
             prefill=tuple(draft.prefill),
@@ -186,14 +185,14 @@ class Scheduler:
             encode_layers=layers,
             prefetch=prefetch,
             kind="async_prefill" if served else "sync",
-            fuse_with_next=can_mix and self.policy.fuses(demand, fused),
+            fuse_with_next=bool(served and fused) and not samples and self.policy.fuses(demand, fused),
         )
 
     def _planned(self, **parts: Any) -> StepPlan:
         self._num_steps += 1
-        freed_requests, self._freed = tuple(self._freed), []
         evicted = self._encoder_cache.drain_evicted()
-        plan = StepPlan(self._num_steps, freed_requests=freed_requests, evicted=evicted, **parts)
+        plan = StepPlan(self._num_steps, freed_requests=tuple(self._freed), evicted=evicted, **parts)
+        self._freed = []
         self._plans.append(plan)
         return plan
 
@@ -204,7 +203,7 @@ class Scheduler:
         windows = chain(draft.decode, draft.prefill)
         if not draft.async_decode and (stuck := deadlock_victim(self._running, windows, self._encoder)):
             self._preempt(stuck, draft)
-        if not (draft.has_preempted or draft.is_short):  # a request that lacks blocks goes before waiting ones
+        if not (draft.has_preempted or draft.is_short):  # one that lacks blocks goes before waiting ones
             self._admit_waiting(draft)
         if is_sliced:
             self._encoder.look_ahead(self._spans_ahead())
@@ -213,6 +212,10 @@ class Scheduler:
         if self._encoder.is_sliced and limits.max_encode_in_flight is None:
             return ()
         return self._encoder.prefetch(self._spans_ahead())
+
+    def _candidates(self) -> Iterator[ScheduledRequest]:
+        """Running requests, and as many waiting ones as could run at once."""
+        return chain(self._running, islice(self._waiting, self.config.max_num_seqs))
 
     def _coming(self) -> Iterator[ScheduledRequest]:
         """Waiting requests that may run in the next step."""
@@ -228,12 +231,12 @@ class Scheduler:
             if seq.request_id in draft.async_decode:
                 draft.budget.total -= 1
                 continue
-            if not (seq.is_decoding or self._state_cache.is_needed) and rematch_prefix(self._kv_cache, seq):
+            if not (seq.is_decoding or self._state_cache.is_needed) and seq.rematch_prefix(self._kv_cache):
                 self._leave_spans(seq)
                 draft.admitted.append(self._admission(seq))
             start = seq.num_computed
             limit = self._window_limit(seq, start, draft)
-            while limit.end > start and not has_blocks(self._kv_cache, seq, limit.end):
+            while limit.end > start and not seq.has_blocks(self._kv_cache, limit.end):
                 if draft.async_decode:  # a running step must keep its blocks; the step after it may preempt
                     draft.is_short = True
                     return
@@ -245,7 +248,8 @@ class Scheduler:
 
     def _admit_waiting(self, draft: StepBuilder) -> None:
         index = 0
-        while index < len(self._waiting) and draft.budget.total and len(self._running) < self.config.max_num_seqs:
+        max_running = self.config.max_num_seqs
+        while index < len(self._waiting) and draft.budget.total and len(self._running) < max_running:
             seq = self._waiting[index]
             if seq.request_id in self.not_ready or not draft.budget.left_for(seq, start=0):
                 index += 1  # or other kinds take this step; it keeps its place
@@ -269,14 +273,14 @@ class Scheduler:
         return self._encoder.window_limit(seq, start, end)
 
     def _admit(self, draft: StepBuilder, seq: ScheduledRequest, found: list[int]) -> None:
-        attach_cached_blocks(self._kv_cache, seq, found)
+        seq.attach_cached_blocks(self._kv_cache, found)
         self._kv_cache.count_lookup(seq.num_tokens, seq.num_computed)
         self._leave_spans(seq)
         if seq.first_scheduled is None:
             seq.first_scheduled = draft.now
             seq.cached_tokens = seq.num_computed
         seq.is_running = True
-        insort(self._running, seq, key=arrival)
+        insort(self._running, seq, key=lambda other: other.order)
         draft.admitted.append(self._admission(seq))
 
     def _admission(self, seq: ScheduledRequest) -> Admission:
@@ -284,7 +288,7 @@ class Scheduler:
         return Admission(seq.request, tuple(seq.output), tuple(seq.blocks), state)
 
     def _advance(self, draft: StepBuilder, seq: ScheduledRequest, start: int, limit: WindowLimit) -> None:
-        """A window; or, where one token attends to more images than a step may encode, some of these without one."""
+        """A window; or some images alone, where one token attends to more than a step may encode."""
         if limit.end > start:
             self._add_window(draft, seq, start, limit)
         elif limit.spans:
@@ -299,7 +303,7 @@ class Scheduler:
         if spans:
             self._encoder.enter(seq, spans)
         if end >= (seq.num_cached_blocks + 1) * self._block_size:
-            cache_blocks(self._kv_cache, seq, end)
+            seq.cache_blocks(self._kv_cache, end)
         draft.budget.take(seq, start, end)
         checkpoints = self._state_cache.plan(seq, start, end)
         window = ScheduledWindow(seq.request_id, start, end, new_blocks, end == seq.num_tokens, checkpoints)
@@ -312,11 +316,10 @@ class Scheduler:
         self._release(seq)
         seq.num_preemptions += 1
         self._num_preemptions += 1
-        insort(self._waiting, seq, key=arrival)
+        insort(self._waiting, seq, key=lambda other: other.order)
 
-    def _spans_ahead(self) -> Iterator[tuple[ScheduledRequest, int]]:
-        """Spans still needed: of running requests, and of as many waiting ones as could run at once."""
-        return spans_ahead(chain(self._running, islice(self._waiting, self.config.max_num_seqs)), self._kv_cache)
+    def _spans_ahead(self) -> SpansAhead:
+        return spans_ahead(self._candidates(), self._kv_cache)
 
     # --- committing -----------------------------------------------------------------------------------------
 
@@ -330,15 +333,17 @@ class Scheduler:
         self._state_cache.commit(plan.windows, self._open)
         is_in_flight = plan.encode_layers is None and plan.windows and self._encoder_cache.slots_in_flight
         assert not is_in_flight, "the step should have encoded everything, but something is still in flight"
-        samples, unsampled = result.samples, result.unsampled
+        samples = result.samples
+        unsampled = result.unsampled
         for window in plan.windows:
-            request_id, end = window.request_id, window.end
+            request_id = window.request_id
+            end = window.end
             seq = self._open.get(request_id)
             if seq is None:
                 continue  # it ended with its image, or before an async decode step
             seq.num_computed = end
             if not end % self._block_size and end > seq.num_cached_blocks * self._block_size:
-                cache_blocks(self._kv_cache, seq, end)  # async decode: its tokens were not known
+                seq.cache_blocks(self._kv_cache, end)  # async decode: its tokens were not known
             if seq.spans and seq.has_images_ahead:
                 self._leave_spans(seq)
             if unsampled and request_id in unsampled:
@@ -375,12 +380,9 @@ class Scheduler:
         return tuple.__new__(TokenEvent, (seq.request_id, token, logprobs, None, None, None, None))
 
     def _end_failed(self, plan: StepPlan, result: StepResult, now: float) -> list[TokenEvent]:
-        affected = affected_requests(
-            result.failed, plan, self._open, self._encoder, self._encoder_cache, self._kv_cache
-        )
-        failing = [
-            (self._open[request_id], error) for request_id, error in affected.items() if request_id in self._open
-        ]
+        caches = (self._encoder_cache, self._kv_cache)
+        affected = affected_requests(result.failed, plan, self._open, self._encoder, *caches)
+        failing = [(self._open[name], error) for name, error in affected.items() if name in self._open]
         return [self._finish(seq, "error", now, error=error) for seq, error in failing]
 
     # --- releasing ------------------------------------------------------------------------------------------

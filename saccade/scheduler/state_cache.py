@@ -1,13 +1,13 @@
 """Prefix caching for recurrent layers: which state checkpoints are kept, and in which row. Ids only.
 
-KV blocks of a prefix can be reused up to any block, a recurrent state only where a checkpoint was kept. So a prefix
-hit is cut back to the last block that has one:
+KV blocks of a prefix can be reused up to any block, a recurrent state only where a checkpoint was kept. So a
+prefix hit is cut back to the last block that has one:
 
     cached blocks    |0|1|2|3|4|5|6|
-    checkpoints           ^       ^        after blocks 2 and 6: seven blocks are used, or three when 3 to 6 are gone
+    checkpoints           ^       ^        after 2 and 6: seven blocks are used, or three when 3 to 6 are gone
 
-A checkpoint is kept after the last block of a prompt's window, and after the last block of the images in it. The least
-recently used one is evicted.
+A checkpoint is kept after the last block of a prompt's window, and after the last block of the images in it.
+The least recently used one is evicted.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class StateCache:
 
     def reset(self) -> None:
         self._free = list(range(self._num_rows))
-        self._states: OrderedDict[bytes, int] = OrderedDict()  # by digest of the last block, least recently used first
+        self._states: OrderedDict[bytes, int] = OrderedDict()  # by digest of the last block; LRU order
         self._planned: dict[int, bytes] = {}  # rows that a step under way writes
 
     # --- lookup ---------------------------------------------------------------------------------------------
@@ -57,18 +57,20 @@ class StateCache:
         """States to keep while the window [start, end) is computed."""
         if not self._num_rows or start >= len(seq.request.prompt):
             return ()
-        checkpoints = ((place, self._row_for(seq.hashes, place)) for place in self._positions(seq, start, end))
-        return tuple(StateCheckpoint(place, row) for place, row in checkpoints if row is not None)
+        ends = self._positions(seq, start, end)
+        rows = {position: self._row_for(seq.hashes, position) for position in ends}
+        return tuple(StateCheckpoint(position, row) for position, row in rows.items() if row is not None)
 
     def _positions(self, seq: ScheduledRequest, start: int, end: int) -> list[int]:
-        # The last token of a prompt is always computed, so a state after it would not serve the same prompt again.
+        # The last token of a prompt is always computed: a state after it would not serve that prompt again.
         ends = [min(end, len(seq.request.prompt) - 1)]
         ends += [span.end for span in seq.spans if start < span.end <= end][-1:]
-        return sorted({place for e in ends if (place := e // self._block_size * self._block_size) > start})
+        positions = {end // self._block_size * self._block_size for end in ends}
+        return sorted(position for position in positions if position > start)
 
-    def _row_for(self, hashes: BlockHashes, place: int) -> int | None:
+    def _row_for(self, hashes: BlockHashes, position: int) -> int | None:
         """None where the state is there already, or every row is being written."""
-        digest = hashes.digest(place // self._block_size - 1)
+        digest = hashes.digest(position // self._block_size - 1)
         if digest in self._states:
             self._states.move_to_end(digest)
             return None

@@ -47,8 +47,8 @@ class StepLimits(NamedTuple):
 class StepPolicy(Protocol):
     def limits(self, demand: Demand) -> StepLimits: ...
 
-    def encode_layers(self, limits: StepLimits, demand: Demand, num_prefills: int, work_in_flight: int) -> int | None:
-        """Layers to advance, once it is known what the step computes and starts to encode."""
+    def encode_layers(self, limits: StepLimits, demand: Demand, num_prefills: int, work: int) -> int | None:
+        """Layers to advance, once it is known what the step computes, and that `work` is in flight then."""
 
     def fuses(self, demand: Demand, prefill_tokens: int) -> bool:
         """Whether these prefill tokens are fused with the next decode step."""
@@ -74,7 +74,7 @@ class ThroughputPolicy:
     def limits(self, demand: Demand) -> StepLimits:
         return StepLimits(self._max_tokens, encode_layers=self._layers if demand.decoding else None)
 
-    def encode_layers(self, limits: StepLimits, demand: Demand, num_prefills: int, work_in_flight: int) -> int | None:
+    def encode_layers(self, limits: StepLimits, demand: Demand, num_prefills: int, work: int) -> int | None:
         return limits.encode_layers
 
     def fuses(self, demand: Demand, prefill_tokens: int) -> bool:
@@ -91,9 +91,10 @@ class BoundedStepPolicy(ThroughputPolicy):
 
     def limits(self, demand: Demand) -> StepLimits:
         layers = self._layers_now(demand)
-        # A decode step costs a CPU as much for a few requests as for many, and image requests wait for images.
-        # So they skip steps that only encode. Text requests never do, nor does anyone where prompts run the decoder.
-        only_encodes = layers > 0 and demand.work_in_flight > 0 and not (demand.prompts or demand.text_decoding)
+        # A decode step costs a CPU as much for a few requests as for many. Image requests wait for images, so
+        # they skip steps that only encode. Text requests never do, and none does beside prefill.
+        uses_decoder = demand.prompts or demand.text_decoding
+        only_encodes = layers > 0 and demand.work_in_flight > 0 and not uses_decoder
         return StepLimits(
             self.time.tokens(demand.decoding),
             encode_layers=layers,
@@ -115,7 +116,7 @@ class BoundedStepPolicy(ThroughputPolicy):
 
 
 class LatencyPolicy(ThroughputPolicy):
-    """Beside running decodes, prefill and encoding get the time that the target leaves; otherwise all they want."""
+    """Beside decodes, prefill and encoding get the time that the target leaves; else all they want."""
 
     def __init__(self, profile: LatencyProfile, max_tokens: int) -> None:
         self.profile = profile
@@ -128,8 +129,8 @@ class LatencyPolicy(ThroughputPolicy):
             return free
         work = max(demand.work_in_flight, demand.waiting_work)
         prefill_tokens, layers = split_spare_time(self.profile, demand.decoding, work)
-        # Prefill reads all weights however short it is: two halves would be dear, so the two alternate. A request whose
-        # image has just become resident counts as waiting, so after a prefill step encoding gets the next in any case.
+        # Prefill reads all weights however short it is, so it and encoding alternate. A request whose image
+        # has just become resident counts as waiting, so encoding always gets the step after a prefill step.
         if (work and demand.prompts) or (demand.work_in_flight and self._is_prefill_turn):
             self._is_prefill_turn = not self._is_prefill_turn
             prefill_tokens, layers = (prefill_tokens, 0) if self._is_prefill_turn else (0, layers)
@@ -141,14 +142,14 @@ class LatencyPolicy(ThroughputPolicy):
             max_encode_in_flight=max_work(self.profile, demand.decoding),
         )
 
-    def encode_layers(self, limits: StepLimits, demand: Demand, num_prefills: int, work_in_flight: int) -> int | None:
+    def encode_layers(self, limits: StepLimits, demand: Demand, num_prefills: int, work: int) -> int | None:
         """All images in flight may go through the tower together. None advances beside prefill."""
-        if not (limits.encode_layers and work_in_flight):
+        if not (limits.encode_layers and work):
             return limits.encode_layers
         self._is_prefill_turn = num_prefills > 0
         if self._is_prefill_turn:
             return 0
-        return split_spare_time(self.profile, demand.decoding, work_in_flight).encode_layers
+        return split_spare_time(self.profile, demand.decoding, work).encode_layers
 
     def fuses(self, demand: Demand, prefill_tokens: int) -> bool:
         return mixed_is_faster(self.profile, demand.decoding, prefill_tokens)
