@@ -94,7 +94,8 @@ class RequestState:
         for span in overlapping(self.spans, start, end):
             if span.encoder_tokens is not None:
                 coordinates = self.coordinates[span.key]  # a KeyError is better than wrong positions
-                first, last = max(start, span.start), min(end, span.end)
+                first = max(start, span.start)
+                last = min(end, span.end)
                 part = coordinates[:, first - span.start : last - span.start]
                 inside[1:, first - start : last - start] += part
 
@@ -137,6 +138,7 @@ def build_batch(
     ends = np.cumsum(query_lens)
     samples = [i for i, window in enumerate(windows) if window.samples]
     pairs = list(zip(windows, states, strict=True))
+    positions = np.concatenate([state.positions(window.start, window.end) for window, state in pairs], axis=1)
     tables = _block_tables(states)
     slots = np.concatenate([slots_of(window, tables[i], block_size) for i, window in enumerate(windows)])
     attention = AttentionBatch(
@@ -148,7 +150,7 @@ def build_batch(
     )
     return Batch(
         token_ids=torch.from_numpy(np.concatenate([s.tokens(w.start, w.end) for w, s in pairs])).to(device),
-        positions=torch.from_numpy(np.concatenate([s.positions(w.start, w.end) for w, s in pairs], axis=1)).to(device),
+        positions=torch.from_numpy(positions).to(device),
         attention=attention,
         last_rows=torch.from_numpy(ends[samples] - 1).to(device),
         sampled=[windows[i].request_id for i in samples],
@@ -179,9 +181,11 @@ def overlapping(spans: Sequence[Span], start: int, end: int) -> list[Span]:
 
 
 def splice(embeds: Tensor, row: int, window: ScheduledWindow, span: Span, embedding: Tensor) -> None:
-    """Overwrite the placeholder rows of `span` inside the window; `row` is the packed row of the window's start."""
-    first, last = max(window.start, span.start), min(window.end, span.end)
-    low, high = first - span.start, last - span.start  # the slice of the span that the window covers
+    """Overwrite the placeholder rows of `span` inside the window, which begins at the packed row `row`."""
+    first = max(window.start, span.start)
+    last = min(window.end, span.end)
+    low = first - span.start  # of the slice of the span that the window covers
+    high = last - span.start
     target = embeds[row + first - window.start : row + last - window.start]
     if span.is_embed is None:
         target.copy_(embedding[low:high])
@@ -195,10 +199,11 @@ def splice(embeds: Tensor, row: int, window: ScheduledWindow, span: Span, embedd
 def embedded(state: RequestState, window: ScheduledWindow) -> Ints:
     """The tokens of a window, -1 where an image's embedding is spliced in."""
     tokens = state.tokens(window.start, window.end)
-    spans = overlapping(state.spans, window.start, window.end) if window.start < state.num_prompt else []
-    for span in spans:
-        first, last = max(window.start, span.start), min(window.end, span.end)
+    for span in overlapping(state.spans, window.start, window.end):
+        first = max(window.start, span.start)
+        last = min(window.end, span.end)
         inside = tokens[first - window.start : last - window.start]
-        mask = True if span.is_embed is None else np.asarray(span.is_embed)[first - span.start : last - span.start]
+        covered = slice(first - span.start, last - span.start)
+        mask = True if span.is_embed is None else np.asarray(span.is_embed)[covered]
         inside[mask] = -1
     return tokens

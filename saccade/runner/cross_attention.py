@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import torch
-from torch import Tensor
 
 from saccade.models.layers.types import CrossAttentionRows
+from saccade.runner.forward import Embeddings
 from saccade.types import Key, ScheduledWindow, Span
 
 
 def rows_by_image(
-    windows: Sequence[tuple[ScheduledWindow, Sequence[Span]]], embeddings: Mapping[Key, Tensor], device: torch.device
+    windows: Sequence[tuple[ScheduledWindow, Sequence[Span]]], embeddings: Embeddings, device: torch.device
 ) -> list[CrossAttentionRows]:
     """Groups rows of all requests by the images they attend to. Rows that attend to none are left out."""
     rows: dict[tuple[Key, ...], list[int]] = {}

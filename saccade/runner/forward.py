@@ -1,4 +1,4 @@
-"""How a step's windows are computed. `TorchForward` is the reference in PyTorch, `CudaForward` the fast path."""
+"""How a step's windows are computed. `TorchForward` is the reference, `CudaForward` the fast path."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Forward(Protocol):
         """Forget every request."""
 
     def step(self, decode: Windows, encode: Callable[[], Windows], embeddings: Embeddings) -> Sampled:
-        """Compute the latest token of each request in `decode`, and the prefill windows that `encode` returns.
+        """Compute the latest token of each request in `decode`, and the prefill windows of `encode`.
 
         `encode` advances the encoder; the embeddings of its windows are resident when it returns. It is
         called once, and decode may run meanwhile.

@@ -67,8 +67,8 @@ def plan_memory(
     dtype, why_dtype = _dtype(options.dtype, model.dtype, device)
     free = free_bytes if free_bytes is not None else _free_bytes(device, options.gpu_memory_utilization)
     slots, why_cache, keep_idle = _encoder_slots(options, model, dtype, largest)
-    parts = _beside_kv(options, model, dtype, largest, slots, device)
-    blocks, why_kv = _kv_blocks(options, model, dtype, free - parts.total, device)
+    parts = _beside_kv(options, model, dtype, largest, slots, device.type)
+    blocks, why_kv = _kv_blocks(options, model, dtype, free - parts.total, device.type)
     length, why_length = _model_len(options, model, blocks)
     biggest = _biggest(largest, length)
     budget, why_budget = _encoder_budget(options, biggest)
@@ -108,13 +108,13 @@ def plan_memory(
 
 
 def _beside_kv(
-    options: Options, model: ModelConfig, dtype: str, largest: Geometry | None, slots: int, device: torch.device
+    options: Options, model: ModelConfig, dtype: str, largest: Geometry | None, slots: int, device: str
 ) -> MemoryParts:
     """All that has to fit beside the KV cache. The largest image counts whole, for any context."""
     weights = costs.weight_bytes(model, dtype)
     num_states = options.max_num_seqs + _num_checkpoints(options)
     states = num_states * costs.state_bytes_per_request(model.text, dtype)
-    if device.type != "cuda":
+    if device != "cuda":
         return MemoryParts(weights, 0, 0, states=states)
     biggest = largest.slots if largest else 0
     per_slot = costs.embedding_bytes_per_slot(model.text, dtype)
@@ -226,7 +226,8 @@ def _device(wanted: str) -> torch.device:
     if wanted == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if wanted.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"device={wanted} was asked for, but PyTorch sees no CUDA device here; use --device cpu")
+        problem = "PyTorch sees no CUDA device here"
+        raise ConfigError(f"device={wanted} was asked for, but {problem}; use --device cpu")
     try:
         return torch.device(wanted)
     except RuntimeError:
@@ -241,7 +242,8 @@ def _dtype(wanted: str, saved: str, device: torch.device) -> tuple[str, str]:
         _check_dtype(saved, "config.json says so (dtype or torch_dtype); choose with --dtype")
         return saved, f"dtype {saved}: as the checkpoint was saved"
     if torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return "bfloat16", f"dtype bfloat16: the checkpoint is {saved} and this CPU multiplies bfloat16 natively"
+        why = "this CPU multiplies bfloat16 natively"
+        return "bfloat16", f"dtype bfloat16: the checkpoint is {saved} and {why}"
     return "float32", f"dtype float32: the checkpoint is {saved}, which this CPU would only emulate"
 
 
@@ -274,37 +276,41 @@ def _free_ram() -> int:
     return free
 
 
-def _kv_blocks(options: Options, model: ModelConfig, dtype: str, left: int, device: torch.device) -> tuple[int, str]:
+def _kv_blocks(options: Options, model: ModelConfig, dtype: str, left: int, device: str) -> tuple[int, str]:
     per_block = costs.kv_bytes_per_block(model.text, dtype, options.block_size)
     if options.kv_cache_gb is not None:
-        size, why = options.kv_cache_gb * costs.GIB, "as asked"
-        if device.type == "cpu" and left < 0:
+        size = options.kv_cache_gb * costs.GIB
+        why = "as asked"
+        if device == "cpu" and left < 0:
             raise ConfigError(
-                f"the model that config.json describes needs {-left / costs.GIB:.2f} GiB more than are free, without "
-                "any KV cache; take a smaller one, or check config.json"
+                f"the model that config.json describes needs {-left / costs.GIB:.2f} GiB more than are free, "
+                "without any KV cache; take a smaller one, or check config.json"
             )
-        if device.type == "cuda" and size > left:
+        if device == "cuda" and size > left:
             raise ConfigError(
                 f"kv_cache_gb={options.kv_cache_gb} does not fit: gpu_memory_utilization="
                 f"{options.gpu_memory_utilization} leaves {max(left, 0) / costs.GIB:.2f} GiB beside weights, "
                 "embeddings and work; lower --kv-cache-gb or raise --gpu-memory-utilization"
             )
-    elif device.type == "cpu":
-        useful = options.max_num_seqs * (options.max_model_len or model.text.max_context) // options.block_size
-        size = min(_CPU_KV_GIB * costs.GIB, left * _CPU_KV_SHARE, (useful + 1) * per_block)
-        why = f"{_CPU_KV_SHARE:.0%} of the memory left beside the weights, at most {_CPU_KV_GIB:.0f} GiB on a CPU"
-        if size == (useful + 1) * per_block:
+    elif device == "cpu":
+        length = options.max_model_len or model.text.max_context
+        useful = (options.max_num_seqs * length // options.block_size + 1) * per_block
+        size = min(_CPU_KV_GIB * costs.GIB, left * _CPU_KV_SHARE, useful)
+        share = f"{_CPU_KV_SHARE:.0%} of the memory left beside the weights"
+        why = f"{share}, at most {_CPU_KV_GIB:.0f} GiB on a CPU"
+        if size == useful:
             why = f"what {options.max_num_seqs} requests of full length need"
     else:
-        size, why = left, "what gpu_memory_utilization leaves beside weights, embeddings and work"
+        size = left
+        why = "what gpu_memory_utilization leaves beside weights, embeddings and work"
     blocks = int(size // per_block)
     if blocks < 1:
         raise ConfigError(
             f"there is no room for KV blocks: {size / costs.GIB:.2f} GiB are left and one block of "
             f"{options.block_size} tokens takes {per_block} bytes; free memory, or set --kv-cache-gb"
         )
-    tokens = blocks * options.block_size
-    return blocks, f"KV cache {blocks} blocks = {tokens} tokens, {blocks * per_block / costs.GIB:.2f} GiB: {why}"
+    gib = blocks * per_block / costs.GIB
+    return blocks, f"KV cache {blocks} blocks = {blocks * options.block_size} tokens, {gib:.2f} GiB: {why}"
 
 
 def _model_len(options: Options, model: ModelConfig, blocks: int) -> tuple[int, str]:
@@ -313,13 +319,14 @@ def _model_len(options: Options, model: ModelConfig, blocks: int) -> tuple[int, 
     trained = model.text.max_context
     if options.max_model_len is None:
         length = min(trained, capacity)
-        own = "the model's own" if trained == model.text.max_position else "what the model's attention window covers"
+        window = "what the model's attention window covers"
+        own = "the model's own" if trained == model.text.max_position else window
         why = own if length == trained else f"all the KV cache holds (the model allows {trained})"
         return length, f"context {length} tokens: {why}"
     if options.max_model_len > trained:
         raise ConfigError(
-            f"max_model_len={options.max_model_len} is beyond the {trained} positions the model was trained for"
-            f"{' in one attention window' if model.text.window else ''}; lower --max-model-len"
+            f"max_model_len={options.max_model_len} is beyond the {trained} positions the model was trained "
+            f"for{' in one attention window' if model.text.window else ''}; lower --max-model-len"
         )
     if options.max_model_len > capacity:
         needed = costs.blocks_for(options.max_model_len, options.block_size)
@@ -333,11 +340,12 @@ def _model_len(options: Options, model: ModelConfig, blocks: int) -> tuple[int, 
 def _encoder_budget(options: Options, biggest: int) -> tuple[int, str]:
     if options.encoder_budget is None:
         budget = _budget(options, biggest)
-        return budget, f"encoder budget {budget} embeddings a step: a full step, and the largest picture ({biggest})"
+        why = f"a full step, and the largest picture ({biggest})"
+        return budget, f"encoder budget {budget} embeddings a step: {why}"
     if options.encoder_budget < biggest:
         raise ConfigError(
-            f"encoder_budget={options.encoder_budget} is below the largest picture the limits allow ({biggest} "
-            "embeddings); raise --encoder-budget or lower --max-pixels"
+            f"encoder_budget={options.encoder_budget} is below the largest picture the limits allow "
+            f"({biggest} embeddings); raise --encoder-budget or lower --max-pixels"
         )
     return options.encoder_budget, f"encoder budget {options.encoder_budget} embeddings a step: as asked"
 
@@ -354,13 +362,17 @@ def _pinned_images(options: Options, model: ModelConfig) -> int:
     return max(1, options.limit_mm_per_prompt.get("image", 0)) if model.text.num_cross_layers else 1
 
 
-def _encoder_slots(options: Options, model: ModelConfig, dtype: str, largest: Geometry | None) -> tuple[int, str, bool]:
+def _encoder_slots(
+    options: Options, model: ModelConfig, dtype: str, largest: Geometry | None
+) -> tuple[int, str, bool]:
     """Slots, the reason, and whether unused embeddings stay. With 0 GiB only those of the current step do."""
     if model.vision is None:
         return 0, "no encoder cache: the model takes no pictures", True
-    size, why = options.encoder_cache_gb, "as asked"
+    size = options.encoder_cache_gb
+    why = "as asked"
     if size is None:
-        size, why = _EMBEDDING_CACHE_GIB, "the default"
+        size = _EMBEDDING_CACHE_GIB
+        why = "the default"
         pinned = largest.slots * _CROSS_ATTENDED if largest and model.text.num_cross_layers else 0
         wanted = pinned * costs.embedding_bytes_per_slot(model.text, dtype) / costs.GIB
         if wanted > size:
@@ -375,7 +387,7 @@ def _hold_largest(options: Options, slots: int, why: str, needed: int) -> tuple[
         return slots, why
     if options.encoder_cache_gb:
         raise ConfigError(
-            f"encoder_cache_gb={options.encoder_cache_gb} holds {slots} embeddings but the largest picture the limits "
-            f"allow needs {needed}; raise --encoder-cache-gb or lower --max-pixels"
+            f"encoder_cache_gb={options.encoder_cache_gb} holds {slots} embeddings but the largest picture "
+            f"the limits allow needs {needed}; raise --encoder-cache-gb or lower --max-pixels"
         )
     return needed, f"encoder cache {needed} embeddings: what one step works on"

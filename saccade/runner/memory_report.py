@@ -37,8 +37,8 @@ class MemoryReport:
     def report(self) -> Mapping[str, Mapping[str, int]]:
         if not self._is_on:
             return {}
-        planned = self._plan.parts
-        return {name: {"planned": getattr(planned, name), "measured": m} for name, m in self._measured.items()}
+        plan = self._plan.parts
+        return {name: {"planned": getattr(plan, name), "measured": n} for name, n in self._measured.items()}
 
     def _held(self) -> int:
         if not self._is_on:

@@ -26,11 +26,10 @@ class RecurrentStates:
     def __init__(
         self, linear: LinearConfig, requests: int, kept: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        layers, rows = len(linear.layers), requests + kept
-        self.past = torch.zeros(layers, rows, linear.channels, linear.kernel - 1, dtype=dtype, device=device)
-        self.memory = torch.zeros(
-            layers, rows, linear.value_heads, linear.key_dim, linear.value_dim, dtype=torch.float32, device=device
-        )
+        rows = (len(linear.layers), requests + kept)
+        self.past = torch.zeros(*rows, linear.channels, linear.kernel - 1, dtype=dtype, device=device)
+        shape = (*rows, linear.value_heads, linear.key_dim, linear.value_dim)
+        self.memory = torch.zeros(shape, dtype=torch.float32, device=device)
         self._states: dict[str, _State] = {}
         self._requests = requests
         self._free = list(range(requests - 1, -1, -1))
@@ -86,10 +85,10 @@ class RecurrentStates:
         self._states[window.request_id] = _State(row, window.end)
         return row
 
-    def _group(self, tokens: list[list[int]], rows: list[int], keep_in: list[int] | None = None) -> WindowGroup:
+    def _group(self, tokens: list[list[int]], *rows: list[int]) -> WindowGroup:
+        """`rows`: of the states and, if given, of their checkpoints."""
         device = self.memory.device
-        kept = torch.tensor(keep_in, device=device) if keep_in is not None else None
-        return WindowGroup(torch.tensor(tokens, device=device), torch.tensor(rows, device=device), kept)
+        return WindowGroup(*[torch.tensor(values, device=device) for values in (tokens, *rows)])
 
     def check(self) -> None:
         """Every row for requests is free or belongs to one."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Container, Mapping, MutableMapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -176,8 +176,8 @@ class Runner:
         self._coordinates.update(done.coordinates)
         return StepResult({}, done.times, done.errors, slice=advanced)
 
-    def _before_failed(self, window: ScheduledWindow, failed: Mapping[Key, RequestError]) -> ScheduledWindow | None:
-        """Cut a window before an image that failed: other requests may share the blocks of the text before it."""
+    def _before_failed(self, window: ScheduledWindow, failed: Container[Key]) -> ScheduledWindow | None:
+        """Cut a window before an image that failed: others may share the blocks of the text before it."""
         spans = reading(self._states[window.request_id].spans, window.start, window.end)
         bad = [span.start for span in spans if span.key in failed]
         if not bad:
@@ -197,5 +197,5 @@ def _collecting(encoded: StepResult, windows: Windows, sampled: Sampled) -> Coll
 
 def _broken(windows: Windows) -> dict[str, RequestError]:
     """Requests whose grammar failed: their samples are invalid."""
-    grammars = {w.request_id: state.grammar for w, state in windows if state.grammar is not None and w.samples}
-    return {request_id: grammar.error for request_id, grammar in grammars.items() if grammar.error}
+    grammars = {window.request_id: state.grammar for window, state in windows if window.samples}
+    return {name: grammar.error for name, grammar in grammars.items() if grammar and grammar.error}

@@ -1,4 +1,4 @@
-"""From logits to tokens, for all requests of a step at once. Stateless: noise is a function of (seed, position).
+"""From logits to tokens, for all requests of a step. Stateless: noise is a function of (seed, position).
 
 So a seeded request gives the same text whatever it is batched with, and a preempted one goes on as it began.
 `reference_sample` does the same for one row, slowly; a test compares the two.
@@ -40,7 +40,7 @@ class Row:
 def sample(logits: Tensor, rows: Sequence[Row]) -> list[Sample]:
     """One token per row. `logits` is [rows, vocabulary] in float32 and may be changed in place."""
     wanted = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
-    values = logits[wanted].log_softmax(-1) if wanted else None  # before anything below changes the distribution
+    values = logits[wanted].log_softmax(-1) if wanted else None  # before anything below changes logits
     _adjust(logits, rows)
     tokens = logits.argmax(-1)
     random = [i for i, row in enumerate(rows) if not row.params.is_greedy]
@@ -100,7 +100,8 @@ def _penalise(logits: Tensor, where: list[int], rows: Sequence[Row]) -> None:
     found = [_counts(row, logits.shape[-1]) for row in rows]
     lengths = [len(tokens) for tokens, _ in found]
     index = torch.from_numpy(np.stack([np.repeat(where, lengths), np.concatenate([t for t, _ in found])]))
-    penalties = [(r.params.repetition_penalty, r.params.frequency_penalty, r.params.presence_penalty) for r in rows]
+    asked = [row.params for row in rows]
+    penalties = [(p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for p in asked]
     counted = np.concatenate([counts for _, counts in found])
     values = np.concatenate([np.repeat(np.array(penalties).T, lengths, axis=1), counted[None]])
     entries = tuple(index.to(logits.device))  # (row, token)
@@ -119,7 +120,8 @@ def _counts(row: Row, vocabulary: int) -> tuple[npt.NDArray[np.int64], npt.NDArr
         together = np.union1d(row.prompt_ids, tokens)
         in_output = np.zeros(len(together), np.int64)
         in_output[np.searchsorted(together, tokens)] = counts
-        tokens, counts = together, in_output
+        tokens = together
+        counts = in_output
     return tokens[tokens < vocabulary], counts[tokens < vocabulary]
 
 
@@ -135,8 +137,9 @@ class SamplingInputs(NamedTuple):
     @classmethod
     def of(cls, asked: Sequence[tuple[SamplingParams, int, int]]) -> SamplingInputs:
         """From each row's parameters, seed and number of output tokens."""
-        rows = [(p.temperature, p.top_k if p.top_k > 0 else np.inf, p.top_p, p.min_p, uniform(*at)) for p, *at in asked]
-        return cls(np.array(rows).T, any(p.top_k > 0 or p.top_p < 1 for p, *_ in asked))
+        rows = np.array([(p.temperature, p.top_k, p.top_p, p.min_p, uniform(*at)) for p, *at in asked]).T
+        rows[1, rows[1] <= 0] = np.inf
+        return cls(rows, any(p.top_k > 0 or p.top_p < 1 for p, *_ in asked))
 
 
 def sample_rows(logits: Tensor, numbers: Tensor, is_cut: bool) -> Tensor:

@@ -26,12 +26,12 @@ class TorchForward:
     is_async = False
 
     def __init__(
-        self, model: VisionLanguageModel, kv: PagedKV, block_size: int, recurrent: RecurrentStates | None = None
+        self, model: VisionLanguageModel, kv: PagedKV, block_size: int, states: RecurrentStates | None = None
     ) -> None:
         self.model = model
         self.kv = kv
         self.block_size = block_size
-        self.recurrent = recurrent  # None: the model has no recurrent layers
+        self.recurrent = states  # None: the model has no recurrent layers
         self._new_blocks: list[int] = []  # the last one of each request, since the latest pass
 
     def open(self, admission: Admission) -> None:

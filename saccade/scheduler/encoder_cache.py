@@ -60,7 +60,7 @@ class EncoderCache:
     # --- the life of an entry -------------------------------------------------------------------------------
 
     def reserve(self, key: Key, slots: int, holder: Holder | None, keep: Collection[Key] = ()) -> bool:
-        """Reserve slots for an encoding; may evict idle entries, but none in `keep`. False: too few are left."""
+        """Reserve slots for an encoding; may evict idle entries, none in `keep`. False: too few are left."""
         assert key not in self._entries, "reserved twice"
         assert self.can_ever_fit(slots), f"{slots} slots of {self._slots} should have been refused"
         victims = self._victims(slots, keep)

@@ -10,6 +10,7 @@ import torch
 
 from saccade.checkpoint.config import TextConfig
 from saccade.errors import ConfigError
+from saccade.runner.cuda.graph_sizes import GRAPH_TOKENS, GRAPH_WINDOWS
 
 if TYPE_CHECKING:
     from saccade.kernels.attention.prefill_flashinfer import FlashInferPrefill
@@ -17,8 +18,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MIN_TOKENS = 4096
-"""Of a step. From here on FlashInfer is never slower than our Triton kernel, whatever the contexts; planning a
-step costs the CPU half a millisecond, which smaller ones gain back only over long contexts."""
+"""Of a step. From here on FlashInfer is never slower than our Triton kernel, whatever the contexts; planning
+a step costs the CPU half a millisecond, which smaller ones gain back only over long contexts."""
 _HEAD_SIZES = (64, 128, 256)
 _HOPPER = 9
 
@@ -67,21 +68,16 @@ def _is_ours_faster(target: AttentionTarget, block_size: int) -> bool:
     return can_use_hopper(heads, target.dtype, block_size, target.device)
 
 
-def _new(target: AttentionTarget, block_size: int, max_blocks: int, scale: float, min_tokens: int) -> FlashInferPrefill:
+def _new(
+    target: AttentionTarget, block_size: int, max_blocks: int, scale: float, min_tokens: int
+) -> FlashInferPrefill:
     from saccade.kernels.attention.prefill_flashinfer import Capacity, FlashInferPrefill
     from saccade.kernels.launch.device import Heads
-    from saccade.runner.cuda.graph_sizes import GRAPH_TOKENS, GRAPH_WINDOWS
 
-    text = target.text
-    return FlashInferPrefill(
-        Heads(text.num_heads, text.num_kv_heads, text.head_dim),
-        Capacity(GRAPH_TOKENS[-1], GRAPH_WINDOWS, GRAPH_WINDOWS * max_blocks),
-        block_size,
-        scale,
-        target.dtype,
-        target.device,
-        min_tokens=min_tokens,
-    )
+    text, dtype, device = target
+    heads = Heads(text.num_heads, text.num_kv_heads, text.head_dim)
+    capacity = Capacity(GRAPH_TOKENS[-1], GRAPH_WINDOWS, GRAPH_WINDOWS * max_blocks)
+    return FlashInferPrefill(heads, capacity, block_size, scale, dtype, device, min_tokens=min_tokens)
 
 
 def _why_not(target: AttentionTarget) -> str | None:

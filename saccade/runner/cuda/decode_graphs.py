@@ -47,11 +47,11 @@ class Attending(Protocol):
 
 
 class DecodeGraphs:
-    def __init__(self, decoder: FusedDecoder, tables: BlockTables, block_size: int, max_requests: int) -> None:
+    def __init__(self, decoder: FusedDecoder, tables: BlockTables, block_size: int, requests: int) -> None:
         self.decoder = decoder
         self.tables = tables
         self.block_size = block_size
-        self.sizes = list(_sizes(max_requests))
+        self.sizes = list(_sizes(requests))
         device = tables.blocks.device
         layer = decoder.decoder.layers[0]
         heads = Heads(layer.heads, layer.kv_heads, layer.head_dim)
@@ -59,7 +59,7 @@ class DecodeGraphs:
         self._argmax = ArgmaxWorkspace.allocate(self.sizes[-1], device)
         self._metadata = torch.zeros(5 * self.sizes[-1], dtype=torch.int32, device=device)
         self._staging = PinnedStaging(5 * self.sizes[-1], device)
-        self._logits = torch.empty(self.sizes[-1], decoder.vocab_size, dtype=decoder.decoder.head.dtype, device=device)
+        self._logits = decoder.decoder.head.new_empty(self.sizes[-1], decoder.vocab_size)
         self._tokens = torch.zeros(self.sizes[-1], dtype=torch.int64, device=device)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
 
@@ -111,15 +111,8 @@ class DecodeGraphs:
         metadata = self._sent(size)
         tables = self.tables
         decoder = self.decoder.decoder
-        inputs = decode_inputs(
-            metadata,
-            tables.last_tokens,
-            decoder.table,
-            decoder.rotary.frequencies,
-            tables.blocks,
-            self.block_size,
-            embeds,
-        )
+        weights = (decoder.table, decoder.rotary.frequencies)
+        inputs = decode_inputs(metadata, tables.last_tokens, *weights, tables.blocks, self.block_size, embeds)
         schedule = self._attention.plan(metadata.contexts, taken)
 
         def attend(qkv: Tensor, keys: Tensor, values: Tensor, out: Tensor | None = None) -> Tensor:
@@ -132,7 +125,8 @@ class DecodeGraphs:
     def finish(self, x: Residual, gemms: Gemms, size: int) -> None:
         """From the residual stream after the last layer to the tokens."""
         logits = gemms.logits(x, self.decoder.decoder, self._logits[:size])
-        argmax(logits, self._argmax, self._tokens[:size], TokenSink(self.tables.last_tokens, self._sent(size).rows))
+        sink = TokenSink(self.tables.last_tokens, self._sent(size).rows)
+        argmax(logits, self._argmax, self._tokens[:size], sink)
 
     def _sent(self, size: int) -> DecodeMetadata:
         return DecodeMetadata(*self._metadata[: 5 * size].view(5, size))

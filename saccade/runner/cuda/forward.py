@@ -96,7 +96,9 @@ class CudaForward:
         torch.cuda.synchronize(self.device)
 
     @torch.inference_mode()
-    def measure(self, model: VisionLanguageModel, largest: Grid | None, target_ms: float | None) -> LatencyProfile:
+    def measure(
+        self, model: VisionLanguageModel, largest: Grid | None, target_ms: float | None
+    ) -> LatencyProfile:
         self._scatter_blocks()
         return LatencyProfile(
             decode_ms=timed_curve(self._decode_trials()),
@@ -109,9 +111,9 @@ class CudaForward:
 
     def _scatter_blocks(self) -> None:
         """Spread the timed requests' blocks over the whole cache, as in real use. Nothing is stored there."""
-        tables = self._tables.blocks
-        some = tables[:, : -(-2 * _MEASURED_CONTEXT // self.block_size)]
-        some.copy_(torch.arange(some.numel(), device=self.device).remainder_(self._num_blocks).view(some.shape))
+        some = self._tables.blocks[:, : -(-2 * _MEASURED_CONTEXT // self.block_size)]
+        spread = torch.arange(some.numel(), device=self.device).remainder_(self._num_blocks)
+        some.copy_(spread.view(some.shape))
 
     def _decode_trials(self) -> Iterator[tuple[int, Callable[[], object]]]:
         """A run of each captured size."""
@@ -251,9 +253,9 @@ class CudaForward:
         sink = TokenSink(self._tables.last_tokens, rows)
         sample_tokens(found.logits, here, values, inputs.is_cut, found.tokens, sink)
 
-    def _collecting(self, windows: Windows, batch: DecodeBatch, found: Decoded, readback: TokenReadback) -> Sampled:
+    def _collecting(self, windows: Windows, batch: DecodeBatch, found: Decoded, to: TokenReadback) -> Sampled:
         self._sample(windows, batch, found)
-        pending = _Pending(batch, readback.copy(found.tokens), found.logits)
+        pending = _Pending(batch, to.copy(found.tokens), found.logits)
         if self.device.type != "cuda":  # kernels in Triton's interpreter: everything is done already
             return lambda: _samples(pending)
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]

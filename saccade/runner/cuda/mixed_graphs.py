@@ -38,7 +38,9 @@ class MixedGraphs:
         self._embeds = table.new_zeros(MAX_MIXED_ROWS, prefill.width)
         self._staging = PinnedStaging(prefill.graph_sizes(MAX_MIXED_ROWS).offsets()[-1], table.device)
         self._prepared: dict[MixedSize, _Prepared] = {}
-        self._side = torch.cuda.Stream(table.device) if table.is_cuda else None  # type: ignore[no-untyped-call]
+        self._side: torch.cuda.Stream | None = None
+        if table.is_cuda:
+            self._side = torch.cuda.Stream(table.device)  # type: ignore[no-untyped-call]
 
     def fitting(self, tokens: int, windows: int, rows: int) -> MixedSize | None:
         """The smallest size that holds these, if any does."""
@@ -50,7 +52,9 @@ class MixedGraphs:
     def sizes(self) -> list[MixedSize]:
         return sorted(self._prepared)
 
-    def run(self, size: MixedSize, windows: Sequence[Window], splice: Splice | None, rows: DecodeRows) -> Decoded:
+    def run(
+        self, size: MixedSize, windows: Sequence[Window], splice: Splice | None, rows: DecodeRows
+    ) -> Decoded:
         """The most likely next token of each of `rows`. No window samples."""
         assert not any(window.samples for window in windows)
         prepared = self._prepared[size]

@@ -59,9 +59,9 @@ class Sizes(NamedTuple):
     is_short: bool = False  # of contexts, see `PrefillAttention`
 
     def offsets(self) -> list[int]:
-        t, w = self.tokens, self.windows
-        parts = (t, t, self.axes * t, w, w, w + 1, w, w, 2 * self.tiles)
-        return [0, *accumulate(parts)]
+        t = self.tokens
+        w = self.windows
+        return [0, *accumulate((t, t, self.axes * t, w, w, w + 1, w, w, 2 * self.tiles))]
 
 
 class _Captured(NamedTuple):
@@ -214,9 +214,9 @@ class PrefillGraphs:
 
     def _new_static(self, pool: Any, max_tokens: int) -> _Static:
         table = self.decoder.decoder.table
-        device, hidden = table.device, table.shape[1]
+        device = table.device
         request_rows = torch.full((GRAPH_WINDOWS,), self.tables.spare, device=device).int()
-        last = _Last(table.new_zeros(GRAPH_WINDOWS, hidden), request_rows)
+        last = _Last(table.new_zeros(GRAPH_WINDOWS, table.shape[1]), request_rows)
         found = self._new_found(GRAPH_WINDOWS)
         workspace = ArgmaxWorkspace.allocate(GRAPH_WINDOWS, device)
         self._find(last, found, workspace)  # compiles the kernels
@@ -228,7 +228,7 @@ class PrefillGraphs:
 
     def _new_found(self, rows: int) -> Decoded:
         head = self.decoder.decoder.head
-        return Decoded(torch.zeros(rows, dtype=torch.int64, device=head.device), head.new_empty(rows, len(head)))
+        return Decoded(head.new_zeros(rows, dtype=torch.int64), head.new_empty(rows, len(head)))
 
     def _find(self, last: _Last, found: Decoded, workspace: ArgmaxWorkspace) -> None:
         torch.mm(last.hidden, self.decoder.decoder.head.T, out=found.logits)

@@ -1,4 +1,4 @@
-"""Samples tokens on the device: by one kernel if it agrees with PyTorch, else by PyTorch. Knows no requests."""
+"""Samples tokens on the device: by one kernel if it agrees with PyTorch, else by PyTorch."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ _CASES = (  # temperature, top_k, top_p, min_p, a uniform number
 _LIKELY = 16  # tokens of the self-test that have nearly all probability: rounding then decides nothing
 
 
-def sample_tokens(logits: Tensor, which: Tensor, params: Tensor, is_cut: bool, out: Tensor, sink: TokenSink) -> None:
-    """A token for each of the rows `which` [rows] of logits [T, N], into `out` [T] at that row and into the sink.
+def sample_tokens(
+    logits: Tensor, which: Tensor, params: Tensor, is_cut: bool, out: Tensor, sink: TokenSink
+) -> None:
+    """A token for each of the rows `which` [rows] of logits [T, N], into `out` [T] at that row and the sink.
 
     `params` and `is_cut` are those of a `SamplingInputs`, on the device.
     """

@@ -53,7 +53,8 @@ class TokenReadback:
     """Pinned memory for sampled tokens. They are read before the third copy after theirs."""
 
     def __init__(self, size: int, device: torch.device) -> None:
-        self._hosts = [torch.zeros(size, dtype=torch.int64, pin_memory=device.type == "cuda") for _ in range(3)]
+        is_cuda = device.type == "cuda"
+        self._hosts = [torch.zeros(size, dtype=torch.int64, pin_memory=is_cuda) for _ in range(3)]
 
     def copy(self, tokens: Tensor) -> Tensor:
         self._hosts.append(self._hosts.pop(0))

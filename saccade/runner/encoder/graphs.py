@@ -82,7 +82,6 @@ def _rows_of(square: Grid) -> int:
 
 
 def blank_patches(model: VisionLanguageModel, grids: list[Grid]) -> torch.Tensor:
-    vision, table = model.config.vision, model.decoder.table
+    vision = model.config.vision
     assert vision is not None
-    patches = sum(grid.patches for grid in grids)
-    return torch.ones(patches, vision.patch_dim, dtype=table.dtype, device=table.device)
+    return model.decoder.table.new_ones(sum(grid.patches for grid in grids), vision.patch_dim)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -25,6 +25,7 @@ from saccade.media.decode import decode_item
 from saccade.media.video_pruning import Ints, Kept, kept_of
 from saccade.media.video_reader import VideoReaders
 from saccade.models.interface import Tiled, VisionLanguageModel
+from saccade.models.layers.types import Encoding
 from saccade.runner.cuda.staging import to_device
 from saccade.runner.encoder.timing import DeviceWatch, HostWatch, Times, Watch
 from saccade.runner.encoder.upload import Prepare, Upload, pinned, use_on_current_stream
@@ -92,7 +93,7 @@ class _Pass:
     items: list[MediaItem]
     decode_ms: list[float]
     kept: list[Kept | None]
-    layers: Generator[int, None, list[Tensor]]
+    layers: Encoding
     watch: Watch
 
 
@@ -185,7 +186,8 @@ class LocalEncoder:
         return done
 
     def poll(self) -> Encoded:
-        done, self._done = self._done, Encoded.nothing()
+        done = self._done
+        self._done = Encoded.nothing()
         return done
 
     def clear(self) -> None:
@@ -229,7 +231,8 @@ class LocalEncoder:
     def _prepare(self, item: MediaItem) -> Prepared:
         start = time.perf_counter()
         with torch.inference_mode():
-            pixels = decode_item(item, self._readers, pinned) if self._on_cuda else decode_item(item, self._readers)
+            into = {"new": pinned} if self._on_cuda else {}
+            pixels = decode_item(item, self._readers, **into)
             kept = kept_of(item, pixels)
             own = pixels[item.leading :] if item.leading else pixels
             patches = self._to_patches(own, item.geometry)
@@ -296,12 +299,13 @@ class LocalEncoder:
     def _make_pass(self, batch: list[tuple[MediaItem, Prepared]]) -> _Pass:
         self.counters.passes += 1
         items = [item for item, _ in batch]
-        layers = self._encoding([prepared.patches for _, prepared in batch], [item.geometry for item in items])
+        patches = [prepared.patches for _, prepared in batch]
+        layers = self._encoding(patches, [item.geometry for item in items])
         decode_ms = [prepared.decode_ms for _, prepared in batch]
         kept = [prepared.kept for _, prepared in batch]
         return _Pass(items, decode_ms, kept, layers, DeviceWatch() if self._on_cuda else HostWatch())
 
-    def _encoding(self, parts: list[Tensor], geometries: list[Geometry]) -> Generator[int, None, list[Tensor]]:
+    def _encoding(self, parts: list[Tensor], geometries: list[Geometry]) -> Encoding:
         """Packs with the first layer: it may run out of memory, too, and is then retried like a layer."""
         use_on_current_stream(parts)
         packed = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -310,7 +314,8 @@ class LocalEncoder:
         del packed  # the tower drops it after the patch embedding; no other reference may stay
         features = yield from layers
         if isinstance(self.model, Tiled):
-            return [self.model.join(one, geometry) for one, geometry in zip(features, geometries, strict=True)]
+            pairs = zip(features, geometries, strict=True)
+            return [self.model.join(own, geometry) for own, geometry in pairs]
         return features
 
     def _run_layers(self, limit: int | None) -> int:
@@ -375,7 +380,7 @@ class LocalEncoder:
         self._done.errors[item.key] = error
 
 
-def _next_layers(layers: Generator[int, None, list[Tensor]]) -> tuple[int, list[Tensor] | None]:
+def _next_layers(layers: Encoding) -> tuple[int, list[Tensor] | None]:
     """Run the next layer or layers; returns how many, and the embeddings after the last."""
     try:
         return next(layers), None
