@@ -3,14 +3,14 @@
     host     | collect 1, plan 2, launch 2 | text of 1 | collect 2, plan 3, launch 3 | text of 2 | ...
     device         idle for a moment       | ---------- step 2 ----------            | ------ step 3
 
-Where the device samples by itself, the next decode step is planned and launched before the tokens of this one are known
-(async decode). Prefill and encoding are planned and launched while a decode step runs, and collected when the next one
-does, so that tokens wait neither for prompts nor for images. The device is never idle:
+Where the device samples by itself, the next decode step is launched before the tokens of this one are known
+(async decode). Prefill and encoding are planned and launched while a decode step runs, and collected when the
+next one does, so that tokens wait neither for prompts nor for images. The device is never idle:
 
     host     | collect prefill 1, plan and launch prefill 2 and decode 3, collect decode 2, text of 2 | ...
     device   | ---- decode 2 ---- | ---- prefill 2 ---- | ---- decode 3 ---- | ...
 
-Where no prompt ends in prefill 2, the device may run it with decode 3 as one mixed batch, which reads the weights once.
+Where no prompt ends in prefill 2, it may run with decode 3 as one mixed batch, which reads the weights once.
 
 `EngineCore` is the plain loop: the same tokens, one step at a time.
 """
@@ -62,27 +62,32 @@ class AsyncEngineCore(EngineCore):
             return self._step(latency_bounded)
 
     def _step(self, latency_bounded: bool) -> list[TokenEvent]:
-        events, self._events = self._events, []
+        events = self._take_events()
         if self._launched and self._launched[0].plan.kind == "async_prefill":
             events += self._commit_finished(1)
         prefill = self._plan_async_prefill(latency_bounded) if self._runs_async_decode else None
         decode = self.scheduler.schedule_async_decode() if self._launched else None
         events += self._launch(prefill, decode)
         if self._launched:
-            self.scheduler.index()  # nothing is left to launch: the device works, and its tokens are waited for
+            self.scheduler.index()  # nothing is left to launch: the device works, and its tokens are awaited
             events += self._commit_finished(1 if self._runs_async_decode else len(self._launched))
         if not self._launched and self._may_launch(latency_bounded, events):
             events += self._launch(self._plan(self.clock(), latency_bounded))
         return events
 
-    @property
-    def _runs_async_decode(self) -> bool:
-        """The last launched step is an async decode, and nothing was planned beside it yet."""
-        return bool(self._launched) and self._launched[-1].plan.kind == "async_decode"
+    def _take_events(self) -> list[TokenEvent]:
+        events = self._events
+        self._events = []
+        return events
 
     def _plan_async_prefill(self, latency_bounded: bool) -> StepPlan | None:
         self._hold()
         return self.scheduler.schedule_async_prefill(self.clock(), latency_bounded=latency_bounded)
+
+    @property
+    def _runs_async_decode(self) -> bool:
+        """The last launched step is an async decode, and nothing was planned beside it yet."""
+        return bool(self._launched) and self._launched[-1].plan.kind == "async_decode"
 
     def _may_launch(self, latency_bounded: bool, events: list[TokenEvent]) -> bool:
         """Not before last tokens are handed out where launching takes many times what a token does.
@@ -120,13 +125,13 @@ class AsyncEngineCore(EngineCore):
             self.runner.decode_early(new[:1])
 
     def launch_if_full(self, *, latency_bounded: bool = True) -> None:
-        """Launch a step that is full: the device runs it while requests are added that would not fit into it."""
+        """Launch a step that is full: the device runs it while requests are added that would not fit."""
         if not self._launched and self.scheduler.fills_step():
             with self._atomic():
                 self._events += self._launch(self._plan(self.clock(), latency_bounded))
 
     def abort(self, request_id: str) -> TokenEvent | None:
-        """Waits for running steps: what they computed for the request must be known before its blocks are free.
+        """Waits for running steps: what they computed must be known before the request's blocks are free.
 
         The event that is returned is the request's last one, also where it has just ended by itself.
         """
@@ -162,7 +167,8 @@ class AsyncEngineCore(EngineCore):
         try:
             at = self.clock()
             collects = self.runner.launch_both(*plans) if len(plans) == 2 else map(self.runner.launch, plans)
-            self._launched += [_Launched(plan, at, collect) for plan, collect in zip(plans, collects, strict=True)]
+            pairs = zip(plans, collects, strict=True)
+            self._launched += [_Launched(plan, at, collect) for plan, collect in pairs]
         except Exception:
             return self._fail_step(plans[0])
         return []

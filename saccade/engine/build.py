@@ -81,8 +81,8 @@ def _layers_per_s(runner: Runner, largest: Geometry | None) -> float:
 def _step_reason(time: StepTime, max_tokens: int, options: Options) -> str:
     step = CpuStepTime(time, max_tokens, options.encode_layers_per_step)
     return (
-        f"{step.tokens(0)} tokens or {step.layers} encoder layers a step at first: {time.seconds * 1e3:.0f} ms at "
-        f"{time.prompt_tokens_per_s:.0f} prompt tokens a second; later steps tell how fast it really is"
+        f"{step.tokens(0)} tokens or {step.layers} encoder layers a step at first: {time.seconds * 1e3:.0f} "
+        f"ms at {time.prompt_tokens_per_s:.0f} prompt tokens a second; later steps tell how fast it really is"
     )
 
 
@@ -91,6 +91,6 @@ def _latency_reason(latency: LatencyProfile) -> str:
     tokens, layers = split_spare_time(latency, many, 1024)
     mixed = mixed_tokens(latency, many) or tokens
     return (
-        f"a step of {many} answers takes {alone:.2f} ms alone; beside them {mixed} prompt tokens ({tokens} where a "
-        f"prompt ends) or {layers} encoder layers over an image of 1024 embeddings fit"
+        f"a step of {many} answers takes {alone:.2f} ms alone; beside them {mixed} prompt tokens ({tokens} "
+        f"where a prompt ends) or {layers} encoder layers over an image of 1024 embeddings fit"
     )

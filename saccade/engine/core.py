@@ -14,7 +14,7 @@ from saccade.options import SchedulerConfig
 from saccade.scheduler.scheduler import Scheduler
 from saccade.types import MediaItem, Request, StepPlan, StepResult, TokenEvent
 
-_MIN_PATIENCE = 0.001  # seconds that a step waits for grammars: a quarter of what the last one took, within these
+_MIN_PATIENCE = 0.001  # seconds that a step waits for grammars: a quarter of the last step, within these
 _MAX_PATIENCE = 0.02
 
 logger = logging.getLogger("saccade.engine")
@@ -26,7 +26,7 @@ class StepRunner(Protocol):
     def execute(self, plan: StepPlan) -> StepResult: ...
 
     def reset(self) -> None:
-        """Forget all requests after a broken step; an error means that no step can be computed here any more."""
+        """Forget all requests after a broken step; an error means that no step can be computed any more."""
 
     def stats(self) -> dict[str, Any]: ...
 
@@ -72,7 +72,7 @@ class EngineCore:
         self._trace = StepTrace()
 
     def step(self, *, latency_bounded: bool = True) -> list[TokenEvent]:
-        """One step. `latency_bounded`: tokens are wanted as they come, so decodes are not slowed by other work."""
+        """One step. `latency_bounded`: tokens are wanted as they come; other work must not slow decodes."""
         with self._atomic():
             start = self.clock()
             plan = self._plan(start, latency_bounded)
@@ -86,7 +86,7 @@ class EngineCore:
         return self.scheduler.schedule(now, latency_bounded=latency_bounded)
 
     def _hold(self, patience: float = 0.0) -> None:
-        """Requests whose grammar is not ready sit the next step out. The step waits for them up to `patience`."""
+        """Requests whose grammar is not ready within `patience` seconds sit the next step out."""
         if self._grammars:
             self.scheduler.not_ready = self._grammars.not_ready(self.scheduler.num_open, patience)
 
@@ -141,7 +141,7 @@ class EngineCore:
         """Images of a request that is still being prepared. Here they are decoded when a step needs them."""
 
     def launch_if_full(self, *, latency_bounded: bool = True) -> None:
-        """More requests come at once, but a step may be full without them. Here one step is done before the next."""
+        """More requests come at once, but a step may be full without them. Here steps run one by one."""
 
     def abort(self, request_id: str) -> TokenEvent | None:
         event = self.scheduler.abort(request_id, self.clock())
@@ -150,7 +150,7 @@ class EngineCore:
         return event
 
     def release_if_idle(self) -> None:
-        """A request has gone, or its media were prefetched and it does not come. If it was the only one, drop them."""
+        """A request has gone, or was prefetched and does not come. If it was alone, drop decoded images."""
         if not self.has_unfinished():
             self.runner.release()
 
@@ -169,7 +169,7 @@ class EngineCore:
     def _end_all(self, where: str) -> list[TokenEvent]:
         """A step broke: nothing in the caches can be trusted, every open request ends, the engine goes on.
 
-        Unless the runner says that it cannot, by an error of its own: then this process is of no use any more.
+        Unless the runner says that it cannot, by an error of its own: then this process is of no use.
         """
         logger.exception("the engine failed %s; all open requests end", where)
         error = RequestError(f"the engine failed {where}; send the request again", code="engine_error")

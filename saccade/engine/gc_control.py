@@ -7,13 +7,11 @@ import sys
 from ctypes import CDLL
 
 _LIBC = CDLL(None) if sys.platform == "linux" else None
-
-
 _SWITCH_SECONDS = 5e-5  # Python's own 5 ms are several steps
 
 
 def freeze() -> None:
-    """After the start: what exists now stays to the end, and looking through it again takes longer than a step."""
+    """After the start: what exists now stays, and looking through it again takes longer than a step."""
     gc.collect()
     gc.freeze()
     trim()
@@ -24,24 +22,24 @@ def unfreeze() -> None:
 
 
 def switch_threads_often() -> None:
-    """For this process: a launch that released the interpreter gets it back soon from threads that decode images."""
+    """For this process: a launch that released the interpreter gets it back soon from decoding threads."""
     sys.setswitchinterval(_SWITCH_SECONDS)
 
 
 def collect() -> None:
     """At a quiet moment: free what only a collection frees.
 
-    Those are objects in cycles, and the interpreter's spare tuples, of which it keeps up to 2,000 of each size. By
-    itself a collection comes after thousands of requests, because most of what they leave is freed without one.
+    Those are objects in cycles, and the interpreter's spare tuples, up to 2,000 of each size. By itself a
+    collection comes after thousands of requests, because most of what they leave is freed without one.
     """
     gc.collect()
 
 
 def trim() -> None:
-    """Give freed memory back to the system, which glibc does by itself only at the end of its heap. Takes milliseconds.
+    """Give freed memory back to the system, which glibc does only at the end of its heap. Takes milliseconds.
 
-    A step's tensors lie between what stays, such as the kernels that oneDNN makes for each new number of tokens. Each
-    of those takes a bite out of a hole in which the next step's tensors would have fitted, and the heap grows for that.
+    A step's tensors lie between what stays, such as the kernels that oneDNN makes for each new number of
+    tokens. Each of those makes a hole too small for the next step's tensors, and the heap grows.
     """
     if _LIBC is not None and hasattr(_LIBC, "malloc_trim"):  # musl has none
         _LIBC.malloc_trim(0)

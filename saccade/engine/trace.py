@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from saccade.types import Key, ScheduledWindow, Span, StepPlan, StepResult
@@ -32,16 +31,12 @@ class StepTrace:
 
     def record(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
         self._follow(plan)
-        text, image = self._prefill_tokens(plan.prefill)
+        total = sum(window.end - window.start for window in plan.prefill)
+        image = sum(_image_tokens(window, self._spans[window.request_id]) for window in plan.prefill)
         encodes = len(self._encoding) if plan.encode_layers != 0 else 0
-        self._records.append(StepRecord(plan.step, len(plan.decode), text, image, encodes, round(seconds * 1e3, 3)))
+        ms = round(seconds * 1e3, 3)
+        self._records.append(StepRecord(plan.step, len(plan.decode), total - image, image, encodes, ms))
         self._encoding.difference_update(result.encoded, result.failed)
-
-    def _prefill_tokens(self, windows: Sequence[ScheduledWindow]) -> tuple[int, int]:
-        """Tokens of text and of images."""
-        total = sum(window.end - window.start for window in windows)
-        image = sum(_image_tokens(window, self._spans[window.request_id]) for window in windows)
-        return total - image, image
 
     def recent(self) -> list[dict[str, Any]]:
         """The oldest first, in plain values: they travel to other processes as they are."""

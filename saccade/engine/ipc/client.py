@@ -96,7 +96,8 @@ class EngineClient:
         `heartbeat_timeout` is the longest a single step may take, in seconds.
         """
         if heartbeat_timeout < _MIN_HEARTBEAT_TIMEOUT:
-            raise ConfigError(f"heartbeat_timeout must be {_MIN_HEARTBEAT_TIMEOUT} s or more, not {heartbeat_timeout}")
+            least = _MIN_HEARTBEAT_TIMEOUT
+            raise ConfigError(f"heartbeat_timeout must be {least} s or more, not {heartbeat_timeout}")
         files = (checkpoint.path, checkpoint.config, checkpoint.image_processor)
         self._start_frame = frame(start_message(*files, options, largest, warmup, progress=progress))
         self._heartbeat_timeout = heartbeat_timeout
@@ -176,11 +177,12 @@ class EngineClient:
     def _send(self, requests: Sequence[Request]) -> Submission:
         if self._state != "ready" or self._process is None:
             raise EngineUnavailable(f"the engine is {self._state}; try again later", self._retry_after())
-        for request in requests:
-            if request.request_id in self._open:
-                raise RequestError(f"a request with the id {request.request_id!r} is already open; choose another id")
+        names = [request.request_id for request in requests]
+        for name in names:
+            if name in self._open:
+                raise RequestError(f"a request with the id {name!r} is already open; choose another id")
         message = frame(Submit(pack_requests(requests)))
-        submission = Submission([request.request_id for request in requests], len(message), self._abort)
+        submission = Submission(names, len(message), self._abort)
         self._open |= dict.fromkeys(submission.streams, submission)
         self._bytes_in_flight += submission.num_bytes
         self._process.send(message)
@@ -269,7 +271,8 @@ class EngineClient:
         """Back off before the next start: a worker that keeps dying is started ever more rarely."""
         if self._ready_at is not None and time.monotonic() - self._ready_at > MAX_BACKOFF:
             self._backoff = FIRST_BACKOFF
-        self._lose_open("the engine stopped under the request and is being started again; send the request again")
+        again = "is being started again; send the request again"
+        self._lose_open(f"the engine stopped under the request and {again}")
         self._restarts += 1
         logger.error("the engine stopped: %s; it is started again in %.1f s", reason, self._backoff)
         await asyncio.sleep(self._backoff)

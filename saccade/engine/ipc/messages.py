@@ -81,22 +81,12 @@ def _pack_alike(requests: Sequence[Request]) -> RequestBody:
 
 
 def unpack_requests(bodies: Iterable[RequestBody]) -> list[Request]:
-    return [request for body in bodies for request in _unpack_alike(body)]
-
-
-def _unpack_alike(body: RequestBody) -> list[Request]:
-    prompt = _unpack_prompt(body.prompt)
-    return [
-        Request(
-            request_id=request_id,
-            prompt=prompt,
-            params=body.params,
-            max_tokens=body.max_tokens,
-            eos_token_ids=body.eos_token_ids,
-            seed=seed,
-        )
-        for request_id, seed in body.ids
-    ]
+    requests = []
+    for body in bodies:
+        prompt = _unpack_prompt(body.prompt)
+        shared = (prompt, body.params, body.max_tokens, body.eos_token_ids)
+        requests += [Request(request_id, *shared, seed) for request_id, seed in body.ids]
+    return requests
 
 
 def _pack_prompt(prompt: Prompt) -> PromptBody:
@@ -265,13 +255,16 @@ def frame(message: Command | Report) -> bytearray:
     try:
         _ENCODER.encode_into(message, buffer, HEADER.size)
     except OverflowError:
-        raise RequestError("the request holds a number that does not fit in 64 bits; send a smaller one") from None
+        problem = "a number that does not fit in 64 bits; send a smaller one"
+        raise RequestError(f"the request holds {problem}") from None
     except UnicodeEncodeError:
-        raise RequestError("the request holds half a surrogate pair, which is no character; send valid text") from None
+        problem = "half a surrogate pair, which is no character; send valid text"
+        raise RequestError(f"the request holds {problem}") from None
     size = len(buffer) - HEADER.size
     if size > MAX_FRAME_BYTES:
         raise RequestError(
-            f"the request takes {size} bytes, but {MAX_FRAME_BYTES} may be sent to the engine at once; send less",
+            f"the request takes {size} bytes, but {MAX_FRAME_BYTES} may be sent to the engine at once; "
+            "send less",
             code="image_file_too_large",
         )
     HEADER.pack_into(buffer, 0, size)
@@ -312,4 +305,5 @@ def _decoded(decoder: msgspec.msgpack.Decoder[_Kind], body: bytes) -> _Kind:
     try:
         return decoder.decode(body)
     except (msgspec.DecodeError, TypeError, ValueError) as error:
-        raise WireError(f"a frame of {len(body)} bytes holds no message that is known here: {error}") from None
+        size = len(body)
+        raise WireError(f"a frame of {size} bytes holds no message that is known here: {error}") from None

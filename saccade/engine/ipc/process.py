@@ -94,14 +94,11 @@ class EngineProcess:
                 self._child.kill()
             self._child.wait()
             self._writer.close()
-        return _how(self._child.returncode)
+        status = self._child.returncode
+        return f"it was ended by signal {-status}" if status < 0 else f"it exited with status {status}"
 
     async def _has_ended_within(self, seconds: float) -> bool:
         deadline = time.monotonic() + seconds
         while self._child.poll() is None and time.monotonic() < deadline:
             await asyncio.sleep(_POLL_SECONDS)
         return self._child.poll() is not None
-
-
-def _how(returncode: int) -> str:
-    return f"it was ended by signal {-returncode}" if returncode < 0 else f"it exited with status {returncode}"

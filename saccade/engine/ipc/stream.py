@@ -36,7 +36,8 @@ class RequestStream:
                 raise StopAsyncIteration
             self._news.clear()
             await self._news.wait()
-        events, self._events = self._events, []
+        events = self._events
+        self._events = []
         return events
 
     def cancel(self) -> None:

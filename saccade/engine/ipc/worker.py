@@ -1,4 +1,4 @@
-"""The main of the engine process: `python -m saccade.engine.ipc.worker FD`, started by `saccade.engine.ipc.client`.
+"""The main of the engine process: `python -m saccade.engine.ipc.worker FD`, started by `client`.
 
 FD is an inherited socket; options and checkpoint arrive over it. Nothing else is read from the command line.
 """
@@ -17,14 +17,8 @@ from saccade.engine.ipc.messages import Start, config_of
 
 
 def build(start: Start) -> EngineCore:
-    core = build_core(
-        Path(start.path),
-        config_of(start),
-        start.image_processor,
-        start.options,
-        start.largest,
-        progress=start.progress,
-    )
+    files = (Path(start.path), config_of(start), start.image_processor)
+    core = build_core(*files, start.options, start.largest, progress=start.progress)
     freeze()
     return core
 
