@@ -11,7 +11,7 @@ import torch
 
 from saccade.checkpoint.config import ModelConfig
 from saccade.errors import ConfigError
-from saccade.models.interface import VisionLanguageModel
+from saccade.models.interface import ModelParts, VisionLanguageModel
 from saccade.models.layers.attention_temperature import attention_temperature_of
 from saccade.models.parameters import Parameters
 from saccade.models.vision.ops import TorchVision, VisionOps
@@ -58,13 +58,17 @@ def load_model(
         other = import_module("saccade.models.fallback")
         return other.load(path, config, dtype=dtype, device=device, **how)  # type: ignore[no-any-return]
     params = Parameters(dtype, device)
-    model = _family(config)(config, params, image_processor or {}, _vision_ops(device))
+    model = _family(config)(ModelParts(config, params, image_processor or {}, _vision_ops(device)))
     if load_format == "dummy":
         fill_random(params.targets, seed)
     elif path is None:
-        raise ConfigError(f"load_format={load_format!r} needs a folder to load from; only 'dummy' works without one")
+        problem = "needs a folder to load from; only 'dummy' works without one"
+        raise ConfigError(f"load_format={load_format!r} {problem}")
     else:
-        _refuse_quantised(config)
+        method = (config.raw.get("quantization_config") or {}).get("quant_method")
+        if method is not None:
+            why = f"the checkpoint's weights are quantised ({method!r}), which is not supported"
+            raise ConfigError(f"{why}; take the one in bfloat16")
         load_weights(path, params.targets, model.rules(), progress=progress, wholes=params.wholes)
     loaded: VisionLanguageModel = model
     return loaded
@@ -89,14 +93,6 @@ def eager_reason(config: ModelConfig) -> str | None:
     return f"there are no kernels for {' and '.join(missing)}" if missing else None
 
 
-def _refuse_quantised(config: ModelConfig) -> None:
-    method = (config.raw.get("quantization_config") or {}).get("quant_method")
-    if method is not None:
-        raise ConfigError(
-            f"the checkpoint's weights are quantised ({method!r}), which is not supported; take the one in bfloat16"
-        )
-
-
 def _vision_ops(device: torch.device) -> VisionOps:
     if device.type != "cuda":
         return TorchVision()
@@ -107,7 +103,8 @@ def _vision_ops(device: torch.device) -> VisionOps:
 def _family(config: ModelConfig) -> Any:
     model_type = config.model_type
     if model_type not in _FAMILIES:
-        raise ConfigError(f"model_type {model_type!r} is not supported; known are {', '.join(sorted(_FAMILIES))}")
+        known = ", ".join(sorted(_FAMILIES))
+        raise ConfigError(f"model_type {model_type!r} is not supported; known are {known}")
     with_tower = f"{model_type}/{(config.raw.get('vision_config') or {}).get('model_type')}"
     module, name = _FAMILIES.get(with_tower, _FAMILIES[model_type])
     return getattr(import_module(module), name)

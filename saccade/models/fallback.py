@@ -25,8 +25,9 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from saccade.checkpoint import hf_processor
 from saccade.checkpoint.config import ModelConfig
-from saccade.checkpoint.hf_processor import LOCAL, library, load_processor, placeholder, processed, raised, refusal
+from saccade.checkpoint.hf_processor import LOCAL, placeholder, processed, refusal
 from saccade.errors import ConfigError, RequestError
 from saccade.models.layers.attention import AttentionBatch, PagedAttention, PagedKV
 from saccade.models.layers.types import Attention, Encoding
@@ -81,8 +82,8 @@ class Fallback:
         masks = [name for name, values in made.items() if name.startswith("pixel_") and name.endswith("mask")]
         if any(not bool(made[name].all()) for name in masks):
             raise RequestError(
-                f"the picture of {pixels.shape[1]}x{pixels.shape[0]} pixels is padded by this model's processor, which "
-                "is not supported for models served through Transformers",
+                f"the picture of {pixels.shape[1]}x{pixels.shape[0]} pixels is padded by this model's "
+                "processor, which is not supported for models served through Transformers",
                 code="invalid_image",
             )
         tiles: Tensor = made["pixel_values"]  # [..., tiles, channels, height, width]
@@ -173,10 +174,10 @@ def load(
 ) -> Fallback:
     """Load and check a model. Anything that Transformers raises becomes a ConfigError."""
     kind = config.model_type
-    processor = load_processor(path, kind)
+    processor = hf_processor.load_processor(path, kind)
     window = max_model_len or config.text.max_context
     try:
-        model = _model(library(kind), path, dtype, load_format, seed)
+        model = _model(hf_processor.library(kind), path, dtype, load_format, seed)
         made = Fallback(config, model.to(device).eval(), processor, device, dtype, window)
         check_against_own_forward(made)
     except ConfigError:
@@ -184,10 +185,11 @@ def load(
     except (Unfit, RequestError) as error:
         raise refusal(kind, str(error)) from None
     except Exception as error:
-        raise refusal(kind, raised(error)) from error
+        raise refusal(kind, hf_processor.raised(error)) from error
     logger.warning(
-        "model_type %s is not one that Saccade knows: it runs through Transformers' code. Its answers are right, but "
-        "steps are slower than a known model's, and a picture is encoded in one piece, in which others wait",
+        "model_type %s is not one that Saccade knows: it runs through Transformers' code. Its answers are "
+        "right, but steps are slower than a known model's, and a picture is encoded in one piece, in which "
+        "others wait",
         kind,
     )
     return made
@@ -223,9 +225,8 @@ def _attend(
     if unknown:
         raise Unfit(f"its attention uses {', '.join(unknown)}, ours does not")
     if window is not None and window < how["saccade_window"]:
-        raise Unfit(
-            f"its attention has a window of {window} tokens, ours none; --max-model-len {window} makes up for it"
-        )
+        remedy = f"--max-model-len {window} makes up for it"
+        raise Unfit(f"its attention has a window of {window} tokens, ours none; {remedy}")
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))  # [T, heads, d]
     return how["saccade_attention"](module.layer_idx, how.get("scaling"), q, k, v)[None], None
 
@@ -277,8 +278,8 @@ def follow_lengths(text: Any, switch: int | None, window: int) -> LengthRope | N
             setattr(text.get_submodule(parent), own, made)
         elif window > minimum:
             raise Unfit(
-                f"beyond {minimum} tokens its rope ({module.rope_type}) changes with a prompt's length in a way we do "
-                f"not follow; --max-model-len {minimum} avoids that"
+                f"beyond {minimum} tokens its rope ({module.rope_type}) changes with a prompt's length in a "
+                f"way we do not follow; --max-model-len {minimum} avoids that"
             )
     return made
 
@@ -318,14 +319,15 @@ def check_against_own_forward(model: Fallback) -> None:
     alone = _difference(model, probes, [[Chunk(0, 0, len(probes[0].embeds))]])
     if not alone <= _TOLERANCE[model.dtype]:
         raise Unfit(
-            f"with our attention its logits differ by {alone:.1e} from its own. Its pictures may be read in both "
-            "directions, its layers may see only part of the context, or tokens around a picture may be changed"
+            f"with our attention its logits differ by {alone:.1e} from its own. Its pictures may be read in "
+            "both directions, its layers may see only part of the context, or tokens around a picture may be "
+            "changed"
         )
     together = _difference(model, probes, _chunked([len(probe.embeds) for probe in probes]))
     if not together <= _TOLERANCE[model.dtype]:
         raise Unfit(
-            f"beside another request, and in pieces, its logits differ by {together:.1e} from those it has alone. Its "
-            "layers may remember more than keys and values, or mix what stands side by side"
+            f"beside another request, and in pieces, its logits differ by {together:.1e} from those it has "
+            "alone. Its layers may remember more than keys and values, or mix what stands side by side"
         )
 
 
@@ -353,7 +355,8 @@ def _features(model: Fallback, inputs: Mapping[str, Any], image: Image.Image) ->
 
 def _text_probe(model: Fallback) -> Probe:
     """Text around the LongRoPE switch, if a request can get there: positions need no preceding tokens."""
-    ids = torch.tensor(model.processor.tokenizer.encode(_PROBE_TEXT, add_special_tokens=False), device=model.device)
+    text = model.processor.tokenizer.encode(_PROBE_TEXT, add_special_tokens=False)
+    ids = torch.tensor(text, device=model.device)
     switch = model.config.text.rope_switch
     fits = switch is not None and switch + len(ids) <= model.window
     positions = _positions(ids, max(0, switch - len(ids) // 2) if switch is not None and fits else 0)
@@ -368,8 +371,9 @@ def _positions(ids: Tensor, start: int) -> Tensor:
 
 def _own_logits(model: Fallback, inputs: Mapping[str, Any]) -> Tensor:
     taken = inspect.signature(model.model.forward).parameters
+    known = {name: value for name, value in inputs.items() if name in taken}
     with model.own_attention():
-        logits: Tensor = model.model(**{name: value for name, value in inputs.items() if name in taken}).logits
+        logits: Tensor = model.model(**known).logits
     return logits[0].float()
 
 
@@ -384,11 +388,11 @@ def _difference(model: Fallback, probes: Sequence[Probe], steps: Sequence[Sequen
     kv = PagedKV.allocate(model.config.text, blocks * len(probes), _BLOCK_SIZE, model.dtype, model.device)
     found = [0.0]
     for chunks in steps:
-        embeds = torch.cat([probes[chunk.probe].embeds[chunk.start : chunk.end] for chunk in chunks])
-        positions = torch.cat([probes[chunk.probe].positions[:, chunk.start : chunk.end] for chunk in chunks], 1)
+        embeds = [probes[chunk.probe].embeds[chunk.start : chunk.end] for chunk in chunks]
+        positions = [probes[chunk.probe].positions[:, chunk.start : chunk.end] for chunk in chunks]
         attention = PagedAttention(kv, _batch(chunks, blocks, model.device), model.decoder.scale)
-        ours = model.logits(model.forward(embeds, positions, attention))
-        for chunk, own in zip(chunks, torch.split(ours, [chunk.end - chunk.start for chunk in chunks]), strict=True):
+        ours = model.logits(model.forward(torch.cat(embeds), torch.cat(positions, 1), attention))
+        for chunk, own in zip(chunks, torch.split(ours, [len(part) for part in embeds]), strict=True):
             expected = probes[chunk.probe].expected
             found.append(float((own - expected[chunk.start : chunk.end]).abs().max() / expected.abs().max()))
     return float(np.max(found))  # a NaN counts as the largest
@@ -396,7 +400,7 @@ def _difference(model: Fallback, probes: Sequence[Probe], steps: Sequence[Sequen
 
 def _batch(chunks: Sequence[Chunk], blocks: int, device: torch.device) -> AttentionBatch:
     """Each request has `blocks` consecutive blocks of its own."""
-    tables = torch.tensor([range(chunk.probe * blocks, (chunk.probe + 1) * blocks) for chunk in chunks], device=device)
+    tables = [range(chunk.probe * blocks, (chunk.probe + 1) * blocks) for chunk in chunks]
     slots: list[int] = []
     for chunk in chunks:
         first = chunk.probe * blocks * _BLOCK_SIZE
@@ -404,7 +408,7 @@ def _batch(chunks: Sequence[Chunk], blocks: int, device: torch.device) -> Attent
     return AttentionBatch(
         query_lens=[chunk.end - chunk.start for chunk in chunks],
         context_lens=[chunk.end for chunk in chunks],
-        block_tables=tables,
+        block_tables=torch.tensor(tables, device=device),
         slots=torch.tensor(slots, device=device),
         block_size=_BLOCK_SIZE,
     )

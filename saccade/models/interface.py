@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from saccade.checkpoint.config import ModelConfig
 from saccade.models.layers.types import Attention, CrossAttentionRows, Encoding, States
+from saccade.models.parameters import Parameters
+from saccade.models.vision.ops import VisionOps
 from saccade.models.vision.preprocess import ImagePixels
 from saccade.types import Geometry, Grid
 
 if TYPE_CHECKING:
     from saccade.models.layers.decoder import Decoder
+
+
+class ModelParts(NamedTuple):
+    """What the model of a family is made from."""
+
+    config: ModelConfig
+    params: Parameters
+    image_processor: Mapping[str, Any]  # preprocessor_config.json
+    ops: VisionOps
 
 
 class VisionLanguageModel(Protocol):
@@ -44,9 +55,9 @@ class CrossAttentionModel(VisionLanguageModel, Protocol):
     """A model with cross-attention layers (`Span.is_cross_attended`): it gets the rows of each image."""
 
     def forward(
-        self, embeds: Tensor, positions: Tensor, attention: Attention, cross_rows: Sequence[CrossAttentionRows] = ()
+        self, embeds: Tensor, positions: Tensor, attention: Attention, rows: Sequence[CrossAttentionRows] = ()
     ) -> Tensor:
-        """As above. Rows that are in none of `cross_rows` skip cross-attention."""
+        """As above. Rows that are in none of `rows` skip cross-attention."""
 
 
 class RecurrentModel(VisionLanguageModel, Protocol):

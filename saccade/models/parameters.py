@@ -38,6 +38,10 @@ class Parameters:
         inner._prefix = f"{self._prefix}{name}."
         return inner
 
+    def each(self, name: str, count: int) -> list[Parameters]:
+        """Of so many layers: the level `name.0`, `name.1` and so on."""
+        return [self.within(name).within(index) for index in range(count)]
+
     def empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 

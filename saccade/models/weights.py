@@ -141,7 +141,8 @@ def _plan(names: Iterable[str], targets: Mapping[str, Tensor], rules: Sequence[R
     missing = sorted(targets.keys() - by_target.keys())
     if missing:
         shown = [_name_in(found, target, rules) for target in missing[: _SHOWN + 1]]  # slow for thousands
-        raise ConfigError(f"the checkpoint lacks {len(missing)} tensors that config.json asks for ({_some(shown)})")
+        lacking = f"{len(missing)} tensors that config.json asks for"
+        raise ConfigError(f"the checkpoint lacks {lacking} ({_some(shown)})")
     return plan
 
 

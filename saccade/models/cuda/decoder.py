@@ -17,7 +17,7 @@ from saccade.models.layers.attention import PagedKV
 from saccade.models.layers.decoder import Decoder, DecoderLayer
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(QKV projection of new tokens [T, heads + 2 kv_heads, d], a layer's cached keys, its values) -> [T, heads, d]
+"""(QKV projection of new tokens [T, heads + 2 kv_heads, d], a layer's keys, its values) -> [T, heads, d]
 
 With `in_parts`, the projection may be split-K partials [splits, T, ...]. It applies RoPE to queries and keys
 and stores the new keys and values.

@@ -134,8 +134,8 @@ class _SkinnyGemms:
 
     def qkv(self, x: Residual, layer: DecoderLayer) -> tuple[Tensor, Residual]:
         norm = layer.attention_norm
-        weight, bias = layer.qkv.weight, layer.qkv.bias
-        return norm_linear(x.rows, norm.weight, norm.eps, weight, bias, workspace=self.workspace), x
+        own = (layer.qkv.weight, layer.qkv.bias)
+        return norm_linear(x.rows, norm.weight, norm.eps, *own, workspace=self.workspace), x
 
     def out(self, mixed: Tensor, x: Residual, layer: DecoderLayer) -> Residual:
         return self._add(mixed, layer.out, x)

@@ -26,7 +26,7 @@ from saccade.models.cuda.vision_attention import Attend, AttentionPath, PartedAt
 from saccade.models.cuda.vision_graphs import VisionGraphs, packed_cells
 from saccade.models.layers.basic import Activation, Linear, RMSNorm, quick_gelu, silu_and_mul, tanh_gelu
 from saccade.models.vision.blocks import Norm, PatchPositions, VisionBlock
-from saccade.models.vision.ops import Blocks, RunBlocks
+from saccade.models.vision.ops import Blocks, Lengths, RunBlocks
 from saccade.models.vision.preprocess import ImagePixels, PatchLayout, PixelPolicy, as_tensor, resize
 from saccade.models.vision.resample import BITS, Taps, resample
 from saccade.torch_utils import to_device
@@ -56,18 +56,20 @@ class FusedVision:
             return resample(image, size, resampling, _weigh_axis)
         return as_tensor(resize(image, size, resampling))
 
-    def cut(self, image: Tensor, grid: Grid, layout: PatchLayout, policy: PixelPolicy, dtype: torch.dtype) -> Tensor:
+    def cut(
+        self, image: Tensor, grid: Grid, layout: PatchLayout, policy: PixelPolicy, dtype: torch.dtype
+    ) -> Tensor:
         cut = preprocess.Cut(grid.h, grid.w, layout.patch, layout.merge, layout.frames)
         gain = [policy.scale / std for std in policy.std]
         shift = [mean / std for mean, std in zip(policy.mean, policy.std, strict=True)]
         return preprocess.cut_patches(image, cut, gain, shift, dtype)
 
-    def begin(self, lengths: Sequence[int], positions: PatchPositions | None, device: torch.device) -> RunBlocks:
+    def begin(self, lengths: Lengths, positions: PatchPositions | None, device: torch.device) -> RunBlocks:
         if self._graphs.fit(lengths):
             return self._graphs.begin(lengths, positions, device)
         return self._eager(lengths, positions, device)
 
-    def _eager(self, lengths: Sequence[int], positions: PatchPositions | None, device: torch.device) -> RunBlocks:
+    def _eager(self, lengths: Lengths, positions: PatchPositions | None, device: torch.device) -> RunBlocks:
         return _FusedPass(self._rotary(positions), self._attention(tuple(lengths), device)).first
 
     def _rotary(self, positions: PatchPositions | None) -> Tensor | None:
@@ -77,7 +79,11 @@ class FusedVision:
             positions.rotary = self._last.rotary
         self._last = positions  # frees the last ones first: memory is planned for those of one pass
         if positions.rotary is None:
-            positions.rotary = _new_rotary(positions)
+            device = positions.per_axis.device
+            cells = to_device(packed_cells(positions), device)
+            shape = (len(cells), 4 * positions.per_axis.shape[-1])
+            positions.rotary = torch.empty(shape, dtype=torch.float32, device=device)
+            vit_elementwise.write_cos_sin(cells, positions.per_axis, positions.rotary)
         return positions.rotary
 
     def capturing(self) -> AbstractContextManager[None]:
@@ -125,14 +131,6 @@ class _FusedPass:
             del normed  # before an activation that needs as much memory again
             wide = act(wide)
         return wide
-
-
-def _new_rotary(positions: PatchPositions) -> Tensor:
-    device = positions.per_axis.device
-    cells = to_device(packed_cells(positions), device)
-    rotary = torch.empty((len(cells), 4 * positions.per_axis.shape[-1]), dtype=torch.float32, device=device)
-    vit_elementwise.write_cos_sin(cells, positions.per_axis, rotary)
-    return rotary
 
 
 def _norm(x: Tensor, norm: Norm, following: Linear) -> Tensor:
@@ -199,8 +197,8 @@ def _graph_paths(attention: str) -> tuple[AttentionPath, ...]:
     from saccade.kernels.attention import vit_hopper
 
     programs = num_sms(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    scheduled = vision_attention.ScheduledAttention(vit_hopper.suits, vit_hopper.HopperVit, programs, _MIN_SCHEDULED)
-    return scheduled, tiled
+    kernel = (vit_hopper.suits, vit_hopper.HopperVit)
+    return vision_attention.ScheduledAttention(*kernel, programs, _MIN_SCHEDULED), tiled
 
 
 def _self_test(device: torch.device) -> None:
@@ -214,7 +212,7 @@ def _self_test(device: torch.device) -> None:
     parted = qkv.flatten(1)[:, parted_columns(2, 80)].view_as(qkv)
     for programs in _TESTED_PROGRAMS:
         attend = vit_hopper.HopperVit(TileSchedule.of(lengths, 2, programs, device))
-        for _ in range(2):  # the second layer is launched another way
+        for _ in range(2):  # the second layer is launched differently
             torch.testing.assert_close(attend(qkv, 1.0), expected, atol=0.05, rtol=0.05)
             torch.testing.assert_close(attend.parted(parted, 1.0), expected, atol=0.05, rtol=0.05)
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from saccade.kernels.ops import vit_elementwise
 from saccade.models.cuda.vision_attention import Attend, AttentionPath, Heads, PassLimits
 from saccade.models.cuda.vision_sizes import IMAGES, size_for
 from saccade.models.vision.blocks import PatchPositions, VisionBlock
-from saccade.models.vision.ops import Blocks, RunBlocks
+from saccade.models.vision.ops import Blocks, Lengths, RunBlocks
 
 BLOCKS_PER_GRAPH = 4  # fewer would cost more graphs and launches; four take about as long as a decode step
 
@@ -50,7 +50,7 @@ class _StaticBuffers:
 
     @classmethod
     @torch.inference_mode(False)  # tensors that may be written in and outside of inference mode
-    def like(cls, x: Tensor, positions: PatchPositions | None, size: int, metadata_size: int) -> _StaticBuffers:
+    def like(cls, x: Tensor, positions: PatchPositions | None, size: int, metadata_size: int) -> Self:
         """For so many patches, and so many elements of attention metadata."""
 
         def zeros(columns: int, dtype: torch.dtype) -> Tensor:
@@ -77,7 +77,7 @@ class _StaticBuffers:
 
 
 class VisionGraphs:
-    """Graphs of all blocks for many sizes, captured in `capturing`, the largest first. Other passes are eager."""
+    """Graphs of all blocks for many sizes, captured in `capturing`, the largest first. The rest is eager."""
 
     def __init__(self, make: Make, paths: Sequence[AttentionPath], eager: Begin) -> None:
         """A pass takes the first path that suits it."""
@@ -103,7 +103,7 @@ class VisionGraphs:
             self._is_capturing = False
             self._current = None
 
-    def begin(self, lengths: Sequence[int], positions: PatchPositions | None, device: torch.device) -> RunBlocks:
+    def begin(self, lengths: Lengths, positions: PatchPositions | None, device: torch.device) -> RunBlocks:
         return _GraphPass(self, lengths, positions, device)
 
     def replay(self, of: _GraphPass, blocks: Blocks, x: Tensor) -> tuple[Tensor, int] | None:
@@ -163,11 +163,7 @@ class VisionGraphs:
 
 class _GraphPass:
     def __init__(
-        self,
-        graphs: VisionGraphs,
-        lengths: Sequence[int],
-        positions: PatchPositions | None,
-        device: torch.device,
+        self, graphs: VisionGraphs, lengths: Lengths, positions: PatchPositions | None, device: torch.device
     ) -> None:
         self.size = size_for(sum(lengths))
         self.lengths = tuple(lengths)

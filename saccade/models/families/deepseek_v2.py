@@ -5,24 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from saccade.checkpoint.config import ModelConfig, TextConfig
+from saccade.checkpoint.config import TextConfig
 from saccade.errors import ConfigError
 from saccade.models.families.text import Text
 from saccade.models.layers.decoder import Biases, Decoder, decoder_rules, head_rule
 from saccade.models.layers.mla import LATENT_RULES, LatentDecoder
 from saccade.models.parameters import Parameters
-from saccade.models.vision.ops import VisionOps
 from saccade.models.weights import Rule, under
 
 
 class DeepseekV2(Text):
     decoder: Any  # a LatentDecoder, or a Decoder
 
-    def __init__(
-        self, config: ModelConfig, params: Parameters, image_processor: Mapping[str, Any], ops: VisionOps
-    ) -> None:
-        self.config = config
-        self.decoder = make_decoder(params.within("decoder"), config.text, config.raw)
+    def make_decoder(self, params: Parameters) -> Any:
+        return make_decoder(params, self.config.text, self.config.raw)
 
     def rules(self) -> tuple[Rule, ...]:
         return language_rules(self.config.text, "")
@@ -34,7 +30,8 @@ def make_decoder(params: Parameters, text: TextConfig, given: Mapping[str, Any])
     if act != "silu":
         raise ConfigError(f"config.json asks for the activation {act!r}; decoders of this line use silu")
     if given.get("attention_bias") or given.get("mlp_bias"):
-        raise ConfigError("config.json asks for biases (attention_bias or mlp_bias), which decoders of this line lack")
+        biases = "biases (attention_bias or mlp_bias)"
+        raise ConfigError(f"config.json asks for {biases}, which decoders of this line lack")
     return LatentDecoder(params, text, text.mla) if text.mla else Decoder(params, text, Biases())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -12,17 +13,17 @@ from torch import Tensor
 from saccade.checkpoint.config import ModelConfig
 from saccade.errors import ConfigError
 from saccade.models.families.deepseek_v2 import language_rules, make_decoder
+from saccade.models.interface import ModelParts
 from saccade.models.layers.basic import Linear
 from saccade.models.layers.decoder import OnDecoder
 from saccade.models.layers.types import Encoding
 from saccade.models.parameters import Parameters
 from saccade.models.vision.blocks import vision_config
 from saccade.models.vision.clip import image_size
-from saccade.models.vision.ops import VisionOps
-from saccade.models.vision.preprocess import ImagePixels, PatchLayout, pixel_policy
+from saccade.models.vision.preprocess import ImagePixels, PatchLayout, cut_tiles, pixel_policy
 from saccade.models.vision.timm_siglip import TIMM_SIGLIP_RULES, TimmSiglip
 from saccade.models.weights import Rule, under
-from saccade.types import Geometry, Grid, Size, Tiling
+from saccade.types import Geometry, Grid, Size
 
 _PIXELS = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}  # defaults of processor_config.json
 
@@ -30,15 +31,13 @@ _PIXELS = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}  # defaults of proce
 class DeepseekVL2(OnDecoder):
     decoder: Any  # a LatentDecoder, or a Decoder
 
-    def __init__(
-        self, config: ModelConfig, params: Parameters, image_processor: Mapping[str, Any], ops: VisionOps
-    ) -> None:
+    def __init__(self, parts: ModelParts) -> None:
+        super().__init__(parts)
+        config = parts.config
+        params = parts.params
         raw = config.raw
         vision = vision_config(config)
-        pixels = {**_PIXELS, **image_processor}
-        self.config = config
-        self.params = params
-        self.ops = ops
+        pixels = {**_PIXELS, **parts.image_processor}
         self.pixels = pixel_policy(pixels)
         self.grey = [int(level * 255) for level in pixels["image_mean"]]  # padding
         self.square = Size(image_size(vision), image_size(vision))
@@ -57,7 +56,8 @@ class DeepseekVL2(OnDecoder):
         side = self.square.width
         canvas = Size(geometry.tiling.columns * side, geometry.tiling.rows * side)
         whole = self._padded(image, source.inside(self.square), self.square)
-        tiles = torch.cat((whole[None], _tiles(self._padded(image, geometry.resized, canvas), geometry.tiling, side)))
+        padded = self._padded(image, geometry.resized, canvas)
+        tiles = torch.cat((whole[None], cut_tiles(padded, geometry.tiling, side)))
         used = geometry.grid.w * self.layout.patch  # pixels of whole patches
         column = tiles[:, :used, :used].reshape(-1, used, 3).to(self.params.device)
         grid = Grid(1, geometry.grid.t * geometry.grid.h, geometry.grid.w)
@@ -92,7 +92,8 @@ class DeepseekVL2(OnDecoder):
     def _rows_with_newlines(self, tiles: Tensor, rows: int, columns: int) -> Tensor:
         """[rows * columns, tokens, hidden] -> [slots, hidden]: rows across all tiles, each with a newline."""
         side = int(tiles.shape[1] ** 0.5)
-        cells = tiles.view(rows, columns, side, side, -1).transpose(1, 2).reshape(rows * side, columns * side, -1)
+        by_row = tiles.view(rows, columns, side, side, -1).transpose(1, 2)
+        cells = by_row.reshape(rows * side, columns * side, -1)
         return torch.cat((cells, self.newline.expand(len(cells), 1, -1)), dim=1).flatten(0, 1)
 
     def rules(self) -> tuple[Rule, ...]:
@@ -117,7 +118,8 @@ class Projector:
         wide = width * given.get("mlp_ratio", 1)
         sizes = [tower * self.merge**2, *[wide] * (depth - 1), width]
         # Activations count as layers in checkpoints, so linear layers have even numbers.
-        self.layers = [Linear(params.within(2 * i), sizes[i], sizes[i + 1], bias=True) for i in range(len(sizes) - 1)]
+        pairs = enumerate(pairwise(sizes))
+        self.layers = [Linear(params.within(2 * i), *pair, bias=True) for i, pair in pairs]
 
     def __call__(self, features: Tensor) -> Tensor:
         """[squares, patches, width] -> [squares, tokens, hidden]"""
@@ -143,15 +145,13 @@ def _check(given: Mapping[str, Any], tower: int, hidden: int) -> None:
     kind = given.get("projector_type", "downsample_mlp_gelu")
     if kind != "downsample_mlp_gelu" or given.get("token_pooling"):
         pooling = " with token_pooling" if given.get("token_pooling") else ""
-        raise ConfigError(f"a projector of type {kind!r}{pooling} is not supported; known is downsample_mlp_gelu")
-    if (given.get("input_dim", 1152), given.get("n_embed", 2048)) != (tower, hidden) or given.get("depth", 2) < 2:
+        known = "known is downsample_mlp_gelu"
+        raise ConfigError(f"a projector of type {kind!r}{pooling} is not supported; {known}")
+    inputs = given.get("input_dim", 1152)
+    outputs = given.get("n_embed", 2048)
+    depth = given.get("depth", 2)
+    if (inputs, outputs) != (tower, hidden) or depth < 2:
         raise ConfigError(
-            f"projector_config goes from {given.get('input_dim', 1152)} to {given.get('n_embed', 2048)} values in "
-            f"{given.get('depth', 2)} steps, but the tower gives {tower}, the decoder takes {hidden}, and two are least"
+            f"projector_config goes from {inputs} to {outputs} values in {depth} steps, but the tower gives "
+            f"{tower}, the decoder takes {hidden}, and two are least"
         )
-
-
-def _tiles(canvas: Tensor, tiling: Tiling, side: int) -> Tensor:
-    """uint8 [H, W, 3] -> [rows * columns, side, side, 3]"""
-    cut = canvas.view(tiling.rows, side, tiling.columns, side, 3).transpose(1, 2)
-    return cut.reshape(-1, side, side, 3)

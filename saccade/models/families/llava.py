@@ -7,30 +7,27 @@ from typing import Any
 
 from torch import Tensor
 
-from saccade.checkpoint.config import ModelConfig, TextConfig
+from saccade.checkpoint.config import TextConfig
 from saccade.errors import ConfigError
+from saccade.models.interface import ModelParts
 from saccade.models.layers.basic import Linear, activation
 from saccade.models.layers.decoder import Biases, Decoder, OnDecoder, decoder_rules, head_rule
 from saccade.models.layers.types import Encoding
 from saccade.models.parameters import Parameters
 from saccade.models.vision.blocks import vision_config
 from saccade.models.vision.clip import image_size, square_tower
-from saccade.models.vision.ops import VisionOps
-from saccade.models.vision.preprocess import ImagePixels, PatchLayout, centre_crop, pixel_policy
+from saccade.models.vision.preprocess import ImagePixels, PatchLayout, centre_crop
 from saccade.models.weights import Rule, under
 from saccade.types import Geometry, Grid, Size
 
 
 class Llava(OnDecoder):
-    def __init__(
-        self, config: ModelConfig, params: Parameters, image_processor: Mapping[str, Any], ops: VisionOps
-    ) -> None:
+    def __init__(self, parts: ModelParts) -> None:
+        super().__init__(parts)
+        config = parts.config
+        params = parts.params
         raw = config.raw
         vision = vision_config(config)
-        self.config = config
-        self.params = params
-        self.ops = ops
-        self.pixels = pixel_policy(image_processor)
         self.square = Size(image_size(vision), image_size(vision))
         self.layout = PatchLayout(vision.patch_size)
         self.tower = square_tower(params.within("vision"), vision, raw)
@@ -54,7 +51,7 @@ class Llava(OnDecoder):
             *under(decoder_rules(text), ("model.language_model.", "language_model.model."), "decoder."),
             *under([head_rule(text)], ("", "language_model."), "decoder."),
             *under(self.tower.rules(), towers, "vision."),
-            *under(PROJECTOR_RULES, ("model.multi_modal_projector.", "multi_modal_projector."), "projector."),
+            *under(PROJECTOR_RULES, PROJECTOR_LEVELS, "projector."),
         )
 
 
@@ -81,9 +78,10 @@ def decoder_biases(text: TextConfig, raw: Mapping[str, Any]) -> Biases:
         attention = given.get("attention_bias", False)
         return Biases(qkv=attention, out=attention, mlp=given.get("mlp_bias", False))
     raise ConfigError(
-        f"a {raw['model_type']} model with a {text.model_type!r} decoder is not supported (text_config.model_type); "
-        "known are llama, mistral and qwen2"
+        f"a {raw['model_type']} model with a {text.model_type!r} decoder is not supported "
+        "(text_config.model_type); known are llama, mistral and qwen2"
     )
 
 
+PROJECTOR_LEVELS = ("model.multi_modal_projector.", "multi_modal_projector.")
 PROJECTOR_RULES = (Rule("linear_1.*", "up.*"), Rule("linear_2.*", "down.*"))

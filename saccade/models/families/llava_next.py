@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from saccade.checkpoint.config import ModelConfig
 from saccade.models.families.llava import Llava
+from saccade.models.interface import ModelParts
 from saccade.models.layers.types import Encoding
-from saccade.models.parameters import Parameters
-from saccade.models.vision.ops import VisionOps
-from saccade.models.vision.preprocess import ImagePixels
+from saccade.models.vision.preprocess import ImagePixels, cut_tiles
 from saccade.models.weights import Rule, under
 from saccade.types import Geometry, Grid, Size, Tiling
 
 
 class LlavaNext(Llava):
-    def __init__(
-        self, config: ModelConfig, params: Parameters, image_processor: Mapping[str, Any], ops: VisionOps
-    ) -> None:
-        super().__init__(config, params, image_processor, ops)
-        self.newline = params.new("newline", config.text.hidden_size)
+    def __init__(self, parts: ModelParts) -> None:
+        super().__init__(parts)
+        self.newline = parts.params.new("newline", parts.config.text.hidden_size)
 
     def prepare(self, image: ImagePixels, geometry: Geometry) -> Tensor:
         """The image resized to one tile, then its tiles in reading order, cut as one tall image."""
@@ -63,8 +58,7 @@ def _tiles(fitted: Tensor, tiling: Tiling, side: int) -> Tensor:
     width = tiling.columns * side - fitted.shape[1]
     top = height // 2
     left = width // 2
-    canvas = F.pad(fitted, (0, 0, left, width - left, top, height - top))
-    return canvas.view(tiling.rows, side, tiling.columns, side, 3).transpose(1, 2).reshape(-1, side, side, 3)
+    return cut_tiles(F.pad(fitted, (0, 0, left, width - left, top, height - top)), tiling, side)
 
 
 def _joined(tiles: Tensor, tiling: Tiling) -> Tensor:

@@ -23,7 +23,8 @@ class Mistral3(LlavaPixtral):
     def make_projector(self, params: Parameters, vision: VisionConfig) -> Projector:
         if self.tower.width != vision.hidden_size:
             layers = self.config.raw["vision_feature_layer"]
-            raise ConfigError(f"vision_feature_layer is {layers}, but patches of one layer alone can be merged")
+            only = "patches of one layer alone can be merged"
+            raise ConfigError(f"vision_feature_layer is {layers}, but {only}")
         return MergingProjector(params, vision, self)
 
     def projector_rules(self) -> tuple[Rule, ...]:
@@ -35,7 +36,8 @@ class MergingProjector(Projector):
     def __init__(self, params: Parameters, vision: VisionConfig, model: Mistral3) -> None:
         text = model.config.text
         width = vision.hidden_size
-        super().__init__(params, width, text.hidden_size, {"multimodal_projector_bias": False, **model.config.raw})
+        raw = {"multimodal_projector_bias": False, **model.config.raw}
+        super().__init__(params, width, text.hidden_size, raw)
         self.patches = vision.spatial_merge_size**2  # of one token
         self.norm = RMSNorm(params.within("norm"), width, text.rms_norm_eps)
         self.merge = Linear(params.within("merge"), width * self.patches, width)

@@ -10,16 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from saccade.checkpoint.config import ModelConfig, TextConfig
+from saccade.checkpoint.config import TextConfig
 from saccade.errors import ConfigError
+from saccade.models.families.llava import PROJECTOR_LEVELS
 from saccade.models.families.mllama_tower import TileTower
+from saccade.models.interface import ModelParts
 from saccade.models.layers.basic import Linear
 from saccade.models.layers.cross_attention import CROSS_RULES, CrossLayer, by_layer, pack
-from saccade.models.layers.decoder import Biases, Decoder, decoder_rules, head_rule
+from saccade.models.layers.decoder import Biases, Decoder, OnDecoder, decoder_rules, head_rule
 from saccade.models.layers.types import Attention, CrossAttentionRows, Encoding
-from saccade.models.parameters import Parameters
 from saccade.models.vision.blocks import vision_config
-from saccade.models.vision.ops import VisionOps
 from saccade.models.vision.preprocess import ImagePixels, PatchLayout, pixel_policy
 from saccade.models.weights import Rule, under
 from saccade.types import Geometry, Grid
@@ -28,26 +28,24 @@ _EXTRA_TOKENS = 8  # rows of the embedding table after the vocabulary; the first
 _PIXELS = {"resample": 2, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}  # defaults of the image processor
 
 
-class Mllama:
-    def __init__(
-        self, config: ModelConfig, params: Parameters, image_processor: Mapping[str, Any], ops: VisionOps
-    ) -> None:
+class Mllama(OnDecoder):
+    def __init__(self, parts: ModelParts) -> None:
+        super().__init__(parts)
+        config = parts.config
+        params = parts.params
         vision = vision_config(config)
         text = config.text
         if text.tie_word_embeddings:
-            raise ConfigError("config.json ties the head to an embedding table that has more rows than the head")
-        self.config = config
-        self.params = params
-        self.ops = ops
-        self.pixels = pixel_policy({**_PIXELS, **image_processor})
+            table = "an embedding table that has more rows than the head"
+            raise ConfigError(f"config.json ties the head to {table}")
+        self.pixels = pixel_policy({**_PIXELS, **parts.image_processor})
         self.layout = PatchLayout(vision.patch_size)
         self.tower = TileTower(params.within("vision"), vision, config.raw["vision_config"])
         self.projector = Linear(params.within("projector"), self.tower.width, text.hidden_size, bias=True)
         self.cross_indices = _cross_layers(config.raw, text)
         own = replace(text, num_layers=text.num_kv_layers)
         self.decoder = Decoder(params.within("decoder"), own, Biases(), extra_tokens=_EXTRA_TOKENS)
-        cross = params.within("cross")
-        self.cross = [CrossLayer(cross.within(i), text) for i in range(len(self.cross_indices))]
+        self.cross = [CrossLayer(own, text) for own in params.each("cross", len(self.cross_indices))]
 
     def prepare(self, image: ImagePixels, geometry: Geometry) -> Tensor:
         """The image is padded with black to the right and below."""
@@ -67,15 +65,12 @@ class Mllama:
             kept.append(pack(self.cross, self.projector(features)))
         return kept
 
-    def embed(self, token_ids: Tensor) -> Tensor:
-        return self.decoder.embed(token_ids)
-
     def forward(
-        self, embeds: Tensor, positions: Tensor, attention: Attention, cross_rows: Sequence[CrossAttentionRows] = ()
+        self, embeds: Tensor, positions: Tensor, attention: Attention, rows: Sequence[CrossAttentionRows] = ()
     ) -> Tensor:
         cos, sin = self.decoder.rotary(positions, embeds.dtype)  # [T, 1, d]
         own = iter(enumerate(self.decoder.layers))
-        cross = iter(zip(self.cross, by_layer(self.cross, cross_rows), strict=True))
+        cross = iter(zip(self.cross, by_layer(self.cross, rows), strict=True))
         x = embeds
         for index in range(self.config.text.num_layers):
             if index in self.cross_indices:
@@ -86,9 +81,6 @@ class Mllama:
                 x = own_layer(x, cos, sin, attention, number)
         return self.decoder.norm(x)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.decoder.logits(hidden)
-
     def rules(self) -> tuple[Rule, ...]:
         text = self.config.text
         levels = ("model.language_model.", "language_model.model.")
@@ -96,14 +88,14 @@ class Mllama:
             *under(self._layer_rules(), levels, ""),
             *under([head_rule(text)], ("", "language_model."), "decoder."),
             *under(self.tower.rules(), ("model.vision_model.", "vision_model."), "vision."),
-            *under([Rule("*", "projector.*")], ("model.multi_modal_projector.", "multi_modal_projector."), ""),
+            *under([Rule("*", "projector.*")], PROJECTOR_LEVELS, ""),
         )
 
     def _layer_rules(self) -> list[Rule]:
         """Checkpoints number both kinds of layers together."""
         shared = decoder_rules(self.config.text)
-        rules = [Rule(r.source, r.target and f"decoder.{r.target}") for r in shared if "layers.{}" not in r.source]
-        layer = [r for r in shared if "layers.{}" in r.source]
+        layer = [rule for rule in shared if "layers.{}" in rule.source]
+        rules = list(under([rule for rule in shared if rule not in layer], ("",), "decoder."))
         own = [index for index in range(self.config.text.num_layers) if index not in self.cross_indices]
         for number, index in enumerate(own):
             for rule in layer:
@@ -117,7 +109,6 @@ class Mllama:
 def _cross_layers(raw: Mapping[str, Any], text: TextConfig) -> tuple[int, ...]:
     given = (raw.get("text_config") or {}).get("cross_attention_layers") or ()
     if not given or sorted(set(given)) != list(given) or not 0 <= given[0] <= given[-1] < text.num_layers:
-        raise ConfigError(
-            f"cross_attention_layers {list(given)} must name some of the decoder's {text.num_layers} layers, rising"
-        )
+        wanted = f"some of the decoder's {text.num_layers} layers, rising"
+        raise ConfigError(f"cross_attention_layers {list(given)} must name {wanted}")
     return tuple(given)

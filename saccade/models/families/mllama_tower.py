@@ -47,13 +47,15 @@ class TileTower:
         self.positions = params.new("positions", self.rows, hidden)
         self.tile_positions = params.new("tile_positions.weight", kinds, self.max_tiles * self.rows * hidden)
         self.position_gate = params.new("position_gate", 1)
-        self.before, self.after = (TileEmbedding(params.within(n), kinds, self.max_tiles, hidden) for n in _AROUND)
-        self.norm_before, self.norm_after = (LayerNorm(params.within(f"norm_{n}"), hidden, _EPS) for n in _AROUND)
+        self.before = TileEmbedding(params.within("before"), kinds, self.max_tiles, hidden)
+        self.after = TileEmbedding(params.within("after"), kinds, self.max_tiles, hidden)
+        self.norm_before = LayerNorm(params.within("norm_before"), hidden, _EPS)
+        self.norm_after = LayerNorm(params.within("norm_after"), hidden, _EPS)
         num_global = raw.get("num_global_layers", 8)
-        num_local = vision.num_layers - num_global
-        self.blocks = [TileBlock(params.within("blocks").within(i), vision, eps, False) for i in range(num_local)]
-        wide = params.within("global_blocks")
-        self.global_blocks = [TileBlock(wide.within(i), vision, eps, True) for i in range(num_global)]
+        blocks = params.each("blocks", vision.num_layers - num_global)
+        self.blocks = [TileBlock(own, vision, eps, False) for own in blocks]
+        global_blocks = params.each("global_blocks", num_global)
+        self.global_blocks = [TileBlock(own, vision, eps, True) for own in global_blocks]
 
     def encode(self, patches: Tensor, grid: Grid) -> Generator[int, None, Tensor]:
         """Patches of one image, row by row over its canvas -> [own rows, width]; yields after each layer."""
@@ -158,8 +160,8 @@ def _arrangements(max_tiles: int) -> list[tuple[int, int]]:
 def _image_size(vision: VisionConfig) -> int:
     if not isinstance(vision.image_size, int) or vision.image_size % vision.patch_size:
         raise ConfigError(
-            f"vision_config: image_size {vision.image_size} must be the side of a tile, a multiple of the patch size "
-            f"{vision.patch_size}"
+            f"vision_config: image_size {vision.image_size} must be the side of a tile, a multiple of the "
+            f"patch size {vision.patch_size}"
         )
     return vision.image_size
 
@@ -168,13 +170,11 @@ def _features(raw: Mapping[str, Any]) -> tuple[int, ...]:
     """Layers whose output the projector gets beside the last one's, ascending."""
     given = raw.get("intermediate_layers_indices") or _DEFAULT_FEATURES
     if sorted(set(given)) != list(given) or not 0 <= given[0] <= given[-1] < raw["num_hidden_layers"]:
-        raise ConfigError(
-            f"intermediate_layers_indices {list(given)} must rise and lie within {raw['num_hidden_layers']} layers"
-        )
+        layers = f"{raw['num_hidden_layers']} layers"
+        raise ConfigError(f"intermediate_layers_indices {list(given)} must rise and lie within {layers}")
     return tuple(given)
 
 
-_AROUND = ("before", "after")
 _TOWER_RULES = (
     Rule("patch_embedding.weight", "patch.weight"),
     Rule("class_embedding", "class_token"),

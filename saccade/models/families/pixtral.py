@@ -8,17 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade.checkpoint.config import ModelConfig, VisionConfig
-from saccade.errors import ConfigError
-from saccade.models.families.llava import PROJECTOR_RULES, Projector, decoder_biases
+from saccade.checkpoint.config import VisionConfig
+from saccade.models.families.llava import PROJECTOR_LEVELS, PROJECTOR_RULES, Projector, decoder_biases
+from saccade.models.interface import ModelParts
 from saccade.models.layers.basic import PatchLinear, RMSNorm
 from saccade.models.layers.decoder import Decoder, OnDecoder, decoder_rules, head_rule
 from saccade.models.layers.types import Encoding
 from saccade.models.parameters import Parameters
 from saccade.models.vision.blocks import VisionBlock, grid_positions, rotary_dim, vision_config
-from saccade.models.vision.clip import drops_first, feature_layers
+from saccade.models.vision.clip import drops_first, feature_layers, no_class_token
 from saccade.models.vision.ops import VisionOps, run_blocks_keeping
-from saccade.models.vision.preprocess import ImagePixels, PatchLayout, pixel_policy
+from saccade.models.vision.preprocess import ImagePixels, PatchLayout
 from saccade.models.weights import Rule, under
 from saccade.types import Geometry, Grid
 
@@ -26,16 +26,12 @@ _EPS = 1e-5  # of the tower's norms; not in the config
 
 
 class LlavaPixtral(OnDecoder):
-    def __init__(
-        self, config: ModelConfig, params: Parameters, image_processor: Mapping[str, Any], ops: VisionOps
-    ) -> None:
-        vision = vision_config(config)
-        self.config = config
-        self.params = params
-        self.ops = ops
-        self.pixels = pixel_policy(image_processor)
+    def __init__(self, parts: ModelParts) -> None:
+        super().__init__(parts)
+        params = parts.params
+        vision = vision_config(parts.config)
         self.layout = PatchLayout(vision.patch_size, vision.spatial_merge_size)
-        self.tower = PixtralTower(params.within("vision"), vision, config.raw)
+        self.tower = PixtralTower(params.within("vision"), vision, parts.config.raw)
         self.projector = self.make_projector(params.within("projector"), vision)
         self.decoder = self.make_decoder(params.within("decoder"))
 
@@ -44,10 +40,7 @@ class LlavaPixtral(OnDecoder):
 
     def make_projector(self, params: Parameters, vision: VisionConfig) -> Projector:
         if drops_first(self.config.raw):
-            raise ConfigError(
-                "vision_feature_select_strategy is default, which drops a class token, but a Pixtral tower has none; "
-                "set it to full"
-            )
+            raise no_class_token("Pixtral")
         return Projector(params, self.tower.width, self.config.text.hidden_size, self.config.raw)
 
     def prepare(self, image: ImagePixels, geometry: Geometry) -> Tensor:
@@ -56,7 +49,8 @@ class LlavaPixtral(OnDecoder):
 
     def encode(self, patches: Tensor, grids: Sequence[Grid]) -> Encoding:
         features = yield from self.tower.encode(patches, grids, self.ops)
-        return list(torch.split(self.projector(features), [grid.patches // self.layout.merge**2 for grid in grids]))
+        slots = [grid.patches // self.layout.merge**2 for grid in grids]
+        return list(torch.split(self.projector(features), slots))
 
     def rules(self) -> tuple[Rule, ...]:
         text = self.config.text
@@ -64,7 +58,7 @@ class LlavaPixtral(OnDecoder):
             *under(decoder_rules(text), ("model.language_model.", "language_model.model."), "decoder."),
             *under([head_rule(text)], ("", "language_model."), "decoder."),
             *under(self.tower.rules(), ("model.vision_tower.", "vision_tower."), "vision."),
-            *under(self.projector_rules(), ("model.multi_modal_projector.", "multi_modal_projector."), "projector."),
+            *under(self.projector_rules(), PROJECTOR_LEVELS, "projector."),
         )
 
     def projector_rules(self) -> tuple[Rule, ...]:
@@ -80,20 +74,21 @@ class PixtralTower:
         self.merge = vision.spatial_merge_size
         self.width = vision.hidden_size * len(self.features)
         self.head_dim = rotary_dim(vision)
-        self.theta = _theta(raw["vision_config"])
+        rope = raw["vision_config"].get("rope_parameters") or {}
+        self.theta = float(rope.get("rope_theta") or raw["vision_config"].get("rope_theta") or 10000.0)
         kernel = (vision.in_channels, vision.patch_size, vision.patch_size)
         self.patch = PatchLinear(params.within("patch"), kernel, vision.hidden_size)
         self.norm = RMSNorm(params.within("norm"), vision.hidden_size, _EPS)
-        blocks = params.within("blocks")
         self.blocks = [
-            VisionBlock(blocks.within(i), vision, eps=_EPS, is_qkv_fused=False, norm=RMSNorm, has_bias=False)
-            for i in range(max(self.features))
+            VisionBlock(own, vision, eps=_EPS, is_qkv_fused=False, norm=RMSNorm, has_bias=False)
+            for own in params.each("blocks", max(self.features))
         ]
 
     def encode(self, patches: Tensor, grids: Sequence[Grid], ops: VisionOps) -> Generator[int, None, Tensor]:
         """[patches, patch_dim] -> features [patches, width]; yields after each layer."""
-        positions = grid_positions(grids, self.head_dim, self.theta, self.merge, patches.device, interleaved=True)
-        run = ops.begin([grid.patches for grid in grids], positions, patches.device)
+        device = patches.device
+        positions = grid_positions(grids, self.head_dim, self.theta, self.merge, device, interleaved=True)
+        run = ops.begin([grid.patches for grid in grids], positions, device)
         x = self.norm(self.patch(patches))
         del patches  # or they would stay alive until the last layer
         kept = yield from run_blocks_keeping(run, self.blocks, x, self.features)
@@ -103,12 +98,8 @@ class PixtralTower:
         unused = (f"transformer.layers.{i}." for i in range(len(self.blocks), self.num_layers))
         ignored = [Rule(level + rule.source, None) for level in unused for rule in _BLOCK_RULES]
         used = under(_BLOCK_RULES, ("transformer.layers.{}.",), "blocks.{}.")
-        return (*ignored, *used, Rule("patch_conv.weight", "patch.weight"), Rule("ln_pre.weight", "norm.weight"))
-
-
-def _theta(vision: Mapping[str, Any]) -> float:
-    rope = vision.get("rope_parameters") or {}
-    return float(rope.get("rope_theta") or vision.get("rope_theta") or 10000.0)
+        inputs = (Rule("patch_conv.weight", "patch.weight"), Rule("ln_pre.weight", "norm.weight"))
+        return (*ignored, *used, *inputs)
 
 
 _BLOCK_RULES = (

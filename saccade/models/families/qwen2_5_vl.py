@@ -14,7 +14,8 @@ from torch import Tensor
 
 from saccade.checkpoint.config import VisionConfig
 from saccade.errors import ConfigError
-from saccade.models.families.qwen2_vl import COMMON_TOWER_RULES, EPS, MERGER_RULES, Merger, Qwen2VL, vision_theta
+from saccade.models.families import qwen2_vl
+from saccade.models.families.qwen2_vl import EPS, Merger, Qwen2VL, vision_theta
 from saccade.models.layers.basic import PatchLinear, RMSNorm
 from saccade.models.layers.types import Encoding
 from saccade.models.parameters import Parameters
@@ -32,7 +33,7 @@ class Qwen2_5VL(Qwen2VL):
     def tower_rules(self) -> tuple[Rule, ...]:
         names = {"gate_proj": "up.gate", "up_proj": "up.up", "down_proj": "down"}
         mlp = (Rule(f"blocks.{{}}.mlp.{name}.*", f"blocks.{{}}.{ours}.*") for name, ours in names.items())
-        return (*COMMON_TOWER_RULES, *mlp, *MERGER_RULES)
+        return (*qwen2_vl.COMMON_TOWER_RULES, *mlp, *qwen2_vl.MERGER_RULES)
 
 
 class Tower:
@@ -46,11 +47,8 @@ class Tower:
         self.merge = vision.spatial_merge_size
         kernel = (vision.in_channels, vision.temporal_patch_size, vision.patch_size, vision.patch_size)
         self.patch = PatchLinear(params.within("patch"), kernel, vision.hidden_size)
-        blocks = params.within("blocks")
-        self.blocks = [
-            VisionBlock(blocks.within(i), vision, eps=EPS, is_qkv_fused=True, norm=RMSNorm)
-            for i in range(vision.num_layers)
-        ]
+        blocks = params.each("blocks", vision.num_layers)
+        self.blocks = [VisionBlock(own, vision, eps=EPS, is_qkv_fused=True, norm=RMSNorm) for own in blocks]
         self.merger = Merger(params.within("merger"), vision, outputs, RMSNorm)
 
     def encode(self, patches: Tensor, grids: Sequence[Grid], ops: VisionOps) -> Encoding:
@@ -73,8 +71,8 @@ def _window_side(vision: VisionConfig) -> int:
     side = vision.window_tokens
     if not side:
         raise ConfigError(
-            f"vision_config: window_size={vision.window_size} and fullatt_block_indexes must both be given, and a "
-            f"window must hold a token of {vision.patch_size * vision.spatial_merge_size} pixels"
+            f"vision_config: window_size={vision.window_size} and fullatt_block_indexes must both be given, "
+            f"and a window must hold a token of {vision.patch_size * vision.spatial_merge_size} pixels"
         )
     return side
 

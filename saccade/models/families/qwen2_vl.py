@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from saccade.checkpoint.config import ModelConfig, VisionConfig
+from saccade.models.interface import ModelParts
 from saccade.models.layers.basic import LayerNorm, Linear, PatchLinear, RMSNorm
 from saccade.models.layers.decoder import Biases, Decoder, OnDecoder, decoder_rules, head_rule
 from saccade.models.layers.types import Encoding
 from saccade.models.parameters import Parameters
 from saccade.models.vision.blocks import VisionBlock, grid_positions, rotary_dim, vision_config
 from saccade.models.vision.ops import VisionOps, run_blocks
-from saccade.models.vision.preprocess import ImagePixels, PatchLayout, pixel_policy
+from saccade.models.vision.preprocess import ImagePixels, PatchLayout
 from saccade.models.weights import Rule, under
 from saccade.types import Geometry, Grid
 
@@ -24,17 +25,12 @@ EPS = 1e-6  # of the tower's norms; not in the config
 
 
 class Qwen2VL(OnDecoder):
-    def __init__(
-        self, config: ModelConfig, params: Parameters, image_processor: Mapping[str, Any], ops: VisionOps
-    ) -> None:
-        vision = vision_config(config)
-        self.config = config
-        self.params = params
-        self.ops = ops
-        self.pixels = pixel_policy(image_processor)
+    def __init__(self, parts: ModelParts) -> None:
+        super().__init__(parts)
+        vision = vision_config(parts.config)
         self.layout = PatchLayout(vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size)
-        self.tower = self.make_tower(params.within("vision"), vision)
-        self.decoder = self.make_decoder(params.within("decoder"))
+        self.tower = self.make_tower(parts.params.within("vision"), vision)
+        self.decoder = self.make_decoder(parts.params.within("decoder"))
 
     def make_tower(self, params: Parameters, vision: VisionConfig) -> VisionTower:
         return Tower(params, vision, self.config.text.hidden_size, vision_theta(self.config))
@@ -83,10 +79,8 @@ class Tower:
         self.merge = vision.spatial_merge_size
         kernel = (vision.in_channels, vision.temporal_patch_size, vision.patch_size, vision.patch_size)
         self.patch = PatchLinear(params.within("patch"), kernel, vision.hidden_size)
-        blocks = params.within("blocks")
-        self.blocks = [
-            VisionBlock(blocks.within(i), vision, eps=EPS, is_qkv_fused=True) for i in range(vision.num_layers)
-        ]
+        blocks = params.each("blocks", vision.num_layers)
+        self.blocks = [VisionBlock(own, vision, eps=EPS, is_qkv_fused=True) for own in blocks]
         self.merger = Merger(params.within("merger"), vision, outputs)
 
     def encode(self, patches: Tensor, grids: Sequence[Grid], ops: VisionOps) -> Encoding:

@@ -32,7 +32,9 @@ class Qwen3_5(Qwen3VL):
             raise ConfigError("config.json names no linear_attention layers, which this family is made of")
         return HybridDecoder(params, self.config.text, self.config.text.linear)
 
-    def forward(self, embeds: Tensor, positions: Tensor, attention: Attention, states: States | None = None) -> Tensor:
+    def forward(
+        self, embeds: Tensor, positions: Tensor, attention: Attention, states: States | None = None
+    ) -> Tensor:
         assert states is not None, "layers of this model carry states from window to window"
         hidden: Tensor = self.decoder.forward(embeds, positions, attention, states)
         return hidden
@@ -46,9 +48,11 @@ class Qwen3_5(Qwen3VL):
             "norm.weight": "norm.weight",
             "out_proj.*": "out.*",
         }
-        linear = [Rule(f"layers.{{}}.linear_attn.{name}", f"layers.{{}}.linear.{ours}") for name, ours in names.items()]
+        inner = [Rule(name, ours) for name, ours in names.items()]
+        linear = under(inner, ("layers.{}.linear_attn.",), "layers.{}.linear.")
         mtp = [Rule(f"mtp.{rule.source}", None) for rule in decoder_rules(self.config.text)]
-        mtp += [Rule(f"mtp.{name}.weight", None) for name in ("fc", "pre_fc_norm_hidden", "pre_fc_norm_embedding")]
+        extra = ("fc", "pre_fc_norm_hidden", "pre_fc_norm_embedding")
+        mtp += [Rule(f"mtp.{name}.weight", None) for name in extra]
         return (*super().rules(), *under(linear, ("model.language_model.", "model."), "decoder."), *mtp)
 
 
@@ -63,8 +67,8 @@ class HybridDecoder:
         share = float(text.rope_scaling.get("partial_rotary_factor", _ROTARY_SHARE))
         self.rotary = Rotary(replace(text, head_dim=int(text.head_dim * share)), params.device)
         self.scale = float(text.head_dim**-0.5)
-        layers = params.within("layers")
-        self.layers = [HybridLayer(layers.within(i), text, linear, i) for i in range(text.num_layers)]
+        layers = enumerate(params.each("layers", text.num_layers))
+        self.layers = [HybridLayer(own, text, linear, i) for i, own in layers]
         self.norm = CenteredNorm(params.within("norm"), text.hidden_size, text.rms_norm_eps)
         self.head = self.table if text.tie_word_embeddings else params.new("head.weight", *self.table.shape)
 

@@ -34,9 +34,8 @@ class Qwen3VL(Qwen2VL):
     def make_decoder(self, params: Parameters) -> Decoder:
         text = self.config.text
         if text.num_deepstack > text.num_layers:
-            raise ConfigError(
-                f"deepstack_visual_indexes names {text.num_deepstack} layers, the decoder has {text.num_layers}"
-            )
+            named = f"deepstack_visual_indexes names {text.num_deepstack} layers"
+            raise ConfigError(f"{named}, the decoder has {text.num_layers}")
         has_bias = bool((self.config.raw.get("text_config") or {}).get("attention_bias", False))
         return Decoder(params, text, Biases(qkv=has_bias, out=has_bias), has_qk_norms=True)
 
@@ -54,7 +53,9 @@ class Qwen3VL(Qwen2VL):
 
 
 class Tower:
-    def __init__(self, params: Parameters, vision: VisionConfig, outputs: int, theta: float, positions: int) -> None:
+    def __init__(
+        self, params: Parameters, vision: VisionConfig, outputs: int, theta: float, positions: int
+    ) -> None:
         self.head_dim = rotary_dim(vision)
         self.theta = theta
         self.merge = vision.spatial_merge_size
@@ -63,15 +64,11 @@ class Tower:
         kernel = (vision.in_channels, vision.temporal_patch_size, vision.patch_size, vision.patch_size)
         self.patch = PatchLinear(params.within("patch"), kernel, vision.hidden_size, bias=True)
         self.positions = Positions(params.within("positions"), positions, vision.hidden_size)
-        blocks = params.within("blocks")
-        deep = params.within("deep")
-        self.blocks = [
-            VisionBlock(blocks.within(i), vision, eps=EPS, is_qkv_fused=True) for i in range(vision.num_layers)
-        ]
+        blocks = params.each("blocks", vision.num_layers)
+        self.blocks = [VisionBlock(own, vision, eps=EPS, is_qkv_fused=True) for own in blocks]
         self.merger = Merger(params.within("merger"), vision, outputs)
-        self.deepstack_mergers = [
-            Merger(deep.within(i), vision, outputs, is_norm_merged=True) for i in range(len(self.deepstack_layers))
-        ]
+        deep = params.each("deep", len(self.deepstack_layers))
+        self.deepstack_mergers = [Merger(own, vision, outputs, is_norm_merged=True) for own in deep]
 
     def encode(self, patches: Tensor, grids: Sequence[Grid], ops: VisionOps) -> Encoding:
         patch_positions = grid_positions(grids, self.head_dim, self.theta, self.merge, patches.device)

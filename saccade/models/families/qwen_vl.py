@@ -13,13 +13,14 @@ from torch import Tensor
 from saccade.checkpoint.config import ModelConfig, TextConfig, VisionConfig
 from saccade.errors import ConfigError
 from saccade.models.families.text import Text
+from saccade.models.interface import ModelParts
 from saccade.models.layers.basic import LayerNorm, Linear, PatchLinear
 from saccade.models.layers.decoder import Biases, Decoder, OnDecoder, head_rule
 from saccade.models.layers.types import Encoding
 from saccade.models.parameters import Parameters
 from saccade.models.vision.blocks import VisionBlock, vision_config
 from saccade.models.vision.ops import VisionOps, run_blocks
-from saccade.models.vision.preprocess import ImagePixels, PatchLayout, pixel_policy
+from saccade.models.vision.preprocess import ImagePixels, PatchLayout
 from saccade.models.weights import Rule, under
 from saccade.types import Geometry, Grid
 
@@ -29,12 +30,8 @@ _RESAMPLER_HEAD = 128
 
 
 class Qwen(Text):
-    def __init__(
-        self, config: ModelConfig, params: Parameters, image_processor: Mapping[str, Any], ops: VisionOps
-    ) -> None:
-        self.config = config
-        self.params = params
-        self.decoder = _decoder(params.within("decoder"), config)
+    def make_decoder(self, params: Parameters) -> Decoder:
+        return _decoder(params, self.config)
 
     def rules(self) -> tuple[Rule, ...]:
         decoder = under(_DECODER_RULES, ("transformer.",), "decoder.")
@@ -42,18 +39,16 @@ class Qwen(Text):
 
 
 class QwenVL(OnDecoder):
-    def __init__(
-        self, config: ModelConfig, params: Parameters, image_processor: Mapping[str, Any], ops: VisionOps
-    ) -> None:
+    def __init__(self, parts: ModelParts) -> None:
+        super().__init__(parts)
+        config = parts.config
+        params = parts.params
         vision = vision_config(config)
         visual = config.raw["vision_config"]
         width = visual.get("output_dim")
-        if width != config.text.hidden_size:
-            raise ConfigError(f"visual: output_dim={width} is not the decoder's width {config.text.hidden_size}")
-        self.config = config
-        self.params = params
-        self.ops = ops
-        self.pixels = pixel_policy(image_processor)
+        hidden = config.text.hidden_size
+        if width != hidden:
+            raise ConfigError(f"visual: output_dim={width} is not the decoder's width {hidden}")
         self.layout = PatchLayout(vision.patch_size)
         self.tower = Tower(params.within("vision"), vision)
         self.resampler = Resampler(params.within("resampler"), vision.hidden_size, width, visual["n_queries"])
@@ -85,8 +80,7 @@ class Tower:
         self.patch = PatchLinear(params.within("patch"), kernel, hidden)
         self.positions = params.new("positions", _NUM_POSITIONS, hidden)
         self.norm = LayerNorm(params.within("norm"), hidden, _EPS)
-        blocks = params.within("blocks")
-        self.blocks = [_block(blocks.within(i), vision) for i in range(vision.num_layers)]
+        self.blocks = [_block(own, vision) for own in params.each("blocks", vision.num_layers)]
 
     def encode(self, patches: Tensor, grids: Sequence[Grid], ops: VisionOps) -> Generator[int, None, Tensor]:
         """Packed patches -> [patches, hidden]; yields after each layer."""
@@ -130,7 +124,8 @@ class Resampler:
         queries = self.query_norm(self.query) + self.positions
         q, k, v = self._projected(queries, values + _interpolated_all(self.positions, grids), values)
         lengths = [grid.patches for grid in grids]
-        mixed = [self._attend(q, *of) for of in zip(torch.split(k, lengths), torch.split(v, lengths), strict=True)]
+        by_image = zip(torch.split(k, lengths), torch.split(v, lengths), strict=True)
+        mixed = [self._attend(q, own_k, own_v) for own_k, own_v in by_image]
         return self.norm(self.out(torch.stack(mixed))) @ self.project
 
     def _projected(self, *inputs: Tensor) -> list[Tensor]:
@@ -165,8 +160,7 @@ def _decoder(params: Parameters, config: ModelConfig) -> Decoder:
     _check(config.text, config.raw)
     has_bias = not config.raw.get("no_bias", True)
     decoder = Decoder(params, config.text, Biases(qkv=True, out=has_bias, mlp=has_bias))
-    for i, layer in enumerate(decoder.layers):
-        inner = params.within("layers").within(i)
+    for inner, layer in zip(params.each("layers", len(decoder.layers)), decoder.layers, strict=True):
         for kind, tensor in (("weight", layer.qkv.weight), ("bias", layer.qkv.bias)):
             assert tensor is not None
             inner.add_whole(f"qkv.{kind}", tensor, [f"qkv.{part}.{kind}" for part in "qkv"])
@@ -175,11 +169,11 @@ def _decoder(params: Parameters, config: ModelConfig) -> Decoder:
 
 def _check(text: TextConfig, raw: Mapping[str, Any]) -> None:
     if raw.get("rotary_pct", 1.0) != 1.0:
-        raise ConfigError(f"rotary_pct={raw['rotary_pct']} is not supported; all of a head is turned here (1.0)")
+        only = "all of a head is turned here (1.0)"
+        raise ConfigError(f"rotary_pct={raw['rotary_pct']} is not supported; {only}")
     if text.num_heads * text.head_dim != text.hidden_size:
-        raise ConfigError(
-            f"{text.num_heads} heads of kv_channels={text.head_dim} do not add up to hidden_size={text.hidden_size}"
-        )
+        heads = f"{text.num_heads} heads of kv_channels={text.head_dim}"
+        raise ConfigError(f"{heads} do not add up to hidden_size={text.hidden_size}")
 
 
 _DECODER_RULES = (

@@ -7,11 +7,10 @@ from typing import Any, NamedTuple, NoReturn
 
 from torch import Tensor
 
-from saccade.checkpoint.config import ModelConfig
 from saccade.errors import ConfigError
+from saccade.models.interface import ModelParts
 from saccade.models.layers.decoder import Biases, Decoder, OnDecoder, decoder_rules, head_rule
 from saccade.models.parameters import Parameters
-from saccade.models.vision.ops import VisionOps
 from saccade.models.vision.preprocess import ImagePixels
 from saccade.models.weights import Rule, under
 from saccade.types import Geometry, Grid
@@ -23,17 +22,18 @@ class Variant(NamedTuple):
 
 
 class Text(OnDecoder):
-    """A decoder without a vision tower. Other text models override the constructor and the rules."""
+    """A decoder without a vision tower."""
 
-    def __init__(
-        self, config: ModelConfig, params: Parameters, image_processor: Mapping[str, Any], ops: VisionOps
-    ) -> None:
-        act = config.raw.get("hidden_act", "silu")
+    def __init__(self, parts: ModelParts) -> None:
+        super().__init__(parts)
+        self.decoder = self.make_decoder(parts.params.within("decoder"))
+
+    def make_decoder(self, params: Parameters) -> Decoder:
+        act = self.config.raw.get("hidden_act", "silu")
         if act != "silu":
             raise ConfigError(f"config.json asks for the activation {act!r}; decoders of this line use silu")
-        variant = variant_of(config.model_type, config.raw)
-        self.config = config
-        self.decoder = Decoder(params.within("decoder"), config.text, variant.biases, has_qk_norms=variant.has_qk_norms)
+        variant = variant_of(self.config.model_type, self.config.raw)
+        return Decoder(params, self.config.text, variant.biases, has_qk_norms=variant.has_qk_norms)
 
     def prepare(self, image: ImagePixels, geometry: Geometry) -> NoReturn:
         raise AssertionError("a model without a vision tower has no encoder stage")

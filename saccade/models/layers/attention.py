@@ -71,13 +71,16 @@ Backend = Callable[[Tensor, Tensor, Tensor, AttentionBatch, float], Tensor]
 """(q [T, heads, d], one layer's keys, its values, batch, scale) -> [T, heads, d]. The cache is up to date."""
 
 
-def reference_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch, scale: float) -> Tensor:
+def reference_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch, scale: float
+) -> Tensor:
     """One request, one explicit mask, one float32 softmax at a time."""
     outputs = []
     for i, queries in enumerate(torch.split(q, batch.query_lens)):  # [n, heads, d]
         context = batch.context_lens[i]
         offsets = torch.arange(context, device=q.device)
-        slots = batch.block_tables[i][offsets // batch.block_size] * batch.block_size + offsets % batch.block_size
+        blocks = batch.block_tables[i][offsets // batch.block_size]
+        slots = blocks * batch.block_size + offsets % batch.block_size
         group = q.shape[1] // k_cache.shape[1]
         k = k_cache[slots].repeat_interleave(group, dim=1).float()  # [context, heads, d]
         v = v_cache[slots].repeat_interleave(group, dim=1).float()
@@ -88,13 +91,13 @@ def reference_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Atte
     return torch.cat(outputs)
 
 
-def torch_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch, scale: float) -> Tensor:
+def torch_attention(q: Tensor, keys: Tensor, values: Tensor, batch: AttentionBatch, scale: float) -> Tensor:
     """Decode rows in padded groups, prefill windows one by one; keys and values are not repeated per head."""
     out = torch.empty_like(q)
     for group in batch.plan.groups:
-        _attend_group(group, q, k_cache, v_cache, out, scale)
+        _attend_group(group, q, keys, values, out, scale)
     for window in batch.plan.windows:
-        _attend_window(window, q, k_cache, v_cache, out, scale)
+        _attend_window(window, q, keys, values, out, scale)
     return out
 
 
@@ -104,7 +107,9 @@ class PagedAttention:
     All tokens are written first, because a request may read blocks that another one fills in the same step.
     """
 
-    def __init__(self, kv: PagedKV, batch: AttentionBatch, scale: float, backend: Backend = torch_attention) -> None:
+    def __init__(
+        self, kv: PagedKV, batch: AttentionBatch, scale: float, backend: Backend = torch_attention
+    ) -> None:
         self.kv = kv
         self.batch = batch
         self.scale = scale
@@ -168,9 +173,9 @@ def _attend_group(g: _Group, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: T
     out.index_copy_(0, g.rows, mixed.reshape(len(g.rows), *q.shape[1:]))
 
 
-def _attend_window(w: _Window, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, scale: float) -> None:
+def _attend_window(w: _Window, q: Tensor, keys: Tensor, values: Tensor, out: Tensor, scale: float) -> None:
     queries = q[w.rows].transpose(0, 1)[None]  # [1, heads, n, d]
-    k, v = (w.keys.read(cache, w.block_size)[:, :, : w.context] for cache in (k_cache, v_cache))
+    k, v = (w.keys.read(cache, w.block_size)[:, :, : w.context] for cache in (keys, values))
     mask = None if w.mask is None else w.mask.to(q.dtype)
     mixed = F.scaled_dot_product_attention(
         queries, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
@@ -235,7 +240,9 @@ def _additive(allowed: Tensor) -> Tensor:
     return torch.zeros(allowed.shape, device=allowed.device).masked_fill_(~allowed, float("-inf"))
 
 
-def reference_packed_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], scale: float) -> Tensor:
+def reference_packed_attention(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], scale: float
+) -> Tensor:
     """Full attention inside each image, with one dense mask."""
     owner = torch.repeat_interleave(torch.tensor(lengths, device=q.device))  # [T]: the image of each patch
     scores = torch.einsum("nhd,mhd->hnm", q.float(), k.float()) * scale

@@ -38,5 +38,6 @@ def attention_temperature_of(scaling: Mapping[str, Any]) -> AttentionTemperature
     if not beta:
         return None
     if not length:
-        raise ConfigError("config.json has llama_4_scaling_beta, but no original_max_position_embeddings to count in")
+        missing = "original_max_position_embeddings to count in"
+        raise ConfigError(f"config.json has llama_4_scaling_beta, but no {missing}")
     return AttentionTemperature(float(beta), int(length))

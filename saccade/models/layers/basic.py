@@ -46,7 +46,7 @@ class Linear:
 class PatchLinear:
     """Patch embedding: a convolution with stride = kernel, as a GEMM over [patches, patch_dim]."""
 
-    def __init__(self, params: Parameters, kernel: tuple[int, ...], outputs: int, *, bias: bool = False) -> None:
+    def __init__(self, params: Parameters, kernel: tuple[int, ...], outputs: int, bias: bool = False) -> None:
         stored = params.new("weight", outputs, *kernel)
         self.weight = stored.view(outputs, -1)  # [outputs, patch_dim]
         self.bias = params.new("bias", outputs) if bias else None

@@ -64,7 +64,8 @@ class CrossLayer:
         """Query heads that share a key head become rows of one GEMM: [n, heads, d] -> [n, heads * d]."""
         n = len(q)
         group = self.heads // self.kv_heads
-        queries = q.view(n, self.kv_heads, -1).transpose(0, 1).reshape(1, self.kv_heads, n * group, self.head_dim)
+        by_kv_head = q.view(n, self.kv_heads, -1).transpose(0, 1)
+        queries = by_kv_head.reshape(1, self.kv_heads, n * group, self.head_dim)
         k, v = kv.transpose(1, 2)  # [kv_heads, states, d] each
         mixed = F.scaled_dot_product_attention(queries, k[None], v[None])  # of any strides
         return mixed.reshape(self.kv_heads, n, -1).transpose(0, 1).reshape(n, -1)
@@ -81,8 +82,7 @@ def pack(layers: Sequence[CrossLayer], states: Tensor) -> Tensor:
     values = 2 * len(layers) * first.kv_heads * first.head_dim  # of one state
     slots = len(states) * math.ceil(values / states.shape[1])
     kept = states.new_zeros(slots, states.shape[1])
-    by_layer = kept.view(-1)[: len(states) * values].view(len(layers), 2, len(states), first.kv_heads, first.head_dim)
-    for layer, kv in zip(layers, by_layer, strict=True):
+    for layer, kv in zip(layers, unpack(layers, kept), strict=True):
         kv.copy_(layer.project(states))
     return kept
 

@@ -12,11 +12,13 @@ from torch import Tensor
 
 from saccade.checkpoint.config import TextConfig
 from saccade.errors import ConfigError
+from saccade.models.interface import ModelParts
 from saccade.models.layers.attention_temperature import attention_temperature_of
 from saccade.models.layers.basic import Linear, RMSNorm, cos_sin, frequencies, rotate, silu_and_mul
 from saccade.models.layers.moe import EXPERT_RULES, layer_experts
 from saccade.models.layers.types import Attention
 from saccade.models.parameters import Parameters
+from saccade.models.vision.preprocess import pixel_policy
 from saccade.models.weights import Rule, under
 
 
@@ -39,14 +41,15 @@ class Decoder:
         extra_tokens: int = 0,  # input-only tokens after the vocabulary
     ) -> None:
         if text.num_heads % text.num_kv_heads:
-            raise ConfigError(f"{text.num_heads} attention heads cannot share {text.num_kv_heads} key-value heads")
+            shared = f"{text.num_kv_heads} key-value heads"
+            raise ConfigError(f"{text.num_heads} attention heads cannot share {shared}")
         self.table = params.new("embed.weight", text.vocab_size + extra_tokens, text.hidden_size)
         self.embedding_size = text.embedding_size
         self.rotary = Rotary(text, params.device)
         self.scale = float(text.head_dim**-0.5) * self.rotary.gain**2  # of scores
         self.temperature = attention_temperature_of(text.rope_scaling)
-        layers = params.within("layers")
-        self.layers = [DecoderLayer(layers.within(i), text, biases, has_qk_norms, i) for i in range(text.num_layers)]
+        layers = enumerate(params.each("layers", text.num_layers))
+        self.layers = [DecoderLayer(own, text, biases, has_qk_norms, i) for i, own in layers]
         self.norm = RMSNorm(params.within("norm"), text.hidden_size, text.rms_norm_eps)
         self.head = self.table
         if not text.tie_word_embeddings:
@@ -85,7 +88,6 @@ class DecoderLayer:
         self.kv_heads = text.num_kv_heads
         self.head_dim = text.head_dim
         hidden = text.hidden_size
-        wide = text.intermediate_size
         q = self.heads * self.head_dim
         kv = self.kv_heads * self.head_dim
         self.attention_norm = RMSNorm(params.within("attention_norm"), hidden, text.rms_norm_eps)
@@ -95,13 +97,15 @@ class DecoderLayer:
         self.mlp_norm = RMSNorm(params.within("mlp_norm"), hidden, text.rms_norm_eps)
         self.experts = layer_experts(params, hidden, text.experts, index)
         if self.experts is None:
-            self.gate_up = Linear(params.within("gate_up"), hidden, {"gate": wide, "up": wide}, bias=biases.mlp)
-            self.down = Linear(params.within("down"), wide, hidden, bias=biases.mlp)
+            wide = {"gate": text.intermediate_size, "up": text.intermediate_size}
+            self.gate_up = Linear(params.within("gate_up"), hidden, wide, bias=biases.mlp)
+            self.down = Linear(params.within("down"), text.intermediate_size, hidden, bias=biases.mlp)
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention, index: int) -> Tensor:
         x = self.attend(self.attention_norm(x), cos, sin, attention, index).add_(x)
         normed = self.mlp_norm(x)
-        return (self.experts(normed) if self.experts else self.down(silu_and_mul(self.gate_up(normed)))).add_(x)
+        mlp = self.experts(normed) if self.experts else self.down(silu_and_mul(self.gate_up(normed)))
+        return mlp.add_(x)
 
     def attend(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention, index: int) -> Tensor:
         qkv = self.qkv(x).view(len(x), -1, self.head_dim)  # [T, heads + 2 kv_heads, d]
@@ -137,7 +141,8 @@ class Rotary:
         self.gain = _yarn_gain(text.rope_scaling) if _kind(text.rope_scaling) == "yarn" else 1.0
         sections = text.mrope_section or (text.head_dim // 2,)
         if sum(sections) != text.head_dim // 2:
-            raise ConfigError(f"mrope_section {list(sections)} must add up to half the head size {text.head_dim}")
+            wanted = f"half the head size {text.head_dim}"
+            raise ConfigError(f"mrope_section {list(sections)} must add up to {wanted}")
         axes = _interleaved(sections) if text.rope_scaling.get("mrope_interleaved") else _contiguous(sections)
         self.axes = torch.tensor(axes, device=device)  # int64 [d / 2]: the axis of each frequency
 
@@ -175,8 +180,8 @@ def _scale(base: Tensor, text: TextConfig) -> Tensor:
         return base / factor
     shares = {"llama3": _llama3_share, "yarn": _yarn_share}
     if kind not in shares:
-        known = ", ".join(("default", "mrope", "linear", *shares))
-        raise ConfigError(f"config.json asks for rope scaling of type (rope_type) {kind!r}; known are {known}")
+        known = f"known are {', '.join(('default', 'mrope', 'linear', *shares))}"
+        raise ConfigError(f"config.json asks for rope scaling of type (rope_type) {kind!r}; {known}")
     trained = int(text.rope_scaling.get("original_max_position_embeddings") or text.max_position)
     share = shares[kind](base, text, trained)
     return share * base + (1 - share) * base / factor
@@ -187,7 +192,8 @@ def _llama3_share(base: Tensor, text: TextConfig, trained: int) -> Tensor:
     low = float(text.rope_scaling.get("low_freq_factor") or 0)
     high = float(text.rope_scaling.get("high_freq_factor") or 0)
     if not low or not high or low >= high:
-        raise ConfigError(f"rope scaling of type llama3 needs low_freq_factor={low} below high_freq_factor={high}")
+        needed = f"low_freq_factor={low} below high_freq_factor={high}"
+        raise ConfigError(f"rope scaling of type llama3 needs {needed}")
     rotations = base * trained / (2 * math.pi)  # over the length the model was trained on
     return ((rotations - low) / (high - low)).clamp(0, 1)
 
@@ -223,9 +229,15 @@ def yarn_gain(scaling: Mapping[str, Any], weight: float) -> float:
 
 
 class OnDecoder:
-    """The methods of a model that its decoder implements."""
+    """What most families have in common: their parts, and the methods that the decoder implements."""
 
     decoder: Decoder
+
+    def __init__(self, parts: ModelParts) -> None:
+        self.config = parts.config
+        self.params = parts.params
+        self.ops = parts.ops
+        self.pixels = pixel_policy(parts.image_processor)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         return self.decoder.embed(token_ids)

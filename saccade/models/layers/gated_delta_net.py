@@ -21,15 +21,17 @@ CHUNK = 64  # tokens
 _TINY = 1e-6  # against division by zero
 
 
-def delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+def delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, memory: Tensor
+) -> tuple[Tensor, Tensor]:
     """q, k [N, heads, T, key], v [N, heads, T, value], g, beta [N, heads, T], memory [N, heads, key, value].
 
     Returns outputs [N, heads, T, value] and the memory after the last token.
     """
     read = []
     for start in range(0, q.shape[2], CHUNK):
-        here = slice(start, start + CHUNK)
-        out, memory = _chunk(q[:, :, here], k[:, :, here], v[:, :, here], g[:, :, here], beta[:, :, here], memory)
+        here = [x[:, :, start : start + CHUNK] for x in (q, k, v, g, beta)]
+        out, memory = _chunk(*here, memory)
         read.append(out)
     return torch.cat(read, dim=2), memory
 

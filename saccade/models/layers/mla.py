@@ -33,8 +33,8 @@ class LatentDecoder:
         self.table = params.new("embed.weight", text.vocab_size, text.hidden_size)
         self.rotary = Rotary(replace(text, head_dim=mla.qk_rope_head_dim), params.device)
         self.scale = (mla.qk_nope_head_dim + mla.qk_rope_head_dim) ** -0.5 * _yarn_scale(text) ** 2
-        layers = params.within("layers")
-        self.layers = [LatentLayer(layers.within(i), text, mla, i) for i in range(text.num_layers)]
+        layers = enumerate(params.each("layers", text.num_layers))
+        self.layers = [LatentLayer(own, text, mla, i) for i, own in layers]
         self.norm = RMSNorm(params.within("norm"), text.hidden_size, text.rms_norm_eps)
         self.head = self.table if text.tie_word_embeddings else params.new("head.weight", *self.table.shape)
 

@@ -40,7 +40,8 @@ class MoE:
         for name, tensor in {"gate": gates, "up": ups, "down": self.down}.items():
             for expert in range(self.rules.count):
                 params.add(f"{expert}.{name}.weight", tensor[expert])
-        for whole, tensor, names in (("gate_up", self.gate_up, ("gate", "up")), ("down", self.down, ("down",))):
+        for whole, tensor in {"gate_up": self.gate_up, "down": self.down}.items():
+            names = whole.split("_")
             parts = [f"{expert}.{name}.weight" for name in names for expert in range(self.rules.count)]
             params.add_whole(whole, tensor, parts)
 
@@ -108,7 +109,8 @@ def _mask_groups(selection: Tensor, rules: MoEConfig) -> Tensor:
     """Mask experts outside the best groups. A group's score is its best expert, with a bias its best two."""
     grouped = selection.view(len(selection), rules.groups, -1)  # [T, groups, experts of a group]
     best = grouped.topk(2 if rules.has_bias else 1, dim=-1).values.sum(-1)
-    kept = torch.zeros_like(best, dtype=torch.bool).scatter_(1, best.topk(rules.groups_kept, dim=-1).indices, True)
+    indices = best.topk(rules.groups_kept, dim=-1).indices
+    kept = torch.zeros_like(best, dtype=torch.bool).scatter_(1, indices, True)
     return grouped.masked_fill(~kept[..., None], float("-inf")).view_as(selection)
 
 
@@ -122,28 +124,28 @@ def _check(rules: MoEConfig) -> None:
     if rules.scoring not in ("softmax", "sigmoid"):
         raise ConfigError(f"config.json scores experts by {rules.scoring!r}; known are softmax, sigmoid")
     if rules.choice not in _CHOICES:
-        raise ConfigError(
-            f"config.json chooses experts by topk_method={rules.choice!r}; known are {', '.join(_CHOICES)}"
-        )
+        known = ", ".join(_CHOICES)
+        raise ConfigError(f"config.json chooses experts by topk_method={rules.choice!r}; known are {known}")
     if rules.width < 1 or rules.shared < 0:
         raise ConfigError(f"config.json has experts of width {rules.width} and {rules.shared} beside them")
     if rules.count % rules.groups or not 0 < rules.groups_kept <= rules.groups:
-        raise ConfigError(
-            f"config.json cuts {rules.count} experts into {rules.groups} groups and keeps {rules.groups_kept} of them"
-        )
+        groups = f"{rules.groups} groups and keeps {rules.groups_kept} of them"
+        raise ConfigError(f"config.json cuts {rules.count} experts into {groups}")
     if rules.has_bias and 1 < rules.groups == rules.count:
-        raise ConfigError(f"config.json ranks {rules.groups} groups by their best two experts, but each has only one")
+        problem = "by their best two experts, but each has only one"
+        raise ConfigError(f"config.json ranks {rules.groups} groups {problem}")
     within_reach = rules.count // rules.groups * rules.groups_kept
     if not 0 < rules.per_token <= within_reach:
-        raise ConfigError(
-            f"config.json sends a token to {rules.per_token} of {within_reach} experts (num_experts_per_tok)"
-        )
+        experts = f"{rules.per_token} of {within_reach} experts"
+        raise ConfigError(f"config.json sends a token to {experts} (num_experts_per_tok)")
 
 
 EXPERT_RULES = (  # under a layer's prefix
     Rule("mlp.gate.weight", "experts.router.weight"),
     Rule("mlp.gate.e_score_correction_bias", "experts.router.bias"),
-    *(Rule(f"mlp.experts.{{}}.{part}_proj.weight", f"experts.{{}}.{part}.weight") for part in ("gate", "up", "down")),
+    Rule("mlp.experts.{}.gate_proj.weight", "experts.{}.gate.weight"),
+    Rule("mlp.experts.{}.up_proj.weight", "experts.{}.up.weight"),
+    Rule("mlp.experts.{}.down_proj.weight", "experts.{}.down.weight"),
     *(Rule(f"mlp.experts.{part}_proj", f"experts.{part}") for part in ("gate_up", "down")),
     *(
         Rule(f"mlp.{shared}.{part}_proj.weight", f"experts.shared.{ours}.weight")

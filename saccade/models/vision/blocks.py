@@ -147,10 +147,9 @@ def all_cells(grids: tuple[Grid, ...], merge: int) -> Tensor:
 @lru_cache(maxsize=64)  # images of one camera share a grid
 def _cells(grid: Grid, merge: int) -> Tensor:
     """Row and column of each patch of an image, in the order of `preprocess.patchify`: int16 [patches, 2]."""
-    rows, columns = torch.meshgrid(
-        torch.arange(grid.h, dtype=torch.int16), torch.arange(grid.w, dtype=torch.int16), indexing="ij"
-    )
-    return by_token(torch.stack((rows, columns), dim=-1), merge).repeat(grid.t, 1)
+    sides = (torch.arange(side, dtype=torch.int16) for side in (grid.h, grid.w))
+    cells = torch.stack(torch.meshgrid(*sides, indexing="ij"), dim=-1)
+    return by_token(cells, merge).repeat(grid.t, 1)
 
 
 def vision_config(config: ModelConfig) -> VisionConfig:
@@ -164,8 +163,8 @@ def rotary_dim(vision: VisionConfig) -> int:
     dim = vision.hidden_size // vision.num_heads
     if dim % 4:
         raise ConfigError(
-            f"config.json: vision_config has heads of {dim} values ({vision.hidden_size} in {vision.num_heads} heads), "
-            "but heads that turn with rows and columns need a multiple of 4; check hidden_size and num_heads or "
-            "num_attention_heads"
+            f"config.json: vision_config has heads of {dim} values ({vision.hidden_size} in "
+            f"{vision.num_heads} heads), but heads that turn with rows and columns need a multiple of 4; "
+            "check hidden_size and num_heads or num_attention_heads"
         )
     return dim

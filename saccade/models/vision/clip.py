@@ -26,10 +26,8 @@ class SquareTower(ABC):
         self.side = image_size(vision) // vision.patch_size  # patches along each side
         self.num_layers = vision.num_layers
         self.width = vision.hidden_size * len(self.features)
-        blocks = params.within("blocks")
-        self.blocks = [
-            VisionBlock(blocks.within(i), vision, eps=eps, is_qkv_fused=False) for i in range(max(self.features))
-        ]
+        blocks = params.each("blocks", max(self.features))
+        self.blocks = [VisionBlock(own, vision, eps=eps, is_qkv_fused=False) for own in blocks]
 
     @property
     def length(self) -> int:
@@ -93,10 +91,7 @@ class SiglipTower(SquareTower):
     def __init__(self, params: Parameters, vision: VisionConfig, raw: Mapping[str, Any]) -> None:
         super().__init__(params, vision, raw, raw["vision_config"].get("layer_norm_eps", 1e-6))
         if drops_first(raw):
-            raise ConfigError(
-                "vision_feature_select_strategy is default, which drops a class token, but a SigLIP tower has none; "
-                "set it to full"
-            )
+            raise no_class_token("SigLIP")
         self.patch = PatchLinear(params.within("patch"), _kernel(vision), vision.hidden_size)
         self.bias = params.new("patch.bias", vision.hidden_size)
         self.positions = params.new("positions.weight", self.length, vision.hidden_size)
@@ -113,7 +108,8 @@ def square_tower(params: Parameters, vision: VisionConfig, raw: Mapping[str, Any
     """The tower that vision_config names, by default CLIP's."""
     kind = raw["vision_config"].get("model_type", "clip_vision_model")
     if kind not in _TOWERS:
-        raise ConfigError(f"a tower of model_type {kind!r} is not supported here; known are {', '.join(_TOWERS)}")
+        known = ", ".join(_TOWERS)
+        raise ConfigError(f"a tower of model_type {kind!r} is not supported here; known are {known}")
     return _TOWERS[kind](params, vision, raw)
 
 
@@ -129,7 +125,8 @@ def feature_layers(raw: Mapping[str, Any], num_layers: int) -> list[int]:
     layers = given if isinstance(given, list) else [given]
     resolved = [i if i >= 0 else num_layers + 1 + i for i in layers]
     if not resolved or not all(0 <= i <= num_layers for i in resolved):
-        raise ConfigError(f"vision_feature_layer {given} must lie within the {num_layers} layers of the vision tower")
+        layers = f"the {num_layers} layers of the vision tower"
+        raise ConfigError(f"vision_feature_layer {given} must lie within {layers}")
     return resolved
 
 
@@ -138,6 +135,11 @@ def drops_first(raw: Mapping[str, Any]) -> bool:
     if strategy not in ("default", "full"):
         raise ConfigError(f"vision_feature_select_strategy must be default or full, not {strategy!r}")
     return bool(strategy == "default")
+
+
+def no_class_token(tower: str) -> ConfigError:
+    what = "vision_feature_select_strategy is default, which drops a class token"
+    return ConfigError(f"{what}, but a {tower} tower has none; set it to full")
 
 
 def image_size(vision: VisionConfig) -> int:

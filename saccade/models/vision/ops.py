@@ -11,33 +11,28 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from saccade.models.vision import preprocess
 from saccade.models.vision.blocks import PatchPositions, VisionBlock, angles_of
-from saccade.models.vision.preprocess import (
-    ImagePixels,
-    PatchLayout,
-    PixelPolicy,
-    as_tensor,
-    normalise,
-    patchify,
-    resize,
-)
+from saccade.models.vision.preprocess import ImagePixels, PatchLayout, PixelPolicy
 from saccade.models.vision.resample import resample, weigh_axis
 from saccade.types import Grid, Size
 
 Blocks = Sequence[VisionBlock]
+Lengths = Sequence[int]  # patches of each packed image
 RunBlocks = Callable[[Blocks, Tensor], tuple[Tensor, int]]
-"""(blocks, x [T, hidden]) -> [T, hidden] after the first block or a few, and their number. May overwrite x.
-"""
+"""(blocks, x [T, hidden]) -> [T, hidden] after the first blocks, and their number. May overwrite x."""
 
 
 class VisionOps(Protocol):
     def resize(self, image: ImagePixels, size: Size, resampling: int) -> Tensor:
         """uint8 [size.height, size.width, 3], on the image's device."""
 
-    def cut(self, image: Tensor, grid: Grid, layout: PatchLayout, policy: PixelPolicy, dtype: torch.dtype) -> Tensor:
+    def cut(
+        self, image: Tensor, grid: Grid, layout: PatchLayout, policy: PixelPolicy, dtype: torch.dtype
+    ) -> Tensor:
         """uint8 [H, W, 3] -> normalised patches [patches, patch_dim]"""
 
-    def begin(self, lengths: Sequence[int], positions: PatchPositions | None, device: torch.device) -> RunBlocks:
+    def begin(self, lengths: Lengths, positions: PatchPositions | None, device: torch.device) -> RunBlocks:
         """Start a pass over packed images of these lengths; returns the function that runs blocks."""
 
 
@@ -46,12 +41,14 @@ class TorchVision:
         """Pillow for an image on the CPU; for a tensor the same arithmetic, bit for bit."""
         if isinstance(image, Tensor):
             return resample(image, size, resampling, weigh_axis)
-        return as_tensor(resize(image, size, resampling))
+        return preprocess.as_tensor(preprocess.resize(image, size, resampling))
 
-    def cut(self, image: Tensor, grid: Grid, layout: PatchLayout, policy: PixelPolicy, dtype: torch.dtype) -> Tensor:
-        return normalise(patchify(image, grid, *layout), policy, dtype)
+    def cut(
+        self, image: Tensor, grid: Grid, layout: PatchLayout, policy: PixelPolicy, dtype: torch.dtype
+    ) -> Tensor:
+        return preprocess.normalise(preprocess.patchify(image, grid, *layout), policy, dtype)
 
-    def begin(self, lengths: Sequence[int], positions: PatchPositions | None, device: torch.device) -> RunBlocks:
+    def begin(self, lengths: Lengths, positions: PatchPositions | None, device: torch.device) -> RunBlocks:
         angles = angles_of(positions) if positions else None
         return lambda blocks, x: (blocks[0](x, lengths, angles), 1)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from saccade.errors import ConfigError
 from saccade.models.vision.resample import FILTERS
-from saccade.types import Grid, Size
+from saccade.types import Grid, Size, Tiling
 
 Pixels = npt.NDArray[np.uint8]  # [height, width, 3]
 ImagePixels = Pixels | Tensor
@@ -84,6 +84,11 @@ def centre_crop(image: Tensor, size: Size) -> Tensor:
     if min(left, top, right, bottom) < 0:
         image = F.pad(image, (0, 0, *(max(-side, 0) for side in (left, right, top, bottom))))
     return image[max(top, 0) :, max(left, 0) :][: size.height, : size.width]
+
+
+def cut_tiles(canvas: Tensor, tiling: Tiling, side: int) -> Tensor:
+    """uint8 [H, W, 3] -> [rows * columns, side, side, 3]"""
+    return canvas.view(tiling.rows, side, tiling.columns, side, 3).transpose(1, 2).reshape(-1, side, side, 3)
 
 
 def patchify(image: Tensor, grid: Grid, patch: int, merge: int = 1, frames: int = 1) -> Tensor:

@@ -24,6 +24,7 @@ from torch import Tensor
 from saccade.types import Size
 
 Doubles = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int32]
 WeighAxis = Callable[[Tensor, "Taps"], Tensor]
 """uint8 [outer, source, inner], contiguous -> [outer, target, inner]"""
 
@@ -48,8 +49,10 @@ class _Filter(NamedTuple):
 def resample(image: Tensor, size: Size, resampling: int, weigh: WeighAxis) -> Tensor:
     """uint8 [H, W, C] -> [size.height, size.width, C]. An axis that keeps its length is skipped."""
     if is_height_first(Size(image.shape[1], image.shape[0]), size):
-        return _resample_width(_resample_height(image, size.height, resampling, weigh), size.width, resampling, weigh)
-    return _resample_height(_resample_width(image, size.width, resampling, weigh), size.height, resampling, weigh)
+        high = _resample_height(image, size.height, resampling, weigh)
+        return _resample_width(high, size.width, resampling, weigh)
+    wide = _resample_width(image, size.width, resampling, weigh)
+    return _resample_height(wide, size.height, resampling, weigh)
 
 
 def is_height_first(source: Size, target: Size) -> bool:
@@ -75,7 +78,8 @@ def _resample_height(image: Tensor, height: int, resampling: int, weigh: WeighAx
 def weigh_axis(image: Tensor, taps: Taps) -> Tensor:
     """uint8 [outer, source, inner] -> [outer, target, inner], one tap at a time."""
     outer, source, inner = image.shape
-    total = torch.full((outer, len(taps.starts), inner), 1 << (BITS - 1), dtype=torch.int32, device=image.device)
+    shape = (outer, len(taps.starts), inner)
+    total = torch.full(shape, 1 << (BITS - 1), dtype=torch.int32, device=image.device)
     for tap, weights in enumerate(taps.weights):  # [target]
         index = (taps.starts + tap).clamp_(max=source - 1)
         total += image.index_select(1, index).int() * weights[:, None]
@@ -89,7 +93,7 @@ def taps_of(source: int, target: int, resampling: int, device: torch.device) -> 
     return Taps(torch.from_numpy(starts).to(device), torch.from_numpy(weights).to(device))
 
 
-def weights_of(source: int, target: int, resampling: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+def weights_of(source: int, target: int, resampling: int) -> tuple[Ints, Ints]:
     """`Taps` on the CPU. Shrinking widens the filter, so that every source pixel contributes."""
     kind = _FILTERS[Resampling(resampling)]
     scale = source / target

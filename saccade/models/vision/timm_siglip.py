@@ -26,10 +26,8 @@ class TimmSiglip:
         kernel = (vision.in_channels, vision.patch_size, vision.patch_size)
         self.patch = PatchLinear(params.within("patch"), kernel, self.width, bias=True)
         self.positions = params.new("positions", 1, self.side**2, self.width)
-        blocks = params.within("blocks")
-        self.blocks = [
-            VisionBlock(blocks.within(i), vision, eps=_EPS, is_qkv_fused=True) for i in range(vision.num_layers)
-        ]
+        blocks = params.each("blocks", vision.num_layers)
+        self.blocks = [VisionBlock(own, vision, eps=_EPS, is_qkv_fused=True) for own in blocks]
         self.norm = LayerNorm(params.within("norm"), self.width, _EPS)
 
     def encode(self, patches: Tensor, squares: int, ops: VisionOps) -> Generator[int, None, Tensor]:
