@@ -90,10 +90,7 @@ class AsyncEngineCore(EngineCore):
         return bool(self._launched) and self._launched[-1].plan.kind == "async_decode"
 
     def _may_launch(self, latency_bounded: bool, events: list[TokenEvent]) -> bool:
-        """Not before last tokens are handed out where launching takes many times what a token does.
-
-        Beside decodes steps are short. Without any, whole images go in.
-        """
+        """Not before last tokens are handed out where a launch takes long: without decodes, whole images."""
         is_long = latency_bounded and not self.scheduler.has_decodes
         return self.scheduler.has_unfinished() and not (events and is_long)
 

@@ -63,19 +63,16 @@ def _bounded(
         limits = replace(limits, latency=latency)
         reason = _latency_reason(latency)
     elif seconds is not None and isinstance(forward, TorchForward):
-        time = StepTime(seconds, 1 / forward.seconds_per_prompt_token(), _layers_per_s(runner, largest))
+        layers_per_s = 0.0
+        if largest is not None and runner.encoder is not None:
+            layers_per_s = 1 / max(runner.seconds_per_slice(largest.grid), 1e-6)
+        time = StepTime(seconds, 1 / forward.seconds_per_prompt_token(), layers_per_s)
         limits = replace(limits, step_time=time)
         reason = _step_reason(time, limits.max_num_batched_tokens, options)
     else:
         return limits, ()
     logger.info("%s", reason)
     return limits, (reason,)
-
-
-def _layers_per_s(runner: Runner, largest: Geometry | None) -> float:
-    if largest is None or runner.encoder is None:
-        return 0.0
-    return 1 / max(runner.seconds_per_slice(largest.grid), 1e-6)
 
 
 def _step_reason(time: StepTime, max_tokens: int, options: Options) -> str:

@@ -58,7 +58,10 @@ def load_model(
         other = import_module("saccade.models.fallback")
         return other.load(path, config, dtype=dtype, device=device, **how)  # type: ignore[no-any-return]
     params = Parameters(dtype, device)
-    model = _family(config)(ModelParts(config, params, image_processor or {}, _vision_ops(device)))
+    ops: VisionOps = TorchVision()
+    if device.type == "cuda":
+        ops = import_module("saccade.models.cuda.vision").FusedVision()  # needs Triton
+    model = _family(config)(ModelParts(config, params, image_processor or {}, ops))
     if load_format == "dummy":
         fill_random(params.targets, seed)
     elif path is None:
@@ -75,10 +78,7 @@ def load_model(
 
 
 def eager_reason(config: ModelConfig) -> str | None:
-    """Why a GPU runs the model in eager mode, without our kernels and CUDA graphs; None: it does not.
-
-    Known before the model is built, because memory planning depends on it.
-    """
+    """Why a GPU runs the model in eager mode, without our kernels and CUDA graphs; None: it does not."""
     if config.model_type not in _FAMILIES:
         return "the model runs through Transformers' code"
     text = config.text
@@ -91,13 +91,6 @@ def eager_reason(config: ModelConfig) -> str | None:
     }
     missing = [name for name, is_used in lacking.items() if is_used]
     return f"there are no kernels for {' and '.join(missing)}" if missing else None
-
-
-def _vision_ops(device: torch.device) -> VisionOps:
-    if device.type != "cuda":
-        return TorchVision()
-    fused: VisionOps = import_module("saccade.models.cuda.vision").FusedVision()  # needs Triton
-    return fused
 
 
 def _family(config: ModelConfig) -> Any:

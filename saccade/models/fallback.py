@@ -323,7 +323,9 @@ def check_against_own_forward(model: Fallback) -> None:
             "both directions, its layers may see only part of the context, or tokens around a picture may be "
             "changed"
         )
-    together = _difference(model, probes, _chunked([len(probe.embeds) for probe in probes]))
+    cuts = [(0, length // 3, length - 1, length) for length in (len(probe.embeds) for probe in probes)]
+    steps = [[Chunk(probe, cut[i], cut[i + 1]) for probe, cut in enumerate(cuts)] for i in range(3)]
+    together = _difference(model, probes, steps)
     if not together <= _TOLERANCE[model.dtype]:
         raise Unfit(
             f"beside another request, and in pieces, its logits differ by {together:.1e} from those it has "
@@ -375,11 +377,6 @@ def _own_logits(model: Fallback, inputs: Mapping[str, Any]) -> Tensor:
     with model.own_attention():
         logits: Tensor = model.model(**known).logits
     return logits[0].float()
-
-
-def _chunked(lengths: Sequence[int]) -> list[list[Chunk]]:
-    cuts = [(0, length // 3, length - 1, length) for length in lengths]
-    return [[Chunk(probe, cut[step], cut[step + 1]) for probe, cut in enumerate(cuts)] for step in range(3)]
 
 
 def _difference(model: Fallback, probes: Sequence[Probe], steps: Sequence[Sequence[Chunk]]) -> float:

@@ -26,13 +26,10 @@ _SHOWN = 5  # names listed in an error before it only counts
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A checkpoint's name -> ours. `{}` is an index, a final `*` the last part of the name (weight or bias).
-
-    A tensor without a target is ignored.
-    """
+    """A checkpoint's name -> ours. `{}` is an index, a final `*` its last part: weight or bias."""
 
     source: str
-    target: str | None
+    target: str | None  # None: the tensor is ignored
 
 
 def under(rules: Iterable[Rule], sources: Sequence[str], target: str) -> tuple[Rule, ...]:
@@ -60,8 +57,11 @@ def load_weights(
     wholes = wholes or {}
     targets = _stored_targets(tensor_files, targets, rules, wholes)
     plan = _plan(tensor_files, targets, rules)
+    by_file: dict[Path, list[str]] = {}
+    for name in plan:
+        by_file.setdefault(tensor_files[name], []).append(name)
     with tqdm(total=len(plan), desc="Loading weights", unit=" tensors", disable=not progress) as bar:
-        for file, names in _by_file(plan, tensor_files).items():
+        for file, names in by_file.items():
             with _open(file) as handle:
                 for name in names:
                     stored = handle.get_tensor(name)
@@ -184,13 +184,6 @@ def _pattern(template: str) -> re.Pattern[str]:
 
 def _fill(template: str, blanks: tuple[str, ...]) -> str:
     return template.replace("*", "{}").format(*blanks)
-
-
-def _by_file(plan: Iterable[str], tensor_files: Mapping[str, Path]) -> dict[Path, list[str]]:
-    files: dict[Path, list[str]] = {}
-    for name in plan:
-        files.setdefault(tensor_files[name], []).append(name)
-    return files
 
 
 def _as_shaped(stored: Tensor, target: Tensor) -> Tensor:

@@ -172,9 +172,6 @@ def slots_of(window: ScheduledWindow, table: Ints, block_size: int) -> Ints:
     return table[index // block_size] * block_size + index % block_size
 
 
-# --- splicing embeddings ------------------------------------------------------------------------------------
-
-
 def overlapping(spans: Sequence[Span], start: int, end: int) -> list[Span]:
     """The spans that overlap the window [start, end)."""
     return [span for span in spans if span.start < end and start < span.end]

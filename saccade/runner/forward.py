@@ -46,7 +46,4 @@ class Forward(Protocol):
     def measure(
         self, model: VisionLanguageModel, largest: Grid | None, target_ms: float | None
     ) -> LatencyProfile | None:
-        """Measure the parts of a step, before any request is open. None: not measured.
-
-        `largest`: the most expensive image.
-        """
+        """Time the parts of a step, before any request is open. None: not timed. `largest`: of all images."""

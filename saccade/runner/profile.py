@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import islice, pairwise
 
 import torch
@@ -28,7 +29,14 @@ def timed_curve(trials: Trials) -> LatencyCurve:
 
 def layer_curve(model: VisionLanguageModel, largest: Grid | None) -> LatencyCurve:
     """One layer of the vision tower, by embeddings, up to the most expensive image that is admitted."""
-    return _rising(_layer_times(model, largest)) if largest else ()
+    if largest is None:
+        return ()
+    _load_kernels(model, largest)
+    points = []
+    for grid in _grids(model.config, largest):
+        layers = _encode(model, grid)  # towers may leave their last ones out
+        points.append((grid.patches // _merged(model.config), timed(partial(_encode, model, grid)) / layers))
+    return _rising(points)
 
 
 @torch.inference_mode()
@@ -60,20 +68,8 @@ def timed(run: Callable[[], object]) -> float:
     return min(float(start.elapsed_time(end)) for start, end in laps)
 
 
-def _layer_times(model: VisionLanguageModel, largest: Grid) -> Iterator[tuple[int, float]]:
-    config = model.config
-    _load_kernels(model, largest)
-    for grid in _grids(config, largest):
-        slots = grid.patches // _merged(config)
-        layers = _encode(model, grid)  # towers may leave their last ones out
-        yield slots, timed(lambda grid=grid: _encode(model, grid)) / layers  # type: ignore[misc]
-
-
 def _load_kernels(model: VisionLanguageModel, largest: Grid) -> None:
-    """Run the tower over many sizes: libraries may choose another kernel for each.
-
-    Loading one takes as long as several steps, in which all running requests would wait.
-    """
+    """Run many sizes: libraries may load another kernel for each, which takes as long as several steps."""
     for slots in _COMMON:
         grid = _square(model.config, slots)
         if grid.patches < largest.patches and _takes_any_size(model.config):

@@ -8,17 +8,12 @@ Every request that samples now decodes next. Prefill and images are planned besi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import chain
 
 from saccade.scheduler.kv_cache import BlockPool
 from saccade.scheduler.request import OpenRequests, ScheduledRequest
 from saccade.types import ScheduledWindow, StepPlan
-
-
-def samples_on_device(plans: Sequence[StepPlan], running: Iterable[ScheduledRequest]) -> bool:
-    """Whether the device samples by itself, for all running requests."""
-    return bool(plans) and all(seq.samples_on_device for seq in running)
 
 
 def can_fuse(

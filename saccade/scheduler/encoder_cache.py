@@ -57,8 +57,6 @@ class EncoderCache:
         """How much smaller `space` gets when `key`, an item of so many slots, is acquired or reserved."""
         return slots if key in self._idle or key not in self._entries else 0
 
-    # --- the life of an entry -------------------------------------------------------------------------------
-
     def reserve(self, key: Key, slots: int, holder: Holder | None, keep: Collection[Key] = ()) -> bool:
         """Reserve slots for an encoding; may evict idle entries, none in `keep`. False: too few are left."""
         assert key not in self._entries, "reserved twice"
@@ -160,8 +158,6 @@ class EncoderCache:
     def _rest(self, key: Key, entry: _Entry) -> None:
         self._idle[key] = None
         self._idle_slots += entry.slots
-
-    # --- telling --------------------------------------------------------------------------------------------
 
     def holders(self) -> set[Holder]:
         return set(self._held)

@@ -38,10 +38,7 @@ def split_spare_time(latency: LatencyProfile, num_decoding: int, work_in_flight:
 
 
 def mixed_tokens(latency: LatencyProfile, num_decoding: int) -> int:
-    """Prefill tokens that fit into a step as a mixed batch with its decodes.
-
-    0 where no such batch fits, or where a prefill pass of its own gets more done in the same time.
-    """
+    """Prefill tokens that fit into a step as a mixed batch; 0 if none do, or their own pass does more."""
     curve = _mixed_size(latency, num_decoding)
     spare = _spare_ms(latency, num_decoding)
     mixed = size_within(curve, milliseconds(latency.decode_ms, num_decoding) + spare)

@@ -29,10 +29,7 @@ def spans_ahead(candidates: Iterable[ScheduledRequest], pool: BlockPool) -> Span
 def missing_items(
     seq: ScheduledRequest, candidates: Iterable[ScheduledRequest], pool: BlockPool, encoder: EncoderScheduler
 ) -> tuple[MediaItem, ...]:
-    """Images of a waiting request to decode early: those that will be encoded soon, as things stand.
-
-    Others would be dropped with the next step, and decoded again.
-    """
+    """Images of a waiting request that will be encoded soon. Others, decoded now, would be dropped again."""
     ahead = ((other, index) for other in candidates for index in range(other.next_span, len(other.spans)))
     keys = {item.key for item in encoder.prefetch(ahead)}
     if all(span.key not in keys for span in seq.spans):

@@ -107,8 +107,6 @@ class ScheduledRequest:
             encoded=tuple(self.encoded),
         )
 
-    # --- blocks ---------------------------------------------------------------------------------------------
-
     def has_blocks(self, pool: BlockPool, end: int) -> bool:
         """Whether a running request has blocks up to `end` or can be given them."""
         num_held = len(self.blocks)

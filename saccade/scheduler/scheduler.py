@@ -6,6 +6,7 @@ Owns the queues, the KV blocks and the encoder slots, as ids and counts. Has no 
 from __future__ import annotations
 
 from bisect import insort
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import chain, islice
 from typing import Any
@@ -13,12 +14,11 @@ from typing import Any
 from saccade.errors import RequestError
 from saccade.options import SchedulerConfig
 from saccade.scheduler.admission import refuse_impossible, refuse_overload
-from saccade.scheduler.async_decode import async_decode_windows, can_fuse, samples_on_device
+from saccade.scheduler.async_decode import async_decode_windows, can_fuse
 from saccade.scheduler.budget import StepBudget, StepBuilder, are_enough, demand_of
 from saccade.scheduler.encoder_cache import EncoderCache
 from saccade.scheduler.encoder_scheduler import EncoderScheduler, WindowLimit
 from saccade.scheduler.failures import affected_requests
-from saccade.scheduler.invariants import check_holdings, check_queues
 from saccade.scheduler.kv_cache import BlockPool
 from saccade.scheduler.policy import SpansAhead, deadlock_victim, missing_items, spans_ahead
 from saccade.scheduler.request import ScheduledRequest
@@ -138,7 +138,7 @@ class Scheduler:
         """The next decode step, before the tokens of running steps are known; None where the host samples."""
         is_short = self._is_short
         self._is_short = False
-        if is_short or not samples_on_device(self._plans, self._running):
+        if is_short or not self._plans or not all(seq.samples_on_device for seq in self._running):
             return None
         windows = async_decode_windows(self._kv_cache, self._plans, self._open)
         return self._planned(decode=windows, encode_layers=0, kind="async_decode") if windows else None
@@ -153,11 +153,12 @@ class Scheduler:
 
     def _plan(self, now: float, bounded: bool, served: frozenset[str] = frozenset()) -> StepPlan | None:
         """`served`: requests whose decode runs already. None where nothing is to be done beside them."""
+        coming = islice(self._waiting, self.config.max_num_seqs - len(self._running))
         demand = demand_of(
             self._candidates(),
             step=self._num_steps,
             in_flight=self._encoder.work_in_flight,
-            can_fuse=can_fuse(served, self._running, self._coming()),
+            can_fuse=can_fuse(served, self._running, coming),
             latency_bounded=bounded,
         )
         limits = self.policy.limits(demand)
@@ -216,10 +217,6 @@ class Scheduler:
     def _candidates(self) -> Iterator[ScheduledRequest]:
         """Running requests, and as many waiting ones as could run at once."""
         return chain(self._running, islice(self._waiting, self.config.max_num_seqs))
-
-    def _coming(self) -> Iterator[ScheduledRequest]:
-        """Waiting requests that may run in the next step."""
-        return islice(self._waiting, self.config.max_num_seqs - len(self._running))
 
     def _serve_running(self, draft: StepBuilder) -> None:
         index = 0
@@ -435,6 +432,20 @@ class Scheduler:
         self._encoder_cache.check()
         self._encoder.check()
         self._state_cache.check()
-        check_holdings(self._open, self._kv_cache, self._encoder_cache)
-        check_queues(self._open, self._running, self._waiting, self._block_size)
+        users = Counter(block for seq in self._open.values() for block in seq.blocks)
+        blocks = range(self._kv_cache.num_blocks)
+        assert all(self._kv_cache.users(block) == users[block] for block in blocks), "users miscounted"
+        holders = {seq.holder(index) for seq in self._open.values() for index in seq.held}
+        assert holders == self._encoder_cache.holders(), "pins miscounted"
+        self._check_queues()
+
+    def _check_queues(self) -> None:
+        """Each open request is in one queue. Waiting ones hold nothing, running ones the blocks they need."""
+        in_queues = sorted((*self._running, *self._waiting), key=lambda seq: seq.order)
+        assert sorted(self._open.values(), key=lambda seq: seq.order) == in_queues
+        assert not any(seq.blocks or seq.held for seq in self._waiting), "a waiting request holds something"
+        for seq in self._running:
+            assert seq.num_computed <= len(seq.blocks) * self._block_size, "computed without a block"
+            is_read = all(seq.spans[index].pinned_until > seq.num_computed for index in seq.held)
+            assert is_read, "embeddings are pinned that no window will read"
         assert len(self._running) <= self.config.max_num_seqs, "too many requests run"

@@ -34,8 +34,6 @@ class StateCache:
         self._states: OrderedDict[bytes, int] = OrderedDict()  # by digest of the last block; LRU order
         self._planned: dict[int, bytes] = {}  # rows that a step under way writes
 
-    # --- lookup ---------------------------------------------------------------------------------------------
-
     def usable(self, hashes: BlockHashes, found: list[int]) -> list[int]:
         """The found blocks up to the last one with a checkpoint."""
         if not self.is_needed:
@@ -50,8 +48,6 @@ class StateCache:
         digest = hashes.digest(num_blocks - 1)
         self._states.move_to_end(digest)
         return StateCheckpoint(num_blocks * self._block_size, self._states[digest])
-
-    # --- keeping --------------------------------------------------------------------------------------------
 
     def plan(self, seq: ScheduledRequest, start: int, end: int) -> tuple[StateCheckpoint, ...]:
         """States to keep while the window [start, end) is computed."""

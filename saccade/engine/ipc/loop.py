@@ -90,12 +90,8 @@ class EngineLoop:
             if not self._is_tidy:  # idle: a garbage collection delays no request
                 collect()
                 self._is_tidy = True
-        self._trim_sometimes()
-
-    def _trim_sometimes(self) -> None:
-        """Not only when idle: under constant load the engine never is."""
         now = time.monotonic()
-        if not self._is_trimmed and now >= self._trim_due:
+        if not self._is_trimmed and now >= self._trim_due:  # not only when idle: under load it never is
             trim()
             self._is_trimmed = True
             self._trim_due = now + TRIM_SECONDS
@@ -136,19 +132,17 @@ class EngineLoop:
 
     def _take(self, core: EngineCore, message: Command) -> None:
         if isinstance(message, Submit):
-            self._admit(core, unpack_requests(message.requests))
+            requests = unpack_requests(message.requests)
+            first = requests[0].request_id
+            try:
+                core.add_all(requests)
+            except RequestError as error:
+                self.send(Refused(first, error))
+            else:
+                self.send(Accepted(first))
         elif isinstance(message, Abort):
             event = core.abort(message.request_id)
             self._ended += [event] if event else []
-
-    def _admit(self, core: EngineCore, requests: list[Request]) -> None:
-        first = requests[0].request_id
-        try:
-            core.add_all(requests)
-        except RequestError as error:
-            self.send(Refused(first, error))
-        else:
-            self.send(Accepted(first))
 
     # --- outgoing -------------------------------------------------------------------------------------------
 
@@ -181,7 +175,8 @@ def warm_up(core: EngineCore, requests: list[Request]) -> None:
 
 def run_process(fd: int, build: Build) -> int:
     """Serve the inherited socket until the client stops us or is gone; returns the exit status."""
-    die_with_parent()
+    if sys.platform == "linux":  # it kills us with the parent; elsewhere the closed socket ends us
+        CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     os.set_inheritable(fd, False)  # a child process that held it would hide our exit from the client
     with socket.socket(fileno=fd) as connection:
         # Without a client the rest of a step is of no use.
@@ -206,9 +201,3 @@ def _tell_fatal(loop: EngineLoop, error: Exception) -> None:
         loop.send(Fatal(reason, is_config))
     except OSError:
         logger.error("the server is gone and cannot be told")
-
-
-def die_with_parent() -> None:
-    """Linux kills us with the parent, even inside a step; elsewhere the closed socket ends us."""
-    if sys.platform == "linux":
-        CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

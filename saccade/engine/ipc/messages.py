@@ -66,18 +66,14 @@ def pack_requests(requests: Iterable[Request]) -> list[RequestBody]:
     for request in requests:
         shared = (id(request.prompt), id(request.params), request.max_tokens, request.eos_token_ids)
         alike.setdefault(shared, []).append(request)
-    return [_pack_alike(group) for group in alike.values()]
-
-
-def _pack_alike(requests: Sequence[Request]) -> RequestBody:
-    first = requests[0]
-    return RequestBody(
-        ids=tuple((request.request_id, request.seed) for request in requests),
-        prompt=_pack_prompt(first.prompt),
-        params=replace(first.params, stop=None),
-        max_tokens=first.max_tokens,
-        eos_token_ids=first.eos_token_ids,
-    )
+    bodies = []
+    for group in alike.values():
+        first = group[0]
+        ids = tuple((request.request_id, request.seed) for request in group)
+        params = replace(first.params, stop=None)
+        shared = (_pack_prompt(first.prompt), params, first.max_tokens, first.eos_token_ids)
+        bodies.append(RequestBody(ids, *shared))
+    return bodies
 
 
 def unpack_requests(bodies: Iterable[RequestBody]) -> list[Request]:

@@ -46,8 +46,6 @@ class RequestStream:
             self._is_cancelled = True
             self._abort(self.request_id)
 
-    # --- the client's side ----------------------------------------------------------------------------------
-
     def push(self, event: TokenEvent) -> None:
         self._events.append(event)
         self._is_over = event.finish_reason is not None

@@ -14,7 +14,7 @@ from torch import Tensor
 from saccade.kernels.ops.qk_norm import head_norm
 from saccade.models.cuda.gemms import Gemms, Residual, gemms_for, new_workspace
 from saccade.models.layers.attention import PagedKV
-from saccade.models.layers.decoder import Decoder, DecoderLayer
+from saccade.models.layers.decoder import Decoder
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(QKV projection of new tokens [T, heads + 2 kv_heads, d], a layer's keys, its values) -> [T, heads, d]
@@ -50,7 +50,10 @@ class FusedDecoder:
     def _attention(self, x: Residual, index: int, attend: Attend, gemms: Gemms) -> Residual:
         layer = self.decoder.layers[index]
         qkv, x = gemms.qkv(x, layer)
-        projected = _norm_heads(qkv.view(*qkv.shape[:-1], -1, layer.head_dim), layer)
+        projected = qkv.view(*qkv.shape[:-1], -1, layer.head_dim)
+        norms = layer.qk_norms
+        if norms is not None:
+            head_norm(projected, norms.q.weight, norms.k.weight, layer.heads, norms.eps)  # in place
         mixed = attend(projected, self.kv.k[index], self.kv.v[index])
         return gemms.out(mixed.flatten(1), x, layer)
 
@@ -60,10 +63,6 @@ class FusedDecoder:
         q, k, v = torch.split(qkv, [layer.heads, layer.kv_heads, layer.kv_heads], dim=-2)
         return q, k, v
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Of normed rows, in the model's dtype: rounding does not change which one is largest."""
-        return torch.mm(hidden, self.decoder.head.T)
-
     @property
     def scale(self) -> float:
         return self.decoder.scale
@@ -71,11 +70,3 @@ class FusedDecoder:
     @property
     def vocab_size(self) -> int:
         return self.decoder.head.shape[0]
-
-
-def _norm_heads(qkv: Tensor, layer: DecoderLayer) -> Tensor:
-    """QK norms, in place, of layers that have them."""
-    norms = layer.qk_norms
-    if norms is not None:
-        head_norm(qkv, norms.q.weight, norms.k.weight, layer.heads, norms.eps)
-    return qkv

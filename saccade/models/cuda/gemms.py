@@ -73,16 +73,13 @@ class Gemms(Protocol):
 def gemms_for(decoder: Decoder, rows: int, workspace: SplitWorkspace, *, in_parts: bool = False) -> Gemms:
     """`in_parts`: attention accepts queries, keys and values as split-K partials."""
     layer = decoder.layers[0]
-    if 1 < rows <= _max_split_k_rows(layer) and can_split_k(decoder.table.device):
+    # cuBLAS reuses what it reads better over many rows; that counts where weights are large.
+    max_split_k_rows = 128 if layer.gate_up.weight.numel() <= MAX_ELEMENTS else 32
+    if 1 < rows <= max_split_k_rows and can_split_k(decoder.table.device):
         return _SplitKGemms(workspace, in_parts and layer.qk_norms is None)
     if rows <= MAX_NORMED_ROWS and _gated_config(layer, rows) is not None:
         return _SkinnyGemms(workspace)
     return _LargeGemms(workspace, _new_scratch(decoder, rows))
-
-
-def _max_split_k_rows(layer: DecoderLayer) -> int:
-    """cuBLAS reuses what it reads better over many rows; that counts where weights are large."""
-    return 128 if layer.gate_up.weight.numel() <= MAX_ELEMENTS else 32
 
 
 def _self_test(device: torch.device) -> None:
@@ -110,10 +107,7 @@ def new_workspace(decoder: Decoder) -> SplitWorkspace:
 
 
 def _new_scratch(decoder: Decoder, rows: int) -> Tensor | None:
-    """One allocation for the widest results of all layers of a prefill, used by one at a time.
-
-    Allocated layer by layer it would be split for narrower results, and a second one would be needed.
-    """
+    """One allocation for the widest results of all layers: freed, it would be split for narrower ones."""
     if rows < _MIN_WORKSPACE_ROWS:
         return None
     widest = max(max(len(layer.qkv.weight), len(layer.gate_up.weight)) for layer in decoder.layers)

@@ -46,7 +46,9 @@ _TESTED_PROGRAMS = (2, 15)  # of the self-test: one item after the other, and so
 class FusedVision:
     def __init__(self, attention: str | None = None) -> None:
         """Without a name: the attention that is fastest on this device."""
-        attention = attention or _best_attention()
+        if attention is None:
+            has_hopper = torch.cuda.is_available() and _can_use_hopper(torch.device("cuda"))
+            attention = "hopper" if has_hopper else "triton"
         self._attention = lru_cache(maxsize=_KEPT)(ATTENTION[attention])
         self._last: PatchPositions | None = None  # of the last eager pass
         self._graphs = VisionGraphs(_FusedPass, _graph_paths(attention), self._eager)
@@ -220,10 +222,6 @@ def _self_test(device: torch.device) -> None:
 _can_use_hopper = KernelChoice(
     "the Hopper kernel of vision attention", is_hopper, _self_test, "the Triton kernel runs instead"
 )
-
-
-def _best_attention() -> str:
-    return "hopper" if torch.cuda.is_available() and _can_use_hopper(torch.device("cuda")) else "triton"
 
 
 ATTENTION: dict[str, Callable[[Sequence[int], torch.device], Attend]] = {

@@ -108,14 +108,15 @@ class VisionGraphs:
 
     def replay(self, of: _GraphPass, blocks: Blocks, x: Tensor) -> tuple[Tensor, int] | None:
         """None: there is no graph that begins with these blocks."""
-        heads = _heads(blocks[0], x)
+        block = blocks[0]
+        heads = Heads(block.heads, len(block.qkv.weight) // (3 * block.heads), x.dtype)
         limits = PassLimits(of.size, IMAGES)
         if self._is_capturing and self._buffers is None:
             largest = max(path.metadata_size(heads, limits) for path in self.paths)
             self._buffers = _StaticBuffers.like(x, of.positions, of.size, largest)
         path = next(path for path in self.paths if path.suits(of.lengths, heads, of.size))
         buffers = self._buffers
-        key = (of.size, path, blocks[0])
+        key = (of.size, path, block)
         size = path.metadata_size(heads, limits)
         if buffers is None or not buffers.fits(x, of.positions, of.size, size):
             return None
@@ -198,10 +199,6 @@ class _GraphPass:
             self._metadata[: len(own)] = own
             self._metadata[size:] = cells
         return self._metadata
-
-
-def _heads(block: VisionBlock, x: Tensor) -> Heads:
-    return Heads(block.heads, block.qkv.weight.shape[0] // (3 * block.heads), x.dtype)
 
 
 def packed_cells(positions: PatchPositions) -> Tensor:

@@ -39,7 +39,9 @@ class TileTower:
         self.max_tiles = raw.get("max_num_tiles", 4)
         self.features = _features(raw)
         self.width = hidden * (1 + len(self.features))
-        self.arrangements = _arrangements(self.max_tiles)
+        sides = range(1, self.max_tiles + 1)
+        # (rows, columns) of tiles, in the order of aspect ratio ids.
+        self.arrangements = [(h, w) for h in sides for w in sides if h * w <= self.max_tiles]
         kinds = len(self.arrangements) + 1  # 0 means no image, which is not used here
         kernel = (vision.in_channels, vision.patch_size, vision.patch_size)
         self.patch = PatchLinear(params.within("patch"), kernel, hidden)
@@ -149,12 +151,6 @@ class TileBlock:
 class Gates(NamedTuple):
     attention: Tensor  # [1]
     mlp: Tensor
-
-
-def _arrangements(max_tiles: int) -> list[tuple[int, int]]:
-    """(rows, columns) of tiles, in the order of aspect ratio ids."""
-    sides = range(1, max_tiles + 1)
-    return [(rows, columns) for rows in sides for columns in sides if rows * columns <= max_tiles]
 
 
 def _image_size(vision: VisionConfig) -> int:

@@ -39,7 +39,11 @@ class AttentionBatch:
     @cached_property
     def plan(self) -> _Plan:
         """The plan of `torch_attention`, made once and used in every layer."""
-        return _make_plan(self)
+        starts = [0, *accumulate(self.query_lens)]
+        decoding = [i for i, n in enumerate(self.query_lens) if n == 1]
+        windows = [_window(self, i, starts[i]) for i, n in enumerate(self.query_lens) if n > 1]
+        groups = [_group(self, members, starts) for members in _similar_contexts(decoding, self.context_lens)]
+        return _Plan(groups, windows)
 
 
 class PagedKV(NamedTuple):
@@ -58,9 +62,7 @@ class PagedKV(NamedTuple):
         return cls(k, k if config.mla else torch.empty_like(k).zero_())
 
     def clear(self, blocks: Sequence[int], block_size: int) -> None:
-        """Zero blocks that will be partly filled. Attention masks the rest of a block, but a mask does not
-        remove a NaN of an earlier owner.
-        """
+        """Zero blocks that will be partly filled: a mask does not remove a NaN of an earlier owner."""
         slots = torch.tensor(blocks, device=self.k.device)[:, None] * block_size
         slots = (slots + torch.arange(block_size, device=self.k.device)).flatten()
         self.k.index_fill_(1, slots, 0)
@@ -181,14 +183,6 @@ def _attend_window(w: _Window, q: Tensor, keys: Tensor, values: Tensor, out: Ten
         queries, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
     )
     out[w.rows] = mixed[0].transpose(0, 1)
-
-
-def _make_plan(batch: AttentionBatch) -> _Plan:
-    starts = [0, *accumulate(batch.query_lens)]
-    decoding = [i for i, n in enumerate(batch.query_lens) if n == 1]
-    windows = [_window(batch, i, starts[i]) for i, n in enumerate(batch.query_lens) if n > 1]
-    groups = [_group(batch, members, starts) for members in _similar_contexts(decoding, batch.context_lens)]
-    return _Plan(groups, windows)
 
 
 def _similar_contexts(requests: list[int], contexts: Sequence[int]) -> Iterator[list[int]]:

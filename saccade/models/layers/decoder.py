@@ -143,7 +143,9 @@ class Rotary:
         if sum(sections) != text.head_dim // 2:
             wanted = f"half the head size {text.head_dim}"
             raise ConfigError(f"mrope_section {list(sections)} must add up to {wanted}")
-        axes = _interleaved(sections) if text.rope_scaling.get("mrope_interleaved") else _contiguous(sections)
+        axes = [axis for axis, size in enumerate(sections) for _ in range(size)]  # 2, 3 -> 0 0 1 1 1
+        if text.rope_scaling.get("mrope_interleaved"):
+            axes = _interleaved(sections)
         self.axes = torch.tensor(axes, device=device)  # int64 [d / 2]: the axis of each frequency
 
     def __call__(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -151,11 +153,6 @@ class Rotary:
         per_frequency = positions.float().index_select(0, self.axes)  # [d / 2, T]
         angles = per_frequency.T * self.frequencies  # [T, d / 2]
         return cos_sin(angles[:, None], dtype)
-
-
-def _contiguous(sections: Sequence[int]) -> list[int]:
-    """Sizes 2, 3, 3 -> 0 0 1 1 1 2 2 2"""
-    return [axis for axis, size in enumerate(sections) for _ in range(size)]
 
 
 def _interleaved(sections: Sequence[int]) -> list[int]:

@@ -32,7 +32,9 @@ class LatentDecoder:
     def __init__(self, params: Parameters, text: TextConfig, mla: MLAConfig) -> None:
         self.table = params.new("embed.weight", text.vocab_size, text.hidden_size)
         self.rotary = Rotary(replace(text, head_dim=mla.qk_rope_head_dim), params.device)
-        self.scale = (mla.qk_nope_head_dim + mla.qk_rope_head_dim) ** -0.5 * _yarn_scale(text) ** 2
+        weight = text.rope_scaling.get("mscale_all_dim")  # of YaRN's factor, whose square multiplies scores
+        gain = yarn_gain(text.rope_scaling, float(weight)) if weight else 1.0
+        self.scale = (mla.qk_nope_head_dim + mla.qk_rope_head_dim) ** -0.5 * gain**2
         layers = enumerate(params.each("layers", text.num_layers))
         self.layers = [LatentLayer(own, text, mla, i) for i, own in layers]
         self.norm = RMSNorm(params.within("norm"), text.hidden_size, text.rms_norm_eps)
@@ -110,12 +112,6 @@ class LatentAttention:
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """RoPE on adjacent pairs: they are moved d / 2 apart in queries and keys, which keeps scores."""
     return rotate(x.view(*x.shape[:-1], -1, 2).mT.flatten(-2), cos, sin)
-
-
-def _yarn_scale(text: TextConfig) -> float:
-    """YaRN's factor of all dimensions, whose square multiplies the scores."""
-    weight = text.rope_scaling.get("mscale_all_dim")
-    return yarn_gain(text.rope_scaling, float(weight)) if weight else 1.0
 
 
 LATENT_RULES = tuple(  # under a layer's prefix

@@ -48,7 +48,8 @@ class MoE:
     def __call__(self, x: Tensor) -> Tensor:
         """[T, H] -> [T, H]"""
         weights, indices = self.route(x)
-        out = self._combine(self._run_experts(x, indices), weights.to(x.dtype))
+        # A small GEMM per token sums its experts in a fixed order, accumulated in float32.
+        out = torch.bmm(weights.to(x.dtype)[:, None], self._run_experts(x, indices))[:, 0]
         if self.shared is None:
             return out
         common = self.shared(x)
@@ -76,18 +77,9 @@ class MoE:
         sizes = torch.bincount(experts, minlength=self.rules.count).tolist()
         for expert, part in enumerate(torch.split(rows, sizes)):
             if len(part):
-                self._run_expert(part, expert)
+                wide = F.linear(part, self.gate_up[expert])
+                torch.mm(silu_and_mul(wide), self.down[expert].T, out=part)
         return rows[order.argsort()].view(*indices.shape, x.shape[-1])
-
-    def _run_expert(self, rows: Tensor, expert: int) -> None:
-        """One expert over its tokens, in place."""
-        wide = F.linear(rows, self.gate_up[expert])
-        torch.mm(silu_and_mul(wide), self.down[expert].T, out=rows)
-
-    @staticmethod
-    def _combine(made: Tensor, weights: Tensor) -> Tensor:
-        """A small GEMM per token sums its experts in a fixed order, accumulated in float32."""
-        return torch.bmm(weights[:, None], made)[:, 0]
 
 
 class GatedMLP:

@@ -35,23 +35,19 @@ class PixelPolicy:
     std: tuple[float, ...] = _CLIP_STD
 
 
-def pixel_policy(image_processor: Mapping[str, Any]) -> PixelPolicy:
-    given = image_processor
+def pixel_policy(given: Mapping[str, Any]) -> PixelPolicy:
     normalises = given.get("do_normalize", True)
     rescales = given.get("do_rescale", True)
+    resampling = given.get("resample", Image.Resampling.BICUBIC)
+    if resampling not in FILTERS:
+        known = ", ".join(f"{number} ({name})" for number, name in sorted(FILTERS.items()))
+        raise ConfigError(f"preprocessor_config.json asks for resample={resampling}; known are {known}")
     return PixelPolicy(
-        resample=_checked_filter(given.get("resample", Image.Resampling.BICUBIC)),
+        resample=resampling,
         scale=given.get("rescale_factor") or 1 / 255 if rescales else 1.0,
         mean=tuple(given.get("image_mean") or _CLIP_MEAN) if normalises else (0.0,) * 3,
         std=tuple(given.get("image_std") or _CLIP_STD) if normalises else (1.0,) * 3,
     )
-
-
-def _checked_filter(resampling: int) -> int:
-    if resampling not in FILTERS:
-        known = ", ".join(f"{number} ({name})" for number, name in sorted(FILTERS.items()))
-        raise ConfigError(f"preprocessor_config.json asks for resample={resampling}; known are {known}")
-    return resampling
 
 
 class PatchLayout(NamedTuple):

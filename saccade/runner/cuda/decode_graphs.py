@@ -104,10 +104,7 @@ class DecodeGraphs:
         self.finish(self.decoder.forward(embeds, attend, gemms), gemms, size)
 
     def begin(self, size: int, embeds: Tensor | None = None, taken: int = 0) -> tuple[Tensor, Attending]:
-        """The embeddings of what was sent, in `embeds` if given, and the attention of these rows.
-
-        `taken`: SMs that run prefill attention at the same time.
-        """
+        """Embeddings of what was sent, and attention of these rows. `taken`: SMs that prefill meanwhile."""
         metadata = self._sent(size)
         tables = self.tables
         decoder = self.decoder.decoder

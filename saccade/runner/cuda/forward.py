@@ -100,13 +100,16 @@ class CudaForward:
         self, model: VisionLanguageModel, largest: Grid | None, target_ms: float | None
     ) -> LatencyProfile:
         self._scatter_blocks()
+        run = self._decode_graphs.run
+        sizes = self._decode_graphs.sizes
+        mixed = {size.rows for size in self._mixed_graphs.sizes()} if self._mixed_graphs else ()
         return LatencyProfile(
-            decode_ms=timed_curve(self._decode_trials()),
+            decode_ms=timed_curve((size, partial(run, self._trial_rows(size))) for size in sizes),
             prefill_ms=timed_curve(self._prefill_trials()),
             layer_ms=layer_curve(model, largest),
             target_ms=target_ms,
             max_prefills=GRAPH_WINDOWS,
-            mixed_ms=tuple((rows, timed_curve(self._mixed_trials(rows))) for rows in self._mixed_rows()),
+            mixed_ms=tuple((rows, timed_curve(self._mixed_trials(rows))) for rows in sorted(mixed)),
         )
 
     def _scatter_blocks(self) -> None:
@@ -114,11 +117,6 @@ class CudaForward:
         some = self._tables.blocks[:, : -(-2 * _MEASURED_CONTEXT // self.block_size)]
         spread = torch.arange(some.numel(), device=self.device).remainder_(self._num_blocks)
         some.copy_(spread.view(some.shape))
-
-    def _decode_trials(self) -> Iterator[tuple[int, Callable[[], object]]]:
-        """A run of each captured size."""
-        for size in self._decode_graphs.sizes:
-            yield size, partial(self._decode_graphs.run, self._trial_rows(size))
 
     def _trial_rows(self, size: int) -> DecodeRows:
         zeros = np.zeros(size, np.int32)
@@ -137,9 +135,6 @@ class CudaForward:
         slots = np.full(tokens, -1)
         context = min(_MEASURED_CONTEXT + tokens, self._longest)
         return Window(0, zeros[0], zeros, slots, context, samples)
-
-    def _mixed_rows(self) -> list[int]:
-        return sorted({size.rows for size in self._mixed_graphs.sizes()}) if self._mixed_graphs else []
 
     def _mixed_trials(self, rows: int) -> Iterator[tuple[int, Callable[[], object]]]:
         """Both together: a window inside its prompt, since the last one of a prompt is never mixed."""

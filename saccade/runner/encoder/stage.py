@@ -13,7 +13,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -54,7 +54,7 @@ class EncoderCounters:
     encoded: int = 0
     passes: int = 0
     failed: int = 0
-    peak_patches: int = field(default=0)  # maximum of patches held at once: decoded ahead plus current pass
+    peak_patches: int = 0  # maximum of patches held at once: decoded ahead plus current pass
 
 
 class Encoder(Protocol):
@@ -170,7 +170,10 @@ class LocalEncoder:
         A slice does not wait for image decoding, unless `may_wait` says that the step has nothing else to do.
         """
         if layers is not None and may_wait and self._current is None:
-            self._wait_for_first()
+            self._start_decoding(self._queue.values())
+            futures = [self._decoding[key][1] for key in self._queue if key in self._decoding]
+            if futures:
+                wait(futures, timeout=_IDLE_WAIT, return_when=FIRST_COMPLETED)
         done = Slice()
         while layers is None or layers > 0:
             if self._current is None and not self._begin_pass(is_sliced=layers is not None):
@@ -208,9 +211,7 @@ class LocalEncoder:
     # --- decoding -------------------------------------------------------------------------------------------
 
     def _start_decoding(self, items: Iterable[MediaItem]) -> None:
-        """Fill the pool in order, with one image or up to two limits: decoded patches of two passes, and
-        source pixels, which can be far more than the resize leaves.
-        """
+        """Fill the pool in order: one image, or up to the patches of two passes and some source pixels."""
         leaving = list(self._leaving.values())
         decoding = [item for item, _ in self._decoding.values()]
         held = sum(item.geometry.grid.patches for item in (*decoding, *leaving))
@@ -260,16 +261,6 @@ class LocalEncoder:
 
     # --- passes ---------------------------------------------------------------------------------------------
 
-    def _wait_for_first(self) -> None:
-        """Wait, for a moment at most, until one of the submitted images is decoded."""
-        self._start_decoding(self._queue.values())
-        futures = [self._decoding[key][1] for key in self._queue if key in self._decoding]
-        if futures:
-            wait(futures, timeout=_IDLE_WAIT, return_when=FIRST_COMPLETED)
-
-    def _ready(self, item: MediaItem) -> bool:
-        return item.key in self._decoding and self._decoding[item.key][1].done()
-
     def _begin_pass(self, *, is_sliced: bool) -> bool:
         """Take images from the queue, in order, up to the patch budget, and set up the tower for them.
 
@@ -279,7 +270,8 @@ class LocalEncoder:
         batch: list[tuple[MediaItem, Prepared]] = []
         patches = 0
         for item in list(self._queue.values()):
-            if (is_sliced or (batch and self._is_async)) and not self._ready(item):
+            is_ready = item.key in self._decoding and self._decoding[item.key][1].done()
+            if (is_sliced or (batch and self._is_async)) and not is_ready:
                 continue
             size = item.geometry.grid.patches
             if batch and (patches + size > self.max_patches or item.key in self._alone):
@@ -319,10 +311,7 @@ class LocalEncoder:
         return features
 
     def _run_layers(self, limit: int | None) -> int:
-        """Advance the current pass by about `limit` layers, to its end if it is near; returns how many ran.
-
-        Where a tower runs several at a time, the limit is met as closely as possible.
-        """
+        """Advance the current pass by about `limit` layers, to its end if near; returns how many ran."""
         current = self._current
         assert current is not None
         taken = 0
