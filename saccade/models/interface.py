@@ -11,7 +11,7 @@ from saccade.checkpoint.config import ModelConfig
 from saccade.models.layers.types import Attention, CrossAttentionRows, Encoding, States
 from saccade.models.parameters import Parameters
 from saccade.models.vision.ops import VisionOps
-from saccade.models.vision.preprocess import ImagePixels
+from saccade.models.vision.preprocess import ImagePixels, pixel_policy
 from saccade.types import Geometry, Grid
 
 if TYPE_CHECKING:
@@ -74,3 +74,24 @@ class Tiled(Protocol):
 
     def join(self, features: Tensor, geometry: Geometry) -> Tensor:
         """All that `encode` returned for one image -> its embeddings in prompt order [slots, hidden]."""
+
+
+class OnDecoder:
+    """What most families have in common: their parts, and the methods that the decoder implements."""
+
+    decoder: Decoder
+
+    def __init__(self, parts: ModelParts) -> None:
+        self.config = parts.config
+        self.params = parts.params
+        self.ops = parts.ops
+        self.pixels = pixel_policy(parts.image_processor)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        return self.decoder.embed(token_ids)
+
+    def forward(self, embeds: Tensor, positions: Tensor, attention: Attention) -> Tensor:
+        return self.decoder.forward(embeds, positions, attention)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.decoder.logits(hidden)

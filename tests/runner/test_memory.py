@@ -12,7 +12,8 @@ from saccade import costs
 from saccade.checkpoint.config import ModelConfig, model_config
 from saccade.errors import ConfigError
 from saccade.models import eager_reason, load_model
-from saccade.models.layers.decoder import Decoder, OnDecoder
+from saccade.models.interface import OnDecoder
+from saccade.models.layers.decoder import Decoder
 from saccade.options import Options
 from saccade.processor.checkpoint import open_checkpoint
 from saccade.runner.encoder.embedding_cache import EmbeddingSlab

@@ -13,9 +13,8 @@ from torch import Tensor
 from saccade.checkpoint.config import ModelConfig
 from saccade.errors import ConfigError
 from saccade.models.families.deepseek_v2 import language_rules, make_decoder
-from saccade.models.interface import ModelParts
+from saccade.models.interface import ModelParts, OnDecoder
 from saccade.models.layers.basic import Linear
-from saccade.models.layers.decoder import OnDecoder
 from saccade.models.layers.types import Encoding
 from saccade.models.parameters import Parameters
 from saccade.models.vision.blocks import vision_config

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from saccade.checkpoint.config import TextConfig
 from saccade.errors import ConfigError
-from saccade.models.interface import ModelParts
+from saccade.models.interface import ModelParts, OnDecoder
 from saccade.models.layers.basic import Linear, activation
-from saccade.models.layers.decoder import Biases, Decoder, OnDecoder, decoder_rules, head_rule
+from saccade.models.layers.decoder import Biases, Decoder, decoder_rules, head_rule
 from saccade.models.layers.types import Encoding
 from saccade.models.parameters import Parameters
 from saccade.models.vision.blocks import vision_config

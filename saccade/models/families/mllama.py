@@ -14,10 +14,10 @@ from saccade.checkpoint.config import TextConfig
 from saccade.errors import ConfigError
 from saccade.models.families.llava import PROJECTOR_LEVELS
 from saccade.models.families.mllama_tower import TileTower
-from saccade.models.interface import ModelParts
+from saccade.models.interface import ModelParts, OnDecoder
 from saccade.models.layers.basic import Linear
 from saccade.models.layers.cross_attention import CROSS_RULES, CrossLayer, by_layer, pack
-from saccade.models.layers.decoder import Biases, Decoder, OnDecoder, decoder_rules, head_rule
+from saccade.models.layers.decoder import Biases, Decoder, decoder_rules, head_rule
 from saccade.models.layers.types import Attention, CrossAttentionRows, Encoding
 from saccade.models.vision.blocks import vision_config
 from saccade.models.vision.preprocess import ImagePixels, PatchLayout, pixel_policy

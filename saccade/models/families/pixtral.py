@@ -10,9 +10,9 @@ from torch import Tensor
 
 from saccade.checkpoint.config import VisionConfig
 from saccade.models.families.llava import PROJECTOR_LEVELS, PROJECTOR_RULES, Projector, decoder_biases
-from saccade.models.interface import ModelParts
+from saccade.models.interface import ModelParts, OnDecoder
 from saccade.models.layers.basic import PatchLinear, RMSNorm
-from saccade.models.layers.decoder import Decoder, OnDecoder, decoder_rules, head_rule
+from saccade.models.layers.decoder import Decoder, decoder_rules, head_rule
 from saccade.models.layers.types import Encoding
 from saccade.models.parameters import Parameters
 from saccade.models.vision.blocks import VisionBlock, grid_positions, rotary_dim, vision_config

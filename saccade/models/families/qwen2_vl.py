@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from saccade.checkpoint.config import ModelConfig, VisionConfig
-from saccade.models.interface import ModelParts
+from saccade.models.interface import ModelParts, OnDecoder
 from saccade.models.layers.basic import LayerNorm, Linear, PatchLinear, RMSNorm
-from saccade.models.layers.decoder import Biases, Decoder, OnDecoder, decoder_rules, head_rule
+from saccade.models.layers.decoder import Biases, Decoder, decoder_rules, head_rule
 from saccade.models.layers.types import Encoding
 from saccade.models.parameters import Parameters
 from saccade.models.vision.blocks import VisionBlock, grid_positions, rotary_dim, vision_config

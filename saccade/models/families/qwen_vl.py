@@ -13,9 +13,9 @@ from torch import Tensor
 from saccade.checkpoint.config import ModelConfig, TextConfig, VisionConfig
 from saccade.errors import ConfigError
 from saccade.models.families.text import Text
-from saccade.models.interface import ModelParts
+from saccade.models.interface import ModelParts, OnDecoder
 from saccade.models.layers.basic import LayerNorm, Linear, PatchLinear
-from saccade.models.layers.decoder import Biases, Decoder, OnDecoder, head_rule
+from saccade.models.layers.decoder import Biases, Decoder, head_rule
 from saccade.models.layers.types import Encoding
 from saccade.models.parameters import Parameters
 from saccade.models.vision.blocks import VisionBlock, vision_config

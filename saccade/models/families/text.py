@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, NoReturn
 from torch import Tensor
 
 from saccade.errors import ConfigError
-from saccade.models.interface import ModelParts
-from saccade.models.layers.decoder import Biases, Decoder, OnDecoder, decoder_rules, head_rule
+from saccade.models.interface import ModelParts, OnDecoder
+from saccade.models.layers.decoder import Biases, Decoder, decoder_rules, head_rule
 from saccade.models.parameters import Parameters
 from saccade.models.vision.preprocess import ImagePixels
 from saccade.models.weights import Rule, under

@@ -12,13 +12,11 @@ from torch import Tensor
 
 from saccade.checkpoint.config import TextConfig
 from saccade.errors import ConfigError
-from saccade.models.interface import ModelParts
 from saccade.models.layers.attention_temperature import attention_temperature_of
 from saccade.models.layers.basic import Linear, RMSNorm, cos_sin, frequencies, rotate, silu_and_mul
 from saccade.models.layers.moe import EXPERT_RULES, layer_experts
 from saccade.models.layers.types import Attention
 from saccade.models.parameters import Parameters
-from saccade.models.vision.preprocess import pixel_policy
 from saccade.models.weights import Rule, under
 
 
@@ -223,27 +221,6 @@ def _yarn_gain(scaling: Mapping[str, Any]) -> float:
 
 def yarn_gain(scaling: Mapping[str, Any], weight: float) -> float:
     return 0.1 * weight * math.log(max(float(scaling.get("factor") or 1), 1)) + 1
-
-
-class OnDecoder:
-    """What most families have in common: their parts, and the methods that the decoder implements."""
-
-    decoder: Decoder
-
-    def __init__(self, parts: ModelParts) -> None:
-        self.config = parts.config
-        self.params = parts.params
-        self.ops = parts.ops
-        self.pixels = pixel_policy(parts.image_processor)
-
-    def embed(self, token_ids: Tensor) -> Tensor:
-        return self.decoder.embed(token_ids)
-
-    def forward(self, embeds: Tensor, positions: Tensor, attention: Attention) -> Tensor:
-        return self.decoder.forward(embeds, positions, attention)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.decoder.logits(hidden)
 
 
 def decoder_rules(text: TextConfig) -> tuple[Rule, ...]:

@@ -30,8 +30,9 @@ def delta_rule(
     """
     read = []
     for start in range(0, q.shape[2], CHUNK):
-        here = [x[:, :, start : start + CHUNK] for x in (q, k, v, g, beta)]
-        out, memory = _chunk(*here, memory)
+        here = (..., slice(start, start + CHUNK))
+        rows = (*here, slice(None))
+        out, memory = _chunk(q[rows], k[rows], v[rows], g[here], beta[here], memory)
         read.append(out)
     return torch.cat(read, dim=2), memory
 

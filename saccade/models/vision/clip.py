@@ -125,8 +125,8 @@ def feature_layers(raw: Mapping[str, Any], num_layers: int) -> list[int]:
     layers = given if isinstance(given, list) else [given]
     resolved = [i if i >= 0 else num_layers + 1 + i for i in layers]
     if not resolved or not all(0 <= i <= num_layers for i in resolved):
-        layers = f"the {num_layers} layers of the vision tower"
-        raise ConfigError(f"vision_feature_layer {given} must lie within {layers}")
+        tower = f"the {num_layers} layers of the vision tower"
+        raise ConfigError(f"vision_feature_layer {given} must lie within {tower}")
     return resolved
 
 
