@@ -16,6 +16,7 @@ from saccade import costs
 from saccade.checkpoint.config import model_config
 from saccade.models.cuda import vision_graphs, vision_sizes
 from saccade.models.cuda.vision import FusedVision
+from saccade.models.interface import ModelParts
 from saccade.models.parameters import Parameters
 from saccade.models.vision.ops import TorchVision, VisionOps
 from saccade.models.weights import fill_random
@@ -57,7 +58,7 @@ def assert_positions_equal(theirs: Any, folder: Path) -> None:
 def small_model(family: Any, raw: dict[str, Any], ops: VisionOps) -> Any:
     """Of the family's class, with random weights and biases."""
     params = Parameters(torch.float32, DEVICE)
-    made = family(model_config(raw), params, {}, ops)
+    made = family(ModelParts(model_config(raw), params, {}, ops))
     fill_random(params.targets, 0)
     generator = torch.Generator(DEVICE).manual_seed(1)
     for name, tensor in params.targets.items():

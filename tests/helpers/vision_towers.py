@@ -11,6 +11,7 @@ from torch import Tensor
 from saccade.checkpoint.config import model_config
 from saccade.models.families.llava import Llava
 from saccade.models.families.qwen2_vl import Qwen2VL
+from saccade.models.interface import ModelParts
 from saccade.models.parameters import Parameters
 from saccade.models.vision.ops import VisionOps
 from saccade.models.weights import fill_random
@@ -62,7 +63,7 @@ GRIDS = [Grid(1, 4, 6), Grid(1, 2, 2), Grid(1, 4, 6)]
 
 def model(raw: dict[str, Any], ops: VisionOps, family: type[Qwen2VL] | type[Llava]) -> Qwen2VL | Llava:
     params = Parameters(torch.float32, DEVICE)
-    made = family(model_config(raw), params, {}, ops)
+    made = family(ModelParts(model_config(raw), params, {}, ops))
     fill_random(params.targets, 0)
     generator = torch.Generator(DEVICE).manual_seed(1)
     for name, tensor in params.targets.items():

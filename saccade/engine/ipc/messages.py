@@ -70,9 +70,9 @@ def pack_requests(requests: Iterable[Request]) -> list[RequestBody]:
     for group in alike.values():
         first = group[0]
         ids = tuple((request.request_id, request.seed) for request in group)
+        prompt = _pack_prompt(first.prompt)
         params = replace(first.params, stop=None)
-        shared = (_pack_prompt(first.prompt), params, first.max_tokens, first.eos_token_ids)
-        bodies.append(RequestBody(ids, *shared))
+        bodies.append(RequestBody(ids, prompt, params, first.max_tokens, first.eos_token_ids))
     return bodies
 
 

@@ -19,6 +19,7 @@ from saccade.checkpoint.config import ModelConfig, model_config
 from saccade.cli.count import count_files
 from saccade.errors import ConfigError, RequestError
 from saccade.models.families.qwen_vl import QwenVL as Model
+from saccade.models.interface import ModelParts
 from saccade.models.parameters import Parameters
 from saccade.models.vision.ops import TorchVision
 from saccade.models.weights import _plan, _stored_targets
@@ -274,7 +275,7 @@ def test_a_longer_context_is_refused(case: Case) -> None:
 def test_the_published_tensors_fill_the_published_shape() -> None:
     """Names and shapes of Qwen-VL-Chat's 853 tensors."""
     params = Parameters(torch.bfloat16, torch.device("meta"))
-    model = Model(published(), params, {}, TorchVision())
+    model = Model(ModelParts(published(), params, {}, TorchVision()))
     names = tensors()
     assert len(names) == 853
     targets = _stored_targets(names, params.targets, model.rules(), params.wholes)
