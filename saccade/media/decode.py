@@ -68,11 +68,9 @@ def _decode_group(item: MediaItem, readers: VideoReaders) -> Pixels:
         raise
     except Exception:  # FFmpeg has many error types
         width, height = item.header.size
-        raise RequestError(
-            f"the video of {width}x{height} pixels ({len(item.data)} bytes) is damaged or cut short and cannot be "
-            "decoded",
-            code="invalid_video",
-        ) from None
+        what = f"the video of {width}x{height} pixels ({len(item.data)} bytes)"
+        message = f"{what} is damaged or cut short and cannot be decoded"
+        raise RequestError(message, code="invalid_video") from None
 
 
 def decode(item: MediaItem, new: NewPixels = _new_pixels) -> Pixels:  # [height, width, 3]
@@ -81,34 +79,26 @@ def decode(item: MediaItem, new: NewPixels = _new_pixels) -> Pixels:  # [height,
     if item.header.format == "rgb":
         return np.frombuffer(item.data, np.uint8).reshape(height, width, 3)
     try:
-        pixels = _decode_jpeg(item, new)
-        if pixels is None:
-            pixels = _decode_file(item)
+        decoded = _decode_jpeg(item, new)
+        pixels = _decode_file(item) if decoded is None else decoded
     except RequestError:
         raise
     except MemoryError:
-        raise RequestError(
-            f"a picture of {width}x{height} pixels does not fit into memory while it is decoded", code="image_too_large"
-        ) from None
+        message = f"a picture of {width}x{height} pixels does not fit into memory while it is decoded"
+        raise RequestError(message, code="image_too_large") from None
     except Exception:  # Pillow has a dozen error types for broken files
-        raise RequestError(
-            f"the {item.header.format.upper()} picture of {width}x{height} pixels ({len(item.data)} bytes) is damaged "
-            "or cut short and cannot be decoded",
-            code="image_parse_error",
-        ) from None
+        what = f"the {item.header.format.upper()} picture of {width}x{height} pixels ({len(item.data)} bytes)"
+        message = f"{what} is damaged or cut short and cannot be decoded"
+        raise RequestError(message, code="image_parse_error") from None
     if pixels.shape[:2] != (height, width):
-        raise RequestError(
-            f"the picture's header says {width}x{height} pixels but {pixels.shape[1]}x{pixels.shape[0]} were decoded",
-            code="image_parse_error",
-        )
+        found = f"{pixels.shape[1]}x{pixels.shape[0]} were decoded"
+        message = f"the picture's header says {width}x{height} pixels but {found}"
+        raise RequestError(message, code="image_parse_error")
     return pixels
 
 
 def _decode_jpeg(item: MediaItem, new: NewPixels) -> Pixels | None:
-    """The same pixels as Pillow's, without its copies and without the GIL.
-
-    None unless the image is upright, intact, and colour or grey: Pillow handles the others.
-    """
+    """As Pillow, without its copies and the GIL; None unless upright, intact, and colour or grey."""
     if simplejpeg is None or item.header.format != "jpeg" or item.header.orientation != 1:
         return None
     try:
@@ -132,7 +122,6 @@ def _check_stored_size(stored: Size, item: MediaItem) -> None:
     """The raster about to be allocated must have the billed size."""
     width, height = item.header.size
     if stored.width * stored.height != width * height:
-        raise RequestError(
-            f"the picture's header says {width}x{height} pixels but its data says {stored.width}x{stored.height}",
-            code="image_parse_error",
-        )
+        found = f"its data says {stored.width}x{stored.height}"
+        message = f"the picture's header says {width}x{height} pixels but {found}"
+        raise RequestError(message, code="image_parse_error")

@@ -12,7 +12,6 @@ import io
 import os
 import re
 import socket
-import ssl
 import stat
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -21,12 +20,13 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
+from ssl import SSLContext, create_default_context
 from urllib.parse import unquote, urljoin, urlsplit
 
 from saccade.errors import RequestError
 from saccade.media.download import BrokenResponse, HttpResponse, open_response
 from saccade.media.fetch_slots import Owners, Slot, SlotLimits, Slots
-from saccade.media.urls import Target, is_public, is_public_or_private, read_domains, read_url
+from saccade.media.urls import Target, is_public, is_public_or_private, read_domains, read_url, refused
 
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _ENCODINGS = frozenset({"identity", "gzip", "x-gzip", "deflate"})
@@ -67,7 +67,7 @@ class _Job:
 
 class Fetcher:
     def __init__(
-        self, policy: FetchPolicy, *, resolve: Resolve | None = None, ssl_context: ssl.SSLContext | None = None
+        self, policy: FetchPolicy, *, resolve: Resolve | None = None, ssl_context: SSLContext | None = None
     ) -> None:
         self._policy = policy
         self._what = "picture"
@@ -81,7 +81,7 @@ class Fetcher:
         # As many threads as connections, so that a slow name server cannot delay other lookups.
         self._lookups = ThreadPoolExecutor(policy.slots.total, thread_name_prefix="saccade-lookup")
         self._resolve = resolve or self._system_resolve
-        self._ssl_context = ssl_context or ssl.create_default_context()
+        self._ssl_context = ssl_context or create_default_context()
 
     def for_videos(self, max_bytes: int) -> Fetcher:
         """The same policy and slots, with another size limit."""
@@ -110,7 +110,7 @@ class Fetcher:
                 return await self._fetch_http(url, _Job(on_bytes, client, request))
             if scheme == "file" or url.startswith("/"):
                 return await self._read_local(url, on_bytes)
-            raise _refused("the picture's URL must be a data:, http: or https: URL")
+            raise refused("the picture's URL must be a data:, http: or https: URL")
         except RequestError as error:
             message = _IMAGE.sub(lambda start: start[1] + self._what, error.message)
             raise RequestError(message, code=error.code, param=param) from None
@@ -125,21 +125,17 @@ class Fetcher:
 
     async def _fetch_http(self, url: str, job: _Job) -> bytes:
         if not self._domains:
-            raise _refused(
-                "pictures are not fetched from URLs here; send a data: URL, or ask the operator to allow the host with "
-                "--allowed-media-domains"
-            )
+            remedy = "send a data: URL, or ask the operator to allow the host with --allowed-media-domains"
+            raise refused(f"pictures are not fetched from URLs here; {remedy}")
         limit = self._policy.timeout_s
         try:
             async with asyncio.timeout(limit):
                 return await self._follow(url, job)
         except TimeoutError:
             if job.is_waiting:
-                raise RequestError(
-                    f"the picture could not be fetched within {limit:g} s: as many fetches as may be at once are under "
-                    "way; try again soon",
-                    code="overloaded",
-                ) from None
+                reason = "as many fetches as may be at once are under way"
+                message = f"the picture could not be fetched within {limit:g} s: {reason}; try again soon"
+                raise RequestError(message, code="overloaded") from None
             raise _failed(f"did not arrive within {limit:g} s") from None
 
     async def _follow(self, url: str, job: _Job) -> bytes:
@@ -148,10 +144,11 @@ class Fetcher:
             try:
                 response = await self._get(target, job)
             except TimeoutError:
-                limit = self._policy.connect_timeout_s
-                raise _failed(f"could not be had: no connection to {target.host} within {limit:g} s") from None
+                reason = f"no connection to {target.host} within {self._policy.connect_timeout_s:g} s"
+                raise _failed(f"could not be had: {reason}") from None
             except BrokenResponse:
-                raise _failed(f"could not be had: the connection to {target.host} failed or broke off") from None
+                reason = f"the connection to {target.host} failed or broke off"
+                raise _failed(f"could not be had: {reason}") from None
             if isinstance(response, bytes):
                 return response
             url = _joined(target.url, response)
@@ -195,7 +192,8 @@ class Fetcher:
             raise _failed(f"could not be had: the host {target.host} is unknown")
         is_allowed = is_public_or_private if self._policy.allow_private_addresses else is_public
         if not all(map(is_allowed, addresses)):
-            raise _refused(f"pictures may not be fetched from {target.host}: it is not on the public internet")
+            message = f"pictures may not be fetched from {target.host}: it is not on the public internet"
+            raise refused(message)
         return addresses
 
     async def _lookup(self, target: Target) -> list[str]:
@@ -236,21 +234,18 @@ async def _decompressed(packed: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 
 
 def _local_file(url: str, policy: FetchPolicy) -> tuple[Path, int]:
-    """A file under the allowed folder, with links resolved first, and its size. Errors do not tell whether a
-    file outside the folder exists.
-    """
+    """A file under the allowed folder, and its size. Errors do not tell whether a file outside exists."""
     if policy.allowed_local_path is None:
-        raise _refused(
-            "pictures are not read from files here; the operator allows a folder with --allowed-local-media-path"
-        )
+        remedy = "the operator allows a folder with --allowed-local-media-path"
+        raise refused(f"pictures are not read from files here; {remedy}")
     path = _local_path(url)
     root = policy.allowed_local_path.resolve()
     try:
         resolved = path.resolve()
     except (OSError, RuntimeError, ValueError):  # a loop of links, or a zero byte in the name
-        raise _refused("the picture's path is not valid") from None
+        raise refused("the picture's path is not valid") from None
     if not resolved.is_relative_to(root):
-        raise _refused("the picture's path is outside the folder that --allowed-local-media-path allows")
+        raise refused("the picture's path is outside the folder that --allowed-local-media-path allows")
     try:
         size = os.stat(resolved, follow_symlinks=False).st_size
     except OSError:
@@ -266,7 +261,8 @@ def _local_path(url: str) -> Path:
     parts = urlsplit(url)
     path = unquote(parts.path)
     if parts.netloc not in ("", "localhost") or not path.startswith("/") or parts.query or parts.fragment:
-        raise _refused("a file: URL must name an absolute path on this machine, such as file:///pictures/a.png")
+        message = "a file: URL must name an absolute path on this machine, such as file:///pictures/a.png"
+        raise refused(message)
     return Path(path)
 
 
@@ -279,10 +275,6 @@ def _read_regular(path: Path, size: int) -> bytes:
     except OSError:
         pass
     raise _unreadable()
-
-
-def _refused(message: str) -> RequestError:
-    return RequestError(message, code="invalid_image_url")
 
 
 def _failed(what: str) -> RequestError:

@@ -27,26 +27,30 @@ _SAMPLES = 32
 
 
 def content_key(loaded: Loaded, policy_tag: bytes, fingerprint: bytes, salt: bytes) -> Key:
-    """Equal for equal bytes under one policy, model and salt. Fields are length-prefixed."""
+    """Equal for equal bytes under one policy, model and salt."""
     header = loaded.header
     # Compressed bytes contain their size and orientation; raw pixels do not.
     shape = struct.pack("<QQ", *header.size) if header.format == "rgb" else b""
+    return digest_of(header.format.encode(), shape, policy_tag, fingerprint, salt, loaded.data)
+
+
+def digest_of(*fields: bytes) -> bytes:
+    """SHA-256 of length-prefixed fields."""
     digest = hashlib.sha256()
-    for field in (header.format.encode(), shape, policy_tag, fingerprint, salt, loaded.data):
+    for field in fields:
         digest.update(struct.pack("<Q", len(field)))
         digest.update(field)
     return digest.digest()
 
 
 def salt_of(tenant: str, cache_salt: Any) -> bytes:
-    """Separates a request's cache entries from those of other tenants and salts; empty if it has neither.
-
-    The length keeps ("a", "bc") and ("ab", "c") apart.
-    """
+    """Separates a request's cache entries from those of other tenants and salts; empty if it has neither."""
     if not isinstance(cache_salt, str):
-        raise RequestError(f"cache_salt must be a string, not {type(cache_salt).__name__}", param="cache_salt")
+        message = f"cache_salt must be a string, not {type(cache_salt).__name__}"
+        raise RequestError(message, param="cache_salt")
     if not tenant and not cache_salt:
         return b""
+    # The length keeps ("a", "bc") and ("ab", "c") apart.
     return hashlib.sha256(f"{len(tenant)}:{tenant}{cache_salt}".encode(errors="surrogatepass")).digest()
 
 
@@ -114,9 +118,10 @@ class RecentKeys:
             self._cached.popitem(last=False)
 
 
-def identity(
-    token_ids: Sequence[int] | npt.NDArray[np.int64], spans: Sequence[Span], marks: Sequence[Key] | None = None
-) -> bytes:
+TokenIds = Sequence[int] | npt.NDArray[np.int64]
+
+
+def identity(token_ids: TokenIds, spans: Sequence[Span], marks: Sequence[Key] | None = None) -> bytes:
     """RECORD_BYTES per position: a key (zeros for text) and, little-endian, a token id or offset in the span.
 
     | 0 ....................... 31 | 32 ........... 39 |

@@ -126,7 +126,7 @@ def _vp8l(data: bytes, at: int) -> tuple[Size, bool]:
     return Size((bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1), bool(bits >> 28 & 1)
 
 
-_WEBP_SIZES: Mapping[bytes, Callable[[bytes, int], tuple[Size, bool]]] = {b"VP8X": _vp8x, b"VP8 ": _vp8, b"VP8L": _vp8l}
+_WEBP_SIZES = {b"VP8X": _vp8x, b"VP8 ": _vp8, b"VP8L": _vp8l}
 
 
 def parse_gif(data: bytes) -> Outline:

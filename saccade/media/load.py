@@ -41,7 +41,9 @@ class Loaded:
     header: Header
 
 
-def load_image(source: Any, policy: MediaPolicy, *, param: str | None = None, allow_paths: bool = True) -> Loaded:
+def load_image(
+    source: Any, policy: MediaPolicy, *, param: str | None = None, allow_paths: bool = True
+) -> Loaded:
     """A PIL image, path, bytes, NumPy array or data: URL. `allow_paths=False` is for strings of clients."""
     try:
         return _load(source, policy, allow_paths)
@@ -60,10 +62,8 @@ def _load(source: Any, policy: MediaPolicy, allow_paths: bool) -> Loaded:
         return _from_string(source, policy, allow_paths)
     if isinstance(source, Path) and allow_paths:
         return _from_file(source, policy)
-    raise RequestError(
-        f"a picture is a PIL image, a path, bytes, a NumPy array or a data: URL, not {type(source).__name__}",
-        code="invalid_image",
-    )
+    taken = "a PIL image, a path, bytes, a NumPy array or a data: URL"
+    raise RequestError(f"a picture is {taken}, not {type(source).__name__}", code="invalid_image")
 
 
 def _from_bytes(data: bytes, policy: MediaPolicy) -> Loaded:
@@ -75,10 +75,8 @@ def _from_string(text: str, policy: MediaPolicy, allow_paths: bool) -> Loaded:
     if scheme and scheme[1].lower() == "data":
         return _from_bytes(decode_data_url(text, policy), policy)
     if scheme and (text[scheme.end() : scheme.end() + 2] == "//" or not allow_paths):
-        raise RequestError(
-            f"a picture cannot be fetched from a {scheme[1].lower()}: URL here; send it as a data: URL",
-            code="invalid_image_url",
-        )
+        message = f"a picture cannot be fetched from a {scheme[1].lower()}: URL here; send it as a data: URL"
+        raise RequestError(message, code="invalid_image_url")
     if not allow_paths:
         raise RequestError("the picture's URL must be a data: URL with base64 data", code="invalid_image_url")
     return _from_file(text, policy)
@@ -178,10 +176,8 @@ def _decoded(image: Image.Image, policy: MediaPolicy) -> Loaded:
     except RequestError:
         raise
     except Exception:  # a lazily opened file may be damaged
-        raise RequestError(
-            f"the {image.format or 'PIL'} picture of {image.width}x{image.height} pixels cannot be decoded",
-            code="image_parse_error",
-        ) from None
+        what = f"the {image.format or 'PIL'} picture of {image.width}x{image.height} pixels"
+        raise RequestError(f"{what} cannot be decoded", code="image_parse_error") from None
     return _bare(pixels.tobytes(), Size(*pixels.size))
 
 
@@ -196,16 +192,15 @@ def _from_array(array: npt.NDArray[Any], policy: MediaPolicy) -> Loaded:
     elif array.ndim == 2:
         channels = 1
     else:
-        raise RequestError(
-            f"a picture array has the shape (height, width) or (height, width, 1, 3 or 4), not {array.shape}",
-            code="invalid_image",
-        )
+        shapes = "(height, width) or (height, width, 1, 3 or 4)"
+        raise RequestError(f"a picture array has the shape {shapes}, not {array.shape}", code="invalid_image")
     size = Size(array.shape[1], array.shape[0])
     if min(size) < 1:
-        raise RequestError(f"a picture array of the shape {array.shape} has no pixels", code="image_too_small")
+        message = f"a picture array of the shape {array.shape} has no pixels"
+        raise RequestError(message, code="image_too_small")
     check_pixels(size, policy)
     pixels = np.ascontiguousarray(_to_bytes(array).reshape(size.height, size.width, channels))  # [H, W, C]
-    return _bare(_CHANNELS[channels](pixels), size)
+    return _bare(_rgb(pixels), size)
 
 
 def _to_bytes(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
@@ -218,24 +213,17 @@ def _to_bytes(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
         low = float(array.min())
         high = float(array.max())
         if not (low >= 0 and high <= 1):  # also false for NaN
-            raise RequestError(
-                f"a float picture array holds values from 0 to 1, but these go from {low:g} to {high:g}; "
-                "divide by 255 or pass uint8",
-                code="invalid_image",
-            )
+            found = f"a float picture array holds values from 0 to 1, but these go from {low:g} to {high:g}"
+            raise RequestError(f"{found}; divide by 255 or pass uint8", code="invalid_image")
         rounded: npt.NDArray[np.uint8] = np.rint(array * 255).astype(np.uint8)
         return rounded
-    raise RequestError(
-        f"a picture array holds uint8, uint16 or float values, not {array.dtype}", code="invalid_image_mode"
-    )
+    message = f"a picture array holds uint8, uint16 or float values, not {array.dtype}"
+    raise RequestError(message, code="invalid_image_mode")
 
 
-def _grey(pixels: npt.NDArray[np.uint8]) -> bytes:
-    return np.repeat(pixels, 3, axis=2).tobytes()
-
-
-def _alpha(pixels: npt.NDArray[np.uint8]) -> bytes:
-    return to_rgb(Image.fromarray(pixels, "RGBA")).tobytes()
-
-
-_CHANNELS: dict[int, Callable[[npt.NDArray[np.uint8]], bytes]] = {1: _grey, 3: lambda p: p.tobytes(), 4: _alpha}
+def _rgb(pixels: npt.NDArray[np.uint8]) -> bytes:
+    """From [height, width, 1, 3 or 4]."""
+    channels = pixels.shape[2]
+    if channels == 4:
+        return to_rgb(Image.fromarray(pixels, "RGBA")).tobytes()
+    return np.repeat(pixels, 3, axis=2).tobytes() if channels == 1 else pixels.tobytes()

@@ -19,33 +19,27 @@ from saccade.media.image_headers import PARSERS, Outline, exif_orientation
 from saccade.options import MediaPolicy
 from saccade.types import Header, Size
 
-_MAGIC: tuple[tuple[bytes, str], ...] = (
-    (b"\xff\xd8\xff", "jpeg"),
-    (b"\x89PNG\r\n\x1a\n", "png"),
-    (b"GIF87a", "gif"),
-    (b"GIF89a", "gif"),
-    (b"BM", "bmp"),
-    (b"II*\x00", "tiff"),
-    (b"MM\x00*", "tiff"),
-    (b"II+\x00", "tiff"),
-    (b"MM\x00+", "tiff"),
-)
-# Unsupported formats, recognised for the error message.
-_OTHERS: tuple[tuple[bytes, str], ...] = (
-    (b"%PDF", "PDF"),
-    (b"%!PS", "EPS or PostScript"),
-    (b"8BPS", "PSD"),
-    (b"\x00\x00\x01\x00", "ICO"),
-    (b"\x00\x00\x00\x0cjP", "JPEG 2000"),
-    (b"\xff\x4f\xff\x51", "JPEG 2000"),
-    (b"\xd7\xcd\xc6\x9a", "WMF"),
-    (b"PK\x03\x04", "a ZIP archive"),
-    (b"\x1f\x8b", "gzip data"),
-    (b"<svg", "SVG"),
-    (b"<?xml", "XML or SVG"),
-    (b"<", "HTML or XML"),
-)
-_BRANDS = {b"avif": "AVIF", b"avis": "AVIF", b"heic": "HEIC", b"heix": "HEIC", b"mif1": "HEIF", b"msf1": "HEIF"}
+_MAGIC = {
+    "jpeg": (b"\xff\xd8\xff",),
+    "png": (b"\x89PNG\r\n\x1a\n",),
+    "gif": (b"GIF87a", b"GIF89a"),
+    "bmp": (b"BM",),
+    "tiff": (b"II*\x00", b"MM\x00*", b"II+\x00", b"MM\x00+"),
+}
+_OTHERS = {  # unsupported formats, recognised for the error message; the first that fits
+    "PDF": (b"%PDF",),
+    "EPS or PostScript": (b"%!PS",),
+    "PSD": (b"8BPS",),
+    "ICO": (b"\x00\x00\x01\x00",),
+    "JPEG 2000": (b"\x00\x00\x00\x0cjP", b"\xff\x4f\xff\x51"),
+    "WMF": (b"\xd7\xcd\xc6\x9a",),
+    "a ZIP archive": (b"PK\x03\x04",),
+    "gzip data": (b"\x1f\x8b",),
+    "SVG": (b"<svg",),
+    "XML or SVG": (b"<?xml",),
+    "HTML or XML": (b"<",),
+}
+_BRANDS = {"AVIF": (b"avif", b"avis"), "HEIC": (b"heic", b"heix"), "HEIF": (b"mif1", b"msf1")}
 FORMATS = "JPEG, PNG, WebP, GIF, BMP and TIFF"
 
 # These readers stop before the pixels. `Image.open` would add a size limit and a warning.
@@ -54,6 +48,7 @@ _READERS: Mapping[str, Callable[[io.BytesIO], Image.Image]] = {
     "bmp": BmpImageFile,
     "tiff": TiffImageFile,
 }
+_BROKEN = (ValueError, struct.error, SyntaxError, OSError, EOFError, LookupError, TypeError, OverflowError)
 _MAX_SIDE = 2**31 - 1  # a larger value is a negative one read as unsigned
 
 
@@ -70,52 +65,46 @@ def probe(data: bytes, policy: MediaPolicy) -> Header:
 
 def check_bytes(count: int, policy: MediaPolicy) -> None:
     if count > policy.max_image_bytes:
-        raise RequestError(
-            f"the picture has {count} bytes, and at most {policy.max_image_bytes} are allowed (max_image_bytes)",
-            code="image_file_too_large",
-        )
+        limit = f"at most {policy.max_image_bytes} are allowed (max_image_bytes)"
+        raise RequestError(f"the picture has {count} bytes, and {limit}", code="image_file_too_large")
 
 
 def check_pixels(size: Size, policy: MediaPolicy) -> None:
     pixels = size.width * size.height
     if pixels > policy.max_image_pixels:
-        raise RequestError(
-            f"the picture is {size.width}x{size.height} = {pixels} pixels, and at most {policy.max_image_pixels} are "
-            "allowed (max_image_pixels)",
-            code="image_too_large",
-        )
+        given = f"the picture is {size.width}x{size.height} = {pixels} pixels"
+        limit = f"at most {policy.max_image_pixels} are allowed (max_image_pixels)"
+        raise RequestError(f"{given}, and {limit}", code="image_too_large")
 
 
 def _sniff(data: bytes) -> str:
     if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
         return "webp"
-    for magic, name in _MAGIC:
-        if data.startswith(magic):
+    for name, starts in _MAGIC.items():
+        if data.startswith(starts):
             return name
-    raise RequestError(
-        f"the picture is {_guess(data)}; the formats that can be read are {FORMATS}",
-        code="unsupported_image_media_type",
-    )
+    message = f"the picture is {_guess(data)}; the formats that can be read are {FORMATS}"
+    raise RequestError(message, code="unsupported_image_media_type")
 
 
 def _guess(data: bytes) -> str:
     if data[4:8] == b"ftyp":
-        return _BRANDS.get(data[8:12], "MP4 or a relative of it")
+        names = [name for name, brands in _BRANDS.items() if data[8:12] in brands]
+        return names[0] if names else "MP4 or a relative of it"
     start = data[:512].lstrip()
-    return next((name for magic, name in _OTHERS if start.startswith(magic)), "of an unknown format")
+    names = [name for name, starts in _OTHERS.items() if start.startswith(starts)]
+    return names[0] if names else "of an unknown format"
 
 
 def _header(name: str, data: bytes) -> Header:
     try:
         outline = PARSERS[name](data)
         size, mode = _size_and_mode(name, data, outline)
-    except (ValueError, struct.error, SyntaxError, OSError, EOFError, LookupError, TypeError, OverflowError) as error:
+    except _BROKEN as error:
         raise _refusal(name, data, error) from None
     if not (0 < size.width <= _MAX_SIDE and 0 < size.height <= _MAX_SIDE):
-        raise RequestError(
-            f"the {name.upper()} header says {size.width}x{size.height} pixels, which is no picture",
-            code="image_parse_error",
-        )
+        message = f"the {name.upper()} header says {size.width}x{size.height} pixels, which is no picture"
+        raise RequestError(message, code="image_parse_error")
     orientation = exif_orientation(outline.exif) if outline.exif else 1
     upright = Size(size.height, size.width) if orientation >= 5 else size
     return Header(name, upright, orientation, outline.frames, mode)
@@ -131,12 +120,8 @@ def _size_and_mode(name: str, data: bytes, outline: Outline) -> tuple[Size, str]
 def _refusal(name: str, data: bytes, error: Exception) -> RequestError:
     # Pillow raises a plain ValueError when text inside a PNG unpacks to more than a megabyte.
     if name == "png" and isinstance(error, ValueError) and "MAX_TEXT" in str(error):
-        return RequestError(
-            f"the PNG picture of {len(data)} bytes carries compressed text that unpacks to more than its limit; "
-            "remove its text chunks",
-            code="image_too_large",
-        )
-    return RequestError(
-        f"the {name.upper()} picture of {len(data)} bytes is damaged or cut short: its header cannot be read",
-        code="image_parse_error",
-    )
+        text = "compressed text that unpacks to more than its limit; remove its text chunks"
+        return RequestError(f"the PNG picture of {len(data)} bytes carries {text}", code="image_too_large")
+    what = f"the {name.upper()} picture of {len(data)} bytes"
+    message = f"{what} is damaged or cut short: its header cannot be read"
+    return RequestError(message, code="image_parse_error")

@@ -40,7 +40,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
     Embedded ICC profiles are ignored, as the Hugging Face processors do.
     """
     if image.mode in _WIDE_GREY:
-        return _from_wide_grey(image)
+        return image.convert("I").point(lambda value: value * (1 / 256)).convert("L").convert("RGB")
     if image.mode == "F":
         return _from_float(image)
     if image.mode == "LAB":
@@ -49,10 +49,8 @@ def to_rgb(image: Image.Image) -> Image.Image:
         return _on_white(image)
     if image.mode in _CONVERTIBLE:
         return image.convert("RGB")
-    raise RequestError(
-        f"a picture of mode {image.mode} cannot be converted; send it as 8-bit RGB, grey or palette",
-        code="invalid_image_mode",
-    )
+    message = f"a picture of mode {image.mode} cannot be converted; send it as 8-bit RGB, grey or palette"
+    raise RequestError(message, code="invalid_image_mode")
 
 
 def upright(image: Image.Image, orientation: int) -> Image.Image:
@@ -71,12 +69,9 @@ def _on_white(image: Image.Image) -> Image.Image:
     rows = max(1, _STRIP_PIXELS // image.width)
     for top in range(0, image.height, rows):  # in strips: layers of a large image would take a gigabyte
         layer = image.crop((0, top, image.width, min(top + rows, image.height))).convert("RGBA")
-        flat.paste(Image.alpha_composite(Image.new("RGBA", layer.size, _WHITE), layer).convert("RGB"), (0, top))
+        composed = Image.alpha_composite(Image.new("RGBA", layer.size, _WHITE), layer)
+        flat.paste(composed.convert("RGB"), (0, top))
     return flat
-
-
-def _from_wide_grey(image: Image.Image) -> Image.Image:
-    return image.convert("I").point(lambda value: value * (1 / 256)).convert("L").convert("RGB")
 
 
 def _from_float(image: Image.Image) -> Image.Image:
@@ -94,4 +89,5 @@ def _from_lab(image: Image.Image) -> Image.Image:
 
 @lru_cache(maxsize=1)
 def _lab_to_srgb() -> ImageCms.ImageCmsTransform:
-    return ImageCms.buildTransform(ImageCms.createProfile("LAB"), ImageCms.createProfile("sRGB"), "LAB", "RGB")
+    srgb = ImageCms.createProfile("sRGB")
+    return ImageCms.buildTransform(ImageCms.createProfile("LAB"), srgb, "LAB", "RGB")

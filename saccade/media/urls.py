@@ -17,10 +17,11 @@ Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 _PORTS = {"http": 80, "https": 443}
 _MAX_URL_CHARS = 8192
-_URL = re.compile(
-    r"(?P<scheme>https?)://(?P<host>\[[0-9a-f:.]+\]|[^/?#:\[\]]+)(?::(?P<port>[0-9]{1,5}))?(?P<rest>[/?#].*)?", re.I
+_AUTHORITY = r"(?P<host>\[[0-9a-f:.]+\]|[^/?#:\[\]]+)(?::(?P<port>[0-9]{1,5}))?"
+_URL = re.compile(rf"(?P<scheme>https?)://{_AUTHORITY}(?P<rest>[/?#].*)?", re.I)
+_HOST = re.compile(
+    r"(?=.{1,253}$)(?:[a-z0-9_](?:[a-z0-9_-]{0,61}[a-z0-9_])?\.)*[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?"
 )
-_HOST = re.compile(r"(?=.{1,253}$)(?:[a-z0-9_](?:[a-z0-9_-]{0,61}[a-z0-9_])?\.)*[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?")
 _NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")
 _NOT_IN_URLS = re.compile(r"[\x00-\x20\x7f-\xa0\\\u2000-\u200f\u2028-\u202f\u3000\ufeff]")
 _UNTOUCHED = "/?&=;:@!$'()*+,~%-._[]"
@@ -74,9 +75,8 @@ def _domain(entry: str) -> Domain:
     host, colon, port = entry.strip().lower().partition(":")
     ascii_host = host if host == "*" else _ascii_host(host)
     if ascii_host is None or (colon and not (port.isascii() and port.isdigit() and 0 < int(port) < 65536)):
-        raise ConfigError(
-            f"--allowed-media-domains takes host names such as example.com or example.com:8443, or *, not {entry!r}"
-        )
+        names = "host names such as example.com or example.com:8443, or *"
+        raise ConfigError(f"--allowed-media-domains takes {names}, not {entry!r}")
     return Domain(ascii_host, int(port) if colon else None)
 
 
@@ -85,18 +85,17 @@ def read_url(url: str, domains: tuple[Domain, ...]) -> Target:
     match = _URL.fullmatch(url) if len(url) <= _MAX_URL_CHARS and not _NOT_IN_URLS.search(url) else None
     host = _host(match["host"].lower()) if match else None
     if match is None or host is None:
-        raise _refused("the picture's URL is not a plain http or https URL with a host name; send a valid one")
+        message = "the picture's URL is not a plain http or https URL with a host name; send a valid one"
+        raise refused(message)
     scheme = match["scheme"].lower()
     target = Target(scheme, host, int(match["port"] or _PORTS[scheme]), _path(match["rest"] or "/"))
     if not any(domain.allows(target) for domain in domains):
-        raise _refused(
-            f"pictures may not be fetched from {host} port {target.port}; the operator allows hosts with "
-            "--allowed-media-domains"
-        )
+        remedy = "the operator allows hosts with --allowed-media-domains"
+        raise refused(f"pictures may not be fetched from {host} port {target.port}; {remedy}")
     return target
 
 
-def _refused(message: str) -> RequestError:
+def refused(message: str) -> RequestError:
     return RequestError(message, code="invalid_image_url")
 
 
@@ -136,7 +135,8 @@ def is_public(address: str) -> bool:
         parsed = ipaddress.ip_address(address)
     except ValueError:  # for example with a zone: link-local
         return False
-    return all(each.is_global and not each.is_multicast and not each.is_reserved for each in _with_embedded(parsed))
+    reached = _with_embedded(parsed)
+    return all(each.is_global and not each.is_multicast and not each.is_reserved for each in reached)
 
 
 def is_public_or_private(address: str) -> bool:
@@ -151,9 +151,8 @@ def is_public_or_private(address: str) -> bool:
 
 
 def _is_private(address: Address) -> bool:
-    return address.is_loopback or (
-        str(address) not in _METADATA and any(address in net for net in _PRIVATE[address.version])
-    )
+    is_inside = any(address in net for net in _PRIVATE[address.version])
+    return address.is_loopback or (is_inside and str(address) not in _METADATA)
 
 
 def _with_embedded(address: Address) -> Iterator[Address]:

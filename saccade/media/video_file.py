@@ -15,9 +15,8 @@ from saccade.errors import RequestError
 if TYPE_CHECKING:
     import av
 
-CODECS = frozenset(
-    ("h264", "hevc", "vp8", "vp9", "libvpx", "libvpx-vp9", "av1", "libdav1d", "mpeg4", "mjpeg", "mpeg2video", "prores")
-)
+_OLDER = ("mpeg4", "mjpeg", "mpeg2video", "prores")
+CODECS = frozenset({"h264", "hevc", "vp8", "vp9", "libvpx", "libvpx-vp9", "av1", "libdav1d", *_OLDER})
 _COVER = 0x400  # AV_DISPOSITION_ATTACHED_PIC: a cover image
 
 
@@ -31,11 +30,9 @@ def open_video(data: bytes, format: str, max_pixels: int) -> av.container.InputC
     try:
         import av
     except ImportError:
-        raise RequestError(
-            "video files cannot be read here: PyAV is not installed; the operator installs it with "
-            "`pip install saccade[video]`; a list of frames needs nothing",
-            code="unsupported",
-        ) from None
+        remedy = "the operator installs it with `pip install saccade[video]`; a list of frames needs nothing"
+        message = f"video files cannot be read here: PyAV is not installed; {remedy}"
+        raise RequestError(message, code="unsupported") from None
     limits = {"codec_whitelist": ",".join(sorted(CODECS)), "max_pixels": str(max_pixels)}
     return av.open(io.BytesIO(data), "r", format=format, metadata_errors="ignore", options=limits)
 

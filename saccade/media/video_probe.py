@@ -51,10 +51,9 @@ def probe_video(data: bytes, policy: MediaPolicy) -> VideoInfo:
     except RequestError:
         raise
     except Exception:  # FFmpeg has many error types
-        raise RequestError(
-            f"the {_title(name)} video of {len(data)} bytes is damaged or cut short: its header cannot be read",
-            code="invalid_video",
-        ) from None
+        what = f"the {_title(name)} video of {len(data)} bytes"
+        message = f"{what} is damaged or cut short: its header cannot be read"
+        raise RequestError(message, code="invalid_video") from None
     check_video_seconds(video_info.seconds, policy)
     return video_info
 
@@ -69,19 +68,14 @@ def is_video_file(data: bytes) -> bool:
 
 def check_video_bytes(count: int, policy: MediaPolicy) -> None:
     if count > policy.video.max_bytes:
-        raise RequestError(
-            f"the video has {count} bytes, and at most {policy.video.max_bytes} are allowed (max_video_bytes)",
-            code="video_too_large",
-        )
+        limit = f"at most {policy.video.max_bytes} are allowed (max_video_bytes)"
+        raise RequestError(f"the video has {count} bytes, and {limit}", code="video_too_large")
 
 
 def check_video_seconds(seconds: float, policy: MediaPolicy) -> None:
     if seconds > policy.video.max_seconds:
-        raise RequestError(
-            f"the video lasts {seconds:.6g} s, and at most {policy.video.max_seconds:g} s are allowed "
-            "(max_video_seconds)",
-            code="video_too_large",
-        )
+        limit = f"at most {policy.video.max_seconds:g} s are allowed (max_video_seconds)"
+        raise RequestError(f"the video lasts {seconds:.6g} s, and {limit}", code="video_too_large")
 
 
 def _sniff(data: bytes) -> str:
@@ -97,9 +91,8 @@ def _sniff(data: bytes) -> str:
 
 
 def _unsupported(what: str) -> RequestError:
-    return RequestError(
-        f"the video is {what}; the formats that can be read are {FORMATS}", code="unsupported_video_media_type"
-    )
+    message = f"the video is {what}; the formats that can be read are {FORMATS}"
+    return RequestError(message, code="unsupported_video_media_type")
 
 
 def _title(name: str) -> str:
@@ -110,16 +103,16 @@ def _read(container: av.container.InputContainer, name: str, data: bytes) -> Vid
     stream = video_stream(container)
     if stream is None:
         kinds = ", ".join(sorted({other.type for other in container.streams})) or "nothing"
-        raise RequestError(f"the {_title(name)} file holds no moving pictures, but {kinds}", code="invalid_video")
+        message = f"the {_title(name)} file holds no moving pictures, but {kinds}"
+        raise RequestError(message, code="invalid_video")
     codec = stream.codec_context.name
     if codec not in CODECS:
-        raise RequestError(f"the video's codec {codec} is not read here; use H.264, VP9 or AV1", code="invalid_video")
+        message = f"the video's codec {codec} is not read here; use H.264, VP9 or AV1"
+        raise RequestError(message, code="invalid_video")
     stored = Size(stream.codec_context.width, stream.codec_context.height)
     if min(stored) < 1:
-        raise RequestError(
-            f"the video's header names no size, or its frames have more than {_MAX_LOOKED_AT} pixels",
-            code="invalid_video",
-        )
+        message = f"the video's header names no size, or its frames have more than {_MAX_LOOKED_AT} pixels"
+        raise RequestError(message, code="invalid_video")
     stamps = _stamps(container, stream, name)
     orientation = _orientation(data) if name == "mov" else 1
     upright = Size(stored.height, stored.width) if orientation >= 5 else stored
@@ -142,10 +135,8 @@ def _stamps(container: av.container.InputContainer, stream: av.VideoStream, name
     if not stamps:
         raise RequestError(f"the {_title(name)} video has no frames", code="invalid_video")
     if name == "mov" and num_packets < stream.frames:
-        raise RequestError(
-            f"the video is cut short: its header says {stream.frames} frames and {num_packets} are there",
-            code="invalid_video",
-        )
+        found = f"its header says {stream.frames} frames and {num_packets} are there"
+        raise RequestError(f"the video is cut short: {found}", code="invalid_video")
     return tuple(sorted(stamps))
 
 

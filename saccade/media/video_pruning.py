@@ -23,8 +23,6 @@ _SAMPLES = 4  # along each side of a cell: enough to detect a moving line, too f
 
 
 class Kept(NamedTuple):
-    """The kept tokens of a frame group."""
-
     tokens: Ints  # [slots]: indices, ascending
     cells: Ints  # [2, slots]: their rows and columns
 
@@ -41,7 +39,8 @@ def kept_of(item: MediaItem, frames: npt.NDArray[np.uint8]) -> Kept | None:
 def changes(frames: npt.NDArray[np.uint8], cells: Size) -> Ints:
     """[cells]: sum of absolute differences between consecutive frames, downsampled to `_SAMPLES` a side."""
     size = (cells.width * _SAMPLES, cells.height * _SAMPLES)
-    small = [np.asarray(Image.fromarray(f).resize(size, Image.Resampling.BOX)).astype(np.int64) for f in frames]
+    images = [Image.fromarray(frame).resize(size, Image.Resampling.BOX) for frame in frames]
+    small = [np.asarray(image).astype(np.int64) for image in images]
     total = sum((np.abs(later - earlier) for earlier, later in pairwise(small)), np.zeros_like(small[0]))
     by_cell: Ints = total.reshape(cells.height, _SAMPLES, cells.width, _SAMPLES, 3).sum((1, 3, 4))
     return by_cell.reshape(-1)

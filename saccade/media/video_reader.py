@@ -100,17 +100,14 @@ class _Reader:
             current = next(self._frames, None)
             num_decoded += 1
             if num_decoded > self._maximum:
-                raise RequestError(
-                    f"the video has so few key frames that more than {self._maximum} frames would have to be decoded "
-                    "for one; encode it with more of them, or smaller",
-                    code="video_too_large",
-                )
+                effort = f"more than {self._maximum} frames would have to be decoded for one"
+                remedy = "encode it with more of them, or smaller"
+                message = f"the video has so few key frames that {effort}; {remedy}"
+                raise RequestError(message, code="video_too_large")
             if current is None:
-                raise RequestError(
-                    f"the video of {len(self.data)} bytes is damaged or cut short: it ends before a frame that its "
-                    "header names",
-                    code="invalid_video",
-                )
+                what = f"the video of {len(self.data)} bytes is damaged or cut short"
+                message = f"{what}: it ends before a frame that its header names"
+                raise RequestError(message, code="invalid_video")
         self._current = current
         return current
 
@@ -148,11 +145,8 @@ def _open(item: MediaItem) -> tuple[av.container.InputContainer, av.VideoStream]
 def _upright(frame: av.VideoFrame, item: MediaItem) -> Frame:
     stored = Size(*reversed(item.header.size)) if item.header.orientation >= 5 else item.header.size
     if (frame.width, frame.height) != stored:
-        raise RequestError(
-            f"the video's header says {stored.width}x{stored.height} pixels but a frame has {frame.width}x"
-            f"{frame.height}",
-            code="invalid_video",
-        )
+        sizes = f"{stored.width}x{stored.height} pixels but a frame has {frame.width}x{frame.height}"
+        raise RequestError(f"the video's header says {sizes}", code="invalid_video")
     pixels: Frame = np.asarray(frame.to_ndarray(format="rgb24"), np.uint8)
     if item.header.orientation == 1:
         return pixels

@@ -46,15 +46,12 @@ def load_video_source(video: Video, policy: MediaPolicy) -> File | Sequence[Any]
         data = read_file(source, lambda count: check_video_bytes(count, policy), "video", "invalid_video")
         return _file(data, policy)
     if isinstance(source, str):
-        raise RequestError(
-            "a video cannot be fetched from there; send it as a data: URL with base64 data", code="invalid_video_url"
-        )
+        message = "a video cannot be fetched from there; send it as a data: URL with base64 data"
+        raise RequestError(message, code="invalid_video_url")
     shape = f" of the shape {source.shape}" if isinstance(source, np.ndarray) else ""
-    raise RequestError(
-        f"a video is a path, bytes, a list of frames, an array [frames, height, width, 3] or a data: URL, not "
-        f"{type(source).__name__}{shape}",
-        code="invalid_video",
-    )
+    taken = "a path, bytes, a list of frames, an array [frames, height, width, 3] or a data: URL"
+    message = f"a video is {taken}, not {type(source).__name__}{shape}"
+    raise RequestError(message, code="invalid_video")
 
 
 def _file(data: bytes, policy: MediaPolicy) -> File:
@@ -69,10 +66,8 @@ def _from_data_url(url: str, policy: MediaPolicy) -> File | list[str]:
     if kind in FRAME_TYPES:
         count = payload.count(",") + 1
         if count > _MAX_SENT:
-            raise RequestError(
-                f"the video has {count} frames, and at most {_MAX_SENT} may be sent; send fewer",
-                code="video_too_large",
-            )
+            given = f"the video has {count} frames, and at most {_MAX_SENT} may be sent"
+            raise RequestError(f"{given}; send fewer", code="video_too_large")
         still = head.replace("video/", "image/", 1)
         return [f"{still},{frame}" for frame in payload.split(",")]
     try:

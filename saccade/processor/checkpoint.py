@@ -13,19 +13,12 @@ from typing import Any
 import huggingface_hub
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+from saccade.checkpoint import files
 from saccade.checkpoint.config import ModelConfig, check_values, model_config
-from saccade.checkpoint.files import (
-    HEADER_BYTES,
-    TEMPLATE_BYTES,
-    links_out,
-    read_json,
-    read_optional,
-    read_text,
-    weight_files,
-)
 from saccade.checkpoint.hf_processor import refusal
 from saccade.checkpoint.schema import IMAGES, PROCESSOR, Table
 from saccade.errors import ConfigError
+from saccade.media.hashing import digest_of
 from saccade.processor.families import FAMILIES, built_in_template, is_known
 
 logger = logging.getLogger("saccade.processor")
@@ -55,7 +48,9 @@ class Checkpoint:
     fingerprint: bytes  # 32 bytes that change with any setting or weight file
 
 
-def open_checkpoint(model: str | None, *, weights: bool = True, generation_config: str = "auto") -> Checkpoint:
+def open_checkpoint(
+    model: str | None, *, weights: bool = True, generation_config: str = "auto"
+) -> Checkpoint:
     """Open a folder, a hub id, or with None the model inside the package.
 
     `weights=False` needs no weight files: dummy weights, counting. `generation_config` may name a folder
@@ -63,13 +58,13 @@ def open_checkpoint(model: str | None, *, weights: bool = True, generation_confi
     """
     path = BUILTIN if model is None else _locate(model, weights)
     _check_complete(path, weights)
-    if away := links_out(path):
+    if away := files.links_out(path):
         logger.warning("%s has links that lead out of it: %s", path, ", ".join(away))
-    raw = read_json(path / "config.json")
-    tokenizer_config = read_optional(path / "tokenizer_config.json")
+    raw = files.read_json(path / "config.json")
+    tokenizer_config = files.read_optional(path / "tokenizer_config.json")
     generation = _generation(path, generation_config)
     config = _config(raw, generation)
-    settings = {name: read_optional(path / name) for name in _MEDIA_FILES}
+    settings = {name: files.read_optional(path / name) for name in _MEDIA_FILES}
     if is_known(config):  # for the fallback, Transformers reads and checks these files
         for name, table in _MEDIA_FILES.items():
             check_values(name, settings[name], table)
@@ -85,7 +80,7 @@ def open_checkpoint(model: str | None, *, weights: bool = True, generation_confi
         tokenizer_config=tokenizer_config,
         chat_template=_chat_template(path, tokenizer_config) or built_in_template(config),
         generation=generation,
-        fingerprint=_fingerprint(path),
+        fingerprint=digest_of(*_identifying(path)),
     )
 
 
@@ -96,7 +91,8 @@ def _locate(model: str, weights: bool) -> Path:
     if folder.exists():
         raise ConfigError(f"{model} is a file; give the folder that holds config.json and the weights")
     if model.startswith((".", "/", "~")) or model.count("/") != 1:
-        raise ConfigError(f"there is no folder {model}; give a checkpoint folder or a hub id such as owner/name")
+        message = f"there is no folder {model}; give a checkpoint folder or a hub id such as owner/name"
+        raise ConfigError(message)
     return _download(model, weights)
 
 
@@ -105,10 +101,9 @@ def _download(model: str, weights: bool) -> Path:
     try:
         return Path(huggingface_hub.snapshot_download(model, allow_patterns=patterns))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError, ValueError) as error:
-        raise ConfigError(
-            f"{model} is neither a folder here nor could it be had from the hub ({type(error).__name__}); check the "
-            "name, the network and, for a gated model, HF_TOKEN"
-        ) from None
+        reason = f"{model} is neither a folder here nor could it be had from the hub ({type(error).__name__})"
+        remedy = "check the name, the network and, for a gated model, HF_TOKEN"
+        raise ConfigError(f"{reason}; {remedy}") from None
 
 
 def _check_complete(path: Path, weights: bool) -> None:
@@ -120,13 +115,11 @@ def _check_complete(path: Path, weights: bool) -> None:
     if partial:
         raise ConfigError(f"{path} is half-downloaded ({partial[0].name} is left over); download it again")
     for index in sorted(path.glob("*.safetensors.index.json")):
-        named = weight_files(index)
+        named = files.weight_files(index)
         missing = [name for name in named if not (path / name).is_file()]
         if missing:
-            raise ConfigError(
-                f"{path} is half-downloaded: {len(missing)} of {len(named)} weight files are missing, the first is "
-                f"{missing[0]}; download it again"
-            )
+            lost = f"{len(missing)} of {len(named)} weight files are missing, the first is {missing[0]}"
+            raise ConfigError(f"{path} is half-downloaded: {lost}; download it again")
 
 
 def _config(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
@@ -142,14 +135,12 @@ def _config(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfi
 def _generation(path: Path, wanted: str) -> dict[str, Any]:
     """generation_config.json. With "none" only its EOS ids are used, so it is read too."""
     if wanted in ("auto", "none"):
-        return read_optional(path / "generation_config.json")
+        return files.read_optional(path / "generation_config.json")
     file = Path(wanted).expanduser() / "generation_config.json"
     if not file.is_file():
-        raise ConfigError(
-            f"generation_config must be auto, none or a folder that holds a generation_config.json, not {wanted!r}; "
-            "change --generation-config"
-        )
-    return read_json(file)
+        allowed = "auto, none or a folder that holds a generation_config.json"
+        raise ConfigError(f"generation_config must be {allowed}, not {wanted!r}; change --generation-config")
+    return files.read_json(file)
 
 
 def _pixel_settings(processor: Mapping[str, Any]) -> dict[str, Any]:
@@ -162,28 +153,20 @@ def _chat_template(path: Path, tokenizer_config: Mapping[str, Any]) -> str | Non
     """chat_template.jinja in newer checkpoints; chat_template.json or tokenizer_config.json in older ones."""
     file = path / "chat_template.jinja"
     if file.is_file():
-        return read_text(file, TEMPLATE_BYTES)
-    template = read_optional(path / "chat_template.json").get("chat_template") or tokenizer_config.get("chat_template")
+        return files.read_text(file, files.TEMPLATE_BYTES)
+    template = files.read_optional(path / "chat_template.json").get("chat_template")
+    template = template or tokenizer_config.get("chat_template")
     if isinstance(template, list):  # several named ones
         named = [entry for entry in template if isinstance(entry, Mapping) and entry.get("name") == "default"]
         template = named[-1].get("template") if named else None
-    if isinstance(template, str) and len(template) > TEMPLATE_BYTES:
-        raise ConfigError(
-            f"{path} has a chat template of {len(template)} characters; at most {TEMPLATE_BYTES} are read"
-        )
+    if isinstance(template, str) and len(template) > files.TEMPLATE_BYTES:
+        length = f"{len(template)} characters; at most {files.TEMPLATE_BYTES} are read"
+        raise ConfigError(f"{path} has a chat template of {length}")
     return template if isinstance(template, str) else None
 
 
-def _fingerprint(path: Path) -> bytes:
-    """Hash the config files, and of weight files name, size and header, as all weights would take seconds."""
-    digest = hashlib.sha256()
-    for field in _identifying(path):
-        digest.update(len(field).to_bytes(8, "little"))
-        digest.update(field)
-    return digest.digest()
-
-
 def _identifying(path: Path) -> Iterator[bytes]:
+    """The config files, and of weight files name, size and header: to hash all weights would take seconds."""
     for file in filter(Path.is_file, sorted([*path.glob("*.json"), *path.glob("*.tiktoken")])):
         yield os.fsencode(file.name)
         with file.open("rb") as stream:
@@ -198,4 +181,4 @@ def _safetensors_header(file: Path) -> bytes:
     """Eight bytes of length, then JSON with every tensor's name, dtype, shape and offsets."""
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
-        return stream.read(min(length, HEADER_BYTES))
+        return stream.read(min(length, files.HEADER_BYTES))

@@ -67,16 +67,16 @@ class Images:
         return self.family.largest(self.limits.min_pixels, self.limits.max_pixels)
 
     def resolve(
-        self, images: list[ImageInput], limits: Limits, salt: bytes, prefetch_media: PrefetchMedia | None = None
+        self, images: list[ImageInput], limits: Limits, salt: bytes, prefetch: PrefetchMedia | None = None
     ) -> list[MediaItem]:
         """One item per image. An image given twice is hashed once and becomes the same object."""
         self._check_count(len(images))
         if isinstance(self.family, ManyImagesPolicy):
             limits = limits.lowered(self.family.max_pixels_for(len(images), limits.max_pixels))
         by_source: dict[_Source, MediaItem] = {}
-        if prefetch_media:
-            by_source = self._first_and_last(images, limits, salt)
-            prefetch_media(list(by_source.values()))
+        if prefetch:
+            by_source = self._prefetched(images, limits, salt)
+            prefetch(list(by_source.values()))
         by_key: dict[Key, MediaItem] = {}
         items = []
         for image in images:
@@ -88,8 +88,8 @@ class Images:
             self._check_total(by_key)
         return items
 
-    def _first_and_last(self, images: list[ImageInput], limits: Limits, salt: bytes) -> dict[_Source, MediaItem]:
-        """Resolved before the others, to be prefetched: in a conversation only the last image is new."""
+    def _prefetched(self, images: list[ImageInput], limits: Limits, salt: bytes) -> dict[_Source, MediaItem]:
+        """The first image and the last: in a conversation only the last one is new."""
         found: dict[_Source, MediaItem] = {}
         with suppress(RequestError):  # `resolve` raises it again, in order
             for image in images[:: max(len(images) - 1, 1)]:
@@ -102,23 +102,19 @@ class Images:
             raise reads_text_only(given)
         allowed = self.policy.limits.get("image", 0)
         if given > allowed:
-            raise RequestError(
-                f"at most {allowed} images per prompt are allowed (limit_mm_per_prompt image={allowed}), but {given} "
-                "were given"
-            )
+            limit = f"at most {allowed} images per prompt are allowed (limit_mm_per_prompt image={allowed})"
+            raise RequestError(f"{limit}, but {given} were given")
 
     def _check_total(self, items: Mapping[Key, MediaItem]) -> None:
         """Bound the pixels that one request makes the decoder work on, beside the limit per image."""
         sizes = [item.header.size for item in items.values()]
         total = sum(size.width * size.height for size in sizes)
         if total > self.policy.max_request_pixels:
-            shown = ", ".join(f"{width}x{height}" for width, height in sizes[:8])
-            raise RequestError(
-                f"the first {len(sizes)} different pictures of the request ({shown}{', ...' * (len(sizes) > 8)}) have "
-                f"{total} pixels together, and at most {self.policy.max_request_pixels} are allowed "
-                "(max_request_pixels)",
-                code="context_length_exceeded",
-            )
+            shown = [f"{width}x{height}" for width, height in sizes[:8]] + ["..."] * (len(sizes) > 8)
+            listed = ", ".join(shown)
+            given = f"the first {len(sizes)} different pictures of the request ({listed}) have {total} pixels"
+            limit = f"at most {self.policy.max_request_pixels} are allowed (max_request_pixels)"
+            raise RequestError(f"{given} together, and {limit}", code="context_length_exceeded")
 
     def item(self, image: ImageInput, limits: Limits, salt: bytes = b"") -> MediaItem:
         limits = limits.lowered(LOW_DETAIL_PIXELS) if image.detail == "low" else limits
@@ -136,22 +132,19 @@ class Images:
             return self.limits
         _check_names(given)
         if self.family.is_fixed_size:
-            raise RequestError(
-                "the size of this model's pictures cannot be chosen, so mm_processor_kwargs must be left out",
-                param="mm_processor_kwargs",
-            )
-        highest = _pixels(given, "max_pixels", self.limits.max_pixels, self.limits.max_pixels)
-        lowest = _pixels(given, "min_pixels", min(self.limits.min_pixels, highest), highest)
+            reason = "the size of this model's pictures cannot be chosen"
+            message = f"{reason}, so mm_processor_kwargs must be left out"
+            raise RequestError(message, param="mm_processor_kwargs")
+        highest = whole_number(given, "max_pixels", self.limits.max_pixels) or self.limits.max_pixels
+        lowest = whole_number(given, "min_pixels", highest) or min(self.limits.min_pixels, highest)
         return Limits(lowest, highest)
 
 
 def reads_text_only(images: int, param: str | None = None) -> RequestError:
     given = f"{images} pictures were" if images > 1 else "a picture was"
-    return RequestError(
-        f"this model reads text only and takes no pictures, but {given} given; leave them out or ask a model that does",
-        code="unsupported",
-        param=param,
-    )
+    remedy = "leave them out or ask a model that does"
+    message = f"this model reads text only and takes no pictures, but {given} given; {remedy}"
+    return RequestError(message, code="unsupported", param=param)
 
 
 def bill_item(item: MediaItem, block_size: int) -> BillItem:
@@ -175,27 +168,24 @@ def _source(image: ImageInput) -> _Source:
 
 def _check_detail(image: ImageInput) -> None:
     if not isinstance(image.detail, str) or image.detail not in _DETAILS:
-        raise RequestError(
-            f"detail must be one of {', '.join(_DETAILS)}, but {quoted(image.detail)} was given", param=image.param
-        )
+        message = f"detail must be one of {', '.join(_DETAILS)}, but {quoted(image.detail)} was given"
+        raise RequestError(message, param=image.param)
 
 
 def _check_names(given: Any) -> None:
     unknown = sorted(set(given) - {"min_pixels", "max_pixels"}) if isinstance(given, Mapping) else [given]
     if unknown:
-        raise RequestError(
-            f"mm_processor_kwargs takes min_pixels and max_pixels, not {', '.join(map(quoted, unknown[:4]))}",
-            param=f"mm_processor_kwargs.{unknown[0][:64]}" if isinstance(given, Mapping) else "mm_processor_kwargs",
-        )
+        names = ", ".join(map(quoted, unknown[:4]))
+        param = "mm_processor_kwargs" + (f".{unknown[0][:64]}" if isinstance(given, Mapping) else "")
+        raise RequestError(f"mm_processor_kwargs takes min_pixels and max_pixels, not {names}", param=param)
 
 
-def _pixels(given: Mapping[str, Any], name: str, default: int, ceiling: int) -> int:
+def whole_number(given: Mapping[str, Any], name: str, ceiling: int) -> int | None:
+    """A value of mm_processor_kwargs; None if it is not given."""
     value = given.get(name)
     if value is None:
-        return default
+        return None
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= ceiling:
-        raise RequestError(
-            f"{name} must be a whole number from 1 to {ceiling}, the limit in force, but {quoted(value)} was given",
-            param=f"mm_processor_kwargs.{name}",
-        )
+        wanted = f"{name} must be a whole number from 1 to {ceiling}, the limit in force"
+        raise RequestError(f"{wanted}, but {quoted(value)} was given", param=f"mm_processor_kwargs.{name}")
     return value

@@ -9,10 +9,12 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from saccade.costs import blocks_for
 from saccade.errors import RequestError, quoted
+from saccade.media.hashing import digest_of
 from saccade.media.load import Loaded, load_image
 from saccade.media.video_probe import check_video_seconds
 from saccade.media.video_sources import File, Video, load_video_source
@@ -20,6 +22,7 @@ from saccade.options import MediaPolicy
 from saccade.processor.checkpoint import Checkpoint
 from saccade.processor.families import video_rules_for
 from saccade.processor.families.frame_groups import PixelLimits, Sampling, VideoRules
+from saccade.processor.images import bill_item, whole_number
 from saccade.types import BillItem, Geometry, Header, Key, MediaItem, Size, Still, VideoRun, short_key
 
 REQUEST_KEYS = ("fps", "num_frames", "max_frames", "max_video_pixels", "video_pruning")
@@ -52,10 +55,6 @@ class _SampledFrames(NamedTuple):
     indices: tuple[int, ...]  # in the whole video
     total: int
     rate: float
-
-    @property
-    def sampled_rate(self) -> float:
-        return len(self.indices) / self.total * self.rate
 
 
 def videos_for(checkpoint: Checkpoint, policy: MediaPolicy) -> Videos | None:
@@ -99,30 +98,27 @@ class Videos:
         """From mm_processor_kwargs, which may lower the deployment's limits but not raise them."""
         limits = self.pixel_limits
         fps = given.get("fps")
-        num_frames = _whole(given, "num_frames", self.max_frames)
+        num_frames = whole_number(given, "num_frames", self.max_frames)
         if fps is not None and not (_is_number(fps) and 0 < fps <= _HIGHEST_RATE):
-            raise RequestError(
-                f"fps must be a number above 0 and at most {_HIGHEST_RATE}, not {quoted(fps)}",
-                param="mm_processor_kwargs.fps",
-            )
+            message = f"fps must be a number above 0 and at most {_HIGHEST_RATE}, not {quoted(fps)}"
+            raise RequestError(message, param="mm_processor_kwargs.fps")
         if fps is not None and num_frames is not None:
             raise RequestError("give either fps or num_frames, not both", param="mm_processor_kwargs.fps")
-        highest = _whole(given, "max_frames", self.max_frames) or self.max_frames
-        pixels = _whole(given, "max_video_pixels", limits.max_pixels)
-        sampling = Sampling(self.policy.video.fps if fps is None else float(fps), highest, num_frames)
+        highest = whole_number(given, "max_frames", self.max_frames) or self.max_frames
+        pixels = whole_number(given, "max_video_pixels", limits.max_pixels)
+        limits = self.rules.limits(pixels) if pixels else limits
         rate = None if fps is None else float(fps)
-        return VideoOptions(sampling, self.rules.limits(pixels) if pixels else limits, rate, self._pruning(given))
+        sampling = Sampling(self.policy.video.fps if rate is None else rate, highest, num_frames)
+        return VideoOptions(sampling, limits, rate, self._pruning(given))
 
     def _pruning(self, given: Mapping[str, Any]) -> float:
         """A request may prune more tokens than the deployment does, not fewer."""
         minimum = self.policy.video.pruning
         pruning = given.get("video_pruning", minimum)
         if not (_is_number(pruning) and minimum <= pruning < 1):
-            raise RequestError(
-                f"video_pruning must be a number below 1 and at least {minimum:g}, the share in force here, but "
-                f"{quoted(pruning)} was given",
-                param="mm_processor_kwargs.video_pruning",
-            )
+            wanted = f"video_pruning must be a number below 1 and at least {minimum:g}"
+            message = f"{wanted}, the share in force here, but {quoted(pruning)} was given"
+            raise RequestError(message, param="mm_processor_kwargs.video_pruning")
         return float(pruning)
 
     def resolve(self, video: Video, options: VideoOptions, salt: bytes) -> FrameGroups:
@@ -136,11 +132,10 @@ class Videos:
 
     def _of_file(self, file: File, options: VideoOptions, salt: bytes) -> FrameGroups:
         info = file.video_info
-        if options.sampling.fps > self.policy.video.fps:
-            raise RequestError(
-                f"fps is {options.sampling.fps:g}, but at most {self.policy.video.fps:g} are taken here (video_fps)",
-                param="mm_processor_kwargs.fps",
-            )
+        fps = options.sampling.fps
+        if fps > self.policy.video.fps:
+            message = f"fps is {fps:g}, but at most {self.policy.video.fps:g} are taken here (video_fps)"
+            raise RequestError(message, param="mm_processor_kwargs.fps")
         chosen = self.rules.choose(len(info.stamps), info.rate, options.sampling)
         frames = _SampledFrames(tuple(chosen.tolist()), len(info.stamps), info.rate)
         geometry = self._geometry(info.size, len(frames.indices), options)
@@ -182,40 +177,24 @@ class Videos:
         if options.sampling.num_frames is not None:
             chosen = self.rules.choose(total, rate, options.sampling)
             return _SampledFrames(tuple(chosen.tolist()), total, rate)
-        if total > options.sampling.max_frames:
-            raise RequestError(
-                f"the video has {total} frames, and at most {options.sampling.max_frames} are taken "
-                "(max_video_frames); send fewer or say num_frames",
-                code="video_too_large",
-            )
+        maximum = options.sampling.max_frames
+        if total > maximum:
+            found = f"the video has {total} frames, and at most {maximum} are taken (max_video_frames)"
+            raise RequestError(f"{found}; send fewer or say num_frames", code="video_too_large")
         return _SampledFrames(tuple(range(total)), total, rate)
 
     def _check_total(self, size: Size, frames: Collection[Loaded]) -> None:
-        """Compressed frames count as images against max_request_pixels.
-
-        A frame that is decoded twice, for its own group and for the comparison of the next, counts twice.
-        """
+        """Compressed frames count against max_request_pixels, each as often as it is decoded."""
         count = sum(frame.header.format != "rgb" for frame in frames)
-        pixels = size.width * size.height * count
-        if pixels > self.policy.max_request_pixels:
-            raise RequestError(
-                f"{count} frames of {size.width}x{size.height} have {pixels} pixels, and at most "
-                f"{self.policy.max_request_pixels} are allowed in a request (max_request_pixels)",
-                code="video_too_large",
-            )
+        _check_pixels(size, count, self.policy.max_request_pixels, "in a request (max_request_pixels)")
 
     def _geometry(self, size: Size, count: int, options: VideoOptions) -> Geometry:
         """A whole group is in memory at once, so the limit of one image applies to it."""
         geometry = self.rules.geometry(size, count, options.pixels)
-        is_compared = count > self.rules.group and self.rules.pruned(geometry, options.pruning).cells is not None
+        pruned = self.rules.pruned(geometry, options.pruning)
+        is_compared = count > self.rules.group and pruned.cells is not None
         frames = self.rules.group + is_compared
-        pixels = size.width * size.height * frames
-        if pixels > self.policy.max_image_pixels:
-            raise RequestError(
-                f"{frames} frames of {size.width}x{size.height} have {pixels} pixels, and at most "
-                f"{self.policy.max_image_pixels} are allowed at once (max_image_pixels)",
-                code="video_too_large",
-            )
+        _check_pixels(size, frames, self.policy.max_image_pixels, "at once (max_image_pixels)")
         return geometry
 
     def _grouped(self, indices: Sequence[int]) -> Iterator[Sequence[int]]:
@@ -225,9 +204,7 @@ class Videos:
     def _decoded(
         self, indices: Sequence[int], whole: Geometry, options: VideoOptions
     ) -> Iterator[tuple[Sequence[int], Geometry]]:
-        """The frames and the geometry of each group. A pruned group also needs the frame before it, but
-        nothing later, so that a video may grow.
-        """
+        """Frames and geometry of each group. A pruned one needs the frame before it too, but none later."""
         pruned = self.rules.pruned(whole, options.pruning)
         before: tuple[int, ...] = ()
         for group in self._grouped(indices):
@@ -236,17 +213,18 @@ class Videos:
 
     def _key(self, geometry: Geometry, salt: bytes, *what: bytes) -> Key:
         """The content key: equal for equal frames at one size under one model and salt."""
-        return _digest(b"frame group", self.rules.policy_tag(geometry), self._fingerprint, salt, *what)
+        return digest_of(b"frame group", self.rules.policy_tag(geometry), self._fingerprint, salt, *what)
 
     def _groups(self, items: Sequence[MediaItem], frames: _SampledFrames) -> FrameGroups:
         same = {item.key: item for item in items}
-        middles = [(group[0] / frames.rate + group[-1] / frames.rate) / 2 for group in self._grouped(frames.indices)]
+        groups = self._grouped(frames.indices)
+        sampled_rate = len(frames.indices) / frames.total * frames.rate
         return FrameGroups(
             items=tuple(same[item.key] for item in items),
-            times=tuple(middles),
-            step=self.rules.step(self.rules.group / frames.sampled_rate),
+            times=tuple((group[0] / frames.rate + group[-1] / frames.rate) / 2 for group in groups),
+            step=self.rules.step(self.rules.group / sampled_rate),
             frames=len(frames.indices),
-            key=_digest(b"video", *(item.key for item in items)),
+            key=digest_of(b"video", *(item.key for item in items)),
         )
 
 
@@ -254,12 +232,8 @@ def video_bill_item(items: Sequence[MediaItem], run: VideoRun, block_size: int) 
     """All groups of a video as one item."""
     first = items[0]
     tokens = sum(item.geometry.tokens for item in items)
-    return BillItem(
-        kind="video",
-        width=first.header.size.width,
-        height=first.header.size.height,
-        resized_width=first.geometry.resized.width,
-        resized_height=first.geometry.resized.height,
+    return replace(
+        bill_item(first, block_size),
         tokens=tokens,
         kv_blocks=blocks_for(tokens, block_size),
         key=short_key(run.key),
@@ -282,24 +256,11 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _whole(given: Mapping[str, Any], name: str, ceiling: int) -> int | None:
-    value = given.get(name)
-    if value is None:
-        return None
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= ceiling:
-        raise RequestError(
-            f"{name} must be a whole number from 1 to {ceiling}, the limit in force, but {quoted(value)} was given",
-            param=f"mm_processor_kwargs.{name}",
-        )
-    return value
-
-
-def _digest(*fields: bytes) -> Key:
-    digest = hashlib.sha256()
-    for field in fields:
-        digest.update(struct.pack("<Q", len(field)))
-        digest.update(field)
-    return digest.digest()
+def _check_pixels(size: Size, frames: int, maximum: int, where: str) -> None:
+    pixels = size.width * size.height * frames
+    if pixels > maximum:
+        given = f"{frames} frames of {size.width}x{size.height} have {pixels} pixels"
+        raise RequestError(f"{given}, and at most {maximum} are allowed {where}", code="video_too_large")
 
 
 def _identifying(frame: Loaded) -> tuple[bytes, ...]:
@@ -309,11 +270,10 @@ def _identifying(frame: Loaded) -> tuple[bytes, ...]:
 def _common_size(frames: Mapping[int, Loaded]) -> Size:
     (first, frame), *others = frames.items()  # by index
     size = frame.header.size
-    for other, wrong in others:
-        if wrong.header.size != size:
-            raise RequestError(
-                f"the frames of a video have one size, but frame {first + 1} is {size.width}x{size.height} and frame "
-                f"{other + 1} is {wrong.header.size.width}x{wrong.header.size.height}",
-                code="invalid_video",
-            )
+    for other, frame in others:
+        found = frame.header.size
+        if found != size:
+            sizes = f"{size.width}x{size.height} and frame {other + 1} is {found.width}x{found.height}"
+            message = f"the frames of a video have one size, but frame {first + 1} is {sizes}"
+            raise RequestError(message, code="invalid_video")
     return size

@@ -206,7 +206,7 @@ def test_the_header_of_a_weight_file_is_read_as_far_as_its_format_allows(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[int] = []
-    monkeypatch.setattr(checkpoint_module, "HEADER_BYTES", 1 << 20)
+    monkeypatch.setattr(checkpoint_module.files, "HEADER_BYTES", 1 << 20)
     plain = checkpoint_module._safetensors_header
     monkeypatch.setattr(checkpoint_module, "_safetensors_header", lambda file: read.append(len(plain(file))) or b"")
     with (folder / "model.safetensors").open("wb") as stream:
