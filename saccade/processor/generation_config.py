@@ -42,7 +42,8 @@ def sampling_defaults(options: Options, file: Mapping[str, Any]) -> dict[str, An
 def shown_defaults(defaults: Mapping[str, Any]) -> dict[str, Any]:
     """All defaults, the engine's own included; max_tokens only if it is set."""
     filled = SamplingParams(**defaults)
-    return {name: getattr(filled, name) for name in _FIELDS.values() if name != "max_tokens" or name in defaults}
+    names = [name for name in _FIELDS.values() if name != "max_tokens" or name in defaults]
+    return {name: getattr(filled, name) for name in names}
 
 
 def defaults_line(defaults: Mapping[str, Any]) -> str:
@@ -50,7 +51,8 @@ def defaults_line(defaults: Mapping[str, Any]) -> str:
     said = ", ".join(f"{name}={value}" for name, value in defaults.items())
     if not said:
         return "sampling defaults: the engine's own, temperature=1.0; the checkpoint names none that are used"
-    return f"sampling defaults of requests that set none: {said} ({_FILE}; --override-generation-config changes them)"
+    remedy = "--override-generation-config changes them"
+    return f"sampling defaults of requests that set none: {said} ({_FILE}; {remedy})"
 
 
 def _override(options: Options) -> Mapping[str, Any]:
@@ -77,7 +79,8 @@ def _checked(source: str, name: str, value: Any) -> Any:
 def _wrong(name: str, value: Any) -> str | None:
     """What is wrong with a value, in the same words as for a request; None if nothing is."""
     if name == _GREEDY:
-        return None if isinstance(value, bool) else f"{name} must be true or false, but {value!r:.80} was given"
+        wrong = f"{name} must be true or false, but {value!r:.80} was given"
+        return None if isinstance(value, bool) else wrong
     if name not in _FIELDS:
         return None
     if isinstance(value, int) and abs(value) > _LARGEST:

@@ -49,7 +49,8 @@ def read_messages(messages: Any, form: Form, clean: Callable[[str], str], *, all
 def cleaned(value: Any, clean: Callable[[str], str], depth: int = _MAX_DEPTH) -> Any:
     """A deep copy with every string, keys included, passed through `clean`. Only JSON values are allowed."""
     if depth == 0:
-        raise RequestError(f"messages and tools may be nested at most {_MAX_DEPTH} levels deep", param="messages")
+        message = f"messages and tools may be nested at most {_MAX_DEPTH} levels deep"
+        raise RequestError(message, param="messages")
     if isinstance(value, str):
         return clean(str(value))
     if isinstance(value, Mapping):
@@ -58,7 +59,8 @@ def cleaned(value: Any, clean: Callable[[str], str], depth: int = _MAX_DEPTH) ->
         return [cleaned(v, clean, depth - 1) for v in value]
     if value is None or isinstance(value, (bool, int, float)):
         return value
-    raise RequestError(f"messages and tools hold plain JSON values, not {type(value).__name__}", param="messages")
+    message = f"messages and tools hold plain JSON values, not {type(value).__name__}"
+    raise RequestError(message, param="messages")
 
 
 def form_of(template_pool: TemplatePool) -> Form:
@@ -87,7 +89,8 @@ def _check_role(message: Any, where: str) -> None:
         raise RequestError(f"{where} must be an object with role and content", param=where)
     role = message.get("role")
     if role not in ROLES:
-        raise RequestError(f"the role {quoted(role)} is unknown; use one of {', '.join(ROLES)}", param=f"{where}.role")
+        known = ", ".join(ROLES)
+        raise RequestError(f"the role {quoted(role)} is unknown; use one of {known}", param=f"{where}.role")
 
 
 def _parts(content: Any, where: str, chat: Chat, allow_paths: bool) -> str | list[dict[str, Any]]:
@@ -115,10 +118,8 @@ def _part(part: Any, where: str, chat: Chat, allow_paths: bool) -> dict[str, Any
     if kind in ("video_url", "video"):
         chat.videos.append(_video(part, kind, f"{where}.{kind}", allow_paths and kind == "video"))
         return {"type": "video"}
-    raise RequestError(
-        f"the part type {quoted(kind)} is unknown; use text, image_url, image, video_url or video",
-        param=f"{where}.type",
-    )
+    message = f"the part type {quoted(kind)} is unknown; use text, image_url, image, video_url or video"
+    raise RequestError(message, param=f"{where}.type")
 
 
 def _video(part: Mapping[str, Any], kind: str, where: str, allow_path: bool) -> Video:
@@ -136,7 +137,8 @@ def _linked(link: Any, where: str) -> ImageInput:
     """An image_url part: a URL, alone or with `detail`, or the bytes that the server fetched from it."""
     fields = {"url": link} if isinstance(link, str) else link
     if not isinstance(fields, Mapping) or not isinstance(fields.get("url"), (str, bytes)):
-        raise RequestError("image_url needs an object with a string under url", code="invalid_image_url", param=where)
+        message = "image_url needs an object with a string under url"
+        raise RequestError(message, code="invalid_image_url", param=where)
     return ImageInput(fields["url"], where, fields.get("detail") or "auto", allow_path=False)
 
 

@@ -25,7 +25,7 @@ from saccade.processor.template import MAX_CHARS, RESERVED
 from saccade.processor.template_pool import TemplatePool
 from saccade.processor.tokenizer import Tokenizer
 from saccade.processor.video import split_kwargs, video_bill_item, videos_for
-from saccade.processor.video_prompt import VideoPromptBuilder, build_video_prompt
+from saccade.processor.video_prompt import build_video_prompt
 from saccade.sampling_params import SamplingParams
 from saccade.types import Bill, BillItem, Geometry, Key, MediaItem, Prompt, Span, short_key
 
@@ -77,10 +77,8 @@ class Processor:
             return None
         placeholder = self.tokenizer.token(token)
         if placeholder is None:
-            raise ConfigError(
-                f"config.json names image_token_id={token}, but tokenizer.json has no such token; the two files do not "
-                "belong together"
-            )
+            reason = f"config.json names image_token_id={token}, but tokenizer.json has no such token"
+            raise ConfigError(f"{reason}; the two files do not belong together")
         return placeholder
 
     @property
@@ -170,7 +168,7 @@ class Processor:
         self, rendered: Rendered, *, mm_processor_kwargs: Mapping[str, Any] | None = None, salt: bytes = b""
     ) -> Prompt:
         """Second half of `from_chat`: tokenize, resolve the media and expand their placeholders."""
-        make_ids = partial(self._template_ids, rendered.text)
+        make_ids = partial(self.tokenizer.encode_template, rendered.text)
         shown = self.tokenizer.unshield(rendered.text)
         return self._build(make_ids, rendered.images, rendered.videos, mm_processor_kwargs, salt, shown)
 
@@ -188,9 +186,8 @@ class Processor:
         named = self.tokenizer.named_tokens
         taken = sorted((RESERVED | set(named)) & set(given or {}))
         if taken:
-            raise RequestError(
-                f"chat_template_kwargs cannot set {', '.join(taken)}", param=f"chat_template_kwargs.{taken[0]}"
-            )
+            message = f"chat_template_kwargs cannot set {', '.join(taken)}"
+            raise RequestError(message, param=f"chat_template_kwargs.{taken[0]}")
         return {**named, **cleaned(given or {}, self.tokenizer.shield)}
 
     def check_params(self, params: SamplingParams) -> None:
@@ -200,15 +197,13 @@ class Processor:
         for name, ids in named.items():
             wrong = [token for token in ids if token >= size]
             if wrong:
-                raise RequestError(f"{name} holds {wrong[0]}, but this model's ids go from 0 to {size - 1}", param=name)
+                message = f"{name} holds {wrong[0]}, but this model's ids go from 0 to {size - 1}"
+                raise RequestError(message, param=name)
 
-    def _encode(self, text: Any) -> Ids:
+    def _encode(self, text: Any) -> list[int]:
         if not isinstance(text, str) or not text:
             raise RequestError("the prompt is empty; give at least one character of text", param="prompt")
-        return np.array(self.tokenizer.encode(text), np.int64)
-
-    def _template_ids(self, rendered: str) -> Ids:
-        return np.array(self.tokenizer.encode_template(rendered), np.int64)
+        return self.tokenizer.encode(text)
 
     def _given_ids(self, given: Any) -> Ids:
         try:
@@ -216,22 +211,19 @@ class Processor:
         except (TypeError, ValueError, OverflowError):
             ids = np.empty((0, 0), np.int64)
         if ids.ndim != 1 or not len(ids) or not _are_whole(given):
-            raise RequestError(
-                "prompt_token_ids must be a list of token ids that is not empty", param="prompt_token_ids"
-            )
+            message = "prompt_token_ids must be a list of token ids that is not empty"
+            raise RequestError(message, param="prompt_token_ids")
         vocab_size = self.checkpoint.config.text.vocab_size
         wrong = ids[(ids < 0) | (ids >= vocab_size)]
         # A placeholder's id may be above the vocabulary that the model can sample from.
         if len(wrong) and len(wrong := wrong[~np.isin(wrong, self.family.placeholder_ids)]):
-            raise RequestError(
-                f"prompt_token_ids holds {wrong[0]}, but this model's ids go from 0 to {vocab_size - 1}",
-                param="prompt_token_ids",
-            )
+            message = f"prompt_token_ids holds {wrong[0]}, but this model's ids go from 0 to {vocab_size - 1}"
+            raise RequestError(message, param="prompt_token_ids")
         return ids
 
     def _build(
         self,
-        make_ids: Callable[[], Ids],
+        make_ids: Callable[[], Ids | list[int]],
         images: list[ImageInput],
         videos: list[Video],
         kwargs: Any,
@@ -242,18 +234,21 @@ class Processor:
         pixels, frames = split_kwargs(kwargs) if self.videos else (kwargs, {})
         limits = self.images.request_limits(pixels)
         items = self.images.resolve(images, limits, salt, self.prefetch_media) if images else []
-        ids = make_ids()
+        ids = np.asarray(make_ids(), np.int64)
         starts = self._starts(ids, len(images))
         self._check_videos(ids, len(videos))
         if frames and not videos:
             names = ", ".join(frames)
-            raise RequestError(f"{names} is for videos, but none was given", param=f"mm_processor_kwargs.{min(frames)}")
+            message = f"{names} is for videos, but none was given"
+            raise RequestError(message, param=f"mm_processor_kwargs.{min(frames)}")
         expanded, spans = self._expand(ids, starts, items) if items else (ids, ())
         where = _where(zip(images, items, strict=True))
         if videos:
-            prompt = self._with_videos(expanded, list(zip(spans, items, strict=True)), videos, frames, salt, text)
+            placed = list(zip(spans, items, strict=True))
+            prompt = self._with_videos(expanded, placed, videos, frames, salt, text)
             return replace(prompt, where={**prompt.where, **where})
-        positions, next_position = self.family.positions(expanded, spans, [item.geometry.grid for item in items])
+        grids = [item.geometry.grid for item in items]
+        positions, next_position = self.family.positions(expanded, spans, grids)
         return Prompt(
             token_ids=expanded.tolist(),
             spans=tuple(spans),
@@ -270,9 +265,8 @@ class Processor:
         """Indices of the placeholders, as many as images."""
         starts = np.flatnonzero(ids == self.family.image_token_id)
         if len(starts) != given:
-            raise RequestError(
-                f"the prompt has {len(starts)} image placeholders ({self.placeholder}), but {given} images were given"
-            )
+            found = f"the prompt has {len(starts)} image placeholders ({self.placeholder})"
+            raise RequestError(f"{found}, but {given} images were given")
         return starts
 
     def _check_videos(self, ids: Ids, given: int) -> None:
@@ -282,17 +276,12 @@ class Processor:
             raise takes_no_video()
         allowed = self.videos.max_per_prompt if self.videos else 0
         if given > allowed:
-            raise RequestError(
-                f"at most {allowed} videos per prompt are allowed (limit_mm_per_prompt video={allowed}), but {given} "
-                "were given"
-            )
-        found = 0 if token is None else int((ids == token).sum())
-        if found != given and token is not None:
-            raise RequestError(
-                f"the prompt has {found} video placeholders ({self.tokenizer.token(token)}), but {given} videos were "
-                "given",
-                param="video",
-            )
+            limit = f"at most {allowed} videos per prompt are allowed (limit_mm_per_prompt video={allowed})"
+            raise RequestError(f"{limit}, but {given} were given")
+        count = 0 if token is None else int((ids == token).sum())
+        if count != given and token is not None:
+            found = f"the prompt has {count} video placeholders ({self.tokenizer.token(token)})"
+            raise RequestError(f"{found}, but {given} videos were given", param="video")
 
     def _with_videos(
         self,
@@ -308,7 +297,8 @@ class Processor:
         options = self.videos.options(frames)
         starts = np.flatnonzero(ids == rules.token_id).tolist()
         groups = [self.videos.resolve(video, options, salt) for video in videos]
-        made: VideoPromptBuilder = build_video_prompt(ids, images, starts, groups, rules, self._caption)
+        made = build_video_prompt(ids, images, starts, groups, rules, self._caption)
+        given = [(video, item) for video, found in zip(videos, groups, strict=True) for item in found.items]
         positions, next_position = made.positions(rules.merge_size)
         return Prompt(
             token_ids=made.token_ids.tolist(),
@@ -320,7 +310,7 @@ class Processor:
             salt=salt,
             text=text,
             videos=tuple(made.videos),
-            where=_where((video, item) for video, found in zip(videos, groups, strict=True) for item in found.items),
+            where=_where(given),
         )
 
     def _caption(self, seconds: float) -> Sequence[int]:
@@ -346,10 +336,10 @@ class Processor:
     def bill(self, prompt: Prompt, block_size: int, slot_bytes: int = 0) -> Bill:
         """What the prompt costs, from its headers alone. `slot_bytes`: encoder cache bytes per embedding."""
         media = sum(span.length for span in prompt.spans)
-        kept = {short_key(span.key): span.num_embeds * slot_bytes for span in prompt.spans if span.is_cross_attended}
-        items = tuple(
-            replace(item, encoder_cache_bytes=kept.get(item.key, 0)) for item in _bill_items(prompt, block_size)
-        )
+        pinned = [span for span in prompt.spans if span.is_cross_attended]
+        kept = {short_key(span.key): span.num_embeds * slot_bytes for span in pinned}
+        listed = _bill_items(prompt, block_size)
+        items = tuple(replace(item, encoder_cache_bytes=kept.get(item.key, 0)) for item in listed)
         video_tokens = sum(item.tokens for item in items if item.kind == "video")
         return Bill(
             text_tokens=len(prompt) - media,
@@ -383,9 +373,8 @@ def _bill_items(prompt: Prompt, block_size: int) -> Iterator[BillItem]:
 
 
 def takes_no_video(param: str | None = None) -> RequestError:
-    return RequestError(
-        "this model takes no videos; send pictures, or ask a model that does", code="unsupported", param=param
-    )
+    message = "this model takes no videos; send pictures, or ask a model that does"
+    return RequestError(message, code="unsupported", param=param)
 
 
 def _check_prompt(given: Any) -> None:
@@ -402,38 +391,31 @@ def _given_media(data: Any) -> tuple[list[ImageInput], list[Video]]:
     if not data:
         return [], []
     if not isinstance(data, Mapping):
-        raise RequestError("multi_modal_data must be a mapping such as {'image': picture}", param="multi_modal_data")
+        message = "multi_modal_data must be a mapping such as {'image': picture}"
+        raise RequestError(message, param="multi_modal_data")
     unknown = sorted(str(name) for name in set(data) - {"image", "video"})
     if unknown:
-        raise RequestError(
-            f"multi_modal_data takes image and video, not {', '.join(unknown)}", param="multi_modal_data"
-        )
-    return list(_listed(data.get("image"))), list(_videos(data.get("video")))
-
-
-def _videos(given: Any) -> Iterator[Video]:
-    """One video or a list of videos. A list of decoded images is one video."""
-    if given is None:
-        return
-    if not isinstance(given, (list, tuple)) or (given and all(map(_is_frame, given))):
-        yield Video(given, "multi_modal_data.video")
-        return
-    for index, video in enumerate(given):
-        yield Video(video, f"multi_modal_data.video[{index}]")
+        message = f"multi_modal_data takes image and video, not {', '.join(unknown)}"
+        raise RequestError(message, param="multi_modal_data")
+    videos = data.get("video")
+    is_video = isinstance(videos, (list, tuple)) and len(videos) > 0 and all(map(_is_frame, videos))
+    images = [ImageInput(*one) for one in _listed(data.get("image"), "multi_modal_data.image")]
+    if is_video:  # a list of decoded images is one video
+        return images, [Video(videos, "multi_modal_data.video")]
+    return images, [Video(*one) for one in _listed(videos, "multi_modal_data.video")]
 
 
 def _is_frame(value: Any) -> bool:
     return isinstance(value, Image.Image) or (isinstance(value, np.ndarray) and value.ndim < 4)
 
 
-def _listed(images: Any) -> Iterator[ImageInput]:
-    if images is None:
-        return
-    if not isinstance(images, (list, tuple)):
-        yield ImageInput(images, "multi_modal_data.image")
-        return
-    for index, image in enumerate(images):
-        yield ImageInput(image, f"multi_modal_data.image[{index}]")
+def _listed(given: Any, where: str) -> list[tuple[Any, str]]:
+    """One or a list of them, each with its path in the request."""
+    if given is None:
+        return []
+    if not isinstance(given, (list, tuple)):
+        return [(given, where)]
+    return [(one, f"{where}[{index}]") for index, one in enumerate(given)]
 
 
 def _are_whole(given: Any) -> bool:

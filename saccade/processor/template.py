@@ -63,9 +63,8 @@ def render(
 
 def required(template: str | None) -> str:
     if template is None:
-        raise ConfigError(
-            "the checkpoint has no chat template; add chat_template.jinja to its folder or use plain prompts"
-        )
+        remedy = "add chat_template.jinja to its folder or use plain prompts"
+        raise ConfigError(f"the checkpoint has no chat template; {remedy}")
     return template
 
 
@@ -87,11 +86,8 @@ def _joined(pieces: Iterable[str], maximum: int) -> str:
     for piece in pieces:
         left -= len(piece)
         if left < 0:
-            raise RequestError(
-                f"the model's chat template writes more than {maximum} characters for these messages; send less",
-                code="context_length_exceeded",
-                param="messages",
-            )
+            reason = f"the model's chat template writes more than {maximum} characters for these messages"
+            raise RequestError(f"{reason}; send less", code="context_length_exceeded", param="messages")
         written.append(piece)
     return "".join(written)
 
@@ -114,7 +110,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
     )
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
+    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
     return environment
 
 
@@ -135,7 +131,3 @@ def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, *
 
 def _raise_exception(message: str) -> NoReturn:
     raise _Refusal(message)
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)

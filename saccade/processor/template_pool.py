@@ -75,23 +75,18 @@ class TemplatePool:
         try:
             body = packed(context)
         except ValueError:
-            raise RequestError("a number in the messages or tools has thousands of digits", param="messages") from None
+            message = "a number in the messages or tools has thousands of digits"
+            raise RequestError(message, param="messages") from None
         if len(body) > self._max_bytes:
-            raise RequestError(
-                f"messages, tools and chat_template_kwargs have {len(body)} bytes, more than the context can hold "
-                f"({self._max_bytes} at most); send less",
-                code="context_length_exceeded",
-                param="messages",
-            )
+            given = f"messages, tools and chat_template_kwargs have {len(body)} bytes"
+            message = f"{given}, more than the context can hold ({self._max_bytes} at most); send less"
+            raise RequestError(message, code="context_length_exceeded", param="messages")
         return body
 
     def _ask_again(self, body: bytes) -> Reply:
         if not self._slow_slots.acquire(blocking=False):
-            raise RequestError(
-                f"{MAX_SLOW} chats that take the template long are open already; send this one later",
-                code="overloaded",
-                param="messages",
-            )
+            message = f"{MAX_SLOW} chats that take the template long are open already; send this one later"
+            raise RequestError(message, code="overloaded", param="messages")
         try:
             return self._slow.ask(body, self._seconds)
         finally:
@@ -102,7 +97,8 @@ class TemplatePool:
             return reply.text
         if reply.kind is Kind.BROKEN:
             logger.warning("chats are refused: %s", reply.text)
-            self._broken = ConfigError("the checkpoint's chat template cannot be compiled; the server's log says why")
+            message = "the checkpoint's chat template cannot be compiled; the server's log says why"
+            self._broken = ConfigError(message)
             raise self._broken
         if reply.kind in (Kind.REFUSED, Kind.TOO_LONG):
             code = "context_length_exceeded" if reply.kind is Kind.TOO_LONG else None
@@ -112,7 +108,8 @@ class TemplatePool:
             Kind.MEMORY: f"needed more than {MEMORY_MB} MiB for these messages",
         }
         why = reasons.get(reply.kind, "took too long or too much memory for these messages")
-        raise TemplateEnded(f"the model's chat template {why}; send less, or use another template", param="messages")
+        message = f"the model's chat template {why}; send less, or use another template"
+        raise TemplateEnded(message, param="messages")
 
 
 class _Lane:
@@ -211,8 +208,9 @@ class _Process:
         if not self._is_ready:
             first = self._receive()
             if first.kind is not Kind.TEXT:
-                limits = f"it takes more than {_COMPILE_SECONDS:g} s or {MEMORY_MB} MiB to compile the chat template"
-                return Reply(Kind.BROKEN, first.text or limits)
+                limits = f"{_COMPILE_SECONDS:g} s or {MEMORY_MB} MiB"
+                reason = f"it takes more than {limits} to compile the chat template"
+                return Reply(Kind.BROKEN, first.text or reason)
             self._is_ready = True
         self._send(body, seconds)
         return self._receive()

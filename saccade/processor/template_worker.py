@@ -137,9 +137,8 @@ def _limited(seconds: float) -> Iterator[None]:
     """
     last = math.ceil(time.process_time() + seconds) + 1
     _, maximum = resource.getrlimit(resource.RLIMIT_CPU)
-    resource.setrlimit(
-        resource.RLIMIT_CPU, (last if maximum == resource.RLIM_INFINITY else min(last, maximum), maximum)
-    )
+    last = last if maximum == resource.RLIM_INFINITY else min(last, maximum)
+    resource.setrlimit(resource.RLIMIT_CPU, (last, maximum))
     signal.setitimer(signal.ITIMER_PROF, seconds, _INSIST_SECONDS)
     try:
         yield

@@ -45,17 +45,16 @@ class Tokenizer:
             self._inner = _open(self._spec)
             self._inner.encode("a")  # a file that can be opened may still make every text fail
         self._path = path
-        self._named = _named_tokens(config)
-        _frame_as_asked(self._inner, config, self._named)
+        self.named_tokens: Mapping[str, str] = _named_tokens(config)  # by the names that templates use
+        _frame_as_asked(self._inner, config, self.named_tokens)
         self.is_bytewise = isinstance(self._inner.decoder, ByteLevel)
         self.piece = lru_cache(_MAX_PIECES)(partial(_piece, self._inner))
         added = self._inner.get_added_tokens_decoder()
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
+        known = {token.content: i for i, token in added.items()}
         guarded = {*self._special_ids, *protect}
-        named = set(self._named.values())
-        self._protected = {
-            t.content: i for i, t in added.items() if i in guarded or t.content in named or t.content in written
-        }
+        named = set(self.named_tokens.values())
+        self._protected = {t: i for t, i in known.items() if i in guarded or t in named or t in written}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of a raw prompt: control tokens in the text count, and the tokenizer adds its own."""
@@ -79,13 +78,9 @@ class Tokenizer:
         return token_id in self._special_ids
 
     @property
-    def named_tokens(self) -> Mapping[str, str]:
-        """bos_token, eos_token and so on as tokenizer_config.json gives them; templates use these names."""
-        return self._named
-
-    @property
     def eos_token_id(self) -> int | None:
-        return self._inner.token_to_id(self._named["eos_token"]) if "eos_token" in self._named else None
+        token = self.named_tokens.get("eos_token")
+        return None if token is None else self._inner.token_to_id(token)
 
     @cached_property
     def byte_ids(self) -> frozenset[int]:
@@ -106,7 +101,7 @@ class Tokenizer:
 
     def encode_template(self, rendered: str) -> list[int]:
         """Ids of a chat rendered from shielded text. BOS is added unless the template wrote it first."""
-        bos = self._named.get("bos_token")
+        bos = self.named_tokens.get("bos_token")
         ids = self._aliased.encode(rendered, self._shield.marker)
         if bos and rendered.startswith(bos):
             return ids
@@ -133,10 +128,7 @@ class Tokenizer:
 
 
 class _Shield:
-    """Breaks control tokens in client text with a secret marker.
-
-    A control token of one character cannot be broken; published ones are longer.
-    """
+    """Breaks control tokens in client text with a secret marker. One of a single character stays whole."""
 
     def __init__(self, protected: Mapping[str, int]) -> None:
         # Digits between private-use characters: no template filter (case, strip) changes them.
@@ -154,7 +146,7 @@ class _Shield:
         return self.marker.join(pieces)
 
     def _cuts(self, text: str) -> list[int]:
-        """Where markers go: inside control tokens, prefixes of one at the end, suffixes of one at the start."""
+        """Where markers go: inside control tokens, prefixes of one at the end, suffixes at the start."""
         inside = {match.start() + 1 for match in self._whole.finditer(text)} if self._whole else set()
         reach = range(1, min(self._longest, len(text)) + 1)
         at_end = {len(text) - n + 1 for n in reach if text[-n:] in self._heads}
@@ -193,10 +185,9 @@ class _AliasTokenizer:
         ids = _encode(self._inner, rendered.replace(marker, ""), add_special_tokens=False)
         forged = self._forged.intersection(ids)
         if forged:
-            raise RequestError(
-                f"the text contains {self._names[min(forged)]!r}, which this tokenizer cannot read as plain text",
-                param="messages",
-            )
+            name = self._names[min(forged)]
+            message = f"the text contains {name!r}, which this tokenizer cannot read as plain text"
+            raise RequestError(message, param="messages")
         return [self._real_ids.get(i, i) for i in ids]
 
 
@@ -265,9 +256,8 @@ def _reading(path: Path) -> Iterator[None]:
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # Rust panics are no Exception
-        raise ConfigError(
-            f"{path / 'tokenizer.json'} cannot be read as a tokenizer ({error}); download it again"
-        ) from None
+        message = f"{path / 'tokenizer.json'} cannot be read as a tokenizer ({error}); download it again"
+        raise ConfigError(message) from None
 
 
 def _open(spec: str) -> tokenizers.Tokenizer:
@@ -278,16 +268,16 @@ def _open(spec: str) -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def _frame_as_asked(tokenizer: tokenizers.Tokenizer, config: Mapping[str, Any], named: Mapping[str, str]) -> None:
+def _frame_as_asked(inner: tokenizers.Tokenizer, config: Mapping[str, Any], named: Mapping[str, str]) -> None:
     """LlamaTokenizer in Transformers takes add_bos_token and add_eos_token from tokenizer_config.json."""
     asked = config.get("add_bos_token")
     if not str(config.get("tokenizer_class")).startswith("LlamaTokenizer") or not isinstance(asked, bool):
         return
     before = [named["bos_token"]] if asked and "bos_token" in named else []
     after = [named["eos_token"]] if config.get("add_eos_token") is True and "eos_token" in named else []
-    ids = [(token, tokenizer.token_to_id(token)) for token in {*before, *after}]
+    ids = [(token, inner.token_to_id(token)) for token in {*before, *after}]
     if all(i is not None for _, i in ids):
-        tokenizer.post_processor = TemplateProcessing(single=[*before, "$A", *after], special_tokens=ids)
+        inner.post_processor = TemplateProcessing(single=[*before, "$A", *after], special_tokens=ids)
 
 
 def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
@@ -307,9 +297,8 @@ def _encode(inner: tokenizers.Tokenizer, text: str, add_special_tokens: bool) ->
     try:
         return inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
     except TypeError:
-        raise RequestError(
-            "the text holds half of a surrogate pair (U+D800 to U+DFFF), which is no character; send valid Unicode"
-        ) from None
+        half = "half of a surrogate pair (U+D800 to U+DFFF)"
+        raise RequestError(f"the text holds {half}, which is no character; send valid Unicode") from None
 
 
 def _any_of(tokens: Iterable[str]) -> str:

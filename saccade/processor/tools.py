@@ -37,10 +37,7 @@ NO_TOOLS = ToolPlan(None, calls=False)
 
 
 def tools_for_template(tools: Any, tool_choice: Any = None, scope: str = "") -> ToolPlan:
-    """Check OpenAI's tools and tool_choice. A required call is enforced by a schema made from the tools.
-
-    `scope` is the tenant under which the schema is cached.
-    """
+    """Check tools and tool_choice. A required call becomes a schema, cached for the tenant `scope`."""
     if tools is None:
         if tool_choice not in (None, "none"):
             raise RequestError("tool_choice needs tools to choose from", param="tool_choice")
@@ -63,33 +60,30 @@ def _check_tools(tools: Any) -> list[Tool]:
 
 
 def _check_tool(tool: Any, where: str) -> None:
-    if not isinstance(tool, Mapping) or tool.get("type") != "function" or not isinstance(tool.get("function"), Mapping):
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    if not isinstance(function, Mapping) or tool.get("type") != "function":
         raise RequestError('a tool must be {"type": "function", "function": {"name": ...}}', param=where)
-    name = tool["function"].get("name")
-    parameters = tool["function"].get("parameters")
+    name = function.get("name")
+    parameters = function.get("parameters")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise RequestError(
-            f"a function's name must have 1 to 64 letters, digits, _, - or ., not {quoted(name)}",
-            param=f"{where}.function.name",
-        )
+        message = f"a function's name must have 1 to 64 letters, digits, _, - or ., not {quoted(name)}"
+        raise RequestError(message, param=f"{where}.function.name")
     if parameters is not None and not isinstance(parameters, Mapping):
-        raise RequestError("a function's parameters must be a JSON schema", param=f"{where}.function.parameters")
+        message = "a function's parameters must be a JSON schema"
+        raise RequestError(message, param=f"{where}.function.parameters")
 
 
 def _named(tools: Sequence[Tool], tool_choice: Any) -> Tool:
     function = tool_choice.get("function") if isinstance(tool_choice, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str) or tool_choice.get("type") != "function":
-        raise RequestError(
-            'tool_choice must be "none", "auto", "required" or {"type": "function", "function": {"name": ...}}',
-            param="tool_choice",
-        )
+        named = '{"type": "function", "function": {"name": ...}}'
+        raise RequestError(f'tool_choice must be "none", "auto", "required" or {named}', param="tool_choice")
     for tool in tools:
         if tool["function"]["name"] == name:
             return tool
-    raise RequestError(
-        f"tool_choice names the function {quoted(name)}, which is not among the tools", param="tool_choice"
-    )
+    message = f"tool_choice names the function {quoted(name)}, which is not among the tools"
+    raise RequestError(message, param="tool_choice")
 
 
 def _call_schema(tools: Sequence[Tool], scope: str) -> str:
@@ -133,9 +127,8 @@ def _call_for_template(call: Any, where: str) -> Any:
     try:
         parsed = json.loads(arguments or "{}")
     except (ValueError, RecursionError):
-        raise RequestError(
-            "the arguments of a tool call must be JSON as text", param=f"{where}.function.arguments"
-        ) from None
+        message = "the arguments of a tool call must be JSON as text"
+        raise RequestError(message, param=f"{where}.function.arguments") from None
     return {**call, "function": {**function, "arguments": parsed}}
 
 
@@ -152,15 +145,14 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class CallStart:
-    """Start of a call: the function's name."""
-
     index: int
     id: str
     name: str
 
     def delta(self) -> dict[str, Any]:
         function = {"name": self.name, "arguments": ""}
-        return {"tool_calls": [{"index": self.index, "id": self.id, "type": "function", "function": function}]}
+        call = {"index": self.index, "id": self.id, "type": "function", "function": function}
+        return {"tool_calls": [call]}
 
 
 @dataclass(frozen=True, slots=True)

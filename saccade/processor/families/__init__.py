@@ -19,14 +19,7 @@ from saccade.processor.families.qwen2_vl import Qwen2VL
 from saccade.processor.families.qwen_vl import QwenVL
 from saccade.processor.families.text import Text
 
-_QWEN_VL = (
-    "qwen2_vl",
-    "qwen2_5_vl",
-    "qwen3_vl",
-    "qwen3_vl_moe",
-    "qwen3_5",
-    "qwen3_5_moe",
-)  # the rules are one, the settings differ
+_QWEN_VL = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 
 FAMILIES: dict[str, type[Family]] = {
     "deepseek_v2": Text,

@@ -128,9 +128,8 @@ def sequential_positions(token_ids: TokenIds) -> Positions:
 
 def in_order(min_pixels: int, max_pixels: int) -> tuple[int, int]:
     if min_pixels > max_pixels:
-        raise ConfigError(
-            f"min_pixels={min_pixels} is above max_pixels={max_pixels}; raise max_pixels or lower min_pixels"
-        )
+        limits = f"min_pixels={min_pixels} is above max_pixels={max_pixels}"
+        raise ConfigError(f"{limits}; raise max_pixels or lower min_pixels")
     return min_pixels, max_pixels
 
 
@@ -147,9 +146,8 @@ def check_agreement(file: str, given: Mapping[str, Any], ours: Mapping[str, int]
     """Two files of a checkpoint must agree: images are cut into the patches that the tower takes."""
     for name, here in ours.items():
         if given.get(name) not in (None, here):
-            raise ConfigError(
-                f"{file} says {name}={given[name]}, but config.json says {here}; the two files do not belong together"
-            )
+            reason = f"{file} says {name}={given[name]}, but config.json says {here}"
+            raise ConfigError(f"{reason}; the two files do not belong together")
 
 
 def tower_sides(vision: VisionConfig) -> dict[str, int]:
@@ -164,11 +162,8 @@ def tower_sides(vision: VisionConfig) -> dict[str, int]:
 def check_aspect_ratio(size: Size) -> None:
     ratio = max(size) / min(size)
     if ratio > MAX_ASPECT_RATIO:
-        raise RequestError(
-            f"the picture is {size.width}x{size.height}, an aspect ratio of {ratio:.1f}; at most {MAX_ASPECT_RATIO} is "
-            "allowed",
-            code="image_too_large",
-        )
+        given = f"the picture is {size.width}x{size.height}, an aspect ratio of {ratio:.1f}"
+        raise RequestError(f"{given}; at most {MAX_ASPECT_RATIO} is allowed", code="image_too_large")
 
 
 def tag(settings: Mapping[str, Any]) -> bytes:

@@ -16,18 +16,9 @@ import numpy as np
 from saccade.checkpoint.config import ModelConfig, VisionConfig
 from saccade.checkpoint.tokenizer_json import added_tokens
 from saccade.errors import ConfigError
-from saccade.processor.families.base import (
-    Expansion,
-    Files,
-    Positions,
-    TokenIds,
-    check_agreement,
-    check_aspect_ratio,
-    in_order,
-    sequential_positions,
-    tag,
-)
-from saccade.processor.families.llava_next import best_canvas
+from saccade.processor.families import base
+from saccade.processor.families.base import Expansion, Files, Positions, TokenIds
+from saccade.processor.families.llava_next import area, best_canvas
 from saccade.types import Geometry, Grid, Size, Span, Tiling
 
 _MAX_IN_TILES = 2  # images of one prompt; if there are more, each has one tile
@@ -82,12 +73,11 @@ class DeepseekVL2:
         processor = files.processor
         raw = files.config.raw
         if raw.get("tile_tag", "2D") != "2D":
-            raise ConfigError(
-                f"config.json says tile_tag={raw['tile_tag']!r}; rows of tiles are marked here, as by '2D'"
-            )
+            reason = f"config.json says tile_tag={raw['tile_tag']!r}"
+            raise ConfigError(f"{reason}; rows of tiles are marked here, as by '2D'")
         sizes = processor.get("candidate_resolutions") or raw.get("candidate_resolutions") or ()
         ours = {"patch_size": vision.patch_size, "downsample_ratio": vision.spatial_merge_size}
-        check_agreement("processor_config.json", processor, ours)
+        base.check_agreement("processor_config.json", processor, ours)
         return cls(
             tile=vision.image_size or 0,
             patch_size=vision.patch_size,
@@ -113,9 +103,9 @@ class DeepseekVL2:
 
     def policy(self, min_pixels: int | None, max_pixels: int | None) -> tuple[int, int]:
         """Limits on all tiles together. Images always fill their tiles, so there is no minimum."""
-        highest = max(map(_area, self.canvases)) if max_pixels is None else max_pixels
+        highest = max(map(area, self.canvases)) if max_pixels is None else max_pixels
         lowest = min(self.tile**2, highest) if min_pixels is None else min_pixels
-        return in_order(lowest, highest)
+        return base.in_order(lowest, highest)
 
     def max_pixels_for(self, images: int, max_pixels: int) -> int:
         return max_pixels if images <= _MAX_IN_TILES else min(max_pixels, self.tile**2)
@@ -123,15 +113,15 @@ class DeepseekVL2:
     def policy_tag(self, min_pixels: int, max_pixels: int) -> bytes:
         allowed = self._allowed(max_pixels)
         shape = {"tile": self.tile, "patch": self.patch_size, "merge": self.merge}
-        return tag({**self.settings, **shape, "canvases": allowed})
+        return base.tag({**self.settings, **shape, "canvases": allowed})
 
     def _allowed(self, max_pixels: int) -> list[Size]:
         """Canvases within the limit, or a single tile."""
-        within = [canvas for canvas in self.canvases if _area(canvas) <= max_pixels]
+        within = [canvas for canvas in self.canvases if area(canvas) <= max_pixels]
         return within or [Size(self.tile, self.tile)]
 
     def geometry(self, size: Size, min_pixels: int, max_pixels: int) -> Geometry:
-        check_aspect_ratio(size)
+        base.check_aspect_ratio(size)
         canvas = best_canvas(size, self._allowed(max_pixels))
         return self._of(canvas, size.inside(canvas))
 
@@ -154,26 +144,25 @@ class DeepseekVL2:
         return Expansion(np.full(geometry.tokens, self.image_token_id, np.int64), None)
 
     def positions(self, token_ids: TokenIds, spans: Sequence[Span], grids: Sequence[Grid]) -> Positions:
-        return sequential_positions(token_ids)
+        return base.sequential_positions(token_ids)
 
 
 def _vision(files: Files) -> VisionConfig:
     vision = files.config.vision
     if vision is None or vision.image_size is None:
-        raise ConfigError(
-            "config.json has no vision_config, or one without image_size, so this model takes no pictures"
-        )
+        reason = "config.json has no vision_config, or one without image_size"
+        raise ConfigError(f"{reason}, so this model takes no pictures")
     return vision
 
 
 def _canvases(given: Sequence[Sequence[int]], tile: int) -> tuple[Size, ...]:
     """[width, height] each. The first one is also the canvas of the whole image."""
     sizes = tuple(Size(int(width), int(height)) for width, height in given)
-    if not sizes or sizes[0].width != tile or any(min(s) < tile or s.width % tile or s.height % tile for s in sizes):
-        raise ConfigError(
-            f"candidate_resolutions {[list(size) for size in sizes]} must be made of tiles of {tile}x{tile} pixels, "
-            "which the vision tower takes, and begin with one that is as wide"
-        )
+    wrong = [size for size in sizes if min(size) < tile or size.width % tile or size.height % tile]
+    if wrong or not sizes or sizes[0].width != tile:
+        named = f"candidate_resolutions {[list(size) for size in sizes]}"
+        rule = f"be made of tiles of {tile}x{tile} pixels, which the vision tower takes"
+        raise ConfigError(f"{named} must {rule}, and begin with one that is as wide")
     return sizes
 
 
@@ -189,7 +178,3 @@ def _image_token(files: Files) -> int:
     if found is None:
         raise ConfigError(f"tokenizer.json has no token {name!r}, which stands for a picture; add it there")
     return found
-
-
-def _area(size: Size) -> int:
-    return size.width * size.height

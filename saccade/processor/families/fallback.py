@@ -13,17 +13,10 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 from PIL import Image
 
-from saccade.checkpoint.hf_processor import check_inputs, load_processor, placeholder, processed, raised, refusal
+from saccade.checkpoint import hf_processor
 from saccade.errors import RequestError
-from saccade.processor.families.base import (
-    Expansion,
-    Files,
-    Positions,
-    TokenIds,
-    check_aspect_ratio,
-    sequential_positions,
-    tag,
-)
+from saccade.processor.families import base
+from saccade.processor.families.base import Expansion, Files, Positions, TokenIds
 from saccade.types import Geometry, Grid, Size, Span
 
 MAX_PIXELS = 25_000_000
@@ -31,7 +24,8 @@ MAX_PIXELS = 25_000_000
 _ORDINARY = Size(512, 384)
 _RATIOS = (1, 5 / 4, 4 / 3, 3 / 2, 16 / 9, 2, 5 / 2, 3, 4, 5, 6, 8)
 _WIDE = [Size(1280, round(1280 / ratio)) for ratio in _RATIOS]
-_TRIED = [*_WIDE, *(Size(height, width) for width, height in _WIDE), Size(64, 64), Size(512, 512), Size(2048, 2048)]
+_TALL = [Size(height, width) for width, height in _WIDE]
+_TRIED = [*_WIDE, *_TALL, Size(64, 64), Size(512, 512), Size(2048, 2048)]
 
 
 class Counted(NamedTuple):
@@ -53,24 +47,23 @@ class Fallback:
     @classmethod
     def from_checkpoint(cls, files: Files) -> Self:
         config = files.config
-        if config.vision is None or config.image_token_id is None:
-            raise refusal(config.model_type, "config.json has no vision_config or no image_token_id")
-        processor = load_processor(files.path, config.model_type)
-        token = placeholder(processor, config.model_type, config.image_token_id)
-        check_inputs(processor, files.path, config.model_type, token)
+        kind = config.model_type
+        embedded = config.image_token_id
+        if config.vision is None or embedded is None:
+            raise hf_processor.refusal(kind, "config.json has no vision_config or no image_token_id")
+        processor = hf_processor.load_processor(files.path, kind)
+        token = hf_processor.placeholder(processor, kind, embedded)
+        hf_processor.check_inputs(processor, files.path, kind, token)
         count = lru_cache(4096)(lambda size: _count(processor, token, size))
         written = processor.tokenizer.convert_tokens_to_ids(token)
         settings = repr(processor.image_processor)
-        made = cls(written, config.image_token_id, config.vision.patch_size, count, settings, config.text.rope_switch)
-        made._try(config.model_type)
-        return made
-
-    def _try(self, model_type: str) -> None:
         try:
-            self.count(_ORDINARY)
+            count(_ORDINARY)
         except Exception as error:
             size = f"{_ORDINARY.width}x{_ORDINARY.height}"
-            raise refusal(model_type, f"its processor fails on a picture of {size} pixels: {raised(error)}") from error
+            reason = f"its processor fails on a picture of {size} pixels: {hf_processor.raised(error)}"
+            raise hf_processor.refusal(kind, reason) from error
+        return cls(written, embedded, config.vision.patch_size, count, settings, config.text.rope_switch)
 
     @property
     def placeholder_ids(self) -> tuple[int, ...]:
@@ -80,16 +73,14 @@ class Fallback:
         return 1, MAX_PIXELS
 
     def policy_tag(self, min_pixels: int, max_pixels: int) -> bytes:
-        return tag({"processor": self.settings})
+        return base.tag({"processor": self.settings})
 
     def geometry(self, size: Size, min_pixels: int, max_pixels: int) -> Geometry:
-        check_aspect_ratio(size)
+        base.check_aspect_ratio(size)
         if size.width * size.height > MAX_PIXELS:
-            raise RequestError(
-                f"the picture is {size.width}x{size.height} pixels, and at most {MAX_PIXELS} are allowed for a model "
-                "that is served through Transformers",
-                code="image_too_large",
-            )
+            given = f"the picture is {size.width}x{size.height} pixels, and at most {MAX_PIXELS} are allowed"
+            message = f"{given} for a model that is served through Transformers"
+            raise RequestError(message, code="image_too_large")
         counted = self._counted(size)
         rows = counted.tile.height // self.patch_size
         columns = counted.tile.width // self.patch_size
@@ -100,10 +91,8 @@ class Fallback:
         try:
             return self.count(size)
         except Exception:  # a processor may raise anything about an image
-            raise RequestError(
-                f"the model's own processor takes no pictures of {size.width}x{size.height} pixels",
-                code="invalid_image",
-            ) from None
+            message = f"the model's own processor takes no pictures of {size.width}x{size.height} pixels"
+            raise RequestError(message, code="invalid_image") from None
 
     def largest(self, min_pixels: int, max_pixels: int) -> Geometry:
         """The largest of many sizes tried. An image that costs still more is refused when it comes."""
@@ -119,7 +108,7 @@ class Fallback:
 
     def positions(self, token_ids: TokenIds, spans: Sequence[Span], grids: Sequence[Grid]) -> Positions:
         """LongRoPE needs a second row: the last position of the token's prompt, which selects the factors."""
-        positions, next_position = sequential_positions(token_ids)
+        positions, next_position = base.sequential_positions(token_ids)
         if self.rope_switch is None:
             return positions, next_position
         return np.concatenate([positions, np.full_like(positions, next_position - 1)]), next_position
@@ -131,6 +120,6 @@ class Fallback:
 
 
 def _count(processor: Any, token: str, size: Size) -> Counted:
-    made = processed(processor, token, Image.new("RGB", size))
+    made = hf_processor.processed(processor, token, Image.new("RGB", size))
     *tiles, _, height, width = made["pixel_values"].shape
     return Counted(tuple(made["input_ids"][0].tolist()), math.prod(tiles), Size(width, height))

@@ -17,17 +17,13 @@ import numpy.typing as npt
 
 from saccade.costs import kept_tokens
 from saccade.errors import ConfigError
-from saccade.processor.families.base import (
-    Files,
-    Positions,
-    check_agreement,
-    check_aspect_ratio,
-    pixel_settings,
-    tag,
-    tower_sides,
-)
+from saccade.processor.families import base
+from saccade.processor.families.base import Files, Positions
 from saccade.processor.families.qwen2_vl import edges_of, fit, largest_fit
 from saccade.types import Geometry, Grid, Size, Span
+
+_MIN_TOKENS = 128  # of a video, what the Hugging Face processor assumes when a checkpoint is silent
+_MAX_TOKENS = 768
 
 Indices = npt.NDArray[np.int64]
 
@@ -49,8 +45,6 @@ class PixelLimits(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class VideoRules:
-    """One checkpoint's rules."""
-
     token_id: int  # placeholder of a video, and of each of its embeddings
     patch_size: int
     merge_size: int
@@ -76,14 +70,16 @@ class VideoRules:
 
     def choose(self, total: int, rate: float, wanted: Sampling) -> Indices:
         """Sampled indices of `total` frames at `rate` frames a second."""
-        return _first_to_last(self, total, rate, wanted) if self.fence else _even_steps(self, total, rate, wanted)
+        choose = _first_to_last if self.fence else _even_steps
+        return choose(self, total, rate, wanted)
 
     def geometry(self, size: Size, num_frames: int, limits: PixelLimits) -> Geometry:
         """Geometry of one group in a video of so many frames."""
         highest = self._highest(num_frames, limits)
         if self.is_total:
-            return self._of(_fit_all(size, max(num_frames, self.group), self.group, self.token_side, limits, highest))
-        check_aspect_ratio(size)
+            frames = max(num_frames, self.group)
+            return self._of(_fit_all(size, frames, self.group, self.token_side, limits, highest))
+        base.check_aspect_ratio(size)
         return self._of(fit(size, self.token_side, limits.min_pixels, highest))
 
     def largest(self, limits: PixelLimits) -> Geometry:
@@ -105,7 +101,7 @@ class VideoRules:
         """Every setting that decides the tower's pixels and how many embeddings stay, for the key."""
         sides = {"patch": self.patch_size, "merge": self.merge_size, "group": self.group}
         kept = {} if geometry.cells is None else {"kept": geometry.slots}
-        return tag({**self.settings, **sides, "resized": geometry.resized, **kept})
+        return base.tag({**self.settings, **sides, "resized": geometry.resized, **kept})
 
     def step(self, group_seconds: float) -> float:
         """RoPE positions from one group to the next along the time axis."""
@@ -146,75 +142,64 @@ def published() -> VideoRules:
     )
 
 
-class _Defaults(NamedTuple):
-    """Defaults of the Hugging Face video processor."""
-
-    min_tokens: int
-    max_tokens: int
-    frame_tokens: int
-
-
 def qwen2_vl(files: Files) -> VideoRules | None:
-    return _rules(files, _Defaults(128, 768, 128_000))
+    return _rules(files, 128_000)
 
 
 def qwen2_5_vl(files: Files) -> VideoRules | None:
     per_second = files.config.raw["vision_config"].get("tokens_per_second", 4)
-    return _rules(files, _Defaults(128, 768, 128_000), tokens_per_second=float(per_second))
+    return _rules(files, 128_000, per_second=float(per_second))
 
 
 def qwen3_vl(files: Files) -> VideoRules | None:
     first = files.config.raw.get("vision_start_token_id")
     last = files.config.raw.get("vision_end_token_id")
     if first is None or last is None:
-        raise ConfigError("config.json has no vision_start_token_id or vision_end_token_id, which video needs")
-    return _rules(files, _Defaults(128, 768, 768), fence=(first, last))
+        message = "config.json has no vision_start_token_id or vision_end_token_id, which video needs"
+        raise ConfigError(message)
+    return _rules(files, 768, fence=(first, last))
 
 
 def _rules(
-    files: Files,
-    silent: _Defaults,
-    *,
-    tokens_per_second: float | None = None,
-    fence: tuple[int, int] | None = None,
+    files: Files, frame_tokens: int, *, per_second: float | None = None, fence: tuple[int, int] | None = None
 ) -> VideoRules | None:
-    """None for a checkpoint without a video token."""
+    """None for a checkpoint without a video token. `frame_tokens` is the Hugging Face processor's default."""
     config = files.config
     given = files.video_processor or files.image_processor
     if config.video_token_id is None or config.vision is None:
         return None
-    check_agreement("the video processor", given, tower_sides(config.vision))
+    base.check_agreement("the video processor", given, base.tower_sides(config.vision))
     patch = config.vision.patch_size
     merge = config.vision.spatial_merge_size
     size = edges_of(given)
     area = (patch * merge) ** 2
+    capped = given.get("max_video_tokens", frame_tokens)
     _check_same_pixels(files)
     return VideoRules(
         token_id=config.video_token_id,
         patch_size=patch,
         merge_size=merge,
         group=config.vision.temporal_patch_size,
-        min_pixels=given.get("min_pixels") or size.get("shortest_edge") or silent.min_tokens * area,
-        max_pixels=given.get("max_pixels") or size.get("longest_edge") or silent.max_tokens * area,
+        min_pixels=given.get("min_pixels") or size.get("shortest_edge") or _MIN_TOKENS * area,
+        max_pixels=given.get("max_pixels") or size.get("longest_edge") or _MAX_TOKENS * area,
         min_frames=given.get("min_frames") or 4,
         max_frames=given.get("max_frames") or 768,
         is_total=fence is not None,
-        frame_tokens=given.get("max_video_tokens", silent.frame_tokens) if given.get("cap_pixels_per_frame") else None,
-        tokens_per_second=tokens_per_second,
+        frame_tokens=capped if given.get("cap_pixels_per_frame") else None,
+        tokens_per_second=per_second,
         fence=fence,
-        settings=pixel_settings(given),
+        settings=base.pixel_settings(given),
     )
 
 
 def _check_same_pixels(files: Files) -> None:
     """The tower preprocesses images and videos in the same way."""
-    images = pixel_settings(files.image_processor)
-    video = pixel_settings(files.video_processor)
-    differing = sorted(name for name in images.keys() & video.keys() if images[name] != video[name])
-    if differing:
-        raise ConfigError(
-            f"the checkpoint prepares pictures and videos differently ({', '.join(differing)}), which is not supported"
-        )
+    images = base.pixel_settings(files.image_processor)
+    video = base.pixel_settings(files.video_processor)
+    names = ", ".join(sorted(name for name in images.keys() & video.keys() if images[name] != video[name]))
+    if names:
+        reason = f"the checkpoint prepares pictures and videos differently ({names})"
+        raise ConfigError(f"{reason}, which is not supported")
 
 
 def _even_steps(rules: VideoRules, total: int, rate: float, wanted: Sampling) -> Indices:
@@ -262,7 +247,7 @@ def _fit_all(size: Size, frames: int, group: int, side: int, limits: PixelLimits
         scale = max(side / size.height, side / size.width)
         size = Size(int(size.width * scale), int(size.height * scale))
     width, height = size
-    check_aspect_ratio(size)
+    base.check_aspect_ratio(size)
     rounded = Size(round(width / side) * side, round(height / side) * side)
     volume = round(frames / group) * group * rounded.width * rounded.height
     if volume > highest:

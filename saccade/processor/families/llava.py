@@ -9,18 +9,8 @@ from typing import Any, Self
 import numpy as np
 
 from saccade.errors import ConfigError
-from saccade.processor.families.base import (
-    Expansion,
-    Files,
-    Positions,
-    TokenIds,
-    check_agreement,
-    check_aspect_ratio,
-    pixel_settings,
-    sequential_positions,
-    tag,
-    vision_and_token,
-)
+from saccade.processor.families import base
+from saccade.processor.families.base import Expansion, Files, Positions, TokenIds
 from saccade.types import Geometry, Grid, Size, Span
 
 _DEFAULT_SIDE = 224  # what CLIP's image processor assumes when a checkpoint is silent
@@ -38,25 +28,25 @@ class Llava:
 
     @classmethod
     def from_checkpoint(cls, files: Files) -> Self:
-        vision, token = vision_and_token(files)
+        vision, token = base.vision_and_token(files)
         given = files.image_processor
         processor = files.processor
         if given.get("do_pad"):
-            raise ConfigError("the image processor says do_pad=true, but pictures are cropped here, not padded")
+            message = "the image processor says do_pad=true, but pictures are cropped here, not padded"
+            raise ConfigError(message)
         short_side, crop = _resize_and_crop(given)
-        check_agreement("processor_config.json", processor, {"patch_size": vision.patch_size})
+        base.check_agreement("processor_config.json", processor, {"patch_size": vision.patch_size})
         if vision.image_size is not None and set(crop) != {vision.image_size}:
-            raise ConfigError(
-                f"the image processor's crop_size (or size) makes {crop.width}x{crop.height} pixels of a picture, but "
-                f"the vision tower takes image_size={vision.image_size}"
-            )
+            size = f"{crop.width}x{crop.height}"
+            made = f"the image processor's crop_size (or size) makes {size} pixels of a picture"
+            raise ConfigError(f"{made}, but the vision tower takes image_size={vision.image_size}")
         return cls(
             short_side=short_side,
             crop=crop,
             patch_size=vision.patch_size,
             extra_tokens=_extra_tokens(processor, files.config.raw),
             image_token_id=token,
-            settings=pixel_settings(given),
+            settings=base.pixel_settings(given),
         )
 
     @property
@@ -69,10 +59,11 @@ class Llava:
         return pixels, pixels
 
     def policy_tag(self, min_pixels: int, max_pixels: int) -> bytes:
-        return tag({**self.settings, "short_side": self.short_side, "crop": self.crop, "patch": self.patch_size})
+        sides = {"short_side": self.short_side, "crop": self.crop, "patch": self.patch_size}
+        return base.tag({**self.settings, **sides})
 
     def geometry(self, size: Size, min_pixels: int, max_pixels: int) -> Geometry:
-        check_aspect_ratio(size)
+        base.check_aspect_ratio(size)
         return self._of(self._resized(size))
 
     def largest(self, min_pixels: int, max_pixels: int) -> Geometry:
@@ -93,7 +84,7 @@ class Llava:
         return Expansion(np.full(geometry.tokens, self.image_token_id, np.int64), None)
 
     def positions(self, token_ids: TokenIds, spans: Sequence[Span], grids: Sequence[Grid]) -> Positions:
-        return sequential_positions(token_ids)
+        return base.sequential_positions(token_ids)
 
 
 def _resize_and_crop(given: Mapping[str, Any]) -> tuple[int | None, Size]:
@@ -103,13 +94,13 @@ def _resize_and_crop(given: Mapping[str, Any]) -> tuple[int | None, Size]:
     own = _DEFAULT_SIDE if given.get("crop_size") is None else given["crop_size"]
     crop = own if given.get("do_center_crop", _crops(given, size)) else size
     if not given.get("do_resize", True):
-        raise ConfigError("the image processor says do_resize=false; the vision tower takes pictures of one size only")
+        message = "the image processor says do_resize=false; the vision tower takes pictures of one size only"
+        raise ConfigError(message)
     if isinstance(crop, int):
         crop = {"height": crop, "width": crop}
     if not crop.get("height") or not crop.get("width"):
-        raise ConfigError(
-            f"the image processor neither crops nor resizes to one height and width (size={size}, crop_size={own})"
-        )
+        found = f"size={size}, crop_size={own}"
+        raise ConfigError(f"the image processor neither crops nor resizes to one height and width ({found})")
     return short_side, Size(crop["width"], crop["height"])
 
 
@@ -123,19 +114,17 @@ def _extra_tokens(processor: Mapping[str, Any], raw: Mapping[str, Any]) -> int:
 
     A processor without patch_size does not count it, so the tower's own output decides.
     """
-    strategy = processor.get("vision_feature_select_strategy") or raw.get("vision_feature_select_strategy", "default")
-    if strategy not in ("default", "full") or raw.get("vision_feature_select_strategy", strategy) != strategy:
-        raise ConfigError(
-            f"vision_feature_select_strategy must be default or full in both files, not {strategy!r} in "
-            f"processor_config.json and {raw.get('vision_feature_select_strategy')!r} in config.json"
-        )
+    name = "vision_feature_select_strategy"
+    in_config = raw.get(name)
+    strategy = processor.get(name) or in_config or "default"
+    if strategy not in ("default", "full") or in_config not in (None, strategy):
+        found = f"{strategy!r} in processor_config.json and {in_config!r} in config.json"
+        raise ConfigError(f"{name} must be default or full in both files, not {found}")
     own = 0 if (raw.get("vision_config") or {}).get("model_type") == "siglip_vision_model" else 1
     added = processor.get("num_additional_image_tokens") if processor.get("patch_size") else own
     dropped = 1 if strategy == "default" else 0
     extra = (own if added is None else int(added)) - dropped
     if extra < 0:
-        raise ConfigError(
-            f"processor_config.json counts {added} extra image tokens but drops {dropped}; set "
-            "num_additional_image_tokens to 1, the tower's class token"
-        )
+        reason = f"processor_config.json counts {added} extra image tokens but drops {dropped}"
+        raise ConfigError(f"{reason}; set num_additional_image_tokens to 1, the tower's class token")
     return extra

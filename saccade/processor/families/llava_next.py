@@ -16,21 +16,11 @@ import numpy as np
 
 from saccade.checkpoint.config import VisionConfig
 from saccade.errors import ConfigError
-from saccade.processor.families.base import (
-    Expansion,
-    Files,
-    Positions,
-    TokenIds,
-    check_aspect_ratio,
-    in_order,
-    pixel_settings,
-    sequential_positions,
-    tag,
-    vision_and_token,
-)
+from saccade.processor.families import base
+from saccade.processor.families.base import Expansion, Files, Positions, TokenIds
 from saccade.types import Geometry, Grid, Size, Span, Tiling
 
-_PINPOINTS = ((336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008))  # (height, width), as published
+_PINPOINTS = (Size(672, 336), Size(336, 672), Size(672, 672), Size(336, 1008), Size(1008, 336))  # published
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,20 +35,19 @@ class LlavaNext:
 
     @classmethod
     def from_checkpoint(cls, files: Files) -> Self:
-        vision, token = vision_and_token(files)
+        vision, token = base.vision_and_token(files)
         given = files.image_processor
-        raw = files.config.raw
-        if raw.get("vision_feature_select_strategy", "default") != "default":
-            raise ConfigError("vision_feature_select_strategy must be default: tiles have no place for class tokens")
+        if files.config.raw.get("vision_feature_select_strategy", "default") != "default":
+            message = "vision_feature_select_strategy must be default: tiles have no place for class tokens"
+            raise ConfigError(message)
         tile = tile_side(given, vision)
         return cls(
             tile=tile,
             patch_size=vision.patch_size,
-            pinpoints=read_pinpoints(given.get("image_grid_pinpoints") or raw.get("image_grid_pinpoints"), tile)
-            or tuple(Size(width, height) for height, width in _PINPOINTS),
+            pinpoints=read_pinpoints(files, tile) or _PINPOINTS,
             image_token_id=token,
             placeholder_ids=(token,),
-            settings=pixel_settings(given),
+            settings=base.pixel_settings(given),
         )
 
     @property
@@ -68,22 +57,22 @@ class LlavaNext:
 
     def policy(self, min_pixels: int | None, max_pixels: int | None) -> tuple[int, int]:
         """Limits on all tiles together. Images always fill their tiles, so there is no minimum."""
-        areas = [_area(pinpoint) for pinpoint in self.pinpoints]
+        areas = [area(pinpoint) for pinpoint in self.pinpoints]
         highest = max(areas) if max_pixels is None else max_pixels
         lowest = min(*areas, highest) if min_pixels is None else min_pixels
-        return in_order(lowest, highest)
+        return base.in_order(lowest, highest)
 
     def policy_tag(self, min_pixels: int, max_pixels: int) -> bytes:
         allowed = self._allowed(max_pixels)
-        return tag({**self.settings, "tile": self.tile, "patch": self.patch_size, "pinpoints": allowed})
+        return base.tag({**self.settings, "tile": self.tile, "patch": self.patch_size, "pinpoints": allowed})
 
     def _allowed(self, max_pixels: int) -> list[Size]:
         """Pinpoints within the limit, or the smallest one."""
-        within = [pinpoint for pinpoint in self.pinpoints if _area(pinpoint) <= max_pixels]
-        return within or [min(self.pinpoints, key=_area)]
+        within = [pinpoint for pinpoint in self.pinpoints if area(pinpoint) <= max_pixels]
+        return within or [min(self.pinpoints, key=area)]
 
     def geometry(self, size: Size, min_pixels: int, max_pixels: int) -> Geometry:
-        check_aspect_ratio(size)
+        base.check_aspect_ratio(size)
         target = best_canvas(size, self._allowed(max_pixels))
         return self._of(target, _fitted(size, target), self._kept(size, target))
 
@@ -129,19 +118,19 @@ class LlavaNext:
         return Expansion(np.full(geometry.tokens, self.image_token_id, np.int64), None)
 
     def positions(self, token_ids: TokenIds, spans: Sequence[Span], grids: Sequence[Grid]) -> Positions:
-        return sequential_positions(token_ids)
+        return base.sequential_positions(token_ids)
 
 
 def tile_side(given: Mapping[str, Any], vision: VisionConfig) -> int:
     """The tower's input size, which the image processor must agree with."""
     if not given.get("do_resize", True):
-        raise ConfigError("the image processor says do_resize=false; the vision tower takes tiles of one size only")
+        message = "the image processor says do_resize=false; the vision tower takes tiles of one size only"
+        raise ConfigError(message)
     sides = {side for name in ("size", "crop_size") for side in _sides(given.get(name))}
     if vision.image_size is None or sides - {vision.image_size}:
-        raise ConfigError(
-            f"the image processor makes tiles of {sorted(sides)} pixels, but the vision tower takes "
-            f"{vision.image_size} (vision_config.image_size)"
-        )
+        made = f"the image processor makes tiles of {sorted(sides)} pixels"
+        tower = f"the vision tower takes {vision.image_size} (vision_config.image_size)"
+        raise ConfigError(f"{made}, but {tower}")
     return vision.image_size
 
 
@@ -151,18 +140,19 @@ def _sides(size: Any) -> Iterable[int]:
     return [side for side in (size or {}).values() if side is not None]
 
 
-def read_pinpoints(given: Any, tile: int) -> tuple[Size, ...]:
+def read_pinpoints(files: Files, tile: int) -> tuple[Size, ...]:
     """[height, width] each; empty if the checkpoint names none."""
+    name = "image_grid_pinpoints"
+    given = files.image_processor.get(name) or files.config.raw.get(name)
     sizes = tuple(Size(int(width), int(height)) for height, width in given or ())
     wrong = [size for size in sizes if size.width % tile or size.height % tile or not min(size)]
     if wrong:
-        raise ConfigError(
-            f"image_grid_pinpoints holds {list(reversed(wrong[0]))}, which is not made of tiles of {tile}x{tile} pixels"
-        )
+        first = list(reversed(wrong[0]))
+        raise ConfigError(f"{name} holds {first}, which is not made of tiles of {tile}x{tile} pixels")
     return sizes
 
 
-def _area(size: Size) -> int:
+def area(size: Size) -> int:
     return size.width * size.height
 
 
@@ -171,8 +161,8 @@ def best_canvas(size: Size, pinpoints: Sequence[Size]) -> Size:
 
     def worth(pinpoint: Size) -> tuple[int, int]:
         scale = min(pinpoint.width / size.width, pinpoint.height / size.height)
-        shown = min(int(size.width * scale) * int(size.height * scale), _area(size))
-        return shown, shown - _area(pinpoint)
+        shown = min(int(size.width * scale) * int(size.height * scale), area(size))
+        return shown, shown - area(pinpoint)
 
     return max(pinpoints, key=worth)
 

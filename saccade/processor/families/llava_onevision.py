@@ -26,16 +26,18 @@ class LlavaOnevision(LlavaNext):
         given = files.image_processor
         raw = files.config.raw
         if raw.get("vision_feature_select_strategy", "full") != "full":
-            raise ConfigError("vision_feature_select_strategy must be full: the tower has no class token to drop")
+            message = "vision_feature_select_strategy must be full: the tower has no class token to drop"
+            raise ConfigError(message)
         if raw["vision_config"].get("model_type") != _TOWER:
-            raise ConfigError(f"config.json: vision_config.model_type must be {_TOWER}: tiles have no class tokens")
+            message = f"config.json: vision_config.model_type must be {_TOWER}: tiles have no class tokens"
+            raise ConfigError(message)
         tile = tile_side(given, vision)
         counts = range(1, _MAX_TILES + 1)
         max_tiles = _max_tiles(files.processor.get("vision_aspect_ratio") or raw.get("vision_aspect_ratio"))
         return cls(
             tile=tile,
             patch_size=vision.patch_size,
-            pinpoints=read_pinpoints(given.get("image_grid_pinpoints") or raw.get("image_grid_pinpoints"), tile)
+            pinpoints=read_pinpoints(files, tile)
             or tuple(Size(columns * tile, rows * tile) for rows in counts for columns in counts),
             image_token_id=token,
             placeholder_ids=tuple(i for i in (token, files.config.video_token_id) if i is not None),

@@ -16,19 +16,8 @@ import numpy as np
 
 from saccade.checkpoint.tokenizer_json import added_tokens
 from saccade.errors import ConfigError
-from saccade.processor.families.base import (
-    MAX_ASPECT_RATIO,
-    Expansion,
-    Files,
-    Positions,
-    TokenIds,
-    check_aspect_ratio,
-    in_order,
-    pixel_settings,
-    sequential_positions,
-    tag,
-    vision_and_token,
-)
+from saccade.processor.families import base
+from saccade.processor.families.base import Expansion, Files, Positions, TokenIds
 from saccade.types import Geometry, Grid, Size, Span
 
 _LONGEST_EDGE = 1024  # what the image processor assumes when a checkpoint is silent
@@ -47,10 +36,11 @@ class Mistral3:
 
     @classmethod
     def from_checkpoint(cls, files: Files) -> Self:
-        vision, token = vision_and_token(files)
+        vision, token = base.vision_and_token(files)
         given = files.image_processor
         if not given.get("do_resize", True):
-            raise ConfigError("the image processor says do_resize=false; pictures must be resized to whole patches")
+            message = "the image processor says do_resize=false; pictures must be resized to whole patches"
+            raise ConfigError(message)
         break_token = files.processor.get("image_break_token") or "[IMG_BREAK]"
         end_token = files.processor.get("image_end_token") or "[IMG_END]"
         break_id, end_id = _token_ids(files.path, [break_token, end_token], token)
@@ -61,7 +51,7 @@ class Mistral3:
             image_token_id=token,
             break_token_id=break_id,
             end_token_id=end_id,
-            settings=pixel_settings(given),
+            settings=base.pixel_settings(given),
         )
 
     @property
@@ -76,19 +66,20 @@ class Mistral3:
     def policy(self, min_pixels: int | None, max_pixels: int | None) -> tuple[int, int]:
         highest = self._max_pixels if max_pixels is None else max_pixels
         lowest = 1 if min_pixels is None else min_pixels  # small images stay small
-        return in_order(lowest, highest)
+        return base.in_order(lowest, highest)
 
     @property
     def _max_pixels(self) -> int:
         """Pixels of the largest image, with its sides rounded up to whole tokens."""
-        return _up(self.edges.width, self.token_side) * _up(self.edges.height, self.token_side) * self.token_side**2
+        tokens = math.prod(_up(edge, self.token_side) for edge in self.edges)
+        return tokens * self.token_side**2
 
     def policy_tag(self, min_pixels: int, max_pixels: int) -> bytes:
         sides = {"patch": self.patch_size, "merge": self.merge_size, "edges": self.edges}
-        return tag({**self.settings, **sides, "min_pixels": min_pixels, "max_pixels": max_pixels})
+        return base.tag({**self.settings, **sides, "min_pixels": min_pixels, "max_pixels": max_pixels})
 
     def geometry(self, size: Size, min_pixels: int, max_pixels: int) -> Geometry:
-        check_aspect_ratio(size)
+        base.check_aspect_ratio(size)
         fitted = self._fitted(size, min_pixels, max_pixels)
         side = self.token_side
         columns = _up(fitted.width, side)
@@ -123,10 +114,11 @@ class Mistral3:
         max_columns = _up(self.edges.width, side)
         max_rows = _up(self.edges.height, side)
         allowed = max(1, max_pixels // side**2)
-        thin = max(1, math.isqrt(MAX_ASPECT_RATIO * max_pixels) // side)  # a strip less than a token wide
+        thin = max(1, math.isqrt(base.MAX_ASPECT_RATIO * max_pixels) // side)  # less than a token wide
         yield min(max_columns, max(allowed, thin)), 1
         yield 1, min(max_rows, max(allowed, thin))
-        yield from ((min(max_columns, allowed // rows), rows) for rows in range(1, min(max_rows, allowed) + 1))
+        for rows in range(1, min(max_rows, allowed) + 1):
+            yield min(max_columns, allowed // rows), rows
 
     def _of(self, columns: int, rows: int) -> Geometry:
         resized = Size(columns * self.token_side, rows * self.token_side)
@@ -142,7 +134,7 @@ class Mistral3:
         return Expansion(ids.ravel(), tuple(row * rows))
 
     def positions(self, token_ids: TokenIds, spans: Sequence[Span], grids: Sequence[Grid]) -> Positions:
-        return sequential_positions(token_ids)
+        return base.sequential_positions(token_ids)
 
 
 def _up(length: int, side: int) -> int:
@@ -157,7 +149,8 @@ def _edges(size: Any) -> Size:
         return Size(size, size)
     width, height = (size.get("longest_edge") or size.get(name) for name in ("width", "height"))
     if not width or not height:
-        raise ConfigError(f"the image processor's size needs longest_edge, or height and width, not {dict(size)}")
+        message = f"the image processor's size needs longest_edge, or height and width, not {dict(size)}"
+        raise ConfigError(message)
     return Size(width, height)
 
 
@@ -169,8 +162,6 @@ def _token_ids(folder: Path, names: Sequence[str], without: int) -> list[int]:
     ids = added_tokens(file)
     missing = [name for name in names if name not in ids]
     if missing:
-        raise ConfigError(
-            f"tokenizer.json has no token {' and '.join(missing)}, which ends a picture's rows (image_break_token and "
-            "image_end_token in processor_config.json)"
-        )
+        reason = f"tokenizer.json has no token {' and '.join(missing)}, which ends a picture's rows"
+        raise ConfigError(f"{reason} (image_break_token and image_end_token in processor_config.json)")
     return [ids[name] for name in names]

@@ -11,18 +11,8 @@ import numpy as np
 
 from saccade import costs
 from saccade.errors import ConfigError
-from saccade.processor.families.base import (
-    Expansion,
-    Files,
-    Positions,
-    TokenIds,
-    check_aspect_ratio,
-    in_order,
-    pixel_settings,
-    sequential_positions,
-    tag,
-    vision_and_token,
-)
+from saccade.processor.families import base
+from saccade.processor.families.base import Expansion, Files, Positions, TokenIds
 from saccade.types import Geometry, Grid, Size, Span
 
 _DEFAULT_SIDE = 224  # what the image processor assumes when a checkpoint is silent
@@ -44,7 +34,7 @@ class Mllama:
 
     @classmethod
     def from_checkpoint(cls, files: Files) -> Self:
-        vision, token = vision_and_token(files)
+        vision, token = base.vision_and_token(files)
         config = files.config
         given = files.image_processor
         tile, max_tiles = _tiling(given)
@@ -56,7 +46,7 @@ class Mllama:
             patch_size=vision.patch_size,
             slots_per_tile=states * costs.cross_slots_per_state(config.text),
             image_token_id=token,
-            settings=pixel_settings(given),
+            settings=base.pixel_settings(given),
         )
 
     @property
@@ -67,13 +57,13 @@ class Mllama:
         """The maximum limits the canvas, to at least one tile. A minimum has no effect."""
         highest = self.max_tiles * self.tile**2 if max_pixels is None else max_pixels
         lowest = min(self.tile**2, highest) if min_pixels is None else min_pixels
-        return in_order(lowest, highest)
+        return base.in_order(lowest, highest)
 
     def policy_tag(self, min_pixels: int, max_pixels: int) -> bytes:
-        return tag({**self.settings, "tile": self.tile, "tiles": self._tiles_within(max_pixels)})
+        return base.tag({**self.settings, "tile": self.tile, "tiles": self._tiles_within(max_pixels)})
 
     def geometry(self, size: Size, min_pixels: int, max_pixels: int) -> Geometry:
-        check_aspect_ratio(size)
+        base.check_aspect_ratio(size)
         arrangement = choose(size, self.tile, self._tiles_within(max_pixels))
         return self._of(fit(size, self.tile, arrangement), arrangement)
 
@@ -86,7 +76,7 @@ class Mllama:
         return Expansion(np.array([self.image_token_id], np.int64), (False,), is_cross_attended=True)
 
     def positions(self, token_ids: TokenIds, spans: Sequence[Span], grids: Sequence[Grid]) -> Positions:
-        return sequential_positions(token_ids)
+        return base.sequential_positions(token_ids)
 
     def _tiles_within(self, max_pixels: int) -> int:
         return max(1, min(self.max_tiles, max_pixels // self.tile**2))
@@ -94,9 +84,8 @@ class Mllama:
     def _of(self, resized: Size, arrangement: Arrangement) -> Geometry:
         rows, columns = arrangement
         side = self.tile // self.patch_size
-        return Geometry(
-            resized, Grid(1, rows * side, columns * side), tokens=1, slots=rows * columns * self.slots_per_tile
-        )
+        grid = Grid(1, rows * side, columns * side)
+        return Geometry(resized, grid, tokens=1, slots=rows * columns * self.slots_per_tile)
 
 
 def arrangements(max_tiles: int) -> list[Arrangement]:
@@ -130,20 +119,22 @@ def fit(size: Size, tile: int, arrangement: Arrangement) -> Size:
 def _tiling(given: Mapping[str, Any]) -> tuple[int, int]:
     for name in ("do_resize", "do_pad"):
         if not given.get(name, True):
-            raise ConfigError(f"the image processor says {name}=false; pictures must be resized and padded to tiles")
+            message = f"the image processor says {name}=false; pictures must be resized and padded to tiles"
+            raise ConfigError(message)
     size = given.get("size", {"height": _DEFAULT_SIDE, "width": _DEFAULT_SIDE})
     if not isinstance(size, Mapping) or not size.get("height") or size.get("height") != size.get("width"):
-        raise ConfigError(f"the image processor's size must have one height and width, the side of a tile, not {size}")
+        message = f"the image processor's size must have one height and width, the side of a tile, not {size}"
+        raise ConfigError(message)
     return int(size["height"]), int(given.get("max_image_tiles") or _DEFAULT_TILES)
 
 
 def _check_tower(vision: Mapping[str, Any], tile: int, max_tiles: int) -> None:
     trained = vision.get("max_num_tiles", _DEFAULT_TILES)
     if (vision.get("image_size"), trained) != (tile, max_tiles):
-        raise ConfigError(
-            f"the image processor cuts {max_tiles} tiles of {tile} pixels, but the vision tower takes {trained} of "
-            f"{vision.get('image_size')} (size, image_size); the two files do not belong together"
-        )
+        cut = f"the image processor cuts {max_tiles} tiles of {tile} pixels"
+        tower = f"the vision tower takes {trained} of {vision.get('image_size')} (size, image_size)"
+        raise ConfigError(f"{cut}, but {tower}; the two files do not belong together")
     known = vision.get("supported_aspect_ratios")
     if known is not None and [tuple(ratio) for ratio in known] != arrangements(max_tiles):
-        raise ConfigError(f"supported_aspect_ratios {known} are not all arrangements of {max_tiles} tiles, in order")
+        message = f"supported_aspect_ratios {known} are not all arrangements of {max_tiles} tiles, in order"
+        raise ConfigError(message)

@@ -12,20 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from saccade.errors import ConfigError
-from saccade.processor.families.base import (
-    MAX_ASPECT_RATIO,
-    Expansion,
-    Files,
-    Positions,
-    TokenIds,
-    check_agreement,
-    check_aspect_ratio,
-    in_order,
-    pixel_settings,
-    tag,
-    tower_sides,
-    vision_and_token,
-)
+from saccade.processor.families import base
+from saccade.processor.families.base import Expansion, Files, Positions, TokenIds
 from saccade.types import Geometry, Grid, Size, Span
 
 _MIN_PIXELS = 56 * 56  # what the image processor assumes when a checkpoint is silent
@@ -46,11 +34,12 @@ class Qwen2VL:
 
     @classmethod
     def from_checkpoint(cls, files: Files) -> Self:
-        vision, token = vision_and_token(files)
+        vision, token = base.vision_and_token(files)
         given = files.image_processor
         if not given.get("do_resize", True):
-            raise ConfigError("the image processor says do_resize=false; pictures must be resized to whole patches")
-        check_agreement("the image processor", given, tower_sides(vision))
+            message = "the image processor says do_resize=false; pictures must be resized to whole patches"
+            raise ConfigError(message)
+        base.check_agreement("the image processor", given, base.tower_sides(vision))
         lowest, highest = _checkpoint_limits(given)
         return cls(
             patch_size=vision.patch_size,
@@ -59,15 +48,14 @@ class Qwen2VL:
             max_pixels=highest,
             image_token_id=token,
             placeholder_ids=tuple(i for i in (token, files.config.video_token_id) if i is not None),
-            settings=pixel_settings(given),
+            settings=base.pixel_settings(given),
         )
 
     @classmethod
     def published(cls) -> Self:
         """The settings of the checkpoints on the hub, 2B to 72B."""
-        return cls(
-            14, 2, 56 * 56, 28 * 28 * 16384, image_token_id=151655, placeholder_ids=(151655, 151656), settings={}
-        )
+        image_token = 151655
+        return cls(14, 2, 56 * 56, 28 * 28 * 16384, image_token, (image_token, 151656), settings={})
 
     @property
     def token_side(self) -> int:
@@ -78,14 +66,14 @@ class Qwen2VL:
         highest = self.max_pixels if max_pixels is None else max_pixels
         # A maximum that the operator sets wins, even below the checkpoint's own minimum.
         lowest = min(self.min_pixels, highest) if min_pixels is None else min_pixels
-        return in_order(lowest, highest)
+        return base.in_order(lowest, highest)
 
     def policy_tag(self, min_pixels: int, max_pixels: int) -> bytes:
         sides = {"patch": self.patch_size, "merge": self.merge_size}
-        return tag({**self.settings, **sides, "min_pixels": min_pixels, "max_pixels": max_pixels})
+        return base.tag({**self.settings, **sides, "min_pixels": min_pixels, "max_pixels": max_pixels})
 
     def geometry(self, size: Size, min_pixels: int, max_pixels: int) -> Geometry:
-        check_aspect_ratio(size)
+        base.check_aspect_ratio(size)
         return self._of(fit(size, self.token_side, min_pixels, max_pixels))
 
     def largest(self, min_pixels: int, max_pixels: int) -> Geometry:
@@ -146,8 +134,8 @@ def fit(size: Size, side: int, min_pixels: int, max_pixels: int) -> Size:
 
 def largest_fit(side: int, min_pixels: int, max_pixels: int) -> Size:
     """A size that `fit` never exceeds in tokens: the worst of three cases."""
-    candidates = (_fullest(max_pixels // side**2), _thinnest(side, max_pixels), _max_enlarged(side, min_pixels))
-    rows, columns = max(candidates, key=math.prod)
+    cases = (_fullest(max_pixels // side**2), _thinnest(side, max_pixels), _max_enlarged(side, min_pixels))
+    rows, columns = max(cases, key=math.prod)
     return Size(columns * side, rows * side)
 
 
@@ -160,14 +148,14 @@ def _fullest(tokens: int) -> tuple[int, int]:
 
 def _thinnest(side: int, max_pixels: int) -> tuple[int, int]:
     """A strip at the aspect ratio limit, shrunk: one token across always stays."""
-    return 1, max(1, math.floor(math.sqrt(max_pixels * MAX_ASPECT_RATIO) / side * _SLACK))
+    return 1, max(1, math.floor(math.sqrt(max_pixels * base.MAX_ASPECT_RATIO) / side * _SLACK))
 
 
 def _max_enlarged(side: int, min_pixels: int) -> tuple[int, int]:
     """Enlarging rounds both sides up; the worst sizes are just above a whole number of columns."""
     tokens = min_pixels / side**2 * _SLACK
     squarest = math.floor(math.sqrt(tokens))
-    widest = math.floor(math.sqrt(tokens * MAX_ASPECT_RATIO))
+    widest = math.floor(math.sqrt(tokens * base.MAX_ASPECT_RATIO))
     shapes = [(math.ceil(tokens / columns), columns + 1) for columns in range(max(1, squarest), widest + 1)]
     return max([(1, 1), *shapes], key=math.prod)
 
@@ -175,7 +163,8 @@ def _max_enlarged(side: int, min_pixels: int) -> tuple[int, int]:
 def edges_of(given: Mapping[str, Any]) -> Mapping[str, int | None]:
     size: Mapping[str, int | None] | int = given.get("size") or {}
     if isinstance(size, int):
-        raise ConfigError(f"the image processor says size={size}; shortest_edge and longest_edge are needed inside it")
+        message = f"the image processor says size={size}; shortest_edge and longest_edge are needed inside it"
+        raise ConfigError(message)
     return size
 
 

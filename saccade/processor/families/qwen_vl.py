@@ -11,16 +11,8 @@ import numpy as np
 
 from saccade.checkpoint.config import ModelConfig
 from saccade.errors import ConfigError
-from saccade.processor.families.base import (
-    Expansion,
-    Files,
-    Positions,
-    TokenIds,
-    check_aspect_ratio,
-    pixel_settings,
-    sequential_positions,
-    tag,
-)
+from saccade.processor.families import base
+from saccade.processor.families.base import Expansion, Files, Positions, TokenIds
 from saccade.types import Geometry, Grid, Size, Span
 
 
@@ -38,17 +30,20 @@ class QwenVL:
         vision = files.config.vision
         image_token = files.config.image_token_id
         if vision is None or vision.image_size is None or image_token is None:
-            raise ConfigError(
-                "config.json: visual needs image_size and image_start_id, or this model takes no pictures"
-            )
+            needed = "visual needs image_size and image_start_id"
+            raise ConfigError(f"config.json: {needed}, or this model takes no pictures")
         if vision.image_size % vision.patch_size:
-            raise ConfigError(f"visual: a side of {vision.image_size} is not cut into patches of {vision.patch_size}")
+            message = f"visual: a side of {vision.image_size} is not cut into patches of {vision.patch_size}"
+            raise ConfigError(message)
+        queries = files.config.raw["vision_config"]["n_queries"]
+        if queries < 1 or math.isqrt(queries) ** 2 != queries:
+            raise ConfigError(f"visual: n_queries={queries} must be a square, as queries lie on a grid")
         return cls(
             side=vision.image_size,
             patch_size=vision.patch_size,
-            queries=_square(files.config.raw["vision_config"]["n_queries"]),
+            queries=queries,
             image_token_id=image_token,
-            settings=pixel_settings(files.image_processor),
+            settings=base.pixel_settings(files.image_processor),
         )
 
     @property
@@ -60,10 +55,11 @@ class QwenVL:
         return self.side**2, self.side**2
 
     def policy_tag(self, min_pixels: int, max_pixels: int) -> bytes:
-        return tag({**self.settings, "side": self.side, "patch": self.patch_size, "queries": self.queries})
+        shape = {"side": self.side, "patch": self.patch_size, "queries": self.queries}
+        return base.tag({**self.settings, **shape})
 
     def geometry(self, size: Size, min_pixels: int, max_pixels: int) -> Geometry:
-        check_aspect_ratio(size)
+        base.check_aspect_ratio(size)
         return self.largest(min_pixels, max_pixels)
 
     def largest(self, min_pixels: int, max_pixels: int) -> Geometry:
@@ -74,13 +70,7 @@ class QwenVL:
         return Expansion(np.full(geometry.tokens, self.image_token_id, np.int64), None)
 
     def positions(self, token_ids: TokenIds, spans: Sequence[Span], grids: Sequence[Grid]) -> Positions:
-        return sequential_positions(token_ids)
-
-
-def _square(queries: int) -> int:
-    if queries < 1 or math.isqrt(queries) ** 2 != queries:
-        raise ConfigError(f"visual: n_queries={queries} must be a square, as queries lie on a grid")
-    return queries
+        return base.sequential_positions(token_ids)
 
 
 CHATML = """\
