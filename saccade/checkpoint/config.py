@@ -24,6 +24,7 @@ def check_values(file: str, values: Mapping[str, Any], table: Table) -> None:
 
 
 _NULL_IS_MEANT = {"sliding_window", "q_lora_rank", "num_key_value_heads", "head_dim"}  # null has a meaning
+_NOT_OF_TEXT = {"text_config", "language_config", "vision_config", "model_type"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +145,8 @@ def model_config(raw: Mapping[str, Any], generation: Mapping[str, Any] | None = 
     """Read config.json, and generation_config.json for its EOS ids."""
     model_type = raw.get("model_type")
     if not isinstance(model_type, str):
-        raise ConfigError("config.json has no model_type, so this is not a Hugging Face checkpoint Saccade can read")
+        message = "config.json has no model_type, so this is not a Hugging Face checkpoint Saccade can read"
+        raise ConfigError(message)
     try:
         check_values("config.json", raw, CONFIG)
         check_values("generation_config.json", generation or {}, GENERATION)
@@ -165,22 +167,20 @@ def _without_nulls(raw: Mapping[str, Any]) -> dict[str, Any]:
 def _read(model_type: str, raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
     nested = raw.get("text_config") or raw.get("language_config") or {}
     kind = nested.get("model_type") or (LANGUAGE_TYPE if "language_config" in raw else model_type)
-    text = {**TEXT_DEFAULTS.get(kind, {}), **_flat_text(raw), "model_type": kind, **nested}
+    flat = {name: value for name, value in raw.items() if name not in _NOT_OF_TEXT}
+    text = {**TEXT_DEFAULTS.get(kind, {}), **flat, "model_type": kind, **nested}
     vision = raw.get("vision_config")
+    dtype = first_of(raw, "dtype", "torch_dtype") or first_of(text, "dtype", "torch_dtype") or "float32"
     return ModelConfig(
         model_type=model_type,
         text=_text_config(text, raw, len((vision or {}).get("deepstack_visual_indexes") or ())),
         vision=_vision_config({**_projector_fields(raw), **vision}) if vision else None,
         image_token_id=first_of(raw, "image_token_id", "image_token_index"),
         video_token_id=first_of(raw, "video_token_id", "video_token_index"),
-        dtype=_dtype_name(raw, text),
+        dtype=str(dtype).removeprefix("torch."),
         eos_token_ids=_eos_ids(generation, raw, text),
         raw=raw,
     )
-
-
-def _flat_text(raw: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in raw.items() if k not in ("text_config", "language_config", "vision_config", "model_type")}
 
 
 def _text_config(text: Mapping[str, Any], raw: Mapping[str, Any], num_deepstack: int) -> TextConfig:
@@ -221,10 +221,8 @@ def _text_config(text: Mapping[str, Any], raw: Mapping[str, Any], num_deepstack:
 def _kv_heads(text: Mapping[str, Any], heads: int) -> int:
     shared: int = first_of(text, "num_key_value_heads") or heads
     if heads % shared:
-        raise ConfigError(
-            f"config.json: {heads} attention heads cannot share {shared} key-value heads evenly (num_attention_heads, "
-            "num_key_value_heads)"
-        )
+        reason = f"{heads} attention heads cannot share {shared} key-value heads evenly"
+        raise ConfigError(f"config.json: {reason} (num_attention_heads, num_key_value_heads)")
     return shared
 
 
@@ -235,7 +233,8 @@ def _head_dim(text: Mapping[str, Any], hidden: int, heads: int) -> int:
         raise ConfigError(f"config.json: hidden_size={hidden} is not divided by num_attention_heads={heads}")
     dim = hidden // heads if given is None else given
     if dim % 2:
-        raise ConfigError(f"config.json: heads have {dim} values (head_dim, or hidden_size by heads), an odd number")
+        message = f"config.json: heads have {dim} values (head_dim, or hidden_size by heads), an odd number"
+        raise ConfigError(message)
     return dim
 
 
@@ -254,7 +253,8 @@ def _mla_config(text: Mapping[str, Any]) -> MLAConfig | None:
 def _rope_switch(rope: Mapping[str, Any], text: Mapping[str, Any]) -> int | None:
     if first_of(rope, "rope_type", "type") != "longrope":
         return None
-    found: int | None = first_of({**text, **rope}, "original_max_position_embeddings", "max_position_embeddings")
+    names = ("original_max_position_embeddings", "max_position_embeddings")
+    found: int | None = first_of({**text, **rope}, *names)
     return found
 
 
@@ -288,7 +288,8 @@ def _vision_config(given: Mapping[str, Any]) -> VisionConfig:
     if hidden is None:
         raise ConfigError("config.json: vision_config has none of embed_dim, hidden_size and width")
     if not isinstance(hidden, int):
-        raise ConfigError(f"config.json: vision_config has several towers ({', '.join(hidden)}); one is supported")
+        message = f"config.json: vision_config has several towers ({', '.join(hidden)}); one is supported"
+        raise ConfigError(message)
     return VisionConfig(
         hidden_size=hidden,
         intermediate_size=vision.get("intermediate_size") or max(1, int(hidden * vision.get("mlp_ratio", 4))),
@@ -323,10 +324,8 @@ def _projector_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
 def _vision_heads(vision: Mapping[str, Any], hidden: int) -> int:
     heads = _need(vision, "num_heads", "num_attention_heads", "attention_heads", "heads")
     if hidden % heads:
-        raise ConfigError(
-            f"config.json: vision_config: width {hidden} does not divide into {heads} heads (num_heads or "
-            "num_attention_heads)"
-        )
+        reason = f"width {hidden} does not divide into {heads} heads (num_heads or num_attention_heads)"
+        raise ConfigError(f"config.json: vision_config: {reason}")
     return heads
 
 
@@ -355,11 +354,6 @@ def _need(values: Mapping[str, Any], *names: str) -> int:
     if found < 1:
         raise ConfigError(f"config.json: {' or '.join(names)} comes to {found}; at least 1 is needed")
     return found
-
-
-def _dtype_name(raw: Mapping[str, Any], text: Mapping[str, Any]) -> str:
-    name = first_of(raw, "dtype", "torch_dtype") or first_of(text, "dtype", "torch_dtype") or "float32"
-    return str(name).removeprefix("torch.")
 
 
 def _eos_ids(*sources: Mapping[str, Any]) -> frozenset[int]:

@@ -33,7 +33,8 @@ def read_text(file: Path, maximum: int = SETTINGS_BYTES) -> str:
     except OSError as error:
         raise ConfigError(f"{file} cannot be read ({error.strerror}); check its permissions") from None
     if len(data) > maximum:
-        raise ConfigError(f"{file} has {file.stat().st_size} bytes, and at most {maximum} are read of such a file")
+        message = f"{file} has {file.stat().st_size} bytes, and at most {maximum} are read of such a file"
+        raise ConfigError(message)
     try:
         return data.decode()
     except ValueError as error:
@@ -57,7 +58,8 @@ def parse_json(text: str, file: Path) -> dict[str, Any]:
     except RecursionError:
         raise _too_deep(file) from None
     if not isinstance(value, dict):
-        raise ConfigError(f"{file} cannot be read: it holds {type(value).__name__}, not an object; download it again")
+        message = f"{file} cannot be read: it holds {type(value).__name__}, not an object; download it again"
+        raise ConfigError(message)
     level: list[Any] = [value]
     for _ in range(_MAX_LEVELS):
         level = [inner for outer in level for inner in _inner(outer)]
@@ -83,7 +85,8 @@ def weight_files(index: Path) -> list[str]:
     except ConfigError as error:
         raise ConfigError(f"{index} is not a readable list of weight files: {error}") from None
     if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given.values()):
-        raise ConfigError(f"{index} is not a readable list of weight files: it has no weight_map from tensors to files")
+        reason = "it has no weight_map from tensors to files"
+        raise ConfigError(f"{index} is not a readable list of weight files: {reason}")
     return sorted({checked_name(name, index) for name in given.values()})
 
 
@@ -101,9 +104,8 @@ def checked_name(name: str, file: Path) -> str:
     path = PurePosixPath(name)
     is_valid = name.isprintable() and "\\" not in name and 0 < len(name) <= _MAX_NAME
     if not is_valid or path.is_absolute() or ".." in path.parts:
-        raise ConfigError(
-            f"{file} names the file {name[:_SHOWN]!r}; names must stay inside the folder, without .. or a leading /"
-        )
+        rule = "names must stay inside the folder, without .. or a leading /"
+        raise ConfigError(f"{file} names the file {name[:_SHOWN]!r}; {rule}")
     return name
 
 

@@ -27,10 +27,8 @@ _TRIED = (64, 64)
 
 
 def refusal(model_type: str, reason: str) -> ConfigError:
-    return ConfigError(
-        f"model_type {model_type!r} is not in our table and cannot be served through Transformers: {reason}; "
-        "docs/models.md lists what can be"
-    )
+    unknown = f"model_type {model_type!r} is not in our table and cannot be served through Transformers"
+    return ConfigError(f"{unknown}: {reason}; docs/models.md lists what can be")
 
 
 def raised(error: Exception) -> str:
@@ -46,7 +44,8 @@ def library(model_type: str) -> Any:
     try:
         return import_module("transformers")
     except ImportError:
-        raise refusal(model_type, "that library is not installed (pip install saccade[transformers])") from None
+        reason = "that library is not installed (pip install saccade[transformers])"
+        raise refusal(model_type, reason) from None
 
 
 def load_processor(path: Path, model_type: str) -> Any:
@@ -92,12 +91,14 @@ def placeholder(processor: Any, model_type: str, image_token_id: int) -> str:
     tokenizer = processor.tokenizer
     own = tokenizer.convert_ids_to_tokens(image_token_id)
     named = (own, getattr(processor, "image_token", None), getattr(processor, "boi_token", None))
-    found = {token: _embedded(processor, token, image_token_id) for token in dict.fromkeys(filter(None, named))}
+    tried = dict.fromkeys(filter(None, named))
+    found = {token: _embedded(processor, token, image_token_id) for token in tried}
     token = max(found, key=lambda name: found[name])
     if not found[token]:
         raise refusal(model_type, f"its processor finds no place for a picture at {' or '.join(found)}")
     if len(tokenizer.encode(token, add_special_tokens=False)) != 1:
-        raise refusal(model_type, f"a picture's place in the text, {token}, is not one token of its tokenizer")
+        reason = f"a picture's place in the text, {token}, is not one token of its tokenizer"
+        raise refusal(model_type, reason)
     return str(token)
 
 
@@ -113,14 +114,15 @@ def check_inputs(processor: Any, path: Path, model_type: str, token: str) -> Non
     """ConfigError if the model takes more inputs than pixel values. Called before any weight is read."""
     taken = inspect.signature(_model_class(path, model_type).forward).parameters
     given = processed(processor, token, Image.new("RGB", _TRIED))
+    names = ", ".join(name for name in given if name in taken and name not in _HANDLED)
     if "pixel_values" not in given:
-        names = ", ".join(name for name in given if name in taken and name not in _HANDLED)
         raise refusal(model_type, f"its processor makes {names or 'nothing'} of a picture, not pixel_values")
     if _BIDIRECTIONAL in given and _BIDIRECTIONAL in taken:
-        raise refusal(model_type, "its pictures are read in both directions, and our attention looks back only")
-    more = [name for name in given if name in taken and name not in _HANDLED]
-    if more:
-        raise refusal(model_type, f"its model reads {', '.join(more)} beside the pixels, and we hand over pixels alone")
+        reason = "its pictures are read in both directions, and our attention looks back only"
+        raise refusal(model_type, reason)
+    if names:
+        reason = f"its model reads {names} beside the pixels, and we hand over pixels alone"
+        raise refusal(model_type, reason)
 
 
 def _model_class(path: Path, model_type: str) -> Any:

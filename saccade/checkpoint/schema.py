@@ -51,8 +51,8 @@ def whole(minimum: int, maximum: int) -> Kind:
 
 
 def number(*, above: float = -math.inf, minimum: float = -math.inf, maximum: float = math.inf) -> Kind:
-    bounds = ((f" above {above}", above), (f" of at least {minimum}", minimum), (f" of at most {maximum}", maximum))
-    wanted = "a number" + "".join(words for words, bound in bounds if math.isfinite(bound))
+    bounds = {"above": above, "of at least": minimum, "of at most": maximum}
+    wanted = "a number" + "".join(f" {words} {at}" for words, at in bounds.items() if math.isfinite(at))
     return Kind(wanted, lambda v: _is_number(v) and v > above and minimum <= v <= maximum)
 
 
@@ -79,7 +79,8 @@ def sides(kind: Kind) -> Kind:
 
 def _is_number(value: Any) -> bool:
     """The first bound keeps out whole numbers that no float can hold."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and abs(value) <= sys.float_info.max
 
 
 FLAG = Kind("true or false", lambda v: isinstance(v, bool))
@@ -110,52 +111,45 @@ THETA = number(above=1)
 ROPE: Table = {
     "rope_theta": THETA,
     "mrope_section": list_of(whole(0, 1 << 16)),
-    "mrope_interleaved": FLAG,
-    "type": WORD,
-    "rope_type": WORD,
-    "factor": ABOVE_ZERO,
+    **dict.fromkeys(("mrope_interleaved", "truncate"), FLAG),
+    **dict.fromkeys(("type", "rope_type"), WORD),
+    **dict.fromkeys(("factor", "attention_factor", "beta_fast", "beta_slow"), ABOVE_ZERO),
+    **dict.fromkeys(("low_freq_factor", "high_freq_factor"), ABOVE_ZERO),
+    **dict.fromkeys(("llama_4_scaling_beta", "mscale", "mscale_all_dim"), NON_NEGATIVE),
     "original_max_position_embeddings": LENGTH,
     "partial_rotary_factor": number(above=0, maximum=1),
-    "truncate": FLAG,
-    "llama_4_scaling_beta": NON_NEGATIVE,
-    "mscale": NON_NEGATIVE,
-    "mscale_all_dim": NON_NEGATIVE,
-    **dict.fromkeys(("beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor", "attention_factor"), ABOVE_ZERO),
 }
 EXPERTS: Table = {
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok"), MAYBE_COUNT),
-    **dict.fromkeys(("n_shared_experts", "n_group", "topk_group"), MAYBE_COUNT),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), MAYBE_COUNT),
+    **dict.fromkeys(("num_experts_per_tok", "n_shared_experts", "n_group", "topk_group"), MAYBE_COUNT),
     **dict.fromkeys(("first_k_dense_replace", "decoder_sparse_step", "moe_layer_freq"), MAYBE_COUNT),
     "moe_intermediate_size": WIDTH,
     "shared_expert_intermediate_size": MAYBE_WIDTH,
     "mlp_only_layers": list_of(LAYER),
     "norm_topk_prob": FLAG,
-    "scoring_func": WORD,
-    "topk_method": WORD,
+    **dict.fromkeys(("scoring_func", "topk_method"), WORD),
     "routed_scaling_factor": ABOVE_ZERO,
 }
 TEXT: Table = {
     **EXPERTS,
     **dict.fromkeys(("model_type", "dtype", "torch_dtype", "hidden_act"), WORD),
     **dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size", "head_dim", "kv_channels"), WIDTH),
-    # 0 in configs of models without MLA.
-    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), MAYBE_WIDTH),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "v_head_dim"), MAYBE_WIDTH),  # 0 without MLA
+    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim"), MAYBE_WIDTH),
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim"), WIDTH),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), HEADS),
     **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), HEADS),
-    **dict.fromkeys(("attention_bias", "mlp_bias", "tie_word_embeddings", "use_sliding_window", "use_mla"), FLAG),
-    **dict.fromkeys(("use_dynamic_ntk", "use_logn_attn", "no_bias"), FLAG),
+    **dict.fromkeys(("attention_bias", "mlp_bias", "no_bias", "tie_word_embeddings"), FLAG),
+    **dict.fromkeys(("use_sliding_window", "use_mla", "use_dynamic_ntk", "use_logn_attn"), FLAG),
     **dict.fromkeys(("rms_norm_eps", "layer_norm_epsilon"), NON_NEGATIVE),
     **dict.fromkeys(("rope_theta", "rotary_emb_base"), THETA),
     **dict.fromkeys(("rope_scaling", "rope_parameters"), ROPE),
-    "num_hidden_layers": LAYERS,
-    "full_attention_interval": LAYERS,
+    **dict.fromkeys(("num_hidden_layers", "full_attention_interval"), LAYERS),
     "layer_types": list_of(WORD),
     "cross_attention_layers": list_of(LAYER),
-    "max_position_embeddings": LENGTH,
-    "seq_length": LENGTH,
     "sliding_window": TOKEN,
-    **dict.fromkeys(("attention_chunk_size", "original_max_position_embeddings"), LENGTH),
+    **dict.fromkeys(("max_position_embeddings", "original_max_position_embeddings"), LENGTH),
+    **dict.fromkeys(("seq_length", "attention_chunk_size"), LENGTH),
     "rotary_pct": number(above=0, maximum=1),
     "eos_token_id": TOKENS,
 }
@@ -169,9 +163,8 @@ VISION: Table = {
     **dict.fromkeys(("in_channels", "in_chans", "num_channels"), CHANNELS),
     **dict.fromkeys(("patch_size", "image_size"), SQUARE),
     **dict.fromkeys(("spatial_merge_size", "temporal_patch_size"), MERGE),
-    **dict.fromkeys(
-        ("fullatt_block_indexes", "deepstack_visual_indexes", "intermediate_layers_indices"), list_of(LAYER)
-    ),
+    **dict.fromkeys(("fullatt_block_indexes", "deepstack_visual_indexes"), list_of(LAYER)),
+    "intermediate_layers_indices": list_of(LAYER),
     **dict.fromkeys(("layer_norm_eps", "norm_eps"), NON_NEGATIVE),
     "mlp_ratio": number(above=0, maximum=1024),
     "num_global_layers": LAYER,

@@ -32,8 +32,8 @@ class Conventions(NamedTuple):
 
 _TIKTOKEN_FILES: Mapping[str, Conventions] = {
     "qwen.tiktoken": Conventions(
-        pattern=r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
-        r"|\s+(?!\S)|\s+",
+        pattern=r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+        r"|\s*[\r\n]+|\s+(?!\S)|\s+",
         control=("<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{i}|>" for i in range(205))),
         marks=("<ref>", "</ref>", "<box>", "</box>", "<quad>", "</quad>"),
         images=("<img>", "</img>", "<imgpad>"),
@@ -79,22 +79,22 @@ def _converted(file: Path, conventions: Conventions, *, has_tower: bool) -> str:
     ranks = _ranks(file)
     shown = conventions.marks if has_tower else ()
     added = (*conventions.control, *shown, *(conventions.images if has_tower else ()))
-    return json.dumps(
-        {
-            "version": "1.0",
-            "added_tokens": [_added(token, len(ranks) + i, token not in shown) for i, token in enumerate(added)],
-            "normalizer": {"type": "NFC"},
-            "pre_tokenizer": _pre_tokenizer(conventions.pattern),
-            "post_processor": None,
-            "decoder": _BYTE_LEVEL,
-            "model": {
-                "type": "BPE",
-                "vocab": {_spelled(token): rank for token, rank in ranks.items()},
-                "merges": [[_spelled(left), _spelled(right)] for left, right in merges_of(ranks)],
-                "ignore_merges": True,  # a whole piece that is a token needs no merges
-            },
-        }
-    )
+    model = {
+        "type": "BPE",
+        "vocab": {_spelled(token): rank for token, rank in ranks.items()},
+        "merges": [[_spelled(left), _spelled(right)] for left, right in merges_of(ranks)],
+        "ignore_merges": True,  # a whole piece that is a token needs no merges
+    }
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [_added(token, len(ranks) + i, token not in shown) for i, token in enumerate(added)],
+        "normalizer": {"type": "NFC"},
+        "pre_tokenizer": _pre_tokenizer(conventions.pattern),
+        "post_processor": None,
+        "decoder": _BYTE_LEVEL,
+        "model": model,
+    }
+    return json.dumps(tokenizer)
 
 
 _BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
@@ -127,14 +127,14 @@ def _check_whole(ranks: Ranks, file: Path) -> None:
     """Ranks must be contiguous, as control tokens follow them, and include all 256 bytes."""
     longest = max(map(len, ranks), default=0)
     if longest > _MAX_BYTES:
-        raise ConfigError(f"{file} has a token of {longest} bytes; at most {_MAX_BYTES} are taken: download it again")
+        message = f"{file} has a token of {longest} bytes; at most {_MAX_BYTES} are taken: download it again"
+        raise ConfigError(message)
     missing = sum(bytes([byte]) not in ranks for byte in range(256))
     if missing or sorted(ranks.values()) != list(range(len(ranks))):
         highest = max(ranks.values(), default=None)
-        raise ConfigError(
-            f"{file} cannot be read as ranks of tokens: it has {len(ranks)} of them, the last ranked {highest}, and "
-            f"lacks {missing} of the 256 bytes; ranks count from 0, none twice: download it again"
-        )
+        found = f"it has {len(ranks)} of them, the last ranked {highest}"
+        rule = f"and lacks {missing} of the 256 bytes; ranks count from 0, none twice"
+        raise ConfigError(f"{file} cannot be read as ranks of tokens: {found}, {rule}: download it again")
 
 
 def merges_of(ranks: Ranks) -> list[tuple[bytes, bytes]]:
