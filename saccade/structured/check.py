@@ -35,9 +35,8 @@ def structured_from(response_format: Any, scope: str = "") -> str | None:
         return None
     kind = response_format.get("type") if isinstance(response_format, Mapping) else None
     if kind not in _TYPES:
-        raise _refused(
-            f"response_format must be an object whose type is one of {', '.join(_TYPES)}, not {quoted(kind)}"
-        )
+        types = ", ".join(_TYPES)
+        raise _refused(f"response_format must be an object whose type is one of {types}, not {quoted(kind)}")
     if kind == "text":
         return None
     if kind == "json_object":
@@ -70,7 +69,8 @@ def check_schema_text(text: str, *, param: str, scope: str = "") -> str:
     try:
         schema = json.loads(text)
     except (ValueError, RecursionError):
-        raise _refused(f"{param} must be a JSON schema as text, but {quoted(text)} is not JSON", param) from None
+        message = f"{param} must be a JSON schema as text, but {quoted(text)} is not JSON"
+        raise _refused(message, param) from None
     return check_schema(schema, param=param, scope=scope)
 
 
@@ -93,14 +93,16 @@ def _as_text(schema: Any, param: str) -> str:
     try:
         text = json.dumps(schema, separators=(",", ":"), allow_nan=False)
     except (TypeError, ValueError, RecursionError):
-        raise _refused("the JSON schema is nested too deeply or holds values that JSON does not have", param) from None
+        message = "the JSON schema is nested too deeply or holds values that JSON does not have"
+        raise _refused(message, param) from None
     _check_size(len(text), param)
     return text
 
 
 def _check_size(size: int, param: str) -> None:
     if size > MAX_SCHEMA_BYTES:
-        raise _refused(f"the JSON schema has {size} bytes and may have {MAX_SCHEMA_BYTES}; make it smaller", param)
+        message = f"the JSON schema has {size} bytes and may have {MAX_SCHEMA_BYTES}; make it smaller"
+        raise _refused(message, param)
 
 
 def _refused(message: str, param: str = "response_format") -> RequestError:
@@ -116,17 +118,14 @@ class SchemaChecks:
         self._cached: dict[str, OrderedDict[bytes, str | None]] = {}
 
     def problem(self, text: str, scope: str = "") -> str | None:
-        """What is wrong with a schema, as the end of a sentence; None if it can be enforced.
-
-        A TimeoutError is not cached: the machine may have been busy.
-        """
+        """What is wrong with a schema, as the end of a sentence; None if it can be enforced."""
         digest = hashlib.sha256(text.encode()).digest()
         with self._lock:
             cached = self._cached.setdefault(scope, OrderedDict())
             if digest in cached:
                 cached.move_to_end(digest)
                 return cached[digest]
-        found = self._ask(text)
+        found = self._ask(text)  # a TimeoutError is not cached: the machine may have been busy
         with self._lock:
             cached[digest] = found
             while len(cached) > _MAX_CACHED:

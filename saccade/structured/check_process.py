@@ -39,12 +39,12 @@ _NESTED_REPEAT = re.compile(r"(?<!\\)(?:[+*]|\{\d+,\})\??\)+(?:[+*]|\{\d+,\})")
 
 # The library's messages and ours.
 _WORDING = (
-    (re.compile(r"Unimplemented keys: \[(.*)\]"), "it uses {0}, which is not supported; leave it out"),
-    (re.compile(r"Unknown format: (\S{1,40})"), 'it uses the format "{0}", which is not supported; use a pattern'),
-    (re.compile(r"regex parse error"), "a pattern is not valid, or uses look-around or back-references"),
-    (re.compile(r"[Uu]nsatisfiable"), "no JSON value can follow it"),
-    (re.compile(r"oneOf"), "it has a oneOf whose choices overlap; use anyOf"),
-    (re.compile(r"too large|too many|too complex|fuel"), "it is too large once it is written out; make it smaller"),
+    (r"Unimplemented keys: \[(.*)\]", "it uses {0}, which is not supported; leave it out"),
+    (r"Unknown format: (\S{1,40})", 'it uses the format "{0}", which is not supported; use a pattern'),
+    (r"regex parse error", "a pattern is not valid, or uses look-around or back-references"),
+    (r"[Uu]nsatisfiable", "no JSON value can follow it"),
+    (r"oneOf", "it has a oneOf whose choices overlap; use anyOf"),
+    (r"too large|too many|too complex|fuel", "it is too large once it is written out; make it smaller"),
 )
 _OTHERWISE = "it is not a JSON schema that can be enforced; check its keywords and references"
 
@@ -66,7 +66,7 @@ def _compile_problem(text: str) -> str | None:
     if not is_error:
         return None
     for pattern, wording in _WORDING:
-        match = pattern.search(messages[0])
+        match = re.search(pattern, messages[0])
         if match:
             return wording.format(*(group[:_MAX_WORDS] for group in match.groups()))
     return _OTHERWISE
@@ -125,7 +125,8 @@ def _count_problems(schema: Mapping[str, Any]) -> Iterator[str]:
     repeats = _REPEAT.findall(pattern) if isinstance(pattern, str) else ()
     maximum = max((int(count[:20]) for pair in repeats for count in pair if count), default=0)
     if maximum > _MAX_REPEAT:
-        yield f"a pattern repeats something {maximum} times, and {_MAX_REPEAT} are allowed; lower it or use * or +"
+        limit = f"{_MAX_REPEAT} are allowed; lower it or use * or +"
+        yield f"a pattern repeats something {maximum} times, and {limit}"
 
 
 def _choices(schema: Mapping[str, Any], root: Any) -> int:
@@ -216,7 +217,8 @@ def _needed(schema: Mapping[str, Any]) -> Iterator[Any]:
     yield from schema["allOf"] if isinstance(schema.get("allOf"), list) else ()
     properties = schema.get("properties")
     required = schema.get("required")
-    if schema.get("type", "object") == "object" and isinstance(properties, dict) and isinstance(required, list):
+    is_object = schema.get("type", "object") == "object"
+    if is_object and isinstance(properties, dict) and isinstance(required, list):
         yield from (properties[name] for name in required if isinstance(name, str) and name in properties)
     if schema.get("type") == "array" and isinstance(schema.get("minItems"), int) and schema["minItems"] > 0:
         first = schema.get("prefixItems")

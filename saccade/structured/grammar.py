@@ -55,8 +55,7 @@ class _Key(NamedTuple):
 
 
 class Grammars:
-    """Makes grammars for one tokenizer, which is built with the first one, in one to three seconds with the
-    GIL.
+    """Makes grammars for one tokenizer, which is built with the first: one to three seconds with the GIL.
 
     A server therefore requests a grammar before it is ready.
     """
@@ -105,7 +104,8 @@ class Grammars:
         if not self._pending:
             return frozenset()
         with self._changed:
-            self._changed.wait_for(lambda: not self._pending, self._rest_of(patience))
+            rest = max(self._pending.values(), default=0.0) + patience - time.monotonic()
+            self._changed.wait_for(lambda: not self._pending, max(0.0, rest))
             waiting = len(self._pending)
             if waiting and waiting >= num_open:
                 self._changed.wait_for(lambda: len(self._pending) < waiting, _IDLE_SECONDS)
@@ -115,9 +115,6 @@ class Grammars:
         self._compiling.close()
         self._masking.close()
 
-    def _rest_of(self, patience: float) -> float:
-        return max(0.0, max(self._pending.values(), default=0.0) + patience - time.monotonic())
-
     def _begun(self, request: Request, schema: str) -> Grammar:
         request_id = request.request_id
         owner = request.family
@@ -126,13 +123,14 @@ class Grammars:
         self._open[request_id] = grammar
         self._wait_for(request_id)
         template = self._template(_Key(request.prompt.salt, schema, request.params.n), owner)
-        template.add_done_callback(partial(self._compiled, request_id, owner, weakref.ref(grammar)))
-        return grammar
+        waiting = weakref.ref(grammar)  # since a cached template keeps its callbacks alive
 
-    def _compiled(self, request_id: str, owner: str, waiting: weakref.ref[Grammar], template: Future[Template]) -> None:
-        """Takes a weak reference, since a cached template keeps its callbacks alive."""
-        if (grammar := waiting()) is not None:
-            self._submit(request_id, owner, grammar, lambda: grammar.begin(template.result()))
+        def begin(template: Future[Template]) -> None:
+            if (grammar := waiting()) is not None:
+                self._submit(request_id, owner, grammar, lambda: grammar.begin(template.result()))
+
+        template.add_done_callback(begin)
+        return grammar
 
     def _hand_over(self, request_id: str, owner: str, grammar: Grammar) -> None:
         self._wait_for(request_id)
@@ -161,7 +159,8 @@ class Grammars:
     def _template(self, key: _Key, owner: str) -> Future[Template]:
         """A compiled schema, or one being compiled, from an LRU cache."""
         if key not in self._templates:
-            self._templates[key] = self._compiling.submit(owner, partial(self._compile, key.schema, key.answers))
+            work = partial(self._compile, key.schema, key.answers)
+            self._templates[key] = self._compiling.submit(owner, work)
         self._templates.move_to_end(key)
         while len(self._templates) > 1 and not self._fit():
             self._templates.popitem(last=False)
@@ -189,7 +188,8 @@ class Grammars:
         try:
             return LLTokenizer(text, n_vocab=self._vocab_size)
         except ValueError:
-            message = "answers cannot be held to a JSON schema here: llguidance cannot read this model's tokenizer"
+            reason = "llguidance cannot read this model's tokenizer"
+            message = f"answers cannot be held to a JSON schema here: {reason}"
             raise RequestError(message, code="unsupported", param="response_format") from None
 
 
@@ -213,13 +213,8 @@ class Grammar:
         self._matcher: LLMatcher | None = None
         self._bits: Bits | None = None
         self._is_made = threading.Event()
-        self._has_ended = False
+        self.is_complete = False  # the output must end
         self.error: RequestError | None = None
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether the output must end."""
-        return self._has_ended
 
     def allowed(self) -> Bits | None:  # [words]
         """The tokens allowed next, including EOS where the output may end. None after an error."""
@@ -234,7 +229,7 @@ class Grammar:
 
     def advance(self, token: int) -> None:
         if token in self._ends:
-            self._has_ended = True
+            self.is_complete = True
             return
         if self._matcher is None or self.error:
             return
@@ -247,7 +242,7 @@ class Grammar:
         elif self._budget.step.is_spent:
             self.fail(_too_costly())
         elif self._matcher.is_stopped():
-            self._has_ended = True
+            self.is_complete = True
         else:
             self._is_made.clear()
             self._hand_over(self)
@@ -302,7 +297,8 @@ def too_complex() -> RequestError:
 
 
 def _too_costly() -> RequestError:
-    return _refusal("the answers were held to a JSON schema that takes more than its share of time; make it simpler")
+    message = "the answers were held to a JSON schema that takes more than its share of time; make it simpler"
+    return _refusal(message)
 
 
 def _refusal(message: str) -> RequestError:

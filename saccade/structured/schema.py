@@ -54,10 +54,9 @@ def unavailable() -> str | None:
         return "answers cannot be held to a JSON schema here: llguidance is not installed on this machine"
     if _works(library):
         return None
-    return (
-        "answers cannot be held to a JSON schema here: the llguidance on this machine does not work with Saccade; "
-        f"install llguidance {MIN_VERSION} or newer"
-    )
+    reason = "the llguidance on this machine does not work with Saccade"
+    remedy = f"install llguidance {MIN_VERSION} or newer"
+    return f"answers cannot be held to a JSON schema here: {reason}; {remedy}"
 
 
 @lru_cache(maxsize=4)
@@ -65,7 +64,8 @@ def _works(library: ModuleType) -> bool:
     """Whether this version has what is needed: a trial on bytes, of a few milliseconds."""
     try:
         tokenizer = library.LLTokenizer("byte")
-        matcher = compiled(tokenizer, '{"type":"array","items":{"const":7},"minItems":1}', answers=1).deep_copy()
+        schema = '{"type":"array","items":{"const":7},"minItems":1}'
+        matcher = compiled(tokenizer, schema, answers=1).deep_copy()
         is_bounded = matcher.deep_copy().try_consume_tokens([*b"[   7]"]) == 3  # white space is
         return is_bounded and bool(tokenizer.eos_tokens) and matcher.try_consume_tokens([*b"[  7]"]) == 5
     except Exception:  # another version may fail in any way
@@ -83,7 +83,8 @@ def compiled(tokenizer: LLTokenizer, schema: str, answers: int) -> LLMatcher:
 
 def grammar_of(schema: str) -> str:
     """The grammar of one JSON value that matches `schema`, as the engine compiles it."""
-    return f"{_NO_FORCING}start: %json {json.dumps(json.loads(rules_of(schema))['grammars'][0]['json_schema'])}"
+    rules = json.loads(rules_of(schema))["grammars"][0]["json_schema"]
+    return f"{_NO_FORCING}start: %json {json.dumps(rules)}"
 
 
 def rules_of(schema: str) -> str:
