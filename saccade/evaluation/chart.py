@@ -21,10 +21,9 @@ def tuned_table(measured: Sequence[Measured]) -> str:
         skill, share = one.worst()
         tokens = "-" if one.tokens_per_image is None else f"{one.tokens_per_image:.1f}"
         fit = "-" if one.concurrency is None else f"{one.concurrency:,}"
-        lines.append(
-            f"{one.max_pixels:>10,} {one.accuracy:>9.1%}  {f'{skill} {share:.0%}':<17} {tokens:>14} "
-            f"{one.first_token_ms:>9.0f} ms {fit:>15}"
-        )
+        quality = f"{one.accuracy:>9.1%}  {f'{skill} {share:.0%}':<17}"
+        cost = f"{tokens:>14} {one.first_token_ms:>9.0f} ms {fit:>15}"
+        lines.append(f"{one.max_pixels:>10,} {quality} {cost}")
     return "\n".join(lines)
 
 
@@ -68,8 +67,9 @@ def svg(measured: Sequence[Measured], advice: Advice, questions: QuestionSet) ->
     """Accuracy of each group against pixels on a logarithmic axis, the recommendation marked."""
     sizes = [one.max_pixels for one in measured]
     frame = _Frame(min(sizes), max(sizes))
+    font = 'font-family="sans-serif" font-size="12"'
     parts = [
-        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 680 350" font-family="sans-serif" font-size="12">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 680 350" {font}>',
         '<rect width="680" height="350" fill="#ffffff"/>',
         _text(frame.left, 22, f"{questions.name}: accuracy against max_pixels", size=15),
         *_axes(frame, sizes),
@@ -94,7 +94,8 @@ def _axes(frame: _Frame, sizes: Sequence[int]) -> Iterator[str]:
 def _mark(frame: _Frame, pixels: int) -> Iterator[str]:
     x = frame.x(pixels)
     yield f'<path d="M{x:.1f} {frame.top}V{frame.bottom}" stroke="#333333" stroke-dasharray="4 4"/>'
-    yield _text(x, frame.top - 8, f"recommended: {pixels:,}", anchor="middle" if x < frame.right - 60 else "end")
+    anchor = "middle" if x < frame.right - 60 else "end"
+    yield _text(x, frame.top - 8, f"recommended: {pixels:,}", anchor)
 
 
 def _curves(frame: _Frame, measured: Sequence[Measured], questions: QuestionSet) -> Iterator[str]:
@@ -113,5 +114,5 @@ def _curves(frame: _Frame, measured: Sequence[Measured], questions: QuestionSet)
 
 
 def _text(x: float, y: float, text: str, anchor: str = "start", size: int = 12) -> str:
-    escaped = html.escape(text)
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}" fill="#222222">{escaped}</text>'
+    style = f'text-anchor="{anchor}" font-size="{size}" fill="#222222"'
+    return f'<text x="{x:.1f}" y="{y:.1f}" {style}>{html.escape(text)}</text>'

@@ -15,8 +15,10 @@ from saccade.errors import ConfigError
 
 _CHAT = "/v1/chat/completions"
 _MODELS = "/v1/models"
+_JSON = "application/json"
 _TIMEOUT = {"timeout": {"connect": 10.0, "pool": None, "read": 600.0, "write": 60.0}}
 _BUSY = frozenset({429, 503})  # retried
+_BROKEN = (httpcore.NetworkError, httpcore.ProtocolError, httpcore.UnsupportedProtocol, OSError)
 _PATIENCE = 8  # attempts
 _LONGEST_WAIT = 10.0  # seconds before each
 _MAX_BREAKS = 3  # of the connection, for one question
@@ -55,13 +57,10 @@ class Client:
         self.url = url.rstrip("/").removesuffix("/v1")
         if not self.url.startswith(("http://", "https://")):
             raise ConfigError(f"--url must begin with http:// or https://, but {url!r} was given")
-        self._headers: dict[bytes | str, bytes | str] = {
-            "content-type": "application/json",
-            "accept": "application/json",
-        }
+        self._headers: dict[bytes | str, bytes | str] = dict.fromkeys(("content-type", "accept"), _JSON)
         if api_key is not None:
             self._headers["authorization"] = f"Bearer {api_key}"
-        self._pool = httpcore.AsyncConnectionPool(max_connections=connections, max_keepalive_connections=connections)
+        self._pool = httpcore.AsyncConnectionPool(max_connections=connections)
 
     async def __aenter__(self) -> Client:
         return self
@@ -71,7 +70,7 @@ class Client:
 
     async def info(self, model: str | None = None) -> ServerInfo:
         """About `model`, or the first one that is served."""
-        status, _, content = await self._send("GET", _MODELS)
+        status, _, content = await self._send("GET", _MODELS, None)
         if status != 200:
             self._fail(status, _MODELS, content)
         cards = _get(_decoded(content), "data", list)
@@ -117,21 +116,22 @@ class Client:
             await asyncio.sleep(min(_number(headers.get("retry-after")), _LONGEST_WAIT))
         return status, answer
 
-    async def _send(self, method: str, path: str, content: bytes | None = None) -> tuple[int, dict[str, str], bytes]:
-        async with self._stream(method, path, content) as response:
+    async def _send(self, verb: str, path: str, content: bytes | None) -> tuple[int, dict[str, str], bytes]:
+        async with self._stream(verb, path, content) as response:
             headers = {name.decode().lower(): value.decode("latin-1") for name, value in response.headers}
             return response.status, headers, await response.aread()
 
     @asynccontextmanager
-    async def _stream(self, method: str, path: str, content: bytes | None) -> AsyncIterator[httpcore.Response]:
+    async def _stream(self, verb: str, path: str, content: bytes | None) -> AsyncIterator[httpcore.Response]:
+        url = self.url + path
         try:
             async with self._pool.stream(
-                method, self.url + path, headers=self._headers, content=content, extensions=_TIMEOUT
+                verb, url, headers=self._headers, content=content, extensions=_TIMEOUT
             ) as response:
                 yield response
         except httpcore.TimeoutException:
             raise ConfigError(f"{self.url} did not answer in time; is the server overloaded?") from None
-        except (httpcore.NetworkError, httpcore.ProtocolError, httpcore.UnsupportedProtocol, OSError) as error:
+        except _BROKEN as error:
             reason = str(error) or type(error).__name__
             raise _Unreachable(f"{self.url} cannot be reached: {reason}; is the server running?") from None
 

@@ -110,11 +110,13 @@ def evaluate(target: Target, output: Output) -> int:
             start = time.monotonic()
             answered = asyncio.run(_ask(target, url, questions, progress))
     except KeyboardInterrupt:
-        print(f"interrupted after {len(progress.answered)} of {len(questions.questions)} questions", file=sys.stderr)
+        done = f"{len(progress.answered)} of {len(questions.questions)}"
+        print(f"interrupted after {done} questions", file=sys.stderr)
         if progress.answered:
             print(_findings(progress.answered, questions, output.show_wrong))
         return _INTERRUPTED
-    summary = f"{_counted(answered)}, {target.concurrency} at a time, {time.monotonic() - start:.0f} s"
+    count = f"{len(answered):,} question{'' if len(answered) == 1 else 's'}"
+    summary = f"{count}, {target.concurrency} at a time, {time.monotonic() - start:.0f} s"
     text = _findings(answered, questions, output.show_wrong)
     print(f"{text}\n{summary}")
     _write_eval(output, answered, questions, summary)
@@ -135,10 +137,6 @@ def _findings(answered: list[Answered], questions: QuestionSet, show_wrong: int)
         first = f"{refused[0].question.id}: {refused[0].reply.error}"
         lines.append(f"{len(refused)} refused by the server and counted as wrong; the first was {first}")
     return "\n".join([*lines, *wrong_answers(answered, show_wrong)])
-
-
-def _counted(answered: list[Answered]) -> str:
-    return f"{len(answered):,} question{'' if len(answered) == 1 else 's'}"
 
 
 def _write_eval(output: Output, answered: list[Answered], questions: QuestionSet, summary: str) -> None:

@@ -66,7 +66,8 @@ class QuestionSet:
         data = (self.root / ref.file).read_bytes()
         if ref.field is None or ref.grain is None:
             return EncodedImage(data, mimetypes.guess_type(ref.file)[0] or "image/png")
-        noisy = add_grain(Image.open(io.BytesIO(data)).convert("RGB"), _field(self.root, ref.field), ref.grain)
+        image = Image.open(io.BytesIO(data)).convert("RGB")
+        noisy = add_grain(image, _field(self.root, ref.field), ref.grain)
         stream = io.BytesIO()
         noisy.save(stream, "PNG", compress_level=1)  # noise does not compress
         return EncodedImage(stream.getvalue(), "image/png")
@@ -115,11 +116,13 @@ def load_questions(path: str | None = None, limit: int | None = None) -> Questio
 def _root(where: Path) -> Root:
     """The folder with questions.jsonl; in a zip file it may be the only folder at the top."""
     if not where.exists():
-        raise ConfigError(f"{where} does not exist; a question set is a folder or a zip file with {QUESTIONS}")
+        message = f"{where} does not exist; a question set is a folder or a zip file with {QUESTIONS}"
+        raise ConfigError(message)
     root: Root = where
     if where.is_file():
         if not zipfile.is_zipfile(where):
-            raise ConfigError(f"{where} is neither a folder nor a zip file; give the folder that has {QUESTIONS}")
+            message = f"{where} is neither a folder nor a zip file; give the folder that has {QUESTIONS}"
+            raise ConfigError(message)
         root = zipfile.Path(where)
         inner = [entry for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith("__")]
         root = inner[0] if len(inner) == 1 and not (root / QUESTIONS).exists() else root
@@ -137,9 +140,8 @@ def _question(root: Root, at: str, line: str) -> Question:
         raise ConfigError(f"{at}: a question is a JSON object, but this line is {line[:60]!r}")
     unknown = sorted(set(raw) - _FIELDS)
     if unknown:
-        raise ConfigError(
-            f"{at}: {', '.join(unknown)} is no field of a question; they are {', '.join(sorted(_FIELDS))}"
-        )
+        known = ", ".join(sorted(_FIELDS))
+        raise ConfigError(f"{at}: {', '.join(unknown)} is no field of a question; they are {known}")
     return Question(
         id=_text(raw, "id", at, default=at.rpartition(":")[2]),
         skill=_text(raw, "skill", at, default="all"),
@@ -166,11 +168,13 @@ def _image(root: Root, given: Any, at: str) -> ImageRef:
         return ImageRef(_file(root, given, at))
     grain = given.get("grain") if isinstance(given, dict) else None
     if not isinstance(grain, dict) or set(given) != {"file", "grain"}:
-        raise ConfigError(f"{at}: a picture is the name of a file, or an object with file and grain, not {given!r}")
+        message = f"{at}: a picture is the name of a file, or an object with file and grain, not {given!r}"
+        raise ConfigError(message)
     numbers: list[Any] = [grain.get(name) for name in Grain._fields]
     if set(grain) != {"field", *Grain._fields} or not all(type(n) is int and n >= 0 for n in numbers):
         names = ", ".join(Grain._fields)
-        raise ConfigError(f"{at}: grain has field, the name of a file, and {names}, whole numbers, not {grain!r}")
+        message = f"{at}: grain has field, the name of a file, and {names}, whole numbers, not {grain!r}"
+        raise ConfigError(message)
     return ImageRef(_file(root, given["file"], at), _file(root, grain["field"], at), Grain(*numbers))
 
 
@@ -186,7 +190,8 @@ def _file(root: Root, name: Any, at: str) -> str:
 def _text(raw: Mapping[str, Any], name: str, at: str, default: str | None = None) -> str:
     value = raw.get(name, default)
     if not isinstance(value, str):
-        raise ConfigError(f"{at}: {name} must be text, " + (f"not {value!r}" if name in raw else "but it is missing"))
+        found = f"not {value!r}" if name in raw else "but it is missing"
+        raise ConfigError(f"{at}: {name} must be text, {found}")
     return value
 
 

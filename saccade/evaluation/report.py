@@ -62,7 +62,8 @@ def table(found: Sequence[Score]) -> str:
     total = sum(s.total for s in found if not s.is_group)
     lines = [f"{'skill':<{width}}  right    of  accuracy  guessing  {heading}"]
     for s in found:
-        lines.append(f"{s.skill:<{width}} {s.right:>6} {s.total:>5} {s.accuracy:>9.1%} {s.chance:>9.0%}  {s.verdict}")
+        shares = f"{s.accuracy:>9.1%} {s.chance:>9.0%}"
+        lines.append(f"{s.skill:<{width}} {s.right:>6} {s.total:>5} {shares}  {s.verdict}")
     lines.append(f"{'all':<{width}} {right:>6} {total:>5} {right / max(1, total):>9.1%}")
     return "\n".join(line.rstrip() for line in lines)
 
@@ -96,7 +97,8 @@ def as_json(answered: Sequence[Answered], questions: QuestionSet) -> dict[str, A
 
 def _score_json(score: Score) -> dict[str, Any]:
     goal = {"goal": score.goal} if score.goal is not None else {}
-    return {"right": score.right, "total": score.total, "accuracy": score.accuracy, "guessing": score.chance, **goal}
+    shares = {"accuracy": score.accuracy, "guessing": score.chance}
+    return {"right": score.right, "total": score.total, **shares, **goal}
 
 
 def _reply_json(one: Answered) -> dict[str, Any]:
@@ -106,7 +108,8 @@ def _reply_json(one: Answered) -> dict[str, Any]:
 def check_markers(file: str, command: str) -> None:
     """Check the file before the run, which may take an hour."""
     if not re.search(_block(command), _read(file), re.DOTALL):
-        raise ConfigError(f"{file} has no lines <!-- {command} --> and <!-- end of {command} --> to write between")
+        message = f"{file} has no lines <!-- {command} --> and <!-- end of {command} --> to write between"
+        raise ConfigError(message)
 
 
 def rewrite(file: str, command: str, text: str) -> None:

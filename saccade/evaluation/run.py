@@ -21,8 +21,6 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class Asking:
-    """Request settings."""
-
     model: str
     max_tokens: int = 256
     concurrency: int = 32
@@ -43,8 +41,11 @@ def request_body(questions: QuestionSet, question: Question, asking: Asking) -> 
     }
 
 
+OnAnswer = Callable[[Answered], None]
+
+
 async def ask_all(
-    client: Client, questions: QuestionSet, asking: Asking, on_answer: Callable[[Answered], None]
+    client: Client, questions: QuestionSet, asking: Asking, on_answer: OnAnswer
 ) -> list[Answered]:
     """Replies in the order of the set; `on_answer` is called with each as it arrives."""
     answered: dict[int, Answered] = {}

@@ -45,7 +45,8 @@ class Rule:
 def chance(rules: Sequence[Rule]) -> float:
     """The accuracy of the best constant reply, which needs no image."""
     guesses = Counter(rule.reply for rule in rules).most_common(_GUESSES)
-    return max((sum(rule.is_right(guess) for rule in rules) / len(rules) for guess, _ in guesses), default=0.0)
+    right = [sum(rule.is_right(guess) for rule in rules) for guess, _ in guesses]
+    return max(right) / len(rules) if rules else 0.0
 
 
 def _normalised(text: str) -> str:

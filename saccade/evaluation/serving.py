@@ -46,7 +46,8 @@ def _start(config: Path, url: str, log: IO[bytes] | None) -> subprocess.Popen[by
 
     The options are complete, so SACCADE_ variables of the environment are left out.
     """
-    flags = ["--config", str(config), "--host", "127.0.0.1", "--port", url.rpartition(":")[2], "--no-access-log"]
+    port = url.rpartition(":")[2]
+    flags = ["--config", str(config), "--host", "127.0.0.1", "--port", port, "--no-access-log"]
     return subprocess.Popen(
         [sys.executable, "-m", "saccade.cli", "serve", *flags],
         stdin=subprocess.DEVNULL,

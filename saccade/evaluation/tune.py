@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -13,7 +13,7 @@ from saccade.costs import blocks_for
 from saccade.errors import ConfigError
 from saccade.evaluation.client import Client, Refused, ServerInfo
 from saccade.evaluation.questions import QuestionSet
-from saccade.evaluation.run import Answered, Asking, accuracy, ask_all, request_body
+from saccade.evaluation.run import Answered, Asking, OnAnswer, accuracy, ask_all, request_body
 
 _TIMED = 20  # questions for time to first token, one at a time
 _MAX_SIZES = 8
@@ -22,8 +22,6 @@ _CLIFF = 0.1  # loss of accuracy between two settings that is reported
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One setting."""
-
     max_pixels: int
     answered: Sequence[Answered]
     first_token_ms: float  # median, one request at a time, images not cached
@@ -89,19 +87,14 @@ def _checked(given: Sequence[int], info: ServerInfo) -> list[int]:
     if sizes[-1] < 1:
         raise ConfigError(f"max_pixels must be 1 or more, not {sizes[-1]}")
     if info.max_pixels is not None and sizes[0] > info.max_pixels:
-        raise ConfigError(
-            f"max_pixels {sizes[0]:,} is above {info.max_pixels:,}, the server's limit, which requests can only lower; "
-            f"ask for less, or start saccade serve --max-pixels {sizes[0]} and give its --url"
-        )
+        limit = f"{info.max_pixels:,}, the server's limit, which requests can only lower"
+        remedy = f"ask for less, or start saccade serve --max-pixels {sizes[0]} and give its --url"
+        raise ConfigError(f"max_pixels {sizes[0]:,} is above {limit}; {remedy}")
     return sizes
 
 
 async def measure(
-    client: Client,
-    info: ServerInfo,
-    questions: QuestionSet,
-    asking: Asking,
-    on_answer: Callable[[Answered], None],
+    client: Client, info: ServerInfo, questions: QuestionSet, asking: Asking, on_answer: OnAnswer
 ) -> Measured:
     """One setting, given by `asking`. First tokens are timed first, while no image is cached."""
     first_token_ms = await _first_token_ms(client, questions, asking)
@@ -132,7 +125,8 @@ async def _first_token_ms(client: Client, questions: QuestionSet, asking: Asking
         except Refused as error:
             refusal = str(error)
     if not times:
-        raise ConfigError(f"the server refuses every request with max_pixels {max_pixels_of(asking):,}: {refusal}")
+        message = f"the server refuses every request with max_pixels {max_pixels_of(asking):,}: {refusal}"
+        raise ConfigError(message)
     return statistics.median(times) * 1e3
 
 
@@ -145,9 +139,7 @@ def _concurrency(info: ServerInfo, answered: Sequence[Answered]) -> int | None:
 
 
 def advise(measured: Sequence[Measured], questions: QuestionSet) -> Advice:
-    """The smallest setting that is as good as the best one: its accuracy is lower by at most one standard
-    error of the mean of the paired differences.
-    """
+    """The smallest setting whose accuracy is at most one standard error (paired) below the best."""
     best = max(measured, key=lambda one: (one.accuracy, one.max_pixels))
     chosen = min((one for one in measured if is_as_good(one, best)), key=lambda one: one.max_pixels)
     return Advice(chosen.max_pixels, _reason(chosen, best, measured), find_cliffs(measured, questions))
@@ -173,10 +165,12 @@ def _reason(chosen: Measured, best: Measured, measured: Sequence[Measured]) -> s
         share = chosen.tokens_per_image / largest.tokens_per_image
         saved = f"; it takes {share:.0%} of the tokens of {largest.max_pixels:,}"
     if chosen is best:
-        return f"{chosen.accuracy:.1%} is the best measured, and no smaller setting is within noise of it{saved}"
+        best_measured = f"{chosen.accuracy:.1%} is the best measured"
+        return f"{best_measured}, and no smaller setting is within noise of it{saved}"
     loss, error = paired_loss(chosen, best)
-    how = f"{best.accuracy:.1%} at {best.max_pixels:,}, a loss of {loss:.1%} with a standard error of {error:.1%}"
-    return f"{chosen.accuracy:.1%} is within noise of the best, {how}{saved}"
+    lost = f"a loss of {loss:.1%} with a standard error of {error:.1%}"
+    found = f"{best.accuracy:.1%} at {best.max_pixels:,}, {lost}"
+    return f"{chosen.accuracy:.1%} is within noise of the best, {found}{saved}"
 
 
 def find_cliffs(measured: Sequence[Measured], questions: QuestionSet) -> list[Cliff]:
