@@ -12,7 +12,7 @@ from torch import Tensor
 
 from benchmarks.encoder_inputs import CUDA, device_ms
 from saccade.kernels.attention.decode_hopper import hopper_decode
-from saccade.kernels.attention.decode_schedule import plan_schedule
+from saccade.kernels.attention.decode_hopper_schedule import plan_schedule
 from saccade.kernels.attention.decode_triton import DecodeWorkspace, NewTokens, paged_decode
 from saccade.kernels.launch.device import Heads, num_sms
 

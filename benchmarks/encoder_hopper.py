@@ -15,8 +15,8 @@ from saccade.kernels.attention.vit_hopper import HopperVit
 from saccade.kernels.attention.vit_schedule import TileSchedule
 from saccade.kernels.attention.vit_triton import TILE_ROWS, packed_vit
 from saccade.kernels.launch.device import num_sms
-from saccade.kernels.launch.tiling import Tiles
-from saccade.models.layers.attention import packed_attention
+from saccade.kernels.launch.varlen_tiles import Tiles
+from saccade.models.layers.torch_attention import packed_attention
 
 HEADS, SCALE, LAUNCHES = 16, 80**-0.5, 12
 SIZES = {"1288x952": [6256], "644x476": [1564], "8 of 644x476": [1564] * 8, "1280x720": [4784], "2560x1440": [18768]}

@@ -35,7 +35,7 @@ from saccade.kernels.attention.prefill import PrefillAttention
 from saccade.kernels.attention.prefill_flashinfer import Capacity, FlashInferPrefill
 from saccade.kernels.attention.prefill_triton import choose_rows
 from saccade.kernels.launch.device import Heads, num_sms
-from saccade.kernels.launch.tiling import Tiles
+from saccade.kernels.launch.varlen_tiles import Tiles
 
 SCALE = DIM**-0.5
 WORKS = [  # new tokens of each request, their contexts

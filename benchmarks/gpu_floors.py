@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.gpu_work import BATCHES, MAX_PIXELS, STREAM_TOKENS, STREAMS
 from saccade import costs
-from saccade.processor.checkpoint import open_checkpoint
+from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.processor.families import family_for
 from saccade.types import Geometry, Size
 

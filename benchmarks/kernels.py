@@ -28,10 +28,10 @@ from saccade.kernels.attention.decode_triton import DecodeWorkspace, NewTokens, 
 from saccade.kernels.attention.prefill_triton import paged_prefill
 from saccade.kernels.attention.rope_store_kv import rotary_and_store
 from saccade.kernels.attention.vit_triton import packed_vit
-from saccade.kernels.launch.tiling import Launch, Tiles
+from saccade.kernels.launch.varlen_tiles import Launch, Tiles
 from saccade.kernels.ops import reference
 from saccade.kernels.ops.norm import add_rms_norm, silu_and_mul
-from saccade.models.layers.attention import AttentionBatch, reference_attention, reference_packed_attention
+from saccade.models.layers.torch_attention import AttentionBatch, reference_attention, reference_packed_attention
 
 DEVICE, DTYPE, BLOCK = torch.device("cuda"), torch.bfloat16, 16
 HEADS, KV_HEADS, DIM, HIDDEN, WIDE = 12, 2, 128, 1536, 8960

@@ -16,8 +16,8 @@ from torch import Tensor
 from saccade.kernels.attention.prefill_hopper import ROWS, hopper_prefill
 from saccade.kernels.attention.prefill_triton import choose_rows, paged_prefill
 from saccade.kernels.launch.device import num_sms
-from saccade.kernels.launch.tiling import Tiles
-from saccade.models.layers.attention import AttentionBatch, reference_attention
+from saccade.kernels.launch.varlen_tiles import Tiles
+from saccade.models.layers.torch_attention import AttentionBatch, reference_attention
 
 CUDA, BLOCK, DIM, SCALE = torch.device("cuda"), 16, 128, 128**-0.5
 HEADS, KV_HEADS = 12, 2

@@ -17,14 +17,14 @@ from saccade.engine.core import EngineCore
 from saccade.errors import RequestError
 from saccade.options import MediaPolicy, Options, SchedulerConfig, options
 from saccade.outputs import RequestOutput
-from saccade.processor.checkpoint import open_checkpoint
+from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.processor.generation_config import defaults_line, sampling_defaults
 from saccade.processor.images import PrefetchMedia
+from saccade.processor.input_processor import Processor
 from saccade.processor.output import RequestOutputBuilder
-from saccade.processor.prompt import Processor
-from saccade.processor.requests import RequestBuilder, child_id
+from saccade.processor.request_builder import RequestBuilder, child_id
 from saccade.sampling_params import SamplingParams
-from saccade.structured.check import check_structured
+from saccade.structured.schema_validation import check_structured
 from saccade.types import Bill, MediaItem, Prompt, TokenEvent
 
 logger = logging.getLogger("saccade.engine")

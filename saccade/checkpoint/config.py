@@ -12,7 +12,7 @@ from typing import Any
 
 from saccade.checkpoint.compat import normalize
 from saccade.checkpoint.defaults import LANGUAGE_TYPE, TEXT_DEFAULTS, TOWER_DEFAULTS, VISION_DEFAULTS
-from saccade.checkpoint.moe import MoEConfig, first_of, moe_config
+from saccade.checkpoint.moe_config import MoEConfig, first_of, moe_config
 from saccade.checkpoint.schema import CONFIG, GENERATION, Table, first_wrong
 from saccade.errors import ConfigError
 

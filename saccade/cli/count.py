@@ -13,7 +13,7 @@ from saccade.media.video_probe import is_video_file
 from saccade.media.video_sources import Video
 from saccade.options import MediaPolicy, Options
 from saccade.processor import families
-from saccade.processor.checkpoint import open_checkpoint
+from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.processor.families.base import Family, ManyImagesPolicy
 from saccade.processor.video import Videos, video_bill_item
 from saccade.types import VideoRun

@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from saccade.checkpoint.config import ModelConfig
-from saccade.engine.async_core import AsyncEngineCore
 from saccade.engine.core import EngineCore
-from saccade.engine.gc_control import freeze, switch_threads_often
+from saccade.engine.overlap_core import AsyncEngineCore
+from saccade.engine.process_tuning import freeze, switch_threads_often
 from saccade.options import Options, SchedulerConfig
 from saccade.runner.build import build_runner, eager_reason_of
 from saccade.runner.memory import plan_memory
 from saccade.runner.runner import Runner
 from saccade.runner.torch_forward import TorchForward
-from saccade.scheduler.cpu_latency import CpuStepTime
-from saccade.scheduler.latency import mixed_tokens, split_spare_time
+from saccade.scheduler.cpu_step_time import CpuStepTime
+from saccade.scheduler.latency_model import mixed_tokens, split_spare_time
 from saccade.types import Geometry, LatencyProfile, StepTime
 
 logger = logging.getLogger("saccade.engine")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from saccade.engine.trace import StepTrace
+from saccade.engine.step_stats import StepTrace
 from saccade.errors import RequestError
 from saccade.options import SchedulerConfig
 from saccade.scheduler.scheduler import Scheduler

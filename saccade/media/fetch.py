@@ -24,8 +24,8 @@ from ssl import SSLContext, create_default_context
 from urllib.parse import unquote, urljoin, urlsplit
 
 from saccade.errors import RequestError
-from saccade.media.download import BrokenResponse, HttpResponse, open_response
-from saccade.media.fetch_slots import Owners, Slot, SlotLimits, Slots
+from saccade.media.connection_limits import Owners, Slot, SlotLimits, Slots
+from saccade.media.http_client import BrokenResponse, HttpResponse, open_response
 from saccade.media.urls import Target, is_public, is_public_or_private, read_domains, read_url, refused
 
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})

@@ -13,8 +13,8 @@ from saccade.checkpoint.config import ModelConfig
 from saccade.errors import ConfigError
 from saccade.models.interface import ModelParts, VisionLanguageModel
 from saccade.models.layers.attention_temperature import attention_temperature_of
-from saccade.models.parameters import Parameters
-from saccade.models.vision.ops import TorchVision, VisionOps
+from saccade.models.state_dict import Parameters
+from saccade.models.vision.backend import TorchVision, VisionOps
 from saccade.models.weights import fill_random, load_weights
 
 _TEXT = ("llama", "ministral3", "mistral", "qwen2", "qwen3", "qwen3_moe")
@@ -30,7 +30,7 @@ _FAMILIES: Mapping[str, tuple[str, str]] = {  # model_type -> (module, class), i
     "qwen": ("saccade.models.families.qwen_vl", "Qwen"),
     "qwen/qwen_visual": ("saccade.models.families.qwen_vl", "QwenVL"),
     "qwen2_vl": ("saccade.models.families.qwen2_vl", "Qwen2VL"),
-    **dict.fromkeys(_TEXT, ("saccade.models.families.text", "Text")),
+    **dict.fromkeys(_TEXT, ("saccade.models.families.llama", "Text")),
     "qwen2_5_vl": ("saccade.models.families.qwen2_5_vl", "Qwen2_5VL"),
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), ("saccade.models.families.qwen3_vl", "Qwen3VL")),
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), ("saccade.models.families.qwen3_5", "Qwen3_5")),
@@ -55,7 +55,7 @@ def load_model(
     """
     if config.model_type not in _FAMILIES and path is not None:
         how = {"load_format": load_format, "seed": seed, "max_model_len": max_model_len}
-        other = import_module("saccade.models.fallback")
+        other = import_module("saccade.models.transformers_backend")
         return other.load(path, config, dtype=dtype, device=device, **how)  # type: ignore[no-any-return]
     params = Parameters(dtype, device)
     ops: VisionOps = TorchVision()

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 from torch import Tensor
 
 from saccade.checkpoint.config import ModelConfig
-from saccade.models.layers.types import Attention, CrossAttentionRows, Encoding, States
-from saccade.models.parameters import Parameters
-from saccade.models.vision.ops import VisionOps
+from saccade.models.layers.forward_types import Attention, CrossAttentionRows, Encoding, States
+from saccade.models.state_dict import Parameters
+from saccade.models.vision.backend import VisionOps
 from saccade.models.vision.preprocess import ImagePixels, pixel_policy
 from saccade.types import Geometry, Grid
 

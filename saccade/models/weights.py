@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from saccade.checkpoint.files import weight_files
 from saccade.errors import ConfigError
-from saccade.models.parameters import Whole
+from saccade.models.state_dict import Whole
 
 _INDEX = "model.safetensors.index.json"
 _SHOWN = 5  # names listed in an error before it only counts

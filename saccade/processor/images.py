@@ -13,7 +13,7 @@ from saccade.errors import RequestError, quoted
 from saccade.media.hashing import RecentKeys
 from saccade.media.load import load_image
 from saccade.options import MediaPolicy
-from saccade.processor.checkpoint import Checkpoint
+from saccade.processor.checkpoint_files import Checkpoint
 from saccade.processor.families import family_for
 from saccade.processor.families.base import Family, ManyImagesPolicy
 from saccade.types import BillItem, Geometry, Key, MediaItem, short_key

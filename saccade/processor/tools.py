@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from saccade.errors import RequestError, quoted
-from saccade.structured.check import check_schema
+from saccade.structured.schema_validation import check_schema
 
 MAX_TOOLS = 128
 _OPEN = "<tool_call>"

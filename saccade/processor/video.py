@@ -19,7 +19,7 @@ from saccade.media.load import Loaded, load_image
 from saccade.media.video_probe import check_video_seconds
 from saccade.media.video_sources import File, Video, load_video_source
 from saccade.options import MediaPolicy
-from saccade.processor.checkpoint import Checkpoint
+from saccade.processor.checkpoint_files import Checkpoint
 from saccade.processor.families import video_rules_for
 from saccade.processor.families.frame_groups import PixelLimits, Sampling, VideoRules
 from saccade.processor.images import bill_item, whole_number

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from saccade.models.layers.attention import AttentionBatch
+from saccade.models.layers.torch_attention import AttentionBatch
 from saccade.runner.sampler import Row
 from saccade.structured.grammar import Grammar
 from saccade.types import Admission, Key, Request, Sample, ScheduledWindow, Span

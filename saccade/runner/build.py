@@ -15,19 +15,19 @@ from saccade.checkpoint.config import ModelConfig
 from saccade.errors import ConfigError
 from saccade.models import eager_reason, load_model
 from saccade.models.interface import VisionLanguageModel
-from saccade.models.layers.attention import PagedKV
+from saccade.models.layers.torch_attention import PagedKV
 from saccade.options import Options, SchedulerConfig
-from saccade.runner.cuda.attention_backend import AttentionTarget, check, choose
-from saccade.runner.cuda.host_threads import OneTorchThread
+from saccade.runner.cuda.attention_selector import AttentionTarget, check, choose
 from saccade.runner.encoder.embedding_cache import EmbeddingSlab
-from saccade.runner.encoder.graphs import capture_tower
-from saccade.runner.encoder.stage import LocalEncoder
+from saccade.runner.encoder.encoder_runner import LocalEncoder
+from saccade.runner.encoder.graph_capture import capture_tower
 from saccade.runner.forward import Forward
 from saccade.runner.memory import MemoryPlan
 from saccade.runner.memory_report import MemoryReport
 from saccade.runner.recurrent_state import RecurrentStates
 from saccade.runner.runner import Runner
 from saccade.runner.torch_forward import TorchForward
+from saccade.runner.torch_threads import OneTorchThread
 from saccade.structured.grammar import Grammars
 from saccade.types import Key
 

@@ -18,7 +18,7 @@ from saccade.checkpoint.config import ModelConfig
 from saccade.errors import ConfigError
 from saccade.models import eager_reason
 from saccade.options import Options, SchedulerConfig
-from saccade.runner.encoder.graphs import largest_pass
+from saccade.runner.encoder.graph_capture import largest_pass
 from saccade.types import Geometry, Size
 
 _CPU_KV_GIB = 4.0  # automatic maximum on a CPU

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from saccade.checkpoint.config import LinearConfig
-from saccade.models.layers.types import States, WindowGroup
+from saccade.models.layers.forward_types import States, WindowGroup
 from saccade.types import ScheduledWindow, StateCheckpoint
 
 

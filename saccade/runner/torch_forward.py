@@ -12,9 +12,9 @@ from torch import Tensor
 
 from saccade import costs
 from saccade.models.interface import CrossAttentionModel, RecurrentModel, VisionLanguageModel
-from saccade.models.layers.attention import PagedAttention, PagedKV
+from saccade.models.layers.torch_attention import PagedAttention, PagedKV
 from saccade.runner.batch import Batch, RequestState, build_batch, overlapping, splice
-from saccade.runner.cross_attention import rows_by_image
+from saccade.runner.cross_attention_metadata import rows_by_image
 from saccade.runner.forward import Embeddings, Sampled, Windows
 from saccade.runner.recurrent_state import RecurrentStates
 from saccade.runner.sampler import sample

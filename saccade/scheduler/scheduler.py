@@ -13,15 +13,15 @@ from typing import Any
 
 from saccade.errors import RequestError
 from saccade.options import SchedulerConfig
-from saccade.scheduler.admission import refuse_impossible, refuse_overload
 from saccade.scheduler.async_decode import async_decode_windows, can_fuse
 from saccade.scheduler.budget import StepBudget, StepBuilder, are_enough, demand_of
 from saccade.scheduler.encoder_cache import EncoderCache
+from saccade.scheduler.encoder_failures import affected_requests
+from saccade.scheduler.encoder_lookahead import SpansAhead, deadlock_victim, missing_items, spans_ahead
 from saccade.scheduler.encoder_scheduler import EncoderScheduler, WindowLimit
-from saccade.scheduler.failures import affected_requests
 from saccade.scheduler.kv_cache import BlockPool
-from saccade.scheduler.policy import SpansAhead, deadlock_victim, missing_items, spans_ahead
 from saccade.scheduler.request import ScheduledRequest
+from saccade.scheduler.request_validation import refuse_impossible, refuse_overload
 from saccade.scheduler.state_cache import StateCache
 from saccade.scheduler.step_policy import StepLimits, make_policy
 from saccade.types import (

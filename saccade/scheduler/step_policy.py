@@ -12,8 +12,8 @@ from __future__ import annotations
 from typing import NamedTuple, Protocol
 
 from saccade.options import SchedulerConfig
-from saccade.scheduler.cpu_latency import CpuStepTime
-from saccade.scheduler.latency import max_work, mixed_is_faster, mixed_tokens, split_spare_time
+from saccade.scheduler.cpu_step_time import CpuStepTime
+from saccade.scheduler.latency_model import max_work, mixed_is_faster, mixed_tokens, split_spare_time
 from saccade.types import LatencyProfile, StepPlan, StepResult
 
 IMAGE_SHARE = 4  # images keep a quarter of a step's tokens, and some encoding in every fourth step

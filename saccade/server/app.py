@@ -25,15 +25,15 @@ from saccade.server.api.messages import create_message
 from saccade.server.api.models import model_card, model_list
 from saccade.server.api.responses import create_response
 from saccade.server.errors import ApiError, ClientGone, api_error, json_response
-from saccade.server.http.caller import Exchange
 from saccade.server.http.limits import read_body
 from saccade.server.http.middleware import RequestMiddleware
 from saccade.server.http.origins import BrowserRules
+from saccade.server.http.request_context import Exchange
 from saccade.server.http.response import ResponseWriter, while_connected
-from saccade.server.http.text_tally import TextTally
+from saccade.server.http.text_limit import TextTally
 from saccade.server.metrics import CONTENT_TYPE
-from saccade.server.page import STATIC, page_file
 from saccade.server.service import Service
+from saccade.server.web_ui import STATIC, page_file
 
 logger = logging.getLogger("saccade.server")
 

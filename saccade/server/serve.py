@@ -20,15 +20,15 @@ from typing import Any
 
 import uvicorn
 
-from saccade.engine.gc_control import collect, freeze, trim
 from saccade.engine.ipc.client import EngineClient, EngineInfo, EngineUnavailable
+from saccade.engine.process_tuning import collect, freeze, trim
 from saccade.errors import ConfigError
 from saccade.media.fetch import Fetcher, FetchPolicy
 from saccade.options import MediaPolicy, ServerOptions
-from saccade.processor.checkpoint import open_checkpoint
+from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.processor.generation_config import defaults_line
-from saccade.processor.prompt import Processor
-from saccade.processor.requests import RequestBuilder
+from saccade.processor.input_processor import Processor
+from saccade.processor.request_builder import RequestBuilder
 from saccade.sampling_params import SamplingParams
 from saccade.server.api.models import capacity_line
 from saccade.server.app import create_app
@@ -36,8 +36,8 @@ from saccade.server.config import Settings
 from saccade.server.http.listener import Listener
 from saccade.server.http.parser import BoundedHttp
 from saccade.server.service import Service
-from saccade.structured.check import ANY_OBJECT
 from saccade.structured.schema import is_available
+from saccade.structured.schema_validation import ANY_OBJECT
 from saccade.types import Request
 
 logger = logging.getLogger("saccade.server")

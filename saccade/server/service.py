@@ -24,23 +24,23 @@ from saccade.media.fetch import Fetcher
 from saccade.media.hashing import salt_of
 from saccade.options import Options, SchedulerConfig, ServerOptions
 from saccade.processor.generation_config import sampling_defaults
+from saccade.processor.input_processor import Processor
 from saccade.processor.output import RequestOutputBuilder
-from saccade.processor.prompt import Processor
-from saccade.processor.requests import RequestBuilder
+from saccade.processor.request_builder import RequestBuilder
 from saccade.processor.template_pool import THREADS as _TEMPLATE_THREADS
 from saccade.server.errors import overloaded
 from saccade.server.generation import BilledPrompt, Generation, SubmitsRequests, Timing
 from saccade.server.http.auth import KeyRing
-from saccade.server.http.caller import Caller, Exchange
 from saccade.server.http.connections import Connections, connection_limit
 from saccade.server.http.limits import AdmissionGate, decode_object
-from saccade.server.http.text_tally import check_chars, check_text
+from saccade.server.http.request_context import Caller, Exchange
+from saccade.server.http.text_limit import check_chars, check_text
 from saccade.server.metrics import Metrics
 from saccade.server.request.chat import ChatRequest, ResponseOptions, renaming
 from saccade.server.request.fields import FieldReader
 from saccade.server.request.media import ChatLimits, Link, MediaResolver, Messages, find_links
 from saccade.server.request.media_uuids import UuidCache
-from saccade.structured.check import CHECKS
+from saccade.structured.schema_validation import CHECKS
 from saccade.types import Bill, Prompt, Request
 
 logger = logging.getLogger("saccade.server")

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from benchmarks import checkpoints
 from saccade.checkpoint.tokenizer_json import added_tokens, merges_of, read_tokenizer
 from saccade.errors import ConfigError
-from saccade.processor.checkpoint import open_checkpoint
+from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.processor.tokenizer import Tokenizer
 from saccade.sampling_params import SamplingParams
 from saccade.structured.grammar import Grammars

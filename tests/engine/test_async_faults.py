@@ -11,8 +11,8 @@ import pytest
 from PIL import Image
 
 from saccade import LLM, SamplingParams
-from saccade.engine.async_core import AsyncEngineCore
 from saccade.engine.core import EngineCore
+from saccade.engine.overlap_core import AsyncEngineCore
 from saccade.types import Key, MediaTimes, StepPlan, StepResult, TokenEvent
 from tests.helpers.async_engine import GREEDY, OPTIONS, QWEN2_VL, overlapped
 from tests.helpers.async_scheduling import PACE

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from saccade.engine.async_core import AsyncEngineCore
-from saccade.scheduler.latency import SLOWDOWN, milliseconds
+from saccade.engine.overlap_core import AsyncEngineCore
+from saccade.scheduler.latency_model import SLOWDOWN, milliseconds
 from saccade.types import LatencyProfile, StepPlan, StepResult
 from tests.helpers.launching import Launching
 from tests.helpers.scheduling import FakeImage, make_config, make_request

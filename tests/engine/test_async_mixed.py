@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from saccade.engine.async_core import AsyncEngineCore
 from saccade.engine.core import EngineCore
+from saccade.engine.overlap_core import AsyncEngineCore
 from saccade.types import StepPlan, StepResult, TokenEvent
 from tests.helpers.async_scheduling import MIXED
 from tests.helpers.launching import Launching, drained

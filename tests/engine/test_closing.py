@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from saccade import LLM, SamplingParams
-from saccade.engine.async_core import AsyncEngineCore
+from saccade.engine.overlap_core import AsyncEngineCore
 from saccade.errors import RequestError
 from saccade.processor.output import RequestOutputBuilder
 from saccade.types import MediaItem

@@ -17,7 +17,7 @@ from saccade.cli.chat import bill_line
 from saccade.errors import RequestError
 from saccade.models import eager_reason, load_model
 from saccade.options import Options
-from saccade.processor.checkpoint import open_checkpoint
+from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.runner.build import eager_reason_of
 from saccade.runner.memory import plan_memory
 from saccade.types import Geometry, Grid, Size

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from saccade import LLM, SamplingParams, costs
-from saccade.processor.checkpoint import open_checkpoint
+from saccade.processor.checkpoint_files import open_checkpoint
 from tests.helpers.engine_runs import GREEDY, Subject, prompts, run
 from tests.helpers.families import ModelFamily
 

@@ -14,7 +14,7 @@ from saccade import LLM
 from saccade.errors import RequestError
 from saccade.models.cuda.vision import FusedVision
 from saccade.models.families.qwen2_vl import Qwen2VL
-from saccade.models.vision.ops import TorchVision
+from saccade.models.vision.backend import TorchVision
 from saccade.types import Geometry, Grid, Size
 from tests.helpers.images import make_photo
 from tests.helpers.videos import GREEDY, VIDEO, answers, film, frames

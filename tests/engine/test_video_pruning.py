@@ -24,7 +24,7 @@ from saccade.media.video_pruning import changes, kept_of, top_changed
 from saccade.media.video_reader import VideoReaders
 from saccade.options import MediaPolicy, Options, options
 from saccade.processor.families.frame_groups import published
-from saccade.processor.prompt import Processor
+from saccade.processor.input_processor import Processor
 from saccade.runner.batch import RequestState
 from saccade.types import Admission, Prompt, Request, Size
 from tests.helpers.async_engine import overlapped

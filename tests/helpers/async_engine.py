@@ -9,7 +9,7 @@ from typing import Any
 from PIL import Image
 
 from saccade import LLM, SamplingParams
-from saccade.engine.async_core import AsyncEngineCore
+from saccade.engine.overlap_core import AsyncEngineCore
 from saccade.runner.cuda.forward import CudaForward
 from tests.helpers.families import FAMILIES
 

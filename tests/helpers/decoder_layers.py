@@ -9,7 +9,7 @@ from torch import Tensor
 from saccade.checkpoint.config import TextConfig
 from saccade.models.cuda.gemms import Residual
 from saccade.models.layers.decoder import Biases, Decoder, DecoderLayer
-from saccade.models.parameters import Parameters
+from saccade.models.state_dict import Parameters
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BIASES = pytest.mark.parametrize("biases", [Biases(), Biases(qkv=True), Biases(True, True, True)], ids=str)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from saccade import LLM, SamplingParams, costs
-from saccade.processor.checkpoint import open_checkpoint
+from saccade.processor.checkpoint_files import open_checkpoint
 from tests.helpers.images import make_photo
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

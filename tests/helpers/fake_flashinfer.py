@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from saccade.models.layers.attention import AttentionBatch, reference_attention
+from saccade.models.layers.torch_attention import AttentionBatch, reference_attention
 
 
 class BatchPrefillWithPagedKVCacheWrapper:

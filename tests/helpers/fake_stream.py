@@ -9,7 +9,7 @@ from typing import Any
 
 from saccade.errors import RequestError
 from saccade.server.generation import BilledPrompt, Generation, Timing
-from saccade.server.http.caller import Caller
+from saccade.server.http.request_context import Caller
 from saccade.server.http.response import ResponseWriter
 from saccade.server.metrics import Metrics
 from saccade.types import Bill, TokenEvent

@@ -15,11 +15,11 @@ from PIL import Image
 from saccade.checkpoint.config import ModelConfig, model_config
 from saccade.models import load_model
 from saccade.models.interface import Tiled
-from saccade.models.layers.attention import AttentionBatch, PagedAttention, PagedKV
+from saccade.models.layers.torch_attention import AttentionBatch, PagedAttention, PagedKV
 from saccade.options import MediaPolicy, Options
-from saccade.processor.checkpoint import open_checkpoint
-from saccade.processor.prompt import Processor
-from saccade.runner.cross_attention import rows_by_image
+from saccade.processor.checkpoint_files import open_checkpoint
+from saccade.processor.input_processor import Processor
+from saccade.runner.cross_attention_metadata import rows_by_image
 from saccade.runner.recurrent_state import RecurrentStates
 from saccade.types import Geometry, ScheduledWindow, Size
 

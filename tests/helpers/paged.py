@@ -9,8 +9,8 @@ from torch import Tensor
 
 from saccade.kernels.attention.decode_triton import DecodeWorkspace, NewTokens, paged_decode
 from saccade.kernels.attention.prefill_triton import paged_prefill
-from saccade.kernels.launch.tiling import Launch, Tiles
-from saccade.models.layers.attention import AttentionBatch, reference_attention
+from saccade.kernels.launch.varlen_tiles import Launch, Tiles
+from saccade.models.layers.torch_attention import AttentionBatch, reference_attention
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # The interpreter multiplies bfloat16 matrices as if their bits were integers; float16 takes the same way.

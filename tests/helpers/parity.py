@@ -17,8 +17,8 @@ from transformers import (
 from saccade.checkpoint.config import model_config
 from saccade.models import load_model
 from saccade.models.interface import VisionLanguageModel
-from saccade.models.layers.attention import AttentionBatch, PagedAttention, PagedKV
-from saccade.models.layers.types import Encoding
+from saccade.models.layers.forward_types import Encoding
+from saccade.models.layers.torch_attention import AttentionBatch, PagedAttention, PagedKV
 from saccade.runner.recurrent_state import RecurrentStates
 from saccade.types import Geometry, Grid, ScheduledWindow, Size
 

@@ -14,13 +14,13 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from saccade import costs
 from saccade.checkpoint.config import model_config
-from saccade.models.cuda import vision_graphs, vision_sizes
+from saccade.models.cuda import vision_graph_sizes, vision_graphs
 from saccade.models.cuda.vision import FusedVision
 from saccade.models.interface import ModelParts
-from saccade.models.parameters import Parameters
-from saccade.models.vision.ops import TorchVision, VisionOps
+from saccade.models.state_dict import Parameters
+from saccade.models.vision.backend import TorchVision, VisionOps
 from saccade.models.weights import fill_random
-from saccade.processor.checkpoint import open_checkpoint
+from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.processor.families import family_for
 from saccade.types import Grid, Size, Span
 from tests.helpers.allocations import PeakMemory
@@ -81,8 +81,8 @@ def assert_fused_tower_equal(make: Make, grids: list[Grid]) -> None:
 
 def assert_recorded_passes_equal(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was recorded with one grid serves others of that size."""
-    monkeypatch.setattr(vision_sizes, "SIZES", (16,))
-    for module in (vision_sizes, vision_graphs):
+    monkeypatch.setattr(vision_graph_sizes, "SIZES", (16,))
+    for module in (vision_graph_sizes, vision_graphs):
         monkeypatch.setattr(module, "IMAGES", 4)
     ops, grids = FusedVision(), [Grid(1, 2, 6), Grid(1, 2, 2)]
     recorded, patches = make(ops), random(sum(grid.patches for grid in grids), 24)

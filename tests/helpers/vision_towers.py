@@ -12,8 +12,8 @@ from saccade.checkpoint.config import model_config
 from saccade.models.families.llava import Llava
 from saccade.models.families.qwen2_vl import Qwen2VL
 from saccade.models.interface import ModelParts
-from saccade.models.parameters import Parameters
-from saccade.models.vision.ops import VisionOps
+from saccade.models.state_dict import Parameters
+from saccade.models.vision.backend import VisionOps
 from saccade.models.weights import fill_random
 from saccade.types import Grid
 

@@ -19,8 +19,8 @@ import pytest
 import uvloop
 
 from saccade.errors import RequestError
+from saccade.media.connection_limits import Owners, SlotLimits, Slots
 from saccade.media.fetch import Fetcher, FetchPolicy
-from saccade.media.fetch_slots import Owners, SlotLimits, Slots
 from tests.helpers.fetching import BODY, HOST, TRUST, Handler, Site, answer, certificate, resolving, response, running
 from tests.helpers.hostile import watching
 from tests.helpers.images import make_photo, png

@@ -19,8 +19,8 @@ from saccade.checkpoint.schema import CONFIG, first_wrong
 from saccade.checkpoint.tokenizer_json import read_tokenizer
 from saccade.errors import ConfigError
 from saccade.models.weights import load_weights
-from saccade.processor import checkpoint as checkpoint_module
-from saccade.processor.checkpoint import open_checkpoint
+from saccade.processor import checkpoint_files as checkpoint_module
+from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.processor.tokenizer import Tokenizer
 from saccade.server.service import _name_of
 from tests.helpers.prompts import make

@@ -107,7 +107,7 @@ class Bills:
 
 def checkers(server: RunningServer) -> list[psutil.Process]:
     children = psutil.Process(server.process.pid).children()  # of whichever thread
-    return [child for child in children if "saccade.structured.check_process" in child.cmdline()]
+    return [child for child in children if "saccade.structured.schema_validation_worker" in child.cmdline()]
 
 
 @contextmanager

@@ -25,8 +25,8 @@ import pytest
 from saccade import LLM, SamplingParams
 from saccade.errors import ConfigError, RequestError
 from saccade.options import Options
-from saccade.processor.checkpoint import open_checkpoint
-from saccade.processor.prompt import Processor
+from saccade.processor.checkpoint_files import open_checkpoint
+from saccade.processor.input_processor import Processor
 from saccade.processor.template import RESERVED, _environment
 from saccade.processor.template_pool import MAX_SLOW, THREADS, TemplateEnded, TemplatePool
 from tests.helpers.hostile import watching

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from saccade.errors import RequestError, quoted
 from saccade.processor.tokenizer import Tokenizer
 from saccade.server.errors import ApiError
-from saccade.server.http.text_tally import MAX_VALUES, TextTally, check_text
+from saccade.server.http.text_limit import MAX_VALUES, TextTally, check_text
 from tests.helpers.hostile import raw_connection, watching
 from tests.helpers.serving import RunningServer, chat_body, error_of, until
 

@@ -11,7 +11,7 @@ from saccade.kernels.attention.prefill_triton import choose_rows
 from saccade.kernels.attention.prefill_triton import choose_splits as prefill_splits
 from saccade.kernels.attention.rope_store_kv import rotary_and_store
 from saccade.kernels.attention.vit_triton import TILE_ROWS, packed_vit
-from saccade.kernels.launch.tiling import Launch, Tiles, power_of_two
+from saccade.kernels.launch.varlen_tiles import Launch, Tiles, power_of_two
 from saccade.kernels.ops import reference
 from saccade.kernels.ops.argmax import ArgmaxWorkspace, TokenSink, argmax
 from saccade.kernels.ops.norm import add_rms_norm, silu_and_mul
@@ -23,8 +23,8 @@ from saccade.kernels.ops.prepare_inputs import (
     decode_inputs,
     prefill_inputs,
 )
-from saccade.models.layers.attention import reference_packed_attention
 from saccade.models.layers.basic import cos_sin
+from saccade.models.layers.torch_attention import reference_packed_attention
 from tests.helpers.paged import BLOCK, DEVICE, HALF, SMALL, Paged, assert_close, ints, random
 
 # --- paged decode -------------------------------------------------------------------------------------------------

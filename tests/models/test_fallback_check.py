@@ -13,7 +13,7 @@ from saccade import LLM, SamplingParams
 from saccade.checkpoint.hf_processor import raised
 from saccade.cli.main import main
 from saccade.errors import ConfigError
-from saccade.models import fallback
+from saccade.models import transformers_backend
 from tests.helpers import family_fallback, family_refused
 from tests.helpers.images import make_photo
 
@@ -72,7 +72,7 @@ def test_whatever_the_library_raises_is_a_sentence(tmp_path: Path, monkeypatch: 
         raise IndexError("tuple index out of range")
 
     folder = family_fallback.internvl(tmp_path)
-    monkeypatch.setattr(fallback, "check_against_own_forward", breaks)
+    monkeypatch.setattr(transformers_backend, "check_against_own_forward", breaks)
     assert refusal_of(folder).endswith(
         "Transformers: its code there raises IndexError; docs/models.md lists what can be"
     )
@@ -82,7 +82,7 @@ def test_whatever_the_library_raises_is_a_sentence(tmp_path: Path, monkeypatch: 
 
 def test_layers_that_keep_other_things_than_keys_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = family_fallback.aya_vision(tmp_path)
-    monkeypatch.setattr(fallback, "_LAYERS", {"full_attention"})
+    monkeypatch.setattr(transformers_backend, "_LAYERS", {"full_attention"})
     assert "its layers are of a kind we cannot follow (sliding_attention)" in refusal_of(folder)
 
 

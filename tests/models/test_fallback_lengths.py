@@ -12,8 +12,8 @@ from torch import nn
 from saccade import LLM, SamplingParams
 from saccade.checkpoint.config import model_config
 from saccade.errors import ConfigError
-from saccade.models import fallback
-from saccade.models.fallback import Unfit, follow_lengths
+from saccade.models import transformers_backend
+from saccade.models.transformers_backend import Unfit, follow_lengths
 from tests.helpers import family_fallback
 from tests.helpers.family_fallback import LONGROPE, SWITCH, TEXT
 from tests.helpers.images import make_photo
@@ -87,7 +87,7 @@ def test_an_answer_that_is_thrown_out_and_comes_back_is_the_same(asked: Asked) -
 
 
 def test_the_proof_sees_a_rope_that_goes_by_the_whole_step(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fallback, "follow_lengths", lambda *_: None)
+    monkeypatch.setattr(transformers_backend, "follow_lengths", lambda *_: None)
     with pytest.raises(ConfigError, match=r"'idefics3'.*beside another request, and in pieces, its logits differ by"):
         LLM(str(asked.folder), **SIZES)
 

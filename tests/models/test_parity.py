@@ -21,7 +21,7 @@ from saccade.checkpoint.config import model_config
 from saccade.errors import ConfigError
 from saccade.models import load_model
 from saccade.models.interface import VisionLanguageModel
-from saccade.models.layers.attention import PagedAttention, PagedKV
+from saccade.models.layers.torch_attention import PagedAttention, PagedKV
 from saccade.types import Grid
 from tests.helpers.parity import (
     BLOCK,

@@ -13,7 +13,7 @@ import pytest
 from saccade import LLM, SamplingParams
 from saccade.errors import ConfigError
 from saccade.options import Options
-from saccade.processor.checkpoint import open_checkpoint
+from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.processor.generation_config import defaults_line, sampling_defaults
 from tests.helpers.serving import RunningServer, running_server
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from saccade.errors import ConfigError
-from saccade.processor.prompt import Processor
+from saccade.processor.input_processor import Processor
 from tests.helpers.images import make_photo, png
 from tests.helpers.prompts import PHOTOS, changed, chat_refusal, data_url, make, reference
 

@@ -82,14 +82,14 @@ LAZY_ALLOWED = {
     "saccade/structured/grammar.py",
     "saccade/media/video_file.py",  # PyAV, where videos are read
     "saccade/runner/build.py",  # Triton, where there is a GPU
-    "saccade/runner/cuda/attention_backend.py",
+    "saccade/runner/cuda/attention_selector.py",
     "saccade/runner/memory.py",
-    "saccade/runner/encoder/graphs.py",
+    "saccade/runner/encoder/graph_capture.py",
     "saccade/models/cuda/vision.py",  # Gluon, where the GPU is a Hopper
     "saccade/kernels/attention/decode.py",
     "saccade/kernels/attention/prefill.py",
     "saccade/kernels/gemm/linear_act.py",
-    "saccade/kernels/gemm/qkv_rope.py",
+    "saccade/kernels/gemm/vit_qkv_rope.py",
     "saccade/models/cuda/gemms.py",  # Gluon, too
     "saccade/media/decode.py",  # simplejpeg, where a machine has it
 }
@@ -215,7 +215,7 @@ def test_model_names_appear_only_in_the_two_folders_and_their_tables() -> None:
     [
         "saccade",
         "saccade.scheduler.scheduler",
-        "saccade.processor.prompt",
+        "saccade.processor.input_processor",
         "saccade.engine.ipc.client",
         "saccade.server.serve",
         "saccade.cli.main",

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from benchmarks.gpu import MODELS, ROWS, interpreter
 from benchmarks.gpu_floors import Floors, Peaks
 from benchmarks.gpu_shapes import SHAPES, write_folder
-from saccade.processor.checkpoint import open_checkpoint
+from saccade.processor.checkpoint_files import open_checkpoint
 
 
 @pytest.fixture(scope="module", params=MODELS)

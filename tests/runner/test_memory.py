@@ -15,9 +15,9 @@ from saccade.models import eager_reason, load_model
 from saccade.models.interface import OnDecoder
 from saccade.models.layers.decoder import Decoder
 from saccade.options import Options
-from saccade.processor.checkpoint import open_checkpoint
+from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.runner.encoder.embedding_cache import EmbeddingSlab
-from saccade.runner.encoder.stage import LocalEncoder
+from saccade.runner.encoder.encoder_runner import LocalEncoder
 from saccade.runner.memory import MemoryPlan, _dtype, plan_memory
 from saccade.types import Geometry, Grid, Size
 from tests.helpers.fake_tower import FakeTower, picture

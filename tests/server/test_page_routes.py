@@ -44,7 +44,7 @@ def test_the_page_has_no_inline_script_and_no_inline_style(server: RunningServer
     assert re.findall(r"<style|\sstyle=|\son\w+=", html) == []
 
 
-@pytest.mark.parametrize("name", ["nothing.js", "..%2fpage.py", "%2e%2e/page.py", "page.py"])
+@pytest.mark.parametrize("name", ["nothing.js", "..%2fweb_ui.py", "%2e%2e/web_ui.py", "web_ui.py"])
 def test_nothing_but_the_pages_files_is_under_static(server: RunningServer, name: str) -> None:
     assert server.get(f"/static/{name}").status_code == 404
 

@@ -11,8 +11,8 @@ import pytest
 
 from saccade import LLM, SamplingParams
 from saccade.options import MediaPolicy, Options
-from saccade.processor.checkpoint import open_checkpoint
-from saccade.processor.prompt import Processor
+from saccade.processor.checkpoint_files import open_checkpoint
+from saccade.processor.input_processor import Processor
 from saccade.server.api.models import video_card
 from tests.helpers.image_site import Site, running_site
 from tests.helpers.images import make_photo, png

@@ -14,8 +14,9 @@ import pytest
 from saccade.errors import RequestError
 from saccade.server.request.chat import read_chat, read_completion
 from saccade.server.request.fields import FieldReader
-from saccade.structured import check
-from saccade.structured.check import (
+from saccade.structured import schema_validation
+from saccade.structured.schema import grammar_of
+from saccade.structured.schema_validation import (
     CHECKS,
     MAX_SCHEMA_BYTES,
     SchemaChecks,
@@ -23,8 +24,7 @@ from saccade.structured.check import (
     check_structured,
     structured_from,
 )
-from saccade.structured.check_process import problem
-from saccade.structured.schema import grammar_of
+from saccade.structured.schema_validation_worker import problem
 
 OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
 
@@ -191,8 +191,8 @@ def checks() -> Iterator[SchemaChecks]:
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What processes were asked."""
     texts: list[str] = []
-    ask = check._Process.ask
-    monkeypatch.setattr(check._Process, "ask", lambda self, text: (texts.append(text), ask(self, text))[1])
+    ask = schema_validation._Process.ask
+    monkeypatch.setattr(schema_validation._Process, "ask", lambda self, text: (texts.append(text), ask(self, text))[1])
     return texts
 
 
@@ -228,7 +228,7 @@ def test_what_a_caller_sends_is_checked_in_its_own_scope(monkeypatch: pytest.Mon
 def test_what_is_remembered_of_schemas_is_small_and_bounded(
     checks: SchemaChecks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(check, "_MAX_CACHED", 2)
+    monkeypatch.setattr(schema_validation, "_MAX_CACHED", 2)
     long = "x" * 200_000
     assert len(checks.problem(json.dumps({long: 1})) or "") < 400
     for i in range(4):
@@ -238,8 +238,8 @@ def test_what_is_remembered_of_schemas_is_small_and_bounded(
 
 def test_one_process_checks_many_schemas(checks: SchemaChecks, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Any] = []
-    start = check._Process.__init__
-    monkeypatch.setattr(check._Process, "__init__", lambda self: (started.append(self), start(self))[1])
+    start = schema_validation._Process.__init__
+    monkeypatch.setattr(schema_validation._Process, "__init__", lambda self: (started.append(self), start(self))[1])
     for i in range(5):
         assert checks.problem(json.dumps({"const": i})) is None
     assert len(started) == 1
@@ -257,7 +257,7 @@ def test_a_check_without_an_answer_is_ended_and_not_remembered(
     asked: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow, _ = REFUSED["patterns that take minutes to intersect"]
-    monkeypatch.setattr(check, "_SECONDS", 0.01)
+    monkeypatch.setattr(schema_validation, "_SECONDS", 0.01)
     for _ in range(2):
         with pytest.raises(RequestError, match="in time"):
             check_schema(slow, scope="another")
@@ -283,7 +283,9 @@ def test_the_check_itself_survives_any_text(text: str) -> None:
     assert problem(text)
 
 
-@pytest.mark.parametrize("module", ["saccade.structured.check", "saccade.processor.tools", "saccade.media.fetch"])
+@pytest.mark.parametrize(
+    "module", ["saccade.structured.schema_validation", "saccade.processor.tools", "saccade.media.fetch"]
+)
 def test_checking_a_request_does_not_load_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -22,13 +22,13 @@ from hypothesis import strategies as st
 from saccade import LLM, SamplingParams, costs
 from saccade.errors import RequestError
 from saccade.options import MediaPolicy, Options
-from saccade.processor.checkpoint import open_checkpoint
-from saccade.processor.prompt import Processor
+from saccade.processor.checkpoint_files import open_checkpoint
+from saccade.processor.input_processor import Processor
 from saccade.runner.sampler import Row, reference_sample, sample
 from saccade.server.serve import warmup_requests
-from saccade.structured.check import structured_from
 from saccade.structured.grammar import Grammars
 from saccade.structured.schema import MIN_VERSION
+from saccade.structured.schema_validation import structured_from
 from saccade.types import Prompt, Request
 
 PERSON = {

@@ -21,7 +21,6 @@ from queue import Empty, SimpleQueue
 from typing import BinaryIO
 
 from saccade.engine.core import EngineCore
-from saccade.engine.gc_control import collect, trim
 from saccade.engine.ipc.messages import (
     Abort,
     Accepted,
@@ -40,6 +39,7 @@ from saccade.engine.ipc.messages import (
     read_body,
     unpack_requests,
 )
+from saccade.engine.process_tuning import collect, trim
 from saccade.errors import ConfigError, RequestError
 from saccade.types import Request, TokenEvent
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from saccade.engine.build import build_core
 from saccade.engine.core import EngineCore
-from saccade.engine.gc_control import freeze
 from saccade.engine.ipc.loop import run_process
 from saccade.engine.ipc.messages import Start, config_of
+from saccade.engine.process_tuning import freeze
 
 
 def build(start: Start) -> EngineCore:

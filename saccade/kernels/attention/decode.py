@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from saccade.kernels.attention.decode_schedule import TileSchedule, plan_schedule
+from saccade.kernels.attention.decode_hopper_schedule import TileSchedule, plan_schedule
 from saccade.kernels.attention.decode_triton import DecodeWorkspace, NewTokens, paged_decode
 from saccade.kernels.launch.device import Heads, is_hopper, num_sms
 from saccade.kernels.launch.kernel_choice import KernelChoice

@@ -1,7 +1,7 @@
 """Decode attention (one new token per request) over the paged KV cache for Hopper GPUs, in Gluon.
 
 Computes what `paged_decode` does, which stays the reference, except that padding rows of `out` are left as they are.
-One program per SM takes an even share of all tiles of 64 keys (`decode_schedule`), so all end together and memory is
+One program per SM takes an even share of all tiles of 64 keys (`decode_hopper_schedule`), so all end together and memory is
 always busy. Each has four warp-specialized roles:
 
     2 of 1 warp     TMA loads of keys and values into rings; the first ones start before the QKV projection has ended
@@ -9,7 +9,7 @@ always busy. Each has four warp-specialized roles:
     1 of 4 warps    WGMMA: scores^T = K q^T and acc^T = V^T weights^T, so that a tile of keys fills the tensor cores
 
 The new token takes its slot in its tile as if it had been loaded. A program that has only some of a request's tiles
-writes a partial result; the last one to arrive combines them (`decode_combine`).
+writes a partial result; the last one to arrive combines them (`decode_hopper_combine`).
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from saccade.kernels.attention.decode_combine import Accumulator, Output, Partition, Sizes, finish
-from saccade.kernels.attention.decode_schedule import TileSchedule
+from saccade.kernels.attention.decode_hopper_combine import Accumulator, Output, Partition, Sizes, finish
+from saccade.kernels.attention.decode_hopper_schedule import TileSchedule
 from saccade.kernels.attention.decode_triton import DecodeWorkspace, NewTokens
 from saccade.kernels.attention.online_softmax import LOG2_E
 from saccade.kernels.launch import gluon_compat as hopper
 from saccade.kernels.launch.gluon_compat import aggregate, gl, gluon, mbarrier, tma
-from saccade.kernels.launch.hopper_ring import next_stage
-from saccade.kernels.launch.tiling import power_of_two
+from saccade.kernels.launch.hopper_pipeline import next_stage
+from saccade.kernels.launch.varlen_tiles import power_of_two
 
 _DIM = 128
 _MAX_GROUP = 16

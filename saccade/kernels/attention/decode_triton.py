@@ -31,7 +31,7 @@ from torch import Tensor
 from saccade.kernels.attention.online_softmax import LOG2_E, divide, weigh
 from saccade.kernels.launch.device import num_sms, precision_of
 from saccade.kernels.launch.pdl import pdl_options, pdl_release_then_wait, supports_pdl
-from saccade.kernels.launch.tiling import Launch, power_of_two
+from saccade.kernels.launch.varlen_tiles import Launch, power_of_two
 
 _MAX_SPLITS = 64
 _MIN_KEYS_PER_SPLIT = 64  # fewer save nothing: reading 64 keys is one latency anyway

@@ -14,7 +14,7 @@ from torch import Tensor
 from saccade.kernels.attention.prefill_triton import choose_rows, choose_splits, paged_prefill
 from saccade.kernels.launch.device import Heads, is_hopper, num_sms
 from saccade.kernels.launch.kernel_choice import KernelChoice
-from saccade.kernels.launch.tiling import Tiles
+from saccade.kernels.launch.varlen_tiles import Tiles
 
 _HOPPER_ROWS = 128
 _TRITON_ROWS = 64

@@ -1,7 +1,7 @@
 """Prefill attention (windows of new tokens) over the paged KV cache for Hopper GPUs, in Gluon.
 
 Computes what `paged_prefill` does, which stays the reference. The exponentials of a tile overlap with the WGMMA of the
-values of the tile before it; softmax weights are relative to a fixed level (`hopper_softmax`).
+values of the tile before it; softmax weights are relative to a fixed level (`fixed_max_softmax`).
 
     producers, 4 of 1 warp   TMA loads of KV blocks, half a head each,   | K0 . | K1 V0 | K2 V1 | .. | . Vn |
                              into a ring of stages; one warp is too slow
@@ -17,15 +17,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from saccade.kernels.attention import hopper_softmax as softmax
+from saccade.kernels.attention import fixed_max_softmax as softmax
 from saccade.kernels.attention.decode_hopper import KV_LAYOUT, block_slots, kv_descriptor
 from saccade.kernels.attention.online_softmax import LOG2_E
 from saccade.kernels.attention.prefill_combine import MAX_SPLITS, Partials, combine, new_partials
 from saccade.kernels.launch import gluon_compat as hopper
 from saccade.kernels.launch.device import num_sms
 from saccade.kernels.launch.gluon_compat import aggregate, gl, gluon, mbarrier, tma
-from saccade.kernels.launch.hopper_ring import Barriers, next_stage
-from saccade.kernels.launch.tiling import Tiles
+from saccade.kernels.launch.hopper_pipeline import Barriers, next_stage
+from saccade.kernels.launch.varlen_tiles import Tiles
 
 ROWS = 128  # of a tile: two groups of 64
 _DIM = 128

@@ -28,7 +28,7 @@ from saccade.kernels.attention.online_softmax import LOG2_E, divide, weigh
 from saccade.kernels.attention.prefill_combine import MAX_SPLITS, combine, new_partials
 from saccade.kernels.launch.device import num_sms, precision_of
 from saccade.kernels.launch.pdl import pdl_options, pdl_release_then_wait, supports_pdl
-from saccade.kernels.launch.tiling import Launch, Tiles, power_of_two
+from saccade.kernels.launch.varlen_tiles import Launch, Tiles, power_of_two
 
 _MIN_SHARE = 256  # keys of a split: shorter ones cost more than they save
 

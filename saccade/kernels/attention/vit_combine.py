@@ -16,7 +16,7 @@ from torch import Tensor
 
 from saccade.kernels.attention.vit_schedule import SPLIT, TILE_ROWS, TileSchedule
 from saccade.kernels.launch.pdl import pdl_options, pdl_wait_then_release, supports_pdl
-from saccade.kernels.launch.tiling import power_of_two
+from saccade.kernels.launch.varlen_tiles import power_of_two
 
 CELL = 4  # elements of a row after its values: two, and two more that keep rows aligned
 _PARTS = 8  # that are combined at once

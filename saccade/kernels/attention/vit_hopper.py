@@ -8,7 +8,7 @@ Computes what `packed_vit` does, which stays the reference. A persistent program
     64 rows each           that the exponentials of tile j overlap with the latter
 
 The ring runs on from item to item: keys and queries of the next one are loaded when the last result is written. Softmax
-weights are relative to a fixed level (`hopper_softmax`).
+weights are relative to a fixed level (`fixed_max_softmax`).
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from saccade.kernels.attention import hopper_softmax as softmax
+from saccade.kernels.attention import fixed_max_softmax as softmax
 from saccade.kernels.attention.online_softmax import LOG2_E
 from saccade.kernels.attention.vit_combine import CELL, combine
 from saccade.kernels.attention.vit_schedule import KEYS, TILE_ROWS, TileSchedule
 from saccade.kernels.launch import gluon_compat as hopper
 from saccade.kernels.launch.gluon_compat import aggregate, gl, gluon, mbarrier, tma
-from saccade.kernels.launch.hopper_ring import Barriers, next_stage
+from saccade.kernels.launch.hopper_pipeline import Barriers, next_stage
 
 _FIRST, _REST = 64, 16  # a head is two GEMMs, as in `packed_vit`
 _STAGES = 8

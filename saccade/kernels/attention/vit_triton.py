@@ -21,7 +21,7 @@ from torch import Tensor
 from saccade.kernels.attention.online_softmax import LOG2_E, divide, weigh
 from saccade.kernels.launch import launch_cache
 from saccade.kernels.launch.device import precision_of
-from saccade.kernels.launch.tiling import Launch, Tiles, power_of_two
+from saccade.kernels.launch.varlen_tiles import Launch, Tiles, power_of_two
 
 TILE_ROWS = 128  # for Tiles.of(lengths, TILE_ROWS, device)
 _MIN_HEAD_DIM = 16  # of a GEMM; smaller ones are padded with zeros

@@ -1,6 +1,6 @@
 """GEMM with an activation as its epilogue for Hopper GPUs, in Gluon. Knows rows and weights, no layers.
 
-Main loop and tiles are those of `hopper_tiles`. Warp-specialized roles:
+Main loop and tiles are those of `hopper_mainloop`. Warp-specialized roles:
 
     producer, 1 warp                TMA loads of 64 columns of x and weight per stage      | x0 w0 | x1 w1 | .. |
     2 groups of 4 warps, 64 rows    WGMMA; then the activation in registers, and a TMA store
@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 from triton.compiler import CompiledKernel
 
-from saccade.kernels.gemm import hopper_tiles as gemm
+from saccade.kernels.gemm import hopper_mainloop as gemm
 from saccade.kernels.launch import gluon_compat as hopper
 from saccade.kernels.launch.gluon_compat import gl, gluon, mbarrier, tma
-from saccade.kernels.launch.hopper_ring import next_stage
+from saccade.kernels.launch.hopper_pipeline import next_stage
 
 ACTS = ("quick_gelu", "tanh_gelu", "silu_and_mul")  # the last takes a weight of the gate's rows and those of `up`
 _QUICK_GELU = gl.constexpr(0)

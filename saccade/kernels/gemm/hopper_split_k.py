@@ -21,8 +21,8 @@ from torch import Tensor
 from saccade.kernels.gemm.skinny import choose_splits
 from saccade.kernels.launch import gluon_compat as hopper
 from saccade.kernels.launch.gluon_compat import aggregate, gl, gluon, mbarrier, tma
-from saccade.kernels.launch.hopper_ring import Barriers, next_stage
-from saccade.kernels.launch.tiling import power_of_two
+from saccade.kernels.launch.hopper_pipeline import Barriers, next_stage
+from saccade.kernels.launch.varlen_tiles import power_of_two
 
 MAX_ROWS = 128
 _MAX_RING = 144 << 10  # bytes of a program's ring: an SM has shared memory left for the next kernel's

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from saccade.kernels.launch.device import precision_of
 from saccade.kernels.launch.pdl import pdl_options, pdl_wait_then_release, prefetch_l2, supports_pdl
-from saccade.kernels.launch.tiling import power_of_two
+from saccade.kernels.launch.varlen_tiles import power_of_two
 from saccade.kernels.ops.norm import silu_and_mul
 
 MAX_ROWS = 32  # that `choose` has launches for

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade.kernels.launch.pdl import pdl_options, pdl_release_then_wait, supports_pdl
-from saccade.kernels.launch.tiling import power_of_two
+from saccade.kernels.launch.varlen_tiles import power_of_two
 
 _COLUMNS = 1024  # of a program of `silu_and_mul`
 _PARTIAL_COLUMNS = 128  # of a warp that adds up split-K partials

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saccade.kernels.launch.tiling import power_of_two
+from saccade.kernels.launch.varlen_tiles import power_of_two
 
 
 class DecodeInputs(NamedTuple):

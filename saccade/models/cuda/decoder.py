@@ -13,8 +13,8 @@ from torch import Tensor
 
 from saccade.kernels.ops.qk_norm import head_norm
 from saccade.models.cuda.gemms import Gemms, Residual, gemms_for, new_workspace
-from saccade.models.layers.attention import PagedKV
 from saccade.models.layers.decoder import Decoder
+from saccade.models.layers.torch_attention import PagedKV
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(QKV projection of new tokens [T, heads + 2 kv_heads, d], a layer's keys, its values) -> [T, heads, d]

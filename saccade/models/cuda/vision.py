@@ -15,27 +15,27 @@ from torch import Tensor
 from saccade.kernels.attention.vit_schedule import TileSchedule
 from saccade.kernels.attention.vit_triton import TILE_ROWS, packed_vit
 from saccade.kernels.gemm.linear_act import linear_act
-from saccade.kernels.gemm.qkv_rope import qkv_rope
+from saccade.kernels.gemm.vit_qkv_rope import qkv_rope
 from saccade.kernels.launch.device import is_hopper, num_sms
 from saccade.kernels.launch.kernel_choice import KernelChoice
-from saccade.kernels.launch.tiling import Tiles
-from saccade.kernels.ops import preprocess, vit_elementwise
+from saccade.kernels.launch.varlen_tiles import Tiles
+from saccade.kernels.ops import image_preprocess, vit_ops
 from saccade.kernels.ops.reference import parted_columns
 from saccade.models.cuda import vision_attention
 from saccade.models.cuda.vision_attention import Attend, AttentionPath, PartedAttend
 from saccade.models.cuda.vision_graphs import VisionGraphs, packed_cells
 from saccade.models.layers.basic import Activation, Linear, RMSNorm, quick_gelu, silu_and_mul, tanh_gelu
+from saccade.models.vision.backend import Blocks, Lengths, RunBlocks
 from saccade.models.vision.blocks import Norm, PatchPositions, VisionBlock
-from saccade.models.vision.ops import Blocks, Lengths, RunBlocks
+from saccade.models.vision.pillow_resize import BITS, Taps, resample
 from saccade.models.vision.preprocess import ImagePixels, PatchLayout, PixelPolicy, as_tensor, resize
-from saccade.models.vision.resample import BITS, Taps, resample
 from saccade.torch_utils import to_device
 from saccade.types import Grid, Size
 
 _ACTIVATIONS: Mapping[Activation, tuple[str, Activation]] = {
-    quick_gelu: ("quick_gelu", vit_elementwise.quick_gelu),
-    silu_and_mul: ("silu_and_mul", vit_elementwise.silu_and_mul),
-    tanh_gelu: ("tanh_gelu", vit_elementwise.tanh_gelu),
+    quick_gelu: ("quick_gelu", vit_ops.quick_gelu),
+    silu_and_mul: ("silu_and_mul", vit_ops.silu_and_mul),
+    tanh_gelu: ("tanh_gelu", vit_ops.tanh_gelu),
 }
 """The name that `linear_act` has for each, and a kernel for it alone."""
 _MIN_SCHEDULED = 768  # patches of a captured pass: smaller ones have too few tiles for all SMs
@@ -61,10 +61,10 @@ class FusedVision:
     def cut(
         self, image: Tensor, grid: Grid, layout: PatchLayout, policy: PixelPolicy, dtype: torch.dtype
     ) -> Tensor:
-        cut = preprocess.Cut(grid.h, grid.w, layout.patch, layout.merge, layout.frames)
+        cut = image_preprocess.Cut(grid.h, grid.w, layout.patch, layout.merge, layout.frames)
         gain = [policy.scale / std for std in policy.std]
         shift = [mean / std for mean, std in zip(policy.mean, policy.std, strict=True)]
-        return preprocess.cut_patches(image, cut, gain, shift, dtype)
+        return image_preprocess.cut_patches(image, cut, gain, shift, dtype)
 
     def begin(self, lengths: Lengths, positions: PatchPositions | None, device: torch.device) -> RunBlocks:
         if self._graphs.fit(lengths):
@@ -85,7 +85,7 @@ class FusedVision:
             cells = to_device(packed_cells(positions), device)
             shape = (len(cells), 4 * positions.per_axis.shape[-1])
             positions.rotary = torch.empty(shape, dtype=torch.float32, device=device)
-            vit_elementwise.write_cos_sin(cells, positions.per_axis, positions.rotary)
+            vit_ops.write_cos_sin(cells, positions.per_axis, positions.rotary)
         return positions.rotary
 
     def capturing(self) -> AbstractContextManager[None]:
@@ -120,7 +120,7 @@ class _FusedPass:
         qkv = block.qkv(normed).view(len(x), 3, block.heads, dim)
         del normed
         if self._rotary is not None:
-            vit_elementwise.rotate_pairs(qkv, self._rotary)
+            vit_ops.rotate_pairs(qkv, self._rotary)
         return self._attend(qkv, block.scale)
 
     def _widen(self, x: Tensor, block: VisionBlock) -> Tensor:
@@ -140,12 +140,12 @@ def _norm(x: Tensor, norm: Norm, following: Linear) -> Tensor:
     if following.bias is None:  # then PyTorch's own kernel does the same
         return norm(x)
     if isinstance(norm, RMSNorm):
-        return vit_elementwise.rms_norm_and_add(x, norm.weight, norm.eps, following.bias)
-    return vit_elementwise.norm_and_add(x, norm.weight, norm.bias, norm.eps, following.bias)
+        return vit_ops.rms_norm_and_add(x, norm.weight, norm.eps, following.bias)
+    return vit_ops.norm_and_add(x, norm.weight, norm.bias, norm.eps, following.bias)
 
 
 def _weigh_axis(image: Tensor, taps: Taps) -> Tensor:
-    return preprocess.weigh_axis(image, taps.starts, taps.weights, BITS)
+    return image_preprocess.weigh_axis(image, taps.starts, taps.weights, BITS)
 
 
 def _by_triton(lengths: Sequence[int], device: torch.device) -> Attend:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from saccade.kernels.attention import vit_schedule
 from saccade.kernels.attention.vit_schedule import TileSchedule
-from saccade.kernels.launch.tiling import Tiles, tile_metadata
+from saccade.kernels.launch.varlen_tiles import Tiles, tile_metadata
 
 
 class Attend(Protocol):

@@ -7,10 +7,10 @@ from typing import Any
 
 from saccade.checkpoint.config import TextConfig
 from saccade.errors import ConfigError
-from saccade.models.families.text import Text
+from saccade.models.families.llama import Text
 from saccade.models.layers.decoder import Biases, Decoder, decoder_rules, head_rule
 from saccade.models.layers.mla import LATENT_RULES, LatentDecoder
-from saccade.models.parameters import Parameters
+from saccade.models.state_dict import Parameters
 from saccade.models.weights import Rule, under
 
 

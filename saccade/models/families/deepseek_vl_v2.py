@@ -15,8 +15,8 @@ from saccade.errors import ConfigError
 from saccade.models.families.deepseek_v2 import language_rules, make_decoder
 from saccade.models.interface import ModelParts, OnDecoder
 from saccade.models.layers.basic import Linear
-from saccade.models.layers.types import Encoding
-from saccade.models.parameters import Parameters
+from saccade.models.layers.forward_types import Encoding
+from saccade.models.state_dict import Parameters
 from saccade.models.vision.blocks import vision_config
 from saccade.models.vision.clip import image_size
 from saccade.models.vision.preprocess import ImagePixels, PatchLayout, cut_tiles, pixel_policy

@@ -12,8 +12,8 @@ from saccade.errors import ConfigError
 from saccade.models.interface import ModelParts, OnDecoder
 from saccade.models.layers.basic import Linear, activation
 from saccade.models.layers.decoder import Biases, Decoder, decoder_rules, head_rule
-from saccade.models.layers.types import Encoding
-from saccade.models.parameters import Parameters
+from saccade.models.layers.forward_types import Encoding
+from saccade.models.state_dict import Parameters
 from saccade.models.vision.blocks import vision_config
 from saccade.models.vision.clip import image_size, square_tower
 from saccade.models.vision.preprocess import ImagePixels, PatchLayout, centre_crop

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from saccade.models.families.llava import Llava
 from saccade.models.interface import ModelParts
-from saccade.models.layers.types import Encoding
+from saccade.models.layers.forward_types import Encoding
 from saccade.models.vision.preprocess import ImagePixels, cut_tiles
 from saccade.models.weights import Rule, under
 from saccade.types import Geometry, Grid, Size, Tiling

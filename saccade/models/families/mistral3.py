@@ -10,7 +10,7 @@ from saccade.models.families.llava import PROJECTOR_RULES, Projector
 from saccade.models.families.pixtral import LlavaPixtral
 from saccade.models.layers.basic import Linear, RMSNorm
 from saccade.models.layers.decoder import Biases, Decoder
-from saccade.models.parameters import Parameters
+from saccade.models.state_dict import Parameters
 from saccade.models.weights import Rule
 
 

@@ -18,7 +18,7 @@ from saccade.models.interface import ModelParts, OnDecoder
 from saccade.models.layers.basic import Linear
 from saccade.models.layers.cross_attention import CROSS_RULES, CrossLayer, by_layer, pack
 from saccade.models.layers.decoder import Biases, Decoder, decoder_rules, head_rule
-from saccade.models.layers.types import Attention, CrossAttentionRows, Encoding
+from saccade.models.layers.forward_types import Attention, CrossAttentionRows, Encoding
 from saccade.models.vision.blocks import vision_config
 from saccade.models.vision.preprocess import ImagePixels, PatchLayout, pixel_policy
 from saccade.models.weights import Rule, under

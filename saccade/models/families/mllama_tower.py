@@ -20,7 +20,7 @@ from torch import Tensor
 from saccade.checkpoint.config import VisionConfig
 from saccade.errors import ConfigError
 from saccade.models.layers.basic import LayerNorm, Linear, PatchLinear, activation
-from saccade.models.parameters import Parameters
+from saccade.models.state_dict import Parameters
 from saccade.models.weights import Rule, under
 from saccade.types import Grid
 

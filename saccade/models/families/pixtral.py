@@ -13,11 +13,11 @@ from saccade.models.families.llava import PROJECTOR_LEVELS, PROJECTOR_RULES, Pro
 from saccade.models.interface import ModelParts, OnDecoder
 from saccade.models.layers.basic import PatchLinear, RMSNorm
 from saccade.models.layers.decoder import Decoder, decoder_rules, head_rule
-from saccade.models.layers.types import Encoding
-from saccade.models.parameters import Parameters
+from saccade.models.layers.forward_types import Encoding
+from saccade.models.state_dict import Parameters
+from saccade.models.vision.backend import VisionOps, run_blocks_keeping
 from saccade.models.vision.blocks import VisionBlock, grid_positions, rotary_dim, vision_config
 from saccade.models.vision.clip import drops_first, feature_layers, no_class_token
-from saccade.models.vision.ops import VisionOps, run_blocks_keeping
 from saccade.models.vision.preprocess import ImagePixels, PatchLayout
 from saccade.models.weights import Rule, under
 from saccade.types import Geometry, Grid

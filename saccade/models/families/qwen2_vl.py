@@ -13,10 +13,10 @@ from saccade.checkpoint.config import ModelConfig, VisionConfig
 from saccade.models.interface import ModelParts, OnDecoder
 from saccade.models.layers.basic import LayerNorm, Linear, PatchLinear, RMSNorm
 from saccade.models.layers.decoder import Biases, Decoder, decoder_rules, head_rule
-from saccade.models.layers.types import Encoding
-from saccade.models.parameters import Parameters
+from saccade.models.layers.forward_types import Encoding
+from saccade.models.state_dict import Parameters
+from saccade.models.vision.backend import VisionOps, run_blocks
 from saccade.models.vision.blocks import VisionBlock, grid_positions, rotary_dim, vision_config
-from saccade.models.vision.ops import VisionOps, run_blocks
 from saccade.models.vision.preprocess import ImagePixels, PatchLayout
 from saccade.models.weights import Rule, under
 from saccade.types import Geometry, Grid

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from saccade.checkpoint.config import ModelConfig, TextConfig, VisionConfig
 from saccade.errors import ConfigError
-from saccade.models.families.text import Text
+from saccade.models.families.llama import Text
 from saccade.models.interface import ModelParts, OnDecoder
 from saccade.models.layers.basic import LayerNorm, Linear, PatchLinear
 from saccade.models.layers.decoder import Biases, Decoder, head_rule
-from saccade.models.layers.types import Encoding
-from saccade.models.parameters import Parameters
+from saccade.models.layers.forward_types import Encoding
+from saccade.models.state_dict import Parameters
+from saccade.models.vision.backend import VisionOps, run_blocks
 from saccade.models.vision.blocks import VisionBlock, vision_config
-from saccade.models.vision.ops import VisionOps, run_blocks
 from saccade.models.vision.preprocess import ImagePixels, PatchLayout
 from saccade.models.weights import Rule, under
 from saccade.types import Geometry, Grid

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from saccade.errors import ConfigError
-from saccade.models.layers.types import Attention
+from saccade.models.layers.forward_types import Attention
 
 
 class AttentionTemperature:

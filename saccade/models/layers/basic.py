@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from saccade.errors import ConfigError
-from saccade.models.parameters import Parameters
+from saccade.models.state_dict import Parameters
 
 
 class Linear:

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from saccade.checkpoint.config import TextConfig
 from saccade.models.layers.basic import Linear, RMSNorm
-from saccade.models.layers.types import CrossAttentionRows
-from saccade.models.parameters import Parameters
+from saccade.models.layers.forward_types import CrossAttentionRows
+from saccade.models.state_dict import Parameters
 from saccade.models.weights import Rule
 
 

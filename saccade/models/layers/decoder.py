@@ -14,9 +14,9 @@ from saccade.checkpoint.config import TextConfig
 from saccade.errors import ConfigError
 from saccade.models.layers.attention_temperature import attention_temperature_of
 from saccade.models.layers.basic import Linear, RMSNorm, cos_sin, frequencies, rotate, silu_and_mul
+from saccade.models.layers.forward_types import Attention
 from saccade.models.layers.moe import EXPERT_RULES, layer_experts
-from saccade.models.layers.types import Attention
-from saccade.models.parameters import Parameters
+from saccade.models.state_dict import Parameters
 from saccade.models.weights import Rule, under
 
 

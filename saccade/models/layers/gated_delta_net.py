@@ -14,8 +14,8 @@ from torch import Tensor
 
 from saccade.checkpoint.config import LinearConfig, TextConfig
 from saccade.models.layers.basic import Linear, RMSNorm
-from saccade.models.layers.types import States
-from saccade.models.parameters import Parameters
+from saccade.models.layers.forward_types import States
+from saccade.models.state_dict import Parameters
 
 CHUNK = 64  # tokens
 _TINY = 1e-6  # against division by zero

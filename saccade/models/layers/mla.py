@@ -20,9 +20,9 @@ from torch import Tensor
 from saccade.checkpoint.config import MLAConfig, TextConfig
 from saccade.models.layers.basic import Linear, RMSNorm, rotate
 from saccade.models.layers.decoder import Rotary, yarn_gain
+from saccade.models.layers.forward_types import Attention
 from saccade.models.layers.moe import GatedMLP, layer_experts
-from saccade.models.layers.types import Attention
-from saccade.models.parameters import Parameters
+from saccade.models.state_dict import Parameters
 from saccade.models.weights import Rule
 
 _LATENT_EPS = 1e-6  # of the norms inside attention, independent of rms_norm_eps

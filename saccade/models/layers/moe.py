@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from saccade.checkpoint.moe import MoEConfig
+from saccade.checkpoint.moe_config import MoEConfig
 from saccade.errors import ConfigError
 from saccade.models.layers.basic import Linear, silu_and_mul
-from saccade.models.parameters import Parameters
+from saccade.models.state_dict import Parameters
 from saccade.models.weights import Rule
 
 _CHOICES = ("greedy", "group_limited_greedy", "noaux_tc")

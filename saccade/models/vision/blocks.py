@@ -12,7 +12,6 @@ from torch import Tensor
 
 from saccade.checkpoint.config import ModelConfig, VisionConfig
 from saccade.errors import ConfigError
-from saccade.models.layers.attention import packed_attention
 from saccade.models.layers.basic import (
     LayerNorm,
     Linear,
@@ -23,7 +22,8 @@ from saccade.models.layers.basic import (
     gated_activation,
     rotate,
 )
-from saccade.models.parameters import Parameters
+from saccade.models.layers.torch_attention import packed_attention
+from saccade.models.state_dict import Parameters
 from saccade.types import Grid
 
 

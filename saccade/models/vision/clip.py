@@ -12,9 +12,9 @@ from torch import Tensor
 from saccade.checkpoint.config import VisionConfig
 from saccade.errors import ConfigError
 from saccade.models.layers.basic import LayerNorm, PatchLinear
-from saccade.models.parameters import Parameters
+from saccade.models.state_dict import Parameters
+from saccade.models.vision.backend import VisionOps, run_blocks_keeping
 from saccade.models.vision.blocks import VisionBlock
-from saccade.models.vision.ops import VisionOps, run_blocks_keeping
 from saccade.models.weights import Rule, under
 
 

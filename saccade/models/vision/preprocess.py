@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from saccade.errors import ConfigError
-from saccade.models.vision.resample import FILTERS
+from saccade.models.vision.pillow_resize import FILTERS
 from saccade.types import Grid, Size, Tiling
 
 Pixels = npt.NDArray[np.uint8]  # [height, width, 3]

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from saccade.checkpoint.config import VisionConfig
 from saccade.models.layers.basic import LayerNorm, PatchLinear
-from saccade.models.parameters import Parameters
+from saccade.models.state_dict import Parameters
+from saccade.models.vision.backend import VisionOps, run_blocks
 from saccade.models.vision.blocks import VisionBlock
 from saccade.models.vision.clip import image_size
-from saccade.models.vision.ops import VisionOps, run_blocks
 from saccade.models.weights import Rule
 
 _EPS = 1e-6

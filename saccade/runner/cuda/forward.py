@@ -18,8 +18,8 @@ from saccade.kernels.attention.prefill_flashinfer import FlashInferPrefill
 from saccade.kernels.ops.argmax import TokenSink
 from saccade.models.cuda.decoder import FusedDecoder
 from saccade.models.interface import VisionLanguageModel
-from saccade.models.layers.attention import PagedKV
 from saccade.models.layers.decoder import Decoder
+from saccade.models.layers.torch_attention import PagedKV
 from saccade.runner.batch import RequestState, embedded, overlapping, splice
 from saccade.runner.cuda.block_table import BlockTables
 from saccade.runner.cuda.decode_graphs import Decoded, DecodeGraphs, DecodeRows
@@ -29,7 +29,7 @@ from saccade.runner.cuda.prefill_graphs import PrefillGraphs, Splice, Window
 from saccade.runner.cuda.sampling import has_kernel, sample_tokens
 from saccade.runner.cuda.staging import TokenReadback, to_device
 from saccade.runner.forward import Embeddings, Sampled, Windows
-from saccade.runner.profile import layer_curve, timed_curve
+from saccade.runner.latency_profile import layer_curve, timed_curve
 from saccade.runner.sampler import SamplingInputs, sample
 from saccade.types import Admission, Grid, LatencyProfile, Sample, ScheduledWindow
 

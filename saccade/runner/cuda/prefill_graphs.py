@@ -23,7 +23,7 @@ from saccade.kernels.attention.prefill import PrefillAttention
 from saccade.kernels.attention.prefill_flashinfer import FlashInferPrefill
 from saccade.kernels.attention.rope_store_kv import rotary_and_store
 from saccade.kernels.launch.device import Heads
-from saccade.kernels.launch.tiling import Tiles
+from saccade.kernels.launch.varlen_tiles import Tiles
 from saccade.kernels.ops.argmax import ArgmaxWorkspace, TokenSink, argmax
 from saccade.kernels.ops.prepare_inputs import PrefillMetadata, RotaryFrequencies, prefill_inputs
 from saccade.models.cuda.decoder import FusedDecoder

@@ -11,7 +11,7 @@ from saccade.server.api.events import Event, EventShape, send_events
 from saccade.server.api.logprobs import chat_logprobs
 from saccade.server.api.tool_calls import CallFinder
 from saccade.server.generation import Delta, Generation
-from saccade.server.http.caller import Exchange
+from saccade.server.http.request_context import Exchange
 from saccade.server.request.chat import ChatRequest, read_chat
 from saccade.server.service import Service
 

@@ -9,7 +9,7 @@ from saccade.server.api.chunks import DONE, Envelope
 from saccade.server.api.events import Event, EventShape, send_events
 from saccade.server.api.logprobs import completion_logprobs
 from saccade.server.generation import Delta, Generation
-from saccade.server.http.caller import Exchange
+from saccade.server.http.request_context import Exchange
 from saccade.server.request.chat import ResponseOptions, read_completion
 from saccade.server.service import Service
 

@@ -15,7 +15,7 @@ from saccade.server.api.content_blocks import Block, BlockEvent, BlockOutput
 from saccade.server.api.events import Event, EventShape, send_events
 from saccade.server.errors import ApiError
 from saccade.server.generation import Delta, Generation
-from saccade.server.http.caller import Exchange
+from saccade.server.http.request_context import Exchange
 from saccade.server.request.chat import ChatRequest
 from saccade.server.request.responses import read_response
 from saccade.server.service import Service

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from saccade.errors import RequestError
-from saccade.processor.prompt import Processor
+from saccade.processor.input_processor import Processor
 from saccade.server.api.chunks import bill_body
-from saccade.server.http.caller import Exchange
+from saccade.server.http.request_context import Exchange
 from saccade.server.request import fields
 from saccade.server.request.chat import read_chat
 from saccade.server.request.messages import MessageRequest, read_message

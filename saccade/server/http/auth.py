@@ -8,7 +8,7 @@ import ipaddress
 from collections.abc import Sequence
 
 from saccade.server.errors import ApiError
-from saccade.server.page import STATIC
+from saccade.server.web_ui import STATIC
 
 _OPEN_PATHS = frozenset({"/health", "/ready", "/"})
 

@@ -15,8 +15,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from saccade.server.errors import ApiError, is_anthropic
 from saccade.server.http.auth import KeyRing, is_open, peer_of
-from saccade.server.http.caller import Caller
 from saccade.server.http.origins import BrowserRules
+from saccade.server.http.request_context import Caller
 
 logger = logging.getLogger("saccade.server")
 

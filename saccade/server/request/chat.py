@@ -12,7 +12,7 @@ from saccade.processor.tools import ToolPlan, tools_for_template
 from saccade.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
 from saccade.server.request import fields
 from saccade.server.request.fields import FieldReader
-from saccade.structured.check import check_schema, check_schema_text, structured_from
+from saccade.structured.schema_validation import check_schema, check_schema_text, structured_from
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from saccade.errors import RequestError, quoted
 from saccade.server.request import fields
-from saccade.server.request.adapter import ChatBuilder, SourcePaths
 from saccade.server.request.chat import ChatRequest, read_chat
+from saccade.server.request.chat_conversion import ChatBuilder, SourcePaths
 from saccade.server.request.fields import FieldReader
 
 _NAMES = {"stop": "stop_sequences", "response_format": "output_config.format"}

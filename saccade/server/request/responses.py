@@ -9,8 +9,8 @@ import msgspec
 
 from saccade.errors import RequestError
 from saccade.server.request import fields
-from saccade.server.request.adapter import ChatBuilder, SourcePaths
 from saccade.server.request.chat import ChatRequest, read_chat
+from saccade.server.request.chat_conversion import ChatBuilder, SourcePaths
 from saccade.server.request.fields import FieldReader
 
 _STATEFUL = ("previous_response_id", "conversation", "prompt", "background")

@@ -15,7 +15,7 @@ from saccade import LLM, SamplingParams
 from saccade.engine.ipc.client import EngineClient
 from saccade.errors import RequestError
 from saccade.options import Options
-from saccade.processor.prompt import Processor
+from saccade.processor.input_processor import Processor
 from saccade.types import Request
 from tests.helpers.fake_worker import (
     BREAKS_THE_STEP,

@@ -20,8 +20,8 @@ from saccade.engine.ipc.client import EngineClient, EngineUnavailable
 from saccade.engine.ipc.loop import EngineLoop
 from saccade.errors import ConfigError
 from saccade.options import MediaPolicy, Options
-from saccade.processor.checkpoint import open_checkpoint
-from saccade.processor.prompt import Processor
+from saccade.processor.checkpoint_files import open_checkpoint
+from saccade.processor.input_processor import Processor
 from tests.helpers.fake_worker import (
     BREAKS_THE_CORE,
     CONFIG,

@@ -13,7 +13,7 @@ from torch import Tensor
 from saccade.kernels.attention import decode, decode_hopper
 from saccade.kernels.attention.decode import DecodeAttention
 from saccade.kernels.attention.decode_hopper import suits
-from saccade.kernels.attention.decode_schedule import KEYS, TileSchedule, plan_schedule
+from saccade.kernels.attention.decode_hopper_schedule import KEYS, TileSchedule, plan_schedule
 from saccade.kernels.attention.decode_triton import DecodeWorkspace
 from saccade.kernels.launch.device import Heads
 from tests.helpers.paged import BLOCK, DEVICE, HALF, Paged, assert_close, ints, random

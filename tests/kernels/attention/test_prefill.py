@@ -14,7 +14,7 @@ from saccade.kernels.attention.prefill_combine import MAX_SPLITS, Partials, comb
 from saccade.kernels.attention.prefill_hopper import ROWS, choose_splits, suits
 from saccade.kernels.attention.prefill_triton import choose_rows
 from saccade.kernels.launch.device import Heads
-from saccade.kernels.launch.tiling import Tiles
+from saccade.kernels.launch.varlen_tiles import Tiles
 from tests.helpers.paged import BLOCK, DEVICE, HALF, Paged, assert_close, ints, random
 
 H200 = 132

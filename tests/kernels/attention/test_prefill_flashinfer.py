@@ -15,11 +15,11 @@ from torch import Tensor
 
 from saccade import LLM
 from saccade.checkpoint.config import model_config
-from saccade.engine.async_core import AsyncEngineCore
+from saccade.engine.overlap_core import AsyncEngineCore
 from saccade.errors import ConfigError
 from saccade.kernels.attention.prefill_flashinfer import Capacity, FlashInferPrefill, lay_out
 from saccade.kernels.launch.device import Heads
-from saccade.runner.cuda.attention_backend import MIN_TOKENS, AttentionTarget, check, choose
+from saccade.runner.cuda.attention_selector import MIN_TOKENS, AttentionTarget, check, choose
 from saccade.runner.cuda.forward import CudaForward
 from tests.helpers import fake_flashinfer
 from tests.helpers.async_engine import OPTIONS, QWEN2_VL, answers, prompts

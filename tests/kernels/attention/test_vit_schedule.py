@@ -18,7 +18,7 @@ from saccade.kernels.attention.vit_schedule import (
     make_schedule,
     max_slots,
 )
-from saccade.models.layers.attention import packed_attention
+from saccade.models.layers.torch_attention import packed_attention
 from tests.helpers.vit_attention import attend
 
 CPU = torch.device("cpu")

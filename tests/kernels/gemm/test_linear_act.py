@@ -12,16 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from saccade.kernels.gemm import hopper_tiles
+from saccade.kernels.gemm import hopper_mainloop
 from saccade.kernels.gemm.hopper_act import suits
-from saccade.kernels.gemm.hopper_tiles import num_tiles, num_whole
+from saccade.kernels.gemm.hopper_mainloop import num_tiles, num_whole
 from saccade.kernels.gemm.linear_act import linear_act
 from saccade.kernels.ops import reference
 from saccade.models.cuda import gemms, vision
 from saccade.models.cuda.vision import FusedVision
 from saccade.models.families.qwen2_vl import Qwen2VL
 from saccade.models.layers import basic
-from saccade.models.vision.ops import TorchVision
+from saccade.models.vision.backend import TorchVision
 from tests.helpers.decoder_layers import decoder, plain_mlp, rows_of, total
 from tests.helpers.tiles import GATED, PROGRAMS, QUICK, tile_start
 from tests.helpers.vision_towers import GRIDS, QWEN, encode, model, random
@@ -38,7 +38,7 @@ def test_tiles_of_the_last_wave_are_halved_where_their_halves_fit_in_it(tiles: i
 @pytest.mark.parametrize("act", [QUICK, GATED])
 @pytest.mark.parametrize(("rows", "outputs"), [(6256, 5120), (300, 8960), (1, 136), (1600, 1000), (129, 256)])
 def test_every_output_is_computed_once(act: int, rows: int, outputs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hopper_tiles.gl, "minimum", min)
+    monkeypatch.setattr(hopper_mainloop.gl, "minimum", min)
     tiles, part = num_tiles(rows, outputs, act == GATED), 128 if act == GATED else 256
     whole = num_whole(tiles, PROGRAMS)
     seen = torch.zeros(-(-rows // 128) * 128, -(-outputs // part) * part, dtype=torch.int32)

@@ -9,9 +9,9 @@ from saccade.checkpoint.config import TextConfig
 from saccade.kernels.ops import reference
 from saccade.kernels.ops.qk_norm import head_norm
 from saccade.models.cuda.decoder import FusedDecoder
-from saccade.models.layers.attention import PagedKV
 from saccade.models.layers.decoder import Biases, Decoder
-from saccade.models.parameters import Parameters
+from saccade.models.layers.torch_attention import PagedKV
+from saccade.models.state_dict import Parameters
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

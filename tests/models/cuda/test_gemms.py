@@ -8,8 +8,8 @@ import torch
 from saccade import costs
 from saccade.models.cuda.decoder import FusedDecoder
 from saccade.models.cuda.gemms import Residual, gemms_for, new_workspace
-from saccade.models.layers.attention import PagedKV
 from saccade.models.layers.decoder import Biases
+from saccade.models.layers.torch_attention import PagedKV
 from tests.helpers.allocations import PeakMemory
 from tests.helpers.decoder_layers import BIASES, DEVICE, TEXT, assert_close, decoder, plain_mlp, rows_of, total
 

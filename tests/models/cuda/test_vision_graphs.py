@@ -13,17 +13,17 @@ from torch import Tensor
 
 from saccade.checkpoint.config import model_config
 from saccade.kernels.attention.vit_triton import TILE_ROWS, packed_vit
-from saccade.kernels.launch.tiling import Tiles
-from saccade.kernels.ops import vit_elementwise
-from saccade.models.cuda import vision_graphs, vision_sizes
+from saccade.kernels.launch.varlen_tiles import Tiles
+from saccade.kernels.ops import vit_ops
+from saccade.models.cuda import vision_graph_sizes, vision_graphs
 from saccade.models.cuda.vision import FusedVision, _FusedPass
 from saccade.models.cuda.vision_attention import Heads, PassLimits, ScheduledAttention, TiledAttention, num_tiles
 from saccade.models.families.llava import Llava
 from saccade.models.families.qwen2_vl import Qwen2VL
+from saccade.models.vision.backend import TorchVision, run_blocks
 from saccade.models.vision.blocks import grid_positions
-from saccade.models.vision.ops import TorchVision, run_blocks
-from saccade.runner.encoder import graphs
-from saccade.runner.encoder.graphs import capture_tower
+from saccade.runner.encoder import graph_capture
+from saccade.runner.encoder.graph_capture import capture_tower
 from saccade.types import Grid
 from tests.helpers.family_checks import finish
 from tests.helpers.vision_towers import LLAVA, QWEN, encode, model, random
@@ -32,10 +32,10 @@ from tests.helpers.vit_attention import attend
 
 @pytest.fixture(autouse=True)
 def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vision_sizes, "SIZES", (16, 32))
-    for module in (vision_sizes, vision_graphs):
+    monkeypatch.setattr(vision_graph_sizes, "SIZES", (16, 32))
+    for module in (vision_graph_sizes, vision_graphs):
         monkeypatch.setattr(module, "IMAGES", 3)
-    monkeypatch.setattr(graphs, "_ROWS", 2)
+    monkeypatch.setattr(graph_capture, "_ROWS", 2)
 
 
 def recorded() -> Qwen2VL | Llava:
@@ -115,21 +115,21 @@ def test_images_of_one_number_of_patches_keep_their_own_places(is_recorded: bool
 def test_what_the_pass_before_had_is_not_made_again(is_recorded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     made, grids = recorded() if is_recorded else model(QWEN, FusedVision(), Qwen2VL), [Grid(1, 4, 6)]
     expected = torch.cat(encode(made, patches(grids), grids)).clone()
-    for owner, name in ((vit_elementwise, "rotate_one"), (vision_graphs._RecordedPass, "metadata")):
+    for owner, name in ((vit_ops, "rotate_one"), (vision_graphs._RecordedPass, "metadata")):
         monkeypatch.setattr(owner, name, lambda *_: pytest.fail("made again"))
     assert torch.equal(torch.cat(encode(made, patches(grids), grids)), expected)
 
 
 def test_angles_of_the_pass_before_are_gone_when_others_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory is planned for those of one pass."""
-    made, turn, seen = model(QWEN, FusedVision(), Qwen2VL), vit_elementwise.rotate_one, []
+    made, turn, seen = model(QWEN, FusedVision(), Qwen2VL), vit_ops.rotate_one, []
 
     def watched(cells: Tensor, per_axis: Tensor, rotary: Tensor) -> None:
         seen.append(weakref.ref(rotary))
         assert [ref() is None for ref in seen] == [True] * (len(seen) - 1) + [False]
         turn(cells, per_axis, rotary)
 
-    monkeypatch.setattr(vit_elementwise, "rotate_one", watched)
+    monkeypatch.setattr(vit_ops, "rotate_one", watched)
     for grids in ([Grid(1, 4, 6)], [Grid(1, 6, 4)], [Grid(1, 4, 6)]):
         encode(made, patches(grids), grids)
     assert len(seen) == 3
@@ -175,7 +175,7 @@ def test_towers_that_keep_several_layers_get_each_as_it_was() -> None:
 
 
 def test_passes_of_equal_images_are_recorded_beyond_the_sizes_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vision_sizes, "MAXIMUM", 64)
+    monkeypatch.setattr(vision_graph_sizes, "MAXIMUM", 64)
     made, grids, given = model(LLAVA, FusedVision(), Llava), [Grid(1, 4, 4)] * 3, random(48, 12)
     capture_tower(made)
     monkeypatch.setattr(FusedVision, "_launched", lambda *_: pytest.fail("launched, not replayed"))
@@ -188,10 +188,10 @@ def test_memory_is_planned_for_the_largest_pass_that_is_recorded(
     maximum: int, largest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A square is 16 patches and the tower's own token."""
-    monkeypatch.setattr(vision_sizes, "MAXIMUM", maximum)
+    monkeypatch.setattr(vision_graph_sizes, "MAXIMUM", maximum)
     made = model(LLAVA, FusedVision(), Llava)
     capture_tower(made)
-    assert made.config.vision and graphs.largest_pass(made.config.vision) == largest
+    assert made.config.vision and graph_capture.largest_pass(made.config.vision) == largest
 
 
 def test_a_pass_larger_than_the_first_that_was_recorded_is_launched() -> None:
@@ -206,7 +206,7 @@ def test_a_pass_larger_than_the_first_that_was_recorded_is_launched() -> None:
 
 def test_tiles_of_any_images_fit_the_recorded_launch() -> None:
     for lengths in ([32, 0, 0], [1, 1, 30], [17, 15, 0], [9, 9, 9]):
-        size = next(size for size in vision_sizes.SIZES if size >= sum(lengths))
+        size = next(size for size in vision_graph_sizes.SIZES if size >= sum(lengths))
         Tiles.of(lengths, 8, torch.device("cpu"), capacity=num_tiles(PassLimits(size, 3), 8))
 
 
@@ -232,7 +232,7 @@ def shared_or_tiled() -> Qwen2VL | Llava:
     ids=["a size itself", "between sizes", "several pictures", "small pictures", "a small one beside a large one"],
 )
 def test_recorded_passes_go_the_way_that_suits_their_images(grids: list[Grid], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "_SMALL", 8)
+    monkeypatch.setattr(graph_capture, "_SMALL", 8)
     made = shared_or_tiled()
     expected = encode(model(QWEN, TorchVision(), Qwen2VL), patches(grids), grids)
     for one, other in zip(encode(made, patches(grids), grids), expected, strict=True):
@@ -240,7 +240,7 @@ def test_recorded_passes_go_the_way_that_suits_their_images(grids: list[Grid], m
 
 
 def test_both_ways_are_recorded_before_the_engine_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "_SMALL", 8)
+    monkeypatch.setattr(graph_capture, "_SMALL", 8)
     made = shared_or_tiled()
     monkeypatch.setattr(FusedVision, "_launched", lambda *_: pytest.fail("launched one by one"))
     for grids in ([Grid(1, 4, 4)], [Grid(1, 2, 4)] * 2):
@@ -258,19 +258,19 @@ def test_whatever_is_shared_out_has_room_in_a_recording(lengths: list[int]) -> N
 def test_recorded_images_have_whole_tokens_and_no_recording_is_left_out(
     side: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vision_sizes, "SIZES", tuple(range(128, 2049, 128)))
+    monkeypatch.setattr(vision_graph_sizes, "SIZES", tuple(range(128, 2049, 128)))
     qwen = model_config(QWEN).vision
     assert qwen
-    packings = list(graphs._packings(replace(qwen, spatial_merge_size=side)))
+    packings = list(graph_capture._packings(replace(qwen, spatial_merge_size=side)))
     assert all(grid.h % side == grid.w % side == 0 and grid.patches for grids in packings for grid in grids)
-    alone = [vision_sizes.size_for(grids[0].patches) for grids in packings if len(grids) == 1]
-    assert alone == list(reversed(vision_sizes.SIZES))
+    alone = [vision_graph_sizes.size_for(grids[0].patches) for grids in packings if len(grids) == 1]
+    assert alone == list(reversed(vision_graph_sizes.SIZES))
 
 
 def test_packs_of_small_images_are_recorded_beside_one_large_image(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vision_sizes, "SIZES", (128, 256, 2048))
+    monkeypatch.setattr(vision_graph_sizes, "SIZES", (128, 256, 2048))
     vision = model_config(QWEN).vision
     assert vision
-    assert [[len(grids), sum(grid.patches for grid in grids)] for grids in graphs._packings(vision)] == [
+    assert [[len(grids), sum(grid.patches for grid in grids)] for grids in graph_capture._packings(vision)] == [
         [1, 2048], [16, 2048], [1, 256], [2, 256], [1, 128],
     ]  # fmt: skip

@@ -20,7 +20,7 @@ from saccade.cli.count import count_files
 from saccade.errors import ConfigError, RequestError
 from saccade.models.cuda.vision import FusedVision
 from saccade.options import Options
-from saccade.processor.checkpoint import open_checkpoint
+from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.processor.families import family_for
 from saccade.types import Grid, Size, Span
 from tests.helpers.conformance import LAYOUTS, ROWS, Case, row_of

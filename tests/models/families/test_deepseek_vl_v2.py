@@ -17,17 +17,17 @@ from transformers import SiglipVisionConfig, SiglipVisionModel
 from saccade import LLM, SamplingParams, costs
 from saccade.checkpoint.config import model_config
 from saccade.cli.count import count_files
-from saccade.models.cuda import vision_sizes
+from saccade.models.cuda import vision_graph_sizes
 from saccade.models.families.deepseek_vl_v2 import Projector
-from saccade.models.layers.attention import PagedKV
 from saccade.models.layers.mla import LatentDecoder
-from saccade.models.parameters import Parameters
+from saccade.models.layers.torch_attention import PagedKV
+from saccade.models.state_dict import Parameters
 from saccade.models.weights import fill_random
 from saccade.options import Options
-from saccade.processor.checkpoint import open_checkpoint
+from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.processor.families.deepseek_vl_v2 import DeepseekVL2
-from saccade.runner.encoder.graphs import _packings
-from saccade.runner.profile import largest_within
+from saccade.runner.encoder.graph_capture import _packings
+from saccade.runner.latency_profile import largest_within
 from saccade.types import Grid, Size
 from tests.helpers import family_deepseek_vl_v2 as family
 from tests.helpers import reference_deepseek_vl_v2 as slow
@@ -329,7 +329,7 @@ def test_a_layer_is_timed_over_whole_tiles() -> None:
 
 
 def test_a_recorded_pass_holds_whole_squares(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vision_sizes, "MAXIMUM", 2048)
+    monkeypatch.setattr(vision_graph_sizes, "MAXIMUM", 2048)
     vision = model_config(TINY).vision
     assert vision
     packings = list(_packings(vision))

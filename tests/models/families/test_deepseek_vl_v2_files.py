@@ -10,9 +10,9 @@ import pytest
 
 from saccade.checkpoint.config import ModelConfig, model_config
 from saccade.errors import ConfigError, RequestError
-from saccade.processor.checkpoint import open_checkpoint
+from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.processor.families.deepseek_vl_v2 import DeepseekVL2
-from saccade.processor.prompt import Processor
+from saccade.processor.input_processor import Processor
 from tests.helpers import family_deepseek_vl_v2 as family
 from tests.helpers.family_checks import POLICY, Given, Subject, dummy
 from tests.helpers.family_deepseek_vl_v2 import TINY, TINY_LANGUAGE

@@ -18,7 +18,7 @@ from saccade.checkpoint.config import model_config
 from saccade.errors import ConfigError
 from saccade.models import load_model
 from saccade.models.layers.gated_delta_net import CHUNK, delta_rule
-from saccade.processor.checkpoint import open_checkpoint
+from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.processor.families import family_for
 from saccade.runner.recurrent_state import RecurrentStates
 from saccade.types import ScheduledWindow, Size, StateCheckpoint

@@ -15,15 +15,15 @@ from transformers.vision_utils import get_vision_interpolation_indices_and_weigh
 from saccade import costs
 from saccade.checkpoint.config import model_config
 from saccade.errors import ConfigError
-from saccade.kernels.ops import vit_elementwise
+from saccade.kernels.ops import vit_ops
 from saccade.models import load_model
 from saccade.models.families.qwen3_vl import Positions
 from saccade.models.layers.basic import tanh_gelu
 from saccade.models.layers.decoder import Rotary
-from saccade.models.parameters import Parameters
+from saccade.models.state_dict import Parameters
 from saccade.models.vision.blocks import by_token
 from saccade.models.weights import fill_random
-from saccade.processor.checkpoint import open_checkpoint
+from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.processor.families import family_for
 from saccade.types import Grid
 from tests.helpers.family_qwen3_vl import PUBLISHED_4B, build
@@ -136,7 +136,7 @@ def test_rows_without_deep_vectors_give_the_same_as_rows_with_zeros(pair: Pair) 
 def test_the_fused_activation_is_the_plain_one() -> None:
     x = random(33, 129) * 4
     expected = tanh_gelu(x.clone())
-    torch.testing.assert_close(vit_elementwise.tanh_gelu(x), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(vit_ops.tanh_gelu(x), expected, atol=1e-5, rtol=1e-5)
 
 
 # --- published configs --------------------------------------------------------------------------------------------

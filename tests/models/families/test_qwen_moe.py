@@ -14,7 +14,7 @@ from saccade import LLM, SamplingParams, costs
 from saccade.checkpoint.config import ModelConfig, model_config
 from saccade.errors import ConfigError
 from saccade.models import load_model
-from saccade.processor.checkpoint import open_checkpoint
+from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.processor.families import video_rules_for
 from saccade.runner.build import eager_reason_of
 from tests.helpers import family_qwen3_5, family_text

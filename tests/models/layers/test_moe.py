@@ -19,12 +19,12 @@ from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeSpars
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from saccade import costs
-from saccade.checkpoint import moe
+from saccade.checkpoint import moe_config
 from saccade.checkpoint.config import model_config
-from saccade.checkpoint.moe import MoEConfig
+from saccade.checkpoint.moe_config import MoEConfig
 from saccade.errors import ConfigError
 from saccade.models.layers.moe import EXPERT_RULES, MoE
-from saccade.models.parameters import Parameters
+from saccade.models.state_dict import Parameters
 from saccade.models.weights import fill_random, load_weights
 from tests.helpers.allocations import PeakMemory
 
@@ -94,7 +94,7 @@ def tokens(count: int = 40, seed: int = 1) -> Tensor:
 
 
 def rules_of(text: Mapping[str, Any]) -> MoEConfig:
-    rules = moe.moe_config(text, num_layers=2)
+    rules = moe_config.moe_config(text, num_layers=2)
     assert rules is not None
     return rules
 
@@ -274,7 +274,7 @@ def test_experts_that_are_stored_twice_are_refused(tmp_path: Path) -> None:
     ],
 )
 def test_the_config_says_which_layers_have_experts(given: dict[str, Any], layers: tuple[int, ...]) -> None:
-    rules = moe.moe_config({**QWEN, **given}, num_layers=6)
+    rules = moe_config.moe_config({**QWEN, **given}, num_layers=6)
     assert rules is not None and rules.layers == layers
 
 
@@ -285,7 +285,7 @@ def test_a_published_misspelling_is_read_as_it_is_meant() -> None:
 
 @pytest.mark.parametrize("given", [{}, {"num_experts": 0}, {"mlp_only_layers": [0, 1]}])
 def test_a_config_without_experts_has_no_rules(given: dict[str, Any]) -> None:
-    assert moe.moe_config({**QWEN, **given} if given else {"hidden_size": 8}, num_layers=2) is None
+    assert moe_config.moe_config({**QWEN, **given} if given else {"hidden_size": 8}, num_layers=2) is None
 
 
 @pytest.mark.parametrize(

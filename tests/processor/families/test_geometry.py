@@ -21,7 +21,7 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLModel
 from benchmarks import checkpoints
 from saccade.checkpoint.config import ModelConfig
 from saccade.errors import ConfigError, RequestError
-from saccade.processor.checkpoint import open_checkpoint
+from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.processor.families import default_family, family_for
 from saccade.processor.families.llava import Llava
 from saccade.processor.families.qwen2_vl import Qwen2VL

@@ -17,8 +17,8 @@ from saccade.server.api.responses import ResponseEvents
 from saccade.server.errors import api_error
 from saccade.server.generation import Delta, Generation
 from saccade.server.http.response import ResponseWriter
-from saccade.server.request.adapter import ChatBuilder, SourcePaths
 from saccade.server.request.chat import ChatRequest, read_chat
+from saccade.server.request.chat_conversion import ChatBuilder, SourcePaths
 from saccade.server.request.fields import FieldReader
 from saccade.server.request.messages import read_message
 from saccade.server.request.responses import read_response

@@ -1,0 +1,76 @@
+"""The ops of a vision tower that differ by device, here in PyTorch: the CPU's and the reference.
+
+`cuda.vision` has the same methods for CUDA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from saccade.models.vision import preprocess
+from saccade.models.vision.blocks import PatchPositions, VisionBlock, angles_of
+from saccade.models.vision.pillow_resize import resample, weigh_axis
+from saccade.models.vision.preprocess import ImagePixels, PatchLayout, PixelPolicy
+from saccade.types import Grid, Size
+
+Blocks = Sequence[VisionBlock]
+Lengths = Sequence[int]  # patches of each packed image
+RunBlocks = Callable[[Blocks, Tensor], tuple[Tensor, int]]
+"""(blocks, x [T, hidden]) -> [T, hidden] after the first blocks, and their number. May overwrite x."""
+
+
+class VisionOps(Protocol):
+    def resize(self, image: ImagePixels, size: Size, resampling: int) -> Tensor:
+        """uint8 [size.height, size.width, 3], on the image's device."""
+
+    def cut(
+        self, image: Tensor, grid: Grid, layout: PatchLayout, policy: PixelPolicy, dtype: torch.dtype
+    ) -> Tensor:
+        """uint8 [H, W, 3] -> normalised patches [patches, patch_dim]"""
+
+    def begin(self, lengths: Lengths, positions: PatchPositions | None, device: torch.device) -> RunBlocks:
+        """Start a pass over packed images of these lengths; returns the function that runs blocks."""
+
+
+class TorchVision:
+    def resize(self, image: ImagePixels, size: Size, resampling: int) -> Tensor:
+        """Pillow for an image on the CPU; for a tensor the same arithmetic, bit for bit."""
+        if isinstance(image, Tensor):
+            return resample(image, size, resampling, weigh_axis)
+        return preprocess.as_tensor(preprocess.resize(image, size, resampling))
+
+    def cut(
+        self, image: Tensor, grid: Grid, layout: PatchLayout, policy: PixelPolicy, dtype: torch.dtype
+    ) -> Tensor:
+        return preprocess.normalise(preprocess.patchify(image, grid, *layout), policy, dtype)
+
+    def begin(self, lengths: Lengths, positions: PatchPositions | None, device: torch.device) -> RunBlocks:
+        angles = angles_of(positions) if positions else None
+        return lambda blocks, x: (blocks[0](x, lengths, angles), 1)
+
+
+def run_blocks(run: RunBlocks, blocks: Blocks, x: Tensor) -> Generator[int, None, Tensor]:
+    """Run all blocks; yields the number of layers that were run after each call."""
+    done = 0
+    while done < len(blocks):
+        x, count = run(blocks[done:], x)
+        done += count
+        yield count
+    return x
+
+
+def run_blocks_keeping(
+    run: RunBlocks, blocks: Blocks, x: Tensor, depths: Sequence[int]
+) -> Generator[int, None, list[Tensor]]:
+    """The same up to the deepest of `depths`; returns x after so many blocks, for each depth."""
+    kept: dict[int, Tensor] = {}
+    done = 0
+    for depth in sorted(set(depths)):
+        x = yield from run_blocks(run, blocks[done:depth], x)
+        kept[depth] = x.clone() if depth < max(depths) else x  # the next block may overwrite it
+        done = depth
+    return [kept[depth] for depth in depths]

@@ -1,0 +1,425 @@
+"""The input processor: text, chats and media in; token ids, spans, positions and the bill out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from saccade.costs import blocks_for, max_chars
+from saccade.errors import ConfigError, RequestError
+from saccade.media.hashing import identity, salt_of
+from saccade.media.video_sources import Video
+from saccade.options import MediaPolicy
+from saccade.processor.checkpoint_files import Checkpoint
+from saccade.processor.families import built_in_template
+from saccade.processor.families.base import HasMarkup, LengthBound, cross_attended
+from saccade.processor.images import ImageInput, Images, PrefetchMedia, bill_item, reads_text_only
+from saccade.processor.messages import Form, cleaned, form_of, read_messages
+from saccade.processor.template import MAX_CHARS, RESERVED
+from saccade.processor.template_pool import TemplatePool
+from saccade.processor.tokenizer import Tokenizer
+from saccade.processor.video import split_kwargs, video_bill_item, videos_for
+from saccade.processor.video_prompt import build_video_prompt
+from saccade.sampling_params import SamplingParams
+from saccade.types import Bill, BillItem, Geometry, Key, MediaItem, Prompt, Span, short_key
+
+_PROMPT_KEYS = ("prompt", "prompt_token_ids", "multi_modal_data", "mm_processor_kwargs", "cache_salt")
+_MAX_CHARS = 64 << 20  # of a rendered chat, whatever context config.json claims
+_SHOWN_CHARS = 500  # of a template's error message
+
+Ids = npt.NDArray[np.int64]
+
+
+class Rendered(NamedTuple):
+    """A chat after its template."""
+
+    text: str  # still shielded
+    images: list[ImageInput]
+    videos: list[Video]
+
+
+class Processor:
+    """Makes a `Prompt` of what a client sends, for one checkpoint and one media policy."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, policy: MediaPolicy, prefetch_media: PrefetchMedia | None = None
+    ) -> None:
+        self.checkpoint = checkpoint
+        self.images = Images(checkpoint, policy)
+        self.policy = self.images.policy
+        self.family = self.images.family
+        self.videos = videos_for(checkpoint, self.policy)  # None for a model that takes none
+        self.tokenizer = Tokenizer(
+            checkpoint.path,
+            protect=self.family.placeholder_ids,
+            written=built_in_template(checkpoint.config) or "",
+            markup=self.family.markup if isinstance(self.family, HasMarkup) else (),
+        )
+        self.placeholder = self._find_placeholder()  # of an image in a raw prompt
+        self.prefetch_media = prefetch_media  # told of images before the rest of a prompt is ready
+        longest = checkpoint.config.text.max_context
+        chars = max_chars(min(longest, self.policy.max_model_len or longest))
+        chars = min(max(chars, MAX_CHARS), _MAX_CHARS)
+        self._templates = TemplatePool(checkpoint.chat_template, self.policy.template_seconds, chars)
+        self._form: Form | None = None
+        if checkpoint.chat_template is not None:
+            self.tokenizer.encode_template("")  # builds the alias tokenizer before the first chat needs it
+
+    def _find_placeholder(self) -> str | None:
+        token = self.family.image_token_id
+        if token is None:
+            return None
+        placeholder = self.tokenizer.token(token)
+        if placeholder is None:
+            reason = f"config.json names image_token_id={token}, but tokenizer.json has no such token"
+            raise ConfigError(f"{reason}; the two files do not belong together")
+        return placeholder
+
+    @property
+    def takes_images(self) -> bool:
+        return self.placeholder is not None
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """EOS ids of the config, or the tokenizer's if the config names none."""
+        fallback = self.tokenizer.eos_token_id
+        return self.checkpoint.config.eos_token_ids or frozenset(() if fallback is None else (fallback,))
+
+    def largest_item(self) -> Geometry | None:
+        """The most expensive image or frame group the limits allow; None when they allow none."""
+        sizes = (self.images.largest(), self.videos.largest() if self.videos else None)
+        return max((size for size in sizes if size), key=lambda size: size.slots, default=None)
+
+    def from_prompt(self, prompt: str | Mapping[str, Any], *, salt: bytes = b"") -> Prompt:
+        """A raw prompt: text or ids with one placeholder per image, as the caller wrote them.
+
+        `salt` comes from `salt_of` for a server's request; Python callers put `cache_salt` into the prompt.
+        """
+        given: Mapping[str, Any] = {"prompt": prompt} if isinstance(prompt, str) else prompt
+        _check_prompt(given)
+        text = given.get("prompt")
+        ids = given.get("prompt_token_ids")
+        make_ids = partial(self._given_ids, ids) if text is None else partial(self._encode, text)
+        images, videos = _given_media(given.get("multi_modal_data"))
+        own = given.get("cache_salt")
+        salt = salt_of(salt.hex(), own) if own else salt
+        return self._build(make_ids, images, videos, given.get("mm_processor_kwargs"), salt, text)
+
+    def from_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+        salt: bytes = b"",
+        allow_paths: bool = False,
+    ) -> Prompt:
+        """OpenAI messages through the checkpoint's chat template. Client text never becomes a control token.
+
+        `allow_paths` lets a string in an `image` or `video` part name a local file: not for a server.
+        """
+        rendered = self.render(
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            chat_template_kwargs=chat_template_kwargs,
+            allow_paths=allow_paths,
+        )
+        return self.from_rendered(rendered, mm_processor_kwargs=mm_processor_kwargs, salt=salt)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        allow_paths: bool = False,
+    ) -> Rendered:
+        """First half of `from_chat`: run the template, in a process of its own. It may be slow."""
+        clean = self.tokenizer.shield
+        extra = self._template_kwargs(chat_template_kwargs)
+        chat = read_messages(messages, self.form(), clean, allow_paths=allow_paths)
+        if chat.images and not self.takes_images:
+            raise reads_text_only(len(chat.images), chat.images[0].param)  # before the template fails on one
+        if chat.videos and self.videos is None:
+            raise takes_no_video(chat.videos[0].param)
+        try:
+            text = self._templates.render(
+                messages=chat.messages,
+                tools=cleaned(tools, clean),
+                add_generation_prompt=add_generation_prompt,
+                **extra,
+            )
+        except RequestError as error:
+            said = " ".join(self.tokenizer.unshield(error.message).split())
+            raise RequestError(said[:_SHOWN_CHARS], code=error.code, param=error.param) from None
+        return Rendered(text, chat.images, chat.videos)
+
+    def from_rendered(
+        self, rendered: Rendered, *, mm_processor_kwargs: Mapping[str, Any] | None = None, salt: bytes = b""
+    ) -> Prompt:
+        """Second half of `from_chat`: tokenize, resolve the media and expand their placeholders."""
+        make_ids = partial(self.tokenizer.encode_template, rendered.text)
+        shown = self.tokenizer.unshield(rendered.text)
+        return self._build(make_ids, rendered.images, rendered.videos, mm_processor_kwargs, salt, shown)
+
+    def form(self) -> Form:
+        """Which contents the template takes, probed once. The probe also starts a process for later chats."""
+        if self._form is None:
+            self._form = form_of(self._templates)
+        return self._form
+
+    def close(self) -> None:
+        """End the template processes."""
+        self._templates.close()
+
+    def _template_kwargs(self, given: Mapping[str, Any] | None) -> dict[str, Any]:
+        named = self.tokenizer.named_tokens
+        taken = sorted((RESERVED | set(named)) & set(given or {}))
+        if taken:
+            message = f"chat_template_kwargs cannot set {', '.join(taken)}"
+            raise RequestError(message, param=f"chat_template_kwargs.{taken[0]}")
+        return {**named, **cleaned(given or {}, self.tokenizer.shield)}
+
+    def check_params(self, params: SamplingParams) -> None:
+        """Refuse token ids outside the vocabulary."""
+        size = self.checkpoint.config.text.vocab_size
+        named = {"stop_token_ids": params.stop_token_ids, "logit_bias": params.logit_bias or ()}
+        for name, ids in named.items():
+            wrong = [token for token in ids if token >= size]
+            if wrong:
+                message = f"{name} holds {wrong[0]}, but this model's ids go from 0 to {size - 1}"
+                raise RequestError(message, param=name)
+
+    def _encode(self, text: Any) -> list[int]:
+        if not isinstance(text, str) or not text:
+            raise RequestError("the prompt is empty; give at least one character of text", param="prompt")
+        return self.tokenizer.encode(text)
+
+    def _given_ids(self, given: Any) -> Ids:
+        try:
+            ids = np.array(given, np.int64)
+        except (TypeError, ValueError, OverflowError):
+            ids = np.empty((0, 0), np.int64)
+        if ids.ndim != 1 or not len(ids) or not _are_whole(given):
+            message = "prompt_token_ids must be a list of token ids that is not empty"
+            raise RequestError(message, param="prompt_token_ids")
+        vocab_size = self.checkpoint.config.text.vocab_size
+        wrong = ids[(ids < 0) | (ids >= vocab_size)]
+        # A placeholder's id may be above the vocabulary that the model can sample from.
+        if len(wrong) and len(wrong := wrong[~np.isin(wrong, self.family.placeholder_ids)]):
+            message = f"prompt_token_ids holds {wrong[0]}, but this model's ids go from 0 to {vocab_size - 1}"
+            raise RequestError(message, param="prompt_token_ids")
+        return ids
+
+    def _build(
+        self,
+        make_ids: Callable[[], Ids | list[int]],
+        images: list[ImageInput],
+        videos: list[Video],
+        kwargs: Any,
+        salt: bytes,
+        text: str | None,
+    ) -> Prompt:
+        """Images are resolved first, so that they are decoded while the text is tokenized."""
+        pixels, frames = split_kwargs(kwargs) if self.videos else (kwargs, {})
+        limits = self.images.request_limits(pixels)
+        items = self.images.resolve(images, limits, salt, self.prefetch_media) if images else []
+        ids = np.asarray(make_ids(), np.int64)
+        starts = self._starts(ids, len(images))
+        self._check_videos(ids, len(videos))
+        if frames and not videos:
+            names = ", ".join(frames)
+            message = f"{names} is for videos, but none was given"
+            raise RequestError(message, param=f"mm_processor_kwargs.{min(frames)}")
+        expanded, spans = self._expand(ids, starts, items) if items else (ids, ())
+        where = _where(zip(images, items, strict=True))
+        if videos:
+            placed = list(zip(spans, items, strict=True))
+            prompt = self._with_videos(expanded, placed, videos, frames, salt, text)
+            return replace(prompt, where={**prompt.where, **where})
+        grids = [item.geometry.grid for item in items]
+        positions, next_position = self.family.positions(expanded, spans, grids)
+        return Prompt(
+            token_ids=expanded.tolist(),
+            spans=tuple(spans),
+            items=tuple(items),
+            positions=positions,
+            next_position=next_position,
+            identity=identity(expanded, spans),
+            salt=self.family.root(salt, len(expanded)) if isinstance(self.family, LengthBound) else salt,
+            text=text,
+            where=where,
+        )
+
+    def _starts(self, ids: Ids, given: int) -> Ids:
+        """Indices of the placeholders, as many as images."""
+        starts = np.flatnonzero(ids == self.family.image_token_id)
+        if len(starts) != given:
+            found = f"the prompt has {len(starts)} image placeholders ({self.placeholder})"
+            raise RequestError(f"{found}, but {given} images were given")
+        return starts
+
+    def _check_videos(self, ids: Ids, given: int) -> None:
+        """Check that the placeholders match the videos, and the limit on videos."""
+        token = self.checkpoint.config.video_token_id
+        if given and self.videos is None:
+            raise takes_no_video()
+        allowed = self.videos.max_per_prompt if self.videos else 0
+        if given > allowed:
+            limit = f"at most {allowed} videos per prompt are allowed (limit_mm_per_prompt video={allowed})"
+            raise RequestError(f"{limit}, but {given} were given")
+        count = 0 if token is None else int((ids == token).sum())
+        if count != given and token is not None:
+            found = f"the prompt has {count} video placeholders ({self.tokenizer.token(token)})"
+            raise RequestError(f"{found}, but {given} videos were given", param="video")
+
+    def _with_videos(
+        self,
+        ids: Ids,
+        images: list[tuple[Span, MediaItem]],
+        videos: list[Video],
+        frames: Mapping[str, Any],
+        salt: bytes,
+        text: str | None,
+    ) -> Prompt:
+        assert self.videos is not None
+        rules = self.videos.rules
+        options = self.videos.options(frames)
+        starts = np.flatnonzero(ids == rules.token_id).tolist()
+        groups = [self.videos.resolve(video, options, salt) for video in videos]
+        made = build_video_prompt(ids, images, starts, groups, rules, self._caption)
+        given = [(video, item) for video, found in zip(videos, groups, strict=True) for item in found.items]
+        positions, next_position = made.positions(rules.merge_size)
+        return Prompt(
+            token_ids=made.token_ids.tolist(),
+            spans=tuple(made.spans),
+            items=tuple(made.items),
+            positions=positions,
+            next_position=next_position,
+            identity=made.identity(),
+            salt=salt,
+            text=text,
+            videos=tuple(made.videos),
+            where=_where(given),
+        )
+
+    def _caption(self, seconds: float) -> Sequence[int]:
+        """Tokens of a frame group's timestamp, in the format of Qwen3-VL."""
+        return self.tokenizer.encode(f"<{seconds:.1f} seconds>", add_special_tokens=False)
+
+    def _expand(self, ids: Ids, starts: Ids, items: list[MediaItem]) -> tuple[Ids, Sequence[Span]]:
+        """Replace each placeholder by its image's tokens."""
+        pieces: list[Ids] = []
+        spans: list[Span] = []
+        done = 0  # ids copied
+        length = 0  # of the expanded prompt
+        for start, item in zip(starts.tolist(), items, strict=True):
+            image = self.family.expand(item.geometry)
+            pieces += [ids[done:start], image.token_ids]
+            first = length + start - done
+            spans.append(Span(first, len(image.token_ids), item.key, item.geometry.slots, image.is_embed))
+            done = start + 1
+            length = first + len(image.token_ids)
+        expanded = np.concatenate([*pieces, ids[done:]])
+        return expanded, cross_attended(spans) if image.is_cross_attended else spans
+
+    def bill(self, prompt: Prompt, block_size: int, slot_bytes: int = 0) -> Bill:
+        """What the prompt costs, from its headers alone. `slot_bytes`: encoder cache bytes per embedding."""
+        media = sum(span.length for span in prompt.spans)
+        pinned = [span for span in prompt.spans if span.is_cross_attended]
+        kept = {short_key(span.key): span.num_embeds * slot_bytes for span in pinned}
+        listed = _bill_items(prompt, block_size)
+        items = tuple(replace(item, encoder_cache_bytes=kept.get(item.key, 0)) for item in listed)
+        video_tokens = sum(item.tokens for item in items if item.kind == "video")
+        return Bill(
+            text_tokens=len(prompt) - media,
+            image_tokens=media - video_tokens,
+            video_tokens=video_tokens,
+            kv_blocks=blocks_for(len(prompt), block_size),
+            items=items,
+            encoder_cache_bytes=sum(kept.values()),
+        )
+
+
+def _where(given: Iterable[tuple[ImageInput | Video, MediaItem]]) -> dict[Key, str]:
+    """Content key -> path in the request; the first path if there are several."""
+    where: dict[Key, str] = {}
+    for part, item in given:
+        where.setdefault(item.key, part.param)
+    return where
+
+
+def _bill_items(prompt: Prompt, block_size: int) -> Iterator[BillItem]:
+    """One per image and per video, in prompt order."""
+    runs = {run.first: run for run in prompt.videos}
+    index = 0
+    while index < len(prompt.items):
+        run = runs.get(index)
+        if run is None:
+            yield bill_item(prompt.items[index], block_size)
+        else:
+            yield video_bill_item(prompt.items[index : index + run.groups], run, block_size)
+        index += run.groups if run else 1
+
+
+def takes_no_video(param: str | None = None) -> RequestError:
+    message = "this model takes no videos; send pictures, or ask a model that does"
+    return RequestError(message, code="unsupported", param=param)
+
+
+def _check_prompt(given: Any) -> None:
+    if not isinstance(given, Mapping):
+        raise RequestError(f"a prompt is a string or a mapping, not {type(given).__name__}", param="prompt")
+    unknown = sorted(str(name) for name in set(given) - set(_PROMPT_KEYS))
+    if unknown:
+        raise RequestError(f"unknown prompt key {', '.join(unknown)}; the keys are {', '.join(_PROMPT_KEYS)}")
+    if (given.get("prompt") is None) == (given.get("prompt_token_ids") is None):
+        raise RequestError("give either prompt or prompt_token_ids", param="prompt")
+
+
+def _given_media(data: Any) -> tuple[list[ImageInput], list[Video]]:
+    if not data:
+        return [], []
+    if not isinstance(data, Mapping):
+        message = "multi_modal_data must be a mapping such as {'image': picture}"
+        raise RequestError(message, param="multi_modal_data")
+    unknown = sorted(str(name) for name in set(data) - {"image", "video"})
+    if unknown:
+        message = f"multi_modal_data takes image and video, not {', '.join(unknown)}"
+        raise RequestError(message, param="multi_modal_data")
+    videos = data.get("video")
+    is_video = isinstance(videos, (list, tuple)) and len(videos) > 0 and all(map(_is_frame, videos))
+    images = [ImageInput(*one) for one in _listed(data.get("image"), "multi_modal_data.image")]
+    if is_video:  # a list of decoded images is one video
+        return images, [Video(videos, "multi_modal_data.video")]
+    return images, [Video(*one) for one in _listed(videos, "multi_modal_data.video")]
+
+
+def _is_frame(value: Any) -> bool:
+    return isinstance(value, Image.Image) or (isinstance(value, np.ndarray) and value.ndim < 4)
+
+
+def _listed(given: Any, where: str) -> list[tuple[Any, str]]:
+    """One or a list of them, each with its path in the request."""
+    if given is None:
+        return []
+    if not isinstance(given, (list, tuple)):
+        return [(given, where)]
+    return [(one, f"{where}[{index}]") for index, one in enumerate(given)]
+
+
+def _are_whole(given: Any) -> bool:
+    if isinstance(given, np.ndarray):
+        return bool(np.issubdtype(given.dtype, np.integer))
+    kinds = set(map(type, given))  # thousands of ids, one or two types
+    return all(issubclass(kind, (int, np.integer)) and kind is not bool for kind in kinds)

@@ -1,0 +1,400 @@
+"""The encoder stage: decodes images in a thread pool and encodes them, some layers at a time.
+
+It owns pixels and the current pass. It does not know requests or caches; the scheduler never submits a key
+that is resident or in flight.
+
+    submit ─► queue ─► decode + prepare (threads) ─► pass (packed patches, layer by layer) ─► poll
+              bounded: patches decoded ahead <= 2 passes
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from saccade.errors import RequestError
+from saccade.media.decode import decode_item
+from saccade.media.video_pruning import Ints, Kept, kept_of
+from saccade.media.video_reader import VideoReaders
+from saccade.models.interface import Tiled, VisionLanguageModel
+from saccade.models.layers.forward_types import Encoding
+from saccade.runner.cuda.staging import to_device
+from saccade.runner.encoder.timing import DeviceWatch, HostWatch, Times, Watch
+from saccade.runner.encoder.upload import Prepare, Upload, pinned, use_on_current_stream
+from saccade.types import Geometry, Key, MediaItem, Slice
+
+_MAX_SOURCE_PIXELS = 50_000_000  # decoded at the same time; a single larger image is decoded alone
+_IDLE_WAIT = 0.005  # seconds that an otherwise idle step waits for image decoding
+
+
+class Encoded(NamedTuple):
+    """Results since the last poll."""
+
+    embeddings: dict[Key, Tensor]  # [slots, hidden] each, complete in the order of the current stream
+    times: Times
+    errors: dict[Key, RequestError]
+    coordinates: dict[Key, Ints]  # [2, slots]: row and column of each embedding, of pruned frame groups
+
+    @classmethod
+    def nothing(cls) -> Encoded:
+        return cls({}, Times(), {}, {})
+
+
+@dataclass
+class EncoderCounters:
+    decoded: int = 0
+    encoded: int = 0
+    passes: int = 0
+    failed: int = 0
+    peak_patches: int = 0  # maximum of patches held at once: decoded ahead plus current pass
+
+
+class Encoder(Protocol):
+    """What the runner needs of an encoder stage."""
+
+    counters: EncoderCounters
+    max_patches: int  # that go through the tower together
+
+    def submit(self, items: Sequence[MediaItem]) -> None: ...
+
+    def decode_early(self, items: Sequence[MediaItem]) -> None: ...
+
+    def prefetch(self, items: Sequence[MediaItem]) -> None: ...
+
+    def release(self) -> None: ...
+
+    def advance(self, layers: int | None, *, may_wait: bool = True) -> Slice: ...
+
+    def poll(self) -> Encoded: ...
+
+    def clear(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Prepared(NamedTuple):
+    patches: Tensor  # [patches, patch_dim]
+    kept: Kept | None  # tokens that stay after pruning; None: all
+    decode_ms: float
+
+
+@dataclass(eq=False)
+class _Pass:
+    """Images that go through the tower together."""
+
+    items: list[MediaItem]
+    decode_ms: list[float]
+    kept: list[Kept | None]
+    layers: Encoding
+    watch: Watch
+
+
+class LocalEncoder:
+    """Encodes on the model's own device, in the engine's thread; images are decoded in a thread pool."""
+
+    def __init__(
+        self,
+        model: VisionLanguageModel,
+        max_patches: int,
+        threads: int,
+        device: torch.device | None = None,
+        upload_bytes: int = 0,  # device memory reserved for preprocessing
+    ) -> None:
+        self.model = model
+        self._on_cuda = device is not None and device.type == "cuda"
+        self._is_async = self._on_cuda  # a pass is launched, and runs while the host goes on
+        self._to_patches: Prepare = model.prepare
+        if device is not None and self._on_cuda:
+            self._to_patches = Upload(model, device, upload_bytes)
+        self.max_patches = max_patches  # per pass; a larger single image gets a pass of its own
+        self.counters = EncoderCounters()
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="saccade-decode")
+        self._readers = VideoReaders()
+        self._queue: OrderedDict[Key, MediaItem] = OrderedDict()  # submitted, not yet in a pass
+        self._decoding: OrderedDict[Key, tuple[MediaItem, Future[Prepared]]] = OrderedDict()
+        self._leaving: dict[Future[Prepared], MediaItem] = {}  # dropped while they were being decoded
+        self._alone: set[Key] = set()  # were in a pass that failed; each is retried alone
+        self._current: _Pass | None = None
+        self._done = Encoded.nothing()
+
+    def warm_up(self, geometry: Geometry, frames: int) -> None:
+        """Prepare a blank image, and a frame group if the model has them, which compiles the kernels."""
+        width, height = geometry.resized
+        blank = np.zeros((height + 1, width + 1, 3), np.uint8)  # one pixel larger, so that it is resized too
+        inputs = [blank] if frames == 1 else [blank, np.stack([blank] * frames)]
+        for pixels in inputs:
+            self._pool.submit(torch.inference_mode()(self._to_patches), pixels, geometry).result()
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._queue and self._current is None
+
+    def submit(self, items: Sequence[MediaItem]) -> None:
+        for item in items:
+            assert item.key not in self._queue, "a key is submitted once until it is polled"
+            self._queue[item.key] = item
+        self._start_decoding(self._queue.values())
+
+    def decode_early(self, items: Sequence[MediaItem]) -> None:
+        """Begin to decode new arrivals, after all prefetches. `prefetch` drops what is not submitted."""
+        self._start_decoding((*self._queue.values(), *items))  # submitted images that still wait go first
+
+    def prefetch(self, items: Sequence[MediaItem]) -> None:
+        """Begin to decode what will probably be submitted soon; drop earlier prefetches not in it."""
+        wanted = {item.key for item in items} | self._queue.keys()
+        for key in [k for k in self._decoding if k not in wanted]:
+            future = self._decoding[key][1]
+            if future.cancel() or future.done():  # otherwise it runs, takes memory and still counts
+                del self._decoding[key]
+        self._start_decoding((*self._queue.values(), *items))
+
+    def release(self) -> None:
+        """Drop all prefetches, without waiting. One that is being decoded counts until it is done."""
+        for key in [k for k in self._decoding if k not in self._queue]:
+            item, future = self._decoding.pop(key)
+            if not future.cancel():
+                self._leaving[future] = item
+                future.add_done_callback(self._leaving.pop)
+
+    def advance(self, layers: int | None, *, may_wait: bool = True) -> Slice:
+        """Run up to this many layers; None: until everything submitted is encoded. Returns what was done.
+
+        A slice does not wait for image decoding, unless `may_wait` says that the step has nothing else to do.
+        """
+        if layers is not None and may_wait and self._current is None:
+            self._start_decoding(self._queue.values())
+            futures = [self._decoding[key][1] for key in self._queue if key in self._decoding]
+            if futures:
+                wait(futures, timeout=_IDLE_WAIT, return_when=FIRST_COMPLETED)
+        done = Slice()
+        while layers is None or layers > 0:
+            if self._current is None and not self._begin_pass(is_sliced=layers is not None):
+                break
+            share = min(1.0, self._current_patches / self.max_patches)
+            start = time.perf_counter()
+            taken = self._run_layers(layers)
+            done = Slice(done.layers + taken * share, done.seconds + time.perf_counter() - start)
+            if self._current is not None:
+                break
+            layers = layers if layers is None else layers - taken
+            self._start_decoding(self._queue.values())
+        return done
+
+    def poll(self) -> Encoded:
+        done = self._done
+        self._done = Encoded.nothing()
+        return done
+
+    def clear(self) -> None:
+        """Drop everything in flight, after a failed step."""
+        for _, future in self._decoding.values():
+            future.cancel()
+        self._queue.clear()
+        self._decoding.clear()
+        self._alone.clear()
+        self._current = None
+        self.poll()
+
+    def close(self) -> None:
+        self.clear()
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._readers.close()
+
+    # --- decoding -------------------------------------------------------------------------------------------
+
+    def _start_decoding(self, items: Iterable[MediaItem]) -> None:
+        """Fill the pool in order: one image, or up to the patches of two passes and some source pixels."""
+        leaving = list(self._leaving.values())
+        decoding = [item for item, _ in self._decoding.values()]
+        held = sum(item.geometry.grid.patches for item in (*decoding, *leaving))
+        pixels = sum(_source_pixels(item) for item, future in self._decoding.values() if not future.done())
+        pixels += sum(map(_source_pixels, leaving))
+        for item in items:
+            if item.key in self._decoding:
+                continue
+            if held and held + item.geometry.grid.patches > 2 * self.max_patches:
+                break
+            if pixels and pixels + _source_pixels(item) > _MAX_SOURCE_PIXELS:
+                break
+            self._decoding[item.key] = (item, self._pool.submit(self._prepare, item))
+            held += item.geometry.grid.patches
+            pixels += _source_pixels(item)
+        self.counters.peak_patches = max(self.counters.peak_patches, held + self._current_patches)
+
+    def _prepare(self, item: MediaItem) -> Prepared:
+        start = time.perf_counter()
+        with torch.inference_mode():
+            into = {"new": pinned} if self._on_cuda else {}
+            pixels = decode_item(item, self._readers, **into)
+            kept = kept_of(item, pixels)
+            own = pixels[item.leading :] if item.leading else pixels
+            patches = self._to_patches(own, item.geometry)
+        return Prepared(patches, kept, (time.perf_counter() - start) * 1e3)
+
+    def _take(self, item: MediaItem) -> Prepared | None:
+        """The decoded image, or None if it failed: the reason is then in the errors."""
+        try:
+            started = self._decoding.pop(item.key, None)  # None: it did not fit the limits of decoding ahead
+            prepared = started[1].result() if started else self._prepare(item)
+        except RequestError as error:
+            self._fail(item, error)
+            return None
+        except Exception as error:  # such as a resize out of memory: only this image fails
+            if _is_of_the_device(error):
+                raise
+            self._fail(item, _unusable(item, type(error)))
+            return None
+        self.counters.decoded += 1
+        return prepared
+
+    @property
+    def _current_patches(self) -> int:
+        return sum(item.geometry.grid.patches for item in self._current.items) if self._current else 0
+
+    # --- passes ---------------------------------------------------------------------------------------------
+
+    def _begin_pass(self, *, is_sliced: bool) -> bool:
+        """Take images from the queue, in order, up to the patch budget, and set up the tower for them.
+
+        If passes run asynchronously, only the first image is waited for.
+        """
+        self._start_decoding(self._queue.values())
+        batch: list[tuple[MediaItem, Prepared]] = []
+        patches = 0
+        for item in list(self._queue.values()):
+            is_ready = item.key in self._decoding and self._decoding[item.key][1].done()
+            if (is_sliced or (batch and self._is_async)) and not is_ready:
+                continue
+            size = item.geometry.grid.patches
+            if batch and (patches + size > self.max_patches or item.key in self._alone):
+                break
+            del self._queue[item.key]
+            prepared = self._take(item)
+            if prepared is None:
+                continue
+            batch.append((item, prepared))
+            patches += size
+            if item.key in self._alone:
+                break
+        if batch:
+            self._current = self._make_pass(batch)
+        return bool(batch)
+
+    def _make_pass(self, batch: list[tuple[MediaItem, Prepared]]) -> _Pass:
+        self.counters.passes += 1
+        items = [item for item, _ in batch]
+        patches = [prepared.patches for _, prepared in batch]
+        layers = self._encoding(patches, [item.geometry for item in items])
+        decode_ms = [prepared.decode_ms for _, prepared in batch]
+        kept = [prepared.kept for _, prepared in batch]
+        return _Pass(items, decode_ms, kept, layers, DeviceWatch() if self._on_cuda else HostWatch())
+
+    def _encoding(self, parts: list[Tensor], geometries: list[Geometry]) -> Encoding:
+        """Packs with the first layer: it may run out of memory, too, and is then retried like a layer."""
+        use_on_current_stream(parts)
+        packed = parts[0] if len(parts) == 1 else torch.cat(parts)
+        parts.clear()
+        layers = self.model.encode(packed, [geometry.grid for geometry in geometries])
+        del packed  # the tower drops it after the patch embedding; no other reference may stay
+        features = yield from layers
+        if isinstance(self.model, Tiled):
+            pairs = zip(features, geometries, strict=True)
+            return [self.model.join(own, geometry) for own, geometry in pairs]
+        return features
+
+    def _run_layers(self, limit: int | None) -> int:
+        """Advance the current pass by about `limit` layers, to its end if near; returns how many ran."""
+        current = self._current
+        assert current is not None
+        taken = 0
+        last = 1
+        failure = embeddings = None
+        try:
+            with current.watch.lap():
+                while embeddings is None and (limit is None or limit - taken > last // 2):
+                    last, embeddings = _next_layers(current.layers)
+                    taken += last
+        except (RuntimeError, MemoryError) as error:  # out of memory is a RuntimeError on CUDA
+            if _is_of_the_device(error):
+                raise
+            failure = type(error)  # not the error itself, whose traceback holds the pass's tensors
+        if failure is not None:
+            self._current = None
+            self._retry_or_fail(current, failure)
+        elif embeddings is not None:
+            self._current = None
+            self._finish(current, embeddings)
+        return taken
+
+    def _finish(self, current: _Pass, embeddings: list[Tensor]) -> None:
+        total = sum(item.geometry.grid.patches for item in current.items)
+        parts = zip(current.items, embeddings, current.kept, current.decode_ms, strict=True)
+        for item, embedding, kept, decode_ms in parts:
+            share = item.geometry.grid.patches / total
+            if kept is not None:
+                embedding = embedding.index_select(0, to_device(kept.tokens, embedding.device))
+                self._done.coordinates[item.key] = kept.cells
+            elif len(current.items) > 1:
+                embedding = embedding.clone()  # a view would hold the whole pass after the others are evicted
+            assert embedding.shape[0] == item.geometry.slots, "the bill and the tower disagree"
+            self._done.embeddings[item.key] = embedding
+            self._done.times.add(item.key, decode_ms, current.watch, share)
+            self._alone.discard(item.key)
+            self.counters.encoded += 1
+
+    def _retry_or_fail(self, failed: _Pass, kind: type[Exception]) -> None:
+        """One image must not fail the others of its pass: after a failure each is retried alone."""
+        if self._on_cuda:
+            torch.cuda.empty_cache()  # cached blocks of other sizes may be all that was missing
+        if len(failed.items) > 1:
+            for item in reversed(failed.items):
+                self._alone.add(item.key)
+                self._queue[item.key] = item
+                self._queue.move_to_end(item.key, last=False)
+            return
+        item = failed.items[0]
+        self._alone.discard(item.key)
+        self._fail(item, _unusable(item, kind))
+
+    def _fail(self, item: MediaItem, error: RequestError) -> None:
+        self.counters.failed += 1
+        self._done.errors[item.key] = error
+
+
+def _next_layers(layers: Encoding) -> tuple[int, list[Tensor] | None]:
+    """Run the next layer or layers; returns how many, and the embeddings after the last."""
+    try:
+        return next(layers), None
+    except StopIteration as stop:
+        return 1, list(stop.value)
+
+
+def _is_of_the_device(error: Exception) -> bool:
+    """Whether the CUDA context has died: then no image is to blame and the step must fail.
+
+    Out of memory is not of this kind: the allocator refuses before anything is launched.
+    """
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "out of memory" in str(error):
+        return False
+    return isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error)
+
+
+def _source_pixels(item: MediaItem) -> int:
+    return item.header.size.width * item.header.size.height * item.num_frames
+
+
+def _unusable(item: MediaItem, kind: type[Exception]) -> RequestError:
+    width, height = item.header.size
+    return RequestError(
+        f"the picture of {width}x{height} pixels ({item.geometry.tokens} tokens) could not be encoded "
+        f"({kind.__name__}); a smaller max_pixels may help",
+        code="invalid_image",
+    )

@@ -1,0 +1,87 @@
+"""Captures CUDA graphs of the vision tower's small passes. Chooses the packings, not how to capture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Protocol, runtime_checkable
+
+import torch
+from tqdm import tqdm
+
+from saccade.checkpoint.config import VisionConfig
+from saccade.models.cuda.vision_graph_sizes import IMAGES, MAXIMUM, SIZES, size_for
+from saccade.models.interface import VisionLanguageModel
+from saccade.types import Grid
+
+_ROWS = 8  # tokens: the height of the captured images; only their number of patches matters
+_SMALL = 128  # patches of a small image, for which attention may take another path than for large ones
+
+
+@runtime_checkable
+class CapturesGraphs(Protocol):
+    def capturing(self) -> AbstractContextManager[None]: ...
+
+
+@torch.inference_mode()
+def capture_tower(model: VisionLanguageModel) -> None:
+    """Every size of pass that is faster as a CUDA graph, the largest first: the others share its memory."""
+    ops = getattr(model, "ops", None)  # only towers of our own have them
+    if model.config.vision is None or not isinstance(ops, CapturesGraphs):
+        return
+    packings = list(_packings(model.config.vision))
+    with ops.capturing():
+        for grids in tqdm(packings, "Capturing the tower", disable=None):
+            for _ in model.encode(blank_patches(model, grids), grids):
+                pass
+
+
+def largest_pass(vision: VisionConfig) -> int:
+    """Patches of the largest captured pass."""
+    squares = _max_squares(vision)
+    return max(SIZES[-1], size_for(squares * _rows_of(_square(vision)))) if squares else SIZES[-1]
+
+
+def _packings(vision: VisionConfig) -> Iterator[list[Grid]]:
+    """One image of each size, and several small ones; with one fixed image size, each number of images."""
+    side = vision.spatial_merge_size
+    if side > 1 and not vision.takes_squares:
+        for size in reversed(SIZES):
+            packs = [[_about(size, side)]]
+            if size > _SMALL:
+                packs.append([_about(_SMALL, side)] * (size // _SMALL))
+            # Some round up to another size, which has its own.
+            yield from (pack for pack in packs if size_for(sum(grid.patches for grid in pack)) == size)
+    for images in range(_max_squares(vision), 0, -1):
+        yield [_square(vision)] * images
+
+
+def _about(patches: int, side: int) -> Grid:
+    """An image of so many patches, rounded down to whole tokens."""
+    tokens = patches // side**2
+    rows = 1 if tokens % _ROWS else _ROWS
+    return Grid(1, rows * side, tokens // rows * side)
+
+
+def _max_squares(vision: VisionConfig) -> int:
+    """Images of the one fixed size in the largest captured pass; 0: sizes vary, or it is too large."""
+    has_sizes = vision.spatial_merge_size > 1 and not vision.takes_squares
+    if has_sizes or not vision.image_size or _square(vision).patches > SIZES[-1]:
+        return 0
+    return min(IMAGES, MAXIMUM // _rows_of(_square(vision)))
+
+
+def _square(vision: VisionConfig) -> Grid:
+    assert vision.image_size
+    return Grid(1, vision.image_size // vision.patch_size, vision.image_size // vision.patch_size)
+
+
+def _rows_of(square: Grid) -> int:
+    """Inside a tower, which may add a class token."""
+    return square.patches + 1
+
+
+def blank_patches(model: VisionLanguageModel, grids: list[Grid]) -> torch.Tensor:
+    vision = model.config.vision
+    assert vision is not None
+    return model.decoder.table.new_ones(sum(grid.patches for grid in grids), vision.patch_dim)

@@ -1,0 +1,117 @@
+"""Times the parts of a step at start, so that the scheduler knows what fits into one."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import islice, pairwise
+
+import torch
+
+from saccade.checkpoint.config import ModelConfig
+from saccade.models.interface import VisionLanguageModel
+from saccade.runner.encoder.graph_capture import blank_patches
+from saccade.types import Grid, LatencyCurve
+
+_REPEATS = 3
+_SLOTS = (64, 256, 512, 1024, 1536, 2304, 4096, 8192)
+_COMMON = range(512, 4097, 128)  # embeddings of common image sizes
+
+Trials = Iterable[tuple[int, Callable[[], object]]]
+"""Each size with a function that runs it."""
+
+
+def timed_curve(trials: Trials) -> LatencyCurve:
+    return _rising((size, timed(run)) for size, run in trials)
+
+
+def layer_curve(model: VisionLanguageModel, largest: Grid | None) -> LatencyCurve:
+    """One layer of the vision tower, by embeddings, up to the most expensive image that is admitted."""
+    if largest is None:
+        return ()
+    _load_kernels(model, largest)
+    points = []
+    for grid in _grids(model.config, largest):
+        layers = _encode(model, grid)  # towers may leave their last ones out
+        points.append((grid.patches // _merged(model.config), timed(partial(_encode, model, grid)) / layers))
+    return _rising(points)
+
+
+@torch.inference_mode()
+def seconds_per_layer(model: VisionLanguageModel, grid: Grid) -> float:
+    """On a CPU: one layer of the vision tower over an image of this grid, without running the whole tower."""
+    encoding = model.encode(blank_patches(model, [grid]), [grid])
+    marks = [time.perf_counter() for _ in islice(encoding, 1 + _REPEATS)]  # set-up comes before the first
+    encoding.close()
+    return min((end - start for start, end in pairwise(marks)), default=0.0)
+
+
+def largest_within(config: ModelConfig, largest: Grid, patches: int) -> Grid:
+    """The grid of the largest image that has at most so many patches, or the smallest there is."""
+    fitting = [grid for grid in _grids(config, largest) if grid.patches <= patches]
+    return max(fitting, key=lambda grid: grid.patches, default=largest)
+
+
+def timed(run: Callable[[], object]) -> float:
+    """Milliseconds on the device, the best of a few. Launched back to back, as steps are."""
+    run()
+    laps = []
+    for _ in range(_REPEATS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record()
+        run()
+        end.record()
+        laps.append((start, end))
+    laps[-1][1].synchronize()
+    return min(float(start.elapsed_time(end)) for start, end in laps)
+
+
+def _load_kernels(model: VisionLanguageModel, largest: Grid) -> None:
+    """Run many sizes: libraries may load another kernel for each, which takes as long as several steps."""
+    for slots in _COMMON:
+        grid = _square(model.config, slots)
+        if grid.patches < largest.patches and _takes_any_size(model.config):
+            _encode(model, grid)
+
+
+def _encode(model: VisionLanguageModel, grid: Grid) -> int:
+    """Returns the number of layers that ran."""
+    return sum(model.encode(blank_patches(model, [grid]), [grid]))
+
+
+def _grids(config: ModelConfig, largest: Grid) -> Iterator[Grid]:
+    """Squares of several sizes up to the largest; with learned positions one size, or fewer tiles of it."""
+    if config.vision and config.vision.takes_squares:
+        yield from (Grid(tiles, largest.h, largest.w) for tiles in range(1, largest.t))
+    elif _takes_any_size(config):
+        yield from (_square(config, slots) for slots in _SLOTS if slots * _merged(config) < largest.patches)
+    yield largest
+
+
+def _takes_any_size(config: ModelConfig) -> bool:
+    return config.vision is not None and not config.vision.takes_squares and _merged(config) > 1
+
+
+def _square(config: ModelConfig, slots: int) -> Grid:
+    """The largest square with at most so many embeddings."""
+    side = math.isqrt(slots) * math.isqrt(_merged(config))
+    return Grid(1, side, side)
+
+
+def _merged(config: ModelConfig) -> int:
+    """Patches per embedding."""
+    assert config.vision is not None
+    return config.vision.spatial_merge_size**2
+
+
+def _rising(points: Iterable[tuple[int, float]]) -> LatencyCurve:
+    """Lower each time to that of the next larger size: other users of the device only add time.
+
+    Otherwise a burst while one size is measured would bound steps for good.
+    """
+    curve: list[tuple[int, float]] = []
+    for size, ms in sorted(points, reverse=True):
+        curve.append((size, min(ms, curve[-1][1] if curve else ms)))
+    return tuple(reversed(curve))

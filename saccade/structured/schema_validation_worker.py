@@ -1,0 +1,252 @@
+"""The process that checks JSON schemas: `python -m saccade.structured.schema_validation_worker`.
+
+It reads schemas from stdin and writes what is wrong with each, or an empty reply. It limits its own CPU time,
+memory and stack: a schema that needs more ends the process, and the parent starts another one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Any
+from urllib.parse import unquote
+
+from llguidance import LLMatcher, LLTokenizer
+
+from saccade.structured.schema import compiled, limits, rules_of
+from saccade.structured.schema_validation import framed, read_frame
+
+CPU_SECONDS = 2.0  # for one schema; the engine needs about as long to compile it again
+_MEMORY_BYTES = 1 << 30
+_STACK_BYTES = 2 << 20  # a quarter of the engine's, which compiles the same schema again
+_MAX_DEPTH = 64
+_MAX_REPEAT = 10_000  # in a pattern
+_MAX_COUNT = 1_000_000  # of letters, items or properties
+_MAX_CHOICES = 500  # at one point: the library fails at about as many
+_TRIAL_BYTES = 8
+_MAX_WORDS = 200  # characters of the library's message that are quoted
+_COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+_DATA = frozenset({"enum", "const", "default", "examples", "example"})  # hold values, not schemas
+_REPEAT = re.compile(r"(?<!\\)\{(\d+)(?:,(\d*))?\}")
+_NESTED_REPEAT = re.compile(r"(?<!\\)(?:[+*]|\{\d+,\})\??\)+(?:[+*]|\{\d+,\})")
+
+# The library's messages and ours.
+_WORDING = (
+    (r"Unimplemented keys: \[(.*)\]", "it uses {0}, which is not supported; leave it out"),
+    (r"Unknown format: (\S{1,40})", 'it uses the format "{0}", which is not supported; use a pattern'),
+    (r"regex parse error", "a pattern is not valid, or uses look-around or back-references"),
+    (r"[Uu]nsatisfiable", "no JSON value can follow it"),
+    (r"oneOf", "it has a oneOf whose choices overlap; use anyOf"),
+    (r"too large|too many|too complex|fuel", "it is too large once it is written out; make it smaller"),
+)
+_OTHERWISE = "it is not a JSON schema that can be enforced; check its keywords and references"
+
+
+def problem(text: str) -> str | None:
+    """What is wrong with a schema, as the end of a sentence; None if it can be enforced."""
+    try:
+        schema = json.loads(text)
+        found = next(_problems_inside(schema, schema, 0), None)
+        if found is None and not _has_finite_value(schema):
+            found = "it refers to itself without end, so no JSON value can follow it"
+        return found or _compile_problem(text) or _trial_problem(text)
+    except (ValueError, RecursionError):
+        return _OTHERWISE
+
+
+def _compile_problem(text: str) -> str | None:
+    is_error, messages = LLMatcher.validate_grammar_with_warnings(rules_of(text), limits=limits())
+    if not is_error:
+        return None
+    for pattern, wording in _WORDING:
+        match = re.search(pattern, messages[0])
+        if match:
+            return wording.format(*(group[:_MAX_WORDS] for group in match.groups()))
+    return _OTHERWISE
+
+
+def _trial_problem(text: str) -> str | None:
+    """Compile as the engine does, which can take ten times as long, and match a few bytes."""
+    matcher = compiled(_byte_tokenizer(), text, answers=1)
+    for _ in range(_TRIAL_BYTES):
+        if matcher.is_stopped():
+            break
+        mask = int.from_bytes(matcher.compute_bitmask(), "little")
+        if mask:
+            matcher.consume_token((mask & -mask).bit_length() - 1)  # the lowest allowed token
+    return "it is too complex to be followed; make it simpler" if matcher.is_error() else None
+
+
+@cache
+def _byte_tokenizer() -> LLTokenizer:
+    return LLTokenizer("byte")
+
+
+def _problems_inside(schema: Any, root: Any, depth: int) -> Iterator[str]:
+    if depth > _MAX_DEPTH:
+        yield f"it is nested more than {_MAX_DEPTH} levels deep"
+        return
+    if isinstance(schema, list):
+        for entry in schema:
+            yield from _problems_inside(entry, root, depth + 1)
+    if not isinstance(schema, dict):
+        return
+    yield from _keyword_problems(schema)
+    yield from _count_problems(schema)
+    if (count := _choices(schema, root)) > _MAX_CHOICES:
+        yield f"it has {count} optional properties and choices at one place, and {_MAX_CHOICES} are allowed"
+    for name, value in schema.items():
+        if name not in _DATA:
+            yield from _problems_inside(value, root, depth + 1)
+
+
+def _keyword_problems(schema: Mapping[str, Any]) -> Iterator[str]:
+    reference = schema.get("$ref")
+    pattern = schema.get("pattern")
+    if isinstance(reference, str) and not reference.startswith("#"):
+        yield "its $ref leads outside of it, and nothing is fetched; put the definition under $defs"
+    # The library would cope, but clients validate outputs with regex engines of exponential time.
+    if isinstance(pattern, str) and _NESTED_REPEAT.search(pattern):
+        yield "a pattern repeats a repeat, as (a+)+ does; write it with one repeat"
+
+
+def _count_problems(schema: Mapping[str, Any]) -> Iterator[str]:
+    for name in _COUNTS:
+        if isinstance(schema.get(name), (int, float)) and schema[name] > _MAX_COUNT:
+            yield f"its {name} is {schema[name]}, and {_MAX_COUNT} is allowed; lower it or leave it out"
+    pattern = schema.get("pattern")
+    repeats = _REPEAT.findall(pattern) if isinstance(pattern, str) else ()
+    maximum = max((int(count[:20]) for pair in repeats for count in pair if count), default=0)
+    if maximum > _MAX_REPEAT:
+        limit = f"{_MAX_REPEAT} are allowed; lower it or use * or +"
+        yield f"a pattern repeats something {maximum} times, and {limit}"
+
+
+def _choices(schema: Mapping[str, Any], root: Any) -> int:
+    """Alternatives at the start of a value of this schema: nested choices and optional properties.
+
+    A schema with a reference counts as none, since its target is checked by itself.
+    """
+    found = 0
+    waiting: list[Any] = [schema] if "$ref" not in schema else []
+    visited: set[int] = set()
+    while waiting:
+        inner = waiting.pop()
+        if not isinstance(inner, dict) or id(inner) in visited:
+            continue
+        visited.add(id(inner))
+        found += ("$ref" not in inner) + _optional(inner)
+        for name in ("anyOf", "oneOf", "allOf"):
+            waiting += inner[name] if isinstance(inner.get(name), list) else ()
+        if isinstance(inner.get("$ref"), str):
+            waiting.append(_target(root, inner["$ref"]))
+    return found
+
+
+def _optional(schema: Mapping[str, Any]) -> int:
+    """Optional properties, and values of an enum that are objects or lists."""
+    properties = schema.get("properties")
+    required = schema.get("required")
+    values = schema.get("enum")
+    count = 0
+    if isinstance(properties, dict):
+        needed = [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
+        count += sum(name not in set(needed) for name in properties)
+    if isinstance(values, list):
+        count += sum(isinstance(value, (dict, list)) for value in values)
+    return count
+
+
+def _has_finite_value(schema: Any) -> bool:
+    """Whether a finite JSON value matches the schema: a fixed point over references."""
+    targets = {reference: _target(schema, reference) for reference in set(_references(schema))}
+    ending: set[str] = set()
+    while True:
+        more = {name for name, target in targets.items() if name not in ending and _ends(target, ending)}
+        if not more:
+            return _ends(schema, ending)
+        ending |= more
+
+
+def _references(schema: Any) -> Iterator[str]:
+    if isinstance(schema, list):
+        for entry in schema:
+            yield from _references(entry)
+    if isinstance(schema, dict):
+        for name, value in schema.items():
+            if name == "$ref" and isinstance(value, str):
+                yield value
+            elif name not in _DATA:
+                yield from _references(value)
+
+
+def _target(schema: Any, reference: str) -> Any:
+    """The target of a reference such as #/$defs/x; an empty schema if there is none."""
+    for step in unquote(reference).removeprefix("#").split("/")[1:]:
+        name = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(schema, dict) and name in schema:
+            schema = schema[name]
+        elif isinstance(schema, list) and name.isdecimal() and int(name) < len(schema):
+            schema = schema[int(name)]
+        else:
+            return {}
+    return schema
+
+
+def _ends(schema: Any, ending: set[str]) -> bool:
+    """Whether a finite value matches, given the references that are known to end."""
+    if not isinstance(schema, dict):
+        return True
+    if isinstance(schema.get("$ref"), str) and schema["$ref"] not in ending:
+        return False
+    if not all(_ends(part, ending) for part in _needed(schema)):
+        return False
+    choices = [schema[name] for name in ("anyOf", "oneOf") if isinstance(schema.get(name), list)]
+    return all(any(_ends(option, ending) for option in options) for options in choices)
+
+
+def _needed(schema: Mapping[str, Any]) -> Iterator[Any]:
+    """The schemas of parts that every value has."""
+    yield from schema["allOf"] if isinstance(schema.get("allOf"), list) else ()
+    properties = schema.get("properties")
+    required = schema.get("required")
+    is_object = schema.get("type", "object") == "object"
+    if is_object and isinstance(properties, dict) and isinstance(required, list):
+        yield from (properties[name] for name in required if isinstance(name, str) and name in properties)
+    if schema.get("type") == "array" and isinstance(schema.get("minItems"), int) and schema["minItems"] > 0:
+        first = schema.get("prefixItems")
+        yield from first[: schema["minItems"]] if isinstance(first, list) and first else [schema.get("items")]
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    threading.stack_size(_STACK_BYTES)
+    schemas = os.fdopen(0, "rb")
+    while (text := read_frame(schemas)) is not None:
+        os.write(1, framed(_checked(text)))
+
+
+def _checked(text: str) -> str:
+    """The problem or "". The timer counts CPU time, and its signal ends the process."""
+    found: list[str] = []
+    thread = threading.Thread(target=lambda: found.append(problem(text) or ""))
+    signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
+    thread.start()
+    thread.join()
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    if not found:
+        sys.exit(1)  # the thread failed, for example out of memory
+    return found[0]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,311 @@
+"""The encoder stage with a tower of four layers made of additions."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Generator, Sequence
+from concurrent.futures import wait
+from contextlib import AbstractContextManager, nullcontext
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from saccade.runner.encoder import encoder_runner as encoder_module
+from saccade.runner.encoder.encoder_runner import LocalEncoder
+from saccade.runner.encoder.timing import Times
+from saccade.types import Geometry, Grid, MediaTimes, Size
+from tests.helpers.fake_tower import FakeTower, picture
+
+
+class UnreadWatch:
+    was_read = False
+
+    def lap(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def ms(self) -> float:
+        self.was_read = True
+        return 8.0
+
+
+@pytest.fixture
+def tower() -> FakeTower:
+    return FakeTower()
+
+
+def stage(tower: FakeTower, max_patches: int = 32) -> LocalEncoder:
+    return LocalEncoder(tower, max_patches, threads=2)  # type: ignore[arg-type]
+
+
+def test_images_of_different_requests_share_a_pass_up_to_the_patch_budget(tower: FakeTower) -> None:
+    encoder = stage(tower, max_patches=32)
+    encoder.submit([picture(str(i)) for i in range(5)])  # 16 patches each
+    encoder.advance(None)
+    assert tower.passes == [[16, 16], [16, 16], [16]]
+    assert len(encoder.poll().embeddings) == 5
+
+
+def test_a_image_larger_than_the_budget_gets_a_pass_of_its_own(tower: FakeTower) -> None:
+    encoder = stage(tower, max_patches=8)
+    encoder.submit([picture("small", 2), picture("large", 8), picture("other", 2)])
+    encoder.advance(None)
+    assert tower.passes == [[4], [64], [4]]
+
+
+@pytest.mark.parametrize(("asked", "ran"), [(1, 2), (2, 2), (3, 2), (4, 4)])
+def test_a_slice_meets_its_limit_as_closely_as_layers_that_run_together_allow(
+    tower: FakeTower, asked: int, ran: int
+) -> None:
+    tower.together = 2
+    encoder = stage(tower)
+    encoder.submit([picture("a")])
+    encoder.advance(asked)
+    assert tower.ran == ran
+
+
+def test_a_pass_advances_by_as_many_layers_as_it_is_given(tower: FakeTower) -> None:
+    encoder = stage(tower)
+    encoder.submit([picture("a")])
+    encoder.advance(2)
+    assert not encoder.poll().embeddings
+    encoder.advance(2)
+    assert not encoder.poll().embeddings
+    encoder.advance(1)  # the projection behind the last layer
+    assert list(encoder.poll().embeddings) == [b"a"]
+    assert encoder.is_idle
+
+
+def test_slices_and_one_go_give_the_same_embeddings(tower: FakeTower) -> None:
+    whole, sliced = stage(tower), stage(tower)
+    items = [picture(str(i), value=10 * i) for i in range(3)]
+    whole.submit(items)
+    whole.advance(None)
+    sliced.submit(items)
+    while not sliced.is_idle:
+        sliced.advance(1)
+    expected, found = whole.poll().embeddings, sliced.poll().embeddings
+    assert all(torch.equal(expected[key], found[key]) for key in expected)
+
+
+def test_a_broken_image_fails_alone_with_a_reason_free_of_library_text(tower: FakeTower) -> None:
+    encoder = stage(tower)
+    encoder.submit([picture("good"), picture("bad", data=b"\x89PNG\r\n\x1a\n broken"), picture("fine")])
+    encoder.advance(None)
+    done = encoder.poll()
+    assert set(done.embeddings) == {b"good", b"fine"}
+    assert done.errors[b"bad"].code == "image_parse_error"
+    assert "4x4" in str(done.errors[b"bad"]) and "0x" not in str(done.errors[b"bad"])
+
+
+def test_running_out_of_memory_ends_one_image_not_its_neighbours(tower: FakeTower) -> None:
+    tower.break_on = {64}
+    encoder = stage(tower, max_patches=200)
+    encoder.submit([picture("a"), picture("huge", 8), picture("b")])
+    encoder.advance(None)
+    done = encoder.poll()
+    assert set(done.embeddings) == {b"a", b"b"}
+    assert set(done.errors) == {b"huge"}
+    assert "8x8" in str(done.errors[b"huge"])
+
+
+def test_a_image_that_cannot_be_prepared_fails_alone(tower: FakeTower, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare = tower.prepare
+
+    def short_of_memory(image: np.ndarray, geometry: Geometry) -> Tensor:
+        if geometry.grid.patches == 64:
+            raise MemoryError
+        return prepare(image, geometry)
+
+    monkeypatch.setattr(tower, "prepare", short_of_memory)
+    encoder = stage(tower, max_patches=200)
+    encoder.submit([picture("a"), picture("huge", 8), picture("b")])
+    encoder.advance(None)
+    done = encoder.poll()
+    assert set(done.embeddings) == {b"a", b"b"}
+    assert "8x8" in str(done.errors[b"huge"])
+
+
+def test_memory_is_set_by_the_budget_and_not_by_the_number_of_images() -> None:
+    peaks = []
+    for count in (8, 64):
+        tower = FakeTower()
+        encoder = stage(tower, max_patches=32)
+        encoder.submit([picture(str(i)) for i in range(count)])
+        encoder.advance(None)
+        assert len(encoder.poll().embeddings) == count
+        peaks.append(tower.peak)
+    assert max(peaks) <= 3 * 32  # two passes decoded ahead and the one under way
+    assert encoder.counters.peak_patches <= 3 * 32
+
+
+def test_a_submitted_image_is_decoded_before_those_that_are_expected_later(tower: FakeTower) -> None:
+    encoder = stage(tower, max_patches=16)
+    encoder.decode_early([picture("a"), picture("b")])  # 32 patches: there is room for no more
+    encoder.submit([picture("wanted")])
+    for number in range(100):
+        encoder.decode_early([picture(f"later {number}"), picture(f"last {number}")])
+        wait([future for _, future in encoder._decoding.values()])
+        encoder.advance(1, may_wait=False)
+        encoder.prefetch([])
+    assert list(encoder.poll().embeddings) == [b"wanted"]
+
+
+def test_a_prefetched_image_is_decoded_once(tower: FakeTower) -> None:
+    encoder = stage(tower)
+    item = picture("a")
+    encoder.prefetch([item])
+    encoder.submit([item])
+    encoder.advance(None)
+    assert encoder.counters.decoded == 1
+    assert tower.peak == 16
+
+
+def test_a_guess_that_was_not_wanted_is_forgotten(tower: FakeTower) -> None:
+    encoder = stage(tower)
+    encoder.prefetch([picture("guess")])
+    encoder._decoding[b"guess"][1].result()
+    encoder.prefetch([])
+    assert not encoder._decoding
+    assert not encoder.poll().embeddings
+
+
+def test_times_are_shared_by_patches(tower: FakeTower) -> None:
+    encoder = stage(tower, max_patches=100)
+    encoder.submit([picture("small", 4), picture("large", 8)])
+    encoder.advance(None)
+    times = encoder.poll().times
+    assert times[b"large"].encode_ms == pytest.approx(4 * times[b"small"].encode_ms)
+
+
+def test_keys_are_known_before_the_times_are_read(tower: FakeTower) -> None:
+    watch = UnreadWatch()
+    times = Times()
+    times.add(b"a", 1.5, watch, 0.25)
+    assert list(times) == [b"a"] and len(times) == 1
+    assert not watch.was_read
+    assert times[b"a"] == MediaTimes(1.5, 2.0)
+
+
+def test_the_tower_gets_the_patches_for_itself(tower: FakeTower) -> None:
+    """Whoever else kept them would hold their memory until the last layer."""
+    seen: list[weakref.ref[Tensor]] = []
+
+    def forgetful(patches: Tensor, grids: Sequence[Grid]) -> Generator[int, None, list[Tensor]]:
+        seen.append(weakref.ref(patches))
+        del patches
+        yield 1
+        assert seen[0]() is None
+        return [torch.zeros(4, 1)]
+
+    tower.encode = forgetful  # type: ignore[method-assign]
+    encoder = stage(tower)
+    encoder.submit([picture("a")])
+    encoder.advance(None)
+    assert list(encoder.poll().embeddings) == [b"a"]
+
+
+def test_a_failed_pass_is_forgotten_before_its_images_try_again(tower: FakeTower) -> None:
+    held: list[weakref.ref[Tensor]] = []
+    encode = tower.encode
+
+    def heavy(patches: Tensor, grids: Sequence[Grid]) -> Generator[int, None, list[Tensor]]:
+        assert not any(reference() is not None for reference in held)
+        if len(grids) > 1:
+            activations = torch.zeros(100)
+            held.append(weakref.ref(activations))
+            raise torch.OutOfMemoryError("out of memory")
+        return (yield from encode(patches, grids))
+
+    tower.encode = heavy  # type: ignore[method-assign]
+    encoder = stage(tower, max_patches=100)
+    encoder.submit([picture("a"), picture("b")])
+    encoder.advance(None)
+    assert set(encoder.poll().embeddings) == {b"a", b"b"}
+    assert len(held) == 1
+
+
+def test_a_slice_does_not_wait_for_a_image_that_is_still_being_decoded(tower: FakeTower) -> None:
+    gate = threading.Event()
+    prepare = tower.prepare
+
+    def slow(image: np.ndarray, geometry: Geometry) -> Tensor:
+        if geometry.grid.patches == 64:
+            assert gate.wait(20)
+        return prepare(image, geometry)
+
+    tower.prepare = slow  # type: ignore[method-assign]
+    encoder = stage(tower, max_patches=100)
+    encoder.submit([picture("slow", 8), picture("quick")])
+    while b"quick" not in encoder.poll().embeddings:  # passes the slow one
+        encoder.advance(1, may_wait=False)
+    assert not encoder.is_idle
+    gate.set()
+    encoder.advance(None)
+    assert list(encoder.poll().embeddings) == [b"slow"]
+
+
+def test_where_passes_run_ahead_the_first_does_not_wait_for_all_its_images(tower: FakeTower) -> None:
+    gate = threading.Event()
+    prepare, encode = tower.prepare, tower.encode
+
+    def slow(image: np.ndarray, geometry: Geometry) -> Tensor:
+        if geometry.grid.patches == 64:
+            assert gate.wait(20)
+        return prepare(image, geometry)
+
+    def opening(patches: Tensor, grids: Sequence[Grid]) -> Generator[int, None, list[Tensor]]:
+        gate.set()  # the slow picture is decoded no sooner than a pass has begun
+        return encode(patches, grids)
+
+    tower.prepare, tower.encode = slow, opening  # type: ignore[method-assign]
+    encoder = stage(tower, max_patches=100)
+    encoder._is_async = True
+    encoder.submit([picture("quick"), picture("slow", 8)])
+    encoder.advance(None)
+    assert encoder.poll().embeddings.keys() == {b"quick", b"slow"}
+    assert len(tower.passes) == 2
+
+
+def test_pixels_decoded_at_the_same_time_are_bounded(tower: FakeTower, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoder_module, "_MAX_SOURCE_PIXELS", 40)
+    encoder = stage(tower, max_patches=1000)
+    encoder.submit([picture(str(i)) for i in range(6)])  # 16 pixels each
+    assert len([f for _, f in encoder._decoding.values() if not f.done()]) <= 2
+    encoder.advance(None)
+    assert len(encoder.poll().embeddings) == 6
+
+
+def test_running_out_of_memory_while_packing_ends_no_neighbour(
+    tower: FakeTower, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_room(parts: list[Tensor]) -> Tensor:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(torch, "cat", no_room)
+    encoder = stage(tower, max_patches=100)
+    encoder.submit([picture("a"), picture("b")])
+    encoder.advance(None)
+    assert set(encoder.poll().embeddings) == {b"a", b"b"}  # one by one
+
+
+def test_clear_drops_everything_under_way(tower: FakeTower) -> None:
+    encoder = stage(tower)
+    encoder.submit([picture("a"), picture("b")])
+    encoder.advance(1)
+    encoder.clear()
+    assert encoder.is_idle
+    encoder.submit([picture("a")])
+    encoder.advance(None)
+    assert list(encoder.poll().embeddings) == [b"a"]
+
+
+def test_a_rehearsal_resizes_a_image_and_a_group_of_frames_and_leaves_nothing_behind(tower: FakeTower) -> None:
+    seen: list[tuple[int, ...]] = []
+    tower.prepare = lambda image, geometry: seen.append(image.shape) or torch.zeros(1)  # type: ignore[method-assign, assignment, func-returns-value]
+    encoder = stage(tower)
+    encoder.warm_up(Geometry(Size(28, 56), Grid(1, 4, 2), 2, 2), frames=2)
+    assert seen == [(57, 29, 3), (2, 57, 29, 3)], "neither has the size it is to get"
+    assert encoder.is_idle and encoder.counters.decoded == 0 and not encoder.poll().embeddings

@@ -1,0 +1,109 @@
+"""What fits into a step beside running answers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from saccade.scheduler.latency_model import (
+    SLOWDOWN,
+    max_work,
+    milliseconds,
+    mixed_is_faster,
+    mixed_tokens,
+    size_at,
+    size_within,
+    split_spare_time,
+)
+from saccade.types import LatencyProfile
+
+PACE = LatencyProfile(
+    decode_ms=((1, 1.0), (32, 2.0)),
+    prefill_ms=((64, 0.5), (128, 1.0), (256, 2.0), (512, 4.0)),
+    layer_ms=((400, 0.25), (1600, 0.5)),
+    target_ms=None,
+)
+
+
+def test_without_a_target_answers_may_slow_down_by_a_fixed_factor() -> None:
+    spare = milliseconds(PACE.decode_ms, 32) * (SLOWDOWN - 1)
+    assert split_spare_time(PACE, 32, 0).prompt_tokens == size_within(PACE.prefill_ms, spare) == 256
+
+
+def test_a_target_bounds_prompt_tokens() -> None:
+    assert split_spare_time(replace(PACE, target_ms=3.0), 32, 0).prompt_tokens == 128
+
+
+def test_prompts_and_images_get_all_of_the_spare_time_when_it_is_their_turn() -> None:
+    assert split_spare_time(replace(PACE, target_ms=4.0), 32, 1600) == (256, 4)
+
+
+def test_prompts_and_images_move_on_even_when_decoding_alone_misses_the_target() -> None:
+    minimum = split_spare_time(replace(PACE, target_ms=0.1), 32, 1600)
+    assert minimum.encode_layers >= 1 and minimum.prompt_tokens >= 32
+
+
+RIDING = replace(PACE, mixed_ms=((8, ((128, 2.0), (256, 2.5))), (32, ((128, 2.8), (256, 4.0), (384, 5.0)))))
+
+
+def test_of_tokens_that_ride_along_as_many_are_taken_as_keep_the_whole_pass_within_the_target() -> None:
+    assert mixed_tokens(RIDING, 32) == 384  # 5.0 ms
+    assert mixed_tokens(replace(RIDING, target_ms=3.9), 32) == 128
+
+
+def test_what_rides_along_is_looked_up_for_as_many_answers_as_the_pass_was_measured_with() -> None:
+    assert mixed_tokens(replace(RIDING, target_ms=2.6), 8) == 256
+    assert mixed_tokens(replace(RIDING, target_ms=2.6), 9) == 0
+
+
+def test_nothing_rides_along_where_no_pass_was_measured() -> None:
+    assert mixed_tokens(PACE, 32) == mixed_tokens(RIDING, 33) == 0
+
+
+def test_nothing_rides_along_where_more_goes_by_itself_in_the_same_time() -> None:
+    slow = replace(RIDING, mixed_ms=((32, ((128, 4.0),)),))  # 32 a millisecond; by themselves 256 in 2 + 2 are 64
+    assert mixed_tokens(slow, 32) == 0
+    few = replace(slow, mixed_ms=((32, ((200, 3.0),)),))
+    assert mixed_tokens(few, 32) == 200, "fewer than go by themselves, but in less time"
+
+
+def test_a_pass_for_both_is_taken_where_it_is_over_sooner_than_two() -> None:
+    """By the sizes that there are: 9 answers take what 32 do, and 200 tokens what 256 do."""
+    assert mixed_is_faster(RIDING, 8, 256), "2.5 for 2 + 2"
+    assert not mixed_is_faster(RIDING, 9, 200), "4 for 2 + 2"
+    assert not mixed_is_faster(RIDING, 8, 257), "no such pass"
+    assert not mixed_is_faster(PACE, 8, 100)
+
+
+def test_times_between_measured_sizes_lie_on_a_line() -> None:
+    assert milliseconds(PACE.layer_ms, 1000) == 0.375
+
+
+def test_times_beyond_the_last_measured_size_grow_in_proportion() -> None:
+    assert milliseconds(PACE.layer_ms, 3200) == 1.0
+
+
+def test_sizes_before_the_first_measured_one_take_as_long_as_it() -> None:
+    assert milliseconds(PACE.decode_ms, 0) == 1.0
+
+
+def test_no_size_fits_into_less_than_the_smallest_takes() -> None:
+    assert size_within(PACE.prefill_ms, 0.1) == 0
+
+
+def test_the_size_of_a_time_takes_that_time() -> None:
+    assert [size_at(PACE.layer_ms, milliseconds(PACE.layer_ms, size)) for size in (400, 1000, 1600, 3200)] == [
+        400,
+        1000,
+        1600,
+        3200,
+    ]
+
+
+def test_nothing_takes_less_than_the_smallest_size() -> None:
+    assert size_at(PACE.layer_ms, 0.1) == size_at((), 1.0) == 0
+
+
+def test_two_layers_over_the_most_that_is_encoded_at_a_time_fit_into_a_step() -> None:
+    latency = replace(PACE, target_ms=2.75)
+    assert max_work(latency, 32) == 1000
+    assert split_spare_time(latency, 32, 1000).encode_layers == 2
