@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 import httptools
 
@@ -124,12 +125,12 @@ async def _connected(
     target: Target, addresses: Sequence[str], context: ssl.SSLContext
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """TLS checks the certificate against the host name, not the address."""
-    tls: Mapping[str, ssl.SSLContext | str] = {}
+    tls: dict[str, Any] = {}
     if target.scheme == "https":
         tls = {"ssl": context, "server_hostname": target.host}
     for address in addresses:
         try:
-            return await asyncio.open_connection(address, target.port, limit=_READ_BYTES, **tls)  # type: ignore[arg-type]
+            return await asyncio.open_connection(address, target.port, limit=_READ_BYTES, **tls)
         except OSError:
             continue  # for example no IPv6 route
     raise BrokenResponse
