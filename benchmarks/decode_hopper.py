@@ -33,21 +33,23 @@ def main() -> None:
                 compare(f"{name}, unequal", heads, torch.where(each % 4 == 1, LONGEST, 300).int())
 
 
-def compare(name: str, heads: Heads, contexts: Tensor) -> None:
-    requests, blocks = len(contexts), -(-LONGEST // BLOCK)
+def compare(name: str, heads: Heads, seq_lens: Tensor) -> None:
+    requests, blocks = len(seq_lens), -(-LONGEST // BLOCK)
     tables = torch.randint(0, requests * 80, (requests, blocks), device=CUDA, dtype=torch.int32)
-    caches = torch.randn(2, LAYERS, requests * 80 * BLOCK, heads.keys, heads.dim, device=CUDA, dtype=torch.bfloat16)
-    qkv = torch.randn(4, requests, heads.queries + 2 * heads.keys, heads.dim, device=CUDA) / 2
-    cos, sin = torch.randn(2, requests, heads.dim, device=CUDA).bfloat16()
-    new = NewTokens(qkv, cos, sin, torch.full_like(contexts, -1))  # stored nowhere
+    caches = torch.randn(
+        2, LAYERS, requests * 80 * BLOCK, heads.num_kv_heads, heads.head_dim, device=CUDA, dtype=torch.bfloat16
+    )
+    qkv = torch.randn(4, requests, heads.num_heads + 2 * heads.num_kv_heads, heads.head_dim, device=CUDA) / 2
+    cos, sin = torch.randn(2, requests, heads.head_dim, device=CUDA).bfloat16()
+    new = NewTokens(qkv, cos, sin, torch.full_like(seq_lens, -1))  # stored nowhere
     workspace = DecodeWorkspace.allocate(requests, *heads, CUDA)
-    shares = plan_schedule(contexts, heads.keys, num_sms(CUDA))
+    shares = plan_schedule(seq_lens, heads.num_kv_heads, num_sms(CUDA))
 
     def plain(k: Tensor, v: Tensor) -> Tensor:
-        return paged_decode(new, k, v, tables, contexts, BLOCK, 0.1, workspace)
+        return paged_decode(new, k, v, tables, seq_lens, BLOCK, 0.1, workspace)
 
     def shared(k: Tensor, v: Tensor) -> Tensor:
-        return hopper_decode(new, k, v, tables, contexts, shares, BLOCK, 0.1, workspace)
+        return hopper_decode(new, k, v, tables, seq_lens, shares, BLOCK, 0.1, workspace)
 
     expected, found = (attend(caches[0, 0], caches[1, 0]).float() for attend in (plain, shared))
     error = float((found - expected).norm() / expected.norm())

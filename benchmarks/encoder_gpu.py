@@ -48,7 +48,7 @@ from saccade import costs
 from saccade.kernels.ops import vit_ops
 from saccade.models.cuda.vision import ATTENTION, Attend, FusedVision
 from saccade.models.families.qwen2_vl import Qwen2VL
-from saccade.models.layers.basic import rotate
+from saccade.models.layers.rotary_embedding import rotate
 from saccade.models.layers.torch_attention import packed_attention
 from saccade.models.vision.backend import RunBlocks, TorchVision, VisionOps
 from saccade.models.vision.blocks import RotaryCosSin, VisionBlock, angles_of, grid_positions
@@ -254,10 +254,10 @@ def steps_of_a_layer() -> Iterator[Row]:
         assert block.out.bias is not None
         norm, matrix = block.attention_norm, 2 * tokens * 1280 * 1280 / FLOPS * 1e3
         calls: dict[str, tuple[Call, float]] = {
-            "norm": (partial(vit_ops.norm_and_add, x, norm.weight, norm.bias, 1e-6, block.out.bias), 0),
+            "norm": (partial(vit_ops.norm_then_add, x, norm.weight, norm.bias, 1e-6, block.out.bias), 0),
             "norm, PyTorch": (partial(norm, x), 0),
             "qkv": (partial(block.qkv, x), 3 * matrix),
-            "rotate": (partial(vit_ops.rotate_pairs, qkv, rotary), 0),
+            "rotate": (partial(vit_ops.rotate_half, qkv, rotary), 0),
             "out, added": (partial(torch.addmm, x, x, block.out.weight.T, out=torch.empty_like(x)), matrix),
             "out, added in place": (partial(x.addmm_, x.clone(), block.out.weight.T), matrix),
             "up": (partial(block.up, x), 4 * matrix),

@@ -80,48 +80,48 @@ def plan(flash: FlashInferPrefill, paged: Paged, lengths: Sequence[int]) -> None
 
 def ours(paged: Paged, lengths: Sequence[int], q: Tensor) -> Callable[[], Tensor]:
     attention = PrefillAttention.best(Heads(HEADS, KV_HEADS, DIM), DTYPE, BLOCK, DEVICE)
-    tiles = Tiles.of(lengths, attention.rows(len(q)), DEVICE, contexts=paged.lens)
-    return partial(attention, q, paged.k, paged.v, paged.tables, paged.contexts, tiles, SCALE)
+    tiles = Tiles.of(lengths, attention.rows(len(q)), DEVICE, seq_lens=paged.lens)
+    return partial(attention, q, paged.k, paged.v, paged.tables, paged.seq_lens, tiles, SCALE)
 
 
 def triton(paged: Paged, lengths: Sequence[int], q: Tensor) -> Callable[[], Tensor]:
     rows = choose_rows(len(q), HEADS, num_sms(DEVICE))
-    return partial(paged.prefill, q, Tiles.of(lengths, rows, DEVICE, contexts=paged.lens))
+    return partial(paged.prefill, q, Tiles.of(lengths, rows, DEVICE, seq_lens=paged.lens))
 
 
 # --- right --------------------------------------------------------------------------------------------------------
 
 
-def poisoned(contexts: Sequence[int]) -> Paged:
+def poisoned(seq_lens: Sequence[int]) -> Paged:
     """Slots of no request are not a number."""
-    paged = Paged.of(contexts)
+    paged = Paged.of(seq_lens)
     places = torch.arange(paged.tables.shape[1] * BLOCK, device=DEVICE)
     slots = paged.tables.long()[:, places // BLOCK] * BLOCK + places % BLOCK
-    unused = slots[places >= paged.contexts[:, None]]
+    unused = slots[places >= paged.seq_lens[:, None]]
     paged.k[unused] = paged.v[unused] = float("nan")
     return paged
 
 
 def check(flash: FlashInferPrefill) -> Iterator[Found]:
-    for lengths, contexts in (
+    for lengths, seq_lens in (
         ([1600, 1, 512, 77], [1600, 900, 4096, 77]),
         ([2700], [23700]),
         ([5, 16, 300, 64, 129], [5, 160, 5300, 64, 1000]),
     ):
-        paged, qkv = poisoned(contexts), random(sum(lengths), HEADS + 2 * KV_HEADS, DIM)
+        paged, qkv = poisoned(seq_lens), random(sum(lengths), HEADS + 2 * KV_HEADS, DIM)
         q = qkv[:, :HEADS]  # inside a merged projection, as the engine has it
         expected = paged.expected(q, lengths)
         plan(flash, paged, lengths)
         for name, out in (("ours", ours(paged, lengths, q)()), ("flashinfer", flash(q, paged.k, paged.v))):
             largest = float((out.float() - expected).abs().max())
-            yield {"check": f"{lengths} of {contexts}", "by": name, "error": error_of(out, expected), "max": largest}
+            yield {"check": f"{lengths} of {seq_lens}", "by": name, "error": error_of(out, expected), "max": largest}
     yield replayed(flash)
 
 
 def replayed(flash: FlashInferPrefill) -> Found:
     """Recorded with no window at all, replayed with three and rows of padding."""
-    lengths, contexts = [700, 33, 129], [2000, 33, 640]
-    paged, q = poisoned(contexts), random(1024, HEADS, DIM)
+    lengths, seq_lens = [700, 33, 129], [2000, 33, 640]
+    paged, q = poisoned(seq_lens), random(1024, HEADS, DIM)
     flash.plan([], [], blocks_of(paged)[:0])
     flash(q, paged.k, paged.v)
     graph = torch.cuda.CUDAGraph()
@@ -137,8 +137,8 @@ def replayed(flash: FlashInferPrefill) -> Found:
 
 
 def time_prompts(flash: FlashInferPrefill) -> Iterator[Found]:
-    for lengths, contexts in WORKS:
-        layers = [Paged.of(contexts) for _ in range(10)]
+    for lengths, seq_lens in WORKS:
+        layers = [Paged.of(seq_lens) for _ in range(10)]
         for layer in layers:
             layer.tables.copy_(layers[0].tables)  # a request's blocks are the same in every layer
         q = random(sum(lengths), HEADS, DIM)
@@ -152,19 +152,19 @@ def time_prompts(flash: FlashInferPrefill) -> Iterator[Found]:
         for _ in range(2):
             for name, calls in variants.items():
                 times[name].append(round(graph_us(calls), 1))
-        yield {"work": f"{lengths} of {contexts}", "us": times}
+        yield {"work": f"{lengths} of {seq_lens}", "us": times}
 
 
 def time_planning(flash: FlashInferPrefill) -> Iterator[Found]:
-    for lengths, contexts in WORKS[:5]:
-        paged = Paged.of(contexts)
+    for lengths, seq_lens in WORKS[:5]:
+        paged = Paged.of(seq_lens)
         blocks, times = blocks_of(paged), []
         for _ in range(30):
             torch.cuda.synchronize()
             start = time.perf_counter()
-            flash.plan(lengths, contexts, blocks)
+            flash.plan(lengths, seq_lens, blocks)
             times.append((time.perf_counter() - start) * 1e6)
-        yield {"plan": f"{lengths} of {contexts}", "host us": sorted(times)[15]}
+        yield {"plan": f"{lengths} of {seq_lens}", "host us": sorted(times)[15]}
 
 
 def time_decode(_: FlashInferPrefill) -> Iterator[Found]:

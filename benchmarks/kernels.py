@@ -106,35 +106,35 @@ class Paged(NamedTuple):
     k: Tensor
     v: Tensor
     tables: Tensor
-    contexts: Tensor
+    seq_lens: Tensor
     lens: list[int]
 
     @classmethod
-    def of(cls, contexts: Sequence[int], kv_heads: int = KV_HEADS, dim: int = DIM) -> Paged:
-        per_request = max(1, math.ceil(max(contexts) / BLOCK))
-        order = torch.randperm(per_request * len(contexts), device=DEVICE, dtype=torch.int32)
+    def of(cls, seq_lens: Sequence[int], kv_heads: int = KV_HEADS, dim: int = DIM) -> Paged:
+        per_request = max(1, math.ceil(max(seq_lens) / BLOCK))
+        order = torch.randperm(per_request * len(seq_lens), device=DEVICE, dtype=torch.int32)
         k, v = (random(len(order) * BLOCK, kv_heads, dim) for _ in range(2))
-        lens = torch.tensor(contexts, dtype=torch.int32, device=DEVICE)
-        return cls(k, v, order.view(len(contexts), -1), lens, list(contexts))
+        lens = torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE)
+        return cls(k, v, order.view(len(seq_lens), -1), lens, list(seq_lens))
 
     def new_tokens(self, q: Tensor) -> NewTokens:
         """The latest token of each request: what the cache has of it, not turned."""
-        last = (self.contexts.long() - 1).clamp(min=0)
+        last = (self.seq_lens.long() - 1).clamp(min=0)
         slots = self.tables.long().gather(1, last[:, None] // BLOCK)[:, 0] * BLOCK + last % BLOCK
         qkv = torch.cat((q, self.k[slots], self.v[slots]), dim=1)
         cos, sin = torch.ones_like(qkv[:, 0]), torch.zeros_like(qkv[:, 0])
-        return NewTokens(qkv, cos, sin, torch.where(self.contexts > 0, slots, -1).int())
+        return NewTokens(qkv, cos, sin, torch.where(self.seq_lens > 0, slots, -1).int())
 
     def decode(self, new: NewTokens, workspace: DecodeWorkspace, **options: object) -> Tensor:
         scale = new.qkv.shape[-1] ** -0.5
-        return paged_decode(new, self.k, self.v, self.tables, self.contexts, BLOCK, scale, workspace, **options)  # type: ignore[arg-type]
+        return paged_decode(new, self.k, self.v, self.tables, self.seq_lens, BLOCK, scale, workspace, **options)  # type: ignore[arg-type]
 
     def prefill(self, q: Tensor, tiles: Tiles, launch: Launch | None = None) -> Tensor:
         scale = q.shape[-1] ** -0.5
-        return paged_prefill(q, self.k, self.v, self.tables, self.contexts, tiles, BLOCK, scale, launch=launch)
+        return paged_prefill(q, self.k, self.v, self.tables, self.seq_lens, tiles, BLOCK, scale, launch=launch)
 
     def expected(self, q: Tensor, lengths: list[int]) -> Tensor:
-        batch = AttentionBatch(lengths, self.lens, self.tables.long(), self.contexts, BLOCK)
+        batch = AttentionBatch(lengths, self.lens, self.tables.long(), self.seq_lens, BLOCK)
         return reference_attention(q.float(), self.k.float(), self.v.float(), batch, q.shape[-1] ** -0.5)
 
 
@@ -157,12 +157,12 @@ def error_of(found: Tensor, expected: Tensor) -> float:
 
 
 def check_decode() -> Checked:
-    contexts = [1, 17, 1024, 700, 64, 65, 4000]
+    seq_lens = [1, 17, 1024, 700, 64, 65, 4000]
     for dim in (64, 80, 96, 128):
         for heads, kv_heads in ((12, 2), (8, 8)):
-            paged, q = Paged.of(contexts, kv_heads, dim), random(len(contexts), heads, dim)
-            workspace = DecodeWorkspace.allocate(len(contexts), heads, kv_heads, dim, DEVICE)
-            expected = paged.expected(q, [1] * len(contexts))
+            paged, q = Paged.of(seq_lens, kv_heads, dim), random(len(seq_lens), heads, dim)
+            workspace = DecodeWorkspace.allocate(len(seq_lens), heads, kv_heads, dim, DEVICE)
+            expected = paged.expected(q, [1] * len(seq_lens))
             new = paged.new_tokens(q)
             worst = max(error_of(paged.decode(new, workspace), expected) for _ in range(20))  # a race would move
             yield f"decode d {dim}, {heads}/{kv_heads} heads", worst
@@ -177,22 +177,22 @@ def check_decode_in_a_graph() -> Checked:
     lens, some, graph = [5, 0, 999, 130], [0, 2, 3], torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = paged.decode(new, workspace)
-    paged.contexts.copy_(torch.tensor(lens))
+    paged.seq_lens.copy_(torch.tensor(lens))
     for recorded, other in zip(new, paged.new_tokens(q), strict=True):
         recorded.copy_(other)
     graph.replay()
-    left = Paged(paged.k, paged.v, paged.tables[some], paged.contexts[some], [lens[i] for i in some])
+    left = Paged(paged.k, paged.v, paged.tables[some], paged.seq_lens[some], [lens[i] for i in some])
     yield "decode replayed, other contexts", error_of(out[some], left.expected(q[some], [1] * 3))
     yield "decode of padding (0 expected)", float(out[1].abs().max())
 
 
 def check_prefill() -> Checked:
-    lengths, contexts = [1600, 1, 512, 77], [1600, 900, 4096, 77]
+    lengths, seq_lens = [1600, 1, 512, 77], [1600, 900, 4096, 77]
     for dim in (64, 80, 128):
-        paged, q = Paged.of(contexts, KV_HEADS, dim), random(sum(lengths), HEADS, dim)
+        paged, q = Paged.of(seq_lens, KV_HEADS, dim), random(sum(lengths), HEADS, dim)
         expected = paged.expected(q, lengths)
         for rows in (64, 128):
-            tiles = Tiles.of(lengths, rows, DEVICE, contexts=contexts, capacity=100)
+            tiles = Tiles.of(lengths, rows, DEVICE, seq_lens=seq_lens, capacity=100)
             yield f"prefill d {dim}, {rows} rows", error_of(paged.prefill(q, tiles), expected)
 
 
@@ -302,7 +302,7 @@ def time_prefill(sweep: bool) -> Timed:
         q = random(tokens, HEADS, DIM)
         variants: dict[str, list[Call]] = {}
         for launch in launches:
-            tiles = Tiles.of([tokens], launch.rows, DEVICE, contexts=[context])
+            tiles = Tiles.of([tokens], launch.rows, DEVICE, seq_lens=[context])
             variants[_name(launch)] = [partial(layer.prefill, q, tiles, launch) for layer in layers]
         if tokens == context:
             k, v = random(2, 1, KV_HEADS, tokens, DIM)

@@ -37,41 +37,41 @@ class Windows(NamedTuple):
     v: Tensor
     tables: Tensor
     lengths: list[int]
-    contexts: list[int]
+    seq_lens: list[int]
 
     @classmethod
     def of(cls, lengths: list[int], pasts: list[int], layers: int = 1) -> Windows:
-        contexts = [length + past for length, past in zip(lengths, pasts, strict=True)]
-        counts = [-(-context // BLOCK) for context in contexts]
+        seq_lens = [length + past for length, past in zip(lengths, pasts, strict=True)]
+        counts = [-(-seq_len // BLOCK) for seq_len in seq_lens]
         order, begins = torch.randperm(sum(counts) + 9), [0, *accumulate(counts)]
         k = torch.full((layers, len(order) * BLOCK, KV_HEADS, DIM), float("nan"), dtype=torch.bfloat16, device=CUDA)
         v, tables = k.clone(), torch.randint(0, len(order), (len(counts), max(counts) + 3), dtype=torch.int32)
         for i, (begin, count) in enumerate(zip(begins, counts, strict=False)):
             tables[i, :count] = order[begin : begin + count]
-            slots = (order[begin : begin + count, None] * BLOCK + torch.arange(BLOCK)).flatten()[: contexts[i]]
-            k[:, slots], v[:, slots] = torch.randn(2, layers, contexts[i], KV_HEADS, DIM, device=CUDA).bfloat16()
+            slots = (order[begin : begin + count, None] * BLOCK + torch.arange(BLOCK)).flatten()[: seq_lens[i]]
+            k[:, slots], v[:, slots] = torch.randn(2, layers, seq_lens[i], KV_HEADS, DIM, device=CUDA).bfloat16()
         q = torch.randn(sum(lengths), HEADS + 2 * KV_HEADS, DIM, device=CUDA).bfloat16()[:, :HEADS]
-        return cls(q, k, v, tables.to(CUDA), lengths, contexts)
+        return cls(q, k, v, tables.to(CUDA), lengths, seq_lens)
 
     def grown(self) -> Windows:
         k = self.k.clone()
-        for table, context in zip(self.tables.tolist(), self.contexts, strict=True):
-            for place in (context // 3, 2 * context // 3):
+        for table, seq_len in zip(self.tables.tolist(), self.seq_lens, strict=True):
+            for place in (seq_len // 3, 2 * seq_len // 3):
                 k[:, table[place // BLOCK] * BLOCK + place % BLOCK] *= OUTGROWN
         return self._replace(k=k)
 
     def expected(self) -> Tensor:
-        batch = AttentionBatch(self.lengths, self.contexts, self.tables.long(), torch.empty(0), BLOCK)
+        batch = AttentionBatch(self.lengths, self.seq_lens, self.tables.long(), torch.empty(0), BLOCK)
         return reference_attention(self.q.float(), self.k[0], self.v[0], batch, SCALE)
 
     def by(self, kernel: Callable[..., Tensor], rows: int, splits: int | None = None) -> Layer:
         capacity = sum(-(-length // rows) for length in self.lengths) + 5  # some tiles that do nothing
-        tiles = Tiles.of(self.lengths, rows, CUDA, contexts=self.contexts, capacity=capacity)
-        contexts = torch.tensor(self.contexts, dtype=torch.int32, device=CUDA)
+        tiles = Tiles.of(self.lengths, rows, CUDA, seq_lens=self.seq_lens, capacity=capacity)
+        seq_lens = torch.tensor(self.seq_lens, dtype=torch.int32, device=CUDA)
 
         def attend(layer: int) -> Tensor:
             return kernel(
-                self.q, self.k[layer], self.v[layer], self.tables, contexts, tiles, BLOCK, SCALE, splits=splits
+                self.q, self.k[layer], self.v[layer], self.tables, seq_lens, tiles, BLOCK, SCALE, splits=splits
             )
 
         return attend

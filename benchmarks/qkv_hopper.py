@@ -41,7 +41,7 @@ def one_launch(given: Inputs, weight: Tensor) -> Tensor:
 
 def two_launches(given: Inputs, weight: Tensor) -> Tensor:
     qkv = F.linear(given.x, weight, given.bias).view(len(given.x), 3, HEADS, DIM)
-    vit_ops.rotate_pairs(qkv, given.rotary)
+    vit_ops.rotate_half(qkv, given.rotary)
     return qkv
 
 

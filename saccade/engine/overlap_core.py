@@ -36,7 +36,7 @@ class LaunchingRunner(StepRunner, Protocol):
     def launch_both(self, prefill: StepPlan, decode: StepPlan) -> tuple[Collect, Collect]:
         """In this order, or as one mixed batch."""
 
-    def decode_early(self, items: Sequence[MediaItem]) -> None:
+    def prefetch_media(self, items: Sequence[MediaItem]) -> None:
         """Images that later steps will need: worker threads decode them beside the host and the device."""
 
 
@@ -102,7 +102,7 @@ class AsyncEngineCore(EngineCore):
         super().add(request)
         try:
             if missing := self.scheduler.missing(request.request_id):
-                self.runner.decode_early(missing)
+                self.runner.prefetch_media(missing)
         except BaseException:  # interrupted: the caller will not learn that it was added
             super().abort(request.request_id)
             raise
@@ -119,7 +119,7 @@ class AsyncEngineCore(EngineCore):
         while len(self._seen) > _REMEMBERED:
             self._seen.popitem(last=False)
         if new and not self.has_unfinished():
-            self.runner.decode_early(new[:1])
+            self.runner.prefetch_media(new[:1])
 
     def launch_if_full(self, *, latency_bounded: bool = True) -> None:
         """Launch a step that is full: the device runs it while requests are added that would not fit."""

@@ -76,7 +76,7 @@ class Tiled(Protocol):
         """All that `encode` returned for one image -> its embeddings in prompt order [slots, hidden]."""
 
 
-class OnDecoder:
+class DecoderModel:
     """What most families have in common: their parts, and the methods that the decoder implements."""
 
     decoder: Decoder

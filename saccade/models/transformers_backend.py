@@ -404,7 +404,7 @@ def _batch(chunks: Sequence[Chunk], blocks: int, device: torch.device) -> Attent
         slots += range(first + chunk.start, first + chunk.end)
     return AttentionBatch(
         query_lens=[chunk.end - chunk.start for chunk in chunks],
-        context_lens=[chunk.end for chunk in chunks],
+        seq_lens=[chunk.end for chunk in chunks],
         block_tables=torch.tensor(tables, device=device),
         slots=torch.tensor(slots, device=device),
         block_size=_BLOCK_SIZE,

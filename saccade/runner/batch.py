@@ -143,7 +143,7 @@ def build_batch(
     slots = np.concatenate([slots_of(window, tables[i], block_size) for i, window in enumerate(windows)])
     attention = AttentionBatch(
         query_lens=query_lens,
-        context_lens=[window.end for window in windows],
+        seq_lens=[window.end for window in windows],
         block_tables=torch.from_numpy(tables).to(device),
         slots=torch.from_numpy(slots).to(device),
         block_size=block_size,

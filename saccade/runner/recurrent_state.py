@@ -27,9 +27,9 @@ class RecurrentStates:
         self, linear: LinearConfig, requests: int, kept: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         rows = (len(linear.layers), requests + kept)
-        self.past = torch.zeros(*rows, linear.channels, linear.kernel - 1, dtype=dtype, device=device)
+        self.conv = torch.zeros(*rows, linear.channels, linear.kernel - 1, dtype=dtype, device=device)
         shape = (*rows, linear.value_heads, linear.key_dim, linear.value_dim)
-        self.memory = torch.zeros(shape, dtype=torch.float32, device=device)
+        self.recurrent = torch.zeros(shape, dtype=torch.float32, device=device)
         self._states: dict[str, _State] = {}
         self._requests = requests
         self._free = list(range(requests - 1, -1, -1))
@@ -38,7 +38,7 @@ class RecurrentStates:
         """An empty state, or a copy of a checkpoint."""
         assert request_id not in self._states, f"{request_id} has a state already"
         row = self._free.pop()
-        for states in (self.past, self.memory):
+        for states in (self.conv, self.recurrent):
             states[:, row] = states[:, self._requests + state.row] if state else 0
         self._states[request_id] = _State(row, state.num_tokens if state else 0)
 
@@ -66,7 +66,7 @@ class RecurrentStates:
             first += length
         if ones:
             groups.append(self._group([[token] for token, _ in ones], [row for _, row in ones]))
-        return States(self.past, self.memory, groups)
+        return States(self.conv, self.recurrent, groups)
 
     def _cut(self, window: ScheduledWindow, first: int, row: int) -> Iterator[WindowGroup]:
         """The pieces of a window, in order: each ends where a checkpoint is saved, or at the window's end."""
@@ -87,7 +87,7 @@ class RecurrentStates:
 
     def _group(self, tokens: list[list[int]], *rows: list[int]) -> WindowGroup:
         """`rows`: of the states and, if given, of their checkpoints."""
-        device = self.memory.device
+        device = self.recurrent.device
         return WindowGroup(*[torch.tensor(values, device=device) for values in (tokens, *rows)])
 
     def check(self) -> None:

@@ -55,10 +55,10 @@ class Runner:
     def execute(self, plan: StepPlan) -> StepResult:
         return self.launch(plan)()
 
-    def decode_early(self, items: Sequence[MediaItem]) -> None:
+    def prefetch_media(self, items: Sequence[MediaItem]) -> None:
         """Begin to decode images of a request that has just arrived, within the decode budget."""
         if self.encoder:
-            self.encoder.decode_early(items)
+            self.encoder.prefetch_media(items)
 
     def release(self) -> None:
         """Drop what was decoded early and not submitted."""

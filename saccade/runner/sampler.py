@@ -48,7 +48,7 @@ def sample(logits: Tensor, rows: Sequence[Row]) -> list[Sample]:
         index = torch.tensor(random, device=logits.device)
         inputs = SamplingInputs.of([(rows[i].params, rows[i].seed, len(rows[i].output_ids)) for i in random])
         numbers = torch.from_numpy(inputs.values).to(logits.device)
-        tokens[index] = sample_rows(logits[index], numbers, inputs.is_cut)
+        tokens[index] = sample_rows(logits[index], numbers, inputs.has_filters)
     chosen: list[int] = tokens.tolist()
     if values is None:
         return [Sample(token, None) for token in chosen]
@@ -132,7 +132,7 @@ class SamplingInputs(NamedTuple):
     """What sampling needs beside the logits, as one array: the device then never waits for the host."""
 
     values: npt.NDArray[np.float64]  # [5, rows]: temperature, top_k, top_p, min_p, a uniform number in [0, 1)
-    is_cut: bool  # whether some row asks for top_k or top_p, which costs sorting the vocabulary
+    has_filters: bool  # whether some row asks for top_k or top_p, which costs sorting the vocabulary
 
     @classmethod
     def of(cls, asked: Sequence[tuple[SamplingParams, int, int]]) -> SamplingInputs:
@@ -142,14 +142,14 @@ class SamplingInputs(NamedTuple):
         return cls(rows, any(p.top_k > 0 or p.top_p < 1 for p, *_ in asked))
 
 
-def sample_rows(logits: Tensor, numbers: Tensor, is_cut: bool) -> Tensor:
+def sample_rows(logits: Tensor, numbers: Tensor, has_filters: bool) -> Tensor:
     """Filter by top-k, then top-p, then min-p, and invert the cumulative distribution of the rest.
 
     Equally likely tokens stay or go together. `numbers`: `SamplingInputs.values`, on the logits' device.
     """
     temperature, top_k, top_p, min_p, uniforms = numbers[:, :, None]
     scaled = logits.double() / temperature  # float64: sums over a vocabulary need the precision
-    if is_cut:
+    if has_filters:
         scaled.masked_fill_(scaled < _minimum(scaled, top_k, top_p), _NEVER)
     probs = scaled.softmax(-1)
     probs.masked_fill_(probs < min_p * probs.amax(-1, keepdim=True), 0)

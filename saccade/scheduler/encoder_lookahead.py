@@ -1,4 +1,4 @@
-"""The order of requests: in the queues, for the encoder, and in a deadlock. Changes nothing."""
+"""Which images to encode or decode ahead, and which request gives way when the encoder cache deadlocks."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ def test_an_interrupt_while_a_request_is_added_leaves_nothing_of_it_and_the_othe
     llm = two_open(two_layers, room=4)
     given = {"prompt": f"{QWEN2_VL} What is it?", "multi_modal_data": {"image": photo(seed=1)}}
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(llm.engine.core.runner, "decode_early", interrupted)
+        patch.setattr(llm.engine.core.runner, "prefetch_media", interrupted)
         llm.engine.add_request("c", given, SamplingParams(n=2, max_tokens=4))
     assert list(llm.engine._open) == ["a", "b"] and list(llm.engine.core.scheduler._open) == ["a/0", "b/0"]
     while llm.engine.has_unfinished_requests():
@@ -176,13 +176,13 @@ def test_an_interrupt_while_tokens_are_handed_out_ends_those_whose_tokens_are_lo
 
 def refused(llm: LLM, photo: Callable[..., Image.Image], monkeypatch: pytest.MonkeyPatch) -> int:
     """A prompt with a picture that is too long. Pictures under way while it was made."""
-    seen, decode_early = [], llm.engine.core.runner.decode_early  # type: ignore[attr-defined]
+    seen, prefetch_media = [], llm.engine.core.runner.prefetch_media  # type: ignore[attr-defined]
 
     def watched(items: list[MediaItem]) -> None:
-        decode_early(items)
+        prefetch_media(items)
         seen.append(decoding(llm))
 
-    monkeypatch.setattr(llm.engine.core.runner, "decode_early", watched)
+    monkeypatch.setattr(llm.engine.core.runner, "prefetch_media", watched)
     given = {"prompt": f"{QWEN2_VL} {'What is it? ' * 400}", "multi_modal_data": {"image": photo(seed=1)}}
     with pytest.raises(RequestError, match="max-model-len"):
         llm.engine.add_request("long", given, FEW)

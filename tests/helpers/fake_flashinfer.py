@@ -67,8 +67,8 @@ class BatchPrefillWithPagedKVCacheWrapper:
         k, v = paged_kv_cache
         assert self.causal and self.scale is not None and q.dtype == self.dtype
         assert (q.shape[1], k.shape[2], q.shape[2]) == self.heads and k.shape[1] == v.shape[1] == self.page_size
-        starts, pages, contexts = self.rows.tolist(), self.pages.tolist(), self._contexts()
-        for i, context in enumerate(contexts):
+        starts, pages, seq_lens = self.rows.tolist(), self.pages.tolist(), self._contexts()
+        for i, context in enumerate(seq_lens):
             own = slice(starts[i], starts[i + 1])
             blocks = self.blocks[pages[i] : pages[i + 1]].long()
             assert (blocks >= 0).all() and len(blocks) == -(-context // self.page_size)

@@ -22,7 +22,7 @@ class Launching(FakeRunner):
     ) -> tuple[Callable[[], StepResult], Callable[[], StepResult]]:
         return self.launch(beside), self.launch(ahead)
 
-    def decode_early(self, items: Sequence[MediaItem]) -> None:
+    def prefetch_media(self, items: Sequence[MediaItem]) -> None:
         """Nothing is decoded here."""
 
     def execute(self, plan: StepPlan) -> StepResult:

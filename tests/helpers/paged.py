@@ -39,26 +39,26 @@ class Paged(NamedTuple):
     k: Tensor
     v: Tensor
     tables: Tensor  # int32
-    contexts: list[int]
+    seq_lens: list[int]
 
     @classmethod
-    def of(cls, contexts: list[int], kv_heads: int, dim: int, dtype: torch.dtype) -> Paged:
-        counts = [-(-context // BLOCK) for context in contexts]
+    def of(cls, seq_lens: list[int], kv_heads: int, dim: int, dtype: torch.dtype) -> Paged:
+        counts = [-(-context // BLOCK) for context in seq_lens]
         blocks = torch.randperm(sum(counts) + 3, generator=torch.Generator().manual_seed(2)).tolist()
         k, v = (torch.full((len(blocks) * BLOCK, kv_heads, dim), float("nan"), dtype=dtype) for _ in range(2))
-        tables = torch.full((len(contexts), max(counts) + 2), blocks[-1], dtype=torch.int32)
-        for i, context in enumerate(contexts):
+        tables = torch.full((len(seq_lens), max(counts) + 2), blocks[-1], dtype=torch.int32)
+        for i, context in enumerate(seq_lens):
             own = torch.tensor(blocks[sum(counts[:i]) : sum(counts[: i + 1])], dtype=torch.int64)
             tables[i, : counts[i]] = own
             slots = (own[:, None] * BLOCK + torch.arange(BLOCK)).flatten()[:context]
             k[slots], v[slots] = torch.randn(2, context, kv_heads, dim).to(dtype)
-        return cls(k.to(DEVICE), v.to(DEVICE), tables.to(DEVICE), contexts)
+        return cls(k.to(DEVICE), v.to(DEVICE), tables.to(DEVICE), seq_lens)
 
     def expected(self, q: Tensor, lengths: list[int]) -> Tensor:
         """Requests without a context have no rows in q."""
-        some = [i for i, context in enumerate(self.contexts) if context]
+        some = [i for i, context in enumerate(self.seq_lens) if context]
         batch = AttentionBatch(
-            [lengths[i] for i in some], [self.contexts[i] for i in some], self.tables[some].long(), ints([]), BLOCK
+            [lengths[i] for i in some], [self.seq_lens[i] for i in some], self.tables[some].long(), ints([]), BLOCK
         )
         return reference_attention(q, self.k, self.v, batch, scale=0.2)
 
@@ -75,7 +75,7 @@ class Paged(NamedTuple):
 
     def slot(self, request: int) -> int:
         """Of a request's latest token; -1 without one."""
-        block, offset = divmod(self.contexts[request] - 1, BLOCK)
+        block, offset = divmod(self.seq_lens[request] - 1, BLOCK)
         return int(self.tables[request, block]) * BLOCK + offset if block >= 0 else -1
 
     def decode(self, q: Tensor, splits: int | None = None, launch: Launch | None = SMALL) -> Tensor:
@@ -88,9 +88,9 @@ class Paged(NamedTuple):
                 torch.full((rows,), float("nan"), device=DEVICE),
                 workspace.counters,
             )
-        new, contexts = self.new_tokens(q), ints(self.contexts)
+        new, seq_lens = self.new_tokens(q), ints(self.seq_lens)
         out = paged_decode(
-            new, self.k, self.v, self.tables, contexts, BLOCK, 0.2, workspace, splits=splits, launch=launch
+            new, self.k, self.v, self.tables, seq_lens, BLOCK, 0.2, workspace, splits=splits, launch=launch
         )
         assert not workspace.counters.any(), "a launch leaves the counters at zero for the next one"
         return out
@@ -104,8 +104,8 @@ class Paged(NamedTuple):
         splits: int | None = 1,
         share: int = 16,  # keys of a split at least
     ) -> Tensor:
-        tiles, contexts = Tiles.of(lengths, rows, DEVICE, contexts=self.contexts), ints(self.contexts)
+        tiles, seq_lens = Tiles.of(lengths, rows, DEVICE, seq_lens=self.seq_lens), ints(self.seq_lens)
         return paged_prefill(
-            q, self.k, self.v, self.tables, contexts, tiles, BLOCK, 0.2,
+            q, self.k, self.v, self.tables, seq_lens, tiles, BLOCK, 0.2,
             splits=splits, min_share=share, launch=launch,
         )  # fmt: skip

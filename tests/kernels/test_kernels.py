@@ -23,7 +23,7 @@ from saccade.kernels.ops.prepare_inputs import (
     decode_inputs,
     prefill_inputs,
 )
-from saccade.models.layers.basic import cos_sin
+from saccade.models.layers.rotary_embedding import cos_sin
 from saccade.models.layers.torch_attention import reference_packed_attention
 from tests.helpers.paged import BLOCK, DEVICE, HALF, SMALL, Paged, assert_close, ints, random
 
@@ -83,7 +83,7 @@ def test_decode_turns_and_stores_the_new_token() -> None:
     cos, sin = random(2, 2, 1, 80, seed=3)
     new = paged.new_tokens(random(2, 4, 80))._replace(cos=cos[:, 0], sin=sin[:, 0])
     q, k, v = new.qkv.clone().split([4, 2, 2], dim=1)
-    expected = Paged(paged.k.clone(), paged.v.clone(), paged.tables, paged.contexts)
+    expected = Paged(paged.k.clone(), paged.v.clone(), paged.tables, paged.seq_lens)
     reference.rotary_and_store(q, k, v, cos, sin, expected.k, expected.v, new.slots.long())
     workspace = DecodeWorkspace.allocate(2, 4, 2, 80, DEVICE)
     found = paged_decode(new, paged.k, paged.v, paged.tables, ints([20, 35]), BLOCK, 0.2, workspace, launch=SMALL)
@@ -134,12 +134,12 @@ def test_short_contexts_are_not_split() -> None:
 
 
 @pytest.mark.parametrize(
-    ("lengths", "contexts"),
+    ("lengths", "seq_lens"),
     [([33], [33]), ([5], [50]), ([1], [40]), ([20, 1, 16, 3], [20, 30, 48, 3]), ([40, 2], [41, 77])],
     ids=["prompt", "chunk", "one token", "mixed", "nearly all new"],
 )
-def test_prefill_equals_the_reference(lengths: list[int], contexts: list[int]) -> None:
-    paged = Paged.of(contexts, kv_heads=2, dim=64, dtype=torch.float32)
+def test_prefill_equals_the_reference(lengths: list[int], seq_lens: list[int]) -> None:
+    paged = Paged.of(seq_lens, kv_heads=2, dim=64, dtype=torch.float32)
     q = random(sum(lengths), 4, 64)
     assert_close(paged.prefill(q, lengths), paged.expected(q, lengths))
 
@@ -147,14 +147,14 @@ def test_prefill_equals_the_reference(lengths: list[int], contexts: list[int]) -
 @pytest.mark.parametrize("share", [16, 48, 256])
 @pytest.mark.parametrize("splits", [2, 8])
 @pytest.mark.parametrize(
-    ("lengths", "contexts"),
+    ("lengths", "seq_lens"),
     [([33], [33]), ([5], [150]), ([20, 1, 16, 3], [20, 130, 48, 3])],
     ids=["prompt", "chunk", "mixed"],
 )
 def test_prefill_equals_the_reference_however_keys_are_split(
-    lengths: list[int], contexts: list[int], splits: int, share: int
+    lengths: list[int], seq_lens: list[int], splits: int, share: int
 ) -> None:
-    paged = Paged.of(contexts, kv_heads=2, dim=80, dtype=torch.float32)
+    paged = Paged.of(seq_lens, kv_heads=2, dim=80, dtype=torch.float32)
     q = random(sum(lengths), 4, 80)
     assert_close(paged.prefill(q, lengths, splits=splits, share=share), paged.expected(q, lengths))
 
@@ -248,7 +248,7 @@ def test_every_row_is_in_exactly_one_tile() -> None:
 
 
 def test_the_tile_with_most_keys_comes_first() -> None:
-    tiles = Tiles.of([32, 16], 16, DEVICE, contexts=[32, 100])
+    tiles = Tiles.of([32, 16], 16, DEVICE, seq_lens=[32, 100])
     assert tiles.index.tolist() == [[1, 0], [0, 16], [0, 0]]
 
 
@@ -402,12 +402,12 @@ def test_a_decode_step_begins_with_embeddings_angles_and_tables() -> None:
     tokens, positions, rows = ints([4, -1, 0]), ints([0, 700, 31]), ints([2, 0, 1])
     embedding, frequencies = random(9, 40, dtype=torch.bfloat16), random(8).abs()
     tables = torch.arange(3 * 600, dtype=torch.int32, device=DEVICE).view(3, 600)
-    last_tokens, slots, contexts = (
+    last_tokens, slots, seq_lens = (
         ints([8, 7, 7], torch.int64),
         ints([-1, -1, 9000 * BLOCK]),
         ints([1, 600 * BLOCK, 49]),
     )
-    metadata = DecodeMetadata(tokens, positions, slots, contexts, rows)
+    metadata = DecodeMetadata(tokens, positions, slots, seq_lens, rows)
     expected = tables.clone()
     expected[1, 3] = 9000  # the block of the new token's slot
     found = decode_inputs(metadata, last_tokens, embedding, frequencies, tables, BLOCK)

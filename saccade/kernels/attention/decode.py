@@ -25,29 +25,31 @@ class DecodeAttention:
         self.block_size = block_size
         self.by_hopper = max_requests >= _MIN_REQUESTS and can_use_hopper(heads, dtype, block_size, device)
         self._programs = num_sms(device)
-        self._workspace = DecodeWorkspace.allocate(max_requests, heads.queries, heads.keys, heads.dim, device)
+        self._workspace = DecodeWorkspace.allocate(
+            max_requests, heads.num_heads, heads.num_kv_heads, heads.head_dim, device
+        )
 
-    def plan(self, contexts: Tensor, taken: int = 0) -> TileSchedule | None:
-        """Once per step, for all layers. contexts: int32 [requests], on the device.
+    def plan(self, seq_lens: Tensor, taken: int = 0) -> TileSchedule | None:
+        """Once per step, for all layers. seq_lens: int32 [requests], on the device.
 
         `taken`: SMs that prefill has at the same time. If it has most of them, decode runs after it, on all.
         """
-        if not self.by_hopper or len(contexts) < _MIN_REQUESTS:
+        if not self.by_hopper or len(seq_lens) < _MIN_REQUESTS:
             return None
         left = self._programs - taken
-        return plan_schedule(contexts, self.heads.keys, left if left >= taken else self._programs)
+        return plan_schedule(seq_lens, self.heads.num_kv_heads, left if left >= taken else self._programs)
 
     def __call__(
-        self, new: NewTokens, keys: Tensor, values: Tensor, tables: Tensor, contexts: Tensor, scale: float,
+        self, new: NewTokens, keys: Tensor, values: Tensor, tables: Tensor, seq_lens: Tensor, scale: float,
         schedule: TileSchedule | None, out: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """As `paged_decode`, but padding rows may hold anything."""
         block_size = self.block_size
         if schedule is None:
-            return paged_decode(new, keys, values, tables, contexts, block_size, scale, self._workspace, out=out)
+            return paged_decode(new, keys, values, tables, seq_lens, block_size, scale, self._workspace, out=out)
         from saccade.kernels.attention.decode_hopper import hopper_decode  # Gluon is experimental: only where used
 
-        return hopper_decode(new, keys, values, tables, contexts, schedule, block_size, scale, self._workspace, out)
+        return hopper_decode(new, keys, values, tables, seq_lens, schedule, block_size, scale, self._workspace, out)
 
 
 def _supports(heads: Heads, dtype: torch.dtype, block_size: int, device: torch.device) -> bool:
@@ -55,22 +57,22 @@ def _supports(heads: Heads, dtype: torch.dtype, block_size: int, device: torch.d
         return False
     from saccade.kernels.attention.decode_hopper import suits
 
-    return suits(heads.dim, heads.queries // heads.keys, dtype, block_size)
+    return suits(heads.head_dim, heads.num_heads // heads.num_kv_heads, dtype, block_size)
 
 
 def _self_test(heads: Heads, dtype: torch.dtype, block_size: int, device: torch.device) -> None:
     """It must compile, agree with the Triton kernel and store the same keys and values."""
     from saccade.kernels.attention.decode_hopper import hopper_decode
 
-    contexts = torch.tensor([200, 1, 64, 65, 600, 0, 0], dtype=torch.int32, device=device)
-    caches, tables, new = _example(contexts, heads, dtype, block_size)
+    seq_lens = torch.tensor([200, 1, 64, 65, 600, 0, 0], dtype=torch.int32, device=device)
+    caches, tables, new = _example(seq_lens, heads, dtype, block_size)
     k, v = caches
     own_k, own_v = caches.clone()
-    scale = heads.dim**-0.5
-    workspace = DecodeWorkspace.allocate(len(contexts), *heads, device)
-    schedule = plan_schedule(contexts, heads.keys, 7)
-    expected = paged_decode(new, k, v, tables, contexts, block_size, scale, workspace)
-    found = hopper_decode(new, own_k, own_v, tables, contexts, schedule, block_size, scale, workspace)
+    scale = heads.head_dim**-0.5
+    workspace = DecodeWorkspace.allocate(len(seq_lens), *heads, device)
+    schedule = plan_schedule(seq_lens, heads.num_kv_heads, 7)
+    expected = paged_decode(new, k, v, tables, seq_lens, block_size, scale, workspace)
+    found = hopper_decode(new, own_k, own_v, tables, seq_lens, schedule, block_size, scale, workspace)
     torch.testing.assert_close(found[:-2], expected[:-2], atol=0.02, rtol=0.02)  # the last two rows are padding
     torch.testing.assert_close((own_k, own_v), (k, v), atol=0, rtol=0, equal_nan=True)
 
@@ -80,19 +82,19 @@ can_use_hopper = KernelChoice(
 )
 
 
-def _example(contexts: Tensor, heads: Heads, dtype: torch.dtype, block_size: int) -> tuple[Tensor, Tensor, NewTokens]:
+def _example(seq_lens: Tensor, heads: Heads, dtype: torch.dtype, block_size: int) -> tuple[Tensor, Tensor, NewTokens]:
     """Keys and values [2, slots, kv_heads, d], NaN where the kernel must not read; block tables; the new tokens."""
-    device = contexts.device
-    requests = len(contexts)
-    blocks = -(-int(contexts.max()) // block_size)
+    device = seq_lens.device
+    requests = len(seq_lens)
+    blocks = -(-int(seq_lens.max()) // block_size)
     tables = torch.randperm(requests * blocks, device=device).int().view(requests, -1)
     positions = torch.arange(blocks * block_size, device=device).view(1, blocks, block_size)
-    caches = torch.randn(2, requests * blocks, block_size, heads.keys, heads.dim, device=device).to(dtype)
-    unwritten = positions >= contexts.view(-1, 1, 1) - 1
+    caches = torch.randn(2, requests * blocks, block_size, heads.num_kv_heads, heads.head_dim, device=device).to(dtype)
+    unwritten = positions >= seq_lens.view(-1, 1, 1) - 1
     caches[:, tables.long()] = torch.where(unwritten[..., None, None], float("nan"), caches[:, tables.long()])
-    last = (contexts - 1).clamp(min=0)
+    last = (seq_lens - 1).clamp(min=0)
     block = tables.gather(1, (last // block_size).long()[:, None])[:, 0]
-    slots = torch.where(contexts > 0, block * block_size + last % block_size, -1).int()
-    qkv = torch.randn(4, requests, heads.queries + 2 * heads.keys, heads.dim, device=device)
-    cos, sin = torch.randn(2, requests, heads.dim, device=device).to(dtype)
+    slots = torch.where(seq_lens > 0, block * block_size + last % block_size, -1).int()
+    qkv = torch.randn(4, requests, heads.num_heads + 2 * heads.num_kv_heads, heads.head_dim, device=device)
+    cos, sin = torch.randn(2, requests, heads.head_dim, device=device).to(dtype)
     return caches.flatten(1, 2), tables, NewTokens(qkv, cos, sin, slots)

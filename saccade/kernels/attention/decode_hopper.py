@@ -1,8 +1,8 @@
 """Decode attention (one new token per request) over the paged KV cache for Hopper GPUs, in Gluon.
 
 Computes what `paged_decode` does, which stays the reference, except that padding rows of `out` are left as they are.
-One program per SM takes an even share of all tiles of 64 keys (`decode_hopper_schedule`), so all end together and memory is
-always busy. Each has four warp-specialized roles:
+One program per SM takes an even share of all tiles of 64 keys (`decode_hopper_schedule`), so all end together and
+memory is always busy. Each has four warp-specialized roles:
 
     2 of 1 warp     TMA loads of keys and values into rings; the first ones start before the QKV projection has ended
     1 of 2 warps    applies RoPE to queries and the new key, stores key and value, passes them on
@@ -49,7 +49,7 @@ def hopper_decode(
     k_cache: Tensor,  # [slots, kv_heads, 128], contiguous; so is v_cache
     v_cache: Tensor,
     block_tables: Tensor,  # int32 [requests, max_blocks]
-    context_lens: Tensor,  # int32 [requests], the new token included; 0 for padding rows, which come last
+    seq_lens: Tensor,  # int32 [requests], the new token included; 0 for padding rows, which come last
     schedule: TileSchedule,
     block_size: int,
     scale: float,
@@ -67,7 +67,7 @@ def hopper_decode(
     out = k_cache.new_empty(requests, heads, dim) if out is None else out
     _decode_kernel[(programs,)](
         kv_descriptor(k_cache, block_size), kv_descriptor(v_cache, block_size), *new, k_cache, v_cache, block_tables,
-        context_lens, schedule.metadata, out, *workspace, scale * LOG2_E, block_tables.stride(0), projected,
+        seq_lens, schedule.metadata, out, *workspace, scale * LOG2_E, block_tables.stride(0), projected,
         HEADS=kv_heads, GROUP=group, ROWS=power_of_two(group, minimum=8), BLOCK=block_size,
         STAGES=choose_stages(group), PARTS=new.qkv.numel() // projected,
         num_warps=4, maxnreg=_REGISTERS, launch_pdl=True,
@@ -122,14 +122,14 @@ class _Section:
     head: gl.tensor
     tile: gl.tensor
     count: gl.tensor  # tiles
-    context: gl.tensor  # of the request
+    seq_len: gl.tensor  # of the request
 
 
 @aggregate
 class _Walk:
     """A program's work."""
 
-    contexts: gl.tensor
+    seq_lens: gl.tensor
     first: _Section
     second: _Section
 
@@ -146,12 +146,12 @@ class _NewToken:
 
 # Step metadata changes alignment and width from step to step: each variant would be compiled anew.
 @gluon.jit(
-    do_not_specialize=["table_row", "part"], do_not_specialize_on_alignment=["slots", "tables", "contexts", "schedule"]
+    do_not_specialize=["table_row", "part"], do_not_specialize_on_alignment=["slots", "tables", "seq_lens", "schedule"]
 )
 def _decode_kernel(
     keys: tma.tensor_descriptor, values: tma.tensor_descriptor,  # of all slots; boxes of a block by half a head
     qkv: gl.tensor, cos: gl.tensor, sin: gl.tensor, slots: gl.tensor, k_cache: gl.tensor, v_cache: gl.tensor,
-    tables: gl.tensor, contexts: gl.tensor, schedule: gl.tensor, out: gl.tensor,
+    tables: gl.tensor, seq_lens: gl.tensor, schedule: gl.tensor, out: gl.tensor,
     mixed: gl.tensor, maxima: gl.tensor, sums: gl.tensor, counters: gl.tensor,
     scale: gl.tensor, table_row: gl.tensor, part: gl.tensor,
     HEADS: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
@@ -167,7 +167,7 @@ def _decode_kernel(
         mbarrier.init(bars.index(i), count=1)
     hopper.fence_async_shared()
     mine = schedule + gl.program_id(0) * 10
-    walk = _Walk(contexts, _section(mine, contexts), _section(mine + 4, contexts))
+    walk = _Walk(seq_lens, _section(mine, seq_lens), _section(mine + 4, seq_lens))
     partition = Partition(gl.load(mine + 8), gl.load(mine + 9))
     sizes = Sizes(HEADS, GROUP, ROWS, BLOCK, STAGES, PARTS)
     barriers = _Barriers(bars, STAGES)
@@ -187,11 +187,11 @@ def _decode_kernel(
 
 
 @gluon.jit
-def _section(metadata: gl.tensor, contexts: gl.tensor) -> _Section:
+def _section(metadata: gl.tensor, seq_lens: gl.tensor) -> _Section:
     request = gl.load(metadata)
     head = gl.load(metadata + 1)
     tile = gl.load(metadata + 2)
-    return _Section(request, head, tile, gl.load(metadata + 3), gl.load(contexts + request))
+    return _Section(request, head, tile, gl.load(metadata + 3), gl.load(seq_lens + request))
 
 
 @gluon.jit
@@ -202,24 +202,24 @@ def _enter(walk: _Walk, section: gl.tensor) -> gl.tuple:
     head = gl.where(is_first, walk.first.head, walk.second.head)
     tile = gl.where(is_first, walk.first.tile, walk.second.tile)
     left = gl.where(is_first, walk.first.count, walk.second.count)
-    return request, head, tile, left, gl.where(is_first, walk.first.context, walk.second.context)
+    return request, head, tile, left, gl.where(is_first, walk.first.seq_len, walk.second.seq_len)
 
 
 @gluon.jit
-def _own_tiles(context: gl.tensor, tile: gl.tensor, left: gl.tensor) -> gl.tuple:
+def _own_tiles(seq_len: gl.tensor, tile: gl.tensor, left: gl.tensor) -> gl.tuple:
     """A request's tiles, and how many of them from `tile` on are this program's."""
-    tiles = gl.maximum(gl.cdiv(context, 64), 1)  # with none, producers and consumer would wait for each other
+    tiles = gl.maximum(gl.cdiv(seq_len, 64), 1)  # with none, producers and consumer would wait for each other
     return tiles, gl.minimum(tiles - tile, left)
 
 
 @gluon.jit
 def _prefetch_next(
-    contexts: gl.tensor, request: gl.tensor, head: gl.tensor, is_more: gl.tensor, HEADS: gl.constexpr
+    seq_lens: gl.tensor, request: gl.tensor, head: gl.tensor, is_more: gl.tensor, HEADS: gl.constexpr
 ) -> gl.tuple:
     """The next request and head, and its context, loaded before it is needed."""
     is_last = head == HEADS - 1
     request = gl.where(is_last & is_more, request + 1, request)
-    return request, gl.where(is_last, 0, head + 1), gl.load(contexts + request)
+    return request, gl.where(is_last, 0, head + 1), gl.load(seq_lens + request)
 
 
 @gluon.jit
@@ -234,15 +234,15 @@ def _produce(
     boxes = hopper.reinterpret(target, target.dtype, [STAGES * 2 * BLOCKS, BLOCK, 64], KV_LAYOUT)
     stage, phase = gl.to_tensor(0), gl.to_tensor(0)
     for section in range(2):
-        request, head, tile, left, context = _enter(walk, section)
+        request, head, tile, left, seq_len = _enter(walk, section)
         while left > 0:
-            _, count = _own_tiles(context, tile, left)
-            next_request, next_head, next_context = _prefetch_next(
-                walk.contexts, request, head, count < left, sizes.HEADS
+            _, count = _own_tiles(seq_len, tile, left)
+            next_request, next_head, next_seq_len = _prefetch_next(
+                walk.seq_lens, request, head, count < left, sizes.HEADS
             )
             table = tables + request.to(gl.int64) * table_row
             for j in range(tile, tile + count):
-                slots = block_slots(table, j * BLOCKS, context, BLOCK, BLOCKS)
+                slots = block_slots(table, j * BLOCKS, seq_len, BLOCK, BLOCKS)
                 full = bars.full(RING, stage)
                 mbarrier.wait(bars.free(RING, stage), phase ^ 1)
                 mbarrier.expect(full, 64 * 128 * 2)
@@ -252,17 +252,17 @@ def _produce(
                         hopper.tma_load(source, [slots[i], head * 128 + half * 64], full, box)
                 stage, phase = next_stage(stage, phase, STAGES)
             left -= count
-            request, head, context, tile = next_request, next_head, next_context, gl.to_tensor(0)
+            request, head, seq_len, tile = next_request, next_head, next_seq_len, gl.to_tensor(0)
 
 
 @gluon.jit
 def block_slots(
-    table: gl.tensor, first: gl.tensor, context: gl.tensor, BLOCK: gl.constexpr, BLOCKS: gl.constexpr
+    table: gl.tensor, first: gl.tensor, seq_len: gl.tensor, BLOCK: gl.constexpr, BLOCKS: gl.constexpr
 ) -> gl.tuple:
     """The first slot of each block of a tile. After the context's last block the table is undefined: that one again."""
     found: gl.tuple = ()
     for i in gl.static_range(BLOCKS):
-        found = found + (gl.load(table + gl.minimum(first + i, (context - 1) // BLOCK)) * BLOCK,)  # noqa: RUF005
+        found = found + (gl.load(table + gl.minimum(first + i, (seq_len - 1) // BLOCK)) * BLOCK,)  # noqa: RUF005
     return found
 
 
@@ -282,10 +282,10 @@ def _rotate(shared: _Shared, walk: _Walk, token: _NewToken, part: gl.tensor, siz
     hopper.gdc_launch_dependents()
     hopper.gdc_wait()
     for section in range(2):
-        request, head, tile, left, context = _enter(walk, section)
+        request, head, tile, left, seq_len = _enter(walk, section)
         while left > 0:
-            tiles, count = _own_tiles(context, tile, left)
-            next_request, next_head, next_context = _prefetch_next(walk.contexts, request, head, count < left, HEADS)
+            tiles, count = _own_tiles(seq_len, tile, left)
+            next_request, next_head, next_seq_len = _prefetch_next(walk.seq_lens, request, head, count < left, HEADS)
             own = token.qkv + request.to(gl.int64) * ((GROUP + 2) * HEADS * 128)
             first = own + (head * GROUP + rows)[:, None] * 128
             cos32 = cos.to(gl.float32)
@@ -295,7 +295,7 @@ def _rotate(shared: _Shared, walk: _Walk, token: _NewToken, part: gl.tensor, siz
             q.index(buffer).store(queries)
             if tile + count == tiles:
                 target = shared.new
-                _store_new(target, token, own, cos32, sin32, request, head, context, buffer, dims, part, sizes)
+                _store_new(target, token, own, cos32, sin32, request, head, seq_len, buffer, dims, part, sizes)
             hopper.fence_async_shared()
             mbarrier.arrive(shared.bars.queries_full(buffer), count=1)
             buffer, phase = next_stage(buffer, phase, 2)
@@ -303,13 +303,13 @@ def _rotate(shared: _Shared, walk: _Walk, token: _NewToken, part: gl.tensor, siz
             cos = gl.load(token.cos + soon * 128 + dims)
             sin = gl.load(token.sin + soon * 128 + dims)
             left -= count
-            request, head, context, tile = next_request, next_head, next_context, gl.to_tensor(0)
+            request, head, seq_len, tile = next_request, next_head, next_seq_len, gl.to_tensor(0)
 
 
 @gluon.jit
 def _store_new(
     new: gl.shared_memory_descriptor, token: _NewToken, own: gl.tensor, cos: gl.tensor, sin: gl.tensor,
-    request: gl.tensor, head: gl.tensor, context: gl.tensor, buffer: gl.tensor, dims: gl.tensor, part: gl.tensor,
+    request: gl.tensor, head: gl.tensor, seq_len: gl.tensor, buffer: gl.tensor, dims: gl.tensor, part: gl.tensor,
     sizes: Sizes,
 ) -> None:  # fmt: skip
     """The new key and its value, to shared memory and to the cache."""
@@ -321,7 +321,7 @@ def _store_new(
     new.index(2 * buffer + 1).store(value)
     slot = gl.load(token.slots + request).to(gl.int64)
     target = (slot * HEADS + head) * 128 + dims
-    is_stored = (dims >= 0) & (slot >= 0) & (context > 0)
+    is_stored = (dims >= 0) & (slot >= 0) & (seq_len > 0)
     gl.store(token.k_cache + target, key, mask=is_stored)
     gl.store(token.v_cache + target, value, mask=is_stored)
 
@@ -355,20 +355,20 @@ def _multiply(
     stage, phase = gl.to_tensor(0), gl.to_tensor(0)
     buffer, buffer_phase = gl.to_tensor(0), gl.to_tensor(0)
     for section in range(2):
-        request, head, tile, left, context = _enter(walk, section)
+        request, head, tile, left, seq_len = _enter(walk, section)
         first = gl.where(section == 0, begin + walk.second.count, begin)  # the first section is the share's end
         while left > 0:
-            tiles, count = _own_tiles(context, tile, left)
-            next_request, next_head, next_context = _prefetch_next(
-                walk.contexts, request, head, count < left, sizes.HEADS
+            tiles, count = _own_tiles(seq_len, tile, left)
+            next_request, next_head, next_seq_len = _prefetch_next(
+                walk.seq_lens, request, head, count < left, sizes.HEADS
             )
             state = _new_accumulator(sizes)
             mbarrier.wait(shared.bars.queries_full(buffer), buffer_phase)
             for _ in range(tile, gl.minimum(tile + count, tiles - 1)):
-                state = _step(shared, state, stage, phase, buffer, scale, context, False, sizes)
+                state = _step(shared, state, stage, phase, buffer, scale, seq_len, False, sizes)
                 stage, phase = next_stage(stage, phase, STAGES)
             if tile + count == tiles:
-                known = context - (tiles - 1) * 64
+                known = seq_len - (tiles - 1) * 64
                 state = _step(shared, state, stage, phase, buffer, scale, known, True, sizes)
                 stage, phase = next_stage(stage, phase, STAGES)
             mbarrier.arrive(shared.bars.queries_free(buffer), count=1)
@@ -379,7 +379,7 @@ def _multiply(
             buffer, buffer_phase = next_stage(buffer, buffer_phase, 2)
             left -= count
             first += count
-            request, head, context, tile = next_request, next_head, next_context, gl.to_tensor(0)
+            request, head, seq_len, tile = next_request, next_head, next_seq_len, gl.to_tensor(0)
 
 
 @gluon.jit

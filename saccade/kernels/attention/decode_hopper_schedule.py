@@ -32,23 +32,23 @@ class TileSchedule(NamedTuple):
     requests: int
 
 
-def plan_schedule(contexts: Tensor, kv_heads: int, programs: int) -> TileSchedule:
-    """contexts int32 [requests], on the device. Padding rows, which have none and come last, have no tile."""
-    metadata = torch.empty((programs, METADATA), dtype=torch.int32, device=contexts.device)
+def plan_schedule(seq_lens: Tensor, kv_heads: int, programs: int) -> TileSchedule:
+    """seq_lens int32 [requests], on the device. Padding rows, which have none and come last, have no tile."""
+    metadata = torch.empty((programs, METADATA), dtype=torch.int32, device=seq_lens.device)
     _plan_kernel[(programs,)](
-        contexts, metadata, len(contexts), programs,
-        HEADS=kv_heads, KEYS=KEYS, METADATA=METADATA, PADDED=power_of_two(len(contexts)), num_warps=4,
+        seq_lens, metadata, len(seq_lens), programs,
+        HEADS=kv_heads, KEYS=KEYS, METADATA=METADATA, PADDED=power_of_two(len(seq_lens)), num_warps=4,
     )  # fmt: skip
-    return TileSchedule(metadata, len(contexts))
+    return TileSchedule(metadata, len(seq_lens))
 
 
-@triton.jit(do_not_specialize=["requests"], do_not_specialize_on_alignment=["contexts"])
+@triton.jit(do_not_specialize=["requests"], do_not_specialize_on_alignment=["seq_lens"])
 def _plan_kernel(
-    contexts: tl.tensor, metadata: tl.tensor, requests: tl.tensor, programs: tl.tensor,
+    seq_lens: tl.tensor, metadata: tl.tensor, requests: tl.tensor, programs: tl.tensor,
     HEADS: tl.constexpr, KEYS: tl.constexpr, METADATA: tl.constexpr, PADDED: tl.constexpr,
 ) -> None:  # fmt: skip
     each, program = tl.arange(0, PADDED), tl.program_id(0)
-    tiles = tl.cdiv(tl.load(contexts + each, mask=each < requests, other=0), KEYS)
+    tiles = tl.cdiv(tl.load(seq_lens + each, mask=each < requests, other=0), KEYS)
     ends, total = tl.cumsum(tiles, 0) * HEADS, tl.sum(tiles, 0) * HEADS
     share, larger = total // programs, total % programs
     first = program * share + tl.minimum(program, larger)

@@ -86,7 +86,7 @@ def paged_decode(
     k_cache: Tensor,  # [slots, kv_heads, d], contiguous; so is v_cache
     v_cache: Tensor,
     block_tables: Tensor,  # int32 [requests, max_blocks]
-    context_lens: Tensor,  # int32 [requests], the new token included; 0 for a padding row, whose result is zero
+    seq_lens: Tensor,  # int32 [requests], the new token included; 0 for a padding row, whose result is zero
     block_size: int,
     scale: float,
     workspace: DecodeWorkspace,
@@ -107,7 +107,7 @@ def paged_decode(
     _check_workspace(workspace, requests, heads, kv_heads, dim, splits)
     out = k_cache.new_empty(requests, heads, dim) if out is None else out
     _decode_kernel[(kv_heads, splits, requests)](
-        *new, k_cache, v_cache, block_tables, context_lens, out, *workspace, scale * LOG2_E,
+        *new, k_cache, v_cache, block_tables, seq_lens, out, *workspace, scale * LOG2_E,
         block_tables.stride(0), projected,
         BLOCK_SIZE=block_size, HEADS=kv_heads, GROUP=heads // kv_heads, DIM=dim, SPLITS=splits,
         ROWS=power_of_two(heads // kv_heads, minimum=launch.rows), PADDED_DIM=power_of_two(dim, minimum=16),
@@ -143,10 +143,10 @@ def _check_workspace(
 
 
 # Step metadata changes alignment and width from step to step: each variant would be compiled anew.
-@triton.jit(do_not_specialize=["table_row"], do_not_specialize_on_alignment=["slots", "block_tables", "context_lens"])
+@triton.jit(do_not_specialize=["table_row"], do_not_specialize_on_alignment=["slots", "block_tables", "seq_lens"])
 def _decode_kernel(
     qkv: tl.tensor, cos: tl.tensor, sin: tl.tensor, slots: tl.tensor,
-    k_cache: tl.tensor, v_cache: tl.tensor, block_tables: tl.tensor, context_lens: tl.tensor,
+    k_cache: tl.tensor, v_cache: tl.tensor, block_tables: tl.tensor, seq_lens: tl.tensor,
     out: tl.tensor, mixed: tl.tensor, maxima: tl.tensor, sums: tl.tensor, counters: tl.tensor,
     scale: tl.tensor, table_row: tl.tensor, part: tl.tensor,
     BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr,
@@ -154,8 +154,8 @@ def _decode_kernel(
     PARTS: tl.constexpr, AT_ONCE: tl.constexpr, PEELED: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     head, split, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    context = tl.load(context_lens + request)
-    cached = tl.maximum(context - 1, 0)
+    seq_len = tl.load(seq_lens + request)
+    cached = tl.maximum(seq_len - 1, 0)
     share = tl.maximum(tl.cdiv(tl.cdiv(cached, KEYS), SPLITS), 1) * KEYS  # keys of a split, in whole tiles
     active = tl.maximum(tl.cdiv(cached, share), 1)  # splits with keys; split 0 also writes for an empty context
     if split >= active:
@@ -173,7 +173,7 @@ def _decode_kernel(
     kind = out.dtype.element_ty
     first_query = own + (head * GROUP + rows)[:, None] * DIM
     queries = _rotated(first_query, cos, sin, dims[None, :], inside, part, kind, DIM, PARTS)
-    new_dims = tl.where((split == 0) & (context > 0), DIM, 0)  # only split 0 has the new token
+    new_dims = tl.where((split == 0) & (seq_len > 0), DIM, 0)  # only split 0 has the new token
     is_new = dims < new_dims
     new_key = _rotated(own + (GROUP * HEADS + head) * DIM, cos, sin, dims, is_new, part, kind, DIM, PARTS)
     new_value = _projected(own + ((GROUP + 1) * HEADS + head) * DIM + dims, is_new, part, kind, PARTS)

@@ -40,12 +40,12 @@ class PrefillAttention:
 
     @classmethod
     def best(cls, heads: Heads, dtype: torch.dtype, block_size: int, device: torch.device) -> PrefillAttention:
-        return cls(heads.queries, block_size, device, by_hopper=can_use_hopper(heads, dtype, block_size, device))
+        return cls(heads.num_heads, block_size, device, by_hopper=can_use_hopper(heads, dtype, block_size, device))
 
-    def is_short(self, tokens: int, context: int) -> bool:
+    def is_short(self, tokens: int, seq_len: int) -> bool:
         """Whether a pass of so many tokens, whose longest context is this, runs without splits."""
         is_one_wave = tokens * self.heads <= _TRITON_ROWS * self._num_sms
-        return is_one_wave and context <= next((keys for limit, keys in _SHORT if tokens <= limit), 0)
+        return is_one_wave and seq_len <= next((keys for limit, keys in _SHORT if tokens <= limit), 0)
 
     def rows(self, tokens: int, *, is_short: bool = False) -> int:
         """Of the tiles of a step of so many tokens."""
@@ -60,7 +60,7 @@ class PrefillAttention:
         return Half(splits, self.heads * -(-tokens // rows) * splits)
 
     def __call__(
-        self, q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, contexts: Tensor, tiles: Tiles, scale: float,
+        self, q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, seq_lens: Tensor, tiles: Tiles, scale: float,
         out: Tensor | None = None, splits: int | None = None,
     ) -> Tensor:  # fmt: skip
         """As `paged_prefill`."""
@@ -69,7 +69,7 @@ class PrefillAttention:
             from saccade.kernels.attention import prefill_hopper  # Gluon is experimental: only where used
 
             kernel = prefill_hopper.hopper_prefill
-        return kernel(q, keys, values, tables, contexts, tiles, self.block_size, scale, splits=splits, out=out)
+        return kernel(q, keys, values, tables, seq_lens, tiles, self.block_size, scale, splits=splits, out=out)
 
 
 def _supports(heads: Heads, dtype: torch.dtype, block_size: int, device: torch.device) -> bool:
@@ -77,7 +77,7 @@ def _supports(heads: Heads, dtype: torch.dtype, block_size: int, device: torch.d
         return False
     from saccade.kernels.attention.prefill_hopper import suits
 
-    return suits(heads.dim, dtype, block_size)
+    return suits(heads.head_dim, dtype, block_size)
 
 
 def _self_test(heads: Heads, dtype: torch.dtype, block_size: int, device: torch.device) -> None:
@@ -85,17 +85,17 @@ def _self_test(heads: Heads, dtype: torch.dtype, block_size: int, device: torch.
     from saccade.kernels.attention.prefill_hopper import hopper_prefill
 
     lengths = [70, 130]
-    context = 2300
-    blocks = -(-context // block_size)
-    contexts = torch.full((2,), context, dtype=torch.int32, device=device)
+    seq_len = 2300
+    blocks = -(-seq_len // block_size)
+    seq_lens = torch.full((2,), seq_len, dtype=torch.int32, device=device)
     tables = torch.randperm(2 * blocks, device=device).int().view(2, -1)
-    k, v = torch.randn(2, 2 * blocks * block_size, heads.keys, heads.dim, device=device).to(dtype)
+    k, v = torch.randn(2, 2 * blocks * block_size, heads.num_kv_heads, heads.head_dim, device=device).to(dtype)
     k[tables[0, blocks // 2] * block_size] *= 60  # a key with scores larger by hundreds of powers of two
-    q = torch.randn(sum(lengths), heads.queries, heads.dim, device=device).to(dtype)
+    q = torch.randn(sum(lengths), heads.num_heads, heads.head_dim, device=device).to(dtype)
 
     def run(kernel: Callable[..., Tensor], rows: int, splits: int) -> Tensor:
-        tiles = Tiles.of(lengths, rows, device, contexts=[context] * 2)
-        return kernel(q, k, v, tables, contexts, tiles, block_size, 0.5, splits=splits)
+        tiles = Tiles.of(lengths, rows, device, seq_lens=[seq_len] * 2)
+        return kernel(q, k, v, tables, seq_lens, tiles, block_size, 0.5, splits=splits)
 
     expected = run(paged_prefill, _TRITON_ROWS, 1)
     for splits in (1, 3):

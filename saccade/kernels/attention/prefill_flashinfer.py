@@ -7,7 +7,7 @@ Knows lengths, contexts and blocks, no requests. The CPU plans a step once, for 
     rows      0 5 8 8      where each window begins in the packed rows
     pages     0 3 4 4      where its blocks begin in the list of all blocks: | 7 2 5 | 9 |
     filled    1 3 0        tokens in its last block
-    contexts  9 3 0
+    seq_lens  9 3 0
 
 Buffers and launches have fixed sizes, so a CUDA graph can hold them: missing windows are empty.
 """
@@ -41,16 +41,16 @@ class Pages(NamedTuple):
     rows: Tensor  # [windows + 1]
     pages: Tensor  # [windows + 1]
     filled: Tensor  # [windows]
-    contexts: Tensor  # [windows]
+    seq_lens: Tensor  # [windows]
 
 
-def lay_out(lengths: Sequence[int], contexts: Sequence[int], block_size: int, windows: int, *, pin: bool) -> Pages:
+def lay_out(lengths: Sequence[int], seq_lens: Sequence[int], block_size: int, windows: int, *, pin: bool) -> Pages:
     """Padded to `windows`. One allocation, pinned where copies from it must not wait for the device."""
     empty = [0] * (windows - len(lengths))
-    blocks = [-(-context // block_size) for context in contexts]
-    filled = [context - (count - 1) * block_size for context, count in zip(contexts, blocks, strict=True)]
+    blocks = [-(-seq_len // block_size) for seq_len in seq_lens]
+    filled = [seq_len - (count - 1) * block_size for seq_len, count in zip(seq_lens, blocks, strict=True)]
     rows, pages = (accumulate([*counts, *empty], initial=0) for counts in (lengths, blocks))
-    metadata = [*rows, *pages, *filled, *empty, *contexts, *empty]
+    metadata = [*rows, *pages, *filled, *empty, *seq_lens, *empty]
     found = torch.tensor(metadata, dtype=torch.int32, pin_memory=pin)
     return Pages(*torch.split(found, [windows + 1, windows + 1, windows, windows]))
 
@@ -78,15 +78,15 @@ class FlashInferPrefill:
     def takes(self, tokens: int, windows: int) -> bool:
         return self.min_tokens <= tokens <= self.capacity.tokens and windows <= self.capacity.windows
 
-    def plan(self, lengths: Sequence[int], contexts: Sequence[int], blocks: Tensor) -> None:
+    def plan(self, lengths: Sequence[int], seq_lens: Sequence[int], blocks: Tensor) -> None:
         """`blocks`: int32, on the device; of all windows, as many as their contexts fill."""
         if self._planned is not None:
             self._planned.synchronize()  # the last copy may still read from the pinned memory of a plan
-        pages = lay_out(lengths, contexts, self.block_size, self.capacity.windows, pin=self._is_cuda)
+        pages = lay_out(lengths, seq_lens, self.block_size, self.capacity.windows, pin=self._is_cuda)
         self._wrapper.plan(
             pages.rows, pages.pages, blocks, pages.filled, *self.heads, self.block_size,
             causal=True, sm_scale=self.scale, q_data_type=self.dtype,
-            seq_lens=pages.contexts,  # without them, it would copy from memory that is not pinned
+            seq_lens=pages.seq_lens,  # without them, it would copy from memory that is not pinned
         )  # fmt: skip
         if self._is_cuda:
             self._planned = torch.cuda.Event()  # type: ignore[no-untyped-call]

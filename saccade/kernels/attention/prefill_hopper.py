@@ -55,7 +55,7 @@ def hopper_prefill(
     k_cache: Tensor,  # [slots, kv_heads, 128]
     v_cache: Tensor,
     block_tables: Tensor,  # int32 [requests, max_blocks]
-    context_lens: Tensor,  # int32 [requests], on the device; the new tokens included
+    seq_lens: Tensor,  # int32 [requests], on the device; the new tokens included
     tiles: Tiles,  # of the windows' lengths
     block_size: int,
     scale: float,
@@ -70,7 +70,7 @@ def hopper_prefill(
     out = q.new_empty(tokens, heads, dim) if out is None else out
     partials = new_partials(splits, out) if splits > 1 else _no_partials(out)
     _prefill_kernel[(heads, len(tiles.index), splits)](
-        kv_descriptor(k_cache, block_size), kv_descriptor(v_cache, block_size), q, block_tables, context_lens,
+        kv_descriptor(k_cache, block_size), kv_descriptor(v_cache, block_size), q, block_tables, seq_lens,
         tiles.starts, tiles.index, out, *partials, tokens * heads,
         scale * LOG2_E, q.stride(0), block_tables.stride(0),
         Q_HEAD=q.stride(1), GROUP=heads // k_cache.shape[1], BLOCK=block_size, KEYS=_KEYS, STAGES=_STAGES,
@@ -110,7 +110,7 @@ class _Keys:
 
     low: gl.tensor  # the first tile, and the end
     end: gl.tensor
-    context: gl.tensor  # keys that exist
+    seq_len: gl.tensor  # keys that exist
 
 
 @aggregate
@@ -146,22 +146,22 @@ class _State:
 # Step metadata changes alignment and width from step to step: each variant would be compiled anew.
 @gluon.jit(
     do_not_specialize=["table_row", "cells"],
-    do_not_specialize_on_alignment=["tables", "contexts", "starts", "index", "maxima", "sums"],
+    do_not_specialize_on_alignment=["tables", "seq_lens", "starts", "index", "maxima", "sums"],
 )
 def _prefill_kernel(
     keys: tma.tensor_descriptor, values: tma.tensor_descriptor,  # of all slots; boxes of a block by half a head
-    q: gl.tensor, tables: gl.tensor, contexts: gl.tensor, starts: gl.tensor, index: gl.tensor, out: gl.tensor,
+    q: gl.tensor, tables: gl.tensor, seq_lens: gl.tensor, starts: gl.tensor, index: gl.tensor, out: gl.tensor,
     mixed: gl.tensor, maxima: gl.tensor, sums: gl.tensor, active: gl.tensor, cells: gl.tensor,
     scale: gl.tensor, q_row: gl.tensor, table_row: gl.tensor,
     Q_HEAD: gl.constexpr, GROUP: gl.constexpr,
     BLOCK: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, MIN_SHARE: gl.constexpr,
 ) -> None:  # fmt: skip
     request, first = gl.load(index + 2 * gl.program_id(1)), gl.load(index + 2 * gl.program_id(1) + 1)
-    start, context = gl.load(starts + request), gl.load(contexts + request)
+    start, seq_len = gl.load(starts + request), gl.load(seq_lens + request)
     length = gl.load(starts + request + 1) - start
-    share = gl.maximum(MIN_SHARE, gl.cdiv(gl.cdiv(context, KEYS), gl.num_programs(2)))  # of a split, in tiles
+    share = gl.maximum(MIN_SHARE, gl.cdiv(gl.cdiv(seq_len, KEYS), gl.num_programs(2)))  # of a split, in tiles
     low = gl.program_id(2) * share
-    end = gl.minimum(low + share, gl.cdiv(gl.minimum(context, context - length + first + 128), KEYS))
+    end = gl.minimum(low + share, gl.cdiv(gl.minimum(seq_len, seq_len - length + first + 128), KEYS))
     k = gl.allocate_shared_memory(gl.bfloat16, [STAGES, KEYS, 128], KV_LAYOUT)
     v = gl.allocate_shared_memory(gl.bfloat16, [STAGES, KEYS, 128], KV_LAYOUT)
     overflowed = gl.allocate_shared_memory(gl.int32, [128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -173,7 +173,7 @@ def _prefill_kernel(
     mbarrier.init(bars.extra(softmax.CHECKED), count=2)
     hopper.fence_async_shared()
     shared = _Shared(k, v, bars, overflowed)
-    span = _Keys(low, end, context)
+    span = _Keys(low, end, seq_len)
     output = _Output(out, mixed, maxima, sums, active, cells)
     window = _Window(start, length, first, share)
     table = tables + request.to(gl.int64) * table_row
@@ -221,7 +221,7 @@ def _load_all(
     for j in range(span.low, span.end + 1):
         tile = j - DELAY
         is_loaded = (tile >= span.low) & (tile < span.end)
-        slots = block_slots(table, gl.maximum(tile, 0) * BLOCKS, span.context, BLOCK, BLOCKS)
+        slots = block_slots(table, gl.maximum(tile, 0) * BLOCKS, span.seq_len, BLOCK, BLOCKS)
         full = shared.bars.full(stage)
         mbarrier.wait(shared.bars.free(stage), phase ^ 1)
         mbarrier.expect(full, BLOCKS * BLOCK * 128, pred=is_loaded)
@@ -239,14 +239,14 @@ def _consume(
     ROW_GROUP: gl.constexpr, sizes: _Sizes,
 ) -> None:  # fmt: skip
     mine = window.first + ROW_GROUP * 64
-    past = keys.context - window.length + mine  # keys before the first row's own
+    past = keys.seq_len - window.length + mine  # keys before the first row's own
     queries = _queries(q, q_row, window.start + mine, window.length - mine, sizes)
     none = gl.to_tensor(0)
     acc, level, total, stage, phase = _attend(shared, queries, scale, keys, past, none, none, False, sizes)
     softmax.report_overflow(shared.bars, shared.overflowed, total)
     if softmax.has_overflowed(shared.bars, shared.overflowed, 4):
         acc, level, total, stage, phase = _attend(shared, queries, scale, keys, past, stage, phase, True, sizes)
-    if window.share * sizes.KEYS >= keys.context:
+    if window.share * sizes.KEYS >= keys.seq_len:
         _write(output, acc, total, window.start + mine, window.length - mine)
     else:
         share = window.share * sizes.KEYS
@@ -296,7 +296,7 @@ def _attend(
         state = _step(shared, q, scale, state, stage, phase, past - j * KEYS, True, HAS_MAXIMUM)
         stage, phase = next_stage(stage, phase, STAGES)
     mbarrier.wait(bars.full(stage), phase)
-    _zero_after_context(v, stage, span.context - (span.end - 1) * KEYS, sizes)
+    _zero_after_context(v, stage, span.seq_len - (span.end - 1) * KEYS, sizes)
     acc, _ = hopper.warpgroup_mma_wait(0, deps=_add_values(state.ready, v.index(stage), state.acc))
     mbarrier.arrive(bars.free(stage), count=1)
     stage, phase = next_stage(stage, phase, STAGES)

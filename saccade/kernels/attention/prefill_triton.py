@@ -43,7 +43,7 @@ def paged_prefill(
     k_cache: Tensor,  # [slots, kv_heads, d]
     v_cache: Tensor,
     block_tables: Tensor,  # int32 [requests, max_blocks]
-    context_lens: Tensor,  # int32 [requests], on the device; the new tokens included
+    seq_lens: Tensor,  # int32 [requests], on the device; the new tokens included
     tiles: Tiles,  # of the windows' lengths
     block_size: int,
     scale: float,
@@ -62,7 +62,7 @@ def paged_prefill(
     parts = new_partials(splits, out) if splits > 1 else None
     pdl = supports_pdl(q)
     _prefill_kernel[(heads, splits, len(tiles.index))](
-        q, k_cache, v_cache, block_tables, context_lens, tiles.starts, tiles.index, out,
+        q, k_cache, v_cache, block_tables, seq_lens, tiles.starts, tiles.index, out,
         *(parts or (None,) * 4), tokens * heads,
         scale * LOG2_E, q.stride(0), k_cache.stride(0), v_cache.stride(0), block_tables.stride(0),
         Q_HEAD=q.stride(1), K_HEAD=k_cache.stride(1), V_HEAD=v_cache.stride(1), BLOCK_SIZE=block_size,
@@ -100,10 +100,10 @@ def launch_for(q: Tensor, rows: int, splits: int = 1) -> Launch:
 # Step metadata changes alignment and width from step to step: each variant would be compiled anew.
 @triton.jit(
     do_not_specialize=["table_row", "cells"],
-    do_not_specialize_on_alignment=["block_tables", "context_lens", "starts", "index"],
+    do_not_specialize_on_alignment=["block_tables", "seq_lens", "starts", "index"],
 )
 def _prefill_kernel(
-    q: tl.tensor, k_cache: tl.tensor, v_cache: tl.tensor, block_tables: tl.tensor, context_lens: tl.tensor,
+    q: tl.tensor, k_cache: tl.tensor, v_cache: tl.tensor, block_tables: tl.tensor, seq_lens: tl.tensor,
     starts: tl.tensor, index: tl.tensor, out: tl.tensor,
     mixed: tl.tensor, maxima: tl.tensor, sums: tl.tensor, active: tl.tensor, cells: tl.tensor,
     scale: tl.tensor, q_row: tl.tensor, k_slot: tl.tensor, v_slot: tl.tensor, table_row: tl.tensor,
@@ -114,7 +114,7 @@ def _prefill_kernel(
 ) -> None:  # fmt: skip
     head, tile = tl.program_id(0), tl.program_id(2)
     request, first = tl.load(index + 2 * tile), tl.load(index + 2 * tile + 1)
-    start, context = tl.load(starts + request), tl.load(context_lens + request)
+    start, seq_len = tl.load(starts + request), tl.load(seq_lens + request)
     length = tl.load(starts + request + 1) - start
     pdl_release_then_wait(PDL)
     if first >= length:
@@ -123,12 +123,12 @@ def _prefill_kernel(
     inside = (rows < length)[:, None] & (dims < DIM)[None, :]
     packed = (start + rows).to(tl.int64)
     queries = tl.load(q + packed[:, None] * q_row + head * Q_HEAD + dims[None, :], mask=inside, other=0.0)
-    positions = context - length + rows  # of each row in its context
-    seen_by_all = (context - length + first + 1) // KEYS * KEYS
-    end = tl.minimum(context, context - length + first + ROWS)
+    positions = seq_len - length + rows  # of each row in its context
+    seen_by_all = (seq_len - length + first + 1) // KEYS * KEYS
+    end = tl.minimum(seq_len, seq_len - length + first + ROWS)
     low, all_keys, share = 0, end, end
     if IS_SPLIT:
-        share = tl.maximum(tl.cdiv(tl.cdiv(context, KEYS), tl.num_programs(1)), MIN_SHARE) * KEYS  # in whole tiles
+        share = tl.maximum(tl.cdiv(tl.cdiv(seq_len, KEYS), tl.num_programs(1)), MIN_SHARE) * KEYS  # in whole tiles
         low = tl.program_id(1) * share
         if low >= end:
             return

@@ -9,9 +9,9 @@ from torch import Tensor
 
 
 class Heads(NamedTuple):
-    queries: int
-    keys: int
-    dim: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
 
 
 def num_sms(device: torch.device) -> int:

@@ -40,27 +40,27 @@ class Tiles:
 
     @classmethod
     def of(
-        cls, lengths: Sequence[int], rows: int, device: torch.device, *, contexts: Sequence[int] | None = None,
+        cls, lengths: Sequence[int], rows: int, device: torch.device, *, seq_lens: Sequence[int] | None = None,
         capacity: int | None = None,
     ) -> Tiles:  # fmt: skip
-        starts, index = tile_metadata(lengths, rows, contexts=contexts, capacity=capacity)
+        starts, index = tile_metadata(lengths, rows, seq_lens=seq_lens, capacity=capacity)
         both = to_device(torch.tensor([*starts, *index], dtype=torch.int32), device)  # one copy
         return cls(both[: len(starts)], both[len(starts) :].view(-1, 2), rows)
 
 
 def tile_metadata(
-    lengths: Sequence[int], rows: int, *, contexts: Sequence[int] | None = None, capacity: int | None = None
+    lengths: Sequence[int], rows: int, *, seq_lens: Sequence[int] | None = None, capacity: int | None = None
 ) -> tuple[list[int], list[int]]:
     """`starts` and `index` of `Tiles`.
 
-    With `contexts`, attention is causal: then the tile with most keys comes first. `capacity` pads the index with
+    With `seq_lens`, attention is causal: then the tile with most keys comes first. `capacity` pads the index with
     empty tiles, for launches in a CUDA graph.
     """
     tiles = [(owner, first) for owner, length in enumerate(lengths) for first in range(0, length, rows)]
-    if contexts is None:
+    if seq_lens is None:
         tiles.sort(key=lambda tile: -lengths[tile[0]])
     else:
-        past = [context - length for context, length in zip(contexts, lengths, strict=True)]
+        past = [seq_len - length for seq_len, length in zip(seq_lens, lengths, strict=True)]
         tiles.sort(key=lambda tile: -(past[tile[0]] + tile[1]))
     capacity = len(tiles) if capacity is None else capacity
     if len(tiles) > capacity:

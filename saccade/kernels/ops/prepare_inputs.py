@@ -34,7 +34,7 @@ class DecodeMetadata(NamedTuple):
     tokens: Tensor  # or -1: the one in `last_tokens`
     positions: Tensor  # one for all axes: after a prompt they agree
     slots: Tensor  # of the new token; -1: nowhere
-    contexts: Tensor  # tokens in the cache once this one is written
+    seq_lens: Tensor  # tokens in the cache once this one is written
     rows: Tensor  # of the block tables
 
 
@@ -74,7 +74,7 @@ class PrefillMetadata(NamedTuple):
     tokens: Tensor  # [T]; -1: the row of `embeds` is not written
     positions: Tensor  # [axes, T]
     rows: Tensor  # [W]: of the block tables
-    contexts: Tensor  # [W]: tokens in the cache once the window's are written
+    seq_lens: Tensor  # [W]: tokens in the cache once the window's are written
 
 
 class RotaryFrequencies(NamedTuple):
@@ -112,9 +112,9 @@ def prefill_inputs(
     return PrefillInputs(cos, sin, tables)
 
 
-@triton.jit(do_not_specialize_on_alignment=["tokens", "positions", "rows", "contexts"])
+@triton.jit(do_not_specialize_on_alignment=["tokens", "positions", "rows", "seq_lens"])
 def _prefill_inputs_kernel(
-    tokens: tl.tensor, positions: tl.tensor, rows: tl.tensor, contexts: tl.tensor,
+    tokens: tl.tensor, positions: tl.tensor, rows: tl.tensor, seq_lens: tl.tensor,
     embedding: tl.tensor, embeds: tl.tensor, frequencies: tl.tensor, axes: tl.tensor, cos: tl.tensor, sin: tl.tensor,
     block_tables: tl.tensor, tables: tl.tensor, windows: tl.tensor, blocks: tl.tensor,
     BLOCK_SIZE: tl.constexpr, HIDDEN: tl.constexpr, WIDE: tl.constexpr, PADDED: tl.constexpr,
@@ -133,7 +133,7 @@ def _prefill_inputs_kernel(
         tl.store(embeds + row * WIDE + columns, own, mask=columns < WIDE)
     if row < windows:
         table = block_tables + tl.load(rows + row).to(tl.int64) * blocks
-        for first in range(0, tl.cdiv(tl.load(contexts + row), BLOCK_SIZE), 512):
+        for first in range(0, tl.cdiv(tl.load(seq_lens + row), BLOCK_SIZE), 512):
             some = first + tl.arange(0, 512)
             tl.store(tables + row * blocks + some, tl.load(table + some, mask=some < blocks), mask=some < blocks)
 
@@ -152,9 +152,9 @@ def _write_cos_sin(
 
 
 # Step metadata is sliced from a larger array: each alignment would be compiled anew.
-@triton.jit(do_not_specialize_on_alignment=["tokens", "positions", "slots", "contexts", "rows"])
+@triton.jit(do_not_specialize_on_alignment=["tokens", "positions", "slots", "seq_lens", "rows"])
 def _inputs_kernel(
-    tokens: tl.tensor, positions: tl.tensor, slots: tl.tensor, contexts: tl.tensor, rows: tl.tensor,
+    tokens: tl.tensor, positions: tl.tensor, slots: tl.tensor, seq_lens: tl.tensor, rows: tl.tensor,
     last_tokens: tl.tensor, embedding: tl.tensor, frequencies: tl.tensor, block_tables: tl.tensor,
     embeds: tl.tensor, cos: tl.tensor, sin: tl.tensor, tables: tl.tensor, blocks: tl.tensor,
     BLOCK_SIZE: tl.constexpr, HIDDEN: tl.constexpr, WIDE: tl.constexpr, PADDED: tl.constexpr, HALF: tl.constexpr,
@@ -172,9 +172,9 @@ def _inputs_kernel(
     angles = tl.load(positions + row).to(tl.float32) * tl.load(frequencies + half, mask=half < HALF, other=0.0)
     _write_cos_sin(angles, cos, sin, row, half, HALF)
     table, slot = block_tables + own_row * blocks, tl.load(slots + row)
-    context = tl.load(contexts + row)
-    entry = tl.where(slot >= 0, (context - 1) // BLOCK_SIZE, -1)  # where the slot's block belongs
-    for first in range(0, tl.cdiv(context, BLOCK_SIZE), 512):  # the rest is never read
+    seq_len = tl.load(seq_lens + row)
+    entry = tl.where(slot >= 0, (seq_len - 1) // BLOCK_SIZE, -1)  # where the slot's block belongs
+    for first in range(0, tl.cdiv(seq_len, BLOCK_SIZE), 512):  # the rest is never read
         some = first + tl.arange(0, 512)
         own_blocks = tl.load(table + some, mask=some < blocks)
         own_blocks = tl.where(some == entry, slot // BLOCK_SIZE, own_blocks)

@@ -16,7 +16,7 @@ from saccade.kernels.launch.varlen_tiles import power_of_two
 _HEADS = 8  # of a program: few enough that a decode step of one token runs on more than one SM
 
 
-def head_norm(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, heads: int, eps: float) -> None:
+def qk_rms_norm(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, heads: int, eps: float) -> None:
     """Each head divided by its root mean square and multiplied by its kind's weight [d]."""
     assert qkv.is_contiguous()
     rows, both, dim = qkv.shape

@@ -32,7 +32,7 @@ def add_rms_norm(
     return F.rms_norm(total.float(), weight.shape, weight.float(), eps).to(total.dtype), total
 
 
-def head_norm(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, heads: int, eps: float) -> None:
+def qk_rms_norm(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, heads: int, eps: float) -> None:
     kv_heads = (qkv.shape[1] - heads) // 2
     for weight, part in ((q_weight, qkv[:, :heads]), (k_weight, qkv[:, heads : heads + kv_heads])):
         part.copy_(F.rms_norm(part.float(), weight.shape, weight.float(), eps))

@@ -24,7 +24,7 @@ from saccade.kernels.launch.varlen_tiles import power_of_two
 _BLOCK = 4096
 
 
-def norm_and_add(x: Tensor, weight: Tensor, bias: Tensor, eps: float, added: Tensor) -> Tensor:
+def norm_then_add(x: Tensor, weight: Tensor, bias: Tensor, eps: float, added: Tensor) -> Tensor:
     """The LayerNorm of x [T, hidden]; x itself becomes x + added [hidden]."""
     return _launch_norm(_norm_kernel, x, (weight, bias, added), eps)
 
@@ -48,7 +48,7 @@ def _launch_norm(kernel: Any, x: Tensor, vectors: tuple[Tensor, ...], eps: float
     return normed
 
 
-def rotate_pairs(qkv: Tensor, rotary: Tensor) -> None:
+def rotate_half(qkv: Tensor, rotary: Tensor) -> None:
     """RoPE of queries and keys [T, 3, heads, d] in place, in float32. rotary [T, d]: cosine and sine of each pair."""
     assert qkv.is_contiguous() and rotary.is_contiguous()
     rows, _, heads, dim = qkv.shape
@@ -58,7 +58,7 @@ def rotate_pairs(qkv: Tensor, rotary: Tensor) -> None:
 
 
 def write_cos_sin(cells: Tensor, per_axis: Tensor, rotary: Tensor) -> None:
-    """Write the cosines and sines [T, d] that `rotate_pairs` takes, of patches in these cells, row and column.
+    """Write the cosines and sines [T, d] that `rotate_half` takes, of patches in these cells, row and column.
 
     cells int32 [T], the row in the lower half; per_axis: frequencies of both axes [d / 4], or of each [2, d / 4].
     """

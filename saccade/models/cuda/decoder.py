@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from saccade.kernels.ops.qk_norm import head_norm
+from saccade.kernels.ops.qk_norm import qk_rms_norm
 from saccade.models.cuda.gemms import Gemms, Residual, gemms_for, new_workspace
 from saccade.models.layers.decoder import Decoder
 from saccade.models.layers.torch_attention import PagedKV
@@ -53,7 +53,7 @@ class FusedDecoder:
         projected = qkv.view(*qkv.shape[:-1], -1, layer.head_dim)
         norms = layer.qk_norms
         if norms is not None:
-            head_norm(projected, norms.q.weight, norms.k.weight, layer.heads, norms.eps)  # in place
+            qk_rms_norm(projected, norms.q.weight, norms.k.weight, layer.heads, norms.eps)  # in place
         mixed = attend(projected, self.kv.k[index], self.kv.v[index])
         return gemms.out(mixed.flatten(1), x, layer)
 

@@ -34,8 +34,9 @@ from saccade.kernels.gemm.skinny import (
 from saccade.kernels.launch.device import is_hopper
 from saccade.kernels.launch.kernel_choice import KernelChoice
 from saccade.kernels.ops.norm import add_rms_norm, silu_and_mul
-from saccade.models.layers.basic import Linear, RMSNorm
 from saccade.models.layers.decoder import Decoder, DecoderLayer
+from saccade.models.layers.layernorm import RMSNorm
+from saccade.models.layers.linear import Linear
 
 _MIN_WORKSPACE_ROWS = 512  # from here on memory counts; decode has fewer
 

@@ -24,7 +24,9 @@ from saccade.kernels.ops.reference import parted_columns
 from saccade.models.cuda import vision_attention
 from saccade.models.cuda.vision_attention import Attend, AttentionPath, PartedAttend
 from saccade.models.cuda.vision_graphs import VisionGraphs, packed_cells
-from saccade.models.layers.basic import Activation, Linear, RMSNorm, quick_gelu, silu_and_mul, tanh_gelu
+from saccade.models.layers.activation import Activation, quick_gelu, silu_and_mul, tanh_gelu
+from saccade.models.layers.layernorm import RMSNorm
+from saccade.models.layers.linear import Linear
 from saccade.models.vision.backend import Blocks, Lengths, RunBlocks
 from saccade.models.vision.blocks import Norm, PatchPositions, VisionBlock
 from saccade.models.vision.pillow_resize import BITS, Taps, resample
@@ -120,7 +122,7 @@ class _FusedPass:
         qkv = block.qkv(normed).view(len(x), 3, block.heads, dim)
         del normed
         if self._rotary is not None:
-            vit_ops.rotate_pairs(qkv, self._rotary)
+            vit_ops.rotate_half(qkv, self._rotary)
         return self._attend(qkv, block.scale)
 
     def _widen(self, x: Tensor, block: VisionBlock) -> Tensor:
@@ -141,7 +143,7 @@ def _norm(x: Tensor, norm: Norm, following: Linear) -> Tensor:
         return norm(x)
     if isinstance(norm, RMSNorm):
         return vit_ops.rms_norm_and_add(x, norm.weight, norm.eps, following.bias)
-    return vit_ops.norm_and_add(x, norm.weight, norm.bias, norm.eps, following.bias)
+    return vit_ops.norm_then_add(x, norm.weight, norm.bias, norm.eps, following.bias)
 
 
 def _weigh_axis(image: Tensor, taps: Taps) -> Tensor:

@@ -41,7 +41,7 @@ class PassLimits(NamedTuple):
     images: int  # or windows
 
 
-class Heads(NamedTuple):
+class VisionHeads(NamedTuple):
     """Of a block."""
 
     number: int
@@ -50,13 +50,13 @@ class Heads(NamedTuple):
 
 
 class AttentionPath(Protocol):
-    def suits(self, lengths: Sequence[int], heads: Heads, size: int) -> bool:
+    def suits(self, lengths: Sequence[int], heads: VisionHeads, size: int) -> bool:
         """Whether a pass over such images, padded to so many patches, takes this path."""
 
-    def metadata_size(self, heads: Heads, limits: PassLimits) -> int:
+    def metadata_size(self, heads: VisionHeads, limits: PassLimits) -> int:
         """Elements, at most."""
 
-    def metadata(self, lengths: Sequence[int], heads: Heads, limits: PassLimits) -> Tensor:
+    def metadata(self, lengths: Sequence[int], heads: VisionHeads, limits: PassLimits) -> Tensor:
         """int32, on the CPU."""
 
     def attend(self, metadata: Tensor, limits: PassLimits) -> Attend:
@@ -70,13 +70,13 @@ class TiledAttention:
         self._over = over
         self._rows = rows
 
-    def suits(self, lengths: Sequence[int], heads: Heads, size: int) -> bool:
+    def suits(self, lengths: Sequence[int], heads: VisionHeads, size: int) -> bool:
         return True
 
-    def metadata_size(self, heads: Heads, limits: PassLimits) -> int:
+    def metadata_size(self, heads: VisionHeads, limits: PassLimits) -> int:
         return limits.images + 1 + 2 * num_tiles(limits, self._rows)
 
-    def metadata(self, lengths: Sequence[int], heads: Heads, limits: PassLimits) -> Tensor:
+    def metadata(self, lengths: Sequence[int], heads: VisionHeads, limits: PassLimits) -> Tensor:
         padded = (*lengths, *[0] * (limits.images - len(lengths)))
         return _tile_metadata(padded, self._rows, num_tiles(limits, self._rows))
 
@@ -112,15 +112,15 @@ class ScheduledAttention:
         self._programs = programs
         self._min_patches = min_patches
 
-    def suits(self, lengths: Sequence[int], heads: Heads, size: int) -> bool:
+    def suits(self, lengths: Sequence[int], heads: VisionHeads, size: int) -> bool:
         return size >= self._min_patches and self._suits(lengths, heads.dim, heads.dtype)
 
-    def metadata_size(self, heads: Heads, limits: PassLimits) -> int:
+    def metadata_size(self, heads: VisionHeads, limits: PassLimits) -> int:
         tiles = heads.number * (limits.patches // (2 * vit_schedule.GROUP_ROWS) + limits.images)
         items = tiles + vit_schedule.max_slots(self._programs)
         return vit_schedule.items_at(self._programs) + vit_schedule.ITEM * items
 
-    def metadata(self, lengths: Sequence[int], heads: Heads, limits: PassLimits) -> Tensor:
+    def metadata(self, lengths: Sequence[int], heads: VisionHeads, limits: PassLimits) -> Tensor:
         return vit_schedule.make_schedule(tuple(lengths), heads.number, self._programs).metadata
 
     def attend(self, metadata: Tensor, limits: PassLimits) -> Attend:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from saccade.kernels.ops import vit_ops
-from saccade.models.cuda.vision_attention import Attend, AttentionPath, Heads, PassLimits
+from saccade.models.cuda.vision_attention import Attend, AttentionPath, PassLimits, VisionHeads
 from saccade.models.cuda.vision_graph_sizes import IMAGES, size_for
 from saccade.models.vision.backend import Blocks, Lengths, RunBlocks
 from saccade.models.vision.blocks import PatchPositions, VisionBlock
@@ -109,7 +109,7 @@ class VisionGraphs:
     def replay(self, of: _GraphPass, blocks: Blocks, x: Tensor) -> tuple[Tensor, int] | None:
         """None: there is no graph that begins with these blocks."""
         block = blocks[0]
-        heads = Heads(block.heads, len(block.qkv.weight) // (3 * block.heads), x.dtype)
+        heads = VisionHeads(block.heads, len(block.qkv.weight) // (3 * block.heads), x.dtype)
         limits = PassLimits(of.size, IMAGES)
         if self._is_capturing and self._buffers is None:
             largest = max(path.metadata_size(heads, limits) for path in self.paths)
@@ -133,7 +133,7 @@ class VisionGraphs:
         return buffers.x[: len(x)], graph.blocks
 
     def _copy_inputs(
-        self, buffers: _StaticBuffers, of: _GraphPass, x: Tensor, path: AttentionPath, heads: Heads
+        self, buffers: _StaticBuffers, of: _GraphPass, x: Tensor, path: AttentionPath, heads: VisionHeads
     ) -> None:
         if x.data_ptr() != buffers.x.data_ptr():
             buffers.x[: len(x)] = x
@@ -188,7 +188,7 @@ class _GraphPass:
         has_positions = self.positions is not None and self.positions.are(other.positions)
         return self.lengths == other.lengths and (has_positions or self.positions is other.positions is None)
 
-    def metadata(self, path: AttentionPath, heads: Heads, is_cuda: bool) -> Tensor:
+    def metadata(self, path: AttentionPath, heads: VisionHeads, is_cuda: bool) -> Tensor:
         """Laid out as `_StaticBuffers.metadata`, on the CPU. All blocks of a pass take the same path."""
         if self._metadata is None:
             limits = PassLimits(self.size, IMAGES)

@@ -13,9 +13,9 @@ from torch import Tensor
 from saccade.checkpoint.config import ModelConfig
 from saccade.errors import ConfigError
 from saccade.models.families.deepseek_v2 import language_rules, make_decoder
-from saccade.models.interface import ModelParts, OnDecoder
-from saccade.models.layers.basic import Linear
+from saccade.models.interface import DecoderModel, ModelParts
 from saccade.models.layers.forward_types import Encoding
+from saccade.models.layers.linear import Linear
 from saccade.models.state_dict import Parameters
 from saccade.models.vision.blocks import vision_config
 from saccade.models.vision.clip import image_size
@@ -27,7 +27,7 @@ from saccade.types import Geometry, Grid, Size
 _PIXELS = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}  # defaults of processor_config.json
 
 
-class DeepseekVL2(OnDecoder):
+class DeepseekVL2(DecoderModel):
     decoder: Any  # a LatentDecoder, or a Decoder
 
     def __init__(self, parts: ModelParts) -> None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, NoReturn
 from torch import Tensor
 
 from saccade.errors import ConfigError
-from saccade.models.interface import ModelParts, OnDecoder
+from saccade.models.interface import DecoderModel, ModelParts
 from saccade.models.layers.decoder import Biases, Decoder, decoder_rules, head_rule
 from saccade.models.state_dict import Parameters
 from saccade.models.vision.preprocess import ImagePixels
@@ -21,7 +21,7 @@ class Variant(NamedTuple):
     has_qk_norms: bool
 
 
-class Text(OnDecoder):
+class Text(DecoderModel):
     """A decoder without a vision tower."""
 
     def __init__(self, parts: ModelParts) -> None:

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from saccade.checkpoint.config import TextConfig
 from saccade.errors import ConfigError
-from saccade.models.interface import ModelParts, OnDecoder
-from saccade.models.layers.basic import Linear, activation
+from saccade.models.interface import DecoderModel, ModelParts
+from saccade.models.layers.activation import activation
 from saccade.models.layers.decoder import Biases, Decoder, decoder_rules, head_rule
 from saccade.models.layers.forward_types import Encoding
+from saccade.models.layers.linear import Linear
 from saccade.models.state_dict import Parameters
 from saccade.models.vision.blocks import vision_config
 from saccade.models.vision.clip import image_size, square_tower
@@ -21,7 +22,7 @@ from saccade.models.weights import Rule, under
 from saccade.types import Geometry, Grid, Size
 
 
-class Llava(OnDecoder):
+class Llava(DecoderModel):
     def __init__(self, parts: ModelParts) -> None:
         super().__init__(parts)
         config = parts.config

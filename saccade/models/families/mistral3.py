@@ -8,8 +8,9 @@ from saccade.checkpoint.config import VisionConfig
 from saccade.errors import ConfigError
 from saccade.models.families.llava import PROJECTOR_RULES, Projector
 from saccade.models.families.pixtral import LlavaPixtral
-from saccade.models.layers.basic import Linear, RMSNorm
 from saccade.models.layers.decoder import Biases, Decoder
+from saccade.models.layers.layernorm import RMSNorm
+from saccade.models.layers.linear import Linear
 from saccade.models.state_dict import Parameters
 from saccade.models.weights import Rule
 

@@ -14,11 +14,11 @@ from saccade.checkpoint.config import TextConfig
 from saccade.errors import ConfigError
 from saccade.models.families.llava import PROJECTOR_LEVELS
 from saccade.models.families.mllama_tower import TileTower
-from saccade.models.interface import ModelParts, OnDecoder
-from saccade.models.layers.basic import Linear
+from saccade.models.interface import DecoderModel, ModelParts
 from saccade.models.layers.cross_attention import CROSS_RULES, CrossLayer, by_layer, pack
 from saccade.models.layers.decoder import Biases, Decoder, decoder_rules, head_rule
 from saccade.models.layers.forward_types import Attention, CrossAttentionRows, Encoding
+from saccade.models.layers.linear import Linear
 from saccade.models.vision.blocks import vision_config
 from saccade.models.vision.preprocess import ImagePixels, PatchLayout, pixel_policy
 from saccade.models.weights import Rule, under
@@ -28,7 +28,7 @@ _EXTRA_TOKENS = 8  # rows of the embedding table after the vocabulary; the first
 _PIXELS = {"resample": 2, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}  # defaults of the image processor
 
 
-class Mllama(OnDecoder):
+class Mllama(DecoderModel):
     def __init__(self, parts: ModelParts) -> None:
         super().__init__(parts)
         config = parts.config

@@ -19,7 +19,9 @@ from torch import Tensor
 
 from saccade.checkpoint.config import VisionConfig
 from saccade.errors import ConfigError
-from saccade.models.layers.basic import LayerNorm, Linear, PatchLinear, activation
+from saccade.models.layers.activation import activation
+from saccade.models.layers.layernorm import LayerNorm
+from saccade.models.layers.linear import Linear, PatchLinear
 from saccade.models.state_dict import Parameters
 from saccade.models.weights import Rule, under
 from saccade.types import Grid

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from saccade.checkpoint.config import VisionConfig
 from saccade.models.families.llava import PROJECTOR_LEVELS, PROJECTOR_RULES, Projector, decoder_biases
-from saccade.models.interface import ModelParts, OnDecoder
-from saccade.models.layers.basic import PatchLinear, RMSNorm
+from saccade.models.interface import DecoderModel, ModelParts
 from saccade.models.layers.decoder import Decoder, decoder_rules, head_rule
 from saccade.models.layers.forward_types import Encoding
+from saccade.models.layers.layernorm import RMSNorm
+from saccade.models.layers.linear import PatchLinear
 from saccade.models.state_dict import Parameters
 from saccade.models.vision.backend import VisionOps, run_blocks_keeping
 from saccade.models.vision.blocks import VisionBlock, grid_positions, rotary_dim, vision_config
@@ -25,7 +26,7 @@ from saccade.types import Geometry, Grid
 _EPS = 1e-5  # of the tower's norms; not in the config
 
 
-class LlavaPixtral(OnDecoder):
+class LlavaPixtral(DecoderModel):
     def __init__(self, parts: ModelParts) -> None:
         super().__init__(parts)
         params = parts.params

@@ -16,8 +16,9 @@ from saccade.checkpoint.config import VisionConfig
 from saccade.errors import ConfigError
 from saccade.models.families import qwen2_vl
 from saccade.models.families.qwen2_vl import EPS, Merger, Qwen2VL, vision_theta
-from saccade.models.layers.basic import PatchLinear, RMSNorm
 from saccade.models.layers.forward_types import Encoding
+from saccade.models.layers.layernorm import RMSNorm
+from saccade.models.layers.linear import PatchLinear
 from saccade.models.state_dict import Parameters
 from saccade.models.vision.backend import VisionOps, run_blocks
 from saccade.models.vision.blocks import VisionBlock, all_cells, grid_positions, reorder, rotary_dim

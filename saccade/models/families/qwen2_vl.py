@@ -10,10 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from saccade.checkpoint.config import ModelConfig, VisionConfig
-from saccade.models.interface import ModelParts, OnDecoder
-from saccade.models.layers.basic import LayerNorm, Linear, PatchLinear, RMSNorm
+from saccade.models.interface import DecoderModel, ModelParts
 from saccade.models.layers.decoder import Biases, Decoder, decoder_rules, head_rule
 from saccade.models.layers.forward_types import Encoding
+from saccade.models.layers.layernorm import LayerNorm, RMSNorm
+from saccade.models.layers.linear import Linear, PatchLinear
 from saccade.models.state_dict import Parameters
 from saccade.models.vision.backend import VisionOps, run_blocks
 from saccade.models.vision.blocks import VisionBlock, grid_positions, rotary_dim, vision_config
@@ -24,7 +25,7 @@ from saccade.types import Geometry, Grid
 EPS = 1e-6  # of the tower's norms; not in the config
 
 
-class Qwen2VL(OnDecoder):
+class Qwen2VL(DecoderModel):
     def __init__(self, parts: ModelParts) -> None:
         super().__init__(parts)
         vision = vision_config(parts.config)

@@ -12,11 +12,12 @@ from torch import Tensor
 from saccade.checkpoint.config import LinearConfig, TextConfig
 from saccade.errors import ConfigError
 from saccade.models.families.qwen3_vl import Qwen3VL
-from saccade.models.layers.basic import Linear, rotate
-from saccade.models.layers.decoder import Rotary, decoder_rules
+from saccade.models.layers.decoder import decoder_rules
 from saccade.models.layers.forward_types import Attention, States
 from saccade.models.layers.gated_delta_net import GatedDeltaNet
+from saccade.models.layers.linear import Linear
 from saccade.models.layers.moe import GatedMLP, layer_experts
+from saccade.models.layers.rotary_embedding import Rotary, rotate
 from saccade.models.state_dict import Parameters
 from saccade.models.weights import Rule, under
 

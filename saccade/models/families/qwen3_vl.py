@@ -12,9 +12,9 @@ from torch import Tensor
 from saccade.checkpoint.config import VisionConfig
 from saccade.errors import ConfigError
 from saccade.models.families.qwen2_vl import COMMON_TOWER_RULES, EPS, Merger, Qwen2VL, vision_theta
-from saccade.models.layers.basic import PatchLinear
 from saccade.models.layers.decoder import Biases, Decoder
 from saccade.models.layers.forward_types import Encoding
+from saccade.models.layers.linear import PatchLinear
 from saccade.models.state_dict import Parameters
 from saccade.models.vision.backend import VisionOps, run_blocks
 from saccade.models.vision.blocks import VisionBlock, by_token, grid_positions, rotary_dim

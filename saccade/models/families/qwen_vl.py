@@ -13,10 +13,11 @@ from torch import Tensor
 from saccade.checkpoint.config import ModelConfig, TextConfig, VisionConfig
 from saccade.errors import ConfigError
 from saccade.models.families.llama import Text
-from saccade.models.interface import ModelParts, OnDecoder
-from saccade.models.layers.basic import LayerNorm, Linear, PatchLinear
+from saccade.models.interface import DecoderModel, ModelParts
 from saccade.models.layers.decoder import Biases, Decoder, head_rule
 from saccade.models.layers.forward_types import Encoding
+from saccade.models.layers.layernorm import LayerNorm
+from saccade.models.layers.linear import Linear, PatchLinear
 from saccade.models.state_dict import Parameters
 from saccade.models.vision.backend import VisionOps, run_blocks
 from saccade.models.vision.blocks import VisionBlock, vision_config
@@ -38,7 +39,7 @@ class Qwen(Text):
         return (*decoder, *under([head_rule(self.config.text)], ("",), "decoder."))
 
 
-class QwenVL(OnDecoder):
+class QwenVL(DecoderModel):
     def __init__(self, parts: ModelParts) -> None:
         super().__init__(parts)
         config = parts.config

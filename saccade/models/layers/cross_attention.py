@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from saccade.checkpoint.config import TextConfig
-from saccade.models.layers.basic import Linear, RMSNorm
 from saccade.models.layers.forward_types import CrossAttentionRows
+from saccade.models.layers.layernorm import RMSNorm
+from saccade.models.layers.linear import Linear
 from saccade.models.state_dict import Parameters
 from saccade.models.weights import Rule
 

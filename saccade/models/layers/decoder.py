@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -12,10 +10,13 @@ from torch import Tensor
 
 from saccade.checkpoint.config import TextConfig
 from saccade.errors import ConfigError
+from saccade.models.layers.activation import silu_and_mul
 from saccade.models.layers.attention_temperature import attention_temperature_of
-from saccade.models.layers.basic import Linear, RMSNorm, cos_sin, frequencies, rotate, silu_and_mul
 from saccade.models.layers.forward_types import Attention
+from saccade.models.layers.layernorm import RMSNorm
+from saccade.models.layers.linear import Linear
 from saccade.models.layers.moe import EXPERT_RULES, layer_experts
+from saccade.models.layers.rotary_embedding import Rotary, rotate
 from saccade.models.state_dict import Parameters
 from saccade.models.weights import Rule, under
 
@@ -127,100 +128,6 @@ class QKNorms:
     def __call__(self, qk: Tensor) -> Tensor:
         """[T, heads + kv_heads, d], queries first"""
         return torch.cat((self.q(qk[:, : self.heads]), self.k(qk[:, self.heads :])), dim=1)
-
-
-class Rotary:
-    """RoPE, and M-RoPE, where each section of the frequencies has its own axis (time, height, width)."""
-
-    def __init__(self, text: TextConfig, device: torch.device) -> None:
-        base = frequencies(text.head_dim, text.rope_theta, device)
-        self.frequencies = _scale(base, text)  # float32 [d / 2]
-        # YaRN's factor of queries and keys. Attention multiplies scores by its square instead.
-        self.gain = _yarn_gain(text.rope_scaling) if _kind(text.rope_scaling) == "yarn" else 1.0
-        sections = text.mrope_section or (text.head_dim // 2,)
-        if sum(sections) != text.head_dim // 2:
-            wanted = f"half the head size {text.head_dim}"
-            raise ConfigError(f"mrope_section {list(sections)} must add up to {wanted}")
-        axes = [axis for axis, size in enumerate(sections) for _ in range(size)]  # 2, 3 -> 0 0 1 1 1
-        if text.rope_scaling.get("mrope_interleaved"):
-            axes = _interleaved(sections)
-        self.axes = torch.tensor(axes, device=device)  # int64 [d / 2]: the axis of each frequency
-
-    def __call__(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """[axes, T] -> cos and sin, each [T, 1, d]."""
-        per_frequency = positions.float().index_select(0, self.axes)  # [d / 2, T]
-        angles = per_frequency.T * self.frequencies  # [T, d / 2]
-        return cos_sin(angles[:, None], dtype)
-
-
-def _interleaved(sections: Sequence[int]) -> list[int]:
-    """Sizes 4, 2, 2 -> 0 1 2 0 1 2 0 0: axes alternate until used up, the first one fills the rest."""
-    axes = []
-    for index in range(sum(sections)):
-        axis = index % len(sections)
-        axes.append(axis if index < sections[axis] * len(sections) else 0)
-    return axes
-
-
-def _kind(scaling: Mapping[str, Any]) -> str:
-    return str(scaling.get("rope_type") or scaling.get("type") or "default")
-
-
-def _scale(base: Tensor, text: TextConfig) -> Tensor:
-    kind = _kind(text.rope_scaling)
-    factor = float(text.rope_scaling.get("factor") or 1)
-    if kind in ("default", "mrope"):
-        return base
-    if kind == "linear":
-        return base / factor
-    shares = {"llama3": _llama3_share, "yarn": _yarn_share}
-    if kind not in shares:
-        known = f"known are {', '.join(('default', 'mrope', 'linear', *shares))}"
-        raise ConfigError(f"config.json asks for rope scaling of type (rope_type) {kind!r}; {known}")
-    trained = int(text.rope_scaling.get("original_max_position_embeddings") or text.max_position)
-    share = shares[kind](base, text, trained)
-    return share * base + (1 - share) * base / factor
-
-
-def _llama3_share(base: Tensor, text: TextConfig, trained: int) -> Tensor:
-    """The share of each frequency that is not scaled: 1 for short wavelengths, 0 for long ones."""
-    low = float(text.rope_scaling.get("low_freq_factor") or 0)
-    high = float(text.rope_scaling.get("high_freq_factor") or 0)
-    if not low or not high or low >= high:
-        needed = f"low_freq_factor={low} below high_freq_factor={high}"
-        raise ConfigError(f"rope scaling of type llama3 needs {needed}")
-    rotations = base * trained / (2 * math.pi)  # over the length the model was trained on
-    return ((rotations - low) / (high - low)).clamp(0, 1)
-
-
-def _yarn_share(base: Tensor, text: TextConfig, trained: int) -> Tensor:
-    """The same, linear along the index of a frequency, from beta_fast to beta_slow."""
-    scaling = text.rope_scaling
-
-    def index_of(rotations: float) -> float:
-        return text.head_dim / 2 * math.log(trained / (rotations * 2 * math.pi)) / math.log(text.rope_theta)
-
-    first = index_of(float(scaling.get("beta_fast") or 32))
-    last = index_of(float(scaling.get("beta_slow") or 1))
-    if scaling.get("truncate", True):
-        first = math.floor(first)
-        last = math.ceil(last)
-    first = max(first, 0)
-    last = min(last, text.head_dim - 1)
-    index = torch.arange(len(base), dtype=torch.float32, device=base.device)
-    return 1 - ((index - first) / max(last - first, 1e-3)).clamp(0, 1)
-
-
-def _yarn_gain(scaling: Mapping[str, Any]) -> float:
-    if scaling.get("attention_factor") is not None:
-        return float(scaling["attention_factor"])
-    above = scaling.get("mscale")
-    below = scaling.get("mscale_all_dim")
-    return yarn_gain(scaling, above) / yarn_gain(scaling, below) if above and below else yarn_gain(scaling, 1)
-
-
-def yarn_gain(scaling: Mapping[str, Any], weight: float) -> float:
-    return 0.1 * weight * math.log(max(float(scaling.get("factor") or 1), 1)) + 1
 
 
 def decoder_rules(text: TextConfig) -> tuple[Rule, ...]:

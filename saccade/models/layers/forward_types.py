@@ -36,6 +36,6 @@ class WindowGroup(NamedTuple):
 class States(NamedTuple):
     """Recurrent states of linear attention layers, updated in place."""
 
-    past: Tensor  # [layers, rows, channels, kernel - 1]: convolution states
-    memory: Tensor  # float32 [layers, rows, heads, key, value]
+    conv: Tensor  # [layers, rows, channels, kernel - 1]: convolution states
+    recurrent: Tensor  # float32 [layers, rows, heads, key, value]
     groups: Sequence[WindowGroup]  # every packed token is in one of them

@@ -1,6 +1,6 @@
 """Gated delta net: linear attention with a recurrent state instead of a KV cache.
 
-    memory [key, value] of a head      decays by exp(g), then token t corrects the value under its key:
+    state [key, value] of a head      decays by exp(g), then token t corrects the value under its key:
     S_t = exp(g_t) S_(t-1) + k_t d_t   d_t = beta_t (v_t - k_t exp(g_t) S_(t-1))      output: o_t = q_t S_t
 
 In the chunked form the corrections d of a chunk are the solution of one triangular system.
@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from saccade.checkpoint.config import LinearConfig, TextConfig
-from saccade.models.layers.basic import Linear, RMSNorm
 from saccade.models.layers.forward_types import States
+from saccade.models.layers.layernorm import RMSNorm
+from saccade.models.layers.linear import Linear
 from saccade.models.state_dict import Parameters
 
 CHUNK = 64  # tokens
@@ -22,31 +23,31 @@ _TINY = 1e-6  # against division by zero
 
 
 def delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, memory: Tensor
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """q, k [N, heads, T, key], v [N, heads, T, value], g, beta [N, heads, T], memory [N, heads, key, value].
+    """q, k [N, heads, T, key], v [N, heads, T, value], g, beta [N, heads, T], state [N, heads, key, value].
 
-    Returns outputs [N, heads, T, value] and the memory after the last token.
+    Returns outputs [N, heads, T, value] and the state after the last token.
     """
     read = []
     for start in range(0, q.shape[2], CHUNK):
         here = (..., slice(start, start + CHUNK))
         rows = (*here, slice(None))
-        out, memory = _chunk(q[rows], k[rows], v[rows], g[here], beta[here], memory)
+        out, state = _chunk(q[rows], k[rows], v[rows], g[here], beta[here], state)
         read.append(out)
-    return torch.cat(read, dim=2), memory
+    return torch.cat(read, dim=2), state
 
 
-def _chunk(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-    total = g.cumsum(-1)  # [N, heads, T]: log decay of the memory at each token
+def _chunk(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    total = g.cumsum(-1)  # [N, heads, T]: log decay of the state at each token
     between = (total[..., :, None] - total[..., None, :]).tril().exp().tril()  # decay from j to i >= j
-    known = (k * total.exp()[..., None]) @ memory  # the old memory's value for each key
+    known = (k * total.exp()[..., None]) @ state  # the old state's value for each key
     system = ((k @ k.transpose(-1, -2)) * between * beta[..., None]).tril(-1)  # with a diagonal of ones
     wanted = (v - known) * beta[..., None]
     d = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
-    out = (q * total.exp()[..., None]) @ memory + ((q @ k.transpose(-1, -2)) * between) @ d
+    out = (q * total.exp()[..., None]) @ state + ((q @ k.transpose(-1, -2)) * between) @ d
     left = (total[..., -1:] - total).exp()  # decay of each correction until the end of the chunk
-    new = memory * total[..., -1].exp()[..., None, None] + (k * left[..., None]).transpose(-1, -2) @ d
+    new = state * total[..., -1].exp()[..., None, None] + (k * left[..., None]).transpose(-1, -2) @ d
     return out, new
 
 
@@ -70,28 +71,28 @@ class GatedDeltaNet:
         qkv, z, b, a = torch.split(self.inputs(x), list(self.sizes.values()), dim=-1)
         speed = -self.decay.float().exp() * F.softplus(a.float() + self.decay_bias)  # [T, heads]
         mixed = x.new_empty(len(x), self.shape.value_heads, self.shape.value_dim)
-        past = states.past[index]
-        memory = states.memory[index]
+        conv_state = states.conv[index]
+        state = states.recurrent[index]
         for group in states.groups:
             tokens = group.tokens  # [N, T]
             rows = group.rows  # [N]
-            convolved, past[rows] = self._convolve(qkv[tokens], past[rows])
+            convolved, conv_state[rows] = self._convolve(qkv[tokens], conv_state[rows])
             beta = b[tokens].float().sigmoid()
-            read, memory[rows] = self._delta_rule(convolved, speed[tokens], beta, memory[rows])
+            read, state[rows] = self._delta_rule(convolved, speed[tokens], beta, state[rows])
             mixed[tokens] = read.to(mixed.dtype)
             if group.keep_in is not None:
-                past[group.keep_in] = past[rows]
-                memory[group.keep_in] = memory[rows]
+                conv_state[group.keep_in] = conv_state[rows]
+                state[group.keep_in] = state[rows]
         gated = self.norm(mixed).float() * F.silu(z.float().view(mixed.shape))
         return self.out(gated.to(x.dtype).flatten(1))
 
-    def _convolve(self, x: Tensor, past: Tensor) -> tuple[Tensor, Tensor]:
+    def _convolve(self, x: Tensor, conv_state: Tensor) -> tuple[Tensor, Tensor]:
         """x [N, T, channels] after the state [N, channels, kernel - 1] -> output and next state."""
-        inputs = torch.cat((past, x.transpose(1, 2)), dim=-1)
+        inputs = torch.cat((conv_state, x.transpose(1, 2)), dim=-1)
         convolved = F.conv1d(inputs, self.conv, groups=inputs.shape[1])
-        return F.silu(convolved).transpose(1, 2), inputs[..., inputs.shape[-1] - past.shape[-1] :]
+        return F.silu(convolved).transpose(1, 2), inputs[..., inputs.shape[-1] - conv_state.shape[-1] :]
 
-    def _delta_rule(self, qkv: Tensor, speed: Tensor, beta: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+    def _delta_rule(self, qkv: Tensor, speed: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """qkv [N, T, channels] -> [N, T, heads, value]; adjacent value heads share a key head."""
         shape = self.shape
         keys = shape.key_heads * shape.key_dim
@@ -99,8 +100,8 @@ class GatedDeltaNet:
         q, k = (self._heads(_l2_norm(x.reshape(*x.shape[:2], shape.key_heads, -1))) for x in (q, k))
         v = v.reshape(*v.shape[:2], shape.value_heads, -1).transpose(1, 2)
         g = speed.transpose(1, 2)  # [N, heads, T]
-        read, memory = delta_rule(q * shape.key_dim**-0.5, k, v, g, beta.transpose(1, 2), memory)
-        return read.transpose(1, 2), memory
+        read, state = delta_rule(q * shape.key_dim**-0.5, k, v, g, beta.transpose(1, 2), state)
+        return read.transpose(1, 2), state
 
     def _heads(self, x: Tensor) -> Tensor:
         """[N, T, key_heads, d] -> [N, value_heads, T, d]"""

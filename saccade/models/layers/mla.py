@@ -18,10 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from saccade.checkpoint.config import MLAConfig, TextConfig
-from saccade.models.layers.basic import Linear, RMSNorm, rotate
-from saccade.models.layers.decoder import Rotary, yarn_gain
 from saccade.models.layers.forward_types import Attention
+from saccade.models.layers.layernorm import RMSNorm
+from saccade.models.layers.linear import Linear
 from saccade.models.layers.moe import GatedMLP, layer_experts
+from saccade.models.layers.rotary_embedding import Rotary, rotate, yarn_gain
 from saccade.models.state_dict import Parameters
 from saccade.models.weights import Rule
 

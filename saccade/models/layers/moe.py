@@ -13,7 +13,8 @@ from torch import Tensor
 
 from saccade.checkpoint.moe_config import MoEConfig
 from saccade.errors import ConfigError
-from saccade.models.layers.basic import Linear, silu_and_mul
+from saccade.models.layers.activation import silu_and_mul
+from saccade.models.layers.linear import Linear
 from saccade.models.state_dict import Parameters
 from saccade.models.weights import Rule
 

@@ -31,7 +31,7 @@ class AttentionBatch:
     """One step's tokens, packed request after request."""
 
     query_lens: list[int]  # new tokens of each request, in packed order
-    context_lens: list[int]  # tokens of each request in the cache once this step's are written
+    seq_lens: list[int]  # tokens of each request in the cache once this step's are written
     block_tables: Tensor  # int64 [requests, max_blocks], padded with blocks of the request's own
     slots: Tensor  # int64 [T]: block * block_size + offset, where each new token's key and value go
     block_size: int
@@ -42,7 +42,7 @@ class AttentionBatch:
         starts = [0, *accumulate(self.query_lens)]
         decoding = [i for i, n in enumerate(self.query_lens) if n == 1]
         windows = [_window(self, i, starts[i]) for i, n in enumerate(self.query_lens) if n > 1]
-        groups = [_group(self, members, starts) for members in _similar_contexts(decoding, self.context_lens)]
+        groups = [_group(self, members, starts) for members in _similar_contexts(decoding, self.seq_lens)]
         return _Plan(groups, windows)
 
 
@@ -79,7 +79,7 @@ def reference_attention(
     """One request, one explicit mask, one float32 softmax at a time."""
     outputs = []
     for i, queries in enumerate(torch.split(q, batch.query_lens)):  # [n, heads, d]
-        context = batch.context_lens[i]
+        context = batch.seq_lens[i]
         offsets = torch.arange(context, device=q.device)
         blocks = batch.block_tables[i][offsets // batch.block_size]
         slots = blocks * batch.block_size + offsets % batch.block_size
@@ -185,13 +185,13 @@ def _attend_window(w: _Window, q: Tensor, keys: Tensor, values: Tensor, out: Ten
     out[w.rows] = mixed[0].transpose(0, 1)
 
 
-def _similar_contexts(requests: list[int], contexts: Sequence[int]) -> Iterator[list[int]]:
+def _similar_contexts(requests: list[int], seq_lens: Sequence[int]) -> Iterator[list[int]]:
     """Split into groups of similar context, so that padding to the longest stays small."""
     group: list[int] = []
-    for i in sorted(requests, key=lambda i: contexts[i], reverse=True):
-        longest = contexts[group[0]] if group else contexts[i]
+    for i in sorted(requests, key=lambda i: seq_lens[i], reverse=True):
+        longest = seq_lens[group[0]] if group else seq_lens[i]
         padded = longest * (len(group) + 1)
-        used = sum(contexts[j] for j in group) + contexts[i]
+        used = sum(seq_lens[j] for j in group) + seq_lens[i]
         if group and (padded > _MAX_GROUP_TOKENS or padded - used > _MAX_PADDING * padded):
             yield group
             group = []
@@ -202,7 +202,7 @@ def _similar_contexts(requests: list[int], contexts: Sequence[int]) -> Iterator[
 
 def _group(batch: AttentionBatch, members: list[int], starts: list[int]) -> _Group:
     device = batch.block_tables.device
-    lengths = torch.tensor([batch.context_lens[i] for i in members], device=device)
+    lengths = torch.tensor([batch.seq_lens[i] for i in members], device=device)
     keys = _keys(batch, members)
     mask = None
     if keys.contiguous is None:
@@ -213,7 +213,7 @@ def _group(batch: AttentionBatch, members: list[int], starts: list[int]) -> _Gro
 
 def _window(batch: AttentionBatch, i: int, start: int) -> _Window:
     n = batch.query_lens[i]
-    context = batch.context_lens[i]
+    context = batch.seq_lens[i]
     mask = None
     if n < context:
         own = torch.arange(context - n, context, device=batch.block_tables.device)
@@ -222,7 +222,7 @@ def _window(batch: AttentionBatch, i: int, start: int) -> _Window:
 
 
 def _keys(batch: AttentionBatch, members: list[int]) -> _Keys:
-    longest = max(batch.context_lens[i] for i in members)
+    longest = max(batch.seq_lens[i] for i in members)
     blocks = batch.block_tables[members, : -(-longest // batch.block_size)]
     first = int(blocks[0, 0])
     is_contiguous = len(members) == 1 and blocks[0].tolist() == list(range(first, first + blocks.shape[1]))

@@ -12,16 +12,10 @@ from torch import Tensor
 
 from saccade.checkpoint.config import ModelConfig, VisionConfig
 from saccade.errors import ConfigError
-from saccade.models.layers.basic import (
-    LayerNorm,
-    Linear,
-    RMSNorm,
-    activation,
-    cos_sin,
-    frequencies,
-    gated_activation,
-    rotate,
-)
+from saccade.models.layers.activation import activation, gated_activation
+from saccade.models.layers.layernorm import LayerNorm, RMSNorm
+from saccade.models.layers.linear import Linear
+from saccade.models.layers.rotary_embedding import cos_sin, frequencies, rotate
 from saccade.models.layers.torch_attention import packed_attention
 from saccade.models.state_dict import Parameters
 from saccade.types import Grid

@@ -7,7 +7,8 @@ from collections.abc import Generator
 from torch import Tensor
 
 from saccade.checkpoint.config import VisionConfig
-from saccade.models.layers.basic import LayerNorm, PatchLinear
+from saccade.models.layers.layernorm import LayerNorm
+from saccade.models.layers.linear import PatchLinear
 from saccade.models.state_dict import Parameters
 from saccade.models.vision.backend import VisionOps, run_blocks
 from saccade.models.vision.blocks import VisionBlock

@@ -1,6 +1,6 @@
 """Decode on a CUDA device: one CUDA graph per batch size, from the embeddings to the argmax of the logits.
 
-    one int32 array a step   [5, size]   token, rotary position, slot, context, row of the block tables
+    one int32 array a step   [5, size]   token, rotary position, slot, seq_len, row of the block tables
 
 The sampled tokens stay on the device, by row of the block tables: the next step may begin before the host has
 read them.
@@ -31,7 +31,7 @@ class DecodeRows(NamedTuple):
     tokens: Metadata  # -1 where only the device knows it yet
     positions: Metadata  # rotary; after the prompt all axes agree
     slots: Metadata
-    contexts: Metadata  # tokens in the cache once this one is written
+    seq_lens: Metadata  # tokens in the cache once this one is written
     rows: Metadata  # of the block tables
 
 
@@ -91,7 +91,7 @@ class DecodeGraphs:
     def send(self, rows: DecodeRows, size: int) -> None:
         """Copies the metadata. Padding comes last: slot -1 (not stored), context 0, the spare table row."""
         count = len(rows.tokens)
-        assert rows.contexts.all(), "the tile schedule ends at the first row without a context"
+        assert rows.seq_lens.all(), "the tile schedule ends at the first row without a context"
         written = self._staging.open()[: 5 * size].reshape(5, size)
         written[:, :count] = rows
         if count < size:
@@ -110,12 +110,12 @@ class DecodeGraphs:
         decoder = self.decoder.decoder
         weights = (decoder.table, decoder.rotary.frequencies)
         inputs = decode_inputs(metadata, tables.last_tokens, *weights, tables.blocks, self.block_size, embeds)
-        schedule = self._attention.plan(metadata.contexts, taken)
+        schedule = self._attention.plan(metadata.seq_lens, taken)
 
         def attend(qkv: Tensor, keys: Tensor, values: Tensor, out: Tensor | None = None) -> Tensor:
             new = NewTokens(qkv, inputs.cos, inputs.sin, metadata.slots)
             scale = self.decoder.scale
-            return self._attention(new, keys, values, inputs.tables, metadata.contexts, scale, schedule, out)
+            return self._attention(new, keys, values, inputs.tables, metadata.seq_lens, scale, schedule, out)
 
         return inputs.embeds, attend
 

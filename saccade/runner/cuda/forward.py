@@ -120,8 +120,8 @@ class CudaForward:
 
     def _trial_rows(self, size: int) -> DecodeRows:
         zeros = np.zeros(size, np.int32)
-        context = min(_MEASURED_CONTEXT, self._longest)
-        return DecodeRows(zeros, zeros, zeros - 1, zeros + context, np.arange(size, dtype=np.int32))
+        seq_len = min(_MEASURED_CONTEXT, self._longest)
+        return DecodeRows(zeros, zeros, zeros - 1, zeros + seq_len, np.arange(size, dtype=np.int32))
 
     def _prefill_trials(self) -> Iterator[tuple[int, Callable[[], object]]]:
         """One window of each captured size, at the end of a context."""
@@ -133,8 +133,8 @@ class CudaForward:
     def _trial_window(self, tokens: int, *, samples: bool = False) -> Window:
         zeros = np.zeros((self._prefill_graphs.axes, tokens), np.int32)
         slots = np.full(tokens, -1)
-        context = min(_MEASURED_CONTEXT + tokens, self._longest)
-        return Window(0, zeros[0], zeros, slots, context, samples)
+        seq_len = min(_MEASURED_CONTEXT + tokens, self._longest)
+        return Window(0, zeros[0], zeros, slots, seq_len, samples)
 
     def _mixed_trials(self, rows: int) -> Iterator[tuple[int, Callable[[], object]]]:
         """Both together: a window inside its prompt, since the last one of a prompt is never mixed."""
@@ -219,7 +219,7 @@ class CudaForward:
             tokens=np.array(tokens, np.int32),
             positions=starts + batch.shifts,
             slots=tables.slots(batch.rows, starts, self.block_size),
-            contexts=starts + 1,
+            seq_lens=starts + 1,
             rows=batch.rows,
         )
 
@@ -246,7 +246,7 @@ class CudaForward:
         here, rows = to_device(np.stack([which, batch.rows[which]]), self.device)
         values = to_device(inputs.values, self.device)
         sink = TokenSink(self._tables.last_tokens, rows)
-        sample_tokens(found.logits, here, values, inputs.is_cut, found.tokens, sink)
+        sample_tokens(found.logits, here, values, inputs.has_filters, found.tokens, sink)
 
     def _collecting(self, windows: Windows, batch: DecodeBatch, found: Decoded, to: TokenReadback) -> Sampled:
         self._sample(windows, batch, found)

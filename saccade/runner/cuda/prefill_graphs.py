@@ -1,6 +1,6 @@
 """Prefill on a CUDA device: metadata in one copy, and a CUDA graph for steps that are not too large.
 
-    int32 a step   | tokens | slots | positions | rows | contexts | starts | last | request_rows | tiles     |
+    int32 a step   | tokens | slots | positions | rows | seq_lens | starts | last | request_rows | tiles     |
                      T        T       axes * T    W      W          W + 1    W      W              2 * tiles
 
 A graph is captured per number of tokens; fewer are padded with rows of no window, which are not stored. It
@@ -45,7 +45,7 @@ class Window(NamedTuple):
     tokens: npt.NDArray[np.integer[Any]]  # [tokens]; -1 where an image's embedding is written
     positions: npt.NDArray[np.integer[Any]]  # [axes, tokens]
     slots: npt.NDArray[np.integer[Any]]  # [tokens]
-    context: int  # tokens in the cache once these are written
+    seq_len: int  # tokens in the cache once these are written
     samples: bool  # the next token is sampled
 
 
@@ -159,7 +159,7 @@ class PrefillGraphs:
     def write(self, flat: Metadata, windows: Sequence[Window], sizes: Sizes) -> None:
         """The rest of each part is padding; positions there are not read and stay as they were."""
         parts = [flat[first:end] for first, end in pairwise(sizes.offsets())]
-        tokens, slots, positions, table_rows, contexts, starts, last, request_rows, index = parts
+        tokens, slots, positions, table_rows, seq_lens, starts, last, request_rows, index = parts
         by_axis = positions.reshape(sizes.axes, -1)
         done = 0
         for window in windows:
@@ -171,7 +171,7 @@ class PrefillGraphs:
         tokens[done:] = 0
         slots[done:] = -1
         _fill(table_rows, [window.row for window in windows], self.tables.spare)
-        _fill(contexts, [window.context for window in windows], 0)
+        _fill(seq_lens, [window.seq_len for window in windows], 0)
         starts[0] = 0
         _fill(starts[1:], np.cumsum([len(window.tokens) for window in windows]), done)
         samples = [i for i, window in enumerate(windows) if window.samples]
@@ -186,7 +186,7 @@ class PrefillGraphs:
         if len(windows) > GRAPH_WINDOWS or tokens > GRAPH_TOKENS[-1]:
             return None
         size = _rounded(tokens)
-        longest = max(window.context for window in windows)
+        longest = max(window.seq_len for window in windows)
         return self._captured.get((size, self.attention.is_short(size, longest)))
 
     def graph_sizes(self, tokens: int, *, is_short: bool = False) -> Sizes:
@@ -199,10 +199,10 @@ class PrefillGraphs:
     def _plan(self, windows: Sequence[Window], sizes: Sizes) -> None:
         flash = self._flash_for(sizes)
         if flash is not None:
-            contexts = [window.context for window in windows]
-            counts = [-(-context // self.block_size) for context in contexts]
+            seq_lens = [window.seq_len for window in windows]
+            counts = [-(-seq_len // self.block_size) for seq_len in seq_lens]
             blocks = self.tables.blocks_of([window.row for window in windows], counts)
-            flash.plan([len(window.tokens) for window in windows], contexts, blocks)
+            flash.plan([len(window.tokens) for window in windows], seq_lens, blocks)
 
     def _rows(self, sizes: Sizes) -> int:
         return self.attention.rows(sizes.tokens, is_short=sizes.is_short)
@@ -248,10 +248,10 @@ class PrefillGraphs:
 
     def begin(self, embeds: Tensor, metadata: Tensor, sizes: Sizes, splits: int | None = None) -> Attending:
         """Writes the embeddings of text tokens into `embeds`; returns the attention of these rows."""
-        tokens, slots, positions, rows, contexts, starts, _, _, index = _parts(metadata, sizes)
+        tokens, slots, positions, rows, seq_lens, starts, _, _, index = _parts(metadata, sizes)
         decoder = self.decoder.decoder
         tiles = Tiles(starts, index.view(-1, 2), self._rows(sizes))
-        inputs = PrefillMetadata(tokens, positions.view(self.axes, -1), rows, contexts)
+        inputs = PrefillMetadata(tokens, positions.view(self.axes, -1), rows, seq_lens)
         frequencies = RotaryFrequencies(decoder.rotary.frequencies, decoder.rotary.axes)
         blocks = self.tables.blocks
         cos, sin, tables = prefill_inputs(inputs, embeds, decoder.table, frequencies, blocks, self.block_size)
@@ -263,7 +263,7 @@ class PrefillGraphs:
             if flash is not None:
                 assert out is None, "FlashInfer allocates its own output"
                 return flash(q, keys, values)
-            return self.attention(q, keys, values, tables, contexts, tiles, self.decoder.scale, out, splits)
+            return self.attention(q, keys, values, tables, seq_lens, tiles, self.decoder.scale, out, splits)
 
         return attend
 
@@ -291,7 +291,7 @@ def _fill(target: Metadata, values: Sequence[int] | npt.NDArray[np.integer[Any]]
 def _write_tiles(index: Metadata, windows: Sequence[Window], rows: int) -> None:
     """The window and first row of each tile, the one with most keys first; see `kernels.launch.tiling`."""
     found = [
-        (window.context - len(window.tokens) + first, owner, first)
+        (window.seq_len - len(window.tokens) + first, owner, first)
         for owner, window in enumerate(windows)
         for first in range(0, len(window.tokens), rows)
     ]

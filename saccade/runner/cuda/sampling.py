@@ -20,16 +20,16 @@ _LIKELY = 16  # tokens of the self-test that have nearly all probability: roundi
 
 
 def sample_tokens(
-    logits: Tensor, which: Tensor, params: Tensor, is_cut: bool, out: Tensor, sink: TokenSink
+    logits: Tensor, which: Tensor, params: Tensor, has_filters: bool, out: Tensor, sink: TokenSink
 ) -> None:
     """A token for each of the rows `which` [rows] of logits [T, N], into `out` [T] at that row and the sink.
 
-    `params` and `is_cut` are those of a `SamplingInputs`, on the device.
+    `params` and `has_filters` are those of a `SamplingInputs`, on the device.
     """
     if has_kernel(logits.device, logits.dtype, logits.shape[1]):
         kernel.sample_rows(logits, which, params, out, sink)
         return
-    tokens = sample_rows(logits[which], params, is_cut)
+    tokens = sample_rows(logits[which], params, has_filters)
     out.index_copy_(0, which, tokens)
     sink.last_tokens.index_copy_(0, sink.request_rows, tokens)
 
@@ -43,7 +43,7 @@ def self_test(device: torch.device, dtype: torch.dtype, vocabulary: int) -> None
     which = torch.arange(len(_CASES), device=device)
     found, last_tokens = (torch.zeros(len(_CASES), dtype=torch.int64, device=device) for _ in range(2))
     kernel.sample_rows(logits, which, params, found, TokenSink(last_tokens, which))
-    expected = sample_rows(logits, params, is_cut=True)
+    expected = sample_rows(logits, params, has_filters=True)
     if not torch.equal(found, expected) or not torch.equal(last_tokens, expected):
         raise ValueError(f"sampled {found.tolist()}, not {expected.tolist()}")
 

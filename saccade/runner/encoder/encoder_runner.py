@@ -65,7 +65,7 @@ class Encoder(Protocol):
 
     def submit(self, items: Sequence[MediaItem]) -> None: ...
 
-    def decode_early(self, items: Sequence[MediaItem]) -> None: ...
+    def prefetch_media(self, items: Sequence[MediaItem]) -> None: ...
 
     def prefetch(self, items: Sequence[MediaItem]) -> None: ...
 
@@ -143,7 +143,7 @@ class LocalEncoder:
             self._queue[item.key] = item
         self._start_decoding(self._queue.values())
 
-    def decode_early(self, items: Sequence[MediaItem]) -> None:
+    def prefetch_media(self, items: Sequence[MediaItem]) -> None:
         """Begin to decode new arrivals, after all prefetches. `prefetch` drops what is not submitted."""
         self._start_decoding((*self._queue.values(), *items))  # submitted images that still wait go first
 

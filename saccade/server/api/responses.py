@@ -55,9 +55,9 @@ class ResponseEvents(EventShape):
     # --- the whole ------------------------------------------------------------------------------------------
 
     def whole(self) -> dict[str, Any]:
-        is_cut = self._output.finish_reason == "length"
-        response = self._response("incomplete" if is_cut else "completed")
-        response["incomplete_details"] = {"reason": "max_output_tokens"} if is_cut else None
+        has_filters = self._output.finish_reason == "length"
+        response = self._response("incomplete" if has_filters else "completed")
+        response["incomplete_details"] = {"reason": "max_output_tokens"} if has_filters else None
         response["usage"] = _usage(self._generation)
         return response
 
@@ -134,7 +134,7 @@ class ResponseEvents(EventShape):
 
 
 def _status(block: Block) -> str:
-    return "incomplete" if block.is_cut else "completed"
+    return "incomplete" if block.has_filters else "completed"
 
 
 def _part(text: str) -> dict[str, Any]:

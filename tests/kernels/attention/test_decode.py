@@ -18,16 +18,16 @@ from saccade.kernels.attention.decode_triton import DecodeWorkspace
 from saccade.kernels.launch.device import Heads
 from tests.helpers.paged import BLOCK, DEVICE, HALF, Paged, assert_close, ints, random
 
-HEADS = Heads(queries=12, keys=2, dim=128)
+HEADS = Heads(num_heads=12, keys=2, dim=128)
 Tile = tuple[int, int, int]  # request, head, number
 
 
-def all_tiles(contexts: list[int], heads: int) -> list[Tile]:
+def all_tiles(seq_lens: list[int], heads: int) -> list[Tile]:
     return [
         (request, head, tile)
-        for request, context in enumerate(contexts)
+        for request, seq_len in enumerate(seq_lens)
         for head in range(heads)
-        for tile in range(-(-context // KEYS))
+        for tile in range(-(-seq_len // KEYS))
     ]
 
 
@@ -44,7 +44,7 @@ def sections(schedule: TileSchedule, tiles: list[Tile]) -> list[list[list[Tile]]
 
 
 contexts_of_a_step = st.builds(
-    lambda contexts, padding: contexts + [0] * padding,
+    lambda seq_lens, padding: seq_lens + [0] * padding,
     st.lists(st.sampled_from([1, 64, 65, 700, 2000]) | st.integers(1, 3000), min_size=1, max_size=9),
     st.integers(0, 7),
 )
@@ -53,21 +53,21 @@ contexts_of_a_step = st.builds(
 @settings(max_examples=25, deadline=None)
 @given(contexts_of_a_step, st.sampled_from([1, 2, 4]), st.sampled_from([1, 5, 40]))
 def test_programs_have_all_tiles_between_them_and_none_has_two_more_than_another(
-    contexts: list[int], heads: int, programs: int
+    seq_lens: list[int], heads: int, programs: int
 ) -> None:
-    tiles = all_tiles(contexts, heads)
-    schedule = [first + second for first, second in sections(plan_schedule(ints(contexts), heads, programs), tiles)]
+    tiles = all_tiles(seq_lens, heads)
+    schedule = [first + second for first, second in sections(plan_schedule(ints(seq_lens), heads, programs), tiles)]
     assert sorted(tile for share in schedule for tile in share) == tiles
     assert max(map(len, schedule)) - min(map(len, schedule)) <= 1
 
 
 @settings(max_examples=25, deadline=None)
 @given(contexts_of_a_step, st.sampled_from([1, 2, 4]), st.sampled_from([3, 5, 40]))
-def test_what_others_go_on_with_comes_first(contexts: list[int], heads: int, programs: int) -> None:
+def test_what_others_go_on_with_comes_first(seq_lens: list[int], heads: int, programs: int) -> None:
     """So the second section, if there is one, ends with the last tile of a request and head."""
-    tiles = all_tiles(contexts, heads)
+    tiles = all_tiles(seq_lens, heads)
     ends = {(request, head): tile for request, head, tile in tiles}
-    for first, second in sections(plan_schedule(ints(contexts), heads, programs), tiles):
+    for first, second in sections(plan_schedule(ints(seq_lens), heads, programs), tiles):
         if second:
             assert first[0][2] == 0 and first[-1][2] < ends[first[-1][:2]], "a beginning without its end"
             assert second[-1][2] == ends[second[-1][:2]]
@@ -122,8 +122,8 @@ def test_many_requests_go_to_it_and_few_to_the_plain_kernel(
         return found
 
     monkeypatch.setattr(decode_hopper, "hopper_decode", hopper)
-    attend, contexts, new = attention(by_hopper=by_hopper), ints(paged.contexts), paged.new_tokens(q)
-    out = attend(new, paged.k, paged.v, paged.tables, contexts, 0.2, attend.plan(contexts))
+    attend, seq_lens, new = attention(by_hopper=by_hopper), ints(paged.seq_lens), paged.new_tokens(q)
+    out = attend(new, paged.k, paged.v, paged.tables, seq_lens, 0.2, attend.plan(seq_lens))
     assert len(calls) == expected
     assert_close(out, found)
 
@@ -150,9 +150,9 @@ def test_the_trial_accepts_what_agrees_with_the_plain_kernel(monkeypatch: pytest
     """The plain kernel in its place: the trial's own example must be one that a right kernel passes."""
 
     def plain(
-        new: object, k: Tensor, v: Tensor, tables: Tensor, contexts: Tensor, _: TileSchedule, *rest: object
+        new: object, k: Tensor, v: Tensor, tables: Tensor, seq_lens: Tensor, _: TileSchedule, *rest: object
     ) -> Tensor:
-        return decode.paged_decode(new, k, v, tables, contexts, *rest)  # type: ignore[arg-type]
+        return decode.paged_decode(new, k, v, tables, seq_lens, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(decode_hopper, "hopper_decode", plain)
     decode.can_use_hopper.self_test(Heads(2, 1, 128), HALF, BLOCK, DEVICE)

@@ -18,7 +18,7 @@ from saccade.kernels.launch.varlen_tiles import Tiles
 from tests.helpers.paged import BLOCK, DEVICE, HALF, Paged, assert_close, ints, random
 
 H200 = 132
-HEADS = Heads(queries=12, keys=2, dim=128)
+HEADS = Heads(num_heads=12, keys=2, dim=128)
 SIZES = [16, 64, 128, 256, 512, 640, 1024]
 
 
@@ -75,7 +75,7 @@ def test_short_passes_have_small_tiles(tokens: int, by_hopper: bool) -> None:
 def test_the_short_way_gives_what_the_long_one_does(is_short: bool) -> None:
     paged, q = Paged.of([40, 300], kv_heads=2, dim=64, dtype=HALF), random(90, 4, 64, dtype=HALF)
     attend = PrefillAttention(4, BLOCK, DEVICE, by_hopper=False)
-    tiles = Tiles.of([20, 70], attend.rows(90, is_short=is_short), DEVICE, contexts=[40, 300])
+    tiles = Tiles.of([20, 70], attend.rows(90, is_short=is_short), DEVICE, seq_lens=[40, 300])
     splits = 1 if is_short else None
     found = attend(q, paged.k, paged.v, paged.tables, ints([40, 300]), tiles, 0.2, splits=splits)
     assert_close(found, paged.expected(q, [20, 70]))
@@ -92,7 +92,7 @@ def test_its_own_tiles_go_to_it_and_all_others_to_the_plain_kernel(
         return paged.expected(q, [20])
 
     monkeypatch.setattr(prefill_hopper, "hopper_prefill", hopper)
-    tiles = Tiles.of([20], rows, DEVICE, contexts=[40])
+    tiles = Tiles.of([20], rows, DEVICE, seq_lens=[40])
     found = attention(by_hopper=by_hopper)(q, paged.k, paged.v, paged.tables, ints([40]), tiles, 0.2)
     assert len(calls) == expected
     assert_close(found, paged.expected(q, [20]))

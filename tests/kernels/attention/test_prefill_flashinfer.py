@@ -28,7 +28,7 @@ from tests.helpers.published import PUBLISHED
 
 pytestmark = pytest.mark.transformers
 
-HEADS = Heads(queries=6, keys=2, dim=16)
+HEADS = Heads(num_heads=6, num_kv_heads=2, head_dim=16)
 ROOM = Capacity(tokens=64, windows=5, blocks=40)
 
 
@@ -43,12 +43,12 @@ def flash(min_tokens: int = 1, capacity: Capacity = ROOM) -> FlashInferPrefill:
 
 def blocks_of(paged: Paged) -> Tensor:
     """As many as the contexts fill, one request after the other."""
-    counts = [-(-context // BLOCK) for context in paged.contexts]
+    counts = [-(-seq_len // BLOCK) for seq_len in paged.seq_lens]
     return torch.cat([table[:count] for table, count in zip(paged.tables, counts, strict=True)])
 
 
 def found(prefill: FlashInferPrefill, paged: Paged, lengths: list[int], q: Tensor) -> Tensor:
-    prefill.plan(lengths, paged.contexts, blocks_of(paged))
+    prefill.plan(lengths, paged.seq_lens, blocks_of(paged))
     return prefill(q, paged.k, paged.v)
 
 
@@ -67,12 +67,12 @@ def test_a_context_that_ends_with_its_block_fills_it() -> None:
 
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize(
-    ("lengths", "contexts"),
+    ("lengths", "seq_lens"),
     [([40], [40]), ([7, 20, 1], [7, 53, 33]), ([3, 16, 5, 9, 1], [64, 16, 100, 9, 32])],
     ids=["one", "prefixes", "as many as there is room for"],
 )
-def test_windows_attend_to_their_own_past_wherever_its_blocks_lie(lengths: list[int], contexts: list[int]) -> None:
-    paged, q = Paged.of(contexts, HEADS.keys, HEADS.dim, torch.float32), random(sum(lengths), 6, 16)
+def test_windows_attend_to_their_own_past_wherever_its_blocks_lie(lengths: list[int], seq_lens: list[int]) -> None:
+    paged, q = Paged.of(seq_lens, HEADS.keys, HEADS.dim, torch.float32), random(sum(lengths), 6, 16)
     assert_close(found(flash(), paged, lengths, q), paged.expected(q, lengths))
 
 

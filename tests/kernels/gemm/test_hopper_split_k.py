@@ -126,7 +126,7 @@ def test_attention_adds_up_a_projection_that_came_in_parts(splits: int) -> None:
     parts[-1] = new.qkv - parts[:-1].sum(0)
     workspace = DecodeWorkspace.allocate(3 * splits, 6, 2, 64, DEVICE)
     found = paged_decode(
-        new._replace(qkv=parts), paged.k, paged.v, paged.tables, ints(paged.contexts), BLOCK, 0.2, workspace,
+        new._replace(qkv=parts), paged.k, paged.v, paged.tables, ints(paged.seq_lens), BLOCK, 0.2, workspace,
         splits=splits, launch=SMALL,
     )  # fmt: skip
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)

@@ -20,7 +20,7 @@ from saccade.kernels.ops import reference
 from saccade.models.cuda import gemms, vision
 from saccade.models.cuda.vision import FusedVision
 from saccade.models.families.qwen2_vl import Qwen2VL
-from saccade.models.layers import basic
+from saccade.models.layers import activation
 from saccade.models.vision.backend import TorchVision
 from tests.helpers.decoder_layers import decoder, plain_mlp, rows_of, total
 from tests.helpers.tiles import GATED, PROGRAMS, QUICK, tile_start
@@ -75,7 +75,7 @@ def test_without_such_a_device_there_is_no_kernel() -> None:
 @pytest.mark.parametrize("act", ["quick_gelu", "tanh_gelu", "silu_and_mul"])
 def test_the_reference_is_the_product_and_then_the_layer_s_activation(act: str) -> None:
     x, weight, bias = random(5, 16), random(24, 16), random(24)
-    expected = getattr(basic, act)(F.linear(x, weight, bias))
+    expected = getattr(activation, act)(F.linear(x, weight, bias))
     torch.testing.assert_close(reference.linear_act(x, weight, bias, act), expected, atol=1e-5, rtol=1e-5)
 
 

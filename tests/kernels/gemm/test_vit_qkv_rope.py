@@ -85,7 +85,7 @@ def rotary_for(rows: int, dim: int) -> Tensor:
 def test_the_reference_is_the_product_and_then_the_rotation() -> None:
     x, weight, bias, rotary = random(5, 16), random(3 * 4 * 8, 16), random(3 * 4 * 8), rotary_for(5, 8)
     expected = torch.nn.functional.linear(x, weight, bias).view(5, 3, 4, 8)
-    vit_ops.rotate_pairs(expected, rotary)
+    vit_ops.rotate_half(expected, rotary)
     found = reference.qkv_rope(x, weight, bias, rotary, 4)
     torch.testing.assert_close(found.flatten(1), expected.flatten(1)[:, parted_columns(4, 8)], atol=1e-5, rtol=1e-5)
 

@@ -7,7 +7,7 @@ import torch
 
 from saccade.checkpoint.config import TextConfig
 from saccade.kernels.ops import reference
-from saccade.kernels.ops.qk_norm import head_norm
+from saccade.kernels.ops.qk_norm import qk_rms_norm
 from saccade.models.cuda.decoder import FusedDecoder
 from saccade.models.layers.decoder import Biases, Decoder
 from saccade.models.layers.torch_attention import PagedKV
@@ -28,8 +28,8 @@ def test_query_and_key_heads_are_normed_and_values_left_alone(
     found = random(5, heads + 2 * kv_heads, dim, seed=1, dtype=dtype)
     expected = found.clone()
     q, k = 1 + 0.1 * random(dim, seed=2, dtype=dtype), 1 + 0.1 * random(dim, seed=3, dtype=dtype)
-    head_norm(found, q, k, heads, 1e-6)
-    reference.head_norm(expected, q, k, heads, 1e-6)
+    qk_rms_norm(found, q, k, heads, 1e-6)
+    reference.qk_rms_norm(expected, q, k, heads, 1e-6)
     tolerance = 2e-5 if dtype == torch.float32 else 4e-3
     torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
 

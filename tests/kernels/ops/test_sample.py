@@ -47,7 +47,7 @@ def drawn(logits: Tensor, asked: Tensor, block: int = 512) -> list[int]:
 
 
 def expected(logits: Tensor, asked: Tensor) -> list[int]:
-    found: list[int] = sampler.sample_rows(logits, asked, is_cut=True).tolist()
+    found: list[int] = sampler.sample_rows(logits, asked, has_filters=True).tolist()
     return found
 
 

@@ -12,7 +12,8 @@ from saccade.models.cuda.vision import ATTENTION, FusedVision
 from saccade.models.cuda.vision_graphs import packed_cells
 from saccade.models.families.llava import Llava
 from saccade.models.families.qwen2_vl import Qwen2VL
-from saccade.models.layers.basic import cos_sin, quick_gelu, rotate
+from saccade.models.layers.activation import quick_gelu
+from saccade.models.layers.rotary_embedding import cos_sin, rotate
 from saccade.models.vision.backend import TorchVision
 from saccade.models.vision.blocks import angles_of, grid_positions
 from saccade.models.vision.preprocess import PatchLayout, PixelPolicy
@@ -82,7 +83,7 @@ def test_the_norm_leaves_its_input_with_the_bias_added() -> None:
     x, weight, bias, added = random(5, 96), random(96), random(96) + 1, random(96) - 1
     normed = torch.nn.functional.layer_norm(x, (96,), weight, bias, 1e-6)
     expected = x + added
-    found = vit_ops.norm_and_add(x, weight, bias, 1e-6, added)
+    found = vit_ops.norm_then_add(x, weight, bias, 1e-6, added)
     torch.testing.assert_close(found, normed, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(x, expected)
 

@@ -17,7 +17,7 @@ from saccade.kernels.launch.varlen_tiles import Tiles
 from saccade.kernels.ops import vit_ops
 from saccade.models.cuda import vision_graph_sizes, vision_graphs
 from saccade.models.cuda.vision import FusedVision, _FusedPass
-from saccade.models.cuda.vision_attention import Heads, PassLimits, ScheduledAttention, TiledAttention, num_tiles
+from saccade.models.cuda.vision_attention import PassLimits, ScheduledAttention, TiledAttention, VisionHeads, num_tiles
 from saccade.models.families.llava import Llava
 from saccade.models.families.qwen2_vl import Qwen2VL
 from saccade.models.vision.backend import TorchVision, run_blocks
@@ -250,7 +250,7 @@ def test_both_ways_are_recorded_before_the_engine_runs(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("lengths", [[2048], [1564], [256] * 8, [300, 1200, 400], [641, 641]], ids=str)
 def test_whatever_is_shared_out_has_room_in_a_recording(lengths: list[int]) -> None:
     way = ScheduledAttention(lambda *_: True, lambda _: pytest.fail("not asked for"), 132, minimum=0)
-    heads, maximum = Heads(16, 80, torch.bfloat16), PassLimits(2048, 32)
+    heads, maximum = VisionHeads(16, 80, torch.bfloat16), PassLimits(2048, 32)
     assert len(way.metadata(lengths, heads, maximum)) <= way.room(heads, maximum)
 
 

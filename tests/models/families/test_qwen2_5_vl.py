@@ -20,7 +20,8 @@ from saccade.errors import ConfigError
 from saccade.kernels.ops import vit_ops
 from saccade.models import load_model
 from saccade.models.families.qwen2_5_vl import all_windows, pack
-from saccade.models.layers.basic import Linear, silu_and_mul
+from saccade.models.layers.activation import silu_and_mul
+from saccade.models.layers.linear import Linear
 from saccade.models.state_dict import Parameters
 from saccade.models.weights import fill_random
 from saccade.types import Grid

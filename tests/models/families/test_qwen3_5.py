@@ -185,10 +185,10 @@ def make_states(rows: int = 2, kept: int = 0) -> RecurrentStates:
 def test_a_row_is_given_back_and_begins_at_zero_again() -> None:
     states = make_states(1)
     states.open("a")
-    states.memory.fill_(7)
+    states.recurrent.fill_(7)
     states.close("a")
     states.open("b")
-    assert not states.memory.any()
+    assert not states.recurrent.any()
     states.check()
 
 
@@ -221,10 +221,10 @@ def test_a_window_is_cut_where_its_state_is_kept_and_another_request_goes_on_fro
     now = states.of([ScheduledWindow("a", 0, 7, (), False, (StateCheckpoint(4, 1), StateCheckpoint(6, 0)))])
     assert [group.tokens.tolist() for group in now.groups] == [[[0, 1, 2, 3]], [[4, 5]], [[6]]]
     assert [None if g.keep_in is None else g.keep_in.tolist() for g in now.groups] == [[3], [2], None]
-    states.memory[:, 3] = 5
+    states.recurrent[:, 3] = 5
     states.open("b", StateCheckpoint(4, 1))
     (group,) = states.of([ScheduledWindow("b", 4, 9, (), False)]).groups
-    assert (states.memory[:, group.rows] == 5).all()
+    assert (states.recurrent[:, group.rows] == 5).all()
 
 
 def test_a_question_about_a_image_seen_before_begins_behind_the_image(folder: Path) -> None:

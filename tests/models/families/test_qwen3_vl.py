@@ -18,8 +18,8 @@ from saccade.errors import ConfigError
 from saccade.kernels.ops import vit_ops
 from saccade.models import load_model
 from saccade.models.families.qwen3_vl import Positions
-from saccade.models.layers.basic import tanh_gelu
-from saccade.models.layers.decoder import Rotary
+from saccade.models.layers.activation import tanh_gelu
+from saccade.models.layers.rotary_embedding import Rotary
 from saccade.models.state_dict import Parameters
 from saccade.models.vision.blocks import by_token
 from saccade.models.weights import fill_random

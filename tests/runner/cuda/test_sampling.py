@@ -50,7 +50,7 @@ def test_tokens_go_where_the_next_step_takes_them_from(with_kernel: bool, monkey
     asked = torch.tensor([[1.0, 9.0, 0.9, 0.0, 0.4], [1.2, 50.0, 1.0, 0.0, 0.8]], dtype=torch.float64, device=DEVICE).T
     out, last_tokens = nothing(3), nothing(4)
     sampling.sample_tokens(logits, which, asked, True, out, TokenSink(last_tokens, request_rows))
-    first, second = sample_rows(logits[which], asked, is_cut=True).tolist()
+    first, second = sample_rows(logits[which], asked, has_filters=True).tolist()
     assert out.tolist() == [second, -1, first]
     assert last_tokens.tolist() == [-1, first, -1, second]
 

@@ -143,10 +143,10 @@ def test_memory_is_set_by_the_budget_and_not_by_the_number_of_images() -> None:
 
 def test_a_submitted_image_is_decoded_before_those_that_are_expected_later(tower: FakeTower) -> None:
     encoder = stage(tower, max_patches=16)
-    encoder.decode_early([picture("a"), picture("b")])  # 32 patches: there is room for no more
+    encoder.prefetch_media([picture("a"), picture("b")])  # 32 patches: there is room for no more
     encoder.submit([picture("wanted")])
     for number in range(100):
-        encoder.decode_early([picture(f"later {number}"), picture(f"last {number}")])
+        encoder.prefetch_media([picture(f"later {number}"), picture(f"last {number}")])
         wait([future for _, future in encoder._decoding.values()])
         encoder.advance(1, may_wait=False)
         encoder.prefetch([])
