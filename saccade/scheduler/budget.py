@@ -78,8 +78,8 @@ class StepBudget:
 def are_enough(requests: Sequence[ScheduledRequest], config: SchedulerConfig) -> bool:
     """Whether a step of these requests is full, unless much of them is found in the prefix cache."""
     max_prefills = config.latency.max_prefills if config.latency else None
-    most = min(max_prefills or config.max_num_seqs, config.max_num_seqs)
-    return len(requests) >= most or sum(seq.num_tokens for seq in requests) >= config.max_num_batched_tokens
+    max_requests = min(max_prefills or config.max_num_seqs, config.max_num_seqs)
+    return len(requests) >= max_requests or sum(seq.num_tokens for seq in requests) >= config.max_num_batched_tokens
 
 
 def demand_of(

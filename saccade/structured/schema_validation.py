@@ -1,7 +1,7 @@
 """Structured output on the server's side: response_format to a JSON schema that the engine can enforce.
 
 Schemas are checked in processes (`schema_validation_worker`) that can be ended, since a client can
-make one arbitrarily costly. Results are cached per `scope` (tenant), so that no tenant can tell what others sent.
+make one arbitrarily costly. Results are cached per `scope` (tenant): no tenant can tell what others sent.
 """
 
 from __future__ import annotations

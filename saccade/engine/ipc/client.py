@@ -96,8 +96,8 @@ class EngineClient:
         `heartbeat_timeout` is the longest a single step may take, in seconds.
         """
         if heartbeat_timeout < _MIN_HEARTBEAT_TIMEOUT:
-            least = _MIN_HEARTBEAT_TIMEOUT
-            raise ConfigError(f"heartbeat_timeout must be {least} s or more, not {heartbeat_timeout}")
+            shortest = _MIN_HEARTBEAT_TIMEOUT
+            raise ConfigError(f"heartbeat_timeout must be {shortest} s or more, not {heartbeat_timeout}")
         files = (checkpoint.path, checkpoint.config, checkpoint.image_processor)
         self._start_frame = frame(start_message(*files, options, largest, warmup, progress=progress))
         self._heartbeat_timeout = heartbeat_timeout

@@ -1,4 +1,4 @@
-"""The Llama-like decoder of most families, over packed tokens. The KV cache is behind `Attention`."""
+"""The Llama-like decoder of most families, over packed tokens. `Attention` owns the KV cache."""
 
 from __future__ import annotations
 
