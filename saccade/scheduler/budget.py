@@ -79,7 +79,8 @@ def are_enough(requests: Sequence[ScheduledRequest], config: SchedulerConfig) ->
     """Whether a step of these requests is full, unless much of them is found in the prefix cache."""
     max_prefills = config.latency.max_prefills if config.latency else None
     max_requests = min(max_prefills or config.max_num_seqs, config.max_num_seqs)
-    return len(requests) >= max_requests or sum(seq.num_tokens for seq in requests) >= config.max_num_batched_tokens
+    num_tokens = sum(seq.num_tokens for seq in requests)
+    return len(requests) >= max_requests or num_tokens >= config.max_num_batched_tokens
 
 
 def demand_of(
