@@ -86,7 +86,7 @@ def are_enough(requests: Sequence[ScheduledRequest], config: SchedulerConfig) ->
 def demand_of(
     requests: Iterable[ScheduledRequest], step: int, in_flight: int, can_fuse: bool, latency_bounded: bool
 ) -> Demand:
-    """`in_flight`: work."""
+    """`in_flight`: embeddings that the encoder is making."""
     decoding = text_decoding = prompts = text_tokens = work = 0
     for seq in requests:
         if seq.is_decoding:
