@@ -1,6 +1,6 @@
 """The steps between the GEMMs of a vision block, each one pass over memory. Knows rows and heads, no tower.
 
-norm_and_add: grid (T,)                                  rotate_pairs: grid (T,)
+norm_then_add: grid (T,)                                 rotate_half: grid (T,)
 
     x [T, hidden]  row t ──► normed, a new tensor        qkv [T, 3, heads, d]   row t  | q heads | k heads | v heads |
           │                                              rotated in place                ^^^^^^^^^^^^^^^^^^^

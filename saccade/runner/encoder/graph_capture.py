@@ -10,7 +10,7 @@ import torch
 from tqdm import tqdm
 
 from saccade.checkpoint.config import VisionConfig
-from saccade.models.cuda.vision_graph_sizes import IMAGES, MAXIMUM, SIZES, size_for
+from saccade.models.cuda import vision_graph_sizes as sizes
 from saccade.models.interface import VisionLanguageModel
 from saccade.types import Grid
 
@@ -39,19 +39,20 @@ def capture_tower(model: VisionLanguageModel) -> None:
 def largest_pass(vision: VisionConfig) -> int:
     """Patches of the largest captured pass."""
     squares = _max_squares(vision)
-    return max(SIZES[-1], size_for(squares * _rows_of(_square(vision)))) if squares else SIZES[-1]
+    largest = sizes.size_for(squares * _rows_of(_square(vision))) if squares else 0
+    return max(sizes.SIZES[-1], largest)
 
 
 def _packings(vision: VisionConfig) -> Iterator[list[Grid]]:
     """One image of each size, and several small ones; with one fixed image size, each number of images."""
     side = vision.spatial_merge_size
     if side > 1 and not vision.takes_squares:
-        for size in reversed(SIZES):
+        for size in reversed(sizes.SIZES):
             packs = [[_about(size, side)]]
             if size > _SMALL:
                 packs.append([_about(_SMALL, side)] * (size // _SMALL))
             # Some round up to another size, which has its own.
-            yield from (pack for pack in packs if size_for(sum(grid.patches for grid in pack)) == size)
+            yield from (pack for pack in packs if sizes.size_for(sum(grid.patches for grid in pack)) == size)
     for images in range(_max_squares(vision), 0, -1):
         yield [_square(vision)] * images
 
@@ -66,9 +67,9 @@ def _about(patches: int, side: int) -> Grid:
 def _max_squares(vision: VisionConfig) -> int:
     """Images of the one fixed size in the largest captured pass; 0: sizes vary, or it is too large."""
     has_sizes = vision.spatial_merge_size > 1 and not vision.takes_squares
-    if has_sizes or not vision.image_size or _square(vision).patches > SIZES[-1]:
+    if has_sizes or not vision.image_size or _square(vision).patches > sizes.SIZES[-1]:
         return 0
-    return min(IMAGES, MAXIMUM // _rows_of(_square(vision)))
+    return min(sizes.IMAGES, sizes.MAXIMUM // _rows_of(_square(vision)))
 
 
 def _square(vision: VisionConfig) -> Grid:

@@ -18,7 +18,7 @@ from saccade.kernels.attention.decode_triton import DecodeWorkspace
 from saccade.kernels.launch.device import Heads
 from tests.helpers.paged import BLOCK, DEVICE, HALF, Paged, assert_close, ints, random
 
-HEADS = Heads(num_heads=12, keys=2, dim=128)
+HEADS = Heads(num_heads=12, num_kv_heads=2, head_dim=128)
 Tile = tuple[int, int, int]  # request, head, number
 
 

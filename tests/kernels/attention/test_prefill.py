@@ -18,7 +18,7 @@ from saccade.kernels.launch.varlen_tiles import Tiles
 from tests.helpers.paged import BLOCK, DEVICE, HALF, Paged, assert_close, ints, random
 
 H200 = 132
-HEADS = Heads(num_heads=12, keys=2, dim=128)
+HEADS = Heads(num_heads=12, num_kv_heads=2, head_dim=128)
 SIZES = [16, 64, 128, 256, 512, 640, 1024]
 
 

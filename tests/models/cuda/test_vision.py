@@ -92,7 +92,7 @@ def test_rotation_turns_queries_and_keys_and_leaves_values() -> None:
     qkv = random(7, 3, 3, 20)
     cos, sin = cos_sin(random(7, 10), torch.float32)
     expected = torch.cat((rotate(qkv[:, :2], cos[:, None, None], sin[:, None, None]), qkv[:, 2:]), dim=1)
-    vit_ops.rotate_pairs(qkv, rotary_of(cos, sin))
+    vit_ops.rotate_half(qkv, rotary_of(cos, sin))
     torch.testing.assert_close(qkv, expected, atol=1e-6, rtol=1e-6)
 
 

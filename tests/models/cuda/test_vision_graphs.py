@@ -61,7 +61,7 @@ def test_embeddings_are_those_of_the_plain_tower(grids: list[Grid]) -> None:
 
 @pytest.mark.parametrize("together", [1, 2, 3])
 def test_blocks_recorded_together_are_those_of_the_tower(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vision_graphs, "TOGETHER", together)
+    monkeypatch.setattr(vision_graphs, "BLOCKS_PER_GRAPH", together)
     raw, grids = {**QWEN, "vision_config": {**QWEN["vision_config"], "depth": 4}}, [Grid(1, 4, 6)]
     made = model(raw, FusedVision(), Qwen2VL)
     capture_tower(made)
@@ -115,21 +115,21 @@ def test_images_of_one_number_of_patches_keep_their_own_places(is_recorded: bool
 def test_what_the_pass_before_had_is_not_made_again(is_recorded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     made, grids = recorded() if is_recorded else model(QWEN, FusedVision(), Qwen2VL), [Grid(1, 4, 6)]
     expected = torch.cat(encode(made, patches(grids), grids)).clone()
-    for owner, name in ((vit_ops, "rotate_one"), (vision_graphs._RecordedPass, "metadata")):
+    for owner, name in ((vit_ops, "write_cos_sin"), (vision_graphs._GraphPass, "metadata")):
         monkeypatch.setattr(owner, name, lambda *_: pytest.fail("made again"))
     assert torch.equal(torch.cat(encode(made, patches(grids), grids)), expected)
 
 
 def test_angles_of_the_pass_before_are_gone_when_others_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory is planned for those of one pass."""
-    made, turn, seen = model(QWEN, FusedVision(), Qwen2VL), vit_ops.rotate_one, []
+    made, turn, seen = model(QWEN, FusedVision(), Qwen2VL), vit_ops.write_cos_sin, []
 
     def watched(cells: Tensor, per_axis: Tensor, rotary: Tensor) -> None:
         seen.append(weakref.ref(rotary))
         assert [ref() is None for ref in seen] == [True] * (len(seen) - 1) + [False]
         turn(cells, per_axis, rotary)
 
-    monkeypatch.setattr(vit_ops, "rotate_one", watched)
+    monkeypatch.setattr(vit_ops, "write_cos_sin", watched)
     for grids in ([Grid(1, 4, 6)], [Grid(1, 6, 4)], [Grid(1, 4, 6)]):
         encode(made, patches(grids), grids)
     assert len(seen) == 3
@@ -144,7 +144,7 @@ def test_a_pass_that_failed_before_its_first_block_finds_nothing_of_another_when
     expected = torch.stack(finish(run_blocks(TorchVision().begin([16], places, x.device), blocks, x.clone())))
     run = made.ops.begin([16], places, x.device)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(MemoryError):
-        patch.setattr(vision_graphs._StaticBuffers, "rotate_one", raise_memory_error)
+        patch.setattr(vision_graphs._StaticBuffers, "write_cos_sin", raise_memory_error)
         run(blocks, x.clone())
     torch.testing.assert_close(run(blocks, x.clone())[0], expected, atol=1e-4, rtol=1e-4)
 
@@ -178,7 +178,7 @@ def test_passes_of_equal_images_are_recorded_beyond_the_sizes_of_others(monkeypa
     monkeypatch.setattr(vision_graph_sizes, "MAXIMUM", 64)
     made, grids, given = model(LLAVA, FusedVision(), Llava), [Grid(1, 4, 4)] * 3, random(48, 12)
     capture_tower(made)
-    monkeypatch.setattr(FusedVision, "_launched", lambda *_: pytest.fail("launched, not replayed"))
+    monkeypatch.setattr(FusedVision, "_eager", lambda *_: pytest.fail("launched, not replayed"))
     expected = encode(model(LLAVA, TorchVision(), Llava), given, grids)
     torch.testing.assert_close(torch.stack(encode(made, given, grids)), torch.stack(expected), atol=1e-4, rtol=1e-4)
 
@@ -217,10 +217,10 @@ def shared_or_tiled() -> Qwen2VL | Llava:
     """Pictures of 16 patches and more are shared out among three programs."""
     ops = FusedVision()
     shared = ScheduledAttention(
-        lambda lengths, *_: min(lengths) >= 16, lambda shares: partial(attend, shares), 3, minimum=16
+        lambda lengths, *_: min(lengths) >= 16, lambda shares: partial(attend, shares), 3, min_patches=16
     )
     tiled = TiledAttention(lambda tiles: lambda qkv, scale: packed_vit(*qkv.unbind(1), tiles, scale), TILE_ROWS)
-    ops._recordings = vision_graphs.VisionGraphs(_FusedPass, (shared, tiled), ops._launched)
+    ops._graphs = vision_graphs.VisionGraphs(_FusedPass, (shared, tiled), ops._eager)
     made = model(QWEN, ops, Qwen2VL)
     capture_tower(made)
     return made
@@ -242,16 +242,16 @@ def test_recorded_passes_go_the_way_that_suits_their_images(grids: list[Grid], m
 def test_both_ways_are_recorded_before_the_engine_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graph_capture, "_SMALL", 8)
     made = shared_or_tiled()
-    monkeypatch.setattr(FusedVision, "_launched", lambda *_: pytest.fail("launched one by one"))
+    monkeypatch.setattr(FusedVision, "_eager", lambda *_: pytest.fail("launched one by one"))
     for grids in ([Grid(1, 4, 4)], [Grid(1, 2, 4)] * 2):
         encode(made, patches(grids), grids)
 
 
 @pytest.mark.parametrize("lengths", [[2048], [1564], [256] * 8, [300, 1200, 400], [641, 641]], ids=str)
 def test_whatever_is_shared_out_has_room_in_a_recording(lengths: list[int]) -> None:
-    way = ScheduledAttention(lambda *_: True, lambda _: pytest.fail("not asked for"), 132, minimum=0)
+    way = ScheduledAttention(lambda *_: True, lambda _: pytest.fail("not asked for"), 132, min_patches=0)
     heads, maximum = VisionHeads(16, 80, torch.bfloat16), PassLimits(2048, 32)
-    assert len(way.metadata(lengths, heads, maximum)) <= way.room(heads, maximum)
+    assert len(way.metadata(lengths, heads, maximum)) <= way.metadata_size(heads, maximum)
 
 
 @pytest.mark.parametrize("side", [2, 3, 4, 5])

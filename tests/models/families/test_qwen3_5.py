@@ -115,13 +115,13 @@ def one_by_one(inputs: dict[str, Tensor], memory: Tensor) -> tuple[Tensor, Tenso
 @given(tokens=st.integers(1, 2 * CHUNK + 7), seed=st.integers(0, 5))
 def test_chunks_of_the_delta_rule_give_what_single_tokens_give(tokens: int, seed: int) -> None:
     inputs, memory = rule_inputs(tokens, seed), torch.randn(2, 3, 8, 5)
-    for found, expected in zip(delta_rule(**inputs, memory=memory), one_by_one(inputs, memory), strict=True):
+    for found, expected in zip(delta_rule(**inputs, state=memory), one_by_one(inputs, memory), strict=True):
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_the_delta_rule_is_that_of_transformers() -> None:
     inputs = rule_inputs(70)
-    found, memory = delta_rule(**inputs, memory=torch.zeros(2, 3, 8, 5))
+    found, memory = delta_rule(**inputs, state=torch.zeros(2, 3, 8, 5))
     turned = {name: x.transpose(1, 2) for name, x in inputs.items()}
     expected, last = torch_recurrent_gated_delta_rule(
         turned["q"], turned["k"], turned["v"], g=turned["g"], beta=turned["beta"], output_final_state=True
