@@ -86,7 +86,7 @@ def hopper_variants() -> Iterator[Variant]:
         name = f"linear.{dtype}.{act}.{has_bias}"
         yield of(name, "gemm.hopper_act:_linear_act_kernel", types, [act, has_bias], 168)
     types = [*[box(64)] * 2, pairs(1, 32, 2, 64), pairs(4, 8, 2, 64), box(64), BF16, F32, "i32", "i32:16", "i32", "i32"]
-    yield of("qkv.16", "gemm.hopper_qkv_rope:_qkv_kernel", types, [16], 168)
+    yield of("qkv.16", "gemm.hopper_vit_qkv_rope:_qkv_kernel", types, [16], 168)
     for rows, stages, splits, registers in ((16, 2, 8, 64), (32, 5, 4, 64), (64, 6, 4, 64), (128, 6, 4, 96)):
         types = [box(64), box(rows), F32, BF16, "i32", "i32:16"]
         constants = [1536, rows, 64, stages, splits, False]
@@ -118,7 +118,7 @@ def triton_variants() -> Iterator[Variant]:
         yield of(
             name, "attention.prefill_triton:_prefill_kernel", types + parts + steps, constants, num_stages=5, **early
         )
-    yield of("plan", "attention.decode_schedule:_plan_kernel", [I32, I32, "i32", "i32"], [2, 64, 10, 64])
+    yield of("plan", "attention.decode_hopper_schedule:_plan_kernel", [I32, I32, "i32", "i32"], [2, 64, 10, 64])
     types = [F32, F32, F32, I32, BF16, "i32", "i32"]
     yield of("prefill_combine", "attention.prefill_combine:_combine_kernel", types, [128, 128, 4, True], 2, **early)
     types = [F32, I32, BF16, "i32"]
@@ -170,10 +170,10 @@ def small_variants() -> Iterator[Variant]:
     constants = [16, 1536, 1536, 2048, 64, 64]
     yield of("prefill_inputs", "prepare_inputs:_prefill_inputs_kernel", types, constants, pdl=False)
     types = ["*u8", I32, I32, "*u8", *["i32"] * 5]
-    yield of("resample", "preprocess:_weigh_kernel", types, [22, 1024], pdl=False)
+    yield of("resample", "image_preprocess:_weigh_kernel", types, [22, 1024], pdl=False)
     types = ["*u8", BF16, "i32", "i32", *["fp32"] * 6]
-    yield of("cut_patches", "preprocess:_cut_kernel", types, [14, 2, 2, 196, 1024], pdl=False)
-    vit = "vit_elementwise"
+    yield of("cut_patches", "image_preprocess:_cut_kernel", types, [14, 2, 2, 196, 1024], pdl=False)
+    vit = "vit_ops"
     yield of("vit_norm", f"{vit}:_norm_kernel", [BF16] * 5 + ["fp32"], [1280, 2048, True], 1)
     yield of("vit_rms_norm", f"{vit}:_rms_norm_kernel", [BF16] * 4 + ["fp32"], [1280, 2048, True], 1)
     yield of("vit_rotate", f"{vit}:_rotate_kernel", [BF16, F32], [16, 80, 32, 64, True])

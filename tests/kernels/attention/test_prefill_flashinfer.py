@@ -72,27 +72,27 @@ def test_a_context_that_ends_with_its_block_fills_it() -> None:
     ids=["one", "prefixes", "as many as there is room for"],
 )
 def test_windows_attend_to_their_own_past_wherever_its_blocks_lie(lengths: list[int], seq_lens: list[int]) -> None:
-    paged, q = Paged.of(seq_lens, HEADS.keys, HEADS.dim, torch.float32), random(sum(lengths), 6, 16)
+    paged, q = Paged.of(seq_lens, HEADS.num_kv_heads, HEADS.head_dim, torch.float32), random(sum(lengths), 6, 16)
     assert_close(found(flash(), paged, lengths, q), paged.expected(q, lengths))
 
 
 @pytest.mark.usefixtures("installed")
 def test_queries_are_read_inside_a_merged_projection() -> None:
-    paged, qkv = Paged.of([21], HEADS.keys, HEADS.dim, torch.float32), random(21, 10, 16)
+    paged, qkv = Paged.of([21], HEADS.num_kv_heads, HEADS.head_dim, torch.float32), random(21, 10, 16)
     assert_close(found(flash(), paged, [21], qkv[:, :6]), paged.expected(qkv[:, :6], [21]))
 
 
 @pytest.mark.usefixtures("installed")
 def test_rows_of_padding_change_nothing() -> None:
-    paged, q = Paged.of([30, 12], HEADS.keys, HEADS.dim, torch.float32), random(32, 6, 16)
+    paged, q = Paged.of([30, 12], HEADS.num_kv_heads, HEADS.head_dim, torch.float32), random(32, 6, 16)
     assert_close(found(flash(), paged, [14, 12], q)[:26], paged.expected(q[:26], [14, 12]))
 
 
 @pytest.mark.usefixtures("installed")
 def test_nothing_of_a_longer_step_is_left_in_the_next() -> None:
-    prefill, long = flash(), Paged.of([90, 64, 40, 33], HEADS.keys, HEADS.dim, torch.float32)
+    prefill, long = flash(), Paged.of([90, 64, 40, 33], HEADS.num_kv_heads, HEADS.head_dim, torch.float32)
     found(prefill, long, [20, 20, 10, 5], random(55, 6, 16))
-    short, q = Paged.of([18], HEADS.keys, HEADS.dim, torch.float32), random(9, 6, 16)
+    short, q = Paged.of([18], HEADS.num_kv_heads, HEADS.head_dim, torch.float32), random(9, 6, 16)
     assert_close(found(prefill, short, [9], q), short.expected(q, [9]))
 
 
@@ -100,7 +100,11 @@ def test_nothing_of_a_longer_step_is_left_in_the_next() -> None:
 def test_a_step_without_windows_can_be_planned_for_recording() -> None:
     prefill = flash()
     prefill.plan([], [], ints([]))
-    assert prefill(random(16, 6, 16), *Paged.of([4], HEADS.keys, HEADS.dim, torch.float32)[:2]).shape == (16, 6, 16)
+    assert prefill(random(16, 6, 16), *Paged.of([4], HEADS.num_kv_heads, HEADS.head_dim, torch.float32)[:2]).shape == (
+        16,
+        6,
+        16,
+    )
 
 
 @pytest.mark.usefixtures("installed")
