@@ -1,0 +1,53 @@
+"""Sum over the experts of each token: the last step of an MoE layer.
+
+    made [T, slots, H]: grid (T, H / COLUMNS)     | slot 0 | slot 1 | ... |  + sigmoid(gate) * added  ->  out [T, H]
+
+The routing weights are in `made` already. Slots are added in their order, in float32, and rounded once.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from saccade.kernels.launch.pdl import pdl_options, pdl_release_then_wait, supports_pdl
+
+_COLUMNS = 1024  # of a program
+
+
+def combine(made: Tensor, slots: int, added: Tensor | None = None, gate: Tensor | None = None) -> Tensor:
+    """made [pairs, H] -> [T, H]. `added` [T, H]: a shared expert's output; `gate` [T]: its gate before the sigmoid."""
+    pairs, hidden = made.shape
+    tokens = pairs // slots
+    assert made.is_contiguous() and pairs == tokens * slots
+    assert added is None or (added.is_contiguous() and added.shape == (tokens, hidden))
+    assert gate is None or (gate.numel() == tokens and gate.is_contiguous() and added is not None)
+    out = torch.empty((tokens, hidden), dtype=made.dtype, device=made.device)
+    pdl = supports_pdl(made)
+    _combine_kernel[(tokens, triton.cdiv(hidden, _COLUMNS))](
+        made, added, gate, out, hidden, SLOTS=slots, COLUMNS=_COLUMNS, PDL=pdl, num_warps=4, **pdl_options(pdl)
+    )
+    return out
+
+
+@triton.jit
+def _combine_kernel(
+    made: tl.tensor, added: tl.tensor, gate: tl.tensor, out: tl.tensor, hidden: tl.tensor,
+    SLOTS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    mask = columns < hidden
+    pdl_release_then_wait(PDL)
+    row = made + token * SLOTS * hidden + columns
+    total = tl.load(row, mask=mask, other=0.0).to(tl.float32)
+    for slot in tl.static_range(1, SLOTS):
+        total += tl.load(row + slot * hidden, mask=mask, other=0.0).to(tl.float32)
+    if added is not None:
+        more = tl.load(added + token * hidden + columns, mask=mask, other=0.0).to(tl.float32)
+        if gate is not None:
+            more *= tl.sigmoid(tl.load(gate + token).to(tl.float32))
+        total += more
+    tl.store(out + token * hidden + columns, total.to(out.dtype.element_ty), mask=mask)

@@ -1,0 +1,236 @@
+"""Expert GEMMs over sorted pairs: gate/up with SiLU, then down times the routing weight. Knows no routing.
+
+    block b of `SortedPairs`: up to ROWS pairs of one expert      program (b, tile): OUTPUTS rows of its weight
+
+    moe_gate_up   x [T, H], rows gathered by pair // slots    x   gate_up[expert] [2 I, H]   gate rows | up rows
+                  wide [pairs, I], in sorted order            =   silu(gate) * up
+    moe_down      wide, rows contiguous                       x   down[expert] [H, I]
+                  out [pairs, H], in pair order               =   row * weight of its pair
+
+Few rows per expert (decode) are memory-bound: out^T = weight x^T, so that the weight's rows are the wide side of an
+MMA. Many (prefill) are compute-bound: out = x weight^T; GROUP blocks run tile by tile, so that a wave shares rows and
+weights in L2. Grids are sized for the worst routing; programs without a block end at once. Rows after the last of a
+block are the last one again, and their results are dropped.
+
+With `tma`, weights (and the rows of `wide`) are loaded by TMA tensor descriptors instead of pointers.
+
+PDL: the block table is older than the previous GEMM, which waited before it released its dependents. So `moe_down`
+may read the table before its own wait, and prefetch its first weights into L2 (see `launch.pdl`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from saccade.kernels.launch.device import precision_of
+from saccade.kernels.launch.pdl import pdl_options, pdl_wait_then_release, prefetch_l2, supports_pdl
+from saccade.kernels.moe.sorting import SortedPairs
+
+_LINE = 128  # bytes
+
+
+class TileConfig(NamedTuple):
+    """The sizes an expert GEMM is launched with; a block's rows are those of `SortedPairs`."""
+
+    outputs: int  # weight rows of a program; of the gate and as many of `up`
+    inputs: int  # columns it reads at a time
+    warps: int = 4
+    stages: int = 4  # of the software pipeline
+    group: int = 1  # blocks that run tile by tile
+    swapped: bool = True  # out^T = weight x^T, for few rows
+    tma: bool = False
+    prefetch: int = 0  # cache lines of each weight row, before the previous kernel has ended; `moe_down` alone
+
+
+def moe_gate_up(x: Tensor, weight: Tensor, pairs: SortedPairs, config: TileConfig) -> Tensor:
+    """x [T, H], weight [E, 2 I, H] with gates first -> silu(gate) * up: [pairs, I], in sorted order."""
+    _, both, inputs = weight.shape
+    outputs = both // 2
+    assert x.stride(1) == 1 and weight.is_contiguous() and x.dtype == weight.dtype and x.shape[1] == inputs
+    out = torch.empty((len(pairs.order), outputs), dtype=x.dtype, device=x.device)
+    pdl = supports_pdl(x)
+    _gate_up_kernel[_grid(pairs, outputs, config)](
+        x, _weights(weight, config), pairs.order, pairs.blocks, out, outputs, pairs.blocks.shape[1], x.stride(0),
+        pairs.slots, K=inputs, ROWS=pairs.rows, **_sizes(config, x, pdl),
+    )  # fmt: skip
+    return out
+
+
+def moe_down(wide: Tensor, weight: Tensor, pairs: SortedPairs, scales: Tensor, config: TileConfig) -> Tensor:
+    """wide [pairs, I] in sorted order, weight [E, H, I], scales float32 [T, slots] -> [pairs, H] in pair order."""
+    _, outputs, inputs = weight.shape
+    assert wide.is_contiguous() and weight.is_contiguous() and wide.dtype == weight.dtype and wide.shape[1] == inputs
+    assert scales.is_contiguous() and scales.dtype == torch.float32 and scales.numel() == len(pairs.order)
+    out = torch.empty((len(wide), outputs), dtype=wide.dtype, device=wide.device)
+    pdl = supports_pdl(wide)
+    rows = TensorDescriptor.from_tensor(wide, [pairs.rows, config.inputs]) if config.tma else wide
+    of_line = _LINE // weight.element_size()
+    lines = min(config.prefetch, inputs // of_line) if pdl and not config.tma else 0
+    _down_kernel[_grid(pairs, outputs, config)](
+        rows, _weights(weight, config), pairs.order, pairs.blocks, scales, out, outputs, pairs.blocks.shape[1],
+        K=inputs, ROWS=pairs.rows, PREFETCH=1 << (lines.bit_length() - 1) if lines else 0, **_sizes(config, wide, pdl),
+    )  # fmt: skip
+    return out
+
+
+def _grid(pairs: SortedPairs, outputs: int, config: TileConfig) -> tuple[int]:
+    groups = triton.cdiv(pairs.blocks.shape[1], config.group)
+    return (groups * config.group * triton.cdiv(outputs, config.outputs),)
+
+
+def _weights(weight: Tensor, config: TileConfig) -> Tensor | TensorDescriptor:
+    """A tile that reaches beyond an expert reads rows of the next one; their results are dropped."""
+    if not config.tma:
+        return weight
+    return TensorDescriptor.from_tensor(weight.flatten(0, 1), [config.outputs, config.inputs])
+
+
+def _sizes(config: TileConfig, x: Tensor, pdl: bool) -> dict[str, Any]:
+    return {
+        "OUTPUTS": config.outputs, "INPUTS": config.inputs, "GROUP": config.group, "SWAPPED": config.swapped,
+        "TMA": config.tma, "PRECISION": precision_of(x), "PDL": pdl,
+        "num_warps": config.warps, "num_stages": config.stages, **pdl_options(pdl),
+    }  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["capacity", "slots"])
+def _gate_up_kernel(
+    x: tl.tensor, weight: tl.tensor, order: tl.tensor, blocks: tl.tensor, out: tl.tensor,
+    N: tl.tensor, capacity: tl.tensor, x_row: tl.tensor, slots: tl.tensor,
+    K: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
+    GROUP: tl.constexpr, SWAPPED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    block, tile = _block_and_tile(N, OUTPUTS, GROUP)
+    pdl_wait_then_release(PDL)
+    count = tl.load(blocks + 2 * capacity + block, mask=block < capacity, other=0)
+    if count == 0:
+        return
+    expert = tl.load(blocks + block)
+    first = tl.load(blocks + capacity + block)
+    rows = tl.arange(0, ROWS)
+    tokens = tl.load(order + first + tl.minimum(rows, count - 1)) // slots
+    own_x = x + tokens[:, None].to(tl.int64) * x_row  # [ROWS, 1]
+    gates = expert * 2 * N + tile * OUTPUTS  # first weight row
+    gate_rows = _weight_rows(weight, gates, N - tile * OUTPUTS, K, OUTPUTS, TMA)
+    up_rows = _weight_rows(weight, gates + N, N - tile * OUTPUTS, K, OUTPUTS, TMA)
+    gate = _zeros(ROWS, OUTPUTS, SWAPPED)
+    up = _zeros(ROWS, OUTPUTS, SWAPPED)
+    for k in range(0, K, INPUTS):
+        inputs = k + tl.arange(0, INPUTS)[None, :]
+        here = _load(own_x, inputs, K, INPUTS, "")  # [ROWS, INPUTS]
+        weights = _load_weights(weight, gate_rows, gates, k, K, OUTPUTS, INPUTS, SWAPPED, TMA)
+        gate = _dot(here, weights, gate, SWAPPED, PRECISION)
+        weights = _load_weights(weight, up_rows, gates + N, k, K, OUTPUTS, INPUTS, SWAPPED, TMA)
+        up = _dot(here, weights, up, SWAPPED, PRECISION)
+    found = gate * tl.sigmoid(gate) * up
+    if SWAPPED:
+        found = tl.trans(found)
+    columns = tile * OUTPUTS + tl.arange(0, OUTPUTS)[None, :]
+    target = out + (first + rows)[:, None].to(tl.int64) * N + columns
+    tl.store(target, found.to(out.dtype.element_ty), mask=(rows < count)[:, None] & (columns < N))
+
+
+@triton.jit(do_not_specialize=["capacity"])
+def _down_kernel(
+    wide: tl.tensor, weight: tl.tensor, order: tl.tensor, blocks: tl.tensor, scales: tl.tensor, out: tl.tensor,
+    N: tl.tensor, capacity: tl.tensor,
+    K: tl.constexpr, ROWS: tl.constexpr, PREFETCH: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
+    GROUP: tl.constexpr, SWAPPED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    block, tile = _block_and_tile(N, OUTPUTS, GROUP)
+    count = tl.load(blocks + 2 * capacity + block, mask=block < capacity, other=0)
+    expert = tl.load(blocks + block, mask=block < capacity, other=0)
+    first = tl.load(blocks + capacity + block, mask=block < capacity, other=0)
+    own = expert * N + tile * OUTPUTS  # first weight row
+    weight_rows = _weight_rows(weight, own, N - tile * OUTPUTS, K, OUTPUTS, TMA)
+    if PREFETCH > 0 and count > 0:
+        of_line: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth  # elements
+        prefetch_l2(weight_rows + tl.arange(0, PREFETCH)[None, :] * of_line)
+    pdl_wait_then_release(PDL)
+    if count == 0:
+        return
+    rows = tl.arange(0, ROWS)
+    acc = _zeros(ROWS, OUTPUTS, SWAPPED)
+    for k in range(0, K, INPUTS):
+        inputs = k + tl.arange(0, INPUTS)[None, :]
+        if TMA:
+            here = wide.load([first, k])
+        else:
+            own_wide = wide + (first + tl.minimum(rows, count - 1))[:, None].to(tl.int64) * K
+            here = _load(own_wide, inputs, K, INPUTS, "")
+        weights = _load_weights(weight, weight_rows, own, k, K, OUTPUTS, INPUTS, SWAPPED, TMA)
+        acc = _dot(here, weights, acc, SWAPPED, PRECISION)
+    if SWAPPED:
+        acc = tl.trans(acc)
+    pair = tl.load(order + first + rows, mask=rows < count, other=0)
+    acc *= tl.load(scales + pair)[:, None]
+    columns = tile * OUTPUTS + tl.arange(0, OUTPUTS)[None, :]
+    target = out + pair[:, None].to(tl.int64) * N + columns
+    tl.store(target, acc.to(out.dtype.element_ty), mask=(rows < count)[:, None] & (columns < N))
+
+
+@triton.jit
+def _block_and_tile(N: tl.tensor, OUTPUTS: tl.constexpr, GROUP: tl.constexpr) -> tl.tuple:
+    """Programs of GROUP blocks follow each other, tile by tile."""
+    program = tl.program_id(0)
+    tiles = tl.cdiv(N, OUTPUTS)
+    group = program // (GROUP * tiles)
+    inside = program - group * GROUP * tiles
+    return group * GROUP + inside % GROUP, inside // GROUP
+
+
+@triton.jit
+def _zeros(ROWS: tl.constexpr, OUTPUTS: tl.constexpr, SWAPPED: tl.constexpr) -> tl.tensor:
+    return tl.zeros([OUTPUTS, ROWS] if SWAPPED else [ROWS, OUTPUTS], tl.float32)
+
+
+@triton.jit
+def _weight_rows(
+    weight: tl.tensor, first: tl.tensor, left: tl.tensor, K: tl.constexpr, OUTPUTS: tl.constexpr, TMA: tl.constexpr
+) -> tl.tensor:
+    """Pointers to rows from `first` on, [OUTPUTS, 1]; after the `left` ones of the expert, the last one again."""
+    rows = first  # a descriptor needs no pointers
+    if not TMA:
+        rows = first + tl.minimum(tl.arange(0, OUTPUTS), left - 1)
+        rows = weight + rows[:, None].to(tl.int64) * K
+    return rows
+
+
+@triton.jit
+def _load_weights(
+    weight: tl.tensor, rows: tl.tensor, first: tl.tensor, k: tl.tensor, K: tl.constexpr, OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr, SWAPPED: tl.constexpr, TMA: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """[OUTPUTS, INPUTS]. Few rows: weights are read once, so they are evicted first."""
+    if TMA:
+        found = weight.load([first, k])
+    else:
+        found = _load(rows, k + tl.arange(0, INPUTS)[None, :], K, INPUTS, "evict_first" if SWAPPED else "")
+    return found
+
+
+@triton.jit
+def _load(rows: tl.tensor, inputs: tl.tensor, K: tl.constexpr, INPUTS: tl.constexpr, POLICY: tl.constexpr) -> tl.tensor:
+    """Columns `inputs` of rows; zero after K."""
+    if K % INPUTS == 0:
+        found = tl.load(rows + inputs, eviction_policy=POLICY)
+    else:
+        found = tl.load(rows + inputs, mask=inputs < K, other=0.0, eviction_policy=POLICY)
+    return found
+
+
+@triton.jit
+def _dot(
+    rows: tl.tensor, weights: tl.tensor, acc: tl.tensor, SWAPPED: tl.constexpr, PRECISION: tl.constexpr
+) -> tl.tensor:
+    if SWAPPED:
+        acc = tl.dot(weights, tl.trans(rows), acc, input_precision=PRECISION)
+    else:
+        acc = tl.dot(rows, tl.trans(weights), acc, input_precision=PRECISION)
+    return acc

@@ -1,0 +1,129 @@
+"""A whole MoE layer in a few launches, all inside a CUDA graph: router, routing, sorting, expert GEMMs, sum.
+
+    1 to 4 tokens    router ─► route ─────────► vector gate_up ─► vector down, summed
+    more             router ─► route ─► sort ─► gate_up ────────► down ─► combine
+
+`choose` picks the launches from the shapes alone. The reference is the layer, `models.layers.moe.MoE`.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from saccade.kernels.launch.pdl import supports_pdl
+from saccade.kernels.moe.combine import combine
+from saccade.kernels.moe.experts import TileConfig, moe_down, moe_gate_up
+from saccade.kernels.moe.router import router_logits
+from saccade.kernels.moe.routing import Routed, RoutingRules, route
+from saccade.kernels.moe.sorting import sort_by_expert
+from saccade.kernels.moe.vector import MAX_TOKENS, VectorConfig, vector_down, vector_gate_up
+
+_RESERVED = 8 << 10  # bytes of shared memory for what is not in the pipeline
+_INTERPRETED = 96 << 10  # as much as on small GPUs
+
+
+class MoEWeights(NamedTuple):
+    router: Tensor  # float32 [E, H], or its parts in bfloat16 (`split_router`); with a shared gate, one row more
+    bias: Tensor | None  # float32 [E]: selects experts, does not enter their weights
+    gate_up: Tensor  # [E + shared, 2 I, H], gates first
+    down: Tensor  # [E + shared, H, I]
+
+
+class MoELaunch(NamedTuple):
+    """How the expert GEMMs of a layer run."""
+
+    rows: int  # of a block of pairs; 0: no sorting, the GEMMs are `vector`
+    gate_up: TileConfig | VectorConfig
+    down: TileConfig | VectorConfig
+
+
+def fused_moe(
+    x: Tensor,  # [T, H]
+    weights: MoEWeights,
+    rules: RoutingRules,
+    *,
+    launch: MoELaunch | None = None,
+    added: Tensor | None = None,  # [T, H]: of a shared expert that is not among the experts
+    gate: Tensor | None = None,  # [T]: its gate, before the sigmoid
+) -> Tensor:
+    """[T, H] -> [T, H]"""
+    routed = route(router_logits(x, weights.router), rules, weights.bias)
+    return run_experts(x, weights, routed, launch=launch, added=added, gate=gate)
+
+
+def run_experts(
+    x: Tensor, weights: MoEWeights, routed: Routed, *,
+    launch: MoELaunch | None = None, added: Tensor | None = None, gate: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """The weighted sum of each token's experts: [T, H]."""
+    count = len(weights.down)
+    slots = routed.experts.shape[1]
+    if launch is None:
+        launch = choose(len(x), slots, count, x.dtype, shared_memory(x.device), tma=supports_tma(weights))
+    if isinstance(launch.gate_up, VectorConfig):
+        assert isinstance(launch.down, VectorConfig)
+        wide = vector_gate_up(x, weights.gate_up, routed, launch.gate_up)
+        return vector_down(wide, weights.down, routed, launch.down, added, gate)
+    assert isinstance(launch.down, TileConfig)
+    pairs = sort_by_expert(routed.experts, count, launch.rows)
+    wide = moe_gate_up(x, weights.gate_up, pairs, launch.gate_up)
+    made = moe_down(wide, weights.down, pairs, routed.weights, launch.down)
+    return combine(made, slots, added, gate)
+
+
+def choose(tokens: int, slots: int, experts: int, dtype: torch.dtype, shared: int, *, tma: bool) -> MoELaunch:
+    """By pairs of an expert on average, as measured on an H200. `shared`: bytes of shared memory of a program."""
+    if tokens <= MAX_TOKENS:
+        return MoELaunch(0, VectorConfig(8, 256, stages=1), VectorConfig(2, 256, warps=1, prefetch=True))
+    if dtype.itemsize == 4:  # for comparisons, and GPUs without 16-bit types
+        tile = TileConfig(outputs=32, inputs=32, stages=2)
+        return fit(MoELaunch(16, tile, tile), dtype.itemsize, shared)
+    average = tokens * slots / experts
+    if average <= 12:
+        launch = MoELaunch(16, TileConfig(outputs=64, inputs=128, stages=3), TileConfig(outputs=128, inputs=64))
+    elif average <= 24:
+        launch = MoELaunch(32, TileConfig(outputs=64, inputs=64), TileConfig(outputs=128, inputs=64))
+    elif average <= 72:
+        tile = TileConfig(outputs=128, inputs=64, swapped=False)
+        launch = MoELaunch(64, tile, tile)
+    else:
+        tile = TileConfig(outputs=128, inputs=64, warps=8, group=8, swapped=False, tma=tma)
+        launch = MoELaunch(128, tile, tile._replace(outputs=256))
+    return fit(launch, dtype.itemsize, shared)
+
+
+def fit(launch: MoELaunch, itemsize: int, shared: int) -> MoELaunch:
+    """With tiles and stages for which there is shared memory."""
+    assert isinstance(launch.gate_up, TileConfig) and isinstance(launch.down, TileConfig)
+    gate_up = _fit_tiles(launch.gate_up, launch.rows, 2, itemsize, shared)
+    return launch._replace(gate_up=gate_up, down=_fit_tiles(launch.down, launch.rows, 1, itemsize, shared))
+
+
+def _fit_tiles(config: TileConfig, rows: int, weights: int, itemsize: int, shared: int) -> TileConfig:
+    while True:
+        stage = (rows + weights * config.outputs) * config.inputs * itemsize
+        stages = min(config.stages, (shared - _RESERVED) // stage)
+        if stages >= 2:
+            return config._replace(stages=stages)
+        config = config._replace(outputs=config.outputs // 2)
+
+
+def supports_tma(weights: MoEWeights) -> bool:
+    """From Hopper on, for rows of multiples of 16 bytes."""
+    rows = (weights.gate_up, weights.down)
+    return supports_pdl(weights.down) and all(w.shape[2] * w.element_size() % 16 == 0 for w in rows)
+
+
+def shared_memory(device: torch.device) -> int:
+    return _INTERPRETED if device.type != "cuda" else _device_shared_memory(device)
+
+
+@lru_cache
+def _device_shared_memory(device: torch.device) -> int:
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return int(triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"])

@@ -1,0 +1,144 @@
+"""Expert GEMMs of one token or a few, on CUDA cores, without sorting: each pair reads its own expert's weights.
+
+    gate_up   grid (I / OUTPUTS, pairs)    program: OUTPUTS rows of the gate and of up, of the pair's expert
+    down      grid (H / OUTPUTS, T)        program: OUTPUTS rows of `down` of each of the token's experts in turn
+
+`vector_down` has all experts of a token in one program, so it sums them there, in slot order: no partial results, no
+launch to combine them. Several tokens that share an expert read its weights from L2.
+
+PDL: the experts are older than `vector_gate_up`, which waits before it releases its dependents. So `vector_down` may
+read them before its own wait, and prefetch its weights into L2 while the last programs of `vector_gate_up` run.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from saccade.kernels.launch.pdl import pdl_options, pdl_wait_then_release, prefetch_l2, supports_pdl
+from saccade.kernels.launch.varlen_tiles import power_of_two
+from saccade.kernels.moe.routing import Routed
+
+MAX_TOKENS = 4
+_LINE = 128  # bytes
+
+
+class VectorConfig(NamedTuple):
+    outputs: int  # weight rows of a program; of the gate and as many of `up`
+    inputs: int  # columns it reads at a time
+    warps: int = 4
+    stages: int = 4  # of the software pipeline
+    prefetch: bool = False  # weights, before the previous kernel has ended; `vector_down` alone
+
+
+def vector_gate_up(x: Tensor, weight: Tensor, routed: Routed, config: VectorConfig) -> Tensor:
+    """x [T, H], weight [E, 2 I, H] -> silu(gate) * up: [pairs, I], in pair order."""
+    _, both, inputs = weight.shape
+    outputs = both // 2
+    pairs = routed.experts.numel()
+    assert x.stride(1) == 1 and weight.is_contiguous() and x.dtype == weight.dtype and x.shape[1] == inputs
+    out = torch.empty((pairs, outputs), dtype=x.dtype, device=x.device)
+    pdl = supports_pdl(x)
+    _gate_up_kernel[(triton.cdiv(outputs, config.outputs), pairs)](
+        x, weight, routed.experts, out, outputs, x.stride(0), K=inputs, SLOTS=routed.experts.shape[1],
+        OUTPUTS=config.outputs, INPUTS=config.inputs, STAGES=config.stages, PDL=pdl,
+        num_warps=config.warps, num_stages=config.stages, **pdl_options(pdl),
+    )  # fmt: skip
+    return out
+
+
+def vector_down(
+    wide: Tensor, weight: Tensor, routed: Routed, config: VectorConfig,
+    added: Tensor | None = None, gate: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """wide [pairs, I], weight [E, H, I] -> [T, H]: the weighted sum over slots, `added` and `gate` as in `combine`."""
+    _, outputs, inputs = weight.shape
+    tokens, slots = routed.experts.shape
+    assert wide.is_contiguous() and weight.is_contiguous() and wide.dtype == weight.dtype and wide.shape[1] == inputs
+    assert added is None or (added.is_contiguous() and added.shape == (tokens, outputs))
+    out = torch.empty((tokens, outputs), dtype=wide.dtype, device=wide.device)
+    pdl = supports_pdl(wide)
+    lines = triton.cdiv(config.outputs * inputs * weight.element_size(), _LINE)  # of a program's rows of one expert
+    if not (config.prefetch and pdl and outputs % config.outputs == 0):
+        lines = 0
+    _down_kernel[(triton.cdiv(outputs, config.outputs), tokens)](
+        wide, weight, routed.experts, routed.weights, added, gate, out, outputs, K=inputs, SLOTS=slots,
+        OUTPUTS=config.outputs, INPUTS=config.inputs, LINES=lines, LINES_PADDED=power_of_two(lines), PDL=pdl,
+        num_warps=config.warps, num_stages=config.stages, **pdl_options(pdl),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _gate_up_kernel(
+    x: tl.tensor, weight: tl.tensor, experts: tl.tensor, out: tl.tensor, N: tl.tensor, x_row: tl.tensor,
+    K: tl.constexpr, SLOTS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    columns = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    pair = tl.program_id(1)
+    pdl_wait_then_release(PDL)
+    expert = tl.load(experts + pair).to(tl.int64)
+    gates = weight + (expert * 2 * N + tl.minimum(columns, N - 1)[:, None]) * K  # [OUTPUTS, 1]
+    ups = gates + tl.cast(N, tl.int64) * K
+    row = x + (pair // SLOTS) * x_row
+    gate = tl.zeros([OUTPUTS, INPUTS], tl.float32)  # each thread's own columns; one reduction at the end
+    up = tl.zeros([OUTPUTS, INPUTS], tl.float32)
+    for k in tl.range(0, K, INPUTS, num_stages=STAGES):
+        inputs = k + tl.arange(0, INPUTS)[None, :]
+        here = _load(row, inputs, K, INPUTS, "").to(tl.float32)
+        gate += _load(gates, inputs, K, INPUTS, "evict_first").to(tl.float32) * here
+        up += _load(ups, inputs, K, INPUTS, "evict_first").to(tl.float32) * here
+    found = tl.sum(gate, 1)
+    found = found * tl.sigmoid(found) * tl.sum(up, 1)
+    tl.store(out + pair * N + columns, found.to(out.dtype.element_ty), mask=columns < N)
+
+
+@triton.jit
+def _down_kernel(
+    wide: tl.tensor, weight: tl.tensor, experts: tl.tensor, scales: tl.tensor, added: tl.tensor, gate: tl.tensor,
+    out: tl.tensor, N: tl.tensor,
+    K: tl.constexpr, SLOTS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, LINES: tl.constexpr,
+    LINES_PADDED: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    columns = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    token = tl.program_id(1)
+    own = weight + tl.minimum(columns, N - 1)[:, None].to(tl.int64) * K  # [OUTPUTS, 1], of expert 0
+    size = tl.cast(N, tl.int64) * K
+    if LINES > 0:
+        of_line: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth  # elements
+        line = tl.minimum(tl.arange(0, LINES_PADDED), LINES - 1)
+        for slot in tl.static_range(SLOTS):
+            expert = tl.load(experts + token * SLOTS + slot)
+            prefetch_l2(weight + expert * size + tl.program_id(0) * OUTPUTS * K + line * of_line)
+    pdl_wait_then_release(PDL)
+    acc = tl.zeros([OUTPUTS, INPUTS], tl.float32)
+    for slot in tl.static_range(SLOTS):
+        pair = token * SLOTS + slot
+        rows = own + tl.load(experts + pair) * size
+        scale = tl.load(scales + pair)
+        for k in tl.static_range(0, K, INPUTS):
+            inputs = k + tl.arange(0, INPUTS)[None, :]
+            here = _load(wide + pair * K, inputs, K, INPUTS, "").to(tl.float32) * scale
+            acc += _load(rows, inputs, K, INPUTS, "evict_first").to(tl.float32) * here
+    found = tl.sum(acc, 1)
+    if added is not None:
+        more = tl.load(added + token * N + columns, mask=columns < N, other=0.0).to(tl.float32)
+        if gate is not None:
+            more *= tl.sigmoid(tl.load(gate + token).to(tl.float32))
+        found += more
+    tl.store(out + token * N + columns, found.to(out.dtype.element_ty), mask=columns < N)
+
+
+@triton.jit
+def _load(rows: tl.tensor, inputs: tl.tensor, K: tl.constexpr, INPUTS: tl.constexpr, POLICY: tl.constexpr) -> tl.tensor:
+    """Columns `inputs` of rows; zero after K."""
+    if K % INPUTS == 0:
+        found = tl.load(rows + inputs, eviction_policy=POLICY)
+    else:
+        found = tl.load(rows + inputs, mask=inputs < K, other=0.0, eviction_policy=POLICY)
+    return found
