@@ -68,11 +68,18 @@ def hopper_variants() -> Iterator[Variant]:
         ("fp16", [16, 1, 8, 64, 3, 1]),
     ):
         tensor = f"*{dtype}"
-        new = [F32 if constants[-1] != 1 else tensor, tensor, tensor, I32]
+        new = [F32 if constants[-1] != 1 else tensor, tensor, tensor, I32, NONE]
         rest = [tensor, tensor, I32, I32, I32, tensor, F32, F32, F32, I32, "fp32", "i32", "i32"]
         types = [box(constants[3], dtype=dtype)] * 2 + new + rest
         name = "decode." + ".".join(map(str, [dtype, *constants]))
+        constants += [128, 128, (constants[1] + 2) * constants[0] * 128]
         yield of(name, "attention.decode_hopper:_decode_kernel", types, constants, 144)
+    new = [BF16, BF16, BF16, I32, F32]
+    rest = [BF16, BF16, I32, I32, I32, BF16, F32, F32, F32, I32, "fp32", "i32", "i32"]
+    for stages in (2, 3):  # heads of 256, a quarter of which rotates, and a gate in each row; attention temperature
+        constants = [4, 6, 8, 16, stages, 1, 256, 64, 56 * 256]
+        name = f"decode.256.{stages}"
+        yield of(name, "attention.decode_hopper:_decode_kernel", [box(16)] * 2 + new + rest, constants, 144)
     for block in (16, 128):
         types = [*[box(block)] * 2, BF16, I32, I32, I32, I32, BF16, F32, F32, F32, I32, "i32", "fp32", "i32:16", "i32"]
         constants = [128, 6, block, 128, 3, 4]
@@ -104,11 +111,18 @@ def triton_variants() -> Iterator[Variant]:
         return Variant(name, kernel, types, constants, {"num_warps": warps, **options})
 
     early = {"launch_pdl": True}
-    decode = [F32, BF16, BF16, I32, BF16, BF16, I32, I32, BF16, F32, F32, F32, I32, "fp32", "i32", "i32:16"]
+    rest = [BF16, BF16, I32, I32, BF16, F32, F32, F32, I32, "fp32", "i32", "i32:16"]
+    decode = [F32, BF16, BF16, I32, NONE, *rest]
     for splits, keys, stages in ((1, 64, 3), (4, 64, 4), (16, 128, 1)):
-        constants = [16, 2, 6, 128, splits, 16, 128, keys, "tf32", 4, min(splits, 8), splits >= 8, True]
+        constants = [16, 2, 6, 128, splits, 16, 128, keys, "tf32", 4, min(splits, 8), splits >= 8, True, 128, 2048]
         name = f"triton_decode.{splits}"
         yield of(name, "attention.decode_triton:_decode_kernel", decode, constants, num_stages=stages, **early)
+    wide = [BF16, BF16, BF16, I32, F32, *rest]
+    for splits, keys, stages in ((1, 32, 3), (4, 32, 4), (16, 64, 1)):
+        fixed = ["tf32", 1, min(splits, 4), splits >= 8, True, 64, 56 * 256]
+        constants = [16, 4, 6, 256, splits, 16, 256, keys, *fixed]
+        name = f"triton_decode.256.{splits}"
+        yield of(name, "attention.decode_triton:_decode_kernel", wide, constants, num_stages=stages, **early)
     types = [BF16] * 3 + [I32] * 4 + [BF16]
     for is_split, one_loop in ((True, False), (False, False), (False, True)):
         parts = [F32, F32, F32, I32] if is_split else [NONE] * 4
@@ -118,6 +132,12 @@ def triton_variants() -> Iterator[Variant]:
         yield of(
             name, "attention.prefill_triton:_prefill_kernel", types + parts + steps, constants, num_stages=5, **early
         )
+    for rows, keys, warps, stages in ((128, 64, 8, 4), (64, 32, 4, 5)):
+        steps = ["i32", "fp32", "i32:16", "i32:16", "i32:16", "i32"]
+        constants = [256, 256, 256, 16, 6, 256, 256, rows, keys, False, 4, "tf32", True, False]
+        name = f"triton_prefill.256.{rows}"
+        kernel = "attention.prefill_triton:_prefill_kernel"
+        yield of(name, kernel, types + [NONE] * 4 + steps, constants, warps, num_stages=stages, **early)
     yield of("plan", "attention.decode_hopper_schedule:_plan_kernel", [I32, I32, "i32", "i32"], [2, 64, 10, 64])
     types = [F32, F32, F32, I32, BF16, "i32", "i32"]
     yield of("prefill_combine", "attention.prefill_combine:_combine_kernel", types, [128, 128, 4, True], 2, **early)
@@ -129,12 +149,15 @@ def triton_variants() -> Iterator[Variant]:
         yield of(
             f"triton_vit.{dim}", "attention.vit_triton:_vit_kernel", types, constants, 8, num_stages=3, maxnreg=128
         )
-    types = [BF16] * 8 + [I64, "i32:16", "i32:16", "i32"]
-    constants = [12, 2, 128, 16, 2, 64, 1, True]
+    types = [BF16] * 8 + [I64, NONE, "i32:16", "i32:16", "i32"]
+    constants = [12, 2, 128, 16, 2, 64, 1, True, 128]
     yield of("rope_store_kv", "attention.rope_store_kv:_rotary_kernel", types, constants, **early)
-    types = [F32] * 3 + [BF16] * 5 + [I32, "i32:16", "i32:16", "i32"]
-    constants = [12, 2, 128, 16, 2, 64, 4, True]
+    types = [F32] * 3 + [BF16] * 5 + [I32, NONE, "i32:16", "i32:16", "i32"]
+    constants = [12, 2, 128, 16, 2, 64, 4, True, 128]
     yield of("rope_store_kv.parts", "attention.rope_store_kv:_rotary_kernel", types, constants, **early)
+    types = [BF16] * 8 + [I32, F32, "i32:16", "i32:16", "i32"]
+    constants = [24, 4, 256, 32, 4, 32, 1, True, 64]
+    yield of("rope_store_kv.256", "attention.rope_store_kv:_rotary_kernel", types, constants, **early)
     for gated in (False, True):
         types = [BF16, BF16, NONE if gated else BF16, NONE if gated else BF16, BF16, BF16, "fp32", "i32:16"]
         constants = [1536, 4, 512, 4, gated, True, 8]
@@ -143,7 +166,89 @@ def triton_variants() -> Iterator[Variant]:
         types = [BF16, BF16, NONE, NONE if gated else BF16, BF16, BF16, *work, "fp32", "i32", "i32:16", "i32:16"]
         constants = [1536, 16, 64, 128, 1 if gated else 4, gated, "tf32", True, 4]
         yield of(f"tile.{gated}", "gemm.skinny:_tile_kernel", types, constants, **early)
+    yield from moe_variants()
     yield from small_variants()
+    yield from gdn_variants()
+
+
+def gdn_variants() -> Iterator[Variant]:
+    """Qwen3.5-9B's heads; tests of other shapes run in the interpreter."""
+
+    def of(
+        name: str, kernel: str, types: list[str], constants: list[object], warps: int = 4, **options: Any
+    ) -> Variant:
+        return Variant(name, f"gdn.{kernel}", types, constants, {"num_warps": warps, "launch_pdl": True, **options})
+
+    heads: list[object] = [16, 32, 128, 128]
+    types = [BF16] * 6 + [F32, I32, I32, BF16, "i32:16", "i32:16", "fp32"]
+    for warps in (4, 8):
+        yield of(f"gdn_decode.{warps}", "decode:_decode_kernel", types, [*heads, 4, 128, 128, 4, True, True], warps)
+    types = [I32] * 4 + ["i32"] * 3
+    yield Variant("gdn_plan", "gdn.plan:_plan_kernel", types, [64, 32, 128], {"num_warps": 4})
+    types = [BF16] * 5 + [I32] + [BF16] * 4 + [F32, "i32:16"]
+    yield of("gdn_chunk", "prefill_chunks:chunk_kernel", types, [*heads, 4, 128, 128, 64, "tf32", True])
+    small: list[object] = [2, 4, 16, 24, 4, 16, 32, 64, "tf32x3", True]  # keys and values of different sizes
+    types32 = [F32] * 5 + [I32] + [F32] * 5 + ["i32:16"]
+    yield of("gdn_chunk.small", "prefill_chunks:chunk_kernel", types32, small)
+    types = [BF16] * 3 + [F32, BF16, BF16, F32] + [I32] * 3 + ["i32"]
+    for block, warps in ((64, 4), (32, 4), (32, 2), (16, 1)):
+        constants = [*heads, 128, block, 64, 64, "tf32", True]
+        yield of(f"gdn_scan.{block}.{warps}", "prefill_scan:scan_kernel", types, constants, warps, num_stages=3)
+    types = [BF16, BF16, I32] + [BF16] * 3 + [F32, BF16, BF16, "i32:16", "i32:16", "fp32"]
+    yield of("gdn_output", "prefill_output:output_kernel", types, [*heads, 128, 128, 64, "tf32", True])
+    types = [BF16, BF16] + [I32] * 3 + ["i32:16", "i32"]
+    yield of("gdn_past", "prefill_output:past_kernel", types, [8192, 4, 4, 256, 64, True])
+
+
+def moe_variants() -> Iterator[Variant]:
+    """Of Qwen3-VL-30B-A3B: 128 experts of 768 by 2048, 8 of them per token."""
+
+    def of(
+        name: str, kernel: str, types: list[str], constants: list[object], warps: int = 4, stages: int = 3
+    ) -> Variant:
+        return Variant(
+            name, f"moe.{kernel}", types, constants, {"num_warps": warps, "num_stages": stages, "launch_pdl": True}
+        )
+
+    for name, bias, groups in (("", NONE, [1, 128, 1, 128, 1]), (".groups", F32, [8, 9, 8, 16, 3])):
+        constants = [4, groups[0] * groups[1] + 1, *groups, 8, 1, 16, bias == F32, True, True, True]
+        yield of(f"moe_route{name}", "routing:_route_kernel", [F32, bias, F32, I32, "i32", "fp32"], constants, 1)
+    for dtype, parts, count, tokens, experts, inputs, share in (
+        ("bf16", 3, 128, 16, 16, 64, 128),
+        ("bf16", 3, 257, 64, 64, 64, 1024),
+        ("bf16", 3, 257, 128, 128, 64, 2048),
+        ("fp16", 1, 128, 64, 64, 64, 1024),
+    ):
+        types = [f"*{dtype}", F32 if parts == 1 else BF16, F32, "i32", "i32:16"]
+        constants = [count, 2048, share, tokens, experts, 16 if count == 257 else 0, inputs, parts, True, tokens == 16]
+        warps = 8 if tokens == 128 else 4
+        yield of(f"moe_router.{dtype}.{tokens}", "router:_router_kernel", types, [*constants, True], warps)
+    yield of("moe_count", "sorting:_count_kernel", [I32, I32, "i32", "i32", "i32"], [256, 128, True])
+    yield of("moe_scan", "sorting:_scan_kernel", [I32, "i32"], [256, True], 1)
+    for name, counts, constants, warps in (
+        ("few", NONE, [64, 32, 128, 1024, 16, 16, True], 8),
+        ("many", I32, [256, 32, 128, 0, 8, 128, True], 8),
+    ):
+        types = [I32, counts, I32, I32, "i32", "i32", "i32", "i32"]
+        yield of(f"moe_sort.{name}", "sorting:_sort_kernel", types, constants, warps)
+    for rows, tma in ((16, False), (16, True), (128, False), (128, True)):
+        swapped = rows < 128
+        outputs = 64 if swapped else 128
+        tail = [outputs, 64, 1 if swapped else 8, swapped, tma, "tf32", True]
+        weight = f"tensordesc<bf16[{outputs}, 64]>" if tma else BF16
+        wide = f"tensordesc<bf16[{rows}, 64]>" if tma else BF16
+        name = f"{rows}{'.tma' if tma else ''}"
+        warps = 4 if swapped else 8
+        types = [BF16, weight, I32, I32, BF16, "i32:16", "i32", "i32:16", "i32"]
+        yield of(f"moe_gate_up.{name}", "experts:_gate_up_kernel", types, [2048, rows, *tail], warps, 4)
+        types = [wide, weight, I32, I32, F32, BF16, "i32:16", "i32"]
+        constants = [768, rows, 8 if swapped and not tma else 0, *tail]
+        yield of(f"moe_down.{name}", "experts:_down_kernel", types, constants, warps, 4)
+    types = [BF16, BF16, I32, BF16, "i32:16", "i32:16"]
+    yield of("moe_vector_gate_up", "vector:_gate_up_kernel", types, [2048, 8, 8, 256, 1, True], 4, 1)
+    types = [BF16, BF16, I32, F32, BF16, F32, BF16, "i32:16"]
+    yield of("moe_vector_down", "vector:_down_kernel", types, [768, 8, 2, 256, 24, 32, True], 1, 4)
+    yield of("moe_combine", "combine:_combine_kernel", [BF16, BF16, BF16, BF16, "i32:16"], [8, 1024, True])
 
 
 def small_variants() -> Iterator[Variant]:
@@ -158,17 +263,22 @@ def small_variants() -> Iterator[Variant]:
     yield of("silu_and_mul", "norm:_silu_kernel", [BF16, BF16, "i32:16", "i32:16"], [1024, True])
     types = [BF16, BF16, BF16, "i32", "i32", "i32", "fp32"]
     yield of("head_norm", "qk_norm:_head_norm_kernel", types, [128, 128, 8, True])
+    types = [BF16, F32, F32, "i32", "i32", "i32", "fp32"]
+    yield of("head_norm.256", "qk_norm:_head_norm_kernel", types, [256, 256, 8, True])
+    types = [BF16, BF16, "i32:16", "i32:16", "i32:16"]
+    yield of("sigmoid_gate", "output_gate:_gate_kernel", types, [1024, True])
     for splits in (1, 8):
         types = [BF16, I64, I32, I64, I64, I32, "i32:16", "i32:16"]
         yield of(f"argmax.{splits}", "argmax:_argmax_kernel", types, [splits, splits, 4096, 2, splits > 1, True])
     for dtype, unused in (("bf16", 16), ("fp32", 0)):
         types = [f"*{dtype}", I64, "*fp64", "i32", "i32", I64, I64, I32, "i32:16"]
         yield of(f"sample.{dtype}", "sample:_sample_kernel", types, [unused, 8192], 16, pdl=False)
-    types = [I32] * 5 + [I64, BF16, F32, I32, BF16, BF16, BF16, I32, "i32"]
-    yield of("decode_inputs", "prepare_inputs:_inputs_kernel", types, [16, 1536, 1536, 2048, 64, 64], pdl=False)
-    types = [I32] * 4 + [BF16, BF16, F32, I64, BF16, BF16, I32, I32, "i32", "i32"]
-    constants = [16, 1536, 1536, 2048, 64, 64]
-    yield of("prefill_inputs", "prepare_inputs:_prefill_inputs_kernel", types, constants, pdl=False)
+    for name, scales in (("", NONE), (".temperature", F32)):
+        constants = [16, 1536, 1536, 2048, 64, 64, 0.1, 16384]
+        types = [I32] * 5 + [I64, BF16, F32, I32, BF16, BF16, BF16, I32, scales, "i32"]
+        yield of(f"decode_inputs{name}", "prepare_inputs:_inputs_kernel", types, constants, pdl=False)
+        types = [I32] * 4 + [BF16, BF16, F32, I64, BF16, BF16, I32, I32, scales, "i32", "i32"]
+        yield of(f"prefill_inputs{name}", "prepare_inputs:_prefill_inputs_kernel", types, constants, pdl=False)
     types = ["*u8", I32, I32, "*u8", *["i32"] * 5]
     yield of("resample", "image_preprocess:_weigh_kernel", types, [22, 1024], pdl=False)
     types = ["*u8", BF16, "i32", "i32", *["fp32"] * 6]

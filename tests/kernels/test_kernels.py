@@ -304,6 +304,14 @@ def test_the_norm_of_a_sum_equals_the_reference(hidden: int, dtype: torch.dtype)
     assert_close(total, expected_total)
 
 
+def test_the_norm_takes_float32_weights_for_half_rows() -> None:
+    x, residual = random(2, 3, 200, dtype=torch.bfloat16)
+    weight = 1 + random(200, seed=1) / 8
+    found = add_rms_norm(x, residual, weight, 1e-6)
+    for ours, theirs in zip(found, reference.add_rms_norm(x, residual, weight, 1e-6), strict=True):
+        assert_close(ours, theirs)
+
+
 def test_the_norm_of_some_rows_alone_equals_theirs_among_all() -> None:
     x, residual, weight, only = random(3, 5, 200), random(5, 200, seed=1), random(200, seed=2), ints([4, 0, 4])
     found = add_rms_norm(x, residual, weight, 1e-6, only)

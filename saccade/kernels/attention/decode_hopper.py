@@ -19,14 +19,14 @@ from torch import Tensor
 
 from saccade.kernels.attention.decode_hopper_combine import Accumulator, Output, Partition, Sizes, finish
 from saccade.kernels.attention.decode_hopper_schedule import TileSchedule
-from saccade.kernels.attention.decode_triton import DecodeWorkspace, NewTokens
+from saccade.kernels.attention.decode_triton import DecodeWorkspace, NewTokens, num_parts
 from saccade.kernels.attention.online_softmax import LOG2_E
 from saccade.kernels.launch import gluon_compat as hopper
 from saccade.kernels.launch.gluon_compat import aggregate, gl, gluon, mbarrier, tma
 from saccade.kernels.launch.hopper_pipeline import next_stage
 from saccade.kernels.launch.varlen_tiles import power_of_two
 
-_DIM = 128
+_DIMS = (128, 256)
 _MAX_GROUP = 16
 _BLOCK_SIZES = (16, 32, 64)
 _REGISTERS = 144  # per thread on average: an SM has no space for a second program, but for one of a GEMM
@@ -36,17 +36,17 @@ _UNSWIZZLED = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 def suits(dim: int, group: int, dtype: torch.dtype, block_size: int) -> bool:
     """`group`: query heads per KV head."""
-    return dim == _DIM and group <= _MAX_GROUP and dtype.itemsize == 2 and block_size in _BLOCK_SIZES
+    return dim in _DIMS and group <= _MAX_GROUP and dtype.itemsize == 2 and block_size in _BLOCK_SIZES
 
 
-def choose_stages(group: int) -> int:
+def choose_stages(group: int, dim: int) -> int:
     """Two leave shared memory for the rings of the GEMMs before and after; with one query head, depth counts more."""
-    return 3 if group == 1 else 2
+    return 3 if group == 1 and dim == 128 else 2
 
 
 def hopper_decode(
     new: NewTokens,
-    k_cache: Tensor,  # [slots, kv_heads, 128], contiguous; so is v_cache
+    k_cache: Tensor,  # [slots, kv_heads, d], contiguous; so is v_cache
     v_cache: Tensor,
     block_tables: Tensor,  # int32 [requests, max_blocks]
     seq_lens: Tensor,  # int32 [requests], the new token included; 0 for padding rows, which come last
@@ -55,21 +55,22 @@ def hopper_decode(
     scale: float,
     workspace: DecodeWorkspace,
     out: Tensor | None = None,  # contiguous
-) -> Tensor:  # [requests, heads, 128]; padding rows are not written
+) -> Tensor:  # [requests, heads, d]; padding rows are not written
     requests, all_heads, dim = new.qkv.shape[-3:]
     kv_heads = k_cache.shape[1]
     heads = all_heads - 2 * kv_heads
     group = heads // kv_heads
-    projected = requests * all_heads * dim
     programs = len(schedule.metadata)
-    assert suits(dim, group, k_cache.dtype, block_size) and new.qkv.is_contiguous() and requests == schedule.requests
+    assert suits(dim, group, k_cache.dtype, block_size) and requests == schedule.requests
+    assert new.qkv.stride()[-2:] == (dim, 1)
     assert 2 * programs * group * dim <= workspace.mixed.numel() and requests * kv_heads <= workspace.counters.numel()
     out = k_cache.new_empty(requests, heads, dim) if out is None else out
     _decode_kernel[(programs,)](
         kv_descriptor(k_cache, block_size), kv_descriptor(v_cache, block_size), *new, k_cache, v_cache, block_tables,
-        seq_lens, schedule.metadata, out, *workspace, scale * LOG2_E, block_tables.stride(0), projected,
+        seq_lens, schedule.metadata, out, *workspace, scale * LOG2_E, block_tables.stride(0), new.qkv.stride(0),
         HEADS=kv_heads, GROUP=group, ROWS=power_of_two(group, minimum=8), BLOCK=block_size,
-        STAGES=choose_stages(group), PARTS=new.qkv.numel() // projected,
+        STAGES=choose_stages(group, dim), PARTS=num_parts(new.qkv), DIM=dim, ROTARY=new.cos.shape[-1],
+        QKV_ROW=new.qkv.stride(-3),
         num_warps=4, maxnreg=_REGISTERS, launch_pdl=True,
     )  # fmt: skip
     return out
@@ -149,19 +150,20 @@ class _NewToken:
     do_not_specialize=["table_row", "part"], do_not_specialize_on_alignment=["slots", "tables", "seq_lens", "schedule"]
 )
 def _decode_kernel(
-    keys: tma.tensor_descriptor, values: tma.tensor_descriptor,  # of all slots; boxes of a block by half a head
-    qkv: gl.tensor, cos: gl.tensor, sin: gl.tensor, slots: gl.tensor, k_cache: gl.tensor, v_cache: gl.tensor,
+    keys: tma.tensor_descriptor, values: tma.tensor_descriptor,  # of all slots; boxes of a block by 64 dimensions
+    qkv: gl.tensor, cos: gl.tensor, sin: gl.tensor, slots: gl.tensor, query_scales: gl.tensor,
+    k_cache: gl.tensor, v_cache: gl.tensor,
     tables: gl.tensor, seq_lens: gl.tensor, schedule: gl.tensor, out: gl.tensor,
     mixed: gl.tensor, maxima: gl.tensor, sums: gl.tensor, counters: gl.tensor,
     scale: gl.tensor, table_row: gl.tensor, part: gl.tensor,
     HEADS: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
-    PARTS: gl.constexpr,
+    PARTS: gl.constexpr, DIM: gl.constexpr, ROTARY: gl.constexpr, QKV_ROW: gl.constexpr,
 ) -> None:  # fmt: skip
-    k = gl.allocate_shared_memory(keys.dtype, [STAGES, 64, 128], KV_LAYOUT)
-    v = gl.allocate_shared_memory(keys.dtype, [STAGES, 64, 128], KV_LAYOUT)
-    q = gl.allocate_shared_memory(keys.dtype, [2, ROWS, 128], KV_LAYOUT)
+    k = gl.allocate_shared_memory(keys.dtype, [STAGES, 64, DIM], KV_LAYOUT)
+    v = gl.allocate_shared_memory(keys.dtype, [STAGES, 64, DIM], KV_LAYOUT)
+    q = gl.allocate_shared_memory(keys.dtype, [2, ROWS, DIM], KV_LAYOUT)
     weights = gl.allocate_shared_memory(keys.dtype, [ROWS, 64], KV_LAYOUT)
-    new = gl.allocate_shared_memory(keys.dtype, [4, 128], _UNSWIZZLED)  # key and value, double-buffered
+    new = gl.allocate_shared_memory(keys.dtype, [4, DIM], _UNSWIZZLED)  # key and value, double-buffered
     bars = gl.allocate_shared_memory(gl.int64, [4 * STAGES + 4, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(4 * STAGES + 4):
         mbarrier.init(bars.index(i), count=1)
@@ -169,14 +171,14 @@ def _decode_kernel(
     mine = schedule + gl.program_id(0) * 10
     walk = _Walk(seq_lens, _section(mine, seq_lens), _section(mine + 4, seq_lens))
     partition = Partition(gl.load(mine + 8), gl.load(mine + 9))
-    sizes = Sizes(HEADS, GROUP, ROWS, BLOCK, STAGES, PARTS)
+    sizes = Sizes(HEADS, GROUP, ROWS, BLOCK, STAGES, PARTS, DIM, ROTARY, QKV_ROW)
     barriers = _Barriers(bars, STAGES)
     shared = _Shared(k, v, q, weights, new, barriers)
     output = Output(out, mixed, maxima, sums, counters)
     token = _NewToken(qkv, cos, sin, slots, k_cache, v_cache)
     gl.warp_specialize(
         [
-            (_multiply, (shared, walk, partition, output, scale, sizes)),
+            (_multiply, (shared, walk, partition, output, scale, query_scales, sizes)),
             (_rotate, (shared, walk, token, part, sizes)),
             (_produce, (keys, k, barriers, walk, tables, table_row, 0, sizes)),
             (_produce, (values, v, barriers, walk, tables, table_row, 1, sizes)),
@@ -227,11 +229,12 @@ def _produce(
     source: tma.tensor_descriptor, target: gl.shared_memory_descriptor, bars: _Barriers,
     walk: _Walk, tables: gl.tensor, table_row: gl.tensor, RING: gl.constexpr, sizes: Sizes,
 ) -> None:  # fmt: skip
-    """a tile in shared memory   | block 0 | block 1 | .. the first half | block 0 | block 1 | .. the second half |"""
+    """a tile in shared memory   | block 0 | block 1 | .. 64 dimensions | block 0 | block 1 | .. the next 64 | .."""
     BLOCK: gl.constexpr = sizes.BLOCK
     STAGES: gl.constexpr = sizes.STAGES
     BLOCKS: gl.constexpr = 64 // BLOCK
-    boxes = hopper.reinterpret(target, target.dtype, [STAGES * 2 * BLOCKS, BLOCK, 64], KV_LAYOUT)
+    SLICES: gl.constexpr = sizes.DIM // 64
+    boxes = hopper.reinterpret(target, target.dtype, [STAGES * SLICES * BLOCKS, BLOCK, 64], KV_LAYOUT)
     stage, phase = gl.to_tensor(0), gl.to_tensor(0)
     for section in range(2):
         request, head, tile, left, seq_len = _enter(walk, section)
@@ -241,15 +244,15 @@ def _produce(
                 walk.seq_lens, request, head, count < left, sizes.HEADS
             )
             table = tables + request.to(gl.int64) * table_row
-            for j in range(tile, tile + count):
-                slots = block_slots(table, j * BLOCKS, seq_len, BLOCK, BLOCKS)
+            for mine in range(tile, tile + count):
+                slots = block_slots(table, mine * BLOCKS, seq_len, BLOCK, BLOCKS)
                 full = bars.full(RING, stage)
                 mbarrier.wait(bars.free(RING, stage), phase ^ 1)
-                mbarrier.expect(full, 64 * 128 * 2)
+                mbarrier.expect(full, 64 * sizes.DIM * 2)
                 for i in gl.static_range(BLOCKS):
-                    for half in gl.static_range(2):
-                        box = boxes.index((stage * 2 + half) * BLOCKS + i)
-                        hopper.tma_load(source, [slots[i], head * 128 + half * 64], full, box)
+                    for j in gl.static_range(SLICES):
+                        box = boxes.index((stage * SLICES + j) * BLOCKS + i)
+                        hopper.tma_load(source, [slots[i], head * sizes.DIM + j * 64], full, box)
                 stage, phase = next_stage(stage, phase, STAGES)
             left -= count
             request, head, seq_len, tile = next_request, next_head, next_seq_len, gl.to_tensor(0)
@@ -272,12 +275,12 @@ def _rotate(shared: _Shared, walk: _Walk, token: _NewToken, part: gl.tensor, siz
     L: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [2, 1], [1, 0])
     HEADS: gl.constexpr = sizes.HEADS
     GROUP: gl.constexpr = sizes.GROUP
+    DIM: gl.constexpr = sizes.DIM
     q = shared.q
     rows = gl.arange(0, sizes.ROWS, layout=gl.SliceLayout(1, L))
-    dims = gl.arange(0, 128, layout=gl.SliceLayout(0, L))
+    dims = gl.arange(0, DIM, layout=gl.SliceLayout(0, L))
     inside = (rows < GROUP)[:, None] & (dims >= 0)[None, :]
-    cos = gl.load(token.cos + walk.first.request * 128 + dims)
-    sin = gl.load(token.sin + walk.first.request * 128 + dims)
+    cos, sin = _cos_sin(token, walk.first.request, dims, sizes)
     buffer, phase = gl.to_tensor(0), gl.to_tensor(0)
     hopper.gdc_launch_dependents()
     hopper.gdc_wait()
@@ -286,8 +289,8 @@ def _rotate(shared: _Shared, walk: _Walk, token: _NewToken, part: gl.tensor, siz
         while left > 0:
             tiles, count = _own_tiles(seq_len, tile, left)
             next_request, next_head, next_seq_len = _prefetch_next(walk.seq_lens, request, head, count < left, HEADS)
-            own = token.qkv + request.to(gl.int64) * ((GROUP + 2) * HEADS * 128)
-            first = own + (head * GROUP + rows)[:, None] * 128
+            own = token.qkv + request.to(gl.int64) * sizes.QKV_ROW
+            first = own + (head * GROUP + rows)[:, None] * DIM
             cos32 = cos.to(gl.float32)
             sin32 = sin.to(gl.float32)
             queries = _rotated(first, dims[None, :], inside, cos32[None, :], sin32[None, :], part, q.dtype, sizes)
@@ -300,10 +303,22 @@ def _rotate(shared: _Shared, walk: _Walk, token: _NewToken, part: gl.tensor, siz
             mbarrier.arrive(shared.bars.queries_full(buffer), count=1)
             buffer, phase = next_stage(buffer, phase, 2)
             soon = gl.where(count < left, next_request, walk.second.request)
-            cos = gl.load(token.cos + soon * 128 + dims)
-            sin = gl.load(token.sin + soon * 128 + dims)
+            cos, sin = _cos_sin(token, soon, dims, sizes)
             left -= count
             request, head, seq_len, tile = next_request, next_head, next_seq_len, gl.to_tensor(0)
+
+
+@gluon.jit
+def _cos_sin(token: _NewToken, request: gl.tensor, dims: gl.tensor, sizes: Sizes) -> gl.tuple:
+    """Of all dimensions of a head: 1 and 0 for those that do not rotate."""
+    ROTARY: gl.constexpr = sizes.ROTARY
+    if ROTARY == sizes.DIM:
+        cos = gl.load(token.cos + request * ROTARY + dims)
+        sin = gl.load(token.sin + request * ROTARY + dims)
+    else:
+        cos = gl.load(token.cos + request * ROTARY + dims, mask=dims < ROTARY, other=1.0)
+        sin = gl.load(token.sin + request * ROTARY + dims, mask=dims < ROTARY, other=0.0)
+    return cos, sin
 
 
 @gluon.jit
@@ -314,13 +329,14 @@ def _store_new(
 ) -> None:  # fmt: skip
     """The new key and its value, to shared memory and to the cache."""
     HEADS: gl.constexpr = sizes.HEADS
-    keys = own + sizes.GROUP * HEADS * 128
-    key = _rotated(keys + head * 128, dims, dims >= 0, cos, sin, part, new.dtype, sizes)
-    value = _projected(keys + (HEADS + head) * 128 + dims, dims >= 0, part, new.dtype, sizes)
+    DIM: gl.constexpr = sizes.DIM
+    keys = own + sizes.GROUP * HEADS * DIM
+    key = _rotated(keys + head * DIM, dims, dims >= 0, cos, sin, part, new.dtype, sizes)
+    value = _projected(keys + (HEADS + head) * DIM + dims, dims >= 0, part, new.dtype, sizes)
     new.index(2 * buffer).store(key)
     new.index(2 * buffer + 1).store(value)
     slot = gl.load(token.slots + request).to(gl.int64)
-    target = (slot * HEADS + head) * 128 + dims
+    target = (slot * HEADS + head) * DIM + dims
     is_stored = (dims >= 0) & (slot >= 0) & (seq_len > 0)
     gl.store(token.k_cache + target, key, mask=is_stored)
     gl.store(token.v_cache + target, value, mask=is_stored)
@@ -331,9 +347,13 @@ def _rotated(
     rows: gl.tensor, dims: gl.tensor, inside: gl.tensor, cos: gl.tensor, sin: gl.tensor, part: gl.tensor,
     KIND: gl.constexpr, sizes: Sizes,
 ) -> gl.tensor:  # fmt: skip
-    """RoPE of rows at these pointers: dimensions i and i + d / 2 rotate as a pair."""
+    """RoPE of rows at these pointers: dimensions i and i + ROTARY / 2 rotate as a pair, the rest stay."""
+    ROTARY: gl.constexpr = sizes.ROTARY
     one = _projected(rows + dims, inside, part, KIND, sizes).to(gl.float32)
-    other = _projected(rows + (dims + 64) % 128, inside, part, KIND, sizes).to(gl.float32)
+    paired = inside
+    if ROTARY < sizes.DIM:
+        paired = inside & (dims < ROTARY)
+    other = _projected(rows + (dims + ROTARY // 2) % ROTARY, paired, part, KIND, sizes).to(gl.float32)
     return (one * cos + other * sin).to(KIND)
 
 
@@ -348,8 +368,9 @@ def _projected(source: gl.tensor, inside: gl.tensor, part: gl.tensor, KIND: gl.c
 
 @gluon.jit
 def _multiply(
-    shared: _Shared, walk: _Walk, partition: Partition, output: Output, scale: gl.tensor, sizes: Sizes
-) -> None:
+    shared: _Shared, walk: _Walk, partition: Partition, output: Output, scale: gl.tensor, query_scales: gl.tensor,
+    sizes: Sizes,
+) -> None:  # fmt: skip
     STAGES: gl.constexpr = sizes.STAGES
     begin = partition.begin(gl.program_id(0))
     stage, phase = gl.to_tensor(0), gl.to_tensor(0)
@@ -363,13 +384,16 @@ def _multiply(
                 walk.seq_lens, request, head, count < left, sizes.HEADS
             )
             state = _new_accumulator(sizes)
+            by = scale
+            if query_scales is not None:
+                by = scale * gl.load(query_scales + request)
             mbarrier.wait(shared.bars.queries_full(buffer), buffer_phase)
             for _ in range(tile, gl.minimum(tile + count, tiles - 1)):
-                state = _step(shared, state, stage, phase, buffer, scale, seq_len, False, sizes)
+                state = _step(shared, state, stage, phase, buffer, by, seq_len, False, sizes)
                 stage, phase = next_stage(stage, phase, STAGES)
             if tile + count == tiles:
                 known = seq_len - (tiles - 1) * 64
-                state = _step(shared, state, stage, phase, buffer, scale, known, True, sizes)
+                state = _step(shared, state, stage, phase, buffer, by, known, True, sizes)
                 stage, phase = next_stage(stage, phase, STAGES)
             mbarrier.arrive(shared.bars.queries_free(buffer), count=1)
             ours = Accumulator(state.acc, gl.sum(state.total, 0), state.largest)
@@ -386,7 +410,7 @@ def _multiply(
 def _new_accumulator(sizes: Sizes) -> Accumulator:
     """Its `total` is by key and head [64, ROWS]: threads add up their own weights until the end."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sizes.ROWS, 16])
-    acc = gl.zeros([128, sizes.ROWS], gl.float32, layout=S)
+    acc = gl.zeros([sizes.DIM, sizes.ROWS], gl.float32, layout=S)
     total = gl.zeros([64, sizes.ROWS], gl.float32, layout=S)
     return Accumulator(acc, total, gl.full([sizes.ROWS], -1e30, gl.float32, layout=gl.SliceLayout(0, S)))
 
@@ -434,14 +458,15 @@ def _insert_new(
     BLOCK: gl.constexpr = sizes.BLOCK
     BLOCKS: gl.constexpr = 64 // BLOCK
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    boxes = hopper.reinterpret(ring, ring.dtype, [sizes.STAGES * 2 * BLOCKS, BLOCK, 64], KV_LAYOUT)
-    halves = hopper.reinterpret(new, new.dtype, [8, 64], _UNSWIZZLED)
+    SLICES: gl.constexpr = sizes.DIM // 64
+    boxes = hopper.reinterpret(ring, ring.dtype, [sizes.STAGES * SLICES * BLOCKS, BLOCK, 64], KV_LAYOUT)
+    slices = hopper.reinterpret(new, new.dtype, [4 * SLICES, 64], _UNSWIZZLED)
     rows = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, L))
     for i in range(position // BLOCK, BLOCKS):
         here = (i * BLOCK + rows)[:, None]
-        for half in gl.static_range(2):
-            box = boxes.index((stage * 2 + half) * BLOCKS + i)
-            row = halves.index(which * 2 + half).load(gl.SliceLayout(0, L))[None, :]
+        for j in gl.static_range(SLICES):
+            box = boxes.index((stage * SLICES + j) * BLOCKS + i)
+            row = slices.index(which * SLICES + j).load(gl.SliceLayout(0, L))[None, :]
             zeros = gl.zeros([BLOCK, 64], ring.dtype, layout=L)
             box.store(gl.where(here < position, box.load(L), gl.where(here == position, row, zeros)))
     hopper.fence_async_shared()

@@ -1,7 +1,7 @@
 """How programs of `hopper_decode` finish a request and KV head: write the result, or combine partial results.
 
     request and head   | program 4 | program 5 ........... | program 6 |      each may have some of its tiles
-    workspace          | .. | 4: begin, end of its share | 5: .. | 6: .. |     [programs, 2, group, 128]
+    workspace          | .. | 4: begin, end of its share | 5: .. | 6: .. |     [programs, 2, group, d]
 
 The last program to arrive combines what the others wrote. Knows tile ranges and the workspace, no queries or keys.
 """
@@ -21,6 +21,9 @@ class Sizes:
     BLOCK: gl.constexpr  # tokens of a KV block
     STAGES: gl.constexpr
     PARTS: gl.constexpr  # split-K partials of the QKV projection
+    DIM: gl.constexpr  # of a head
+    ROTARY: gl.constexpr  # dimensions of a head that rotate, the first ones
+    QKV_ROW: gl.constexpr  # stride of the QKV projection
 
 
 @aggregate
@@ -34,7 +37,7 @@ class Output:
 
 @aggregate
 class Accumulator:
-    acc: gl.tensor  # [128, ROWS]: sums of values
+    acc: gl.tensor  # [DIM, ROWS]: sums of values
     total: gl.tensor  # sums of weights
     largest: gl.tensor  # [ROWS]: the maximum that weights are relative to
 
@@ -83,9 +86,9 @@ def finish(
 def _write(out: gl.tensor, cell: gl.tensor, acc: gl.tensor, total: gl.tensor, sizes: Sizes) -> None:
     S: gl.constexpr = acc.type.layout
     rows = gl.arange(0, sizes.ROWS, layout=gl.SliceLayout(0, S))[None, :]
-    dims = gl.arange(0, 128, layout=gl.SliceLayout(1, S))[:, None]
+    dims = gl.arange(0, sizes.DIM, layout=gl.SliceLayout(1, S))[:, None]
     found = acc / gl.where(total > 0, total, 1.0)[None, :]
-    target = out + cell.to(gl.int64) * (sizes.GROUP * 128) + rows * 128 + dims
+    target = out + cell.to(gl.int64) * (sizes.GROUP * sizes.DIM) + rows * sizes.DIM + dims
     gl.store(target, found.to(out.dtype.element_ty), mask=(rows < sizes.GROUP) & (dims >= 0))
 
 
@@ -94,10 +97,10 @@ def _write_partial(output: Output, slot: gl.tensor, ours: Accumulator, sizes: Si
     """The barrier at the end: all threads have stored before one of them counts this program."""
     S: gl.constexpr = ours.acc.type.layout
     rows = gl.arange(0, sizes.ROWS, layout=gl.SliceLayout(0, S))
-    dims = gl.arange(0, 128, layout=gl.SliceLayout(1, S))[:, None]
+    dims = gl.arange(0, sizes.DIM, layout=gl.SliceLayout(1, S))[:, None]
     part = slot * sizes.GROUP + rows
     inside = (rows < sizes.GROUP)[None, :] & (dims >= 0)
-    gl.store(output.mixed + part[None, :] * 128 + dims, ours.acc, mask=inside)
+    gl.store(output.mixed + part[None, :] * sizes.DIM + dims, ours.acc, mask=inside)
     gl.store(output.maxima + part, ours.largest, mask=rows < sizes.GROUP)
     gl.store(output.sums + part, ours.total, mask=rows < sizes.GROUP)
     barrier()
@@ -110,7 +113,7 @@ def _combine(
     """The partial results of programs `head` to `tail`, in their order. Other SMs wrote them: loads bypass L1."""
     S: gl.constexpr = like.acc.type.layout
     rows = gl.arange(0, sizes.ROWS, layout=gl.SliceLayout(0, S))
-    dims = gl.arange(0, 128, layout=gl.SliceLayout(1, S))[:, None]
+    dims = gl.arange(0, sizes.DIM, layout=gl.SliceLayout(1, S))[:, None]
     acc = like.acc * 0.0
     total = like.total * 0.0
     largest = gl.full_like(like.largest, -1e30)
@@ -119,7 +122,7 @@ def _combine(
         part = gl.where(program == head, first, 2 * program) * sizes.GROUP + rows
         each_largest = gl.load(output.maxima + part, mask=rows < sizes.GROUP, other=-1e30, cache_modifier=".cg")
         each_total = gl.load(output.sums + part, mask=rows < sizes.GROUP, other=0.0, cache_modifier=".cg")
-        each = gl.load(output.mixed + part[None, :] * 128 + dims, mask=inside, other=0.0, cache_modifier=".cg")
+        each = gl.load(output.mixed + part[None, :] * sizes.DIM + dims, mask=inside, other=0.0, cache_modifier=".cg")
         larger = gl.maximum(largest, each_largest)
         shrink = gl.exp2(largest - larger)
         weight = gl.exp2(each_largest - larger)

@@ -29,7 +29,7 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade.kernels.attention.online_softmax import LOG2_E, divide, weigh
-from saccade.kernels.launch.device import num_sms, precision_of
+from saccade.kernels.launch.device import num_sms, precision_of, shared_memory
 from saccade.kernels.launch.pdl import pdl_options, pdl_release_then_wait, supports_pdl
 from saccade.kernels.launch.varlen_tiles import Launch, power_of_two
 
@@ -38,6 +38,7 @@ _MIN_KEYS_PER_SPLIT = 64  # fewer save nothing: reading 64 keys is one latency a
 _PROGRAMS_PER_SM = 2  # keep memory busy; more only make the combine longer
 _SPLITS_AT_ONCE = 8  # that the last program reads together when it combines
 _MANY_SPLITS = 8  # from here on the device is not full, and latency counts
+_FOUR_STAGES = 105 << 10  # bytes of shared memory
 
 
 class DecodeWorkspace(NamedTuple):
@@ -75,10 +76,11 @@ def choose_splits(requests: int, kv_heads: int, max_context: int, num_sms: int) 
 class NewTokens(NamedTuple):
     """One token of each request, before RoPE."""
 
-    qkv: Tensor  # [requests, heads + 2 kv_heads, d], contiguous; or its split-K partials, float32 [splits, ...]
-    cos: Tensor  # [requests, d], contiguous
+    qkv: Tensor  # [requests, heads + 2 kv_heads, d]; or its split-K partials, float32 [splits, ...]; rows may be wider
+    cos: Tensor  # [requests, rotary_dim], contiguous; dimensions of a head from rotary_dim on do not rotate
     sin: Tensor  # the same; carries the sign of its half
     slots: Tensor  # int32 [requests]: where key and value go; -1: nowhere
+    query_scales: Tensor | None = None  # float32 [requests], positive: factors of the queries (attention temperature)
 
 
 def paged_decode(
@@ -102,33 +104,41 @@ def paged_decode(
     splits = splits or choose_splits(requests, kv_heads, block_tables.shape[1] * block_size, num_sms(k_cache.device))
     launch = launch or launch_for(k_cache, requests, splits)
     pdl = supports_pdl(k_cache)
-    projected = requests * all_heads * dim
-    assert k_cache.is_contiguous() and v_cache.is_contiguous() and new.qkv.is_contiguous()
+    assert k_cache.is_contiguous() and v_cache.is_contiguous() and new.qkv.stride()[-2:] == (dim, 1)
     _check_workspace(workspace, requests, heads, kv_heads, dim, splits)
     out = k_cache.new_empty(requests, heads, dim) if out is None else out
     _decode_kernel[(kv_heads, splits, requests)](
         *new, k_cache, v_cache, block_tables, seq_lens, out, *workspace, scale * LOG2_E,
-        block_tables.stride(0), projected,
+        block_tables.stride(0), new.qkv.stride(0),
         BLOCK_SIZE=block_size, HEADS=kv_heads, GROUP=heads // kv_heads, DIM=dim, SPLITS=splits,
         ROWS=power_of_two(heads // kv_heads, minimum=launch.rows), PADDED_DIM=power_of_two(dim, minimum=16),
-        KEYS=launch.keys, PRECISION=precision_of(k_cache), PARTS=new.qkv.numel() // projected,
-        AT_ONCE=min(splits, _SPLITS_AT_ONCE), PEELED=splits >= _MANY_SPLITS, PDL=pdl,
+        KEYS=launch.keys, PRECISION=precision_of(k_cache), PARTS=num_parts(new.qkv),
+        AT_ONCE=min(splits, _SPLITS_AT_ONCE if dim <= 128 else _SPLITS_AT_ONCE // 2), PEELED=splits >= _MANY_SPLITS,
+        PDL=pdl, ROTARY=new.cos.shape[-1], QKV_ROW=new.qkv.stride(-3),
         num_warps=launch.warps, num_stages=launch.stages, maxnreg=launch.registers, **pdl_options(pdl),
     )  # fmt: skip
     return out
 
 
+def num_parts(qkv: Tensor) -> int:
+    """Split-K partials of a projection [T, heads, d] or [splits, T, heads, d]."""
+    return qkv.shape[0] if qkv.dim() == 4 else 1
+
+
 def launch_for(cache: Tensor, requests: int, splits: int) -> Launch:
     """16 rows are the least that an MMA takes; a group seldom fills them, but the kernel is memory-bound."""
+    keys = 64 if cache.shape[2] <= 128 else 32  # a tile of 16 KB
     if cache.element_size() == 4:
-        return Launch(rows=16, keys=32, warps=4, stages=1)
+        return Launch(rows=16, keys=keys // 2, warps=4, stages=1)
     programs = requests * cache.shape[1] * splits
     if splits >= _MANY_SPLITS and programs > _PROGRAMS_PER_SM * num_sms(cache.device):
-        return Launch(rows=16, keys=64, warps=4, stages=2)  # several share an SM
+        return Launch(rows=16, keys=keys, warps=4, stages=2)  # several share an SM
     if splits >= _MANY_SPLITS:  # most have one tile, which is loaded early: there is nothing to pipeline
-        return Launch(rows=16, keys=128, warps=4, stages=1)
+        return Launch(rows=16, keys=2 * keys, warps=4, stages=1)
+    if splits == 1:
+        return Launch(rows=16, keys=keys, warps=8, stages=3)
     # Shared memory for two programs per SM: if three fitted, some SMs would have none.
-    return Launch(rows=16, keys=64, warps=8, stages=3) if splits == 1 else Launch(rows=16, keys=64, warps=4, stages=4)
+    return Launch(rows=16, keys=keys, warps=4, stages=4 if shared_memory(cache.device) > _FOUR_STAGES else 3)
 
 
 def _check_workspace(
@@ -145,13 +155,14 @@ def _check_workspace(
 # Step metadata changes alignment and width from step to step: each variant would be compiled anew.
 @triton.jit(do_not_specialize=["table_row"], do_not_specialize_on_alignment=["slots", "block_tables", "seq_lens"])
 def _decode_kernel(
-    qkv: tl.tensor, cos: tl.tensor, sin: tl.tensor, slots: tl.tensor,
+    qkv: tl.tensor, cos: tl.tensor, sin: tl.tensor, slots: tl.tensor, query_scales: tl.tensor,
     k_cache: tl.tensor, v_cache: tl.tensor, block_tables: tl.tensor, seq_lens: tl.tensor,
     out: tl.tensor, mixed: tl.tensor, maxima: tl.tensor, sums: tl.tensor, counters: tl.tensor,
     scale: tl.tensor, table_row: tl.tensor, part: tl.tensor,
     BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr,
     ROWS: tl.constexpr, PADDED_DIM: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
     PARTS: tl.constexpr, AT_ONCE: tl.constexpr, PEELED: tl.constexpr, PDL: tl.constexpr,
+    ROTARY: tl.constexpr, QKV_ROW: tl.constexpr,
 ) -> None:  # fmt: skip
     head, split, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     seq_len = tl.load(seq_lens + request)
@@ -168,14 +179,17 @@ def _decode_kernel(
     pdl_release_then_wait(PDL)
     rows, dims = tl.arange(0, ROWS), tl.arange(0, PADDED_DIM)
     inside = (rows < GROUP)[:, None] & (dims < DIM)[None, :]
-    own = qkv + request.to(tl.int64) * ((GROUP + 2) * HEADS * DIM)
-    cos, sin = cos + request * DIM, sin + request * DIM
+    own = qkv + request.to(tl.int64) * QKV_ROW
+    cos, sin = cos + request * ROTARY, sin + request * ROTARY
+    if query_scales is not None:  # scores are linear in queries
+        scale *= tl.load(query_scales + request)
     kind = out.dtype.element_ty
     first_query = own + (head * GROUP + rows)[:, None] * DIM
-    queries = _rotated(first_query, cos, sin, dims[None, :], inside, part, kind, DIM, PARTS)
+    queries = _rotated(first_query, cos, sin, dims[None, :], inside, part, kind, DIM, ROTARY, PARTS)
     new_dims = tl.where((split == 0) & (seq_len > 0), DIM, 0)  # only split 0 has the new token
     is_new = dims < new_dims
-    new_key = _rotated(own + (GROUP * HEADS + head) * DIM, cos, sin, dims, is_new, part, kind, DIM, PARTS)
+    first_key = own + (GROUP * HEADS + head) * DIM
+    new_key = _rotated(first_key, cos, sin, dims, is_new, part, kind, DIM, ROTARY, PARTS)
     new_value = _projected(own + ((GROUP + 1) * HEADS + head) * DIM + dims, is_new, part, kind, PARTS)
     _store(keys, values, tl.load(slots + request), new_key, new_value, new_dims, HEADS * DIM)
     largest, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
@@ -254,13 +268,15 @@ def _attend(
 @triton.jit
 def _rotated(
     rows: tl.tensor, cos: tl.tensor, sin: tl.tensor, dims: tl.tensor, inside: tl.tensor, part: tl.tensor,
-    kind: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr,
+    kind: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr, PARTS: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """RoPE of rows at these pointers: dimensions i and i + d / 2 rotate as a pair."""
-    own_cos = tl.load(cos + dims, mask=dims < DIM, other=0.0).to(tl.float32)
-    own_sin = tl.load(sin + dims, mask=dims < DIM, other=0.0).to(tl.float32)
+    """RoPE of rows at these pointers: dimensions i and i + ROTARY / 2 rotate as a pair, the rest stay."""
+    REST: tl.constexpr = 0.0 if ROTARY == DIM else 1.0  # their cosine
+    own_cos = tl.load(cos + dims, mask=dims < ROTARY, other=REST).to(tl.float32)
+    own_sin = tl.load(sin + dims, mask=dims < ROTARY, other=0.0).to(tl.float32)
     one = _projected(rows + dims, inside, part, kind, PARTS)
-    other = _projected(rows + (dims + DIM // 2) % DIM, inside, part, kind, PARTS)
+    paired = inside if ROTARY == DIM else inside & (dims < ROTARY)
+    other = _projected(rows + (dims + ROTARY // 2) % ROTARY, paired, part, kind, PARTS)
     return (one.to(tl.float32) * own_cos + other.to(tl.float32) * own_sin).to(one.dtype)
 
 

@@ -32,15 +32,19 @@ class Half(NamedTuple):
 class PrefillAttention:
     """Short contexts are not split: combining would cost more than it gains."""
 
-    def __init__(self, heads: int, block_size: int, device: torch.device, *, by_hopper: bool) -> None:
+    def __init__(
+        self, heads: int, block_size: int, device: torch.device, *, by_hopper: bool, head_dim: int = 128
+    ) -> None:
         self.heads = heads
+        self.head_dim = head_dim
         self.block_size = block_size
         self.by_hopper = by_hopper
         self._num_sms = num_sms(device)
 
     @classmethod
     def best(cls, heads: Heads, dtype: torch.dtype, block_size: int, device: torch.device) -> PrefillAttention:
-        return cls(heads.num_heads, block_size, device, by_hopper=can_use_hopper(heads, dtype, block_size, device))
+        by_hopper = can_use_hopper(heads, dtype, block_size, device)
+        return cls(heads.num_heads, block_size, device, by_hopper=by_hopper, head_dim=heads.head_dim)
 
     def is_short(self, tokens: int, seq_len: int) -> bool:
         """Whether a pass of so many tokens, whose longest context is this, runs without splits."""
@@ -51,7 +55,9 @@ class PrefillAttention:
         """Of the tiles of a step of so many tokens."""
         if is_short or (self.by_hopper and tokens <= _MAX_TRITON_TOKENS):
             return _TRITON_ROWS
-        return _HOPPER_ROWS if self.by_hopper else choose_rows(tokens, self.heads, self._num_sms)
+        if self.by_hopper:
+            return _HOPPER_ROWS
+        return choose_rows(tokens, self.heads, self._num_sms, self.head_dim)
 
     def half(self, tokens: int) -> Half:
         """The launch of so many tokens in a mixed batch. More than half of the device only if one split needs it."""

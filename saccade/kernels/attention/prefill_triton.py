@@ -26,16 +26,19 @@ from torch import Tensor
 from saccade.kernels.attention.decode_triton import slots_of
 from saccade.kernels.attention.online_softmax import LOG2_E, divide, weigh
 from saccade.kernels.attention.prefill_combine import MAX_SPLITS, combine, new_partials
-from saccade.kernels.launch.device import num_sms, precision_of
+from saccade.kernels.launch.device import is_hopper, num_sms, precision_of, shared_memory
 from saccade.kernels.launch.pdl import pdl_options, pdl_release_then_wait, supports_pdl
 from saccade.kernels.launch.varlen_tiles import Launch, Tiles, power_of_two
 
 _MIN_SHARE = 256  # keys of a split: shorter ones cost more than they save
 
 
-def choose_rows(tokens: int, heads: int, num_sms: int) -> int:
-    """Large tiles read the keys less often; small ones are better where large ones would leave SMs idle."""
-    return 128 if tokens * heads >= 128 * 2 * num_sms else 64
+def choose_rows(tokens: int, heads: int, num_sms: int, dim: int = 128) -> int:
+    """Large tiles read the keys less often; small ones are better where large ones would leave SMs idle.
+
+    Heads of more than 128 dimensions do not fit the registers of a large tile.
+    """
+    return 128 if tokens * heads >= 128 * 2 * num_sms and dim <= 128 else 64
 
 
 def paged_prefill(
@@ -86,15 +89,19 @@ def launch_for(q: Tensor, rows: int, splits: int = 1) -> Launch:
     """Two of the stages are spent on loads of block tables, which those of keys and values depend on."""
     if q.element_size() == 4:
         return Launch(rows, keys=32, warps=4, stages=1)
+    one_wave = rows * num_sms(q.device)
+    if q.shape[2] > 128:  # registers and shared memory hold fewer keys; without WGMMA, four warps would spill
+        one_loop = splits == 1 and 2 * q.shape[0] * q.shape[1] <= one_wave
+        return Launch(rows, keys=32, warps=4 if rows <= 64 and is_hopper(q.device) else 8, stages=4, one_loop=one_loop)
     if rows >= 128:
         return Launch(rows, keys=64, warps=8, stages=5)
-    one_wave = rows * num_sms(q.device)
     if 2 * q.shape[0] * q.shape[1] <= one_wave:
         # Leaves shared memory for the weights of the next GEMM. With few keys one masked loop is faster: fetching the
         # instructions of a second one takes longer than running them.
         return Launch(rows, keys=64, warps=4, stages=5, one_loop=splits == 1)
-    # While each program has an SM to itself, fewer and larger steps take less time.
-    return Launch(rows, keys=128 if q.shape[0] * q.shape[1] <= one_wave else 64, warps=4, stages=5)
+    # While each program has an SM to itself, fewer and larger steps take less time. They need 161 KB.
+    is_large = q.shape[0] * q.shape[1] <= one_wave and shared_memory(q.device) >= 163 << 10
+    return Launch(rows, keys=128 if is_large else 64, warps=4, stages=5)
 
 
 # Step metadata changes alignment and width from step to step: each variant would be compiled anew.

@@ -10,6 +10,8 @@ Grid (T, 2): program (t, 0) rotates the queries of row t in place, program (t, 1
 to the cache.
 
 Split-K partials [splits, T, ...] of the projection are added up here; queries are then written elsewhere.
+
+Partial RoPE: cos and sin have fewer columns than a head, and its other dimensions do not rotate.
 """
 
 from __future__ import annotations
@@ -27,24 +29,31 @@ def rotary_and_store(
     q: Tensor,  # [T, heads, d], rotated in place; or its partials [splits, T, heads, d], which are not changed
     k: Tensor,  # [T, kv_heads, d] or partials, not changed: only the cache has it rotated
     v: Tensor,
-    cos: Tensor,  # [T, d] or [T, 1, d], contiguous
+    cos: Tensor,  # [T, rotary_dim] or [T, 1, rotary_dim], contiguous; dimensions from rotary_dim on do not rotate
     sin: Tensor,  # the same; carries the sign of its half
     k_cache: Tensor,  # [slots, kv_heads, d], contiguous; so is v_cache
     v_cache: Tensor,
     slots: Tensor,  # int64 or int32 [T]; -1: the row's queries are rotated, nothing is stored
+    query_scales: Tensor | None = None,  # float32 [T]: factors of the queries (attention temperature)
 ) -> Tensor:
-    """The rotated queries. Dimensions i and i + d / 2 rotate as a pair. M-RoPE differs in cos and sin alone."""
+    """The rotated queries. Dimensions i and i + rotary_dim / 2 rotate as a pair.
+
+    M-RoPE differs in cos and sin alone.
+    """
     tokens, heads, dim = q.shape[-3:]
     kv_heads = k.shape[-2]
+    rotary = cos.shape[-1]
     parts = q.shape[0] if q.dim() == 4 else 1
     pdl = supports_pdl(q)
     assert k_cache.is_contiguous() and v_cache.is_contiguous() and cos.is_contiguous() and sin.is_contiguous()
     assert q.stride() == k.stride() == v.stride() and q.stride(-2) == dim, "queries, keys, values of one GEMM"
     rotated = q if q.dim() == 3 else torch.empty((tokens, heads, dim), dtype=k_cache.dtype, device=q.device)
     _rotary_kernel[(tokens, 2)](
-        q, k, v, rotated, cos, sin, k_cache, v_cache, slots, q.stride(-3), rotated.stride(0), q.stride(0),
+        q, k, v, rotated, cos, sin, k_cache, v_cache, slots, query_scales,
+        q.stride(-3), rotated.stride(0), q.stride(0),
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PADDED_HEADS=power_of_two(heads),
-        PADDED_KV_HEADS=power_of_two(kv_heads), PADDED_HALF=power_of_two(dim // 2), PARTS=parts, PDL=pdl,
+        PADDED_KV_HEADS=power_of_two(kv_heads), PADDED_HALF=power_of_two(rotary // 2), PARTS=parts, PDL=pdl,
+        ROTARY=rotary,
         num_warps=4, **pdl_options(pdl),
     )  # fmt: skip
     return rotated
@@ -53,32 +62,59 @@ def rotary_and_store(
 @triton.jit(do_not_specialize=["part"], do_not_specialize_on_alignment=["slots"])  # a slice of a larger array
 def _rotary_kernel(
     q: tl.tensor, k: tl.tensor, v: tl.tensor, rotated: tl.tensor, cos: tl.tensor, sin: tl.tensor,
-    k_cache: tl.tensor, v_cache: tl.tensor, slots: tl.tensor, row_step: tl.tensor, rotated_step: tl.tensor,
-    part: tl.tensor,
+    k_cache: tl.tensor, v_cache: tl.tensor, slots: tl.tensor, query_scales: tl.tensor,
+    row_step: tl.tensor, rotated_step: tl.tensor, part: tl.tensor,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
     PADDED_HEADS: tl.constexpr, PADDED_KV_HEADS: tl.constexpr, PADDED_HALF: tl.constexpr,
-    PARTS: tl.constexpr, PDL: tl.constexpr,
+    PARTS: tl.constexpr, PDL: tl.constexpr, ROTARY: tl.constexpr,
 ) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     half = tl.arange(0, PADDED_HALF)[None, :]
-    angles = _load_pair(cos + row * DIM + half, half < DIM // 2, DIM, 0, 1)
-    signed = _load_pair(sin + row * DIM + half, half < DIM // 2, DIM, 0, 1)
+    angles = _load_pair(cos + row * ROTARY + half, half < ROTARY // 2, ROTARY, 0, 1)
+    signed = _load_pair(sin + row * ROTARY + half, half < ROTARY // 2, ROTARY, 0, 1)
     slot = tl.load(slots + row).to(tl.int64)
     pdl_release_then_wait(PDL)
     if tl.program_id(1) == 0:
         heads = tl.arange(0, PADDED_HEADS)[:, None]
-        inside = (heads < HEADS) & (half < DIM // 2)
-        pair = _load_pair(q + row * row_step + heads * DIM + half, inside, DIM, part, PARTS)
-        _rotate(pair, rotated + row * rotated_step + heads * DIM + half, inside, angles, signed, DIM)
+        inside = (heads < HEADS) & (half < ROTARY // 2)
+        by = 1.0
+        if query_scales is not None:
+            by = tl.load(query_scales + row)
+            angles = angles[0] * by, angles[1] * by
+            signed = signed[0] * by, signed[1] * by
+        pair = _load_pair(q + row * row_step + heads * DIM + half, inside, ROTARY, part, PARTS)
+        _rotate(pair, rotated + row * rotated_step + heads * DIM + half, inside, angles, signed, ROTARY)
+        if ROTARY < DIM and (PARTS > 1 or query_scales is not None):  # otherwise the rest is in place
+            target = rotated + row * rotated_step + heads * DIM
+            _copy(q + row * row_step + heads * DIM, target, heads < HEADS, by, part, ROTARY, DIM, PARTS)
     elif slot >= 0:
         heads = tl.arange(0, PADDED_KV_HEADS)[:, None]
-        inside = (heads < KV_HEADS) & (half < DIM // 2)
+        inside = (heads < KV_HEADS) & (half < ROTARY // 2)
         target = (slot * KV_HEADS + heads) * DIM + half
-        pair = _load_pair(k + row * row_step + heads * DIM + half, inside, DIM, part, PARTS)
-        _rotate(pair, k_cache + target, inside, angles, signed, DIM)
-        low, high = _load_pair(v + row * row_step + heads * DIM + half, inside, DIM, part, PARTS)
-        tl.store(v_cache + target, low.to(v_cache.dtype.element_ty), mask=inside)
-        tl.store(v_cache + target + DIM // 2, high.to(v_cache.dtype.element_ty), mask=inside)
+        pair = _load_pair(k + row * row_step + heads * DIM + half, inside, ROTARY, part, PARTS)
+        _rotate(pair, k_cache + target, inside, angles, signed, ROTARY)
+        if ROTARY == DIM:
+            low, high = _load_pair(v + row * row_step + heads * DIM + half, inside, DIM, part, PARTS)
+            tl.store(v_cache + target, low.to(v_cache.dtype.element_ty), mask=inside)
+            tl.store(v_cache + target + DIM // 2, high.to(v_cache.dtype.element_ty), mask=inside)
+        else:
+            own, cell = row * row_step + heads * DIM, (slot * KV_HEADS + heads) * DIM
+            _copy(k + own, k_cache + cell, heads < KV_HEADS, 1.0, part, ROTARY, DIM, PARTS)
+            _copy(v + own, v_cache + cell, heads < KV_HEADS, 1.0, part, 0, DIM, PARTS)
+
+
+@triton.jit
+def _copy(
+    source: tl.tensor, target: tl.tensor, known: tl.tensor, by: tl.tensor, part: tl.tensor,
+    FIRST: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr,
+) -> None:  # fmt: skip
+    """Dimensions from FIRST on, which do not rotate, times `by`."""
+    dims = FIRST + tl.arange(0, triton.next_power_of_2(DIM - FIRST))[None, :]
+    inside = known & (dims < DIM)
+    found = tl.load(source + dims, mask=inside, other=0.0).to(tl.float32)
+    for i in tl.static_range(1, PARTS):
+        found += tl.load(source + i * part + dims, mask=inside, other=0.0)
+    tl.store(target + dims, (found * by).to(target.dtype.element_ty), mask=inside)
 
 
 @triton.jit

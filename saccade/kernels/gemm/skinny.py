@@ -98,7 +98,7 @@ def skinny_linear(
 
 def norm_linear(
     x: Tensor,  # [M, K]
-    norm_weight: Tensor,  # [K]
+    norm_weight: Tensor,  # [K]; may be float32
     eps: float,
     weight: Tensor,  # [N, K]
     bias: Tensor | None = None,
@@ -110,8 +110,7 @@ def norm_linear(
     """rms_norm(x) @ weight.T + bias: [M, N]."""
     config = config or choose(len(x), weight.shape[0], weight.shape[1], x.dtype)
     if config is None or not norms(config, x.dtype):
-        x = F.rms_norm(x, norm_weight.shape, norm_weight, eps)
-        return skinny_linear(x, weight, bias, workspace=workspace, config=config, out=out)
+        return skinny_linear(_normed(x, norm_weight, eps), weight, bias, workspace=workspace, config=config, out=out)
     return _launch(_Gemm(x, weight, bias, None, norm_weight, eps), config, workspace, out)
 
 
@@ -131,7 +130,7 @@ def norm_gated_linear(
     wide, inputs = len(gate_up_weight) // 2, x.shape[1]
     config = config or choose(len(x), wide, inputs, x.dtype, gated=True)
     if config is None or not norms(config, x.dtype):
-        return gated_linear(F.rms_norm(x, norm_weight.shape, norm_weight, eps), gate_up_weight, config=config)
+        return gated_linear(_normed(x, norm_weight, eps), gate_up_weight, config=config)
     return _launch(_Gemm(x, gate_up_weight, None, None, norm_weight, eps, gated=True), config, None, None)
 
 
@@ -184,6 +183,12 @@ def choose_splits(n: int, k: int, outputs: int, inputs: int) -> int:
 def norms(config: Config, dtype: torch.dtype) -> bool:
     """Whether a launch can norm its rows. Tensor cores get x before it is divided: float16 may overflow."""
     return config.rows == 1 or (config.rows <= MAX_NORMED_ROWS and dtype != torch.float16)
+
+
+def _normed(x: Tensor, norm_weight: Tensor, eps: float) -> Tensor:
+    if norm_weight.dtype == x.dtype:
+        return F.rms_norm(x, norm_weight.shape, norm_weight, eps)
+    return F.rms_norm(x.float(), norm_weight.shape, norm_weight.float(), eps).to(x.dtype)
 
 
 def _split_outputs(rows: int) -> int:

@@ -26,7 +26,7 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """x, or its split-K partials, and residual [T, hidden] -> their sum normed, and the sum: the next residual.
 
-    `only`: of these rows, int32 [W], in their order.
+    The weight may be float32. `only`: of these rows, int32 [W], in their order.
     """
     assert x.is_contiguous() and residual.is_contiguous() and x.shape[-2:] == residual.shape
     rows, hidden = len(residual if only is None else only), residual.shape[1]

@@ -2,7 +2,8 @@
 
 row t    token ──────► row of the embedding table      embeds [T, hidden]
            or -1: the last token sampled for the request of this table row
-         position ───► times each frequency            cos, sin [T, d]
+         position ───► times each frequency            cos, sin [T, d]; d is rotary_dim, if RoPE is partial
+                  └──► attention temperature           query_scales [T], if the model has it
          table row ──► the request's blocks            tables [T, max_blocks]
          slot ───────► its block is written into the request's table
 
@@ -21,11 +22,23 @@ from torch import Tensor
 from saccade.kernels.launch.varlen_tiles import power_of_two
 
 
+class Temperature(NamedTuple):
+    """Attention temperature: queries at position p are multiplied by 1 + beta log(1 + p // length)."""
+
+    beta: float
+    length: int
+
+
+def _constants(temperature: Temperature | None) -> dict[str, float]:
+    return {} if temperature is None else {"BETA": temperature.beta, "LENGTH": temperature.length}
+
+
 class DecodeInputs(NamedTuple):
     embeds: Tensor  # [T, hidden or wider]
     cos: Tensor  # [T, d] in the embeddings' type, as `rotary_and_store` takes it
     sin: Tensor  # the same; carries the sign of its half
     tables: Tensor  # int32 [T, max_blocks]
+    query_scales: Tensor | None  # float32 [T]
 
 
 class DecodeMetadata(NamedTuple):
@@ -46,6 +59,7 @@ def decode_inputs(
     block_tables: Tensor,  # int32 [requests, max_blocks], contiguous
     block_size: int,
     embeds: Tensor | None = None,  # [T, hidden or wider], contiguous: where embeddings go, padded with zeros
+    temperature: Temperature | None = None,
 ) -> DecodeInputs:
     count = len(metadata.tokens)
     hidden = embedding.shape[1]
@@ -59,11 +73,12 @@ def decode_inputs(
         embedding.new_empty(count, 2 * half),
         embedding.new_empty(count, 2 * half),
         block_tables.new_empty(count, blocks),
+        None if temperature is None else frequencies.new_empty(count),
     )
     _inputs_kernel[(count,)](
         *metadata, last_tokens, embedding, frequencies, block_tables, *found, blocks,
         BLOCK_SIZE=block_size, HIDDEN=hidden, WIDE=embeds.shape[1], PADDED=power_of_two(embeds.shape[1]),
-        HALF=half, PADDED_HALF=power_of_two(half), num_warps=4,
+        HALF=half, PADDED_HALF=power_of_two(half), **_constants(temperature), num_warps=4,
     )  # fmt: skip
     return found
 
@@ -86,6 +101,7 @@ class PrefillInputs(NamedTuple):
     cos: Tensor  # [T, d]
     sin: Tensor  # the same; carries the sign of its half
     tables: Tensor  # int32 [W, max_blocks]: only blocks of the contexts are written
+    query_scales: Tensor | None  # float32 [T]: of the first axis
 
 
 def prefill_inputs(
@@ -95,6 +111,7 @@ def prefill_inputs(
     rotary: RotaryFrequencies,
     block_tables: Tensor,  # int32 [requests, max_blocks], contiguous
     block_size: int,
+    temperature: Temperature | None = None,
 ) -> PrefillInputs:
     """Writes the embeddings of tokens."""
     count, wide = embeds.shape
@@ -104,21 +121,23 @@ def prefill_inputs(
     assert block_tables.is_contiguous() and metadata.positions.is_contiguous()
     cos, sin = embedding.new_empty(2, count, 2 * half)
     tables = block_tables.new_empty(windows, block_tables.shape[1])
+    scales = None if temperature is None else rotary.frequencies.new_empty(count)
     _prefill_inputs_kernel[(count,)](
-        *metadata, embedding, embeds, *rotary, cos, sin, block_tables, tables,
+        *metadata, embedding, embeds, *rotary, cos, sin, block_tables, tables, scales,
         windows, block_tables.shape[1], BLOCK_SIZE=block_size, HIDDEN=embedding.shape[1], WIDE=wide,
-        PADDED=power_of_two(wide), HALF=half, PADDED_HALF=power_of_two(half), num_warps=4,
+        PADDED=power_of_two(wide), HALF=half, PADDED_HALF=power_of_two(half), **_constants(temperature),
+        num_warps=4,
     )  # fmt: skip
-    return PrefillInputs(cos, sin, tables)
+    return PrefillInputs(cos, sin, tables, scales)
 
 
 @triton.jit(do_not_specialize_on_alignment=["tokens", "positions", "rows", "seq_lens"])
 def _prefill_inputs_kernel(
     tokens: tl.tensor, positions: tl.tensor, rows: tl.tensor, seq_lens: tl.tensor,
     embedding: tl.tensor, embeds: tl.tensor, frequencies: tl.tensor, axes: tl.tensor, cos: tl.tensor, sin: tl.tensor,
-    block_tables: tl.tensor, tables: tl.tensor, windows: tl.tensor, blocks: tl.tensor,
+    block_tables: tl.tensor, tables: tl.tensor, query_scales: tl.tensor, windows: tl.tensor, blocks: tl.tensor,
     BLOCK_SIZE: tl.constexpr, HIDDEN: tl.constexpr, WIDE: tl.constexpr, PADDED: tl.constexpr,
-    HALF: tl.constexpr, PADDED_HALF: tl.constexpr,
+    HALF: tl.constexpr, PADDED_HALF: tl.constexpr, BETA: tl.constexpr = 0.0, LENGTH: tl.constexpr = 1,
 ) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(tokens + row).to(tl.int64)
@@ -127,6 +146,8 @@ def _prefill_inputs_kernel(
     own_axis = tl.load(axes + half, mask=inside, other=0) * tl.num_programs(0)
     position = tl.load(positions + own_axis + row, mask=inside, other=0).to(tl.float32)
     _write_cos_sin(position * tl.load(frequencies + half, mask=inside, other=0.0), cos, sin, row, half, HALF)
+    if query_scales is not None:
+        _write_scale(query_scales + row, tl.load(positions + row), BETA, LENGTH)
     if token >= 0:
         columns = tl.arange(0, PADDED)
         own = tl.load(embedding + token * HIDDEN + columns, mask=columns < HIDDEN, other=0.0)
@@ -136,6 +157,12 @@ def _prefill_inputs_kernel(
         for first in range(0, tl.cdiv(tl.load(seq_lens + row), BLOCK_SIZE), 512):
             some = first + tl.arange(0, 512)
             tl.store(tables + row * blocks + some, tl.load(table + some, mask=some < blocks), mask=some < blocks)
+
+
+@triton.jit
+def _write_scale(target: tl.tensor, position: tl.tensor, BETA: tl.constexpr, LENGTH: tl.constexpr) -> None:
+    lengths = (position // LENGTH).to(tl.float32)  # of the context that the model was trained on
+    tl.store(target, 1.0 + BETA * tl.log(1.0 + lengths))
 
 
 @triton.jit
@@ -156,9 +183,9 @@ def _write_cos_sin(
 def _inputs_kernel(
     tokens: tl.tensor, positions: tl.tensor, slots: tl.tensor, seq_lens: tl.tensor, rows: tl.tensor,
     last_tokens: tl.tensor, embedding: tl.tensor, frequencies: tl.tensor, block_tables: tl.tensor,
-    embeds: tl.tensor, cos: tl.tensor, sin: tl.tensor, tables: tl.tensor, blocks: tl.tensor,
+    embeds: tl.tensor, cos: tl.tensor, sin: tl.tensor, tables: tl.tensor, query_scales: tl.tensor, blocks: tl.tensor,
     BLOCK_SIZE: tl.constexpr, HIDDEN: tl.constexpr, WIDE: tl.constexpr, PADDED: tl.constexpr, HALF: tl.constexpr,
-    PADDED_HALF: tl.constexpr,
+    PADDED_HALF: tl.constexpr, BETA: tl.constexpr = 0.0, LENGTH: tl.constexpr = 1,
 ) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     given = tl.load(tokens + row)
@@ -171,6 +198,8 @@ def _inputs_kernel(
     half = tl.arange(0, PADDED_HALF)
     angles = tl.load(positions + row).to(tl.float32) * tl.load(frequencies + half, mask=half < HALF, other=0.0)
     _write_cos_sin(angles, cos, sin, row, half, HALF)
+    if query_scales is not None:
+        _write_scale(query_scales + row, tl.load(positions + row), BETA, LENGTH)
     table, slot = block_tables + own_row * blocks, tl.load(slots + row)
     seq_len = tl.load(seq_lens + row)
     entry = tl.where(slot >= 0, (seq_len - 1) // BLOCK_SIZE, -1)  # where the slot's block belongs

@@ -1,6 +1,6 @@
 """RMS norms of query and key heads, in place, for decoders that have them. Knows heads, not layers.
 
-qkv [T, heads + 2 kv_heads, d]    | q q q q q q q q | k k | v v |
+qkv [T, heads + 2 kv_heads, d]    | q q q q q q q q | k k | v v |  ..   rows may be wider
 grid (T, groups of heads)         |  q_weight       | k_w | not changed
 """
 
@@ -17,13 +17,13 @@ _HEADS = 8  # of a program: few enough that a decode step of one token runs on m
 
 
 def qk_rms_norm(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, heads: int, eps: float) -> None:
-    """Each head divided by its root mean square and multiplied by its kind's weight [d]."""
-    assert qkv.is_contiguous()
+    """Each head divided by its root mean square and multiplied by its kind's weight [d], which may be float32."""
     rows, both, dim = qkv.shape
+    assert qkv.stride()[1:] == (dim, 1) and qkv.stride(0) % dim == 0, f"strides {qkv.stride()} of heads of {dim}"
     normed = (both + heads) // 2  # heads + kv_heads
     pdl = supports_pdl(qkv)
     _head_norm_kernel[(rows, triton.cdiv(normed, _HEADS))](
-        qkv, q_weight, k_weight, heads, normed, both, eps,
+        qkv, q_weight, k_weight, heads, normed, qkv.stride(0) // dim, eps,
         DIM=dim, COLUMNS=power_of_two(dim), HEADS=_HEADS, PDL=pdl, num_warps=4, **pdl_options(pdl),
     )  # fmt: skip
 
@@ -31,7 +31,7 @@ def qk_rms_norm(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, heads: int, eps
 @triton.jit
 def _head_norm_kernel(
     qkv: tl.tensor, q_weight: tl.tensor, k_weight: tl.tensor,
-    heads: tl.tensor, normed: tl.tensor, both: tl.tensor, eps: tl.tensor,
+    heads: tl.tensor, normed: tl.tensor, row: tl.tensor, eps: tl.tensor,
     DIM: tl.constexpr, COLUMNS: tl.constexpr, HEADS: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
@@ -41,7 +41,7 @@ def _head_norm_kernel(
     of_k = tl.load(k_weight + column, mask=known, other=0.0).to(tl.float32)
     by = tl.where((head < heads)[:, None], of_q[None, :], of_k[None, :])
     inside = (head < normed)[:, None] & known[None, :]
-    offsets = (tl.program_id(0).to(tl.int64) * both + head[:, None]) * DIM + column[None, :]
+    offsets = (tl.program_id(0).to(tl.int64) * row + head[:, None]) * DIM + column[None, :]
     pdl_release_then_wait(PDL)
     x = tl.load(qkv + offsets, mask=inside, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, 1) / DIM + eps)

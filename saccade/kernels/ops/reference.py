@@ -17,10 +17,12 @@ if TYPE_CHECKING:
 
 
 def rotary_and_store(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor
-) -> None:
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor,
+    query_scales: Tensor | None = None,
+) -> None:  # fmt: skip
     rotated = _rotate(k, cos, sin)
-    q.copy_(_rotate(q, cos, sin))
+    scale = 1 if query_scales is None else query_scales[:, None, None]
+    q.copy_(_rotate(q.float(), cos, sin) * scale)
     _store_kv(rotated, v, k_cache, v_cache, slots)
 
 
@@ -56,6 +58,10 @@ def split_k_gated_linear(x: Tensor, gate_up_weight: Tensor, config: PipelineConf
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.float().chunk(2, dim=-1)
     return (F.silu(gate) * up).to(gate_up.dtype)
+
+
+def sigmoid_gate(out: Tensor, gate: Tensor) -> Tensor:
+    return out.copy_(out.float() * torch.sigmoid(gate.float()))
 
 
 def linear_act(x: Tensor, weight: Tensor, bias: Tensor | None, act: str) -> Tensor:
@@ -97,9 +103,13 @@ def parted_columns(heads: int, dim: int) -> list[int]:
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    low, high = x.float().chunk(2, dim=-1)
+    """Dimensions that cos and sin have no columns for stay."""
+    rotary = cos.shape[-1]
+    own = x[..., :rotary].float()
+    low, high = own.chunk(2, dim=-1)
     cos, sin = (angle.float().view(len(x), 1, -1) for angle in (cos, sin))
-    return (x.float() * cos + torch.cat((high, low), dim=-1) * sin).to(x.dtype)
+    rotated = own * cos + torch.cat((high, low), dim=-1) * sin
+    return torch.cat((rotated.to(x.dtype), x[..., rotary:]), dim=-1)
 
 
 def _store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:

@@ -92,6 +92,7 @@ def test_a_program_learns_how_shares_were_cut() -> None:
         (128, 7, torch.float16, 64, True),
         (128, 1, torch.bfloat16, 16, True),
         (128, 32, torch.bfloat16, 16, False),
+        (256, 6, torch.bfloat16, 16, True),
         (64, 6, torch.bfloat16, 16, False),
         (128, 6, torch.float32, 16, False),
         (128, 6, torch.bfloat16, 8, False),

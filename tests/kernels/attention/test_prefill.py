@@ -105,6 +105,7 @@ def test_its_own_tiles_go_to_it_and_all_others_to_the_plain_kernel(
         (128, torch.bfloat16, 64, True),
         (128, torch.bfloat16, 8, False),
         (128, torch.float16, 16, False),
+        (256, torch.bfloat16, 16, False),
         (64, torch.bfloat16, 16, False),
     ],
     ids=str,

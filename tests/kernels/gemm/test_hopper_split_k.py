@@ -143,11 +143,12 @@ def test_a_layer_in_parts_adds_up_to_the_plain_one(rows: int, biases: Biases) ->
     made = decoder(biases)
     layer, ours = made.layers[0], gemms_for(made, rows, new_workspace(made), in_parts=True)
     x, mixed = rows_of(rows, 64, 1), rows_of(rows, 64, 2)
-    qkv, stream = ours.qkv(Residual(x), layer)
+    qkv, stream = ours.project(Residual(x), layer.attention_norm, layer.attention.qkv, in_parts=True)
     assert qkv.shape == (3, rows, 128)
-    assert_close(qkv.sum(0).half(), layer.qkv(layer.attention_norm(x)))
-    added = layer.out(mixed) + x
-    stream = ours.mlp(ours.out(mixed, stream, layer), layer)
+    assert_close(qkv.sum(0).half(), layer.attention.qkv(layer.attention_norm(x)))
+    added = layer.attention.out(mixed) + x
+    stream = ours.add(mixed, layer.attention.out, stream)
+    stream = ours.mlp(stream, layer.mlp_norm, layer.mlp)
     assert stream.added is not None
     assert_close((stream.rows + stream.added.sum(0)).half(), plain_mlp(added, layer))
     assert_close(ours.normed(stream, made), made.norm(plain_mlp(added, layer)))

@@ -198,6 +198,14 @@ def test_every_number_of_rows_is_normed_and_gated_as_chosen(m: int, dtype: torch
     assert_close(norm_gated_linear(x, norm, EPS, weight), gated(normed(x, norm), weight))
 
 
+@pytest.mark.parametrize("m", [1, 9, 40])
+def test_the_weights_of_a_norm_may_be_float32(m: int) -> None:
+    x, norm, weight = random(m, 64, dtype=HALF), 1 + random(64, seed=2) / 8, weights(2 * 24, 64, HALF)
+    expected = F.linear(normed(x, norm).float(), weight.float()).to(HALF)
+    assert_close(norm_linear(x, norm, EPS, weight, workspace=workspace()), expected)
+    assert_close(norm_gated_linear(x, norm, EPS, weight), gated(normed(x, norm), weight))
+
+
 def test_too_many_rows_to_norm_in_a_launch_are_normed_before_it() -> None:
     x, norm, weight = random(40, 64), random(64, seed=2), weights(48, 64)
     assert_close(norm_linear(x, norm, EPS, weight), F.linear(normed(x, norm), weight))

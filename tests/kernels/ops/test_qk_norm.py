@@ -49,6 +49,7 @@ def test_the_fused_decoder_hands_attention_the_heads_of_the_plain_one(has_qk_nor
 
     fused = FusedDecoder(decoder, PagedKV.allocate(text, 1, 16, torch.float32, DEVICE))
     fused.forward(x, keep, fused.gemms(3))
-    qkv = layer.qkv(layer.attention_norm(x)).view(3, 8, 16)
-    expected = torch.cat((layer.qk_norms(qkv[:, :6]), qkv[:, 6:]), dim=1) if layer.qk_norms else qkv
+    own = layer.attention
+    qkv = own.qkv(layer.attention_norm(x)).view(3, 8, 16)
+    expected = torch.cat((own.qk_norms(qkv[:, :6]), qkv[:, 6:]), dim=1) if own.qk_norms else qkv
     torch.testing.assert_close(seen[0], expected, atol=2e-4, rtol=2e-4)
