@@ -9,7 +9,7 @@ import math
 from fractions import Fraction
 from itertools import pairwise
 
-from saccade.checkpoint.config import MLAConfig, ModelConfig, TextConfig, VisionConfig
+from saccade.checkpoint.config import LinearConfig, MLAConfig, ModelConfig, TextConfig, VisionConfig
 from saccade.types import Size
 
 GIB = 1 << 30
@@ -147,8 +147,26 @@ def fused_prompt_bytes_per_token(text: TextConfig, dtype: str) -> int:
     queries = text.num_heads * text.head_dim
     hidden = text.hidden_size
     workspace = max(queries + 2 * text.num_kv_heads * text.head_dim, 2 * text.intermediate_size)
+    if text.experts:  # of each of its experts a row between the two GEMMs, and one of outputs
+        slots = text.experts.per_token + 1
+        workspace += slots * (text.experts.width + hidden) + 2 * text.experts.shared
+    if text.linear:
+        workspace = max(workspace, text.linear.channels + 2 * text.linear.value_heads * text.linear.value_dim)
     residual = 4 * hidden + max(hidden, queries)
-    return (text.embedding_size + workspace + residual + 2 * text.head_dim) * dtype_bytes(dtype)
+    per_token = (text.embedding_size + workspace + residual + 2 * text.head_dim) * dtype_bytes(dtype)
+    return per_token + (_chunk_bytes(text.linear, dtype) // _CHUNK if text.linear else 0)
+
+
+_CHUNK = 64  # tokens that a gated delta net computes together
+
+
+def _chunk_bytes(linear: LinearConfig, dtype: str) -> int:
+    """What the launches of a gated delta net leave each other: q, k; beta v, d; inverse and state."""
+    keys = 2 * linear.key_heads * _CHUNK * linear.key_dim
+    values = linear.value_heads * (
+        2 * linear.value_dim * _CHUNK + _CHUNK**2 + linear.value_dim * linear.key_dim
+    )
+    return (keys + values) * dtype_bytes(dtype) + 12 * linear.value_heads * _CHUNK
 
 
 def sampling_bytes_per_row(text: TextConfig) -> int:

@@ -12,7 +12,6 @@ import torch
 from saccade.checkpoint.config import ModelConfig
 from saccade.errors import ConfigError
 from saccade.models.interface import ModelParts, VisionLanguageModel
-from saccade.models.layers.attention_temperature import attention_temperature_of
 from saccade.models.state_dict import Parameters
 from saccade.models.vision.backend import TorchVision, VisionOps
 from saccade.models.weights import fill_random, load_weights
@@ -84,10 +83,7 @@ def eager_reason(config: ModelConfig) -> str | None:
     text = config.text
     lacking = {
         "latent attention": text.mla is not None,
-        "gated delta nets": text.linear is not None,
         "cross-attention": text.num_cross_layers > 0,
-        "routed experts": text.experts is not None,
-        "attention temperature": attention_temperature_of(text.rope_scaling) is not None,
     }
     missing = [name for name, is_used in lacking.items() if is_used]
     return f"there are no kernels for {' and '.join(missing)}" if missing else None

@@ -42,6 +42,9 @@ class Parameters:
         """Of so many layers: the level `name.0`, `name.1` and so on."""
         return [self.within(name).within(index) for index in range(count)]
 
+    def full_name(self, name: str) -> str:
+        return self._prefix + name
+
     def empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 

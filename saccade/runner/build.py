@@ -140,6 +140,7 @@ def _forward(
         max_blocks=max_blocks,
         axes=3 if target.text.mrope_section else 1,
         flash=choose(backend, target, sizes.block_size, max_blocks, model.decoder.scale),
+        states=states,
     )
     forward.capture(sizes.max_num_batched_tokens)
     return forward

@@ -1,8 +1,8 @@
 """States of recurrent layers (gated delta net), which have a fixed size instead of one entry per token.
 
-rows   | 0 .. requests - 1     | requests ..              |
-       | of running requests   | checkpoints of the prefix |
-       |                       | cache: the scheduler's    |
+rows   | 0 .. requests - 1     | requests             | requests + 1 ..                |
+       | of running requests   | for padding tokens   | checkpoints of the prefix      |
+       |                       |                      | cache, numbered by scheduler   |
 """
 
 from __future__ import annotations
@@ -26,20 +26,25 @@ class RecurrentStates:
     def __init__(
         self, linear: LinearConfig, requests: int, kept: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        rows = (len(linear.layers), requests + kept)
-        self.conv = torch.zeros(*rows, linear.channels, linear.kernel - 1, dtype=dtype, device=device)
+        rows = (len(linear.layers), requests + 1 + kept)
+        conv = torch.zeros(*rows, linear.kernel - 1, linear.channels, dtype=dtype, device=device)
+        self.conv = conv.transpose(2, 3)  # channels are dense in memory: kernels read them together
         shape = (*rows, linear.value_heads, linear.key_dim, linear.value_dim)
         self.recurrent = torch.zeros(shape, dtype=torch.float32, device=device)
         self._states: dict[str, _State] = {}
         self._requests = requests
+        self._first_kept = requests + 1
         self._free = list(range(requests - 1, -1, -1))
 
-    def open(self, request_id: str, state: StateCheckpoint | None = None) -> None:
-        """An empty state, or a copy of a checkpoint."""
+    def open(self, request_id: str, state: StateCheckpoint | None = None, row: int | None = None) -> None:
+        """An empty state, or a copy of a checkpoint. `row`: where the caller wants it."""
         assert request_id not in self._states, f"{request_id} has a state already"
-        row = self._free.pop()
+        if row is None:
+            row = self._free.pop()
+        else:
+            self._free.remove(row)
         for states in (self.conv, self.recurrent):
-            states[:, row] = states[:, self._requests + state.row] if state else 0
+            states[:, row] = states[:, self._first_kept + state.row] if state else 0
         self._states[request_id] = _State(row, state.num_tokens if state else 0)
 
     def close(self, request_id: str) -> None:
@@ -58,7 +63,7 @@ class RecurrentStates:
         first = 0
         for window in windows:
             length = window.end - window.start
-            row = self._advance(window)
+            row = self.advance(window)
             if length == 1 and not window.checkpoints:
                 ones.append((first, row))
             else:
@@ -69,17 +74,23 @@ class RecurrentStates:
         return States(self.conv, self.recurrent, groups)
 
     def _cut(self, window: ScheduledWindow, first: int, row: int) -> Iterator[WindowGroup]:
-        """The pieces of a window, in order: each ends where a checkpoint is saved, or at the window's end."""
+        for length, kept in self.pieces(window):
+            rows = [[row]] if kept < 0 else [[row], [kept]]
+            yield self._group([list(range(first, first + length))], *rows)
+            first += length
+
+    def pieces(self, window: ScheduledWindow) -> Iterator[tuple[int, int]]:
+        """The pieces of a window, in order: tokens, and the row that gets the state after them, or -1."""
         done = window.start
         for end, kept in window.checkpoints:
             if end <= window.end:  # the window may have been cut before an image that failed
-                yield self._group([list(range(first, first + end - done))], [row], [self._requests + kept])
-                first += end - done
+                yield end - done, self._first_kept + kept
                 done = end
         if done < window.end:
-            yield self._group([list(range(first, first + window.end - done))], [row])
+            yield window.end - done, -1
 
-    def _advance(self, window: ScheduledWindow) -> int:
+    def advance(self, window: ScheduledWindow) -> int:
+        """Count a window's tokens; returns the row of the state."""
         row, done = self._states[window.request_id]
         assert done == window.start, f"a state after {done} tokens cannot go on at {window.start}"
         self._states[window.request_id] = _State(row, window.end)

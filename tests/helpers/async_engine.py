@@ -36,6 +36,7 @@ def overlapped(folder: Path, **options: Any) -> LLM:
         max_requests=limits.max_num_seqs,
         max_blocks=limits.max_model_len // limits.block_size,
         axes=3 if runner.model.config.text.mrope_section else 1,
+        states=runner.forward.recurrent,
     )
     llm.engine._core = AsyncEngineCore(limits, runner)
     return llm

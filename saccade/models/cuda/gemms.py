@@ -3,7 +3,8 @@
     rows                                     GEMMs            norm, gate, residual
     2 to 128 on Hopper GPUs (32 if weights   `_SplitKGemms`   gate fused; the norm adds residual and partials
     have more than 32 Mi elements)
-    1, or 2 to 16 with such small weights    `_SkinnyGemms`   all fused: four launches per layer
+    1, or 2 to 16 with such small weights,   `_SkinnyGemms`   all fused: four launches per layer
+    unless MLPs are experts
     others                                   `_LargeGemms`    the norm adds the residual; gate fused where
                                                               `skinny` or `linear_act` has a kernel
 
@@ -12,6 +13,7 @@ The choice depends on shapes alone, so it is made once for each CUDA graph.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
 import torch
@@ -34,9 +36,12 @@ from saccade.kernels.gemm.skinny import (
 from saccade.kernels.launch.device import is_hopper
 from saccade.kernels.launch.kernel_choice import KernelChoice
 from saccade.kernels.ops.norm import add_rms_norm, silu_and_mul
-from saccade.models.layers.decoder import Decoder, DecoderLayer
+from saccade.models.cuda.experts import run_moe
+from saccade.models.layers.decoder import Decoder
 from saccade.models.layers.layernorm import RMSNorm
 from saccade.models.layers.linear import Linear
+from saccade.models.layers.mlp import GatedMLP
+from saccade.models.layers.moe import MoE
 
 _MIN_WORKSPACE_ROWS = 512  # from here on memory counts; decode has fewer
 
@@ -49,18 +54,20 @@ class Residual(NamedTuple):
 
 
 class Gemms(Protocol):
-    def qkv(self, x: Residual, layer: DecoderLayer) -> tuple[Tensor, Residual]:
-        """Queries, keys and values [T, (heads + 2 kv_heads) * d] of the normed residual, and the residual.
+    def project(
+        self, x: Residual, norm: RMSNorm, linear: Linear, *, in_parts: bool = False
+    ) -> tuple[Tensor, Residual]:
+        """The projection [T, outputs] of the normed residual, and the residual.
 
-        With `in_parts`, they may be split-K partials [splits, T, ...].
+        With `in_parts`, here and in `gemms_for`, it may be split-K partials [splits, T, outputs].
         """
         ...
 
-    def out(self, mixed: Tensor, x: Residual, layer: DecoderLayer) -> Residual:
-        """The residual with the projection of `mixed` [T, heads * d] added."""
+    def add(self, rows: Tensor, linear: Linear, x: Residual) -> Residual:
+        """The residual with the projection of `rows` added."""
         ...
 
-    def mlp(self, x: Residual, layer: DecoderLayer) -> Residual: ...
+    def mlp(self, x: Residual, norm: RMSNorm, mlp: GatedMLP | MoE) -> Residual: ...
 
     def normed(self, x: Residual, decoder: Decoder, only: Tensor | None = None) -> Tensor:
         """The input of the LM head: [T, H], or of the rows `only` (int32 [W]): [W, H]."""
@@ -73,14 +80,28 @@ class Gemms(Protocol):
 
 def gemms_for(decoder: Decoder, rows: int, workspace: SplitWorkspace, *, in_parts: bool = False) -> Gemms:
     """`in_parts`: attention accepts queries, keys and values as split-K partials."""
-    layer = decoder.layers[0]
+    wide = list(_wide_linears(decoder))
     # cuBLAS reuses what it reads better over many rows; that counts where weights are large.
-    max_split_k_rows = 128 if layer.gate_up.weight.numel() <= MAX_ELEMENTS else 32
+    max_split_k_rows = 128 if max(linear.weight.numel() for linear in wide) <= MAX_ELEMENTS else 32
     if 1 < rows <= max_split_k_rows and can_split_k(decoder.table.device):
-        return _SplitKGemms(workspace, in_parts and layer.qk_norms is None)
-    if rows <= MAX_NORMED_ROWS and _gated_config(layer, rows) is not None:
+        return _SplitKGemms(workspace, in_parts)
+    if rows <= MAX_NORMED_ROWS and all(_norms_inside(layer.mlp, rows) for layer in decoder.layers):
         return _SkinnyGemms(workspace)
-    return _LargeGemms(workspace, _new_scratch(decoder, rows))
+    widest = max(len(linear.weight) for linear in wide)
+    return _LargeGemms(workspace, _new_scratch(decoder.table, rows, widest))
+
+
+def _norms_inside(mlp: GatedMLP | MoE, rows: int) -> bool:
+    """Whether the norm may be part of its first GEMM. Experts take normed rows."""
+    return isinstance(mlp, GatedMLP) and _gated_config(mlp, rows) is not None
+
+
+def _wide_linears(decoder: Decoder) -> Iterator[Linear]:
+    """The first GEMM of every attention and of every MLP without experts."""
+    for layer in decoder.layers:
+        yield layer.attention.qkv if layer.attention is not None else layer.delta.inputs
+        if isinstance(layer.mlp, GatedMLP):
+            yield layer.mlp.gate_up
 
 
 def _self_test(device: torch.device) -> None:
@@ -107,18 +128,15 @@ def new_workspace(decoder: Decoder) -> SplitWorkspace:
     return SplitWorkspace.allocate(MAX_ROWS, decoder.table.device)
 
 
-def _new_scratch(decoder: Decoder, rows: int) -> Tensor | None:
+def _new_scratch(table: Tensor, rows: int, widest: int) -> Tensor | None:
     """One allocation for the widest results of all layers: freed, it would be split for narrower ones."""
-    if rows < _MIN_WORKSPACE_ROWS:
-        return None
-    widest = max(max(len(layer.qkv.weight), len(layer.gate_up.weight)) for layer in decoder.layers)
-    return decoder.table.new_empty(rows * widest)
+    return None if rows < _MIN_WORKSPACE_ROWS else table.new_empty(rows * widest)
 
 
-def _gated_config(layer: DecoderLayer, rows: int) -> Config | None:
+def _gated_config(mlp: GatedMLP, rows: int) -> Config | None:
     """The config of gate and up in one launch; None where cuBLAS is better, or there is a bias."""
-    weight = layer.gate_up.weight
-    if layer.gate_up.bias is not None:
+    weight = mlp.gate_up.weight
+    if mlp.gate_up.bias is not None:
         return None
     return choose(rows, len(weight) // 2, weight.shape[1], weight.dtype, gated=True)
 
@@ -127,18 +145,19 @@ class _SkinnyGemms:
     def __init__(self, workspace: SplitWorkspace) -> None:
         self.workspace = workspace
 
-    def qkv(self, x: Residual, layer: DecoderLayer) -> tuple[Tensor, Residual]:
-        norm = layer.attention_norm
-        own = (layer.qkv.weight, layer.qkv.bias)
+    def project(
+        self, x: Residual, norm: RMSNorm, linear: Linear, *, in_parts: bool = False
+    ) -> tuple[Tensor, Residual]:
+        own = (linear.weight, linear.bias)
         return norm_linear(x.rows, norm.weight, norm.eps, *own, workspace=self.workspace), x
 
-    def out(self, mixed: Tensor, x: Residual, layer: DecoderLayer) -> Residual:
-        return self._add(mixed, layer.out, x)
+    def add(self, rows: Tensor, linear: Linear, x: Residual) -> Residual:
+        return Residual(skinny_linear(rows, linear.weight, linear.bias, x.rows, workspace=self.workspace))
 
-    def mlp(self, x: Residual, layer: DecoderLayer) -> Residual:
-        norm = layer.mlp_norm
-        gated = norm_gated_linear(x.rows, norm.weight, norm.eps, layer.gate_up.weight)
-        return self._add(gated, layer.down, x)
+    def mlp(self, x: Residual, norm: RMSNorm, mlp: GatedMLP | MoE) -> Residual:
+        assert isinstance(mlp, GatedMLP), "experts take normed rows"
+        gated = norm_gated_linear(x.rows, norm.weight, norm.eps, mlp.gate_up.weight)
+        return self.add(gated, mlp.down, x)
 
     def normed(self, x: Residual, decoder: Decoder, only: Tensor | None = None) -> Tensor:
         return decoder.norm(x.rows if only is None else x.rows.index_select(0, only))
@@ -146,9 +165,6 @@ class _SkinnyGemms:
     def logits(self, x: Residual, decoder: Decoder, out: Tensor) -> Tensor:
         norm = decoder.norm
         return norm_linear(x.rows, norm.weight, norm.eps, decoder.head, workspace=self.workspace, out=out)
-
-    def _add(self, rows: Tensor, linear: Linear, x: Residual) -> Residual:
-        return Residual(skinny_linear(rows, linear.weight, linear.bias, x.rows, workspace=self.workspace))
 
 
 class _LargeGemms:
@@ -158,16 +174,20 @@ class _LargeGemms:
         self.workspace = workspace
         self.scratch = scratch
 
-    def qkv(self, x: Residual, layer: DecoderLayer) -> tuple[Tensor, Residual]:
-        normed, x = self._norm(x, layer.attention_norm)
-        return self._linear(normed, layer.qkv, self._scratch_for(normed, len(layer.qkv.weight))), x
+    def project(
+        self, x: Residual, norm: RMSNorm, linear: Linear, *, in_parts: bool = False
+    ) -> tuple[Tensor, Residual]:
+        normed, x = self._norm(x, norm)
+        return self._linear(normed, linear, self._scratch_for(normed, len(linear.weight))), x
 
-    def out(self, mixed: Tensor, x: Residual, layer: DecoderLayer) -> Residual:
-        return Residual(x.rows, self._added(mixed, layer.out))
+    def add(self, rows: Tensor, linear: Linear, x: Residual) -> Residual:
+        return Residual(x.rows, self._added(rows, linear))
 
-    def mlp(self, x: Residual, layer: DecoderLayer) -> Residual:
-        normed, x = self._norm(x, layer.mlp_norm)
-        return Residual(x.rows, self._added(self._gated(normed, layer), layer.down))
+    def mlp(self, x: Residual, norm: RMSNorm, mlp: GatedMLP | MoE) -> Residual:
+        normed, x = self._norm(x, norm)
+        if isinstance(mlp, MoE):
+            return Residual(x.rows, run_moe(normed, mlp))
+        return Residual(x.rows, self._added(self._gated(normed, mlp), mlp.down))
 
     def normed(self, x: Residual, decoder: Decoder, only: Tensor | None = None) -> Tensor:
         return self._norm(x, decoder.norm, only)[0]
@@ -191,18 +211,18 @@ class _LargeGemms:
         """What the next norm adds to the residual."""
         return self._linear(rows, linear)
 
-    def _gated(self, rows: Tensor, layer: DecoderLayer) -> Tensor:
+    def _gated(self, rows: Tensor, mlp: GatedMLP) -> Tensor:
         """silu(gate) * up: [T, wide]."""
-        config = _gated_config(layer, len(rows))
+        config = _gated_config(mlp, len(rows))
         if config is not None:
-            return gated_linear(rows, layer.gate_up.weight, config=config)
-        weight = layer.gate_up.weight
+            return gated_linear(rows, mlp.gate_up.weight, config=config)
+        weight = mlp.gate_up.weight
         out = self._scratch_for(rows, len(weight) // 2)
-        found = linear_act(rows, weight, layer.gate_up.bias, "silu_and_mul", out)
+        found = linear_act(rows, weight, mlp.gate_up.bias, "silu_and_mul", out)
         if found is not None:
             return found
         scratch = self._scratch_for(rows, len(weight))
-        return silu_and_mul(self._linear(rows, layer.gate_up, scratch), over_gate=scratch is not None)
+        return silu_and_mul(self._linear(rows, mlp.gate_up, scratch), over_gate=scratch is not None)
 
 
 class _SplitKGemms(_LargeGemms):
@@ -210,10 +230,12 @@ class _SplitKGemms(_LargeGemms):
         super().__init__(workspace, None)
         self.in_parts = in_parts
 
-    def qkv(self, x: Residual, layer: DecoderLayer) -> tuple[Tensor, Residual]:
-        normed, x = self._norm(x, layer.attention_norm)
-        project = self._added if self.in_parts else self._linear
-        return project(normed, layer.qkv), x
+    def project(
+        self, x: Residual, norm: RMSNorm, linear: Linear, *, in_parts: bool = False
+    ) -> tuple[Tensor, Residual]:
+        normed, x = self._norm(x, norm)
+        project = self._added if in_parts and self.in_parts else self._linear
+        return project(normed, linear), x
 
     def _added(self, rows: Tensor, linear: Linear) -> Tensor:
         from saccade.kernels.gemm.hopper_split_k import choose_split_k, split_k_linear, suits
@@ -223,11 +245,11 @@ class _SplitKGemms(_LargeGemms):
             return self._linear(rows, linear)
         return split_k_linear(rows, linear.weight, linear.bias, choose_split_k(len(rows), outputs, inputs))
 
-    def _gated(self, rows: Tensor, layer: DecoderLayer) -> Tensor:
+    def _gated(self, rows: Tensor, mlp: GatedMLP) -> Tensor:
         from saccade.kernels.gemm.hopper_split_k import choose_gated, split_k_gated_linear, suits
 
-        weight = layer.gate_up.weight
+        weight = mlp.gate_up.weight
         is_suited = suits(len(rows), len(weight) // 2, weight.shape[1], weight.dtype)
-        if layer.gate_up.bias is not None or not is_suited:
-            return super()._gated(rows, layer)
+        if mlp.gate_up.bias is not None or not is_suited:
+            return super()._gated(rows, mlp)
         return split_k_gated_linear(rows, weight, choose_gated(len(rows)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,11 +13,12 @@ from torch import Tensor
 from saccade.checkpoint.config import LinearConfig, TextConfig
 from saccade.errors import ConfigError
 from saccade.models.families.qwen3_vl import Qwen3VL
-from saccade.models.layers.decoder import decoder_rules
+from saccade.models.layers.decoder import Biases, Decoder, QKNorms, decoder_rules
 from saccade.models.layers.forward_types import Attention, States
 from saccade.models.layers.gated_delta_net import GatedDeltaNet
+from saccade.models.layers.layernorm import RMSNorm
 from saccade.models.layers.linear import Linear
-from saccade.models.layers.moe import GatedMLP, layer_experts
+from saccade.models.layers.moe import layer_mlp
 from saccade.models.layers.rotary_embedding import Rotary, rotate
 from saccade.models.state_dict import Parameters
 from saccade.models.weights import Rule, under
@@ -28,7 +30,6 @@ class Qwen3_5(Qwen3VL):
     decoder: Any  # a HybridDecoder
 
     def make_decoder(self, params: Parameters) -> Any:
-        """Not a `Decoder`, since the fused CUDA kernels do not support recurrent states."""
         if self.config.text.linear is None:
             raise ConfigError("config.json names no linear_attention layers, which this family is made of")
         return HybridDecoder(params, self.config.text, self.config.text.linear)
@@ -57,84 +58,92 @@ class Qwen3_5(Qwen3VL):
         return (*super().rules(), *under(linear, ("model.language_model.", "model."), "decoder."), *mtp)
 
 
-class HybridDecoder:
+class HybridDecoder(Decoder):
+    """Gated delta nets, and gated attention in every few layers."""
+
+    layers: list[Any]  # of HybridLayer
+
     def __init__(self, params: Parameters, text: TextConfig, linear: LinearConfig) -> None:
-        if text.num_heads % text.num_kv_heads or linear.value_heads % linear.key_heads:
-            raise ConfigError(
-                f"{text.num_heads} attention heads cannot share {text.num_kv_heads} key-value heads, or "
-                f"{linear.value_heads} value heads {linear.key_heads} key heads"
-            )
-        self.table = params.new("embed.weight", text.vocab_size, text.hidden_size)
+        if linear.value_heads % linear.key_heads:
+            shared = f"{linear.key_heads} key heads"
+            raise ConfigError(f"{linear.value_heads} value heads of linear attention cannot share {shared}")
+        self.linear = linear
+        super().__init__(params, text, Biases())
+
+    def make_rotary(self, text: TextConfig, device: torch.device) -> Rotary:
+        """Only the first dimensions of a head rotate."""
         share = float(text.rope_scaling.get("partial_rotary_factor", _ROTARY_SHARE))
-        self.rotary = Rotary(replace(text, head_dim=int(text.head_dim * share)), params.device)
-        self.scale = float(text.head_dim**-0.5)
-        layers = enumerate(params.each("layers", text.num_layers))
-        self.layers = [HybridLayer(own, text, linear, i) for i, own in layers]
-        self.norm = CenteredNorm(params.within("norm"), text.hidden_size, text.rms_norm_eps)
-        self.head = self.table if text.tie_word_embeddings else params.new("head.weight", *self.table.shape)
+        return Rotary(replace(text, head_dim=int(text.head_dim * share)), device)
 
-    def embed(self, token_ids: Tensor) -> Tensor:
-        return F.embedding(token_ids, self.table)
+    def make_layer(self, params: Parameters, text: TextConfig, biases: Biases, index: int) -> HybridLayer:
+        return HybridLayer(params, text, self.linear, index)
 
-    def forward(self, embeds: Tensor, positions: Tensor, attention: Attention, states: States) -> Tensor:
+    def make_norm(self, params: Parameters, text: TextConfig) -> CenteredNorm:
+        return CenteredNorm(params, text.hidden_size, text.rms_norm_eps)
+
+    def forward(
+        self, embeds: Tensor, positions: Tensor, attention: Attention, states: States | None = None
+    ) -> Tensor:
+        assert states is not None, "layers of this model carry states from window to window"
         cos, sin = self.rotary(positions, embeds.dtype)  # [T, 1, rotated]
         x = embeds
         for layer in self.layers:
             x = layer(x, cos, sin, attention, states)
         return self.norm(x)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, self.head).float()
-
 
 class HybridLayer:
+    """`index` counts the layers of its kind: it is that of the KV cache, or of the recurrent states."""
+
     def __init__(self, params: Parameters, text: TextConfig, linear: LinearConfig, index: int) -> None:
         hidden = text.hidden_size
         before = sum(1 for i in linear.layers if i < index)  # linear attention layers
         self.attention_norm = CenteredNorm(params.within("attention_norm"), hidden, text.rms_norm_eps)
         self.delta: GatedDeltaNet | None = None
-        self.attend: GatedAttention | None = None
+        self.attention: GatedAttention | None = None
         if index in linear.layers:
             self.index = before
             self.delta = GatedDeltaNet(params.within("linear"), text, linear)
         else:
             self.index = index - before
-            self.attend = GatedAttention(params, text)
+            self.attention = GatedAttention(params, text)
         self.mlp_norm = CenteredNorm(params.within("mlp_norm"), hidden, text.rms_norm_eps)
-        experts = layer_experts(params, hidden, text.experts, index)
-        self.mlp = experts or GatedMLP(params, hidden, text.intermediate_size)
+        self.mlp = layer_mlp(params, text, index)
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention, states: States) -> Tensor:
         normed = self.attention_norm(x)
         if self.delta is not None:
             x = x + self.delta(normed, states, self.index)
-        elif self.attend is not None:
-            x = x + self.attend(normed, cos, sin, attention, self.index)
+        elif self.attention is not None:
+            x = x + self.attention(normed, cos, sin, attention, self.index)
         return self.mlp(self.mlp_norm(x)).add_(x)
 
 
 class GatedAttention:
-    """Attention with an output gate, which is projected together with each query."""
+    """Attention with an output gate. Checkpoints store a head's query and gate side by side."""
 
     def __init__(self, params: Parameters, text: TextConfig) -> None:
         self.heads = text.num_heads
         self.kv_heads = text.num_kv_heads
         self.head_dim = text.head_dim
+        hidden = text.hidden_size
         q = self.heads * self.head_dim
         kv = self.kv_heads * self.head_dim
-        self.qkv = Linear(params.within("qkv"), text.hidden_size, {"q": 2 * q, "k": kv, "v": kv})
-        self.q_norm = CenteredNorm(params.within("q_norm"), self.head_dim, text.rms_norm_eps)
-        self.k_norm = CenteredNorm(params.within("k_norm"), self.head_dim, text.rms_norm_eps)
-        self.out = Linear(params.within("out"), q, text.hidden_size)
+        inner = params.within("qkv")
+        self.qkv = Linear(inner, hidden, {"q": q, "k": kv, "v": kv, "gate": q})
+        del inner.targets[inner.full_name("gate.weight")]
+        block = self.head_dim * hidden
+        strides = (block, (q + 2 * kv) * hidden, hidden, 1)
+        inner.add("q.weight", self.qkv.weight.as_strided((self.heads, 2, self.head_dim, hidden), strides))
+        self.qk_norms = CenteredQKNorms(params, text)
+        self.out = Linear(params.within("out"), q, hidden)
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention, index: int) -> Tensor:
         projected = self.qkv(x).view(len(x), -1, self.head_dim)
-        both, kv = torch.split(projected, [2 * self.heads, 2 * self.kv_heads], dim=1)
-        q, gate = both.reshape(len(x), self.heads, 2, self.head_dim).unbind(2)  # [T, heads, d] each
-        k, v = kv.chunk(2, dim=1)
-        q = _rotate(self.q_norm(q), cos, sin)
-        k = _rotate(self.k_norm(k), cos, sin)
-        mixed = attention(index, q, k, v)
+        sizes = [self.heads + self.kv_heads, self.kv_heads, self.heads]
+        qk, v, gate = torch.split(projected, sizes, dim=1)
+        rotated = _rotate(self.qk_norms(qk), cos, sin)
+        mixed = attention(index, rotated[:, : self.heads], rotated[:, self.heads :], v)
         return self.out((mixed * gate.sigmoid()).flatten(1))
 
 
@@ -144,12 +153,24 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((rotate(x[..., :rotated], cos, sin), x[..., rotated:]), dim=-1)
 
 
-class CenteredNorm:
-    """An RMS norm whose weights are stored minus one."""
+class CenteredNorm(RMSNorm):
+    """An RMS norm whose weights are stored minus one. Its arithmetic, and `weight`, are in float32."""
 
     def __init__(self, params: Parameters, size: int, eps: float) -> None:
-        self.weight = params.new("weight", size)
+        self.stored = params.new("weight", size)
         self.eps = eps
 
+    @cached_property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        return 1 + self.stored.float()
+
     def __call__(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), self.weight.shape, 1 + self.weight.float(), self.eps).to(x.dtype)
+        return F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps).to(x.dtype)
+
+
+class CenteredQKNorms(QKNorms):
+    def __init__(self, params: Parameters, text: TextConfig) -> None:
+        self.heads = text.num_heads
+        self.eps = text.rms_norm_eps
+        self.q = CenteredNorm(params.within("q_norm"), text.head_dim, self.eps)
+        self.k = CenteredNorm(params.within("k_norm"), text.head_dim, self.eps)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -10,12 +10,11 @@ from torch import Tensor
 
 from saccade.checkpoint.config import TextConfig
 from saccade.errors import ConfigError
-from saccade.models.layers.activation import silu_and_mul
 from saccade.models.layers.attention_temperature import attention_temperature_of
 from saccade.models.layers.forward_types import Attention
 from saccade.models.layers.layernorm import RMSNorm
 from saccade.models.layers.linear import Linear
-from saccade.models.layers.moe import EXPERT_RULES, layer_experts
+from saccade.models.layers.moe import EXPERT_RULES, layer_mlp
 from saccade.models.layers.rotary_embedding import Rotary, rotate
 from saccade.models.state_dict import Parameters
 from saccade.models.weights import Rule, under
@@ -44,15 +43,26 @@ class Decoder:
             raise ConfigError(f"{text.num_heads} attention heads cannot share {shared}")
         self.table = params.new("embed.weight", text.vocab_size + extra_tokens, text.hidden_size)
         self.embedding_size = text.embedding_size
-        self.rotary = Rotary(text, params.device)
+        self.rotary = self.make_rotary(text, params.device)
         self.scale = float(text.head_dim**-0.5) * self.rotary.gain**2  # of scores
         self.temperature = attention_temperature_of(text.rope_scaling)
+        self.has_qk_norms = has_qk_norms
         layers = enumerate(params.each("layers", text.num_layers))
-        self.layers = [DecoderLayer(own, text, biases, has_qk_norms, i) for i, own in layers]
-        self.norm = RMSNorm(params.within("norm"), text.hidden_size, text.rms_norm_eps)
+        self.layers = [self.make_layer(own, text, biases, index) for index, own in layers]
+        self.norm = self.make_norm(params.within("norm"), text)
         self.head = self.table
         if not text.tie_word_embeddings:
             self.head = params.new("head.weight", text.vocab_size, text.hidden_size)
+
+    def make_rotary(self, text: TextConfig, device: torch.device) -> Rotary:
+        return Rotary(text, device)
+
+    def make_layer(self, params: Parameters, text: TextConfig, biases: Biases, index: int) -> Any:
+        attention = SelfAttention(params, text, biases, has_qk_norms=self.has_qk_norms)
+        return DecoderLayer(params, text, attention, index, bias=biases.mlp)
+
+    def make_norm(self, params: Parameters, text: TextConfig) -> RMSNorm:
+        return RMSNorm(params, text.hidden_size, text.rms_norm_eps)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[T] -> [T, embedding size]: zeros for the deepstack vectors of images."""
@@ -81,32 +91,37 @@ class Decoder:
 
 class DecoderLayer:
     def __init__(
-        self, params: Parameters, text: TextConfig, biases: Biases, has_qk_norms: bool = False, index: int = 0
+        self,
+        params: Parameters,
+        text: TextConfig,
+        attention: SelfAttention,
+        index: int,
+        *,
+        bias: bool = False,  # of the MLP
     ) -> None:
+        self.attention_norm = RMSNorm(params.within("attention_norm"), text.hidden_size, text.rms_norm_eps)
+        self.attention = attention
+        self.mlp_norm = RMSNorm(params.within("mlp_norm"), text.hidden_size, text.rms_norm_eps)
+        self.mlp = layer_mlp(params, text, index, bias=bias)
+
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention, index: int) -> Tensor:
+        x = self.attention(self.attention_norm(x), cos, sin, attention, index).add_(x)
+        return self.mlp(self.mlp_norm(x)).add_(x)
+
+
+class SelfAttention:
+    def __init__(self, params: Parameters, text: TextConfig, biases: Biases, *, has_qk_norms: bool) -> None:
         self.heads = text.num_heads
         self.kv_heads = text.num_kv_heads
         self.head_dim = text.head_dim
-        hidden = text.hidden_size
         q = self.heads * self.head_dim
         kv = self.kv_heads * self.head_dim
-        self.attention_norm = RMSNorm(params.within("attention_norm"), hidden, text.rms_norm_eps)
-        self.qkv = Linear(params.within("qkv"), hidden, {"q": q, "k": kv, "v": kv}, bias=biases.qkv)
+        sizes = {"q": q, "k": kv, "v": kv}
+        self.qkv = Linear(params.within("qkv"), text.hidden_size, sizes, bias=biases.qkv)
         self.qk_norms = QKNorms(params, text) if has_qk_norms else None
-        self.out = Linear(params.within("out"), q, hidden, bias=biases.out)
-        self.mlp_norm = RMSNorm(params.within("mlp_norm"), hidden, text.rms_norm_eps)
-        self.experts = layer_experts(params, hidden, text.experts, index)
-        if self.experts is None:
-            wide = {"gate": text.intermediate_size, "up": text.intermediate_size}
-            self.gate_up = Linear(params.within("gate_up"), hidden, wide, bias=biases.mlp)
-            self.down = Linear(params.within("down"), text.intermediate_size, hidden, bias=biases.mlp)
+        self.out = Linear(params.within("out"), q, text.hidden_size, bias=biases.out)
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention, index: int) -> Tensor:
-        x = self.attend(self.attention_norm(x), cos, sin, attention, index).add_(x)
-        normed = self.mlp_norm(x)
-        mlp = self.experts(normed) if self.experts else self.down(silu_and_mul(self.gate_up(normed)))
-        return mlp.add_(x)
-
-    def attend(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention, index: int) -> Tensor:
         qkv = self.qkv(x).view(len(x), -1, self.head_dim)  # [T, heads + 2 kv_heads, d]
         v = qkv[:, self.heads + self.kv_heads :]
         qk = qkv[:, : self.heads + self.kv_heads]

@@ -21,7 +21,7 @@ from saccade.checkpoint.config import MLAConfig, TextConfig
 from saccade.models.layers.forward_types import Attention
 from saccade.models.layers.layernorm import RMSNorm
 from saccade.models.layers.linear import Linear
-from saccade.models.layers.moe import GatedMLP, layer_experts
+from saccade.models.layers.moe import layer_mlp
 from saccade.models.layers.rotary_embedding import Rotary, rotate, yarn_gain
 from saccade.models.state_dict import Parameters
 from saccade.models.weights import Rule
@@ -62,8 +62,7 @@ class LatentLayer:
         self.attention_norm = RMSNorm(params.within("attention_norm"), hidden, text.rms_norm_eps)
         self.attend = LatentAttention(params, text, mla)
         self.mlp_norm = RMSNorm(params.within("mlp_norm"), hidden, text.rms_norm_eps)
-        experts = layer_experts(params, hidden, text.experts, index)
-        self.mlp = experts or GatedMLP(params, hidden, text.intermediate_size)
+        self.mlp = layer_mlp(params, text, index)
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention, index: int) -> Tensor:
         x = self.attend(self.attention_norm(x), cos, sin, attention, index).add_(x)

@@ -11,10 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from saccade.checkpoint.config import TextConfig
 from saccade.checkpoint.moe_config import MoEConfig
 from saccade.errors import ConfigError
 from saccade.models.layers.activation import silu_and_mul
-from saccade.models.layers.linear import Linear
+from saccade.models.layers.mlp import GatedMLP
 from saccade.models.state_dict import Parameters
 from saccade.models.weights import Rule
 
@@ -26,25 +27,37 @@ class MoE:
     def __init__(self, params: Parameters, hidden: int, rules: MoEConfig) -> None:
         _check(rules)
         self.rules = rules
+        count = rules.count
         # In float32 for any dtype, because close scores decide between experts.
-        self.router = _float32(params, "router.weight", rules.count, hidden)
-        self.router_bias = _float32(params, "router.bias", rules.count) if rules.has_bias else None
-        self.gate_up = params.empty(rules.count, 2 * rules.width, hidden)  # [E, 2 I, H], gates first
-        self.down = params.empty(rules.count, hidden, rules.width)  # [E, H, I]
+        self.routers = _float32(params, count + rules.shared_gate, hidden)  # the shared expert's gate is last
+        params.add("router.weight", self.routers[:count])
+        self.router_bias = _float32(params, count) if rules.has_bias else None
+        if self.router_bias is not None:
+            params.add("router.bias", self.router_bias)
+        # A shared expert of an expert's size is one more of them, for kernels that run all in one launch.
+        self.is_shared_last = rules.shared == rules.width
+        stacked = count + self.is_shared_last
+        self.gate_up = params.empty(stacked, 2 * rules.width, hidden)  # [E, 2 I, H], gates first
+        self.down = params.empty(stacked, hidden, rules.width)  # [E, H, I]
         self._name(params)
-        self.shared = GatedMLP(params.within("shared"), hidden, rules.shared) if rules.shared else None
-        self.shared_gate = Linear(params.within("shared_gate"), hidden, 1) if rules.shared_gate else None
+        last = (self.gate_up[-1], self.down[-1]) if self.is_shared_last else None
+        self.shared = None
+        if rules.shared:
+            self.shared = GatedMLP(params.within("shared"), hidden, rules.shared, memory=last)
+        if rules.shared_gate:
+            params.add("shared_gate.weight", self.routers[count:])
 
     def _name(self, params: Parameters) -> None:
         """Register each expert's weights, and the stacked tensors that a checkpoint may have instead."""
+        count = self.rules.count
         gates, ups = self.gate_up.chunk(2, dim=1)
         for name, tensor in {"gate": gates, "up": ups, "down": self.down}.items():
-            for expert in range(self.rules.count):
+            for expert in range(count):
                 params.add(f"{expert}.{name}.weight", tensor[expert])
         for whole, tensor in {"gate_up": self.gate_up, "down": self.down}.items():
             names = whole.split("_")
-            parts = [f"{expert}.{name}.weight" for name in names for expert in range(self.rules.count)]
-            params.add_whole(whole, tensor, parts)
+            parts = [f"{expert}.{name}.weight" for name in names for expert in range(count)]
+            params.add_whole(whole, tensor[:count], parts)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, H] -> [T, H]"""
@@ -54,12 +67,14 @@ class MoE:
         if self.shared is None:
             return out
         common = self.shared(x)
-        return out.add_(common if self.shared_gate is None else common.mul_(self.shared_gate(x).sigmoid_()))
+        if self.rules.shared_gate:
+            common.mul_(F.linear(x.float(), self.routers[-1:]).sigmoid_())
+        return out.add_(common)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The weights of each token's experts (float32) and their indices, both [T, per_token]."""
         rules = self.rules
-        logits = F.linear(x.float(), self.router)  # [T, E]
+        logits = F.linear(x.float(), self.routers[: rules.count])  # [T, E]
         scores = logits.softmax(-1) if rules.scoring == "softmax" else logits.sigmoid()
         selection = scores if self.router_bias is None else scores + self.router_bias
         if rules.groups > 1:
@@ -87,19 +102,11 @@ class MoE:
         torch.mm(silu_and_mul(wide), self.down[expert].T, out=rows)
 
 
-class GatedMLP:
-    def __init__(self, params: Parameters, hidden: int, wide: int) -> None:
-        self.gate_up = Linear(params.within("gate_up"), hidden, {"gate": wide, "up": wide})
-        self.down = Linear(params.within("down"), wide, hidden)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.down(silu_and_mul(self.gate_up(x)))
-
-
-def layer_experts(params: Parameters, hidden: int, rules: MoEConfig | None, index: int) -> MoE | None:
-    """The MoE of layer `index`, if it has one."""
-    is_here = rules is not None and index in rules.layers
-    return MoE(params.within("experts"), hidden, rules) if rules and is_here else None
+def layer_mlp(params: Parameters, text: TextConfig, index: int, *, bias: bool = False) -> GatedMLP | MoE:
+    """The MLP of layer `index`: its experts, if it has some."""
+    if text.experts is not None and index in text.experts.layers:
+        return MoE(params.within("experts"), text.hidden_size, text.experts)
+    return GatedMLP(params, text.hidden_size, text.intermediate_size, bias=bias)
 
 
 def _mask_groups(selection: Tensor, rules: MoEConfig) -> Tensor:
@@ -111,10 +118,8 @@ def _mask_groups(selection: Tensor, rules: MoEConfig) -> Tensor:
     return grouped.masked_fill(~kept[..., None], float("-inf")).view_as(selection)
 
 
-def _float32(params: Parameters, name: str, *shape: int) -> Tensor:
-    tensor = torch.empty(shape, dtype=torch.float32, device=params.device)
-    params.add(name, tensor)
-    return tensor
+def _float32(params: Parameters, *shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.float32, device=params.device)
 
 
 def _check(rules: MoEConfig) -> None:

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from saccade.kernels.attention.decode import DecodeAttention
 from saccade.kernels.attention.decode_triton import NewTokens
-from saccade.kernels.launch.device import Heads
 from saccade.kernels.ops.argmax import ArgmaxWorkspace, TokenSink, argmax
 from saccade.kernels.ops.prepare_inputs import DecodeMetadata, decode_inputs
-from saccade.models.cuda.decoder import FusedDecoder
+from saccade.models.cuda.decoder import FusedDecoder, Mixers
 from saccade.models.cuda.gemms import Gemms, Residual
 from saccade.runner.cuda.block_table import BlockTables
+from saccade.runner.cuda.delta_nets import DeltaNets, Mixing
 from saccade.runner.cuda.staging import Metadata, PinnedStaging
 
 
@@ -47,15 +47,22 @@ class Attending(Protocol):
 
 
 class DecodeGraphs:
-    def __init__(self, decoder: FusedDecoder, tables: BlockTables, block_size: int, requests: int) -> None:
+    def __init__(
+        self,
+        decoder: FusedDecoder,
+        tables: BlockTables,
+        block_size: int,
+        requests: int,
+        nets: DeltaNets | None = None,
+    ) -> None:
         self.decoder = decoder
+        self.nets = nets  # of decoders with gated delta nets
         self.tables = tables
         self.block_size = block_size
         self.sizes = list(_sizes(requests))
         device = tables.blocks.device
-        layer = decoder.decoder.layers[0]
-        heads = Heads(layer.heads, layer.kv_heads, layer.head_dim)
-        self._attention = DecodeAttention(heads, decoder.kv.k.dtype, block_size, self.sizes[-1], device)
+        dtype = decoder.kv.k.dtype
+        self._attention = DecodeAttention(decoder.heads, dtype, block_size, self.sizes[-1], device)
         self._argmax = ArgmaxWorkspace.allocate(self.sizes[-1], device)
         self._metadata = torch.zeros(5 * self.sizes[-1], dtype=torch.int32, device=device)
         self._staging = PinnedStaging(5 * self.sizes[-1], device)
@@ -101,7 +108,12 @@ class DecodeGraphs:
     def _forward(self, size: int) -> None:
         embeds, attend = self.begin(size)
         gemms = self.decoder.gemms(size, in_parts=True)
-        self.finish(self.decoder.forward(embeds, attend, gemms), gemms, size)
+        x = self.decoder.forward(embeds, Mixers(attend, self.begin_nets(size)), gemms)
+        self.finish(x, gemms, size)
+
+    def begin_nets(self, size: int) -> Mixing | None:
+        """The gated delta nets of these rows, of decoders that have some."""
+        return self.nets.decode(self._sent(size).rows) if self.nets else None
 
     def begin(self, size: int, embeds: Tensor | None = None, taken: int = 0) -> tuple[Tensor, Attending]:
         """Embeddings of what was sent, and attention of these rows. `taken`: SMs that prefill meanwhile."""
@@ -109,11 +121,12 @@ class DecodeGraphs:
         tables = self.tables
         decoder = self.decoder.decoder
         weights = (decoder.table, decoder.rotary.frequencies)
-        inputs = decode_inputs(metadata, tables.last_tokens, *weights, tables.blocks, self.block_size, embeds)
+        given = (*weights, tables.blocks, self.block_size, embeds, self.decoder.temperature)
+        inputs = decode_inputs(metadata, tables.last_tokens, *given)
         schedule = self._attention.plan(metadata.seq_lens, taken)
 
         def attend(qkv: Tensor, keys: Tensor, values: Tensor, out: Tensor | None = None) -> Tensor:
-            new = NewTokens(qkv, inputs.cos, inputs.sin, metadata.slots)
+            new = NewTokens(qkv, inputs.cos, inputs.sin, metadata.slots, inputs.query_scales)
             scale = self.decoder.scale
             return self._attention(new, keys, values, inputs.tables, metadata.seq_lens, scale, schedule, out)
 

@@ -23,6 +23,7 @@ from saccade.models.layers.torch_attention import PagedKV
 from saccade.runner.batch import RequestState, embedded, overlapping, splice
 from saccade.runner.cuda.block_table import BlockTables
 from saccade.runner.cuda.decode_graphs import Decoded, DecodeGraphs, DecodeRows
+from saccade.runner.cuda.delta_nets import DeltaNets
 from saccade.runner.cuda.graph_sizes import GRAPH_WINDOWS
 from saccade.runner.cuda.mixed_graphs import MixedGraphs
 from saccade.runner.cuda.prefill_graphs import PrefillGraphs, Splice, Window
@@ -30,6 +31,7 @@ from saccade.runner.cuda.sampling import has_kernel, sample_tokens
 from saccade.runner.cuda.staging import TokenReadback, to_device
 from saccade.runner.forward import Embeddings, Sampled, Windows
 from saccade.runner.latency_profile import layer_curve, timed_curve
+from saccade.runner.recurrent_state import RecurrentStates
 from saccade.runner.sampler import SamplingInputs, sample
 from saccade.types import Admission, Grid, LatencyProfile, Sample, ScheduledWindow
 
@@ -70,14 +72,19 @@ class CudaForward:
         max_blocks: int,
         axes: int,
         flash: FlashInferPrefill | None = None,  # None: prefill uses only our own kernels
+        states: RecurrentStates | None = None,  # of decoders with gated delta nets
     ) -> None:
         self.block_size = block_size
         self.device = kv.k.device
         self._num_blocks = kv.k.shape[1] // block_size
         self._tables = BlockTables(max_requests, max_blocks, self.device)
         self._decoder = FusedDecoder(decoder, kv)
-        self._decode_graphs = DecodeGraphs(self._decoder, self._tables, block_size, max_requests)
-        self._prefill_graphs = PrefillGraphs(self._decoder, self._tables, block_size, axes, flash)
+        self._states = states
+        nets = None
+        if states is not None and self._decoder.net is not None:
+            nets = DeltaNets(self._decoder.net, states, max_requests)
+        self._decode_graphs = DecodeGraphs(self._decoder, self._tables, block_size, max_requests, nets)
+        self._prefill_graphs = PrefillGraphs(self._decoder, self._tables, block_size, axes, flash, nets)
         # FlashInfer plans each prefill on the host, which mixed batches do not support.
         self._mixed_graphs = MixedGraphs(self._prefill_graphs, self._decode_graphs) if flash is None else None
         self._decoded = TokenReadback(max_requests, self.device)
@@ -134,7 +141,7 @@ class CudaForward:
         zeros = np.zeros((self._prefill_graphs.axes, tokens), np.int32)
         slots = np.full(tokens, -1)
         seq_len = min(_MEASURED_CONTEXT + tokens, self._longest)
-        return Window(0, zeros[0], zeros, slots, seq_len, samples)
+        return Window(0, zeros[0], zeros, slots, seq_len, samples, ((tokens, -1),))
 
     def _mixed_trials(self, rows: int) -> Iterator[tuple[int, Callable[[], object]]]:
         """Both together: a window inside its prompt, since the last one of a prompt is never mixed."""
@@ -151,16 +158,23 @@ class CudaForward:
         return self._tables.blocks.shape[1] * self.block_size
 
     def open(self, admission: Admission) -> None:
-        self._tables.open(admission.request.request_id, admission.block_ids)
+        request_id = admission.request.request_id
+        self._tables.open(request_id, admission.block_ids)
+        if self._states:  # a state's row is that of the block tables
+            self._states.open(request_id, admission.state, self._tables.row(request_id))
 
     def extend(self, request_id: str, held: int, blocks: Sequence[int]) -> None:
         self._tables.extend(request_id, held, blocks)
 
     def close(self, request_id: str) -> None:
         self._tables.close(request_id)
+        if self._states:
+            self._states.close(request_id)
 
     def clear(self) -> None:
         self._tables.clear()
+        if self._states:
+            self._states.clear()
 
     def step(self, decode: Windows, encode: Callable[[], Windows], embeddings: Embeddings) -> Sampled:
         """Decode is launched first: its tokens are read back while images are still being encoded."""
@@ -215,6 +229,8 @@ class CudaForward:
         for window, _ in windows:
             if window.new_blocks:  # the pass writes the block of the new token itself
                 tables.set_by_device(tables.row(window.request_id), window.start // self.block_size)
+            if self._states:
+                self._states.advance(window)
         return DecodeRows(
             tokens=np.array(tokens, np.int32),
             positions=starts + batch.shifts,
@@ -225,6 +241,10 @@ class CudaForward:
 
     def _window(self, window: ScheduledWindow, state: RequestState) -> Window:
         row = self._tables.row(window.request_id)
+        pieces: tuple[tuple[int, int], ...] = ()
+        if self._states:
+            self._states.advance(window)
+            pieces = tuple(self._states.pieces(window))
         return Window(
             row,
             embedded(state, window),
@@ -232,6 +252,7 @@ class CudaForward:
             self._tables.slots(row, np.arange(window.start, window.end), self.block_size),
             window.end,
             window.samples,
+            pieces,
         )
 
     def _sample(self, windows: Windows, batch: DecodeBatch, found: Decoded) -> None:

@@ -12,6 +12,7 @@ GRAPH_TOKENS: tuple[int, ...] = (
     *range(4096, 8193, 512),
 )
 
+GRAPH_PIECES = 64  # of windows that are cut where checkpoints of recurrent states are saved
 GRAPH_WINDOWS = 16
 """Prefills with more windows are launched kernel by kernel, which takes the host longer than the device."""
 

@@ -16,7 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from saccade.models.cuda.decoder import Delta, Mixers
 from saccade.models.cuda.gemms import Residual
+from saccade.models.layers.gated_delta_net import GatedDeltaNet
 from saccade.runner.cuda.decode_graphs import Decoded, DecodeGraphs, DecodeRows
 from saccade.runner.cuda.graph_sizes import GRAPH_WINDOWS, MAX_MIXED_ROWS, MixedSize, mixed_sizes
 from saccade.runner.cuda.prefill_graphs import PrefillGraphs, Sizes, Splice, Window
@@ -104,9 +106,27 @@ class MixedGraphs:
             )
             return out
 
-        x = self._decoder.forward(embeds, attend, gemms)
+        x = self._decoder.forward(embeds, Mixers(attend, self._nets(size, prepared)), gemms)
         added = x.added if x.added is None else x.added[..., first:, :].contiguous()
         self._decode.finish(Residual(x.rows[first:], added), gemms, size.rows)
+
+    def _nets(self, size: MixedSize, prepared: _Prepared) -> Delta | None:
+        """The gated delta nets of both parts, of decoders that have some."""
+        first = size.tokens
+        mix_prefill = self._prefill.begin_nets(prepared.metadata, prepared.sizes)
+        mix_decode = self._decode.begin_nets(size.rows)
+        if mix_prefill is None or mix_decode is None:
+            return None
+
+        def mix(projected: Tensor, net: GatedDeltaNet, index: int) -> Tensor:
+            out = projected.new_empty(len(projected), net.out.weight.shape[1])
+            self._concurrently(
+                lambda: mix_prefill(projected[:first], net, index, out[:first]),
+                lambda: mix_decode(projected[first:], net, index, out[first:]),
+            )
+            return out
+
+        return mix
 
     def _concurrently(self, here: Callable[[], object], there: Callable[[], object]) -> None:
         """Fork to a side stream and join: both start after earlier kernels and end before later ones."""

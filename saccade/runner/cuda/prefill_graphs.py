@@ -2,6 +2,8 @@
 
     int32 a step   | tokens | slots | positions | rows | seq_lens | starts | last | request_rows | tiles     |
                      T        T       axes * T    W      W          W + 1    W      W              2 * tiles
+                   | piece_starts | piece_rows | keep |    of decoders with gated delta nets
+                     P + 1          P            P
 
 A graph is captured per number of tokens; fewer are padded with rows of no window, which are not stored. It
 ends with the normed last row of each window. Logits and argmax are another graph, for windows that sample.
@@ -22,14 +24,14 @@ from tqdm import tqdm
 from saccade.kernels.attention.prefill import PrefillAttention
 from saccade.kernels.attention.prefill_flashinfer import FlashInferPrefill
 from saccade.kernels.attention.rope_store_kv import rotary_and_store
-from saccade.kernels.launch.device import Heads
 from saccade.kernels.launch.varlen_tiles import Tiles
 from saccade.kernels.ops.argmax import ArgmaxWorkspace, TokenSink, argmax
 from saccade.kernels.ops.prepare_inputs import PrefillMetadata, RotaryFrequencies, prefill_inputs
-from saccade.models.cuda.decoder import FusedDecoder
+from saccade.models.cuda.decoder import FusedDecoder, Mixers
 from saccade.runner.cuda.block_table import BlockTables
 from saccade.runner.cuda.decode_graphs import Attending, Decoded
-from saccade.runner.cuda.graph_sizes import GRAPH_TOKENS, GRAPH_WINDOWS
+from saccade.runner.cuda.delta_nets import DeltaNets, Mixing
+from saccade.runner.cuda.graph_sizes import GRAPH_PIECES, GRAPH_TOKENS, GRAPH_WINDOWS
 from saccade.runner.cuda.staging import Metadata, PinnedStaging, to_device
 
 _NO_ROW = 2**30  # beyond the last row of any window
@@ -47,6 +49,9 @@ class Window(NamedTuple):
     slots: npt.NDArray[np.integer[Any]]  # [tokens]
     seq_len: int  # tokens in the cache once these are written
     samples: bool  # the next token is sampled
+    pieces: tuple[
+        tuple[int, int], ...
+    ] = ()  # for recurrent states: tokens, and the row of a checkpoint or -1
 
 
 class Sizes(NamedTuple):
@@ -57,11 +62,35 @@ class Sizes(NamedTuple):
     axes: int
     tiles: int
     is_short: bool = False  # of contexts, see `PrefillAttention`
+    pieces: int = 0  # of windows; none without recurrent states
 
     def offsets(self) -> list[int]:
         t = self.tokens
         w = self.windows
-        return [0, *accumulate((t, t, self.axes * t, w, w, w + 1, w, w, 2 * self.tiles))]
+        p = self.pieces
+        parts = (t, t, self.axes * t, w, w, w + 1, w, w, 2 * self.tiles, p + 1, p, p)
+        return [0, *accumulate(parts)]
+
+
+class _Parts(NamedTuple):
+    """The metadata of a pass: NumPy arrays on the host, tensors on the device."""
+
+    tokens: Any
+    slots: Any
+    positions: Any  # [axes * T]
+    table_rows: Any
+    seq_lens: Any
+    starts: Any
+    last: Any
+    request_rows: Any
+    tiles: Any  # [2 * tiles]
+    piece_starts: Any
+    piece_rows: Any
+    keep: Any
+
+    @classmethod
+    def of(cls, flat: Any, sizes: Sizes) -> _Parts:
+        return cls(*[flat[first:end] for first, end in pairwise(sizes.offsets())])
 
 
 class _Captured(NamedTuple):
@@ -85,16 +114,16 @@ class PrefillGraphs:
         block_size: int,
         axes: int,
         flash: FlashInferPrefill | None = None,
+        nets: DeltaNets | None = None,
     ) -> None:
         self.decoder = decoder
+        self.nets = nets  # of decoders with gated delta nets
         self.tables = tables
         self.block_size = block_size
         self.axes = axes
         self._flash = flash  # attends in steps large enough for it; the host plans each of them
-        layer = decoder.decoder.layers[0]
         table = decoder.decoder.table
-        heads = Heads(layer.heads, layer.kv_heads, layer.head_dim)
-        self.attention = PrefillAttention.best(heads, table.dtype, block_size, table.device)
+        self.attention = PrefillAttention.best(decoder.heads, table.dtype, block_size, table.device)
         self._captured: dict[tuple[int, bool], _Captured] = {}  # by tokens, and whether contexts are short
         self._static: _Static | None = None
 
@@ -121,7 +150,8 @@ class PrefillGraphs:
         table = self.decoder.decoder.table
         rows = self.attention.rows(tokens)
         tiles = sum(-(-len(window.tokens) // rows) for window in windows)
-        sizes = Sizes(tokens, len(windows), self.axes, tiles)
+        pieces = sum(len(window.pieces) for window in windows) if self.nets else 0
+        sizes = Sizes(tokens, len(windows), self.axes, tiles, pieces=pieces)
         self._plan(windows, sizes)
         embeds = table.new_zeros(tokens, self.width)
         if splice is not None:
@@ -158,26 +188,27 @@ class PrefillGraphs:
 
     def write(self, flat: Metadata, windows: Sequence[Window], sizes: Sizes) -> None:
         """The rest of each part is padding; positions there are not read and stay as they were."""
-        parts = [flat[first:end] for first, end in pairwise(sizes.offsets())]
-        tokens, slots, positions, table_rows, seq_lens, starts, last, request_rows, index = parts
-        by_axis = positions.reshape(sizes.axes, -1)
+        parts = _Parts.of(flat, sizes)
+        by_axis = parts.positions.reshape(sizes.axes, -1)
         done = 0
         for window in windows:
             end = done + len(window.tokens)
-            tokens[done:end] = window.tokens
-            slots[done:end] = window.slots
+            parts.tokens[done:end] = window.tokens
+            parts.slots[done:end] = window.slots
             by_axis[:, done:end] = window.positions
             done = end
-        tokens[done:] = 0
-        slots[done:] = -1
-        _fill(table_rows, [window.row for window in windows], self.tables.spare)
-        _fill(seq_lens, [window.seq_len for window in windows], 0)
-        starts[0] = 0
-        _fill(starts[1:], np.cumsum([len(window.tokens) for window in windows]), done)
+        parts.tokens[done:] = 0
+        parts.slots[done:] = -1
+        _fill(parts.table_rows, [window.row for window in windows], self.tables.spare)
+        _fill(parts.seq_lens, [window.seq_len for window in windows], 0)
+        parts.starts[0] = 0
+        _fill(parts.starts[1:], np.cumsum([len(window.tokens) for window in windows]), done)
         samples = [i for i, window in enumerate(windows) if window.samples]
-        _fill(last, starts[1:][samples] - 1, 0)
-        _fill(request_rows, table_rows[samples], self.tables.spare)
-        _write_tiles(index.reshape(-1, 2), windows, self._rows(sizes))
+        _fill(parts.last, parts.starts[1:][samples] - 1, 0)
+        _fill(parts.request_rows, parts.table_rows[samples], self.tables.spare)
+        _write_tiles(parts.tiles.reshape(-1, 2), windows, self._rows(sizes))
+        if sizes.pieces:
+            _write_pieces(parts, windows)
 
     def captured_sizes(self) -> list[int]:
         return sorted({tokens for tokens, _ in self._captured})
@@ -185,13 +216,15 @@ class PrefillGraphs:
     def _fitting(self, tokens: int, windows: Sequence[Window]) -> _Captured | None:
         if len(windows) > GRAPH_WINDOWS or tokens > GRAPH_TOKENS[-1]:
             return None
+        if sum(len(window.pieces) for window in windows) > GRAPH_PIECES:
+            return None
         size = _rounded(tokens)
         longest = max(window.seq_len for window in windows)
         return self._captured.get((size, self.attention.is_short(size, longest)))
 
     def graph_sizes(self, tokens: int, *, is_short: bool = False) -> Sizes:
         tiles = -(-tokens // self.attention.rows(tokens, is_short=is_short)) + GRAPH_WINDOWS
-        return Sizes(tokens, GRAPH_WINDOWS, self.axes, tiles, is_short)
+        return Sizes(tokens, GRAPH_WINDOWS, self.axes, tiles, is_short, GRAPH_PIECES if self.nets else 0)
 
     def _flash_for(self, sizes: Sizes) -> FlashInferPrefill | None:
         return self._flash if self._flash and self._flash.takes(sizes.tokens, sizes.windows) else None
@@ -242,24 +275,37 @@ class PrefillGraphs:
     def _forward(self, embeds: Tensor, metadata: Tensor, sizes: Sizes) -> _Last:
         attend = self.begin(embeds, metadata, sizes, 1 if sizes.is_short else None)
         gemms = self.decoder.gemms(sizes.tokens, in_parts=True)
-        x = self.decoder.forward(embeds, attend, gemms)
-        *_, last, request_rows, _ = _parts(metadata, sizes)
-        return _Last(gemms.normed(x, self.decoder.decoder, last), request_rows)
+        x = self.decoder.forward(embeds, Mixers(attend, self.begin_nets(metadata, sizes)), gemms)
+        parts = _Parts.of(metadata, sizes)
+        return _Last(gemms.normed(x, self.decoder.decoder, parts.last), parts.request_rows)
+
+    def begin_nets(self, metadata: Tensor, sizes: Sizes) -> Mixing | None:
+        """The gated delta nets of these rows, of decoders that have some."""
+        parts = _Parts.of(metadata, sizes)
+        if self.nets is None:
+            return None
+        return self.nets.prefill(parts.piece_starts, parts.piece_rows, parts.keep, sizes.tokens)
 
     def begin(self, embeds: Tensor, metadata: Tensor, sizes: Sizes, splits: int | None = None) -> Attending:
         """Writes the embeddings of text tokens into `embeds`; returns the attention of these rows."""
-        tokens, slots, positions, rows, seq_lens, starts, _, _, index = _parts(metadata, sizes)
+        parts = _Parts.of(metadata, sizes)
+        slots = parts.slots
+        seq_lens = parts.seq_lens
         decoder = self.decoder.decoder
-        tiles = Tiles(starts, index.view(-1, 2), self._rows(sizes))
-        inputs = PrefillMetadata(tokens, positions.view(self.axes, -1), rows, seq_lens)
+        tiles = Tiles(parts.starts, parts.tiles.view(-1, 2), self._rows(sizes))
+        inputs = PrefillMetadata(
+            parts.tokens, parts.positions.view(self.axes, -1), parts.table_rows, seq_lens
+        )
         frequencies = RotaryFrequencies(decoder.rotary.frequencies, decoder.rotary.axes)
         blocks = self.tables.blocks
-        cos, sin, tables = prefill_inputs(inputs, embeds, decoder.table, frequencies, blocks, self.block_size)
+        table = decoder.table
+        given = (inputs, embeds, table, frequencies, blocks, self.block_size, self.decoder.temperature)
+        cos, sin, tables, scales = prefill_inputs(*given)
         flash = self._flash_for(sizes)
 
         def attend(qkv: Tensor, keys: Tensor, values: Tensor, out: Tensor | None = None) -> Tensor:
             q, k, v = self.decoder.split(qkv)
-            q = rotary_and_store(q, k, v, cos, sin, keys, values, slots)
+            q = rotary_and_store(q, k, v, cos, sin, keys, values, slots, scales)
             if flash is not None:
                 assert out is None, "FlashInfer allocates its own output"
                 return flash(q, keys, values)
@@ -279,13 +325,19 @@ class _Static(NamedTuple):
     head: torch.cuda.CUDAGraph  # from `last` to `found`
 
 
-def _parts(metadata: Tensor, sizes: Sizes) -> list[Tensor]:
-    return [metadata[first:end] for first, end in pairwise(sizes.offsets())]
-
-
 def _fill(target: Metadata, values: Sequence[int] | npt.NDArray[np.integer[Any]], padding: int) -> None:
     target[: len(values)] = values
     target[len(values) :] = padding
+
+
+def _write_pieces(parts: _Parts, windows: Sequence[Window]) -> None:
+    """Where each piece begins, its state's row (-1: unused) and the row of its checkpoint (-1: none)."""
+    pieces = [(length, window.row, kept) for window in windows for length, kept in window.pieces]
+    lengths = [length for length, _, _ in pieces]
+    parts.piece_starts[0] = 0
+    _fill(parts.piece_starts[1:], np.cumsum(lengths), sum(lengths))
+    _fill(parts.piece_rows, [row for _, row, _ in pieces], -1)
+    _fill(parts.keep, [kept for _, _, kept in pieces], -1)
 
 
 def _write_tiles(index: Metadata, windows: Sequence[Window], rows: int) -> None:

@@ -22,12 +22,12 @@ def test_a_layer_projects_adds_and_widens_as_the_plain_one_does(rows: int, biase
     made = decoder(biases)
     layer, gemms = made.layers[0], gemms_for(made, rows, new_workspace(made))
     x, mixed = rows_of(rows, 64, 1), rows_of(rows, 64, 2)
-    qkv, stream = gemms.qkv(Residual(x), layer)
-    assert_close(qkv, layer.qkv(layer.attention_norm(x)))
-    stream = gemms.out(mixed, stream, layer)
-    added = layer.out(mixed) + x
+    qkv, stream = gemms.project(Residual(x), layer.attention_norm, layer.attention.qkv)
+    assert_close(qkv, layer.attention.qkv(layer.attention_norm(x)))
+    stream = gemms.add(mixed, layer.attention.out, stream)
+    added = layer.attention.out(mixed) + x
     assert_close(total(stream), added)
-    assert_close(total(gemms.mlp(stream, layer)), plain_mlp(added, layer))
+    assert_close(total(gemms.mlp(stream, layer.mlp_norm, layer.mlp)), plain_mlp(added, layer))
 
 
 @EVERY_SIZE
@@ -43,7 +43,7 @@ def test_logits_are_written_where_asked(rows: int) -> None:
 def test_what_is_still_to_be_added_is_added_before_the_last_norm(rows: int) -> None:
     made = decoder()
     gemms = gemms_for(made, rows, new_workspace(made))
-    stream = gemms.out(rows_of(rows, 64, 2), Residual(rows_of(rows, 64, 1)), made.layers[0])
+    stream = gemms.add(rows_of(rows, 64, 2), made.layers[0].attention.out, Residual(rows_of(rows, 64, 1)))
     assert_close(gemms.normed(stream, made), made.norm(total(stream)))
 
 

@@ -150,9 +150,9 @@ def test_all_tokens_may_go_to_the_same_experts() -> None:
 def test_scores_are_computed_in_float32_whatever_type_the_model_has() -> None:
     experts, _ = built(RULES, torch.bfloat16)
     weights, chosen = experts.route(tokens().bfloat16())
-    assert experts.router.dtype == weights.dtype == torch.float32
+    assert experts.routers.dtype == weights.dtype == torch.float32
     assert experts(tokens().bfloat16()).dtype == torch.bfloat16
-    exact = (tokens().bfloat16().double() @ experts.router.double().T).softmax(-1)
+    exact = (tokens().bfloat16().double() @ experts.routers.double().T).softmax(-1)
     assert torch.equal(exact.topk(3).indices, chosen)
 
 
@@ -175,7 +175,7 @@ def test_the_only_expert_of_a_token_has_its_score_as_weight_in_one_line_and_one_
     text = {"moe_intermediate_size": 10, of: 8, "num_experts_per_tok": 1, "norm_topk_prob": True}
     experts, _ = built(rules_of(text))
     weights, chosen = experts.route(tokens())
-    scores = (tokens() @ experts.router.T).softmax(-1).gather(1, chosen)
+    scores = (tokens() @ experts.routers.T).softmax(-1).gather(1, chosen)
     assert torch.allclose(weights, torch.ones_like(scores) if of == "num_experts" else scores)
 
 
@@ -213,7 +213,7 @@ def test_a_step_takes_the_memory_that_is_planned_for_it(sizes: dict[str, int]) -
 def as_published(experts: MoE, layout: str) -> dict[str, Tensor]:
     gates, ups = experts.gate_up.chunk(2, dim=1)
     named = {"gate": gates, "up": ups, "down": experts.down}
-    stored = {"mlp.gate.weight": experts.router}
+    stored = {"mlp.gate.weight": experts.routers}
     if layout == "one by one":
         return stored | {
             f"mlp.experts.{i}.{name}_proj.weight": part[i].contiguous()

@@ -1,0 +1,47 @@
+"""A layer's MoE with fused kernels: same weights and result as `layers.moe.MoE`."""
+
+from __future__ import annotations
+
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from saccade.kernels.moe.fused_moe import MoEWeights, fused_moe
+from saccade.kernels.moe.router import split_router
+from saccade.kernels.moe.routing import RoutingRules
+from saccade.models.layers.moe import MoE
+
+_prepared: WeakKeyDictionary[MoE, MoEWeights] = WeakKeyDictionary()
+
+
+def run_moe(x: Tensor, experts: MoE) -> Tensor:
+    """[T, H] -> [T, H]. A shared expert that is not one of the stacked ones runs by itself."""
+    weights = _prepared.get(experts)
+    if weights is None:
+        weights = _prepared[experts] = _prepare(experts)
+    if experts.shared is None or experts.is_shared_last:
+        return fused_moe(x, weights, routing_rules(experts))
+    gate = x.float() @ experts.routers[-1] if experts.rules.shared_gate else None
+    return fused_moe(x, weights, routing_rules(experts), added=experts.shared(x), gate=gate)
+
+
+def _prepare(experts: MoE) -> MoEWeights:
+    """The router in bfloat16 parts for models of that dtype: their sum is the float32 weight."""
+    rows = experts.routers if experts.is_shared_last else experts.routers[: experts.rules.count]
+    router = split_router(rows) if experts.down.dtype == torch.bfloat16 else rows
+    return MoEWeights(router, experts.router_bias, experts.gate_up, experts.down)
+
+
+def routing_rules(experts: MoE) -> RoutingRules:
+    rules = experts.rules
+    return RoutingRules(
+        top_k=rules.per_token,
+        sigmoid=rules.scoring == "sigmoid",
+        normalise=rules.normalise,
+        scale=rules.scale,
+        groups=rules.groups,
+        groups_kept=rules.groups_kept,
+        shared=int(experts.is_shared_last),
+        shared_gate=experts.is_shared_last and rules.shared_gate,
+    )
