@@ -16,7 +16,7 @@ import pytest
 PROJECT = Path(__file__).parents[2]
 ROOT = PROJECT / "saccade"
 NOUNS = {"types", "errors", "options", "sampling_params", "outputs", "costs"}
-KERNELS = {"kernels.attention", "kernels.gemm", "kernels.ops", "kernels.launch"}
+KERNELS = {"kernels.attention", "kernels.gemm", "kernels.gdn", "kernels.moe", "kernels.ops", "kernels.launch"}
 MODELS = {"models", "models.layers", "models.vision", "models.cuda"}  # families are imported by name, from their table
 
 # top-level module, package or sub-package -> what it may import from saccade (itself always)
@@ -40,6 +40,8 @@ ALLOWED: dict[str, set[str]] = {
     "kernels.ops": {"kernels.launch"},
     "kernels.attention": {"kernels.launch", "torch_utils"},
     "kernels.gemm": {"kernels.launch", "kernels.ops"},
+    "kernels.gdn": {"kernels.launch"},
+    "kernels.moe": {"kernels.launch"},
     "models.layers": {"errors", "checkpoint", "models"},
     "models.vision": {"errors", "types", "checkpoint", "models", "models.layers"},
     "models.cuda": {"types", "models.layers", "models.vision", "torch_utils"} | KERNELS,

@@ -214,14 +214,11 @@ def test_decode_and_prefill_scale_queries_as_the_layer_does() -> None:
 
 
 class Fused:
-    """`GatedAttention` by kernels. Its projection's rows are reordered: q | k | v | gate."""
+    """`GatedAttention` by kernels. Rows of its projection are q | k | v | gate."""
 
     def __init__(self, layer: GatedAttention, kv: PagedKV) -> None:
-        heads, dim = layer.heads, layer.head_dim
-        both, rest = layer.qkv.weight.split([2 * heads * dim, 2 * layer.kv_heads * dim])
-        q, gate = both.view(heads, 2, dim, -1).unbind(1)
-        self.weight = torch.cat((q.flatten(0, 1), rest, gate.flatten(0, 1)))
-        self.norms = (1 + layer.q_norm.weight.float(), 1 + layer.k_norm.weight.float())
+        self.weight = layer.qkv.weight
+        self.norms = (layer.qk_norms.q.weight, layer.qk_norms.k.weight)
         self.layer = layer
         self.kv = kv
 
@@ -230,7 +227,7 @@ class Fused:
         rows = F.linear(x, self.weight)
         width = (layer.heads + 2 * layer.kv_heads) * layer.head_dim
         qkv = rows[:, :width].unflatten(1, (-1, layer.head_dim))
-        qk_rms_norm(qkv, *self.norms, layer.heads, layer.q_norm.eps)
+        qk_rms_norm(qkv, *self.norms, layer.heads, layer.qk_norms.eps)
         return qkv, rows[:, width:]
 
     def finish(self, mixed: Tensor, gate: Tensor) -> Tensor:

@@ -6,21 +6,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from saccade.checkpoint.moe_config import MoEConfig
 from saccade.kernels.moe.combine import combine
 from saccade.kernels.moe.experts import TileConfig, moe_down, moe_gate_up
 from saccade.kernels.moe.fused_moe import MoELaunch, MoEWeights, choose, fit, fused_moe, run_experts
-from saccade.kernels.moe.routing import Routed, RoutingRules
+from saccade.kernels.moe.routing import Routed
 from saccade.kernels.moe.sorting import sort_by_expert
 from saccade.kernels.moe.vector import VectorConfig
 from saccade.models.layers.moe import MoE
-from saccade.models.state_dict import Parameters
+from tests.helpers.moe import DEVICE, HIDDEN, config, make_layer, random, rules_of
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # The interpreter multiplies bfloat16 matrices as if their bits were integers.
 HALF = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16
 ROUNDING = {torch.float32: 2e-5, torch.float16: 8e-3, torch.bfloat16: 3e-2}
-HIDDEN = 40
 SMALL = TileConfig(outputs=16, inputs=32, stages=2)
 VECTOR = MoELaunch(0, VectorConfig(16, 32, stages=2), VectorConfig(16, 16))
 SWAPPED = MoELaunch(16, SMALL, SMALL._replace(inputs=16))
@@ -28,32 +25,8 @@ WIDE = MoELaunch(16, SMALL._replace(swapped=False, group=2), SMALL._replace(swap
 LAUNCHES = pytest.mark.parametrize("launch", [VECTOR, SWAPPED, WIDE], ids=["vector", "swapped", "wide"])
 
 
-def config(**changes: object) -> MoEConfig:
-    fields: dict[str, object] = {"layers": (0,), "count": 8, "per_token": 3, "width": 24, "normalise": True}
-    return MoEConfig(**{**fields, **changes})  # type: ignore[arg-type]
-
-
-def make_layer(config: MoEConfig, hidden: int = HIDDEN, dtype: torch.dtype = torch.float32) -> MoE:
-    params = Parameters(dtype, DEVICE)
-    layer = MoE(params.within("experts"), hidden, config)
-    generator = torch.Generator().manual_seed(0)
-    for tensor in params.targets.values():
-        tensor.copy_(torch.randn(tensor.shape, generator=generator) / max(1, tensor.shape[-1]) ** 0.5)
-    return layer
-
-
-def rules_of(config: MoEConfig) -> RoutingRules:
-    return RoutingRules(
-        config.per_token, config.scoring == "sigmoid", config.normalise, config.scale, config.groups, config.groups_kept
-    )
-
-
 def weights_of(layer: MoE) -> MoEWeights:
     return MoEWeights(layer.routers[: layer.rules.count], layer.router_bias, layer.gate_up, layer.down)
-
-
-def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 1) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
 
 
 def assert_close(found: Tensor, expected: Tensor) -> None:
@@ -154,6 +127,6 @@ def test_each_launch_does_its_part() -> None:
 def test_chosen_tiles_fit_shared_memory(tokens: int, shared: int) -> None:
     launch = choose(tokens, 8, 128, torch.bfloat16, shared, tma=True)
     assert isinstance(launch.gate_up, TileConfig) and isinstance(launch.down, TileConfig)
-    for config, weights in ((launch.gate_up, 2), (launch.down, 1)):
-        assert (launch.rows + weights * config.outputs) * config.inputs * 2 * config.stages <= shared
+    for tiles, weights in ((launch.gate_up, 2), (launch.down, 1)):
+        assert (launch.rows + weights * tiles.outputs) * tiles.inputs * 2 * tiles.stages <= shared
     assert fit(launch, 2, shared) == launch

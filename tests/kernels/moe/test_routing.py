@@ -9,7 +9,7 @@ from torch import Tensor
 from saccade.kernels.moe.router import RouterConfig, choose_router, router_logits, split_router
 from saccade.kernels.moe.routing import RoutingRules, route
 from saccade.kernels.moe.sorting import max_blocks, sort_by_expert
-from tests.kernels.moe.test_fused_moe import DEVICE, HIDDEN, config, make_layer, random, rules_of
+from tests.helpers.moe import DEVICE, HIDDEN, config, make_layer, random, rules_of
 
 RULES = {
     "softmax": {},
@@ -28,7 +28,7 @@ def test_tokens_are_routed_as_the_layer_does(name: str) -> None:
     layer = make_layer(config(count=12, per_token=4, **RULES[name]))
     x = random(21, HIDDEN)
     expected, indices = layer.route(x)
-    found = route(torch.nn.functional.linear(x, layer.router), rules_of(layer.rules), layer.router_bias)
+    found = route(torch.nn.functional.linear(x, layer.routers), rules_of(layer.rules), layer.router_bias)
     assert torch.equal(found.experts.long(), indices)
     torch.testing.assert_close(found.weights, expected, atol=1e-6, rtol=1e-5)
 

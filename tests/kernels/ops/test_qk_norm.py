@@ -8,7 +8,7 @@ import torch
 from saccade.checkpoint.config import TextConfig
 from saccade.kernels.ops import reference
 from saccade.kernels.ops.qk_norm import qk_rms_norm
-from saccade.models.cuda.decoder import FusedDecoder
+from saccade.models.cuda.decoder import FusedDecoder, Mixers
 from saccade.models.layers.decoder import Biases, Decoder
 from saccade.models.layers.torch_attention import PagedKV
 from saccade.models.state_dict import Parameters
@@ -48,7 +48,7 @@ def test_the_fused_decoder_hands_attention_the_heads_of_the_plain_one(has_qk_nor
         return qkv[:, :4].contiguous()
 
     fused = FusedDecoder(decoder, PagedKV.allocate(text, 1, 16, torch.float32, DEVICE))
-    fused.forward(x, keep, fused.gemms(3))
+    fused.forward(x, Mixers(keep), fused.gemms(3))
     own = layer.attention
     qkv = own.qkv(layer.attention_norm(x)).view(3, 8, 16)
     expected = torch.cat((own.qk_norms(qkv[:, :6]), qkv[:, 6:]), dim=1) if own.qk_norms else qkv
