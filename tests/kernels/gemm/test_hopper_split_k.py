@@ -157,7 +157,8 @@ def test_a_layer_in_parts_adds_up_to_the_plain_one(rows: int, biases: Biases) ->
 @pytest.mark.usefixtures("streamed")
 def test_who_cannot_add_up_gets_queries_and_keys_whole() -> None:
     made = decoder()
-    qkv, _ = gemms_for(made, 5, new_workspace(made)).qkv(Residual(rows_of(5, 64, 1)), made.layers[0])
+    layer, ours = made.layers[0], gemms_for(made, 5, new_workspace(made))
+    qkv, _ = ours.project(Residual(rows_of(5, 64, 1)), layer.attention_norm, layer.attention.qkv, in_parts=True)
     assert qkv.shape == (5, 128)
 
 

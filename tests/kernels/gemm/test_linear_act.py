@@ -109,6 +109,6 @@ def test_a_layer_of_the_decoder_gets_the_same_from_one_launch(rows: int, monkeyp
     made, counted = decoder(), Counted(gemms, monkeypatch=monkeypatch)
     layer, x = made.layers[0], rows_of(rows, 64, 1)
     ways = gemms.gemms_for(made, rows, gemms.new_workspace(made))
-    found = total(ways.mlp(gemms.Residual(x), layer))
+    found = total(ways.mlp(gemms.Residual(x), layer.mlp_norm, layer.mlp))
     assert counted.calls == 1
     torch.testing.assert_close(found, plain_mlp(x, layer), atol=8e-3, rtol=8e-3)
