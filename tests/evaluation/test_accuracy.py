@@ -17,13 +17,14 @@ from saccade.evaluation.questions import Question, load_questions
 from saccade.evaluation.scoring import chance
 
 SET = load_questions()
-ASKED = SET.questions[:98]  # seven of each skill
+ASKED = SET.questions[:56]  # four of each skill
+SOME = len(ASKED) // 2  # two of each
 PICTURED = [question for question in ASKED if question.images]
 GREEDY = SamplingParams(temperature=0, max_tokens=96)
 SIZES: dict[str, Any] = {"kv_cache_gb": 0.1, "max_model_len": 1024, "max_num_seqs": 32}
 # Sums in another order may turn a tie between two tokens: of the whole thousand, served one at a time and 32 at a time,
 # two answers differ, both about digits in tables that the model is not sure of.
-MAX_DIFFERENT = 2
+MAX_DIFFERENT = 1
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -50,7 +51,7 @@ def ask(llm: LLM, conversations: Sequence[Any]) -> list[str]:
 def replies(**given: Any) -> list[str]:
     llm = LLM(use_tqdm=False, **{**SIZES, **given})
     try:
-        return ask(llm, [conversation(question) for question in ASKED])
+        return ask(llm, [conversation(question) for question in ASKED[:SOME]])
     finally:
         llm.close()
 
@@ -96,7 +97,7 @@ def test_caches_that_know_every_picture_change_no_answer(usual: LLM, expected: l
     ],
 )
 def test_answers_do_not_depend_on(given: dict[str, Any], expected: list[str]) -> None:
-    assert different(replies(**given), expected) <= MAX_DIFFERENT
+    assert different(replies(**given), expected[:SOME]) <= MAX_DIFFERENT
 
 
 def test_pictures_of_other_requests_leave_no_more_than_chance(usual: LLM, expected: list[str]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
@@ -38,6 +38,7 @@ def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graph_capture, "_ROWS", 2)
 
 
+@cache  # of all tests: the sizes are the same in each
 def recorded() -> Qwen2VL | Llava:
     made = model(QWEN, FusedVision(), Qwen2VL)
     capture_tower(made)
@@ -213,6 +214,7 @@ def test_tiles_of_any_images_fit_the_recorded_launch() -> None:
 # --- larger pictures another way ----------------------------------------------------------------------------------
 
 
+@cache
 def shared_or_tiled() -> Qwen2VL | Llava:
     """Pictures of 16 patches and more are shared out among three programs."""
     ops = FusedVision()
