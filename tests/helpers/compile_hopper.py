@@ -167,6 +167,7 @@ def triton_variants() -> Iterator[Variant]:
         constants = [1536, 16, 64, 128, 1 if gated else 4, gated, "tf32", True, 4]
         yield of(f"tile.{gated}", "gemm.skinny:_tile_kernel", types, constants, **early)
     yield from moe_variants()
+    yield from mla_variants()
     yield from small_variants()
     yield from gdn_variants()
 
@@ -249,6 +250,29 @@ def moe_variants() -> Iterator[Variant]:
     types = [BF16, BF16, I32, F32, BF16, F32, BF16, "i32:16"]
     yield of("moe_vector_down", "vector:_down_kernel", types, [768, 8, 2, 256, 24, 32, True], 1, 4)
     yield of("moe_combine", "combine:_combine_kernel", [BF16, BF16, BF16, BF16, "i32:16"], [8, 1024, True])
+
+
+def mla_variants() -> Iterator[Variant]:
+    def of(
+        name: str, kernel: str, types: list[str], constants: list[object], warps: int = 4, stages: int = 3
+    ) -> Variant:
+        options = {"num_warps": warps, "num_stages": stages, "launch_pdl": True}
+        return Variant(f"mla_{name}", f"attention.{kernel}", types, constants, options)
+
+    types = [BF16] * 6 + [I32, BF16, "fp32", "i32:16", "i32:16", "i32:16"]
+    yield of("store", "mla_store:_store_kernel", types, [192, 576, 16, 512, 64, 16, 512, 32, True])
+    for heads, rows, warps, is_split in ((16, 16, 4, True), (16, 16, 4, False), (32, 32, 8, False)):
+        parts = [F32, F32, F32, I32] if is_split else [NONE] * 4
+        types = [BF16, BF16, I32, I32, NONE, NONE, BF16, *parts, "i32", "fp32", "i32"]
+        constants = [16, heads, 1, 512, 64, 512, 64, rows, 64, is_split, 1, "tf32", True, True]
+        yield of(f"decode.{heads}.{is_split}", "mla_absorbed:_attention_kernel", types, constants, warps, 2)
+    types = [BF16, BF16, I32, I32, I32, I32, BF16, *[NONE] * 4, "i32", "fp32", "i32"]
+    constants = [16, 16, 4, 512, 64, 512, 64, 64, 64, False, 4, "tf32", True, True]
+    yield of("absorbed_prefill", "mla_absorbed:_attention_kernel", types, constants, 8, 2)
+    types = [BF16, BF16, BF16, I32, I32, I32, BF16, "fp32", "i32:16"]
+    constants = [192, 16, 512, 128, 64, 128, 128, 64, 128, 128, 64, "tf32", True]
+    yield of("expanded_prefill", "mla_expanded:_expanded_kernel", types, constants, 8)
+    yield of("gather", "mla_expanded:_gather_kernel", [BF16, I32, I32, I32, BF16, "i32"], [16, 576, 1024, 16, True])
 
 
 def small_variants() -> Iterator[Variant]:

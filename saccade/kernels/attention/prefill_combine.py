@@ -1,4 +1,4 @@
-"""Combines the partial results of split-KV prefill attention. Knows tokens and heads, no keys."""
+"""Combines the partial results of split-KV prefill attention and of MLA. Knows tokens and heads, no keys."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from torch import Tensor
 from saccade.kernels.launch.pdl import pdl_options, pdl_release_then_wait, supports_pdl
 from saccade.kernels.launch.varlen_tiles import power_of_two
 
-MAX_SPLITS = 16
+MAX_SPLITS = 16  # of prefill; decode with MLA has more
+_MAX_VALUES = 8192  # that a program holds
 
 
 class Partials(NamedTuple):
@@ -33,9 +34,10 @@ def new_partials(splits: int, out: Tensor) -> Partials:
 def combine(partials: Partials, out: Tensor) -> None:
     tokens, heads, dim = out.shape
     splits = len(partials.mixed)
+    columns = min(power_of_two(dim), _MAX_VALUES // power_of_two(splits))
     pdl = supports_pdl(out)
-    _combine_kernel[(tokens, heads)](
-        *partials, out, splits, tokens * heads, DIM=dim, PADDED_DIM=power_of_two(dim), SPLITS=power_of_two(splits),
+    _combine_kernel[(tokens, heads, triton.cdiv(dim, columns))](
+        *partials, out, splits, tokens * heads, DIM=dim, COLUMNS=columns, SPLITS=power_of_two(splits),
         PDL=pdl, num_warps=2, **pdl_options(pdl),
     )  # fmt: skip
 
@@ -44,22 +46,22 @@ def combine(partials: Partials, out: Tensor) -> None:
 def _combine_kernel(
     mixed: tl.tensor, maxima: tl.tensor, sums: tl.tensor, active: tl.tensor, out: tl.tensor, max_splits: tl.tensor,
     cells: tl.tensor,
-    DIM: tl.constexpr, PADDED_DIM: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
+    DIM: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One token and head: the softmax over all splits that have keys for it."""
+    """Columns of one token and head: the softmax over all splits that have keys for it."""
     pdl_release_then_wait(PDL)
     token = tl.program_id(0).to(tl.int64)
     count = tl.minimum(tl.load(active + token), max_splits)  # undefined for a token that no window has
     if count == 0:
         return
     cell = token * tl.num_programs(1) + tl.program_id(1)
-    splits, dims = tl.arange(0, SPLITS), tl.arange(0, PADDED_DIM)
+    splits, dims = tl.arange(0, SPLITS), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     present = splits < count
     part = splits.to(tl.int64) * cells + cell
     each_largest = tl.load(maxima + part, mask=present, other=float("-inf"))
     each_total = tl.load(sums + part, mask=present, other=0.0)
     readable = present[:, None] & (dims < DIM)[None, :]
-    found = tl.load(mixed + part[:, None] * DIM + dims[None, :], mask=readable, other=0.0)  # [SPLITS, PADDED_DIM]
+    found = tl.load(mixed + part[:, None] * DIM + dims[None, :], mask=readable, other=0.0)  # [SPLITS, COLUMNS]
     weights = tl.exp2(each_largest - tl.max(each_largest, 0))
     whole = tl.sum(found * weights[:, None], 0) / tl.sum(each_total * weights, 0)
     tl.store(out + cell * DIM + dims, whole.to(out.dtype.element_ty), mask=dims < DIM)
