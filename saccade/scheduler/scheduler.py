@@ -303,9 +303,12 @@ class Scheduler:
             seq.cache_blocks(self._kv_cache, end)
         draft.budget.take(seq, start, end)
         checkpoints = self._state_cache.plan(seq, start, end)
-        window = ScheduledWindow(seq.request_id, start, end, new_blocks, end == seq.num_tokens, checkpoints)
-        is_decode = bool(seq.output) and window.samples and end - start == 1
-        (draft.decode if is_decode else draft.prefill).append(window)
+        samples = end == seq.num_tokens
+        window = ScheduledWindow(seq.request_id, start, end, new_blocks, samples, checkpoints)
+        if samples and end - start == 1 and seq.output:
+            draft.decode.append(window)
+        else:
+            draft.prefill.append(window)
 
     def _preempt(self, seq: ScheduledRequest, draft: StepBuilder) -> None:
         draft.has_preempted = True
