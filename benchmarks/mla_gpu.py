@@ -322,7 +322,7 @@ def time_prefill(heads: int, tokens: int, past: int = 0) -> None:
     weight, q = random(heads * 256, 512), random(tokens, heads, 192)
     contexts = Tiles.of([seq_len], GATHERED, DEVICE)
     context = expand(cached, cached.layers[0], weight)
-    chosen = launch_for(q, tile_rows(q))
+    chosen = launch_for(q, tile_rows(q, *q.shape[:2]))
     for launch in launches(EXPANDED, heads):
         tiles = Tiles.of([tokens], launch.rows, DEVICE, seq_lens=[seq_len])
         attend = partial(mla_expanded_prefill, q, context, tiles, DIMS, SCALE, launch=launch)

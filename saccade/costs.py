@@ -144,17 +144,37 @@ def fused_prompt_bytes_per_token(text: TextConfig, dtype: str) -> int:
     the input row; q, k, v or gate and up; the residual before a layer and after its attention, each with a
     split-K partial, and a norm or the attention output; RoPE cos and sin
     """
-    queries = text.num_heads * text.head_dim
+    output = text.num_heads * text.head_dim
+    attention = output + 2 * text.num_kv_heads * text.head_dim
+    if text.mla:
+        output = text.num_heads * text.mla.v_head_dim
+        attention = _latent_values(text.num_heads, text.mla)
     hidden = text.hidden_size
-    workspace = max(queries + 2 * text.num_kv_heads * text.head_dim, 2 * text.intermediate_size)
+    workspace = max(attention, 2 * text.intermediate_size)
     if text.experts:  # of each of its experts a row between the two GEMMs, and one of outputs
         slots = text.experts.per_token + 1
         workspace += slots * (text.experts.width + hidden) + 2 * text.experts.shared
     if text.linear:
         workspace = max(workspace, text.linear.channels + 2 * text.linear.value_heads * text.linear.value_dim)
-    residual = 4 * hidden + max(hidden, queries)
+    residual = 4 * hidden + max(hidden, output)
     per_token = (text.embedding_size + workspace + residual + 2 * text.head_dim) * dtype_bytes(dtype)
     return per_token + (_chunk_bytes(text.linear, dtype) // _CHUNK if text.linear else 0)
+
+
+def expanded_bytes_per_token(text: TextConfig, dtype: str) -> int:
+    """A token of a context whose keys and values MLA expands for every head. Zero without MLA."""
+    return _expanded_values(text.num_heads, text.mla) * dtype_bytes(dtype) if text.mla else 0
+
+
+def _latent_values(heads: int, mla: MLAConfig) -> int:
+    """Queries and the cached vector; queries and outputs as wide as the latent, or an expanded context."""
+    cached = mla.kv_lora_rank + mla.qk_rope_head_dim
+    projected = heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim) + cached
+    return projected + max(heads * (cached + mla.kv_lora_rank), _expanded_values(heads, mla))
+
+
+def _expanded_values(heads: int, mla: MLAConfig) -> int:
+    return heads * (mla.qk_nope_head_dim + mla.v_head_dim) + mla.kv_lora_rank + mla.qk_rope_head_dim
 
 
 _CHUNK = 64  # tokens that a gated delta net computes together

@@ -13,7 +13,7 @@ from saccade.engine.core import EngineCore
 from saccade.engine.overlap_core import AsyncEngineCore
 from saccade.engine.process_tuning import freeze, switch_threads_often
 from saccade.options import Options, SchedulerConfig
-from saccade.runner.build import build_runner, eager_reason_of
+from saccade.runner.build import build_runner
 from saccade.runner.memory import plan_memory
 from saccade.runner.runner import Runner
 from saccade.runner.torch_forward import TorchForward
@@ -41,7 +41,7 @@ def build_core(
     if largest and runner.is_async:
         runner.warm_up(largest)
     limits, more = _bounded(plan.scheduler, runner, options, largest)
-    notes = [note for note in (eager_reason_of(runner.model, plan.device), runner.grammars.problem) if note]
+    notes = [note for note in (runner.eager_reason, runner.grammars.problem) if note]
     for note in notes:
         logger.info("%s", note)
     reasons = (*plan.reasons, *more, *notes)

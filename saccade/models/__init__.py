@@ -76,17 +76,9 @@ def load_model(
     return loaded
 
 
-def eager_reason(config: ModelConfig) -> str | None:
-    """Why a GPU runs the model in eager mode, without our kernels and CUDA graphs; None: it does not."""
-    if config.model_type not in _FAMILIES:
-        return "the model runs through Transformers' code"
-    text = config.text
-    lacking = {
-        "latent attention": text.mla is not None,
-        "cross-attention": text.num_cross_layers > 0,
-    }
-    missing = [name for name, is_used in lacking.items() if is_used]
-    return f"there are no kernels for {' and '.join(missing)}" if missing else None
+def is_native(config: ModelConfig) -> bool:
+    """Whether the model is one of ours. Others run through Transformers' code."""
+    return config.model_type in _FAMILIES
 
 
 def _family(config: ModelConfig) -> Any:

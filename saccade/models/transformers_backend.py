@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,6 +30,7 @@ from saccade.checkpoint.hf_processor import LOCAL, placeholder, processed, refus
 from saccade.errors import ConfigError, RequestError
 from saccade.models.layers.forward_types import Attention, Encoding
 from saccade.models.layers.torch_attention import AttentionBatch, PagedAttention, PagedKV
+from saccade.models.layers.transformers_text import TextModel
 from saccade.models.vision.preprocess import ImagePixels
 from saccade.types import Geometry, Grid, Size
 
@@ -62,16 +62,17 @@ class Fallback:
     window: int  # tokens of the longest request
 
     def __post_init__(self) -> None:
-        table = self.model.get_input_embeddings().weight
         self._text = self.model.get_decoder()
         self._scale = self.config.text.head_dim**-0.5
-        self.decoder: Any = SimpleNamespace(table=table, scale=self._scale)  # has no layers of ours
         assert self.config.image_token_id is not None
         self.token = placeholder(self.processor, self.config.model_type, self.config.image_token_id)
         self._outer = 0  # dimensions of the processor's output before the tiles of an image
         owner = self.model if hasattr(self.model, "get_image_features") else self.model.model
         self._encode = owner.get_image_features
         self._rope = follow_lengths(self._text, self.config.text.rope_switch, self.window)
+        ends = (self.model.get_input_embeddings(), self.model.get_output_embeddings())
+        fixed = self._rope is None
+        self.decoder = TextModel(self.config.text, *ends, self.forward, is_rope_fixed=fixed)
 
     def prepare(self, image: ImagePixels, geometry: Geometry) -> Tensor:
         """The processor's tiles, reshaped to [patches, patch_dim] without reordering."""

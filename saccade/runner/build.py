@@ -11,22 +11,20 @@ import torch
 from torch import Tensor
 
 from saccade import costs
-from saccade.checkpoint.config import ModelConfig
-from saccade.errors import ConfigError
-from saccade.models import eager_reason, load_model
+from saccade.checkpoint.config import ModelConfig, TextConfig
+from saccade.models import load_model
 from saccade.models.interface import VisionLanguageModel
 from saccade.models.layers.torch_attention import PagedKV
 from saccade.options import Options, SchedulerConfig
-from saccade.runner.cuda.attention_selector import AttentionTarget, check, choose
-from saccade.runner.encoder.embedding_cache import EmbeddingSlab
+from saccade.runner.cuda.attention_selector import AttentionTarget, check
+from saccade.runner.embedding_cache import EmbeddingSlab
 from saccade.runner.encoder.encoder_runner import LocalEncoder
 from saccade.runner.encoder.graph_capture import capture_tower
-from saccade.runner.forward import Forward
+from saccade.runner.forward_selector import ForwardParts, select_forward
 from saccade.runner.memory import MemoryPlan
 from saccade.runner.memory_report import MemoryReport
 from saccade.runner.recurrent_state import RecurrentStates
 from saccade.runner.runner import Runner
-from saccade.runner.torch_forward import TorchForward
 from saccade.runner.torch_threads import OneTorchThread
 from saccade.structured.grammar import Grammars
 from saccade.types import Key
@@ -73,20 +71,15 @@ def build_runner(
         embeddings = _embeddings(model, plan)
     memory.reserve_work()
     with memory.part("graphs"):
-        forward = _forward(model, kv, target, sizes, options.attention_backend, states)
+        parts = ForwardParts(model, kv, sizes, states, embeddings)
+        forward, eager_reason = select_forward(parts, target, options.attention_backend)
         capture_tower(model)
     encoder = _encoder(model, options, plan)
     grammars = Grammars(path, config.text.vocab_size)
     # Beside a GPU, PyTorch only copies a few kilobytes on the host. Splitting a copy over all cores takes
     # microseconds, or ten milliseconds while image decoding keeps them busy.
     on_close = OneTorchThread().end if plan.device.type == "cuda" else None
-    return Runner(model, kv, encoder, grammars, forward, embeddings, memory.report(), on_close)
-
-
-def eager_reason_of(model: VisionLanguageModel, device: torch.device) -> str | None:
-    """Why a GPU runs the model without our kernels, for the start-up log."""
-    reason = eager_reason(model.config) if device.type == "cuda" else None
-    return f"steps run in plain PyTorch, without kernels and CUDA graphs: {reason}" if reason else None
+    return Runner(model, kv, encoder, grammars, forward, embeddings, memory.report(), on_close, eager_reason)
 
 
 def _states(config: ModelConfig, sizes: SchedulerConfig, plan: MemoryPlan) -> RecurrentStates | None:
@@ -97,12 +90,15 @@ def _states(config: ModelConfig, sizes: SchedulerConfig, plan: MemoryPlan) -> Re
 
 
 def _embeddings(model: VisionLanguageModel, plan: MemoryPlan) -> MutableMapping[Key, Tensor]:
-    """A slab of device memory taken at start where our kernels run; a dict elsewhere."""
-    if plan.device.type != "cuda" or eager_reason_of(model, plan.device):
+    """A slab of device memory taken at start; a dict on a CPU."""
+    if plan.device.type != "cuda":
         return {}
-    slots = plan.scheduler.encoder_cache_slots
-    width = costs.embedding_bytes_per_slot(model.config.text, "float32") // costs.dtype_bytes("float32")
-    return EmbeddingSlab(slots, width, plan.dtype, plan.device)
+    return new_slab(model.config.text, plan.scheduler.encoder_cache_slots, plan.dtype, plan.device)
+
+
+def new_slab(text: TextConfig, slots: int, dtype: torch.dtype, device: torch.device) -> EmbeddingSlab:
+    width = costs.embedding_bytes_per_slot(text, "float32") // costs.dtype_bytes("float32")
+    return EmbeddingSlab(slots, width, dtype, device, max(1, costs.cross_slots_per_state(text)))
 
 
 def _encoder(model: VisionLanguageModel, options: Options, plan: MemoryPlan) -> LocalEncoder | None:
@@ -114,33 +110,3 @@ def _encoder(model: VisionLanguageModel, options: Options, plan: MemoryPlan) -> 
         patches = min(patches, _MAX_SLICED_PATCHES)
     threads = options.image_decode_threads or min(os.cpu_count() or 1, _MAX_DECODE_THREADS)
     return LocalEncoder(model, patches, threads, plan.device, plan.parts.images)
-
-
-def _forward(
-    model: VisionLanguageModel,
-    kv: PagedKV,
-    target: AttentionTarget,
-    sizes: SchedulerConfig,
-    backend: str,
-    states: RecurrentStates | None,
-) -> Forward:
-    eager = eager_reason_of(model, target.device)
-    if eager and backend == "flashinfer":
-        raise ConfigError(f"attention_backend=flashinfer cannot be used: {eager}")
-    if target.device.type != "cuda" or eager:
-        return TorchForward(model, kv, sizes.block_size, states)
-    from saccade.runner.cuda.forward import CudaForward  # needs Triton, which only CUDA machines have
-
-    max_blocks = costs.blocks_for(sizes.max_model_len, sizes.block_size)
-    forward = CudaForward(
-        model.decoder,
-        kv,
-        block_size=sizes.block_size,
-        max_requests=sizes.max_num_seqs,
-        max_blocks=max_blocks,
-        axes=3 if target.text.mrope_section else 1,
-        flash=choose(backend, target, sizes.block_size, max_blocks, model.decoder.scale),
-        states=states,
-    )
-    forward.capture(sizes.max_num_batched_tokens)
-    return forward

@@ -16,8 +16,16 @@ import torch
 from saccade import costs
 from saccade.checkpoint.config import ModelConfig
 from saccade.errors import ConfigError
-from saccade.models import eager_reason
+from saccade.models import is_native
 from saccade.options import Options, SchedulerConfig
+from saccade.runner.cuda.graph_sizes import (
+    GRAPH_STRETCHES,
+    GRAPH_TOKENS,
+    GRAPH_WINDOWS,
+    MAX_EXPANDED,
+    MAX_MIXED_ROWS,
+    mixed_sizes,
+)
 from saccade.runner.encoder.graph_capture import largest_pass
 from saccade.types import Geometry, Size
 
@@ -124,7 +132,7 @@ def _beside_kv(
         embeddings=max(slots or _budget(options, biggest), biggest) * per_slot,
         work=_work_bytes(options, model, dtype, largest),
         images=_image_bytes(options, model, dtype, largest),
-        graphs=_graph_bytes(options, model, dtype),
+        graphs=_graph_bytes(options, model, dtype) + _cross_table_bytes(options, model, slots),
         spare=_SPARE_BYTES,
         states=states,
     )
@@ -145,6 +153,9 @@ def _budget(options: Options, biggest: int) -> int:
 def _work_bytes(options: Options, model: ModelConfig, dtype: str, largest: Geometry | None) -> int:
     """An encoder pass may pause between two layers while prefill or sampling runs."""
     prefill = options.max_num_batched_tokens * _prefill_bytes_per_token(model, dtype)
+    if model.text.mla:
+        length = min(options.max_model_len or model.text.max_position, MAX_EXPANDED)
+        prefill += length * costs.expanded_bytes_per_token(model.text, dtype)
     sampling = options.max_num_seqs * costs.sampling_bytes_per_row(model.text)
     if model.vision is None:
         return max(prefill, sampling)
@@ -169,10 +180,6 @@ def _graph_bytes(options: Options, model: ModelConfig, dtype: str) -> int:
     A formula, since it must be known before the KV cache is sized, and graphs are captured over the cache.
     What they really took is measured and shown beside this.
     """
-    if eager_reason(model):
-        return _tower_graph_bytes(model, dtype)
-    from saccade.runner.cuda.graph_sizes import GRAPH_TOKENS, GRAPH_WINDOWS, MAX_MIXED_ROWS, mixed_sizes
-
     text = model.text
     rows = options.max_num_seqs + GRAPH_WINDOWS
     largest = next((n for n in GRAPH_TOKENS if n >= options.max_num_batched_tokens), GRAPH_TOKENS[-1])
@@ -186,8 +193,16 @@ def _graph_bytes(options: Options, model: ModelConfig, dtype: str) -> int:
     return activations + fixed + embeds + logits + tables + _tower_graph_bytes(model, dtype)
 
 
+def _cross_table_bytes(options: Options, model: ModelConfig, slots: int) -> int:
+    """Which states of images each request, and each stretch of a prefill pass, attends to."""
+    if not model.text.num_cross_layers:
+        return 0
+    rows = options.max_num_seqs + 1 + GRAPH_STRETCHES
+    return rows * (slots // costs.cross_slots_per_state(model.text)) * 4
+
+
 def _prefill_bytes_per_token(model: ModelConfig, dtype: str) -> int:
-    per_token = costs.prompt_bytes_per_token if eager_reason(model) else costs.fused_prompt_bytes_per_token
+    per_token = costs.fused_prompt_bytes_per_token if is_native(model) else costs.prompt_bytes_per_token
     return per_token(model.text, dtype)
 
 

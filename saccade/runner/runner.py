@@ -15,7 +15,7 @@ from saccade.models.interface import VisionLanguageModel
 from saccade.models.layers.torch_attention import PagedKV
 from saccade.runner.batch import Ints, RequestState
 from saccade.runner.cross_attention_metadata import reading
-from saccade.runner.encoder.embedding_cache import EmbeddingSlab
+from saccade.runner.embedding_cache import EmbeddingSlab
 from saccade.runner.encoder.encoder_runner import Encoder, LocalEncoder
 from saccade.runner.forward import Forward, Sampled, Windows
 from saccade.runner.latency_profile import largest_within, seconds_per_layer
@@ -34,6 +34,7 @@ class Runner:
         embeddings: MutableMapping[Key, Tensor] | None = None,
         memory: Mapping[str, Mapping[str, int]] | None = None,
         on_close: Callable[[], None] | None = None,
+        eager_reason: str | None = None,
     ) -> None:
         self.model = model
         self.kv = kv
@@ -45,6 +46,7 @@ class Runner:
         self._coordinates: dict[Key, Ints] = {}  # [2, slots] of pruned ones: row and column of each token
         self.memory = memory or {}  # bytes planned and measured, by use
         self._states: dict[str, RequestState] = {}
+        self.eager_reason = eager_reason  # why a GPU runs it without kernels and CUDA graphs
         self._on_close = on_close
 
     @property

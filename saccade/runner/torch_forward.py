@@ -87,6 +87,12 @@ class TorchForward:
         samples = self._sample(batch, windows, self._forward(batch, windows, embeddings))
         return lambda: samples
 
+    def logits(self, windows: Windows, embeddings: Embeddings) -> Tensor:
+        """Of windows that sample: [samples, vocabulary]."""
+        states = [state for _, state in windows]
+        batch = build_batch([window for window, _ in windows], states, self.block_size, self.kv.k.device)
+        return self.model.logits(self._forward(batch, windows, embeddings)[batch.last_rows])
+
     def _forward(self, batch: Batch, windows: Windows, embeddings: Embeddings) -> Tensor:
         embeds = self.model.embed(batch.token_ids)  # [T, H]
         _splice(embeds, windows, embeddings)

@@ -8,17 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from saccade import LLM, SamplingParams, costs
 from saccade.checkpoint.config import model_config
 from saccade.cli import main as cli
 from saccade.cli.chat import bill_line
 from saccade.errors import RequestError
-from saccade.models import eager_reason, load_model
 from saccade.options import Options
-from saccade.processor.checkpoint_files import open_checkpoint
-from saccade.runner.build import eager_reason_of
+from saccade.runner import build as runner_build
 from saccade.runner.memory import plan_memory
 from saccade.types import Geometry, Grid, Size
 from tests.helpers import family_mllama
@@ -185,25 +182,13 @@ def test_without_a_cache_there_is_room_for_all_images_of_a_prompt() -> None:
     assert made.scheduler.encoder_cache_slots == 3 * 25_616 and not made.scheduler.keep_idle_embeddings
 
 
-def test_on_a_gpu_the_model_runs_the_plain_way_and_says_why(folder: Path, qwen2_vl_folder: Path) -> None:
-    models = []
-    for path in (folder, qwen2_vl_folder):
-        checkpoint = open_checkpoint(str(path))
-        cpu = torch.device("cpu")
-        models.append(load_model(path, checkpoint.config, dtype=torch.float32, device=cpu, progress=False))
-    cuda = torch.device("cuda")
-    assert "cross-attention" in (eager_reason_of(models[0], cuda) or "")
-    assert eager_reason_of(models[0], torch.device("cpu")) is None and eager_reason_of(models[1], cuda) is None
-
-
 def test_the_reason_is_in_the_start_up_log(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(
-        "saccade.engine.build.eager_reason_of", lambda model, device: f"plain: {eager_reason(model.config)}"
-    )
+    select = runner_build.select_forward
+    monkeypatch.setattr(runner_build, "select_forward", lambda *given: (select(*given)[0], "plain: for a reason"))
     with caplog.at_level(logging.INFO, logger="saccade.engine"):
         llm = make(folder)
-    assert "plain: there are no kernels for cross-attention" in caplog.messages
+    assert "plain: for a reason" in caplog.messages
     assert any(reason.startswith("plain: ") for reason in llm.engine.core.reasons)
     llm.close()

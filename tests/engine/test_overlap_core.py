@@ -34,9 +34,19 @@ pytestmark = pytest.mark.transformers
 
 # How to make a decoder short that is not made of equal layers.
 ONE_OF_EACH = {"text": {**TWO_LAYERS, "layer_types": ["linear_attention", "full_attention"]}}
-SHORT: dict[str, dict[str, Any]] = {"ministral3": {}, "qwen3_5": ONE_OF_EACH, "qwen3_5_moe": ONE_OF_EACH}
-# All that kernels know: every other family has one of these.
-DECODERS = ("llava", "mistral3", "ministral3", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+CROSSING = {"text": {**TWO_LAYERS, "cross_attention_layers": [1]}}
+SHORT: dict[str, dict[str, Any]] = {
+    "internvl": {},
+    "ministral3": {},
+    "mllama": CROSSING,
+    "qwen3_5": ONE_OF_EACH,
+    "qwen3_5_moe": ONE_OF_EACH,
+}
+# All that kernels know: every other family has one of these. The last one's layers are Transformers'.
+DECODERS = (
+    *("llava", "mistral3", "ministral3", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
+    *("deepseek_vl_v2", "mllama", "internvl"),
+)
 
 
 @pytest.mark.parametrize("name", DECODERS)

@@ -10,6 +10,7 @@ from PIL import Image
 
 from saccade import LLM, SamplingParams
 from saccade.engine.overlap_core import AsyncEngineCore
+from saccade.runner.build import new_slab
 from saccade.runner.cuda.forward import CudaForward
 from tests.helpers.families import FAMILIES
 
@@ -29,14 +30,18 @@ def overlapped(folder: Path, **options: Any) -> LLM:
     llm = LLM(str(folder), **{**OPTIONS, **options})
     core = llm.engine.core
     runner, limits = core.runner, core.limits
+    text = runner.model.config.text
+    if text.num_cross_layers:
+        runner.embeddings = new_slab(text, limits.encoder_cache_slots, runner.kv.k.dtype, runner.kv.k.device)
     runner.forward = CudaForward(
         runner.model.decoder,
         runner.kv,
         block_size=limits.block_size,
         max_requests=limits.max_num_seqs,
         max_blocks=limits.max_model_len // limits.block_size,
-        axes=3 if runner.model.config.text.mrope_section else 1,
+        axes=3 if text.mrope_section else 1,
         states=runner.forward.recurrent,
+        slab=runner.embeddings if text.num_cross_layers else None,
     )
     llm.engine._core = AsyncEngineCore(limits, runner)
     return llm

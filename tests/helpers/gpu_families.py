@@ -3,6 +3,8 @@
 kernels      what the GPU runs: our kernels, or why not
 float32      tokens equal to the CPU's, greedy, of all prompts together
 again        the same after a second run, which finds its prompts in the prefix cache
+preempted    the same with so few KV blocks that requests are preempted and come back
+one expert   64 requests of a model whose tokens all choose the same experts, so that none chooses the others
 bfloat16     tokens before the first that differs, as a share: near ties may break either way
 """
 
@@ -16,15 +18,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
-from saccade import LLM, SamplingParams
-from saccade.runner.build import eager_reason_of
+from saccade import LLM, SamplingParams, costs
+from saccade.processor.checkpoint_files import open_checkpoint
 from tests.helpers.families import FAMILIES
 from tests.helpers.images import make_photo
 
-TOKENS = 12
-GREEDY = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True)
-OPTIONS: dict[str, Any] = {"max_model_len": 512, "max_num_seqs": 8, "kv_cache_gb": 0.05, "use_tqdm": False}
+TOKENS = 40
+OPTIONS: dict[str, Any] = {
+    "max_model_len": 512,
+    "max_num_batched_tokens": 256,  # few sizes of CUDA graphs
+    "max_num_seqs": 8,
+    "kv_cache_gb": 0.05,
+    "use_tqdm": False,
+}
+MANY = 64
 WORDS = "A longer text about many small things that has several blocks of tokens in it, at least three. "
 
 
@@ -36,8 +45,9 @@ def prompts(tag: str) -> list[dict[str, Any]]:
     return [{"prompt": "Count to three."}, *imaged, {"prompt": 3 * WORDS}, {"prompt": WORDS + "Five."}]
 
 
-def generate(llm: LLM, given: list[dict[str, Any]]) -> list[list[int]]:
-    return [list(out.outputs[0].token_ids) for out in llm.generate(given, GREEDY, use_tqdm=False)]
+def generate(llm: LLM, given: list[dict[str, Any]], tokens: int) -> list[list[int]]:
+    params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
+    return [list(out.outputs[0].token_ids) for out in llm.generate(given, params, use_tqdm=False)]
 
 
 def equal_share(found: Sequence[Sequence[int]], expected: Sequence[Sequence[int]]) -> float:
@@ -48,30 +58,61 @@ def equal_share(found: Sequence[Sequence[int]], expected: Sequence[Sequence[int]
     return same / sum(map(len, expected))
 
 
-def on(device: str, folder: Path, dtype: str, given: list[dict[str, Any]], runs: int = 1) -> Any:
-    """The tokens of each run, and why the GPU runs no kernels, if it does not."""
-    llm = LLM(str(folder), device=device, dtype=dtype, **OPTIONS)
-    found = [generate(llm, given) for _ in range(runs)]
-    reason = eager_reason_of(llm.engine.core.runner.model, torch.device(device))
-    llm.close()
-    gc.collect()
-    return found, reason
+class Run:
+    """An engine's tokens of each run, and what it says of itself."""
+
+    def __init__(
+        self, device: str, folder: Path, dtype: str, given: list[dict[str, Any]], *,
+        runs: int = 1, tokens: int = TOKENS, **options: Any,
+    ) -> None:  # fmt: skip
+        llm = LLM(str(folder), device=device, dtype=dtype, **{**OPTIONS, **options})
+        self.tokens = [generate(llm, given, tokens) for _ in range(runs)]
+        self.eager_reason = llm.engine.core.runner.eager_reason
+        self.preemptions = llm.stats()["preemptions"]
+        llm.close()
+        gc.collect()
+
+
+def few_blocks(folder: Path) -> float:
+    """GiB of KV cache for two or three of the prompts."""
+    text = open_checkpoint(str(folder)).config.text
+    return 20.5 * costs.kv_bytes_per_block(text, "float32") / costs.GIB
+
+
+def one_expert(folder: Path) -> float | None:
+    """All routers at zero: of equal scores the first experts are chosen. None: the model has no experts."""
+    if open_checkpoint(str(folder)).config.text.experts is None:
+        return None
+    for path in folder.glob("*.safetensors"):
+        weights = load_file(path)
+        routers = {name: torch.zeros_like(w) for name, w in weights.items() if name.endswith("mlp.gate.weight")}
+        save_file({**weights, **routers}, path, metadata={"format": "pt"})
+    given = [{"prompt": f"Request {number}."} for number in range(MANY)]
+    options = {"max_num_seqs": MANY, "tokens": 6}
+    (expected,) = Run("cpu", folder, "float32", given, **options).tokens
+    (found,) = Run("cuda", folder, "float32", given, **options).tokens
+    return equal_share(found, expected)
 
 
 def check(name: str, folder: Path) -> bool:
     family = FAMILIES[name]
     path, given = family.build(folder, layout=family.layouts[0]), prompts(family.image)
-    (expected,), _ = on("cpu", path, "float32", given)
-    (first, again), reason = on("cuda", path, "float32", given, runs=2)
-    (half,), _ = on("cuda", path, "bfloat16", given)
-    shares = [equal_share(found, expected) for found in (first, again, half)]
-    kernels = "eager" if reason else "kernels"
-    print(f"| {name} | {kernels} | " + " | ".join(f"{share:.0%}" for share in shares) + " |", flush=True)
-    return shares[0] == shares[1] == 1
+    (expected,) = Run("cpu", path, "float32", given).tokens
+    whole = Run("cuda", path, "float32", given, runs=2)
+    small = Run("cuda", path, "float32", given, max_model_len=320, kv_cache_gb=few_blocks(path))
+    half = Run("cuda", path, "bfloat16", given)
+    shares = [equal_share(found, expected) for found in (*whole.tokens, *small.tokens)]
+    shares += [] if (routed := one_expert(path)) is None else [routed]
+    cells = [f"{share:.0%}" for share in shares] + ["-"] * (4 - len(shares))
+    cells[2] += f" ({small.preemptions})"
+    cells.append(f"{equal_share(half.tokens[0], expected):.0%}")
+    print(f"| {name} | {whole.eager_reason or 'kernels'} | " + " | ".join(cells) + " |", flush=True)
+    return min(shares) == 1 and small.preemptions > 0
 
 
 def main(names: Sequence[str]) -> int:
-    print("| family | GPU | float32 | again | bfloat16 |\n| --- | --- | --- | --- | --- |", flush=True)
+    print("| family | GPU | float32 | again | preempted (times) | one expert | bfloat16 |", flush=True)
+    print("| --- | --- | --- | --- | --- | --- | --- |", flush=True)
     failed = []
     for name in names or FAMILIES:
         with tempfile.TemporaryDirectory() as folder:
@@ -80,8 +121,8 @@ def main(names: Sequence[str]) -> int:
                     failed.append(name)
             except Exception as error:
                 failed.append(name)
-                print(f"| {name} | {type(error).__name__}: {str(error)[:200]} | | | |", flush=True)
-    print(f"differ: {', '.join(failed)}" if failed else "all equal in float32")
+                print(f"| {name} | {type(error).__name__}: {str(error)[:200]} | | | | | |", flush=True)
+    print(f"differ: {', '.join(failed)}" if failed else "all equal in float32, preempted too")
     return 1 if failed else 0
 
 

@@ -83,9 +83,8 @@ LAZY_ALLOWED = {
     "saccade/structured/schema.py",  # llguidance, where a machine has it
     "saccade/structured/grammar.py",
     "saccade/media/video_file.py",  # PyAV, where videos are read
-    "saccade/runner/build.py",  # Triton, where there is a GPU
+    "saccade/runner/forward_selector.py",  # Triton, where there is a GPU
     "saccade/runner/cuda/attention_selector.py",
-    "saccade/runner/memory.py",
     "saccade/runner/encoder/graph_capture.py",
     "saccade/models/cuda/vision.py",  # Gluon, where the GPU is a Hopper
     "saccade/kernels/attention/decode.py",

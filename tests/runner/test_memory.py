@@ -11,11 +11,11 @@ import torch
 from saccade import costs
 from saccade.checkpoint.config import ModelConfig, model_config
 from saccade.errors import ConfigError
-from saccade.models import eager_reason, load_model
+from saccade.models import is_native, load_model
 from saccade.models.layers.decoder import Decoder
 from saccade.options import Options
 from saccade.processor.checkpoint_files import open_checkpoint
-from saccade.runner.encoder.embedding_cache import EmbeddingSlab
+from saccade.runner.embedding_cache import EmbeddingSlab
 from saccade.runner.encoder.encoder_runner import LocalEncoder
 from saccade.runner.memory import MemoryPlan, _dtype, plan_memory
 from saccade.types import Geometry, Grid, Size
@@ -144,14 +144,14 @@ def test_work_on_images_grows_with_the_budget() -> None:
 
 
 @pytest.mark.usefixtures("on_cuda")
-def test_a_model_without_kernels_plans_no_graphs_of_steps() -> None:
+def test_graphs_around_transformers_layers_are_planned_for_their_larger_activations() -> None:
     config = model_config({**PUBLISHED, "num_hidden_layers": 4})
     plain = replace(config, model_type="unknown", vision=None)
     fused, other = (
         plan_memory(Options(device="cuda"), made, None, 24 * GIB).parts
         for made in (replace(config, vision=None), plain)
     )
-    assert fused.graphs > 0 == other.graphs
+    assert other.graphs > fused.graphs > 0
 
 
 @pytest.mark.usefixtures("on_cuda")
@@ -163,15 +163,13 @@ def test_graphs_of_short_steps_take_what_the_largest_pass_for_prompts_and_answer
     assert more - less == 128 * costs.fused_prompt_bytes_per_token(small().text, "float32")
 
 
-def test_it_is_known_before_a_model_is_built_whether_kernels_know_it(family_folder: Path) -> None:
+def test_it_is_known_before_a_model_is_built_whether_its_layers_are_ours(family_folder: Path) -> None:
     opened = open_checkpoint(str(family_folder))
     made = load_model(
         family_folder, opened.config, dtype=torch.float32, device=torch.device("cpu"),
         load_format="dummy", image_processor=opened.image_processor,
     )  # fmt: skip
-    decoder = made.decoder
-    has_kernels = isinstance(decoder, Decoder) and not opened.config.text.num_cross_layers
-    assert (eager_reason(opened.config) is None) == has_kernels
+    assert is_native(opened.config) == isinstance(made.decoder, Decoder)
 
 
 def test_a_host_plans_weights_kv_and_embeddings_alone() -> None:
@@ -222,6 +220,23 @@ def test_a_rehearsal_leaves_the_slab_as_it_was(slab: EmbeddingSlab) -> None:
     slab[b"b"] = rows(2, 5)
     assert set(slab) == {b"a", b"b"} and not slab._outside
     assert torch.equal(slab[b"a"], rows(1, 3)) and torch.equal(slab[b"b"], rows(2, 5))
+
+
+def test_rows_of_a_slab_may_be_states_of_several_slots() -> None:
+    slab = EmbeddingSlab(12, 2, torch.float32, torch.device("cpu"), slots_per_row=3)
+    first, second = torch.arange(12.0).view(6, 2), torch.arange(12.0, 24.0).view(6, 2)
+    slab.update({b"a": first, b"b": second})
+    assert torch.equal(slab[b"a"], first) and torch.equal(slab[b"b"], second)
+    assert torch.equal(slab.memory[slab.rows(b"b")], second.view(2, 6))
+
+
+def test_what_was_kept_outside_moves_in_when_its_rows_are_asked_for(slab: EmbeddingSlab) -> None:
+    slab[b"a"] = rows(1, 6)
+    slab[b"b"] = rows(2, 4)
+    with pytest.raises(AssertionError, match="room"):
+        slab.rows(b"b")
+    del slab[b"a"]
+    assert torch.equal(slab.memory[slab.rows(b"b")], rows(2, 4)) and not slab._outside
 
 
 # --- faults while encoding ----------------------------------------------------------------------------------------

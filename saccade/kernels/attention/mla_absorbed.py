@@ -20,13 +20,14 @@ second launch combines the partial results; rows that have only one split are wr
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from saccade.kernels.attention.decode_triton import slots_of
 from saccade.kernels.attention.online_softmax import LOG2_E
-from saccade.kernels.attention.prefill_combine import combine, new_partials
+from saccade.kernels.attention.prefill_combine import MAX_SPLITS, combine, new_partials
 from saccade.kernels.launch.device import is_hopper, num_sms, precision_of
 from saccade.kernels.launch.pdl import pdl_options, pdl_release_then_wait, supports_pdl
 from saccade.kernels.launch.varlen_tiles import Launch, Tiles, power_of_two
@@ -81,9 +82,15 @@ def mla_prefill(
     launch = launch or prefill_launch(cache)
     assert tiles.rows == tile_tokens(heads, launch), f"tiles of {tiles.rows} tokens, a launch of {launch.rows} rows"
     head_tiles = triton.cdiv(heads, launch.rows)
-    splits = splits or max(min(num_sms(cache.device) // (head_tiles * len(tiles.index)), 16), 1)
+    splits = splits or choose_prefill_splits(len(tiles.index), heads, launch, cache.device)
     grid = (head_tiles, splits, len(tiles.index))
     return _attend(queries, cache, block_tables, seq_lens, tiles, grid, rank, block_size, scale, min_share, launch, out)
+
+
+def choose_prefill_splits(tiles: int, heads: int, launch: Launch, device: torch.device, *, share: int = 1) -> int:
+    """As many as one wave holds. `share`: 2 for half of the device, beside decode."""
+    programs = max(-(-heads // launch.rows) * tiles, 1)
+    return max(min(num_sms(device) // share // programs, MAX_SPLITS), 1)
 
 
 def tile_tokens(heads: int, launch: Launch) -> int:

@@ -109,12 +109,12 @@ def mla_expanded_prefill(
     return out
 
 
-def tile_rows(q: Tensor) -> int:
-    """Rows of the tiles for these queries [T, heads, ...]."""
-    if q.element_size() == 4:
+def tile_rows(cache: Tensor, tokens: int, heads: int) -> int:
+    """Rows of the tiles of a pass of so many tokens."""
+    if cache.element_size() == 4:
         return 32
-    small = shared_memory(q.device) < 160 << 10
-    return 64 if small else choose_rows(q.shape[0], q.shape[1], num_sms(q.device))
+    small = shared_memory(cache.device) < 160 << 10
+    return 64 if small else choose_rows(tokens, heads, num_sms(cache.device))
 
 
 def launch_for(q: Tensor, rows: int) -> Launch:

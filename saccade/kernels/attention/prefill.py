@@ -5,7 +5,7 @@ On Hopper GPUs most windows take a kernel of their own; few tokens, other device
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -46,10 +46,10 @@ class PrefillAttention:
         by_hopper = can_use_hopper(heads, dtype, block_size, device)
         return cls(heads.num_heads, block_size, device, by_hopper=by_hopper, head_dim=heads.head_dim)
 
-    def is_short(self, tokens: int, seq_len: int) -> bool:
-        """Whether a pass of so many tokens, whose longest context is this, runs without splits."""
+    def is_short(self, tokens: int, seq_lens: Sequence[int]) -> bool:
+        """Whether a pass of so many tokens with these contexts runs without splits."""
         is_one_wave = tokens * self.heads <= _TRITON_ROWS * self._num_sms
-        return is_one_wave and seq_len <= next((keys for limit, keys in _SHORT if tokens <= limit), 0)
+        return is_one_wave and max(seq_lens) <= next((keys for limit, keys in _SHORT if tokens <= limit), 0)
 
     def rows(self, tokens: int, *, is_short: bool = False) -> int:
         """Of the tiles of a step of so many tokens."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,14 +18,6 @@ def num_sms(device: torch.device) -> int:
     if device.type != "cuda":
         return 4  # the interpreter: enough for splits, and few programs
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def shared_memory(device: torch.device) -> int:
-    """Bytes that a program may have: 99 KiB on consumer GPUs, 163 on an A100, 227 from Hopper on."""
-    if device.type != "cuda":
-        return 227 << 10
-    properties: Any = torch.cuda.get_device_properties(device)  # its stub lacks the field
-    return int(properties.shared_memory_per_block_optin)
 
 
 def is_hopper(device: torch.device) -> bool:

@@ -6,8 +6,8 @@ from the device, so a CUDA graph can hold all of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections import Counter
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,37 +17,54 @@ from saccade.kernels.ops.output_gate import sigmoid_gate
 from saccade.kernels.ops.prepare_inputs import Temperature
 from saccade.kernels.ops.qk_norm import qk_rms_norm
 from saccade.models.cuda.gemms import Gemms, Residual, gemms_for, new_workspace
+from saccade.models.layers.cross_attention import CrossAttention, CrossLayer
 from saccade.models.layers.decoder import Decoder
 from saccade.models.layers.gated_delta_net import GatedDeltaNet
+from saccade.models.layers.mla import LatentAttention
 from saccade.models.layers.torch_attention import PagedKV
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(QKV projection of new tokens [T, heads + 2 kv_heads, d], a layer's keys, its values) -> [T, heads, d]
-
-With `in_parts`, the projection may be split-K partials [splits, T, ...]. It applies RoPE to queries and keys
-and stores the new keys and values.
-"""
+T = TypeVar("T")
 
 
-Delta = Callable[[Tensor, GatedDeltaNet, int], Tensor]
-"""(projection of new tokens [T, width], its layer, index of its states) -> [T, value_heads * value]"""
+class Mixing(Protocol):
+    """Mixes the new tokens of a pass with what is cached: (projection, its module, index among its kind).
+
+        attention     [T, heads + 2 kv_heads, d]: queries, keys and values before RoPE
+                      [splits, T, ...]: split-K partials of them, if the pass asks for `in_parts`
+        MLA           [T, heads * (nope + rope) + rank + rope]: queries, latent, the key's part with RoPE
+        delta net     [T, width of its projection]
+        cross         [T, heads, d]: normed queries
+
+    The result, [T, inputs of the output projection], is written to `out` if given.
+    """
+
+    def __call__(self, projected: Tensor, own: Any, index: int, out: Tensor | None = None) -> Tensor: ...
+
+
+class Crossing(NamedTuple):
+    """Cross-attention of a pass."""
+
+    attend: Mixing
+    rows: Tensor  # [T, 1] in the model's dtype: 1 for rows that attend to images, 0 for others
 
 
 class Mixers(NamedTuple):
-    """What mixes the tokens of a pass."""
-
-    attend: Attend
-    delta: Delta | None = None  # of decoders with gated delta nets
+    attend: Mixing
+    delta: Mixing | None = None  # of decoders with gated delta nets
+    cross: Crossing | None = None  # None: no row attends to an image, so such layers are skipped
+    positions: Tensor | None = None  # int32 [T]: for layers that apply RoPE themselves
 
 
 class FusedDecoder:
     def __init__(self, decoder: Decoder, kv: PagedKV) -> None:
         self.decoder = decoder
         self.kv = kv
-        own = next(layer.attention for layer in decoder.layers if layer.attention is not None)
+        self.net = _first(decoder, GatedDeltaNet)  # for its shape, as the next two
+        self.latent = _first(decoder, LatentAttention)
+        self.cross = _first(decoder, CrossAttention)
+        others = (GatedDeltaNet, CrossAttention)
+        own = next(layer.attention for layer in decoder.layers if not isinstance(layer.attention, others))
         self.heads = Heads(own.heads, own.kv_heads, own.head_dim)
-        nets = [net for layer in decoder.layers if (net := _delta_of(layer)) is not None]
-        self.net = nets[0] if nets else None  # for its shape
         self._workspace = new_workspace(decoder)
 
     def gemms(self, rows: int, *, in_parts: bool = False) -> Gemms:
@@ -57,21 +74,28 @@ class FusedDecoder:
         """[T, H], or wider rows as `Decoder.parts` reads them -> the residual after the last layer."""
         first, *deep = self.decoder.parts(embeds)
         x = Residual(first.contiguous())
-        seen = [0, 0]  # layers with attention, with a delta net
-        for index, layer in enumerate(self.decoder.layers):
-            net = _delta_of(layer)
-            if net is None:  # methods: their memory is free before the MLP begins
-                x = self._attention(x, layer, seen[0], mixers.attend, gemms)
-            else:
+        seen = Counter[type]()  # layers of each kind
+        for number, layer in enumerate(self.decoder.layers):
+            kind = type(layer.attention)
+            index = seen[kind]
+            seen[kind] += 1
+            # Methods: their memory is free before the MLP begins.
+            if kind is CrossAttention:
+                x = x if mixers.cross is None else self._cross(x, layer, index, mixers.cross, gemms)
+                continue
+            if kind is GatedDeltaNet:
                 assert mixers.delta is not None
-                x = self._delta(x, layer, net, seen[1], mixers.delta, gemms)
-            seen[net is not None] += 1
+                x = self._delta(x, layer, index, mixers.delta, gemms)
+            elif kind is LatentAttention:
+                x = self._latent(x, layer, index, mixers.attend, gemms)
+            else:
+                x = self._attention(x, layer, index, mixers.attend, gemms)
             x = gemms.mlp(x, layer.mlp_norm, layer.mlp)
-            if index < len(deep):
-                (x.rows if x.added is None else x.added.view(-1, *x.rows.shape)[0]).add_(deep[index])
+            if number < len(deep):
+                (x.rows if x.added is None else x.added.view(-1, *x.rows.shape)[0]).add_(deep[number])
         return x
 
-    def _attention(self, x: Residual, layer: Any, index: int, attend: Attend, gemms: Gemms) -> Residual:
+    def _attention(self, x: Residual, layer: Any, index: int, attend: Mixing, gemms: Gemms) -> Residual:
         own = layer.attention
         qkv, x = gemms.project(x, layer.attention_norm, own.qkv, in_parts=own.qk_norms is None)
         projected = qkv.view(*qkv.shape[:-1], -1, own.head_dim)
@@ -81,16 +105,32 @@ class FusedDecoder:
         norms = own.qk_norms
         if norms is not None:
             qk_rms_norm(projected, norms.q.weight, norms.k.weight, own.heads, norms.eps)  # in place
-        mixed = attend(projected, self.kv.k[index], self.kv.v[index]).flatten(1)
+        mixed = attend(projected, own, index)
         if gate.shape[-2]:
             mixed = sigmoid_gate(mixed, gate.flatten(1))
         return gemms.add(mixed, own.out, x)
 
-    def _delta(
-        self, x: Residual, layer: Any, net: GatedDeltaNet, index: int, mix: Delta, gemms: Gemms
-    ) -> Residual:
-        projected, x = gemms.project(x, layer.attention_norm, net.inputs)
-        return gemms.add(mix(projected, net, index), net.out, x)
+    def _latent(self, x: Residual, layer: Any, index: int, attend: Mixing, gemms: Gemms) -> Residual:
+        own = layer.attention
+        projected, x = gemms.project(x, layer.attention_norm, own.inputs)
+        if own.q_norm is not None and own.q_up is not None:
+            first, kv = projected.tensor_split([own.q_up.weight.shape[1]], dim=-1)
+            projected = torch.cat((own.q_up(own.q_norm(first)), kv), dim=-1)
+        return gemms.add(attend(projected, own, index), own.out, x)
+
+    def _delta(self, x: Residual, layer: Any, index: int, mix: Mixing, gemms: Gemms) -> Residual:
+        own = layer.attention
+        projected, x = gemms.project(x, layer.attention_norm, own.inputs)
+        return gemms.add(mix(projected, own, index), own.out, x)
+
+    def _cross(self, x: Residual, layer: CrossLayer, index: int, cross: Crossing, gemms: Gemms) -> Residual:
+        """With its MLP. Scaling what goes into the last GEMM of each scales what comes out."""
+        own = layer.attention
+        q, x = gemms.project(x, layer.attention_norm, own.q)
+        queries = own.q_norm(q.view(len(q), own.heads, own.head_dim))
+        mixed = cross.attend(queries, own, index).mul_(cross.rows * layer.attention_gate.tanh())
+        x = gemms.add(mixed, own.out, x)
+        return gemms.mlp(x, layer.mlp_norm, layer.mlp, cross.rows * layer.mlp_gate.tanh())
 
     def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of a layer's projection, or of its split-K partials."""
@@ -112,6 +152,6 @@ class FusedDecoder:
         return self.decoder.head.shape[0]
 
 
-def _delta_of(layer: Any) -> GatedDeltaNet | None:
-    net: GatedDeltaNet | None = getattr(layer, "delta", None)
-    return net
+def _first(decoder: Decoder, kind: type[T]) -> T | None:
+    """The first attention of this kind."""
+    return next((layer.attention for layer in decoder.layers if isinstance(layer.attention, kind)), None)

@@ -37,9 +37,12 @@ from saccade.kernels.launch.device import is_hopper
 from saccade.kernels.launch.kernel_choice import KernelChoice
 from saccade.kernels.ops.norm import add_rms_norm, silu_and_mul
 from saccade.models.cuda.experts import run_moe
+from saccade.models.layers.cross_attention import CrossAttention
 from saccade.models.layers.decoder import Decoder
+from saccade.models.layers.gated_delta_net import GatedDeltaNet
 from saccade.models.layers.layernorm import RMSNorm
 from saccade.models.layers.linear import Linear
+from saccade.models.layers.mla import LatentAttention
 from saccade.models.layers.mlp import GatedMLP
 from saccade.models.layers.moe import MoE
 
@@ -67,7 +70,9 @@ class Gemms(Protocol):
         """The residual with the projection of `rows` added."""
         ...
 
-    def mlp(self, x: Residual, norm: RMSNorm, mlp: GatedMLP | MoE) -> Residual: ...
+    def mlp(self, x: Residual, norm: RMSNorm, mlp: GatedMLP | MoE, scales: Tensor | None = None) -> Residual:
+        """The residual with the MLP's result added; `scales`, [T, 1], multiply its rows."""
+        ...
 
     def normed(self, x: Residual, decoder: Decoder, only: Tensor | None = None) -> Tensor:
         """The input of the LM head: [T, H], or of the rows `only` (int32 [W]): [W, H]."""
@@ -99,7 +104,11 @@ def _norms_inside(mlp: GatedMLP | MoE, rows: int) -> bool:
 def _wide_linears(decoder: Decoder) -> Iterator[Linear]:
     """The first GEMM of every attention and of every MLP without experts."""
     for layer in decoder.layers:
-        yield layer.attention.qkv if layer.attention is not None else layer.delta.inputs
+        own = layer.attention
+        if isinstance(own, GatedDeltaNet | LatentAttention):
+            yield own.inputs
+        else:
+            yield own.q if isinstance(own, CrossAttention) else own.qkv
         if isinstance(layer.mlp, GatedMLP):
             yield layer.mlp.gate_up
 
@@ -154,10 +163,10 @@ class _SkinnyGemms:
     def add(self, rows: Tensor, linear: Linear, x: Residual) -> Residual:
         return Residual(skinny_linear(rows, linear.weight, linear.bias, x.rows, workspace=self.workspace))
 
-    def mlp(self, x: Residual, norm: RMSNorm, mlp: GatedMLP | MoE) -> Residual:
+    def mlp(self, x: Residual, norm: RMSNorm, mlp: GatedMLP | MoE, scales: Tensor | None = None) -> Residual:
         assert isinstance(mlp, GatedMLP), "experts take normed rows"
         gated = norm_gated_linear(x.rows, norm.weight, norm.eps, mlp.gate_up.weight)
-        return self.add(gated, mlp.down, x)
+        return self.add(gated if scales is None else gated.mul_(scales), mlp.down, x)
 
     def normed(self, x: Residual, decoder: Decoder, only: Tensor | None = None) -> Tensor:
         return decoder.norm(x.rows if only is None else x.rows.index_select(0, only))
@@ -183,11 +192,13 @@ class _LargeGemms:
     def add(self, rows: Tensor, linear: Linear, x: Residual) -> Residual:
         return Residual(x.rows, self._added(rows, linear))
 
-    def mlp(self, x: Residual, norm: RMSNorm, mlp: GatedMLP | MoE) -> Residual:
+    def mlp(self, x: Residual, norm: RMSNorm, mlp: GatedMLP | MoE, scales: Tensor | None = None) -> Residual:
         normed, x = self._norm(x, norm)
         if isinstance(mlp, MoE):
+            assert scales is None, "layers with a gate have no experts"
             return Residual(x.rows, run_moe(normed, mlp))
-        return Residual(x.rows, self._added(self._gated(normed, mlp), mlp.down))
+        gated = self._gated(normed, mlp)
+        return Residual(x.rows, self._added(gated if scales is None else gated.mul_(scales), mlp.down))
 
     def normed(self, x: Residual, decoder: Decoder, only: Tensor | None = None) -> Tensor:
         return self._norm(x, decoder.norm, only)[0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,8 +14,8 @@ from saccade.errors import ConfigError
 from saccade.models.families.llava import PROJECTOR_LEVELS
 from saccade.models.families.mllama_tower import TileTower
 from saccade.models.interface import DecoderModel, ModelParts
-from saccade.models.layers.cross_attention import CROSS_RULES, CrossLayer, by_layer, pack
-from saccade.models.layers.decoder import Biases, Decoder, decoder_rules, head_rule
+from saccade.models.layers.cross_attention import CROSS_RULES, CrossDecoder, pack
+from saccade.models.layers.decoder import decoder_rules, head_rule
 from saccade.models.layers.forward_types import Attention, CrossAttentionRows, Encoding
 from saccade.models.layers.linear import Linear
 from saccade.models.vision.blocks import vision_config
@@ -29,6 +28,8 @@ _PIXELS = {"resample": 2, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}  # de
 
 
 class Mllama(DecoderModel):
+    decoder: CrossDecoder
+
     def __init__(self, parts: ModelParts) -> None:
         super().__init__(parts)
         config = parts.config
@@ -42,10 +43,8 @@ class Mllama(DecoderModel):
         self.layout = PatchLayout(vision.patch_size)
         self.tower = TileTower(params.within("vision"), vision, config.raw["vision_config"])
         self.projector = Linear(params.within("projector"), self.tower.width, text.hidden_size, bias=True)
-        self.cross_indices = _cross_layers(config.raw, text)
-        own = replace(text, num_layers=text.num_kv_layers)
-        self.decoder = Decoder(params.within("decoder"), own, Biases(), extra_tokens=_EXTRA_TOKENS)
-        self.cross = [CrossLayer(own, text) for own in params.each("cross", len(self.cross_indices))]
+        crossing = _cross_layers(config.raw, text)
+        self.decoder = CrossDecoder(params.within("decoder"), text, crossing, extra_tokens=_EXTRA_TOKENS)
 
     def prepare(self, image: ImagePixels, geometry: Geometry) -> Tensor:
         """The image is padded with black to the right and below."""
@@ -62,48 +61,24 @@ class Mllama(DecoderModel):
         kept = []
         for grid in grids:
             features = yield from self.tower.encode(parts.pop(0), grid)
-            kept.append(pack(self.cross, self.projector(features)))
+            kept.append(pack(self.decoder.cross_layers, self.projector(features)))
         return kept
 
     def forward(
         self, embeds: Tensor, positions: Tensor, attention: Attention, rows: Sequence[CrossAttentionRows] = ()
     ) -> Tensor:
-        cos, sin = self.decoder.rotary(positions, embeds.dtype)  # [T, 1, d]
-        own = iter(enumerate(self.decoder.layers))
-        cross = iter(zip(self.cross, by_layer(self.cross, rows), strict=True))
-        x = embeds
-        for index in range(self.config.text.num_layers):
-            if index in self.cross_indices:
-                layer, images = next(cross)
-                x = layer(x, images) if images else x
-            else:
-                number, own_layer = next(own)
-                x = own_layer(x, cos, sin, attention, number)
-        return self.decoder.norm(x)
+        return self.decoder.forward(embeds, positions, attention, rows)
 
     def rules(self) -> tuple[Rule, ...]:
         text = self.config.text
         levels = ("model.language_model.", "language_model.model.")
+        rules = (*under(CROSS_RULES, ("layers.{}.",), "layers.{}."), *decoder_rules(text))
         return (
-            *under(self._layer_rules(), levels, ""),
+            *under(rules, levels, "decoder."),
             *under([head_rule(text)], ("", "language_model."), "decoder."),
             *under(self.tower.rules(), ("model.vision_model.", "vision_model."), "vision."),
             *under([Rule("*", "projector.*")], PROJECTOR_LEVELS, ""),
         )
-
-    def _layer_rules(self) -> list[Rule]:
-        """Checkpoints number both kinds of layers together."""
-        shared = decoder_rules(self.config.text)
-        layer = [rule for rule in shared if "layers.{}" in rule.source]
-        rules = list(under([rule for rule in shared if rule not in layer], ("",), "decoder."))
-        own = [index for index in range(self.config.text.num_layers) if index not in self.cross_indices]
-        for number, index in enumerate(own):
-            for rule in layer:
-                target = rule.target and rule.target.replace("layers.{}", f"decoder.layers.{number}")
-                rules.append(Rule(rule.source.replace("layers.{}", f"layers.{index}"), target))
-        for number, index in enumerate(self.cross_indices):
-            rules += under(CROSS_RULES, (f"layers.{index}.",), f"cross.{number}.")
-        return rules
 
 
 def _cross_layers(raw: Mapping[str, Any], text: TextConfig) -> tuple[int, ...]:

@@ -99,11 +99,10 @@ class HybridLayer:
         hidden = text.hidden_size
         before = sum(1 for i in linear.layers if i < index)  # linear attention layers
         self.attention_norm = CenteredNorm(params.within("attention_norm"), hidden, text.rms_norm_eps)
-        self.delta: GatedDeltaNet | None = None
-        self.attention: GatedAttention | None = None
+        self.attention: GatedAttention | GatedDeltaNet
         if index in linear.layers:
             self.index = before
-            self.delta = GatedDeltaNet(params.within("linear"), text, linear)
+            self.attention = GatedDeltaNet(params.within("linear"), text, linear)
         else:
             self.index = index - before
             self.attention = GatedAttention(params, text)
@@ -112,9 +111,9 @@ class HybridLayer:
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention, states: States) -> Tensor:
         normed = self.attention_norm(x)
-        if self.delta is not None:
-            x = x + self.delta(normed, states, self.index)
-        elif self.attention is not None:
+        if isinstance(self.attention, GatedDeltaNet):
+            x = x + self.attention(normed, states, self.index)
+        else:
             x = x + self.attention(normed, cos, sin, attention, self.index)
         return self.mlp(self.mlp_norm(x)).add_(x)
 

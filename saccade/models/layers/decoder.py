@@ -45,6 +45,7 @@ class Decoder:
         self.embedding_size = text.embedding_size
         self.rotary = self.make_rotary(text, params.device)
         self.scale = float(text.head_dim**-0.5) * self.rotary.gain**2  # of scores
+        self.rotary_gain = 1.0  # of cos and sin
         self.temperature = attention_temperature_of(text.rope_scaling)
         self.has_qk_norms = has_qk_norms
         layers = enumerate(params.each("layers", text.num_layers))
@@ -72,6 +73,8 @@ class Decoder:
 
     def forward(self, embeds: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         cos, sin = self.rotary(positions, embeds.dtype)  # [T, 1, d]
+        if self.rotary_gain != 1:
+            cos, sin = cos * self.rotary_gain, sin * self.rotary_gain
         if self.temperature is not None:
             attention = self.temperature.around(attention, positions)
         x, *deepstack = self.parts(embeds)
@@ -94,7 +97,7 @@ class DecoderLayer:
         self,
         params: Parameters,
         text: TextConfig,
-        attention: SelfAttention,
+        attention: Any,  # SelfAttention, or another kind that is called like it
         index: int,
         *,
         bias: bool = False,  # of the MLP

@@ -14,14 +14,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from saccade.checkpoint.config import MLAConfig, TextConfig
+from saccade.models.layers.decoder import Biases, Decoder, DecoderLayer
 from saccade.models.layers.forward_types import Attention
 from saccade.models.layers.layernorm import RMSNorm
 from saccade.models.layers.linear import Linear
-from saccade.models.layers.moe import layer_mlp
 from saccade.models.layers.rotary_embedding import Rotary, rotate, yarn_gain
 from saccade.models.state_dict import Parameters
 from saccade.models.weights import Rule
@@ -29,50 +28,29 @@ from saccade.models.weights import Rule
 _LATENT_EPS = 1e-6  # of the norms inside attention, independent of rms_norm_eps
 
 
-class LatentDecoder:
+class LatentDecoder(Decoder):
     def __init__(self, params: Parameters, text: TextConfig, mla: MLAConfig) -> None:
-        self.table = params.new("embed.weight", text.vocab_size, text.hidden_size)
-        self.rotary = Rotary(replace(text, head_dim=mla.qk_rope_head_dim), params.device)
+        self.mla = mla
+        super().__init__(params, text, Biases())
         weight = text.rope_scaling.get("mscale_all_dim")  # of YaRN's factor, whose square multiplies scores
         gain = yarn_gain(text.rope_scaling, float(weight)) if weight else 1.0
         self.scale = (mla.qk_nope_head_dim + mla.qk_rope_head_dim) ** -0.5 * gain**2
-        layers = enumerate(params.each("layers", text.num_layers))
-        self.layers = [LatentLayer(own, text, mla, i) for i, own in layers]
-        self.norm = RMSNorm(params.within("norm"), text.hidden_size, text.rms_norm_eps)
-        self.head = self.table if text.tie_word_embeddings else params.new("head.weight", *self.table.shape)
+        # RoPE covers only a part of queries and keys, so YaRN's other factor cannot be applied to the scores.
+        self.rotary_gain = self.rotary.gain
 
-    def embed(self, token_ids: Tensor) -> Tensor:
-        return F.embedding(token_ids, self.table)
+    def make_rotary(self, text: TextConfig, device: torch.device) -> Rotary:
+        return Rotary(replace(text, head_dim=self.mla.qk_rope_head_dim), device)
 
-    def forward(self, embeds: Tensor, positions: Tensor, attention: Attention) -> Tensor:
-        # RoPE covers only a part of queries and keys, so YaRN's factor cannot be applied to the scores.
-        cos, sin = (wave * self.rotary.gain for wave in self.rotary(positions, embeds.dtype))  # [T, 1, rope]
-        x = embeds
-        for index, layer in enumerate(self.layers):
-            x = layer(x, cos, sin, attention, index)
-        return self.norm(x)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, self.head).float()
-
-
-class LatentLayer:
-    def __init__(self, params: Parameters, text: TextConfig, mla: MLAConfig, index: int) -> None:
-        hidden = text.hidden_size
-        self.attention_norm = RMSNorm(params.within("attention_norm"), hidden, text.rms_norm_eps)
-        self.attend = LatentAttention(params, text, mla)
-        self.mlp_norm = RMSNorm(params.within("mlp_norm"), hidden, text.rms_norm_eps)
-        self.mlp = layer_mlp(params, text, index)
-
-    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention, index: int) -> Tensor:
-        x = self.attend(self.attention_norm(x), cos, sin, attention, index).add_(x)
-        return self.mlp(self.mlp_norm(x)).add_(x)
+    def make_layer(self, params: Parameters, text: TextConfig, biases: Biases, index: int) -> DecoderLayer:
+        return DecoderLayer(params, text, LatentAttention(params, text, self.mla), index)
 
 
 class LatentAttention:
     def __init__(self, params: Parameters, text: TextConfig, mla: MLAConfig) -> None:
         self.mla = mla
         self.heads = text.num_heads
+        self.kv_heads = 1
+        self.head_dim = self.cached = mla.kv_lora_rank + mla.qk_rope_head_dim  # of the cached vector
         queries = self.heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
         expanded = mla.qk_nope_head_dim + mla.v_head_dim  # of a head
         first = mla.q_lora_rank or queries
@@ -83,8 +61,8 @@ class LatentAttention:
             self.q_norm = RMSNorm(params.within("q_norm"), mla.q_lora_rank, _LATENT_EPS)
             self.q_up = Linear(params.within("q_up"), mla.q_lora_rank, queries)
         self.norm = RMSNorm(params.within("latent_norm"), mla.kv_lora_rank, _LATENT_EPS)
-        weight = params.new("expand.weight", self.heads * expanded, mla.kv_lora_rank)
-        by_head = weight.view(self.heads, expanded, mla.kv_lora_rank)
+        self.expand = params.new("expand.weight", self.heads * expanded, mla.kv_lora_rank)
+        by_head = self.expand.view(self.heads, expanded, mla.kv_lora_rank)
         self.to_keys = by_head[:, : mla.qk_nope_head_dim]  # [heads, d, rank]
         self.to_values = by_head[:, mla.qk_nope_head_dim :]
         self.out = Linear(params.within("out"), self.heads * mla.v_head_dim, text.hidden_size)
@@ -99,8 +77,7 @@ class LatentAttention:
     def _project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Queries [T, heads, rank + rope] and the cached vectors [T, 1, rank + rope]."""
         mla = self.mla
-        cached = mla.kv_lora_rank + mla.qk_rope_head_dim
-        first, kv = self.inputs(x).tensor_split([self.inputs.weight.shape[0] - cached], dim=-1)
+        first, kv = self.inputs(x).tensor_split([self.inputs.weight.shape[0] - self.cached], dim=-1)
         q = self.q_up(self.q_norm(first)) if self.q_up and self.q_norm else first
         q_nope, q_rope = q.view(len(x), self.heads, -1).tensor_split([mla.qk_nope_head_dim], dim=-1)
         latent, k_rope = kv[:, None].tensor_split([mla.kv_lora_rank], dim=-1)  # [T, 1, ...]

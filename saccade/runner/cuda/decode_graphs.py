@@ -1,6 +1,7 @@
 """Decode on a CUDA device: one CUDA graph per batch size, from the embeddings to the argmax of the logits.
 
-    one int32 array a step   [5, size]   token, rotary position, slot, seq_len, row of the block tables
+    one int32 array a step   [6, size]   token, rotary position, slot, seq_len, row of the block tables,
+                                         states of images that its cross-attention layers read
 
 The sampled tokens stay on the device, by row of the block tables: the next step may begin before the host has
 read them.
@@ -9,7 +10,7 @@ read them.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,11 +18,13 @@ from torch import Tensor
 from saccade.kernels.attention.decode import DecodeAttention
 from saccade.kernels.attention.decode_triton import NewTokens
 from saccade.kernels.ops.argmax import ArgmaxWorkspace, TokenSink, argmax
-from saccade.kernels.ops.prepare_inputs import DecodeMetadata, decode_inputs
-from saccade.models.cuda.decoder import FusedDecoder, Mixers
+from saccade.kernels.ops.prepare_inputs import DecodeInputs, DecodeMetadata, decode_inputs
+from saccade.models.cuda.decoder import Crossing, FusedDecoder, Mixers, Mixing
 from saccade.models.cuda.gemms import Gemms, Residual
 from saccade.runner.cuda.block_table import BlockTables
-from saccade.runner.cuda.delta_nets import DeltaNets, Mixing
+from saccade.runner.cuda.cross_attention import CrossAttentions
+from saccade.runner.cuda.delta_nets import DeltaNets
+from saccade.runner.cuda.latent_attention import LatentAttentions, LatentStep
 from saccade.runner.cuda.staging import Metadata, PinnedStaging
 
 
@@ -33,17 +36,15 @@ class DecodeRows(NamedTuple):
     slots: Metadata
     seq_lens: Metadata  # tokens in the cache once this one is written
     rows: Metadata  # of the block tables
+    states: Metadata  # of images, for decoders with cross-attention
+
+
+_FIELDS = len(DecodeRows._fields)
 
 
 class Decoded(NamedTuple):
     tokens: Tensor  # int64 [size]: the argmax, on the device; sampling overwrites its rows
     logits: Tensor  # [size, vocabulary] in the model's dtype; valid until the next run
-
-
-class Attending(Protocol):
-    """`Attend` for a part of a pass's rows, with the result in `out` if given."""
-
-    def __call__(self, qkv: Tensor, keys: Tensor, values: Tensor, out: Tensor | None = None) -> Tensor: ...
 
 
 class DecodeGraphs:
@@ -54,29 +55,38 @@ class DecodeGraphs:
         block_size: int,
         requests: int,
         nets: DeltaNets | None = None,
+        latent: LatentAttentions | None = None,
+        cross: CrossAttentions | None = None,
     ) -> None:
         self.decoder = decoder
         self.nets = nets  # of decoders with gated delta nets
+        self.latent = latent  # of decoders with MLA
+        self.cross = cross  # of decoders with cross-attention
         self.tables = tables
         self.block_size = block_size
         self.sizes = list(_sizes(requests))
         device = tables.blocks.device
         dtype = decoder.kv.k.dtype
-        self._attention = DecodeAttention(decoder.heads, dtype, block_size, self.sizes[-1], device)
+        self._attention = None
+        if latent is None:
+            self._attention = DecodeAttention(decoder.heads, dtype, block_size, self.sizes[-1], device)
         self._argmax = ArgmaxWorkspace.allocate(self.sizes[-1], device)
-        self._metadata = torch.zeros(5 * self.sizes[-1], dtype=torch.int32, device=device)
-        self._staging = PinnedStaging(5 * self.sizes[-1], device)
+        self._metadata = torch.zeros(_FIELDS * self.sizes[-1], dtype=torch.int32, device=device)
+        self._staging = PinnedStaging(_FIELDS * self.sizes[-1], device)
         self._logits = decoder.decoder.head.new_empty(self.sizes[-1], decoder.vocab_size)
         self._tokens = torch.zeros(self.sizes[-1], dtype=torch.int64, device=device)
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[
+            tuple[int, bool], torch.cuda.CUDAGraph
+        ] = {}  # by size, and whether it has cross-attention
 
     def run(self, rows: DecodeRows) -> Decoded:
         count = len(rows.tokens)
         size = next(size for size in self.sizes if size >= count)
         self.send(rows, size)
-        graph = self._graphs.get(size)
+        is_crossing = bool(rows.states.any())
+        graph = self._graphs.get((size, is_crossing))
         if graph is None:
-            self._forward(size)
+            self._forward(size, is_crossing)
         else:
             graph.replay()
         return self.found(count)
@@ -88,34 +98,44 @@ class DecodeGraphs:
     def capture(self, pool: Any) -> None:
         nothing = torch.empty(0, dtype=torch.int32).numpy()
         for size in reversed(self.sizes):
-            self.send(DecodeRows(*[nothing] * 5), size)
-            self._forward(size)  # compiles the kernels
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
-                self._forward(size)
-            self._graphs[size] = graph
+            self.send(DecodeRows(*[nothing] * _FIELDS), size)
+            for is_crossing in (False, True) if self.cross else (False,):
+                self._forward(size, is_crossing)  # compiles the kernels
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, pool=pool):
+                    self._forward(size, is_crossing)
+                self._graphs[size, is_crossing] = graph
 
     def send(self, rows: DecodeRows, size: int) -> None:
         """Copies the metadata. Padding comes last: slot -1 (not stored), context 0, the spare table row."""
         count = len(rows.tokens)
         assert rows.seq_lens.all(), "the tile schedule ends at the first row without a context"
-        written = self._staging.open()[: 5 * size].reshape(5, size)
+        written = self._staging.open()[: _FIELDS * size].reshape(_FIELDS, size)
         written[:, :count] = rows
         if count < size:
-            written[:, count:] = [[0], [0], [-1], [0], [self.tables.spare]]
-        self._staging.send(self._metadata[: 5 * size])
+            written[:, count:] = [[0], [0], [-1], [0], [self.tables.spare], [0]]
+        self._staging.send(self._metadata[: _FIELDS * size])
 
-    def _forward(self, size: int) -> None:
+    def _forward(self, size: int, is_crossing: bool) -> None:
         embeds, attend = self.begin(size)
         gemms = self.decoder.gemms(size, in_parts=True)
-        x = self.decoder.forward(embeds, Mixers(attend, self.begin_nets(size)), gemms)
-        self.finish(x, gemms, size)
+        cross = self.begin_cross(size) if is_crossing else None
+        mixers = Mixers(attend, self.begin_nets(size), cross, self.positions(size))
+        self.finish(self.decoder.forward(embeds, mixers, gemms), gemms, size)
+
+    def positions(self, size: int) -> Tensor:
+        return self._sent(size).positions
+
+    def begin_cross(self, size: int) -> Crossing | None:
+        """Cross-attention of these rows, of decoders that have it."""
+        sent = self._sent(size)
+        return self.cross.decode(sent.rows, self._states(size)) if self.cross else None
 
     def begin_nets(self, size: int) -> Mixing | None:
         """The gated delta nets of these rows, of decoders that have some."""
         return self.nets.decode(self._sent(size).rows) if self.nets else None
 
-    def begin(self, size: int, embeds: Tensor | None = None, taken: int = 0) -> tuple[Tensor, Attending]:
+    def begin(self, size: int, embeds: Tensor | None = None, taken: int = 0) -> tuple[Tensor, Mixing]:
         """Embeddings of what was sent, and attention of these rows. `taken`: SMs that prefill meanwhile."""
         metadata = self._sent(size)
         tables = self.tables
@@ -123,14 +143,28 @@ class DecodeGraphs:
         weights = (decoder.table, decoder.rotary.frequencies)
         given = (*weights, tables.blocks, self.block_size, embeds, self.decoder.temperature)
         inputs = decode_inputs(metadata, tables.last_tokens, *given)
-        schedule = self._attention.plan(metadata.seq_lens, taken)
+        if decoder.rotary_gain != 1:
+            inputs.cos.mul_(decoder.rotary_gain)
+            inputs.sin.mul_(decoder.rotary_gain)
+        if self.latent is not None:
+            step = LatentStep(inputs.cos, inputs.sin, metadata.slots, inputs.tables, metadata.seq_lens)
+            return inputs.embeds, self.latent.decode(step)
+        return inputs.embeds, self._attend(metadata, inputs, taken)
 
-        def attend(qkv: Tensor, keys: Tensor, values: Tensor, out: Tensor | None = None) -> Tensor:
-            new = NewTokens(qkv, inputs.cos, inputs.sin, metadata.slots, inputs.query_scales)
-            scale = self.decoder.scale
-            return self._attention(new, keys, values, inputs.tables, metadata.seq_lens, scale, schedule, out)
+    def _attend(self, metadata: DecodeMetadata, inputs: DecodeInputs, taken: int) -> Mixing:
+        attention = self._attention
+        assert attention is not None
+        schedule = attention.plan(metadata.seq_lens, taken)
+        kv = self.decoder.kv
+        scale = self.decoder.scale
 
-        return inputs.embeds, attend
+        def attend(projected: Tensor, own: Any, index: int, out: Tensor | None = None) -> Tensor:
+            new = NewTokens(projected, inputs.cos, inputs.sin, metadata.slots, inputs.query_scales)
+            by_head = None if out is None else out.view(len(out), own.heads, own.head_dim)
+            given = (kv.k[index], kv.v[index], inputs.tables, metadata.seq_lens, scale, schedule, by_head)
+            return attention(new, *given).flatten(1)
+
+        return attend
 
     def finish(self, x: Residual, gemms: Gemms, size: int) -> None:
         """From the residual stream after the last layer to the tokens."""
@@ -139,7 +173,10 @@ class DecodeGraphs:
         argmax(logits, self._argmax, self._tokens[:size], sink)
 
     def _sent(self, size: int) -> DecodeMetadata:
-        return DecodeMetadata(*self._metadata[: 5 * size].view(5, size))
+        return DecodeMetadata(*self._metadata[: _FIELDS * size].view(_FIELDS, size)[:-1])
+
+    def _states(self, size: int) -> Tensor:
+        return self._metadata[: _FIELDS * size].view(_FIELDS, size)[-1]
 
 
 def _sizes(largest: int) -> Iterator[int]:

@@ -6,24 +6,15 @@ pieces of windows: rows of states, and rows that get a checkpoint after a piece.
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from torch import Tensor
 
 from saccade.kernels.gdn.decode import allocate_counters, gdn_decode
 from saccade.kernels.gdn.layout import GDNShape, GDNStates, GDNWeights
 from saccade.kernels.gdn.plan import max_chunks, plan_chunks
 from saccade.kernels.gdn.prefill import GDNPrefill, PrefillWorkspace
+from saccade.models.cuda.decoder import Mixing
 from saccade.models.layers.gated_delta_net import GatedDeltaNet
 from saccade.runner.recurrent_state import RecurrentStates
-
-
-class Mixing(Protocol):
-    """(projection of new tokens [T, width], its layer, index of its states) -> [T, value_heads * value]."""
-
-    def __call__(
-        self, projected: Tensor, net: GatedDeltaNet, index: int, out: Tensor | None = None
-    ) -> Tensor: ...
 
 
 class DeltaNets:
@@ -39,9 +30,9 @@ class DeltaNets:
     def decode(self, rows: Tensor) -> Mixing:
         """`rows`: int32 [T], of the states."""
 
-        def mix(projected: Tensor, net: GatedDeltaNet, index: int, out: Tensor | None = None) -> Tensor:
+        def mix(projected: Tensor, own: GatedDeltaNet, index: int, out: Tensor | None = None) -> Tensor:
             states = self._states_of(index)
-            return gdn_decode(projected, rows, self.shape, weights_of(net), states, self._counters, out=out)
+            return gdn_decode(projected, rows, self.shape, weights_of(own), states, self._counters, out=out)
 
         return mix
 
@@ -50,9 +41,9 @@ class DeltaNets:
         plan = plan_chunks(starts, rows, keep, tokens)
         workspace = self._workspace_for(max_chunks(tokens, len(rows)))
 
-        def mix(projected: Tensor, net: GatedDeltaNet, index: int, out: Tensor | None = None) -> Tensor:
+        def mix(projected: Tensor, own: GatedDeltaNet, index: int, out: Tensor | None = None) -> Tensor:
             states = self._states_of(index)
-            run = GDNPrefill(projected, plan, self.shape, weights_of(net), states, workspace)
+            run = GDNPrefill(projected, plan, self.shape, weights_of(own), states, workspace)
             return run(out)
 
         return mix

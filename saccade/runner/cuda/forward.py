@@ -17,18 +17,25 @@ from torch import Tensor
 from saccade.kernels.attention.prefill_flashinfer import FlashInferPrefill
 from saccade.kernels.ops.argmax import TokenSink
 from saccade.models.cuda.decoder import FusedDecoder
+from saccade.models.cuda.transformers_decoder import TransformersDecoder
 from saccade.models.interface import VisionLanguageModel
+from saccade.models.layers.cross_attention import CrossDecoder
 from saccade.models.layers.decoder import Decoder
 from saccade.models.layers.torch_attention import PagedKV
+from saccade.models.layers.transformers_text import TextModel
 from saccade.runner.batch import RequestState, embedded, overlapping, splice
 from saccade.runner.cuda.block_table import BlockTables
+from saccade.runner.cuda.cross_attention import CrossAttentions
 from saccade.runner.cuda.decode_graphs import Decoded, DecodeGraphs, DecodeRows
 from saccade.runner.cuda.delta_nets import DeltaNets
 from saccade.runner.cuda.graph_sizes import GRAPH_WINDOWS
+from saccade.runner.cuda.latent_attention import LatentAttentions
 from saccade.runner.cuda.mixed_graphs import MixedGraphs
-from saccade.runner.cuda.prefill_graphs import PrefillGraphs, Splice, Window
+from saccade.runner.cuda.prefill_graphs import PrefillGraphs, Splice
+from saccade.runner.cuda.prefill_metadata import Window
 from saccade.runner.cuda.sampling import has_kernel, sample_tokens
-from saccade.runner.cuda.staging import TokenReadback, to_device
+from saccade.runner.cuda.staging import Metadata, TokenReadback, to_device
+from saccade.runner.embedding_cache import EmbeddingSlab
 from saccade.runner.forward import Embeddings, Sampled, Windows
 from saccade.runner.latency_profile import layer_curve, timed_curve
 from saccade.runner.recurrent_state import RecurrentStates
@@ -64,7 +71,7 @@ class CudaForward:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: Decoder | TextModel,
         kv: PagedKV,
         *,
         block_size: int,
@@ -73,18 +80,30 @@ class CudaForward:
         axes: int,
         flash: FlashInferPrefill | None = None,  # None: prefill uses only our own kernels
         states: RecurrentStates | None = None,  # of decoders with gated delta nets
+        slab: EmbeddingSlab | None = None,  # of decoders with cross-attention
     ) -> None:
         self.block_size = block_size
         self.device = kv.k.device
         self._num_blocks = kv.k.shape[1] // block_size
         self._tables = BlockTables(max_requests, max_blocks, self.device)
-        self._decoder = FusedDecoder(decoder, kv)
+        self._decoder = (
+            TransformersDecoder(decoder, kv) if isinstance(decoder, TextModel) else FusedDecoder(decoder, kv)
+        )
         self._states = states
         nets = None
         if states is not None and self._decoder.net is not None:
             nets = DeltaNets(self._decoder.net, states, max_requests)
-        self._decode_graphs = DecodeGraphs(self._decoder, self._tables, block_size, max_requests, nets)
-        self._prefill_graphs = PrefillGraphs(self._decoder, self._tables, block_size, axes, flash, nets)
+        latent = None
+        if self._decoder.latent is not None:
+            latent = LatentAttentions(self._decoder.latent, kv, block_size, decoder.scale)
+        self._cross = None
+        if isinstance(decoder, CrossDecoder):
+            assert slab is not None, "cross-attention reads the slab of embeddings"
+            self._cross = CrossAttentions(decoder.cross_layers, slab, max_requests)
+        shared = (self._decoder, self._tables, block_size)
+        kinds = (nets, latent, self._cross)
+        self._decode_graphs = DecodeGraphs(*shared, max_requests, *kinds)
+        self._prefill_graphs = PrefillGraphs(*shared, axes, flash, *kinds)
         # FlashInfer plans each prefill on the host, which mixed batches do not support.
         self._mixed_graphs = MixedGraphs(self._prefill_graphs, self._decode_graphs) if flash is None else None
         self._decoded = TokenReadback(max_requests, self.device)
@@ -94,6 +113,8 @@ class CudaForward:
     @torch.inference_mode()
     def capture(self, max_tokens: int) -> None:
         """Compile every kernel and capture every CUDA graph, so that no request waits for it."""
+        if isinstance(self._decoder, TransformersDecoder):
+            self._check_waits()
         pool = torch.cuda.graph_pool_handle()
         self._prefill_graphs.capture(pool, max_tokens)
         self._decode_graphs.capture(pool)
@@ -101,6 +122,15 @@ class CudaForward:
             self._mixed_graphs.capture(pool, max_tokens)
         has_kernel(self.device, self._decoder.decoder.head.dtype, self._decoder.vocab_size)
         torch.cuda.synchronize(self.device)
+
+    def _check_waits(self) -> None:
+        """Raises if a pass waits for the device, which a CUDA graph cannot hold."""
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            self._decode_graphs.run(self._trial_rows(1))
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
 
     @torch.inference_mode()
     def measure(
@@ -128,7 +158,8 @@ class CudaForward:
     def _trial_rows(self, size: int) -> DecodeRows:
         zeros = np.zeros(size, np.int32)
         seq_len = min(_MEASURED_CONTEXT, self._longest)
-        return DecodeRows(zeros, zeros, zeros - 1, zeros + seq_len, np.arange(size, dtype=np.int32))
+        rows = np.arange(size, dtype=np.int32)
+        return DecodeRows(zeros, zeros, zeros - 1, zeros + seq_len, rows, zeros)
 
     def _prefill_trials(self) -> Iterator[tuple[int, Callable[[], object]]]:
         """One window of each captured size, at the end of a context."""
@@ -167,12 +198,16 @@ class CudaForward:
         self._tables.extend(request_id, held, blocks)
 
     def close(self, request_id: str) -> None:
+        if self._cross:
+            self._cross.close(self._tables.row(request_id))
         self._tables.close(request_id)
         if self._states:
             self._states.close(request_id)
 
     def clear(self) -> None:
         self._tables.clear()
+        if self._cross:
+            self._cross.clear()
         if self._states:
             self._states.clear()
 
@@ -184,6 +219,16 @@ class CudaForward:
         if decoded and prefilled:
             return lambda: {**decoded(), **prefilled()}
         return decoded or prefilled or dict
+
+    def logits(self, windows: Windows, embeddings: Embeddings) -> Tensor:
+        """Of windows that sample, all prefill or all decode: [samples, vocabulary], until the next pass."""
+        if all(window.start >= state.num_prompt for window, state in windows):
+            rows = self._decode_rows(windows, self._batch_of(windows))
+            self._tables.flush()
+            return self._decode_graphs.run(rows).logits
+        self._tables.flush()
+        chunks = [self._window(window, state) for window, state in windows]
+        return self._prefill_graphs.run(chunks, _splicing(windows, embeddings)).logits
 
     def _decode(self, windows: Windows) -> Sampled:
         batch = self._batch_of(windows)
@@ -237,7 +282,14 @@ class CudaForward:
             slots=tables.slots(batch.rows, starts, self.block_size),
             seq_lens=starts + 1,
             rows=batch.rows,
+            states=self._cross_states(batch),
         )
+
+    def _cross_states(self, batch: DecodeBatch) -> Metadata:
+        if self._cross is None:
+            return np.zeros(len(batch.rows), np.int32)
+        pairs = zip(batch.rows.tolist(), batch.states, strict=True)
+        return np.array([self._cross.decode_states(row, state) for row, state in pairs], np.int32)
 
     def _window(self, window: ScheduledWindow, state: RequestState) -> Window:
         row = self._tables.row(window.request_id)
@@ -253,6 +305,7 @@ class CudaForward:
             window.end,
             window.samples,
             pieces,
+            self._cross.stretches(window, state) if self._cross else (),
         )
 
     def _sample(self, windows: Windows, batch: DecodeBatch, found: Decoded) -> None:

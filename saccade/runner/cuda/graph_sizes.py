@@ -12,7 +12,9 @@ GRAPH_TOKENS: tuple[int, ...] = (
     *range(4096, 8193, 512),
 )
 
+MAX_EXPANDED = 32_768  # tokens of contexts whose keys and values MLA expands in one pass
 GRAPH_PIECES = 64  # of windows that are cut where checkpoints of recurrent states are saved
+GRAPH_STRETCHES = 64  # rows of a prefill pass that cross-attend to the same images
 GRAPH_WINDOWS = 16
 """Prefills with more windows are launched kernel by kernel, which takes the host longer than the device."""
 

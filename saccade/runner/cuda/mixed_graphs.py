@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.models.cuda.decoder import Delta, Mixers
+from saccade.models.cuda.decoder import Crossing, Mixers, Mixing
 from saccade.models.cuda.gemms import Residual
-from saccade.models.layers.gated_delta_net import GatedDeltaNet
 from saccade.runner.cuda.decode_graphs import Decoded, DecodeGraphs, DecodeRows
 from saccade.runner.cuda.graph_sizes import GRAPH_WINDOWS, MAX_MIXED_ROWS, MixedSize, mixed_sizes
-from saccade.runner.cuda.prefill_graphs import PrefillGraphs, Sizes, Splice, Window
+from saccade.runner.cuda.prefill_graphs import PrefillGraphs, Splice
+from saccade.runner.cuda.prefill_metadata import Sizes, Window
 from saccade.runner.cuda.staging import PinnedStaging
 
 
@@ -38,7 +38,7 @@ class MixedGraphs:
         self._decoder = prefill.decoder
         table = self._decoder.decoder.table
         self._embeds = table.new_zeros(MAX_MIXED_ROWS, prefill.width)
-        self._staging = PinnedStaging(prefill.graph_sizes(MAX_MIXED_ROWS).offsets()[-1], table.device)
+        self._staging = PinnedStaging(prefill.mixed_sizes(MAX_MIXED_ROWS).offsets()[-1], table.device)
         self._prepared: dict[MixedSize, _Prepared] = {}
         self._side: torch.cuda.Stream | None = None
         if table.is_cuda:
@@ -62,6 +62,7 @@ class MixedGraphs:
         prepared = self._prepared[size]
         self._prefill.write(self._staging.open(), windows, prepared.sizes)
         self._staging.send(prepared.metadata)
+        self._prefill.fill_tables(windows)
         self._decode.send(rows, size.rows)
         if splice is not None:
             splice(self._embeds)
@@ -73,14 +74,14 @@ class MixedGraphs:
 
     def prepare(self, size: MixedSize) -> _Prepared:
         """Allocate what passes of this size need."""
-        sizes = self._prefill.graph_sizes(size.tokens)
+        sizes = self._prefill.mixed_sizes(size.tokens)
         prepared = _Prepared(sizes, self._prefill.new_metadata((), sizes), None)
         self._prepared[size] = prepared
         return prepared
 
     def capture(self, pool: Any, max_tokens: int) -> None:
         """Graphs for all sizes, in the memory of the larger ones captured before. `max_tokens`: of a step."""
-        nothing = DecodeRows(*[torch.empty(0, dtype=torch.int32).numpy()] * 5)
+        nothing = DecodeRows(*[torch.empty(0, dtype=torch.int32).numpy()] * len(DecodeRows._fields))
         for size in mixed_sizes(max_tokens, self._decode.sizes[-1]):
             prepared = self.prepare(size)
             self._decode.send(nothing, size.rows)
@@ -98,31 +99,32 @@ class MixedGraphs:
         _, attend_decode = self._decode.begin(size.rows, embeds[first:], half.programs)
         gemms = self._decoder.gemms(len(embeds))
 
-        def attend(qkv: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            out = torch.empty_like(self._decoder.split(qkv)[0], memory_format=torch.contiguous_format)
-            self._concurrently(
-                lambda: attend_prefill(qkv[:first], keys, values, out[:first]),
-                lambda: attend_decode(qkv[first:], keys, values, out[first:]),
-            )
-            return out
-
-        x = self._decoder.forward(embeds, Mixers(attend, self._nets(size, prepared)), gemms)
+        before = self._prefill.positions(prepared.metadata, prepared.sizes)
+        positions = torch.cat((before, self._decode.positions(size.rows)))
+        mixers = Mixers(self._both(first, attend_prefill, attend_decode), positions=positions)
+        net_prefill = self._prefill.begin_nets(prepared.metadata, prepared.sizes)
+        net_decode = self._decode.begin_nets(size.rows)
+        if net_prefill is not None and net_decode is not None:
+            mixers = mixers._replace(delta=self._both(first, net_prefill, net_decode))
+        cross_prefill = self._prefill.begin_cross(prepared.metadata, prepared.sizes)
+        cross_decode = self._decode.begin_cross(size.rows)
+        if cross_prefill is not None and cross_decode is not None:
+            attend = self._both(first, cross_prefill.attend, cross_decode.attend)
+            rows = torch.cat((cross_prefill.rows, cross_decode.rows))
+            mixers = mixers._replace(cross=Crossing(attend, rows))
+        x = self._decoder.forward(embeds, mixers, gemms)
         added = x.added if x.added is None else x.added[..., first:, :].contiguous()
         self._decode.finish(Residual(x.rows[first:], added), gemms, size.rows)
 
-    def _nets(self, size: MixedSize, prepared: _Prepared) -> Delta | None:
-        """The gated delta nets of both parts, of decoders that have some."""
-        first = size.tokens
-        mix_prefill = self._prefill.begin_nets(prepared.metadata, prepared.sizes)
-        mix_decode = self._decode.begin_nets(size.rows)
-        if mix_prefill is None or mix_decode is None:
-            return None
+    def _both(self, first: int, prefill: Mixing, decode: Mixing) -> Mixing:
+        """What mixes both parts of a pass: rows before `first` are prefill."""
 
-        def mix(projected: Tensor, net: GatedDeltaNet, index: int) -> Tensor:
-            out = projected.new_empty(len(projected), net.out.weight.shape[1])
+        def mix(projected: Tensor, own: Any, index: int, out: Tensor | None = None) -> Tensor:
+            if out is None:
+                out = projected.new_empty(len(projected), own.out.weight.shape[1])
             self._concurrently(
-                lambda: mix_prefill(projected[:first], net, index, out[:first]),
-                lambda: mix_decode(projected[first:], net, index, out[first:]),
+                lambda: prefill(projected[:first], own, index, out[:first]),
+                lambda: decode(projected[first:], own, index, out[first:]),
             )
             return out
 

@@ -1,10 +1,5 @@
 """Prefill on a CUDA device: metadata in one copy, and a CUDA graph for steps that are not too large.
 
-    int32 a step   | tokens | slots | positions | rows | seq_lens | starts | last | request_rows | tiles     |
-                     T        T       axes * T    W      W          W + 1    W      W              2 * tiles
-                   | piece_starts | piece_rows | keep |    of decoders with gated delta nets
-                     P + 1          P            P
-
 A graph is captured per number of tokens; fewer are padded with rows of no window, which are not stored. It
 ends with the normed last row of each window. Logits and argmax are another graph, for windows that sample.
 """
@@ -12,85 +7,44 @@ ends with the normed last row of each window. Logits and argmax are another grap
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from saccade.kernels.attention.mla_expanded import GATHERED
 from saccade.kernels.attention.prefill import PrefillAttention
 from saccade.kernels.attention.prefill_flashinfer import FlashInferPrefill
 from saccade.kernels.attention.rope_store_kv import rotary_and_store
 from saccade.kernels.launch.varlen_tiles import Tiles
 from saccade.kernels.ops.argmax import ArgmaxWorkspace, TokenSink, argmax
-from saccade.kernels.ops.prepare_inputs import PrefillMetadata, RotaryFrequencies, prefill_inputs
-from saccade.models.cuda.decoder import FusedDecoder, Mixers
+from saccade.kernels.ops.prepare_inputs import (
+    PrefillInputs,
+    PrefillMetadata,
+    RotaryFrequencies,
+    prefill_inputs,
+)
+from saccade.models.cuda.decoder import Crossing, FusedDecoder, Mixers, Mixing
 from saccade.runner.cuda.block_table import BlockTables
-from saccade.runner.cuda.decode_graphs import Attending, Decoded
-from saccade.runner.cuda.delta_nets import DeltaNets, Mixing
-from saccade.runner.cuda.graph_sizes import GRAPH_PIECES, GRAPH_TOKENS, GRAPH_WINDOWS
+from saccade.runner.cuda.cross_attention import CrossAttentions
+from saccade.runner.cuda.decode_graphs import Decoded
+from saccade.runner.cuda.delta_nets import DeltaNets
+from saccade.runner.cuda.graph_sizes import GRAPH_PIECES, GRAPH_STRETCHES, GRAPH_TOKENS, GRAPH_WINDOWS
+from saccade.runner.cuda.latent_attention import LatentAttentions, LatentStep
+from saccade.runner.cuda.prefill_metadata import (
+    Parts,
+    Sizes,
+    Window,
+    is_crossing,
+    stretches_of,
+    write_metadata,
+)
 from saccade.runner.cuda.staging import Metadata, PinnedStaging, to_device
-
-_NO_ROW = 2**30  # beyond the last row of any window
 
 Splice = Callable[[Tensor], None]
 """Writes the embeddings of images into the packed rows [T, H or wider]."""
-
-
-class Window(NamedTuple):
-    """New tokens of one request."""
-
-    row: int  # of the block tables
-    tokens: npt.NDArray[np.integer[Any]]  # [tokens]; -1 where an image's embedding is written
-    positions: npt.NDArray[np.integer[Any]]  # [axes, tokens]
-    slots: npt.NDArray[np.integer[Any]]  # [tokens]
-    seq_len: int  # tokens in the cache once these are written
-    samples: bool  # the next token is sampled
-    pieces: tuple[
-        tuple[int, int], ...
-    ] = ()  # for recurrent states: tokens, and the row of a checkpoint or -1
-
-
-class Sizes(NamedTuple):
-    """Sizes of a pass's metadata."""
-
-    tokens: int
-    windows: int
-    axes: int
-    tiles: int
-    is_short: bool = False  # of contexts, see `PrefillAttention`
-    pieces: int = 0  # of windows; none without recurrent states
-
-    def offsets(self) -> list[int]:
-        t = self.tokens
-        w = self.windows
-        p = self.pieces
-        parts = (t, t, self.axes * t, w, w, w + 1, w, w, 2 * self.tiles, p + 1, p, p)
-        return [0, *accumulate(parts)]
-
-
-class _Parts(NamedTuple):
-    """The metadata of a pass: NumPy arrays on the host, tensors on the device."""
-
-    tokens: Any
-    slots: Any
-    positions: Any  # [axes * T]
-    table_rows: Any
-    seq_lens: Any
-    starts: Any
-    last: Any
-    request_rows: Any
-    tiles: Any  # [2 * tiles]
-    piece_starts: Any
-    piece_rows: Any
-    keep: Any
-
-    @classmethod
-    def of(cls, flat: Any, sizes: Sizes) -> _Parts:
-        return cls(*[flat[first:end] for first, end in pairwise(sizes.offsets())])
 
 
 class _Captured(NamedTuple):
@@ -115,16 +69,23 @@ class PrefillGraphs:
         axes: int,
         flash: FlashInferPrefill | None = None,
         nets: DeltaNets | None = None,
+        latent: LatentAttentions | None = None,
+        cross: CrossAttentions | None = None,
     ) -> None:
         self.decoder = decoder
         self.nets = nets  # of decoders with gated delta nets
+        self.latent = latent  # of decoders with MLA
+        self.cross = cross  # of decoders with cross-attention
         self.tables = tables
         self.block_size = block_size
         self.axes = axes
         self._flash = flash  # attends in steps large enough for it; the host plans each of them
         table = decoder.decoder.table
-        self.attention = PrefillAttention.best(decoder.heads, table.dtype, block_size, table.device)
-        self._captured: dict[tuple[int, bool], _Captured] = {}  # by tokens, and whether contexts are short
+        self._own = None
+        if latent is None:
+            self._own = PrefillAttention.best(decoder.heads, table.dtype, block_size, table.device)
+        # By tokens, whether contexts are short, and whether rows cross-attend.
+        self._captured: dict[tuple[int, bool, bool], _Captured] = {}
         self._static: _Static | None = None
 
     def run(self, windows: Sequence[Window], splice: Splice | None = None) -> Decoded:
@@ -138,6 +99,7 @@ class PrefillGraphs:
         self.write(static.staging.open(), windows, captured.sizes)
         static.staging.send(captured.metadata)
         self._plan(windows, captured.sizes)
+        self.fill_tables(windows)
         if splice is not None:
             splice(static.embeds)
         captured.graph.replay()
@@ -148,15 +110,19 @@ class PrefillGraphs:
     def _run_eager(self, windows: Sequence[Window], samples: int, splice: Splice | None) -> Decoded:
         tokens = sum(len(window.tokens) for window in windows)
         table = self.decoder.decoder.table
-        rows = self.attention.rows(tokens)
+        expanded = self._expanded(windows)
+        rows = self.attention.rows(tokens, is_short=expanded > 0)
         tiles = sum(-(-len(window.tokens) // rows) for window in windows)
         pieces = sum(len(window.pieces) for window in windows) if self.nets else 0
-        sizes = Sizes(tokens, len(windows), self.axes, tiles, pieces=pieces)
+        sizes = Sizes(tokens, len(windows), self.axes, tiles, expanded > 0, pieces, expanded)
+        if is_crossing(windows):
+            sizes = self._crossing(sizes, len(stretches_of(windows, tokens)))
         self._plan(windows, sizes)
+        tables = self.fill_tables(windows)
         embeds = table.new_zeros(tokens, self.width)
         if splice is not None:
             splice(embeds)
-        hidden, request_rows = self._forward(embeds, self.new_metadata(windows, sizes), sizes)
+        hidden, request_rows = self._forward(embeds, self.new_metadata(windows, sizes), sizes, tables)
         found = self._new_found(samples)
         if samples:
             last = _Last(hidden[:samples], request_rows[:samples])
@@ -168,8 +134,11 @@ class PrefillGraphs:
         wanted = [tokens for tokens in GRAPH_TOKENS if tokens <= _rounded(max_tokens)]
         static = self._new_static(pool, wanted[-1])
         for tokens in tqdm(reversed(wanted), "Capturing prefill", len(wanted), disable=None):
-            for is_short in {False, self.attention.is_short(tokens, tokens)}:
-                self._capture(static, pool, self.graph_sizes(tokens, is_short=is_short))
+            for is_short in {False, self.attention.is_short(tokens, [tokens])}:
+                sizes = self.graph_sizes(tokens, is_short=is_short)
+                self._capture(static, pool, sizes)
+                if self.cross:
+                    self._capture(static, pool, self._crossing(sizes, GRAPH_STRETCHES))
         self._static = static
 
     def _capture(self, static: _Static, pool: Any, sizes: Sizes) -> None:
@@ -179,7 +148,8 @@ class PrefillGraphs:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
             self._forward_into(static, metadata, sizes)
-        self._captured[sizes.tokens, sizes.is_short] = _Captured(graph, sizes, metadata)
+        key = (sizes.tokens, sizes.is_short, sizes.stretches > 0)
+        self._captured[key] = _Captured(graph, sizes, metadata)
 
     def new_metadata(self, windows: Sequence[Window], sizes: Sizes) -> Tensor:
         flat = np.zeros(sizes.offsets()[-1], np.int32)
@@ -187,31 +157,12 @@ class PrefillGraphs:
         return to_device(flat, self.tables.blocks.device)
 
     def write(self, flat: Metadata, windows: Sequence[Window], sizes: Sizes) -> None:
-        """The rest of each part is padding; positions there are not read and stay as they were."""
-        parts = _Parts.of(flat, sizes)
-        by_axis = parts.positions.reshape(sizes.axes, -1)
-        done = 0
-        for window in windows:
-            end = done + len(window.tokens)
-            parts.tokens[done:end] = window.tokens
-            parts.slots[done:end] = window.slots
-            by_axis[:, done:end] = window.positions
-            done = end
-        parts.tokens[done:] = 0
-        parts.slots[done:] = -1
-        _fill(parts.table_rows, [window.row for window in windows], self.tables.spare)
-        _fill(parts.seq_lens, [window.seq_len for window in windows], 0)
-        parts.starts[0] = 0
-        _fill(parts.starts[1:], np.cumsum([len(window.tokens) for window in windows]), done)
-        samples = [i for i, window in enumerate(windows) if window.samples]
-        _fill(parts.last, parts.starts[1:][samples] - 1, 0)
-        _fill(parts.request_rows, parts.table_rows[samples], self.tables.spare)
-        _write_tiles(parts.tiles.reshape(-1, 2), windows, self._rows(sizes))
-        if sizes.pieces:
-            _write_pieces(parts, windows)
+        states = self.cross.counts if self.cross else None
+        rows = self._rows(sizes)
+        write_metadata(flat, windows, sizes, rows=rows, spare=self.tables.spare, states=states)
 
     def captured_sizes(self) -> list[int]:
-        return sorted({tokens for tokens, _ in self._captured})
+        return sorted({tokens for tokens, _, _ in self._captured})
 
     def _fitting(self, tokens: int, windows: Sequence[Window]) -> _Captured | None:
         if len(windows) > GRAPH_WINDOWS or tokens > GRAPH_TOKENS[-1]:
@@ -219,12 +170,42 @@ class PrefillGraphs:
         if sum(len(window.pieces) for window in windows) > GRAPH_PIECES:
             return None
         size = _rounded(tokens)
-        longest = max(window.seq_len for window in windows)
-        return self._captured.get((size, self.attention.is_short(size, longest)))
+        is_short = self.attention.is_short(size, [window.seq_len for window in windows])
+        if not is_short and self._expanded(windows):
+            return None
+        crosses = is_crossing(windows)
+        if crosses and len(stretches_of(windows, size)) > GRAPH_STRETCHES:
+            return None
+        return self._captured.get((size, is_short, crosses))
+
+    def _expanded(self, windows: Sequence[Window]) -> int:
+        """Tokens of contexts that MLA should expand, whatever graphs hold."""
+        if self.latent is None:
+            return 0
+        lengths = [len(window.tokens) for window in windows]
+        return self.latent.expanded(lengths, [window.seq_len for window in windows])
 
     def graph_sizes(self, tokens: int, *, is_short: bool = False) -> Sizes:
         tiles = -(-tokens // self.attention.rows(tokens, is_short=is_short)) + GRAPH_WINDOWS
-        return Sizes(tokens, GRAPH_WINDOWS, self.axes, tiles, is_short, GRAPH_PIECES if self.nets else 0)
+        pieces = GRAPH_PIECES if self.nets else 0
+        expanded = tokens if self.latent and is_short else 0
+        return Sizes(tokens, GRAPH_WINDOWS, self.axes, tiles, is_short, pieces, expanded)
+
+    def mixed_sizes(self, tokens: int) -> Sizes:
+        """Of a mixed batch, whose graph has all kinds of layers."""
+        sizes = self.graph_sizes(tokens)
+        return self._crossing(sizes, GRAPH_STRETCHES) if self.cross else sizes
+
+    def _crossing(self, sizes: Sizes, stretches: int) -> Sizes:
+        """Of the same pass with cross-attention."""
+        assert self.cross is not None
+        return sizes._replace(stretches=stretches, stretch_rows=self.cross.tile_tokens(sizes.tokens))
+
+    def fill_tables(self, windows: Sequence[Window]) -> Tensor | None:
+        """Which states of images each stretch attends to, on the device; None: none does."""
+        if self.cross is None or not is_crossing(windows):
+            return None
+        return self.cross.tables_for(stretches_of(windows))
 
     def _flash_for(self, sizes: Sizes) -> FlashInferPrefill | None:
         return self._flash if self._flash and self._flash.takes(sizes.tokens, sizes.windows) else None
@@ -239,6 +220,13 @@ class PrefillGraphs:
 
     def _rows(self, sizes: Sizes) -> int:
         return self.attention.rows(sizes.tokens, is_short=sizes.is_short)
+
+    @property
+    def attention(self) -> PrefillAttention | LatentAttentions:
+        """What chooses tiles and splits."""
+        attention = self._own or self.latent
+        assert attention is not None
+        return attention
 
     @property
     def width(self) -> int:
@@ -256,7 +244,10 @@ class PrefillGraphs:
         head = torch.cuda.CUDAGraph()
         with torch.cuda.graph(head, pool=pool):
             self._find(last, found, workspace)
-        staging = PinnedStaging(self.graph_sizes(max_tokens, is_short=True).offsets()[-1], device)
+        largest = self.graph_sizes(max_tokens, is_short=True)
+        if self.cross:
+            largest = self._crossing(largest, GRAPH_STRETCHES)
+        staging = PinnedStaging(largest.offsets()[-1], device)
         return _Static(table.new_zeros(max_tokens, self.width), staging, last, found, workspace, head)
 
     def _new_found(self, rows: int) -> Decoded:
@@ -272,46 +263,87 @@ class PrefillGraphs:
         for target, source in zip(static.last, found, strict=True):
             target.copy_(source)
 
-    def _forward(self, embeds: Tensor, metadata: Tensor, sizes: Sizes) -> _Last:
+    def _forward(self, embeds: Tensor, metadata: Tensor, sizes: Sizes, tables: Tensor | None = None) -> _Last:
+        """`tables`: of cross-attention, where they are not those of CUDA graphs."""
         attend = self.begin(embeds, metadata, sizes, 1 if sizes.is_short else None)
         gemms = self.decoder.gemms(sizes.tokens, in_parts=True)
-        x = self.decoder.forward(embeds, Mixers(attend, self.begin_nets(metadata, sizes)), gemms)
-        parts = _Parts.of(metadata, sizes)
+        nets = self.begin_nets(metadata, sizes)
+        cross = self.begin_cross(metadata, sizes, tables)
+        x = self.decoder.forward(embeds, Mixers(attend, nets, cross, self.positions(metadata, sizes)), gemms)
+        parts = Parts.of(metadata, sizes)
         return _Last(gemms.normed(x, self.decoder.decoder, parts.last), parts.request_rows)
+
+    def positions(self, metadata: Tensor, sizes: Sizes) -> Tensor:
+        """Of the first axis."""
+        positions: Tensor = Parts.of(metadata, sizes).positions[: sizes.tokens]
+        return positions
 
     def begin_nets(self, metadata: Tensor, sizes: Sizes) -> Mixing | None:
         """The gated delta nets of these rows, of decoders that have some."""
-        parts = _Parts.of(metadata, sizes)
+        parts = Parts.of(metadata, sizes)
         if self.nets is None:
             return None
         return self.nets.prefill(parts.piece_starts, parts.piece_rows, parts.keep, sizes.tokens)
 
-    def begin(self, embeds: Tensor, metadata: Tensor, sizes: Sizes, splits: int | None = None) -> Attending:
-        """Writes the embeddings of text tokens into `embeds`; returns the attention of these rows."""
-        parts = _Parts.of(metadata, sizes)
-        slots = parts.slots
-        seq_lens = parts.seq_lens
-        decoder = self.decoder.decoder
-        tiles = Tiles(parts.starts, parts.tiles.view(-1, 2), self._rows(sizes))
-        inputs = PrefillMetadata(
-            parts.tokens, parts.positions.view(self.axes, -1), parts.table_rows, seq_lens
-        )
-        frequencies = RotaryFrequencies(decoder.rotary.frequencies, decoder.rotary.axes)
-        blocks = self.tables.blocks
-        table = decoder.table
-        given = (inputs, embeds, table, frequencies, blocks, self.block_size, self.decoder.temperature)
-        cos, sin, tables, scales = prefill_inputs(*given)
-        flash = self._flash_for(sizes)
+    def begin_cross(self, metadata: Tensor, sizes: Sizes, tables: Tensor | None = None) -> Crossing | None:
+        """Cross-attention of these rows; None: no row attends to an image."""
+        if self.cross is None or not sizes.stretches:
+            return None
+        parts = Parts.of(metadata, sizes)
+        tiles = Tiles(parts.stretch_starts, parts.stretch_tiles.view(-1, 2), sizes.stretch_rows)
+        tables = self.cross.tables_for(()) if tables is None else tables
+        return self.cross.prefill(tiles, parts.stretch_counts, parts.is_crossing, tables)
 
-        def attend(qkv: Tensor, keys: Tensor, values: Tensor, out: Tensor | None = None) -> Tensor:
-            q, k, v = self.decoder.split(qkv)
-            q = rotary_and_store(q, k, v, cos, sin, keys, values, slots, scales)
+    def begin(self, embeds: Tensor, metadata: Tensor, sizes: Sizes, splits: int | None = None) -> Mixing:
+        """Writes the embeddings of text tokens into `embeds`; returns the attention of these rows."""
+        parts = Parts.of(metadata, sizes)
+        decoder = self.decoder.decoder
+        positions = parts.positions.view(self.axes, -1)
+        rows = PrefillMetadata(parts.tokens, positions, parts.table_rows, parts.seq_lens)
+        frequencies = RotaryFrequencies(decoder.rotary.frequencies, decoder.rotary.axes)
+        tables = (self.tables.blocks, self.block_size)
+        temperature = self.decoder.temperature
+        inputs = prefill_inputs(rows, embeds, decoder.table, frequencies, *tables, temperature)
+        if decoder.rotary_gain != 1:
+            inputs.cos.mul_(decoder.rotary_gain)
+            inputs.sin.mul_(decoder.rotary_gain)
+        if self.latent is not None:
+            return self._attend_latent(self.latent, parts, inputs, sizes, splits)
+        return self._attend(parts, inputs, sizes, splits)
+
+    def _attend(self, parts: Parts, inputs: PrefillInputs, sizes: Sizes, splits: int | None) -> Mixing:
+        attention = self._own
+        assert attention is not None
+        flash = self._flash_for(sizes)
+        tiles = self._tiles(parts, sizes)
+        kv = self.decoder.kv
+
+        def attend(projected: Tensor, own: Any, index: int, out: Tensor | None = None) -> Tensor:
+            q, k, v = self.decoder.split(projected)
+            cached = (kv.k[index], kv.v[index])
+            rotation = (inputs.cos, inputs.sin)
+            q = rotary_and_store(q, k, v, *rotation, *cached, parts.slots, inputs.query_scales)
             if flash is not None:
                 assert out is None, "FlashInfer allocates its own output"
-                return flash(q, keys, values)
-            return self.attention(q, keys, values, tables, seq_lens, tiles, self.decoder.scale, out, splits)
+                return flash(q, *cached).flatten(1)
+            by_head = None if out is None else out.view(q.shape)
+            given = (*cached, inputs.tables, parts.seq_lens, tiles, self.decoder.scale)
+            return attention(q, *given, by_head, splits).flatten(1)
 
         return attend
+
+    def _attend_latent(
+        self, latent: LatentAttentions, parts: Parts, inputs: PrefillInputs, sizes: Sizes, splits: int | None
+    ) -> Mixing:
+        step = LatentStep(inputs.cos, inputs.sin, parts.slots, inputs.tables, parts.seq_lens)
+        tiles = self._tiles(parts, sizes)
+        if not sizes.expanded:
+            return latent.prefill(step, tiles, splits)
+        contexts = Tiles(parts.context_starts, parts.context_tiles.view(-1, 2), GATHERED)
+        return latent.prefill_expanded(step, tiles, contexts, sizes.expanded)
+
+    def _tiles(self, parts: Parts, sizes: Sizes) -> Tiles:
+        return Tiles(parts.starts, parts.tiles.view(-1, 2), self._rows(sizes))
 
 
 class _Static(NamedTuple):
@@ -323,35 +355,6 @@ class _Static(NamedTuple):
     found: Decoded
     workspace: ArgmaxWorkspace
     head: torch.cuda.CUDAGraph  # from `last` to `found`
-
-
-def _fill(target: Metadata, values: Sequence[int] | npt.NDArray[np.integer[Any]], padding: int) -> None:
-    target[: len(values)] = values
-    target[len(values) :] = padding
-
-
-def _write_pieces(parts: _Parts, windows: Sequence[Window]) -> None:
-    """Where each piece begins, its state's row (-1: unused) and the row of its checkpoint (-1: none)."""
-    pieces = [(length, window.row, kept) for window in windows for length, kept in window.pieces]
-    lengths = [length for length, _, _ in pieces]
-    parts.piece_starts[0] = 0
-    _fill(parts.piece_starts[1:], np.cumsum(lengths), sum(lengths))
-    _fill(parts.piece_rows, [row for _, row, _ in pieces], -1)
-    _fill(parts.keep, [kept for _, _, kept in pieces], -1)
-
-
-def _write_tiles(index: Metadata, windows: Sequence[Window], rows: int) -> None:
-    """The window and first row of each tile, the one with most keys first; see `kernels.launch.tiling`."""
-    found = [
-        (window.seq_len - len(window.tokens) + first, owner, first)
-        for owner, window in enumerate(windows)
-        for first in range(0, len(window.tokens), rows)
-    ]
-    found.sort(reverse=True)
-    assert len(found) <= len(index), f"{len(found)} tiles in a launch of {len(index)}"
-    if found:
-        index[: len(found)] = np.array(found, np.int32)[:, 1:]
-    index[len(found) :] = 0, _NO_ROW
 
 
 def _rounded(tokens: int) -> int:

@@ -158,7 +158,7 @@ def test_expanded_prefill_is_the_absorbed_one_s(lengths: list[int], seq_lens: li
     weight = random(heads * (NOPE + VALUE), RANK, dtype=dtype, seed=3) / 4
     contexts = Tiles.of(seq_lens, GATHERED, DEVICE, capacity=12)
     context = expand_context(paged.k, paged.tables, contexts, sum(seq_lens) + 5, weight, SMALL, BLOCK)
-    launch = ROWS if dtype == HALF else launch_for(q, tile_rows(q))
+    launch = ROWS if dtype == HALF else launch_for(q, tile_rows(q, *q.shape[:2]))
     tiles = Tiles.of(lengths, launch.rows, DEVICE, seq_lens=seq_lens, capacity=9)
     found = mla_expanded_prefill(q, context, tiles, SMALL, SCALE, launch=launch)
     assert_close(found, expected_expanded(paged, q, weight, lengths))
@@ -264,6 +264,6 @@ def test_tiles_of_the_expanded_form_fit_shared_memory(
 ) -> None:
     monkeypatch.setattr(mla_expanded, "shared_memory", lambda device: limit)
     q = torch.empty(tokens, 16, 192, dtype=dtype)
-    launch = launch_for(q, tile_rows(q))
+    launch = launch_for(q, tile_rows(q, *q.shape[:2]))
     values = launch.rows * 192 + launch.keys * (192 + 128) * launch.stages
     assert values * q.element_size() <= limit

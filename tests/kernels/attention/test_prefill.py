@@ -46,7 +46,7 @@ def on_h200(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("by_hopper", [False, True])
 def test_what_is_short_grows_with_the_tokens_of_a_pass_and_ends_where_tiles_no_longer_fit(by_hopper: bool) -> None:
     attend = attention(by_hopper=by_hopper)
-    maximum = [max([n for n in range(0, 4000, 16) if attend.is_short(tokens, n)], default=0) for tokens in SIZES]
+    maximum = [max([n for n in range(0, 4000, 16) if attend.is_short(tokens, [n])], default=0) for tokens in SIZES]
     assert maximum[:-1] == sorted(maximum[:-1])
     assert all(tokens <= keys for tokens, keys in zip(SIZES[:-1], maximum, strict=False)), "an empty past is short"
     assert maximum[-1] == 0
@@ -56,13 +56,13 @@ def test_what_is_short_grows_with_the_tokens_of_a_pass_and_ends_where_tiles_no_l
 @pytest.mark.parametrize(("tokens", "maximum"), [(16, 448), (128, 448), (256, 1024), (384, 2304), (640, 2304)])
 def test_few_tokens_behind_a_context_that_is_short_for_many_go_the_long_way(tokens: int, maximum: int) -> None:
     attend = attention(by_hopper=True)
-    assert attend.is_short(tokens, maximum)
-    assert not attend.is_short(tokens, maximum + 1)
+    assert attend.is_short(tokens, [maximum])
+    assert not attend.is_short(tokens, [maximum + 1])
 
 
 @pytest.mark.usefixtures("on_h200")
 def test_more_heads_than_a_wave_of_programs_holds_are_never_short() -> None:
-    assert not PrefillAttention(32, BLOCK, DEVICE, by_hopper=True).is_short(512, 512)
+    assert not PrefillAttention(32, BLOCK, DEVICE, by_hopper=True).is_short(512, [512])
 
 
 @pytest.mark.parametrize("by_hopper", [False, True])

@@ -43,9 +43,9 @@ def test_the_fused_decoder_hands_attention_the_heads_of_the_plain_one(has_qk_nor
         tensor.copy_(random(*tensor.shape, seed=seed) / 8)
     x, layer, seen = random(3, 64, seed=99), decoder.layers[0], []
 
-    def keep(qkv: torch.Tensor, _keys: torch.Tensor, _values: torch.Tensor) -> torch.Tensor:
-        seen.append(qkv.clone())
-        return qkv[:, :4].contiguous()
+    def keep(projected: torch.Tensor, own: object, index: int, out: torch.Tensor | None = None) -> torch.Tensor:
+        seen.append(projected.clone())
+        return projected[:, :4].flatten(1)
 
     fused = FusedDecoder(decoder, PagedKV.allocate(text, 1, 16, torch.float32, DEVICE))
     fused.forward(x, Mixers(keep), fused.gemms(3))

@@ -61,6 +61,6 @@ def test_a_prompt_takes_the_memory_that_is_planned_for_it() -> None:
     fused, embeds = FusedDecoder(made, kv), rows_of(rows, 64, 1, torch.float32)
     with PeakMemory() as memory:
         memory.hold(embeds)
-        fused.forward(embeds, Mixers(lambda qkv, keys, values: qkv[:, :4].clone()), fused.gemms(rows))
+        fused.forward(embeds, Mixers(lambda qkv, own, index: qkv[:, :4].flatten(1)), fused.gemms(rows))
     planned = costs.fused_prompt_bytes_per_token(TEXT, "float32") - 2 * TEXT.head_dim * 4  # angles are the caller's
     assert memory.peak == pytest.approx(rows * planned, rel=0.02)

@@ -214,7 +214,7 @@ def test_keys_and_values_of_each_image_equal_transformers(subject: CrossAttentio
         tiles = int(made["aspect_ratio_mask"].sum())
         features = model.vision_model(**made).last_hidden_state[0, 0, :tiles].flatten(0, 1)
         states = model.multi_modal_projector(features)
-        found = unpack(subject.model.cross, kept)
+        found = unpack(subject.model.decoder.cross_layers, kept)
         assert len(kept) == subject.geometry(photo).slots and found.shape[2] == len(states) == tiles * 17
         for number, index in enumerate(model.language_model.cross_attention_layers):
             layer = model.language_model.layers[index].cross_attn
@@ -264,11 +264,12 @@ def test_a_image_out_of_sight_changes_later_text_only_through_the_text_between(s
 
 def test_what_is_kept_fills_whole_rows_whatever_the_widths(subject: CrossAttentionSubject) -> None:
     states = torch.randn(5, 64)
-    one = subject.model.cross[:1]  # 64 values of a state: as wide as a row; two layers take two rows
-    for layers, rows in ((one, 5), (subject.model.cross, 10)):
+    every = subject.model.decoder.cross_layers
+    one = every[:1]  # 64 values of a state: as wide as a row; two layers take two rows
+    for layers, rows in ((one, 5), (every, 10)):
         kept = pack(layers, states)
         assert kept.shape == (rows, 64)
-        torch.testing.assert_close(unpack(layers, kept)[0], layers[0].project(states))
+        torch.testing.assert_close(unpack(layers, kept)[0], layers[0].attention.project(states))
 
 
 def test_only_layers_that_read_the_text_have_kv_memory(subject: CrossAttentionSubject) -> None:

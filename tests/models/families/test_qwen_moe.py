@@ -16,7 +16,6 @@ from saccade.errors import ConfigError
 from saccade.models import load_model
 from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.processor.families import video_rules_for
-from saccade.runner.build import eager_reason_of
 from tests.helpers import family_qwen3_5, family_text
 from tests.helpers.family_moe import build_hybrid, build_vl
 from tests.helpers.parity import CPU, Pair, assert_close, hybrid_logits, our_logits, prompt, their_logits
@@ -169,12 +168,6 @@ def test_a_whole_folder_may_be_filled_at_random(folder: Path) -> None:
     config = open_checkpoint(str(folder), weights=False).config
     model = load_model(None, config, dtype=torch.float32, device=CPU, load_format="dummy")
     assert model.decoder.table.std() > 0
-
-
-def test_on_a_gpu_experts_run_in_kernels(pair: Pair) -> None:
-    reason = eager_reason_of(pair.ours, torch.device("cuda"))
-    assert reason is None  # experts have kernels
-    assert eager_reason_of(pair.ours, CPU) is None
 
 
 # --- what configs say ---------------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
     rows of the slab     [ a a a b b . . a a c c . ]      an image's rows need not be contiguous
 
+A row is one slot, or with cross-attention the slots of one state: its keys and values in every layer.
+
 Nothing is allocated after start, so memory does not fragment.
 """
 
@@ -27,12 +29,16 @@ class _Rows(NamedTuple):
 
 
 class EmbeddingSlab(MutableMapping[Key, Tensor]):
-    """A dict of tensors [slots, width]; reading copies."""
+    """A dict of tensors [slots, width]; reading copies. `slots_per_row` divides all numbers of slots."""
 
-    def __init__(self, slots: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.memory = torch.zeros(slots, width, dtype=dtype, device=device)
-        self._free = np.arange(slots)  # the first `_left` of them
-        self._left = slots
+    def __init__(
+        self, slots: int, width: int, dtype: torch.dtype, device: torch.device, slots_per_row: int = 1
+    ) -> None:
+        rows = slots // slots_per_row
+        self.width = width
+        self.memory = torch.zeros(rows, slots_per_row * width, dtype=dtype, device=device)
+        self._free = np.arange(rows)  # the first `_left` of them
+        self._left = rows
         self._rows: dict[Key, _Rows] = {}
         self._outside: dict[Key, Tensor] = {}  # what did not fit
 
@@ -40,6 +46,7 @@ class EmbeddingSlab(MutableMapping[Key, Tensor]):
     def warm_up(self) -> None:
         """Write, read and splice as for an image, so that PyTorch loads its kernels now."""
         some = self.memory.new_zeros(min(_WARM_UP_ROWS, self._left), self.memory.shape[1])
+        some = some.view(-1, self.width)
         self[b""] = some
         some[1:] = self[b""][1:]
         del self[b""]
@@ -47,18 +54,29 @@ class EmbeddingSlab(MutableMapping[Key, Tensor]):
     def __setitem__(self, key: Key, embeddings: Tensor) -> None:
         if key in self:
             del self[key]
-        if len(embeddings) > self._left:  # the scheduler counts the same slots, so this is only for a moment
+        packed = embeddings.reshape(-1, self.memory.shape[1])
+        if len(packed) > self._left:  # the scheduler counts the same slots, so this is only for a moment
             self._outside[key] = embeddings
             return
-        self._left -= len(embeddings)
-        host = self._free[self._left : self._left + len(embeddings)].copy()
+        self._left -= len(packed)
+        host = self._free[self._left : self._left + len(packed)].copy()
         rows = _Rows(host, to_device(host, self.memory.device))
-        self.memory.index_copy_(0, rows.device, embeddings)
+        self.memory.index_copy_(0, rows.device, packed)
         self._rows[key] = rows
 
     def __getitem__(self, key: Key) -> Tensor:
         outside = self._outside.get(key)
-        return outside if outside is not None else self.memory.index_select(0, self._rows[key].device)
+        if outside is not None:
+            return outside
+        return self.memory.index_select(0, self._rows[key].device).view(-1, self.width)
+
+    def rows(self, key: Key) -> Tensor:
+        """Where an image's rows lie in `memory`: int64, on the device."""
+        outside = self._outside.get(key)
+        if outside is not None:
+            self[key] = outside
+        assert key in self._rows, "an image that is attended to is among those the scheduler has room for"
+        return self._rows[key].device
 
     def __delitem__(self, key: Key) -> None:
         if self._outside.pop(key, None) is not None:

@@ -1,0 +1,156 @@
+"""MLA of a pass on a CUDA device: its kernels, and which form a prefill pass takes.
+
+    few new tokens, or a long past    absorbed: all heads read the cached vectors, nothing is expanded
+    many new tokens                   expanded: keys and values of every head, once for the whole context
+
+A CUDA graph of T tokens has memory for T tokens of expanded contexts: prompts without a past, or with a short
+one. Longer contexts are expanded in passes that are launched kernel by kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from saccade.kernels.attention.mla_absorbed import (
+    choose_prefill_splits,
+    mla_decode,
+    mla_prefill,
+    prefill_launch,
+    tile_tokens,
+)
+from saccade.kernels.attention.mla_expanded import (
+    MLADims,
+    expand_context,
+    is_worth_it,
+    mla_expanded_prefill,
+    tile_rows,
+)
+from saccade.kernels.attention.mla_store import mla_rope_store
+from saccade.kernels.attention.prefill import Half
+from saccade.kernels.launch.varlen_tiles import Tiles
+from saccade.models.cuda.decoder import Mixing
+from saccade.models.layers.mla import LatentAttention
+from saccade.models.layers.torch_attention import PagedKV
+from saccade.runner.cuda.graph_sizes import MAX_EXPANDED
+
+
+class LatentStep(NamedTuple):
+    """Metadata of the rows of a pass, on the device."""
+
+    cos: Tensor  # [T, rope]
+    sin: Tensor
+    slots: Tensor  # int32 [T]
+    tables: Tensor  # int32 [requests, max_blocks]
+    seq_lens: Tensor  # int32 [requests]
+
+
+class LatentAttentions:
+    def __init__(self, own: LatentAttention, kv: PagedKV, block_size: int, scale: float) -> None:
+        """`own`: of any layer, for its shape."""
+        mla = own.mla
+        self.dims = MLADims(mla.kv_lora_rank, mla.qk_nope_head_dim, mla.qk_rope_head_dim, mla.v_head_dim)
+        self.heads = own.heads
+        self.block_size = block_size
+        self.scale = scale
+        self._kv = kv.k
+        self._launch = prefill_launch(kv.k)
+
+    def is_short(self, tokens: int, seq_lens: Sequence[int]) -> bool:
+        """Whether a CUDA graph of so many tokens runs these contexts in the expanded form."""
+        return sum(seq_lens) <= tokens
+
+    def expanded(self, lengths: Sequence[int], seq_lens: Sequence[int]) -> int:
+        """Tokens of contexts that a pass of any size expands: all of them, or 0."""
+        total = sum(seq_lens)
+        return total if total <= MAX_EXPANDED and is_worth_it(lengths, seq_lens, self.dims) else 0
+
+    def rows(self, tokens: int, *, is_short: bool = False) -> int:
+        """Tokens of a tile."""
+        if is_short:
+            return tile_rows(self._kv, tokens, self.heads)
+        return tile_tokens(self.heads, self._launch)
+
+    def half(self, tokens: int) -> Half:
+        """The launch of so many tokens in a mixed batch."""
+        tiles = -(-tokens // self.rows(tokens))
+        splits = choose_prefill_splits(tiles, self.heads, self._launch, self._kv.device, share=2)
+        return Half(splits, tiles * -(-self.heads // self._launch.rows) * splits)
+
+    def decode(self, step: LatentStep) -> Mixing:
+        def attend(projected: Tensor, own: LatentAttention, index: int, out: Tensor | None = None) -> Tensor:
+            queries = self._store_and_absorb(projected, own, index, step)
+            cache = self._kv[index]
+            given = (cache, step.tables, step.seq_lens, self.dims.rank, self.block_size, self.scale)
+            return self._to_values(mla_decode(queries, *given), own, out)
+
+        return attend
+
+    def prefill(self, step: LatentStep, tiles: Tiles, splits: int | None = None) -> Mixing:
+        """In the absorbed form."""
+
+        def attend(projected: Tensor, own: LatentAttention, index: int, out: Tensor | None = None) -> Tensor:
+            queries = self._store_and_absorb(projected, own, index, step)
+            cache = self._kv[index]
+            given = (cache, step.tables, step.seq_lens, tiles, self.dims.rank, self.block_size, self.scale)
+            return self._to_values(mla_prefill(queries, *given, splits=splits), own, out)
+
+        return attend
+
+    def prefill_expanded(self, step: LatentStep, tiles: Tiles, contexts: Tiles, total: int) -> Mixing:
+        """`contexts`: the tiles of all contexts. `total`: their tokens, or more."""
+
+        def attend(projected: Tensor, own: LatentAttention, index: int, out: Tensor | None = None) -> Tensor:
+            q, kv = self._split(projected)
+            q_rope = q[..., self.dims.nope :]
+            self._store(q_rope, kv, own, index, step, q_rope)  # in place
+            cache = self._kv[index]
+            context = expand_context(
+                cache, step.tables, contexts, total, own.expand, self.dims, self.block_size
+            )
+            if out is None:
+                out = self._new_out(projected)
+            by_head = out.view(len(out), self.heads, -1)
+            mla_expanded_prefill(q, context, tiles, self.dims, self.scale, out=by_head)
+            return out
+
+        return attend
+
+    def _split(self, projected: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries [T, heads, nope + rope]; latent and the key's part with RoPE [T, rank + rope]."""
+        width = self.heads * (self.dims.nope + self.dims.rope)
+        q, kv = projected.tensor_split([width], dim=-1)
+        return q.view(len(q), self.heads, -1), kv
+
+    def _store(
+        self, q_rope: Tensor, kv: Tensor, own: LatentAttention, index: int, step: LatentStep, rotated: Tensor
+    ) -> None:
+        norm = own.norm
+        rotation = (step.cos, step.sin)
+        mla_rope_store(q_rope, kv, *rotation, norm.weight, norm.eps, self._kv[index], step.slots, rotated)
+
+    def _store_and_absorb(
+        self, projected: Tensor, own: LatentAttention, index: int, step: LatentStep
+    ) -> Tensor:
+        """Queries [T, heads, rank + rope]."""
+        dims = self.dims
+        q, kv = self._split(projected)
+        queries = projected.new_empty(len(projected), self.heads, dims.rank + dims.rope)
+        self._store(q[..., dims.nope :], kv, own, index, step, queries[..., dims.rank :])
+        absorbed = queries[..., : dims.rank].transpose(0, 1)
+        torch.bmm(q[..., : dims.nope].transpose(0, 1), own.to_keys, out=absorbed)
+        return queries
+
+    def _to_values(self, mixed: Tensor, own: LatentAttention, out: Tensor | None) -> Tensor:
+        """[T, heads, rank] -> [T, heads * value]"""
+        if out is None:
+            out = self._new_out(mixed)
+        by_head = out.view(len(out), self.heads, -1).transpose(0, 1)
+        torch.bmm(mixed.transpose(0, 1), own.to_values.mT, out=by_head)
+        return out
+
+    def _new_out(self, rows: Tensor) -> Tensor:
+        return rows.new_empty(len(rows), self.heads * self.dims.value)

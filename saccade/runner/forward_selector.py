@@ -1,0 +1,98 @@
+"""Which forward pass runs a model: kernels and CUDA graphs on a GPU; PyTorch elsewhere or if graphs fail."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, MutableMapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from saccade import costs
+from saccade.models.interface import VisionLanguageModel
+from saccade.models.layers.cross_attention import CrossDecoder
+from saccade.models.layers.mla import LatentDecoder
+from saccade.models.layers.torch_attention import PagedKV
+from saccade.models.layers.transformers_text import TextModel
+from saccade.options import SchedulerConfig
+from saccade.runner.cuda.attention_selector import AttentionTarget, choose
+from saccade.runner.embedding_cache import EmbeddingSlab
+from saccade.runner.forward import Forward
+from saccade.runner.recurrent_state import RecurrentStates
+from saccade.runner.torch_forward import TorchForward
+from saccade.types import Key
+
+_CHECKED = (CrossDecoder, LatentDecoder, TextModel)
+"""Decoders whose graphs are compared with PyTorch at start, and may run without them."""
+
+
+class ForwardParts(NamedTuple):
+    """What a forward pass is made of."""
+
+    model: VisionLanguageModel
+    kv: PagedKV
+    sizes: SchedulerConfig
+    states: RecurrentStates | None
+    embeddings: MutableMapping[Key, Tensor]
+
+
+def select_forward(parts: ForwardParts, target: AttentionTarget, backend: str) -> tuple[Forward, str | None]:
+    """With the reason, for the start-up log, why a GPU runs the model in eager PyTorch."""
+    plain = partial(TorchForward, parts.model, parts.kv, parts.sizes.block_size, parts.states)
+    if target.device.type != "cuda":
+        return plain(), None
+    capture = partial(_capture, parts, target, backend)
+    decoder: Any = parts.model.decoder
+    if not isinstance(decoder, _CHECKED):
+        return capture(), None
+    reason = decoder.eager_reason() if isinstance(decoder, TextModel) else None
+    forward = None
+    if reason is None:
+        forward, reason = try_graphs(capture, partial(_check, parts, plain()))
+    if forward is None:
+        return plain(), f"steps run in plain PyTorch, without kernels and CUDA graphs: {reason}"
+    return forward, None
+
+
+def try_graphs(
+    capture: Callable[[], Forward], check: Callable[[Forward], None]
+) -> tuple[Forward | None, str | None]:
+    """What was captured, or why it cannot be used."""
+    try:
+        forward = capture()
+        check(forward)
+        return forward, None
+    except Exception as error:  # anything: PyTorch runs the model, too
+        reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    gc.collect()
+    torch.cuda.empty_cache()
+    return None, reason
+
+
+def _capture(parts: ForwardParts, target: AttentionTarget, backend: str) -> Forward:
+    from saccade.runner.cuda.forward import CudaForward  # needs Triton, which only CUDA machines have
+
+    sizes = parts.sizes
+    decoder: Any = parts.model.decoder
+    max_blocks = costs.blocks_for(sizes.max_model_len, sizes.block_size)
+    forward = CudaForward(
+        decoder,
+        parts.kv,
+        block_size=sizes.block_size,
+        max_requests=sizes.max_num_seqs,
+        max_blocks=max_blocks,
+        axes=3 if target.text.mrope_section else 1,
+        flash=choose(backend, target, sizes.block_size, max_blocks, decoder.scale),
+        states=parts.states,
+        slab=parts.embeddings if isinstance(parts.embeddings, EmbeddingSlab) else None,
+    )
+    forward.capture(sizes.max_num_batched_tokens)
+    return forward
+
+
+def _check(parts: ForwardParts, plain: TorchForward, forward: Any) -> None:
+    from saccade.runner.cuda.self_check import check_logits
+
+    check_logits(forward, plain, parts.embeddings, parts.model.config.text, parts.sizes.block_size)

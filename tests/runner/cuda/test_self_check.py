@@ -1,0 +1,51 @@
+"""The check at start: kernels that agree with the plain forward pass are used, others are found out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from saccade.kernels.attention import cross
+from saccade.runner.cuda import cross_attention as cross_tables
+from saccade.runner.cuda import latent_attention
+from saccade.runner.cuda.self_check import check_logits
+from saccade.runner.torch_forward import TorchForward
+from tests.helpers.async_engine import TWO_LAYERS, overlapped
+from tests.helpers.families import FAMILIES
+
+pytestmark = pytest.mark.transformers
+
+SHORT: dict[str, dict[str, Any]] = {
+    "deepseek_vl_v2": {"text": {**TWO_LAYERS, "first_k_dense_replace": 2}},
+    "mllama": {"text": {**TWO_LAYERS, "cross_attention_layers": [1]}},
+    "internvl": {},
+}
+
+
+def check(folder: Path) -> None:
+    runner = overlapped(folder).engine.core.runner
+    size = runner.forward.block_size
+    plain = TorchForward(runner.model, runner.kv, size)
+    check_logits(runner.forward, plain, runner.embeddings, runner.model.config.text, size)
+    assert not runner.embeddings, "nothing of the check is left"
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_kernels_that_agree_pass(name: str, tmp_path: Path) -> None:
+    check(FAMILIES[name].build(tmp_path, **SHORT[name]))
+
+
+def test_wrong_latent_attention_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = latent_attention.mla_decode
+    monkeypatch.setattr(latent_attention, "mla_decode", lambda *given: right(*given).neg())
+    with pytest.raises(RuntimeError, match="logits differ by"):
+        check(FAMILIES["deepseek_vl_v2"].build(tmp_path, **SHORT["deepseek_vl_v2"]))
+
+
+def test_wrong_cross_attention_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = cross.cross_attention
+    monkeypatch.setattr(cross_tables, "cross_attention", lambda *given, **how: right(*given, **how).mul(-30))
+    with pytest.raises(RuntimeError, match="logits differ by"):
+        check(FAMILIES["mllama"].build(tmp_path, **SHORT["mllama"]))
