@@ -149,6 +149,11 @@ class Span:
         return self.end if self.last_reader is None else self.last_reader
 
     @property
+    def is_spliced(self) -> bool:
+        """Whether any of its positions takes an embedding."""
+        return self.is_embed is None or any(self.is_embed)
+
+    @property
     def is_cross_attended(self) -> bool:
         """Positions after the span attend to the item too, so computing the span does not free it."""
         return self.last_reader is not None

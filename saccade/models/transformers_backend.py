@@ -197,8 +197,8 @@ def load(
 
 
 def _model(transformers: Any, path: Path, dtype: torch.dtype, load_format: str, seed: int) -> Any:
+    # Without a mask function of this name Transformers makes no mask, and reads nothing back to make one.
     transformers.AttentionInterface.register(_NAME, _attend)
-    transformers.AttentionMaskInterface.register(_NAME, lambda *args, **kwargs: None)
     shape = transformers.AutoConfig.from_pretrained(path, **LOCAL)
     unknown = sorted(set(getattr(shape.get_text_config(), "layer_types", None) or ()) - _LAYERS)
     if unknown:

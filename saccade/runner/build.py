@@ -71,7 +71,8 @@ def build_runner(
         embeddings = _embeddings(model, plan)
     memory.reserve_work()
     with memory.part("graphs"):
-        parts = ForwardParts(model, kv, sizes, states, embeddings)
+        images = options.limit_mm_per_prompt.get("image", 0)
+        parts = ForwardParts(model, kv, sizes, states, embeddings, max(1, images))
         forward, eager_reason = select_forward(parts, target, options.attention_backend)
         capture_tower(model)
     encoder = _encoder(model, options, plan)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from saccade import costs
+from saccade.errors import ConfigError
 from saccade.models.interface import VisionLanguageModel
 from saccade.models.layers.cross_attention import CrossDecoder
 from saccade.models.layers.mla import LatentDecoder
@@ -36,6 +37,7 @@ class ForwardParts(NamedTuple):
     sizes: SchedulerConfig
     states: RecurrentStates | None
     embeddings: MutableMapping[Key, Tensor]
+    max_images: int = 1  # of a prompt
 
 
 def select_forward(parts: ForwardParts, target: AttentionTarget, backend: str) -> tuple[Forward, str | None]:
@@ -48,6 +50,8 @@ def select_forward(parts: ForwardParts, target: AttentionTarget, backend: str) -
     if not isinstance(decoder, _CHECKED):
         return capture(), None
     reason = decoder.eager_reason() if isinstance(decoder, TextModel) else None
+    if reason and backend == "flashinfer":
+        raise ConfigError(f"attention_backend=flashinfer cannot be used: {reason}")
     forward = None
     if reason is None:
         forward, reason = try_graphs(capture, partial(_check, parts, plain()))
@@ -60,12 +64,16 @@ def try_graphs(
     capture: Callable[[], Forward], check: Callable[[Forward], None]
 ) -> tuple[Forward | None, str | None]:
     """What was captured, or why it cannot be used."""
+    forward = None
     try:
         forward = capture()
         check(forward)
         return forward, None
+    except ConfigError:
+        raise
     except Exception as error:  # anything: PyTorch runs the model, too
         reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    forward = None  # its graphs hold memory
     gc.collect()
     torch.cuda.empty_cache()
     return None, reason
@@ -87,12 +95,27 @@ def _capture(parts: ForwardParts, target: AttentionTarget, backend: str) -> Forw
         flash=choose(backend, target, sizes.block_size, max_blocks, decoder.scale),
         states=parts.states,
         slab=parts.embeddings if isinstance(parts.embeddings, EmbeddingSlab) else None,
+        max_cross_states=_max_cross_states(parts),
     )
     forward.capture(sizes.max_num_batched_tokens)
     return forward
 
 
+def _max_cross_states(parts: ForwardParts) -> int:
+    """Of all images of a prompt. The encoder's budget is at least the largest image."""
+    per_state = costs.cross_slots_per_state(parts.model.config.text)
+    return parts.max_images * parts.sizes.encoder_budget // per_state if per_state else 0
+
+
 def _check(parts: ForwardParts, plain: TorchForward, forward: Any) -> None:
     from saccade.runner.cuda.self_check import check_logits
 
-    check_logits(forward, plain, parts.embeddings, parts.model.config.text, parts.sizes.block_size)
+    sizes = parts.sizes
+    check_logits(
+        forward,
+        plain,
+        parts.embeddings,
+        parts.model.config.text,
+        block_size=sizes.block_size,
+        max_tokens=min(sizes.max_model_len, sizes.num_blocks * sizes.block_size),
+    )

@@ -132,7 +132,7 @@ def _beside_kv(
         embeddings=max(slots or _budget(options, biggest), biggest) * per_slot,
         work=_work_bytes(options, model, dtype, largest),
         images=_image_bytes(options, model, dtype, largest),
-        graphs=_graph_bytes(options, model, dtype) + _cross_table_bytes(options, model, slots),
+        graphs=_graph_bytes(options, model, dtype) + _cross_table_bytes(options, model, slots, biggest),
         spare=_SPARE_BYTES,
         states=states,
     )
@@ -154,8 +154,8 @@ def _work_bytes(options: Options, model: ModelConfig, dtype: str, largest: Geome
     """An encoder pass may pause between two layers while prefill or sampling runs."""
     prefill = options.max_num_batched_tokens * _prefill_bytes_per_token(model, dtype)
     if model.text.mla:
-        length = min(options.max_model_len or model.text.max_position, MAX_EXPANDED)
-        prefill += length * costs.expanded_bytes_per_token(model.text, dtype)
+        contexts = options.max_num_seqs * (options.max_model_len or model.text.max_position)
+        prefill += min(contexts, MAX_EXPANDED) * costs.expanded_bytes_per_token(model.text, dtype)
     sampling = options.max_num_seqs * costs.sampling_bytes_per_row(model.text)
     if model.vision is None:
         return max(prefill, sampling)
@@ -193,12 +193,13 @@ def _graph_bytes(options: Options, model: ModelConfig, dtype: str) -> int:
     return activations + fixed + embeds + logits + tables + _tower_graph_bytes(model, dtype)
 
 
-def _cross_table_bytes(options: Options, model: ModelConfig, slots: int) -> int:
+def _cross_table_bytes(options: Options, model: ModelConfig, slots: int, biggest: int) -> int:
     """Which states of images each request, and each stretch of a prefill pass, attends to."""
     if not model.text.num_cross_layers:
         return 0
     rows = options.max_num_seqs + 1 + GRAPH_STRETCHES
-    return rows * (slots // costs.cross_slots_per_state(model.text)) * 4
+    attended = max(slots, _budget(options, biggest) * _pinned_images(options, model))
+    return rows * (attended // costs.cross_slots_per_state(model.text)) * 4
 
 
 def _prefill_bytes_per_token(model: ModelConfig, dtype: str) -> int:

@@ -126,6 +126,7 @@ def _splice(embeds: Tensor, windows: Windows, embeddings: Embeddings) -> None:
     row = 0
     for window, state in windows:
         if window.start < state.num_prompt:
-            for span in overlapping(state.spans, window.start, window.end):
+            inside = overlapping(state.spans, window.start, window.end)
+            for span in (span for span in inside if span.is_spliced):
                 splice(embeds, row, window, span, embeddings[span.key])
         row += window.end - window.start

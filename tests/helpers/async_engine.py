@@ -42,6 +42,7 @@ def overlapped(folder: Path, **options: Any) -> LLM:
         axes=3 if text.mrope_section else 1,
         states=runner.forward.recurrent,
         slab=runner.embeddings if text.num_cross_layers else None,
+        max_cross_states=4 * limits.encoder_budget,
     )
     llm.engine._core = AsyncEngineCore(limits, runner)
     return llm

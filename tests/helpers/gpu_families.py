@@ -107,7 +107,7 @@ def check(name: str, folder: Path) -> bool:
     cells[2] += f" ({small.preemptions})"
     cells.append(f"{equal_share(half.tokens[0], expected):.0%}")
     print(f"| {name} | {whole.eager_reason or 'kernels'} | " + " | ".join(cells) + " |", flush=True)
-    return min(shares) == 1 and small.preemptions > 0
+    return min(shares) == 1 and small.preemptions > 0 and whole.eager_reason is None
 
 
 def main(names: Sequence[str]) -> int:

@@ -126,19 +126,10 @@ def _cross_kernel(
     queries = tl.load(q + packed[:, None] * q_row + head[:, None] * Q_HEAD + dims, mask=inside, other=0.0)
     table = tables + tl.load(table_rows + stretch).to(tl.int64) * table_row
     keys, values = k_cache + kv_head * K_HEAD, v_cache + kv_head * V_HEAD
-    largest, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, PADDED_DIM], tl.float32)
-    for tile in range(low, tl.minimum(count, low + share), KEYS):
-        own = tile + tl.arange(0, KEYS)
-        seen = own < count
-        states = tl.load(table + own, mask=seen, other=0).to(tl.int64)[:, None]
-        readable = seen[:, None] & (dims < DIM)
-        k = tl.load(keys + states * k_state + dims, mask=readable, other=0.0)
-        v = tl.load(values + states * v_state + dims, mask=readable, other=0.0)
-        scores = tl.dot(queries, tl.trans(k), input_precision=PRECISION)  # [ROWS, KEYS]
-        scores = tl.where(seen[None, :], scores, float("-inf"))
-        weights, shrink, largest, total = weigh(scores, scale, largest, total)
-        acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+    acc, largest, total = _attend_states(
+        queries, keys, values, table, low, tl.minimum(count, low + share), count, scale, k_state, v_state,
+        DIM, KEYS, PRECISION,
+    )  # fmt: skip
     cell = packed * (tl.num_programs(0) * GROUP) + head
     if count <= share or count == 0:
         tl.store(out + cell[:, None] * DIM + dims, divide(acc, total).to(out.dtype.element_ty), mask=inside)
@@ -151,3 +142,29 @@ def _cross_kernel(
         tl.store(sums + part, total, mask=known)
         if split == 0:
             tl.store(active + packed, tl.zeros_like(rows) + tl.cdiv(count, share), mask=known)
+
+
+@triton.jit
+def _attend_states(
+    queries: tl.tensor, keys: tl.tensor, values: tl.tensor, table: tl.tensor, low: tl.tensor, high: tl.tensor,
+    count: tl.tensor, scale: tl.tensor, k_state: tl.tensor, v_state: tl.tensor,
+    DIM: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
+) -> tl.tuple:  # fmt: skip
+    """The states from `low` to `high`, tile by tile; `count` of the table are this stretch's."""
+    ROWS: tl.constexpr = queries.shape[0]
+    PADDED_DIM: tl.constexpr = queries.shape[1]
+    dims = tl.arange(0, PADDED_DIM)[None, :]
+    largest, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, PADDED_DIM], tl.float32)
+    for tile in range(low, high, KEYS):
+        own = tile + tl.arange(0, KEYS)
+        seen = own < count
+        states = tl.load(table + own, mask=seen, other=0).to(tl.int64)[:, None]
+        readable = seen[:, None] & (dims < DIM)
+        k = tl.load(keys + states * k_state + dims, mask=readable, other=0.0)
+        v = tl.load(values + states * v_state + dims, mask=readable, other=0.0)
+        scores = tl.dot(queries, tl.trans(k), input_precision=PRECISION)  # [ROWS, KEYS]
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+        weights, shrink, largest, total = weigh(scores, scale, largest, total)
+        acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+    return acc, largest, total

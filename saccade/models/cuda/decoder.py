@@ -24,6 +24,7 @@ from saccade.models.layers.mla import LatentAttention
 from saccade.models.layers.torch_attention import PagedKV
 
 T = TypeVar("T")
+_WITHOUT_KV = (GatedDeltaNet, CrossAttention)  # their states are elsewhere
 
 
 class Mixing(Protocol):
@@ -59,11 +60,11 @@ class FusedDecoder:
     def __init__(self, decoder: Decoder, kv: PagedKV) -> None:
         self.decoder = decoder
         self.kv = kv
-        self.net = _first(decoder, GatedDeltaNet)  # for its shape, as the next two
+        self.net = _first(decoder, GatedDeltaNet)  # for its shape, as the next
         self.latent = _first(decoder, LatentAttention)
-        self.cross = _first(decoder, CrossAttention)
-        others = (GatedDeltaNet, CrossAttention)
-        own = next(layer.attention for layer in decoder.layers if not isinstance(layer.attention, others))
+        own = next(
+            layer.attention for layer in decoder.layers if not isinstance(layer.attention, _WITHOUT_KV)
+        )
         self.heads = Heads(own.heads, own.kv_heads, own.head_dim)
         self._workspace = new_workspace(decoder)
 
@@ -74,11 +75,12 @@ class FusedDecoder:
         """[T, H], or wider rows as `Decoder.parts` reads them -> the residual after the last layer."""
         first, *deep = self.decoder.parts(embeds)
         x = Residual(first.contiguous())
-        seen = Counter[type]()  # layers of each kind
+        seen = Counter[type]()  # layers of each kind; all that have keys and values are one
         for number, layer in enumerate(self.decoder.layers):
             kind = type(layer.attention)
-            index = seen[kind]
-            seen[kind] += 1
+            counted = kind if kind in _WITHOUT_KV else object
+            index = seen[counted]
+            seen[counted] += 1
             # Methods: their memory is free before the MLP begins.
             if kind is CrossAttention:
                 x = x if mixers.cross is None else self._cross(x, layer, index, mixers.cross, gemms)

@@ -21,7 +21,7 @@ class TransformersDecoder(FusedDecoder):
         self.text = text
         self.kv = kv
         self.decoder: Any = text
-        self.net = self.latent = self.cross = None
+        self.net = self.latent = None
         config = text.config
         self.heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim)
         shape = torch.empty(text.table.shape[1], config.num_heads * config.head_dim, device="meta")

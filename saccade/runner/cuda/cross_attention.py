@@ -32,12 +32,15 @@ class Stretch(NamedTuple):
 
 
 class CrossAttentions:
-    def __init__(self, layers: Sequence[CrossLayer], slab: EmbeddingSlab, max_requests: int) -> None:
+    def __init__(
+        self, layers: Sequence[CrossLayer], slab: EmbeddingSlab, max_requests: int, max_states: int = 0
+    ) -> None:
+        """`max_states`: that a token attends to, where an image may stand in a prompt several times."""
         own = layers[0].attention
         self._slab = slab
         self._kv = unpack(layers, slab.memory.view(-1, slab.width))  # [layers, 2, states, kv_heads, d]
         self._heads = (own.heads, own.kv_heads)
-        states = len(slab.memory)
+        states = max(len(slab.memory), max_states)
         device = slab.memory.device
         self._decode_tables = torch.zeros(max_requests + 1, states, dtype=torch.int32, device=device)
         self._prefill_tables = torch.zeros(GRAPH_STRETCHES, states, dtype=torch.int32, device=device)
@@ -66,7 +69,7 @@ class CrossAttentions:
     def tables_for(self, found: Sequence[Stretch]) -> Tensor:
         """The tables of a prefill pass, written. Those of a CUDA graph are always the same tensor."""
         tables = self._prefill_tables
-        if len(found) > len(tables):
+        if len(found) > len(tables):  # of a pass without a graph
             tables = tables.new_zeros(len(found), tables.shape[1])
         for row, stretch in zip(tables, found, strict=False):
             self._fill(row, stretch.keys)

@@ -28,11 +28,11 @@ from saccade.runner.cuda.block_table import BlockTables
 from saccade.runner.cuda.cross_attention import CrossAttentions
 from saccade.runner.cuda.decode_graphs import Decoded, DecodeGraphs, DecodeRows
 from saccade.runner.cuda.delta_nets import DeltaNets
-from saccade.runner.cuda.graph_sizes import GRAPH_WINDOWS
+from saccade.runner.cuda.graph_sizes import GRAPH_STRETCHES, GRAPH_WINDOWS
 from saccade.runner.cuda.latent_attention import LatentAttentions
 from saccade.runner.cuda.mixed_graphs import MixedGraphs
 from saccade.runner.cuda.prefill_graphs import PrefillGraphs, Splice
-from saccade.runner.cuda.prefill_metadata import Window
+from saccade.runner.cuda.prefill_metadata import Window, stretches_of
 from saccade.runner.cuda.sampling import has_kernel, sample_tokens
 from saccade.runner.cuda.staging import Metadata, TokenReadback, to_device
 from saccade.runner.embedding_cache import EmbeddingSlab
@@ -81,6 +81,7 @@ class CudaForward:
         flash: FlashInferPrefill | None = None,  # None: prefill uses only our own kernels
         states: RecurrentStates | None = None,  # of decoders with gated delta nets
         slab: EmbeddingSlab | None = None,  # of decoders with cross-attention
+        max_cross_states: int = 0,  # that a token attends to
     ) -> None:
         self.block_size = block_size
         self.device = kv.k.device
@@ -99,7 +100,7 @@ class CudaForward:
         self._cross = None
         if isinstance(decoder, CrossDecoder):
             assert slab is not None, "cross-attention reads the slab of embeddings"
-            self._cross = CrossAttentions(decoder.cross_layers, slab, max_requests)
+            self._cross = CrossAttentions(decoder.cross_layers, slab, max_requests, max_cross_states)
         shared = (self._decoder, self._tables, block_size)
         kinds = (nets, latent, self._cross)
         self._decode_graphs = DecodeGraphs(*shared, max_requests, *kinds)
@@ -171,7 +172,8 @@ class CudaForward:
     def _trial_window(self, tokens: int, *, samples: bool = False) -> Window:
         zeros = np.zeros((self._prefill_graphs.axes, tokens), np.int32)
         slots = np.full(tokens, -1)
-        seq_len = min(_MEASURED_CONTEXT + tokens, self._longest)
+        past = 0 if self._decoder.latent else _MEASURED_CONTEXT  # MLA expands a long one outside of graphs
+        seq_len = min(past + tokens, self._longest)
         return Window(0, zeros[0], zeros, slots, seq_len, samples, ((tokens, -1),))
 
     def _mixed_trials(self, rows: int) -> Iterator[tuple[int, Callable[[], object]]]:
@@ -244,16 +246,22 @@ class CudaForward:
         if self._mixed_graphs is None or size is None:
             self._prefill(prefill, embeddings)
             return self._decode(decode)
+        chunks = [self._window(window, state) for window, state in prefill]
+        if len(stretches_of(chunks, size.tokens)) > GRAPH_STRETCHES:
+            self._run_prefill(prefill, chunks, embeddings)
+            return self._decode(decode)
         batch = self._batch_of(decode)
         rows = self._decode_rows(decode, batch)
         self._tables.flush()
-        chunks = [self._window(window, state) for window, state in prefill]
         found = self._mixed_graphs.run(size, chunks, _splicing(prefill, embeddings), rows)
         return self._collecting(decode, batch, found, self._decoded)
 
     def _prefill(self, windows: Windows, embeddings: Embeddings) -> Sampled:
-        self._tables.flush()
         chunks = [self._window(window, state) for window, state in windows]
+        return self._run_prefill(windows, chunks, embeddings)
+
+    def _run_prefill(self, windows: Windows, chunks: Sequence[Window], embeddings: Embeddings) -> Sampled:
+        self._tables.flush()
         found = self._prefill_graphs.run(chunks, _splicing(windows, embeddings))
         sampling = [(window, state) for window, state in windows if window.samples]
         if not sampling:
@@ -367,7 +375,8 @@ def _splicing(windows: Windows, embeddings: Embeddings) -> Splice | None:
     row = 0
     for window, state in windows:
         if window.start < state.num_prompt:
-            found += [(row, window, span) for span in overlapping(state.spans, window.start, window.end)]
+            inside = overlapping(state.spans, window.start, window.end)
+            found += [(row, window, span) for span in inside if span.is_spliced]
         row += window.end - window.start
 
     def write(embeds: Tensor) -> None:

@@ -131,15 +131,20 @@ class PrefillGraphs:
 
     def capture(self, pool: Any, max_tokens: int) -> None:
         """Graphs for every size of a step, the largest first: the others share its memory."""
-        wanted = [tokens for tokens in GRAPH_TOKENS if tokens <= _rounded(max_tokens)]
-        static = self._new_static(pool, wanted[-1])
-        for tokens in tqdm(reversed(wanted), "Capturing prefill", len(wanted), disable=None):
-            for is_short in {False, self.attention.is_short(tokens, [tokens])}:
-                sizes = self.graph_sizes(tokens, is_short=is_short)
-                self._capture(static, pool, sizes)
-                if self.cross:
-                    self._capture(static, pool, self._crossing(sizes, GRAPH_STRETCHES))
+        wanted = self.wanted_graphs(max_tokens)
+        static = self._new_static(pool, wanted)
+        for sizes in tqdm(wanted, "Capturing prefill", disable=None):
+            self._capture(static, pool, sizes)
         self._static = static
+
+    def wanted_graphs(self, max_tokens: int) -> list[Sizes]:
+        """Of all graphs for steps of up to so many tokens."""
+        found = []
+        for tokens in reversed([tokens for tokens in GRAPH_TOKENS if tokens <= _rounded(max_tokens)]):
+            for is_short in sorted({False, self.attention.is_short(tokens, [tokens])}):
+                sizes = self.graph_sizes(tokens, is_short=is_short)
+                found += [sizes, self._crossing(sizes, GRAPH_STRETCHES)] if self.cross else [sizes]
+        return found
 
     def _capture(self, static: _Static, pool: Any, sizes: Sizes) -> None:
         metadata = self.new_metadata((), sizes)
@@ -233,7 +238,7 @@ class PrefillGraphs:
         """Of a row of the decoder's input."""
         return self.decoder.decoder.embedding_size
 
-    def _new_static(self, pool: Any, max_tokens: int) -> _Static:
+    def _new_static(self, pool: Any, wanted: Sequence[Sizes]) -> _Static:
         table = self.decoder.decoder.table
         device = table.device
         request_rows = torch.full((GRAPH_WINDOWS,), self.tables.spare, device=device).int()
@@ -244,10 +249,8 @@ class PrefillGraphs:
         head = torch.cuda.CUDAGraph()
         with torch.cuda.graph(head, pool=pool):
             self._find(last, found, workspace)
-        largest = self.graph_sizes(max_tokens, is_short=True)
-        if self.cross:
-            largest = self._crossing(largest, GRAPH_STRETCHES)
-        staging = PinnedStaging(largest.offsets()[-1], device)
+        max_tokens = max(sizes.tokens for sizes in wanted)
+        staging = PinnedStaging(max(sizes.offsets()[-1] for sizes in wanted), device)
         return _Static(table.new_zeros(max_tokens, self.width), staging, last, found, workspace, head)
 
     def _new_found(self, rows: int) -> Decoded:

@@ -98,7 +98,7 @@ def write_metadata(
     spare: int,  # row of the block tables that no request has
     states: Callable[[Sequence[Stretch]], list[int]] | None,  # of each stretch, for cross-attention
 ) -> None:
-    """The rest of each part is padding; positions there are not read and stay as they were."""
+    """The rest of each part is padding."""
     parts = Parts.of(flat, sizes)
     by_axis = parts.positions.reshape(sizes.axes, -1)
     done = 0
@@ -110,6 +110,7 @@ def write_metadata(
         done = end
     parts.tokens[done:] = 0
     parts.slots[done:] = -1
+    by_axis[:, done:] = 0  # a model of Transformers may look them up in a table
     _fill(parts.table_rows, [window.row for window in windows], spare)
     _fill(parts.seq_lens, [window.seq_len for window in windows], 0)
     parts.starts[0] = 0
