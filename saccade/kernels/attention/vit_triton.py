@@ -20,11 +20,12 @@ from torch import Tensor
 
 from saccade.kernels.attention.online_softmax import LOG2_E, divide, weigh
 from saccade.kernels.launch import launch_cache
-from saccade.kernels.launch.device import precision_of
+from saccade.kernels.launch.device import precision_of, shared_memory
 from saccade.kernels.launch.varlen_tiles import Launch, Tiles, power_of_two
 
 TILE_ROWS = 128  # for Tiles.of(lengths, TILE_ROWS, device)
 _MIN_HEAD_DIM = 16  # of a GEMM; smaller ones are padded with zeros
+_RESERVED = 1 << 10  # bytes of an SM's shared memory that each program costs beside its own
 
 
 def packed_vit(
@@ -61,8 +62,12 @@ def launch_for(q: Tensor, rows: int) -> Launch:
         return Launch(rows, keys=32, warps=8, stages=1)
     if rows < 128:
         return Launch(rows, keys=64, warps=4, stages=3)
-    # With 128 registers two programs share an SM; larger heads would spill.
-    return Launch(rows, keys=64, warps=8, stages=3, registers=128 if q.shape[2] <= 96 else None)
+    launch = Launch(rows, keys=64, warps=8, stages=3)
+    dim = q.shape[2]
+    shared = 2 * dim * (2 * launch.keys * (launch.stages - 1) + rows)  # bytes: keys, values and queries
+    # With 128 registers two programs share an SM, if both have shared memory; larger heads would spill.
+    is_shared = dim <= 96 and 2 * (shared + _RESERVED) <= shared_memory(q.device) + _RESERVED
+    return launch._replace(registers=128 if is_shared else None)
 
 
 # Both are slices of a larger array: each alignment would be compiled anew.

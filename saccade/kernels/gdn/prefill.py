@@ -22,7 +22,7 @@ from saccade.kernels.gdn.plan import CHUNK, ChunkPlan
 from saccade.kernels.gdn.prefill_chunks import chunk_kernel
 from saccade.kernels.gdn.prefill_output import output_kernel, past_kernel
 from saccade.kernels.gdn.prefill_scan import scan_kernel
-from saccade.kernels.launch.device import precision_of
+from saccade.kernels.launch.device import has_async_mma, precision_of
 from saccade.kernels.launch.pdl import pdl_options, supports_pdl
 from saccade.kernels.launch.varlen_tiles import power_of_two
 
@@ -36,7 +36,7 @@ class PrefillConfig(NamedTuple):
     scan_warps: int = 4
     scan_stages: int = 3
     output_warps: int = 4
-    output_registers: int | None = 168
+    output_registers: int | None = 168  # where operands are in shared memory; others would spill
 
 
 class PrefillWorkspace(NamedTuple):
@@ -115,11 +115,12 @@ class GDNPrefill(NamedTuple):
 
     def write_outputs(self, out: Tensor) -> None:
         projected, plan, shape, weights, _, workspace, config = self
+        registers = config.output_registers if has_async_mma(projected.device) else None
         output_kernel[(shape.value_heads, len(plan.chunks))](
             projected, weights.norm, plan.chunks, workspace.q, workspace.k, workspace.d, workspace.gates,
             workspace.states, out, projected.stride(0), out.stride(0), weights.eps,
             *shape[:4], *shape.padded, CHUNK, precision_of(projected),
-            **self._options(config.output_warps, config.output_registers),
+            **self._options(config.output_warps, registers),
         )  # fmt: skip
 
     def store_past(self) -> None:

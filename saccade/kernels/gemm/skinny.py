@@ -33,7 +33,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saccade.kernels.launch.device import precision_of
+from saccade.kernels.launch.device import has_async_mma, precision_of, shared_memory
 from saccade.kernels.launch.pdl import pdl_options, pdl_wait_then_release, prefetch_l2, supports_pdl
 from saccade.kernels.launch.varlen_tiles import power_of_two
 from saccade.kernels.ops.norm import silu_and_mul
@@ -45,6 +45,7 @@ _MANY_OUTPUTS = 1 << 16
 _PROGRAMS = 132  # that a launch should have at least: one for each SM of an H100 or H200
 _MAX_PROGRAMS = 2 * _PROGRAMS  # of a launch with splits: the workspace is for these
 _LINE = 128  # bytes
+_SCRATCH = 2 << 10  # bytes of shared memory beside the stages of the pipeline
 
 
 class Config(NamedTuple):
@@ -250,8 +251,17 @@ def _launch_tiles(gemm: _Gemm, config: Config, workspace: SplitWorkspace | None,
         K=inputs, ROWS=config.rows, OUTPUTS=config.outputs, INPUTS=config.inputs, SPLITS=splits, GATED=gemm.gated,
         PRECISION=precision_of(gemm.x), PDL=pdl,
         PREFETCH=_prefetched_lines(config, min(share, inputs), gemm.weight) if pdl else 0,
-        num_warps=config.warps, num_stages=config.stages, **pdl_options(pdl),
+        num_warps=config.warps, num_stages=_fitting_stages(config, gemm), **pdl_options(pdl),
     )  # fmt: skip
+
+
+def _fitting_stages(config: Config, gemm: _Gemm) -> int:
+    """The stages of a config, or as many as a program has shared memory for."""
+    device = gemm.x.device
+    weights = 2 * config.outputs if gemm.gated else config.outputs
+    buffer = (weights + config.rows) * config.inputs * gemm.x.element_size()
+    buffers = (shared_memory(device) - _SCRATCH) // buffer
+    return max(1, min(config.stages, buffers if has_async_mma(device) else buffers + 1))
 
 
 def _prefetched_lines(config: Config, columns: int, weight: Tensor) -> int:

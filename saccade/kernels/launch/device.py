@@ -1,7 +1,8 @@
-"""What launches need to know: SMs and shared memory of the device, whether it is a Hopper GPU, and a model's heads."""
+"""What launches need to know: facts about the device, and a model's heads."""
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -14,23 +15,40 @@ class Heads(NamedTuple):
     head_dim: int
 
 
-def num_sms(device: torch.device) -> int:
+class Gpu(NamedTuple):
+    sms: int
+    capability: tuple[int, int]
+    shared_memory: int  # bytes that a program may have
+
+
+_INTERPRETER = Gpu(sms=4, capability=(0, 0), shared_memory=227 << 10)  # SMs: enough for splits, and few programs
+
+
+@lru_cache
+def gpu_of(device: torch.device) -> Gpu:
     if device.type != "cuda":
-        return 4  # the interpreter: enough for splits, and few programs
-    return torch.cuda.get_device_properties(device).multi_processor_count
+        return _INTERPRETER
+    found = torch.cuda.get_device_properties(device)
+    shared: int = found.shared_memory_per_block_optin  # type: ignore[attr-defined]  # missing in PyTorch's stubs
+    return Gpu(found.multi_processor_count, (found.major, found.minor), shared)
 
 
-def is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+def num_sms(device: torch.device) -> int:
+    return gpu_of(device).sms
 
 
 def shared_memory(device: torch.device) -> int:
-    """Bytes that one program may have."""
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
-    return _SHARED_MEMORY.get(capability, 99 << 10)
+    """Bytes that a program may have: from 99 KiB (RTX, L4) to 227 KiB (Hopper)."""
+    return gpu_of(device).shared_memory
 
 
-_SHARED_MEMORY = {(8, 0): 163 << 10, (8, 7): 163 << 10, (9, 0): 227 << 10, (10, 0): 227 << 10, (10, 3): 227 << 10}
+def has_async_mma(device: torch.device) -> bool:
+    """Whether MMAs read shared memory while the kernel goes on (Hopper, B200): a pipeline has one more buffer then."""
+    return gpu_of(device).capability[0] in (9, 10)
+
+
+def is_hopper(device: torch.device) -> bool:
+    return gpu_of(device).capability == (9, 0)
 
 
 def precision_of(q: Tensor) -> str:

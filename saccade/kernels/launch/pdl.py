@@ -14,28 +14,22 @@ step has one after its inputs.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from saccade.kernels.launch.device import gpu_of
+
 
 def supports_pdl(x: Tensor) -> bool:
     """From Hopper on."""
-    return x.is_cuda and _has_pdl(x.device)
+    return gpu_of(x.device).capability >= (9, 0)
 
 
 def pdl_options(pdl: bool) -> dict[str, bool]:
     """Launch options."""
     return {"launch_pdl": True} if pdl else {}
-
-
-@lru_cache
-def _has_pdl(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device)[0] >= 9
 
 
 @triton.jit

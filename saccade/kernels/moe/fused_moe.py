@@ -8,13 +8,12 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
+from saccade.kernels.launch.device import shared_memory
 from saccade.kernels.launch.pdl import supports_pdl
 from saccade.kernels.moe.combine import combine
 from saccade.kernels.moe.experts import TileConfig, moe_down, moe_gate_up
@@ -24,7 +23,6 @@ from saccade.kernels.moe.sorting import sort_by_expert
 from saccade.kernels.moe.vector import MAX_TOKENS, VectorConfig, vector_down, vector_gate_up
 
 _RESERVED = 8 << 10  # bytes of shared memory for what is not in the pipeline
-_INTERPRETED = 96 << 10  # as much as on small GPUs
 
 
 class MoEWeights(NamedTuple):
@@ -117,13 +115,3 @@ def supports_tma(weights: MoEWeights) -> bool:
     """From Hopper on, for rows of multiples of 16 bytes."""
     rows = (weights.gate_up, weights.down)
     return supports_pdl(weights.down) and all(w.shape[2] * w.element_size() % 16 == 0 for w in rows)
-
-
-def shared_memory(device: torch.device) -> int:
-    return _INTERPRETED if device.type != "cuda" else _device_shared_memory(device)
-
-
-@lru_cache
-def _device_shared_memory(device: torch.device) -> int:
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return int(triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"])

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saccade.kernels.launch.device import num_sms
+from saccade.kernels.launch.device import is_hopper, num_sms
 from saccade.kernels.launch.pdl import pdl_options, pdl_release_then_wait, prefetch_l2, supports_pdl
 from saccade.kernels.launch.varlen_tiles import power_of_two
 
@@ -53,8 +53,12 @@ def router_logits(x: Tensor, weight: Tensor, config: RouterConfig | None = None)
     """x [T, H], weight float32 [E, H] or its parts in x's dtype -> float32 [splits, T, E], to be summed over splits."""
     tokens, inputs = x.shape
     experts = weight.shape[-2]
-    config = config or choose_router(tokens, experts, inputs, num_sms(x.device))
     is_split = weight.dim() == 3
+    if config is None:
+        large = is_hopper(x.device)
+        config = choose_router(tokens, experts, inputs, num_sms(x.device), large)
+        if not (is_split or large):
+            config = config._replace(inputs=32)  # more float32 operands would spill registers
     assert weight.dtype == (x.dtype if is_split else torch.float32) and weight.is_contiguous() and x.stride(1) == 1
     out = torch.empty((config.splits, tokens, experts), dtype=torch.float32, device=x.device)
     pdl = supports_pdl(x)
@@ -70,14 +74,18 @@ def router_logits(x: Tensor, weight: Tensor, config: RouterConfig | None = None)
     return out
 
 
-def choose_router(tokens: int, experts: int, inputs: int, programs: int) -> RouterConfig:
-    """Few tokens: small tiles of experts, so that the weight is read by all SMs. Columns are split among programs."""
+def choose_router(tokens: int, experts: int, inputs: int, programs: int, large: bool = True) -> RouterConfig:
+    """Few tokens: small tiles of experts, so that the weight is read by all SMs. Columns are split among programs.
+
+    Not `large`: for GPUs that have not the shared memory or the registers for 128 experts.
+    """
     if tokens <= _FEW:
         tile = RouterConfig(tokens=_FEW, experts=16, inputs=64, splits=3 * programs)
     elif tokens < _MANY:
         tile = RouterConfig(tokens=min(64, power_of_two(tokens)), experts=64, inputs=64, splits=2 * programs)
     else:
-        tile = RouterConfig(tokens=128, experts=128 if experts >= 128 else 64, inputs=64, splits=programs, warps=8)
+        side = 128 if large and experts >= 128 else 64
+        tile = RouterConfig(tokens=128, experts=side, inputs=64, splits=programs, warps=8)
     side = min(tile.experts, power_of_two(experts, minimum=16))
     tiles = triton.cdiv(tokens, tile.tokens) * max(1, experts // side)
     steps = triton.cdiv(inputs, tile.inputs)
