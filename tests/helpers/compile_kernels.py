@@ -1,7 +1,10 @@
-"""Compiles the kernels for sm_90 without a GPU: `python -m tests.helpers.compile_hopper NAME`, TRITON_INTERPRET unset.
+"""Compiles the kernels without a GPU, TRITON_INTERPRET unset:
 
-    NAME            compile one variant of a Hopper kernel, and check that its shared memory fits
-    --hash [TEXT]   print a hash of the PTX and one of the SASS of every variant whose name contains TEXT
+    python -m tests.helpers.compile_kernels 80 89          what the host code launches on such GPUs: of each kernel the
+                                                           largest variant; shared memory, registers, spills are checked
+    python -m tests.helpers.compile_kernels 80 89 --all    all variants that differ in more than lengths; takes minutes
+    python -m tests.helpers.compile_kernels --hash [TEXT]  hashes of the PTX and the SASS for sm_90, of every variant of
+                                                           the table whose name contains TEXT
 
 Hashes of two commits tell whether a change of the sources changed the machine code. Names of kernels, source lines and
 paths are no part of them.
@@ -12,36 +15,55 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import resource
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from importlib import import_module
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
+from triton.runtime.jit import JITFunction
 
-SHARED = 227 << 10  # bytes of shared memory that a program may have
-BF16 = "*bf16"
-F32 = "*fp32"
-I32 = "*i32"
-I64 = "*i64"
-NONE = "none"  # an argument that is None
+import saccade.kernels
+from saccade.kernels.launch.device import Gpu
+from tests.helpers.launched import SHAPES, SIMILAR, launches
+from tests.helpers.variant import BF16, F32, I32, I64, NONE, ONE, Variant, is_aligned
 
-
-class Variant(NamedTuple):
-    """One way to compile a kernel."""
-
-    name: str
-    kernel: str  # module and function
-    types: list[str]  # of the arguments that are no constants, in their order; "i32:16" is a multiple of 16
-    constants: list[object]  # the constexpr arguments, in their order
-    options: dict[str, Any]
+HOPPER = 90
+PDL_FROM = 90
+GPUS: Mapping[int, tuple[Gpu, ...]] = {  # by compute capability; the number of SMs decides configs, too
+    80: (Gpu(108, (8, 0), 163 << 10),),  # A100
+    89: (Gpu(58, (8, 9), 99 << 10), Gpu(128, (8, 9), 99 << 10)),  # L4, RTX 4090
+    90: (Gpu(132, (9, 0), 227 << 10),),  # H100, H200
+    100: (Gpu(148, (10, 0), 227 << 10),),  # B200
+    120: (Gpu(36, (12, 0), 99 << 10), Gpu(170, (12, 0), 99 << 10)),  # RTX 5060 Ti, RTX 5090
+}
+REGISTERS = 1 << 16  # of an SM
+MAX_REGISTERS = 255  # of a thread
+DEFAULT_WARPS = 4  # Triton's
+MAX_STACK = 320  # bytes that a thread may spill; launches on Hopper were chosen by time, whatever they spill
+TILES = {
+    "BINS", "BLOCK", "CHUNK", "CHUNKS", "COLUMNS", "EXPERTS", "FIRST", "INPUTS", "KEYS", "OUTPUTS", "PADDED",
+    "PADDED_DIM", "PADDED_HALF", "PADDED_HEADS", "PADDED_NOPE", "PADDED_RANK", "PADDED_ROPE", "PADDED_VALUE", "PAIRS",
+    "PARTS", "PIECES", "REST", "ROWS", "SIZE_PADDED", "TOKENS", "VALUES",
+}  # fmt: skip
+"""Constants that are sides of a tile, which decide what a program needs."""
+ALIKE = ({80, 89, 120}, {90, 100})  # MMAs of the same kind take operands from registers, or from shared memory
+OF_PDL = {"LINES", "LINES_PADDED", "PDL", "PREFETCH"}
+LENGTHS = {
+    "CHANNELS", "E", "GROUP", "HALF", "HEADS", "HIDDEN", "K", "KV_HEADS", "K_HEAD", "KEY_HEADS", "LINES", "MIN_SHARE",
+    "QKV_ROW", "Q_HEAD", "ROTATED_HEAD", "SHARE", "SIZE", "SLOTS", "SPLITS", "VALUE_HEADS", "V_HEAD", "WIDE",
+}  # fmt: skip
+"""Constants that are the length of a loop or a stride."""
 
 
 def box(rows: int, columns: int = 64, dtype: str = "bf16") -> str:
@@ -52,6 +74,12 @@ def box(rows: int, columns: int = 64, dtype: str = "bf16") -> str:
 def pairs(*size: int) -> str:
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
     return f"tensordesc<bf16{list(size)},{layout!r}>"
+
+
+HOPPER_VARIANTS = {
+    "decode.bf16.2.6.8.16.3.4", "linear.fp16.2.True", "prefill.16", "qkv.16", "stream.128", "stream.128.gated",
+    "vit.80", "vit_parted",
+}  # fmt: skip
 
 
 def hopper_variants() -> Iterator[Variant]:
@@ -317,35 +345,173 @@ def small_variants() -> Iterator[Variant]:
     yield of("vit_tanh_gelu", f"{vit}:_tanh_gelu_kernel", [BF16, "i32:16"], [4096], 8, pdl=False)
 
 
-def build(variant: Variant) -> Any:
-    module, function = variant.kernel.split(":")
-    kernel = getattr(import_module(f"saccade.kernels.{module}"), function)
+def build(variant: Variant, arch: int) -> Any:
+    kernel = kernel_of(variant)
     given = [*variant.types, *["constexpr"] * len(variant.constants)]
     assert len(given) == len(kernel.params), (variant.name, len(given), [param.name for param in kernel.params])
     constants = {len(variant.types) + i: value for i, value in enumerate(variant.constants)}
     constants |= {i: None for i, kind in enumerate(given) if kind == NONE}
-    attrs = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(given) if is_aligned(kernel.params[i], kind)}
-    kinds = ["constexpr" if i in constants else kind.removesuffix(":16") for i, kind in enumerate(given)]
+    constants |= {i: 1 for i, kind in enumerate(given) if kind == ONE}
+    free = [not (param.do_not_specialize or param.do_not_specialize_on_alignment) for param in kernel.params]
+    aligned = [i for i, kind in enumerate(given) if is_aligned(kind) and free[i]]
+    kinds = [re.sub(":16?$", "", kind) if i not in constants else "constexpr" for i, kind in enumerate(given)]
     source = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
-    made = triton.compile(
+    return triton.compile(
         source(
             fn=kernel,
             signature={param.name: kind for param, kind in zip(kernel.params, kinds, strict=True)},
             constexprs={(i,): value for i, value in constants.items()},
-            attrs=attrs,
+            attrs={(i,): [["tt.divisibility", 16]] for i in aligned},
         ),
-        target=GPUTarget("cuda", 90, 32),
+        target=GPUTarget("cuda", arch, 32),
         options=variant.options,
     )
-    assert made.metadata.shared <= SHARED, (variant.name, made.metadata.shared)
-    return made
 
 
-def is_aligned(param: Any, kind: str) -> bool:
-    """What a launch finds: pointers of 16 bytes and sizes that are multiples, unless the kernel takes any."""
-    if param.do_not_specialize or param.do_not_specialize_on_alignment:
+def kernel_of(variant: Variant) -> Any:
+    module, function = variant.kernel.split(":")
+    return getattr(import_module(f"saccade.kernels.{module}"), function)
+
+
+class Resources(NamedTuple):
+    shared: int  # bytes of a program
+    registers: int  # of a thread
+    stack: int  # bytes of a thread: registers that were spilled
+
+    def problems(self, arch: int, warps: int) -> Iterator[str]:
+        limit = GPUS[arch][0].shared_memory
+        if self.shared > limit:
+            yield f"{self.shared} bytes of shared memory, {limit} are allowed"
+        if 32 * warps * self.registers > REGISTERS:
+            yield f"{self.registers} registers for {warps} warps, an SM has {REGISTERS}"
+        if self.stack > MAX_STACK and arch != HOPPER:
+            yield f"{self.stack} bytes spilled by each thread, {MAX_STACK} are allowed"
+
+    def is_small(self, limit: int) -> bool:
+        """Half of what there is, at most: another GPU's compiler would not need twice as much."""
+        return 2 * self.shared <= limit and self.registers <= MAX_REGISTERS // 2 and self.stack == 0
+
+
+def resources(made: Any) -> Resources:
+    found = {name: int(value) for name, value in re.findall(r"(REG|STACK):(\d+)", cuobjdump(made, "-res-usage"))}
+    return Resources(made.metadata.shared, found["REG"], found["STACK"])
+
+
+class Check:
+    """What does not compile, or could not start, on GPUs that are checked one after the other."""
+
+    def __init__(self, *, is_all: bool) -> None:
+        self.is_all = is_all
+        self.wrong: list[str] = []
+        self._known: dict[object, list[tuple[int, Resources]]] = {}  # by launch: where it was compiled
+
+    def run(self, arch: int) -> None:
+        variants = launched_on(arch, is_all=self.is_all)
+        self.wrong += [f"{kernel}: no model launches it, and the table has no variant" for kernel in missing(variants)]
+        limit = GPUS[arch][0].shared_memory
+        compiled = [variant for variant in variants if self.is_all or not self._is_known(variant, arch, limit)]
+        for variant in compiled:
+            try:
+                found = resources(build(variant, arch))
+            except Exception as error:  # a missing instruction, a wrong layout
+                self.wrong.append(f"sm_{arch} {described(variant)}: {type(error).__name__}: {error}")
+                continue
+            self._known.setdefault(launch_of(variant), []).append((arch, found))
+            problems = found.problems(arch, variant.options.get("num_warps", DEFAULT_WARPS))
+            self.wrong += [f"sm_{arch} {described(variant)}: {problem}" for problem in problems]
+        print(f"sm_{arch}: {len(compiled)} of {len(variants)} kernels, {cpu_seconds():.0f} s of CPU time", flush=True)
+
+    def _is_known(self, variant: Variant, arch: int, limit: int) -> bool:
+        """Whether the same launch, compiled for another GPU, tells that this one has all that it needs."""
+        for other, found in self._known.get(launch_of(variant), []):
+            if found.is_small(limit) or (found.shared <= limit and any({other, arch} <= alike for alike in ALIKE)):
+                return True
         return False
-    return kind.startswith("*") or kind.endswith(":16")
+
+
+def launch_of(variant: Variant) -> object:
+    """What decides the resources of a program: all but lengths, strides and PDL."""
+    constants = [(name, value) for name, value in constants_of(variant).items() if name not in LENGTHS | OF_PDL]
+    options = [(name, value) for name, value in variant.options.items() if name != "launch_pdl"]
+    missing = [kind == NONE for kind in variant.types]
+    return (variant.kernel, *missing, *constants, *sorted(options))
+
+
+def launched_on(arch: int, *, is_all: bool) -> list[Variant]:
+    """What the host code launches on these GPUs, and kernels of the table that it does not launch."""
+    dtypes = [torch.bfloat16, torch.float16] if is_all else [torch.bfloat16]
+    shapes = [name for name in SHAPES if is_all or name not in SIMILAR]
+    by_host = [variant for gpu in GPUS[arch] for variant in launches(gpu, shapes, dtypes)]
+    found = distinct(by_host) if is_all else largest(by_host, arch)
+    known = {variant.kernel for variant in found}
+    found += [for_arch(variant, arch) for variant in triton_variants() if variant.kernel not in known]
+    if arch == HOPPER:
+        found += [variant for variant in hopper_variants() if is_all or variant.name in HOPPER_VARIANTS]
+    return found
+
+
+def missing(variants: Iterable[Variant]) -> set[str]:
+    """Triton kernels that are not among these."""
+    root = Path(saccade.kernels.__file__).parent
+    modules = [".".join(path.relative_to(root).with_suffix("").parts) for path in root.rglob("*.py")]
+    found = set()
+    for module in modules:
+        members = vars(import_module(f"saccade.kernels.{module}".removesuffix(".__init__"))).values()
+        kernels = [one for one in members if type(one) is JITFunction and one.fn.__name__.endswith("_kernel")]
+        found |= {f"{module}:{one.fn.__name__}" for one in kernels if one.fn.__module__.endswith(module)}
+    return found - {variant.kernel for variant in variants}
+
+
+def distinct(variants: Iterable[Variant]) -> list[Variant]:
+    """The first of each launch."""
+    found: dict[object, Variant] = {}
+    for variant in variants:
+        found.setdefault(launch_of(variant), variant)
+    return list(found.values())
+
+
+def largest(variants: Iterable[Variant], arch: int) -> list[Variant]:
+    """Of each kernel the variant with the largest tiles, times stages.
+
+    Where operands are in registers, also with heads of 256.
+    """
+    found: dict[tuple[str, bool], Variant] = {}
+    for variant in variants:
+        key = (variant.kernel, arch in ALIKE[0] and constants_of(variant).get("DIM") == 256)
+        other = found.setdefault(key, variant)
+        if tile_size(variant) > tile_size(other):
+            found[key] = variant
+    return list(found.values())
+
+
+def tile_size(variant: Variant) -> tuple[int, int]:
+    constants = constants_of(variant)
+    sides = [value for name, value in constants.items() if name in TILES and value]
+    return prod(sides) * variant.options.get("num_stages", 1), constants.get("KEYS", 0)
+
+
+def for_arch(variant: Variant, arch: int) -> Variant:
+    """A variant of the table as it would be launched there."""
+    if arch >= PDL_FROM:
+        return variant
+    without = {"PDL": False, "PREFETCH": 0}
+    constants = [without.get(name, value) for name, value in constants_of(variant).items()]
+    options = {name: value for name, value in variant.options.items() if name != "launch_pdl"}
+    return variant._replace(constants=constants, options=options)
+
+
+def constants_of(variant: Variant) -> dict[str, Any]:
+    names = [param.name for param in kernel_of(variant).params[len(variant.types) :]]
+    return dict(zip(names, variant.constants, strict=True))
+
+
+def described(variant: Variant) -> str:
+    return f"{variant.name}: {variant.kernel} {constants_of(variant)} {variant.options}"
+
+
+def cpu_seconds() -> float:
+    used = [resource.getrusage(of) for of in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in used)
 
 
 def ptx_hash(made: Any) -> str:
@@ -355,31 +521,39 @@ def ptx_hash(made: Any) -> str:
 
 
 def sass_hash(made: Any) -> str:
+    return _hash("\n".join(line.strip() for line in cuobjdump(made, "-sass").splitlines() if "/*" in line))
+
+
+def cuobjdump(made: Any, what: str) -> str:
     tools = Path(triton.__file__).parent / "backends/nvidia/bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(made.asm["cubin"])
         cubin.flush()
-        command = [str(tools / "cuobjdump"), "-sass", cubin.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return _hash("\n".join(line.strip() for line in text.splitlines() if "/*" in line))
+        command = [str(tools / "cuobjdump"), what, cubin.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def _hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def main(arguments: list[str]) -> None:
-    if arguments[0] != "--hash":
-        for variant in hopper_variants():
-            if variant.name == arguments[0]:
-                build(variant)
-        return
-    os.environ["TRITON_DISABLE_LINE_INFO"] = "1"
+def print_hashes(text: str) -> None:
     for variant in (*hopper_variants(), *triton_variants()):
-        if arguments[1:] and arguments[1] not in variant.name:
-            continue
-        made = build(variant)
-        print(f"{variant.name:24} ptx {ptx_hash(made)} sass {sass_hash(made)}", flush=True)
+        if text in variant.name:
+            made = build(variant, HOPPER)
+            print(f"{variant.name:24} ptx {ptx_hash(made)} sass {sass_hash(made)}", flush=True)
+
+
+def main(arguments: list[str]) -> None:
+    os.environ["TRITON_DISABLE_LINE_INFO"] = "1"  # less to compile, and lines are no part of hashes
+    if arguments[0] == "--hash":
+        print_hashes("".join(arguments[1:]))
+        return
+    check = Check(is_all="--all" in arguments)
+    for arch in [int(argument) for argument in arguments if argument != "--all"]:
+        check.run(arch)
+    if check.wrong:
+        sys.exit("\n".join(check.wrong))
 
 
 if __name__ == "__main__":

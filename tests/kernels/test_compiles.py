@@ -1,0 +1,23 @@
+"""Every kernel compiles for every GPU that it is launched on, as the host code launches it, and could start there.
+
+The language of the Hopper kernels is experimental: names change, and a device would then go on without them, slower.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ARCHS = ["90", "100", "89", "80", "120"]  # a launch that several of them share is compiled for the first
+
+
+def test_all_kernels_compile_and_fit_the_gpu(tmp_path: Path) -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-m", "tests.helpers.compile_kernels", *ARCHS]
+    done = subprocess.run(
+        command, env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False
+    )
+    print(done.stdout)
+    assert done.returncode == 0, done.stderr[-3000:]
