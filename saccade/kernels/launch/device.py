@@ -21,6 +21,7 @@ class Gpu(NamedTuple):
     shared_memory: int  # bytes that a program may have
 
 
+_SHARED_MEMORY = {(8, 0): 163 << 10, (8, 7): 163 << 10, (9, 0): 227 << 10, (10, 0): 227 << 10, (10, 3): 227 << 10}
 _INTERPRETER = Gpu(sms=4, capability=(0, 0), shared_memory=227 << 10)  # SMs: enough for splits, and few programs
 
 
@@ -29,8 +30,10 @@ def gpu_of(device: torch.device) -> Gpu:
     if device.type != "cuda":
         return _INTERPRETER
     found = torch.cuda.get_device_properties(device)
-    shared: int = found.shared_memory_per_block_optin  # type: ignore[attr-defined]  # missing in PyTorch's stubs
-    return Gpu(found.multi_processor_count, (found.major, found.minor), shared)
+    capability = (found.major, found.minor)
+    known = _SHARED_MEMORY.get(capability, 99 << 10)
+    shared = getattr(found, "shared_memory_per_block_optin", known)  # not in every PyTorch
+    return Gpu(found.multi_processor_count, capability, shared)
 
 
 def num_sms(device: torch.device) -> int:
