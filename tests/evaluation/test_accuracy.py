@@ -17,8 +17,8 @@ from saccade.evaluation.questions import Question, load_questions
 from saccade.evaluation.scoring import chance
 
 SET = load_questions()
-ASKED = SET.questions[:56]  # four of each skill
-SOME = len(ASKED) // 2  # two of each
+ASKED = SET.questions[:42]  # three of each skill
+SOME = len(ASKED) // 3  # one of each
 PICTURED = [question for question in ASKED if question.images]
 GREEDY = SamplingParams(temperature=0, max_tokens=96)
 SIZES: dict[str, Any] = {"kv_cache_gb": 0.1, "max_model_len": 1024, "max_num_seqs": 32}

@@ -78,7 +78,7 @@ def pairs(*size: int) -> str:
 
 HOPPER_VARIANTS = {
     "decode.bf16.2.6.8.16.3.4", "linear.fp16.2.True", "prefill.16", "qkv.16", "stream.128", "stream.128.gated",
-    "vit.80", "vit_parted",
+    "vit.80",
 }  # fmt: skip
 
 
