@@ -7,7 +7,7 @@ MODEL ?=
 
 # What `make test-fast` runs: nothing that needs an engine, a server or Transformers.
 FAST := tests/project/test_borders.py tests/project/test_vocabulary.py tests/scheduler tests/media \
-	tests/checkpoint/test_config.py tests/engine/test_trace.py tests/engine/ipc/test_messages.py \
+	tests/checkpoint/test_config.py tests/engine/test_step_stats.py tests/engine/ipc/test_messages.py \
 	tests/server/api tests/server/request tests/server/test_config.py tests/server/test_generation.py tests/server/test_metrics.py \
 	tests/test_costs.py tests/test_fair_pool.py tests/test_sampling_params.py
 

@@ -77,3 +77,9 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
     files = [f"/{name_of(path)}" for folder in folders for path in (ROOT / folder).rglob("*.py")]
     for path in re.findall(r"`((?:\w+/)*\w+\.py)`", page.read_text("utf-8")):
         assert any(file.endswith(f"/{path}") for file in files), f"{name_of(page)} names {path}"
+
+
+def test_what_make_test_fast_names_is_there() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    named = re.findall(r"tests/\S+", makefile.split("FAST :=")[1].split("\n\n")[0])
+    assert named and [path for path in named if not (ROOT / path).exists()] == []
