@@ -211,6 +211,7 @@ def test_model_names_appear_only_in_the_two_folders_and_their_tables() -> None:
         assert not words & set(names), f"{path} names a model family"
 
 
+@pytest.mark.slow  # a process for each
 @pytest.mark.parametrize(
     "module",
     [
