@@ -65,9 +65,11 @@ def one_by_one(llm: LLM, given: list[dict[str, Any]], params: SamplingParams) ->
 def test_prompts_that_ride_along_change_no_answer(name: str, tmp_path: Path, photo: Callable[..., Image.Image]) -> None:
     family = FAMILIES[name]
     folder, given = family.build(tmp_path, **SHORT[name]), prompts(photo, family.image)[:3]
+    if name == "deepseek_vl_v2":  # whose images are many tokens
+        given = given[::2]
     llm, rode = riding(folder, max_tokens=4 if name == "mllama" else 24)  # of a step: its prompts are short
     assert one_by_one(llm, given, GREEDY) == one_by_one(LLM(str(folder), **OPTIONS), given, GREEDY)
-    most = 1 if name == "mllama" else 2  # requests that decode meanwhile
+    most = 1 if name in ("mllama", "deepseek_vl_v2") else 2  # requests that decode meanwhile
     assert any(tokens > 1 and rows == most for tokens, rows in rode)
 
 
