@@ -9,18 +9,17 @@ the second cache does not help. The last line is JSON.
 from __future__ import annotations
 
 import json
-import statistics
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.gpu_timing import attempt, graph_us
 from saccade.kernels.gemm.skinny import (
     Config,
     SplitWorkspace,
@@ -33,7 +32,6 @@ from saccade.kernels.gemm.skinny import (
 )
 from saccade.kernels.ops.norm import add_rms_norm, silu_and_mul
 
-T = TypeVar("T")
 LAYERS, HIDDEN, WIDE, QKV, VOCABULARY = 28, 1536, 8960, 2048, 151936
 EPS = 1e-6
 ROWS = (1, 8, 16, 32, 64, 128)
@@ -160,34 +158,6 @@ def _splits(shape: Shape, outputs: int, inputs: int) -> int:
 
 
 # --- measuring ----------------------------------------------------------------------------------------------------
-
-
-def graph_us(work: Callable[[], object], replays: int = 15) -> float:
-    """Median time of one replay of `work`, in microseconds."""
-    work()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    times: list[float] = []
-    for _ in range(replays):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) * 1e3)
-    return statistics.median(times[3:])
-
-
-def attempt(name: str, work: Callable[[], T]) -> T | None:
-    """What `work` returns; None after its traceback's end is printed, so that the rest goes on."""
-    try:
-        return work()
-    except Exception:
-        lines = [line.strip() for line in traceback.format_exc().splitlines() if line.strip(" ~^")]
-        print(f"FAILED {name}: {' | '.join(lines[-4:])[-600:]}", flush=True)
-        return None
 
 
 def compile_all(bench: Bench, jobs: Sequence[tuple[Case, Config]]) -> None:

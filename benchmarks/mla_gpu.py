@@ -8,17 +8,16 @@ Floors: 4.2 TB/s of memory, 700 TFLOP/s.
 
 from __future__ import annotations
 
-import statistics
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from benchmarks.gpu_timing import attempt, graph_us
 from saccade.kernels.attention.mla_absorbed import (
     choose_splits,
     decode_launch,
@@ -42,7 +41,6 @@ from saccade.models.layers.mla import rotate_pairs
 from saccade.models.layers.rotary_embedding import cos_sin
 from saccade.models.layers.torch_attention import AttentionBatch, reference_attention
 
-T = TypeVar("T")
 DEVICE = torch.device("cuda")
 DIMS = MLADims(rank=512, nope=128, rope=64, value=128)
 DIM = DIMS.rank + DIMS.rope
@@ -79,34 +77,6 @@ ODD = 10  # a number of heads that is no power of two: only checked, with the fi
 
 def launches(table: dict[int, list[Launch]], heads: int) -> list[Launch]:
     return table[16][:1] if heads == ODD else table[heads]
-
-
-def attempt(name: str, work: Callable[[], T]) -> T | None:
-    """What `work` returns; None after its error is printed, so that the rest goes on."""
-    try:
-        return work()
-    except Exception:
-        lines = [line.strip() for line in traceback.format_exc().splitlines() if line.strip(" ~^")]
-        print(f"FAILED {name}: {' | '.join(lines[-3:])[-500:]}", flush=True)
-        return None
-
-
-def graph_us(work: Callable[[], object], replays: int = 12) -> float:
-    """Median time of one replay of `work`, in microseconds."""
-    work()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    times: list[float] = []
-    for _ in range(replays):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) * 1e3)
-    return statistics.median(times[2:])
 
 
 def random(*shape: int) -> Tensor:

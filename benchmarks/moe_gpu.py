@@ -13,16 +13,17 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.gpu_timing import attempt, capture, graph_us
+from saccade.kernels.launch.device import shared_memory
 from saccade.kernels.moe.combine import combine
 from saccade.kernels.moe.experts import TileConfig, moe_down, moe_gate_up
 from saccade.kernels.moe.fused_moe import (
@@ -31,7 +32,6 @@ from saccade.kernels.moe.fused_moe import (
     choose,
     fused_moe,
     run_experts,
-    shared_memory,
     supports_tma,
 )
 from saccade.kernels.moe.router import RouterConfig, choose_router, router_logits, split_router
@@ -39,7 +39,6 @@ from saccade.kernels.moe.routing import Routed, RoutingRules, route
 from saccade.kernels.moe.sorting import sort_by_expert
 from saccade.kernels.moe.vector import VectorConfig, vector_down, vector_gate_up
 
-T = TypeVar("T")
 BANDWIDTH = 4.2e12  # bytes a second
 FLOPS = 700e12
 TOKENS = (1, 4, 8, 32, 128, 256, 512, 1600, 8192)
@@ -200,37 +199,9 @@ def check(shape: Shape, weights: MoEWeights, tokens: Iterable[int]) -> None:
 # --- measuring ----------------------------------------------------------------------------------------------------
 
 
-def capture(work: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
-    work()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        made = work()
-    return graph, made
-
-
-def graph_us(calls: Sequence[Callable[[], object]], replays: int = 9) -> float:
+def each_us(calls: Sequence[Callable[[], object]]) -> float:
     """Median time of one of the calls, which follow each other in a graph."""
-    graph, _ = capture(lambda: [call() for call in calls] and None)
-    times: list[float] = []
-    for _ in range(replays):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) * 1e3)
-    return statistics.median(times[2:]) / len(calls)
-
-
-def attempt(name: str, work: Callable[[], T]) -> T | None:
-    """What `work` returns; None after its traceback's end is printed, so that the rest goes on."""
-    try:
-        return work()
-    except Exception:
-        lines = [line.strip() for line in traceback.format_exc().splitlines() if line.strip(" ~^")]
-        print(f"FAIL {name}: {' | '.join(lines[-3:])[-400:]}", flush=True)
-        return None
+    return graph_us(lambda: [call() for call in calls]) / len(calls)
 
 
 def tile(text: str) -> TileConfig:
@@ -348,7 +319,7 @@ def checked_us(calls: Sequence[Callable[[], Tensor]], good: Tensor) -> float:
     error = float((made - good.float()).norm() / good.float().norm())
     if not error < 1e-2:
         raise ValueError(f"relative error {error}")
-    return graph_us(calls)
+    return each_us(calls)
 
 
 def report(case: Case, name: str, found: Sequence[Timed], share: float) -> Timed | None:
@@ -370,12 +341,12 @@ def time_vectors(case: Case) -> MoELaunch | None:
     sets = list(zip(case.batches, case.routed, strict=True))
     for config in VECTORS["gate_up"]:
         calls = [partial(vector_gate_up, x, weights.gate_up, r, config) for x, r in sets]
-        us = attempt(f"vector gate_up {short(config)}", partial(graph_us, calls))
+        us = attempt(f"vector gate_up {short(config)}", partial(each_us, calls))
         gate_ups += [] if us is None else [Timed(us, config)]
     wide = vector_gate_up(case.batches[0], weights.gate_up, case.routed[0], VectorConfig(4, 512))
     for config in VECTORS["down"]:
         calls = [partial(vector_down, wide, weights.down, r, config) for r in case.routed]
-        us = attempt(f"vector down {short(config)}", partial(graph_us, calls))
+        us = attempt(f"vector down {short(config)}", partial(each_us, calls))
         downs += [] if us is None else [Timed(us, config)]
     first = report(case, "vector gate_up", gate_ups, 2 / 3)
     second = report(case, "vector down", downs, 1 / 3)
@@ -392,19 +363,19 @@ def time_small(case: Case) -> None:
     shape, weights, x, tokens = case.shape, case.weights, case.batches[0], case.tokens
     hidden, experts = shape.hidden, weights.router.shape[1]
     for config in routers(tokens, experts, hidden):
-        us = attempt(f"router {config}", partial(graph_us, [partial(router_logits, x, weights.router, config)] * 8))
+        us = attempt(f"router {config}", partial(each_us, [partial(router_logits, x, weights.router, config)] * 8))
         print(f"  router {'x'.join(map(str, config))}: {us or 0:.1f} us", end="")
     logits, routed = router_logits(x, weights.router), case.routed[0]
     linear = partial(F.linear, x.float(), weights.router.float().sum(0))
-    print(f"  torch float32 linear: {graph_us([linear] * 8):.1f}", end="")
-    print(f"  route: {graph_us([partial(route, logits, shape.rules, weights.bias)] * 8):.1f}", end="")
+    print(f"  torch float32 linear: {each_us([linear] * 8):.1f}", end="")
+    print(f"  route: {each_us([partial(route, logits, shape.rules, weights.bias)] * 8):.1f}", end="")
     if tokens > 1:
         rows = choose(tokens, shape.rules.slots, len(weights.down), BF16, 227 << 10, tma=True).rows or 16
         sort = partial(sort_by_expert, routed.experts, len(weights.down), rows)
         made = torch.empty(tokens * shape.rules.slots, hidden, device=DEVICE, dtype=BF16)
         floor = made.nbytes * (1 + 1 / shape.rules.slots) / BANDWIDTH * 1e6
-        summed = graph_us([partial(combine, made, shape.rules.slots)] * 4)
-        print(f"  sort: {graph_us([sort] * 8):.1f}  combine: {summed:.1f} (floor {floor:.1f})", end="")
+        summed = each_us([partial(combine, made, shape.rules.slots)] * 4)
+        print(f"  sort: {each_us([sort] * 8):.1f}  combine: {summed:.1f} (floor {floor:.1f})", end="")
     print(flush=True)
 
 
@@ -417,8 +388,8 @@ def time_grouped(case: Case) -> None:
     for routed in case.routed:
         ends = torch.bincount(routed.experts.flatten(), minlength=len(weights.down)).cumsum(0).int()
         calls.append((ends, weights.gate_up.transpose(1, 2), weights.down.transpose(1, 2)))
-    first = graph_us([partial(torch._grouped_mm, x, gate_up, offs=ends) for ends, gate_up, _ in calls])
-    second = graph_us([partial(torch._grouped_mm, wide, down, offs=ends) for ends, _, down in calls])
+    first = each_us([partial(torch._grouped_mm, x, gate_up, offs=ends) for ends, gate_up, _ in calls])
+    second = each_us([partial(torch._grouped_mm, wide, down, offs=ends) for ends, _, down in calls])
     print(
         f"  torch._grouped_mm gate_up {first:.1f} us {case.tflops(first, 2 / 3):.0f} TFLOP/s,"
         f" down {second:.1f} us {case.tflops(second, 1 / 3):.0f} TFLOP/s",
@@ -430,7 +401,7 @@ def time_layers(case: Case, launches: dict[str, MoELaunch]) -> None:
     floor = case.floor_us()
     for name, launch in launches.items():
         calls = [partial(fused_moe, x, case.weights, case.shape.rules, launch=launch) for x in case.batches]
-        us = attempt(f"layer {name}", partial(graph_us, calls))
+        us = attempt(f"layer {name}", partial(each_us, calls))
         if us is not None:
             print(
                 f"  layer, {name:11} {us:7.1f} us, floor {floor:7.1f} = {floor / us:4.0%}, {case.tflops(us):4.0f}"

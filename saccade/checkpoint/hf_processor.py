@@ -39,7 +39,7 @@ def raised(error: Exception) -> str:
     return f"its code there raises {type(error).__name__}"
 
 
-def library(model_type: str) -> Any:
+def import_transformers(model_type: str) -> Any:
     """The Transformers package."""
     try:
         return import_module("transformers")
@@ -50,7 +50,7 @@ def library(model_type: str) -> Any:
 
 def load_processor(path: Path, model_type: str) -> Any:
     """For images and text; the video processor is left out, as it needs torchvision."""
-    transformers = library(model_type)
+    transformers = import_transformers(model_type)
     try:
         return _load(transformers, path)
     except ConfigError:
@@ -127,7 +127,7 @@ def check_inputs(processor: Any, path: Path, model_type: str, token: str) -> Non
 
 def _model_class(path: Path, model_type: str) -> Any:
     kinds = import_module("transformers.models.auto.modeling_auto").MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    config = library(model_type).AutoConfig.from_pretrained(path, **LOCAL)
+    config = import_transformers(model_type).AutoConfig.from_pretrained(path, **LOCAL)
     if type(config) not in kinds:
         raise refusal(model_type, "that library has no model of this type that answers about pictures")
     found = kinds[type(config)]

@@ -178,7 +178,7 @@ def load(
     processor = hf_processor.load_processor(path, kind)
     window = max_model_len or config.text.max_context
     try:
-        model = _model(hf_processor.library(kind), path, dtype, load_format, seed)
+        model = _model(hf_processor.import_transformers(kind), path, dtype, load_format, seed)
         made = Fallback(config, model.to(device).eval(), processor, device, dtype, window)
         check_against_own_forward(made)
     except ConfigError:
