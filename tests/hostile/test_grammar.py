@@ -81,18 +81,25 @@ class Bills:
         self._server = server
         self.threads: list[threading.Thread] = []
         self.order: list[tuple[str, int]] = []  # key and status
+        self.frozen: list[psutil.Process] = []  # that check schemas
 
     def send(self, key: str, count: int = 1) -> None:
         for _ in range(count):
             number = len(self.threads)
             body = chat_body(response_format=form({"enum": [f"{id(self)} {number}"]}))
-            self.threads.append(threading.Thread(target=self._ask, args=(key, body)))
+            self.threads.append(threading.Thread(target=self._ask, args=(key, f"{key}-{number}", body)))
             self.threads[-1].start()
 
-    def _ask(self, key: str, body: dict[str, Any]) -> None:
-        with self._server.stranger(authorization=f"Bearer {key}") as client:
+    def _ask(self, key: str, request_id: str, body: dict[str, Any]) -> None:
+        headers = {"authorization": f"Bearer {key}", "x-request-id": request_id}
+        with self._server.stranger(**headers) as client:
             status = client.post("/v1/bill", json=body).status_code
         self.order.append((key, status))
+
+    def logged(self) -> list[str]:
+        """Whose requests the server has answered, by its own log: threads here may wake in another order."""
+        ids = [line.split()[0] for line in self._server.log if "POST /v1/bill" in line]
+        return [request_id.rpartition("-")[0] for request_id in ids]
 
     @property
     def num_open(self) -> int:
@@ -114,7 +121,7 @@ def checkers(server: RunningServer) -> list[psutil.Process]:
 def stopped(server: RunningServer) -> Iterator[Bills]:
     """Both processes that check schemas stand still, each with a schema of the greedy client's."""
     bills = Bills(server)
-    frozen: list[psutil.Process] = []
+    frozen = bills.frozen
     while len(frozen) < 2:
         bills.send(GREEDY)  # those who find a process that runs are answered
         assert until(lambda: set(checkers(server)) - set(frozen))
@@ -149,6 +156,9 @@ def test_callers_take_turns_with_their_schemas_and_wait_in_queues_of_their_own(k
         assert bills.order[-1] == (GREEDY, 429)
         bills.send(MODEST)
         assert until(lambda: bills.num_open == 3 + MAX_WAITING)
+        assert until(lambda: len(bills.logged()) == before + 1)
+        bills.frozen[0].resume()  # one process alone checks in a known order
+        assert until(lambda: MODEST in bills.logged())
+        assert bills.logged()[before + 1 :].index(MODEST) == 2  # of 8: after the one in hand and one more
     answered = bills.all()[before + 1 :]
     assert [status for _, status in answered] == [200] * (3 + MAX_WAITING)
-    assert answered.index((MODEST, 200)) <= 5  # of 9, and it came last
