@@ -1,14 +1,17 @@
 """Triton's interpreter without the work that it repeats: the same results, sooner.
 
-It patches `triton.language` at every call of a function inside a kernel, though the kernel's launch has done so, and
-builds a table of all types each time it looks one up.
+It patches `triton.language` at every call of a function inside a kernel, though the kernel's launch has done so. It
+builds a table of all types each time it looks one up, and for every value a type with its name and shape. It computes
+each sum and product of integers a second time, in 64 bits, to see whether they overflow.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
 
@@ -16,16 +19,28 @@ from triton.runtime import interpreter
 def hasten() -> None:
     interpreter._patch_lang = _patch_once(interpreter._patch_lang)
     interpreter._get_np_dtype = _find_once(interpreter._get_np_dtype)
+    builder = interpreter.interpreter_builder
+    builder.options = replace(builder.options, sanitize_overflow=False)
+    tl.core.block_type.__init__ = _describe_once(tl.core.block_type.__init__)
+    tl.core.block_type.with_element_ty = _with_element_ty
+    tl.core.block_type.to_ir = lambda self, builder: self  # the interpreter has no types of its own
+    tl.core.tensor.__init__ = _init_tensor
+    semantic = type(interpreter.interpreter_semantic)
+    semantic.broadcast_impl_value = _broadcast_unequal(semantic.broadcast_impl_value)
 
 
 def _patch_once(patch: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """A launch patches what its kernel sees of the language; functions that it calls, only what is not patched yet."""
     is_running = False
     patched: set[str] = set()
+    seen_by: dict[int, set[str]] = {}  # by a module's globals, which are never freed
 
     def patch_missing(fn: Any) -> Any:
         nonlocal is_running
-        seen = {value.__name__ for value in fn.__globals__.values() if value is tl or value is tl.core}
+        if id(fn.__globals__) not in seen_by:
+            modules = [value for value in fn.__globals__.values() if value is tl or value is tl.core]
+            seen_by[id(fn.__globals__)] = {module.__name__ for module in modules}
+        seen = seen_by[id(fn.__globals__)]
         if is_running and seen <= patched:
             return interpreter._LangPatchScope()  # with nothing to restore
         scope = patch(fn)
@@ -55,3 +70,59 @@ def _find_once(find: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return known[name]
 
     return find_unknown
+
+
+def _describe_once(describe: Callable[..., None]) -> Callable[..., None]:
+    """A type of a block is what it was the last time that these elements and this shape came."""
+    known: dict[tuple[Any, ...], tuple[Any, dict[str, Any]]] = {}
+
+    def describe_unknown(self: Any, element_ty: Any, shape: Any) -> None:
+        sizes = [getattr(size, "value", size) for size in getattr(shape, "value", shape)]
+        key = (id(element_ty), *sizes)
+        if key not in known:
+            describe(self, element_ty, shape)
+            self.of_tensor = tl.core.tuple([tl.core.constexpr(size) for size in sizes])
+            self.numel_of_tensor = tl.core.constexpr(self.numel)
+            self.with_other_elements = {}
+            known[key] = (element_ty, vars(self))  # the elements' type stays alive, and so its id is its own
+        self.__dict__.update(known[key][1])
+
+    return describe_unknown
+
+
+def _with_element_ty(self: Any, scalar_ty: Any) -> Any:
+    known = self.with_other_elements
+    if id(scalar_ty) not in known:
+        known[id(scalar_ty)] = tl.core.block_type(scalar_ty, self.shape)  # which keeps the elements' type alive
+    return known[id(scalar_ty)]
+
+
+_NO_SHAPE = tl.core.tuple([])
+_ONE = tl.core.constexpr(1)
+
+
+def _init_tensor(self: Any, handle: Any, type: Any) -> None:
+    self.handle = handle
+    self.type = type
+    self.dtype = type.scalar
+    is_block = type.is_block()
+    self.shape = type.of_tensor if is_block else _NO_SHAPE
+    self.numel = type.numel_of_tensor if is_block else _ONE
+
+
+def _broadcast_unequal(broadcast: Callable[..., Any]) -> Callable[..., Any]:
+    def splat(value: Any, like: Any) -> Any:
+        data = value.handle.data
+        handle = interpreter.TensorHandle(np.full(like.shape.values, data, data.dtype), value.handle.dtype.scalar)
+        return tl.core.tensor(handle, like.with_element_ty(value.dtype))
+
+    def broadcast_if_unequal(self: Any, lhs: Any, rhs: Any) -> Any:
+        left = lhs.type
+        right = rhs.type
+        if left.is_block() != right.is_block():
+            return (lhs, splat(rhs, left)) if left.is_block() else (splat(lhs, right), rhs)
+        if not left.is_block() or left.shape.values == right.shape.values:
+            return lhs, rhs
+        return broadcast(self, lhs, rhs)
+
+    return broadcast_if_unequal
