@@ -187,6 +187,16 @@ class Prompt:
         return len(self.token_ids)
 
 
+class Tenant(NamedTuple):
+    """A customer of the engine. When there is too little for all, each gets service by its weight."""
+
+    name: str = ""
+    weight: float = 1.0
+
+
+NO_TENANT = Tenant()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
     request_id: str
@@ -195,6 +205,8 @@ class Request:
     max_tokens: int  # resolved: params.max_tokens or what is left of the context
     eos_token_ids: frozenset[int]  # the model's own end tokens; empty when the request ignores them
     seed: int  # of its sampling noise; set for every request, so a resumed one repeats itself
+    tenant: Tenant = NO_TENANT
+    priority: int = 0  # among the requests of its tenant: lower values go first
 
     @property
     def family(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from saccade.sampling_params import SamplingParams
-from saccade.types import Prompt, Request
+from saccade.types import NO_TENANT, Prompt, Request, Tenant
 
 
 class RequestBuilder:
@@ -14,7 +14,15 @@ class RequestBuilder:
         self._seeds = random.Random(seed)  # for requests that bring none
 
     def build(
-        self, request_id: str, prompt: Prompt, params: SamplingParams, max_tokens: int, *, first: int = 0
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        max_tokens: int,
+        *,
+        first: int = 0,
+        tenant: Tenant = NO_TENANT,
+        priority: int = 0,
     ) -> list[Request]:
         """`first`: number of the first output, where a request has several prompts."""
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(62)
@@ -27,6 +35,8 @@ class RequestBuilder:
                 max_tokens=max_tokens,
                 eos_token_ids=eos_token_ids,
                 seed=(seed + index) % 2**63,
+                tenant=tenant,
+                priority=priority,
             )
             for index in range(params.n)
         ]

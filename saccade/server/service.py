@@ -41,7 +41,7 @@ from saccade.server.request.fields import FieldReader
 from saccade.server.request.media import ChatLimits, Link, MediaResolver, Messages, find_links
 from saccade.server.request.media_uuids import UuidCache
 from saccade.structured.schema_validation import CHECKS
-from saccade.types import Bill, Prompt, Request
+from saccade.types import Bill, Prompt, Request, Tenant
 
 logger = logging.getLogger("saccade.server")
 
@@ -270,7 +270,7 @@ class Service:
         exchange.lease.enter(response_options.params.n)
         billed, timing = await self.prepare_chat(request, exchange)
         with self.generation([billed], response_options, timing) as generation:
-            await self.start(generation, [billed], response_options, exchange.caller.request_id)
+            await self.start(generation, [billed], response_options, exchange.caller)
             del billed  # the engine has the images now and counts their bytes
             exchange.lease.release()
             yield generation
@@ -295,15 +295,18 @@ class Service:
         generation: Generation,
         prompts: Sequence[BilledPrompt],
         response_options: ResponseOptions,
-        request_id: str,
+        caller: Caller,
     ) -> None:
         """Submit one request per output. RequestError with the bill if a prompt does not fit the context."""
-        unique = f"{request_id}-{next(self._request_numbers)}"  # clients may send the same id twice
+        unique = f"{caller.request_id}-{next(self._request_numbers)}"  # clients may send the same id twice
         params = response_options.params
         requests: list[Request] = []
+        tenant = Tenant(caller.client, caller.weight)
         for billed in prompts:
             max_tokens = self.max_tokens(billed, response_options)
-            requests += self._requests.build(unique, billed.prompt, params, max_tokens, first=len(requests))
+            requests += self._requests.build(
+                unique, billed.prompt, params, max_tokens, first=len(requests), tenant=tenant
+            )
         await generation.submit(self.engine, requests)
 
     def max_tokens(self, billed: BilledPrompt, response_options: ResponseOptions) -> int:

@@ -19,7 +19,7 @@ from saccade.checkpoint.config import ModelConfig, model_config
 from saccade.errors import RequestError
 from saccade.options import Options, SchedulerConfig
 from saccade.sampling_params import SamplingParams
-from saccade.types import Geometry, MediaItem, Prompt, Request, Span, TokenEvent
+from saccade.types import Geometry, MediaItem, Prompt, Request, Span, Tenant, TokenEvent
 
 HEADER = struct.Struct("!I")
 MAX_FRAME_BYTES = 1 << 30
@@ -58,13 +58,16 @@ class RequestBody(msgspec.Struct, frozen=True, array_like=True):
     params: SamplingParams  # without stop strings, which only text can see
     max_tokens: int
     eos_token_ids: frozenset[int]
+    tenant: Tenant
+    priority: int
 
 
 def pack_requests(requests: Iterable[Request]) -> list[RequestBody]:
     """Requests that share their prompt and parameter objects become one body."""
     alike: dict[Hashable, list[Request]] = {}
     for request in requests:
-        shared = (id(request.prompt), id(request.params), request.max_tokens, request.eos_token_ids)
+        same = (id(request.prompt), id(request.params))
+        shared = (*same, request.max_tokens, request.eos_token_ids, request.tenant, request.priority)
         alike.setdefault(shared, []).append(request)
     bodies = []
     for group in alike.values():
@@ -72,7 +75,8 @@ def pack_requests(requests: Iterable[Request]) -> list[RequestBody]:
         ids = tuple((request.request_id, request.seed) for request in group)
         prompt = _pack_prompt(first.prompt)
         params = replace(first.params, stop=None)
-        bodies.append(RequestBody(ids, prompt, params, first.max_tokens, first.eos_token_ids))
+        limits = (first.max_tokens, first.eos_token_ids)
+        bodies.append(RequestBody(ids, prompt, params, *limits, first.tenant, first.priority))
     return bodies
 
 
@@ -81,7 +85,8 @@ def unpack_requests(bodies: Iterable[RequestBody]) -> list[Request]:
     for body in bodies:
         prompt = _unpack_prompt(body.prompt)
         shared = (prompt, body.params, body.max_tokens, body.eos_token_ids)
-        requests += [Request(request_id, *shared, seed) for request_id, seed in body.ids]
+        whose = (body.tenant, body.priority)
+        requests += [Request(request_id, *shared, seed, *whose) for request_id, seed in body.ids]
     return requests
 
 

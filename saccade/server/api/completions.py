@@ -21,7 +21,7 @@ async def create_completion(service: Service, exchange: Exchange) -> None:
     exchange.lease.enter(len(request.prompts) * options.params.n)
     prompts, timing = await service.prepare_prompts(request.prompts, options, exchange.caller)
     with service.generation(prompts, options, timing) as generation:
-        await service.start(generation, prompts, options, exchange.caller.request_id)
+        await service.start(generation, prompts, options, exchange.caller)
         exchange.lease.release()
         shape = CompletionEvents(service, options, exchange.caller.request_id, generation)
         await send_events(exchange.writer, generation, shape, stream=options.stream)

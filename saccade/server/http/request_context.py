@@ -13,6 +13,7 @@ class Caller(NamedTuple):
     tenant: str
     arrived: float  # time.perf_counter()
     client: str = ""  # shares and limits are per client: the tenant, or without keys the address
+    weight: float = 1.0  # of the client's share of the engine
 
 
 class Exchange(NamedTuple):
