@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -190,8 +191,21 @@ class ServerOptions:
         (), "model names clients may use, the first is shown; automatic: MODEL, or the name of its folder"
     )
     api_key: tuple[str, ...] = _option((), "bearer token that clients must send; may be repeated; none: open")
+    api_keys: str | None = _option(
+        None,
+        "TOML file of tenants: a table each with keys, weight, requests_per_minute, tokens_per_minute, "
+        "pixels_per_minute, open_requests; SIGHUP reads it again",
+    )
+    tenant_header: str | None = _option(
+        None, "header in which a proxy names the tenant, such as X-Tenant; needs --trusted-proxies"
+    )
+    trusted_proxies: tuple[str, ...] = _option(
+        (),
+        "addresses and networks of the proxies that --tenant-header and X-Forwarded-For are read from, such "
+        "as 127.0.0.1,10.1.0.0/16; default: none, and 127.0.0.1 for X-Forwarded-For",
+    )
     share_caches: bool = _option(
-        False, "let API keys share both caches; each can then tell if another one sent a given text or image"
+        False, "let tenants share both caches; each can then tell if another one sent a given text or image"
     )
     allowed_origins: tuple[str, ...] = _option(
         (), "web origins that may call the server, such as https://app.example.com, or *; default: its own"
@@ -264,11 +278,33 @@ class ServerOptions:
             )
         if not all(self.api_key):
             raise ConfigError("an api_key is empty, which would let everybody in; give a key or leave it out")
+        _check_proxies(self)
 
 
 _TIMEOUTS = ("heartbeat_timeout", "media_fetch_timeout", "header_timeout", "body_timeout", "write_timeout")
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\sA-Z]+")
 _HOST = re.compile(r"\*|[\w.-]+|\[[0-9a-fA-F:.]+\]")
+_HEADER = re.compile(r"[A-Za-z0-9-]{1,64}")
+
+
+def _check_proxies(server: ServerOptions) -> None:
+    for text in server.trusted_proxies:
+        try:
+            network = ipaddress.ip_network(text)
+        except ValueError as error:
+            expected = "addresses and networks such as 127.0.0.1 and 10.1.0.0/16"
+            raise ConfigError(f"trusted_proxies takes {expected}, not {text}: {error}") from None
+        if network.prefixlen == 0:
+            advice = "name the proxies' own addresses or network"
+            raise ConfigError(f"trusted_proxies={text} would let every client act as a proxy; {advice}")
+    header = server.tenant_header
+    if header is not None and not _HEADER.fullmatch(header):
+        raise ConfigError(f"tenant_header takes a header's name such as X-Tenant, not {header}")
+    if header is not None and not server.trusted_proxies:
+        raise ConfigError(
+            f"tenant_header={header} would let every client name itself any tenant; set trusted_proxies to "
+            "the addresses that may send it, such as 127.0.0.1 for a proxy on this machine"
+        )
 
 
 # --- what the parts get -------------------------------------------------------------------------------------

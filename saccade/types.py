@@ -422,6 +422,11 @@ class Bill:
     def prompt_tokens(self) -> int:
         return self.text_tokens + self.image_tokens + self.video_tokens
 
+    @property
+    def pixels(self) -> int:
+        """Of images and of the frames taken from videos, as they were sent."""
+        return sum(item.width * item.height * item.frames for item in self.items)
+
     def settled(self, usage: Usage | None, before_ms: Mapping[str, float]) -> Bill:
         """The bill after the request, with cache hits and times; `before_ms` are those before the engine."""
         times = {**before_ms, **(usage.times_ms() if usage else {})}

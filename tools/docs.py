@@ -182,8 +182,9 @@ def metrics_page() -> str:
 
 
 def _metrics() -> Iterator[_Metric]:
-    registry = Metrics("MODEL", lambda: _STATS).registry
-    for collector in list(registry._collector_to_names):  # the library has no public list of them
+    metrics = Metrics("MODEL", lambda: _STATS)
+    registries = (metrics.registry, metrics.tenants.registry)
+    for collector in [one for registry in registries for one in registry._collector_to_names]:  # no public list
         own_labels = tuple(getattr(collector, "_labelnames", ()))
         for family in collector.collect():
             labels = own_labels or tuple(family.samples[0].labels if family.type != "histogram" else ())

@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 from saccade import __version__
 from saccade.engine.ipc.client import EngineUnavailable
 from saccade.errors import RequestError
+from saccade.server.accounts import LimitExceeded
 from saccade.server.api import openapi
 from saccade.server.api import tokenize as tokenize_api
 from saccade.server.api.chat import create_chat_completion
@@ -28,7 +29,7 @@ from saccade.server.errors import ApiError, ClientGone, api_error, json_response
 from saccade.server.http.limits import read_body
 from saccade.server.http.middleware import RequestMiddleware
 from saccade.server.http.origins import BrowserRules
-from saccade.server.http.request_context import Exchange
+from saccade.server.http.request_context import Caller, Exchange
 from saccade.server.http.response import ResponseWriter, while_connected
 from saccade.server.http.text_limit import TextTally
 from saccade.server.metrics import CONTENT_TYPE
@@ -54,7 +55,7 @@ def create_app(service: Service) -> FastAPI:
         app.add_exception_handler(kind, _on_error)
     app.add_middleware(
         RequestMiddleware,
-        keys=service.keys,
+        tenants=service.tenants,
         rules=BrowserRules(service.server),
         on_refusal=service.metrics.refused,
         logs=service.server.enable_access_log,
@@ -117,25 +118,28 @@ class _HandledResponse(Response):
         except (ClientGone, ClientDisconnect):
             self._service.metrics.failed("client_left")
         except Exception as error:
-            await self._fail(writer, error, scope["caller"].request_id)
+            await self._fail(writer, error, scope["caller"])
 
     async def _run(self, scope: Scope, receive: Receive, writer: ResponseWriter) -> None:
         service = self._service
-        service.check_open()
         caller = scope["caller"]
-        with service.gate.lease(caller.client) as lease:
+        service.check_open(caller)
+        with service.gate.lease(caller.client, caller.account) as lease:
             tally = TextTally(service.max_chars)
             upload = await read_body(Request(scope, receive), service.server, lease, tally)
             lease.enter()
             async with while_connected(receive):
                 await self._handler(service, Exchange(caller, upload, lease, writer))
 
-    async def _fail(self, writer: ResponseWriter, error: Exception, request_id: str) -> None:
+    async def _fail(self, writer: ResponseWriter, error: Exception, caller: Caller) -> None:
         response = api_error(error)
         if response.code == "internal_error":
-            logger.exception("%s failed", request_id)
+            logger.exception("%s failed", caller.request_id)
         metrics = self._service.metrics
         metrics.failed(response.code or "invalid_request")
+        if isinstance(error, LimitExceeded):
+            metrics.refused("tenant_limit")
+            metrics.tenants.refused(caller.account.settings.label, error.limit)
         if isinstance(error, RequestError) and (error.code or "").startswith(_IMAGE_CODES):
             metrics.media_refused(error.code or "")
         await writer.error(response)
@@ -165,8 +169,9 @@ def _add_get_routes(app: FastAPI, service: Service) -> None:
         return json_response(model_card(service, name))
 
     @get("/metrics")
-    async def metrics() -> Response:
-        return Response(service.metrics.text(), media_type=CONTENT_TYPE)
+    async def metrics(request: Request) -> Response:
+        sees_tenants = request.scope["caller"].account.settings.is_operator
+        return Response(service.metrics.text(sees_tenants), media_type=CONTENT_TYPE)
 
     @get("/version")
     async def version() -> Response:

@@ -15,6 +15,7 @@ from typing import Protocol
 from saccade.engine.ipc.client import EngineUnavailable, RequestStream
 from saccade.errors import RequestError
 from saccade.processor.output import RequestOutputBuilder
+from saccade.server.accounts import Account, Charge
 from saccade.server.metrics import Finished, Metrics
 from saccade.types import Bill, Logprobs, Prompt, Request, TokenEvent
 
@@ -77,6 +78,8 @@ class Generation:
         self._where = [billed.prompt.where for billed in prompts]
         self.outputs = outputs
         self._max_tokens = 0
+        self._charge: Charge | None = None  # until it is settled
+        self._reserved_tokens = 0
         self._timing = timing
         self._metrics = metrics
         self._streams: list[RequestStream] = []
@@ -90,6 +93,33 @@ class Generation:
     def __exit__(self, *_: object) -> None:
         for stream in self._streams:
             stream.cancel()
+        self._settle()
+
+    def charge(self, account: Account, reserved_tokens: int) -> None:
+        """Charges a tenant for the prompts and, in advance, the outputs. ApiError if its limits refuse it."""
+        self._charge = account.take(tokens=self._prompt_tokens + reserved_tokens, pixels=self._pixels)
+        self._reserved_tokens = reserved_tokens
+
+    def _settle(self) -> None:
+        """Gives back, once, what was charged and not used: all of it if the engine refused the request."""
+        charge = self._charge
+        self._charge = None
+        if charge is None:
+            return
+        if not self._streams:
+            charge.give_back(tokens=self._prompt_tokens + self._reserved_tokens, pixels=self._pixels)
+            return
+        generated = sum(len(output.token_ids) for output in self.outputs)
+        charge.give_back(tokens=self._reserved_tokens - generated)  # negative: more than was reserved
+        self._metrics.tenants.used(charge.label, self._prompt_tokens, generated, self._pixels)
+
+    @property
+    def _prompt_tokens(self) -> int:
+        return sum(bill.prompt_tokens for bill in self.bills)
+
+    @property
+    def _pixels(self) -> int:
+        return sum(bill.pixels for bill in self.bills)
 
     @property
     def per_prompt(self) -> int:
@@ -169,6 +199,7 @@ class Generation:
 
     def finish(self) -> None:
         """Reports to the metrics. Called once, when every output is complete."""
+        self._settle()  # before a response that is not streamed says what is left
         now = time.perf_counter()
         self._metrics.finished(
             Finished(

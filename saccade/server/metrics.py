@@ -49,13 +49,15 @@ class Metrics:
         self._model = model
         self._saccade = _SaccadeMetrics(self.registry)
         self._vllm = _VllmMetrics(self.registry, model)
+        self.tenants = TenantMetrics()
         self.tokens_in = self.tokens_out = 0  # for the throughput line in the log
         self.registry.register(_EngineCollector(stats, model))
         text = "Bytes of open requests, here and in the engine"
         Gauge("saccade:request_bytes", text, registry=self.registry).set_function(bytes_in_flight)
 
-    def text(self) -> bytes:
-        return generate_latest(self.registry)
+    def text(self, sees_tenants: bool = True) -> bytes:
+        text = generate_latest(self.registry)
+        return text + generate_latest(self.tenants.registry) if sees_tenants else text
 
     def first_token(self, seconds: float, *, has_media: bool) -> None:
         self._saccade.first_token.labels(_flag(has_media)).observe(seconds)
@@ -149,6 +151,35 @@ class _SaccadeMetrics:
             if done.has_media:
                 self.decode.observe(usage.decode_ms / 1e3)
                 self.encode.observe(usage.encode_ms / 1e3)
+
+
+class TenantMetrics:
+    """What each tenant uses, in a registry of its own: tenants do not see each other's.
+
+    `label` is a name from the operator's settings, never one that a client can choose.
+    """
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"saccade:tenant_{name}", text, ("tenant", *labels), registry=self.registry)
+
+        self._requests = counter("requests", "Requests of a tenant that its limits allowed to come in")
+        self._tokens = counter("tokens", "Tokens of a tenant's prompts and outputs", "kind")
+        self._pixels = counter("pixels", "Pixels of a tenant's images and frames, as they were sent")
+        self._refused = counter("refused", "Requests that a limit of the tenant refused", "limit")
+
+    def arrived(self, label: str) -> None:
+        self._requests.labels(label).inc()
+
+    def used(self, label: str, prompt_tokens: int, output_tokens: int, pixels: int) -> None:
+        self._tokens.labels(label, "prompt").inc(prompt_tokens)
+        self._tokens.labels(label, "output").inc(output_tokens)
+        self._pixels.labels(label).inc(pixels)
+
+    def refused(self, label: str, limit: str) -> None:
+        self._refused.labels(label, limit).inc()
 
 
 class _VllmMetrics:

@@ -1,7 +1,7 @@
 """`saccade serve`: builds the server, logs its settings, and shuts it down in order.
 
 SIGTERM ─► new requests get 503 ─► open ones finish (--drain-timeout) ─► the rest get an error ─► exit 0
-A second signal skips the draining.
+A second signal skips the draining. SIGHUP reads the file of --api-keys again.
 """
 
 from __future__ import annotations
@@ -152,6 +152,8 @@ class _Running:
         self._sock = sock
         self._stop: asyncio.Task[None] | None = None
         self._skip_drain = asyncio.Event()
+        self._reload_lock = asyncio.Lock()
+        self._reloads: set[asyncio.Task[None]] = set()
         app = create_app(service)
         self._routes = sorted({str(getattr(route, "path", "")) for route in app.routes})
         config = uvicorn.Config(
@@ -164,6 +166,7 @@ class _Running:
             server_header=False,
             timeout_keep_alive=75,
             timeout_graceful_shutdown=3,
+            forwarded_allow_ips=list(service.server.trusted_proxies) or None,  # None: this machine
         )
         self.http = _Server(config, service, sock)
 
@@ -172,6 +175,8 @@ class _Running:
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
+        if self._service.server.api_keys is not None:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._on_hangup)
         serving = asyncio.create_task(self.http.serve([]))
         starting = asyncio.create_task(self._start_engine())
         reporting = asyncio.create_task(self._report_throughput())
@@ -214,6 +219,22 @@ class _Running:
             self._stop = asyncio.create_task(self._drain())
         else:
             self._skip_drain.set()
+
+    def _on_hangup(self) -> None:
+        task = asyncio.create_task(self._reload_tenants())
+        self._reloads.add(task)
+        task.add_done_callback(self._reloads.discard)
+
+    async def _reload_tenants(self) -> None:
+        """A file with a mistake changes nothing. One reload at a time, so that the latest file wins."""
+        tenants = self._service.tenants
+        async with self._reload_lock:
+            try:
+                tenants.apply(await self._service.in_thread(tenants.read))
+            except ConfigError as error:
+                logger.error("all tenants stay as they were: %s", error)
+            else:
+                logger.info("%s was read again: %d tenants", self._service.server.api_keys, len(tenants))
 
     async def _drain(self) -> None:
         gate = self._service.gate

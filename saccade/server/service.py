@@ -28,9 +28,11 @@ from saccade.processor.input_processor import Processor
 from saccade.processor.output import RequestOutputBuilder
 from saccade.processor.request_builder import RequestBuilder
 from saccade.processor.template_pool import THREADS as _TEMPLATE_THREADS
+from saccade.sampling_params import SamplingParams
+from saccade.server.accounts import Account
 from saccade.server.errors import overloaded
 from saccade.server.generation import BilledPrompt, Generation, SubmitsRequests, Timing
-from saccade.server.http.auth import KeyRing
+from saccade.server.http.auth import Tenants
 from saccade.server.http.connections import Connections, connection_limit
 from saccade.server.http.limits import AdmissionGate, decode_object
 from saccade.server.http.request_context import Caller, Exchange
@@ -49,6 +51,7 @@ DEFAULT_MAX_WAITING = 256
 _THREADS = 4
 _SCHEMA_THREADS = 2  # each waits for one process that checks schemas
 _RETRY_AFTER_START = 5.0
+_USUAL_OUTPUTS = 16  # without max_tokens, so many outputs take a minute's tokens until they end
 _SCHEMA_FIELDS = ("response_format", "structured_outputs", "tools", "text", "output_config")
 
 Result = TypeVar("Result")
@@ -90,7 +93,7 @@ class Service:
         )
         maximum = connection_limit(server.max_connections)
         self.connections = Connections(maximum, server.max_client_share, on_refusal=self.metrics.refused)
-        self.keys = KeyRing(server.api_key)
+        self.tenants = Tenants(server)
         self.defaults = sampling_defaults(options, processor.checkpoint.generation)
         self.fields = FieldReader(strict=server.strict_params, defaults=self.defaults)
         self.created = int(time.time())
@@ -125,10 +128,13 @@ class Service:
             message = f"{count} token ids were given, and {limit}"
             raise RequestError(message, code="context_length_exceeded", param=param)
 
-    def check_open(self) -> None:
-        """ApiError or EngineUnavailable if a new request would be refused without reading its body."""
+    def check_open(self, caller: Caller) -> None:
+        """Counts a new request. ApiError or EngineUnavailable if it is refused without reading its body."""
         self.gate.check()
         self._check_started()
+        caller.account.check_open()
+        caller.account.take(requests=1)
+        self.metrics.tenants.arrived(caller.account.settings.label)
 
     async def decode(self, exchange: Exchange) -> dict[str, Any]:
         """The body as a JSON object. RequestError if its text cannot fit the context."""
@@ -297,13 +303,17 @@ class Service:
         response_options: ResponseOptions,
         caller: Caller,
     ) -> None:
-        """Submit one request per output. RequestError with the bill if a prompt does not fit the context."""
+        """Submit one request per output. RequestError with the bill if a prompt does not fit the context.
+
+        Before that the tenant is charged; ApiError if its limits do not allow the request.
+        """
         unique = f"{caller.request_id}-{next(self._request_numbers)}"  # clients may send the same id twice
         params = response_options.params
         requests: list[Request] = []
-        tenant = Tenant(caller.client, caller.weight)
-        for billed in prompts:
-            max_tokens = self.max_tokens(billed, response_options)
+        tenant = Tenant(caller.client, caller.account.settings.weight)
+        lengths = [self.max_tokens(billed, response_options) for billed in prompts]
+        generation.charge(caller.account, _reserved_tokens(lengths, params, caller.account))
+        for billed, max_tokens in zip(prompts, lengths, strict=True):
             requests += self._requests.build(
                 unique, billed.prompt, params, max_tokens, first=len(requests), tenant=tenant
             )
@@ -322,6 +332,14 @@ class Service:
             message = f"{prompt}{output}, but {limit}; send less, smaller pictures, or raise --max-model-len"
             raise RequestError(message, code="context_length_exceeded", param=field if left > 0 else param)
         return asked or min(left, response_options.usual_max_tokens or left)
+
+
+def _reserved_tokens(lengths: Sequence[int], params: SamplingParams, account: Account) -> int:
+    """What the outputs are charged in advance. Without max_tokens a whole context would be far too much."""
+    limit = account.limits.tokens_per_minute
+    if limit is not None and params.max_tokens is None:
+        lengths = [min(length, max(1, limit // _USUAL_OUTPUTS)) for length in lengths]
+    return params.n * sum(lengths)
 
 
 def _name_of(model: str | None) -> str:

@@ -54,6 +54,7 @@ class FakeAnswer:
 
     def push(self, event: TokenEvent) -> str:
         self.finish_reason = event.finish_reason
+        self.token_ids.append(event.token_id)
         return str(event.token_id)
 
 

@@ -1,39 +1,152 @@
-"""API keys, as bearer tokens or in x-api-key, and the tenant they stand for. Compared in constant time."""
+"""The tenant of a request: by its API key, or by the name in a trusted proxy's header.
+
+A key comes as a bearer token or in x-api-key. The file of tenants can be read again while requests run.
+"""
 
 from __future__ import annotations
 
 import hashlib
-import hmac
 import ipaddress
-from collections.abc import Sequence
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
+from saccade.errors import ConfigError, quoted
+from saccade.options import ServerOptions
+from saccade.server.accounts import Account, Clock
 from saccade.server.errors import ApiError
+from saccade.server.tenant_file import (
+    NAME,
+    OTHERS,
+    TenantSettings,
+    check_unique,
+    digest_of,
+    read_tenants,
+)
 from saccade.server.web_ui import STATIC
 
 _OPEN_PATHS = frozenset({"/health", "/ready", "/"})
+_MAX_OTHERS = 4096  # tenants that only a proxy names: the one that asked longest ago is forgotten
+_UNNAMED = TenantSettings(is_operator=True)
+
+Headers = Sequence[tuple[bytes, bytes]]
 
 
-class KeyRing:
-    def __init__(self, keys: Sequence[str]) -> None:
-        # Digests have equal lengths, so that a comparison does not reveal the length of a key.
-        self._digests = [_digest(key.encode()) for key in keys]
+class Tenants:
+    """Every tenant's account. Names and limits change by `apply`; what is used of a limit stays."""
 
-    def tenant(self, path: str, authorization: bytes | None, api_key: bytes | None = None) -> str:
-        """A name for the caller that does not reveal its key. ApiError 401 without a valid key."""
-        if not self._digests:
-            return ""
+    def __init__(self, server: ServerOptions, clock: Clock = time.monotonic) -> None:
+        self._server = server
+        self._clock = clock
+        self._header = server.tenant_header.lower().encode() if server.tenant_header else None
+        self._proxies = [ipaddress.ip_network(text) for text in server.trusted_proxies]
+        self._secret = secrets.token_bytes(32)
+        self._unnamed = Account("", _UNNAMED, clock)
+        self._accounts: dict[str, Account] = {}  # of the settings, by name
+        self._others: OrderedDict[str, Account] = OrderedDict()  # named by a proxy only
+        self._of_others = TenantSettings()
+        self._by_key: dict[bytes, Account] = {}
+        self.apply(self.read())
+
+    def __len__(self) -> int:
+        return len(self._accounts)
+
+    # --- settings -------------------------------------------------------------------------------------------
+
+    def read(self) -> dict[str, TenantSettings]:
+        """The tenants of --api-key and of the file, as they are now. ConfigError if they cannot be used."""
+        digests = dict.fromkeys(digest_of(key.encode()) for key in self._server.api_key)
+        tenants = {  # a name that does not reveal the key, and in the metrics nothing of it
+            digest.hex()[:16]: TenantSettings((digest,), label=f"api-key:{number}")
+            for number, digest in enumerate(digests, 1)
+        }
+        if self._server.api_keys is not None:
+            file = Path(self._server.api_keys)
+            of_file = read_tenants(file, needs_keys=self._header is None)
+            for name in tenants.keys() & of_file.keys():
+                raise ConfigError(f"{file}: tenant {name}: the name belongs to an --api-key; choose another")
+            tenants |= of_file
+            check_unique(tenants, f"{file} and --api-key")
+        return tenants
+
+    def apply(self, tenants: Mapping[str, TenantSettings]) -> None:
+        before = self._accounts
+        self._accounts = {}
+        self._by_key = {}
+        for name, settings in tenants.items():
+            if name == OTHERS:
+                continue
+            account = before.get(name) or self._others.pop(name, None) or Account(name, clock=self._clock)
+            account.apply(settings)
+            self._accounts[name] = account
+            self._by_key |= {self._tag(digest): account for digest in settings.digests}
+        self._of_others = tenants.get(OTHERS, TenantSettings())
+        for account in self._others.values():
+            account.apply(self._of_others)
+
+    # --- requests -------------------------------------------------------------------------------------------
+
+    def find(self, path: str, headers: Headers, peer: str) -> Account:
+        """`peer`: the address of the connection itself. ApiError if the key or the name is not accepted."""
+        account = self._by_key_of(path, dict(headers))
+        if self._header is None or is_open(path):
+            return account
+        names = [value.decode("latin-1").strip() for name, value in headers if name == self._header]
+        header = self._server.tenant_header
+        if not self._trusts(peer) and (names or not self._by_key):
+            what = f"the header {header} may" if names else "without API keys, requests may"
+            rule = "come only from the proxies that --trusted-proxies names"
+            message = f"{what} {rule}, and {quoted(peer)} is none of them"
+            raise ApiError(403, message, code="proxy_not_trusted")
+        if not names:
+            return account  # the proxy's own request, or that of a key
+        if len(names) > 1 or not NAME.fullmatch(names[0]):
+            given = f"{len(names)} times" if len(names) > 1 else f"as {quoted(names[0])}"
+            rule = "up to 64 letters, digits and . _ @ + -; the proxy must replace the header, not add to it"
+            message = f"the header {header} came {given} and must name one tenant: {rule}"
+            raise ApiError(400, message, code="invalid_tenant")
+        return self._named(names[0])
+
+    def _by_key_of(self, path: str, headers: Mapping[bytes, bytes]) -> Account:
+        if not self._by_key:
+            return self._unnamed
+        authorization = headers.get(b"authorization")
+        api_key = headers.get(b"x-api-key")
         scheme, _, token = (authorization or b"").partition(b" ")
         for key in (token.strip() if scheme.lower() == b"bearer" else b"", api_key or b""):
-            given = _digest(key)  # no configured key is empty, so an absent one never matches
-            matches = [hmac.compare_digest(given, digest) for digest in self._digests]
-            if any(matches):
-                return given.hex()[:16]
+            # No configured key is empty, so an absent one is never found.
+            account = self._by_key.get(self._tag(digest_of(key)))
+            if account is not None:
+                return account
         if is_open(path):
-            return ""
+            return self._unnamed
         is_missing = authorization is None and api_key is None
         what = "no API key was sent" if is_missing else "the API key is not one of this server's"
         message = f"{what}; send the header Authorization: Bearer KEY or x-api-key: KEY"
         raise ApiError(401, message, code="invalid_api_key")
+
+    def _tag(self, digest: bytes) -> bytes:
+        """Keyed, so that clients cannot choose it: the time of a lookup reveals nothing of any key."""
+        return hashlib.blake2b(digest, key=self._secret).digest()
+
+    def _trusts(self, peer: str) -> bool:
+        try:
+            address = ipaddress.ip_address(peer)
+        except ValueError:
+            return False
+        address = getattr(address, "ipv4_mapped", None) or address
+        return any(address in network for network in self._proxies)
+
+    def _named(self, name: str) -> Account:
+        if name in self._accounts:
+            return self._accounts[name]
+        account = self._others.pop(name, None) or Account(name, self._of_others, self._clock)
+        self._others[name] = account
+        if len(self._others) > _MAX_OTHERS:
+            self._others.popitem(last=False)
+        return account
 
 
 def is_open(path: str) -> bool:
@@ -50,7 +163,3 @@ def peer_of(address: tuple[str, int] | None) -> str:
         return str(ipaddress.ip_network((host.partition("%")[0], 64), strict=False))
     except ValueError:
         return host
-
-
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()

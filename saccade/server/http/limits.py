@@ -17,6 +17,7 @@ from starlette.requests import Request
 
 from saccade.errors import quoted
 from saccade.options import ServerOptions
+from saccade.server.accounts import Account
 from saccade.server.errors import ApiError, overloaded
 from saccade.server.http.text_limit import TextTally
 
@@ -29,11 +30,12 @@ _NEARLY_FULL = 15 / 16  # of the bytes in flight: a request with an image would 
 
 
 class ByteLease:
-    """What one request takes of the gate's limits: bytes, and one open output per sequence."""
+    """What one request takes of the gate's and the tenant's limits: bytes, and open outputs, n per prompt."""
 
-    def __init__(self, gate: AdmissionGate, client: str) -> None:
+    def __init__(self, gate: AdmissionGate, client: str, account: Account) -> None:
         self.gate = gate
         self._client = client
+        self._account = account
         self._server_bytes = 0  # not yet handed to the engine
         self._client_bytes = 0  # counted for the client until the request ends
         self._num_outputs = 0
@@ -68,6 +70,7 @@ class ByteLease:
         more = answers - self._num_outputs
         if more > 0:
             gate.check(more)
+            self._account.enter(answers, more)
             gate.num_open += more
             self._num_outputs = answers
 
@@ -79,6 +82,7 @@ class ByteLease:
     def close(self) -> None:
         self.release()
         self.gate.num_open -= self._num_outputs
+        self._account.leave(self._num_outputs)
         by_client = self.gate.bytes_by_client
         by_client[self._client] -= self._client_bytes
         if not by_client[self._client]:
@@ -135,8 +139,8 @@ class AdmissionGate:
             raise overloaded(429, f"{asked} and {limit}; try again soon")
 
     @contextmanager
-    def lease(self, client: str) -> Iterator[ByteLease]:
-        lease = ByteLease(self, client)
+    def lease(self, client: str, account: Account) -> Iterator[ByteLease]:
+        lease = ByteLease(self, client, account)
         try:
             yield lease
         finally:

@@ -1,4 +1,4 @@
-"""Request id, API key, browser rules, response headers and access log of every request. Sees no bodies."""
+"""Request id, tenant, browser rules, response headers and access log of every request. Sees no bodies."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from saccade.server.errors import ApiError, is_anthropic
-from saccade.server.http.auth import KeyRing, is_open, peer_of
+from saccade.server.http.auth import Tenants, is_open, peer_of
 from saccade.server.http.origins import BrowserRules
+from saccade.server.http.parser import PEER
 from saccade.server.http.request_context import Caller
 
 logger = logging.getLogger("saccade.server")
@@ -33,7 +34,7 @@ _HEADERS = {
 @dataclass(frozen=True)
 class RequestMiddleware:
     app: ASGIApp
-    keys: KeyRing
+    tenants: Tenants
     rules: BrowserRules
     on_refusal: Callable[[str], None]
     logs: bool
@@ -57,13 +58,16 @@ class RequestMiddleware:
                     headers_out["request-id"] = request_id
                 for name, value in _HEADERS.items():  # the page has its own policy
                     headers_out.setdefault(name, value)
+                if "caller" in scope:
+                    headers_out.update(scope["caller"].account.headers())
             await send(message)
 
         try:
             path = scope["path"]
-            tenant = self.keys.tenant(path, headers.get(b"authorization"), headers.get(b"x-api-key"))
+            account = self.tenants.find(path, scope["headers"], _connected(scope))
             self.rules.check(scope["method"], path, headers)
-            scope["caller"] = Caller(request_id, tenant, start, tenant or peer_of(scope.get("client")))
+            client = account.name or peer_of(scope.get("client"))
+            scope["caller"] = Caller(request_id, account.name, start, client, account)
             await self.app(scope, receive, send_with_headers)
         except ApiError as error:
             self.on_refusal("unauthorized" if error.status == HTTPStatus.UNAUTHORIZED else str(error.code))
@@ -77,6 +81,12 @@ class RequestMiddleware:
             result = status or "left"  # the client disconnected before the response
             ms = (time.perf_counter() - start) * 1e3
             logger.info("%s %s %s %s %.0f ms", request_id, scope["method"], shown, result, ms)
+
+
+def _connected(scope: Scope) -> str:
+    """The other end of the connection. X-Forwarded-For may have changed `client`, and clients write that."""
+    peer = scope.get("state", {}).get(PEER)
+    return str(peer[0]) if peer else ""
 
 
 def _request_id(given: bytes | None) -> str:

@@ -28,6 +28,9 @@ MAX_HEADER_BYTES = 64 << 10
 MAX_HEADERS = 256
 """With trailers. Each costs far more memory than its bytes."""
 
+PEER = "peer"
+"""In a request's `state`: the address of the connection, whatever its headers say."""
+
 _MAX_PIPELINED = 8  # requests after the one that runs
 _PROBES = (b"/health", b"/ready")
 _REQUEST_LINE = len(b"GET  HTTP/1.1\r\n\r\n")
@@ -173,6 +176,7 @@ class BoundedHttp(HttpToolsProtocol):
         if not self._is_busy:
             self._set_timer(self._options.header_timeout, self._on_header_timeout)
         super().on_message_begin()
+        self.scope["state"][PEER] = self.client
 
     def on_url(self, url: bytes) -> None:
         self._count(len(url))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from saccade.server.accounts import Account
 from saccade.server.http.limits import ByteLease, Upload
 from saccade.server.http.response import ResponseWriter
 
@@ -12,8 +13,8 @@ class Caller(NamedTuple):
     request_id: str
     tenant: str
     arrived: float  # time.perf_counter()
-    client: str = ""  # shares and limits are per client: the tenant, or without keys the address
-    weight: float = 1.0  # of the client's share of the engine
+    client: str = ""  # shares are per client: the tenant, or without one the address
+    account: Account = Account()  # the tenant's weight and limits
 
 
 class Exchange(NamedTuple):

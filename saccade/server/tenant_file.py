@@ -1,0 +1,166 @@
+"""Reads and checks the file of tenants (`--api-keys`): names, digests of keys, weights and limits."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import re
+import stat
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from saccade.errors import ConfigError, quoted
+
+logger = logging.getLogger("saccade.server")
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+-]{0,63}")
+"""Safe in logs and labels. Without a colon, so that no name looks like a label of our own or IPv6."""
+
+OTHERS = "*"
+"""The table for tenants that only a proxy names."""
+
+OTHER_LABEL = "other"
+"""In the metrics: every tenant without a label of its own."""
+
+_MAX_BYTES = 1 << 20
+_MAX_LIMIT = 10**15  # floats count exactly up to here
+_MAX_WEIGHT = 1000
+_PREFIX = "sha256:"
+_KEY = re.compile(r"[!-~]{1,1024}")  # what a header can hold
+_DIGEST = re.compile(r"[0-9a-fA-F]{64}")
+
+
+class Limits(NamedTuple):
+    """None: no limit."""
+
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None  # prompts and outputs
+    pixels_per_minute: int | None = None  # of images and frames as they were sent
+    open_requests: int | None = None  # outputs that run or wait
+
+
+class TenantSettings(NamedTuple):
+    digests: tuple[bytes, ...] = ()  # SHA-256 of each key
+    weight: float = 1.0  # of its share of the engine
+    limits: Limits = Limits()
+    is_operator: bool = False  # sees the metrics of all tenants
+    label: str = OTHER_LABEL  # in the metrics
+
+
+_FIELDS = ("keys", "weight", "operator", *Limits._fields)
+
+
+def digest_of(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+def read_tenants(file: Path, *, needs_keys: bool) -> dict[str, TenantSettings]:
+    """Settings by name, those for `OTHERS` too. ConfigError that names the file, the tenant and the field."""
+    tables = _tables(file)
+    tenants = {name: _Table(f"{file}: tenant {name}", table).tenant(name) for name, table in tables.items()}
+    for name, tenant in tenants.items():
+        if name == OTHERS and (needs_keys or tenant.digests):
+            reason = "is for tenants that a proxy names: give it no keys, and set --tenant-header"
+            raise ConfigError(f'{file}: the table ["*"] {reason}')
+        if needs_keys and not tenant.digests:
+            advice = 'add a line such as keys = ["a-long-random-key"]'
+            raise ConfigError(f"{file}: tenant {name}: keys is missing or empty; {advice}")
+    check_unique(tenants, str(file))
+    return tenants
+
+
+def check_unique(tenants: Mapping[str, TenantSettings], where: str) -> None:
+    owners: dict[bytes, str] = {}
+    for name, tenant in tenants.items():
+        for digest in tenant.digests:
+            if digest in owners:
+                given = f"a key of {owners[digest]} is given again for {name}"
+                raise ConfigError(f"{where}: tenant {name}: keys: {given}; a key names one tenant, once")
+            owners[digest] = name
+
+
+def _tables(file: Path) -> dict[str, Any]:
+    try:
+        with file.open("rb") as stream:
+            mode = os.fstat(stream.fileno()).st_mode
+            data = stream.read(_MAX_BYTES + 1)
+    except OSError as error:
+        reason = f"cannot be read ({error.strerror}); check --api-keys and its permissions"
+        raise ConfigError(f"{file} {reason}") from None
+    if len(data) > _MAX_BYTES:
+        raise ConfigError(f"{file} has more than {_MAX_BYTES} bytes; a file of tenants may have so many")
+    try:
+        tables = tomllib.loads(data.decode())
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{file} is not valid TOML in UTF-8: {error}") from None
+    if not tables:
+        message = "names no tenant, so no client could come in; add a table such as [acme] with its keys"
+        raise ConfigError(f"{file} {message}")
+    if mode & stat.S_IROTH and _has_plain_keys(tables):
+        advice = "run chmod o-r on it, or write keys as sha256:HEX"
+        logger.warning("every user of this machine can read the keys in %s; %s", file, advice)
+    return tables
+
+
+def _has_plain_keys(tables: Mapping[str, Any]) -> bool:
+    keys = [table.get("keys") for table in tables.values() if isinstance(table, dict)]
+    return any(not str(key).startswith(_PREFIX) for given in keys if isinstance(given, list) for key in given)
+
+
+class _Table(NamedTuple):
+    where: str  # for errors
+    given: Any
+
+    def tenant(self, name: str) -> TenantSettings:
+        if name == OTHER_LABEL or not (name == OTHERS or NAME.fullmatch(name)):
+            rule = "up to 64 letters, digits and . _ @ + -, the first a letter or digit"
+            raise ConfigError(f'{self.where}: the name must be {rule}, and not "{OTHER_LABEL}"')
+        if not isinstance(self.given, dict):
+            raise ConfigError(f"{self.where} must be a table: write [{name}] above its fields")
+        unknown = sorted(set(self.given) - set(_FIELDS))
+        if unknown:
+            known = ", ".join(_FIELDS)
+            raise ConfigError(f"{self.where}: {unknown[0]} is no field of a tenant; the fields are {known}")
+        operator = self.given.get("operator", False)
+        if not isinstance(operator, bool):
+            raise self._error("operator", "must be true or false")
+        label = OTHER_LABEL if name == OTHERS else name
+        limits = Limits(*map(self._limit, Limits._fields))
+        return TenantSettings(self._digests(), self._weight(), limits, operator, label)
+
+    def _weight(self) -> float:
+        weight = self.given.get("weight", 1)
+        is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+        if not is_number or not 1 / _MAX_WEIGHT <= weight <= _MAX_WEIGHT:
+            raise self._error("weight", f"must be a number from {1 / _MAX_WEIGHT:g} to {_MAX_WEIGHT}")
+        return float(weight)
+
+    def _limit(self, field: str) -> int | None:
+        limit = self.given.get(field)
+        if limit is not None and (type(limit) is not int or not 1 <= limit <= _MAX_LIMIT):
+            raise self._error(field, "must be a whole number of 1 or more; leave it out for no limit")
+        return limit
+
+    def _digests(self) -> tuple[bytes, ...]:
+        """No error repeats a key."""
+        keys = self.given.get("keys", [])
+        if not isinstance(keys, list):
+            raise ConfigError(f'{self.where}: keys must be a list such as ["a-long-random-key"]')
+        return tuple(self._digest(key, number) for number, key in enumerate(keys, 1))
+
+    def _digest(self, key: Any, number: int) -> bytes:
+        if not isinstance(key, str) or not _KEY.fullmatch(key):
+            rule = "must be a string of 1 to 1024 visible ASCII characters without spaces"
+            raise ConfigError(f"{self.where}: keys: key {number} {rule}")
+        if not key.startswith(_PREFIX):
+            return digest_of(key.encode())
+        if not _DIGEST.fullmatch(key.removeprefix(_PREFIX)):
+            rule = "must have 64 hex digits after sha256:, as `printf %s KEY | sha256sum` prints them"
+            raise ConfigError(f"{self.where}: keys: key {number} {rule}")
+        return bytes.fromhex(key.removeprefix(_PREFIX))
+
+    def _error(self, field: str, rule: str) -> ConfigError:
+        return ConfigError(f"{self.where}: {field} {rule}, not {quoted(self.given[field])}")
