@@ -2,16 +2,16 @@
 
 in flight:  reserved, being encoded; cannot be evicted
 pinned:     resident and held by at least one request's span; cannot be evicted
-idle:       resident and not held; evicted when space is needed, least recently used first
+idle:       resident and not held; evicted when space is needed, in the order of encoder_eviction.py
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from saccade.types import Key
+from saccade.scheduler.encoder_eviction import Charge, FairEviction
+from saccade.types import NO_TENANT, Key, Tenant
 
 Holder = tuple[str, int]
 """A request and the index of one of its spans: the same image twice in a request is two holders."""
@@ -21,8 +21,12 @@ Holder = tuple[str, int]
 class _Entry:
     slots: int
     holders: set[Holder]
-    is_unused: bool  # encoded ahead and not yet entered: its miss is counted, its first hit is not
+    charge: Charge
     is_in_flight: bool = True
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.holders and not self.is_in_flight
 
 
 class EncoderCache:
@@ -32,7 +36,7 @@ class EncoderCache:
         self._slots = slots
         self._keep_idle = keep_idle
         self._entries: dict[Key, _Entry] = {}
-        self._idle: OrderedDict[Key, None] = OrderedDict()  # least recently used first
+        self._eviction = FairEviction(slots)
         self._held: dict[Holder, Key] = {}
         self._evicted: dict[Key, None] = {}  # not yet told to the runner
         self._used_slots = self._idle_slots = self.slots_in_flight = 0
@@ -55,19 +59,27 @@ class EncoderCache:
 
     def space_taken_by(self, key: Key, slots: int) -> int:
         """How much smaller `space` gets when `key`, an item of so many slots, is acquired or reserved."""
-        return slots if key in self._idle or key not in self._entries else 0
+        entry = self._entries.get(key)
+        return slots if entry is None or entry.is_idle else 0
 
-    def reserve(self, key: Key, slots: int, holder: Holder | None, keep: Collection[Key] = ()) -> bool:
+    def reserve(
+        self,
+        key: Key,
+        slots: int,
+        holder: Holder | None,
+        keep: Collection[Key] = (),
+        tenant: Tenant = NO_TENANT,
+    ) -> bool:
         """Reserve slots for an encoding; may evict idle entries, none in `keep`. False: too few are left."""
         assert key not in self._entries, "reserved twice"
         assert self.can_ever_fit(slots), f"{slots} slots of {self._slots} should have been refused"
-        victims = self._victims(slots, keep)
-        if victims is None:
+        if slots > self.space - self._idle_slots_of(keep):
             return False
-        for victim in victims:
-            self._evict(victim)
+        charge = self._eviction.admit(key, slots, tenant, holder[0] if holder else None)
+        while slots > self._slots - self._used_slots:
+            self._evict(self._eviction.victim(keep))
         self._evicted.pop(key, None)  # it is encoded anew, which overwrites what the runner still has
-        self._entries[key] = _Entry(slots, {holder} if holder else set(), is_unused=holder is None)
+        self._entries[key] = _Entry(slots, {holder} if holder else set(), charge)
         if holder:
             self._held[holder] = key
         self._used_slots += slots
@@ -75,17 +87,16 @@ class EncoderCache:
         self._misses += 1
         return True
 
-    def acquire(self, key: Key, holder: Holder) -> bool:
+    def acquire(self, key: Key, holder: Holder, tenant: Tenant = NO_TENANT) -> bool:
         """Pin an entry that is resident or in flight; False if there is none."""
         entry = self._entries.get(key)
         if entry is None:
             return False
         assert holder not in self._held, f"{holder} already holds an entry"
-        if key in self._idle:
-            del self._idle[key]
+        if entry.is_idle:
+            self._eviction.wake(entry.charge)
             self._idle_slots -= entry.slots
-        self._hits += not entry.is_unused
-        entry.is_unused = False
+        self._hits += self._eviction.use(entry.charge, tenant, holder[0])
         entry.holders.add(holder)
         self._held[holder] = key
         return True
@@ -96,7 +107,7 @@ class EncoderCache:
         entry.holders.remove(holder)
         if entry.holders or entry.is_in_flight:
             return
-        self._rest(key, entry)
+        self._rest(entry)
         if not self._keep_idle:
             self._evict(key)
 
@@ -105,12 +116,13 @@ class EncoderCache:
         entry = self._entries[key]
         self._land(entry)
         if not entry.holders:
-            self._rest(key, entry)
+            self._rest(entry)
 
     def failed(self, key: Key) -> tuple[Holder, ...]:
         """Encoding failed: the entry is gone. Returns its holders."""
         entry = self._entries.pop(key)
         self._land(entry)
+        self._eviction.drop(entry.charge)
         self._used_slots -= entry.slots
         for holder in entry.holders:
             del self._held[holder]
@@ -128,23 +140,16 @@ class EncoderCache:
         assert not self._held, "reset while requests hold embeddings"
         self._evicted.update(dict.fromkeys((*untold, *self._entries)))
         self._entries.clear()
-        self._idle.clear()
+        self._eviction.clear()
         self._used_slots = self._idle_slots = self.slots_in_flight = 0
 
-    def _victims(self, slots: int, keep: Collection[Key]) -> list[Key] | None:
-        missing = slots - (self._slots - self._used_slots)
-        victims: list[Key] = []
-        for key in self._idle:
-            if missing <= 0:
-                break
-            if key not in keep:
-                victims.append(key)
-                missing -= self._entries[key].slots
-        return victims if missing <= 0 else None
+    def _idle_slots_of(self, keys: Collection[Key]) -> int:
+        entries = (self._entries.get(key) for key in keys)
+        return sum(entry.slots for entry in entries if entry is not None and entry.is_idle)
 
     def _evict(self, key: Key) -> None:
         entry = self._entries.pop(key)
-        del self._idle[key]
+        self._eviction.evict(entry.charge)
         self._idle_slots -= entry.slots
         self._used_slots -= entry.slots
         self._evicted[key] = None
@@ -155,8 +160,8 @@ class EncoderCache:
         entry.is_in_flight = False
         self.slots_in_flight -= entry.slots
 
-    def _rest(self, key: Key, entry: _Entry) -> None:
-        self._idle[key] = None
+    def _rest(self, entry: _Entry) -> None:
+        self._eviction.rest(entry.charge)
         self._idle_slots += entry.slots
 
     def holders(self) -> set[Holder]:
@@ -178,11 +183,15 @@ class EncoderCache:
             "evictions": self._evictions,
         }
 
+    def tenants(self) -> dict[str, dict[str, int]]:
+        """Hits, misses and slots by name, of tenants that asked lately."""
+        return self._eviction.tenants()
+
     def check(self) -> None:
         """The conservation laws."""
         entries = self._entries
-        idle = {key for key, entry in entries.items() if not entry.is_in_flight and not entry.holders}
-        assert set(self._idle) == idle, "idle entries and the eviction order disagree"
+        idle = {key for key, entry in entries.items() if entry.is_idle}
+        self._eviction.check([entry.charge for entry in entries.values()], idle)
         assert self._used_slots == sum(entry.slots for entry in entries.values()), "used slots miscounted"
         assert self._idle_slots == sum(entries[key].slots for key in idle), "idle slots miscounted"
         flight = sum(entry.slots for entry in entries.values() if entry.is_in_flight)

@@ -118,7 +118,8 @@ class EncoderScheduler:
         for index in missing:
             if not self._pin(seq, index):  # the same image may come twice in one window
                 span = seq.spans[index]
-                is_reserved = self._cache.reserve(span.key, span.num_embeds, seq.holder(index))
+                tenant = seq.request.tenant
+                is_reserved = self._cache.reserve(span.key, span.num_embeds, seq.holder(index), tenant=tenant)
                 assert is_reserved, "a span was entered without space for it"
                 self._start(seq, index)
         seq.held.update(spans)
@@ -135,7 +136,8 @@ class EncoderScheduler:
             if span.key not in self._cache:
                 if not self._can_encode(seq, span):
                     return
-                if not self._cache.reserve(span.key, span.num_embeds, None, keep=wanted):
+                tenant = seq.request.tenant
+                if not self._cache.reserve(span.key, span.num_embeds, None, keep=wanted, tenant=tenant):
                     return
                 self._start(seq, index)
             wanted.add(span.key)
@@ -192,7 +194,7 @@ class EncoderScheduler:
         return False
 
     def _pin(self, seq: ScheduledRequest, index: int) -> bool:
-        return self._cache.acquire(seq.spans[index].key, seq.holder(index))
+        return self._cache.acquire(seq.spans[index].key, seq.holder(index), seq.request.tenant)
 
     def _start(self, seq: ScheduledRequest, index: int) -> None:
         span = seq.spans[index]

@@ -427,6 +427,7 @@ class Scheduler:
             "kv": {name: pool[name] for name in ("total", "used", "idle", "free")},
             "prefix_cache": {name: pool[name] for name in ("queries", "hits", "evictions")},
             "encoder_cache": self._encoder_cache.stats(),
+            "encoder_cache_tenants": self._encoder_cache.tenants(),
         }
 
     def check(self) -> None:

@@ -217,10 +217,11 @@ def _ready(service: Service) -> Response:
 
 
 def _engine_view(service: Service) -> dict[str, Any]:
-    """For the page at `/`: state and counters, nothing of any request."""
+    """For the page at `/`: state and counters, nothing of any request or tenant."""
     status = service.engine.status()
     info = service.engine.info
     stats = dict(service.engine.stats())
+    stats.pop("encoder_cache_tenants", None)
     return {
         "object": "engine",
         "model": service.names[0],

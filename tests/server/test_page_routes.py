@@ -60,6 +60,7 @@ def test_the_engine_view_tells_what_the_latest_steps_did(server: RunningServer) 
     server.chat([photo_part(224, 224, seed=70)], max_tokens=4, ignore_eos=True)
     view = server.get("/v1/engine").json()
     assert view["state"] == "ready" and view["stats"]["running"] == 0 and view["tokens"]["answer"] >= 4
+    assert "encoder_cache" in view["stats"] and "encoder_cache_tenants" not in view["stats"], "every key may read it"
     steps = view["recent_steps"]
     assert sum(step["image_tokens"] for step in steps) >= 64 and any(step["encodes"] for step in steps)
     assert sum(step["decode_tokens"] for step in steps) >= 3

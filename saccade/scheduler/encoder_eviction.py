@@ -1,0 +1,223 @@
+"""Which idle embeddings are evicted first: by shares between tenants, by second sight within one. No tensors.
+
+    encoded ──► probation ── another request uses it ──► protected
+                    │ evicted                                │ evicted
+                    ▼                                        ▼
+                  ghosts (keys only): an image that comes back from here is protected at once
+
+Everything is counted in slots. The work of encoding grows with them, so a slot is worth the same in small
+images and in large ones, and within a segment the least recently used entry goes first.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+
+from saccade.types import Key, Tenant
+
+_MAX_TENANTS = 64  # with an account of their own; further ones share the account of requests without a name
+_MAX_GHOSTS = 4096  # keys per segment
+_STALE_AFTER = 4  # whole caches encoded without a request of a tenant: its share is lent
+
+
+@dataclass(slots=True)
+class _Segment:
+    slots: int = 0  # of all its entries: in flight, pinned and idle
+    idle: OrderedDict[Key, None] = field(default_factory=OrderedDict)  # least recently used first
+    ghosts: OrderedDict[Key, int] = field(default_factory=OrderedDict)  # evicted, with their slots
+    ghost_slots: int = 0
+
+    def oldest(self, keep: Collection[Key]) -> Key | None:
+        """The least recently used idle entry that is not to be kept."""
+        for key in self.idle:
+            if key not in keep:
+                return key
+        return None
+
+    def remember(self, key: Key, slots: int, max_slots: int) -> None:
+        self.ghosts[key] = slots
+        self.ghost_slots += slots
+        while self.ghost_slots > max_slots or len(self.ghosts) > _MAX_GHOSTS:
+            self.ghost_slots -= self.ghosts.popitem(last=False)[1]
+
+
+@dataclass(slots=True, eq=False)
+class _Account:
+    """A tenant's part of the cache."""
+
+    weight: float = 1.0
+    probation: _Segment = field(default_factory=_Segment)
+    protected: _Segment = field(default_factory=_Segment)
+    target: float = 0.0  # slots of probation that have proven useful; the rest of it is evicted first
+    asked_at: int = 0  # slots encoded by all tenants when it last asked for an image
+    hits: int = 0
+    misses: int = 0
+
+    @property
+    def slots(self) -> int:
+        return self.probation.slots + self.protected.slots
+
+    def recall(self, key: Key, max_target: int) -> bool:
+        """Whether it was evicted from here lately. Then the segment it was evicted from gets more slots.
+
+        As in ARC: an image that comes back soon after its eviction shows which segment was too small.
+        """
+        probation = self.probation
+        protected = self.protected
+        for segment, other, sign in ((probation, protected, 1), (protected, probation, -1)):
+            if key in segment.ghosts:
+                step = max(1.0, other.ghost_slots / max(1, segment.ghost_slots))
+                slots = segment.ghosts.pop(key)
+                segment.ghost_slots -= slots
+                self.target = min(max(0.0, self.target + sign * step * slots), max_target)
+                return True
+        return False
+
+
+@dataclass(slots=True, eq=False)
+class Charge:
+    """An entry of the cache, as its tenant is charged for it: the last one that asked for the image."""
+
+    key: Key
+    slots: int
+    account: _Account
+    is_proven: bool  # wanted by a second request, or a ghost before
+    requester: str | None  # the first request that used it; None: encoded ahead and not used yet
+
+    @property
+    def segment(self) -> _Segment:
+        """What is encoded ahead is protected until it is used: first-time images must not evict it before."""
+        is_protected = self.is_proven or self.requester is None
+        return self.account.protected if is_protected else self.account.probation
+
+
+class FairEviction:
+    """Orders the idle entries of all tenants."""
+
+    def __init__(self, slots: int) -> None:
+        self._slots = slots
+        self._encoded_slots = 0  # since the start: the clock by which tenants become stale
+        self._accounts: dict[str, _Account] = {}
+
+    def admit(self, key: Key, slots: int, tenant: Tenant, requester: str | None) -> Charge:
+        """An image is about to be encoded."""
+        self._encoded_slots += slots
+        account = self._account(tenant)
+        account.misses += 1
+        is_proven = any(other.recall(key, self._slots) for other in self._accounts.values())
+        charge = Charge(key, slots, account, is_proven, requester)
+        charge.segment.slots += slots
+        return charge
+
+    def use(self, charge: Charge, tenant: Tenant, requester: str) -> bool:
+        """A request pins an entry that is not idle now. Whether that is a hit."""
+        charge.segment.slots -= charge.slots
+        is_hit = charge.requester is not None
+        if charge.requester is None:
+            charge.requester = requester
+        elif charge.requester != requester:  # not the same image twice in one request
+            charge.is_proven = True
+        charge.account = self._account(tenant)
+        charge.account.hits += is_hit
+        charge.segment.slots += charge.slots
+        return is_hit
+
+    def rest(self, charge: Charge) -> None:
+        charge.segment.idle[charge.key] = None
+
+    def wake(self, charge: Charge) -> None:
+        del charge.segment.idle[charge.key]
+
+    def drop(self, charge: Charge) -> None:
+        """An entry that is not idle is gone."""
+        charge.segment.slots -= charge.slots
+
+    def evict(self, charge: Charge) -> None:
+        """An idle entry is gone."""
+        self.wake(charge)
+        self.drop(charge)
+        charge.segment.remember(charge.key, charge.slots, self._slots)
+
+    def victim(self, keep: Collection[Key]) -> Key:
+        """The idle entry to evict next, not one in `keep`. There must be one."""
+        victim = None
+        highest = (0, 0.0, False)
+        for account in self._accounts.values():
+            for segment in (account.probation, account.protected):
+                key = segment.oldest(keep)
+                if key is not None:
+                    rank = self._rank(account, segment)
+                    if rank > highest:
+                        victim = key
+                        highest = rank
+        assert victim is not None, "no idle entry is left to evict"
+        return victim
+
+    def _rank(self, account: _Account, segment: _Segment) -> tuple[int, float, bool]:
+        """The highest is evicted from.
+
+        3: What tenants left that have become stale.
+        2: Probation beyond its target: first-time images evict each other, whichever tenant's.
+        1: The tenant with the most slots for its weight. A full cache has one at or above its share.
+        """
+        is_probation = segment is account.probation
+        if self._is_stale(account):
+            return 3, -account.asked_at, is_probation
+        if is_probation and segment.slots > account.target:
+            return 2, (segment.slots - account.target) / account.weight, True
+        return 1, account.slots / account.weight, not is_probation
+
+    def _is_stale(self, account: _Account) -> bool:
+        return self._encoded_slots - account.asked_at > _STALE_AFTER * self._slots
+
+    def _account(self, tenant: Tenant) -> _Account:
+        account = self._accounts.get(tenant.name)
+        if account is None:
+            account = self._open_account(tenant.name)
+        account.weight = tenant.weight
+        account.asked_at = self._encoded_slots
+        return account
+
+    def _open_account(self, name: str) -> _Account:
+        if len(self._accounts) >= _MAX_TENANTS:
+            stale = [other for other, account in self._accounts.items() if self._is_stale(account)]
+            for other in stale:
+                if not self._accounts[other].slots:
+                    del self._accounts[other]
+        name = name if len(self._accounts) < _MAX_TENANTS else ""
+        return self._accounts.setdefault(name, _Account())
+
+    def clear(self) -> None:
+        """Every entry is gone; counters stay."""
+        for account in self._accounts.values():
+            account.probation = _Segment()
+            account.protected = _Segment()
+
+    def tenants(self) -> dict[str, dict[str, int]]:
+        """Counters by tenant, of those with an account."""
+        return {
+            name: {"hits": account.hits, "misses": account.misses, "slots": account.slots}
+            for name, account in self._accounts.items()
+        }
+
+    def _segments(self) -> Iterator[_Segment]:
+        for account in self._accounts.values():
+            yield account.probation
+            yield account.protected
+
+    def check(self, charges: Iterable[Charge], idle: set[Key]) -> None:
+        """The conservation laws: each entry is charged once, and a ghost has no entry."""
+        slots = {id(segment): 0 for segment in self._segments()}
+        order = {id(segment): set[Key]() for segment in self._segments()}
+        ghosts = Counter(key for segment in self._segments() for key in segment.ghosts)
+        for charge in charges:
+            slots[id(charge.segment)] += charge.slots
+            order[id(charge.segment)] |= {charge.key} & idle
+            assert charge.key not in ghosts, "an entry is a ghost as well"
+        for segment in self._segments():
+            assert segment.slots == slots[id(segment)], "slots of a tenant miscounted"
+            assert segment.idle.keys() == order[id(segment)], "idle entries and the eviction order disagree"
+            assert segment.ghost_slots == sum(segment.ghosts.values()) <= self._slots, "ghosts miscounted"
+        assert not ghosts or max(ghosts.values()) == 1, "an image is a ghost twice"
