@@ -13,9 +13,10 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from saccade.server.tenant_file import OTHER_LABEL
+from saccade.server.tenant_metrics import Stats, TenantMetrics
 from saccade.types import Bill, Usage
 
-Stats = Callable[[], Mapping[str, Any]]
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _FAST = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5, 10)
@@ -42,14 +43,23 @@ class Finished:
 
 
 class Metrics:
-    """`stats` returns the engine's counters; `model` is the label `model_name` of vLLM's metrics."""
+    """`stats` returns the engine's counters; `model` is the label `model_name` of vLLM's metrics.
 
-    def __init__(self, model: str, stats: Stats, bytes_in_flight: Callable[[], int] = lambda: 0) -> None:
+    `label_of` gives the label of a tenant that the engine knows by name.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        stats: Stats,
+        bytes_in_flight: Callable[[], int] = lambda: 0,
+        label_of: Callable[[str], str] = lambda name: OTHER_LABEL,
+    ) -> None:
         self.registry = CollectorRegistry()
         self._model = model
         self._saccade = _SaccadeMetrics(self.registry)
         self._vllm = _VllmMetrics(self.registry, model)
-        self.tenants = TenantMetrics()
+        self.tenants = TenantMetrics(stats, label_of)
         self.tokens_in = self.tokens_out = 0  # for the throughput line in the log
         self.registry.register(_EngineCollector(stats, model))
         text = "Bytes of open requests, here and in the engine"
@@ -151,35 +161,6 @@ class _SaccadeMetrics:
             if done.has_media:
                 self.decode.observe(usage.decode_ms / 1e3)
                 self.encode.observe(usage.encode_ms / 1e3)
-
-
-class TenantMetrics:
-    """What each tenant uses, in a registry of its own: tenants do not see each other's.
-
-    `label` is a name from the operator's settings, never one that a client can choose.
-    """
-
-    def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(f"saccade:tenant_{name}", text, ("tenant", *labels), registry=self.registry)
-
-        self._requests = counter("requests", "Requests of a tenant that its limits allowed to come in")
-        self._tokens = counter("tokens", "Tokens of a tenant's prompts and outputs", "kind")
-        self._pixels = counter("pixels", "Pixels of a tenant's images and frames, as they were sent")
-        self._refused = counter("refused", "Requests that a limit of the tenant refused", "limit")
-
-    def arrived(self, label: str) -> None:
-        self._requests.labels(label).inc()
-
-    def used(self, label: str, prompt_tokens: int, output_tokens: int, pixels: int) -> None:
-        self._tokens.labels(label, "prompt").inc(prompt_tokens)
-        self._tokens.labels(label, "output").inc(output_tokens)
-        self._pixels.labels(label).inc(pixels)
-
-    def refused(self, label: str, limit: str) -> None:
-        self._refused.labels(label, limit).inc()
 
 
 class _VllmMetrics:

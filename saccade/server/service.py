@@ -81,7 +81,13 @@ class Service:
         self.processor = processor
         self.engine = engine
         self.names = server.served_model_name or (_name_of(options.model),)
-        self.metrics = Metrics(self.names[0], engine.stats, lambda: self.gate.total_bytes())
+        self.tenants = Tenants(server)
+        self.metrics = Metrics(
+            self.names[0],
+            engine.stats,
+            bytes_in_flight=lambda: self.gate.total_bytes(),
+            label_of=self.tenants.label_of,
+        )
         max_waiting = options.max_waiting if options.max_waiting is not None else DEFAULT_MAX_WAITING
         self.gate = AdmissionGate(
             options.max_num_seqs + max_waiting,
@@ -93,7 +99,6 @@ class Service:
         )
         maximum = connection_limit(server.max_connections)
         self.connections = Connections(maximum, server.max_client_share, on_refusal=self.metrics.refused)
-        self.tenants = Tenants(server)
         self.defaults = sampling_defaults(options, processor.checkpoint.generation)
         self.fields = FieldReader(strict=server.strict_params, defaults=self.defaults)
         self.created = int(time.time())
