@@ -1,7 +1,7 @@
 """How the tokens of one step are shared: decode first, then prompts of text, then prompts with images.
 
-Requests are served in order of arrival, so the later kinds get a smaller purse instead: each kind leaves what
-the kinds before it want, and images keep a share whatever comes.
+Requests are served in the order of the fair queue, so the later kinds get a smaller purse instead: each kind
+leaves what the kinds before it want, and images keep a share whatever comes.
 
 Prefill that does not end its prompt may be fused with the next decode step, and then a step holds more tokens
 of it. Where one prompt ends, nothing is fused:
@@ -115,8 +115,10 @@ class StepBuilder:
     decode: list[ScheduledWindow] = field(default_factory=list)
     prefill: list[ScheduledWindow] = field(default_factory=list)
     admitted: list[Admission] = field(default_factory=list)
+    started: set[str] = field(default_factory=set)  # requests that the runner hears of in this step
     has_preempted: bool = False
     is_short: bool = False  # of blocks that only a preemption can free; none may happen beside a running step
+    is_unfair: bool = False  # another tenant's request should give way, which is a preemption too
 
     @property
     def has_windows(self) -> bool:

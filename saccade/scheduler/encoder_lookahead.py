@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice, takewhile
 
 from saccade.scheduler.encoder_scheduler import EncoderScheduler
 from saccade.scheduler.kv_cache import BlockPool
 from saccade.scheduler.request import ScheduledRequest
-from saccade.types import MediaItem, ScheduledWindow
+from saccade.types import Key, MediaItem, ScheduledWindow
 
 SpansAhead = Iterator[tuple[ScheduledRequest, int]]  # requests, and indices of their spans
 
@@ -15,15 +16,28 @@ SpansAhead = Iterator[tuple[ScheduledRequest, int]]  # requests, and indices of 
 def spans_ahead(candidates: Iterable[ScheduledRequest], pool: BlockPool) -> SpansAhead:
     """Spans that are still needed, in the order in which they should be encoded.
 
-    In order of arrival: a later request that runs must not keep taking the cache space that an earlier one
-    waits for. Unless the earlier one waits for just that request, which holds its space until it has gone on.
+    By rank, not running ones first: a later request that runs must not keep taking the cache space that an
+    earlier one waits for. Unless that waits for just this one, which holds its space until it has gone on.
     """
     wanting = [seq for seq in candidates if seq.has_images_ahead]
-    for seq in sorted(wanting, key=lambda seq: (not seq.blocks_cache, seq.order)):
+    for seq in sorted(wanting, key=lambda seq: (not seq.blocks_cache, seq.share.rank, seq.place)):
         for index in range(seq.next_span, len(seq.spans)):
             end = seq.spans[index].pinned_until
             if seq.is_running or not pool.has_prefix(seq.hashes, end, seq.num_tokens):
                 yield seq, index
+
+
+def encoded_ahead(candidates: Iterable[ScheduledRequest], encoder: EncoderScheduler) -> set[Key]:
+    """Images of requests that come next, up to the first that is missing.
+
+    Ranks of tenants change from step to step. If each evicted what the other has not used yet, both would
+    encode for ever.
+    """
+    keys: set[Key] = set()
+    for seq in candidates:
+        ahead = islice(seq.spans, seq.next_span, None)
+        keys.update(takewhile(encoder.has, (span.key for span in ahead)))
+    return keys
 
 
 def missing_items(

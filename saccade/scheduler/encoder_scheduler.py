@@ -5,11 +5,11 @@ A window ends before the first span whose embeddings are neither resident nor en
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 from saccade.scheduler.encoder_cache import EncoderCache
+from saccade.scheduler.fair_queue import EMBEDDING_COST
 from saccade.scheduler.request import ScheduledRequest
 from saccade.types import Key, MediaItem, Span
 
@@ -19,31 +19,52 @@ class WindowLimit(NamedTuple):
     spans: tuple[int, ...]  # spans it enters that the request does not hold yet
 
 
+class _Refused(NamedTuple):
+    """A request that waits for the encoder or for cache space."""
+
+    seq: ScheduledRequest
+    counter: float  # of its tenant when it was first refused
+
+    def is_before(self, other: _Refused) -> bool:
+        share = self.seq.share
+        if share is other.seq.share:
+            return self.seq.place < other.seq.place
+        return (self.counter, share.number) < (other.counter, other.seq.share.number)
+
+
 class _FifoTurn:
     """Keeps later requests after one that was refused, until that is served in the next step.
 
     Not longer: a request that a step does not even look at (no tokens or seats are left) must hold none up.
+    Its tenant's counter counts as it was at the first refusal: service for other requests of its tenant does
+    not push it back, and every other tenant comes to a larger counter by passing it.
     """
 
     def __init__(self) -> None:
-        self._head = self._next_head = math.inf  # arrival order of the first in the queue
+        self._head: _Refused | None = None  # the first in the queue
+        self._next_head: _Refused | None = None
 
     def turn(self) -> None:
         self._head = self._next_head
-        self._next_head = math.inf
+        self._next_head = None
 
     def refuse(self, seq: ScheduledRequest) -> None:
-        self._head = min(self._head, seq.order)
-        self._next_head = min(self._next_head, seq.order)
+        refused = self._head if self._head and self._head.seq is seq else _Refused(seq, seq.share.counter)
+        if self._head is None or refused.is_before(self._head):
+            self._head = refused
+        if self._next_head is None or refused.is_before(self._next_head):
+            self._next_head = refused
 
     def serve(self, seq: ScheduledRequest) -> None:
         """It has what it was queued for."""
-        if seq.order == self._head:
-            self._head = math.inf
+        if self._head and self._head.seq is seq:
+            self._head = None
 
     def bars(self, seq: ScheduledRequest) -> bool:
         """Not one that pins space which the head may wait for: it frees that by going on."""
-        return seq.order > self._head and not seq.blocks_cache
+        if self._head is None or self._head.seq is seq:
+            return False
+        return self._head.is_before(_Refused(seq, seq.share.counter)) and not seq.blocks_cache
 
 
 class _InFlight(NamedTuple):
@@ -125,12 +146,14 @@ class EncoderScheduler:
         seq.held.update(spans)
         self._space_queue.serve(seq)
 
-    def look_ahead(self, ahead: Iterable[tuple[ScheduledRequest, int]]) -> None:
+    def look_ahead(
+        self, ahead: Iterable[tuple[ScheduledRequest, int]], keep: Collection[Key] = frozenset()
+    ) -> None:
         """Start encoding what will be needed next, in order, unpinned: a waiting request must hold no space.
 
-        No idle entry is evicted that an earlier span still needs.
+        No idle entry is evicted that an earlier span still needs, nor one of `keep`.
         """
-        wanted: set[Key] = set()
+        wanted = set(keep)
         for seq, index in ahead:
             span = seq.spans[index]
             if span.key not in self._cache:
@@ -155,6 +178,10 @@ class EncoderScheduler:
                 break
             items[span.key] = seq.request.prompt.items[index]
         return tuple(items.values())
+
+    def has(self, key: Key) -> bool:
+        """Its embeddings are resident, or being made."""
+        return key in self._cache
 
     def lacks_cache_space(self, seq: ScheduledRequest) -> bool:
         """Whether the image of a request's next token is missing and does not fit beside what is pinned."""
@@ -199,6 +226,7 @@ class EncoderScheduler:
     def _start(self, seq: ScheduledRequest, index: int) -> None:
         span = seq.spans[index]
         self._encode_queue.serve(seq)
+        seq.share.charge(EMBEDDING_COST * span.encode_cost)
         self.encode.append(seq.request.prompt.items[index])
         self._budget -= span.encode_cost
         self._in_flight[span.key] = _InFlight(seq.request_id, span.encode_cost)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from saccade.errors import RequestError
 from saccade.scheduler.encoder_cache import Holder
+from saccade.scheduler.fair_queue import TenantShare
 from saccade.scheduler.kv_cache import BlockHashes, BlockPool
 from saccade.types import FinishReason, Key, MediaTimes, Request, Sample, Span, TokenEvent, Usage
 
@@ -14,12 +15,14 @@ from saccade.types import FinishReason, Key, MediaTimes, Request, Sample, Span, 
 @dataclass(slots=True, eq=False)
 class ScheduledRequest:
     request: Request
-    order: int  # of arrival: first come, first served, also after a preemption
+    order: int  # of arrival
     arrived: float
     block_size: int
+    share: TenantShare  # of its tenant
 
     # Copies of what every step reads, so that decode steps follow no chain of attributes.
     request_id: str = field(init=False)
+    place: tuple[int, int] = field(init=False)  # among its tenant's requests, also after a preemption
     spans: tuple[Span, ...] = field(init=False)
     images_end: int = field(init=False)  # positions from here on need no embeddings
     samples_on_device: bool = field(init=False)  # not by the host
@@ -48,6 +51,7 @@ class ScheduledRequest:
     def __post_init__(self) -> None:
         prompt = self.request.prompt
         self.request_id = self.request.request_id
+        self.place = (self.request.priority, self.order)
         self.spans = prompt.spans
         self.images_end = prompt.spans[-1].pinned_until if prompt.spans else 0
         self.samples_on_device = self.request.params.samples_on_device

@@ -6,16 +6,26 @@ from collections.abc import Sequence
 
 from saccade.errors import RequestError
 from saccade.options import SchedulerConfig
-from saccade.types import Request, Span
+from saccade.scheduler.fair_queue import FairQueue
+from saccade.types import Request, Span, Tenant
 
 
-def refuse_overload(num_waiting: int, num_running: int, config: SchedulerConfig) -> None:
-    """Raise RequestError if the queue is full. Requests that could start in the next step do not count."""
+def refuse_overload(tenant: Tenant, queue: FairQueue, num_running: int, config: SchedulerConfig) -> None:
+    """Raise RequestError if the queue is full. Requests that could start in the next step do not count.
+
+    A tenant may use its share of the queue even where others have filled it: fewer than twice `max_waiting`.
+    """
     limit = config.max_waiting
     free = config.max_num_seqs - num_running
-    if limit is not None and num_waiting - free >= limit:
+    num_waiting = queue.num_waiting
+    if limit is None or num_waiting - free < limit:
+        return
+    own = queue.waiting_of(tenant)
+    if own + 1 > queue.max_waiting(tenant, limit):
+        shared = f"; {own} of them are yours, and others wait too" if own < num_waiting else ""
         raise RequestError(
-            f"{num_waiting} requests are waiting and {limit} may; try again later or raise --max-waiting",
+            f"{num_waiting} requests are waiting and {limit} may{shared}; try again later or raise "
+            "--max-waiting",
             code="overloaded",
         )
 

@@ -5,10 +5,11 @@ Owns the queues, the KV blocks and the encoder slots, as ids and counts. Has no 
 
 from __future__ import annotations
 
+import math
 from bisect import insort
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping
-from itertools import chain, islice
+from itertools import chain
 from typing import Any
 
 from saccade.errors import RequestError
@@ -17,8 +18,9 @@ from saccade.scheduler.async_decode import async_decode_windows, can_fuse
 from saccade.scheduler.budget import StepBudget, StepBuilder, are_enough, demand_of
 from saccade.scheduler.encoder_cache import EncoderCache
 from saccade.scheduler.encoder_failures import affected_requests
-from saccade.scheduler.encoder_lookahead import SpansAhead, deadlock_victim, missing_items, spans_ahead
+from saccade.scheduler.encoder_lookahead import deadlock_victim, encoded_ahead, missing_items, spans_ahead
 from saccade.scheduler.encoder_scheduler import EncoderScheduler, WindowLimit
+from saccade.scheduler.fair_queue import FairQueue, ServingOrder
 from saccade.scheduler.kv_cache import BlockPool
 from saccade.scheduler.request import ScheduledRequest
 from saccade.scheduler.request_validation import refuse_impossible, refuse_overload
@@ -39,6 +41,9 @@ from saccade.types import (
     TokenEvent,
 )
 
+_CREDIT_STEPS = 8  # full steps that a tenant may claim later which could not use its share for a while
+_LAST = (math.inf, 0)  # after the rank of every tenant
+
 
 class Scheduler:
     """schedule() -> the runner runs the plan -> commit(); add() and abort() between steps."""
@@ -53,12 +58,13 @@ class Scheduler:
         self._begun = 0.0  # when the latest step was planned
         self._state_cache = StateCache(config.state_rows, config.block_size)
         self._open: dict[str, ScheduledRequest] = {}
-        self._running: list[ScheduledRequest] = []  # in order of arrival, as is the next one
-        self._waiting: list[ScheduledRequest] = []
+        self._queue = FairQueue(_CREDIT_STEPS * (config.max_num_batched_tokens + config.encoder_budget))
+        self._running: list[ScheduledRequest] = []  # in order of arrival
         self._freed: list[str] = []  # requests that the runner has not been told of
         self.not_ready: frozenset[str] = frozenset()  # requests that skip the next step: their grammar
         self._plans: list[StepPlan] = []  # being run: one, or several with async scheduling
         self._is_short = False  # of blocks: the next step is a sync one, which may preempt
+        self._lacks_blocks = False  # the waiting request that goes next
         self._num_added = self._num_steps = self._num_preemptions = 0
 
     # --- requests come and go -------------------------------------------------------------------------------
@@ -68,14 +74,15 @@ class Scheduler:
         if request.request_id in self._open:
             name = request.request_id
             raise RequestError(f"a request with the id {name!r} is already open; choose another id")
-        refuse_overload(len(self._waiting), len(self._running), self.config)
+        refuse_overload(request.tenant, self._queue, len(self._running), self.config)
         refuse_impossible(request, self.config)
         prompt = request.prompt
         assert len(prompt.identity) == RECORD_BYTES * len(prompt), "identity and tokens differ in length"
-        seq = ScheduledRequest(request, self._num_added, now, self.config.block_size)
+        share = self._queue.join(request.tenant)
+        seq = ScheduledRequest(request, self._num_added, now, self.config.block_size, share)
         self._num_added += 1
         self._open[seq.request_id] = seq
-        self._waiting.append(seq)
+        self._queue.wait(seq)
 
     def missing(self, request_id: str) -> tuple[MediaItem, ...]:
         """Images of a waiting request that come next, neither resident nor spared by the prefix cache."""
@@ -115,7 +122,7 @@ class Scheduler:
 
     def fills_step(self) -> bool:
         """Whether the waiting requests fill the next step."""
-        return are_enough(self._waiting, self.config)
+        return are_enough(self._queue.all_waiting(), self.config)
 
     def has_image(self, key: Key) -> bool:
         """Its embeddings are resident, or the encoder is making them."""
@@ -153,7 +160,7 @@ class Scheduler:
 
     def _plan(self, now: float, bounded: bool, served: frozenset[str] = frozenset()) -> StepPlan | None:
         """`served`: requests whose decode runs already. None where nothing is to be done beside them."""
-        coming = islice(self._waiting, self.config.max_num_seqs - len(self._running))
+        coming = self._queue.first_waiting(self.config.max_num_seqs - len(self._running))
         demand = demand_of(
             self._candidates(),
             step=self._num_steps,
@@ -169,7 +176,7 @@ class Scheduler:
             # Waiting requests hold the cache space that a running one needs. Whole images go in.
             limits = limits._replace(encode_layers=None)
             self._fill(draft, limits)
-        self._is_short = draft.is_short
+        self._is_short = draft.is_short or draft.is_unfair
         num_prefills = draft.budget.num_prefills
         layers = self.policy.encode_layers(limits, demand, num_prefills, self._encoder.work_in_flight)
         prefetch = self._prefetch(limits)
@@ -200,30 +207,48 @@ class Scheduler:
     def _fill(self, draft: StepBuilder, limits: StepLimits) -> None:
         is_sliced = limits.encode_layers is not None
         self._encoder.begin_step(is_sliced, limits.max_encode_in_flight if is_sliced else None)
-        self._serve_running(draft)
+        self._make_way(draft)
+        order = self._queue.serving_order(self._running)
+        self._serve_running(draft, order.first, order)
+        if order.later and not draft.is_short:
+            self._admit_waiting(draft, before=order.later[0].share.rank)
+            self._serve_running(draft, order.later, order)
         windows = chain(draft.decode, draft.prefill)
         if not draft.async_decode and (stuck := deadlock_victim(self._running, windows, self._encoder)):
             self._preempt(stuck, draft)
-        if not (draft.has_preempted or draft.is_short):  # one that lacks blocks goes before waiting ones
-            self._admit_waiting(draft)
+            draft.has_preempted = True
+        self._admit_waiting(draft)
         if is_sliced:
-            self._encoder.look_ahead(self._spans_ahead())
+            keep = encoded_ahead(self._candidates(), self._encoder) if self._queue.num_tenants > 1 else ()
+            self._encoder.look_ahead(spans_ahead(self._candidates(), self._kv_cache), keep)
 
     def _prefetch(self, limits: StepLimits) -> tuple[MediaItem, ...]:
         if self._encoder.is_sliced and limits.max_encode_in_flight is None:
             return ()
-        return self._encoder.prefetch(self._spans_ahead())
+        return self._encoder.prefetch(spans_ahead(self._candidates(), self._kv_cache))
 
     def _candidates(self) -> Iterator[ScheduledRequest]:
         """Running requests, and as many waiting ones as could run at once."""
-        return chain(self._running, islice(self._waiting, self.config.max_num_seqs))
+        return chain(self._running, self._queue.first_waiting(self.config.max_num_seqs))
 
-    def _serve_running(self, draft: StepBuilder) -> None:
-        index = 0
-        while index < len(self._running) and draft.budget.total:  # preemption shortens the list from its end
-            seq = self._running[index]
-            index += 1
+    def _make_way(self, draft: StepBuilder) -> None:
+        """Where seats or blocks are lacking, a tenant above its share may have to give one back."""
+        is_full = len(self._running) >= self.config.max_num_seqs
+        overdue = self._queue.overdue(self._running) if is_full or self._lacks_blocks else None
+        self._lacks_blocks = False
+        if overdue is None or self._first_window(overdue.waiting, draft) is None:
+            return
+        if draft.async_decode:
+            draft.is_unfair = True
+        else:
+            self._preempt(overdue.victim, draft)
+
+    def _serve_running(self, draft: StepBuilder, queue: deque[ScheduledRequest], order: ServingOrder) -> None:
+        """Serve a queue of `order`. A request that lacks blocks preempts those that come last, or itself."""
+        while queue and draft.budget.total:
+            seq = queue.popleft()
             if seq.request_id in self.not_ready or (draft.skip_decode and seq.is_decoding):
+                order.passed.append(seq)
                 continue
             if seq.request_id in draft.async_decode:
                 draft.budget.total -= 1
@@ -237,31 +262,50 @@ class Scheduler:
                 if draft.async_decode:  # a running step must keep its blocks; the step after it may preempt
                     draft.is_short = True
                     return
-                self._preempt(self._running[-1], draft)
-                if not seq.is_running:
-                    return  # it was the last one itself
+                victim = order.pop_victim(seq)
+                if victim is not None:
+                    self._preempt(victim, draft)
+                    draft.has_preempted = True
+                if victim is seq or victim is None:
+                    break
                 limit = self._window_limit(seq, start, draft)  # a victim's pins are gone now
-            self._advance(draft, seq, start, limit)
-
-    def _admit_waiting(self, draft: StepBuilder) -> None:
-        index = 0
-        max_running = self.config.max_num_seqs
-        while index < len(self._waiting) and draft.budget.total and len(self._running) < max_running:
-            seq = self._waiting[index]
-            if seq.request_id in self.not_ready or not draft.budget.left_for(seq, start=0):
-                index += 1  # or other kinds take this step; it keeps its place
-                continue
-            found = self._state_cache.usable(seq.hashes, self._kv_cache.find(seq.hashes, seq.num_tokens))
-            start = len(found) * self._block_size
-            limit = self._window_limit(seq, start, draft)
-            if limit.end == start and not limit.spans:
-                index += 1  # its image is missing; it keeps its place, and others may pass
-            elif self._kv_cache.can_allocate(self._kv_cache.blocks_for(limit.end) - len(found), shared=found):
-                del self._waiting[index]
-                self._admit(draft, seq, found)
-                self._advance(draft, seq, start, limit)
             else:
+                self._advance(draft, seq, start, limit)
+                if limit.end == start:
+                    order.passed.append(seq)
+
+    def _admit_waiting(self, draft: StepBuilder, before: tuple[float, int] = _LAST) -> None:
+        """Admit requests of tenants that come `before` a rank. A running one that lacks blocks goes first."""
+        if draft.has_preempted or draft.is_short:
+            return
+        for seq in self._queue.waiting_order():
+            is_full = len(self._running) >= self.config.max_num_seqs or not draft.budget.total
+            if is_full or seq.share.rank > before:
+                return
+            window = self._first_window(seq, draft)
+            if window is None:
+                continue  # it keeps its place, and others may pass
+            found, limit = window
+            num_new = self._kv_cache.blocks_for(limit.end) - len(found)
+            if not self._kv_cache.can_allocate(num_new, shared=found):
+                self._lacks_blocks = True
                 return  # none may pass, or it would never find enough blocks
+            self._admit(draft, seq, found)
+            self._advance(draft, seq, seq.num_computed, limit)
+
+    def _first_window(
+        self, seq: ScheduledRequest, draft: StepBuilder
+    ) -> tuple[list[int], WindowLimit] | None:
+        """Of a waiting request: the blocks it finds, and how far it gets after them.
+
+        None where its grammar or its image is missing, or other kinds take this step.
+        """
+        if seq.request_id in self.not_ready or not draft.budget.left_for(seq, start=0):
+            return None
+        found = self._state_cache.usable(seq.hashes, self._kv_cache.find(seq.hashes, seq.num_tokens))
+        start = len(found) * self._block_size
+        limit = self._window_limit(seq, start, draft)
+        return (found, limit) if limit.end > start or limit.spans else None
 
     def _window_limit(self, seq: ScheduledRequest, start: int, draft: StepBuilder) -> WindowLimit:
         end = min(seq.num_tokens, start + draft.budget.left_for(seq, start))
@@ -276,6 +320,8 @@ class Scheduler:
         if seq.first_scheduled is None:
             seq.first_scheduled = draft.now
             seq.cached_tokens = seq.num_computed
+        self._queue.start(seq)
+        draft.started.add(seq.request_id)
         seq.is_running = True
         insort(self._running, seq, key=lambda other: other.order)
         draft.admitted.append(self._admission(seq))
@@ -309,17 +355,16 @@ class Scheduler:
             draft.decode.append(window)
         else:
             draft.prefill.append(window)
+            self._queue.charge_prefill(seq, end - start)
 
     def _preempt(self, seq: ScheduledRequest, draft: StepBuilder) -> None:
-        draft.has_preempted = True
         draft.admitted = [admission for admission in draft.admitted if admission.request is not seq.request]
+        self._queue.wait(seq)
         self._release(seq)
+        if seq.request_id in draft.started:  # it only pinned images
+            self._freed.remove(seq.request_id)
         seq.num_preemptions += 1
         self._num_preemptions += 1
-        insort(self._waiting, seq, key=lambda other: other.order)
-
-    def _spans_ahead(self) -> SpansAhead:
-        return spans_ahead(self._candidates(), self._kv_cache)
 
     # --- committing -----------------------------------------------------------------------------------------
 
@@ -334,6 +379,7 @@ class Scheduler:
         is_in_flight = plan.encode_layers is None and plan.windows and self._encoder_cache.slots_in_flight
         assert not is_in_flight, "the step should have encoded everything, but something is still in flight"
         samples = result.samples
+        self._queue.charge_outputs(samples, self._open)
         unsampled = result.unsampled
         for window in plan.windows:
             request_id = window.request_id
@@ -397,10 +443,9 @@ class Scheduler:
     ) -> TokenEvent:
         """The one place where a request ends, so it ends once."""
         del self._open[seq.request_id]
+        self._queue.leave(seq)
         if seq.is_running:
             self._release(seq)
-        else:
-            self._waiting.remove(seq)
         return seq.last_event(reason, now, sample, error)
 
     def _release(self, seq: ScheduledRequest) -> None:
@@ -422,12 +467,13 @@ class Scheduler:
         return {
             "steps": self._num_steps,
             "running": len(self._running),
-            "waiting": len(self._waiting),
+            "waiting": self._queue.num_waiting,
             "preemptions": self._num_preemptions,
             "kv": {name: pool[name] for name in ("total", "used", "idle", "free")},
             "prefix_cache": {name: pool[name] for name in ("queries", "hits", "evictions")},
             "encoder_cache": self._encoder_cache.stats(),
             "encoder_cache_tenants": self._encoder_cache.tenants(),
+            "tenants": self._queue.stats(),
         }
 
     def check(self) -> None:
@@ -445,9 +491,10 @@ class Scheduler:
 
     def _check_queues(self) -> None:
         """Each open request is in one queue. Waiting ones hold nothing, running ones the blocks they need."""
-        in_queues = sorted((*self._running, *self._waiting), key=lambda seq: seq.order)
-        assert sorted(self._open.values(), key=lambda seq: seq.order) == in_queues
-        assert not any(seq.blocks or seq.held for seq in self._waiting), "a waiting request holds something"
+        self._queue.check(self._open)
+        assert self._running == [seq for seq in self._open.values() if seq.is_running], "wrong order"
+        waiting = self._queue.all_waiting()
+        assert not any(seq.blocks or seq.held for seq in waiting), "a waiting request holds something"
         for seq in self._running:
             assert seq.num_computed <= len(seq.blocks) * self._block_size, "computed without a block"
             is_read = all(seq.spans[index].pinned_until > seq.num_computed for index in seq.held)

@@ -221,7 +221,8 @@ def _engine_view(service: Service) -> dict[str, Any]:
     status = service.engine.status()
     info = service.engine.info
     stats = dict(service.engine.stats())
-    stats.pop("encoder_cache_tenants", None)
+    for of_tenants in ("tenants", "encoder_cache_tenants"):  # every key may ask
+        stats.pop(of_tenants, None)
     return {
         "object": "engine",
         "model": service.names[0],

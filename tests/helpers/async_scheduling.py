@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from saccade.types import LatencyProfile, StepPlan, StepResult
+from saccade.types import NO_TENANT, LatencyProfile, StepPlan, StepResult, Tenant
 from tests.helpers.scheduling import Rig
 
 PACE = LatencyProfile(decode_ms=((1, 1.0),), prefill_ms=((2, 0.5), (8, 1.0)), layer_ms=((4, 0.5),), target_ms=None)
@@ -67,5 +67,5 @@ class AheadRig(Rig):
         self.book(len(self.under_way))
 
 
-def add(rig: Rig, name: str, *parts: Any, max_tokens: int) -> None:
-    rig.add(name, *parts, max_tokens=max_tokens, temperature=0)
+def add(rig: Rig, name: str, *parts: Any, max_tokens: int, tenant: Tenant = NO_TENANT) -> None:
+    rig.add(name, *parts, max_tokens=max_tokens, temperature=0, tenant=tenant)

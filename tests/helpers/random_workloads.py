@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hypothesis import strategies as st
 
 from saccade.errors import RequestError
+from saccade.types import NO_TENANT, Tenant
 from tests.helpers.scheduling import FakeImage, Rig
 
 IMAGES = [
@@ -44,14 +47,16 @@ CONFIGS = st.fixed_dictionaries(
 )
 
 
-def drive(rig: Rig, requests: list) -> list[str]:
-    """Feed arrivals and departures at their steps, then let everything drain."""
+def drive(rig: Rig, requests: list, senders: Sequence[tuple[Tenant, int]] = ()) -> list[str]:
+    """Feed arrivals and departures at their steps, then let everything drain. Senders: tenant and priority of each."""
     accepted: list[str] = []
     for moment in range(21):
         for number, (parts, max_tokens, arrival, leaving, salt) in enumerate(requests):
             if arrival == moment:
+                tenant, priority = senders[number] if senders else (NO_TENANT, 0)
+                whose = {"tenant": tenant, "priority": priority}
                 try:
-                    rig.add(f"r{number}", *parts, max_tokens=max_tokens, salt=salt)
+                    rig.add(f"r{number}", *parts, max_tokens=max_tokens, salt=salt, **whose)
                     accepted.append(f"r{number}")
                 except RequestError as error:
                     assert "KV blocks" in error.message

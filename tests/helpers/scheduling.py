@@ -15,6 +15,7 @@ from saccade.sampling_params import SamplingParams
 from saccade.scheduler import Scheduler
 from saccade.scheduler.kv_cache import text_records
 from saccade.types import (
+    NO_TENANT,
     Geometry,
     Grid,
     Header,
@@ -30,6 +31,7 @@ from saccade.types import (
     StepPlan,
     StepResult,
     StepTime,
+    Tenant,
     TokenEvent,
 )
 
@@ -92,12 +94,19 @@ def make_prompt(parts: Iterable[Part], salt: bytes = b"", first_token: int = 100
 
 
 def make_request(
-    request_id: str, *parts: Part, max_tokens: int = 3, salt: bytes = b"", first_token: int = 100, **params: Any
+    request_id: str,
+    *parts: Part,
+    max_tokens: int = 3,
+    salt: bytes = b"",
+    first_token: int = 100,
+    tenant: Tenant = NO_TENANT,
+    priority: int = 0,
+    **params: Any,
 ) -> Request:
     sampling = SamplingParams(max_tokens=max_tokens, **params)
     prompt = make_prompt(parts, salt, first_token)
     eos = frozenset() if sampling.ignore_eos else frozenset({EOS})
-    return Request(request_id, prompt, sampling, max_tokens, eos, seed=0)
+    return Request(request_id, prompt, sampling, max_tokens, eos, seed=0, tenant=tenant, priority=priority)
 
 
 def make_config(**changes: Any) -> SchedulerConfig:

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from saccade.errors import RequestError
-from saccade.types import LatencyProfile, Sample, ScheduledWindow, StepPlan, StepResult
+from saccade.types import NO_TENANT, LatencyProfile, Sample, ScheduledWindow, StepPlan, StepResult, Tenant
 from tests.helpers.async_scheduling import PACE, AheadRig, add
 from tests.helpers.scheduling import EOS, FakeImage, FakeRunner, Rig, key_of
 
@@ -65,9 +65,14 @@ class GoingOn(FakeRunner):
 
 @pytest.mark.slow
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(CONFIGS, st.lists(REQUESTS, min_size=1, max_size=10), st.sets(st.sampled_from("abc")))
+@given(
+    CONFIGS,
+    st.lists(REQUESTS, min_size=1, max_size=10),
+    st.sets(st.sampled_from("abc")),
+    st.lists(st.sampled_from([NO_TENANT, Tenant("other", 3.0)]), min_size=10, max_size=10),
+)
 def test_any_workload_planned_ahead_drains_and_each_request_ends_once(
-    config: dict, requests: list, broken: set[str]
+    config: dict, requests: list, broken: set[str], tenants: list[Tenant]
 ) -> None:
     rig, accepted = AheadRig(**config), []
     rig.runner = GoingOn(rig.config, broken)
@@ -76,7 +81,7 @@ def test_any_workload_planned_ahead_drains_and_each_request_ends_once(
         for number, (parts, max_tokens, arrival, leaving) in enumerate(requests):
             if arrival == moment:
                 try:
-                    add(rig, f"r{number}", *parts, max_tokens=max_tokens)
+                    add(rig, f"r{number}", *parts, max_tokens=max_tokens, tenant=tenants[number])
                     accepted.append(f"r{number}")
                 except RequestError as error:
                     assert "KV blocks" in error.message

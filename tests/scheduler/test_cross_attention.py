@@ -14,6 +14,7 @@ from saccade.errors import RequestError
 from saccade.processor.families.base import cross_attended
 from saccade.scheduler.encoder_cache import EncoderCache
 from saccade.scheduler.encoder_scheduler import EncoderScheduler
+from saccade.scheduler.fair_queue import TenantShare
 from saccade.scheduler.request import ScheduledRequest
 from saccade.types import TO_THE_END, Span
 from tests.helpers.random_workloads import CONFIGS
@@ -166,9 +167,10 @@ def test_a_stream_of_text_does_not_hide_that_two_requests_wait_for_each_other() 
 def test_who_stands_in_line_for_room_does_not_bar_the_request_that_holds_it() -> None:
     cache = EncoderCache(24)
     encoder_scheduler = EncoderScheduler(cache, encoder_budget=24)
-    early = ScheduledRequest(make_request("early", seen("large", 20), 2), 0, 0.0, BLOCK)
-    late = ScheduledRequest(make_request("late", seen("p", 6), seen("q", 6), 2), 1, 0.0, BLOCK)
-    other = ScheduledRequest(make_request("other", seen("r", 6), 2), 2, 0.0, BLOCK)
+    share = TenantShare()
+    early = ScheduledRequest(make_request("early", seen("large", 20), 2), 0, 0.0, BLOCK, share)
+    late = ScheduledRequest(make_request("late", seen("p", 6), seen("q", 6), 2), 1, 0.0, BLOCK, share)
+    other = ScheduledRequest(make_request("other", seen("r", 6), 2), 2, 0.0, BLOCK, share)
     encoder_scheduler.begin_step(is_sliced=False)
     encoder_scheduler.enter(late, encoder_scheduler.window_limit(late, 0, 1).spans)
     assert encoder_scheduler.window_limit(early, 0, 3).end == 0

@@ -1,0 +1,282 @@
+"""Shares the engine between tenants: which request goes next, which gives way. Knows no blocks, no budgets.
+
+As VTC ("Fairness in Serving Large Language Models", OSDI 2024): a tenant's counter is the service it received
+divided by its weight, and the tenant with the smallest counter goes first. What one leaves, the others use.
+
+    tenant  weight  service  counter
+    A       1       3,000    3,000     a long prompt, chunk by chunk: waits while B has something to do
+    B       2       1,000      500     goes first
+    C       1       -        3,000     comes back after an hour: begins at the virtual time, saves nothing up
+
+Within a tenant lower values of `priority` go first, then earlier arrivals. With one tenant and one priority
+this is first come, first served.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import OrderedDict, deque
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heapreplace
+from itertools import chain, islice, zip_longest
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from saccade.types import Tenant
+
+if TYPE_CHECKING:
+    from saccade.scheduler.request import OpenRequests, ScheduledRequest
+
+# Service is counted in prompt tokens that are computed; what a cache has costs nothing.
+OUTPUT_COST = 2.0  # of a sampled token, as in the paper: a decode step reads all weights for few tokens
+EMBEDDING_COST = 1.0  # of the encoder's: four patches of a tower with a fourth of the decoder's parameters
+MAX_IDLE = 256  # tenants without requests that are remembered
+MAX_REPORTED = 32
+
+
+@dataclass(slots=True, eq=False)
+class TenantShare:
+    """What one tenant has open, and the service it received."""
+
+    name: str = ""
+    weight: float = 1.0
+    number: int = 0  # of its first arrival: the earlier tenant goes first where counters are equal
+    counter: float = 0.0  # service by weight; grows only
+    service: float = 0.0
+    waiting: list[ScheduledRequest] = field(default_factory=list)  # by priority, then arrival, as is the next
+    running: list[ScheduledRequest] = field(default_factory=list)
+
+    @property
+    def rank(self) -> tuple[float, int]:
+        return self.counter, self.number
+
+    def charge(self, service: float) -> None:
+        self.service += service
+        self.counter += service / self.weight
+
+
+class ServingOrder(NamedTuple):
+    """Running requests in the order in which a step serves them."""
+
+    first: deque[ScheduledRequest]
+    later: deque[ScheduledRequest]  # prefill of tenants with more service than one that waits: after that
+    passed: list[ScheduledRequest]  # got no window when they were served
+    oldest: ScheduledRequest | None  # where several tenants have requests
+
+    def pop_victim(self, seq: ScheduledRequest) -> ScheduledRequest | None:
+        """The request to preempt for `seq`: the last of the tenant with the largest counter, maybe itself.
+
+        Never one with a window in this step: others may share the blocks that it fills. Never the oldest of
+        several tenants: as counters change, two requests could preempt each other for ever. So the oldest one
+        that runs ends, then the next. It takes blocks even from requests that were passed over; what it must
+        still wait for is only requests with a window in this step, and their tenants' counters grow.
+        """
+        for queue in (self.later, self.first):
+            for index in range(len(queue) - 1, -1, -1):
+                victim = queue[index]
+                if victim is not self.oldest:
+                    del queue[index]
+                    return victim
+        if seq is not self.oldest:
+            return seq
+        return self.passed.pop() if self.passed else None
+
+
+class Overdue(NamedTuple):
+    waiting: ScheduledRequest
+    victim: ScheduledRequest  # should give its place to it
+
+
+class FairQueue:
+    def __init__(self, max_credit: float) -> None:
+        """`max_credit`: service that a tenant may still claim which could not use its share for a while."""
+        self._max_credit = max_credit
+        self._shares: dict[str, TenantShare] = {}  # of tenants with open requests
+        self._idle: OrderedDict[str, TenantShare] = OrderedDict()  # of others, those that came lately last
+        self._virtual_time = 0.0  # the largest counter with which a tenant was given prefill
+        self._num_shares = 0  # so far
+
+    # --- requests come and go -------------------------------------------------------------------------------
+
+    def join(self, tenant: Tenant) -> TenantShare:
+        """The share of a tenant that sends a request."""
+        share = self._shares.get(tenant.name) or self._idle.pop(tenant.name, None)
+        if share is None:
+            share = TenantShare(tenant.name, number=self._num_shares)
+            self._num_shares += 1
+        share.weight = tenant.weight  # an operator may change it
+        # Time in which it asked for nothing is not saved up, and what it could not use only so far.
+        credit = self._max_credit / share.weight if share.waiting else 0.0
+        share.counter = max(share.counter, self._virtual_time - credit)
+        self._shares[tenant.name] = share
+        return share
+
+    def wait(self, seq: ScheduledRequest) -> None:
+        """A request has come, or was preempted."""
+        if seq.is_running:
+            seq.share.running.remove(seq)
+        insort(seq.share.waiting, seq, key=_place)
+
+    def start(self, seq: ScheduledRequest) -> None:
+        seq.share.waiting.remove(seq)
+        insort(seq.share.running, seq, key=_place)
+
+    def leave(self, seq: ScheduledRequest) -> None:
+        """A request has ended."""
+        share = seq.share
+        (share.running if seq.is_running else share.waiting).remove(seq)
+        if share.running or share.waiting:
+            return
+        self._idle[share.name] = self._shares.pop(share.name)
+        if not self._shares:  # all begin anew together
+            self._virtual_time = max(self._virtual_time, *(share.counter for share in self._idle.values()))
+        if len(self._idle) > MAX_IDLE:
+            self._idle.popitem(last=False)
+
+    # --- the order ------------------------------------------------------------------------------------------
+
+    @property
+    def num_tenants(self) -> int:
+        """With open requests."""
+        return len(self._shares)
+
+    @property
+    def num_waiting(self) -> int:
+        return sum([len(share.waiting) for share in self._shares.values()])
+
+    def all_waiting(self) -> list[ScheduledRequest]:
+        return list(chain.from_iterable(share.waiting for share in self._shares.values()))
+
+    def first_waiting(self, count: int) -> Iterator[ScheduledRequest]:
+        """The first waiting request of each tenant, then the second of each, and so on."""
+        lists = [share.waiting for share in self._in_order() if share.waiting]
+        if len(lists) == 1:
+            return islice(lists[0], count)
+        rounds = chain.from_iterable(zip_longest(*lists))
+        return islice((seq for seq in rounds if seq is not None), count)
+
+    def waiting_order(self) -> Iterator[ScheduledRequest]:
+        """Waiting requests in the order of admission. One that was admitted has been charged for by then."""
+        heap = [(*share.rank, share, 0) for share in self._shares.values() if share.waiting]
+        heapify(heap)
+        while heap:
+            counter, number, share, index = heap[0]
+            if index == len(share.waiting):
+                heappop(heap)
+                continue
+            if counter == share.counter:
+                seq = share.waiting[index]
+                yield seq
+                index += not seq.is_running  # one that stays keeps its place, and others may pass
+            heapreplace(heap, (share.counter, number, share, index))
+
+    def serving_order(self, running: Sequence[ScheduledRequest]) -> ServingOrder:
+        """Running requests by their tenants' counters. Decodes never wait for prompts of other tenants.
+
+        `running` is in order of arrival.
+        """
+        shares = self._in_order()
+        if len(shares) == 1:
+            return ServingOrder(deque(shares[0].running), deque(), [], oldest=None)
+        first: deque[ScheduledRequest] = deque()
+        later: deque[ScheduledRequest] = deque()
+        is_after_waiting = False
+        for share in shares:
+            if is_after_waiting:
+                for seq in share.running:
+                    (first if seq.is_decoding else later).append(seq)
+            else:
+                first.extend(share.running)
+                is_after_waiting = bool(share.waiting)
+        return ServingOrder(first, later, [], oldest=running[0] if running else None)
+
+    def overdue(self, running: Sequence[ScheduledRequest]) -> Overdue | None:
+        """Whether the waiting request that goes next should take the place of a running one.
+
+        The tenant of one runs fewer requests than its share, that of the other more; and it is ahead by twice
+        the service that computing the victim again can cost: at most half of its work is lost to this.
+        """
+        shares = self._shares.values()
+        if len(shares) < 2 or not running:
+            return None
+        first = min((share for share in shares if share.waiting), key=_rank, default=None)
+        if first is None:
+            return None
+        per_weight = len(running) / sum(share.weight for share in shares)
+        if len(first.running) >= max(first.weight * per_weight, 1):
+            return None
+        above = [share for share in shares if len(share.running) > max(share.weight * per_weight, 1)]
+        last = max(above, key=_rank, default=None)
+        if last is None:
+            return None
+        victim = last.running[-1]
+        is_far_ahead = (last.counter - first.counter) * last.weight > 2 * victim.num_tokens
+        return Overdue(first.waiting[0], victim) if is_far_ahead and victim is not running[0] else None
+
+    def max_waiting(self, tenant: Tenant, limit: int) -> float:
+        """Its share of the queue, which is its own however long the queue is."""
+        others = sum(share.weight for name, share in self._shares.items() if name != tenant.name)
+        return limit * tenant.weight / (tenant.weight + others)
+
+    def waiting_of(self, tenant: Tenant) -> int:
+        share = self._shares.get(tenant.name)
+        return len(share.waiting) if share else 0
+
+    def _in_order(self) -> list[TenantShare]:
+        return sorted(self._shares.values(), key=_rank)
+
+    # --- service --------------------------------------------------------------------------------------------
+
+    def charge_prefill(self, seq: ScheduledRequest, num_tokens: int) -> None:
+        share = seq.share
+        self._virtual_time = max(self._virtual_time, share.counter)
+        share.charge(num_tokens)
+
+    def charge_outputs(self, sampled: Collection[str], open_requests: OpenRequests) -> None:
+        if len(self._shares) == 1:
+            (share,) = self._shares.values()
+            share.charge(OUTPUT_COST * len(sampled))
+            return
+        for request_id in sampled:
+            if (seq := open_requests.get(request_id)) is not None:  # it may have ended before an async decode
+                seq.share.charge(OUTPUT_COST)
+
+    # --- reporting ------------------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, dict[str, Any]]:
+        """Of the tenants with requests, and of others that came lately: at most `MAX_REPORTED`."""
+        shares = islice(chain(self._shares.values(), reversed(self._idle.values())), MAX_REPORTED)
+        return {
+            share.name: {
+                "running": len(share.running),
+                "waiting": len(share.waiting),
+                "service": share.service,
+            }
+            for share in shares
+        }
+
+    def check(self, open_requests: OpenRequests) -> None:
+        shares = self._shares.values()
+        assert all(share.waiting or share.running for share in shares), "a share without requests is open"
+        assert not self._shares.keys() & self._idle.keys(), "a share is open and idle"
+        assert len(self._idle) <= MAX_IDLE, "too many tenants are remembered"
+        for share in shares:
+            assert share.waiting == sorted(share.waiting, key=_place), "waiting requests are out of order"
+            assert share.running == sorted(share.running, key=_place), "running requests are out of order"
+            assert not any(seq.is_running for seq in share.waiting), "a running request waits"
+            assert all(seq.is_running for seq in share.running), "a waiting request runs"
+            assert all(seq.share is share for seq in chain(share.waiting, share.running)), "in a wrong queue"
+        queued = [seq for share in shares for seq in chain(share.waiting, share.running)]
+        assert sorted(queued, key=_order) == sorted(open_requests.values(), key=_order), "a request is lost"
+
+
+def _rank(share: TenantShare) -> tuple[float, int]:
+    return share.counter, share.number
+
+
+def _place(seq: ScheduledRequest) -> tuple[int, int]:
+    return seq.place
+
+
+def _order(seq: ScheduledRequest) -> int:
+    return seq.order
