@@ -96,7 +96,9 @@ class Engine:
         """The same for OpenAI-style messages, through the checkpoint's chat template."""
         self.add_with(request_id, lambda: self.processor.from_chat(messages, allow_paths=True, **how), params)
 
-    def add_with(self, request_id: str, make: Callable[[], Prompt], params: SamplingParams | None) -> None:
+    def add_with(
+        self, request_id: str, make: Callable[[], Prompt], params: SamplingParams | None, priority: int = 0
+    ) -> None:
         core = self.core  # a closed engine says so before a prompt is made
         has_params = params is not None
         params = params or SamplingParams(**self.defaults)
@@ -112,7 +114,8 @@ class Engine:
             left = max(1, self.limits.max_model_len - len(prompt))
             if not has_params:  # a default length is no reason to refuse a prompt
                 params = replace(params, max_tokens=min(params.max_tokens or left, left))
-            requests = self._requests.build(request_id, prompt, params, params.max_tokens or left)
+            max_tokens = params.max_tokens or left
+            requests = self._requests.build(request_id, prompt, params, max_tokens, priority=priority)
             outputs = [RequestOutputBuilder(i, self.processor.tokenizer, params) for i in range(params.n)]
             ids = list(prompt.token_ids)
             opened = _Open(request_id, prompt, ids, outputs, prepare_ms, self.bill(prompt), params.n)
@@ -269,28 +272,31 @@ class LLM:
         prompts: PromptInput | Sequence[PromptInput],
         sampling_params: ManyParams = None,
         use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Answer one prompt or many, in order. Without `sampling_params` the checkpoint's own values hold.
 
         A bad prompt given alone raises RequestError. In a list only its own output has `error` set.
+        `priority` has a value for each prompt; lower ones are computed first.
         """
         is_single = isinstance(prompts, (str, Mapping))
         many: Sequence[PromptInput] = [prompts] if isinstance(prompts, (str, Mapping)) else prompts
         makers = [lambda p=p: self.engine.processor.from_prompt(p) for p in many]
-        return self._run(makers, sampling_params, use_tqdm, raise_errors=is_single)
+        return self._run(makers, sampling_params, use_tqdm, priority, raise_errors=is_single)
 
     def chat(
         self,
         messages: Messages | Sequence[Messages],
         sampling_params: ManyParams = None,
         use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
         **how: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation (OpenAI-style messages) or many; `how` goes to the chat template."""
         is_single = not messages or isinstance(messages[0], Mapping)
         many: Sequence[Any] = [messages] if is_single else messages
         makers = [lambda m=m: self.engine.processor.from_chat(m, allow_paths=True, **how) for m in many]
-        return self._run(makers, sampling_params, use_tqdm, raise_errors=is_single)
+        return self._run(makers, sampling_params, use_tqdm, priority, raise_errors=is_single)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """For calls without `sampling_params`: generation_config.json's values, and ours for the rest."""
@@ -315,6 +321,7 @@ class LLM:
         makers: Sequence[Callable[[], Prompt]],
         sampling_params: ManyParams,
         use_tqdm: bool,
+        priority: Sequence[int] | None,
         *,
         raise_errors: bool,
     ) -> list[RequestOutput]:
@@ -323,12 +330,13 @@ class LLM:
             raise RuntimeError(f"requests that were added by hand are still open; {advice}")
         results: dict[str, RequestOutput] = {}
         many = _spread(sampling_params, len(makers))
+        priorities = _priorities(priority, len(makers))
         ids = [f"request-{self._count + i}" for i in range(len(makers))]
         self._count += len(makers)
         try:
-            for request_id, make, params in zip(ids, makers, many, strict=True):
+            for request_id, make, params, value in zip(ids, makers, many, priorities, strict=True):
                 try:
-                    self.engine.add_with(request_id, make, params)
+                    self.engine.add_with(request_id, make, params, value)
                 except RequestError as error:
                     results[request_id] = RequestOutput(request_id, None, [], [], True, None, error)
                 self.engine.launch_if_full()
@@ -364,4 +372,12 @@ def _spread(given: ManyParams, count: int) -> Sequence[SamplingParams | None]:
     if len(given) != count:
         counts = f"{count} prompts were given with {len(given)} sampling params"
         raise RequestError(f"{counts}; give one for all or one each")
+    return given
+
+
+def _priorities(given: Sequence[int] | None, count: int) -> Sequence[int]:
+    if given is None:
+        return [0] * count
+    if len(given) != count:
+        raise RequestError(f"{count} prompts were given with {len(given)} priorities; give one for each")
     return given

@@ -395,3 +395,20 @@ def test_a_detail_that_is_no_string_is_refused(llm: LLM) -> None:
     part = {"type": "image", "image": make_photo(), "detail": ["low"]}
     with pytest.raises(RequestError, match=r"detail must be one of"):
         llm.chat([{"role": "user", "content": [part]}], GREEDY, use_tqdm=False)
+
+
+# --- priority -----------------------------------------------------------------------------------------------------
+
+
+def test_each_prompt_brings_its_priority_to_the_engine(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    core, added = llm.engine.core, []
+    add = core.add
+    monkeypatch.setattr(core, "add", lambda request: (added.append(request.priority), add(request)))
+    llm.generate(["one", "two", "three"], GREEDY, use_tqdm=False, priority=[2, 0, 1])
+    llm.chat([{"role": "user", "content": "four"}], GREEDY, use_tqdm=False, priority=[-1])
+    assert added == [2, 0, 1, -1]
+
+
+def test_priorities_for_other_than_each_prompt_are_refused(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="2 prompts were given with 1 priorities"):
+        llm.generate(["one", "two"], GREEDY, use_tqdm=False, priority=[1])

@@ -320,7 +320,13 @@ class Service:
         generation.charge(caller.account, _reserved_tokens(lengths, params, caller.account))
         for billed, max_tokens in zip(prompts, lengths, strict=True):
             requests += self._requests.build(
-                unique, billed.prompt, params, max_tokens, first=len(requests), tenant=tenant
+                unique,
+                billed.prompt,
+                params,
+                max_tokens,
+                first=len(requests),
+                tenant=tenant,
+                priority=response_options.priority,
             )
         await generation.submit(self.engine, requests)
 

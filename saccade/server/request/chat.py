@@ -32,6 +32,7 @@ class ResponseOptions:
     include_bill: bool
     cache_salt: str
     request_id: str | None  # becomes part of the response's id
+    priority: int  # among the requests of its tenant: lower values go first
     length_field: str = "max_tokens"  # the field with the maximum length, for errors
 
 
@@ -180,6 +181,7 @@ def _response_options(
         include_bill=given.get("include_bill", False),
         cache_salt=given.get("cache_salt", ""),
         request_id=given.get("request_id", "")[:128] or None,
+        priority=given.get("priority", 0),
         length_field=length_field,
     )
 
