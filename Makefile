@@ -20,7 +20,8 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
 	touch $@
 
-test: setup lint types tests
+test: setup lint
+	+$(MAKE) --no-print-directory -j2 types tests  # types beside the first tests
 
 # What most changes touch, in half a minute: lint, borders, words, scheduler, media, configs and requests.
 test-fast: setup lint

@@ -13,9 +13,10 @@ from saccade.server.tenant_file import Limits, TenantSettings
 _SECONDS = 60  # all limits are per minute
 _RETRY_AFTER_OPEN = 1.0
 _KINDS = ("requests", "tokens", "pixels")  # in the order of `Limits`
+LIMIT_HEADERS = [f"x-ratelimit-{what}-{kind}" for kind in _KINDS for what in ("limit", "remaining", "reset")]
 _ADVICE = {
     "requests": "send fewer",
-    "tokens": "send a shorter prompt or lower max_tokens or n",
+    "tokens": "send a shorter prompt, or set or lower max_tokens",
     "pixels": "send fewer or smaller pictures",
 }
 
@@ -71,7 +72,8 @@ class Bucket:
         self._used = max(0.0, self.used - amount)
 
     def resize(self, limit: int) -> None:
-        self.take(0)  # what was refilled under the old limit
+        """What was used stays used, at most all of the new limit: no tenant waits longer than a minute."""
+        self._used = min(self.used, limit)
         self.limit = limit
 
 
@@ -117,15 +119,19 @@ class Account:
         """Takes all amounts or none. LimitExceeded if one is not left now or never can be."""
         limited = {kind: bucket for kind, bucket in self._buckets.items() if amounts.get(kind)}
         for kind, bucket in limited.items():
-            amount = amounts[kind]
-            if amount > bucket.limit:
-                message = f"the request takes {amount} {kind} and your limit is {bucket.limit} a minute"
+            if amounts[kind] > bucket.limit:
+                message = (
+                    f"the request takes {amounts[kind]} {kind} and your limit is {bucket.limit} a minute"
+                )
                 raise LimitExceeded(kind, f"{message}, so it can never pass; {_ADVICE[kind]}", None)
-            wait = math.ceil(bucket.seconds_until(amount))
-            if wait:
-                takes = f"the request takes {amount} of your {bucket.limit} {kind} a minute"
-                message = f"{takes} and {bucket.remaining} are left; try again in {wait} s"
-                raise LimitExceeded(kind, f"{message}, or {_ADVICE[kind]}", wait)
+        waits = {kind: math.ceil(bucket.seconds_until(amounts[kind])) for kind, bucket in limited.items()}
+        longest = max(waits.values(), default=0)
+        if longest:
+            kind = next(kind for kind, wait in waits.items() if wait == longest)
+            bucket = limited[kind]
+            takes = f"the request takes {amounts[kind]} of your {bucket.limit} {kind} a minute"
+            message = f"{takes} and {bucket.remaining} are left; try again in {longest} s"
+            raise LimitExceeded(kind, f"{message}, or {_ADVICE[kind]}", longest)
         for kind, bucket in limited.items():
             bucket.take(amounts[kind])
         return Charge(self.settings.label, limited)

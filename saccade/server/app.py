@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 from saccade import __version__
 from saccade.engine.ipc.client import EngineUnavailable
 from saccade.errors import RequestError
-from saccade.server.accounts import LimitExceeded
+from saccade.server.accounts import LIMIT_HEADERS, LimitExceeded
 from saccade.server.api import openapi
 from saccade.server.api import tokenize as tokenize_api
 from saccade.server.api.chat import create_chat_completion
@@ -66,6 +66,7 @@ def create_app(service: Service) -> FastAPI:
             allow_origins=list(service.server.allowed_origins),
             allow_methods=["GET", "POST"],
             allow_headers=["authorization", "content-type", "x-request-id", "x-api-key", "anthropic-version"],
+            expose_headers=["retry-after", "x-request-id", *LIMIT_HEADERS],
         )
     return app
 

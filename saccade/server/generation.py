@@ -109,7 +109,7 @@ class Generation:
         if not self._streams:
             charge.give_back(tokens=self._prompt_tokens + self._reserved_tokens, pixels=self._pixels)
             return
-        generated = sum(len(output.token_ids) for output in self.outputs)
+        generated = sum(stream.num_tokens for stream in self._streams)
         charge.give_back(tokens=self._reserved_tokens - generated)  # negative: more than was reserved
         self._metrics.tenants.used(charge.label, self._prompt_tokens, generated, self._pixels)
 

@@ -50,6 +50,8 @@ _MAX_STEP_MS = 400.0  # on a CPU: bounds the wait of a new request for its first
 def serve(settings: Settings) -> int:
     options = settings.engine
     server = settings.server
+    if server.api_keys is not None:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until the file can be read again
     if options.max_step_ms is None:
         options = replace(options, max_step_ms=_MAX_STEP_MS)
     checkpoint = open_checkpoint(

@@ -51,7 +51,7 @@ DEFAULT_MAX_WAITING = 256
 _THREADS = 4
 _SCHEMA_THREADS = 2  # each waits for one process that checks schemas
 _RETRY_AFTER_START = 5.0
-_USUAL_OUTPUTS = 16  # without max_tokens, so many outputs take a minute's tokens until they end
+_USUAL_REQUESTS = 16  # without max_tokens, so many take a minute's tokens until they end
 _SCHEMA_FIELDS = ("response_format", "structured_outputs", "tools", "text", "output_config")
 
 Result = TypeVar("Result")
@@ -348,9 +348,10 @@ class Service:
 def _reserved_tokens(lengths: Sequence[int], params: SamplingParams, account: Account) -> int:
     """What the outputs are charged in advance. Without max_tokens a whole context would be far too much."""
     limit = account.limits.tokens_per_minute
+    reserved = params.n * sum(lengths)
     if limit is not None and params.max_tokens is None:
-        lengths = [min(length, max(1, limit // _USUAL_OUTPUTS)) for length in lengths]
-    return params.n * sum(lengths)
+        return min(reserved, max(1, limit // _USUAL_REQUESTS))
+    return reserved
 
 
 def _name_of(model: str | None) -> str:

@@ -62,8 +62,8 @@ def read_tenants(file: Path, *, needs_keys: bool) -> dict[str, TenantSettings]:
     tables = _tables(file)
     tenants = {name: _Table(f"{file}: tenant {name}", table).tenant(name) for name, table in tables.items()}
     for name, tenant in tenants.items():
-        if name == OTHERS and (needs_keys or tenant.digests):
-            reason = "is for tenants that a proxy names: give it no keys, and set --tenant-header"
+        if name == OTHERS and (needs_keys or tenant.digests or tenant.is_operator):
+            reason = "is for tenants that a proxy names: no keys, no operator, and set --tenant-header"
             raise ConfigError(f'{file}: the table ["*"] {reason}')
         if needs_keys and not tenant.digests:
             advice = 'add a line such as keys = ["a-long-random-key"]'
@@ -160,7 +160,10 @@ class _Table(NamedTuple):
         if not _DIGEST.fullmatch(key.removeprefix(_PREFIX)):
             rule = "must have 64 hex digits after sha256:, as `printf %s KEY | sha256sum` prints them"
             raise ConfigError(f"{self.where}: keys: key {number} {rule}")
-        return bytes.fromhex(key.removeprefix(_PREFIX))
+        digest = bytes.fromhex(key.removeprefix(_PREFIX))
+        if digest == digest_of(b""):  # as of a shell variable that is not set; requests without a key have it
+            raise ConfigError(f"{self.where}: keys: key {number} is the SHA-256 of no text; hash the key")
+        return digest
 
     def _error(self, field: str, rule: str) -> ConfigError:
         return ConfigError(f"{self.where}: {field} {rule}, not {quoted(self.given[field])}")

@@ -33,17 +33,14 @@ def alone(subject: Subject) -> list[list[int]]:
     [
         pytest.param({}, id="batched"),
         pytest.param({"max_num_batched_tokens": 16}, id="chunks of 16"),
-        pytest.param({"max_num_batched_tokens": 64}, id="chunks of 64"),
-        pytest.param({"max_num_batched_tokens": 100_000}, id="unlimited chunks"),
-        pytest.param({"enable_prefix_caching": False}, id="no prefix cache"),
-        pytest.param({"encoder_cache_gb": 0.0}, id="no encoder cache"),
-        pytest.param({"encoder_cache_slots": 290}, id="tiny encoder cache"),
+        pytest.param({"max_num_batched_tokens": 64, "max_num_seqs": 2}, id="two at a time, chunks of 64"),
+        pytest.param(
+            {"max_num_batched_tokens": 100_000, "enable_prefix_caching": False}, id="unlimited chunks, no prefix cache"
+        ),
         pytest.param({"encoder_cache_slots": 290, "max_num_batched_tokens": 40}, id="tiny encoder cache, chunks of 40"),
         pytest.param({"encoder_cache_gb": 0.0, "max_num_batched_tokens": 48}, id="no encoder cache, chunks of 48"),
-        pytest.param({"max_num_seqs": 2}, id="two at a time"),
-        pytest.param({"encode_layers_per_step": 1}, id="encoder sliced by one layer"),
-        pytest.param({"max_step_ms": 0.001}, id="bounded steps"),
         pytest.param({"encode_layers_per_step": 1, "max_num_batched_tokens": 32}, id="sliced, chunks of 32"),
+        pytest.param({"max_step_ms": 0.001}, id="bounded steps"),
     ],
 )
 def test_tokens_do_not_depend_on(given: dict[str, Any], subject: Subject, alone: list[list[int]]) -> None:

@@ -244,7 +244,7 @@ def test_the_built_in_model_needs_its_pixels_to_read(tmp_path: Path, monkeypatch
     """A real server: the smallest setting leaves words of a few pixels, which nothing can read."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     found = tmp_path / "found.json"
-    flags = ["--limit", "28", "--max-pixels", "102400,1024", "--kv-cache-gb", "0.05", "--json", str(found)]
+    flags = ["--limit", "14", "--max-pixels", "102400,1024", "--kv-cache-gb", "0.05", "--json", str(found)]
     assert cli.main(["tune", *flags]) == 0
     full, tiny = json.loads(found.read_text())["settings"]
     assert full["groups"]["reading"] > tiny["groups"]["reading"]

@@ -21,6 +21,12 @@ class FakeStream:
     def __init__(self) -> None:
         self.queue: asyncio.Queue[Any] = asyncio.Queue()
         self.is_cancelled = False
+        self._num_read = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Read or not."""
+        return self._num_read + sum(isinstance(item, TokenEvent) for item in self.queue._queue)  # type: ignore[attr-defined]
 
     async def __anext__(self) -> list[TokenEvent]:
         item = await self.queue.get()
@@ -28,6 +34,7 @@ class FakeStream:
             raise StopAsyncIteration
         if isinstance(item, Exception):
             raise item
+        self._num_read += 1
         return [item]
 
     def cancel(self) -> None:

@@ -90,8 +90,16 @@ def test_a_mistake_is_named(tmp_path: Path, text: str, named: list[str]) -> None
 
 
 def test_the_table_for_others_has_no_keys(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="give it no keys"):
-        read_tenants(written(tmp_path, '["*"]\nkeys = ["sk"]'), needs_keys=False)
+    for field in ('keys = ["sk"]', "operator = true"):
+        with pytest.raises(ConfigError, match="no keys, no operator"):
+            read_tenants(written(tmp_path, f'["*"]\n{field}'), needs_keys=False)
+
+
+def test_the_digest_of_no_key_is_refused(tmp_path: Path) -> None:
+    """`printf %s "$KEY" | sha256sum` without a KEY: every request without a key would match it."""
+    nothing = hashlib.sha256(b"").hexdigest()
+    with pytest.raises(ConfigError, match="SHA-256 of no text"):
+        read_tenants(written(tmp_path, f'[a]\nkeys = ["sha256:{nothing}"]'), needs_keys=True)
 
 
 def test_no_error_repeats_a_key(tmp_path: Path) -> None:

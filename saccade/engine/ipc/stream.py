@@ -17,6 +17,7 @@ class RequestStream:
 
     def __init__(self, request_id: str, abort: Callable[[str], None]) -> None:
         self.request_id = request_id
+        self.num_tokens = 0  # generated so far, whether they were read or not
         self._abort = abort
         self._news = asyncio.Event()
         self._events: list[TokenEvent] = []
@@ -48,6 +49,7 @@ class RequestStream:
 
     def push(self, event: TokenEvent) -> None:
         self._events.append(event)
+        self.num_tokens += event.token_id is not None
         self._is_over = event.finish_reason is not None
         self._news.set()
 

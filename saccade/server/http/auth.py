@@ -99,15 +99,18 @@ class Tenants:
         account = self._by_key_of(path, dict(headers))
         if self._header is None or is_open(path):
             return account
-        names = [value.decode("latin-1").strip() for name, value in headers if name == self._header]
+        names = [value.strip(b" \t").decode("latin-1") for name, value in headers if name == self._header]
         header = self._server.tenant_header
         if not self._trusts(peer) and (names or not self._by_key):
             what = f"the header {header} may" if names else "without API keys, requests may"
             rule = "come only from the proxies that --trusted-proxies names"
-            message = f"{what} {rule}, and {quoted(peer)} is none of them"
+            message = f"{what} {rule}"
             raise ApiError(403, message, code="proxy_not_trusted")
         if not names:
-            return account  # the proxy's own request, or that of a key
+            if self._by_key:
+                return account  # that of the key
+            message = f"the proxy sent no header {header}; it must name the tenant of every request"
+            raise ApiError(400, message, code="invalid_tenant")
         if len(names) > 1 or not NAME.fullmatch(names[0]):
             given = f"{len(names)} times" if len(names) > 1 else f"as {quoted(names[0])}"
             rule = "up to 64 letters, digits and . _ @ + -; the proxy must replace the header, not add to it"
@@ -122,8 +125,7 @@ class Tenants:
         api_key = headers.get(b"x-api-key")
         scheme, _, token = (authorization or b"").partition(b" ")
         for key in (token.strip() if scheme.lower() == b"bearer" else b"", api_key or b""):
-            # No configured key is empty, so an absent one is never found.
-            account = self._by_key.get(self._tag(digest_of(key)))
+            account = self._by_key.get(self._tag(digest_of(key))) if key else None
             if account is not None:
                 return account
         if is_open(path):

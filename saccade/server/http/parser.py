@@ -156,7 +156,7 @@ class BoundedHttp(HttpToolsProtocol):
             if name == b"connection":
                 tokens = [token for token in value.split(b",") if token.strip().lower() not in _UPGRADE]
                 value = b",".join(tokens)
-            if name not in _UPGRADE and value:
+            if name not in _UPGRADE and (value or name != b"connection"):  # the others stay as they came
                 lines.append(name + b": " + value)
         head = b"\r\n".join(lines) + b"\r\n\r\n"
         self.parser = httptools.HttpRequestParser(self)

@@ -116,7 +116,13 @@ def test_a_trusted_proxy_names_the_tenant(tmp_path: Path) -> None:
     assert other.name == "user@example.com" and other.limits.requests_per_minute == 6
     assert other is found.find(CHAT, [named("user@example.com")], "::ffff:10.1.9.9")
     assert other.settings.label == OTHER_LABEL and not other.settings.is_operator
-    assert found.find(CHAT, [], PROXY).name == ""  # its own request
+
+
+def test_without_keys_a_proxy_names_the_tenant_of_every_request(tmp_path: Path) -> None:
+    """nginx leaves a header out whose value is empty: such a client must not become an operator without limits."""
+    error = refusal(behind_proxy(tmp_path, NAMED), peer=PROXY)
+    assert error.status == 400 and "X-Tenant" in error.message
+    assert refusal(behind_proxy(tmp_path, NAMED), named(""), peer=PROXY).status == 400
 
 
 def test_a_client_cannot_name_itself(tmp_path: Path) -> None:
