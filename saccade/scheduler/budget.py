@@ -118,7 +118,7 @@ class StepBuilder:
     started: set[str] = field(default_factory=set)  # requests that the runner hears of in this step
     has_preempted: bool = False
     is_short: bool = False  # of blocks that only a preemption can free; none may happen beside a running step
-    is_unfair: bool = False  # another tenant's request should give way, which is a preemption too
+    needs_sync: bool = False  # a request should give its seat or its cache space to another: in the next step
 
     @property
     def has_windows(self) -> bool:

@@ -53,16 +53,16 @@ def missing_items(
     return tuple(item for span, item in pairs if span.pinned_until > found and span.key in keys)
 
 
-def deadlock_victim(
+def deadlocked(
     running: Sequence[ScheduledRequest], windows: Iterable[ScheduledWindow], encoder: EncoderScheduler
-) -> ScheduledRequest | None:
-    """The last of several running requests that pin embeddings and lack cache space; None if fewer do.
+) -> list[ScheduledRequest]:
+    """Running requests that pin embeddings and lack cache space, by arrival; empty if fewer than two do.
 
     Each may wait for what another one pins. One alone waits for requests that go on, and those end.
     """
     holding = [seq for seq in running if seq.held and seq.blocks_cache]
     if len(holding) < 2:
-        return None
+        return []
     served = {window.request_id for window in windows}
     stuck = [seq for seq in holding if seq.request_id not in served and encoder.lacks_cache_space(seq)]
-    return stuck[-1] if len(stuck) > 1 else None
+    return stuck if len(stuck) > 1 else []

@@ -5,6 +5,7 @@ A window ends before the first span whose embeddings are neither resident nor en
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
@@ -54,6 +55,10 @@ class _FifoTurn:
             self._head = refused
         if self._next_head is None or refused.is_before(self._next_head):
             self._next_head = refused
+
+    def put_first(self, seq: ScheduledRequest) -> None:
+        """Before all others in the next step, whatever their tenants' counters."""
+        self._next_head = _Refused(seq, -math.inf)
 
     def serve(self, seq: ScheduledRequest) -> None:
         """It has what it was queued for."""
@@ -190,6 +195,10 @@ class EncoderScheduler:
         if span is None or span.start > seq.num_computed or span.key in self._cache:
             return False
         return span.num_embeds > self._cache.space
+
+    def prefer(self, seq: ScheduledRequest) -> None:
+        """The cache space that becomes free is for this request: another one was preempted for it."""
+        self._space_queue.put_first(seq)
 
     def pop_requester(self, key: Key) -> str:
         """An encoding ended: which request had asked for it."""

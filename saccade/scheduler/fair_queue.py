@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import OrderedDict, deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heapreplace
 from itertools import chain, islice, zip_longest
@@ -43,6 +43,7 @@ class TenantShare:
     number: int = 0  # of its first arrival: the earlier tenant goes first where counters are equal
     counter: float = 0.0  # service by weight; grows only
     service: float = 0.0
+    gives_back_at: float = 0.0  # service with which it may have to give up a place again
     waiting: list[ScheduledRequest] = field(default_factory=list)  # by priority, then arrival, as is the next
     running: list[ScheduledRequest] = field(default_factory=list)
 
@@ -80,11 +81,6 @@ class ServingOrder(NamedTuple):
         if seq is not self.oldest:
             return seq
         return self.passed.pop() if self.passed else None
-
-
-class Overdue(NamedTuple):
-    waiting: ScheduledRequest
-    victim: ScheduledRequest  # should give its place to it
 
 
 class FairQueue:
@@ -175,6 +171,11 @@ class FairQueue:
 
         `running` is in order of arrival.
         """
+        if (
+            len(self._shares) > 1
+        ):  # what a tenant could not use is claimed only so far, also by one that queues
+            for share in self._shares.values():
+                share.counter = max(share.counter, self._virtual_time - self._max_credit / share.weight)
         shares = self._in_order()
         if len(shares) == 1:
             return ServingOrder(deque(shares[0].running), deque(), [], oldest=None)
@@ -190,28 +191,36 @@ class FairQueue:
                 is_after_waiting = bool(share.waiting)
         return ServingOrder(first, later, [], oldest=running[0] if running else None)
 
-    def overdue(self, running: Sequence[ScheduledRequest]) -> Overdue | None:
-        """Whether the waiting request that goes next should take the place of a running one.
+    def overdue_victim(
+        self, running: Sequence[ScheduledRequest], can_start: Callable[[ScheduledRequest], bool]
+    ) -> ScheduledRequest | None:
+        """The running request that should give its place to a waiting one, if any.
 
-        The tenant of one runs fewer requests than its share, that of the other more; and it is ahead by twice
-        the service that computing the victim again can cost: at most half of its work is lost to this.
+        Its tenant runs more requests than its share, that of the other fewer; and it is ahead by twice the
+        service that computing the victim again can cost. `can_start`: the first request of a tenant may wait
+        for its grammar or image, which must not keep other tenants waiting.
         """
         shares = self._shares.values()
         if len(shares) < 2 or not running:
             return None
-        first = min((share for share in shares if share.waiting), key=_rank, default=None)
-        if first is None:
-            return None
         per_weight = len(running) / sum(share.weight for share in shares)
-        if len(first.running) >= max(first.weight * per_weight, 1):
-            return None
         above = [share for share in shares if len(share.running) > max(share.weight * per_weight, 1)]
         last = max(above, key=_rank, default=None)
-        if last is None:
+        if last is None or last.service < last.gives_back_at:
             return None
-        victim = last.running[-1]
-        is_far_ahead = (last.counter - first.counter) * last.weight > 2 * victim.num_tokens
-        return Overdue(first.waiting[0], victim) if is_far_ahead and victim is not running[0] else None
+        victim = next(seq for seq in reversed(last.running) if seq is not running[0])
+        for share in self._in_order():
+            if (last.counter - share.counter) * last.weight <= 2 * victim.recompute_cost:
+                return None
+            is_below = len(share.running) < max(share.weight * per_weight, 1)
+            if share.waiting and is_below and can_start(share.waiting[0]):
+                return victim
+        return None
+
+    def give_back(self, victim: ScheduledRequest) -> None:
+        """It is preempted for another tenant. Its own gives up no other before it was served for it."""
+        share = victim.share
+        share.gives_back_at = share.service + 2 * victim.recompute_cost
 
     def max_waiting(self, tenant: Tenant, limit: int) -> float:
         """Its share of the queue, which is its own however long the queue is."""

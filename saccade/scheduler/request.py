@@ -24,6 +24,7 @@ class ScheduledRequest:
     request_id: str = field(init=False)
     place: tuple[int, int] = field(init=False)  # among its tenant's requests, also after a preemption
     spans: tuple[Span, ...] = field(init=False)
+    encode_cost: int = field(init=False)  # embeddings of all its images
     images_end: int = field(init=False)  # positions from here on need no embeddings
     samples_on_device: bool = field(init=False)  # not by the host
     stop_ids: frozenset[int] = field(init=False)
@@ -58,11 +59,17 @@ class ScheduledRequest:
         self.stop_ids = self.request.eos_token_ids.union(self.request.params.stop_token_ids)
         self.hashes = BlockHashes(prompt.identity, prompt.salt, self.block_size, self.output)
         self.num_tokens = len(prompt)
+        self.encode_cost = sum([span.encode_cost for span in prompt.spans])
         self.max_total_tokens = len(prompt) + self.request.max_tokens
 
     @property
     def is_decoding(self) -> bool:
         return self.num_computed == self.num_tokens - 1
+
+    @property
+    def recompute_cost(self) -> int:
+        """What it can cost to come as far again."""
+        return self.num_tokens + self.encode_cost
 
     @property
     def has_images_ahead(self) -> bool:

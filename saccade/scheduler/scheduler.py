@@ -18,7 +18,7 @@ from saccade.scheduler.async_decode import async_decode_windows, can_fuse
 from saccade.scheduler.budget import StepBudget, StepBuilder, are_enough, demand_of
 from saccade.scheduler.encoder_cache import EncoderCache
 from saccade.scheduler.encoder_failures import affected_requests
-from saccade.scheduler.encoder_lookahead import deadlock_victim, encoded_ahead, missing_items, spans_ahead
+from saccade.scheduler.encoder_lookahead import deadlocked, encoded_ahead, missing_items, spans_ahead
 from saccade.scheduler.encoder_scheduler import EncoderScheduler, WindowLimit
 from saccade.scheduler.fair_queue import FairQueue, ServingOrder
 from saccade.scheduler.kv_cache import BlockPool
@@ -176,7 +176,7 @@ class Scheduler:
             # Waiting requests hold the cache space that a running one needs. Whole images go in.
             limits = limits._replace(encode_layers=None)
             self._fill(draft, limits)
-        self._is_short = draft.is_short or draft.is_unfair
+        self._is_short = draft.is_short or draft.needs_sync
         num_prefills = draft.budget.num_prefills
         layers = self.policy.encode_layers(limits, demand, num_prefills, self._encoder.work_in_flight)
         prefetch = self._prefetch(limits)
@@ -214,8 +214,12 @@ class Scheduler:
             self._admit_waiting(draft, before=order.later[0].share.rank)
             self._serve_running(draft, order.later, order)
         windows = chain(draft.decode, draft.prefill)
-        if not draft.async_decode and (stuck := deadlock_victim(self._running, windows, self._encoder)):
-            self._preempt(stuck, draft)
+        stuck = deadlocked(self._running, windows, self._encoder)
+        if stuck and draft.async_decode:
+            draft.needs_sync = True
+        elif stuck:
+            self._encoder.prefer(stuck[0])
+            self._preempt(stuck[-1], draft)
             draft.has_preempted = True
         self._admit_waiting(draft)
         if is_sliced:
@@ -234,14 +238,17 @@ class Scheduler:
     def _make_way(self, draft: StepBuilder) -> None:
         """Where seats or blocks are lacking, a tenant above its share may have to give one back."""
         is_full = len(self._running) >= self.config.max_num_seqs
-        overdue = self._queue.overdue(self._running) if is_full or self._lacks_blocks else None
-        self._lacks_blocks = False
-        if overdue is None or self._first_window(overdue.waiting, draft) is None:
+        if not (is_full or self._lacks_blocks):
             return
-        if draft.async_decode:
-            draft.is_unfair = True
-        else:
-            self._preempt(overdue.victim, draft)
+        self._lacks_blocks = False
+        victim = self._queue.overdue_victim(
+            self._running, can_start=lambda seq: self._first_window(seq, draft) is not None
+        )
+        if victim is not None and draft.async_decode:
+            draft.needs_sync = True
+        elif victim is not None:
+            self._queue.give_back(victim)
+            self._preempt(victim, draft)
 
     def _serve_running(self, draft: StepBuilder, queue: deque[ScheduledRequest], order: ServingOrder) -> None:
         """Serve a queue of `order`. A request that lacks blocks preempts those that come last, or itself."""
