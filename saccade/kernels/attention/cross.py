@@ -106,8 +106,10 @@ def _cross_kernel(
     DIM: tl.constexpr, PADDED_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, IS_SPLIT: tl.constexpr,
     MIN_SHARE: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    kv_head, split = tl.program_id(0), tl.program_id(1)
-    stretch, first = tl.load(index + 2 * tl.program_id(2)), tl.load(index + 2 * tl.program_id(2) + 1)
+    kv_head = tl.program_id(0)
+    split = tl.program_id(1)
+    stretch = tl.load(index + 2 * tl.program_id(2))
+    first = tl.load(index + 2 * tl.program_id(2) + 1)
     start = tl.load(starts + stretch)
     length = tl.load(starts + stretch + 1) - start
     count = tl.load(counts + stretch)
@@ -118,14 +120,17 @@ def _cross_kernel(
     pdl_release_then_wait(PDL)
     if first >= length or (split > 0 and low >= count):  # split 0 also writes for rows that attend to nothing
         return
-    rows, dims = tl.arange(0, ROWS), tl.arange(0, PADDED_DIM)[None, :]
-    token, head = first + rows // GROUP, kv_head * GROUP + rows % GROUP
+    rows = tl.arange(0, ROWS)
+    dims = tl.arange(0, PADDED_DIM)[None, :]
+    token = first + rows // GROUP
+    head = kv_head * GROUP + rows % GROUP
     known = (token < length) & (rows < TOKENS * GROUP)
     packed = (start + token).to(tl.int64)
     inside = known[:, None] & (dims < DIM)
     queries = tl.load(q + packed[:, None] * q_row + head[:, None] * Q_HEAD + dims, mask=inside, other=0.0)
     table = tables + tl.load(table_rows + stretch).to(tl.int64) * table_row
-    keys, values = k_cache + kv_head * K_HEAD, v_cache + kv_head * V_HEAD
+    keys = k_cache + kv_head * K_HEAD
+    values = v_cache + kv_head * V_HEAD
     acc, largest, total = _attend_states(
         queries, keys, values, table, low, tl.minimum(count, low + share), count, scale, k_state, v_state,
         DIM, KEYS, PRECISION,
@@ -154,7 +159,8 @@ def _attend_states(
     ROWS: tl.constexpr = queries.shape[0]
     PADDED_DIM: tl.constexpr = queries.shape[1]
     dims = tl.arange(0, PADDED_DIM)[None, :]
-    largest, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
+    largest = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, PADDED_DIM], tl.float32)
     for tile in range(low, high, KEYS):
         own = tile + tl.arange(0, KEYS)

@@ -185,7 +185,8 @@ def _attention_kernel(
     positions = seq_len - length + token  # of each row in its context
     table = block_tables + request.to(tl.int64) * table_row
     acc = tl.zeros([PADDED_RANK, ROWS], tl.float32)
-    largest, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
+    largest = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
     high = tl.minimum(end, low + share)
     masked = low
     if not ONE_LOOP:  # first the keys that all rows see
@@ -217,7 +218,8 @@ def _tile(starts: tl.tensor, index: tl.tensor) -> tl.tuple:
     length = first + 1
     if index is not None:
         tile = tl.program_id(2)
-        request, first = tl.load(index + 2 * tile), tl.load(index + 2 * tile + 1)
+        request = tl.load(index + 2 * tile)
+        first = tl.load(index + 2 * tile + 1)
         start = tl.load(starts + request)
         length = tl.load(starts + request + 1) - start
     return request, first, start, length
@@ -240,7 +242,8 @@ def _load_queries(
     queries: tl.tensor, cell: tl.tensor, known: tl.tensor, RANK: tl.constexpr, ROPE: tl.constexpr,
     PADDED_RANK: tl.constexpr, PADDED_ROPE: tl.constexpr,
 ) -> tl.tuple:  # fmt: skip
-    dims, rope_dims = tl.arange(0, PADDED_RANK)[None, :], tl.arange(0, PADDED_ROPE)[None, :]
+    dims = tl.arange(0, PADDED_RANK)[None, :]
+    rope_dims = tl.arange(0, PADDED_ROPE)[None, :]
     source = queries + cell[:, None] * (RANK + ROPE)
     latent = tl.load(source + dims, mask=known[:, None] & (dims < RANK), other=0.0)
     return latent, tl.load(source + RANK + rope_dims, mask=known[:, None] & (rope_dims < ROPE), other=0.0)
@@ -258,15 +261,18 @@ def _attend_keys(
 
     Slots are looked up one tile ahead: the compiler can then pipeline the loads of several tiles.
     """
-    dims, rope_dims = tl.arange(0, q_latent.shape[1])[None, :], tl.arange(0, q_rope.shape[1])[None, :]
+    dims = tl.arange(0, q_latent.shape[1])[None, :]
+    rope_dims = tl.arange(0, q_rope.shape[1])[None, :]
     readable = low + tl.arange(0, KEYS) < end
     slots = slots_of(table, low + tl.arange(0, KEYS), readable, BLOCK_SIZE)
     for first in range(low, high, KEYS):
         own = first + tl.arange(0, KEYS)
         vectors = cache + slots[:, None] * (RANK + ROPE)
-        is_latent, is_rope = dims < RANK, rope_dims < ROPE
+        is_latent = dims < RANK
+        is_rope = rope_dims < ROPE
         if IS_MASKED:
-            is_latent, is_rope = is_latent & readable[:, None], is_rope & readable[:, None]
+            is_latent = is_latent & readable[:, None]
+            is_rope = is_rope & readable[:, None]
         latents = tl.load(vectors + dims, mask=is_latent, other=0.0)  # [KEYS, rank]
         ropes = tl.load(vectors + RANK + rope_dims, mask=is_rope, other=0.0)
         readable = own + KEYS < end

@@ -133,13 +133,15 @@ def _gather_kernel(
     BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     tile = tl.program_id(0)
-    request, first = tl.load(index + 2 * tile), tl.load(index + 2 * tile + 1)
+    request = tl.load(index + 2 * tile)
+    first = tl.load(index + 2 * tile + 1)
     start = tl.load(starts + request)
     seq_len = tl.load(starts + request + 1) - start
     pdl_release_then_wait(PDL)
     if first >= seq_len:
         return
-    rows, dims = first + tl.arange(0, ROWS), tl.arange(0, PADDED_DIM)[None, :]
+    rows = first + tl.arange(0, ROWS)
+    dims = tl.arange(0, PADDED_DIM)[None, :]
     slots = slots_of(block_tables + request.to(tl.int64) * table_row, rows, rows < seq_len, BLOCK_SIZE)
     inside = (rows < seq_len)[:, None] & (dims < DIM)
     found = tl.load(cache + slots[:, None] * DIM + dims, mask=inside, other=0.0)
@@ -155,17 +157,22 @@ def _expanded_kernel(
     VALUE: tl.constexpr, PADDED_NOPE: tl.constexpr, PADDED_ROPE: tl.constexpr, PADDED_VALUE: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    head, tile = tl.program_id(0), tl.program_id(1)
-    request, first = tl.load(index + 2 * tile), tl.load(index + 2 * tile + 1)
-    start, first_key = tl.load(starts + request), tl.load(key_starts + request).to(tl.int64)
+    head = tl.program_id(0)
+    tile = tl.program_id(1)
+    request = tl.load(index + 2 * tile)
+    first = tl.load(index + 2 * tile + 1)
+    start = tl.load(starts + request)
+    first_key = tl.load(key_starts + request).to(tl.int64)
     length = tl.load(starts + request + 1) - start
     seq_len = tl.load(key_starts + request + 1) - first_key.to(tl.int32)
     pdl_release_then_wait(PDL)
     if first >= length:
         return
     rows = first + tl.arange(0, ROWS)
-    packed, known = (start + rows).to(tl.int64), rows < length
-    nope_dims, rope_dims = tl.arange(0, PADDED_NOPE)[None, :], tl.arange(0, PADDED_ROPE)[None, :]
+    packed = (start + rows).to(tl.int64)
+    known = rows < length
+    nope_dims = tl.arange(0, PADDED_NOPE)[None, :]
+    rope_dims = tl.arange(0, PADDED_ROPE)[None, :]
     source = q + packed[:, None] * q_row + head * Q_HEAD
     q_nope = tl.load(source + nope_dims, mask=known[:, None] & (nope_dims < NOPE), other=0.0)
     q_rope = tl.load(source + NOPE + rope_dims, mask=known[:, None] & (rope_dims < ROPE), other=0.0)
@@ -174,7 +181,8 @@ def _expanded_kernel(
     past = seq_len - length
     end = tl.minimum(seq_len, past + first + ROWS)
     seen_by_all = tl.minimum((past + first + 1) // KEYS * KEYS, end)
-    largest, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
+    largest = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, PADDED_VALUE], tl.float32)
     for tile_start in range(0, seen_by_all, KEYS):
         acc, largest, total = _attend(
@@ -200,12 +208,17 @@ def _attend(
 ) -> tl.tuple:  # fmt: skip
     """One more tile of keys, from `first` on. What lies after `end` is another request's."""
     own = first + tl.arange(0, KEYS)
-    nope_dims, rope_dims = tl.arange(0, q_nope.shape[1])[None, :], tl.arange(0, q_rope.shape[1])[None, :]
+    nope_dims = tl.arange(0, q_nope.shape[1])[None, :]
+    rope_dims = tl.arange(0, q_rope.shape[1])[None, :]
     value_dims = tl.arange(0, acc.shape[1])[None, :]
-    is_nope, is_rope, is_value = nope_dims < NOPE, rope_dims < ROPE, value_dims < VALUE
+    is_nope = nope_dims < NOPE
+    is_rope = rope_dims < ROPE
+    is_value = value_dims < VALUE
     if IS_MASKED:
         readable = (own < end)[:, None]
-        is_nope, is_rope, is_value = is_nope & readable, is_rope & readable, is_value & readable
+        is_nope = is_nope & readable
+        is_rope = is_rope & readable
+        is_value = is_value & readable
     cells = keys + own[:, None] * (HEADS * (NOPE + VALUE))
     k_nope = tl.load(cells + nope_dims, mask=is_nope, other=0.0)
     k_rope = tl.load(ropes + own[:, None] * (RANK + ROPE) + rope_dims, mask=is_rope, other=0.0)

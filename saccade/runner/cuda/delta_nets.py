@@ -56,7 +56,8 @@ class DeltaNets:
         largest = max(self._workspaces, default=0)
         if chunks <= largest:
             return self._workspaces[largest]
-        dtype, device = self.states.conv.dtype, self.states.conv.device
+        dtype = self.states.conv.dtype
+        device = self.states.conv.device
         made = PrefillWorkspace.allocate(chunks, self.shape, dtype, device)
         if not self._workspaces:
             self._workspaces[chunks] = made
