@@ -293,3 +293,22 @@ def names(items: Iterable[MediaItem], *known: str) -> list[str]:
     """The names of media items, out of those that a test uses."""
     by_key = {key_of(name): name for name in known}
     return [by_key[item.key] for item in items]
+
+
+def seen(name: str, slots: int = 8) -> FakeImage:
+    return FakeImage(name, 1, slots, is_cross_attended=True)
+
+
+def unchecked(kind: type[Rig] = Rig, **changes: Any) -> Rig:
+    """For long simulations: what is checked after each step elsewhere is not checked here."""
+    rig = kind(**{"num_blocks": 600, **changes})
+    rig.scheduler.check = lambda: None
+    return rig
+
+
+def steps_to_first_token(rig: Rig, request_id: str, max_steps: int = 2_000) -> int:
+    for step in range(1, max_steps):
+        rig.step()
+        if request_id in rig.events:
+            return step
+    raise AssertionError(f"{request_id} has no token after {max_steps} steps")

@@ -18,11 +18,7 @@ from saccade.scheduler.fair_queue import TenantShare
 from saccade.scheduler.request import ScheduledRequest
 from saccade.types import TO_THE_END, Span
 from tests.helpers.random_workloads import CONFIGS
-from tests.helpers.scheduling import BLOCK, EOS, FakeImage, Part, Rig, key_of, make_request, names
-
-
-def seen(name: str, slots: int = 8) -> FakeImage:
-    return FakeImage(name, 1, slots, is_cross_attended=True)
+from tests.helpers.scheduling import BLOCK, EOS, Part, Rig, key_of, make_request, names, seen
 
 
 def pinned(rig: Rig) -> int:

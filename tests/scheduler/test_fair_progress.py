@@ -4,35 +4,15 @@ from __future__ import annotations
 
 import itertools
 from contextlib import suppress
-from typing import Any
 
 import pytest
 
 from saccade.errors import RequestError
 from saccade.types import Tenant
 from tests.helpers.async_scheduling import AheadRig
-from tests.helpers.scheduling import FakeImage, Rig
+from tests.helpers.scheduling import FakeImage, Rig, seen, steps_to_first_token, unchecked
 
 A, B, C = Tenant("A"), Tenant("B"), Tenant("C")
-
-
-def seen(name: str, slots: int = 8) -> FakeImage:
-    return FakeImage(name, 1, slots, is_cross_attended=True)
-
-
-def unchecked(kind: type[Rig] = Rig, **changes: Any) -> Rig:
-    """For long simulations: what is checked after each step elsewhere is not checked here."""
-    rig = kind(**{"num_blocks": 600, **changes})
-    rig.scheduler.check = lambda: None
-    return rig
-
-
-def steps_to_first_token(rig: Rig, request_id: str, max_steps: int = 2_000) -> int:
-    for step in range(1, max_steps):
-        rig.step()
-        if request_id in rig.events:
-            return step
-    raise AssertionError(f"{request_id} has no token after {max_steps} steps")
 
 
 def steps_to_end(rig: Rig, *names: str, limit: int = 100) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -16,30 +15,15 @@ from saccade.scheduler.fair_queue import EMBEDDING_COST, MAX_IDLE, MAX_REPORTED,
 from saccade.types import StepPlan, Tenant
 from tests.helpers.async_scheduling import AheadRig
 from tests.helpers.random_workloads import BROKEN, CONFIGS, IMAGES, REQUESTS, assert_nothing_is_held, drive
-from tests.helpers.scheduling import FakeImage, Part, Rig, key_of
+from tests.helpers.scheduling import FakeImage, Part, Rig, key_of, steps_to_first_token, unchecked
 
 A, B, C = Tenant("A"), Tenant("B"), Tenant("C")
 WEIGHTS = (Tenant("one", 1.0), Tenant("two", 2.0), Tenant("four", 4.0))
 TENANTS = st.sampled_from([A, B, Tenant("heavy", 8.0), Tenant("light", 0.25)])
 
 
-def unchecked(kind: type[Rig] = Rig, **changes: Any) -> Rig:
-    """For long simulations: what is checked after each step elsewhere is not checked here."""
-    rig = kind(**{"num_blocks": 600, **changes})
-    rig.scheduler.check = lambda: None
-    return rig
-
-
 def services(rig: Rig) -> dict[str, float]:
     return {name: tenant["service"] for name, tenant in rig.scheduler.stats()["tenants"].items()}
-
-
-def steps_to_first_token(rig: Rig, request_id: str, max_steps: int = 2_000) -> int:
-    for step in range(1, max_steps):
-        rig.step()
-        if request_id in rig.events:
-            return step
-    raise AssertionError(f"{request_id} has no token after {max_steps} steps")
 
 
 def fair_and_fifo(run: Callable[[Tenant, Tenant], int]) -> tuple[int, int]:
