@@ -79,7 +79,7 @@ class MoE:
         selection = scores if self.router_bias is None else scores + self.router_bias
         if rules.groups > 1:
             selection = _mask_groups(selection, rules)
-        indices = selection.topk(rules.per_token, dim=-1).indices
+        indices = _largest(selection, rules.per_token)
         weights = scores.gather(1, indices)
         if rules.normalise:
             weights = weights / (weights.sum(-1, keepdim=True) + _TINY)
@@ -113,9 +113,14 @@ def _mask_groups(selection: Tensor, rules: MoEConfig) -> Tensor:
     """Mask experts outside the best groups. A group's score is its best expert, with a bias its best two."""
     grouped = selection.view(len(selection), rules.groups, -1)  # [T, groups, experts of a group]
     best = grouped.topk(2 if rules.has_bias else 1, dim=-1).values.sum(-1)
-    indices = best.topk(rules.groups_kept, dim=-1).indices
+    indices = _largest(best, rules.groups_kept)
     kept = torch.zeros_like(best, dtype=torch.bool).scatter_(1, indices, True)
     return grouped.masked_fill(~kept[..., None], float("-inf")).view_as(selection)
+
+
+def _largest(scores: Tensor, count: int) -> Tensor:
+    """Their indices. Of equal scores the lowest index comes first, as in the kernels; `topk` takes any."""
+    return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 
 def _float32(params: Parameters, *shape: int) -> Tensor:
