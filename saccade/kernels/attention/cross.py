@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saccade.kernels.attention.online_softmax import LOG2_E, divide, weigh
+from saccade.kernels.attention.online_softmax import LOG2_E, divide, new_accumulator, weigh
 from saccade.kernels.attention.prefill_combine import combine, new_partials
 from saccade.kernels.launch.device import num_sms, precision_of, shared_memory
 from saccade.kernels.launch.pdl import pdl_options, pdl_release_then_wait, supports_pdl
@@ -129,11 +129,9 @@ def _cross_kernel(
     inside = known[:, None] & (dims < DIM)
     queries = tl.load(q + packed[:, None] * q_row + head[:, None] * Q_HEAD + dims, mask=inside, other=0.0)
     table = tables + tl.load(table_rows + stretch).to(tl.int64) * table_row
-    keys = k_cache + kv_head * K_HEAD
-    values = v_cache + kv_head * V_HEAD
     acc, largest, total = _attend_states(
-        queries, keys, values, table, low, tl.minimum(count, low + share), count, scale, k_state, v_state,
-        DIM, KEYS, PRECISION,
+        queries, k_cache + kv_head * K_HEAD, v_cache + kv_head * V_HEAD, table, low, tl.minimum(count, low + share),
+        count, scale, k_state, v_state, DIM, KEYS, PRECISION,
     )  # fmt: skip
     cell = packed * (tl.num_programs(0) * GROUP) + head
     if count <= share or count == 0:
@@ -159,9 +157,7 @@ def _attend_states(
     ROWS: tl.constexpr = queries.shape[0]
     PADDED_DIM: tl.constexpr = queries.shape[1]
     dims = tl.arange(0, PADDED_DIM)[None, :]
-    largest = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, PADDED_DIM], tl.float32)
+    largest, total, acc = new_accumulator(ROWS, PADDED_DIM)
     for tile in range(low, high, KEYS):
         own = tile + tl.arange(0, KEYS)
         seen = own < count

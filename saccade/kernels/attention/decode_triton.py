@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saccade.kernels.attention.online_softmax import LOG2_E, divide, weigh
+from saccade.kernels.attention.online_softmax import LOG2_E, divide, new_accumulator, weigh
 from saccade.kernels.launch.device import num_sms, precision_of, shared_memory
 from saccade.kernels.launch.pdl import pdl_options, pdl_release_then_wait, supports_pdl
 from saccade.kernels.launch.varlen_tiles import Launch, power_of_two
@@ -160,9 +160,8 @@ def _decode_kernel(
     out: tl.tensor, mixed: tl.tensor, maxima: tl.tensor, sums: tl.tensor, counters: tl.tensor,
     scale: tl.tensor, table_row: tl.tensor, part: tl.tensor,
     BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr,
-    ROWS: tl.constexpr, PADDED_DIM: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
-    PARTS: tl.constexpr, AT_ONCE: tl.constexpr, PEELED: tl.constexpr, PDL: tl.constexpr,
-    ROTARY: tl.constexpr, QKV_ROW: tl.constexpr,
+    ROWS: tl.constexpr, PADDED_DIM: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr, PARTS: tl.constexpr,
+    AT_ONCE: tl.constexpr, PEELED: tl.constexpr, PDL: tl.constexpr, ROTARY: tl.constexpr, QKV_ROW: tl.constexpr,
 ) -> None:  # fmt: skip
     head, split, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     seq_len = tl.load(seq_lens + request)
@@ -188,12 +187,10 @@ def _decode_kernel(
     queries = _rotated(first_query, cos, sin, dims[None, :], inside, part, kind, DIM, ROTARY, PARTS)
     new_dims = tl.where((split == 0) & (seq_len > 0), DIM, 0)  # only split 0 has the new token
     is_new = dims < new_dims
-    first_key = own + (GROUP * HEADS + head) * DIM
-    new_key = _rotated(first_key, cos, sin, dims, is_new, part, kind, DIM, ROTARY, PARTS)
+    new_key = _rotated(own + (GROUP * HEADS + head) * DIM, cos, sin, dims, is_new, part, kind, DIM, ROTARY, PARTS)
     new_value = _projected(own + ((GROUP + 1) * HEADS + head) * DIM + dims, is_new, part, kind, PARTS)
     _store(keys, values, tl.load(slots + request), new_key, new_value, new_dims, HEADS * DIM)
-    largest, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, PADDED_DIM], tl.float32)
+    largest, total, acc = new_accumulator(ROWS, PADDED_DIM)
     if PEELED:
         if start < end:
             acc, largest, total = _attend(queries, k, v, start, end, scale, acc, largest, total, KEYS, PRECISION)

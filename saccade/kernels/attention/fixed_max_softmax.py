@@ -30,6 +30,14 @@ def has_overflowed(bars: Barriers, overflowed: gl.shared_memory_descriptor, WARP
 
 
 @gluon.jit
+def follow_maximum(scores: gl.tensor, scale: gl.tensor, level: gl.tensor, total: gl.tensor) -> gl.tuple:
+    """The level as a running maximum [64], the factor of what was summed before, and the sums of weights times it."""
+    larger = gl.maximum(level, gl.max(scores, 1) * scale)
+    shrink = gl.exp2(level - larger)
+    return larger, shrink, total * gl.convert_layout(shrink, gl.SliceLayout(1, total.type.layout))[:, None]
+
+
+@gluon.jit
 def partial_sums(weights: gl.tensor) -> gl.tensor:
     """[64, keys] -> [64, 8]: what a thread can add up alone, without a shuffle in every tile."""
     return gl.sum(gl.reshape(weights, [64, weights.shape[1] // 8, 8]), 1)

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade.kernels.attention.decode_triton import slots_of
-from saccade.kernels.attention.online_softmax import LOG2_E, divide, weigh
+from saccade.kernels.attention.online_softmax import LOG2_E, divide, new_accumulator, weigh
 from saccade.kernels.launch.device import num_sms, precision_of, shared_memory
 from saccade.kernels.launch.pdl import pdl_options, pdl_release_then_wait, supports_pdl
 from saccade.kernels.launch.varlen_tiles import Launch, Tiles, power_of_two
@@ -181,9 +181,7 @@ def _expanded_kernel(
     past = seq_len - length
     end = tl.minimum(seq_len, past + first + ROWS)
     seen_by_all = tl.minimum((past + first + 1) // KEYS * KEYS, end)
-    largest = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, PADDED_VALUE], tl.float32)
+    largest, total, acc = new_accumulator(ROWS, PADDED_VALUE)
     for tile_start in range(0, seen_by_all, KEYS):
         acc, largest, total = _attend(
             q_nope, q_rope, keys, ropes, past + rows, tile_start, end, scale, acc, largest, total,

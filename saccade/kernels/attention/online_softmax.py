@@ -9,6 +9,14 @@ LOG2_E = 1.4426950408889634  # kernels use powers of two: scale times this
 
 
 @triton.jit
+def new_accumulator(ROWS: tl.constexpr, DIM: tl.constexpr) -> tl.tuple:
+    """Before the first key: the maximum and the sum of weights, both [rows], and the sums of values [rows, d]."""
+    largest = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    return largest, total, tl.zeros([ROWS, DIM], tl.float32)
+
+
+@triton.jit
 def weigh(scores: tl.tensor, scale: tl.tensor, largest: tl.tensor, total: tl.tensor) -> tl.tuple:
     """One more tile of scores [rows, keys], -inf where masked; every row has had at least one that is not.
 

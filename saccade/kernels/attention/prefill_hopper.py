@@ -318,10 +318,7 @@ def _step(
         scores = _masked(scores, past)
     shrink = level
     if HAS_MAXIMUM:
-        larger = gl.maximum(level, gl.max(scores, 1) * scale)
-        shrink = gl.exp2(level - larger)
-        level = larger
-        total = total * gl.convert_layout(shrink, gl.SliceLayout(1, total.type.layout))[:, None]
+        level, shrink, total = softmax.follow_maximum(scores, scale, level, total)
     weights = gl.exp2(scores * scale - level[:, None])
     total = softmax.before_waiting(total + softmax.partial_sums(weights))
     acc, ready = hopper.warpgroup_mma_wait(0, deps=(acc, ready))

@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade.kernels.attention.decode_triton import slots_of
-from saccade.kernels.attention.online_softmax import LOG2_E, divide, weigh
+from saccade.kernels.attention.online_softmax import LOG2_E, divide, new_accumulator, weigh
 from saccade.kernels.attention.prefill_combine import MAX_SPLITS, combine, new_partials
 from saccade.kernels.launch.device import is_hopper, num_sms, precision_of, shared_memory
 from saccade.kernels.launch.pdl import pdl_options, pdl_release_then_wait, supports_pdl
@@ -142,8 +142,7 @@ def _prefill_kernel(
         all_keys = tl.minimum(end, low + share)
     table = block_tables + request.to(tl.int64) * table_row
     keys, values = k_cache + head // GROUP * K_HEAD, v_cache + head // GROUP * V_HEAD
-    largest, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, PADDED_DIM], tl.float32)
+    largest, total, acc = new_accumulator(ROWS, PADDED_DIM)
     acc, largest, total = _attend_all(
         queries, keys, values, table, positions, low, seen_by_all, all_keys, end, scale, acc, largest, total,
         k_slot, v_slot, BLOCK_SIZE, DIM, PADDED_DIM, KEYS, PRECISION, ONE_LOOP,

@@ -365,10 +365,7 @@ def _attend(
         scores = hopper.warpgroup_mma_wait(2, deps=(scores,))
         shrink = level
         if HAS_MAXIMUM:
-            larger = gl.maximum(level, gl.max(scores, 1) * scale)
-            shrink = gl.exp2(level - larger)
-            level = larger
-            total = total * gl.convert_layout(shrink, gl.SliceLayout(1, total.type.layout))[:, None]
+            level, shrink, total = softmax.follow_maximum(scores, scale, level, total)
         weights = gl.exp2(scores * scale - level[:, None])
         total = softmax.before_waiting(total + softmax.partial_sums(weights))
         acc1, acc2, ready1, ready2 = hopper.warpgroup_mma_wait(0, deps=(acc1, acc2, ready1, ready2))

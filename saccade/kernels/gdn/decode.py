@@ -109,15 +109,10 @@ def _decode_kernel(
     EXACT: tl.constexpr = KEY == KEYS and VALUE == VALUES
     if EARLY:
         state = load_tile(own, inside, EXACT)
-        pdl_release_then_wait(PDL)
-    else:
-        pdl_release_then_wait(PDL)
+    pdl_release_then_wait(PDL)
+    if not EARLY:
         state = load_tile(own, inside, EXACT)
-    qk = tl.reshape(_convolve(x, inputs, conv, of_qk, in_qk, CHANNELS, KERNEL), [2, KEYS])
-    qk *= tl.rsqrt(tl.sum(qk * qk, 1) + 1e-6)[:, None]
-    is_q = tl.arange(0, 2)[:, None] == 0
-    q = tl.sum(tl.where(is_q, qk, 0.0), 0) * KEY**-0.5
-    k = tl.sum(tl.where(is_q, 0.0, qk), 0)
+    q, k = _normed(_convolve(x, inputs, conv, of_qk, in_qk, CHANNELS, KERNEL), KEY, KEYS)
     v = _convolve(x, inputs, conv, of_v, in_value, CHANNELS, KERNEL)
     gates = x + CHANNELS + VALUE_HEADS * VALUE + head
     beta = sigmoid(tl.load(gates).to(tl.float32))
@@ -127,18 +122,11 @@ def _decode_kernel(
     d = beta * (v - kept * read_k)
     store_tile(own, kept * state + k[:, None] * d[None, :], inside, EXACT)
     found = kept * read_q + tl.sum(q * k, 0) * d
-    z = tl.load(x + CHANNELS + head * VALUE + value, mask=in_value, other=0.0).to(tl.float32)
-    by = tl.load(norm + value, mask=in_value, other=0.0).to(tl.float32)
-    found *= tl.rsqrt(tl.sum(found * found, 0) / VALUE + eps) * by * silu(z)
+    found = _gated_norm(found, x + CHANNELS + head * VALUE, norm, eps, VALUE)
     tl.store(target, found.to(out.dtype.element_ty), mask=in_value)
     _shift(x, inputs, of_v, in_value, CHANNELS, KERNEL, TAPS)
-    if VALUE_HEADS == KEY_HEADS:
-        _shift(x, inputs, of_qk, in_qk, CHANNELS, KERNEL, TAPS)
-    else:
-        counter = counters + token * KEY_HEADS + key_head
-        if tl.atomic_add(counter, 1, sem="acq_rel") == VALUE_HEADS // KEY_HEADS - 1:
-            _shift(x, inputs, of_qk, in_qk, CHANNELS, KERNEL, TAPS)
-            tl.store(counter, 0)
+    counter = counters + token * KEY_HEADS + key_head
+    _shift_shared(counter, x, inputs, of_qk, in_qk, VALUE_HEADS // KEY_HEADS, CHANNELS, KERNEL, TAPS)
 
 
 @triton.jit
@@ -152,6 +140,37 @@ def _convolve(
         by = tl.load(conv + channel * KERNEL + i, mask=known, other=0.0).to(tl.float32)
         total += by * tl.load(inputs + i * CHANNELS + channel, mask=known, other=0.0).to(tl.float32)
     return silu(total)
+
+
+@triton.jit
+def _normed(qk: tl.tensor, KEY: tl.constexpr, KEYS: tl.constexpr) -> tl.tuple:
+    """L2 norms of a query and of the key after it, the query scaled: both [KEYS]."""
+    qk = tl.reshape(qk, [2, KEYS])
+    qk *= tl.rsqrt(tl.sum(qk * qk, 1) + 1e-6)[:, None]
+    is_q = tl.arange(0, 2)[:, None] == 0
+    q = tl.sum(tl.where(is_q, qk, 0.0), 0) * KEY**-0.5
+    return q, tl.sum(tl.where(is_q, 0.0, qk), 0)
+
+
+@triton.jit
+def _gated_norm(found: tl.tensor, gate: tl.tensor, norm: tl.tensor, eps: tl.tensor, VALUE: tl.constexpr) -> tl.tensor:
+    value = tl.arange(0, found.shape[0])
+    z = tl.load(gate + value, mask=value < VALUE, other=0.0).to(tl.float32)
+    by = tl.load(norm + value, mask=value < VALUE, other=0.0).to(tl.float32)
+    return found * (tl.rsqrt(tl.sum(found * found, 0) / VALUE + eps) * by * silu(z))
+
+
+@triton.jit
+def _shift_shared(
+    counter: tl.tensor, x: tl.tensor, inputs: tl.tensor, channel: tl.tensor, known: tl.tensor,
+    READERS: tl.constexpr, CHANNELS: tl.constexpr, KERNEL: tl.constexpr, TAPS: tl.constexpr,
+) -> None:  # fmt: skip
+    """Inputs that several programs read: the last of them shifts."""
+    if READERS == 1:
+        _shift(x, inputs, channel, known, CHANNELS, KERNEL, TAPS)
+    elif tl.atomic_add(counter, 1, sem="acq_rel") == READERS - 1:
+        _shift(x, inputs, channel, known, CHANNELS, KERNEL, TAPS)
+        tl.store(counter, 0)
 
 
 @triton.jit

@@ -43,7 +43,7 @@ def chunk_kernel(
     row = tl.load(chunks + chunk * 4 + 3).to(tl.int64)
     if (length == 0) | (row < 0):
         return
-    inputs = past + row * CHANNELS * (KERNEL - 1)
+    rows = (projected, past + row * CHANNELS * (KERNEL - 1), first, length, window, stride)
     each = tl.arange(0, CHUNK)
     key = tl.arange(0, KEYS)
     value = tl.arange(0, VALUES)
@@ -52,43 +52,35 @@ def chunk_kernel(
     known = (key < KEY)[None, :] & (each >= 0)[:, None]
     EXACT: tl.constexpr = KEY == KEYS and VALUE == VALUES
 
-    channel = KEY_HEADS * KEY + key_head * KEY + key
-    k = _convolve(projected, inputs, conv, first, length, window, channel, key < KEY, stride,
-                  CHANNELS, CHUNK, KERNEL, EXACT)  # fmt: skip
+    of_k = KEY_HEADS * KEY + key_head * KEY + key  # channels
+    k = _convolve(rows, conv, of_k, key < KEY, CHANNELS, CHUNK, KERNEL, EXACT)
     k = (k * tl.rsqrt(tl.sum(k * k, 1) + 1e-6)[:, None]).to(kind)
     beta, total = _gates(projected + CHANNELS + VALUE_HEADS * VALUE, decay, decay_bias, first, length, head, stride,
                          VALUE_HEADS, CHUNK)  # fmt: skip
-    end = tl.sum(tl.where(each == CHUNK - 1, total, 0.0), 0)
-    gates = gates_out + of_head * 3 * CHUNK + each
-    tl.store(gates, total)
-    tl.store(gates + CHUNK, beta * tl.exp2(total))
-    tl.store(gates + 2 * CHUNK, tl.exp2(end - total))
+    _store_gates(gates_out, of_head, beta, total, CHUNK)
     inverse = _inverse_transposed(k, total, beta, kind, CHUNK, PRECISION)
     square = each[:, None] * CHUNK + each[None, :]
     tl.store(inverse_out + of_head * CHUNK * CHUNK + square, inverse.to(kind))
 
-    channel = 2 * KEY_HEADS * KEY + head * VALUE + value
-    v = _convolve(projected, inputs, conv, first, length, window, channel, value < VALUE, stride,
-                  CHANNELS, CHUNK, KERNEL, EXACT)  # fmt: skip
+    of_v = 2 * KEY_HEADS * KEY + head * VALUE + value
+    v = _convolve(rows, conv, of_v, value < VALUE, CHANNELS, CHUNK, KERNEL, EXACT)
     by_token = v_out + of_head * VALUE * CHUNK + value[:, None] * CHUNK + each[None, :]
     store_tile(by_token, tl.trans((v * beta[:, None]).to(kind)), (value < VALUE)[:, None] & (each >= 0)[None, :], EXACT)
     if head % GROUP == 0:
         store_tile(k_out + of_key_head, k, known, EXACT)
     if head % GROUP == GROUP - 1:
-        of_q = key_head * KEY + key  # another name: its shape may be another
-        q = _convolve(projected, inputs, conv, first, length, window, of_q, key < KEY, stride,
-                      CHANNELS, CHUNK, KERNEL, EXACT)  # fmt: skip
+        q = _convolve(rows, conv, key_head * KEY + key, key < KEY, CHANNELS, CHUNK, KERNEL, EXACT)
         q *= tl.rsqrt(tl.sum(q * q, 1) + 1e-6)[:, None] * KEY**-0.5
         store_tile(q_out + of_key_head, q.to(kind), known, EXACT)
 
 
 @triton.jit
 def _convolve(
-    projected: tl.tensor, inputs: tl.tensor, conv: tl.tensor,
-    first: tl.tensor, length: tl.tensor, window: tl.tensor, channel: tl.tensor, known: tl.tensor, stride: tl.tensor,
+    rows: tl.tuple, conv: tl.tensor, channel: tl.tensor, known: tl.tensor,
     CHANNELS: tl.constexpr, CHUNK: tl.constexpr, KERNEL: tl.constexpr, EXACT: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """silu of the convolution: float32 [CHUNK, channels], zero after the chunk's tokens."""
+    projected, inputs, first, length, window, stride = rows
     each = tl.arange(0, CHUNK)
     inside = (each < length)[:, None] & (channel >= 0)[None, :]
     if not EXACT:
@@ -117,6 +109,18 @@ def _gates(
     g = log2_decay(a, tl.load(decay + head), tl.load(decay_bias + head))
     g = tl.maximum(g, MIN_LOG2_DECAY)  # sums of larger ones would lose the decay between other tokens
     return tl.where(inside, sigmoid(b), 0.0), tl.cumsum(tl.where(inside, g, 0.0), 0)
+
+
+@triton.jit
+def _store_gates(
+    gates_out: tl.tensor, of_head: tl.tensor, beta: tl.tensor, total: tl.tensor, CHUNK: tl.constexpr
+) -> None:
+    each = tl.arange(0, CHUNK)
+    end = tl.sum(tl.where(each == CHUNK - 1, total, 0.0), 0)
+    gates = gates_out + of_head * 3 * CHUNK + each
+    tl.store(gates, total)
+    tl.store(gates + CHUNK, beta * tl.exp2(total))
+    tl.store(gates + 2 * CHUNK, tl.exp2(end - total))
 
 
 @triton.jit

@@ -2,12 +2,11 @@
 
 grid (value blocks, value_heads, pieces): a program walks all pieces of one window, if it is given the first one
 
-    S^T [value block, key] in registers, float32          per chunk
+    S^T [value block, key] in registers, float32             per chunk
       ├► written for the outputs of the chunk
-      ├► known = S^T k^T                                  [value block, 64]
-      │    wanted = beta v - beta 2^total known
-      │    d = wanted ((I + L)^-1)^T                      written for the outputs
-      └► S^T = 2^end S^T + (2^(end - total) d) k          end: total at the last token
+      ├► known = S^T k^T                                     [value block, 64]
+      │    d = (beta v - beta 2^total known) ((I + L)^-1)^T  written for the outputs
+      └► S^T = 2^end S^T + (2^(end - total) d) k             end: total at the last token
 
 The state is kept transposed: the result of each GEMM is the left operand of the next one, which stays in registers.
 After a piece, a checkpoint of the state is copied to the row `keep`; after the last, the state goes back to its row.
@@ -27,9 +26,8 @@ def scan_kernel(
     k_in: tl.tensor, v_in: tl.tensor, inverse_in: tl.tensor, gates_in: tl.tensor,
     d_out: tl.tensor, states_out: tl.tensor, memory: tl.tensor,
     rows: tl.tensor, keep: tl.tensor, first_chunks: tl.tensor, pieces: tl.tensor,
-    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
-    KEYS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, PIECES: tl.constexpr, PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, KEYS: tl.constexpr,
+    BLOCK: tl.constexpr, CHUNK: tl.constexpr, PIECES: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     kind = k_in.dtype.element_ty
     head = tl.program_id(1)
@@ -64,14 +62,11 @@ def scan_kernel(
             until = tl.load(gates_in + of_head * 3 * CHUNK + CHUNK + each)
             after = tl.load(gates_in + of_head * 3 * CHUNK + 2 * CHUNK + each)
             old = state.to(kind)
-            before_chunk = states_out + of_head * VALUE * KEY + value[:, None] * KEY + key[None, :]
-            store_tile(before_chunk, old, inside, EXACT)
+            store_tile(states_out + of_head * VALUE * KEY + value[:, None] * KEY + key[None, :], old, inside, EXACT)
             known = tl.dot(old, tl.trans(k), input_precision=PRECISION)
-            wanted = v.to(tl.float32) - known * until[None, :]
-            d = tl.dot(wanted.to(kind), inverse, input_precision=PRECISION)
+            d = tl.dot((v.to(tl.float32) - known * until[None, :]).to(kind), inverse, input_precision=PRECISION)
             store_tile(d_out + of_head * VALUE * CHUNK + by_token, d.to(kind), in_values, EXACT)
-            left = (d * after[None, :]).to(kind)
-            state = tl.dot(left, k, state * tl.exp2(end), input_precision=PRECISION)
+            state = tl.dot((d * after[None, :]).to(kind), k, state * tl.exp2(end), input_precision=PRECISION)
         copy = tl.load(keep + index)
         if copy >= 0:
             store_tile(memory + copy.to(tl.int64) * state_size + own, state, inside, EXACT)
