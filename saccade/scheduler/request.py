@@ -1,4 +1,4 @@
-"""The scheduler's state of one open request, and how it shares blocks with the prefix cache."""
+"""The scheduler's state of one open request: what it has computed, and the blocks and pins that it holds."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from saccade.errors import RequestError
-from saccade.scheduler.encoder_cache import Holder
+from saccade.scheduler.encoder_cache import EncoderCache, Holder
 from saccade.scheduler.fair_queue import TenantShare
 from saccade.scheduler.kv_cache import BlockHashes, BlockPool
 from saccade.types import FinishReason, Key, MediaTimes, Request, Sample, Span, TokenEvent, Usage
@@ -154,6 +154,31 @@ class ScheduledRequest:
         num_full = end // pool.block_size
         pool.cache_blocks(self.blocks[self.num_cached_blocks : num_full], self.hashes, self.num_cached_blocks)
         self.num_cached_blocks = num_full
+
+    def unpin_computed(self, cache: EncoderCache) -> None:
+        """Give back the embeddings that no position to come needs."""
+        spans = self.spans
+        while self.next_span < len(spans) and spans[self.next_span].pinned_until <= self.num_computed:
+            if self.next_span in self.held:
+                self.held.remove(self.next_span)
+                cache.release(self.holder(self.next_span))
+            self.next_span += 1
+
+    def release(self, pool: BlockPool, cache: EncoderCache) -> None:
+        """Give back all blocks and pins; what was computed is lost, apart from what the caches keep."""
+        for index in self.held:
+            cache.release(self.holder(index))
+        pool.release(self.blocks)
+        self.held.clear()
+        self.blocks = []
+        self.num_computed = self.num_cached_blocks = self.next_span = 0
+        self.is_running = False
+
+    def check(self) -> None:
+        """Of a running request: it has the blocks it computed, and pins nothing that it has computed past."""
+        assert self.num_computed <= len(self.blocks) * self.block_size, "computed without a block"
+        is_read = all(self.spans[index].pinned_until > self.num_computed for index in self.held)
+        assert is_read, "embeddings are pinned that no window will read"
 
 
 OpenRequests = Mapping[str, ScheduledRequest]

@@ -261,7 +261,7 @@ class Scheduler:
                 draft.budget.total -= 1
                 continue
             if not (seq.is_decoding or self._state_cache.is_needed) and seq.rematch_prefix(self._kv_cache):
-                self._leave_spans(seq)
+                seq.unpin_computed(self._encoder_cache)
                 draft.admitted.append(self._admission(seq))
             start = seq.num_computed
             limit = self._window_limit(seq, start, draft)
@@ -323,7 +323,7 @@ class Scheduler:
     def _admit(self, draft: StepBuilder, seq: ScheduledRequest, found: list[int]) -> None:
         seq.attach_cached_blocks(self._kv_cache, found)
         self._kv_cache.count_lookup(seq.num_tokens, seq.num_computed)
-        self._leave_spans(seq)
+        seq.unpin_computed(self._encoder_cache)
         if seq.first_scheduled is None:
             seq.first_scheduled = draft.now
             seq.cached_tokens = seq.num_computed
@@ -398,7 +398,7 @@ class Scheduler:
             if not end % self._block_size and end > seq.num_cached_blocks * self._block_size:
                 seq.cache_blocks(self._kv_cache, end)  # async decode: its tokens were not known
             if seq.spans and seq.has_images_ahead:
-                self._leave_spans(seq)
+                seq.unpin_computed(self._encoder_cache)
             if unsampled and request_id in unsampled:
                 events.append(self._finish(seq, "error", now, error=unsampled[request_id]))
             elif window.samples:
@@ -409,15 +409,6 @@ class Scheduler:
         self._encoder_cache.encoded(key)
         if seq := self._open.get(self._encoder.pop_requester(key)):
             seq.count_media(key, lambda: times[key])
-
-    def _leave_spans(self, seq: ScheduledRequest) -> None:
-        """Give back the embeddings that no position to come needs."""
-        spans = seq.spans
-        while seq.next_span < len(spans) and spans[seq.next_span].pinned_until <= seq.num_computed:
-            if seq.next_span in seq.held:
-                seq.held.remove(seq.next_span)
-                self._encoder_cache.release(seq.holder(seq.next_span))
-            seq.next_span += 1
 
     def _take_sample(self, seq: ScheduledRequest, sample: Sample, now: float) -> TokenEvent:
         token, logprobs, is_last = sample
@@ -458,13 +449,7 @@ class Scheduler:
     def _release(self, seq: ScheduledRequest) -> None:
         """A running request gives back all it holds, on finish, abort, failure and preemption alike."""
         self._running.remove(seq)
-        for index in seq.held:
-            self._encoder_cache.release(seq.holder(index))
-        self._kv_cache.release(seq.blocks)
-        seq.held.clear()
-        seq.blocks = []
-        seq.num_computed = seq.num_cached_blocks = seq.next_span = 0
-        seq.is_running = False
+        seq.release(self._kv_cache, self._encoder_cache)
         self._freed.append(seq.request_id)
 
     # --- reporting ------------------------------------------------------------------------------------------
@@ -503,7 +488,5 @@ class Scheduler:
         waiting = self._queue.all_waiting()
         assert not any(seq.blocks or seq.held for seq in waiting), "a waiting request holds something"
         for seq in self._running:
-            assert seq.num_computed <= len(seq.blocks) * self._block_size, "computed without a block"
-            is_read = all(seq.spans[index].pinned_until > seq.num_computed for index in seq.held)
-            assert is_read, "embeddings are pinned that no window will read"
+            seq.check()
         assert len(self._running) <= self.config.max_num_seqs, "too many requests run"
