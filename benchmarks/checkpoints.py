@@ -63,6 +63,49 @@ LLAVA_TEMPLATE = (
 CLIP_MEAN = [0.48145466, 0.4578275, 0.40821073]
 CLIP_STD = [0.26862954, 0.26130258, 0.27577711]
 
+TEXT: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 4096,
+}
+QWEN2_VL_TEXT: dict[str, Any] = {
+    **TEXT,
+    "num_key_value_heads": 2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
+    "tie_word_embeddings": True,
+}
+QWEN2_VL_VISION: dict[str, Any] = {
+    "depth": 2,
+    "embed_dim": 48,
+    "num_heads": 4,
+    "mlp_ratio": 2,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+}
+LLAVA_TEXT: dict[str, Any] = {**TEXT, "num_key_value_heads": 4, "rms_norm_eps": 1e-5}
+LLAVA_VISION: dict[str, Any] = {
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "image_size": 56,
+    "patch_size": 14,
+    "projection_dim": 32,
+}
+IMAGE_PROCESSOR: dict[str, Any] = {
+    "do_convert_rgb": True,
+    "do_normalize": True,
+    "do_rescale": True,
+    "do_resize": True,
+    "image_mean": CLIP_MEAN,
+    "image_std": CLIP_STD,
+    "resample": 3,
+    "rescale_factor": 1 / 255,
+}
+
 
 # --- tokenizers ---------------------------------------------------------------------------------------------------
 
@@ -118,55 +161,20 @@ def qwen2_vl(
 ) -> Path:
     """A small Qwen2-VL folder with every structural feature on: GQA, biases, M-RoPE, 2x2 merge, tied embeddings."""
     tokenizer = qwen_tokenizer()
-    ids = {name: tokenizer.token_to_id(name) for name in QWEN_SPECIALS}
-    vocab = tokenizer.get_vocab_size() + 6  # published vocabularies are padded too
-    text_config = {
-        "hidden_size": 64,
-        "intermediate_size": 112,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": vocab,
-        "max_position_embeddings": 4096,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
-        "tie_word_embeddings": True,
-        "bos_token_id": ids["<|endoftext|>"],
-        "eos_token_id": ids["<|im_end|>"],
-        **(text or {}),
-    }
-    vision_config = {
-        "depth": 2,
-        "embed_dim": 48,
-        "num_heads": 4,
-        "mlp_ratio": 2,
-        "hidden_size": text_config["hidden_size"],
-        "patch_size": 14,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
-        **(vision or {}),
-    }
+    text_config = {**QWEN2_VL_TEXT, **qwen_vocabulary(tokenizer), **(text or {})}
+    vision_config = {**QWEN2_VL_VISION, "hidden_size": text_config["hidden_size"], **(vision or {})}
     config = Qwen2VLConfig(
         text_config=text_config,
         vision_config=vision_config,
-        image_token_id=ids["<|image_pad|>"],
-        video_token_id=ids["<|video_pad|>"],
-        vision_start_token_id=ids["<|vision_start|>"],
-        vision_end_token_id=ids["<|vision_end|>"],
         tie_word_embeddings=text_config["tie_word_embeddings"],
+        **qwen_image_tokens(tokenizer),
     )
     _save_model(Qwen2VLForConditionalGeneration, config, folder, seed, max_shard_size)
     image_processor = {
+        **IMAGE_PROCESSOR,
         "image_processor_type": "Qwen2VLImageProcessor",
-        "do_convert_rgb": True,
-        "do_normalize": True,
-        "do_rescale": True,
-        "do_resize": True,
-        "image_mean": CLIP_MEAN,
-        "image_std": CLIP_STD,
         "merge_size": vision_config["spatial_merge_size"],
         "patch_size": vision_config["patch_size"],
-        "resample": 3,
-        "rescale_factor": 1 / 255,
         "temporal_patch_size": vision_config["temporal_patch_size"],
     }
     if layout == "published":
@@ -179,9 +187,29 @@ def qwen2_vl(
             folder / "processor_config.json",
             {"image_processor": {**image_processor, **size}, "processor_class": "Qwen2VLProcessor"},
         )
-    _write_tokenizer(folder, tokenizer, QWEN_TEMPLATE, layout, eos="<|im_end|>", pad="<|endoftext|>")
-    _write(folder / "generation_config.json", {"eos_token_id": [ids["<|im_end|>"], ids["<|endoftext|>"]]})
+    write_qwen_tokenizer(folder, tokenizer, layout)
     return folder
+
+
+def qwen_vocabulary(tokenizer: Tokenizer) -> dict[str, int]:
+    """What a text config says of it."""
+    return {
+        "vocab_size": tokenizer.get_vocab_size() + 6,  # published vocabularies are padded too
+        "bos_token_id": tokenizer.token_to_id("<|endoftext|>"),
+        "eos_token_id": tokenizer.token_to_id("<|im_end|>"),
+    }
+
+
+def qwen_image_tokens(tokenizer: Tokenizer) -> dict[str, int]:
+    """What a whole config says of them."""
+    names = {"image": "image_pad", "video": "video_pad", "vision_start": "vision_start", "vision_end": "vision_end"}
+    return {f"{key}_token_id": tokenizer.token_to_id(f"<|{name}|>") for key, name in names.items()}
+
+
+def write_qwen_tokenizer(folder: Path, tokenizer: Tokenizer, layout: str) -> None:
+    ends = ("<|im_end|>", "<|endoftext|>")
+    _write_tokenizer(folder, tokenizer, QWEN_TEMPLATE, layout, eos=ends[0], pad=ends[1])
+    _write(folder / "generation_config.json", {"eos_token_id": [tokenizer.token_to_id(name) for name in ends]})
 
 
 def llava(
@@ -195,38 +223,16 @@ def llava(
 ) -> Path:
     """A small LLaVA-1.5 folder: CLIP tower of 56x56 pictures (16 patches), projector, Llama decoder, untied head."""
     tokenizer = llama_tokenizer()
-    image_token = tokenizer.token_to_id("<image>")
-    text_config = LlamaConfig(
-        **{
-            "hidden_size": 64,
-            "intermediate_size": 112,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 4,
-            "vocab_size": tokenizer.get_vocab_size() + 6,
-            "max_position_embeddings": 4096,
-            "rms_norm_eps": 1e-5,
-            "bos_token_id": tokenizer.token_to_id("<s>"),
-            "eos_token_id": tokenizer.token_to_id("</s>"),
-            **(text or {}),
-        }
-    )
-    vision_config = CLIPVisionConfig(
-        **{
-            "hidden_size": 48,
-            "intermediate_size": 96,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 4,
-            "image_size": 56,
-            "patch_size": 14,
-            "projection_dim": 32,
-            **(vision or {}),
-        }
-    )
+    vocabulary = {
+        "vocab_size": tokenizer.get_vocab_size() + 6,
+        "bos_token_id": tokenizer.token_to_id("<s>"),
+        "eos_token_id": tokenizer.token_to_id("</s>"),
+    }
+    vision_config = CLIPVisionConfig(**{**LLAVA_VISION, **(vision or {})})
     config = LlavaConfig(
-        text_config=text_config,
+        text_config=LlamaConfig(**{**LLAVA_TEXT, **vocabulary, **(text or {})}),
         vision_config=vision_config,
-        image_token_index=image_token,
+        image_token_index=tokenizer.token_to_id("<image>"),
         vision_feature_layer=-2,
         vision_feature_select_strategy="default",
         tie_word_embeddings=False,
@@ -234,17 +240,10 @@ def llava(
     _save_model(LlavaForConditionalGeneration, config, folder, seed, max_shard_size)
     side = vision_config.image_size
     image_processor = {
+        **IMAGE_PROCESSOR,
         "image_processor_type": "CLIPImageProcessor",
         "crop_size": {"height": side, "width": side},
         "do_center_crop": True,
-        "do_convert_rgb": True,
-        "do_normalize": True,
-        "do_rescale": True,
-        "do_resize": True,
-        "image_mean": CLIP_MEAN,
-        "image_std": CLIP_STD,
-        "resample": 3,
-        "rescale_factor": 1 / 255,
         "size": {"shortest_edge": side},
     }
     processor = {

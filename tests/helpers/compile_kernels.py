@@ -133,71 +133,97 @@ def hopper_variants() -> Iterator[Variant]:
 
 
 def triton_variants() -> Iterator[Variant]:
-    def of(
-        name: str, kernel: str, types: list[str], constants: list[object], warps: int = 4, **options: Any
-    ) -> Variant:
-        return Variant(name, kernel, types, constants, {"num_warps": warps, **options})
+    yield from decode_variants()
+    yield from prefill_variants()
+    yield from vit_variants()
+    yield from skinny_variants()
+    yield from moe_variants()
+    yield from mla_variants()
+    yield from small_variants()
+    yield from gdn_variants()
 
-    early = {"launch_pdl": True}
+
+EARLY = {"launch_pdl": True}
+
+
+def new_variant(
+    name: str, kernel: str, types: list[str], constants: list[object], warps: int = 4, **options: Any
+) -> Variant:
+    return Variant(name, kernel, types, constants, {"num_warps": warps, **options})
+
+
+def decode_variants() -> Iterator[Variant]:
     rest = [BF16, BF16, I32, I32, BF16, F32, F32, F32, I32, "fp32", "i32", "i32:16"]
     decode = [F32, BF16, BF16, I32, NONE, *rest]
     for splits, keys, stages in ((1, 64, 3), (4, 64, 4), (16, 128, 1)):
         constants = [16, 2, 6, 128, splits, 16, 128, keys, "tf32", 4, min(splits, 8), splits >= 8, True, 128, 2048]
         name = f"triton_decode.{splits}"
-        yield of(name, "attention.decode_triton:_decode_kernel", decode, constants, num_stages=stages, **early)
+        yield new_variant(name, "attention.decode_triton:_decode_kernel", decode, constants, num_stages=stages, **EARLY)
     wide = [BF16, BF16, BF16, I32, F32, *rest]
     for splits, keys, stages in ((1, 32, 3), (4, 32, 4), (16, 64, 1)):
         fixed = ["tf32", 1, min(splits, 4), splits >= 8, True, 64, 56 * 256]
         constants = [16, 4, 6, 256, splits, 16, 256, keys, *fixed]
         name = f"triton_decode.256.{splits}"
-        yield of(name, "attention.decode_triton:_decode_kernel", wide, constants, num_stages=stages, **early)
+        yield new_variant(name, "attention.decode_triton:_decode_kernel", wide, constants, num_stages=stages, **EARLY)
+    yield new_variant(
+        "plan", "attention.decode_hopper_schedule:_plan_kernel", [I32, I32, "i32", "i32"], [2, 64, 10, 64]
+    )
+
+
+def prefill_variants() -> Iterator[Variant]:
+    """Attention, and what writes the KV cache before it."""
     types = [BF16] * 3 + [I32] * 4 + [BF16]
     for is_split, one_loop in ((True, False), (False, False), (False, True)):
         parts = [F32, F32, F32, I32] if is_split else [NONE] * 4
         steps = ["i32", "fp32", "i32:16", "i32:16", "i32:16", "i32"]
         constants = [128, 128, 128, 16, 6, 128, 128, 64, 64, is_split, 4, "tf32", True, one_loop]
         name = f"triton_prefill.{is_split}.{one_loop}"
-        yield of(
-            name, "attention.prefill_triton:_prefill_kernel", types + parts + steps, constants, num_stages=5, **early
+        yield new_variant(
+            name, "attention.prefill_triton:_prefill_kernel", types + parts + steps, constants, num_stages=5, **EARLY
         )
     for rows, keys, warps, stages in ((128, 64, 8, 4), (64, 32, 4, 5)):
         steps = ["i32", "fp32", "i32:16", "i32:16", "i32:16", "i32"]
         constants = [256, 256, 256, 16, 6, 256, 256, rows, keys, False, 4, "tf32", True, False]
         name = f"triton_prefill.256.{rows}"
         kernel = "attention.prefill_triton:_prefill_kernel"
-        yield of(name, kernel, types + [NONE] * 4 + steps, constants, warps, num_stages=stages, **early)
-    yield of("plan", "attention.decode_hopper_schedule:_plan_kernel", [I32, I32, "i32", "i32"], [2, 64, 10, 64])
+        yield new_variant(name, kernel, types + [NONE] * 4 + steps, constants, warps, num_stages=stages, **EARLY)
     types = [F32, F32, F32, I32, BF16, "i32", "i32"]
-    yield of("prefill_combine", "attention.prefill_combine:_combine_kernel", types, [128, 128, 4, True], 2, **early)
+    yield new_variant(
+        "prefill_combine", "attention.prefill_combine:_combine_kernel", types, [128, 128, 4, True], 2, **EARLY
+    )
+    types = [BF16] * 8 + [I64, NONE, "i32:16", "i32:16", "i32"]
+    constants = [12, 2, 128, 16, 2, 64, 1, True, 128]
+    yield new_variant("rope_store_kv", "attention.rope_store_kv:_rotary_kernel", types, constants, **EARLY)
+    types = [F32] * 3 + [BF16] * 5 + [I32, NONE, "i32:16", "i32:16", "i32"]
+    constants = [12, 2, 128, 16, 2, 64, 4, True, 128]
+    yield new_variant("rope_store_kv.parts", "attention.rope_store_kv:_rotary_kernel", types, constants, **EARLY)
+    types = [BF16] * 8 + [I32, F32, "i32:16", "i32:16", "i32"]
+    constants = [24, 4, 256, 32, 4, 32, 1, True, 64]
+    yield new_variant("rope_store_kv.256", "attention.rope_store_kv:_rotary_kernel", types, constants, **EARLY)
+
+
+def vit_variants() -> Iterator[Variant]:
     types = [F32, I32, BF16, "i32"]
-    yield of("vit_combine", "attention.vit_combine:_combine_kernel", types, [80, 128, 192, 84, 5, 8, True], 1, **early)
+    yield new_variant(
+        "vit_combine", "attention.vit_combine:_combine_kernel", types, [80, 128, 192, 84, 5, 8, True], 1, **EARLY
+    )
     types = [BF16, BF16, BF16, I32, I32, BF16, "fp32", "i32:16", "i32:16", "i32:16"]
     for dim, first, rest in ((80, 64, 16), (64, 64, 0), (72, 64, 16)):
         constants = [dim, dim, dim, dim, first, rest, 128, 64, "tf32"]
-        yield of(
+        yield new_variant(
             f"triton_vit.{dim}", "attention.vit_triton:_vit_kernel", types, constants, 8, num_stages=3, maxnreg=128
         )
-    types = [BF16] * 8 + [I64, NONE, "i32:16", "i32:16", "i32"]
-    constants = [12, 2, 128, 16, 2, 64, 1, True, 128]
-    yield of("rope_store_kv", "attention.rope_store_kv:_rotary_kernel", types, constants, **early)
-    types = [F32] * 3 + [BF16] * 5 + [I32, NONE, "i32:16", "i32:16", "i32"]
-    constants = [12, 2, 128, 16, 2, 64, 4, True, 128]
-    yield of("rope_store_kv.parts", "attention.rope_store_kv:_rotary_kernel", types, constants, **early)
-    types = [BF16] * 8 + [I32, F32, "i32:16", "i32:16", "i32"]
-    constants = [24, 4, 256, 32, 4, 32, 1, True, 64]
-    yield of("rope_store_kv.256", "attention.rope_store_kv:_rotary_kernel", types, constants, **early)
+
+
+def skinny_variants() -> Iterator[Variant]:
     for gated in (False, True):
         types = [BF16, BF16, NONE if gated else BF16, NONE if gated else BF16, BF16, BF16, "fp32", "i32:16"]
         constants = [1536, 4, 512, 4, gated, True, 8]
-        yield of(f"vector.{gated}", "gemm.skinny:_vector_kernel", types, constants, **early)
+        yield new_variant(f"vector.{gated}", "gemm.skinny:_vector_kernel", types, constants, **EARLY)
         work = [NONE, NONE, NONE] if gated else [F32, F32, I32]
         types = [BF16, BF16, NONE, NONE if gated else BF16, BF16, BF16, *work, "fp32", "i32", "i32:16", "i32:16"]
         constants = [1536, 16, 64, 128, 1 if gated else 4, gated, "tf32", True, 4]
-        yield of(f"tile.{gated}", "gemm.skinny:_tile_kernel", types, constants, **early)
-    yield from moe_variants()
-    yield from mla_variants()
-    yield from small_variants()
-    yield from gdn_variants()
+        yield new_variant(f"tile.{gated}", "gemm.skinny:_tile_kernel", types, constants, **EARLY)
 
 
 def gdn_variants() -> Iterator[Variant]:

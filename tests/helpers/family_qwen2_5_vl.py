@@ -95,37 +95,28 @@ def build(
 ) -> Path:
     """Every structural feature on: windows, a full layer between them, RMS norms, gated MLPs with biases."""
     tokenizer = checkpoints.qwen_tokenizer()
-    ids = {name: tokenizer.token_to_id(name) for name in checkpoints.QWEN_SPECIALS}
     text_config = {
         "hidden_size": 64,
         "intermediate_size": 112,
         "num_hidden_layers": 3,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "vocab_size": tokenizer.get_vocab_size() + 6,
         "max_position_embeddings": 4096,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
-        "bos_token_id": ids["<|endoftext|>"],
-        "eos_token_id": ids["<|im_end|>"],
+        **checkpoints.qwen_vocabulary(tokenizer),
         **(text or {}),
     }
     config = Qwen2_5_VLConfig(
         text_config=text_config,
         vision_config={**VISION, "out_hidden_size": text_config["hidden_size"], **(vision or {})},
-        image_token_id=ids["<|image_pad|>"],
-        video_token_id=ids["<|video_pad|>"],
-        vision_start_token_id=ids["<|vision_start|>"],
-        vision_end_token_id=ids["<|vision_end|>"],
         tie_word_embeddings=False,
+        **checkpoints.qwen_image_tokens(tokenizer),
     )
     checkpoints._save_model(Qwen2_5_VLForConditionalGeneration, config, folder, seed, "5GB")
     if layout == "published":
         checkpoints._publish(folder, checkpoints.QWEN_OLD_NAMES, flatten=True)
     write_image_processor(folder, layout)
-    checkpoints._write_tokenizer(
-        folder, tokenizer, checkpoints.QWEN_TEMPLATE, layout, eos="<|im_end|>", pad="<|endoftext|>"
-    )
-    checkpoints._write(folder / "generation_config.json", {"eos_token_id": [ids["<|im_end|>"], ids["<|endoftext|>"]]})
+    checkpoints.write_qwen_tokenizer(folder, tokenizer, layout)
     return folder
 
 

@@ -13,7 +13,7 @@ from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
 from benchmarks import checkpoints
 from tests.helpers.family_qwen2_5_vl import qwen_reference
-from tests.helpers.family_qwen3_vl import LIMITS, VISION
+from tests.helpers.family_qwen3_vl import VISION, write_image_processor
 from tests.helpers.reference import Reference, load
 
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
@@ -38,7 +38,6 @@ def build(
 ) -> Path:
     """Every structural feature on: both kinds of layers, shared key heads in both, heads that turn in part."""
     tokenizer = checkpoints.qwen_tokenizer()
-    ids = {name: tokenizer.token_to_id(name) for name in checkpoints.QWEN_SPECIALS}
     text_config = {
         "hidden_size": 64,
         "intermediate_size": 112,
@@ -52,46 +51,27 @@ def build(
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
         "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
-        "vocab_size": tokenizer.get_vocab_size() + 6,
         "max_position_embeddings": 4096,
         "rope_parameters": dict(ROPE),
-        "bos_token_id": ids["<|endoftext|>"],
-        "eos_token_id": ids["<|im_end|>"],
+        **checkpoints.qwen_vocabulary(tokenizer),
         **(text or {}),
     }
     tower = {name: value for name, value in VISION.items() if name != "deepstack_visual_indexes"}
     config = kinds[0](
         text_config=text_config,
         vision_config={**tower, "out_hidden_size": text_config["hidden_size"], **(vision or {})},
-        image_token_id=ids["<|image_pad|>"],
-        video_token_id=ids["<|video_pad|>"],
-        vision_start_token_id=ids["<|vision_start|>"],
-        vision_end_token_id=ids["<|vision_end|>"],
         tie_word_embeddings=False,
+        **checkpoints.qwen_image_tokens(tokenizer),
     )
     model = kinds[1](config).float().eval()
     checkpoints.randomise(model, seed)
     _soften(model)
     prepare(model)
     model.save_pretrained(folder)
-    settings = {
-        "image_processor_type": "Qwen2VLImageProcessorFast",
-        "image_mean": [0.5, 0.5, 0.5],
-        "image_std": [0.5, 0.5, 0.5],
-        "merge_size": 2,
-        "patch_size": 16,
-        "temporal_patch_size": 2,
-        "size": LIMITS,
-    }
     if layout == "published":
         _publish(folder)
-        checkpoints._write(folder / "preprocessor_config.json", settings)
-    else:
-        whole = {"image_processor": settings, "processor_class": "Qwen3VLProcessor"}
-        checkpoints._write(folder / "processor_config.json", whole)
-    template = checkpoints.QWEN_TEMPLATE
-    checkpoints._write_tokenizer(folder, tokenizer, template, layout, eos="<|im_end|>", pad="<|endoftext|>")
-    checkpoints._write(folder / "generation_config.json", {"eos_token_id": [ids["<|im_end|>"], ids["<|endoftext|>"]]})
+    write_image_processor(folder, layout)
+    checkpoints.write_qwen_tokenizer(folder, tokenizer, layout)
     return folder
 
 

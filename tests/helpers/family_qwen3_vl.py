@@ -111,7 +111,6 @@ def build(
     """Every structural feature on: deep features, learned positions, interleaved axes, norms of queries and keys,
     heads that are wider together than the stream."""
     tokenizer = checkpoints.qwen_tokenizer()
-    ids = {name: tokenizer.token_to_id(name) for name in checkpoints.QWEN_SPECIALS}
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
     text_config = {
         "hidden_size": 64,
@@ -120,26 +119,29 @@ def build(
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 32,
-        "vocab_size": tokenizer.get_vocab_size() + 6,
         "max_position_embeddings": 4096,
         "rope_parameters": rope,
-        "bos_token_id": ids["<|endoftext|>"],
-        "eos_token_id": ids["<|im_end|>"],
+        **checkpoints.qwen_vocabulary(tokenizer),
         **(text or {}),
     }
     config = kinds[0](
         text_config=text_config,
         vision_config={**VISION, "out_hidden_size": text_config["hidden_size"], **(vision or {})},
-        image_token_id=ids["<|image_pad|>"],
-        video_token_id=ids["<|video_pad|>"],
-        vision_start_token_id=ids["<|vision_start|>"],
-        vision_end_token_id=ids["<|vision_end|>"],
         tie_word_embeddings=True,
+        **checkpoints.qwen_image_tokens(tokenizer),
     )
     model = kinds[1](config).float().eval()
     checkpoints.randomise(model, seed)
     prepare(model)
     model.save_pretrained(folder)
+    if layout == "published":
+        _publish_config(folder / "config.json")
+    write_image_processor(folder, layout)
+    checkpoints.write_qwen_tokenizer(folder, tokenizer, layout)
+    return folder
+
+
+def write_image_processor(folder: Path, layout: str) -> None:
     settings = {
         "image_processor_type": "Qwen2VLImageProcessorFast",
         "image_mean": [0.5, 0.5, 0.5],
@@ -150,15 +152,10 @@ def build(
         "size": LIMITS,
     }
     if layout == "published":
-        _publish_config(folder / "config.json")
         checkpoints._write(folder / "preprocessor_config.json", settings)
     else:
         whole = {"image_processor": settings, "processor_class": "Qwen3VLProcessor"}
         checkpoints._write(folder / "processor_config.json", whole)
-    template = checkpoints.QWEN_TEMPLATE
-    checkpoints._write_tokenizer(folder, tokenizer, template, layout, eos="<|im_end|>", pad="<|endoftext|>")
-    checkpoints._write(folder / "generation_config.json", {"eos_token_id": [ids["<|im_end|>"], ids["<|endoftext|>"]]})
-    return folder
 
 
 def _publish_config(file: Path) -> None:
