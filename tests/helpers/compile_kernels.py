@@ -96,16 +96,16 @@ def hopper_variants() -> Iterator[Variant]:
         ("fp16", [16, 1, 8, 64, 3, 1]),
     ):
         tensor = f"*{dtype}"
-        new = [F32 if constants[-1] != 1 else tensor, tensor, tensor, I32, NONE]
+        new = [F32 if constants[-1] != 1 else tensor, tensor, tensor, I32, NONE, NONE, NONE]
         rest = [tensor, tensor, I32, I32, I32, tensor, F32, F32, F32, I32, "fp32", "i32", "i32"]
         types = [box(constants[3], dtype=dtype)] * 2 + new + rest
         name = "decode." + ".".join(map(str, [dtype, *constants]))
-        constants += [128, 128, (constants[1] + 2) * constants[0] * 128]
+        constants += [128, 128, (constants[1] + 2) * constants[0] * 128, 0.0]
         yield of(name, "attention.decode_hopper:_decode_kernel", types, constants, 144)
-    new = [BF16, BF16, BF16, I32, F32]
+    new = [BF16, BF16, BF16, I32, F32, F32, F32]
     rest = [BF16, BF16, I32, I32, I32, BF16, F32, F32, F32, I32, "fp32", "i32", "i32"]
-    for stages in (2, 3):  # heads of 256, a quarter of which rotates, and a gate in each row; attention temperature
-        constants = [4, 6, 8, 16, stages, 1, 256, 64, 56 * 256]
+    for stages in (2, 3):  # heads of 256 with norms, a quarter rotates, a gate in each row; attention temperature
+        constants = [4, 6, 8, 16, stages, 1, 256, 64, 56 * 256, 1e-6]
         name = f"decode.256.{stages}"
         yield of(name, "attention.decode_hopper:_decode_kernel", [box(16)] * 2 + new + rest, constants, 144)
     for block in (16, 128):
@@ -154,14 +154,14 @@ def new_variant(
 
 def decode_variants() -> Iterator[Variant]:
     rest = [BF16, BF16, I32, I32, BF16, F32, F32, F32, I32, "fp32", "i32", "i32:16"]
-    decode = [F32, BF16, BF16, I32, NONE, *rest]
+    decode = [F32, BF16, BF16, I32, NONE, NONE, NONE, *rest]
     for splits, keys, stages in ((1, 64, 3), (4, 64, 4), (16, 128, 1)):
-        constants = [16, 2, 6, 128, splits, 16, 128, keys, "tf32", 4, min(splits, 8), splits >= 8, True, 128, 2048]
+        constants = [16, 2, 6, 128, splits, 16, 128, keys, "tf32", 4, min(splits, 8), splits >= 8, True, 128, 2048, 0.0]
         name = f"triton_decode.{splits}"
         yield new_variant(name, "attention.decode_triton:_decode_kernel", decode, constants, num_stages=stages, **EARLY)
-    wide = [BF16, BF16, BF16, I32, F32, *rest]
+    wide = [BF16, BF16, BF16, I32, F32, F32, F32, *rest]
     for splits, keys, stages in ((1, 32, 3), (4, 32, 4), (16, 64, 1)):
-        fixed = ["tf32", 1, min(splits, 4), splits >= 8, True, 64, 56 * 256]
+        fixed = ["tf32", 1, min(splits, 4), splits >= 8, True, 64, 56 * 256, 1e-6]
         constants = [16, 4, 6, 256, splits, 16, 256, keys, *fixed]
         name = f"triton_decode.256.{splits}"
         yield new_variant(name, "attention.decode_triton:_decode_kernel", wide, constants, num_stages=stages, **EARLY)
@@ -338,6 +338,8 @@ def small_variants() -> Iterator[Variant]:
     for parts, only in ((1, NONE), (4, I32)):
         types = [BF16 if parts == 1 else F32, BF16, BF16, only, BF16, BF16, "fp32", "i32:16"]
         yield of(f"add_rms_norm.{parts}", "norm:_norm_kernel", types, [1536, 2048, parts, True])
+    types = [BF16, NONE, BF16, NONE, BF16, NONE, "fp32", "i32:16"]
+    yield of("rms_norm", "norm:_norm_kernel", types, [2048, 2048, 1, True])
     yield of("silu_and_mul", "norm:_silu_kernel", [BF16, BF16, "i32:16", "i32:16"], [1024, True])
     types = [BF16, BF16, BF16, "i32", "i32", "i32", "fp32"]
     yield of("head_norm", "qk_norm:_head_norm_kernel", types, [128, 128, 8, True])

@@ -17,9 +17,9 @@ PLAIN = Biases()
 TEXT = TextConfig(64, 96, 2, 4, 2, 16, 200, 512, 1e-6, 1e4, None, {}, False, "llama")
 
 
-def decoder(biases: Biases = PLAIN, dtype: torch.dtype = torch.float16) -> Decoder:
+def decoder(biases: Biases = PLAIN, dtype: torch.dtype = torch.float16, text: TextConfig = TEXT) -> Decoder:
     params = Parameters(dtype, DEVICE)
-    made = Decoder(params, TEXT, biases)
+    made = Decoder(params, text, biases)
     generator = torch.Generator().manual_seed(0)
     for tensor in params.targets.values():
         tensor.copy_(torch.randn(tensor.shape, generator=generator) / 8)

@@ -19,11 +19,14 @@ _MIN_REQUESTS = 16  # smaller batches are faster without a schedule
 
 class DecodeAttention:
     def __init__(
-        self, heads: Heads, dtype: torch.dtype, block_size: int, max_requests: int, device: torch.device
-    ) -> None:
+        self, heads: Heads, dtype: torch.dtype, block_size: int, max_requests: int, device: torch.device,
+        norm_eps: float | None = None,
+    ) -> None:  # fmt: skip
+        """`norm_eps`: of decoders with norms of query and key heads."""
         self.heads = heads
         self.block_size = block_size
-        self.by_hopper = max_requests >= _MIN_REQUESTS and can_use_hopper(heads, dtype, block_size, device)
+        self.by_hopper = max_requests >= _MIN_REQUESTS and can_use_hopper(heads, dtype, block_size, device, norm_eps)
+        self._norm_eps = norm_eps or 0.0
         self._programs = num_sms(device)
         self._workspace = DecodeWorkspace.allocate(
             max_requests, heads.num_heads, heads.num_kv_heads, heads.head_dim, device
@@ -45,14 +48,16 @@ class DecodeAttention:
     ) -> Tensor:  # fmt: skip
         """As `paged_decode`, but padding rows may hold anything."""
         block_size = self.block_size
+        paged = (keys, values, tables, seq_lens)
+        eps = self._norm_eps
         if schedule is None:
-            return paged_decode(new, keys, values, tables, seq_lens, block_size, scale, self._workspace, out=out)
+            return paged_decode(new, *paged, block_size, scale, self._workspace, out=out, norm_eps=eps)
         from saccade.kernels.attention.decode_hopper import hopper_decode  # Gluon is experimental: only where used
 
-        return hopper_decode(new, keys, values, tables, seq_lens, schedule, block_size, scale, self._workspace, out)
+        return hopper_decode(new, *paged, schedule, block_size, scale, self._workspace, out, eps)
 
 
-def _supports(heads: Heads, dtype: torch.dtype, block_size: int, device: torch.device) -> bool:
+def _supports(heads: Heads, dtype: torch.dtype, block_size: int, device: torch.device, norm_eps: float | None) -> bool:
     if not is_hopper(device):
         return False
     from saccade.kernels.attention.decode_hopper import suits
@@ -60,19 +65,24 @@ def _supports(heads: Heads, dtype: torch.dtype, block_size: int, device: torch.d
     return suits(heads.head_dim, heads.num_heads // heads.num_kv_heads, dtype, block_size)
 
 
-def _self_test(heads: Heads, dtype: torch.dtype, block_size: int, device: torch.device) -> None:
+def _self_test(heads: Heads, dtype: torch.dtype, block_size: int, device: torch.device, norm_eps: float | None) -> None:
     """It must compile, agree with the Triton kernel and store the same keys and values."""
     from saccade.kernels.attention.decode_hopper import hopper_decode
 
     seq_lens = torch.tensor([200, 1, 64, 65, 600, 0, 0], dtype=torch.int32, device=device)
     caches, tables, new = _example(seq_lens, heads, dtype, block_size)
+    if norm_eps is not None:
+        q_norm, k_norm = torch.randn(2, heads.head_dim, device=device).to(dtype)
+        new = new._replace(q_norm=q_norm, k_norm=k_norm)
+    eps = norm_eps or 0.0
     k, v = caches
     own_k, own_v = caches.clone()
     scale = heads.head_dim**-0.5
     workspace = DecodeWorkspace.allocate(len(seq_lens), *heads, device)
     schedule = plan_schedule(seq_lens, heads.num_kv_heads, 7)
-    expected = paged_decode(new, k, v, tables, seq_lens, block_size, scale, workspace)
-    found = hopper_decode(new, own_k, own_v, tables, seq_lens, schedule, block_size, scale, workspace)
+    expected = paged_decode(new, k, v, tables, seq_lens, block_size, scale, workspace, norm_eps=eps)
+    given = (tables, seq_lens, schedule, block_size, scale, workspace, None, eps)
+    found = hopper_decode(new, own_k, own_v, *given)
     torch.testing.assert_close(found[:-2], expected[:-2], atol=0.02, rtol=0.02)  # the last two rows are padding
     torch.testing.assert_close((own_k, own_v), (k, v), atol=0, rtol=0, equal_nan=True)
 

@@ -55,6 +55,7 @@ def hopper_decode(
     scale: float,
     workspace: DecodeWorkspace,
     out: Tensor | None = None,  # contiguous
+    norm_eps: float = 0.0,
 ) -> Tensor:  # [requests, heads, d]; padding rows are not written
     requests, all_heads, dim = new.qkv.shape[-3:]
     kv_heads = k_cache.shape[1]
@@ -70,7 +71,7 @@ def hopper_decode(
         seq_lens, schedule.metadata, out, *workspace, scale * LOG2_E, block_tables.stride(0), new.qkv.stride(0),
         HEADS=kv_heads, GROUP=group, ROWS=power_of_two(group, minimum=8), BLOCK=block_size,
         STAGES=choose_stages(group, dim), PARTS=num_parts(new.qkv), DIM=dim, ROTARY=new.cos.shape[-1],
-        QKV_ROW=new.qkv.stride(-3),
+        QKV_ROW=new.qkv.stride(-3), EPS=norm_eps,
         num_warps=4, maxnreg=_REGISTERS, launch_pdl=True,
     )  # fmt: skip
     return out
@@ -152,12 +153,13 @@ class _NewToken:
 def _decode_kernel(
     keys: tma.tensor_descriptor, values: tma.tensor_descriptor,  # of all slots; boxes of a block by 64 dimensions
     qkv: gl.tensor, cos: gl.tensor, sin: gl.tensor, slots: gl.tensor, query_scales: gl.tensor,
+    q_norm: gl.tensor, k_norm: gl.tensor,
     k_cache: gl.tensor, v_cache: gl.tensor,
     tables: gl.tensor, seq_lens: gl.tensor, schedule: gl.tensor, out: gl.tensor,
     mixed: gl.tensor, maxima: gl.tensor, sums: gl.tensor, counters: gl.tensor,
     scale: gl.tensor, table_row: gl.tensor, part: gl.tensor,
     HEADS: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
-    PARTS: gl.constexpr, DIM: gl.constexpr, ROTARY: gl.constexpr, QKV_ROW: gl.constexpr,
+    PARTS: gl.constexpr, DIM: gl.constexpr, ROTARY: gl.constexpr, QKV_ROW: gl.constexpr, EPS: gl.constexpr,
 ) -> None:  # fmt: skip
     k = gl.allocate_shared_memory(keys.dtype, [STAGES, 64, DIM], KV_LAYOUT)
     v = gl.allocate_shared_memory(keys.dtype, [STAGES, 64, DIM], KV_LAYOUT)
@@ -171,7 +173,7 @@ def _decode_kernel(
     mine = schedule + gl.program_id(0) * 10
     walk = _Walk(seq_lens, _section(mine, seq_lens), _section(mine + 4, seq_lens))
     partition = Partition(gl.load(mine + 8), gl.load(mine + 9))
-    sizes = Sizes(HEADS, GROUP, ROWS, BLOCK, STAGES, PARTS, DIM, ROTARY, QKV_ROW)
+    sizes = Sizes(HEADS, GROUP, ROWS, BLOCK, STAGES, PARTS, DIM, ROTARY, QKV_ROW, EPS)
     barriers = _Barriers(bars, STAGES)
     shared = _Shared(k, v, q, weights, new, barriers)
     output = Output(out, mixed, maxima, sums, counters)
@@ -179,7 +181,7 @@ def _decode_kernel(
     gl.warp_specialize(
         [
             (_multiply, (shared, walk, partition, output, scale, query_scales, sizes)),
-            (_rotate, (shared, walk, token, part, sizes)),
+            (_rotate, (shared, walk, token, q_norm, k_norm, part, sizes)),
             (_produce, (keys, k, barriers, walk, tables, table_row, 0, sizes)),
             (_produce, (values, v, barriers, walk, tables, table_row, 1, sizes)),
         ],
@@ -270,8 +272,10 @@ def block_slots(
 
 
 @gluon.jit
-def _rotate(shared: _Shared, walk: _Walk, token: _NewToken, part: gl.tensor, sizes: Sizes) -> None:
-    """RoPE of the queries of each request and head and, for its last tile, of the new key."""
+def _rotate(
+    shared: _Shared, walk: _Walk, token: _NewToken, q_norm: gl.tensor, k_norm: gl.tensor, part: gl.tensor, sizes: Sizes
+) -> None:
+    """Norms of heads and RoPE of the queries of each request and head and, for its last tile, of the new key."""
     L: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [2, 1], [1, 0])
     HEADS: gl.constexpr = sizes.HEADS
     GROUP: gl.constexpr = sizes.GROUP
@@ -293,12 +297,14 @@ def _rotate(shared: _Shared, walk: _Walk, token: _NewToken, part: gl.tensor, siz
             first = own + (head * GROUP + rows)[:, None] * DIM
             cos32 = cos.to(gl.float32)
             sin32 = sin.to(gl.float32)
-            queries = _rotated(first, dims[None, :], inside, cos32[None, :], sin32[None, :], part, q.dtype, sizes)
+            rotation = (cos32[None, :], sin32[None, :])
+            queries = _rotated(first, dims[None, :], inside, rotation, q_norm, part, q.dtype, sizes)
             mbarrier.wait(shared.bars.queries_free(buffer), phase ^ 1)
             q.index(buffer).store(queries)
             if tile + count == tiles:
                 target = shared.new
-                _store_new(target, token, own, cos32, sin32, request, head, seq_len, buffer, dims, part, sizes)
+                angles = (cos32, sin32)
+                _store_new(target, token, own, angles, k_norm, request, head, seq_len, buffer, dims, part, sizes)
             hopper.fence_async_shared()
             mbarrier.arrive(shared.bars.queries_full(buffer), count=1)
             buffer, phase = next_stage(buffer, phase, 2)
@@ -323,7 +329,7 @@ def _cos_sin(token: _NewToken, request: gl.tensor, dims: gl.tensor, sizes: Sizes
 
 @gluon.jit
 def _store_new(
-    new: gl.shared_memory_descriptor, token: _NewToken, own: gl.tensor, cos: gl.tensor, sin: gl.tensor,
+    new: gl.shared_memory_descriptor, token: _NewToken, own: gl.tensor, rotation: gl.tuple, norm: gl.tensor,
     request: gl.tensor, head: gl.tensor, seq_len: gl.tensor, buffer: gl.tensor, dims: gl.tensor, part: gl.tensor,
     sizes: Sizes,
 ) -> None:  # fmt: skip
@@ -331,7 +337,7 @@ def _store_new(
     HEADS: gl.constexpr = sizes.HEADS
     DIM: gl.constexpr = sizes.DIM
     keys = own + sizes.GROUP * HEADS * DIM
-    key = _rotated(keys + head * DIM, dims, dims >= 0, cos, sin, part, new.dtype, sizes)
+    key = _rotated(keys + head * DIM, dims, dims >= 0, rotation, norm, part, new.dtype, sizes)
     value = _projected(keys + (HEADS + head) * DIM + dims, dims >= 0, part, new.dtype, sizes)
     new.index(2 * buffer).store(key)
     new.index(2 * buffer + 1).store(value)
@@ -344,17 +350,29 @@ def _store_new(
 
 @gluon.jit
 def _rotated(
-    rows: gl.tensor, dims: gl.tensor, inside: gl.tensor, cos: gl.tensor, sin: gl.tensor, part: gl.tensor,
-    KIND: gl.constexpr, sizes: Sizes,
+    rows: gl.tensor, dims: gl.tensor, inside: gl.tensor, rotation: gl.tuple, norm: gl.tensor,
+    part: gl.tensor, KIND: gl.constexpr, sizes: Sizes,
 ) -> gl.tensor:  # fmt: skip
-    """RoPE of rows at these pointers: dimensions i and i + ROTARY / 2 rotate as a pair, the rest stay."""
+    """Rows at these pointers, normed, with RoPE: dimensions i and i + ROTARY / 2 rotate as a pair, the rest stay."""
     ROTARY: gl.constexpr = sizes.ROTARY
     one = _projected(rows + dims, inside, part, KIND, sizes).to(gl.float32)
     paired = inside
     if ROTARY < sizes.DIM:
         paired = inside & (dims < ROTARY)
-    other = _projected(rows + (dims + ROTARY // 2) % ROTARY, paired, part, KIND, sizes).to(gl.float32)
+    pairs = (dims + ROTARY // 2) % ROTARY
+    other = _projected(rows + pairs, paired, part, KIND, sizes).to(gl.float32)
+    if norm is not None:
+        by = gl.rsqrt(_sum_of_head(one * one) / sizes.DIM + sizes.EPS)
+        one = (one * by * gl.load(norm + dims).to(gl.float32)).to(KIND).to(gl.float32)
+        other = (other * by * gl.load(norm + pairs).to(gl.float32)).to(KIND).to(gl.float32)
+    cos, sin = rotation
     return (one * cos + other * sin).to(KIND)
+
+
+@gluon.jit
+def _sum_of_head(x: gl.tensor) -> gl.tensor:
+    """[d] -> one number, [rows, d] -> [rows, 1]"""
+    return gl.sum(x, 0) if len(x.shape) == 1 else gl.sum(x, 1)[:, None]
 
 
 @gluon.jit

@@ -24,6 +24,7 @@ class Sizes:
     DIM: gl.constexpr  # of a head
     ROTARY: gl.constexpr  # dimensions of a head that rotate, the first ones
     QKV_ROW: gl.constexpr  # stride of the QKV projection
+    EPS: gl.constexpr  # of norms of heads
 
 
 @aggregate

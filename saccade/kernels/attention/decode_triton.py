@@ -14,9 +14,9 @@ shapes alone and a CUDA graph can hold it. Query heads of one KV head are the ro
     workspace [requests, kv_heads, splits, group, d]: partial results. The last split to arrive at the counter of
     (request, kv head) combines them, writes the result and resets the counter.
 
-RoPE is applied here to the new token's query and key. Its key and value go to the cache and, without a round trip,
-into split 0. All else in the cache is older than this step, so where latency counts, a program loads its first tile
-while the QKV projection still runs. Split-K partials of the projection are added up here.
+Norms of heads and RoPE are applied here to the new token's query and key. Its key and value go to the cache and,
+without a round trip, into split 0. All else in the cache is older than this step, so where latency counts, a program
+loads its first tile while the QKV projection still runs. Split-K partials of the projection are added up here.
 """
 
 from __future__ import annotations
@@ -74,13 +74,15 @@ def choose_splits(requests: int, kv_heads: int, max_context: int, num_sms: int) 
 
 
 class NewTokens(NamedTuple):
-    """One token of each request, before RoPE."""
+    """One token of each request, before norms of heads and RoPE."""
 
     qkv: Tensor  # [requests, heads + 2 kv_heads, d]; or its split-K partials, float32 [splits, ...]; rows may be wider
     cos: Tensor  # [requests, rotary_dim], contiguous; dimensions of a head from rotary_dim on do not rotate
     sin: Tensor  # the same; carries the sign of its half
     slots: Tensor  # int32 [requests]: where key and value go; -1: nowhere
     query_scales: Tensor | None = None  # float32 [requests], positive: factors of the queries (attention temperature)
+    q_norm: Tensor | None = None  # [d]: weights of the RMS norm of each query head; so is k_norm, of key heads
+    k_norm: Tensor | None = None
 
 
 def paged_decode(
@@ -96,6 +98,7 @@ def paged_decode(
     splits: int | None = None,
     launch: Launch | None = None,
     out: Tensor | None = None,  # [requests, heads, d], contiguous
+    norm_eps: float = 0.0,  # of q_norm and k_norm
 ) -> Tensor:
     """[requests, heads, d]. The grid depends on shapes alone: batch size, and the longest context the tables hold."""
     requests, all_heads, dim = new.qkv.shape[-3:]
@@ -114,7 +117,7 @@ def paged_decode(
         ROWS=power_of_two(heads // kv_heads, minimum=launch.rows), PADDED_DIM=power_of_two(dim, minimum=16),
         KEYS=launch.keys, PRECISION=precision_of(k_cache), PARTS=num_parts(new.qkv),
         AT_ONCE=min(splits, _SPLITS_AT_ONCE if dim <= 128 else _SPLITS_AT_ONCE // 2), PEELED=splits >= _MANY_SPLITS,
-        PDL=pdl, ROTARY=new.cos.shape[-1], QKV_ROW=new.qkv.stride(-3),
+        PDL=pdl, ROTARY=new.cos.shape[-1], QKV_ROW=new.qkv.stride(-3), EPS=norm_eps,
         num_warps=launch.warps, num_stages=launch.stages, maxnreg=launch.registers, **pdl_options(pdl),
     )  # fmt: skip
     return out
@@ -155,13 +158,13 @@ def _check_workspace(
 # Step metadata changes alignment and width from step to step: each variant would be compiled anew.
 @triton.jit(do_not_specialize=["table_row"], do_not_specialize_on_alignment=["slots", "block_tables", "seq_lens"])
 def _decode_kernel(
-    qkv: tl.tensor, cos: tl.tensor, sin: tl.tensor, slots: tl.tensor, query_scales: tl.tensor,
-    k_cache: tl.tensor, v_cache: tl.tensor, block_tables: tl.tensor, seq_lens: tl.tensor,
-    out: tl.tensor, mixed: tl.tensor, maxima: tl.tensor, sums: tl.tensor, counters: tl.tensor,
-    scale: tl.tensor, table_row: tl.tensor, part: tl.tensor,
-    BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr,
-    ROWS: tl.constexpr, PADDED_DIM: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr, PARTS: tl.constexpr,
-    AT_ONCE: tl.constexpr, PEELED: tl.constexpr, PDL: tl.constexpr, ROTARY: tl.constexpr, QKV_ROW: tl.constexpr,
+    qkv: tl.tensor, cos: tl.tensor, sin: tl.tensor, slots: tl.tensor, query_scales: tl.tensor, q_norm: tl.tensor,
+    k_norm: tl.tensor, k_cache: tl.tensor, v_cache: tl.tensor, block_tables: tl.tensor, seq_lens: tl.tensor,
+    out: tl.tensor, mixed: tl.tensor, maxima: tl.tensor, sums: tl.tensor, counters: tl.tensor, scale: tl.tensor,
+    table_row: tl.tensor, part: tl.tensor, BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr,
+    DIM: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr, PADDED_DIM: tl.constexpr, KEYS: tl.constexpr,
+    PRECISION: tl.constexpr, PARTS: tl.constexpr, AT_ONCE: tl.constexpr, PEELED: tl.constexpr, PDL: tl.constexpr,
+    ROTARY: tl.constexpr, QKV_ROW: tl.constexpr, EPS: tl.constexpr,
 ) -> None:  # fmt: skip
     head, split, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     seq_len = tl.load(seq_lens + request)
@@ -184,11 +187,11 @@ def _decode_kernel(
         scale *= tl.load(query_scales + request)
     kind = out.dtype.element_ty
     first_query = own + (head * GROUP + rows)[:, None] * DIM
-    queries = _rotated(first_query, cos, sin, dims[None, :], inside, part, kind, DIM, ROTARY, PARTS)
+    queries = _rotated(first_query, cos, sin, dims[None, :], inside, part, q_norm, kind, DIM, ROTARY, PARTS, EPS)
     new_dims = tl.where((split == 0) & (seq_len > 0), DIM, 0)  # only split 0 has the new token
-    is_new = dims < new_dims
-    new_key = _rotated(own + (GROUP * HEADS + head) * DIM, cos, sin, dims, is_new, part, kind, DIM, ROTARY, PARTS)
-    new_value = _projected(own + ((GROUP + 1) * HEADS + head) * DIM + dims, is_new, part, kind, PARTS)
+    new_key, new_value = _new_pair(
+        own, cos, sin, head, dims, new_dims, part, k_norm, kind, GROUP, HEADS, DIM, ROTARY, PARTS, EPS
+    )
     _store(keys, values, tl.load(slots + request), new_key, new_value, new_dims, HEADS * DIM)
     largest, total, acc = new_accumulator(ROWS, PADDED_DIM)
     if PEELED:
@@ -265,16 +268,28 @@ def _attend(
 @triton.jit
 def _rotated(
     rows: tl.tensor, cos: tl.tensor, sin: tl.tensor, dims: tl.tensor, inside: tl.tensor, part: tl.tensor,
-    kind: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr, PARTS: tl.constexpr,
+    norm: tl.tensor, kind: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr, PARTS: tl.constexpr,
+    EPS: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """RoPE of rows at these pointers: dimensions i and i + ROTARY / 2 rotate as a pair, the rest stay."""
+    """Rows at these pointers, normed, with RoPE: dimensions i and i + ROTARY / 2 rotate as a pair, the rest stay."""
     REST: tl.constexpr = 0.0 if ROTARY == DIM else 1.0  # their cosine
     own_cos = tl.load(cos + dims, mask=dims < ROTARY, other=REST).to(tl.float32)
     own_sin = tl.load(sin + dims, mask=dims < ROTARY, other=0.0).to(tl.float32)
     one = _projected(rows + dims, inside, part, kind, PARTS)
     paired = inside if ROTARY == DIM else inside & (dims < ROTARY)
-    other = _projected(rows + (dims + ROTARY // 2) % ROTARY, paired, part, kind, PARTS)
+    pairs = (dims + ROTARY // 2) % ROTARY
+    other = _projected(rows + pairs, paired, part, kind, PARTS)
+    if norm is not None:
+        squares = one.to(tl.float32) * one.to(tl.float32)
+        by = tl.rsqrt(tl.sum(squares, len(one.shape) - 1, keep_dims=True) / DIM + EPS)
+        one = _scaled(one, by, norm + dims, dims < DIM)
+        other = _scaled(other, by, norm + pairs, dims < ROTARY)
     return (one.to(tl.float32) * own_cos + other.to(tl.float32) * own_sin).to(one.dtype)
+
+
+@triton.jit
+def _scaled(rows: tl.tensor, by: tl.tensor, weights: tl.tensor, known: tl.tensor) -> tl.tensor:
+    return (rows.to(tl.float32) * by * tl.load(weights, mask=known, other=0.0).to(tl.float32)).to(rows.dtype)
 
 
 @triton.jit
@@ -286,6 +301,19 @@ def _projected(
     for i in tl.static_range(1, PARTS):
         found += tl.load(source + i * part, mask=inside, other=0.0)
     return found.to(kind)
+
+
+@triton.jit
+def _new_pair(
+    own: tl.tensor, cos: tl.tensor, sin: tl.tensor, head: tl.tensor, dims: tl.tensor, count: tl.tensor,
+    part: tl.tensor, norm: tl.tensor, kind: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
+    ROTARY: tl.constexpr, PARTS: tl.constexpr, EPS: tl.constexpr,
+) -> tl.tuple:  # fmt: skip
+    """The new token's key and value, the first `count` dimensions of them."""
+    is_new = dims < count
+    first = own + (GROUP * HEADS + head) * DIM
+    key = _rotated(first, cos, sin, dims, is_new, part, norm, kind, DIM, ROTARY, PARTS, EPS)
+    return key, _projected(own + ((GROUP + 1) * HEADS + head) * DIM + dims, is_new, part, kind, PARTS)
 
 
 @triton.jit

@@ -46,8 +46,8 @@ def fused_moe(
     rules: RoutingRules,
     *,
     launch: MoELaunch | None = None,
-    added: Tensor | None = None,  # [T, H]: of a shared expert that is not among the experts
-    gate: Tensor | None = None,  # [T]: its gate, before the sigmoid
+    added: Tensor | None = None,  # [T, H]: the residual, or a shared expert that is not among the experts
+    gate: Tensor | None = None,  # [T]: that expert's gate, before the sigmoid
 ) -> Tensor:
     """[T, H] -> [T, H]"""
     routed = route(router_logits(x, weights.router), rules, weights.bias)

@@ -10,6 +10,7 @@ Split-K partials [splits, T, hidden] of x are added up here, always in the same 
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -28,18 +29,34 @@ def add_rms_norm(
 
     The weight may be float32. `only`: of these rows, int32 [W], in their order.
     """
-    assert x.is_contiguous() and residual.is_contiguous() and x.shape[-2:] == residual.shape
-    rows, hidden = len(residual if only is None else only), residual.shape[1]
-    normed = residual.new_empty(rows, hidden)
-    total = residual.new_empty(rows, hidden)
+    assert residual.is_contiguous() and x.shape[-2:] == residual.shape
+    rows = len(residual if only is None else only)
+    normed = residual.new_empty(rows, residual.shape[1])
+    total = torch.empty_like(normed)
+    _launch_norm(x, residual, weight, only, normed, total, eps)
+    return normed, total
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """[T, hidden]. The weight may be float32."""
+    normed = torch.empty_like(x)
+    _launch_norm(x, None, weight, None, normed, None, eps)
+    return normed
+
+
+def _launch_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, only: Tensor | None, normed: Tensor, total: Tensor | None,
+    eps: float,
+) -> None:  # fmt: skip
+    assert x.is_contiguous()
+    tokens, hidden = x.shape[-2:]
     columns = power_of_two(hidden)
     pdl = supports_pdl(x)
-    _norm_kernel[(rows,)](
-        x, residual, weight, only, normed, total, eps, residual.numel(),
-        HIDDEN=hidden, COLUMNS=columns, PARTS=x.numel() // residual.numel(), PDL=pdl,
+    _norm_kernel[(len(normed),)](
+        x, residual, weight, only, normed, total, eps, tokens * hidden,
+        HIDDEN=hidden, COLUMNS=columns, PARTS=x.shape[0] if x.dim() == 3 else 1, PDL=pdl,
         num_warps=min(max(columns // (512 if x.dim() == 2 else _PARTIAL_COLUMNS), 1), 16), **pdl_options(pdl),
     )  # fmt: skip
-    return normed, total
 
 
 def silu_and_mul(gate_up: Tensor, *, over_gate: bool = False) -> Tensor:
@@ -69,18 +86,19 @@ def _norm_kernel(
     row = tl.program_id(0).to(tl.int64)
     source = row if only is None else tl.load(only + row).to(tl.int64)
     offsets, target = source * HIDDEN + columns, row * HIDDEN + columns
-    kind = total.dtype.element_ty
+    kind = normed.dtype.element_ty
     by = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     pdl_release_then_wait(PDL)
     here = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32)
     for i in tl.static_range(1, PARTS):
         here += tl.load(x + i * part + offsets, mask=inside, other=0.0).to(tl.float32)
-    before = tl.load(residual + offsets, mask=inside, other=0.0).to(tl.float32)
-    added = (here + before).to(kind)  # the norm sees the residual as the next layer will
-    tl.store(total + target, added, mask=inside)
-    added = added.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(added * added, 0) / HIDDEN + eps)
-    tl.store(normed + target, (added * scale * by).to(kind), mask=inside)
+    if residual is not None:
+        before = tl.load(residual + offsets, mask=inside, other=0.0).to(tl.float32)
+        added = (here + before).to(kind)  # the norm sees the residual as the next layer will
+        tl.store(total + target, added, mask=inside)
+        here = added.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(here * here, 0) / HIDDEN + eps)
+    tl.store(normed + target, (here * scale * by).to(kind), mask=inside)
 
 
 @triton.jit

@@ -15,7 +15,6 @@ from torch import Tensor
 from saccade.kernels.launch.device import Heads
 from saccade.kernels.ops.output_gate import sigmoid_gate
 from saccade.kernels.ops.prepare_inputs import Temperature
-from saccade.kernels.ops.qk_norm import qk_rms_norm
 from saccade.models.cuda.gemms import Gemms, Residual, gemms_for, new_workspace
 from saccade.models.layers.cross_attention import CrossAttention, CrossLayer
 from saccade.models.layers.decoder import Decoder
@@ -30,7 +29,7 @@ _WITHOUT_KV = (GatedDeltaNet, CrossAttention)  # their states are elsewhere
 class Mixing(Protocol):
     """Mixes the new tokens of a pass with what is cached: (projection, its module, index among its kind).
 
-        attention     [T, heads + 2 kv_heads, d]: queries, keys and values before RoPE
+        attention     [T, heads + 2 kv_heads, d]: queries, keys and values before norms of heads and RoPE
                       [splits, T, ...]: split-K partials of them, if the pass asks for `in_parts`
         MLA           [T, heads * (nope + rope) + rank + rope]: queries, latent, the key's part with RoPE
         delta net     [T, width of its projection]
@@ -66,6 +65,8 @@ class FusedDecoder:
             layer.attention for layer in decoder.layers if not isinstance(layer.attention, _WITHOUT_KV)
         )
         self.heads = Heads(own.heads, own.kv_heads, own.head_dim)
+        norms = getattr(own, "qk_norms", None)
+        self.norm_eps: float | None = norms.eps if norms else None  # of query and key heads
         self._workspace = new_workspace(decoder)
 
     def gemms(self, rows: int, *, in_parts: bool = False) -> Gemms:
@@ -99,17 +100,13 @@ class FusedDecoder:
 
     def _attention(self, x: Residual, layer: Any, index: int, attend: Mixing, gemms: Gemms) -> Residual:
         own = layer.attention
-        qkv, x = gemms.project(x, layer.attention_norm, own.qkv, in_parts=own.qk_norms is None)
-        projected = qkv.view(*qkv.shape[:-1], -1, own.head_dim)
         count = own.heads + 2 * own.kv_heads
-        gate = projected[..., count:, :]  # of attention with an output gate
-        projected = projected[..., :count, :]
-        norms = own.qk_norms
-        if norms is not None:
-            qk_rms_norm(projected, norms.q.weight, norms.k.weight, own.heads, norms.eps)  # in place
-        mixed = attend(projected, own, index)
-        if gate.shape[-2]:
-            mixed = sigmoid_gate(mixed, gate.flatten(1))
+        has_gate = len(own.qkv.weight) > count * own.head_dim
+        qkv, x = gemms.project(x, layer.attention_norm, own.qkv, in_parts=not has_gate)
+        projected = qkv.view(*qkv.shape[:-1], -1, own.head_dim)
+        mixed = attend(projected[..., :count, :], own, index)
+        if has_gate:
+            mixed = sigmoid_gate(mixed, projected[:, count:].flatten(1))
         return gemms.add(mixed, own.out, x)
 
     def _latent(self, x: Residual, layer: Any, index: int, attend: Mixing, gemms: Gemms) -> Residual:

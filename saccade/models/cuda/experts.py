@@ -15,13 +15,20 @@ from saccade.models.layers.moe import MoE
 _prepared: WeakKeyDictionary[MoE, MoEWeights] = WeakKeyDictionary()
 
 
-def run_moe(x: Tensor, experts: MoE) -> Tensor:
-    """[T, H] -> [T, H]. A shared expert that is not one of the stacked ones runs by itself."""
+def runs_in_one(experts: MoE) -> bool:
+    """Whether kernels take all its experts, also the shared one."""
+    return experts.shared is None or experts.is_shared_last
+
+
+def run_moe(x: Tensor, experts: MoE, residual: Tensor | None = None) -> Tensor:
+    """[T, H] -> [T, H], plus `residual`. A shared expert that is not stacked with them runs by itself."""
     weights = _prepared.get(experts)
     if weights is None:
         weights = _prepared[experts] = _prepare(experts)
-    if experts.shared is None or experts.is_shared_last:
-        return fused_moe(x, weights, routing_rules(experts))
+    if runs_in_one(experts):
+        return fused_moe(x, weights, routing_rules(experts), added=residual)
+    assert residual is None, "the shared expert takes its place"
+    assert experts.shared is not None
     gate = x.float() @ experts.routers[-1] if experts.rules.shared_gate else None
     return fused_moe(x, weights, routing_rules(experts), added=experts.shared(x), gate=gate)
 

@@ -3,8 +3,8 @@
     rows                                     GEMMs            norm, gate, residual
     2 to 128 on Hopper GPUs (32 if weights   `_SplitKGemms`   gate fused; the norm adds residual and partials
     have more than 32 Mi elements)
-    1, or 2 to 16 with such small weights,   `_SkinnyGemms`   all fused: four launches per layer
-    unless MLPs are experts
+    1, or 2 to 16 with such small weights    `_SkinnyGemms`   all fused: four launches per layer; experts take
+    (2 to 4 with experts)                                     normed rows and add the residual
     others                                   `_LargeGemms`    the norm adds the residual; gate fused where
                                                               `skinny` or `linear_act` has a kernel
 
@@ -35,8 +35,9 @@ from saccade.kernels.gemm.skinny import (
 )
 from saccade.kernels.launch.device import is_hopper
 from saccade.kernels.launch.kernel_choice import KernelChoice
-from saccade.kernels.ops.norm import add_rms_norm, silu_and_mul
-from saccade.models.cuda.experts import run_moe
+from saccade.kernels.moe.vector import MAX_TOKENS as MAX_VECTOR_TOKENS
+from saccade.kernels.ops.norm import add_rms_norm, rms_norm, silu_and_mul
+from saccade.models.cuda.experts import run_moe, runs_in_one
 from saccade.models.layers.cross_attention import CrossAttention
 from saccade.models.layers.decoder import Decoder
 from saccade.models.layers.gated_delta_net import GatedDeltaNet
@@ -90,15 +91,17 @@ def gemms_for(decoder: Decoder, rows: int, workspace: SplitWorkspace, *, in_part
     max_split_k_rows = 128 if max(linear.weight.numel() for linear in wide) <= MAX_ELEMENTS else 32
     if 1 < rows <= max_split_k_rows and can_split_k(decoder.table.device):
         return _SplitKGemms(workspace, in_parts)
-    if rows <= MAX_NORMED_ROWS and all(_norms_inside(layer.mlp, rows) for layer in decoder.layers):
+    if rows <= MAX_NORMED_ROWS and all(_is_skinny(layer.mlp, rows) for layer in decoder.layers):
         return _SkinnyGemms(workspace)
     widest = max(len(linear.weight) for linear in wide)
     return _LargeGemms(workspace, _new_scratch(decoder.table, rows, widest))
 
 
-def _norms_inside(mlp: GatedMLP | MoE, rows: int) -> bool:
-    """Whether the norm may be part of its first GEMM. Experts take normed rows."""
-    return isinstance(mlp, GatedMLP) and _gated_config(mlp, rows) is not None
+def _is_skinny(mlp: GatedMLP | MoE, rows: int) -> bool:
+    """Whether `_SkinnyGemms` runs it well."""
+    if isinstance(mlp, MoE):
+        return rows <= MAX_VECTOR_TOKENS and runs_in_one(mlp)
+    return _gated_config(mlp, rows) is not None
 
 
 def _wide_linears(decoder: Decoder) -> Iterator[Linear]:
@@ -164,7 +167,8 @@ class _SkinnyGemms:
         return Residual(skinny_linear(rows, linear.weight, linear.bias, x.rows, workspace=self.workspace))
 
     def mlp(self, x: Residual, norm: RMSNorm, mlp: GatedMLP | MoE, scales: Tensor | None = None) -> Residual:
-        assert isinstance(mlp, GatedMLP), "experts take normed rows"
+        if isinstance(mlp, MoE):
+            return Residual(run_moe(rms_norm(x.rows, norm.weight, norm.eps), mlp, x.rows))
         gated = norm_gated_linear(x.rows, norm.weight, norm.eps, mlp.gate_up.weight)
         return self.add(gated if scales is None else gated.mul_(scales), mlp.down, x)
 

@@ -26,7 +26,8 @@ class TransformersDecoder(FusedDecoder):
         self.heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim)
         shape = torch.empty(text.table.shape[1], config.num_heads * config.head_dim, device="meta")
         out = SimpleNamespace(weight=shape)  # of the output projection
-        self._own = SimpleNamespace(heads=config.num_heads, head_dim=config.head_dim, out=out)
+        self.norm_eps = None  # its layers have applied their norms
+        self._own = SimpleNamespace(heads=config.num_heads, head_dim=config.head_dim, out=out, qk_norms=None)
 
     def gemms(self, rows: int, *, in_parts: bool = False) -> Gemms:
         return _Head()  # type: ignore[return-value]

@@ -69,7 +69,8 @@ class DecodeGraphs:
         dtype = decoder.kv.k.dtype
         self._attention = None
         if latent is None:
-            self._attention = DecodeAttention(decoder.heads, dtype, block_size, self.sizes[-1], device)
+            given = (dtype, block_size, self.sizes[-1], device, decoder.norm_eps)
+            self._attention = DecodeAttention(decoder.heads, *given)
         self._argmax = ArgmaxWorkspace.allocate(self.sizes[-1], device)
         self._metadata = torch.zeros(_FIELDS * self.sizes[-1], dtype=torch.int32, device=device)
         self._staging = PinnedStaging(_FIELDS * self.sizes[-1], device)
@@ -159,7 +160,9 @@ class DecodeGraphs:
         scale = self.decoder.scale
 
         def attend(projected: Tensor, own: Any, index: int, out: Tensor | None = None) -> Tensor:
-            new = NewTokens(projected, inputs.cos, inputs.sin, metadata.slots, inputs.query_scales)
+            norms = own.qk_norms
+            by = (norms.q.weight, norms.k.weight) if norms else ()
+            new = NewTokens(projected, inputs.cos, inputs.sin, metadata.slots, inputs.query_scales, *by)
             by_head = None if out is None else out.view(len(out), own.heads, own.head_dim)
             given = (kv.k[index], kv.v[index], inputs.tables, metadata.seq_lens, scale, schedule, by_head)
             return attention(new, *given).flatten(1)

@@ -26,6 +26,7 @@ from saccade.kernels.ops.prepare_inputs import (
     RotaryFrequencies,
     prefill_inputs,
 )
+from saccade.kernels.ops.qk_norm import qk_rms_norm
 from saccade.models.cuda.decoder import Crossing, FusedDecoder, Mixers, Mixing
 from saccade.runner.cuda.block_table import BlockTables
 from saccade.runner.cuda.cross_attention import CrossAttentions
@@ -269,7 +270,7 @@ class PrefillGraphs:
     def _forward(self, embeds: Tensor, metadata: Tensor, sizes: Sizes, tables: Tensor | None = None) -> _Last:
         """`tables`: of cross-attention, where they are not those of CUDA graphs."""
         attend = self.begin(embeds, metadata, sizes, 1 if sizes.is_short else None)
-        gemms = self.decoder.gemms(sizes.tokens, in_parts=True)
+        gemms = self.decoder.gemms(sizes.tokens, in_parts=self.decoder.norm_eps is None)
         nets = self.begin_nets(metadata, sizes)
         cross = self.begin_cross(metadata, sizes, tables)
         x = self.decoder.forward(embeds, Mixers(attend, nets, cross, self.positions(metadata, sizes)), gemms)
@@ -322,6 +323,9 @@ class PrefillGraphs:
         kv = self.decoder.kv
 
         def attend(projected: Tensor, own: Any, index: int, out: Tensor | None = None) -> Tensor:
+            norms = own.qk_norms
+            if norms is not None:
+                qk_rms_norm(projected, norms.q.weight, norms.k.weight, own.heads, norms.eps)  # in place
             q, k, v = self.decoder.split(projected)
             cached = (kv.k[index], kv.v[index])
             rotation = (inputs.cos, inputs.sin)

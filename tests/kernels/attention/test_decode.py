@@ -147,16 +147,20 @@ def test_a_kernel_that_fails_is_left_out_with_its_reason(
     assert "no such instruction" in caplog.text
 
 
-def test_the_trial_accepts_what_agrees_with_the_plain_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("norm_eps", [None, 1e-6])
+def test_the_trial_accepts_what_agrees_with_the_plain_kernel(
+    norm_eps: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The plain kernel in its place: the trial's own example must be one that a right kernel passes."""
 
     def plain(
         new: object, k: Tensor, v: Tensor, tables: Tensor, seq_lens: Tensor, _: TileSchedule, *rest: object
     ) -> Tensor:
-        return decode.paged_decode(new, k, v, tables, seq_lens, *rest)  # type: ignore[arg-type]
+        *rest, _, eps = rest
+        return decode.paged_decode(new, k, v, tables, seq_lens, *rest, norm_eps=eps)  # type: ignore[arg-type]
 
     monkeypatch.setattr(decode_hopper, "hopper_decode", plain)
-    decode.can_use_hopper.self_test(Heads(2, 1, 128), HALF, BLOCK, DEVICE)
+    decode.can_use_hopper.self_test(Heads(2, 1, 128), HALF, BLOCK, DEVICE, norm_eps)
 
 
 @pytest.mark.parametrize(("taken", "programs"), [(0, 12), (4, 8), (6, 6), (7, 12)])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -12,6 +14,7 @@ from saccade.models.layers.decoder import Biases
 from saccade.models.layers.torch_attention import PagedKV
 from tests.helpers.allocations import PeakMemory
 from tests.helpers.decoder_layers import BIASES, DEVICE, TEXT, assert_close, decoder, plain_mlp, rows_of, total
+from tests.helpers.moe import config
 
 EVERY_SIZE = pytest.mark.parametrize("rows", [1, 5, 20, 40, 600], ids=["one", "few", "more", "many", "prompt"])
 
@@ -28,6 +31,17 @@ def test_a_layer_projects_adds_and_widens_as_the_plain_one_does(rows: int, biase
     added = layer.attention.out(mixed) + x
     assert_close(total(stream), added)
     assert_close(total(gemms.mlp(stream, layer.mlp_norm, layer.mlp)), plain_mlp(added, layer))
+
+
+@pytest.mark.parametrize("rows", [1, 3, 20])
+@pytest.mark.parametrize(("shared", "expected"), [(0, "_SkinnyGemms"), (24, "_SkinnyGemms"), (48, "_LargeGemms")])
+def test_a_layer_of_experts_adds_its_residual(shared: int, expected: str, rows: int) -> None:
+    """A shared expert of another width runs by itself, so the next norm adds the residual."""
+    made = decoder(text=replace(TEXT, experts=config(layers=(0, 1), shared=shared)))
+    layer, gemms = made.layers[0], gemms_for(made, rows, new_workspace(made))
+    assert type(gemms).__name__ == (expected if rows <= 4 else "_LargeGemms")
+    x = rows_of(rows, 64, 1)
+    assert_close(total(gemms.mlp(Residual(x), layer.mlp_norm, layer.mlp)), plain_mlp(x, layer))
 
 
 @EVERY_SIZE
