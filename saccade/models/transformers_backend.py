@@ -72,7 +72,8 @@ class Fallback:
         self._rope = follow_lengths(self._text, self.config.text.rope_switch, self.window)
         ends = (self.model.get_input_embeddings(), self.model.get_output_embeddings())
         fixed = self._rope is None
-        self.decoder = TextModel(self.config.text, *ends, self.forward, is_rope_fixed=fixed)
+        given = {"layers": self._text, "is_rope_fixed": fixed}
+        self.decoder = TextModel(self.config.text, *ends, self.forward, **given)
 
     def prepare(self, image: ImagePixels, geometry: Geometry) -> Tensor:
         """The processor's tiles, reshaped to [patches, patch_dim] without reordering."""

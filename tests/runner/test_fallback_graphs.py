@@ -68,5 +68,6 @@ def test_what_our_kernels_do_at_the_ends_must_be_all_there_is(
     embeddings: nn.Module, head: nn.Module, is_rope_fixed: bool, said: str | None
 ) -> None:
     text = TextConfig(8, 16, 1, 2, 1, 4, 20, 512, 1e-6, 1e4, None, {}, False, "qwen2")
-    made = TextModel(text, embeddings, head, lambda *_: torch.zeros(1), is_rope_fixed=is_rope_fixed)
+    given = {"layers": nn.Identity(), "is_rope_fixed": is_rope_fixed}
+    made = TextModel(text, embeddings, head, lambda *_: torch.zeros(1), **given)
     assert made.eager_reason() == said

@@ -59,6 +59,46 @@ def rotary_and_store(
     return rotated
 
 
+def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """q [T, heads, d] and k [T, kv_heads, d] rotated in place, where the cache is written by others.
+
+    cos and sin [T, rotary_dim], contiguous, without a sign: x * cos + rotate_half(x) * sin.
+    """
+    tokens, heads, dim = q.shape
+    kv_heads = k.shape[1]
+    width = cos.shape[-1]
+    pdl = supports_pdl(q)
+    assert cos.is_contiguous() and sin.is_contiguous() and q.stride(2) == k.stride(2) == 1 and width <= dim
+    _rotary_in_place_kernel[(tokens, 2)](
+        q, k, cos, sin, q.stride(0), q.stride(1), k.stride(0), k.stride(1), heads, kv_heads,
+        PADDED_HEADS=power_of_two(max(heads, kv_heads)), PADDED_HALF=power_of_two(width // 2), ROTARY=width, PDL=pdl,
+        num_warps=4, **pdl_options(pdl),
+    )  # fmt: skip
+
+
+@triton.jit
+def _rotary_in_place_kernel(
+    q: tl.tensor, k: tl.tensor, cos: tl.tensor, sin: tl.tensor,
+    q_row: tl.tensor, q_head: tl.tensor, k_row: tl.tensor, k_head: tl.tensor, heads: tl.tensor, kv_heads: tl.tensor,
+    PADDED_HEADS: tl.constexpr, PADDED_HALF: tl.constexpr, ROTARY: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    """Program (t, 0) has the queries of row t, (t, 1) its keys."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.arange(0, PADDED_HEADS)[:, None]
+    half = tl.arange(0, PADDED_HALF)[None, :]
+    known = half < ROTARY // 2
+    pdl_release_then_wait(PDL)  # first: cos and sin are a kernel's of this pass
+    angles = _load_pair(cos + row * ROTARY + half, known, ROTARY, 0, 1)
+    low, high = _load_pair(sin + row * ROTARY + half, known, ROTARY, 0, 1)
+    if tl.program_id(1) == 0:
+        own = q + row * q_row + head * q_head + half
+        inside = (head < heads) & known
+    else:
+        own = k + row * k_row + head * k_head + half
+        inside = (head < kv_heads) & known
+    _rotate(_load_pair(own, inside, ROTARY, 0, 1), own, inside, angles, (-low, high), ROTARY)
+
+
 @triton.jit(do_not_specialize=["part"], do_not_specialize_on_alignment=["slots"])  # a slice of a larger array
 def _rotary_kernel(
     q: tl.tensor, k: tl.tensor, v: tl.tensor, rotated: tl.tensor, cos: tl.tensor, sin: tl.tensor,

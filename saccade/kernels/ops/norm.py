@@ -29,33 +29,33 @@ def add_rms_norm(
 
     The weight may be float32. `only`: of these rows, int32 [W], in their order.
     """
-    assert residual.is_contiguous() and x.shape[-2:] == residual.shape
-    rows = len(residual if only is None else only)
-    normed = residual.new_empty(rows, residual.shape[1])
-    total = torch.empty_like(normed)
-    _launch_norm(x, residual, weight, only, normed, total, eps)
+    assert x.is_contiguous() and residual.is_contiguous() and x.shape[-2:] == residual.shape
+    rows, hidden = len(residual if only is None else only), residual.shape[1]
+    normed = residual.new_empty(rows, hidden)
+    total = residual.new_empty(rows, hidden)
+    _launch_norm(x, residual, weight, only, normed, total, eps, x.numel() // residual.numel())
     return normed, total
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """[T, hidden]. The weight may be float32."""
+    """x [..., hidden] normed. The weight may be float32."""
+    x = x.contiguous()
     normed = torch.empty_like(x)
-    _launch_norm(x, None, weight, None, normed, None, eps)
+    _launch_norm(x, None, weight, None, normed, None, eps, 1)
     return normed
 
 
 def _launch_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, only: Tensor | None, normed: Tensor, total: Tensor | None,
-    eps: float,
+    eps: float, parts: int,
 ) -> None:  # fmt: skip
-    assert x.is_contiguous()
-    tokens, hidden = x.shape[-2:]
+    hidden = x.shape[-1]
     columns = power_of_two(hidden)
+    warps = columns // (512 if residual is None or x.dim() == 2 else _PARTIAL_COLUMNS)
     pdl = supports_pdl(x)
-    _norm_kernel[(len(normed),)](
-        x, residual, weight, only, normed, total, eps, tokens * hidden,
-        HIDDEN=hidden, COLUMNS=columns, PARTS=x.shape[0] if x.dim() == 3 else 1, PDL=pdl,
-        num_warps=min(max(columns // (512 if x.dim() == 2 else _PARTIAL_COLUMNS), 1), 16), **pdl_options(pdl),
+    _norm_kernel[(normed.numel() // hidden,)](
+        x, residual, weight, only, normed, total, eps, x.numel() // parts,
+        HIDDEN=hidden, COLUMNS=columns, PARTS=parts, PDL=pdl, num_warps=min(max(warps, 1), 16), **pdl_options(pdl),
     )  # fmt: skip
 
 

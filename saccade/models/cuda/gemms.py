@@ -87,9 +87,7 @@ class Gemms(Protocol):
 def gemms_for(decoder: Decoder, rows: int, workspace: SplitWorkspace, *, in_parts: bool = False) -> Gemms:
     """`in_parts`: attention accepts queries, keys and values as split-K partials."""
     wide = list(_wide_linears(decoder))
-    # cuBLAS reuses what it reads better over many rows; that counts where weights are large.
-    max_split_k_rows = 128 if max(linear.weight.numel() for linear in wide) <= MAX_ELEMENTS else 32
-    if 1 < rows <= max_split_k_rows and can_split_k(decoder.table.device):
+    if _splits_k(rows, max(linear.weight.numel() for linear in wide), decoder.table.device):
         return _SplitKGemms(workspace, in_parts)
     if rows <= MAX_NORMED_ROWS and all(_is_skinny(layer.mlp, rows) for layer in decoder.layers):
         return _SkinnyGemms(workspace)
@@ -102,6 +100,18 @@ def _is_skinny(mlp: GatedMLP | MoE, rows: int) -> bool:
     if isinstance(mlp, MoE):
         return rows <= MAX_VECTOR_TOKENS and runs_in_one(mlp)
     return _gated_config(mlp, rows) is not None
+
+
+def gated(rows: Tensor, mlp: GatedMLP, workspace: SplitWorkspace) -> Tensor:
+    """silu(gate) * up: [T, wide], for layers that are not a decoder's of ours."""
+    if _splits_k(len(rows), mlp.gate_up.weight.numel(), rows.device):
+        return _SplitKGemms(workspace, in_parts=False)._gated(rows, mlp)
+    return _LargeGemms(workspace, None)._gated(rows, mlp)
+
+
+def _splits_k(rows: int, largest: int, device: torch.device) -> bool:
+    """cuBLAS reuses what it reads better over many rows; that counts where weights are large."""
+    return 1 < rows <= (128 if largest <= MAX_ELEMENTS else 32) and can_split_k(device)
 
 
 def _wide_linears(decoder: Decoder) -> Iterator[Linear]:

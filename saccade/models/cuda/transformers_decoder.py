@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import logging
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from saccade.kernels.gemm.skinny import MAX_ROWS, SplitWorkspace, skinny_linear
 from saccade.kernels.launch.device import Heads
 from saccade.models.cuda.decoder import FusedDecoder, Mixers
 from saccade.models.cuda.gemms import Gemms, Residual
+from saccade.models.cuda.transformers_fusion import Fusion
 from saccade.models.layers.decoder import Decoder
 from saccade.models.layers.torch_attention import PagedKV
 from saccade.models.layers.transformers_text import TextModel
+
+logger = logging.getLogger("saccade.models")
+
+_TRIED_TOKENS = 5
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}  # of the largest value
 
 
 class TransformersDecoder(FusedDecoder):
@@ -28,25 +38,78 @@ class TransformersDecoder(FusedDecoder):
         out = SimpleNamespace(weight=shape)  # of the output projection
         self.norm_eps = None  # its layers have applied their norms
         self._own = SimpleNamespace(heads=config.num_heads, head_dim=config.head_dim, out=out, qk_norms=None)
+        self._workspace = SplitWorkspace.allocate(MAX_ROWS, text.table.device)
+        self._fusion = self._fused()
+
+    @torch.no_grad()
+    def _fused(self) -> AbstractContextManager[None]:
+        """Nothing, if a short pass with kernels inside the layers is not the same as without."""
+        try:
+            fusion = Fusion(self.text.layers, self._workspace)
+            expected = self._try()
+            with fusion:
+                self._try()  # RoPE shows whether it is ours
+                found = self._try()
+        except Exception as error:  # anything: layers may be of any kind
+            reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        else:
+            difference = float((found - expected).abs().max() / expected.abs().max())
+            if difference <= _TOLERANCE[self.text.table.dtype]:
+                logger.info("our kernels inside Transformers' layers: %s", fusion)
+                return fusion
+            reason = f"its output would differ by {difference:.1e}"
+        logger.warning("Transformers' layers run as they are, without kernels of ours inside: %s", reason)
+        return nullcontext()
+
+    def _try(self) -> Tensor:
+        generator = torch.Generator().manual_seed(0)
+        embeds = torch.randn(_TRIED_TOKENS, self.text.table.shape[1], generator=generator)
+        positions = torch.arange(_TRIED_TOKENS, device=self.text.table.device)[None]
+
+        def attend(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
+            found = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            return found[0].transpose(0, 1)
+
+        return self.text.forward(embeds.to(self.text.table), positions, attend).float()
 
     def gemms(self, rows: int, *, in_parts: bool = False) -> Gemms:
-        return _Head()  # type: ignore[return-value]
+        return _Head(self._workspace)  # type: ignore[return-value]
 
     def forward(self, embeds: Tensor, mixers: Mixers, gemms: Gemms) -> Residual:
         assert mixers.positions is not None
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             """Transformers' layers have applied RoPE; our kernels rotate by nothing."""
-            return mixers.attend(torch.cat((q, k, v), dim=1), self._own, layer).view(q.shape)
+            return mixers.attend(_whole(q, k, v), self._own, layer).view(q.shape)
 
-        return Residual(self.text.forward(embeds, mixers.positions[None].long(), attend))
+        with self._fusion:
+            return Residual(self.text.forward(embeds, mixers.positions[None].long(), attend))
+
+
+def _whole(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """[T, heads + 2 kv_heads, d]: a view, where they are slices of one GEMM's output."""
+    rows, heads, dim = q.shape
+    kv_heads = k.shape[1]
+    width = heads + 2 * kv_heads
+    step = dim * q.element_size()
+    starts = [t.data_ptr() - q.data_ptr() for t in (k, v)]
+    storages = {t.untyped_storage().data_ptr() for t in (q, k, v)}
+    row = q.stride(0) if rows > 1 else width * dim
+    is_strided = all(t.stride()[1:] == (dim, 1) and t.stride(0) in (row, q.stride(0)) for t in (q, k, v))
+    if len(storages) == 1 and is_strided and starts == [heads * step, (heads + kv_heads) * step]:
+        return q.as_strided((rows, width, dim), (row, dim, 1))
+    return torch.cat((q, k, v), dim=1)
 
 
 class _Head:
     """What `Gemms` has for the end of a pass. Transformers' model ends with the norm."""
 
+    def __init__(self, workspace: SplitWorkspace) -> None:
+        self.workspace = workspace
+
     def normed(self, x: Residual, decoder: Decoder, only: Tensor | None = None) -> Tensor:
         return x.rows if only is None else x.rows.index_select(0, only)
 
     def logits(self, x: Residual, decoder: Decoder, out: Tensor) -> Tensor:
-        return torch.mm(x.rows, decoder.head.T, out=out)
+        return skinny_linear(x.rows, decoder.head, workspace=self.workspace, out=out)

@@ -25,6 +25,7 @@ class TextModel:
         head: Any,
         forward: Callable[..., Tensor],
         *,
+        layers: Any,  # module of Transformers that `forward` runs
         is_rope_fixed: bool,
     ) -> None:
         self.config = config
@@ -33,6 +34,7 @@ class TextModel:
         self.head: Tensor = head.weight
         self.embedding_size = self.table.shape[1]
         self.forward = forward
+        self.layers = layers
         self._embeddings = embeddings
         self._has_bias = getattr(head, "bias", None) is not None
         self._is_rope_fixed = is_rope_fixed

@@ -1,0 +1,220 @@
+"""Our kernels inside the layers of a Transformers text model, of which nothing else is known.
+
+    module                             launches    fused                                              launches
+    q_proj, k_proj, v_proj                3        one GEMM; each returns its slice                      1
+    RMS norm                              6        `rms_norm`                                            1
+    apply_rotary_pos_emb                 10        `rotary`, in place                                    1
+    down(act(gate(x)) * up(x))            5        gate and up in one GEMM, with SiLU inside; down       2
+    any other linear                      1        the GEMM that suits the number of rows                1
+
+A norm, an MLP or RoPE that gives something else on a few random rows stays as it is. The modules compute in
+this way within `with fusion:`; outside, they run their own code. Merged weights are held once: those of the
+modules become views.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import FunctionType, MethodType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from saccade.kernels.attention.rope_store_kv import rotary
+from saccade.kernels.gemm.skinny import SplitWorkspace, skinny_linear
+from saccade.kernels.ops.norm import rms_norm
+from saccade.models.cuda.gemms import gated
+
+_ROTARY = "apply_rotary_pos_emb"  # the function of Transformers' modeling files
+_QKV = ("q_proj", "k_proj", "v_proj")
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}  # of the largest value
+
+
+class Fusion:
+    def __init__(self, layers: nn.Module, workspace: SplitWorkspace) -> None:
+        self.workspace = workspace
+        self._forwards: dict[nn.Module, Callable[..., Any]] = {}  # what modules compute within `with`
+        self._found = Counter[str]()
+        self._fused = Counter[str]()
+        self._reasons: dict[str, str] = {}  # why some are not
+        self._rotaries: list[_Rotary] = []
+        modules = [module for module in layers.modules() if "forward" not in vars(module)]
+        for module in modules:
+            self._fuse_parts(module)
+        for module in modules:
+            if type(module) is nn.Linear:
+                self._forwards.setdefault(module, partial(self._linear, module))
+        if workspace.partials.is_cuda:
+            torch.cuda.empty_cache()  # of weights before they were merged: CUDA graphs have their own memory
+
+    def __enter__(self) -> None:
+        for module, forward in self._forwards.items():
+            module.forward = forward
+
+    def __exit__(self, *_: object) -> None:
+        for module in self._forwards:
+            del module.forward
+
+    def __str__(self) -> str:
+        """After a pass: what was fused, of how many. RoPE shows itself in the first pass."""
+        fused = self._fused + Counter({"RoPE": sum(rotary.is_same is True for rotary in self._rotaries)})
+        found = self._found + Counter({"RoPE": len(self._rotaries)})
+        counts = ", ".join(f"{name} {fused[name]} of {count}" for name, count in sorted(found.items()))
+        return "; ".join([counts, *(f"{kind}: {reason}" for kind, reason in self._reasons.items())])
+
+    def _fuse_parts(self, module: nn.Module) -> None:
+        if type(module).__name__.endswith("RMSNorm"):
+            self._fuse("RMS norms", module, self._norms(module))
+        if isinstance(getattr(module, "down_proj", None), nn.Linear):
+            self._fuse("MLPs", module, self._mlps(module))
+        linears = _merged(module, _QKV)
+        if linears is not None:
+            self._found["q/k/v"] += 1
+            self._fused["q/k/v"] += 1
+            shared = _Shared(partial(self._linear, linears), len(_QKV))
+            sizes = [len(getattr(module, name).weight) for name in _QKV]
+            for name, end, size in zip(_QKV, torch.tensor(sizes).cumsum(0).tolist(), sizes, strict=True):
+                self._forwards[getattr(module, name)] = partial(shared.part, end - size, end)
+        self._fuse_rotary(module)
+
+    def _fuse(self, kind: str, module: nn.Module, candidates: Sequence[Callable[[Tensor], Tensor]]) -> None:
+        """The first that computes the same."""
+        self._found[kind] += 1
+        for forward in candidates:
+            reason = _difference(module, forward)
+            if reason is None:
+                self._forwards[module] = forward
+                self._fused[kind] += 1
+                return
+            self._reasons[kind] = reason
+
+    def _norms(self, norm: Any) -> Sequence[Callable[[Tensor], Tensor]]:
+        eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+        if not isinstance(eps, float) or not isinstance(getattr(norm, "weight", None), Tensor):
+            return ()
+        weight = norm.weight.detach()
+        return [partial(rms_norm, weight=by, eps=eps) for by in (weight, 1 + weight.float())]
+
+    def _mlps(self, mlp: Any) -> Sequence[Callable[[Tensor], Tensor]]:
+        both = getattr(mlp, "gate_up_proj", None) or _merged(mlp, ("gate_proj", "up_proj"))
+        if both is None:
+            return ()
+        parts: Any = SimpleNamespace(gate_up=both, down=mlp.down_proj)
+
+        def silu(x: Tensor) -> Tensor:
+            rows = x.reshape(-1, x.shape[-1])
+            return self._linear(parts.down, gated(rows, parts, self.workspace)).view(x.shape)
+
+        def other(x: Tensor, act: Callable[[Tensor], Tensor]) -> Tensor:
+            gate, up = self._linear(both, x).chunk(2, dim=-1)
+            return self._linear(parts.down, act(gate) * up)
+
+        acts = [child for child in mlp.children() if not isinstance(child, nn.Linear)]
+        return [silu, *(partial(other, act=act) for act in acts)]
+
+    def _fuse_rotary(self, module: nn.Module) -> None:
+        """A copy of its `forward` that finds our function under the name of Transformers'."""
+        own = type(module).forward
+        if not isinstance(own, FunctionType) or _ROTARY not in own.__code__.co_names:
+            return
+        stand_in = _Rotary(own.__globals__[_ROTARY])
+        scope = {**own.__globals__, _ROTARY: stand_in}
+        copy = FunctionType(own.__code__, scope, own.__name__, own.__defaults__, own.__closure__)
+        copy.__kwdefaults__ = own.__kwdefaults__
+        self._forwards[module] = MethodType(copy, module)
+        self._rotaries.append(stand_in)
+
+    def _linear(self, linear: Any, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        found = skinny_linear(rows, linear.weight, linear.bias, workspace=self.workspace)
+        return found.view(*x.shape[:-1], -1)
+
+
+class _Shared:
+    """The output of a merged GEMM, from the first of its linears that is called to the last."""
+
+    def __init__(self, forward: Callable[[Tensor], Tensor], readers: int) -> None:
+        self.forward = forward
+        self.readers = readers
+        self.left = 0  # that have not read it yet
+        self.given: Tensor | None = None
+        self.found: Tensor | None = None
+
+    def part(self, start: int, end: int, x: Tensor) -> Tensor:
+        if x is not self.given or self.found is None:
+            self.given = x
+            self.found = self.forward(x)
+            self.left = self.readers
+        part = self.found[..., start:end]
+        self.left -= 1
+        if not self.left:
+            self.given = self.found = None  # its memory is the next module's
+        return part
+
+
+class _Rotary:
+    """`apply_rotary_pos_emb` of one module. Its first call shows whether ours is the same."""
+
+    def __init__(self, own: Callable[..., tuple[Tensor, Tensor]]) -> None:
+        self.own = own
+        self.is_same: bool | None = None
+
+    def __call__(
+        self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any, **named: Any
+    ) -> tuple[Tensor, Tensor]:
+        """q [1, heads, T, d], k [1, kv_heads, T, d], cos and sin [1, T, rotary_dim]."""
+        fits = len(q) == 1 and cos.shape[:2] == (1, q.shape[2]) and cos.shape[-1] <= q.shape[-1]
+        if self.is_same is False or more or named or not fits:
+            return self.own(q, k, cos, sin, *more, **named)
+        if self.is_same is None:
+            expected = self.own(q, k, cos, sin)
+            found = (q.clone(), k.clone())
+            _rotate(*found, cos, sin)
+            self.is_same = all(map(_are_close, found, expected))
+            return expected
+        _rotate(q, k, cos, sin)
+        return q, k
+
+
+def _rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
+    rotary(q[0].transpose(0, 1), k[0].transpose(0, 1), cos[0].contiguous(), sin[0].contiguous())
+
+
+def _merged(module: nn.Module, names: Sequence[str]) -> Any:
+    """One linear for these of a module, whose weights become views of its own; None: they do not fit."""
+    linears: list[Any] = [getattr(module, name, None) for name in names]
+    if any(type(linear) is not nn.Linear or "forward" in vars(linear) for linear in linears):
+        return None
+    if len({(linear.in_features, linear.bias is None, linear.weight.dtype) for linear in linears}) > 1:
+        return None
+    made = SimpleNamespace(weight=None, bias=None)
+    for name in ("weight", "bias"):
+        values = [getattr(linear, name) for linear in linears]
+        if values[0] is None:
+            continue
+        whole = torch.cat([value.detach() for value in values])
+        setattr(made, name, whole)
+        for linear, own in zip(linears, torch.split(whole, [len(value) for value in values]), strict=True):
+            setattr(linear, name, nn.Parameter(own, requires_grad=False))
+    return made
+
+
+def _difference(module: Any, forward: Callable[[Tensor], Tensor]) -> str | None:
+    """On rows of several sizes, the smallest of which shows the eps of a norm. None: they agree."""
+    weight = next(module.parameters())
+    rows = torch.randn(3, weight.shape[-1], generator=torch.Generator().manual_seed(0))
+    x = (rows * torch.tensor([1.0, 1e-3, 3.0])[:, None])[None].to(weight)
+    try:
+        return None if _are_close(forward(x), module(x)) else "another formula"
+    except Exception as error:  # anything: it is of another kind
+        return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+def _are_close(found: Tensor, expected: Tensor) -> bool:
+    if found.shape != expected.shape:
+        return False
+    difference = (found.float() - expected.float()).abs().max()
+    return bool(difference <= _TOLERANCE[expected.dtype] * expected.float().abs().max())
