@@ -9,12 +9,12 @@ from torch import Tensor
 from saccade.kernels.attention.decode_triton import DecodeWorkspace, choose_splits, paged_decode
 from saccade.kernels.attention.prefill_triton import choose_rows
 from saccade.kernels.attention.prefill_triton import choose_splits as prefill_splits
-from saccade.kernels.attention.rope_store_kv import rotary_and_store
+from saccade.kernels.attention.rope_store_kv import rotary, rotary_and_store
 from saccade.kernels.attention.vit_triton import TILE_ROWS, packed_vit
 from saccade.kernels.launch.varlen_tiles import Launch, Tiles, power_of_two
 from saccade.kernels.ops import reference
 from saccade.kernels.ops.argmax import ArgmaxWorkspace, TokenSink, argmax
-from saccade.kernels.ops.norm import add_rms_norm, silu_and_mul
+from saccade.kernels.ops.norm import add_rms_norm, rms_norm, silu_and_mul
 from saccade.kernels.ops.prepare_inputs import (
     DecodeMetadata,
     PrefillInputs,
@@ -290,6 +290,22 @@ def test_a_projection_in_parts_is_turned_and_stored_as_its_sum() -> None:
     assert_close(found[6], expected[6])
 
 
+@pytest.mark.parametrize(("dim", "rotating"), [(64, 64), (80, 80), (128, 32)])
+@pytest.mark.parametrize("by_head", [False, True], ids=["rows of heads", "heads of rows"])
+def test_queries_and_keys_rotate_in_place_and_what_is_beside_them_stays(dim: int, rotating: int, by_head: bool) -> None:
+    whole = random(9, 4, dim).transpose(0, 1) if by_head else random(4, 9, dim)
+    q, k, v = whole.split([5, 2, 2], dim=1)
+    expected = [part.clone() for part in (q, k, v)]
+    cos, sin = random(2, 4, rotating, seed=1)
+    rotary(q, k, cos, sin)
+    for part in expected[:2]:
+        low, high = part[..., :rotating].chunk(2, dim=-1)
+        half = torch.cat((-high, low), dim=-1)
+        part[..., :rotating] = part[..., :rotating] * cos[:, None] + half * sin[:, None]
+    for found, theirs in zip((q, k, v), expected, strict=True):
+        assert_close(found, theirs)
+
+
 # --- between the products -----------------------------------------------------------------------------------------
 
 
@@ -302,6 +318,15 @@ def test_the_norm_of_a_sum_equals_the_reference(hidden: int, dtype: torch.dtype)
     expected_normed, expected_total = reference.add_rms_norm(x, residual, weight, 1e-6)
     assert_close(normed, expected_normed)
     assert_close(total, expected_total)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("hidden", [16, 200])
+def test_the_norm_without_a_sum_equals_that_of_adding_nothing(hidden: int, dtype: torch.dtype) -> None:
+    x, weight = random(2, 3, hidden, dtype=dtype), random(hidden, seed=1)
+    nothing = torch.zeros(6, hidden, dtype=dtype, device=DEVICE)
+    expected, _ = add_rms_norm(x.flatten(0, 1), nothing, weight, 1e-6)
+    assert torch.equal(rms_norm(x, weight, 1e-6).flatten(0, 1), expected)
 
 
 def test_the_norm_takes_float32_weights_for_half_rows() -> None:

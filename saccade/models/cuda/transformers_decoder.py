@@ -89,17 +89,16 @@ class TransformersDecoder(FusedDecoder):
 
 def _whole(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """[T, heads + 2 kv_heads, d]: a view, where they are slices of one GEMM's output."""
+    parts = (q, k, v)
     rows, heads, dim = q.shape
-    kv_heads = k.shape[1]
-    width = heads + 2 * kv_heads
-    step = dim * q.element_size()
-    starts = [t.data_ptr() - q.data_ptr() for t in (k, v)]
-    storages = {t.untyped_storage().data_ptr() for t in (q, k, v)}
-    row = q.stride(0) if rows > 1 else width * dim
-    is_strided = all(t.stride()[1:] == (dim, 1) and t.stride(0) in (row, q.stride(0)) for t in (q, k, v))
-    if len(storages) == 1 and is_strided and starts == [heads * step, (heads + kv_heads) * step]:
+    width = heads + 2 * k.shape[1]
+    row = q.stride(0) if rows > 1 else width * dim  # the stride of a single row says nothing
+    starts = [part.storage_offset() - q.storage_offset() for part in parts]
+    is_slice = starts == [0, heads * dim, (width - v.shape[1]) * dim]
+    is_strided = all(part.stride()[rows == 1 :] == (row, dim, 1)[rows == 1 :] for part in parts)
+    if is_slice and is_strided and len({part.untyped_storage().data_ptr() for part in parts}) == 1:
         return q.as_strided((rows, width, dim), (row, dim, 1))
-    return torch.cat((q, k, v), dim=1)
+    return torch.cat(parts, dim=1)
 
 
 class _Head:

@@ -26,10 +26,12 @@ from torch import Tensor, nn
 from saccade.kernels.attention.rope_store_kv import rotary
 from saccade.kernels.gemm.skinny import SplitWorkspace, skinny_linear
 from saccade.kernels.ops.norm import rms_norm
+from saccade.kernels.ops.qk_norm import qk_rms_norm
 from saccade.models.cuda.gemms import gated
 
 _ROTARY = "apply_rotary_pos_emb"  # the function of Transformers' modeling files
 _QKV = ("q_proj", "k_proj", "v_proj")
+_QK_NORMS = ("q_norm", "k_norm")
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}  # of the largest value
 
 
@@ -47,6 +49,9 @@ class Fusion:
         for module in modules:
             if type(module) is nn.Linear:
                 self._forwards.setdefault(module, partial(self._linear, module))
+            for norm in (getattr(module, name, None) for name in _QK_NORMS if hasattr(module, "q_proj")):
+                if norm in self._forwards:
+                    self._forwards[norm] = partial(_norm_heads, self._forwards[norm])
         if workspace.partials.is_cuda:
             torch.cuda.empty_cache()  # of weights before they were merged: CUDA graphs have their own memory
 
@@ -83,13 +88,14 @@ class Fusion:
     def _fuse(self, kind: str, module: nn.Module, candidates: Sequence[Callable[[Tensor], Tensor]]) -> None:
         """The first that computes the same."""
         self._found[kind] += 1
+        reason: str | None = "other parts"
         for forward in candidates:
             reason = _difference(module, forward)
             if reason is None:
                 self._forwards[module] = forward
                 self._fused[kind] += 1
                 return
-            self._reasons[kind] = reason
+        self._reasons[kind] = str(reason)
 
     def _norms(self, norm: Any) -> Sequence[Callable[[Tensor], Tensor]]:
         eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
@@ -99,7 +105,9 @@ class Fusion:
         return [partial(rms_norm, weight=by, eps=eps) for by in (weight, 1 + weight.float())]
 
     def _mlps(self, mlp: Any) -> Sequence[Callable[[Tensor], Tensor]]:
-        both = getattr(mlp, "gate_up_proj", None) or _merged(mlp, ("gate_proj", "up_proj"))
+        both = getattr(mlp, "gate_up_proj", None)
+        if type(both) is not nn.Linear:
+            both = _merged(mlp, ("gate_proj", "up_proj"))
         if both is None:
             return ()
         parts: Any = SimpleNamespace(gate_up=both, down=mlp.down_proj)
@@ -177,6 +185,19 @@ class _Rotary:
             return expected
         _rotate(q, k, cos, sin)
         return q, k
+
+
+def _norm_heads(norm: Any, x: Tensor) -> Tensor:
+    """Heads of a merged GEMM's output in place, so that attention finds q, k and v side by side."""
+    dim = x.shape[-1]
+    if x.dim() != 4 or len(x) > 1:
+        return norm(x)
+    heads = x[0] if x.stride(2) == dim else x[0].transpose(0, 1)  # [T, heads, d]
+    if heads.stride(1) != dim or heads.stride(0) % dim:
+        return norm(x)
+    weight = norm.keywords["weight"]
+    qk_rms_norm(heads, weight, weight, heads.shape[1], norm.keywords["eps"])
+    return x
 
 
 def _rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
