@@ -2,14 +2,14 @@
 
     module                             launches    fused                                              launches
     q_proj, k_proj, v_proj                3        one GEMM; each returns its slice                      1
-    RMS norm                              6        `rms_norm`                                            1
+    RMS norm                              6        `rms_norm`; of q and k in place                       1
     apply_rotary_pos_emb                 10        `rotary`, in place                                    1
     down(act(gate(x)) * up(x))            5        gate and up in one GEMM, with SiLU inside; down       2
     any other linear                      1        the GEMM that suits the number of rows                1
 
-A norm, an MLP or RoPE that gives something else on a few random rows stays as it is. The modules compute in
-this way within `with fusion:`; outside, they run their own code. Merged weights are held once: those of the
-modules become views.
+A norm, an MLP or RoPE that gives something else on a few rows stays as it is. Modules compute in this way
+within `with fusion:`; outside, they run their own code. Merged weights are held once: those of the modules
+become views.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ from saccade.models.cuda.gemms import gated
 _ROTARY = "apply_rotary_pos_emb"  # the function of Transformers' modeling files
 _QKV = ("q_proj", "k_proj", "v_proj")
 _QK_NORMS = ("q_norm", "k_norm")
+_OTHER = "another formula"
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}  # of the largest value
+
+_Forward = Callable[[Tensor], Tensor]
 
 
 class Fusion:
@@ -43,49 +46,51 @@ class Fusion:
         self._fused = Counter[str]()
         self._reasons: dict[str, str] = {}  # why some are not
         self._rotaries: list[_Rotary] = []
+        self._head_norms = set[Any]()
         modules = [module for module in layers.modules() if "forward" not in vars(module)]
         for module in modules:
             self._fuse_parts(module)
         for module in modules:
             if type(module) is nn.Linear:
                 self._forwards.setdefault(module, partial(self._linear, module))
-            for norm in (getattr(module, name, None) for name in _QK_NORMS if hasattr(module, "q_proj")):
-                if norm in self._forwards:
-                    self._forwards[norm] = partial(_norm_heads, self._forwards[norm])
         if workspace.partials.is_cuda:
-            torch.cuda.empty_cache()  # of weights before they were merged: CUDA graphs have their own memory
+            torch.cuda.empty_cache()  # weights as they were: the memory of CUDA graphs is apart from others'
 
     def __enter__(self) -> None:
         for module, forward in self._forwards.items():
-            module.forward = forward
+            vars(module)["forward"] = forward
 
     def __exit__(self, *_: object) -> None:
         for module in self._forwards:
-            del module.forward
+            del vars(module)["forward"]
 
     def __str__(self) -> str:
-        """After a pass: what was fused, of how many. RoPE shows itself in the first pass."""
-        fused = self._fused + Counter({"RoPE": sum(rotary.is_same is True for rotary in self._rotaries)})
-        found = self._found + Counter({"RoPE": len(self._rotaries)})
-        counts = ", ".join(f"{name} {fused[name]} of {count}" for name, count in sorted(found.items()))
-        return "; ".join([counts, *(f"{kind}: {reason}" for kind, reason in self._reasons.items())])
+        """What is fused, and what is not and why. RoPE shows itself in the first pass."""
+        fused = self._fused + Counter({"RoPE": sum(found.is_same is True for found in self._rotaries)})
+        reasons = dict(self._reasons)
+        if any(found.is_same is False for found in self._rotaries):
+            reasons["RoPE"] = _OTHER
+        kinds = []
+        for kind, count in sorted(self._found.items()):
+            why = f" ({reasons[kind]})" if kind in reasons else ""
+            kinds.append(f"{kind} {fused[kind]} of {count}{why}")
+        return ", ".join(kinds)
 
     def _fuse_parts(self, module: nn.Module) -> None:
-        if type(module).__name__.endswith("RMSNorm"):
-            self._fuse("RMS norms", module, self._norms(module))
+        name = type(module).__name__
+        if name.endswith("RMSNorm"):
+            norms: Sequence[Any] = _norms(module)
+            if module in self._head_norms:
+                norms = [partial(_norm_heads, norm) for norm in norms]
+            self._fuse("RMS norms", module, norms)
         if isinstance(getattr(module, "down_proj", None), nn.Linear):
             self._fuse("MLPs", module, self._mlps(module))
-        linears = _merged(module, _QKV)
-        if linears is not None:
-            self._found["q/k/v"] += 1
-            self._fused["q/k/v"] += 1
-            shared = _Shared(partial(self._linear, linears), len(_QKV))
-            sizes = [len(getattr(module, name).weight) for name in _QKV]
-            for name, end, size in zip(_QKV, torch.tensor(sizes).cumsum(0).tolist(), sizes, strict=True):
-                self._forwards[getattr(module, name)] = partial(shared.part, end - size, end)
-        self._fuse_rotary(module)
+        if all(hasattr(module, linear) for linear in _QKV):
+            self._fuse_qkv(module)
+        if name.endswith("Attention"):
+            self._fuse_rotary(module)
 
-    def _fuse(self, kind: str, module: nn.Module, candidates: Sequence[Callable[[Tensor], Tensor]]) -> None:
+    def _fuse(self, kind: str, module: nn.Module, candidates: Sequence[_Forward]) -> None:
         """The first that computes the same."""
         self._found[kind] += 1
         reason: str | None = "other parts"
@@ -97,14 +102,7 @@ class Fusion:
                 return
         self._reasons[kind] = str(reason)
 
-    def _norms(self, norm: Any) -> Sequence[Callable[[Tensor], Tensor]]:
-        eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
-        if not isinstance(eps, float) or not isinstance(getattr(norm, "weight", None), Tensor):
-            return ()
-        weight = norm.weight.detach()
-        return [partial(rms_norm, weight=by, eps=eps) for by in (weight, 1 + weight.float())]
-
-    def _mlps(self, mlp: Any) -> Sequence[Callable[[Tensor], Tensor]]:
+    def _mlps(self, mlp: Any) -> Sequence[_Forward]:
         both = getattr(mlp, "gate_up_proj", None)
         if type(both) is not nn.Linear:
             both = _merged(mlp, ("gate_proj", "up_proj"))
@@ -116,23 +114,38 @@ class Fusion:
             rows = x.reshape(-1, x.shape[-1])
             return self._linear(parts.down, gated(rows, parts, self.workspace)).view(x.shape)
 
-        def other(x: Tensor, act: Callable[[Tensor], Tensor]) -> Tensor:
+        def other(act: _Forward, x: Tensor) -> Tensor:
             gate, up = self._linear(both, x).chunk(2, dim=-1)
             return self._linear(parts.down, act(gate) * up)
 
         acts = [child for child in mlp.children() if not isinstance(child, nn.Linear)]
-        return [silu, *(partial(other, act=act) for act in acts)]
+        return [silu, *(partial(other, act) for act in acts)]
 
-    def _fuse_rotary(self, module: nn.Module) -> None:
+    def _fuse_qkv(self, attention: nn.Module) -> None:
+        self._found["q/k/v"] += 1
+        merged = _merged(attention, _QKV)
+        if merged is None:
+            self._reasons["q/k/v"] = "other inputs or biases"
+            return
+        self._fused["q/k/v"] += 1
+        linears: list[Any] = [getattr(attention, name) for name in _QKV]
+        shared = _Shared(partial(self._linear, merged), [linear.out_features for linear in linears])
+        for index, linear in enumerate(linears):
+            self._forwards[linear] = partial(shared.part, index)
+        self._head_norms.update(getattr(attention, name, None) for name in _QK_NORMS)
+
+    def _fuse_rotary(self, attention: nn.Module) -> None:
         """A copy of its `forward` that finds our function under the name of Transformers'."""
-        own = type(module).forward
+        self._found["RoPE"] += 1
+        own = type(attention).forward
         if not isinstance(own, FunctionType) or _ROTARY not in own.__code__.co_names:
+            self._reasons["RoPE"] = f"no {_ROTARY}"
             return
         stand_in = _Rotary(own.__globals__[_ROTARY])
         scope = {**own.__globals__, _ROTARY: stand_in}
         copy = FunctionType(own.__code__, scope, own.__name__, own.__defaults__, own.__closure__)
         copy.__kwdefaults__ = own.__kwdefaults__
-        self._forwards[module] = MethodType(copy, module)
+        self._forwards[attention] = MethodType(copy, attention)
         self._rotaries.append(stand_in)
 
     def _linear(self, linear: Any, x: Tensor) -> Tensor:
@@ -144,22 +157,19 @@ class Fusion:
 class _Shared:
     """The output of a merged GEMM, from the first of its linears that is called to the last."""
 
-    def __init__(self, forward: Callable[[Tensor], Tensor], readers: int) -> None:
+    def __init__(self, forward: _Forward, sizes: Sequence[int]) -> None:
         self.forward = forward
-        self.readers = readers
-        self.left = 0  # that have not read it yet
+        self.sizes = list(sizes)
         self.given: Tensor | None = None
-        self.found: Tensor | None = None
+        self.found: dict[int, Tensor] = {}  # those that have not been asked for
 
-    def part(self, start: int, end: int, x: Tensor) -> Tensor:
-        if x is not self.given or self.found is None:
+    def part(self, index: int, x: Tensor) -> Tensor:
+        if x is not self.given or index not in self.found:
             self.given = x
-            self.found = self.forward(x)
-            self.left = self.readers
-        part = self.found[..., start:end]
-        self.left -= 1
-        if not self.left:
-            self.given = self.found = None  # its memory is the next module's
+            self.found = dict(enumerate(torch.split(self.forward(x), self.sizes, dim=-1)))
+        part = self.found.pop(index)
+        if not self.found:
+            self.given = None  # its memory is the next module's
         return part
 
 
@@ -187,7 +197,19 @@ class _Rotary:
         return q, k
 
 
-def _norm_heads(norm: Any, x: Tensor) -> Tensor:
+def _rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
+    rotary(q[0].transpose(0, 1), k[0].transpose(0, 1), cos[0].contiguous(), sin[0].contiguous())
+
+
+def _norms(norm: Any) -> Sequence[partial[Tensor]]:
+    eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+    if not isinstance(eps, float) or not isinstance(getattr(norm, "weight", None), Tensor):
+        return ()
+    weight = norm.weight.detach()
+    return [partial(rms_norm, weight=by, eps=eps) for by in (weight, 1 + weight.float())]
+
+
+def _norm_heads(norm: partial[Tensor], x: Tensor) -> Tensor:
     """Heads of a merged GEMM's output in place, so that attention finds q, k and v side by side."""
     dim = x.shape[-1]
     if x.dim() != 4 or len(x) > 1:
@@ -198,10 +220,6 @@ def _norm_heads(norm: Any, x: Tensor) -> Tensor:
     weight = norm.keywords["weight"]
     qk_rms_norm(heads, weight, weight, heads.shape[1], norm.keywords["eps"])
     return x
-
-
-def _rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
-    rotary(q[0].transpose(0, 1), k[0].transpose(0, 1), cos[0].contiguous(), sin[0].contiguous())
 
 
 def _merged(module: nn.Module, names: Sequence[str]) -> Any:
@@ -223,13 +241,13 @@ def _merged(module: nn.Module, names: Sequence[str]) -> Any:
     return made
 
 
-def _difference(module: Any, forward: Callable[[Tensor], Tensor]) -> str | None:
+def _difference(module: nn.Module, forward: _Forward) -> str | None:
     """On rows of several sizes, the smallest of which shows the eps of a norm. None: they agree."""
     weight = next(module.parameters())
     rows = torch.randn(3, weight.shape[-1], generator=torch.Generator().manual_seed(0))
     x = (rows * torch.tensor([1.0, 1e-3, 3.0])[:, None])[None].to(weight)
     try:
-        return None if _are_close(forward(x), module(x)) else "another formula"
+        return None if _are_close(forward(x), module(x)) else _OTHER
     except Exception as error:  # anything: it is of another kind
         return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
