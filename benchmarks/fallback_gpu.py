@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import sys
 import tempfile
 import time
@@ -112,6 +113,8 @@ def theirs(folder: Path, batches: tuple[int, ...]) -> dict[str, Any]:
 
 
 def main(sizes: list[str]) -> None:
+    logging.basicConfig(level=logging.WARNING)
+    logging.getLogger("saccade.models").setLevel(logging.INFO)  # what is fused in Transformers' layers
     for size in sizes or list(TEXT):
         with tempfile.TemporaryDirectory() as name:
             write_folder(Path(name), size)
