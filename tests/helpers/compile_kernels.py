@@ -201,9 +201,7 @@ def prefill_variants() -> Iterator[Variant]:
     constants = [24, 4, 256, 32, 4, 32, 1, True, 64]
     yield new_variant("rope_store_kv.256", "attention.rope_store_kv:_rotary_kernel", types, constants, **EARLY)
     types = [BF16] * 4 + ["i32:16"] * 4 + ["i32"] * 2
-    yield new_variant(
-        "rotary", "attention.rope_store_kv:_rotary_in_place_kernel", types, [16, 64, 128, True], **EARLY
-    )
+    yield new_variant("rotary", "attention.rope_store_kv:_rotary_in_place_kernel", types, [16, 64, 128, True], **EARLY)
 
 
 def vit_variants() -> Iterator[Variant]:
