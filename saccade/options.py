@@ -36,6 +36,11 @@ class Options:
     block_size: int = _option(16, "tokens per KV block")
     gpu_memory_utilization: float = _option(0.9, "share of a GPU's memory the engine may take")
     kv_cache_gb: float | None = _option(None, "GiB for KV blocks; automatic: from the free memory")
+    kv_offload_gb: float = _option(
+        0.0,
+        "GiB of host memory (pinned beside a GPU) for KV blocks that the device evicts: conversations that "
+        "come back and preempted requests are copied from there if that is faster than prefill; 0: none",
+    )
     encoder_budget: int | None = _option(None, "embeddings per step; automatic: fits the largest image")
     encoder_cache_gb: float | None = _option(
         None, "GiB for the encoder cache; 0 keeps nothing; automatic: 0.5, or more if one image needs it"
@@ -106,7 +111,7 @@ class Options:
         for name in _OPTIONAL_COUNTS:
             if getattr(self, name) is not None:
                 _positive(name, getattr(self, name))
-        for name in ("kv_cache_gb", "encoder_cache_gb", "max_waiting"):
+        for name in ("kv_cache_gb", "kv_offload_gb", "encoder_cache_gb", "max_waiting"):
             value = getattr(self, name)
             is_valid = value is None or (isinstance(value, (int, float)) and value >= 0)
             _require(is_valid, name, value, "a number of 0 or more")
@@ -118,6 +123,11 @@ class Options:
         allowed = f"above 0 and at most {_MAX_TEMPLATE_SECONDS} seconds"
         _require(0 < seconds <= _MAX_TEMPLATE_SECONDS, "chat_template_timeout", seconds, allowed)
         _require(0 <= self.video_pruning < 1, "video_pruning", self.video_pruning, "at least 0 and below 1")
+        if self.kv_offload_gb and not self.enable_prefix_caching:
+            raise ConfigError(
+                f"kv_offload_gb={self.kv_offload_gb} needs the prefix cache, which finds blocks again; leave "
+                "out --no-prefix-caching or --kv-offload-gb"
+            )
         share = self.gpu_memory_utilization
         _require(0 < share <= 1, "gpu_memory_utilization", share, "above 0 and at most 1")
         is_known = self.load_format in ("auto", "safetensors", "dummy")
@@ -327,6 +337,9 @@ class SchedulerConfig:
     max_waiting: int | None = None
     slot_bytes: int = 0  # of one embedding slot, for the bill; the scheduler itself counts slots
     state_rows: int | None = None  # recurrent-state checkpoints; None: the model has no recurrent layers
+    host_blocks: int = 0  # KV blocks in host memory, beside `num_blocks` on the device
+    min_restored_blocks: int = 1  # fewer are computed again: measured, where copying becomes cheaper
+    restore_ms_per_block: float = 0.0  # measured: bounds what is restored in a step with decodes
     latency: LatencyProfile | None = None  # measured: bounds steps in which requests decode (GPU)
     step_time: StepTime | None = None  # measured: bounds the time of every step (serving on a CPU)
 

@@ -245,6 +245,13 @@ class Admission:
     state: StateCheckpoint | None = None  # of its recurrent layers after these blocks; None: start empty
 
 
+class KVCopy(NamedTuple):
+    """A KV block to copy between the device and host memory."""
+
+    block: int  # on the device
+    host_block: int
+
+
 PlanKind = Literal["sync", "async_decode", "async_prefill"]
 """How a step was planned.
 
@@ -256,9 +263,11 @@ async_prefill  while such a decode step runs: everything else; nothing in it may
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepPlan:
-    """What the scheduler decided. The runner does it in this order: free, evict, admit, encode, compute."""
+    """What the scheduler decided. In the runner's order: copy, free, evict, admit, encode, compute."""
 
     step: int
+    offloaded: tuple[KVCopy, ...] = ()  # to host memory, before anything below overwrites the blocks
+    restored: tuple[KVCopy, ...] = ()  # from host memory, after all of those
     decode: tuple[ScheduledWindow, ...] = ()  # the latest token of a request, after its prompt
     prefill: tuple[ScheduledWindow, ...] = ()  # all other windows
     admitted: tuple[Admission, ...] = ()

@@ -14,12 +14,13 @@ from saccade.engine.overlap_core import AsyncEngineCore
 from saccade.engine.process_tuning import freeze, switch_threads_often
 from saccade.options import Options, SchedulerConfig
 from saccade.runner.build import build_runner
+from saccade.runner.forward import Forward
 from saccade.runner.memory import plan_memory
 from saccade.runner.runner import Runner
 from saccade.runner.torch_forward import TorchForward
 from saccade.scheduler.cpu_step_time import CpuStepTime
-from saccade.scheduler.latency_model import mixed_tokens, split_spare_time
-from saccade.types import Geometry, LatencyProfile, StepTime
+from saccade.scheduler.latency_model import milliseconds, min_restored, mixed_tokens, split_spare_time
+from saccade.types import Geometry, LatencyCurve, LatencyProfile, StepTime
 
 logger = logging.getLogger("saccade.engine")
 
@@ -41,10 +42,11 @@ def build_core(
     if largest and runner.is_async:
         runner.warm_up(largest)
     limits, more = _bounded(plan.scheduler, runner, options, largest)
+    limits, about_offload = _offloading(limits, runner)
     notes = [note for note in (runner.eager_reason, runner.grammars.problem) if note]
     for note in notes:
         logger.info("%s", note)
-    reasons = (*plan.reasons, *more, *notes)
+    reasons = (*plan.reasons, *more, *about_offload, *notes)
     if not runner.is_async:
         return EngineCore(limits, runner, reasons=reasons, grammars=runner.grammars)
     core = AsyncEngineCore(limits, runner, reasons=reasons, grammars=runner.grammars)
@@ -73,6 +75,36 @@ def _bounded(
         return limits, ()
     logger.info("%s", reason)
     return limits, (reason,)
+
+
+def _offloading(limits: SchedulerConfig, runner: Runner) -> tuple[SchedulerConfig, tuple[str, ...]]:
+    """From how many KV blocks on host memory is faster than prefill on this device; and the reason."""
+    if runner.host_blocks is None:
+        return limits, ()
+    copy_ms = runner.host_blocks.measure()
+    prefill_ms = _prefill_curve(limits, runner.forward)
+    fewest = min_restored(prefill_ms, copy_ms, limits.block_size)
+    count, ms = copy_ms[-1]
+    computed_ms = milliseconds(prefill_ms, count * limits.block_size)
+    reason = f"{count} KV blocks take {ms:.2f} ms from host memory and {computed_ms:.2f} ms of prefill: "
+    if fewest is None:
+        runner.drop_host_blocks()
+        limits = replace(limits, host_blocks=0)
+        reason += "KV offload is off, since computing is faster"
+    else:
+        rate = runner.host_blocks.block_bytes * count / ms / 1e6
+        limits = replace(limits, min_restored_blocks=fewest, restore_ms_per_block=ms / count)
+        reason += f"{fewest} or more are restored, at {rate:.1f} GB/s; fewer are computed"
+    logger.info("%s", reason)
+    return limits, (reason,)
+
+
+def _prefill_curve(limits: SchedulerConfig, forward: Forward) -> LatencyCurve:
+    if limits.latency:
+        return limits.latency.prefill_ms
+    assert isinstance(forward, TorchForward)
+    ms = forward.seconds_per_prompt_token() * 1e3
+    return ((1, ms), (limits.max_num_batched_tokens + 1, ms * (limits.max_num_batched_tokens + 1)))
 
 
 def _step_reason(time: StepTime, max_tokens: int, options: Options) -> str:

@@ -21,6 +21,7 @@ from saccade.runner.embedding_cache import EmbeddingSlab
 from saccade.runner.encoder.encoder_runner import LocalEncoder
 from saccade.runner.encoder.graph_capture import capture_tower
 from saccade.runner.forward_selector import ForwardParts, select_forward
+from saccade.runner.host_blocks import HostBlocks
 from saccade.runner.memory import MemoryPlan
 from saccade.runner.memory_report import MemoryReport
 from saccade.runner.recurrent_state import RecurrentStates
@@ -65,6 +66,10 @@ def build_runner(
         )
     with memory.part("kv"):
         kv = PagedKV.allocate(config.text, sizes.num_blocks, sizes.block_size, plan.dtype, plan.device)
+    host = None
+    with memory.part("staging"):
+        if sizes.host_blocks:
+            host = HostBlocks(kv, sizes.block_size, sizes.host_blocks)
     with memory.part("states"):
         states = _states(config, sizes, plan)
     with memory.part("embeddings"):
@@ -80,7 +85,9 @@ def build_runner(
     # Beside a GPU, PyTorch only copies a few kilobytes on the host. Splitting a copy over all cores takes
     # microseconds, or ten milliseconds while image decoding keeps them busy.
     on_close = OneTorchThread().end if plan.device.type == "cuda" else None
-    return Runner(model, kv, encoder, grammars, forward, embeddings, memory.report(), on_close, eager_reason)
+    return Runner(
+        model, kv, encoder, grammars, forward, embeddings, memory.report(), on_close, eager_reason, host
+    )
 
 
 def _states(config: ModelConfig, sizes: SchedulerConfig, plan: MemoryPlan) -> RecurrentStates | None:

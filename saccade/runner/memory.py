@@ -27,6 +27,7 @@ from saccade.runner.cuda.graph_sizes import (
     mixed_sizes,
 )
 from saccade.runner.encoder.graph_capture import largest_pass
+from saccade.runner.host_blocks import NUM_BUFFERS, staging_blocks
 from saccade.types import Geometry, Size
 
 _CPU_KV_GIB = 4.0  # automatic maximum on a CPU
@@ -61,6 +62,7 @@ class MemoryParts:
     graphs: int = 0  # inputs, outputs and activations of CUDA graphs
     spare: int = 0
     states: int = 0  # of recurrent layers, for requests and checkpoints
+    staging: int = 0  # of KV blocks on their way to host memory and back
 
     @property
     def total(self) -> int:
@@ -77,6 +79,9 @@ def plan_memory(
     slots, why_cache, keep_idle = _encoder_slots(options, model, dtype, largest)
     parts = _beside_kv(options, model, dtype, largest, slots, device.type)
     blocks, why_kv = _kv_blocks(options, model, dtype, free - parts.total, device.type)
+    parts = replace(parts, kv=blocks * costs.kv_bytes_per_block(model.text, dtype, options.block_size))
+    free_ram = _free_ram() if device.type == "cuda" else free - parts.total
+    host_blocks, why_offload = _host_blocks(options, model, dtype, free_ram)
     length, why_length = _model_len(options, model, blocks)
     biggest = _biggest(largest, length)
     budget, why_budget = _encoder_budget(options, biggest)
@@ -93,20 +98,18 @@ def plan_memory(
         keep_idle_embeddings=keep_idle,
         enable_prefix_caching=options.enable_prefix_caching,
         state_rows=_num_checkpoints(options) if model.text.linear else None,
+        host_blocks=host_blocks,
         encode_layers_per_step=options.encode_layers_per_step,
         max_waiting=options.max_waiting,
         slot_bytes=costs.embedding_bytes_per_slot(model.text, dtype),
     )
-    parts = replace(
-        parts,
-        kv=blocks * costs.kv_bytes_per_block(model.text, dtype, options.block_size),
-        embeddings=slots * costs.embedding_bytes_per_slot(model.text, dtype),
-    )
+    parts = replace(parts, embeddings=slots * costs.embedding_bytes_per_slot(model.text, dtype))
     reasons = (
         f"device {device}",
         why_dtype,
         why_length,
         why_kv,
+        *why_offload,
         *([why_budget] if model.vision else []),
         why_cache,
         *_why_states(options, model, parts),
@@ -135,6 +138,7 @@ def _beside_kv(
         graphs=_graph_bytes(options, model, dtype) + _cross_table_bytes(options, model, slots, biggest),
         spare=_SPARE_BYTES,
         states=states,
+        staging=_staging_bytes(options, model, dtype),
     )
 
 
@@ -327,6 +331,38 @@ def _kv_blocks(options: Options, model: ModelConfig, dtype: str, left: int, devi
         )
     gib = blocks * per_block / costs.GIB
     return blocks, f"KV cache {blocks} blocks = {blocks * options.block_size} tokens, {gib:.2f} GiB: {why}"
+
+
+def _host_blocks(
+    options: Options, model: ModelConfig, dtype: str, free_ram: int
+) -> tuple[int, tuple[str, ...]]:
+    """KV blocks in host memory, and a line that says so."""
+    if not options.kv_offload_gb:
+        return 0, ()
+    asked = f"kv_offload_gb={options.kv_offload_gb}"
+    if model.text.linear:
+        raise ConfigError(
+            f"{asked} cannot be used: recurrent layers need a state beside KV blocks, and only KV blocks go "
+            "to host memory; leave out --kv-offload-gb"
+        )
+    per_block = costs.kv_bytes_per_block(model.text, dtype, options.block_size)
+    size = options.kv_offload_gb * costs.GIB
+    if size > free_ram:
+        left = f"{max(free_ram, 0) / costs.GIB:.2f} GiB of host memory are free"
+        raise ConfigError(f"{asked} does not fit: {left}; lower --kv-offload-gb")
+    blocks = int(size // per_block)
+    if blocks < 1:
+        raise ConfigError(f"{asked} holds no KV block of {per_block} bytes; raise --kv-offload-gb")
+    tokens = blocks * options.block_size
+    gib = blocks * per_block / costs.GIB
+    return blocks, (f"KV offload {blocks} blocks = {tokens} tokens, {gib:.2f} GiB of host memory: as asked",)
+
+
+def _staging_bytes(options: Options, model: ModelConfig, dtype: str) -> int:
+    if not options.kv_offload_gb:
+        return 0
+    per_block = costs.kv_bytes_per_block(model.text, dtype, options.block_size)
+    return NUM_BUFFERS * staging_blocks(per_block) * per_block
 
 
 def _model_len(options: Options, model: ModelConfig, blocks: int) -> tuple[int, str]:

@@ -18,6 +18,7 @@ from saccade.runner.cross_attention_metadata import reading
 from saccade.runner.embedding_cache import EmbeddingSlab
 from saccade.runner.encoder.encoder_runner import Encoder, LocalEncoder
 from saccade.runner.forward import Forward, Sampled, Windows
+from saccade.runner.host_blocks import HostBlocks
 from saccade.runner.latency_profile import largest_within, seconds_per_layer
 from saccade.structured.grammar import Grammars
 from saccade.types import Collect, Geometry, Grid, Key, MediaItem, ScheduledWindow, StepPlan, StepResult
@@ -35,6 +36,7 @@ class Runner:
         memory: Mapping[str, Mapping[str, int]] | None = None,
         on_close: Callable[[], None] | None = None,
         eager_reason: str | None = None,
+        host_blocks: HostBlocks | None = None,
     ) -> None:
         self.model = model
         self.kv = kv
@@ -48,6 +50,7 @@ class Runner:
         self._states: dict[str, RequestState] = {}
         self.eager_reason = eager_reason  # why a GPU runs it without kernels and CUDA graphs
         self._on_close = on_close
+        self.host_blocks = host_blocks  # None: no KV block is copied to host memory
 
     @property
     def is_async(self) -> bool:
@@ -134,17 +137,27 @@ class Runner:
         return {
             "encoder": asdict(self.encoder.counters) if self.encoder else {},
             "memory": self.memory,
+            "kv_bytes_per_block": self.host_blocks.block_bytes if self.host_blocks else 0,
             "embedding_bytes_per_slot": costs.embedding_bytes_per_slot(self.model.config.text, dtype),
         }
+
+    def drop_host_blocks(self) -> None:
+        """Give the host memory of KV blocks back."""
+        if self.host_blocks:
+            self.host_blocks.close()
+        self.host_blocks = None
 
     def close(self) -> None:
         if self._on_close:
             self._on_close()
+        self.drop_host_blocks()
         if self.encoder:
             self.encoder.close()
         self.grammars.close()
 
     def _update_state(self, plan: StepPlan) -> None:
+        if self.host_blocks:
+            self.host_blocks.copy(plan.offloaded, plan.restored)
         for request_id in plan.freed_requests:
             if self._states.pop(request_id, None):
                 self.forward.close(request_id)

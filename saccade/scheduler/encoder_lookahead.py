@@ -48,7 +48,9 @@ def missing_items(
     keys = {item.key for item in encoder.prefetch(ahead)}
     if all(span.key not in keys for span in seq.spans):
         return ()
-    found = len(pool.find(seq.hashes, seq.num_tokens)) * pool.block_size
+    num_found = len(pool.find(seq.hashes, seq.num_tokens))
+    num_found += pool.count_offloaded(seq.hashes, seq.num_tokens, num_found)
+    found = num_found * pool.block_size
     pairs = zip(seq.spans, seq.request.prompt.items, strict=True)
     return tuple(item for span, item in pairs if span.pinned_until > found and span.key in keys)
 

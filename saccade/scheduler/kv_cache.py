@@ -5,6 +5,8 @@ Owns block ids and hashes only. A position's record says which token or image ro
     used:  in at least one block table          free + idle + used = all blocks
     idle:  in none, but cached; evicted last, least recently used first
     free:  in none, not cached
+
+Where host memory has blocks too (`host_cache.py`), evicted ones are copied there.
 """
 
 from __future__ import annotations
@@ -13,10 +15,14 @@ import hashlib
 import struct
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import NamedTuple
 
-from saccade.types import RECORD_BYTES
+from saccade.scheduler.host_cache import HostCache
+from saccade.types import RECORD_BYTES, KVCopy
 
+_COPIED_AHEAD = 32  # blocks a plan, beside as many as it takes
+_MAX_COPIED_AHEAD = 4  # a quarter of the blocks
 _TEXT_RECORD = "32xQ"  # zeros where a media record has its content key, then the token id
 
 
@@ -114,8 +120,16 @@ class BlockPool:
     (`index`). A lookup comes through the blocks before, so the result is as if all were hashed at once.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, enable_caching: bool) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        enable_caching: bool,
+        host: HostCache | None = None,
+        max_tokens: int = 0,  # of a request: copies are made ahead for as many
+    ) -> None:
         self.num_blocks = num_blocks
+        self._host = host or HostCache(0)
         self.block_size = block_size
         self._enable_caching = enable_caching
         self._users = [0] * num_blocks
@@ -125,6 +139,10 @@ class BlockPool:
         self._pending: dict[bytes, list[_PendingBlocks]] = {}  # not in the two above yet; by first digest
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack
         self._idle: OrderedDict[int, None] = OrderedDict()  # the longest unused first
+        self._uncopied: OrderedDict[int, None] = OrderedDict()  # idle, not in host memory; as ordered
+        most = min(num_blocks, self._host.num_blocks) // _MAX_COPIED_AHEAD
+        self._min_copied = min(self.blocks_for(max_tokens), most)
+        self._num_taken = 0  # since the last plan
         self._num_uncached = 0
         self._queries = self._hits = self._evictions = 0
 
@@ -179,7 +197,19 @@ class BlockPool:
         if not self._enable_caching or last >= (num_tokens - 1) // self.block_size:
             return False
         first = min(max(hashes.num_known - 1, 0), last)
-        return all(self._lookup(hashes.digest(index)) is not None for index in range(first, last + 1))
+        digests = map(hashes.digest, range(first, last + 1))
+        return all(self._lookup(digest) is not None or digest in self._host for digest in digests)
+
+    def count_offloaded(self, hashes: BlockHashes, num_tokens: int, first: int) -> int:
+        """Blocks from number `first` on that can be restored from host memory."""
+        if not self._host.num_blocks:
+            return 0
+        end = (num_tokens - 1) // self.block_size
+        hashes.digest(first - 1)
+        index = first
+        while index < end and self._host.has(*hashes.content(index)):
+            index += 1
+        return index - first
 
     def _lookup(self, digest: bytes) -> _CachedBlock | None:
         if digest in self._pending:
@@ -240,6 +270,7 @@ class BlockPool:
         self._num_uncached += 1
         if block in self._idle:
             del self._idle[block]
+            self._uncopied.pop(block, None)
             self._free.append(block)
 
     # --- allocation -----------------------------------------------------------------------------------------
@@ -254,6 +285,7 @@ class BlockPool:
         for block in blocks:
             if not self._users[block]:
                 del self._idle[block]
+                self._uncopied.pop(block, None)
             self._users[block] += 1
 
     def allocate(self, count: int) -> tuple[int, ...]:
@@ -268,21 +300,57 @@ class BlockPool:
             users[block] -= 1
             if users[block]:
                 continue
-            if self._cached[block] is None:
+            cached = self._cached[block]
+            if cached is None:
                 self._free.append(block)
-            else:
-                self._idle[block] = None
+                continue
+            self._idle[block] = None
+            if self._host.num_blocks and cached.digest not in self._host:
+                self._uncopied[block] = None
+
+    def restore(self, hashes: BlockHashes, first: int, count: int) -> tuple[int, ...]:
+        """Allocate blocks that the next plan fills from host memory, and cache them."""
+        digests = [hashes.digest(index) for index in range(first, first + count)]
+        self._host.pin(digests)
+        blocks = self.allocate(count)
+        self._host.restore(digests, blocks)
+        self.cache_blocks(blocks, hashes, first)
+        return blocks
+
+    def drain_copies(self) -> tuple[tuple[KVCopy, ...], tuple[KVCopy, ...]]:
+        """Blocks that the plan being made copies to host memory, and from there.
+
+        Blocks that are evicted next are copied ahead, a few in each step. So a long prompt finds blocks that
+        it may overwrite at once.
+        """
+        num_copied = self.num_available - len(self._uncopied)
+        count = min(self._min_copied - num_copied, self._num_taken + _COPIED_AHEAD, len(self._uncopied))
+        for block in tuple(islice(self._uncopied, max(count, 0))):
+            self._offload(block)
+        self._num_taken = 0
+        return self._host.drain()
+
+    def _offload(self, block: int) -> None:
+        cached = self._cached[block]
+        assert cached is not None, "a block is idle that is not cached"
+        self._uncopied.pop(block, None)
+        self._host.offload(block, cached.digest, cached.records)
 
     def reset(self) -> None:
-        """Empty the cache."""
+        """Empty the cache, and what host memory has of it."""
         for block in range(self.num_blocks):
             self.evict(block)
+        self._host.reset()
 
     def _take(self) -> int:
         if not self._free:
-            self._uncache(next(iter(self._idle)))
+            block = next(iter(self._idle))
+            self._offload(block)
+            self._uncache(block)
             self._evictions += 1
+        self._num_taken += 1
         block = self._free.pop()
+        self._host.cancel(block)
         self._users[block] = 1
         return block
 
@@ -304,6 +372,7 @@ class BlockPool:
 
     def check(self) -> None:
         """The invariants."""
+        self._host.check()
         free = set(self._free)
         idle = set(self._idle)
         used = {block for block, users in enumerate(self._users) if users}
@@ -320,3 +389,4 @@ class BlockPool:
         assert not self._pending.keys() & self._by_digest.keys(), "a pending block is in the index"
         assert idle <= findable.keys(), "an idle block cannot be found"
         assert not free & findable.keys(), "a free block can be found"
+        assert self._uncopied.keys() <= idle, "a block waits for its copy that is not idle"

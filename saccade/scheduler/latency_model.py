@@ -71,6 +71,23 @@ def max_work(latency: LatencyProfile, num_decoding: int) -> int:
     return size_at(latency.layer_ms, _spare_ms(latency, num_decoding) / 2)
 
 
+def max_restored(latency: LatencyProfile, num_decoding: int, ms_per_block: float) -> int | None:
+    """KV blocks that are copied from host memory within the spare time."""
+    return max(1, int(_spare_ms(latency, num_decoding) / ms_per_block)) if ms_per_block else None
+
+
+def min_restored(prefill_ms: LatencyCurve, copy_ms: LatencyCurve, block_size: int) -> int | None:
+    """From how many KV blocks on copying them is faster than their prefill; None: at no measured size.
+
+    A prompt's last token is computed in any case, so prefill costs what it takes beyond one block.
+    """
+    last = milliseconds(prefill_ms, block_size)
+    for count in range(1, copy_ms[-1][0] + 1):
+        if milliseconds(copy_ms, count) < milliseconds(prefill_ms, (count + 1) * block_size) - last:
+            return count
+    return None
+
+
 def _spare_ms(latency: LatencyProfile, num_decoding: int) -> float:
     alone = milliseconds(latency.decode_ms, num_decoding)
     target = latency.target_ms if latency.target_ms is not None else SLOWDOWN * alone

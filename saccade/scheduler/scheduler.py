@@ -21,8 +21,9 @@ from saccade.scheduler.encoder_failures import affected_requests
 from saccade.scheduler.encoder_lookahead import deadlocked, encoded_ahead, missing_items, spans_ahead
 from saccade.scheduler.encoder_scheduler import EncoderScheduler, WindowLimit
 from saccade.scheduler.fair_queue import FairQueue, ServingOrder
+from saccade.scheduler.host_cache import HostCache
 from saccade.scheduler.kv_cache import BlockPool
-from saccade.scheduler.request import ScheduledRequest
+from saccade.scheduler.request import CachedPrefix, ScheduledRequest
 from saccade.scheduler.request_validation import refuse_impossible, refuse_overload
 from saccade.scheduler.state_cache import StateCache
 from saccade.scheduler.step_policy import StepLimits, make_policy
@@ -51,7 +52,14 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
         self._block_size = config.block_size
-        self._kv_cache = BlockPool(config.num_blocks, config.block_size, config.enable_prefix_caching)
+        self._host_cache = HostCache(config.host_blocks)
+        self._kv_cache = BlockPool(
+            config.num_blocks,
+            config.block_size,
+            config.enable_prefix_caching,
+            self._host_cache,
+            config.max_model_len,
+        )
         self._encoder_cache = EncoderCache(config.encoder_cache_slots, config.keep_idle_embeddings)
         self._encoder = EncoderScheduler(self._encoder_cache, config.encoder_budget)
         self.policy = make_policy(config)
@@ -169,9 +177,10 @@ class Scheduler:
             latency_bounded=bounded,
         )
         limits = self.policy.limits(demand)
-        draft = StepBuilder(now, StepBudget(limits, demand), served, limits.skip_decode)
+        budget = StepBudget(limits, demand)
+        draft = StepBuilder(now, budget, served, limits.skip_decode, limits.max_restored_blocks)
         self._fill(draft, limits)
-        moves = draft.has_windows or served or self._encoder_cache.slots_in_flight
+        moves = draft.has_windows or draft.is_restoring or served or self._encoder_cache.slots_in_flight
         if limits.encode_layers is not None and not moves:
             # Waiting requests hold the cache space that a running one needs. Whole images go in.
             limits = limits._replace(encode_layers=None)
@@ -198,8 +207,10 @@ class Scheduler:
 
     def _planned(self, **parts: Any) -> StepPlan:
         self._num_steps += 1
+        offloaded, restored = self._kv_cache.drain_copies()
         evicted = self._encoder_cache.drain_evicted()
-        plan = StepPlan(self._num_steps, freed_requests=tuple(self._freed), evicted=evicted, **parts)
+        freed = tuple(self._freed)
+        plan = StepPlan(self._num_steps, offloaded, restored, freed_requests=freed, evicted=evicted, **parts)
         self._freed = []
         self._plans.append(plan)
         return plan
@@ -260,9 +271,9 @@ class Scheduler:
             if seq.request_id in draft.async_decode:
                 draft.budget.total -= 1
                 continue
-            if not (seq.is_decoding or self._state_cache.is_needed) and seq.rematch_prefix(self._kv_cache):
-                seq.unpin_computed(self._encoder_cache)
-                draft.admitted.append(self._admission(seq))
+            if not (seq.is_decoding or self._state_cache.is_needed) and self._rematch(draft, seq).is_cut:
+                order.passed.append(seq)
+                continue
             start = seq.num_computed
             limit = self._window_limit(seq, start, draft)
             while limit.end > start and not seq.has_blocks(self._kv_cache, limit.end):
@@ -281,6 +292,30 @@ class Scheduler:
                 if limit.end == start:
                     order.passed.append(seq)
 
+    def _rematch(self, draft: StepBuilder, seq: ScheduledRequest) -> CachedPrefix:
+        """Before a prefill window: what the caches have of a running request by now."""
+        first = seq.num_computed // self._block_size
+        blocks = self._kv_cache.find(seq.hashes, seq.num_tokens, first=first)
+        found = self._with_restored(draft, seq, first, blocks)
+        if not self._kv_cache.can_allocate(found.num_restored, shared=blocks):
+            found = CachedPrefix(blocks)
+        if found.num_blocks:
+            seq.rematch_prefix(self._kv_cache, found)
+            draft.restore(found.num_restored)
+            seq.unpin_computed(self._encoder_cache)
+            draft.admitted.append(self._admission(seq))
+        return found
+
+    def _with_restored(
+        self, draft: StepBuilder, seq: ScheduledRequest, first: int, blocks: list[int]
+    ) -> CachedPrefix:
+        """Blocks found from number `first` on, and those after them that host memory has."""
+        count = self._kv_cache.count_offloaded(seq.hashes, seq.num_tokens, first + len(blocks))
+        if count < self.config.min_restored_blocks:
+            return CachedPrefix(blocks)
+        now = count if draft.max_restored is None else min(count, draft.max_restored)
+        return CachedPrefix(blocks, now, is_cut=now < count)
+
     def _admit_waiting(self, draft: StepBuilder, before: tuple[float, int] = _LAST) -> None:
         """Admit requests of tenants that come `before` a rank. A running one that lacks blocks goes first."""
         if draft.has_preempted or draft.is_short:
@@ -293,8 +328,8 @@ class Scheduler:
             if window is None:
                 continue  # it keeps its place, and others may pass
             found, limit = window
-            num_new = self._kv_cache.blocks_for(limit.end) - len(found)
-            if not self._kv_cache.can_allocate(num_new, shared=found):
+            num_new = self._kv_cache.blocks_for(limit.end) - len(found.blocks)
+            if not self._kv_cache.can_allocate(num_new, shared=found.blocks):
                 self._lacks_blocks = True
                 return  # none may pass, or it would never find enough blocks
             self._admit(draft, seq, found)
@@ -302,17 +337,19 @@ class Scheduler:
 
     def _first_window(
         self, seq: ScheduledRequest, draft: StepBuilder
-    ) -> tuple[list[int], WindowLimit] | None:
+    ) -> tuple[CachedPrefix, WindowLimit] | None:
         """Of a waiting request: the blocks it finds, and how far it gets after them.
 
         None where its grammar or its image is missing, or other kinds take this step.
         """
         if seq.request_id in self.not_ready or not draft.budget.left_for(seq, start=0):
             return None
-        found = self._state_cache.usable(seq.hashes, self._kv_cache.find(seq.hashes, seq.num_tokens))
-        start = len(found) * self._block_size
-        limit = self._window_limit(seq, start, draft)
-        return (found, limit) if limit.end > start or limit.spans else None
+        blocks = self._state_cache.usable(seq.hashes, self._kv_cache.find(seq.hashes, seq.num_tokens))
+        found = self._with_restored(draft, seq, 0, blocks)
+        start = found.num_blocks * self._block_size
+        limit = WindowLimit(start, ()) if found.is_cut else self._window_limit(seq, start, draft)
+        is_restoring = found.is_cut and found.num_restored > 0
+        return (found, limit) if limit.end > start or limit.spans or is_restoring else None
 
     def _window_limit(self, seq: ScheduledRequest, start: int, draft: StepBuilder) -> WindowLimit:
         end = min(seq.num_tokens, start + draft.budget.left_for(seq, start))
@@ -320,8 +357,9 @@ class Scheduler:
             return WindowLimit(end, ())
         return self._encoder.window_limit(seq, start, end)
 
-    def _admit(self, draft: StepBuilder, seq: ScheduledRequest, found: list[int]) -> None:
+    def _admit(self, draft: StepBuilder, seq: ScheduledRequest, found: CachedPrefix) -> None:
         seq.attach_cached_blocks(self._kv_cache, found)
+        draft.restore(found.num_restored)
         self._kv_cache.count_lookup(seq.num_tokens, seq.num_computed)
         seq.unpin_computed(self._encoder_cache)
         if seq.first_scheduled is None:
@@ -463,6 +501,7 @@ class Scheduler:
             "preemptions": self._num_preemptions,
             "kv": {name: pool[name] for name in ("total", "used", "idle", "free")},
             "prefix_cache": {name: pool[name] for name in ("queries", "hits", "evictions")},
+            "kv_offload": self._host_cache.stats(),
             "encoder_cache": self._encoder_cache.stats(),
             "encoder_cache_tenants": self._encoder_cache.tenants(),
             "tenants": self._queue.stats(),

@@ -13,7 +13,13 @@ from typing import NamedTuple, Protocol
 
 from saccade.options import SchedulerConfig
 from saccade.scheduler.cpu_step_time import CpuStepTime
-from saccade.scheduler.latency_model import max_work, mixed_is_faster, mixed_tokens, split_spare_time
+from saccade.scheduler.latency_model import (
+    max_restored,
+    max_work,
+    mixed_is_faster,
+    mixed_tokens,
+    split_spare_time,
+)
 from saccade.types import LatencyProfile, StepPlan, StepResult
 
 IMAGE_SHARE = 4  # images keep a quarter of a step's tokens, and some encoding in every fourth step
@@ -42,6 +48,7 @@ class StepLimits(NamedTuple):
     max_encode_in_flight: int | None = None  # embeddings made at a time; None: the encoder budget
     text_first: bool = False  # prompts without images go before prompts with images
     skip_decode: bool = False  # only encode: decoding requests sit this step out
+    max_restored_blocks: int | None = None  # copied from host memory; None: as many as are there
 
 
 class StepPolicy(Protocol):
@@ -59,7 +66,9 @@ class StepPolicy(Protocol):
 
 def make_policy(config: SchedulerConfig) -> StepPolicy:
     if config.latency is not None:
-        return LatencyPolicy(config.latency, config.max_num_batched_tokens)
+        return LatencyPolicy(
+            config.latency, config.max_num_batched_tokens, restore_ms=config.restore_ms_per_block
+        )
     if config.step_time is not None:
         time = CpuStepTime(config.step_time, config.max_num_batched_tokens, config.encode_layers_per_step)
         return BoundedStepPolicy(time)
@@ -118,8 +127,9 @@ class BoundedStepPolicy(ThroughputPolicy):
 class LatencyPolicy(ThroughputPolicy):
     """Beside decodes, prefill and encoding get the time that the target leaves; else all they want."""
 
-    def __init__(self, profile: LatencyProfile, max_tokens: int) -> None:
+    def __init__(self, profile: LatencyProfile, max_tokens: int, restore_ms: float = 0.0) -> None:
         self.profile = profile
+        self._restore_ms = restore_ms  # of a KV block that comes from host memory
         self._max_tokens = max_tokens
         self._is_prefill_turn = False  # where prefill and encoding alternate
 
@@ -140,6 +150,7 @@ class LatencyPolicy(ThroughputPolicy):
             mixed_tokens=mixed_tokens(self.profile, demand.decoding) if can_fuse else 0,
             encode_layers=layers,
             max_encode_in_flight=max_work(self.profile, demand.decoding),
+            max_restored_blocks=max_restored(self.profile, demand.decoding, self._restore_ms),
         )
 
     def encode_layers(self, limits: StepLimits, demand: Demand, num_prefills: int, work: int) -> int | None:

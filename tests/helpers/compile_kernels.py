@@ -62,6 +62,7 @@ OF_PDL = {"LINES", "LINES_PADDED", "PDL", "PREFETCH"}
 LENGTHS = {
     "CHANNELS", "E", "GROUP", "HALF", "HEADS", "HIDDEN", "K", "KV_HEADS", "K_HEAD", "KEY_HEADS", "LINES", "MIN_SHARE",
     "QKV_ROW", "Q_HEAD", "ROTATED_HEAD", "SHARE", "SIZE", "SLOTS", "SPLITS", "VALUE_HEADS", "V_HEAD", "WIDE",
+    "WIDTH",
 }  # fmt: skip
 """Constants that are the length of a loop or a stride."""
 

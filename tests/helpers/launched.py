@@ -22,6 +22,7 @@ from saccade.kernels.launch import device, pdl
 from saccade.kernels.launch.device import Gpu
 from saccade.kernels.launch.kernel_choice import KernelChoice
 from saccade.kernels.ops.argmax import TokenSink
+from saccade.kernels.ops.copy_blocks import copy_blocks
 from saccade.kernels.ops.sample import sample_rows
 from saccade.models import _family
 from saccade.models.cuda.vision import FusedVision
@@ -31,6 +32,7 @@ from saccade.models.state_dict import Parameters
 from saccade.runner.build import new_slab
 from saccade.runner.cuda.forward import CudaForward
 from saccade.runner.cuda.graph_sizes import GRAPH_STRETCHES, MAX_MIXED_ROWS, mixed_sizes
+from saccade.runner.host_blocks import _by_block
 from saccade.runner.recurrent_state import RecurrentStates
 from saccade.types import Geometry, Grid, Size
 from tests.helpers.variant import NONE, ONE, Variant
@@ -229,6 +231,7 @@ def run(shape: dict[str, Any], dtype: torch.dtype) -> None:
     decode(forward)
     prefill(forward)
     mix(forward)
+    offload(kv)
     if config.vision is not None and config.model_type not in OWN_TOWERS:
         encode(model, config.vision.patch_size)
 
@@ -263,6 +266,15 @@ def mix(forward: CudaForward) -> None:
     assert graphs is not None
     for size in mixed_sizes(MAX_MIXED_ROWS, MAX_REQUESTS):
         graphs._forward(size, graphs.prepare(size))
+
+
+def offload(kv: PagedKV) -> None:
+    """KV blocks to host memory and back."""
+    blocks = torch.empty(8, dtype=torch.int64, device=META)
+    cache = _by_block(kv.k, BLOCK_SIZE)
+    rows = torch.empty(8, len(cache) * cache.shape[2], dtype=torch.int64, device=META)
+    for to_cache in (False, True):
+        copy_blocks(cache, rows, blocks, to_cache=to_cache)
 
 
 def encode(model: Any, patch_size: int) -> None:

@@ -43,6 +43,8 @@ CONFIGS = st.fixed_dictionaries(
         "enable_prefix_caching": st.booleans(),
         "encode_layers_per_step": st.sampled_from([None, 1, 3]),
         "is_bounded": st.booleans(),
+        "host_blocks": st.sampled_from([0, 0, 3, 20, 200]),
+        "min_restored_blocks": st.sampled_from([1, 3]),
     }
 )
 

@@ -141,6 +141,7 @@ class FakeRunner:
     ) -> None:
         self.block_size = config.block_size
         self.kv: dict[int, bytes] = {}
+        self.host: dict[int, list[bytes]] = {}  # records of a block, by host block
         self.requests: dict[str, Request] = {}
         self.records: dict[str, list[bytes]] = {}
         self.blocks: dict[str, list[int]] = {}
@@ -159,6 +160,7 @@ class FakeRunner:
         for table in (self.requests, self.records, self.blocks, self.flying):
             table.clear()
         self.kv = dict.fromkeys(self.kv, b"")
+        self.host.clear()
         self.has_broken = True
 
     def release(self) -> None:
@@ -176,7 +178,21 @@ class FakeRunner:
         samples = {work.request_id: self._sample(work) for work, end in cut if work.samples and end == work.end}
         return StepResult(samples, encoded, failed)
 
+    def _copy(self, plan: StepPlan) -> None:
+        """As on a device: all copies out read what was there before, and two copies never meet."""
+        for copies in (plan.offloaded, plan.restored):
+            assert len({copy.block for copy in copies}) == len(copies), "a block is copied twice"
+        assert len({copy.host_block for copy in plan.offloaded}) == len(plan.offloaded), "two copies to one host block"
+        for block, host_block in plan.offloaded:
+            self.host[host_block] = [self.kv.get(slot, b"") for slot in self._slots(block)]
+        for block, host_block in plan.restored:
+            self.kv.update(zip(self._slots(block), self.host[host_block], strict=True))
+
+    def _slots(self, block: int) -> range:
+        return range(block * self.block_size, (block + 1) * self.block_size)
+
     def _update_state(self, plan: StepPlan) -> None:
+        self._copy(plan)
         for request_id in plan.freed_requests:
             assert request_id in self.requests or self.has_broken, "told to forget a request it does not know"
             for table in (self.requests, self.records, self.blocks):

@@ -123,7 +123,10 @@ def test_the_parts_of_a_device_fill_what_it_may_take_and_no_more() -> None:
 @pytest.mark.usefixtures("on_cuda")
 def test_every_part_of_a_device_is_planned_and_said() -> None:
     made = plan(device="cuda", free=24 * GIB)
-    assert [field.name for field in fields(made.parts) if not getattr(made.parts, field.name)] in ([], ["states"])
+    assert [field.name for field in fields(made.parts) if not getattr(made.parts, field.name)] in (
+        ["states", "staging"],
+        ["staging"],
+    )
     assert any("GiB of the device in all: weights" in reason for reason in made.reasons)
 
 
@@ -287,3 +290,23 @@ def test_a_device_that_dies_while_a_image_is_prepared_fails_the_step() -> None:
     with pytest.raises(RuntimeError, match="illegal memory access"):
         encoder.advance(None)
     assert not encoder.poll().errors
+
+
+@pytest.mark.usefixtures("on_cuda")
+def test_host_blocks_fill_the_asked_size_and_staging_is_counted_on_the_device() -> None:
+    made = plan(device="cuda", free=24 * GIB, kv_offload_gb=0.5, dtype="float32")
+    per_block = costs.kv_bytes_per_block(small().text, "float32")
+    assert made.scheduler.host_blocks == GIB // 2 // per_block
+    assert made.parts.staging == 4 * ((32 << 20) // per_block) * per_block
+    assert any(f"KV offload {made.scheduler.host_blocks} blocks" in reason for reason in made.reasons)
+    assert plan(device="cuda", free=24 * GIB).parts.staging == 0
+
+
+def test_more_host_memory_than_is_free_is_refused_with_both_numbers() -> None:
+    with pytest.raises(ConfigError, match=r"kv_offload_gb=40 does not fit: \d+\.\d+ GiB of host memory are free"):
+        plan(kv_offload_gb=40)
+
+
+def test_host_memory_for_less_than_a_block_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"kv_offload_gb=1e-06 holds no KV block of \d+ bytes"):
+        plan(kv_offload_gb=1e-6)

@@ -34,6 +34,8 @@ CONFIGS = st.fixed_dictionaries(
         "enable_prefix_caching": st.booleans(),
         "encode_layers_per_step": st.sampled_from([None, 1]),
         "latency": st.sampled_from([None, PACE, RIDING, replace(PACE, max_prefills=2)]),
+        "host_blocks": st.sampled_from([0, 5, 200]),
+        "restore_ms_per_block": st.sampled_from([0.0, 0.6]),  # two in a step with decodes
     }
 )
 

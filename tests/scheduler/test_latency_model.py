@@ -6,8 +6,10 @@ from dataclasses import replace
 
 from saccade.scheduler.latency_model import (
     SLOWDOWN,
+    max_restored,
     max_work,
     milliseconds,
+    min_restored,
     mixed_is_faster,
     mixed_tokens,
     size_at,
@@ -107,3 +109,15 @@ def test_two_layers_over_the_most_that_is_encoded_at_a_time_fit_into_a_step() ->
     latency = replace(PACE, target_ms=2.75)
     assert max_work(latency, 32) == 1000
     assert split_spare_time(latency, 32, 1000).encode_layers == 2
+
+
+def test_blocks_are_restored_from_where_copying_is_faster_than_what_they_add_to_a_prefill() -> None:
+    copies = ((1, 0.5), (64, 0.5 + 63 * 0.01))  # a block of 16 tokens adds 0.125 ms to a prefill of more than 64
+    assert min_restored(PACE.prefill_ms, copies, block_size=16) == 8
+    assert min_restored(PACE.prefill_ms, ((1, 0.5), (64, 64.0)), block_size=16) is None
+
+
+def test_beside_decodes_as_many_blocks_are_restored_as_fit_the_spare_time() -> None:
+    assert max_restored(replace(PACE, target_ms=4.0), 32, ms_per_block=0.1) == 20
+    assert max_restored(replace(PACE, target_ms=4.0), 32, ms_per_block=9.0) == 1
+    assert max_restored(PACE, 32, ms_per_block=0.0) is None

@@ -128,6 +128,7 @@ values: dict[Any, Any] = {
     int: counts,
     bool: st.booleans(),
     int | None: st.none() | counts,
+    float: seconds,
     LatencyProfile | None: st.none() | paces,
     StepTime | None: st.none() | st.builds(StepTime, seconds, seconds, seconds),
 }
