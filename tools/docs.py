@@ -151,6 +151,7 @@ _STATS = {
     "preemptions": 0,
     "kv": {"used": 0, "idle": 0, "total": 1},
     "prefix_cache": {"queries": 0, "hits": 0},
+    "kv_offload": {"total": 0, "used": 0, "blocks_out": 0, "blocks_in": 0, "hits": 0},
     "encoder_cache": {"hits": 0, "misses": 0, "slots_used": 0, "slots_total": 0},
     "tenants": {"": {"running": 0, "waiting": 0, "service": 0}},
     "encoder_cache_tenants": {"": {"hits": 0, "misses": 0, "slots": 0}},

@@ -26,8 +26,8 @@ from saccade.runner.cuda.graph_sizes import (
     MAX_MIXED_ROWS,
     mixed_sizes,
 )
+from saccade.runner.cuda.host_blocks import IN_BUFFERS, OUT_BUFFERS, staging_blocks
 from saccade.runner.encoder.graph_capture import largest_pass
-from saccade.runner.host_blocks import NUM_BUFFERS, staging_blocks
 from saccade.types import Geometry, Size
 
 _CPU_KV_GIB = 4.0  # automatic maximum on a CPU
@@ -362,7 +362,7 @@ def _staging_bytes(options: Options, model: ModelConfig, dtype: str) -> int:
     if not options.kv_offload_gb:
         return 0
     per_block = costs.kv_bytes_per_block(model.text, dtype, options.block_size)
-    return NUM_BUFFERS * staging_blocks(per_block) * per_block
+    return (OUT_BUFFERS + IN_BUFFERS) * staging_blocks(per_block) * per_block
 
 
 def _model_len(options: Options, model: ModelConfig, blocks: int) -> tuple[int, str]:

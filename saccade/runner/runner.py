@@ -15,10 +15,10 @@ from saccade.models.interface import VisionLanguageModel
 from saccade.models.layers.torch_attention import PagedKV
 from saccade.runner.batch import Ints, RequestState
 from saccade.runner.cross_attention_metadata import reading
+from saccade.runner.cuda.host_blocks import HostBlocks
 from saccade.runner.embedding_cache import EmbeddingSlab
 from saccade.runner.encoder.encoder_runner import Encoder, LocalEncoder
 from saccade.runner.forward import Forward, Sampled, Windows
-from saccade.runner.host_blocks import HostBlocks
 from saccade.runner.latency_profile import largest_within, seconds_per_layer
 from saccade.structured.grammar import Grammars
 from saccade.types import Collect, Geometry, Grid, Key, MediaItem, ScheduledWindow, StepPlan, StepResult

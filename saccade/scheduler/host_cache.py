@@ -36,6 +36,11 @@ class HostCache:
         self._in: dict[int, int] = {}  # of the next plan: host block by device block
         self._pinned: set[bytes] = set()  # digests that the next plan restores: their host blocks stay
 
+    @property
+    def is_restoring(self) -> bool:
+        """Whether the next plan copies blocks in."""
+        return bool(self._in)
+
     def has(self, digest: bytes, records: bytes) -> bool:
         found = self._copies.get(digest)
         return found is not None and found.records == records

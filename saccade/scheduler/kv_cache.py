@@ -140,8 +140,8 @@ class BlockPool:
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack
         self._idle: OrderedDict[int, None] = OrderedDict()  # the longest unused first
         self._uncopied: OrderedDict[int, None] = OrderedDict()  # idle, not in host memory; as ordered
-        most = min(num_blocks, self._host.num_blocks) // _MAX_COPIED_AHEAD
-        self._min_copied = min(self.blocks_for(max_tokens), most)
+        share = min(num_blocks, self._host.num_blocks) // _MAX_COPIED_AHEAD
+        self._min_copied = min(self.blocks_for(max_tokens), share)
         self._num_taken = 0  # since the last plan
         self._num_uncached = 0
         self._queries = self._hits = self._evictions = 0
@@ -320,13 +320,14 @@ class BlockPool:
     def drain_copies(self) -> tuple[tuple[KVCopy, ...], tuple[KVCopy, ...]]:
         """Blocks that the plan being made copies to host memory, and from there.
 
-        Blocks that are evicted next are copied ahead, a few in each step. So a long prompt finds blocks that
-        it may overwrite at once.
+        Blocks that are evicted next are copied ahead, a few in each step that restores none. So a long prompt
+        finds blocks that it may overwrite at once.
         """
         num_copied = self.num_available - len(self._uncopied)
-        count = min(self._min_copied - num_copied, self._num_taken + _COPIED_AHEAD, len(self._uncopied))
-        for block in tuple(islice(self._uncopied, max(count, 0))):
-            self._offload(block)
+        count = min(self._min_copied - num_copied, self._num_taken + _COPIED_AHEAD)
+        if count > 0 and not self._host.is_restoring:
+            for block in tuple(islice(self._uncopied, count)):
+                self._offload(block)
         self._num_taken = 0
         return self._host.drain()
 

@@ -248,12 +248,16 @@ def _saccade_metrics(stats: Mapping[str, Any]) -> Iterator[Metric]:
     cache = stats["encoder_cache"]
     encoder = stats.get("encoder", {})
     slot_bytes = stats.get("embedding_bytes_per_slot", 0)
+    host = stats["kv_offload"]
+    block_bytes = stats.get("kv_bytes_per_block", 0)
     gauges = {
         "running": ("Requests being computed", stats["running"]),
         "waiting": ("Requests that wait", stats["waiting"]),
         "kv_blocks_used": ("KV blocks held by requests", kv["used"]),
         "kv_blocks_idle": ("KV blocks kept for reuse", kv["idle"]),
         "kv_blocks_total": ("KV blocks there are", kv["total"]),
+        "kv_offload_used_bytes": ("KV blocks in host memory", host["used"] * block_bytes),
+        "kv_offload_total_bytes": ("Host memory for KV blocks", host["total"] * block_bytes),
         "encoder_cache_used_bytes": ("Embeddings kept", cache["slots_used"] * slot_bytes),
         "encoder_cache_total_bytes": ("Embeddings that fit", cache["slots_total"] * slot_bytes),
     }
@@ -262,6 +266,11 @@ def _saccade_metrics(stats: Mapping[str, Any]) -> Iterator[Metric]:
         "preemptions": ("Requests that gave their blocks back and began again", stats["preemptions"]),
         "prefix_cache_queries": ("Prompt tokens looked up", prefix["queries"]),
         "prefix_cache_hits": ("Prompt tokens found", prefix["hits"]),
+        "kv_offload_blocks_out": ("KV blocks copied to host memory", host["blocks_out"]),
+        "kv_offload_bytes_out": ("Bytes copied to host memory", host["blocks_out"] * block_bytes),
+        "kv_offload_blocks_in": ("KV blocks copied back to the device", host["blocks_in"]),
+        "kv_offload_bytes_in": ("Bytes copied back to the device", host["blocks_in"] * block_bytes),
+        "kv_offload_hits": ("Times that a request got blocks back from host memory", host["hits"]),
         "encoder_cache_queries": ("Pictures looked up", cache["hits"] + cache["misses"]),
         "encoder_cache_hits": ("Pictures found", cache["hits"]),
         "pictures_decoded": ("Pictures decoded", encoder.get("decoded", 0)),

@@ -32,7 +32,7 @@ from saccade.models.state_dict import Parameters
 from saccade.runner.build import new_slab
 from saccade.runner.cuda.forward import CudaForward
 from saccade.runner.cuda.graph_sizes import GRAPH_STRETCHES, MAX_MIXED_ROWS, mixed_sizes
-from saccade.runner.host_blocks import _by_block
+from saccade.runner.cuda.host_blocks import _by_block
 from saccade.runner.recurrent_state import RecurrentStates
 from saccade.types import Geometry, Grid, Size
 from tests.helpers.variant import NONE, ONE, Variant

@@ -21,6 +21,8 @@ STATS: dict[str, Any] = {
     "preemptions": 3,
     "kv": {"total": 100, "used": 25, "idle": 5, "free": 70},
     "prefix_cache": {"queries": 40, "hits": 10, "evictions": 0},
+    "kv_offload": {"total": 60, "used": 9, "blocks_out": 12, "blocks_in": 5, "hits": 2, "evictions": 3},
+    "kv_bytes_per_block": 1000,
     "encoder_cache": {"slots_total": 50, "slots_used": 20, "hits": 4, "misses": 6},
     "encoder": {"decoded": 6, "encoded": 6, "failed": 1},
     "embedding_bytes_per_slot": 8,
@@ -107,6 +109,9 @@ def test_gauges_and_counters_of_the_engine_are_read_at_each_scrape(metrics: Metr
     found = samples(metrics)
     assert found["saccade:running"] == 2 and found["saccade:waiting"] == 1
     assert found["saccade:kv_blocks_used"] == 25 and found["saccade:kv_blocks_total"] == 100
+    assert found["saccade:kv_offload_used_bytes"] == 9_000 and found["saccade:kv_offload_total_bytes"] == 60_000
+    assert found["saccade:kv_offload_blocks_out_total"] == 12 and found["saccade:kv_offload_bytes_in_total"] == 5_000
+    assert found["saccade:kv_offload_hits_total"] == 2
     assert found["saccade:encoder_cache_used_bytes"] == 160 and found["saccade:encoder_cache_total_bytes"] == 400
     assert found["saccade:encoder_cache_queries_total"] == 10 and found["saccade:pictures_decoded_total"] == 6
     assert found["vllm:kv_cache_usage_perc{model_name=tiny}"] == 0.25

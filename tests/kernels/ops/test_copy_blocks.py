@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from saccade.kernels.ops.copy_blocks import copy_blocks
-from saccade.runner.host_blocks import _torch_copy_blocks
+from saccade.runner.cuda.host_blocks import _torch_copy_blocks
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

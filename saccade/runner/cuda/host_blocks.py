@@ -5,7 +5,7 @@
               on the stream of the steps         on a stream for each direction, by copy engines
 
 Only the stream of the steps touches the KV cache, so copies are in order with what is computed. It waits for
-blocks that come in. For blocks that go out it waits only when both staging buffers are full.
+blocks that come in. For blocks that go out it waits only when all staging buffers are full.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from saccade.torch_utils import to_device
 from saccade.types import KVCopy, LatencyCurve
 
 STAGING_BYTES = 32 << 20  # of a buffer: 0.6 ms over PCIe 5, so that copies and kernels overlap
-NUM_BUFFERS = 4  # two for each direction
+OUT_BUFFERS = 4  # what a step evicts should fit: the next kernel waits for a buffer
+IN_BUFFERS = 2
 _TIMED_BLOCKS = (1, 4, 16, 64, 256)
 _REPEATS = 3
 _VALUE_BYTES = 8
@@ -56,9 +57,9 @@ class HostBlocks:
             _pin(self._host)
             self._unpin = weakref.finalize(self, _unpin, self._host)  # which keeps the memory until then
             self._unpin.atexit = False
-        staged = (staging_blocks(self.block_bytes), width)
-        self._out = _Lane(staged, self._device)
-        self._in = _Lane(staged, self._device)
+        shape = (staging_blocks(self.block_bytes), width)
+        self._out = _Lane(OUT_BUFFERS, shape, self._device)
+        self._in = _Lane(IN_BUFFERS, shape, self._device)
         self._copy_blocks = _torch_copy_blocks
         if self._device.type == "cuda":
             from saccade.kernels.ops.copy_blocks import copy_blocks  # needs Triton
@@ -115,8 +116,8 @@ class HostBlocks:
     @torch.inference_mode()
     def measure(self) -> LatencyCurve:
         """Milliseconds to restore some blocks. Overwrites the cache: call it before any request is open."""
-        most = min(self.num_blocks, self._caches[0].shape[1])
-        sizes = [size for size in _TIMED_BLOCKS if size <= most]
+        limit = min(self.num_blocks, self._caches[0].shape[1])
+        sizes = [size for size in _TIMED_BLOCKS if size <= limit]
         self.copy([KVCopy(0, 0)], ())  # compiles its kernel now
         return tuple((size, min(self._restore_ms(size) for _ in range(_REPEATS))) for size in sizes)
 
@@ -146,18 +147,18 @@ class _Buffer:
 
 
 class _Lane:
-    """One direction: its stream, two staging buffers, and which host blocks are being copied."""
+    """One direction: its stream, staging buffers, and which host blocks are being copied."""
 
-    def __init__(self, shape: tuple[int, int], device: torch.device) -> None:
+    def __init__(self, count: int, shape: tuple[int, int], device: torch.device) -> None:
         self.stream: Stream = None
         if device.type == "cuda":
             self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self.buffers = [_Buffer(torch.empty(shape, dtype=torch.int64, device=device)) for _ in range(2)]
+        self.buffers = [_Buffer(torch.empty(shape, dtype=torch.int64, device=device)) for _ in range(count)]
         self._under_way: deque[_UnderWay] = deque()
 
     def next_buffer(self) -> _Buffer:
-        self.buffers.reverse()
-        return self.buffers[0]
+        self.buffers.append(self.buffers.pop(0))
+        return self.buffers[-1]
 
     def done(self, copies: Sequence[KVCopy]) -> Event:
         """After the copies of these blocks, which were launched."""

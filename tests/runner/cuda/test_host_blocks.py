@@ -11,8 +11,8 @@ import torch
 
 from saccade.errors import ConfigError
 from saccade.models.layers.torch_attention import PagedKV
-from saccade.runner import host_blocks
-from saccade.runner.host_blocks import HostBlocks
+from saccade.runner.cuda import host_blocks
+from saccade.runner.cuda.host_blocks import HostBlocks
 from saccade.types import KVCopy
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
