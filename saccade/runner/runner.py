@@ -150,10 +150,10 @@ class Runner:
     def close(self) -> None:
         if self._on_close:
             self._on_close()
-        self.drop_host_blocks()
         if self.encoder:
             self.encoder.close()
         self.grammars.close()
+        self.drop_host_blocks()
 
     def _update_state(self, plan: StepPlan) -> None:
         if self.host_blocks:

@@ -10,14 +10,12 @@ A restored block keeps its host copy, so that evicting it again copies nothing.
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 from saccade.types import KVCopy
 
-
-class _HostCopy(NamedTuple):
-    host_block: int
-    records: bytes  # compared on a hit, as on the device
+if TYPE_CHECKING:
+    from saccade.scheduler.kv_cache import CachedBlock
 
 
 class HostCache:
@@ -31,7 +29,8 @@ class HostCache:
     def reset(self) -> None:
         """Empty the cache."""
         self._free = list(range(self.num_blocks - 1, -1, -1))  # a stack: neighbours are filled together
-        self._copies: OrderedDict[bytes, _HostCopy] = OrderedDict()  # by digest; LRU order
+        self.by_digest: OrderedDict[bytes, CachedBlock] = OrderedDict()  # LRU order
+        self.successor: dict[bytes, CachedBlock] = {}  # by digest of a block: its latest successor here
         self._out: dict[int, int] = {}  # of the next plan: device block by host block
         self._in: dict[int, int] = {}  # of the next plan: host block by device block
         self._pinned: set[bytes] = set()  # digests that the next plan restores: their host blocks stay
@@ -41,44 +40,39 @@ class HostCache:
         """Whether the next plan copies blocks in."""
         return bool(self._in)
 
-    def has(self, digest: bytes, records: bytes) -> bool:
-        found = self._copies.get(digest)
-        return found is not None and found.records == records
-
-    def __contains__(self, digest: bytes) -> bool:
-        return digest in self._copies
-
-    def offload(self, block: int, digest: bytes, records: bytes) -> None:
+    def offload(self, cached: CachedBlock) -> None:
         """Copy a device block out in the next plan, unless it has a copy or all host blocks are pinned."""
-        if digest in self._copies:
-            self._copies.move_to_end(digest)
+        if cached.digest in self.by_digest:
+            self.by_digest.move_to_end(cached.digest)
         elif self._free or self._evict():
-            host_block = self._free.pop()
-            self._copies[digest] = _HostCopy(host_block, records)
-            self._out[host_block] = block
+            copy = cached._replace(block=self._free.pop())
+            self.by_digest[copy.digest] = self.successor[copy.parent] = copy
+            self._out[copy.block] = cached.block
             self._num_out += 1
 
     def _evict(self) -> bool:
         """Free the least recently used host block; False if all are pinned."""
-        digest = next((digest for digest in self._copies if digest not in self._pinned), None)
+        digest = next((digest for digest in self.by_digest if digest not in self._pinned), None)
         if digest is None:
             return False
-        host_block = self._copies.pop(digest).host_block
-        self._free.append(host_block)
-        self._num_out -= self._out.pop(host_block, None) is not None  # it would be overwritten at once
+        copy = self.by_digest.pop(digest)
+        if self.successor.get(copy.parent) is copy:
+            del self.successor[copy.parent]
+        self._free.append(copy.block)
+        self._num_out -= self._out.pop(copy.block, None) is not None  # it would be overwritten at once
         self._evictions += 1
         return True
 
     def pin(self, digests: list[bytes]) -> None:
         """Keep these until the next plan: blocks that are allocated for them may evict others."""
         for digest in reversed(digests):  # the tail is evicted before the head
-            self._copies.move_to_end(digest)
+            self.by_digest.move_to_end(digest)
         self._pinned.update(digests)
 
     def restore(self, digests: list[bytes], blocks: tuple[int, ...]) -> None:
         """Copy pinned blocks in, in the next plan."""
         for digest, block in zip(digests, blocks, strict=True):
-            self._in[block] = self._copies[digest].host_block
+            self._in[block] = self.by_digest[digest].block
         self._num_in += len(blocks)
         self._hits += 1
 
@@ -99,7 +93,7 @@ class HostCache:
     def stats(self) -> dict[str, int]:
         return {
             "total": self.num_blocks,
-            "used": len(self._copies),
+            "used": len(self.by_digest),
             "blocks_out": self._num_out,
             "blocks_in": self._num_in,
             "hits": self._hits,
@@ -107,9 +101,12 @@ class HostCache:
         }
 
     def check(self) -> None:
-        blocks = [*self._free, *(copy.host_block for copy in self._copies.values())]
+        copies = self.by_digest
+        blocks = [*self._free, *(copy.block for copy in copies.values())]
         assert sorted(blocks) == list(range(self.num_blocks)), "host blocks were lost or given twice"
-        assert self._pinned <= self._copies.keys(), "a pinned host block is gone"
-        pinned = {self._copies[digest].host_block for digest in self._pinned}
+        stale = [copy for copy in self.successor.values() if copies.get(copy.digest) is not copy]
+        assert not stale, "a successor is stale"
+        assert self._pinned <= copies.keys(), "a pinned host block is gone"
+        pinned = {copies[digest].block for digest in self._pinned}
         assert set(self._in.values()) <= pinned, "a host block to be restored is not pinned"
-        assert self._out.keys() <= {copy.host_block for copy in self._copies.values()}, "a copy is lost"
+        assert self._out.keys() <= {copy.block for copy in copies.values()}, "a copy is lost"

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -90,13 +90,17 @@ class BlockHashes:
         return records + text_records(self._generated[first : (end - len(self._identity)) // RECORD_BYTES])
 
 
-class _CachedBlock(NamedTuple):
+class CachedBlock(NamedTuple):
     """A full block that can be found by its digest."""
 
-    block: int
+    block: int  # on the device, or in host memory
     parent: bytes  # digest of the block before it
     digest: bytes
     records: bytes
+
+
+Index = Mapping[bytes, CachedBlock]
+Lookup = Callable[[bytes], CachedBlock | None]
 
 
 class _PendingBlocks(NamedTuple):
@@ -133,9 +137,9 @@ class BlockPool:
         self.block_size = block_size
         self._enable_caching = enable_caching
         self._users = [0] * num_blocks
-        self._cached: list[_CachedBlock | None] = [None] * num_blocks  # by block
-        self._by_digest: dict[bytes, _CachedBlock] = {}
-        self._successor: dict[bytes, _CachedBlock] = {}  # by digest of a block: its latest cached successor
+        self._cached: list[CachedBlock | None] = [None] * num_blocks  # by block
+        self._by_digest: dict[bytes, CachedBlock] = {}
+        self._successor: dict[bytes, CachedBlock] = {}  # by digest of a block: its latest cached successor
         self._pending: dict[bytes, list[_PendingBlocks]] = {}  # not in the two above yet; by first digest
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack
         self._idle: OrderedDict[int, None] = OrderedDict()  # the longest unused first
@@ -166,21 +170,25 @@ class BlockPool:
         end = (num_tokens - 1) // self.block_size
         if first:  # in the middle, after the first block of what others may have pending
             self.index()
-            return self._match(hashes, first, end)
+            return self._match(hashes, first, end, self._successor, self._lookup)
         if hashes.found_at != self._num_uncached:
             hashes.found = []
             hashes.found_at = self._num_uncached
-        hashes.found += self._match(hashes, len(hashes.found), end)  # asked in every step while it waits
+        # Asked in every step while it waits.
+        hashes.found += self._match(hashes, len(hashes.found), end, self._successor, self._lookup)
         return hashes.found[:end]
 
-    def _match(self, hashes: BlockHashes, first: int, end: int) -> list[int]:
+    def _match(
+        self, hashes: BlockHashes, first: int, end: int, successor: Index, lookup: Lookup
+    ) -> list[int]:
+        """Blocks from number `first` on that an index has: by the latest successor of each, or by digest."""
         parent = hashes.digest(first - 1)
-        matched: list[_CachedBlock] = []
+        matched: list[CachedBlock] = []
         for records in hashes.iter_records(first, end):
-            cached = self._successor.get(parent)
+            cached = successor.get(parent)
             if cached is None or cached.records != records:  # not the latest successor: look it up by hash
                 hashes.extend(first, [cached.digest for cached in matched])
-                cached = self._lookup(hashes.digest(first + len(matched)))
+                cached = lookup(hashes.digest(first + len(matched)))
                 if cached is None or cached.records != records:
                     break
             matched.append(cached)
@@ -198,20 +206,16 @@ class BlockPool:
             return False
         first = min(max(hashes.num_known - 1, 0), last)
         digests = map(hashes.digest, range(first, last + 1))
-        return all(self._lookup(digest) is not None or digest in self._host for digest in digests)
+        return all(self._lookup(digest) is not None or digest in self._host.by_digest for digest in digests)
 
     def count_offloaded(self, hashes: BlockHashes, num_tokens: int, first: int) -> int:
         """Blocks from number `first` on that can be restored from host memory."""
         if not self._host.num_blocks:
             return 0
         end = (num_tokens - 1) // self.block_size
-        hashes.digest(first - 1)
-        index = first
-        while index < end and self._host.has(*hashes.content(index)):
-            index += 1
-        return index - first
+        return len(self._match(hashes, first, end, self._host.successor, self._host.by_digest.get))
 
-    def _lookup(self, digest: bytes) -> _CachedBlock | None:
+    def _lookup(self, digest: bytes) -> CachedBlock | None:
         if digest in self._pending:
             self._enter(digest)
         return self._by_digest.get(digest)
@@ -249,7 +253,7 @@ class BlockPool:
             for index, block in enumerate(blocks, first):
                 digest, records = hashes.content(index)
                 if digest not in self._by_digest:  # the first of two equal blocks stays the one that is found
-                    cached = _CachedBlock(block, parent, digest, records)
+                    cached = CachedBlock(block, parent, digest, records)
                     self._by_digest[digest] = self._successor[parent] = self._cached[block] = cached
                 pending += self._pending.pop(digest, ())
                 parent = digest
@@ -305,7 +309,7 @@ class BlockPool:
                 self._free.append(block)
                 continue
             self._idle[block] = None
-            if self._host.num_blocks and cached.digest not in self._host:
+            if self._host.num_blocks and cached.digest not in self._host.by_digest:
                 self._uncopied[block] = None
 
     def restore(self, hashes: BlockHashes, first: int, count: int) -> tuple[int, ...]:
@@ -335,7 +339,7 @@ class BlockPool:
         cached = self._cached[block]
         assert cached is not None, "a block is idle that is not cached"
         self._uncopied.pop(block, None)
-        self._host.offload(block, cached.digest, cached.records)
+        self._host.offload(cached)
 
     def reset(self) -> None:
         """Empty the cache, and what host memory has of it."""

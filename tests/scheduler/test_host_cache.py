@@ -9,11 +9,16 @@ import pytest
 
 from saccade.errors import RequestError
 from saccade.scheduler.host_cache import HostCache
+from saccade.scheduler.kv_cache import BlockHashes, BlockPool, CachedBlock
 from saccade.types import KVCopy, StepPlan
 from tests.helpers.async_scheduling import PACE, AheadRig, add
-from tests.helpers.scheduling import BLOCK, FakeImage, Rig, unchecked
+from tests.helpers.scheduling import BLOCK, FakeImage, Rig, make_prompt, unchecked
 
 PROMPT = 6 * BLOCK + 1
+
+
+def block_of(block: int, digest: bytes) -> CachedBlock:
+    return CachedBlock(block, b"parent", digest, b"")
 
 
 def small(kind: type[Rig] = Rig, **changes: Any) -> Any:
@@ -133,52 +138,63 @@ def test_blocks_that_are_evicted_next_are_copied_ahead() -> None:
 def test_of_a_full_host_memory_the_longest_unused_block_goes() -> None:
     cache = HostCache(2)
     for block, digest in enumerate((b"a", b"b")):
-        cache.offload(block, digest, b"")
-    cache.offload(0, b"a", b"")  # used again
+        cache.offload(block_of(block, digest))
+    cache.offload(block_of(0, b"a"))  # used again
     cache.drain()
-    cache.offload(2, b"c", b"")
-    assert (b"a" in cache, b"b" in cache, b"c" in cache) == (True, False, True)
+    cache.offload(block_of(2, b"c"))
+    assert list(cache.by_digest) == [b"a", b"c"]
     assert cache.stats()["evictions"] == 1
     cache.check()
 
 
 def test_what_the_next_plan_restores_is_not_overwritten_by_what_it_copies_out() -> None:
     cache = HostCache(1)
-    cache.offload(3, b"a", b"")
+    cache.offload(block_of(3, b"a"))
     cache.drain()
     cache.pin([b"a"])
-    cache.offload(4, b"b", b"")  # it cannot be kept
+    cache.offload(block_of(4, b"b"))  # it cannot be kept
     cache.restore([b"a"], (4,))
     assert cache.drain() == ((), (KVCopy(4, 0),))
-    cache.offload(4, b"b", b"")
-    assert b"a" not in cache and cache.drain() == ((KVCopy(4, 0),), ())
+    cache.offload(block_of(4, b"b"))
+    assert b"a" not in cache.by_digest and cache.drain() == ((KVCopy(4, 0),), ())
 
 
 def test_of_two_copies_to_one_host_block_in_a_plan_the_later_one_is_made() -> None:
     cache = HostCache(1)
-    cache.offload(3, b"a", b"")
-    cache.offload(4, b"b", b"")
+    cache.offload(block_of(3, b"a"))
+    cache.offload(block_of(4, b"b"))
     assert cache.drain() == ((KVCopy(4, 0),), ())
     assert cache.stats()["blocks_out"] == 1
     cache.check()
 
 
+def offloaded_pool(tokens: list[int]) -> tuple[BlockPool, HostCache, BlockHashes]:
+    """A device with one block, whose text is in host memory alone."""
+    host = HostCache(4)
+    pool = BlockPool(1, BLOCK, enable_caching=True, host=host)
+    hashes = BlockHashes(make_prompt([tokens]).identity, b"", BLOCK, [])
+    pool.cache_blocks(pool.allocate(1), hashes, 0)
+    pool.release([0])
+    pool.release(pool.allocate(1))
+    assert pool.drain_copies() == ((KVCopy(0, 0),), ())
+    return pool, host, hashes
+
+
 def test_a_block_that_another_request_takes_in_the_same_plan_is_not_restored() -> None:
-    cache = HostCache(2)
-    cache.offload(3, b"a", b"")
-    cache.drain()
-    cache.pin([b"a"])
-    cache.restore([b"a"], (5,))
-    cache.cancel(5)
-    assert cache.drain() == ((), ())
-    assert cache.stats()["blocks_in"] == 0
-    cache.check()
+    pool, host, hashes = offloaded_pool([1] * 5)
+    pool.release(pool.restore(hashes, 0, 1))
+    pool.allocate(1)
+    pool.check()
+    assert pool.drain_copies() == ((), ())
+    assert host.stats()["blocks_in"] == 0
 
 
-def test_a_hit_in_host_memory_needs_equal_records() -> None:
-    cache = HostCache(1)
-    cache.offload(0, b"a", b"records")
-    assert cache.has(b"a", b"records") and not cache.has(b"a", b"others")
+def test_a_hit_in_host_memory_needs_equal_records_and_not_only_an_equal_digest() -> None:
+    pool, _, own = offloaded_pool([1] * 5)
+    other = BlockHashes(make_prompt([[2] * 5]).identity, b"", BLOCK, [])
+    assert pool.count_offloaded(own, num_tokens=5, first=0) == 1
+    other._digests = [b"", own.digest(0)]
+    assert pool.count_offloaded(other, num_tokens=5, first=0) == 0
 
 
 def test_an_image_in_host_memory_is_neither_encoded_nor_decoded_again() -> None:

@@ -220,8 +220,9 @@ def _host_memory(num_bytes: int) -> Tensor:
         pages = mmap.mmap(-1, num_bytes)
     except (OSError, OverflowError, ValueError) as error:
         raise _refused(num_bytes, str(error)) from None
-    with suppress(OSError):  # a kernel that has none
-        pages.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to pin
+    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):  # fewer pages to pin; none is copied by a fork
+        with suppress(OSError, AttributeError):  # a system that has none
+            pages.madvise(getattr(mmap, advice))
     return torch.frombuffer(pages, dtype=torch.int64).zero_()
 
 

@@ -12,7 +12,7 @@ import torch
 from saccade.errors import ConfigError
 from saccade.models.layers.torch_attention import PagedKV
 from saccade.runner.cuda import host_blocks
-from saccade.runner.cuda.host_blocks import HostBlocks
+from saccade.runner.cuda.host_blocks import HostBlocks, _Lane
 from saccade.types import KVCopy
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -99,3 +99,40 @@ def test_memory_that_cannot_be_pinned_is_refused_with_its_bytes(monkeypatch: pyt
     monkeypatch.setattr(torch.cuda, "cudart", Runtime)
     with pytest.raises(ConfigError, match=r"64 bytes .*CUDA error 2 .*ulimit -l"):
         host_blocks._pin(torch.zeros(8, dtype=torch.int64))
+
+
+class Recorded:
+    """A stream's event, and the streams that wait for it."""
+
+    def __init__(self, is_done: bool) -> None:
+        self.is_done = is_done
+
+    def query(self) -> bool:
+        return self.is_done
+
+
+class Waiting:
+    """A stream."""
+
+    def __init__(self) -> None:
+        self.waited: list[Recorded] = []
+        self.next_is_done = False
+
+    def record_event(self) -> Recorded:
+        return Recorded(self.next_is_done)
+
+    def wait_event(self, event: Recorded) -> None:
+        self.waited.append(event)
+
+
+def test_a_direction_waits_for_the_other_only_where_both_touch_a_host_block() -> None:
+    out, back = (_Lane(1, (1, 1), torch.device("cpu")) for _ in range(2))
+    stream, other = Waiting(), Waiting()
+    back.stream, out.stream = stream, other  # type: ignore[assignment]
+    first, second, last = (out.done([KVCopy(0, host_block)]) for host_block in (1, 2, 1))
+    back.wait_for(out, [KVCopy(5, 1), KVCopy(6, 3)])
+    assert stream.waited == [first, last]
+    for event in (first, second):
+        event.is_done = True  # type: ignore[union-attr]
+    back.wait_for(out, [KVCopy(5, 1), KVCopy(6, 2)])
+    assert stream.waited == [first, last, last], "what is done is forgotten"
