@@ -48,10 +48,7 @@ def build_runner(
     target = AttentionTarget(config.text, plan.dtype, plan.device)
     check(options.attention_backend, target)
     if plan.device.type == "cuda":
-        if plan.device.index is not None:
-            torch.cuda.set_device(plan.device)  # kernels launch on the current device, not the tensors'
-        # Other processes may use the rest, so the allocator enforces it.
-        torch.cuda.set_per_process_memory_fraction(options.gpu_memory_utilization, plan.device.index)
+        _claim(plan.device, options.gpu_memory_utilization)
     with memory.part("weights"):
         model = load_model(
             path,
@@ -66,10 +63,8 @@ def build_runner(
         )
     with memory.part("kv"):
         kv = PagedKV.allocate(config.text, sizes.num_blocks, sizes.block_size, plan.dtype, plan.device)
-    host = None
     with memory.part("staging"):
-        if sizes.host_blocks:
-            host = HostBlocks(kv, sizes.block_size, sizes.host_blocks)
+        host = HostBlocks(kv, sizes.block_size, sizes.host_blocks) if sizes.host_blocks else None
     with memory.part("states"):
         states = _states(config, sizes, plan)
     with memory.part("embeddings"):
@@ -88,6 +83,13 @@ def build_runner(
     return Runner(
         model, kv, encoder, grammars, forward, embeddings, memory.report(), on_close, eager_reason, host
     )
+
+
+def _claim(device: torch.device, utilization: float) -> None:
+    if device.index is not None:
+        torch.cuda.set_device(device)  # kernels launch on the current device, not the tensors'
+    # Other processes may use the rest, so the allocator enforces it.
+    torch.cuda.set_per_process_memory_fraction(utilization, device.index)
 
 
 def _states(config: ModelConfig, sizes: SchedulerConfig, plan: MemoryPlan) -> RecurrentStates | None:

@@ -112,22 +112,14 @@ class StepBuilder:
     budget: StepBudget
     async_decode: frozenset[str] = frozenset()  # requests whose decode runs already, in a step planned before
     skip_decode: bool = False  # decoding requests sit this step out
-    max_restored: int | None = None  # blocks that may still be copied from host memory; None: any number
     decode: list[ScheduledWindow] = field(default_factory=list)
     prefill: list[ScheduledWindow] = field(default_factory=list)
     admitted: list[Admission] = field(default_factory=list)
     started: set[str] = field(default_factory=set)  # requests that the runner hears of in this step
     has_preempted: bool = False
     is_short: bool = False  # of blocks that only a preemption can free; none may happen beside a running step
-    is_restoring: bool = False  # blocks are copied from host memory
     needs_sync: bool = False  # a request should give its seat or its cache space to another: in the next step
 
     @property
     def has_windows(self) -> bool:
         return bool(self.decode or self.prefill)
-
-    def restore(self, num_blocks: int) -> None:
-        """Blocks that are copied from host memory in this step."""
-        self.is_restoring |= num_blocks > 0
-        if self.max_restored is not None:
-            self.max_restored -= num_blocks

@@ -12,19 +12,33 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
+from saccade.options import SchedulerConfig
 from saccade.types import KVCopy
 
 if TYPE_CHECKING:
     from saccade.scheduler.kv_cache import CachedBlock
 
 
+_MAX_AHEAD = 4  # a quarter
+
+
 class HostCache:
     """With 0 blocks nothing is kept, and nothing is found."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, min_restored: int = 1, num_ahead: int = 0) -> None:
         self.num_blocks = num_blocks
+        self.num_ahead = num_ahead  # so many blocks of the device should be free to take without a copy
+        self.max_restored: int | None = None  # blocks that the next plan may still restore; None: any number
+        self._min_restored = min_restored  # fewer are computed
         self._num_out = self._num_in = self._hits = self._evictions = 0
         self.reset()
+
+    @classmethod
+    def of(cls, config: SchedulerConfig) -> HostCache:
+        """Copies ahead for the longest request, and at most for a quarter of the blocks."""
+        longest = -(-config.max_model_len // config.block_size)
+        share = min(config.num_blocks, config.host_blocks) // _MAX_AHEAD
+        return cls(config.host_blocks, config.min_restored_blocks, min(longest, share))
 
     def reset(self) -> None:
         """Empty the cache."""
@@ -39,6 +53,12 @@ class HostCache:
     def is_restoring(self) -> bool:
         """Whether the next plan copies blocks in."""
         return bool(self._in)
+
+    def restorable(self, count: int) -> int | None:
+        """How many of `count` blocks the next plan may restore; None: too few to be worth it."""
+        if count < self._min_restored:
+            return None
+        return count if self.max_restored is None else min(count, self.max_restored)
 
     def offload(self, cached: CachedBlock) -> None:
         """Copy a device block out in the next plan, unless it has a copy or all host blocks are pinned."""
@@ -73,6 +93,8 @@ class HostCache:
         """Copy pinned blocks in, in the next plan."""
         for digest, block in zip(digests, blocks, strict=True):
             self._in[block] = self.by_digest[digest].block
+        if self.max_restored is not None:
+            self.max_restored -= len(blocks)
         self._num_in += len(blocks)
         self._hits += 1
 

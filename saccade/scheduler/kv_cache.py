@@ -18,11 +18,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple
 
+from saccade.options import SchedulerConfig
 from saccade.scheduler.host_cache import HostCache
 from saccade.types import RECORD_BYTES, KVCopy
 
 _COPIED_AHEAD = 32  # blocks a plan, beside as many as it takes
-_MAX_COPIED_AHEAD = 4  # a quarter of the blocks
 _TEXT_RECORD = "32xQ"  # zeros where a media record has its content key, then the token id
 
 
@@ -103,6 +103,18 @@ Index = Mapping[bytes, CachedBlock]
 Lookup = Callable[[bytes], CachedBlock | None]
 
 
+class CachedPrefix(NamedTuple):
+    """What a request need not compute, from some block on."""
+
+    blocks: list[int]  # on the device
+    num_restored: int = 0  # blocks after those that this step copies from host memory
+    is_cut: bool = False  # more are there, for the next steps: until then it computes nothing
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.blocks) + self.num_restored
+
+
 class _PendingBlocks(NamedTuple):
     """Blocks of a request that are cached from now on, but not all hashed yet."""
 
@@ -130,10 +142,9 @@ class BlockPool:
         block_size: int,
         enable_caching: bool,
         host: HostCache | None = None,
-        max_tokens: int = 0,  # of a request: copies are made ahead for as many
     ) -> None:
         self.num_blocks = num_blocks
-        self._host = host or HostCache(0)
+        self.host = host or HostCache(0)
         self.block_size = block_size
         self._enable_caching = enable_caching
         self._users = [0] * num_blocks
@@ -144,11 +155,14 @@ class BlockPool:
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack
         self._idle: OrderedDict[int, None] = OrderedDict()  # the longest unused first
         self._uncopied: OrderedDict[int, None] = OrderedDict()  # idle, not in host memory; as ordered
-        share = min(num_blocks, self._host.num_blocks) // _MAX_COPIED_AHEAD
-        self._min_copied = min(self.blocks_for(max_tokens), share)
         self._num_taken = 0  # since the last plan
         self._num_uncached = 0
         self._queries = self._hits = self._evictions = 0
+
+    @classmethod
+    def of(cls, config: SchedulerConfig) -> BlockPool:
+        host = HostCache.of(config)
+        return cls(config.num_blocks, config.block_size, config.enable_prefix_caching, host)
 
     @property
     def num_available(self) -> int:
@@ -206,14 +220,21 @@ class BlockPool:
             return False
         first = min(max(hashes.num_known - 1, 0), last)
         digests = map(hashes.digest, range(first, last + 1))
-        return all(self._lookup(digest) is not None or digest in self._host.by_digest for digest in digests)
+        return all(self._lookup(digest) is not None or digest in self.host.by_digest for digest in digests)
+
+    def find_prefix(self, hashes: BlockHashes, num_tokens: int, first: int = 0) -> CachedPrefix:
+        """As `find`, and what host memory has after that, as far as this step may restore it."""
+        blocks = self.find(hashes, num_tokens, first)
+        count = self.count_offloaded(hashes, num_tokens, first + len(blocks))
+        now = self.host.restorable(count)
+        return CachedPrefix(blocks) if now is None else CachedPrefix(blocks, now, is_cut=now < count)
 
     def count_offloaded(self, hashes: BlockHashes, num_tokens: int, first: int) -> int:
         """Blocks from number `first` on that can be restored from host memory."""
-        if not self._host.num_blocks:
+        if not self.host.num_blocks:
             return 0
         end = (num_tokens - 1) // self.block_size
-        return len(self._match(hashes, first, end, self._host.successor, self._host.by_digest.get))
+        return len(self._match(hashes, first, end, self.host.successor, self.host.by_digest.get))
 
     def _lookup(self, digest: bytes) -> CachedBlock | None:
         if digest in self._pending:
@@ -309,15 +330,15 @@ class BlockPool:
                 self._free.append(block)
                 continue
             self._idle[block] = None
-            if self._host.num_blocks and cached.digest not in self._host.by_digest:
+            if self.host.num_blocks and cached.digest not in self.host.by_digest:
                 self._uncopied[block] = None
 
     def restore(self, hashes: BlockHashes, first: int, count: int) -> tuple[int, ...]:
         """Allocate blocks that the next plan fills from host memory, and cache them."""
         digests = [hashes.digest(index) for index in range(first, first + count)]
-        self._host.pin(digests)
+        self.host.pin(digests)
         blocks = self.allocate(count)
-        self._host.restore(digests, blocks)
+        self.host.restore(digests, blocks)
         self.cache_blocks(blocks, hashes, first)
         return blocks
 
@@ -328,24 +349,24 @@ class BlockPool:
         finds blocks that it may overwrite at once.
         """
         num_copied = self.num_available - len(self._uncopied)
-        count = min(self._min_copied - num_copied, self._num_taken + _COPIED_AHEAD)
-        if count > 0 and not self._host.is_restoring:
+        count = min(self.host.num_ahead - num_copied, self._num_taken + _COPIED_AHEAD)
+        if count > 0 and not self.host.is_restoring:
             for block in tuple(islice(self._uncopied, count)):
                 self._offload(block)
         self._num_taken = 0
-        return self._host.drain()
+        return self.host.drain()
 
     def _offload(self, block: int) -> None:
         cached = self._cached[block]
         assert cached is not None, "a block is idle that is not cached"
         self._uncopied.pop(block, None)
-        self._host.offload(cached)
+        self.host.offload(cached)
 
     def reset(self) -> None:
         """Empty the cache, and what host memory has of it."""
         for block in range(self.num_blocks):
             self.evict(block)
-        self._host.reset()
+        self.host.reset()
 
     def _take(self) -> int:
         if not self._free:
@@ -355,7 +376,7 @@ class BlockPool:
             self._evictions += 1
         self._num_taken += 1
         block = self._free.pop()
-        self._host.cancel(block)
+        self.host.cancel(block)
         self._users[block] = 1
         return block
 
@@ -377,7 +398,7 @@ class BlockPool:
 
     def check(self) -> None:
         """The invariants."""
-        self._host.check()
+        self.host.check()
         free = set(self._free)
         idle = set(self._idle)
         used = {block for block, users in enumerate(self._users) if users}

@@ -4,25 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from saccade.errors import RequestError
 from saccade.scheduler.encoder_cache import EncoderCache, Holder
 from saccade.scheduler.fair_queue import TenantShare
-from saccade.scheduler.kv_cache import BlockHashes, BlockPool
+from saccade.scheduler.kv_cache import BlockHashes, BlockPool, CachedPrefix
 from saccade.types import FinishReason, Key, MediaTimes, Request, Sample, Span, TokenEvent, Usage
-
-
-class CachedPrefix(NamedTuple):
-    """What a request need not compute."""
-
-    blocks: list[int]  # on the device
-    num_restored: int = 0  # blocks after those that are copied from host memory in this step
-    is_cut: bool = False  # more are there, for the next steps: until then it computes nothing
-
-    @property
-    def num_blocks(self) -> int:
-        return len(self.blocks) + self.num_restored
 
 
 @dataclass(slots=True, eq=False)
@@ -145,13 +132,18 @@ class ScheduledRequest:
         self.num_cached_blocks = len(self.blocks)
         self.num_computed = len(self.blocks) * pool.block_size
 
-    def rematch_prefix(self, pool: BlockPool, found: CachedPrefix) -> None:
+    def rematch_prefix(self, pool: BlockPool) -> CachedPrefix:
         """Attach blocks that another request with the same prefix has filled since this one was admitted.
 
         So two requests that prefill the same image side by side compute it once. A block that was filled in
         part is exchanged for the full one, and the block table must be sent anew.
         """
         first = self.num_computed // pool.block_size
+        found = pool.find_prefix(self.hashes, self.num_tokens, first)
+        if not pool.can_allocate(found.num_restored, shared=found.blocks):
+            found = CachedPrefix(found.blocks)  # it computes, and may preempt others
+        if not found.num_blocks:
+            return found
         pool.release(self.blocks[first:])
         del self.blocks[first:]
         num_before = self.num_computed
@@ -159,6 +151,7 @@ class ScheduledRequest:
         pool.count_lookup(0, self.num_computed - num_before)
         if not self.num_preemptions:
             self.cached_tokens += self.num_computed - num_before
+        return found
 
     def cache_blocks(self, pool: BlockPool, end: int) -> None:
         """Offer the blocks that a window up to `end` fills to requests that begin alike."""

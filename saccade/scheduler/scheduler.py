@@ -21,9 +21,8 @@ from saccade.scheduler.encoder_failures import affected_requests
 from saccade.scheduler.encoder_lookahead import deadlocked, encoded_ahead, missing_items, spans_ahead
 from saccade.scheduler.encoder_scheduler import EncoderScheduler, WindowLimit
 from saccade.scheduler.fair_queue import FairQueue, ServingOrder
-from saccade.scheduler.host_cache import HostCache
-from saccade.scheduler.kv_cache import BlockPool
-from saccade.scheduler.request import CachedPrefix, ScheduledRequest
+from saccade.scheduler.kv_cache import BlockPool, CachedPrefix
+from saccade.scheduler.request import ScheduledRequest
 from saccade.scheduler.request_validation import refuse_impossible, refuse_overload
 from saccade.scheduler.state_cache import StateCache
 from saccade.scheduler.step_policy import StepLimits, make_policy
@@ -44,6 +43,7 @@ from saccade.types import (
 
 _CREDIT_STEPS = 8  # full steps that a tenant may claim later which could not use its share for a while
 _LAST = (math.inf, 0)  # after the rank of every tenant
+_FirstWindow = tuple[CachedPrefix, WindowLimit]
 
 
 class Scheduler:
@@ -52,14 +52,7 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
         self._block_size = config.block_size
-        self._host_cache = HostCache(config.host_blocks)
-        self._kv_cache = BlockPool(
-            config.num_blocks,
-            config.block_size,
-            config.enable_prefix_caching,
-            self._host_cache,
-            config.max_model_len,
-        )
+        self._kv_cache = BlockPool.of(config)
         self._encoder_cache = EncoderCache(config.encoder_cache_slots, config.keep_idle_embeddings)
         self._encoder = EncoderScheduler(self._encoder_cache, config.encoder_budget)
         self.policy = make_policy(config)
@@ -177,11 +170,11 @@ class Scheduler:
             latency_bounded=bounded,
         )
         limits = self.policy.limits(demand)
-        budget = StepBudget(limits, demand)
-        draft = StepBuilder(now, budget, served, limits.skip_decode, limits.max_restored_blocks)
+        draft = StepBuilder(now, StepBudget(limits, demand), served, limits.skip_decode)
+        self._kv_cache.host.max_restored = limits.max_restored_blocks
         self._fill(draft, limits)
-        moves = draft.has_windows or draft.is_restoring or served or self._encoder_cache.slots_in_flight
-        if limits.encode_layers is not None and not moves:
+        moves = draft.has_windows or served or self._kv_cache.host.is_restoring
+        if limits.encode_layers is not None and not (moves or self._encoder_cache.slots_in_flight):
             # Waiting requests hold the cache space that a running one needs. Whole images go in.
             limits = limits._replace(encode_layers=None)
             self._fill(draft, limits)
@@ -207,10 +200,9 @@ class Scheduler:
 
     def _planned(self, **parts: Any) -> StepPlan:
         self._num_steps += 1
-        offloaded, restored = self._kv_cache.drain_copies()
+        copies = self._kv_cache.drain_copies()
         evicted = self._encoder_cache.drain_evicted()
-        freed = tuple(self._freed)
-        plan = StepPlan(self._num_steps, offloaded, restored, freed_requests=freed, evicted=evicted, **parts)
+        plan = StepPlan(self._num_steps, *copies, freed_requests=tuple(self._freed), evicted=evicted, **parts)
         self._freed = []
         self._plans.append(plan)
         return plan
@@ -271,9 +263,14 @@ class Scheduler:
             if seq.request_id in draft.async_decode:
                 draft.budget.total -= 1
                 continue
-            if not (seq.is_decoding or self._state_cache.is_needed) and self._rematch(draft, seq).is_cut:
-                order.passed.append(seq)
-                continue
+            if not (seq.is_decoding or self._state_cache.is_needed):
+                found = seq.rematch_prefix(self._kv_cache)
+                if found.num_blocks:
+                    seq.unpin_computed(self._encoder_cache)
+                    draft.admitted.append(self._admission(seq))
+                if found.is_cut:
+                    order.passed.append(seq)
+                    continue
             start = seq.num_computed
             limit = self._window_limit(seq, start, draft)
             while limit.end > start and not seq.has_blocks(self._kv_cache, limit.end):
@@ -291,30 +288,6 @@ class Scheduler:
                 self._advance(draft, seq, start, limit)
                 if limit.end == start:
                     order.passed.append(seq)
-
-    def _rematch(self, draft: StepBuilder, seq: ScheduledRequest) -> CachedPrefix:
-        """Before a prefill window: what the caches have of a running request by now."""
-        first = seq.num_computed // self._block_size
-        blocks = self._kv_cache.find(seq.hashes, seq.num_tokens, first=first)
-        found = self._with_restored(draft, seq, first, blocks)
-        if not self._kv_cache.can_allocate(found.num_restored, shared=blocks):
-            found = CachedPrefix(blocks)
-        if found.num_blocks:
-            seq.rematch_prefix(self._kv_cache, found)
-            draft.restore(found.num_restored)
-            seq.unpin_computed(self._encoder_cache)
-            draft.admitted.append(self._admission(seq))
-        return found
-
-    def _with_restored(
-        self, draft: StepBuilder, seq: ScheduledRequest, first: int, blocks: list[int]
-    ) -> CachedPrefix:
-        """Blocks found from number `first` on, and those after them that host memory has."""
-        count = self._kv_cache.count_offloaded(seq.hashes, seq.num_tokens, first + len(blocks))
-        if count < self.config.min_restored_blocks:
-            return CachedPrefix(blocks)
-        now = count if draft.max_restored is None else min(count, draft.max_restored)
-        return CachedPrefix(blocks, now, is_cut=now < count)
 
     def _admit_waiting(self, draft: StepBuilder, before: tuple[float, int] = _LAST) -> None:
         """Admit requests of tenants that come `before` a rank. A running one that lacks blocks goes first."""
@@ -335,21 +308,18 @@ class Scheduler:
             self._admit(draft, seq, found)
             self._advance(draft, seq, seq.num_computed, limit)
 
-    def _first_window(
-        self, seq: ScheduledRequest, draft: StepBuilder
-    ) -> tuple[CachedPrefix, WindowLimit] | None:
+    def _first_window(self, seq: ScheduledRequest, draft: StepBuilder) -> _FirstWindow | None:
         """Of a waiting request: the blocks it finds, and how far it gets after them.
 
         None where its grammar or its image is missing, or other kinds take this step.
         """
         if seq.request_id in self.not_ready or not draft.budget.left_for(seq, start=0):
             return None
-        blocks = self._state_cache.usable(seq.hashes, self._kv_cache.find(seq.hashes, seq.num_tokens))
-        found = self._with_restored(draft, seq, 0, blocks)
+        found = self._state_cache.usable(seq.hashes, self._kv_cache.find_prefix(seq.hashes, seq.num_tokens))
         start = found.num_blocks * self._block_size
         limit = WindowLimit(start, ()) if found.is_cut else self._window_limit(seq, start, draft)
-        is_restoring = found.is_cut and found.num_restored > 0
-        return (found, limit) if limit.end > start or limit.spans or is_restoring else None
+        is_going_on = limit.end > start or limit.spans or (found.is_cut and found.num_restored)
+        return (found, limit) if is_going_on else None
 
     def _window_limit(self, seq: ScheduledRequest, start: int, draft: StepBuilder) -> WindowLimit:
         end = min(seq.num_tokens, start + draft.budget.left_for(seq, start))
@@ -359,7 +329,6 @@ class Scheduler:
 
     def _admit(self, draft: StepBuilder, seq: ScheduledRequest, found: CachedPrefix) -> None:
         seq.attach_cached_blocks(self._kv_cache, found)
-        draft.restore(found.num_restored)
         self._kv_cache.count_lookup(seq.num_tokens, seq.num_computed)
         seq.unpin_computed(self._encoder_cache)
         if seq.first_scheduled is None:
@@ -501,7 +470,7 @@ class Scheduler:
             "preemptions": self._num_preemptions,
             "kv": {name: pool[name] for name in ("total", "used", "idle", "free")},
             "prefix_cache": {name: pool[name] for name in ("queries", "hits", "evictions")},
-            "kv_offload": self._host_cache.stats(),
+            "kv_offload": self._kv_cache.host.stats(),
             "encoder_cache": self._encoder_cache.stats(),
             "encoder_cache_tenants": self._encoder_cache.tenants(),
             "tenants": self._queue.stats(),

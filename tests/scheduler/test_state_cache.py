@@ -57,7 +57,7 @@ def computed(made: Rig, request_id: str) -> int:
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(CONFIGS, st.lists(REQUESTS, min_size=1, max_size=14), st.sampled_from([0, 1, 2, 20]))
 def test_any_workload_goes_on_with_the_states_of_its_own_text(config: dict, requests: list, rows: int) -> None:
-    made = rig(**{**config, "host_blocks": 0}, state_rows=rows)
+    made = rig(**config, state_rows=rows)
     drive(made, requests)
     assert_nothing_is_held(made)
 
