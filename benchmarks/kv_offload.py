@@ -86,7 +86,7 @@ def measure(llm: LLM, given: argparse.Namespace, vocabulary: int) -> dict[str, A
     cached = 0
     for _ in range(given.rounds):
         device.append(first_token_ms(llm, ours + texts.text(QUESTION))[0])
-        for _ in range(HELD):
+        for _ in range(HELD + 1):
             first_token_ms(llm, texts.text(given.tokens))
         ms, token, cached = first_token_ms(llm, ours + texts.text(QUESTION))
         returned.append(ms)

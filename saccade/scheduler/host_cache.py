@@ -18,8 +18,7 @@ from saccade.types import KVCopy
 if TYPE_CHECKING:
     from saccade.scheduler.kv_cache import CachedBlock
 
-
-_MAX_AHEAD = 4  # a quarter
+_MAX_AHEAD = 4  # a quarter of the blocks, on the device or here
 
 
 class HostCache:

@@ -137,11 +137,7 @@ class BlockPool:
     """
 
     def __init__(
-        self,
-        num_blocks: int,
-        block_size: int,
-        enable_caching: bool,
-        host: HostCache | None = None,
+        self, num_blocks: int, block_size: int, enable_caching: bool, host: HostCache | None = None
     ) -> None:
         self.num_blocks = num_blocks
         self.host = host or HostCache(0)
@@ -348,6 +344,8 @@ class BlockPool:
         Blocks that are evicted next are copied ahead, a few in each step that restores none. So a long prompt
         finds blocks that it may overwrite at once.
         """
+        if not self.host.num_blocks:
+            return (), ()
         num_copied = self.num_available - len(self._uncopied)
         count = min(self.host.num_ahead - num_copied, self._num_taken + _COPIED_AHEAD)
         if count > 0 and not self.host.is_restoring:
