@@ -34,7 +34,7 @@ def content_key(loaded: Loaded, policy_tag: bytes, fingerprint: bytes, salt: byt
     return digest_of(header.format.encode(), shape, policy_tag, fingerprint, salt, loaded.data)
 
 
-def digest_of(*fields: bytes) -> bytes:
+def digest_of(*fields: bytes | memoryview) -> bytes:
     """SHA-256 of length-prefixed fields."""
     digest = hashlib.sha256()
     for field in fields:

@@ -41,6 +41,9 @@ class VisionLanguageModel(Protocol):
     def encode(self, patches: Tensor, grids: Sequence[Grid]) -> Encoding:
         """Run the vision tower over the packed patches of several images [sum of patches, patch_dim]."""
 
+    def encoder_weights(self) -> Mapping[str, Tensor]:
+        """Every tensor that the result of `encode` depends on."""
+
     def embed(self, token_ids: Tensor) -> Tensor:
         """[T] -> [T, width], as wide as what `encode` returns"""
 
@@ -86,6 +89,9 @@ class DecoderModel:
         self.params = parts.params
         self.ops = parts.ops
         self.pixels = pixel_policy(parts.image_processor)
+
+    def encoder_weights(self) -> Mapping[str, Tensor]:
+        return {name: own for name, own in self.params.targets.items() if not name.startswith("decoder.")}
 
     def embed(self, token_ids: Tensor) -> Tensor:
         return self.decoder.embed(token_ids)

@@ -112,6 +112,13 @@ class Fallback:
         whole = features if isinstance(features, Tensor) else torch.cat([f.flatten(0, -2) for f in features])
         return whole.reshape(-1, whole.shape[-1])
 
+    def encoder_weights(self) -> Mapping[str, Tensor]:
+        """All but the decoder's and the head's: which of them a tower reads is not known."""
+        ends = (self._text, self.model.get_output_embeddings())
+        others = {id(own) for end in ends for own in (*end.parameters(), *end.buffers())}
+        tensors = (*self.model.named_parameters(), *self.model.named_buffers())
+        return {name: own for name, own in tensors if id(own) not in others}
+
     def embed(self, token_ids: Tensor) -> Tensor:
         embeds: Tensor = self.model.get_input_embeddings()(token_ids)
         return embeds

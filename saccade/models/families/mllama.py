@@ -64,6 +64,12 @@ class Mllama(DecoderModel):
             kept.append(pack(self.decoder.cross_layers, self.projector(features)))
         return kept
 
+    def encoder_weights(self) -> Mapping[str, Tensor]:
+        """With the decoder's part of `pack`: embeddings are keys and values of its cross-attention layers."""
+        targets = self.params.targets.items()
+        packing = {name: own for name, own in targets if ".kv." in name or ".k_norm." in name}
+        return {**super().encoder_weights(), **packing}
+
     def forward(
         self, embeds: Tensor, positions: Tensor, attention: Attention, rows: Sequence[CrossAttentionRows] = ()
     ) -> Tensor:
