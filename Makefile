@@ -11,7 +11,7 @@ FAST := tests/project/test_borders.py tests/project/test_vocabulary.py tests/sch
 	tests/server/api tests/server/request tests/server/test_config.py tests/server/test_generation.py tests/server/test_metrics.py \
 	tests/test_costs.py tests/test_fair_pool.py tests/test_sampling_params.py
 
-.PHONY: setup test test-fast lint types tests browser serve bench evaluate clean
+.PHONY: setup test test-fast lint types tests browser valkey serve bench evaluate clean
 
 setup: $(VENV)/.ready
 
@@ -37,7 +37,10 @@ types: setup
 browser:
 	-@tools/browser.sh  # without one the page's tests fail and say so; all others still run
 
-tests: setup browser
+valkey:
+	-@tools/valkey.sh  # likewise for the tests of --embedding-store
+
+tests: setup browser valkey
 	$(BIN)/python -m pytest -n logical --maxprocesses 8 --dist worksteal
 
 serve: setup

@@ -14,10 +14,10 @@ from saccade.types import LatencyProfile, StepTime
 # --- what a user may set ------------------------------------------------------------------------------------
 
 
-def _option(default: Any, help: str) -> Any:
+def _option(default: Any, help: str, *, is_secret: bool = False) -> Any:
     if isinstance(default, dict):
         return field(default_factory=lambda: dict(default), metadata={"help": help})
-    return field(default=default, metadata={"help": help})
+    return field(default=default, metadata={"help": help}, repr=not is_secret)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,26 @@ class Options:
     encoder_budget: int | None = _option(None, "embeddings per step; automatic: fits the largest image")
     encoder_cache_gb: float | None = _option(
         None, "GiB for the encoder cache; 0 keeps nothing; automatic: 0.5, or more if one image needs it"
+    )
+    embedding_host_gb: float | None = _option(
+        None,
+        "GiB of host memory for embeddings that were evicted from the encoder cache, pinned beside a GPU; 0: "
+        "none; automatic: 4 beside a GPU, or a tenth of the free memory if that is less, and none on a CPU",
+    )
+    embedding_dir: str | None = _option(
+        None,
+        "folder in which embeddings outlive the process; several servers may share it; used only for image "
+        "sizes that are read faster than encoded",
+    )
+    embedding_dir_gb: float = _option(16.0, "GiB of that folder; embeddings not used for longest go first")
+    embedding_store: str | None = _option(
+        None,
+        "the same in a Valkey or Redis server: valkey://[user:password@]host[:port][/db], valkeys:// for "
+        "TLS, or redis://, rediss://, unix://; better as SACCADE_EMBEDDING_STORE, which ps does not show",
+        is_secret=True,
+    )
+    embedding_days: float = _option(
+        30.0, "days without a use after which an embedding in the folder or the store is removed"
     )
     enable_prefix_caching: bool = _option(True, "reuse KV blocks of equal prompt prefixes")
     limit_mm_per_prompt: dict[str, int] = _option(  # noqa: RUF009 (a dict becomes a default factory)
@@ -101,6 +121,11 @@ class Options:
         {}, 'single values of it, as JSON such as {"temperature": 0.5}; null removes the file\'s value'
     )
 
+    @property
+    def has_embedding_tiers(self) -> bool:
+        """Whether embeddings may come back from host memory or a store."""
+        return self.embedding_host_gb != 0 or bool(self.embedding_dir or self.embedding_store)
+
     def max_step_seconds(self, device: str) -> float | None:
         """The limit of every step, if any. On a GPU a measured latency profile bounds steps instead."""
         return self.max_step_ms / 1e3 if self.max_step_ms is not None and device == "cpu" else None
@@ -111,7 +136,7 @@ class Options:
         for name in _OPTIONAL_COUNTS:
             if getattr(self, name) is not None:
                 _positive(name, getattr(self, name))
-        for name in ("kv_cache_gb", "kv_offload_gb", "encoder_cache_gb", "max_waiting"):
+        for name in ("kv_cache_gb", "kv_offload_gb", "encoder_cache_gb", "embedding_host_gb", "max_waiting"):
             value = getattr(self, name)
             is_valid = value is None or (isinstance(value, (int, float)) and value >= 0)
             _require(is_valid, name, value, "a number of 0 or more")
@@ -136,12 +161,29 @@ class Options:
         _require(is_known, "attention_backend", self.attention_backend, "auto, triton or flashinfer")
         if self.min_pixels is not None and self.max_pixels is not None and self.min_pixels > self.max_pixels:
             raise ConfigError(f"min_pixels={self.min_pixels} is above max_pixels={self.max_pixels}")
+        _check_embedding_store(self)
         for kind, count in self.limit_mm_per_prompt.items():
             if kind not in ("image", "video") or count < 0:
                 expected = "image=N,video=N with N >= 0"
                 raise ConfigError(f"limit_mm_per_prompt takes {expected}, not {kind}={count}")
 
 
+def _check_embedding_store(options: Options) -> None:
+    for name in ("embedding_dir_gb", "embedding_days"):
+        _require(getattr(options, name) > 0, name, getattr(options, name), "above 0")
+    url = options.embedding_store
+    if url is None:
+        return
+    scheme = url.partition("://")[0]
+    if scheme not in _STORE_SCHEMES or scheme == url:  # the URL may hold a password, so it is not repeated
+        shown = scheme if scheme != url and scheme.isalnum() else "something else"
+        raise ConfigError(f"embedding_store must be a URL with {', '.join(_STORE_SCHEMES)}, not {shown}")
+    if options.embedding_dir is not None:
+        both = f"embedding_dir={options.embedding_dir} and embedding_store={scheme}://..."
+        raise ConfigError(f"{both} are both given; embeddings are kept in one of them, so leave one out")
+
+
+_STORE_SCHEMES = ("valkey", "valkeys", "redis", "rediss", "unix")
 _MAX_TEMPLATE_SECONDS = 600
 _PIXEL_LIMITS = ("max_image_bytes", "max_image_pixels", "max_request_pixels", "max_video_bytes")
 _OPTIONAL_COUNTS = (

@@ -317,6 +317,7 @@ class StepResult:
     failed: Mapping[Key, RequestError] = field(default_factory=dict)  # images that could not be encoded
     unsampled: Mapping[str, RequestError] = field(default_factory=dict)  # requests that cannot go on, by id
     slice: Slice = Slice()  # noqa: RUF009 (immutable)
+    restored: frozenset[Key] = frozenset()  # those of `encoded` that a tier of embeddings had
 
 
 Collect = Callable[[], StepResult]

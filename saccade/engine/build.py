@@ -38,12 +38,13 @@ def build_core(
     plan = plan_memory(options, config, largest)
     for reason in plan.reasons:
         logger.info("%s", reason)
-    runner = build_runner(path, config, image_processor, options, plan, progress=progress)
+    runner = build_runner(path, config, image_processor, options, plan, largest, progress=progress)
     if largest and runner.is_async:
         runner.warm_up(largest)
     limits, more = _bounded(plan.scheduler, runner, options, largest)
     limits, about_offload = _offloading(limits, runner)
-    notes = [note for note in (runner.eager_reason, runner.grammars.problem) if note]
+    tiers = runner.open_tiers(largest) if largest else ()
+    notes = [note for note in (runner.eager_reason, runner.grammars.problem, *tiers) if note]
     for note in notes:
         logger.info("%s", note)
     reasons = (*plan.reasons, *more, *about_offload, *notes)

@@ -19,6 +19,7 @@ from saccade.options import Options, SchedulerConfig
 from saccade.runner.cuda.attention_selector import AttentionTarget, check
 from saccade.runner.cuda.host_blocks import HostBlocks
 from saccade.runner.embedding_cache import EmbeddingSlab
+from saccade.runner.embedding_tiers import build_tiers
 from saccade.runner.encoder.encoder_runner import LocalEncoder
 from saccade.runner.encoder.graph_capture import capture_tower
 from saccade.runner.forward_selector import ForwardParts, select_forward
@@ -28,7 +29,7 @@ from saccade.runner.recurrent_state import RecurrentStates
 from saccade.runner.runner import Runner
 from saccade.runner.torch_threads import OneTorchThread
 from saccade.structured.grammar import Grammars
-from saccade.types import Key
+from saccade.types import Geometry, Key
 
 _MAX_DECODE_THREADS = 8
 _MAX_SLICED_PATCHES = 2048  # per pass when encoding is sliced: a slice is one layer over the whole pass
@@ -40,6 +41,7 @@ def build_runner(
     image_processor: Mapping[str, Any],
     options: Options,
     plan: MemoryPlan,
+    largest: Geometry | None,
     *,
     progress: bool = True,
 ) -> Runner:
@@ -75,7 +77,7 @@ def build_runner(
         parts = ForwardParts(model, kv, sizes, states, embeddings, max(1, images))
         forward, eager_reason = select_forward(parts, target, options.attention_backend)
         capture_tower(model)
-    encoder = _encoder(model, options, plan)
+    encoder = _encoder(model, options, plan, largest)
     grammars = Grammars(path, config.text.vocab_size)
     # Beside a GPU, PyTorch only copies a few kilobytes on the host. Splitting a copy over all cores takes
     # microseconds, or ten milliseconds while image decoding keeps them busy.
@@ -111,7 +113,9 @@ def new_slab(text: TextConfig, slots: int, dtype: torch.dtype, device: torch.dev
     return EmbeddingSlab(slots, width, dtype, device, max(1, costs.cross_slots_per_state(text)))
 
 
-def _encoder(model: VisionLanguageModel, options: Options, plan: MemoryPlan) -> LocalEncoder | None:
+def _encoder(
+    model: VisionLanguageModel, options: Options, plan: MemoryPlan, largest: Geometry | None
+) -> LocalEncoder | None:
     vision = model.config.vision
     if vision is None:
         return None
@@ -119,4 +123,5 @@ def _encoder(model: VisionLanguageModel, options: Options, plan: MemoryPlan) -> 
     if options.max_step_seconds(plan.device.type):
         patches = min(patches, _MAX_SLICED_PATCHES)
     threads = options.image_decode_threads or min(os.cpu_count() or 1, _MAX_DECODE_THREADS)
-    return LocalEncoder(model, patches, threads, plan.device, plan.parts.images)
+    tiers = build_tiers(model, options, plan, largest)
+    return LocalEncoder(model, patches, threads, plan.device, plan.parts.images, tiers)

@@ -48,6 +48,20 @@ def seconds_per_layer(model: VisionLanguageModel, grid: Grid) -> float:
     return min((end - start for start, end in pairwise(marks)), default=0.0)
 
 
+def encode_seconds(model: VisionLanguageModel, grid: Grid) -> float:
+    """The whole tower over an image of this grid."""
+    vision = model.config.vision
+    assert vision is not None
+    with torch.inference_mode():
+        if model.decoder.table.is_cuda:
+            return timed(partial(_encode, model, grid)) / 1e3
+        if seconds := seconds_per_layer(model, grid) * vision.num_layers:
+            return seconds
+        start = time.perf_counter()  # it cannot be interrupted between layers
+        _encode(model, grid)
+        return time.perf_counter() - start
+
+
 def largest_within(config: ModelConfig, largest: Grid, patches: int) -> Grid:
     """The grid of the largest image that has at most so many patches, or the smallest there is."""
     fitting = [grid for grid in _grids(config, largest) if grid.patches <= patches]

@@ -168,14 +168,17 @@ def _work_bytes(options: Options, model: ModelConfig, dtype: str, largest: Geome
 
 
 def _image_bytes(options: Options, model: ModelConfig, dtype: str, largest: Geometry | None) -> int:
-    """One image at a time is resized; two passes may wait while a third runs."""
+    """One image at a time is resized; two passes may wait, as patches or restored, while a third runs."""
     if model.vision is None or largest is None:
         return 0
     # Squares: the intermediate of a resize depends only on both areas, since the aspect ratio is kept.
     source, resized = (math.isqrt(area) for area in (options.max_image_pixels, math.prod(largest.resized)))
-    held = 3 * _pass_patches(options, model, largest)
-    prepared = held * costs.prepared_bytes_per_patch(model.vision, dtype)
-    return prepared + costs.prepare_bytes(Size(source, source), Size(resized, resized))
+    patches = _pass_patches(options, model, largest)
+    prepared = costs.prepared_bytes_per_patch(model.vision, dtype)
+    slot_bytes = costs.embedding_bytes_per_slot(model.text, dtype)
+    restored = -(-largest.slots * slot_bytes // largest.grid.patches) if options.has_embedding_tiers else 0
+    held = patches * (prepared + 2 * max(prepared, restored))
+    return held + costs.prepare_bytes(Size(source, source), Size(resized, resized))
 
 
 def _graph_bytes(options: Options, model: ModelConfig, dtype: str) -> int:
@@ -280,10 +283,10 @@ def _free_bytes(device: torch.device, utilization: float) -> int:
         torch.cuda.empty_cache()  # memory that a closed engine left with the allocator counts as taken
         free, total = torch.cuda.mem_get_info(device)
         return int(free - total * (1 - utilization))
-    return _free_ram()
+    return free_ram()
 
 
-def _free_ram() -> int:
+def free_ram() -> int:
     """What is available without swapping, and within the limit of a container."""
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     meminfo = Path("/proc/meminfo")

@@ -17,6 +17,7 @@ from saccade.runner.batch import Ints, RequestState
 from saccade.runner.cross_attention_metadata import reading
 from saccade.runner.cuda.host_blocks import HostBlocks
 from saccade.runner.embedding_cache import EmbeddingSlab
+from saccade.runner.embedding_tiers import open_tiers
 from saccade.runner.encoder.encoder_runner import Encoder, LocalEncoder
 from saccade.runner.forward import Forward, Sampled, Windows
 from saccade.runner.latency_profile import largest_within, seconds_per_layer
@@ -116,6 +117,13 @@ class Runner:
         if isinstance(self.embeddings, EmbeddingSlab):
             self.embeddings.warm_up()
 
+    def open_tiers(self, largest: Geometry) -> tuple[str, ...]:
+        """Measure the tiers of embeddings and use those that pay. Returns the reasons."""
+        encoder = self.encoder
+        if not isinstance(encoder, LocalEncoder) or encoder.tiers is None:
+            return ()
+        return open_tiers(encoder.tiers, self.model, largest, encoder.max_patches, encoder.place)
+
     def seconds_per_slice(self, largest: Grid) -> float:
         """Measured: one encoder layer over a full pass. `largest`: the most expensive image."""
         assert self.encoder is not None
@@ -136,6 +144,7 @@ class Runner:
         dtype = str(self.kv.k.dtype).removeprefix("torch.")
         return {
             "encoder": asdict(self.encoder.counters) if self.encoder else {},
+            "embedding_tiers": self.encoder.tier_stats() if self.encoder else {},
             "memory": self.memory,
             "kv_bytes_per_block": self.host_blocks.block_bytes if self.host_blocks else 0,
             "embedding_bytes_per_slot": costs.embedding_bytes_per_slot(self.model.config.text, dtype),
@@ -189,7 +198,8 @@ class Runner:
         done = self.encoder.poll()
         self.embeddings.update(done.embeddings)
         self._coordinates.update(done.coordinates)
-        return StepResult({}, done.times, done.errors, slice=advanced)
+        restored = frozenset(done.restored)
+        return StepResult({}, done.times, done.errors, slice=advanced, restored=restored)
 
     def _before_failed(self, window: ScheduledWindow, failed: Container[Key]) -> ScheduledWindow | None:
         """Cut a window before an image that failed: others may share the blocks of the text before it."""

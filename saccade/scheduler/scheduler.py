@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from bisect import insort
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
@@ -32,7 +32,6 @@ from saccade.types import (
     FinishReason,
     Key,
     MediaItem,
-    MediaTimes,
     Request,
     Sample,
     ScheduledWindow,
@@ -387,7 +386,7 @@ class Scheduler:
         self._plans.remove(plan)
         self.policy.observe(plan, result, now - self._begun)
         for key in result.encoded:
-            self._book_encoded(key, result.encoded)
+            self._book_encoded(key, result)
         events = self._end_failed(plan, result, now) if result.failed else []
         self._state_cache.commit(plan.windows, self._open)
         is_in_flight = plan.encode_layers is None and plan.windows and self._encoder_cache.slots_in_flight
@@ -412,9 +411,11 @@ class Scheduler:
                 events.append(self._take_sample(seq, samples[request_id], now))
         return events
 
-    def _book_encoded(self, key: Key, times: Mapping[Key, MediaTimes]) -> None:
+    def _book_encoded(self, key: Key, result: StepResult) -> None:
         self._encoder_cache.encoded(key)
-        if seq := self._open.get(self._encoder.pop_requester(key)):
+        seq = self._open.get(self._encoder.pop_requester(key))
+        if seq is not None and key not in result.restored:
+            times = result.encoded
             seq.count_media(key, lambda: times[key])
 
     def _take_sample(self, seq: ScheduledRequest, sample: Sample, now: float) -> TokenEvent:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import socket
 import sys
@@ -102,7 +103,8 @@ def warmup_requests(processor: Processor) -> list[Request]:
     warmups = [(text, params)]
     if processor.policy.limits.get("image", 0) > 0:
         image = {"image": _black_bmp(64, 64)}
-        prompt = processor.from_prompt({"prompt": f"{processor.placeholder}warm", "multi_modal_data": image})
+        warm = {"prompt": f"{processor.placeholder}warm", "multi_modal_data": image}
+        prompt = processor.from_prompt(warm, salt=os.urandom(32))  # no tier must have its embeddings
         warmups.append((prompt, params))
     if is_available():  # preparing the tokenizer for grammars takes one to three seconds
         warmups.append((text, replace(params, structured=ANY_OBJECT)))

@@ -5,6 +5,7 @@ that is resident or in flight.
 
     submit ─► queue ─► decode + prepare (threads) ─► pass (packed patches, layer by layer) ─► poll
               bounded: patches decoded ahead <= 2 passes
+                       or: load from a tier (threads) ──────────────────────────────────────► poll
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -28,7 +29,9 @@ from saccade.models.interface import Tiled, VisionLanguageModel
 from saccade.models.layers.forward_types import Encoding
 from saccade.runner.cuda.staging import to_device
 from saccade.runner.encoder.timing import DeviceWatch, HostWatch, Times, Watch
-from saccade.runner.encoder.upload import Prepare, Upload, pinned, use_on_current_stream
+from saccade.runner.encoder.upload import Prepare, Upload, joined, pinned, use_on_current_stream
+from saccade.runner.tiers.entry import Restored
+from saccade.runner.tiers.tiers import EmbeddingTiers, Place
 from saccade.types import Geometry, Key, MediaItem, Slice
 
 _MAX_SOURCE_PIXELS = 50_000_000  # decoded at the same time; a single larger image is decoded alone
@@ -42,10 +45,11 @@ class Encoded(NamedTuple):
     times: Times
     errors: dict[Key, RequestError]
     coordinates: dict[Key, Ints]  # [2, slots]: row and column of each embedding, of pruned frame groups
+    restored: set[Key]  # those of the embeddings that a tier had
 
     @classmethod
     def nothing(cls) -> Encoded:
-        return cls({}, Times(), {}, {})
+        return cls({}, Times(), {}, {}, set())
 
 
 @dataclass
@@ -54,6 +58,7 @@ class EncoderCounters:
     encoded: int = 0
     passes: int = 0
     failed: int = 0
+    restored: int = 0  # found in a tier, neither decoded nor encoded
     peak_patches: int = 0  # maximum of patches held at once: decoded ahead plus current pass
 
 
@@ -74,6 +79,8 @@ class Encoder(Protocol):
     def advance(self, layers: int | None, *, may_wait: bool = True) -> Slice: ...
 
     def poll(self) -> Encoded: ...
+
+    def tier_stats(self) -> dict[str, Any]: ...
 
     def clear(self) -> None: ...
 
@@ -107,20 +114,27 @@ class LocalEncoder:
         threads: int,
         device: torch.device | None = None,
         upload_bytes: int = 0,  # device memory reserved for preprocessing
+        tiers: EmbeddingTiers | None = None,
     ) -> None:
         self.model = model
+        self.tiers = tiers
+        self.place: Place = joined
         self._on_cuda = device is not None and device.type == "cuda"
         self._is_async = self._on_cuda  # a pass is launched, and runs while the host goes on
         self._to_patches: Prepare = model.prepare
         if device is not None and self._on_cuda:
-            self._to_patches = Upload(model, device, upload_bytes)
+            upload = Upload(model, device, upload_bytes)
+            self._to_patches = upload
+            self.place = upload.place
         self.max_patches = max_patches  # per pass; a larger single image gets a pass of its own
         self.counters = EncoderCounters()
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="saccade-decode")
         self._readers = VideoReaders()
         self._queue: OrderedDict[Key, MediaItem] = OrderedDict()  # submitted, not yet in a pass
-        self._decoding: OrderedDict[Key, tuple[MediaItem, Future[Prepared]]] = OrderedDict()
-        self._leaving: dict[Future[Prepared], MediaItem] = {}  # dropped while they were being decoded
+        self._decoding: OrderedDict[Key, tuple[MediaItem, Future[Prepared | Restored]]] = OrderedDict()
+        self._leaving: dict[
+            Future[Prepared | Restored], MediaItem
+        ] = {}  # dropped while they were being decoded
         self._alone: set[Key] = set()  # were in a pass that failed; each is retried alone
         self._current: _Pass | None = None
         self._done = Encoded.nothing()
@@ -174,6 +188,7 @@ class LocalEncoder:
             futures = [self._decoding[key][1] for key in self._queue if key in self._decoding]
             if futures:
                 wait(futures, timeout=_IDLE_WAIT, return_when=FIRST_COMPLETED)
+        self._take_restored()
         done = Slice()
         while layers is None or layers > 0:
             if self._current is None and not self._begin_pass(is_sliced=layers is not None):
@@ -193,6 +208,9 @@ class LocalEncoder:
         self._done = Encoded.nothing()
         return done
 
+    def tier_stats(self) -> dict[str, Any]:
+        return self.tiers.stats() if self.tiers else {}
+
     def clear(self) -> None:
         """Drop everything in flight, after a failed step."""
         for _, future in self._decoding.values():
@@ -207,6 +225,8 @@ class LocalEncoder:
         self.clear()
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._readers.close()
+        if self.tiers:
+            self.tiers.close()
 
     # --- decoding -------------------------------------------------------------------------------------------
 
@@ -229,9 +249,11 @@ class LocalEncoder:
             pixels += _source_pixels(item)
         self.counters.peak_patches = max(self.counters.peak_patches, held + self._current_patches)
 
-    def _prepare(self, item: MediaItem) -> Prepared:
+    def _prepare(self, item: MediaItem) -> Prepared | Restored:
         start = time.perf_counter()
         with torch.inference_mode():
+            if self.tiers and (restored := self.tiers.load(item, self.place)):
+                return restored
             into = {"new": pinned} if self._on_cuda else {}
             pixels = decode_item(item, self._readers, **into)
             kept = kept_of(item, pixels)
@@ -240,7 +262,7 @@ class LocalEncoder:
         return Prepared(patches, kept, (time.perf_counter() - start) * 1e3)
 
     def _take(self, item: MediaItem) -> Prepared | None:
-        """The decoded image, or None if it failed: the reason is then in the errors."""
+        """The decoded image, or None: a tier had the embedding, or it failed (see the errors)."""
         try:
             started = self._decoding.pop(item.key, None)  # None: it did not fit the limits of decoding ahead
             prepared = started[1].result() if started else self._prepare(item)
@@ -252,8 +274,29 @@ class LocalEncoder:
                 raise
             self._fail(item, _unusable(item, type(error)))
             return None
+        if isinstance(prepared, Restored):
+            self._finish_restored(item, prepared)
+            return None
         self.counters.decoded += 1
         return prepared
+
+    def _take_restored(self) -> None:
+        """What a tier had needs no pass, and does not wait for the one that runs."""
+        for item in list(self._queue.values()):
+            _, future = self._decoding.get(item.key, (item, None))
+            is_ready = future is not None and future.done() and future.exception() is None
+            if future is not None and is_ready and isinstance(future.result(), Restored):
+                del self._queue[item.key]
+                self._take(item)
+
+    def _finish_restored(self, item: MediaItem, restored: Restored) -> None:
+        use_on_current_stream([restored.embedding])
+        if restored.coordinates is not None:
+            self._done.coordinates[item.key] = restored.coordinates
+        self._done.embeddings[item.key] = restored.embedding
+        self._done.times.add(item.key, 0.0, HostWatch(), 0.0)
+        self._done.restored.add(item.key)
+        self.counters.restored += 1
 
     @property
     def _current_patches(self) -> int:
@@ -346,6 +389,8 @@ class LocalEncoder:
                 embedding = embedding.clone()  # a view would hold the whole pass after the others are evicted
             assert embedding.shape[0] == item.geometry.slots, "the bill and the tower disagree"
             self._done.embeddings[item.key] = embedding
+            if self.tiers:
+                self.tiers.put(item, embedding, None if kept is None else kept.cells)
             self._done.times.add(item.key, decode_ms, current.watch, share)
             self._alone.discard(item.key)
             self.counters.encoded += 1

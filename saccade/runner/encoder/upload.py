@@ -6,7 +6,7 @@ threads share one stream: each image reuses the memory that the one before freed
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from threading import Lock
 
 import numpy as np
@@ -41,6 +41,24 @@ class Upload:
             done.record()
         done.synchronize()  # blocks only this thread
         return patches
+
+    def place(self, parts: Sequence[Tensor], size: int) -> Tensor:
+        """Pinned memory in parts -> the same bytes in one tensor on the device, complete."""
+        done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        with self._lock, torch.cuda.stream(self._stream):
+            whole = torch.empty(size, dtype=torch.uint8, device=self._device)
+            start = 0
+            for part in parts:
+                whole[start : start + part.numel()].copy_(part, non_blocking=True)
+                start += part.numel()
+            done.record()
+        done.synchronize()  # blocks only this thread
+        return whole
+
+
+def joined(parts: Sequence[Tensor], size: int) -> Tensor:
+    """The same where the device is the host."""
+    return torch.cat(tuple(parts))
 
 
 def pinned(shape: tuple[int, ...]) -> Pixels:

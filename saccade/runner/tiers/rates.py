@@ -1,0 +1,53 @@
+"""What a tier costs beside encoding, measured at start. A tier is used for sizes at which it is cheaper."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+_REPEATS = 3
+
+
+class Rate(NamedTuple):
+    """Seconds by embeddings, as a line through two measurements."""
+
+    fixed: float
+    per_slot: float
+
+    def seconds(self, slots: int) -> float:
+        return self.fixed + self.per_slot * slots
+
+    @classmethod
+    def through(cls, points: Sequence[tuple[int, float]]) -> Rate:
+        """(slots, seconds): one or two points. Neither part is below 0: noise must not promise a gain."""
+        (small, low), (large, high) = points[0], points[-1]
+        if small == large:
+            return cls(0.0, high / large)
+        per_slot = max(0.0, (high - low) / (large - small))
+        return cls(max(0.0, low - per_slot * small), per_slot)
+
+
+NEVER = Rate(float("inf"), 0.0)
+
+
+def best_of(run: Callable[[], object], before: Callable[[], object] = lambda: None) -> float:
+    """Seconds, the best of a few: other users of the machine only add time."""
+    laps = []
+    for _ in range(_REPEATS):
+        before()
+        start = time.perf_counter()
+        run()
+        laps.append(time.perf_counter() - start)
+    return min(laps)
+
+
+def verdict(what: str, tier: Rate, encode: Rate, slots: int) -> str:
+    """A line for the log."""
+    found = tier.seconds(slots) * 1e3
+    made = encode.seconds(slots) * 1e3
+    times = f"{slots} embeddings come back in {found:.2f} ms and are encoded in {made:.2f} ms"
+    if tier.seconds(slots) >= made / 1e3:
+        return f"{what}: not used for large images, {times}"
+    small = next((n for n in (1, 16, 64, 256) if n < slots and tier.seconds(n) < encode.seconds(n)), slots)
+    return f"{what}: used from {small} embeddings an image, {times}"
