@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.gpu_rows import ROWS
 from saccade.options import Options, ServerOptions
-from saccade.server.metrics import Metrics
+from saccade.server.metrics import TIER_METRICS, Metrics
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs" / "results"
@@ -154,6 +154,7 @@ _STATS = {
     "kv_offload": {"total": 0, "used": 0, "blocks_out": 0, "blocks_in": 0, "hits": 0},
     "encoder_cache": {"hits": 0, "misses": 0, "slots_used": 0, "slots_total": 0},
     "tenants": {"": {"running": 0, "waiting": 0, "service": 0}},
+    "embedding_tiers": {"": dict.fromkeys(TIER_METRICS, 0)},
     "encoder_cache_tenants": {"": {"hits": 0, "misses": 0, "slots": 0}},
 }
 

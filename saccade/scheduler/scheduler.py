@@ -415,8 +415,7 @@ class Scheduler:
         self._encoder_cache.encoded(key)
         seq = self._open.get(self._encoder.pop_requester(key))
         if seq is not None and key not in result.restored:
-            times = result.encoded
-            seq.count_media(key, lambda: times[key])
+            seq.count_media(key, lambda: result.encoded[key])
 
     def _take_sample(self, seq: ScheduledRequest, sample: Sample, now: float) -> TokenEvent:
         token, logprobs, is_last = sample

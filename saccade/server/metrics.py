@@ -277,7 +277,32 @@ def _saccade_metrics(stats: Mapping[str, Any]) -> Iterator[Metric]:
         "pictures_encoded": ("Pictures encoded", encoder.get("encoded", 0)),
         "pictures_failed": ("Pictures that could not be decoded or encoded", encoder.get("failed", 0)),
     }
+    yield from _tier_metrics(stats.get("embedding_tiers", {}))
     for name, (text, value) in gauges.items():
         yield GaugeMetricFamily(f"saccade:{name}", text, value=value)
     for name, (text, value) in counters.items():
         yield CounterMetricFamily(f"saccade:{name}", text, value=value)
+
+
+TIER_METRICS = {  # of host memory, a folder or a server, where embeddings are kept beside the device
+    "hits": (CounterMetricFamily, "Embeddings that a tier had"),
+    "misses": (CounterMetricFamily, "Embeddings that a tier was asked for and had not"),
+    "read_bytes": (CounterMetricFamily, "Bytes of embeddings read from a tier"),
+    "written_bytes": (CounterMetricFamily, "Bytes of embeddings written to a tier"),
+    "evictions": (CounterMetricFamily, "Embeddings that a tier evicted; a Valkey server counts its own"),
+    "ignored": (CounterMetricFamily, "Damaged or foreign entries that were removed"),
+    "errors": (CounterMetricFamily, "Reads and writes of a tier that failed or came late"),
+    "dropped": (
+        CounterMetricFamily,
+        "Embeddings that a tier did not take: it was busy, or full of those in use",
+    ),
+    "used_bytes": (GaugeMetricFamily, "Bytes that a tier takes, about; 0 where only a server knows"),
+}
+
+
+def _tier_metrics(tiers: Mapping[str, Mapping[str, float]]) -> Iterator[Metric]:
+    for field, (kind, text) in TIER_METRICS.items():
+        family = kind(f"saccade:embedding_tier_{field}", text, labels=["tier"])
+        for tier, values in tiers.items():
+            family.add_metric([tier], values[field])
+        yield family

@@ -118,6 +118,20 @@ def test_gauges_and_counters_of_the_engine_are_read_at_each_scrape(metrics: Metr
     assert found["vllm:num_requests_waiting{model_name=tiny}"] == 1
 
 
+def test_each_tier_of_embeddings_has_its_own_counts() -> None:
+    names = ["hits", "misses", "read_bytes", "written_bytes", "evictions", "ignored", "errors", "dropped", "used_bytes"]
+    tiers = {
+        "host": {name: i for i, name in enumerate(names)},
+        "folder": {name: 10 + i for i, name in enumerate(names)},
+    }
+    found = samples(Metrics("tiny", lambda: {**STATS, "embedding_tiers": tiers}))
+    assert found["saccade:embedding_tier_hits_total{tier=host}"] == 0
+    assert found["saccade:embedding_tier_misses_total{tier=folder}"] == 11
+    assert found["saccade:embedding_tier_ignored_total{tier=host}"] == 5
+    assert found["saccade:embedding_tier_used_bytes{tier=folder}"] == 18
+    assert not any("embedding_tier" in name for name in samples(Metrics("tiny", lambda: STATS)))
+
+
 def test_before_the_engine_has_spoken_its_numbers_are_left_out() -> None:
     assert "saccade:running" not in samples(Metrics("tiny", dict))
 
