@@ -283,10 +283,10 @@ def _free_bytes(device: torch.device, utilization: float) -> int:
         torch.cuda.empty_cache()  # memory that a closed engine left with the allocator counts as taken
         free, total = torch.cuda.mem_get_info(device)
         return int(free - total * (1 - utilization))
-    return free_ram()
+    return _free_ram()
 
 
-def free_ram() -> int:
+def _free_ram() -> int:
     """What is available without swapping, and within the limit of a container."""
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     meminfo = Path("/proc/meminfo")
