@@ -35,8 +35,11 @@ FOLDERS = {
     "test_llm.py": "engine",
 }
 
+LONGEST = "test_compiles"  # minutes in one test
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: not item.path.name.startswith(LONGEST))  # last, one would run while others are idle
     for item in items:
         path = item.path.relative_to(Path(__file__).parent).as_posix()
         for folder, mark in FOLDERS.items():
