@@ -40,8 +40,9 @@ browser:
 valkey:
 	-@tools/valkey.sh  # likewise for the tests of --embedding-store
 
+# One worker more than cores: tests of servers wait a quarter of their time.
 tests: setup browser valkey
-	$(BIN)/python -m pytest -n logical --maxprocesses 8 --dist worksteal
+	$(BIN)/python -m pytest -n $$(($$(nproc 2>/dev/null || echo 4) + 1)) --maxprocesses 8 --dist worksteal
 
 serve: setup
 	$(BIN)/saccade serve $(MODEL) --port $(PORT)

@@ -82,9 +82,8 @@ def build_runner(
     # Beside a GPU, PyTorch only copies a few kilobytes on the host. Splitting a copy over all cores takes
     # microseconds, or ten milliseconds while image decoding keeps them busy.
     on_close = OneTorchThread().end if plan.device.type == "cuda" else None
-    return Runner(
-        model, kv, encoder, grammars, forward, embeddings, memory.report(), on_close, eager_reason, host
-    )
+    held = (model, kv, encoder, grammars, forward, embeddings)
+    return Runner(*held, memory.report(), on_close, eager_reason, host)
 
 
 def _claim(device: torch.device, utilization: float) -> None:
