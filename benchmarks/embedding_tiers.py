@@ -23,17 +23,17 @@ import torch
 
 from benchmarks.encoder_inputs import config, item_of, model_of
 from saccade.models.families.qwen2_vl import Qwen2VL
-from saccade.runner.embedding_tiers import open_tiers
+from saccade.runner.build_embedding_tiers import open_tiers
+from saccade.runner.embedding_tiers.entry import Namespace
+from saccade.runner.embedding_tiers.folder import FolderStore
+from saccade.runner.embedding_tiers.host import HostTier
+from saccade.runner.embedding_tiers.rates import NEVER, Rate
+from saccade.runner.embedding_tiers.store import Store
+from saccade.runner.embedding_tiers.tiers import EmbeddingTiers
+from saccade.runner.embedding_tiers.valkey import ValkeyStore
+from saccade.runner.embedding_tiers.weights_digest import weights_digest
 from saccade.runner.encoder.encoder_runner import LocalEncoder
 from saccade.runner.encoder.graph_capture import capture_tower
-from saccade.runner.tiers.entry import Namespace
-from saccade.runner.tiers.folder import FolderStore
-from saccade.runner.tiers.host import HostTier
-from saccade.runner.tiers.rates import NEVER, Rate
-from saccade.runner.tiers.store import Store
-from saccade.runner.tiers.tiers import EmbeddingTiers
-from saccade.runner.tiers.valkey import ValkeyStore
-from saccade.runner.tiers.weights_digest import weights_digest
 from saccade.types import MediaItem, Size
 
 SIZE = Size(1280, 960)

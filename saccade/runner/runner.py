@@ -14,10 +14,10 @@ from saccade.errors import RequestError
 from saccade.models.interface import VisionLanguageModel
 from saccade.models.layers.torch_attention import PagedKV
 from saccade.runner.batch import Ints, RequestState
+from saccade.runner.build_embedding_tiers import open_tiers
 from saccade.runner.cross_attention_metadata import reading
 from saccade.runner.cuda.host_blocks import HostBlocks
 from saccade.runner.embedding_cache import EmbeddingSlab
-from saccade.runner.embedding_tiers import open_tiers
 from saccade.runner.encoder.encoder_runner import Encoder, LocalEncoder
 from saccade.runner.forward import Forward, Sampled, Windows
 from saccade.runner.latency_profile import largest_within, seconds_per_layer

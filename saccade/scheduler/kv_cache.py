@@ -6,7 +6,7 @@ Owns block ids and hashes only. A position's record says which token or image ro
     idle:  in none, but cached; evicted last, least recently used first
     free:  in none, not cached
 
-Where host memory has blocks too (`host_cache.py`), evicted ones are copied there.
+Where host memory has blocks too (`kv_host_cache.py`), evicted ones are copied there.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from saccade.options import SchedulerConfig
-from saccade.scheduler.host_cache import HostCache
+from saccade.scheduler.kv_host_cache import HostCache
 from saccade.types import RECORD_BYTES, KVCopy
 
 _COPIED_AHEAD = 32  # blocks a plan, beside as many as it takes

@@ -12,8 +12,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from saccade import LLM, SamplingParams
-from saccade.runner import embedding_tiers
-from saccade.runner.tiers.rates import Rate
+from saccade.runner import build_embedding_tiers as embedding_tiers
+from saccade.runner.embedding_tiers.rates import Rate
 from tests.helpers.families import FAMILIES
 from tests.helpers.images import make_photo
 from tests.helpers.tiers import be_patient

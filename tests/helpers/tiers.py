@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from saccade.runner.tiers.entry import Buffer, Namespace
-from saccade.runner.tiers.host import HostTier
-from saccade.runner.tiers.rates import Rate
-from saccade.runner.tiers.store import Store, StoreError
-from saccade.runner.tiers.tiers import EmbeddingTiers
-from saccade.runner.tiers.valkey import ValkeyStore
+from saccade.runner.embedding_tiers.entry import Buffer, Namespace
+from saccade.runner.embedding_tiers.host import HostTier
+from saccade.runner.embedding_tiers.rates import Rate
+from saccade.runner.embedding_tiers.store import Store, StoreError
+from saccade.runner.embedding_tiers.tiers import EmbeddingTiers
+from saccade.runner.embedding_tiers.valkey import ValkeyStore
 from saccade.types import Geometry, Grid, Header, MediaItem, Size
 
 WIDTH = 8

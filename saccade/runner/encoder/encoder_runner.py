@@ -28,10 +28,10 @@ from saccade.media.video_reader import VideoReaders
 from saccade.models.interface import Tiled, VisionLanguageModel
 from saccade.models.layers.forward_types import Encoding
 from saccade.runner.cuda.staging import to_device
+from saccade.runner.embedding_tiers.entry import Restored
+from saccade.runner.embedding_tiers.tiers import EmbeddingTiers, Place
 from saccade.runner.encoder.timing import DeviceWatch, HostWatch, Times, Watch
 from saccade.runner.encoder.upload import Prepare, Upload, joined, pinned, use_on_current_stream
-from saccade.runner.tiers.entry import Restored
-from saccade.runner.tiers.tiers import EmbeddingTiers, Place
 from saccade.types import Geometry, Key, MediaItem, Slice
 
 _MAX_SOURCE_PIXELS = 50_000_000  # decoded at the same time; a single larger image is decoded alone

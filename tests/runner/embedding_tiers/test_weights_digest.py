@@ -11,8 +11,8 @@ from saccade.models.interface import VisionLanguageModel
 from saccade.options import MediaPolicy, Options
 from saccade.processor.checkpoint_files import open_checkpoint
 from saccade.processor.input_processor import Processor
+from saccade.runner.embedding_tiers.weights_digest import weights_digest
 from saccade.runner.encoder.graph_capture import blank_patches
-from saccade.runner.tiers.weights_digest import weights_digest
 
 
 def loaded(folder: Path) -> VisionLanguageModel:

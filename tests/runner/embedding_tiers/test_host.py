@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from saccade.runner.tiers.host import HostEntry, HostTier
+from saccade.runner.embedding_tiers.host import HostEntry, HostTier
 from tests.helpers.tiers import CPU, WIDTH, embedding
 
 ROW = WIDTH * 4  # bytes of an embedding of one slot

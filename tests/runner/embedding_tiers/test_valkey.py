@@ -12,8 +12,8 @@ import torch
 
 from saccade.errors import ConfigError
 from saccade.options import Options
-from saccade.runner.tiers.store import StoreError
-from saccade.runner.tiers.valkey import ValkeyStore
+from saccade.runner.embedding_tiers.store import StoreError
+from saccade.runner.embedding_tiers.valkey import ValkeyStore
 from tests.helpers.tiers import be_patient, embedding, item, joined, open_tiers
 from tests.helpers.valkey import PASSWORD, RunningValkey, running_valkey
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from saccade.media.hashing import salt_of
-from saccade.runner.tiers import tiers as module
-from saccade.runner.tiers.tiers import EmbeddingTiers
+from saccade.runner.embedding_tiers import tiers as module
+from saccade.runner.embedding_tiers.tiers import EmbeddingTiers
 from saccade.types import Size
 from tests.helpers.tiers import FREE, SLOW, MemoryStore, be_patient, embedding, item, joined, open_tiers
 

@@ -21,8 +21,8 @@ from threading import Lock
 from typing import NamedTuple
 
 from saccade.errors import ConfigError
-from saccade.runner.tiers.entry import Buffer
-from saccade.runner.tiers.store import BadEntry, StoreError
+from saccade.runner.embedding_tiers.entry import Buffer
+from saccade.runner.embedding_tiers.store import BadEntry, StoreError
 
 _MAX_ENTRIES = 100_000
 _SLACK = 16  # a tidy folder is 1/16 below its limits, and is looked through again after that much was written

@@ -12,8 +12,8 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from saccade.errors import ConfigError
-from saccade.runner.tiers.entry import Buffer
-from saccade.runner.tiers.store import BadEntry, StoreError
+from saccade.runner.embedding_tiers.entry import Buffer
+from saccade.runner.embedding_tiers.store import BadEntry, StoreError
 
 _PREFIX = "saccade:embedding:"
 _SCHEMES = {"valkey": "redis", "valkeys": "rediss"}  # as Valkey writes them -> as the client reads them

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from saccade.errors import ConfigError
-from saccade.runner.tiers.entry import Ints
+from saccade.runner.embedding_tiers.entry import Ints
 from saccade.types import Key
 
 PAGE_BYTES = 256 << 10  # an embedding of 1280x960 takes some megabytes

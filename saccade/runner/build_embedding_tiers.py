@@ -13,15 +13,15 @@ from saccade import costs
 from saccade.errors import ConfigError
 from saccade.models.interface import VisionLanguageModel
 from saccade.options import Options
+from saccade.runner.embedding_tiers.entry import Namespace, checksum
+from saccade.runner.embedding_tiers.folder import FolderStore
+from saccade.runner.embedding_tiers.host import PAGE_BYTES, HostTier
+from saccade.runner.embedding_tiers.rates import NEVER, Rate, best_of, verdict
+from saccade.runner.embedding_tiers.store import Store, StoreError
+from saccade.runner.embedding_tiers.tiers import EmbeddingTiers, Place
+from saccade.runner.embedding_tiers.weights_digest import weights_digest
 from saccade.runner.latency_profile import encode_seconds, largest_within
 from saccade.runner.memory import MemoryPlan
-from saccade.runner.tiers.entry import Namespace, checksum
-from saccade.runner.tiers.folder import FolderStore
-from saccade.runner.tiers.host import PAGE_BYTES, HostTier
-from saccade.runner.tiers.rates import NEVER, Rate, best_of, verdict
-from saccade.runner.tiers.store import Store, StoreError
-from saccade.runner.tiers.tiers import EmbeddingTiers, Place
-from saccade.runner.tiers.weights_digest import weights_digest
 from saccade.types import Geometry, Grid, Header, MediaItem, Size
 
 _STAGED_IMAGES = 4  # that are read from a store or written to it at the same time
@@ -63,7 +63,7 @@ def _store(options: Options) -> Store | None:
     if options.embedding_store is None:
         return None
     try:
-        module = import_module("saccade.runner.tiers.valkey")
+        module = import_module("saccade.runner.embedding_tiers.valkey")
     except ModuleNotFoundError:
         message = "embedding_store needs the client of Valkey and Redis"
         raise ConfigError(f"{message}; install it: pip install 'saccade[valkey]'") from None

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load
 
-from saccade.runner.tiers import entry
-from saccade.runner.tiers.entry import EntryForm, Namespace, checksum
+from saccade.runner.embedding_tiers import entry
+from saccade.runner.embedding_tiers.entry import EntryForm, Namespace, checksum
 from saccade.types import Size
 from tests.helpers.tiers import WIDTH, embedding, item
 

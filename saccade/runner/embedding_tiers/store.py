@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from saccade.runner.tiers.entry import Buffer
+from saccade.runner.embedding_tiers.entry import Buffer
 
 
 class BadEntry(Exception):

@@ -25,10 +25,10 @@ import torch
 from torch import Tensor
 
 from saccade.media.video_pruning import Ints
-from saccade.runner.tiers.entry import Buffer, EntryForm, Namespace, Restored, checksum
-from saccade.runner.tiers.host import HostEntry, HostTier
-from saccade.runner.tiers.rates import NEVER, Rate
-from saccade.runner.tiers.store import BadEntry, Store, StoreError
+from saccade.runner.embedding_tiers.entry import Buffer, EntryForm, Namespace, Restored, checksum
+from saccade.runner.embedding_tiers.host import HostEntry, HostTier
+from saccade.runner.embedding_tiers.rates import NEVER, Rate
+from saccade.runner.embedding_tiers.store import BadEntry, Store, StoreError
 from saccade.types import Key, MediaItem
 
 PAUSE_SECONDS = 10.0  # without the store after it has failed

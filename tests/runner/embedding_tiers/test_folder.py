@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from saccade.errors import ConfigError
-from saccade.runner.tiers.entry import EntryForm
-from saccade.runner.tiers.folder import FolderStore
-from saccade.runner.tiers.store import BadEntry, StoreError
-from saccade.runner.tiers.tiers import EmbeddingTiers
+from saccade.runner.embedding_tiers.entry import EntryForm
+from saccade.runner.embedding_tiers.folder import FolderStore
+from saccade.runner.embedding_tiers.store import BadEntry, StoreError
+from saccade.runner.embedding_tiers.tiers import EmbeddingTiers
 from tests.helpers.tiers import be_patient, embedding, item, joined, open_tiers
 
 HOUR = 3600.0
