@@ -45,7 +45,7 @@ from benchmarks.encoder_inputs import (
     wall_ms,
 )
 from saccade import costs
-from saccade.kernels.ops import vit_ops
+from saccade.kernels.ops import vit_elementwise
 from saccade.models.cuda.vision import ATTENTION, Attend, FusedVision
 from saccade.models.families.qwen2_vl import Qwen2VL
 from saccade.models.layers.rotary_embedding import rotate
@@ -254,14 +254,14 @@ def steps_of_a_layer() -> Iterator[Row]:
         assert block.out.bias is not None
         norm, matrix = block.attention_norm, 2 * tokens * 1280 * 1280 / FLOPS * 1e3
         calls: dict[str, tuple[Call, float]] = {
-            "norm": (partial(vit_ops.norm_then_add, x, norm.weight, norm.bias, 1e-6, block.out.bias), 0),
+            "norm": (partial(vit_elementwise.norm_then_add, x, norm.weight, norm.bias, 1e-6, block.out.bias), 0),
             "norm, PyTorch": (partial(norm, x), 0),
             "qkv": (partial(block.qkv, x), 3 * matrix),
-            "rotate": (partial(vit_ops.rotate_half, qkv, rotary), 0),
+            "rotate": (partial(vit_elementwise.rotate_half, qkv, rotary), 0),
             "out, added": (partial(torch.addmm, x, x, block.out.weight.T, out=torch.empty_like(x)), matrix),
             "out, added in place": (partial(x.addmm_, x.clone(), block.out.weight.T), matrix),
             "up": (partial(block.up, x), 4 * matrix),
-            "activation": (partial(vit_ops.quick_gelu, wide.clone()), 0),
+            "activation": (partial(vit_elementwise.quick_gelu, wide.clone()), 0),
             "down, added in place": (partial(x.addmm_, wide, block.down.weight.T), 4 * matrix),
             "down": (partial(block.down, wide), 4 * matrix),
         }

@@ -19,12 +19,12 @@ from torch import Tensor
 from benchmarks.encoder_inputs import CUDA, relative
 from saccade.kernels.gemm.hopper_act import hopper_linear_act
 from saccade.kernels.launch.device import num_sms
-from saccade.kernels.ops import norm, reference, vit_ops
+from saccade.kernels.ops import norm, reference, vit_elementwise
 
 LAYERS, ROUNDS = 12, 9
 PLAIN: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "quick_gelu": vit_ops.quick_gelu,
-    "tanh_gelu": vit_ops.tanh_gelu,
+    "quick_gelu": vit_elementwise.quick_gelu,
+    "tanh_gelu": vit_elementwise.tanh_gelu,
     "silu_and_mul": norm.silu_and_mul,
 }
 

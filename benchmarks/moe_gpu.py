@@ -26,6 +26,7 @@ from benchmarks.gpu_timing import attempt, capture, graph_us
 from saccade.kernels.launch.device import shared_memory
 from saccade.kernels.moe.combine import combine
 from saccade.kernels.moe.experts import TileConfig, moe_down, moe_gate_up
+from saccade.kernels.moe.experts_gemv import VectorConfig, vector_down, vector_gate_up
 from saccade.kernels.moe.fused_moe import (
     MoELaunch,
     MoEWeights,
@@ -34,10 +35,9 @@ from saccade.kernels.moe.fused_moe import (
     run_experts,
     supports_tma,
 )
-from saccade.kernels.moe.router import RouterConfig, choose_router, router_logits, split_router
-from saccade.kernels.moe.routing import Routed, RoutingRules, route
+from saccade.kernels.moe.router_gemm import RouterConfig, choose_router, router_logits, split_router
 from saccade.kernels.moe.sorting import sort_by_expert
-from saccade.kernels.moe.vector import VectorConfig, vector_down, vector_gate_up
+from saccade.kernels.moe.topk_routing import Routed, RoutingRules, route
 
 BANDWIDTH = 4.2e12  # bytes a second
 FLOPS = 700e12

@@ -19,7 +19,7 @@ from benchmarks.encoder_inputs import CUDA, relative
 from benchmarks.linear_hopper import replay_us
 from saccade.kernels.gemm.hopper_vit_qkv_rope import DIM, hopper_qkv_rope
 from saccade.kernels.launch.device import num_sms
-from saccade.kernels.ops import reference, vit_ops
+from saccade.kernels.ops import reference, vit_elementwise
 
 HEADS, INPUTS = 16, 1280
 LAYERS, ROUNDS = 12, 9
@@ -41,7 +41,7 @@ def one_launch(given: Inputs, weight: Tensor) -> Tensor:
 
 def two_launches(given: Inputs, weight: Tensor) -> Tensor:
     qkv = F.linear(given.x, weight, given.bias).view(len(given.x), 3, HEADS, DIM)
-    vit_ops.rotate_half(qkv, given.rotary)
+    vit_elementwise.rotate_half(qkv, given.rotary)
     return qkv
 
 

@@ -18,7 +18,7 @@ from saccade.models.layers.torch_attention import PagedKV
 from saccade.options import Options, SchedulerConfig
 from saccade.runner.build_embedding_tiers import build_tiers
 from saccade.runner.cuda.attention_selector import AttentionTarget, check
-from saccade.runner.cuda.host_blocks import HostBlocks
+from saccade.runner.cuda.kv_host_blocks import HostBlocks
 from saccade.runner.embedding_cache import EmbeddingSlab
 from saccade.runner.encoder.encoder_runner import LocalEncoder
 from saccade.runner.encoder.graph_capture import capture_tower

@@ -26,7 +26,7 @@ from saccade.runner.cuda.graph_sizes import (
     MAX_MIXED_ROWS,
     mixed_sizes,
 )
-from saccade.runner.cuda.host_blocks import IN_BUFFERS, OUT_BUFFERS, staging_blocks
+from saccade.runner.cuda.kv_host_blocks import IN_BUFFERS, OUT_BUFFERS, staging_blocks
 from saccade.runner.encoder.graph_capture import largest_pass
 from saccade.types import Geometry, Size
 

@@ -16,7 +16,7 @@ from saccade.models.layers.torch_attention import PagedKV
 from saccade.runner.batch import Ints, RequestState
 from saccade.runner.build_embedding_tiers import open_tiers
 from saccade.runner.cross_attention_metadata import reading
-from saccade.runner.cuda.host_blocks import HostBlocks
+from saccade.runner.cuda.kv_host_blocks import HostBlocks
 from saccade.runner.embedding_cache import EmbeddingSlab
 from saccade.runner.encoder.encoder_runner import Encoder, LocalEncoder
 from saccade.runner.forward import Forward, Sampled, Windows

@@ -10,7 +10,7 @@ import pytest
 from saccade import LLM, SamplingParams, costs
 from saccade.engine import build
 from saccade.errors import ConfigError
-from saccade.kernels.ops.copy_blocks import copy_blocks
+from saccade.kernels.ops.copy_kv_blocks import copy_blocks
 from saccade.processor.checkpoint_files import open_checkpoint
 from tests.helpers.async_engine import FEW, OPTIONS, TWO_LAYERS, overlapped
 from tests.helpers.engine_runs import prompts

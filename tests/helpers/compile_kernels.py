@@ -242,12 +242,12 @@ def gdn_variants() -> Iterator[Variant]:
     for warps in (4, 8):
         yield of(f"gdn_decode.{warps}", "decode:_decode_kernel", types, [*heads, 4, 128, 128, 4, True, True], warps)
     types = [I32] * 4 + ["i32"] * 3
-    yield Variant("gdn_plan", "gdn.plan:_plan_kernel", types, [64, 32, 128], {"num_warps": 4})
+    yield Variant("gdn_plan", "gdn.prefill_plan:_plan_kernel", types, [64, 32, 128], {"num_warps": 4})
     types = [BF16] * 5 + [I32] + [BF16] * 4 + [F32, "i32:16"]
-    yield of("gdn_chunk", "prefill_chunks:chunk_kernel", types, [*heads, 4, 128, 128, 64, "tf32", True])
+    yield of("gdn_chunk", "prefill_intra_chunk:chunk_kernel", types, [*heads, 4, 128, 128, 64, "tf32", True])
     small: list[object] = [2, 4, 16, 24, 4, 16, 32, 64, "tf32x3", True]  # keys and values of different sizes
     types32 = [F32] * 5 + [I32] + [F32] * 5 + ["i32:16"]
-    yield of("gdn_chunk.small", "prefill_chunks:chunk_kernel", types32, small)
+    yield of("gdn_chunk.small", "prefill_intra_chunk:chunk_kernel", types32, small)
     types = [BF16] * 3 + [F32, BF16, BF16, F32] + [I32] * 3 + ["i32"]
     for block, warps in ((64, 4), (32, 4), (32, 2), (16, 1)):
         constants = [*heads, 128, block, 64, 64, "tf32", True]
@@ -270,7 +270,7 @@ def moe_variants() -> Iterator[Variant]:
 
     for name, bias, groups in (("", NONE, [1, 128, 1, 128, 1]), (".groups", F32, [8, 9, 8, 16, 3])):
         constants = [4, groups[0] * groups[1] + 1, *groups, 8, 1, 16, bias == F32, True, True, True]
-        yield of(f"moe_route{name}", "routing:_route_kernel", [F32, bias, F32, I32, "i32", "fp32"], constants, 1)
+        yield of(f"moe_route{name}", "topk_routing:_route_kernel", [F32, bias, F32, I32, "i32", "fp32"], constants, 1)
     for dtype, parts, count, tokens, experts, inputs, share in (
         ("bf16", 3, 128, 16, 16, 64, 128),
         ("bf16", 3, 257, 64, 64, 64, 1024),
@@ -280,7 +280,7 @@ def moe_variants() -> Iterator[Variant]:
         types = [f"*{dtype}", F32 if parts == 1 else BF16, F32, "i32", "i32:16"]
         constants = [count, 2048, share, tokens, experts, 16 if count == 257 else 0, inputs, parts, True, tokens == 16]
         warps = 8 if tokens == 128 else 4
-        yield of(f"moe_router.{dtype}.{tokens}", "router:_router_kernel", types, [*constants, True], warps)
+        yield of(f"moe_router.{dtype}.{tokens}", "router_gemm:_router_kernel", types, [*constants, True], warps)
     yield of("moe_count", "sorting:_count_kernel", [I32, I32, "i32", "i32", "i32"], [256, 128, True])
     yield of("moe_scan", "sorting:_scan_kernel", [I32, "i32"], [256, True], 1)
     for name, counts, constants, warps in (
@@ -303,9 +303,9 @@ def moe_variants() -> Iterator[Variant]:
         constants = [768, rows, 8 if swapped and not tma else 0, *tail]
         yield of(f"moe_down.{name}", "experts:_down_kernel", types, constants, warps, 4)
     types = [BF16, BF16, I32, BF16, "i32:16", "i32:16"]
-    yield of("moe_vector_gate_up", "vector:_gate_up_kernel", types, [2048, 8, 8, 256, 1, True], 4, 1)
+    yield of("moe_vector_gate_up", "experts_gemv:_gate_up_kernel", types, [2048, 8, 8, 256, 1, True], 4, 1)
     types = [BF16, BF16, I32, F32, BF16, F32, BF16, "i32:16"]
-    yield of("moe_vector_down", "vector:_down_kernel", types, [768, 8, 2, 256, 24, 32, True], 1, 4)
+    yield of("moe_vector_down", "experts_gemv:_down_kernel", types, [768, 8, 2, 256, 24, 32, True], 1, 4)
     yield of("moe_combine", "combine:_combine_kernel", [BF16, BF16, BF16, BF16, "i32:16"], [8, 1024, True])
 
 
@@ -366,7 +366,7 @@ def small_variants() -> Iterator[Variant]:
     yield of("resample", "image_preprocess:_weigh_kernel", types, [22, 1024], pdl=False)
     types = ["*u8", BF16, "i32", "i32", *["fp32"] * 6]
     yield of("cut_patches", "image_preprocess:_cut_kernel", types, [14, 2, 2, 196, 1024], pdl=False)
-    vit = "vit_ops"
+    vit = "vit_elementwise"
     yield of("vit_norm", f"{vit}:_norm_kernel", [BF16] * 5 + ["fp32"], [1280, 2048, True], 1)
     yield of("vit_rms_norm", f"{vit}:_rms_norm_kernel", [BF16] * 4 + ["fp32"], [1280, 2048, True], 1)
     yield of("vit_rotate", f"{vit}:_rotate_kernel", [BF16, F32], [16, 80, 32, 64, True])

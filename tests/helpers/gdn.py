@@ -10,8 +10,8 @@ from torch import Tensor
 from saccade.checkpoint.config import LinearConfig, TextConfig
 from saccade.kernels.gdn.decode import allocate_counters, gdn_decode
 from saccade.kernels.gdn.layout import GDNShape, GDNStates, GDNWeights
-from saccade.kernels.gdn.plan import plan_chunks
 from saccade.kernels.gdn.prefill import GDNPrefill, PrefillConfig, PrefillWorkspace
+from saccade.kernels.gdn.prefill_plan import plan_chunks
 from saccade.models.layers.forward_types import States, WindowGroup
 from saccade.models.layers.gated_delta_net import GatedDeltaNet
 from saccade.models.state_dict import Parameters

@@ -22,7 +22,7 @@ from saccade.kernels.launch import device, pdl
 from saccade.kernels.launch.device import Gpu
 from saccade.kernels.launch.kernel_choice import KernelChoice
 from saccade.kernels.ops.argmax import TokenSink
-from saccade.kernels.ops.copy_blocks import copy_blocks
+from saccade.kernels.ops.copy_kv_blocks import copy_blocks
 from saccade.kernels.ops.sample import sample_rows
 from saccade.models import _family
 from saccade.models.cuda.vision import FusedVision
@@ -32,7 +32,7 @@ from saccade.models.state_dict import Parameters
 from saccade.runner.build import new_slab
 from saccade.runner.cuda.forward import CudaForward
 from saccade.runner.cuda.graph_sizes import GRAPH_STRETCHES, MAX_MIXED_ROWS, mixed_sizes
-from saccade.runner.cuda.host_blocks import _by_block
+from saccade.runner.cuda.kv_host_blocks import _by_block
 from saccade.runner.recurrent_state import RecurrentStates
 from saccade.types import Geometry, Grid, Size
 from tests.helpers.variant import NONE, ONE, Variant

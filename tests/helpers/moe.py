@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from saccade.checkpoint.moe_config import MoEConfig
-from saccade.kernels.moe.routing import RoutingRules
+from saccade.kernels.moe.topk_routing import RoutingRules
 from saccade.models.layers.moe import MoE
 from saccade.models.state_dict import Parameters
 

@@ -86,7 +86,7 @@ LAZY_ALLOWED = {
     "saccade/media/video_file.py",  # PyAV, where videos are read
     "saccade/runner/forward_selector.py",  # Triton, where there is a GPU
     "saccade/runner/cuda/attention_selector.py",
-    "saccade/runner/cuda/host_blocks.py",
+    "saccade/runner/cuda/kv_host_blocks.py",
     "saccade/runner/encoder/graph_capture.py",
     "saccade/models/cuda/vision.py",  # Gluon, where the GPU is a Hopper
     "saccade/kernels/attention/decode.py",

@@ -18,9 +18,9 @@ import triton
 from torch import Tensor
 
 from saccade.kernels.gdn.layout import GDNShape, GDNStates, GDNWeights, check
-from saccade.kernels.gdn.plan import CHUNK, ChunkPlan
-from saccade.kernels.gdn.prefill_chunks import chunk_kernel
+from saccade.kernels.gdn.prefill_intra_chunk import chunk_kernel
 from saccade.kernels.gdn.prefill_output import output_kernel, past_kernel
+from saccade.kernels.gdn.prefill_plan import CHUNK, ChunkPlan
 from saccade.kernels.gdn.prefill_scan import scan_kernel
 from saccade.kernels.launch.device import has_async_mma, precision_of
 from saccade.kernels.launch.pdl import pdl_options, supports_pdl

@@ -13,7 +13,7 @@ from saccade.kernels.ops import reference
 def qkv_rope(x: Tensor, weight: Tensor, bias: Tensor | None, rotary: Tensor, heads: int) -> Tensor | None:
     """x @ weight.T + bias with RoPE applied to queries and keys: [T, 3, heads, d]; None where two launches are as fast.
 
-    x is [T, K], the weight [3 * heads * d, K]; `rotary` as `vit_ops.rotate_pairs` takes it. Columns of queries
+    x is [T, K], the weight [3 * heads * d, K]; `rotary` as `vit_elementwise.rotate_pairs` takes it. Columns of queries
     and keys come in another order than the weight's rows, the same for both: `reference.parted_columns`.
     """
     if bias is None or x.dtype == torch.float32 or not _has_kernel(x.device):

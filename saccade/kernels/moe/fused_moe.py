@@ -17,10 +17,10 @@ from saccade.kernels.launch.device import shared_memory
 from saccade.kernels.launch.pdl import supports_pdl
 from saccade.kernels.moe.combine import combine
 from saccade.kernels.moe.experts import TileConfig, moe_down, moe_gate_up
-from saccade.kernels.moe.router import router_logits
-from saccade.kernels.moe.routing import Routed, RoutingRules, route
+from saccade.kernels.moe.experts_gemv import MAX_TOKENS, VectorConfig, vector_down, vector_gate_up
+from saccade.kernels.moe.router_gemm import router_logits
 from saccade.kernels.moe.sorting import sort_by_expert
-from saccade.kernels.moe.vector import MAX_TOKENS, VectorConfig, vector_down, vector_gate_up
+from saccade.kernels.moe.topk_routing import Routed, RoutingRules, route
 
 _RESERVED = 8 << 10  # bytes of shared memory for what is not in the pipeline
 

@@ -35,9 +35,9 @@ from saccade.kernels.gemm.skinny import (
 )
 from saccade.kernels.launch.device import is_hopper
 from saccade.kernels.launch.kernel_choice import KernelChoice
-from saccade.kernels.moe.vector import MAX_TOKENS as MAX_VECTOR_TOKENS
+from saccade.kernels.moe.experts_gemv import MAX_TOKENS as MAX_VECTOR_TOKENS
 from saccade.kernels.ops.norm import add_rms_norm, rms_norm, silu_and_mul
-from saccade.models.cuda.experts import run_moe, runs_in_one
+from saccade.models.cuda.moe import run_moe, runs_in_one
 from saccade.models.layers.cross_attention import CrossAttention
 from saccade.models.layers.decoder import Decoder
 from saccade.models.layers.gated_delta_net import GatedDeltaNet

@@ -19,7 +19,7 @@ from saccade.kernels.gemm.vit_qkv_rope import qkv_rope
 from saccade.kernels.launch.device import is_hopper, num_sms
 from saccade.kernels.launch.kernel_choice import KernelChoice
 from saccade.kernels.launch.varlen_tiles import Tiles
-from saccade.kernels.ops import image_preprocess, vit_ops
+from saccade.kernels.ops import image_preprocess, vit_elementwise
 from saccade.kernels.ops.reference import parted_columns
 from saccade.models.cuda import vision_attention
 from saccade.models.cuda.vision_attention import Attend, AttentionPath, PartedAttend
@@ -35,9 +35,9 @@ from saccade.torch_utils import to_device
 from saccade.types import Grid, Size
 
 _ACTIVATIONS: Mapping[Activation, tuple[str, Activation]] = {
-    quick_gelu: ("quick_gelu", vit_ops.quick_gelu),
-    silu_and_mul: ("silu_and_mul", vit_ops.silu_and_mul),
-    tanh_gelu: ("tanh_gelu", vit_ops.tanh_gelu),
+    quick_gelu: ("quick_gelu", vit_elementwise.quick_gelu),
+    silu_and_mul: ("silu_and_mul", vit_elementwise.silu_and_mul),
+    tanh_gelu: ("tanh_gelu", vit_elementwise.tanh_gelu),
 }
 """The name that `linear_act` has for each, and a kernel for it alone."""
 _MIN_SCHEDULED = 768  # patches of a captured pass: smaller ones have too few tiles for all SMs
@@ -87,7 +87,7 @@ class FusedVision:
             cells = to_device(packed_cells(positions), device)
             shape = (len(cells), 4 * positions.per_axis.shape[-1])
             positions.rotary = torch.empty(shape, dtype=torch.float32, device=device)
-            vit_ops.write_cos_sin(cells, positions.per_axis, positions.rotary)
+            vit_elementwise.write_cos_sin(cells, positions.per_axis, positions.rotary)
         return positions.rotary
 
     def capturing(self) -> AbstractContextManager[None]:
@@ -122,7 +122,7 @@ class _FusedPass:
         qkv = block.qkv(normed).view(len(x), 3, block.heads, dim)
         del normed
         if self._rotary is not None:
-            vit_ops.rotate_half(qkv, self._rotary)
+            vit_elementwise.rotate_half(qkv, self._rotary)
         return self._attend(qkv, block.scale)
 
     def _widen(self, x: Tensor, block: VisionBlock) -> Tensor:
@@ -142,8 +142,8 @@ def _norm(x: Tensor, norm: Norm, following: Linear) -> Tensor:
     if following.bias is None:  # then PyTorch's own kernel does the same
         return norm(x)
     if isinstance(norm, RMSNorm):
-        return vit_ops.rms_norm_and_add(x, norm.weight, norm.eps, following.bias)
-    return vit_ops.norm_then_add(x, norm.weight, norm.bias, norm.eps, following.bias)
+        return vit_elementwise.rms_norm_and_add(x, norm.weight, norm.eps, following.bias)
+    return vit_elementwise.norm_then_add(x, norm.weight, norm.bias, norm.eps, following.bias)
 
 
 def _weigh_axis(image: Tensor, taps: Taps) -> Tensor:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from saccade.kernels.ops import vit_ops
+from saccade.kernels.ops import vit_elementwise
 from saccade.models.cuda.vision_attention import Attend, AttentionPath, PassLimits, VisionHeads
 from saccade.models.cuda.vision_graph_sizes import IMAGES, size_for
 from saccade.models.vision.backend import Blocks, Lengths, RunBlocks
@@ -73,7 +73,7 @@ class _StaticBuffers:
         patches = len(positions.cells)
         rotary = self.rotary_for(patches)
         assert rotary is not None
-        vit_ops.write_cos_sin(self.metadata[at : at + patches], positions.per_axis, rotary)
+        vit_elementwise.write_cos_sin(self.metadata[at : at + patches], positions.per_axis, rotary)
 
 
 class VisionGraphs:
@@ -202,7 +202,7 @@ class _GraphPass:
 
 
 def packed_cells(positions: PatchPositions) -> Tensor:
-    """As `vit_ops.write_cos_sin` reads them: int32 [T], on the CPU."""
+    """As `vit_elementwise.write_cos_sin` reads them: int32 [T], on the CPU."""
     return positions.cells.view(torch.int32).flatten()
 
 

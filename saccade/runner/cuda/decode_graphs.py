@@ -23,8 +23,8 @@ from saccade.models.cuda.decoder import Crossing, FusedDecoder, Mixers, Mixing
 from saccade.models.cuda.gemms import Gemms, Residual
 from saccade.runner.cuda.block_table import BlockTables
 from saccade.runner.cuda.cross_attention import CrossAttentions
-from saccade.runner.cuda.delta_nets import DeltaNets
-from saccade.runner.cuda.latent_attention import LatentAttentions, LatentStep
+from saccade.runner.cuda.gated_delta_net import DeltaNets
+from saccade.runner.cuda.mla import LatentAttentions, LatentStep
 from saccade.runner.cuda.staging import Metadata, PinnedStaging
 
 

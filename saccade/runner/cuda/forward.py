@@ -27,10 +27,10 @@ from saccade.runner.batch import RequestState, embedded, overlapping, splice
 from saccade.runner.cuda.block_table import BlockTables
 from saccade.runner.cuda.cross_attention import CrossAttentions
 from saccade.runner.cuda.decode_graphs import Decoded, DecodeGraphs, DecodeRows
-from saccade.runner.cuda.delta_nets import DeltaNets
+from saccade.runner.cuda.gated_delta_net import DeltaNets
 from saccade.runner.cuda.graph_sizes import GRAPH_STRETCHES, GRAPH_WINDOWS
-from saccade.runner.cuda.latent_attention import LatentAttentions
 from saccade.runner.cuda.mixed_graphs import MixedGraphs
+from saccade.runner.cuda.mla import LatentAttentions
 from saccade.runner.cuda.prefill_graphs import PrefillGraphs, Splice
 from saccade.runner.cuda.prefill_metadata import Window, stretches_of
 from saccade.runner.cuda.sampling import has_kernel, sample_tokens

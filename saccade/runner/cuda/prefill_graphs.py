@@ -31,9 +31,9 @@ from saccade.models.cuda.decoder import Crossing, FusedDecoder, Mixers, Mixing
 from saccade.runner.cuda.block_table import BlockTables
 from saccade.runner.cuda.cross_attention import CrossAttentions
 from saccade.runner.cuda.decode_graphs import Decoded
-from saccade.runner.cuda.delta_nets import DeltaNets
+from saccade.runner.cuda.gated_delta_net import DeltaNets
 from saccade.runner.cuda.graph_sizes import GRAPH_PIECES, GRAPH_STRETCHES, GRAPH_TOKENS, GRAPH_WINDOWS
-from saccade.runner.cuda.latent_attention import LatentAttentions, LatentStep
+from saccade.runner.cuda.mla import LatentAttentions, LatentStep
 from saccade.runner.cuda.prefill_metadata import (
     Parts,
     Sizes,

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from saccade.kernels.gdn.layout import GDNShape
-from saccade.kernels.gdn.plan import max_chunks, plan_chunks
 from saccade.kernels.gdn.prefill import PrefillConfig
+from saccade.kernels.gdn.prefill_plan import max_chunks, plan_chunks
 from tests.helpers.gdn import Net, Piece, assert_near, assert_same
 from tests.helpers.paged import HALF, ints
 

@@ -16,7 +16,7 @@ from saccade.kernels.gemm import hopper_mainloop, hopper_vit_qkv_rope
 from saccade.kernels.gemm.hopper_mainloop import BOX, num_tiles, num_whole
 from saccade.kernels.gemm.hopper_vit_qkv_rope import DIM, suits
 from saccade.kernels.gemm.vit_qkv_rope import qkv_rope
-from saccade.kernels.ops import reference, vit_ops
+from saccade.kernels.ops import reference, vit_elementwise
 from saccade.kernels.ops.reference import parted_columns
 from saccade.models.cuda import vision
 from saccade.models.cuda.vision import FusedVision
@@ -85,7 +85,7 @@ def rotary_for(rows: int, dim: int) -> Tensor:
 def test_the_reference_is_the_product_and_then_the_rotation() -> None:
     x, weight, bias, rotary = random(5, 16), random(3 * 4 * 8, 16), random(3 * 4 * 8), rotary_for(5, 8)
     expected = torch.nn.functional.linear(x, weight, bias).view(5, 3, 4, 8)
-    vit_ops.rotate_half(expected, rotary)
+    vit_elementwise.rotate_half(expected, rotary)
     found = reference.qkv_rope(x, weight, bias, rotary, 4)
     torch.testing.assert_close(found.flatten(1), expected.flatten(1)[:, parted_columns(4, 8)], atol=1e-5, rtol=1e-5)
 

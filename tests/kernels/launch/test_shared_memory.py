@@ -11,7 +11,7 @@ from saccade.kernels.gemm import skinny
 from saccade.kernels.launch import device
 from saccade.kernels.launch.device import Gpu
 from saccade.kernels.moe.fused_moe import choose
-from saccade.kernels.moe.router import choose_router
+from saccade.kernels.moe.router_gemm import choose_router
 
 META = torch.device("meta")
 H200 = Gpu(132, (9, 0), 227 << 10)

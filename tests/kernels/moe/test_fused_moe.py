@@ -8,10 +8,10 @@ from torch import Tensor
 
 from saccade.kernels.moe.combine import combine
 from saccade.kernels.moe.experts import TileConfig, moe_down, moe_gate_up
+from saccade.kernels.moe.experts_gemv import VectorConfig
 from saccade.kernels.moe.fused_moe import MoELaunch, MoEWeights, choose, fit, fused_moe, run_experts
-from saccade.kernels.moe.routing import Routed
 from saccade.kernels.moe.sorting import sort_by_expert
-from saccade.kernels.moe.vector import VectorConfig
+from saccade.kernels.moe.topk_routing import Routed
 from saccade.models.layers.moe import MoE
 from tests.helpers.moe import DEVICE, HIDDEN, config, make_layer, random, rules_of
 

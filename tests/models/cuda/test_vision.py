@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from saccade import costs
-from saccade.kernels.ops import vit_ops
+from saccade.kernels.ops import vit_elementwise
 from saccade.models.cuda.vision import ATTENTION, FusedVision
 from saccade.models.cuda.vision_graphs import packed_cells
 from saccade.models.families.llava import Llava
@@ -38,7 +38,7 @@ def test_angles_of_cells_are_those_of_plain_arithmetic(interleaved: bool) -> Non
     places = grid_positions([Grid(1, 4, 6), Grid(1, 300, 2)], 80, 1e4, 2, DEVICE, interleaved=interleaved)
     expected = angles_of(places)
     rotary = torch.empty_like(expected.cos)
-    vit_ops.write_cos_sin(packed_cells(places).to(DEVICE), places.per_axis, rotary)
+    vit_elementwise.write_cos_sin(packed_cells(places).to(DEVICE), places.per_axis, rotary)
     torch.testing.assert_close(rotary, rotary_of(*expected), atol=1e-5, rtol=1e-5)
 
 
@@ -83,7 +83,7 @@ def test_the_norm_leaves_its_input_with_the_bias_added() -> None:
     x, weight, bias, added = random(5, 96), random(96), random(96) + 1, random(96) - 1
     normed = torch.nn.functional.layer_norm(x, (96,), weight, bias, 1e-6)
     expected = x + added
-    found = vit_ops.norm_then_add(x, weight, bias, 1e-6, added)
+    found = vit_elementwise.norm_then_add(x, weight, bias, 1e-6, added)
     torch.testing.assert_close(found, normed, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(x, expected)
 
@@ -92,14 +92,14 @@ def test_rotation_turns_queries_and_keys_and_leaves_values() -> None:
     qkv = random(7, 3, 3, 20)
     cos, sin = cos_sin(random(7, 10), torch.float32)
     expected = torch.cat((rotate(qkv[:, :2], cos[:, None, None], sin[:, None, None]), qkv[:, 2:]), dim=1)
-    vit_ops.rotate_half(qkv, rotary_of(cos, sin))
+    vit_elementwise.rotate_half(qkv, rotary_of(cos, sin))
     torch.testing.assert_close(qkv, expected, atol=1e-6, rtol=1e-6)
 
 
 def test_the_fused_activation_is_the_plain_one() -> None:
     x = random(33, 129) * 4
     expected = quick_gelu(x.clone())
-    torch.testing.assert_close(vit_ops.quick_gelu(x), expected, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(vit_elementwise.quick_gelu(x), expected, atol=1e-6, rtol=1e-5)
 
 
 def test_every_attention_of_the_table_can_be_chosen() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from saccade.checkpoint.config import model_config
 from saccade.kernels.attention.vit_triton import TILE_ROWS, packed_vit
 from saccade.kernels.launch.varlen_tiles import Tiles
-from saccade.kernels.ops import vit_ops
+from saccade.kernels.ops import vit_elementwise
 from saccade.models.cuda import vision_graph_sizes, vision_graphs
 from saccade.models.cuda.vision import FusedVision, _FusedPass
 from saccade.models.cuda.vision_attention import PassLimits, ScheduledAttention, TiledAttention, VisionHeads, num_tiles
@@ -116,21 +116,21 @@ def test_images_of_one_number_of_patches_keep_their_own_places(is_recorded: bool
 def test_what_the_pass_before_had_is_not_made_again(is_recorded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     made, grids = recorded() if is_recorded else model(QWEN, FusedVision(), Qwen2VL), [Grid(1, 4, 6)]
     expected = torch.cat(encode(made, patches(grids), grids)).clone()
-    for owner, name in ((vit_ops, "write_cos_sin"), (vision_graphs._GraphPass, "metadata")):
+    for owner, name in ((vit_elementwise, "write_cos_sin"), (vision_graphs._GraphPass, "metadata")):
         monkeypatch.setattr(owner, name, lambda *_: pytest.fail("made again"))
     assert torch.equal(torch.cat(encode(made, patches(grids), grids)), expected)
 
 
 def test_angles_of_the_pass_before_are_gone_when_others_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory is planned for those of one pass."""
-    made, turn, seen = model(QWEN, FusedVision(), Qwen2VL), vit_ops.write_cos_sin, []
+    made, turn, seen = model(QWEN, FusedVision(), Qwen2VL), vit_elementwise.write_cos_sin, []
 
     def watched(cells: Tensor, per_axis: Tensor, rotary: Tensor) -> None:
         seen.append(weakref.ref(rotary))
         assert [ref() is None for ref in seen] == [True] * (len(seen) - 1) + [False]
         turn(cells, per_axis, rotary)
 
-    monkeypatch.setattr(vit_ops, "write_cos_sin", watched)
+    monkeypatch.setattr(vit_elementwise, "write_cos_sin", watched)
     for grids in ([Grid(1, 4, 6)], [Grid(1, 6, 4)], [Grid(1, 4, 6)]):
         encode(made, patches(grids), grids)
     assert len(seen) == 3

@@ -17,7 +17,7 @@ from transformers.vision_utils import get_vision_window_index
 from saccade import costs
 from saccade.checkpoint.config import model_config
 from saccade.errors import ConfigError
-from saccade.kernels.ops import vit_ops
+from saccade.kernels.ops import vit_elementwise
 from saccade.models import load_model
 from saccade.models.families.qwen2_5_vl import all_windows, pack
 from saccade.models.layers.activation import silu_and_mul
@@ -106,7 +106,7 @@ def test_the_fused_rms_norm_leaves_its_input_with_the_bias_added() -> None:
     x, weight, added = random(5, 96), random(96), random(96) - 1
     normed = torch.nn.functional.rms_norm(x, (96,), weight, 1e-6)
     expected = x + added
-    found = vit_ops.rms_norm_and_add(x, weight, 1e-6, added)
+    found = vit_elementwise.rms_norm_and_add(x, weight, 1e-6, added)
     torch.testing.assert_close(found, normed, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(x, expected)
 
@@ -114,7 +114,7 @@ def test_the_fused_rms_norm_leaves_its_input_with_the_bias_added() -> None:
 def test_the_fused_gate_is_the_plain_one() -> None:
     x = random(5, 2 * 1100)
     expected = silu_and_mul(x.clone())
-    torch.testing.assert_close(vit_ops.silu_and_mul(x), expected, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(vit_elementwise.silu_and_mul(x), expected, atol=1e-6, rtol=1e-5)
 
 
 def test_padding_inside_a_pair_of_products_changes_no_result() -> None:

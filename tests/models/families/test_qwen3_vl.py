@@ -15,7 +15,7 @@ from transformers.vision_utils import get_vision_interpolation_indices_and_weigh
 from saccade import costs
 from saccade.checkpoint.config import model_config
 from saccade.errors import ConfigError
-from saccade.kernels.ops import vit_ops
+from saccade.kernels.ops import vit_elementwise
 from saccade.models import load_model
 from saccade.models.families.qwen3_vl import Positions
 from saccade.models.layers.activation import tanh_gelu
@@ -136,7 +136,7 @@ def test_rows_without_deep_vectors_give_the_same_as_rows_with_zeros(pair: Pair) 
 def test_the_fused_activation_is_the_plain_one() -> None:
     x = random(33, 129) * 4
     expected = tanh_gelu(x.clone())
-    torch.testing.assert_close(vit_ops.tanh_gelu(x), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(vit_elementwise.tanh_gelu(x), expected, atol=1e-5, rtol=1e-5)
 
 
 # --- published configs --------------------------------------------------------------------------------------------

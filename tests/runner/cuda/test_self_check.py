@@ -9,7 +9,7 @@ import pytest
 
 from saccade.kernels.attention import cross
 from saccade.runner.cuda import cross_attention as cross_tables
-from saccade.runner.cuda import latent_attention
+from saccade.runner.cuda import mla
 from saccade.runner.cuda.self_check import check_logits
 from saccade.runner.torch_forward import TorchForward
 from tests.helpers.async_engine import TWO_LAYERS, overlapped
@@ -47,8 +47,8 @@ def test_an_engine_for_few_tokens_is_checked_with_few_or_not_at_all(tmp_path: Pa
 
 
 def test_wrong_latent_attention_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = latent_attention.mla_decode
-    monkeypatch.setattr(latent_attention, "mla_decode", lambda *given: right(*given).neg())
+    right = mla.mla_decode
+    monkeypatch.setattr(mla, "mla_decode", lambda *given: right(*given).neg())
     with pytest.raises(RuntimeError, match="logits differ by"):
         check(FAMILIES["deepseek_vl_v2"].build(tmp_path, **SHORT["deepseek_vl_v2"]))
 

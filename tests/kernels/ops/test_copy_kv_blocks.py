@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from saccade.kernels.ops.copy_blocks import copy_blocks
-from saccade.runner.cuda.host_blocks import _torch_copy_blocks
+from saccade.kernels.ops.copy_kv_blocks import copy_blocks
+from saccade.runner.cuda.kv_host_blocks import _torch_copy_blocks
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

@@ -62,7 +62,7 @@ class HostBlocks:
         self._in = _Lane(IN_BUFFERS, shape, self._device)
         self._copy_blocks = _torch_copy_blocks
         if self._device.type == "cuda":
-            from saccade.kernels.ops.copy_blocks import copy_blocks  # needs Triton
+            from saccade.kernels.ops.copy_kv_blocks import copy_blocks  # needs Triton
 
             self._copy_blocks = copy_blocks
 
@@ -206,7 +206,7 @@ def _runs(copies: Sequence[KVCopy]) -> Iterator[tuple[slice, slice]]:
 
 
 def _torch_copy_blocks(cache: Tensor, rows: Tensor, blocks: Tensor, *, to_cache: bool) -> None:
-    """As `kernels.ops.copy_blocks`, in PyTorch."""
+    """As `kernels.ops.copy_kv_blocks`, in PyTorch."""
     by_layer = rows.view(len(rows), len(cache), -1).transpose(0, 1)  # [layers, n, width]
     if to_cache:
         cache.index_copy_(1, blocks, by_layer)

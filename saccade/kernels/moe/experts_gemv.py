@@ -21,7 +21,7 @@ from torch import Tensor
 
 from saccade.kernels.launch.pdl import pdl_options, pdl_wait_then_release, prefetch_l2, supports_pdl
 from saccade.kernels.launch.varlen_tiles import power_of_two
-from saccade.kernels.moe.routing import Routed
+from saccade.kernels.moe.topk_routing import Routed
 
 MAX_TOKENS = 4
 _LINE = 128  # bytes

@@ -11,8 +11,8 @@ import torch
 
 from saccade.errors import ConfigError
 from saccade.models.layers.torch_attention import PagedKV
-from saccade.runner.cuda import host_blocks
-from saccade.runner.cuda.host_blocks import HostBlocks, _Lane
+from saccade.runner.cuda import kv_host_blocks
+from saccade.runner.cuda.kv_host_blocks import HostBlocks, _Lane
 from saccade.types import KVCopy
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -34,7 +34,7 @@ def blocks_of(kv: PagedKV) -> torch.Tensor:
 @pytest.fixture(params=["one chunk", "chunks of two"])
 def staging(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "chunks of two":
-        monkeypatch.setattr(host_blocks, "STAGING_BYTES", 2 * 2 * LAYERS * SIZE * HEADS * DIM * 2)
+        monkeypatch.setattr(kv_host_blocks, "STAGING_BYTES", 2 * 2 * LAYERS * SIZE * HEADS * DIM * 2)
 
 
 @pytest.mark.usefixtures("staging")
@@ -60,7 +60,7 @@ def test_any_copies_give_what_plain_indexing_gives(is_latent: bool, dtype: torch
 
 def test_neighbours_in_host_memory_are_copied_together() -> None:
     copies = [KVCopy(block, host_block) for block, host_block in zip(range(6), (2, 3, 4, 7, 9, 10), strict=True)]
-    runs = list(host_blocks._runs(copies))
+    runs = list(kv_host_blocks._runs(copies))
     assert runs == [(slice(0, 3), slice(2, 5)), (slice(3, 4), slice(7, 8)), (slice(4, 6), slice(9, 11))]
 
 
@@ -98,7 +98,7 @@ def test_memory_that_cannot_be_pinned_is_refused_with_its_bytes(monkeypatch: pyt
 
     monkeypatch.setattr(torch.cuda, "cudart", Runtime)
     with pytest.raises(ConfigError, match=r"64 bytes .*CUDA error 2 .*ulimit -l"):
-        host_blocks._pin(torch.zeros(8, dtype=torch.int64))
+        kv_host_blocks._pin(torch.zeros(8, dtype=torch.int64))
 
 
 class Recorded:

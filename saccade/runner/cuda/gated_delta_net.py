@@ -10,8 +10,8 @@ from torch import Tensor
 
 from saccade.kernels.gdn.decode import allocate_counters, gdn_decode
 from saccade.kernels.gdn.layout import GDNShape, GDNStates, GDNWeights
-from saccade.kernels.gdn.plan import max_chunks, plan_chunks
 from saccade.kernels.gdn.prefill import GDNPrefill, PrefillWorkspace
+from saccade.kernels.gdn.prefill_plan import max_chunks, plan_chunks
 from saccade.models.cuda.decoder import Mixing
 from saccade.models.layers.gated_delta_net import GatedDeltaNet
 from saccade.runner.recurrent_state import RecurrentStates

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from saccade.kernels.moe.fused_moe import MoEWeights, fused_moe
-from saccade.kernels.moe.router import split_router
-from saccade.kernels.moe.routing import RoutingRules
+from saccade.kernels.moe.router_gemm import split_router
+from saccade.kernels.moe.topk_routing import RoutingRules
 from saccade.models.layers.moe import MoE
 
 _prepared: WeakKeyDictionary[MoE, MoEWeights] = WeakKeyDictionary()

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from saccade.kernels.moe.router import RouterConfig, choose_router, router_logits, split_router
-from saccade.kernels.moe.routing import RoutingRules, route
+from saccade.kernels.moe.router_gemm import RouterConfig, choose_router, router_logits, split_router
 from saccade.kernels.moe.sorting import max_blocks, sort_by_expert
+from saccade.kernels.moe.topk_routing import RoutingRules, route
 from tests.helpers.moe import DEVICE, HIDDEN, config, make_layer, random, rules_of
 
 RULES = {
