@@ -135,7 +135,7 @@ class Service:
 
     def check_open(self, caller: Caller) -> None:
         """Counts a new request. ApiError or EngineUnavailable if it is refused without reading its body."""
-        self.gate.check()
+        self.gate.check(caller.client, caller.account.settings.weight)
         self._check_started()
         caller.account.check_open()
         caller.account.take(requests=1)

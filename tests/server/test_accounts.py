@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from saccade.errors import RequestError
 from saccade.server.accounts import Account, Bucket, LimitExceeded
+from saccade.server.errors import ApiError
 from saccade.server.generation import BilledPrompt, Generation, Timing
 from saccade.server.http.limits import AdmissionGate
 from saccade.server.metrics import Metrics
@@ -183,6 +185,64 @@ def test_more_answers_than_may_be_open_are_a_400(clock: Clock) -> None:
     with gate().lease("acme", acme) as lease, pytest.raises(LimitExceeded, match="never") as caught:
         lease.enter(5)
     assert caught.value.status == 400 and acme.num_open == 0
+
+
+# --- the gate -----------------------------------------------------------------------------------------------------
+
+
+def small_gate(max_open: int = 8) -> AdmissionGate:
+    return AdmissionGate(max_open, 100, 100, engine_bytes=lambda: 0, on_refusal=lambda _: None)
+
+
+def fill(leases: ExitStack, gate: AdmissionGate, client: str, answers: int = 1, weight: float = 1.0) -> int:
+    """Requests of a client until one is refused: how many came in."""
+    account = Account(client, TenantSettings(weight=weight))
+    for number in range(1000):
+        lease = leases.enter_context(gate.lease(client, account))
+        try:
+            lease.enter(answers)
+        except ApiError as error:
+            assert error.status == 429 and error.retry_after
+            return number
+    raise AssertionError("never refused")
+
+
+def test_a_client_that_took_every_place_locks_no_other_out() -> None:
+    gate = small_gate()
+    with ExitStack() as leases:
+        assert fill(leases, gate, "a") == 8
+        assert fill(leases, gate, "b") == 4
+        assert fill(leases, gate, "c", answers=2) == 1
+        assert gate.is_full
+    assert gate.num_open == 0 and not gate.open_by_client and not gate.weights
+
+
+def test_places_beyond_the_limit_follow_the_weights() -> None:
+    with ExitStack() as leases:
+        gate = small_gate(100)
+        fill(leases, gate, "a")
+        assert fill(leases, gate, "heavy", weight=3.0) == 75
+        assert fill(leases, gate, "light", weight=1.0) == 20
+
+
+def test_many_clients_take_no_more_than_twice_the_places() -> None:
+    gate = small_gate()
+    with ExitStack() as leases:
+        for number in range(100):
+            fill(leases, gate, f"client {number}")
+            assert gate.num_open <= 2 * 8
+        with pytest.raises(ApiError, match=r"16 answers are open \(8 of them yours\), the request asks for 1 more"):
+            gate.check("client 0", 1.0)
+
+
+def test_a_share_is_for_clients_that_hold_less_than_it() -> None:
+    gate = small_gate()
+    with ExitStack() as leases:
+        fill(leases, gate, "a")
+        with ExitStack() as of_b:
+            assert fill(of_b, gate, "b") == 4
+        assert fill(leases, gate, "a") == 0, "what others left is not its own"
+        assert fill(leases, gate, "b", answers=5) == 0
 
 
 # --- a generation -------------------------------------------------------------------------------------------------

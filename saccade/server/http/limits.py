@@ -69,9 +69,12 @@ class ByteLease:
             raise ApiError(400, f"{asked}, but {limit}; lower n or send fewer prompts", param="n")
         more = answers - self._num_outputs
         if more > 0:
-            gate.check(more)
+            weight = self._account.settings.weight
+            gate.check(self._client, weight, more)
             self._account.enter(answers, more)
             gate.num_open += more
+            gate.open_by_client[self._client] += more
+            gate.weights[self._client] = weight
             self._num_outputs = answers
 
     def release(self) -> None:
@@ -81,12 +84,16 @@ class ByteLease:
 
     def close(self) -> None:
         self.release()
-        self.gate.num_open -= self._num_outputs
+        gate = self.gate
+        gate.num_open -= self._num_outputs
         self._account.leave(self._num_outputs)
-        by_client = self.gate.bytes_by_client
-        by_client[self._client] -= self._client_bytes
-        if not by_client[self._client]:
-            del by_client[self._client]
+        gate.open_by_client[self._client] -= self._num_outputs
+        if not gate.open_by_client[self._client]:
+            del gate.open_by_client[self._client]
+            gate.weights.pop(self._client, None)
+        gate.bytes_by_client[self._client] -= self._client_bytes
+        if not gate.bytes_by_client[self._client]:
+            del gate.bytes_by_client[self._client]
 
 
 class Upload:
@@ -105,8 +112,9 @@ class Upload:
 class AdmissionGate:
     """Admits requests while the limits allow it.
 
-    `max_open` limits outputs that run or wait; a request counts as one until its n is known. `max_bytes`
-    limits the bytes of all requests, here and in the engine, `max_client_bytes` those of one client.
+    `max_open` limits outputs that run or wait; a request counts as one until its n is known. Where all are
+    taken, a client still gets its share of them, so that no other locks it out: at most twice `max_open`.
+    `max_bytes` limits the bytes of all requests, here and in the engine, `max_client_bytes` those of one.
     """
 
     max_open: int
@@ -117,6 +125,8 @@ class AdmissionGate:
     bytes_held: int = 0  # in the server
     bytes_by_client: Counter[str] = field(default_factory=Counter)  # in the server and the engine
     num_open: int = 0
+    open_by_client: Counter[str] = field(default_factory=Counter)  # outputs
+    weights: dict[str, float] = field(default_factory=dict)  # of clients with open outputs
     is_draining: bool = False
 
     def total_bytes(self) -> int:
@@ -126,17 +136,28 @@ class AdmissionGate:
     def is_full(self) -> bool:
         return self.num_open >= self.max_open or self.total_bytes() > self.max_bytes * _NEARLY_FULL
 
-    def check(self, answers: int = 1) -> None:
+    def check(self, client: str, weight: float, answers: int = 1) -> None:
         """ApiError if so many more outputs cannot be admitted now. Before a body is read, one is assumed."""
         if self.is_draining:
             self.on_refusal("draining")
             message = "the server is shutting down and takes no new requests; send it to another one"
             raise ApiError(503, message, code="draining", retry_after=_RETRY_AFTER_DRAIN)
-        if self.num_open + answers > self.max_open:
+        total = self.num_open + answers
+        if total <= self.max_open:
+            return
+        own = self.open_by_client[client]
+        is_crowded = total > 2 * self.max_open  # shares of clients that came one by one add up to more
+        if is_crowded or own + answers > self._share(client, weight):
             self.on_refusal("overloaded")
-            asked = f"{self.num_open} answers are open, the request asks for {answers} more"
+            shared = f" ({own} of them yours)" if own < self.num_open else ""
+            asked = f"{self.num_open} answers are open{shared}, the request asks for {answers} more"
             limit = f"{self.max_open} may be open (--max-num-seqs plus --max-waiting)"
             raise overloaded(429, f"{asked} and {limit}; try again soon")
+
+    def _share(self, client: str, weight: float) -> float:
+        """Open outputs that are a client's own, however many others have."""
+        others = sum(other for name, other in self.weights.items() if name != client)
+        return self.max_open * weight / (weight + others)
 
     @contextmanager
     def lease(self, client: str, account: Account) -> Iterator[ByteLease]:
