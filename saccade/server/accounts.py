@@ -98,6 +98,7 @@ class Account:
         self._clock = clock
         self._buckets: dict[str, Bucket] = {}
         self.num_open = 0
+        self.num_leases = 0  # of requests that are read, wait or run
         self.apply(settings)
 
     def apply(self, settings: TenantSettings) -> None:
@@ -157,6 +158,13 @@ class Account:
     def leave(self, outputs: int) -> None:
         self.num_open -= outputs
         assert self.num_open >= 0
+
+    @property
+    def rest_seconds(self) -> float:
+        """Until nothing of it is used any more and it is as good as a new one."""
+        if self.num_leases:
+            return math.inf
+        return max([bucket.reset_seconds for bucket in self._buckets.values()], default=0.0)
 
     def headers(self) -> dict[str, str]:
         """What is left, in OpenAI's headers; empty for a tenant without limits."""

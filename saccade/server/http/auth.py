@@ -9,7 +9,6 @@ import hashlib
 import ipaddress
 import secrets
 import time
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -29,7 +28,8 @@ from saccade.server.tenant_file import (
 from saccade.server.web_ui import STATIC
 
 _OPEN_PATHS = frozenset({"/health", "/ready", "/"})
-_MAX_OTHERS = 4096  # tenants that only a proxy names: the one that asked longest ago is forgotten
+_MAX_OTHERS = 4096  # tenants that only a proxy names
+_FORGOTTEN = 8  # of these the eighth that used least: no flood of names gives a tenant its limits back
 _UNNAMED = TenantSettings(is_operator=True)
 
 Headers = Sequence[tuple[bytes, bytes]]
@@ -46,7 +46,7 @@ class Tenants:
         self._secret = secrets.token_bytes(32)
         self._unnamed = Account("", _UNNAMED, clock)
         self._accounts: dict[str, Account] = {}  # of the settings, by name
-        self._others: OrderedDict[str, Account] = OrderedDict()  # named by a proxy only
+        self._others: dict[str, Account] = {}  # named by a proxy only
         self._of_others = TenantSettings()
         self._by_key: dict[bytes, Account] = {}
         self.apply(self.read())
@@ -150,11 +150,13 @@ class Tenants:
     def _named(self, name: str) -> Account:
         if name in self._accounts:
             return self._accounts[name]
-        account = self._others.pop(name, None) or Account(name, self._of_others, self._clock)
-        self._others[name] = account
-        if len(self._others) > _MAX_OTHERS:
-            self._others.popitem(last=False)
-        return account
+        if name not in self._others:
+            if len(self._others) >= _MAX_OTHERS:
+                by_use = sorted(self._others, key=lambda other: self._others[other].rest_seconds)
+                for other in by_use[: max(1, _MAX_OTHERS // _FORGOTTEN)]:
+                    del self._others[other]
+            self._others[name] = Account(name, self._of_others, self._clock)
+        return self._others[name]
 
 
 def is_open(path: str) -> bool:

@@ -36,6 +36,7 @@ class ByteLease:
         self.gate = gate
         self._client = client
         self._account = account
+        self._account.num_leases += 1
         self._server_bytes = 0  # not yet handed to the engine
         self._client_bytes = 0  # counted for the client until the request ends
         self._num_outputs = 0
@@ -83,6 +84,7 @@ class ByteLease:
         self._server_bytes = 0
 
     def close(self) -> None:
+        self._account.num_leases -= 1
         self.release()
         gate = self.gate
         gate.num_open -= self._num_outputs

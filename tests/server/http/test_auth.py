@@ -13,6 +13,7 @@ from saccade.options import ServerOptions
 from saccade.server.errors import ApiError
 from saccade.server.http import auth
 from saccade.server.http.auth import Tenants
+from saccade.server.http.limits import AdmissionGate
 from saccade.server.http.middleware import RequestMiddleware
 from saccade.server.http.origins import BrowserRules
 from saccade.server.tenant_file import OTHER_LABEL
@@ -156,14 +157,35 @@ def test_probes_need_neither_key_nor_proxy(tmp_path: Path) -> None:
 
 
 def test_names_that_only_a_proxy_knows_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auth, "_MAX_OTHERS", 3)
+    monkeypatch.setattr(auth, "_MAX_OTHERS", 16)
     found = behind_proxy(tmp_path, NAMED)
-    accounts = {name: found.find(CHAT, [named(name)], PROXY) for name in "abc"}
-    assert found.find(CHAT, [named("a")], PROXY) is accounts["a"]
-    for name in "de":
-        found.find(CHAT, [named(name)], PROXY)
-    assert found.find(CHAT, [named("a")], PROXY) is accounts["a"]  # asked later than b and c
-    assert found.find(CHAT, [named("b")], PROXY) is not accounts["b"]
+    for number in range(100):
+        found.find(CHAT, [named(f"t{number}")], PROXY)
+        assert len(found._others) <= 16
+
+
+def test_a_flood_of_names_gives_no_tenant_its_limits_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does it close an account whose request is being read: that would be charged to nothing."""
+    monkeypatch.setattr(auth, "_MAX_OTHERS", 16)
+    found = behind_proxy(tmp_path, NAMED)
+    spent, busy = (found.find(CHAT, [named(name)], PROXY) for name in ("spent", "busy"))
+    spent.take(requests=6)
+    gate = AdmissionGate(8, 100, 100, engine_bytes=lambda: 0, on_refusal=lambda _: None)
+    with gate.lease("busy", busy):
+        for number in range(200):
+            found.find(CHAT, [named(f"t{number}")], PROXY).take(requests=1)
+        assert found.find(CHAT, [named("spent")], PROXY) is spent
+        assert found.find(CHAT, [named("busy")], PROXY) is busy
+    assert not busy.rest_seconds and spent.rest_seconds
+
+
+def test_addresses_in_the_form_of_ipv6_are_those_of_ipv4(tmp_path: Path) -> None:
+    """As a socket of both gives them, and as an operator may write them."""
+    found = tenants(tmp_path, NAMED, tenant_header="X-Tenant", trusted_proxies=("::ffff:10.1.0.0/112", "fc00::/7"))
+    for peer in ("10.1.2.3", "::ffff:10.1.2.3", "fd00::1", "fd00::1%eth0"):
+        assert found.find(CHAT, [named("acme")], peer).name == "acme"
+    for peer in ("10.2.0.1", "::ffff:10.2.0.1", "2001:db8::1", "::10.1.2.3"):
+        assert refusal(found, named("acme"), peer=peer).status == 403
 
 
 # --- reloading ----------------------------------------------------------------------------------------------------
