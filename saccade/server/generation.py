@@ -80,6 +80,7 @@ class Generation:
         self._max_tokens = 0
         self._charge: Charge | None = None  # until it is settled
         self._reserved_tokens = 0
+        self._is_turned_away = False  # the engine had no place for it
         self._timing = timing
         self._metrics = metrics
         self._streams: list[RequestStream] = []
@@ -101,12 +102,16 @@ class Generation:
         self._reserved_tokens = reserved_tokens
 
     def _settle(self) -> None:
-        """Gives back, once, what was charged and not used: all of it if the engine refused the request."""
+        """Gives back, once, what was charged and not used.
+
+        The prompt is built and sent by now, so it is charged, whether its client stays or leaves. All comes
+        back where the engine had no place.
+        """
         charge = self._charge
         self._charge = None
         if charge is None:
             return
-        if not self._streams:
+        if self._is_turned_away:
             charge.give_back(tokens=self._prompt_tokens + self._reserved_tokens, pixels=self._pixels)
             return
         generated = sum(stream.num_tokens for stream in self._streams)
@@ -130,7 +135,11 @@ class Generation:
         self._max_tokens = max(request.max_tokens for request in requests)
         try:
             self._streams = await engine.submit(requests)
+        except EngineUnavailable:
+            self._is_turned_away = True
+            raise
         except RequestError as error:
+            self._is_turned_away = error.code == "overloaded"
             raise error.located(self._where[0]) from None  # only chats have images, and a chat is one prompt
 
     async def deltas(self) -> AsyncIterator[Delta | None]:

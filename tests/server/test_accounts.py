@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from saccade.errors import RequestError
+from saccade.errors import EngineUnavailable, RequestError
 from saccade.server.accounts import Account, Bucket, LimitExceeded
 from saccade.server.errors import ApiError
 from saccade.server.generation import BilledPrompt, Generation, Timing
@@ -308,22 +308,43 @@ def test_what_was_generated_beyond_the_reservation_is_charged_in_the_end(clock: 
     assert refusal(acme, tokens=10).retry_after == 12
 
 
-def test_a_request_that_the_engine_refuses_costs_nothing(clock: Clock) -> None:
-    acme, metrics = limited(clock), Metrics("m", dict)
+class FailingEngine:
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
 
-    class Refusing:
-        async def submit(self, requests: Any) -> Any:
-            raise RequestError("too long")
+    async def submit(self, requests: Any) -> Any:
+        raise self.error
+
+
+def charged_then(acme: Account, metrics: Metrics, error: BaseException) -> None:
+    """A request is charged, and its submission ends with an error."""
 
     async def check() -> None:
         request: Any = type("R", (), {"max_tokens": 50})()
-        with generation(metrics) as running, pytest.raises(RequestError):
+        with generation(metrics) as running, pytest.raises(type(error)):
             running.charge(acme, 50)
-            await running.submit(Refusing(), [request])
+            await running.submit(FailingEngine(error), [request])
 
     asyncio.run(check())
+
+
+@pytest.mark.parametrize("error", [RequestError("full", code="overloaded"), EngineUnavailable("starting", 1.0)])
+def test_a_request_that_finds_no_place_in_the_engine_costs_nothing(clock: Clock, error: Exception) -> None:
+    acme, metrics = limited(clock), Metrics("m", dict)
+    charged_then(acme, metrics, error)
     assert left(acme) == (100, 1000)
     assert "tenant_tokens_total{" not in metrics.text().decode()
+
+
+@pytest.mark.parametrize("error", [RequestError("an image is too large"), asyncio.CancelledError()])
+def test_a_prompt_that_was_built_is_paid_for_also_by_a_client_that_leaves_then(
+    clock: Clock, error: BaseException
+) -> None:
+    """Otherwise clients could make the server fetch, hash and tokenize without end, for the price of a request."""
+    acme, metrics = limited(clock), Metrics("m", dict)
+    charged_then(acme, metrics, error)
+    assert left(acme) == (90, 800)
+    assert 'saccade:tenant_tokens_total{kind="prompt",tenant="acme"} 10.0' in metrics.text().decode()
 
 
 def test_the_longest_wait_is_told_and_what_can_never_pass_first(clock: Clock) -> None:
