@@ -192,9 +192,17 @@ class Tenant(NamedTuple):
 
     name: str = ""
     weight: float = 1.0
+    label: str = ""  # of its counters, which tenants may share; empty: its name
 
 
 NO_TENANT = Tenant()
+OTHER_LABEL = "other"
+"""Of tenants without a label of their own."""
+
+
+def family_of(request_id: str) -> str:
+    """The common part of the ids of one client request's `n` completions, which are FAMILY/INDEX."""
+    return request_id.rpartition("/")[0] or request_id
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -184,7 +184,7 @@ class EncoderCache:
         }
 
     def tenants(self) -> dict[str, dict[str, int]]:
-        """Hits, misses and slots by name, of tenants that asked lately."""
+        """Hits, misses and slots by the label of a tenant."""
         return self._eviction.tenants()
 
     def check(self) -> None:

@@ -15,6 +15,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
+from saccade.scheduler.fair_queue import counted_as
 from saccade.types import Key, Tenant
 
 _MAX_TENANTS = 64  # with an account of their own; further ones share the account of requests without a name
@@ -43,17 +44,22 @@ class _Segment:
             self.ghost_slots -= self.ghosts.popitem(last=False)[1]
 
 
+@dataclass(slots=True)
+class _Counts:
+    hits: int = 0
+    misses: int = 0
+
+
 @dataclass(slots=True, eq=False)
 class _Account:
     """A tenant's part of the cache."""
 
     weight: float = 1.0
+    label: str = ""
     probation: _Segment = field(default_factory=_Segment)
     protected: _Segment = field(default_factory=_Segment)
     target: float = 0.0  # slots of probation that have proven useful; the rest of it is evicted first
     asked_at: int = 0  # slots encoded by all tenants when it last asked for an image
-    hits: int = 0
-    misses: int = 0
 
     @property
     def slots(self) -> int:
@@ -100,12 +106,13 @@ class FairEviction:
         self._slots = slots
         self._encoded_slots = 0  # since the start: the clock by which tenants become stale
         self._accounts: dict[str, _Account] = {}
+        self._counts: dict[str, _Counts] = {}  # by label, also of tenants whose account is gone
 
     def admit(self, key: Key, slots: int, tenant: Tenant, requester: str | None) -> Charge:
         """An image is about to be encoded."""
         self._encoded_slots += slots
         account = self._account(tenant)
-        account.misses += 1
+        self._count(tenant).misses += 1
         is_proven = any(other.recall(key, self._slots) for other in self._accounts.values())
         charge = Charge(key, slots, account, is_proven, requester)
         charge.segment.slots += slots
@@ -120,7 +127,7 @@ class FairEviction:
         elif charge.requester != requester:  # not the same image twice in one request
             charge.is_proven = True
         charge.account = self._account(tenant)
-        charge.account.hits += is_hit
+        self._count(tenant).hits += is_hit
         charge.segment.slots += charge.slots
         return is_hit
 
@@ -172,11 +179,15 @@ class FairEviction:
     def _is_stale(self, account: _Account) -> bool:
         return self._encoded_slots - account.asked_at > _STALE_AFTER * self._slots
 
+    def _count(self, tenant: Tenant) -> _Counts:
+        return self._counts.setdefault(counted_as(tenant, self._counts.keys()), _Counts())
+
     def _account(self, tenant: Tenant) -> _Account:
         account = self._accounts.get(tenant.name)
         if account is None:
             account = self._open_account(tenant.name)
         account.weight = tenant.weight
+        account.label = counted_as(tenant, self._counts.keys())
         account.asked_at = self._encoded_slots
         return account
 
@@ -196,11 +207,15 @@ class FairEviction:
             account.protected = _Segment()
 
     def tenants(self) -> dict[str, dict[str, int]]:
-        """Counters by tenant, of those with an account."""
-        return {
-            name: {"hits": account.hits, "misses": account.misses, "slots": account.slots}
-            for name, account in self._accounts.items()
+        """By label."""
+        counters = {
+            label: {"hits": counts.hits, "misses": counts.misses, "slots": 0}
+            for label, counts in self._counts.items()
         }
+        for account in self._accounts.values():
+            none = {"hits": 0, "misses": 0, "slots": 0}
+            counters.setdefault(account.label, none)["slots"] += account.slots
+        return counters
 
     def _segments(self) -> Iterator[_Segment]:
         for account in self._accounts.values():

@@ -14,6 +14,7 @@ this is first come, first served.
 
 from __future__ import annotations
 
+import math
 from bisect import insort
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -22,7 +23,7 @@ from heapq import heapify, heappop, heapreplace
 from itertools import chain, islice, zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from saccade.types import Tenant
+from saccade.types import OTHER_LABEL, Tenant
 
 if TYPE_CHECKING:
     from saccade.scheduler.request import OpenRequests, ScheduledRequest
@@ -31,7 +32,22 @@ if TYPE_CHECKING:
 OUTPUT_COST = 2.0  # of a sampled token, as in the paper: a decode step reads all weights for few tokens
 EMBEDDING_COST = 1.0  # of the encoder's: four patches of a tower with a fourth of the decoder's parameters
 MAX_IDLE = 256  # tenants without requests that are remembered
-MAX_REPORTED = 32
+Rank = tuple[float, int]  # of a tenant: its counter, and its number where counters are equal
+LAST: Rank = (math.inf, 0)
+MAX_LABELS = 128  # with counters of their own: tenants with further ones are counted as others
+
+
+@dataclass(slots=True, eq=False)
+class LabelTotal:
+    """What tenants of one label received. It stays when they are forgotten: a counter never falls."""
+
+    service: float = 0.0
+
+
+def counted_as(tenant: Tenant, labels: Collection[str]) -> str:
+    """Under which label, where these have counters already."""
+    label = tenant.label or tenant.name
+    return label if label in labels or len(labels) < MAX_LABELS else OTHER_LABEL
 
 
 @dataclass(slots=True, eq=False)
@@ -43,16 +59,19 @@ class TenantShare:
     number: int = 0  # of its first arrival: the earlier tenant goes first where counters are equal
     counter: float = 0.0  # service by weight; grows only
     service: float = 0.0
+    label: str = ""
+    total: LabelTotal = field(default_factory=LabelTotal)  # of its label
     gives_back_at: float = 0.0  # service with which it may have to give up a place again
     waiting: list[ScheduledRequest] = field(default_factory=list)  # by priority, then arrival, as is the next
     running: list[ScheduledRequest] = field(default_factory=list)
 
     @property
-    def rank(self) -> tuple[float, int]:
+    def rank(self) -> Rank:
         return self.counter, self.number
 
     def charge(self, service: float) -> None:
         self.service += service
+        self.total.service += service
         self.counter += service / self.weight
 
 
@@ -91,6 +110,7 @@ class FairQueue:
         self._idle: OrderedDict[str, TenantShare] = OrderedDict()  # of others, those that came lately last
         self._virtual_time = 0.0  # the largest counter with which a tenant was given prefill
         self._num_shares = 0  # so far
+        self._totals: dict[str, LabelTotal] = {}
 
     # --- requests come and go -------------------------------------------------------------------------------
 
@@ -100,7 +120,9 @@ class FairQueue:
         if share is None:
             share = TenantShare(tenant.name, number=self._num_shares)
             self._num_shares += 1
-        share.weight = tenant.weight  # an operator may change it
+        share.weight = tenant.weight  # an operator may change it, and the label
+        share.label = counted_as(tenant, self._totals.keys())
+        share.total = self._totals.setdefault(share.label, LabelTotal())
         # Time in which it asked for nothing is not saved up, and what it could not use only so far.
         credit = self._max_credit / share.weight if share.waiting else 0.0
         share.counter = max(share.counter, self._virtual_time - credit)
@@ -253,16 +275,15 @@ class FairQueue:
     # --- reporting ------------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, dict[str, Any]]:
-        """Of the tenants with requests, and of others that came lately: at most `MAX_REPORTED`."""
-        shares = islice(chain(self._shares.values(), reversed(self._idle.values())), MAX_REPORTED)
-        return {
-            share.name: {
-                "running": len(share.running),
-                "waiting": len(share.waiting),
-                "service": share.service,
-            }
-            for share in shares
+        """By label."""
+        stats: dict[str, dict[str, Any]] = {
+            label: {"running": 0, "waiting": 0, "service": total.service}
+            for label, total in self._totals.items()
         }
+        for share in self._shares.values():
+            stats[share.label]["running"] += len(share.running)
+            stats[share.label]["waiting"] += len(share.waiting)
+        return stats
 
     def check(self, open_requests: OpenRequests) -> None:
         shares = self._shares.values()
@@ -279,7 +300,7 @@ class FairQueue:
         assert sorted(queued, key=_order) == sorted(open_requests.values(), key=_order), "a request is lost"
 
 
-def _rank(share: TenantShare) -> tuple[float, int]:
+def _rank(share: TenantShare) -> Rank:
     return share.counter, share.number
 
 

@@ -13,7 +13,6 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from saccade.server.tenant_file import OTHER_LABEL
 from saccade.server.tenant_metrics import Stats, TenantMetrics
 from saccade.types import Bill, Usage
 
@@ -43,23 +42,14 @@ class Finished:
 
 
 class Metrics:
-    """`stats` returns the engine's counters; `model` is the label `model_name` of vLLM's metrics.
+    """`stats` returns the engine's counters; `model` is the label `model_name` of vLLM's metrics."""
 
-    `label_of` gives the label of a tenant that the engine knows by name.
-    """
-
-    def __init__(
-        self,
-        model: str,
-        stats: Stats,
-        bytes_in_flight: Callable[[], int] = lambda: 0,
-        label_of: Callable[[str], str] = lambda name: OTHER_LABEL,
-    ) -> None:
+    def __init__(self, model: str, stats: Stats, bytes_in_flight: Callable[[], int] = lambda: 0) -> None:
         self.registry = CollectorRegistry()
         self._model = model
         self._saccade = _SaccadeMetrics(self.registry)
         self._vllm = _VllmMetrics(self.registry, model)
-        self.tenants = TenantMetrics(stats, label_of)
+        self.tenants = TenantMetrics(stats)
         self.tokens_in = self.tokens_out = 0  # for the throughput line in the log
         self.registry.register(_EngineCollector(stats, model))
         text = "Bytes of open requests, here and in the engine"

@@ -86,7 +86,6 @@ class Service:
             self.names[0],
             engine.stats,
             bytes_in_flight=lambda: self.gate.total_bytes(),
-            label_of=self.tenants.label_of,
         )
         max_waiting = options.max_waiting if options.max_waiting is not None else DEFAULT_MAX_WAITING
         self.gate = AdmissionGate(
@@ -315,7 +314,7 @@ class Service:
         unique = f"{caller.request_id}-{next(self._request_numbers)}"  # clients may send the same id twice
         params = response_options.params
         requests: list[Request] = []
-        tenant = Tenant(caller.client, caller.account.settings.weight)
+        tenant = Tenant(caller.client, caller.account.settings.weight, caller.account.settings.label)
         lengths = [self.max_tokens(billed, response_options) for billed in prompts]
         generation.charge(caller.account, _reserved_tokens(lengths, params, caller.account))
         for billed, max_tokens in zip(prompts, lengths, strict=True):

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from saccade.errors import ConfigError, quoted
+from saccade.types import OTHER_LABEL
 
 logger = logging.getLogger("saccade.server")
 
@@ -21,9 +22,6 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+-]{0,63}")
 
 OTHERS = "*"
 """The table for tenants that only a proxy names."""
-
-OTHER_LABEL = "other"
-"""In the metrics: every tenant without a label of its own."""
 
 _MAX_BYTES = 1 << 20
 _MAX_LIMIT = 10**15  # floats count exactly up to here

@@ -5,7 +5,6 @@ A label is a name from the operator's settings, never one that a client can choo
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -28,8 +27,7 @@ _ENCODER_CACHE = {
 
 
 class TenantMetrics:
-    def __init__(self, stats: Stats, label_of: Callable[[str], str]) -> None:
-        """`label_of` gives the label of a tenant that the engine knows by name."""
+    def __init__(self, stats: Stats) -> None:
         self.registry = CollectorRegistry()
 
         def counter(name: str, text: str, *labels: str) -> Counter:
@@ -39,7 +37,7 @@ class TenantMetrics:
         self._tokens = counter("tokens", "Tokens of a tenant's prompts and outputs", "kind")
         self._pixels = counter("pixels", "Pixels of a tenant's images and frames, as they were sent")
         self._refused = counter("refused", "Requests that a limit of the tenant refused", "limit")
-        self.registry.register(_EngineCollector(stats, label_of))
+        self.registry.register(_EngineCollector(stats))
 
     def arrived(self, label: str) -> None:
         self._requests.labels(label).inc()
@@ -54,11 +52,10 @@ class TenantMetrics:
 
 
 class _EngineCollector(Collector):
-    """What the engine counts by tenant, read at each scrape. Tenants without a label are summed."""
+    """What the engine counts by label, read at each scrape."""
 
-    def __init__(self, stats: Stats, label_of: Callable[[str], str]) -> None:
+    def __init__(self, stats: Stats) -> None:
         self._stats = stats
-        self._label_of = label_of
 
     def collect(self) -> Iterator[Metric]:
         stats = self._stats()
@@ -71,10 +68,7 @@ class _EngineCollector(Collector):
         self, prefix: str, kinds: Mapping[str, tuple[Any, str]], tenants: Mapping[str, Mapping[str, float]]
     ) -> Iterator[Metric]:
         for field, (kind, text) in kinds.items():
-            sums: dict[str, float] = defaultdict(float)
-            for name, values in tenants.items():
-                sums[self._label_of(name)] += values[field]
             family = kind(f"saccade:{prefix}{field}", text, labels=["tenant"])
-            for label, value in sums.items():
-                family.add_metric([label], value)
+            for label, values in tenants.items():
+                family.add_metric([label], values[field])
             yield family

@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from saccade.errors import RequestError
-from saccade.scheduler.fair_queue import EMBEDDING_COST, MAX_IDLE, MAX_REPORTED, OUTPUT_COST
-from saccade.types import StepPlan, Tenant
+from saccade.scheduler.fair_queue import EMBEDDING_COST, MAX_IDLE, MAX_LABELS, OUTPUT_COST
+from saccade.types import OTHER_LABEL, StepPlan, Tenant
 from tests.helpers.async_scheduling import AheadRig
 from tests.helpers.random_workloads import BROKEN, CONFIGS, IMAGES, REQUESTS, assert_nothing_is_held, drive
 from tests.helpers.scheduling import FakeImage, Part, Rig, key_of, steps_to_first_token, unchecked
@@ -344,5 +344,27 @@ def test_tenants_that_left_are_forgotten_after_many_others() -> None:
         rig.add("r", 3, max_tokens=1, tenant=Tenant(str(number)))
         rig.drain()
     assert len(rig.scheduler._queue._idle) == MAX_IDLE
-    first = MAX_IDLE + 20 - MAX_REPORTED
-    assert set(services(rig)) == {str(number) for number in range(first, MAX_IDLE + 20)}
+
+
+@pytest.mark.parametrize("label", ["", OTHER_LABEL])
+def test_no_counter_of_a_label_falls_however_many_tenants_come_and_go(label: str) -> None:
+    """They share one, or there are more labels than counters."""
+    rig = unchecked()
+    before: dict[str, float] = {}
+    for number in range(MAX_IDLE + 20):
+        rig.add("r", 3, max_tokens=1, tenant=Tenant(str(number), label=label))
+        rig.drain()
+        now = services(rig)
+        assert all(now[name] >= service for name, service in before.items()), "a counter fell"
+        assert sum(now.values()) == pytest.approx((number + 1) * (3 + OUTPUT_COST))
+        before = now
+    assert len(before) == (1 if label else MAX_LABELS + 1)
+    assert before[OTHER_LABEL] > MAX_LABELS
+
+
+def test_a_tenant_with_a_new_label_takes_nothing_from_the_counter_of_the_old_one() -> None:
+    rig = Rig()
+    for label in ("other", "acme"):
+        rig.add("r", [len(label)] * 3, max_tokens=1, tenant=Tenant("a", label=label))
+        rig.drain()
+    assert services(rig) == {"other": 3 + OUTPUT_COST, "acme": 3 + OUTPUT_COST}

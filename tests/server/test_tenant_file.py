@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from saccade.errors import ConfigError
-from saccade.server.tenant_file import OTHER_LABEL, Limits, digest_of, read_tenants
+from saccade.server.tenant_file import Limits, digest_of, read_tenants
+from saccade.types import OTHER_LABEL
 
 SECRET = "sk-very-secret"
 HASHED = f"sha256:{hashlib.sha256(b'sk-other').hexdigest()}"

@@ -18,7 +18,6 @@ from saccade.server.accounts import Account, Clock
 from saccade.server.errors import ApiError
 from saccade.server.tenant_file import (
     NAME,
-    OTHER_LABEL,
     OTHERS,
     TenantSettings,
     check_unique,
@@ -86,11 +85,6 @@ class Tenants:
         self._of_others = tenants.get(OTHERS, TenantSettings())
         for account in self._others.values():
             account.apply(self._of_others)
-
-    def label_of(self, name: str) -> str:
-        """In the metrics. Names that are not in the settings share one label."""
-        account = self._accounts.get(name)
-        return account.settings.label if account else OTHER_LABEL
 
     # --- requests -------------------------------------------------------------------------------------------
 

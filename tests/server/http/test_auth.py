@@ -16,7 +16,7 @@ from saccade.server.http.auth import Tenants
 from saccade.server.http.limits import AdmissionGate
 from saccade.server.http.middleware import RequestMiddleware
 from saccade.server.http.origins import BrowserRules
-from saccade.server.tenant_file import OTHER_LABEL
+from saccade.types import OTHER_LABEL
 
 CHAT = "/v1/chat/completions"
 PROXY, STRANGER = "10.1.2.3", "10.2.0.1"
