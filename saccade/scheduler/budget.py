@@ -94,8 +94,9 @@ def demand_of(
             text_decoding += not seq.spans
         elif not seq.has_images_ahead:
             prompts += 1
-            text_tokens += seq.num_tokens - seq.num_computed
-        elif seq.next_span in seq.held or seq.num_computed < seq.spans[seq.next_span].start:
+            text_tokens[seq.share.name] += seq.num_tokens - seq.num_computed
+            ranks[seq.share.name] = seq.share.rank
+        elif not seq.waits_for_image:
             prompts += 1
         else:
             work = work or seq.spans[seq.next_span].encode_cost

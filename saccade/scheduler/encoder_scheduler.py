@@ -18,6 +18,7 @@ from saccade.types import Key, MediaItem, Span
 class WindowLimit(NamedTuple):
     end: int  # where the window has to end
     spans: tuple[int, ...]  # spans it enters that the request does not hold yet
+    stops_at_image: bool = False  # whose embeddings are missing
 
 
 class _Refused(NamedTuple):
@@ -128,12 +129,12 @@ class EncoderScheduler:
                 continue
             if span.key not in seen:
                 if not self._may_enter(seq, span):
-                    return WindowLimit(max(start, span.start), tuple(entered))
+                    return WindowLimit(max(start, span.start), tuple(entered), stops_at_image=True)
                 seen.add(span.key)
                 space -= self._cache.space_taken_by(span.key, span.num_embeds)
                 budget -= 0 if span.key in self._cache else span.encode_cost
                 if space < 0 or budget < 0:  # earlier spans of this window take what it needs
-                    return WindowLimit(max(start, span.start), tuple(entered))
+                    return WindowLimit(max(start, span.start), tuple(entered), stops_at_image=True)
             entered.append(index)
         return WindowLimit(end, tuple(entered))
 

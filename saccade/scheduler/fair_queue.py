@@ -218,26 +218,43 @@ class FairQueue:
     ) -> ScheduledRequest | None:
         """The running request that should give its place to a waiting one, if any.
 
-        Its tenant runs more requests than its share, that of the other fewer; and it is ahead by twice the
-        service that computing the victim again can cost. `can_start`: the first request of a tenant may wait
-        for its grammar or image, which must not keep other tenants waiting.
+        Its tenant runs more requests than its share, that of the other fewer. And it only waits for the
+        encoder, so that its seat is of no use to it; or its tenant is ahead by twice the service that
+        computing the victim again can cost. `can_start`: the first request of a tenant may wait for its
+        grammar or image, which must not keep other tenants waiting.
         """
         shares = self._shares.values()
         if len(shares) < 2 or not running:
             return None
         per_weight = len(running) / sum(share.weight for share in shares)
         above = [share for share in shares if len(share.running) > max(share.weight * per_weight, 1)]
-        last = max(above, key=_rank, default=None)
-        if last is None or last.service < last.gives_back_at:
+        above.sort(key=_rank, reverse=True)
+        candidates = [seq for share in above for seq in reversed(share.running) if seq is not running[0]]
+        if not candidates:
             return None
-        victim = next(seq for seq in reversed(last.running) if seq is not running[0])
+        victim = next((seq for seq in candidates if seq.waits_for_image), candidates[0])
+        last = victim.share
+        if not victim.waits_for_image and last.service < last.gives_back_at:
+            return None
         for share in self._in_order():
-            if (last.counter - share.counter) * last.weight <= 2 * victim.recompute_cost:
+            is_ahead = (last.counter - share.counter) * last.weight > 2 * victim.recompute_cost
+            if not (is_ahead or victim.waits_for_image):
                 return None
             is_below = len(share.running) < max(share.weight * per_weight, 1)
             if share.waiting and is_below and can_start(share.waiting[0]):
                 return victim
         return None
+
+    def has_seat_to_wait(self, share: TenantShare, max_seats: int) -> bool:
+        """Whether a tenant may have one more running request that only waits for the encoder.
+
+        Beside other tenants, no more of them than its share of the seats.
+        """
+        if len(self._shares) < 2:
+            return True
+        num_waiting = sum(seq.waits_for_image for seq in share.running)
+        total = sum(other.weight for other in self._shares.values())
+        return num_waiting < max(share.weight / total * max_seats, 1)
 
     def give_back(self, victim: ScheduledRequest) -> None:
         """It is preempted for another tenant. Its own gives up no other before it was served for it."""

@@ -24,7 +24,6 @@ class ScheduledRequest:
     request_id: str = field(init=False)
     place: tuple[int, int] = field(init=False)  # among its tenant's requests, also after a preemption
     spans: tuple[Span, ...] = field(init=False)
-    encode_cost: int = field(init=False)  # embeddings of all its images
     images_end: int = field(init=False)  # positions from here on need no embeddings
     samples_on_device: bool = field(init=False)  # not by the host
     stop_ids: frozenset[int] = field(init=False)
@@ -59,7 +58,6 @@ class ScheduledRequest:
         self.stop_ids = self.request.eos_token_ids.union(self.request.params.stop_token_ids)
         self.hashes = BlockHashes(prompt.identity, prompt.salt, self.block_size, self.output)
         self.num_tokens = len(prompt)
-        self.encode_cost = sum([span.encode_cost for span in prompt.spans])
         self.max_total_tokens = len(prompt) + self.request.max_tokens
 
     @property
@@ -68,12 +66,21 @@ class ScheduledRequest:
 
     @property
     def recompute_cost(self) -> int:
-        """What it can cost to come as far again."""
-        return self.num_tokens + self.encode_cost
+        """What it can cost to come as far again: not the images that it still waits for."""
+        spans = enumerate(self.spans)
+        encoded = [span for index, span in spans if span.start < self.num_computed or index in self.held]
+        return self.num_computed + sum([span.encode_cost for span in encoded])
 
     @property
     def has_images_ahead(self) -> bool:
         return self.next_span < len(self.spans)
+
+    @property
+    def waits_for_image(self) -> bool:
+        """Its next token is one of an image that is not pinned for it."""
+        if not self.has_images_ahead or self.next_span in self.held:
+            return False
+        return self.num_computed >= self.spans[self.next_span].start
 
     @property
     def blocks_cache(self) -> bool:

@@ -300,6 +300,8 @@ class Scheduler:
             if window is None:
                 continue  # it keeps its place, and others may pass
             found, limit = window
+            if limit.stops_at_image and not self._queue.has_seat_to_wait(seq.share, self.config.max_num_seqs):
+                continue
             num_new = self._kv_cache.blocks_for(limit.end) - len(found.blocks)
             if not self._kv_cache.can_allocate(num_new, shared=found.blocks):
                 self._lacks_blocks = True
@@ -351,7 +353,8 @@ class Scheduler:
             self._encoder.enter(seq, limit.spans)
 
     def _add_window(self, draft: StepBuilder, seq: ScheduledRequest, start: int, limit: WindowLimit) -> None:
-        end, spans = limit
+        end = limit.end
+        spans = limit.spans
         new_blocks: tuple[int, ...] = ()
         if end > len(seq.blocks) * self._block_size:
             new_blocks = self._kv_cache.allocate(self._kv_cache.blocks_for(end) - len(seq.blocks))

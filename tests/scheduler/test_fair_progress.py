@@ -64,6 +64,31 @@ def test_no_priority_saves_a_tenant_from_giving_a_seat_back(priority: int) -> No
     assert steps_to_first_token(rig, "b") <= 5
 
 
+@pytest.mark.parametrize("is_bounded", [False, True])
+def test_requests_that_wait_for_the_encoder_keep_no_seat_from_anothers_text(is_bounded: bool) -> None:
+    """Their images are large and many steps away, and a few tokens are all that a preemption costs."""
+    rig = unchecked(
+        layers=60,
+        max_num_seqs=4,
+        encode_layers_per_step=1,
+        encoder_budget=400,
+        encoder_cache_slots=1200,
+        is_bounded=is_bounded,
+    )
+    for number in range(8):
+        rig.add(f"a{number}", [number] * 4, FakeImage(f"image-{number}", 300), 2, max_tokens=2, tenant=A)
+    for _ in range(3):
+        rig.step()
+    assert rig.scheduler.stats()["running"] == 4
+    for number in range(3):
+        rig.add(f"b{number}", [99, number] * 5, max_tokens=3, tenant=B)
+        assert steps_to_first_token(rig, f"b{number}") <= 5
+    rig.drain()
+    again = sum(events[-1].usage.num_preemptions for name, events in rig.events.items() if name[0] == "a")
+    computed = sum(window.end - window.start for plan in rig.plans for window in plan.prefill)
+    assert again > 0 and computed <= 8 * 306 + 3 * 10 + 4 * again
+
+
 def test_a_request_without_its_grammar_keeps_no_other_tenant_from_a_seat() -> None:
     rig = unchecked(max_num_seqs=4)
     for number in range(12):
