@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice, takewhile
 
-from saccade.scheduler.encoder_scheduler import EncoderScheduler
+from saccade.scheduler.encoder_scheduler import EncoderScheduler, KeptImages
 from saccade.scheduler.kv_cache import BlockPool
 from saccade.scheduler.request import ScheduledRequest
-from saccade.types import Key, MediaItem, ScheduledWindow
+from saccade.types import MediaItem, ScheduledWindow
 
 SpansAhead = Iterator[tuple[ScheduledRequest, int]]  # requests, and indices of their spans
 
@@ -27,17 +27,18 @@ def spans_ahead(candidates: Iterable[ScheduledRequest], pool: BlockPool) -> Span
                 yield seq, index
 
 
-def encoded_ahead(candidates: Iterable[ScheduledRequest], encoder: EncoderScheduler) -> set[Key]:
+def encoded_ahead(candidates: Iterable[ScheduledRequest], encoder: EncoderScheduler) -> KeptImages:
     """Images of requests that come next, up to the first that is missing.
 
     Ranks of tenants change from step to step. If each evicted what the other has not used yet, both would
     encode for ever.
     """
-    keys: set[Key] = set()
+    kept = KeptImages(set(), set())
     for seq in candidates:
         ahead = islice(seq.spans, seq.next_span, None)
+        keys = kept.of_running if seq.is_running else kept.of_waiting
         keys.update(takewhile(encoder.has, (span.key for span in ahead)))
-    return keys
+    return kept
 
 
 def missing_items(

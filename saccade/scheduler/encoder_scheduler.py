@@ -73,6 +73,13 @@ class _FifoTurn:
         return self._head.is_before(_Refused(seq, seq.share.counter)) and not seq.blocks_cache
 
 
+class KeptImages(NamedTuple):
+    """Encoded ahead and not used yet."""
+
+    of_running: set[Key]
+    of_waiting: set[Key]
+
+
 class _InFlight(NamedTuple):
     """An image that the encoder works on."""
 
@@ -153,23 +160,35 @@ class EncoderScheduler:
         self._space_queue.serve(seq)
 
     def look_ahead(
-        self, ahead: Iterable[tuple[ScheduledRequest, int]], keep: Collection[Key] = frozenset()
+        self, ahead: Iterable[tuple[ScheduledRequest, int]], kept: KeptImages | None = None
     ) -> None:
         """Start encoding what will be needed next, in order, unpinned: a waiting request must hold no space.
 
-        No idle entry is evicted that an earlier span still needs, nor one of `keep`.
+        No idle entry is evicted that an earlier span still needs. With several tenants none of `kept` is; but
+        a running request evicts those of waiting ones before it starves: they may wait for its seat.
         """
-        wanted = set(keep)
+        wanted = kept.of_running | kept.of_waiting if kept else set()
+        is_full = False
         for seq, index in ahead:
             span = seq.spans[index]
             if span.key not in self._cache:
+                starves = seq.is_running and span.start <= seq.num_computed
+                if is_full and not starves:
+                    continue
                 if not self._can_encode(seq, span):
                     return
-                tenant = seq.request.tenant
-                if not self._cache.reserve(span.key, span.num_embeds, None, keep=wanted, tenant=tenant):
+                if self._reserve(seq, span, wanted) or (
+                    kept and starves and self._reserve(seq, span, kept.of_running)
+                ):
+                    self._start(seq, index)
+                elif kept is None:
                     return
-                self._start(seq, index)
+                else:
+                    is_full = True
             wanted.add(span.key)
+
+    def _reserve(self, seq: ScheduledRequest, span: Span, keep: Collection[Key]) -> bool:
+        return self._cache.reserve(span.key, span.num_embeds, None, keep=keep, tenant=seq.request.tenant)
 
     def prefetch(self, ahead: Iterable[tuple[ScheduledRequest, int]]) -> tuple[MediaItem, ...]:
         """What will be encoded next, as much as one step may encode, so that image decoding can begin."""

@@ -225,8 +225,9 @@ class Scheduler:
             draft.has_preempted = True
         self._admit_waiting(draft)
         if is_sliced:
-            keep = encoded_ahead(self._candidates(), self._encoder) if self._queue.num_tenants > 1 else ()
-            self._encoder.look_ahead(spans_ahead(self._candidates(), self._kv_cache), keep)
+            is_shared = self._queue.num_tenants > 1
+            kept = encoded_ahead(self._candidates(), self._encoder) if is_shared else None
+            self._encoder.look_ahead(spans_ahead(self._candidates(), self._kv_cache), kept)
 
     def _prefetch(self, limits: StepLimits) -> tuple[MediaItem, ...]:
         if self._encoder.is_sliced and limits.max_encode_in_flight is None:

@@ -120,6 +120,21 @@ def test_a_queue_of_images_has_no_unlimited_credit_against_a_newcomer() -> None:
     assert step <= 80 and rig.scheduler._queue.waiting_of(A) > 50
 
 
+def test_a_running_request_does_not_starve_while_images_of_waiting_ones_fill_a_tiny_cache() -> None:
+    """Those wait for a seat. Whoever holds one needs the space to go on and to give it back."""
+    rig = Rig(max_num_seqs=2, encode_layers_per_step=1, encoder_budget=16, encoder_cache_slots=16)
+    rig.add("long", [5] * 4, max_tokens=300, tenant=C)
+    rig.add("short", [6] * 4, max_tokens=12, tenant=C)
+    rig.step()
+    for number in range(2):
+        rig.add(f"b{number}", FakeImage(f"b{number}", 8), 2, max_tokens=2, tenant=B)
+    for _ in range(9):
+        rig.step()
+    assert rig.scheduler.stats()["encoder_cache"]["slots_idle"] == 16
+    rig.add("a", [1] * 3, FakeImage("a", 16), 2, max_tokens=2, tenant=A)
+    assert steps_to_end(rig, "short", "a", "b0", "b1") <= 40
+
+
 def test_the_queue_is_never_longer_than_twice_its_limit() -> None:
     rig = unchecked(max_num_seqs=1, max_waiting=12)
     rig.add("runs", 3, max_tokens=500, tenant=Tenant("0"))
