@@ -1,7 +1,8 @@
 """How the tokens of one step are shared: decode first, then prompts of text, then prompts with images.
 
 Requests are served in the order of the fair queue, so the later kinds get a smaller purse instead: each kind
-leaves what the kinds before it want, and images keep a share whatever comes.
+leaves what the kinds before it want, and images keep a share whatever comes. A tenant's images leave tokens
+for its own text only; between tenants their shares decide.
 
 Prefill that does not end its prompt may be fused with the next decode step, and then a step holds more tokens
 of it. Where one prompt ends, nothing is fused:
@@ -12,10 +13,12 @@ of it. Where one prompt ends, nothing is fused:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from saccade.options import SchedulerConfig
+from saccade.scheduler.fair_queue import LAST, Rank
 from saccade.scheduler.request import ScheduledRequest
 from saccade.scheduler.step_policy import IMAGE_SHARE, Demand, StepLimits
 from saccade.types import Admission, ScheduledWindow
@@ -35,14 +38,14 @@ class StepBudget:
         self._going_on = left  # where none does
         if limits.prefill_tokens is not None:
             # Every prompt that can end in this step does.
-            ends_text = 0 < demand.text_tokens <= limits.prefill_tokens
+            ends_text = 0 < sum(demand.text_tokens.values()) <= limits.prefill_tokens
             going_on = limits.mixed_tokens if limits.mixed_tokens and not ends_text else limits.prefill_tokens
             self._ending = min(left, limits.prefill_tokens)
             self._going_on = min(left, going_on)
         self._prefill = max(self._ending, self._going_on)
-        self._images = self._prefill
-        if limits.text_first:
-            self._images = max(self._prefill - demand.text_tokens, self._prefill // IMAGE_SHARE, 1)
+        self._all_prefill = self._prefill
+        self._text = demand.text_tokens if limits.text_first else {}
+        self._images: Counter[str] = Counter()  # tokens of prompts with images so far, by tenant
         if limits.prefill_tokens is not None:
             self.total = min(self.total, demand.decoding + self._prefill)
 
@@ -55,13 +58,20 @@ class StepBudget:
         rest = seq.num_tokens - start
         left = min(self.total, self._prefill)
         if seq.has_images_ahead:
-            left = min(left, self._images)
+            left = min(left, self._left_for_images(seq.share.name))
         if rest <= min(left, self._ending):
             return rest
         left = min(left, self._going_on)
         if left <= self._ending:
             return left
         return min(left, max(rest - _LAST_TOKENS, 0))
+
+    def _left_for_images(self, tenant: str) -> int:
+        text = self._text.get(tenant)
+        if not text:
+            return self._prefill
+        share = max(self._all_prefill - text, self._all_prefill // IMAGE_SHARE, 1)
+        return share - self._images[tenant]
 
     def take(self, seq: ScheduledRequest, start: int, end: int) -> None:
         self.total -= end - start
@@ -70,7 +80,7 @@ class StepBudget:
             self._prefill -= end - start
             self._ending -= end - start
             self._going_on -= end - start
-            self._images -= end - start if seq.has_images_ahead else 0
+            self._images[seq.share.name] += end - start if seq.has_images_ahead else 0
         if end == seq.num_tokens:
             self._prefill = self._going_on = self._ending
 
@@ -87,7 +97,10 @@ def demand_of(
     requests: Iterable[ScheduledRequest], step: int, in_flight: int, can_fuse: bool, latency_bounded: bool
 ) -> Demand:
     """`in_flight`: embeddings that the encoder is making."""
-    decoding = text_decoding = prompts = text_tokens = work = 0
+    decoding = text_decoding = prompts = work = 0
+    text_tokens: Counter[str] = Counter()
+    ranks: dict[str, Rank] = {}  # of tenants with text
+    first = LAST  # of tenants that wait for the encoder
     for seq in requests:
         if seq.is_decoding:
             decoding += 1
@@ -100,8 +113,19 @@ def demand_of(
             prompts += 1
         else:
             work = work or seq.spans[seq.next_span].encode_cost
+            first = min(first, seq.share.rank)
+    before_images = sum([text_tokens[name] for name, rank in ranks.items() if rank <= first])
     return Demand(
-        step, decoding, text_decoding, prompts, text_tokens, work, in_flight, can_fuse, latency_bounded
+        step=step,
+        decoding=decoding,
+        text_decoding=text_decoding,
+        prompts=prompts,
+        text_tokens=text_tokens,
+        text_before_images=before_images,
+        waiting_work=work,
+        work_in_flight=in_flight,
+        can_fuse=can_fuse,
+        latency_bounded=latency_bounded,
     )
 
 

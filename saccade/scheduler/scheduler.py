@@ -5,7 +5,6 @@ Owns the queues, the KV blocks and the encoder slots, as ids and counts. Has no 
 
 from __future__ import annotations
 
-import math
 from bisect import insort
 from collections import Counter, deque
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ from saccade.scheduler.encoder_cache import EncoderCache
 from saccade.scheduler.encoder_failures import affected_requests
 from saccade.scheduler.encoder_lookahead import deadlocked, encoded_ahead, missing_items, spans_ahead
 from saccade.scheduler.encoder_scheduler import EncoderScheduler, WindowLimit
-from saccade.scheduler.fair_queue import FairQueue, ServingOrder
+from saccade.scheduler.fair_queue import LAST, FairQueue, Rank, ServingOrder
 from saccade.scheduler.kv_cache import BlockPool, CachedPrefix
 from saccade.scheduler.request import ScheduledRequest
 from saccade.scheduler.request_validation import refuse_impossible, refuse_overload
@@ -41,7 +40,6 @@ from saccade.types import (
 )
 
 _CREDIT_STEPS = 8  # full steps that a tenant may claim later which could not use its share for a while
-_LAST = (math.inf, 0)  # after the rank of every tenant
 _FirstWindow = tuple[CachedPrefix, WindowLimit]
 
 
@@ -289,7 +287,7 @@ class Scheduler:
                 if limit.end == start:
                     order.passed.append(seq)
 
-    def _admit_waiting(self, draft: StepBuilder, before: tuple[float, int] = _LAST) -> None:
+    def _admit_waiting(self, draft: StepBuilder, before: Rank = LAST) -> None:
         """Admit requests of tenants that come `before` a rank. A running one that lacks blocks goes first."""
         if draft.has_preempted or draft.is_short:
             return

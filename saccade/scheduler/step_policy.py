@@ -9,6 +9,7 @@ A policy turns demand into limits. It knows neither requests nor blocks, and rea
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
 from saccade.options import SchedulerConfig
@@ -32,7 +33,8 @@ class Demand(NamedTuple):
     decoding: int  # requests
     text_decoding: int  # of those, requests without images
     prompts: int  # requests that could prefill now, as far as images are concerned
-    text_tokens: int  # prefill tokens of requests that wait for no image
+    text_tokens: Mapping[str, int]  # prefill tokens of requests that wait for no image, by tenant
+    text_before_images: int  # of those, of tenants not after the first one that waits for the encoder
     waiting_work: int  # embeddings of the first image that a request waits for
     work_in_flight: int  # embeddings that the encoder is making
     can_fuse: bool  # prefill may be fused with the next decode step
@@ -46,7 +48,7 @@ class StepLimits(NamedTuple):
     max_prefills: int | None = None
     encode_layers: int | None = None  # None: the step finishes the images it starts
     max_encode_in_flight: int | None = None  # embeddings made at a time; None: the encoder budget
-    text_first: bool = False  # prompts without images go before prompts with images
+    text_first: bool = False  # of a tenant's prompts those without images go before those with images
     skip_decode: bool = False  # only encode: decoding requests sit this step out
     max_restored_blocks: int | None = None  # copied from host memory; None: as many as are there
 
@@ -112,7 +114,7 @@ class BoundedStepPolicy(ThroughputPolicy):
         )
 
     def _layers_now(self, demand: Demand) -> int:
-        if demand.text_tokens and demand.step % IMAGE_SHARE:
+        if demand.text_before_images and demand.step % IMAGE_SHARE:
             return 0  # text waits for its first token
         if not demand.prompts:
             return self.time.layers

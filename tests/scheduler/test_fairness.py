@@ -141,6 +141,40 @@ def test_a_flood_of_images_delays_no_request_of_another_tenant(
         assert fifo > 5 * fair
 
 
+def images_beside_text(layers: int) -> dict[str, float]:
+    """Service of A, which sends images, and of B, which sends text, after 300 steps that keep to a time."""
+    rig = unchecked(
+        layers=layers,
+        is_bounded=True,
+        max_num_batched_tokens=64,
+        encode_layers_per_step=2,
+        encoder_budget=80,
+        encoder_cache_slots=320,
+    )
+    numbers = itertools.count()
+    for _ in range(300):
+        while rig.scheduler._queue.waiting_of(A) < 10:
+            rig.add(f"a{next(numbers)}", 2, FakeImage(f"p{next(numbers)}", 40), 2, max_tokens=2, tenant=A)
+        while rig.scheduler._queue.waiting_of(B) < 10:
+            rig.add(f"b{next(numbers)}", [next(numbers)] * 40, max_tokens=2, tenant=B)
+        rig.step()
+    return services(rig)
+
+
+def test_in_steps_that_keep_to_a_time_a_flood_of_text_does_not_come_before_anothers_images() -> None:
+    """Of one tenant's prompts text goes first. Between tenants their shares decide."""
+    received = images_beside_text(layers=4)
+    assert received["A"] == pytest.approx(received["B"], rel=0.1)
+    assert received["A"] > 10_000, "3,300 where all text goes before all images"
+
+
+def test_what_a_tenant_leaves_that_waits_for_the_encoder_anothers_text_uses() -> None:
+    """Its requests may take no more than its share of the seats while they can only wait."""
+    received = images_beside_text(layers=100)
+    assert received["B"] > 15_000, "about 200 where they sit in seven of eight seats"
+    assert received["A"] > 300
+
+
 def test_a_long_prompt_in_chunks_does_not_take_every_step() -> None:
     def run(flooding: Tenant, other: Tenant) -> int:
         rig = unchecked(num_blocks=1_100, max_num_batched_tokens=50)
