@@ -11,6 +11,8 @@ from typing import Any
 from saccade.errors import ConfigError
 from saccade.types import LatencyProfile, StepTime
 
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+
 # --- what a user may set ------------------------------------------------------------------------------------
 
 
@@ -330,23 +332,38 @@ class ServerOptions:
             raise ConfigError("an api_key is empty, which would let everybody in; give a key or leave it out")
         _check_proxies(self)
 
+    def proxy_networks(self) -> list[Network]:
+        """What `trusted_proxies` names."""
+        return [_network(text) for text in self.trusted_proxies]
+
 
 _TIMEOUTS = ("heartbeat_timeout", "media_fetch_timeout", "header_timeout", "body_timeout", "write_timeout")
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\sA-Z]+")
 _HOST = re.compile(r"\*|[\w.-]+|\[[0-9a-fA-F:.]+\]")
 _HEADER = re.compile(r"[A-Za-z0-9-]{1,64}")
+_MIN_PREFIX = 7  # of the proxies' networks, joined: 10.0.0.0/8 and fc00::/7 are private ones
+
+
+def _network(text: str) -> Network:
+    """IPv4 also where it is written as IPv6: connections are compared as IPv4."""
+    try:
+        network = ipaddress.ip_network(text)
+    except ValueError as error:
+        expected = "addresses and networks such as 127.0.0.1 and 10.1.0.0/16"
+        raise ConfigError(f"trusted_proxies takes {expected}, not {text}: {error}") from None
+    mapped = getattr(network.network_address, "ipv4_mapped", None)
+    return ipaddress.IPv4Network((mapped, network.prefixlen - 96)) if mapped is not None else network
 
 
 def _check_proxies(server: ServerOptions) -> None:
-    for text in server.trusted_proxies:
-        try:
-            network = ipaddress.ip_network(text)
-        except ValueError as error:
-            expected = "addresses and networks such as 127.0.0.1 and 10.1.0.0/16"
-            raise ConfigError(f"trusted_proxies takes {expected}, not {text}: {error}") from None
-        if network.prefixlen == 0:
-            advice = "name the proxies' own addresses or network"
-            raise ConfigError(f"trusted_proxies={text} would let every client act as a proxy; {advice}")
+    networks = server.proxy_networks()
+    ipv4 = ipaddress.collapse_addresses(net for net in networks if isinstance(net, ipaddress.IPv4Network))
+    ipv6 = ipaddress.collapse_addresses(net for net in networks if isinstance(net, ipaddress.IPv6Network))
+    for network in (*ipv4, *ipv6):
+        if network.prefixlen < _MIN_PREFIX:
+            given = f"trusted_proxies={','.join(server.trusted_proxies)}"
+            advice = f"name the proxies' own addresses, or networks of /{_MIN_PREFIX} or smaller"
+            raise ConfigError(f"{given} would let every client in {network} act as a proxy; {advice}")
     header = server.tenant_header
     if header is not None and not _HEADER.fullmatch(header):
         raise ConfigError(f"tenant_header takes a header's name such as X-Tenant, not {header}")

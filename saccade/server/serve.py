@@ -170,7 +170,7 @@ class _Running:
             server_header=False,
             timeout_keep_alive=75,
             timeout_graceful_shutdown=3,
-            forwarded_allow_ips=list(service.server.trusted_proxies) or None,  # None: this machine
+            forwarded_allow_ips=[str(net) for net in service.server.proxy_networks()] or None,  # this machine
         )
         self.http = _Server(config, service, sock)
 

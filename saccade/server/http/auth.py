@@ -41,7 +41,7 @@ class Tenants:
         self._server = server
         self._clock = clock
         self._header = server.tenant_header.lower().encode() if server.tenant_header else None
-        self._proxies = [ipaddress.ip_network(text) for text in server.trusted_proxies]
+        self._proxies = server.proxy_networks()
         self._secret = secrets.token_bytes(32)
         self._unnamed = Account("", _UNNAMED, clock)
         self._accounts: dict[str, Account] = {}  # of the settings, by name
@@ -134,12 +134,8 @@ class Tenants:
         return hashlib.blake2b(digest, key=self._secret).digest()
 
     def _trusts(self, peer: str) -> bool:
-        try:
-            address = ipaddress.ip_address(peer)
-        except ValueError:
-            return False
-        address = getattr(address, "ipv4_mapped", None) or address
-        return any(address in network for network in self._proxies)
+        address = address_of(peer)
+        return address is not None and any(address in network for network in self._proxies)
 
     def _named(self, name: str) -> Account:
         if name in self._accounts:
@@ -159,11 +155,21 @@ def is_open(path: str) -> bool:
 
 
 def peer_of(address: tuple[str, int] | None) -> str:
-    """The client at an address. An IPv6 /64 counts as one: a single host may own all of its addresses."""
+    """The client at an address, under a name that no tenant has: tenants have no colon in theirs.
+
+    An IPv6 /64 counts as one: a single host may own all of its addresses.
+    """
     host = address[0] if address is not None else ""
-    if ":" not in host:
-        return host
+    found = address_of(host)
+    if isinstance(found, ipaddress.IPv6Address):
+        return f"address:{ipaddress.IPv6Network((found, 64), strict=False)}"
+    return f"address:{found or host}"
+
+
+def address_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """IPv4 also where it comes as IPv6, as through a socket of both. None: it is no address."""
     try:
-        return str(ipaddress.ip_network((host.partition("%")[0], 64), strict=False))
+        address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
-        return host
+        return None
+    return getattr(address, "ipv4_mapped", None) or address

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from http import HTTPStatus
+from ipaddress import IPv4Address
 from typing import Any, NamedTuple
 
 import httptools
@@ -21,7 +22,7 @@ from uvicorn.server import ServerState
 
 from saccade.options import ServerOptions
 from saccade.server.errors import ApiError, overloaded
-from saccade.server.http.auth import peer_of
+from saccade.server.http.auth import address_of, peer_of
 from saccade.server.http.connections import Admission, Connections
 
 MAX_HEADER_BYTES = 64 << 10
@@ -78,6 +79,8 @@ class BoundedHttp(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        if self.client is not None and isinstance(found := address_of(self.client[0]), IPv4Address):
+            self.client = (str(found), self.client[1])  # not as IPv6: proxies are compared with it
         self._response_transport = _ResponseTransport(transport.write, transport.is_closing, self._close)
         self._admission = self._connections.admit(self, peer_of(self.client))
         if self._admission is Admission.REFUSED:

@@ -100,6 +100,12 @@ def test_the_digest_of_a_key_is_no_key(tmp_path: Path) -> None:
         ({"tenant_header": "X Tenant", "trusted_proxies": ("::1",)}, "X Tenant"),
         ({"trusted_proxies": ("0.0.0.0/0",)}, "every client"),
         ({"trusted_proxies": ("::/0",)}, "every client"),
+        (
+            {"trusted_proxies": ("0.0.0.0/1", "128.0.0.0/1")},
+            "0.0.0.0/1,128.0.0.0/1 would let every client in 0.0.0.0/0",
+        ),
+        ({"trusted_proxies": tuple(f"{number}.0.0.0/8" for number in range(4))}, "every client in 0.0.0.0/6"),
+        ({"trusted_proxies": ("::ffff:0:0/96",)}, "every client in 0.0.0.0/0"),
         ({"trusted_proxies": ("10.1.2.3/16",)}, "host bits"),
         ({"trusted_proxies": ("proxy.local",)}, "proxy.local"),
     ],
@@ -238,6 +244,15 @@ def test_a_limited_tenant_learns_what_is_left_from_every_answer(tmp_path: Path) 
     assert status == 200 and fields["x-ratelimit-remaining-requests"] == "60"
     assert caller.tenant == caller.client == "acme" and caller.account.settings.weight == 2
     assert not [name for name in answered(found, [key("key-3")])[1] if name.startswith("x-ratelimit")]
+
+
+def test_no_name_of_a_tenant_is_that_of_an_address(tmp_path: Path) -> None:
+    """They share capacity under these names, in the gate and in the engine."""
+    named_so = tenants(tmp_path, '["10.1.2.3"]\nkeys = ["key-1"]')
+    tenant = answered(named_so, [key("key-1")], client=("10.9.9.9", 1))[2]
+    address = answered(tenants(tmp_path, None), [], client=("10.1.2.3", 1))[2]
+    assert tenant.client == "10.1.2.3" and address.client == "address:10.1.2.3"
+    assert answered(tenants(tmp_path, None), [], client=("2001:db8::1", 1))[2].client == "address:2001:db8::/64"
 
 
 def test_x_forwarded_for_makes_no_proxy(tmp_path: Path) -> None:
