@@ -218,8 +218,7 @@ class Request:
 
     @property
     def family(self) -> str:
-        """The common part of the ids of one client request's `n` completions, which are FAMILY/INDEX."""
-        return self.request_id.rpartition("/")[0] or self.request_id
+        return family_of(self.request_id)
 
 
 # --- one step -----------------------------------------------------------------------------------------------

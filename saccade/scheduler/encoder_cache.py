@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from saccade.scheduler.encoder_eviction import Charge, FairEviction
-from saccade.types import NO_TENANT, Key, Tenant
+from saccade.types import NO_TENANT, Key, Tenant, family_of
 
 Holder = tuple[str, int]
 """A request and the index of one of its spans: the same image twice in a request is two holders."""
@@ -75,7 +75,7 @@ class EncoderCache:
         assert self.can_ever_fit(slots), f"{slots} slots of {self._slots} should have been refused"
         if slots > self.space - self._idle_slots_of(keep):
             return False
-        charge = self._eviction.admit(key, slots, tenant, holder[0] if holder else None)
+        charge = self._eviction.admit(key, slots, tenant, family_of(holder[0]) if holder else None)
         while slots > self._slots - self._used_slots:
             self._evict(self._eviction.victim(keep))
         self._evicted.pop(key, None)  # it is encoded anew, which overwrites what the runner still has
@@ -96,7 +96,7 @@ class EncoderCache:
         if entry.is_idle:
             self._eviction.wake(entry.charge)
             self._idle_slots -= entry.slots
-        self._hits += self._eviction.use(entry.charge, tenant, holder[0])
+        self._hits += self._eviction.use(entry.charge, tenant, family_of(holder[0]))
         entry.holders.add(holder)
         self._held[holder] = key
         return True

@@ -90,7 +90,7 @@ class Charge:
     slots: int
     account: _Account
     is_proven: bool  # wanted by a second request, or a ghost before
-    requester: str | None  # the first request that used it; None: encoded ahead and not used yet
+    requester: str | None  # the first request that used it, whatever its `n`; None: encoded ahead, not used
 
     @property
     def segment(self) -> _Segment:
@@ -124,7 +124,7 @@ class FairEviction:
         is_hit = charge.requester is not None
         if charge.requester is None:
             charge.requester = requester
-        elif charge.requester != requester:  # not the same image twice in one request
+        elif charge.requester != requester:  # not the same image twice in one request, nor its n outputs
             charge.is_proven = True
         charge.account = self._account(tenant)
         self._count(tenant).hits += is_hit

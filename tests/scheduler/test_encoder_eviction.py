@@ -71,7 +71,14 @@ def test_an_image_that_comes_back_after_its_eviction_is_protected() -> None:
 
 def test_a_request_that_uses_its_image_again_proves_nothing() -> None:
     cache = EncoderCache(2)
-    for name, request in (("x", "r"), ("x", "r"), ("y", "s"), ("y", "t"), ("z", "u")):
+    for name, request in (("y", "s"), ("y", "t"), ("x", "r"), ("x", "r"), ("z", "u")):
+        ask(cache, name, request=request)
+    assert kept(cache, "xyz") == "yz"
+
+
+def test_the_n_outputs_of_a_request_are_one_use() -> None:
+    cache = EncoderCache(2)
+    for name, request in (("y", "s/0"), ("y", "t/0"), ("x", "r/0"), ("x", "r/1"), ("z", "u/0")):
         ask(cache, name, request=request)
     assert kept(cache, "xyz") == "yz"
 
