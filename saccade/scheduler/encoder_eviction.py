@@ -16,9 +16,10 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from saccade.scheduler.fair_queue import counted_as
-from saccade.types import Key, Tenant
+from saccade.types import OTHER_LABEL, Key, Tenant
 
-_MAX_TENANTS = 64  # with an account of their own; further ones share the account of requests without a name
+_MAX_TENANTS = 64  # of either kind with an account of their own; further ones share one
+_SHARED = ""  # that of requests without a tenant
 _MAX_GHOSTS = 4096  # keys per segment
 _STALE_AFTER = 4  # whole caches encoded without a request of a tenant: its share is lent
 
@@ -56,6 +57,7 @@ class _Account:
 
     weight: float = 1.0
     label: str = ""
+    is_other: bool = False  # it has no label of its own
     probation: _Segment = field(default_factory=_Segment)
     protected: _Segment = field(default_factory=_Segment)
     target: float = 0.0  # slots of probation that have proven useful; the rest of it is evicted first
@@ -183,22 +185,44 @@ class FairEviction:
         return self._counts.setdefault(counted_as(tenant, self._counts.keys()), _Counts())
 
     def _account(self, tenant: Tenant) -> _Account:
-        account = self._accounts.get(tenant.name)
-        if account is None:
-            account = self._open_account(tenant.name)
+        account = self._accounts.get(tenant.name) or self._open_account(tenant)
         account.weight = tenant.weight
         account.label = counted_as(tenant, self._counts.keys())
+        if account is self._accounts.get(_SHARED) and tenant.name != _SHARED:
+            weights = [other.weight for name, other in self._accounts.items() if name != _SHARED]
+            account.weight = sum(weights) / len(weights)  # as one more tenant, whichever asked last
+            account.label = OTHER_LABEL
         account.asked_at = self._encoded_slots
         return account
 
-    def _open_account(self, name: str) -> _Account:
-        if len(self._accounts) >= _MAX_TENANTS:
-            stale = [other for other, account in self._accounts.items() if self._is_stale(account)]
-            for other in stale:
-                if not self._accounts[other].slots:
-                    del self._accounts[other]
-        name = name if len(self._accounts) < _MAX_TENANTS else ""
-        return self._accounts.setdefault(name, _Account())
+    def _open_account(self, tenant: Tenant) -> _Account:
+        """Where there are too many, one gives way that has proven no use for its own.
+
+        Tenants with a label of their own are counted apart: throw-away names keep no account from them.
+        """
+        is_other = tenant.label == OTHER_LABEL
+        own = [name for name in self._accounts if name != _SHARED]
+        alike = [name for name in own if self._accounts[name].is_other == is_other]
+        if tenant.name == _SHARED or len(alike) < _MAX_TENANTS:
+            return self._accounts.setdefault(tenant.name, _Account(is_other=is_other))
+        idle = [name for name in alike if self._is_unproven(self._accounts[name])]
+        if not idle:
+            return self._accounts.setdefault(_SHARED, _Account(is_other=True))
+        self._fold(min(idle, key=lambda name: self._accounts[name].asked_at))
+        return self._accounts.setdefault(tenant.name, _Account(is_other=is_other))
+
+    def _is_unproven(self, account: _Account) -> bool:
+        return not account.protected.slots or self._is_stale(account)
+
+    def _fold(self, name: str) -> None:
+        """An account becomes part of the shared one: its entries stay, and are the first to go there."""
+        account = self._accounts.pop(name)
+        shared = self._accounts.setdefault(_SHARED, _Account(account.weight, OTHER_LABEL, is_other=True))
+        for segment, common in ((account.probation, shared.probation), (account.protected, shared.protected)):
+            common.slots += segment.slots
+            common.idle = OrderedDict.fromkeys((*segment.idle, *common.idle))
+        account.probation = shared.probation  # entries know the account that they were charged to
+        account.protected = shared.protected
 
     def clear(self) -> None:
         """Every entry is gone; counters stay."""

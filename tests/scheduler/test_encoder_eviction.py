@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from benchmarks.cache_policies import SLOTS, Fair, Load, Lru, beside, conversations, hit_rates, scans, unique, zipf
+from saccade.scheduler import encoder_eviction
 from saccade.scheduler.encoder_cache import EncoderCache
 from saccade.types import Key, Tenant
 from tests.helpers.scheduling import FakeImage, Rig, key_of, make_request
@@ -151,16 +152,59 @@ def test_an_entry_is_charged_to_the_tenant_that_used_it_last() -> None:
     }
 
 
-def test_tenants_beyond_the_number_of_accounts_share_one_until_others_have_left() -> None:
+def accounts(cache: EncoderCache) -> set[str]:
+    return set(cache._eviction._accounts)
+
+
+def test_tenants_beyond_the_number_of_accounts_share_one() -> None:
     cache = EncoderCache(1000)
-    for number in range(100):
-        ask(cache, "x", tenant=Tenant(f"t{number}"))
-    assert len(cache.tenants()) == 65
-    assert cache.tenants()[""]["hits"] == 36
+    for number in range(70):
+        ask(cache, f"x{number}", tenant=Tenant(f"t{number}"))
+        ask(cache, f"x{number}", tenant=Tenant(f"t{number}"))
+    assert accounts(cache) == {"", *(f"t{number}" for number in range(64))}
+    assert cache.tenants()["other"]["slots"] == 6 and cache.tenants()["t69"] == {"hits": 1, "misses": 1, "slots": 0}
+
+
+def test_throw_away_tenants_keep_no_account_from_those_that_use_their_images_again() -> None:
+    cache = EncoderCache(1000)
+    for name in "xyxy":
+        ask(cache, name, tenant=Tenant("early", label="other"))
+    for number in range(300):
+        ask(cache, f"once {number}", tenant=Tenant(f"t{number}", label="other"))
+    for name in "pqpq":
+        ask(cache, name, tenant=Tenant("late", label="other"))
+    assert {"early", "late", ""} < accounts(cache) and len(accounts(cache)) == 65
+    assert kept(cache, "xypq") == "xypq" and cache.tenants() == {"other": {"hits": 4, "misses": 304, "slots": 304}}
+
+
+def test_tenants_that_the_operator_named_have_accounts_beside_all_others() -> None:
+    cache = EncoderCache(1000)
+    for number in range(70):
+        for _ in range(2):
+            ask(cache, f"x{number}", tenant=Tenant(f"t{number}", label="other"))
+    ask(cache, "y", tenant=Tenant("acme", label="acme"))
+    assert "acme" in accounts(cache) and "t69" not in accounts(cache)
+
+
+def test_a_stale_account_gives_way_to_a_new_tenant() -> None:
+    cache = EncoderCache(1000)
+    for number in range(64):
+        for _ in range(2):
+            ask(cache, f"x{number}", tenant=Tenant(f"t{number}"))
     for number in range(6):
-        ask(cache, f"new {number}", slots=1000, tenant=Tenant("t0"))
+        ask(cache, f"new {number}", slots=800, tenant=Tenant("t0"))
     ask(cache, "y", tenant=Tenant("late"))
-    assert set(cache.tenants()) == {"t0", "late"}
+    assert "late" in accounts(cache) and "t1" not in accounts(cache)
+
+
+def test_the_weight_of_the_shared_account_is_not_that_of_the_last_tenant() -> None:
+    cache = EncoderCache(1000)
+    for number in range(64):
+        for _ in range(2):
+            ask(cache, f"x{number}", tenant=Tenant(f"t{number}", 2.0))
+    for weight in (1000.0, 0.001):
+        ask(cache, f"y {weight}", tenant=Tenant(f"w{weight}", weight))
+        assert cache._eviction._accounts[""].weight == 2.0
 
 
 def test_the_scheduler_charges_the_tenants_of_its_requests() -> None:
@@ -240,8 +284,9 @@ def test_no_tenant_loses_protected_images_to_another_while_it_is_within_its_shar
 class Cache(RuleBasedStateMachine):
     """Requests of three tenants come, wait for their images and go; look-ahead encodes for none in particular."""
 
-    @initialize(slots=st.integers(4, 12), keep_idle=st.booleans())
-    def start(self, slots: int, keep_idle: bool) -> None:
+    @initialize(slots=st.integers(4, 12), keep_idle=st.booleans(), max_tenants=st.sampled_from([1, 2, 64]))
+    def start(self, slots: int, keep_idle: bool, max_tenants: int) -> None:
+        encoder_eviction._MAX_TENANTS = max_tenants
         self.cache = EncoderCache(slots, keep_idle)
         self.held: dict[tuple[str, int], Key] = {}
 
@@ -305,6 +350,9 @@ class Cache(RuleBasedStateMachine):
     @precondition(lambda self: not self.held)
     def reset(self) -> None:
         self.cache.reset()
+
+    def teardown(self) -> None:
+        encoder_eviction._MAX_TENANTS = 64
 
     @invariant()
     def holds(self) -> None:
