@@ -110,7 +110,9 @@ class FairQueue:
         self._idle: OrderedDict[str, TenantShare] = OrderedDict()  # of others, those that came lately last
         self._virtual_time = 0.0  # the largest counter with which a tenant was given prefill
         self._num_shares = 0  # so far
+        self.num_waiting = 0
         self._totals: dict[str, LabelTotal] = {}
+        self._order: list[TenantShare] | None = None  # of this step; None: not known
 
     # --- requests come and go -------------------------------------------------------------------------------
 
@@ -127,6 +129,7 @@ class FairQueue:
         credit = self._max_credit / share.weight if share.waiting else 0.0
         share.counter = max(share.counter, self._virtual_time - credit)
         self._shares[tenant.name] = share
+        self._order = None
         return share
 
     def wait(self, seq: ScheduledRequest) -> None:
@@ -134,18 +137,22 @@ class FairQueue:
         if seq.is_running:
             seq.share.running.remove(seq)
         insort(seq.share.waiting, seq, key=_place)
+        self.num_waiting += 1
 
     def start(self, seq: ScheduledRequest) -> None:
         seq.share.waiting.remove(seq)
+        self.num_waiting -= 1
         insort(seq.share.running, seq, key=_place)
 
     def leave(self, seq: ScheduledRequest) -> None:
         """A request has ended."""
         share = seq.share
         (share.running if seq.is_running else share.waiting).remove(seq)
+        self.num_waiting -= not seq.is_running
         if share.running or share.waiting:
             return
         self._idle[share.name] = self._shares.pop(share.name)
+        self._order = None
         if not self._shares:  # all begin anew together
             self._virtual_time = max(self._virtual_time, *(share.counter for share in self._idle.values()))
         if len(self._idle) > MAX_IDLE:
@@ -158,16 +165,24 @@ class FairQueue:
         """With open requests."""
         return len(self._shares)
 
-    @property
-    def num_waiting(self) -> int:
-        return sum([len(share.waiting) for share in self._shares.values()])
-
     def all_waiting(self) -> list[ScheduledRequest]:
         return list(chain.from_iterable(share.waiting for share in self._shares.values()))
 
+    def begin_step(self) -> None:
+        """Tenants are put in order once a step: that costs as much as all else where there are thousands."""
+        self._order = None
+        if len(self._shares) == 1:
+            return
+        for share in self._shares.values():
+            # What a tenant could not use is claimed only so far, also by one that queues.
+            minimum = self._virtual_time - self._max_credit / share.weight
+            if share.counter < minimum:
+                share.counter = minimum
+
     def first_waiting(self, count: int) -> Iterator[ScheduledRequest]:
         """The first waiting request of each tenant, then the second of each, and so on."""
-        lists = [share.waiting for share in self._in_order() if share.waiting]
+        waiting = (share.waiting for share in self._in_order() if share.waiting)
+        lists = list(islice(waiting, count))  # the first requests of further tenants come too late
         if len(lists) == 1:
             return islice(lists[0], count)
         rounds = chain.from_iterable(zip_longest(*lists))
@@ -193,11 +208,6 @@ class FairQueue:
 
         `running` is in order of arrival.
         """
-        if (
-            len(self._shares) > 1
-        ):  # what a tenant could not use is claimed only so far, also by one that queues
-            for share in self._shares.values():
-                share.counter = max(share.counter, self._virtual_time - self._max_credit / share.weight)
         shares = self._in_order()
         if len(shares) == 1:
             return ServingOrder(deque(shares[0].running), deque(), [], oldest=None)
@@ -226,8 +236,9 @@ class FairQueue:
         shares = self._shares.values()
         if len(shares) < 2 or not running:
             return None
-        per_weight = len(running) / sum(share.weight for share in shares)
-        above = [share for share in shares if len(share.running) > max(share.weight * per_weight, 1)]
+        per_weight = len(running) / sum([share.weight for share in shares])
+        with_seats = dict.fromkeys(seq.share for seq in running)
+        above = [share for share in with_seats if len(share.running) > max(share.weight * per_weight, 1)]
         above.sort(key=_rank, reverse=True)
         candidates = [seq for share in above for seq in reversed(share.running) if seq is not running[0]]
         if not candidates:
@@ -271,7 +282,9 @@ class FairQueue:
         return len(share.waiting) if share else 0
 
     def _in_order(self) -> list[TenantShare]:
-        return sorted(self._shares.values(), key=_rank)
+        if self._order is None:
+            self._order = sorted(self._shares.values(), key=_rank)
+        return self._order
 
     # --- service --------------------------------------------------------------------------------------------
 
@@ -313,6 +326,7 @@ class FairQueue:
             assert not any(seq.is_running for seq in share.waiting), "a running request waits"
             assert all(seq.is_running for seq in share.running), "a waiting request runs"
             assert all(seq.share is share for seq in chain(share.waiting, share.running)), "in a wrong queue"
+        assert self.num_waiting == len(self.all_waiting()), "waiting requests miscounted"
         queued = [seq for share in shares for seq in chain(share.waiting, share.running)]
         assert sorted(queued, key=_order) == sorted(open_requests.values(), key=_order), "a request is lost"
 

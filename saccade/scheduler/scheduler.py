@@ -158,6 +158,7 @@ class Scheduler:
 
     def _plan(self, now: float, bounded: bool, served: frozenset[str] = frozenset()) -> StepPlan | None:
         """`served`: requests whose decode runs already. None where nothing is to be done beside them."""
+        self._queue.begin_step()
         coming = self._queue.first_waiting(self.config.max_num_seqs - len(self._running))
         demand = demand_of(
             self._candidates(),
@@ -174,6 +175,7 @@ class Scheduler:
         if limits.encode_layers is not None and not (moves or self._encoder_cache.slots_in_flight):
             # Waiting requests hold the cache space that a running one needs. Whole images go in.
             limits = limits._replace(encode_layers=None)
+            self._queue.begin_step()
             self._fill(draft, limits)
         self._is_short = draft.is_short or draft.needs_sync
         num_prefills = draft.budget.num_prefills
@@ -291,6 +293,8 @@ class Scheduler:
         """Admit requests of tenants that come `before` a rank. A running one that lacks blocks goes first."""
         if draft.has_preempted or draft.is_short:
             return
+        if len(self._running) >= self.config.max_num_seqs:
+            return  # as nearly always where many wait
         for seq in self._queue.waiting_order():
             is_full = len(self._running) >= self.config.max_num_seqs or not draft.budget.total
             if is_full or seq.share.rank > before:

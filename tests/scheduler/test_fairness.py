@@ -11,7 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from saccade.errors import RequestError
-from saccade.scheduler.fair_queue import EMBEDDING_COST, MAX_IDLE, MAX_LABELS, OUTPUT_COST
+from saccade.scheduler import fair_queue
+from saccade.scheduler.fair_queue import EMBEDDING_COST, MAX_IDLE, MAX_LABELS, OUTPUT_COST, Rank, TenantShare
 from saccade.types import OTHER_LABEL, StepPlan, Tenant
 from tests.helpers.async_scheduling import AheadRig
 from tests.helpers.random_workloads import BROKEN, CONFIGS, IMAGES, REQUESTS, assert_nothing_is_held, drive
@@ -378,6 +379,26 @@ def test_tenants_that_left_are_forgotten_after_many_others() -> None:
         rig.add("r", 3, max_tokens=1, tenant=Tenant(str(number)))
         rig.drain()
     assert len(rig.scheduler._queue._idle) == MAX_IDLE
+
+
+def test_a_step_puts_its_tenants_in_order_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often it asks which goes next: with many tenants that would cost as much as all the rest."""
+    rig = unchecked(max_num_seqs=4, encode_layers_per_step=1)
+    for number in range(200):
+        rig.add(f"r{number}", [number] * 4, FakeImage(f"p{number}", 4), max_tokens=9, tenant=Tenant(str(number % 50)))
+    rank = fair_queue._rank
+    num_asked = 0
+
+    def counting(share: TenantShare) -> Rank:
+        nonlocal num_asked
+        num_asked += 1
+        return rank(share)
+
+    monkeypatch.setattr(fair_queue, "_rank", counting)
+    for _ in range(10):
+        num_asked = 0
+        rig.step()
+        assert num_asked <= 50 + 4, "tenants, and those with a seat"
 
 
 @pytest.mark.parametrize("label", ["", OTHER_LABEL])
