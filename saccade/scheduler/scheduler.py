@@ -6,7 +6,7 @@ Owns the queues, the KV blocks and the encoder slots, as ids and counts. Has no 
 from __future__ import annotations
 
 from bisect import insort
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator
 from itertools import chain
 from typing import Any
@@ -20,6 +20,7 @@ from saccade.scheduler.encoder_failures import affected_requests
 from saccade.scheduler.encoder_lookahead import deadlocked, encoded_ahead, missing_items, spans_ahead
 from saccade.scheduler.encoder_scheduler import EncoderScheduler, WindowLimit
 from saccade.scheduler.fair_queue import LAST, FairQueue, Rank, ServingOrder
+from saccade.scheduler.invariants import check_held, check_running
 from saccade.scheduler.kv_cache import BlockPool, CachedPrefix
 from saccade.scheduler.request import ScheduledRequest
 from saccade.scheduler.request_validation import refuse_impossible, refuse_overload
@@ -488,19 +489,6 @@ class Scheduler:
         self._encoder_cache.check()
         self._encoder.check()
         self._state_cache.check()
-        users = Counter(block for seq in self._open.values() for block in seq.blocks)
-        blocks = range(self._kv_cache.num_blocks)
-        assert all(self._kv_cache.users(block) == users[block] for block in blocks), "users miscounted"
-        holders = {seq.holder(index) for seq in self._open.values() for index in seq.held}
-        assert holders == self._encoder_cache.holders(), "pins miscounted"
-        self._check_queues()
-
-    def _check_queues(self) -> None:
-        """Each open request is in one queue. Waiting ones hold nothing, running ones the blocks they need."""
+        check_held(self._open.values(), self._kv_cache, self._encoder_cache)
         self._queue.check(self._open)
-        assert self._running == [seq for seq in self._open.values() if seq.is_running], "wrong order"
-        waiting = self._queue.all_waiting()
-        assert not any(seq.blocks or seq.held for seq in waiting), "a waiting request holds something"
-        for seq in self._running:
-            seq.check()
-        assert len(self._running) <= self.config.max_num_seqs, "too many requests run"
+        check_running(self._open.values(), self._running, self.config.max_num_seqs)

@@ -80,7 +80,7 @@ class Generation:
         self._max_tokens = 0
         self._charge: Charge | None = None  # until it is settled
         self._reserved_tokens = 0
-        self._is_turned_away = False  # the engine had no place for it
+        self._is_refused = False  # the engine had no place for it
         self._timing = timing
         self._metrics = metrics
         self._streams: list[RequestStream] = []
@@ -111,7 +111,7 @@ class Generation:
         self._charge = None
         if charge is None:
             return
-        if self._is_turned_away:
+        if self._is_refused:
             charge.give_back(tokens=self._prompt_tokens + self._reserved_tokens, pixels=self._pixels)
             return
         generated = sum(stream.num_tokens for stream in self._streams)
@@ -136,10 +136,10 @@ class Generation:
         try:
             self._streams = await engine.submit(requests)
         except EngineUnavailable:
-            self._is_turned_away = True
+            self._is_refused = True
             raise
         except RequestError as error:
-            self._is_turned_away = error.code == "overloaded"
+            self._is_refused = error.code == "overloaded"
             raise error.located(self._where[0]) from None  # only chats have images, and a chat is one prompt
 
     async def deltas(self) -> AsyncIterator[Delta | None]:

@@ -429,7 +429,7 @@ def test_one_client_cannot_have_all_connections(strict: RunningServer) -> None:
     assert lines and "--max-connections" in lines[0] and len(lines) <= 2
 
 
-def test_a_flood_of_connections_is_turned_away(strict: RunningServer) -> None:
+def test_a_flood_of_connections_is_refused(strict: RunningServer) -> None:
     """More than there are places in reserve. Who comes from elsewhere notices nothing."""
     with watching(strict, lambda: asks(strict, "/health", ELSEWHERE)) as watch, ExitStack() as stack:
         socks = [stack.enter_context(raw_connection(strict, timeout=20)) for _ in range(200)]
