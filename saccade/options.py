@@ -359,7 +359,8 @@ def _check_proxies(server: ServerOptions) -> None:
     networks = server.proxy_networks()
     ipv4 = ipaddress.collapse_addresses(net for net in networks if isinstance(net, ipaddress.IPv4Network))
     ipv6 = ipaddress.collapse_addresses(net for net in networks if isinstance(net, ipaddress.IPv6Network))
-    for network in (*ipv4, *ipv6):
+    joined: list[Network] = [*ipv4, *ipv6]
+    for network in joined:
         if network.prefixlen < _MIN_PREFIX:
             given = f"trusted_proxies={','.join(server.trusted_proxies)}"
             advice = f"name the proxies' own addresses, or networks of /{_MIN_PREFIX} or smaller"

@@ -247,6 +247,17 @@ def test_answers_take_places_and_not_requests(small: RunningServer) -> None:
     assert len(small.chat(max_tokens=2, n=4).json()["choices"]) == 4
 
 
+def test_a_client_with_all_places_locks_no_other_out(small: RunningServer) -> None:
+    client, _ = open_stream(small, n=4)
+    try:
+        with small.stranger(authorization="Bearer other-key") as other:
+            assert other.post("/v1/chat/completions", json=chat_body(max_tokens=2)).status_code == 200
+        assert small.chat(max_tokens=2).status_code == 429
+    finally:
+        client.close()
+    assert until(lambda: is_idle(small))
+
+
 @pytest.mark.parametrize(("prompts", "n", "status"), [(1, 3, 200), (2, 1, 200), (1, 4, 429), (2, 2, 429)])
 def test_answers_that_find_no_place_are_refused_together(
     small: RunningServer, prompts: int, n: int, status: int
