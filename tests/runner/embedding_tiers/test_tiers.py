@@ -117,9 +117,8 @@ def test_an_error_of_another_kind_means_encoding_too() -> None:
         assert tiers.load(wanted, joined) is not None
 
 
-def test_a_full_queue_drops_and_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_QUEUED", 2)
-    store = MemoryStore()
+def hold_writes(store: MemoryStore) -> tuple[threading.Event, threading.Event]:
+    """Writes wait for the first event; the second says that one has begun."""
     gate, begun = threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -127,6 +126,13 @@ def test_a_full_queue_drops_and_counts(monkeypatch: pytest.MonkeyPatch) -> None:
         assert gate.wait(20)
 
     store.before_write = hold
+    return gate, begun
+
+
+def test_a_full_queue_drops_and_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_QUEUED", 2)
+    store = MemoryStore()
+    gate, begun = hold_writes(store)
     with open_tiers(store) as tiers:
         tiers.put(item(), embedding(), None)
         assert begun.wait(20)
@@ -140,13 +146,7 @@ def test_a_full_queue_drops_and_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_was_evicted_before_it_could_be_written_is_dropped() -> None:
     store = MemoryStore()
-    gate, begun = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        begun.set()
-        assert gate.wait(20)
-
-    store.before_write = hold
+    gate, begun = hold_writes(store)
     with open_tiers(store, host_bytes=4 * 64) as tiers:  # two embeddings
         for _ in range(4):
             tiers.put(item(), embedding(), None)
